@@ -59,8 +59,6 @@ class TritonBackend:
         grow = expand if tokens.shape[-1] <= MAX_TOPK else reference_expand
         return grow(above, tokens, log_probs, out, first_candidate)
 
-    def select_tree(
-        self, root: torch.Tensor, tokens: torch.Tensor, scores: torch.Tensor, parents: torch.Tensor, **size: int
-    ) -> DraftTree:
-        choose = select_tree if tokens.shape[1] <= MAX_CANDIDATES else reference_select_tree
-        return choose(root, tokens, scores, parents, **size)
+    def select_tree(self, root: torch.Tensor, found: Candidates, *, num_nodes: int, num_levels: int) -> DraftTree:
+        choose = select_tree if found.tokens.shape[1] <= MAX_CANDIDATES else reference_select_tree
+        return choose(root, found, num_nodes=num_nodes, num_levels=num_levels)

@@ -139,10 +139,8 @@ def moves(word: torch.dtype) -> None:
 def trees(num_nodes: int) -> None:
     tree_fields(integers(3, num_nodes), max_depth=4)
     candidates = 4 * num_nodes
-    select_tree(
-        integers(3), integers(3, candidates), numbers(3, candidates, dtype=FP32), integers(3, candidates),
-        num_nodes=num_nodes, num_levels=4,
-    )  # fmt: skip
+    found = Candidates(integers(3, candidates), numbers(3, candidates, dtype=FP32), integers(3, candidates))
+    select_tree(integers(3), found, num_nodes=num_nodes, num_levels=4)
     made = Candidates.empty(integers(3), 4 + 3 * 16)
     beam = expand(None, integers(3, 1, 1, 4), numbers(3, 1, 1, 4, dtype=FP32), made, 0)
     expand(beam, integers(3, 1, 4, 4), numbers(3, 1, 4, 4, dtype=FP32), made, 4)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.trees import walk as tree_walk_module
+from specdec.attention.trees.beam import Candidates
 from specdec.attention.trees.growth import (
     Growth,
     TreeBackend,
@@ -73,9 +74,11 @@ def test_select_by_eye():
     """The example in the docstring of attention/trees/growth.py."""
     grown = select_tree(
         long([9]),
-        long([[10, 11, 12, 13, 14, 15]]),
-        torch.tensor([[-0.1, -2.0, -0.1, -3.0, -2.0, -9.0]], device=DEVICE),
-        long([candidates(2, 2, [[0, 1]])]),
+        Candidates(
+            long([[10, 11, 12, 13, 14, 15]]),
+            torch.tensor([[-0.1, -2.0, -0.1, -3.0, -2.0, -9.0]], device=DEVICE),
+            long([candidates(2, 2, [[0, 1]])]),
+        ),
         num_nodes=4,
     )
     assert grown.tokens.tolist() == [[9, 10, 11, 12]]
@@ -90,7 +93,8 @@ def test_select_by_eye():
 def test_equal_scores_fill_the_tree_level_by_level(score: float):
     parents = long([candidates(2, 3, [[0, 1], [0, 1]])])
     scores = torch.full((1, 10), score, device=DEVICE)
-    grown = select_tree(long([0]), torch.arange(10, device=DEVICE)[None], scores, parents, num_nodes=8, num_levels=3)
+    found = Candidates(torch.arange(10, device=DEVICE)[None], scores, parents)
+    grown = select_tree(long([0]), found, num_nodes=8, num_levels=3)
     assert grown.tokens.tolist() == [[0, 0, 1, 2, 3, 4, 5, 6]]
     assert grown.parents.tolist() == [[-1, 0, 0, 1, 1, 2, 2, 3]]
     grown.check()
@@ -101,9 +105,11 @@ def test_a_child_is_never_better_than_its_parent():
     for select in (select_tree, reference_select_tree):
         grown = select(
             long([0]),
-            long([[1, 2, 3, 4]]),
-            torch.tensor([[-5.0, -4.0, -INF, 0.0]], device=DEVICE),
-            long([[-1, -1, -1, 0]]),
+            Candidates(
+                long([[1, 2, 3, 4]]),
+                torch.tensor([[-5.0, -4.0, -INF, 0.0]], device=DEVICE),
+                long([[-1, -1, -1, 0]]),
+            ),
             num_nodes=3,
         )
         assert grown.tokens.tolist() == [[0, 1, 2]]
@@ -113,12 +119,13 @@ def test_a_child_is_never_better_than_its_parent():
 def test_smallest_and_largest_trees():
     tokens, scores = long([[4, 5], [6, 7]]), torch.tensor([[-1.0, -2.0], [-2.0, -1.0]], device=DEVICE)
     parents = long([[-1, -1], [-1, 0]])
-    alone = select_tree(long([1, 2]), tokens, scores, parents, num_nodes=1)
+    found = Candidates(tokens, scores, parents)
+    alone = select_tree(long([1, 2]), found, num_nodes=1)
     assert alone.tokens.tolist() == [[1], [2]] and alone.parents.tolist() == [[-1], [-1]]
-    everything = select_tree(long([1, 2]), tokens, scores, parents, num_nodes=3)
+    everything = select_tree(long([1, 2]), found, num_nodes=3)
     assert everything.parents.tolist() == [[-1, 0, 0], [-1, 0, 1]]
     with pytest.raises(AssertionError, match="2 candidates cannot fill 4 nodes"):
-        select_tree(long([1, 2]), tokens, scores, parents, num_nodes=4)
+        select_tree(long([1, 2]), found, num_nodes=4)
 
 
 @st.composite
@@ -140,7 +147,7 @@ def test_select_is_a_naive_best_first_search(forest: tuple[list[list[float]], li
     scores, parents, num_nodes, levels = forest
     count = len(scores[0])
     tokens = torch.arange(2 * count, device=DEVICE).view(2, count)
-    inputs = (long([7, 8]), tokens, torch.tensor(scores, device=DEVICE), long(parents))
+    inputs = long([7, 8]), Candidates(tokens, torch.tensor(scores, device=DEVICE), long(parents))
     grown = select_tree(*inputs, num_nodes=num_nodes, num_levels=levels)
     grown.check()  # legal: closed, parents first, depth and ancestors right, siblings distinct
     for b in range(2):
@@ -221,7 +228,9 @@ def test_all_levels_at_once_are_those_one_by_one(backend: TreeBackend, topk: int
         for ours, theirs in zip(growth.candidates, expected, strict=True):
             assert torch.equal(ours.cpu(), theirs)
     num_nodes = min(32, 1 + expected[0].shape[1])
-    want = reference_select_tree(root, *(x.to(DEVICE) for x in expected), num_nodes=num_nodes, num_levels=levels)
+    want = reference_select_tree(
+        root, Candidates(*(x.to(DEVICE) for x in expected)), num_nodes=num_nodes, num_levels=levels
+    )
     tree = found.select(num_nodes)
     assert torch.equal(tree.tokens, want.tokens) and torch.equal(tree.parents, want.parents)
 
@@ -282,7 +291,7 @@ def test_a_tree_of_more_nodes_than_an_integer_has_bits(poison_empty: None):
     parents = [-1] * 63 + list(range(62, 98))
     scores = [-1.0] * 62 + [-0.5] * 37
     tokens = torch.arange(1, 100, device=DEVICE)[None]
-    inputs = (long([0]), tokens, torch.tensor([scores], device=DEVICE), long([parents]))
+    inputs = long([0]), Candidates(tokens, torch.tensor([scores], device=DEVICE), long([parents]))
     trees = [select(*inputs, num_nodes=100, num_levels=37) for select in (select_tree, reference_select_tree)]
     for tree in trees:
         tree.check()

@@ -17,6 +17,7 @@ from result_table import ResultTable, Row, table_head, table_row
 
 from specdec.attention.kernels.page_table import build_page_tables, reference_build_page_tables
 from specdec.attention.torch_backend import TorchBackend
+from specdec.attention.trees.beam import Candidates
 from specdec.attention.trees.growth import Growth, TreeBackend, reference_select_tree, select_tree
 from specdec.attention.trees.tree import DraftTree
 from specdec.attention.trees.walk import tree_fields
@@ -135,8 +136,8 @@ def check_kv() -> None:
         same("move", tuple(pools), tuple(want))
 
 
-def tree_inputs(topk: int, levels: int, seed: int) -> tuple[torch.Tensor, ...]:
-    """root, tokens, scores (with many ties) and parents of `BATCH` requests."""
+def tree_inputs(topk: int, levels: int, seed: int) -> tuple[torch.Tensor, Candidates]:
+    """Roots of `BATCH` requests, and candidates, with many ties."""
     count = topk + (levels - 1) * topk * topk
     number = torch.arange(count, device=DEVICE)
     level = torch.where(number < topk, 0, 1 + (number - topk) // (topk * topk))
@@ -146,7 +147,7 @@ def tree_inputs(topk: int, levels: int, seed: int) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator(DEVICE).manual_seed(seed)
     scores = -torch.randint(0, 6, (BATCH, count), generator=generator, device=DEVICE) - 2.0 * level
     tokens = number.expand(BATCH, count).contiguous()
-    return torch.zeros(BATCH, dtype=torch.int64, device=DEVICE), tokens, scores, parents
+    return torch.zeros(BATCH, dtype=torch.int64, device=DEVICE), Candidates(tokens, scores, parents)
 
 
 def marginals(topk: int, levels: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -183,7 +184,7 @@ def random_walks(num_nodes: int, seed: int) -> tuple[DraftTree, torch.Tensor]:
 def check_trees(quick: bool) -> None:
     for topk, levels in ((1, 7), (2, 3), (4, 5), (8, 8), (10, 6))[: 3 if quick else None]:
         inputs = tree_inputs(topk, levels, seed=topk)
-        for num_nodes in {2, 1 + topk, min(64, inputs[1].shape[1] + 1)}:
+        for num_nodes in {2, 1 + topk, min(64, inputs[1].tokens.shape[1] + 1)}:
             got = select_tree(*inputs, num_nodes=num_nodes, num_levels=levels)
             got.check()
             want = reference_select_tree(*inputs, num_nodes=num_nodes)

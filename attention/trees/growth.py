@@ -36,16 +36,7 @@ class TreeBackend(Protocol):
     ) -> Scored:
         """The beam after one or more levels, whose candidates are written to `out`."""
 
-    def select_tree(
-        self,
-        root: torch.Tensor,
-        tokens: torch.Tensor,
-        scores: torch.Tensor,
-        parents: torch.Tensor,
-        *,
-        num_nodes: int,
-        num_levels: int,
-    ) -> DraftTree:
+    def select_tree(self, root: torch.Tensor, found: Candidates, *, num_nodes: int, num_levels: int) -> DraftTree:
         """The best tree of `num_nodes` nodes among the candidates."""
 
 
@@ -81,7 +72,7 @@ class Growth:
         """The best tree of `num_nodes` nodes, root included; all levels have been added."""
         found = self.candidates
         assert found is not None and self._count == found.tokens.shape[1], f"{self._count} candidates of {found}"
-        return self.backend.select_tree(self.root, *found, num_nodes=num_nodes, num_levels=self.num_levels)
+        return self.backend.select_tree(self.root, found, num_nodes=num_nodes, num_levels=self.num_levels)
 
 
 def num_candidates(topk: int, num_levels: int) -> int:
@@ -90,16 +81,11 @@ def num_candidates(topk: int, num_levels: int) -> int:
 
 
 def reference_select_tree(
-    root: torch.Tensor,
-    tokens: torch.Tensor,
-    scores: torch.Tensor,
-    parents: torch.Tensor,
-    *,
-    num_nodes: int,
-    num_levels: int | None = None,
+    root: torch.Tensor, found: Candidates, *, num_nodes: int, num_levels: int | None = None
 ) -> DraftTree:
     """See `select_tree`; takes any number of candidates."""
-    _check_candidates(root, tokens, scores, parents, num_nodes)
+    _check_candidates(root, found, num_nodes)
+    tokens, scores, parents = found
     batch, num_candidates = tokens.shape
     capped = scores.float().nan_to_num(nan=LOWEST, posinf=torch.inf, neginf=LOWEST)
     above = parents
@@ -158,29 +144,20 @@ def _select_nodes_kernel(
     tl.store(p_node_parents + o_out + node, parent_node.to(tl.int64), mask=taken)
 
 
-def select_tree(
-    root: torch.Tensor,
-    tokens: torch.Tensor,
-    scores: torch.Tensor,
-    parents: torch.Tensor,
-    *,
-    num_nodes: int,
-    num_levels: int | None = None,
-) -> DraftTree:
+def select_tree(root: torch.Tensor, found: Candidates, *, num_nodes: int, num_levels: int | None = None) -> DraftTree:
     """The best tree of N = `num_nodes` nodes among C >= N - 1 candidates, C <= MAX_CANDIDATES.
 
-    root [B] int64; tokens, parents [B, C] int64, scores [B, C]; parents[c] < c is a candidate, or -1 for the root.
+    root [B] int64; found: tokens, parents [B, C] int64, scores [B, C]; parents[c] < c is a candidate, or -1, the root.
     `num_levels`: no candidate is deeper (default: not known).
     """
-    _check_candidates(root, tokens, scores, parents, num_nodes)
-    batch, num_candidates = tokens.shape
+    _check_candidates(root, found, num_nodes)
+    batch, num_candidates = found.tokens.shape
     assert num_candidates <= MAX_CANDIDATES, f"{num_candidates} candidates, at most {MAX_CANDIDATES}"
-    assert all(x.is_contiguous() for x in (root, tokens, scores, parents)), "not contiguous"
-    node_tokens = tokens.new_empty((batch, num_nodes))
-    node_parents = tokens.new_empty((batch, num_nodes))
+    assert all(x.is_contiguous() for x in (root, *found)), "not contiguous"
+    node_tokens, node_parents = (root.new_empty((batch, num_nodes)) for _ in range(2))
     block = triton.next_power_of_2(num_candidates)
     _select_nodes_kernel[(batch,)](
-        *(root, tokens, scores, parents, node_tokens, node_parents, num_candidates, num_nodes),
+        *(root, *found, node_tokens, node_parents, num_candidates, num_nodes),
         LOWEST=LOWEST,
         BLOCK=block,
         num_warps=max(1, min(block // 256, 8)),
@@ -188,9 +165,8 @@ def select_tree(
     return DraftTree(node_tokens, node_parents, *tree_fields(node_parents, max_depth=num_levels), max_depth=num_levels)
 
 
-def _check_candidates(
-    root: torch.Tensor, tokens: torch.Tensor, scores: torch.Tensor, parents: torch.Tensor, num_nodes: int
-) -> None:
+def _check_candidates(root: torch.Tensor, found: Candidates, num_nodes: int) -> None:
+    tokens, scores, parents = found
     batch, num_candidates = tokens.shape
     assert 1 <= num_nodes <= num_candidates + 1, f"{num_candidates} candidates cannot fill {num_nodes} nodes"
     assert tokens.shape == scores.shape == parents.shape and root.shape == (batch,), f"{scores.shape=} {parents.shape=}"
