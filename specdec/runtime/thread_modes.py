@@ -1,10 +1,8 @@
 """What torch keeps for a thread, inference mode and grad mode, is the same after a turn as before it.
 
-An exception that a signal handler raises between the two instructions that enter or leave `torch.inference_mode()`
-leaves a guard that is neither open nor closed. It lives as long as the traceback does (`sys.last_exc` keeps one), and
-when it dies it puts back the modes of the day it was made, in the middle of whatever the thread does then: a program
-could find itself in inference mode for good. So guards that a turn has left half open are let go when it ends, and then
-its own guard puts back what was there before.
+A signal handler that raises within `torch.inference_mode()`'s own instructions leaves a guard half open, which lives as
+long as the traceback and restores old modes when it dies (docs/decisions/0011). So guards that a turn has left half
+open are let go when it ends, and then its own guard puts back what was there before.
 """
 
 import traceback

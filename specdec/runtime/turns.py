@@ -7,10 +7,8 @@ A turn is a new lock, held by a `with` statement. There is nothing else to give 
         with the one before: pass    those that arrived earlier had their turns, or gave up
         _present = mine              where `_present` is not locked, nobody has a turn
 
-CPython (3.11 to 3.13) runs signal handlers at calls, at backward jumps and where a function begins, and `with` on a
-lock of its own is none of these. So there is no instruction between the acquisition and the block that releases it. A
-lock that wraps another in Python, as `threading.Condition` or a generator under `contextmanager` does, has several, and
-an exception that is kept keeps such a generator alive and its lock taken.
+CPython (3.11 to 3.13) runs no signal handler between the acquisition of a lock of its own and the block that releases
+it; a lock that wraps another in Python has instructions there (docs/decisions/0011).
 """
 
 import threading

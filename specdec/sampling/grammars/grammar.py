@@ -334,33 +334,19 @@ def tree_masks(trees: Sequence[tuple[Place, Sequence[int], Sequence[int]]]) -> W
                 raise
             root.fault = error
             reached = [each for each in reached if each[0] != number]
-    for number, node, mask in _masks_apart(reached):
-        if isinstance(mask, BaseException):
-            trees[number][0].fault = mask
-        else:
-            masks[number, node] = mask
-    return masks
-
-
-def _masks_apart(
-    reached: "Sequence[tuple[int, int, Place]]",
-) -> "list[tuple[int, int, Words | BaseException]]":
-    """The masks of these places, made in one call; where that raises, one by one, with the error in place of a mask."""
     try:
         make_masks([place for _, _, place in reached])
     except BaseException as error:
         if not is_fault(error):
-            raise
-    return [(number, node, _mask_or_fault(place)) for number, node, place in reached]
-
-
-def _mask_or_fault(place: Place) -> "Words | BaseException":
-    try:
-        return place.mask
-    except BaseException as error:
-        if not is_fault(error):
-            raise
-        return error
+            raise  # else one of them is at fault, and found below
+    for number, node, place in reached:
+        try:
+            masks[number, node] = place.mask
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+            trees[number][0].fault = error
+    return masks
 
 
 def reason_of(message: str) -> str:
