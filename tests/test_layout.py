@@ -270,9 +270,9 @@ def test_no_file_is_long_without_a_reason():
 
 
 def test_no_comparison_is_dropped():
-    dropped = {
-        path.name: dropped_comparisons(path.read_text("utf-8")) for path in sorted((ROOT / "tests").rglob("*.py"))
-    }
+    compares = re.compile(rf"\b({'|'.join(COMPARISONS)})\s*\(")  # other files need not be parsed
+    texts = {path.name: path.read_text("utf-8") for path in sorted((ROOT / "tests").rglob("*.py"))}
+    dropped = {name: dropped_comparisons(text) for name, text in texts.items() if compares.search(text)}
     assert {name: lines for name, lines in dropped.items() if lines} == {}
 
 

@@ -21,7 +21,7 @@ from specdec.sampling.sampling_table import ParamVectors, SamplingTable, Uses
 from specdec.sampling.softcap import softcap
 from specdec.sampling.token_bitmaps import mark_seen, reference_mark_seen
 
-from marks import deep, slow
+from marks import deep, examples, slow
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 INF = float("inf")

@@ -211,8 +211,8 @@ def build_target(family: str, **overrides: Any) -> PreTrainedModel:
 
 
 def few_layers() -> dict[str, Any]:
-    """Fields of a gemma4-e2b of 3 layers, the last with the K/V of the one before: for interpreted kernels in an engine.
-    `make test-deep` has all 6."""
+    """Fields of a gemma4-e2b of 3 layers, of which the last shares K/V: for interpreted kernels in an engine. With
+    `make test-deep` it has all 6."""
     few = {"num_hidden_layers": 3, "layer_types": [SLIDING, FULL, FULL], "num_kv_shared_layers": 1}
     return {} if is_deep() else few
 
