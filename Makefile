@@ -58,7 +58,7 @@ format: $(VENV)/.test  ## rewrite the files as `lint` wants them
 # mypy runs inside the copy: its own folder comes first when it resolves an import
 types: $(VENV)/.test  ## mypy --strict on what is shipped, not on the checkout
 	rm -rf build
-	$(BIN)/python -c "import setuptools; setuptools.setup()" -q build_py --build-lib build/types
+	$(BIN)/python -W ignore -c "import setuptools; setuptools.setup()" -q build_py --build-lib build/types
 	cd build/types && ../../$(BIN)/mypy --strict --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache specdec
 
 api: $(VENV)/.run  ## write docs/api.md, the API reference, from the code
