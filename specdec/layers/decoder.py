@@ -115,13 +115,15 @@ class LayerParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingParts:
-    """Gemma 4's per-layer embeddings, what is computed once a forward (`reference_layer_inputs`)."""
+    """Gemma 4's per-layer embeddings, what is computed once a forward (`reference_layer_inputs`). columns: those of the
+    context product that the table has, where ranks share it."""
 
     context: Weight
     table: torch.Tensor
     norm: Gain
     context_scale: float
     table_scale: float
+    columns: slice | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -376,4 +378,6 @@ def per_layer_inputs(
     assert input_ids is not None, "per-layer embeddings are looked up by token"
     scales = {"context_scale": parts.context_scale, "table_scale": parts.table_scale}
     context = ops(linear)(hidden, parts.context)
+    if parts.columns is not None:
+        context = context._replace(parts=context.parts[..., parts.columns].contiguous())
     return ops(layer_inputs)(context, input_ids.reshape(-1), parts.table, parts.norm, **scales)
