@@ -20,6 +20,7 @@ from specdec.attention.backend import Backend
 from specdec.attention.pack import Pack
 from specdec.attention.plan import PrefixTables
 from specdec.attention.trees.tree import DraftTree
+from specdec.draft_models.finished_texts import FinishedTexts
 from specdec.gpu.on_demand import OnDemand
 from specdec.gpu.operations import Operations
 from specdec.kvcache.cache import KVCache
@@ -153,17 +154,21 @@ class PromptObservation:
 
 
 class Binding(NamedTuple):
-    """What an engine gives to the drafters that it binds: its KV cache, its backend, and the target's K/V."""
+    """What an engine gives to the drafters that it binds: its KV cache, its backend, the target's K/V, and how many
+    tokens of finished requests it keeps for them (0: none)."""
 
     cache: KVCache
     backend: Backend
     target_store: KVStore
+    finished_tokens: int = 0
 
 
 class DraftWorker(Protocol):
-    """A drafter bound to one engine. `view`: KV of other models that it may read now; None: none."""
+    """A drafter bound to one engine. `view`: KV of other models that it may read now; None: none. `finished`: what it
+    keeps of requests that have finished; None: nothing."""
 
     view: KVView | None
+    finished: FinishedTexts | None = None
 
     def propose(self, batch: DraftBatch) -> DraftTree:
         """A tree per request, of at most `num_nodes` nodes and `num_steps` levels, whose root is `batch.root`."""
@@ -187,7 +192,8 @@ class Drafter(Protocol):
     runs with any. `unfused`: why its own modules run although fused layers were requested; None: fused layers run, or
     it has no layers. `weights`: parameters that it reads and that callers may re-point; None: it has none. `may_lag`:
     observing takes a forward, so an engine may show it several rounds without drafts at once; False: it is shown every
-    round. `max_steps`: levels that it can draft at most; None: any number.
+    round. `max_steps`: levels that it can draft at most; None: any number. `reads_finished`: it can propose what
+    finished requests have written.
     """
 
     name: str
@@ -200,6 +206,7 @@ class Drafter(Protocol):
     weights: Weights | None = None
     may_lag: bool = False
     max_steps: int | None = None
+    reads_finished: bool = False
 
     def bind(self, binding: Binding) -> DraftWorker:
         """A worker for one engine."""

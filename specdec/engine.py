@@ -48,6 +48,7 @@ from specdec.runtime.arguments import (
     require_one_sample,
     require_parts,
     require_ranks,
+    require_reads_finished,
     require_type,
 )
 from specdec.runtime.engine_stats import EngineStats
@@ -99,6 +100,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.spec = spec or SpecConfig()
         require_depth(self.spec, drafter)
+        require_reads_finished(config.finished_tokens, drafter)
         require_fused(self.config.fused, target, drafter)
         require_ranks(target.ranks, config.tensor_parallel)
         if config.tensor_parallel > 1 and target.ranks is None:
@@ -118,7 +120,8 @@ class Engine:
         self.table = self.cache.table
         memory = capture  # before anything is put in front of it
         backend, capture = sanitized(self.cache, backend, capture)
-        self.round = Round(target, drafter, self.cache, backend, lags=self.spec.adaptive)
+        kept = config.finished_tokens
+        self.round = Round(target, drafter, self.cache, backend, lags=self.spec.adaptive, finished_tokens=kept)
         shared = self.cache if config.prefix_cache and updates_show(target, drafter) else None
         unread = None if self.round.unread is None else self.round.unread.count
         self.prefixes = Prefixes(shared, self.round.weights_version, unread)

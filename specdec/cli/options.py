@@ -80,6 +80,13 @@ class PairOptions:
             help="Draft only as much as pays, down to nothing; or the same draft in every round.",
         ),
     ] = True
+    finished_tokens: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Tokens of outputs of finished requests from which 'suffix' drafts too; 0: a request's own text.",
+        ),
+    ] = 0
     dtype: Annotated[
         str | None,
         typer.Option(callback=_dtype, help="float32, bfloat16 (bf16) or float16; default: float32 on the CPU."),
