@@ -20,7 +20,6 @@ from specdec.attention.backend import Backend
 from specdec.attention.pack import Pack
 from specdec.attention.plan import PrefixTables
 from specdec.attention.trees.tree import DraftTree
-from specdec.draft_models.finished_texts import FinishedTexts
 from specdec.gpu.on_demand import OnDemand
 from specdec.gpu.operations import Operations
 from specdec.kvcache.cache import KVCache
@@ -90,6 +89,7 @@ class DraftBatch:
     history_len: [B], S + 1.
     prefix: the backend's tables of the committed prefixes, if they exist already.
     level_pos: the result of `positions`, if it exists already.
+    by_lookup: of a model and a lookup (`model_and_lookup.py`), the lookup is asked.
     params: sampling parameters that `sample` and `best` use, for operations that draw without a row of the vocabulary;
     None: draw through `sample` and `best`.
     """
@@ -106,6 +106,7 @@ class DraftBatch:
     params: ParamVectors | None = None
     prefix: PrefixTables | None = None
     level_pos: torch.Tensor | None = None
+    by_lookup: bool = False
 
     def positions(self) -> torch.Tensor:
         """[num_steps + 1, B] of the tokens on each level, the root's first."""
@@ -164,11 +165,10 @@ class Binding(NamedTuple):
 
 
 class DraftWorker(Protocol):
-    """A drafter bound to one engine. `view`: KV of other models that it may read now; None: none. `finished`: what it
-    keeps of requests that have finished; None: nothing."""
+    """A drafter bound to one engine. `view`: KV of other models that it may read now; None: none. One may also have
+    `finished`, a `FinishedTexts`: the engine adds outputs of finished requests to it."""
 
     view: KVView | None
-    finished: FinishedTexts | None = None
 
     def propose(self, batch: DraftBatch) -> DraftTree:
         """A tree per request, of at most `num_nodes` nodes and `num_steps` levels, whose root is `batch.root`."""
@@ -193,7 +193,7 @@ class Drafter(Protocol):
     it has no layers. `weights`: parameters that it reads and that callers may re-point; None: it has none. `may_lag`:
     observing takes a forward, so an engine may show it several rounds without drafts at once; False: it is shown every
     round. `max_steps`: levels that it can draft at most; None: any number. `reads_finished`: it can propose what
-    finished requests have written.
+    finished requests have written. `has_lookup`: a lookup may draft in its place (`model_and_lookup.py`).
     """
 
     name: str
@@ -207,6 +207,7 @@ class Drafter(Protocol):
     may_lag: bool = False
     max_steps: int | None = None
     reads_finished: bool = False
+    has_lookup: bool = False
 
     def bind(self, binding: Binding) -> DraftWorker:
         """A worker for one engine."""

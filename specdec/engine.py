@@ -42,6 +42,7 @@ from specdec.modules.weights_lock import weights_lock_held
 from specdec.progress import progress_bar
 from specdec.runtime.adaptive.draft_ladder import draft_ladder
 from specdec.runtime.arguments import (
+    require_choice,
     require_depth,
     require_fused,
     require_no_setting,
@@ -137,7 +138,7 @@ class Engine:
             devices = (target.device,) if target.ranks is None else target.ranks.devices
             budget = config.max_capture_bytes or default_budget(*devices)
             adaptive = drafter is not None and self.spec.adaptive
-            num_drafts = len(draft_ladder(self.spec)) if adaptive else 1
+            num_drafts = len(draft_ladder(self.spec, lookup=self.round.has_lookup)) if adaptive else 1
             store = CaptureStore(
                 capture, memory, budget, most_captures(len(batch_sizes(self.table.max_requests)), num_drafts)
             )
@@ -161,7 +162,7 @@ class Engine:
     def from_pretrained(
         cls,
         target: str | PathLike[str] | PreTrainedModel | nn.Module,
-        drafter: str | PathLike[str] | nn.Module | Drafter | None = None,
+        drafter: str | PathLike[str] | nn.Module | Drafter | Sequence[Any] | None = None,
         *,
         tokenizer: Any | None = None,
         spec: SpecConfig | None = None,
@@ -172,10 +173,11 @@ class Engine:
         """Load and bind a pair.
 
         target: hub id, folder, bundled name or a loaded model (with peft adapters in place, if it has any). drafter:
-        the same, "suffix", "ngram", or None ("none"). tokenizer: a tokenizer or its name; default: the target's own,
-        None for a loaded module. Other arguments (revision, token, trust_remote_code, quantization_config, ...) go to
-        transformers' `from_pretrained` for the target; `drafter_options` are those of the drafter, which also takes
-        over the target's token, trust_remote_code, cache_dir and local_files_only.
+        the same, "suffix", "ngram", or None ("none"); or two, [drafter, "suffix"] or "NAME,suffix": each round has a
+        draft of the one that is expected to bring more tokens a second. tokenizer: a tokenizer or its name; default:
+        the target's own, None for a loaded module. Other arguments (revision, token, trust_remote_code,
+        quantization_config, ...) go to transformers' `from_pretrained` for the target; `drafter_options` are those of
+        the drafter, which also takes over the target's token, trust_remote_code, cache_dir and local_files_only.
         Raises CheckpointError (nothing there, tensors missing), UnsupportedModelError (a target that cannot be served
         exactly, a drafter for another target), ConfigError (bad settings).
         """
@@ -195,6 +197,7 @@ class Engine:
         ops = choose_operations(config.fused, config.attention, device, model.dtype)
         bound = TargetModel(model, ops, deterministic=config.deterministic, ranks=ranks)
         fitted = load_any_drafter(drafter, bound, {**shared, **(drafter_options or {})}, tokenizer)
+        require_choice(spec or SpecConfig(), fitted)
         warn_at_load(bound, fitted, tokenizer)
         return cls(bound, fitted, tokenizer=tokenizer, spec=spec, config=config)
 

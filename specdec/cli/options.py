@@ -62,7 +62,8 @@ class PairOptions:
     drafter: Annotated[
         str,
         typer.Option(
-            help="Hub id, folder, bundled name, 'suffix', 'ngram' or 'none'; 'auto' is the drafter of a bundled target."
+            help="Hub id, folder, bundled name, 'suffix', 'ngram' or 'none'; NAME,suffix: each round the one that "
+            "pays; 'auto' is the drafter of a bundled target."
         ),
     ] = "auto"
     num_steps: Annotated[int, typer.Option(min=1, help="Levels of the draft; of a chain, its tokens.")] = 4

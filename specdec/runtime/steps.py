@@ -79,7 +79,8 @@ class Steps:
         self.totals = EngineStats()
         self.under_way: deque[LaunchedStep] = deque()
         adaptive = spec.adaptive and round.worker is not None
-        self.choice = DraftChoice(draft_ladder(spec), self.table.max_requests + 1) if adaptive else None
+        shapes = draft_ladder(spec, lookup=round.has_lookup)
+        self.choice = DraftChoice(shapes, self.table.max_requests + 1) if adaptive else None
         self._drafted = self._begun = 0  # drafts since the last look, and those whose first token was right
         self._warned = False
         self._ended: int | None = None  # the newest settled round, on the device's clock; None: chunks came after it
@@ -341,7 +342,7 @@ class Steps:
                     result = result.take(present)
                 self._learn(launched.shape, requests, result)
                 settle_round(self.round, requests, result)
-                self._note(requests, result)
+                self._note(requests, result, by_lookup=launched.shape.by_lookup)
             else:
                 settle_chunks(self.round, launched, present)
                 self._ended = None
@@ -362,13 +363,13 @@ class Steps:
         since = None if before is None else ((began - before) / 1e9, (ended - before) / 1e9)
         self.choice.learn(shape.draft, batch, context, result.seconds, *given, since)
 
-    def _note(self, requests: Sequence[Request], result: RoundResult) -> None:
-        """Count a settled round, and warn once where drafts are hardly ever right."""
+    def _note(self, requests: Sequence[Request], result: RoundResult, *, by_lookup: bool) -> None:
+        """Count a settled round, and warn once where drafts are hardly ever right: a drafter's own, not a lookup's."""
         self.totals.batches += 1
         self.totals.batch_seconds += sum(result.seconds.values())
         if self.graphs is not None:  # the host is hidden then
             self.scheduler.prompt_gap.learn_round(sum(result.seconds.values()))
-        if result.num_steps == 0 or self._warned:
+        if result.num_steps == 0 or self._warned or by_lookup:
             return
         drafted = (self.round.max_drafts.host[rows_of(requests)] > 0) & (result.forced == 0)
         self._drafted += int(drafted.sum())

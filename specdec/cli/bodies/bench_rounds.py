@@ -12,6 +12,7 @@ from rich.console import Console
 from specdec.cli.bench import BenchOptions
 from specdec.cli.bodies.settings import drafter_name, engine_config, load_engine, prepare_output, shown_when_interrupted
 from specdec.config import SpecConfig
+from specdec.draft_models.model_and_lookup import model_of
 from specdec.errors import ConfigError
 from specdec.evaluation.gsm8k_plot import require_matplotlib
 from specdec.evaluation.model_shapes import ON_REQUEST, find_shape
@@ -94,7 +95,7 @@ def pair_subject(options: BenchOptions) -> Subject:
     return Subject(
         name=pair.target if drafter is None else f"{pair.target} with {drafter}",
         target=engine.target,
-        drafter=engine.drafter,
+        drafter=None if engine.drafter is None else model_of(engine.drafter),  # drafts are fixed, so the model's
         drafts=choose_drafts(shapes, asked.drafts),
         prompts=joined_prompts(ids),
         dtype=engine.target.dtype,

@@ -85,7 +85,7 @@ class Round:
         store = cache.add_store(target.stored_layout, target.dtype, target.ranks)
         self.view = own_view(cache.allocator, store)
         self.worker = None if drafter is None else drafter.bind(Binding(cache, backend, store, finished_tokens))
-        # None too for a worker that inherits no defaults
+        self.has_lookup: bool = getattr(drafter, "has_lookup", False)
         self.finished: FinishedTexts | None = getattr(self.worker, "finished", None)
         self.tokens = MirroredArray(cache.table.slots.host.shape, self.device)
         self.on_kernels = runs_on_kernels(backend, self.device)
@@ -288,12 +288,23 @@ class Round:
         self.worker.observe(seen)
 
     def keep_unread(
-        self, rows: Rows, start: torch.Tensor, hidden: torch.Tensor, aux_states: torch.Tensor | None
+        self,
+        rows: Rows,
+        start: torch.Tensor,
+        hidden: torch.Tensor,
+        aux_states: torch.Tensor | None,
+        path: torch.Tensor,
     ) -> None:
-        """A round without drafts has committed the token at `start` [B]: its states [B, 1, H] are for later."""
+        """A round that the drafter does not read has committed nodes of `path` [B, D] from `start` [B] on: their states
+        [B, N, H] are for later. What is kept of those that were not accepted is overwritten before it is read."""
         assert self.unread is not None, "this drafter reads every round"
         states = hidden if aux_states is None else aux_states
-        self.unread.states[rows.index, start % KEPT] = states[:, 0]
+        if (depth := path.shape[1]) == 1:
+            self.unread.states[rows.index, start % KEPT] = states[:, 0]
+            return
+        position = start[:, None] + torch.arange(depth, device=self.device)  # [B, D]
+        on_path = states.gather(1, path[:, :, None].expand(-1, -1, states.shape[-1]))
+        self.unread.states[rows.index[:, None], position % KEPT] = on_path
 
     @torch.inference_mode()
     def catch_up(self, shape: RoundShape) -> torch.Tensor:
