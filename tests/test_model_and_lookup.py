@@ -120,7 +120,7 @@ def took(shape):
     return 1 + 0.05 * (shape.num_nodes - 1) + (0.0 if shape.by_lookup else 0.15 * shape.num_steps)
 
 
-def simulated(shapes, loads, rounds=4000):
+def simulated(shapes, loads, rounds=8000):
     """Tokens a second of a choice between these shapes. loads: (chance of the model, of the lookup) of each request,
     one after the other, 100 tokens each."""
     choice = DraftChoice(shapes, 2)
@@ -139,12 +139,19 @@ def simulated(shapes, loads, rounds=4000):
     return tokens / total
 
 
+def share_of_the_better(chances):
+    alone = (simulated(shapes, [chances]) for shapes in (draft_ladder(CHAIN), [NO_DRAFT, *LOOKED_UP]))
+    return simulated(LADDER, [chances]) / max(alone)
+
+
 @pytest.mark.parametrize("chances", [(0.8, 0.1), (0.8, 0.0), (0.3, 0.9), (0.0, 0.0)], ids=str)
 def test_one_that_is_always_better_is_found_at_the_price_of_trials(chances):
-    model, lookup, both = (
-        simulated(shapes, [chances]) for shapes in (draft_ladder(CHAIN), [NO_DRAFT, *LOOKED_UP], LADDER)
-    )
-    assert both > 0.96 * max(model, lookup)
+    assert share_of_the_better(chances) > 0.98
+
+
+def test_a_few_unlucky_drafts_do_not_give_a_row_to_the_lookup():
+    """Regression: a model's odds in a row stood still while the lookup drafted, so 3 to 6 % of the tokens were lost."""
+    assert share_of_the_better((0.75, 0.45)) > 0.98
 
 
 def test_each_request_has_the_better_one():
@@ -188,6 +195,21 @@ def test_no_token_depends_on_who_drafts(model, shape, temperature):
         in_turn(engine)
         assert [out.token_ids for out in engine.generate(prompts(engine), params)] == want
         engine.table.check()
+
+
+def test_the_bits_of_logits_do_not_depend_on_who_drafts_or_what_was_answered(make_target, make_engine, random_prompt):
+    model, asked = make_target("gemma4-e2b"), [random_prompt(n, seed=n) for n in (5, 20, 20)]
+    params = SamplingParams(max_new_tokens=30, logprobs=2)
+    plain = make_engine(model, None, deterministic=True, max_model_len=128).generate(asked, params)
+    target = TargetModel(model, deterministic=True)
+    drafter = ModelAndLookup(LanguageModelDrafter(TargetModel(make_target("llama")), target), SuffixDrafter())
+    config = EngineConfig(max_model_len=128, max_batch_size=2, deterministic=True, finished_tokens=300)
+    engine = Engine(target, drafter, spec=CHAIN, config=config)
+    in_turn(engine)
+    for _ in range(2):
+        outs = engine.generate(asked, params)
+        assert [(out.token_ids, out.logprobs) for out in outs] == [(out.token_ids, out.logprobs) for out in plain]
+    assert engine.round.finished.num_tokens > 100
 
 
 @deep_cases("0")
