@@ -102,7 +102,6 @@ class ForwardContext:
     """One forward: its plan, the view it reads and writes KV through, and each layer's window.
 
     `attention` maps (space, window) to the attention of layers with them; made here, for this forward.
-    `lent` holds the new K/V [B, Hkv, N, D] of the layers whose K/V later layers share, once they have run.
     `states` collects the hidden states [1, B*N, H] entering the layers that it has as keys.
     `peers` are the same forward on the ranks after the first, each with its own heads; none on one device.
     """
@@ -111,7 +110,6 @@ class ForwardContext:
     view: KVView
     windows: Sequence[Window]
     attention: dict[tuple[Space, Window], Attend]
-    lent: dict[int, tuple[torch.Tensor, torch.Tensor] | None]
     states: dict[int, torch.Tensor | None]
     peers: tuple["ForwardContext", ...] = ()
 
@@ -137,8 +135,7 @@ class ForwardContext:
     ) -> "ForwardContext":
         kinds = {(view.layer(layer).space, window) for layer, window in enumerate(windows)}
         attention = {kind: plan.backend.attention(plan, *kind) for kind in kinds}
-        lenders = {owner for layer, owner in enumerate(view.layer_map) if owner != layer}
-        return cls(plan, view, windows, attention, dict.fromkeys(lenders), dict.fromkeys(aux_layers))
+        return cls(plan, view, windows, attention, dict.fromkeys(aux_layers))
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """For a layer of Hugging Face: its K/V are stored here, unless they are another layer's."""
@@ -164,31 +161,17 @@ class ForwardContext:
         v: torch.Tensor | None,
         **options: Unpack[ScoreOptions],
     ) -> torch.Tensor:
-        """See `LayerContext`."""
+        """See `LayerContext`. k and v are read back from the pools."""
         if self.peers and not self.view.writable:
             return self._attend_on_ranks(layer, q, **options)
-        return self._attend_own(layer, q, k, v, **options)
+        return self._attend_own(layer, q, **options)
 
-    def _attend_own(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        **options: Unpack[ScoreOptions],
-    ) -> torch.Tensor:
-        block = None
-        if self.plan.write_full is not None:
-            if k is None or v is None:
-                block = self.lent[self.view.layer_map[layer]]
-            else:
-                block = self._by_request(k), self._by_request(v)
-                if layer in self.lent:
-                    self.lent[layer] = block
-        block_k, block_v = block or (None, None)
+    def _attend_own(self, layer: int, q: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
         kept_k, kept_v, space = self.view.layer(layer)
         attend = self.attention[space, self.windows[layer]]
-        out = attend(self._by_request(q), block_k, block_v, kept_k, kept_v, **options).flatten(0, 1)  # [B * N, Hq, D]
+        shape = self.plan.positions.shape  # of a tile there may be more rows than B * N, and the rest is padding
+        query = q[: shape.numel()].view(*shape, *q.shape[1:]).transpose(1, 2)  # [B, Hq, N, D]
+        out = attend(query, kept_k, kept_v, **options).flatten(0, 1)  # [B * N, Hq, D]
         return out if len(out) == len(q) else pad(out, (0, 0, 0, 0, 0, len(q) - len(out)))
 
     def _attend_on_ranks(self, layer: int, q: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
@@ -200,13 +183,8 @@ class ForwardContext:
         for rank, (context, sent) in enumerate(zip((self, *self.peers), ranks.send(q), strict=True)):
             with ranks.on(rank):
                 heads = sent.chunk(len(ranks), dim=1)[rank].contiguous()
-                attended.append(context._attend_own(layer, heads, None, None, **options))
+                attended.append(context._attend_own(layer, heads, **options))
         return ranks.collect(attended).transpose(0, 1).flatten(1, 2)  # [R, T, Hq / R, D]
-
-    def _by_request(self, packed: torch.Tensor) -> torch.Tensor:
-        """[T, H, D] -> [B, H, N, D], a view; of a tile T may be more than B * N, and the rest is padding."""
-        shape = self.plan.positions.shape
-        return packed[: shape.numel()].view(*shape, *packed.shape[1:]).transpose(1, 2)
 
 
 def record_states(layers: Sequence[nn.Module]) -> None:

@@ -55,8 +55,8 @@ def dense_attention(
     if softcap is not None or sinks is not None:
         return _with_extras(query, k, v, bias, scaling, softcap, sinks).transpose(1, 2)
     dtype = v.dtype
-    if query.device.type == "cpu":  # its fused operator is several times slower in 16 bits than in 32
-        query, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (query, k, v))
+    if query.device.type == "cpu" and dtype.itemsize < 4:  # its fused operator is several times slower in 16 bits
+        query, k, v = query.float(), k.float(), v.float()
     bias = bias.to(query.dtype)
     out = F.scaled_dot_product_attention(query, k, v, attn_mask=bias, scale=scaling, enable_gqa=True)
     return out.to(dtype).transpose(1, 2)
@@ -129,13 +129,11 @@ class VisibleKeys:
     def attend(
         self,
         query: torch.Tensor,
-        _k: object,
-        _v: object,
         pool_k: torch.Tensor,
         pool_v: torch.Tensor,
         **options: Unpack[ScoreOptions],
     ) -> torch.Tensor:
-        """`Attend` of `plan.py`: the block, _k and _v, is read back from the pools [slots, Hkv, D]."""
+        """`Attend` of `plan.py`, from pools [slots, Hkv, D]."""
         batch, length = self.slots.shape
         flat = self.slots.reshape(-1)
         k, v = (  # [B, Hkv, L, D]

@@ -24,7 +24,7 @@ def part_of(attend: Attend, requests: slice, columns: slice) -> Attend:
 
 @dataclass(frozen=True, slots=True)
 class PathAttention:
-    """An `Attend` of `plan.py`: the block, _k and _v, is read back from the pools.
+    """An `Attend` of `plan.py`.
 
     function: `tree_attention`, or `deterministic_attention`; the rest are its arguments.
     """
@@ -61,9 +61,7 @@ class PathAttention:
             window += plan.window_shift
         return cls(function, own, pages, start, length, plan.positions, plan.block_len, page_size, window)
 
-    def __call__(
-        self, query: torch.Tensor, _k: object, _v: object, pool_k: torch.Tensor, pool_v: torch.Tensor, **options: Any
-    ) -> torch.Tensor:
+    def __call__(self, query: torch.Tensor, pool_k: torch.Tensor, pool_v: torch.Tensor, **options: Any) -> torch.Tensor:
         return self.function(
             *(query, pool_k, pool_v, self.own, self.pages, self.start, self.committed_len, self.positions),
             page_size=self.page_size,

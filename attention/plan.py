@@ -25,9 +25,8 @@ from specdec.kvcache.index_spaces import NULL_SLOT, FullLoc, Space, SwaLoc
 from specdec.kvcache.table import RequestTable, Rows
 
 Attend = Callable[..., torch.Tensor]
-"""Attention of one forward on layers of one space and window: (query [B, Hq, N, D], the forward's own new keys and
-values [B, Hkv, N, D] or None, k, v [slots, Hkv, D] that hold those already, *, scaling, softcap, sinks) -> [B, N, Hq,
-D]."""
+"""Attention of one forward on layers of one space and window: (query [B, Hq, N, D], pools k, v [slots, Hkv, D]
+that hold the forward's own keys already, *, scaling, softcap, sinks) -> [B, N, Hq, D]."""
 
 
 class PrefixTables(Protocol):

@@ -61,7 +61,6 @@ def tile_context(whole: ForwardContext, tile: Tile) -> ForwardContext:
         whole,
         plan=replace(plan, positions=plan.positions[tile], write_full=full, write_swa=swa),
         attention={kind: part_of(attend, *tile) for kind, attend in whole.attention.items()},
-        lent=dict.fromkeys(whole.lent),
         states=dict.fromkeys(whole.states),
         peers=tuple(tile_context(peer, tile) for peer in whole.peers),
     )

@@ -42,12 +42,10 @@ class RunsAttention:
                 runs.append((places, make(slots, keys[None], positions[None], window)))
         return cls(len(pack.row_of), runs)
 
-    def __call__(
-        self, query: torch.Tensor, _k: object, _v: object, pool_k: torch.Tensor, pool_v: torch.Tensor, **options: Any
-    ) -> torch.Tensor:
+    def __call__(self, query: torch.Tensor, pool_k: torch.Tensor, pool_v: torch.Tensor, **options: Any) -> torch.Tensor:
         out = query.new_zeros((1, query.shape[2], query.shape[1], query.shape[3]))
         for places, attend in self.runs:
-            out[:, places] = attend(query[:, :, places], None, None, pool_k, pool_v, **options)
+            out[:, places] = attend(query[:, :, places], pool_k, pool_v, **options)
         return out
 
     def part(self, _requests: slice, columns: slice) -> "RunsAttention":
@@ -70,9 +68,7 @@ class EveryRun:
     lines: Lines
     window: int | None
 
-    def __call__(
-        self, query: torch.Tensor, _k: object, _v: object, pool_k: torch.Tensor, pool_v: torch.Tensor, **options: Any
-    ) -> torch.Tensor:
+    def __call__(self, query: torch.Tensor, pool_k: torch.Tensor, pool_v: torch.Tensor, **options: Any) -> torch.Tensor:
         pack, lines = self.pack, self.lines
         out = query.new_zeros((1, query.shape[2], query.shape[1], query.shape[3]))
         columns = torch.arange(lines.slots.shape[1], device=query.device)
@@ -88,7 +84,7 @@ class EveryRun:
             if self.window is not None:
                 seen = seen & (back < self.window)
             attend = VisibleKeys(lines.at(run, inside)[None], bias_of(seen[None])).attend
-            answer = attend(query, None, None, pool_k, pool_v, **options)
+            answer = attend(query, pool_k, pool_v, **options)
             out = torch.where(mine[:, None, None], answer, out)
         return out
 

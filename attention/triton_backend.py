@@ -8,7 +8,6 @@ import torch
 from specdec.attention.kernels.draft_block import Draft, DraftBlock, PagedDraft
 from specdec.attention.kernels.own_keys import own_keys
 from specdec.attention.kernels.page_table import PageTables, build_page_tables
-from specdec.attention.kernels.paged_attention import paged_attention
 from specdec.attention.kernels.ragged_attention import RaggedAttention
 from specdec.attention.kernels.tree_attention import tree_attention
 from specdec.attention.pack import PackTables
@@ -50,21 +49,8 @@ class TritonBackend:
             assert isinstance(plan.prefix, PackTables), f"a pack with {type(plan.prefix).__name__}"
             return RaggedAttention(plan.pack, plan.prefix.of(space), window, self.deterministic, plan.shares)
         assert isinstance(plan.prefix, PageTables), f"a plan of another backend: {type(plan.prefix).__name__}"
-        if plan.block_len is None or self.deterministic:
-            attend = partial(tree_attention, shares=plan.shares)
-            return PathAttention.of(attend, own_keys, plan, plan.prefix.of(space), space, window)
-        assert plan.window_shift == 0, "a chunk with the window of a frozen drafter"
-        pages, start = plan.prefix.pages(space)
-        return partial(
-            paged_attention,
-            pages=pages,
-            start=start,
-            committed_len=plan.committed_len,
-            positions=plan.positions,
-            page_size=plan.page_size,
-            block_len=plan.block_len,
-            window=window,
-        )
+        attend = partial(tree_attention, shares=plan.shares)
+        return PathAttention.of(attend, own_keys, plan, plan.prefix.of(space), space, window)
 
     def draft_block(self, store: KVStore, draft: Draft) -> DraftBlock:
         return PagedDraft(store, draft)

@@ -1,4 +1,4 @@
-"""The Drafter protocol, the drafters, and their checkpoint formats."""
+"""The Drafter protocol, the drafters, and their checkpoint formats. Here is what a drafter of your own needs."""
 
 from specdec.draft_models.base import (
     Binding,
@@ -10,10 +10,6 @@ from specdec.draft_models.base import (
     StatelessDrafter,
 )
 from specdec.draft_models.conformance import check_drafter
-from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
-from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
-from specdec.draft_models.ngram import NgramDrafter
-from specdec.draft_models.suffix import SuffixDrafter
 
 assert __name__ == "specdec.draft_models", "import specdec.draft_models, not draft_models"
 
@@ -22,12 +18,8 @@ __all__ = [
     "DraftBatch",
     "DraftWorker",
     "Drafter",
-    "Eagle3Drafter",
-    "Gemma4MTPDrafter",
-    "NgramDrafter",
     "Observation",
     "PromptObservation",
     "StatelessDrafter",
-    "SuffixDrafter",
     "check_drafter",
 ]

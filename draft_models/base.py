@@ -4,9 +4,7 @@
       .bind() ->
     DraftWorker   a drafter with the state of one engine: its rows, its K/V store, its view
 
-A worker sees KV only through its view and its own store, and never decides anything about correctness: any tree gives
-the same output, better trees give it sooner. `specdec.draft_models.conformance` checks an implementation against these
-rules.
+Any tree gives the same output, better trees give it sooner. `specdec.draft_models.conformance` checks implementations.
 """
 
 from collections.abc import Callable
@@ -41,27 +39,21 @@ them."""
 
 
 class TargetInfo(Protocol):
-    """What a drafter may know about the target."""
+    """What a drafter may know about the target. ops: what fused layers compute with; None: no layer is fused."""
+
+    name: str
+    layout: KVLayout
+    embed: nn.Module
+    head: nn.Module
+    vocab_size: int
+    ops: Operations | None
 
     @property
-    def name(self) -> str: ...
-    @property
-    def layout(self) -> KVLayout: ...
-    @property
-    def embed(self) -> nn.Module: ...
-    @property
-    def head(self) -> nn.Module: ...
-    @property
     def hidden_size(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
     @property
     def dtype(self) -> torch.dtype: ...
     @property
     def device(self) -> torch.device: ...
-    @property
-    def ops(self) -> Operations | None:
-        """What fused layers compute with; None: modules run as they were written."""
 
 
 class Fit(NamedTuple):

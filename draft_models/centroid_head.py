@@ -2,14 +2,9 @@ r"""A head with ordered embeddings: score C centroids, then only the tokens of t
 
     a_c = c . h,   best = the k centroids with the largest a (lower number first),   x_v = w_v . h for their tokens v
 
-All other tokens have x = -inf, so a draw cannot pick them. `ordering` [C, V / C] names the tokens of each centroid.
-The k V / C scored tokens are a row's list, and `choose_kernel` draws from it: no row of the
-vocabulary is ever made. Scores are rounded to the model's dtype, as a dense head's are.
-
-    linear                                     a, rounded
-    select_kernel   grid (rows)                the best k of them
-    gather_kernel   grid (token tiles, rows)   reads the rows of a centroid's tokens, writes the list
-    choose_kernel   grid (rows)                parameters, noise by token id, the best
+All other tokens have x = -inf. `ordering` [C, V / C] names the tokens of each centroid. Scores are rounded to the
+model's dtype, as a dense head's are. `select_kernel` picks the centroids, `gather_kernel` lists their tokens with their
+scores, `choose_kernel` draws from the list: no row of the vocabulary is made.
 """
 
 from typing import NamedTuple

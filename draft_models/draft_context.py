@@ -1,4 +1,5 @@
-"""The forward of one level of a draft in progress: what layers of a drafter with K/V of its own attend through."""
+"""What drafters with K/V of their own, and those that draw level by level, have in common: the K/V of one engine, the
+forward of one level of a draft in progress, and the chain or tree that grows."""
 
 from collections.abc import Sequence
 from typing import Unpack
@@ -8,7 +9,31 @@ import torch
 from specdec.attention.backend import Backend
 from specdec.attention.bridge import AttentionCall
 from specdec.attention.kernels.draft_block import DraftBlock
-from specdec.kvcache.layer_context import Destination, ScoreOptions
+from specdec.attention.plan import KVPlan, plan_chunk, plan_packed
+from specdec.attention.trees.growth import Growth, num_candidates
+from specdec.attention.trees.tree import DraftTree
+from specdec.draft_models.base import BestOf, Binding, DraftBatch, Observation, PromptObservation, Sample
+from specdec.kvcache.frozen import KVView, own_view
+from specdec.kvcache.layer_context import Destination, OwnRows, ScoreOptions
+from specdec.kvcache.layout import KVLayout
+
+
+class StoreWorker:
+    """A drafter in one engine: its K/V, in a store of its own at the target's slots."""
+
+    def __init__(self, binding: Binding, layout: KVLayout | None, dtype: torch.dtype) -> None:
+        assert layout is not None
+        self.view: KVView | None = None
+        self.binding = binding
+        self.store = binding.cache.add_store(layout, dtype)
+        self.own_view = own_view(binding.cache.allocator, self.store)
+
+    def plan_of(self, seen: Observation | PromptObservation) -> KVPlan:
+        """For K/V of the tokens that were committed, whatever has been committed since."""
+        backend, table = self.binding.backend, self.binding.cache.table
+        if isinstance(seen, PromptObservation):
+            return plan_packed(backend, table, seen.pack)
+        return plan_chunk(backend, table, seen.rows, seen.length, seen.path.shape[1], start=seen.start)
 
 
 class DraftContext:
@@ -30,13 +55,46 @@ class DraftContext:
         return Destination(kept.k, kept.v, slots)
 
     def attend_rows(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        **options: Unpack[ScoreOptions],
+        self, layer: int, q: torch.Tensor, k: OwnRows, v: OwnRows, **options: Unpack[ScoreOptions]
     ) -> torch.Tensor:
         """q [B * K, Hq, D] -> [B * K, Hq, D]: k and v are in the block."""
         query = q.unflatten(0, (-1, self.topk)).transpose(1, 2)  # [B, Hq, K, D]
         return self.block.attend(self.owners[layer], query, **options).reshape(q.shape)
+
+
+class DraftGrowth:
+    """The chain or tree of a batch, drawn level by level: K = `batch.topk` nodes each. sample, best: the batch's own
+    unless others are given, which may draw from something else than logits."""
+
+    def __init__(
+        self,
+        batch: DraftBatch,
+        backend: Backend,
+        num_levels: int | None = None,
+        sample: Sample | None = None,
+        best: BestOf | None = None,
+    ) -> None:
+        self.batch = batch
+        self.sample, self.best = sample or batch.sample, best or batch.best
+        self.tree = Growth(batch.root, backend, num_levels or batch.num_steps)
+        self.chain = [batch.root[:, None]]
+
+    def add(self, logits: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """logits [B, M, V] of the M nodes that may go on, positions [B, M] -> tokens of the next level [B, K], and
+        which of the M each continues; None: a chain has one."""
+        if self.batch.topk == 1:
+            self.chain.append(self.sample(logits, positions))
+            return self.chain[-1], None
+        return self.tree.add_level(*self.best(logits, positions, self.batch.topk))
+
+    def select(self) -> DraftTree:
+        """The chain, or the best tree of the requested size."""
+        if self.batch.topk == 1:
+            return DraftTree.chain(torch.cat(self.chain, dim=1))
+        most = 1 + num_candidates(self.batch.topk, self.tree.num_levels)
+        return self.tree.select(min(self.batch.num_nodes, most))
+
+
+def continued(states: torch.Tensor, origin: torch.Tensor | None) -> torch.Tensor:
+    """States [B, M, H] of the nodes that a level continues [B, K, H]."""
+    return states if origin is None else states.gather(1, origin[:, :, None].expand(-1, -1, states.shape[-1]))

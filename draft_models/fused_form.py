@@ -15,8 +15,7 @@ from specdec.layers.merge import held_storages
 logger = logging.getLogger("specdec")
 
 FUSED_BOUND = 0.03
-"""Largest relative difference of the median row, times the root of the layers: rounding in 16 bits. A wrong layer is
-off by about 1."""
+"""Largest relative difference of the median row, times the root of the layers: rounding. A wrong layer has about 1."""
 
 
 class HeadForm(Protocol):

@@ -7,14 +7,13 @@ sliding one, the last full one, after kv-sharing), over exactly the committed pr
     y_j = layers(x_j)                                 query position S at every step
     t_{j+1} ~ head(y_j),   h_{j+1} = post_projection(y_j)
 
-so one row per request and no KV of its own: nothing to roll back. The head is dense, or picks the best centroids and
-scores only their tokens (`use_ordered_embeddings`). Its layers are fused if the target's are. Checkpoints:
-transformers' Gemma4AssistantForCausalLM.
+The head is dense, or scores only the tokens of the best centroids (`use_ordered_embeddings`).
 """
 
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,10 +22,10 @@ from transformers import Gemma4TextConfig, Gemma4UnifiedTextConfig
 
 from specdec.attention.bridge import ForwardContext
 from specdec.attention.plan import plan_frozen
-from specdec.attention.trees.growth import Growth
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, PromptObservation, TargetInfo
 from specdec.draft_models.centroid_head import CentroidHead, centroid_best, centroid_sample, reference_centroid_logits
+from specdec.draft_models.draft_context import DraftGrowth, continued
 from specdec.draft_models.fused_form import Echo, why_unfused
 from specdec.errors import UnsupportedModelError
 from specdec.gpu.operations import REFERENCE, Operations
@@ -95,8 +94,7 @@ class Gemma4MTPDrafter(Drafter):
     def step(
         self, tokens: torch.Tensor, hidden: torch.Tensor, context: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One draft step of M nodes per request: tokens [B, M], hidden [B, M, Ht] -> the head's states [B, M, H], next
-        hidden."""
+        """One draft step: tokens [B, M], hidden [B, M, Ht] -> the head's states [B, M, H], next hidden [B, M, Ht]."""
         return self._run(tokens, hidden, context.plan.positions, context)
 
     def _run(
@@ -117,19 +115,21 @@ class Gemma4MTPDrafter(Drafter):
         ).last_hidden_state.view(*tokens.shape, -1)  # [B, M, H]
         return out, self.model.post_projection(out)
 
-    def draw(self, out: torch.Tensor, positions: torch.Tensor, batch: DraftBatch) -> torch.Tensor:
+    def draw(self, batch: DraftBatch, out: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """The next token [B, M] of each state [B, M, H]; positions [B, M]: where it will stand."""
         head, ops = self._centroids, None if self.unfused else self.ops
         if head is None or ops is None or batch.params is None:
             return batch.sample(self.logits(out), positions)
         return ops(centroid_sample)(out, positions, batch.params, head)
 
-    def best(self, out: torch.Tensor, positions: torch.Tensor, batch: DraftBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """The `topk` likeliest next tokens under the noise, and their log-probabilities: [B, M, K]."""
+    def best(
+        self, batch: DraftBatch, out: torch.Tensor, positions: torch.Tensor, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The `count` likeliest next tokens under the noise, and their log-probabilities: [B, M, K]."""
         head, ops = self._centroids, None if self.unfused else self.ops
-        if head is None or ops is None or batch.params is None or batch.topk > min(MAX_BEST, head.num_listed):
-            return batch.best(self.logits(out), positions, batch.topk)
-        return ops(centroid_best)(out, positions, batch.params, head, batch.topk)
+        if head is None or ops is None or batch.params is None or count > min(MAX_BEST, head.num_listed):
+            return batch.best(self.logits(out), positions, count)
+        return ops(centroid_best)(out, positions, batch.params, head, count)
 
     @property
     def _centroids(self) -> CentroidHead | None:
@@ -204,30 +204,20 @@ class Gemma4MTPWorker:
         hidden = self._seed_hidden[batch.rows.index][:, None]  # [B, M, Ht], M = 1, then topk
         allocator, store = self.binding.cache.allocator, self.binding.target_store
         with frozen_kv(allocator, store, self, self.drafter.layer_map) as view:
-            if batch.topk == 1:
-                return self._chain(batch, hidden, view)
-            return self._tree(batch, hidden, view)
+            return self._propose(batch, hidden, view)
 
-    def _chain(self, batch: DraftBatch, hidden: torch.Tensor, view: KVView) -> DraftTree:
-        context = self._context(batch, view, 1)
-        tokens = [batch.root[:, None]]
-        for drawn_pos in batch.positions()[1:]:  # [B]
-            out, hidden = self.drafter.step(tokens[-1], hidden, context)
-            tokens.append(self.drafter.draw(out, drawn_pos[:, None], batch))
-        return DraftTree.chain(torch.cat(tokens, dim=1))
-
-    def _tree(self, batch: DraftBatch, hidden: torch.Tensor, view: KVView) -> DraftTree:
+    def _propose(self, batch: DraftBatch, hidden: torch.Tensor, view: KVView) -> DraftTree:
         """Every node of a level attends to the same frozen prefix: only tokens, states and scores branch."""
-        growth = Growth(batch.root, self.binding.backend, batch.num_steps)
+        draws = partial(self.drafter.draw, batch), partial(self.drafter.best, batch)
+        growth = DraftGrowth(batch, self.binding.backend, None, *draws)
         tokens = batch.root[:, None]
         for level, drawn_pos in enumerate(batch.positions()[1:]):  # [B]
-            if level <= 1:  # one query for the root, then topk
+            if level == 0 or (level == 1 and batch.topk > 1):  # one query for the root, then topk
                 context = self._context(batch, view, tokens.shape[1])
             out, hidden = self.drafter.step(tokens, hidden, context)
-            positions = drawn_pos[:, None].expand_as(tokens)
-            tokens, origin = growth.add_level(*self.drafter.best(out, positions, batch))
-            hidden = hidden.gather(1, origin[:, :, None].expand(-1, -1, hidden.shape[-1]))
-        return growth.select(batch.num_nodes)
+            tokens, origin = growth.add(out, drawn_pos[:, None].expand_as(tokens))
+            hidden = continued(hidden, origin)
+        return growth.select()
 
     def _context(self, batch: DraftBatch, view: KVView, num_queries: int) -> ForwardContext:
         """`num_queries` queries per request, all at the same position of the same prefix."""

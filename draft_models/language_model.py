@@ -1,14 +1,7 @@
 """A smaller causal language model of the same vocabulary as drafter: it continues the text, the target checks.
 
-Its K/V, of all its layers in full space, lie at the target's slots (shared slots, private storage), as an EAGLE-3
-head's do, so paging, eviction, commit and the prefix cache are the request table's alone. It reads nothing of the
-target, frozen or not.
-
-    positions      [0, S)  committed                     S, S+1, ...  the draft in progress, its root included
-    K/V in         its own store, at the table's slots   a scratch block that lives for one `propose`
-    written by     `observe`, from the committed tokens  `propose`
-
-Invariant: after `observe`, K/V of [0, S) are those of a fresh prefill of the tokens.
+It keeps its K/V, of all its layers in full space, as an EAGLE-3 head does (`eagle3_drafter.py`), and reads nothing of
+the target. Invariant: after `observe`, K/V of [0, S) are those of a fresh prefill of the tokens.
 """
 
 from collections.abc import Sequence
@@ -19,27 +12,21 @@ import torch
 import torch.nn.functional as F
 
 from specdec.attention.kernels.draft_block import Draft
-from specdec.attention.plan import KVPlan, plan_chunk, plan_packed
-from specdec.attention.trees.growth import Growth
+from specdec.attention.plan import KVPlan
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, PromptObservation, TargetInfo
-from specdec.draft_models.draft_context import DraftContext
-from specdec.kvcache.frozen import KVView, own_view
+from specdec.draft_models.draft_context import DraftContext, DraftGrowth, StoreWorker
+from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layout import FULL_ATTENTION, KVLayout
 from specdec.layers.fuse import Weights
 
 
-class LanguageModel(Protocol):
+class LanguageModel(TargetInfo, Protocol):
     """A model that proved that it runs packed rows under any context, as a target does."""
 
-    layout: KVLayout
     windows: Sequence[int | None]
-    vocab_size: int
     unfused: str | None
     weights: Weights
-
-    @property
-    def dtype(self) -> torch.dtype: ...
 
     def forward(self, tokens: torch.Tensor, plan: KVPlan, view: KVView) -> tuple[torch.Tensor, Any]:
         """tokens [B, N] -> states after the final norm [B, N, H]; what follows them is not read."""
@@ -81,27 +68,21 @@ class LanguageModelDrafter(Drafter):
         return F.pad(logits, (0, self.vocab_size - logits.shape[-1]), value=-torch.inf)
 
 
-class LanguageModelWorker:
+class LanguageModelWorker(StoreWorker):
     """A language model in one engine: its K/V, and nothing else."""
 
     def __init__(self, drafter: LanguageModelDrafter, binding: Binding) -> None:
-        self.view: KVView | None = None
+        super().__init__(binding, drafter.kv_layout, drafter.model.dtype)
         self.drafter = drafter
-        self.binding = binding
-        assert drafter.kv_layout is not None
-        self.store = binding.cache.add_store(drafter.kv_layout, drafter.model.dtype)
-        self.own_view = own_view(binding.cache.allocator, self.store)
 
     @torch.inference_mode()
     def observe(self, seen: Observation) -> None:
-        table, model, width = self.binding.cache.table, self.drafter.model, seen.path.shape[1]
-        plan = plan_chunk(self.binding.backend, table, seen.rows, seen.length, width, start=seen.start)
-        model.forward(self.drafter.known(seen.tokens.gather(1, seen.path)), plan, self.own_view)
+        tokens = self.drafter.known(seen.tokens.gather(1, seen.path))
+        self.drafter.model.forward(tokens, self.plan_of(seen), self.own_view)
 
     @torch.inference_mode()
     def observe_prompts(self, seen: PromptObservation) -> None:
-        plan = plan_packed(self.binding.backend, self.binding.cache.table, seen.pack)
-        self.drafter.model.forward(self.drafter.known(seen.tokens[None]), plan, self.own_view)
+        self.drafter.model.forward(self.drafter.known(seen.tokens[None]), self.plan_of(seen), self.own_view)
 
     @torch.inference_mode()
     def propose(self, batch: DraftBatch) -> DraftTree:
@@ -111,20 +92,12 @@ class LanguageModelWorker:
         draft = Draft(self.binding.cache.table, batch.rows, pos[:levels], topk, drafter.model.windows)
         block = backend.draft_block(self.store, draft)
         context = DraftContext(block, backend, topk, drafter.owners)
-        growth = Growth(batch.root, backend, levels)
-        chain = [batch.root[:, None]]
+        growth = DraftGrowth(batch, backend)
         tokens, origin = batch.root[:, None].expand(-1, topk), None
         for level in range(levels):
             block.enter_level(origin)
             node_pos = pos[level][:, None].expand(-1, topk)
             hidden = drafter.model.run(drafter.known(tokens), node_pos, context)
             logits = drafter.logits(hidden if level else hidden[:, :1])
-            drawn_pos = pos[level + 1][:, None].expand(-1, logits.shape[1])
-            if topk == 1:
-                tokens = batch.sample(logits, drawn_pos)  # [B, 1]
-                chain.append(tokens)
-            else:
-                tokens, origin = growth.add_level(*batch.best(logits, drawn_pos, topk))  # [B, K]
-        if topk == 1:
-            return DraftTree.chain(torch.cat(chain, dim=1))
-        return growth.select(batch.num_nodes)
+            tokens, origin = growth.add(logits, pos[level + 1][:, None].expand(-1, logits.shape[1]))  # [B, K]
+        return growth.select()

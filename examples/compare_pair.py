@@ -19,7 +19,7 @@ from specdec.cli.bodies.answer import DRAFTED_STYLE, in_colour
 from specdec.errors import ConfigError
 from specdec.models.bundled import BUNDLED_NAMES
 from specdec.models.published import Pair, pair_table
-from specdec.text.drafts import DraftColours
+from specdec.text.detokenize import DraftColours
 
 
 def find_pair(pairs: Sequence[Pair], model: str, drafter: str | None) -> Pair:

@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.cli.bodies.answer import DRAFTED_STYLE, coloured
-from specdec.evaluation.scoring import is_correct
+from specdec.evaluation.gsm8k_report import is_correct
 from specdec.models.bundled import HELD_OUT_PROBLEMS
 from specdec.text.prompt_files import read_prompts
 

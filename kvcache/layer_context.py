@@ -29,6 +29,10 @@ class ScoreOptions(TypedDict, total=False):
     sinks: torch.Tensor | None
 
 
+OwnRows = torch.Tensor | None
+"""K or V [T, Hkv, D] of the rows themselves, stored already; None: another layer's."""
+
+
 class LayerContext(Protocol):
     """A forward in progress."""
 
@@ -36,15 +40,9 @@ class LayerContext(Protocol):
         """Where this layer's new K/V go; None when it stores none: it shares another's, or reads a frozen cache."""
 
     def attend_rows(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        **options: Unpack[ScoreOptions],
+        self, layer: int, q: torch.Tensor, k: OwnRows, v: OwnRows, **options: Unpack[ScoreOptions]
     ) -> torch.Tensor:
-        """q [T, Hq, D] -> [T, Hq, D], contiguous. k, v [T, Hkv, D]: the rows' own, stored already; None: another
-        layer's."""
+        """q [T, Hq, D] -> [T, Hq, D], contiguous."""
 
 
 class SplitContext(LayerContext, Protocol):

@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from specdec.errors import ConfigError, shown
+from specdec.errors import ConfigError, require_one_of, shown
 from specdec.plain_arguments import DTYPE_ALIASES, plain_arguments
 from specdec.sampling_numbers import NUMBERS, SamplingNumbers
 from specdec.text.stop_strings import StopStrings
@@ -178,9 +178,7 @@ class EngineConfig:
                 require_int(name, getattr(self, name), 1, most)
         if self.memory_share is not None:
             _require_number("memory_share", self.memory_share, 0.0, 1.0, open_low=True)
-        if self.attention not in ATTENTION_BACKENDS:
-            known = ", ".join(ATTENTION_BACKENDS)
-            raise ConfigError(f"attention={shown(self.attention)} is unknown; choose one of {known}")
+        require_one_of("attention", self.attention, ATTENTION_BACKENDS)
         for name, words in (("cuda_graphs", "True, 'auto' or False"), ("fused", "'auto', True or False")):
             value = getattr(self, name)
             _require(name, value, isinstance(value, bool) or value == "auto", f"{words} is wanted")

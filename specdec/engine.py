@@ -67,6 +67,7 @@ from specdec.runtime.sizing import make_cache
 from specdec.runtime.steps import Steps
 from specdec.runtime.thread_modes import with_modes_restored
 from specdec.runtime.turns import Turns
+from specdec.runtime.warm_up import warm_up
 from specdec.text.prompts import Prompt, as_chat_list, as_token_ids, chat_or_text_ids
 
 T = TypeVar("T")
@@ -156,7 +157,7 @@ class Engine:
         self._doomed: deque[int] = deque()  # ids to be released by the present turn, or the next
         self._closed = False
         self._cleared = False  # closed, to the end
-        self.steps.warm_up()
+        warm_up(self.steps)
 
     @classmethod
     def from_pretrained(

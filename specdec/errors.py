@@ -4,7 +4,7 @@ Their messages are one sentence. `shown` puts a value into one.
 """
 
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from os import PathLike
 from typing import Any
@@ -102,6 +102,12 @@ def shown(value: object) -> str:
     """A value as a message shows it: never a printed tensor, module or long list."""
     text = " ".join(_short.repr(value).split())
     return text if len(text) <= MOST_SHOWN else text[:MOST_SHOWN] + "..."
+
+
+def require_one_of(name: str, value: object, known: Iterable[str]) -> None:
+    """Raise ConfigError unless the value is one of these."""
+    if value not in (names := list(known)):
+        raise ConfigError(f"{name}={shown(value)} is unknown; choose one of {', '.join(names)}")
 
 
 @contextmanager

@@ -9,14 +9,17 @@ import difflib
 import json
 import logging
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import constants, snapshot_download
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -27,12 +30,10 @@ from specdec.draft_models.base import TargetInfo
 from specdec.draft_models.registry import WORDS, building, is_drafter_config
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError, first_line, shown
 from specdec.models.bundled import BUNDLED_NAMES, resolve_name
-from specdec.models.hub import require_hub
-from specdec.models.quantised.formats import Format
+from specdec.models.quantised.formats import Format, formats_of
 from specdec.models.quantised.packed_quantizer import PackedConfig, without_quantization
-from specdec.models.quantised.recognise import formats_of
 from specdec.models.weight_storage import weights_in_words
-from specdec.plain_arguments import OWN_FORMS
+from specdec.plain_arguments import as_dtype
 
 logger = logging.getLogger("specdec")
 
@@ -205,17 +206,12 @@ def _understood(options: Mapping[str, Any]) -> dict[str, Any]:
     if options.get("gguf_file") is not None:
         raise ConfigError(f"gguf_file={shown(options['gguf_file'])}: {NO_GGUF}")
     understood = dict(options)
-    old = plain_dtype(understood.pop("torch_dtype", None))
-    new = plain_dtype(understood.pop("dtype", None))
+    old = as_dtype(understood.pop("torch_dtype", None))
+    new = as_dtype(understood.pop("dtype", None))
     if old is not None and new is not None and old != new:
         raise ConfigError(f"torch_dtype={old} and dtype={new} disagree; leave one out")
     dtype = old if new is None else new
     return understood if dtype is None else {**understood, "dtype": dtype}
-
-
-def plain_dtype(value: Any) -> Any:
-    """The torch.dtype that a name such as "bf16" or "torch.bfloat16" stands for; "auto" and others as they are."""
-    return OWN_FORMS["dtype"](value)
 
 
 def load_model(
@@ -246,7 +242,7 @@ def load_target(
                 "it drafts for as the target, and this as drafter=..."
             )
         asked = checkpoint.options.get("dtype")
-        if asked is not None and dtype is not None and plain_dtype(asked) != dtype:
+        if asked is not None and dtype is not None and as_dtype(asked) != dtype:
             raise ConfigError(
                 f"dtype={asked} among the loading arguments, but dtype={dtype} in the EngineConfig; leave one out"
             )
@@ -340,13 +336,12 @@ def pick_dtype(dtype: torch.dtype | None, device: torch.device, config: Any) -> 
     if device.type == "cpu":
         return torch.float32
     stored = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
-    stored = plain_dtype(stored)
+    stored = as_dtype(stored)
     return stored if isinstance(stored, torch.dtype) else torch.bfloat16
 
 
 def unwrapped(model: Any, role: str) -> Any:
-    """The base of a peft model, adapters in place; other models as they are. Raises ConfigError for compiled models and
-    for learned prompts."""
+    """The base of a peft model, adapters in place. Raises ConfigError for compiled models and for learned prompts."""
     if hasattr(model, "_orig_mod"):
         raise ConfigError(
             f"{role} is a torch.compile'd {type(model._orig_mod).__name__}; give the model itself, {role}._orig_mod"
@@ -367,3 +362,36 @@ def _require_same(name: str, asked: object, actual: object) -> None:
         raise ConfigError(
             f"{name}={asked} in the EngineConfig, but the loaded model has {actual}; convert it, or leave it None"
         )
+
+
+PATIENCE = 3.0
+"""Seconds to wait for a first connection."""
+
+
+def require_hub(name: str, options: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where a checkpoint is not in the cache and the hub, or the proxy for it, cannot be reached.
+
+    options: loading arguments of transformers. Offline mode skips the check.
+    """
+    if options.get("local_files_only") or constants.HF_HUB_OFFLINE or _is_cached(name, options):
+        return
+    address = urlsplit(os.environ.get("HF_ENDPOINT", constants.ENDPOINT))
+    proxies = options.get("proxies") or ({} if proxy_bypass(address.hostname or "") else getproxies())
+    proxy = proxies.get(address.scheme) or proxies.get("all")
+    if proxy:
+        address = urlsplit(proxy if "//" in proxy else f"//{proxy}")
+    port = address.port or (80 if address.scheme == "http" else 443)
+    try:
+        socket.create_connection((address.hostname or "", port), timeout=PATIENCE).close()
+    except OSError as error:
+        raise CheckpointError(
+            f"no checkpoint {name!r} here, and {address.hostname} cannot be reached to look for it there "
+            f"({error.strerror or error}); give a folder or a name that is in the cache, or connect to the network"
+        ) from error
+
+
+def _is_cached(name: str, options: Mapping[str, Any]) -> bool:
+    try:
+        return cached_file(name, "config.json", **{**options, "local_files_only": True}) is not None
+    except (OSError, ValueError):
+        return False

@@ -71,7 +71,7 @@ def _plain_number(value: Any) -> Any:
     return value.item() if boxed else value
 
 
-def _as_dtype(value: Any) -> Any:
+def as_dtype(value: Any) -> Any:
     """The dtype that "bf16", "bfloat16" or "torch.bfloat16" names; what names no floating dtype stays as it is."""
     if not isinstance(value, str):
         return value
@@ -81,7 +81,7 @@ def _as_dtype(value: Any) -> Any:
 
 
 OWN_FORMS: dict[str, Callable[[Any], Any]] = {
-    "dtype": _as_dtype,
+    "dtype": as_dtype,
     "logit_bias": _plain_bias,
     "json_schema": _schema_text,
 }

@@ -457,6 +457,7 @@ def usual() -> Iterator[Launch]:
     yield launch(products, FP32, 5, "silu", bias=True)
     yield launch(products, BF16, 160, "silu")
     yield launch(products, FP16, 600, "silu")
+    yield launch(products, BF16, 600, "gelu_tanh", bias=True)
     yield launch(packed_products, BF16, 5, "int4")
     yield launch(packed_products, BF16, 160, "int4-zeros")
     yield launch(packed_products, FP16, 5, "int4-zeros")

@@ -16,7 +16,7 @@ from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.plan import plan_frozen
 from specdec.draft_models import gemma4_mtp
 from specdec.draft_models.gemma4_mtp import constructible_assistants
-from specdec.evaluation.scoring import final_number
+from specdec.evaluation.gsm8k_report import final_number
 from specdec.kvcache.index_spaces import SlotTable, Space, SwaLoc
 from specdec.models.bundled import BUNDLED_DIR, BUNDLED_NAMES, HELD_OUT_PROBLEMS
 from specdec.text.prompt_files import read_prompts

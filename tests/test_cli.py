@@ -17,9 +17,8 @@ from specdec import Engine, SamplingParams, SpecDecError, __version__
 from specdec.cli.app import COMMANDS, app, load_command
 from specdec.cli.bodies.answer import coloured
 from specdec.cli.command import gathered, spread
-from specdec.cli.generate import ChatOptions
+from specdec.cli.commands import ChatOptions, ServeOptions
 from specdec.cli.options import PairOptions
-from specdec.cli.serve import ServeOptions
 from specdec.config import EngineConfig
 from specdec.models.bundled import BUNDLED_NAMES, HELD_OUT_PROBLEMS
 from specdec.models.published import EAGLE3_PAIRS, GEMMA4_PAIRS, QAT_PAIRS
@@ -185,7 +184,7 @@ def test_eval_says_no_before_it_works(tmp_path, monkeypatch):
     nowhere = run(*EVAL, "--json", str(tmp_path / "nowhere" / "report.json"))
     assert nowhere.exit_code == 2
     assert "nowhere" in re.sub(r"[\s│]", "", nowhere.stderr)  # the box may break a path
-    monkeypatch.setattr("specdec.evaluation.gsm8k_plot.find_spec", lambda name: None)
+    monkeypatch.setattr("specdec.evaluation.gsm8k_report.find_spec", lambda name: None)
     no_plots = run(*EVAL, "--png", str(tmp_path / "report.png"))
     assert no_plots.exit_code == 2
     assert "specdec-runtime[plots]" in no_plots.stderr
@@ -267,7 +266,7 @@ def test_the_old_name_of_the_trees_topk_is_refused_with_the_new_one(command, opt
     assert result.stderr.count("\n") == 1
 
 
-def test_the_list_of_commands_loads_no_command_and_help_loads_one():
+def test_the_list_of_commands_loads_no_command_and_help_loads_no_body():
     """Files of the folder that a run imported, beyond those that any run needs."""
 
     def files(*args):
@@ -278,7 +277,7 @@ def test_the_list_of_commands_loads_no_command_and_help_loads_one():
         return found - {"app", "command"}
 
     assert files("--help") == set()
-    assert files("chat", "--help") == {"generate", "options"}
+    assert files("chat", "--help") == {"commands", "config_file", "options"}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -290,7 +289,7 @@ def test_a_command_is_listed_with_the_first_line_of_its_help(name):
 
 @pytest.mark.parametrize("settings", [EngineConfig, ServeSettings])
 def test_an_option_of_serve_and_the_setting_of_its_name_have_one_default(settings):
-    options = {each.name: each.default for each in fields(ServeOptions)}
+    options = {each.name: each.default for each in spread(ServeOptions)}
     shared = {each.name: each.default for each in fields(settings) if each.name in options}
     assert len(shared) > 3
     assert shared == {name: options[name] for name in shared}
@@ -333,7 +332,9 @@ def test_an_option_is_not_taken_for_the_file_of_json(value):
 @pytest.mark.slow
 def test_names_of_dtypes():
     assert run("generate", "x", "--max-new-tokens", "1", "--dtype", "bf16").exit_code == 0
-    assert "'int8' is not one of" in re.sub(r"[\s│]+", " ", run("generate", "x", "--dtype", "int8").stderr)
+    refused = run("generate", "x", "--dtype", "int8")
+    wanted = "specdec: dtype='int8': a floating torch.dtype or its name is wanted, such as bfloat16 (bf16)"
+    assert refused.exit_code == 2 and refused.stderr.startswith(wanted)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

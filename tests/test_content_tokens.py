@@ -137,7 +137,7 @@ def test_text_without_a_template(byte_tokenizer):
 
 
 def test_other_values_are_refused(bundled):
-    with pytest.raises(ConfigError, match="special_tokens_in_content='no': choose one of escape, allow"):
+    with pytest.raises(ConfigError, match="special_tokens_in_content='no' is unknown; choose one of escape, allow"):
         chat_ids(bundled, [{"role": "user", "content": "x"}], special_tokens_in_content="no")
 
 

@@ -231,7 +231,7 @@ def test_files_listed_on_a_page_exist(page):
     [
         "Engine.stats",
         "engine.stats()",
-        "specdec.evaluation.gsm8k",
+        "specdec.evaluation.tasks",
         "Engine.from_pretrained(target, drafter=...)",
         'EngineConfig(attention="triton")',
         'attention="triton"',

@@ -17,10 +17,9 @@ from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.cli.app import app
 from specdec.doctor.acceptance import Comparison, Measured
 from specdec.doctor.causes import CAUSES
-from specdec.doctor.changed_drafters import changed_head
-from specdec.doctor.dense_drafts import dense_drafts
-from specdec.doctor.recorded_text import record
-from specdec.doctor.rounded_weights import NONE, grid_of
+from specdec.doctor.changes import changed_head
+from specdec.doctor.dense_drafts import dense_drafts, record
+from specdec.doctor.signs import NONE, grid_of
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.drafter_loading import load_any_drafter
 from specdec.errors import ConfigError

@@ -9,11 +9,9 @@ import torch
 from block_heads import random_head
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.doctor.changed_drafters import changed_block
-from specdec.doctor.changes import possible_masks
-from specdec.doctor.dense_drafts import dense_drafts
+from specdec.doctor.changes import changed_block, possible_masks
+from specdec.doctor.dense_drafts import dense_drafts, record
 from specdec.doctor.diagnose import diagnose
-from specdec.doctor.recorded_text import record
 from specdec.draft_models.block.block_drafter import BlockDrafter
 from specdec.models.bundled import HELD_OUT_PROBLEMS
 from specdec.models.published import BLOCK_PAIRS

@@ -18,11 +18,8 @@ import torch
 from specdec import Engine, EngineConfig, SamplingParams, SpecDecError
 from specdec.evaluation import accuracy as evaluation
 from specdec.evaluation.accuracy import evaluate, evaluate_gsm8k, find_parting, problem_seed
-from specdec.evaluation.gsm8k import EXEMPLARS, load_problems, question_text
-from specdec.evaluation.gsm8k_plot import save_plot, title
-from specdec.evaluation.gsm8k_report import make_report, markdown
-from specdec.evaluation.scoring import final_number
-from specdec.evaluation.tasks import choose, cut, dialogue_ids
+from specdec.evaluation.gsm8k_report import final_number, make_report, markdown, save_plot, title
+from specdec.evaluation.tasks import EXEMPLARS, choose, cut, dialogue_ids, load_problems, question_text
 from specdec.evaluation.transcripts import open_transcripts, read_transcripts
 from specdec.loading import load_tokenizer
 from specdec.models.bundled import HELD_OUT_PROBLEMS, resolve_name
@@ -140,7 +137,6 @@ def test_problems_from_a_file(tmp_path):
     source, problems = load_problems(str(path))
     assert source == "file some.jsonl"
     assert [(p.text, p.answer) for p in problems] == [("a", "#### 1"), ("b", "#### 2")]
-    assert len(load_problems(str(path), limit=1)[1]) == 1
 
 
 def test_a_problem_without_a_marked_answer_is_named(tmp_path):
@@ -162,9 +158,9 @@ def test_problems_from_the_hub(monkeypatch):
         return ({"question": str(i), "answer": f"#### {i}"} for i in range(3))
 
     monkeypatch.setitem(sys.modules, "datasets", hub(load))
-    source, problems = load_problems("hub", limit=2)
+    source, problems = load_problems("hub")
     assert source == "openai/gsm8k, test split, from the hub"
-    assert [p.text for p in problems] == ["0", "1"]
+    assert [p.text for p in problems] == ["0", "1", "2"]
     assert asked == [(("openai/gsm8k", "main"), {"split": "test"})]
 
 

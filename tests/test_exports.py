@@ -77,7 +77,7 @@ def test_every_way_of_importing_gives_the_same_object():
 @pytest.mark.deep
 def test_an_engine_loads_torch_and_generate_is_a_function_whatever_is_imported():
     loads = "import specdec, sys; specdec.Engine; print('torch' in sys.modules);"
-    out = run_python(loads + "import specdec.cli.generate, specdec.hf_generate; print(type(specdec.generate))")
+    out = run_python(loads + "import specdec.cli.commands, specdec.hf_generate; print(type(specdec.generate))")
     assert out == "True\n<class 'function'>\n"
 
 

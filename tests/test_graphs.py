@@ -16,7 +16,7 @@ from specdec.attention.torch_backend import TorchBackend
 from specdec.draft_models.ngram import NgramDrafter
 from specdec.errors import ConfigError, FrozenKVError
 from specdec.models.target import FinalStates
-from specdec.runtime.rounds.captured_rounds import batch_sizes, length_bucket
+from specdec.runtime.rounds.captured_rounds import batch_sizes, table_widths
 
 from marks import deep, deep_cases
 
@@ -268,7 +268,9 @@ def test_the_sizes_that_rounds_are_captured_for() -> None:
     assert batch_sizes(6) == [1, 2, 4, 6]
     assert batch_sizes(20) == [1, 2, 4, 8, 16, 20]
     assert batch_sizes(100) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 96, 100]
-    assert [length_bucket(n) for n in (0, 1024, 1025, 1536, 1537, 5000)] == [1024, 1024, 4096, 4096, 4096, 16384]
+    assert table_widths(300) == [300]
+    assert table_widths(4096) == [4096]
+    assert table_widths(40_000) == [4096, 32_768, 40_000]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from specdec.serving.http.faults import ApiError
 from specdec.serving.openai import chat_completions as chat
 from specdec.serving.openai.protocol import ChatRequest, CompletionRequest
 from specdec.serving.server_settings import ServeSettings
-from specdec.text.token_bytes import token_bytes
+from specdec.text.detokenize import token_bytes
 
 from served_engine import served, until
 

@@ -10,11 +10,12 @@ from torch.nn import functional as F
 
 from specdec.kvcache.index_spaces import FullLoc
 from specdec.layers import linear as linear_module
+from specdec.layers import many_rows
 from specdec.layers import product as products
+from specdec.layers.activation import reference_activate
 from specdec.layers.linear import (
     gated_linear,
     linear,
-    reference_activate,
     reference_gated_linear,
     reference_linear,
     vendor_gated_linear,
@@ -115,6 +116,36 @@ def test_a_gate_of_any_size_is_exact():
         got = gated_linear(x, weight, activation)
         close(got[0], reference_activate(gates, activation))
         close(got[1], -reference_activate(-gates, activation))
+
+
+@pytest.mark.parametrize(("num_rows", "n", "k"), [(257, 520, 136), (400, 1100, 328)])
+def test_many_rows_are_multiplied_in_tiles_of_their_own(num_rows: int, n: int, k: int, monkeypatch: pytest.MonkeyPatch):
+    """With ranges of K and without, biased, gated; rows that descriptors cannot describe go the usual way."""
+    launched = []
+    kernel = many_rows.many_rows_kernel
+    monkeypatch.setattr(many_rows, "many_rows_kernel", Launches(kernel, launched))
+    x, weight = randn(num_rows, k, dtype=torch.float16), randn(n, k, dtype=torch.float16) * k**-0.5
+    bias = randn(n, dtype=torch.float16)
+    close(finish(linear(x, weight, bias)), reference_linear(x, weight, bias).parts[0])
+    close(finish(linear(x, weight, bias, Cut(1, k))), reference_linear(x, weight, bias).parts[0])
+    close(gated_linear(x, weight, "silu"), reference_gated_linear(x, weight, "silu"))
+    assert len(launched) == 3
+    same_bits(linear(x[:300], weight, bias).parts[0][:3], finish(linear(x[:3], weight, bias)))
+    skewed = randn(num_rows, k + 1, dtype=torch.float16)[:, :k]
+    close(finish(linear(skewed, weight)), reference_linear(skewed, weight).parts[0])
+    linear(x, weight, bias, apart=True)
+    assert len(launched) == 4
+
+
+class Launches:
+    """A kernel that counts how often it is launched."""
+
+    def __init__(self, kernel: object, launched: list[object]) -> None:
+        self.kernel, self.launched = kernel, launched
+
+    def __getitem__(self, grid: object) -> object:
+        self.launched.append(grid)
+        return self.kernel[grid]
 
 
 def test_linear_takes_rows_of_any_stride():

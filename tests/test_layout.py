@@ -32,8 +32,8 @@ FLOORS = (  # a module imports from lower floors and from its own room; the long
 OPEN_FLOORS = (0, 5)
 """Their rooms are single files, and the doctor; they import each other in the order in which they stand."""
 
-COMMAND_FILES = tuple(f"specdec.cli.{name}" for name in ("generate", "bench", "evaluate", "doctor", "serve", "train"))
-LIGHT_FILES = (*COMMAND_FILES, *(f"specdec.cli.{name}" for name in ("app", "command", "options", "config_file")))
+LIGHT_FILES = tuple(f"specdec.cli.{name}" for name in ("app", "command", "commands", "options", "config_file"))
+LIGHT_FILES += ("specdec.serving.http_options",)
 NEVER = (  # what a room does not know, beyond its floor
     ("specdec.runtime.rounds", "specdec.runtime", "the device's part knows no request and no scheduler"),
     ("specdec.runtime.rounds", "specdec.sampling.grammars", "a round is handed masks, and knows no grammar"),
@@ -51,7 +51,7 @@ ASKS_THE_ENGINE = ("specdec.serving", "specdec.evaluation")
 REACHES_THROUGH = re.compile(r"\.(engine\.engine|table\.allocator|cache\.allocator|scheduler\.\w+)$")
 ROOT_MODULE = "specdec"  # its names are looked up when they are used: to a type checker it imports them all the same
 LAZY = "specdec.lazy"  # help and `import specdec` must not import torch
-LAZY_USERS = ("specdec", "specdec.cli.app", *COMMAND_FILES)
+LAZY_USERS = ("specdec", "specdec.cli.app", "specdec.cli.commands")
 MAPPED = ("specdec.kvcache", "specdec.attention", "specdec.draft_models")
 FOLDERS = {name.rpartition(".")[2]: name for name in (*MAPPED, "specdec")}  # root folder -> package
 SCRIPTS = ("tests", "examples", "tools")

@@ -15,15 +15,17 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from specdec.serving.http import connections, pacing
 from specdec.serving.http.client_limits import ClientLimits
 from specdec.serving.http.connections import Connections
-from specdec.serving.http.door import MAX_SHUT_TO, SHUT_SECONDS, Door
 from specdec.serving.http.listener import Listener, first_bytes
 from specdec.serving.http.pacing import (
     BODY_BURST_BYTES,
     BODY_BYTES_PER_SECOND,
     BURST,
     MAX_SECONDS,
+    MAX_SHUT_TO,
     PER_SECOND,
+    SHUT_SECONDS,
     UNIT_BYTES,
+    Door,
     Pace,
     Paced,
     is_paced,

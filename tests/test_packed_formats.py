@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 
 from specdec.errors import UnsupportedModelError
 from specdec.layers.packed.packed_weight import dequantised, numbers_of
-from specdec.models.quantised.formats import AWQ, COMPRESSED_INT4, MXFP4, Format, fp8, gptq
-from specdec.models.quantised.recognise import formats_of
+from specdec.models.quantised.formats import AWQ, COMPRESSED_INT4, MXFP4, Format, formats_of, fp8, gptq
 from specdec.models.quantised.repack import nibbles
 
 from marks import deep_cases, slow

@@ -70,8 +70,16 @@ def tables_of(table: KVRig, rows: np.ndarray, num_nodes: int, full_width: int, s
     )
     options = {"num_nodes": num_nodes, "retain": table.retain, "page_size": allocator.page_size}
     got = build_page_tables(*arguments, **options, full_width=full_width, swa_width=swa_width)
+    length = np.where(rows == table.padding_row, 0, table.committed_len.host[rows])
+    got = got._replace(full_pages=held_pages(got.full_pages, length, allocator.page_size))
     same(got, reference_build_page_tables(*arguments, **options, full_width=full_width, swa_width=swa_width))
     return got
+
+
+def held_pages(pages: torch.Tensor, length: np.ndarray, page_size: int) -> torch.Tensor:
+    """With 0 past each prefix, where the kernel writes nothing."""
+    first = torch.arange(pages.shape[1], device=pages.device) * page_size
+    return torch.where(first < torch.from_numpy(length).to(pages.device)[:, None], pages, 0)
 
 
 def same(got: tuple[torch.Tensor | None, ...], want: tuple[torch.Tensor | None, ...]) -> None:
@@ -89,7 +97,7 @@ def test_page_tables_by_eye():
     got = build_page_tables(
         slots, full_to_swa, rows, lengths, num_nodes=3, retain=2, page_size=2, full_width=4, swa_width=3
     )
-    assert got.full_pages.tolist() == [[3, 1, 4, 0], [0, 0, 0, 0]]
+    assert got.full_pages[0, :3].tolist() == [3, 1, 4]  # the rest is not written: no prefix reaches it
     assert got.swa_start.tolist() == [2, 0]
     assert got.swa_pages.tolist() == [[6, 5, 0], [0, 0, 0]]
     assert got.write_full.tolist() == [[9, 4, 5], [0, 0, 0]]
@@ -133,6 +141,15 @@ def test_widths_may_be_anything():
     assert (
         tables_of(table, rows, 30, 64, 40).write_full[:, -7:].tolist() == [[0] * 7] * 2
     )  # past the row: the null slot
+
+
+def test_programs_take_blocks_of_a_long_prefix_in_turn(monkeypatch: pytest.MonkeyPatch):
+    """Blocks of 16 pages, 4 programs a row: the third of 150 tokens comes round twice, and no block past its end."""
+    monkeypatch.setattr(page_table_module, "BLOCK", 16)
+    monkeypatch.setattr(page_table_module, "FEW_PROGRAMS", 0)
+    table, rows = filled(1, 4, [0, 64, 150], 2)
+    got = tables_of(table, rows, 2, 190, 8)
+    assert (got.full_pages > 0).sum(dim=1).tolist() == [150, 64, 0]
 
 
 @pytest.mark.parametrize("page_size", [1, 4])

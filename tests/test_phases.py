@@ -22,7 +22,7 @@ from specdec.evaluation.phases.parity import Parity, check_parity, output_gaps
 from specdec.evaluation.phases.phase_report import Cell, PhaseReport, Spread, table
 from specdec.evaluation.phases.phase_run import Plan, Subject, run_phases
 from specdec.evaluation.phases.timed_rounds import drive, gaps_between_stamps, idle_within, most_new_tokens, round_time
-from specdec.evaluation.phases.transformers_steps import Peer, peers_for
+from specdec.evaluation.transformers_peer import Peer, peers_for
 from specdec.models.target import TargetModel
 from specdec.progress import Interrupted
 from specdec.runtime.rounds.result import RoundResult

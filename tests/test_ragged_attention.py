@@ -124,7 +124,7 @@ def test_the_kernel_against_the_definition(exact, window, begin, softcap, sinks)
     torch.testing.assert_close(plain.cpu().double(), want, rtol=2e-5, atol=2e-5)
     in_order = RunsAttention.of(exact_run, case.pack, case.lines, window)
     del options["window"]
-    exactly = in_order(case.q, None, None, case.k, case.v, **options)
+    exactly = in_order(case.q, case.k, case.v, **options)
     torch.testing.assert_close(exactly.cpu().double(), want, rtol=2e-5, atol=2e-5)
 
 
@@ -187,18 +187,18 @@ def test_random_packs_are_as_each_run_alone() -> None:
         want = case.expected(window, None, None)
         for make in (dense_run, exact_run):
             attend = RunsAttention.of(make, case.pack, case.lines, window)
-            got = attend(case.q, None, None, case.k, case.v, scaling=0.3)
+            got = attend(case.q, case.k, case.v, scaling=0.3)
             torch.testing.assert_close(got.cpu().double(), want, rtol=2e-5, atol=2e-5)
             stop = sum(lengths) + 1 if case.q.shape[2] > sum(lengths) else sum(lengths)
             first = draw.randrange(stop)
             if make is exact_run:  # tiles of a forward: the same bits
                 part = attend.part(slice(0, 1), slice(first, stop))
-                some = part(case.q[:, :, first:stop], None, None, case.k, case.v, scaling=0.3)
+                some = part(case.q[:, :, first:stop], case.k, case.v, scaling=0.3)
                 assert torch.equal(some, got[:, first:stop])
 
 
 @pytest.mark.parametrize(("window", "begin"), [(None, None), (9, None), (9, [8, 0, 16, 0])])
 def test_a_capture_reads_no_length(window: int | None, begin: list[int] | None) -> None:
     case = Case([17, 0, 40, 3], [11, 1, 0, 20], 5, begin, 0)
-    got = EveryRun(case.pack, case.lines, window)(case.q, None, None, case.k, case.v, scaling=0.3)
+    got = EveryRun(case.pack, case.lines, window)(case.q, case.k, case.v, scaling=0.3)
     torch.testing.assert_close(got.cpu().double(), case.expected(window, None, None), rtol=2e-5, atol=2e-5)

@@ -1,12 +1,13 @@
 """What a model thought and what it says, out of pieces of any size."""
 
 import random
+from functools import partial
 
 import pytest
 from test_reply import deltas_of
 
 from specdec.errors import ConfigError
-from specdec.serving.openai.reply import Reply, ReplyFormat
+from specdec.serving.openai.reply import Reply
 from specdec.serving.tools.reasoning import REASONING, ReasoningReader, opened_by, reasoning_format
 from specdec.serving.tools.tool_parsers import PARSERS
 
@@ -46,15 +47,15 @@ def test_whether_the_prompt_has_opened_a_thought():
     assert not opened_by("<|im_start|>assistant\n<think>\n\n</think>\n\n", qwen)
     assert not opened_by("<|im_start|>assistant\n", qwen)
     assert reasoning_format("none") is None
-    with pytest.raises(ConfigError, match=r"^reasoning parser 'deep' is unknown; choose one of none, deepseek_r1"):
+    with pytest.raises(ConfigError, match=r"^reasoning_parser='deep' is unknown; choose one of none, deepseek_r1"):
         reasoning_format("deep")
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_thoughts_calls_and_text_of_one_answer(seed, byte_tokenizer):
     text = '<think>Which? {"name": "f"}</think>I look. <tool_call>{"name": "f", "arguments": {}}</tool_call>'
-    wanted = ReplyFormat(byte_tokenizer, (), False, PARSERS["hermes"], reasoning=REASONING["qwen3"])
-    reply, deltas = Reply(wanted), deltas_of(byte_tokenizer, text, random.Random(seed))
+    wanted = partial(Reply, byte_tokenizer, (), False, PARSERS["hermes"], reasoning=REASONING["qwen3"])
+    reply, deltas = wanted(), deltas_of(byte_tokenizer, text, random.Random(seed))
     said = [reply.read(delta) for delta in deltas]
     assert "".join(one.reasoning for one in said) == 'Which? {"name": "f"}'
     assert "".join(one.content for one in said).strip() == "I look."
@@ -65,8 +66,8 @@ def test_thoughts_calls_and_text_of_one_answer(seed, byte_tokenizer):
 def test_no_second_call_where_one_is_allowed(seed, byte_tokenizer):
     """parallel_tool_calls=false: what follows the first call is left out, in pieces of any size."""
     one = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
-    wanted = ReplyFormat(byte_tokenizer, (), False, PARSERS["hermes"], max_calls=1)
-    reply, deltas = Reply(wanted), deltas_of(byte_tokenizer, f"So: {one}{one} and more", random.Random(seed))
+    wanted = partial(Reply, byte_tokenizer, (), False, PARSERS["hermes"], max_calls=1)
+    reply, deltas = wanted(), deltas_of(byte_tokenizer, f"So: {one}{one} and more", random.Random(seed))
     said = [reply.read(delta) for delta in deltas]
     assert reply.num_calls == 1 and {call["index"] for each in said for call in each.tool_calls} == {0}
     assert "".join(each.content for each in said).strip() == "So:"

@@ -111,7 +111,7 @@ class Scene:
         pool_k, pool_v, _ = self.table.view.layer(layer)
         keys = visible_keys(plan, window)
         options = {"scaling": SCALING, "softcap": softcap, "sinks": sinks}
-        out = keys.attend(query.transpose(1, 2), None, None, pool_k, pool_v, **options)
+        out = keys.attend(query.transpose(1, 2), pool_k, pool_v, **options)
         assert (out.shape, out.dtype) == (query.shape, query.dtype)
         window = math.inf if window is None else window + plan.window_shift
         expected = torch.zeros(query.shape, dtype=torch.float64)
@@ -257,9 +257,7 @@ def test_the_strides_of_the_queries_do_not_matter(softcap: float | None):
     turned = query.transpose(1, 2).contiguous().transpose(1, 2)
     assert query.is_contiguous() != turned.is_contiguous()
     keys = visible_keys(plan, 4)
-    out, expected = (
-        keys.attend(q, None, None, pool_k, pool_v, scaling=SCALING, softcap=softcap) for q in (turned, query)
-    )
+    out, expected = (keys.attend(q, pool_k, pool_v, scaling=SCALING, softcap=softcap) for q in (turned, query))
     torch.testing.assert_close(out, expected)
 
 

@@ -19,7 +19,6 @@ from specdec.draft_models import gemma4_mtp
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError, naming_file
 from specdec.evaluation.output_files import write_file
 from specdec.evaluation.transcripts import open_transcripts
-from specdec.models import hub
 from specdec.models.bundled import resolve_name
 
 from marks import deep_cases
@@ -147,8 +146,8 @@ def no_network(monkeypatch) -> None:
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(hub, "_is_cached", lambda *_: False)
+    monkeypatch.setattr(loading.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(loading, "_is_cached", lambda *_: False)
 
 
 def test_an_unknown_hub_id_without_network_is_one_sentence_at_once(no_network, monkeypatch):
@@ -165,21 +164,21 @@ def test_a_proxy_that_is_away_is_named(variable, no_network, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://hub.example")
     monkeypatch.setenv(variable, "http://localhost:9")
     with pytest.raises(CheckpointError, match="localhost cannot be reached"):
-        hub.require_hub("nobody/nothing", {})
+        loading.require_hub("nobody/nothing", {})
 
 
 def test_nothing_is_tried_where_it_is_to_stay_offline(monkeypatch):
-    monkeypatch.setattr(hub.socket, "create_connection", lambda *_, **__: pytest.fail("tried"))
-    hub.require_hub("nobody/nothing", {"local_files_only": True})
-    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
-    hub.require_hub("nobody/nothing", {})
+    monkeypatch.setattr(loading.socket, "create_connection", lambda *_, **__: pytest.fail("tried"))
+    loading.require_hub("nobody/nothing", {"local_files_only": True})
+    monkeypatch.setattr(loading.constants, "HF_HUB_OFFLINE", True)
+    loading.require_hub("nobody/nothing", {})
 
 
 def test_what_is_in_the_cache_needs_no_network(monkeypatch):
-    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(hub, "cached_file", lambda *_, **__: "config.json")
-    monkeypatch.setattr(hub.socket, "create_connection", lambda *_, **__: pytest.fail("tried"))
-    hub.require_hub("somebody/something", {})
+    monkeypatch.setattr(loading.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(loading, "cached_file", lambda *_, **__: "config.json")
+    monkeypatch.setattr(loading.socket, "create_connection", lambda *_, **__: pytest.fail("tried"))
+    loading.require_hub("somebody/something", {})
 
 
 def test_gguf_files_are_refused_by_name(tmp_path):

@@ -2,12 +2,13 @@
 
 import itertools
 import random
+from functools import partial
 
 import pytest
 
 from specdec.errors import StoppingError
 from specdec.runtime.request import GenerationOutput, RequestStats, StreamDelta
-from specdec.serving.openai.reply import Reply, ReplyFormat
+from specdec.serving.openai.reply import Reply
 from specdec.serving.tools.tool_parsers import PARSERS
 from specdec.text.detokenize import Detokenizer
 
@@ -31,8 +32,8 @@ def deltas_of(tokenizer, text, rng, reason="stop"):
 @pytest.mark.parametrize("show_drafts", [False, True], ids=["plain", "colours"])
 def test_content_calls_and_colours_of_any_deltas(seed, show_drafts, byte_tokenizer):
     rng = random.Random(seed)
-    wanted = ReplyFormat(byte_tokenizer, (), show_drafts, PARSERS["hermes"])
-    deltas, reply = deltas_of(byte_tokenizer, TEXT, rng), Reply(wanted)
+    wanted = partial(Reply, byte_tokenizer, (), show_drafts, PARSERS["hermes"])
+    deltas, reply = deltas_of(byte_tokenizer, TEXT, rng), wanted()
     said = [reply.read(delta) for delta in deltas]
     assert "".join(one.content for one in said).strip() == "I look."
     calls: dict[int, list[str]] = {}
@@ -47,7 +48,7 @@ def test_content_calls_and_colours_of_any_deltas(seed, show_drafts, byte_tokeniz
     assert reply.finish_reason(deltas[-1].output) == "tool_calls"
     pieces = [piece for one in said for piece in one.drafted or ()]
     assert "".join(text for text, _ in pieces) == (TEXT if show_drafts else "")
-    whole = Reply(wanted).read_whole(deltas[-1].output)
+    whole = wanted().read_whole(deltas[-1].output)
     assert [(call["function"]["name"], call["function"]["arguments"]) for call in whole.tool_calls] == [
         tuple(call) for call in calls.values()
     ]
@@ -55,7 +56,7 @@ def test_content_calls_and_colours_of_any_deltas(seed, show_drafts, byte_tokeniz
 
 
 def test_without_tools_a_call_is_text(byte_tokenizer):
-    reply = Reply(ReplyFormat(byte_tokenizer))
+    reply = Reply(byte_tokenizer)
     deltas = deltas_of(byte_tokenizer, TEXT, random.Random(0), "length")
     said = [reply.read(delta) for delta in deltas]
     assert "".join(one.content for one in said) == TEXT and not any(one.tool_calls or one.drafted for one in said)
@@ -65,4 +66,4 @@ def test_without_tools_a_call_is_text(byte_tokenizer):
 def test_an_answer_that_somebody_ended_is_no_answer(byte_tokenizer):
     [*_, last] = deltas_of(byte_tokenizer, TEXT, random.Random(0), "abort")
     with pytest.raises(StoppingError):
-        Reply(ReplyFormat(byte_tokenizer)).finish_reason(last.output)
+        Reply(byte_tokenizer).finish_reason(last.output)

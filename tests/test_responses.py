@@ -7,8 +7,8 @@ import openai
 import pytest
 
 from specdec import Engine
-from specdec.serving.openai import response_store
-from specdec.serving.openai.response_store import ResponseStore, Stored
+from specdec.serving.openai import responses
+from specdec.serving.openai.responses import ResponseStore, Stored
 
 from served_engine import served
 
@@ -186,7 +186,7 @@ def stored(name: str, size: int = 10) -> Stored:
 
 def test_what_is_stored_is_bounded_in_number_and_bytes_for_each_key_and_in_all(monkeypatch):
     for name, most in {"MAX_PER_KEY": 3, "MAX_KEY_BYTES": 1000, "MAX_RESPONSES": 5, "MAX_BYTES": 2000}.items():
-        monkeypatch.setattr(response_store, name, most)
+        monkeypatch.setattr(responses, name, most)
     store = ResponseStore()
     for i in range(9):
         store.put("a", stored(f"a{i}"))

@@ -73,7 +73,7 @@ def attend(rig: KVRig, plan: KVPlan, space: Space) -> torch.Tensor:
     call = plan.backend.attention(plan, space, None if space is Space.FULL else WINDOW)
     plan.backend.store(kept, plan.write_slots(space), k, k)
     query = torch.ones((len(plan.rows), 1, plan.positions.shape[1], 2))
-    return call(query, None, None, kept.k, kept.v, scaling=1.0)
+    return call(query, kept.k, kept.v, scaling=1.0)
 
 
 def poisoned(rig: KVRig, layer: int) -> list[int]:

@@ -4,7 +4,7 @@ from decimal import Decimal
 
 import pytest
 
-from specdec.evaluation.scoring import final_number, is_correct, last_number, mcnemar_p, wilson_interval
+from specdec.evaluation.gsm8k_report import final_number, is_correct, last_number, mcnemar_p, wilson_interval
 
 TRANSCRIPTS = [  # text, strict, last number
     ("6*7 = 42\n#### 42", 42, 42),

@@ -335,7 +335,7 @@ def test_without_the_extra_one_sentence_says_what_to_install(missing):
     ("options", "said"),
     [
         (["--api-key", ""], "API key is empty"),
-        (["--tool-parser", "poem"], "tool parser 'poem' is unknown"),
+        (["--tool-parser", "poem"], "tool_parser='poem' is unknown"),
         (["--served-model-name", ""], "none empty"),
     ],
     ids=["key", "parser", "name"],

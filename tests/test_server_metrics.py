@@ -13,8 +13,8 @@ from specdec.gpu.captures import CaptureUse
 from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.request import RequestStats
 from specdec.serving.async_engine import AsyncEngine
+from specdec.serving.logs import said
 from specdec.serving.metrics import Metrics, Snapshot, figures
-from specdec.serving.status_report import said
 
 from marks import deep_cases
 from tiny_models import build_target

@@ -8,8 +8,8 @@ from starlette.testclient import TestClient
 from specdec.runtime.engine_stats import EngineStats, PoolUse
 from specdec.runtime.request import RequestStats
 from specdec.serving import tracing
+from specdec.serving.logs import said
 from specdec.serving.metrics import Snapshot
-from specdec.serving.status_report import said
 
 from served_engine import until
 

@@ -10,11 +10,16 @@ from specdec.errors import CapacityError, ConfigError
 from specdec.evaluation.model_shapes import SHAPES, Shrink, find_shape
 from specdec.evaluation.phases import random_weights as weights
 from specdec.evaluation.phases.memory_floor import expected_experts, read_bandwidth, step_bytes
-from specdec.evaluation.phases.random_packed import COLUMNS, FORMS, find_form, leave_meta, pack_layers, random_packed
 from specdec.evaluation.phases.random_weights import (
+    COLUMNS,
+    FORMS,
     count_weights,
+    find_form,
+    leave_meta,
     make_drafter,
     make_target,
+    pack_layers,
+    random_packed,
     randomise,
     require_room,
 )

@@ -277,7 +277,7 @@ def test_the_template_tells_the_format(template, name, byte_tokenizer):
 def test_the_format_can_be_named(byte_tokenizer):
     assert tool_parser_for(byte_tokenizer, name="mistral") is PARSERS["mistral"]
     assert tool_parser_for(byte_tokenizer, "{{ tools }}<tool_call>", "none") is None
-    with pytest.raises(SpecDecError, match=r"tool parser 'hermès' is unknown; choose one of auto, none, gemma4, "):
+    with pytest.raises(SpecDecError, match=r"tool_parser='hermès' is unknown; choose one of auto, none, gemma4, "):
         tool_parser_for(byte_tokenizer, name="hermès")
 
 

@@ -451,6 +451,13 @@ def test_an_interrupted_run_keeps_what_it_has(monkeypatch, checkpoint, prompts, 
         with pytest.raises(SystemExit, match="130"):
             run(monkeypatch, checkpoint, prompts, tmp_path / "out")
     assert "the same command goes on" in capsys.readouterr().err
+
+    state_file = tmp_path / "out" / "training" / "state.pt"
+    state = state_file.read_bytes()
+    torch.save(torch.load(state_file) | {"optimizer": {"masters": [], "adam": {}}}, state_file)  # as it once was
+    with pytest.raises(SystemExit, match="the optimiser of an earlier version"):
+        run(monkeypatch, checkpoint, prompts, tmp_path / "out")
+    state_file.write_bytes(state)
     report = run(monkeypatch, checkpoint, prompts, tmp_path / "out")
     assert report["steps"] == 4
     assert "going on from step 2" in capsys.readouterr().out

@@ -175,8 +175,8 @@ def test_plans_say_the_same_by_page(page_size, make_target):
             got, got_start = pages.prefix.pages(space)
             held = start[:, None] + torch.arange(want.shape[1]) * page_size < slots.committed_len[:, None]
             assert torch.equal(got_start, start)
-            assert torch.equal(got[:, : held.shape[1]], want * held)
-            assert not got[:, held.shape[1] :].any()
+            real = held & (rows.index != engines[0].table.padding_row)[:, None]  # what lies past a prefix is not read
+            assert real.any() and torch.equal(got[:, : held.shape[1]][real], want[real])
         assert got.shape[1] <= 1 + -(-table.retain // page_size)
         with pytest.raises(AssertionError, match="a plan of another backend"):
             engines[0].round.backend.attention(pages, Space.FULL, None)

@@ -28,7 +28,7 @@ from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import DraftBatch
 from specdec.evaluation.model_shapes import find_shape
-from specdec.evaluation.phases.random_subject import random_subject
+from specdec.evaluation.phases.random_weights import random_subject
 from specdec.runtime.adaptive.draft_choice import name as shape_name
 from specdec.sampling.reference_sampler import ReferenceSampler
 

@@ -36,7 +36,7 @@ from transformers.utils import logging as transformers_logging
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.drafter_loading import load_any_drafter
 from specdec.evaluation.conditions import conditions
-from specdec.evaluation.scoring import is_correct, wilson_interval
+from specdec.evaluation.gsm8k_report import is_correct, wilson_interval
 from specdec.text.prompt_files import Problem, read_prompts
 
 PLAIN, ADAPTIVE, TREE = "plain", "EAGLE-3, adaptive", "EAGLE-3, tree of 16"

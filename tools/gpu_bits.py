@@ -34,8 +34,7 @@ from specdec.draft_models.base import DraftBatch, StatelessDrafter
 from specdec.draft_models.ngram import NgramDrafter
 from specdec.engine import Engine
 from specdec.evaluation.model_shapes import Shrink, find_shape
-from specdec.evaluation.phases.random_packed import UNPACKED, find_form
-from specdec.evaluation.phases.random_weights import make_drafter, make_target
+from specdec.evaluation.phases.random_weights import UNPACKED, find_form, make_drafter, make_target
 from specdec.gpu.operations import FAST
 from specdec.layers.linear import gated_linear, linear
 from specdec.layers.product import Tiles, finish

@@ -10,7 +10,6 @@ Times are medians of a replayed capture of several calls, on one pool.
 """
 
 import argparse
-import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +28,13 @@ from specdec.gpu.triton_device import device_limits
 HEADS, KV_HEADS, WINDOW = 8, 2, 512
 DTYPE = torch.float32 if ON_CPU else torch.bfloat16
 LAYERS = {32: WINDOW, 64: None} if ON_CPU else {256: WINDOW, 512: None}  # channels of a head: its window
-CHUNKS = ((20, 9), (0, 30)) if ON_CPU else ((1536, 512), (0, 2048), (6144, 2048), (30720, 2048))  # prefix, tokens
+CHUNKS = (
+    ((20, 9), (0, 30))
+    if ON_CPU
+    else (
+        ((1536, 512), (0, 2048), (30720, 2048), (0, 8192), (8192, 8192), (24576, 8192))  # prefix, tokens
+    )
+)
 FEW = ((50, 5),) if ON_CPU else tuple((prefix, tokens) for tokens in (64, 128, 256) for prefix in (0, 8192, 32000))
 BATCHES = (3,) if ON_CPU else (64, 128, 256)
 LENGTHS = (40,) if ON_CPU else (600, 1600)
@@ -49,7 +54,7 @@ TILES = {  # rows, warps, stages, total in memory
 }
 
 ANY_ORDER = {  # rows, keys, warps, stages
-    512: ((32, 32, 4, 3), (32, 32, 4, 2), (32, 32, 8, 3), (32, 16, 4, 3), (32, 64, 8, 1)),
+    512: ((64, 32, 8, 3), (32, 32, 4, 3), (32, 32, 4, 2), (32, 32, 8, 3), (32, 16, 4, 3), (32, 64, 8, 1)),
     256: ((128, 64, 8, 3), (64, 64, 4, 3), (128, 32, 8, 3)),
     64: ((16, 32, 4, 2),),
     32: ((16, 32, 4, 2),),
@@ -57,18 +62,17 @@ ANY_ORDER = {  # rows, keys, warps, stages
 
 
 class Prompt:
-    """`tokens` places after `prefix` earlier tokens of one request; `runs`: how many requests there is room for.
-    shuffled: its slots lie anywhere, as after many requests, not one after the other, as of the first ones."""
+    """`tokens` places after `prefix` earlier tokens of one request, whose slots lie anywhere; `runs`: how many requests
+    there is room for."""
 
-    def __init__(self, head_dim: int, prefix: int, tokens: int, runs: int = 1, *, shuffled: bool = True) -> None:
+    def __init__(self, head_dim: int, prefix: int, tokens: int, runs: int = 1) -> None:
         noise = torch.Generator(DEVICE).manual_seed(prefix + tokens)
         width = prefix + tokens
         self.pool_k, self.pool_v = (
             torch.randn(width + 1, KV_HEADS, head_dim, generator=noise, device=DEVICE).to(DTYPE) for _ in "kv"
         )
         self.query = torch.randn(1, tokens, HEADS, head_dim, generator=noise, device=DEVICE).to(DTYPE).transpose(1, 2)
-        order = torch.randperm(width, generator=noise, device=DEVICE)
-        slots = (order if shuffled else order.sort().values)[None] + 1
+        slots = torch.randperm(width, generator=noise, device=DEVICE)[None] + 1
         start, length = torch.zeros(2, runs, dtype=torch.int64, device=DEVICE)
         start[0], length[0] = prefix, tokens
         self.pack = Pack.of(torch.zeros_like(start), start, length, tokens)
@@ -88,8 +92,8 @@ def usual(head_dim: int, tokens: int, *, exact: bool) -> RaggedTiles:
 
 def prompt_rows() -> Iterator[Row]:
     for head_dim, window in LAYERS.items():
-        for (prefix, tokens), shuffled in itertools.product(CHUNKS, (False, True)):
-            prompt = Prompt(head_dim, prefix, tokens, shuffled=shuffled)
+        for prefix, tokens in CHUNKS:
+            prompt = Prompt(head_dim, prefix, tokens)
             chosen = usual(head_dim, tokens, exact=True)
             loose = usual(head_dim, tokens, exact=False)
             cells = [f"any order, chosen {microseconds(lambda: prompt.attend(window, loose)):.0f}"]  # noqa: B023
@@ -112,8 +116,7 @@ def prompt_rows() -> Iterator[Row]:
                     equal &= same
                 except Exception as error:  # it does not fit: the others are still of interest
                     cells.append(f"{name} {type(error).__name__}")
-            where = "anywhere" if shuffled else "one after the other"
-            yield Row(f"heads of {head_dim}, {tokens} after {prefix}, slots {where}", ", ".join(cells), "us", equal)
+            yield Row(f"heads of {head_dim}, {tokens} after {prefix}", ", ".join(cells), "us", equal)
 
 
 def few_rows() -> Iterator[Row]:

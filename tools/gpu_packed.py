@@ -29,8 +29,7 @@ from specdec.evaluation.model_shapes import ON_REQUEST, find_shape
 from specdec.evaluation.phases.parity import Parity, check_parity
 from specdec.evaluation.phases.phase_report import Cell
 from specdec.evaluation.phases.phase_run import PLAIN, Plan, Subject, run_phases
-from specdec.evaluation.phases.random_packed import UNPACKED, find_form
-from specdec.evaluation.phases.random_subject import random_subject
+from specdec.evaluation.phases.random_weights import UNPACKED, find_form, random_subject
 from specdec.models.weight_storage import stored_weights
 
 PAIRS = (

@@ -9,7 +9,7 @@
              how many shapes of prompts were captured
     gap      32 streams while a prompt of 32,768 arrives: the longest time between two tokens, against before and
              against what `stats()` says
-    kernels  what the time of a prompt of 8,192 goes to, by kernel, in any order -> in order (only when asked for)
+    kernels  what the time of a prompt of --length goes to, by kernel, in any order -> in order (only when asked for)
 
 The same engine serves both, in turn. The prefix cache is off, and each prompt is read a few times before it is timed.
 """
@@ -19,6 +19,7 @@ import gc
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from gpu_bits import prompts_of
 
 from gpu_setup import DEVICE, ON_CPU, device_option, machine, require_device  # isort: skip - before triton
 import torch
+import triton
 from result_table import ResultTable, Row
 
 from specdec.config import EngineConfig, SamplingParams
@@ -182,6 +184,23 @@ class CollectorPauses:
             self.ms.append((time.perf_counter() - self._begin) * 1e3)
 
 
+def uses(engine: Engine) -> tuple[int, int]:
+    """Captures so far, and rounds and forwards over prompts that ran without."""
+    use = engine.stats().captures
+    return use.made + use.refused, use.uncaptured_rounds + use.uncaptured_prompts
+
+
+class CompiledKernels:
+    """Names of the kernels that Triton compiles, or loads compiled, from when it is made."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        triton.knobs.runtime.jit_post_compile_hook = self._note
+
+    def _note(self, *_: object, fn: Any, **__: object) -> None:
+        self.names.append(fn.name)
+
+
 def gap_rows() -> list[Row]:
     model = make_target(find_shape("gemma4-e4b"), Shrink(8, 16) if ON_CPU else Shrink(), DEVICE, DTYPE, 0)
     target = TargetModel(model, FAST)
@@ -193,35 +212,42 @@ def gap_rows() -> list[Row]:
         handles = engine.submit_many(texts, [SamplingParams(max_new_tokens=new, ignore_eos=True)] * streams)
         before: list[float] = []
         meanwhile: list[float] = []
-        late, pauses = None, CollectorPauses()
+        late, pauses, compiled = None, CollectorPauses(), CompiledKernels()
+        events: dict[int, str] = {}  # what was compiled or captured in a step
         for step in range(30 if ON_CPU else 1200):
             if step == (10 if ON_CPU else 100):
                 late = engine.submit(prompts_of([long], target.vocab_size, 3)[0], SamplingParams(max_new_tokens=1))
             arriving = late is None or not late.finished
+            known = len(compiled.names), *uses(engine)
             begin = time.perf_counter()
             engine.step()
             spent = (time.perf_counter() - begin) * 1e3
+            now = len(compiled.names), *uses(engine)
+            if late is not None and now != known:
+                names = compiled.names[known[0] :]
+                made, without = now[1] - known[1], now[2] - known[2]
+                events[len(meanwhile)] = f", {made} captured, {without} uncaptured, compiled {names}"
             if step > 5 and arriving:
                 (before if late is None else meanwhile).append(spent)
             if not arriving:
                 break
-        said = engine.stats().prompt_gap_ms
+        said, gap = engine.stats().prompt_gap_ms, engine.scheduler.prompt_gap
+        parts = f"round {gap.longest_round * 1e3:.1f}, ending {gap.ending * 1e3:.1f}"
         for handle in handles:
             handle.abort()
-    slowest = sorted(range(len(meanwhile)), key=lambda step: -meanwhile[step])[:3]
-    named = ", ".join(f"{meanwhile[step]:.1f} (step {step})" for step in slowest)
+    slowest = sorted(range(len(meanwhile)), key=lambda step: -meanwhile[step])[:5]
+    named = ", ".join(f"{meanwhile[step]:.1f} (step {step}{events.get(step, '')})" for step in slowest)
     found = (
         f"longest {max(before):.1f} ms, median {statistics.median(before):.1f}; while {long} arrive in "
-        f"{len(meanwhile)} steps longest {named}, median {statistics.median(meanwhile):.1f}; said {said:.1f}; "
-        f"the collector at most {max(pauses.ms, default=0):.1f}"
+        f"{len(meanwhile)} steps longest {named}, median {statistics.median(meanwhile):.1f}; "
+        f"said {said:.1f} ({parts}); the collector at most {max(pauses.ms, default=0):.1f}"
     )
     return [Row(f"{streams} streams, a step", found)]
 
 
-def kernel_rows() -> list[Row]:
-    """Which kernels a prompt's time goes to, in any order -> in order."""
+def kernel_rows(length: int) -> list[Row]:
+    """Which kernels the time of a prompt of `length` tokens goes to, in any order -> in order."""
     model = make_target(find_shape("gemma4-e4b"), Shrink(8, 16) if ON_CPU else Shrink(), DEVICE, DTYPE, 0)
-    length = 30 if ON_CPU else 8192
     spent: dict[str, list[float]] = {}
     for mode, deterministic in enumerate((False, True)):
         target = TargetModel(model, FAST, deterministic=deterministic)
@@ -246,7 +272,7 @@ def kernel_rows() -> list[Row]:
     return rows
 
 
-PARTS = {"bits": bit_rows, "order": order_rows, "load": load_rows, "gap": gap_rows, "kernels": kernel_rows}
+PARTS = {"bits": bit_rows, "order": order_rows, "load": load_rows, "gap": gap_rows}
 
 
 def main() -> int:
@@ -254,16 +280,22 @@ def main() -> int:
     parser.add_argument("--prefill-chunk", type=int)
     parser.add_argument("--max-prefill-tokens", type=int)
     parser.add_argument(
-        "--parts", nargs="+", choices=("times", *PARTS), default=["bits", "times", "order", "load", "gap"]
+        "--parts", nargs="+", choices=("times", "kernels", *PARTS), default=["bits", "times", "order", "load", "gap"]
     )
+    parser.add_argument("--length", type=int, default=8192, help="of the prompt of kernels")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     require_device()
     sizes = f"chunks of {args.prefill_chunk or 'usual'}, {args.max_prefill_tokens or 'usual'} tokens a step"
     title = f"{machine()}; {sizes}"
     table = ResultTable(title)
+    parts: dict[str, Callable[[], list[Row]]] = {
+        "times": lambda: time_rows(args.prefill_chunk, args.max_prefill_tokens),
+        "kernels": lambda: kernel_rows(30 if ON_CPU else args.length),
+        **PARTS,
+    }
     for part in args.parts:
-        table.add(time_rows(args.prefill_chunk, args.max_prefill_tokens) if part == "times" else PARTS[part]())
+        table.add(parts[part]())
     return table.finish(args.out)
 
 

@@ -18,8 +18,7 @@ from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.ngram import NgramDrafter
 from specdec.engine import Engine
 from specdec.evaluation.model_shapes import Shrink, find_shape
-from specdec.evaluation.phases.random_packed import find_form
-from specdec.evaluation.phases.random_weights import make_drafter, make_target
+from specdec.evaluation.phases.random_weights import find_form, make_drafter, make_target
 from specdec.gpu.operations import FAST, REFERENCE
 from specdec.gpu.ranks import Ranks, make_ranks
 from specdec.loading import load_target

@@ -7,6 +7,7 @@ depth takes is computed from two depths: `rest + layers * (difference / layers i
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 from gpu_setup import DEVICE  # isort: skip - before triton
 import torch
@@ -18,7 +19,7 @@ from specdec.engine import Engine
 from specdec.evaluation.model_shapes import Shrink, find_shape
 from specdec.evaluation.phases.random_weights import make_drafter, make_target
 from specdec.gpu.operations import FAST
-from specdec.gpu.ranks import Ranks, make_ranks
+from specdec.gpu.ranks import PeerRanks, Ranks, make_ranks
 from specdec.gpu.split_capture import SplitCapture
 from specdec.models.target import TargetModel
 
@@ -35,6 +36,8 @@ TIMED = {
     "llama-70b": (3, 6),
 }
 CHAIN = SpecConfig(4, adaptive=False)
+FORMS = {"one GPU": (1, True), "TP=2": (2, True), "a share": (2, False)}
+"""What is timed: its number of GPUs, and whether they exchange anything."""
 
 
 def synchronize(devices: Sequence[torch.device]) -> None:
@@ -135,8 +138,26 @@ def nccl_rows(size: int) -> Iterator[Row]:
     yield Row(f"NCCL, all-reduce of {size} rows", how, f"{microseconds:.2f} us")
 
 
-def step_ms(target: TargetModel, drafter: Any, count: int, batch: int) -> float:
-    """A plain step, or a round of 4 drafts, of requests that all decode after 1,024 tokens: the best of five runs."""
+def not_exchanged(ranks: PeerRanks, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What `PeerRanks.gather` returns, without the exchange: whatever the buffers hold."""
+    shape = (len(ranks) * len(parts[0]), *parts[0].shape[1:])
+    return [buffer[: len(ranks) * parts[0].numel()].view(shape) for buffer in ranks._buffers]
+
+
+def not_selected(ranks: PeerRanks, parts: Sequence[torch.Tensor], _owners: object) -> list[torch.Tensor]:
+    """`PeerRanks.select`, likewise."""
+    return [buffer[: parts[0].numel()].view(parts[0].shape) for buffer in ranks._buffers]
+
+
+def step_ms(target: TargetModel, drafter: Any, count: int, batch: int, *, exchanges: bool = True) -> float:
+    """A plain step, or a round of 4 drafts, of requests that all decode after 1,024 tokens: the best of five runs.
+    exchanges: False computes each GPU's share alone, of wrong numbers."""
+    gather, select = (PeerRanks.gather, PeerRanks.select) if exchanges else (not_exchanged, not_selected)
+    with mock.patch.multiple(PeerRanks, gather=gather, select=select):
+        return _step_ms(target, drafter, count, batch)
+
+
+def _step_ms(target: TargetModel, drafter: Any, count: int, batch: int) -> float:
     config = EngineConfig(
         tensor_parallel=count, max_model_len=2048, attention="triton", deterministic=True, max_batch_size=batch
     )
@@ -159,26 +180,28 @@ def time_rows(name: str, batches: Sequence[int], kinds: Sequence[str]) -> Iterat
     few, more = TIMED[name]
     shape = find_shape(name)
     depth = shape.target(Shrink()).num_hidden_layers
-    took: dict[tuple[str, int, int, int], float] = {}
+    took: dict[tuple[str, int, str, int], float] = {}
     for layers in (more, few):
         model = make_target(shape, Shrink(layers), DEVICE, torch.bfloat16, 0)
         target = TargetModel(model, FAST, deterministic=True)
         drafters = {"plain": None, "round of 4": make_drafter(shape, Shrink(layers), target, 1)}
         for kind in kinds:
             for batch in batches:
-                for count in (1, 2):
-                    ms = took[kind, layers, count, batch] = step_ms(target, drafters[kind], count, batch)
-                    yield Row(f"{name}, {layers} layers, {kind}, batch {batch}, TP={count}", f"{ms:.3f} ms")
+                for form, (count, exchanges) in FORMS.items():
+                    ms = step_ms(target, drafters[kind], count, batch, exchanges=exchanges)
+                    took[kind, layers, form, batch] = ms
+                    yield Row(f"{name}, {layers} layers, {kind}, batch {batch}, {form}", f"{ms:.3f} ms")
         del model, target, drafters
         torch.cuda.empty_cache()
     for kind in kinds:
         for batch in batches:
-            short, long = ({n: took[kind, layers, n, batch] for n in (1, 2)} for layers in (few, more))
-            layer = {n: (long[n] - short[n]) / (more - few) for n in (1, 2)}
-            whole = {n: short[n] + layer[n] * (depth - few) for n in (1, 2)}
-            extra = (layer[2] - layer[1] / 2) * 1e3 / 2
+            short, long = ([took[kind, layers, form, batch] for form in FORMS] for layers in (few, more))
+            layer = [(b - a) / (more - few) for a, b in zip(short, long, strict=True)]
+            whole = [a + each * (depth - few) for a, each in zip(short, layer, strict=True)]
+            above_half, above_share = ((layer[1] - part) * 1e3 / 2 for part in (layer[0] / 2, layer[2]))
             yield Row(
                 f"{name}, {kind}, batch {batch}, by layers",
-                f"{layer[1] * 1e3:.1f} -> {layer[2] * 1e3:.1f} us a layer",
-                f"{extra:.1f} us a sum above half; of {depth} layers {whole[1]:.2f} -> {whole[2]:.2f} ms",
+                f"{layer[0] * 1e3:.1f} -> {layer[1] * 1e3:.1f} us a layer, a share alone {layer[2] * 1e3:.1f}",
+                f"{above_share:.1f} us a sum above a share, {above_half:.1f} above half; "
+                f"of {depth} layers {whole[0]:.2f} -> {whole[1]:.2f} ms",
             )

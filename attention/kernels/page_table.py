@@ -2,14 +2,15 @@
 
 For request b with S = committed_len[b] committed keys, `slot(p) = req_to_slot[rows[b], p]`, page size P:
 
-    full_pages[b, j] = slot(j P) / P                              j P < S, else 0
+    full_pages[b, j] = slot(j P) / P                              j P < S
     swa_start[b]     = floor_page(max(0, S - retain))
-    swa_pages[b, j]  = full_to_swa[slot(swa_start[b] + j P)] / P  swa_start[b] + j P < S, else 0
+    swa_pages[b, j]  = full_to_swa[slot(swa_start[b] + j P)] / P  swa_start[b] + j P < S
     write_full[b, n] = slot(S + n),   write_swa[b, n] = full_to_swa[write_full[b, n]]
 
-`retain` is how many committed keys some query of the step may see on a sliding layer, so the SWA part costs O(window)
-whatever the context. The padding row (the last of req_to_slot) counts as S = 0 and gives the null slot everywhere.
-Widths and lengths are run-time values: no shape of a batch compiles anything.
+Pages past a prefix are not read, and undefined: so a table may be as wide as the longest context there can be, and
+costs what its prefixes are long. `retain` is how many committed keys some query of the step may see on a sliding layer,
+so the SWA part costs O(window). The padding row (the last of req_to_slot) counts as S = 0, and writes go to the null
+slot there. Widths and lengths are run-time values: no shape of a batch compiles anything.
 """
 
 from typing import NamedTuple
@@ -20,6 +21,9 @@ from specdec.gpu.triton_shim import KEEP, tl, triton
 from specdec.kvcache.index_spaces import NULL_SLOT, FullLoc, Space, SwaLoc
 
 BLOCK = 1024
+
+FEW_PROGRAMS, MIN_PROGRAMS = 512, 4
+"""Programs for the prefixes of all rows, and of each at least: they take its blocks in turn."""
 
 
 class PageTables(NamedTuple):
@@ -79,7 +83,7 @@ def reference_build_page_tables(
     )
 
 
-@triton.jit(do_not_specialize=["num_nodes", "retain", "full_width", "swa_width", "full_blocks", "swa_blocks"])
+@triton.jit(do_not_specialize=["num_nodes", "retain", "full_width", "swa_width", "full_programs", "swa_blocks"])
 def _page_tables_kernel(
     p_req_to_slot: tl.tensor,
     p_full_to_swa: tl.tensor,
@@ -96,7 +100,7 @@ def _page_tables_kernel(
     retain: tl.tensor,
     full_width: tl.tensor,
     swa_width: tl.tensor,
-    full_blocks: tl.tensor,
+    full_programs: tl.tensor,
     swa_blocks: tl.tensor,
     PAGE_SIZE: tl.constexpr,
     HAS_SWA: tl.constexpr,
@@ -110,23 +114,24 @@ def _page_tables_kernel(
     row_end = tl.where(real, row_width, 0).to(tl.int64)
     p_req_to_slot += row * row_width
     start = (tl.maximum(length - retain, 0) // PAGE_SIZE) * PAGE_SIZE
-    if i_block < full_blocks:  # the prefix in full space
-        o_page = i_block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        o_pos = o_page * PAGE_SIZE
-        slot = tl.load(p_req_to_slot + o_pos, mask=o_pos < tl.minimum(length, row_end), other=0)
-        p_page = p_full_pages + i_request * full_width + o_page
-        tl.store(p_page, slot // PAGE_SIZE, mask=o_page < full_width, eviction_policy=KEEP)
+    if i_block < full_programs:  # the prefix in full space
+        num_pages = tl.minimum(tl.cdiv(tl.minimum(length, row_end), PAGE_SIZE), full_width)
+        for i_page in range(i_block * BLOCK, num_pages, full_programs * BLOCK):
+            o_page = i_page + tl.arange(0, BLOCK).to(tl.int64)
+            slot = tl.load(p_req_to_slot + o_page * PAGE_SIZE, mask=o_page < num_pages, other=0)
+            p_page = p_full_pages + i_request * full_width + o_page
+            tl.store(p_page, slot // PAGE_SIZE, mask=o_page < num_pages, eviction_policy=KEEP)
     if HAS_SWA:  # noqa: SIM102 - a constexpr: without SWA the body does not compile
-        if (i_block >= full_blocks) & (i_block < full_blocks + swa_blocks):  # the newest of it in SWA space
-            o_page = (i_block - full_blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        if (i_block >= full_programs) & (i_block < full_programs + swa_blocks):  # the newest of it in SWA space
+            o_page = (i_block - full_programs).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
             o_pos = start + o_page * PAGE_SIZE
             m_page = (o_page < swa_width) & (o_pos < tl.minimum(length, row_end))
             slot = tl.load(p_req_to_slot + o_pos, mask=m_page, other=0)
             swa_slot = tl.load(p_full_to_swa + slot, mask=m_page, other=0)
             p_page = p_swa_pages + i_request * swa_width + o_page
             tl.store(p_page, swa_slot // PAGE_SIZE, mask=o_page < swa_width, eviction_policy=KEEP)
-    if i_block >= full_blocks + swa_blocks:  # the draft nodes, in both
-        o_node = (i_block - full_blocks - swa_blocks) * BLOCK + tl.arange(0, BLOCK)
+    if i_block >= full_programs + swa_blocks:  # the draft nodes, in both
+        o_node = (i_block - full_programs - swa_blocks) * BLOCK + tl.arange(0, BLOCK)
         m_node = o_node < num_nodes
         m_held = m_node & (length + o_node < row_end)
         slot = tl.load(p_req_to_slot + length + o_node, mask=m_held, other=0)
@@ -165,12 +170,12 @@ def build_page_tables(
     if full_to_swa is not None:
         swa_pages, write_swa = (req_to_slot.new_empty((batch, width)) for width in (swa_width, num_nodes))
         swa_start = req_to_slot.new_empty((batch,))
-    full_blocks = triton.cdiv(full_width, BLOCK)
+    full_programs = min(triton.cdiv(full_width, BLOCK), max(MIN_PROGRAMS, FEW_PROGRAMS // max(batch, 1)))
     swa_blocks = 0 if swa_pages is None else triton.cdiv(swa_width, BLOCK)
     node_blocks = max(triton.cdiv(num_nodes, BLOCK), 1)  # one in any case: it says where the SWA part starts
-    _page_tables_kernel[(batch, full_blocks + swa_blocks + node_blocks)](
+    _page_tables_kernel[(batch, full_programs + swa_blocks + node_blocks)](
         *(req_to_slot, full_to_swa, rows, committed_len, full_pages, swa_pages, swa_start, write_full, write_swa),
-        *(num_rows - 1, row_width, num_nodes, retain or 0, full_width, swa_width, full_blocks, swa_blocks),
+        *(num_rows - 1, row_width, num_nodes, retain or 0, full_width, swa_width, full_programs, swa_blocks),
         PAGE_SIZE=page_size,
         HAS_SWA=full_to_swa is not None,
         BLOCK=BLOCK,

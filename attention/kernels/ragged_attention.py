@@ -18,6 +18,7 @@ import torch
 
 from specdec.attention.kernels.key_tiles import fits, padded_channels
 from specdec.attention.kernels.paged_attention import (
+    Tiles,
     choose_splits,
     choose_tiles,
     fit_tiles,
@@ -35,8 +36,8 @@ FEW_TOKENS = 256
 """A forward over no more than these is most often a part of one long prompt, read while others decode."""
 
 FILLING_ROWS = 64
-"""In order, tiles are chosen for throughput from this many rows (of all heads) a multiprocessor on; with fewer rows,
-smaller tiles finish sooner."""
+"""Tiles are chosen for throughput from this many rows (of all heads) a multiprocessor on; with fewer, others finish
+sooner."""
 
 
 class RaggedTiles(NamedTuple):
@@ -55,7 +56,7 @@ class RaggedTiles(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RaggedAttention:
-    """An `Attend` of `plan.py`: k and v of the forward, _k and _v, are read back from the pools."""
+    """An `Attend` of `plan.py`."""
 
     pack: Pack
     lines: Lines
@@ -63,9 +64,7 @@ class RaggedAttention:
     exact: bool
     shares: int = 1
 
-    def __call__(
-        self, query: torch.Tensor, _k: object, _v: object, pool_k: torch.Tensor, pool_v: torch.Tensor, **options: Any
-    ) -> torch.Tensor:
+    def __call__(self, query: torch.Tensor, pool_k: torch.Tensor, pool_v: torch.Tensor, **options: Any) -> torch.Tensor:
         options |= {"window": self.window, "exact": self.exact, "shares": self.shares}
         return ragged_attention(query, pool_k, pool_v, self.pack, self.lines, **options)
 
@@ -81,7 +80,7 @@ def reference_ragged_attention(
     **options: Any,
 ) -> torch.Tensor:
     """`ragged_attention` run by run, in plain torch."""
-    return RunsAttention.of(dense_run, pack, lines, window)(query, None, None, pool_k, pool_v, **options)
+    return RunsAttention.of(dense_run, pack, lines, window)(query, pool_k, pool_v, **options)
 
 
 def ragged_attention(
@@ -163,16 +162,20 @@ def choose_ragged(
     *,
     exact: bool,
 ) -> RaggedTiles:
-    """In any order: the tiles that chunks had, timed on an H200. In order: the cut of plain decoding, in larger tiles
-    of rows, which change no bit, the fastest of those timed on an H100 (`tools/gpu_in_order.py`)."""
+    """In any order: the tiles that chunks had, timed on an H200, but for many rows of long heads. In order: the cut of
+    plain decoding, in larger tiles of rows, which change no bit. The fastest of those timed on an H100
+    (`tools/gpu_in_order.py`)."""
     multiprocessors, shared = device_limits(device)
     fewest: int = max(16, triton.next_power_of_2(group))  # a tile has a token at least
+    fills = num_tokens * group * kv_heads >= FILLING_ROWS * multiprocessors
     if not exact:
-        any_order = fit_tiles(choose_tiles(num_tokens * group, block_d, item_size), block_d, item_size, shared)
+        any_order = choose_tiles(num_tokens * group, block_d, item_size)
+        if fills and block_d > 256 and item_size <= 2:
+            any_order = Tiles(32, 32, 4, 3, 1.0)
+        any_order = fit_tiles(any_order, block_d, item_size, shared)
         block_m = max(any_order.block_m, fewest)
         return RaggedTiles(block_m, *any_order[1:4], 0, any_order.waves)
     cut = choose_cut(block_d, item_size, kv_heads)
-    fills = num_tokens * group * kv_heads >= FILLING_ROWS * multiprocessors
     block_m, num_warps, stages, in_memory = 32, 4, 3, False
     if item_size > 2:
         block_m, num_warps, stages = 16, 4 if block_d <= 256 else 8, 2

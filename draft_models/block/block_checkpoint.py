@@ -5,23 +5,21 @@
     JetSpec    JetSpec (JetFlow)      the same                                 the same, with causal_head
     DSpark     deepseek-ai            "Qwen3DSparkModel", "Gemma4DSparkModel"  the top level
 
-DeepSpec's DFlash files are DSpark files without a successor head. A config key is read, compared with the tensors or
-the target, known to change nothing, or refused by name. Refused as a whole: DFlash2 (a convolution in each layer and a
-selector over candidates), speculators' format, layers of other kinds than Qwen3's and Gemma 4's. Confidence heads are
-not read: they say where a draft may be cut, never what is drafted.
+A config key is read, compared with the tensors or the target, known to change nothing, or refused by name. Confidence
+heads are not read: they say where a draft may be cut, never what is drafted.
 """
 
 import re
 import reprlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers.activations import ACT2FN
 
 from specdec.draft_models.block.block_head import BlockHead, BlockSpec
-from specdec.draft_models.block.successor_head import KINDS
+from specdec.draft_models.block.block_layers import KINDS
 from specdec.draft_models.checkpoint_files import (
     State,
     TargetShape,
@@ -70,21 +68,13 @@ GEMMA4_HARMLESS = (
     *("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "per_layer_config", "num_kv_shared_layers"),
     *("vocab_size_per_layer_input", "target_model_type", "target_text_model_type"),
 )
-"""Keys of a Gemma 4 config that change nothing here: shapes, which tensors decide, and settings of layers that a
-drafter has none of."""
+"""Keys of a Gemma 4 config that change nothing here: shapes, which tensors decide, and settings of other layers."""
 GEMMA4_OFF = ("enable_moe_block", "use_double_wide_mlp", "hidden_size_per_layer_input", "use_bidirectional_attention")
 """What must be off."""
 GEMMA4_V = "layers.0.self_attn.v_proj.weight"
 CAUSAL_KEYS = ("causal_head", "causal", "is_causal")
 REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "block_size", "mask_token_id")
 IGNORED_TENSORS = re.compile(r"(^|\.)rotary_emb\.|^confidence_head\.")
-
-
-class ReadBlock(NamedTuple):
-    """A head with the weights of its checkpoint, on the CPU, and the name of its family."""
-
-    head: BlockHead
-    family: str
 
 
 def is_block_config(config: Mapping[str, Any]) -> bool:
@@ -95,8 +85,8 @@ def is_block_config(config: Mapping[str, Any]) -> bool:
     )
 
 
-def read_block(folder: str | Path, target: TargetShape) -> ReadBlock:
-    """Read a block drafter for `target`.
+def read_block(folder: str | Path, target: TargetShape) -> BlockHead:
+    """Read a block drafter for `target`: a head with the weights of its checkpoint, on the CPU.
 
     Raises CheckpointError (files missing, tensors that disagree with the config or with the target) and
     UnsupportedModelError (a family, layer or flag that this runtime does not know or cannot honour).
@@ -117,7 +107,7 @@ def read_block(folder: str | Path, target: TargetShape) -> ReadBlock:
         raise type(error)(f"{folder}: {error}") from error
     head = BlockHead(spec)
     head.load_state_dict(state)
-    return ReadBlock(head, "dspark" if spec.shifted else "jetspec" if spec.causal else "dflash")
+    return head
 
 
 def read_block_settings(config: Mapping[str, Any]) -> Settings:
@@ -305,24 +295,12 @@ def write_block(folder: str | Path, spec: BlockSpec, state: State, target: Targe
     config = {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
-        "hidden_size": spec.hidden_size,
-        "vocab_size": spec.vocab_size,
-        "intermediate_size": spec.intermediate_size,
-        "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_kv_heads,
-        "head_dim": spec.head_dim,
-        "num_hidden_layers": spec.num_layers,
+        **spec.stored_fields(),
         "num_target_layers": target.num_layers,
-        "max_position_embeddings": spec.max_position_embeddings,
-        "rms_norm_eps": spec.rms_norm_eps,
-        "hidden_act": spec.hidden_act,
         "attention_bias": spec.attention_bias,
-        "rope_theta": spec.rope["rope_theta"],
-        "rope_scaling": None if spec.rope["rope_type"] == "default" else dict(spec.rope),
         "layer_types": ["full_attention" if window is None else "sliding_attention" for window in spec.windows],
         "sliding_window": max(sliding, default=None),
         "use_sliding_window": bool(sliding),
-        "tie_word_embeddings": False,
         "dtype": str(next(iter(state.values())).dtype).removeprefix("torch."),
         "block_size": spec.block_size,
         DFLASH_CONFIG: {

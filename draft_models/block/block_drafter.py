@@ -1,18 +1,9 @@
 """The block drafter: one forward of a small transformer drafts a whole block, from the target's own hidden states.
 
-Its K/V are indexed by the target's full slots (shared slots, private storage), as an EAGLE-3 head's are. Who writes
-what:
-
-    positions      [0, S)  committed                             S, S + 1, ...  the block: the last token, then MASK
-    K/V in         its own store, slot table.slots[row, p]       a scratch block that lives for one `propose`
-    written by     `observe`, from true target features          `propose`
-
-A round has one forward, whatever the depth: row d of a block has the distribution of draft d, given the text and no
-other draft. A chain takes the best token of each row. A tree gives every node of depth d the candidates of row d, and
-its log-probability is the sum along its path; so the best tree is grown from as many rows as there are levels. With a
-successor head (DSpark) candidates also depend on the token before, at a small product a level.
-
-Invariant: after `observe`, K/V of [0, S) are those of a fresh prefill of the tokens.
+Its K/V are kept as an EAGLE-3 head's are (`eagle3_drafter.py`): those of committed positions in a store of its own,
+by `observe`; those of the block, the last token and then MASK, in a scratch block for the length of one `propose`.
+Row d of a block has the distribution of draft d, given the text and no other draft. A tree gives every node of depth d
+the candidates of row d. With a successor head (DSpark) candidates also depend on the token before.
 """
 
 from pathlib import Path
@@ -21,17 +12,14 @@ import torch
 from torch import nn
 
 from specdec.attention.kernels.draft_block import Draft
-from specdec.attention.plan import plan_chunk, plan_packed
-from specdec.attention.trees.growth import Growth, num_candidates
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, PromptObservation, TargetInfo
 from specdec.draft_models.block.block_checkpoint import read_block
 from specdec.draft_models.block.block_head import BlockHead, PlainBlock, TapContext
 from specdec.draft_models.block.fused_block import choose_block_form
 from specdec.draft_models.checkpoint_files import TargetShape
-from specdec.draft_models.draft_context import DraftContext
+from specdec.draft_models.draft_context import DraftContext, DraftGrowth, StoreWorker, continued
 from specdec.gpu.operations import REFERENCE
-from specdec.kvcache.frozen import KVView, own_view
 from specdec.kvcache.layout import KVLayout
 from specdec.layers.accepted_path import path_rows
 from specdec.layers.fuse import Weights
@@ -49,9 +37,7 @@ class BlockDrafter(Drafter):
         self.head, self.spec = head, head.spec
         self.max_steps: int | None = self.spec.num_drafts
         self.aux_layers: tuple[int, ...] = self.spec.aux_layers
-        self.kv_layout: KVLayout | None = KVLayout.uniform(
-            self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim
-        )
+        self.kv_layout: KVLayout | None = self.spec.kv_layout
         self.fit = Fit.of(target)
         self.dtype = target.dtype
         self.weights = Weights(self.name, head)
@@ -67,30 +53,24 @@ class BlockDrafter(Drafter):
         return BlockWorker(self, binding)
 
 
-class BlockWorker:
+class BlockWorker(StoreWorker):
     """A head in one engine: its K/V, and nothing else."""
 
     def __init__(self, drafter: BlockDrafter, binding: Binding) -> None:
-        self.view: KVView | None = None
+        super().__init__(binding, drafter.kv_layout, drafter.dtype)
         self.drafter = drafter
-        self.binding = binding
-        assert drafter.kv_layout is not None
-        self.store = binding.cache.add_store(drafter.kv_layout, drafter.dtype)
-        self.own_view = own_view(binding.cache.allocator, self.store)
 
     @torch.inference_mode()
     def observe(self, seen: Observation) -> None:
-        drafter, table, width = self.drafter, self.binding.cache.table, seen.path.shape[1]
+        drafter, plan = self.drafter, self.plan_of(seen)
         assert seen.aux_states is not None, "a block drafter reads states of the target"
         states, _ = drafter.ops(path_rows)(seen.aux_states, seen.tokens, seen.path, seen.length, seen.next_token)
-        # new tokens after [0, start), whatever has been committed since
-        plan = plan_chunk(self.binding.backend, table, seen.rows, seen.length, width, start=seen.start)
         drafter.form.observe(states, plan.positions, TapContext(plan, self.own_view))
 
     @torch.inference_mode()
     def observe_prompts(self, seen: PromptObservation) -> None:
         assert seen.aux_states is not None, "a block drafter reads states of the target"
-        plan = plan_packed(self.binding.backend, self.binding.cache.table, seen.pack)
+        plan = self.plan_of(seen)
         self.drafter.form.observe(seen.aux_states[None], plan.positions, TapContext(plan, self.own_view))
 
     @torch.inference_mode()
@@ -106,9 +86,9 @@ class BlockWorker:
         if batch.topk == 1:
             return DraftTree.chain(torch.cat([batch.root[:, None], batch.sample(logits, drawn_pos)], dim=1))
         tokens, log_probs = batch.best(logits, drawn_pos, batch.topk)  # [B, levels, K]
-        growth = Growth(batch.root, self.binding.backend, levels)
-        growth.add_all_levels(tokens, log_probs)
-        return self._select(growth, batch)
+        growth = DraftGrowth(batch, self.binding.backend, levels)
+        growth.tree.add_all_levels(tokens, log_probs)
+        return growth.select()
 
     def _run_block(self, batch: DraftBatch, start: torch.Tensor, levels: int) -> torch.Tensor:
         """start [1, B], S -> states [B, levels, H] of the rows that draft."""
@@ -129,32 +109,20 @@ class BlockWorker:
         """The rows of a block one after another, each node's scores depending on its parent's token."""
         successors = self.drafter.head.markov_head
         assert successors is not None
-        topk, levels = batch.topk, logits.shape[1]
-        growth = Growth(batch.root, self.binding.backend, levels)
-        chain = [batch.root[:, None]]
+        growth = DraftGrowth(batch, self.binding.backend, logits.shape[1])
         before, carried = batch.root[:, None], None  # [B, M], [B, M, r]
-        for level in range(levels):
+        for level in range(logits.shape[1]):
             bias, carried = successors(before, states[:, level], carried)
             scores = logits[:, level, None] + bias  # [B, M, V]
             node_pos = drawn_pos[:, level, None].expand(-1, scores.shape[1]).contiguous()
-            if topk == 1:
-                before = batch.sample(scores, node_pos)
-                chain.append(before)
-                continue
-            before, origin = growth.add_level(*batch.best(scores, node_pos, topk))  # [B, K]
-            if carried is not None:
-                carried = carried.gather(1, origin[:, :, None].expand(-1, -1, carried.shape[-1]))
-        if topk == 1:
-            return DraftTree.chain(torch.cat(chain, dim=1))
-        return self._select(growth, batch)
-
-    def _select(self, growth: Growth, batch: DraftBatch) -> DraftTree:
-        return growth.select(min(batch.num_nodes, 1 + num_candidates(batch.topk, growth.num_levels)))
+            before, origin = growth.add(scores, node_pos)  # [B, K]
+            carried = None if carried is None else continued(carried, origin)
+        return growth.select()
 
 
 def block_drafter(folder: str | Path, target: TargetInfo) -> BlockDrafter:
     """Read the head in `folder` and fit it to `target`."""
-    head = read_block(folder, TargetShape.of(target)).head.place(target.device, target.dtype).eval()
+    head = read_block(folder, TargetShape.of(target)).place(target.device, target.dtype).eval()
     _share_vocabulary(head, target)
     return BlockDrafter(head, target)
 

@@ -12,8 +12,6 @@
     JetSpec    those up to their own     token S + j, j > 0           the target's          -
     DSpark     each other, both ways     token S + j + 1              copies in the file    a successor head's bias
 
-DSpark's drafters for Gemma 4 have layers of Gemma's kind (`gemma4_block_layer.py`).
-
 K/V of a position depend on the target's states there and on nothing that is drafted. One forward drafts a whole block.
 A head holds no K/V and knows no requests: `HeadContext` and `TapContext` say where they are.
 """
@@ -26,53 +24,40 @@ import torch
 from torch import nn
 from transformers import Qwen3Config
 from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm, Gemma4TextScaledWordEmbedding
-from transformers.models.qwen3.modeling_qwen3 import (
-    Qwen3MLP,
-    Qwen3RMSNorm,
-    Qwen3RotaryEmbedding,
-    apply_rotary_pos_emb,
-)
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
 
-from specdec.attention.bridge import AttentionCall
 from specdec.attention.kernels.draft_block import Order
 from specdec.attention.plan import KVPlan
-from specdec.draft_models.block.gemma4_block_layer import Gemma4BlockLayer, Gemma4Rotary, gemma4_config
-from specdec.draft_models.block.successor_head import SuccessorHead
-from specdec.draft_models.eagle3.head import Attend, HeadContext
+from specdec.draft_models.block.block_layers import (
+    BlockLayer,
+    Gemma4BlockLayer,
+    Gemma4Rotary,
+    SuccessorHead,
+    gemma4_config,
+)
+from specdec.draft_models.head_spec import Attend, HeadContext, HeadModule, HeadSpec, attend_in
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.index_spaces import Space
 from specdec.kvcache.layer_context import Destination
 
-Rotary = tuple[torch.Tensor, torch.Tensor]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockSpec:
+class BlockSpec(HeadSpec):
     """What a head computes.
 
-    aux_layers: the target states that it reads, each named by the layer that it enters, so one more than in
-    `target_layer_ids`. block_size: rows of a block, the last token's included. shifted: row j drafts the token after
-    position S + j, else the one there. windows: sliding window of each layer, None: full. owns_vocabulary: it has an
-    embedding table and an lm_head of its own. successor: kind of its successor head, of `successor_rank`, or None.
-    is_gemma4: layers, norms and embedding of Gemma 4's kind; keys_are_values and softcap, of logits, are its too.
+    aux_layers: one more each than in `target_layer_ids`. block_size: rows of a block, the last token's included.
+    shifted: row j drafts the token after position S + j, else the one there. owns_vocabulary: it has an embedding table
+    and an lm_head of its own. successor: kind of its successor head, of `successor_rank`, or None. is_gemma4: layers,
+    norms and embedding of Gemma 4's kind; keys_are_values and softcap, of logits, are its too.
     """
 
-    hidden_size: int
-    vocab_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    aux_layers: tuple[int, ...]
     block_size: int
     mask_token: int
     causal: bool = False
     shifted: bool = False
-    windows: tuple[int | None, ...] = (None,)
     rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 1000000.0})
     max_position_embeddings: int = 40960
-    rms_norm_eps: float = 1e-6
-    hidden_act: str = "silu"
+    qk_norm: bool = True
     attention_bias: bool = False
     owns_vocabulary: bool = False
     successor: str | None = None
@@ -82,17 +67,8 @@ class BlockSpec:
     softcap: float | None = None
 
     @property
-    def num_layers(self) -> int:
-        return len(self.windows)
-
-    @property
-    def qk_norm(self) -> bool:
-        return True
-
-    @property
     def scaling(self) -> float:
-        """Factor of attention scores before the softmax."""
-        return 1.0 if self.is_gemma4 else self.head_dim**-0.5
+        return 1.0 if self.is_gemma4 else float(self.head_dim**-0.5)
 
     @property
     def order(self) -> Order:
@@ -113,50 +89,7 @@ class BlockSpec:
         return self.first_row + levels if self.causal else self.block_size
 
 
-class BlockAttention(nn.Module):
-    """Projections of one layer, for committed positions and for the block alike."""
-
-    def __init__(self, spec: BlockSpec, layer: int) -> None:
-        super().__init__()
-        self.layer, self.head_dim = layer, spec.head_dim
-        hidden, kv_size, q_size = spec.hidden_size, spec.num_kv_heads * spec.head_dim, spec.num_heads * spec.head_dim
-        self.q_proj = nn.Linear(hidden, q_size, bias=spec.attention_bias)
-        self.k_proj = nn.Linear(hidden, kv_size, bias=spec.attention_bias)
-        self.v_proj = nn.Linear(hidden, kv_size, bias=spec.attention_bias)
-        self.o_proj = nn.Linear(q_size, hidden, bias=spec.attention_bias)
-        self.q_norm = Qwen3RMSNorm(spec.head_dim, spec.rms_norm_eps)
-        self.k_norm = Qwen3RMSNorm(spec.head_dim, spec.rms_norm_eps)
-
-    def keys_values(self, x: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [B, N, H], taps or rows of a block -> K after RoPE and V, [B, Hkv, N, D]."""
-        shape = (*x.shape[:2], -1, self.head_dim)
-        k = self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2)
-        return apply_rotary_pos_emb(k, k, *rotary)[1], self.v_proj(x).view(shape).transpose(1, 2)
-
-    def forward(self, x: torch.Tensor, rotary: Rotary, attend: Attend) -> torch.Tensor:
-        q = self.q_norm(self.q_proj(x).view(*x.shape[:2], -1, self.head_dim)).transpose(1, 2)
-        q = apply_rotary_pos_emb(q, q, *rotary)[0]
-        out: torch.Tensor = self.o_proj(attend(self.layer, q, *self.keys_values(x, rotary)).flatten(2))
-        return out
-
-
-class BlockLayer(nn.Module):
-    """One decoder layer."""
-
-    def __init__(self, spec: BlockSpec, layer: int, config: Qwen3Config) -> None:
-        super().__init__()
-        self.self_attn = BlockAttention(spec, layer)
-        self.mlp = Qwen3MLP(config)
-        self.input_layernorm = Qwen3RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.post_attention_layernorm = Qwen3RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-
-    def forward(self, x: torch.Tensor, rotary: Rotary, attend: Attend) -> torch.Tensor:
-        y = x + self.self_attn(self.input_layernorm(x), rotary, attend)
-        out: torch.Tensor = y + self.mlp(self.post_attention_layernorm(y))
-        return out
-
-
-class BlockHead(nn.Module):
+class BlockHead(HeadModule):
     """The head of a spec, randomly initialised; `read_block` fills one from a checkpoint.
 
     embed_tokens, lm_head: None when the head shares the target's.
@@ -219,13 +152,6 @@ class BlockHead(nn.Module):
         normed: torch.Tensor = self.norm(hidden)
         return normed
 
-    def place(self, device: torch.device, dtype: torch.dtype) -> "BlockHead":
-        """Move it. RoPE frequencies stay float32: `.to(dtype)` would round them."""
-        for parameter in self.parameters():
-            parameter.data = parameter.data.to(device, dtype)
-        self.to(device)
-        return self
-
 
 class TapContext(NamedTuple):
     """Where the K/V of committed positions go: the slots of `plan`, in the drafter's own store."""
@@ -260,12 +186,7 @@ class PlainBlock:
 
     def run(self, tokens: torch.Tensor, positions: torch.Tensor, context: HeadContext) -> torch.Tensor:
         """A block's tokens and positions [B, K] -> states after the final norm [B, K, H]."""
-        scaling = self.head.spec.scaling
-
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return context.attend(AttentionCall(layer, q, k, v, scaling, None, None, None, {}))
-
-        states: torch.Tensor = self.head(self.table(tokens), positions, attend)
+        states: torch.Tensor = self.head(self.table(tokens), positions, attend_in(context, self.head.spec.scaling))
         return states
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:

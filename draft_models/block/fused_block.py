@@ -14,8 +14,8 @@ from torch import nn
 
 from specdec.draft_models.block.block_head import BlockHead, PlainBlock, TapContext
 from specdec.draft_models.eagle3.fused_head import fused_layers, gain_of, layer_parts
-from specdec.draft_models.eagle3.head import HeadContext
 from specdec.draft_models.fused_form import Echo, proved_form
+from specdec.draft_models.head_spec import HeadContext
 from specdec.gpu.operations import Operations
 from specdec.kvcache.layer_context import Destination
 from specdec.layers.decoder import FusedLayer, Shared

@@ -82,19 +82,15 @@ def write_head(
     folder: str | Path, spec: Eagle3Spec, state: State, target: TargetShape, target_ids: torch.Tensor | None
 ) -> None:
     """Write a head in the SpecForge format, such that every reader takes the same target states from it."""
-    fields = {key: getattr(spec, field) for key, (_, field) in HONOURED.items() if field}
+    flags = ("norm_before_residual", "norm_before_fc", "fc_norm")
     eagle_config: dict[str, Any] = {AUX_IDS: [entered - 1 for entered in spec.aux_layers], "use_aux_hidden_state": True}
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "qwen3" if spec.qk_norm else "llama",
-        **{key: value for key, value in fields.items() if value is not False},
+        **spec.stored_fields(),
+        **{flag: True for flag in flags if getattr(spec, flag)},
         "target_hidden_size": spec.target_hidden_size,
-        "num_hidden_layers": spec.num_layers,
-        "rope_theta": spec.rope["rope_theta"],
-        "rope_scaling": None if spec.rope["rope_type"] == "default" else dict(spec.rope),
-        "vocab_size": spec.vocab_size,
         "draft_vocab_size": spec.draft_vocab_size,
-        "tie_word_embeddings": False,
         "torch_dtype": str(next(iter(state.values())).dtype).removeprefix("torch."),
         EAGLE_CONFIG: eagle_config,
     }

@@ -5,11 +5,8 @@
     ModelOpt     NVIDIA                          in it, or `draft_vocab_size`     the same; more flags in `eagle_config`
     speculators  RedHatAI                        `speculators_model_type`         `transformer_layer_config`
 
-A config key is HONOURED (read into `Eagle3Spec`, or compared with the tensors and the target), NEUTRAL (would change
-what the head computes: accepted with a value that changes nothing) or HARMLESS (training, generation, storage). Any
-other key that is set is refused by name. Invariant: no setting that could change what the head computes is skipped.
-What a file leaves open follows a rule, with a warning: does an id name the layer that a state enters or leaves
-(`resolve_aux_ids`), what does `norm_output` mean (`read_norm_output`).
+A config key is HONOURED (read into `Eagle3Spec`, or compared with the tensors and the target), NEUTRAL (accepted with
+a value that changes nothing) or HARMLESS (training, generation, storage). Any other key that is set is refused by name.
 """
 
 import logging

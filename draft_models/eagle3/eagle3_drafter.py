@@ -1,15 +1,8 @@
 """The EAGLE-3 drafter: a small transformer over the target's own hidden states, with K/V of its own.
 
-Its K/V are indexed by the target's full slots (shared slots, private storage), so paging, eviction and commit of the
-request table are its only bookkeeping. Who writes what:
-
-    positions      [0, S)  committed                             S, S+1, ...  the draft in progress
-    K/V in         its own store, slot table.slots[row, p]       a scratch block that lives for one `propose`
-    written by     `observe`, from true target features          `propose`, from the head's own feedback
-    visible to     every later query, within the window          descendants in the draft tree
-
-A verify's accepted nodes go through `observe` as a prefill chunk does, so a draft leaves no trace: no page is copied,
-nothing is rolled back. Invariant: after `observe`, K/V of [0, S) are those of a fresh prefill of the tokens.
+Its K/V are indexed by the target's full slots, so paging, eviction and commit of the request table are its only
+bookkeeping. K/V of committed positions [0, S) are written by `observe`, from true target features; those of a draft, to
+a scratch block that lives for one `propose`. Invariant: after `observe`, K/V of [0, S) are those of a fresh prefill.
 """
 
 from collections.abc import Sequence
@@ -19,17 +12,14 @@ import torch
 
 from specdec.attention.bridge import ForwardContext
 from specdec.attention.kernels.draft_block import Draft
-from specdec.attention.plan import plan_chunk, plan_packed
-from specdec.attention.trees.growth import Growth
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, PromptObservation, TargetInfo
 from specdec.draft_models.checkpoint_files import TargetShape
-from specdec.draft_models.draft_context import DraftContext
+from specdec.draft_models.draft_context import DraftContext, DraftGrowth, StoreWorker, continued
 from specdec.draft_models.eagle3.checkpoint import read_head
 from specdec.draft_models.eagle3.fused_head import choose_form
 from specdec.draft_models.eagle3.head import Eagle3Head, HeadOutput, PlainHead
 from specdec.gpu.operations import REFERENCE
-from specdec.kvcache.frozen import KVView, own_view
 from specdec.kvcache.layout import KVLayout
 from specdec.layers.accepted_path import keep_last, path_rows
 from specdec.layers.fuse import Weights
@@ -49,9 +39,7 @@ class Eagle3Drafter(Drafter):
         self.spec = head.spec
         self.aux_layers: tuple[int, ...] = self.spec.aux_layers
         self.reads_every_state = not self.aux_layers
-        self.kv_layout: KVLayout | None = KVLayout.uniform(
-            self.spec.num_layers, self.spec.num_kv_heads, self.spec.head_dim
-        )
+        self.kv_layout: KVLayout | None = self.spec.kv_layout
         self.fit = Fit.of(target)
         self.vocab_size = target.vocab_size
         self.dtype = target.dtype
@@ -80,17 +68,13 @@ class Eagle3Drafter(Drafter):
         return full.index_copy_(2, self.target_ids, logits)
 
 
-class Eagle3Worker:
+class Eagle3Worker(StoreWorker):
     """A head in one engine: its K/V, and per row the state of the last committed position, where a draft starts."""
 
     def __init__(self, drafter: Eagle3Drafter, binding: Binding) -> None:
-        self.view: KVView | None = None
+        super().__init__(binding, drafter.kv_layout, drafter.dtype)
         self.drafter = drafter
-        self.binding = binding
-        assert drafter.kv_layout is not None
         cache = binding.cache
-        self.store = cache.add_store(drafter.kv_layout, drafter.dtype)
-        self.own_view = own_view(cache.allocator, self.store)
         shape = (cache.table.max_requests + 1, drafter.spec.hidden_size)
         self._hidden = torch.zeros(shape, dtype=drafter.dtype, device=cache.allocator.device)  # [rows, H]
 
@@ -98,9 +82,7 @@ class Eagle3Worker:
     def observe(self, seen: Observation) -> None:
         drafter, source = self.drafter, seen.hidden if seen.aux_states is None else seen.aux_states
         states, next_tokens = drafter.ops(path_rows)(source, seen.tokens, seen.path, seen.length, seen.next_token)
-        # new tokens after [0, start), whatever has been committed since
-        table, width = self.binding.cache.table, seen.path.shape[1]
-        plan = plan_chunk(self.binding.backend, table, seen.rows, seen.length, width, start=seen.start)
+        plan = self.plan_of(seen)
         context = ForwardContext.of(plan, self.own_view, drafter.spec.windows)
         state = drafter.form.extend(next_tokens, states, plan.positions, context).state  # [B, D, H]
         drafter.ops(keep_last)(self._hidden, seen.rows.index, state, seen.length)
@@ -109,7 +91,7 @@ class Eagle3Worker:
     def observe_prompts(self, seen: PromptObservation) -> None:
         drafter, source = self.drafter, seen.hidden if seen.aux_states is None else seen.aux_states
         assert source is not None, "a head without taps reads every final state"
-        plan = plan_packed(self.binding.backend, self.binding.cache.table, seen.pack)
+        plan = self.plan_of(seen)
         context = ForwardContext.of(plan, self.own_view, drafter.spec.windows)
         state = drafter.form.extend(seen.following[None], source[None], plan.positions, context).state  # [1, T, H]
         self._hidden[seen.pack.rows] = state[0, seen.pack.last]
@@ -124,28 +106,17 @@ class Eagle3Worker:
         block = backend.draft_block(self.store, draft) if levels > 1 else None
         state = self._hidden[batch.rows.index][:, None]  # [B, 1, H], of position S - 1
         out = HeadOutput(state, drafter.form.norm(state))
-        growth = Growth(batch.root, backend, levels)
-        chain = [batch.root[:, None]]
+        growth = DraftGrowth(batch, backend)
         for level in range(levels):
             logits = drafter.logits(out.normed)
-            drawn_pos = node_pos[level + 1, :, : logits.shape[1]]
-            origin = None
-            if topk == 1:
-                beam = batch.sample(logits, drawn_pos)  # [B, 1]
-                chain.append(beam)
-            else:
-                beam, origin = growth.add_level(*batch.best(logits, drawn_pos, topk))  # [B, K]
+            beam, origin = growth.add(logits, node_pos[level + 1, :, : logits.shape[1]])  # [B, K]
             if block is None or level + 1 == levels:
                 break
-            hidden = out.normed if drafter.spec.norm_output else out.state
-            if origin is not None:
-                hidden = hidden.gather(1, origin[:, :, None].expand(-1, -1, hidden.shape[-1]))
+            hidden = continued(out.normed if drafter.spec.norm_output else out.state, origin)
             block.enter_level(origin if level else None)
             context = DraftContext(block, backend, topk, range(drafter.spec.num_layers))
             out = drafter.form.step(beam, hidden, node_pos[level], context)
-        if topk == 1:
-            return DraftTree.chain(torch.cat(chain, dim=1))
-        return growth.select(batch.num_nodes)
+        return growth.select()
 
 
 def eagle3_drafter(folder: str | Path, target: TargetInfo, aux_layers: Sequence[int] | None = None) -> Eagle3Drafter:

@@ -9,13 +9,14 @@ A head that fused layers cannot express (biases in the MLP, other activations) r
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-from specdec.draft_models.eagle3.head import Eagle3Head, HeadContext, HeadOutput, PlainHead
+from specdec.draft_models.eagle3.head import Eagle3Head, HeadOutput, PlainHead
 from specdec.draft_models.fused_form import Echo, proved_form
+from specdec.draft_models.head_spec import HeadContext, HeadSpec
 from specdec.gpu.operations import Operations
 from specdec.layers.decoder import FusedLayer, LayerParts, Shared
 from specdec.layers.embedding import embed_and_norm
@@ -127,22 +128,7 @@ def fused_layers(parts: Sequence[LayerParts], final: Gain | None, ops: Operation
     return [FusedLayer(i, part, next_norm, ops) for i, (part, next_norm) in layers]
 
 
-class LayerShape(Protocol):
-    """What a spec says of its layers."""
-
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def hidden_act(self) -> str: ...
-    @property
-    def qk_norm(self) -> bool: ...
-
-
-def layer_parts(spec: LayerShape, module: Any) -> LayerParts:
+def layer_parts(spec: HeadSpec, module: Any) -> LayerParts:
     """A Llama- or Qwen3-type layer, its matrices merged. Raises Unfusable for one that fused layers cannot express."""
     attention, mlp = module.self_attn, module.mlp
     projections = [attention.q_proj, attention.k_proj, attention.v_proj]
@@ -163,7 +149,7 @@ def layer_parts(spec: LayerShape, module: Any) -> LayerParts:
     return LayerParts(
         kind="",
         heads=heads,
-        scaling=spec.head_dim**-0.5,
+        scaling=spec.scaling,
         qkv=merge_rows([p.weight for p in projections]),
         qkv_bias=merge_rows(biases) if biases else None,
         out=attention.o_proj.weight,

@@ -13,9 +13,8 @@ Row i holds the feature of position i and the token after it, so K/V of position
 A head holds no K/V and knows no requests: the caller says where K/V live (`Attend`, `HeadContext`).
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,38 +27,20 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from specdec.attention.bridge import AttentionCall, AttentionContext
-from specdec.kvcache.layer_context import LayerContext
-
-Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(draft layer, q [B, Hq, N, D], k and v [B, Hkv, N, D], all after RoPE) -> [B, N, Hq, D]; scale by D ** -0.5."""
+from specdec.draft_models.head_spec import Attend, HeadContext, HeadModule, HeadSpec, Rotary, attend_in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Eagle3Spec:
+class Eagle3Spec(HeadSpec):
     """What a head computes.
 
-    aux_layers: target states it reads, each named by the layer it enters; empty: the final state, after the norm.
-    windows: sliding window of each draft layer, None: full. draft_vocab_size None: the target's head and vocabulary.
+    aux_layers: empty: the final state, after the norm. draft_vocab_size None: the target's head and vocabulary.
     has_fc False: features pass unchanged. biases: names of the linear layers that have one. owns_embed: it has an
     embedding table of its own.
     """
 
-    hidden_size: int
     target_hidden_size: int
-    vocab_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    aux_layers: tuple[int, ...]
-    windows: tuple[int | None, ...] = (None,)
     draft_vocab_size: int | None = None
-    rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
-    max_position_embeddings: int = 4096
-    rms_norm_eps: float = 1e-6
-    hidden_act: str = "silu"
-    qk_norm: bool = False
     biases: frozenset[str] = frozenset()
     has_fc: bool = True
     owns_embed: bool = False
@@ -68,10 +49,6 @@ class Eagle3Spec:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.windows)
 
     @property
     def feature_size(self) -> int:
@@ -95,7 +72,7 @@ class Eagle3Attention(nn.Module):
         self.q_norm: nn.Module = LlamaRMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else nn.Identity()
         self.k_norm: nn.Module = LlamaRMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else nn.Identity()
 
-    def forward(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attend: Attend) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rotary: Rotary, attend: Attend) -> torch.Tensor:
         shape = (*x.shape[:2], -1, self.head_dim)  # [B, N, heads, D]
         q = self.q_norm(self.q_proj(x).view(shape)).transpose(1, 2)
         k = self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2)
@@ -121,7 +98,7 @@ class Eagle3Layer(nn.Module):
         self,
         embeds: torch.Tensor,
         hidden: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
+        rotary: Rotary,
         attend: Attend,
     ) -> torch.Tensor:
         if self.hidden_norm is None:
@@ -135,7 +112,7 @@ class Eagle3Layer(nn.Module):
         return out
 
 
-class Eagle3Head(nn.Module):
+class Eagle3Head(HeadModule):
     """The head of a spec, randomly initialised; `checkpoint.read_head` fills one from a checkpoint.
 
     embed_tokens and lm_head are None when the head shares the target's.
@@ -195,21 +172,10 @@ class Eagle3Head(nn.Module):
         """a -> hidden state of the next draft step."""
         return self.norm(a) if self.spec.norm_output else a
 
-    def place(self, device: torch.device, dtype: torch.dtype) -> "Eagle3Head":
-        """Move it. RoPE frequencies stay float32: `.to(dtype)` would round them."""
-        for parameter in self.parameters():
-            parameter.data = parameter.data.to(device, dtype)
-        self.to(device)
-        return self
-
 
 def embed_raw(table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Rows of an embedding table as stored: Gemma's module scales them by sqrt(H), and heads are trained without."""
     return F.embedding(tokens, table)
-
-
-class HeadContext(AttentionContext, LayerContext, Protocol):
-    """What a head, plain or fused, asks of the forward that it runs in: where K/V go, and attention."""
 
 
 class HeadOutput(NamedTuple):
@@ -239,13 +205,8 @@ class PlainHead:
         self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: HeadContext
     ) -> HeadOutput:
         """A level of a draft: hidden [B, N, H] is the head's own feedback."""
-        scaling = self.head.spec.head_dim**-0.5
-
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return context.attend(AttentionCall(layer, q, k, v, scaling, None, None, None, {}))
-
         weight: torch.Tensor = self.table.weight  # type: ignore[assignment]
-        state = self.head(embed_raw(weight, tokens), hidden, positions, attend)
+        state = self.head(embed_raw(weight, tokens), hidden, positions, attend_in(context, self.head.spec.scaling))
         return HeadOutput(state, self.norm(state))
 
     def norm(self, state: torch.Tensor) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""The command line: one module a command; app.py declares them and imports a body when its command is run."""
+"""The command line: app.py names the commands, commands.py declares what they take, bodies/ is what they do."""

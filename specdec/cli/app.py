@@ -1,7 +1,7 @@
 """The command line: the names of its commands, and a line of help for each.
 
-A command's file declares its options; it is loaded when the command is run or asked for its help. What the command
-computes with is loaded only when it is run, so that help, versions and misspelt options import nothing heavy.
+commands.py declares their options; it is loaded when a command is run or asked for its help. What the command computes
+with is loaded only when it is run, so that help, versions and misspelt options import nothing heavy.
 Exit codes: 2 for a mistake, in one sentence on standard error; 130 for Ctrl-C; 1 where the reader of a pipe has gone.
 """
 
@@ -27,15 +27,14 @@ COMMANDS = {  # its line of help
     "train": "Train a drafter for a target on the target's own answers to your prompts.",
     "models": "List the bundled models and the pairs of target and drafter that are known by name.",
 }
-PLACES = {"chat": "generate.chat", "eval": "evaluate.evaluate", "models": "list_models.list_models"}
-"""File and function of a command, where these are not called as it is."""
+FUNCTIONS = {"eval": "evaluate", "models": "list_models"}
+"""Of commands whose functions are not called as they are."""
 
 
 @cache
 def load_command(name: str) -> TyperCommand:
-    """A command with its options, from its own file."""
-    file, _, function = PLACES.get(name, f"{name}.{name}").partition(".")
-    make: MakeCommand = load(f"specdec.cli.{file}", function)
+    """A command with its options."""
+    make: MakeCommand = load("specdec.cli.commands", FUNCTIONS.get(name, name))
     return make(name, COMMANDS[name])
 
 

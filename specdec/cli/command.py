@@ -1,14 +1,7 @@
 """A command from a dataclass: each field is an option of the shell, and the command's body receives the dataclass.
 
-    @dataclass(frozen=True, kw_only=True, slots=True)
-    class GreetOptions:
-        pair: PairOptions                                             # a dataclass: an option for each of its fields
-        loud: Annotated[bool, typer.Option("--loud", help="...")] = False
-
-    @command()
-    def greet(options: GreetOptions) -> None: ...
-
-Nothing heavy is imported here. Mistakes and interruptions of a body become one sentence and an exit code.
+A field that is a dataclass stands for an option of each of its fields. Nothing heavy is imported here. Mistakes and
+interruptions of a body become one sentence and an exit code.
 """
 
 import inspect

@@ -1,10 +1,8 @@
 """The three ways to give `specdec serve` an option: shell, environment, file. Imports nothing heavy.
 
-    --max-waiting 16                   the shell, before
-    SPECDEC_SERVE_MAX_WAITING=16       the environment, before
-    max-waiting: 16                    the file of --config (YAML or TOML), before the default
-
-Every option can be given each way, those of the pair too. An entry that names no option is refused with its name.
+--max-waiting 16                   the shell, before
+SPECDEC_SERVE_MAX_WAITING=16       the environment, before
+max-waiting: 16                    the file of --config (YAML or TOML), before the default
 """
 
 import inspect

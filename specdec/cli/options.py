@@ -15,15 +15,6 @@ from specdec.cli.command import shell_errors
 from specdec.errors import ConfigError, shown
 from specdec.evaluation.output_files import require_writable
 
-DTYPES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
-DTYPES |= {name: name for name in ("float32", "bfloat16", "float16")}
-
-
-def _dtype(name: str | None) -> str | None:
-    if name is not None and name not in DTYPES:
-        raise typer.BadParameter(f"{name!r} is not one of {', '.join(DTYPES)}")
-    return DTYPES[name] if name else None
-
 
 def output_file(path: Path | None) -> Path | None:
     if path is not None:
@@ -90,7 +81,7 @@ class PairOptions:
     ] = 0
     dtype: Annotated[
         str | None,
-        typer.Option(callback=_dtype, help="float32, bfloat16 (bf16) or float16; default: float32 on the CPU."),
+        typer.Option(help="float32, bfloat16 (bf16) or float16; default: float32 on the CPU."),
     ] = None
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda, cuda:1, ...; default: the first GPU, else the CPU.")

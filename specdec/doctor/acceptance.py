@@ -1,15 +1,11 @@
 """How far drafts are accepted, prompt by prompt, and when one pair is clearly better than another.
 
-Greedy answers do not depend on the drafter, so two drafters are compared on the same texts, prompt by prompt. Two
-figures of each: the greedy accepted length, and the expected one, were drafts drawn (`Drafts.expected`), which moves
-with every probability and so needs fewer prompts. A change is clearly better if
+Greedy answers do not depend on the drafter, so two drafters are compared on the same texts, prompt by prompt, by the
+greedy accepted length and the expected one, were drafts drawn (`Drafts.expected`). A change is clearly better if
 
     the mean of the differences d_i of the expected length is at least MIN_GAIN of what it was,
-    it is T_LIMIT standard errors above zero, and d_i > 0 on 7 of 8 prompts at least,
+    it is T_LIMIT standard errors above zero (0.003 by chance), and d_i > 0 on 7 of 8 prompts at least,
     and the greedy length has not become shorter
-
-With 8 prompts t >= 4 has a probability of 0.003 by chance; about ten changes are tried, most of which do harm to a
-healthy pair.
 """
 
 from collections.abc import Sequence
@@ -69,9 +65,8 @@ def measured_by_engine(outputs: Sequence[GenerationOutput]) -> Measured:
 
 
 class Comparison(NamedTuple):
-    """Of two pairs on the same prompts. gain: mean difference of the expected lengths; t: the same in standard errors;
-    positive: share of the prompts with a gain; greedy_gain: mean difference of the greedy lengths; before: the expected
-    length before the change."""
+    """Of two pairs on the same prompts. gain: mean difference of the expected lengths; t: it in standard errors;
+    positive: share of the prompts with a gain; greedy_gain: of the greedy lengths; before: the expected length."""
 
     gain: float
     t: float

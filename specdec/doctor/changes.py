@@ -1,21 +1,67 @@
 """Changes of a pair, one setting each: what the table of causes tries, kind by kind of drafter, then prompts.
 
-An answer to prompts that were changed is another text, so a gain says less than one on the same text: it must be
-larger (MIN_GAIN_OF_PROMPTS).
+A drafter is made again with one setting changed; the one in question is left as it is, and weights are shared where
+they can be. An answer to prompts that were changed is another text, so a gain says less than one on the same text: it
+must be larger (MIN_GAIN_OF_PROMPTS).
 """
 
+import copy
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from specdec.doctor.changed_drafters import changed_assistant, changed_block, changed_head
+import torch
+
 from specdec.doctor.pair_in_question import PairInQuestion
 from specdec.draft_models.base import Drafter
 from specdec.draft_models.block.block_drafter import BlockDrafter
 from specdec.draft_models.eagle3.checkpoint_formats import AUX_IDS
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
+from specdec.draft_models.eagle3.head import Eagle3Head
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
+from specdec.models.target import TargetModel
+
+TABLE, NORM = "embed_tokens.weight", "norm.weight"
+
+
+def changed_head(drafter: Eagle3Drafter, target: TargetModel, **spec: Any) -> Eagle3Drafter:
+    """With these fields of its `Eagle3Spec`. Without `owns_embed` it takes the target's table; a final norm that it did
+    not have gets a gain of 1."""
+    head = Eagle3Head(replace(drafter.spec, **spec))
+    state = dict(drafter.head.state_dict())
+    if head.embed_tokens is None:
+        state.pop(TABLE, None)
+    if NORM in head.state_dict() and NORM not in state:
+        state[NORM] = torch.ones(drafter.spec.hidden_size)
+    head.load_state_dict(state)
+    return Eagle3Drafter(head.place(target.device, target.dtype).eval(), drafter.target_ids, target)
+
+
+def changed_block(drafter: BlockDrafter, target: TargetModel, **spec: Any) -> BlockDrafter:
+    """With these fields of its `BlockSpec`, none of which shapes a weight: modules are shared."""
+    head = copy.copy(drafter.head)
+    head.spec = replace(drafter.spec, **spec)
+    return BlockDrafter(head, target)
+
+
+def changed_assistant(drafter: Gemma4MTPDrafter, target: TargetModel, **conventions: int) -> Gemma4MTPDrafter:
+    """With another `query_offset` or `window_shift`."""
+    kept = {"query_offset": drafter.query_offset, "window_shift": drafter.window_shift}
+    return Gemma4MTPDrafter(drafter.assistant, target, **{**kept, **conventions})
+
+
+def assistant_with_rope(
+    drafter: Gemma4MTPDrafter, target: TargetModel, rope: Mapping[str, Mapping[str, Any]]
+) -> Gemma4MTPDrafter:
+    """With these `rope_parameters`, of each layer type."""
+    assistant = copy.deepcopy(drafter.assistant)
+    config = assistant.config.get_text_config()
+    config.rope_parameters = {**config.rope_parameters, **copy.deepcopy(dict(rope))}
+    rotary = assistant.model.rotary_emb
+    assistant.model.rotary_emb = type(rotary)(config).to(target.device)
+    return Gemma4MTPDrafter(assistant, target, query_offset=drafter.query_offset, window_shift=drafter.window_shift)
+
 
 Kind = TypeVar("Kind", bound=Drafter)
 CHANGED: dict[type, Callable[..., Drafter]] = {
@@ -79,8 +125,10 @@ def norms(pair: PairInQuestion) -> Iterator[Change]:
 def rope_bases(pair: PairInQuestion) -> Iterator[Change]:
     """The target's bases, and the usual ones."""
     spec = _drafter(pair, Eagle3Drafter).spec
-    bases = dict.fromkeys((*target_bases(pair.target.config), *USUAL_BASES))
-    for base in bases:
+    rope = getattr(pair.target.config, "rope_parameters", None) or {}
+    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    own = [float(part["rope_theta"]) for part in parts if part.get("rope_theta")]
+    for base in dict.fromkeys((*own, *USUAL_BASES)):
         if base != spec.rope["rope_theta"]:
             what = f"rope_theta {spec.rope['rope_theta']:g} -> {base:g}"
             do = f"write rope_theta: {base:g} into the head's config.json"
@@ -107,13 +155,6 @@ def windows_of_heads(pair: PairInQuestion) -> Iterator[Change]:
         yield _changed(pair, f"sliding_window -> {value}", do, windows=changed)
     do = "write use_sliding_window: false and no layer_types into the head's config.json"
     yield _changed(pair, "no sliding window", do, windows=(None,) * spec.num_layers)
-
-
-def target_bases(config: Any) -> list[float]:
-    """Every rope_theta of a target's config."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
-    return [float(part["rope_theta"]) for part in parts if part.get("rope_theta")]
 
 
 def mask_ids(pair: PairInQuestion) -> Iterator[Change]:
@@ -151,8 +192,7 @@ def possible_masks(tokenizer: Any | None, config: Any, vocab_size: int) -> list[
 
 
 def positions(pair: PairInQuestion) -> Iterator[Change]:
-    """Queries at the last committed position, as SGLang and vLLM have them, or at the bonus token's own, over the same
-    keys."""
+    """Queries at the last committed position, as in SGLang or vLLM, or at the bonus token's own, over the same keys."""
     drafter = _drafter(pair, Gemma4MTPDrafter)
     offset = -1 if drafter.query_offset == 0 else 0
     shift = drafter.window_shift + offset - drafter.query_offset
@@ -177,7 +217,7 @@ def templates(pair: PairInQuestion) -> Iterator[Change]:
     accepted far, and says nothing about the pair."""
     if not pair.chat and pair.has_template and any(isinstance(question, str) for question in pair.questions):
         do = "put prompts through the chat template: engine.chat_prompt(text), or no --raw"
-        yield Change(what="the chat template", do=do, pair=pair.changed(chat=True), prompts=True)
+        yield Change(what="the chat template", do=do, pair=replace(pair, chat=True), prompts=True)
 
 
 def thinking(pair: PairInQuestion) -> Iterator[Change]:
@@ -191,7 +231,7 @@ def thinking(pair: PairInQuestion) -> Iterator[Change]:
             yield Change(
                 what=f"{THINKING}={value}",
                 do=f"pass {THINKING}={value} to the chat template: engine.chat_prompt(text, {THINKING}={value})",
-                pair=pair.changed(template={**pair.template, THINKING: value}),
+                pair=replace(pair, template={**pair.template, THINKING: value}),
                 prompts=True,
             )
 
@@ -199,7 +239,7 @@ def thinking(pair: PairInQuestion) -> Iterator[Change]:
 def _changed(pair: PairInQuestion, what: str, do: str, **settings: Any) -> Change:
     """The drafter made again with these settings of its kind."""
     drafter = CHANGED[type(pair.drafter)](pair.drafter, pair.target, **settings)
-    return Change(what=what, do=do, pair=pair.changed(drafter=drafter))
+    return Change(what=what, do=do, pair=replace(pair, drafter=drafter))
 
 
 def _drafter(pair: PairInQuestion, kind: type[Kind]) -> Kind:

@@ -1,10 +1,13 @@
 """What a drafter says after every place of a text, in a few dense forwards: its drafts, and how far they are right.
 
+The target reads the text once (`record`); what drafters read is all in there, so each of them, changed or not, is tried
+without the target. No pages, plans or kernels are involved: it is the reference for what an engine's worker proposes.
+
     root r      the bonus token at position r; the drafter knows [0, r], and of the target's states [0, r - 1]
     depth d     predicts token r + 1 + d, given the true tokens up to r + d, by its own feedback after depth 0
 
-so a draft is accepted greedily as far as its predictions are the text. All roots run at once as rows; no pages, plans
-or kernels are involved, which makes it the reference for what an engine's worker proposes.
+A draft is accepted greedily as far as its predictions are the text. All roots run at once as rows. A block at root r
+has the token at r and MASK, and sees K/V of [0, r), made of the target's states there, and its own rows.
 """
 
 from collections.abc import Callable
@@ -16,13 +19,60 @@ import torch
 
 from specdec.attention.bridge import AttentionCall
 from specdec.attention.dense import bias_of, dense_attention
-from specdec.doctor.dense_blocks import block_drafts
-from specdec.doctor.recorded_text import RecordedText
+from specdec.attention.kernels.draft_block import Order
 from specdec.draft_models.base import Drafter
 from specdec.draft_models.block.block_drafter import BlockDrafter
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.kvcache.layer_context import ScoreOptions
+from specdec.models.probe import ProbeContext
+from specdec.models.target import TargetModel
+
+
+@dataclass(slots=True)
+class RecordingContext(ProbeContext):
+    """Also the states that enter the layers which `states` has as keys."""
+
+    states: dict[int, torch.Tensor | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedText:
+    """tokens [T]; prompt_len: the first of them that are the prompt. hidden [T, H] after the final norm; `context` has
+    K and V of each layer [T, heads, D] after RoPE, and the states."""
+
+    tokens: torch.Tensor
+    prompt_len: int
+    hidden: torch.Tensor
+    context: RecordingContext
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """[T]."""
+        return torch.arange(len(self.tokens), device=self.tokens.device)
+
+    def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V that a target layer attends to, its own or another's: [T, heads, D]."""
+        _, k, v = self.context.rows[self.context.layout.layers[layer].owner]
+        return k, v
+
+    def aux_states(self, layers: tuple[int, ...]) -> torch.Tensor:
+        """[T, A * H], side by side; no layers: the final states."""
+        if not layers:
+            return self.hidden
+        found = [state for layer in layers if (state := self.context.states[layer]) is not None]
+        return torch.cat(found, dim=-1).view(len(self.tokens), -1)  # [1, T, H] each, of fused layers [T, H]
+
+
+@torch.inference_mode()
+def record(target: TargetModel, prompt: list[int], answer: list[int]) -> RecordedText:
+    """Run prompt and answer through the target once."""
+    tokens = torch.tensor([*prompt, *answer], device=target.device)
+    steps = torch.arange(len(tokens), device=target.device)
+    states: dict[int, torch.Tensor | None] = dict.fromkeys(range(len(target.layout.layers) + 1))
+    context = RecordingContext(target.layout, torch.zeros_like(steps), steps, states=states)
+    hidden = target.run(tokens[None], steps[None], context)[0]
+    return RecordedText(tokens, len(prompt), hidden, context)
 
 
 class Drafts(NamedTuple):
@@ -155,6 +205,54 @@ def head_drafts(drafter: Drafter, text: RecordedText, roots: torch.Tensor, num_s
             tokens, positions = text.tokens[roots + 1 + depth][None], (row + 1 + depth)[None]
             state, normed = form.step(tokens, fed_back, positions, context)  # type: ignore[arg-type]
     return logits
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksOverText:
+    """Attention of a block at each root: K/V of the text by layer [1, heads, T, D], then the block's own."""
+
+    drafter: BlockDrafter
+    text_kv: list[tuple[torch.Tensor, torch.Tensor]]
+    positions: torch.Tensor  # [R, N] of the blocks' rows
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        spec, query_pos = self.drafter.spec, self.positions
+        k, v = (
+            torch.cat([text.expand(len(query_pos), -1, -1, -1), own], dim=2)
+            for text, own in zip(self.text_kv[call.layer], (call.key, call.value), strict=True)
+        )
+        text_pos = torch.arange(k.shape[2] - query_pos.shape[1], device=query_pos.device)
+        key_pos = torch.cat([text_pos.expand(len(query_pos), -1), query_pos], dim=1)  # [R, T + N]
+        seen = key_pos[:, None] < query_pos[:, :1, None]
+        seen = seen.expand(-1, query_pos.shape[1], -1).clone()  # [R, N, T + N]
+        apart = query_pos[:, :, None] - key_pos[:, None]
+        seen[:, :, len(text_pos) :] = apart[:, :, len(text_pos) :] >= 0 if spec.order is Order.CAUSAL else True
+        if (window := spec.windows[call.layer]) is not None:
+            seen &= apart < window
+        return dense_attention(call.query, k, v, bias_of(seen), scaling=call.scaling)
+
+
+def block_drafts(drafter: Drafter, text: RecordedText, roots: torch.Tensor, num_steps: int) -> list[torch.Tensor]:
+    """`Dense` of block drafters, by the head's own modules."""
+    assert isinstance(drafter, BlockDrafter)
+    head, spec, form = drafter.head, drafter.spec, drafter.plain
+    levels = min(num_steps, spec.num_drafts)
+    taps = head.taps(text.aux_states(spec.aux_layers)[None])  # [1, T, H]
+    rotary = head.rotary_emb(taps, text.positions[None])
+    text_kv = [layer.self_attn.keys_values(taps, rotary) for layer in head.layers]  # type: ignore[operator, union-attr]
+    steps = torch.arange(spec.rows_for(levels), device=roots.device)
+    positions = roots[:, None] + steps
+    tokens = torch.where(steps == 0, text.tokens[roots][:, None], spec.mask_token)
+    states = form.run(tokens, positions, BlocksOverText(drafter, text_kv, positions))  # type: ignore[arg-type]
+    states = states[:, spec.first_row : spec.first_row + levels]
+    logits = form.logits(states)  # [R, levels, V]
+    if head.markov_head is None:
+        return list(logits.unbind(1))
+    scores, carried = [], None
+    for level in range(levels):
+        bias, carried = head.markov_head(text.tokens[roots + level][:, None], states[:, level], carried)
+        scores.append(logits[:, level] + bias[:, 0])
+    return scores
 
 
 DENSE_FORMS: dict[type, Dense] = {

@@ -1,11 +1,9 @@
 """The doctor's round: read the pair, measure it, try one change at a time, name what helps.
 
-    read      what config, weights and names say           signs that are certain
-    run       an engine of the pair answers the prompts    acceptance by depth; logits against the reference
-    record    the target reads each text once, densely     what every drafter reads is kept
-    try       each change, after every place of the text   the largest clear gain is named; then others on top of it
-
-Drafters of a kind without a dense form, and changes of prompts, are tried by an engine's rounds.
+read      what config, weights and names say           signs that are certain
+run       an engine of the pair answers the prompts    acceptance by depth; logits against the reference
+record    the target reads each text once, densely     what every drafter reads is kept
+try       each change, after every place of the text   the largest clear gain is named; then others on top of it
 """
 
 import logging
@@ -18,11 +16,10 @@ from specdec.config import SamplingParams
 from specdec.doctor.acceptance import Acceptance, Comparison, Measured, measured_by_engine, measured_densely
 from specdec.doctor.causes import CAUSES, Cause, what_is_seen
 from specdec.doctor.changes import Change
-from specdec.doctor.dense_drafts import can_be_run, dense_drafts
+from specdec.doctor.dense_drafts import RecordedText, can_be_run, dense_drafts, record
 from specdec.doctor.diagnosis import Diagnosis, Finding, Trial
 from specdec.doctor.pair_facts import drafter_path, pair_facts
 from specdec.doctor.pair_in_question import EngineLike, PairInQuestion
-from specdec.doctor.recorded_text import RecordedText, record
 from specdec.doctor.reference_check import ReferenceCheck, Watched
 from specdec.doctor.signs import Sign, Subject
 from specdec.draft_models.base import Drafter
@@ -83,7 +80,7 @@ def diagnose(
         reference=reference,
         findings=(*findings, *named),
         trials=tuple(trials),
-        memory=_memory(engine),
+        memory={space.value: size for space, size in engine.cache.bytes_by_space().items()},
         best_shape=examination.best_shape(),
         notes=() if can_be_run(pair.drafter) else (NO_REFERENCE.format(name=pair.drafter.name),),
         seconds=time.perf_counter() - started,
@@ -116,7 +113,7 @@ class Examination:
         before = after = None
         if sign.mended is not None and self.texts:
             before = self.measured.length
-            self.pair = self.pair.changed(drafter=sign.mended())
+            self.pair = replace(self.pair, drafter=sign.mended())
             self.measured = self._measure(self.pair)
             after = self.measured.length
         return Finding(cause=cause.name, what=sign.what, do=sign.do, certain=True, before=before, after=after)
@@ -129,7 +126,7 @@ class Examination:
         pair, text = self.pair, self.texts[0]
         watched: Any = Watched(pair.drafter)
         prompt = text.tokens[: text.prompt_len].tolist()
-        pair.changed(drafter=watched).generate([prompt], replace(self.params, max_new_tokens=2 + self.num_steps))
+        replace(pair, drafter=watched).generate([prompt], replace(self.params, max_new_tokens=2 + self.num_steps))
         proposed = watched.seen.get(text.prompt_len)
         if proposed is None:
             return None
@@ -145,8 +142,7 @@ class Examination:
         return use.best_chain(1, self.as_loaded.by_depth)
 
     def name_changes(self, causes: Sequence[Cause], update: Callable[[int], None]) -> tuple[list[Trial], list[Finding]]:
-        """All trials; and the causes whose change raises acceptance clearly, the largest gain first, each on top of
-        those before it."""
+        """All trials; and the causes whose change raises acceptance clearly, the largest gain first, one on another."""
         trials: list[Trial] = []
         named: list[Finding] = []
         while len(named) < MOST_NAMED:
@@ -160,7 +156,8 @@ class Examination:
             )
             self.pair, self.measured = change.pair, measured
             if change.prompts:
-                self._answer_again()
+                self.outputs = self.pair.generate(self.pair.prompts(), self.params)
+                self.texts = self._record(self.outputs) if self.texts else []
         return trials, named
 
     def _largest_gain(
@@ -201,10 +198,6 @@ class Examination:
     def _record(self, outputs: Sequence[GenerationOutput]) -> list[RecordedText]:
         return [record(self.pair.target, output.prompt_token_ids, output.token_ids) for output in outputs]
 
-    def _answer_again(self) -> None:
-        self.outputs = self.pair.generate(self.pair.prompts(), self.params)
-        self.texts = self._record(self.outputs) if self.texts else []
-
 
 def default_questions(engine: EngineLike) -> list[str | list[int]]:
     """Word problems that are shipped. Raises ConfigError where texts cannot be tokenised."""
@@ -221,7 +214,3 @@ def _broken_worker(reference: ReferenceCheck) -> Finding:
         do="try EngineConfig(fused=False) and attention='torch'; if one of them helps, a kernel is wrong: report it",
         certain=True,
     )
-
-
-def _memory(engine: Any) -> dict[str, int]:
-    return {space.value: size for space, size in engine.cache.bytes_by_space().items()}

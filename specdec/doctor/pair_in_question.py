@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.base import Drafter
+from specdec.kvcache.cache import KVCache
 from specdec.models.target import TargetModel
 from specdec.runtime.adaptive.draft_choice import DraftUse
 from specdec.runtime.engine_stats import EngineStats
@@ -25,6 +26,7 @@ class EngineLike(Protocol):
     tokenizer: Any | None
     spec: SpecConfig
     config: EngineConfig
+    cache: KVCache
 
     @property
     def max_model_len(self) -> int: ...
@@ -62,10 +64,6 @@ class PairInQuestion:
     @property
     def has_template(self) -> bool:
         return getattr(self.tokenizer, "chat_template", None) is not None
-
-    def changed(self, **fields: Any) -> "PairInQuestion":
-        """The same pair with one thing changed."""
-        return replace(self, **fields)
 
     def prompts(self) -> list[list[int]]:
         """Token ids of each question."""

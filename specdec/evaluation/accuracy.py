@@ -1,8 +1,5 @@
 """A task with a target and its drafter, without, or (`compare`) both in one run on the same problems.
 
-    report = evaluate_gsm8k("tiny-gemma4", "tiny-gemma4-mtp", compare=True)
-    print(markdown(report))
-
 Problems are cut into fixed batches, the batches are dealt to the processes of `accelerate launch`, and every finished
 turn is a line of a file. So neither a kill nor the number of processes changes more than the timings.
 """
@@ -27,10 +24,8 @@ from specdec.engine import Engine
 from specdec.errors import CapacityError, ConfigError
 from specdec.evaluation.conditions import VERSIONS, hardware, pair_names
 from specdec.evaluation.contest import first_difference
-from specdec.evaluation.gsm8k import EXEMPLARS, NEXT_PROBLEM, question_text
-from specdec.evaluation.gsm8k_report import Report, make_report
-from specdec.evaluation.scoring import SCORES, is_correct
-from specdec.evaluation.tasks import Task, choose, cut, dialogue_ids, find_task
+from specdec.evaluation.gsm8k_report import SCORES, Report, is_correct, make_report
+from specdec.evaluation.tasks import EXEMPLARS, NEXT_PROBLEM, Task, choose, cut, dialogue_ids, find_task, question_text
 from specdec.evaluation.transcripts import Record, open_transcripts, read_transcripts
 from specdec.loading import Checkpoint, load_tokenizer, pick_device, require_device
 from specdec.models.context_length import context_length
@@ -229,11 +224,8 @@ def solve(engines: dict[str, Engine], ask: Dialogues, batch: Collection[int], pa
 
 @torch.inference_mode()
 def find_parting(target: TargetModel, prompt: list[int], first: list[int], second: list[int]) -> Record | None:
-    """Where two outputs part, and how far apart the target's logits of their two tokens are there; None: nowhere.
-
-    The logits are those of one forward of the bare model over the prompt and what the outputs share, widened to fp32.
-    The margin is None where one output ends and the other goes on.
-    """
+    """Where two outputs part, and how far apart the float32 logits of their two tokens are there, in one forward of the
+    bare model; None: nowhere. The margin is None where one output ends and the other goes on."""
     position = first_difference(first, second)
     if position is None:
         return None

@@ -14,8 +14,7 @@ from specdec.engine import Engine
 from specdec.errors import ConfigError
 from specdec.evaluation.conditions import VERSIONS, hardware, pair_names
 from specdec.evaluation.contest import Contestant, engine_contestant, require_parity, take_turns
-from specdec.evaluation.gsm8k_report import table_lines
-from specdec.evaluation.scoring import final_number, is_correct
+from specdec.evaluation.gsm8k_report import final_number, is_correct, table_lines
 from specdec.evaluation.transformers_peer import assisted_peer, plain_peer
 from specdec.loading import require_device
 from specdec.progress import Interrupted, progress_bar, working
@@ -24,8 +23,7 @@ from specdec.text.prompt_files import Problem
 
 @dataclass(frozen=True, slots=True)
 class BenchReport:
-    """What `run_bench` measured; `tokens_per_second` by contestant, in the order they ran. cut_off: outputs that
-    `max_new_tokens` ended."""
+    """tokens_per_second: by contestant, in the order they ran. cut_off: outputs that `max_new_tokens` ended."""
 
     target: str
     drafter: str | None

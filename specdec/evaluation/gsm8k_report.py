@@ -1,16 +1,73 @@
-"""The report of an evaluation: a pure function of its transcripts, as plain JSON values and as Markdown.
+"""The report of an evaluation: a pure function of its transcripts, as plain JSON values, as Markdown, and drawn.
 
-What depends on the machine and the moment is in `timing`. The rest of two reports of one evaluation is equal, however
-often it was interrupted and however many processes shared it.
+    strict       the number after the first `####` that has one: what the model marked as its answer
+    last_number  the last number in the text, marked or not
+
+The first marker counts, as in GSM8K's own scorer and lm-eval's strict-match. Numbers are compared by value: "$1,234.50"
+is 1234.5, "18.00" and "18 dollars" are 18, "25%" is 25. What depends on the machine and the moment is in `timing`; the
+rest of two reports of one evaluation is equal, however often it was interrupted and whatever processes shared it.
 """
 
+import math
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from decimal import Decimal
+from importlib.util import find_spec
+from typing import Any, BinaryIO
 
-from specdec.evaluation.scoring import SCORES, is_correct, mcnemar_p, wilson_interval
+from specdec.errors import ConfigError
 from specdec.evaluation.transcripts import Record
 from specdec.runtime.request import RequestStats
+
+# a minus after a digit, a word or a bracket subtracts: "10-3" ends in 3, "= -3" in -3
+NUMBER = r"[$€£]?((?<![\w)%])[-−])?[$€£]?(\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
+ANY_NUMBER = re.compile(NUMBER)
+MARKED_NUMBER = re.compile("#### *" + NUMBER)
+Z_95 = 1.959963984540054
+
+
+def final_number(text: str) -> Decimal | None:
+    """The number after the first `####` that has one."""
+    found = MARKED_NUMBER.search(text)
+    return _value(*found.groups(default="")) if found else None
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last number anywhere in the text."""
+    found = ANY_NUMBER.findall(text)
+    return _value(*found[-1]) if found else None
+
+
+SCORES: dict[str, Callable[[str], Decimal | None]] = {"strict": final_number, "last_number": last_number}
+
+
+def is_correct(text: str, answer: str, score: str = "strict") -> bool:
+    """Whether the number read from `text` is the one that the reference `answer` marks; no number is wrong."""
+    number = SCORES[score](text)
+    return number is not None and number == final_number(answer)
+
+
+def wilson_interval(correct: int, problems: int) -> tuple[float, float]:
+    """The 95 % confidence interval of a share."""
+    share, z2 = correct / problems, Z_95**2
+    middle = share + z2 / (2 * problems)
+    half = Z_95 * math.sqrt(share * (1 - share) / problems + z2 / (4 * problems**2))
+    scale = 1 + z2 / problems
+    return max((middle - half) / scale, 0.0), min((middle + half) / scale, 1.0)
+
+
+def mcnemar_p(only_first: int, only_second: int) -> float:
+    """How likely chance splits the problems that only one of two runs solved so unevenly: exact, two-sided."""
+    changed = only_first + only_second
+    tail = sum(math.comb(changed, k) for k in range(min(only_first, only_second) + 1))
+    return min(1.0, 2 * tail / (1 << changed))
+
+
+def _value(sign: str, digits: str) -> Decimal:
+    value = Decimal(digits.replace(",", ""))
+    return -value if sign else value
+
 
 Report = dict[str, Any]
 """settings, note, runs (scores, tokens, acceptance by name), categories and turns (the same by category and by turn of
@@ -203,3 +260,87 @@ def _category_table(report: Report) -> list[str]:
             row["speed-up"] = f"{group['timing']['speed_up']:.2f}x"
         rows.append(row)
     return ["", *table_lines(rows)] if rows else []
+
+
+COLOURS = {"speculative": "tab:green", "plain": "tab:grey"}
+
+
+def require_matplotlib() -> None:
+    """Before any work: raises ConfigError where `save_plot` could not draw."""
+    if find_spec("matplotlib") is None:
+        raise ConfigError("a PNG needs matplotlib: pip install 'specdec-runtime[plots]', or leave it out")
+
+
+def save_plot(report: Report, file: str | BinaryIO) -> None:
+    """Accuracy with intervals where answers are graded, acceptance, and tokens per second, side by side, as a PNG."""
+    from matplotlib.figure import Figure
+
+    first, drafted = _first_run(report), bool(_first_run(report)["accepted_per_position"])
+    panels = [_accuracy] if "strict" in first else []
+    panels += [_acceptance_by_position] if drafted else []
+    panels += [_acceptance_by_category] if report["categories"] and drafted else []
+    panels += [_speed] if speeds_may_be_shown(report) else []
+    figure = Figure(figsize=(4.2 * max(len(panels), 2), 4.2), layout="constrained")
+    figure.suptitle(title(report))
+    for axes, draw in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        draw(axes, report)
+    figure.savefig(file, format="png", dpi=120)
+
+
+def title(report: Report) -> str:
+    """Task, pair and what was found, on two lines."""
+    settings, first, comparison = report["settings"], _first_run(report), report["comparison"]
+    drafter = f"drafter {_short(settings['drafter'])}" if settings.get("drafter") else "no drafter"
+    pair = f"{_short(settings['target'])}, {drafter}"
+    found = [f"speed-up {report['timing']['speed_up']:.2f}x"] if "speed_up" in report["timing"] else []
+    found += [f"acceptance length {first['acceptance_length']:.2f}"] if first["accepted_per_position"] else []
+    if comparison is not None:
+        found.append(f"{comparison['equal']} of {comparison['equal'] + len(comparison['unequal'])} outputs equal")
+    found = found or [report["timing"]["hardware"]]
+    return f"{settings['task']}, {settings['problems']} problems: {pair}\n{', '.join(found)}"
+
+
+def _short(name: str, most: int = 48) -> str:
+    """The end of a long path tells most."""
+    return name if len(name) <= most else f"...{name[-most:]}"
+
+
+def _first_run(report: Report) -> dict[str, Any]:
+    """The run with a drafter, if there is one: it has an acceptance by position."""
+    run: dict[str, Any] = next(iter(report["runs"].values()))
+    return run
+
+
+def _accuracy(axes: Any, report: Report) -> None:
+    width = 0.8 / len(report["runs"])
+    for row, (name, run) in enumerate(report["runs"].items()):
+        shares = [run[score]["share"] for score in SCORES]
+        errors = [[abs(run[score]["wilson_95"][end] - run[score]["share"]) for score in SCORES] for end in (0, 1)]
+        places = [at + width * row for at in range(len(SCORES))]
+        axes.bar(places, shares, 0.9 * width, yerr=errors, capsize=4, label=name, color=COLOURS[name])
+    axes.set_xticks([at + width * (len(report["runs"]) - 1) / 2 for at in range(len(SCORES))])
+    axes.set_xticklabels([score.replace("_", " ") for score in SCORES])
+    axes.set(title="accuracy, Wilson 95 % interval", ylabel="share of problems", ylim=(0, 1))
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2, frameon=False)
+
+
+def _acceptance_by_position(axes: Any, report: Report) -> None:
+    shares = _first_run(report)["accepted_per_position"]
+    axes.bar(range(1, len(shares) + 1), shares, color=COLOURS["speculative"])
+    axes.set_xticks(range(1, len(shares) + 1))
+    axes.set(title="rounds that accept the draft", xlabel="draft position", ylabel="share of rounds", ylim=(0, 1))
+
+
+def _acceptance_by_category(axes: Any, report: Report) -> None:
+    most = 1 + len(_first_run(report)["accepted_per_position"])
+    lengths = {name: _first_run(group)["acceptance_length"] for name, group in report["categories"].items()}
+    axes.barh([*lengths], [*lengths.values()], color=COLOURS["speculative"])
+    axes.invert_yaxis()
+    axes.set(title="acceptance length", xlabel="tokens a forward", xlim=(1, most))
+
+
+def _speed(axes: Any, report: Report) -> None:
+    speeds = {name: report["timing"][name]["tokens_per_second"] for name in report["runs"]}
+    for name, speed in speeds.items():
+        axes.bar_label(axes.bar(name, speed, 0.6, color=COLOURS[name]), fmt="%.1f", padding=2)
+    axes.set(title="speed", ylabel="tokens/s", ylim=(0, 1.1 * max(speeds.values())))  # room for the figure above

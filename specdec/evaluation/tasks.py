@@ -1,7 +1,8 @@
-"""The tasks that can be evaluated, by name: where their problems come from and what is asked of them.
+"""The tasks that can be evaluated, by name: where their problems come from and how they are put to a model.
 
 Only GSM8K's answers are graded. HumanEval's programs are not executed and MT-bench's answers are not judged: those
-tasks, and Spec-Bench, are prompts on which speed and acceptance are measured.
+tasks, and Spec-Bench, are prompts on which speed and acceptance are measured. GSM8K's question is the user's turn under
+a chat template; without one it follows worked examples of our own making: a line a step, then `#### n`.
 """
 
 from collections import Counter
@@ -11,10 +12,52 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import ConfigError
-from specdec.evaluation.gsm8k import load_problems
+from specdec.errors import ConfigError, first_line, require_one_of
+from specdec.evaluation.gsm8k_report import final_number
+from specdec.models.bundled import BUNDLED_DIR, HELD_OUT_PROBLEMS
 from specdec.text.prompt_files import Problem, read_prompts
 from specdec.text.prompts import chat_ids
+
+EXEMPLARS = read_prompts(BUNDLED_DIR / "gsm8k_exemplars.jsonl")
+NEXT_PROBLEM = "Question:"
+"""Ends an answer after worked examples: without it a model goes on to make up the next problem."""
+
+
+def question_text(question: str, chat: bool, shots: int, instruction: str) -> str:
+    """One problem after `shots` worked examples, with `instruction` on a line after it; `chat`: as a user's turn."""
+    text = f"{question}\n{instruction}" if instruction else question
+    if chat and not shots:
+        return text
+    solved = [f"Question: {problem.text}\nAnswer: {problem.answer}\n\n" for problem in EXEMPLARS[:shots]]
+    return f"{''.join(solved)}Question: {text}\nAnswer:"
+
+
+def load_problems(data: str) -> tuple[str, list[Problem]]:
+    """Where they are from, in words, and the problems. data: "bundled", "hub" or a JSONL file."""
+    if data == "hub":
+        source, problems = "openai/gsm8k, test split, from the hub", _from_hub()
+    elif data == "bundled":
+        source, problems = "bundled generated problems, held out", read_prompts(HELD_OUT_PROBLEMS)
+    else:
+        source, problems = f"file {Path(data).name}", read_prompts(data)
+    for number, problem in enumerate(problems, start=1):
+        if final_number(problem.answer or "") is None:
+            raise ConfigError(f"{source}: problem {number} has no 'answer' with '#### n'; GSM8K's fields are expected")
+    return source, [Problem(problem.turns[:1], problem.answer) for problem in problems]
+
+
+def _from_hub() -> list[Problem]:
+    try:
+        import datasets
+
+        rows = list(datasets.load_dataset("openai/gsm8k", "main", split="test"))
+    except ImportError as error:
+        wanted = "needs the package datasets: pip install 'specdec-runtime[datasets]'"
+        raise ConfigError(f"data='hub' {wanted}, or give a JSONL file") from error
+    except Exception as error:  # no network, a broken cache, ...: they have no common base
+        raise ConfigError(f"data='hub': openai/gsm8k did not load ({first_line(error)}); give a JSONL file") from error
+    return [Problem((row["question"],), row["answer"]) for row in rows]
+
 
 MT_BENCH_CATEGORIES = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 
@@ -51,8 +94,7 @@ TASKS = {"gsm8k": Task("gsm8k", load_problems, graded=True)} | {
 
 def find_task(name: str) -> Task:
     """The task of a name. Raises ConfigError with the names there are."""
-    if name not in TASKS:
-        raise ConfigError(f"task={name!r} is unknown; choose one of {', '.join(TASKS)}")
+    require_one_of("task", name, TASKS)
     return TASKS[name]
 
 

@@ -1,12 +1,23 @@
-"""transformers' own generate as contestants: on the same weights, one prompt at a time. Measured, not judged."""
+"""transformers' own generate on the same weights, whole or timed by step. Measured, not judged.
+
+A step is the time between two looks at its stopping criteria, which it takes once a forward of the target. Assisted
+generation looks twice, so there a round is the time between two forwards of the target, by a hook: compiled code, which
+has its own ideas of hooks, is not assisted.
+"""
 
 import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
+from time import perf_counter
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from specdec.config import SamplingParams
+from specdec.draft_models.base import Drafter
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.engine import Engine
 from specdec.evaluation.contest import Contestant, Prompts
@@ -51,3 +62,77 @@ def _generate(engine: Engine, params: SamplingParams, prompts: Prompts, **assist
         )
         outputs.append(out[0, len(prompt) :].tolist())
     return outputs
+
+
+WARM_UP = 4
+
+Run = Callable[[Sequence[Sequence[int]], int], list[float]]
+"""(prompts, steps) -> seconds of each step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """rows: that one of its steps verifies, of each request."""
+
+    name: str
+    run: Run
+    rows: int = 1
+
+
+class Stamps(StoppingCriteria):
+    """Stops after `most` stamps. on_look: each look is one."""
+
+    def __init__(self, device: torch.device, most: int, *, on_look: bool) -> None:
+        self.at: list[float] = []
+        self.device, self.most, self.on_look = device, most, on_look
+
+    def stamp(self, *_: Any) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.at.append(perf_counter())
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> Any:
+        if self.on_look:
+            self.stamp()
+        return torch.full(input_ids.shape[:1], len(self.at) >= self.most, device=input_ids.device)
+
+
+def peers_for(model: PreTrainedModel, drafter: Drafter | None, num_steps: int | None, batch: int) -> list[Peer]:
+    """num_steps: of the chain that assisted generation drafts, None: it does not run."""
+
+    steps = partial(generate_steps, model)
+    compiled = ", compiled" if model.device.type == "cuda" else ""  # transformers compiles it there, by itself
+    static = Peer(f"transformers, static cache{compiled}", partial(steps, cache_implementation="static"))
+    peers = [Peer("transformers, plain", steps), static]
+    if num_steps is not None and batch == 1 and isinstance(drafter, Gemma4MTPDrafter):
+        assistant = assistant_of(drafter, num_steps)
+        assistant.generation_config.assistant_confidence_threshold = 0.0  # as many drafts as ours, however unlikely
+        peers.append(Peer("transformers, assisted", partial(steps, assistant_model=assistant), 1 + num_steps))
+    return peers
+
+
+def generate_steps(model: PreTrainedModel, prompts: Sequence[Sequence[int]], count: int, **options: Any) -> list[float]:
+    """Seconds of `count` steps after the prefill and a few for warming up."""
+    ids = torch.tensor([list(prompt) for prompt in prompts], device=model.device)
+    assistant = options.get("assistant_model")
+    stamps = Stamps(model.device, WARM_UP + count + 1, on_look=assistant is None)
+    config = copy.deepcopy(model.generation_config)
+    assert config is not None
+    config.eos_token_id, config.pad_token_id = None, 0
+    a_step = 1 if assistant is None else 1 + assistant.generation_config.num_assistant_tokens
+    hook = None if assistant is None else model.register_forward_pre_hook(stamps.stamp)
+    try:
+        model.generate(  # type: ignore[operator]
+            ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=config,
+            do_sample=False,
+            max_new_tokens=(stamps.most + 1) * a_step,
+            stopping_criteria=StoppingCriteriaList([stamps]),
+            **options,
+        )
+    finally:
+        if hook is not None:
+            hook.remove()
+    at = stamps.at[WARM_UP : stamps.most]
+    return [end - start for start, end in pairwise(at)]

@@ -69,6 +69,15 @@ class SumShare(NamedTuple):
     by_rows: bool
 
 
+class WideNorms(NamedTuple):
+    """Norms over all heads of the queries, and of the keys: of one of `count` ranks, over those of all ranks."""
+
+    q: Gain
+    k: Gain
+    rank: int = 0
+    count: int = 1
+
+
 class Cuts(NamedTuple):
     """How the weights of one rank's share of a layer are cut: as in the whole layer. down: None without an MLP."""
 
@@ -83,7 +92,7 @@ class LayerParts:
 
     kind: str
     heads: Heads
-    wide_norms: tuple[Gain, Gain] | None = None  # over all heads of the queries, and of the keys
+    wide_norms: WideNorms | None = None
     scaling: float
     qkv: Weight
     qkv_bias: torch.Tensor | None
@@ -207,7 +216,7 @@ class FusedLayer(nn.Module):
         parts, ops = self.parts, self.ops
         qkv = ops(linear)(normed, parts.qkv, parts.qkv_bias, None if parts.cuts is None else parts.cuts.qkv)
         if parts.wide_norms is not None:
-            qkv = ops(qk_norm)(qkv, *parts.wide_norms)
+            qkv = yield from self._norm_all_heads(qkv, parts.wide_norms)
         rows = ops(rope_store)(qkv, parts.heads, shared.rotary[parts.kind], context.destination(self.index))
         if isinstance(narrowing, Ending):
             return hidden, normed
@@ -229,6 +238,18 @@ class FusedLayer(nn.Module):
         layer_input = layer_inputs[:, self.index]
         added = ops(gated_projection)(gate, layer_input, parts.ple.projection, parts.ple.activation)
         return ops(norm)(added, post=parts.ple.norm, residual=hidden, **end)
+
+    def _norm_all_heads(self, qkv: Product, norms: WideNorms) -> Generator[Exchanged, Product, Product]:
+        """A rank has the heads of all for that, then its own again."""
+        heads, count = self.parts.heads, norms.count
+        if count == 1:
+            return self.ops(qk_norm)(qkv, norms.q, norms.k)
+        by_rank = yield Columns(self.ops(finish)(qkv))
+        widths = [number * heads.head_dim for number in (heads.num_q, heads.num_kv, heads.num_kv)]
+        kinds = by_rank.parts[0].unflatten(1, (count, -1)).split(widths, dim=2)  # q, k, v: [T, R, heads]
+        whole = self.ops(qk_norm)(Product.of(torch.cat([kind.flatten(1) for kind in kinds], 1)), norms.q, norms.k)
+        kinds = whole.parts[0].split([width * count for width in widths], dim=1)
+        return Product.of(torch.cat([kind.chunk(count, 1)[norms.rank] for kind in kinds], 1))
 
     def _last_sum(
         self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, share: SumShare | None

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from specdec.errors import UnsupportedModelError
-from specdec.layers.decoder import DecoderParts, EmbeddingParts, LayerParts, MoeParts, PleParts
-from specdec.layers.linear import Mlp, reference_activate
+from specdec.layers.activation import reference_activate
+from specdec.layers.decoder import DecoderParts, EmbeddingParts, LayerParts, MoeParts, PleParts, WideNorms
+from specdec.layers.linear import Mlp
 from specdec.layers.merge import is_merged, merge_columns, merge_rows
 from specdec.layers.moe.moe_families import experts_of, router_of
 from specdec.layers.norm import Gain
@@ -159,7 +160,7 @@ class LlamaLike:
             scale=getattr(layer, "layer_scalar", None),
         )
 
-    def _heads(self, attention: Any, width: int) -> tuple[Heads, tuple[Gain, Gain] | None]:
+    def _heads(self, attention: Any, width: int) -> tuple[Heads, WideNorms | None]:
         """How a product of `width` columns divides, and norms over all heads of its queries and its keys."""
         head_dim = attention.head_dim
         num_q = attention.o_proj.in_features // head_dim
@@ -172,7 +173,7 @@ class LlamaLike:
         if set(shapes) <= {(head_dim,)}:
             return heads._replace(q_norm=q_norm, k_norm=k_norm, v_norm=v_norm), None
         if q_norm is not None and k_norm is not None and shapes == [(num_q * head_dim,), (num_kv * head_dim,)]:
-            return heads, (q_norm, k_norm)
+            return heads, WideNorms(q_norm, k_norm)
         raise Unfusable(f"its norms of queries and keys have weights {[list(shape) for shape in shapes]}")
 
     def _moe(self, layer: Any) -> MoeParts | None:

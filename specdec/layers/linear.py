@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, tl, triton
+from specdec.layers.activation import ACTIVATIONS, activate, reference_activate
+from specdec.layers.many_rows import multiply_many_rows, suits
 from specdec.layers.packed.dequantise import dequantise
 from specdec.layers.packed.packed_tile import (
     load_tile,
@@ -35,8 +37,6 @@ from specdec.layers.packed.packed_tile import (
 from specdec.layers.packed.packed_weight import PackedWeight, Weight, multiply
 from specdec.layers.product import FEW_ROWS, Cut, Product, Tiles, can_hold, cut_of, tiles_of
 from specdec.layers.range_sum import multiply_both, multiply_range
-
-ACTIVATIONS = ("gelu_tanh", "silu")
 
 FEW_PROGRAMS = 256
 """With more of them, or more rows, a program adds the ranges up: parts would be more bytes than they are worth."""
@@ -70,19 +70,6 @@ def reference_linear_parts(x: torch.Tensor, weight: torch.Tensor, cut: Cut) -> P
 def reference_gated_linear(x: torch.Tensor, weight: Weight, activation: str) -> torch.Tensor:
     gate, up = multiply(x, weight).float().chunk(2, dim=-1)
     return (reference_activate(gate, activation) * up).to(x.dtype)
-
-
-def reference_activate(x: torch.Tensor, activation: str) -> torch.Tensor:
-    return F.gelu(x, approximate="tanh") if activation == "gelu_tanh" else F.silu(x)
-
-
-@triton.jit
-def activate(b_x: tl.tensor, ACTIVATION: tl.constexpr) -> tl.tensor:
-    """float32 in and out."""
-    b_u = b_x
-    if ACTIVATION == "gelu_tanh":  # 1 + tanh(u) = 2 sigmoid(2 u), and 1.59.. = 2 sqrt(2 / pi)
-        b_u = 1.5957691216057308 * (b_x + 0.044715 * b_x * b_x * b_x)
-    return b_x * tl.sigmoid(tl.maximum(b_u, -80.0))  # e^80 is a float32
 
 
 @triton.jit
@@ -285,6 +272,8 @@ def linear(
     the number of rows. holds: no later kernel starts before x is written.
     """
     cut = cut or cut_of(weight)
+    if tiles is None and not apart and suits(weight, x):
+        return Product.of(multiply_many_rows(x, weight, bias, None, cut))
     tiles = tiles or tiles_of(len(x), weight, cut, x)
     count = triton.cdiv(len(x), tiles.block_m + tiles.tail_m) * triton.cdiv(len(weight), tiles.rows)
     few = count < FEW_PROGRAMS and len(x) <= FEW_ROWS
@@ -311,8 +300,10 @@ def linear_parts(x: torch.Tensor, weight: torch.Tensor, cut: Cut) -> Product:
 def gated_linear(x: torch.Tensor, weight: Weight, activation: str, *, tiles: Tiles | None = None) -> torch.Tensor:
     """x [M, K], weight [2 I, K] with the gate's rows first -> act(gate) * up [M, I]. One range of K."""
     assert activation in ACTIVATIONS and len(weight) % 2 == 0, f"{activation=} {weight.shape=}"
-    out = torch.empty((len(x), len(weight) // 2), dtype=x.dtype, device=x.device)
     cut = Cut(1, weight.shape[1])
+    if tiles is None and suits(weight, x):
+        return multiply_many_rows(x, weight, None, activation, cut)
+    out = torch.empty((len(x), len(weight) // 2), dtype=x.dtype, device=x.device)
     tiles = tiles or tiles_of(len(x), weight, cut, x, gated=True)
     _launch(x, weight, None, out, activation, cut, tiles, split=False)
     return out

@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, tl, triton
-from specdec.layers.linear import activate, linear, reference_activate
+from specdec.layers.activation import activate, reference_activate
+from specdec.layers.linear import linear
 from specdec.layers.norm import Gain, reference_rms_norm, rms_norm
 from specdec.layers.packed.packed_tile import (
     load_tile,

@@ -1,22 +1,23 @@
 """Does a row have the same bits whatever the other rows of a forward are? Proved for every deterministic model.
 
-    all at once    the 12 rows of two texts
-    in pieces      the first tokens of both texts in turn; one row alone; the others from the last to the first, among
-                   rows of neither text
+Layers that are not so by themselves run in tiles of a fixed number of rows (`attention/row_tiles.py`).
 
-Queries, keys, values, states and logits must be equal, bit by bit. Attention, which is not asked here, sees each row by
-itself. It knows no pools, plans or requests.
+The 12 rows of two texts run all at once, then in pieces: some rows in turn, one alone, the others in reverse among rows
+of neither text. Queries, keys, values, states and logits must be equal, bit by bit. Attention sees each row by itself.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Unpack
 
 import torch
 
-from specdec.attention.bridge import AttentionCall
+from specdec.attention.bridge import AttentionCall, ForwardContext
 from specdec.attention.dense import bias_of, dense_attention
-from specdec.kvcache.layer_context import ScoreOptions
+from specdec.attention.row_tiles import ROWS, pad_rows, row_tiles, tile_context
+from specdec.kvcache.layer_context import OwnRows, ScoreOptions
 from specdec.kvcache.layout import KVLayout
+from specdec.layers.batch_invariant_torch import ByVectors
 from specdec.models.probe import Run
 
 Row = tuple[int, int]
@@ -37,7 +38,7 @@ class RowRecord:
         self.peers: Sequence[RowRecord] = ()
 
     def divide(self, devices: Sequence[torch.device]) -> "Sequence[RowRecord]":
-        """See `rank_contexts.py`."""
+        """See `shared_weights.py`."""
         self._shares = self._shares or [RowRecord(self.layout.share(len(devices))) for _ in devices]
         for share in self._shares:
             share.now = self.now
@@ -58,12 +59,7 @@ class RowRecord:
         """Nothing is stored: what layers ask with is recorded."""
 
     def attend_rows(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        **options: Unpack[ScoreOptions],
+        self, layer: int, q: torch.Tensor, k: OwnRows, v: OwnRows, **options: Unpack[ScoreOptions]
     ) -> torch.Tensor:
         spec = self.layout.layers[layer]
         for i, (text, pos) in enumerate(self.now):
@@ -113,3 +109,47 @@ def depends_on_others(
     junk = [(2 + i, 0) for i in range(most_rows - len(others))]  # a text of one token each
     whole, pieces = record(rows), record(first, [alone], [*others, *junk])
     return next((what for what in whole if any(not torch.equal(whole[what][r], pieces[what][r]) for r in rows)), None)
+
+
+def forward_in_tiles(
+    run: Run, tokens: torch.Tensor, context: ForwardContext, aux_layers: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """tokens [B, N] -> states [B, N, H], and those that enter `aux_layers` side by side [B, N, A * H], or None."""
+    (batch, width), positions = tokens.shape, context.plan.positions.flatten()
+    done: list[torch.Tensor] = []
+    rows = torch.arange(batch * width, device=tokens.device)
+    order = []
+    with _by_vectors(tokens.device):
+        for tile in row_tiles(batch, width):
+            part = tile_context(context, tile)
+            out = run(tile.rows(tokens.flatten(), width)[None], tile.rows(positions, width)[None], part)
+            states = [out, *(state for layer in aux_layers if (state := part.states[layer]) is not None)]
+            assert len(states) == 1 + len(aux_layers), f"{len(states) - 1} states of layers {aux_layers}"
+            order.append(rows.view(batch, width)[tile].flatten())
+            done.append(torch.cat([state.view(ROWS, -1) for state in states], dim=-1)[: len(order[-1])])
+    packed = torch.cat(done)
+    together = torch.empty_like(packed).index_copy_(0, torch.cat(order), packed).view(batch, width, -1)
+    hidden, aux = together.split([out.shape[-1], together.shape[-1] - out.shape[-1]], dim=-1)
+    return hidden.contiguous(), aux.contiguous() if aux_layers else None
+
+
+def rows_in_tiles(compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """x [..., H] -> `compute` of its rows [..., V]."""
+    rows = x.reshape(-1, x.shape[-1])
+    with _by_vectors(x.device):
+        tiles = [compute(pad_rows(tile)) for tile in rows.split(ROWS)]
+    return torch.cat(tiles)[: len(rows)].view(*x.shape[:-1], -1)
+
+
+def run_in_tiles(run: Run) -> Run:
+    """`run` for at most ROWS rows [1, T] in one tile, of contexts that take ROWS: for proofs."""
+
+    def padded(tokens: torch.Tensor, positions: torch.Tensor, context: object) -> torch.Tensor:
+        with _by_vectors(tokens.device):
+            return run(pad_rows(tokens[0])[None], pad_rows(positions[0])[None], context)[:, : tokens.shape[1]]
+
+    return padded
+
+
+def _by_vectors(device: torch.device) -> AbstractContextManager[object]:
+    return ByVectors() if device.type == "cpu" else nullcontext()

@@ -11,8 +11,7 @@ from specdec.errors import ConfigError
 
 
 class ContextLength(NamedTuple):
-    """default: tokens served if the user sets no length; most: the largest length allowed (None: no limit); why: its
-    reason."""
+    """default: tokens served if the user sets no length; most: the largest allowed (None: any); why: its reason."""
 
     default: int | None
     most: int | None
@@ -33,7 +32,9 @@ def context_length(config: Any) -> ContextLength:
     stated = int(stated) if stated else None
     limits: list[tuple[int, str]] = []
     stretched = stated
-    for rope in _rope_parameters(config):
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
+    for rope in by_layer_type or [parameters]:
         kind = str(rope.get("rope_type") or rope.get("type") or "default")
         original = rope.get("original_max_position_embeddings") or getattr(
             config, "original_max_position_embeddings", None
@@ -50,10 +51,3 @@ def context_length(config: Any) -> ContextLength:
         most, why = min(limits)
         return ContextLength(min(most, stated or most), most, why)
     return ContextLength(stated, stretched, "the positions that its config states")
-
-
-def _rope_parameters(config: Any) -> list[dict[str, Any]]:
-    """The RoPE parameters of a config: one dict, or one for each layer type."""
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    nested = [value for value in rope.values() if isinstance(value, dict)]
-    return nested or [rope]

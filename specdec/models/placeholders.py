@@ -1,9 +1,8 @@
 """Ids that stand for images, video and sound in a text: what a multimodal model embeds in their place.
 
-Gemma 4 embeds such an id as padding where no pixels are given, Granite Speech as id 0, and so must we: it may stand in
-a prompt, and a model may write it. The model itself is asked, once, by what its own forward hands to the embedding and
-to the text decoder; no layer runs. Invariant: an id is replaced by another only if the decoder then gets the same, to
-the bit. Drafters embed ids as they are, as in transformers' assisted generation.
+The model itself is asked, once, by what its own forward hands to the embedding and to the text decoder; no layer runs.
+Invariant: an id is replaced by another only if the decoder then gets the same, to the bit. Drafters embed ids as they
+are, as in transformers' assisted generation.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

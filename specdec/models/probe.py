@@ -17,7 +17,7 @@ import torch
 from specdec.attention.bridge import IGNORED_KWARGS, AttentionCall
 from specdec.attention.dense import bias_of, dense_attention
 from specdec.errors import SpecDecError, UnsupportedModelError
-from specdec.kvcache.layer_context import ScoreOptions
+from specdec.kvcache.layer_context import OwnRows, ScoreOptions
 from specdec.kvcache.layout import KVLayout
 from specdec.sampling.softcap import reference_softcap
 
@@ -108,7 +108,7 @@ class ProbeContext:
     peers: "Sequence[ProbeContext]" = ()  # of that of the first rank: the others
 
     def divide(self, devices: Sequence[torch.device]) -> "Sequence[ProbeContext]":
-        """See `rank_contexts.py`."""
+        """See `shared_weights.py`."""
         layout = self.layout.share(len(devices))
         pasts = [None] * len(devices) if self.past is None else self.past.shares
         self.shares = [
@@ -141,12 +141,7 @@ class ProbeContext:
         """Fused layers store nothing here: what they ask with is recorded."""
 
     def attend_rows(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        **options: Unpack[ScoreOptions],
+        self, layer: int, q: torch.Tensor, k: OwnRows, v: OwnRows, **options: Unpack[ScoreOptions]
     ) -> torch.Tensor:
         """q [T, Hq, D], k and v [T, Hkv, D] or None: the owner's -> [T, Hq, D]."""
         spec = self.layout.layers[layer]

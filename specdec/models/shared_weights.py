@@ -1,14 +1,15 @@
-"""The weights of a target that ranks share: read from where they are, and put nowhere but on the rank that has them.
+"""A target that ranks share: its weights, put nowhere but on the rank that has them, and the proof of its layers.
 
-    a checkpoint in host memory, mapped     layer by layer, the slices of a rank to its device
-    a model on the first device             likewise; what rank 0 has in one piece is a view
-
-Embeddings are whole on rank 0, the head is shared by rows. What is shared must not change afterwards: weights that are
-re-pointed or updated raise at the next step.
+Layer by layer, the slices of a rank go to its device; of a model on the first device, what rank 0 has in one piece is a
+view. Embeddings are whole on rank 0, the head is shared by rows. Weights that are re-pointed or updated afterwards
+raise at the next step. A context of a proof knows one device: `divide` gives one a rank for a forward, with its share
+of the heads and what these recorded before; `unite` takes what they recorded, heads in the order of ranks.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ from specdec.layers.packed.packed_linear import weight_of
 from specdec.layers.split.layer_shares import most_exchanged, require_shares
 from specdec.layers.split.split_decoder import SplitDecoder
 from specdec.layers.split.split_head import SplitHead, divides_head
+from specdec.models.probe import Proof, Run
 from specdec.modules.private_copy import private_copy
 
 
@@ -143,3 +145,30 @@ def placed(module: nn.Module, put: Callable[[torch.Tensor], torch.Tensor]) -> nn
         }
         part._buffers = {name: None if value is None else put(value) for name, value in part._buffers.items()}
     return twin
+
+
+def on_ranks(run: Run, ranks: Ranks) -> Run:
+    """`run` of a split decoder, from and to where the proof is."""
+
+    def divided(tokens: torch.Tensor, positions: torch.Tensor, context: Any) -> torch.Tensor:
+        shares = context.divide(ranks.devices)
+        shares[0].peers = shares[1:]
+        ranks.begin()
+        states = run(tokens.to(ranks.devices[0]), positions.to(ranks.devices[0]), shares[0])
+        context.unite(shares)
+        return states.to(tokens.device)
+
+    return divided
+
+
+def difference_on_ranks(
+    proof: Proof, run: Run, ranks: Ranks, head: Callable[..., torch.Tensor], plain_head: Callable[..., torch.Tensor]
+) -> str | None:
+    """What differs where ranks run a split decoder and its head, as the rest of a sentence."""
+    home, device = proof.states.device, ranks.devices[0]
+    closeness = proof.closeness if home.type == device.type else replace(proof.closeness, exact=False)
+    what = replace(proof, closeness=closeness).difference(on_ranks(run, ranks))
+    if what is not None:
+        return what
+    found = head(proof.states.to(device)).to(home)
+    return None if closeness.holds(found, plain_head(proof.states), 0) else "the logits"

@@ -1,9 +1,8 @@
 """The target worker: a Hugging Face causal LM run over the paged KV cache.
 
 It knows where the text decoder, the head and the final softcap of a model are, and how to run B * N packed rows through
-them under a plan. It does not know drafters, sampling or requests. Invariant: the user's module is never changed. A
-private copy over the same weights runs, which any number of engines and threads may share. With `ops` the copy has
-fused layers (`specdec/layers`) if its family has any and they prove to compute the same.
+them under a plan. Invariant: the user's module is never changed. A private copy over the same weights runs, which any
+number of engines and threads may share.
 """
 
 import logging
@@ -29,13 +28,11 @@ from specdec.layers.decoder import FusedDecoder
 from specdec.layers.families import Unfusable
 from specdec.layers.fuse import Weights, fuse, fuse_linear
 from specdec.layers.merge import held_storages
-from specdec.models.batch_invariance import depends_on_others
+from specdec.models.batch_invariance import depends_on_others, forward_in_tiles, rows_in_tiles, run_in_tiles
 from specdec.models.context_length import ContextLength, context_length
 from specdec.models.placeholders import Placeholders, find_placeholders
 from specdec.models.probe import LogitRule, Proof, logit_rules, probe_texts, prove, refusing
-from specdec.models.rank_contexts import difference_on_ranks, on_ranks
-from specdec.models.row_tiled import forward_in_tiles, rows_in_tiles, run_in_tiles
-from specdec.models.shared_weights import SplitWeights, refuse_change, share_among
+from specdec.models.shared_weights import SplitWeights, difference_on_ranks, on_ranks, refuse_change, share_among
 from specdec.modules.module_watch import ModuleWatch
 from specdec.modules.private_copy import private_copy
 from specdec.sampling.softcap import softcap
@@ -68,8 +65,7 @@ class FinalStates(Enum):
 class TargetModel:
     """A causal LM and its geometry.
 
-    Raises UnsupportedModelError when the model cannot be run exactly over a paged cache; every layer is probed with a
-    short forward, so that this happens at construction.
+    Raises UnsupportedModelError when the model cannot be run exactly over a paged cache: every layer is probed.
 
     ops: what fused layers compute with; None: every module runs as Hugging Face wrote it. `unfused` says why they do
     not run here, None when they do.
@@ -253,8 +249,7 @@ class TargetModel:
         context: object,
         narrowing: Narrowing | Ending | None = None,
     ) -> torch.Tensor:
-        """tokens, positions [B, N] -> states after the final norm [B, N, H], or of the rows that it is narrowed to, or
-        zeros."""
+        """tokens, positions [B, N] -> states after the final norm [B, N, H]; if narrowed, of those rows, or zeros."""
         batch = len(tokens)
         tokens = self.placeholders.replaced_in(tokens)
         if self.context_length.most is not None:  # drafts and padding beyond the end: their output is not read

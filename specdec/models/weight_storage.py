@@ -1,6 +1,5 @@
 """What the weights of a model take in memory. Packed ones are buffers, so `parameters()` leaves them out."""
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -13,8 +12,7 @@ from specdec.layers.packed.packed_weight import PackedWeight
 
 
 class StoredWeights(NamedTuple):
-    """numbers: however many bits each has. form: of the packed ones, with the columns that share a stored scale; empty
-    where there are none."""
+    """numbers: of any bits. form: of the packed ones, with the columns that share a scale; empty: there are none."""
 
     numbers: int
     bytes: int
@@ -35,7 +33,8 @@ def packed_of(module: nn.Module) -> list[PackedWeight]:
 def stored_weights(*models: nn.Module) -> StoredWeights:
     """Of several models together: what two of them share is counted once."""
     parameters = {weight for model in models for weight in model.parameters()}
-    packed = {id(weight.words): weight for weight in _all_packed(models)}.values()
+    modules = (module for model in models for module in model.modules())
+    packed = {id(weight.words): weight for module in modules for weight in packed_of(module)}.values()
     return StoredWeights(
         sum(weight.numel() for weight in parameters) + sum(weight.shape.numel() for weight in packed),
         sum(weight.nbytes for weight in parameters) + sum(weight.nbytes for weight in packed),
@@ -60,12 +59,6 @@ def weights_in_words(model: PreTrainedModel) -> str:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _all_packed(models: tuple[nn.Module, ...]) -> Iterator[PackedWeight]:
-    for model in models:
-        for module in model.modules():
-            yield from packed_of(module)
 
 
 def _form(weight: PackedWeight) -> str:

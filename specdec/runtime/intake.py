@@ -17,8 +17,7 @@ from specdec.runtime.request import Request
 from specdec.runtime.scheduler import Scheduler
 from specdec.sampling.grammars import token_rules
 from specdec.sampling.grammars.grammar import Grammars
-from specdec.text.detokenize import Detokenizer
-from specdec.text.ends import end_tokens
+from specdec.text.detokenize import Detokenizer, end_tokens
 from specdec.text.prompts import Prompt, as_prompt_list, text_ids
 
 

@@ -25,10 +25,8 @@ from specdec.gpu.buckets import next_power_of_two
 from specdec.gpu.captures import CaptureUse
 from specdec.gpu.mirrored_array import IntArray, upload
 from specdec.models.target import FinalStates
-from specdec.progress import progress_bar
 from specdec.runtime.adaptive.draft_choice import NO_CHOICE, DraftChoice
 from specdec.runtime.adaptive.draft_ladder import draft_ladder
-from specdec.runtime.adaptive.round_timing import fill_cost_table, time_prompts, time_rounds
 from specdec.runtime.device_use import device_use
 from specdec.runtime.engine_stats import ENOUGH_DRAFTS, EngineStats, warn_of_rejected
 from specdec.runtime.grammar_masks import GrammarSteps, prepare, root_masks
@@ -38,7 +36,7 @@ from specdec.runtime.prompt_scores import scoring_of
 from specdec.runtime.request import Request, restricted, rows_of
 from specdec.runtime.rounds.capture_classes import is_large
 from specdec.runtime.rounds.captured_prompts import ChunkGraphs
-from specdec.runtime.rounds.captured_rounds import Between, RoundGraphs, batch_sizes, nothing, run_programs
+from specdec.runtime.rounds.captured_rounds import Between, RoundGraphs, nothing, run_programs
 from specdec.runtime.rounds.catching_up import CatchUps, catch_up_if_due
 from specdec.runtime.rounds.decode_round import DECODE_STAGES, decode_programs
 from specdec.runtime.rounds.prompt_scoring import Scoring, score_chunk
@@ -86,52 +84,6 @@ class Steps:
         self._ended: int | None = None  # the newest settled round, on the device's clock; None: chunks came after it
         round.masks.max_nodes = max(spec.num_nodes, 1 + MAX_FORCED_TOKENS)
 
-    def warm_up(self) -> None:
-        """Capture greedy rounds at the shortest tables, the largest batch first, with no row seated: of full drafts,
-        and of all that may be chosen instead, which are timed then.
-
-        Other shapes are captured when they first occur.
-        """
-        if self.graphs is None:
-            return
-        no_rows = np.zeros(0, dtype=np.int64)
-        own = NO_DRAFT if self.round.worker is None else whole_draft(self.spec)
-        drafts = [own] if self.choice is None else self.choice.shapes
-        sizes = batch_sizes(self.table.max_requests)
-        shapes = [
-            self.graphs.bucket(round_shape(self.round, no_rows, [], [draft], 0)._replace(batch=size))
-            for size in reversed(sizes)
-            for draft in reversed(drafts)
-        ]
-        with self._on_device(), progress_bar("capturing rounds", len(shapes)) as update:
-            for done, shape in enumerate(shapes, start=1):
-                for _ in range(2):  # as it is, then captured
-                    self.round.seat(no_rows)
-                    self.round.flush()
-                    self.graphs.run(shape)
-                update(done)
-            if self.catch_ups is not None and self.round.unread is not None:
-                for shape in shapes[:: len(drafts)]:  # one of each batch size
-                    for _ in range(2):
-                        self.catch_ups.run(shape)
-        if self.round.cache.sanitizer is None:  # which knows of no rows without slots
-            with self._on_device():
-                if self.choice is not None:
-                    fill_cost_table(self.choice.cost, self.graphs, self.catch_ups, shapes)
-                self._time_prompts(shapes[0])
-            self.restart([])
-        self.graphs.store.uncaptured["rounds"] = 0  # no request has asked for any so far
-
-    def _time_prompts(self, largest: RoundShape) -> None:
-        """Fit how many tokens of prompts a step reads to what they take here."""
-        assert self.graphs is not None
-        [longest] = time_rounds(self.graphs, [largest], lambda _: None)
-        gap, room = self.scheduler.prompt_gap, self.scheduler.prompt_room
-        gap.longest_round = longest
-        gap.learn_round(longest)
-        time_prompts(self.round, gap, self._read, min(room.busy, self.table.max_requests * room.chunk))
-        self.scheduler.prompt_room = gap.capped(room)
-
     def restart(self, requests: Sequence[Request]) -> None:
         """Begin again with these requests, whatever state everything is in."""
         self.under_way.clear()
@@ -155,7 +107,7 @@ class Steps:
 
     def run(self) -> list[Request]:
         """One step -> the requests that ended in it. Prompts come second, so that those that end make room for them."""
-        with self._on_device(), self.round.one_look():
+        with self.on_device(), self.round.one_look():
             finished: list[Request] = []
             if restricted(self.scheduler.running):
                 finished += self._settle_all()  # what a grammar allows is known when all earlier tokens are
@@ -179,7 +131,7 @@ class Steps:
             return finished
 
     @contextmanager
-    def _on_device(self) -> Iterator[None]:
+    def on_device(self) -> Iterator[None]:
         """Triton launches on the current device, whatever it is; K/V have the model's dtype, whatever autocast says."""
         device = self.round.device
         with torch.cuda.device_of(self.round.seats.tensor), torch.autocast(device.type, enabled=False):
@@ -285,7 +237,7 @@ class Steps:
         self.round.clock.start(*PREFILL_STAGES)
         scoring = scoring_of([request.scores for request in requests], done, chunk_len)
         ends = any(done[i] + chunk_len[i] == request.prefill_target for i, request in enumerate(requests))
-        chunk = self._read(rows, chunk_len, self.round.final_states(scored=scoring is not None, ends=ends))
+        chunk = self.read(rows, chunk_len, self.round.final_states(scored=scoring is not None, ends=ends))
         scores = None
         if scoring is not None:
             cells = upload(scoring.cells(), self.round.device)
@@ -296,7 +248,7 @@ class Steps:
         self._launched(requests, drawing, shape, PREFILL_STAGES, packed, forced, scores)
         commit_chunks(self.table, self.scheduler.prefixes, requests, chunk_len)
 
-    def _read(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> Chunk:
+    def read(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> Chunk:
         """The target's part of prompt chunks, captured where they are short; states: see `Chunk`."""
         chunk = None if self.chunks is None else self.chunks.read(rows, chunk_len, states)
         if chunk is None:

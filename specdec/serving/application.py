@@ -13,7 +13,7 @@ from specdec.serving.http.events import CLIENT_GONE, ClientGoneError
 from specdec.serving.openai import chat_completions as chat
 from specdec.serving.openai import completions, openapi, responses, token_routes
 from specdec.serving.openai import models_route as models
-from specdec.serving.openai.response_store import ResponseStore
+from specdec.serving.openai.responses import ResponseStore
 from specdec.serving.server_settings import ServeSettings
 from specdec.serving.state import ServeState
 from specdec.serving.tools.tool_parsers import tool_parser_for

@@ -1,11 +1,8 @@
 """An engine for asyncio: one thread steps it, and any number of tasks, on any event loops, read what it brings.
 
-    async for delta in engine.stream(prompt, params): ...          leaving the loop, or the task, aborts
-    outputs = await engine.generate(prompts, params)               all samples of each prompt together
-    async with await engine.submit(prompts, params) as streams:    several samples as they come: (index, delta)
-
-What takes long (reading a prompt, waiting for a round) happens on other threads than the loop's. A reader that is slow
-holds up no other, and nothing is queued for it: a delta is all that is new when it is read.
+async for delta in engine.stream(prompt, params): ...          leaving the loop, or the task, aborts
+outputs = await engine.generate(prompts, params)               all samples of each prompt together
+async with await engine.submit(prompts, params) as streams:    several samples as they come: (index, delta)
 """
 
 import asyncio
@@ -49,8 +46,8 @@ class AsyncEngine:
     with QueueFullError, or wait with `wait=True`. intake_seconds: within which a prompt must be read, and a grammar
     compiled. per_client: samples that one client may have open, 0: no limit. observers: told how requests fare.
 
-    A round that raises is tried again; a request in whose rounds that happens twice, with no token gained in between,
-    fails with RoundFailedError and its reason, and the others go on. Used in a fork of its process it is refused.
+    A request in whose rounds errors are raised twice, with no token gained in between, fails with RoundFailedError. In
+    a fork of its process it is refused.
     """
 
     def __init__(
@@ -75,6 +72,8 @@ class AsyncEngine:
         self.vocab_size: int = engine.target.vocab_size
         self.kv_bytes: int = engine.kv_bytes  # of all K/V pools together
         self.weights: str = weights_in_words(engine.target.model)
+        # on the caller's thread; `stats_now` waits for the step under way
+        self.most_new_tokens, self.decode, self.stats_now = engine.most_new_tokens, engine.decode, engine.stats
         self._owns_engine = False
         self._closing = False
         self._pid = os.getpid()
@@ -196,18 +195,6 @@ class AsyncEngine:
     def require_places(self, count: int) -> None:
         """Raises what `submit` would for `count` samples now: for callers that have yet to read a long prompt."""
         self._admission.require(count, CLIENT.get())
-
-    def most_new_tokens(self, prompt_len: int) -> int:
-        """As `Engine.most_new_tokens`."""
-        return self.engine.most_new_tokens(prompt_len)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """As `Engine.decode`, on the caller's thread."""
-        return self.engine.decode(token_ids)
-
-    def stats_now(self) -> EngineStats:
-        """As `Engine.stats`, on the caller's thread, which waits for the step under way."""
-        return self.engine.stats()
 
     @property
     def generation_config(self) -> Any:

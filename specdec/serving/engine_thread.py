@@ -4,12 +4,10 @@
     this thread      functions first, then a step, then news      over and over
     observer, tell   who gained tokens, who ended                 on this thread, so neither may wait
 
-A round that raises happened to no request (see `Engine`), so it is tried again, once: a request that is in a failed
-round a second time, with no token gained in between, fails with the reason, and the engine goes on with the others.
-Lack of memory is such a reason. A request that failed by itself (`Handle.error`) has that error, and no other has.
-What a step costs here grows with the requests that it brought something, not with those that are open. Its locks are
-those that a signal in the middle of a call cannot leave taken (see `specdec.runtime.turns`): no `threading.Condition`.
-It knows threads and handles, and nothing of event loops.
+A round that raises, for lack of memory too, is tried again, once: a request that is in a failed round a second time,
+with no token gained in between, fails with the reason, and the engine goes on with the others. What a step costs here
+grows with the requests that it brought something. Its locks are those that a signal in the middle of a call cannot
+leave taken (see `specdec.runtime.turns`): no `threading.Condition`.
 """
 
 import logging
@@ -41,8 +39,7 @@ BROKEN = 3
 class Sample:
     """One request that this thread looks after. owner: its reader, told when there is news.
 
-    client: whose it is. seen: tokens that its owner was told of. failed_at: how many it had when a round failed that
-    it was in.
+    client: whose it is. seen: tokens that its owner was told of. failed_at: how many it had when its round failed.
     """
 
     handle: Handle

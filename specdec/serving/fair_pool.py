@@ -1,12 +1,9 @@
 """Threads for work that takes long, shared by clients who take turns.
 
-    queue      one for each client; the next job is that of the client whose last one began longest ago
-    running    at most `threads` jobs, of one client at most one fewer, so that one thread is left for others
-    given up   jobs whose client has left, or whose time is over: dropped before they begin; one that has begun runs on,
-               as no thread can be ended, and another thread takes its place, up to MAX_EXTRA times as many
-
-Which client a job is for is said by the context variable CLIENT at the time it is handed in. It knows nothing of
-engines.
+queue      one for each client; the next job is that of the client whose last one began longest ago
+running    at most `threads` jobs, of one client at most one fewer, so that one thread is left for others
+given up   jobs whose client has left, or whose time is over: dropped before they begin; one that has begun runs on,
+           as no thread can be ended, and another thread takes its place, up to MAX_EXTRA times as many
 """
 
 import asyncio

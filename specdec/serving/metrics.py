@@ -1,7 +1,6 @@
 """GET /metrics: how requests, rounds and pools fare, for Prometheus, under vLLM's names where they mean the same.
 
-Times are observed on the engine's thread, a few additions a request and round. Counters are sums over the requests that
-ended and those under way, taken at each scrape, so they never fall. The registry is this application's own.
+Counters are sums over the requests that ended and those under way, taken at each scrape, so they never fall.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.request import RequestStats
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.engine_thread import Sample
-from specdec.serving.http.client_isolation import in_blocks
+from specdec.serving.http.client_limits import in_blocks
 
 router = APIRouter()
 

@@ -1,8 +1,7 @@
 """Runs an application on a socket until a signal ends it, gracefully, or its engine has died.
 
-SIGTERM, SIGINT and SIGHUP: no new connections, streams go on for `stop_seconds` and are then ended with an error event,
-so that no client takes half an answer for a whole one. Requests that are not whole by then are dropped. A second
-SIGTERM or SIGINT ends at once. The process never outlives its deadline: where a thread hangs, it leaves with 1.
+SIGTERM, SIGINT and SIGHUP: no new connections, streams go on for `stop_seconds` and are then ended with an error event.
+A second SIGTERM or SIGINT ends at once. The process never outlives its deadline: where a thread hangs, it leaves.
 """
 
 import asyncio
@@ -28,8 +27,8 @@ from specdec.serving.http.connections import Connection, Connections
 from specdec.serving.http.listener import Listener
 from specdec.serving.http.probes import Watch
 from specdec.serving.http.trimming import Trimmer, without_what_stays
+from specdec.serving.logs import Reporter, describe
 from specdec.serving.server_settings import ServeSettings
-from specdec.serving.status_report import Reporter, describe
 
 logger = logging.getLogger("specdec.serving")
 

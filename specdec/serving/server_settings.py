@@ -6,57 +6,39 @@ How many connections it has by default depends on the system: on the limit of op
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from specdec.config import require_int
-from specdec.errors import ConfigError, shown
-from specdec.serving.http.unknown_fields import require_handling
+from specdec.errors import ConfigError, require_one_of, shown
+from specdec.serving.http_options import HttpOptions
 from specdec.serving.tools.reasoning import reasoning_format
 from specdec.serving.tools.tool_parsers import require_parser
-from specdec.text.content_tokens import require_handling as require_content_handling
+from specdec.text.content_tokens import require_handling
 
 DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Sampling parameters for which a model's generation config may state a default."""
+HANDLING = ("refuse", "warn", "ignore")
+"""What becomes of fields that no part of a body knows."""
 RESERVED_FILES = 32
 """File descriptors that are left for everything that is no connection."""
 MOST_BY_DEFAULT = 16_384
 
 
 @dataclass(frozen=True, slots=True)
-class ServeSettings:
-    """Trailing comments say what a field means; the first model name is what answers call the model."""
+class ServeSettings(HttpOptions):
+    """Options of the command line, and what it reads elsewhere; the first model name is what answers call the model."""
 
     model_names: Sequence[str]  # what requests may call the model
     api_keys: Sequence[str] = ()  # bearer tokens, each of which lets a request in; none: no key is needed
     cors_origins: Sequence[str] = ()  # whose pages may ask from a browser; "*": all
-    max_body_bytes: int = 4 << 20  # of one request
-    stop_seconds: float = 30.0  # for streams to end when the server stops
     defaults: Mapping[str, float] = field(default_factory=dict)  # sampling parameters of requests that do not say
-    tool_parser: str = "auto"  # how the model writes tool calls; "auto": as its chat template teaches
-    allow_priority: bool = False  # requests may have a priority other than 0
-    share_prefix_cache: bool = False  # clients share cached prompts, and so one can find out what another sent
     show_cached_tokens: bool = True  # usage says how much of a prompt was cached
     named_keys: Mapping[str, str] = field(default_factory=dict)  # further keys, by the name that the log has for them
-    client_requests_per_minute: int = 0  # of one API key, or address where there are none, all at once; 0: any
-    client_concurrency: int = 0  # open requests of one key or address; 0: any
-    max_connections: int = 0  # open at a time, of all clients; 0: as many as the limit of open files allows
-    timeout_headers: float = 10.0  # seconds within which the head of a request must come
-    timeout_body: float = 120.0  # and the whole request
-    timeout_keep_alive: float = 30.0  # seconds that a connection stays open between two requests
-    ssl_certfile: Path | None = None  # PEM files, for HTTPS
-    ssl_keyfile: Path | None = None
-    root_path: str = ""  # under which a proxy shows this server
-    liveness_seconds: float = 120.0  # a step of the engine that takes longer counts as one that hangs
-    stats_seconds: float = 10.0  # between two lines of throughput in the log; 0: none
-    reasoning_parser: str = "none"  # how the model writes what it thinks
-    unknown_fields: str = "refuse"  # or "warn", "ignore": those of a body that no part of it knows
-    special_tokens_in_content: str = "escape"  # control tokens in messages are plain text; "allow": control tokens
 
     def __post_init__(self) -> None:
         require_int("max_body_bytes", self.max_body_bytes, 1, 1 << 40)
         for name in ("client_requests_per_minute", "client_concurrency", "max_connections"):
             require_int(name, getattr(self, name), 0, 1 << 30)
-        for name in ("timeout_headers", "timeout_body", "timeout_keep_alive"):
+        for name in ("timeout_headers", "timeout_body", "timeout_keep_alive", "liveness_seconds"):
             if not 0 < (seconds := getattr(self, name)) < float("inf"):
                 raise ConfigError(f"{name}={shown(seconds)}: a number of seconds above 0 is required")
         if not self.model_names or not all(self.model_names):
@@ -75,18 +57,15 @@ class ServeSettings:
             raise ConfigError(
                 f"root_path={shown(self.root_path)}: it begins with a slash and ends with none, such as /llm"
             )
-        if not 0 < self.liveness_seconds < float("inf"):
-            raise ConfigError(f"liveness_seconds={shown(self.liveness_seconds)}: seconds above 0 are required")
         for name, seconds in (("stats_seconds", self.stats_seconds), ("stop_seconds", self.stop_seconds)):
             if not 0 <= seconds < float("inf"):
                 raise ConfigError(f"{name}={shown(seconds)}: seconds from 0 are required")
         reasoning_format(self.reasoning_parser)
-        require_handling(self.unknown_fields)
-        require_content_handling(self.special_tokens_in_content)
+        require_one_of("unknown_fields", self.unknown_fields, HANDLING)
+        require_handling(self.special_tokens_in_content)
 
     def resolved_connections(self) -> int:
-        """`max_connections`, or the number that the limit of open files allows. Raises ConfigError where that allows
-        fewer."""
+        """`max_connections`, or what the limit of open files allows. Raises ConfigError where that is fewer."""
         allowed = allowed_connections()
         if self.max_connections > allowed:
             raise ConfigError(

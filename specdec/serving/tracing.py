@@ -1,8 +1,7 @@
 """A span of OpenTelemetry for each request, where that package is installed; without it, nothing.
 
-Spans go wherever the process sends its traces: to the provider that `opentelemetry-instrument` or the program has set,
-or to the address of `--otlp-traces-endpoint` (which needs opentelemetry-sdk and the OTLP exporter). A caller's
-`traceparent` header is followed.
+Spans go to the provider that `opentelemetry-instrument` or the program has set, or to the address of
+`--otlp-traces-endpoint`. A caller's `traceparent` header is followed.
 """
 
 from typing import Any

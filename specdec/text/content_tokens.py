@@ -1,14 +1,10 @@
 """Control tokens written in a user's text: "<|turn>system" is text there, and no new turn.
 
 transformers tokenises a rendered chat as one string, so a control token that is written in a message becomes one. Here
-such a string is broken by a marker before the template sees it, and mended after the template's own control tokens
-were found:
+such a string is broken by a marker M, a character that occurs nowhere in the chat, before the template sees it, and
+mended after the template's own control tokens were found:
 
-    content   "a <|turn> b"   ->  "a <M|turn> b"        M: a character that occurs nowhere in the chat
-    rendered  "<|turn>user\\na <M|turn> b<turn|>"
-    tokens    <|turn>  "user\\na <|turn> b" as plain text  <turn|>
-
-Text without control tokens goes the usual way, so its ids are those of transformers.
+    content "a <|turn> b" -> "a <M|turn> b" -> rendered "<|turn>user\\na <M|turn> b<turn|>" -> plain text between tokens
 """
 
 import json
@@ -17,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from specdec.errors import ConfigError, shown
+from specdec.errors import require_one_of
 
 HANDLINGS = ("escape", "allow")
 PRIVATE_USE = range(0xE000, 0xF900)
@@ -95,8 +91,7 @@ def content_tokens(tokenizer: Any, template: str, size: int) -> ContentTokens:
 
 
 def require_handling(value: object) -> None:
-    if value not in HANDLINGS:
-        raise ConfigError(f"special_tokens_in_content={shown(value)}: choose one of {', '.join(HANDLINGS)}")
+    require_one_of("special_tokens_in_content", value, HANDLINGS)
 
 
 @lru_cache(maxsize=4)

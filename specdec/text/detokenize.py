@@ -1,19 +1,22 @@
 """Token ids to text, as they come: never half a character, never a piece of a stop string, never a word taken back.
 
-A tokenizer decodes a suffix correctly only with some context before it, and what it says of the newest tokens may
-change with the next one. So new text is the difference between two decodes that start a few tokens back, and it is
-handed on only when it is settled: no later token can change it.
+New text is the difference between two decodes that start a few tokens back, and it is handed on only when it is
+settled: no later token can change it. What is streamed, joined, is one decode of the whole output, cut before the first
+stop string.
 
     tokens  0 ........ prefix ....... read ............. seen
             | handed on  | decode context  | not settled yet |
-
-What is streamed, joined, is the final text: one decode of the whole output, cut before the first stop string.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
+
+from transformers import PreTrainedModel
 
 from specdec.text.stop_strings import StopStrings, cut, find_first, min_tokens_of
 
@@ -217,3 +220,69 @@ def _kinds(tokenizer: Any, size: int) -> Kinds:
         told_twice = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
         cleans_up = cleans_up and getattr(tokenizer, told_twice, False)
     return Kinds(frozenset(special), frozenset(byte), bool(cleans_up))
+
+
+class DraftColours:
+    """The text of one sample in pieces, each with whether it came out of accepted drafts; joined they are the text."""
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
+        self._reader = Detokenizer(tokenizer)
+        self._stops = stops
+        self._ids: list[int] = []
+
+    def read(self, delta: Any) -> list[tuple[str, bool]]:
+        """(text, drafted) of the tokens of this `StreamDelta`, as far as their text is settled."""
+        texts: list[tuple[str, bool]] = []
+        last = len(delta.token_ids) - 1
+        for place, (token, drafted) in enumerate(zip(delta.token_ids, delta.drafted, strict=True)):
+            self._ids.append(token)
+            finished = delta.output is not None and place == last
+            texts.append((self._reader.stream(self._ids, self._stops, finished=finished), drafted))
+        if delta.output is not None and last < 0:  # it ended without a token more, as by an abort
+            texts.append((self._reader.stream(self._ids, self._stops, finished=True), False))
+        runs = groupby((each for each in texts if each[0]), key=itemgetter(1))
+        return [("".join(text for text, _ in run), drafted) for drafted, run in runs]
+
+
+_BYTE = re.compile(r"<0[xX]([0-9a-fA-F]{2})>")  # of byte fallback; byte-level BPE has an alphabet
+
+
+@lru_cache(maxsize=1 << 16)
+def token_text(tokenizer: Any, token: int) -> str:
+    """One token by itself, special ones written out."""
+    text: str = tokenizer.decode([token], skip_special_tokens=False)
+    return text
+
+
+@lru_cache(maxsize=1 << 16)
+def token_bytes(tokenizer: Any, token: int) -> bytes:
+    """What it adds to the UTF-8 text. Bytes of the tokens of a text, joined, are the text."""
+    text = token_text(tokenizer, token)
+    if REPLACEMENT not in text:
+        return text.encode(errors="replace")
+    piece = getattr(tokenizer, "convert_ids_to_tokens", lambda _: None)(token)
+    if not isinstance(piece, str):
+        return text.encode()
+    if found := _BYTE.fullmatch(piece):
+        return bytes([int(found[1], 16)])
+    alphabet = _alphabet()
+    if all(char in alphabet for char in piece):
+        return bytes(alphabet[char] for char in piece)
+    return text.encode()
+
+
+@lru_cache(maxsize=1)
+def _alphabet() -> dict[str, int]:
+    """Byte-level BPE's: printable bytes are themselves, the others are shifted above 255 in their order."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def end_tokens(model: PreTrainedModel, tokenizer: Any | None) -> frozenset[int]:
+    """Ids that end a text: of the generation config, else of the config, else of the tokenizer."""
+    for source in (getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer):
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            return frozenset(ids if isinstance(ids, (list, tuple)) else [ids])
+    return frozenset()

@@ -36,7 +36,7 @@ def as_prompt_list(prompts: Any) -> list[Prompt]:
     if items is None:
         wanted = "a string, a list of token ids, or a list of such prompts is expected"
         raise ConfigError(f"prompts={shown(prompts)}: {wanted}")
-    if items and all(_is_scalar(item) for item in items):
+    if items and all(not isinstance(item, str) and _as_list(item) is None for item in items):
         return [[_token_id(item) for item in items]]
     return [_as_prompt(item) for item in items]
 
@@ -222,10 +222,6 @@ def _as_list(value: Any) -> list[Any] | None:
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray)):
         return list(value)
     return None
-
-
-def _is_scalar(item: Any) -> bool:
-    return not isinstance(item, str) and _as_list(item) is None
 
 
 def _token_id(token: Any) -> int:

@@ -1,18 +1,9 @@
 """Training of block drafters: blocks at sampled places of packed rows, all at once.
 
 A block at place i has the token there and MASK after it. Its rows see K/V of the true states of positions before i in
-the same document, and their own block: what the drafter sees when i is the last token of a text. Row t + 1 learns the
-target's distribution of token i + 1 + t.
-
-    context    K_0 .. K_{i-1}                    one set of K/V for all blocks of a packed row
-    block      x_i  MASK  MASK  MASK             each other, both ways; --causal: up to themselves
-    learns          x_{i+1}  x_{i+2}  x_{i+3}
-
-Invariant: the states equal those of the head run as the drafter runs it, one block after a prompt
-(tests/test_train_block.py).
+the same document, and their own block (--causal: up to themselves). Row t + 1 learns the target's distribution of token
+i + 1 + t. Invariant: the states equal those of the head run as the drafter runs it (tests/test_train_block.py).
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,7 +29,7 @@ class TrainableBlock(TrainableDrafter):
     places: torch.Tensor  # [B, A] of the batch under way
 
     @classmethod
-    def new(cls, target: Any, spec: BlockSpec) -> TrainableBlock:
+    def new(cls, target: Any, spec: BlockSpec) -> "TrainableBlock":
         """A fresh head of `spec` in bfloat16."""
         return cls(BlockHead(spec).place(target.device, torch.bfloat16), target)
 

@@ -4,8 +4,6 @@ Row i of draft step t predicts token i + ahead + t from what a draft that begins
 target's distribution of that token is the one of its own row i + ahead + t - 1.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -94,8 +92,7 @@ def run_target(
 def draft_loss(drafter: TrainableDrafter, batch: PackedRows, known: TargetStates, steps: int) -> torch.Tensor:
     """Cross-entropy with the target's distribution over the drafter's vocabulary: mean over rows, weighted over steps.
 
-    Only rows that predict a token of an answer count, and of these only those whose most likely token is in the
-    drafter's vocabulary.
+    Only rows that predict a token of an answer count, whose most likely token is in the drafter's vocabulary.
     """
     device = batch.ids.device
     answers = (batch.kind == ANSWER) & (batch.pos > 0)  # row j - 1 has the distribution of token j

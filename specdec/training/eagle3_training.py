@@ -2,18 +2,9 @@
 
 Row i of step t is step t of a draft that begins after position i: its token is x_{i+1+t}, its hidden state the feedback
 of step t - 1 (the target's feature at t = 0), its RoPE position i + t. It attends, in one softmax, to the step-0 keys
-of positions up to i and to its own row's keys of steps 1..t: all that a chain drafted from position i would see.
-
-    step of row i    0             1                    2
-    token            x_{i+1}       x_{i+2}              x_{i+3}
-    sees             K_0[<= i]     K_0[<= i], K_1[i]    K_0[<= i], K_1[i], K_2[i]
-    predicts         x_{i+2}       x_{i+3}              x_{i+4}
-
-Invariant: the states equal those of the head run one row at a time, as the drafter runs it
-(tests/test_train_drafter.py).
+of positions up to i and to its own row's keys of steps 1..t, and predicts x_{i+2+t}. Invariant: the states equal those
+of the head run one row at a time, as the drafter runs it (tests/test_train_drafter.py).
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,7 +37,9 @@ class TrainableEagle3(TrainableDrafter):
     ahead = 2
 
     @classmethod
-    def new(cls, target: TargetModel, documents: list[Document], spec: Eagle3Spec, draft_vocab: int) -> TrainableEagle3:
+    def new(
+        cls, target: TargetModel, documents: list[Document], spec: Eagle3Spec, draft_vocab: int
+    ) -> "TrainableEagle3":
         """A fresh head of `spec` in bfloat16 with the `draft_vocab` most frequent tokens of the answers.
 
         Its lm_head starts as those rows of the target's where the widths agree.

@@ -5,11 +5,8 @@ Position S is one drafting round: token x_S has no K/V yet, every step has RoPE 
 
     h_0 = target hidden of S - 1;   step t: (embed(x_{S+t}), h_t) -> distribution of x_{S+t+1}, h_{t+1}
 
-The assistant has queries only, so its heads, head sizes and RoPE are those of the target layers that it reads.
 Invariant: the parallel forward equals the drafter's own step on K/V cut to [0, S) (tests/test_train_drafter.py).
 """
-
-from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Invariant: a document never spans two rows, and position 0 starts a new document.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

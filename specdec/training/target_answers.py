@@ -1,11 +1,7 @@
 """Prompts from files, and the target's own answers to them, which are all that a drafter learns from.
 
 A prompt file holds one JSON object a line with "messages" (a chat), or "question", "prompt" or "turns" (its first one).
-Answers are written one a line after each batch, so a run that was stopped continues where it was. It knows nothing of
-drafters.
 """
-
-from __future__ import annotations
 
 import itertools
 import json

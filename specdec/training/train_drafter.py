@@ -1,21 +1,15 @@
 """Train a drafter for a Hugging Face causal LM: an EAGLE-3 head, a frozen-KV (MTP) drafter, or a block drafter.
 
-    specdec train --target DIR --prompts prompts.jsonl --out head
-    accelerate launch --num_processes 4 -m specdec.cli train ...
-
 Stages: the target answers the prompts, the drafter learns from these answers alone (training-time test), and an engine
 reports its acceptance on prompts kept aside. Each stage is limited by time and leaves its state under OUT/training, so
-that the same command continues where it was stopped (by Ctrl-C too), or only reports.
-
-The drafter is saved in a published format (SpecForge's EAGLE-3, transformers' Gemma4Assistant, or DFlash), to be used
-as `Engine.from_pretrained(target, drafter=OUT)`.
+that the same command continues where it was stopped (by Ctrl-C too), or only reports. The drafter is saved in a
+published format (SpecForge's EAGLE-3, transformers' Gemma4Assistant, or DFlash).
 """
-
-from __future__ import annotations
 
 import hashlib
 import json
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -28,6 +22,7 @@ from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.block.block_checkpoint import resolve_layer_ids
 from specdec.draft_models.block.block_head import BlockSpec
 from specdec.draft_models.eagle3.head import Eagle3Spec
+from specdec.draft_models.head_spec import HeadSpec
 from specdec.drafter_loading import load_any_drafter
 from specdec.engine import Engine
 from specdec.errors import ConfigError
@@ -67,6 +62,11 @@ def train(drafter: TrainableDrafter, batches: TrainingBatches, settings: TrainSe
     step, spent, value = 0, 0.0, float("nan")
     if state_file.exists():
         state = torch.load(state_file, map_location=drafter.target.device, weights_only=True)
+        if "optimizers" not in state["optimizer"]:
+            raise ConfigError(
+                f"{state_file} holds the optimiser of an earlier version of specdec, which this one cannot go on with; "
+                "train into another --out, or delete its folder training"
+            )
         optimizer.load_state_dict(state["optimizer"])
         drafter.target_ids = state["target_ids"]  # those of today's answers may be others
         step, spent, value = state["step"], state["seconds"], state["loss"]
@@ -156,11 +156,8 @@ def reported_shapes(settings: TrainSettings) -> dict[str, SpecConfig]:
 
 def check_shape(target: TargetModel, settings: TrainSettings) -> None:
     """Raises ConfigError for a drafter that cannot be made, before the target answers anything."""
-    if settings.kind == "eagle3":
-        eagle3_spec(target, settings)
-        return
-    if settings.kind == "block":
-        block_spec(target, settings)
+    if settings.kind in SPECS:
+        SPECS[settings.kind](target, settings)
         return
     for layer in target.layout.layers:
         _require_groups(_query_heads(target, settings), layer.num_kv_heads, f"the target's {layer.layer_type}")
@@ -184,21 +181,12 @@ def new_drafter(target: TargetModel, documents: list[Document], settings: TrainS
 
 def eagle3_spec(target: TargetModel, settings: TrainSettings) -> Eagle3Spec:
     """The head's shape. Raises ConfigError where heads and widths do not fit each other."""
-    hidden = settings.hidden or target.hidden_size
-    heads, kv_heads, head_dim = _attention_shape(target, settings, hidden)
-    num_layers = len(target.layout.layers)
+    hidden, num_layers = settings.hidden or target.hidden_size, len(target.layout.layers)
     return Eagle3Spec(
-        hidden_size=hidden,
+        **_layer_shape(target, settings, hidden, settings.layers or 1),
         target_hidden_size=target.hidden_size,
-        vocab_size=target.vocab_size,
-        intermediate_size=settings.intermediate or 3 * hidden,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
         aux_layers=(2, num_layers // 2, num_layers - 3),
-        windows=(None,) * (settings.layers or 1),
         draft_vocab_size=min(settings.draft_vocab, target.vocab_size),
-        max_position_embeddings=target.max_position_embeddings or 4096,
         owns_embed=hidden != target.hidden_size,
         fc_norm=True,
         norm_output=True,
@@ -210,32 +198,28 @@ def block_spec(target: TargetModel, settings: TrainSettings) -> BlockSpec:
     hidden, num_layers = target.hidden_size, len(target.layout.layers)
     if settings.hidden not in (None, hidden):
         raise ConfigError(f"--hidden {settings.hidden}: a block drafter has the target's width, {hidden}; leave it out")
-    heads, kv_heads, head_dim = _attention_shape(target, settings, hidden)
+    layers = settings.layers or 2
+    shape = _layer_shape(target, settings, hidden, layers)
     pad = getattr(target.config, "pad_token_id", None)
     mask = settings.mask_token if settings.mask_token is not None else pad
     if mask is None or not 0 <= mask < target.vocab_size:
         raise ConfigError(
             f"MASK is token {mask}; give --mask-token, an id below {target.vocab_size} that texts do not contain"
         )
-    layers = settings.layers or 2
     return BlockSpec(
-        hidden_size=hidden,
-        vocab_size=target.vocab_size,
-        intermediate_size=settings.intermediate or 3 * hidden,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
+        **shape,
         aux_layers=resolve_layer_ids(None, max(3, layers), num_layers),
         block_size=1 + settings.draft_steps,
         mask_token=mask,
         causal=settings.causal,
-        windows=(None,) * layers,
-        max_position_embeddings=target.max_position_embeddings or 4096,
     )
 
 
-def _attention_shape(target: TargetModel, settings: TrainSettings, hidden: int) -> tuple[int, int, int]:
-    """Query heads, K/V heads and head size. Raises ConfigError where they do not fit each other."""
+SPECS: dict[str, Callable[[TargetModel, TrainSettings], HeadSpec]] = {"eagle3": eagle3_spec, "block": block_spec}
+
+
+def _layer_shape(target: TargetModel, settings: TrainSettings, hidden: int, layers: int) -> dict[str, Any]:
+    """Fields of `HeadSpec`. Raises ConfigError where heads and widths do not fit each other."""
     heads = _query_heads(target, settings)
     if settings.head_dim is None and hidden % heads:
         raise ConfigError(f"--heads {heads} does not divide --hidden {hidden}; give a divisor, or --head-dim")
@@ -244,7 +228,16 @@ def _attention_shape(target: TargetModel, settings: TrainSettings, hidden: int) 
         raise ConfigError(f"--head-dim {head_dim} is odd, but RoPE turns pairs of numbers; give an even --head-dim")
     kv_heads = settings.kv_heads or target.layout.layers[-1].num_kv_heads
     _require_groups(heads, kv_heads, "--kv-heads")
-    return heads, kv_heads, head_dim
+    return {
+        "hidden_size": hidden,
+        "vocab_size": target.vocab_size,
+        "intermediate_size": settings.intermediate or 3 * hidden,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "windows": (None,) * layers,
+        "max_position_embeddings": target.max_position_embeddings or 4096,
+    }
 
 
 def _query_heads(target: TargetModel, settings: TrainSettings) -> int:

@@ -3,8 +3,6 @@
 States are kept in memory up to `cache_gb`; those of the other rows are computed again each time.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 

@@ -4,8 +4,6 @@ On a terminal a bar, elsewhere a line every few seconds. It knows nothing of wha
 fraction is done. Invariant: the estimate counts only what this run did, so that a resumed run does not look faster.
 """
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 from rich.console import Console
@@ -27,7 +25,7 @@ class Stage:
         self.first: float | None = None  # fraction at the first update
         self.began = self.said = self.console.get_time()
 
-    def __enter__(self) -> Stage:
+    def __enter__(self) -> "Stage":
         self.task = self.bar.add_task(self.name, total=1.0, text="")
         self.bar.start()
         return self

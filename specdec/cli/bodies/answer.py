@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from specdec.cli.bodies.settings import engine_config, load_engine, prepare_output
-from specdec.cli.generate import GenerateOptions
+from specdec.cli.commands import GenerateOptions
 from specdec.config import SamplingParams
 from specdec.engine import Engine
 from specdec.errors import ConfigError, shown
@@ -17,7 +17,7 @@ from specdec.evaluation.output_files import STDOUT, write_file
 from specdec.models.weight_storage import is_quantised, weights_in_words
 from specdec.progress import working
 from specdec.runtime.request import GenerationOutput, StreamDelta
-from specdec.text.drafts import DraftColours
+from specdec.text.detokenize import DraftColours
 
 DRAFTED_STYLE = "bold green"
 

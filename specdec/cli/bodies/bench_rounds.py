@@ -1,26 +1,35 @@
-"""`specdec bench --shape` and `--phases`: milliseconds of a round by phase, as a table, as JSON and as a picture."""
+"""`specdec bench` and `specdec eval`: a pair, or the phases of a round, measured; as table, JSON and picture."""
 
 import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from io import BytesIO
 
+from accelerate import PartialState
 from rich.console import Console
 
-from specdec.cli.bench import BenchOptions
-from specdec.cli.bodies.settings import drafter_name, engine_config, load_engine, prepare_output, shown_when_interrupted
-from specdec.config import SpecConfig
+from specdec.cli.bodies.settings import (
+    drafter_name,
+    engine_config,
+    load_engine,
+    pair_arguments,
+    prepare_output,
+    shown_when_interrupted,
+)
+from specdec.cli.commands import BenchOptions, EvalOptions
+from specdec.config import SamplingParams, SpecConfig
 from specdec.draft_models.model_and_lookup import model_of
 from specdec.errors import ConfigError
-from specdec.evaluation.gsm8k_plot import require_matplotlib
+from specdec.evaluation.accuracy import evaluate
+from specdec.evaluation.bench_run import markdown_table, run_bench
+from specdec.evaluation.gsm8k_report import markdown, require_matplotlib, save_plot
 from specdec.evaluation.model_shapes import ON_REQUEST, find_shape
 from specdec.evaluation.output_files import STDOUT, require_distinct, write_file
-from specdec.evaluation.phases.phase_plot import save_phase_plot
-from specdec.evaluation.phases.phase_report import PhaseReport, table
+from specdec.evaluation.phases.phase_report import PhaseReport, save_phase_plot, table
 from specdec.evaluation.phases.phase_run import PLAIN, MakePrompts, Plan, Subject, run_phases
-from specdec.evaluation.phases.random_subject import random_subject
+from specdec.evaluation.phases.random_weights import random_subject
 from specdec.text.prompt_files import read_prompts
 
 WIDE = 220
@@ -104,8 +113,7 @@ def pair_subject(options: BenchOptions) -> Subject:
 
 
 def joined_prompts(ids: Sequence[list[int]]) -> MakePrompts:
-    """Request i ends with prompt i, after as many earlier prompts as fill the context. A prompt longer than the context
-    loses its beginning."""
+    """Request i ends with prompt i, after as many earlier prompts as fill the context, or is cut at its beginning."""
 
     def prompts(batch: int, context: int) -> list[list[int]]:
         made = []
@@ -158,3 +166,59 @@ def numbers(name: str, words: str) -> list[float]:
     if not found or not all(1 <= number < 1000 for number in found):
         raise ConfigError(f"{name}={words!r}: numbers from 1 on are expected, such as 2,3.5")
     return sorted(set(found))
+
+
+BATCH_SIZES = {"gsm8k": 8}
+"""By task; the others measure speed, for which one prompt at a time is the usual measure."""
+
+
+def bench_pair(options: BenchOptions) -> None:
+    prepare_output(options.pair)
+    options.timing.require_unused()
+    with shown_when_interrupted(lambda report: print(markdown_table(report))):
+        report = run_bench(
+            prompts=read_prompts(options.data, options.limit),
+            params=SamplingParams(options.max_new_tokens, options.temperature, seed=options.seed),
+            raw=options.raw,
+            peer=options.peer,
+            **pair_arguments(options.pair, engine_config(options.pair, options.batch_size)),
+            **options.pair.loading(),
+        )
+    if options.json_file is not None:
+        write_file(options.json_file, json.dumps(asdict(report)))
+    if options.json_file != STDOUT:
+        print(markdown_table(report))
+
+
+def evaluate_task(options: EvalOptions) -> None:
+    prepare_output(options.pair)
+    require_distinct((options.json_file, options.markdown_file, options.png_file))
+    if options.png_file is not None:
+        require_matplotlib()
+    config = engine_config(options.pair, options.batch_size or BATCH_SIZES.get(options.task, 1))
+    # the files keep the report of a whole evaluation
+    with shown_when_interrupted(lambda report: print(markdown(report))):
+        report = evaluate(
+            options.task,
+            data=options.data,
+            limit=options.limit,
+            shots=options.shots,
+            instruction=options.instruction,
+            compare=options.compare,
+            params=SamplingParams(**asdict(options.sampling)),
+            folder=options.transcripts,
+            **pair_arguments(options.pair, config),
+            **options.pair.loading(),
+        )
+    if not PartialState().is_main_process:
+        return
+    if options.json_file is not None:
+        write_file(options.json_file, json.dumps(report, indent=2))
+    if options.markdown_file is not None:
+        write_file(options.markdown_file, markdown(report))
+    elif STDOUT not in (options.json_file, options.png_file):
+        print(markdown(report))
+    if options.png_file is not None:
+        picture = BytesIO()
+        save_plot(report, picture)
+        write_file(options.png_file, picture.getvalue())

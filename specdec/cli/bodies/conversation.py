@@ -17,12 +17,12 @@ from rich.text import Text
 
 from specdec.cli.bodies.answer import DRAFTED_STYLE, in_colour
 from specdec.cli.bodies.settings import engine_config, load_engine, prepare_output
-from specdec.cli.generate import ChatOptions
+from specdec.cli.commands import ChatOptions
 from specdec.config import SamplingParams
 from specdec.engine import Engine
 from specdec.errors import CapacityError, SpecDecError, shown
 from specdec.runtime.request import GenerationOutput
-from specdec.text.drafts import DraftColours
+from specdec.text.detokenize import DraftColours
 
 with suppress(ImportError):  # Windows has none
     import readline  # lets the user edit lines, and recall earlier ones with the arrow keys

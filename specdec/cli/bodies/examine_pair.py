@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specdec.cli.bodies.settings import drafter_name, engine_config, load_engine, prepare_output
-from specdec.cli.doctor import DoctorOptions
+from specdec.cli.commands import DoctorOptions
 from specdec.doctor.diagnosis import Diagnosis
 from specdec.errors import ConfigError
 from specdec.evaluation.output_files import STDOUT, write_file

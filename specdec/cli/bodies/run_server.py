@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from specdec.errors import ConfigError
@@ -21,7 +21,7 @@ except ImportError as error:
     ) from error
 
 from specdec.cli.bodies.settings import engine_config, load_engine, quiet_libraries, shared_fields
-from specdec.cli.serve import ServeOptions
+from specdec.cli.commands import ServeOptions
 from specdec.config import EngineConfig
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.http.api_keys import read_key_file
@@ -51,7 +51,7 @@ def run_server(options: ServeOptions) -> None:
         named_keys=named,
         cors_origins=options.cors_origin,
         show_cached_tokens=options.cached_tokens,
-        **shared_fields(options, ServeSettings),
+        **asdict(options.http),
     )
     settings.resolved_connections()
     require_certificate(settings)
@@ -71,7 +71,7 @@ def run_server(options: ServeOptions) -> None:
                 engine,
                 max_waiting=options.max_waiting,
                 intake_seconds=options.timeout_intake,
-                per_client=options.client_concurrency,
+                per_client=options.http.client_concurrency,
             )
             died = run_app(served, settings, bound, lambda: print(f"specdec serve: {url}", flush=True))
     if died is not None:

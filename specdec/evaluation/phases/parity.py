@@ -1,11 +1,9 @@
 """Whether the tokens of a timed run are the model's own: a forward of transformers over the same text has the say.
 
-    prompt + output -> one forward of transformers, eager attention, a cache of its own, a chunk at a time
     gap of a token  = (best logit - its logit) / standard deviation of the row
 
-In the precision of a GPU two right forwards part at the first near-tie, and of random weights many are near, so equal
-tokens are no measure. A gap is: rounding gives a little, and a wrong key or a lost token some four deviations, since
-then the best of a whole vocabulary is compared with an average one.
+In the precision of a GPU two right forwards part at the first near-tie, so equal tokens are no measure. A gap is:
+rounding gives a little, and a wrong key or a lost token some four deviations.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,7 @@
 """The phase benchmark: every way of decoding at every batch and context, timed, checked, compared with its floor.
 
-    for each context, batch:    plain, chain, tree, [peers]:    prefill -> rounds -> parity -> Cell
-
-The engines are made for a cell and closed after it, so that their K/V are all the memory in use in addition to the
-weights. An interruption leaves whole cells.
+Engines are made for a cell and closed after it, so that their K/V are all the memory in use in addition to the weights.
+An interruption leaves whole cells.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +21,7 @@ from specdec.evaluation.phases.memory_floor import read_bandwidth, step_bytes
 from specdec.evaluation.phases.parity import Parity, check_parity
 from specdec.evaluation.phases.phase_report import STAGES, Cell, PhaseReport, Spread
 from specdec.evaluation.phases.timed_rounds import Driven, drive, most_new_tokens
-from specdec.evaluation.phases.transformers_steps import peers_for
+from specdec.evaluation.transformers_peer import peers_for
 from specdec.kvcache.index_spaces import Space
 from specdec.models.target import TargetModel
 from specdec.models.weight_storage import stored_weights

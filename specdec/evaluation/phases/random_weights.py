@@ -1,30 +1,165 @@
-"""Random weights for a shape, made on the device that they are used on: no checkpoint, nothing on the CPU first. Packed
-ones (random_packed.py) are never in 16 bits.
+"""Random weights for a shape, made on the device that they are used on: no checkpoint, nothing on the CPU first.
 
-Scales are such that activations stay near 1 through all layers: products keep the variance, norms are about 1, and
-attention scores are about 1, since with large ones every softmax picks one key and rounding picks which. An embedding
-outweighs what all layers add to it, as in trained models: otherwise a rounding that makes one router choose another
-expert changes the routers of all layers after it.
+Scales are such that activations stay near 1 through all layers: products keep the variance, norms and attention scores
+are about 1. An embedding outweighs what all layers add to it, as in trained models, so that a rounding that makes one
+router choose another expert does not change the routers of all layers after it.
+
+Packed ones are made in the layers of a model that is on `meta`, which is never in memory unpacked. What published
+checkpoints leave in 16 bits stays so; in MXFP4 only experts are packed, as in GPT-OSS.
 """
 
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from math import floor, gcd, log2
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from specdec.config import EngineConfig, SpecConfig
 from specdec.draft_models.base import Drafter
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, constructible_assistants
-from specdec.errors import CapacityError
+from specdec.errors import CapacityError, ConfigError, require_one_of
 from specdec.evaluation.model_shapes import Shape, Shrink
-from specdec.evaluation.phases.random_packed import WeightForm, empty_packed, leave_meta, pack_layers, random_packed
+from specdec.evaluation.phases.phase_run import Subject
 from specdec.gpu.memory import free_bytes
+from specdec.gpu.operations import choose_operations
+from specdec.layers.moe.moe_families import experts_of
+from specdec.layers.packed.packed_experts import PackedExperts
+from specdec.layers.packed.packed_linear import PackedLinear
+from specdec.layers.packed.packed_weight import BITS, PackedWeight, numbers_of, pack
+from specdec.loading import pick_device, pick_dtype
 from specdec.models.target import TargetModel
 from specdec.models.weight_storage import StoredWeights, stored_weights
+from specdec.progress import working
 from specdec.runtime.sizing import MEMORY_SHARE
+
+COLUMNS = 32
+"""K of every packed weight is a multiple: what a word's order and the smallest group need."""
+
+KEPT_BITS = {"int4": (0x11111111, -1), "e2m1": (0, -1), "e4m3": (0, ~0x44004400)}
+"""Of random words, by code: bits that are set, then bits that are kept. int4: odd numbers, since 0 to 15 less 8 have a
+mean of -0.5. e4m3: no highest bit of the exponent, so that no number is infinite or NaN."""
+
+SPREAD = 0.5
+"""Scales are 1 - this to 1 + this times their middle."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightForm:
+    """How `specdec bench --weights` packs the layers. group: columns with one scale at most, None: one scale a row."""
+
+    name: str
+    code: str
+    group: int | None
+    experts_only: bool = False
+
+    def group_of(self, columns: int) -> int:
+        """The largest group up to `group` that divides K; raises ConfigError where K cannot be packed."""
+        if columns % COLUMNS:
+            raise ConfigError(f"weights={self.name!r}: {columns} columns are no multiple of {COLUMNS}")
+        return columns if self.group is None else gcd(self.group, columns)
+
+
+UNPACKED = "bf16"
+FORMS = {
+    form.name: form
+    for form in (
+        WeightForm("int4-g32", "int4", 32),
+        WeightForm("int4-g128", "int4", 128),
+        WeightForm("fp8", "e4m3", None),
+        WeightForm("mxfp4", "e2m1", 32, experts_only=True),
+    )
+}
+
+MakePacked = Callable[[torch.Size], PackedWeight]
+"""[.., N, K] -> a packed weight of that shape."""
+
+
+def find_form(name: str) -> WeightForm | None:
+    """None: not packed, in bfloat16. Raises ConfigError with the list where there is none of that name."""
+    require_one_of("weights", name, (UNPACKED, *FORMS))
+    return FORMS.get(name)
+
+
+def empty_packed(form: WeightForm, device: torch.device, shape: torch.Size) -> PackedWeight:
+    *leading, rows, columns = shape
+    group = form.group_of(columns)
+    words = torch.empty((*leading, rows, columns * BITS[form.code] // 32), dtype=torch.int32, device=device)
+    scales = torch.empty((*leading, columns // group, rows), dtype=torch.bfloat16, device=device)
+    return PackedWeight(form.code, words, scales, None, group)
+
+
+def random_packed(form: WeightForm, generator: torch.Generator, shape: torch.Size) -> PackedWeight:
+    """Made on the generator's device, in place: nothing else is allocated there."""
+    weight = empty_packed(form, generator.device, shape)
+    set_bits, kept_bits = KEPT_BITS[form.code]
+    weight.words.random_(-(2**31), 2**31, generator=generator).bitwise_or_(set_bits).bitwise_and_(kept_bits)
+    middle = shape[-1] ** -0.5 / root_mean_square(form.code)
+    if form.code != "e2m1":
+        middle /= (1 + SPREAD**2 / 3) ** 0.5
+        weight.scales.uniform_((1 - SPREAD) * middle, (1 + SPREAD) * middle, generator=generator)
+        return weight
+    below = 2.0 ** floor(log2(middle))  # powers of two: the one below the middle and, as often as it takes, the next
+    weight.scales.bernoulli_((4 - (middle / below) ** 2) / 3, generator=generator).sub_(2).mul_(-below)
+    return weight
+
+
+def root_mean_square(code: str) -> float:
+    """Root mean square of the numbers that random words hold, before their scales."""
+    bits, (set_bits, kept_bits) = BITS[code], KEPT_BITS[code]
+    every = (torch.arange(256) % (1 << bits)).to(torch.uint8)[None]
+    words = pack(every, code).bitwise_or_(set_bits).bitwise_and_(kept_bits)
+    numbers = numbers_of(PackedWeight(code, words, torch.ones((1, 1)), None, every.shape[1]))
+    return float(numbers.square().mean().sqrt())
+
+
+def pack_layers(model: PreTrainedModel, form: WeightForm, make: MakePacked) -> None:
+    """Put packed modules in the place of linears and experts of the layers. Raises ConfigError where there are none."""
+    layers: Any = model.get_decoder().layers
+    packed = 0
+    for parent in [module for layer in layers for module in layer.modules()]:
+        for name, child in list(parent.named_children()):
+            new = _packed_module(parent, child, form, make)
+            if new is not None:
+                setattr(parent, name, new)
+                packed += 1
+    if not packed:
+        raise ConfigError(f"weights={form.name!r} packs experts, and this shape has none; choose int4-g32 or fp8")
+
+
+def _packed_module(parent: nn.Module, child: nn.Module, form: WeightForm, make: MakePacked) -> nn.Module | None:
+    """What stands for `child`; None: it stays."""
+    experts = experts_of(child)
+    if experts is not None:
+        weights: Any = {name: make(getattr(experts, name).shape) for name in ("gate_up", "down")}
+        return PackedExperts(experts._replace(**weights), getattr(child, "act_fn", None))
+    if form.experts_only or not isinstance(child, nn.Linear) or type(parent).__name__.endswith("Router"):
+        return None
+    return PackedLinear(make(child.weight.shape), child.bias)
+
+
+@torch.no_grad()
+def leave_meta(model: PreTrainedModel, device: torch.device) -> None:
+    """Allocate what is still on `meta`: parameters with any values, buffers such as rotary frequencies with theirs."""
+    made: dict[torch.Tensor, torch.Tensor] = {}  # a tied weight stays one
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if tensor not in made:
+                    empty = torch.empty_like(tensor, device=device)
+                    made[tensor] = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
+                tensors[name] = made[tensor]  # type: ignore[assignment]
+    model.initialize_weights()
+
 
 META = torch.device("meta")
 ROUTER_SCORES, MIXTURE_GAIN = 4.0, 0.5
@@ -128,3 +263,53 @@ def _model(described: Any, device: torch.device, dtype: torch.dtype) -> Any:
         if isinstance(described, Eagle3Spec):
             return Eagle3Head(described).place(device, dtype).eval()
         return AutoModelForCausalLM.from_config(described, dtype=dtype).eval()
+
+
+def random_subject(
+    shape: Shape,
+    drafts: Mapping[str, SpecConfig | None],
+    *,
+    weights: str | None = None,
+    layers: int | None = None,
+    divisor: int = 1,
+    config: EngineConfig,
+    assumed: Sequence[float] = (),
+    seed: int = 0,
+) -> Subject:
+    """weights: a name of `FORMS`, "bf16", or None: all in the dtype. layers, divisor: of `Shrink`. config: the device,
+    the dtype, and whether layers are fused. Prompts are random tokens.
+    """
+    form = None if weights is None else find_form(weights)
+    shrink = Shrink(layers, divisor) if form is None else Shrink(layers, divisor, COLUMNS)
+    where = pick_device(config.device)
+    dtype = pick_dtype(config.dtype, where, shape.target(shrink))
+    if weights == UNPACKED:
+        if config.dtype not in (None, torch.bfloat16):
+            raise ConfigError(f"weights={UNPACKED!r} and dtype={config.dtype} contradict each other; give one of them")
+        dtype = torch.bfloat16
+    require_room(shape, shrink, where, dtype, form)
+    with working(f"making {shape.name}"):
+        operations = choose_operations(config.fused, config.attention, where, dtype)  # as Engine.from_pretrained does
+        model = make_target(shape, shrink, where, dtype, seed, form)
+        begin = perf_counter()
+        target = TargetModel(model, operations)
+        drafter = make_drafter(shape, shrink, target, seed + 1) if any(drafts.values()) else None
+        prepared = perf_counter() - begin
+
+    def prompts(batch: int, context: int) -> list[list[int]]:
+        draw = random.Random(f"{seed} {batch} {context}")
+        return [[draw.randrange(target.vocab_size) for _ in range(context)] for _ in range(batch)]
+
+    return Subject(
+        name=f"random weights{f' ({form.name})' if form else ''} at the shape of {shape.published}"
+        + (f", on {config.tensor_parallel} devices" if config.tensor_parallel > 1 else ""),
+        shrunk=shrink.words,
+        target=target,
+        drafter=drafter,
+        drafts=drafts,
+        prompts=prompts,
+        assumed=assumed,
+        dtype=dtype,
+        prepared=prepared,
+        tensor_parallel=config.tensor_parallel,
+    )

@@ -13,7 +13,7 @@ import torch
 from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, tl, triton
-from specdec.layers.linear import activate, reference_activate
+from specdec.layers.activation import activate, reference_activate
 from specdec.layers.moe.expert_tiles import expert_tiles
 from specdec.layers.moe.routing import Routing, list_kernel
 from specdec.layers.packed.packed_tile import (

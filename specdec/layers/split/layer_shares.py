@@ -72,6 +72,8 @@ def layer_share(parts: LayerParts, rank: int, count: int) -> LayerParts:
         num_own = len(moe.experts.gate_up) // count
         router = moe.router._replace(owned=(rank * num_own, num_own))
         pieces["moe"] = replace(moe, router=router, experts=_experts(moe.experts, rank, count))
+    if parts.wide_norms is not None:
+        pieces["wide_norms"] = parts.wide_norms._replace(rank=rank, count=count)
     if parts.sinks is not None:
         pieces["sinks"] = parts.sinks.chunk(count)[rank]
     return replace(parts, heads=own, cuts=Cuts(whole_cut(parts.qkv), out, down), **pieces)
@@ -89,10 +91,6 @@ def obstacle(parts: LayerParts, count: int) -> str | None:
     heads = parts.heads
     if parts.moe is not None and len(parts.moe.experts.gate_up) % count:
         return f"has {len(parts.moe.experts.gate_up)} experts, which {count} devices cannot share evenly"
-    if parts.wide_norms is not None:
-        return "norms all heads of its queries together, which ranks would have to exchange first"
-    if parts.parallel:
-        return "runs its MLP next to its attention, which has not been tried on several devices"
     if heads.num_kv % count or heads.num_q % count:
         return f"has {heads.num_q} query and {heads.num_kv} key heads, which {count} devices cannot share evenly"
     sums = {"out": parts.out} if parts.mlp is None else {"out": parts.out, "down": parts.mlp.down}
@@ -110,6 +108,8 @@ def most_exchanged(parts: DecoderParts, count: int) -> int:
     """Numbers of 32 bits that a row has, of all ranks, in the largest exchange."""
     most = 0
     for layer in parts.layers:
+        if layer.wide_norms is not None:
+            most = max(most, layer.qkv.shape[0])
         for weight, even in [(layer.out, True)] + ([(layer.mlp.down, False)] if layer.mlp is not None else []):
             share, (rows, columns) = sum_share(weight, count, even=even), weight.shape
             most = max(most, rows, columns) if share.by_rows else max(most, whole_cut(weight).splits * rows)

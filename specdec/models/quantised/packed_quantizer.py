@@ -1,12 +1,8 @@
 """The quantiser by which transformers loads packed weights: it finds their places, and packs what was read.
 
-    from_pretrained    preprocess_model            the files are known, the model is on "meta"
-                       update_weight_conversions   quantised modules give way to raw ones (`raw_modules.py`)
-                       (tensors are read)          names, shards, devices and the progress bar are transformers'
-                       postprocess_model           raw modules give way to packed ones, and nothing else is left of it
-
-A module is quantised if the checkpoint has the tensors of a quantised weight for it. No bfloat16 copy of a weight is
-made: memory holds what the file holds, and one module more.
+transformers knows the files (`preprocess_model`), quantised modules give way to raw ones (`update_weight_conversions`,
+`raw_modules.py`), it reads the tensors, and raw modules give way to packed ones (`postprocess_model`). A module is
+quantised if the checkpoint has the tensors of a quantised weight for it. No bfloat16 copy of a weight is made.
 """
 
 import copy
@@ -23,11 +19,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from specdec.errors import CheckpointError, UnsupportedModelError
 from specdec.layers.moe.moe_families import experts_of
-from specdec.models.quantised.checkpoint_tensors import StoredWeight, stored_tensors, stored_weights
 from specdec.models.quantised.formats import Format
 from specdec.models.quantised.raw_modules import RawExperts, RawLinear, about
 from specdec.models.quantised.repack import require_in_order
-from specdec.models.quantised.weight_places import WeightPlaces
+from specdec.models.quantised.weight_places import StoredWeight, WeightPlaces, stored_tensors, stored_weights
 
 METHOD = "specdec-packed"
 
@@ -126,8 +121,7 @@ def _put(model: nn.Module, path: str, module: nn.Module) -> None:
 
 
 def _require_plain_groups(weights: list[StoredWeight]) -> None:
-    """Columns in the order of their importance (`desc_act`) are refused before gigabytes are read: one weight shows
-    it."""
+    """Columns in the order of their importance (`desc_act`) are refused by one weight, before gigabytes are read."""
     first = next((weight for weight in weights if "g_idx" in weight.tensors), None)
     if first is not None:
         g_idx = first.tensors["g_idx"].read()

@@ -1,9 +1,6 @@
 """What stands in the place of a quantised module while the checkpoint is read: its tensors as they are stored.
 
-nn.Linear    -> RawLinear   -> PackedLinear
-the experts  -> RawExperts  -> PackedExperts
-a family's      on "meta",     once read, module by module: `replacement`
-own             then filled
+`replacement` then makes the packed module of them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,8 +16,8 @@ from specdec.layers.moe.experts import Experts
 from specdec.layers.packed.packed_experts import PackedExperts
 from specdec.layers.packed.packed_linear import PackedLinear
 from specdec.layers.packed.packed_weight import PackedWeight
-from specdec.models.quantised.checkpoint_tensors import StoredTensor, StoredWeight
 from specdec.models.quantised.formats import SCALE_TYPES
+from specdec.models.quantised.weight_places import StoredWeight
 
 
 @contextmanager
@@ -107,7 +104,8 @@ class RawExperts(nn.Module):
             )
         for name, weight in weights.items():
             if stacked:
-                weight = replace(weight, tensors={n: _of_one_expert(t) for n, t in weight.tensors.items()})
+                tensors = {n: replace(tensor, shape=tensor.shape[1:]) for n, tensor in weight.tensors.items()}
+                weight = replace(weight, tensors=tensors)  # of one expert
             self.add_module(name, RawWeight(weight, torch.Size(sizes[name]), num_experts))
         self.act_fn = act_fn
         self.gate_up_proj_bias = experts.gate_up_bias
@@ -139,10 +137,6 @@ class RawExperts(nn.Module):
         if has_zeros:
             zeros = torch.stack([torch.cat([_zeros_of(weight) for weight in weights], dim=1) for weights in each])
         return PackedWeight(first.code, words, scales, zeros, first.group)
-
-
-def _of_one_expert(tensor: StoredTensor) -> StoredTensor:
-    return replace(tensor, shape=tensor.shape[1:])
 
 
 def _zeros_of(weight: PackedWeight) -> torch.Tensor:

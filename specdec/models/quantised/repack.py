@@ -1,17 +1,8 @@
 """From the tensors of a published format to a `PackedWeight`, one function a format. Numbers stay numbers of few bits.
 
-    N rows, K columns, groups of G columns; `int32 [a, b / 8]` holds 8 numbers of 4 bits a word along b
-
-    compressed-tensors   weight_packed int32 [N, K / 8], ascending; weight_scale [N, K / G], or [N, 1] by channel;
-                         weight_zero_point int32 [N / 8, K / G], packed along N
-    GPTQ                 qweight int32 [K / 8, N], packed along K; scales [K / G, N]; qzeros int32 [K / G, N / 8], less
-                         1 in version 1; g_idx [K]: the group of each column
-    AWQ                  qweight int32 [K, N / 8] and qzeros [K / G, N / 8], packed in the order of AWQ_NIBBLES
-    FP8                  weight e4m3 [N, K]; one scale, one a row, one a group, or one a block of rows and columns
-    MXFP4                blocks uint8 [N, K / 32, 16], two a byte, low first; scales uint8 [N, K / 32], 2^(s - 127);
-                         compressed-tensors has them as weight_packed [N, K / 2] and weight_scale
-
-Each is given the tensors of one weight by name, its shape and its group; `formats.py` has checked them.
+`formats.py` has the shapes, and has checked them. `int32 [a, b / 8]` holds 8 numbers of 4 bits a word along b: of
+compressed-tensors ascending, its zeros along N; of GPTQ along K, its zeros less 1 in version 1; of AWQ in the order of
+AWQ_NIBBLES. MXFP4 has two numbers a byte, low first, and scales 2^(s - 127).
 """
 
 from collections.abc import Mapping

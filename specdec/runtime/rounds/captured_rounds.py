@@ -19,7 +19,7 @@ import torch
 
 from specdec.config import MAX_FORCED_TOKENS
 from specdec.errors import ConfigError, FrozenKVError, first_line
-from specdec.gpu.buckets import next_power_of_two, step_up
+from specdec.gpu.buckets import next_power_of_two
 from specdec.gpu.captures import Capture, Captured, CaptureStore, CudaCapture, Program, is_out_of_memory
 from specdec.runtime.rounds.capture_classes import is_large, share
 from specdec.runtime.rounds.decode_round import decode_programs
@@ -30,9 +30,6 @@ logger = logging.getLogger(__name__)
 
 Between = Callable[[int, torch.Tensor], None]
 """What the host does behind each program of a round but the last: (its number, what it returned)."""
-
-SHORTEST = 1024
-"""Tokens: tables are at least this wide, since narrow ones gain nothing."""
 
 LARGE_PATIENCE = 4
 """Runs of a shape of a large round until it is captured: there are many such shapes, and a capture takes as long as a
@@ -164,9 +161,8 @@ class RoundGraphs(Captures):
         batch = min(size for size in sizes if size >= shape.batch)
         if shape.uses.masked and shape.num_nodes > MAX_FORCED_TOKENS:  # forced tokens need no nodes of their own
             shape = shape._replace(forced=shape.num_nodes)
-        # kernels stop where a row ends, so what a wide table costs is its making
-        longest = wide_bucket(shape.longest) if large else length_bucket(shape.longest)
-        return shape._replace(batch=batch, longest=min(longest, table.slots.host.shape[1] - 1))
+        longest = next(width for width in table_widths(table.slots.host.shape[1] - 1) if width >= shape.longest)
+        return shape._replace(batch=batch, longest=longest)
 
     def forced_width(self, width: int, room: int, num_nodes: int) -> int:
         """Nodes of rounds with forced tokens: one size, but where rows have no room for it. room: slots of all rows."""
@@ -216,11 +212,11 @@ def few_batch_sizes(most: int) -> list[int]:
     return [size for size in sizes if size < most] + [most]
 
 
-def length_bucket(length: int) -> int:
-    """The next of 1024, 4096, 16384, ...: kernels stop where a row ends, so a wide table costs little."""
-    return step_up(length, SHORTEST, 4)
-
-
-def wide_bucket(length: int) -> int:
-    """The next of 4096, 32768, 262144, ...: few, for rounds that have many sizes besides."""
-    return step_up(length, 4 * SHORTEST, 8)
+def table_widths(most: int) -> list[int]:
+    """Tokens of a prefix that rounds are captured for: 4096, 32768, 262144, ..., `most`. Few, since kernels stop where
+    a row ends; more than one, since attention has room for as many partial results."""
+    widths, width = [], 4096
+    while width < most:
+        widths.append(width)
+        width *= 8
+    return [*widths, most]

@@ -1,11 +1,9 @@
 """API keys: the one that a request comes with, and those of a file, one a line, with a name before it for the log.
 
-    # team        key
     research      sk-4f1c...
-    web           sk-93aa...
-    sk-7d20...                    a key without a name is called line-4
+    sk-7d20...                    a key without a name is called by its line, such as line-2
 
-Blank lines, lines that begin with # and what follows a # after white space say nothing. Keys are never in a message.
+Blank lines, and what follows a # at the beginning or after white space, say nothing. Keys are never in a message.
 """
 
 import re

@@ -2,11 +2,8 @@
 
     raw bytes -> shape (depth, containers, values), counted without building anything -> JSON -> model
 
-A value of one byte in JSON can take a hundred in Python, and a mistake a kilobyte: so what a body may hold is counted
-first. Small bodies are read where they are; larger ones on one thread of their own, one at a time, since a parser
-keeps Python's lock for as long as it runs.
-
-A route whose router has `route_class=BodyRoute` declares its body as usual: `async def route(body: Model, ...)`.
+Small bodies are read where they are; larger ones on one thread of their own, one at a time. A route whose router has
+`route_class=BodyRoute` declares its body as usual: `async def route(body: Model, ...)`.
 """
 
 import asyncio

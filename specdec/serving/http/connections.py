@@ -1,8 +1,5 @@
 """Connections bounded in number and in time: what uvicorn leaves to a proxy.
 
-    Connections    all that are open; the ones from which a request is awaited, in the order in which they began to wait
-    Connection     uvicorn's HTTP/1.1 protocol, which says when it waits for a request and when it has one
-
 A connection waits for a request until the last byte of that request has come. Where there is no room for a new
 connection, the one that has waited longest is closed, so idle clients never keep working ones out. A request whose last
 byte has come is never given up here. It knows sockets and h11, and nothing of routes or engines.
@@ -19,9 +16,8 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from specdec.serving.http.door import Door
 from specdec.serving.http.faults import error_body
-from specdec.serving.http.pacing import Pace
+from specdec.serving.http.pacing import Door, Pace
 from specdec.serving.server_settings import ServeSettings
 
 logger = logging.getLogger("specdec.serving")
@@ -131,10 +127,9 @@ class Connections:
 class Connection(H11Protocol):
     """uvicorn's, that is late at some time, and answers a client that has closed its own half.
 
-    EOF from a client that has sent its whole request means that it has gone, or that it will send no more and still
-    reads. TCP tells these apart only when something is sent: an interim response (100) or a comment between two events,
-    which clients must skip, make the system of a client that has gone answer with a reset. Then the request is aborted.
-    """
+    EOF from a client that has sent its whole request means that it has gone, or that it still reads. TCP tells these
+    apart only when something is sent: an interim response (100) or a comment between two events, which clients must
+    skip, make the system of a client that has gone answer with a reset. Then the request is aborted."""
 
     _told_late = False  # it sent no HTTP, and is told so in a moment
     _completing = False  # an answer is whole, and uvicorn looks for the next request

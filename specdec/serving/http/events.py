@@ -1,9 +1,5 @@
 """Answers on their way out: server-sent events, and work that ends when its client goes away.
 
-    data: {"choices": [...]}
-
-    data: [DONE]
-
 A client that goes away, streaming or not, cancels what is done for it, and that aborts its requests. A failure after
 the first event is an event of its own, in the shape of an error, for the status has been sent.
 """

@@ -30,29 +30,22 @@ logger = logging.getLogger(__name__)
 TYPES = ("str", "constrained-str", "int", "float", "bool", "none", "dict", "list")
 """Parts of a place in a body that name a member of a union, and no field."""
 EXPECTED = {
-    "string_type": "a string",
-    "int_type": "an integer",
-    "int_from_float": "an integer",
-    "int_parsing": "an integer",
-    "int_parsing_size": "an integer of fewer digits",
-    "float_type": "a number",
-    "float_parsing": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "bool_parsing": "true or false",
-    "dict_type": "an object",
-    "list_type": "a list",
-    "tuple_type": "a list",
-    "none_required": "null",
-    "model_type": "an object",
-    "model_attributes_type": "an object",
-    "dataclass_type": "an object",
-    "mapping_type": "an object",
-    "string_unicode": "a string of whole characters",
-    "dict_attributes_type": "an object",
+    kind: words
+    for words, kinds in {
+        "a string": "string_type",
+        "a string of whole characters": "string_unicode",
+        "an integer": "int_type int_from_float int_parsing",
+        "an integer of fewer digits": "int_parsing_size",
+        "a number": "float_type float_parsing",
+        "a finite number": "finite_number",
+        "true or false": "bool_type bool_parsing",
+        "an object": "dict_type model_type model_attributes_type dataclass_type mapping_type dict_attributes_type",
+        "a list": "list_type tuple_type",
+        "null": "none_required",
+    }.items()
+    for kind in kinds.split()
 }
-"""What a value should have been, by pydantic's type of error: pydantic's own messages are for its users, not for a
-server's clients."""
+"""What a value should have been, by pydantic's type of error, whose own messages are not for a server's clients."""
 LITERALS = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -103,7 +96,8 @@ def as_api_error(error: Exception) -> ApiError:
     for kind, (status, code) in ANSWERS.items():
         if isinstance(error, kind):
             message = str(error).replace("max_new_tokens", "max_tokens")
-            param = _param(message) if status == 400 else None
+            setting = re.match(r"(\w+)=", message) if status == 400 else None  # as the Python API names it: top_p=2
+            param = setting and setting[1]
             return ApiError(status, message, param=param, code=code, headers=AGAIN if status in (429, 503) else None)
     logger.error("a request failed", exc_info=error)
     return ApiError(500, "the server failed to answer this request; its log says why")
@@ -184,12 +178,6 @@ def install(app: FastAPI) -> None:
 
     for kind in (RequestValidationError, HTTPException, ApiError, SpecDecError):
         app.add_exception_handler(kind, refused)
-
-
-def _param(message: str) -> str | None:
-    """The setting that a message of the Python API begins with: 'top_p=2: ...'."""
-    found = re.match(r"(\w+)=", message)
-    return found[1] if found else None
 
 
 def _place(loc: Sequence[Any]) -> str | None:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from specdec.serving.http.connections import HEAD_READ, Accepted, Connections, plain_answer
-from specdec.serving.http.door import LOOKED_AT
+from specdec.serving.http.pacing import LOOKED_AT
 
 AT_ONCE = 16
 """Connections taken in one turn of the event loop; streams go on between two turns."""

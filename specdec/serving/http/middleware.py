@@ -20,10 +20,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specdec.serving.fair_pool import CLIENT
 from specdec.serving.http.api_keys import bearer_token
 from specdec.serving.http.client_limits import GUARDED, ClientLimits, route_path
-from specdec.serving.http.door import Door
 from specdec.serving.http.events import CLIENT_GONE
 from specdec.serving.http.faults import ApiError, as_api_error
-from specdec.serving.http.pacing import OVER_LIMIT, Paced
+from specdec.serving.http.pacing import OVER_LIMIT, Door, Paced
 from specdec.serving.server_settings import ServeSettings
 from specdec.serving.tracing import Tracing
 

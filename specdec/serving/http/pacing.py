@@ -1,21 +1,60 @@
 """How fast one client, an API key or an address, is answered and read: the rest waits, each on its own connection.
 
-A refusal costs the server little, but a client that asks again at once gets hundreds a second, and each takes a core,
-or Python's lock, from the thread that steps the engine: streams of others were five times slower. Bodies are read on
-the event loop. So each client has a pail of refusals that are answered at once and one of bytes that are read at once;
-when it is empty they wait, and a client that waits for answers slows down by itself. Nothing is dropped, and no other
-answer of the client waits.
+Refusals and bodies take Python's lock from the thread that steps the engine. So each client has a pail of refusals that
+are answered at once and one of bytes that are read at once; when it is empty they wait. Nothing is dropped.
 
     due[client]    when the pail is full again     | `burst` units before now ......... now | what is owed ...
+
+A client that does not read its refusals is not slowed down by their waiting: the door is shut for a second to one for
+whom as many refusals wait as may, and the listener turns it away by the first bytes of a connection, with 429.
 """
 
 import asyncio
 import math
 import time
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specdec.serving.http.door import Door
+from specdec.serving.http.api_keys import bearer_token
+
+SHUT_SECONDS = 1.0
+LOOKED_AT = 1 << 11
+"""Bytes of a head in which the API key is looked for."""
+MAX_SHUT_TO = 1_000
+
+
+class Door:
+    """Whom it is shut to, and until when."""
+
+    def __init__(self, *, by_key: bool) -> None:
+        self._by_key = by_key  # requests need an API key
+        self._until: dict[str, float] = {}  # by key or address
+
+    def shut(self, scope: Scope, now: float) -> None:
+        """To the client of this request, which is known to the application."""
+        key = bearer_token(Headers(scope=scope))
+        self._until = {name: until for name, until in self._until.items() if until > now}
+        if len(self._until) < MAX_SHUT_TO:
+            self._until[key if self._by_key else (scope.get("client") or ("",))[0]] = now + SHUT_SECONDS
+
+    def turns_away(self, head: bytes, address: str, now: float) -> bool:
+        """Does a request that begins like this come from such a client?"""
+        if not self._until or not head.startswith(b"POST "):
+            return False
+        name = _key_in(head) if self._by_key else address
+        return self._until.get(name, 0.0) > now
+
+
+def _key_in(head: bytes) -> str:
+    """The API key of a head; empty where none is seen."""
+    lines = head.partition(b"\r\n\r\n")[0].split(b"\r\n")
+    for line in lines[1:]:
+        name, _, value = line.partition(b":")
+        if name.lower() == b"authorization":
+            return bearer_token({"authorization": value.strip().decode("latin-1")})
+    return ""
+
 
 PER_SECOND = 10
 BURST = 64

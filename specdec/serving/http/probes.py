@@ -1,8 +1,5 @@
 """GET /live, /ready, /ping and /health: is this process worth keeping, and should it get requests now.
 
-    live     the engine's thread is there, and its last step ended less than `liveness_seconds` ago or there is no work
-    ready    live, and neither stopping nor failing one round after the other; /health and /ping say the same
-
 A server whose engine only fails is not sent requests any more, so it would never show that it is well again, or that it
 is not: `Watch` asks it for a token now and then, and calls it dead when it fails those too.
 """
@@ -18,7 +15,7 @@ from fastapi.responses import JSONResponse, Response
 from specdec.config import SamplingParams
 from specdec.errors import QueueFullError, SpecDecError
 from specdec.serving.async_engine import AsyncEngine
-from specdec.serving.state import ServeState, State
+from specdec.serving.state import State
 
 logger = logging.getLogger("specdec.serving")
 router = APIRouter()
@@ -41,12 +38,7 @@ async def read_live(state: State) -> Response:
 @router.get("/ready", response_model=None)
 async def read_ready(state: State) -> Response:
     """200 while it takes requests; 503 when it stops, hangs, or when rounds fail one after the other."""
-    return _answer(unready(state))
-
-
-def unready(state: ServeState) -> str | None:
-    """Why it should get no requests now."""
-    return lifeless(state.engine, state.settings.liveness_seconds) or state.engine.trouble
+    return _answer(lifeless(state.engine, state.settings.liveness_seconds) or state.engine.trouble)
 
 
 def lifeless(engine: AsyncEngine, most_seconds: float) -> str | None:

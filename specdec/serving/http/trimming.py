@@ -1,13 +1,8 @@
 """Gives back to the system what the C library keeps of memory that was freed.
 
-Bodies and grammars take many megabytes for a moment, on threads of their own, each with its own arena; glibc keeps what
-they free, for good, and a compiled grammar that hangs on a circle of small objects stays until Python looks for
-circles, which goes by their number: a server that had compiled hostile grammars stayed 300 MB larger than it was. It
-knows no grammar: it looks at what the process holds, and where that has grown, circles are collected, and the rest is
-asked back (`malloc_trim`). Where there is no such call, as with other C libraries, only circles are.
-
-What there is when a server begins stays as long as it does: it is set aside (`without_what_stays`), so that Python
-goes through what came since, in milliseconds, and not through half a million objects with its lock held.
+glibc keeps what bodies and grammars free, each on a thread with an arena of its own, and a compiled grammar hangs on a
+circle of small objects until Python looks for circles. So where the process has grown, circles are collected, and the
+rest is asked back (`malloc_trim`). Where there is no such call, only circles are.
 """
 
 import ctypes
@@ -64,10 +59,9 @@ def give_back_when_freed() -> None:
     """Three settings of glibc, made before there are threads.
 
     Blocks from MAPPED_BYTES on come from the system one by one: otherwise the first one that is freed raises that
-    bound, up to 32 MiB, and such blocks lie between small ones that stay. Pieces of bodies and tensors of a round are
-    smaller, or the system would hand out each of their pages anew; for the same reason SPARE_BYTES at the end of an
-    arena are kept. And threads share ARENAS: otherwise each of dozens keeps a part of what it freed that no other can
-    use. With two of them, the engine's thread touches again, in a second, what grammars freed and the system got."""
+    bound, and such blocks lie between small ones that stay. Pieces of bodies and tensors of a round are smaller, or the
+    system would hand out each of their pages anew, and so are SPARE_BYTES that an arena keeps. And threads share
+    ARENAS: otherwise each of dozens keeps a part of what it freed that no other can use."""
     if sys.platform.startswith("linux"):
         with suppress(OSError, AttributeError):
             library = ctypes.CDLL(None)

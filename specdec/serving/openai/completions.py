@@ -15,7 +15,7 @@ from specdec.serving.http.bodies import BodyRoute
 from specdec.serving.http.events import off_loop
 from specdec.serving.openai.logprob_shapes import Scores, completion_logprobs, echoed_logprobs, joined
 from specdec.serving.openai.protocol import CompletionRequest, refused
-from specdec.serving.openai.reply import Reply, ReplyFormat
+from specdec.serving.openai.reply import MakeReply, Reply
 from specdec.serving.openai.sampling_fields import sampling_params, shortened
 from specdec.serving.openai.text_answer import TextAnswer
 from specdec.serving.state import ServeState, State
@@ -43,12 +43,12 @@ class Completion(TextAnswer):
         self._begun: set[int] = set()  # choices that had their first delta
         self._ends: dict[int, int] = {}  # characters of each choice so far
 
-    async def submit(self) -> tuple[Streams, ReplyFormat]:
+    async def submit(self) -> tuple[Streams, MakeReply]:
         params = await asyncio.to_thread(self._params)
         self.engine.require_places(max(1, len(self.body.prompt)) * params.n)
         await self._read_prompts(params)
-        reply_format = ReplyFormat(self.tokenizer, params.stop_strings, self.body.show_drafts)
-        return await self.engine.submit(self.prompts, params, priority=self.body.priority), reply_format
+        make_reply = partial(Reply, self.tokenizer, params.stop_strings, self.body.show_drafts)
+        return await self.engine.submit(self.prompts, params, priority=self.body.priority), make_reply
 
     def _params(self) -> SamplingParams:
         body = self.body

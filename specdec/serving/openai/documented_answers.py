@@ -210,17 +210,13 @@ class OutputCall(OutputItem):
     arguments: str
 
 
-class InputTokensDetails(Answer):
-    cached_tokens: int
-
-
 class OutputTokensDetails(Answer):
     reasoning_tokens: int
 
 
 class ResponseUsage(Answer):
     input_tokens: int
-    input_tokens_details: InputTokensDetails
+    input_tokens_details: PromptTokensDetails
     output_tokens: int
     output_tokens_details: OutputTokensDetails
     total_tokens: int

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from specdec.sampling.log_probs import TokenLogprob
-from specdec.text.detokenize import REPLACEMENT
-from specdec.text.token_bytes import token_bytes, token_text
+from specdec.text.detokenize import REPLACEMENT, token_bytes, token_text
 
 MIN_LOGPROB = -9999.0
 """JSON has no infinity."""

@@ -1,8 +1,7 @@
 """GET /openapi.json: what may be asked, as FastAPI reads it off the routes, and all that may be answered.
 
 FastAPI knows bodies and paths. Here are statuses, content types, answers, headers, the API key, and bounds of values
-that the Python API checks: JSON Schema says them to clients, and bodies are not validated by it. Every operation has
-its line in OPERATIONS.
+that the Python API checks. Every operation has its line in OPERATIONS.
 """
 
 import functools

@@ -4,6 +4,7 @@ Strict: an unknown field, or a value of another type, is refused with its place.
 effect, or because nothing it can say has one (`user`). Ranges are checked where the Python API checks them.
 """
 
+import logging
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
@@ -19,10 +20,12 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from specdec.errors import shown
 from specdec.sampling_numbers import NUMBERS
-from specdec.serving.http import unknown_fields
 from specdec.serving.http.faults import ApiError
 from specdec.text.prompts import Prompt, as_prompt_list
+
+logger = logging.getLogger(__name__)
 
 Prompts = Annotated[list[Prompt], PlainValidator(as_prompt_list)]
 """A string, token ids, or a list of these."""
@@ -82,14 +85,20 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known(cls, data: Any, info: ValidationInfo) -> Any:
-        """Where unknown fields are not refused, they are left out here; of those that are refused, all but the first:
-        a million of them would be an error each."""
-        data = unknown_fields.dropped(data, cls, (info.context or {}).get("unknown_fields", "refuse"))
-        if not isinstance(data, dict) or len(data) <= len(cls.model_fields):
+        """Leaves out fields that no part of a body knows where they are not refused ("unknown_fields" of the context);
+        of those that are refused, all but the first: a million of them would be an error each."""
+        if not isinstance(data, dict):
             return data
-        known = unknown_fields.known_fields(cls)
-        unknown = next((name for name in data if name not in known), None)
-        return {name: value for name, value in data.items() if name in known or name == unknown}
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = [name for name in data if name not in known]
+        if not unknown:
+            return data
+        handling = (info.context or {}).get("unknown_fields", "refuse")
+        if handling == "warn":
+            more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
+            logger.warning("left out of a %s: unknown %s%s", cls.__name__, ", ".join(map(shown, unknown[:8])), more)
+        refused = unknown[:1] if handling == "refuse" else []
+        return {name: value for name, value in data.items() if name in known or name in refused}
 
 
 class StreamOptions(Body):

@@ -1,25 +1,21 @@
 """What one choice says, delta by delta: its content, the tools that it calls, and which of its text was drafted.
 
-    reply.read(delta)  ->  ReplyDelta(content, tool_calls, drafted, reasoning)
-
 All of `content` joined, or of `drafted`, is the choice's text, apart from what it thought and called. It knows deltas
 of any number of tokens, and no HTTP.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from specdec.errors import StoppingError
 from specdec.runtime.request import GenerationOutput, StreamDelta
 from specdec.serving.tools.reasoning import ReasoningFormat, ReasoningReader
 from specdec.serving.tools.tool_parsers import ContentPiece, MarkedText, Piece, ToolCallPiece, ToolParser
-from specdec.text.drafts import DraftColours
+from specdec.text.detokenize import DraftColours
 
 
 class ReplyDelta(NamedTuple):
-    """tool_calls: as OpenAI's deltas have them. drafted: [[text, whether out of accepted drafts], ...]; None: not asked
-    for."""
+    """tool_calls: as OpenAI's deltas have them. drafted: (text, out of accepted drafts?) each; None: not asked for."""
 
     content: str
     tool_calls: list[dict[str, Any]]
@@ -27,39 +23,28 @@ class ReplyDelta(NamedTuple):
     reasoning: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class ReplyFormat:
-    """How the replies of a request are read. parser: of tool calls; None: all text is content. max_calls: those beyond,
-    and what follows them, are left out. reasoning: how the model writes what it thinks; None: that is content.
-    opened: the prompt ends within a thought."""
-
-    tokenizer: Any
-    stops: Sequence[str] = ()
-    show_drafts: bool = False
-    parser: type[ToolParser] | None = None
-    parameter_types: dict[str, dict[str, Any]] | None = None
-    max_calls: int | None = None
-    reasoning: ReasoningFormat | None = None
-    opened: bool = False
-
-
 class Reply:
-    """One choice."""
+    """One choice. parser: of tool calls; None: all text is content. max_calls: those beyond, and what follows, are left
+    out. reasoning: how thoughts are written; None: they are content. opened: the prompt ends within a thought."""
 
-    def __init__(self, reply_format: ReplyFormat) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        stops: Sequence[str] = (),
+        show_drafts: bool = False,
+        parser: type[ToolParser] | None = None,
+        parameter_types: dict[str, dict[str, Any]] | None = None,
+        max_calls: int | None = None,
+        reasoning: ReasoningFormat | None = None,
+        opened: bool = False,
+    ) -> None:
         self.num_calls = 0
-        self._colours = DraftColours(reply_format.tokenizer, reply_format.stops) if reply_format.show_drafts else None
-        self._max_calls = reply_format.max_calls
-        self._parser: ToolParser | None = None
-        self._reasoning: ReasoningReader | None = None
-        special: tuple[str, ...] = ()
-        if reply_format.parser is not None:
-            self._parser = reply_format.parser(reply_format.parameter_types)
-            special += reply_format.parser.special
-        if reply_format.reasoning is not None:
-            self._reasoning = ReasoningReader(reply_format.reasoning, opened=reply_format.opened)
-            special += reply_format.reasoning.special
-        self._text = MarkedText(reply_format.tokenizer, special, reply_format.stops) if special else None
+        self._colours = DraftColours(tokenizer, stops) if show_drafts else None
+        self._max_calls = max_calls
+        self._parser = None if parser is None else parser(parameter_types)
+        self._reasoning = None if reasoning is None else ReasoningReader(reasoning, opened=opened)
+        special = (() if parser is None else parser.special) + (() if reasoning is None else reasoning.special)
+        self._text = MarkedText(tokenizer, special, stops) if special else None
 
     def read(self, delta: StreamDelta) -> ReplyDelta:
         """What this delta adds."""
@@ -109,6 +94,10 @@ class Reply:
         self.num_calls += 1
         function = {"name": piece.name, "arguments": piece.arguments}
         return {"index": piece.index, "id": piece.id, "type": "function", "function": function}
+
+
+MakeReply = Callable[[], Reply]
+"""Of one request: how its replies are read."""
 
 
 def _one_each(calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,18 +1,11 @@
 """A response as it grows: items of output, and the events that tell of them, in OpenAI's order.
 
-    response.created, response.in_progress
-        output_item.added
-            content_part.added, output_text.delta ..., output_text.done, content_part.done      of a message
-            content_part.added, reasoning_text.delta ..., reasoning_text.done, content_part.done  of a thought
-            function_call_arguments.delta ..., function_call_arguments.done                     of a call
-        output_item.done
-    response.completed, response.incomplete or response.failed
-
-One item is open at a time. A response that is not streamed is built alike, and its events are not sent.
+One item is open at a time: its `output_item.added`, then deltas and their `done`, in a `content_part` where it is a
+message or a thought, then `output_item.done`. A response that is not streamed is built alike.
 """
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from specdec.serving.openai.reply import ReplyDelta
@@ -23,11 +16,10 @@ PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
 class ResponseBuilder:
-    """response: as it is so far, with its `output`. details: lists that a message's part has next to its text."""
+    """response: as it is so far, with its `output`."""
 
-    def __init__(self, response: dict[str, Any], details: Sequence[str]) -> None:
+    def __init__(self, response: dict[str, Any]) -> None:
         self.response = response
-        self._details = details
         self.output: list[dict[str, Any]] = response["output"]
         self._open: dict[str, Any] = {}  # the item that grows; empty: none
         self._sequence = 0
@@ -35,13 +27,13 @@ class ResponseBuilder:
     def begin(self) -> list[Event]:
         return [self._whole("response.created"), self._whole("response.in_progress")]
 
-    def add(self, said: ReplyDelta, details: Mapping[str, list[Any]]) -> list[Event]:
-        """What a delta of the answer adds. details: members for the lists of a message's part, by name."""
+    def add(self, said: ReplyDelta, logprobs: list[Any]) -> list[Event]:
+        """What a delta of the answer adds. logprobs: of its content."""
         events: list[Event] = []
         if said.reasoning:
-            events += self._text("reasoning", said.reasoning, {})
+            events += self._text("reasoning", said.reasoning)
         if said.content:
-            events += self._text("message", said.content, details)
+            events += self._text("message", said.content, logprobs=logprobs)
         for call in said.tool_calls:
             function = call["function"]
             if "id" in call:
@@ -60,7 +52,7 @@ class ResponseBuilder:
         self.response |= {"status": status, "usage": usage, **details}
         return [*events, self._whole(f"response.{status}")]
 
-    def _text(self, kind: str, text: str, details: Mapping[str, list[Any]]) -> list[Event]:
+    def _text(self, kind: str, text: str, **details: list[Any]) -> list[Event]:
         events = [] if self._open.get("type") == kind else self._begin(kind)
         [part] = self._open["content"]
         part["text"] += text
@@ -74,7 +66,7 @@ class ResponseBuilder:
         parts: list[dict[str, Any]] = []
         if kind == "message":
             item |= {"role": "assistant", "content": parts}
-            part = {"type": "output_text", "text": "", "annotations": [], **{name: [] for name in self._details}}
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         elif kind == "reasoning":
             item |= {"summary": [], "content": parts}
             part = {"type": "reasoning_text", "text": ""}

@@ -1,9 +1,16 @@
-"""POST /v1/responses: OpenAI's newer shape of a chat, on the path of chats; what is stored can be continued."""
+"""POST /v1/responses: OpenAI's newer shape of a chat, on the path of chats; what is stored can be continued.
+
+What one key has stored no other key can read, continue or delete. Nothing outlives the process: the oldest responses
+of a key, then of all, make room for new ones.
+"""
 
 import hashlib
+import json
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -17,7 +24,7 @@ from specdec.serving.http.events import EventStream, event, json_response, while
 from specdec.serving.http.faults import ApiError, as_api_error
 from specdec.serving.openai.chat_completions import Chat
 from specdec.serving.openai.logprob_shapes import chat_logprobs
-from specdec.serving.openai.reply import Reply, ReplyFormat
+from specdec.serving.openai.reply import MakeReply, Reply
 from specdec.serving.openai.response_events import ResponseBuilder
 from specdec.serving.openai.response_input import (
     Reasoning,
@@ -27,15 +34,71 @@ from specdec.serving.openai.response_input import (
     chat_request,
     messages_of,
 )
-from specdec.serving.openai.response_store import ResponseStore, Stored
 from specdec.serving.openai.sampling_fields import blaming
 from specdec.serving.openai.text_answer import usage_of
 from specdec.serving.state import ServeState, State
 from specdec.serving.streams import Streams
 
+MAX_PER_KEY, MAX_KEY_BYTES = 512, 16 << 20
+MAX_RESPONSES, MAX_BYTES = 4096, 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """response: as it was answered. inputs: its own items. messages: the whole chat, its answer included."""
+
+    response: dict[str, Any]
+    inputs: list[dict[str, Any]]
+    messages: list[dict[str, Any]]
+
+    def num_bytes(self) -> int:
+        return len(json.dumps([self.response, self.inputs, self.messages]))
+
+
+class ResponseStore:
+    """Used on one event loop, so without a lock."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[str, str], tuple[Stored, int]] = OrderedDict()  # by key and id, oldest first
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(size for _, size in self._kept.values())
+
+    def get(self, key: str, response_id: str) -> Stored | None:
+        found = self._kept.get((key, response_id))
+        if found is None:
+            return None
+        self._kept.move_to_end((key, response_id))
+        return found[0]
+
+    def put(self, key: str, stored: Stored) -> None:
+        """Keep it, unless it alone is larger than a key may have."""
+        size = stored.num_bytes()
+        if size > min(MAX_KEY_BYTES, MAX_BYTES):
+            return
+        self._kept[key, stored.response["id"]] = stored, size
+        self._make_room([place for place in self._kept if place[0] == key], MAX_PER_KEY, MAX_KEY_BYTES)
+        self._make_room(list(self._kept), MAX_RESPONSES, MAX_BYTES)
+
+    def delete(self, key: str, response_id: str) -> bool:
+        """-> was it there?"""
+        return self._kept.pop((key, response_id), None) is not None
+
+    def _make_room(self, places: list[tuple[str, str]], most: int, most_bytes: int) -> None:
+        """Drop the first of these until that many, and that many bytes, are left."""
+        count, left = len(places), sum(self._kept[place][1] for place in places)
+        for place in places:
+            if count <= most and left <= most_bytes:
+                return
+            count, left = count - 1, left - self._kept.pop(place)[1]
+
+
 router = APIRouter(route_class=BodyRoute)
-DETAILS = ("logprobs",)
-"""Lists that a message has next to its text; `ResponseAnswer` says what a delta adds to each."""
+AS_ASKED = ("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "user")
 
 
 @router.post("/v1/responses", response_model=None)
@@ -82,27 +145,27 @@ class ResponseAnswer:
             self._messages += before.messages
         self._messages += messages_of(body.items)
         self.chat = Chat(chat_request(body, self._messages), state)
-        self._builder = ResponseBuilder(self._head(state), DETAILS)
+        self._builder = ResponseBuilder(self._head(state))
 
     async def answer(self) -> Response:
         """The response, whole or begun."""
-        streams, reply_format = await self.chat.submit()
+        streams, make_reply = await self.chat.submit()
         if self.body.stream:
-            return NamedEvents(streams, self._events(streams, reply_format))
+            return NamedEvents(streams, self._events(streams, make_reply))
         async with streams:
             [output] = await streams.outputs()
-            reply = Reply(reply_format)
-            self._builder.add(reply.read_output(output), self._details(output))
+            reply = make_reply()
+            self._builder.add(reply.read_output(output), self._logprobs(output))
             self._end(reply, output, output.stats)
             return json_response(self._builder.response)
 
-    async def _events(self, streams: Streams, reply_format: ReplyFormat) -> AsyncIterator[dict[str, Any]]:
-        reply, builder = Reply(reply_format), self._builder
+    async def _events(self, streams: Streams, make_reply: MakeReply) -> AsyncIterator[dict[str, Any]]:
+        reply, builder = make_reply(), self._builder
         for each in builder.begin():
             yield each
         try:
             async for _, delta in streams:
-                for each in builder.add(reply.read(delta), self._details(delta)):
+                for each in builder.add(reply.read(delta), self._logprobs(delta)):
                     yield each
                 if delta.output is not None:
                     for each in self._end(reply, delta.output, streams.stats(0)):
@@ -122,10 +185,9 @@ class ResponseAnswer:
             self._store.put(self._key, Stored(self._builder.response, self.body.items, messages))
         return events
 
-    def _details(self, of: GenerationOutput | StreamDelta) -> dict[str, list[Any]]:
-        """What a delta adds to each of DETAILS."""
-        wanted = self.body.wants_logprobs and of.logprobs
-        return {"logprobs": chat_logprobs(self.chat.tokenizer, of.logprobs or ())["content"] if wanted else []}
+    def _logprobs(self, of: GenerationOutput | StreamDelta) -> list[Any]:
+        wanted = of.logprobs if self.body.wants_logprobs and of.logprobs else ()
+        return list(chat_logprobs(self.chat.tokenizer, wanted)["content"])
 
     def _usage(self, stats: RequestStats) -> dict[str, Any]:
         usage = usage_of(self.chat.prompts, [stats], self.chat.state)
@@ -153,13 +215,9 @@ class ResponseAnswer:
             "background": False,
             "error": None,
             "incomplete_details": None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "max_tool_calls": body.max_tool_calls,
             "model": state.model_name(body.model),
             "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": reasoning.effort, "summary": None},
             "service_tier": "default",
             "store": body.store is not False,
@@ -171,8 +229,8 @@ class ResponseAnswer:
             "top_p": defaults.get("top_p", 1.0) if body.top_p is None else body.top_p,
             "truncation": "disabled",
             "usage": None,
-            "user": body.user,
             "metadata": body.metadata or {},
+            **{name: getattr(body, name) for name in AS_ASKED},
         }
 
 

@@ -1,10 +1,8 @@
 """A chat or completion, answered whole or as it grows: what the two routes, and responses, do alike.
 
-    submit     parameters and prompts -> the streams of the samples, and how replies are read
-    whole      one choice for each sample, then usage
-    streamed   an opening of each choice, what its deltas add, then usage
-
-What a choice has next to its text (log-probabilities, token ids, drafted text) is in `_details`, for both.
+submit     parameters and prompts -> the streams of the samples, and how replies are read
+whole      one choice for each sample, then usage
+streamed   an opening of each choice, what its deltas add, then usage
 """
 
 import asyncio
@@ -21,12 +19,12 @@ from specdec import __version__
 from specdec.errors import ConfigError
 from specdec.runtime.request import GenerationOutput, RequestStats, StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
-from specdec.serving.http.client_isolation import in_blocks
+from specdec.serving.http.client_limits import in_blocks
 from specdec.serving.http.events import EventStream, json_response, while_connected
 from specdec.serving.openai.documented_answers import SpeculationFigures
 from specdec.serving.openai.logprob_shapes import vllm_prompt_logprobs
 from specdec.serving.openai.protocol import SamplingFields
-from specdec.serving.openai.reply import Reply, ReplyDelta, ReplyFormat
+from specdec.serving.openai.reply import MakeReply, Reply, ReplyDelta
 from specdec.serving.openai.sampling_fields import blaming
 from specdec.serving.state import ServeState
 from specdec.serving.streams import Streams
@@ -61,7 +59,7 @@ class TextAnswer(ABC):
             raise blaming(error, self.body) from error
 
     @abstractmethod
-    async def submit(self) -> tuple[Streams, ReplyFormat]:
+    async def submit(self) -> tuple[Streams, MakeReply]:
         """Read the prompts and submit them. -> the samples' streams, and how their replies are read"""
 
     @abstractmethod
@@ -98,20 +96,20 @@ class TextAnswer(ABC):
         return {"prompt_logprobs": vllm_prompt_logprobs(self.tokenizer, output.prompt_logprobs or (), count)}
 
     async def _answer(self) -> Response:
-        streams, reply_format = await self.submit()
+        streams, make_reply = await self.submit()
         if self.body.stream:
-            return EventStream(streams, self._events(streams, reply_format))
+            return EventStream(streams, self._events(streams, make_reply))
         async with streams:
             outputs = await streams.outputs()
-            return await asyncio.to_thread(lambda: json_response(self._whole(outputs, reply_format)))
+            return await asyncio.to_thread(lambda: json_response(self._whole(outputs, make_reply)))
 
-    def _whole(self, outputs: list[GenerationOutput], reply_format: ReplyFormat) -> dict[str, Any]:
-        choices = [self._choice(index, output, Reply(reply_format)) for index, output in enumerate(outputs)]
+    def _whole(self, outputs: list[GenerationOutput], make_reply: MakeReply) -> dict[str, Any]:
+        choices = [self._choice(index, output, make_reply()) for index, output in enumerate(outputs)]
         return self.head | {"choices": choices} | self._totals([output.stats for output in outputs])
 
-    async def _events(self, streams: Streams, reply_format: ReplyFormat) -> AsyncIterator[dict[str, Any]]:
+    async def _events(self, streams: Streams, make_reply: MakeReply) -> AsyncIterator[dict[str, Any]]:
         head = self.head | {"object": self.chunk_kind} | ({"usage": None} if self.body.usage.include_usage else {})
-        replies = [Reply(reply_format) for _ in streams.samples]
+        replies = [make_reply() for _ in streams.samples]
         for opening in map(self._opening, range(len(replies))):
             if opening is not None:
                 yield head | opening
@@ -143,8 +141,7 @@ class TextAnswer(ABC):
 
 
 def usage_of(prompts: Sequence[Sequence[int]], stats: Sequence[RequestStats], state: ServeState) -> dict[str, Any]:
-    """Of all samples, those of a prompt together: a prompt counts once, with the cache hits of its first sample, in
-    whole blocks."""
+    """Of all samples. A prompt counts once, with the cache hits of its first sample, in whole blocks."""
     prompt_len = sum(map(len, prompts))
     completion = sum(one.output_tokens for one in stats)
     page_size = state.engine.config.page_size

@@ -9,7 +9,7 @@ The markers, and the white space around them, belong to neither. Text that never
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specdec.errors import ConfigError, shown
+from specdec.errors import require_one_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,8 @@ REASONING: dict[str, ReasoningFormat] = {
 
 def reasoning_format(name: str) -> ReasoningFormat | None:
     """By its name; None for "none". Raises ConfigError for one that is unknown."""
-    if name == "none":
-        return None
-    if name not in REASONING:
-        raise ConfigError(f"reasoning parser {shown(name)} is unknown; choose one of none, {', '.join(REASONING)}")
-    return REASONING[name]
+    require_one_of("reasoning_parser", name, ("none", *REASONING))
+    return REASONING.get(name)
 
 
 def opened_by(prompt_end: str, format: ReasoningFormat) -> bool:

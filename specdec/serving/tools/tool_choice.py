@@ -61,8 +61,7 @@ class ToolChoice:
 
     @property
     def grammar(self) -> dict[str, Any] | None:
-        """Settings of the Python API for an answer that must be a call, in one line: a small model would fill it with
-        spaces."""
+        """For an answer that must be a call, in one line: a small model would fill it with spaces."""
         if not self._forced:
             return None
         calls = [

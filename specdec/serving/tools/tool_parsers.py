@@ -1,10 +1,8 @@
 """How models write tool calls, and which way a tokenizer's chat template teaches its own.
 
-    parser = tool_parser_for(tokenizer)          # a class, or None where the template knows no tools
-    reader = ToolReader(tokenizer, parser())     # of one answer
-    for delta in engine.stream(...): pieces = reader.read(delta)
-
-A format is one method that reads one call; `tool_text` has what they share. Nothing here knows HTTP or an engine.
+parser = tool_parser_for(tokenizer)          # a class, or None where the template knows no tools
+reader = ToolReader(tokenizer, parser())     # of one answer
+for delta in engine.stream(...): pieces = reader.read(delta)
 """
 
 import json
@@ -14,7 +12,7 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdec.errors import ConfigError, shown
+from specdec.errors import require_one_of
 from specdec.runtime.request import StreamDelta
 from specdec.serving.tools.tool_json import MAX_DEPTH, JsonToolParser
 from specdec.serving.tools.tool_text import NAME, ContentPiece, Piece, Reading, ToolCallPiece, ToolParser, require
@@ -64,8 +62,7 @@ class HermesParser(JsonToolParser):
 
 
 class LlamaParser(JsonToolParser):
-    """Llama 3: {"name": ..., "parameters": {...}}, several separated by semicolons, after <|python_tag|> or where
-    the answer begins."""
+    """Llama 3: {"name": ..., "parameters": {...}}; ..., after <|python_tag|> or where the answer begins."""
 
     special = ("<|python_tag|>",)
     signs = ("<|start_header_id|>", "parameters")
@@ -250,9 +247,7 @@ PARSERS: dict[str, type[ToolParser]] = {
 
 def require_parser(name: str) -> None:
     """Raise ConfigError for what names no parser."""
-    known = ("auto", "none", *PARSERS)
-    if name not in known:
-        raise ConfigError(f"tool parser {shown(name)} is unknown; choose one of {', '.join(known)}")
+    require_one_of("tool_parser", name, ("auto", "none", *PARSERS))
 
 
 def tool_parser_for(tokenizer: Any, template: str | None = None, name: str = "auto") -> type[ToolParser] | None:

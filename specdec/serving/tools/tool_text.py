@@ -1,14 +1,10 @@
 """Reads an answer character by character and tells its tool calls from its content: what all formats have in common.
 
 A format says in `_call` how a call is written, as if all text were there; it waits at every character that is yet to
-come. So how the text is cut into pieces cannot matter. What is read is held until it is known what it is:
-
-    text   I'll look.\n   <tool_call>{"name": "f", "arguments":   {"day": 1}   }</tool_call>
-           content        held, then the call's id and name       arguments    belongs to the call
-
-Invariant: every character is content, or stands in a call's name and arguments, or is the markup of a call. What turns
-out to be no call is content from the first character on that has not been handed out. White space is markup where
-there is nothing else before, between or after calls.
+come. So how the text is cut into pieces cannot matter. What is read is held until it is known what it is. Invariant:
+every character is content, or stands in a call's name and arguments, or is the markup of a call. What turns out to be
+no call is content from the first character on that has not been handed out. White space is markup where there is
+nothing else before, between or after calls.
 """
 
 import re

@@ -1,0 +1,90 @@
+"""What EAGLE-3 heads and the heads of block drafters have in common: their spec, and how they are placed and run."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, Self
+
+import torch
+from torch import nn
+
+from specdec.attention.bridge import AttentionCall, AttentionContext
+from specdec.kvcache.layer_context import LayerContext
+from specdec.kvcache.layout import KVLayout
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(draft layer, q [B, Hq, N, D], k and v [B, Hkv, N, D], all after RoPE) -> [B, N, Hq, D]; scaled by the caller."""
+Rotary = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadSpec:
+    """aux_layers: target states that a head reads, each named by the layer it enters. windows: sliding window of each
+    draft layer, None: full."""
+
+    hidden_size: int
+    vocab_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    aux_layers: tuple[int, ...]
+    windows: tuple[int | None, ...] = (None,)
+    rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    max_position_embeddings: int = 4096
+    rms_norm_eps: float = 1e-6
+    hidden_act: str = "silu"
+    qk_norm: bool = False
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.windows)
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        return KVLayout.uniform(self.num_layers, self.num_kv_heads, self.head_dim)
+
+    @property
+    def scaling(self) -> float:
+        """Factor of attention scores before the softmax."""
+        return float(self.head_dim**-0.5)
+
+    def stored_fields(self) -> dict[str, Any]:
+        """What config.json of a head has of these, as both published formats call them."""
+        return {
+            "hidden_size": self.hidden_size,
+            "vocab_size": self.vocab_size,
+            "intermediate_size": self.intermediate_size,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "num_hidden_layers": self.num_layers,
+            "max_position_embeddings": self.max_position_embeddings,
+            "rms_norm_eps": self.rms_norm_eps,
+            "hidden_act": self.hidden_act,
+            "rope_theta": self.rope["rope_theta"],
+            "rope_scaling": None if self.rope["rope_type"] == "default" else dict(self.rope),
+            "tie_word_embeddings": False,
+        }
+
+
+class HeadContext(AttentionContext, LayerContext, Protocol):
+    """What a head, plain or fused, asks of the forward that it runs in: where K/V go, and attention."""
+
+
+class HeadModule(nn.Module):
+    """The modules of a head."""
+
+    def place(self, device: torch.device, dtype: torch.dtype) -> Self:
+        """Move it. RoPE frequencies stay float32: `.to(dtype)` would round them."""
+        for parameter in self.parameters():
+            parameter.data = parameter.data.to(device, dtype)
+        return self.to(device)
+
+
+def attend_in(context: HeadContext, scaling: float) -> Attend:
+    """The attention of a forward, as modules of a head call it."""
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return context.attend(AttentionCall(layer, q, k, v, scaling, None, None, None, {}))
+
+    return attend

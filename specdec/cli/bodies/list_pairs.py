@@ -1,0 +1,25 @@
+"""`specdec models`: which names stand for something. Reads no checkpoint and imports no torch."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from specdec.evaluation.output_files import STDOUT, write_file
+from specdec.models.bundled import BUNDLED_DIR, BUNDLED_NAMES
+from specdec.models.published import PAIRS_BY_TITLE, pair_table, text_table
+
+
+def list_pairs(json_file: Path | None) -> None:
+    if json_file is not None:
+        pairs = {title: [asdict(pair) for pair in listed] for title, listed in PAIRS_BY_TITLE.items()}
+        sizes = {name: {"bytes": size_of(name), "folder": str(BUNDLED_DIR / name)} for name in BUNDLED_NAMES}
+        write_file(json_file, json.dumps({"bundled": sizes, "pairs": pairs}, indent=2))
+    if json_file != STDOUT:
+        rows = [("bundled", "size"), *((name, f"{size_of(name) / 1e6:.1f} MB") for name in BUNDLED_NAMES)]
+        tables = [text_table(rows), *(f"{title}:\n{pair_table(listed)}" for title, listed in PAIRS_BY_TITLE.items())]
+        print("\n\n".join(tables))
+
+
+def size_of(name: str) -> int:
+    """Bytes of a bundled checkpoint's files."""
+    return sum(path.stat().st_size for path in (BUNDLED_DIR / name).rglob("*") if path.is_file())

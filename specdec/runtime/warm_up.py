@@ -1,0 +1,68 @@
+"""What an engine on a GPU does before its first request: captures rounds, and times them and prompts.
+
+    rounds     greedy, at the narrowest tables, of every batch size: full drafts, and all that may be chosen instead
+    wider      at the other tables the largest of them run once, so that nobody waits for a compiler later
+    prompts    of few tokens, which that captures, and of many: how many a step reads follows from it
+
+Other shapes are captured when they first occur.
+"""
+
+import numpy as np
+
+from specdec.progress import progress_bar
+from specdec.runtime.adaptive.round_timing import fill_cost_table, time_prompts, time_rounds
+from specdec.runtime.rounds.captured_rounds import RoundGraphs, batch_sizes, table_widths
+from specdec.runtime.rounds.result import RoundShape
+from specdec.runtime.rounds.round_shapes import NO_DRAFT, round_shape, whole_draft
+from specdec.runtime.steps import Steps
+
+NO_ROWS = np.zeros(0, dtype=np.int64)
+
+
+def warm_up(steps: Steps) -> None:
+    """With no row seated. Nothing where rounds are not captured."""
+    graphs, round = steps.graphs, steps.round
+    if graphs is None:
+        return
+    own = NO_DRAFT if round.worker is None else whole_draft(steps.spec)
+    drafts = [own] if steps.choice is None else steps.choice.shapes
+    shapes = [
+        graphs.bucket(round_shape(round, NO_ROWS, [], [draft], 0)._replace(batch=size))
+        for size in reversed(batch_sizes(steps.table.max_requests))
+        for draft in reversed(drafts)
+    ]
+    with steps.on_device(), progress_bar("capturing rounds", len(shapes)) as update:
+        for done, shape in enumerate(shapes, start=1):
+            for _ in range(2):  # as it is, then captured
+                _run(steps, graphs, shape)
+            update(done)
+        for width in table_widths(steps.table.slots.host.shape[1] - 1)[1:]:
+            for shape in shapes[: len(drafts)]:
+                _run(steps, graphs, shape._replace(longest=width))
+        if steps.catch_ups is not None and round.unread is not None:
+            for shape in shapes[:: len(drafts)]:  # one of each batch size
+                for _ in range(2):
+                    steps.catch_ups.run(shape)
+    if round.cache.sanitizer is None:  # which knows of no rows without slots
+        with steps.on_device():
+            if steps.choice is not None:
+                fill_cost_table(steps.choice.cost, graphs, steps.catch_ups, shapes)
+            _time_prompts(steps, graphs, shapes[0])
+        steps.restart([])
+    graphs.store.uncaptured["rounds"] = 0  # no request has asked for any so far
+
+
+def _run(steps: Steps, graphs: RoundGraphs, shape: RoundShape) -> None:
+    steps.round.seat(NO_ROWS)
+    steps.round.flush()
+    graphs.run(shape)
+
+
+def _time_prompts(steps: Steps, graphs: RoundGraphs, largest: RoundShape) -> None:
+    """Fit how many tokens of prompts a step reads to what they take here."""
+    [longest] = time_rounds(graphs, [largest], lambda _: None)
+    gap, room = steps.scheduler.prompt_gap, steps.scheduler.prompt_room
+    gap.longest_round = longest
+    gap.learn_round(longest)
+    time_prompts(steps.round, gap, steps.read, min(room.busy, steps.table.max_requests * room.chunk))
+    steps.scheduler.prompt_room = gap.capped(room)
