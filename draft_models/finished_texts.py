@@ -63,9 +63,10 @@ class FinishedTexts:
         self._count = itertools.count()
         self._texts: deque[tuple[int, bytes]] = deque()  # cells of each, and its salt, oldest first
         self._first = self._used = 0  # where the oldest begins, and cells of all
-        self._cells: IntArray = np.full(size, NOTHING, dtype=np.int64)
+        self._ring = max(size, MATCH)  # cells: a context never goes all the way round
+        self._cells: IntArray = np.full(self._ring, NOTHING, dtype=np.int64)
         self._order: IntArray = np.zeros(0, dtype=np.int64)
-        self._device = torch.full((2 * size + 1,), NOTHING, dtype=torch.int64, device=device)
+        self._device = torch.full((2 * self._ring + 1,), NOTHING, dtype=torch.int64, device=device)
         self._changed = False
         self.clear()
 
@@ -99,7 +100,7 @@ class FinishedTexts:
         text[:-1] += self._number(salt) << SALT_SHIFT
         num_output = min(len(tokens) - begin, len(text) - 1)
         self._make_room(len(text))
-        cells = (self._first + self._used + np.arange(len(text))) % self.size
+        cells = (self._first + self._used + np.arange(len(text))) % self._ring
         self._cells[cells] = text
         self._texts.append((len(text), salt))
         self._used += len(text)
@@ -109,7 +110,7 @@ class FinishedTexts:
     def flush(self) -> None:
         """Send what `add` has changed, without waiting for the device."""
         if self._changed:
-            unused = np.zeros(self.size - len(self._order), dtype=np.int64)
+            unused = np.zeros(self._ring - len(self._order), dtype=np.int64)
             packed = np.concatenate([self._cells, self._order, unused, [len(self._order)]])
             self._device.copy_(upload(packed, self._device.device))
             self._changed = False
@@ -118,11 +119,11 @@ class FinishedTexts:
         """Places whose context has most tokens in common with `newest` [B, MATCH], the newest tokens of rows [B], the
         last one first, BEFORE where there are none. Those next to it in the order, `NEAREST` or all if there are fewer.
         """
-        cells, order, count = self._device.split([self.size, self.size, 1])
+        cells, order, count = self._device.split([self._ring, self._ring, 1])
         salt = self.salt_of_row.tensor[rows, None] << SALT_SHIFT
         context = torch.where(newest == BEFORE, BEFORE, newest + salt)
         middle = insertion_points(cells, order, count, context, FAN)
-        width = min(NEAREST, self.size)
+        width = min(NEAREST, self._ring)
         first = torch.minimum(middle - width // 2, count - width).clamp(min=0)
         near = first[:, None] + torch.arange(width - 1, -1, -1, device=first.device)  # [B, P], of equal ones the latest
         place = order[near]
@@ -144,18 +145,19 @@ class FinishedTexts:
         while self._used - dropped + length > self.size:
             dropped += self._texts.popleft()[0]
         if dropped:
-            cells = (self._first + np.arange(dropped)) % self.size
-            gone = np.zeros(self.size, dtype=bool)
+            cells = (self._first + np.arange(dropped)) % self._ring
+            gone = np.zeros(self._ring, dtype=bool)
             gone[cells] = True
             self._cells[cells] = NOTHING
             self._order = self._order[~gone[self._order]]
-            self._first, self._used = (self._first + dropped) % self.size, self._used - dropped
+            self._first, self._used = (self._first + dropped) % self._ring, self._used - dropped
 
     def _insert(self, places: IntArray) -> None:
         """These places [N] join the order, each after those with the same context."""
         cells, found = torch.from_numpy(self._cells), torch.from_numpy(places)
         own = contexts(cells, found)  # [N, MATCH]
-        by_context = np.lexsort(own.numpy().T[::-1])  # stable
+        as_text = (own - BEFORE).numpy().astype(">i8").view(f"S{8 * MATCH}")[:, 0]  # sorts ten times as fast as columns
+        by_context = as_text.argsort(kind="stable")
         count = torch.tensor([len(self._order)])
         order = torch.from_numpy(np.append(self._order, 0))  # of none too one can be read
         points = insertion_points(cells, order, count, own[by_context], 2)
@@ -165,7 +167,7 @@ class FinishedTexts:
 def contexts(cells: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """[..., MATCH] tokens before places [...] of the ring [T], the nearest first; NOTHING before their text begins."""
     steps = torch.arange(1, MATCH + 1, device=places.device)
-    tokens = cells[(places[..., None] - steps) % len(cells)]
+    tokens = torch.take(cells, places[..., None] - steps)  # before the first cell is the last one
     inside = (tokens != NOTHING).to(torch.int64).cumprod(-1) > 0
     return torch.where(inside, tokens, NOTHING)
 

@@ -91,7 +91,7 @@ def test_a_prompt_is_context_and_no_continuation():
 def test_against_a_search_through_all_texts(seed, fan, monkeypatch):
     monkeypatch.setattr(finished_texts, "FAN", fan)
     rng = random.Random(seed)
-    size, vocab = rng.choice((40, 90, 400)), rng.choice((2, 3, 20))
+    size, vocab = rng.choice((5, 40, 90, 400)), rng.choice((2, 3, 20))
     store, oracle = FinishedTexts(size, 3, CPU), EveryText(size)
     for _ in range(30):
         tokens = [rng.randrange(vocab) for _ in range(rng.choice((1, 3, 20, 60)))]
