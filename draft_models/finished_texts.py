@@ -185,7 +185,8 @@ def insertion_points(
         last = point[:, None] + span * parts - 1  # [Q, fan - 1] of each part but the last
         found = contexts(cells, order[last.clamp(max=len(order) - 1)])
         asked = wanted[:, None].expand_as(found)
-        first = (found != asked).to(torch.int8).argmax(-1, keepdim=True)  # where they differ, or 0
+        equal = (found == asked).to(torch.int64).cumprod(-1).sum(-1, keepdim=True)
+        first = equal.clamp(max=MATCH - 1)  # where they differ; the last one if they do not
         smaller = (found.gather(-1, first) <= asked.gather(-1, first))[..., 0]
         point = point + span * (smaller & (last < count)).sum(-1)
     return point

@@ -10,6 +10,8 @@ from tape import record
 
 import specdec.engine
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.cli.bodies.settings import drafter_name
+from specdec.cli.options import PairOptions
 from specdec.draft_models.language_model import LanguageModelDrafter
 from specdec.draft_models.model_and_lookup import ModelAndLookup
 from specdec.draft_models.suffix import SuffixDrafter
@@ -353,6 +355,20 @@ NO_PAIRS = [
 def test_a_pair_that_is_none_is_refused(given):
     with pytest.raises(ConfigError, match="of two the first is a model that drafts, and the second one of 'ngram', "):
         Engine.from_pretrained("tiny-gemma4", given, spec=CHAIN, config=CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("target", "given", "drafter"),
+    [
+        ("tiny-gemma4", "auto,suffix", "tiny-gemma4-mtp,suffix"),
+        ("other", "auto", None),
+        ("other", "head,ngram", "head,ngram"),
+        ("other", "auto,suffix", "none,suffix"),  # refused where it is loaded
+        ("tiny-gemma4", "none", None),
+    ],
+)
+def test_a_command_names_a_pair_by_a_comma(target, given, drafter):
+    assert drafter_name(PairOptions(target=target, drafter=given)) == drafter
 
 
 def test_a_pair_needs_a_choice():
