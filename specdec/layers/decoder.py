@@ -70,12 +70,12 @@ class SumShare(NamedTuple):
 
 
 class WideNorms(NamedTuple):
-    """Norms over all heads of the queries, and of the keys: of one of `count` ranks, over those of all ranks."""
+    """Norms over all heads of the queries, and of the keys: of one of `num_ranks`, over those of all ranks."""
 
     q: Gain
     k: Gain
     rank: int = 0
-    count: int = 1
+    num_ranks: int = 1
 
 
 class Cuts(NamedTuple):
@@ -241,7 +241,7 @@ class FusedLayer(nn.Module):
 
     def _norm_all_heads(self, qkv: Product, norms: WideNorms) -> Generator[Exchanged, Product, Product]:
         """A rank has the heads of all for that, then its own again."""
-        heads, count = self.parts.heads, norms.count
+        heads, count = self.parts.heads, norms.num_ranks
         if count == 1:
             return self.ops(qk_norm)(qkv, norms.q, norms.k)
         by_rank = yield Columns(self.ops(finish)(qkv))

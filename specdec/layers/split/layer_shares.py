@@ -73,7 +73,7 @@ def layer_share(parts: LayerParts, rank: int, count: int) -> LayerParts:
         router = moe.router._replace(owned=(rank * num_own, num_own))
         pieces["moe"] = replace(moe, router=router, experts=_experts(moe.experts, rank, count))
     if parts.wide_norms is not None:
-        pieces["wide_norms"] = parts.wide_norms._replace(rank=rank, count=count)
+        pieces["wide_norms"] = parts.wide_norms._replace(rank=rank, num_ranks=count)
     if parts.sinks is not None:
         pieces["sinks"] = parts.sinks.chunk(count)[rank]
     return replace(parts, heads=own, cuts=Cuts(whole_cut(parts.qkv), out, down), **pieces)
