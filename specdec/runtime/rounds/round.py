@@ -17,6 +17,7 @@ from specdec.attention.pack import Pack
 from specdec.attention.plan import plan_last, plan_packed
 from specdec.config import MAX_FORCED_TOKENS
 from specdec.draft_models.base import Binding, Drafter, Observation, PromptObservation
+from specdec.draft_models.finished_texts import FinishedTexts
 from specdec.gpu.mirrored_array import IntArray, MirroredArray, upload
 from specdec.gpu.stage_clock import StageClock
 from specdec.kvcache.cache import KVCache
@@ -61,10 +62,18 @@ def runs_on_kernels(backend: Backend, device: torch.device) -> bool:
 
 class Round:
     """Target and drafter over one KV cache, and the state of both. `tokens`: token ids by row and position. lags: the
-    drafter reads rounds without drafts later (`catching_up.py`), if it can."""
+    drafter reads rounds without drafts later (`catching_up.py`), if it can. finished_tokens: what is kept of finished
+    requests for the drafter."""
 
     def __init__(
-        self, target: TargetModel, drafter: Drafter | None, cache: KVCache, backend: Backend, *, lags: bool = False
+        self,
+        target: TargetModel,
+        drafter: Drafter | None,
+        cache: KVCache,
+        backend: Backend,
+        *,
+        lags: bool = False,
+        finished_tokens: int = 0,
     ) -> None:
         self.target = target
         self.cache = cache
@@ -75,7 +84,9 @@ class Round:
         self._drafter_reads_every_state = drafter is not None and getattr(drafter, "reads_every_state", True)
         store = cache.add_store(target.stored_layout, target.dtype, target.ranks)
         self.view = own_view(cache.allocator, store)
-        self.worker = None if drafter is None else drafter.bind(Binding(cache, backend, store))
+        self.worker = None if drafter is None else drafter.bind(Binding(cache, backend, store, finished_tokens))
+        self.has_lookup: bool = getattr(drafter, "has_lookup", False)
+        self.finished: FinishedTexts | None = getattr(self.worker, "finished", None)
         self.tokens = MirroredArray(cache.table.slots.host.shape, self.device)
         self.on_kernels = runs_on_kernels(backend, self.device)
         self.sampler = KernelSampler if self.on_kernels else ReferenceSampler
@@ -104,9 +115,13 @@ class Round:
             self.unread.reset()
         for mirrored in self._mirrored():
             mirrored.clear()
+        if self.finished is not None:
+            self.finished.clear()
 
     def _mirrored(self) -> list[MirroredArray]:
-        return [self.tokens, *self.sampling.arrays, self.max_drafts, self.prompt_len, self.forced, self.seats]
+        salts = [] if self.finished is None else [self.finished.salt_of_row]
+        own = (self.tokens, self.max_drafts, self.prompt_len, self.forced, self.seats)
+        return [*own, *self.sampling.arrays, *salts]
 
     def weights_generation(self) -> int:
         """Another number whenever weights of target or drafter have been re-pointed: see `Weights`."""
@@ -137,8 +152,10 @@ class Round:
             self.seats[:] = seats
 
     def flush(self) -> None:
-        """Send what the host has changed anywhere, in one upload."""
+        """Send what the host has changed anywhere, in one upload; finished texts in another, if there are new ones."""
         self.cache.flush(*self._mirrored())
+        if self.finished is not None:
+            self.finished.flush()
 
     def final_states(self, *, scored: bool, ends: bool) -> FinalStates:
         """Those that chunks need, or all where fewer would save no layer. scored: log-probabilities of their tokens are
@@ -271,12 +288,23 @@ class Round:
         self.worker.observe(seen)
 
     def keep_unread(
-        self, rows: Rows, start: torch.Tensor, hidden: torch.Tensor, aux_states: torch.Tensor | None
+        self,
+        rows: Rows,
+        start: torch.Tensor,
+        hidden: torch.Tensor,
+        aux_states: torch.Tensor | None,
+        path: torch.Tensor,
     ) -> None:
-        """A round without drafts has committed the token at `start` [B]: its states [B, 1, H] are for later."""
+        """A round that the drafter does not read has committed nodes of `path` [B, D] from `start` [B] on: their states
+        [B, N, H] are for later. What is kept of those that were not accepted is overwritten before it is read."""
         assert self.unread is not None, "this drafter reads every round"
         states = hidden if aux_states is None else aux_states
-        self.unread.states[rows.index, start % KEPT] = states[:, 0]
+        if (depth := path.shape[1]) == 1:
+            self.unread.states[rows.index, start % KEPT] = states[:, 0]
+            return
+        position = start[:, None] + torch.arange(depth, device=self.device)  # [B, D]
+        on_path = states.gather(1, path[:, :, None].expand(-1, -1, states.shape[-1]))
+        self.unread.states[rows.index[:, None], position % KEPT] = on_path
 
     @torch.inference_mode()
     def catch_up(self, shape: RoundShape) -> torch.Tensor:
