@@ -167,9 +167,10 @@ class SplitDecoder(nn.Module):
         hidden = inputs_embeds.reshape(-1, inputs_embeds.shape[-1])
         sent = self.ranks.send((hidden, position_ids.reshape(-1), input_ids if self.per_layer else None))
         states: list[State] = []
-        for rank, (entered, layer_inputs) in enumerate(zip(sent, self._layer_inputs(sent), strict=True)):
+        layer_inputs = self._layer_inputs(sent)
+        for rank, (embedded, positions, _) in enumerate(sent):
             with self.ranks.on(rank):
-                states.append(begin(self.parts[rank], Entry(*entered[:2], layer_inputs), self.ops))
+                states.append(begin(self.parts[rank], Entry(embedded, positions, layer_inputs[rank]), self.ops))
         for layer in self.layers:
             _, states = layer(states[0][0], states=states, specdec_ctx=specdec_ctx)
         self.ranks.end()
@@ -187,11 +188,12 @@ class SplitDecoder(nn.Module):
                 assert made is not None
                 own.append(pad(made.flatten(1), (0, max(columns) - columns[rank])))
         whole = []
-        for rank, (product, (parts, columns)) in enumerate(
-            zip(side_by_side(own, self.ranks), self.per_layer, strict=True)
-        ):
+        for rank, product in enumerate(side_by_side(own, self.ranks)):
             with self.ranks.on(rank):
-                by_rank = product.parts[0].split(max(columns), dim=1)
-                every = torch.cat([some[:, :count] for some, count in zip(by_rank, columns, strict=True)], dim=1)
+                parts, columns = self.per_layer[rank]
+                every = product.parts[0]
+                if min(columns) < max(columns):  # what filled up the narrower ones goes again
+                    by_rank = zip(every.split(max(columns), dim=1), columns, strict=True)
+                    every = torch.cat([some[:, :count] for some, count in by_rank], dim=1)
                 whole.append(every.unflatten(1, (-1, len(parts.norm.weight))))  # type: ignore[arg-type]
         return whole
