@@ -81,6 +81,7 @@ class DraftBatch:
     history_len: [B], S + 1.
     prefix: the backend's tables of the committed prefixes, if they exist already.
     level_pos: the result of `positions`, if it exists already.
+    by_lookup: of a model and a lookup (`model_and_lookup.py`), the lookup is asked.
     params: sampling parameters that `sample` and `best` use, for operations that draw without a row of the vocabulary;
     None: draw through `sample` and `best`.
     """
@@ -97,6 +98,7 @@ class DraftBatch:
     params: ParamVectors | None = None
     prefix: PrefixTables | None = None
     level_pos: torch.Tensor | None = None
+    by_lookup: bool = False
 
     def positions(self) -> torch.Tensor:
         """[num_steps + 1, B] of the tokens on each level, the root's first."""
@@ -145,15 +147,18 @@ class PromptObservation:
 
 
 class Binding(NamedTuple):
-    """What an engine gives to the drafters that it binds: its KV cache, its backend, and the target's K/V."""
+    """What an engine gives to the drafters that it binds: its KV cache, its backend, the target's K/V, and how many
+    tokens of finished requests it keeps for them (0: none)."""
 
     cache: KVCache
     backend: Backend
     target_store: KVStore
+    finished_tokens: int = 0
 
 
 class DraftWorker(Protocol):
-    """A drafter bound to one engine. `view`: KV of other models that it may read now; None: none."""
+    """A drafter bound to one engine. `view`: KV of other models that it may read now; None: none. One may also have
+    `finished`, a `FinishedTexts`: the engine adds outputs of finished requests to it."""
 
     view: KVView | None
 
@@ -179,7 +184,8 @@ class Drafter(Protocol):
     runs with any. `unfused`: why its own modules run although fused layers were requested; None: fused layers run, or
     it has no layers. `weights`: parameters that it reads and that callers may re-point; None: it has none. `may_lag`:
     observing takes a forward, so an engine may show it several rounds without drafts at once; False: it is shown every
-    round. `max_steps`: levels that it can draft at most; None: any number.
+    round. `max_steps`: levels that it can draft at most; None: any number. `reads_finished`: it can propose what
+    finished requests have written. `has_lookup`: a lookup may draft in its place (`model_and_lookup.py`).
     """
 
     name: str
@@ -192,6 +198,8 @@ class Drafter(Protocol):
     weights: Weights | None = None
     may_lag: bool = False
     max_steps: int | None = None
+    reads_finished: bool = False
+    has_lookup: bool = False
 
     def bind(self, binding: Binding) -> DraftWorker:
         """A worker for one engine."""

@@ -9,6 +9,9 @@ The tree of all continuations of the matches, a node's probability the share of 
 those of models do (Oliaro et al., "SuffixDecoding", 2024; there with a suffix tree on the host, here by comparing on
 the device, so that rounds stay captured and nobody waits). A continuation that runs into the end of the text goes on
 with its period, as in prompt lookup.
+
+With `EngineConfig.finished_tokens` outputs of finished requests are matched as well (`finished_texts.py`). Their
+matches weigh what equally long ones of the request's own text do, so the longer match decides, and then frequency.
 """
 
 from typing import NamedTuple
@@ -21,16 +24,11 @@ from specdec.attention.trees.beam import LOWEST
 from specdec.attention.trees.growth import Growth
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, DraftWorker, Observation, PromptObservation
+from specdec.draft_models.finished_texts import BEFORE, MATCH, NOTHING, FinishedTexts, StoredMatches
 from specdec.kvcache.frozen import KVView
 
-MATCH = 16
-"""Longest match that is told from a shorter one, in tokens."""
-
 MATCHES = 64
-"""Most matches of a request that are used: the longest ones, and among equally long ones the latest."""
-
-NOTHING = -1
-"""Stands before the first token of a text."""
+"""Most matches in a request's own text that are used: the longest ones, and among equally long ones the latest."""
 
 
 class SuffixDrafter(Drafter):
@@ -38,26 +36,33 @@ class SuffixDrafter(Drafter):
 
     name = "suffix"
     reads_every_state = False
+    reads_finished = True
 
     def bind(self, binding: Binding) -> DraftWorker:
-        return SuffixWorker(binding.backend)
+        finished = None
+        if binding.finished_tokens:
+            table = binding.cache.table
+            finished = FinishedTexts(binding.finished_tokens, table.max_requests + 1, table.allocator.device)
+        return SuffixWorker(binding.backend, finished)
 
 
 class SuffixWorker(DraftWorker):
-    """Has no state but the backend that selects trees."""
+    """Has no state but the backend that selects trees, and what finished requests have written."""
 
     view: KVView | None = None
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, finished: FinishedTexts | None = None) -> None:
         self.backend = backend
+        self.finished = finished
 
     def propose(self, batch: DraftBatch) -> DraftTree:
-        matches = find_matches(batch.history, batch.history_len)
+        matches = self._matches(batch)
         growth = Growth(batch.root, self.backend, batch.num_steps)
         followed = matches.weight[:, None]  # [B, beam, P]: weights of the matches whose text runs through each node
         chain = [batch.root[:, None]]
         for level in range(batch.num_steps):
             next_token = matches.tokens_at(level)  # [B, P]
+            followed = followed * (next_token != NOTHING)[:, None]
             tokens, log_probs = children(next_token, followed, batch.topk)
             beam = growth.add_level(tokens, log_probs)
             through = next_token[:, None] == beam.tokens[..., None]
@@ -67,6 +72,14 @@ class SuffixWorker(DraftWorker):
             return DraftTree.chain(torch.cat(chain, dim=1))
         return growth.select(batch.num_nodes)
 
+    def _matches(self, batch: DraftBatch) -> "Matches":
+        newest = newest_tokens(batch.history, batch.history_len)
+        own = find_matches(batch.history, batch.history_len, newest)
+        stored = None
+        if self.finished is not None:
+            stored = self.finished.matches(newest, batch.rows.index)
+        return Matches(own, stored)
+
     def observe(self, seen: Observation) -> None:
         """Nothing to learn: each batch holds the history."""
 
@@ -74,39 +87,62 @@ class SuffixWorker(DraftWorker):
         """Nor of prompts."""
 
 
-class Matches(NamedTuple):
-    """Earlier places of the newest tokens, best first.
+class OwnMatches(NamedTuple):
+    """Earlier places of the newest tokens in each request's own text, best first.
 
     history: [B, L]. after: [B, P] the position behind each. period: [B, P] >= 1, from there to the end of the text.
-    weight: [B, P] float32, 0: no match.
+    matched: [B, P] tokens that are equal, at most MATCH; 0: no match.
     """
 
     history: torch.Tensor
     after: torch.Tensor
     period: torch.Tensor
-    weight: torch.Tensor
+    matched: torch.Tensor
 
     def tokens_at(self, level: int) -> torch.Tensor:
         """[B, P]: of each match, the token that comes `level` tokens after the first one behind it."""
         return self.history.gather(1, self.after + level % self.period)
 
 
-def find_matches(history: torch.Tensor, length: torch.Tensor) -> Matches:
-    """history [B, L], of which the first `length` [B] tokens are the text."""
-    padded = F.pad(history, (MATCH, 0), value=NOTHING)  # token p at p + MATCH
-    steps = torch.arange(MATCH, device=history.device)
-    newest = padded.gather(1, length[:, None] + steps)  # [B, MATCH]
+class Matches(NamedTuple):
+    """All places that continue a text, P of them: those of its own, and those of finished texts."""
+
+    own: OwnMatches
+    stored: StoredMatches | None
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """[B, P] float32, 0: no match."""
+        matched = self.own.matched
+        if self.stored is not None:
+            matched = torch.cat([matched, self.stored.matched], dim=1)
+        return torch.where(matched > 0, 4.0 ** (matched - matched.amax(1, keepdim=True)), 0.0)
+
+    def tokens_at(self, level: int) -> torch.Tensor:
+        """[B, P]: the token that comes `level` tokens after the first one behind each; NOTHING: its text has ended."""
+        own = self.own.tokens_at(level)
+        return own if self.stored is None else torch.cat([own, self.stored.tokens_at(level)], dim=1)
+
+
+def newest_tokens(history: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+    """[B, MATCH]: of the first `length` [B] tokens of history [B, L] the newest, the last one first; BEFORE where there
+    are fewer."""
+    padded = F.pad(history, (MATCH, 0), value=BEFORE)  # token p at p + MATCH
+    return padded.gather(1, length[:, None] + torch.arange(MATCH - 1, -1, -1, device=history.device))
+
+
+def find_matches(history: torch.Tensor, length: torch.Tensor, newest: torch.Tensor) -> OwnMatches:
+    """history [B, L], of which the first `length` [B] tokens are the text, and `newest` [B, MATCH] its last ones."""
+    padded = F.pad(history, (MATCH, 0), value=BEFORE)
     windows = padded[:, 1:].unfold(1, MATCH, 1)  # [B, L, MATCH], window p ends with token p
-    equal = (windows == newest[:, None]).flip(-1).to(torch.int32)
+    equal = (windows == newest.flip(-1)[:, None]).flip(-1).to(torch.int32)
     matched = equal.cumprod(-1).sum(-1)  # [B, L]
     ends = torch.arange(history.shape[1], device=history.device)
     matched = torch.where(ends < length[:, None] - 1, matched, 0)
     rank = matched * history.shape[1] + ends  # of equal matches the later one
     best = rank.topk(min(MATCHES, history.shape[1]), dim=1).indices
-    matched = matched.gather(1, best)
-    weight = torch.where(matched > 0, 4.0 ** (matched - matched[:, :1]), 0.0)
     after = torch.minimum(best + 1, length[:, None] - 1)
-    return Matches(history, after, length[:, None] - after, weight)
+    return OwnMatches(history, after, length[:, None] - after, matched.gather(1, best))
 
 
 def children(next_token: torch.Tensor, followed: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:

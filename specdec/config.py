@@ -35,6 +35,9 @@ MAX_PRIORITY = 100
 """Priorities range from -100 to 100, and lower values are served first. The value of a waiting request falls by 1 for
 every 64 later requests that are admitted before it, so at most 12,800 are."""
 
+MAX_FINISHED_TOKENS = 1 << 20
+"""Of finished requests, kept for drafts: 24 bytes each on the host, 16 on the device."""
+
 MAX_SALT = 1024
 """Characters of a cache salt."""
 
@@ -131,6 +134,9 @@ class EngineConfig:
     made, if that is less.
     prefix_cache: K/V of prompts and outputs are kept while there is room, and requests that begin with the same tokens
     begin with them. What is cached is given up before anybody waits for slots.
+    finished_tokens: drafter "suffix" also proposes from outputs of finished requests, the newest of at most so many
+    tokens; 0 (the default): from a request's own text alone. Requests with the same cache_salt share, as they do in the
+    prefix cache. It changes no token, but how soon a text comes depends on what others have been answered.
     fused: decoder layers of few large kernels in the place of transformers' modules. "auto" does so with "triton" on a
     GPU, where the family has them; True everywhere (in plain torch without "triton"), and refuses a model or drafter
     that has none; False never. Merges weights in place: they become views of larger tensors, the same values under the
@@ -155,6 +161,7 @@ class EngineConfig:
     max_prefill_tokens: int | None = None
     fused: str | bool = "auto"
     prefix_cache: bool = True
+    finished_tokens: int = 0
     max_capture_bytes: int | None = None
     memory_share: float | None = None
     tensor_parallel: int = 1
@@ -163,6 +170,7 @@ class EngineConfig:
         sizes = {"max_batch_size": 4096, "page_size": 1024, "tensor_parallel": MAX_RANKS}
         for name, most in sizes.items():
             require_int(name, getattr(self, name), 1, most)
+        require_int("finished_tokens", self.finished_tokens, 0, MAX_FINISHED_TOKENS)
         optional = {"prefill_chunk": 1 << 20, "max_prefill_tokens": 1 << 30}
         optional |= dict.fromkeys(("max_model_len", "full_slots", "swa_slots", "max_capture_bytes"), 1 << 40)
         for name, most in optional.items():

@@ -1,7 +1,7 @@
 """A drafter from what a user gives: a word, a name, a module, or a drafter already."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from specdec.draft_models.base import Drafter
 from specdec.draft_models.language_model import LanguageModelDrafter
+from specdec.draft_models.model_and_lookup import ModelAndLookup
 from specdec.draft_models.registry import WORDS, is_drafter_config, load_drafter, wrap_drafter
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError, shown
 from specdec.loading import Checkpoint, load_tokenizer, unwrapped
@@ -25,6 +26,7 @@ def load_any_drafter(
 ) -> Drafter | None:
     """A drafter by word (of `WORDS`, or "none"), bundled name, folder or hub id, or from a module; None stays None.
 
+    Two of them, as a pair or as "NAME,WORD": a model, and a lookup that drafts in its place.
     tokenizer: the target's, which a language model's own is compared with. Raises CheckpointError, ConfigError, and
     UnsupportedModelError for a drafter that does not fit.
     """
@@ -32,6 +34,10 @@ def load_any_drafter(
         return None
     if isinstance(drafter, str) and drafter in WORDS:
         return WORDS[drafter]()
+    if isinstance(drafter, str) and drafter.rpartition(",")[2] in WORDS:
+        drafter = drafter.rpartition(",")[::2]
+    if isinstance(drafter, (list, tuple)):
+        return _model_and_lookup(drafter, target, options, tokenizer)
     if isinstance(drafter, (str, os.PathLike)):
         try:
             checkpoint = Checkpoint.of(drafter, options)
@@ -54,6 +60,20 @@ def load_any_drafter(
     raise ConfigError(
         f"drafter is {shown(drafter)}; expected a hub id, a folder, a bundled name, {', '.join(map(repr, WORDS))}, "
         "'none', a module or None"
+    )
+
+
+def _model_and_lookup(
+    drafters: Sequence[Any], target: TargetModel, options: Mapping[str, Any] | None, tokenizer: Any | None
+) -> Drafter:
+    model, lookup = drafters if len(drafters) == 2 else (None, None)
+    if isinstance(lookup, str) and lookup in WORDS and not (isinstance(model, str) and model in (*WORDS, "none", "")):
+        fitted = load_any_drafter(model, target, options, tokenizer)
+        if fitted is not None and not getattr(fitted, "has_lookup", False):
+            return ModelAndLookup(fitted, WORDS[lookup]())
+    raise ConfigError(
+        f"drafter is {shown(drafters)}; of two the first is a model that drafts, and the second one of "
+        f"{', '.join(map(repr, WORDS))}, such as ['google/gemma-4-E4B-it-assistant', 'suffix']"
     )
 
 

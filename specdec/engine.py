@@ -42,12 +42,14 @@ from specdec.modules.weights_lock import weights_lock_held
 from specdec.progress import progress_bar
 from specdec.runtime.adaptive.draft_ladder import draft_ladder
 from specdec.runtime.arguments import (
+    require_choice,
     require_depth,
     require_fused,
     require_no_setting,
     require_one_sample,
     require_parts,
     require_ranks,
+    require_reads_finished,
     require_type,
 )
 from specdec.runtime.engine_stats import EngineStats
@@ -100,6 +102,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.spec = spec or SpecConfig()
         require_depth(self.spec, drafter)
+        require_reads_finished(config.finished_tokens, drafter)
         require_fused(self.config.fused, target, drafter)
         require_ranks(target.ranks, config.tensor_parallel)
         if config.tensor_parallel > 1 and target.ranks is None:
@@ -119,7 +122,8 @@ class Engine:
         self.table = self.cache.table
         memory = capture  # before anything is put in front of it
         backend, capture = sanitized(self.cache, backend, capture)
-        self.round = Round(target, drafter, self.cache, backend, lags=self.spec.adaptive)
+        kept = config.finished_tokens
+        self.round = Round(target, drafter, self.cache, backend, lags=self.spec.adaptive, finished_tokens=kept)
         shared = self.cache if config.prefix_cache and updates_show(target, drafter) else None
         unread = None if self.round.unread is None else self.round.unread.count
         self.prefixes = Prefixes(shared, self.round.weights_version, unread)
@@ -135,7 +139,7 @@ class Engine:
             devices = (target.device,) if target.ranks is None else target.ranks.devices
             budget = config.max_capture_bytes or default_budget(*devices)
             adaptive = drafter is not None and self.spec.adaptive
-            num_drafts = len(draft_ladder(self.spec)) if adaptive else 1
+            num_drafts = len(draft_ladder(self.spec, lookup=self.round.has_lookup)) if adaptive else 1
             store = CaptureStore(
                 capture, memory, budget, most_captures(len(batch_sizes(self.table.max_requests)), num_drafts)
             )
@@ -159,7 +163,7 @@ class Engine:
     def from_pretrained(
         cls,
         target: str | PathLike[str] | PreTrainedModel | nn.Module,
-        drafter: str | PathLike[str] | nn.Module | Drafter | None = None,
+        drafter: str | PathLike[str] | nn.Module | Drafter | Sequence[Any] | None = None,
         *,
         tokenizer: Any | None = None,
         spec: SpecConfig | None = None,
@@ -170,10 +174,11 @@ class Engine:
         """Load and bind a pair.
 
         target: hub id, folder, bundled name or a loaded model (with peft adapters in place, if it has any). drafter:
-        the same, "suffix", "ngram", or None ("none"). tokenizer: a tokenizer or its name; default: the target's own,
-        None for a loaded module. Other arguments (revision, token, trust_remote_code, quantization_config, ...) go to
-        transformers' `from_pretrained` for the target; `drafter_options` are those of the drafter, which also takes
-        over the target's token, trust_remote_code, cache_dir and local_files_only.
+        the same, "suffix", "ngram", or None ("none"); or two, [drafter, "suffix"] or "NAME,suffix": each round has a
+        draft of the one that is expected to bring more tokens a second. tokenizer: a tokenizer or its name; default:
+        the target's own, None for a loaded module. Other arguments (revision, token, trust_remote_code,
+        quantization_config, ...) go to transformers' `from_pretrained` for the target; `drafter_options` are those of
+        the drafter, which also takes over the target's token, trust_remote_code, cache_dir and local_files_only.
         Raises CheckpointError (nothing there, tensors missing), UnsupportedModelError (a target that cannot be served
         exactly, a drafter for another target), ConfigError (bad settings).
         """
@@ -193,6 +198,7 @@ class Engine:
         ops = choose_operations(config.fused, config.attention, device, model.dtype)
         bound = TargetModel(model, ops, deterministic=config.deterministic, ranks=ranks)
         fitted = load_any_drafter(drafter, bound, {**shared, **(drafter_options or {})}, tokenizer)
+        require_choice(spec or SpecConfig(), fitted)
         warn_at_load(bound, fitted, tokenizer)
         return cls(bound, fitted, tokenizer=tokenizer, spec=spec, config=config)
 

@@ -1,5 +1,6 @@
 """Fixtures shared by the tests. Nothing here reaches the network; one CPU thread per test process."""
 
+import functools
 import inspect
 import os
 import sys
@@ -44,6 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
             config.pluginmanager.import_plugin(plugin)
         drafts_of_one_shape()
         prompts_of_one_cost()
+        clients_of_one_context()
 
 
 def drafts_of_one_shape() -> None:
@@ -62,6 +64,13 @@ def prompts_of_one_cost() -> None:
 
     steps.time_prompts = lambda round, gap, read, most: gap.cost.time(PromptLoad(1, 0.5), 1e-6)
     steps.time_rounds = lambda graphs, shapes, done: [1e-6] * len(shapes)
+
+
+def clients_of_one_context() -> None:
+    """A client of httpx reads all certificates of the system when it is made, which takes as long as many requests."""
+    from httpx._transports import default
+
+    default.create_ssl_context = functools.cache(default.create_ssl_context)
 
 
 def pytest_unconfigure() -> None:

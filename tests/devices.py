@@ -3,6 +3,7 @@
 A plugin of conftest.py.
 """
 
+import atexit
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,10 +28,7 @@ def pytest_collection_finish() -> None:
     # the garbage collector need not visit them ever
     gc.freeze()
     gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()
+    atexit.register(gc.unfreeze)  # pytest collects twice when it ends, for what tests have left behind
 
 
 class PoisonEmpty(TorchFunctionMode):

@@ -20,7 +20,7 @@ from specdec.runtime.adaptive.draft_ladder import draft_ladder
 from specdec.runtime.rounds.result import DraftShape
 from specdec.runtime.rounds.round_shapes import NO_DRAFT
 
-from marks import deep_cases, each_value, pairs, usual
+from marks import deep_cases, each_value, examples, pairs, usual
 
 CHAIN = SpecConfig(4, adaptive=True)
 
@@ -264,7 +264,7 @@ def test_hard_and_easy_requests_get_drafts_of_their_own():
 
 
 def test_what_was_off_is_found_again():
-    """An engine that saw 20,000 wrong drafts meets requests whose drafts are right."""
+    """An engine that saw thousands of wrong drafts meets requests whose drafts are right."""
     shapes = draft_ladder(CHAIN)
     choice = DraftChoice(shapes, 2)
     choice.cost.timed[1] = np.array([cheap(shape) for shape in shapes])
@@ -279,7 +279,7 @@ def test_what_was_off_is_found_again():
             chosen.append(shape.num_steps)
         return chosen
 
-    for _ in range(100):
+    for _ in range(examples(25, 100)):
         choice.begin(one)
         assert np.mean(run(200, 0)) < 0.8
     choice.begin(one)
@@ -364,7 +364,7 @@ def test_a_captured_engine_has_its_table_when_it_is_made(drafter, monkeypatch):
         monkeypatch.setattr(specdec.runtime.steps, "time_prompts", round_timing.time_prompts)
         monkeypatch.setattr(specdec.runtime.steps, "time_rounds", round_timing.time_rounds)
     config = EngineConfig(max_batch_size=2, max_model_len=200)
-    params = SamplingParams(max_new_tokens=40, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=examples(16, 40), ignore_eos=True)
     with Engine.from_pretrained("tiny-gemma4", drafter, spec=CHAIN, config=config) as engine:
         cost = engine.steps.choice.cost
         assert sorted(cost.timed) == [1, 2] and all((seconds > 0).all() for seconds in cost.timed.values())

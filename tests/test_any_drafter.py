@@ -33,7 +33,7 @@ def test_tokens_of_plain_decoding(seed, drafter, make_target, make_engine, rando
     model = make_target(rng.choice(FAMILIES))
     prompts, params = random_requests(rng, random_prompt)
     slots = rng.choice((None, 110))
-    config = random_config(rng, slots)
+    config = random_config(rng, slots, finished_tokens=rng.choice((0, 60, 400)) if drafter == "suffix" else 0)
     alone = [replace(each, speculation=None) for each in params]
     want = [out.token_ids for out in make_engine(model, None, max_model_len=128).generate(prompts, alone)]
     target = TargetModel(model)

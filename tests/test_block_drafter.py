@@ -267,7 +267,7 @@ LENGTHS = (9, 1, 14)
     ("kind", "shape", "page_size"),
     [
         ("dflash", "tree", 4),
-        slow("jetspec", "chain", 1),
+        deep("jetspec", "chain", 1),
         deep("jetspec", "short", 4),
         slow("dspark", "tree", 1),
         deep("dspark-rnn", "tree", 4),

@@ -228,6 +228,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.deep
 def test_parameters_that_are_data_share_a_capture(engine_with, random_prompt):
     """23 kinds, one row: a capture for each class, and the tokens of rounds that do only what is asked for."""
     prompt = random_prompt(6)
@@ -349,6 +350,7 @@ def test_weights_are_looked_at_once_a_step(engine_with, random_prompt, monkeypat
     assert max(counts[1:]) == 1, counts
 
 
+@pytest.mark.deep
 @interpreted
 def test_repetition_bits_grow_with_the_text(make_target, random_prompt, monkeypatch):
     """A round marks what it commits, not the whole history; and the tokens are those of torch."""

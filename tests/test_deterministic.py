@@ -31,7 +31,7 @@ from specdec.sampling.reference_sampler import ReferenceSampler
 from marks import deep, deep_cases, examples, slow
 from tiny_models import FAMILIES, VOCAB, random_eagle3
 
-NEW = 12
+NEW = examples(8, 12)
 BF16 = torch.bfloat16
 DTYPES = torch.float32, BF16
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here; see tools/gpu_bits.py")

@@ -198,7 +198,10 @@ def readers_names() -> dict[str, Any]:
     return {"specdec": specdec, "model": model, "assistant": assistant, "input_ids": input_ids, "mask": input_ids > 0}
 
 
-@deep_cases("docs/choosing.md", "docs/troubleshooting.md", "docs/exactness.md", "docs/structured_output.md")
+@deep_cases(
+    *("docs/choosing.md", "docs/troubleshooting.md", "docs/exactness.md", "docs/structured_output.md"),
+    *("docs/memory.md", "docs/quick_start.md"),
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("page", with_blocks("python"))
 def test_python_runs_and_prints_what_the_page_says(page, request, tmp_path, monkeypatch):

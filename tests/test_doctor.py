@@ -172,7 +172,7 @@ def test_a_seeded_cause_is_named_and_only_that(drafter, config, tensors, cause, 
         assert finding.after > finding.before
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_raw_prompts_of_a_chat_model_are_named(diagnose):
     assert causes(diagnose(ASSISTANT, chat=False)) == ["template"]
 

@@ -17,10 +17,10 @@ from specdec.models.bundled import HELD_OUT_PROBLEMS
 from specdec.models.published import BLOCK_PAIRS
 from specdec.text.prompt_files import read_prompts
 
-from marks import deep_cases
+from marks import deep_cases, examples
 
 SPEC = SpecConfig(4)
-TOKENS = 32
+TOKENS = examples(24, 32)
 
 pytestmark = pytest.mark.usefixtures("bundled_once")
 

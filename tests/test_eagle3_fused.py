@@ -222,6 +222,7 @@ def test_padding_rows_may_keep_their_last_row_several_times() -> None:
 
 @deep_cases("chain")
 @pytest.mark.slow
+@pytest.mark.usefixtures("shallow_pair")
 @pytest.mark.parametrize("spec", [SpecConfig(num_steps=3), SpecConfig(3, 3, 8)], ids=["chain", "tree"])
 def test_an_engine_with_a_fused_head_drafts_and_says_the_same(spec: SpecConfig) -> None:
     """The bundled pair: every round accepts as many drafts, so the head draws what its modules draw. In float32: the

@@ -248,7 +248,7 @@ def test_padding_alone_is_a_round(backend: str, model: Any) -> None:
     Scene(model, backend, (), 4, (None, 3)).round([None, None], 64, *SHAPES["chain"])
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_more_nodes_than_a_word_of_bits(model: Any) -> None:
     """12 nodes on each of 7 levels that are drafted from: 84 scratch keys a request."""
     shape = (8, 12, 20)

@@ -310,7 +310,7 @@ def test_the_plot_is_a_png(fixed_report, tmp_path):
 # runs on the bundled pair
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_greedy_accuracy_is_the_same_and_transcripts_match(whole_pair):
     settings = {**SMALL, "params": SamplingParams(64), "config": EngineConfig(max_batch_size=7)}
     report = evaluate_gsm8k(*PAIR, **settings)
@@ -512,7 +512,7 @@ def test_the_eight_categories_of_mt_bench_are_one_group_of_spec_bench(questions)
 @pytest.mark.parametrize(
     ("task", "name", "groups"),
     [
-        ("mt-bench", "mt_bench/question.jsonl", 8),
+        deep("mt-bench", "mt_bench/question.jsonl", 8),
         deep("spec-bench", "spec_bench/question.jsonl", 6),
         ("humaneval", "humaneval/HumanEval.jsonl", 0),
     ],

@@ -2,7 +2,7 @@
 
 Every call that a step makes inside the package is listed; the step is then run again with an exception at call k, for
 one k after the other: the last call of every function that can change what is kept of a request, and of one function a
-file elsewhere, each in the first case that calls it; of these calls every fourth (`make test-deep`: the last of every
+file elsewhere, each in the first case that calls it; of these calls every eighth (`make test-deep`: the last of every
 function, in the first case of each stage), or with SPECDEC_FAULTS=all every call in every case there is (5,700, a
 quarter of an hour). What was interrupted ends; every other stream is what it would have been alone, the table and the
 allocator hold what their requests own and nothing else, and a new request is right.
@@ -185,7 +185,7 @@ def test_a_fault_at_any_call_of_a_step_is_as_if_it_had_not_begun(stage, scenes) 
         made = calls_of(scene(), stage)
         last = {place_of(code): at for at, code in enumerate(made, start=1) if place_of(code) not in broken}
         broken |= last.keys()
-        chosen = sorted(last.values())[:: 1 if is_deep() else 4]
+        chosen = sorted(last.values())[:: 1 if is_deep() else 8]
         for at in range(1, len(made) + 1) if ALL else chosen:
             calls = break_step(scene(), stage, at)
             if not calls.raised:  # what the device has already is not sent again: a call or two fewer than there were

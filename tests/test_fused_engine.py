@@ -543,7 +543,7 @@ def test_one_thread_at_a_time_merges(make_target, monkeypatch):
     assert len(most) == 4 * 6 and set(most) == {1}
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_engines_are_built_over_a_model_that_others_run(
     make_target, make_assistant, make_engine, greedy_oracle, random_prompt
 ):

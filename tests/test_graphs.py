@@ -18,7 +18,8 @@ from specdec.errors import ConfigError, FrozenKVError
 from specdec.models.target import FinalStates
 from specdec.runtime.rounds.captured_rounds import batch_sizes, table_widths
 
-from marks import deep, deep_cases
+from marks import deep, deep_cases, examples
+from tiny_models import few_layers
 
 pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
 TREE = SpecConfig(3, 2, 6)
@@ -81,10 +82,10 @@ def captured_batches(engine: Engine) -> set[int]:
     ],
 )
 def test_captured_rounds_give_the_same_tokens(drafter, spec, pool, graphs) -> None:
-    """Twelve requests join and leave four rows; the short pools preempt some of them, with rounds under way."""
+    """More requests than rows join and leave four rows; the short pools preempt some of them, with rounds under way."""
     name = {"mtp": "tiny-gemma4-mtp", "eagle3": "tiny-gemma4-eagle3"}.get(drafter, drafter)
     config = EngineConfig(max_batch_size=4, max_model_len=96, device="cpu", **pool)  # where the tape can record
-    asked = requests(12)
+    asked = requests(examples(8, 12))
     outputs = []
     for on in (False, True):
         graphs(on)
@@ -98,10 +99,12 @@ def test_captured_rounds_give_the_same_tokens(drafter, spec, pool, graphs) -> No
 
 @pytest.fixture
 def small_engine(graphs, make_target, make_engine):
-    def make(drafter="ngram", on=True, cuda_graphs="auto", **config) -> Engine:
+    def make(drafter="ngram", on=True, cuda_graphs="auto", layers=None, **config) -> Engine:
         graphs(on)
         config["cuda_graphs"] = cuda_graphs
-        return make_engine(make_target("gemma4-e2b"), drafter, **{"max_batch_size": 2, "max_model_len": 64, **config})
+        return make_engine(
+            make_target("gemma4-e2b", **layers or {}), drafter, **{"max_batch_size": 2, "max_model_len": 64, **config}
+        )
 
     return make
 
@@ -119,10 +122,12 @@ def test_the_kernels_are_captured_too(small_engine, make_target, make_assistant,
     """Tables, attention and tree selection as interpreted kernels on the tape."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr("specdec.runtime.rounds.captured_prompts.MIN_TOKENS", 4)  # the interpreter is slow
-    assistant = make_assistant(make_target("gemma4-e2b"))
+    layers = few_layers()
+    assistant = make_assistant(make_target("gemma4-e2b", **layers))
     outputs = []
     for on in (True, False):
         settings = {"spec": SpecConfig(2, 2, 4), "page_size": 2, "max_batch_size": 1, "attention": "triton"}
+        settings["layers"] = layers
         engine = small_engine(assistant, on, **settings)
         outputs.append(serve(engine, [[5, 9, 11]], [SamplingParams(max_new_tokens=5, ignore_eos=True)]))
     assert outputs[0] == outputs[1]

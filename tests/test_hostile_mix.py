@@ -48,6 +48,7 @@ def test_good_streams_have_their_texts_beside_eight_kinds_of_harm(tool, record):
     assert sorted(attacked.got) == sorted(KINDS) and all(attacked.got.values()), attacked.got
 
 
+@pytest.mark.deep
 def test_the_server_outlives_them_and_answers_nothing_that_it_must_not(tool, record):
     """All lines of the tool but those of time and of memory, which a loaded machine may miss."""
     lines = {line: holds for line, _, holds in tool.verdicts(record, 1.0)}

@@ -489,7 +489,7 @@ def test_gated_projection_gives_a_row_the_same_bits_beside_any_others(width: int
 @pytest.mark.parametrize(("rows", "layers", "width", "splits"), [(1, 1, 8, 1), (4, 3, 20, 2), (3, 2, 64, 3)])
 def test_layer_inputs_is_the_reference(rows: int, layers: int, width: int, splits: int):
     context = product_of(rows, layers * width, splits)
-    tokens, table = torch.randint(0, 9, (rows,), device=DEVICE), randn(9, layers * width)
+    tokens, table = torch.randint(0, 9, (rows,), device=DEVICE), randn(9, layers * width + 3)[:, : layers * width]
     options = {"context_scale": 0.3, "table_scale": 4.0}
     gain = Gain(randn(width), 1e-6)
     got = layer_inputs(context, tokens, table, gain, **options)

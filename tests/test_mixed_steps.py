@@ -9,10 +9,10 @@ import specdec.engine
 from specdec import Engine, SamplingParams, SpecConfig
 from specdec.runtime.request import RequestState
 
-from marks import deep, deep_cases, slow
+from marks import deep, deep_cases, examples, slow
 from tiny_models import random_eagle3
 
-NEW = 12
+NEW = examples(8, 12)
 PARAMS = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
 BOTH = pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 
@@ -169,7 +169,7 @@ def test_an_abort_at_any_moment_frees_everything(when, captured, engine_for, mak
     assert_empty(engine)
 
 
-@deep_cases("eager")
+@pytest.mark.deep
 @BOTH
 def test_random_arrivals_aborts_and_preemptions(captured, engine_for, make_target, make_assistant, greedy_oracle):
     """Pools for two of four rows: who is not aborted gets what it would get alone, and no token comes twice."""

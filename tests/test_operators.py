@@ -300,9 +300,11 @@ import asyncio, sys, threading, time
 import httpx
 from specdec import Engine, EngineConfig
 from specdec.serving.async_engine import AsyncEngine
+from specdec.serving.http import probes
 from specdec.serving.server import listen, run_app, address
 from specdec.serving.server_settings import ServeSettings
 
+probes.PROBE_SECONDS = 0.1
 class Broken(BaseException): pass
 
 how = sys.argv[1]

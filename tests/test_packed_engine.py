@@ -330,6 +330,7 @@ def test_a_head_may_be_quantised(form, packed_pair, stored, make_engine, greedy_
     check_tokens(make_engine, model, oracle, greedy_oracle, [random_prompt(9)], "ngram")
 
 
+@pytest.mark.usefixtures("shallow_pair")
 def test_it_is_said_how_weights_are_stored(packed_pair, bundled, caplog):
     """At load, in the summary of `specdec generate`, and of what transformers runs quantised."""
     words = "weights in int4 in groups of 32, the rest float32"

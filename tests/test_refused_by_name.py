@@ -65,6 +65,7 @@ def test_dtypes_that_agree_are_taken():
     assert engine.target.dtype is torch.bfloat16
 
 
+@pytest.mark.usefixtures("shallow_pair")
 def test_torch_dtype_of_a_drafter_is_obeyed():
     """And then it does not fit its target, which is said."""
     with pytest.raises(UnsupportedModelError, match="bfloat16"):

@@ -24,7 +24,7 @@ from specdec.runtime.rounds.opening import opening, reference_opening
 from specdec.runtime.rounds.result import RoundShape, empty_result
 from specdec.sampling.sampling_table import REAL, WHOLE, SamplingTable, Uses
 
-from marks import deep, deep_cases, slow
+from marks import deep, deep_cases, examples, slow
 from tiny_models import random_eagle3
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -280,9 +280,11 @@ LAYERS = ["sliding_attention", "full_attention"]
 SMALL = {"vocab_size": VOCAB, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
 TARGETS = {"gemma4-e2b": {**SMALL, "layer_types": LAYERS, "num_kv_shared_layers": 0}, "llama": SMALL}
 ASKED = [
-    SamplingParams(max_new_tokens=7, ignore_eos=True),
-    SamplingParams(max_new_tokens=6, temperature=0.9, seed=3, top_k=6, ignore_eos=True),
-    SamplingParams(max_new_tokens=5, repetition_penalty=1.3, frequency_penalty=0.4, logprobs=2, ignore_eos=True),
+    SamplingParams(max_new_tokens=examples(5, 7), ignore_eos=True),
+    SamplingParams(max_new_tokens=examples(4, 6), temperature=0.9, seed=3, top_k=6, ignore_eos=True),
+    SamplingParams(
+        max_new_tokens=examples(4, 5), repetition_penalty=1.3, frequency_penalty=0.4, logprobs=2, ignore_eos=True
+    ),
 ]
 
 

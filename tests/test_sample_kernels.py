@@ -21,7 +21,7 @@ from specdec.sampling.sampling_table import ParamVectors, SamplingTable, Uses
 from specdec.sampling.softcap import softcap
 from specdec.sampling.token_bitmaps import mark_seen, reference_mark_seen
 
-from marks import deep, slow
+from marks import deep, examples, slow
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 INF = float("inf")
@@ -199,7 +199,7 @@ def test_a_softcap_of_16_bits_keeps_the_order_of_logits(dtype):
 
 def test_a_program_may_list_several_tiles(monkeypatch, poison_empty):
     torch.manual_seed(5)
-    params = [SamplingParams(**settings) for settings in SETTINGS[::3]]
+    params = [SamplingParams(**settings) for settings in SETTINGS[:: examples(5, 3)]]
     logits = torch.randn(len(params), 2, 300, device=DEVICE)
     positions = torch.arange(2 * len(params), device=DEVICE).view(-1, 2)
     fast, _ = batch_of(params)

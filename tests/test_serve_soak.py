@@ -27,7 +27,7 @@ from specdec.serving.streams import Streams
 from specdec.text.prompt_files import read_prompts
 
 from http_crowd import Crowd, Job, Probe
-from marks import deep_cases
+from marks import deep_cases, is_deep
 from served_engine import served
 
 SECONDS = float(os.environ.get("SPECDEC_SOAK", "2"))
@@ -160,7 +160,7 @@ def test_a_crowd_leaves_no_slot_no_request_and_no_task(engine):
 
         before = inside()
         crowd = Crowd(url, make_jobs(4), clients=32, body_limit=BODY_LIMIT)
-        crowd.run(1.0)
+        crowd.run(1.0 if is_deep() else 0.5)
         assert crowd.wrong == []
         assert crowd.count["leaves"] > 0 and crowd.count["streams"] > 0
         assert settled(inside, before) == before == ((0, 0), 0, 0, 0, before[-1])

@@ -19,14 +19,14 @@ from specdec.gpu.ranks import PeerRanks, Ranks
 from specdec.kvcache.frozen import own_view
 from specdec.models.target import TargetModel
 
-from marks import deep_cases
+from marks import deep_cases, examples
 from tiny_models import FULL, SLIDING, VOCAB, build_target, spread
 
 WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 128}
 WIDE |= {"num_key_value_heads": 4, "num_global_key_value_heads": 2, "global_head_dim": 128}
 TREE = SpecConfig(6, 2, 8, adaptive=False)
 PARAMS = [
-    SamplingParams(max_new_tokens=12, logprobs=VOCAB, temperature=0.9 * (i % 2), seed=i, ignore_eos=True)
+    SamplingParams(max_new_tokens=examples(7, 12), logprobs=VOCAB, temperature=0.9 * (i % 2), seed=i, ignore_eos=True)
     for i in range(3)
 ]
 

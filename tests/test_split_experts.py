@@ -18,7 +18,7 @@ from specdec.layers.moe.routing import Router, Routing, reference_route, route
 from specdec.layers.split.layer_shares import layer_share
 from specdec.models.target import TargetModel
 
-from marks import deep_cases
+from marks import deep_cases, examples
 from tiny_models import VOCAB, build_target, spread
 
 WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 128}
@@ -32,7 +32,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 TREE = SpecConfig(6, 2, 8, adaptive=False)
 PARAMS = [
-    SamplingParams(max_new_tokens=10, logprobs=VOCAB, temperature=0.9 * (i % 2), seed=i, ignore_eos=True)
+    SamplingParams(max_new_tokens=examples(6, 10), logprobs=VOCAB, temperature=0.9 * (i % 2), seed=i, ignore_eos=True)
     for i in range(3)
 ]
 CPUS = [torch.device("cpu")] * 2

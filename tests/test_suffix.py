@@ -11,7 +11,8 @@ from specdec import SamplingParams, SpecConfig
 from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.trees.growth import LOWEST
 from specdec.draft_models.base import DraftBatch
-from specdec.draft_models.suffix import MATCH, MATCHES, SuffixWorker, children, find_matches
+from specdec.draft_models.finished_texts import MATCH
+from specdec.draft_models.suffix import MATCHES, Matches, SuffixWorker, children, find_matches, newest_tokens
 from specdec.kvcache.table import Rows
 
 from tiny_models import FAMILIES, fast_ones
@@ -106,7 +107,8 @@ def test_shares_are_those_of_the_definition(seed):
     texts = [[rng.randrange(rng.choice((2, 3, 9))) for _ in range(rng.choice((1, 2, 30, 90)))] for _ in range(3)]
     topk, length = rng.choice((1, 2, 4)), max(map(len, texts))
     padded = torch.tensor([[*text, *[1] * (length - len(text))] for text in texts])
-    matches = find_matches(padded, torch.tensor([len(text) for text in texts]))
+    lengths = torch.tensor([len(text) for text in texts])
+    matches = Matches(find_matches(padded, lengths, newest_tokens(padded, lengths)), None)
     followed, paths = matches.weight[:, None], [[[]] for _ in texts]
     for level in range(4):
         next_token = matches.tokens_at(level)

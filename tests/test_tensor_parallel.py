@@ -19,6 +19,7 @@ from specdec.gpu.ranks import PeerRanks, Ranks, make_ranks
 from specdec.gpu.tensor_tree import map_tensors
 from specdec.layers.linear import linear, linear_parts, reference_linear_parts
 from specdec.layers.product import cut_of
+from specdec.layers.split.layer_shares import embedding_share
 from specdec.models.target import TargetModel
 
 from marks import deep_cases
@@ -121,6 +122,16 @@ def test_chains_heads_preemption_and_cached_prefixes_too(want: tuple[TargetModel
     engine.generate(asked, PARAMS)
     assert answers(engine, asked) == alone
     assert engine.stats().cached_tokens > 0
+
+
+def test_per_layer_embeddings_lie_with_the_ranks_of_their_layers(targets: dict[str, TargetModel]):
+    """Six layers on four ranks: 2, 2, 1, 1; the product that goes into them is whole on each."""
+    parts = targets["gemma4-e2b"].decoder.parts.embeddings
+    columns = [embedding_share(parts, rank, 4, lambda pieces: pieces[0])[0].table.shape[1] for rank in range(4)]
+    width = len(parts.norm.weight)
+    assert columns == [2 * width, 2 * width, width, width]
+    engine = engine_of(targets["gemma4-e2b"], 4)
+    assert [share.table.shape[1] for share, _ in engine.target.decoder.per_layer] == columns
 
 
 def test_each_rank_stores_its_own_heads(targets: dict[str, TargetModel]):

@@ -231,7 +231,7 @@ WRITERS = {
 
 @pytest.mark.parametrize("name", WRITERS)
 @given(data=st.data())
-@settings(max_examples=examples(15, 60), deadline=None)
+@settings(max_examples=examples(8, 60), deadline=None)
 def test_what_a_template_writes_is_read_back(name, data):
     keys = GEMMA_KEYS if name == "gemma4" else st.text(max_size=6)
     values = JSON if name != "gemma4" else st.recursive(

@@ -20,7 +20,9 @@ from specdec.training.block_training import TrainableBlock
 from specdec.training.draft_loss import draft_loss
 from specdec.training.packed_rows import PackedRows, pack_rows
 
-from marks import slow
+from marks import is_deep, slow
+
+AUX_LAYERS = (2, 15, 28) if is_deep() else (2, 5, 8)  # of the bundled target's 30, and of the shallow one's 10
 
 
 @pytest.mark.parametrize(
@@ -74,12 +76,13 @@ def test_rows_of_answers_begin_blocks(make_target: Callable[..., Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("shallow_pair")
 def test_a_run_leaves_a_drafter_that_loads_and_drafts(tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     lines = [{"question": f"Emma has {n} marbles. She buys {n + 3} more. How many has she now?"} for n in range(12)]
     prompts.write_text("\n".join(map(json.dumps, lines)), "utf-8")
     run = ["train", "--kind", "block", "--target", "tiny-gemma4", "--prompts", str(prompts), "--device", "cpu"]
-    sizes = ["--answers", "4", "--minutes", "5", "--steps", "3", "--length", "96", "--max-new-tokens", "24"]
+    sizes = ["--answers", "4", "--minutes", "5", "--steps", "3", "--length", "96", "--max-new-tokens", "16"]
     sizes += ["--rows", "2"]
     shape = ["--draft-steps", "3", "--layers", "1", "--heads", "2", "--kv-heads", "1", "--head-dim", "32", "--causal"]
     done = CliRunner().invoke(app, [*run, *sizes, *shape, "--out", str(tmp_path / "head"), "--report-count", "1"])
@@ -88,7 +91,7 @@ def test_a_run_leaves_a_drafter_that_loads_and_drafts(tmp_path: Path) -> None:
     assert list(report["held_out"]) == ["chain of 3", "tree of depth 3, topk 4, 32 nodes"]
     with Engine.from_pretrained("tiny-gemma4", drafter=str(tmp_path / "head"), spec=SpecConfig(3)) as engine:
         drafter: Any = engine.drafter
-        assert drafter.spec.causal and drafter.spec.block_size == 4 and drafter.aux_layers == (2, 15, 28)
+        assert drafter.spec.causal and drafter.spec.block_size == 4 and drafter.aux_layers == AUX_LAYERS
     assert load_any_drafter("none", drafter) is None
 
 

@@ -199,7 +199,7 @@ def test_a_step_that_begins_while_a_request_is_handed_in_is_not_waited_for(
                 lines[0] += 1
                 if lines[0] == line:
                     begin.set()
-                    begun.wait(0.2)  # not while this thread has the turn itself
+                    begun.wait(0.05)  # not while this thread has the turn itself
             return at_a_line
 
         sys.settrace(at_a_line)

@@ -68,7 +68,7 @@ from specdec.models import bundled
 from specdec.models.target import TargetModel
 from specdec.modules.private_copy import text_configs
 
-from marks import deep, each_value, pairs, slow
+from marks import deep, each_value, is_deep, pairs, slow
 from proved_models import SHARED
 
 VOCAB = 96
@@ -208,6 +208,13 @@ def build_target(family: str, **overrides: Any) -> PreTrainedModel:
         case "starcoder2":  # without fused layers
             return Starcoder2ForCausalLM(Starcoder2Config(**{**base, **overrides}))
     raise AssertionError(f"{family=}")
+
+
+def few_layers() -> dict[str, Any]:
+    """Fields of a gemma4-e2b of 3 layers, of which the last shares K/V: for interpreted kernels in an engine. With
+    `make test-deep` it has all 6."""
+    few = {"num_hidden_layers": 3, "layer_types": [SLIDING, FULL, FULL], "num_kv_shared_layers": 1}
+    return {} if is_deep() else few
 
 
 def spread(model: PreTrainedModel) -> PreTrainedModel:

@@ -5,6 +5,7 @@ to have drawn follows from the number of the prompt and the place, and each draf
 prompt. So times are those of the shape, and acceptance is what the table says.
 
     steady   so many requests at once, all with one probability; timed from the last first token to the last token
+    crowd    --crowd requests, prompts included, as many running as the first of --batches; timed from beginning to end
     mixed    the number of requests rises and falls, every second prompt is hard; timed from beginning to end
 
 Every engine has the same requests in each phase of the mixed load: one arrives when another ends, and the next phase
@@ -107,6 +108,17 @@ def steady(engine: Engine, batch: int, length: int, tokens: int) -> float:
     return (time.perf_counter() - begin) / (batch * (tokens - 1)) * batch
 
 
+def crowd(engine: Engine, count: int, length: int, tokens: int) -> float:
+    """Seconds for all of it."""
+    params = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
+    begin = time.perf_counter()
+    handles = engine.submit_many([prompt(1 + i % (FIRST_TEXT - 1), length) for i in range(count)], params)
+    while engine.step():
+        pass
+    assert all(handle.finished for handle in handles)
+    return time.perf_counter() - begin
+
+
 def mixed(engine: Engine, length: int, tokens: int, most: int) -> float:
     """Seconds for all of it."""
     draw = np.random.default_rng(0)
@@ -157,6 +169,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--length", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=256, help="tokens of an output")
+    parser.add_argument("--crowd", type=int, metavar="N", help="only a load of N requests")
     parser.add_argument("--no-mixed", action="store_true")
     parser.add_argument("--only-mixed", action="store_true", help="--tokens 96 takes about two minutes at batch 128")
     given = parser.parse_args()
@@ -216,9 +229,13 @@ def main() -> None:
 
         for right in () if given.only_mixed else rights:
             plant.right.fill_(right)
+            if given.crowd is not None:
+                size = (given.crowd, given.length, given.tokens)
+                row(f"{given.crowd} in all, s", f"{right}", lambda each, size=size: crowd(each, *size), 1.0)
+                continue
             for batch in batches:
                 row(str(batch), f"{right}", lambda each, b=batch: steady(each, b, given.length, given.tokens), 1e3)
-        if not given.no_mixed:
+        if not given.no_mixed and given.crowd is None:
             plant.right[::2], plant.right[1::2] = 0.9, given.hard
             most = max(batches)
             row("mixed, s", f"{given.hard}, 0.9", lambda each: mixed(each, given.length, given.tokens, most), 1.0)

@@ -6,6 +6,7 @@ depth takes is computed from two depths: `rest + layers * (difference / layers i
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -18,6 +19,7 @@ from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.engine import Engine
 from specdec.evaluation.model_shapes import Shrink, find_shape
 from specdec.evaluation.phases.random_weights import make_drafter, make_target
+from specdec.gpu import ranks as ranks_module
 from specdec.gpu.operations import FAST
 from specdec.gpu.ranks import PeerRanks, Ranks, make_ranks
 from specdec.gpu.split_capture import SplitCapture
@@ -36,8 +38,9 @@ TIMED = {
     "llama-70b": (3, 6),
 }
 CHAIN = SpecConfig(4, adaptive=False)
-FORMS = {"one GPU": (1, True), "TP=2": (2, True), "a share": (2, False)}
-"""What is timed: its number of GPUs, and whether they exchange anything."""
+FORMS = {"one GPU": 1, "TP=2": 2, "TP=2, plain exchanges": 2, "a share": 2}
+"""What is timed, and its number of GPUs. Plain: no exchange starts before the kernel in front has ended. A share: none
+is exchanged, so that numbers are wrong."""
 
 
 def synchronize(devices: Sequence[torch.device]) -> None:
@@ -149,15 +152,19 @@ def not_selected(ranks: PeerRanks, parts: Sequence[torch.Tensor], _owners: objec
     return [buffer[: parts[0].numel()].view(parts[0].shape) for buffer in ranks._buffers]
 
 
-def step_ms(target: TargetModel, drafter: Any, count: int, batch: int, *, exchanges: bool = True) -> float:
-    """A plain step, or a round of 4 drafts, of requests that all decode after 1,024 tokens: the best of five runs.
-    exchanges: False computes each GPU's share alone, of wrong numbers."""
-    gather, select = (PeerRanks.gather, PeerRanks.select) if exchanges else (not_exchanged, not_selected)
-    with mock.patch.multiple(PeerRanks, gather=gather, select=select):
-        return _step_ms(target, drafter, count, batch)
+@contextmanager
+def exchanging(form: str) -> Iterator[None]:
+    """Engines made inside exchange as this form does."""
+    with ExitStack() as patches:
+        if form == "a share":
+            patches.enter_context(mock.patch.multiple(PeerRanks, gather=not_exchanged, select=not_selected))
+        elif form == "TP=2, plain exchanges":
+            patches.enter_context(mock.patch.object(ranks_module, "pdl_options", return_value={"PDL": False}))
+        yield
 
 
-def _step_ms(target: TargetModel, drafter: Any, count: int, batch: int) -> float:
+def step_ms(target: TargetModel, drafter: Any, count: int, batch: int) -> float:
+    """A plain step, or a round of 4 drafts, of requests that all decode after 1,024 tokens: the best of five runs."""
     config = EngineConfig(
         tensor_parallel=count, max_model_len=2048, attention="triton", deterministic=True, max_batch_size=batch
     )
@@ -187,8 +194,9 @@ def time_rows(name: str, batches: Sequence[int], kinds: Sequence[str]) -> Iterat
         drafters = {"plain": None, "round of 4": make_drafter(shape, Shrink(layers), target, 1)}
         for kind in kinds:
             for batch in batches:
-                for form, (count, exchanges) in FORMS.items():
-                    ms = step_ms(target, drafters[kind], count, batch, exchanges=exchanges)
+                for form, count in FORMS.items():
+                    with exchanging(form):
+                        ms = step_ms(target, drafters[kind], count, batch)
                     took[kind, layers, form, batch] = ms
                     yield Row(f"{name}, {layers} layers, {kind}, batch {batch}, {form}", f"{ms:.3f} ms")
         del model, target, drafters
@@ -198,10 +206,13 @@ def time_rows(name: str, batches: Sequence[int], kinds: Sequence[str]) -> Iterat
             short, long = ([took[kind, layers, form, batch] for form in FORMS] for layers in (few, more))
             layer = [(b - a) / (more - few) for a, b in zip(short, long, strict=True)]
             whole = [a + each * (depth - few) for a, each in zip(short, layer, strict=True)]
-            above_half, above_share = ((layer[1] - part) * 1e3 / 2 for part in (layer[0] / 2, layer[2]))
+            above_half, above_share, plain = (
+                (each - part) * 1e3 / 2
+                for each, part in ((layer[1], layer[0] / 2), (layer[1], layer[3]), (layer[2], layer[3]))
+            )
             yield Row(
                 f"{name}, {kind}, batch {batch}, by layers",
-                f"{layer[0] * 1e3:.1f} -> {layer[1] * 1e3:.1f} us a layer, a share alone {layer[2] * 1e3:.1f}",
-                f"{above_share:.1f} us a sum above a share, {above_half:.1f} above half; "
-                f"of {depth} layers {whole[0]:.2f} -> {whole[1]:.2f} ms",
+                f"{layer[0] * 1e3:.1f} -> {layer[1] * 1e3:.1f} us a layer, a share alone {layer[3] * 1e3:.1f}",
+                f"{above_share:.1f} us a sum above a share ({plain:.1f} with plain exchanges), {above_half:.1f} above "
+                f"half; of {depth} layers {whole[0]:.2f} -> {whole[1]:.2f} ms",
             )

@@ -53,7 +53,8 @@ class PairOptions:
     drafter: Annotated[
         str,
         typer.Option(
-            help="Hub id, folder, bundled name, 'suffix', 'ngram' or 'none'; 'auto' is the drafter of a bundled target."
+            help="Hub id, folder, bundled name, 'suffix', 'ngram' or 'none'; NAME,suffix: each round the one that "
+            "pays; 'auto' is the drafter of a bundled target."
         ),
     ] = "auto"
     num_steps: Annotated[int, typer.Option(min=1, help="Levels of the draft; of a chain, its tokens.")] = 4
@@ -71,6 +72,13 @@ class PairOptions:
             help="Draft only as much as pays, down to nothing; or the same draft in every round.",
         ),
     ] = True
+    finished_tokens: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Tokens of outputs of finished requests from which 'suffix' drafts too; 0: a request's own text.",
+        ),
+    ] = 0
     dtype: Annotated[
         str | None,
         typer.Option(help="float32, bfloat16 (bf16) or float16; default: float32 on the CPU."),

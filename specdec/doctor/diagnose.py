@@ -23,6 +23,7 @@ from specdec.doctor.pair_in_question import EngineLike, PairInQuestion
 from specdec.doctor.reference_check import ReferenceCheck, Watched
 from specdec.doctor.signs import Sign, Subject
 from specdec.draft_models.base import Drafter
+from specdec.draft_models.model_and_lookup import model_of
 from specdec.errors import ConfigError
 from specdec.models.bundled import HELD_OUT_PROBLEMS
 from specdec.models.published import published_acceptance
@@ -59,8 +60,9 @@ def diagnose(
     questions = list(prompts) if prompts is not None else default_questions(engine)
     if len(questions) < 4:
         raise ConfigError(f"{len(questions)} prompts; 4 or more are needed to tell a gain from chance")
-    pair = PairInQuestion(engine=engine, make=make, drafter=engine.drafter, questions=questions, chat=chat)
-    seen = what_is_seen(Subject(engine.target, engine.drafter, engine.tokenizer), causes)
+    drafter = model_of(engine.drafter)
+    pair = PairInQuestion(engine=engine, make=make, drafter=drafter, questions=questions, chat=chat)
+    seen = what_is_seen(Subject(engine.target, drafter, engine.tokenizer), causes)
     with progress_bar("diagnosing", 2 + len(causes)) as update:
         examination = Examination(pair, max_new_tokens)
         update(1)
@@ -89,7 +91,7 @@ def warn_at_load(target: TargetModel, drafter: Drafter | None, tokenizer: Any | 
     """Log what is certain of a pair and costs no generation to see."""
     if drafter is None:
         return
-    for cause, sign in what_is_seen(Subject(target, drafter, tokenizer), at_load=True):
+    for cause, sign in what_is_seen(Subject(target, model_of(drafter), tokenizer), at_load=True):
         said = "the drafter will be accepted less than it could be (%s): %s; %s"
         logger.warning(said, cause.name, sign.what, sign.do)
 

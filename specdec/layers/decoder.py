@@ -70,12 +70,12 @@ class SumShare(NamedTuple):
 
 
 class WideNorms(NamedTuple):
-    """Norms over all heads of the queries, and of the keys: of one of `count` ranks, over those of all ranks."""
+    """Norms over all heads of the queries, and of the keys: of one of `num_ranks`, over those of all ranks."""
 
     q: Gain
     k: Gain
     rank: int = 0
-    count: int = 1
+    num_ranks: int = 1
 
 
 class Cuts(NamedTuple):
@@ -115,13 +115,15 @@ class LayerParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingParts:
-    """Gemma 4's per-layer embeddings, what is computed once a forward (`reference_layer_inputs`)."""
+    """Gemma 4's per-layer embeddings, what is computed once a forward (`reference_layer_inputs`). columns: those of the
+    context product that the table has, where ranks share it."""
 
     context: Weight
     table: torch.Tensor
     norm: Gain
     context_scale: float
     table_scale: float
+    columns: slice | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +243,7 @@ class FusedLayer(nn.Module):
 
     def _norm_all_heads(self, qkv: Product, norms: WideNorms) -> Generator[Exchanged, Product, Product]:
         """A rank has the heads of all for that, then its own again."""
-        heads, count = self.parts.heads, norms.count
+        heads, count = self.parts.heads, norms.num_ranks
         if count == 1:
             return self.ops(qk_norm)(qkv, norms.q, norms.k)
         by_rank = yield Columns(self.ops(finish)(qkv))
@@ -376,4 +378,6 @@ def per_layer_inputs(
     assert input_ids is not None, "per-layer embeddings are looked up by token"
     scales = {"context_scale": parts.context_scale, "table_scale": parts.table_scale}
     context = ops(linear)(hidden, parts.context)
+    if parts.columns is not None:
+        context = context._replace(parts=context.parts[..., parts.columns].contiguous())
     return ops(layer_inputs)(context, input_ids.reshape(-1), parts.table, parts.norm, **scales)

@@ -60,12 +60,13 @@ def reference_gated_projection(gate: Product, inputs: torch.Tensor, weight: Weig
 def _layer_inputs_kernel(
     p_parts: tl.tensor,  # [S, T, L P]
     p_tokens: tl.tensor,  # [T]
-    p_table: tl.tensor,  # [V, L P]
+    p_table: tl.tensor,  # [V, L P], rows of any stride
     p_gain: tl.tensor,  # [P]
     p_out: tl.tensor,  # [T, L, P]
     part_len: tl.tensor,
     P: tl.tensor,
     s_tokens: tl.tensor,
+    s_table: tl.tensor,
     eps: tl.tensor,
     context_scale: tl.tensor,
     table_scale: tl.tensor,
@@ -83,7 +84,7 @@ def _layer_inputs_kernel(
     b_gain = tl.load(p_gain + o_p, mask=m_p, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
     token = tl.load(p_tokens + i_t * s_tokens).to(tl.int64)
-    b_token = tl.load(p_table + token * width + i_layer * P + o_p, mask=m_p, other=0.0).to(tl.float32)
+    b_token = tl.load(p_table + token * s_table + i_layer * P + o_p, mask=m_p, other=0.0).to(tl.float32)
     o_part = i_t * width + i_layer * P + o_p
     b_x = sum_parts(p_parts, None, o_part, o_p, m_p, part_len, SPLITS, DTYPE)
     b_x = (b_x * context_scale).to(DTYPE).to(tl.float32)
@@ -178,18 +179,19 @@ def _gate_inputs_kernel(
 def layer_inputs(
     context: Product, tokens: torch.Tensor, table: torch.Tensor, gain: Gain, *, context_scale: float, table_scale: float
 ) -> torch.Tensor:
-    """e [T, L, P]. context: x W_model [T, L P]; tokens [T]; table: T [V, L P]; the gain is over P."""
+    """e [T, L, P]. context: x W_model [T, L P]; tokens [T]; table: T [V, L P], rows of any
+    stride; the gain is over P."""
     splits, num_rows, total = context.parts.shape
     width = _width(gain)
     assert context.bias is None and context.parts.is_contiguous(), f"{context.parts.stride()=}"
-    assert table.shape[1] == total and total % width == 0 and table.is_contiguous(), f"{table.shape=} {total=}"
+    assert table.shape[1] == total and total % width == 0 and table.stride(1) == 1, f"{table.shape=} {total=}"
     assert tokens.shape == (num_rows,), f"{tokens.shape=} {num_rows=}"
     out = torch.empty((num_rows, total // width, width), dtype=context.dtype, device=tokens.device)
     if num_rows == 0:
         return out
     _layer_inputs_kernel[(num_rows, total // width)](
         *(context.parts, tokens, table, gain.weight, out),
-        *(num_rows * total, width, tokens.stride(0), gain.eps, context_scale, table_scale),
+        *(num_rows * total, width, tokens.stride(0), table.stride(0), gain.eps, context_scale, table_scale),
         ROUND_FIRST=gain.round_first,
         SPLITS=splits,
         BLOCK=triton.next_power_of_2(width),

@@ -88,6 +88,24 @@ def require_depth(spec: SpecConfig, drafter: Any) -> None:
         )
 
 
+def require_reads_finished(finished_tokens: int, drafter: Any) -> None:
+    """Raise ConfigError where texts of finished requests are to be kept that no drafter reads."""
+    if finished_tokens and drafter is not None and not getattr(drafter, "reads_finished", False):
+        raise ConfigError(
+            f"finished_tokens={finished_tokens}, and drafter {drafter.name} proposes nothing of finished requests; "
+            "give drafter='suffix', or [drafter, 'suffix'], or finished_tokens=0"
+        )
+
+
+def require_choice(spec: SpecConfig, drafter: Any) -> None:
+    """Raise ConfigError where a lookup would never draft in a model's place."""
+    if not spec.adaptive and getattr(drafter, "has_lookup", False):
+        raise ConfigError(
+            f"adaptive=False, and each round of {drafter.name} has the draft that is expected to bring most; give "
+            "spec=SpecConfig(adaptive=True), or one drafter"
+        )
+
+
 def require_fused(fused: str | bool, target: Any, drafter: Any) -> None:
     """Parts are fused, or not, where they are made: `True` wants all of them, `False` none, "auto" what they are."""
     for part in (target, drafter):

@@ -17,7 +17,6 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import chain
 
 import numpy as np
 import torch
@@ -26,7 +25,6 @@ from specdec.config import MAX_FORCED_TOKENS, SpecConfig
 from specdec.gpu.buckets import next_power_of_two
 from specdec.gpu.captures import CaptureUse
 from specdec.gpu.mirrored_array import IntArray, upload
-from specdec.kvcache.table import row_cells
 from specdec.models.target import FinalStates
 from specdec.runtime.adaptive.draft_choice import NO_CHOICE, DraftChoice
 from specdec.runtime.adaptive.draft_ladder import draft_ladder
@@ -46,6 +44,7 @@ from specdec.runtime.rounds.result import DraftShape, RoundResult, RoundShape
 from specdec.runtime.rounds.round import PREFILL_STAGES, Chunk, Round
 from specdec.runtime.rounds.round_shapes import NO_DRAFT, largest, round_shape, whole_draft, with_forced
 from specdec.runtime.scheduler import Scheduler
+from specdec.runtime.seating import keep_outputs, load_rows
 from specdec.runtime.settling import commit_chunks, settle_chunks, settle_round
 from specdec.sampling.log_probs import max_logprobs
 from specdec.sampling.sampling_table import Uses
@@ -78,7 +77,8 @@ class Steps:
         self.totals = EngineStats()
         self.under_way: deque[LaunchedStep] = deque()
         adaptive = spec.adaptive and round.worker is not None
-        self.choice = DraftChoice(draft_ladder(spec), self.table.max_requests + 1) if adaptive else None
+        shapes = draft_ladder(spec, lookup=round.has_lookup)
+        self.choice = DraftChoice(shapes, self.table.max_requests + 1) if adaptive else None
         self._drafted = self._begun = 0  # drafts since the last look, and those whose first token was right
         self._warned = False
         self._ended: int | None = None  # the newest settled round, on the device's clock; None: chunks came after it
@@ -125,7 +125,9 @@ class Steps:
             if decoding and self.graphs is None:
                 self.scheduler.prompt_gap.learn_round(time.perf_counter() - begin)
             if admitted := self.scheduler.admit():
-                self._load(admitted)
+                load_rows(self.round, admitted)
+                if self.choice is not None:
+                    self.choice.begin(rows_of(admitted))
                 finished += self._release_finished(prepare(admitted))
             requests, chunk_len = self.scheduler.next_prefill()
             if requests:
@@ -142,23 +144,6 @@ class Steps:
         device = self.round.device
         with torch.cuda.device_of(self.round.seats.tensor), torch.autocast(device.type, enabled=False):
             yield
-
-    def _load(self, requests: Sequence[Request]) -> None:
-        """These requests have been given their rows: their tokens and parameters go there with the next upload."""
-        round, rows = self.round, rows_of(requests)
-        length = np.array([request.settled.num_tokens for request in requests], dtype=np.int64)
-        tokens = chain.from_iterable(request.tokens for request in requests)
-        round.tokens[row_cells(rows, np.zeros_like(rows), length)] = np.fromiter(tokens, dtype=np.int64)
-        round.sampling.load(rows, [(request.params, request.seed) for request in requests])
-        round.max_drafts[rows] = np.array([request.max_drafts for request in requests], dtype=np.int64)
-        round.prompt_len[rows] = np.array([len(request.prompt) for request in requests], dtype=np.int64)
-        if self.choice is not None:
-            self.choice.begin(rows)
-        if round.unread is not None:
-            round.unread.count[rows] = 0
-        if round.seen_bits is not None:
-            held = [request for request in requests if request.params.repetition_penalty != 1]
-            round.seen_bits.load(rows_of(held), [request.tokens for request in held])
 
     def _decode(self, requests: Sequence[Request]) -> list[Request]:
         """Launch a round of the requests that may still get a token from it, and settle what is due."""
@@ -317,7 +302,7 @@ class Steps:
                     result = result.take(present)
                 self._learn(launched.shape, requests, result)
                 settle_round(self.round, requests, result)
-                self._note(requests, result)
+                self._note(requests, result, by_lookup=launched.shape.by_lookup)
             else:
                 settle_chunks(self.round, launched, present)
                 self._ended = None
@@ -338,13 +323,13 @@ class Steps:
         since = None if before is None else ((began - before) / 1e9, (ended - before) / 1e9)
         self.choice.learn(shape.draft, batch, context, result.seconds, *given, since)
 
-    def _note(self, requests: Sequence[Request], result: RoundResult) -> None:
-        """Count a settled round, and warn once where drafts are hardly ever right."""
+    def _note(self, requests: Sequence[Request], result: RoundResult, *, by_lookup: bool) -> None:
+        """Count a settled round, and warn once where drafts are hardly ever right: a drafter's own, not a lookup's."""
         self.totals.batches += 1
         self.totals.batch_seconds += sum(result.seconds.values())
         if self.graphs is not None:  # the host is hidden then
             self.scheduler.prompt_gap.learn_round(sum(result.seconds.values()))
-        if result.num_steps == 0 or self._warned:
+        if result.num_steps == 0 or self._warned or by_lookup:
             return
         drafted = (self.round.max_drafts.host[rows_of(requests)] > 0) & (result.forced == 0)
         self._drafted += int(drafted.sum())
@@ -356,5 +341,6 @@ class Steps:
     def _release_finished(self, requests: Sequence[Request]) -> list[Request]:
         finished = [request for request in requests if request.settled.finish_reason]
         if finished:
+            keep_outputs(self.round, finished)
             self.scheduler.release(*finished)
         return finished

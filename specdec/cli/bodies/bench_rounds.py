@@ -20,6 +20,7 @@ from specdec.cli.bodies.settings import (
 )
 from specdec.cli.commands import BenchOptions, EvalOptions
 from specdec.config import SamplingParams, SpecConfig
+from specdec.draft_models.model_and_lookup import model_of
 from specdec.errors import ConfigError
 from specdec.evaluation.accuracy import evaluate
 from specdec.evaluation.bench_run import markdown_table, run_bench
@@ -103,7 +104,7 @@ def pair_subject(options: BenchOptions) -> Subject:
     return Subject(
         name=pair.target if drafter is None else f"{pair.target} with {drafter}",
         target=engine.target,
-        drafter=engine.drafter,
+        drafter=None if engine.drafter is None else model_of(engine.drafter),  # drafts are fixed, so the model's
         drafts=choose_drafts(shapes, asked.drafts),
         prompts=joined_prompts(ids),
         dtype=engine.target.dtype,

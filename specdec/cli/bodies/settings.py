@@ -72,6 +72,7 @@ def load_engine(pair: PairOptions, config: EngineConfig) -> Engine:
 
 def drafter_name(pair: PairOptions) -> str | None:
     """'auto' is the bundled target's own drafter, and none for any other target."""
-    if pair.drafter == "auto":
-        return "tiny-gemma4-mtp" if pair.target == "tiny-gemma4" else None
-    return None if pair.drafter == "none" else pair.drafter
+    name, comma, lookup = pair.drafter.partition(",")
+    if name == "auto":
+        name = "tiny-gemma4-mtp" if pair.target == "tiny-gemma4" else "none"
+    return None if name == "none" and not comma else name + comma + lookup

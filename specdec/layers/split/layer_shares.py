@@ -6,7 +6,8 @@ r"""What one of R ranks has of a decoder: its heads, its columns of the MLP, and
     W_down [H, I]                  columns                        parts of a sum
     W_o, W_down otherwise          rows                           ranks exchange their columns of x, then of y
     experts [E, ..]                whole experts, E / R of them   the parts of those that a token is sent to
-    norms, routers, biases after sums, per-layer embeddings                the same on every rank
+    norms, routers, biases after sums                                      the same on every rank
+    per-layer embeddings           columns of the rank's layers            put side by side once a forward
 
 The ranges of K are those of the whole weight (`Cut`). Where none lies on two ranks, a rank computes the parts that one
 device would have computed, and their sum in the order of ranges has the same bits. Other weights, and packed ones,
@@ -20,7 +21,7 @@ from typing import Any
 
 from specdec.errors import UnsupportedModelError
 from specdec.gpu.tensor_tree import map_tensors
-from specdec.layers.decoder import Cuts, DecoderParts, LayerParts, SumShare
+from specdec.layers.decoder import Cuts, DecoderParts, EmbeddingParts, LayerParts, SumShare
 from specdec.layers.linear import Mlp
 from specdec.layers.moe.experts import Experts
 from specdec.layers.packed.packed_weight import Weight
@@ -45,7 +46,7 @@ def share_of(parts: DecoderParts, rank: int, count: int, put: Put) -> DecoderPar
     layers = []
     for layer in parts.layers:
         layers.append(_placed(layer_share(layer, rank, count), put))
-    narrow = replace(parts, layers=(), embeddings=None)  # what rank 0 alone computes is not shared
+    narrow = replace(parts, layers=(), embeddings=None)  # these are apart: `embedding_share`
     share: DecoderParts = map_tensors(narrow, lambda tensor: put([tensor]))
     return replace(share, layers=tuple(layers))
 
@@ -73,10 +74,22 @@ def layer_share(parts: LayerParts, rank: int, count: int) -> LayerParts:
         router = moe.router._replace(owned=(rank * num_own, num_own))
         pieces["moe"] = replace(moe, router=router, experts=_experts(moe.experts, rank, count))
     if parts.wide_norms is not None:
-        pieces["wide_norms"] = parts.wide_norms._replace(rank=rank, count=count)
+        pieces["wide_norms"] = parts.wide_norms._replace(rank=rank, num_ranks=count)
     if parts.sinks is not None:
         pieces["sinks"] = parts.sinks.chunk(count)[rank]
     return replace(parts, heads=own, cuts=Cuts(whole_cut(parts.qkv), out, down), **pieces)
+
+
+def embedding_share(parts: EmbeddingParts, rank: int, count: int, put: Put) -> tuple[EmbeddingParts, list[int]]:
+    """Per-layer embeddings of the layers that are one rank's, and how many columns each rank has: of as many layers, or
+    of one more."""
+    assert parts.norm.weight is not None
+    width = len(parts.norm.weight)
+    layers = parts.table.shape[1] // width
+    columns = [width * (layers // count + (other < layers % count)) for other in range(count)]
+    own = slice(sum(columns[:rank]), sum(columns[: rank + 1]))
+    share: EmbeddingParts = replace(parts, table=columns_of(parts.table, own), columns=own)
+    return map_tensors(share, lambda tensor: put([tensor])), columns
 
 
 def require_shares(name: str, parts: DecoderParts, count: int) -> None:

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from specdec.gpu.operations import Operations
 from specdec.gpu.ranks import Ranks
-from specdec.gpu.tensor_tree import map_tensors
 from specdec.kvcache.layer_context import LayerContext, SplitContext
 from specdec.layers.decoder import (
     DecoderParts,
@@ -36,7 +36,7 @@ from specdec.layers.decoder import (
 from specdec.layers.fuse import StandIn
 from specdec.layers.norm import norm
 from specdec.layers.product import Columns, OwnedParts, Product, finish
-from specdec.layers.split.layer_shares import share_of
+from specdec.layers.split.layer_shares import embedding_share, share_of
 
 State = tuple[torch.Tensor, torch.Tensor, Shared]
 """Of one rank between two layers: the residual stream [T, H], its normed form, what all layers share."""
@@ -126,7 +126,7 @@ def side_by_side(columns: Sequence[torch.Tensor], ranks: Ranks) -> list[Product]
 
 class SplitDecoder(nn.Module):
     """Stands where a `FusedDecoder` stood, of these parts, wherever they lie: every rank has its share of the layers.
-    Embeddings are rank 0's: `embedding`, which is there, and Gemma 4's per-layer ones."""
+    `embedding` is rank 0's, and there; of Gemma 4's per-layer embeddings each rank makes those of some layers."""
 
     def __init__(self, config: Any, parts: DecoderParts, embedding: nn.Module, ops: Operations, ranks: Ranks) -> None:
         super().__init__()
@@ -134,7 +134,11 @@ class SplitDecoder(nn.Module):
         with torch.inference_mode(False), torch.no_grad():
             puts = [partial(ranks.put, rank) for rank in range(len(ranks))]
             self.parts = [share_of(parts, rank, len(ranks), put) for rank, put in enumerate(puts)]
-            self.per_layer: EmbeddingParts | None = map_tensors(parts.embeddings, lambda tensor: puts[0]([tensor]))
+            self.per_layer: list[tuple[EmbeddingParts, list[int]]] = [
+                embedding_share(parts.embeddings, rank, len(ranks), put)
+                for rank, put in enumerate(puts)
+                if parts.embeddings is not None
+            ]
         by_rank = [
             [
                 FusedLayer(i, layer, gain, ops)
@@ -161,13 +165,35 @@ class SplitDecoder(nn.Module):
         if inputs_embeds is None:
             inputs_embeds = self.embedding(input_ids)
         hidden = inputs_embeds.reshape(-1, inputs_embeds.shape[-1])
-        entry = Entry(hidden, position_ids.reshape(-1), per_layer_inputs(self.per_layer, hidden, input_ids, self.ops))
+        sent = self.ranks.send((hidden, position_ids.reshape(-1), input_ids if self.per_layer else None))
         states: list[State] = []
-        for rank, sent in enumerate(self.ranks.send(entry)):
+        layer_inputs = self._layer_inputs(sent)
+        for rank, (embedded, positions, _) in enumerate(sent):
             with self.ranks.on(rank):
-                states.append(begin(self.parts[rank], sent, self.ops))
+                states.append(begin(self.parts[rank], Entry(embedded, positions, layer_inputs[rank]), self.ops))
         for layer in self.layers:
             _, states = layer(states[0][0], states=states, specdec_ctx=specdec_ctx)
         self.ranks.end()
         last: Any = self.ops(norm)(Product.of(states[0][0]), pre=self.parts[0].final_norm)[1]
         return BaseModelOutputWithPast(last_hidden_state=last.view(inputs_embeds.shape))
+
+    def _layer_inputs(self, sent: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]) -> list[Any]:
+        """sent: embeddings, positions and tokens of each rank -> per-layer embeddings [T, L, P] on each, or None."""
+        if not self.per_layer:
+            return [None] * len(sent)
+        own = []
+        for rank, ((parts, columns), (hidden, _, tokens)) in enumerate(zip(self.per_layer, sent, strict=True)):
+            with self.ranks.on(rank):
+                made = per_layer_inputs(parts, hidden, tokens, self.ops)
+                assert made is not None
+                own.append(pad(made.flatten(1), (0, max(columns) - columns[rank])))
+        whole = []
+        for rank, product in enumerate(side_by_side(own, self.ranks)):
+            with self.ranks.on(rank):
+                parts, columns = self.per_layer[rank]
+                every = product.parts[0]
+                if min(columns) < max(columns):  # what filled up the narrower ones goes again
+                    by_rank = zip(every.split(max(columns), dim=1), columns, strict=True)
+                    every = torch.cat([some[:, :count] for some, count in by_rank], dim=1)
+                whole.append(every.unflatten(1, (-1, len(parts.norm.weight))))  # type: ignore[arg-type]
+        return whole

@@ -67,7 +67,9 @@ class CostTable:
         """By batch size: what comes before the first draft after rounds without, for some drafters."""
         self._seen: defaultdict[int, list[Level]] = defaultdict(lambda: [Level() for _ in shapes])
         self._verify: defaultdict[int, Level] = defaultdict(Level)  # by nodes of all rows
-        self._level: defaultdict[int, Level] = defaultdict(Level)  # of a draft, by its branches of all rows
+        # of a draft, a model's and a lookup's, by its branches of all rows
+        self._level: tuple[defaultdict[int, Level], ...] = (defaultdict(Level), defaultdict(Level))
+        self._by_size = np.argsort([shape.num_nodes for shape in shapes], kind="stable")
         self._rest = Level()
         self._host: defaultdict[tuple[int, bool], Level] = defaultdict(Level)  # by batch size, and whether it drafts
         self._fit = np.zeros((2, len(shapes)))  # of the slope: sums of context * seconds beyond the table, context^2
@@ -90,7 +92,7 @@ class CostTable:
         self._verify[batch * shape.num_nodes].add(seconds["verify"])
         self._rest.add(seconds["other"])
         if shape.num_steps:
-            self._level[batch * shape.topk].add(seconds["draft"] / shape.num_steps)
+            self._level[shape.by_lookup][batch * shape.topk].add(seconds["draft"] / shape.num_steps)
 
     def note_host(self, number: int, batch: int, waited: float, period: float) -> None:
         """A round with the draft of that number ended `period` seconds after the one before it, and the device stood
@@ -112,7 +114,9 @@ class CostTable:
         # what is smaller takes no longer, and a draft takes longer than none by the time of its levels at least: else
         # noise makes them equal, and drafts that are never right would be chosen as often as none
         drafts = np.array([self._draft(batch, shape) for shape in self.shapes])
-        growing: FloatArray = np.minimum.accumulate((seconds - drafts)[::-1])[::-1] + drafts
+        smallest_last = self._by_size[::-1]
+        growing = drafts.copy()
+        growing[smallest_last] += np.minimum.accumulate((seconds - drafts)[smallest_last])
         return growing
 
     def hopeful(self, batch: int, seconds: FloatArray) -> FloatArray:
@@ -138,7 +142,8 @@ class CostTable:
         """Seconds of drafting by itself."""
         if not shape.num_steps:
             return 0.0
-        return shape.num_steps * _between(self._level, batch * shape.topk, LEVEL * _between(self._verify, batch, 1.0))
+        unknown = LEVEL * _between(self._verify, batch, 1.0)
+        return shape.num_steps * _between(self._level[shape.by_lookup], batch * shape.topk, unknown)
 
 
 def _between(timed: Mapping[int, Level], size: int, unknown: float) -> float:

@@ -36,11 +36,11 @@ IN_A_ROW = 8
 class DraftUse(NamedTuple):
     """What an engine has made of its drafts.
 
-    shapes: (levels, branches, nodes with the root) of each draft there is, the first is none. rounds: that had it;
-    tried: those of them that were trials. milliseconds: of a round with each, by batch size, nothing committed, as far
-    as it was timed or guessed. chance: by depth, of a chain's draft where the one before was accepted. last: of the
-    newest choice, how many rows, and of each draft the tokens and the milliseconds that it was expected to bring and
-    take.
+    shapes: (levels, branches, nodes with the root, whether it is a lookup's) of each draft there is, the first is none.
+    rounds: that had it; tried: those of them that were trials. milliseconds: of a round with each, by batch size,
+    nothing committed, as far as it was timed or guessed. chance: by depth, of a chain's draft where the one before was
+    accepted. last: of the newest choice, how many rows, and of each draft the tokens and the milliseconds that it was
+    expected to bring and take.
     """
 
     shapes: Sequence[DraftShape] = ()
@@ -67,7 +67,7 @@ class DraftUse(NamedTuple):
         chains = [
             (tokens[min(shape.num_steps, len(accepted))] / took, shape)
             for shape, took in zip(self.shapes, self.milliseconds[batch], strict=True)
-            if shape.topk == 1
+            if shape.topk == 1 and not shape.by_lookup
         ]
         plain, (rate, best) = chains[0][0], max(chains)
         return f"{name(best)}, {rate / plain:.2f} times the tokens a second of none"
@@ -84,6 +84,7 @@ class DraftChoice:
         self.cost = CostTable(shapes)
         self.chances = DraftChances(shapes, num_rows)
         self._numbers = {shape: number for number, shape in enumerate(shapes)}
+        self._by_model = np.array([shape.num_steps > 0 and not shape.by_lookup for shape in shapes], dtype=np.float64)
         self._spare: float | None = None  # seconds that trials may take; None: no round has been timed
         self._rounds = np.zeros((2, len(shapes)), dtype=np.int64)  # chosen for its rate, and tried
         self._batches: set[int] = set()
@@ -102,8 +103,8 @@ class DraftChoice:
         what some row must have, whatever it costs. behind: the drafter has to catch up before it drafts.
         """
         seconds = self.cost.seconds(batch, context)
-        catching_up = self.cost.catching_up.get(batch, 0.0) if behind else 0.0
-        seconds[1:] += catching_up / IN_A_ROW
+        catching_up = self._by_model * (self.cost.catching_up.get(batch, 0.0) if behind else 0.0)
+        seconds += catching_up / IN_A_ROW
         tokens, hoped = _mean(self.chances.tokens(rows, most))
         rate = tokens / seconds
         if least.num_nodes > 1:
@@ -116,7 +117,7 @@ class DraftChoice:
         hoped = hoped / self.cost.hopeful(batch, seconds)
         trial = int(np.where(rate < 0, -1.0, hoped).argmax())
         lost = float(seconds[trial] - tokens[trial] / rate[best])  # the best draft brings these tokens in less time
-        lost += catching_up
+        lost += float(catching_up[trial])
         tried = trial != best and lost <= spare
         if self._spare is not None:
             self._spare = spare - lost if tried else spare
@@ -164,12 +165,13 @@ def _mean(tokens: FloatArray) -> FloatArray:
 
 
 def covers(shape: DraftShape, least: DraftShape) -> bool:
-    """Has it all that `least` has?"""
-    return all(has >= wants for has, wants in zip(shape, least, strict=True))
+    """Has it all that `least` has, from the same drafter?"""
+    return shape.by_lookup == least.by_lookup and all(has >= wants for has, wants in zip(shape, least, strict=True))
 
 
 def name(shape: DraftShape) -> str:
     """In words."""
     if shape.num_nodes == 1:
         return "no draft"
-    return f"a chain of {shape.num_steps}" if shape.topk == 1 else f"a tree of {shape.num_nodes} nodes"
+    drafted = f"a chain of {shape.num_steps}" if shape.topk == 1 else f"a tree of {shape.num_nodes} nodes"
+    return f"{drafted} by lookup" if shape.by_lookup else drafted

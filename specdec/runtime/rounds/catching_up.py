@@ -1,12 +1,12 @@
-"""A drafter with K/V of its own need not read along while nobody drafts: it catches up before its next draft.
+"""A drafter with K/V of its own need not read along while no draft is its own: it catches up before its next one.
 
-    a round without drafts    keeps the target's states behind the token that it commits, at position p:
-                              states[row, p % KEPT]
+    a round without drafts,   keeps the target's states behind each token that it commits, at position p:
+    or with a lookup's        states[row, p % KEPT]
     catching up               the drafter observes positions [read, S) of each row at once, as it does a prompt chunk
 
-So rounds without drafts take what they take without a drafter. At most `KEPT` tokens of a row are unread: rows that
-have so many catch up in any case. `count` is the host's: so many rounds without drafts has it launched since, each of
-which commits one token.
+So rounds without drafts take what they take without a drafter. At most `KEPT` tokens of a row are unread: before a
+round that could make them more, rows catch up in any case. `count` is the host's: so many tokens may the rounds that it
+launched since have committed, one each without drafts.
 """
 
 import numpy as np
@@ -14,7 +14,8 @@ import numpy as np
 from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.rounds.captured_rounds import Captures
 from specdec.runtime.rounds.result import RoundShape
-from specdec.runtime.rounds.round import KEPT, Round
+from specdec.runtime.rounds.round import Round
+from specdec.runtime.rounds.unread import KEPT, unread_tokens
 
 
 class CatchUps(Captures):
@@ -32,12 +33,11 @@ def catch_up_if_due(round: Round, graphs: CatchUps | None, shape: RoundShape, ro
     unread = round.unread
     if unread is None:
         return
-    count = unread.count[rows]
-    if count.any() and (not shape.is_plain or int(count.max()) >= KEPT):
+    count, more = unread.count[rows], unread_tokens(shape)
+    if count.any() and (more == 0 or int(count.max()) + more > KEPT):
         if graphs is None:
             round.catch_up(shape)
         else:
             graphs.run(shape)
         unread.count[rows] = 0
-    if shape.is_plain:
-        unread.count[rows] += np.int64(1)
+    unread.count[rows] += np.int64(more)

@@ -21,6 +21,7 @@ from specdec.runtime.rounds.closing import closing, reference_closing
 from specdec.runtime.rounds.opening import opening, reference_opening
 from specdec.runtime.rounds.result import RoundShape, empty_result, pack
 from specdec.runtime.rounds.round import Round
+from specdec.runtime.rounds.unread import unread_tokens
 from specdec.sampling.log_probs import LogProbs
 from specdec.sampling.reference_sampler import MaskedFirstLevel, ReferenceSampler
 
@@ -84,6 +85,7 @@ class DecodeRound:
                 params=None if shape.uses.masked else sampler.params,  # or it would draw with no row to mask
                 prefix=self.prefix,
                 level_pos=opened.level_pos[:-1],
+                by_lookup=shape.by_lookup,
             )
             tree = round.worker.propose(batch)
         else:
@@ -137,8 +139,8 @@ class DecodeRound:
         path = nodes[:, : shape.depth]  # none is longer
         if round.seen_bits is not None and shape.uses.penalty:
             round.seen_bits.add(rows.index, tokens, length)
-        if round.unread is not None and shape.is_plain:
-            round.keep_unread(rows, opened.committed_len, *self.states)
+        if round.unread is not None and unread_tokens(shape):
+            round.keep_unread(rows, opened.committed_len, *self.states, path)
         else:
             hidden, aux_states = self.states
             seen = Observation(

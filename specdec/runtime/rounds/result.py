@@ -21,11 +21,13 @@ from specdec.sampling.sampling_table import Uses
 
 
 class DraftShape(NamedTuple):
-    """A draft of `num_steps` levels, `topk` branches a node, and `num_nodes` nodes that are verified, with the root."""
+    """A draft of `num_steps` levels, `topk` branches a node, and `num_nodes` nodes that are verified, with the root.
+    by_lookup: of a model and a lookup, the lookup's."""
 
     num_steps: int
     topk: int
     num_nodes: int
+    by_lookup: bool = False
 
     @property
     def depth(self) -> int:
@@ -39,6 +41,7 @@ class RoundShape(NamedTuple):
     batch: seats, those of padding included. longest: no committed prefix is longer. num_steps, topk, num_nodes: of the
     draft; the root is a node. uses: of sampling. logprobs: most alternatives that anybody asks for, None: nobody asks.
     forced: nodes where somebody has tokens of a grammar in the place of drafts, no fewer than `num_nodes`; 0: nobody.
+    by_lookup: of the draft.
     """
 
     batch: int
@@ -49,10 +52,11 @@ class RoundShape(NamedTuple):
     uses: Uses
     logprobs: int | None
     forced: int = 0
+    by_lookup: bool = False
 
     @property
     def draft(self) -> DraftShape:
-        return DraftShape(self.num_steps, self.topk, self.num_nodes)
+        return DraftShape(self.num_steps, self.topk, self.num_nodes, self.by_lookup)
 
     def with_draft(self, draft: DraftShape) -> "RoundShape":
         """The same with another draft."""
@@ -62,6 +66,11 @@ class RoundShape(NamedTuple):
     def is_plain(self) -> bool:
         """Has it neither drafts nor forced tokens? Every row commits one token."""
         return self.width == 1
+
+    @property
+    def drafts_by_model(self) -> bool:
+        """Does it have drafts that are not a lookup's? Then the model has read all that is committed."""
+        return not (self.is_plain or self.by_lookup)
 
     @property
     def width(self) -> int:

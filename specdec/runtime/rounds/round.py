@@ -17,6 +17,7 @@ from specdec.attention.pack import Pack
 from specdec.attention.plan import plan_last, plan_packed
 from specdec.config import MAX_FORCED_TOKENS
 from specdec.draft_models.base import Binding, Drafter, Observation, PromptObservation
+from specdec.draft_models.finished_texts import FinishedTexts
 from specdec.gpu.mirrored_array import IntArray, MirroredArray, upload
 from specdec.gpu.stage_clock import StageClock
 from specdec.kvcache.cache import KVCache
@@ -27,6 +28,7 @@ from specdec.models.watched_weights import watched_weights
 from specdec.runtime.rounds.opening import Opening
 from specdec.runtime.rounds.result import RoundShape
 from specdec.runtime.rounds.result import pack as pack_result
+from specdec.runtime.rounds.unread import KEPT, Unread
 from specdec.sampling.kernel_sampler import KernelSampler
 from specdec.sampling.log_probs import LogProbs
 from specdec.sampling.reference_sampler import Past, ReferenceSampler
@@ -35,9 +37,6 @@ from specdec.sampling.token_bitmaps import MaskBuffer, RowMasks, SeenBits, write
 
 PREFILL_STAGES = ("prefill",)
 """What the clock of a group of prompt chunks times."""
-
-KEPT = 16
-"""Most tokens of a row that a drafter has not read."""
 
 
 class Chunk(NamedTuple):
@@ -56,21 +55,6 @@ class Chunk(NamedTuple):
         return self.hidden[self.pack.last] if self.states is FinalStates.EVERY else self.hidden
 
 
-class Unread:
-    """What a drafter has not read yet (`catching_up.py`), by row of the request table: the target's states at a row's
-    newest tokens, kept by position. width: numbers of a state. count: on the host, tokens unread."""
-
-    def __init__(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.states = torch.zeros((num_rows, KEPT, width), dtype=dtype, device=device)
-        self.read = torch.zeros(num_rows, dtype=torch.int64, device=device)  # tokens, from the first on
-        self.count: IntArray = np.zeros(num_rows, dtype=np.int64)
-
-    def reset(self) -> None:
-        """No row has anything."""
-        self.read.zero_()
-        self.count[:] = 0
-
-
 def runs_on_kernels(backend: Backend, device: torch.device) -> bool:
     """Does a round open, draw and close by kernels? They are slow in the interpreter."""
     return backend.name == "triton" and device.type == "cuda"
@@ -78,10 +62,18 @@ def runs_on_kernels(backend: Backend, device: torch.device) -> bool:
 
 class Round:
     """Target and drafter over one KV cache, and the state of both. `tokens`: token ids by row and position. lags: the
-    drafter reads rounds without drafts later (`catching_up.py`), if it can."""
+    drafter reads rounds without drafts later (`catching_up.py`), if it can. finished_tokens: what is kept of finished
+    requests for the drafter."""
 
     def __init__(
-        self, target: TargetModel, drafter: Drafter | None, cache: KVCache, backend: Backend, *, lags: bool = False
+        self,
+        target: TargetModel,
+        drafter: Drafter | None,
+        cache: KVCache,
+        backend: Backend,
+        *,
+        lags: bool = False,
+        finished_tokens: int = 0,
     ) -> None:
         self.target = target
         self.cache = cache
@@ -92,7 +84,9 @@ class Round:
         self._drafter_reads_every_state = drafter is not None and getattr(drafter, "reads_every_state", True)
         store = cache.add_store(target.stored_layout, target.dtype, target.ranks)
         self.view = own_view(cache.allocator, store)
-        self.worker = None if drafter is None else drafter.bind(Binding(cache, backend, store))
+        self.worker = None if drafter is None else drafter.bind(Binding(cache, backend, store, finished_tokens))
+        self.has_lookup: bool = getattr(drafter, "has_lookup", False)
+        self.finished: FinishedTexts | None = getattr(self.worker, "finished", None)
         self.tokens = MirroredArray(cache.table.slots.host.shape, self.device)
         self.on_kernels = runs_on_kernels(backend, self.device)
         self.sampler = KernelSampler if self.on_kernels else ReferenceSampler
@@ -121,9 +115,13 @@ class Round:
             self.unread.reset()
         for mirrored in self._mirrored():
             mirrored.clear()
+        if self.finished is not None:
+            self.finished.clear()
 
     def _mirrored(self) -> list[MirroredArray]:
-        return [self.tokens, *self.sampling.arrays, self.max_drafts, self.prompt_len, self.forced, self.seats]
+        salts = [] if self.finished is None else [self.finished.salt_of_row]
+        own = (self.tokens, self.max_drafts, self.prompt_len, self.forced, self.seats)
+        return [*own, *self.sampling.arrays, *salts]
 
     def weights_generation(self) -> int:
         """Another number whenever weights of target or drafter have been re-pointed: see `Weights`."""
@@ -154,8 +152,10 @@ class Round:
             self.seats[:] = seats
 
     def flush(self) -> None:
-        """Send what the host has changed anywhere, in one upload."""
+        """Send what the host has changed anywhere, in one upload; finished texts in another, if there are new ones."""
         self.cache.flush(*self._mirrored())
+        if self.finished is not None:
+            self.finished.flush()
 
     def final_states(self, *, scored: bool, ends: bool) -> FinalStates:
         """Those that chunks need, or all where fewer would save no layer. scored: log-probabilities of their tokens are
@@ -268,12 +268,23 @@ class Round:
         self.worker.observe(seen)
 
     def keep_unread(
-        self, rows: Rows, start: torch.Tensor, hidden: torch.Tensor, aux_states: torch.Tensor | None
+        self,
+        rows: Rows,
+        start: torch.Tensor,
+        hidden: torch.Tensor,
+        aux_states: torch.Tensor | None,
+        path: torch.Tensor,
     ) -> None:
-        """A round without drafts has committed the token at `start` [B]: its states [B, 1, H] are for later."""
+        """A round that the drafter does not read has committed nodes of `path` [B, D] from `start` [B] on: their states
+        [B, N, H] are for later. What is kept of those that were not accepted is overwritten before it is read."""
         assert self.unread is not None, "this drafter reads every round"
         states = hidden if aux_states is None else aux_states
-        self.unread.states[rows.index, start % KEPT] = states[:, 0]
+        if (depth := path.shape[1]) == 1:
+            self.unread.states[rows.index, start % KEPT] = states[:, 0]
+            return
+        position = start[:, None] + torch.arange(depth, device=self.device)  # [B, D]
+        on_path = states.gather(1, path[:, :, None].expand(-1, -1, states.shape[-1]))
+        self.unread.states[rows.index[:, None], position % KEPT] = on_path
 
     @torch.inference_mode()
     def catch_up(self, shape: RoundShape) -> torch.Tensor:

@@ -44,7 +44,7 @@ def round_shape(
     knows."""
     longest = int(round.cache.table.committed_len.host[rows].max(initial=0)) + unsettled_nodes
     asked = round.sampling.uses(params), max_logprobs(params)
-    return RoundShape(len(rows), longest, *largest(drafts), *asked)
+    return RoundShape(len(rows), longest, *NO_DRAFT[:3], *asked).with_draft(largest(drafts))
 
 
 def with_forced(

@@ -1,0 +1,65 @@
+"""A model that drafts, and a lookup (suffixes, n-grams) that drafts in its place where that is expected to pay more.
+
+    engine        chooses for each round, by what both have brought and what rounds with them take
+    model         reads what was committed, whoever drafted, or catches up before its next draft
+    lookup        needs no more than the text that each batch holds
+
+Without a choice (`SpecConfig(adaptive=False)`) all drafts are the model's.
+"""
+
+from specdec.attention.trees.tree import DraftTree
+from specdec.draft_models.base import Binding, DraftBatch, Drafter, DraftWorker, Observation, PromptObservation
+from specdec.draft_models.finished_texts import FinishedTexts
+from specdec.kvcache.frozen import KVView
+
+OF_THE_MODEL = (
+    *("aux_layers", "kv_layout", "extra_keys", "reads_every_state", "fit", "unfused", "weights"),
+    *("may_lag", "max_steps"),
+)
+"""What the target and the engine ask a drafter for, and a lookup has no need of."""
+
+
+class ModelAndLookup(Drafter):
+    """model: any drafter. lookup: one whose worker learns nothing from what it observes."""
+
+    has_lookup = True
+
+    def __init__(self, model: Drafter, lookup: Drafter) -> None:
+        self.model, self.lookup = model, lookup
+        self.name = f"{model.name} or {lookup.name}"
+        self.reads_finished = lookup.reads_finished
+        for name in OF_THE_MODEL:  # one that inherits no defaults may be older than some of them
+            setattr(self, name, getattr(model, name, getattr(Drafter, name)))
+
+    def bind(self, binding: Binding) -> DraftWorker:
+        return EitherWorker(self.model.bind(binding), self.lookup.bind(binding))
+
+
+class EitherWorker(DraftWorker):
+    """Proposes by the one that a batch names. The model's worker has the view, and observes."""
+
+    def __init__(self, model: DraftWorker, lookup: DraftWorker) -> None:
+        self.model, self.lookup = model, lookup
+        self.finished: FinishedTexts | None = getattr(lookup, "finished", None)
+
+    @property
+    def view(self) -> KVView | None:
+        return self.model.view
+
+    @view.setter
+    def view(self, view: KVView | None) -> None:
+        self.model.view = view
+
+    def propose(self, batch: DraftBatch) -> DraftTree:
+        return (self.lookup if batch.by_lookup else self.model).propose(batch)
+
+    def observe(self, seen: Observation) -> None:
+        self.model.observe(seen)
+
+    def observe_prompts(self, seen: PromptObservation) -> None:
+        self.model.observe_prompts(seen)
+
+
+def model_of(drafter: Drafter) -> Drafter:
+    """What is fitted to the target: the model where a lookup drafts in its place, any other drafter itself."""
+    return drafter.model if isinstance(drafter, ModelAndLookup) else drafter

@@ -1,0 +1,42 @@
+"""What lies by row is a request's own: loaded when it is given a row. What outlives it is kept when it ends.
+
+Everything here is written on the host, and sent with the next upload.
+"""
+
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+
+from specdec.kvcache.table import row_cells
+from specdec.runtime.prefixes import salt_of
+from specdec.runtime.request import Request, rows_of
+from specdec.runtime.rounds.round import Round
+
+
+def load_rows(round: Round, requests: Sequence[Request]) -> None:
+    """These requests have been given their rows: their tokens and parameters go there with the next upload."""
+    rows = rows_of(requests)
+    length = np.array([request.settled.num_tokens for request in requests], dtype=np.int64)
+    tokens = chain.from_iterable(request.tokens for request in requests)
+    round.tokens[row_cells(rows, np.zeros_like(rows), length)] = np.fromiter(tokens, dtype=np.int64)
+    round.sampling.load(rows, [(request.params, request.seed) for request in requests])
+    round.max_drafts[rows] = np.array([request.max_drafts for request in requests], dtype=np.int64)
+    round.prompt_len[rows] = np.array([len(request.prompt) for request in requests], dtype=np.int64)
+    if round.unread is not None:
+        round.unread.count[rows] = 0
+    if round.finished is not None:
+        for request in requests:
+            round.finished.seat(request.row, salt_of(request))
+    if round.seen_bits is not None:
+        held = [request for request in requests if request.params.repetition_penalty != 1]
+        round.seen_bits.load(rows_of(held), [request.tokens for request in held])
+
+
+def keep_outputs(round: Round, finished: Sequence[Request]) -> None:
+    """Of requests that have come to their end, for drafts of others."""
+    if round.finished is None:
+        return
+    for request in finished:
+        if request.finish_reason in ("stop", "length"):
+            round.finished.add(request.tokens, len(request.prompt), salt_of(request))
