@@ -403,6 +403,7 @@ def sampling(dtype: torch.dtype, cap: float | None, *, penalised: bool = False, 
         mark_seen(seen.bits, integers(batch), integers(batch, 40), integers(batch))
     if best:
         best_tokens(logits[:, :1], positions[:, :1], params, 8)
+        sample(logits, positions, params, cap)
     else:
         sample(logits, positions, params, cap, seen)
     if cap is not None:

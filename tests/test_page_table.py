@@ -72,15 +72,24 @@ def tables_of(table: KVRig, rows: np.ndarray, num_nodes: int, full_width: int, s
     options = {"num_nodes": num_nodes, "retain": table.retain, "page_size": allocator.page_size}
     got = build_page_tables(*arguments, **options, full_width=full_width, swa_width=swa_width)
     length = np.where(rows == table.padding_row, 0, table.committed_len.host[rows])
-    got = got._replace(full_pages=held_pages(got.full_pages, length, allocator.page_size))
-    same(got, reference_build_page_tables(*arguments, **options, full_width=full_width, swa_width=swa_width))
+    want = reference_build_page_tables(*arguments, **options, full_width=full_width, swa_width=swa_width)
+    got, want = (held_pages(tables, length, allocator.page_size) for tables in (got, want))
+    same(got, want)
     return got
 
 
-def held_pages(pages: torch.Tensor, length: np.ndarray, page_size: int) -> torch.Tensor:
-    """With 0 past each prefix, where the kernel writes nothing."""
-    first = torch.arange(pages.shape[1], device=pages.device) * page_size
-    return torch.where(first < torch.from_numpy(length).to(pages.device)[:, None], pages, 0)
+def held_pages(tables: PageTables, length: np.ndarray, page_size: int) -> PageTables:
+    """With 0 past each prefix, where pages are undefined."""
+    end = torch.from_numpy(length).to(DEVICE)[:, None]
+
+    def held(pages: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+        first = start[:, None] + torch.arange(pages.shape[1], device=DEVICE) * page_size
+        return torch.where(first < end, pages, 0)
+
+    full = held(tables.full_pages, torch.zeros_like(end[:, 0]))
+    if tables.swa_pages is None or tables.swa_start is None:
+        return tables._replace(full_pages=full)
+    return tables._replace(full_pages=full, swa_pages=held(tables.swa_pages, tables.swa_start))
 
 
 def same(got: tuple[torch.Tensor | None, ...], want: tuple[torch.Tensor | None, ...]) -> None:
@@ -123,7 +132,7 @@ def test_page_tables_are_what_the_plan_computes(page_size: int, window: int):
         first = start[:, None] + torch.arange(pages.shape[1], device=DEVICE) * page_size
         held = first < plan.committed_len[:, None]
         width = planned.shape[1]
-        assert torch.equal(pages[:, :width], planned)
+        assert torch.equal(pages[:, :width], planned.masked_fill(~held[:, :width], 0))
         assert not held[:, width:].any() and not pages[:, width:].any()
         assert (pages[held] > 0).all()  # nothing in the table was evicted
 

@@ -15,7 +15,7 @@ import torch
 import triton
 from result_table import ResultTable, Row, table_head, table_row
 
-from specdec.attention.kernels.page_table import build_page_tables, reference_build_page_tables
+from specdec.attention.kernels.page_table import PageTables, build_page_tables, reference_build_page_tables
 from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.trees.beam import Candidates
 from specdec.attention.trees.growth import Growth, TreeBackend, reference_select_tree, select_tree
@@ -24,7 +24,7 @@ from specdec.attention.trees.walk import tree_fields
 from specdec.attention.triton_backend import TritonBackend
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.cache import KVCache
-from specdec.kvcache.index_spaces import FullLoc
+from specdec.kvcache.index_spaces import FullLoc, Space
 from specdec.kvcache.store import StoreAddresses, move_kv, reference_move_kv, reference_store_kv, store_kv
 from specdec.kvcache.table import Move, RequestTable, Rows
 from specdec.runtime.rounds.closing import closing, reference_closing
@@ -111,10 +111,23 @@ def check_tables(quick: bool) -> int:
                 arguments = (slots, mapping, rows, length)
                 options = {"num_nodes": nodes, "retain": retain, "page_size": page_size}
                 widths = {"full_width": full_width, "swa_width": swa_width}
-                got = build_page_tables(*arguments, **options, **widths)
-                same("page tables", got, reference_build_page_tables(*arguments, **options, **widths))
+                builders = build_page_tables, reference_build_page_tables
+                tables = [build(*arguments, **options, **widths) for build in builders]
+                real = length.masked_fill(rows == BATCH, 0)  # the row of padding
+                same("page tables", *(held_pages(each, real, page_size) for each in tables))
     triton.knobs.runtime.jit_post_compile_hook = None
     return compiled
+
+
+def held_pages(tables: PageTables, length: torch.Tensor, page_size: int) -> PageTables:
+    """With 0 past each prefix, where pages are undefined."""
+
+    def held(space: Space) -> torch.Tensor:
+        pages, start = tables.pages(space)
+        first = start[:, None] + torch.arange(pages.shape[1], device=DEVICE) * page_size
+        return torch.where(first < length[:, None], pages, 0)
+
+    return tables._replace(full_pages=held(Space.FULL), swa_pages=held(Space.SWA))
 
 
 def check_kv() -> None:

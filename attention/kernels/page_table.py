@@ -8,10 +8,10 @@ For request b with S = committed_len[b] committed keys, `slot(p) = req_to_slot[r
     write_full[b, n] = slot(S + n),   write_swa[b, n] = full_to_swa[write_full[b, n]]
 
 Pages past a prefix are not read, and undefined: so a table may be as wide as the longest context there can be, and
-costs what its prefixes are long. Both backends read prefixes through such tables; those of plain torch hold the null
-page there. `retain` is how many committed keys some query of the step may see on a sliding layer,
+costs what its prefixes are long. `retain` is how many committed keys some query of the step may see on a sliding layer,
 so the SWA part costs O(window). The padding row (the last of req_to_slot) counts as S = 0, and writes go to the null
-slot there. Widths and lengths are run-time values: no shape of a batch compiles anything.
+slot there. Widths and lengths are run-time values: no shape of a batch compiles anything. Both backends read prefixes
+through such tables.
 """
 
 from collections.abc import Callable
@@ -53,6 +53,8 @@ class PageTables(NamedTuple):
     def slots(self, space: Space, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The slot [B, P * page_size] of every key in one space, and the position [B] of the first column."""
         pages, start = self.pages(space)
+        if page_size == 1:
+            return pages, start
         return (pages[:, :, None] * page_size + torch.arange(page_size, device=pages.device)).flatten(1), start
 
 
@@ -90,19 +92,17 @@ def reference_build_page_tables(
     device = req_to_slot.device
     length = torch.where(rows == num_rows - 1, 0, committed_len)
 
-    def slots_at(positions: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
-        """[B, L] slots of positions [B, L]; the null slot at and past `end` [B], and on the padding row."""
-        held = (positions < end[:, None]) & (positions < row_width) & (rows != num_rows - 1)[:, None]
-        return torch.where(held, req_to_slot[rows[:, None], positions.clamp(max=row_width - 1)], NULL_SLOT)
+    def slots_at(positions: torch.Tensor) -> torch.Tensor:
+        """[B, L] slots of positions [B, L] or [L]; past the row, its last one."""
+        return req_to_slot[rows[:, None], positions.clamp(max=row_width - 1)]
 
-    pages = torch.arange(full_width, device=device) * page_size
-    full_pages = slots_at(pages.expand(len(rows), -1), length) // page_size
+    full_pages = slots_at(torch.arange(full_width, device=device) * page_size) // page_size
     nodes = length[:, None] + torch.arange(num_nodes, device=device)
-    write_full = FullLoc(slots_at(nodes, length + num_nodes))
+    write_full = FullLoc(torch.where(nodes < row_width, slots_at(nodes), NULL_SLOT))
     if full_to_swa is None or retain is None:
         return PageTables(full_pages, None, None, write_full, None)
     start = (length - retain).clamp(min=0) // page_size * page_size
-    swa_slots = slots_at(start[:, None] + torch.arange(swa_width, device=device) * page_size, length)
+    swa_slots = slots_at(start[:, None] + torch.arange(swa_width, device=device) * page_size)
     return PageTables(
         full_pages, full_to_swa[swa_slots] // page_size, start, write_full, SwaLoc(full_to_swa[write_full])
     )
