@@ -353,6 +353,7 @@ def recorded(program):
     return lambda: out.copy_(program()), out
 
 
+@deep_cases("tiny-gemma4-mtp")
 @pytest.mark.parametrize("drafter", ["tiny-gemma4-mtp", "tiny-gemma4-eagle3"])
 def test_a_captured_engine_has_its_table_when_it_is_made(drafter, monkeypatch):
     monkeypatch.setattr(specdec.engine, "capture_for", lambda *_: recorded)

@@ -145,6 +145,7 @@ def share_of_the_better(chances):
     return simulated(LADDER, [chances]) / max(alone)
 
 
+@deep_cases("(0.8, 0.1)", "(0.8, 0.0)")
 @pytest.mark.parametrize("chances", [(0.8, 0.1), (0.8, 0.0), (0.3, 0.9), (0.0, 0.0)], ids=str)
 def test_one_that_is_always_better_is_found_at_the_price_of_trials(chances):
     assert share_of_the_better(chances) > 0.98
@@ -306,6 +307,7 @@ def test_the_prefix_cache_keeps_no_page_that_the_model_has_not_read():
         assert len(prompt) - 2 <= again.stats.cached_tokens <= read[0]
 
 
+@deep_cases("tiny-gemma4-mtp-chain", "tiny-gemma4-eagle3-tree")
 @pytest.mark.parametrize("spec", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("model", ["tiny-gemma4-mtp", "tiny-gemma4-eagle3"])
 def test_drafts_are_those_that_each_makes_alone(model, spec):
@@ -320,6 +322,7 @@ def test_drafts_are_those_that_each_makes_alone(model, spec):
     assert outs[f"{model},suffix", -1] == outs["suffix", -1]
 
 
+@deep_cases("tiny-gemma4-eagle3")
 @pytest.mark.parametrize("model", ["tiny-gemma4-mtp", "tiny-gemma4-eagle3"])
 def test_captured_rounds_of_both_give_the_same_tokens(model, monkeypatch):
     """All drafts are captured when the engine is made, and none later."""
