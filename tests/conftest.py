@@ -59,11 +59,13 @@ def drafts_of_one_shape() -> None:
 def prompts_of_one_cost() -> None:
     """An engine that captures its rounds times prompts when it is made, twelve forwards of hundreds of tokens: on a
     tape they take longer than all a test does. test_adaptive.py has an engine that does."""
-    from specdec.runtime import steps
+    from specdec.runtime import warm_up
     from specdec.runtime.prompt_gap import PromptLoad
 
-    steps.time_prompts = lambda round, gap, read, most: gap.cost.time(PromptLoad(1, 0.5), 1e-6)
-    steps.time_rounds = lambda graphs, shapes, done: [1e-6] * len(shapes)
+    for name in ("time_prompts", "time_rounds"):
+        assert hasattr(warm_up, name), f"warm_up times by {name} no longer"
+    warm_up.time_prompts = lambda round, gap, read, most: gap.cost.time(PromptLoad(1, 0.5), 1e-6)
+    warm_up.time_rounds = lambda graphs, shapes, done: [1e-6] * len(shapes)
 
 
 def clients_of_one_context() -> None:

@@ -362,8 +362,8 @@ def test_a_captured_engine_has_its_table_when_it_is_made(drafter, monkeypatch):
     monkeypatch.setattr(round_timing, "REPEATS", 2)
     monkeypatch.setattr(round_timing, "time_catching_up", lambda graphs, shape: graphs.run(shape) or 1e-3)
     if drafter == "tiny-gemma4-mtp":  # as where no conftest.py replaces them
-        monkeypatch.setattr(specdec.runtime.steps, "time_prompts", round_timing.time_prompts)
-        monkeypatch.setattr(specdec.runtime.steps, "time_rounds", round_timing.time_rounds)
+        monkeypatch.setattr(specdec.runtime.warm_up, "time_prompts", round_timing.time_prompts)
+        monkeypatch.setattr(specdec.runtime.warm_up, "time_rounds", round_timing.time_rounds)
     config = EngineConfig(max_batch_size=2, max_model_len=200)
     params = SamplingParams(max_new_tokens=examples(16, 40), ignore_eos=True)
     with Engine.from_pretrained("tiny-gemma4", drafter, spec=CHAIN, config=config) as engine:

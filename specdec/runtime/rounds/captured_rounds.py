@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 Between = Callable[[int, torch.Tensor], None]
 """What the host does behind each program of a round but the last: (its number, what it returned)."""
 
+NARROWEST = 4096
+"""Tokens: tables are at least this wide, since narrower ones gain nothing."""
+
 LARGE_PATIENCE = 4
 """Runs of a shape of a large round until it is captured: there are many such shapes, and a capture takes as long as a
 dozen rounds."""
@@ -161,7 +164,7 @@ class RoundGraphs(Captures):
         batch = min(size for size in sizes if size >= shape.batch)
         if shape.uses.masked and shape.num_nodes > MAX_FORCED_TOKENS:  # forced tokens need no nodes of their own
             shape = shape._replace(forced=shape.num_nodes)
-        longest = next(width for width in table_widths(table.slots.host.shape[1] - 1) if width >= shape.longest)
+        longest = min(width for width in table_widths(table.slots.host.shape[1] - 1) if width >= shape.longest)
         return shape._replace(batch=batch, longest=longest)
 
     def forced_width(self, width: int, room: int, num_nodes: int) -> int:
@@ -215,7 +218,7 @@ def few_batch_sizes(most: int) -> list[int]:
 def table_widths(most: int) -> list[int]:
     """Tokens of a prefix that rounds are captured for: 4096, 32768, 262144, ..., `most`. Few, since kernels stop where
     a row ends; more than one, since attention has room for as many partial results."""
-    widths, width = [], 4096
+    widths, width = [], NARROWEST
     while width < most:
         widths.append(width)
         width *= 8
