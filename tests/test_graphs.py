@@ -263,6 +263,15 @@ def test_a_captured_round_belongs_to_its_view_and_to_a_live_cache(small_engine) 
         graphs.run(shape)
 
 
+def test_a_prefix_that_may_seem_longer_than_a_row_has_the_widest_tables(small_engine) -> None:
+    """A round that is not settled counts with all of its nodes."""
+    engine = small_engine()
+    serve(engine, [[5, 9, 11]], [SamplingParams(max_new_tokens=4)])
+    graphs, most = engine.steps.graphs, engine.table.slots.host.shape[1] - 1
+    shape = next(shape for shape, captured in graphs._captured.items() if captured)
+    assert graphs.bucket(shape._replace(longest=most + 5)).longest == most
+
+
 def test_true_needs_a_gpu(make_target, make_engine) -> None:
     with pytest.raises(ConfigError, match=r"^cuda_graphs=True needs a CUDA device, and this model is on cpu"):
         make_engine(make_target("llama"), cuda_graphs=True)

@@ -164,7 +164,8 @@ class RoundGraphs(Captures):
         batch = min(size for size in sizes if size >= shape.batch)
         if shape.uses.masked and shape.num_nodes > MAX_FORCED_TOKENS:  # forced tokens need no nodes of their own
             shape = shape._replace(forced=shape.num_nodes)
-        longest = min(width for width in table_widths(table.slots.host.shape[1] - 1) if width >= shape.longest)
+        most = table.slots.host.shape[1] - 1  # unsettled rounds count whole, and may seem to go past the end of a row
+        longest = min(width for width in table_widths(most) if width >= min(shape.longest, most))
         return shape._replace(batch=batch, longest=longest)
 
     def forced_width(self, width: int, room: int, num_nodes: int) -> int:
