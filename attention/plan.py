@@ -9,7 +9,7 @@ made on the device from the request table by one of five builders:
     plan_verify   B trees of N nodes after their committed prefixes
     plan_frozen   queries on the committed prefix only: what a frozen-KV drafter reads
 
-A plan refers to the backend that made it and holds that backend's tables: no other backend can compute under it.
+A plan refers to the backend that made it and holds its tables: that backend computes under it, and no other.
 """
 
 from collections.abc import Callable

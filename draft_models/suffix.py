@@ -119,7 +119,8 @@ class Matches(NamedTuple):
         return torch.where(matched > 0, 4.0 ** (matched - matched.amax(1, keepdim=True)), 0.0)
 
     def tokens_at(self, level: int) -> torch.Tensor:
-        """[B, P]: the token that comes `level` tokens after the first one behind each; NOTHING: its text has ended."""
+        """[B, P]: the token that comes `level` tokens after the first one that follows each place; NOTHING: its
+        text has ended."""
         own = self.own.tokens_at(level)
         return own if self.stored is None else torch.cat([own, self.stored.tokens_at(level)], dim=1)
 
@@ -127,8 +128,8 @@ class Matches(NamedTuple):
 def newest_tokens(history: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
     """[B, MATCH]: of the first `length` [B] tokens of history [B, L] the newest, the last one first; BEFORE where there
     are fewer."""
-    padded = F.pad(history, (MATCH, 0), value=BEFORE)  # token p at p + MATCH
-    return padded.gather(1, length[:, None] + torch.arange(MATCH - 1, -1, -1, device=history.device))
+    positions = length[:, None] - 1 - torch.arange(MATCH, device=history.device)
+    return torch.where(positions < 0, BEFORE, history.gather(1, positions.clamp(min=0)))
 
 
 def find_matches(history: torch.Tensor, length: torch.Tensor, newest: torch.Tensor) -> OwnMatches:
