@@ -186,7 +186,8 @@ class SplitDecoder(nn.Module):
             with self.ranks.on(rank):
                 made = per_layer_inputs(parts, hidden, tokens, self.ops)
                 assert made is not None
-                own.append(pad(made.flatten(1), (0, max(columns) - columns[rank])))
+                missing = max(columns) - columns[rank]
+                own.append(pad(made.flatten(1), (0, missing)) if missing else made.flatten(1))
         whole = []
         for rank, product in enumerate(side_by_side(own, self.ranks)):
             with self.ranks.on(rank):
