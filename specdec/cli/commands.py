@@ -149,7 +149,7 @@ class EvalOptions:
     shots: Annotated[
         int | None, typer.Option(help="Worked examples of gsm8k; default: 0 with a chat template, else 8.")
     ] = None
-    instruction: Annotated[str, typer.Option(help="A line to put behind every question.")] = ""
+    instruction: Annotated[str, typer.Option(help="A line to put after every question.")] = ""
     sampling: EvalNumbers
     batch_size: Annotated[int | None, typer.Option(min=1, help="Prompts at a time; default: 8 for gsm8k, 1.")] = None
     transcripts: Annotated[Path | None, typer.Option(help="Keep finished problems here, and go on from them.")] = None
