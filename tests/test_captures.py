@@ -178,6 +178,38 @@ def test_captures_stay_within_their_bytes_and_the_least_recently_used_go(engine_
         del type(shared).shared_bytes
 
 
+def test_a_prompt_captured_twice_for_want_of_room_is_replayed(engine_with, random_prompt):
+    """Its pool had grown for others: it is let go, the pool is freed, and it is recorded again."""
+
+    class GrowingTape(WeighedTape):
+        """A pool takes 30 bytes for each capture ever made in it."""
+
+        def __call__(self, program: Any) -> Any:
+            made[self.pool] = made.get(self.pool, 0) + 1
+            return super().__call__(program)
+
+        def held_bytes(self) -> int:
+            return 30 * sum(made.values())
+
+        def close(self, pool: str) -> None:
+            super().close(pool)
+            made.pop(pool, None)
+
+    made: dict[str, int] = {}
+    prompts = [random_prompt(n) for n in (5, 20, 40, 40, 40, 5, 5)]
+    right = [engine_with(None).generate([prompt], GREEDY)[0].token_ids for prompt in prompts]
+    engine = engine_with(GrowingTape(), max_capture_bytes=80, prefix_cache=False, prefill_chunk=64)
+    shared = engine.steps.chunks
+    type(shared).shared_bytes = property(lambda self: 0)
+    one = SamplingParams(max_new_tokens=1)
+    try:
+        assert [engine.generate([prompt], one)[0].token_ids[0] for prompt in prompts] == [ids[0] for ids in right]
+        use = engine.stats().captures
+        assert use.evicted == use.made - use.captured > 0 and use.uncaptured_prompts < len(prompts)
+    finally:
+        del type(shared).shared_bytes
+
+
 def test_a_capture_that_was_replayed_outlives_one_that_was_not():
     class Owner:
         shared_bytes = 0

@@ -18,7 +18,6 @@ import torch
 
 from specdec.attention.kernels.key_tiles import fits, padded_channels
 from specdec.attention.kernels.paged_attention import (
-    Tiles,
     choose_splits,
     choose_tiles,
     fit_tiles,
@@ -147,20 +146,16 @@ def choose_ragged(
     *,
     exact: bool,
 ) -> RaggedTiles:
-    """In any order: the tiles that chunks had, timed on an H200, but for many rows of long heads. In order: the cut of
-    plain decoding, in larger tiles of rows, which change no bit. The fastest of those timed on an H100
-    (`tools/gpu_in_order.py`)."""
+    """In any order: the tiles of decoding. In order: the cut of plain decoding, in larger tiles of rows, which change
+    no bit; the fastest of those timed on an H100 (`tools/gpu_in_order.py`)."""
     multiprocessors, shared = device_limits(device)
     fewest: int = max(16, triton.next_power_of_2(group))  # a tile has a token at least
-    fills = num_tokens * group * kv_heads >= FILLING_ROWS * multiprocessors
     if not exact:
-        any_order = choose_tiles(num_tokens * group, block_d, item_size)
-        if fills and block_d > 256 and item_size <= 2:
-            any_order = Tiles(32, 32, 4, 3, 1.0)
-        any_order = fit_tiles(any_order, block_d, item_size, shared)
+        any_order = fit_tiles(choose_tiles(num_tokens * group, block_d, item_size), block_d, item_size, shared)
         block_m = max(any_order.block_m, fewest)
         return RaggedTiles(block_m, *any_order[1:4], 0, any_order.waves)
     cut = choose_cut(block_d, item_size, kv_heads)
+    fills = num_tokens * group * kv_heads >= FILLING_ROWS * multiprocessors
     block_m, num_warps, stages, in_memory = 32, 4, 3, False
     if item_size > 2:
         block_m, num_warps, stages = 16, 4 if block_d <= 256 else 8, 2

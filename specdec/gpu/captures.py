@@ -159,11 +159,12 @@ class OverBudget(SpecDecError):
 class Captured(NamedTuple):
     """A round or a prompt forward that can be replayed.
 
-    replays: one a program, each with the tensor that it writes. view_key: of the K/V view that it was captured under;
-    it is valid under no other. pool: the name of the pool that holds what its programs leave for each other. Other
-    captures overwrite that between two rounds, so nothing in it outlives a round.
+    programs: what was recorded. replays: one a program, each with the tensor that it writes. view_key: of the K/V view
+    that it was captured under; it is valid under no other. pool: the name of the pool that holds what its programs
+    leave for each other. Other captures overwrite that between two rounds, so nothing in it outlives a round.
     """
 
+    programs: Sequence[Program]
     replays: list[tuple[Replay, torch.Tensor]]
     view_key: tuple[object, ...]
     pool: str
@@ -256,7 +257,7 @@ class CaptureStore:
         if not replays:  # not within the handler: the error's frames hold memory
             self._let_go_of_all()
             replays = [self._capture(program) for program in programs]
-        self._kept[owner, shape] = Captured(replays, view_key, pool)
+        self._kept[owner, shape] = Captured(programs, replays, view_key, pool)
         self._made += 1
         self._measure()
 

@@ -8,7 +8,6 @@ A shape is a number of places and whose final states are made: prefixes, and how
 requests, are data. So there are at most 30 shapes, whatever comes.
 """
 
-from collections.abc import Hashable
 from typing import NamedTuple
 
 import numpy as np
@@ -100,7 +99,6 @@ class ChunkGraphs(Captures):
     def __init__(self, round: Round, store: CaptureStore, *, strict: bool) -> None:
         self._results = Results()
         super().__init__(round, store, strict=strict)
-        self._programs: dict[Hashable, ChunkProgram] = {}
 
     @property
     def shared_bytes(self) -> int:
@@ -114,10 +112,11 @@ class ChunkGraphs(Captures):
         if shape is None or rare:
             self.store.uncaptured[self.what] += 1
             return None
-        program = self._programs.get(shape) or ChunkProgram(self.round, shape, self._results)
+        captured = self._captured.get(shape)
+        program = captured.programs[0] if captured is not None else ChunkProgram(self.round, shape, self._results)
+        assert isinstance(program, ChunkProgram)
         program.feed(rows, chunk_len)
         self.run_captured(shape, [program])
-        self._programs[shape] = program  # not before: where weights have moved, all programs are forgotten within
         chunk = program.chunk
         assert chunk is not None
         self.capture_next(shape, [program])  # at once: there are few shapes, and each comes again
@@ -130,14 +129,6 @@ class ChunkGraphs(Captures):
             if tokens >= num_tokens and runs >= num_runs:
                 return ChunkShape(tokens, runs, states)
         return None
-
-    def clear(self) -> None:
-        super().clear()
-        self._programs.clear()
-
-    def forget(self, shape: Hashable) -> None:
-        super().forget(shape)
-        self._programs.pop(shape, None)
 
 
 def token_buckets(most: int) -> list[int]:
