@@ -27,11 +27,9 @@ from specdec.gpu.exchange_kernels import (
     NUMBERS,
     PROGRAMS,
     STEPS,
+    exchange_kernel,
     next_round_kernel,
     pull_kernel,
-    push_kernel,
-    push_owned_kernel,
-    wait_kernel,
 )
 from specdec.gpu.stage_clock import StageClock
 from specdec.kvcache.allocator import HybridAllocator
@@ -86,16 +84,20 @@ def gain_of(width: int, dtype: torch.dtype, *, round_first: bool = False) -> Gai
 
 def exchange(dtype: torch.dtype, num_rows: int) -> None:
     ints: dict[str, Any] = {"device": "cuda", "dtype": torch.int32}
-    flags, word, addresses = torch.empty(2, PROGRAMS, **ints), torch.empty(1, **ints), integers(2)
+    word, addresses = torch.empty(1, **ints), integers(2)
     options: dict[str, Any] = {"STEPS": STEPS, "PROGRAMS": PROGRAMS, "num_warps": 4, **pdl_options(word.device)}
     next_round_kernel[(1,)](word)
-    for x in (numbers(2, num_rows, 4096, dtype=FP32), None):
-        where = addresses, addresses, word
-        push_kernel[(PROGRAMS, 2)](x, *where, num_rows * 8192, 0, 3, 1, **options, BLOCK=NUMBERS)
     parts, owners = numbers(8, num_rows, 2816, dtype=FP32), torch.empty(num_rows, 8, **ints)
-    where = addresses, addresses, word
-    push_owned_kernel[(PROGRAMS, 2)](*(parts, owners, *where, 8, num_rows, 2816, 0, 3, 1), **options, BLOCK=NUMBERS)
-    wait_kernel[(1,)](flags, word, word, word, 3, 2, 7, 1000, **options, BLOCK=2 * PROGRAMS)
+    data, flags_alone = ((parts, None), (parts, owners)), ((None, None),)
+    for given, push, wait, asm in (
+        *((data, True, True, True), (data, True, False, True), (flags_alone, True, False, True)),
+        *((flags_alone, False, True, True), (flags_alone, False, True, False)),
+    ):
+        for x, own in given:
+            exchange_kernel[(PROGRAMS, 2)](
+                *(x, own, addresses, addresses, word, word, word, 8, num_rows, 2816, 7, 3, 1, 1000),
+                **{**options, "PUSH": push, "WAIT": wait, "ASM": asm, "BLOCK": NUMBERS},
+            )
     for kind in (torch.int32, torch.uint8):
         pull_kernel[(3,)](numbers(3000, dtype=kind), numbers(3000, dtype=kind), 3000, BLOCK=1024, num_warps=4)
     for height, width in ((4096, 2048), (512, 512), (512, 256)):  # of columns of a larger weight

@@ -231,6 +231,35 @@ def test_a_gather_is_in_the_order_of_ranks_and_sends_are_copies():
         ranks.check()
 
 
+def halves_of_an_exchange(*launches: tuple[int, str]) -> PeerRanks:
+    """Two ranks with 1,500 numbers each, after these launches."""
+    ranks = PeerRanks(CPUS)
+    ranks.reserve(3000)
+    ranks.max_polls = 3
+    ranks.begin()
+    for rank, halves in launches:
+        part = torch.arange(1500.0) + 1500 * rank
+        ranks._launch(rank, 1500, 2, part, 1500 * rank, halves=halves)
+    return ranks
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_launch_that_pushes_and_waits_is_a_push_and_then_a_wait():
+    """Here a rank can only wait for what has run: the one that does both comes last, as if it were late."""
+    ranks = halves_of_an_exchange((1, "push"), (0, "push and wait"), (1, "wait"))
+    ranks.check()
+    for buffer in ranks._buffers:
+        assert buffer[:3000].equal(torch.arange(3000.0)) and not buffer[3000:].any()
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("halves", ["wait", "push and wait"])
+def test_a_wait_for_a_rank_that_has_not_pushed_ends(halves: str):
+    ranks = halves_of_an_exchange((0, halves))
+    with pytest.raises(DeviceLostError, match="did not answer within seconds"):
+        ranks.check()
+
+
 def peers(monkeypatch: pytest.MonkeyPatch) -> list[PeerRanks]:
     """Engines from now on have these."""
     made: list[PeerRanks] = []
@@ -264,8 +293,13 @@ def test_a_rank_that_stops_is_an_error_and_no_hang(monkeypatch: pytest.MonkeyPat
     with engine_of(target, 2, deterministic=False) as engine:
         [ranks] = made
         ranks.max_polls = 2
-        push = ranks._push
-        monkeypatch.setattr(ranks, "_push", lambda rank, *rest: None if rank == 1 else push(rank, *rest))
+        launch = ranks._launch
+
+        def all_but_pushes_of_rank_1(rank: int, *rest: Any, halves: str) -> None:
+            if (rank, halves) != (1, "push"):
+                launch(rank, *rest, halves=halves)
+
+        monkeypatch.setattr(ranks, "_launch", all_but_pushes_of_rank_1)
         with pytest.raises(DeviceLostError, match="did not answer within seconds"):
             engine.generate([[1, 2, 3, 4]], SamplingParams(max_new_tokens=3))
         with pytest.raises(DeviceLostError):  # it cannot go on

@@ -1,13 +1,19 @@
-r"""One rank writes into the memory of its peers and raises flags there; a rank waits for the flags of its peers.
+r"""Ranks exchange numbers: each writes into the memory of its peers and raises flags there, and waits for theirs.
 
     push    out_r[i] = x[i]  on every rank r, its own too;  then flags_r[source, program] = target    release, system
-    wait    until flags[source, program] has reached target for every program of every source         acquire, system
+    wait    until flags[source, program] has reached target                                           acquire, system
     pull    y[i] = x[i]      x in the memory of a peer
+
+Push and wait are the halves of one kernel. Program (p, r) pushes the blocks p, p + programs, ... to rank r and raises
+flag p there; then it waits for flag p of rank r, and for no other. Captured, one launch does both. It cannot deadlock,
+whichever rank begins first: a program pushes before it waits, and all programs of a launch become resident, since the
+kernel before ends without them and the kernel after starts only once they all run. Otherwise, or where the ranks are
+one device, each half is a launch, and all ranks push before any waits.
 
 A target is `round * STEPS + step`: the round is counted on the device, so that captured launches may be replayed, and
 the step is part of the launch. Flags only grow (differences are taken modulo 2^32), and are never reset. A wait ends
-after MAX_POLLS looks: then it leaves its target in `error`, on the device and on the host, and every later wait of the
-rank looks once. Both start while the kernel before runs, and do nothing until it has ended (`dependent_launch.py`).
+after MAX_POLLS looks: then it leaves a 1 in `error`, on the device and on the host, and every later wait of the rank
+looks once. A launch starts while the kernel before runs, and does nothing until that has ended (`dependent_launch.py`).
 """
 
 import torch
@@ -16,14 +22,17 @@ from specdec.gpu.dependent_launch import trigger_next, wait_for_previous
 from specdec.gpu.triton_shim import tl, triton
 
 PROGRAMS, NUMBERS = 64, 1024
-"""Programs of a push to one rank at most, each with a flag of its own; and numbers that one copies at a time. Of 128
-programs, the flags take longer than the copies save."""
+"""Programs of an exchange with one rank at most, each with a flag of its own; and numbers that one copies at a time.
+Of 128 programs, the flags take longer than the copies save."""
 
 STEPS = 4096
-"""Pushes of one round at most."""
+"""Exchanges of one round at most."""
 
-MAX_POLLS = 3_000_000
-"""About 1 us each."""
+MAX_POLLS = 6_000_000
+"""A second or more in all."""
+
+LOAD_ACQUIRE = tl.constexpr("ld.acquire.sys.global.u32 $0, [$1];")
+"""A look at a flag for one trip to the L2 cache. Triton's own loads have no order, and its atomics take turns."""
 
 
 @triton.jit
@@ -31,110 +40,81 @@ def next_round_kernel(p_round: tl.tensor) -> None:
     tl.store(p_round, tl.load(p_round) + 1)
 
 
-@triton.jit(do_not_specialize=["num", "offset", "step", "source"])
-def push_kernel(
-    p_x: tl.tensor,  # [num], or None with num 0
+@triton.jit(do_not_specialize=["num_parts", "num_rows", "width", "offset", "step", "rank", "max_polls"])
+def exchange_kernel(
+    p_x: tl.tensor,  # [S, T, H] float32, or None: flags alone
+    p_owners: tl.tensor,  # [T, S] int32: those not negative are pushed; None: all
     p_outs: tl.tensor,  # [ranks] int64, addresses of float32 on each rank
     p_flags: tl.tensor,  # [ranks] int64, addresses of int32 [ranks, PROGRAMS] on each rank
     p_round: tl.tensor,  # [1] int32, its type is the flags'
-    num: tl.tensor,
-    offset: tl.tensor,  # in each output
-    step: tl.tensor,
-    source: tl.tensor,  # the rank that pushes
-    STEPS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
-    """grid (`programs_of` num, ranks)"""
-    trigger_next(PDL)
-    i_program, i_rank = tl.program_id(0), tl.program_id(1)
-    programs = tl.num_programs(0)
-    wait_for_previous(PDL)
-    if p_x is not None:
-        p_out = tl.load(p_outs + i_rank).to(p_x.dtype) + offset.to(tl.int64)
-        for i_block in range(i_program, tl.cdiv(num, BLOCK), programs):
-            o = i_block * BLOCK + tl.arange(0, BLOCK)
-            tl.store(p_out + o, tl.load(p_x + o, mask=o < num, other=0.0), mask=o < num)
-    tl.debug_barrier()
-    p_flag = tl.load(p_flags + i_rank).to(p_round.dtype) + source * PROGRAMS + i_program
-    tl.atomic_xchg(p_flag, tl.load(p_round) * STEPS + step, sem="release", scope="sys")
-
-
-@triton.jit(do_not_specialize=["num_rows", "offset", "step", "source"])
-def push_owned_kernel(
-    p_x: tl.tensor,  # [S, T, H] float32
-    p_owners: tl.tensor,  # [T, S] int32
-    p_outs: tl.tensor,  # and so on: `push_kernel`
-    p_flags: tl.tensor,
-    p_round: tl.tensor,
+    p_error: tl.tensor,  # [1] int32 on this device
+    p_host_error: tl.tensor,  # [1] int32 in pinned memory of the host
     num_parts: tl.tensor,
     num_rows: tl.tensor,
     width: tl.tensor,
-    offset: tl.tensor,
+    offset: tl.tensor,  # in each output
     step: tl.tensor,
-    source: tl.tensor,
+    rank: tl.tensor,  # whose launch it is
+    max_polls: tl.tensor,
+    PUSH: tl.constexpr,
+    WAIT: tl.constexpr,
+    ASM: tl.constexpr,  # may a look be LOAD_ACQUIRE?
     STEPS: tl.constexpr,
     PROGRAMS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """grid (`programs_of` all numbers, ranks): the parts that this rank owns, to where they are in the whole."""
+    """grid (`programs_of` all numbers, ranks to push to and to wait for)"""
     trigger_next(PDL)
     i_program, i_rank = tl.program_id(0), tl.program_id(1)
-    programs = tl.num_programs(0)
-    p_out = tl.load(p_outs + i_rank).to(p_x.dtype) + offset.to(tl.int64)
-    blocks = tl.cdiv(width, BLOCK)
-    wait_for_previous(PDL)
-    for i_block in range(i_program, num_parts * num_rows * blocks, programs):
-        i_part_row = i_block // blocks
-        i_part, i_row = i_part_row // num_rows, i_part_row % num_rows
-        if tl.load(p_owners + i_row * num_parts + i_part) >= 0:
-            o_h = i_block % blocks * BLOCK + tl.arange(0, BLOCK)
-            o = i_part_row.to(tl.int64) * width + o_h
-            tl.store(p_out + o, tl.load(p_x + o, mask=o_h < width, other=0.0), mask=o_h < width)
-    tl.debug_barrier()
-    p_flag = tl.load(p_flags + i_rank).to(p_round.dtype) + source * PROGRAMS + i_program
-    tl.atomic_xchg(p_flag, tl.load(p_round) * STEPS + step, sem="release", scope="sys")
-
-
-@triton.jit(do_not_specialize=["step", "sources", "programs", "max_polls"])
-def wait_kernel(
-    p_flags: tl.tensor,  # [ranks, PROGRAMS] int32 of this rank
-    p_round: tl.tensor,
-    p_error: tl.tensor,  # [1] int32 on this device
-    p_host_error: tl.tensor,  # [1] int32 in pinned memory of the host
-    step: tl.tensor,
-    sources: tl.tensor,  # ranks whose flags are waited for
-    programs: tl.tensor,  # flags of each
-    max_polls: tl.tensor,
-    STEPS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    BLOCK: tl.constexpr,  # at least `sources` times PROGRAMS
-    PDL: tl.constexpr,
-) -> None:
-    """One program."""
-    trigger_next(PDL)
-    o = tl.arange(0, BLOCK)
-    m = (o % PROGRAMS < programs) & (o // PROGRAMS < sources)
+    p_there = tl.load(p_flags + i_rank).to(p_round.dtype) + rank * PROGRAMS + i_program
+    p_here = tl.load(p_flags + rank).to(p_round.dtype) + i_rank * PROGRAMS + i_program
+    if p_x is not None:
+        p_out = tl.load(p_outs + i_rank).to(p_x.dtype) + offset.to(tl.int64)
     wait_for_previous(PDL)  # the round may have been counted by the kernel before
     target = tl.load(p_round) * STEPS + step
     polls = tl.where(tl.load(p_error) == 0, max_polls, 1)
-    lag = _least(p_flags, o, m, target)
-    while (lag < 0) & (polls > 0):
-        lag = _least(p_flags, o, m, target)
-        polls -= 1
-    tl.debug_barrier()
-    if lag < 0:
-        tl.store(p_error, 1)
-        tl.store(p_host_error, 1)
+    if PUSH:
+        if p_x is not None:
+            blocks = tl.cdiv(width, BLOCK)
+            for i_block in range(i_program, num_parts * num_rows * blocks, tl.num_programs(0)):
+                i_part_row = i_block // blocks
+                owned = True
+                if p_owners is not None:
+                    i_part, i_row = i_part_row // num_rows, i_part_row % num_rows
+                    owned = tl.load(p_owners + i_row * num_parts + i_part) >= 0
+                if owned:
+                    o_h = i_block % blocks * BLOCK + tl.arange(0, BLOCK)
+                    o = i_part_row.to(tl.int64) * width + o_h
+                    tl.store(p_out + o, tl.load(p_x + o, mask=o_h < width, other=0.0), mask=o_h < width)
+        if i_rank != rank:
+            tl.debug_barrier()
+            tl.atomic_xchg(p_there, target, sem="release", scope="sys")
+    if WAIT and i_rank != rank:
+        lag = _flag(p_here, ASM) - target
+        while (lag < 0) & (polls > 0):
+            lag = _flag(p_here, ASM) - target
+            polls -= 1
+        if lag < 0:
+            tl.store(p_error, 1)
+            tl.store(p_host_error, 1)
 
 
 @triton.jit
-def _least(p_flags: tl.tensor, o: tl.tensor, m: tl.tensor, target: tl.tensor) -> tl.tensor:
-    """How far the last flag is before the target; 0 or more: all have reached it."""
-    b_seen = tl.atomic_add(p_flags + o, tl.zeros_like(o), mask=m, sem="acquire", scope="sys")
-    return tl.min(tl.where(m, b_seen - target, 0), 0)
+def _flag(p_flag: tl.tensor, ASM: tl.constexpr) -> tl.tensor:
+    """What a flag is, and what its source wrote before is seen, too."""
+    if ASM:
+        seen = tl.inline_asm_elementwise(
+            asm=LOAD_ACQUIRE,
+            constraints="=r,l",
+            args=[p_flag],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        seen = tl.atomic_add(p_flag, 0, sem="acquire", scope="sys")
+    return seen
 
 
 @triton.jit(do_not_specialize=["num"])
@@ -144,7 +124,7 @@ def pull_kernel(p_x: tl.tensor, p_y: tl.tensor, num: tl.tensor, BLOCK: tl.conste
 
 
 def programs_of(num: int) -> int:
-    """How many programs push `num` numbers to one rank; the rank that waits for them computes the same count."""
+    """How many programs exchange `num` numbers with one rank, the same on both."""
     return max(1, min(PROGRAMS, -(-num // NUMBERS)))
 
 

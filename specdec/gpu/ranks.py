@@ -8,7 +8,8 @@
 
 `Ranks` is the form for one device: every rank is the same device, memory is shared, and the order of the calls is the
 order of the work. It is what runs on the CPU. `PeerRanks` are GPUs that reach each other's memory: the host launches
-phase by phase, and whatever a kernel waits for was launched before it. Invariant: all ranks hold the same bits.
+phase by phase, and whatever a kernel waits for was launched before it, unless it is captured: graphs of all ranks are
+launched together. Invariant: all ranks hold the same bits.
 """
 
 import time
@@ -26,12 +27,10 @@ from specdec.gpu.exchange_kernels import (
     NUMBERS,
     PROGRAMS,
     STEPS,
+    exchange_kernel,
     next_round_kernel,
     programs_of,
     pull_kernel,
-    push_kernel,
-    push_owned_kernel,
-    wait_kernel,
     words,
 )
 from specdec.gpu.tensor_tree import map_tensors
@@ -188,47 +187,42 @@ class PeerRanks(Ranks):
 
     def gather(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         num = parts[0].numel()
-        assert len(self) * num <= self.room, f"{num=} {self.room=}"
-        half = self._step % 2
-        for rank, part in enumerate(parts):
+        for part in parts:
             assert part.is_contiguous() and part.dtype == torch.float32 and part.numel() == num, f"{part.shape=}"
-            with self.on(rank):
-                self._push(rank, part, half * self.room + rank * num)
-        outs = []
-        for rank, buffer in enumerate(self._buffers):
-            with self.on(rank):
-                self._wait(rank, len(self), num)
-            shape = (len(self) * len(parts[0]), *parts[0].shape[1:])
-            outs.append(buffer[half * self.room :][: len(self) * num].view(shape))
-        self._step += 1
-        self._held.clear()  # a rank that has pushed has read what was sent to it
-        return outs
+        whole = self._exchange(parts, [None] * len(self), [rank * num for rank in range(len(self))], len(self) * num)
+        return [out.view(len(self) * len(parts[0]), *parts[0].shape[1:]) for out in whole]
 
     def select(self, parts: Sequence[torch.Tensor], owners: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        num_parts, num_rows, width = parts[0].shape
-        assert parts[0].numel() <= self.room, f"{parts[0].shape=} {self.room=}"
-        half = self._step % 2
-        for rank, (part, own) in enumerate(zip(parts, owners, strict=True)):
+        num_parts, num_rows, _ = parts[0].shape
+        for part, own in zip(parts, owners, strict=True):
             assert part.is_contiguous() and own.is_contiguous(), f"{part.stride()=} {own.stride()=}"
             assert part.shape == parts[0].shape and own.shape == (num_rows, num_parts), f"{part.shape=} {own.shape=}"
-            with self.on(rank):
-                push_owned_kernel[(programs_of(parts[0].numel()), len(self))](
-                    *(part, own, self._out_table[rank], self._flag_table[rank], self._round[rank]),
-                    *(num_parts, num_rows, width, half * self.room, self._step, rank),
-                    STEPS=STEPS,
-                    PROGRAMS=PROGRAMS,
-                    BLOCK=NUMBERS,
-                    num_warps=4,
-                    **pdl_options(self.devices[rank]),
-                )
-        outs = []
-        for rank, buffer in enumerate(self._buffers):
-            with self.on(rank):
-                self._wait(rank, len(self), parts[0].numel())
-            outs.append(buffer[half * self.room :][: parts[0].numel()].view(parts[0].shape))
+        whole = self._exchange(parts, owners, [0] * len(self), parts[0].numel())
+        return [out.view(parts[0].shape) for out in whole]
+
+    def _exchange(
+        self,
+        parts: Sequence[torch.Tensor],
+        owners: Sequence[torch.Tensor | None],
+        offsets: Sequence[int],
+        num_whole: int,
+    ) -> list[torch.Tensor]:
+        """Every rank pushes its part to an offset in the whole, and waits for the others' -> [num_whole] on each."""
+        assert num_whole <= self.room, f"{num_whole=} {self.room=}"
+        first = self._step % 2 * self.room
+        for halves in self._halves():
+            for rank, (part, own, offset) in enumerate(zip(parts, owners, offsets, strict=True)):
+                with self.on(rank):
+                    self._launch(rank, part.numel(), len(self), part, first + offset, own, halves=halves)
         self._step += 1
-        self._held.clear()
-        return outs
+        self._held.clear()  # a rank that has pushed has read what was sent to it
+        return [buffer[first : first + num_whole] for buffer in self._buffers]
+
+    def _halves(self) -> Sequence[str]:
+        """The launches of an exchange on each rank. Only a captured one may wait for what the host launches later: to
+        load a kernel for the first time may take until every device is idle."""
+        captured = self.devices[0].type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return ("push and wait",) if captured else ("push", "wait")
 
     def collect(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         shape, dtype = values[0].shape, values[0].dtype
@@ -275,27 +269,39 @@ class PeerRanks(Ranks):
 
     def _push(self, rank: int, x: torch.Tensor | None, offset: int, targets: int | None = None) -> None:
         """To the first `targets` ranks, or to all."""
-        num = 0 if x is None else x.numel()
-        push_kernel[(programs_of(num), targets or len(self))](
-            *(x, self._out_table[rank] if self._out_table else None, self._flag_table[rank], self._round[rank]),
-            *(num, offset, self._step, rank),
+        self._launch(rank, 0 if x is None else x.numel(), targets or len(self), x, offset, halves="push")
+
+    def _wait(self, rank: int, sources: int, num: int) -> None:
+        """Wait for `num` numbers from each of the first `sources` ranks."""
+        self._launch(rank, num, sources, halves="wait")
+
+    def _launch(
+        self,
+        rank: int,
+        num: int,
+        ranks: int,
+        x: torch.Tensor | None = None,
+        offset: int = 0,
+        owners: torch.Tensor | None = None,
+        *,
+        halves: str,
+    ) -> None:
+        """One rank exchanges `num` numbers with each of the first `ranks` ranks."""
+        device, push = self.devices[rank], "push" in halves
+        shape = (1, 1, num) if x is None or owners is None else x.shape
+        exchange_kernel[(programs_of(num), ranks)](
+            *((x, owners) if push else (None, None)),
+            *(self._out_table[rank] if self._out_table else None, self._flag_table[rank]),
+            *(self._round[rank], self._error[rank], self._host_error[rank]),
+            *(*shape, offset, self._step, rank, self.max_polls),
+            PUSH=push,
+            WAIT="wait" in halves,
+            ASM=device.type == "cuda" and torch.version.cuda is not None,
             STEPS=STEPS,
             PROGRAMS=PROGRAMS,
             BLOCK=NUMBERS,
             num_warps=4,
-            **pdl_options(self.devices[rank]),
-        )
-
-    def _wait(self, rank: int, sources: int, num: int) -> None:
-        """Wait for `num` numbers from each of the first `sources` ranks."""
-        wait_kernel[(1,)](
-            *(self._flags[rank], self._round[rank], self._error[rank], self._host_error[rank]),
-            *(self._step, sources, programs_of(num), self.max_polls),
-            STEPS=STEPS,
-            PROGRAMS=PROGRAMS,
-            BLOCK=triton.next_power_of_2(len(self) * PROGRAMS),
-            num_warps=4,
-            **pdl_options(self.devices[rank]),
+            **pdl_options(device),
         )
 
     def _addresses(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
