@@ -27,6 +27,7 @@ from specdec.gpu.exchange_kernels import (
     NUMBERS,
     PROGRAMS,
     STEPS,
+    TRIGGER,
     exchange_kernel,
     next_round_kernel,
     pull_kernel,
@@ -89,14 +90,15 @@ def exchange(dtype: torch.dtype, num_rows: int) -> None:
     next_round_kernel[(1,)](word)
     parts, owners = numbers(8, num_rows, 2816, dtype=FP32), torch.empty(num_rows, 8, **ints)
     data, flags_alone = ((parts, None), (parts, owners)), ((None, None),)
-    for given, push, wait, asm in (
-        *((data, True, True, True), (data, True, False, True), (flags_alone, True, False, True)),
-        *((flags_alone, False, True, True), (flags_alone, False, True, False)),
+    for given, push, wait, asm, trigger in (
+        *((data, True, True, True, TRIGGER), (data, True, True, True, "pushed"), (data, True, False, True, TRIGGER)),
+        *((flags_alone, True, False, True, TRIGGER), (flags_alone, False, True, True, TRIGGER)),
+        (flags_alone, False, True, False, TRIGGER),
     ):
         for x, own in given:
             exchange_kernel[(PROGRAMS, 2)](
                 *(x, own, addresses, addresses, word, word, word, 8, num_rows, 2816, 7, 3, 1, 1000),
-                **{**options, "PUSH": push, "WAIT": wait, "ASM": asm, "BLOCK": NUMBERS},
+                **{**options, "TRIGGER": trigger, "PUSH": push, "WAIT": wait, "ASM": asm, "BLOCK": NUMBERS},
             )
     for kind in (torch.int32, torch.uint8):
         pull_kernel[(3,)](numbers(3000, dtype=kind), numbers(3000, dtype=kind), 3000, BLOCK=1024, num_warps=4)

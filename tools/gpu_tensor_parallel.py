@@ -23,6 +23,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from result_table import ResultTable, Row
 from split_parts import PACKED, load_rows, long_rows, packed_rows
 from split_timings import (
     CHAIN,
+    EXCHANGING,
     EXPERT_SIZES,
     SIZES,
     TIMED,
@@ -218,6 +220,7 @@ def main() -> int:
     parser.add_argument("--timed", nargs="*", choices=TIMED, default=list(TIMED), help="shapes of times")
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 8], help="of times")
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=KINDS, help="of times")
+    parser.add_argument("--forms", nargs="*", choices=EXCHANGING, default=EXCHANGING[:1], help="of times")
     parser.add_argument("--packed", nargs="*", choices=PACKED, default=list(PACKED), help="of packed")
     parser.add_argument("--rounds", type=int, default=20 if ON_CPU else 500, help="of long")
     parser.add_argument("--quick", action="store_true", help="the first cases of bits only")
@@ -242,9 +245,8 @@ def main() -> int:
             parts += [(f"experts of {size}", lambda size=size: expert_rows(size)) for size in EXPERT_SIZES]
         elif kind == "times":
             for shape in options.timed:
-                parts.append(
-                    (f"times of {shape}", lambda shape=shape: time_rows(shape, options.batches, options.kinds))
-                )
+                times = partial(time_rows, shape, options.batches, options.kinds, options.forms)
+                parts.append((f"times of {shape}", times))
         elif kind == "nccl":
             parts += [(f"NCCL of {size}", lambda size=size: nccl_rows(size)) for size in SIZES]
         else:

@@ -19,6 +19,7 @@ from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.engine import Engine
 from specdec.evaluation.model_shapes import Shrink, find_shape
 from specdec.evaluation.phases.random_weights import make_drafter, make_target
+from specdec.gpu import exchange_kernels
 from specdec.gpu import ranks as ranks_module
 from specdec.gpu.operations import FAST
 from specdec.gpu.ranks import PeerRanks, Ranks, make_ranks
@@ -38,9 +39,6 @@ TIMED = {
     "llama-70b": (3, 6),
 }
 CHAIN = SpecConfig(4, adaptive=False)
-FORMS = {"one GPU": 1, "TP=2": 2, "TP=2, plain exchanges": 2, "a share": 2}
-"""What is timed, and its number of GPUs. Plain: no exchange starts before the kernel in front has ended. A share: none
-is exchanged, so that numbers are wrong."""
 
 
 def synchronize(devices: Sequence[torch.device]) -> None:
@@ -152,14 +150,28 @@ def not_selected(ranks: PeerRanks, parts: Sequence[torch.Tensor], _owners: objec
     return [buffer[: parts[0].numel()].view(parts[0].shape) for buffer in ranks._buffers]
 
 
+FORMS: dict[str, list[tuple[Any, dict[str, Any]]]] = {
+    "one GPU": [],
+    "a share": [(PeerRanks, {"gather": not_exchanged, "select": not_selected})],
+    "TP=2": [],
+    "two launches": [(PeerRanks, {"_halves": lambda _: ("push", "wait")})],
+    "plain launches": [(ranks_module, {"pdl_options": lambda _: {"PDL": False}})],
+    "next after push": [(exchange_kernels, {"TRIGGER": "pushed"})],
+    "next at the end": [(exchange_kernels, {"TRIGGER": "last"})],
+    "16 programs": [(exchange_kernels, {"PROGRAMS": 16})],
+    "32 programs": [(exchange_kernels, {"PROGRAMS": 32})],
+}
+"""What is timed, all but the first on two GPUs, and what is replaced for that. Of a share nothing is exchanged, so that
+numbers are wrong; those after it differ in their exchanges."""
+BASES, EXCHANGING = ("one GPU", "a share"), tuple(FORMS)[2:]
+
+
 @contextmanager
 def exchanging(form: str) -> Iterator[None]:
     """Engines made inside exchange as this form does."""
     with ExitStack() as patches:
-        if form == "a share":
-            patches.enter_context(mock.patch.multiple(PeerRanks, gather=not_exchanged, select=not_selected))
-        elif form == "TP=2, plain exchanges":
-            patches.enter_context(mock.patch.object(ranks_module, "pdl_options", return_value={"PDL": False}))
+        for owner, replaced in FORMS[form]:
+            patches.enter_context(mock.patch.multiple(owner, **replaced))
         yield
 
 
@@ -182,8 +194,9 @@ def step_ms(target: TargetModel, drafter: Any, count: int, batch: int) -> float:
         return seconds_of(steps, devices, 1) / 16 * 1e3
 
 
-def time_rows(name: str, batches: Sequence[int], kinds: Sequence[str]) -> Iterator[Row]:
+def time_rows(name: str, batches: Sequence[int], kinds: Sequence[str], forms: Sequence[str]) -> Iterator[Row]:
     """Plain steps and rounds of one and of two GPUs, at two depths, and what follows for the published one."""
+    forms = (*BASES, *forms)
     few, more = TIMED[name]
     shape = find_shape(name)
     depth = shape.target(Shrink()).num_hidden_layers
@@ -194,25 +207,24 @@ def time_rows(name: str, batches: Sequence[int], kinds: Sequence[str]) -> Iterat
         drafters = {"plain": None, "round of 4": make_drafter(shape, Shrink(layers), target, 1)}
         for kind in kinds:
             for batch in batches:
-                for form, count in FORMS.items():
+                for form in forms:
                     with exchanging(form):
-                        ms = step_ms(target, drafters[kind], count, batch)
+                        ms = step_ms(target, drafters[kind], 1 if form == "one GPU" else 2, batch)
                     took[kind, layers, form, batch] = ms
                     yield Row(f"{name}, {layers} layers, {kind}, batch {batch}, {form}", f"{ms:.3f} ms")
         del model, target, drafters
         torch.cuda.empty_cache()
     for kind in kinds:
         for batch in batches:
-            short, long = ([took[kind, layers, form, batch] for form in FORMS] for layers in (few, more))
-            layer = [(b - a) / (more - few) for a, b in zip(short, long, strict=True)]
-            whole = [a + each * (depth - few) for a, each in zip(short, layer, strict=True)]
-            above_half, above_share, plain = (
-                (each - part) * 1e3 / 2
-                for each, part in ((layer[1], layer[0] / 2), (layer[1], layer[3]), (layer[2], layer[3]))
-            )
-            yield Row(
-                f"{name}, {kind}, batch {batch}, by layers",
-                f"{layer[0] * 1e3:.1f} -> {layer[1] * 1e3:.1f} us a layer, a share alone {layer[3] * 1e3:.1f}",
-                f"{above_share:.1f} us a sum above a share ({plain:.1f} with plain exchanges), {above_half:.1f} above "
-                f"half; of {depth} layers {whole[0]:.2f} -> {whole[1]:.2f} ms",
-            )
+            layer, whole = {}, {}
+            for form in forms:
+                short, long = (took[kind, layers, form, batch] for layers in (few, more))
+                layer[form] = (long - short) / (more - few) * 1e3
+                whole[form] = short + layer[form] / 1e3 * (depth - few)
+            for form in forms:
+                half, share = ((layer[form] - less) / 2 for less in (layer["one GPU"] / 2, layer["a share"]))
+                yield Row(
+                    f"{name}, {kind}, batch {batch}, by layers, {form}",
+                    f"{layer[form]:.1f} us a layer; a sum {half:.1f} us above half, {share:.1f} above a share",
+                    f"of {depth} layers {whole[form]:.2f} ms",
+                )

@@ -31,6 +31,9 @@ STEPS = 4096
 MAX_POLLS = 6_000_000
 """A second or more in all."""
 
+TRIGGER = "first"
+"""When the next kernel may start: "first", when it has "pushed", or "last", when it ends."""
+
 LOAD_ACQUIRE = tl.constexpr("ld.acquire.sys.global.u32 $0, [$1];")
 """A look at a flag for one trip to the L2 cache. Triton's own loads have no order, and its atomics take turns."""
 
@@ -56,6 +59,7 @@ def exchange_kernel(
     step: tl.tensor,
     rank: tl.tensor,  # whose launch it is
     max_polls: tl.tensor,
+    TRIGGER: tl.constexpr,
     PUSH: tl.constexpr,
     WAIT: tl.constexpr,
     ASM: tl.constexpr,  # may a look be LOAD_ACQUIRE?
@@ -65,7 +69,8 @@ def exchange_kernel(
     PDL: tl.constexpr,
 ) -> None:
     """grid (`programs_of` all numbers, ranks to push to and to wait for)"""
-    trigger_next(PDL)
+    if TRIGGER == "first":
+        trigger_next(PDL)
     i_program, i_rank = tl.program_id(0), tl.program_id(1)
     p_there = tl.load(p_flags + i_rank).to(p_round.dtype) + rank * PROGRAMS + i_program
     p_here = tl.load(p_flags + rank).to(p_round.dtype) + i_rank * PROGRAMS + i_program
@@ -90,6 +95,8 @@ def exchange_kernel(
         if i_rank != rank:
             tl.debug_barrier()
             tl.atomic_xchg(p_there, target, sem="release", scope="sys")
+    if TRIGGER == "pushed":
+        trigger_next(PDL)
     if WAIT and i_rank != rank:
         lag = _flag(p_here, ASM) - target
         while (lag < 0) & (polls > 0):

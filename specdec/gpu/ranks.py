@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from specdec.errors import ConfigError, DeviceLostError
+from specdec.gpu import exchange_kernels
 from specdec.gpu.dependent_launch import pdl_options
 from specdec.gpu.exchange_kernels import (
     MAX_POLLS,
@@ -294,6 +295,7 @@ class PeerRanks(Ranks):
             *(self._out_table[rank] if self._out_table else None, self._flag_table[rank]),
             *(self._round[rank], self._error[rank], self._host_error[rank]),
             *(*shape, offset, self._step, rank, self.max_polls),
+            TRIGGER=exchange_kernels.TRIGGER,
             PUSH=push,
             WAIT="wait" in halves,
             ASM=device.type == "cuda" and torch.version.cuda is not None,
