@@ -27,8 +27,10 @@ from specdec.gpu.exchange_kernels import (
     NUMBERS,
     PROGRAMS,
     STEPS,
+    TAGGED_NUMBERS,
     TRIGGER,
     exchange_kernel,
+    exchange_tagged_kernel,
     next_round_kernel,
     pull_kernel,
 )
@@ -100,6 +102,22 @@ def exchange(dtype: torch.dtype, num_rows: int) -> None:
                 *(x, own, addresses, addresses, word, word, word, 8, num_rows, 2816, 7, 3, 1, 1000),
                 **{**options, "TRIGGER": trigger, "PUSH": push, "WAIT": wait, "ASM": asm, "BLOCK": NUMBERS},
             )
+    for push, wait, trigger in (
+        (True, True, TRIGGER),
+        (True, True, "pushed"),
+        (True, False, TRIGGER),
+        (False, True, TRIGGER),
+    ):
+        exchange_tagged_kernel[(3, 2)](
+            *(parts, parts, addresses, word, word, word, num_rows * 8192, 2**18, 3, 1, 1000),
+            TRIGGER=trigger,
+            PUSH=push,
+            WAIT=wait,
+            STEPS=STEPS,
+            BLOCK=TAGGED_NUMBERS,
+            num_warps=1,
+            **pdl_options(word.device),
+        )
     for kind in (torch.int32, torch.uint8):
         pull_kernel[(3,)](numbers(3000, dtype=kind), numbers(3000, dtype=kind), 3000, BLOCK=1024, num_warps=4)
     for height, width in ((4096, 2048), (512, 512), (512, 256)):  # of columns of a larger weight

@@ -5,6 +5,7 @@ Triton's interpreter. What two GPUs do is for `tools/gpu_tensor_parallel.py`.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ import specdec.engine
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.ngram import NgramDrafter
 from specdec.errors import ConfigError, DeviceLostError, SpecDecError, UnsupportedModelError
+from specdec.gpu import exchange_kernels
+from specdec.gpu.exchange_kernels import STEPS, TAGGED
 from specdec.gpu.operations import REFERENCE
 from specdec.gpu.ranks import PeerRanks, Ranks, make_ranks
 from specdec.gpu.tensor_tree import map_tensors
@@ -210,7 +213,9 @@ def test_gpus_that_are_not_there_or_apart_are_refused(
 
 
 @pytest.mark.usefixtures("interpreted")
-def test_a_gather_is_in_the_order_of_ranks_and_sends_are_copies():
+@pytest.mark.parametrize("tagged", [0, TAGGED], ids=["flags", "tagged"])
+def test_a_gather_is_in_the_order_of_ranks_and_sends_are_copies(tagged: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(exchange_kernels, "TAGGED", tagged)
     for ranks in (Ranks(CPUS), PeerRanks(CPUS)):
         ranks.reserve(64)
         for _ in range(2):  # another round
@@ -231,32 +236,51 @@ def test_a_gather_is_in_the_order_of_ranks_and_sends_are_copies():
         ranks.check()
 
 
-def halves_of_an_exchange(*launches: tuple[int, str]) -> PeerRanks:
-    """Two ranks with 1,500 numbers each, after these launches."""
+def halves_of_an_exchange(tagged: bool, *launches: tuple[int, str], left: int = 0) -> PeerRanks:
+    """Two ranks with 1,500 numbers each, after these launches. left: what all flags were before."""
     ranks = PeerRanks(CPUS)
     ranks.reserve(3000)
     ranks.max_polls = 3
     ranks.begin()
+    for flags in ranks._flags:
+        flags.fill_(left)
     for rank, halves in launches:
         part = torch.arange(1500.0) + 1500 * rank
-        ranks._launch(rank, 1500, 2, part, 1500 * rank, halves=halves)
+        if tagged:
+            ranks._launch_tagged(rank, part, ranks._buffers[rank], halves=halves)
+        else:
+            ranks._launch(rank, 1500, 2, part, 1500 * rank, halves=halves)
     return ranks
 
 
+BOTH_FORMS = pytest.mark.parametrize("tagged", [False, True], ids=["flags", "tagged"])
+
+
 @pytest.mark.usefixtures("interpreted")
-def test_a_launch_that_pushes_and_waits_is_a_push_and_then_a_wait():
+@BOTH_FORMS
+def test_a_launch_that_pushes_and_waits_is_a_push_and_then_a_wait(tagged: bool):
     """Here a rank can only wait for what has run: the one that does both comes last, as if it were late."""
-    ranks = halves_of_an_exchange((1, "push"), (0, "push and wait"), (1, "wait"))
+    ranks = halves_of_an_exchange(tagged, (1, "push"), (0, "push and wait"), (1, "wait"))
     ranks.check()
     for buffer in ranks._buffers:
         assert buffer[:3000].equal(torch.arange(3000.0)) and not buffer[3000:].any()
 
 
 @pytest.mark.usefixtures("interpreted")
+@BOTH_FORMS
 @pytest.mark.parametrize("halves", ["wait", "push and wait"])
-def test_a_wait_for_a_rank_that_has_not_pushed_ends(halves: str):
-    ranks = halves_of_an_exchange((0, halves))
+def test_a_wait_for_a_rank_that_has_not_pushed_ends(tagged: bool, halves: str):
+    ranks = halves_of_an_exchange(tagged, (0, halves))
     with pytest.raises(DeviceLostError, match="did not answer within seconds"):
+        ranks.check()
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(("left", "pushed"), [(STEPS + 1, True), (2 * STEPS - 1, True), (2**31 - 1, False)])
+def test_a_flag_that_was_left_long_ago_is_none(left: int, pushed: bool):
+    """A program that only large exchanges have may be asked again when half of all targets have passed."""
+    ranks = halves_of_an_exchange(False, (0, "wait"), left=left)
+    with nullcontext() if pushed else pytest.raises(DeviceLostError):
         ranks.check()
 
 

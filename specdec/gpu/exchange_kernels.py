@@ -2,6 +2,7 @@ r"""Ranks exchange numbers: each writes into the memory of its peers and raises 
 
     push    out_r[i] = x[i]  on every rank r, its own too;  then flags_r[source, program] = target    release, system
     wait    until flags[source, program] has reached target                                           acquire, system
+    tagged  word_r[i] = x[i], target in one store of 8 bytes;  wait until word[i] has the target, out[i] = its number
     pull    y[i] = x[i]      x in the memory of a peer
 
 Push and wait are the halves of one kernel. Program (p, r) pushes the blocks p, p + programs, ... to rank r and raises
@@ -10,10 +11,14 @@ whichever rank begins first: a program pushes before it waits, and all programs 
 kernel before ends without them and the kernel after starts only once they all run. Otherwise, or where the ranks are
 one device, each half is a launch, and all ranks push before any waits.
 
+Tagged, numbers are twice as many bytes on their way, but wait neither for a barrier of the system nor for a flag that
+comes after them: for few numbers. Each 8 bytes of a store are seen whole, and without others, so need no order.
+
 A target is `round * STEPS + step`: the round is counted on the device, so that captured launches may be replayed, and
-the step is part of the launch. Flags only grow (differences are taken modulo 2^32), and are never reset. A wait ends
-after MAX_POLLS looks: then it leaves a 1 in `error`, on the device and on the host, and every later wait of the rank
-looks once. A launch starts while the kernel before runs, and does nothing until that has ended (`dependent_launch.py`).
+the step is part of the launch. Flags only grow, modulo 2^32, and are never reset: a peer is less than two rounds ahead,
+and what seems to be further was left long ago. A wait ends after MAX_POLLS looks: then it leaves a 1 in `error`, on the
+device and on the host, and every later wait of the rank looks once. A launch starts while the kernel before runs, and
+does nothing until that has ended (`dependent_launch.py`).
 """
 
 import torch
@@ -24,6 +29,9 @@ from specdec.gpu.triton_shim import tl, triton
 PROGRAMS, NUMBERS = 64, 1024
 """Programs of an exchange with one rank at most, each with a flag of its own; and numbers that one copies at a time.
 Of 128 programs, the flags take longer than the copies save."""
+
+TAGGED, TAGGED_NUMBERS = 2**18, 256
+"""Numbers of a whole that is exchanged tagged at most; and those of one program, which is a warp."""
 
 STEPS = 4096
 """Exchanges of one round at most."""
@@ -98,13 +106,12 @@ def exchange_kernel(
     if TRIGGER == "pushed":
         trigger_next(PDL)
     if WAIT and i_rank != rank:
-        lag = _flag(p_here, ASM) - target
-        while (lag < 0) & (polls > 0):
-            lag = _flag(p_here, ASM) - target
+        old = _is_old(_flag(p_here, ASM), target, STEPS)
+        while old & (polls > 0):
+            old = _is_old(_flag(p_here, ASM), target, STEPS)
             polls -= 1
-        if lag < 0:
-            tl.store(p_error, 1)
-            tl.store(p_host_error, 1)
+        if old:
+            _leave_error(p_error, p_host_error)
 
 
 @triton.jit
@@ -122,6 +129,76 @@ def _flag(p_flag: tl.tensor, ASM: tl.constexpr) -> tl.tensor:
     else:
         seen = tl.atomic_add(p_flag, 0, sem="acquire", scope="sys")
     return seen
+
+
+@triton.jit
+def _is_old(flag: tl.tensor, target: tl.tensor, STEPS: tl.constexpr) -> tl.tensor:
+    ahead = flag - target
+    return (ahead < 0) | (ahead >= 2 * STEPS)
+
+
+@triton.jit(do_not_specialize=["step", "rank", "max_polls"])
+def exchange_tagged_kernel(
+    p_x: tl.tensor,  # [num] float32
+    p_out: tl.tensor,  # [ranks, num] float32 of this rank
+    p_words: tl.tensor,  # [ranks] int64, addresses of int64 on each rank
+    p_round: tl.tensor,  # and so on: `exchange_kernel`
+    p_error: tl.tensor,
+    p_host_error: tl.tensor,
+    num: tl.tensor,
+    first: tl.tensor,  # word
+    step: tl.tensor,
+    rank: tl.tensor,
+    max_polls: tl.tensor,
+    TRIGGER: tl.constexpr,
+    PUSH: tl.constexpr,
+    WAIT: tl.constexpr,
+    STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """grid (blocks of x, ranks)"""
+    if TRIGGER == "first":
+        trigger_next(PDL)
+    i_rank = tl.program_id(1)
+    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m = o < num
+    p_there = tl.multiple_of(tl.load(p_words + i_rank).to(tl.pointer_type(tl.int64)), 16) + first + rank * num + o
+    p_here = tl.multiple_of(tl.load(p_words + rank).to(tl.pointer_type(tl.int64)), 16) + first + i_rank * num + o
+    wait_for_previous(PDL)
+    target = tl.load(p_round) * STEPS + step
+    polls = tl.where(tl.load(p_error) == 0, max_polls, 1)
+    if PUSH:
+        b_x = tl.load(p_x + o, mask=m, other=0.0)
+        if i_rank == rank:
+            tl.store(p_out + rank * num + o, b_x, mask=m)
+        else:
+            b_low = b_x.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+            tl.store(p_there, (target.to(tl.int64) << 32) | b_low, mask=m, cache_modifier=".wt")
+    if TRIGGER == "pushed":
+        trigger_next(PDL)
+    if WAIT and i_rank != rank:
+        b_word = tl.load(p_here, mask=m, other=0, volatile=True)
+        missing = _missing(b_word, m, target)
+        while (missing > 0) & (polls > 0):
+            b_word = tl.load(p_here, mask=m, other=0, volatile=True)
+            missing = _missing(b_word, m, target)
+            polls -= 1
+        tl.store(p_out + i_rank * num + o, b_word.to(tl.int32).to(tl.float32, bitcast=True), mask=m)
+        if missing > 0:
+            _leave_error(p_error, p_host_error)
+
+
+@triton.jit
+def _leave_error(p_error: tl.tensor, p_host_error: tl.tensor) -> None:
+    tl.store(p_error, 1)
+    tl.store(p_host_error, 1)
+
+
+@triton.jit
+def _missing(b_word: tl.tensor, m: tl.tensor, target: tl.tensor) -> tl.tensor:
+    """How many words have another target."""
+    return tl.sum((m & ((b_word >> 32).to(tl.int32) != target)).to(tl.int32), 0)
 
 
 @triton.jit(do_not_specialize=["num"])

@@ -28,7 +28,9 @@ from specdec.gpu.exchange_kernels import (
     NUMBERS,
     PROGRAMS,
     STEPS,
+    TAGGED_NUMBERS,
     exchange_kernel,
+    exchange_tagged_kernel,
     next_round_kernel,
     programs_of,
     pull_kernel,
@@ -139,6 +141,8 @@ class PeerRanks(Ranks):
         self._flag_table = self._addresses(self._flags)
         self._buffers: list[torch.Tensor] = []  # [2 * size] of each rank
         self._out_table: list[torch.Tensor] = []
+        self._words: list[torch.Tensor] = []  # likewise, of those that are exchanged tagged
+        self._word_table: list[torch.Tensor] = []
         self._step = 0
         self._held: list[torch.Tensor] = []  # what peers may still read
         self.max_polls = MAX_POLLS
@@ -152,6 +156,9 @@ class PeerRanks(Ranks):
         super().reserve(numbers)
         self._buffers = [torch.zeros(2 * numbers, dtype=torch.float32, device=device) for device in self.devices]
         self._out_table = self._addresses(self._buffers)
+        few = min(numbers, exchange_kernels.TAGGED)
+        self._words = [torch.zeros(2 * few, dtype=torch.int64, device=device) for device in self.devices]
+        self._word_table = self._addresses(self._words)
         self._synchronize()
 
     def begin(self) -> None:
@@ -211,10 +218,14 @@ class PeerRanks(Ranks):
         """Every rank pushes its part to an offset in the whole, and waits for the others' -> [num_whole] on each."""
         assert num_whole <= self.room, f"{num_whole=} {self.room=}"
         first = self._step % 2 * self.room
+        tagged = owners[0] is None and 2 * num_whole <= len(self._words[0])
         for halves in self._halves():
             for rank, (part, own, offset) in enumerate(zip(parts, owners, offsets, strict=True)):
                 with self.on(rank):
-                    self._launch(rank, part.numel(), len(self), part, first + offset, own, halves=halves)
+                    if tagged:
+                        self._launch_tagged(rank, part, self._buffers[rank][first:], halves=halves)
+                    else:
+                        self._launch(rank, part.numel(), len(self), part, first + offset, own, halves=halves)
         self._step += 1
         self._held.clear()  # a rank that has pushed has read what was sent to it
         return [buffer[first : first + num_whole] for buffer in self._buffers]
@@ -304,6 +315,20 @@ class PeerRanks(Ranks):
             BLOCK=NUMBERS,
             num_warps=4,
             **pdl_options(device),
+        )
+
+    def _launch_tagged(self, rank: int, part: torch.Tensor, out: torch.Tensor, *, halves: str) -> None:
+        """`_launch` of few numbers, to and from all ranks, in their order."""
+        exchange_tagged_kernel[(triton.cdiv(part.numel(), TAGGED_NUMBERS), len(self))](
+            *(part, out, self._word_table[rank], self._round[rank], self._error[rank], self._host_error[rank]),
+            *(part.numel(), self._step % 2 * (len(self._words[rank]) // 2), self._step, rank, self.max_polls),
+            TRIGGER=exchange_kernels.TRIGGER,
+            PUSH="push" in halves,
+            WAIT="wait" in halves,
+            STEPS=STEPS,
+            BLOCK=TAGGED_NUMBERS,
+            num_warps=1,
+            **pdl_options(self.devices[rank]),
         )
 
     def _addresses(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
