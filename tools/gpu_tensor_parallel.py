@@ -220,7 +220,7 @@ def main() -> int:
     parser.add_argument("--timed", nargs="*", choices=TIMED, default=list(TIMED), help="shapes of times")
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 8], help="of times")
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=KINDS, help="of times")
-    parser.add_argument("--forms", nargs="*", choices=EXCHANGING, default=EXCHANGING[:1], help="of times")
+    parser.add_argument("--forms", nargs="*", choices=EXCHANGING, default=EXCHANGING[:1], help="of exchange, times")
     parser.add_argument("--packed", nargs="*", choices=PACKED, default=list(PACKED), help="of packed")
     parser.add_argument("--rounds", type=int, default=20 if ON_CPU else 500, help="of long")
     parser.add_argument("--quick", action="store_true", help="the first cases of bits only")
@@ -241,8 +241,8 @@ def main() -> int:
         elif kind == "long":
             parts.append((kind, lambda: long_rows(options.rounds)))
         elif kind == "exchange":
-            parts += [(f"exchange of {size}", lambda size=size: exchange_rows(size)) for size in SIZES]
-            parts += [(f"experts of {size}", lambda size=size: expert_rows(size)) for size in EXPERT_SIZES]
+            parts += [(f"exchange of {size}", partial(exchange_rows, size, options.forms)) for size in SIZES]
+            parts += [(f"experts of {size}", partial(expert_rows, size, options.forms)) for size in EXPERT_SIZES]
         elif kind == "times":
             for shape in options.timed:
                 times = partial(time_rows, shape, options.batches, options.kinds, options.forms)

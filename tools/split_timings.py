@@ -7,6 +7,7 @@ depth takes is computed from two depths: `rest + layers * (difference / layers i
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -27,7 +28,7 @@ from specdec.gpu.split_capture import SplitCapture
 from specdec.models.target import TargetModel
 
 EXCHANGES = 84
-SIZES = (1, 8, 40, 160)
+SIZES = (1, 8, 16, 40, 160)
 EXPERT_SIZES = (1, 8, 128)
 WIDTH, PARTS = 4096, 2
 EXPERT_WIDTH, TOP_K = 2816, 8  # of Gemma 4 26B-A4B
@@ -59,27 +60,70 @@ def seconds_of(work: Callable[[], Any], devices: Sequence[torch.device], repeats
     return best
 
 
-def exchange_rows(size: int) -> Iterator[Row]:
+def not_exchanged(ranks: PeerRanks, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What `PeerRanks.gather` returns, without the exchange: whatever the buffers hold."""
+    shape = (len(ranks) * len(parts[0]), *parts[0].shape[1:])
+    return [buffer[: len(ranks) * parts[0].numel()].view(shape) for buffer in ranks._buffers]
+
+
+def not_selected(ranks: PeerRanks, parts: Sequence[torch.Tensor], _owners: object) -> list[torch.Tensor]:
+    """`PeerRanks.select`, likewise."""
+    return [buffer[: parts[0].numel()].view(parts[0].shape) for buffer in ranks._buffers]
+
+
+FORMS: dict[str, list[tuple[Any, dict[str, Any]]]] = {
+    "one GPU": [],
+    "a share": [(PeerRanks, {"gather": not_exchanged, "select": not_selected})],
+    "TP=2": [],
+    "all tagged": [(exchange_kernels, {"TAGGED": 2**26})],
+    "flags": [(exchange_kernels, {"TAGGED": 0})],
+    "two launches": [(PeerRanks, {"_halves": lambda _: ("push", "wait")})],
+    "plain launches": [(ranks_module, {"pdl_options": lambda _: {"PDL": False}})],
+    "next after push": [(exchange_kernels, {"TRIGGER": "pushed"})],
+    "next at the end": [(exchange_kernels, {"TRIGGER": "last"})],
+    "flags, 16 programs": [(exchange_kernels, {"TAGGED": 0, "PROGRAMS": 16})],
+    "flags, 32 programs": [(exchange_kernels, {"TAGGED": 0, "PROGRAMS": 32})],
+}
+"""What is timed, all but the first on two GPUs, and what is replaced for that. Of a share nothing is exchanged, so that
+numbers are wrong; those after it differ in their exchanges."""
+BASES, EXCHANGING = ("one GPU", "a share"), tuple(FORMS)[2:]
+
+
+@contextmanager
+def exchanging(form: str) -> Iterator[None]:
+    """Engines made inside exchange as this form does."""
+    with ExitStack() as patches:
+        for owner, replaced in FORMS[form]:
+            patches.enter_context(mock.patch.multiple(owner, **replaced))
+        yield
+
+
+def exchange_rows(size: int, forms: Sequence[str]) -> Iterator[Row]:
     """The parts of one row-parallel product of `size` rows."""
-    ranks = make_ranks(torch.device("cuda:0"), 2)
-    ranks.reserve(2 * PARTS * size * WIDTH)
-    parts = [torch.randn(PARTS, size, WIDTH, device=device) for device in ranks.devices]
     kib = PARTS * size * WIDTH * 4 / 1024
-    want = torch.cat([part.cpu() for part in parts])
-    name = f"exchange, {size} rows, {kib:.0f} KiB a rank"
-    yield from _exchange_rows(name, ranks, parts, lambda: ranks.gather(parts), want)
+    for form in forms:
+        with exchanging(form):
+            ranks = make_ranks(torch.device("cuda:0"), 2)
+            ranks.reserve(2 * PARTS * size * WIDTH)
+            parts = [torch.randn(PARTS, size, WIDTH, device=device) for device in ranks.devices]
+            want = torch.cat([part.cpu() for part in parts])
+            name = f"exchange, {size} rows, {kib:.0f} KiB a rank, {form}"
+            yield from _exchange_rows(name, ranks, parts, partial(ranks.gather, parts), want)
 
 
-def expert_rows(size: int) -> Iterator[Row]:
+def expert_rows(size: int, forms: Sequence[str]) -> Iterator[Row]:
     """The parts of the experts of `size` rows, of which each rank has about half."""
-    ranks = make_ranks(torch.device("cuda:0"), 2)
-    ranks.reserve(TOP_K * size * EXPERT_WIDTH)
-    parts = [torch.randn(TOP_K, size, EXPERT_WIDTH, device=device) for device in ranks.devices]
-    first = torch.randint(-1, 1, (size, TOP_K), dtype=torch.int32)
-    owners = [own.to(device) for own, device in zip((first, -1 - first), ranks.devices, strict=True)]
-    want = torch.where((first.t() >= 0)[..., None], *(part.cpu() for part in parts))
-    name = f"experts, {size} rows, {TOP_K * size * EXPERT_WIDTH * 4 / 1024:.0f} KiB in all"
-    yield from _exchange_rows(name, ranks, parts, lambda: ranks.select(parts, owners), want)
+    kib = TOP_K * size * EXPERT_WIDTH * 4 / 1024
+    for form in forms:
+        with exchanging(form):
+            ranks = make_ranks(torch.device("cuda:0"), 2)
+            ranks.reserve(TOP_K * size * EXPERT_WIDTH)
+            parts = [torch.randn(TOP_K, size, EXPERT_WIDTH, device=device) for device in ranks.devices]
+            first = torch.randint(-1, 1, (size, TOP_K), dtype=torch.int32)
+            owners = [own.to(device) for own, device in zip((first, -1 - first), ranks.devices, strict=True)]
+            want = torch.where((first.t() >= 0)[..., None], *(part.cpu() for part in parts))
+            name = f"experts, {size} rows, {kib:.0f} KiB in all, {form}"
+            yield from _exchange_rows(name, ranks, parts, partial(ranks.select, parts, owners), want)
 
 
 def _exchange_rows(
@@ -137,43 +181,6 @@ def nccl_rows(size: int) -> Iterator[Row]:
         work, how = program, f"not captured, {type(error).__name__}"
     microseconds = seconds_of(work, devices, 3) / EXCHANGES * 1e6
     yield Row(f"NCCL, all-reduce of {size} rows", how, f"{microseconds:.2f} us")
-
-
-def not_exchanged(ranks: PeerRanks, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What `PeerRanks.gather` returns, without the exchange: whatever the buffers hold."""
-    shape = (len(ranks) * len(parts[0]), *parts[0].shape[1:])
-    return [buffer[: len(ranks) * parts[0].numel()].view(shape) for buffer in ranks._buffers]
-
-
-def not_selected(ranks: PeerRanks, parts: Sequence[torch.Tensor], _owners: object) -> list[torch.Tensor]:
-    """`PeerRanks.select`, likewise."""
-    return [buffer[: parts[0].numel()].view(parts[0].shape) for buffer in ranks._buffers]
-
-
-FORMS: dict[str, list[tuple[Any, dict[str, Any]]]] = {
-    "one GPU": [],
-    "a share": [(PeerRanks, {"gather": not_exchanged, "select": not_selected})],
-    "TP=2": [],
-    "flags": [(exchange_kernels, {"TAGGED": 0})],
-    "two launches": [(PeerRanks, {"_halves": lambda _: ("push", "wait")})],
-    "plain launches": [(ranks_module, {"pdl_options": lambda _: {"PDL": False}})],
-    "next after push": [(exchange_kernels, {"TRIGGER": "pushed"})],
-    "next at the end": [(exchange_kernels, {"TRIGGER": "last"})],
-    "flags, 16 programs": [(exchange_kernels, {"TAGGED": 0, "PROGRAMS": 16})],
-    "flags, 32 programs": [(exchange_kernels, {"TAGGED": 0, "PROGRAMS": 32})],
-}
-"""What is timed, all but the first on two GPUs, and what is replaced for that. Of a share nothing is exchanged, so that
-numbers are wrong; those after it differ in their exchanges."""
-BASES, EXCHANGING = ("one GPU", "a share"), tuple(FORMS)[2:]
-
-
-@contextmanager
-def exchanging(form: str) -> Iterator[None]:
-    """Engines made inside exchange as this form does."""
-    with ExitStack() as patches:
-        for owner, replaced in FORMS[form]:
-            patches.enter_context(mock.patch.multiple(owner, **replaced))
-        yield
 
 
 def step_ms(target: TargetModel, drafter: Any, count: int, batch: int) -> float:
