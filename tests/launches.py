@@ -88,35 +88,20 @@ def gain_of(width: int, dtype: torch.dtype, *, round_first: bool = False) -> Gai
 def exchange(dtype: torch.dtype, num_rows: int) -> None:
     ints: dict[str, Any] = {"device": "cuda", "dtype": torch.int32}
     word, addresses = torch.empty(1, **ints), integers(2)
-    options: dict[str, Any] = {"STEPS": STEPS, "PROGRAMS": PROGRAMS, "num_warps": 4, **pdl_options(word.device)}
+    options: dict[str, Any] = {"STEPS": STEPS, "num_warps": 4, **pdl_options(word.device)}
     next_round_kernel[(1,)](word)
     parts, owners = numbers(8, num_rows, 2816, dtype=FP32), torch.empty(num_rows, 8, **ints)
-    data, flags_alone = ((parts, None), (parts, owners)), ((None, None),)
-    for given, push, wait, asm, trigger in (
-        *((data, True, True, True, TRIGGER), (data, True, True, True, "pushed"), (data, True, False, True, TRIGGER)),
-        *((flags_alone, True, False, True, TRIGGER), (flags_alone, False, True, True, TRIGGER)),
-        (flags_alone, False, True, False, TRIGGER),
-    ):
-        for x, own in given:
-            exchange_kernel[(PROGRAMS, 2)](
-                *(x, own, addresses, addresses, word, word, word, 8, num_rows, 2816, 7, 3, 1, 1000),
-                **{**options, "TRIGGER": trigger, "PUSH": push, "WAIT": wait, "ASM": asm, "BLOCK": NUMBERS},
-            )
-    for push, wait, trigger in (
-        (True, True, TRIGGER),
-        (True, True, "pushed"),
-        (True, False, TRIGGER),
-        (False, True, TRIGGER),
-    ):
+    rest: tuple[int | bool, ...] = (3, 1, 1000, True, False)
+    for trigger in (TRIGGER, "pushed"):
+        for x, own in ((parts, None), (parts, owners), (None, None)):
+            for asm in (True, False):
+                exchange_kernel[(PROGRAMS, 2)](
+                    *(x, own, addresses, addresses, word, word, word, 8, num_rows, 2816, 7, *rest),
+                    **{**options, "TRIGGER": trigger, "ASM": asm, "PROGRAMS": PROGRAMS, "BLOCK": NUMBERS},
+                )
         exchange_tagged_kernel[(3, 2)](
-            *(parts, parts, addresses, word, word, word, num_rows * 8192, 2**18, 3, 1, 1000),
-            TRIGGER=trigger,
-            PUSH=push,
-            WAIT=wait,
-            STEPS=STEPS,
-            BLOCK=TAGGED_NUMBERS,
-            num_warps=1,
-            **pdl_options(word.device),
+            *(parts, parts, addresses, word, word, word, num_rows * 8192, 2**18, *rest),
+            **{**options, "TRIGGER": trigger, "BLOCK": TAGGED_NUMBERS, "num_warps": 1},
         )
     for kind in (torch.int32, torch.uint8):
         pull_kernel[(3,)](numbers(3000, dtype=kind), numbers(3000, dtype=kind), 3000, BLOCK=1024, num_warps=4)

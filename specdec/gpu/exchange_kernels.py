@@ -43,7 +43,7 @@ TRIGGER = "first"
 """When the next kernel may start: "first", when it has "pushed", or "last", when it ends."""
 
 LOAD_ACQUIRE = tl.constexpr("ld.acquire.sys.global.u32 $0, [$1];")
-"""A look at a flag for one trip to the L2 cache. Triton's own loads have no order, and its atomics take turns."""
+"""A look at a flag without a barrier: a Triton atomic is one thread's, which hands the result to the others."""
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def next_round_kernel(p_round: tl.tensor) -> None:
     tl.store(p_round, tl.load(p_round) + 1)
 
 
-@triton.jit(do_not_specialize=["num_parts", "num_rows", "width", "offset", "step", "rank", "max_polls"])
+@triton.jit(do_not_specialize=["num_parts", "num_rows", "width", "offset", "step", "rank", "max_polls", "push", "wait"])
 def exchange_kernel(
     p_x: tl.tensor,  # [S, T, H] float32, or None: flags alone
     p_owners: tl.tensor,  # [T, S] int32: those not negative are pushed; None: all
@@ -67,9 +67,9 @@ def exchange_kernel(
     step: tl.tensor,
     rank: tl.tensor,  # whose launch it is
     max_polls: tl.tensor,
+    push: tl.tensor,  # bool, as the next: no constants, so that what is captured has been loaded with its halves
+    wait: tl.tensor,
     TRIGGER: tl.constexpr,
-    PUSH: tl.constexpr,
-    WAIT: tl.constexpr,
     ASM: tl.constexpr,  # may a look be LOAD_ACQUIRE?
     STEPS: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -87,7 +87,7 @@ def exchange_kernel(
     wait_for_previous(PDL)  # the round may have been counted by the kernel before
     target = tl.load(p_round) * STEPS + step
     polls = tl.where(tl.load(p_error) == 0, max_polls, 1)
-    if PUSH:
+    if push:
         if p_x is not None:
             blocks = tl.cdiv(width, BLOCK)
             for i_block in range(i_program, num_parts * num_rows * blocks, tl.num_programs(0)):
@@ -105,7 +105,7 @@ def exchange_kernel(
             tl.atomic_xchg(p_there, target, sem="release", scope="sys")
     if TRIGGER == "pushed":
         trigger_next(PDL)
-    if WAIT and i_rank != rank:
+    if wait & (i_rank != rank):
         old = _is_old(_flag(p_here, ASM), target, STEPS)
         while old & (polls > 0):
             old = _is_old(_flag(p_here, ASM), target, STEPS)
@@ -137,7 +137,7 @@ def _is_old(flag: tl.tensor, target: tl.tensor, STEPS: tl.constexpr) -> tl.tenso
     return (ahead < 0) | (ahead >= 2 * STEPS)
 
 
-@triton.jit(do_not_specialize=["step", "rank", "max_polls"])
+@triton.jit(do_not_specialize=["step", "rank", "max_polls", "push", "wait"])
 def exchange_tagged_kernel(
     p_x: tl.tensor,  # [num] float32
     p_out: tl.tensor,  # [ranks, num] float32 of this rank
@@ -150,9 +150,9 @@ def exchange_tagged_kernel(
     step: tl.tensor,
     rank: tl.tensor,
     max_polls: tl.tensor,
+    push: tl.tensor,
+    wait: tl.tensor,
     TRIGGER: tl.constexpr,
-    PUSH: tl.constexpr,
-    WAIT: tl.constexpr,
     STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -168,7 +168,7 @@ def exchange_tagged_kernel(
     wait_for_previous(PDL)
     target = tl.load(p_round) * STEPS + step
     polls = tl.where(tl.load(p_error) == 0, max_polls, 1)
-    if PUSH:
+    if push:
         b_x = tl.load(p_x + o, mask=m, other=0.0)
         if i_rank == rank:
             tl.store(p_out + rank * num + o, b_x, mask=m)
@@ -177,7 +177,7 @@ def exchange_tagged_kernel(
             tl.store(p_there, (target.to(tl.int64) << 32) | b_low, mask=m, cache_modifier=".wt")
     if TRIGGER == "pushed":
         trigger_next(PDL)
-    if WAIT and i_rank != rank:
+    if wait & (i_rank != rank):
         b_word = tl.load(p_here, mask=m, other=0, volatile=True)
         missing = _missing(b_word, m, target)
         while (missing > 0) & (polls > 0):

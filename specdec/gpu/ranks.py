@@ -299,16 +299,13 @@ class PeerRanks(Ranks):
         halves: str,
     ) -> None:
         """One rank exchanges `num` numbers with each of the first `ranks` ranks."""
-        device, push = self.devices[rank], "push" in halves
+        device = self.devices[rank]
         shape = (1, 1, num) if x is None or owners is None else x.shape
         exchange_kernel[(programs_of(num), ranks)](
-            *((x, owners) if push else (None, None)),
-            *(self._out_table[rank] if self._out_table else None, self._flag_table[rank]),
+            *(x, owners, self._out_table[rank] if self._out_table else None, self._flag_table[rank]),
             *(self._round[rank], self._error[rank], self._host_error[rank]),
-            *(*shape, offset, self._step, rank, self.max_polls),
+            *(*shape, offset, self._step, rank, self.max_polls, "push" in halves, "wait" in halves),
             TRIGGER=exchange_kernels.TRIGGER,
-            PUSH=push,
-            WAIT="wait" in halves,
             ASM=device.type == "cuda" and torch.version.cuda is not None,
             STEPS=STEPS,
             PROGRAMS=PROGRAMS,
@@ -322,9 +319,8 @@ class PeerRanks(Ranks):
         exchange_tagged_kernel[(triton.cdiv(part.numel(), TAGGED_NUMBERS), len(self))](
             *(part, out, self._word_table[rank], self._round[rank], self._error[rank], self._host_error[rank]),
             *(part.numel(), self._step % 2 * (len(self._words[rank]) // 2), self._step, rank, self.max_polls),
+            *("push" in halves, "wait" in halves),
             TRIGGER=exchange_kernels.TRIGGER,
-            PUSH="push" in halves,
-            WAIT="wait" in halves,
             STEPS=STEPS,
             BLOCK=TAGGED_NUMBERS,
             num_warps=1,
