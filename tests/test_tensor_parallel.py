@@ -232,6 +232,7 @@ def test_a_gather_is_in_the_order_of_ranks_and_sends_are_copies(tagged: int, mon
                 parts = [torch.full((2, 1, 3), float(10 * rank + number)) for rank in range(2)]
                 for whole in ranks.gather(parts):
                     assert whole[:, 0, 0].tolist() == [number, number, 10 + number, 10 + number]
+            assert [len(whole) for whole in ranks.gather([torch.zeros(2, 0, 3)] * 2)] == [4, 4], "of no rows"
             ranks.end()
         ranks.check()
 

@@ -218,7 +218,7 @@ class PeerRanks(Ranks):
         """Every rank pushes its part to an offset in the whole, and waits for the others' -> [num_whole] on each."""
         assert num_whole <= self.room, f"{num_whole=} {self.room=}"
         first = self._step % 2 * self.room
-        tagged = owners[0] is None and 2 * num_whole <= len(self._words[0])
+        tagged = owners[0] is None and 0 < 2 * num_whole <= len(self._words[0])  # of no numbers flags remain
         for halves in self._halves():
             for rank, (part, own, offset) in enumerate(zip(parts, owners, offsets, strict=True)):
                 with self.on(rank):
