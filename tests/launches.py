@@ -28,7 +28,6 @@ from specdec.gpu.exchange_kernels import (
     PROGRAMS,
     STEPS,
     TAGGED_NUMBERS,
-    TRIGGER,
     exchange_kernel,
     exchange_tagged_kernel,
     next_round_kernel,
@@ -92,17 +91,16 @@ def exchange(dtype: torch.dtype, num_rows: int) -> None:
     next_round_kernel[(1,)](word)
     parts, owners = numbers(8, num_rows, 2816, dtype=FP32), torch.empty(num_rows, 8, **ints)
     rest: tuple[int | bool, ...] = (3, 1, 1000, True, False)
-    for trigger in (TRIGGER, "pushed"):
-        for x, own in ((parts, None), (parts, owners), (None, None)):
-            for asm in (True, False):
-                exchange_kernel[(PROGRAMS, 2)](
-                    *(x, own, addresses, addresses, word, word, word, 8, num_rows, 2816, 7, *rest),
-                    **{**options, "TRIGGER": trigger, "ASM": asm, "PROGRAMS": PROGRAMS, "BLOCK": NUMBERS},
-                )
-        exchange_tagged_kernel[(3, 2)](
-            *(parts, parts, addresses, word, word, word, num_rows * 8192, 2**18, *rest),
-            **{**options, "TRIGGER": trigger, "BLOCK": TAGGED_NUMBERS, "num_warps": 1},
-        )
+    for x, own in ((parts, None), (parts, owners), (None, None)):
+        for asm in (True, False):
+            exchange_kernel[(PROGRAMS, 2)](
+                *(x, own, addresses, addresses, word, word, word, 8, num_rows, 2816, 7, *rest),
+                **{**options, "ASM": asm, "PROGRAMS": PROGRAMS, "BLOCK": NUMBERS},
+            )
+    exchange_tagged_kernel[(3, 2)](
+        *(parts, parts, addresses, word, word, word, num_rows * 8192, 2**18, *rest),
+        **{**options, "BLOCK": TAGGED_NUMBERS, "num_warps": 1},
+    )
     for kind in (torch.int32, torch.uint8):
         pull_kernel[(3,)](numbers(3000, dtype=kind), numbers(3000, dtype=kind), 3000, BLOCK=1024, num_warps=4)
     for height, width in ((4096, 2048), (512, 512), (512, 256)):  # of columns of a larger weight

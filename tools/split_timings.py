@@ -79,10 +79,6 @@ FORMS: dict[str, list[tuple[Any, dict[str, Any]]]] = {
     "flags": [(exchange_kernels, {"TAGGED": 0})],
     "two launches": [(PeerRanks, {"_halves": lambda _: ("push", "wait")})],
     "plain launches": [(ranks_module, {"pdl_options": lambda _: {"PDL": False}})],
-    "next after push": [(exchange_kernels, {"TRIGGER": "pushed"})],
-    "next at the end": [(exchange_kernels, {"TRIGGER": "last"})],
-    "flags, 16 programs": [(exchange_kernels, {"TAGGED": 0, "PROGRAMS": 16})],
-    "flags, 32 programs": [(exchange_kernels, {"TAGGED": 0, "PROGRAMS": 32})],
 }
 """What is timed, all but the first on two GPUs, and what is replaced for that. Of a share nothing is exchanged, so that
 numbers are wrong; those after it differ in their exchanges."""

@@ -39,9 +39,6 @@ STEPS = 4096
 MAX_POLLS = 6_000_000
 """A second or more in all."""
 
-TRIGGER = "first"
-"""When the next kernel may start: "first", when it has "pushed", or "last", when it ends."""
-
 LOAD_ACQUIRE = tl.constexpr("ld.acquire.sys.global.u32 $0, [$1];")
 """A look at a flag without a barrier: a Triton atomic is one thread's, which hands the result to the others."""
 
@@ -69,7 +66,6 @@ def exchange_kernel(
     max_polls: tl.tensor,
     push: tl.tensor,  # bool, as the next: no constants, so that what is captured has been loaded with its halves
     wait: tl.tensor,
-    TRIGGER: tl.constexpr,
     ASM: tl.constexpr,  # may a look be LOAD_ACQUIRE?
     STEPS: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -77,8 +73,7 @@ def exchange_kernel(
     PDL: tl.constexpr,
 ) -> None:
     """grid (`programs_of` all numbers, ranks to push to and to wait for)"""
-    if TRIGGER == "first":
-        trigger_next(PDL)
+    trigger_next(PDL)
     i_program, i_rank = tl.program_id(0), tl.program_id(1)
     p_there = tl.load(p_flags + i_rank).to(p_round.dtype) + rank * PROGRAMS + i_program
     p_here = tl.load(p_flags + rank).to(p_round.dtype) + i_rank * PROGRAMS + i_program
@@ -103,8 +98,6 @@ def exchange_kernel(
         if i_rank != rank:
             tl.debug_barrier()
             tl.atomic_xchg(p_there, target, sem="release", scope="sys")
-    if TRIGGER == "pushed":
-        trigger_next(PDL)
     if wait & (i_rank != rank):
         old = _is_old(_flag(p_here, ASM), target, STEPS)
         while old & (polls > 0):
@@ -152,14 +145,12 @@ def exchange_tagged_kernel(
     max_polls: tl.tensor,
     push: tl.tensor,
     wait: tl.tensor,
-    TRIGGER: tl.constexpr,
     STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     """grid (blocks of x, ranks)"""
-    if TRIGGER == "first":
-        trigger_next(PDL)
+    trigger_next(PDL)
     i_rank = tl.program_id(1)
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m = o < num
@@ -175,8 +166,6 @@ def exchange_tagged_kernel(
         else:
             b_low = b_x.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
             tl.store(p_there, (target.to(tl.int64) << 32) | b_low, mask=m, cache_modifier=".wt")
-    if TRIGGER == "pushed":
-        trigger_next(PDL)
     if wait & (i_rank != rank):
         b_word = tl.load(p_here, mask=m, other=0, volatile=True)
         missing = _missing(b_word, m, target)
