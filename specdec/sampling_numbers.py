@@ -9,6 +9,8 @@ import math
 from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any
 
+from specdec.shell_option import option
+
 PENALTY_SPAN = (1e-6, 1e6)
 """Repetition penalties outside would take float32 logits to infinity, or infinity times 0 to NaN."""
 
@@ -30,19 +32,20 @@ class Number:
 
 def number(default: float, low: float, high: float, help: str, **kinds: bool) -> Any:
     """A field with its `Number`, int or float as its default is. help: of its option."""
-    return field(default=default, metadata={"number": Number(type(default), default, low, high, **kinds), "help": help})
+    bounds = Number(type(default), default, low, high, **kinds)
+    return field(default=default, metadata={"number": bounds, **option(default, help).metadata})
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingNumbers:
     """The length of the output, how its tokens are drawn, and the seed; `SamplingParams` says what each means."""
 
-    max_new_tokens: int = field(default=256, metadata={"help": "Most tokens to generate."})
+    max_new_tokens: int = option(256, "Most tokens to generate.")
     temperature: float = number(0.0, 0, math.inf, "0 is greedy.")
     top_k: int = number(0, 0, 1 << 30, "Keep the k most likely tokens; 0: all.", filters=True)
     top_p: float = number(1.0, 0, 1, "Keep the smallest set of this mass; 1: all.", open_low=True, filters=True)
     min_p: float = number(0.0, 0, 1, "Drop tokens below this share of the most likely; 0: none.", filters=True)
-    seed: int | None = field(default=None, metadata={"help": "Makes a sampled output repeatable."})
+    seed: int | None = option(None, "Makes a sampled output repeatable.")
     _: KW_ONLY
     top_n_sigma: float = number(
         0.0, -1e6, 1e6, "Keep logits within n standard deviations of the best; 0 or less: all.", filters=True

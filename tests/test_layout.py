@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = (  # a module imports from lower floors and from its own room; the longest name that fits counts
     (
         *("specdec.errors", "specdec.lazy", "specdec.plain_arguments", "specdec.progress", "specdec.text"),
-        *("specdec.sampling_numbers", "specdec.config", "specdec.gpu"),
+        *("specdec.shell_option", "specdec.sampling_numbers", "specdec.config", "specdec.gpu"),
     ),
     ("specdec.kvcache", "specdec.modules"),
     ("specdec.attention", "specdec.sampling", "specdec.layers"),

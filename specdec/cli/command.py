@@ -85,8 +85,9 @@ def spread(options: type[Any]) -> Iterator[inspect.Parameter]:
             yield from spread(hints[each.name])
         else:
             hint = hints[each.name]
-            if "help" in each.metadata:  # of `SamplingNumbers`, which knows no typer
-                hint = Annotated[hint, typer.Option(help=each.metadata["help"])]
+            if "option" in each.metadata:
+                flags, settings = each.metadata["option"]
+                hint = Annotated[hint, typer.Option(*flags, **settings)]
             yield inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=_default(each), annotation=hint)
 
 

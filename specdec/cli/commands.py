@@ -4,8 +4,7 @@ Nothing heavy is imported here: a body is loaded when its command is run.
 """
 
 import os
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,16 +12,15 @@ import typer
 
 from specdec.cli.command import command
 from specdec.cli.config_file import PREFIX, read_config
-from specdec.cli.options import BatchSize, JsonFile, Limit, MaxNewTokens, PairOptions, Raw, Temperature, output_file
+from specdec.cli.options import JsonFile, PairOptions, Raw, output_file
 from specdec.errors import ConfigError
 from specdec.lazy import load
 from specdec.models.bundled import HELD_OUT_PROBLEMS
 from specdec.progress import Interrupted
 from specdec.sampling_numbers import SamplingNumbers
-from specdec.serving.http_options import HttpOptions, client_option, http_option, operation_option
+from specdec.serving.http_options import HttpOptions
+from specdec.shell_option import client_option, http_option, operation_option, option, phase_option
 from specdec.training.train_settings import TrainSettings
-
-phase_option = partial(typer.Option, rich_help_panel="Phases of a round")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +29,7 @@ class GenerateOptions:
     pair: PairOptions
     sampling: SamplingNumbers
     raw: Raw = False
-    show_drafts: Annotated[bool, typer.Option("--show-drafts", help="Colour tokens from accepted drafts.")] = False
+    show_drafts: bool = option(False, "Colour tokens from accepted drafts.", "--show-drafts")
     json_file: JsonFile = None
 
 
@@ -39,7 +37,7 @@ class GenerateOptions:
 class ChatOptions:
     pair: PairOptions
     sampling: SamplingNumbers
-    system: Annotated[str | None, typer.Option(help="What the model is told before the first turn.")] = None
+    system: str | None = option(None, "What the model is told before the first turn.")
 
 
 @command()
@@ -59,35 +57,28 @@ def chat(options: ChatOptions) -> None:
 class PhaseOptions:
     """Milliseconds of each phase of a round: of which model, over which batches and contexts."""
 
-    shape: Annotated[
-        str | None,
-        phase_option(
-            help="Random weights at the shape of gemma4-e2b, -e4b, -12b, -26b-a4b, -31b, gpt-oss-20b, -120b, llama-8b, "
-            "-70b, qwen3-8b or -30b-a3b, instead of a target: milliseconds of each phase beside the memory floor."
-        ),
-    ] = None
-    weights: Annotated[
-        str | None,
-        phase_option(
-            metavar="FORM",
-            help="How a shape's layers are stored: bf16, int4-g32, int4-g128, fp8, or mxfp4 (experts); default: in the "
-            "dtype.",
-        ),
-    ] = None
-    phases: Annotated[bool, phase_option("--phases", help="The same of the target, on its prompts.")] = False
-    batches: Annotated[str, phase_option(help="Requests at a time, each in turn.")] = "1,8,32"
-    contexts: Annotated[str, phase_option(help="Tokens before the first round, each in turn; 1k is 1024.")] = "1k"
-    rounds: Annotated[int, phase_option(min=2, help="Rounds timed in each cell.")] = 50
-    drafts: Annotated[
-        str | None, phase_option(help="Of plain, chain, tree, chain7, tree60; default: the first three.")
-    ] = None
-    acceptance: Annotated[str, phase_option(help="Acceptance lengths that tokens/s of random weights suppose.")] = "2,3"
-    layers: Annotated[int | None, phase_option(help="A shape with fewer layers; its figures say so.")] = None
-    shrink: Annotated[int, phase_option(help="A shape with all widths divided by this, up to 16.")] = 1
-    profile: Annotated[bool, phase_option("--profile", help="On a GPU, also the time without a kernel.")] = False
-    plot_file: Annotated[
-        Path | None, phase_option("--plot", metavar="FILE", callback=output_file, help="Over batch and context as PNG.")
-    ] = None
+    shape: str | None = phase_option(
+        None,
+        "Random weights at the shape of gemma4-e2b, -e4b, -12b, -26b-a4b, -31b, gpt-oss-20b, -120b, llama-8b, "
+        "-70b, qwen3-8b or -30b-a3b, instead of a target: milliseconds of each phase beside the memory floor.",
+    )
+    weights: str | None = phase_option(
+        None,
+        "How a shape's layers are stored: bf16, int4-g32, int4-g128, fp8, or mxfp4 (experts); default: in the dtype.",
+        metavar="FORM",
+    )
+    phases: bool = phase_option(False, "The same of the target, on its prompts.", "--phases")
+    batches: str = phase_option("1,8,32", "Requests at a time, each in turn.")
+    contexts: str = phase_option("1k", "Tokens before the first round, each in turn; 1k is 1024.")
+    rounds: int = phase_option(50, "Rounds timed in each cell.", min=2)
+    drafts: str | None = phase_option(None, "Of plain, chain, tree, chain7, tree60; default: the first three.")
+    acceptance: str = phase_option("2,3", "Acceptance lengths that tokens/s of random weights suppose.")
+    layers: int | None = phase_option(None, "A shape with fewer layers; its figures say so.")
+    shrink: int = phase_option(1, "A shape with all widths divided by this, up to 16.")
+    profile: bool = phase_option(False, "On a GPU, also the time without a kernel.", "--profile")
+    plot_file: Path | None = phase_option(
+        None, "Over batch and context as PNG.", "--plot", metavar="FILE", callback=output_file
+    )
 
     def require_unused(self) -> None:
         """Raises ConfigError for an option that belongs to --shape and --phases."""
@@ -101,15 +92,15 @@ class PhaseOptions:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchOptions:
     pair: PairOptions
-    data: Annotated[
-        Path, typer.Option(help="JSONL with 'question', 'prompt' or 'turns'; 'answer' ('#### n') adds accuracy.")
-    ] = HELD_OUT_PROBLEMS
-    limit: Limit = 0
-    max_new_tokens: MaxNewTokens = 256
-    temperature: Temperature = 0.0
-    seed: Annotated[int, typer.Option(help="Seeds every prompt of a temperature above 0.")] = 0
-    batch_size: BatchSize = 1
-    peer: Annotated[bool, typer.Option("--peer", help="Also run transformers, plain and assisted (batch 1).")] = False
+    data: Path = option(
+        HELD_OUT_PROBLEMS, "JSONL with 'question', 'prompt' or 'turns'; 'answer' ('#### n') adds accuracy."
+    )
+    limit: int = option(0, "Only the first N prompts; 0: all.", min=0)
+    max_new_tokens: int = option(256, "Most tokens to generate.")
+    temperature: float = option(0.0, "0 is greedy.")
+    seed: int = option(0, "Seeds every prompt of a temperature above 0.")
+    batch_size: int = option(1, "Prompts at a time.", min=1)
+    peer: bool = option(False, "Also run transformers, plain and assisted (batch 1).", "--peer")
     raw: Raw = False
     json_file: JsonFile = None
     timing: PhaseOptions
@@ -128,8 +119,8 @@ def bench(options: BenchOptions) -> None:
 class EvalNumbers(SamplingNumbers):
     """Longer answers, and the same ones every time."""
 
-    max_new_tokens: int = field(default=512, metadata={"help": "Most tokens to generate."})
-    seed: int | None = field(default=0, metadata={"help": "Seeds every problem, by its number."})
+    max_new_tokens: int = option(512, "Most tokens to generate.")
+    seed: int | None = option(0, "Seeds every problem, by its number.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,28 +129,21 @@ class EvalOptions:
         Literal["gsm8k", "mt-bench", "humaneval", "spec-bench"], typer.Argument(help="What to evaluate on.")
     ]
     pair: PairOptions
-    data: Annotated[
-        str, typer.Option(help="JSONL file; gsm8k: also 'hub' or 'bundled'; auto: bundled for tiny-gemma4, else hub.")
-    ] = "auto"
-    limit: Annotated[int, typer.Option(min=0, help="So many problems, the first of each category; 0: all.")] = 0
-    compare: Annotated[
-        bool | None,
-        typer.Option("--compare/--no-compare", help="Also decode without the drafter; default: unless it is gsm8k."),
-    ] = None
-    shots: Annotated[
-        int | None, typer.Option(help="Worked examples of gsm8k; default: 0 with a chat template, else 8.")
-    ] = None
-    instruction: Annotated[str, typer.Option(help="A line to put after every question.")] = ""
+    data: str = option("auto", "JSONL file; gsm8k: also 'hub' or 'bundled'; auto: bundled for tiny-gemma4, else hub.")
+    limit: int = option(0, "So many problems, the first of each category; 0: all.", min=0)
+    compare: bool | None = option(
+        None, "Also decode without the drafter; default: unless it is gsm8k.", "--compare/--no-compare"
+    )
+    shots: int | None = option(None, "Worked examples of gsm8k; default: 0 with a chat template, else 8.")
+    instruction: str = option("", "A line to put after every question.")
     sampling: EvalNumbers
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Prompts at a time; default: 8 for gsm8k, 1.")] = None
-    transcripts: Annotated[Path | None, typer.Option(help="Keep finished problems here, and go on from them.")] = None
+    batch_size: int | None = option(None, "Prompts at a time; default: 8 for gsm8k, 1.", min=1)
+    transcripts: Path | None = option(None, "Keep finished problems here, and go on from them.")
     json_file: JsonFile = None
-    markdown_file: Annotated[
-        Path | None, typer.Option("--markdown", metavar="FILE", callback=output_file, help="The report as a table.")
-    ] = None
-    png_file: Annotated[
-        Path | None, typer.Option("--png", metavar="FILE", callback=output_file, help="The report drawn.")
-    ] = None
+    markdown_file: Path | None = option(
+        None, "The report as a table.", "--markdown", metavar="FILE", callback=output_file
+    )
+    png_file: Path | None = option(None, "The report drawn.", "--png", metavar="FILE", callback=output_file)
 
 
 @command(no_args_is_help=True)
@@ -176,12 +160,11 @@ def evaluate(options: EvalOptions) -> None:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DoctorOptions:
     pair: PairOptions
-    prompts: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="JSONL with 'question', 'prompt' or 'turns'; default: 8 word problems."),
-    ] = None
-    limit: Annotated[int, typer.Option(min=4, help="Only the first N prompts, at least 4.")] = 8
-    max_new_tokens: Annotated[int, typer.Option(min=8, help="Tokens of each answer.")] = 48
+    prompts: Path | None = option(
+        None, "JSONL with 'question', 'prompt' or 'turns'; default: 8 word problems.", metavar="FILE"
+    )
+    limit: int = option(8, "Only the first N prompts, at least 4.", min=4)
+    max_new_tokens: int = option(48, "Tokens of each answer.", min=8)
     raw: Raw = False
     json_file: JsonFile = None
 
@@ -201,54 +184,33 @@ class ServeOptions:
     """A field that `EngineConfig` has too is handed to it by its name."""
 
     pair: PairOptions
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            is_eager=True, callback=read_config, help="A YAML or TOML file of any of these options.", metavar="FILE"
-        ),
-    ] = None
+    config: Path | None = option(
+        None, "A YAML or TOML file of any of these options.", is_eager=True, callback=read_config, metavar="FILE"
+    )
     http: HttpOptions
-    api_key_file: Annotated[
-        Path | None, client_option(help="More keys: lines of a name and a key; # begins a comment.")
-    ] = None
-    timeout_intake: Annotated[float, http_option(help="Seconds to read a prompt or compile a grammar.")] = 30.0
-    log_format: Annotated[Literal["text", "json"], operation_option(help="Lines of the log.")] = "text"
-    otlp_traces_endpoint: Annotated[
-        str | None, operation_option(help="Where OpenTelemetry traces go, by OTLP over HTTP.")
-    ] = None
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of IPv4.")] = "127.0.0.1"
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one and prints it.")] = 8000
-    served_model_name: Annotated[
-        list[str], typer.Option(help="What requests may call the model, again for each; default: the target.")
-    ] = field(default_factory=list)
-    api_key: Annotated[
-        list[str], typer.Option(help="Let in who sends this as bearer token, again for each; also SPECDEC_API_KEY.")
-    ] = field(default_factory=list)
-    batch_size: Annotated[int, typer.Option(min=1, help="Requests that run at a time.")] = 8
-    max_waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait; more are refused with 429.")] = 256
-    max_model_len: Annotated[
-        int | None, typer.Option(min=1, help="Longest prompt and output in tokens; default: the model's own.")
-    ] = None
-    max_prefill_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Prompt tokens between two rounds of running requests; fewer: steadier. None: by what is measured.",
-        ),
-    ] = None
-    page_size: Annotated[int, typer.Option(min=1, help="KV slots of a page.")] = 1
-    deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="The same bits whatever the batch and the drafts.")
-    ] = False
-    chat_template: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="A Jinja file in place of the tokenizer's own.")
-    ] = None
-    cors_origin: Annotated[
-        list[str], typer.Option(help="Whose pages may ask from a browser, again for each; '*': everybody's.")
-    ] = field(default_factory=list)
-    cached_tokens: Annotated[
-        bool, typer.Option("--cached-tokens/--no-cached-tokens", help="Say in usage how much of a prompt was cached.")
-    ] = True
+    api_key_file: Path | None = client_option(None, "More keys: lines of a name and a key; # begins a comment.")
+    timeout_intake: float = http_option(30.0, "Seconds to read a prompt or compile a grammar.")
+    log_format: Literal["text", "json"] = operation_option("text", "Lines of the log.")
+    otlp_traces_endpoint: str | None = operation_option(None, "Where OpenTelemetry traces go, by OTLP over HTTP.")
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 is all of IPv4.")
+    port: int = option(8000, "0 picks a free one and prints it.", min=0, max=65535)
+    served_model_name: list[str] = option([], "What requests may call the model, again for each; default: the target.")
+    api_key: list[str] = option([], "Let in who sends this as bearer token, again for each; also SPECDEC_API_KEY.")
+    batch_size: int = option(8, "Requests that run at a time.", min=1)
+    max_waiting: int = option(256, "Requests that may wait; more are refused with 429.", min=0)
+    max_model_len: int | None = option(None, "Longest prompt and output in tokens; default: the model's own.", min=1)
+    max_prefill_tokens: int | None = option(
+        None, "Prompt tokens between two rounds of running requests; fewer: steadier. None: by what is measured.", min=1
+    )
+    page_size: int = option(1, "KV slots of a page.", min=1)
+    deterministic: bool = option(False, "The same bits whatever the batch and the drafts.", "--deterministic")
+    chat_template: Path | None = option(
+        None, "A Jinja file in place of the tokenizer's own.", exists=True, dir_okay=False
+    )
+    cors_origin: list[str] = option([], "Whose pages may ask from a browser, again for each; '*': everybody's.")
+    cached_tokens: bool = option(
+        True, "Say in usage how much of a prompt was cached.", "--cached-tokens/--no-cached-tokens"
+    )
 
 
 @command(context_settings={"auto_envvar_prefix": PREFIX})

@@ -4,8 +4,7 @@ Options that always come together are the fields of a dataclass, which a command
 """
 
 import json
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,6 +13,7 @@ import typer
 from specdec.cli.command import shell_errors
 from specdec.errors import ConfigError, shown
 from specdec.evaluation.output_files import require_writable
+from specdec.shell_option import loading_option, option
 
 
 def output_file(path: Path | None) -> Path | None:
@@ -32,99 +32,66 @@ def _loading(words: list[str]) -> list[str]:
     return words
 
 
-Limit = Annotated[int, typer.Option(min=0, help="Only the first N prompts; 0: all.")]
-BatchSize = Annotated[int, typer.Option(min=1, help="Prompts at a time.")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-MaxNewTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Raw = Annotated[bool, typer.Option("--raw", help="Do not apply the tokenizer's chat template.")]
 JsonFile = Annotated[
     Path | None,
     typer.Option("--json", metavar="FILE", callback=output_file, help="Also as JSON in a file; '-' prints that alone."),
 ]
-loading_option = partial(typer.Option, rich_help_panel="Loading")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairOptions:
     """Which target and drafter, how they are loaded, and how they speculate: the same for every command."""
 
-    target: Annotated[str, typer.Option(help="Hub id, folder or bundled name.")] = "tiny-gemma4"
-    drafter: Annotated[
-        str,
-        typer.Option(
-            help="Hub id, folder, bundled name, 'suffix', 'ngram' or 'none'; NAME,suffix: each round the one that "
-            "pays; 'auto' is the drafter of a bundled target."
-        ),
-    ] = "auto"
-    num_steps: Annotated[int, typer.Option(min=1, help="Levels of the draft; of a chain, its tokens.")] = 4
-    draft_topk: Annotated[int, typer.Option(min=1, help="Branches a node of the draft tree; 1: a chain.")] = 1
-    num_draft_tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="Verified nodes, the root included; default: 1 + draft-topk * num-steps, of a tree at most 64."
-        ),
-    ] = None
-    adaptive: Annotated[
-        bool,
-        typer.Option(
-            "--adaptive/--fixed-drafts",
-            help="Draft only as much as pays, down to nothing; or the same draft in every round.",
-        ),
-    ] = True
-    finished_tokens: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Tokens of outputs of finished requests from which 'suffix' drafts too; 0: a request's own text.",
-        ),
-    ] = 0
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="float32, bfloat16 (bf16) or float16; default: float32 on the CPU."),
-    ] = None
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, cuda:1, ...; default: the first GPU, else the CPU.")
-    ] = None
-    tensor_parallel: Annotated[
-        int, typer.Option(min=1, help="GPUs of this host that share every layer of the target, from the device on.")
-    ] = 1
-    revision: Annotated[str | None, loading_option(help="Branch, tag or commit of the target on the hub.")] = None
-    drafter_revision: Annotated[str | None, loading_option(help="Branch, tag or commit of the drafter on the hub.")] = (
-        None
+    target: str = option("tiny-gemma4", "Hub id, folder or bundled name.")
+    drafter: str = option(
+        "auto",
+        "Hub id, folder, bundled name, 'suffix', 'ngram' or 'none'; NAME,suffix: each round the one that pays; 'auto' "
+        "is the drafter of a bundled target.",
     )
-    trust_remote_code: Annotated[
-        bool, loading_option("--trust-remote-code", help="Run model code from the checkpoint.")
-    ] = False
-    quantization: Annotated[
-        str | None,
-        loading_option(
-            metavar="JSON",
-            help="The quantization_config of transformers for the target, such as "
-            '\'{"quant_method": "bitsandbytes", "load_in_8bit": true}\'.',
-        ),
-    ] = None
-    load_option: Annotated[
-        list[str],
-        loading_option(
-            callback=_loading,
-            metavar="NAME=VALUE",
-            help="Another argument of transformers' from_pretrained for the target; again for each.",
-        ),
-    ] = field(default_factory=list)
-    memory_share: Annotated[
-        float | None,
-        loading_option(
-            help="KV pools take at most this share of the memory that is free once the weights are loaded; "
-            "default: 0.8 of a GPU, 0.25 on the CPU."
-        ),
-    ] = None
-    prefix_cache: Annotated[
-        bool, loading_option("--prefix-cache/--no-prefix-cache", help="Share K/V of common prompts.")
-    ] = True
-    log_level: Annotated[
-        LogLevel | None, loading_option(help="Least serious message on standard error; default: warning, serve: info.")
-    ] = None
+    num_steps: int = option(4, "Levels of the draft; of a chain, its tokens.", min=1)
+    draft_topk: int = option(1, "Branches a node of the draft tree; 1: a chain.", min=1)
+    num_draft_tokens: int | None = option(
+        None, "Verified nodes, the root included; default: 1 + draft-topk * num-steps, of a tree at most 64."
+    )
+    adaptive: bool = option(
+        True,
+        "Draft only as much as pays, down to nothing; or the same draft in every round.",
+        "--adaptive/--fixed-drafts",
+    )
+    finished_tokens: int = option(
+        0, "Tokens of outputs of finished requests from which 'suffix' drafts too; 0: a request's own text.", min=0
+    )
+    dtype: str | None = option(None, "float32, bfloat16 (bf16) or float16; default: float32 on the CPU.")
+    device: str | None = option(None, "cpu, cuda, cuda:1, ...; default: the first GPU, else the CPU.")
+    tensor_parallel: int = option(
+        1, "GPUs of this host that share every layer of the target, from the device on.", min=1
+    )
+    revision: str | None = loading_option(None, "Branch, tag or commit of the target on the hub.")
+    drafter_revision: str | None = loading_option(None, "Branch, tag or commit of the drafter on the hub.")
+    trust_remote_code: bool = loading_option(False, "Run model code from the checkpoint.", "--trust-remote-code")
+    quantization: str | None = loading_option(
+        None,
+        "The quantization_config of transformers for the target, such as "
+        '\'{"quant_method": "bitsandbytes", "load_in_8bit": true}\'.',
+        metavar="JSON",
+    )
+    load_option: list[str] = loading_option(
+        [],
+        "Another argument of transformers' from_pretrained for the target; again for each.",
+        callback=_loading,
+        metavar="NAME=VALUE",
+    )
+    memory_share: float | None = loading_option(
+        None,
+        "KV pools take at most this share of the memory that is free once the weights are loaded; default: 0.8 of a "
+        "GPU, 0.25 on the CPU.",
+    )
+    prefix_cache: bool = loading_option(True, "Share K/V of common prompts.", "--prefix-cache/--no-prefix-cache")
+    log_level: LogLevel | None = loading_option(
+        None, "Least serious message on standard error; default: warning, serve: info."
+    )
 
     def loading(self) -> dict[str, Any]:
         """Arguments of transformers' `from_pretrained` for the target. A value that is JSON is read as such."""
