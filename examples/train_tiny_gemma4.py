@@ -36,9 +36,9 @@ from tiny_gemma4_model import compile_layers, merge_shards, new_target, save
 from transformers import Gemma4ForCausalLM, PreTrainedTokenizerFast
 from word_problems import generate, heldout, heldout_questions
 
+from specdec.progress import Stage
 from specdec.training.packed_rows import ANSWER, causal_masks
 from specdec.training.training_optimizer import MixedOptimizer, schedule
-from specdec.training.training_progress import Stage
 
 STAGES = ("tokenizer", "target", "report")
 

@@ -15,8 +15,8 @@ from specdec.serving.admission import Admission
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.fair_pool import CLIENT
 from specdec.serving.http.faults import as_api_error
-from specdec.serving.openai.protocol import Body, ChatRequest
-from specdec.serving.openai.response_input import SAME_AS_CHAT, ResponsesRequest
+from specdec.serving.openai.protocol import Body, ChatRequest, ResponsesRequest
+from specdec.serving.openai.response_input import SAME_AS_CHAT
 
 from served_engine import served
 

@@ -23,12 +23,12 @@ from specdec.draft_models.gemma4_mtp import WINDOW_SHIFT, Gemma4MTPDrafter
 from specdec.errors import UnsupportedModelError
 from specdec.models.cache_argument import cache_argument
 from specdec.models.target import TargetModel
+from specdec.progress import Stage
 from specdec.training import mtp_training, train_drafter
 from specdec.training.draft_loss import draft_loss
 from specdec.training.eagle3_training import TrainableEagle3
 from specdec.training.packed_rows import PackedRows, pack_rows, predicted_rows
 from specdec.training.target_answers import prompt_source, warn_of_repetition
-from specdec.training.training_progress import Stage
 
 from marks import deep, deep_cases, slow
 from processes import run as run_python

@@ -4,8 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from specdec.serving.http.faults import invalid_body
-from specdec.serving.openai.protocol import ChatRequest, CompletionRequest
-from specdec.serving.openai.response_input import ResponsesRequest
+from specdec.serving.openai.protocol import ChatRequest, CompletionRequest, ResponsesRequest
 
 MESSAGES = [{"role": "user", "content": "x"}]
 CASES = {

@@ -7,20 +7,22 @@ without the target. No pages, plans or kernels are involved: it is the reference
     depth d     predicts token r + 1 + d, given the true tokens up to r + d, by its own feedback after depth 0
 
 A draft is accepted greedily as far as its predictions are the text. All roots run at once as rows. A block at root r
-has the token at r and MASK, and sees K/V of [0, r), made of the target's states there, and its own rows.
+has the token at r and MASK, and sees K/V of [0, r), made of the target's states there, and its own rows. An engine's
+worker is compared with this by the first logits that it draws from (`Watched`, `ReferenceCheck`).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 
 from specdec.attention.bridge import AttentionCall
 from specdec.attention.dense import bias_of, dense_attention
 from specdec.attention.kernels.draft_block import Order
-from specdec.draft_models.base import Drafter
+from specdec.attention.trees.tree import DraftTree
+from specdec.draft_models.base import Binding, DraftBatch, Drafter, DraftWorker
 from specdec.draft_models.block.block_drafter import BlockDrafter
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
@@ -261,3 +263,67 @@ DENSE_FORMS: dict[type, Dense] = {
     BlockDrafter: block_drafts,
 }
 """A kind of drafter that is not here is measured by engines alone, and has no reference."""
+
+EXACT, COARSE = 1e-3, 0.1
+"""Largest relative difference in float32 on a CPU; elsewhere products of another shape round otherwise."""
+
+
+class Watched:
+    """A drafter whose workers' first logits are kept in `seen`: of each row at its first round, [V] float32."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        self.seen: dict[int, torch.Tensor] = {}  # by the position of the root
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drafter, name)
+
+    def bind(self, binding: Binding) -> DraftWorker:
+        worker = self._drafter.bind(binding)
+        propose, seen = worker.propose, self.seen
+
+        def watched(batch: DraftBatch) -> DraftTree:
+            def first(logits: torch.Tensor) -> None:
+                roots = (batch.history_len - 1).tolist()
+                if len(roots) == 1:
+                    seen.setdefault(roots[0], logits[0, 0].float().clone())
+
+            def sample(logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+                first(logits)
+                return batch.sample(logits, positions)
+
+            def best(logits: torch.Tensor, positions: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+                first(logits)
+                return batch.best(logits, positions, count)
+
+            return propose(replace(batch, sample=sample, best=best, params=None))
+
+        worker.propose = watched  # type: ignore[method-assign]
+        return worker
+
+
+class ReferenceCheck(NamedTuple):
+    """difference: of the logits' deviations from their mean, relative to the reference's. bound: what rounding
+    explains. same_token: is the likeliest token the same?"""
+
+    difference: float
+    bound: float
+    same_token: bool
+
+    @property
+    def holds(self) -> bool:
+        return self.difference <= self.bound  # NaN does not hold
+
+    @classmethod
+    def of(cls, proposed: torch.Tensor, dense: Drafts, exact: bool) -> "ReferenceCheck":
+        """proposed [V]: of the worker, at the root that is the first of `dense`."""
+        finite = dense.first_logits.isfinite()
+        if not torch.equal(finite, proposed.isfinite()):
+            both = finite & proposed.isfinite()
+            if exact or float(both.sum()) < 0.9 * float(finite.sum()):
+                return cls(float("inf"), EXACT if exact else COARSE, False)
+            finite = both
+        expected, found = (x[finite] - x[finite].mean() for x in (dense.first_logits, proposed))
+        difference = float((found - expected).norm() / expected.norm().clamp(min=1e-12))
+        same = int(proposed.argmax()) == int(dense.first_logits.argmax())
+        return cls(difference, EXACT if exact else COARSE, same)

@@ -16,11 +16,9 @@ from specdec.config import SamplingParams
 from specdec.doctor.acceptance import Acceptance, Comparison, Measured, measured_by_engine, measured_densely
 from specdec.doctor.causes import CAUSES, Cause, what_is_seen
 from specdec.doctor.changes import Change
-from specdec.doctor.dense_drafts import RecordedText, can_be_run, dense_drafts, record
+from specdec.doctor.dense_drafts import RecordedText, ReferenceCheck, Watched, can_be_run, dense_drafts, record
 from specdec.doctor.diagnosis import Diagnosis, Finding, Trial
-from specdec.doctor.pair_facts import drafter_path, pair_facts
-from specdec.doctor.pair_in_question import EngineLike, PairInQuestion
-from specdec.doctor.reference_check import ReferenceCheck, Watched
+from specdec.doctor.pair_in_question import EngineLike, PairInQuestion, drafter_path, pair_facts
 from specdec.doctor.signs import Sign, Subject
 from specdec.draft_models.base import Drafter
 from specdec.draft_models.model_and_lookup import model_of

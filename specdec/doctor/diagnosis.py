@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from specdec.doctor.acceptance import Acceptance
-from specdec.doctor.reference_check import ReferenceCheck
+from specdec.doctor.dense_drafts import ReferenceCheck
 from specdec.models.published import PublishedAcceptance
 
 
@@ -60,19 +60,12 @@ class Diagnosis:
 
     def as_json(self) -> dict[str, Any]:
         """Everything, as JSON has it."""
-        return {
+        record = asdict(self)
+        del record["acceptance"]
+        return record | {
             "healthy": self.healthy,
-            "read": dict(self.read),
-            "prompts": self.prompts,
             "acceptance_length": self.acceptance.length,
-            "acceptance_lengths": list(self.acceptance.lengths),
-            "accepted_by_depth": list(self.acceptance.by_depth),
-            "published": None if self.published is None else asdict(self.published),
+            "acceptance_lengths": self.acceptance.lengths,
+            "accepted_by_depth": self.acceptance.by_depth,
             "reference": None if self.reference is None else self.reference._asdict() | {"holds": self.reference.holds},
-            "findings": [asdict(finding) for finding in self.findings],
-            "trials": [asdict(trial) for trial in self.trials],
-            "memory": dict(self.memory),
-            "best_shape": self.best_shape,
-            "notes": list(self.notes),
-            "seconds": self.seconds,
         }

@@ -1,4 +1,4 @@
-"""What the doctor looks at: a target, a drafter and the prompts, and the engines that it makes of them.
+"""What the doctor looks at: a target, a drafter and the prompts, what they say of themselves, and engines of them.
 
 A change of a pair is another `PairInQuestion`; the target is never changed. The doctor stands below the engine, whose
 `diagnose` hands in itself: `EngineLike` is what it uses of one.
@@ -11,6 +11,9 @@ from typing import Any, Protocol
 
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.base import Drafter
+from specdec.draft_models.block.block_drafter import BlockDrafter
+from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
+from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.kvcache.cache import KVCache
 from specdec.models.target import TargetModel
 from specdec.runtime.adaptive.draft_choice import DraftUse
@@ -107,3 +110,93 @@ class PairInQuestion:
         )
         spec = replace(self.engine.spec, adaptive=adaptive)
         return self.make(self.target, self.drafter, tokenizer=self.tokenizer, spec=spec, config=config)
+
+
+def pair_facts(pair: PairInQuestion) -> dict[str, str]:
+    """What was read of a pair, a line each: format, taps, positions, norms, tensors, dtype, template, window."""
+    target, drafter, spec = pair.target, pair.drafter, pair.engine.spec
+    facts = {
+        "target": f"{target.name}, {len(target.layout.layers)} layers, sliding window {target.layout.window or 'none'}",
+        "dtype": f"{str(target.dtype).removeprefix('torch.')} on {target.device}",
+        "draft": f"{spec.num_steps} steps of topk {spec.topk}, {spec.num_nodes} nodes",
+        "template": _template(pair),
+        "drafter": drafter.name,
+    }
+    if isinstance(drafter, Eagle3Drafter):
+        facts |= _head_facts(drafter)
+    elif isinstance(drafter, BlockDrafter):
+        facts |= _block_facts(drafter)
+    elif isinstance(drafter, Gemma4MTPDrafter):
+        facts |= _assistant_facts(drafter)
+    return facts
+
+
+def drafter_path(pair: PairInQuestion) -> str | None:
+    """Name that the drafter was loaded by, if it is known."""
+    drafter = pair.drafter
+    if isinstance(drafter, Gemma4MTPDrafter):
+        return str(getattr(drafter.assistant.config, "_name_or_path", "") or "") or None
+    return drafter.source if isinstance(drafter, Eagle3Drafter) else None
+
+
+def _template(pair: PairInQuestion) -> str:
+    if pair.tokenizer is None:
+        return "no tokenizer: prompts are token ids"
+    if not pair.has_template:
+        return "the tokenizer has none: prompts are plain text"
+    return "the tokenizer's chat template" if pair.chat else "not applied: prompts are plain text"
+
+
+def _head_facts(drafter: Eagle3Drafter) -> dict[str, str]:
+    spec = drafter.spec
+    norms = [
+        "each state" if spec.fc_norm else "all states together" if spec.norm_before_fc else "no state",
+        "before the residual" if spec.norm_before_residual else "after the residual",
+        "before lm_head" if spec.final_norm else "not before lm_head",
+        "fed back" if spec.norm_output else "not fed back",
+    ]
+    own = [name for name, is_own in (("embedding", spec.owns_embed), ("lm_head", spec.draft_vocab_size)) if is_own]
+    return {
+        "format": f"EAGLE-3 head, {spec.num_layers} layer(s), hidden {spec.hidden_size}",
+        "taps": f"states that enter layers {', '.join(map(str, spec.aux_layers))}"
+        if spec.aux_layers
+        else "final state",
+        "norms": "; ".join(norms),
+        "rope": f"{spec.rope['rope_type']}, theta {spec.rope['rope_theta']:g}",
+        "window": ", ".join(str(window or "none") for window in spec.windows),
+        "tensors of its own": ", ".join(own) or "none",
+        "vocabulary": f"{spec.draft_vocab_size or spec.vocab_size} of {drafter.vocab_size} tokens",
+    }
+
+
+def _block_facts(drafter: BlockDrafter) -> dict[str, str]:
+    spec = drafter.spec
+    own = ["embedding, lm_head"] if drafter.head.lm_head is not None else []
+    return {
+        "format": f"block drafter, {spec.num_layers} layer(s), hidden {spec.hidden_size}, blocks of {spec.block_size}, "
+        f"{'causal' if spec.causal else 'both ways'}",
+        "taps": f"states that enter layers {', '.join(map(str, spec.aux_layers))}",
+        "MASK": str(spec.mask_token),
+        "window": ", ".join(str(window or "none") for window in spec.windows),
+        "tensors of its own": ", ".join([*own, *(["successor head"] if spec.successor else [])]) or "none",
+    }
+
+
+def _assistant_facts(drafter: Gemma4MTPDrafter) -> dict[str, str]:
+    config = drafter.assistant.config.get_text_config()
+    position = (
+        "S"
+        if drafter.query_offset == 0
+        else f"S {'+' if drafter.query_offset > 0 else '-'} {abs(drafter.query_offset)}"
+    )
+    rope = getattr(config, "rope_parameters", None) or {}
+    theta = {kind: part.get("rope_theta") for kind, part in rope.items() if isinstance(part, dict)}
+    head = "centroids" if drafter.model.masked_embedding is not None else "dense"
+    return {
+        "format": f"Gemma 4 MTP assistant, {config.num_hidden_layers} layers, hidden {config.hidden_size}, {head} head",
+        "taps": f"final state; K/V of target layers {', '.join(map(str, drafter.layer_map))}",
+        "positions": f"queries at {position}, K/V frozen at [0, S)",
+        "rope": ", ".join(f"{kind} theta {value:g}" for kind, value in theta.items() if value) or "default",
+        "window": ", ".join(str(window or "none") for window in drafter.windows),
+        "tensors of its own": "lm_head" if not config.tie_word_embeddings else "none: lm_head is its embedding",
+    }

@@ -45,11 +45,12 @@ def rope_of_assistant(subject: Subject) -> Sign | None:
     assert isinstance(drafter, Gemma4MTPDrafter)
     config = drafter.assistant.config.get_text_config()
     own, theirs = (getattr(each, "rope_parameters", None) or {} for each in (config, target.config))
-    wrong = {
-        kind: theirs[kind]
-        for kind in sorted(set(config.layer_types))
-        if isinstance(own.get(kind), dict) and isinstance(theirs.get(kind), dict) and not _same(own[kind], theirs[kind])
-    }
+    wrong = {}
+    for kind in sorted(set(config.layer_types)):
+        one, other = own.get(kind), theirs.get(kind)
+        if isinstance(one, dict) and isinstance(other, dict):
+            keys = one.keys() & other.keys() & {"rope_theta", "rope_type", "partial_rotary_factor", "factor"}
+            wrong |= {kind: other} if any(one[key] != other[key] for key in keys) else {}
     if not wrong:
         return None
     kind = next(iter(wrong))
@@ -139,11 +140,6 @@ def _module(drafter: Drafter) -> nn.Module:
     assert isinstance(drafter, Gemma4MTPDrafter)
     module: nn.Module = drafter.assistant
     return module
-
-
-def _same(own: dict[str, Any], theirs: dict[str, Any]) -> bool:
-    keys = own.keys() & theirs.keys() & {"rope_theta", "rope_type", "partial_rotary_factor", "factor"}
-    return all(own[key] == theirs[key] for key in keys)
 
 
 ROWS, COLUMNS = 64, 1024

@@ -197,11 +197,6 @@ class AsyncEngine:
         self._admission.require(count, CLIENT.get())
 
     @property
-    def generation_config(self) -> Any:
-        """The target's, as transformers loaded it."""
-        return self.engine.target.model.generation_config
-
-    @property
     def open_requests(self) -> int:
         """Those that run or wait."""
         return self._admission.out

@@ -3,7 +3,7 @@
 Counters are sums over the requests that ended and those under way, taken at each scrape, so they never fall.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fastapi import APIRouter, Request
@@ -12,7 +12,6 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, H
 from prometheus_client import generate_latest as as_text
 from prometheus_client.core import Metric
 
-from specdec.runtime.adaptive.draft_choice import DraftUse
 from specdec.runtime.adaptive.draft_choice import name as draft_name
 from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.request import RequestStats
@@ -103,23 +102,25 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """The registry asks for what is no event but a state."""
-        label = {"model_name": self._model_name}
+        engine, label = self._snapshot.engine, {"model_name": self._model_name}
         for kind, name, text, value in figures(self._snapshot):
             if value is not None:
-                metric = Metric(name, text, kind)
-                metric.add_sample(f"{name}_total" if kind == "counter" else name, label, value)
-                yield metric
+                yield _metric(kind, name, text, [(label, value)])
         for name, text, attribute in DEVICE_GAUGES:
-            by_device = Metric(name, text, "gauge")
-            for rank, use in enumerate(self._snapshot.engine.devices):
-                by_device.add_sample(name, label | {"device": use.device, "rank": str(rank)}, getattr(use, attribute))
-            yield by_device
+            ranks = [label | {"device": use.device, "rank": str(rank)} for rank, use in enumerate(engine.devices)]
+            values = (getattr(use, attribute) for use in engine.devices)
+            yield _metric("gauge", name, text, zip(ranks, values, strict=True))
+        accepted = enumerate(self._snapshot.requests.accepted_counts)
+        by_position = [(label | {"position": str(position)}, count) for position, count in accepted]
         name = "vllm:spec_decode_num_accepted_tokens_per_pos"
-        by_position = Metric(name, "Drafts that were accepted, by position.", "counter")
-        for position, count in enumerate(self._snapshot.requests.accepted_counts):
-            by_position.add_sample(f"{name}_total", label | {"position": str(position)}, count)
-        yield by_position
-        yield from draft_counts(self._snapshot.engine.drafts, label)
+        yield _metric("counter", name, "Drafts that were accepted, by position.", by_position)
+        drafts = [label | {"draft": draft_name(shape)} for shape in engine.drafts.shapes]
+        for name, text, counts in (
+            ("specdec:draft_rounds", "Rounds that had this draft, by choice.", engine.drafts.rounds),
+            ("specdec:draft_rounds_tried", "Those of them that were trials.", engine.drafts.tried),
+        ):
+            if drafts:  # else the engine chooses none
+                yield _metric("counter", name, text, zip(drafts, counts, strict=True))
 
     def _take(self) -> Snapshot:
         total, stats, samples = self._ended.copy(), self._engine.stats_now(), self._engine.samples
@@ -173,17 +174,12 @@ def figures(snapshot: Snapshot) -> list[tuple[str, str, str, float | None]]:
     ]
 
 
-def draft_counts(use: DraftUse, label: Mapping[str, str]) -> Iterator[Metric]:
-    """Rounds by the draft that was chosen for them; nothing where the engine chooses none."""
-    for metric_name, text, counts in (
-        ("specdec:draft_rounds", "Rounds that had this draft, by choice.", use.rounds),
-        ("specdec:draft_rounds_tried", "Those of them that were trials.", use.tried),
-    ):
-        by_draft = Metric(metric_name, text, "counter")
-        for shape, count in zip(use.shapes, counts, strict=True):
-            by_draft.add_sample(f"{metric_name}_total", {**label, "draft": draft_name(shape)}, count)
-        if by_draft.samples:
-            yield by_draft
+def _metric(kind: str, name: str, text: str, samples: Iterable[tuple[Mapping[str, str], float]]) -> Metric:
+    """samples: labels and value of each."""
+    made = Metric(name, text, kind)
+    for labels, value in samples:
+        made.add_sample(f"{name}_total" if kind == "counter" else name, dict(labels), value)
+    return made
 
 
 @router.get("/metrics", response_model=None)

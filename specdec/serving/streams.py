@@ -74,11 +74,6 @@ class Streams:
         told, self._posted = self._posted, True
         return not told
 
-    def wake(self) -> None:
-        """On the loop: there is news."""
-        self._posted = False
-        self._news.set()
-
     def _collect(self) -> None:
         """Read what is new of every sample."""
         for index in sorted(self._left):
@@ -114,5 +109,7 @@ def tell_readers(samples: Sequence[Sample]) -> None:
 
 
 def _wake(readers: Sequence[Streams]) -> None:
+    """On their loop: there is news."""
     for streams in readers:
-        streams.wake()
+        streams._posted = False
+        streams._news.set()

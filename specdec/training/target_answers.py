@@ -18,10 +18,10 @@ from accelerate import PartialState
 from specdec.config import SamplingParams
 from specdec.engine import Engine
 from specdec.errors import ConfigError
+from specdec.progress import Stage
 from specdec.text.prompt_files import json_lines
 from specdec.training.packed_rows import Document
 from specdec.training.train_settings import TrainSettings
-from specdec.training.training_progress import Stage
 
 logger = logging.getLogger(__name__)
 

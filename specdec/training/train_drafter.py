@@ -28,6 +28,7 @@ from specdec.engine import Engine
 from specdec.errors import ConfigError
 from specdec.loading import load_model, load_tokenizer
 from specdec.models.target import TargetModel
+from specdec.progress import Stage
 from specdec.training.block_training import TrainableBlock
 from specdec.training.draft_loss import TrainableDrafter, draft_loss
 from specdec.training.eagle3_training import TrainableEagle3
@@ -44,7 +45,6 @@ from specdec.training.target_answers import (
 from specdec.training.train_settings import TrainSettings
 from specdec.training.training_batches import TrainingBatches
 from specdec.training.training_optimizer import MixedOptimizer, average_gradients, schedule
-from specdec.training.training_progress import Stage
 
 SAVE_EVERY = 60.0  # seconds
 FREE_SETTINGS = frozenset(

@@ -14,7 +14,6 @@ from specdec.runtime.request import GenerationOutput, StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
 from specdec.serving.http.bodies import BodyRoute
 from specdec.serving.http.events import off_loop
-from specdec.serving.http.faults import ApiError
 from specdec.serving.openai.logprob_shapes import chat_logprobs
 from specdec.serving.openai.protocol import ChatRequest, Message, refused
 from specdec.serving.openai.reply import MakeReply, Reply, ReplyDelta
@@ -205,14 +204,11 @@ def _plain(place: str, message: Message) -> dict[str, Any]:
 def _part_text(place: str, part: Mapping[str, Any]) -> str:
     """The text of one part of a message."""
     if part.get("type") != "text":
-        raise _no_text(place, f"a part of type {part.get('type')!r:.80}")
-    if part.keys() != {"type", "text"}:
-        raise _no_text(place, "a text part with other fields")
-    if not isinstance(part["text"], str):
-        raise _no_text(place, "a part whose text is no string")
-    text: str = part["text"]
-    return text
-
-
-def _no_text(place: str, what: str) -> ApiError:
-    return refused(place, f'{place} holds {what}; only {{"type": "text", "text": ...}} is read')
+        what = f"a part of type {part.get('type')!r:.80}"
+    elif part.keys() != {"type", "text"}:
+        what = "a text part with other fields"
+    elif not isinstance(part["text"], str):
+        what = "a part whose text is no string"
+    else:
+        return part["text"]
+    raise refused(place, f'{place} holds {what}; only {{"type": "text", "text": ...}} is read')

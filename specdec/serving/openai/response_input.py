@@ -1,86 +1,11 @@
-"""What POST /v1/responses may say, and the chat that it stands for: one path leads to the engine, that of chats."""
+"""A response's input, and the chat that it stands for: one path leads to the engine, that of chats."""
 
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
 from specdec.serving.http.faults import invalid_body
-from specdec.serving.openai.protocol import (
-    Body,
-    ChatRequest,
-    Effort,
-    Function,
-    FunctionName,
-    Nothing,
-    OfFunction,
-    OnlyFalse,
-    RequestFields,
-    Schema,
-    Strings,
-    Verbosity,
-    refused,
-)
-
-LOGPROBS = "message.output_text.logprobs"
-
-
-class TextFormat(Schema):
-    type: Literal["text", "json_object", "json_schema"] = "text"
-    name: str | None = None
-
-
-class Text(Body):
-    format: TextFormat | None = None
-    verbosity: Verbosity | None = None
-
-
-class Reasoning(Body):
-    effort: Effort | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = None
-    generate_summary: Literal["auto", "concise", "detailed"] | None = None
-
-
-class FunctionTool(Function, OfFunction):  # fields of the last base come first
-    """A tool as responses have it: in one object with its function."""
-
-
-class NamedFunction(FunctionName, OfFunction):
-    """A tool's name as responses have it."""
-
-
-class ResponsesRequest(RequestFields):
-    """OpenAI's, and sampling parameters of chats."""
-
-    input: Annotated[str, Field(min_length=1)] | Annotated[list[dict[str, Any]], Field(min_length=1, fail_fast=True)]
-    instructions: str | None = None
-    previous_response_id: str | None = None
-    max_output_tokens: int | None = None
-    tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
-    parallel_tool_calls: bool | None = None
-    text: Text | None = None
-    reasoning: Reasoning | None = None
-    include: Strings | None = None
-    top_logprobs: int | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    # whatever it says, nothing changes
-    max_tool_calls: int | None = None
-    # what would change the answer
-    truncation: Literal["disabled"] | None = None
-    background: OnlyFalse | None = None
-    conversation: None = None
-    prompt: None = None
-    context_management: Nothing = None
-
-    @property
-    def wants_logprobs(self) -> bool:
-        return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
-
-    @property
-    def items(self) -> list[dict[str, Any]]:
-        """The input as items."""
-        return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
-
+from specdec.serving.openai.protocol import ChatRequest, NamedFunction, ResponsesRequest, TextFormat, refused
 
 OF_RESPONSES = {"tools", "tool_choice", "stream_options", "store"}
 """Fields of chats too, which say something else here, or are read before the chat is."""

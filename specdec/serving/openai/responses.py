@@ -24,16 +24,10 @@ from specdec.serving.http.events import EventStream, event, json_response, while
 from specdec.serving.http.faults import ApiError, as_api_error
 from specdec.serving.openai.chat_completions import Chat
 from specdec.serving.openai.logprob_shapes import chat_logprobs
+from specdec.serving.openai.protocol import Reasoning, ResponsesRequest, Text, TextFormat
 from specdec.serving.openai.reply import MakeReply, Reply
 from specdec.serving.openai.response_events import ResponseBuilder
-from specdec.serving.openai.response_input import (
-    Reasoning,
-    ResponsesRequest,
-    Text,
-    TextFormat,
-    chat_request,
-    messages_of,
-)
+from specdec.serving.openai.response_input import chat_request, messages_of
 from specdec.serving.openai.sampling_fields import blaming
 from specdec.serving.openai.text_answer import usage_of
 from specdec.serving.state import ServeState, State
