@@ -8,6 +8,7 @@ A new kind of drafter adds its rows to `CAUSES` and, for `changes` of its drafte
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from specdec.doctor import changes as change
 from specdec.doctor import signs
@@ -19,8 +20,9 @@ from specdec.draft_models.block.block_drafter import BlockDrafter
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 
-Seen = Callable[[Subject], Sign | None]
-Changes = Callable[[PairInQuestion], Iterator[change.Change]]
+Seen = Callable[[Any, Subject], Sign | None]
+Changes = Callable[[Any, PairInQuestion], Iterator[change.Change]]
+"""Of a drafter of their kinds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +70,6 @@ def what_is_seen(
     """Every cause with a sign of it, without generating. at_load: of those causes alone that warn at load."""
     for cause in causes:
         if cause.seen is not None and cause.applies_to(subject.drafter) and (cause.warns or not at_load):
-            sign = cause.seen(subject)
+            sign = cause.seen(subject.drafter, subject)
             if sign is not None:
                 yield cause, sign

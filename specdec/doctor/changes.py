@@ -9,7 +9,7 @@ import copy
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -63,7 +63,6 @@ def assistant_with_rope(
     return Gemma4MTPDrafter(assistant, target, query_offset=drafter.query_offset, window_shift=drafter.window_shift)
 
 
-Kind = TypeVar("Kind", bound=Drafter)
 CHANGED: dict[type, Callable[..., Drafter]] = {
     Eagle3Drafter: changed_head,
     BlockDrafter: changed_block,
@@ -89,9 +88,9 @@ class Change:
     prompts: bool = False
 
 
-def taps_of_heads(pair: PairInQuestion) -> Iterator[Change]:
+def taps_of_heads(drafter: Eagle3Drafter, pair: PairInQuestion) -> Iterator[Change]:
     """All states one layer later or earlier, and the default of the field."""
-    spec, layers = _drafter(pair, Eagle3Drafter).spec, len(pair.target.layout.layers)
+    spec, layers = drafter.spec, len(pair.target.layout.layers)
     if not spec.aux_layers:
         return
     usual = (2, layers // 2, layers - 3)
@@ -107,9 +106,9 @@ def taps_of_heads(pair: PairInQuestion) -> Iterator[Change]:
             yield _changed(pair, f"target states {_list(spec.aux_layers)} -> {_list(ids)}", do, aux_layers=ids)
 
 
-def norms(pair: PairInQuestion) -> Iterator[Change]:
+def norms(drafter: Eagle3Drafter, pair: PairInQuestion) -> Iterator[Change]:
     """What is normed before the residual, before the next step, and before lm_head."""
-    spec = _drafter(pair, Eagle3Drafter).spec
+    spec = drafter.spec
     flags = {
         "norm_before_residual": "write norm_before_residual: {value} into the head's config.json",
         "norm_output": "write norm_output: {value} into the eagle_config of the head's config.json",
@@ -122,9 +121,9 @@ def norms(pair: PairInQuestion) -> Iterator[Change]:
         yield _changed(pair, "a norm before lm_head", do, final_norm=True)
 
 
-def rope_bases(pair: PairInQuestion) -> Iterator[Change]:
+def rope_bases(drafter: Eagle3Drafter, pair: PairInQuestion) -> Iterator[Change]:
     """The target's bases, and the usual ones."""
-    spec = _drafter(pair, Eagle3Drafter).spec
+    spec = drafter.spec
     rope = getattr(pair.target.config, "rope_parameters", None) or {}
     parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]
     own = [float(part["rope_theta"]) for part in parts if part.get("rope_theta")]
@@ -135,17 +134,17 @@ def rope_bases(pair: PairInQuestion) -> Iterator[Change]:
             yield _changed(pair, what, do, rope={**spec.rope, "rope_theta": base})
 
 
-def embeddings(pair: PairInQuestion) -> Iterator[Change]:
+def embeddings(drafter: Eagle3Drafter, pair: PairInQuestion) -> Iterator[Change]:
     """The target's table in the place of the head's own."""
-    spec = _drafter(pair, Eagle3Drafter).spec
+    spec = drafter.spec
     if spec.owns_embed and spec.hidden_size == spec.target_hidden_size:
         do = "remove embed_tokens.weight from the head's checkpoint, so that it reads the target's table"
         yield _changed(pair, "the target's embedding table", do, owns_embed=False)
 
 
-def windows_of_heads(pair: PairInQuestion) -> Iterator[Change]:
+def windows_of_heads(drafter: Eagle3Drafter, pair: PairInQuestion) -> Iterator[Change]:
     """One key more or less, and none, where it slides at all."""
-    spec = _drafter(pair, Eagle3Drafter).spec
+    spec = drafter.spec
     if set(spec.windows) == {None}:
         return
     for step in (1, -1):
@@ -157,18 +156,18 @@ def windows_of_heads(pair: PairInQuestion) -> Iterator[Change]:
     yield _changed(pair, "no sliding window", do, windows=(None,) * spec.num_layers)
 
 
-def mask_ids(pair: PairInQuestion) -> Iterator[Change]:
+def mask_ids(drafter: BlockDrafter, pair: PairInQuestion) -> Iterator[Change]:
     """The ids that tokenizer and config could mean by MASK."""
-    spec = _drafter(pair, BlockDrafter).spec
+    spec = drafter.spec
     for token in possible_masks(pair.tokenizer, pair.target.config, pair.target.vocab_size):
         if token != spec.mask_token:
             do = f"write mask_token_id: {token} into the drafter's config.json"
             yield _changed(pair, f"MASK {spec.mask_token} -> {token}", do, mask_token=token)
 
 
-def taps_of_blocks(pair: PairInQuestion) -> Iterator[Change]:
+def taps_of_blocks(drafter: BlockDrafter, pair: PairInQuestion) -> Iterator[Change]:
     """All states one layer later or earlier."""
-    spec, layers = _drafter(pair, BlockDrafter).spec, len(pair.target.layout.layers)
+    spec, layers = drafter.spec, len(pair.target.layout.layers)
     for step in (1, -1):
         ids = tuple(layer + step for layer in spec.aux_layers)
         if all(0 < layer < layers for layer in ids):
@@ -191,9 +190,8 @@ def possible_masks(tokenizer: Any | None, config: Any, vocab_size: int) -> list[
     return [token for token in dict.fromkeys(ids) if 0 <= token < vocab_size]
 
 
-def positions(pair: PairInQuestion) -> Iterator[Change]:
+def positions(drafter: Gemma4MTPDrafter, pair: PairInQuestion) -> Iterator[Change]:
     """Queries at the last committed position, as in SGLang or vLLM, or at the bonus token's own, over the same keys."""
-    drafter = _drafter(pair, Gemma4MTPDrafter)
     offset = -1 if drafter.query_offset == 0 else 0
     shift = drafter.window_shift + offset - drafter.query_offset
     names = {0: "S, the bonus token's own", -1: "S - 1, the last committed one"}
@@ -201,9 +199,8 @@ def positions(pair: PairInQuestion) -> Iterator[Change]:
     yield _changed(pair, f"queries at position {names[offset]}", do, query_offset=offset, window_shift=shift)
 
 
-def windows_of_assistants(pair: PairInQuestion) -> Iterator[Change]:
+def windows_of_assistants(drafter: Gemma4MTPDrafter, pair: PairInQuestion) -> Iterator[Change]:
     """One key more or less on sliding layers."""
-    drafter = _drafter(pair, Gemma4MTPDrafter)
     if set(drafter.windows) == {None}:
         return
     for step, key in ((-1, "less"), (1, "more")):
@@ -212,7 +209,7 @@ def windows_of_assistants(pair: PairInQuestion) -> Iterator[Change]:
         yield _changed(pair, f"one key {key} on sliding layers", do, window_shift=shift)
 
 
-def templates(pair: PairInQuestion) -> Iterator[Change]:
+def templates(drafter: Drafter, pair: PairInQuestion) -> Iterator[Change]:
     """Texts that were tokenised as they stand, as turns of a chat. Never the reverse: raw text that repeats itself is
     accepted far, and says nothing about the pair."""
     if not pair.chat and pair.has_template and any(isinstance(question, str) for question in pair.questions):
@@ -220,7 +217,7 @@ def templates(pair: PairInQuestion) -> Iterator[Change]:
         yield Change(what="the chat template", do=do, pair=replace(pair, chat=True), prompts=True)
 
 
-def thinking(pair: PairInQuestion) -> Iterator[Change]:
+def thinking(drafter: Drafter, pair: PairInQuestion) -> Iterator[Change]:
     """The other value of `enable_thinking`, where the template has that."""
     template = getattr(pair.tokenizer, "chat_template", None)
     texts = any(isinstance(question, str) for question in pair.questions)
@@ -240,12 +237,6 @@ def _changed(pair: PairInQuestion, what: str, do: str, **settings: Any) -> Chang
     """The drafter made again with these settings of its kind."""
     drafter = CHANGED[type(pair.drafter)](pair.drafter, pair.target, **settings)
     return Change(what=what, do=do, pair=replace(pair, drafter=drafter))
-
-
-def _drafter(pair: PairInQuestion, kind: type[Kind]) -> Kind:
-    """The pair's, which is of this kind: the table of causes says so."""
-    assert isinstance(pair.drafter, kind)
-    return pair.drafter
 
 
 def _list(ids: Sequence[int]) -> str:

@@ -166,7 +166,7 @@ class Examination:
             update(2 + number)
             if cause.changes is None or cause.name in done or not cause.applies_to(self.pair.drafter):
                 continue
-            for change in cause.changes(self.pair):
+            for change in cause.changes(self.pair.drafter, self.pair):
                 measured = self._measure(change.pair, change.prompts)
                 compared = Comparison.of(measured, self.measured)
                 clear = compared.is_clear(cause.least)

@@ -39,10 +39,9 @@ class Sign:
     mended: Callable[[], Drafter] | None = None
 
 
-def rope_of_assistant(subject: Subject) -> Sign | None:
+def rope_of_assistant(drafter: Gemma4MTPDrafter, subject: Subject) -> Sign | None:
     """An assistant reads keys that the target has rotated, so its queries must be rotated by the same angles."""
-    target, drafter = subject.target, subject.drafter
-    assert isinstance(drafter, Gemma4MTPDrafter)
+    target = subject.target
     config = drafter.assistant.config.get_text_config()
     own, theirs = (getattr(each, "rope_parameters", None) or {} for each in (config, target.config))
     wrong = {}
@@ -61,10 +60,9 @@ def rope_of_assistant(subject: Subject) -> Sign | None:
     )
 
 
-def window_of_assistant(subject: Subject) -> Sign | None:
+def window_of_assistant(drafter: Gemma4MTPDrafter, subject: Subject) -> Sign | None:
     """An assistant's sliding layers read the target's sliding layers."""
-    target, drafter = subject.target, subject.drafter
-    assert isinstance(drafter, Gemma4MTPDrafter)
+    target = subject.target
     owner = target.layout.last_owner(SLIDING_ATTENTION)
     windows = {window for window in drafter.windows if window is not None}
     if owner is None or owner.window is None or not windows or windows == {owner.window}:
@@ -78,9 +76,9 @@ def window_of_assistant(subject: Subject) -> Sign | None:
     )
 
 
-def rounded_weights(subject: Subject) -> Sign | None:
+def rounded_weights(drafter: Drafter, subject: Subject) -> Sign | None:
     """Weights that a quantiser has rounded, in a checkpoint of 16 bits."""
-    form = rounded_to(_module(subject.drafter))
+    form = rounded_to(_module(drafter))
     if form is None:
         return None
     return Sign(
@@ -89,11 +87,11 @@ def rounded_weights(subject: Subject) -> Sign | None:
     )
 
 
-def norm_of_ones(subject: Subject) -> Sign | None:
+def norm_of_ones(drafter: Drafter, subject: Subject) -> Sign | None:
     """A norm that was never loaded has the gains that it was made with."""
     gains = {
         name: bool(torch.all(parameter == 1))
-        for name, parameter in _module(subject.drafter).named_parameters()
+        for name, parameter in _module(drafter).named_parameters()
         if parameter.dim() == 1 and "norm" in name and name.endswith("weight")
     }
     untrained = [name for name, ones in gains.items() if ones]
@@ -105,26 +103,24 @@ def norm_of_ones(subject: Subject) -> Sign | None:
     )
 
 
-def qat_with_plain(subject: Subject) -> Sign | None:
+def qat_with_plain(drafter: Gemma4MTPDrafter, subject: Subject) -> Sign | None:
     """Targets trained for int4 have assistants of their own. Only names as they are published are compared."""
-    assert isinstance(subject.drafter, Gemma4MTPDrafter)
-    target = subject.target.name
-    drafter = str(getattr(subject.drafter.assistant.config, "_name_or_path", "") or "")
-    is_qat, drafts_for_qat = (bool(re.search(r"(^|[-_])qat([-_]|$)", _last(name))) for name in (target, drafter))
-    published = "gemma" in _last(target) and "assistant" in _last(drafter)
+    target, assistant = subject.target.name, str(getattr(drafter.assistant.config, "_name_or_path", "") or "")
+    is_qat, drafts_for_qat = (bool(re.search(r"(^|[-_])qat([-_]|$)", _last(name))) for name in (target, assistant))
+    published = "gemma" in _last(target) and "assistant" in _last(assistant)
     if not published or is_qat == drafts_for_qat:
         return None
     wanted, given = ("QAT", "plain") if is_qat else ("plain", "QAT")
     return Sign(
-        what=f"the target {_last(target)} is {'a QAT' if is_qat else 'no QAT'} model, and {_last(drafter)} the {given} "
-        "assistant",
+        what=f"the target {_last(target)} is {'a QAT' if is_qat else 'no QAT'} model, and {_last(assistant)} the "
+        f"{given} assistant",
         do=f"use the {wanted} target's own assistant; `specdec models` lists the pairs",
     )
 
 
-def no_template(subject: Subject) -> Sign | None:
+def no_template(drafter: Drafter, subject: Subject) -> Sign | None:
     """A target of chats whose tokenizer came without its template."""
-    target, drafter, tokenizer = subject
+    target, _, tokenizer = subject
     chats = isinstance(drafter, Gemma4MTPDrafter) or re.search(r"(?i)[-_](it|instruct|chat)\b", _last(target.name))
     if tokenizer is None or getattr(tokenizer, "chat_template", None) is not None or not chats:
         return None
