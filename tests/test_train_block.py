@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.cli.app import app
+from specdec.draft_attention import block_states
 from specdec.draft_models.block.block_drafter import BlockDrafter
 from specdec.drafter_loading import load_any_drafter
 from specdec.models.target import TargetModel
@@ -42,7 +43,7 @@ def test_blocks_of_packed_rows_are_those_of_the_drafter(
     places = torch.tensor([[1, 4, 16, 17, 23, 33]])  # the documents begin at 0, 17 and 30
     with torch.no_grad():
         known = trainable.target_states(batch)
-        blocks = trainable.block_states(batch, known["states"], places)
+        blocks = block_states(head, target.embed, *batch[:2], known["states"], places)
         got = trainable.score(blocks[:, :, head.spec.first_row :])  # [B, A, D, V]
     drafter = BlockDrafter(head, target)
     seen: list[torch.Tensor] = []

@@ -20,11 +20,12 @@ import torch
 
 from specdec.attention.bridge import AttentionCall
 from specdec.attention.dense import bias_of, dense_attention
-from specdec.attention.kernels.draft_block import Order
 from specdec.attention.trees.tree import DraftTree
+from specdec.draft_attention import ChainAttention, block_states
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, DraftWorker
 from specdec.draft_models.block.block_drafter import BlockDrafter
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
+from specdec.draft_models.eagle3.head import embed_raw
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.kvcache.layer_context import ScoreOptions
 from specdec.models.probe import ProbeContext
@@ -163,75 +164,24 @@ def frozen_drafts(drafter: Drafter, text: RecordedText, roots: torch.Tensor, num
     return logits
 
 
-@dataclass(slots=True)
-class HeadText:
-    """Attention of an EAGLE-3 head: the rows of the text, then the draft's own ones, one a root and depth."""
-
-    windows: tuple[int | None, ...]
-    text_rows: torch.Tensor | None = None  # [R]: the last row of the text that each root sees; None: in order
-    depth: int = 0
-    kept: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)  # by layer, [1, heads, N, D]
-
-    def attend(self, call: AttentionCall) -> torch.Tensor:
-        rows = self.kept.setdefault(call.layer, [])
-        rows.append((call.key, call.value))
-        num_text, device = rows[0][0].shape[2], call.query.device
-        column = torch.arange(num_text, device=device)
-        last = column if self.text_rows is None else self.text_rows  # [N]
-        own = torch.eye(len(last), dtype=torch.bool, device=device)
-        seen = [column <= last[:, None], *(own for _ in rows[1:])]
-        distance = [(last + self.depth)[:, None] - column]
-        distance += [torch.full_like(own, self.depth - d, dtype=torch.long) for d in range(1, len(rows))]
-        visible, apart = torch.cat(seen, 1), torch.cat(distance, 1)
-        if (window := self.windows[call.layer]) is not None:
-            visible = visible & (apart < window)
-        k, v = (torch.cat([row[i] for row in rows], dim=2) for i in (0, 1))
-        return dense_attention(call.query, k, v, bias_of(visible[None]), scaling=call.scaling)
-
-
 def head_drafts(drafter: Drafter, text: RecordedText, roots: torch.Tensor, num_steps: int) -> list[torch.Tensor]:
     """`Dense` of EAGLE-3 heads, by the head's own modules."""
     assert isinstance(drafter, Eagle3Drafter)
-    form, context = drafter.plain, HeadText(drafter.spec.windows)
-    states = text.aux_states(drafter.aux_layers)[:-1]
-    out = form.extend(text.tokens[None, 1:], states[None], text.positions[None, :-1], context)  # type: ignore[arg-type]
-    row = roots - 1  # holds the features of r - 1 and the token r
-    state, normed = out.state[:, row], out.normed[:, row]
-    context.text_rows = row
+    head, form, row = drafter.head, drafter.plain, roots - 1  # holds the features of r - 1 and the token r
+    table: Any = form.table
+    attention = ChainAttention(head, text.positions[None])
+    hidden = head.features(text.aux_states(drafter.aux_layers)[None])
+    tokens, positions = text.tokens.roll(-1), text.positions
     logits = []
-    for depth in range(num_steps):
-        logits.append(drafter.over_vocabulary(form.logits(normed))[0])
-        if depth + 1 < num_steps:
-            context.depth = depth + 1
-            fed_back = normed if drafter.spec.norm_output else state
-            tokens, positions = text.tokens[roots + 1 + depth][None], (row + 1 + depth)[None]
-            state, normed = form.step(tokens, fed_back, positions, context)  # type: ignore[arg-type]
+    for step in range(num_steps):
+        attention.step = step
+        state = head(embed_raw(table.weight, tokens[None]), hidden, positions[None], attention)
+        if step == 0:
+            state, attention.rows = state[:, row], row
+        logits.append(drafter.over_vocabulary(form.logits(head.norm(state)))[0])
+        hidden = head.feedback(state)
+        tokens, positions = text.tokens[roots + 1 + step], row + 1 + step
     return logits
-
-
-@dataclass(frozen=True, slots=True)
-class BlocksOverText:
-    """Attention of a block at each root: K/V of the text by layer [1, heads, T, D], then the block's own."""
-
-    drafter: BlockDrafter
-    text_kv: list[tuple[torch.Tensor, torch.Tensor]]
-    positions: torch.Tensor  # [R, N] of the blocks' rows
-
-    def attend(self, call: AttentionCall) -> torch.Tensor:
-        spec, query_pos = self.drafter.spec, self.positions
-        k, v = (
-            torch.cat([text.expand(len(query_pos), -1, -1, -1), own], dim=2)
-            for text, own in zip(self.text_kv[call.layer], (call.key, call.value), strict=True)
-        )
-        text_pos = torch.arange(k.shape[2] - query_pos.shape[1], device=query_pos.device)
-        key_pos = torch.cat([text_pos.expand(len(query_pos), -1), query_pos], dim=1)  # [R, T + N]
-        seen = key_pos[:, None] < query_pos[:, :1, None]
-        seen = seen.expand(-1, query_pos.shape[1], -1).clone()  # [R, N, T + N]
-        apart = query_pos[:, :, None] - key_pos[:, None]
-        seen[:, :, len(text_pos) :] = apart[:, :, len(text_pos) :] >= 0 if spec.order is Order.CAUSAL else True
-        if (window := spec.windows[call.layer]) is not None:
-            seen &= apart < window
-        return dense_attention(call.query, k, v, bias_of(seen), scaling=call.scaling)
 
 
 def block_drafts(drafter: Drafter, text: RecordedText, roots: torch.Tensor, num_steps: int) -> list[torch.Tensor]:
@@ -239,13 +189,8 @@ def block_drafts(drafter: Drafter, text: RecordedText, roots: torch.Tensor, num_
     assert isinstance(drafter, BlockDrafter)
     head, spec, form = drafter.head, drafter.spec, drafter.plain
     levels = min(num_steps, spec.num_drafts)
-    taps = head.taps(text.aux_states(spec.aux_layers)[None])  # [1, T, H]
-    rotary = head.rotary_emb(taps, text.positions[None])
-    text_kv = [layer.self_attn.keys_values(taps, rotary) for layer in head.layers]  # type: ignore[operator, union-attr]
-    steps = torch.arange(spec.rows_for(levels), device=roots.device)
-    positions = roots[:, None] + steps
-    tokens = torch.where(steps == 0, text.tokens[roots][:, None], spec.mask_token)
-    states = form.run(tokens, positions, BlocksOverText(drafter, text_kv, positions))  # type: ignore[arg-type]
+    aux = text.aux_states(spec.aux_layers)[None]
+    [states] = block_states(head, form.table, text.tokens[None], text.positions[None], aux, roots[None])
     states = states[:, spec.first_row : spec.first_row + levels]
     logits = form.logits(states)  # [R, levels, V]
     if head.markov_head is None:

@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from specdec.draft_attention import ChainAttention
 from specdec.draft_models.checkpoint_files import TargetShape
 from specdec.draft_models.eagle3.checkpoint import write_head
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec, embed_raw
 from specdec.models.target import TargetModel
 from specdec.training.draft_loss import TargetStates, TrainableDrafter, run_target
-from specdec.training.packed_rows import Document, PackedRows, same_document
+from specdec.training.packed_rows import Document, PackedRows
 
 
 def draft_vocabulary(documents: list[Document], size: int, vocab_size: int) -> tuple[torch.Tensor | None, float]:
@@ -75,33 +76,3 @@ class TrainableEagle3(TrainableDrafter):
 
     def save(self, folder: Path) -> None:
         write_head(folder, self.module.spec, self.module.state_dict(), TargetShape.of(self.target), self.target_ids)
-
-
-class ChainAttention:
-    """`Attend` for one batch: keeps the keys and values of every step, by draft layer."""
-
-    def __init__(self, head: Eagle3Head, pos: torch.Tensor) -> None:
-        self.windows, self.scaling, self.step = head.spec.windows, head.spec.head_dim**-0.5, 0
-        self.k: list[list[torch.Tensor]] = [[] for _ in self.windows]
-        self.v: list[list[torch.Tensor]] = [[] for _ in self.windows]
-        same, self.distance = same_document(pos)
-        self.seen = same & (self.distance >= 0)  # [B, T, T]
-
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        group, length = q.shape[1] // k.shape[1], q.shape[2]
-        ks, vs = self.k[layer], self.v[layer]
-        ks.append(k.repeat_interleave(group, 1))  # [B, Hq, T, D]
-        vs.append(v.repeat_interleave(group, 1))
-        window, seen = self.windows[layer], self.seen
-        own = range(1, self.step + 1)  # steps after 0 within the window
-        if window is not None:
-            seen = seen & (self.distance + self.step < window)
-            own = range(max(1, self.step - window + 1), self.step + 1)
-        q = q * self.scaling
-        scores = [(q @ ks[0].mT).masked_fill_(~seen[:, None], -torch.inf)]
-        scores += [(q * ks[s]).sum(-1, keepdim=True) for s in own]
-        weights = torch.cat(scores, dim=-1).softmax(-1, dtype=torch.float32).to(v.dtype)
-        out = weights[..., :length] @ vs[0]
-        for column, s in enumerate(own, start=length):
-            out = out + weights[..., column, None] * vs[s]
-        return out.transpose(1, 2)

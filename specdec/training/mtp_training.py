@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig, GenerationConfig
 
+from specdec.draft_attention import same_document
 from specdec.draft_models.gemma4_mtp import constructible_assistants
 from specdec.errors import UnsupportedModelError
 from specdec.kvcache.layout import FULL_ATTENTION as FULL
 from specdec.kvcache.layout import SLIDING_ATTENTION as SLIDING
 from specdec.models.target import TargetModel
 from specdec.training.draft_loss import TargetStates, TrainableDrafter, run_target
-from specdec.training.packed_rows import PackedRows, additive, same_document
+from specdec.training.packed_rows import PackedRows, additive
 
 
 def new_assistant(

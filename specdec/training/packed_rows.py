@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from specdec.draft_attention import same_document
 from specdec.kvcache.layout import FULL_ATTENTION, SLIDING_ATTENTION
 
 QUESTION, ANSWER = 1, 2  # kind of each token; 0 is padding
@@ -76,13 +77,6 @@ def causal_masks(pos: torch.Tensor, window: int, dtype: torch.dtype) -> dict[str
     same, distance = same_document(pos)
     full = same & (distance >= 0)
     return {FULL_ATTENTION: additive(full, dtype), SLIDING_ATTENTION: additive(full & (distance < window), dtype)}
-
-
-def same_document(pos: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(whether query and key share a document [B, T, T], position of the query minus that of the key [T, T])."""
-    doc = (pos == 0).cumsum(1)
-    place = torch.arange(pos.shape[1], device=pos.device)
-    return doc[:, :, None] == doc[:, None, :], place[:, None] - place[None, :]
 
 
 def additive(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
