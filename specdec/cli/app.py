@@ -27,14 +27,12 @@ COMMANDS = {  # its line of help
     "train": "Train a drafter for a target on the target's own answers to your prompts.",
     "models": "List the bundled models and the pairs of target and drafter that are known by name.",
 }
-FUNCTIONS = {"eval": "evaluate", "models": "list_models"}
-"""Of commands whose functions are not called as they are."""
 
 
 @cache
 def load_command(name: str) -> TyperCommand:
     """A command with its options."""
-    make: MakeCommand = load("specdec.cli.commands", FUNCTIONS.get(name, name))
+    make: MakeCommand = load("specdec.cli.commands", "MAKE")[name]
     return make(name, COMMANDS[name])
 
 

@@ -20,32 +20,23 @@ MakeCommand: TypeAlias = Callable[[str, str], TyperCommand]
 """Takes a command's name and its first line of help."""
 
 
-def command(**settings: Any) -> Callable[[Callable[[Any], None]], MakeCommand]:
-    """Decorates the body of a command; the docstring is its help after the first line.
+def command(options: type[Any], body: Callable[[Any], None], help: str = "", **settings: Any) -> MakeCommand:
+    """body: receives the options. help: what follows the first line. settings: typer's, such as no_args_is_help."""
 
-    settings: typer's, such as no_args_is_help.
-    """
+    def run(**given: Any) -> None:
+        with shell_errors():
+            body(gathered(options, given))
 
-    def with_body(body: Callable[[Any], None]) -> MakeCommand:
-        [options] = [kind for name, kind in get_type_hints(body).items() if name != "return"]
+    run.__signature__ = inspect.Signature([*spread(options)])  # type: ignore[attr-defined]  # what typer reads
 
-        def run(**given: Any) -> None:
-            with shell_errors():
-                body(gathered(options, given))
+    def make(name: str, line: str) -> TyperCommand:
+        single = typer.Typer(add_completion=False)
+        single.command(name, cls=Command, help=f"{line}\n\n{help}".rstrip(), **settings)(run)
+        made = typer.main.get_command(single)
+        assert isinstance(made, TyperCommand), made
+        return made
 
-        run.__signature__ = inspect.Signature([*spread(options)])  # type: ignore[attr-defined]  # what typer reads
-
-        def make(name: str, line: str) -> TyperCommand:
-            single = typer.Typer(add_completion=False)
-            text = "\n\n".join(filter(None, (line, inspect.getdoc(body))))
-            single.command(name, cls=Command, help=text, **settings)(run)
-            made = typer.main.get_command(single)
-            assert isinstance(made, TyperCommand), made
-            return made
-
-        return make
-
-    return with_body
+    return make
 
 
 class Command(TyperCommand):

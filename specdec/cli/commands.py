@@ -1,12 +1,13 @@
-"""What the commands take, one dataclass and one function each; the files of bodies/ are what they do.
+"""What the commands take, one dataclass each, and which function of bodies/ does it.
 
 Nothing heavy is imported here: a body is loaded when its command is run.
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -38,19 +39,6 @@ class ChatOptions:
     pair: PairOptions
     sampling: SamplingNumbers
     system: str | None = option(None, "What the model is told before the first turn.")
-
-
-@command()
-def generate(options: GenerateOptions) -> None:
-    load("specdec.cli.bodies.answer", "answer")(options)
-
-
-@command()
-def chat(options: ChatOptions) -> None:
-    """/reset forgets what was said, /exit or Ctrl-D leaves, Ctrl-C ends an answer. Without a terminal each line of
-    standard input is a turn.
-    """
-    load("specdec.cli.bodies.conversation", "converse")(options)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,15 +94,6 @@ class BenchOptions:
     timing: PhaseOptions
 
 
-@command()
-def bench(options: BenchOptions) -> None:
-    """With --shape or --phases: milliseconds of each phase of a round, and how many times the memory floor that is."""
-    if options.timing.shape is not None or options.timing.phases:
-        load("specdec.cli.bodies.bench_rounds", "bench_rounds")(options)
-    else:
-        load("specdec.cli.bodies.bench_rounds", "bench_pair")(options)
-
-
 @dataclass(frozen=True, slots=True)
 class EvalNumbers(SamplingNumbers):
     """Longer answers, and the same ones every time."""
@@ -146,17 +125,6 @@ class EvalOptions:
     png_file: Path | None = option(None, "The report drawn.", "--png", metavar="FILE", callback=output_file)
 
 
-@command(no_args_is_help=True)
-def evaluate(options: EvalOptions) -> None:
-    """
-    gsm8k: accuracy, strict (`#### n`) and by the last number. mt-bench, humaneval and spec-bench: speed and acceptance
-    only, by category; answers are not judged and programs are not executed.
-
-    Several GPUs or machines: accelerate launch -m specdec.cli eval gsm8k ...
-    """
-    load("specdec.cli.bodies.bench_rounds", "evaluate_task")(options)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DoctorOptions:
     pair: PairOptions
@@ -167,16 +135,6 @@ class DoctorOptions:
     max_new_tokens: int = option(48, "Tokens of each answer.", min=8)
     raw: Raw = False
     json_file: JsonFile = None
-
-
-@command()
-def doctor(options: DoctorOptions) -> None:
-    """Reads the pair, measures how far drafts are accepted, tries the known causes one by one, and names those that
-    cost acceptance, with what to change.
-
-    Exit status: 0 if nothing is wrong, 1 if a cause is named.
-    """
-    load("specdec.cli.bodies.examine_pair", "examine_pair")(options)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,14 +171,17 @@ class ServeOptions:
     )
 
 
-@command(context_settings={"auto_envvar_prefix": PREFIX})
-def serve(options: ServeOptions) -> None:
-    load("specdec.cli.bodies.run_server", "run_server")(options)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ListOptions:
+    json_file: JsonFile = None
 
 
-@command(no_args_is_help=True)
+def body(module: str, name: str) -> Callable[[Any], None]:
+    """A function of bodies/, loaded when its command is run."""
+    return lambda options: load(f"specdec.cli.bodies.{module}", name)(options)
+
+
 def train(settings: TrainSettings) -> None:
-    """The same command goes on where it was stopped. Several GPUs: accelerate launch -m specdec.cli train ..."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     load("specdec.cli.bodies.settings", "quiet_libraries")()
     try:
@@ -230,11 +191,40 @@ def train(settings: TrainSettings) -> None:
         raise Interrupted(f"what is done is kept in {kept}, the same command goes on") from None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ListOptions:
-    json_file: JsonFile = None
-
-
-@command()
-def list_models(options: ListOptions) -> None:
-    load("specdec.cli.bodies.list_pairs", "list_pairs")(options.json_file)
+MAKE = {
+    "generate": command(GenerateOptions, body("answer", "answer")),
+    "chat": command(
+        ChatOptions,
+        body("conversation", "converse"),
+        "/reset forgets what was said, /exit or Ctrl-D leaves, Ctrl-C ends an answer. Without a terminal each line of "
+        "standard input is a turn.",
+    ),
+    "bench": command(
+        BenchOptions,
+        body("bench_rounds", "bench"),
+        "With --shape or --phases: milliseconds of each phase of a round, and how many times the memory floor that is.",
+    ),
+    "eval": command(
+        EvalOptions,
+        body("bench_rounds", "evaluate_task"),
+        "gsm8k: accuracy, strict (`#### n`) and by the last number. mt-bench, humaneval and spec-bench: speed and "
+        "acceptance only, by category; answers are not judged and programs are not executed.\n\n"
+        "Several GPUs or machines: accelerate launch -m specdec.cli eval gsm8k ...",
+        no_args_is_help=True,
+    ),
+    "doctor": command(
+        DoctorOptions,
+        body("examine_pair", "examine_pair"),
+        "Reads the pair, measures how far drafts are accepted, tries the known causes one by one, and names those that "
+        "cost acceptance, with what to change.\n\nExit status: 0 if nothing is wrong, 1 if a cause is named.",
+    ),
+    "serve": command(ServeOptions, body("run_server", "run_server"), context_settings={"auto_envvar_prefix": PREFIX}),
+    "train": command(
+        TrainSettings,
+        train,
+        "The same command goes on where it was stopped. Several GPUs: accelerate launch -m specdec.cli train ...",
+        no_args_is_help=True,
+    ),
+    "models": command(ListOptions, body("list_pairs", "list_pairs")),
+}
+"""Makes each command, by its name."""

@@ -36,6 +36,10 @@ WIDE = 220
 """Columns of a table that is written to a file or a pipe."""
 
 
+def bench(options: BenchOptions) -> None:
+    (bench_rounds if options.timing.shape is not None or options.timing.phases else bench_pair)(options)
+
+
 def bench_rounds(options: BenchOptions) -> None:
     prepare_output(options.pair)
     asked, json_file = options.timing, options.json_file

@@ -2,14 +2,15 @@
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 
+from specdec.cli.commands import ListOptions
 from specdec.evaluation.output_files import STDOUT, write_file
 from specdec.models.bundled import BUNDLED_DIR, BUNDLED_NAMES
 from specdec.models.published import PAIRS_BY_TITLE, pair_table, text_table
 
 
-def list_pairs(json_file: Path | None) -> None:
+def list_pairs(options: ListOptions) -> None:
+    json_file = options.json_file
     if json_file is not None:
         pairs = {title: [asdict(pair) for pair in listed] for title, listed in PAIRS_BY_TITLE.items()}
         sizes = {name: {"bytes": size_of(name), "folder": str(BUNDLED_DIR / name)} for name in BUNDLED_NAMES}
