@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from specdec.errors import ConfigError, QueueFullError, StoppingError
@@ -43,47 +44,44 @@ def settle(future: Future[T], function: Callable[[], T]) -> None:
 
 
 class FairPool:
-    """`threads` daemon threads, started when they are needed; they never keep a process from ending."""
+    """Daemon threads, which never keep a process from ending. One is started for a job that may begin where none rests;
+    it takes others after it, and rests where there is none."""
 
     def __init__(self, threads: int, name: str) -> None:
         assert threads > 1
         self._threads = threads
         self._name = name
-        self._queues: OrderedDict[str, deque[Job[Any]]] = OrderedDict()  # the next client to be served first
+        self._queues: OrderedDict[str, deque[Job[Any]]] = OrderedDict()  # none is empty; the next client's is first
         self._running: Counter[str] = Counter()  # jobs of each client that are under way and not given up
-        self._alive = 0  # threads whose job is not given up, idle ones included
-        self._idle = 0
-        self._all = 0
+        self._alive = 0  # threads, those of jobs that were given up included
+        self._resting: list[SimpleQueue[Job[Any] | None]] = []  # where threads that rest wait for a job
         self._closed = False
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
 
     def submit(self, function: Callable[[], T]) -> "Job[T]":
         """Raises StoppingError when it is closed."""
         job = Job(function, CLIENT.get())
-        with self._changed:
+        with self._lock:
             if self._closed:
                 raise StoppingError("this engine is closed; make a new one")
             self._queues.setdefault(job.client, deque()).append(job)
             self._staff()
-            self._changed.notify_all()
         return job
 
     def give_up(self, job: "Job[Any]") -> bool:
         """Its caller no longer waits for it. -> was it dropped before it began?"""
-        with self._changed:
+        with self._lock:
             if job.future.done() or job.given_up:
                 return False
             job.given_up = True
-            if not job.begun:
-                self._queues[job.client].remove(job)
-                self._forget_empty(job.client)
-                job.future.cancel()
-                return True
-            self._forget_running(job.client)
-            self._alive -= 1
-            self._staff()
-            self._changed.notify_all()
-            return False
+            if job.begun:
+                self._running -= Counter((job.client,))
+                self._staff()
+                return False
+            self._queues[job.client].remove(job)
+            if not self._queues[job.client]:
+                del self._queues[job.client]
+            return job.future.cancel()
 
     async def wait_for(self, job: "Job[T]", seconds: float | None = None) -> T:
         """As `result`; the job is given up when that raises, or its task is cancelled."""
@@ -112,65 +110,53 @@ class FairPool:
 
     def shutdown(self) -> None:
         """Take no more, drop what has not begun, wait for nothing."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             left = [job for queue in self._queues.values() for job in queue]
             self._queues.clear()
-            self._changed.notify_all()
+            for inbox in self._resting:
+                inbox.put(None)
         for job in left:
             job.future.cancel()
 
     def _staff(self) -> None:
-        waiting = sum(map(len, self._queues.values()))
-        if waiting > self._idle and self._alive < self._threads and self._all < MAX_EXTRA * self._threads:
+        """A thread for a job that may begin."""
+        if not self._resting and self._alive >= MAX_EXTRA * self._threads:
+            return
+        job = self._take()
+        if job is not None and self._resting:
+            self._resting.pop().put(job)
+        elif job is not None:
             self._alive += 1
-            self._all += 1
-            threading.Thread(target=self._work, name=self._name, daemon=True).start()
+            threading.Thread(target=self._work, args=(job,), name=self._name, daemon=True).start()
 
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._idle += 1
-                self._changed.wait_for(lambda: self._closed or self._next_client() is not None)
-                self._idle -= 1
-                client = self._next_client()
-                if client is None:  # closed
-                    self._alive -= 1
-                    self._all -= 1
-                    return
-                job = self._queues[client].popleft()
-                if self._queues[client]:
-                    self._queues.move_to_end(client)
-                self._forget_empty(client)
-                job.begun = job.future.set_running_or_notify_cancel()
-                self._running[client] += 1
-            if job.begun:
-                settle(job.future, job.function)
-            if self._end(job):
-                return
-            del job  # and with it what its function holds
-
-    def _end(self, job: "Job[Any]") -> bool:
-        """-> is this thread one too many, as another took its place?"""
-        with self._changed:
-            if not job.given_up:
-                self._forget_running(job.client)
-                self._changed.notify_all()
-            elif self._alive < self._threads:
-                self._alive += 1
-            else:
-                self._all -= 1
-                return True
-            return False
-
-    def _next_client(self) -> str | None:
-        return next((client for client in self._queues if self._running[client] < self._threads - 1), None)
-
-    def _forget_empty(self, client: str) -> None:
+    def _take(self) -> "Job[Any] | None":
+        """The next job that may begin now."""
+        full = self._running.total() >= self._threads
+        client = next((name for name in self._queues if not full and self._running[name] < self._threads - 1), None)
+        if client is None:
+            return None
+        job = self._queues[client].popleft()
+        self._queues.move_to_end(client)
         if not self._queues[client]:
             del self._queues[client]
+        job.begun = job.future.set_running_or_notify_cancel()
+        self._running[client] += 1
+        return job
 
-    def _forget_running(self, client: str) -> None:
-        self._running[client] -= 1
-        if not self._running[client]:
-            del self._running[client]
+    def _work(self, job: "Job[Any] | None") -> None:
+        inbox: SimpleQueue[Job[Any] | None] = SimpleQueue()
+        while job is not None:
+            if job.begun:
+                settle(job.future, job.function)
+            with self._lock:
+                if not job.given_up:
+                    self._running -= Counter((job.client,))
+                job = self._take()  # and let go of what the last one's function holds
+                rests = job is None and not self._closed and len(self._resting) < self._threads
+                if rests:
+                    self._resting.append(inbox)
+            if rests:
+                job = inbox.get()
+        with self._lock:
+            self._alive -= 1
