@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections import deque
+from queue import SimpleQueue
 from typing import Any, Literal
 
 from specdec.serving.async_engine import AsyncEngine
@@ -43,64 +43,60 @@ class JsonFormatter(logging.Formatter):
 
 
 class NonBlockingHandler(logging.Handler):
-    """Writes to a file descriptor on a daemon thread. written, dropped: lines so far."""
+    """Writes to a file descriptor on a daemon thread. dropped: lines so far."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__()
         self.descriptor = descriptor
-        self.written = self.dropped = 0
-        self._lines: deque[bytes] = deque()
-        self._bytes = 0
-        self._unsaid = 0  # dropped, and the log does not say so yet
-        self._changed = threading.Condition()
-        self._writing = False
+        self.dropped = 0
+        self._lines: SimpleQueue[bytes | threading.Event] = SimpleQueue()
+        self._queued = self._written = 0  # bytes so far, each counted by one thread
         self._thread: threading.Thread | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Under the handler's lock, as `logging` calls it."""
         try:
             line = (self.format(record) + "\n").encode("utf-8", "backslashreplace")
         except Exception:
             self.handleError(record)
             return
-        with self._changed:
-            if self._bytes + len(line) > MAX_QUEUED_BYTES:
-                self.dropped += 1
-                self._unsaid += 1
-                return
-            self._lines.append(line)
-            self._bytes += len(line)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="specdec-log", daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
+        if self._queued - self._written + len(line) > MAX_QUEUED_BYTES:
+            self.dropped += 1
+            return
+        self._queued += len(line)
+        self._lines.put(line)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="specdec-log", daemon=True)
+            self._thread.start()
 
     def flush(self) -> None:
         """Wait until what is queued is written, for at most CLOSE_SECONDS."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._lines and not self._writing, CLOSE_SECONDS)
+        if self._thread is not None:
+            reached = threading.Event()
+            self._lines.put(reached)
+            reached.wait(CLOSE_SECONDS)
 
     def close(self) -> None:
         self.flush()
         super().close()
 
     def _run(self) -> None:
+        said = 0  # of those that were dropped
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._lines)
-                batch, count = b"".join(self._lines), len(self._lines)
-                self._lines.clear()
-                self._writing = True
-                if self._unsaid:
-                    text = "%d lines of this log were dropped: its reader is too slow"
-                    record = logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, (self._unsaid,), None)
-                    batch += (self.format(record) + "\n").encode()
-                    self._unsaid = 0
+            taken = [self._lines.get()]
+            while not self._lines.empty():
+                taken.append(self._lines.get())
+            batch = b"".join(each for each in taken if isinstance(each, bytes))
             self._write(batch)
-            with self._changed:
-                self._bytes = sum(map(len, self._lines))  # what was written counted until now
-                self.written += count
-                self._writing = False
-                self._changed.notify_all()
+            self._written += len(batch)
+            if unsaid := self.dropped - said:
+                text = "%d lines of this log were dropped: its reader is too slow"
+                record = logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, (unsaid,), None)
+                self._write((self.format(record) + "\n").encode())
+                said += unsaid
+            for each in taken:
+                if isinstance(each, threading.Event):
+                    each.set()
 
     def _write(self, batch: bytes) -> None:
         """All of it; without a reader it is lost."""
