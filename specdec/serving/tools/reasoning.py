@@ -60,70 +60,47 @@ class ReasoningReader:
     def feed(self, text: str, *, finished: bool = False) -> tuple[str, str]:
         """(reasoning, content) that more of the text adds; what may be the beginning of a marker waits."""
         self._held += text
-        reasoning: list[str] = []
-        content: list[str] = []
-        while self._step(reasoning, content, finished):
+        said = {True: "", False: ""}  # within thoughts, and outside
+        while self._read_marker(said):
             pass
-        return "".join(reasoning), "".join(content)
-
-    def _step(self, reasoning: list[str], content: list[str], finished: bool) -> bool:
-        """Take what is certain out of what is held. -> a marker was read, so look again"""
-        if self._thinks:
-            if self._fresh and self._opening():  # it says so although it is clear
-                return True
-            before, marker, after = self._held.partition(self._format.closes)
-            if marker:
-                self._give(reasoning, before.rstrip())
-                self._thinks, self._fresh, self._may_open, self._held = False, True, self._format.again, after
-                return True
-            ready = self._ready([self._format.closes, *([self._format.opens] if self._fresh else [])], finished)
-            self._give(reasoning, self._taken(ready, keep_space=not finished))
-            return False
-        if self._may_open and self._opening():
-            self._thinks = True
-            return True
-        if self._may_open and self._format.again and self._format.opens in self._held:
-            before, _, self._held = self._held.partition(self._format.opens)
-            self._give(content, before)
-            self._thinks = self._fresh = True
-            return True
-        ready = self._ready([self._format.opens] if self._may_open else [], finished)
-        if ready:
-            waits = self._fresh and not self._held[:ready].strip() and not finished
-            self._give(content, "" if waits else self._taken(ready))
-        if not self._fresh and not self._format.again:
+        opens, closes = self._format.opens, self._format.closes
+        markers = [*([closes] * self._thinks), *([opens] * (self._fresh if self._thinks else self._may_open))]
+        ready = self._held if finished else self._held[: self._ready(markers)]
+        if not finished and (self._thinks or (self._fresh and not ready.strip())):
+            ready = ready.rstrip()  # a marker may follow, which white space belongs to
+        self._held = self._held[len(ready) :]
+        self._give(said, ready)
+        if not (self._thinks or self._fresh or self._format.again):
             self._may_open = False
-        return False
+        return said[True], said[False]
 
-    def _opening(self) -> bool:
-        """Does what is held begin with the opening marker? Then it is taken."""
-        stripped = self._held.lstrip()
-        if not stripped.startswith(self._format.opens):
+    def _read_marker(self, said: dict[bool, str]) -> bool:
+        """-> one was read, with what stands before it"""
+        stripped, form = self._held.lstrip(), self._format
+        if self._fresh and (self._thinks or self._may_open) and stripped.startswith(form.opens):
+            self._thinks, self._held = True, stripped[len(form.opens) :]  # some say it although it is clear
+            return True
+        marker = form.closes if self._thinks else form.opens
+        before, found, after = self._held.partition(marker)
+        if not found or not (self._thinks or (self._may_open and form.again)):
             return False
-        self._held, self._fresh = stripped[len(self._format.opens) :], True
+        self._give(said, before.rstrip() if self._thinks else before)
+        if self._thinks:
+            self._may_open = form.again
+        self._thinks, self._fresh, self._held = not self._thinks, True, after
         return True
 
-    def _ready(self, markers: Sequence[str], finished: bool) -> int:
+    def _ready(self, markers: Sequence[str]) -> int:
         """Characters that are no beginning of a marker."""
-        if finished:
-            return len(self._held)
         longest, count = max(map(len, markers), default=1), len(self._held)
         sizes = range(min(longest - 1, count), 0, -1)
         begun = (size for size in sizes if any(marker.startswith(self._held[-size:]) for marker in markers))
         return count - next(begun, 0)
 
-    def _taken(self, ready: int, *, keep_space: bool = False) -> str:
-        """The first `ready` characters; of thoughts, not the white space at their end, which a marker may follow."""
-        text = self._held[:ready]
-        if keep_space:
-            text = text.rstrip()
-        self._held = self._held[len(text) :]
-        return text
-
-    def _give(self, pieces: list[str], text: str) -> None:
+    def _give(self, said: dict[bool, str], text: str) -> None:
         """White space after a marker is dropped, unless no marker was there."""
         if self._fresh and (self._thinks or not self._may_open or self._format.again):
             text = text.lstrip()
         if text:
             self._fresh = False
-            pieces.append(text)
+            said[self._thinks] += text
