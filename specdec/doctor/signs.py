@@ -44,7 +44,7 @@ def rope_of_assistant(drafter: Gemma4MTPDrafter, subject: Subject) -> Sign | Non
     target = subject.target
     config = drafter.assistant.config.get_text_config()
     own, theirs = (getattr(each, "rope_parameters", None) or {} for each in (config, target.config))
-    wrong = {}
+    wrong: dict[str, Any] = {}
     for kind in sorted(set(config.layer_types)):
         one, other = own.get(kind), theirs.get(kind)
         if isinstance(one, dict) and isinstance(other, dict):
