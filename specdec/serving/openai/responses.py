@@ -6,21 +6,22 @@ of a key, then of all, make room for new ones.
 
 import hashlib
 import json
+import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from specdec.errors import ConfigError, SpecDecError
+from specdec.errors import SpecDecError
 from specdec.runtime.request import GenerationOutput, RequestStats, StreamDelta
 from specdec.serving.http.api_keys import bearer_token
 from specdec.serving.http.bodies import BodyRoute
-from specdec.serving.http.events import EventStream, event, json_response, while_connected
+from specdec.serving.http.events import EventStream, event
 from specdec.serving.http.faults import ApiError, as_api_error
 from specdec.serving.openai.chat_completions import Chat
 from specdec.serving.openai.logprob_shapes import chat_logprobs
@@ -28,7 +29,6 @@ from specdec.serving.openai.protocol import Reasoning, ResponsesRequest, Text, T
 from specdec.serving.openai.reply import MakeReply, Reply
 from specdec.serving.openai.response_events import ResponseBuilder
 from specdec.serving.openai.response_input import chat_request, messages_of
-from specdec.serving.openai.sampling_fields import blaming
 from specdec.serving.openai.text_answer import usage_of
 from specdec.serving.state import ServeState, State
 from specdec.serving.streams import Streams
@@ -50,10 +50,11 @@ class Stored:
 
 
 class ResponseStore:
-    """Used on one event loop, so without a lock."""
+    """Used by the event loop, and by threads that put whole answers into words."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[str, str], tuple[Stored, int]] = OrderedDict()  # by key and id, oldest first
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -63,24 +64,27 @@ class ResponseStore:
         return sum(size for _, size in self._kept.values())
 
     def get(self, key: str, response_id: str) -> Stored | None:
-        found = self._kept.get((key, response_id))
-        if found is None:
-            return None
-        self._kept.move_to_end((key, response_id))
-        return found[0]
+        with self._lock:
+            found = self._kept.get((key, response_id))
+            if found is None:
+                return None
+            self._kept.move_to_end((key, response_id))
+            return found[0]
 
     def put(self, key: str, stored: Stored) -> None:
         """Keep it, unless it alone is larger than a key may have."""
         size = stored.num_bytes()
         if size > min(MAX_KEY_BYTES, MAX_BYTES):
             return
-        self._kept[key, stored.response["id"]] = stored, size
-        self._make_room([place for place in self._kept if place[0] == key], MAX_PER_KEY, MAX_KEY_BYTES)
-        self._make_room(list(self._kept), MAX_RESPONSES, MAX_BYTES)
+        with self._lock:
+            self._kept[key, stored.response["id"]] = stored, size
+            self._make_room([place for place in self._kept if place[0] == key], MAX_PER_KEY, MAX_KEY_BYTES)
+            self._make_room(list(self._kept), MAX_RESPONSES, MAX_BYTES)
 
     def delete(self, key: str, response_id: str) -> bool:
         """-> was it there?"""
-        return self._kept.pop((key, response_id), None) is not None
+        with self._lock:
+            return self._kept.pop((key, response_id), None) is not None
 
     def _make_room(self, places: list[tuple[str, str]], most: int, most_bytes: int) -> None:
         """Drop the first of these until that many, and that many bytes, are left."""
@@ -97,11 +101,7 @@ AS_ASKED = ("instructions", "max_output_tokens", "max_tool_calls", "previous_res
 
 @router.post("/v1/responses", response_model=None)
 async def create_response(body: ResponsesRequest, request: Request, state: State) -> Response:
-    answer = ResponseAnswer(body, state, _store(request), _key(request))
-    try:
-        return await while_connected(request.receive, answer.answer())
-    except ConfigError as error:
-        raise blaming(error, answer.chat.body, {"response_format": "text.format"}) from error
+    return await ResponseAnswer(body, state, _store(request), _key(request)).respond(request)
 
 
 @router.get("/v1/responses/{response_id}")
@@ -124,34 +124,42 @@ async def delete_response(response_id: str, request: Request) -> dict[str, Any]:
     return {"id": response_id, "object": "response", "deleted": True}
 
 
-class ResponseAnswer:
-    """One request. Raises ApiError where it cannot be served."""
+class NamedEvents(EventStream):
+    """Each event with its name, and no end mark: the last one says that it is the last."""
 
-    def __init__(self, body: ResponsesRequest, state: ServeState, store: ResponseStore, key: str) -> None:
-        self.body = body
+    last = b""
+
+    @staticmethod
+    def encode(data: dict[str, Any]) -> bytes:
+        kind = data.get("type")
+        return (f"event: {kind}\n".encode() if isinstance(kind, str) else b"") + event(data)
+
+
+class ResponseAnswer(Chat):
+    """One request, whose chat is answered. Raises ApiError where it cannot be served."""
+
+    events = NamedEvents
+    renamed: Mapping[str, str] = {"response_format": "text.format"}
+
+    def __init__(self, asked: ResponsesRequest, state: ServeState, store: ResponseStore, key: str) -> None:
+        self.asked = asked
         self._store = store
         self._key = key
         self._messages: list[dict[str, Any]] = []
-        if body.previous_response_id is not None:
-            before = store.get(key, body.previous_response_id)
+        if asked.previous_response_id is not None:
+            before = store.get(key, asked.previous_response_id)
             if before is None:
-                raise _unknown(body.previous_response_id, "previous_response_id")
+                raise _unknown(asked.previous_response_id, "previous_response_id")
             self._messages += before.messages
-        self._messages += messages_of(body.items)
-        self.chat = Chat(chat_request(body, self._messages), state)
-        self._builder = ResponseBuilder(self._head(state))
+        self._messages += messages_of(asked.items)
+        super().__init__(chat_request(asked, self._messages), state)
+        self._builder = ResponseBuilder(self._response())
 
-    async def answer(self) -> Response:
-        """The response, whole or begun."""
-        streams, make_reply = await self.chat.submit()
-        if self.body.stream:
-            return NamedEvents(streams, self._events(streams, make_reply))
-        async with streams:
-            [output] = await streams.outputs()
-            reply = make_reply()
-            self._builder.add(reply.read_output(output), self._logprobs(output))
-            self._end(reply, output, output.stats)
-            return json_response(self._builder.response)
+    def _whole(self, outputs: list[GenerationOutput], make_reply: MakeReply) -> dict[str, Any]:
+        [output], reply = outputs, make_reply()
+        self._builder.add(reply.read_output(output), self._scores(output))
+        self._end(reply, output, output.stats)
+        return self._builder.response
 
     async def _events(self, streams: Streams, make_reply: MakeReply) -> AsyncIterator[dict[str, Any]]:
         reply, builder = make_reply(), self._builder
@@ -159,7 +167,7 @@ class ResponseAnswer:
             yield each
         try:
             async for _, delta in streams:
-                for each in builder.add(reply.read(delta), self._logprobs(delta)):
+                for each in builder.add(reply.read(delta), self._scores(delta)):
                     yield each
                 if delta.output is not None:
                     for each in self._end(reply, delta.output, streams.stats(0)):
@@ -174,19 +182,19 @@ class ResponseAnswer:
         cut = reply.finish_reason(output) == "length"
         details = {"incomplete_details": {"reason": "max_output_tokens"}} if cut else {}
         events = self._builder.end("incomplete" if cut else "completed", self._usage(stats), **details)
-        if self.body.store is not False:
+        if self.asked.store is not False:
             messages = self._messages + messages_of(self._builder.output)
-            self._store.put(self._key, Stored(self._builder.response, self.body.items, messages))
+            self._store.put(self._key, Stored(self._builder.response, self.asked.items, messages))
         return events
 
-    def _logprobs(self, of: GenerationOutput | StreamDelta) -> list[Any]:
-        wanted = of.logprobs if self.body.wants_logprobs and of.logprobs else ()
-        return list(chat_logprobs(self.chat.tokenizer, wanted)["content"])
+    def _scores(self, of: GenerationOutput | StreamDelta) -> list[Any]:
+        wanted = of.logprobs if self.asked.wants_logprobs and of.logprobs else ()
+        return list(chat_logprobs(self.tokenizer, wanted)["content"])
 
     def _usage(self, stats: RequestStats) -> dict[str, Any]:
-        usage = usage_of(self.chat.prompts, [stats], self.chat.state)
+        usage = usage_of(self.prompts, [stats], self.state)
         thoughts = [item["content"][0]["text"] for item in self._builder.output if item["type"] == "reasoning"]
-        thought = self.chat.tokenizer("".join(thoughts), add_special_tokens=False)["input_ids"] if thoughts else []
+        thought = self.tokenizer("".join(thoughts), add_special_tokens=False)["input_ids"] if thoughts else []
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": usage["prompt_tokens_details"] or {"cached_tokens": 0},
@@ -195,8 +203,8 @@ class ResponseAnswer:
             "total_tokens": usage["total_tokens"],
         }
 
-    def _head(self, state: ServeState) -> dict[str, Any]:
-        body, defaults = self.body, state.settings.defaults
+    def _response(self) -> dict[str, Any]:
+        body, defaults = self.asked, self.settings.defaults
         text, reasoning = body.text or Text(), body.reasoning or Reasoning()
         form = text.format or TextFormat()
         choice = body.tool_choice if isinstance(body.tool_choice, str | None) else body.tool_choice.model_dump()
@@ -209,7 +217,7 @@ class ResponseAnswer:
             "background": False,
             "error": None,
             "incomplete_details": None,
-            "model": state.model_name(body.model),
+            "model": self.head["model"],
             "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "reasoning": {"effort": reasoning.effort, "summary": None},
@@ -226,17 +234,6 @@ class ResponseAnswer:
             "metadata": body.metadata or {},
             **{name: getattr(body, name) for name in AS_ASKED},
         }
-
-
-class NamedEvents(EventStream):
-    """Each event with its name, and no end mark: the last one says that it is the last."""
-
-    last = b""
-
-    @staticmethod
-    def encode(data: dict[str, Any]) -> bytes:
-        kind = data.get("type")
-        return (f"event: {kind}\n".encode() if isinstance(kind, str) else b"") + event(data)
 
 
 def _store(request: Request) -> ResponseStore:

@@ -75,13 +75,12 @@ def require_logprobs(count: int, param: str = "logprobs") -> int:
     return count
 
 
-def blaming(error: ConfigError, body: SamplingFields, renamed: Mapping[str, str] | None = None) -> Exception:
-    """The same, with the field of the body where the grammar is at fault. renamed: fields by the name that they have
-    in the body of the request, where it is not this one."""
+def blaming(error: ConfigError, body: SamplingFields, renamed: Mapping[str, str]) -> Exception:
+    """The same, with the field of the body where the grammar is at fault, as it is called to the client."""
     field, message = next(iter(_asked(body)), None), str(error)
     if field is None or not message.startswith(GRAMMARS):
         return error
-    return refused((renamed or {}).get(field, field), message, "invalid_value")
+    return refused(renamed.get(field, field), message, "invalid_value")
 
 
 def _speculation(body: SamplingFields, own: SpecConfig) -> SpecConfig | bool | None:

@@ -9,7 +9,7 @@ import asyncio
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from fastapi import Request
@@ -34,6 +34,9 @@ class TextAnswer(ABC):
     """One request. Choice number i is sample i % n of prompt i // n."""
 
     chunk_kind: str
+    events: type[EventStream] = EventStream
+    renamed: Mapping[str, str] = {}
+    """Fields of the body by the name that they have in what was asked, where it is not this one."""
 
     def __init__(self, body: SamplingFields, state: ServeState, prefix: str, kind: str) -> None:
         self.body = body
@@ -56,7 +59,7 @@ class TextAnswer(ABC):
         try:
             return await while_connected(request.receive, self._answer())
         except ConfigError as error:
-            raise blaming(error, self.body) from error
+            raise blaming(error, self.body, self.renamed) from error
 
     @abstractmethod
     async def submit(self) -> tuple[Streams, MakeReply]:
@@ -98,7 +101,7 @@ class TextAnswer(ABC):
     async def _answer(self) -> Response:
         streams, make_reply = await self.submit()
         if self.body.stream:
-            return EventStream(streams, self._events(streams, make_reply))
+            return self.events(streams, self._events(streams, make_reply))
         async with streams:
             outputs = await streams.outputs()
             return await asyncio.to_thread(lambda: json_response(self._whole(outputs, make_reply)))
