@@ -5,6 +5,7 @@ rows. Texts may be packed into rows: position 0 begins one. A drafter learns wit
 every place of an answer.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 from specdec.draft_models.block.block_head import BlockHead
 from specdec.draft_models.eagle3.head import Eagle3Head
+from specdec.draft_models.head_spec import Attend
 
 
 def same_document(pos: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -19,6 +21,11 @@ def same_document(pos: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     doc = (pos == 0).cumsum(1)
     place = torch.arange(pos.shape[1], device=pos.device)
     return doc[:, :, None] == doc[:, None, :], place[:, None] - place[None, :]
+
+
+def in_float32(attend: Attend) -> Attend:
+    """The same with scores that are not rounded, as kernels have them: for a reference in 16 bits."""
+    return lambda layer, q, k, v: attend(layer, q.float(), k.float(), v.float()).to(q.dtype)
 
 
 class ChainAttention:
@@ -58,7 +65,13 @@ class ChainAttention:
 
 
 def block_states(
-    head: BlockHead, table: nn.Module, ids: torch.Tensor, pos: torch.Tensor, states: torch.Tensor, places: torch.Tensor
+    head: BlockHead,
+    table: nn.Module,
+    ids: torch.Tensor,
+    pos: torch.Tensor,
+    states: torch.Tensor,
+    places: torch.Tensor,
+    form: Callable[[Attend], Attend] = lambda attend: attend,
 ) -> torch.Tensor:
     """A block at each of `places` [B, A] of texts [B, T], from the target's states [B, T, L * H] -> [B, A, K, H]."""
     spec = head.spec
@@ -66,7 +79,7 @@ def block_states(
     tokens = torch.where(steps == 0, ids.gather(1, places)[:, :, None], spec.mask_token)  # [B, A, K]
     block_pos = pos.gather(1, places)[:, :, None] + steps
     embeds = table(tokens.flatten(1)).to(head.fc.weight.dtype)
-    attention = BlocksAttention(head, pos, head.taps(states), places)
+    attention = form(BlocksAttention(head, pos, head.taps(states), places))
     out: torch.Tensor = head(embeds, block_pos.flatten(1), attention).unflatten(1, (-1, spec.block_size))
     return out
 
@@ -89,7 +102,7 @@ class BlocksAttention:
         rows, group = self.spec.block_size, q.shape[1] // k.shape[1]
         attention: Any = self.head.layers[layer].self_attn
         old_k, old_v, k, v = (
-            x.repeat_interleave(group, 1) for x in (*attention.keys_values(self.taps, self.rotary), k, v)
+            x.to(q.dtype).repeat_interleave(group, 1) for x in (*attention.keys_values(self.taps, self.rotary), k, v)
         )
         q, k, v = (x.unflatten(2, (-1, rows)) for x in (q * self.spec.scaling, k, v))  # [B, Hq, A, K, D]
         seen = self.before[:, :, None].expand(-1, -1, rows, -1)  # [B, A, K, T]

@@ -21,7 +21,7 @@ import torch
 from specdec.attention.bridge import AttentionCall
 from specdec.attention.dense import bias_of, dense_attention
 from specdec.attention.trees.tree import DraftTree
-from specdec.draft_attention import ChainAttention, block_states
+from specdec.draft_attention import ChainAttention, block_states, in_float32
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, DraftWorker
 from specdec.draft_models.block.block_drafter import BlockDrafter
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
@@ -175,7 +175,7 @@ def head_drafts(drafter: Drafter, text: RecordedText, roots: torch.Tensor, num_s
     logits = []
     for step in range(num_steps):
         attention.step = step
-        state = head(embed_raw(table.weight, tokens[None]), hidden, positions[None], attention)
+        state = head(embed_raw(table.weight, tokens[None]), hidden, positions[None], in_float32(attention))
         if step == 0:
             state, attention.rows = state[:, row], row
         logits.append(drafter.over_vocabulary(form.logits(head.norm(state)))[0])
@@ -190,7 +190,7 @@ def block_drafts(drafter: Drafter, text: RecordedText, roots: torch.Tensor, num_
     head, spec, form = drafter.head, drafter.spec, drafter.plain
     levels = min(num_steps, spec.num_drafts)
     aux = text.aux_states(spec.aux_layers)[None]
-    [states] = block_states(head, form.table, text.tokens[None], text.positions[None], aux, roots[None])
+    [states] = block_states(head, form.table, text.tokens[None], text.positions[None], aux, roots[None], in_float32)
     states = states[:, spec.first_row : spec.first_row + levels]
     logits = form.logits(states)  # [R, levels, V]
     if head.markov_head is None:
