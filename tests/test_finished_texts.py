@@ -17,10 +17,11 @@ from specdec.draft_models.suffix import SuffixWorker, newest_tokens
 from specdec.errors import ConfigError
 from specdec.kvcache.table import Rows
 
-from marks import deep
+from marks import deep, examples
 
 CPU = torch.device("cpu")
 SALTS = (b"", b"one", b"other")
+NEW = examples(24, 40)
 
 
 def store_of(*texts, size=1000, num_rows=4):
@@ -197,14 +198,14 @@ def test_before_the_text_is_no_token():
 @pytest.mark.parametrize("spec", [SpecConfig(5), SpecConfig(4, 3, 12)], ids=["chain", "tree"])
 def test_a_prompt_that_was_answered_is_drafted_from_its_answer(spec, make_target, make_engine, random_prompt):
     model, prompt = make_target("gemma4-e2b"), random_prompt(12)
-    params = SamplingParams(max_new_tokens=40, temperature=1.0, seed=3)
+    params = SamplingParams(max_new_tokens=NEW, temperature=1.0, seed=3)
     rounds = {}
     for kept in (0, 500):
         engine = make_engine(model, "suffix", spec=spec, finished_tokens=kept)
         first, again = (engine.generate([prompt], params)[0] for _ in range(2))
         assert first.token_ids == again.token_ids
         rounds[kept] = again.stats.rounds
-    assert rounds[500] <= 1 + -(-40 // 6) < rounds[0]
+    assert rounds[500] <= 1 + -(-NEW // 6) < rounds[0]
 
 
 def test_captured_rounds_see_what_finished_after_they_were_captured(
@@ -212,7 +213,7 @@ def test_captured_rounds_see_what_finished_after_they_were_captured(
 ):
     monkeypatch.setattr(specdec.engine, "capture_for", lambda *_: record)
     engine = make_engine(make_target("gemma4-e2b"), "suffix", spec=SpecConfig(5), max_batch_size=2, finished_tokens=500)
-    params = SamplingParams(max_new_tokens=40, temperature=1.0, seed=3)
+    params = SamplingParams(max_new_tokens=NEW, temperature=1.0, seed=3)
     outs = [engine.generate([random_prompt(12)], params)[0] for _ in range(2)]
     assert outs[0].token_ids == outs[1].token_ids
     assert outs[1].stats.rounds < 10 < outs[0].stats.rounds
@@ -224,7 +225,7 @@ def test_a_salt_keeps_texts_from_others(make_target, make_engine, random_prompt)
     engine = make_engine(model, "suffix", spec=SpecConfig(5), finished_tokens=500)
     rounds = []
     for salt in ("a", "b", "a", None):
-        params = SamplingParams(max_new_tokens=40, temperature=1.0, seed=3, cache_salt=salt)
+        params = SamplingParams(max_new_tokens=NEW, temperature=1.0, seed=3, cache_salt=salt)
         rounds.append(engine.generate([prompt], params)[0].stats.rounds)
     assert rounds[2] < 10 < min(rounds[0], rounds[1], rounds[3])
     assert rounds[0] == rounds[1] == rounds[3]

@@ -24,7 +24,7 @@ from specdec.runtime.adaptive.draft_ladder import draft_ladder
 from specdec.runtime.rounds.result import DraftShape
 from specdec.runtime.rounds.round_shapes import NO_DRAFT
 
-from marks import deep, deep_cases, each_value, pairs, usual
+from marks import deep, deep_cases, each_value, examples, pairs, usual
 from tiny_models import FAMILIES
 
 CHAIN, TREE = SpecConfig(4, adaptive=True), SpecConfig(3, 3, 12, adaptive=True)
@@ -121,13 +121,13 @@ def took(shape):
     return 1 + 0.05 * (shape.num_nodes - 1) + (0.0 if shape.by_lookup else 0.15 * shape.num_steps)
 
 
-def simulated(shapes, loads, rounds=8000):
+def simulated(shapes, loads):
     """Tokens a second of a choice between these shapes. loads: (chance of the model, of the lookup) of each request,
     one after the other, 100 tokens each."""
     choice = DraftChoice(shapes, 2)
     choice.cost.timed[1] = np.array([took(shape) for shape in shapes])
     draw, total, tokens, left, request = np.random.default_rng(0), 0.0, 0, 0, -1
-    for _ in range(rounds):
+    for _ in range(examples(3000, 8000)):
         if left <= 0:
             request, left = request + 1, 100
             choice.begin(rows(1))
@@ -190,7 +190,7 @@ def test_catching_up_is_no_cost_of_a_lookup():
 @pytest.mark.parametrize(("model", "shape", "temperature"), each_value(pairs(MODELS, ["chain", "tree"], [0.0, 0.8])))
 def test_no_token_depends_on_who_drafts(model, shape, temperature):
     spec = CHAIN if shape == "chain" else TREE
-    params = SamplingParams(max_new_tokens=60, ignore_eos=True, temperature=temperature, seed=5)
+    params = SamplingParams(max_new_tokens=examples(30, 60), ignore_eos=True, temperature=temperature, seed=5)
     with Engine.from_pretrained("tiny-gemma4", config=CONFIG) as plain:
         want = [out.token_ids for out in plain.generate(prompts(plain), params)]
     with Engine.from_pretrained("tiny-gemma4", [model, "suffix"], spec=spec, config=CONFIG) as engine:
@@ -201,7 +201,7 @@ def test_no_token_depends_on_who_drafts(model, shape, temperature):
 
 def test_the_bits_of_logits_do_not_depend_on_who_drafts_or_what_was_answered(make_target, make_engine, random_prompt):
     model, asked = make_target("gemma4-e2b"), [random_prompt(n, seed=n) for n in (5, 20, 20)]
-    params = SamplingParams(max_new_tokens=30, logprobs=2)
+    params = SamplingParams(max_new_tokens=examples(22, 30), logprobs=2)
     plain = make_engine(model, None, deterministic=True, max_model_len=128).generate(asked, params)
     target = TargetModel(model, deterministic=True)
     drafter = ModelAndLookup(LanguageModelDrafter(TargetModel(make_target("llama")), target), SuffixDrafter())
@@ -272,7 +272,8 @@ def test_a_model_that_caught_up_drafts_as_if_it_had_read_along(shape, looked_up,
     """`looked_up` rounds by lookup between two of the model. Of a text of one token all drafts are right."""
     spec, repeats = SHAPES[shape], said == "one token"
     config = EngineConfig(max_batch_size=1, max_model_len=300)
-    params = SamplingParams(max_new_tokens=100, ignore_eos=True, logit_bias={7: 100.0} if repeats else None)
+    count = 100 if repeats else examples(50, 100)
+    params = SamplingParams(max_new_tokens=count, ignore_eos=True, logit_bias={7: 100.0} if repeats else None)
     seen = []
     for lags in (True, False):
         with Engine.from_pretrained("tiny-gemma4", [model, "suffix"], spec=spec, config=config) as engine:
@@ -311,7 +312,7 @@ def test_the_prefix_cache_keeps_no_page_that_the_model_has_not_read():
 @pytest.mark.parametrize("spec", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("model", ["tiny-gemma4-mtp", "tiny-gemma4-eagle3"])
 def test_drafts_are_those_that_each_makes_alone(model, spec):
-    params = SamplingParams(max_new_tokens=40, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=examples(20, 40), ignore_eos=True)
     outs = {}
     for drafter, number in ((f"{model},suffix", -3), (f"{model},suffix", -1), (model, -1), ("suffix", -1)):
         with Engine.from_pretrained("tiny-gemma4", drafter, spec=spec, config=CONFIG) as engine:
@@ -327,7 +328,7 @@ def test_drafts_are_those_that_each_makes_alone(model, spec):
 def test_captured_rounds_of_both_give_the_same_tokens(model, monkeypatch):
     """All drafts are captured when the engine is made, and none later."""
     config = EngineConfig(max_batch_size=2, max_model_len=200, finished_tokens=300, device="cpu")
-    params = SamplingParams(max_new_tokens=40, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=examples(16, 40), ignore_eos=True)
     outputs = []
     for captured in (False, True):
         monkeypatch.setattr(specdec.engine, "capture_for", lambda *_, on=captured: record if on else None)

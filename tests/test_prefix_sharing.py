@@ -219,7 +219,7 @@ def test_64_requests_make_a_common_prefix_once(build, greedy_oracle, random_prom
     ]
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("page_size", [deep(1), 16])
 def test_64_requests_with_a_head_that_looks_ahead(page_size, build, random_prompt):
     engine = build(
         DRAFTERS["eagle3-tree"], max_batch_size=64, prefill_chunk=128, max_model_len=600, page_size=page_size

@@ -42,6 +42,7 @@ def without_tokenizer(tmp_path) -> Path:
 # dtypes
 
 
+@pytest.mark.usefixtures("shallow_pair")
 @deep_cases("bfloat16-torch_dtype", "bf16-torch_dtype")
 @pytest.mark.parametrize("name", ["torch_dtype", "dtype"])
 @pytest.mark.parametrize("value", [torch.bfloat16, "bfloat16", "bf16"])
@@ -60,6 +61,7 @@ def test_dtypes_that_disagree_are_refused(config, options):
     assert "leave one out" in str(error.value)
 
 
+@pytest.mark.usefixtures("shallow_pair")
 def test_dtypes_that_agree_are_taken():
     engine = load(config=EngineConfig(dtype="bf16", max_model_len=64), dtype="bfloat16", torch_dtype=torch.bfloat16)
     assert engine.target.dtype is torch.bfloat16

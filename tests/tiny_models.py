@@ -3,6 +3,7 @@
 A plugin of conftest.py. A model is cached for the session, so a test that changes one asks for a fresh one.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,6 +69,7 @@ from specdec.models import bundled
 from specdec.models.target import TargetModel
 from specdec.modules.private_copy import text_configs
 
+from greedy_truth import Truth
 from marks import deep, each_value, is_deep, pairs, slow
 from proved_models import SHARED
 
@@ -366,16 +368,17 @@ def hf_forward() -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
-def greedy_oracle(hf_forward: Callable[..., Any]) -> Callable[..., list[int]]:
+def greedy_oracle(hf_forward: Callable[..., Any]) -> Callable[..., Sequence[int]]:
     """greedy_oracle(model, ids, n, guess=()): the n tokens of greedy decoding, by full HF forwards without a cache.
 
     One forward for each token, or one over `ids` and a guess (what an engine says) for all of it that is right: the
-    tokens are the same whatever the guess is.
+    tokens are the same whatever the guess is. Without a guess, of a model that nobody changes, what they are compared
+    with first is one.
     """
     known: dict[tuple[int, tuple[int, ...]], list[int]] = {}
     alive: list[PreTrainedModel] = []  # an id is only a key while its model lives
 
-    def oracle(model: PreTrainedModel, ids: Sequence[int], n: int, guess: Sequence[int] = ()) -> list[int]:
+    def tokens(model: PreTrainedModel, ids: Sequence[int], n: int, guess: Sequence[int]) -> list[int]:
         out = known.setdefault((id(model), tuple(ids)), [])
         alive.append(model)
         if len(out) < len(guess):
@@ -386,6 +389,11 @@ def greedy_oracle(hf_forward: Callable[..., Any]) -> Callable[..., list[int]]:
         while len(out) < n:
             out.append(int(hf_forward(model, [*ids, *out]).logits[0, -1].argmax()))
         return out[:n]
+
+    def oracle(model: PreTrainedModel, ids: Sequence[int], n: int, guess: Sequence[int] = ()) -> Sequence[int]:
+        if guess or id(model) not in SHARED:
+            return tokens(model, ids, n, guess)
+        return Truth(functools.partial(tokens, model, list(ids), n))
 
     return oracle
 
