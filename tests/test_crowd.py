@@ -69,7 +69,7 @@ def crowd(make_target, make_assistant, make_engine) -> Callable[[int, int], Crow
 
 USUAL = [("mtp-tree", "sanitized"), ("eagle3-tree", "")]  # what others do in a crowd, trees of a model do, too
 SMALL, LARGE = "small", "large"
-SIZES = {SMALL: (examples(24, 60), 24), LARGE: (200, 200)}  # requests, longest
+SIZES = {SMALL: (examples(16, 60), 24), LARGE: (200, 200)}  # requests, longest
 FULL = os.environ.get("SPECDEC_CROWD") == "full"  # takes six minutes
 
 

@@ -26,11 +26,12 @@ from specdec.models.bundled import HELD_OUT_PROBLEMS, resolve_name
 from specdec.progress import Interrupted
 from specdec.text.prompt_files import Problem, read_prompts
 
-from marks import deep
+from marks import deep, examples
 from processes import run, run_ranks, start
 
 PAIR = ("tiny-gemma4", "tiny-gemma4-mtp")
-SMALL = {"limit": 7, "compare": True, "params": SamplingParams(16), "config": EngineConfig(max_batch_size=2)}
+NEW = examples(8, 16)
+SMALL = {"limit": 7, "compare": True, "params": SamplingParams(NEW), "config": EngineConfig(max_batch_size=2)}
 COMMAND = (
     "eval",
     "gsm8k",
@@ -38,7 +39,7 @@ COMMAND = (
     "7",
     "--compare",
     "--max-new-tokens",
-    "16",
+    str(NEW),
     "--batch-size",
     "2",
     "--fixed-drafts",
@@ -562,7 +563,7 @@ def test_every_setting_that_changes_an_output_is_compared(report, folder):
     for change in (
         {"limit": 6},
         {"params": SamplingParams(15)},
-        {"params": SamplingParams(16, temperature=0.5)},
+        {"params": SamplingParams(NEW, temperature=0.5)},
         {"config": EngineConfig(max_batch_size=1)},
         {"instruction": "Think."},
         {"shots": 1},

@@ -73,7 +73,7 @@ COMPARING = (
     "demo.py --count 1",
     deep("gemma4_mtp.py --compare"),
     deep("eagle3.py --compare"),
-    "hf_drop_in.py",
+    "hf_drop_in.py --max-new-tokens 32",
     deep("batch_stream.py --compare --limit 3 --batch-size 2 --max-new-tokens 40"),
 )
 

@@ -10,7 +10,7 @@ from specdec.kvcache.index_spaces import FullLoc, Space
 from specdec.kvcache.layout import KVLayout, LayerSpec
 from specdec.kvcache.table import FROZEN_EXTRA_KEYS, Move
 
-from marks import deep_cases, slow
+from marks import deep_cases, examples, slow
 from snapshots import kv_contents
 
 PAGE_SIZES = pytest.mark.parametrize("page_size", [1, 3, 4])
@@ -387,8 +387,8 @@ def test_evict_treats_each_row_by_its_own_length(page_size: int):
 @deep_cases("1", "4")
 @pytest.mark.parametrize("page_size", [slow(1), slow(3), 4])
 def test_a_long_request_holds_a_window_of_swa_pages(page_size: int):
-    """1000 rounds: the SWA pool stays at the size of window, slack, lookahead and rounding, whatever the length."""
-    rounds, lookahead, retain = 1000, 5, 7
+    """However many rounds: the SWA pool stays at the size of window, slack, lookahead and rounding."""
+    rounds, lookahead, retain = examples(400, 1000), 5, 7
     limit = -(-(retain + 2 * page_size - 1 + lookahead + page_size - 1) // page_size)
     table = make(
         page_size,
