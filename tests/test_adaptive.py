@@ -304,7 +304,7 @@ def plain_tokens(params):
         return [out.token_ids for out in plain.generate(prompts(plain), params)]
 
 
-@deep_cases("tiny-gemma4-mtp-chain-0.0")
+@deep_cases("tiny-gemma4-mtp-chain-0.0", "suffix-chain-0.0")
 @pytest.mark.parametrize(
     ("drafter", "shape", "temperature"),
     each_value(

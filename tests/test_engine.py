@@ -12,7 +12,7 @@ from specdec import SamplingParams, SpecDecError
 from specdec.errors import CapacityError, ConfigError
 from specdec.runtime.scheduler import slots_needed
 
-from marks import deep, each_value, examples, pairs, slow
+from marks import deep, deep_cases, each_value, examples, pairs, slow
 
 NEW = 16
 
@@ -156,7 +156,7 @@ def test_text_of_split_characters(make_target, make_engine, random_prompt, byte_
     """Random bytes: most are broken characters. What is streamed is what the whole decodes to."""
     model = make_target("llama", vocab_size=257)
     engine = make_engine(model, "ngram", tokenizer=byte_tokenizer)
-    for seed in range(5):
+    for seed in range(examples(3, 5)):
         prompt = random_prompt(6, seed=seed, vocab=256)
         deltas = list(
             engine.stream(prompt, SamplingParams(max_new_tokens=30, temperature=1.5, seed=seed, ignore_eos=True))
@@ -459,6 +459,7 @@ def test_a_pool_of_just_the_slots_of_a_request_serves_it_and_a_smaller_one_refus
 # what it leaves behind
 
 
+@deep_cases("eager-gemma4-multimodal", "eager-llama")
 @pytest.mark.parametrize("name", ["gemma4-e2b", slow("gemma4-multimodal"), slow("gpt_oss"), "llama"])
 @pytest.mark.parametrize("implementation", [slow("eager"), "sdpa"])
 def test_the_model_is_as_it_was(name, implementation, make_target, make_assistant, make_engine, random_prompt):

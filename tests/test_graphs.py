@@ -85,7 +85,7 @@ def test_captured_rounds_give_the_same_tokens(drafter, spec, pool, graphs) -> No
     """More requests than rows join and leave four rows; the short pools preempt some of them, with rounds under way."""
     name = {"mtp": "tiny-gemma4-mtp", "eagle3": "tiny-gemma4-eagle3"}.get(drafter, drafter)
     config = EngineConfig(max_batch_size=4, max_model_len=96, device="cpu", **pool)  # where the tape can record
-    asked = requests(examples(8, 12))
+    asked = requests(examples(6, 12))
     outputs = []
     for on in (False, True):
         graphs(on)
@@ -166,7 +166,7 @@ def test_any_load_takes_few_shapes(small_engine) -> None:
     draw = random.Random(0)
     shapes = set()
     for states in (FinalStates.LAST, FinalStates.NONE):
-        for _ in range(2000):
+        for _ in range(examples(500, 2000)):
             tokens = int(2 ** draw.uniform(0, 12))
             runs = draw.randint(1, min(tokens, 256))
             shape = graphs.bucket(runs, tokens, states)

@@ -206,7 +206,7 @@ def test_a_resumed_request_drafts_from_its_last_state(make_target, engine, rando
     assert seen[0] == seen[1] and len(seen[0]) > 2
 
 
-@pytest.mark.parametrize("case", range(examples(6, 60)))
+@pytest.mark.parametrize("case", range(examples(4, 60)))
 def test_random_loads(case, make_target, engine, random_prompt, greedy_oracle):
     """Chunks, pages, pools that are too small, prompts that begin alike, scores, every drafter that can skip."""
     draw = random.Random(case)

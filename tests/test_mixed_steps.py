@@ -102,7 +102,7 @@ def test_where_nobody_decodes_prompts_of_a_few_steps_are_read_in_one(engine_for,
     assert chunks_of(engine) == {0: 8, 1: 2, 2: 0, 3: 0, 4: 0}
 
 
-@deep_cases("None-eager", "eagle3-captured")
+@deep_cases("None-eager", "eagle3-captured", "eagle3-eager")
 @BOTH
 @pytest.mark.parametrize("drafter", [None, deep("ngram"), deep("mtp"), slow("eagle3")])
 def test_prompts_under_way_settle_nothing_but_what_is_due(

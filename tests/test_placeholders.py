@@ -21,6 +21,8 @@ from specdec.models.target import TargetModel
 from specdec.training.draft_loss import run_target
 from specdec.training.packed_rows import PackedRows
 
+from marks import deep
+
 IMAGE, VIDEO, AUDIO, BEGIN = 60, 61, 62, 63
 PLAIN = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 PLAIN |= {"pad_token_id": 3, "eos_token_id": None, "bos_token_id": None}
@@ -131,7 +133,7 @@ def test_tokens_are_those_of_transformers(drafter, deterministic, model):
         assert out.token_ids == want.tolist(), ids
 
 
-@pytest.mark.parametrize("drafter", [None, "ngram", "suffix"])
+@pytest.mark.parametrize("drafter", [None, deep("ngram"), "suffix"])
 def test_tokens_after_such_ids_in_the_output_are_those_of_transformers(drafter, model):
     """The model may write few other tokens, so that its output has them in many places."""
     allowed = [IMAGE, AUDIO, 9, 10]

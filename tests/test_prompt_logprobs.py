@@ -24,7 +24,7 @@ from specdec.runtime.prompt_scores import PromptScores
 from specdec.runtime.rounds.prompt_scoring import score_chunk
 from specdec.sampling.log_probs import TokenScores
 
-from marks import deep, deep_cases
+from marks import deep, deep_cases, examples
 from tiny_models import VOCAB, random_eagle3
 
 pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
@@ -179,6 +179,7 @@ DRAFTERS: dict[str, tuple[Any, SpecConfig]] = {
 }
 
 
+@deep_cases("ngram")
 @pytest.mark.parametrize("case", DRAFTERS)
 def test_a_drafter_changes_no_score(case, make_target, make_assistant, make_engine, random_prompt, hf_forward):
     drafter, spec = DRAFTERS[case]
@@ -208,12 +209,13 @@ def test_preempted_requests_have_all_their_scores(
         prefix_cache=prefix_cache,
     )  # fmt: skip
     prompts = [random_prompt(length, seed=seed) for seed, length in enumerate((30, 27, 33, 5, 29, 31))]
-    params = SamplingParams(max_new_tokens=20, prompt_logprobs=4, n=2)
+    count = examples(14, 20)
+    params = SamplingParams(max_new_tokens=count, prompt_logprobs=4, n=2)
     outs = engine.generate(prompts, params)
     assert engine.stats().preemptions > 0
     for out in outs:
         assert_right(model, out, hf_forward)
-    expected = make_engine(model).generate(prompts, SamplingParams(max_new_tokens=20))
+    expected = make_engine(model).generate(prompts, SamplingParams(max_new_tokens=count))
     assert [out.token_ids for out in outs[::2]] == [out.token_ids for out in expected]
     engine.table.check()
     assert engine.scheduler.idle and engine.table.allocator.full.held_pages == 0

@@ -50,7 +50,7 @@ def top_n_sigma_on_paper(n):
 
 
 def transformers_log_p(params, logits, history):
-    """logits [K, V] of one request through HF's processors, in the order in which generate applies them."""
+    """logits [..., V] of one request through HF's processors, in the order in which generate applies them."""
     steps = LogitsProcessorList()
     if params.repetition_penalty != 1.0:
         steps.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
@@ -63,7 +63,8 @@ def transformers_log_p(params, logits, history):
         steps.append(TopPLogitsWarper(params.top_p))
     if params.min_p:
         steps.append(MinPLogitsWarper(params.min_p))
-    return steps(torch.tensor([history] * len(logits)), logits.clone()).log_softmax(-1)
+    rows = logits.reshape(-1, logits.shape[-1])
+    return steps(torch.tensor([history] * len(rows)), rows.clone()).log_softmax(-1).view_as(logits)
 
 
 FILTERS = [

@@ -26,8 +26,8 @@ def modes_and_configs(model: torch.nn.Module) -> list[object]:
     return found
 
 
-@deep_cases("mtp-40")
-@pytest.mark.parametrize(("drafter", "count"), [deep(None, 40), ("ngram", 40), slow("mtp", 40), deep("mtp", 120)])
+@deep_cases("mtp-24")
+@pytest.mark.parametrize(("drafter", "count"), [deep(None, 40), ("ngram", 24), slow("mtp", 24), deep("mtp", 120)])
 def test_eight_threads_share_an_engine(
     drafter, count, make_target, make_assistant, make_engine, greedy_oracle, random_prompt
 ):
