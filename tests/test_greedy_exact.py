@@ -60,8 +60,13 @@ def test_the_oracle_believes_no_guess(right, make_target, random_prompt, greedy_
     for _ in range(14):
         want.append(int(hf_forward(model, [*prompt, *want]).logits[0, -1].argmax()))
     guess = [*want[:right], *((token + 1) % 96 for token in want[right:12])]
+    assert (
+        (guess == greedy_oracle(model, prompt, 12)) is ([guess] == [greedy_oracle(model, prompt, 12)]) is (right == 12)
+    )
     assert greedy_oracle(model, prompt, 5, guess) == want[:5]
-    assert greedy_oracle(model, prompt, 14) == want
+    truth = greedy_oracle(model, prompt, 14)
+    assert truth == want != guess and truth != want[:13] and list(truth) == want == truth[:]
+    assert prompt + truth == [*prompt, *want] and truth + prompt == [*want, *prompt]
 
 
 @pytest.mark.parametrize(

@@ -28,26 +28,28 @@ LIMIT = 4 << 20
 VALUES = LIMIT // bodies.BYTES_PER_VALUE
 MESSAGES = '"messages": [{"role": "user", "content": "hi"}]'
 FILLED = {
-    "zeros as messages": '{"messages": [' + "0," * 2_000_000 + "0]}",
-    "zeros as stops": "{" + MESSAGES + ', "stop": [' + "0," * 2_000_000 + "0]}",
-    "zeros as ids": '{"prompt": [' + "0," * 2_000_000 + "0]}",
-    "half a million zeros as stops": "{" + MESSAGES + ', "stop": [' + "0," * 500_000 + "0]}",
-    "half a million zeros as stop ids": "{" + MESSAGES + ', "stop_token_ids": [' + '"a",' * 500_000 + "0]}",
-    "empty messages": '{"messages": [' + "{}," * 1_300_000 + "{}]}",
-    "thirty thousand empty messages": '{"messages": [' + "{}," * 16_000 + "{}]}",
-    "arrays in arrays": '{"messages": [' + "[]," * 1_300_000 + "[]]}",
-    "unknown fields": "{" + MESSAGES + "".join(f', "x{i}": 0' for i in range(300_000)) + "}",
-    "unknown fields of a message": '{"messages": [{"role": "user"'
-    + "".join(f',"{i}":0' for i in range(400_000))
-    + "}]}",
-    "biases": "{" + MESSAGES + ', "logit_bias": {"0": 0' + "".join(f',"{i}":"a"' for i in range(300_000)) + "}}",
-    "wrong parts": '{"messages": [{"role": "user", "content": [' + "0," * 500_000 + "0]}]}",
-    "tools": "{" + MESSAGES + ', "tools": [' + "{}," * 30_000 + "{}]}",
-    "depth": '{"messages": ' + "[" * 2_000_000 + "]" * 2_000_000 + "}",
-    "numbers": "{" + MESSAGES + ', "seed": ' + "9" * 4_000_000 + "}",
-    "a key": "{" + MESSAGES + ', "' + "k" * 4_000_000 + '": 0}',
-    "half": '{"messages": [{"role": "user", "content": "' + "a" * 4_000_000,
-    "short texts": '{"messages": ["' + '","'.join("ab" for _ in range(800_000)) + '"]}',
+    "zeros as messages": lambda: '{"messages": [' + "0," * 2_000_000 + "0]}",
+    "zeros as stops": lambda: "{" + MESSAGES + ', "stop": [' + "0," * 2_000_000 + "0]}",
+    "zeros as ids": lambda: '{"prompt": [' + "0," * 2_000_000 + "0]}",
+    "half a million zeros as stops": lambda: "{" + MESSAGES + ', "stop": [' + "0," * 500_000 + "0]}",
+    "half a million zeros as stop ids": lambda: "{" + MESSAGES + ', "stop_token_ids": [' + '"a",' * 500_000 + "0]}",
+    "empty messages": lambda: '{"messages": [' + "{}," * 1_300_000 + "{}]}",
+    "thirty thousand empty messages": lambda: '{"messages": [' + "{}," * 16_000 + "{}]}",
+    "arrays in arrays": lambda: '{"messages": [' + "[]," * 1_300_000 + "[]]}",
+    "unknown fields": lambda: "{" + MESSAGES + "".join(f', "x{i}": 0' for i in range(300_000)) + "}",
+    "unknown fields of a message": lambda: (
+        '{"messages": [{"role": "user"' + "".join(f',"{i}":0' for i in range(400_000)) + "}]}"
+    ),
+    "biases": lambda: (
+        "{" + MESSAGES + ', "logit_bias": {"0": 0' + "".join(f',"{i}":"a"' for i in range(300_000)) + "}}"
+    ),
+    "wrong parts": lambda: '{"messages": [{"role": "user", "content": [' + "0," * 500_000 + "0]}]}",
+    "tools": lambda: "{" + MESSAGES + ', "tools": [' + "{}," * 30_000 + "{}]}",
+    "depth": lambda: '{"messages": ' + "[" * 2_000_000 + "]" * 2_000_000 + "}",
+    "numbers": lambda: "{" + MESSAGES + ', "seed": ' + "9" * 4_000_000 + "}",
+    "a key": lambda: "{" + MESSAGES + ', "' + "k" * 4_000_000 + '": 0}',
+    "half": lambda: '{"messages": [{"role": "user", "content": "' + "a" * 4_000_000,
+    "short texts": lambda: '{"messages": ["' + '","'.join("ab" for _ in range(800_000)) + '"]}',
 }
 
 
@@ -62,7 +64,7 @@ def refused(raw, model=ChatRequest, values=VALUES):
 @pytest.mark.parametrize("name", FILLED)
 def test_a_large_body_is_refused_at_its_first_mistake_within_ten_times_its_size(name):
     """Two million zeros made an error object each: minutes on the event loop, and 2.5 GB."""
-    raw = FILLED[name].encode()
+    raw = FILLED[name]().encode()
     tracemalloc.start()
     try:
         refused(raw, CompletionRequest if name == "zeros as ids" else ChatRequest)
@@ -184,7 +186,7 @@ def test_large_bodies_are_parsed_off_the_loop_and_the_loop_goes_on(server, monke
     assert post(server, ASKED | {"user": "x" * 200_000}).status_code == 200
     assert len(seen) == 1 and seen[0].startswith("specdec-bodies")
     for name in ("zeros as messages", "half a million zeros as stops", "unknown fields"):
-        answer = post(server, FILLED[name])
+        answer = post(server, FILLED[name]())
         assert answer.status_code == 400 and answer.json()["error"]["message"]
     assert all(name.startswith("specdec-bodies") for name in seen)
 

@@ -131,7 +131,7 @@ def test_idle_time_is_what_no_span_covers():
 def test_gaps_are_zero_for_the_models_own_tokens(make_target, greedy_oracle):
     model = make_target("gemma4-e2b")
     prompt = list(range(5, 25))
-    output = greedy_oracle(model, prompt, 6)
+    output = list(greedy_oracle(model, prompt, 6))
     assert output_gaps(model, prompt, output).tolist() == [0.0] * 6
 
 
@@ -156,7 +156,7 @@ def test_gaps_do_not_depend_on_the_chunks_of_the_reference(make_target, monkeypa
 def test_one_wrong_token_fails(make_target, greedy_oracle):
     model = make_target("llama")
     prompt = [5, 6, 7]
-    output = greedy_oracle(model, prompt, 5)
+    output = list(greedy_oracle(model, prompt, 5))
     assert check_parity(model, [prompt], [output]).passed
     wrong = [*output[:3], (output[3] + 1) % 96, output[4]]
     failed = check_parity(model, [prompt, prompt], [output, wrong])

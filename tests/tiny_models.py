@@ -379,8 +379,10 @@ def greedy_oracle(hf_forward: Callable[..., Any]) -> Callable[..., Sequence[int]
     alive: list[PreTrainedModel] = []  # an id is only a key while its model lives
 
     def tokens(model: PreTrainedModel, ids: Sequence[int], n: int, guess: Sequence[int]) -> list[int]:
-        out = known.setdefault((id(model), tuple(ids)), [])
-        alive.append(model)
+        if (key := (id(model), tuple(ids))) not in known:
+            known[key] = []
+            alive.append(model)
+        out = known[key]
         if len(out) < len(guess):
             best = hf_forward(model, [*ids, *guess]).logits[0, len(ids) - 1 : -1].argmax(-1).tolist()
             wrong = (i for i, (token, guessed) in enumerate(zip(best, guess, strict=True)) if token != guessed)
