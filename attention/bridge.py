@@ -170,9 +170,10 @@ class ForwardContext:
         kept_k, kept_v, space = self.view.layer(layer)
         attend = self.attention[space, self.windows[layer]]
         shape = self.plan.positions.shape  # of a tile there may be more rows than B * N, and the rest is padding
-        query = q[: shape.numel()].view(*shape, *q.shape[1:]).transpose(1, 2)  # [B, Hq, N, D]
+        num_rows, num_queries = q.shape[0], shape.numel()
+        query = q[:num_queries].view(*shape, *q.shape[1:]).transpose(1, 2)  # [B, Hq, N, D]
         out = attend(query, kept_k, kept_v, **options).flatten(0, 1)  # [B * N, Hq, D]
-        return out if len(out) == len(q) else pad(out, (0, 0, 0, 0, 0, len(q) - len(out)))
+        return out if num_rows == num_queries else pad(out, (0, 0, 0, 0, 0, num_rows - num_queries))
 
     def _attend_on_ranks(self, layer: int, q: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
         """`attend_rows` for a model on rank 0 that reads K/V which are lent: every rank attends with the queries of the

@@ -97,6 +97,23 @@ def test_a_few_drafts_tell_an_easy_row_from_a_hard_one():
     assert np.allclose(one_draft, [1 + 5 / 6, 1 + 1 / 5])
 
 
+@pytest.mark.parametrize(("alike", "after_three_wrong"), [(True, 16 / 35), (False, 1 / 5)])
+def test_where_requests_are_alike_a_few_drafts_tell_little(alike, after_three_wrong):
+    """Forty requests that all accept every second draft, or of which every second accepts all; then one begins with
+    three wrong ones: its odds are 16 : 19, or 1 : 4."""
+    chances = DraftChances(draft_ladder(CHAIN), num_rows=1)
+    one, most = rows(1), np.array([1])
+    chances._right[:], chances._tried[:] = 5e8, 1e9
+    for request in range(40):
+        for turn in range(20):
+            chances.learn(1, one, np.array([(turn if alike else request) % 2]), most)
+        chances.begin(one)
+    for _ in range(3):
+        chances.learn(1, one, np.array([0]), most)
+    one_draft = chances.tokens(one, most)[0, 1, 0] - 1
+    assert one_draft == pytest.approx(after_three_wrong, abs=1e-3)
+
+
 def test_rows_differ_by_what_they_accepted_and_begin_anew():
     chances = DraftChances(draft_ladder(CHAIN), num_rows=2)
     for _ in range(30):

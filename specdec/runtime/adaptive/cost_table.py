@@ -148,6 +148,8 @@ class CostTable:
 
 def _between(timed: Mapping[int, Level], size: int, unknown: float) -> float:
     """Seconds of this size, from those of others; in front of and behind all of them half of it is in proportion."""
+    if size in timed:
+        return timed[size].value
     if not timed:
         return unknown
     sizes = sorted(timed)

@@ -13,6 +13,8 @@ Everything lies by row of the request table; a row begins anew with each request
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
+from math import lgamma
 
 import numpy as np
 import numpy.typing as npt
@@ -32,9 +34,15 @@ BRANCHES = 1.5
 KEEP, MEMORY = 1 - 1 / 512, 1000
 """Of the engine's counts, what a round leaves, and how many drafts of a depth are remembered at most."""
 
-ROW_WEIGHT, ROW_MEMORY = 1.0, (128, 16)
-"""Drafts that the engine's chances count for in a row's odds, few since requests differ much; and most drafts that a
-row remembers of a model, and of a lookup beside it: text is copied in runs."""
+ROW_WEIGHTS = 1.0, 4.0, 16.0
+"""How many drafts the engine's chances may count for in a row's odds: few where requests differ much, as is assumed
+first, many where they are alike."""
+
+KEEP_SCORES, MARGIN = 0.98, 3.0
+"""What a finished request leaves of the log likelihoods of these weights, and by how much one must beat the first."""
+
+ROW_MEMORY = 128, 16
+"""Drafts that a row remembers at most of a model, and of a lookup beside it: text is copied in runs."""
 
 BESIDE_WEIGHT = 16.0
 """That of a model beside a lookup. What does not run is not seen again for long: with 1 a few unlucky drafts at its
@@ -54,8 +62,9 @@ class DraftChances:
         self._class_of = np.array([found.index(kind) for kind in kinds])
         self._chain_of = np.array([found.index(_chain(kind)) for kind in found])  # [C]: the chains of the same drafter
         self._source_of = np.array([int(kind.by_lookup) for kind in found])  # [C]: 0 the model, 1 the lookup
-        of_model = BESIDE_WEIGHT if self._source_of.any() else ROW_WEIGHT
-        self._weight = np.array([of_model, ROW_WEIGHT])  # [source]
+        self._has_lookup = bool(self._source_of.any())
+        self._scores = np.zeros(len(ROW_WEIGHTS))  # log likelihoods of finished requests
+        self._weight = np.array([BESIDE_WEIGHT if self._has_lookup else ROW_WEIGHTS[0], ROW_WEIGHTS[0]])  # [source]
         self._depth_of = [shape.depth for shape in shapes]
         classes, most = len(found), max(self._depth_of)
         self._levels = np.arange(most)
@@ -63,44 +72,55 @@ class DraftChances:
         self._nothing = np.array(self._depth_of) == 0
         self._right = np.zeros((classes, most))  # [C, D]: accepted,
         self._tried = np.zeros((classes, most))  # of those whose parent was
+        self._chance: FloatArray | None = None  # None: counts have changed
         # [source, 4, R]: accepted and rejected drafts, and how many the engine's chances foretold
         self._row = np.zeros((2, 4, num_rows))
 
     def begin(self, rows: IntArray) -> None:
-        """These rows [B] have new requests."""
+        """These rows [B] have new requests; what the ones before accepted tells how much requests differ."""
+        if not self._has_lookup:
+            for row in rows.tolist():
+                if (counts := self._row[0, :, row].tolist())[2]:
+                    self._scores = KEEP_SCORES * self._scores + [_likelihood(weight, *counts) for weight in ROW_WEIGHTS]
+            best = int(self._scores.argmax())
+            self._weight[0] = ROW_WEIGHTS[best if self._scores[best] > self._scores[0] + MARGIN else 0]
         self._row[:, :, rows] = 0
 
     @property
     def chance(self) -> FloatArray:
         """[C, D]"""
+        if self._chance is not None:
+            return self._chance
         prior = PRIOR[self._source_of][:, None]
         chain = ((self._right + PRIOR_WEIGHT * prior) / (self._tried + PRIOR_WEIGHT))[self._chain_of]
         is_chain = self._chain_of == np.arange(len(self._chain_of))
         prior = np.where(is_chain[:, None], prior, 1 - (1 - chain) ** BRANCHES)
-        chance: FloatArray = (self._right + PRIOR_WEIGHT * prior) / (self._tried + PRIOR_WEIGHT)
-        return chance
+        self._chance = (self._right + PRIOR_WEIGHT * prior) / (self._tried + PRIOR_WEIGHT)
+        return self._chance
 
     def learn(self, shape: int, rows: IntArray, accepted: IntArray, most: IntArray) -> None:
         """A round with the draft of that number: rows [B] accepted so many [B], and could accept at most `most` [B]."""
         kind, depth = self._class_of[shape], self._depth_of[shape]
-        level = self._levels[:depth]
-        right = level < accepted[:, None]  # [B, D]
-        tried = (level <= accepted[:, None]) & (level < most[:, None])
-        chance = self.chance[kind, :depth]
-        right &= tried
-        foretold = (tried * chance).sum(axis=1)
+        limit = np.minimum(most, depth)
+        num_right = np.minimum(accepted, limit)  # [B]
+        num_tried = np.minimum(accepted + 1, limit)  # one more was rejected, if there was one
+        foretold = np.array([0.0, *accumulate(self.chance[kind, :depth].tolist())])[num_tried]
         source = self._source_of[kind]
-        of_row = self._row[source]
-        of_row[:, rows] += (right.sum(axis=1), (tried & ~right).sum(axis=1), foretold, tried.sum(axis=1) - foretold)
-        of_row[:, rows] *= np.where(of_row[:2, rows].sum(axis=0) > ROW_MEMORY[source], 0.5, 1.0)
-        self._right[kind, :depth] += right.sum(axis=0)
-        self._tried[kind, :depth] += tried.sum(axis=0)
+        counts = self._row[source][:, rows]  # [4, B]
+        counts += (num_right, num_tried - num_right, foretold, num_tried - foretold)
+        counts *= np.where(counts[0] + counts[1] > ROW_MEMORY[source], 0.5, 1.0)
+        self._row[source][:, rows] = counts
+        level = self._levels[:depth, None]
+        self._right[kind, :depth] += np.count_nonzero(level < num_right, axis=1)
+        self._tried[kind, :depth] += np.count_nonzero(level < num_tried, axis=1)
+        self._chance = None
 
     def fade(self) -> None:
         """A round has gone by."""
         kept = np.minimum(KEEP, MEMORY / np.maximum(self._tried, 1))
         self._right *= kept
         self._tried *= kept
+        self._chance = None
 
     def tokens(self, rows: IntArray, most: IntArray) -> FloatArray:
         """[2, K, B]: what each draft is expected to bring each row, the bonus included, where a row accepts at most
@@ -122,6 +142,18 @@ class DraftChances:
         tokens = brought[:, :, self._class_of, self._last_level].swapaxes(1, 2)
         tokens[:, self._nothing] = 1.0
         return tokens
+
+
+def _likelihood(weight: float, right: float, wrong: float, foretold: float, foretold_wrong: float) -> float:
+    """Logarithm of how likely a row's drafts were if rows spread about the engine's chance as a Beta distribution does
+    that counts for twice `weight` drafts."""
+    chance = foretold / (foretold + foretold_wrong)
+    a, b = 2 * weight * chance, 2 * weight * (1 - chance)
+    return _log_beta(a + right, b + wrong) - _log_beta(a, b)
+
+
+def _log_beta(a: float, b: float) -> float:
+    return lgamma(a) + lgamma(b) - lgamma(a + b)
 
 
 def _chain(shape: DraftShape) -> DraftShape:

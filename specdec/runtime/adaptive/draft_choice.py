@@ -29,6 +29,10 @@ SPARE = 0.006
 FIRST_ROUNDS, MOST_ROUNDS = 2, 32
 """Rounds without a draft whose time may be spent on trials at the start, and kept at most."""
 
+STAYS = 8
+"""Rounds for which what drafts are expected to bring the same rows is not computed again, if nothing is learned of it:
+a drafter that is never right costs the host little then."""
+
 IN_A_ROW = 8
 """Rounds with drafts, about, that catching up once is good for."""
 
@@ -86,13 +90,17 @@ class DraftChoice:
         self._numbers = {shape: number for number, shape in enumerate(shapes)}
         self._by_model = np.array([shape.num_steps > 0 and not shape.by_lookup for shape in shapes], dtype=np.float64)
         self._spare: float | None = None  # seconds that trials may take; None: no round has been timed
-        self._rounds = np.zeros((2, len(shapes)), dtype=np.int64)  # chosen for its rate, and tried
+        self._rounds = [0] * len(shapes), [0] * len(shapes)  # chosen for its rate, and tried
         self._batches: set[int] = set()
+        self._brought = np.ones((2, len(shapes)))  # the newest means over rows, expected and hoped for,
+        self._brought_to: tuple[bytes, bytes] | None = None  # rows and the most they accept; None: they have changed,
+        self._stayed = 0  # and for how many rounds
         self._last: tuple[int, Sequence[float], Sequence[float]] = (0, (), ())
 
     def begin(self, rows: IntArray) -> None:
         """These rows have new requests."""
         self.chances.begin(rows)
+        self._brought_to = None
 
     def choose(
         self, rows: IntArray, most: IntArray, batch: int, context: int, least: DraftShape, *, behind: bool = False
@@ -102,30 +110,30 @@ class DraftChoice:
         batch: seats of the round, those of padding included. context: committed tokens of all rows together. least:
         what some row must have, whatever it costs. behind: the drafter has to catch up before it drafts.
         """
-        seconds = self.cost.seconds(batch, context)
-        catching_up = self._by_model * (self.cost.catching_up.get(batch, 0.0) if behind else 0.0)
-        seconds += catching_up / IN_A_ROW
-        tokens, hoped = _mean(self.chances.tokens(rows, most))
-        rate = tokens / seconds
+        catching_up = self.cost.catching_up.get(batch, 0.0) if behind else 0.0
+        of_round = self.cost.seconds(batch, context) + self._by_model * (catching_up / IN_A_ROW)
+        self.chances.fade()
+        # a few numbers, which plain Python compares sooner
+        tokens, hoped = self._tokens(rows, most).tolist()
+        seconds, hopeful = of_round.tolist(), self.cost.hopeful(batch, of_round).tolist()
+        allowed: Sequence[int] = range(len(seconds))
         if least.num_nodes > 1:
-            rate[[not covers(shape, least) for shape in self.shapes]] = -1.0
-        best = int(rate.argmax())
-        plain = float(seconds[0]) if self.cost.is_timed else 0.0
+            allowed = [number for number in allowed if covers(self.shapes[number], least)]
+        best = max(allowed, key=lambda number: tokens[number] / seconds[number])
+        plain = seconds[0] if self.cost.is_timed else 0.0
         if self._spare is None and plain:
             self._spare = FIRST_ROUNDS * plain
-        spare = 0.0 if self._spare is None else min(self._spare + SPARE * float(seconds[best]), MOST_ROUNDS * plain)
-        hoped = hoped / self.cost.hopeful(batch, seconds)
-        trial = int(np.where(rate < 0, -1.0, hoped).argmax())
-        lost = float(seconds[trial] - tokens[trial] / rate[best])  # the best draft brings these tokens in less time
-        lost += float(catching_up[trial])
+        spare = 0.0 if self._spare is None else min(self._spare + SPARE * seconds[best], MOST_ROUNDS * plain)
+        trial = max(allowed, key=lambda number: hoped[number] / hopeful[number])
+        # the best draft brings these tokens in less time
+        lost = seconds[trial] - tokens[trial] * seconds[best] / tokens[best] + self._by_model[trial] * catching_up
         tried = trial != best and lost <= spare
         if self._spare is not None:
             self._spare = spare - lost if tried else spare
         chosen = trial if tried else best
-        self._rounds[int(tried), chosen] += 1
+        self._rounds[int(tried)][chosen] += 1
         self._batches.add(batch)
-        self._last = len(rows), tokens.tolist(), (1e3 * seconds).tolist()
-        self.chances.fade()
+        self._last = len(rows), tokens, [1e3 * each for each in seconds]
         return self.shapes[chosen]
 
     def learn(
@@ -150,18 +158,23 @@ class DraftChoice:
             self.cost.note_host(number, batch, *since)
         if number and len(rows):
             self.chances.learn(number, rows, accepted, most)
+            self._brought_to = None
+
+    def _tokens(self, rows: IntArray, most: IntArray) -> FloatArray:
+        """[2, K]: means over these rows of what each draft is expected to bring, and may be hoped to."""
+        brought_to = rows.tobytes(), most.clip(max=self.shapes[-1].depth).tobytes()
+        self._stayed += 1
+        if brought_to != self._brought_to or self._stayed >= STAYS:
+            self._brought = np.exp(np.log(self.chances.tokens(rows, most)).mean(axis=-1))  # geometric
+            self._brought_to, self._stayed = brought_to, 0
+        return self._brought
 
     def use(self) -> DraftUse:
         """As it is now."""
         milliseconds = {batch: (1e3 * self.cost.seconds(batch, 0)).tolist() for batch in sorted(self._batches)}
-        counts = self._rounds.sum(axis=0).tolist(), self._rounds[1].tolist()
-        return DraftUse(self.shapes, *counts, milliseconds, self.chances.chance[0].tolist(), self._last)
-
-
-def _mean(tokens: FloatArray) -> FloatArray:
-    """Geometric, over rows: [.., B] -> [..]."""
-    mean: FloatArray = np.exp(np.log(tokens).mean(axis=-1))
-    return mean
+        best, tried = self._rounds
+        rounds = [sum(counts) for counts in zip(best, tried, strict=True)]
+        return DraftUse(self.shapes, rounds, list(tried), milliseconds, self.chances.chance[0].tolist(), self._last)
 
 
 def covers(shape: DraftShape, least: DraftShape) -> bool:
