@@ -74,15 +74,18 @@ class PromptCost:
         if load.pairs <= load.tokens**2:
             self._whole[load.tokens] = seconds
 
-    def learn(self, load: PromptLoad, seconds: float) -> None:
-        """A forward over prompts of requests took so long: nothing new where some were timed."""
+    def learn(self, load: PromptLoad, seconds: float, round: float = 0.0) -> None:
+        """A forward over prompts of requests took so long: nothing new where some were timed.
+
+        round: how long a round takes, if this was one that carried those prompts: all that it took longer is theirs.
+        """
         if self._whole or load.tokens == 0 or seconds <= 0:
             return
         if self.is_known:
-            seconds = min(seconds, MAX_SURPRISE * self.seconds(load))
+            seconds = min(seconds, MAX_SURPRISE * (round + self.seconds(load)))
         self._fitted()  # what fades is known by then
         self._equations *= COST_DECAY
-        self._add(load, seconds)
+        self._add(load, seconds, round)
 
     def seconds(self, load: PromptLoad) -> float:
         """What a forward over this load is expected to take. Requires `is_known`."""
@@ -107,9 +110,9 @@ class PromptCost:
     def _pair(self) -> float:
         return float(self._fitted()[2] / UNITS[2])
 
-    def _add(self, load: PromptLoad, seconds: float) -> None:
+    def _add(self, load: PromptLoad, seconds: float, round: float = 0.0) -> None:
         row = _counts(load) / seconds  # so that errors are relative
-        self._equations += np.outer(row, np.append(row, 1.0))
+        self._equations += np.outer(row, np.append(row, 1.0 - round / seconds))
         self._is_fitted = False
 
     def _fitted(self) -> Numbers:
