@@ -1,6 +1,7 @@
 """How long requests that decode wait for prompts: what prompts take, and how many of their tokens a step may read.
 
     step      a round of all that decode | prompts: at most GAP_SHARE of a round for each request without a token
+              (which the round's own forward reads along, if it can: `carried_prompts.py`)
     prompts   seconds = forward + token * T + pair * X           T tokens, which see X earlier ones, all together
 
 One long prompt thus makes streams slower by half and no more, while a queue of prompts is read in large steps, which is

@@ -1,6 +1,7 @@
 """One step: a round of all requests that decode, then a group of prompt chunks, launched and settled.
 
-A request that decodes waits for at most one group of chunks between two rounds. A step settles what it launches, except
+A request that decodes waits for at most one group of chunks between two rounds. Where nothing is captured the round's
+forward reads the chunks along, if the target can (`joined_forward.py`). A step settles what it launches, except
 for captured rounds: with those the device always has work. The next round is launched before the one before it is
 settled, which needs no length that the host does not know yet:
 
@@ -38,7 +39,7 @@ from specdec.runtime.request import Request, RequestState, restricted, rows_of
 from specdec.runtime.rounds.capture_classes import is_large
 from specdec.runtime.rounds.captured_prompts import ChunkGraphs
 from specdec.runtime.rounds.captured_rounds import Between, RoundGraphs, nothing, run_programs
-from specdec.runtime.rounds.carried_prompts import CarriedPrompts
+from specdec.runtime.rounds.carried_prompts import MAX_CARRYING, MIN_CARRIED, CarriedPrompts
 from specdec.runtime.rounds.catching_up import CatchUps, catch_up_if_due
 from specdec.runtime.rounds.decode_round import DECODE_STAGES, decode_programs
 from specdec.runtime.rounds.prompt_scoring import Scoring, score_chunk
@@ -50,9 +51,6 @@ from specdec.runtime.seating import keep_outputs, load_rows
 from specdec.runtime.settling import commit_chunks, settle_chunks, settle_round
 from specdec.sampling.log_probs import max_logprobs
 from specdec.sampling.sampling_table import Uses
-
-MAX_CARRYING = 15
-"""Rounds in a row that carry prompts. The next one carries none: how long rounds take is known of those alone."""
 
 
 class Steps:
@@ -84,7 +82,9 @@ class Steps:
         adaptive = spec.adaptive and round.worker is not None
         shapes = draft_ladder(spec, lookup=round.has_lookup)
         self.choice = DraftChoice(shapes, self.table.max_requests + 1) if adaptive else None
-        self._carrying = 0  # rounds in a row that carried prompts
+        self.carried_in_a_row = 0  # rounds in a row that carried prompts
+        if graphs is None and can_join(round.target):
+            scheduler.prompt_room = scheduler.prompt_room._replace(least=MIN_CARRIED)
         self._drafted = self._begun = 0  # drafts since the last look, and those whose first token was right
         self._warned = False
         self._ended: int | None = None  # the newest settled round, on the device's clock; None: chunks came after it
@@ -140,12 +140,12 @@ class Steps:
         gap = self.scheduler.prompt_gap
         finished = self._admit()
         decoding, requests, carried = self.scheduler.next_decode(), [], None
-        if decoding and self._carrying < MAX_CARRYING:
+        if decoding and self.carried_in_a_row < MAX_CARRYING:
             requests, chunk_len = self.scheduler.next_prefill()
             decoding = [request for request in decoding if request.row >= 0]  # prompts may have preempted some
         if requests and decoding:
             carried = CarriedPrompts(rows_of(requests), chunk_len)
-        self._carrying = 0 if carried is None else self._carrying + 1
+        self.carried_in_a_row = 0 if carried is None else self.carried_in_a_row + 1
         begin = time.perf_counter()
         finished += self._decode(decoding, carried)
         if carried is not None:

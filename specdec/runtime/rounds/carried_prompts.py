@@ -9,6 +9,13 @@ from specdec.models.joined_forward import Part, States, forward_joined
 from specdec.models.target import FinalStates
 from specdec.runtime.rounds.round import Chunk, Round
 
+MAX_CARRYING = 15
+"""Rounds in a row that carry prompts. The next one carries none: how long rounds take is known of those alone."""
+
+MIN_CARRIED = 4
+"""Prompt tokens that a round carries at least: unlike a forward of its own, time falls with them, but for the keys of
+the prefix, which are gathered once for however many."""
+
 
 class CarriedPrompts:
     """The next `chunk_len` [R] tokens of rows [R], none of which is seated in the round. chunk: what the target has
