@@ -139,7 +139,9 @@ class Steps:
         read by themselves only while no request decodes, and a round runs by itself now and then, to be timed."""
         gap = self.scheduler.prompt_gap
         finished = self._admit()
-        decoding, requests, carried = self.scheduler.next_decode(), [], None
+        decoding = self.scheduler.next_decode()
+        requests: list[Request] = []
+        carried: CarriedPrompts | None = None
         if decoding and self.carried_in_a_row < MAX_CARRYING:
             requests, chunk_len = self.scheduler.next_prefill()
             decoding = [request for request in decoding if request.row >= 0]  # prompts may have preempted some
