@@ -46,7 +46,7 @@ class JoinedContext:
     def of(cls, parts: Sequence[ForwardContext], aux_layers: Sequence[int]) -> "JoinedContext":
         first, slots = parts[0], {}
         for space in {space for space, _ in first.attention}:
-            own = [part.plan.write_slots(space) for part in parts]
+            own: list[torch.Tensor] = [part.plan.write_slots(space) for part in parts]
             slots[space] = cast(FullLoc | SwaLoc, torch.cat(own))
         return cls(parts, slots, dict.fromkeys(aux_layers))
 
