@@ -1,5 +1,6 @@
 """What EAGLE-3 heads and the heads of block drafters have in common: their spec, and how they are placed and run."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
@@ -48,6 +49,10 @@ class HeadSpec:
         """Factor of attention scores before the softmax."""
         return float(self.head_dim**-0.5)
 
+    def has_bias(self, name: str) -> bool:
+        """Has the linear layer of this name one?"""
+        return False
+
     def stored_fields(self) -> dict[str, Any]:
         """What config.json of a head has of these, as both published formats call them."""
         return {
@@ -74,11 +79,27 @@ class HeadContext(AttentionContext, LayerContext, Protocol):
 class HeadModule(nn.Module):
     """The modules of a head."""
 
+    spec: HeadSpec
+
     def place(self, device: torch.device, dtype: torch.dtype) -> Self:
         """Move it. RoPE frequencies stay float32: `.to(dtype)` would round them."""
         for parameter in self.parameters():
             parameter.data = parameter.data.to(device, dtype)
         return self.to(device)
+
+
+class HeadForm(ABC):
+    """A head with its embedding table and lm_head, those given where it has none of its own: by its own modules, or
+    fused."""
+
+    def __init__(self, head: Any, table: nn.Module, lm_head: nn.Module) -> None:
+        self.head = head
+        self.table = table if head.embed_tokens is None else head.embed_tokens
+        self.lm_head = lm_head if head.lm_head is None else head.lm_head
+
+    @abstractmethod
+    def probed(self) -> torch.Tensor:
+        """Rows [R, W] float32 that it computes of random ones: what two forms are compared by."""
 
 
 def attend_in(context: HeadContext, scaling: float) -> Attend:
