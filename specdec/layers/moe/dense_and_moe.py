@@ -141,15 +141,8 @@ def _both_kernel(
                 INTERLEAVED,
                 EVEN_N,
                 EVEN_K,
-                SLOTS,
-                LONE,
-                BLOCK_N,
-                BLOCK_M,
-                BLOCK_K,
-                TAIL_K,
-                PDL,
-                SHARED,
             ),
+            *(SLOTS, LONE, BLOCK_N, BLOCK_M, BLOCK_K, TAIL_K, PDL, SHARED),
         )
 
 
