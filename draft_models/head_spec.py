@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from specdec.attention.bridge import AttentionCall, AttentionContext
+from specdec.draft_models.head_config import FIELDS, LAYER_TYPES
+from specdec.errors import UnsupportedModelError
 from specdec.kvcache.layer_context import LayerContext
 from specdec.kvcache.layout import KVLayout
 
@@ -56,20 +58,21 @@ class HeadSpec:
     def stored_fields(self) -> dict[str, Any]:
         """What config.json of a head has of these, as both published formats call them."""
         return {
-            "hidden_size": self.hidden_size,
+            **{key: getattr(self, field) for key, (_, field) in FIELDS.items()},
             "vocab_size": self.vocab_size,
-            "intermediate_size": self.intermediate_size,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
             "num_hidden_layers": self.num_layers,
-            "max_position_embeddings": self.max_position_embeddings,
-            "rms_norm_eps": self.rms_norm_eps,
-            "hidden_act": self.hidden_act,
             "rope_theta": self.rope["rope_theta"],
             "rope_scaling": None if self.rope["rope_type"] == "default" else dict(self.rope),
             "tie_word_embeddings": False,
         }
+
+    def stored_windows(self) -> dict[str, Any]:
+        """The same of its windows. Raises UnsupportedModelError for windows of several sizes."""
+        sizes = {window for window in self.windows if window is not None}
+        if len(sizes) > 1:
+            raise UnsupportedModelError(f"a head with sliding windows {sorted(sizes)}; the format has room for one")
+        kinds = [LAYER_TYPES[window is not None] for window in self.windows]
+        return {"layer_types": kinds, "sliding_window": max(sizes, default=None), "use_sliding_window": bool(sizes)}
 
 
 class HeadContext(AttentionContext, LayerContext, Protocol):
