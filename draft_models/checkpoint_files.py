@@ -32,7 +32,6 @@ class TargetShape(NamedTuple):
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The object in a folder's config.json. Raises CheckpointError."""
     try:
         config = json.loads((folder / "config.json").read_text("utf-8"))
     except (OSError, ValueError) as error:
@@ -43,7 +42,6 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a folder, on the CPU. Raises CheckpointError."""
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
     if not files:
         raise CheckpointError("there is no *.safetensors and no pytorch_model*.bin")

@@ -30,7 +30,6 @@ class FusedLayers:
         self._describe()
 
     def keep_in_step(self) -> None:
-        """Before a forward."""
         if self.weights.generation() != self.generation:
             self._describe()
 

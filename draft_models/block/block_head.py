@@ -79,7 +79,6 @@ class BlockSpec(HeadSpec):
 
     @property
     def num_drafts(self) -> int:
-        """Tokens that a block drafts."""
         return self.block_size - self.first_row
 
     def rows_for(self, levels: int) -> int:

@@ -162,7 +162,6 @@ class PlainHead(HeadForm):
         return HeadOutput(state, self.norm(state))
 
     def norm(self, state: torch.Tensor) -> torch.Tensor:
-        """a -> norm(a)."""
         normed: torch.Tensor = self.head.norm(state)
         return normed
 

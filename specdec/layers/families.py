@@ -58,7 +58,6 @@ class Groups:
         self._merged: list[Sequence[torch.Tensor]] = []
 
     def rows(self, params: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Their rows as one tensor."""
         if self.apart:
             return cast(torch.Tensor, Stacked(params))
         self._merged.append(params)
@@ -259,7 +258,6 @@ def _merge(linears: list[Any], merged: Groups) -> Weight:
 
 
 def _mlp(mlp: Any, activation: str, merged: Groups) -> Mlp:
-    """An MLP, gate and up merged."""
     halves = [mlp.gate_up_proj] if hasattr(mlp, "gate_up_proj") else [mlp.gate_proj, mlp.up_proj]
     if any(linear.bias is not None for linear in (*halves, mlp.down_proj)):
         raise Unfusable("its MLP has biases")
