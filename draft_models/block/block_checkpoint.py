@@ -27,15 +27,7 @@ from specdec.draft_models.checkpoint_files import (
     read_tensors,
     write_folder,
 )
-from specdec.draft_models.head_config import (
-    Kind,
-    Settings,
-    read_fields,
-    read_keys,
-    read_rope,
-    read_windows,
-    require_same,
-)
+from specdec.draft_models.head_config import Kind, Settings
 from specdec.errors import CheckpointError, UnsupportedModelError
 
 DFLASH_CONFIG = "dflash_config"
@@ -106,7 +98,7 @@ def read_block_settings(config: Mapping[str, Any]) -> Settings:
                 f"{place}{key}={reprlib.repr(value)} of a drafter of Gemma 4's layers; it must be off"
             )
     harmless = (*TRAINING, *GEMMA4_HARMLESS, *GEMMA4_OFF) if is_gemma4 else TRAINING
-    settings = read_keys(
+    settings = head_config.read_keys(
         entries, READ, "drafter", required=(*head_config.SIZES, "block_size", "mask_token_id"), harmless=harmless
     )
     if (kind := settings.get("model_type", "qwen3")) not in ("qwen3", *GEMMA4_TYPES):
@@ -141,7 +133,7 @@ def make_spec(config: Mapping[str, Any], settings: Settings, state: State, targe
         ("hidden_size", f"target {target.name}"): target.hidden_size,
         ("target_hidden_size", f"target {target.name}"): target.hidden_size,
     }
-    require_same(settings, said)
+    head_config.require_same(settings, said)
     shifted = any("dspark" in str(name).lower() for name in config.get("architectures") or ())
     causal = {key: settings[key] for key in CAUSAL_KEYS if key in settings}
     if len(set(causal.values())) > 1:
@@ -161,11 +153,14 @@ def make_spec(config: Mapping[str, Any], settings: Settings, state: State, targe
         raise CheckpointError("block_size=1 drafts nothing; expected 2 or more")
     special: dict[str, Any] = {}
     if settings["model_type"] == "qwen3":
-        special = {"windows": read_windows(settings, num_layers), "rope": read_rope(settings, by_layer_type=False)}
+        special = {
+            "windows": head_config.read_windows(settings, num_layers),
+            "rope": head_config.read_rope(settings, by_layer_type=False),
+        }
     else:
         special = _gemma4_fields(settings, num_layers, keys_are_values=GEMMA4_V not in state)
     return BlockSpec(
-        **(read_fields(settings) | special),
+        **(head_config.read_fields(settings) | special),
         vocab_size=target.vocab_size,
         attention_bias=settings.get("attention_bias", False),
         aux_layers=resolve_layer_ids(settings.get("target_layer_ids"), num_layers, target.num_layers),

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from specdec.draft_models import head_config
 from specdec.draft_models.checkpoint_files import (
     State,
     TargetShape,
@@ -29,7 +30,7 @@ from specdec.draft_models.eagle3.checkpoint_formats import (
     resolve_aux_ids,
 )
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
-from specdec.draft_models.head_config import Settings, read_fields, read_rope, read_windows, require_same
+from specdec.draft_models.head_config import Settings
 from specdec.errors import CheckpointError, UnsupportedModelError
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm")
@@ -141,7 +142,7 @@ def _make_spec(
         ("attention_bias", "the file, by its self_attn.q_proj.bias,"): "layers.0.self_attn.q_proj" in biases,
         ("mlp_bias", "the file, by its mlp.gate_proj.bias,"): "layers.0.mlp.gate_proj" in biases,
     }
-    require_same(settings, said)
+    head_config.require_same(settings, said)
     vocab, drafted = settings.get("vocab_size", table), settings.get("draft_vocab_size")
     if vocab is not None and vocab < target.vocab_size:
         raise CheckpointError(f"vocab_size={vocab}, target {target.name} has {target.vocab_size} tokens")
@@ -156,14 +157,14 @@ def _make_spec(
         )
     same_width = settings["hidden_size"] == target.hidden_size
     spec = Eagle3Spec(
-        **read_fields(settings),
+        **head_config.read_fields(settings),
         **{key: settings[key] for key in FLAGS if key in settings},
         target_hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
         aux_layers=ids,
-        windows=read_windows(settings, num_layers),
+        windows=head_config.read_windows(settings, num_layers),
         draft_vocab_size=head,
-        rope=read_rope(settings, is_speculators(config)),
+        rope=head_config.read_rope(settings, is_speculators(config)),
         qk_norm="layers.0.self_attn.q_norm.weight" in state,
         biases=biases,
         has_fc="fc.weight" in state or bool(ids) or not same_width,

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec.draft_models import head_config
-from specdec.draft_models.head_config import Kind, Settings, read_keys, unknown_flag
+from specdec.draft_models.head_config import Kind, Settings
 from specdec.errors import UnsupportedModelError
 
 logger = logging.getLogger("specdec")
@@ -105,8 +105,10 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
                 f"a head of {value} layers ({made_of}); specdec runs Llama- and Qwen3-type layers"
             )
         if key in BY_PLACE and place == f"{LAYER_CONFIG}.":
-            raise unknown_flag(f"{place}{key}={reprlib.repr(value)}", "head", HONOURED | NEUTRAL)
-    settings = read_keys(entries, HONOURED, "head", neutral=NEUTRAL, by_place=BY_PLACE, required=head_config.SIZES)
+            raise head_config.unknown_flag(f"{place}{key}={reprlib.repr(value)}", "head", HONOURED | NEUTRAL)
+    settings = head_config.read_keys(
+        entries, HONOURED, "head", neutral=NEUTRAL, by_place=BY_PLACE, required=head_config.SIZES
+    )
     heads = settings["num_attention_heads"]
     head_dim = 128 if settings.get("model_type") == "qwen3" else settings["hidden_size"] // heads
     return {"num_key_value_heads": heads, "head_dim": head_dim, "model_type": "llama", **settings}

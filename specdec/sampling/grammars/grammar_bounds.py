@@ -36,24 +36,8 @@ PLAIN_CHARS = 8192
 PLAIN_DEPTH = 16
 PLAIN_KEYS = frozenset(
     {
-        "type",
-        "properties",
-        "required",
-        "items",
-        "additionalProperties",
-        "enum",
-        "const",
-        "minLength",
-        "maxLength",
-        "minItems",
-        "maxItems",
-        "minimum",
-        "maximum",
-        "title",
-        "description",
-        "default",
-        "examples",
-        "$schema",
+        *("type", "properties", "required", "items", "additionalProperties", "enum", "const", "minLength", "maxLength"),
+        *("minItems", "maxItems", "minimum", "maximum", "title", "description", "default", "examples", "$schema"),
     }
 )
 """Keys of schemas whose compilation neither searches nor multiplies."""
