@@ -83,14 +83,13 @@ ROPE_KEYS: dict[str, Kind] = {
 def read_keys(
     entries: Iterable[tuple[str, str, Any]],
     known: Mapping[str, Kind],
-    what: str,
     *,
     required: Collection[str],
     neutral: Mapping[str, tuple[Any, ...]] = {},
     by_place: Collection[str] = (),
     harmless: Collection[str] = (),
 ) -> Settings:
-    """The known keys that are set, of entries (place, key, value). what: "head" or "drafter". by_place: keys whose
+    """The known keys that are set, of entries (place, key, value). by_place: keys whose
     meaning depends on the place, which are only checked.
 
     Raises UnsupportedModelError for a key that is unknown or has a value that is not neutral, CheckpointError for one
@@ -104,13 +103,13 @@ def read_keys(
         if key not in known and (key in HARMLESS or key in harmless or HARMLESS_NAME.search(key)):
             continue
         if key == "quantization_config":
-            raise UnsupportedModelError(f"the {what} is quantised; specdec loads fp32, fp16 and bf16 ones")
+            raise UnsupportedModelError("the head is quantised; specdec loads fp32, fp16 and bf16 heads")
         if key in neutral:
             if value not in neutral[key]:
                 raise UnsupportedModelError(f"{where}; specdec runs EAGLE-3 heads with {neutral[key][0]} only")
             continue
         if key not in known:
-            raise unknown_flag(where, what, {*known, *neutral})
+            raise unknown_flag(where, {*known, *neutral})
         if not known[key].holds(value):
             raise CheckpointError(f"{where}, expected {known[key].words}")
         value = float(value) if known[key] is NUMBER else value
@@ -122,9 +121,9 @@ def read_keys(
     return settings
 
 
-def unknown_flag(where: str, what: str, known: Collection[str]) -> UnsupportedModelError:
+def unknown_flag(where: str, known: Collection[str]) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"flag {where} is not known and may change what the {what} computes; remove it from config.json if it does "
+        f"flag {where} is not known and may change what the head computes; remove it from config.json if it does "
         f"not; known are {', '.join(sorted(known))}"
     )
 

@@ -99,7 +99,7 @@ def read_block_settings(config: Mapping[str, Any]) -> Settings:
             )
     harmless = (*TRAINING, *GEMMA4_HARMLESS, *GEMMA4_OFF) if is_gemma4 else TRAINING
     settings = head_config.read_keys(
-        entries, READ, "drafter", required=(*head_config.SIZES, "block_size", "mask_token_id"), harmless=harmless
+        entries, READ, required=(*head_config.SIZES, "block_size", "mask_token_id"), harmless=harmless
     )
     if (kind := settings.get("model_type", "qwen3")) not in ("qwen3", *GEMMA4_TYPES):
         raise UnsupportedModelError(f"a block drafter of {kind} layers; specdec runs those of Qwen3 and Gemma 4 layers")

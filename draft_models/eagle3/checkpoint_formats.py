@@ -105,10 +105,8 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
                 f"a head of {value} layers ({made_of}); specdec runs Llama- and Qwen3-type layers"
             )
         if key in BY_PLACE and place == f"{LAYER_CONFIG}.":
-            raise head_config.unknown_flag(f"{place}{key}={reprlib.repr(value)}", "head", HONOURED | NEUTRAL)
-    settings = head_config.read_keys(
-        entries, HONOURED, "head", neutral=NEUTRAL, by_place=BY_PLACE, required=head_config.SIZES
-    )
+            raise head_config.unknown_flag(f"{place}{key}={reprlib.repr(value)}", HONOURED | NEUTRAL)
+    settings = head_config.read_keys(entries, HONOURED, neutral=NEUTRAL, by_place=BY_PLACE, required=head_config.SIZES)
     heads = settings["num_attention_heads"]
     head_dim = 128 if settings.get("model_type") == "qwen3" else settings["hidden_size"] // heads
     return {"num_key_value_heads": heads, "head_dim": head_dim, "model_type": "llama", **settings}
