@@ -89,8 +89,8 @@ def read_keys(
     by_place: Collection[str] = (),
     harmless: Collection[str] = (),
 ) -> Settings:
-    """The known keys that are set, of entries (place, key, value). by_place: keys whose
-    meaning depends on the place, which are only checked.
+    """The known keys that are set, of entries (place, key, value). by_place: keys whose meaning depends on the place,
+    which are only checked.
 
     Raises UnsupportedModelError for a key that is unknown or has a value that is not neutral, CheckpointError for one
     that has two values, has the wrong kind or is missing.
