@@ -34,7 +34,7 @@ from specdec.layers.packed.packed_tile import (
 )
 from specdec.layers.packed.packed_weight import PackedWeight, Weight, multiply
 from specdec.layers.product import FEW_ROWS, Cut, Product, Tiles, can_hold, cut_of, tiles_of
-from specdec.layers.range_sum import multiply_range
+from specdec.layers.range_sum import multiply_both, multiply_range
 
 FEW_PROGRAMS = 256
 """With more of them, or more rows, a program adds the ranges up: parts would be more bytes than they are worth."""
@@ -169,33 +169,31 @@ def linear_kernel(
     o_row = o_m.to(tl.int64)[None, :]
     m_x = (o_m < num_rows)[None, :]
     p_row = p_x + o_row * s_x
-    o_tail, m_tail = o_row, m_x
     if TAIL_M:
         o_t = i_m * (BLOCK_M + TAIL_M) + BLOCK_M + tl.arange(0, TAIL_M)
-        o_tail, m_tail = o_t.to(tl.int64)[None, :], (o_t < num_rows)[None, :]
-    p_tail = p_x + o_tail * s_x
-    if HELD:
+        o_tail = o_t.to(tl.int64)[None, :]
+        m_tail = (o_t < num_rows)[None, :]
+        b_sum, b_tail = multiply_both(
+            *(weight, p_row, p_x + o_tail * s_x, m_w, m_x, m_tail, begin, end, EVEN_K),
+            *(CODE, GROUP, FAST, BLOCK_N, BLOCK_M, TAIL_M, BLOCK_K),
+        )
+        _store_tile(*(b_tail, p_bias, p_out, o_tail, m_tail, i_n, i_split, num_rows, tile_rows, N, ACTIVATION, BLOCK_N))
+    elif HELD:
         b_x = tl.load(p_row + o_k[:, None], mask=m_k[:, None] & m_x, other=0.0)  # [BK, BM]
         b_sum = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         b_sum = multiply_tile(weight, b_w, b_x, b_sum, begin, CODE, GROUP)
         b_sum = scale_sum(weight, b_sum, CODE, GROUP, FAST, DTYPE)
     elif SPLIT or WHOLE:
-        b_sum, b_tail = multiply_range(
-            *(weight, p_row, p_tail, m_w, m_x, m_tail, begin, end, EVEN_K),
-            *(CODE, GROUP, FAST, BLOCK_N, BLOCK_M, TAIL_M, BLOCK_K),
+        b_sum = multiply_range(
+            *(weight, p_row, m_w, m_x, begin, end, EVEN_K, CODE, GROUP, FAST, BLOCK_N, BLOCK_M, BLOCK_K)
         )
-        if TAIL_M:
-            _store_tile(
-                *(b_tail, p_bias, p_out, o_tail, m_tail, i_n, i_split, num_rows, tile_rows, N, ACTIVATION, BLOCK_N)
-            )
     else:
         b_sum = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         for i_k in range(begin, end, split_len):
-            b_range, _same = multiply_range(
-                *(weight, p_row, p_tail, m_w, m_x, m_tail, i_k, tl.minimum(i_k + split_len, end), EVEN_K),
-                *(CODE, GROUP, FAST, BLOCK_N, BLOCK_M, 0, BLOCK_K),
+            i_end = tl.minimum(i_k + split_len, end)
+            b_sum += multiply_range(
+                *(weight, p_row, m_w, m_x, i_k, i_end, EVEN_K, CODE, GROUP, FAST, BLOCK_N, BLOCK_M, BLOCK_K)
             )
-            b_sum += b_range
     _store_tile(*(b_sum, p_bias, p_out, o_row, m_x, i_n, i_split, num_rows, tile_rows, N, ACTIVATION, BLOCK_N))
     if START == "early":
         wait_for_previous(PDL)
@@ -333,7 +331,7 @@ def _launch(
         *(num_rows, tile_rows, n, k, cut.split_len, x.stride(0), s_w, s_scales),
         **weight_constants(weight, x.dtype),
         SPLIT=split,
-        HELD=split and cut.split_len == tiles.block_k and tiles.tail_m == 0,
+        HELD=split and cut.split_len == tiles.block_k,
         WHOLE=cut.splits == 1,
         ACTIVATION=activation,
         EVEN_K=k % tiles.block_k == 0,

@@ -8,7 +8,35 @@ from specdec.layers.packed.packed_tile import load_tile, multiply_tile, scale_su
 def multiply_range(
     weight: tl.tuple,  # `weight_rows`
     p_x: tl.tensor,  # [1, BM]
-    p_tail: tl.tensor,  # [1, BT]: of the second tile, for which the weight's is loaded once
+    m_w: tl.tensor,
+    m_x: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    EVEN_K: tl.constexpr,
+    CODE: tl.constexpr,
+    GROUP: tl.constexpr,
+    FAST: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> tl.tensor:
+    """The sum of products over columns [begin, end) of K."""
+    DTYPE: tl.constexpr = p_x.dtype.element_ty
+    b_sum = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for i_k in range(begin, end, BLOCK_K):
+        o_k = i_k + tl.arange(0, BLOCK_K)
+        m_k = o_k < (i_k + BLOCK_K if EVEN_K else end)
+        b_w = load_tile(weight, i_k, end, m_w, EVEN_K, CODE, GROUP, FAST, BLOCK_K, DTYPE)
+        b_x = tl.load(p_x + o_k[:, None], mask=m_k[:, None] & m_x, other=0.0)  # [BK, BM]
+        b_sum = multiply_tile(weight, b_w, b_x, b_sum, i_k, CODE, GROUP)
+    return scale_sum(weight, b_sum, CODE, GROUP, FAST, DTYPE)
+
+
+@triton.jit
+def multiply_both(
+    weight: tl.tuple,
+    p_x: tl.tensor,  # [1, BM]
+    p_tail: tl.tensor,  # [1, BT]
     m_w: tl.tensor,
     m_x: tl.tensor,
     m_tail: tl.tensor,
@@ -20,23 +48,20 @@ def multiply_range(
     FAST: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    TAIL_M: tl.constexpr,  # 0: there is no second tile
+    TAIL_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The sums of products over columns [begin, end) of K for both tiles; with one tile, its sum twice."""
+    """`multiply_range` of two tiles of x, for which the weight's is loaded once."""
     DTYPE: tl.constexpr = p_x.dtype.element_ty
     b_sum = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    if TAIL_M:
-        b_tail = tl.zeros([BLOCK_N, TAIL_M], tl.float32)
+    b_tail = tl.zeros([BLOCK_N, TAIL_M], tl.float32)
     for i_k in range(begin, end, BLOCK_K):
         o_k = i_k + tl.arange(0, BLOCK_K)
         m_k = o_k < (i_k + BLOCK_K if EVEN_K else end)
         b_w = load_tile(weight, i_k, end, m_w, EVEN_K, CODE, GROUP, FAST, BLOCK_K, DTYPE)
         b_x = tl.load(p_x + o_k[:, None], mask=m_k[:, None] & m_x, other=0.0)  # [BK, BM]
-        if TAIL_M:
-            b_y = tl.load(p_tail + o_k[:, None], mask=m_k[:, None] & m_tail, other=0.0)  # [BK, BT]
+        b_y = tl.load(p_tail + o_k[:, None], mask=m_k[:, None] & m_tail, other=0.0)  # [BK, BT]
         b_sum = multiply_tile(weight, b_w, b_x, b_sum, i_k, CODE, GROUP)
-        if TAIL_M:
-            b_tail = multiply_tile(weight, b_w, b_y, b_tail, i_k, CODE, GROUP)
+        b_tail = multiply_tile(weight, b_w, b_y, b_tail, i_k, CODE, GROUP)
     b_sum = scale_sum(weight, b_sum, CODE, GROUP, FAST, DTYPE)
-    return b_sum, scale_sum(weight, b_tail, CODE, GROUP, FAST, DTYPE) if TAIL_M else b_sum
+    return b_sum, scale_sum(weight, b_tail, CODE, GROUP, FAST, DTYPE)
