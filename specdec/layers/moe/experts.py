@@ -238,8 +238,7 @@ def product_kernel(
     wait_for_previous(PDL)
     if p_order is not None:
         begin, end = tl.load(p_first + i_slot), tl.load(p_first + i_slot + 1)
-        i_e = i_slot.to(tl.int64)
-        weight = weight_rows(p_w + i_e * s_we, p_scales, p_zeros, s_wn, s_scales, o_w, i_e * s_se + o_w, m_n, CODE)
+        weight = _expert_rows(p_w, p_scales, p_zeros, s_we, s_wn, s_se, s_scales, i_slot, o_w, m_n, CODE)
         for i_first in range(begin, end, BLOCK_M):
             o_list = i_first + tl.arange(0, BLOCK_M)
             b_slot = tl.load(p_order + o_list, mask=o_list < end, other=0)
@@ -262,13 +261,32 @@ def product_kernel(
             if not LONE:
                 b_rank = tl.where(m_same, tl.cumsum(m_same.to(tl.int32)) - 1, -1)
                 b_slot = tl.max(tl.where(b_rank[:, None] == o_m[None, :], o_slot[:, None], -1), 0)
-            i_e = i_expert.to(tl.int64)
-            weight = weight_rows(p_w + i_e * s_we, p_scales, p_zeros, s_wn, s_scales, o_w, i_e * s_se + o_w, m_n, CODE)
+            weight = _expert_rows(p_w, p_scales, p_zeros, s_we, s_wn, s_se, s_scales, i_expert, o_w, m_n, CODE)
             _multiply(
                 *(p_x, weight, p_bias, p_weights, p_out, tl.maximum(b_slot, 0), b_slot >= 0, num_slots),
                 *(i_expert * N + o_w, i_n, N, K, s_x, s_wk, alpha, limit, CODE, GROUP, FAST, TOP_K, ACT, INTERLEAVED),
                 *(EVEN_K, BLOCK_N, BLOCK_M, BLOCK_K, TAIL_K),
             )
+
+
+@triton.jit
+def _expert_rows(
+    p_w: tl.tensor,
+    p_scales: tl.tensor,
+    p_zeros: tl.tensor,
+    s_we: tl.tensor,
+    s_wn: tl.tensor,
+    s_se: tl.tensor,
+    s_scales: tl.tensor,
+    i_expert: tl.tensor,
+    o_w: tl.tensor,  # [BN]
+    m_n: tl.tensor,
+    CODE: tl.constexpr,
+) -> tuple[tl.tensor, ...]:
+    """`weight_rows` of an expert's weight."""
+    i_expert = i_expert.to(tl.int64)
+    p_w += i_expert * s_we
+    return weight_rows(p_w, p_scales, p_zeros, s_wn, s_scales, o_w, i_expert * s_se + o_w, m_n, CODE)
 
 
 @op(reference=reference_apply_experts)
