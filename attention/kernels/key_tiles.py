@@ -21,12 +21,18 @@ def page_slots(p_page: tl.tensor, o_column: tl.tensor, s_page: tl.tensor, PAGE_S
 
 
 @triton.jit
-def load_keys(pools: tl.tuple, b_slot: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """K and V [BK, BD] at slots [BK, 1], which all exist.
-
-    pools, of one head: (p_pool_k, p_pool_v, o_d, m_d, s_pk_t, s_pk_d, s_pv_t, s_pv_d), channels [BD] and strides.
-    """
-    p_pool_k, p_pool_v, o_d, m_d, s_pk_t, s_pk_d, s_pv_t, s_pv_d = pools
+def load_keys(
+    p_pool_k: tl.tensor,  # of one head: [slots, D]
+    p_pool_v: tl.tensor,
+    b_slot: tl.tensor,  # [BK, 1]
+    o_d: tl.tensor,  # [BD]
+    m_d: tl.tensor,
+    s_pk_t: tl.constexpr,
+    s_pk_d: tl.tensor,
+    s_pv_t: tl.constexpr,
+    s_pv_d: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor]:
+    """K and V [BK, BD] at these slots, which all exist."""
     b_k = tl.load(p_pool_k + b_slot * s_pk_t + o_d[None, :] * s_pk_d, mask=m_d[None, :], other=0.0)
     b_v = tl.load(p_pool_v + b_slot * s_pv_t + o_d[None, :] * s_pv_d, mask=m_d[None, :], other=0.0)
     return b_k, b_v

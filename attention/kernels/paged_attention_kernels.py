@@ -147,13 +147,14 @@ def attend_kernel(
     end = tl.minimum(begin + chunk, hi)
     begin = tl.maximum(begin, lo // BLOCK_K * BLOCK_K)
     p_page = p_pages + i_b * s_page_b
-    pools = (p_pool_k + i_h * s_pk_h, p_pool_v + i_h * s_pv_h, o_d, m_d, s_pk_t, s_pk_d, s_pv_t, s_pv_d)
+    p_pool_k += i_h * s_pk_h
+    p_pool_v += i_h * s_pv_h
     for i_key in range(begin, end, BLOCK_K):
         o_key = i_key + tl.arange(0, BLOCK_K)
         m_key = (o_key >= lo) & (o_key < hi)
         o_col = tl.minimum(tl.maximum(o_key, lo), hi - 1)
         b_slot = page_slots(p_page, o_col, s_page, PAGE_SIZE)
-        b_k, b_v = load_keys(pools, b_slot)
+        b_k, b_v = load_keys(p_pool_k, p_pool_v, b_slot, o_d, m_d, s_pk_t, s_pk_d, s_pv_t, s_pv_d)
         m_seen = m_key[None, :]
         if window is not None:
             m_seen = m_seen & (b_pos[:, None] - o_key[None, :] < window)

@@ -21,24 +21,38 @@ from specdec.gpu.triton_shim import tl, triton
 
 @triton.jit
 def _add_tile(
-    keys: tl.tuple,
-    rows: tl.tuple,
+    p_pool_k: tl.tensor,
+    p_pool_v: tl.tensor,
+    p_slots: tl.tensor,
     i_key: tl.tensor,
+    lo: tl.tensor,
+    end: tl.tensor,
+    begin_of_line: tl.tensor,
+    b_q: tl.tensor,
+    b_pos: tl.tensor,
+    window: tl.tensor,
     b_max: tl.tensor,
     b_sum: tl.tensor,
     b_acc: tl.tensor,
+    scaling: tl.tensor,
+    softcap: tl.tensor,
+    o_d: tl.tensor,
+    m_d: tl.tensor,
+    s_pk_t: tl.constexpr,
+    s_pk_d: tl.tensor,
+    s_pv_t: tl.constexpr,
+    s_pv_d: tl.tensor,
     BLOCK_K: tl.constexpr,
     MASKED: tl.constexpr,
     IN_ORDER: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """The keys from i_key on. Those outside [lo, end) read the nearest inside, and weigh nothing."""
-    p_slots, begin_of_line, pools = keys
-    b_q, b_pos, lo, end, window, scaling, softcap = rows
     o_key = i_key + tl.arange(0, BLOCK_K)
     o_inside = o_key
     if MASKED:
         o_inside = tl.minimum(tl.maximum(o_key, lo), end - 1)
-    b_k, b_v = load_keys(pools, tl.load(p_slots + (o_inside - begin_of_line)).to(tl.int64)[:, None])
+    b_slot = tl.load(p_slots + (o_inside - begin_of_line)).to(tl.int64)[:, None]
+    b_k, b_v = load_keys(p_pool_k, p_pool_v, b_slot, o_d, m_d, s_pk_t, s_pk_d, s_pv_t, s_pv_d)
     m_seen = None
     if MASKED:
         m_seen = (o_key[None, :] <= b_pos[:, None]) & (o_key[None, :] >= lo)
@@ -53,22 +67,45 @@ def _add_tile(
 
 @triton.jit
 def _walk(
-    keys: tl.tuple,  # (p_slots, position of the first, and pools as `load_keys` takes them)
-    rows: tl.tuple,  # (b_q, b_pos, lo, end, window, scaling, softcap)
+    p_pool_k: tl.tensor,
+    p_pool_v: tl.tensor,
+    p_slots: tl.tensor,
     begin: tl.tensor,
     stop: tl.tensor,
     free_end: tl.tensor,
+    lo: tl.tensor,
+    end: tl.tensor,
+    begin_of_line: tl.tensor,
+    b_q: tl.tensor,
+    b_pos: tl.tensor,
+    window: tl.tensor,
     b_max: tl.tensor,
     b_sum: tl.tensor,
     b_acc: tl.tensor,
+    scaling: tl.tensor,
+    softcap: tl.tensor,
+    o_d: tl.tensor,
+    m_d: tl.tensor,
+    s_pk_t: tl.constexpr,
+    s_pk_d: tl.tensor,
+    s_pv_t: tl.constexpr,
+    s_pv_d: tl.tensor,
     BLOCK_K: tl.constexpr,
     IN_ORDER: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """The keys [begin, stop): before free_end every row sees every key."""
+    # fmt: off
     for i_key in range(begin, tl.minimum(stop, free_end), BLOCK_K):
-        b_max, b_sum, b_acc = _add_tile(keys, rows, i_key, b_max, b_sum, b_acc, BLOCK_K, False, IN_ORDER)
+        b_max, b_sum, b_acc = _add_tile(
+            p_pool_k, p_pool_v, p_slots, i_key, lo, end, begin_of_line, b_q, b_pos, window, b_max, b_sum, b_acc,
+            scaling, softcap, o_d, m_d, s_pk_t, s_pk_d, s_pv_t, s_pv_d, BLOCK_K, False, IN_ORDER,
+        )
     for i_key in range(tl.maximum(begin, free_end), stop, BLOCK_K):
-        b_max, b_sum, b_acc = _add_tile(keys, rows, i_key, b_max, b_sum, b_acc, BLOCK_K, True, IN_ORDER)
+        b_max, b_sum, b_acc = _add_tile(
+            p_pool_k, p_pool_v, p_slots, i_key, lo, end, begin_of_line, b_q, b_pos, window, b_max, b_sum, b_acc,
+            scaling, softcap, o_d, m_d, s_pk_t, s_pk_d, s_pv_t, s_pv_d, BLOCK_K, True, IN_ORDER,
+        )
+    # fmt: on
     return b_max, b_sum, b_acc
 
 
@@ -156,9 +193,9 @@ def ragged_kernel(
     o_place = (first + o_token).to(tl.int64)
     p_q += o_head[:, None] * s_q_h + o_place[:, None] * s_q_t + o_d[None, :] * s_q_d
     b_q = tl.load(p_q, mask=m_row[:, None] & m_d[None, :], other=0.0)  # [BM, BD]
-    pools = (p_pool_k + i_h * s_pk_h, p_pool_v + i_h * s_pv_h, o_d, m_d, s_pk_t, s_pk_d, s_pv_t, s_pv_d)
-    keys = (p_slots + line * s_line, begin_of_line, pools)
-    rows = (b_q, b_pos, lo, end, window, scaling, softcap)
+    p_slots += line * s_line
+    p_pool_k += i_h * s_pk_h
+    p_pool_v += i_h * s_pv_h
     # every row sees every key before the tile's first token, but for a window
     free_end = 0
     if GROWS:  # no window
@@ -177,7 +214,12 @@ def ragged_kernel(
             b_max = tl.where(i_split == 0, b_sink, b_max)
         b_sum = tl.full([BLOCK_M], 1.0, tl.float32)  # of the sink; scaled away by the first key where there is none
         b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        b_max, b_sum, b_acc = _walk(keys, rows, begin, stop, free_end, b_max, b_sum, b_acc, BLOCK_K, False)
+        # fmt: off
+        b_max, b_sum, b_acc = _walk(
+            p_pool_k, p_pool_v, p_slots, begin, stop, free_end, lo, end, begin_of_line, b_q, b_pos, window,
+            b_max, b_sum, b_acc, scaling, softcap, o_d, m_d, s_pk_t, s_pk_d, s_pv_t, s_pv_d, BLOCK_K, False,
+        )
+        # fmt: on
         b_sum = tl.where(b_sum == 0.0, 1.0, b_sum)
         if p_lse is not None:
             o_out += i_split * num_tokens.to(tl.int64) * (KV_HEADS * GROUP)
@@ -201,9 +243,13 @@ def ragged_kernel(
             b_part_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
             b_part_sum = tl.zeros([BLOCK_M, 16], tl.float32)
             b_part = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            # fmt: off
             b_part_max, b_part_sum, b_part = _walk(
-                keys, rows, begin, stop, free_end, b_part_max, b_part_sum, b_part, BLOCK_K, True
+                p_pool_k, p_pool_v, p_slots, begin, stop, free_end, lo, end, begin_of_line, b_q, b_pos, window,
+                b_part_max, b_part_sum, b_part, scaling, softcap, o_d, m_d, s_pk_t, s_pk_d, s_pv_t, s_pv_d,
+                BLOCK_K, True,
             )
+            # fmt: on
             m_total = b_max > float("-inf")
             b_max, b_decay, b_weight = fold_weights(b_max, b_part_max)
             b_sum = tl.fma(tl.max(b_part_sum, 1), b_weight, b_sum * b_decay)

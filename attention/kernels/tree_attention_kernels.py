@@ -174,7 +174,8 @@ def attend_kernel(
     p_q += i_b * s_q_b + o_head[:, None] * s_q_h + o_node[:, None].to(tl.int64) * s_q_n + o_d[None, :] * s_q_d
     b_q = tl.load(p_q, mask=m_row[:, None] & m_d[None, :], other=0.0)  # [BM, BD]
     p_page = p_pages + i_b * s_page_b
-    pools = (p_pool_k + i_h * s_pk_h, p_pool_v + i_h * s_pv_h, o_d, m_d, s_pk_t, s_pk_d, s_pv_t, s_pv_d)
+    p_pool_k += i_h * s_pk_h
+    p_pool_v += i_h * s_pv_h
     own_begin = committed_len // BLOCK_K * BLOCK_K
     own_base = committed_len // ALIGN * ALIGN
     shared_end = tl.minimum(own_begin, (start + num_pages * PAGE_SIZE) // BLOCK_K * BLOCK_K)
@@ -209,7 +210,7 @@ def attend_kernel(
                 o_key = tl.maximum(o_key, lo)
             o_column = o_key - start
             b_slot = page_slots(p_page, o_column, s_page, PAGE_SIZE)
-            b_k, b_v = load_keys(pools, b_slot)
+            b_k, b_v = load_keys(p_pool_k, p_pool_v, b_slot, o_d, m_d, s_pk_t, s_pk_d, s_pv_t, s_pv_d)
             b_max, b_sum, b_acc = absorb_in_order(b_q, b_k, b_v, m_seen, b_max, b_sum, b_acc, scaling, softcap)
 
         # the node's own tiles: one walk over them a run of nodes that lie on one path
@@ -234,7 +235,7 @@ def attend_kernel(
                     m_seen = m_seen & (o_key[None, :] >= start)
                 o_key = tl.minimum(tl.maximum(o_key, lo), newest)
                 b_slot = tl.load(p_slot + (o_key - own_base)).to(tl.int64)[:, None]
-                b_k, b_v = load_keys(pools, b_slot)
+                b_k, b_v = load_keys(p_pool_k, p_pool_v, b_slot, o_d, m_d, s_pk_t, s_pk_d, s_pv_t, s_pv_d)
                 b_max, b_sum, b_acc = absorb_in_order(b_q, b_k, b_v, m_seen, b_max, b_sum, b_acc, scaling, softcap)
             node = run_end + 1
 

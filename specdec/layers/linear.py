@@ -27,10 +27,12 @@ from specdec.layers.packed.dequantise import dequantise
 from specdec.layers.packed.packed_tile import (
     load_tile,
     multiply_tile,
+    row_pointers,
+    scale_pointers,
     scale_sum,
     weight_constants,
     weight_pointers,
-    weight_rows,
+    zero_pointers,
 )
 from specdec.layers.packed.packed_weight import PackedWeight, Weight, multiply
 from specdec.layers.product import FEW_ROWS, Cut, Product, Tiles, can_hold, cut_of, tiles_of
@@ -152,14 +154,18 @@ def linear_kernel(
     m_n = (o_part < N // PARTS)[:, None]
     m_w = (o_n % (BLOCK_N // PARTS) < tile_rows)[:, None] & m_n if CODE is None else m_n
     o_w = o_part + o_n // (BLOCK_N // PARTS) * (N // PARTS)
-    weight = weight_rows(p_w, p_scales, p_zeros, s_w, s_scales, o_w, o_w, m_n, CODE)
+    p_w = row_pointers(p_w, o_w, s_w, CODE)
+    p_scale = scale_pointers(p_scales, o_w, CODE)
+    p_zero = zero_pointers(p_zeros, o_w, CODE)
     begin = i_split * split_len
     end = tl.minimum(begin + split_len, K) if SPLIT else K
     o_k = begin + tl.arange(0, BLOCK_K)
     m_k = o_k < end
     if HELD:
         DTYPE: tl.constexpr = p_x.dtype.element_ty
-        b_w = load_tile(weight, begin, end, m_w, EVEN_K, CODE, GROUP, FAST, BLOCK_K, DTYPE)
+        b_w = load_tile(
+            *(p_w, p_scale, p_zero, s_scales, begin, end, m_w, m_n, EVEN_K, CODE, GROUP, FAST, BLOCK_K, DTYPE)
+        )
     if START != "early":
         wait_for_previous(PDL)
     if START == "holds":
@@ -174,25 +180,27 @@ def linear_kernel(
         o_tail = o_t.to(tl.int64)[None, :]
         m_tail = (o_t < num_rows)[None, :]
         b_sum, b_tail = multiply_both(
-            *(weight, p_row, p_x + o_tail * s_x, m_w, m_x, m_tail, begin, end, EVEN_K),
+            *(p_w, p_scale, p_zero, s_scales, p_row, p_x + o_tail * s_x, m_w, m_n, m_x, m_tail, begin, end, EVEN_K),
             *(CODE, GROUP, FAST, BLOCK_N, BLOCK_M, TAIL_M, BLOCK_K),
         )
         _store_tile(*(b_tail, p_bias, p_out, o_tail, m_tail, i_n, i_split, num_rows, tile_rows, N, ACTIVATION, BLOCK_N))
     elif HELD:
         b_x = tl.load(p_row + o_k[:, None], mask=m_k[:, None] & m_x, other=0.0)  # [BK, BM]
         b_sum = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        b_sum = multiply_tile(weight, b_w, b_x, b_sum, begin, CODE, GROUP)
-        b_sum = scale_sum(weight, b_sum, CODE, GROUP, FAST, DTYPE)
+        b_sum = multiply_tile(b_w, b_x, b_sum, p_scale, s_scales, begin, m_n, CODE, GROUP)
+        b_sum = scale_sum(b_sum, p_scale, m_n, CODE, GROUP, FAST, DTYPE)
     elif SPLIT or WHOLE:
         b_sum = multiply_range(
-            *(weight, p_row, m_w, m_x, begin, end, EVEN_K, CODE, GROUP, FAST, BLOCK_N, BLOCK_M, BLOCK_K)
+            *(p_w, p_scale, p_zero, s_scales, p_row, m_w, m_n, m_x, begin, end, EVEN_K, CODE, GROUP, FAST),
+            *(BLOCK_N, BLOCK_M, BLOCK_K),
         )
     else:
         b_sum = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         for i_k in range(begin, end, split_len):
             i_end = tl.minimum(i_k + split_len, end)
             b_sum += multiply_range(
-                *(weight, p_row, m_w, m_x, i_k, i_end, EVEN_K, CODE, GROUP, FAST, BLOCK_N, BLOCK_M, BLOCK_K)
+                *(p_w, p_scale, p_zero, s_scales, p_row, m_w, m_n, m_x, i_k, i_end, EVEN_K, CODE, GROUP, FAST),
+                *(BLOCK_N, BLOCK_M, BLOCK_K),
             )
     _store_tile(*(b_sum, p_bias, p_out, o_row, m_x, i_n, i_split, num_rows, tile_rows, N, ACTIVATION, BLOCK_N))
     if START == "early":

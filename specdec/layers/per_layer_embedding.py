@@ -27,11 +27,13 @@ from specdec.layers.norm import Gain, reference_rms_norm, rms_norm
 from specdec.layers.packed.packed_tile import (
     load_tile,
     multiply_tile,
+    row_pointers,
+    scale_pointers,
     scale_sum,
     tile_columns,
     weight_constants,
     weight_pointers,
-    weight_rows,
+    zero_pointers,
 )
 from specdec.layers.packed.packed_weight import PackedWeight, Weight, multiply
 from specdec.layers.product import MANY_ROWS, Product, Tiles, cut_of, reference_finish, sum_parts
@@ -128,9 +130,12 @@ def _gated_projection_kernel(
     m_k = o_k < P
     m_n = (o_n < H)[:, None]
     DTYPE: tl.constexpr = p_out.dtype.element_ty
-    weight = weight_rows(p_w, p_scales, p_zeros, s_w, s_scales, o_n, o_n, m_n, CODE)
+    p_scale = scale_pointers(p_scales, o_n, CODE)
     i_k = tl.full([], 0, tl.int32)
-    b_w = load_tile(weight, i_k, P, m_n, False, CODE, GROUP, FAST, BLOCK_K, DTYPE)
+    b_w = load_tile(
+        *(row_pointers(p_w, o_n, s_w, CODE), p_scale, zero_pointers(p_zeros, o_n, CODE), s_scales, i_k, P, m_n, m_n),
+        *(False, CODE, GROUP, FAST, BLOCK_K, DTYPE),
+    )
     wait_for_previous(PDL)
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     o_row = o_m.to(tl.int64)[None, :]
@@ -140,8 +145,8 @@ def _gated_projection_kernel(
     b_gate = sum_parts(p_parts, None, o_row * P + o_k[:, None], o_k, mask, part_len, SPLITS, DTYPE)
     b_x = _gated(b_gate, b_in, ACTIVATION, DTYPE)
     b_y = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    b_y = multiply_tile(weight, b_w, b_x, b_y, i_k, CODE, GROUP)
-    b_y = scale_sum(weight, b_y, CODE, GROUP, FAST, DTYPE)
+    b_y = multiply_tile(b_w, b_x, b_y, p_scale, s_scales, i_k, m_n, CODE, GROUP)
+    b_y = scale_sum(b_y, p_scale, m_n, CODE, GROUP, FAST, DTYPE)
     m_out = (o_m < num_rows)[None, :] & m_n
     tl.store(p_out + o_row * H + o_n[:, None], b_y.to(DTYPE), mask=m_out, eviction_policy=KEEP)
 

@@ -20,11 +20,13 @@ from specdec.layers.packed.packed_tile import (
     load_tile,
     load_words,
     multiply_tile,
+    row_pointers,
+    scale_pointers,
     scale_sum,
     unpack_tile,
     weight_constants,
     weight_pointers,
-    weight_rows,
+    zero_pointers,
 )
 from specdec.layers.packed.packed_weight import PackedWeight, Weight, multiply
 from specdec.layers.product import Product
@@ -89,7 +91,9 @@ def _gate(b_gate: tl.tensor, b_up: tl.tensor, alpha: tl.tensor, limit: tl.tensor
 @triton.jit
 def _multiply(
     p_x: tl.tensor,
-    weight: tl.tuple,  # `weight_rows`
+    p_w: tl.tensor,  # [BN, 1], and scales and zeros: a weight as `load_tile` takes it
+    p_scales: tl.tensor,
+    p_zeros: tl.tensor,
     p_bias: tl.tensor,
     p_weights: tl.tensor,  # [A], or None where activated
     p_out: tl.tensor,  # [top_k, T, N], or [A, N / 2] where activated
@@ -97,11 +101,13 @@ def _multiply(
     m_slot: tl.tensor,
     num_slots: tl.tensor,
     o_bias: tl.tensor,  # [BN]
+    m_n: tl.tensor,  # [BN, 1]: rows that the weight has
     i_n: tl.tensor,
     N: tl.tensor,
     K: tl.tensor,
     s_x: tl.tensor,
     s_wk: tl.tensor,
+    s_scales: tl.tensor,
     alpha: tl.tensor,
     limit: tl.tensor,
     CODE: tl.constexpr,
@@ -117,7 +123,6 @@ def _multiply(
     TAIL_K: tl.constexpr,  # columns behind the last tile of BLOCK_K
 ) -> None:
     """One tile of an expert's weight times BLOCK_M assignments, and what follows the product."""
-    p_w, m_n = weight[0], weight[4]
     b_row = b_slot // TOP_K
     p_x += (b_slot if ACT is None else b_row).to(tl.int64)[None, :] * s_x
     b_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -129,12 +134,16 @@ def _multiply(
     if ACT is None:
         b_weight = tl.load(p_weights + b_slot, mask=m_slot, other=0.0)[None, :]
     if TAIL_K:  # asked for before the others, and multiplied behind them
-        words = load_words(weight, end, K, m_n, True, CODE, GROUP, TAIL_K)
+        b_words, b_scales, b_zeros = load_words(
+            *(p_w, p_scales, p_zeros, s_scales, end, K, m_n, m_n, True, CODE, GROUP, TAIL_K)
+        )
         b_last = tl.load(p_x + end + tl.arange(0, TAIL_K)[:, None], mask=m_slot[None, :], other=0.0)
     for i_k in range(0, end, BLOCK_K):
         o_k = i_k + tl.arange(0, BLOCK_K)
         if CODE is not None:
-            b_w = load_tile(weight, i_k, K, m_n, EVEN_K, CODE, GROUP, FAST, BLOCK_K, DTYPE)
+            b_w = load_tile(
+                *(p_w, p_scales, p_zeros, s_scales, i_k, K, m_n, m_n, EVEN_K, CODE, GROUP, FAST, BLOCK_K, DTYPE)
+            )
         elif EVEN_K:
             b_w = tl.load(p_w + o_k[None, :] * s_wk)  # [BN, BK]
         else:
@@ -144,12 +153,12 @@ def _multiply(
         if CODE is None:
             b_acc = tl.dot(b_w, b_x, b_acc, input_precision="ieee")
         else:
-            b_acc = multiply_tile(weight, b_w, b_x, b_acc, i_k, CODE, GROUP)
+            b_acc = multiply_tile(b_w, b_x, b_acc, p_scales, s_scales, i_k, m_n, CODE, GROUP)
     if TAIL_K:
-        b_w = unpack_tile(words, CODE, FAST, DTYPE)
-        b_acc = multiply_tile(weight, b_w, b_last, b_acc, end, CODE, GROUP)
+        b_w = unpack_tile(b_words, b_scales, b_zeros, CODE, FAST, DTYPE)
+        b_acc = multiply_tile(b_w, b_last, b_acc, p_scales, s_scales, end, m_n, CODE, GROUP)
     if CODE is not None:
-        b_acc = scale_sum(weight, b_acc, CODE, GROUP, FAST, DTYPE)
+        b_acc = scale_sum(b_acc, p_scales, m_n, CODE, GROUP, FAST, DTYPE)
     if p_bias is not None:
         b_acc += b_bias
     if ACT is None:
@@ -238,14 +247,14 @@ def product_kernel(
     wait_for_previous(PDL)
     if p_order is not None:
         begin, end = tl.load(p_first + i_slot), tl.load(p_first + i_slot + 1)
-        weight = _expert_rows(p_w, p_scales, p_zeros, s_we, s_wn, s_se, s_scales, i_slot, o_w, m_n, CODE)
+        p_tile, p_scale_tile, p_zero_tile = _expert_rows(*(p_w, p_scales, p_zeros, i_slot, o_w, s_we, s_wn, s_se, CODE))
         for i_first in range(begin, end, BLOCK_M):
             o_list = i_first + tl.arange(0, BLOCK_M)
             b_slot = tl.load(p_order + o_list, mask=o_list < end, other=0)
             _multiply(
-                *(p_x, weight, p_bias, p_weights, p_out, b_slot, o_list < end, num_slots, i_slot * N + o_w, i_n, N, K),
-                *(s_x, s_wk, alpha, limit, CODE, GROUP, FAST, TOP_K, ACT, INTERLEAVED, EVEN_K),
-                *(BLOCK_N, BLOCK_M, BLOCK_K, TAIL_K),
+                *(p_x, p_tile, p_scale_tile, p_zero_tile, p_bias, p_weights, p_out, b_slot, o_list < end, num_slots),
+                *(i_slot * N + o_w, m_n, i_n, N, K, s_x, s_wk, s_scales, alpha, limit, CODE, GROUP, FAST),
+                *(TOP_K, ACT, INTERLEAVED, EVEN_K, BLOCK_N, BLOCK_M, BLOCK_K, TAIL_K),
             )
     else:
         i_expert = tl.load(p_experts + i_slot)
@@ -261,11 +270,13 @@ def product_kernel(
             if not LONE:
                 b_rank = tl.where(m_same, tl.cumsum(m_same.to(tl.int32)) - 1, -1)
                 b_slot = tl.max(tl.where(b_rank[:, None] == o_m[None, :], o_slot[:, None], -1), 0)
-            weight = _expert_rows(p_w, p_scales, p_zeros, s_we, s_wn, s_se, s_scales, i_expert, o_w, m_n, CODE)
+            p_tile, p_scale_tile, p_zero_tile = _expert_rows(
+                *(p_w, p_scales, p_zeros, i_expert, o_w, s_we, s_wn, s_se, CODE)
+            )
             _multiply(
-                *(p_x, weight, p_bias, p_weights, p_out, tl.maximum(b_slot, 0), b_slot >= 0, num_slots),
-                *(i_expert * N + o_w, i_n, N, K, s_x, s_wk, alpha, limit, CODE, GROUP, FAST, TOP_K, ACT, INTERLEAVED),
-                *(EVEN_K, BLOCK_N, BLOCK_M, BLOCK_K, TAIL_K),
+                *(p_x, p_tile, p_scale_tile, p_zero_tile, p_bias, p_weights, p_out, tl.maximum(b_slot, 0), b_slot >= 0),
+                *(num_slots, i_expert * N + o_w, m_n, i_n, N, K, s_x, s_wk, s_scales, alpha, limit, CODE, GROUP, FAST),
+                *(TOP_K, ACT, INTERLEAVED, EVEN_K, BLOCK_N, BLOCK_M, BLOCK_K, TAIL_K),
             )
 
 
@@ -274,19 +285,18 @@ def _expert_rows(
     p_w: tl.tensor,
     p_scales: tl.tensor,
     p_zeros: tl.tensor,
+    i_expert: tl.tensor,
+    o_w: tl.tensor,  # [BN]
     s_we: tl.tensor,
     s_wn: tl.tensor,
     s_se: tl.tensor,
-    s_scales: tl.tensor,
-    i_expert: tl.tensor,
-    o_w: tl.tensor,  # [BN]
-    m_n: tl.tensor,
     CODE: tl.constexpr,
-) -> tuple[tl.tensor, ...]:
-    """`weight_rows` of an expert's weight."""
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Pointers [BN, 1] to rows of an expert's weight, their scales and their zeros."""
     i_expert = i_expert.to(tl.int64)
-    p_w += i_expert * s_we
-    return weight_rows(p_w, p_scales, p_zeros, s_wn, s_scales, o_w, i_expert * s_se + o_w, m_n, CODE)
+    p_w = row_pointers(p_w + i_expert * s_we, o_w, s_wn, CODE)
+    o_scale = i_expert * s_se + o_w
+    return p_w, scale_pointers(p_scales, o_scale, CODE), zero_pointers(p_zeros, o_scale, CODE)
 
 
 @op(reference=reference_apply_experts)

@@ -5,11 +5,13 @@ import torch
 from specdec.gpu.triton_shim import tl, triton
 from specdec.layers.packed.packed_tile import (
     load_tile,
+    row_pointers,
+    scale_pointers,
     scale_sum,
     tile_columns,
     weight_constants,
     weight_pointers,
-    weight_rows,
+    zero_pointers,
 )
 from specdec.layers.packed.packed_weight import PackedWeight
 
@@ -35,12 +37,15 @@ def _dequantise_kernel(
     o_k = i_k + tl.arange(0, BLOCK_K)
     m_n = (o_n < N)[:, None]
     DTYPE: tl.constexpr = p_out.dtype.element_ty
-    weight = weight_rows(p_w, p_scales, p_zeros, s_w, s_scales, o_n, o_n, m_n, CODE)
-    b_w = load_tile(weight, i_k, K, m_n, False, CODE, GROUP, FAST, BLOCK_K, DTYPE).to(tl.float32)
+    p_scale_tile = scale_pointers(p_scales, o_n, CODE)
+    b_w = load_tile(
+        *(row_pointers(p_w, o_n, s_w, CODE), p_scale_tile, zero_pointers(p_zeros, o_n, CODE), s_scales, i_k, K),
+        *(m_n, m_n, False, CODE, GROUP, FAST, BLOCK_K, DTYPE),
+    ).to(tl.float32)
     if CODE == "e4m3" and GROUP > 0:
-        b_w *= tl.load(weight[1] + i_k // GROUP * s_scales, mask=m_n, other=0.0).to(tl.float32)
+        b_w *= tl.load(p_scale_tile + i_k // GROUP * s_scales, mask=m_n, other=0.0).to(tl.float32)
     else:
-        b_w = scale_sum(weight, b_w, CODE, GROUP, FAST, DTYPE)
+        b_w = scale_sum(b_w, p_scale_tile, m_n, CODE, GROUP, FAST, DTYPE)
     tl.store(p_out + o_n.to(tl.int64)[:, None] * K + o_k[None, :], b_w.to(DTYPE), mask=m_n & (o_k < K)[None, :])
 
 

@@ -63,34 +63,40 @@ def runs_in_tiles(weight: Weight) -> bool:
 
 
 @triton.jit
-def weight_rows(
-    p_w: tl.tensor,  # `weight_pointers`, and its strides
-    p_scales: tl.tensor,
-    p_zeros: tl.tensor,
-    s_w: tl.tensor,
-    s_scales: tl.tensor,
-    o_n: tl.tensor,  # [BN] rows
-    o_scale: tl.tensor,  # [BN] the first scale of each
-    m_n: tl.tensor,  # [BN, 1]: rows that the weight has
-    CODE: tl.constexpr,
-) -> tuple[tl.tensor, ...]:
-    """Rows of a weight as the functions below take them: pointers [BN, 1] to numbers or words, to scales and to zeros,
-    the stride of a scale, and which of the rows there are. What a code has not is another tensor, never read."""
-    p_rows = p_w + o_n.to(tl.int64)[:, None] * (s_w if CODE is None else s_w * 4)
-    p_scale, p_zero = o_scale[:, None], o_scale[:, None]
+def row_pointers(p_w: tl.tensor, o_n: tl.tensor, s_w: tl.tensor, CODE: tl.constexpr) -> tl.tensor:
+    """[BN, 1], for rows `o_n` [BN] of a weight."""
+    stride = s_w if CODE is None else s_w * 4
+    return p_w + o_n.to(tl.int64)[:, None] * stride
+
+
+@triton.jit
+def scale_pointers(p_scales: tl.tensor, o_n: tl.tensor, CODE: tl.constexpr) -> tl.tensor:
+    """[BN, 1]: to the first scale of rows `o_n` [BN]; never read where CODE is None."""
+    p_tile = o_n[:, None]
     if CODE is not None:
-        p_scale = p_scales + p_scale
+        p_tile = p_scales + p_tile
+    return p_tile
+
+
+@triton.jit
+def zero_pointers(p_zeros: tl.tensor, o_n: tl.tensor, CODE: tl.constexpr) -> tl.tensor:
+    """Likewise, to zeros."""
+    p_tile = o_n[:, None]
     if CODE == "int4-zeros":
-        p_zero = p_zeros + p_zero
-    return p_rows, p_scale, p_zero, s_scales, m_n
+        p_tile = p_zeros + p_tile
+    return p_tile
 
 
 @triton.jit
 def load_tile(
-    weight: tl.tuple,  # `weight_rows`
+    p_w: tl.tensor,  # [BN, 1]: `row_pointers`, `scale_pointers`, `zero_pointers`
+    p_scales: tl.tensor,
+    p_zeros: tl.tensor,
+    s_scales: tl.tensor,
     i_k: tl.tensor,  # a multiple of BLOCK_K after a multiple of 128
     end: tl.tensor,
-    m_w: tl.tensor,  # [BN, 1]: rows that are read; scales of all that the weight has are read, in whole vectors
+    m_w: tl.tensor,  # [BN, 1]: rows that are read
+    m_n: tl.tensor,  # [BN, 1]: rows that the weight has; scales of all of these are read, in whole vectors
     EVEN_K: tl.constexpr,
     CODE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -102,18 +108,25 @@ def load_tile(
     if CODE is None:
         last = i_k + BLOCK_K if EVEN_K else end
         o_k = i_k + tl.arange(0, BLOCK_K)
-        b_tile = tl.load(weight[0] + o_k[None, :], mask=m_w & (o_k < last)[None, :], other=0.0)
+        b_tile = tl.load(p_w + o_k[None, :], mask=m_w & (o_k < last)[None, :], other=0.0)
     else:
-        b_tile = unpack_tile(load_words(weight, i_k, end, m_w, EVEN_K, CODE, GROUP, BLOCK_K), CODE, FAST, DTYPE)
+        b_words, b_scales, b_zeros = load_words(
+            *(p_w, p_scales, p_zeros, s_scales, i_k, end, m_w, m_n, EVEN_K, CODE, GROUP, BLOCK_K)
+        )
+        b_tile = unpack_tile(b_words, b_scales, b_zeros, CODE, FAST, DTYPE)
     return b_tile
 
 
 @triton.jit
 def load_words(
-    weight: tl.tuple,
+    p_w: tl.tensor,
+    p_scales: tl.tensor,
+    p_zeros: tl.tensor,
+    s_scales: tl.tensor,
     i_k: tl.tensor,
     end: tl.tensor,
     m_w: tl.tensor,
+    m_n: tl.tensor,
     EVEN_K: tl.constexpr,
     CODE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -122,7 +135,6 @@ def load_words(
     """A tile of a packed weight as it lies in memory: words [BN, words], scales and zeros [BN, groups].
 
     A code without scales in a tile, or without zeros, returns another of the tensors there; nothing reads it."""
-    p_w, p_scales, p_zeros, s_scales, m_n = weight
     last = i_k + BLOCK_K if EVEN_K else end
     PER_WORD: tl.constexpr = 4 if CODE == "e4m3" else 8
     WORDS: tl.constexpr = BLOCK_K // PER_WORD
@@ -143,9 +155,15 @@ def load_words(
 
 
 @triton.jit
-def unpack_tile(words: tl.tuple, CODE: tl.constexpr, FAST: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
-    """[BN, BK] of what `load_words` returns."""
-    b_words, b_scales, b_zeros = words
+def unpack_tile(
+    b_words: tl.tensor,  # what `load_words` returns
+    b_scales: tl.tensor,
+    b_zeros: tl.tensor,
+    CODE: tl.constexpr,
+    FAST: tl.constexpr,
+    DTYPE: tl.constexpr,
+) -> tl.tensor:
+    """[BN, BK]"""
     if CODE == "e4m3":
         b_tile = _e4m3_tile(b_words, FAST, DTYPE)
     else:
@@ -155,8 +173,9 @@ def unpack_tile(words: tl.tuple, CODE: tl.constexpr, FAST: tl.constexpr, DTYPE: 
 
 @triton.jit
 def scale_sum(
-    weight: tl.tuple,
     b_sum: tl.tensor,  # [BN, BM]
+    p_scales: tl.tensor,  # [BN, 1]
+    m_n: tl.tensor,
     CODE: tl.constexpr,
     GROUP: tl.constexpr,
     FAST: tl.constexpr,
@@ -164,7 +183,7 @@ def scale_sum(
 ) -> tl.tensor:
     """The sum over a range of K, with what tiles of a packed weight leave to it."""
     if CODE == "e4m3" and GROUP == 0:
-        b_sum = _rounded_product(b_sum, tl.load(weight[1], mask=weight[4], other=0.0).to(tl.float32))
+        b_sum = _rounded_product(b_sum, tl.load(p_scales, mask=m_n, other=0.0).to(tl.float32))
     elif CODE is not None and CODE != "e4m3" and FAST and tl.bfloat16 == DTYPE:
         b_sum *= LARGE
     return b_sum
@@ -190,17 +209,18 @@ def _rounded_product(b_x: tl.tensor, b_scale: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def multiply_tile(
-    weight: tl.tuple,
     b_w: tl.tensor,
     b_x: tl.tensor,
     b_sum: tl.tensor,
+    p_scales: tl.tensor,
+    s_scales: tl.tensor,
     i_k: tl.tensor,
+    m_n: tl.tensor,
     CODE: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> tl.tensor:
     """b_sum + w x, the product scaled where a tile has one scale a row."""
     if CODE == "e4m3" and GROUP > 0:
-        _p_w, p_scales, _p_zeros, s_scales, m_n = weight
         b_scale = tl.load(p_scales + i_k // GROUP * s_scales, mask=m_n, other=0.0).to(tl.float32)  # [BN, 1]
         b_sum += _rounded_product(tl.dot(b_w, b_x, input_precision="ieee"), b_scale)
     elif CODE is None:
