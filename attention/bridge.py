@@ -147,7 +147,6 @@ class ForwardContext:
         return call.answer(self, q, k, v)
 
     def destination(self, layer: int) -> Destination | None:
-        """See `LayerContext`."""
         if self.plan.write_full is None or not self.view.owns(layer):
             return None
         kept = self.view.writable_layer(layer)

@@ -170,7 +170,6 @@ class CheckedAttention:
         return out
 
     def part(self, requests: slice, columns: slice) -> "CheckedAttention":
-        """See `PathAttention`."""
         return replace(self, attend=part_of(self.attend, requests, columns), rows=(requests, columns))
 
 

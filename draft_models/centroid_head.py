@@ -38,7 +38,6 @@ class CentroidHead(NamedTuple):
 
     @property
     def num_listed(self) -> int:
-        """Tokens that a row scores."""
         return self.top_k * self.ordering.shape[1]
 
 
@@ -56,14 +55,12 @@ def reference_centroid_logits(
 def reference_centroid_sample(
     hidden: torch.Tensor, positions: torch.Tensor, params: ParamVectors, head: CentroidHead
 ) -> torch.Tensor:
-    """See `centroid_sample`."""
     return ReferenceSampler(params).sample(reference_centroid_logits(hidden, head), positions)
 
 
 def reference_centroid_best(
     hidden: torch.Tensor, positions: torch.Tensor, params: ParamVectors, head: CentroidHead, k: int
 ) -> Best:
-    """See `centroid_best`."""
     return ReferenceSampler(params).best(reference_centroid_logits(hidden, head), positions, k)
 
 

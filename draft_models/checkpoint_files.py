@@ -1,18 +1,21 @@
-"""A drafter's folder, whatever its format: config.json and tensors, read and written, and tensors against a head's."""
+"""A drafter's folder, whatever its format: config.json and tensors, read and written, and a head filled with them."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from specdec.draft_models.base import TargetInfo
-from specdec.errors import CheckpointError, first_line, naming_file
+from specdec.errors import CheckpointError, UnsupportedModelError, first_line, naming_file
 
 State = Mapping[str, torch.Tensor]
+Head = TypeVar("Head", bound=nn.Module)
 
 
 class TargetShape(NamedTuple):
@@ -29,7 +32,6 @@ class TargetShape(NamedTuple):
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The object in a folder's config.json. Raises CheckpointError."""
     try:
         config = json.loads((folder / "config.json").read_text("utf-8"))
     except (OSError, ValueError) as error:
@@ -40,7 +42,6 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a folder, on the CPU. Raises CheckpointError."""
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
     if not files:
         raise CheckpointError("there is no *.safetensors and no pytorch_model*.bin")
@@ -67,21 +68,30 @@ def write_folder(folder: str | Path, config: Mapping[str, Any], state: State) ->
         raise CheckpointError(f"{str(weights)!r} cannot be written: {first_line(error)}") from error
 
 
-def tensor_faults(expected: State, state: State) -> list[str]:
-    """Where tensors are not those of a head, by name and shape, the first to be told first; empty: they are."""
+@contextmanager
+def naming_folder(folder: str | Path) -> Iterator[None]:
+    """What is refused within is refused with the folder's name."""
+    try:
+        yield
+    except (CheckpointError, UnsupportedModelError) as error:
+        raise type(error)(f"{folder}: {error}") from error
+
+
+def fill_head(make: Callable[[], Head], state: State, explain: Callable[[str], str] = lambda fault: "") -> Head:
+    """A head with these tensors. Raises CheckpointError unless they are its own, in its shapes and of floating types of
+    16 bits or more. explain: what else is said of the first fault."""
+    with torch.device("meta"):
+        expected = make().state_dict()
     shapes = {key: (list(state[key].shape), list(t.shape)) for key, t in expected.items() if key in state}
     faults = [f"{key} is {has}, the config says {says}" for key, (has, says) in shapes.items() if has != says]
     faults += [f"{key} is missing" for key in expected if key not in state]
-    return faults + [f"{key} is not known" for key in sorted(state.keys() - expected.keys())]
-
-
-def and_more(faults: list[str]) -> str:
-    """Behind the first of these faults: how many others there are."""
-    return f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-
-
-def require_floats(state: State) -> None:
-    """Raise CheckpointError for a tensor that is not of a floating type of 16 bits or more."""
+    faults += [f"{key} is not known" for key in sorted(state.keys() - expected.keys())]
+    if faults:
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        raise CheckpointError(f"tensor {faults[0]}{more}{explain(faults[0])}")
     for key, tensor in state.items():
         if not tensor.is_floating_point() or tensor.element_size() < 2:
             raise CheckpointError(f"tensor {key} is {tensor.dtype}, expected a floating type of 16 bits or more")
+    head = make()
+    head.load_state_dict(state)
+    return head

@@ -1,8 +1,8 @@
-"""What drafters with K/V of their own, and those that draw level by level, have in common: the K/V of one engine, the
-forward of one level of a draft in progress, and the chain or tree that grows."""
+"""What drafters with K/V of their own, and those that draw level by level, have in common: a fitted head, the K/V of
+one engine, the forward of one level of a draft in progress, and the chain or tree that grows."""
 
-from collections.abc import Sequence
-from typing import Unpack
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar, Unpack
 
 import torch
 
@@ -12,10 +12,46 @@ from specdec.attention.kernels.draft_block import DraftBlock
 from specdec.attention.plan import KVPlan, plan_chunk, plan_packed
 from specdec.attention.trees.growth import Growth, num_candidates
 from specdec.attention.trees.tree import DraftTree
-from specdec.draft_models.base import BestOf, Binding, DraftBatch, Observation, PromptObservation, Sample
+from specdec.draft_models.base import (
+    BestOf,
+    Binding,
+    DraftBatch,
+    Drafter,
+    Fit,
+    Observation,
+    PromptObservation,
+    Sample,
+    TargetInfo,
+)
+from specdec.draft_models.fused_form import Form, proved_form
+from specdec.draft_models.head_spec import HeadModule
+from specdec.gpu.operations import REFERENCE
 from specdec.kvcache.frozen import KVView, own_view
 from specdec.kvcache.layer_context import Destination, OwnRows, ScoreOptions
 from specdec.kvcache.layout import KVLayout
+from specdec.layers.fuse import Weights
+
+Head = TypeVar("Head", bound=HeadModule)
+
+
+class HeadDrafter(Drafter, Generic[Head, Form]):
+    """A head fitted to a target, with fused layers if the target's are. plain, fused: classes of its two forms."""
+
+    may_lag = True
+    weights: Weights
+
+    def __init__(self, head: Head, target: TargetInfo, plain: type[Form], fused: Callable[..., Form]) -> None:
+        self.head = head
+        self.aux_layers: tuple[int, ...] = head.spec.aux_layers
+        self.kv_layout: KVLayout | None = head.spec.kv_layout
+        self.fit = Fit.of(target)
+        self.dtype = target.dtype
+        self.weights = Weights(self.name, head)
+        parts = head, target.embed, target.head
+        self.form = self.plain = own = plain(*parts)
+        self.ops = target.ops or REFERENCE
+        if target.ops is not None:
+            self.form, self.unfused = proved_form(self.name, own, lambda: fused(*parts, self.weights, self.ops))
 
 
 class StoreWorker:

@@ -71,7 +71,6 @@ class FinishedTexts:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all texts, and the salts of all rows."""
         self._texts.clear()
         self._numbers = {b"": next(self._count)}
         self._salts = [b""] * len(self._salts)
@@ -87,7 +86,6 @@ class FinishedTexts:
         return self._used
 
     def seat(self, row: int, salt: bytes) -> None:
-        """The row's request has this salt."""
         self._salts[row] = salt
         self.salt_of_row[row] = self._number(salt)
 

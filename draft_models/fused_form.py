@@ -3,29 +3,22 @@
 import logging
 import math
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from specdec.attention.bridge import AttentionCall
+from specdec.draft_models.head_spec import HeadForm
 from specdec.layers.families import Unfusable
 from specdec.layers.merge import held_storages
 
 logger = logging.getLogger("specdec")
 
+Form = TypeVar("Form", bound=HeadForm)
+
 FUSED_BOUND = 0.03
 """Largest relative difference of the median row, times the root of the layers: rounding. A wrong layer has about 1."""
-
-
-class HeadForm(Protocol):
-    """A form of a head of layers: as it was written, or fused."""
-
-    @property
-    def head(self) -> Any: ...
-
-
-Form = TypeVar("Form", bound=HeadForm)
 
 
 class Echo:
@@ -71,18 +64,13 @@ def why_unfused(
     return reason
 
 
-def proved_form(
-    name: str, plain: Form, fused: Callable[[], Form], probed: Callable[[Form], torch.Tensor]
-) -> tuple[Form, str | None]:
-    """The fused form if it computes what the plain one does; else the plain one, and the reason.
-
-    fused: makes it. probed: rows [R, W] float32 that a form computes, see `why_unfused`.
-    """
+def proved_form(name: str, plain: Form, fused: Callable[[], Form]) -> tuple[Form, str | None]:
+    """The form that `fused` makes if it computes what the plain one does; else the plain one, and the reason."""
     made: list[Form] = []
 
     def rows_of_fused() -> torch.Tensor:
         made.append(fused())
-        return probed(made[0])
+        return made[0].probed()
 
-    reason = why_unfused(name, plain.head, len(plain.head.layers), lambda: probed(plain), rows_of_fused)
+    reason = why_unfused(name, plain.head, len(plain.head.layers), plain.probed, rows_of_fused)
     return (made[0], None) if reason is None else (plain, reason)

@@ -275,7 +275,6 @@ def fit_layers(assistant: Any, target: TargetInfo) -> tuple[tuple[int, ...], tup
 
 
 def is_assistant_config(config: Mapping[str, Any]) -> bool:
-    """Is this the config of a Gemma 4 MTP assistant?"""
     return config.get("model_type") in ASSISTANT_TYPES
 
 

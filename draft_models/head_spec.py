@@ -1,5 +1,6 @@
 """What EAGLE-3 heads and the heads of block drafters have in common: their spec, and how they are placed and run."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
@@ -8,6 +9,8 @@ import torch
 from torch import nn
 
 from specdec.attention.bridge import AttentionCall, AttentionContext
+from specdec.draft_models.head_config import FIELDS, LAYER_TYPES
+from specdec.errors import UnsupportedModelError
 from specdec.kvcache.layer_context import LayerContext
 from specdec.kvcache.layout import KVLayout
 
@@ -48,23 +51,28 @@ class HeadSpec:
         """Factor of attention scores before the softmax."""
         return float(self.head_dim**-0.5)
 
+    def has_bias(self, name: str) -> bool:
+        """Has the linear layer of this name one?"""
+        return False
+
     def stored_fields(self) -> dict[str, Any]:
         """What config.json of a head has of these, as both published formats call them."""
         return {
-            "hidden_size": self.hidden_size,
+            **{key: getattr(self, field) for key, (_, field) in FIELDS.items()},
             "vocab_size": self.vocab_size,
-            "intermediate_size": self.intermediate_size,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
             "num_hidden_layers": self.num_layers,
-            "max_position_embeddings": self.max_position_embeddings,
-            "rms_norm_eps": self.rms_norm_eps,
-            "hidden_act": self.hidden_act,
             "rope_theta": self.rope["rope_theta"],
             "rope_scaling": None if self.rope["rope_type"] == "default" else dict(self.rope),
             "tie_word_embeddings": False,
         }
+
+    def stored_windows(self) -> dict[str, Any]:
+        """The same of its windows. Raises UnsupportedModelError for windows of several sizes."""
+        sizes = {window for window in self.windows if window is not None}
+        if len(sizes) > 1:
+            raise UnsupportedModelError(f"a head with sliding windows {sorted(sizes)}; the format has room for one")
+        kinds = [LAYER_TYPES[window is not None] for window in self.windows]
+        return {"layer_types": kinds, "sliding_window": max(sizes, default=None), "use_sliding_window": bool(sizes)}
 
 
 class HeadContext(AttentionContext, LayerContext, Protocol):
@@ -74,11 +82,27 @@ class HeadContext(AttentionContext, LayerContext, Protocol):
 class HeadModule(nn.Module):
     """The modules of a head."""
 
+    spec: HeadSpec
+
     def place(self, device: torch.device, dtype: torch.dtype) -> Self:
         """Move it. RoPE frequencies stay float32: `.to(dtype)` would round them."""
         for parameter in self.parameters():
             parameter.data = parameter.data.to(device, dtype)
         return self.to(device)
+
+
+class HeadForm(ABC):
+    """A head with its embedding table and lm_head, those given where it has none of its own: by its own modules, or
+    fused."""
+
+    def __init__(self, head: Any, table: nn.Module, lm_head: nn.Module) -> None:
+        self.head = head
+        self.table = table if head.embed_tokens is None else head.embed_tokens
+        self.lm_head = lm_head if head.lm_head is None else head.lm_head
+
+    @abstractmethod
+    def probed(self) -> torch.Tensor:
+        """Rows [R, W] float32 that it computes of random ones: what two forms are compared by."""
 
 
 def attend_in(context: HeadContext, scaling: float) -> Attend:

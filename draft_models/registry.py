@@ -97,7 +97,6 @@ def wrap_drafter(module: nn.Module, target: TargetInfo) -> Drafter:
 
 
 def is_drafter_config(config: Mapping[str, Any]) -> bool:
-    """Does this config.json belong to a drafter of any family?"""
     return any(family.matches(config) for family in FAMILIES)
 
 

@@ -68,7 +68,6 @@ class HybridAllocator:
         self._frozen_for.append(worker)
 
     def thaw(self, worker: object) -> None:
-        """The end of `freeze`."""
         self._frozen_for = [other for other in self._frozen_for if other is not worker]
 
     def require_unfrozen(self, operation: str) -> None:

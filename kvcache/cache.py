@@ -86,13 +86,11 @@ class KVCache:
                     self.operations.move(store, Space.SWA, *swa)
 
     def bytes_by_space(self) -> dict[Space, int]:
-        """Bytes of all stores in each space."""
         return {
             space: sum(t.numel() * t.element_size() for s in self.stores for t in s.tensors(space)) for space in Space
         }
 
     def clear(self) -> None:
-        """Let go of all tensors."""
         for store in self.stores:
             store.clear()
         if self.sanitizer is not None:

@@ -28,7 +28,6 @@ class PagedAllocator:
         self.reset()
 
     def reset(self) -> None:
-        """All pages are free."""
         self._stack: IntArray = np.arange(self.capacity, 0, -1, dtype=np.int64)  # free ones first, the top last
         self.free_pages = self.capacity
         self._held: IntArray = np.zeros(self.capacity + 1, dtype=np.int64)  # how many rows hold each page
@@ -58,7 +57,6 @@ class PagedAllocator:
         return self._kept[pages]
 
     def num_holders(self, pages: IntArray) -> IntArray:
-        """How many rows hold each of these pages."""
         return self._held[pages]
 
     def owners(self, pages: IntArray) -> IntArray:
@@ -144,7 +142,6 @@ class PagedAllocator:
         assert held + cached + self.free_pages == self.capacity, total
 
     def _push(self, freed: IntArray) -> None:
-        """These become free."""
         self._stack[self.free_pages : self.free_pages + len(freed)] = freed[::-1]
         self.free_pages += len(freed)
         if self.on_free is not None and len(freed):
@@ -156,6 +153,5 @@ class PagedAllocator:
 
 
 def _named_twice(pages: IntArray) -> bool:
-    """Is any of them?"""
     ordered = np.sort(pages)
     return bool((ordered[1:] == ordered[:-1]).any())

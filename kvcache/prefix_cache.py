@@ -62,7 +62,6 @@ class PrefixCache:
         return self._common_pages(key, other) * self.page_size
 
     def first_page(self, key: IntArray) -> bytes:
-        """The name of a key's first page."""
         return key[: self.page_size].tobytes()
 
     def match(self, key: IntArray, salt: bytes = b"") -> IntArray:

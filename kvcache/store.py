@@ -98,7 +98,6 @@ class KVStore:
         return tuple(tensor for layer in self.layers.values() if layer.space is space for tensor in (layer.k, layer.v))
 
     def clear(self) -> None:
-        """Let go of the tensors."""
         self.layers.clear()
         self.addresses.clear()
 

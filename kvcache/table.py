@@ -88,7 +88,6 @@ class RequestTable:
         return np.flatnonzero(self._active)
 
     def rows(self, rows: IntArray) -> Rows:
-        """The rows of a forward, from host numbers."""
         return Rows(upload(rows, self.allocator.device), int(self.committed_len.host[rows].max(initial=0)))
 
     def reset(self) -> None:

@@ -392,7 +392,7 @@ SHAPE = TargetShape("small", 36, 32, VOCAB)
         ({"block_size": "16"}, CheckpointError, "block_size='16', expected a whole number above 0"),
         ({"dflash_block_size": 8}, CheckpointError, "block_size is 16 in one place of its config and 8 in another"),
         ({"dflash_causal_head": True, "is_causal": False}, CheckpointError, "contradict each other"),
-        ({"num_key_value_heads": 3}, CheckpointError, "groups of equal size"),
+        ({"num_key_value_heads": 3}, CheckpointError, "num_attention_heads=.* do not group over num_key_value_heads=3"),
         ({"hidden_act": "swish9"}, UnsupportedModelError, "no activation"),
         ({"markov_rank": 4, "markov_head_type": "lstm"}, UnsupportedModelError, "markov_head_type='lstm'"),
         ({"markov_rank": 4, "markov_head_type": "rnn"}, CheckpointError, "markov_head.markov_w1.weight is missing"),

@@ -14,15 +14,9 @@ from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Conf
 
 from specdec.draft_models.checkpoint_files import TargetShape
 from specdec.draft_models.eagle3.checkpoint import ReadHead, read_head, write_head
-from specdec.draft_models.eagle3.checkpoint_formats import (
-    HARMLESS,
-    HARMLESS_NAME,
-    HONOURED,
-    NEUTRAL,
-    is_eagle3_config,
-    resolve_aux_ids,
-)
+from specdec.draft_models.eagle3.checkpoint_formats import HONOURED, NEUTRAL, is_eagle3_config, resolve_aux_ids
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
+from specdec.draft_models.head_config import HARMLESS, HARMLESS_NAME
 from specdec.errors import CheckpointError, SpecDecError, UnsupportedModelError
 from specdec.kvcache.index_spaces import Space
 from specdec.kvcache.layout import KVLayout

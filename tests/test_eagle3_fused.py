@@ -9,9 +9,9 @@ from capturable import capturable
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
-from specdec.draft_models.eagle3.fused_head import FusedHead, choose_form
+from specdec.draft_models.eagle3.fused_head import FusedHead
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec, HeadOutput, PlainHead
-from specdec.draft_models.fused_form import Echo
+from specdec.draft_models.fused_form import Echo, proved_form
 from specdec.gpu.operations import KERNELS, REFERENCE, Operations
 from specdec.layers.accepted_path import keep_last, path_rows
 from specdec.layers.embedding import embed_and_norm, reference_embed_and_norm
@@ -137,17 +137,17 @@ def test_what_fused_layers_cannot_say_runs_by_its_modules(
     with pytest.raises(Unfusable, match=why):
         fuse(plain, REFERENCE)
     with caplog.at_level(logging.INFO, logger="specdec"):
-        form, reason = choose_form(plain, Weights("head", plain.head), REFERENCE)
+        form, reason = proved_form("head", plain, lambda: fuse(plain, REFERENCE))
     assert form is plain and reason is not None and why in reason and why in caplog.text
     torch.testing.assert_close(run(plain), want)
 
 
 def test_a_form_that_computes_something_else_is_not_chosen() -> None:
     plain = plain_form(make_head())
-    form, reason = choose_form(plain, Weights("head", plain.head), REFERENCE)
+    form, reason = proved_form("head", plain, lambda: fuse(plain, REFERENCE))
     assert isinstance(form, FusedHead) and reason is None
     wrong = REFERENCE.replacing({gated_linear: lambda x, weight, activation: x[:, : len(weight) // 2] * 0})
-    form, reason = choose_form(plain, Weights("head", plain.head), wrong)
+    form, reason = proved_form("head", plain, lambda: fuse(plain, wrong))
     assert form is plain and reason == "its fused layers compute something else than its own"
 
 

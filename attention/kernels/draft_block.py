@@ -139,7 +139,6 @@ class CopiedDraft:
         return dense_attention(query, k, v, bias, **options)
 
     def _newest(self) -> slice:
-        """The nodes of the newest level."""
         return slice(self.level * self.draft.topk, (self.level + 1) * self.draft.topk)
 
     def _seen(self, window: int | None) -> torch.Tensor:

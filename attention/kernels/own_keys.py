@@ -48,7 +48,6 @@ def reference_own_keys(
     page_size: int,
     max_depth: int | None = None,
 ) -> OwnKeys:
-    """See `own_keys`."""
     batch, num_pages = pages.shape
     device, length = pages.device, committed_len[:, None]
     num_nodes = 0 if write is None else write.shape[1]

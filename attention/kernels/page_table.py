@@ -87,7 +87,6 @@ def reference_build_page_tables(
     full_width: int,
     swa_width: int,
 ) -> PageTables:
-    """See `build_page_tables`."""
     num_rows, row_width = req_to_slot.shape
     device = req_to_slot.device
     length = torch.where(rows == num_rows - 1, 0, committed_len)

@@ -58,7 +58,6 @@ def absorb_in_order(
     scaling: tl.tensor,
     softcap: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """One tile of the chain."""
     b_x = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
     if softcap is None:
         factor = scaling * LOG2E

@@ -15,52 +15,34 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers.activations import ACT2FN
-
+from specdec.draft_models import head_config
 from specdec.draft_models.block.block_head import BlockHead, BlockSpec
 from specdec.draft_models.block.block_layers import KINDS
 from specdec.draft_models.checkpoint_files import (
     State,
     TargetShape,
-    and_more,
+    fill_head,
+    naming_folder,
     read_config,
     read_tensors,
-    require_floats,
-    tensor_faults,
     write_folder,
 )
-from specdec.draft_models.eagle3.checkpoint_formats import (
-    ANY,
-    COUNT,
-    FLAG,
-    HARMLESS,
-    HARMLESS_NAME,
-    LIST,
-    NUMBER,
-    OBJECT,
-    TEXT,
-    Kind,
-    Settings,
-    read_rope,
-    read_windows,
-)
+from specdec.draft_models.head_config import Kind, Settings
 from specdec.errors import CheckpointError, UnsupportedModelError
 
 DFLASH_CONFIG = "dflash_config"
 GEMMA4_TYPES = ("gemma4_text", "gemma4_unified_text")
-INDEX = Kind("a whole number of 0 or more", lambda value: type(value) is int and value >= 0)
 READ: dict[str, Kind] = {
-    **dict.fromkeys(("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"), COUNT),
-    **dict.fromkeys(("head_dim", "max_position_embeddings", "vocab_size", "num_hidden_layers"), COUNT),
-    **dict.fromkeys(("num_target_layers", "target_hidden_size", "block_size"), COUNT),
-    **dict.fromkeys(("markov_rank", "mask_token_id"), INDEX),
-    **dict.fromkeys(("attention_bias", "use_sliding_window", "causal_head", "causal", "is_causal"), FLAG),
-    **dict.fromkeys(("rms_norm_eps", "rope_theta", "max_window_layers", "final_logit_softcapping"), NUMBER),
-    **dict.fromkeys(("rope_parameters", "rope_scaling", DFLASH_CONFIG), OBJECT),
-    **dict.fromkeys(("hidden_act", "hidden_activation", "markov_head_type", "model_type"), TEXT),
-    **dict.fromkeys(("architectures", "layer_types", "sliding_window"), ANY),
-    "target_layer_ids": LIST,
+    **{key: kind for key, (kind, _) in head_config.FIELDS.items()},
+    **dict.fromkeys(("vocab_size", "num_hidden_layers"), head_config.COUNT),
+    **dict.fromkeys(("num_target_layers", "target_hidden_size", "block_size"), head_config.COUNT),
+    **dict.fromkeys(("markov_rank", "mask_token_id"), head_config.INDEX),
+    **dict.fromkeys(("attention_bias", "use_sliding_window", "causal_head", "causal", "is_causal"), head_config.FLAG),
+    **dict.fromkeys(("rope_theta", "max_window_layers", "final_logit_softcapping"), head_config.NUMBER),
+    **dict.fromkeys(("rope_parameters", "rope_scaling", DFLASH_CONFIG), head_config.OBJECT),
+    **dict.fromkeys(("hidden_activation", "markov_head_type", "model_type"), head_config.TEXT),
+    **dict.fromkeys(("architectures", "layer_types", "sliding_window"), head_config.ANY),
+    "target_layer_ids": head_config.LIST,
 }
 """Keys that are read or compared, at the top or in `dflash_config`, and what they must hold."""
 TRAINING = ("num_anchors", "enable_confidence_head", "confidence_head_with_markov", "confidence_head_alpha")
@@ -73,7 +55,6 @@ GEMMA4_OFF = ("enable_moe_block", "use_double_wide_mlp", "hidden_size_per_layer_
 """What must be off."""
 GEMMA4_V = "layers.0.self_attn.v_proj.weight"
 CAUSAL_KEYS = ("causal_head", "causal", "is_causal")
-REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "block_size", "mask_token_id")
 IGNORED_TENSORS = re.compile(r"(^|\.)rotary_emb\.|^confidence_head\.")
 
 
@@ -91,7 +72,7 @@ def read_block(folder: str | Path, target: TargetShape) -> BlockHead:
     Raises CheckpointError (files missing, tensors that disagree with the config or with the target) and
     UnsupportedModelError (a family, layer or flag that this runtime does not know or cannot honour).
     """
-    try:
+    with naming_folder(folder):
         config = read_config(Path(folder))
         settings = read_block_settings(config)
         state = {
@@ -102,12 +83,7 @@ def read_block(folder: str | Path, target: TargetShape) -> BlockHead:
         if settings["model_type"] != "qwen3":
             settings |= _gemma4_shape(state)
         spec = make_spec(config, settings, state, target)
-        _require_tensors(spec, state)
-    except (CheckpointError, UnsupportedModelError) as error:
-        raise type(error)(f"{folder}: {error}") from error
-    head = BlockHead(spec)
-    head.load_state_dict(state)
-    return head
+        return fill_head(lambda: BlockHead(spec), state)
 
 
 def read_block_settings(config: Mapping[str, Any]) -> Settings:
@@ -116,30 +92,15 @@ def read_block_settings(config: Mapping[str, Any]) -> Settings:
     is_gemma4 = config.get("model_type") in GEMMA4_TYPES
     entries = [("", key, value) for key, value in config.items()]
     entries += [(f"{DFLASH_CONFIG}.", key, value) for key, value in (config.get(DFLASH_CONFIG) or {}).items()]
-    settings: Settings = {}
     for place, key, value in entries:
-        where = f"{place}{key}={reprlib.repr(value)}"
         if is_gemma4 and key in GEMMA4_OFF and value:
-            raise UnsupportedModelError(f"{where} of a drafter of Gemma 4's layers; it must be off")
-        if value is None or (is_gemma4 and (key in GEMMA4_HARMLESS or key in GEMMA4_OFF)):
-            continue
-        if key not in READ and (key in HARMLESS or key in TRAINING or HARMLESS_NAME.search(key)):
-            continue
-        if key == "quantization_config":
-            raise UnsupportedModelError("the drafter is quantised; specdec loads fp32, fp16 and bf16 block drafters")
-        if key not in READ:
             raise UnsupportedModelError(
-                f"flag {where} is not known and may change what the drafter computes; remove it from config.json if it "
-                f"does not; known are {', '.join(sorted(READ))}"
+                f"{place}{key}={reprlib.repr(value)} of a drafter of Gemma 4's layers; it must be off"
             )
-        if not READ[key].holds(value):
-            raise CheckpointError(f"{where}, expected {READ[key].words}")
-        value = float(value) if READ[key] is NUMBER else value
-        if settings.setdefault(key, value) != value:
-            raise CheckpointError(f"{key} is {settings[key]} in one place of its config and {value} in another")
-    for key in REQUIRED:
-        if key not in settings:
-            raise CheckpointError(f"config.json says no {key}")
+    harmless = (*TRAINING, *GEMMA4_HARMLESS, *GEMMA4_OFF) if is_gemma4 else TRAINING
+    settings = head_config.read_keys(
+        entries, READ, required=(*head_config.SIZES, "block_size", "mask_token_id"), harmless=harmless
+    )
     if (kind := settings.get("model_type", "qwen3")) not in ("qwen3", *GEMMA4_TYPES):
         raise UnsupportedModelError(f"a block drafter of {kind} layers; specdec runs those of Qwen3 and Gemma 4 layers")
     heads = settings["num_attention_heads"]
@@ -166,18 +127,13 @@ def make_spec(config: Mapping[str, Any], settings: Settings, state: State, targe
     num_layers = 1 + max((int(key.split(".")[1]) for key in state if re.match(r"layers\.\d+\.", key)), default=-1)
     if not num_layers:
         raise CheckpointError("there are no tensors layers.N.*")
-    compared = {
+    said = {
         ("num_hidden_layers", "the file"): num_layers,
         ("num_target_layers", f"target {target.name}"): target.num_layers,
         ("hidden_size", f"target {target.name}"): target.hidden_size,
         ("target_hidden_size", f"target {target.name}"): target.hidden_size,
     }
-    for (key, where), expected in compared.items():
-        if settings.get(key, expected) != expected:
-            raise CheckpointError(
-                f"{key}={settings[key]}, but {where} says {expected}; give a config.json, weights and a target that "
-                "belong together"
-            )
+    head_config.require_same(settings, said)
     shifted = any("dspark" in str(name).lower() for name in config.get("architectures") or ())
     causal = {key: settings[key] for key in CAUSAL_KEYS if key in settings}
     if len(set(causal.values())) > 1:
@@ -195,37 +151,26 @@ def make_spec(config: Mapping[str, Any], settings: Settings, state: State, targe
         raise CheckpointError(f"vocab_size={vocab}, target {target.name} has {target.vocab_size} tokens")
     if settings["block_size"] < 2 and not shifted:
         raise CheckpointError("block_size=1 drafts nothing; expected 2 or more")
-    if settings.get("hidden_act", "silu") not in ACT2FN:
-        raise UnsupportedModelError(f"hidden_act={settings['hidden_act']!r} is no activation that transformers knows")
-    if settings["num_attention_heads"] % settings["num_key_value_heads"] or settings["head_dim"] % 2:
-        raise CheckpointError(
-            f"num_attention_heads={settings['num_attention_heads']}, num_key_value_heads="
-            f"{settings['num_key_value_heads']}, head_dim={settings['head_dim']}; expected groups of equal size and an "
-            "even head_dim"
-        )
-    optional = ("max_position_embeddings", "rms_norm_eps", "hidden_act", "attention_bias")
     special: dict[str, Any] = {}
     if settings["model_type"] == "qwen3":
-        special = {"windows": read_windows(settings, num_layers), "rope": read_rope(settings, by_layer_type=False)}
+        special = {
+            "windows": head_config.read_windows(settings, num_layers),
+            "rope": head_config.read_rope(settings, by_layer_type=False),
+        }
     else:
         special = _gemma4_fields(settings, num_layers, keys_are_values=GEMMA4_V not in state)
     return BlockSpec(
-        hidden_size=settings["hidden_size"],
+        **(head_config.read_fields(settings) | special),
         vocab_size=target.vocab_size,
-        intermediate_size=settings["intermediate_size"],
-        num_heads=settings["num_attention_heads"],
-        num_kv_heads=settings["num_key_value_heads"],
-        head_dim=settings["head_dim"],
+        attention_bias=settings.get("attention_bias", False),
         aux_layers=resolve_layer_ids(settings.get("target_layer_ids"), num_layers, target.num_layers),
         block_size=settings["block_size"],
         mask_token=mask,
         causal=any(causal.values()),
         shifted=shifted,
-        **special,
         owns_vocabulary="embed_tokens.weight" in state,
         successor=kind,
         successor_rank=rank,
-        **{key: settings[key] for key in optional if key in settings},
     )
 
 
@@ -275,32 +220,18 @@ def resolve_layer_ids(ids: list[Any] | None, num_layers: int, target_layers: int
     return tuple(i + 1 for i in ids)
 
 
-def _require_tensors(spec: BlockSpec, state: State) -> None:
-    """Raise CheckpointError unless the tensors are those of the head, in its shapes and in a floating dtype."""
-    with torch.device("meta"):
-        expected = BlockHead(spec).state_dict()
-    if faults := tensor_faults(expected, state):
-        raise CheckpointError(f"tensor {faults[0]}{and_more(faults)}")
-    require_floats(state)
-
-
 def write_block(folder: str | Path, spec: BlockSpec, state: State, target: TargetShape) -> None:
     """Write a head in DFlash's format, with JetSpec's `causal_head` where blocks are causal."""
     assert not (spec.is_gemma4 or spec.shifted or spec.owns_vocabulary or spec.successor), (
         "a head that DFlash's format has no room for"
     )
-    sliding = {window for window in spec.windows if window is not None}
-    if len(sliding) > 1:
-        raise UnsupportedModelError(f"a head with sliding windows {sorted(sliding)}; the format has room for one")
     config = {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
         **spec.stored_fields(),
         "num_target_layers": target.num_layers,
         "attention_bias": spec.attention_bias,
-        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in spec.windows],
-        "sliding_window": max(sliding, default=None),
-        "use_sliding_window": bool(sliding),
+        **spec.stored_windows(),
         "dtype": str(next(iter(state.values())).dtype).removeprefix("torch."),
         "block_size": spec.block_size,
         DFLASH_CONFIG: {

@@ -13,41 +13,25 @@ from torch import nn
 
 from specdec.attention.kernels.draft_block import Draft
 from specdec.attention.trees.tree import DraftTree
-from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, PromptObservation, TargetInfo
+from specdec.draft_models.base import Binding, DraftBatch, Observation, PromptObservation, TargetInfo
 from specdec.draft_models.block.block_checkpoint import read_block
 from specdec.draft_models.block.block_head import BlockHead, PlainBlock, TapContext
-from specdec.draft_models.block.fused_block import choose_block_form
+from specdec.draft_models.block.fused_block import FusedBlock
 from specdec.draft_models.checkpoint_files import TargetShape
-from specdec.draft_models.draft_context import DraftContext, DraftGrowth, StoreWorker, continued
-from specdec.gpu.operations import REFERENCE
-from specdec.kvcache.layout import KVLayout
+from specdec.draft_models.draft_context import DraftContext, DraftGrowth, HeadDrafter, StoreWorker, continued
 from specdec.layers.accepted_path import path_rows
-from specdec.layers.fuse import Weights
 
 
-class BlockDrafter(Drafter):
-    """A head fitted to a target; `block_drafter` makes one. Its layers are fused if the target's are."""
+class BlockDrafter(HeadDrafter[BlockHead, PlainBlock]):
+    """A head fitted to a target; `block_drafter` makes one."""
 
     name = "block"
     reads_every_state = False
-    may_lag = True
-    weights: Weights
 
     def __init__(self, head: BlockHead, target: TargetInfo) -> None:
-        self.head, self.spec = head, head.spec
+        super().__init__(head, target, PlainBlock, FusedBlock)
+        self.spec = head.spec
         self.max_steps: int | None = self.spec.num_drafts
-        self.aux_layers: tuple[int, ...] = self.spec.aux_layers
-        self.kv_layout: KVLayout | None = self.spec.kv_layout
-        self.fit = Fit.of(target)
-        self.dtype = target.dtype
-        self.weights = Weights(self.name, head)
-        table = target.embed if head.embed_tokens is None else head.embed_tokens
-        self.plain = plain = PlainBlock(head, table, target.head if head.lm_head is None else head.lm_head)
-        self.form = plain
-        self.ops = REFERENCE
-        if target.ops is not None:
-            self.form, self.unfused = choose_block_form(plain, self.weights, target.ops)
-            self.ops = target.ops
 
     def bind(self, binding: Binding) -> "BlockWorker":
         return BlockWorker(self, binding)

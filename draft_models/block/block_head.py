@@ -22,20 +22,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import Qwen3Config
 from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm, Gemma4TextScaledWordEmbedding
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from specdec.attention.kernels.draft_block import Order
 from specdec.attention.plan import KVPlan
-from specdec.draft_models.block.block_layers import (
-    BlockLayer,
-    Gemma4BlockLayer,
-    Gemma4Rotary,
-    SuccessorHead,
-    gemma4_config,
-)
-from specdec.draft_models.head_spec import Attend, HeadContext, HeadModule, HeadSpec, attend_in
+from specdec.draft_models.block.block_layers import Gemma4BlockLayer, Gemma4Rotary, SuccessorHead, gemma4_config
+from specdec.draft_models.fused_form import Echo
+from specdec.draft_models.head_layers import HeadLayer, llama_config
+from specdec.draft_models.head_spec import Attend, HeadContext, HeadForm, HeadModule, HeadSpec, attend_in
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.index_spaces import Space
 from specdec.kvcache.layer_context import Destination
@@ -66,6 +61,9 @@ class BlockSpec(HeadSpec):
     keys_are_values: bool = False
     softcap: float | None = None
 
+    def has_bias(self, name: str) -> bool:
+        return self.attention_bias and ".self_attn." in name
+
     @property
     def scaling(self) -> float:
         return 1.0 if self.is_gemma4 else float(self.head_dim**-0.5)
@@ -81,7 +79,6 @@ class BlockSpec(HeadSpec):
 
     @property
     def num_drafts(self) -> int:
-        """Tokens that a block drafts."""
         return self.block_size - self.first_row
 
     def rows_for(self, levels: int) -> int:
@@ -95,48 +92,34 @@ class BlockHead(HeadModule):
     embed_tokens, lm_head: None when the head shares the target's.
     """
 
+    spec: BlockSpec
+
     def __init__(self, spec: BlockSpec) -> None:
         super().__init__()
         self.spec = spec
         hidden = spec.hidden_size
         self.fc = nn.Linear(len(spec.aux_layers) * hidden, hidden, bias=False)
-        self.embed_tokens: nn.Embedding | None = None
+        norm: Any
+        layer: Any
+        config: Any
         if spec.is_gemma4:
-            self._add_gemma4_layers(spec)
+            norm, layer, config = Gemma4RMSNorm, Gemma4BlockLayer, gemma4_config(spec)
+            self.rotary_emb: nn.Module = Gemma4Rotary(config)
         else:
-            self._add_qwen3_layers(spec)
+            norm, layer, config = LlamaRMSNorm, HeadLayer, llama_config(spec)
+            self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.config = config
+        self.hidden_norm, self.norm = norm(hidden, spec.rms_norm_eps), norm(hidden, spec.rms_norm_eps)
+        self.layers = nn.ModuleList([layer(spec, i, config) for i in range(spec.num_layers)])
+        self.embed_tokens: nn.Embedding | None = None
+        if spec.owns_vocabulary and spec.is_gemma4:
+            self.embed_tokens = Gemma4TextScaledWordEmbedding(spec.vocab_size, hidden, 0, embed_scale=hidden**0.5)
+        elif spec.owns_vocabulary:
+            self.embed_tokens = nn.Embedding(spec.vocab_size, hidden)
         self.lm_head = nn.Linear(hidden, spec.vocab_size, bias=False) if spec.owns_vocabulary else None
         self.markov_head: SuccessorHead | None = None
         if spec.successor is not None:
             self.markov_head = SuccessorHead(spec.successor, spec.vocab_size, hidden, spec.successor_rank)
-
-    def _add_qwen3_layers(self, spec: BlockSpec) -> None:
-        hidden, eps = spec.hidden_size, spec.rms_norm_eps
-        config = Qwen3Config(
-            hidden_size=spec.hidden_size,
-            intermediate_size=spec.intermediate_size,
-            num_attention_heads=spec.num_heads,
-            num_key_value_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            hidden_act=spec.hidden_act,
-            max_position_embeddings=spec.max_position_embeddings,
-            rope_parameters=dict(spec.rope),
-        )
-        self.hidden_norm: nn.Module = Qwen3RMSNorm(hidden, eps)
-        self.layers = nn.ModuleList([BlockLayer(spec, i, config) for i in range(spec.num_layers)])
-        self.norm: nn.Module = Qwen3RMSNorm(hidden, eps)
-        self.rotary_emb: nn.Module = Qwen3RotaryEmbedding(config)
-        if spec.owns_vocabulary:
-            self.embed_tokens = nn.Embedding(spec.vocab_size, hidden)
-
-    def _add_gemma4_layers(self, spec: BlockSpec) -> None:
-        hidden, eps, config = spec.hidden_size, spec.rms_norm_eps, gemma4_config(spec)
-        self.hidden_norm = Gemma4RMSNorm(hidden, eps)
-        self.layers = nn.ModuleList([Gemma4BlockLayer(spec, i, config) for i in range(spec.num_layers)])
-        self.norm = Gemma4RMSNorm(hidden, eps)
-        self.rotary_emb = Gemma4Rotary(config)
-        if spec.owns_vocabulary:
-            self.embed_tokens = Gemma4TextScaledWordEmbedding(spec.vocab_size, hidden, 0, embed_scale=hidden**0.5)
 
     def taps(self, states: torch.Tensor) -> torch.Tensor:
         """Target states side by side [..., A * H] -> c [..., H], what the keys are made of."""
@@ -170,11 +153,28 @@ class TapContext(NamedTuple):
         self.plan.backend.store(kept, self.plan.write_slots(Space.FULL), k, v)
 
 
-class PlainBlock:
-    """A head with its embedding table and lm_head, run by its own modules. `FusedBlock` is the other form."""
+class KeptTaps:
+    """A `TapContext` that keeps K/V in tensors of its own."""
 
-    def __init__(self, head: BlockHead, table: nn.Module, lm_head: nn.Module) -> None:
-        self.head, self.table, self.lm_head = head, table, lm_head
+    def __init__(self, form: HeadForm, num_rows: int) -> None:
+        spec, weight = form.head.spec, form.head.fc.weight
+        shape = (2, spec.num_layers, num_rows, spec.num_kv_heads, spec.head_dim)
+        self.kept = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+        self.slots: Any = torch.arange(num_rows, device=weight.device)
+
+    def destination(self, layer: int) -> Destination:
+        return Destination(self.kept[0, layer], self.kept[1, layer], self.slots)
+
+    def store(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.kept[:, layer] = torch.stack([x.transpose(1, 2).flatten(0, 1) for x in (k, v)])
+
+    def rows(self) -> torch.Tensor:
+        """[T, everything of a row]."""
+        return self.kept.permute(2, 0, 1, 3, 4).flatten(1)
+
+
+class PlainBlock(HeadForm):
+    """A head run by its own modules. `FusedBlock` is the other form."""
 
     def observe(self, states: torch.Tensor, positions: torch.Tensor, context: TapContext) -> None:
         """Store K/V of committed positions [B, N], from states [B, N, A * H] of the target."""
@@ -194,3 +194,19 @@ class PlainBlock:
         logits: torch.Tensor = self.lm_head(states)
         cap = self.head.spec.softcap
         return logits if cap is None else (logits / cap).tanh() * cap
+
+    @torch.inference_mode()
+    def probed(self) -> torch.Tensor:
+        """Of six rows: K/V of random states, states and logits of a block."""
+        spec, weight = self.head.spec, self.head.fc.weight
+        random = torch.Generator().manual_seed(0)
+        states = torch.randn((2, 3, weight.shape[1]), generator=random).to(weight.device, weight.dtype)
+        tokens = torch.arange(6, device=weight.device).view(2, 3) % spec.vocab_size
+        taps: Any = KeptTaps(self, 6)
+        with torch.autocast(weight.device.type, enabled=False):
+            self.observe(states, tokens * 100, taps)
+            block = self.run(tokens, tokens * 100, Echo())
+            out = torch.cat([block, self.logits(block)], dim=-1).flatten(0, 1)
+        parts = [x.float() for x in (taps.rows(), out)]
+        # each part counts alike; a padding token's embedding may be 0, and then so is its row
+        return torch.cat([x / x.norm(dim=-1, keepdim=True).clamp(min=1e-12) for x in parts], dim=-1)

@@ -1,74 +1,21 @@
-"""Layers of block drafters, Qwen3's and those of DSpark's drafters for Gemma 4, and DSpark's successor head.
+"""Layers of DSpark's drafters for Gemma 4, as they differ from `head_layers.py`, and DSpark's successor head.
 
-v          of Gemma 4 normed by head, without a gain; where keys are values, v is the k before its norm
-scores     of Gemma 4 q . k, unscaled; RoPE of the target's full-attention layers, whose later frequencies are 0
-residual   of Gemma 4 h = h + norm(attention(norm(h))),   h = scalar (h + norm(mlp(norm(h))))
+v          normed by head, without a gain; where keys are values, v is the k before its norm
+scores     q . k, unscaled; RoPE of the target's full-attention layers, whose later frequencies are 0
+residual   h = h + norm(attention(norm(h))),   h = scalar (h + norm(mlp(norm(h))))
 """
 
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import Gemma4TextConfig, Qwen3Config
-from transformers.models.gemma4.modeling_gemma4 import (
-    Gemma4RMSNorm,
-    Gemma4TextMLP,
-    Gemma4TextRotaryEmbedding,
-    apply_rotary_pos_emb,
-)
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
+from transformers import Gemma4TextConfig
+from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm, Gemma4TextMLP, Gemma4TextRotaryEmbedding
 
+from specdec.draft_models.head_layers import HeadAttention
 from specdec.draft_models.head_spec import Attend, Rotary
 
 FULL = "full_attention"
-
-
-class BlockAttention(nn.Module):
-    """Projections of one layer, for committed positions and for the block alike. spec: a `BlockSpec`."""
-
-    def __init__(self, spec: Any, layer: int) -> None:
-        super().__init__()
-        self.layer, self.head_dim = layer, spec.head_dim
-        hidden, kv_size, q_size = spec.hidden_size, spec.num_kv_heads * spec.head_dim, spec.num_heads * spec.head_dim
-        self.q_proj = nn.Linear(hidden, q_size, bias=spec.attention_bias)
-        self.k_proj = nn.Linear(hidden, kv_size, bias=spec.attention_bias)
-        self.v_proj = None if spec.keys_are_values else nn.Linear(hidden, kv_size, bias=spec.attention_bias)
-        self.o_proj = nn.Linear(q_size, hidden, bias=spec.attention_bias)
-        norm = Gemma4RMSNorm if spec.is_gemma4 else Qwen3RMSNorm
-        self.q_norm, self.k_norm = (norm(spec.head_dim, spec.rms_norm_eps) for _ in range(2))
-        self.v_norm: nn.Module = nn.Identity()
-        if spec.is_gemma4:
-            self.v_norm = Gemma4RMSNorm(spec.head_dim, spec.rms_norm_eps, with_scale=False)
-
-    def keys_values(self, x: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [B, N, H], taps or rows of a block -> K after RoPE and V, [B, Hkv, N, D]."""
-        shape = (*x.shape[:2], -1, self.head_dim)
-        raw = self.k_proj(x).view(shape)
-        v = raw if self.v_proj is None else self.v_proj(x).view(shape)
-        k = self.k_norm(raw).transpose(1, 2)
-        return apply_rotary_pos_emb(k, *rotary), self.v_norm(v).transpose(1, 2)
-
-    def forward(self, x: torch.Tensor, rotary: Rotary, attend: Attend) -> torch.Tensor:
-        q = self.q_norm(self.q_proj(x).view(*x.shape[:2], -1, self.head_dim)).transpose(1, 2)
-        q = apply_rotary_pos_emb(q, *rotary)
-        out: torch.Tensor = self.o_proj(attend(self.layer, q, *self.keys_values(x, rotary)).flatten(2))
-        return out
-
-
-class BlockLayer(nn.Module):
-    """One decoder layer of Qwen3's kind."""
-
-    def __init__(self, spec: Any, layer: int, config: Qwen3Config) -> None:
-        super().__init__()
-        self.self_attn = BlockAttention(spec, layer)
-        self.mlp = Qwen3MLP(config)
-        self.input_layernorm = Qwen3RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.post_attention_layernorm = Qwen3RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-
-    def forward(self, x: torch.Tensor, rotary: Rotary, attend: Attend) -> torch.Tensor:
-        y = x + self.self_attn(self.input_layernorm(x), rotary, attend)
-        out: torch.Tensor = y + self.mlp(self.post_attention_layernorm(y))
-        return out
 
 
 def gemma4_config(spec: Any) -> Gemma4TextConfig:
@@ -110,7 +57,8 @@ class Gemma4BlockLayer(nn.Module):
     def __init__(self, spec: Any, layer: int, config: Gemma4TextConfig) -> None:
         super().__init__()
         hidden, eps = spec.hidden_size, spec.rms_norm_eps
-        self.self_attn = BlockAttention(spec, layer)
+        self.self_attn = HeadAttention(spec, layer, hidden, Gemma4RMSNorm, keys_are_values=spec.keys_are_values)
+        self.self_attn.v_norm = Gemma4RMSNorm(spec.head_dim, eps, with_scale=False)
         self.mlp = Gemma4TextMLP(config, layer)
         self.input_layernorm = Gemma4RMSNorm(hidden, eps)
         self.post_attention_layernorm = Gemma4RMSNorm(hidden, eps)

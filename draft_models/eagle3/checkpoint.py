@@ -9,34 +9,31 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers.activations import ACT2FN
 
+from specdec.draft_models import head_config
 from specdec.draft_models.checkpoint_files import (
     State,
     TargetShape,
-    and_more,
+    fill_head,
+    naming_folder,
     read_config,
     read_tensors,
-    require_floats,
-    tensor_faults,
     write_folder,
 )
 from specdec.draft_models.eagle3.checkpoint_formats import (
     AUX_IDS,
     EAGLE_CONFIG,
-    HONOURED,
-    Settings,
     is_speculators,
     own_name,
     read_norm_output,
-    read_rope,
     read_settings,
-    read_windows,
     resolve_aux_ids,
 )
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
+from specdec.draft_models.head_config import Settings
 from specdec.errors import CheckpointError, UnsupportedModelError
 
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm")
 FIRST_TENSOR = "layers.0.self_attn.q_proj.weight"
 VOCABULARY_TENSORS = ("embed_tokens.weight", "lm_head.weight", "t2d")
 SHAPING: tuple[str, ...] = (
@@ -60,7 +57,7 @@ def read_head(folder: str | Path, target: TargetShape, aux_layers: Sequence[int]
     Raises CheckpointError (files missing, tensors that disagree with the config or with the target's widths) and
     UnsupportedModelError (a flag that this runtime does not know or cannot honour).
     """
-    try:
+    with naming_folder(folder):
         config = read_config(Path(folder))
         settings = read_settings(config)
         state = {own: tensor for key, tensor in read_tensors(Path(folder)).items() if (own := own_name(key))}
@@ -70,35 +67,35 @@ def read_head(folder: str | Path, target: TargetShape, aux_layers: Sequence[int]
             state.pop("norm.weight", None)  # SpecForge writes one that its head does not use
         if spec.owns_embed and "embed_tokens.weight" in state:  # a table may be padded beyond the target's vocabulary
             state["embed_tokens.weight"] = state["embed_tokens.weight"][: spec.vocab_size]
-        _require_tensors(spec, settings, state)
-    except (CheckpointError, UnsupportedModelError) as error:
-        raise type(error)(f"{folder}: {error}") from error
-    head = Eagle3Head(spec)
-    head.load_state_dict(state)
-    return ReadHead(head, target_ids)
+
+        def explain(fault: str) -> str:
+            hint = ""
+            if fault.startswith("fc.weight is ["):
+                states = list(spec.aux_layers) or "after the final norm"
+                hint = f"; trained on other states than {states}? Then give eagle3_drafter(..., aux_layers=[...])"
+            says = ", ".join(f"{key}={settings[key]}" for key in SHAPING if key in settings)
+            return f"{hint}; config.json has {says}"
+
+        return ReadHead(fill_head(lambda: Eagle3Head(spec), state, explain), target_ids)
 
 
 def write_head(
     folder: str | Path, spec: Eagle3Spec, state: State, target: TargetShape, target_ids: torch.Tensor | None
 ) -> None:
     """Write a head in the SpecForge format, such that every reader takes the same target states from it."""
-    flags = ("norm_before_residual", "norm_before_fc", "fc_norm")
     eagle_config: dict[str, Any] = {AUX_IDS: [entered - 1 for entered in spec.aux_layers], "use_aux_hidden_state": True}
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "qwen3" if spec.qk_norm else "llama",
         **spec.stored_fields(),
-        **{flag: True for flag in flags if getattr(spec, flag)},
+        **{flag: True for flag in FLAGS if getattr(spec, flag)},
         "target_hidden_size": spec.target_hidden_size,
         "draft_vocab_size": spec.draft_vocab_size,
         "torch_dtype": str(next(iter(state.values())).dtype).removeprefix("torch."),
         EAGLE_CONFIG: eagle_config,
     }
-    if windows := {window for window in spec.windows if window is not None}:
-        if len(windows) > 1:
-            raise UnsupportedModelError(f"a head with sliding windows {sorted(windows)}; the format has room for one")
-        kinds = ["full_attention" if window is None else "sliding_attention" for window in spec.windows]
-        config |= {"layer_types": kinds, "sliding_window": windows.pop(), "use_sliding_window": True}
+    if any(spec.windows):
+        config |= spec.stored_windows()
     if spec.norm_output:  # servers read it at the top level, where it means something else to SpecForge
         config["norm_output"] = eagle_config["norm_output"] = True
     if not spec.final_norm:
@@ -134,7 +131,7 @@ def _make_spec(
     num_layers = 1 + max(int(key.split(".")[1]) for key in state if re.match(r"layers\.\d+\.", key))
     table, head, t2d = (len(state[key]) if key in state else None for key in VOCABULARY_TENSORS)
     biases = frozenset(key.removesuffix(".bias") for key in state if key.endswith(".bias"))
-    compared = {  # (key, who else says it): what the key must be if it is set; None: anything
+    said = {
         ("target_hidden_size", f"target {target.name}"): target.hidden_size,
         ("num_hidden_layers", "the file"): num_layers,
         ("vocab_size", "embed_tokens"): table,
@@ -145,12 +142,7 @@ def _make_spec(
         ("attention_bias", "the file, by its self_attn.q_proj.bias,"): "layers.0.self_attn.q_proj" in biases,
         ("mlp_bias", "the file, by its mlp.gate_proj.bias,"): "layers.0.mlp.gate_proj" in biases,
     }
-    for (key, where), expected in compared.items():
-        if expected is not None and settings.get(key, expected) != expected:
-            raise CheckpointError(
-                f"{key}={settings[key]}, but {where} says {expected}; give a config.json, weights and a target "
-                "that belong together"
-            )
+    head_config.require_same(settings, said)
     vocab, drafted = settings.get("vocab_size", table), settings.get("draft_vocab_size")
     if vocab is not None and vocab < target.vocab_size:
         raise CheckpointError(f"vocab_size={vocab}, target {target.name} has {target.vocab_size} tokens")
@@ -165,13 +157,14 @@ def _make_spec(
         )
     same_width = settings["hidden_size"] == target.hidden_size
     spec = Eagle3Spec(
-        **{field: settings[key] for key, (_, field) in HONOURED.items() if field and key in settings},
+        **head_config.read_fields(settings),
+        **{key: settings[key] for key in FLAGS if key in settings},
         target_hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
         aux_layers=ids,
-        windows=read_windows(settings, num_layers),
+        windows=head_config.read_windows(settings, num_layers),
         draft_vocab_size=head,
-        rope=read_rope(settings, is_speculators(config)),
+        rope=head_config.read_rope(settings, is_speculators(config)),
         qk_norm="layers.0.self_attn.q_norm.weight" in state,
         biases=biases,
         has_fc="fc.weight" in state or bool(ids) or not same_width,
@@ -179,34 +172,12 @@ def _make_spec(
         final_norm=lm_head_normed and settings.get("use_last_layernorm", True),
         norm_output=fed_back,
     )
-    if spec.num_heads % spec.num_kv_heads:
-        raise CheckpointError(
-            f"num_attention_heads={spec.num_heads} do not group over num_key_value_heads={spec.num_kv_heads}"
-        )
-    if spec.head_dim % 2 or not spec.head_dim:
-        raise UnsupportedModelError(f"head_dim={spec.head_dim}; RoPE turns pairs of numbers, so it must be even")
     for key in ("query_pre_attn_scalar", "rotary_dim"):
         if settings.get(key, spec.head_dim) != spec.head_dim:
             raise UnsupportedModelError(f"{key}={settings[key]:g}; supported is head_dim, {spec.head_dim}")
-    if spec.hidden_act not in ACT2FN:
-        raise UnsupportedModelError(f"hidden_act={spec.hidden_act!r} is no activation that transformers knows")
     if spec.norm_before_fc and spec.fc_norm:
         raise CheckpointError("norm_before_fc=True and fc_norm=True; a head has one or the other")
     return spec
-
-
-def _require_tensors(spec: Eagle3Spec, settings: Settings, state: State) -> None:
-    """Raise CheckpointError unless the tensors are those of the head, in its shapes and in a floating dtype."""
-    with torch.device("meta"):
-        expected = Eagle3Head(spec).state_dict()
-    if faults := tensor_faults(expected, state):
-        says = ", ".join(f"{key}={settings[key]}" for key in SHAPING if key in settings)
-        more = and_more(faults)
-        if faults[0].startswith("fc.weight is ["):
-            states = list(spec.aux_layers) or "after the final norm"
-            more += f"; trained on other states than {states}? Then give eagle3_drafter(..., aux_layers=[...])"
-        raise CheckpointError(f"tensor {faults[0]}{more}; config.json has {says}")
-    require_floats(state)
 
 
 def _target_ids(

@@ -5,24 +5,25 @@
     ModelOpt     NVIDIA                          in it, or `draft_vocab_size`     the same; more flags in `eagle_config`
     speculators  RedHatAI                        `speculators_model_type`         `transformer_layer_config`
 
-A config key is HONOURED (read into `Eagle3Spec`, or compared with the tensors and the target), NEUTRAL (accepted with
-a value that changes nothing) or HARMLESS (training, generation, storage). Any other key that is set is refused by name.
+`head_config.py` says what becomes of keys that are in no table.
 """
 
 import logging
 import re
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from specdec.errors import CheckpointError, UnsupportedModelError
+from specdec.draft_models import head_config
+from specdec.draft_models.head_config import Kind, Settings
+from specdec.errors import UnsupportedModelError
 
 logger = logging.getLogger("specdec")
 
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 LAYER_CONFIG, EAGLE_CONFIG = "transformer_layer_config", "eagle_config"
 LAYERS = ("llama", "qwen3", "mistral")
-"""Values of `model_type`: kinds of decoder layers that `Eagle3Head` can be made of."""
+"""Values of `model_type`: kinds of decoder layers that a head can be made of."""
 
 
 def is_speculators(config: Mapping[str, Any]) -> bool:
@@ -37,44 +38,19 @@ def is_eagle3_config(config: Mapping[str, Any]) -> bool:
     return any("eagle3" in name for name in names) or config.get("draft_vocab_size") is not None
 
 
-class Kind(NamedTuple):
-    """What a key must hold."""
-
-    words: str
-    holds: Callable[[Any], bool]
-
-
-FLAG = Kind("true or false", lambda value: isinstance(value, bool))
-COUNT = Kind("a whole number above 0", lambda value: type(value) is int and value > 0)
-NUMBER = Kind("a number", lambda value: type(value) in (int, float) and value >= 0)
-OBJECT = Kind("an object", lambda value: isinstance(value, dict))
-LIST = Kind("a list", lambda value: isinstance(value, list))
-TEXT = Kind("a string", lambda value: isinstance(value, str))
-ANY = Kind("anything", lambda value: True)
-
-HONOURED: dict[str, tuple[Kind, str | None]] = {
-    # key: what it must hold, field of Eagle3Spec (None: compared, or read by a rule of checkpoint.py)
-    "hidden_size": (COUNT, "hidden_size"),
-    "intermediate_size": (COUNT, "intermediate_size"),
-    "num_attention_heads": (COUNT, "num_heads"),
-    "num_key_value_heads": (COUNT, "num_kv_heads"),
-    "head_dim": (COUNT, "head_dim"),
-    "max_position_embeddings": (COUNT, "max_position_embeddings"),
-    "rms_norm_eps": (NUMBER, "rms_norm_eps"),
-    "hidden_act": (TEXT, "hidden_act"),
-    "norm_before_residual": (FLAG, "norm_before_residual"),
-    "norm_before_fc": (FLAG, "norm_before_fc"),
-    "fc_norm": (FLAG, "fc_norm"),
-    **dict.fromkeys(("norm_output", "use_aux_hidden_state", "use_last_layernorm"), (FLAG, None)),
-    **dict.fromkeys(("attention_bias", "mlp_bias", "has_lm_head", "use_sliding_window"), (FLAG, None)),
-    **dict.fromkeys(("vocab_size", "draft_vocab_size", "target_hidden_size"), (COUNT, None)),
-    **dict.fromkeys(("num_hidden_layers", "num_aux_hidden_states"), (COUNT, None)),
-    **dict.fromkeys(("max_window_layers", "query_pre_attn_scalar", "rope_theta", "rotary_dim"), (NUMBER, None)),
-    **dict.fromkeys(("rope_parameters", "rope_scaling", LAYER_CONFIG, EAGLE_CONFIG), (OBJECT, None)),
-    **dict.fromkeys(("architectures", "layer_types", "model_type", "sliding_window"), (ANY, None)),
-    "quantization_config": (ANY, None),
-    AUX_IDS: (LIST, None),
+HONOURED: dict[str, Kind] = {
+    **{key: kind for key, (kind, _) in head_config.FIELDS.items()},
+    **dict.fromkeys(("norm_before_residual", "norm_before_fc", "fc_norm"), head_config.FLAG),
+    **dict.fromkeys(("norm_output", "use_aux_hidden_state", "use_last_layernorm"), head_config.FLAG),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "has_lm_head", "use_sliding_window"), head_config.FLAG),
+    **dict.fromkeys(("vocab_size", "draft_vocab_size", "target_hidden_size"), head_config.COUNT),
+    **dict.fromkeys(("num_hidden_layers", "num_aux_hidden_states"), head_config.COUNT),
+    **dict.fromkeys(("max_window_layers", "query_pre_attn_scalar", "rope_theta", "rotary_dim"), head_config.NUMBER),
+    **dict.fromkeys(("rope_parameters", "rope_scaling", LAYER_CONFIG, EAGLE_CONFIG), head_config.OBJECT),
+    **dict.fromkeys(("architectures", "layer_types", "model_type", "sliding_window"), head_config.ANY),
+    AUX_IDS: head_config.LIST,
 }
+"""Keys that are read into `Eagle3Spec`, or compared with the tensors and the target."""
 BY_PLACE = (AUX_IDS, "norm_output")
 """Keys whose meaning depends on where they stand: `resolve_aux_ids` and `read_norm_output` read them."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -93,25 +69,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_mtp_layernorm": (False,),
 }
 """Keys with the values (None is always one) under which a head computes what `Eagle3Head` does."""
-HARMLESS_NAMES = """
-training, precision, serving:
-    chunk_size_feed_forward embed_requires_grad enable_sp_ulysses has_no_defaults_at_init is_decoder initializer_range
-    model_max_length num_eagle_features parallel_draft_heads_num_layers attn_implementation auto_map pretraining_tp
-    use_bfloat16 use_cache
-generation and output, which old releases of transformers kept in every config:
-    bad_words_ids diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size num_beam_groups num_beams
-    exponential_decay_length_penalty length_penalty max_length min_length no_repeat_ngram_size num_return_sequences
-    output_attentions output_hidden_states output_scores remove_invalid_values repetition_penalty return_dict
-    return_dict_in_generate begin_suppress_tokens suppress_tokens temperature top_k top_p torchscript typical_p
-    cross_attention_hidden_size finetuning_task id2label label2id prefix problem_type task_specific_params
-    tf_legacy_loss tie_encoder_decoder tokenizer_class
-decided by the tensors (a head has a table, an lm_head and a dense MLP, or says nothing of them):
-    decoder_sparse_step mlp_only_layers norm_topk_prob tie_word_embeddings
-"""
-HARMLESS = frozenset(re.sub(r"^\S.*$", "", HARMLESS_NAMES, flags=re.MULTILINE).split())
-HARMLESS_NAME = re.compile(r"^_|^speculators_|(^|_)(token_ids?|version|dtype|path|dropout|experts?|router|moe)(_|$)")
-"""Names of bookkeeping, of training, and of parts that would need tensors of their own."""
-
 TENSORS: tuple[tuple[str, str | None], ...] = (
     # pattern in a file, its replacement in the names of `Eagle3Head` (None: the tensor is not read)
     (r"(^|\.)rotary_emb\.", None),
@@ -122,23 +79,6 @@ TENSORS: tuple[tuple[str, str | None], ...] = (
     (r"aux_norm_mid\.", "fc_norm.1."),
     (r"aux_norm_high\.", "fc_norm.2."),
 )
-LAYER_TYPES = ("full_attention", "sliding_attention")
-ROPE_TYPES: dict[str, tuple[str, ...]] = {
-    # the numbers that each needs
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor",),
-}
-ROPE_KEYS: dict[str, Kind] = {
-    **dict.fromkeys(("attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor"), NUMBER),
-    **dict.fromkeys(("low_freq_factor", "mscale", "mscale_all_dim", "original_max_position_embeddings"), NUMBER),
-    **dict.fromkeys(("partial_rotary_factor", "rope_theta"), NUMBER),
-    **dict.fromkeys(("rope_type", "truncate"), ANY),
-    **dict.fromkeys(("mrope_section", "mrope_interleaved"), ANY),  # the three positions of a text token are one
-}
-
-Settings = dict[str, Any]
 
 
 def own_name(key: str) -> str | None:
@@ -152,46 +92,21 @@ def own_name(key: str) -> str | None:
 
 def read_settings(config: Mapping[str, Any]) -> Settings:
     """The honoured keys that are set, wherever they stand, except those of `BY_PLACE`; defaults of three sizes.
-
-    Raises UnsupportedModelError for a key that is unknown or has a value that is not neutral, CheckpointError for one
-    that has two values, has the wrong kind or is missing.
-    """
+    Raises as `read_keys`."""
     # a speculator's top level has a model_type of its own
     entries = [("", k, v) for k, v in config.items() if k != "model_type" or not is_speculators(config)]
     for place in (LAYER_CONFIG, EAGLE_CONFIG):
         if isinstance(inner := config.get(place), dict):
             entries += [(f"{place}.", k, v) for k, v in inner.items()]
-    entries.sort(key=lambda entry: entry[1] != "model_type")  # other kinds of layers have keys of their own
-    settings: Settings = {}
-    for place, key, value in entries:
-        where = f"{place}{key}={reprlib.repr(value)}"
-        if value is None or key in HARMLESS or HARMLESS_NAME.search(key):
-            continue
-        if key == "model_type" and value not in LAYERS:
+    for place, key, value in entries:  # before others: other kinds of layers have keys of their own
+        if key == "model_type" and value not in (None, *LAYERS):
             made_of = ", ".join(map(str, config.get("architectures") or ["?"]))
             raise UnsupportedModelError(
                 f"a head of {value} layers ({made_of}); specdec runs Llama- and Qwen3-type layers"
             )
-        if key == "quantization_config":
-            raise UnsupportedModelError("the head is quantised; specdec loads fp32, fp16 and bf16 heads")
-        if key in NEUTRAL:
-            if value not in NEUTRAL[key]:
-                raise UnsupportedModelError(f"{where}; specdec runs EAGLE-3 heads with {NEUTRAL[key][0]} only")
-            continue
-        if key not in HONOURED or (place == f"{LAYER_CONFIG}." and key in BY_PLACE):
-            raise UnsupportedModelError(
-                f"flag {where} is not known and may change what the head computes; remove it from config.json "
-                f"if it does not; known are {', '.join(sorted(HONOURED | NEUTRAL))}"
-            )
-        kind = HONOURED[key][0]
-        if not kind.holds(value):
-            raise CheckpointError(f"{where}, expected {kind.words}")
-        value = float(value) if kind is NUMBER else value
-        if key not in BY_PLACE and settings.setdefault(key, value) != value:
-            raise CheckpointError(f"{key} is {settings[key]} in one place of its config and {value} in another")
-    for key in ("hidden_size", "num_attention_heads", "intermediate_size"):
-        if key not in settings:
-            raise CheckpointError(f"config.json says no {key}")
+        if key in BY_PLACE and place == f"{LAYER_CONFIG}.":
+            raise head_config.unknown_flag(f"{place}{key}={reprlib.repr(value)}", HONOURED | NEUTRAL)
+    settings = head_config.read_keys(entries, HONOURED, neutral=NEUTRAL, by_place=BY_PLACE, required=head_config.SIZES)
     heads = settings["num_attention_heads"]
     head_dim = 128 if settings.get("model_type") == "qwen3" else settings["hidden_size"] // heads
     return {"num_key_value_heads": heads, "head_dim": head_dim, "model_type": "llama", **settings}
@@ -245,63 +160,3 @@ def read_norm_output(config: Mapping[str, Any]) -> tuple[bool, bool]:
         "norm(a)" if top else "a",
     )
     return bool(top), False
-
-
-def read_windows(settings: Settings, num_layers: int) -> tuple[int | None, ...]:
-    """Sliding window of each draft layer, by `layer_types`. Without them a `sliding_window` means nothing, as in both
-    reference packages, except to Qwen3's config, where the layers from `max_window_layers` on slide if asked to."""
-    window, kinds = settings.get("sliding_window"), settings.get("layer_types")
-    use = settings.get("use_sliding_window", kinds is not None)
-    says = f"sliding_window={window} with layer_types={reprlib.repr(kinds)} on {num_layers} layers"
-    if kinds is None:
-        is_qwen3 = settings["model_type"] == "qwen3"
-        first = int(settings.get("max_window_layers", 28)) if is_qwen3 and use and window else num_layers
-        kinds = [LAYER_TYPES[i >= first] for i in range(num_layers)]
-    if not isinstance(kinds, list) or len(kinds) < num_layers or any(k not in LAYER_TYPES for k in kinds[:num_layers]):
-        raise UnsupportedModelError(f"{says}; expected one of {', '.join(LAYER_TYPES)} for each")
-    kinds = kinds[:num_layers]  # some heads carry the list of their target
-    if "sliding_attention" not in kinds:
-        return (None,) * num_layers
-    if type(window) is not int or window < 1:
-        raise UnsupportedModelError(f"{says}; a sliding layer needs a whole number of 1 or more")
-    if not use:
-        raise CheckpointError(f"{says}, but use_sliding_window is not true")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-
-
-def read_rope(settings: Settings, by_layer_type: bool) -> dict[str, Any]:
-    """`rope_parameters` of transformers 5, from either spelling; for `rope_theta` the newer one wins."""
-    newer, older = (_rope_object(settings.get(key)) for key in ("rope_parameters", "rope_scaling"))
-    if by_layer_type and isinstance(newer.get("sliding_attention"), dict):
-        newer = _rope_object(newer["sliding_attention"])
-    stated = [{key: value for key, value in rope.items() if key != "rope_theta"} for rope in (newer, older) if rope]
-    if len(stated) == 2 and stated[0] != stated[1]:
-        raise CheckpointError(f"rope_parameters={newer} contradict rope_scaling={older}")
-    rope = {"rope_type": "default"} | (newer or older)
-    rope["rope_theta"] = rope.get("rope_theta", settings.get("rope_theta", 10000.0))
-    kind, partial = rope["rope_type"], rope.get("partial_rotary_factor", 1.0)
-    if kind not in ROPE_TYPES or partial != 1.0:
-        raise UnsupportedModelError(
-            f"rope_type={kind!r} with partial_rotary_factor={partial}; supported over whole heads are "
-            f"{', '.join(ROPE_TYPES)}"
-        )
-    for key, value in rope.items():
-        if key not in ROPE_KEYS:
-            raise UnsupportedModelError(f"{key}={reprlib.repr(value)} of its RoPE is not known")
-        if not ROPE_KEYS[key].holds(value):
-            raise CheckpointError(f"{key}={reprlib.repr(value)} of its RoPE, expected {ROPE_KEYS[key].words}")
-    if missing := [key for key in ("rope_theta", *ROPE_TYPES[kind]) if not rope.get(key)]:
-        raise CheckpointError(f"rope_type={kind!r} without {', '.join(missing)}")
-    rope["rope_theta"] = float(rope["rope_theta"])
-    mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
-    if (not mscale) if all_dim else mscale not in (None, 1):
-        raise UnsupportedModelError(
-            f"RoPE with mscale={mscale} and mscale_all_dim={all_dim}, which SpecForge and transformers read "
-            "differently; supported are both above 0, or neither"
-        )
-    return rope
-
-
-def _rope_object(value: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The entries that are set, `type` under its newer name."""
-    return {"rope_type" if key == "type" else key: v for key, v in (value or {}).items() if v is not None}

@@ -13,45 +13,28 @@ import torch
 from specdec.attention.bridge import ForwardContext
 from specdec.attention.kernels.draft_block import Draft
 from specdec.attention.trees.tree import DraftTree
-from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, PromptObservation, TargetInfo
+from specdec.draft_models.base import Binding, DraftBatch, Observation, PromptObservation, TargetInfo
 from specdec.draft_models.checkpoint_files import TargetShape
-from specdec.draft_models.draft_context import DraftContext, DraftGrowth, StoreWorker, continued
+from specdec.draft_models.draft_context import DraftContext, DraftGrowth, HeadDrafter, StoreWorker, continued
 from specdec.draft_models.eagle3.checkpoint import read_head
-from specdec.draft_models.eagle3.fused_head import choose_form
+from specdec.draft_models.eagle3.fused_head import FusedHead
 from specdec.draft_models.eagle3.head import Eagle3Head, HeadOutput, PlainHead
-from specdec.gpu.operations import REFERENCE
-from specdec.kvcache.layout import KVLayout
 from specdec.layers.accepted_path import keep_last, path_rows
-from specdec.layers.fuse import Weights
 
 
-class Eagle3Drafter(Drafter):
-    """A head fitted to a target; `eagle3_drafter` makes one. Its layers are fused if the target's are. source: the
-    folder that it was read from, None for a head that was made otherwise."""
+class Eagle3Drafter(HeadDrafter[Eagle3Head, PlainHead]):
+    """A head fitted to a target; `eagle3_drafter` makes one. source: the folder that it was read from, None for a head
+    that was made otherwise."""
 
     name = "eagle3"
-    may_lag = True
     source: str | None = None
-    weights: Weights
 
     def __init__(self, head: Eagle3Head, target_ids: torch.Tensor | None, target: TargetInfo) -> None:
-        self.head = head
+        super().__init__(head, target, PlainHead, FusedHead)
         self.spec = head.spec
-        self.aux_layers: tuple[int, ...] = self.spec.aux_layers
         self.reads_every_state = not self.aux_layers
-        self.kv_layout: KVLayout | None = self.spec.kv_layout
-        self.fit = Fit.of(target)
         self.vocab_size = target.vocab_size
-        self.dtype = target.dtype
         self.target_ids = None if target_ids is None else target_ids.to(target.device)
-        self.weights = Weights(self.name, head)
-        table = target.embed if head.embed_tokens is None else head.embed_tokens
-        self.plain = plain = PlainHead(head, table, target.head)
-        self.form = plain
-        self.ops = REFERENCE
-        if target.ops is not None:
-            self.form, self.unfused = choose_form(plain, self.weights, target.ops)
-            self.ops = target.ops
 
     def bind(self, binding: Binding) -> "Eagle3Worker":
         return Eagle3Worker(self, binding)

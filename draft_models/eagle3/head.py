@@ -14,20 +14,17 @@ A head holds no K/V and knows no requests: the caller says where K/V live (`Atte
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import (
-    LlamaMLP,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
-)
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
-from specdec.draft_models.head_spec import Attend, HeadContext, HeadModule, HeadSpec, Rotary, attend_in
+from specdec.draft_models.fused_form import Echo
+from specdec.draft_models.head_layers import HeadLayer, llama_config
+from specdec.draft_models.head_spec import Attend, HeadContext, HeadForm, HeadModule, HeadSpec, Rotary, attend_in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,97 +47,54 @@ class Eagle3Spec(HeadSpec):
     fc_norm: bool = False
     norm_output: bool = False
 
+    def has_bias(self, name: str) -> bool:
+        return name in self.biases
+
     @property
     def feature_size(self) -> int:
         """Width of the target states that it reads, side by side."""
         return max(1, len(self.aux_layers)) * self.target_hidden_size
 
 
-class Eagle3Attention(nn.Module):
-    """Projections of one layer; the first takes 2H."""
+class FirstLayer(HeadLayer):
+    """Reads the embeddings beside the states."""
 
-    def __init__(self, spec: Eagle3Spec, layer: int) -> None:
-        super().__init__()
-        self.layer, self.head_dim = layer, spec.head_dim
-        width = spec.hidden_size * (2 if layer == 0 else 1)
-        name = f"layers.{layer}.self_attn"
-        kv_size = spec.num_kv_heads * spec.head_dim
-        self.q_proj = nn.Linear(width, spec.num_heads * spec.head_dim, bias=f"{name}.q_proj" in spec.biases)
-        self.k_proj = nn.Linear(width, kv_size, bias=f"{name}.k_proj" in spec.biases)
-        self.v_proj = nn.Linear(width, kv_size, bias=f"{name}.v_proj" in spec.biases)
-        self.o_proj = nn.Linear(spec.num_heads * spec.head_dim, spec.hidden_size, bias=f"{name}.o_proj" in spec.biases)
-        self.q_norm: nn.Module = LlamaRMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else nn.Identity()
-        self.k_norm: nn.Module = LlamaRMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else nn.Identity()
-
-    def forward(self, x: torch.Tensor, rotary: Rotary, attend: Attend) -> torch.Tensor:
-        shape = (*x.shape[:2], -1, self.head_dim)  # [B, N, heads, D]
-        q = self.q_norm(self.q_proj(x).view(shape)).transpose(1, 2)
-        k = self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2)
-        v = self.v_proj(x).view(shape).transpose(1, 2)
-        q, k = apply_rotary_pos_emb(q, k, *rotary)
-        out: torch.Tensor = self.o_proj(attend(self.layer, q, k, v).flatten(2))
-        return out
-
-
-class Eagle3Layer(nn.Module):
-    """One decoder layer."""
-
-    def __init__(self, spec: Eagle3Spec, layer: int, config: LlamaConfig) -> None:
-        super().__init__()
+    def __init__(self, spec: Eagle3Spec, config: LlamaConfig) -> None:
+        super().__init__(spec, 0, config, 2 * spec.hidden_size)
         self.norm_before_residual = spec.norm_before_residual
-        self.self_attn = Eagle3Attention(spec, layer)
-        self.mlp = LlamaMLP(config)
-        self.input_layernorm = LlamaRMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.post_attention_layernorm = LlamaRMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.hidden_norm = LlamaRMSNorm(spec.hidden_size, spec.rms_norm_eps) if layer == 0 else None
+        self.hidden_norm = LlamaRMSNorm(spec.hidden_size, spec.rms_norm_eps)
 
-    def forward(
-        self,
-        embeds: torch.Tensor,
-        hidden: torch.Tensor,
-        rotary: Rotary,
-        attend: Attend,
-    ) -> torch.Tensor:
-        if self.hidden_norm is None:
-            residual, x = hidden, self.input_layernorm(hidden)
-        else:
-            normed = self.hidden_norm(hidden)
-            residual = normed if self.norm_before_residual else hidden
-            x = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
-        y = residual + self.self_attn(x, rotary, attend)
-        out: torch.Tensor = y + self.mlp(self.post_attention_layernorm(y))
-        return out
+    def begin(self, embeds: torch.Tensor, hidden: torch.Tensor, rotary: Rotary, attend: Attend) -> torch.Tensor:
+        """embeds and hidden [B, N, H] -> [B, N, H]."""
+        normed = self.hidden_norm(hidden)
+        x = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
+        return self.add_to(normed if self.norm_before_residual else hidden, x, rotary, attend)
 
 
 class Eagle3Head(HeadModule):
     """The head of a spec, randomly initialised; `checkpoint.read_head` fills one from a checkpoint.
 
-    embed_tokens and lm_head are None when the head shares the target's.
+    embed_tokens, lm_head: None when the head shares the target's.
     """
+
+    spec: Eagle3Spec
 
     def __init__(self, spec: Eagle3Spec) -> None:
         super().__init__()
         self.spec = spec
-        config = LlamaConfig(
-            hidden_size=spec.hidden_size,
-            intermediate_size=spec.intermediate_size,
-            num_attention_heads=1,  # read by no module here, and refused where it does not divide hidden_size
-            head_dim=spec.head_dim,
-            hidden_act=spec.hidden_act,
-            mlp_bias="layers.0.mlp.gate_proj" in spec.biases,
-            max_position_embeddings=spec.max_position_embeddings,
-            rope_parameters=dict(spec.rope),
-        )
+        self.config = config = llama_config(spec)
         hidden, eps, states = spec.hidden_size, spec.rms_norm_eps, max(1, len(spec.aux_layers))
         self.embed_tokens = nn.Embedding(spec.vocab_size, hidden) if spec.owns_embed else None
         self.input_norm = LlamaRMSNorm(spec.feature_size, eps) if spec.norm_before_fc else None
         norms = [LlamaRMSNorm(spec.target_hidden_size, eps) for _ in range(states)]
         self.fc_norm = nn.ModuleList(norms) if spec.fc_norm else None
-        self.fc = nn.Linear(spec.feature_size, hidden, bias="fc" in spec.biases) if spec.has_fc else None
-        self.layers = nn.ModuleList([Eagle3Layer(spec, i, config) for i in range(spec.num_layers)])
+        self.fc = nn.Linear(spec.feature_size, hidden, bias=spec.has_bias("fc")) if spec.has_fc else None
+        self.layers = nn.ModuleList(
+            [FirstLayer(spec, config), *(HeadLayer(spec, i, config) for i in range(1, spec.num_layers))]
+        )
         self.norm: nn.Module = LlamaRMSNorm(hidden, eps) if spec.final_norm else nn.Identity()
         size = spec.draft_vocab_size
-        self.lm_head = None if size is None else nn.Linear(hidden, size, bias="lm_head" in spec.biases)
+        self.lm_head = None if size is None else nn.Linear(hidden, size, bias=spec.has_bias("lm_head"))
         self.rotary_emb = LlamaRotaryEmbedding(config)
 
     def features(self, states: torch.Tensor) -> torch.Tensor:
@@ -157,8 +111,10 @@ class Eagle3Head(HeadModule):
     ) -> torch.Tensor:
         """embeds and hidden [B, N, H], positions [B, N] -> a [B, N, H]."""
         rotary = self.rotary_emb(hidden, positions)
-        for layer in self.layers:
-            hidden = layer(embeds, hidden, rotary, attend)
+        first: Any = self.layers[0]
+        hidden = first.begin(embeds, hidden, rotary, attend)
+        for layer in self.layers[1:]:
+            hidden = layer(hidden, rotary, attend)
         return hidden
 
     def logits(self, a: torch.Tensor, target_head: nn.Module | None = None) -> torch.Tensor:
@@ -185,15 +141,11 @@ class HeadOutput(NamedTuple):
     normed: torch.Tensor
 
 
-class PlainHead:
-    """A head with its embedding table and lm_head, run by its own modules. `FusedHead` is the other form.
+class PlainHead(HeadForm):
+    """A head run by its own modules. `FusedHead` is the other form.
 
     tokens, positions: [B, N]; row i holds the token after position i.
     """
-
-    def __init__(self, head: Eagle3Head, table: nn.Module, target_head: nn.Module) -> None:
-        self.head, self.table = head, table
-        self.lm_head = target_head if head.lm_head is None else head.lm_head
 
     def extend(
         self, tokens: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, context: HeadContext
@@ -210,7 +162,6 @@ class PlainHead:
         return HeadOutput(state, self.norm(state))
 
     def norm(self, state: torch.Tensor) -> torch.Tensor:
-        """a -> norm(a)."""
         normed: torch.Tensor = self.head.norm(state)
         return normed
 
@@ -218,3 +169,16 @@ class PlainHead:
         """norm(a) [B, N, H] -> [B, N, draft V]."""
         logits: torch.Tensor = self.lm_head(normed)
         return logits
+
+    @torch.inference_mode()
+    def probed(self) -> torch.Tensor:
+        """States and logits of six rows of random features, then of the feedback: [12, H + draft V]."""
+        spec, weight = self.head.spec, next(self.head.parameters())
+        random = torch.Generator().manual_seed(0)
+        states = torch.randn((2, 3, spec.feature_size), generator=random).to(weight.device, weight.dtype)
+        tokens = torch.arange(6, device=weight.device).view(2, 3) % spec.vocab_size
+        with torch.autocast(weight.device.type, enabled=False):
+            first = self.extend(tokens, states, tokens * 100, Echo())
+            second = self.step(tokens, first.state, tokens * 100, Echo())
+            rows = [torch.cat([out.state, self.logits(out.normed)], dim=-1) for out in (first, second)]
+        return torch.cat(rows).flatten(0, 1).float()

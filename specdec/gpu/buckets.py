@@ -2,7 +2,6 @@
 
 
 def next_power_of_two(size: int) -> int:
-    """The least power of two that is not below `size`."""
     return 1 << (size - 1).bit_length()
 
 

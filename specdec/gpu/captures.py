@@ -206,7 +206,6 @@ class CaptureStore:
         return len(self._owners) - 1
 
     def use(self) -> CaptureUse:
-        """As it is now."""
         counts = len(self._kept), self._made, self._evicted, self.refused
         return CaptureUse(*counts, self._bytes, self._budget, *self.uncaptured.values())
 

@@ -26,7 +26,6 @@ def free_bytes(device: torch.device) -> int:
 
 
 def all_bytes(device: torch.device) -> int:
-    """Memory of the device, taken or not, that this process may have."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -41,7 +41,6 @@ class MirroredArray:
         self.host[index] = value
 
     def clear(self) -> None:
-        """Zero on both sides."""
         self._changed = []
         self.host[...] = 0
         self._tensor.zero_()

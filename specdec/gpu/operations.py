@@ -55,7 +55,6 @@ class Operations:
         return cast(Operation, found)
 
     def replacing(self, changes: Mapping[Callable[..., Any], Callable[..., Any]]) -> "Operations":
-        """The same, but for these."""
         return Operations(ChainMap(dict(changes), self._stand_ins), complete=self._complete)
 
 

@@ -59,7 +59,6 @@ class ByVectors(TorchFunctionMode):
 
 
 def _is_alone(args: Any, kwargs: Any) -> bool:
-    """Is the first argument the only tensor?"""
     others = [*args[1:], *kwargs.values()]
     return isinstance(args[0], torch.Tensor) and not any(isinstance(x, torch.Tensor) for x in others)
 
@@ -112,7 +111,6 @@ def run_experts_by_row(model: nn.Module) -> None:
 
 
 def rowwise_apply_experts(x: torch.Tensor, routing: Routing, experts: Experts) -> Product:
-    """`reference_apply_experts`, each row by itself."""
 
     def parts(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return reference_apply_experts(x, Routing(chosen, weights), experts).parts.transpose(0, 1)  # [1, k, H]
@@ -131,7 +129,6 @@ def rowwise_linear(
 
 
 def rowwise_mlp_and_experts(fork: Fork, mlp: Mlp, router: Router, experts: Experts) -> tuple[Product, Product]:
-    """`reference_mlp_and_experts`, likewise."""
     dense = rowwise_linear(reference_gated_linear(fork.mlp, mlp.gate_up, mlp.activation), mlp.down)
     return dense, rowwise_apply_experts(fork.experts, reference_route(fork.router, router), experts)
 

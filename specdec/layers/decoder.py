@@ -149,7 +149,6 @@ class Shared(NamedTuple):
     layer_inputs: torch.Tensor | None
 
     def of(self, rows: torch.Tensor) -> "Shared":
-        """Of these rows [R] only."""
         tables = {kind: Rotary(table.cos[rows], table.sin[rows]) for kind, table in self.rotary.items()}
         return Shared(tables, None if self.layer_inputs is None else self.layer_inputs[rows])
 
@@ -290,13 +289,11 @@ class FusedLayer(nn.Module):
     def _chosen(
         self, x: torch.Tensor, router_x: torch.Tensor, moe: MoeParts
     ) -> Generator[OwnedParts, Product, Product]:
-        """What the experts make of x, those of all ranks."""
         routing = self.ops(route)(router_x, moe.router)
         product = self.ops(apply_experts)(x, routing, moe.experts)
         return (yield OwnedParts(product, routing.experts)) if moe.experts.shared else product
 
     def _branches(self, moe: MoeParts, out: Product, hidden: torch.Tensor, **end: Any) -> Walk:
-        """The same with MLP and experts."""
         parts, ops = self.parts, self.ops
         assert parts.mlp is not None and parts.attention_norm is not None and parts.factor == 1.0
         readers: dict[str, Any] = {"mlp": parts.mlp_input_norm, "experts": moe.input_norm, "router": moe.router.gain}

@@ -8,6 +8,7 @@ model runs as Hugging Face wrote it. Describing a model merges its QKV and gate 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -44,6 +45,7 @@ SCALED_EMBEDDINGS = frozenset(
 )
 """Embeddings [V, H] times the number in their `embed_scale`, by `family_name`."""
 
+_proved: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # the names of activations that were tried
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
@@ -56,7 +58,6 @@ class Groups:
         self._merged: list[Sequence[torch.Tensor]] = []
 
     def rows(self, params: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Their rows as one tensor."""
         if self.apart:
             return cast(torch.Tensor, Stacked(params))
         self._merged.append(params)
@@ -122,24 +123,25 @@ class LlamaLike:
         """The description of a text model. apart: for `Groups`. Raises Unfusable."""
         _check_tree(model)
         merged = Groups(apart=apart)
-        layers = tuple(self._layer(layer, model, merged) for layer in model.layers)
+        layers = tuple(self.layer(layer, model, merged) for layer in model.layers)
         if not merged.are_merged():
             raise Unfusable("some of its weights are tied to one another")
         return DecoderParts(
             layers=layers,
-            final_norm=self._gain(model.norm),
+            final_norm=self.gain_of(model.norm),
             rotary=_rotary(model.rotary_emb, {layer.kind for layer in layers}),
             factor=float(getattr(model, "embedding_multiplier", 1.0)),
             embeddings=self._embeddings(model) if getattr(model, "hidden_size_per_layer_input", 0) else None,
         )
 
-    def _layer(self, layer: Any, model: Any, merged: Groups) -> LayerParts:
+    def layer(self, layer: Any, model: Any, merged: Groups) -> LayerParts:
+        """The description of one layer of a model, or of a head that has layers like a model's."""
         attention = layer.self_attn
         products = _attention_products(attention, merged)
         heads, wide_norms = self._heads(attention, len(products["qkv"]))
         kinds = isinstance(model.rotary_emb.rope_type, dict)
         norms: dict[str, Any] = {
-            f"{place}_norm": None if name is None else self._gain(getattr(layer, name))
+            f"{place}_norm": None if name is None else self.gain_of(getattr(layer, name))
             for place, name in self.norms._asdict().items()
         }
         activation = getattr(model.config, "hidden_activation", None) or model.config.hidden_act
@@ -168,7 +170,7 @@ class LlamaLike:
         num_kv = (width // head_dim - num_q) // (1 if values_are_keys else 2)
         heads = Heads(num_q, num_kv, head_dim, values_are_keys=values_are_keys, interleaved=self.interleaved)
         found = (getattr(attention, name, None) for name in ("q_norm", "k_norm", "v_norm"))
-        q_norm, k_norm, v_norm = (None if norm is None else self._gain(norm) for norm in found)
+        q_norm, k_norm, v_norm = (None if norm is None else self.gain_of(norm) for norm in found)
         shapes = [gain.weight.shape for gain in (q_norm, k_norm) if gain is not None and gain.weight is not None]
         if set(shapes) <= {(head_dim,)}:
             return heads._replace(q_norm=q_norm, k_norm=k_norm, v_norm=v_norm), None
@@ -192,9 +194,9 @@ class LlamaLike:
         return MoeParts(
             router=router,
             experts=experts,
-            input_norm=self._gain(layer.pre_feedforward_layernorm_2),
-            mlp_norm=self._gain(layer.post_feedforward_layernorm_1),
-            norm=self._gain(layer.post_feedforward_layernorm_2),
+            input_norm=self.gain_of(layer.pre_feedforward_layernorm_2),
+            mlp_norm=self.gain_of(layer.post_feedforward_layernorm_1),
+            norm=self.gain_of(layer.post_feedforward_layernorm_2),
         )
 
     def _ple(self, layer: Any, activation: str) -> PleParts:
@@ -202,7 +204,7 @@ class LlamaLike:
             gate=weight_of(layer.per_layer_input_gate),
             activation=_activation(layer.act_fn, activation),
             projection=weight_of(layer.per_layer_projection),
-            norm=self._gain(layer.post_per_layer_input_norm),
+            norm=self.gain_of(layer.post_per_layer_input_norm),
         )
 
     def _embeddings(self, model: Any) -> EmbeddingParts:
@@ -210,12 +212,12 @@ class LlamaLike:
         return EmbeddingParts(
             context=weight_of(model.per_layer_model_projection),
             table=embedding.weight,
-            norm=self._gain(model.per_layer_projection_norm),
+            norm=self.gain_of(model.per_layer_projection_norm),
             context_scale=model.per_layer_model_projection_scale,
             table_scale=float(embedding.embed_scale.to(embedding.weight.dtype)),
         )
 
-    def _gain(self, norm: Any) -> Gain:
+    def gain_of(self, norm: Any) -> Gain:
         weight = norm.weight if getattr(norm, "with_scale", True) else None
         return self.gain._replace(weight=weight, eps=norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)
 
@@ -256,7 +258,6 @@ def _merge(linears: list[Any], merged: Groups) -> Weight:
 
 
 def _mlp(mlp: Any, activation: str, merged: Groups) -> Mlp:
-    """An MLP, gate and up merged."""
     halves = [mlp.gate_up_proj] if hasattr(mlp, "gate_up_proj") else [mlp.gate_proj, mlp.up_proj]
     if any(linear.bias is not None for linear in (*halves, mlp.down_proj)):
         raise Unfusable("its MLP has biases")
@@ -269,9 +270,11 @@ def _activation(act_fn: nn.Module, name: str) -> str:
     """The kernels' name of an activation, if it computes what its name says."""
     if name not in ACTIVATIONS:
         raise Unfusable(f"its MLP is gated by {name!r}; known: {sorted(ACTIVATIONS)}")
-    x = torch.linspace(-4.0, 4.0, 33)
-    if not torch.allclose(act_fn(x), reference_activate(x, ACTIVATIONS[name]), atol=1e-5):
-        raise Unfusable(f"its MLP's act_fn ({type(act_fn).__name__}) is not {name!r}, as its config says")
+    if _proved.get(act_fn) != name:  # once, since weights may be described again where nothing may be waited for
+        x = torch.linspace(-4.0, 4.0, 33)
+        if not torch.allclose(act_fn(x), reference_activate(x, ACTIVATIONS[name]), atol=1e-5):
+            raise Unfusable(f"its MLP's act_fn ({type(act_fn).__name__}) is not {name!r}, as its config says")
+        _proved[act_fn] = name
     return ACTIVATIONS[name]
 
 

@@ -200,7 +200,6 @@ def choose_cut(n: int, k: int) -> Cut:
 
 
 def cut_of(weight: Weight) -> Cut:
-    """The ranges of K for this weight."""
     return (choose_packed_cut if isinstance(weight, PackedWeight) else choose_cut)(*weight.shape)
 
 

@@ -23,7 +23,6 @@ def require_no_setting(options: Collection[str]) -> None:
 
 
 def params_for(params: Any, count: int) -> list[SamplingParams]:
-    """One SamplingParams for each of `count` prompts."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):

@@ -65,7 +65,6 @@ class Intake:
         return requests
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of plain text."""
         return text_ids(self.tokenizer, text)
 
     @property

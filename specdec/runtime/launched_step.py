@@ -54,7 +54,6 @@ class LaunchedStep:
         return unpack(self._on_host(self.packed), self.shape, self.stages, asked, self.forced)
 
     def prompt_scores(self) -> list[tuple[Span, TokenScores]]:
-        """What was scored of prompts. Waits for the device."""
         return [] if self.scores is None else self.scores[0].split(self._on_host(self.scores[1]))
 
     def _on_host(self, numbers: torch.Tensor) -> IntArray:

@@ -54,7 +54,6 @@ class InProgress:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all of them."""
         self.version += 1
         self._makers: dict[int, Maker] = {}  # by number of the request
         self._root: dict[bytes, _Node] = {}
@@ -65,7 +64,6 @@ class InProgress:
 
     @property
     def numbers(self) -> set[int]:
-        """Of the requests."""
         return set(self._makers)
 
     def add(self, maker: Maker) -> None:
@@ -119,7 +117,6 @@ class InProgress:
         return reversed(path)
 
     def check(self) -> None:
-        """Assert the invariant."""
         found: dict[int, list[IntArray]] = {number: [] for number in self._makers}
         stack = list(self._root.items())
         while stack:

@@ -236,7 +236,6 @@ class Request:
 
     @property
     def to_go(self) -> int:
-        """Tokens that it may still get."""
         return len(self.prompt) + self.params.max_new_tokens - self.settled.num_tokens
 
     @property
@@ -368,7 +367,6 @@ class Request:
         self._tell()
 
     def abort(self) -> None:
-        """End it as it is, if it has not ended."""
         self.end("abort")
 
     def fail(self, called: str, error: BaseException) -> None:

@@ -72,7 +72,6 @@ def make_cache(
         )
     least = {"full": (full_slots, whole_pages(1 + num_nodes))}
     if window is not None:
-        held = swa_slots_held(window - 1 + extra_keys, num_nodes, page_size)
         least["swa"] = (swa_slots, min(whole_pages(1 + num_nodes), whole_pages(held)))
     for space, (there, needed) in least.items():
         if there // page_size * page_size < needed:

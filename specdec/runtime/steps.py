@@ -98,7 +98,6 @@ class Steps:
         self.scheduler.restart(requests)
 
     def clear_captures(self) -> None:
-        """Let go of all that was captured."""
         for captures in (self.graphs, self.chunks, self.catch_ups):
             if captures is not None:
                 captures.clear()

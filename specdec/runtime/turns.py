@@ -30,7 +30,6 @@ class Turns:
 
     @property
     def awaited(self) -> bool:
-        """Does a thread wait for its turn?"""
         return self._newest is not self._present and self._newest.locked()
 
     def run(self, work: Callable[[], T]) -> T:

@@ -28,7 +28,6 @@ class TokenScores(NamedTuple):
     ids: npt.NDArray[np.int32]
 
     def after(self, skipped: int) -> "TokenScores":
-        """Without the first `skipped` tokens."""
         return TokenScores(self.chosen[skipped:], self.values[skipped:], self.ids[skipped:])
 
 

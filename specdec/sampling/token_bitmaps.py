@@ -32,7 +32,6 @@ def unpack_bits(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 
 def reference_mark_seen(bits: torch.Tensor, row: torch.Tensor, tokens: torch.Tensor, num_tokens: torch.Tensor) -> None:
-    """See `mark_seen`."""
     one = torch.ones((), dtype=torch.int64, device=bits.device)
     for i, count in enumerate(num_tokens.tolist()):
         for token in tokens[i, :count].unique():

@@ -125,31 +125,8 @@ def _both_kernel(
         product_kernel(
             *(program % tiles, program // tiles),
             *(p_x, p_w, p_scales, p_zeros, p_bias, p_experts, p_first, p_order, p_weights, p_out, num_slots, N, K, s_x),
-            *(
-                s_we,
-                s_wn,
-                s_wk,
-                s_se,
-                s_scales,
-                alpha,
-                limit,
-                CODE,
-                GROUP,
-                FAST,
-                TOP_K,
-                ACT,
-                INTERLEAVED,
-                EVEN_N,
-                EVEN_K,
-                SLOTS,
-                LONE,
-                BLOCK_N,
-                BLOCK_M,
-                BLOCK_K,
-                TAIL_K,
-                PDL,
-                SHARED,
-            ),
+            *(s_we, s_wn, s_wk, s_se, s_scales, alpha, limit, CODE, GROUP, FAST, TOP_K, ACT, INTERLEAVED, EVEN_N),
+            *(EVEN_K, SLOTS, LONE, BLOCK_N, BLOCK_M, BLOCK_K, TAIL_K, PDL, SHARED),
         )
 
 

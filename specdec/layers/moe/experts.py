@@ -81,7 +81,6 @@ def reference_gate(gate: torch.Tensor, up: torch.Tensor, experts: Experts) -> to
 
 @triton.jit
 def _gate(b_gate: tl.tensor, b_up: tl.tensor, alpha: tl.tensor, limit: tl.tensor, ACT: tl.constexpr) -> tl.tensor:
-    """float32 in and out."""
     if ACT == "swiglu_clamped":
         b_gate = tl.minimum(b_gate, limit)
         b_sigmoid = tl.sigmoid(tl.maximum(alpha * b_gate, -80.0))  # e^80 is a float32
@@ -328,7 +327,6 @@ class ExpertProducts(NamedTuple):
 
 
 def are_few(num_rows: int, top_k: int) -> bool:
-    """Whether programs find their expert's assignments themselves."""
     return num_rows * top_k <= FEW_SLOTS and num_rows <= FEW_ROWS
 
 

@@ -66,7 +66,6 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a product reads."""
         return sum(part.nbytes for part in (self.words, self.scales, self.zeros) if part is not None)
 
     @property
@@ -90,7 +89,6 @@ class PackedWeight:
         return len(self.words)
 
     def __getitem__(self, expert: int) -> "PackedWeight":
-        """The weight of one expert."""
         zeros = None if self.zeros is None else self.zeros[expert]
         return PackedWeight(self.code, self.words[expert], self.scales[expert], zeros, self.group)
 

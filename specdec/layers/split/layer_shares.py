@@ -139,7 +139,6 @@ def sum_share(weight: Weight, count: int, *, even: bool) -> SumShare:
 
 
 def whole_cut(weight: Weight | Stacked) -> Cut:
-    """The ranges of K of the weight in one piece."""
     return (choose_packed_cut if is_packed(weight) else choose_cut)(*weight.shape)
 
 
@@ -164,7 +163,6 @@ def _gate_up(mlp: Mlp, down: SumShare, rank: int, count: int) -> Any:
 
 
 def _experts(experts: Experts, rank: int, count: int) -> Experts:
-    """Views."""
     biases: dict[str, Any] = {
         name: None if bias is None else bias.chunk(count)[rank]
         for name, bias in (("gate_up_bias", experts.gate_up_bias), ("down_bias", experts.down_bias))

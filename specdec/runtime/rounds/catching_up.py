@@ -24,7 +24,6 @@ class CatchUps(Captures):
     what, warning = "rounds", "catching up runs without CUDA graphs: %s"
 
     def run(self, shape: RoundShape) -> None:
-        """Of the seated rows of a round of this shape."""
         self.run_captured((shape.batch, shape.longest), [lambda: self.round.catch_up(shape)])
 
 

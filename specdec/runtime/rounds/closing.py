@@ -31,7 +31,6 @@ def reference_closing(
     width: int,
     depth: int,
 ) -> tuple[torch.Tensor, torch.Tensor, Move | None]:
-    """See `closing`."""
     path, accepted_len, emitted = reference_accept(tree, drawn)
     length = torch.minimum(accepted_len, most)
     move = table.commit_on_device(rows, length, None if tree.is_chain else path)

@@ -53,7 +53,6 @@ def reference_opening(
     cells: torch.Tensor,
     depth: int,
 ) -> Opening:
-    """See `opening`."""
     start = committed_len[seats]
     level_pos = start + torch.arange(depth + 1, device=seats.device)[:, None]
     by_request = level_pos.t().contiguous()  # [B, D + 1]

@@ -59,7 +59,6 @@ class RoundShape(NamedTuple):
         return DraftShape(self.num_steps, self.topk, self.num_nodes, self.by_lookup)
 
     def with_draft(self, draft: DraftShape) -> "RoundShape":
-        """The same with another draft."""
         return self._replace(**draft._asdict())
 
     @property
@@ -74,7 +73,6 @@ class RoundShape(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Nodes that are verified."""
         return self.forced or self.num_nodes
 
     @property
@@ -101,7 +99,6 @@ class RoundResult(NamedTuple):
     ran: tuple[int, int] = (0, 0)
 
     def take(self, chosen: Sequence[int]) -> "RoundResult":
-        """Of these requests only."""
         logprobs = [self.logprobs[i] for i in chosen]
         arrays = {name: getattr(self, name)[chosen] for name in ("length", "path", "tokens", "forced")}
         return self._replace(**arrays, logprobs=logprobs)

@@ -26,6 +26,5 @@ class Unread:
         self.count: IntArray = np.zeros(num_rows, dtype=np.int64)
 
     def reset(self) -> None:
-        """No row has anything."""
         self.read.zero_()
         self.count[:] = 0

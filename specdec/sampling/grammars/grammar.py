@@ -88,7 +88,6 @@ class Grammars:
 
     @property
     def kept_bytes(self) -> int:
-        """Memory of the compiled grammars that are kept, estimated."""
         with self._lock:
             return sum(one.bytes for one in self._kept.values())
 
@@ -260,7 +259,6 @@ class Place:
 
     @property
     def num_words(self) -> int:
-        """Words of a mask."""
         num_words: int = self.library.num_words
         return num_words
 

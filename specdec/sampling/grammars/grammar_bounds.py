@@ -36,24 +36,8 @@ PLAIN_CHARS = 8192
 PLAIN_DEPTH = 16
 PLAIN_KEYS = frozenset(
     {
-        "type",
-        "properties",
-        "required",
-        "items",
-        "additionalProperties",
-        "enum",
-        "const",
-        "minLength",
-        "maxLength",
-        "minItems",
-        "maxItems",
-        "minimum",
-        "maximum",
-        "title",
-        "description",
-        "default",
-        "examples",
-        "$schema",
+        *("type", "properties", "required", "items", "additionalProperties", "enum", "const", "minLength", "maxLength"),
+        *("minItems", "maxItems", "minimum", "maximum", "title", "description", "default", "examples", "$schema"),
     }
 )
 """Keys of schemas whose compilation neither searches nor multiplies."""
@@ -144,7 +128,6 @@ def _split(reference: str) -> tuple[str, str] | None:
 
 
 def _depth(text: str, opening: str, closing: str) -> int:
-    """The deepest nesting of these brackets."""
     chars = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
     steps = np.zeros(len(chars), dtype=np.int64)
     for brackets, step in ((opening, 1), (closing, -1)):
@@ -155,7 +138,6 @@ def _depth(text: str, opening: str, closing: str) -> int:
 
 
 def _members(value: Any) -> Iterator[tuple[str, Any]]:
-    """Every member of every object."""
     left = [value]
     while left:
         one = left.pop()
