@@ -23,6 +23,7 @@ from specdec.gpu.tensor_tree import map_tensors
 from specdec.layers.linear import linear, linear_parts, reference_linear_parts
 from specdec.layers.product import cut_of
 from specdec.layers.split.layer_shares import embedding_share
+from specdec.layers.split.split_decoder import side_by_side
 from specdec.models.target import TargetModel
 
 from marks import deep_cases
@@ -235,6 +236,21 @@ def test_a_gather_is_in_the_order_of_ranks_and_sends_are_copies(tagged: int, mon
             assert [len(whole) for whole in ranks.gather([torch.zeros(2, 0, 3)] * 2)] == [4, 4], "of no rows"
             ranks.end()
         ranks.check()
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_columns_put_side_by_side_outlive_later_exchanges(num_rows: int):
+    """Gemma 4 reads its per-layer embeddings in every layer."""
+    ranks = PeerRanks(CPUS)
+    ranks.reserve(64)
+    ranks.begin()
+    columns = [torch.full((num_rows, 4), float(1 + rank)) for rank in range(2)]
+    products = side_by_side(columns, ranks)
+    for _ in range(2):  # into each half of the buffers
+        ranks.gather([torch.full((1, num_rows, 4), 9.0)] * 2)
+    for product in products:
+        assert product.parts[0].tolist() == [[1.0] * 4 + [2.0] * 4] * num_rows
 
 
 def halves_of_an_exchange(tagged: bool, *launches: tuple[int, str], left: int = 0) -> PeerRanks:

@@ -119,8 +119,8 @@ def side_by_side(columns: Sequence[torch.Tensor], ranks: Ranks) -> list[Product]
         for rank, whole in enumerate(gathered):
             with ranks.on(rank):
                 by_rank = whole.view(len(ranks), -1, numbers[0].shape[1])  # [R, T, N / R]
-                block = by_rank.transpose(0, 1).flatten(1).view(columns[0].dtype)
-                values[rank].append(block)
+                block = torch.cat(by_rank.unbind(), dim=1)  # a copy, of one row, too
+                values[rank].append(block.view(columns[0].dtype))
     return [Product.of(blocks[0] if len(blocks) == 1 else torch.cat(blocks)) for blocks in values]
 
 
