@@ -50,6 +50,16 @@ def test_a_step_is_one_forward_while_requests_decode(
     engine.table.check()
 
 
+def test_prompts_are_read_while_rounds_are_held(make_engine, make_target, random_prompt):
+    engine = make_engine(make_target("gemma4-e2b"), None, max_batch_size=2, max_prefill_tokens=8)
+    with engine.prompts_only():
+        handles = [engine.submit(random_prompt(n), params(NEW)) for n in (5, 20)]
+        for _ in range(6):
+            engine.step()
+        assert [handle.num_output for handle in handles] == [1, 1]
+    assert [len(handle.output().token_ids) for handle in handles] == [NEW, NEW]
+
+
 @pytest.mark.parametrize("page_size", [1, deep(16)])
 @pytest.mark.parametrize("drafter", [deep(None), deep("ngram"), deep("mtp"), "eagle3"])
 def test_drafters_read_what_a_round_carries(

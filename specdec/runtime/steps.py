@@ -135,7 +135,7 @@ class Steps:
 
     def _joined(self) -> list[Request]:
         """The rest of a step whose round reads prompts along: in one forward where two would take longer. Prompts are
-        read by themselves only while no request decodes, and a round runs by itself now and then, to be timed."""
+        read by themselves only while no request decodes, or may, and a round runs by itself now and then, to be timed."""
         gap = self.scheduler.prompt_gap
         finished = self._admit()
         decoding = self.scheduler.next_decode()
@@ -157,7 +157,8 @@ class Steps:
             return finished
         if decoding:
             gap.learn_round(time.perf_counter() - begin)
-        if not any(request.state is RequestState.DECODE for request in self.scheduler.running):
+        decodes = any(request.state is RequestState.DECODE for request in self.scheduler.running)
+        if self.scheduler.rounds_held or not decodes:
             finished += self._read_prompts()
         return finished
 
