@@ -135,7 +135,8 @@ class Steps:
 
     def _joined(self) -> list[Request]:
         """The rest of a step whose round reads prompts along: in one forward where two would take longer. Prompts are
-        read by themselves only while no request decodes, or may, and a round runs by itself now and then, to be timed."""
+        read by themselves only while no request decodes, or rounds are held. A round runs by itself now and then, to
+        be timed."""
         gap = self.scheduler.prompt_gap
         finished = self._admit()
         decoding = self.scheduler.next_decode()
