@@ -118,8 +118,7 @@ class EngineConfig:
     max_prefill_tokens: maximum prompt tokens per step over all requests, whether or not others decode. None: what is
     measured decides. While others decode, the prompts of a step take half as long as a
     round for each request that waits for its first token (`EngineStats.prompt_gap_ms`), so one long prompt makes
-    streams slower by half, and a queue is read in large steps; at least 64 tokens, on a CPU 4 (with `fused` or
-    `deterministic` 16), and at most what a GPU
+    streams slower by half, and a queue is read in large steps; at least 64 tokens, on a CPU 16, and at most what a GPU
     reads in a quarter of a second, 8192 or fewer, on a CPU 96. While no request decodes, prompts of up
     to four times as many tokens, at most 8192, are read in one step. Prompts are read in order of rank, except that a
     prompt at most half as long as what the first one has left passes it, within the half of the step that is not the

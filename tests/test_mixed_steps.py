@@ -175,7 +175,7 @@ def test_random_arrivals_aborts_and_preemptions(captured, engine_for, make_targe
     """Pools for two of four rows: who is not aborted gets what it would get alone, and no token comes twice."""
     model = make_target("gemma4-e2b")
     engine = engine_for(
-        captured, make_assistant(model), page_size=2, full_slots=130, swa_slots=110, max_prefill_tokens=20
+        captured, make_assistant(model), page_size=2, full_slots=150, swa_slots=110, max_prefill_tokens=20
     )
     draw = random.Random(9)
     live, ended = [], []

@@ -21,7 +21,7 @@ class LaunchedStep:
     a round. packed: the result, of this `shape`, timed by these `stages`, while it is copied to the host. forced [B]:
     how many tokens of each request in the result came from its grammar. scores: which log-probabilities of prompt
     tokens were asked for, and their values. done: the CUDA event of the copy to the host; None where there is nothing
-    to wait for. carries: the round's forward read prompts along, so its time is not that of a round.
+    to wait for.
     """
 
     requests: Sequence[Request]
@@ -33,7 +33,6 @@ class LaunchedStep:
     forced: IntArray
     scores: tuple[Scoring, torch.Tensor] | None
     done: torch.cuda.Event | None
-    carries: bool = False
 
     def present(self) -> list[int]:
         """Numbers in the batch of the requests that still have the row."""

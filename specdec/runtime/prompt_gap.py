@@ -1,7 +1,6 @@
 """How long requests that decode wait for prompts: what prompts take, and how many of their tokens a step may read.
 
     step      a round of all that decode | prompts: at most GAP_SHARE of a round for each request without a token
-              (which the round's own forward reads along, if it can: `carried_prompts.py`)
     prompts   seconds = forward + token * T + pair * X           T tokens, which see X earlier ones, all together
 
 One long prompt thus makes streams slower by half and no more, while a queue of prompts is read in large steps, which is
@@ -75,18 +74,15 @@ class PromptCost:
         if load.pairs <= load.tokens**2:
             self._whole[load.tokens] = seconds
 
-    def learn(self, load: PromptLoad, seconds: float, round: float = 0.0) -> None:
-        """A forward over prompts of requests took so long: nothing new where some were timed.
-
-        round: how long a round takes, if this was one that carried those prompts: all that it took longer is theirs.
-        """
+    def learn(self, load: PromptLoad, seconds: float) -> None:
+        """A forward over prompts of requests took so long: nothing new where some were timed."""
         if self._whole or load.tokens == 0 or seconds <= 0:
             return
         if self.is_known:
-            seconds = min(seconds, MAX_SURPRISE * (round + self.seconds(load)))
+            seconds = min(seconds, MAX_SURPRISE * self.seconds(load))
         self._fitted()  # what fades is known by then
         self._equations *= COST_DECAY
-        self._add(load, seconds, round)
+        self._add(load, seconds)
 
     def seconds(self, load: PromptLoad) -> float:
         """What a forward over this load is expected to take. Requires `is_known`."""
@@ -111,9 +107,9 @@ class PromptCost:
     def _pair(self) -> float:
         return float(self._fitted()[2] / UNITS[2])
 
-    def _add(self, load: PromptLoad, seconds: float, round: float = 0.0) -> None:
+    def _add(self, load: PromptLoad, seconds: float) -> None:
         row = _counts(load) / seconds  # so that errors are relative
-        self._equations += np.outer(row, np.append(row, 1.0 - round / seconds))
+        self._equations += np.outer(row, np.append(row, 1.0))
         self._is_fitted = False
 
     def _fitted(self) -> Numbers:

@@ -35,8 +35,7 @@ class RequestStats:
     `drafted_round_tokens`: what these emitted, the bonus included, and `draft_tokens`: how deep they were, summed.
     `forced_tokens`: those that a grammar left no choice for, and that stood in the place of drafts in `forced_rounds`,
     which had none. `cached_tokens`: prompt tokens whose K/V came out of the prefix
-    cache. Seconds are a request's share of its batch's time, and `verify_seconds` of a round that carries prompts, on a
-    CPU, contains those; but queue and first_token are from when it was
+    cache. Seconds are a request's share of its batch's time; but queue and first_token are from when it was
     handed in until it had a row, and its first token.
     """
 

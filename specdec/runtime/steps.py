@@ -1,7 +1,6 @@
 """One step: a round of all requests that decode, then a group of prompt chunks, launched and settled.
 
-A request that decodes waits for at most one group of chunks between two rounds. Where nothing is captured the round's
-forward reads the chunks along, if the target can (`joined_forward.py`). A step settles what it launches, except
+A request that decodes waits for at most one group of chunks between two rounds. A step settles what it launches, except
 for captured rounds: with those the device always has work. The next round is launched before the one before it is
 settled, which needs no length that the host does not know yet:
 
@@ -26,7 +25,6 @@ from specdec.config import MAX_FORCED_TOKENS, SpecConfig
 from specdec.gpu.buckets import next_power_of_two
 from specdec.gpu.captures import CaptureUse
 from specdec.gpu.mirrored_array import IntArray, upload
-from specdec.models.joined_forward import can_join
 from specdec.models.target import FinalStates
 from specdec.runtime.adaptive.draft_choice import NO_CHOICE, DraftChoice
 from specdec.runtime.adaptive.draft_ladder import draft_ladder
@@ -35,11 +33,10 @@ from specdec.runtime.grammar_masks import GrammarSteps, prepare, root_masks
 from specdec.runtime.launched_step import LaunchedStep, copy_to_host, event_now
 from specdec.runtime.prompt_gap import PromptLoad
 from specdec.runtime.prompt_scores import scoring_of
-from specdec.runtime.request import Request, RequestState, restricted, rows_of
+from specdec.runtime.request import Request, restricted, rows_of
 from specdec.runtime.rounds.capture_classes import is_large
 from specdec.runtime.rounds.captured_prompts import ChunkGraphs
 from specdec.runtime.rounds.captured_rounds import Between, RoundGraphs, nothing, run_programs
-from specdec.runtime.rounds.carried_prompts import MAX_CARRYING, MIN_CARRIED, CarriedPrompts
 from specdec.runtime.rounds.catching_up import CatchUps, catch_up_if_due
 from specdec.runtime.rounds.decode_round import DECODE_STAGES, decode_programs
 from specdec.runtime.rounds.prompt_scoring import Scoring, score_chunk
@@ -82,9 +79,6 @@ class Steps:
         adaptive = spec.adaptive and round.worker is not None
         shapes = draft_ladder(spec, lookup=round.has_lookup)
         self.choice = DraftChoice(shapes, self.table.max_requests + 1) if adaptive else None
-        self.carried_in_a_row = 0  # rounds in a row that carried prompts
-        if graphs is None and can_join(round.target):
-            scheduler.prompt_room = scheduler.prompt_room._replace(least=MIN_CARRIED)
         self._drafted = self._begun = 0  # drafts since the last look, and those whose first token was right
         self._warned = False
         self._ended: int | None = None  # the newest settled round, on the device's clock; None: chunks came after it
@@ -125,64 +119,23 @@ class Steps:
             if restricted(self.scheduler.running):
                 finished += self._settle_all()  # what a grammar allows is known when all earlier tokens are
                 finished += self._release_finished(prepare(self.scheduler.running))
-            if self.graphs is None and can_join(self.round.target):
-                return finished + self._joined()
             decoding, begin = self.scheduler.next_decode(), time.perf_counter()
             finished += self._decode(decoding)
             if decoding and self.graphs is None:
                 self.scheduler.prompt_gap.learn_round(time.perf_counter() - begin)
-            return finished + self._read_prompts()
-
-    def _joined(self) -> list[Request]:
-        """The rest of a step whose round reads prompts along: in one forward where two would take longer. Prompts are
-        read by themselves only while no request decodes, or rounds are held. A round runs by itself now and then, to
-        be timed."""
-        gap = self.scheduler.prompt_gap
-        finished = self._admit()
-        decoding = self.scheduler.next_decode()
-        requests: list[Request] = []
-        carried: CarriedPrompts | None = None
-        if decoding and self.carried_in_a_row < MAX_CARRYING:
+            if admitted := self.scheduler.admit():
+                load_rows(self.round, admitted)
+                if self.choice is not None:
+                    self.choice.begin(rows_of(admitted))
+                finished += self._release_finished(prepare(admitted))
             requests, chunk_len = self.scheduler.next_prefill()
-            decoding = [request for request in decoding if request.row >= 0]  # prompts may have preempted some
-        if requests and decoding:
-            carried = CarriedPrompts(rows_of(requests), chunk_len)
-        self.carried_in_a_row = 0 if carried is None else self.carried_in_a_row + 1
-        begin = time.perf_counter()
-        finished += self._decode(decoding, carried)
-        if carried is not None:
-            load = PromptLoad.of(self.table.committed_len.host[rows_of(requests)], chunk_len)
-            self.prefill(requests, chunk_len, carried.chunk)
-            finished += self._settle(busy=False)
-            gap.cost.learn(load, time.perf_counter() - begin, gap.round)
+            if requests:
+                begin, done = time.perf_counter(), self.table.committed_len.host[rows_of(requests)]
+                self.prefill(requests, chunk_len)
+                finished += self._settle(busy=None in [launched.drawing for launched in self.under_way])
+                if self.graphs is None:
+                    self.scheduler.prompt_gap.cost.learn(PromptLoad.of(done, chunk_len), time.perf_counter() - begin)
             return finished
-        if decoding:
-            gap.learn_round(time.perf_counter() - begin)
-        decodes = any(request.state is RequestState.DECODE for request in self.scheduler.running)
-        if self.scheduler.rounds_held or not decodes:
-            finished += self._read_prompts()
-        return finished
-
-    def _read_prompts(self) -> list[Request]:
-        """Prompts of a step, by a forward of their own."""
-        finished = self._admit()
-        requests, chunk_len = self.scheduler.next_prefill()
-        if requests:
-            begin, done = time.perf_counter(), self.table.committed_len.host[rows_of(requests)]
-            self.prefill(requests, chunk_len)
-            finished += self._settle(busy=None in [launched.drawing for launched in self.under_way])
-            if self.graphs is None:
-                self.scheduler.prompt_gap.cost.learn(PromptLoad.of(done, chunk_len), time.perf_counter() - begin)
-        return finished
-
-    def _admit(self) -> list[Request]:
-        """Give rows to waiting requests."""
-        if not (admitted := self.scheduler.admit()):
-            return []
-        load_rows(self.round, admitted)
-        if self.choice is not None:
-            self.choice.begin(rows_of(admitted))
-        return self._release_finished(prepare(admitted))
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
@@ -191,20 +144,17 @@ class Steps:
         with torch.cuda.device_of(self.round.seats.tensor), torch.autocast(device.type, enabled=False):
             yield
 
-    def _decode(self, requests: Sequence[Request], carried: CarriedPrompts | None = None) -> list[Request]:
+    def _decode(self, requests: Sequence[Request]) -> list[Request]:
         """Launch a round of the requests that may still get a token from it, and settle what is due."""
         sure = Counter(request.number for launched in self.under_way for request in launched.gaining())
         to_go = [request.to_go - sure.get(request.number, 0) for request in requests]
         going_on = [request for request, most in zip(requests, to_go, strict=True) if most > 0]
         if going_on:
-            self.launch_round(going_on, [most for most in to_go if most > 0], carried)
+            self.launch_round(going_on, [most for most in to_go if most > 0])
         return self._settle(busy=bool(going_on))
 
-    def launch_round(
-        self, requests: Sequence[Request], to_go: Sequence[int], carried: CarriedPrompts | None = None
-    ) -> None:
-        """One round of these requests. to_go: tokens that each may still get, at least 1. carried: prompts that its
-        forward reads along, where nothing is captured."""
+    def launch_round(self, requests: Sequence[Request], to_go: Sequence[int]) -> None:
+        """One round of these requests. to_go: tokens that each may still get, at least 1."""
         rows, params = rows_of(requests), [request.params for request in requests]
         shape = self.shape_for(requests, to_go)
         masked = len(restricted(requests)) > 0  # a request's rules may have ended before it does
@@ -229,10 +179,10 @@ class Steps:
         if masked:
             between = GrammarSteps(self.round, shape, [request.place for request in requests]).between
         if self.graphs is None:
-            packed = run_programs(decode_programs(self.round, shape, carried), between)
+            packed = run_programs(decode_programs(self.round, shape), between)
         else:
             packed = self.graphs.run(shape, between)
-        self._launched(requests, None, shape, DECODE_STAGES, packed, forced, None, carries=carried is not None)
+        self._launched(requests, None, shape, DECODE_STAGES, packed, forced, None)
 
     def shape_for(self, requests: Sequence[Request], to_go: Sequence[int]) -> RoundShape:
         """Of a round of these requests, after those that are not settled. Captured rounds have few kinds of drafts: the
@@ -276,9 +226,8 @@ class Steps:
         behind = self.round.unread is not None and bool(self.round.unread.count[rows].any())
         return shape.with_draft(choice.choose(rows, most, batch, context, largest(fixed), behind=behind))
 
-    def prefill(self, requests: Sequence[Request], chunk_len: IntArray, chunk: Chunk | None = None) -> None:
-        """Launch the next `chunk_len` [B] tokens of these prompts; those that end with them draw their first token.
-        chunk: what the target has read of them, if it has."""
+    def prefill(self, requests: Sequence[Request], chunk_len: IntArray) -> None:
+        """Launch the next `chunk_len` [B] tokens of these prompts; those that end with them draw their first token."""
         rows = rows_of(requests)
         done = self.table.committed_len.host[rows]
         drawing = [
@@ -295,8 +244,7 @@ class Steps:
         self.round.clock.start(*PREFILL_STAGES)
         scoring = scoring_of([request.scores for request in requests], done, chunk_len)
         ends = any(done[i] + chunk_len[i] == request.prefill_target for i, request in enumerate(requests))
-        if chunk is None:
-            chunk = self.read(rows, chunk_len, self.round.final_states(scored=scoring is not None, ends=ends))
+        chunk = self.read(rows, chunk_len, self.round.final_states(scored=scoring is not None, ends=ends))
         scores = None
         if scoring is not None:
             cells = upload(scoring.cells(), self.round.device)
@@ -324,14 +272,11 @@ class Steps:
         packed: torch.Tensor,
         forced: IntArray,
         scores: tuple[Scoring, torch.Tensor] | None,
-        *,
-        carries: bool = False,
     ) -> None:
         epochs = [request.row_epoch for request in requests]
         on_host, done, ranks = copy_to_host(packed), event_now(packed.device), self.round.target.ranks
         done = done if ranks is None else ranks.guarded(done)
-        launched = LaunchedStep(requests, epochs, drawing, shape, stages, on_host, forced, scores, done, carries)
-        self.under_way.append(launched)
+        self.under_way.append(LaunchedStep(requests, epochs, drawing, shape, stages, on_host, forced, scores, done))
 
     def _settle(self, busy: bool) -> list[Request]:
         """Settle what is under way, oldest first, except for the lag.
@@ -354,8 +299,7 @@ class Steps:
                 result = launched.result()
                 if len(present) < len(launched.requests):
                     result = result.take(present)
-                if not launched.carries:
-                    self._learn(launched.shape, requests, result)
+                self._learn(launched.shape, requests, result)
                 settle_round(self.round, requests, result)
                 self._note(requests, result, by_lookup=launched.shape.by_lookup)
             else:

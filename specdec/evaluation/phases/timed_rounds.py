@@ -20,7 +20,6 @@ from specdec.engine import Engine
 from specdec.gpu.stage_clock import STAMP
 from specdec.runtime.launched_step import LaunchedStep
 from specdec.runtime.request import Request, StreamDelta
-from specdec.runtime.rounds.carried_prompts import CarriedPrompts
 from specdec.runtime.rounds.decode_round import DECODE_STAGES
 from specdec.runtime.rounds.result import RoundResult
 from specdec.runtime.steps import Steps
@@ -84,10 +83,8 @@ class WatchedSteps(Steps):
         self.__dict__.update(vars(steps))
         self.passed: list[_Passed] = []
 
-    def launch_round(
-        self, requests: Sequence[Request], to_go: Sequence[int], carried: CarriedPrompts | None = None
-    ) -> None:
-        super().launch_round(requests, to_go, carried)
+    def launch_round(self, requests: Sequence[Request], to_go: Sequence[int]) -> None:
+        super().launch_round(requests, to_go)
         step = self.under_way.pop()
         inherited = {each.name: getattr(step, each.name) for each in fields(step)}
         self.under_way.append(_WatchedRound(**inherited, passed=self.passed))

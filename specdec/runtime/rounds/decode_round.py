@@ -17,7 +17,6 @@ from specdec.attention.trees.forced_tokens import graft, without_blanks
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import DraftBatch, Observation
 from specdec.kvcache.table import Rows
-from specdec.runtime.rounds.carried_prompts import CarriedPrompts
 from specdec.runtime.rounds.closing import closing, reference_closing
 from specdec.runtime.rounds.opening import opening, reference_opening
 from specdec.runtime.rounds.result import RoundShape, empty_result, pack
@@ -30,27 +29,22 @@ DECODE_STAGES = ("other", "draft", "verify", "other")
 """What the clock of a round times."""
 
 
-def decode_programs(
-    round: Round, shape: RoundShape, carried: CarriedPrompts | None = None
-) -> Sequence[Callable[[], torch.Tensor]]:
+def decode_programs(round: Round, shape: RoundShape) -> Sequence[Callable[[], torch.Tensor]]:
     """The programs of one round; the last returns its packed result. Where grammars have a say these are: draft, which
-    returns tokens and parents of the trees [2, B, N]; verify; and accept, once `Round.allowed` holds their masks.
-
-    carried: prompt chunks that its forward reads along."""
+    returns tokens and parents of the trees [2, B, N]; verify; and accept, once `Round.allowed` holds their masks."""
     if not shape.uses.masked:
-        return [lambda: DecodeRound(round, shape, carried).run()]  # whose tensors do not outlive it
+        return [lambda: DecodeRound(round, shape).run()]  # whose tensors do not outlive it
     round.allowed(shape)  # is there before anything is captured
-    decode = DecodeRound(round, shape, carried)
+    decode = DecodeRound(round, shape)
     return [decode.draft, decode.verify, decode.accept]
 
 
 class DecodeRound:
     """What the three parts of a round leave for each other. Every seated row gains at least one token."""
 
-    def __init__(self, round: Round, shape: RoundShape, carried: CarriedPrompts | None) -> None:
+    def __init__(self, round: Round, shape: RoundShape) -> None:
         self.round = round
         self.shape = shape
-        self.carried = carried
 
     def run(self) -> torch.Tensor:
         """-> the packed result"""
@@ -120,10 +114,7 @@ class DecodeRound:
             positions=opened.chain_pos if opened.fits(tree) else None,
         )
         self.fed = without_blanks(tree) if shape.forced else tree  # a token at every node
-        if self.carried is None:
-            self.states = round.target.forward(self.fed.tokens, self.plan, round.view, round.aux_layers)  # [B, N, H]
-        else:
-            self.states = self.carried.forward(round, self.fed.tokens, self.plan)
+        self.states = round.target.forward(self.fed.tokens, self.plan, round.view, round.aux_layers)  # [B, N, H]
         self.logits, self.softcap = round.logits(self.states[0], shape.logprobs)  # [B, N, V]
         return self.fed.tokens  # small: a program returns something, and this is kept
 

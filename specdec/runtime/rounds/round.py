@@ -14,7 +14,7 @@ import torch
 
 from specdec.attention.backend import Backend
 from specdec.attention.pack import Pack
-from specdec.attention.plan import KVPlan, plan_last, plan_packed
+from specdec.attention.plan import plan_last, plan_packed
 from specdec.config import MAX_FORCED_TOKENS
 from specdec.draft_models.base import Binding, Drafter, Observation, PromptObservation
 from specdec.draft_models.finished_texts import FinishedTexts
@@ -164,23 +164,19 @@ class Round:
             return FinalStates.EVERY
         return FinalStates.LAST if ends else FinalStates.NONE
 
-    def pack(self, rows: torch.Tensor, length: torch.Tensor, num_places: int) -> tuple[Pack, torch.Tensor, KVPlan]:
-        """The next `length` [R] tokens of rows [R], at most `num_places` together: as runs, which tokens they are [T],
-        0 on padding, and the plan to read them."""
-        table = self.cache.table
-        pack = Pack.of(rows, table.committed_len.tensor[rows], length, num_places)
-        last_column = self.tokens.tensor.shape[1] - 1
-        fed = self.tokens.tensor[rows[pack.row_of], pack.positions.clamp(max=last_column)]  # [T]
-        return pack, fed.masked_fill(~pack.exists, 0), plan_packed(self.backend, table, pack)
-
     @torch.inference_mode()
     def read(self, rows: torch.Tensor, length: torch.Tensor, num_places: int, states: FinalStates) -> Chunk:
         """The target reads the next `length` [R] tokens of rows [R], at most `num_places` together: makes their K/V,
         and the final states that `final_states` says, by as few layers as that takes."""
-        pack, fed, plan = self.pack(rows, length, num_places)
+        table = self.cache.table
+        pack = Pack.of(rows, table.committed_len.tensor[rows], length, num_places)
+        plan = plan_packed(self.backend, table, pack)
+        last_column = self.tokens.tensor.shape[1] - 1
+        fed = self.tokens.tensor[rows[pack.row_of], pack.positions.clamp(max=last_column)]  # [T]
+        fed = fed.masked_fill(~pack.exists, 0)
         fewer: dict[str, Any] = {}
         if states is FinalStates.LAST:
-            fewer = {"last": plan_last(self.backend, self.cache.table, pack)}
+            fewer = {"last": plan_last(self.backend, table, pack)}
         elif states is FinalStates.NONE:
             fewer = {"ends": True}
         hidden, aux_states = self.target.forward(fed[None], plan, self.view, self.aux_layers, **fewer)
