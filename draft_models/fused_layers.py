@@ -20,8 +20,10 @@ LLAMA = FAMILIES["llama.LlamaModel"]
 
 
 class FusedLayers:
-    """The layers of a head one behind the other, each with the norm that the next one begins with; behind the last,
-    `final`. beside: norms whose weights are merged too, `gain`. Raises Unfusable."""
+    """The layers of a head in order. Each ends with the first norm of the next one, and the last with `final`.
+
+    beside: norms whose weights are merged too, into `gain`. Raises Unfusable.
+    """
 
     def __init__(
         self, head: Any, final: Gain | None, weights: Weights, ops: Operations, beside: Sequence[nn.Module] = ()

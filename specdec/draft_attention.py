@@ -29,7 +29,7 @@ def in_float32(attend: Attend) -> Attend:
 
 
 class ChainAttention:
-    """Of an EAGLE-3 head over positions [B, T]: keeps the keys and values of every step, by draft layer.
+    """Attention of an EAGLE-3 head over positions [B, T]. It keeps the keys and values of every step, by draft layer.
 
     rows: where drafts begin that go on after step 0; None: everywhere.
     """
@@ -85,7 +85,7 @@ def block_states(
 
 
 class BlocksAttention:
-    """Of blocks at places [B, A] of texts at positions [B, T], over K/V of taps [B, T, H]."""
+    """Attention of blocks at places [B, A] of texts at positions [B, T], over K/V of taps [B, T, H]."""
 
     def __init__(self, head: BlockHead, pos: torch.Tensor, taps: torch.Tensor, places: torch.Tensor) -> None:
         self.head, self.taps, self.spec = head, taps, head.spec

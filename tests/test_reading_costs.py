@@ -99,7 +99,7 @@ def test_a_read_that_is_interrupted_has_read_nothing(monkeypatch):
 
 
 def test_a_step_looks_only_at_requests_that_it_brought_something(make_target, make_engine, random_prompt, monkeypatch):
-    """Of many requests two run at a time: a step is told of two, and does not ask the others."""
+    """Many requests wait while two run: a step looks at those two, and not at the others."""
     engine = make_engine(make_target("llama"), max_batch_size=2)
     asked, steps, count = [], [], examples(80, 200)
     finished, step = Handle.finished.fget, engine.step

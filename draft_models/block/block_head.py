@@ -197,7 +197,7 @@ class PlainBlock(HeadForm):
 
     @torch.inference_mode()
     def probed(self) -> torch.Tensor:
-        """Of six rows: K/V of random states, states and logits of a block."""
+        """K/V of random states, and the states and logits of a block, each of six rows."""
         spec, weight = self.head.spec, self.head.fc.weight
         random = torch.Generator().manual_seed(0)
         states = torch.randn((2, 3, weight.shape[1]), generator=random).to(weight.device, weight.dtype)

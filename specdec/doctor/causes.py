@@ -22,7 +22,7 @@ from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 
 Seen = Callable[[Any, Subject], Sign | None]
 Changes = Callable[[Any, PairInQuestion], Iterator[change.Change]]
-"""Of a drafter of their kinds."""
+"""Each is given a drafter of the kind that its cause is about."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
