@@ -338,8 +338,8 @@ def test_no_token_depends_on_the_choice(drafter, shape, temperature):
         assert choice is not None
         choose, shapes = choice.choose, choice.shapes
 
-        def in_turn(*given, behind=False):
-            chosen = choose(*given, behind=behind)
+        def in_turn(*given, **named):
+            chosen = choose(*given, **named)
             assert chosen in shapes
             return shapes[next(turn) % len(shapes)]
 
@@ -413,7 +413,7 @@ class Pattern:
         self.turn, self.plain_rounds = 0, plain_rounds
         engine.steps.choice.choose = self.choose
 
-    def choose(self, *_, behind=False):
+    def choose(self, *_, **__):
         self.turn += 1
         return self.shapes[-1 if self.turn % (self.plain_rounds + 1) == 0 else 0]
 
