@@ -13,7 +13,7 @@ balance up to `MAX_SAVED` plain rounds: a drafter that turns bad loses no more t
 
 SHARE = 0.01
 
-CREDIT = 2.0
+CREDIT = 1.0
 """Plain rounds that a new engine may lose, so that it can try its drafts."""
 
 MAX_SAVED = 16.0

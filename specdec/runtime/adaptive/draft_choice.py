@@ -30,7 +30,7 @@ from specdec.runtime.rounds.result import DraftShape
 SPARE = 0.006
 """Of the time, for trials."""
 
-FIRST_ROUNDS, MOST_ROUNDS = 2, 32
+FIRST_ROUNDS, MOST_ROUNDS = 1, 32
 """Rounds without a draft whose time may be spent on trials at the start, and kept at most."""
 
 STAYS = 8
