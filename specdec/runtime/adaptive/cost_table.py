@@ -75,10 +75,9 @@ class CostTable:
         self._host: defaultdict[tuple[int, bool], Level] = defaultdict(Level)  # by batch size, and whether it drafts
         self._fit = np.zeros((2, len(shapes)))  # of the slope: sums of context * seconds beyond the table, context^2
 
-    @property
-    def is_timed(self) -> bool:
-        """Has any round been? Before, what it says are no seconds."""
-        return bool(self.timed or self._verify)
+    def knows_plain(self, batch: int) -> bool:
+        """Was a round without a draft timed? Before, what it says of rounds of this batch is guessed."""
+        return batch in self.timed or self._seen[batch][0].count > 0
 
     def note(self, number: int, batch: int, context: int, seconds: Mapping[str, float]) -> float:
         """A round with the draft of that number took so long, by stage -> seconds that it counts as: what comes in
@@ -133,10 +132,12 @@ class CostTable:
         return plain or drafting, drafting or plain
 
     def hopeful(self, batch: int, seconds: FloatArray) -> FloatArray:
-        """[K]: as little as rounds may still take, if they are believed to take `seconds` [K]."""
+        """[K]: as little as rounds may still take, if they are believed to take `seconds` [K]; drafts no less than none
+        and drafting."""
         if batch in self.timed:
             return seconds
-        return seconds * (1 - DOUBT / np.sqrt([1 + level.count for level in self._seen[batch]]))
+        little: FloatArray = seconds * (1 - DOUBT / np.sqrt([1 + level.count for level in self._seen[batch]]))
+        return np.maximum(little, little[0] + [self._draft(batch, shape) for shape in self.shapes])
 
     def _slope(self) -> FloatArray:
         """[K]: of each draft, and where it has hardly been seen, of all together."""

@@ -5,9 +5,9 @@
 The mean is the geometric one. Where every request has a text to finish, hard ones stay longest, and a draft that is
 good for easy ones alone holds them up: to first order, what ends them soonest is the most relative gain, over all rows.
 
-What seldom runs cannot be learned from, so a share of the time (`SPARE`) is kept to try what would be best if chances
-were as high as they may still be: where plain rounds are best, the draft that loses least if it is wrong. A trial is
-paid from what was kept, by what it is expected to lose. New requests, whose odds nobody knows, are tried soonest.
+What seldom runs cannot be learned from, so a share of the time is kept to try what would be best if chances were as
+high as they may still be: where plain rounds are best, the draft that loses least if it is wrong. A trial is paid from
+what was kept, by what it is expected to lose. New requests, whose odds nobody knows, are tried soonest.
 
 Expectations may be wrong, so no draft is chosen, for its rate or as a trial, unless the account of what drafts have
 gained and lost pays for all of it (`draft_account.py`).
@@ -26,12 +26,6 @@ from specdec.runtime.adaptive.cost_table import CostTable
 from specdec.runtime.adaptive.draft_account import DraftAccount
 from specdec.runtime.adaptive.draft_chances import DraftChances, FloatArray
 from specdec.runtime.rounds.result import DraftShape
-
-SPARE = 0.006
-"""Of the time, for trials."""
-
-FIRST_ROUNDS, MOST_ROUNDS = 1, 32
-"""Rounds without a draft whose time may be spent on trials at the start, and kept at most."""
 
 STAYS = 8
 """Rounds for which what drafts are expected to bring the same rows is not computed again, if nothing is learned of it:
@@ -94,7 +88,6 @@ class DraftChoice:
         self._numbers = {shape: number for number, shape in enumerate(shapes)}
         self.account = DraftAccount()
         self._by_model = np.array([shape.num_steps > 0 and not shape.by_lookup for shape in shapes], dtype=np.float64)
-        self._spare: float | None = None  # seconds that trials may take; None: no round has been timed
         self._rounds = [0] * len(shapes), [0] * len(shapes)  # chosen for its rate, and tried
         self._batches: set[int] = set()
         self._brought = np.ones((2, len(shapes)))  # the newest means over rows, expected and hoped for,
@@ -125,33 +118,32 @@ class DraftChoice:
         drafts of rounds that are launched and not learned from yet.
         """
         catching_up = self.cost.catching_up.get(batch, 0.0) if behind else 0.0
-        of_round = self.cost.seconds(batch, context) + self._by_model * (catching_up / IN_A_ROW)
+        taken = self.cost.seconds(batch, context)
+        of_round = taken + self._by_model * (catching_up / IN_A_ROW)
         self.chances.fade()
         # a few numbers, which plain Python compares sooner
         tokens, hoped = self._tokens(rows, most).tolist()
         seconds, hopeful = of_round.tolist(), self.cost.hopeful(batch, of_round).tolist()
-        plain = seconds[0] if self.cost.is_timed else 0.0
-        self.account.credit(plain)
+        plain = seconds[0] if self.cost.knows_plain(batch) else 0.0
+        if plain:
+            self.account.begin(plain)
         # of each draft, if nothing of it is accepted
-        lost = (of_round - seconds[0] + self._by_model * catching_up).tolist()
+        lost = (taken - taken[0] + self._by_model * catching_up).tolist()
         if least.num_nodes > 1:
             allowed = [number for number, shape in enumerate(self.shapes) if covers(shape, least)]
         else:
             balance = self.account.balance - sum(lost[self._numbers.get(shape, 0)] for shape in unsettled)
-            allowed = [number for number, worst in enumerate(lost) if not number or worst <= balance]
+            allowed = [number for number, worst in enumerate(lost) if not number or (plain and worst <= balance)]
         best = max(allowed, key=lambda number: tokens[number] / seconds[number])
-        if self._spare is None and plain:
-            self._spare = FIRST_ROUNDS * plain
-        spare = 0.0 if self._spare is None else min(self._spare + SPARE * seconds[best], MOST_ROUNDS * plain)
         rate = tokens[best] / seconds[best]
         trial = self._trial(allowed, best, [brought / took for brought, took in zip(hoped, hopeful, strict=True)], lost)
         # the best draft brings these tokens in less time
         missed = seconds[trial] - tokens[trial] / rate + self._by_model[trial] * catching_up
-        tried = trial != best and missed <= spare
-        if self._spare is not None:
-            self._spare = spare - missed if tried else spare
+        tried = trial != best and missed <= self.account.spare
+        if tried:
+            self.account.spare -= missed
         chosen = trial if tried else best
-        self.account.pay(self._by_model[chosen] * catching_up)
+        self.account.balance -= self._by_model[chosen] * catching_up
         self._rounds[int(tried)][chosen] += 1
         self._batches.add(batch)
         self._last = len(rows), tokens, [1e3 * each for each in seconds]
