@@ -292,6 +292,8 @@ def test_the_account_by_hand():
     assert account.balance == MAX_SAVED * 2.0
     account.begin(2.0)  # nothing for what was credited before
     assert account.balance == MAX_SAVED * 2.0
+    account.read_along(100.0)  # no more than half of the share of what was settled
+    assert account.balance == pytest.approx(MAX_SAVED * 2.0 - 102 * 3.0 * SHARE / 2)
     account.settle(1.0, 1.0)  # fewer requests: what was saved is worth no more rounds of them
     assert account.balance == MAX_SAVED
 

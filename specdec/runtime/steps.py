@@ -175,9 +175,10 @@ class Steps:
                 self.round.forced[request.row, : 1 + count] = tokens
         self.round.flush()
         begin = time.perf_counter()
-        caught_up = catch_up_if_due(self.round, self.catch_ups, shape, rows)
-        if caught_up and self.graphs is None and self.choice is not None:
-            self.choice.cost.note_catching_up(next_power_of_two(len(requests)), time.perf_counter() - begin)
+        if catch_up_if_due(self.round, self.catch_ups, shape, rows) and self.choice is not None:
+            captured = self.graphs is not None
+            batch = shape.batch if captured else next_power_of_two(shape.batch)
+            self.choice.caught_up(batch, None if captured else time.perf_counter() - begin, shape.draft)
         between: Between = nothing
         if masked:
             between = GrammarSteps(self.round, shape, [request.place for request in requests]).between

@@ -37,7 +37,8 @@ WAITS = 0.05
 shorter gap is the launch itself."""
 
 DOUBT = 0.3
-"""Share by which a draft that has been timed once may be faster than it seems."""
+"""Share by which a round without a draft that has been timed once may be faster than it seems, and of what a draft adds
+to it."""
 
 
 class Level:
@@ -132,12 +133,12 @@ class CostTable:
         return plain or drafting, drafting or plain
 
     def hopeful(self, batch: int, seconds: FloatArray) -> FloatArray:
-        """[K]: as little as rounds may still take, if they are believed to take `seconds` [K]; drafts no less than none
-        and drafting."""
+        """[K]: as little as rounds may still take, if they are believed to take `seconds` [K]."""
         if batch in self.timed:
             return seconds
-        little: FloatArray = seconds * (1 - DOUBT / np.sqrt([1 + level.count for level in self._seen[batch]]))
-        return np.maximum(little, little[0] + [self._draft(batch, shape) for shape in self.shapes])
+        sure = 1 - DOUBT / np.sqrt([1 + level.count for level in self._seen[batch]])
+        hopeful: FloatArray = sure[0] * seconds[0] + sure * (seconds - seconds[0])
+        return hopeful
 
     def _slope(self) -> FloatArray:
         """[K]: of each draft, and where it has hardly been seen, of all together."""

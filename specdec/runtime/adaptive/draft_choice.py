@@ -190,6 +190,14 @@ class DraftChoice:
             brought = 1.0 + float(np.minimum(accepted, shape.depth).mean()) if brought is None else brought
             self.account.settle(spent, float(self.cost.seconds(batch, context)[0]), brought)
 
+    def caught_up(self, batch: int, seconds: float | None, draft: DraftShape) -> None:
+        """The drafter has read what was committed without it, before a round of this batch with this draft, which took
+        so long; None: as long as was timed when the engine was made."""
+        if seconds is not None:
+            self.cost.note_catching_up(batch, seconds)
+        if not self._by_model[self._numbers.get(draft, 0)]:  # it was chosen otherwise, and paid
+            self.account.read_along(self.cost.catching_up.get(batch, 0.0))
+
     def _tokens(self, rows: IntArray, most: IntArray) -> FloatArray:
         """[2, K]: means over these rows of what each draft is expected to bring, and may be hoped to."""
         brought_to = rows.tobytes(), most.clip(max=self.shapes[-1].depth).tobytes()
