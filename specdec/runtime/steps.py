@@ -174,7 +174,11 @@ class Steps:
                 tokens = np.array([count, *request.forced[:count]], dtype=np.int64)
                 self.round.forced[request.row, : 1 + count] = tokens
         self.round.flush()
-        catch_up_if_due(self.round, self.catch_ups, shape, rows)
+        begin = time.perf_counter()
+        if catch_up_if_due(self.round, self.catch_ups, shape, rows) and self.choice is not None:
+            captured = self.graphs is not None
+            batch = shape.batch if captured else next_power_of_two(shape.batch)
+            self.choice.caught_up(batch, None if captured else time.perf_counter() - begin, shape.draft)
         between: Between = nothing
         if masked:
             between = GrammarSteps(self.round, shape, [request.place for request in requests]).between
@@ -215,16 +219,14 @@ class Steps:
             if is_large(bucket):
                 return shape
             batch = bucket.batch
-        fixed = [
-            draft
-            for draft, request in zip(drafts, requests, strict=True)
-            if request.draft is not None and not request.draft.adaptive
-        ]
+        fixed = [draft for draft, request in zip(drafts, requests, strict=True) if request.has_fixed_draft]
         rows = rows_of(requests)
         most = np.minimum(self.round.max_drafts.host[rows], np.array(to_go, dtype=np.int64) - 1)
         context = int(self.table.committed_len.host[rows].sum())
         behind = self.round.unread is not None and bool(self.round.unread.count[rows].any())
-        return shape.with_draft(choice.choose(rows, most, batch, context, largest(fixed), behind=behind))
+        unsettled = [launched.shape.draft for launched in self.under_way if launched.drawing is None]
+        least = largest(fixed)
+        return shape.with_draft(choice.choose(rows, most, batch, context, least, behind=behind, unsettled=unsettled))
 
     def prefill(self, requests: Sequence[Request], chunk_len: IntArray) -> None:
         """Launch the next `chunk_len` [B] tokens of these prompts; those that end with them draw their first token."""
@@ -299,8 +301,10 @@ class Steps:
                 result = launched.result()
                 if len(present) < len(launched.requests):
                     result = result.take(present)
-                self._learn(launched.shape, requests, result)
+                before = sum(request.num_output for request in requests) if result.num_steps else 0
                 settle_round(self.round, requests, result)
+                gained = sum(request.num_output for request in requests) - before if result.num_steps else 0
+                self._learn(launched.shape, requests, result, gained)
                 self._note(requests, result, by_lookup=launched.shape.by_lookup)
             else:
                 settle_chunks(self.round, launched, present)
@@ -308,19 +312,21 @@ class Steps:
             finished += self._release_finished(requests)
         return finished
 
-    def _learn(self, shape: RoundShape, requests: Sequence[Request], result: RoundResult) -> None:
-        """What drafts bring and take, from a round that is about to be settled."""
+    def _learn(self, shape: RoundShape, requests: Sequence[Request], result: RoundResult, gained: int) -> None:
+        """What drafts bring and take, from a round that is settled. gained: tokens of all requests together."""
         (began, ended), before, self._ended = result.ran, self._ended, result.ran[1]
         if self.choice is None or shape.forced or (self.graphs is not None and is_large(shape)):
             return
         rows = rows_of(requests)
         most = self.round.max_drafts.host[rows]
         batch = shape.batch if self.graphs is not None else next_power_of_two(shape.batch)
-        context = int(self.table.committed_len.host[rows].sum())
+        context = int(self.table.committed_len.host[rows].sum() - result.length.sum())  # before it
         drafting = most > 0
         given = rows[drafting], result.length[drafting] - 1, most[drafting]
         since = None if before is None else ((began - before) / 1e9, (ended - before) / 1e9)
-        self.choice.learn(shape.draft, batch, context, result.seconds, *given, since)
+        chosen = not any(request.has_fixed_draft for request in requests)
+        brought = gained / len(requests) if chosen else 0.0
+        self.choice.learn(shape.draft, batch, context, result.seconds, *given, since, brought=brought)
 
     def _note(self, requests: Sequence[Request], result: RoundResult, *, by_lookup: bool) -> None:
         """Count a settled round, and warn once where drafts are hardly ever right: a drafter's own, not a lookup's."""
