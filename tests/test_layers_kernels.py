@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from specdec.kvcache.index_spaces import FullLoc
 from specdec.layers import linear as linear_module
-from specdec.layers import many_rows
+from specdec.layers import many_rows, some_rows
 from specdec.layers import product as products
 from specdec.layers.activation import reference_activate
 from specdec.layers.linear import (
@@ -39,6 +39,7 @@ from specdec.layers.rope_store import (
     rope_store,
     rotary,
 )
+from specdec.layers.some_rows import SomeTiles, choose_some_tiles, multiply_some_rows
 
 from marks import deep_cases, slow
 
@@ -135,6 +136,52 @@ def test_many_rows_are_multiplied_in_tiles_of_their_own(num_rows: int, n: int, k
     close(finish(linear(skewed, weight)), reference_linear(skewed, weight).parts[0])
     linear(x, weight, bias, apart=True)
     assert len(launched) == 4
+
+
+@pytest.mark.parametrize(
+    "tiles",
+    [SomeTiles(64, 32, 0, 64, 4, 3, 3), SomeTiles(64, 32, 16, 32, 4, 3), SomeTiles(16, 64, 16, 64, 4, 3)],
+    ids=["ranges", "tail", "row-tiles"],
+)
+@pytest.mark.parametrize(("num_rows", "n", "k"), [(33, 130, 200), (50, 66, 328)])
+def test_some_rows_are_multiplied_by_descriptors(num_rows: int, n: int, k: int, tiles: SomeTiles):
+    x, weight = randn(num_rows, k, dtype=torch.float16), randn(n, k, dtype=torch.float16) * k**-0.5
+    bias = randn(n, dtype=torch.float16)
+    close(finish(multiply_some_rows(x, weight, bias, None, tiles)), reference_linear(x, weight, bias).parts[0])
+    if tiles.ranges == 1:
+        got = multiply_some_rows(x, weight, None, "gelu_tanh", tiles).parts[0]
+        close(got, reference_gated_linear(x, weight, "gelu_tanh"))
+
+
+def test_who_multiplies_some_rows(monkeypatch: pytest.MonkeyPatch):
+    """In any order: 33 to 128 rows, of a gated weight to 256. Not small weights, nor what descriptors cannot describe."""
+    launched: list[object] = []
+    monkeypatch.setattr(some_rows, "some_rows_kernel", Launches(some_rows.some_rows_kernel, launched))
+
+    def launches(num_rows: int, n: int = 520, *, gated: bool = False, dtype: torch.dtype = torch.float16) -> int:
+        launched.clear()
+        x, weight = randn(num_rows, 64, dtype=dtype), randn(n, 64, dtype=dtype)
+        if gated:
+            close(vendor_gated_linear(x, weight, "silu"), reference_gated_linear(x, weight, "silu"))
+        else:
+            close(finish(vendor_linear(x, weight)), F.linear(x, weight))
+        return len(launched)
+
+    assert [launches(num_rows) for num_rows in (32, 33, 128, 129)] == [0, 1, 1, 0]
+    assert [launches(num_rows, gated=True) for num_rows in (32, 33, 256, 257)] == [0, 1, 1, 0]
+    assert launches(64, 512) == launches(64, dtype=torch.float32) == 0
+
+
+def test_tiles_of_some_rows(monkeypatch: pytest.MonkeyPatch):
+    """On 132 multiprocessors: one program for nearly each of them, and as many stages as fit its memory."""
+    monkeypatch.setattr(some_rows, "device_limits", lambda device: (132, 100 << 10))
+    one_wave = choose_some_tiles(128, 20480, DEVICE, gated=True)
+    assert (one_wave.block_n, one_wave.tail_n, one_wave.num_stages) == (128, 32, 1)  # 128 programs
+    assert choose_some_tiles(128, 262144, DEVICE, gated=False).tail_n == 0  # many waves: whatever reads x least often
+    down = choose_some_tiles(128, 2560, DEVICE, gated=False)
+    assert (down.block_n, down.ranges) == (64, 3)  # 120 programs
+    assert choose_some_tiles(64, 6144, DEVICE, gated=False).ranges == 1  # 96
+    assert choose_some_tiles(256, 20480, DEVICE, gated=True).block_m == 128
 
 
 class Launches:
