@@ -41,7 +41,7 @@ from specdec.kvcache.store import StoreAddresses, move_kv, store_kv
 from specdec.kvcache.table import RequestTable, Rows
 from specdec.layers.accepted_path import keep_last, path_rows
 from specdec.layers.embedding import embed, embed_and_norm
-from specdec.layers.linear import Mlp, gated_linear, linear, linear_parts, vendor_gated_linear
+from specdec.layers.linear import Mlp, gated_linear, linear, linear_parts, vendor_gated_linear, vendor_linear
 from specdec.layers.moe.dense_and_moe import mlp_and_experts
 from specdec.layers.moe.experts import Experts, apply_experts
 from specdec.layers.moe.fork_join import Fork, fork_norm, join_norm
@@ -251,7 +251,16 @@ def products(dtype: torch.dtype, num_rows: int, activation: str, *, bias: bool =
         finish(linear(x, numbers(height, 2560, dtype=dtype), numbers(height, dtype=dtype) if bias else None))
     gated_linear(x, numbers(20480, 2560, dtype=dtype), activation)
     linear(x[:, :1000], numbers(4096, 1000, dtype=dtype))  # a K that tiles do not divide
-    vendor_gated_linear(numbers(65, 2560, dtype=dtype), numbers(20480, 2560, dtype=dtype), "silu")
+    vendor_gated_linear(numbers(257, 2560, dtype=dtype), numbers(20480, 2560, dtype=dtype), "silu")
+
+
+def some_products(dtype: torch.dtype, num_rows: int, activation: str) -> None:
+    """Of E4B, and of a weight whose tiles are 128 rows, with a bias."""
+    x = numbers(num_rows, 2560, dtype=dtype)
+    for height in (2560, 20480, 28672):
+        finish(vendor_linear(x, numbers(height, 2560, dtype=dtype), numbers(height, dtype=dtype)))
+    for height in (20480, 28672):
+        vendor_gated_linear(x, numbers(height, 2560, dtype=dtype), activation)
 
 
 def packed(form: str, *shape: int, dtype: torch.dtype) -> PackedWeight:
@@ -484,6 +493,9 @@ def usual() -> Iterator[Launch]:
     yield launch(products, BF16, 160, "silu")
     yield launch(products, FP16, 600, "silu")
     yield launch(products, BF16, 600, "gelu_tanh", bias=True)
+    yield launch(some_products, BF16, 100, "gelu_tanh")
+    yield launch(some_products, FP16, 40, "silu")
+    yield launch(some_products, BF16, 200, "silu")
     yield launch(packed_products, BF16, 5, "int4")
     yield launch(packed_products, BF16, 160, "int4-zeros")
     yield launch(packed_products, FP16, 5, "int4-zeros")
