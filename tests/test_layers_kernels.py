@@ -154,7 +154,7 @@ def test_some_rows_are_multiplied_by_descriptors(num_rows: int, n: int, k: int, 
 
 
 def test_who_multiplies_some_rows(monkeypatch: pytest.MonkeyPatch):
-    """In any order: 33 to 128 rows, of a gated weight to 256. Not small weights, nor what descriptors cannot describe."""
+    """33 to 128 rows, of a gated weight to 256. Not small weights, nor what descriptors cannot describe."""
     launched: list[object] = []
     monkeypatch.setattr(some_rows, "some_rows_kernel", Launches(some_rows.some_rows_kernel, launched))
 
@@ -172,7 +172,7 @@ def test_who_multiplies_some_rows(monkeypatch: pytest.MonkeyPatch):
     assert launches(64, 512) == launches(64, dtype=torch.float32) == 0
 
 
-def test_tiles_of_some_rows(monkeypatch: pytest.MonkeyPatch):
+def test_tiles_by_descriptors(monkeypatch: pytest.MonkeyPatch):
     """On 132 multiprocessors: one program for nearly each of them, and as many stages as fit its memory."""
     monkeypatch.setattr(some_rows, "device_limits", lambda device: (132, 100 << 10))
     one_wave = choose_some_tiles(128, 20480, DEVICE, gated=True)
