@@ -48,7 +48,7 @@ from specdec.layers.moe.fork_join import Fork, fork_norm, join_norm
 from specdec.layers.moe.routing import Router, Routing, route
 from specdec.layers.norm import Gain, norm, qk_norm
 from specdec.layers.packed.packed_weight import BITS, PackedWeight
-from specdec.layers.per_layer_embedding import gated_projection, layer_inputs
+from specdec.layers.per_layer_embedding import gated_projection, layer_inputs, vendor_gated_projection
 from specdec.layers.product import Product, cut_of, finish
 from specdec.layers.rope_store import Heads, Rotary, rope_store, rotary
 from specdec.runtime.rounds.closing import closing
@@ -255,12 +255,14 @@ def products(dtype: torch.dtype, num_rows: int, activation: str, *, bias: bool =
 
 
 def some_products(dtype: torch.dtype, num_rows: int, activation: str) -> None:
-    """Of E4B, and of a weight whose tiles are 128 rows, with a bias."""
+    """In any order: of E4B, and of weights that are cut otherwise, with a bias."""
     x = numbers(num_rows, 2560, dtype=dtype)
-    for height in (2560, 20480, 28672):
+    for height in (256, 2560, 6144, 20480, 262144):
         finish(vendor_linear(x, numbers(height, 2560, dtype=dtype), numbers(height, dtype=dtype)))
     for height in (20480, 28672):
         vendor_gated_linear(x, numbers(height, 2560, dtype=dtype), activation)
+    gate, inputs = parts_of(5, num_rows, 256, dtype), numbers(num_rows, 256, dtype=dtype)
+    vendor_gated_projection(gate, inputs, numbers(2560, 256, dtype=dtype), activation)
 
 
 def packed(form: str, *shape: int, dtype: torch.dtype) -> PackedWeight:

@@ -3,15 +3,15 @@ r"""The product of 33 to 256 rows, next to any others: between memory and arithm
     y[m, n] = sum_k x[m, k] W[n, k] + bias[n]             gated: y[m, n] = act(g) u, as in `linear.py`
 
 What bounds it is how evenly a weight lies on the multiprocessors, and how often x is read again: each tile of the
-weight reads all of x. So x comes whole or in two tiles, both operands by tensor descriptors, and a tile of the weight
-may be 160 rows, 128 and a tail of 32: [20480, K] is then one program for 128 of 132 multiprocessors. A gated weight is
-described as [2, N / 2, K], so that gates and what they gate are one operand. A weight of few tiles is cut into ranges
-of K, one program each; their sums, float32 [S, M, N], are left to the reader of the product.
+weight reads all of x. So x comes whole where it can, both operands by tensor descriptors, and a tile of the weight may
+be 160 rows, 128 and a tail of 32: [20480, K] is then one program for each of 128 of 132 multiprocessors. A gated weight
+is described as [2, N / 2, K], so that gates and what they gate are one operand. A weight of few tiles is cut into
+ranges of K, one program each; their sums, float32 [S, M, N], are left to the reader of the product.
 
-The cut depends on the device and the tiles on the number of rows, so `deterministic=True` does not come here.
+The cut depends on the device and on the number of rows, so `deterministic=True` does not come here.
 """
 
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 import torch
 
@@ -19,25 +19,23 @@ from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_pre
 from specdec.gpu.triton_device import device_limits
 from specdec.gpu.triton_shim import KEEP, tl, triton
 from specdec.layers.activation import activate
-from specdec.layers.many_rows import can_describe
-from specdec.layers.packed.packed_weight import Weight
-from specdec.layers.product import SMALL_ROWS, Product
+from specdec.layers.product import MANY_ROWS, SMALL_RANGE, SMALL_ROWS, Product
 
 TOO_FEW = 32
 """Up to this number of rows `linear` is as fast."""
 
-MOST, MOST_GATED = 128, 256
-"""Above this number of rows the vendor's library is faster; of a gated weight, with its gate in a launch of its own,
-only further on."""
+LARGEST_TILE, LARGE_FROM = 128, 192
+"""Up to the first number of rows they are one tile of x; above the second, one of 256 where that still is faster."""
 
-MAX_RANGES = 3
-"""More parts of a sum cost its reader more than they gain."""
+MAX_RANGES, MIN_RANGE = 3, 512
+"""More parts of a sum, or shorter ones, cost the reader more than they gain."""
 
-WIDTHS = (128, 160)
+HEAD_WAVES = 4
+"""A weight that is not gated and is larger than a wave has so many, or the vendor's library is as fast."""
 
 
 class SomeTiles(NamedTuple):
-    """block_n + tail_n: rows of the weight of a program, gates and what they gate counted."""
+    """block_n + tail_n: rows of the weight of a program, gates and what they gate counted. A tail is of gated ones."""
 
     block_m: int
     block_n: int
@@ -79,7 +77,7 @@ def _store_columns(
 def some_rows_kernel(
     d_x: tl.tensor,  # descriptor of [M, K], tiles [BM, BK]
     d_w: tl.tensor,  # of [N, K], tiles [BN, BK], or of [2, N / 2, K], tiles [2, BN / 2, BK]
-    d_tail: tl.tensor,  # the same with TAIL_N in the place of BN, or None
+    d_tail: tl.tensor,  # of a gated weight, the same with TAIL_N in the place of BN, or None
     p_bias: tl.tensor,  # [N] or None
     p_out: tl.tensor,  # [S, M, N] float32, [1, M, N] or, gated, [M, N / 2]
     num_rows: tl.tensor,
@@ -112,51 +110,63 @@ def some_rows_kernel(
             b_w = d_w.load([0, first_n, i_k]).reshape(BLOCK_N, BLOCK_K)
         b_sum = tl.dot(b_x, b_w.T, b_sum)
         if TAIL_N:
-            if ACTIVATION is None:
-                b_w = d_tail.load([first_n + BLOCK_N, i_k])
-            else:
-                b_w = d_tail.load([0, first_n + BLOCK_N // 2, i_k]).reshape(TAIL_N, BLOCK_K)
+            b_w = d_tail.load([0, first_n + BLOCK_N // 2, i_k]).reshape(TAIL_N, BLOCK_K)
             b_tail = tl.dot(b_x, b_w.T, b_tail)
 
     p_out += tl.program_id(2).to(tl.int64) * num_rows * N
     o_m = first_m + tl.arange(0, BLOCK_M)
     _store_columns(b_sum, p_bias, p_out, o_m, first_n, num_rows, N, ACTIVATION)
     if TAIL_N:
-        _store_columns(b_tail, p_bias, p_out, o_m, first_n + BLOCK_N // PARTS, num_rows, N, ACTIVATION)
+        _store_columns(b_tail, p_bias, p_out, o_m, first_n + BLOCK_N // 2, num_rows, N, ACTIVATION)
 
 
-def suits_some(weight: Weight, x: torch.Tensor, *, gated: bool = False) -> TypeGuard[torch.Tensor]:
-    """Has x some rows, and are both matrices that descriptors can describe?"""
-    some = TOO_FEW < len(x) <= (MOST_GATED if gated else MOST)
-    return some and can_describe(weight, x) and len(weight) > SMALL_ROWS
-
-
-def choose_some_tiles(num_rows: int, n: int, device: torch.device, *, gated: bool) -> SomeTiles:
-    """The fastest of those timed on an H100 at 64, 128 and 256 rows, for 2-byte numbers."""
+def choose_some_tiles(num_rows: int, n: int, k: int, device: torch.device, *, gated: bool = False) -> SomeTiles | None:
+    """For a weight [n, k] of 2-byte numbers, the fastest of those timed on an H100 at 40 to 256 rows. None where
+    `linear`, or the vendor's library, is as fast."""
+    if not TOO_FEW < num_rows <= MANY_ROWS:
+        return None
     multiprocessors, shared = device_limits(device)
-    few, narrow = num_rows <= 64, triton.cdiv(n, 64)
-    if narrow <= multiprocessors and not gated:
-        ranges = min(MAX_RANGES, multiprocessors // narrow)
-        tiles = SomeTiles(64, 64, 0, 64, 4, 8, ranges) if few else SomeTiles(128, 64, 0, 128, 8, 4, ranges)
-    elif _width(num_rows, n, multiprocessors) == 160:
-        tiles = SomeTiles(64, 128, 32, 128, 4, 4) if few else SomeTiles(128, 128, 32, 128, 8, 3)
-        if num_rows > 128:  # two programs a multiprocessor
-            tiles = tiles._replace(block_k=64, num_stages=3)
+    if gated:
+        tiles = _gated_tiles(num_rows, n, multiprocessors)
+    elif n <= SMALL_ROWS:
+        tiles = SomeTiles(64, 64, 0, 128, 4, 4, triton.cdiv(k, SMALL_RANGE)) if num_rows > LARGE_FROM else None
     else:
-        tiles = SomeTiles(64, 128, 0, 128, 4, 4) if few else SomeTiles(128, 128, 0, 64, 8, 3)
+        tiles = _plain_tiles(num_rows, n, k, multiprocessors)
+    if tiles is None:
+        return None
     stage = (tiles.block_m + tiles.block_n + tiles.tail_n) * tiles.block_k * 2
     return tiles._replace(num_stages=max(1, min(tiles.num_stages, shared // stage)))
 
 
-def _width(num_rows: int, n: int, multiprocessors: int) -> int:
-    """Rows of the weight of a program: those with which the busiest multiprocessor has the fewest."""
-    row_tiles = triton.cdiv(num_rows, 128)
+def _gated_tiles(num_rows: int, n: int, multiprocessors: int) -> SomeTiles | None:
+    wide = triton.cdiv(n, 160)
+    one_wave = multiprocessors * 9 <= wide * 10 <= multiprocessors * 10
+    if num_rows > LARGEST_TILE:
+        return SomeTiles(256, 128, 32, 64, 8, 4) if one_wave and num_rows > LARGE_FROM else None
+    if one_wave:
+        return SomeTiles(64, 128, 32, 128, 4, 4) if num_rows <= 64 else SomeTiles(128, 128, 32, 128, 8, 3)
+    programs = triton.cdiv(n, 128)
+    each = triton.cdiv(programs, multiprocessors)
+    if each > 2 or programs * 10 < each * multiprocessors * 7:
+        return None
+    if num_rows <= 64:
+        return SomeTiles(64, 128, 0, 128, 4, 4)
+    # as many bytes on their way by one program a multiprocessor as by two
+    return SomeTiles(128, 128, 0, 128, 8, 3) if each == 1 else SomeTiles(128, 128, 0, 64, 8, 3)
 
-    def most_rows(width: int) -> int:
-        programs: int = row_tiles * triton.cdiv(n, width)
-        return triton.cdiv(programs, multiprocessors) * width
 
-    return min(WIDTHS, key=most_rows)
+def _plain_tiles(num_rows: int, n: int, k: int, multiprocessors: int) -> SomeTiles | None:
+    few, narrow = num_rows <= 64, triton.cdiv(n, 64)
+    if num_rows > LARGEST_TILE:
+        return None
+    if narrow > multiprocessors:
+        if few:
+            return SomeTiles(64, 128, 0, 128, 4, 4)
+        return SomeTiles(128, 128, 0, 64, 8, 3) if narrow >= 2 * HEAD_WAVES * multiprocessors else None
+    ranges = max(1, min(MAX_RANGES, multiprocessors // narrow, k // MIN_RANGE))
+    if narrow * ranges * 10 < multiprocessors * (6 if few else 7):  # too many multiprocessors have nothing to do
+        return None
+    return SomeTiles(64, 64, 0, 64, 4, 8, ranges) if few else SomeTiles(128, 64, 0, 128, 8, 4, ranges)
 
 
 def multiply_some_rows(
@@ -164,19 +174,18 @@ def multiply_some_rows(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     activation: str | None,
-    tiles: SomeTiles | None = None,
+    tiles: SomeTiles,
 ) -> Product:
-    """x [M, K], weight [N, K] that `suits_some`, bias [N] or None -> their product, or gated [M, N / 2]."""
+    """x [M, K], weight [N, K], both as descriptors need them; bias [N] or None -> the product, or gated [1, M, N / 2]."""
     from triton.tools.tensor_descriptor import TensorDescriptor  # Triton may not be there
 
     (num_rows, k), n, gated = x.shape, len(weight), activation is not None
     assert weight.shape[1] == k and x.dtype == weight.dtype, f"{x.shape=} {weight.shape=} {x.dtype=} {weight.dtype=}"
     assert x.stride(1) == weight.stride(1) == 1, f"{x.stride()=} {weight.stride()=}"
     assert bias is None or (bias.shape == (n,) and bias.is_contiguous()), f"{bias.shape=} {n=}"
-    tiles = tiles or choose_some_tiles(num_rows, n, x.device, gated=gated)
     split_len = triton.cdiv(triton.cdiv(k, tiles.ranges), tiles.block_k) * tiles.block_k
     ranges = triton.cdiv(k, split_len)
-    assert ranges == 1 or not gated, f"{tiles=}"
+    assert (ranges == 1) if gated else (tiles.tail_n == 0), f"{tiles=}"
     split = ranges > 1
     shape = (ranges, num_rows, n // 2 if gated else n)
     out = torch.empty(shape, dtype=torch.float32 if split else x.dtype, device=x.device)
