@@ -199,7 +199,7 @@ def test_tiles_by_descriptors(
     """Rows of a weight's tile and ranges of K, on 132 multiprocessors; None: others multiply."""
     for shared in (227 << 10, 100 << 10):
         monkeypatch.setattr(some_rows, "device_limits", lambda device, shared=shared: (132, shared))
-        tiles = choose_some_tiles(num_rows, n, k, DEVICE, gated=gated)
+        tiles = choose_some_tiles(num_rows, (n, k), DEVICE, gated=gated)
         assert want == (tiles and (tiles.block_n + tiles.tail_n, tiles.ranges))
         if tiles is not None:
             stage = (tiles.block_m + tiles.block_n + tiles.tail_n) * tiles.block_k * 2

@@ -231,7 +231,7 @@ def _gate_kernel(
 def vendor_linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, cut: Cut | None = None) -> Product:
     """`linear`, by `some_rows` or the vendor's library where x has more rows: faster there, with bits that depend on
     their number. The library multiplies a packed weight dequantised, into memory that is free again afterwards."""
-    if can_describe(weight, x) and (some := choose_some_tiles(len(x), *weight.shape, x.device)):
+    if can_describe(weight, x) and (some := choose_some_tiles(len(x), weight.shape, x.device)):
         return multiply_some_rows(x, weight, bias, None, some)
     if len(x) <= VENDOR_ROWS or can_hold(weight, cut or cut_of(weight), len(x), x.dtype):
         return linear(x, weight, bias, cut)
@@ -240,7 +240,7 @@ def vendor_linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = N
 
 def vendor_gated_linear(x: torch.Tensor, weight: Weight, activation: str) -> torch.Tensor:
     """`gated_linear`, likewise."""
-    if can_describe(weight, x) and (some := choose_some_tiles(len(x), *weight.shape, x.device, gated=True)):
+    if can_describe(weight, x) and (some := choose_some_tiles(len(x), weight.shape, x.device, gated=True)):
         return multiply_some_rows(x, weight, None, activation, some).parts[0]
     if len(x) <= VENDOR_ROWS:
         return gated_linear(x, weight, activation)

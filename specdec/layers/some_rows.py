@@ -11,6 +11,7 @@ ranges of K, one program each; their sums, float32 [S, M, N], are left to the re
 The cut depends on the device and on the number of rows, so `deterministic=True` does not come here.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -120,12 +121,14 @@ def some_rows_kernel(
         _store_columns(b_tail, p_bias, p_out, o_m, first_n + BLOCK_N // 2, num_rows, N, ACTIVATION)
 
 
-def choose_some_tiles(num_rows: int, n: int, k: int, device: torch.device, *, gated: bool = False) -> SomeTiles | None:
-    """For a weight [n, k] of 2-byte numbers, the fastest of those timed on an H100 at 40 to 256 rows. None where
+def choose_some_tiles(
+    num_rows: int, shape: Sequence[int], device: torch.device, *, gated: bool = False
+) -> SomeTiles | None:
+    """For a weight [N, K] of 2-byte numbers, the fastest of those timed on an H100 at 40 to 256 rows. None where
     `linear`, or the vendor's library, is as fast."""
     if not TOO_FEW < num_rows <= MANY_ROWS:
         return None
-    multiprocessors, shared = device_limits(device)
+    (n, k), (multiprocessors, shared) = shape, device_limits(device)
     if gated:
         tiles = _gated_tiles(num_rows, n, multiprocessors)
     elif n <= SMALL_ROWS:
@@ -176,7 +179,7 @@ def multiply_some_rows(
     activation: str | None,
     tiles: SomeTiles,
 ) -> Product:
-    """x [M, K], weight [N, K], both as descriptors need them; bias [N] or None -> the product, or gated [1, M, N / 2]."""
+    """x [M, K], weight [N, K], both as descriptors need them; bias [N] or None -> product, or gated [1, M, N / 2]."""
     from triton.tools.tensor_descriptor import TensorDescriptor  # Triton may not be there
 
     (num_rows, k), n, gated = x.shape, len(weight), activation is not None
