@@ -8,16 +8,19 @@ A shape is a number of places and whose final states are made: prefixes, and how
 requests, are data. So there are at most 30 shapes, whatever comes.
 """
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from specdec.gpu.captures import CaptureStore
+from specdec.gpu.captures import CaptureStore, Program
 from specdec.gpu.mirrored_array import IntArray, upload
 from specdec.models.target import FinalStates
 from specdec.runtime.rounds.captured_rounds import Captures
-from specdec.runtime.rounds.round import Chunk, Round
+from specdec.runtime.rounds.prompt_parts import LAYERS_A_PART, PromptParts, ReadChunk, part_ends, part_shares
+from specdec.runtime.rounds.round import Chunk, PausedChunk, Round
 
 MAX_TOKENS = 2048
 """Of more, padding included, nothing is captured: what the captured forwards share of memory grows with it, and the
@@ -25,6 +28,9 @@ device takes as long for them as the host for launching."""
 
 MIN_TOKENS = 16
 """Few tokens take as long as one, since the weights are read all the same."""
+
+MOST_IN_PARTS = 256
+"""Of more tokens, a forward is captured as a whole: while others decode, a step reads fewer or has time for all."""
 
 MIN_RUNS, TOKENS_A_RUN = 8, 8
 """A forward over T places has room for T / 8 requests, 8 at least: tables are as long."""
@@ -69,10 +75,12 @@ class Results:
 
 class ChunkProgram:
     """The forward of one shape: reads `inputs` [2, R], rows and lengths, and leaves `chunk`, at fixed addresses once
-    it is captured. Runs of padding have no tokens."""
+    it is captured. Runs of padding have no tokens. ends: of its parts, each a program; none: it is not divided."""
 
     def __init__(self, round: Round, shape: ChunkShape, results: Results) -> None:
         self.chunk: Chunk | None = None
+        self.ends: list[int] = []
+        self._paused: PausedChunk | None = None  # between two parts
         self._round = round
         self._shape = shape
         self._results = results
@@ -84,10 +92,30 @@ class ChunkProgram:
         inputs[0] = self._round.cache.table.padding_row
         inputs[:, : len(rows)] = rows, chunk_len
         self._inputs.copy_(upload(inputs, self._inputs.device))
+        self.ends = []
+        if self._shape.tokens <= MOST_IN_PARTS and self._round.target.can_pause:
+            self.ends = part_ends(self._round.target, self._round.aux_layers, self._shape.states, LAYERS_A_PART)
 
-    def __call__(self) -> torch.Tensor:
+    @property
+    def programs(self) -> list[Program]:
+        return [partial(self._part, number) for number in range(len(self.ends))] or [self._whole]
+
+    def _whole(self) -> torch.Tensor:
         chunk = self._round.read(self._inputs[0], self._inputs[1], self._shape.tokens, self._shape.states)
         self.chunk = self._results.keep(chunk)
+        return self.chunk.hidden
+
+    def _part(self, number: int) -> torch.Tensor:
+        if number == 0:
+            inputs = self._inputs[0], self._inputs[1], self._shape.tokens
+            self._paused = self._round.begin_reading(*inputs, self._shape.states)
+        paused = self._paused
+        assert paused is not None, f"part {number} before the first"
+        paused.advance(self.ends[number])
+        if number + 1 < len(self.ends):
+            return paused.fed
+        self._paused = None
+        self.chunk = self._results.keep(paused.finish())
         return self.chunk.hidden
 
 
@@ -98,6 +126,7 @@ class ChunkGraphs(Captures):
 
     def __init__(self, round: Round, store: CaptureStore, *, strict: bool) -> None:
         self._results = Results()
+        self._made: dict[ChunkShape, ChunkProgram] = {}  # one of each shape: what is captured of it reads its inputs
         super().__init__(round, store, strict=strict)
 
     @property
@@ -107,19 +136,45 @@ class ChunkGraphs(Captures):
     def read(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> Chunk | None:
         """The target reads the next `chunk_len` [R] tokens of `rows` [R]; None: they are too many to be captured, or
         are scored by a target that makes fewer final states otherwise, which is rare. states: see `Chunk`."""
+        found = self._fed(rows, chunk_len, states)
+        if found is None:
+            self.store.uncaptured[self.what] += 1
+            return None
+        self.run_captured(found[1], found[0].programs)
+        return self._read_by(*found)
+
+    def begin(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> tuple[PromptParts, ReadChunk] | None:
+        """The same in parts, and what is to be called behind the last for what was read; None: they are not captured in
+        parts."""
+        fed = self._fed(rows, chunk_len, states)
+        if fed is None or not fed[0].ends:
+            return None
+        program, shape = fed
+        captured = self.found(shape, program.programs)
+        programs: Sequence[Callable[[], object]] = program.programs
+        if captured is not None:
+            programs = [replay for replay, _ in captured.replays]
+        shares = part_shares(self.round.target, self.round.aux_layers, states, program.ends)
+        return PromptParts(shares, programs, self._generation), partial(self._read_by, program, shape)
+
+    def _fed(
+        self, rows: IntArray, chunk_len: IntArray, states: FinalStates
+    ) -> tuple[ChunkProgram, ChunkShape] | None:
+        """The program that reads these chunks next, and its shape; None: none is captured of them."""
         shape = self.bucket(len(rows), int(chunk_len.sum()), states)
         rare = states is FinalStates.EVERY and self.round.final_states(scored=False, ends=True) is not states
         if shape is None or rare:
-            self.store.uncaptured[self.what] += 1
             return None
-        captured = self._captured.get(shape)
-        program = captured.programs[0] if captured is not None else ChunkProgram(self.round, shape, self._results)
-        assert isinstance(program, ChunkProgram)
+        self.round.weights_generation()  # another model may have other layers
+        program = self._made.get(shape) or ChunkProgram(self.round, shape, self._results)
+        self._made[shape] = program
         program.feed(rows, chunk_len)
-        self.run_captured(shape, [program])
+        return program, shape
+
+    def _read_by(self, program: ChunkProgram, shape: ChunkShape) -> Chunk:
         chunk = program.chunk
         assert chunk is not None
-        self.capture_next(shape, [program])  # at once: there are few shapes, and each comes again
+        self.capture_next(shape, program.programs)  # at once: there are few shapes, and each comes again
         return chunk
 
     def bucket(self, num_runs: int, num_tokens: int, states: FinalStates) -> ChunkShape | None:
