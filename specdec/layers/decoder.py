@@ -380,9 +380,7 @@ class DecoderWalk:
         while self.done < end:
             layer = self.decoder.layers[self.done]
             narrows = {} if narrowing is None or self.done != narrowing.layer else {"narrowing": narrowing}
-            self.hidden, self.normed = layer(
-                self.hidden, self.normed, self.shared, specdec_ctx=self.context, **narrows
-            )
+            self.hidden, self.normed = layer(self.hidden, self.normed, self.shared, specdec_ctx=self.context, **narrows)
             if narrows and isinstance(narrowing, Narrowing):
                 self.shared, self.context = self.shared.of(narrowing.rows), narrowing.context
             self.done += 1

@@ -4,9 +4,9 @@
 
 A fused decoder is a loop of ours, which stops where it likes. A decoder of transformers is called twice, as the loop
 that it is, over stand-ins for its layers: the first time each notes what its layer would be called with, the second
-time the last one returns what the layers, called in between, have made. So embeddings, rotary tables and the final norm are
-the model's own; that the result is, too, is proved when the target is made. Invariant: nothing in a module changes, so
-any number of forwards may be under way.
+time the last one returns what the layers, called in between, have made. So embeddings, rotary tables and the final norm
+are the model's own; that the result is, too, is proved when the target is made. Invariant: nothing in a module changes,
+so any number of forwards may be under way.
 """
 
 import copy

@@ -30,9 +30,9 @@ from specdec.layers.fuse import Weights, fuse, fuse_linear
 from specdec.layers.merge import held_storages
 from specdec.models.batch_invariance import depends_on_others, forward_in_tiles, rows_in_tiles, run_in_tiles
 from specdec.models.context_length import ContextLength, context_length
+from specdec.models.paused_forward import PausedForward, collected, walker_of
 from specdec.models.placeholders import Placeholders, find_placeholders
 from specdec.models.probe import LogitRule, Proof, logit_rules, probe_texts, prove, refusing
-from specdec.models.paused_forward import LayerWalk, PausedForward, collected, walker_of
 from specdec.models.shared_weights import SplitWeights, difference_on_ranks, on_ranks, refuse_change, share_among
 from specdec.models.unsupported import require_supported
 from specdec.modules.module_watch import ModuleWatch

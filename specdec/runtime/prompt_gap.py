@@ -31,7 +31,7 @@ PART_SHARE = 0.45
 """The same, for parts of a forward: what a step takes beside its round and its prompts has to fit half a round, too."""
 
 MOST_STEPS = 8
-"""A forward that is divided takes this many steps at most, as far as is known: others who come meanwhile wait for it."""
+"""A forward is divided among so many steps at most, as far as is known: others who come meanwhile wait for its end."""
 
 MIN_CAP = 512
 """The cap of a step is no fewer prompt tokens than this: of fewer, a GPU reads weights as long as it computes."""
@@ -57,6 +57,15 @@ class PromptLoad(NamedTuple):
     def of(cls, start: IntArray, length: IntArray) -> "PromptLoad":
         """Of runs of `length` [R] tokens after `start` [R] earlier ones."""
         return cls(int(length.sum()), float((length * (start + length / 2)).sum()))
+
+
+class Division(NamedTuple):
+    """How a forward over few prompt tokens is divided among steps: into these parts, if it has at most `most` tokens,
+    and at least `least`, of which fewer take as long."""
+
+    shares: Sequence[PartShare]
+    most: int
+    least: int
 
 
 class PromptCost:
@@ -136,12 +145,12 @@ class PromptGap:
 
     round: decaying average of recent rounds, 0.0 before the first. longest_round: the longest that was timed when the
     engine was made, 0.0 where none was. ending: how much longer a forward takes that ends a prompt, where it alone
-    runs the last layers. shares: of the parts in which the target reads prompts; none: it reads them whole.
+    runs the last layers. division: of forwards over few tokens among steps; None: they run whole.
     """
 
     def __init__(self) -> None:
         self.cost = PromptCost()
-        self.shares: Sequence[PartShare] = ()
+        self.division: Division | None = None
         self.round = 0.0
         self.longest_round = 0.0
         self.ending = 0.0
@@ -170,16 +179,16 @@ class PromptGap:
         fitting = self.cost.tokens_within(self._budget(GAP_SHARE, num_waiting), prefix, room.chunk)
         if fitting >= room.busy:
             return room.busy
-        if self.shares and fitting < room.in_parts:
-            return min(self._tokens_in_parts(room, num_waiting, prefix), room.busy)
+        if self.division is not None and fitting < self.division.most:
+            return min(self._tokens_in_parts(self.division, num_waiting, prefix), room.busy)
         return min(max(room.least, _few_sizes(fitting)), room.busy)
 
     def budget(self, room: PromptRoom, num_waiting: int, load: PromptLoad) -> float | None:
         """Seconds that a forward over this load may take of a step in which others decode, before the rest of it waits
         for the next; None: it is read at once."""
-        if room.fixed or self.round == 0.0 or not self.cost.is_known or not self.shares:
+        if room.fixed or self.round == 0.0 or not self.cost.is_known or self.division is None:
             return None
-        if load.tokens > room.in_parts or self.cost.seconds(load) <= self._budget(GAP_SHARE, num_waiting):
+        if load.tokens > self.division.most or self.cost.seconds(load) <= self._budget(GAP_SHARE, num_waiting):
             return None
         return self._budget(PART_SHARE, num_waiting)
 
@@ -191,13 +200,13 @@ class PromptGap:
     def _budget(self, share: float, num_waiting: int) -> float:
         return min(share * max(1, num_waiting) * self.round, PROMISED_GAP - self.round)
 
-    def _tokens_in_parts(self, room: PromptRoom, num_waiting: int, prefix: int) -> int:
+    def _tokens_in_parts(self, division: Division, num_waiting: int, prefix: int) -> int:
         """The most tokens of which every part fits a step, and all of them a few."""
         budget = self._budget(PART_SHARE, num_waiting)
-        tokens = room.in_parts
-        while tokens > room.least_in_parts:
+        tokens = division.most
+        while tokens > division.least:
             load = PromptLoad(tokens, tokens * (prefix + tokens / 2))
-            parts = [self.part_seconds(load, share) for share in self.shares]
+            parts = [self.part_seconds(load, share) for share in division.shares]
             if max(parts) <= budget and sum(parts) <= MOST_STEPS * budget:
                 break
             tokens //= 2
@@ -215,10 +224,10 @@ class PromptGap:
                 tokens = min(tokens, room.chunk)
             load = PromptLoad(tokens, tokens * (prefix + tokens / 2))
             budget = self.budget(room, 1, load)
-            if budget is None:
+            if budget is None or self.division is None:
                 spent = max(spent, self.cost.seconds(load) + self.ending)
             else:
-                parts = [self.part_seconds(load, share) for share in self.shares]
+                parts = [self.part_seconds(load, share) for share in self.division.shares]
                 spent = max(spent, budget, *parts)
         return max(self.round, self.longest_round) + spent
 

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import torch
 
 from specdec.gpu.mirrored_array import IntArray
-from specdec.runtime.prompt_gap import PromptGap, PromptLoad
+from specdec.runtime.prompt_gap import Division, PromptGap, PromptLoad
 from specdec.runtime.request import Request
-from specdec.runtime.rounds.prompt_parts import PromptParts
-from specdec.runtime.rounds.round import Chunk
+from specdec.runtime.rounds.captured_prompts import MOST_IN_PARTS
+from specdec.runtime.rounds.prompt_parts import LAYERS_A_PART, PromptParts, part_ends, part_shares
+from specdec.runtime.rounds.round import Chunk, Round
 
 
 @dataclass(slots=True)
@@ -62,3 +63,14 @@ class PromptReading:
             self.begun += 1
             spent = time.perf_counter() - begin if waits else spent + expected
         self.seconds += time.perf_counter() - begin
+
+
+def division_of(round: Round, *, captured: bool) -> Division | None:
+    """How this round's target divides forwards over prompts, if it does. A GPU takes as long for one token as for 64,
+    and is done with 256 in two or three steps; to a CPU every token is arithmetic."""
+    if not round.target.can_pause or not (captured or round.device.type == "cpu"):
+        return None
+    states = round.final_states(scored=False, ends=False)
+    ends = part_ends(round.target, round.aux_layers, states, LAYERS_A_PART if captured else 1)
+    shares = part_shares(round.target, round.aux_layers, states, ends)
+    return Division(shares, MOST_IN_PARTS, 64) if captured else Division(shares, 32, 1)

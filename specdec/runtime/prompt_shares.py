@@ -20,23 +20,20 @@ MAX_ROOM = 8192
 
 class PromptRoom(NamedTuple):
     """Most prompt tokens of a step while others decode, and while no request does; and of one request, `chunk`.
-    fixed: `max_prefill_tokens` is set. least: where others decode, a step reads so many in any case, if there are.
-    in_parts, least_in_parts: most and fewest tokens of a forward that is divided among steps."""
+    fixed: `max_prefill_tokens` is set. least: where others decode, a step reads so many in any case, if there are."""
 
     busy: int
     idle: int
     chunk: int = 512
     fixed: bool = False
     least: int = 16
-    in_parts: int = 32
-    least_in_parts: int = 1
 
     @classmethod
     def of(cls, max_prefill_tokens: int | None, prefill_chunk: int | None, device_type: str) -> "PromptRoom":
         """None: what suits the device. A GPU reads thousands in the time of a few rounds, and chunks of 2,048 at a
         fifth less than four of 512; a CPU, to which every token is arithmetic, reads about as many as a round of twenty
         requests verifies."""
-        usual = cls(96, 384, 512) if device_type == "cpu" else cls(MAX_ROOM, MAX_ROOM, 2048, least=64, in_parts=256, least_in_parts=64)
+        usual = cls(96, 384, 512) if device_type == "cpu" else cls(MAX_ROOM, MAX_ROOM, 2048, least=64)
         if max_prefill_tokens is not None:
             usual = usual._replace(busy=max_prefill_tokens, idle=max_prefill_tokens, fixed=True)
         return usual if prefill_chunk is None else usual._replace(chunk=prefill_chunk)

@@ -40,7 +40,7 @@ from specdec.runtime.rounds.captured_prompts import ChunkGraphs
 from specdec.runtime.rounds.captured_rounds import Between, RoundGraphs, nothing, run_programs
 from specdec.runtime.rounds.catching_up import CatchUps, catch_up_if_due
 from specdec.runtime.rounds.decode_round import DECODE_STAGES, decode_programs
-from specdec.runtime.rounds.prompt_parts import LAYERS_A_PART, part_ends, part_shares, single_layers, whole_chunk
+from specdec.runtime.rounds.prompt_parts import single_layers, whole_chunk
 from specdec.runtime.rounds.prompt_scoring import Scoring, score_chunk
 from specdec.runtime.rounds.result import DraftShape, RoundResult, RoundShape
 from specdec.runtime.rounds.round import PREFILL_STAGES, Chunk, Round
@@ -86,10 +86,6 @@ class Steps:
         self.reading: PromptReading | None = None  # of which some parts have run
         self._followed: LaunchedStep | None = None  # a round behind which parts of prompts ran
         self._ended: int | None = None  # the newest settled round, on the device's clock; None: chunks came after it
-        if round.target.can_pause and (chunks is not None or round.device.type == "cpu"):
-            states = round.final_states(scored=False, ends=False)
-            ends = part_ends(round.target, round.aux_layers, states, 1 if chunks is None else LAYERS_A_PART)
-            scheduler.prompt_gap.shares = part_shares(round.target, round.aux_layers, states, ends)
         round.masks.max_nodes = max(spec.num_nodes, 1 + MAX_FORCED_TOKENS)
 
     def restart(self, requests: Sequence[Request]) -> None:

@@ -86,6 +86,7 @@ class ChunkProgram:
         self._results = results
         self._inputs = torch.zeros((2, shape.runs), dtype=torch.int64, device=round.device)
 
+    @torch.inference_mode()
     def feed(self, rows: IntArray, chunk_len: IntArray) -> None:
         """These chunks are next."""
         inputs = np.zeros((2, self._shape.runs), dtype=np.int64)
@@ -157,9 +158,7 @@ class ChunkGraphs(Captures):
         shares = part_shares(self.round.target, self.round.aux_layers, states, program.ends)
         return PromptParts(shares, programs, self._generation), partial(self._read_by, program, shape)
 
-    def _fed(
-        self, rows: IntArray, chunk_len: IntArray, states: FinalStates
-    ) -> tuple[ChunkProgram, ChunkShape] | None:
+    def _fed(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> tuple[ChunkProgram, ChunkShape] | None:
         """The program that reads these chunks next, and its shape; None: none is captured of them."""
         shape = self.bucket(len(rows), int(chunk_len.sum()), states)
         rare = states is FinalStates.EVERY and self.round.final_states(scored=False, ends=True) is not states

@@ -3,7 +3,7 @@
     layers  0 .. 2 | 3 .. 5 | ... | up to the one that stores the last K/V | the rest, for last tokens only
 
 What a part leaves for the next one outlives rounds, not another group of chunks: so there is one under way at a time.
-No slot of the chunks is committed before the last part; should a row be lost, or weights move, what was read is dropped.
+No token of the chunks is committed before the last part; if a row is lost, or weights move, what was read is dropped.
 """
 
 from collections.abc import Callable, Sequence

@@ -205,9 +205,7 @@ class Round:
     ) -> "PausedChunk":
         """The same before the first layer, where the target can pause."""
         pack, fed, plan, fewer = self._entering(rows, length, num_places, states)
-        return PausedChunk(
-            pack, fed, self.target.begin(fed[None], plan, self.view, self.aux_layers, **fewer), states
-        )
+        return PausedChunk(pack, fed, self.target.begin(fed[None], plan, self.view, self.aux_layers, **fewer), states)
 
     def _entering(
         self, rows: torch.Tensor, length: torch.Tensor, num_places: int, states: FinalStates
@@ -238,8 +236,9 @@ class Round:
         """After what the target has read: those numbered `through` [B] draw a token, and the drafter observes.
 
         longest: no prompt of those has more tokens. allowed: what grammars let those of them draw that have one.
-        earlier: nanoseconds that parts took which were read before. -> the packed result of B rounds of one node. What they draw is in its place in `tokens`, so a round may follow. The
-        host commits the chunks, from its own side, once they are launched; the drafter observes them as if it had.
+        earlier: nanoseconds that parts took which were read before. -> the packed result of B rounds of one node. What
+        they draw is in its place in `tokens`, so a round may follow. The host commits the chunks, from its own side,
+        once they are launched; the drafter observes them as if it had.
         """
         pack, last_hidden = chunk.pack, chunk.last_hidden()
         first, scores = pack.rows.new_zeros((0, 1)), None
