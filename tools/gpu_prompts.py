@@ -7,8 +7,10 @@
     in order the same first tokens with deterministic=True, and how much longer they take
     load     256 requests of 512 + 128 tokens, so many of them running: tokens a second, and
              how many shapes of prompts were captured
-    gap      32 streams while a prompt of 32,768 arrives: the longest time between two tokens, against before and
-             against what `stats()` says
+    gap      32 streams while a prompt of 32,768 arrives: the time between two tokens, against before and against what
+             `stats()` says; how much the host's own code slowed down in the longest steps (`Yardstick`)
+    beside   at the widths of E4B, 12 layers, deterministic=True: bits of 8 streams and of a prompt that is read in parts
+             beside them, against each of them alone
     kernels  what the time of a prompt of --length goes to, by kernel, in any order -> in order (only when asked for)
 
 The same engine serves both, in turn. The prefix cache is off, and each prompt is read a few times before it is timed.
@@ -190,6 +192,20 @@ def uses(engine: Engine) -> tuple[int, int]:
     return use.made + use.refused, use.uncaptured_rounds + use.uncaptured_prompts
 
 
+class Yardstick:
+    """Milliseconds that a host takes for the same few thousand steps of Python and cells of memory, whatever it does
+    besides: where they take many times as long, the host was slow, not what it ran."""
+
+    def __init__(self) -> None:
+        self._cells = [[number] for number in range(20_000)]
+        self.usual = statistics.median(self.ms() for _ in range(50))
+
+    def ms(self) -> float:
+        begin = time.perf_counter()
+        sum(cell[0] for cell in self._cells[::10])
+        return (time.perf_counter() - begin) * 1e3
+
+
 class CompiledKernels:
     """Names of the kernels that Triton compiles, or loads compiled, from when it is made."""
 
@@ -214,7 +230,9 @@ def gap_rows() -> list[Row]:
             engine.step()
         before: list[float] = []
         meanwhile: list[float] = []
-        late, pauses, compiled = None, CollectorPauses(), CompiledKernels()
+        late, pauses, compiled, yardstick = None, CollectorPauses(), CompiledKernels(), Yardstick()
+        slowed: list[float] = []  # of each step meanwhile, how many times as long the host took for the yardstick
+        divided = 0
         events: dict[int, str] = {}  # what was compiled or captured in a step
         for step in range(30 if ON_CPU else 1200):
             if step == (10 if ON_CPU else 100):
@@ -224,6 +242,7 @@ def gap_rows() -> list[Row]:
             begin = time.perf_counter()
             engine.step()
             spent = (time.perf_counter() - begin) * 1e3
+            divided += engine.steps.reading is not None
             now = len(compiled.names), *uses(engine)
             if late is not None and now != known:
                 names = compiled.names[known[0] :]
@@ -231,6 +250,8 @@ def gap_rows() -> list[Row]:
                 events[len(meanwhile)] = f", {made} captured, {without} uncaptured, compiled {names}"
             if step > 5 and arriving:
                 (before if late is None else meanwhile).append(spent)
+            if step > 5 and arriving and late is not None:
+                slowed.append(yardstick.ms() / yardstick.usual)
             if not arriving:
                 break
         said, gap = engine.stats().prompt_gap_ms, engine.scheduler.prompt_gap
@@ -238,13 +259,43 @@ def gap_rows() -> list[Row]:
         for handle in handles:
             handle.abort()
     slowest = sorted(range(len(meanwhile)), key=lambda step: -meanwhile[step])[:5]
-    named = ", ".join(f"{meanwhile[step]:.1f} (step {step}{events.get(step, '')})" for step in slowest)
+    named = ", ".join(
+        f"{meanwhile[step]:.1f} (step {step}, host {slowed[step]:.1f}x{events.get(step, '')})" for step in slowest
+    )
+    steady = sorted(spent for spent, slow in zip(meanwhile, slowed, strict=True) if slow < 2) or [0.0]
+    usual, now = statistics.median(before), statistics.median(meanwhile)
     found = (
-        f"longest {max(before):.1f} ms, median {statistics.median(before):.1f}; while {long} arrive in "
-        f"{len(meanwhile)} steps longest {named}, median {statistics.median(meanwhile):.1f}; "
+        f"longest {max(before):.1f} ms, median {usual:.2f}; while {long} arrive in {len(meanwhile)} steps, {divided} in "
+        f"the middle of a forward: median {now:.2f} ({now / usual:.2f}x), longest {named}; of {len(steady)} "
+        f"steps with a steady host 99th percentile {steady[int(0.99 * len(steady))]:.2f}, longest {steady[-1]:.2f}; "
         f"said {said:.1f} ({parts}); the collector at most {max(pauses.ms, default=0):.1f}"
     )
     return [Row(f"{streams} streams, a step", found)]
+
+
+def beside_rows() -> list[Row]:
+    """Whether streams, and a prompt that is read in parts beside them, have the bits that each has alone."""
+    shrink = Shrink(8 if ON_CPU else 12, 16 if ON_CPU else 1)
+    model = make_target(find_shape("gemma4-e4b"), shrink, DEVICE, DTYPE, 0)
+    target = TargetModel(model, FAST, deterministic=True)
+    streams, length, new, long = (2, 5, 12, 40) if ON_CPU else (8, 100, 200, 6000)
+    prompts = prompts_of([length] * streams + [long], target.vocab_size, 5)
+    params = [SamplingParams(max_new_tokens=new, ignore_eos=True, logprobs=3)] * streams
+    params.append(SamplingParams(max_new_tokens=5, ignore_eos=True, logprobs=3))
+    with engine_of(target, streams + 1, long + new, deterministic=True) as engine:
+        alone = [engine.generate([one], each)[0] for one, each in zip(prompts, params, strict=True)]
+        handles, divided = engine.submit_many(prompts[:-1], params[:-1]), 0
+        while not all(handle.num_output for handle in handles):
+            engine.step()
+        handles.append(engine.submit(prompts[-1], params[-1]))
+        while not all(handle.finished for handle in handles):
+            engine.step()
+            divided += engine.steps.reading is not None
+        outs = [handle.output() for handle in handles]
+    wrong = sum((a.token_ids, a.logprobs) != (b.token_ids, b.logprobs) for a, b in zip(alone, outs, strict=True))
+    found = "bits equal" if not wrong else f"OTHER BITS of {wrong}"
+    what = f"{streams} streams beside a prompt of {long}, {divided} steps in the middle of a forward"
+    return [Row(what, found, ok=not wrong and (ON_CPU or divided > 0))]
 
 
 def kernel_rows(length: int) -> list[Row]:
@@ -274,7 +325,7 @@ def kernel_rows(length: int) -> list[Row]:
     return rows
 
 
-PARTS = {"bits": bit_rows, "order": order_rows, "load": load_rows, "gap": gap_rows}
+PARTS = {"bits": bit_rows, "order": order_rows, "load": load_rows, "gap": gap_rows, "beside": beside_rows}
 
 
 def main() -> int:
@@ -282,7 +333,10 @@ def main() -> int:
     parser.add_argument("--prefill-chunk", type=int)
     parser.add_argument("--max-prefill-tokens", type=int)
     parser.add_argument(
-        "--parts", nargs="+", choices=("times", "kernels", *PARTS), default=["bits", "times", "order", "load", "gap"]
+        "--parts",
+        nargs="+",
+        choices=("times", "kernels", *PARTS),
+        default=["bits", "times", "order", "load", "gap", "beside"],
     )
     parser.add_argument("--length", type=int, default=8192, help="of the prompt of kernels")
     parser.add_argument("--out", type=Path)
