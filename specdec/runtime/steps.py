@@ -84,14 +84,13 @@ class Steps:
         self._drafted = self._begun = 0  # drafts since the last look, and those whose first token was right
         self._warned = False
         self.reading: PromptReading | None = None  # of which some parts have run
-        self._followed: LaunchedStep | None = None  # a round behind which parts of prompts ran
         self._ended: int | None = None  # the newest settled round, on the device's clock; None: chunks came after it
         round.masks.max_nodes = max(spec.num_nodes, 1 + MAX_FORCED_TOKENS)
 
     def restart(self, requests: Sequence[Request]) -> None:
         """Begin again with these requests, whatever state everything is in."""
         self.under_way.clear()
-        self.reading = self._followed = self._ended = None
+        self.reading = self._ended = None
         self.round.reset()
         self.scheduler.restart(requests)
 
@@ -240,8 +239,7 @@ class Steps:
         self.round.clock.start(*PREFILL_STAGES)
         reading.advance(gap, budget, waits=self.round.device.type == "cpu")
         if not reading.is_through:
-            self._pause(reading)
-            return []
+            return self._pause(reading)
         self.reading = None
         begin = time.perf_counter()
         self.prefill(reading)
@@ -268,14 +266,15 @@ class Steps:
             found = whole_chunk(lambda: self.read(rows, chunk_len, states), self.round.weights_generation())
         return PromptReading(requests, chunk_len, done, *found, row_epochs=epochs)
 
-    def _pause(self, reading: PromptReading) -> None:
-        """The rest of it is for later steps."""
+    def _pause(self, reading: PromptReading) -> list[Request]:
+        """The rest of it is for later steps. The round before it is settled while the device runs these parts, as it is
+        where a whole group of chunks follows, so that every step brings a token."""
         stamps = self.round.clock.stop()
         spent = stamps[1] - stamps[0]
         reading.earlier = spent if reading.earlier is None else reading.earlier + spent
-        self._followed = self.under_way[-1] if self.under_way else None
-        if self._followed is None:
-            self._ended = None
+        finished = self._settle_all()
+        self._ended = None
+        return finished
 
     def prefill(self, reading: PromptReading) -> None:
         """Launch what follows when prompt chunks are read: those that end with them draw their first token."""
@@ -349,8 +348,6 @@ class Steps:
                 if len(present) < len(launched.requests):
                     result = result.take(present)
                 self._learn(launched.shape, requests, result)
-                if launched is self._followed:  # prompts ran before the next round
-                    self._ended = self._followed = None
                 settle_round(self.round, requests, result)
                 self._note(requests, result, by_lookup=launched.shape.by_lookup)
             else:
