@@ -6,6 +6,7 @@ from tape import record
 
 import specdec.engine
 from specdec import Engine, SamplingParams, SpecConfig
+from specdec.gpu.operations import REFERENCE
 from specdec.models.paused_forward import walker_of
 from specdec.models.target import FinalStates, TargetModel
 from specdec.runtime.prompt_gap import Division, PromptGap, PromptLoad
@@ -290,13 +291,16 @@ def test_a_decoder_with_another_loop_is_not_divided(make_target):
 
 
 def test_where_a_forward_is_divided(make_target):
-    """Six layers, of which the second and the last see everything; the last K/V are those of layer 3, the fourth."""
-    target = TargetModel(make_target("gemma4-e2b"), FAST)
-    every, none, last = FinalStates.EVERY, FinalStates.NONE, FinalStates.LAST
-    assert target.narrows_at() == 3
+    """Six layers, of which the second and the last see everything; the third stores the last K/V."""
+    target = TargetModel(make_target("gemma4-e2b"), REFERENCE)
+    every, last, none = FinalStates.EVERY, FinalStates.LAST, FinalStates.NONE
+    assert target.windows == (8, None, 8, 8, 8, None) and target.narrows_at() == 2
     assert part_ends(target, (), every, 2) == [2, 4, 6]
-    assert part_ends(target, (), none, 3) == [2, 4]
-    assert part_ends(target, (), last, 1) == [1, 2, 3, 4, 6]
+    assert part_ends(target, (), none, 2) == [1, 3]
+    assert part_ends(target, (), last, 1) == [1, 2, 3, 6]
+    third, half = pytest.approx(1 / 3), pytest.approx(1 / 2)
+    assert part_shares(target, (), every, [2, 4, 6]) == [(third, half, 0), (third, 0, 0), (third, half, 0)]
+    assert part_shares(target, (), last, [1, 2, 3, 6]) == [(third, 0, 0), (third, 1, 0), (third, 0, 0), (0, 0, 1)]
 
 
 SHARES = [PartShare(1 / 8, 1 / 3 if number % 2 and number < 7 else 0.0) for number in range(8)]
