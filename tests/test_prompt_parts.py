@@ -5,12 +5,15 @@ import torch
 from tape import record
 
 import specdec.engine
+import specdec.runtime.warm_up
 from specdec import Engine, SamplingParams, SpecConfig
 from specdec.gpu.operations import REFERENCE
 from specdec.models.paused_forward import walker_of
 from specdec.models.target import FinalStates, TargetModel
+from specdec.runtime.adaptive import round_timing
 from specdec.runtime.prompt_gap import Division, PromptGap, PromptLoad
 from specdec.runtime.prompt_shares import PromptRoom
+from specdec.runtime.rounds.captured_prompts import ChunkProgram
 from specdec.runtime.rounds.prompt_parts import PartShare, part_ends, part_shares
 
 from marks import deep, deep_cases, examples
@@ -344,3 +347,37 @@ def test_a_queue_of_prompts_is_not_divided() -> None:
     lone = PromptGap()
     lone.learn_round(4.8e-3)
     assert lone.budget(room, 1, PromptLoad(200, 200**2 / 2)) is None
+
+
+def test_parts_are_captured_before_the_first_request(engine_for, random_prompt):
+    """In three sizes, with states of last tokens and of none; nobody waits for a capture when a long prompt comes."""
+    engine = engine_for(True, fused=True, max_model_len=256)
+    kept = engine.steps.chunks._captured
+    divided = {shape: one for shape, one in kept.items() if shape.divided}
+    assert {(shape.tokens, shape.states) for shape in divided} == {
+        (tokens, states) for tokens in (64, 128, 256) for states in (FinalStates.LAST, FinalStates.NONE)
+    }
+    assert all(divided.values())
+    stream = stream_of(engine, random_prompt(5))
+    made = engine.stats().captures.made
+    late = engine.submit(random_prompt(20), params(1))
+    while not late.finished:
+        engine.step()
+    assert engine.stats().captures.made == made
+    stream.abort()
+
+
+def test_a_prefix_is_on_the_device_when_forwards_behind_it_are_timed(engine_for, monkeypatch):
+    """A replayed forward reads what is there. Once that was no prefix, and attention over one took no time."""
+    seen, feed = set(), ChunkProgram.feed
+
+    def watched(program, rows, chunk_len):
+        lengths = program._round.cache.table.committed_len
+        seen.add((int(lengths.host[rows[0]]), int(lengths._tensor[rows[0]])))
+        feed(program, rows, chunk_len)
+
+    monkeypatch.setattr(ChunkProgram, "feed", watched)
+    for name in ("time_prompts", "time_rounds"):  # which tests do without otherwise
+        monkeypatch.setattr(specdec.runtime.warm_up, name, getattr(round_timing, name))
+    engine_for(True, max_model_len=300)
+    assert len(seen) > 1 and all(host == device for host, device in seen)

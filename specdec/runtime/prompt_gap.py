@@ -27,7 +27,7 @@ PROMISED_GAP = 0.25
 """Seconds that a request which decodes waits for its next token at most, however many prompts wait: half of what a
 reader takes for a dozen words, and on an H200 8,192 tokens of a model of ten billion parameters."""
 
-PART_SHARE = 0.45
+PART_SHARE = 0.4
 """The same, for parts of a forward: what a step takes beside its round and its prompts has to fit half a round, too."""
 
 MOST_STEPS = 8

@@ -16,7 +16,7 @@ import torch
 from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.prompt_gap import Division, PromptGap, PromptLoad
 from specdec.runtime.request import Request
-from specdec.runtime.rounds.captured_prompts import MOST_IN_PARTS
+from specdec.runtime.rounds.captured_prompts import SIZES_IN_PARTS
 from specdec.runtime.rounds.prompt_parts import LAYERS_A_PART, PromptParts, part_ends, part_shares
 from specdec.runtime.rounds.round import Chunk, Round
 
@@ -73,4 +73,4 @@ def division_of(round: Round, *, captured: bool) -> Division | None:
     states = round.final_states(scored=False, ends=False)
     ends = part_ends(round.target, round.aux_layers, states, LAYERS_A_PART if captured else 1)
     shares = part_shares(round.target, round.aux_layers, states, ends)
-    return Division(shares, MOST_IN_PARTS, 64) if captured else Division(shares, 32, 1)
+    return Division(shares, SIZES_IN_PARTS[-1], SIZES_IN_PARTS[0]) if captured else Division(shares, 32, 1)

@@ -29,8 +29,9 @@ device takes as long for them as the host for launching."""
 MIN_TOKENS = 16
 """Few tokens take as long as one, since the weights are read all the same."""
 
-MOST_IN_PARTS = 256
-"""Of more tokens, a forward is captured as a whole: while others decode, a step reads fewer or has time for all."""
+SIZES_IN_PARTS = 64, 128, 256
+"""Places of forwards that are captured in parts, beside those that are captured whole. While others decode, a step that
+has time for more tokens has time for all of a forward; fewer take as long as the first."""
 
 MIN_RUNS, TOKENS_A_RUN = 8, 8
 """A forward over T places has room for T / 8 requests, 8 at least: tables are as long."""
@@ -38,11 +39,12 @@ MIN_RUNS, TOKENS_A_RUN = 8, 8
 
 class ChunkShape(NamedTuple):
     """All that decides what a forward over prompts computes, but for data: `tokens` places of at most `runs` requests;
-    states: see `Chunk`."""
+    states: see `Chunk`. divided: each part is a program."""
 
     tokens: int
     runs: int
     states: FinalStates
+    divided: bool = False
 
 
 class Results:
@@ -93,8 +95,7 @@ class ChunkProgram:
         inputs[0] = self._round.cache.table.padding_row
         inputs[:, : len(rows)] = rows, chunk_len
         self._inputs.copy_(upload(inputs, self._inputs.device))
-        self.ends = []
-        if self._shape.tokens <= MOST_IN_PARTS and self._round.target.can_pause:
+        if self._shape.divided:
             self.ends = part_ends(self._round.target, self._round.aux_layers, self._shape.states, LAYERS_A_PART)
 
     @property
@@ -137,18 +138,19 @@ class ChunkGraphs(Captures):
     def read(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> Chunk | None:
         """The target reads the next `chunk_len` [R] tokens of `rows` [R]; None: they are too many to be captured, or
         are scored by a target that makes fewer final states otherwise, which is rare. states: see `Chunk`."""
-        found = self._fed(rows, chunk_len, states)
-        if found is None:
+        fed = self._fed(rows, chunk_len, states)
+        if fed is None:
             self.store.uncaptured[self.what] += 1
             return None
-        self.run_captured(found[1], found[0].programs)
-        return self._read_by(*found)
+        program, shape = fed
+        self.run_captured(shape, program.programs)
+        return self._read_by(program, shape)
 
     def begin(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> tuple[PromptParts, ReadChunk] | None:
         """The same in parts, and what is to be called behind the last for what was read; None: they are not captured in
         parts."""
-        fed = self._fed(rows, chunk_len, states)
-        if fed is None or not fed[0].ends:
+        fed = self._fed(rows, chunk_len, states, divided=True)
+        if fed is None:
             return None
         program, shape = fed
         captured = self.found(shape, program.programs)
@@ -158,9 +160,11 @@ class ChunkGraphs(Captures):
         shares = part_shares(self.round.target, self.round.aux_layers, states, program.ends)
         return PromptParts(shares, programs, self._generation), partial(self._read_by, program, shape)
 
-    def _fed(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> tuple[ChunkProgram, ChunkShape] | None:
+    def _fed(
+        self, rows: IntArray, chunk_len: IntArray, states: FinalStates, *, divided: bool = False
+    ) -> tuple[ChunkProgram, ChunkShape] | None:
         """The program that reads these chunks next, and its shape; None: none is captured of them."""
-        shape = self.bucket(len(rows), int(chunk_len.sum()), states)
+        shape = self.bucket(len(rows), int(chunk_len.sum()), states, divided=divided)
         rare = states is FinalStates.EVERY and self.round.final_states(scored=False, ends=True) is not states
         if shape is None or rare:
             return None
@@ -176,12 +180,14 @@ class ChunkGraphs(Captures):
         self.capture_next(shape, program.programs)  # at once: there are few shapes, and each comes again
         return chunk
 
-    def bucket(self, num_runs: int, num_tokens: int, states: FinalStates) -> ChunkShape | None:
+    def bucket(
+        self, num_runs: int, num_tokens: int, states: FinalStates, *, divided: bool = False
+    ) -> ChunkShape | None:
         """The shape under which so many are read, padded to the next size there is."""
-        for tokens in token_buckets(MAX_TOKENS):
+        for tokens in SIZES_IN_PARTS if divided else token_buckets(MAX_TOKENS):
             runs = min(max(MIN_RUNS, tokens // TOKENS_A_RUN), self.round.cache.table.max_requests)
-            if tokens >= num_tokens and runs >= num_runs:
-                return ChunkShape(tokens, runs, states)
+            if num_tokens <= tokens <= MAX_TOKENS and runs >= num_runs:
+                return ChunkShape(tokens, runs, states, divided)
         return None
 
 
