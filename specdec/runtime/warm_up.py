@@ -76,6 +76,7 @@ def _capture_parts(steps: Steps) -> None:
     division, chunks = steps.scheduler.prompt_gap.division, steps.chunks
     if division is None or chunks is None:
         return
+    steps.round.flush()
     longest = min(steps.table.slots.host.shape[1] - 1, division.most)
     for states in {steps.round.final_states(scored=False, ends=ends) for ends in (False, True)}:
         for size in SIZES_IN_PARTS:
