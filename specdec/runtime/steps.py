@@ -242,7 +242,7 @@ class Steps:
             return self._pause(reading)
         self.reading = None
         begin = time.perf_counter()
-        self.prefill(reading)
+        self.prefill(reading.requests, reading.chunk_len, reading)
         finished = self._settle(busy=None in [launched.drawing for launched in self.under_way])
         if self.graphs is None:
             gap.cost.learn(reading.load, reading.seconds + time.perf_counter() - begin)
@@ -276,10 +276,10 @@ class Steps:
         self._ended = None
         return finished
 
-    def prefill(self, reading: PromptReading) -> None:
-        """Launch what follows when prompt chunks are read: those that end with them draw their first token."""
-        requests, chunk_len, done = reading.requests, reading.chunk_len, reading.done
-        rows = rows_of(requests)
+    def prefill(self, requests: Sequence[Request], chunk_len: IntArray, reading: PromptReading) -> None:
+        """Launch what follows once `chunk_len` [B] tokens of these prompts are read: who ends with them draws its
+        first token."""
+        rows, done = rows_of(requests), reading.done
         drawing = [
             i
             for i, request in enumerate(requests)

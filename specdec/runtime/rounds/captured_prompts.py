@@ -5,7 +5,8 @@ on an H200), whatever its length: a short prompt waits for the host alone, and e
 comes behind the forward, a first token and the drafter's observation, is little and runs as it is.
 
 A shape is a number of places and whose final states are made: prefixes, and how the places are shared out among
-requests, are data. So there are at most 30 shapes, whatever comes.
+requests, are data. So there are at most 36 shapes, whatever comes: 15 sizes that are whole and three in parts, with and
+without final states.
 """
 
 from collections.abc import Callable, Sequence
