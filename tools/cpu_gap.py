@@ -36,7 +36,7 @@ LEARNED = 6
 class GapRig:
     """An engine whose streams decode, and prompts of `length` tokens for it."""
 
-    def __init__(self, name: str, length: int) -> None:
+    def __init__(self, name: str, length: int, *, whole: bool) -> None:
         model = AutoModelForCausalLM.from_pretrained(BUNDLED_DIR / name, dtype=torch.float32).eval()
         model.config.max_position_embeddings = length + 64
         self.draw, self.length, target = random.Random(0), length, TargetModel(model)
@@ -44,6 +44,8 @@ class GapRig:
         slots = {"full_slots": length + STREAMS * 2048, "swa_slots": length + STREAMS * 256}
         sizes = {"max_batch_size": STREAMS + 1, "max_model_len": length + 64, **slots}
         self.engine = engine = Engine(target, None, config=EngineConfig(device="cpu", prefix_cache=False, **sizes))
+        if whole:
+            engine.scheduler.prompt_gap.division = None
         params = SamplingParams(max_new_tokens=1900, ignore_eos=True)
         streams = engine.submit_many([self._prompt(CONTEXT) for _ in range(STREAMS)], [params] * STREAMS)
         while not all(stream.num_output for stream in streams):
@@ -87,9 +89,10 @@ def main() -> int:
     parser.add_argument("--lengths", nargs="+", type=int, default=[1000, 4000, 16000, 32000])
     parser.add_argument("--forwards", type=int, default=3, help="over the prompt, whose steps are counted")
     parser.add_argument("--rounds", type=int, default=15, help="steps alone, before each length and after it")
+    parser.add_argument("--whole", action="store_true", help="forwards are not divided among steps")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    rig = GapRig(args.model, max(args.lengths) + 768)
+    rig = GapRig(args.model, max(args.lengths) + 768, whole=args.whole)
     print(f"{hardware(torch.device('cpu'))}; {VERSIONS}\n")
     print(table_head("after", "steps", "alone, ms", "with", "95th percentile", "at most"))
     for length in args.lengths:
