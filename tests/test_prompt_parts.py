@@ -8,6 +8,7 @@ import specdec.engine
 import specdec.runtime.warm_up
 from specdec import Engine, SamplingParams, SpecConfig
 from specdec.gpu.operations import REFERENCE
+from specdec.kvcache.sanitize import SETTING
 from specdec.models.paused_forward import walker_of
 from specdec.models.target import FinalStates, TargetModel
 from specdec.runtime.adaptive import round_timing
@@ -349,8 +350,9 @@ def test_a_queue_of_prompts_is_not_divided() -> None:
     assert lone.budget(room, 1, PromptLoad(200, 200**2 / 2)) is None
 
 
-def test_parts_are_captured_before_the_first_request(engine_for, random_prompt):
+def test_parts_are_captured_before_the_first_request(engine_for, random_prompt, monkeypatch):
     """In three sizes, with states of last tokens and of none; nobody waits for a capture when a long prompt comes."""
+    monkeypatch.delenv(SETTING, raising=False)  # which knows of no rows without slots, so nothing is warmed up
     engine = engine_for(True, fused=True, max_model_len=256)
     kept = engine.steps.chunks._captured
     divided = {shape: one for shape, one in kept.items() if shape.divided}
@@ -369,6 +371,7 @@ def test_parts_are_captured_before_the_first_request(engine_for, random_prompt):
 
 def test_a_prefix_is_on_the_device_when_forwards_behind_it_are_timed(engine_for, monkeypatch):
     """A replayed forward reads what is there. Once that was no prefix, and attention over one took no time."""
+    monkeypatch.delenv(SETTING, raising=False)  # which knows of no rows without slots, so nothing is warmed up
     seen, feed = set(), ChunkProgram.feed
 
     def watched(program, rows, chunk_len):

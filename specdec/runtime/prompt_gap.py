@@ -228,7 +228,7 @@ class PromptGap:
                 spent = max(spent, self.cost.seconds(load) + self.ending)
             else:
                 parts = [self.part_seconds(load, share) for share in self.division.shares]
-                spent = max(spent, budget, *parts)
+                spent = max(spent, budget, self.ending, *parts)
         return max(self.round, self.longest_round) + spent
 
 
