@@ -14,12 +14,13 @@ would activate the same rows again, they are a launch of their own. Rounded wher
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
-from specdec.gpu.operations import op
+from specdec.gpu.operations import Operations, op
 from specdec.gpu.triton_shim import KEEP, tl, triton
 from specdec.layers.activation import activate, reference_activate
 from specdec.layers.linear import linear
@@ -46,6 +47,19 @@ SOME_ROWS_TILES = Tiles(64, 32, 64, 4, 4, 64)
 
 ANY_ORDER_TILES = {192: SomeTiles(64, 32, 0, 128, 4, 2), MANY_ROWS: SomeTiles(128, 64, 0, 64, 8, 4)}
 """Up to so many rows, next to any others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingParts:
+    """Gemma 4's per-layer embeddings, what is computed once a forward (`reference_layer_inputs`). columns: those of the
+    context product that the table has, where ranks share it."""
+
+    context: Weight
+    table: torch.Tensor
+    norm: Gain
+    context_scale: float
+    table_scale: float
+    columns: slice | None = None
 
 
 def reference_layer_inputs(
@@ -261,3 +275,17 @@ def gated_projection(
 def _width(gain: Gain) -> int:
     assert gain.weight is not None and gain.is_plain, f"{gain}"
     return len(gain.weight)
+
+
+def per_layer_inputs(
+    parts: EmbeddingParts | None, hidden: torch.Tensor, input_ids: torch.Tensor | None, ops: Operations
+) -> torch.Tensor | None:
+    """Per-layer embeddings [T, L, P] of a forward over embeddings [T, H]; None: the model has none."""
+    if parts is None:
+        return None
+    assert input_ids is not None, "per-layer embeddings are looked up by token"
+    scales = {"context_scale": parts.context_scale, "table_scale": parts.table_scale}
+    context = ops(linear)(hidden, parts.context)
+    if parts.columns is not None:
+        context = context._replace(parts=context.parts[..., parts.columns].contiguous())
+    return ops(layer_inputs)(context, input_ids.reshape(-1), parts.table, parts.norm, **scales)
