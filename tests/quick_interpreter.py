@@ -16,6 +16,8 @@ from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
+from remembered_operations import NAMES, remembered
+
 
 def replaces(owner: Any, name: str) -> Callable[[Callable[[Any], Any]], None]:
     """Decorates a function that makes the new `owner.name` of the old one."""
@@ -99,6 +101,9 @@ def direct_calls(_: Any) -> Any:
 
     def replace(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
         builtin = getattr(member, "__wrapped__", member)
+        if name in NAMES:
+            scope.set_attr(owner, name, remembered(builtin, interpreter.interpreter_semantic))
+            return
 
         def call(*args: Any, **kwargs: Any) -> Any:
             kwargs["_semantic"] = interpreter.interpreter_semantic
