@@ -12,11 +12,10 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import triton.language as tl
+from remembered_operations import NAMES, remembered
 from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
-
-from remembered_operations import NAMES, remembered
 
 
 def replaces(owner: Any, name: str) -> Callable[[Callable[[Any], Any]], None]:

@@ -9,6 +9,7 @@ builtins of `triton.language` in it.
 
 import threading
 from collections.abc import Callable
+from types import CodeType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,15 @@ from triton.runtime import interpreter
 
 Handle = interpreter.TensorHandle
 BOOL = np.dtype(bool)
-OPERATORS = "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod and rand or ror xor rxor lshift rlshift"
+OPERATORS = (
+    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod and rand or ror xor rxor lshift rlshift"
+)
 OPERATORS += " rshift rrshift gt ge lt le eq ne neg invert getitem"
 FUNCTIONS = "where minimum maximum exp exp2 log log2 sqrt rsqrt abs floor ceil fma cast to load store expand_dims"
 FUNCTIONS += " broadcast_to logical_and logical_or add sub mul"
 NAMES = {f"__{name}__" for name in OPERATORS.split()} | set(FUNCTIONS.split())
 """Builtins that look at types and Python's numbers alone, never at the values in a tensor."""
+TWO_OPERANDS = {f"__{name}__" for name in OPERATORS.split()} - {"__neg__", "__invert__", "__getitem__"}
 WIDENED = {"create_splat", "create_broadcast"}
 
 
@@ -34,9 +38,10 @@ def described(value: Any) -> Any:
     """What the calls of the builder depend on of an argument: a tensor's type, or the value."""
     kind = value.__class__
     if kind is core.tensor:
-        type = value.type
-        # one object a block type, see quick_interpreter.py; a launch has pointers of its own
-        return id(type) if type.__class__ is core.block_type else (type.name, getattr(type, "address_space", None))
+        try:
+            return value.type.described
+        except AttributeError:
+            return described_type(value.type)
     if value is None or kind is str:
         return kind, value
     if kind is int or kind is bool:
@@ -54,6 +59,14 @@ def described(value: Any) -> Any:
             raise UnknownArgumentError
         return kind, *map(described, value)
     raise UnknownArgumentError
+
+
+def described_type(type: Any) -> Any:
+    """Of a block type there is one object, see quick_interpreter.py; of a pointer a launch has its own."""
+    type.described = (
+        id(type) if type.__class__ is core.block_type else (type.name, getattr(type, "address_space", None))
+    )
+    return type.described
 
 
 class Recorder:
@@ -90,56 +103,63 @@ class Recorder:
         return call
 
 
-class Operand(int):
-    """In the arguments of a step: the number of the value that stands there."""
+CODE: dict[str, CodeType] = {}
 
 
-class Plan:
-    """The calls of the builder for operands of some types."""
+def planned(recorder: Recorder, builder: Any, result: Any) -> Callable[..., Any]:
+    """A function of the tensors of a call, which makes the calls of the builder and returns the result."""
+    first = len(recorder.handles) - len(recorder.steps)
+    elided = elided_values(recorder, first, result)
+    known: dict[str, Any] = {"builder": builder, "elementwise": elementwise, "new": object.__new__}
 
-    def __init__(self, recorder: Recorder, builder: Any, result: Any) -> None:
-        self.type, self.attributes, self.place, self.data = None, None, -1, None
-        if result is not None and result.handle is not None:  # a store gives an empty tensor
-            self.type = result.type
-            self.attributes = {name: value for name, value in result.__dict__.items() if name != "handle"}
-            self.place = recorder.values.get(id(result.handle), -1)
-            self.data = result.handle
-        elided = self._elided(recorder)
-        self.steps = []
-        for number, (name, args, _) in enumerate(recorder.steps, len(recorder.handles) - len(recorder.steps)):
-            places = [recorder.values.get(id(arg)) for arg in args]
-            if number in elided:
-                name, args, places = "", [None], [recorder.values[id(elided[number])]]
-            wanted = [arg if place is None else Operand(place) for arg, place in zip(args, places, strict=True)]
-            self.steps.append(step_of(name, builder, wanted))
+    def named(value: Any) -> str:
+        if id(value) in recorder.values:
+            return f"v{recorder.values[id(value)]}"
+        known[name := f"c{len(known)}"] = value
+        return name
 
-    def _elided(self, recorder: Recorder) -> dict[int, Any]:
-        """Values that are another one, widened for operations of numpy that would widen it as well."""
-        elided: dict[int, Any] = {}
-        first = len(recorder.handles) - len(recorder.steps)
-        for number, (name, args, result) in enumerate(recorder.steps, first):
-            source = args[-1] if name == "create_splat" else args[0]
-            if name not in WIDENED or number == self.place or source.data.dtype == BOOL:
-                continue
-            readers = [(other, given) for other, given, _ in recorder.steps if any(arg is result for arg in given)]
-            if all(other in FUNCTION_OF and _is_as_wide(given, recorder, {**elided, number: source}) for other, given in readers):
-                elided[number] = source
-        return elided
-
-    def __call__(self, operands: list[Any]) -> Any:
-        values = operands
-        for step in self.steps:
-            values.append(step(values))
-        if self.type is None:
-            return None
-        if self.place < 0:  # a constant, in a handle of its own
-            handle = Handle(self.data.data, self.data.dtype)
+    lines = [f"def plan({', '.join(f't{number}' for number in range(first))}):"]
+    lines += [f"    v{number} = t{number}.handle" for number in range(first)]
+    for number, (name, args, _) in enumerate(recorder.steps, first):
+        if number in elided:
+            lines.append(f"    v{number} = {named(elided[number])}")
+        elif name in FUNCTION_OF:
+            function = named(FUNCTION_OF[name])
+            lines.append(f"    v{number} = elementwise(builder, {function}, {', '.join(map(named, args))})")
         else:
-            handle = values[self.place]
-        tensor = object.__new__(core.tensor)
-        tensor.__dict__.update(self.attributes)
-        tensor.handle = handle
-        return tensor
+            method = named(getattr(builder, name))
+            lines.append(f"    v{number} = {method}({', '.join(map(named, args))})")
+    if result is not None and result.handle is not None:  # a store gives an empty tensor
+        known["tensor"], known["Handle"] = core.tensor, Handle
+        known["attributes"] = {name: value for name, value in result.__dict__.items() if name != "handle"}
+        lines += ["    result = new(tensor)", "    result.__dict__.update(attributes)"]
+        if id(result.handle) in recorder.values:
+            lines.append(f"    result.handle = {named(result.handle)}")
+        else:  # a constant, in a handle of its own
+            known["data"], known["dtype"] = result.handle.data, result.handle.dtype
+            lines.append("    result.handle = Handle(data, dtype)")
+        lines.append("    return result")
+    source = "\n".join(lines)
+    if source not in CODE:
+        made: dict[str, Any] = {}
+        exec(source, made)
+        CODE[source] = made["plan"].__code__
+    return FunctionType(CODE[source], known)
+
+
+def elided_values(recorder: Recorder, first: int, result: Any) -> dict[int, Any]:
+    """Values that are another one, widened for operations of numpy that would widen it as well."""
+    elided: dict[int, Any] = {}
+    final = None if result is None else result.handle
+    for number, (name, args, widened) in enumerate(recorder.steps, first):
+        source = args[-1] if name == "create_splat" else args[0]
+        if name not in WIDENED or widened is final or source.data.dtype == BOOL:
+            continue
+        readers = [(other, given) for other, given, _ in recorder.steps if any(arg is widened for arg in given)]
+        tried = {**elided, number: source}
+        if all(other in FUNCTION_OF and _is_as_wide(given, recorder, tried) for other, given in readers):
+            elided[number] = source
+    return elided
 
 
 def _is_as_wide(args: list[Any], recorder: Recorder, elided: dict[int, Any]) -> bool:
@@ -171,33 +191,6 @@ def functions_of_numpy() -> dict[str, Any]:
 FUNCTION_OF = functions_of_numpy()
 
 
-def step_of(name: str, builder: Any, args: list[Any]) -> Callable[[list[Any]], Any]:
-    """One call: of the values so far to the next one."""
-    if not name:
-        place = args[0]
-        return lambda values: values[place]
-    if name in FUNCTION_OF:
-        function, (left, right) = FUNCTION_OF[name], args
-        if isinstance(left, Operand) and isinstance(right, Operand):
-            return lambda values: elementwise(builder, function, values[left], values[right])
-        if isinstance(left, Operand):
-            return lambda values: elementwise(builder, function, values[left], right)
-        return lambda values: elementwise(builder, function, left, values[right])
-    method = getattr(builder, name)
-    places = [(at, arg) for at, arg in enumerate(args) if isinstance(arg, Operand)]
-    if len(places) == 1 and places[0][0] == 0:
-        place, rest = places[0][1], args[1:]
-        return lambda values: method(values[place], *rest)
-
-    def step(values: list[Any]) -> Any:
-        given = list(args)
-        for at, place in places:
-            given[at] = values[place]
-        return method(*given)
-
-    return step
-
-
 def elementwise(builder: Any, function: Any, left: Any, right: Any) -> Any:
     """`builder.binary_op`, by what it does where it has nothing to convert."""
     a, b, dtype = left.data, right.data, left.dtype
@@ -216,7 +209,7 @@ RECORDING: list[Recorder] = []
 
 def remembered(builtin: Callable[..., Any], semantic: Any) -> Callable[..., Any]:
     """The builtin, computed by what is known of operands of these types."""
-    plans: dict[Any, Plan | None] = {}  # None: as it is without
+    plans: dict[Any, Callable[..., Any] | None] = {}  # None: as it is without
 
     def first(key: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         operands = [arg.handle for arg in (*args, *options.values()) if arg.__class__ is core.tensor]
@@ -232,7 +225,7 @@ def remembered(builtin: Callable[..., Any], semantic: Any) -> Callable[..., Any]
             semantic.builder = builder
             RECORDING.pop()
         known = recorder.known and (result is None or result.__class__ is core.tensor)
-        plans[key] = Plan(recorder, builder, result) if known else None
+        plans[key] = planned(recorder, builder, result) if known else None
         return result
 
     def call(*args: Any, **options: Any) -> Any:
@@ -250,9 +243,19 @@ def remembered(builtin: Callable[..., Any], semantic: Any) -> Callable[..., Any]
             return first(key, args, options)
         if plan is None:
             return builtin(*args, **options, _semantic=semantic)
-        operands = [arg.handle for arg in args if arg.__class__ is core.tensor]
+        tensors = [arg for arg in args if arg.__class__ is core.tensor]
         if options:
-            operands += [arg.handle for arg in options.values() if arg.__class__ is core.tensor]
-        return plan(operands)
+            tensors += [arg for arg in options.values() if arg.__class__ is core.tensor]
+        return plan(*tensors)
 
-    return call
+    def operator(left: Any, right: Any) -> Any:
+        if left.__class__ is right.__class__ is core.tensor and not RECORDING:
+            try:
+                plan = plans.get((left.type.described, right.type.described))
+            except AttributeError:
+                plan = None
+            if plan is not None:
+                return plan(left, right)
+        return call(left, right)
+
+    return operator if builtin.__name__ in TWO_OPERANDS else call
