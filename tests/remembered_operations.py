@@ -1,7 +1,7 @@
 """An operation of Triton's interpreter is worked out once for the types it meets, and replayed after that.
 
-`x + y` in an interpreted kernel is one step of numpy and a hundred of Python, which find out from the types of both what
-is cast, broadcast and called. They come to the same calls of the interpreter's builder each time. So the calls are
+`x + y` in an interpreted kernel is one step of numpy and a hundred of Python, which find out from the types of both
+what is cast, broadcast and called. They come to the same calls of the interpreter's builder each time. So the calls are
 recorded the first time, and later ones make the same calls on other values. What a builder is not asked for again:
 a constant, and the copies of a number or a row which numpy broadcasts by itself. quick_interpreter.py wraps the
 builtins of `triton.language` in it.

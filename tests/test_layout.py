@@ -15,7 +15,7 @@ import pytest
 
 @functools.cache
 def parsed(text: str) -> ast.Module:
-    """A dozen tests read the same files. Trees are made of so many objects that the collector would look at them often."""
+    """A dozen tests read the same files. A tree is of so many objects that the collector would look at them often."""
     enabled = gc.isenabled()
     gc.disable()
     try:
