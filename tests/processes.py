@@ -4,8 +4,9 @@
     process = start(["-m", "specdec.cli", "serve"], stdout=PIPE)
 
 By default a command runs in a fork of `fork_server.py`, of which every process of pytest has one from the first command
-on, and workers (pytest -n) the one of which they are forks themselves. `make test-deep` starts Python anew for each, and so does `real=True`: every way to start (the console script, the
-module, the server) has a test with it. What a process has imported by itself is only seen in a real one.
+on; workers (pytest -n) share the one of which they are forks themselves. `make test-deep` starts Python anew for each,
+and so does `real=True`: every way to start (the console script, the module, the server) has a test with it. What a
+process has imported by itself is only seen in a real one.
 """
 
 import fcntl
@@ -27,6 +28,7 @@ from threading import Thread
 from typing import IO, Any
 
 from forked_workers import SHARED
+
 from marks import is_deep
 
 FORK_SERVER = Path(__file__).with_name("fork_server.py")

@@ -131,6 +131,26 @@ def numpy_types_by_name(find: Any) -> Any:
     return of
 
 
+@replaces(interpreter, "_validate_np_data_size")
+def sizes_by_name(_: Any) -> Any:
+    """Does an array have no wider elements than the type? One of a pointer may."""
+    widest: dict[str, int] = {}  # bytes
+
+    def of(array: Any, dtype: Any) -> bool:
+        if dtype.__class__ is core.pointer_type:
+            return True
+        if dtype.name not in widest:
+            widest[dtype.name] = max(8, dtype.primitive_bitwidth) // 8
+        return bool(array.itemsize <= widest[dtype.name])
+
+    return of
+
+
+@replaces(interpreter.InterpreterBuilder, "create_expand_dims")
+def dimensions_by_index(_: Any) -> Any:
+    return lambda self, arg, axis: interpreter.TensorHandle(arg.data[(*(slice(None),) * axis, None)], arg.dtype.scalar)
+
+
 BLOCKS: dict[tuple[Any, ...], Any] = {}  # every block type, for good: so two are equal when they are the same
 
 
