@@ -13,7 +13,7 @@ import socket
 import sys
 from typing import Any
 
-SHARED = "TESTS_FORK_SERVER"  # the variable with the socket of the process that all workers of a run ask
+SHARED = "PYTEST_FORK_SERVER"  # the variable with the socket of the process that all workers of a run ask
 
 
 def become_a_fork(arguments: list[str]) -> int:

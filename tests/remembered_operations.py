@@ -36,28 +36,29 @@ class UnknownArgumentError(Exception):
 
 def described(value: Any) -> Any:
     """What the calls of the builder depend on of an argument: a tensor's type, or the value."""
-    kind = value.__class__
-    if kind is core.tensor:
+    if value.__class__ is core.tensor:
         try:
             return value.type.described
         except AttributeError:
             return described_type(value.type)
-    if value is None or kind is str:
-        return kind, value
-    if kind is int or kind is bool:
+    return described_value(value)
+
+
+def described_value(value: Any) -> Any:
+    """Of what is no tensor and has none in it, which would be taken for the same one each time."""
+    kind = value.__class__
+    if value is None or kind is str or kind is int or kind is bool:
         return kind, value
     if kind is float and value == value:
         return kind, value, str(value)  # -0.0 is equal to 0.0
     if kind is core.constexpr:
-        return kind, described(value.value)
+        return kind, described_value(value.value)
     if kind is core.dtype:
         return kind, value.name
     if kind is slice:
-        return kind, described(value.start), described(value.stop), described(value.step)
+        return kind, described_value(value.start), described_value(value.stop), described_value(value.step)
     if kind in (tuple, list):
-        if any(each.__class__ is core.tensor for each in value):
-            raise UnknownArgumentError
-        return kind, *map(described, value)
+        return kind, *map(described_value, value)
     raise UnknownArgumentError
 
 
@@ -153,7 +154,10 @@ def elided_values(recorder: Recorder, first: int, result: Any) -> dict[int, Any]
     final = None if result is None else result.handle
     for number, (name, args, widened) in enumerate(recorder.steps, first):
         source = args[-1] if name == "create_splat" else args[0]
-        if name not in WIDENED or widened is final or source.data.dtype == BOOL:
+        if name not in WIDENED or widened is final:
+            continue
+        types = {source.data.dtype, widened.data.dtype}
+        if len(types) > 1 or BOOL in types:
             continue
         readers = [(other, given) for other, given, _ in recorder.steps if any(arg is widened for arg in given)]
         tried = {**elided, number: source}
