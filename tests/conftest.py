@@ -46,6 +46,8 @@ def pytest_configure(config: pytest.Config) -> None:
         drafts_of_one_shape()
         prompts_of_one_cost()
         clients_of_one_context()
+    elif sys.platform == "linux" and os.environ["TRITON_INTERPRET"] == "1":
+        config.pluginmanager.import_plugin("forked_workers")
 
 
 def drafts_of_one_shape() -> None:

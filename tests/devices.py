@@ -39,8 +39,9 @@ class PoisonEmpty(TorchFunctionMode):
     allocate whatever model is made in it.
     """
 
-    MAKERS = (torch.empty, torch.empty_like, torch.empty_strided)
-    MAKERS += (torch.Tensor.new_empty, torch.Tensor.new_empty_strided)
+    MAKERS = frozenset(
+        (torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty, torch.Tensor.new_empty_strided)
+    )
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,6 +1,9 @@
 """Runs commands of Python in forks of one process that has imported torch, transformers and the package.
 
-    python fork_server.py FD        `processes.py` starts it and asks through the socket FD
+    python fork_server.py FD [LISTENER]      `processes.py` starts it and asks through the socket FD
+
+With LISTENER, a socket, so does who connects to it: the workers of a run (forked_workers.py) and their tests.
+It ends when FD is closed.
 
 Starting Python and importing all that takes four seconds, a fork some milliseconds. In a fork everything is as if
 Python had just started: arguments, environment, folder, standard streams, signals, and how it ends. This is safe
@@ -14,11 +17,13 @@ import io
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import sys
 import termios
 import threading
+import time
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -37,43 +42,78 @@ USED_LATER = (  # what commands, and transformers, import only when they run
     "uvicorn.protocols.http.auto",
     "uvicorn.protocols.websockets.auto",
 )
+MODELS = (  # of transformers, which tests build
+    *("cohere", "cohere2", "gemma2", "gemma3", "glm", "glm4", "gpt_oss", "granite", "mistral"),
+    *("mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3", "starcoder2"),
+)
+USED_BY_TESTS = (
+    "accelerate",
+    "httpx",
+    "jsonschema",
+    "openai",
+    "openai.resources.chat",
+    *(f"transformers.models.{name}.modeling_{name}" for name in MODELS),
+)
 MAX_REQUEST = 1 << 18  # bytes: the arguments and the environment
+SECONDS_TO_END = 20
 THREADS = "/proc/self/task"
 
 
-def preload() -> None:
+def preload(*more: str) -> None:
+    gc.disable()
     commands, bodies = import_module("specdec.cli"), import_module("specdec.cli.bodies")
     names = [
         f"{package.__name__}.{each.name}" for package in (commands, bodies) for each in iter_modules(package.__path__)
     ]
-    for name in [*names, *USED_LATER]:
+    for name in [*names, *USED_LATER, *more]:
         if not name.endswith("__main__"):
             with suppress(ImportError):  # of an extra that is not installed
                 import_module(name)
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
-def serve(door: socket.socket) -> dict[str, Any] | None:
-    """Answers until nobody is left who could ask: None. In a process that is to run a command: what was asked."""
+def serve(first: socket.socket, listener: socket.socket | None) -> dict[str, Any] | None:
+    """Answers until the first door is closed: None. In a process that is to run a command: what was asked."""
+    doors = [first]
     while True:
-        message, descriptors, _, _ = socket.recv_fds(door, MAX_REQUEST, 4)
-        if not message:
-            return None
-        collect_ended()
-        assert threading.active_count() == 1, threading.enumerate()
-        assert not os.path.exists(THREADS) or len(os.listdir(THREADS)) == 1, "threads of a library"
-        if os.fork() == 0:
-            door.close()
-            return keep(json.loads(message), *descriptors)
-        for descriptor in descriptors:
-            os.close(descriptor)
+        for ready in select.select([*doors, *filter(None, [listener])], [], [])[0]:
+            if ready is listener:
+                doors.append(listener.accept()[0])
+                continue
+            message, descriptors, _, _ = socket.recv_fds(ready, MAX_REQUEST, 4)
+            if not message:
+                ready.close()
+                doors.remove(ready)
+                if ready is first:
+                    wait_for_the_last()
+                    return None
+                continue
+            collect_ended()
+            assert threading.active_count() == 1, threading.enumerate()
+            assert not os.path.exists(THREADS) or len(os.listdir(THREADS)) == 1, "threads of a library"
+            if os.fork() == 0:
+                for each in [*doors, *filter(None, [listener])]:
+                    each.close()
+                return keep(json.loads(message), *descriptors)
+            for descriptor in descriptors:
+                os.close(descriptor)
 
 
 def collect_ended() -> None:
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
+
+
+def wait_for_the_last() -> None:
+    """Times of processes that nobody waits for are in no sum of a whole run's."""
+    deadline = time.monotonic() + SECONDS_TO_END
+    with suppress(ChildProcessError):
+        while time.monotonic() < deadline:
+            if not os.waitpid(-1, os.WNOHANG)[0]:
+                time.sleep(0.01)
 
 
 def keep(request: dict[str, Any], report: int, *streams: int) -> dict[str, Any]:
@@ -162,8 +202,9 @@ def run_to_its_end(arguments: list[str]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    preload()
+    listener = socket.socket(fileno=int(sys.argv[2])) if sys.argv[2:] else None
+    preload(*(USED_BY_TESTS if listener else ()))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the commands
-    if asked := serve(socket.socket(fileno=int(sys.argv[1]))):
+    if asked := serve(socket.socket(fileno=int(sys.argv[1])), listener):
         run_to_its_end(asked["arguments"])
     os._exit(0)

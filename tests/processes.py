@@ -4,8 +4,9 @@
     process = start(["-m", "specdec.cli", "serve"], stdout=PIPE)
 
 By default a command runs in a fork of `fork_server.py`, of which every process of pytest has one from the first command
-on. `make test-deep` starts Python anew for each, and so does `real=True`: every way to start (the console script, the
-module, the server) has a test with it. What a process has imported by itself is only seen in a real one.
+on; workers (pytest -n) share the one of which they are forks themselves. `make test-deep` starts Python anew for each,
+and so does `real=True`: every way to start (the console script, the module, the server) has a test with it. What a
+process has imported by itself is only seen in a real one.
 """
 
 import fcntl
@@ -25,6 +26,8 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE
 from threading import Thread
 from typing import IO, Any
+
+from forked_workers import SHARED
 
 from marks import is_deep
 
@@ -179,18 +182,29 @@ def stop() -> None:
     if _fork_server.cache_info().currsize:
         door, server = _fork_server()
         door.close()
-        server.wait(60)
+        if server is not None:
+            server.wait(60)
         _fork_server.cache_clear()
 
 
 @cache
-def _fork_server() -> tuple[socket.socket, subprocess.Popen[bytes]]:
+def _fork_server() -> tuple[socket.socket, subprocess.Popen[bytes] | None]:
+    if path := os.environ.get(SHARED):
+        door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        door.connect(path)
+        return door, None
+    return start_server()
+
+
+def start_server(*listeners: socket.socket) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """A server that ends when the socket is closed. listeners: at most one, to which others may connect."""
     door, its_door = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, str(FORK_SERVER), str(its_door.fileno())]
+    sockets = [each.fileno() for each in (its_door, *listeners)]
+    command = [sys.executable, str(FORK_SERVER), *map(str, sockets)]
     paths = [str(FORK_SERVER.parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     with its_door:
-        server = subprocess.Popen(command, stdin=DEVNULL, stdout=DEVNULL, env=env, pass_fds=[its_door.fileno()])
+        server = subprocess.Popen(command, stdin=DEVNULL, stdout=DEVNULL, env=env, pass_fds=sockets)
     return door, server
 
 

@@ -12,6 +12,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import triton.language as tl
+from remembered_operations import NAMES, remembered
 from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
@@ -99,6 +100,9 @@ def direct_calls(_: Any) -> Any:
 
     def replace(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
         builtin = getattr(member, "__wrapped__", member)
+        if name in NAMES:
+            scope.set_attr(owner, name, remembered(builtin, interpreter.interpreter_semantic))
+            return
 
         def call(*args: Any, **kwargs: Any) -> Any:
             kwargs["_semantic"] = interpreter.interpreter_semantic
@@ -125,6 +129,26 @@ def numpy_types_by_name(find: Any) -> Any:
         return known[dtype.name]
 
     return of
+
+
+@replaces(interpreter, "_validate_np_data_size")
+def sizes_by_name(_: Any) -> Any:
+    """Does an array have no wider elements than the type? One of a pointer may."""
+    widest: dict[str, int] = {}  # bytes
+
+    def of(array: Any, dtype: Any) -> bool:
+        if dtype.__class__ is core.pointer_type:
+            return True
+        if dtype.name not in widest:
+            widest[dtype.name] = max(8, dtype.primitive_bitwidth) // 8
+        return bool(array.itemsize <= widest[dtype.name])
+
+    return of
+
+
+@replaces(interpreter.InterpreterBuilder, "create_expand_dims")
+def dimensions_by_index(_: Any) -> Any:
+    return lambda self, arg, axis: interpreter.TensorHandle(arg.data[(*(slice(None),) * axis, None)], arg.dtype.scalar)
 
 
 BLOCKS: dict[tuple[Any, ...], Any] = {}  # every block type, for good: so two are equal when they are the same

@@ -22,6 +22,8 @@ from specdec.layers import merge
 from specdec.layers.merge import Watch
 from specdec.models.target import TargetModel
 
+from marks import each_value
+
 NEW = 10
 GREEDY = SamplingParams(max_new_tokens=NEW)
 PROMPT = list(range(3, 25))
@@ -108,8 +110,14 @@ def add_another(adapter: Adapter) -> None:
     adapter.active = ["third"]
 
 
-@pytest.mark.parametrize("cleared", [False, True])
-@pytest.mark.parametrize("change", [switch, switch_in_place, disable, rescale, add_another])
+@pytest.mark.parametrize(
+    ("change", "cleared"),
+    each_value(
+        (change, cleared)
+        for change in (switch, switch_in_place, disable, rescale, add_another)
+        for cleared in (False, True)
+    ),
+)
 def test_an_adapter_that_is_switched_behind_an_engine_answers(change, cleared, adapted, make_engine):
     """The old one did, after `clear_prefix_cache` too: the private copy had the attributes of the day it was made."""
     model, adapter = adapted

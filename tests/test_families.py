@@ -16,7 +16,7 @@ from specdec import Engine, EngineConfig, SamplingParams
 from specdec.errors import ConfigError, UnsupportedModelError
 from specdec.models.target import TargetModel
 
-from marks import deep, each_value, quick
+from marks import deep, each_value, examples, quick
 
 VOCAB, WINDOW, NEW = 96, 8, 12
 GREEDY = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
@@ -181,7 +181,7 @@ def test_tokens_are_the_models_own(
 )
 def test_rounding_refuses_nobody(name, dtype):
     """In 16 bits a packed row differs from a lone one by rounding, and a router may choose otherwise."""
-    for seed in range(3):
+    for seed in range(examples(1, 3)):
         TargetModel(build(SERVED[name](), seed).to(dtype))
 
 

@@ -45,13 +45,6 @@ def accepted(outputs):
     return sum(sum(out.stats.accepted_counts) for out in outputs)
 
 
-def test_the_oracle_wanders(family, make_target, make_engine, greedy_oracle, prompts):
-    model = make_target(family)
-    guesses = tokens(make_engine(model).generate(prompts, GREEDY))
-    seen = [greedy_oracle(model, *each) for each in zip(prompts, [NEW] * len(prompts), guesses, strict=True)]
-    assert len({token for each in seen for token in each}) > 20
-
-
 @pytest.mark.parametrize("right", [0, 1, 7, 11, 12])
 def test_the_oracle_believes_no_guess(right, make_target, random_prompt, greedy_oracle, hf_forward):
     """12 tokens of which so many are right: the others, and what comes after them, are computed again."""
@@ -80,6 +73,7 @@ def test_families(family, drafter, page_size, make_target, make_engine, greedy_o
     ]
     assert [out.prompt_token_ids for out in outputs] == prompts
     assert {out.finish_reason for out in outputs} == {"length"}
+    assert len({token for out in outputs for token in out.token_ids}) > 20  # it wanders
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import gc
 import re
 import subprocess
 import sys
@@ -11,7 +12,17 @@ from pathlib import Path
 
 import pytest
 
-parsed = functools.cache(ast.parse)  # of a text: a dozen tests read the same files
+
+@functools.cache
+def parsed(text: str) -> ast.Module:
+    """A dozen tests read the same files. A tree is of so many objects that the collector would look at them often."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return ast.parse(text)
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @functools.cache
@@ -164,14 +175,14 @@ def last_name(node: ast.expr) -> str:
 
 
 def import_errors(sources: dict[str, str]) -> list[str]:
-    errors = []
+    errors, modules = [], set(sources)
     for module, text in sources.items():
-        tree = parsed(text)
+        at_the_top = top_level(module, parsed(text))
         for node in named_nodes(text):
             where = f"{module}:{node.lineno}"
             if isinstance(node, ast.ImportFrom) and node.level:
                 errors.append(f"{where} relative import")
-            for name in imported(node, set(sources)):
+            for name in imported(node, modules):
                 if name.split(".")[0] in FOLDERS and not is_own(name):
                     errors.append(f"{where} bare import of {name}")
                 if not is_own(name):
@@ -180,7 +191,7 @@ def import_errors(sources: dict[str, str]) -> list[str]:
                     errors.append(f"{where} imports {name} of a higher floor, or of another room of its own")
                 if name == LAZY and module not in LAZY_USERS:
                     errors.append(f"{where} imports {name}")
-                if node not in top_level(module, tree):
+                if node not in at_the_top:
                     errors.append(f"{where} imports {name} below the top level")
             if isinstance(node, ast.Call) and last_name(node.func).endswith(IMPORTERS) and module != LAZY:
                 errors.append(f"{where} dynamic import")

@@ -15,6 +15,13 @@ class Interrupt(BaseException):
     """As KeyboardInterrupt."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def only_what_these_tests_leave_is_collected():
+    """What other tests of the process hold, models and engines, is not looked through at each `gc.collect`."""
+    gc.collect()
+    gc.freeze()
+
+
 def modes():
     return torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 

@@ -25,7 +25,7 @@ from specdec.attention.kernels.tree_attention import (
     tree_attention,
 )
 
-from marks import deep, deep_cases, slow
+from marks import deep, deep_cases, each_value, quick, slow
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -265,8 +265,15 @@ def test_page_sizes_and_groups(page_size: int, heads: tuple[int, int]) -> None:
     check(requests, page_size=page_size, spare_pages=2)
 
 
-@pytest.mark.parametrize("evict", [slow(False), True])
-@pytest.mark.parametrize(("window", "page_size"), [slow(1, 1), (2, 4), slow(4, 1), slow(18, 16)])
+@pytest.mark.parametrize(
+    ("window", "page_size", "evict"),
+    each_value(
+        quick(
+            ((*sizes, evict) for sizes in [(1, 1), (2, 4), (4, 1), (18, 16)] for evict in (False, True)),
+            lambda window, page_size, evict: window == 2 and evict,
+        )
+    ),
+)
 def test_windows_go_by_depth_and_may_be_smaller_than_the_tree(window: int, page_size: int, evict: bool) -> None:
     parents = [-1, 0, 0, 2, 1, 4, 5, 3]  # depths 0 1 1 2 2 3 4 3
     requests = [request(n, 8, parents, seed=n) for n in (40, 3, 0)]
