@@ -114,12 +114,14 @@ class EngineConfig:
     `max_model_len`, within memory_share of the memory that is free once the weights are loaded (None: 0.8 of a GPU,
     0.25 on the CPU). dtype: a torch.dtype or its name ("bfloat16", "bf16"); None is
     float32 on the CPU, the checkpoint's elsewhere.
-    prefill_chunk: maximum prompt tokens per step of one request; None: 2048, on a CPU 512.
+    prefill_chunk: maximum prompt tokens per step of one request, which are read in one step; None: 2048, on a CPU 512.
     max_prefill_tokens: maximum prompt tokens per step over all requests, whether or not others decode. None: what is
     measured decides. While others decode, the prompts of a step take half as long as a
     round for each request that waits for its first token (`EngineStats.prompt_gap_ms`), so one long prompt makes
-    streams slower by half, and a queue is read in large steps; at least 64 tokens, on a CPU 16, and at most what a GPU
-    reads in a quarter of a second, 8192 or fewer, on a CPU 96. While no request decodes, prompts of up
+    streams slower by half, and a queue is read in large steps. Where that is no time for 256 tokens, on a CPU for 32,
+    a step runs some layers of a forward over so many or fewer, and later steps the rest, unless `prefill_chunk` is set
+    or the model cannot be stopped between layers: then at least 64 tokens, on a CPU 16, are read at once. And at most
+    what a GPU reads in a quarter of a second, 8192 or fewer, on a CPU 96. While no request decodes, prompts of up
     to four times as many tokens, at most 8192, are read in one step. Prompts are read in order of rank, except that a
     prompt at most half as long as what the first one has left passes it, within the half of the step that is not the
     first one's.

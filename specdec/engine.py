@@ -55,6 +55,7 @@ from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.handle import Handle
 from specdec.runtime.intake import Intake
 from specdec.runtime.prefixes import Prefixes
+from specdec.runtime.prompt_reading import division_of
 from specdec.runtime.prompt_shares import PromptRoom
 from specdec.runtime.request import GenerationOutput, Request, StreamDelta
 from specdec.runtime.rounds.captured_prompts import ChunkGraphs
@@ -145,6 +146,8 @@ class Engine:
             graphs = RoundGraphs(self.round, store, strict=strict)
             chunks = ChunkGraphs(self.round, store, strict=strict)
             catch_ups = CatchUps(self.round, store, strict=strict)
+        if config.prefill_chunk is None:  # who says how much of a prompt a step reads has it read in one
+            self.scheduler.prompt_gap.division = division_of(self.round, captured=chunks is not None)
         self.steps = Steps(self.scheduler, self.round, self.spec, graphs, chunks, catch_ups)
         self.intake = Intake(target, tokenizer, None if drafter is None else self.spec, self.scheduler)
         self.end_tokens = self.intake.end_tokens

@@ -41,14 +41,14 @@ from specdec.kvcache.store import StoreAddresses, move_kv, store_kv
 from specdec.kvcache.table import RequestTable, Rows
 from specdec.layers.accepted_path import keep_last, path_rows
 from specdec.layers.embedding import embed, embed_and_norm
-from specdec.layers.linear import Mlp, gated_linear, linear, linear_parts, vendor_gated_linear
+from specdec.layers.linear import Mlp, gated_linear, linear, linear_parts, vendor_gated_linear, vendor_linear
 from specdec.layers.moe.dense_and_moe import mlp_and_experts
 from specdec.layers.moe.experts import Experts, apply_experts
 from specdec.layers.moe.fork_join import Fork, fork_norm, join_norm
 from specdec.layers.moe.routing import Router, Routing, route
 from specdec.layers.norm import Gain, norm, qk_norm
 from specdec.layers.packed.packed_weight import BITS, PackedWeight
-from specdec.layers.per_layer_embedding import gated_projection, layer_inputs
+from specdec.layers.per_layer_embedding import gated_projection, layer_inputs, vendor_gated_projection
 from specdec.layers.product import Product, cut_of, finish
 from specdec.layers.rope_store import Heads, Rotary, rope_store, rotary
 from specdec.runtime.rounds.closing import closing
@@ -251,7 +251,18 @@ def products(dtype: torch.dtype, num_rows: int, activation: str, *, bias: bool =
         finish(linear(x, numbers(height, 2560, dtype=dtype), numbers(height, dtype=dtype) if bias else None))
     gated_linear(x, numbers(20480, 2560, dtype=dtype), activation)
     linear(x[:, :1000], numbers(4096, 1000, dtype=dtype))  # a K that tiles do not divide
-    vendor_gated_linear(numbers(65, 2560, dtype=dtype), numbers(20480, 2560, dtype=dtype), "silu")
+    vendor_gated_linear(numbers(257, 2560, dtype=dtype), numbers(20480, 2560, dtype=dtype), "silu")
+
+
+def some_products(dtype: torch.dtype, num_rows: int, activation: str) -> None:
+    """In any order: of E4B, and of weights that are cut otherwise, with a bias."""
+    x = numbers(num_rows, 2560, dtype=dtype)
+    for height in (256, 2560, 6144, 20480, 262144):
+        finish(vendor_linear(x, numbers(height, 2560, dtype=dtype), numbers(height, dtype=dtype)))
+    for height in (20480, 28672):
+        vendor_gated_linear(x, numbers(height, 2560, dtype=dtype), activation)
+    gate, inputs = parts_of(5, num_rows, 256, dtype), numbers(num_rows, 256, dtype=dtype)
+    vendor_gated_projection(gate, inputs, numbers(2560, 256, dtype=dtype), activation)
 
 
 def packed(form: str, *shape: int, dtype: torch.dtype) -> PackedWeight:
@@ -484,6 +495,9 @@ def usual() -> Iterator[Launch]:
     yield launch(products, BF16, 160, "silu")
     yield launch(products, FP16, 600, "silu")
     yield launch(products, BF16, 600, "gelu_tanh", bias=True)
+    yield launch(some_products, BF16, 100, "gelu_tanh")
+    yield launch(some_products, FP16, 40, "silu")
+    yield launch(some_products, BF16, 200, "silu")
     yield launch(packed_products, BF16, 5, "int4")
     yield launch(packed_products, BF16, 160, "int4-zeros")
     yield launch(packed_products, FP16, 5, "int4-zeros")

@@ -8,12 +8,15 @@ import itertools
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import specdec.engine
 import specdec.runtime.steps
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.runtime.adaptive import round_timing
 from specdec.runtime.adaptive.cost_table import CostTable, Level
+from specdec.runtime.adaptive.draft_account import CREDIT, MAX_SAVED, SHARE, DraftAccount
 from specdec.runtime.adaptive.draft_chances import DraftChances
 from specdec.runtime.adaptive.draft_choice import DraftChoice
 from specdec.runtime.adaptive.draft_ladder import draft_ladder
@@ -274,6 +277,79 @@ def test_no_slower_than_plain_by_two_percent_and_near_the_best_fixed_draft(chanc
     assert adaptive <= 1.03 * best, choice.use()
 
 
+def test_the_account_by_hand():
+    """Plain rounds of 2 seconds. One round of credit; a wrong draft that takes 3 takes 1 of it; two drafts right bring
+    three tokens, 6 seconds of plain rounds for 3."""
+    account = DraftAccount()
+    account.begin(2.0)
+    assert account.balance == CREDIT * 2.0
+    account.settle(3.0, 2.0, 1.0)
+    assert account.balance == pytest.approx(CREDIT * 2.0 - 1.0 + 0.03)
+    account.settle(3.0, 2.0, 3.0)
+    assert account.balance == pytest.approx(CREDIT * 2.0 + 2.0 + 0.06)
+    for _ in range(100):
+        account.settle(3.0, 2.0, 5.0)
+    assert account.balance == MAX_SAVED * 2.0
+    account.begin(2.0)  # nothing for what was credited before
+    assert account.balance == MAX_SAVED * 2.0
+    account.read_along(100.0)  # no more than half of the share of what was settled
+    assert account.balance == pytest.approx(MAX_SAVED * 2.0 - 102 * 3.0 * SHARE / 2)
+    account.settle(1.0, 1.0)  # fewer requests: what was saved is worth no more rounds of them
+    assert account.balance == MAX_SAVED
+
+
+@settings(max_examples=examples(40, 300))
+@given(seed=st.integers(0, 2**32 - 1), timed=st.booleans())
+def test_whatever_comes_drafts_cost_no_more_than_the_account_says(seed, timed):
+    """Requests of any chance, which changes on the way, come and go; rounds take anything; a round may be launched
+    before the one before it is settled, and the drafter may have to catch up. At every moment what rounds took is at
+    most what plain rounds would have taken for the same tokens, a share of it, and the credit.
+
+    Where the table was filled with what rounds take, that is exact. Otherwise one round may take longer than was
+    believed when it was chosen, and nothing more.
+    """
+    draw = np.random.default_rng(seed)
+    spec = draw.choice([SpecConfig(1), CHAIN, SpecConfig(7), SpecConfig(4, 4, 16)])
+    shapes, rows_of_table, lag = draft_ladder(spec), 4, int(draw.integers(2)) if timed else 0
+    plain_of = {1: draw.uniform(0.5, 1), 2: draw.uniform(1, 2), 4: draw.uniform(2, 4)}
+    dear = draw.choice([0.0, 0.05, 0.5, 2.0]) * draw.random(len(shapes)) * [shape.num_nodes - 1 for shape in shapes]
+    took = {size: plain * (1 + np.maximum.accumulate(dear)) for size, plain in plain_of.items()}
+    choice = DraftChoice(shapes, rows_of_table + 1)
+    if timed:
+        choice.cost.timed.update(took)
+        choice.cost.catching_up.update({size: draw.choice([0.0, 0.3]) * plain for size, plain in plain_of.items()})
+    chance, launched = np.zeros(rows_of_table), []
+    spent = plainly = beyond = 0.0
+    count = 1
+    for turn in range(300):
+        if turn % 20 == 0:
+            count = int(draw.integers(1, rows_of_table + 1))
+            choice.begin(rows(rows_of_table)[draw.random(rows_of_table) < 0.3])
+            chance[:] = draw.choice([0.0, 0.0, 0.5, 0.95], rows_of_table)
+        size = next(each for each in took if each >= count)
+        behind = timed and not (launched and launched[-1][0].num_steps)
+        believed = choice.cost.seconds(size, 0)
+        shape = choice.choose(
+            rows(count), np.full(count, spec.depth), size, 0, NO_DRAFT,
+            behind=behind, unsettled=[each for each, _, _ in launched],
+        )  # fmt: skip
+        number = shapes.index(shape)
+        if shape.num_steps:
+            spent += behind * choice.cost.catching_up.get(size, 0.0)
+            beyond = max(beyond, took[size][number] - believed[number])
+        right = draw.random((count, max(shape.depth, 1))) < chance[:count, None]
+        accepted = np.minimum(np.cumprod(right, axis=1).sum(axis=1), shape.depth)
+        launched.append((shape, size, accepted))
+        while len(launched) > lag:
+            shape, size, accepted = launched.pop(0)
+            seconds = took[size][shapes.index(shape)]
+            stages = {"draft": 0.0, "verify": seconds, "other": 0.0}
+            choice.learn(shape, size, 0, stages, rows(len(accepted)), accepted, np.full(len(accepted), spec.depth))
+            spent += seconds
+            plainly += plain_of[size] * (1 + accepted.mean())
+            assert spent - plainly <= SHARE * spent + CREDIT * max(plain_of.values()) + (0 if timed else beyond) + 1e-9
+
+
 def test_hard_and_easy_requests_get_drafts_of_their_own():
     _, best = best_fixed([0.1, 0.9], dear, CHAIN)
     adaptive, choice = simulate([0.1, 0.9], dear, CHAIN)
@@ -338,8 +414,8 @@ def test_no_token_depends_on_the_choice(drafter, shape, temperature):
         assert choice is not None
         choose, shapes = choice.choose, choice.shapes
 
-        def in_turn(*given, behind=False):
-            chosen = choose(*given, behind=behind)
+        def in_turn(*given, **named):
+            chosen = choose(*given, **named)
             assert chosen in shapes
             return shapes[next(turn) % len(shapes)]
 
@@ -413,7 +489,7 @@ class Pattern:
         self.turn, self.plain_rounds = 0, plain_rounds
         engine.steps.choice.choose = self.choose
 
-    def choose(self, *_, behind=False):
+    def choose(self, *_, **__):
         self.turn += 1
         return self.shapes[-1 if self.turn % (self.plain_rounds + 1) == 0 else 0]
 

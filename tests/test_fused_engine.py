@@ -28,6 +28,7 @@ from specdec.layers.merge import is_merged, merge
 from specdec.layers.moe import dense_and_moe
 from specdec.layers.moe.dense_and_moe import mlp_and_experts
 from specdec.layers.norm import norm
+from specdec.layers.per_layer_embedding import gated_projection
 from specdec.layers.rope_store import rotary
 from specdec.models.target import FinalStates, TargetModel
 
@@ -592,6 +593,7 @@ def test_kernels_are_the_operations_of_a_fused_engine(monkeypatch):
     assert {op for op in operations._references if FAST(op) is not KERNELS(op)} == {
         linear,
         gated_linear,
+        gated_projection,
         mlp_and_experts,
     }
     assert all(KERNELS(op) is op for op in operations._references)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from specdec.kvcache.index_spaces import FullLoc
 from specdec.layers import linear as linear_module
-from specdec.layers import many_rows
+from specdec.layers import many_rows, some_rows
 from specdec.layers import product as products
 from specdec.layers.activation import reference_activate
 from specdec.layers.linear import (
@@ -28,6 +28,7 @@ from specdec.layers.per_layer_embedding import (
     layer_inputs,
     reference_gated_projection,
     reference_layer_inputs,
+    vendor_gated_projection,
 )
 from specdec.layers.product import Cut, Product, Tiles, balanced_rows, choose_cut, finish, reference_finish
 from specdec.layers.rope_store import (
@@ -39,6 +40,7 @@ from specdec.layers.rope_store import (
     rope_store,
     rotary,
 )
+from specdec.layers.some_rows import SomeTiles, choose_some_tiles, multiply_some_rows
 
 from marks import deep_cases, slow
 
@@ -135,6 +137,73 @@ def test_many_rows_are_multiplied_in_tiles_of_their_own(num_rows: int, n: int, k
     close(finish(linear(skewed, weight)), reference_linear(skewed, weight).parts[0])
     linear(x, weight, bias, apart=True)
     assert len(launched) == 4
+
+
+@pytest.mark.parametrize(("num_rows", "n", "k"), [(33, 130, 200), (50, 66, 328)])
+def test_some_rows_are_multiplied_by_descriptors(num_rows: int, n: int, k: int):
+    """In ranges of K and without, biased; gated, with a tail and without. Tiles that nothing divides."""
+    x, weight = randn(num_rows, k, dtype=torch.float16), randn(n, k, dtype=torch.float16) * k**-0.5
+    bias = randn(n, dtype=torch.float16)
+    for tiles in (SomeTiles(64, 32, 0, 64, 4, 3, 3), SomeTiles(16, 64, 0, 32, 4, 3)):
+        close(finish(multiply_some_rows(x, weight, bias, None, tiles)), reference_linear(x, weight, bias).parts[0])
+    for tiles in (SomeTiles(64, 32, 16, 64, 4, 3), SomeTiles(16, 64, 0, 64, 4, 3)):
+        gated = multiply_some_rows(x, weight, None, "gelu_tanh", tiles).parts[0]
+        close(gated, reference_gated_linear(x, weight, "gelu_tanh"))
+
+
+def test_who_multiplies_some_rows(monkeypatch: pytest.MonkeyPatch):
+    """Where weights fill the device: 33 to 128 rows; of a gated weight also 193 to 256. Not what has no descriptors."""
+    launched: list[object] = []
+    monkeypatch.setattr(some_rows, "some_rows_kernel", Launches(some_rows.some_rows_kernel, launched))
+
+    def launches(num_rows: int, *, gated: bool = False, dtype: torch.dtype = torch.float16, columns: int = 64) -> int:
+        launched.clear()
+        monkeypatch.setattr(some_rows, "device_limits", lambda device: (4 if gated else 9, 227 << 10))
+        x, weight = randn(num_rows, 72, dtype=dtype)[:, :columns], randn(520, columns, dtype=dtype) / 8
+        if gated:
+            close(vendor_gated_linear(x, weight, "silu"), reference_gated_linear(x, weight, "silu"))
+        else:
+            close(finish(vendor_linear(x, weight)), F.linear(x, weight))
+        return len(launched)
+
+    assert [launches(num_rows) for num_rows in (32, 33, 128, 129)] == [0, 1, 1, 0]
+    assert [launches(num_rows, gated=True) for num_rows in (32, 33, 128, 160, 256, 257)] == [0, 1, 1, 0, 1, 0]
+    assert launches(64, dtype=torch.float32) == launches(64, columns=60) == 0
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "n", "k", "gated", "want"),
+    [
+        (128, 20480, 2560, True, (160, 1)),  # Gemma 4 E4B: 128 programs
+        (256, 20480, 2560, True, (160, 1)),
+        (160, 20480, 2560, True, None),
+        (128, 28672, 4096, True, (128, 1)),  # Llama 8B: 224 programs, two a multiprocessor
+        (256, 28672, 4096, True, None),
+        (64, 4224, 2816, True, None),  # Gemma 4 26B-A4B: 33 programs
+        (128, 43008, 5376, True, None),  # 31B: two and a half waves
+        (128, 2560, 10240, False, (64, 3)),  # 120 programs
+        (128, 2560, 256, False, None),  # ranges of K would be short
+        (64, 5120, 2880, False, (64, 1)),  # 80 programs are enough next to `linear`, not next to the vendor's library
+        (128, 5120, 2880, False, None),
+        (64, 16384, 5376, False, (128, 1)),
+        (128, 16384, 5376, False, None),
+        (128, 262144, 2560, False, (128, 1)),  # a head
+        (256, 262144, 2560, False, None),
+        (256, 256, 2560, False, (64, 5)),  # a small weight
+        (128, 256, 2560, False, None),
+    ],
+)
+def test_tiles_by_descriptors(
+    num_rows: int, n: int, k: int, gated: bool, want: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+):
+    """Rows of a weight's tile and ranges of K, on 132 multiprocessors; None: others multiply."""
+    for shared in (227 << 10, 100 << 10):
+        monkeypatch.setattr(some_rows, "device_limits", lambda device, shared=shared: (132, shared))
+        tiles = choose_some_tiles(num_rows, (n, k), DEVICE, gated=gated)
+        assert want == (tiles and (tiles.block_n + tiles.tail_n, tiles.ranges))
+        if tiles is not None:
+            stage = (tiles.block_m + tiles.block_n + tiles.tail_n) * tiles.block_k * 2
+            assert tiles.num_stages == 1 or tiles.num_stages * stage <= shared
 
 
 class Launches:
@@ -468,6 +537,14 @@ def test_gated_projection_is_the_reference(rows: int, width: int, height: int, s
     gate = Product(randn(splits, rows, width), None, dtype)
     inputs, weight = randn(rows, 3, width, dtype=dtype)[:, 1], randn(height, width, dtype=dtype) * width**-0.5
     got, want = (f(gate, inputs, weight, "gelu_tanh") for f in (gated_projection, reference_gated_projection))
+    close(finish(got), reference_finish(want))
+
+
+@pytest.mark.parametrize("rows", [65, 193])
+def test_gated_projection_in_any_order_is_the_reference(rows: int):
+    gate = Product(randn(2, rows, 24), None, torch.float16)
+    inputs, weight = randn(rows, 24, dtype=torch.float16), randn(72, 24, dtype=torch.float16) / 5
+    got, want = (f(gate, inputs, weight, "silu") for f in (vendor_gated_projection, reference_gated_projection))
     close(finish(got), reference_finish(want))
 
 

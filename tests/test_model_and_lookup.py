@@ -44,7 +44,7 @@ def prompts(engine):
 def choosing(engine, choose):
     """The engine's choice is replaced: `choose` is given all shapes."""
     choice = engine.steps.choice
-    choice.choose = lambda *_, behind=False: choose(choice.shapes)
+    choice.choose = lambda *_, **__: choose(choice.shapes)
 
 
 def in_turn(engine):

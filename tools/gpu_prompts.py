@@ -7,8 +7,10 @@
     in order the same first tokens with deterministic=True, and how much longer they take
     load     256 requests of 512 + 128 tokens, so many of them running: tokens a second, and
              how many shapes of prompts were captured
-    gap      32 streams while a prompt of 32,768 arrives: the longest time between two tokens, against before and
-             against what `stats()` says
+    gap      32 streams while a prompt of 32,768 arrives: the time between two tokens, against before and against what
+             `stats()` says; how much the host's own code slowed down in the longest steps
+             (`Yardstick`); and the same by the device's clock. The bits of a prompt's first token, its forwards divided
+             among steps and whole, must be equal
     kernels  what the time of a prompt of --length goes to, by kernel, in any order -> in order (only when asked for)
 
 The same engine serves both, in turn. The prefix cache is off, and each prompt is read a few times before it is timed.
@@ -20,6 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +193,20 @@ def uses(engine: Engine) -> tuple[int, int]:
     return use.made + use.refused, use.uncaptured_rounds + use.uncaptured_prompts
 
 
+class Yardstick:
+    """Milliseconds that a host takes for the same few thousand steps of Python and cells of memory, whatever it does
+    besides: where they take many times as long, the host was slow, not what it ran."""
+
+    def __init__(self) -> None:
+        self._cells = [[number] for number in range(20_000)]
+        self.usual = statistics.median(self.ms() for _ in range(50))
+
+    def ms(self) -> float:
+        begin = time.perf_counter()
+        sum(cell[0] for cell in self._cells[::10])
+        return (time.perf_counter() - begin) * 1e3
+
+
 class CompiledKernels:
     """Names of the kernels that Triton compiles, or loads compiled, from when it is made."""
 
@@ -201,10 +218,53 @@ class CompiledKernels:
         self.names.append(fn.name)
 
 
+class RoundEnds:
+    """When each round of an engine ended, in milliseconds of the device's clock, from when it is made."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.ms: list[float] = []
+        note = engine.steps._note
+
+        def noted(requests: Any, result: Any, **options: Any) -> None:
+            self.ms.append(result.ran[1] / 1e6)
+            note(requests, result, **options)
+
+        engine.steps._note = noted  # type: ignore[method-assign]
+
+    def compared(self, begun: int, ended: int) -> str:
+        """The first `begun` rounds, but for a few, against those up to `ended`."""
+        between = [after - before for before, after in pairwise(self.ms)]
+        alone, beside = between[5 : begun - 1], sorted(between[begun : ended - 1])
+        usual = statistics.median(alone)
+        middle, rare, longest = (beside[int(share * len(beside))] for share in (0.5, 0.99, 1 - 1e-9))
+        return (
+            f"alone median {usual:.2f} ms, longest {max(alone):.2f}; beside the prompt median {middle:.2f} "
+            f"({middle / usual:.2f}x), 99th percentile {rare:.2f} ({rare / usual:.2f}x), longest {longest:.2f} "
+            f"({longest / max(alone):.2f}x the longest alone)"
+        )
+
+
+def divided_row(engine: Engine, prompt: list[int]) -> Row:
+    """Bits of a prompt's first token, read in parts beside streams and then as whole forwards over as many tokens."""
+    gap, found, paused = engine.scheduler.prompt_gap, [], 0
+    gap.tokens = lambda *_: 8 if ON_CPU else 256  # type: ignore[method-assign]
+    for budget in (0.0, None):
+        gap.budget = lambda *_, budget=budget: budget  # type: ignore[method-assign]
+        handle = engine.submit(prompt, SamplingParams(max_new_tokens=1, logprobs=5))
+        while not handle.finished:
+            engine.step()
+            paused += engine.steps.reading is not None
+        found.append((handle.output().token_ids, handle.output().logprobs))
+    del gap.tokens, gap.budget
+    equal = found[0] == found[1] and paused > 0
+    what = f"first token of a prompt of {len(prompt)}, {paused} pauses in its forwards"
+    return Row(what, "bits equal" if equal else "OTHER BITS", ok=equal)
+
+
 def gap_rows() -> list[Row]:
     model = make_target(find_shape("gemma4-e4b"), Shrink(8, 16) if ON_CPU else Shrink(), DEVICE, DTYPE, 0)
     target = TargetModel(model, FAST)
-    length, new, long, streams = (5, 40, 40, 2) if ON_CPU else (512, 2048, 32768, 32)
+    length, new, long, streams = (5, 95, 40, 2) if ON_CPU else (512, 2048, 32768, 32)
     with engine_of(target, streams + 1, long + 64) as engine:
         gc.collect()
         gc.freeze()  # as the server does: of a process that has imported transformers, a whole pass takes 0.2 to 0.4 s
@@ -214,16 +274,20 @@ def gap_rows() -> list[Row]:
             engine.step()
         before: list[float] = []
         meanwhile: list[float] = []
-        late, pauses, compiled = None, CollectorPauses(), CompiledKernels()
+        late, pauses, compiled, yardstick = None, CollectorPauses(), CompiledKernels(), Yardstick()
+        slowed: list[float] = []  # of each step meanwhile, how many times as long the host took for the yardstick
+        divided, begun, clock = 0, 0, RoundEnds(engine)
         events: dict[int, str] = {}  # what was compiled or captured in a step
         for step in range(30 if ON_CPU else 1200):
             if step == (10 if ON_CPU else 100):
+                begun = len(clock.ms)
                 late = engine.submit(prompts_of([long], target.vocab_size, 3)[0], SamplingParams(max_new_tokens=1))
             arriving = late is None or not late.finished
             known = len(compiled.names), *uses(engine)
             begin = time.perf_counter()
             engine.step()
             spent = (time.perf_counter() - begin) * 1e3
+            divided += engine.steps.reading is not None
             now = len(compiled.names), *uses(engine)
             if late is not None and now != known:
                 names = compiled.names[known[0] :]
@@ -231,20 +295,35 @@ def gap_rows() -> list[Row]:
                 events[len(meanwhile)] = f", {made} captured, {without} uncaptured, compiled {names}"
             if step > 5 and arriving:
                 (before if late is None else meanwhile).append(spent)
+            if step > 5 and arriving and late is not None:
+                slowed.append(yardstick.ms() / yardstick.usual)
             if not arriving:
                 break
+        ended = len(clock.ms)
+        if late is not None:
+            late.abort()  # where it is not through
+        rows = [
+            Row(f"{streams} streams, between the ends of rounds, by the device", clock.compared(begun, ended)),
+            divided_row(engine, prompts_of([40 if ON_CPU else 4096], target.vocab_size, 4)[0]),
+        ]
         said, gap = engine.stats().prompt_gap_ms, engine.scheduler.prompt_gap
         parts = f"round {gap.longest_round * 1e3:.1f}, ending {gap.ending * 1e3:.1f}"
         for handle in handles:
             handle.abort()
     slowest = sorted(range(len(meanwhile)), key=lambda step: -meanwhile[step])[:5]
-    named = ", ".join(f"{meanwhile[step]:.1f} (step {step}{events.get(step, '')})" for step in slowest)
+    named = ", ".join(
+        f"{meanwhile[step]:.1f} (step {step}, host {slowed[step]:.1f}x{events.get(step, '')})" for step in slowest
+    )
+    steady = sorted(spent for spent, slow in zip(meanwhile, slowed, strict=True) if slow < 2) or [0.0]
+    usual, now = statistics.median(before), statistics.median(meanwhile)
     found = (
-        f"longest {max(before):.1f} ms, median {statistics.median(before):.1f}; while {long} arrive in "
-        f"{len(meanwhile)} steps longest {named}, median {statistics.median(meanwhile):.1f}; "
+        f"longest {max(before):.1f} ms, median {usual:.2f}; while {long} arrive in {len(meanwhile)} steps, "
+        f"{divided} in the middle of a forward: median {now:.2f} ({now / usual:.2f}x), longest {named}; "
+        f"of {len(steady)} steps with a steady host longest {steady[-1]:.2f}, "
+        f"99th percentile {steady[int(0.99 * len(steady))]:.2f}; "
         f"said {said:.1f} ({parts}); the collector at most {max(pauses.ms, default=0):.1f}"
     )
-    return [Row(f"{streams} streams, a step", found)]
+    return [Row(f"{streams} streams, a step", found), *rows]
 
 
 def kernel_rows(length: int) -> list[Row]:
@@ -282,7 +361,10 @@ def main() -> int:
     parser.add_argument("--prefill-chunk", type=int)
     parser.add_argument("--max-prefill-tokens", type=int)
     parser.add_argument(
-        "--parts", nargs="+", choices=("times", "kernels", *PARTS), default=["bits", "times", "order", "load", "gap"]
+        "--parts",
+        nargs="+",
+        choices=("times", "kernels", *PARTS),
+        default=["bits", "times", "order", "load", "gap"],
     )
     parser.add_argument("--length", type=int, default=8192, help="of the prompt of kernels")
     parser.add_argument("--out", type=Path)

@@ -12,7 +12,7 @@
     long      rounds of four requests, `--rounds` in all (500; 10,000 take minutes): level memory, the same answers
     stalled   a device that is busy for longer than a wait lasts: DeviceLostError in less than 10 s, and another engine
               of the process goes on
-    nccl      NCCL's all-reduce of as many rows, in such graphs where it can be captured; last, since it may hang there
+    nccl      NCCL's all-reduce of as many rows, captured so, in a process for each device
 
 A row is printed when it is known. `--device cpu` runs the bits on ranks
 that share the CPU, in Triton's interpreter. A failed part is a row that failed.
@@ -248,7 +248,7 @@ def main() -> int:
                 times = partial(time_rows, shape, options.batches, options.kinds, options.forms)
                 parts.append((f"times of {shape}", times))
         elif kind == "nccl":
-            parts += [(f"NCCL of {size}", lambda size=size: nccl_rows(size)) for size in SIZES]
+            parts.append(("NCCL", nccl_rows))
         else:
             parts.append((kind, {"load": load_rows, "scene": scene_rows, "stalled": stalled_rows}[kind]))
     print(f"imported after {time.process_time():.0f} s of the processor", flush=True)

@@ -4,17 +4,23 @@ For `gpu_tensor_parallel.py`, which prints each row as soon as it is measured. L
 depth takes is computed from two depths: `rest + layers * (difference / layers in between)`.
 """
 
+import json
+import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from gpu_setup import DEVICE  # isort: skip - before triton
 import torch
+import torch.distributed as dist
 from gpu_bits import prompts_of
 from result_table import Row
+from torch import multiprocessing
 
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.engine import Engine
@@ -156,27 +162,39 @@ def _exchange_rows(
     yield Row(name, "right" if equal else "WRONG", f"{times[0]:.2f} us, a copy alone {times[1]:.2f}", equal)
 
 
-def nccl_rows(size: int) -> Iterator[Row]:
-    """An all-reduce of bfloat16 rows over the devices of this process."""
-    from torch.cuda import nccl
+def nccl_row_times(rank: int, sizes: Sequence[int], store: str, found: str) -> None:
+    """One process a device: microseconds of an all-reduce of bfloat16 rows, captured; rank 0 writes them to `found`."""
+    os.environ["NCCL_NVLS_ENABLE"] = "0"  # no multicast, as in ours
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    dist.init_process_group("nccl", init_method=f"file://{store}", world_size=2, rank=rank, device_id=device)
+    times = []
+    for size in sizes:
+        rows = torch.zeros(size, WIDTH, device=device, dtype=torch.bfloat16)
+        for _ in range(3):
+            dist.all_reduce(rows)
+        torch.cuda.synchronize(device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(EXCHANGES):
+                dist.all_reduce(rows)
+        graph.replay()
+        dist.barrier()
+        times.append(seconds_of(graph.replay, [device], 3) / EXCHANGES * 1e6)
+        del graph
+    if rank == 0:
+        Path(found).write_text(json.dumps(times), "utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
 
-    devices = [torch.device("cuda", index) for index in range(2)]
-    rows = [torch.randn(size, WIDTH, device=device, dtype=torch.bfloat16) for device in devices]
-    nccl.all_reduce(rows)
-    synchronize(devices)
 
-    def program() -> torch.Tensor:
-        for _ in range(EXCHANGES):
-            nccl.all_reduce(rows)
-        return rows[0]
-
-    try:
-        work, how = SplitCapture(devices)(program)[0], "captured"
-        work()
-    except Exception as error:
-        work, how = program, f"not captured, {type(error).__name__}"
-    microseconds = seconds_of(work, devices, 3) / EXCHANGES * 1e6
-    yield Row(f"NCCL, all-reduce of {size} rows", how, f"{microseconds:.2f} us")
+def nccl_rows(sizes: Sequence[int] = SIZES) -> Iterator[Row]:
+    """An all-reduce of bfloat16 rows over two devices, a process for each, as other engines have it."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder, "found.json")
+        multiprocessing.spawn(nccl_row_times, (tuple(sizes), f"{folder}/store", str(found)), nprocs=2)
+        for size, microseconds in zip(sizes, json.loads(found.read_text("utf-8")), strict=True):
+            yield Row(f"NCCL, all-reduce of {size} rows, captured", f"{microseconds:.2f} us")
 
 
 def step_ms(target: TargetModel, drafter: Any, count: int, batch: int) -> float:

@@ -34,7 +34,7 @@ from specdec.layers.moe.fork_join import fork_norm, join_norm
 from specdec.layers.moe.routing import Router, route
 from specdec.layers.norm import Gain, norm, qk_norm
 from specdec.layers.packed.packed_weight import Weight
-from specdec.layers.per_layer_embedding import gated_projection, layer_inputs
+from specdec.layers.per_layer_embedding import EmbeddingParts, gated_projection, per_layer_inputs
 from specdec.layers.product import Columns, Cut, OwnedParts, Product, finish
 from specdec.layers.rope_store import Attended, Heads, Rotary, rope_store, rotary
 
@@ -111,19 +111,6 @@ class LayerParts:
     ple: PleParts | None = None
     scale: torch.Tensor | None = None
     cuts: Cuts | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddingParts:
-    """Gemma 4's per-layer embeddings, what is computed once a forward (`reference_layer_inputs`). columns: those of the
-    context product that the table has, where ranks share it."""
-
-    context: Weight
-    table: torch.Tensor
-    norm: Gain
-    context_scale: float
-    table_scale: float
-    columns: slice | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -346,35 +333,61 @@ class FusedDecoder(nn.Module):
         """input_ids or inputs_embeds, and position_ids, of any leading shape that packs to T rows -> states of that
         shape; [1, R, H] where the forward goes on with R of the rows, None where it ends with none."""
         assert position_ids is not None and specdec_ctx is not None
+        walk = self.walk(input_ids, position_ids, specdec_ctx, narrowing, inputs_embeds)
+        walk.advance(walk.num_layers)
+        return BaseModelOutputWithPast(last_hidden_state=walk.finish())  # type: ignore[arg-type]
+
+    def walk(
+        self,
+        input_ids: torch.Tensor | None,
+        position_ids: torch.Tensor,
+        context: LayerContext,
+        narrowing: Narrowing | Ending | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> "DecoderWalk":
+        """The same forward before its first layer."""
         if inputs_embeds is None:
             inputs_embeds = self.embedding(input_ids)
         hidden = inputs_embeds.reshape(-1, inputs_embeds.shape[-1])
         entry = Entry(
             hidden, position_ids.reshape(-1), per_layer_inputs(self.parts.embeddings, hidden, input_ids, self.ops)
         )
-        hidden, normed, shared = begin(self.parts, entry, self.ops)
-        for number, layer in enumerate(self.layers):
-            if narrowing is None or number != narrowing.layer:
-                hidden, normed = layer(hidden, normed, shared, specdec_ctx=specdec_ctx)
-                continue
-            hidden, normed = layer(hidden, normed, shared, specdec_ctx=specdec_ctx, narrowing=narrowing)
-            if isinstance(narrowing, Ending):
-                return BaseModelOutputWithPast()
-            shared, specdec_ctx = shared.of(narrowing.rows), narrowing.context
-        last: Any = self.ops(norm)(Product.of(hidden), pre=self.parts.final_norm)[1]
-        shape = inputs_embeds.shape if narrowing is None else (1, *last.shape)
-        return BaseModelOutputWithPast(last_hidden_state=last.view(shape))
+        return DecoderWalk(self, context, narrowing, inputs_embeds.shape, *begin(self.parts, entry, self.ops))
 
 
-def per_layer_inputs(
-    parts: EmbeddingParts | None, hidden: torch.Tensor, input_ids: torch.Tensor | None, ops: Operations
-) -> torch.Tensor | None:
-    """Per-layer embeddings [T, L, P] of a forward over embeddings [T, H]; None: the model has none."""
-    if parts is None:
-        return None
-    assert input_ids is not None, "per-layer embeddings are looked up by token"
-    scales = {"context_scale": parts.context_scale, "table_scale": parts.table_scale}
-    context = ops(linear)(hidden, parts.context)
-    if parts.columns is not None:
-        context = context._replace(parts=context.parts[..., parts.columns].contiguous())
-    return ops(layer_inputs)(context, input_ids.reshape(-1), parts.table, parts.norm, **scales)
+@dataclass(slots=True)
+class DecoderWalk:
+    """A forward of a `FusedDecoder` over rows that pack to `shape`, between two of its layers: the first `done` have
+    run, and `hidden`, `normed` enter the next."""
+
+    decoder: FusedDecoder
+    context: LayerContext
+    narrowing: Narrowing | Ending | None
+    shape: torch.Size
+    hidden: torch.Tensor
+    normed: torch.Tensor
+    shared: Shared
+    done: int = 0
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that run, for some rows at least."""
+        return self.narrowing.layer + 1 if isinstance(self.narrowing, Ending) else len(self.decoder.layers)
+
+    def advance(self, end: int) -> None:
+        """Run the layers before number `end` that have not run."""
+        narrowing = self.narrowing
+        while self.done < end:
+            layer = self.decoder.layers[self.done]
+            narrows = {} if narrowing is None or self.done != narrowing.layer else {"narrowing": narrowing}
+            self.hidden, self.normed = layer(self.hidden, self.normed, self.shared, specdec_ctx=self.context, **narrows)
+            if narrows and isinstance(narrowing, Narrowing):
+                self.shared, self.context = self.shared.of(narrowing.rows), narrowing.context
+            self.done += 1
+
+    def finish(self) -> torch.Tensor | None:
+        """After the last layer: the states after the final norm; see `FusedDecoder.forward`."""
+        if isinstance(self.narrowing, Ending):
+            return None
+        last: torch.Tensor = self.decoder.ops(norm)(Product.of(self.hidden), pre=self.decoder.parts.final_norm)[1]
+        return last.view(self.shape if self.narrowing is None else (1, *last.shape))

@@ -15,7 +15,7 @@ from torch import nn
 
 from specdec.errors import UnsupportedModelError
 from specdec.layers.activation import reference_activate
-from specdec.layers.decoder import DecoderParts, EmbeddingParts, LayerParts, MoeParts, PleParts, WideNorms
+from specdec.layers.decoder import DecoderParts, LayerParts, MoeParts, PleParts, WideNorms
 from specdec.layers.linear import Mlp
 from specdec.layers.merge import is_merged, merge
 from specdec.layers.moe.moe_families import experts_of, router_of
@@ -25,6 +25,7 @@ from specdec.layers.packed.packed_linear import PackedLinear, weight_of
 from specdec.layers.packed.packed_tile import runs_in_tiles
 from specdec.layers.packed.packed_weight import PackedWeight, Weight
 from specdec.layers.packed.weight_slices import Stacked
+from specdec.layers.per_layer_embedding import EmbeddingParts
 from specdec.layers.rope_store import Heads
 from specdec.modules.module_watch import RECORDING_HOOKS
 from specdec.modules.private_copy import fused_rms_norm

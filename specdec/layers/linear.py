@@ -22,7 +22,7 @@ from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_pre
 from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, tl, triton
 from specdec.layers.activation import ACTIVATIONS, activate, reference_activate
-from specdec.layers.many_rows import multiply_many_rows, suits
+from specdec.layers.many_rows import can_describe, multiply_many_rows, suits
 from specdec.layers.packed.dequantise import dequantise
 from specdec.layers.packed.packed_tile import (
     load_tile,
@@ -37,6 +37,7 @@ from specdec.layers.packed.packed_tile import (
 from specdec.layers.packed.packed_weight import PackedWeight, Weight, multiply
 from specdec.layers.product import FEW_ROWS, Cut, Product, Tiles, can_hold, cut_of, tiles_of
 from specdec.layers.range_sum import multiply_both, multiply_range
+from specdec.layers.some_rows import choose_some_tiles, multiply_some_rows
 
 FEW_PROGRAMS = 256
 """With more of them, or more rows, a program adds the ranges up: parts would be more bytes than they are worth."""
@@ -228,8 +229,10 @@ def _gate_kernel(
 
 
 def vendor_linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, cut: Cut | None = None) -> Product:
-    """`linear`, by the vendor's library where x has many rows: faster there, with bits that depend on their number. It
-    multiplies a packed weight dequantised, into memory that is free again afterwards."""
+    """`linear`, by `some_rows` or the vendor's library where x has more rows: faster there, with bits that depend on
+    their number. The library multiplies a packed weight dequantised, into memory that is free again afterwards."""
+    if can_describe(weight, x) and (some := choose_some_tiles(len(x), weight.shape, x.device)):
+        return multiply_some_rows(x, weight, bias, None, some)
     if len(x) <= VENDOR_ROWS or can_hold(weight, cut or cut_of(weight), len(x), x.dtype):
         return linear(x, weight, bias, cut)
     return Product.of(F.linear(x, _whole(weight, x.dtype), bias))
@@ -237,6 +240,8 @@ def vendor_linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = N
 
 def vendor_gated_linear(x: torch.Tensor, weight: Weight, activation: str) -> torch.Tensor:
     """`gated_linear`, likewise."""
+    if can_describe(weight, x) and (some := choose_some_tiles(len(x), weight.shape, x.device, gated=True)):
+        return multiply_some_rows(x, weight, None, activation, some).parts[0]
     if len(x) <= VENDOR_ROWS:
         return gated_linear(x, weight, activation)
     merged = F.linear(x, _whole(weight, x.dtype))

@@ -96,11 +96,16 @@ def many_rows_kernel(
 
 
 def suits(weight: Weight, x: torch.Tensor) -> TypeGuard[torch.Tensor]:
-    """Has x many rows, and are both matrices that descriptors can describe, on a device that has them?"""
+    """Has x many rows, and are both matrices that descriptors can describe?"""
+    return can_describe(weight, x) and len(x) > MANY_ROWS and len(weight) > SMALL_ROWS
+
+
+def can_describe(weight: Weight, x: torch.Tensor) -> TypeGuard[torch.Tensor]:
+    """Are both matrices of 2-byte numbers that descriptors can describe, on a device that has them?"""
     if not isinstance(weight, torch.Tensor) or x.element_size() != 2:
         return False
     there = INTERPRETED if x.device.type == "cpu" else has_pdl(x.device)  # both came with Hopper
-    return there and len(x) > MANY_ROWS and len(weight) > SMALL_ROWS and _is_aligned(x) and _is_aligned(weight)
+    return there and _is_aligned(x) and _is_aligned(weight)
 
 
 def _is_aligned(matrix: torch.Tensor) -> bool:

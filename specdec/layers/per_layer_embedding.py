@@ -14,15 +14,17 @@ would activate the same rows again, they are a launch of their own. Rounded wher
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
-from specdec.gpu.operations import op
+from specdec.gpu.operations import Operations, op
 from specdec.gpu.triton_shim import KEEP, tl, triton
 from specdec.layers.activation import activate, reference_activate
 from specdec.layers.linear import linear
+from specdec.layers.many_rows import can_describe
 from specdec.layers.norm import Gain, reference_rms_norm, rms_norm
 from specdec.layers.packed.packed_tile import (
     load_tile,
@@ -37,10 +39,27 @@ from specdec.layers.packed.packed_tile import (
 )
 from specdec.layers.packed.packed_weight import PackedWeight, Weight, multiply
 from specdec.layers.product import MANY_ROWS, Product, Tiles, cut_of, reference_finish, sum_parts
+from specdec.layers.some_rows import SomeTiles, multiply_some_rows
 
 FEW_ROWS = 64
 SOME_ROWS_TILES = Tiles(64, 32, 64, 4, 4, 64)
 """Above FEW_ROWS: more programs than `choose_tiles` makes, which takes weights to be long."""
+
+ANY_ORDER_TILES = {192: SomeTiles(64, 32, 0, 128, 4, 2), MANY_ROWS: SomeTiles(128, 64, 0, 64, 8, 4)}
+"""Up to so many rows, next to any others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingParts:
+    """Gemma 4's per-layer embeddings, what is computed once a forward (`reference_layer_inputs`). columns: those of the
+    context product that the table has, where ranks share it."""
+
+    context: Weight
+    table: torch.Tensor
+    norm: Gain
+    context_scale: float
+    table_scale: float
+    columns: slice | None = None
 
 
 def reference_layer_inputs(
@@ -201,8 +220,15 @@ def layer_inputs(
     return out
 
 
-@op(reference=reference_gated_projection)
-def gated_projection(gate: Product, inputs: torch.Tensor, weight: Weight, activation: str) -> Product:
+def vendor_gated_projection(gate: Product, inputs: torch.Tensor, weight: Weight, activation: str) -> Product:
+    """`gated_projection`, with some rows as `vendor_linear` has them."""
+    return gated_projection(gate, inputs, weight, activation, in_order=False)
+
+
+@op(reference=reference_gated_projection, vendor=vendor_gated_projection)
+def gated_projection(
+    gate: Product, inputs: torch.Tensor, weight: Weight, activation: str, *, in_order: bool = True
+) -> Product:
     """W_proj (act(gate) e_l). gate: W_gate h [T, P]; inputs: e_l [T, P], rows of any stride; weight: W_proj [H, P]."""
     splits, num_rows, width = gate.parts.shape
     height = len(weight)
@@ -223,6 +249,9 @@ def gated_projection(gate: Product, inputs: torch.Tensor, weight: Weight, activa
             num_warps=1,
             **pdl_options(gated.device),
         )
+        if not in_order and num_rows <= MANY_ROWS and can_describe(weight, gated):
+            some = next(tiles for most, tiles in ANY_ORDER_TILES.items() if num_rows <= most)
+            return multiply_some_rows(gated, weight, None, None, some)
         few = FEW_ROWS < num_rows <= MANY_ROWS and gate.dtype != torch.float32 and not packed
         return linear(gated, weight, tiles=SOME_ROWS_TILES if few else None)
     out = torch.empty((num_rows, height), dtype=inputs.dtype, device=inputs.device)
@@ -246,3 +275,17 @@ def gated_projection(gate: Product, inputs: torch.Tensor, weight: Weight, activa
 def _width(gain: Gain) -> int:
     assert gain.weight is not None and gain.is_plain, f"{gain}"
     return len(gain.weight)
+
+
+def per_layer_inputs(
+    parts: EmbeddingParts | None, hidden: torch.Tensor, input_ids: torch.Tensor | None, ops: Operations
+) -> torch.Tensor | None:
+    """Per-layer embeddings [T, L, P] of a forward over embeddings [T, H]; None: the model has none."""
+    if parts is None:
+        return None
+    assert input_ids is not None, "per-layer embeddings are looked up by token"
+    scales = {"context_scale": parts.context_scale, "table_scale": parts.table_scale}
+    context = ops(linear)(hidden, parts.context)
+    if parts.columns is not None:
+        context = context._replace(parts=context.parts[..., parts.columns].contiguous())
+    return ops(layer_inputs)(context, input_ids.reshape(-1), parts.table, parts.norm, **scales)

@@ -30,25 +30,16 @@ from specdec.layers.fuse import Weights, fuse, fuse_linear
 from specdec.layers.merge import held_storages
 from specdec.models.batch_invariance import depends_on_others, forward_in_tiles, rows_in_tiles, run_in_tiles
 from specdec.models.context_length import ContextLength, context_length
+from specdec.models.paused_forward import PausedForward, collected, walker_of
 from specdec.models.placeholders import Placeholders, find_placeholders
 from specdec.models.probe import LogitRule, Proof, logit_rules, probe_texts, prove, refusing
 from specdec.models.shared_weights import SplitWeights, difference_on_ranks, on_ranks, refuse_change, share_among
+from specdec.models.unsupported import require_supported
 from specdec.modules.module_watch import ModuleWatch
 from specdec.modules.private_copy import private_copy
 from specdec.sampling.softcap import softcap
 
 logger = logging.getLogger("specdec")
-
-UNSUPPORTED_ATTRIBUTES = {
-    "alibi": "uses ALiBi biases",
-    "attention_chunk_size": "uses chunked attention",
-    "index_topk": "uses sparse attention",
-}
-"""Config attributes that change the result in ways the runtime does not reproduce."""
-
-
-DYNAMIC_INT8 = ("torch.ao.nn.quantized", "torch.nn.quantized")
-"""Packages of the modules by which torch quantises activations."""
 
 MANY_ROWS = 80
 """Rows of a forward on kernels: more than fit the smallest tiles of their products."""
@@ -91,7 +82,7 @@ class TargetModel:
         self.name = getattr(model.config, "_name_or_path", "") or type(model).__name__
         with refusing(self.name, f"{type(model).__name__} is not built as a decoder-only causal language model"):
             self.config: Any = model.config.get_text_config()
-            self._require_supported()
+            require_supported(self.name, model, self.config)
             self.vocab_size = int(self.config.vocab_size)  # the user's config may change later
             self.context_length: ContextLength = context_length(self.config)
             head = model.get_output_embeddings()
@@ -117,6 +108,7 @@ class TargetModel:
             self.unfused = None
         elif ops is not None:
             self.unfused = self._fuse(ops, proof)
+        self.walk = walker_of(self.decoder, proof)
         self.in_tiles = deterministic and (self.unfused is not None or ops is not KERNELS)
         if deterministic:
             self._prove_bits()
@@ -213,11 +205,30 @@ class TargetModel:
             return forward_in_tiles(self.run, tokens, context, aux_layers)
         narrowing = self._narrowing(last, plan, view, aux_layers) if ends or last is not None else None
         hidden = self.run(tokens, plan.positions, context, narrowing)
-        if not aux_layers:
-            return hidden, None
-        states = [state for layer in aux_layers if (state := context.states[layer]) is not None]
-        assert len(states) == len(aux_layers), f"{len(states)} states of layers {aux_layers}"
-        return hidden, torch.cat(states, dim=-1).view(*tokens.shape, -1)
+        return hidden, collected(context, aux_layers, tokens.shape)
+
+    @property
+    def can_pause(self) -> bool:
+        """Can a forward stop between two layers? Not in tiles, nor on several devices."""
+        return self.walk is not None and not self.in_tiles and self.ranks is None
+
+    def begin(
+        self,
+        tokens: torch.Tensor,
+        plan: KVPlan,
+        view: KVView,
+        aux_layers: Sequence[int] = (),
+        last: KVPlan | None = None,
+        *,
+        ends: bool = False,
+    ) -> PausedForward:
+        """The forward that `forward` runs, before its first layer. Requires `can_pause`."""
+        assert self.can_pause and self.walk is not None
+        self.weights.generation()
+        context = ForwardContext.of(plan, view, self.windows, aux_layers)
+        narrowing = self._narrowing(last, plan, view, aux_layers) if ends or last is not None else None
+        walk = self.walk(*self._entering(tokens, plan.positions), context, narrowing)
+        return PausedForward(walk, context, aux_layers, tokens.shape, lambda hidden: self._leaving(hidden, len(tokens)))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [..., H] -> logits [..., V] in the model's dtype, scaled and softcapped as the model does."""
@@ -250,45 +261,23 @@ class TargetModel:
         narrowing: Narrowing | Ending | None = None,
     ) -> torch.Tensor:
         """tokens, positions [B, N] -> states after the final norm [B, N, H]; if narrowed, of those rows, or zeros."""
-        batch = len(tokens)
+        ids, places = self._entering(tokens, positions)
+        narrowed = {} if narrowing is None else {"narrowing": narrowing}
+        out = self.decoder(input_ids=ids, position_ids=places, use_cache=False, specdec_ctx=context, **narrowed)
+        return self._leaving(out.last_hidden_state, len(tokens))
+
+    def _entering(self, tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """tokens, positions [B, N] -> the same, packed [1, B * N], as the decoder reads them."""
         tokens = self.placeholders.replaced_in(tokens)
         if self.context_length.most is not None:  # drafts and padding beyond the end: their output is not read
             positions = positions.clamp(max=self.context_length.most - 1)
-        out = self.decoder(
-            input_ids=tokens.reshape(1, -1),
-            position_ids=positions.reshape(1, -1),
-            use_cache=False,
-            specdec_ctx=context,
-            **({} if narrowing is None else {"narrowing": narrowing}),
-        )
-        hidden: torch.Tensor = out.last_hidden_state
-        if isinstance(narrowing, Ending):
+        return tokens.reshape(1, -1), positions.reshape(1, -1)
+
+    def _leaving(self, hidden: torch.Tensor | None, batch: int) -> torch.Tensor:
+        """What the decoder returns -> [B, N, H]; None: it ended, and has none."""
+        if hidden is None:
             hidden = torch.zeros((1, batch, self.hidden_size), dtype=self.dtype, device=self.device)
         return hidden.view(batch, -1, hidden.shape[-1])
-
-    def _require_supported(self) -> None:
-        """Raise UnsupportedModelError for what config and placement say before anything is run."""
-        if getattr(self.model.config, "is_encoder_decoder", False) or getattr(self.config, "is_encoder_decoder", False):
-            raise UnsupportedModelError(
-                f"{self.name} ({type(self.model).__name__}) is an encoder-decoder; specdec serves decoder-only models"
-            )
-        for attribute, what in UNSUPPORTED_ATTRIBUTES.items():
-            value = getattr(self.config, attribute, None)
-            if value not in (None, 1, 1.0, False):
-                raise UnsupportedModelError(f"{self.name} {what} ({attribute}={value}), which specdec does not support")
-        for name, module in self.model.named_modules():
-            if type(module).__module__.startswith(DYNAMIC_INT8):
-                raise UnsupportedModelError(
-                    f"{self.name} is quantised dynamically (its module {name} is a {type(module).__module__}."
-                    f"{type(module).__name__}), which specdec does not support: activations are rounded by the batch "
-                    "that they are in; give the model before quantisation, or quantise its weights alone"
-                )
-        placement = getattr(self.model, "hf_device_map", None) or {}
-        devices = {str(device) for device in placement.values()} | {w.device.type for w in self.model.parameters()}
-        if devices == {"meta"}:
-            raise UnsupportedModelError(f"{self.name} is on the meta device, without weights; load it onto a real one")
-        if len(devices) > 1 or "meta" in devices:
-            raise UnsupportedModelError(f"{self.name} is spread over {sorted(devices)}; specdec runs on one device")
 
     def _find_decoder(self) -> nn.Module:
         """The text stack: `get_decoder()`, or what lies inside it in multimodal checkpoints."""

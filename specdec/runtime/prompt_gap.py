@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.prompt_shares import PromptRoom
+from specdec.runtime.rounds.prompt_parts import PartShare
 
 GAP_SHARE = 0.5
 """Share of a round's time that the prompts of a step may take for each request that waits for its first token, or
@@ -25,6 +26,12 @@ for its next after a preemption. With one such request a stream gets its tokens 
 PROMISED_GAP = 0.25
 """Seconds that a request which decodes waits for its next token at most, however many prompts wait: half of what a
 reader takes for a dozen words, and on an H200 8,192 tokens of a model of ten billion parameters."""
+
+PART_SHARE = 0.4
+"""The same, for parts of a forward: what a step takes beside its round and its prompts has to fit half a round, too."""
+
+MOST_STEPS = 8
+"""A forward is divided among so many steps at most, as far as is known: others who come meanwhile wait for its end."""
 
 MIN_CAP = 512
 """The cap of a step is no fewer prompt tokens than this: of fewer, a GPU reads weights as long as it computes."""
@@ -50,6 +57,15 @@ class PromptLoad(NamedTuple):
     def of(cls, start: IntArray, length: IntArray) -> "PromptLoad":
         """Of runs of `length` [R] tokens after `start` [R] earlier ones."""
         return cls(int(length.sum()), float((length * (start + length / 2)).sum()))
+
+
+class Division(NamedTuple):
+    """How a forward over few prompt tokens is divided among steps: into these parts, if it has at most `most` tokens,
+    and at least `least`, of which fewer take as long."""
+
+    shares: Sequence[PartShare]
+    most: int
+    least: int
 
 
 class PromptCost:
@@ -91,6 +107,12 @@ class PromptCost:
             return float(self._fitted() @ _counts(load))
         return whole + self._pair * max(0.0, load.pairs - load.tokens**2 / 2)
 
+    def parts_of(self, load: PromptLoad) -> tuple[float, float]:
+        """The same, of all but attention over prefixes, and of that."""
+        whole = self.seconds(load)
+        forward = min(whole, self.seconds(PromptLoad(load.tokens, load.tokens**2 / 2)))
+        return forward, whole - forward
+
     def tokens_within(self, seconds: float, prefix: int, chunk: int) -> int:
         """How many prompt tokens can be read in this time: at most `chunk` of each request, after `prefix` tokens each.
 
@@ -123,11 +145,12 @@ class PromptGap:
 
     round: decaying average of recent rounds, 0.0 before the first. longest_round: the longest that was timed when the
     engine was made, 0.0 where none was. ending: how much longer a forward takes that ends a prompt, where it alone
-    runs the last layers.
+    runs the last layers. division: of forwards over few tokens among steps; None: they run whole.
     """
 
     def __init__(self) -> None:
         self.cost = PromptCost()
+        self.division: Division | None = None
         self.round = 0.0
         self.longest_round = 0.0
         self.ending = 0.0
@@ -153,9 +176,41 @@ class PromptGap:
         """
         if room.fixed or self.round == 0.0 or not self.cost.is_known:
             return room.busy
-        budget = min(GAP_SHARE * max(1, num_waiting) * self.round, PROMISED_GAP - self.round)
-        fitting = self.cost.tokens_within(budget, prefix, room.chunk)
-        return room.busy if fitting >= room.busy else min(max(room.least, _few_sizes(fitting)), room.busy)
+        fitting = self.cost.tokens_within(self._budget(GAP_SHARE, num_waiting), prefix, room.chunk)
+        if fitting >= room.busy:
+            return room.busy
+        if self.division is not None and fitting < self.division.most:
+            return min(self._tokens_in_parts(self.division, num_waiting, prefix), room.busy)
+        return min(max(room.least, _few_sizes(fitting)), room.busy)
+
+    def budget(self, room: PromptRoom, num_waiting: int, load: PromptLoad) -> float | None:
+        """Seconds that a forward over this load may take of a step in which others decode, before the rest of it waits
+        for the next; None: it is read at once."""
+        if room.fixed or self.round == 0.0 or not self.cost.is_known or self.division is None:
+            return None
+        if load.tokens > self.division.most or self.cost.seconds(load) <= self._budget(GAP_SHARE, num_waiting):
+            return None
+        return self._budget(PART_SHARE, num_waiting)
+
+    def part_seconds(self, load: PromptLoad, share: PartShare) -> float:
+        """What a part of a forward over this load is expected to take."""
+        forward, pairs = self.cost.parts_of(load)
+        return forward * share.forward + pairs * share.pairs + self.ending * share.ending
+
+    def _budget(self, share: float, num_waiting: int) -> float:
+        return min(share * max(1, num_waiting) * self.round, PROMISED_GAP - self.round)
+
+    def _tokens_in_parts(self, division: Division, num_waiting: int, prefix: int) -> int:
+        """The most tokens of which every part fits a step, and all of them a few."""
+        budget = self._budget(PART_SHARE, num_waiting)
+        tokens = division.most
+        while tokens > division.least:
+            load = PromptLoad(tokens, tokens * (prefix + tokens / 2))
+            parts = [self.part_seconds(load, share) for share in division.shares]
+            if max(parts) <= budget and sum(parts) <= MOST_STEPS * budget:
+                break
+            tokens //= 2
+        return tokens
 
     def promised(self, room: PromptRoom, longest: int) -> float:
         """The longest time between two tokens of a decoding request, in seconds, while one prompt of up to `longest`
@@ -167,8 +222,14 @@ class PromptGap:
             tokens = min(self.tokens(room, 1, prefix), longest)
             if not room.fixed:
                 tokens = min(tokens, room.chunk)
-            spent = max(spent, self.cost.seconds(PromptLoad(tokens, tokens * (prefix + tokens / 2))))
-        return max(self.round, self.longest_round) + spent + self.ending
+            load = PromptLoad(tokens, tokens * (prefix + tokens / 2))
+            budget = self.budget(room, 1, load)
+            if budget is None or self.division is None:
+                spent = max(spent, self.cost.seconds(load) + self.ending)
+            else:
+                parts = [self.part_seconds(load, share) for share in self.division.shares]
+                spent = max(spent, budget, self.ending, *parts)
+        return max(self.round, self.longest_round) + spent
 
 
 def _few_sizes(tokens: int) -> int:

@@ -259,6 +259,11 @@ class Request:
     def stats(self) -> RequestStats:
         return self.settled.stats
 
+    @property
+    def has_fixed_draft(self) -> bool:
+        """Does it have the draft that it asks for, whatever pays?"""
+        return self.draft is not None and not self.draft.adaptive
+
     def draft_size(self, to_go: int) -> DraftShape:
         """A draft that is enough where `to_go` tokens may still come, the bonus token among them."""
         if self.draft is None or to_go > self.max_drafts:

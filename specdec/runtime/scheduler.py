@@ -53,6 +53,11 @@ class Scheduler:
     def idle(self) -> bool:
         return not self.waiting and not self.running
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for their first token, or after a preemption for the next."""
+        return len(_in_state(self.running, RequestState.PREFILL)) + len(self.waiting)
+
     def submit(self, request: Request) -> None:
         """Queue a request. Raises CapacityError, with the numbers, when it can never run."""
         self.require_fits(len(request.prompt), request.params.max_new_tokens)
@@ -244,7 +249,7 @@ class Scheduler:
         prompts = [Prompt(rank(r)[0], r.prefill_target - n) for r, n in zip(reading, done, strict=True)]
         to_come = sum(each.to_go for each in prompts)
         if _in_state(self.running, RequestState.DECODE):
-            room = self.prompt_gap.tokens(self.prompt_room, len(reading) + len(self.waiting), max(done))
+            room = self.prompt_gap.tokens(self.prompt_room, self.num_waiting, max(done))
         else:
             room = self.prompt_room.idle_tokens(to_come)
         given = zip(reading, shares(prompts, room, self.prompt_room.chunk), strict=True)

@@ -32,6 +32,7 @@ from specdec.runtime.engine_stats import ENOUGH_DRAFTS, EngineStats, PoolUse, de
 from specdec.runtime.grammar_masks import GrammarSteps, prepare, root_masks
 from specdec.runtime.launched_step import LaunchedStep, copy_to_host, event_now
 from specdec.runtime.prompt_gap import PromptLoad
+from specdec.runtime.prompt_reading import PromptReading
 from specdec.runtime.prompt_scores import scoring_of
 from specdec.runtime.request import Request, restricted, rows_of
 from specdec.runtime.rounds.capture_classes import is_large
@@ -39,6 +40,7 @@ from specdec.runtime.rounds.captured_prompts import ChunkGraphs
 from specdec.runtime.rounds.captured_rounds import Between, RoundGraphs, nothing, run_programs
 from specdec.runtime.rounds.catching_up import CatchUps, catch_up_if_due
 from specdec.runtime.rounds.decode_round import DECODE_STAGES, decode_programs
+from specdec.runtime.rounds.prompt_parts import single_layers, whole_chunk
 from specdec.runtime.rounds.prompt_scoring import Scoring, score_chunk
 from specdec.runtime.rounds.result import DraftShape, RoundResult, RoundShape
 from specdec.runtime.rounds.round import PREFILL_STAGES, Chunk, Round
@@ -81,13 +83,14 @@ class Steps:
         self.choice = DraftChoice(shapes, self.table.max_requests + 1) if adaptive else None
         self._drafted = self._begun = 0  # drafts since the last look, and those whose first token was right
         self._warned = False
+        self.reading: PromptReading | None = None  # of which some parts have run
         self._ended: int | None = None  # the newest settled round, on the device's clock; None: chunks came after it
         round.masks.max_nodes = max(spec.num_nodes, 1 + MAX_FORCED_TOKENS)
 
     def restart(self, requests: Sequence[Request]) -> None:
         """Begin again with these requests, whatever state everything is in."""
         self.under_way.clear()
-        self._ended = None
+        self.reading = self._ended = None
         self.round.reset()
         self.scheduler.restart(requests)
 
@@ -128,14 +131,7 @@ class Steps:
                 if self.choice is not None:
                     self.choice.begin(rows_of(admitted))
                 finished += self._release_finished(prepare(admitted))
-            requests, chunk_len = self.scheduler.next_prefill()
-            if requests:
-                begin, done = time.perf_counter(), self.table.committed_len.host[rows_of(requests)]
-                self.prefill(requests, chunk_len)
-                finished += self._settle(busy=None in [launched.drawing for launched in self.under_way])
-                if self.graphs is None:
-                    self.scheduler.prompt_gap.cost.learn(PromptLoad.of(done, chunk_len), time.perf_counter() - begin)
-            return finished
+            return finished + self._read_prompts(streams=bool(decoding))
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
@@ -174,7 +170,11 @@ class Steps:
                 tokens = np.array([count, *request.forced[:count]], dtype=np.int64)
                 self.round.forced[request.row, : 1 + count] = tokens
         self.round.flush()
-        catch_up_if_due(self.round, self.catch_ups, shape, rows)
+        begin = time.perf_counter()
+        if catch_up_if_due(self.round, self.catch_ups, shape, rows) and self.choice is not None:
+            captured = self.graphs is not None
+            batch = shape.batch if captured else next_power_of_two(shape.batch)
+            self.choice.caught_up(batch, None if captured else time.perf_counter() - begin, shape.draft)
         between: Between = nothing
         if masked:
             between = GrammarSteps(self.round, shape, [request.place for request in requests]).between
@@ -215,21 +215,73 @@ class Steps:
             if is_large(bucket):
                 return shape
             batch = bucket.batch
-        fixed = [
-            draft
-            for draft, request in zip(drafts, requests, strict=True)
-            if request.draft is not None and not request.draft.adaptive
-        ]
+        fixed = [draft for draft, request in zip(drafts, requests, strict=True) if request.has_fixed_draft]
         rows = rows_of(requests)
         most = np.minimum(self.round.max_drafts.host[rows], np.array(to_go, dtype=np.int64) - 1)
         context = int(self.table.committed_len.host[rows].sum())
         behind = self.round.unread is not None and bool(self.round.unread.count[rows].any())
-        return shape.with_draft(choice.choose(rows, most, batch, context, largest(fixed), behind=behind))
+        unsettled = [launched.shape.draft for launched in self.under_way if launched.drawing is None]
+        least = largest(fixed)
+        return shape.with_draft(choice.choose(rows, most, batch, context, least, behind=behind, unsettled=unsettled))
 
-    def prefill(self, requests: Sequence[Request], chunk_len: IntArray) -> None:
-        """Launch the next `chunk_len` [B] tokens of these prompts; those that end with them draw their first token."""
-        rows = rows_of(requests)
+    def _read_prompts(self, *, streams: bool) -> list[Request]:
+        """Launch what this step reads of prompts, whole or in part; settle what is due. streams: others decode."""
+        reading = self.reading
+        if reading is not None and not reading.holds(self.round.weights_generation()):
+            reading = self.reading = None
+        if reading is None:
+            requests, chunk_len = self.scheduler.next_prefill()
+            if not requests:
+                return []
+            self.round.flush()
+            reading = self.reading = self._begin_reading(requests, chunk_len, streams=streams)
+        gap, budget = self.scheduler.prompt_gap, None
+        if streams:
+            budget = gap.budget(self.scheduler.prompt_room, self.scheduler.num_waiting, reading.load)
+        self.round.clock.start(*PREFILL_STAGES)
+        reading.advance(gap, budget, waits=self.round.device.type == "cpu")
+        if not reading.is_through:
+            return self._pause(reading)
+        self.reading = None
+        begin = time.perf_counter()
+        self.prefill(reading.requests, reading.chunk_len, reading)
+        finished = self._settle(busy=None in [launched.drawing for launched in self.under_way])
+        if self.graphs is None:
+            gap.cost.learn(reading.load, reading.seconds + time.perf_counter() - begin)
+        return finished
+
+    def _begin_reading(self, requests: Sequence[Request], chunk_len: IntArray, *, streams: bool) -> PromptReading:
+        """Of the next `chunk_len` [B] tokens of these prompts; in parts where others should not wait for all of it."""
+        rows, epochs = rows_of(requests), [request.row_epoch for request in requests]
         done = self.table.committed_len.host[rows]
+        scoring = scoring_of([request.scores for request in requests], done, chunk_len)
+        ends = any(done[i] + chunk_len[i] == request.prefill_target for i, request in enumerate(requests))
+        states = self.round.final_states(scored=scoring is not None, ends=ends)
+        room, load = self.scheduler.prompt_room, PromptLoad.of(done, chunk_len)
+        divided = streams and self.scheduler.prompt_gap.budget(room, self.scheduler.num_waiting, load) is not None
+        found = None
+        if divided and self.chunks is not None:
+            found = self.chunks.begin(rows, chunk_len, states)
+        elif divided:
+            found = single_layers(self.round, rows, chunk_len, states)
+        if found is None:
+            found = whole_chunk(lambda: self.read(rows, chunk_len, states), self.round.weights_generation())
+        return PromptReading(requests, chunk_len, done, *found, row_epochs=epochs)
+
+    def _pause(self, reading: PromptReading) -> list[Request]:
+        """The rest of it is for later steps. The round before it is settled while the device runs these parts, as it is
+        where a whole group of chunks follows, so that every step brings a token."""
+        stamps = self.round.clock.stop()
+        spent = stamps[1] - stamps[0]
+        reading.earlier = spent if reading.earlier is None else reading.earlier + spent
+        finished = self._settle_all()
+        self._ended = None
+        return finished
+
+    def prefill(self, requests: Sequence[Request], chunk_len: IntArray, reading: PromptReading) -> None:
+        """Launch what follows once `chunk_len` [B] tokens of these prompts are read: who ends with them draws its
+        first token."""
+        rows, done = rows_of(requests), reading.done
         drawing = [
             i
             for i, request in enumerate(requests)
@@ -241,16 +293,14 @@ class Steps:
         chosen = np.array(drawing, dtype=np.int64)
         self.round.sampling.load_biases(rows[chosen], params, shape.uses)
         self.round.flush()
-        self.round.clock.start(*PREFILL_STAGES)
         scoring = scoring_of([request.scores for request in requests], done, chunk_len)
-        ends = any(done[i] + chunk_len[i] == request.prefill_target for i, request in enumerate(requests))
-        chunk = self.read(rows, chunk_len, self.round.final_states(scored=scoring is not None, ends=ends))
-        scores = None
+        chunk, scores = reading.read(), None
         if scoring is not None:
             cells = upload(scoring.cells(), self.round.device)
             scores = scoring, copy_to_host(score_chunk(self.round, chunk, cells, scoring.alternatives))
         longest = int((done + chunk_len)[chosen].max(initial=0))
-        packed = self.round.prefill(chunk, chosen, longest, shape, root_masks([request.place for request in drawn]))
+        masks = root_masks([request.place for request in drawn])
+        packed = self.round.prefill(chunk, chosen, longest, shape, masks, reading.earlier)
         forced = np.zeros(len(drawn), dtype=np.int64)
         self._launched(requests, drawing, shape, PREFILL_STAGES, packed, forced, scores)
         commit_chunks(self.table, self.scheduler.prefixes, requests, chunk_len)
@@ -299,8 +349,10 @@ class Steps:
                 result = launched.result()
                 if len(present) < len(launched.requests):
                     result = result.take(present)
-                self._learn(launched.shape, requests, result)
+                before = sum(request.num_output for request in requests) if result.num_steps else 0
                 settle_round(self.round, requests, result)
+                gained = sum(request.num_output for request in requests) - before if result.num_steps else 0
+                self._learn(launched.shape, requests, result, gained)
                 self._note(requests, result, by_lookup=launched.shape.by_lookup)
             else:
                 settle_chunks(self.round, launched, present)
@@ -308,19 +360,21 @@ class Steps:
             finished += self._release_finished(requests)
         return finished
 
-    def _learn(self, shape: RoundShape, requests: Sequence[Request], result: RoundResult) -> None:
-        """What drafts bring and take, from a round that is about to be settled."""
+    def _learn(self, shape: RoundShape, requests: Sequence[Request], result: RoundResult, gained: int) -> None:
+        """What drafts bring and take, from a round that is settled. gained: tokens of all requests together."""
         (began, ended), before, self._ended = result.ran, self._ended, result.ran[1]
         if self.choice is None or shape.forced or (self.graphs is not None and is_large(shape)):
             return
         rows = rows_of(requests)
         most = self.round.max_drafts.host[rows]
         batch = shape.batch if self.graphs is not None else next_power_of_two(shape.batch)
-        context = int(self.table.committed_len.host[rows].sum())
+        context = int(self.table.committed_len.host[rows].sum() - result.length.sum())  # before it
         drafting = most > 0
         given = rows[drafting], result.length[drafting] - 1, most[drafting]
         since = None if before is None else ((began - before) / 1e9, (ended - before) / 1e9)
-        self.choice.learn(shape.draft, batch, context, result.seconds, *given, since)
+        chosen = not any(request.has_fixed_draft for request in requests)
+        brought = gained / len(requests) if chosen else 0.0
+        self.choice.learn(shape.draft, batch, context, result.seconds, *given, since, brought=brought)
 
     def _note(self, requests: Sequence[Request], result: RoundResult, *, by_lookup: bool) -> None:
         """Count a settled round, and warn once where drafts are hardly ever right: a drafter's own, not a lookup's."""

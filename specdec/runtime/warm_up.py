@@ -3,6 +3,7 @@
     rounds     greedy, at the narrowest tables, of every batch size: full drafts, and all that may be chosen instead
     wider      at the other tables the largest of them run once, so that nobody waits for a compiler later
     prompts    of few tokens, which that captures, and of many: how many a step reads follows from it
+    parts      of forwards over few tokens, which steps run one by one
 
 Other shapes are captured when they first occur.
 """
@@ -11,6 +12,7 @@ import numpy as np
 
 from specdec.progress import progress_bar
 from specdec.runtime.adaptive.round_timing import fill_cost_table, time_prompts, time_rounds
+from specdec.runtime.rounds.captured_prompts import SIZES_IN_PARTS
 from specdec.runtime.rounds.captured_rounds import RoundGraphs, batch_sizes, table_widths
 from specdec.runtime.rounds.result import RoundShape
 from specdec.runtime.rounds.round_shapes import NO_DRAFT, round_shape, whole_draft
@@ -66,3 +68,22 @@ def _time_prompts(steps: Steps, graphs: RoundGraphs, largest: RoundShape) -> Non
     gap.learn_round(longest)
     time_prompts(steps.round, gap, steps.read, min(room.busy, steps.table.max_requests * room.chunk))
     steps.scheduler.prompt_room = gap.capped(room)
+    _capture_parts(steps)
+
+
+def _capture_parts(steps: Steps) -> None:
+    """Forwards that are divided among steps run once, and are captured by that: none is while others wait."""
+    division, chunks = steps.scheduler.prompt_gap.division, steps.chunks
+    if division is None or chunks is None:
+        return
+    steps.round.flush()
+    longest = min(steps.table.slots.host.shape[1] - 1, division.most)
+    for states in {steps.round.final_states(scored=False, ends=ends) for ends in (False, True)}:
+        for size in SIZES_IN_PARTS:
+            rows, length = np.array([steps.table.padding_row]), np.array([min(size, longest)])
+            found = chunks.begin(rows, length, states)
+            if found is not None:
+                parts, read = found
+                for program in parts.programs:
+                    program()
+                read()

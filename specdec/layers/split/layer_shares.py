@@ -21,7 +21,7 @@ from typing import Any
 
 from specdec.errors import UnsupportedModelError
 from specdec.gpu.tensor_tree import map_tensors
-from specdec.layers.decoder import Cuts, DecoderParts, EmbeddingParts, LayerParts, SumShare
+from specdec.layers.decoder import Cuts, DecoderParts, LayerParts, SumShare
 from specdec.layers.linear import Mlp
 from specdec.layers.moe.experts import Experts
 from specdec.layers.packed.packed_weight import Weight
@@ -35,6 +35,7 @@ from specdec.layers.packed.weight_slices import (
     range_of,
     rows_of,
 )
+from specdec.layers.per_layer_embedding import EmbeddingParts
 from specdec.layers.product import Cut, choose_cut, choose_packed_cut
 
 PAIR = 2

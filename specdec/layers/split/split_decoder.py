@@ -24,17 +24,16 @@ from specdec.gpu.ranks import Ranks
 from specdec.kvcache.layer_context import LayerContext, SplitContext
 from specdec.layers.decoder import (
     DecoderParts,
-    EmbeddingParts,
     Entry,
     Exchanged,
     FusedLayer,
     Shared,
     Walk,
     begin,
-    per_layer_inputs,
 )
 from specdec.layers.fuse import StandIn
 from specdec.layers.norm import norm
+from specdec.layers.per_layer_embedding import EmbeddingParts, per_layer_inputs
 from specdec.layers.product import Columns, OwnedParts, Product, finish
 from specdec.layers.split.layer_shares import embedding_share, share_of
 

@@ -37,7 +37,8 @@ WAITS = 0.05
 shorter gap is the launch itself."""
 
 DOUBT = 0.3
-"""Share by which a draft that has been timed once may be faster than it seems."""
+"""Share by which a round without a draft that has been timed once may be faster than it seems, and of what a draft adds
+to it."""
 
 
 class Level:
@@ -71,28 +72,36 @@ class CostTable:
         self._level: tuple[defaultdict[int, Level], ...] = (defaultdict(Level), defaultdict(Level))
         self._by_size = np.argsort([shape.num_nodes for shape in shapes], kind="stable")
         self._rest = Level()
+        self._caught_up: defaultdict[int, Level] = defaultdict(Level)
         self._host: defaultdict[tuple[int, bool], Level] = defaultdict(Level)  # by batch size, and whether it drafts
         self._fit = np.zeros((2, len(shapes)))  # of the slope: sums of context * seconds beyond the table, context^2
 
-    @property
-    def is_timed(self) -> bool:
-        """Has any round been? Before, what it says are no seconds."""
-        return bool(self.timed or self._verify)
+    def knows_plain(self, batch: int) -> bool:
+        """Was a round without a draft timed? Before, what it says of rounds of this batch is guessed."""
+        return batch in self.timed or self._seen[batch][0].count > 0
 
-    def note(self, number: int, batch: int, context: int, seconds: Mapping[str, float]) -> None:
-        """A round with the draft of that number took so long, by stage."""
+    def note(self, number: int, batch: int, context: int, seconds: Mapping[str, float]) -> float:
+        """A round with the draft of that number took so long, by stage -> seconds that it counts as: what comes in
+        bursts is no cost of a draft, what the host takes is."""
         total = sum(seconds.values())
         if batch in self.timed:
-            beyond = min(total / self.timed[batch][number], OUTLIER) * self.timed[batch][number]
+            timed = float(self.timed[batch][number])
+            counted = min(total, OUTLIER * timed)
             self._fit *= FORGET
-            self._fit[:, number] += context * (beyond - self.timed[batch][number]), context**2
-            return
+            self._fit[:, number] += context * (counted - timed), context**2
+            return max(counted, self._host_takes(batch)[number > 0])
         shape = self.shapes[number]
         self._seen[batch][number].add(total)
         self._verify[batch * shape.num_nodes].add(seconds["verify"])
         self._rest.add(seconds["other"])
         if shape.num_steps:
             self._level[shape.by_lookup][batch * shape.topk].add(seconds["draft"] / shape.num_steps)
+        return self._seen[batch][number].value
+
+    def note_catching_up(self, batch: int, seconds: float) -> None:
+        """Catching up took so long, where nothing is timed when the engine is made."""
+        self._caught_up[batch].add(seconds)
+        self.catching_up[batch] = self._caught_up[batch].value
 
     def note_host(self, number: int, batch: int, waited: float, period: float) -> None:
         """A round with the draft of that number ended `period` seconds after the one before it, and the device stood
@@ -104,8 +113,7 @@ class CostTable:
     def seconds(self, batch: int, context: int) -> FloatArray:
         """[K]: of a round with each draft."""
         if batch in self.timed:
-            host = [self._host[batch, drafts].value for drafts in (False, True)]
-            plain, drafting = (own or other for own, other in zip(host, host[::-1], strict=True))
+            plain, drafting = self._host_takes(batch)
             least = np.array([drafting if shape.num_steps else plain for shape in self.shapes])
             slower: FloatArray = np.maximum(self.timed[batch] + context * self._slope(), least)
             return slower
@@ -119,11 +127,18 @@ class CostTable:
         growing[smallest_last] += np.minimum.accumulate((seconds - drafts)[smallest_last])
         return growing
 
+    def _host_takes(self, batch: int) -> tuple[float, float]:
+        """Without a draft and with one."""
+        plain, drafting = self._host[batch, False].value, self._host[batch, True].value
+        return plain or drafting, drafting or plain
+
     def hopeful(self, batch: int, seconds: FloatArray) -> FloatArray:
         """[K]: as little as rounds may still take, if they are believed to take `seconds` [K]."""
         if batch in self.timed:
             return seconds
-        return seconds * (1 - DOUBT / np.sqrt([1 + level.count for level in self._seen[batch]]))
+        sure = 1 - DOUBT / np.sqrt([1 + level.count for level in self._seen[batch]])
+        hopeful: FloatArray = sure[0] * seconds[0] + sure * (seconds - seconds[0])
+        return hopeful
 
     def _slope(self) -> FloatArray:
         """[K]: of each draft, and where it has hardly been seen, of all together."""

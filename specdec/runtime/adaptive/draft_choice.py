@@ -5,9 +5,12 @@
 The mean is the geometric one. Where every request has a text to finish, hard ones stay longest, and a draft that is
 good for easy ones alone holds them up: to first order, what ends them soonest is the most relative gain, over all rows.
 
-What seldom runs cannot be learned from, so a share of the time (`SPARE`) is kept to try what would be best if chances
-were as high as they may still be. A trial is paid from what was kept: all of them together cost no more than that
-share, whatever the drafter is worth. New requests, whose odds nobody knows, are tried soonest by this.
+What seldom runs cannot be learned from, so a share of the time is kept to try what would be best if chances were as
+high as they may still be: where plain rounds are best, the draft that loses least if it is wrong. A trial is paid from
+what was kept, by what it is expected to lose. New requests, whose odds nobody knows, are tried soonest.
+
+Expectations may be wrong, so no draft is chosen, for its rate or as a trial, unless the account of what drafts have
+gained and lost pays for all of it (`draft_account.py`).
 
 Any choice is exact: the target draws the same tokens behind any draft. Nothing waits for the device: what is known is
 what was settled, a round or two ago.
@@ -20,14 +23,9 @@ import numpy as np
 
 from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.adaptive.cost_table import CostTable
+from specdec.runtime.adaptive.draft_account import DraftAccount
 from specdec.runtime.adaptive.draft_chances import DraftChances, FloatArray
 from specdec.runtime.rounds.result import DraftShape
-
-SPARE = 0.006
-"""Of the time, for trials."""
-
-FIRST_ROUNDS, MOST_ROUNDS = 2, 32
-"""Rounds without a draft whose time may be spent on trials at the start, and kept at most."""
 
 STAYS = 8
 """Rounds for which what drafts are expected to bring the same rows is not computed again, if nothing is learned of it:
@@ -88,8 +86,8 @@ class DraftChoice:
         self.cost = CostTable(shapes)
         self.chances = DraftChances(shapes, num_rows)
         self._numbers = {shape: number for number, shape in enumerate(shapes)}
+        self.account = DraftAccount()
         self._by_model = np.array([shape.num_steps > 0 and not shape.by_lookup for shape in shapes], dtype=np.float64)
-        self._spare: float | None = None  # seconds that trials may take; None: no round has been timed
         self._rounds = [0] * len(shapes), [0] * len(shapes)  # chosen for its rate, and tried
         self._batches: set[int] = set()
         self._brought = np.ones((2, len(shapes)))  # the newest means over rows, expected and hoped for,
@@ -103,38 +101,61 @@ class DraftChoice:
         self._brought_to = None
 
     def choose(
-        self, rows: IntArray, most: IntArray, batch: int, context: int, least: DraftShape, *, behind: bool = False
+        self,
+        rows: IntArray,
+        most: IntArray,
+        batch: int,
+        context: int,
+        least: DraftShape,
+        *,
+        behind: bool = False,
+        unsettled: Sequence[DraftShape] = (),
     ) -> DraftShape:
         """For a round of these rows [B], which can accept at most `most` [B] drafts each.
 
         batch: seats of the round, those of padding included. context: committed tokens of all rows together. least:
-        what some row must have, whatever it costs. behind: the drafter has to catch up before it drafts.
+        what some row must have, whatever it costs. behind: the drafter has to catch up before it drafts. unsettled:
+        drafts of rounds that are launched and not learned from yet.
         """
         catching_up = self.cost.catching_up.get(batch, 0.0) if behind else 0.0
-        of_round = self.cost.seconds(batch, context) + self._by_model * (catching_up / IN_A_ROW)
+        taken = self.cost.seconds(batch, context)
+        of_round = taken + self._by_model * (catching_up / IN_A_ROW)
         self.chances.fade()
         # a few numbers, which plain Python compares sooner
         tokens, hoped = self._tokens(rows, most).tolist()
         seconds, hopeful = of_round.tolist(), self.cost.hopeful(batch, of_round).tolist()
-        allowed: Sequence[int] = range(len(seconds))
+        plain = seconds[0] if self.cost.knows_plain(batch) else 0.0
+        if plain:
+            self.account.begin(plain)
+        # of each draft, if nothing of it is accepted
+        lost = (taken - taken[0] + self._by_model * catching_up).tolist()
         if least.num_nodes > 1:
-            allowed = [number for number in allowed if covers(self.shapes[number], least)]
+            allowed = [number for number, shape in enumerate(self.shapes) if covers(shape, least)]
+        else:
+            balance = self.account.balance - sum(lost[self._numbers.get(shape, 0)] for shape in unsettled)
+            allowed = [number for number, worst in enumerate(lost) if not number or (plain and worst <= balance)]
         best = max(allowed, key=lambda number: tokens[number] / seconds[number])
-        plain = seconds[0] if self.cost.is_timed else 0.0
-        if self._spare is None and plain:
-            self._spare = FIRST_ROUNDS * plain
-        spare = 0.0 if self._spare is None else min(self._spare + SPARE * seconds[best], MOST_ROUNDS * plain)
-        trial = max(allowed, key=lambda number: hoped[number] / hopeful[number])
+        rate = tokens[best] / seconds[best]
+        trial = self._trial(allowed, best, [brought / took for brought, took in zip(hoped, hopeful, strict=True)], lost)
         # the best draft brings these tokens in less time
-        lost = seconds[trial] - tokens[trial] * seconds[best] / tokens[best] + self._by_model[trial] * catching_up
-        tried = trial != best and lost <= spare
-        if self._spare is not None:
-            self._spare = spare - lost if tried else spare
+        missed = seconds[trial] - tokens[trial] / rate + self._by_model[trial] * catching_up
+        tried = trial != best and missed <= self.account.spare
+        if tried:
+            self.account.spare -= missed
         chosen = trial if tried else best
+        self.account.balance -= self._by_model[chosen] * catching_up
         self._rounds[int(tried)][chosen] += 1
         self._batches.add(batch)
         self._last = len(rows), tokens, [1e3 * each for each in seconds]
         return self.shapes[chosen]
+
+    @staticmethod
+    def _trial(allowed: Sequence[int], best: int, hoped: Sequence[float], lost: Sequence[float]) -> int:
+        """What may be better than the best: where that is no draft, the one of those that may be which risks least."""
+        trial = max(allowed, key=hoped.__getitem__)
+        if best or trial == best:
+            return trial
+        return min((number for number in allowed if hoped[number] > hoped[best]), key=lost.__getitem__)
 
     def learn(
         self,
@@ -146,19 +167,36 @@ class DraftChoice:
         accepted: IntArray,
         most: IntArray,
         since: tuple[float, float] | None = None,
+        *,
+        brought: float | None = None,
     ) -> None:
         """A round with this draft is settled. accepted, most: drafts of each row [B]. since: seconds for which the
         device stood still before it, and from the end of the round before to its own; None: something else came before.
+        brought: tokens that requests gained by it, on average; 0: a request had fixed its draft, so that the round is
+        no gain or loss of the choice; None: those that were accepted, and one.
         """
         number = self._numbers.get(shape)
         if number is None:  # shortened, or another's
             return
-        self.cost.note(number, batch, context, seconds)
+        spent = self.cost.note(number, batch, context, seconds)
         if since is not None:
             self.cost.note_host(number, batch, *since)
         if number and len(rows):
             self.chances.learn(number, rows, accepted, most)
             self._brought_to = None
+        if number == 0:
+            self.account.settle(spent, spent)
+        elif brought != 0:
+            brought = 1.0 + float(np.minimum(accepted, shape.depth).mean()) if brought is None else brought
+            self.account.settle(spent, float(self.cost.seconds(batch, context)[0]), brought)
+
+    def caught_up(self, batch: int, seconds: float | None, draft: DraftShape) -> None:
+        """The drafter has read what was committed without it, before a round of this batch with this draft, which took
+        so long; None: as long as was timed when the engine was made."""
+        if seconds is not None:
+            self.cost.note_catching_up(batch, seconds)
+        if not self._by_model[self._numbers.get(draft, 0)]:  # it was chosen otherwise, and paid
+            self.account.read_along(self.cost.catching_up.get(batch, 0.0))
 
     def _tokens(self, rows: IntArray, most: IntArray) -> FloatArray:
         """[2, K]: means over these rows of what each draft is expected to bring, and may be hoped to."""

@@ -5,19 +5,23 @@ on an H200), whatever its length: a short prompt waits for the host alone, and e
 comes behind the forward, a first token and the drafter's observation, is little and runs as it is.
 
 A shape is a number of places and whose final states are made: prefixes, and how the places are shared out among
-requests, are data. So there are at most 30 shapes, whatever comes.
+requests, are data. So there are at most 36 shapes, whatever comes: 15 sizes that are whole and three in parts, with and
+without final states.
 """
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from specdec.gpu.captures import CaptureStore
+from specdec.gpu.captures import CaptureStore, Program
 from specdec.gpu.mirrored_array import IntArray, upload
 from specdec.models.target import FinalStates
 from specdec.runtime.rounds.captured_rounds import Captures
-from specdec.runtime.rounds.round import Chunk, Round
+from specdec.runtime.rounds.prompt_parts import LAYERS_A_PART, PromptParts, ReadChunk, part_ends, part_shares
+from specdec.runtime.rounds.round import Chunk, PausedChunk, Round
 
 MAX_TOKENS = 2048
 """Of more, padding included, nothing is captured: what the captured forwards share of memory grows with it, and the
@@ -26,17 +30,22 @@ device takes as long for them as the host for launching."""
 MIN_TOKENS = 16
 """Few tokens take as long as one, since the weights are read all the same."""
 
+SIZES_IN_PARTS = 64, 128, 256
+"""Places of forwards that are captured in parts, beside those that are captured whole. While others decode, a step that
+has time for more tokens has time for all of a forward; fewer take as long as the first."""
+
 MIN_RUNS, TOKENS_A_RUN = 8, 8
 """A forward over T places has room for T / 8 requests, 8 at least: tables are as long."""
 
 
 class ChunkShape(NamedTuple):
     """All that decides what a forward over prompts computes, but for data: `tokens` places of at most `runs` requests;
-    states: see `Chunk`."""
+    states: see `Chunk`. divided: each part is a program."""
 
     tokens: int
     runs: int
     states: FinalStates
+    divided: bool = False
 
 
 class Results:
@@ -69,25 +78,47 @@ class Results:
 
 class ChunkProgram:
     """The forward of one shape: reads `inputs` [2, R], rows and lengths, and leaves `chunk`, at fixed addresses once
-    it is captured. Runs of padding have no tokens."""
+    it is captured. Runs of padding have no tokens. ends: of its parts, each a program; none: it is not divided."""
 
     def __init__(self, round: Round, shape: ChunkShape, results: Results) -> None:
         self.chunk: Chunk | None = None
+        self.ends: list[int] = []
+        self._paused: PausedChunk | None = None  # between two parts
         self._round = round
         self._shape = shape
         self._results = results
         self._inputs = torch.zeros((2, shape.runs), dtype=torch.int64, device=round.device)
 
+    @torch.inference_mode()
     def feed(self, rows: IntArray, chunk_len: IntArray) -> None:
         """These chunks are next."""
         inputs = np.zeros((2, self._shape.runs), dtype=np.int64)
         inputs[0] = self._round.cache.table.padding_row
         inputs[:, : len(rows)] = rows, chunk_len
         self._inputs.copy_(upload(inputs, self._inputs.device))
+        if self._shape.divided:
+            self.ends = part_ends(self._round.target, self._round.aux_layers, self._shape.states, LAYERS_A_PART)
 
-    def __call__(self) -> torch.Tensor:
+    @property
+    def programs(self) -> list[Program]:
+        return [partial(self._part, number) for number in range(len(self.ends))] or [self._whole]
+
+    def _whole(self) -> torch.Tensor:
         chunk = self._round.read(self._inputs[0], self._inputs[1], self._shape.tokens, self._shape.states)
         self.chunk = self._results.keep(chunk)
+        return self.chunk.hidden
+
+    def _part(self, number: int) -> torch.Tensor:
+        if number == 0:
+            inputs = self._inputs[0], self._inputs[1], self._shape.tokens
+            self._paused = self._round.begin_reading(*inputs, self._shape.states)
+        paused = self._paused
+        assert paused is not None, f"part {number} before the first"
+        paused.advance(self.ends[number])
+        if number + 1 < len(self.ends):
+            return paused.fed
+        self._paused = None
+        self.chunk = self._results.keep(paused.finish())
         return self.chunk.hidden
 
 
@@ -98,6 +129,7 @@ class ChunkGraphs(Captures):
 
     def __init__(self, round: Round, store: CaptureStore, *, strict: bool) -> None:
         self._results = Results()
+        self._made: dict[ChunkShape, ChunkProgram] = {}  # one of each shape: what is captured of it reads its inputs
         super().__init__(round, store, strict=strict)
 
     @property
@@ -107,27 +139,56 @@ class ChunkGraphs(Captures):
     def read(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> Chunk | None:
         """The target reads the next `chunk_len` [R] tokens of `rows` [R]; None: they are too many to be captured, or
         are scored by a target that makes fewer final states otherwise, which is rare. states: see `Chunk`."""
-        shape = self.bucket(len(rows), int(chunk_len.sum()), states)
-        rare = states is FinalStates.EVERY and self.round.final_states(scored=False, ends=True) is not states
-        if shape is None or rare:
+        fed = self._fed(rows, chunk_len, states)
+        if fed is None:
             self.store.uncaptured[self.what] += 1
             return None
-        captured = self._captured.get(shape)
-        program = captured.programs[0] if captured is not None else ChunkProgram(self.round, shape, self._results)
-        assert isinstance(program, ChunkProgram)
+        program, shape = fed
+        self.run_captured(shape, program.programs)
+        return self._read_by(program, shape)
+
+    def begin(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> tuple[PromptParts, ReadChunk] | None:
+        """The same in parts, and what is to be called behind the last for what was read; None: they are not captured in
+        parts."""
+        fed = self._fed(rows, chunk_len, states, divided=True)
+        if fed is None:
+            return None
+        program, shape = fed
+        captured = self.found(shape, program.programs)
+        programs: Sequence[Callable[[], object]] = program.programs
+        if captured is not None:
+            programs = [replay for replay, _ in captured.replays]
+        shares = part_shares(self.round.target, self.round.aux_layers, states, program.ends)
+        return PromptParts(shares, programs, self._generation), partial(self._read_by, program, shape)
+
+    def _fed(
+        self, rows: IntArray, chunk_len: IntArray, states: FinalStates, *, divided: bool = False
+    ) -> tuple[ChunkProgram, ChunkShape] | None:
+        """The program that reads these chunks next, and its shape; None: none is captured of them."""
+        shape = self.bucket(len(rows), int(chunk_len.sum()), states, divided=divided)
+        rare = states is FinalStates.EVERY and self.round.final_states(scored=False, ends=True) is not states
+        if shape is None or rare:
+            return None
+        self.round.weights_generation()  # another model may have other layers
+        program = self._made.get(shape) or ChunkProgram(self.round, shape, self._results)
+        self._made[shape] = program
         program.feed(rows, chunk_len)
-        self.run_captured(shape, [program])
+        return program, shape
+
+    def _read_by(self, program: ChunkProgram, shape: ChunkShape) -> Chunk:
         chunk = program.chunk
         assert chunk is not None
-        self.capture_next(shape, [program])  # at once: there are few shapes, and each comes again
+        self.capture_next(shape, program.programs)  # at once: there are few shapes, and each comes again
         return chunk
 
-    def bucket(self, num_runs: int, num_tokens: int, states: FinalStates) -> ChunkShape | None:
+    def bucket(
+        self, num_runs: int, num_tokens: int, states: FinalStates, *, divided: bool = False
+    ) -> ChunkShape | None:
         """The shape under which so many are read, padded to the next size there is."""
-        for tokens in token_buckets(MAX_TOKENS):
+        for tokens in SIZES_IN_PARTS if divided else token_buckets(MAX_TOKENS):
             runs = min(max(MIN_RUNS, tokens // TOKENS_A_RUN), self.round.cache.table.max_requests)
-            if tokens >= num_tokens and runs >= num_runs:
-                return ChunkShape(tokens, runs, states)
+            if num_tokens <= tokens <= MAX_TOKENS and runs >= num_runs:
+                return ChunkShape(tokens, runs, states, divided)
         return None
 
 

@@ -81,6 +81,17 @@ class Captures:
 
     def run_captured(self, shape: Hashable, programs: Sequence[Program], between: Between = nothing) -> torch.Tensor:
         """These programs, or what was captured of those of this shape -> what the last returns."""
+        captured = self.found(shape, programs)
+        if captured is None:
+            return run_programs(programs, between)
+        for number, (replay, out) in enumerate(captured.replays):
+            replay()
+            if number + 1 < len(captured.replays):
+                between(number, out)
+        return out
+
+    def found(self, shape: Hashable, programs: Sequence[Program]) -> Captured | None:
+        """What was captured of these programs, and may be replayed now; None: they are to run as they are."""
         if self._generation != (now := self.round.weights_generation()):
             self._generation = now
             self.clear()
@@ -92,16 +103,12 @@ class Captures:
             if self._waits.get(shape, 0) > 0:
                 self._waits[shape] -= 1
             self.store.uncaptured[self.what] += 1
-            return run_programs(programs, between)
+            return None
         if captured.view_key != self.round.view.key:
             raise FrozenKVError("a captured round is replayed under another view than its own")
         self.round.cache.allocator.require_unfrozen("a captured round")
         self.store.touch(self._number, shape)
-        for number, (replay, out) in enumerate(captured.replays):
-            replay()
-            if number + 1 < len(captured.replays):
-                between(number, out)
-        return out
+        return captured
 
     def capture_next(self, shape: Hashable, programs: Sequence[Program]) -> None:
         """Capture at once what has run, so that the next time it is replayed."""

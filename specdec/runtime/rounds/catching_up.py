@@ -27,16 +27,18 @@ class CatchUps(Captures):
         self.run_captured((shape.batch, shape.longest), [lambda: self.round.catch_up(shape)])
 
 
-def catch_up_if_due(round: Round, graphs: CatchUps | None, shape: RoundShape, rows: IntArray) -> None:
-    """Before a round of this shape is launched over these rows, which are seated."""
+def catch_up_if_due(round: Round, graphs: CatchUps | None, shape: RoundShape, rows: IntArray) -> bool:
+    """Before a round of this shape is launched over these rows, which are seated -> was it due?"""
     unread = round.unread
     if unread is None:
-        return
+        return False
     count, more = unread.count[rows], unread_tokens(shape)
-    if count.any() and (more == 0 or int(count.max()) + more > KEPT):
+    due = bool(count.any()) and (more == 0 or int(count.max()) + more > KEPT)
+    if due:
         if graphs is None:
             round.catch_up(shape)
         else:
             graphs.run(shape)
         unread.count[rows] = 0
     unread.count[rows] += np.int64(more)
+    return due

@@ -14,7 +14,7 @@ import torch
 
 from specdec.attention.backend import Backend
 from specdec.attention.pack import Pack
-from specdec.attention.plan import plan_last, plan_packed
+from specdec.attention.plan import KVPlan, plan_last, plan_packed
 from specdec.config import MAX_FORCED_TOKENS
 from specdec.draft_models.base import Binding, Drafter, Observation, PromptObservation
 from specdec.draft_models.finished_texts import FinishedTexts
@@ -23,6 +23,7 @@ from specdec.gpu.stage_clock import StageClock
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.frozen import own_view
 from specdec.kvcache.table import Rows
+from specdec.models.paused_forward import PausedForward
 from specdec.models.target import FinalStates, TargetModel
 from specdec.models.watched_weights import watched_weights
 from specdec.runtime.rounds.opening import Opening
@@ -50,9 +51,35 @@ class Chunk(NamedTuple):
     aux_states: torch.Tensor | None
     states: FinalStates
 
+    @classmethod
+    def of(
+        cls, pack: Pack, fed: torch.Tensor, done: tuple[torch.Tensor, torch.Tensor | None], states: FinalStates
+    ) -> "Chunk":
+        """done: what the target's forward over it returned."""
+        hidden, aux_states = done
+        hidden = hidden[0].expand(len(pack.rows), -1) if states is FinalStates.NONE else hidden[0]
+        return cls(pack, fed, hidden, None if aux_states is None else aux_states[0], states)
+
     def last_hidden(self) -> torch.Tensor:
         """[R, H], zeros where no final states were made."""
         return self.hidden[self.pack.last] if self.states is FinalStates.EVERY else self.hidden
+
+
+class PausedChunk(NamedTuple):
+    """A `Chunk` of which some layers have run."""
+
+    pack: Pack
+    fed: torch.Tensor
+    forward: PausedForward
+    states: FinalStates
+
+    @torch.inference_mode()
+    def advance(self, end: int) -> None:
+        self.forward.advance(end)
+
+    @torch.inference_mode()
+    def finish(self) -> Chunk:
+        return Chunk.of(self.pack, self.fed, self.forward.finish(), self.states)
 
 
 def runs_on_kernels(backend: Backend, device: torch.device) -> bool:
@@ -168,6 +195,21 @@ class Round:
     def read(self, rows: torch.Tensor, length: torch.Tensor, num_places: int, states: FinalStates) -> Chunk:
         """The target reads the next `length` [R] tokens of rows [R], at most `num_places` together: makes their K/V,
         and the final states that `final_states` says, by as few layers as that takes."""
+        pack, fed, plan, fewer = self._entering(rows, length, num_places, states)
+        done = self.target.forward(fed[None], plan, self.view, self.aux_layers, **fewer)
+        return Chunk.of(pack, fed, done, states)
+
+    @torch.inference_mode()
+    def begin_reading(
+        self, rows: torch.Tensor, length: torch.Tensor, num_places: int, states: FinalStates
+    ) -> "PausedChunk":
+        """The same before the first layer, where the target can pause."""
+        pack, fed, plan, fewer = self._entering(rows, length, num_places, states)
+        return PausedChunk(pack, fed, self.target.begin(fed[None], plan, self.view, self.aux_layers, **fewer), states)
+
+    def _entering(
+        self, rows: torch.Tensor, length: torch.Tensor, num_places: int, states: FinalStates
+    ) -> tuple[Pack, torch.Tensor, KVPlan, dict[str, Any]]:
         table = self.cache.table
         pack = Pack.of(rows, table.committed_len.tensor[rows], length, num_places)
         plan = plan_packed(self.backend, table, pack)
@@ -179,19 +221,24 @@ class Round:
             fewer = {"last": plan_last(self.backend, table, pack)}
         elif states is FinalStates.NONE:
             fewer = {"ends": True}
-        hidden, aux_states = self.target.forward(fed[None], plan, self.view, self.aux_layers, **fewer)
-        hidden = hidden[0].expand(len(rows), -1) if states is FinalStates.NONE else hidden[0]
-        return Chunk(pack, fed, hidden, None if aux_states is None else aux_states[0], states)
+        return pack, fed, plan, fewer
 
     @torch.inference_mode()
     def prefill(
-        self, chunk: Chunk, through: IntArray, longest: int, shape: RoundShape, allowed: RowMasks | None
+        self,
+        chunk: Chunk,
+        through: IntArray,
+        longest: int,
+        shape: RoundShape,
+        allowed: RowMasks | None,
+        earlier: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """After what the target has read: those numbered `through` [B] draw a token, and the drafter observes.
 
-        longest: no prompt of those has more tokens. allowed: what grammars let those of them draw that have one. -> the
-        packed result of B rounds of one node. What they draw is in its place in `tokens`, so a round may follow. The
-        host commits the chunks, from its own side, once they are launched; the drafter observes them as if it had.
+        longest: no prompt of those has more tokens. allowed: what grammars let those of them draw that have one.
+        earlier: nanoseconds that parts took which were read before. -> the packed result of B rounds of one node. What
+        they draw is in its place in `tokens`, so a round may follow. The host commits the chunks, from its own side,
+        once they are launched; the drafter observes them as if it had.
         """
         pack, last_hidden = chunk.pack, chunk.last_hidden()
         first, scores = pack.rows.new_zeros((0, 1)), None
@@ -212,7 +259,10 @@ class Round:
             scores = None if shape.logprobs is None else LogProbs.of(logits, first, shape.logprobs)
         self._observe_prompts(chunk, last_hidden)
         one_node = torch.cat([torch.ones_like(first), torch.zeros_like(first), first], dim=1)
-        return pack_result(one_node, scores, self.clock.stop())
+        stamps = self.clock.stop()
+        if earlier is not None:
+            stamps = torch.stack([stamps[0] - earlier, stamps[1]])
+        return pack_result(one_node, scores, stamps)
 
     def _observe_prompts(self, chunk: Chunk, last_hidden: torch.Tensor) -> None:
         """Show the drafter what the target saw of prompts."""

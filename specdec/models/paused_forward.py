@@ -1,0 +1,167 @@
+"""A forward of a target that stops between two layers, so that something else runs before it goes on.
+
+    walk = enter(...)  ->  walk.advance(4)  ->  ...  ->  walk.advance(walk.num_layers)  ->  walk.finish()
+
+A fused decoder is a loop of ours, which stops where it likes. A decoder of transformers is called twice, as the loop
+that it is, over stand-ins for its layers: the first time each notes what its layer would be called with, the second
+time the last one returns what the layers, called in between, have made. So embeddings, rotary tables and the final norm
+are the model's own; that the result is, too, is proved when the target is made. Invariant: nothing in a module changes,
+so any number of forwards may be under way.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+from torch import nn
+
+from specdec.attention.bridge import ForwardContext
+from specdec.kvcache.layer_context import Ending, Narrowing
+from specdec.layers.decoder import FusedDecoder
+from specdec.models.probe import Proof
+
+
+class LayerWalk(Protocol):
+    """A forward between two layers."""
+
+    @property
+    def num_layers(self) -> int: ...
+    def advance(self, end: int) -> None:
+        """Run the layers before number `end` that have not run."""
+
+    def finish(self) -> torch.Tensor | None:
+        """After the last: what the decoder returns as its last hidden state."""
+
+
+Walker = Callable[[torch.Tensor, torch.Tensor, Any, Narrowing | Ending | None], LayerWalk]
+"""Packed ids and positions [1, T], the context of their attention, and where the forward narrows."""
+
+
+class PausedForward:
+    """`TargetModel.forward` under way: see there for what `finish` returns."""
+
+    def __init__(
+        self,
+        walk: LayerWalk,
+        context: ForwardContext,
+        aux_layers: Sequence[int],
+        shape: torch.Size,
+        leaving: Callable[[torch.Tensor | None], torch.Tensor],
+    ) -> None:
+        self._walk, self._context, self._leaving = walk, context, leaving
+        self._aux_layers, self._shape = aux_layers, shape
+        self.num_layers = walk.num_layers
+
+    def advance(self, end: int) -> None:
+        self._walk.advance(end)
+
+    def finish(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        hidden = self._leaving(self._walk.finish())
+        return hidden, collected(self._context, self._aux_layers, self._shape)
+
+
+def collected(context: ForwardContext, aux_layers: Sequence[int], shape: torch.Size) -> torch.Tensor | None:
+    """The states that entered `aux_layers`, side by side [B, N, A * H]; None: there are no such layers."""
+    if not aux_layers:
+        return None
+    states = [state for layer in aux_layers if (state := context.states[layer]) is not None]
+    assert len(states) == len(aux_layers), f"{len(states)} states of layers {aux_layers}"
+    return torch.cat(states, dim=-1).view(*shape, -1)
+
+
+def walker_of(decoder: nn.Module, proof: Proof) -> Walker | None:
+    """How forwards over this decoder stop between layers; None: they cannot, or are not the same then."""
+    if isinstance(decoder, FusedDecoder):
+        return decoder.walk
+    if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
+        return None
+    outline = outline_of(decoder)
+
+    def walk(ids: torch.Tensor, positions: torch.Tensor, context: Any, narrowing: object) -> LayerWalk:
+        assert narrowing is None, "layers of transformers run for every row"
+        return OutlineWalk(outline, ids, positions, context)
+
+    def run(tokens: torch.Tensor, positions: torch.Tensor, context: object) -> torch.Tensor:
+        whole = walk(tokens, positions, context, None)
+        for layer in range(whole.num_layers):
+            whole.advance(layer + 1)
+        return cast(torch.Tensor, whole.finish())
+
+    try:
+        with torch.inference_mode(), torch.autocast(proof.texts.device.type, enabled=False):
+            return walk if proof.difference(run) is None else None
+    except Exception:  # of any kind: its loop over layers is another one than this
+        return None
+
+
+class StandIn(nn.Module):
+    """In the place of a layer: whoever runs the decoder is told of the call."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        visit: _Visit = kwargs["specdec_ctx"]
+        return visit.enter(self.layer, args, kwargs)
+
+
+class _Visit:
+    """What stands for the context of a forward while stand-ins are called. last: what the last of them returns."""
+
+    def __init__(self, num_layers: int = 0, last: torch.Tensor | None = None) -> None:
+        self.calls: list[tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]] = []
+        self._num_layers, self._last = num_layers, last
+
+    def enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+        self.calls.append((layer, args, kwargs))
+        hidden: torch.Tensor = args[0] if args else kwargs["hidden_states"]
+        return self._last if self._last is not None and len(self.calls) == self._num_layers else hidden
+
+
+def outline_of(decoder: nn.Module) -> nn.Module:
+    """The same module, whose layers are stand-ins."""
+    outline = copy.copy(decoder)
+    layers = nn.ModuleList(StandIn(layer) for layer in cast(nn.ModuleList, decoder.layers))
+    outline.__dict__["_modules"] = {**decoder._modules, "layers": layers}
+    return outline
+
+
+class OutlineWalk:
+    """A `LayerWalk` over a decoder of transformers."""
+
+    def __init__(self, outline: nn.Module, ids: torch.Tensor, positions: torch.Tensor, context: Any) -> None:
+        self._outline, self._context = outline, context
+        self._inputs = {"input_ids": ids, "position_ids": positions, "use_cache": False}
+        visit = _Visit()
+        outline(**self._inputs, specdec_ctx=visit)
+        self._calls = visit.calls
+        self._done = 0
+        self._hidden: torch.Tensor | None = None  # enters the next layer; None: what the first was called with
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._calls)
+
+    def advance(self, end: int) -> None:
+        for layer, args, kwargs in self._calls[self._done : end]:
+            call = {**kwargs, "specdec_ctx": self._context}
+            if self._hidden is not None and args:
+                args = (self._hidden, *args[1:])
+            elif self._hidden is not None:
+                call["hidden_states"] = self._hidden
+            out = layer(*args, **call)
+            self._hidden = out[0] if isinstance(out, tuple) else out
+        self._done = max(self._done, end)
+
+    def finish(self) -> torch.Tensor:
+        visit = _Visit(len(self._calls), self._hidden)
+        out: torch.Tensor = self._outline(**self._inputs, specdec_ctx=visit).last_hidden_state
+        return out

@@ -1,0 +1,43 @@
+"""What a config or a placement says that the runtime does not reproduce: refused before anything runs."""
+
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from specdec.errors import UnsupportedModelError
+
+UNSUPPORTED_ATTRIBUTES = {
+    "alibi": "uses ALiBi biases",
+    "attention_chunk_size": "uses chunked attention",
+    "index_topk": "uses sparse attention",
+}
+"""Config attributes that change the result in ways the runtime does not reproduce."""
+
+
+DYNAMIC_INT8 = ("torch.ao.nn.quantized", "torch.nn.quantized")
+"""Packages of the modules by which torch quantises activations."""
+
+
+def require_supported(name: str, model: PreTrainedModel, config: Any) -> None:
+    """Raise UnsupportedModelError for what the text config and the placement of the model say."""
+    if getattr(model.config, "is_encoder_decoder", False) or getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{name} ({type(model).__name__}) is an encoder-decoder; specdec serves decoder-only models"
+        )
+    for attribute, what in UNSUPPORTED_ATTRIBUTES.items():
+        value = getattr(config, attribute, None)
+        if value not in (None, 1, 1.0, False):
+            raise UnsupportedModelError(f"{name} {what} ({attribute}={value}), which specdec does not support")
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith(DYNAMIC_INT8):
+            raise UnsupportedModelError(
+                f"{name} is quantised dynamically (its module {name} is a {type(module).__module__}."
+                f"{type(module).__name__}), which specdec does not support: activations are rounded by the batch "
+                "that they are in; give the model before quantisation, or quantise its weights alone"
+            )
+    placement = getattr(model, "hf_device_map", None) or {}
+    devices = {str(device) for device in placement.values()} | {w.device.type for w in model.parameters()}
+    if devices == {"meta"}:
+        raise UnsupportedModelError(f"{name} is on the meta device, without weights; load it onto a real one")
+    if len(devices) > 1 or "meta" in devices:
+        raise UnsupportedModelError(f"{name} is spread over {sorted(devices)}; specdec runs on one device")
