@@ -7,8 +7,8 @@ recorded the first time that an operation meets these types. The next time they 
 Why: Python's part is most of the time of the kernel tests (docs/decisions/0063 has the figures).
 
 When it is safe: NAMES lists operations that never look at the values in a tensor. A record is used only for the same
-types, and the same Python numbers, as those it was made with; an argument of another kind, the same tensor twice, or a
-call that cannot be repeated is left to Triton, and so are its errors, which are not recorded. Two things are shorter
+types, and the same Python numbers, as those it was made with. An argument of another kind is left to Triton; a call
+with the same tensor twice, one that cannot be repeated, or one that fails is not recorded. Two things are shorter
 than in Triton: a copy that only widens a number or row for numpy is not made where numpy widens it itself to the same
 bits, and a call that reads no tensor (a constant) is not made again. tests/test_quick_interpreter.py has literal
 values. quick_interpreter.py installs it.
