@@ -58,8 +58,11 @@ class Plant:
         return FIRST_TEXT + (mixed >> 7) % (self.vocab_size - FIRST_TEXT)
 
     def is_right(self, number: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        mixed = ((number * 104723 + position * 15485863 + 777) * 2246822519) >> 9
-        return (mixed % 4096) < self.right[number] * 4096
+        """Of no place more because of what it is at others: the finalizer of MurmurHash3, in 32 bits."""
+        mixed = (number * 104723 + position * 15485863 + 777) & 0xFFFFFFFF
+        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+            mixed = ((mixed ^ (mixed >> shift)) * factor) & 0xFFFFFFFF
+        return ((mixed ^ (mixed >> 16)) % 4096) < self.right[number] * 4096
 
     @contextmanager
     def in_samplers(self) -> Iterator[None]:
