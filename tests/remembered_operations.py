@@ -1,10 +1,17 @@
-"""An operation of Triton's interpreter is worked out once for the types it meets, and replayed after that.
+"""Remembers, for the types of its operands, which calls an operation of Triton's interpreter makes.
 
-`x + y` in an interpreted kernel is one step of numpy and a hundred of Python, which find out from the types of both
-what is cast, broadcast and called. They come to the same calls of the interpreter's builder each time. So the calls are
-recorded the first time, and later ones make the same calls on other values. What a builder is not asked for again:
-a constant, and the copies of a number or a row which numpy broadcasts by itself. quick_interpreter.py wraps the
-builtins of `triton.language` in it.
+What: in an interpreted kernel `x + y` is one call of numpy and about a hundred of Python, which only look at the types
+of x and y: what is cast, what is broadcast, which function is called. Here the calls to the interpreter's builder are
+recorded the first time that an operation meets these types. The next time they are made again, with the new values.
+
+Why: Python's part is most of the time of the kernel tests (docs/decisions/0063 has the figures).
+
+When it is safe: NAMES lists operations that never look at the values in a tensor. A record is used only for the same
+types, and the same Python numbers, as those it was made with. An argument of another kind is left to Triton; a call
+with the same tensor twice, one that cannot be repeated, or one that fails is not recorded. Two things are shorter
+than in Triton: a copy that only widens a number or row for numpy is not made where numpy widens it itself to the same
+bits, and a call that reads no tensor (a constant) is not made again. tests/test_quick_interpreter.py has literal
+values. quick_interpreter.py installs it.
 """
 
 import threading
@@ -25,17 +32,17 @@ OPERATORS += " rshift rrshift gt ge lt le eq ne neg invert getitem"
 FUNCTIONS = "where minimum maximum exp exp2 log log2 sqrt rsqrt abs floor ceil fma cast to load store expand_dims"
 FUNCTIONS += " broadcast_to logical_and logical_or add sub mul"
 NAMES = {f"__{name}__" for name in OPERATORS.split()} | set(FUNCTIONS.split())
-"""Builtins that look at types and Python's numbers alone, never at the values in a tensor."""
+"""Operations that look at types and Python's numbers, never at the values in a tensor."""
 TWO_OPERANDS = {f"__{name}__" for name in OPERATORS.split()} - {"__neg__", "__invert__", "__getitem__"}
 WIDENED = {"create_splat", "create_broadcast"}
 
 
 class UnknownArgumentError(Exception):
-    """An argument of which it is not known whether it is the same the next time."""
+    """An argument that may mean something else in the next call."""
 
 
 def described(value: Any) -> Any:
-    """What the calls of the builder depend on of an argument: a tensor's type, or the value."""
+    """The part of an argument that the builder's calls depend on: the type of a tensor, else the value."""
     if value.__class__ is core.tensor:
         try:
             return value.type.described
@@ -45,7 +52,7 @@ def described(value: Any) -> Any:
 
 
 def described_value(value: Any) -> Any:
-    """Of what is no tensor and has none in it, which would be taken for the same one each time."""
+    """For arguments that hold no tensor. One that holds a tensor is refused: its values are not part of the key."""
     kind = value.__class__
     if value is None or kind is str or kind is int or kind is bool:
         return kind, value
@@ -63,7 +70,7 @@ def described_value(value: Any) -> Any:
 
 
 def described_type(type: Any) -> Any:
-    """Of a block type there is one object, see quick_interpreter.py; of a pointer a launch has its own."""
+    """By identity for block types, of which quick_interpreter.py makes one each; by name for pointers."""
     type.described = (
         id(type) if type.__class__ is core.block_type else (type.name, getattr(type, "address_space", None))
     )
@@ -71,11 +78,11 @@ def described_type(type: Any) -> Any:
 
 
 class Recorder:
-    """Stands in for the interpreter's builder: makes its calls and notes those that depend on the operands."""
+    """Takes the place of the builder for one operation: passes calls on and records those that use its operands."""
 
     def __init__(self, builder: Any, operands: list[Any]) -> None:
         self._builder = builder
-        self.values = {id(handle): number for number, handle in enumerate(operands)}  # where each handle comes from
+        self.values = {id(handle): number for number, handle in enumerate(operands)}  # id of a handle: its number
         self.handles = list(operands)
         self.steps: list[tuple[str, list[Any], Any]] = []  # name, arguments, result
         self.known = True
@@ -108,7 +115,7 @@ CODE: dict[str, CodeType] = {}
 
 
 def planned(recorder: Recorder, builder: Any, result: Any) -> Callable[..., Any]:
-    """A function of the tensors of a call, which makes the calls of the builder and returns the result."""
+    """A function of the operands that makes the recorded calls and returns the result."""
     first = len(recorder.handles) - len(recorder.steps)
     elided = elided_values(recorder, first, result)
     known: dict[str, Any] = {"builder": builder, "elementwise": elementwise, "new": object.__new__}
@@ -149,7 +156,7 @@ def planned(recorder: Recorder, builder: Any, result: Any) -> Callable[..., Any]
 
 
 def elided_values(recorder: Recorder, first: int, result: Any) -> dict[int, Any]:
-    """Values that are another one, widened for operations of numpy that would widen it as well."""
+    """Widened copies that can be left out, by number, and what they are copies of: numpy widens that itself."""
     elided: dict[int, Any] = {}
     final = None if result is None else result.handle
     for number, (name, args, widened) in enumerate(recorder.steps, first):
@@ -161,19 +168,19 @@ def elided_values(recorder: Recorder, first: int, result: Any) -> dict[int, Any]
             continue
         readers = [(other, given) for other, given, _ in recorder.steps if any(arg is widened for arg in given)]
         tried = {**elided, number: source}
-        if all(other in FUNCTION_OF and _is_as_wide(given, recorder, tried) for other, given in readers):
+        if all(other in BROADCASTING and _is_as_wide(given, recorder, tried) for other, given in readers):
             elided[number] = source
     return elided
 
 
 def _is_as_wide(args: list[Any], recorder: Recorder, elided: dict[int, Any]) -> bool:
-    """Does numpy widen the arguments to the same shape, with those in `elided` as they were?"""
+    """Does numpy widen the arguments to the same shape when the copies in `elided` are left out?"""
     given = [elided.get(recorder.values.get(id(arg), -1), arg) for arg in args]
     return np.broadcast_shapes(*(arg.data.shape for arg in given)) == args[0].data.shape == args[1].data.shape
 
 
 class _Probe:
-    """Finds the function of numpy that an operation of the builder is."""
+    """Takes the place of a builder to find which function of numpy one of its methods calls."""
 
     def binary_op(self, left: Any, right: Any, function: Any) -> Any:
         return function
@@ -193,10 +200,13 @@ def functions_of_numpy() -> dict[str, Any]:
 
 
 FUNCTION_OF = functions_of_numpy()
+# which of 0.0 and -0.0 is the smaller depends in numpy on whether it broadcasts
+BY_SIGN = {np.minimum, np.maximum, np.fmin, np.fmax}
+BROADCASTING = {name for name, function in FUNCTION_OF.items() if function not in BY_SIGN}
 
 
 def elementwise(builder: Any, function: Any, left: Any, right: Any) -> Any:
-    """`builder.binary_op`, by what it does where it has nothing to convert."""
+    """`builder.binary_op` without its conversions, where there is nothing to convert."""
     a, b, dtype = left.data, right.data, left.dtype
     if (a.dtype is BOOL and b.dtype is BOOL) or dtype.__class__ is not core.dtype:
         return builder.binary_op(left, right, function)
@@ -212,8 +222,8 @@ RECORDING: list[Recorder] = []
 
 
 def remembered(builtin: Callable[..., Any], semantic: Any) -> Callable[..., Any]:
-    """The builtin, computed by what is known of operands of these types."""
-    plans: dict[Any, Callable[..., Any] | None] = {}  # None: as it is without
+    """The builtin, by recorded calls where it has met operands of these types."""
+    plans: dict[Any, Callable[..., Any] | None] = {}  # None: the builtin itself is called
 
     def first(key: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         operands = [arg.handle for arg in (*args, *options.values()) if arg.__class__ is core.tensor]
