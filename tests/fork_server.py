@@ -108,7 +108,7 @@ def collect_ended() -> None:
 
 
 def wait_for_the_last() -> None:
-    """Times of processes that nobody waits for are in no sum of a whole run's."""
+    """A process that is not waited for would be missing from the processor time of the run."""
     deadline = time.monotonic() + SECONDS_TO_END
     with suppress(ChildProcessError):
         while time.monotonic() < deadline:

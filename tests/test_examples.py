@@ -293,6 +293,7 @@ def test_streams_advance_together_and_no_more_than_a_batch_is_open(module):
             assert len(engine.scheduler.running) <= 2
     assert got == want
     last_of_first = len(order) - 1 - order[::-1].index(0)
-    assert order.index(2) > last_of_first and order[-1] == 2  # it waited for a place
+    assert order.index(2) > last_of_first  # it waited for a place
+    assert set(order[-8:]) == {2}
     # while two are open they take turns; what a prompt took several steps to read brought the other more tokens at once
     assert order[:last_of_first] == [turn % 2 for turn in range(last_of_first)]

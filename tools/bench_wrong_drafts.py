@@ -117,23 +117,20 @@ def main() -> None:
         draw = random.Random(0)
         prompts = [[draw.randrange(target.vocab_size) for _ in range(PROMPT)] for _ in range(batch)]
         in_turns(plain, prompts, 8)  # thread pools and allocations
-        seconds, ratios = np.zeros(3), []
+        seconds, each, by_tables = np.zeros(3), [], []
         for repeat in range(given.repeats):
             drafting = Engine(target, drafter, spec=SpecConfig(4), config=sizes)
             order = [*plain, drafting] if repeat % 2 else [drafting, *plain[::-1]]
-            spent = in_turns(order, prompts, given.tokens)
-            seconds += spent if repeat % 2 else spent[::-1]
-            ratios.append(by_table(drafting, 1 << (batch - 1).bit_length()))
+            spent = in_turns(order, prompts, given.tokens)[:: 1 if repeat % 2 else -1]
+            seconds += spent
+            each.append(f"{spent[2] / np.mean(spent[:2]):.3f}")
+            by_tables.append(by_table(drafting, 1 << (batch - 1).bit_length()))
             use = drafting.stats().drafts
             drafting.close()
-            each = spent if repeat % 2 else spent[::-1]
-            names = (
-                f"{each[2] / np.mean(each[:2]):.3f}" if not repeat else f"{names}, {each[2] / np.mean(each[:2]):.3f}"
-            )
         step = f"{1e3 * seconds[0] / given.repeats / (given.tokens - 1):.2f}"
-        ratio = [f"{seconds[1] / seconds[0]:.3f}", f"{seconds[2] / seconds[:2].mean():.3f}", names]
+        ratios = [f"{seconds[1] / seconds[0]:.3f}", f"{seconds[2] / seconds[:2].mean():.3f}", ", ".join(each)]
         rounds = ["/".join(map(str, counts)) for counts in (use.rounds, use.tried)]
-        print(table_row([batch, step, *ratio, f"{np.mean(ratios):.3f}", *rounds]), flush=True)
+        print(table_row([batch, step, *ratios, f"{np.mean(by_tables):.3f}", *rounds]), flush=True)
         for engine in plain:
             engine.close()
 

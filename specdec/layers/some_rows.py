@@ -32,7 +32,8 @@ MAX_RANGES, MIN_RANGE = 3, 512
 """More parts of a sum, or shorter ones, cost the reader more than they gain."""
 
 HEAD_WAVES = 4
-"""A weight that is not gated and is larger than a wave has so many, or the vendor's library is as fast."""
+"""A weight without gates that takes more than one wave of programs is multiplied here if it takes at least this many:
+with fewer the vendor's library is as fast."""
 
 
 class SomeTiles(NamedTuple):

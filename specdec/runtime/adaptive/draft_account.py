@@ -16,7 +16,7 @@ Tokens are those of all rows together: a request that accepts nothing next to ot
 """
 
 SHARE, SPARE = 0.01, 0.006
-"""Of the time: what drafts may lose, and what trials may be expected to."""
+"""Shares of the time: what drafts may lose, and what trials may be expected to lose."""
 
 CREDIT = 1.0
 """Plain rounds that a new engine may lose, so that it can try its drafts."""
@@ -25,7 +25,7 @@ MAX_SAVED = 16.0
 
 
 class DraftAccount:
-    """Of one engine, in seconds; empty until a plain round was timed."""
+    """The account of one engine, in seconds. It is empty until a plain round was timed."""
 
     __slots__ = ("_largest", "_unread", "balance", "spare")
 
@@ -47,8 +47,8 @@ class DraftAccount:
         self.spare = min(self.spare + more + SPARE * plain, MAX_SAVED * plain)
 
     def settle(self, spent: float, plain: float, tokens: float = 1.0) -> None:
-        """A round took so long and brought each row so many tokens on average, each of which would have taken a plain
-        round, `plain` seconds."""
+        """A round took `spent` seconds and brought each row `tokens` on average; a plain round, which brings one, would
+        have taken `plain` seconds."""
         self._unread += spent
         earned = self.balance + SHARE * spent + plain * tokens - spent
         self.balance = min(earned, max(MAX_SAVED * plain, CREDIT * self._largest))
