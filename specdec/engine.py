@@ -32,7 +32,6 @@ from specdec.errors import ConfigError, SpecDecError, shown
 from specdec.gpu.captures import CaptureStore, default_budget, most_captures
 from specdec.gpu.operations import choose_operations
 from specdec.gpu.ranks import make_ranks
-from specdec.gpu.split_capture import SplitCapture
 from specdec.loading import SHARED_OPTIONS, load_target, pick_device, pick_tokenizer
 from specdec.models.split_target import split_target
 from specdec.models.target import TargetModel
@@ -110,9 +109,8 @@ class Engine:
         layouts = [target.layout] + ([] if drafter is None or drafter.kv_layout is None else [drafter.kv_layout])
         head_dim = max(layer.head_dim for layout in layouts for layer in layout.layers)
         where = target.device, target.dtype, head_dim
-        capture = capture_for(target.device, self.config.cuda_graphs)
-        if capture is not None and target.ranks is not None:
-            capture = SplitCapture(target.ranks.devices)
+        devices = (target.device,) if target.ranks is None else target.ranks.devices
+        capture = capture_for(devices, self.config.cuda_graphs)
         backend = choose_backend(
             config.attention, *where, deterministic=target.deterministic, captured=capture is not None
         )

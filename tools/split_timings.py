@@ -28,9 +28,9 @@ from specdec.evaluation.model_shapes import Shrink, find_shape
 from specdec.evaluation.phases.random_weights import make_drafter, make_target
 from specdec.gpu import exchange_kernels
 from specdec.gpu import ranks as ranks_module
+from specdec.gpu.cuda_capture import CudaCapture
 from specdec.gpu.operations import FAST
 from specdec.gpu.ranks import PeerRanks, Ranks, make_ranks
-from specdec.gpu.split_capture import SplitCapture
 from specdec.models.target import TargetModel
 
 EXCHANGES = 84
@@ -154,7 +154,7 @@ def _exchange_rows(
     yield Row(f"{name}, not captured", "right" if equal else "WRONG", ok=equal)
     times = []
     for body in (program, alone):
-        replay, _ = SplitCapture(ranks.devices)(body)
+        replay, _ = CudaCapture(*ranks.devices)(body)
         replay()
         times.append(seconds_of(replay, ranks.devices) / EXCHANGES * 1e6)
     ranks.check()

@@ -127,13 +127,21 @@ def ragged_attention(
         BLOCK_M=tiles.block_m,
         BLOCK_K=tiles.block_k,
         BLOCK_D=block_d,
-        BLOCK_R=triton.next_power_of_2(num_runs + 1),
+        BLOCK_R=search_width(num_runs),
         SPLIT_LEN=tiles.split_len,
         GROWS=window is None and lines.begin is None,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
     return merge_splits(part, lse, out)
+
+
+def search_width(num_runs: int) -> int:
+    """Runs, padding among them, that a kernel searches: of a few sizes, since each is compiled for itself."""
+    width = 64
+    while width <= num_runs:
+        width *= 4
+    return width
 
 
 def choose_ragged(

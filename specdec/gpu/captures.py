@@ -11,9 +11,8 @@ new one is tried once more.
 Invariant: `use()` is true at every moment; nothing runs uncaptured without being counted there.
 """
 
-import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -71,63 +70,6 @@ class CaptureMemory(Protocol):
 
     def close(self, pool: str) -> None:
         """Of this pool nothing is captured any more: give its memory back."""
-
-
-class CudaCapture:
-    """Captures into CUDA graphs; those of one `pool` share its memory."""
-
-    def __init__(self) -> None:
-        self.pool = ""
-        self._pools: dict[str, Any] = {}
-        self._beside: weakref.WeakKeyDictionary[torch.cuda.CUDAGraph, int] = weakref.WeakKeyDictionary()
-        self._stream: torch.cuda.Stream | None = None
-
-    def __call__(self, program: Program) -> tuple[Replay, torch.Tensor]:
-        if self.pool not in self._pools:
-            self._pools[self.pool] = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        stream = self._warm_stream()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # as `torch.cuda.graph` does, so that what is missing below is the capture's
-        before = taken_beside_torch()
-        pool = self._pools[self.pool]
-        # another thread may use the device meanwhile
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            out = program()
-        self._beside[graph] = max(taken_beside_torch() - before, 0)
-        return graph.replay, out
-
-    def _warm_stream(self) -> torch.cuda.Stream:
-        """The stream that programs are recorded on. cuBLAS has its workspace for this thread and stream before one is,
-        or would take it from the pool, and torch would keep it there after all captures are gone."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream()
-        with torch.cuda.stream(self._stream):
-            square = torch.ones((16, 16), dtype=torch.bfloat16, device=self._stream.device)
-            torch.addmm(square[0], square, square)
-        return self._stream
-
-    def held_bytes(self) -> int:
-        return sum(map(pool_bytes, self._pools.values())) + sum(self._beside.values())
-
-    def wait(self) -> None:
-        torch.cuda.synchronize()
-
-    def close(self, pool: str) -> None:
-        self._pools.pop(pool, None)
-        torch.cuda.empty_cache()
-
-
-def pool_bytes(pool: tuple[int, int]) -> int:
-    """Bytes of the device that torch holds in the pool of a graph."""
-    segments = torch.cuda.memory_snapshot()
-    return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == tuple(pool))
-
-
-def taken_beside_torch() -> int:
-    """Bytes of the device that are taken, but not by torch's allocator in this process."""
-    free, total = torch.cuda.mem_get_info()
-    return total - free - torch.cuda.memory_reserved()
 
 
 def default_budget(*devices: torch.device) -> int | None:

@@ -343,6 +343,7 @@ class Steps:
         while self.under_way and (len(self.under_way) > left or not self.under_way[0].present()):
             launched = self.under_way.popleft()
             if not (present := launched.present()):
+                self._ended = None
                 continue
             requests = [launched.requests[i] for i in present]
             if launched.drawing is None:

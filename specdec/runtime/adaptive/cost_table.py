@@ -3,15 +3,15 @@ rounds go by.
 
     max(seconds[batch][draft] + context * slope[draft], host[batch])   context: committed tokens of all rows together
 
-The device's own time, and no less than the host takes from one round to the next, where the device has waited for it:
-many rows of a small model are launched and settled for longer than they run, and drafts cost nothing until they fill
-that time.
+The device's own time, and no less than the host takes from one round to the next, where the device waits for it again
+and again: many rows of a small model are launched and settled for longer than they run, and drafts cost nothing until
+they fill that time. A single wait says nothing: many requests ended or began at once.
 
 A draft that has not been timed for a batch yet is put together from what has been, by stages: a verify of so many
 nodes, a level of so many branches, and the rest.
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -36,6 +36,9 @@ WAITS = 0.05
 """A device that was idle for more than this share of the time between the ends of two rounds waits for the host; a
 shorter gap is the launch itself."""
 
+NEWEST, ENOUGH = 8, 4
+"""Periods of a host that are kept, and how many say what it takes."""
+
 DOUBT = 0.3
 """Share by which a round without a draft that has been timed once may be faster than it seems, and of what a draft adds
 to it."""
@@ -57,6 +60,27 @@ class Level:
         self.value += (value - self.value) * weight
 
 
+class HostPeriods:
+    """What the host takes from the end of one round to the end of the next, as the device has seen it lately."""
+
+    __slots__ = ("_waited",)
+
+    def __init__(self) -> None:
+        self._waited: deque[float] = deque(maxlen=NEWEST)
+
+    @property
+    def value(self) -> float:
+        """0: the device does not wait for it."""
+        return min(self._waited) if len(self._waited) >= ENOUGH else 0.0
+
+    def waited_for(self, period: float) -> None:
+        self._waited.append(period)
+
+    def at_most(self, period: float) -> None:
+        """It has done its part in that time: longer ones were no more than bursts."""
+        self._waited = deque((each for each in self._waited if each <= period), maxlen=NEWEST)
+
+
 class CostTable:
     """Seconds of rounds of one engine. shapes: all drafts that it has, the first is none."""
 
@@ -73,7 +97,9 @@ class CostTable:
         self._by_size = np.argsort([shape.num_nodes for shape in shapes], kind="stable")
         self._rest = Level()
         self._caught_up: defaultdict[int, Level] = defaultdict(Level)
-        self._host: defaultdict[tuple[int, bool], Level] = defaultdict(Level)  # by batch size, and whether it drafts
+        # by batch size, without a draft and with one
+        self._host: defaultdict[int, tuple[HostPeriods, HostPeriods]]
+        self._host = defaultdict(lambda: (HostPeriods(), HostPeriods()))
         self._fit = np.zeros((2, len(shapes)))  # of the slope: sums of context * seconds beyond the table, context^2
 
     def knows_plain(self, batch: int) -> bool:
@@ -106,9 +132,16 @@ class CostTable:
     def note_host(self, number: int, batch: int, waited: float, period: float) -> None:
         """A round with the draft of that number ended `period` seconds after the one before it, and the device stood
         still for `waited` of them."""
-        host = self._host[batch, number > 0]
-        if batch in self.timed and (waited > WAITS * period or period < host.value):
-            host.add(min(period, OUTLIER * float(self.timed[batch][number])))
+        if batch not in self.timed:
+            return
+        plain, drafting = self._host[batch]
+        own = drafting if number else plain
+        if waited > WAITS * period:
+            own.waited_for(period)
+            return
+        own.at_most(period)
+        if number:  # it does no less for a draft than for none
+            plain.at_most(period)
 
     def seconds(self, batch: int, context: int) -> FloatArray:
         """[K]: of a round with each draft."""
@@ -129,8 +162,9 @@ class CostTable:
 
     def _host_takes(self, batch: int) -> tuple[float, float]:
         """Without a draft and with one."""
-        plain, drafting = self._host[batch, False].value, self._host[batch, True].value
-        return plain or drafting, drafting or plain
+        plain, drafting = (periods.value for periods in self._host[batch])
+        drafting = drafting or plain
+        return min(plain, drafting), drafting
 
     def hopeful(self, batch: int, seconds: FloatArray) -> FloatArray:
         """[K]: as little as rounds may still take, if they are believed to take `seconds` [K]."""

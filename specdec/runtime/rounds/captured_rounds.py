@@ -20,7 +20,8 @@ import torch
 from specdec.config import MAX_FORCED_TOKENS
 from specdec.errors import ConfigError, FrozenKVError, first_line
 from specdec.gpu.buckets import next_power_of_two
-from specdec.gpu.captures import Capture, Captured, CaptureStore, CudaCapture, Program, is_out_of_memory
+from specdec.gpu.captures import Capture, Captured, CaptureStore, Program, is_out_of_memory
+from specdec.gpu.cuda_capture import CudaCapture
 from specdec.runtime.rounds.capture_classes import is_large, share
 from specdec.runtime.rounds.decode_round import decode_programs
 from specdec.runtime.rounds.result import RoundShape
@@ -200,15 +201,16 @@ def run_programs(programs: Sequence[Program], between: Between) -> torch.Tensor:
     return programs[-1]()
 
 
-def capture_for(device: torch.device, setting: str | bool) -> Capture | None:
-    """What `EngineConfig.cuda_graphs` means on a device. Raises ConfigError when it is True, and there is no GPU."""
-    if device.type != "cuda":
+def capture_for(devices: Sequence[torch.device], setting: str | bool) -> Capture | None:
+    """What `EngineConfig.cuda_graphs` means on these devices, the target's own first. Raises ConfigError when it is
+    True, and there is no GPU."""
+    if devices[0].type != "cuda":
         if setting is True:
             raise ConfigError(
-                f"cuda_graphs=True needs a CUDA device, and this model is on {device}; use 'auto' or False"
+                f"cuda_graphs=True needs a CUDA device, and this model is on {devices[0]}; use 'auto' or False"
             )
         return None
-    return None if setting is False else CudaCapture()
+    return None if setting is False else CudaCapture(*devices)
 
 
 def batch_sizes(most: int) -> list[int]:

@@ -1,5 +1,6 @@
-"""Bytes of captures over several devices: by device, as the budget is, with what libraries take beside torch."""
+"""Bytes of captures: by device, as the budget is, with what libraries take beside torch; and their streams."""
 
+import gc
 from contextlib import contextmanager
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 
 from specdec.gpu import captures
 from specdec.gpu.captures import default_budget
-from specdec.gpu.split_capture import SplitCapture
+from specdec.gpu.cuda_capture import CudaCapture, DeviceGraphs
 
 DEVICES = (torch.device("cuda", 0), torch.device("cuda", 1))
 
@@ -18,7 +19,7 @@ class TwoDevices:
     beside torch once it is instantiated. All that is not of a capture is another pool's."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.current, self.handles = 0, 0
+        self.current = self.handles = self.streams = 0
         self.segments: list[dict[str, Any]] = [{"total_size": 1 << 20, "segment_pool_id": (0, 0)}]
         self.beside = [0, 0]
         world = self
@@ -52,10 +53,10 @@ class TwoDevices:
 
         stand_ins = {
             "CUDAGraph": Graph,
-            "Stream": lambda device: device,
+            "Stream": self.stream_of,
             "device": on,
             "stream": streaming,
-            "synchronize": lambda device: None,
+            "synchronize": lambda device=None: None,
             "empty_cache": lambda: None,
             "graph_pool_handle": self.next_handle,
             "memory_snapshot": lambda: self.segments,
@@ -64,7 +65,11 @@ class TwoDevices:
         }
         for name, stand_in in stand_ins.items():
             monkeypatch.setattr(torch.cuda, name, stand_in)
-        monkeypatch.setattr(SplitCapture, "_warm_stream", lambda self: None)
+        monkeypatch.setattr(DeviceGraphs, "_warm", lambda self: None)
+
+    def stream_of(self, device: torch.device) -> object:
+        self.streams += 1
+        return object()
 
     def next_handle(self) -> tuple[int, int]:
         self.handles += 1
@@ -78,7 +83,7 @@ def program() -> torch.Tensor:
 def test_captures_of_two_devices_take_what_the_fuller_one_holds(monkeypatch):
     """They took the sum, against the budget of one: two devices had half of it each. And nothing beside torch."""
     TwoDevices(monkeypatch)
-    capture = SplitCapture(DEVICES)
+    capture = CudaCapture(*DEVICES)
     capture.pool = "rounds"
     first = capture(program)
     assert capture.held_bytes() == 107  # and 70 on the second
@@ -95,11 +100,45 @@ def test_captures_of_two_devices_take_what_the_fuller_one_holds(monkeypatch):
 
 def test_the_device_that_holds_most_may_be_another_than_the_first(monkeypatch):
     world = TwoDevices(monkeypatch)
-    capture = SplitCapture(DEVICES)
+    capture = CudaCapture(*DEVICES)
     kept = capture(program)
     assert kept[0] is not None
     world.segments.append({"total_size": 500, "segment_pool_id": (0, 2)})  # of the second device's pool
     assert capture.held_bytes() == 570
+
+
+def test_a_capture_that_is_gone_leaves_its_streams_to_the_next(monkeypatch):
+    """cuBLAS keeps a workspace for each stream: every engine that a process made, and closed, left 35 MB behind."""
+    world = TwoDevices(monkeypatch)
+    for _ in range(3):
+        capture = CudaCapture(*DEVICES)
+        replay, _ = capture(program)
+        other = CudaCapture(*DEVICES)  # at the same time: streams of its own
+        del capture, other
+        third = CudaCapture(*DEVICES)  # what is captured may still run
+        assert world.streams <= 6
+        del replay, third
+    assert world.streams <= 6
+
+
+def test_after_a_capture_that_failed_the_next_has_a_pool_of_its_own(monkeypatch):
+    """Torch frees a pool with its last graph, that of a failed capture too, and cannot record into it again: nothing
+    was captured any more on several devices."""
+    world = TwoDevices(monkeypatch)
+    capture = CudaCapture(*DEVICES)
+
+    def failing() -> torch.Tensor:
+        raise torch.OutOfMemoryError
+
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            capture(failing)
+        gc.collect()
+    kept = [capture(program) for _ in range(2)]
+    used = [segment["segment_pool_id"] for segment in world.segments[1:]]
+    assert used == [(0, 1), (0, 2), (0, 3), (0, 4), (0, 5), (0, 6), (0, 5), (0, 6)]
+    assert capture.held_bytes() == 214
+    kept.clear()
 
 
 def test_the_budget_is_what_the_fullest_device_can_give(monkeypatch):

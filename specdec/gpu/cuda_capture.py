@@ -1,0 +1,132 @@
+"""Captures into CUDA graphs: one of each device that a program launches on, which are launched together.
+
+Graphs of several devices wait for each other by flags in memory (`exchange_kernels.py`), not by edges, so no graph
+knows of another. They are instantiated when all have been recorded. What they take is counted by device, and the
+fullest device is what counts against the budget, which is of one.
+"""
+
+import warnings
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from specdec.gpu.captures import Program, Replay
+
+_idle_streams: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
+"""Of captures that are gone. cuBLAS keeps a workspace for every stream that it was used on, 32 MiB on an H100, until
+the process ends: a new stream for each engine would add up."""
+
+
+class Pool(NamedTuple):
+    """Memory that graphs share. Torch frees it with the last of them, one that could not be recorded among them, and
+    its handle is of no use then."""
+
+    handle: Any
+    graphs: weakref.WeakSet[torch.cuda.CUDAGraph]
+
+
+class DeviceGraphs:
+    """What captures hold of one device. pools: by name. beside: bytes that a graph takes beside torch's allocator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.pools: dict[str, Pool] = {}
+        self.beside: weakref.WeakKeyDictionary[torch.cuda.CUDAGraph, int] = weakref.WeakKeyDictionary()
+        idle = _idle_streams[device]
+        self.stream = idle.pop() if idle else torch.cuda.Stream(device)
+        weakref.finalize(self, idle.append, self.stream).atexit = False
+
+    def begin(self, pool: str) -> tuple[torch.cuda.CUDAGraph, int]:
+        """A graph to be recorded, and the bytes that are taken beside torch before it is."""
+        with torch.cuda.device(self.device):
+            if pool not in self.pools or not self.pools[pool].graphs:
+                self.pools[pool] = Pool(torch.cuda.graph_pool_handle(), weakref.WeakSet())
+            self._warm()
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # so that what is missing below is the capture's
+            graph = torch.cuda.CUDAGraph(keep_graph=True)
+            self.pools[pool].graphs.add(graph)
+            return graph, taken_beside_torch()
+
+    def end(self, graph: torch.cuda.CUDAGraph, before: int) -> None:
+        """It has been recorded."""
+        with torch.cuda.device(self.device):
+            graph.instantiate()
+            self.beside[graph] = max(taken_beside_torch() - before, 0)
+
+    def _warm(self) -> None:
+        """cuBLAS has its workspace for this thread and stream before anything is recorded on it, or would take it from
+        the pool, and torch would keep it there after all captures are gone."""
+        with torch.cuda.stream(self.stream):
+            square = torch.ones((16, 16), dtype=torch.bfloat16, device=self.device)
+            torch.addmm(square[0], square, square)
+
+
+@contextmanager
+def _recorded(graph: torch.cuda.CUDAGraph, on: DeviceGraphs, pool: str, *, alone: bool) -> Iterator[None]:
+    """What is launched within is recorded."""
+    with torch.cuda.device(on.device):
+        # another thread may use the device meanwhile; of several, each is idle while another records
+        graph.capture_begin(pool=on.pools[pool].handle, capture_error_mode="thread_local" if alone else "relaxed")
+    try:
+        yield
+    finally:
+        with warnings.catch_warnings(), torch.cuda.device(on.device), torch.cuda.stream(on.stream):
+            warnings.simplefilter("ignore")  # of a graph without launches, as a draft has on other devices
+            graph.capture_end()
+
+
+def taken_beside_torch() -> int:
+    """Bytes of the current device that are taken, but not by torch's allocator in this process."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+
+
+class CudaCapture:
+    """A `CaptureMemory` of the devices that programs launch on, the current one first."""
+
+    def __init__(self, *devices: torch.device) -> None:
+        self.pool = ""
+        self._each = [DeviceGraphs(device) for device in devices]
+
+    def __call__(self, program: Program) -> tuple[Replay, torch.Tensor]:
+        begun = [each.begin(self.pool) for each in self._each]
+        with ExitStack() as recording:
+            for each in reversed(self._each):  # the first device is the current one in the end
+                recording.enter_context(torch.cuda.stream(each.stream))
+            for each, (graph, _) in zip(self._each, begun, strict=True):
+                recording.enter_context(_recorded(graph, each, self.pool, alone=len(begun) == 1))
+            out = program()
+        for each, (graph, before) in zip(self._each, begun, strict=True):
+            each.end(graph, before)
+
+        def replay() -> None:
+            for each, (graph, _) in zip(self._each, begun, strict=True):
+                with torch.cuda.device(each.device):
+                    graph.replay()
+
+        return replay, out
+
+    def held_bytes(self) -> int:
+        """On the device that holds most."""
+        held = [sum(each.beside.values()) for each in self._each]
+        number_of = {tuple(pool.handle): i for i, each in enumerate(self._each) for pool in each.pools.values()}
+        for segment in torch.cuda.memory_snapshot():
+            number = number_of.get(tuple(segment["segment_pool_id"]))
+            if number is not None:
+                held[number] += segment["total_size"]
+        return max(held)
+
+    def wait(self) -> None:
+        for each in self._each:
+            torch.cuda.synchronize(each.device)
+
+    def close(self, pool: str) -> None:
+        for each in self._each:
+            each.pools.pop(pool, None)
+            with torch.cuda.device(each.device):
+                torch.cuda.empty_cache()
