@@ -279,7 +279,7 @@ def test_a_model_that_caught_up_drafts_as_if_it_had_read_along(shape, looked_up,
         with Engine.from_pretrained("tiny-gemma4", [model, "suffix"], spec=spec, config=config) as engine:
             assert engine.round.unread is not None
             if not lags:
-                engine.round.unread = None
+                engine.round.unread, engine.round.draft_seats = None, engine.round.seats
             turn = iter(range(10**6))
             choosing(engine, lambda shapes: shapes[-1] if next(turn) % (looked_up + 1) else shapes[-3])  # noqa: B023
             watched = Watched(engine)

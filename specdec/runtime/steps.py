@@ -28,6 +28,7 @@ from specdec.gpu.mirrored_array import IntArray, upload
 from specdec.models.target import FinalStates
 from specdec.runtime.adaptive.draft_choice import NO_CHOICE, DraftChoice
 from specdec.runtime.adaptive.draft_ladder import draft_ladder
+from specdec.runtime.adaptive.reading_along import read_along
 from specdec.runtime.engine_stats import ENOUGH_DRAFTS, EngineStats, PoolUse, device_use, warn_of_rejected
 from specdec.runtime.grammar_masks import GrammarSteps, prepare, root_masks
 from specdec.runtime.launched_step import LaunchedStep, copy_to_host, event_now
@@ -38,7 +39,7 @@ from specdec.runtime.request import Request, restricted, rows_of
 from specdec.runtime.rounds.capture_classes import is_large
 from specdec.runtime.rounds.captured_prompts import ChunkGraphs
 from specdec.runtime.rounds.captured_rounds import Between, RoundGraphs, nothing, run_programs
-from specdec.runtime.rounds.catching_up import CatchUps, catch_up_if_due
+from specdec.runtime.rounds.catching_up import CatchUps
 from specdec.runtime.rounds.decode_round import DECODE_STAGES, decode_programs
 from specdec.runtime.rounds.prompt_parts import single_layers, whole_chunk
 from specdec.runtime.rounds.prompt_scoring import Scoring, score_chunk
@@ -170,11 +171,7 @@ class Steps:
                 tokens = np.array([count, *request.forced[:count]], dtype=np.int64)
                 self.round.forced[request.row, : 1 + count] = tokens
         self.round.flush()
-        begin = time.perf_counter()
-        if catch_up_if_due(self.round, self.catch_ups, shape, rows) and self.choice is not None:
-            captured = self.graphs is not None
-            batch = shape.batch if captured else next_power_of_two(shape.batch)
-            self.choice.caught_up(batch, None if captured else time.perf_counter() - begin, shape.draft)
+        read_along(self.round, self.catch_ups, self.choice, shape, rows)
         between: Between = nothing
         if masked:
             between = GrammarSteps(self.round, shape, [request.place for request in requests]).between
@@ -219,7 +216,7 @@ class Steps:
         rows = rows_of(requests)
         most = np.minimum(self.round.max_drafts.host[rows], np.array(to_go, dtype=np.int64) - 1)
         context = int(self.table.committed_len.host[rows].sum())
-        behind = self.round.unread is not None and bool(self.round.unread.count[rows].any())
+        behind = 0 if self.round.unread is None else self.round.unread.due(rows, 0)
         unsettled = [launched.shape.draft for launched in self.under_way if launched.drawing is None]
         least = largest(fixed)
         return shape.with_draft(choice.choose(rows, most, batch, context, least, behind=behind, unsettled=unsettled))

@@ -89,14 +89,16 @@ class CostTable:
         self.timed: dict[int, FloatArray] = {}
         """By batch size [K]: when the engine was made, with nothing committed."""
         self.catching_up: dict[int, float] = {}
-        """By batch size: what comes before the first draft after rounds without, for some drafters."""
+        """By batch size: what comes before the first draft after rounds without, for some drafters, timed when the
+        engine was made."""
         self._seen: defaultdict[int, list[Level]] = defaultdict(lambda: [Level() for _ in shapes])
         self._verify: defaultdict[int, Level] = defaultdict(Level)  # by nodes of all rows
         # of a draft, a model's and a lookup's, by its branches of all rows
         self._level: tuple[defaultdict[int, Level], ...] = (defaultdict(Level), defaultdict(Level))
         self._by_size = np.argsort([shape.num_nodes for shape in shapes], kind="stable")
         self._rest = Level()
-        self._caught_up: defaultdict[int, Level] = defaultdict(Level)
+        # where nothing is timed ahead, by batch size and how many tokens of a row were read
+        self._caught_up: defaultdict[int, defaultdict[int, Level]] = defaultdict(lambda: defaultdict(Level))
         # by batch size, without a draft and with one
         self._host: defaultdict[int, tuple[HostPeriods, HostPeriods]]
         self._host = defaultdict(lambda: (HostPeriods(), HostPeriods()))
@@ -124,10 +126,15 @@ class CostTable:
             self._level[shape.by_lookup][batch * shape.topk].add(seconds["draft"] / shape.num_steps)
         return self._seen[batch][number].value
 
-    def note_catching_up(self, batch: int, seconds: float) -> None:
-        """Catching up took so long, where nothing is timed when the engine is made."""
-        self._caught_up[batch].add(seconds)
-        self.catching_up[batch] = self._caught_up[batch].value
+    def note_catching_up(self, batch: int, tokens: int, seconds: float) -> None:
+        """A drafter has read up to so many tokens of each row, where nothing is timed when the engine is made."""
+        self._caught_up[batch][tokens].add(seconds)
+
+    def catch_up(self, batch: int, tokens: int) -> float:
+        """Seconds in which a drafter reads up to so many tokens of each row; 0 where nobody knows."""
+        if not tokens:
+            return 0.0
+        return self.catching_up.get(batch, 0.0) or _between(self._caught_up[batch], tokens, 0.0)
 
     def note_host(self, number: int, batch: int, waited: float, period: float) -> None:
         """A round with the draft of that number ended `period` seconds after the one before it, and the device stood

@@ -33,6 +33,10 @@ class DraftAccount:
         self.balance = self.spare = 0.0
         self._largest = self._unread = 0.0  # seconds of a plain round, and of rounds since a drafter last read along
 
+    def affords(self, seconds: float) -> bool:
+        """Is reading along paid by what was put aside for it since the drafter last did?"""
+        return seconds <= SHARE * self._unread / 2
+
     def read_along(self, seconds: float) -> None:
         """A drafter has read what rounds without it committed, since it can be no later. A half of the share stays for
         trials, so that one whose reading takes more can still become useful."""

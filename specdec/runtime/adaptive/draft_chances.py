@@ -14,7 +14,7 @@ Everything lies by row of the request table; a row begins anew with each request
 
 from collections.abc import Sequence
 from itertools import accumulate
-from math import lgamma
+from math import lgamma, sqrt
 
 import numpy as np
 import numpy.typing as npt
@@ -97,6 +97,12 @@ class DraftChances:
         prior = np.where(is_chain[:, None], prior, 1 - (1 - chain) ** BRANCHES)
         self._chance = (self._right + PRIOR_WEIGHT * prior) / (self._tried + PRIOR_WEIGHT)
         return self._chance
+
+    @property
+    def highest(self) -> float:
+        """The chance of a model's first draft, as high as it may still be."""
+        chance, tried = float(self.chance[0, 0]), float(self._tried[0, 0])
+        return chance + HOPE * sqrt(chance * (1 - chance) / (tried + PRIOR_WEIGHT))
 
     def learn(self, shape: int, rows: IntArray, accepted: IntArray, most: IntArray) -> None:
         """A round with the draft of that number: rows [B] accepted so many [B], and could accept at most `most` [B]."""

@@ -31,6 +31,16 @@ STAYS = 8
 """Rounds for which what drafts are expected to bring the same rows is not computed again, if nothing is learned of it:
 a drafter that is never right costs the host little then."""
 
+EDGE = 0.005
+"""Tokens of a row that a draft must bring more than its time is worth."""
+
+LEAST_TRIAL = 0.05
+"""Share of a round without a draft, where that is best, that a trial loses at least: with times that seem equal it
+would cost nothing, and be in every round."""
+
+HOPELESS = 0.05
+"""A first draft that is right more seldom pays nowhere: a round with one takes more than that longer."""
+
 IN_A_ROW = 8
 """Rounds with drafts, about, that catching up once is good for."""
 
@@ -108,16 +118,16 @@ class DraftChoice:
         context: int,
         least: DraftShape,
         *,
-        behind: bool = False,
+        behind: int = 0,
         unsettled: Sequence[DraftShape] = (),
     ) -> DraftShape:
         """For a round of these rows [B], which can accept at most `most` [B] drafts each.
 
         batch: seats of the round, those of padding included. context: committed tokens of all rows together. least:
-        what some row must have, whatever it costs. behind: the drafter has to catch up before it drafts. unsettled:
-        drafts of rounds that are launched and not learned from yet.
+        what some row must have, whatever it costs. behind: tokens of a row that the drafter has to read first.
+        unsettled: drafts of rounds that are launched and not learned from yet.
         """
-        catching_up = self.cost.catching_up.get(batch, 0.0) if behind else 0.0
+        catching_up = self.cost.catch_up(batch, behind)
         taken = self.cost.seconds(batch, context)
         of_round = taken + self._by_model * (catching_up / IN_A_ROW)
         self.chances.fade()
@@ -134,11 +144,14 @@ class DraftChoice:
         else:
             balance = self.account.balance - sum(lost[self._numbers.get(shape, 0)] for shape in unsettled)
             allowed = [number for number, worst in enumerate(lost) if not number or (plain and worst <= balance)]
-        best = max(allowed, key=lambda number: tokens[number] / seconds[number])
+        # a draft that brings hardly more than none in as much time, as far as is known, is none
+        best = max(allowed, key=lambda number: (tokens[number] - EDGE * (number > 0)) / seconds[number])
         rate = tokens[best] / seconds[best]
         trial = self._trial(allowed, best, [brought / took for brought, took in zip(hoped, hopeful, strict=True)], lost)
         # the best draft brings these tokens in less time
         missed = seconds[trial] - tokens[trial] / rate + self._by_model[trial] * catching_up
+        if best == 0:
+            missed = max(missed, LEAST_TRIAL * seconds[0])
         tried = trial != best and missed <= self.account.spare
         if tried:
             self.account.spare -= missed
@@ -190,13 +203,18 @@ class DraftChoice:
             brought = 1.0 + float(np.minimum(accepted, shape.depth).mean()) if brought is None else brought
             self.account.settle(spent, float(self.cost.seconds(batch, context)[0]), brought)
 
-    def caught_up(self, batch: int, seconds: float | None, draft: DraftShape) -> None:
-        """The drafter has read what was committed without it, before a round of this batch with this draft, which took
-        so long; None: as long as was timed when the engine was made."""
+    def reads_along(self, batch: int, tokens: int) -> bool:
+        """Should the drafter read so many tokens of each row, though no draft is its own? It could not be later. Where
+        none of its drafts can pay, whatever the batch, only if there is time left for it."""
+        return self.chances.highest > HOPELESS or self.account.affords(self.cost.catch_up(batch, tokens))
+
+    def caught_up(self, batch: int, tokens: int, seconds: float | None, draft: DraftShape) -> None:
+        """The drafter has read so many tokens of each row at most, before a round of this batch with this draft, which
+        took so long; None: as long as was timed when the engine was made."""
         if seconds is not None:
-            self.cost.note_catching_up(batch, seconds)
+            self.cost.note_catching_up(batch, tokens, seconds)
         if not self._by_model[self._numbers.get(draft, 0)]:  # it was chosen otherwise, and paid
-            self.account.read_along(self.cost.catching_up.get(batch, 0.0))
+            self.account.read_along(self.cost.catch_up(batch, tokens))
 
     def _tokens(self, rows: IntArray, most: IntArray) -> FloatArray:
         """[2, K]: means over these rows of what each draft is expected to bring, and may be hoped to."""

@@ -5,17 +5,13 @@
     catching up               the drafter observes positions [read, S) of each row at once, as it does a prompt chunk
 
 So rounds without drafts take what they take without a drafter. At most `KEPT` tokens of a row are unread: before a
-round that could make them more, rows catch up in any case. `count` is the host's: so many tokens may the rounds that it
-launched since have committed, one each without drafts.
+round that could make them more, rows catch up in any case, unless that does not pay any more (`read_along` of
+`adaptive`): then they are lost to the drafter, which has the padding row in their place.
 """
 
-import numpy as np
-
-from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.rounds.captured_rounds import Captures
 from specdec.runtime.rounds.result import RoundShape
-from specdec.runtime.rounds.round import Round
-from specdec.runtime.rounds.unread import KEPT, unread_tokens
+from specdec.runtime.rounds.unread import KEPT
 
 
 class CatchUps(Captures):
@@ -24,21 +20,4 @@ class CatchUps(Captures):
     what, warning = "rounds", "catching up runs without CUDA graphs: %s"
 
     def run(self, shape: RoundShape) -> None:
-        self.run_captured((shape.batch, shape.longest), [lambda: self.round.catch_up(shape)])
-
-
-def catch_up_if_due(round: Round, graphs: CatchUps | None, shape: RoundShape, rows: IntArray) -> bool:
-    """Before a round of this shape is launched over these rows, which are seated -> was it due?"""
-    unread = round.unread
-    if unread is None:
-        return False
-    count, more = unread.count[rows], unread_tokens(shape)
-    due = bool(count.any()) and (more == 0 or int(count.max()) + more > KEPT)
-    if due:
-        if graphs is None:
-            round.catch_up(shape)
-        else:
-            graphs.run(shape)
-        unread.count[rows] = 0
-    unread.count[rows] += np.int64(more)
-    return due
+        self.run_captured((shape.batch, shape.longest), [lambda: self.round.catch_up(shape, KEPT)])

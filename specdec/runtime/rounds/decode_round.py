@@ -59,6 +59,8 @@ class DecodeRound:
         round.clock.start("other")
         table = round.cache.table
         rows = self.rows = Rows(round.seats.tensor[: shape.batch], shape.longest)
+        # as the drafter knows them; a lookup reads tokens alone
+        self.read_rows = rows if shape.by_lookup else Rows(round.draft_seats.tensor[: shape.batch], shape.longest)
         state = (table.committed_len.tensor, round.tokens.tensor, round.max_drafts.tensor, round.sampling.cells.tensor)
         opened = (opening if round.on_kernels else reference_opening)(rows.index, *state, depth=shape.num_steps + 1)
         self.opened, root, history_len = opened, opened.root, opened.history_len
@@ -73,7 +75,7 @@ class DecodeRound:
             draws = MaskedFirstLevel(sampler, history_len, round.allowed(shape)[:, 0])
         if round.worker is not None and shape.num_steps > 0:
             batch = DraftBatch(
-                rows=rows,
+                rows=self.read_rows,
                 root=root,
                 history=lambda: round.history(rows),
                 history_len=history_len,
@@ -144,7 +146,7 @@ class DecodeRound:
         else:
             hidden, aux_states = self.states
             seen = Observation(
-                rows=rows,
+                rows=self.read_rows,
                 start=opened.committed_len,
                 tokens=self.fed.tokens,
                 hidden=hidden,

@@ -125,10 +125,12 @@ class Round:
         self.seen_bits = SeenBits(len(self.tokens.host), target.vocab_size, self.device) if self.on_kernels else None
         self.seats = MirroredArray((cache.table.max_requests,), self.device)  # rows that take part, padding behind
         self.clock = StageClock(self.device)
+        self.draft_seats = self.seats  # of the drafter: rows that are lost to it are padding
         self.unread: Unread | None = None
         if drafter is not None and lags and getattr(drafter, "may_lag", False):
             width = target.hidden_size * max(1, len(self.aux_layers))
             self.unread = Unread(len(self.tokens.host), width, target.dtype, self.device)
+            self.draft_seats = MirroredArray((cache.table.max_requests,), self.device)
         self._weights = watched_weights(target, drafter)
         # as of the step under way, once it has been asked for
         self._versions: tuple[tuple[int, object], ...] | None = None
@@ -148,7 +150,8 @@ class Round:
     def _mirrored(self) -> list[MirroredArray]:
         salts = [] if self.finished is None else [self.finished.salt_of_row]
         own = (self.tokens, self.max_drafts, self.prompt_len, self.forced, self.seats)
-        return [*own, *self.sampling.arrays, *salts]
+        drafting = [] if self.draft_seats is self.seats else [self.draft_seats]
+        return [*own, *drafting, *self.sampling.arrays, *salts]
 
     def weights_generation(self) -> int:
         """Another number whenever weights of target or drafter have been re-pointed: see `Weights`."""
@@ -173,10 +176,16 @@ class Round:
 
     def seat(self, rows: IntArray) -> None:
         """These rows take part in the next round; the seats behind them are padding."""
-        seats = np.full(self.cache.table.max_requests, self.cache.table.padding_row, dtype=np.int64)
+        padding = self.cache.table.padding_row
+        seats = np.full(self.cache.table.max_requests, padding, dtype=np.int64)
         seats[: len(rows)] = rows
         if (self.seats.host != seats).any():
             self.seats[:] = seats
+        if self.unread is None:
+            return
+        seats[: len(rows)][self.unread.lost(rows)] = padding
+        if (self.draft_seats.host != seats).any():
+            self.draft_seats[:] = seats
 
     def flush(self) -> None:
         """Send what the host has changed anywhere, in one upload; finished texts in another, if there are new ones."""
@@ -337,16 +346,18 @@ class Round:
         self.unread.states[rows.index[:, None], position % KEPT] = on_path
 
     @torch.inference_mode()
-    def catch_up(self, shape: RoundShape) -> torch.Tensor:
-        """The drafter observes what seated rows have that it has not read -> how many tokens, [B]."""
+    def catch_up(self, shape: RoundShape, most: int) -> torch.Tensor:
+        """The drafter observes what seated rows have that it has not read, at most `most` tokens of each -> how many,
+        [B]."""
         assert self.unread is not None, "this drafter reads every round"
-        table, index = self.cache.table, self.seats.tensor[: shape.batch]
+        table, index = self.cache.table, self.draft_seats.tensor[: shape.batch]
         committed = table.committed_len.tensor[index]
         start = self.unread.read[index]
         length = (committed - start).clamp(min=0)
         behind = length > 0
         start = torch.where(behind, start, 0)
-        position = start[:, None] + torch.arange(KEPT, device=self.device)  # [B, KEPT]
+        steps = torch.arange(most, device=self.device)
+        position = start[:, None] + steps  # [B, most]
         states = self.unread.states[index[:, None], position % KEPT]
         tokens = self.tokens.tensor[index[:, None], position.clamp(max=self.tokens.tensor.shape[1] - 1)]
         seen = Observation(
@@ -355,7 +366,7 @@ class Round:
             tokens=tokens,
             hidden=states,
             aux_states=states if self.aux_layers else None,
-            path=torch.arange(KEPT, device=self.device).expand_as(tokens),
+            path=steps.expand_as(tokens),
             length=length,
             next_token=self.tokens.tensor[index, committed],
         )

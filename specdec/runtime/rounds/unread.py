@@ -4,10 +4,12 @@ import numpy as np
 import torch
 
 from specdec.gpu.mirrored_array import IntArray
+from specdec.kvcache.page_pool import BoolArray
 from specdec.runtime.rounds.result import RoundShape
 
 KEPT = 16
-"""Most tokens of a row that are unread."""
+"""Most tokens of a row whose states are kept. Of a row with more the drafter reads nothing again: the row is lost to it
+until it is given another request."""
 
 
 def unread_tokens(shape: RoundShape) -> int:
@@ -17,13 +19,27 @@ def unread_tokens(shape: RoundShape) -> int:
 
 
 class Unread:
-    """By row of the request table. width: numbers of a state. count: on the host, how many tokens
-    are unread at most (`catching_up.py`)."""
+    """By row of the request table. width: numbers of a state. count: on the host, how many tokens are unread at most:
+    so many may the rounds that it launched since have committed, one each without drafts."""
 
     def __init__(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.states = torch.zeros((num_rows, KEPT, width), dtype=dtype, device=device)
         self.read = torch.zeros(num_rows, dtype=torch.int64, device=device)  # tokens, from the first on
         self.count: IntArray = np.zeros(num_rows, dtype=np.int64)
+
+    def lost(self, rows: IntArray) -> BoolArray:
+        """[B]: is the drafter done with these rows?"""
+        return self.count[rows] > KEPT
+
+    def due(self, rows: IntArray, more: int) -> int:
+        """How many tokens of a row the drafter has to read before a round of these rows that leaves `more` unread; 0:
+        none, or it can be later."""
+        most = int(self.count[rows[~self.lost(rows)]].max(initial=0))
+        return most if more == 0 or most + more > KEPT else 0
+
+    def was_read(self, rows: IntArray) -> None:
+        """All that is kept of these rows."""
+        self.count[rows[~self.lost(rows)]] = 0
 
     def reset(self) -> None:
         self.read.zero_()
