@@ -568,8 +568,10 @@ def test_a_drafter_that_caught_up_drafts_as_if_it_had_read_along(drafter, plain_
     assert [out.drafted for out in lagging] == [out.drafted for out in reading]
 
 
-def test_rows_are_lost_to_a_drafter_that_does_not_read_along_until_they_have_another_request():
+@pytest.mark.parametrize("sanitize", ["0", "1"])
+def test_rows_are_lost_to_a_drafter_that_does_not_read_along_until_they_have_another_request(sanitize, monkeypatch):
     """Its reading cost 4 % of the time of 128 requests on a CPU, though no draft of it was ever right."""
+    monkeypatch.setenv("SPECDEC_SANITIZE", sanitize)
     config = EngineConfig(max_batch_size=2, max_model_len=200, prefix_cache=False)
     with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-eagle3", spec=CHAIN, config=config) as engine:
         first, second = prompts(engine)[:2]
