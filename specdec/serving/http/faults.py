@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.routing import Match
 
 from specdec.errors import (
@@ -178,6 +179,8 @@ def install(app: FastAPI) -> None:
 
     for kind in (RequestValidationError, HTTPException, ApiError, SpecDecError):
         app.add_exception_handler(kind, refused)
+    # innermost: a handler of `Exception` would answer outside of what counts, names and logs answers
+    app.add_middleware(ExceptionMiddleware, handlers={Exception: refused})
 
 
 def _place(loc: Sequence[Any]) -> str | None:
