@@ -179,7 +179,7 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 require_int(name, getattr(self, name), 1, most)
         if self.memory_share is not None:
-            _require_number("memory_share", self.memory_share, 0.0, 1.0, open_low=True)
+            require_number("memory_share", self.memory_share, 0.0, 1.0, open_low=True)
         require_one_of("attention", self.attention, ATTENTION_BACKENDS)
         for name, words in (("cuda_graphs", "True, 'auto' or False"), ("fused", "'auto', True or False")):
             value = getattr(self, name)
@@ -244,7 +244,7 @@ class SamplingParams(SamplingNumbers):
             if number.kind is int:
                 require_int(name, getattr(self, name), int(number.low), int(number.high))
             else:
-                _require_number(name, getattr(self, name), number.low, number.high, open_low=number.open_low)
+                require_number(name, getattr(self, name), number.low, number.high, open_low=number.open_low)
         require_int("n", self.n, 1, 1 << 16)
         if self.seed is not None:
             require_int("seed", self.seed, 0, (1 << 63) - self.n)  # that of the last sample is one too
@@ -286,7 +286,7 @@ class SamplingParams(SamplingNumbers):
         _require("logit_bias", bias, is_mapping, "a mapping of token ids to numbers is wanted; None for none")
         for token, value in bias.items():
             require_int("a token id in logit_bias", token, 0, 1 << 40)
-            _require_number(f"logit_bias of token {token}", value, -100.0, 100.0)
+            require_number(f"logit_bias of token {token}", value, -100.0, 100.0)
 
     def _require_rules(self) -> None:
         require_int("min_tokens", self.min_tokens, 0, 1 << 30)
@@ -375,7 +375,8 @@ def require_int(name: str, value: object, low: int, high: int) -> None:
     _require(name, value, fits, f"an integer from {low} to {high} is wanted")
 
 
-def _require_number(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
+def require_number(name: str, value: object, low: float, high: float = math.inf, *, open_low: bool = False) -> None:
+    """Raise ConfigError unless it is a finite number from `low`, or above it, to `high`."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if is_number and low <= value <= min(high, sys.float_info.max) and not (open_low and value == low):  # type: ignore[operator]
         return

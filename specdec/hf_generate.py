@@ -7,8 +7,8 @@ transformers' own criterion. The model is left as it was, also when something fa
 
 import difflib
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -219,7 +219,7 @@ def generate(
         engine_config = EngineConfig(max_batch_size=min(max(len(prompts), 1), 4096), max_model_len=min(longest, most))
     name = os.fspath(drafter) if isinstance(drafter, os.PathLike) else drafter
     spec = spec or settings.spec()
-    with _modes_kept(model, drafter), Engine.from_pretrained(model, name, spec=spec, config=engine_config) as engine:
+    with Engine.from_pretrained(model, name, spec=spec, config=engine_config) as engine:
         if stops is None and streamer is None:
             new = [out.token_ids for out in engine.generate(prompts, params)]
         else:
@@ -355,14 +355,3 @@ def _as_int(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(f"{name}={shown(value)}: an integer is wanted")
     return value
-
-
-@contextmanager
-def _modes_kept(*modules: Any) -> Iterator[None]:
-    """Training or evaluation, sub-module by sub-module, as before the block."""
-    modes = [(m, m.training) for module in modules if isinstance(module, nn.Module) for m in module.modules()]
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

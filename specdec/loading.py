@@ -101,11 +101,10 @@ class Checkpoint:
     @cached_property
     def config(self) -> dict[str, Any]:
         """What its config.json holds. Raises CheckpointError when it is no JSON object."""
+        file = self.config_file
         try:
-            config = json.loads(self.config_file.read_text("utf-8"))
+            config = json.loads(file.read_text("utf-8"))
         except (OSError, ValueError) as error:
-            if isinstance(error, CheckpointError):
-                raise
             raise CheckpointError(f"the config.json of {self.name!r} cannot be used: {first_line(error)}") from error
         if not isinstance(config, dict):
             raise CheckpointError(f"the config.json of {self.name!r} holds {type(config).__name__}, expected an object")

@@ -39,19 +39,14 @@ def plain_arguments(cls: Config) -> Config:
 
 
 def _plain(value: Any) -> Any:
-    """A number, or a list of them, out of its numpy or torch box; everything else as it is."""
+    """A number, or a list or mapping of them, out of its numpy or torch box; everything else as it is."""
     if isinstance(value, (np.ndarray, torch.Tensor)) and value.ndim == 1:
         return value.tolist()
     if type(value) in (list, tuple, set, frozenset):
         return type(value)(map(_plain_number, value))
+    if isinstance(value, Mapping):  # a copy, that nobody changes later
+        return {_plain_number(key): _plain_number(each) for key, each in value.items()}
     return _plain_number(value)
-
-
-def _plain_bias(value: Any) -> Any:
-    """A copy, that nobody changes later."""
-    if not isinstance(value, Mapping):
-        return _plain(value)
-    return {_plain_number(token): _plain_number(bias) for token, bias in value.items()}
 
 
 def _schema_text(value: Any) -> Any:
@@ -80,9 +75,5 @@ def as_dtype(value: Any) -> Any:
     return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else value
 
 
-OWN_FORMS: dict[str, Callable[[Any], Any]] = {
-    "dtype": as_dtype,
-    "logit_bias": _plain_bias,
-    "json_schema": _schema_text,
-}
+OWN_FORMS: dict[str, Callable[[Any], Any]] = {"dtype": as_dtype, "json_schema": _schema_text}
 """Of arguments that are neither a number nor numbers: how a config holds them."""

@@ -94,20 +94,17 @@ class PairOptions:
     )
 
     def loading(self) -> dict[str, Any]:
-        """Arguments of transformers' `from_pretrained` for the target. A value that is JSON is read as such."""
-        options: dict[str, Any] = {}
-        for word in self.load_option:
-            name, _, value = word.partition("=")
-            try:
-                options[name] = json.loads(value)
-            except (ValueError, RecursionError):
-                options[name] = value
+        """Arguments of transformers' `from_pretrained` for the target. Raises ConfigError."""
+        named = (word.partition("=") for word in self.load_option)
+        options = {name: _read(value) for name, _, value in named}
         if self.revision is not None:
             options["revision"] = self.revision
         if self.trust_remote_code:
             options["trust_remote_code"] = True
         if self.quantization is not None:
-            options["quantization_config"] = json_object("--quantization", self.quantization)
+            options["quantization_config"] = _read(self.quantization)
+            if not isinstance(options["quantization_config"], dict):
+                raise ConfigError(f"--quantization is {shown(self.quantization)}; a JSON object is expected")
         return options
 
     def drafter_options(self) -> dict[str, Any]:
@@ -115,12 +112,9 @@ class PairOptions:
         return {} if self.drafter_revision is None else {"revision": self.drafter_revision}
 
 
-def json_object(option: str, words: str) -> dict[str, Any]:
-    """The JSON object that an option gives. Raises ConfigError."""
+def _read(words: str) -> Any:
+    """A value that is JSON as such, any other as text."""
     try:
-        value = json.loads(words)
+        return json.loads(words)
     except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{option} is {shown(words)}; a JSON object is expected")
-    return value
+        return words

@@ -42,10 +42,8 @@ class Admission:
     async def take(self, count: int, client: str = "", *, wait: bool = False) -> None:
         """Take `count` places. Raises QueueFullError where fewer are free, or waits until they are;
         for a client that has too many it always raises."""
-        self._require_possible(count)
         with self._lock:
-            self._require_share(count, client)
-            free = not self._waiters and self.out + count <= self.most
+            free = self._has_room(count, client)
             if not (free or wait):
                 raise self._full()
             self._note(client, count)
@@ -67,10 +65,8 @@ class Admission:
 
     def require(self, count: int, client: str = "") -> None:
         """Raises what `take` would now, and takes none."""
-        self._require_possible(count)
         with self._lock:
-            self._require_share(count, client)
-            if self._waiters or self.out + count > self.most:
+            if not self._has_room(count, client):
                 raise self._full()
 
     def give_back(self, count: int, client: str = "") -> None:
@@ -102,14 +98,8 @@ class Admission:
             if not self._of[client]:
                 del self._of[client]
 
-    def _require_share(self, count: int, client: str) -> None:
-        if self._per_client and self._of[client] + count > self._per_client:
-            more = f"{count} more would make more than the {self._per_client} that one client may have"
-            raise QueueFullError(
-                f"{self._of[client]} of your samples are open, and {more}; try again when some have ended"
-            )
-
-    def _require_possible(self, count: int) -> None:
+    def _has_room(self, count: int, client: str) -> bool:
+        """Raises for more than there can ever be, and for a client that has too many."""
         many = f"{count} samples at once are more than the"
         if self._per_client and count > self._per_client:
             raise ConfigError(f"{many} {self._per_client} that one client may have; ask for fewer")
@@ -118,6 +108,12 @@ class Admission:
                 f"{many} {self.most} that this engine takes in: {self._rows} run at a time and {self._max_waiting} "
                 "wait; ask for fewer, or raise max_batch_size or max_waiting"
             )
+        if self._per_client and self._of[client] + count > self._per_client:
+            more = f"{count} more would make more than the {self._per_client} that one client may have"
+            raise QueueFullError(
+                f"{self._of[client]} of your samples are open, and {more}; try again when some have ended"
+            )
+        return not self._waiters and self.out + count <= self.most
 
     def _full(self) -> QueueFullError:
         return QueueFullError(

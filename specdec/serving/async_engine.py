@@ -16,10 +16,10 @@ from typing import Any, NoReturn, TypeVar
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.config import SamplingParams, require_int
+from specdec.config import SamplingParams, require_int, require_number
 from specdec.draft_models.base import Drafter
 from specdec.engine import Engine
-from specdec.errors import CapacityError, ConfigError, SpecDecError, StoppingError, shown
+from specdec.errors import CapacityError, SpecDecError, StoppingError
 from specdec.models.weight_storage import weights_in_words
 from specdec.runtime.arguments import params_for, require_one_sample, require_type
 from specdec.runtime.engine_stats import EngineStats
@@ -62,8 +62,7 @@ class AsyncEngine:
         require_type("engine", engine, Engine)
         require_int("max_waiting", max_waiting, 0, 1 << 30)
         require_int("per_client", per_client, 0, 1 << 30)
-        if not 0 < intake_seconds < float("inf"):
-            raise ConfigError(f"intake_seconds={shown(intake_seconds)}: a number of seconds above 0 is required")
+        require_number("intake_seconds", intake_seconds, 0.0, open_low=True)
         self.engine = engine
         self.config, self.spec = engine.config, engine.spec
         self.tokenizer: Any = engine.tokenizer

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from specdec.config import require_int
+from specdec.config import require_int, require_number
 from specdec.errors import ConfigError, require_one_of, shown
 from specdec.serving.http_options import HttpOptions
 from specdec.serving.tools.reasoning import reasoning_format
@@ -39,8 +39,9 @@ class ServeSettings(HttpOptions):
         for name in ("client_requests_per_minute", "client_concurrency", "max_connections"):
             require_int(name, getattr(self, name), 0, 1 << 30)
         for name in ("timeout_headers", "timeout_body", "timeout_keep_alive", "liveness_seconds"):
-            if not 0 < (seconds := getattr(self, name)) < float("inf"):
-                raise ConfigError(f"{name}={shown(seconds)}: a number of seconds above 0 is required")
+            require_number(name, getattr(self, name), 0.0, open_low=True)
+        for name in ("stats_seconds", "stop_seconds"):
+            require_number(name, getattr(self, name), 0.0)
         if not self.model_names or not all(self.model_names):
             raise ConfigError(
                 f"served model names {shown(list(self.model_names))}: at least one is expected, none empty"
@@ -57,9 +58,6 @@ class ServeSettings(HttpOptions):
             raise ConfigError(
                 f"root_path={shown(self.root_path)}: it begins with a slash and ends with none, such as /llm"
             )
-        for name, seconds in (("stats_seconds", self.stats_seconds), ("stop_seconds", self.stop_seconds)):
-            if not 0 <= seconds < float("inf"):
-                raise ConfigError(f"{name}={shown(seconds)}: seconds from 0 are required")
         reasoning_format(self.reasoning_parser)
         require_one_of("unknown_fields", self.unknown_fields, HANDLING)
         require_handling(self.special_tokens_in_content)

@@ -17,6 +17,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from specdec.text.stop_strings import StopStrings, cut, find_first, min_tokens_of
 
@@ -245,6 +246,7 @@ class DraftColours:
 
 
 _BYTE = re.compile(r"<0[xX]([0-9a-fA-F]{2})>")  # of byte fallback; byte-level BPE has an alphabet
+_ALPHABET: dict[str, int] = {char: byte for byte, char in bytes_to_unicode().items()}
 
 
 @lru_cache(maxsize=1 << 16)
@@ -265,18 +267,9 @@ def token_bytes(tokenizer: Any, token: int) -> bytes:
         return text.encode()
     if found := _BYTE.fullmatch(piece):
         return bytes([int(found[1], 16)])
-    alphabet = _alphabet()
-    if all(char in alphabet for char in piece):
-        return bytes(alphabet[char] for char in piece)
+    if all(char in _ALPHABET for char in piece):
+        return bytes(_ALPHABET[char] for char in piece)
     return text.encode()
-
-
-@lru_cache(maxsize=1)
-def _alphabet() -> dict[str, int]:
-    """Byte-level BPE's: printable bytes are themselves, the others are shifted above 255 in their order."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def end_tokens(model: PreTrainedModel, tokenizer: Any | None) -> frozenset[int]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from specdec.errors import ConfigError, shown
+from specdec.errors import ConfigError, first_line, shown
 from specdec.text.content_tokens import content_tokens, require_handling
 
 Prompt = str | Sequence[int]
@@ -148,8 +148,7 @@ def chat_ids(
         ids = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False, **options, **own)
         return [int(token) for token in ids]
     except Exception as error:  # a template is a program: it can raise anything
-        said = str(error).strip().splitlines()
-        reason = shown(said[0])[1:-1] if said else type(error).__name__
+        reason = shown(first_line(error))[1:-1]
         raise ConfigError(f"the chat template does not take these messages: {reason}") from error
 
 

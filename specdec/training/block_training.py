@@ -15,7 +15,7 @@ from specdec.draft_attention import block_states
 from specdec.draft_models.block.block_checkpoint import write_block
 from specdec.draft_models.block.block_head import BlockHead, BlockSpec
 from specdec.draft_models.checkpoint_files import TargetShape
-from specdec.training.draft_loss import TargetStates, TrainableDrafter, run_target
+from specdec.training.draft_loss import TargetStates, TrainableDrafter
 from specdec.training.packed_rows import PackedRows, predicted_rows
 
 BLOCKS = 64
@@ -33,10 +33,6 @@ class TrainableBlock(TrainableDrafter):
     def new(cls, target: Any, spec: BlockSpec) -> "TrainableBlock":
         """A fresh head of `spec` in bfloat16."""
         return cls(BlockHead(spec).place(target.device, torch.bfloat16), target)
-
-    def target_states(self, batch: PackedRows) -> TargetStates:
-        hidden, states, _ = run_target(self.target, batch, aux_layers=self.module.spec.aux_layers)
-        return {"hidden": hidden, "states": torch.cat(states, dim=-1)}
 
     def learnt_rows(self, batch: PackedRows) -> torch.Tensor:
         begins = predicted_rows(batch, 1, self.ahead)[0]  # a block before an answer's token

@@ -38,9 +38,11 @@ class TrainableDrafter(ABC):
     target_ids: torch.Tensor | None = None
     ahead: ClassVar[int]
 
-    @abstractmethod
     def target_states(self, batch: PackedRows) -> TargetStates:
-        """Run the target over a batch and keep what the drafter reads."""
+        """Run the target over a batch and keep what the drafter reads: of a head, the states that it has taps for."""
+        spec: Any = self.module.spec
+        hidden, states, _ = run_target(self.target, batch, aux_layers=spec.aux_layers)
+        return {"hidden": hidden, "states": torch.cat(states, dim=-1) if states else hidden}
 
     def learnt_rows(self, batch: PackedRows) -> torch.Tensor | None:
         """[B, T] the rows from which this batch's drafts begin, asked for once before `drafts`; None: all."""

@@ -18,7 +18,7 @@ from specdec.draft_models.checkpoint_files import TargetShape
 from specdec.draft_models.eagle3.checkpoint import write_head
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec, embed_raw
 from specdec.models.target import TargetModel
-from specdec.training.draft_loss import TargetStates, TrainableDrafter, run_target
+from specdec.training.draft_loss import TargetStates, TrainableDrafter
 from specdec.training.packed_rows import Document, PackedRows
 
 
@@ -54,10 +54,6 @@ class TrainableEagle3(TrainableDrafter):
         if head.lm_head is not None and weight.shape[1] == spec.hidden_size:
             head.lm_head.weight.data.copy_(weight if ids is None else weight[ids])
         return cls(head, target, ids)
-
-    def target_states(self, batch: PackedRows) -> TargetStates:
-        hidden, states, _ = run_target(self.target, batch, aux_layers=self.module.spec.aux_layers)
-        return {"hidden": hidden, "states": torch.cat(states, dim=-1) if states else hidden}
 
     def drafts(self, batch: PackedRows, known: TargetStates, steps: int) -> Iterator[torch.Tensor]:
         head = self.module

@@ -8,7 +8,6 @@ from dataclasses import asdict, replace
 from io import BytesIO
 
 from accelerate import PartialState
-from rich.console import Console
 
 from specdec.cli.bodies.settings import (
     drafter_name,
@@ -17,6 +16,7 @@ from specdec.cli.bodies.settings import (
     pair_arguments,
     prepare_output,
     shown_when_interrupted,
+    table_console,
 )
 from specdec.cli.commands import BenchOptions, EvalOptions
 from specdec.config import SamplingParams, SpecConfig
@@ -31,9 +31,6 @@ from specdec.evaluation.phases.phase_report import PhaseReport, save_phase_plot,
 from specdec.evaluation.phases.phase_run import PLAIN, MakePrompts, Plan, Subject, run_phases
 from specdec.evaluation.phases.random_weights import random_subject
 from specdec.text.prompt_files import read_prompts
-
-WIDE = 220
-"""Columns of a table that is written to a file or a pipe."""
 
 
 def bench(options: BenchOptions) -> None:
@@ -68,10 +65,7 @@ def bench_rounds(options: BenchOptions) -> None:
 
 
 def show(report: PhaseReport) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=WIDE)
-    console.print(table(report))
+    table_console(220).print(table(report))
 
 
 def shape_subject(name: str, options: BenchOptions) -> Subject:

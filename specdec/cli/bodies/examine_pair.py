@@ -3,18 +3,14 @@
 import json
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from specdec.cli.bodies.settings import drafter_name, engine_config, load_engine, prepare_output
+from specdec.cli.bodies.settings import drafter_name, engine_config, load_engine, prepare_output, table_console
 from specdec.cli.commands import DoctorOptions
 from specdec.doctor.diagnosis import Diagnosis
 from specdec.errors import ConfigError
 from specdec.evaluation.output_files import STDOUT, write_file
 from specdec.text.prompt_files import read_prompts
-
-WIDE = 160
-"""Columns of a table that is written to a file or a pipe."""
 
 
 def examine_pair(options: DoctorOptions) -> None:
@@ -35,9 +31,7 @@ def examine_pair(options: DoctorOptions) -> None:
 
 
 def show(found: Diagnosis) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=WIDE)
+    console = table_console(160)
     for table in (facts(found), acceptance(found), trials(found)):
         console.print(table)
     for note in found.notes:

@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
+from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
 from specdec.cli.options import PairOptions
@@ -32,6 +33,12 @@ def prepare_output(pair: PairOptions) -> None:
     quiet_libraries()
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("specdec").setLevel((pair.log_level or "warning").upper())
+
+
+def table_console(width: int) -> Console:
+    """Where tables are printed. width: columns of one that is written to a file or a pipe."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=width)
 
 
 @contextmanager

@@ -7,9 +7,9 @@ those of random weights are what the reader supposes.
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from statistics import median, quantiles
 from typing import Any, BinaryIO
 
+import numpy as np
 from rich import box
 from rich.table import Table
 
@@ -31,10 +31,7 @@ class Spread:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> "Spread":
-        if len(seconds) == 1:
-            return cls(*[1e3 * seconds[0]] * 3)
-        tenths = quantiles(seconds, n=10, method="inclusive")
-        return cls(1e3 * median(seconds), 1e3 * tenths[0], 1e3 * tenths[-1])
+        return cls(*(1e3 * np.percentile(seconds, (50, 10, 90))).tolist())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,6 @@ An interruption leaves whole cells.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +17,7 @@ from specdec.engine import Engine
 from specdec.errors import CapacityError, ConfigError, first_line
 from specdec.evaluation.conditions import conditions
 from specdec.evaluation.phases.memory_floor import read_bandwidth, step_bytes
-from specdec.evaluation.phases.parity import Parity, check_parity
+from specdec.evaluation.phases.parity import check_parity
 from specdec.evaluation.phases.phase_report import STAGES, Cell, PhaseReport, Spread
 from specdec.evaluation.phases.timed_rounds import Driven, drive, most_new_tokens
 from specdec.evaluation.transformers_peer import peers_for
@@ -77,10 +76,7 @@ class Plan:
                 )
 
 
-Check = Callable[[Any, Sequence[Sequence[int]], Sequence[Sequence[int]]], Parity]
-
-
-def run_phases(subject: Subject, plan: Plan, *, check: Check = check_parity) -> PhaseReport:
+def run_phases(subject: Subject, plan: Plan) -> PhaseReport:
     """Ctrl-C raises Interrupted with the report of the cells that were finished."""
     plan.require(subject)
     target = subject.target
@@ -116,7 +112,7 @@ def run_phases(subject: Subject, plan: Plan, *, check: Check = check_parity) -> 
                 if name == "peers":
                     cells += _peer_cells(subject, plan, read, batch, context)
                 else:
-                    cells.append(_cell(subject, plan, read, name, batch, context, check))
+                    cells.append(_cell(subject, plan, read, name, batch, context))
     except KeyboardInterrupt as stop:
         raise Interrupted(f"{len(cells)} cells were measured", report() if cells else None) from stop
     return report()
@@ -128,7 +124,7 @@ def _empty_cell(subject: Subject, read: float, run: str, rows: int, batch: int, 
     return Cell(run=run, batch=batch, context=context, floor_bytes=floor, floor_ms=1e3 * floor.total / read)
 
 
-def _cell(subject: Subject, plan: Plan, read: float, name: str, batch: int, context: int, check: Check) -> Cell:
+def _cell(subject: Subject, plan: Plan, read: float, name: str, batch: int, context: int) -> Cell:
     """One engine's rounds; what goes wrong with the memory of one cell is its note."""
     spec = subject.drafts[name]
     nodes, depth = (1, 0) if spec is None else (spec.num_nodes, spec.num_steps)
@@ -140,7 +136,7 @@ def _cell(subject: Subject, plan: Plan, read: float, name: str, batch: int, cont
         driven, ready = _driven(subject, plan, spec, prompts, context + most_new_tokens(plan.rounds, depth))
         torch.cuda.empty_cache()
         failed = "no memory for the parity check: "
-        parity = check(subject.target.model, [prompts[i] for i in chosen], [driven.outputs[i] for i in chosen])
+        parity = check_parity(subject.target.model, [prompts[i] for i in chosen], [driven.outputs[i] for i in chosen])
     except (CapacityError, torch.OutOfMemoryError) as error:
         return replace(cell, note=f"no figure: {failed}{first_line(error)}")
     finally:

@@ -118,8 +118,7 @@ def _parsed(raw: bytes, model: type[Model], unknown_fields: str) -> Model | ApiE
     try:
         return model.model_validate(value, context={"unknown_fields": unknown_fields})
     except ValidationError as error:
-        errors = error.errors(include_url=False)
-        return invalid_body([{**each, "loc": ("body", *each["loc"])} for each in errors])
+        return invalid_body(error.errors(include_url=False))
 
 
 async def read_body(request: Request, model: type[Model], settings: ServeSettings) -> Model:

@@ -21,7 +21,7 @@ from specdec.serving.fair_pool import CLIENT
 from specdec.serving.http.api_keys import bearer_token
 from specdec.serving.http.client_limits import GUARDED, ClientLimits, route_path
 from specdec.serving.http.events import CLIENT_GONE
-from specdec.serving.http.faults import ApiError, as_api_error
+from specdec.serving.http.faults import ApiError
 from specdec.serving.http.pacing import OVER_LIMIT, Door, Paced
 from specdec.serving.server_settings import ServeSettings
 from specdec.serving.tracing import Tracing
@@ -44,46 +44,15 @@ class RootPath:
         await self.app({**scope, "root_path": self.root_path}, receive, send)
 
 
-class LastResort:
-    """Innermost: an error that no handler knows is answered here, inside of what counts, names and logs answers."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        begun = False
-
-        async def noted(message: Message) -> None:
-            nonlocal begun
-            begun = True
-            await send(message)
-
-        try:
-            await self.app(scope, receive, noted)
-        except Exception as error:
-            if begun:
-                raise
-            await as_api_error(error).response()(scope, receive, send)
-
-
 class Heads:
-    """HEAD is GET without the body, wherever there is a GET."""
+    """HEAD is GET wherever there is one; the server sends no body then."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "HEAD":
-            await self.app(scope, receive, send)
-            return
-
-        async def without_body(message: Message) -> None:
-            await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
-
-        await self.app({**scope, "method": "GET"}, receive, without_body)
+        asks_head = scope["type"] == "http" and scope["method"] == "HEAD"
+        await self.app({**scope, "method": "GET"} if asks_head else scope, receive, send)
 
 
 def printable(path: str) -> str:
@@ -212,7 +181,6 @@ async def _discard_body(receive: Receive) -> None:
 
 def install(app: FastAPI, settings: ServeSettings) -> None:
     """The last added is the outermost."""
-    app.add_middleware(LastResort)
     app.add_middleware(Heads)
     per_minute, at_a_time = settings.client_requests_per_minute, settings.client_concurrency
     if per_minute or at_a_time:

@@ -35,7 +35,7 @@ def chat_request(body: ResponsesRequest, messages: list[dict[str, Any]]) -> Chat
     try:
         return ChatRequest.model_validate({name: value for name, value in asked.items() if value is not None})
     except ValidationError as error:  # such as more messages than a chat may have
-        raise invalid_body([{**each, "loc": ("body", *each["loc"])} for each in error.errors()]) from None
+        raise invalid_body(error.errors()) from None
 
 
 def _response_format(form: TextFormat | None) -> dict[str, Any] | None:
