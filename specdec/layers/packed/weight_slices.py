@@ -64,17 +64,6 @@ def columns_of(weight: Weight | Stacked, columns: slice) -> torch.Tensor:
     return weight[:, columns]
 
 
-def experts_of_rank(weight: Weight, rank: int, count: int) -> Weight:
-    """[E / count, N, K] of the weights [E, N, K] of experts."""
-    if isinstance(weight, torch.Tensor):
-        return weight.chunk(count)[rank]
-    words, scales, zeros = (
-        None if part is None else part.chunk(count)[rank] for part in (weight.words, weight.scales, weight.zeros)
-    )
-    assert words is not None and scales is not None
-    return PackedWeight(weight.code, words, scales, zeros, weight.group)
-
-
 def placed(weight: Weight | Stacked, put: Put) -> Weight:
     """The weight in one piece. What is not `Stacked` has been placed."""
     if not isinstance(weight, Stacked):
