@@ -228,7 +228,11 @@ class TargetModel:
         context = ForwardContext.of(plan, view, self.windows, aux_layers)
         narrowing = self._narrowing(last, plan, view, aux_layers) if ends or last is not None else None
         walk = self.walk(*self._entering(tokens, plan.positions), context, narrowing)
-        return PausedForward(walk, context, aux_layers, tokens.shape, lambda hidden: self._leaving(hidden, len(tokens)))
+
+        def finish() -> tuple[torch.Tensor, torch.Tensor | None]:
+            return self._leaving(walk.finish(), len(tokens)), collected(context, aux_layers, tokens.shape)
+
+        return PausedForward(walk.advance, finish)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [..., H] -> logits [..., V] in the model's dtype, scaled and softcapped as the model does."""
