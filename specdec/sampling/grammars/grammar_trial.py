@@ -18,6 +18,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -172,26 +173,15 @@ class GrammarTrial:
 
 def with_large_stack(work: Callable[[], T]) -> T:
     """What `work` returns or raises, on a thread with twice the stack of a trial."""
-    done: list[T] = []
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            done.append(work())
-        except BaseException as error:
-            failed.append(error)
-
+    pool = ThreadPoolExecutor(1, "specdec-grammar")
     with _stack_size:  # it is the process's, for threads that start
         before = threading.stack_size(2 * STACK_BYTES)
         try:
-            thread = threading.Thread(target=run, name="specdec-grammar")
-            thread.start()
+            done = pool.submit(work)
         finally:
             threading.stack_size(before)
-    thread.join()
-    if failed:
-        raise failed[0]
-    return done[0]
+    pool.shutdown(wait=False)
+    return done.result()
 
 
 def _why(worker: "subprocess.Popen[bytes]") -> str:
