@@ -162,10 +162,15 @@ class TargetModel:
 
     @property
     def device(self) -> torch.device:
+        return self.devices[0]
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """In the order of ranks."""
         if self.ranks is not None:
-            return self.ranks.devices[0]
+            return self.ranks.devices
         weight: torch.Tensor = self.embed.weight  # type: ignore[assignment]
-        return weight.device
+        return (weight.device,)
 
     @property
     def dtype(self) -> torch.dtype:
