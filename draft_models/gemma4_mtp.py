@@ -209,7 +209,7 @@ class Gemma4MTPWorker:
     def _propose(self, batch: DraftBatch, hidden: torch.Tensor, view: KVView) -> DraftTree:
         """Every node of a level attends to the same frozen prefix: only tokens, states and scores branch."""
         draws = partial(self.drafter.draw, batch), partial(self.drafter.best, batch)
-        growth = DraftGrowth(batch, self.binding.backend, None, *draws)
+        growth = DraftGrowth(batch, self.binding.backend, *draws)
         tokens = batch.root[:, None]
         for level, drawn_pos in enumerate(batch.positions()[1:]):  # [B]
             if level == 0 or (level == 1 and batch.topk > 1):  # one query for the root, then topk
