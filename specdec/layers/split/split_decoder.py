@@ -22,15 +22,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from specdec.gpu.operations import Operations
 from specdec.gpu.ranks import Ranks
 from specdec.kvcache.layer_context import LayerContext, SplitContext
-from specdec.layers.decoder import (
-    DecoderParts,
-    Entry,
-    Exchanged,
-    FusedLayer,
-    Shared,
-    Walk,
-    begin,
-)
+from specdec.layers.decoder import DecoderParts, Exchanged, FusedLayer, Shared, Walk, begin
 from specdec.layers.fuse import StandIn
 from specdec.layers.norm import norm
 from specdec.layers.per_layer_embedding import EmbeddingParts, per_layer_inputs
@@ -169,7 +161,7 @@ class SplitDecoder(nn.Module):
         layer_inputs = self._layer_inputs(sent)
         for rank, (embedded, positions, _) in enumerate(sent):
             with self.ranks.on(rank):
-                states.append(begin(self.parts[rank], Entry(embedded, positions, layer_inputs[rank]), self.ops))
+                states.append(begin(self.parts[rank], embedded, positions, layer_inputs[rank], self.ops))
         for layer in self.layers:
             _, states = layer(states[0][0], states=states, specdec_ctx=specdec_ctx)
         self.ranks.end()
