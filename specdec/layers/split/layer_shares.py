@@ -19,21 +19,15 @@ What cannot be shared is refused, with the reason.
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from specdec.errors import UnsupportedModelError
 from specdec.gpu.tensor_tree import map_tensors
 from specdec.layers.decoder import Cuts, DecoderParts, LayerParts, SumShare
 from specdec.layers.linear import Mlp
 from specdec.layers.moe.experts import Experts
 from specdec.layers.packed.packed_weight import Weight
-from specdec.layers.packed.weight_slices import (
-    Put,
-    Stacked,
-    columns_of,
-    is_packed,
-    placed,
-    range_of,
-    rows_of,
-)
+from specdec.layers.packed.weight_slices import Put, Stacked, is_packed, placed, range_of, rows_of
 from specdec.layers.per_layer_embedding import EmbeddingParts
 from specdec.layers.product import Cut, choose_cut, choose_packed_cut
 
@@ -87,7 +81,7 @@ def embedding_share(parts: EmbeddingParts, rank: int, count: int, put: Put) -> t
     layers = parts.table.shape[1] // width
     columns = [width * (layers // count + (other < layers % count)) for other in range(count)]
     own = slice(sum(columns[:rank]), sum(columns[: rank + 1]))
-    share: EmbeddingParts = replace(parts, table=columns_of(parts.table, own), columns=own)
+    share: EmbeddingParts = replace(parts, table=parts.table[:, own], columns=own)
     return map_tensors(share, lambda tensor: put([tensor])), columns
 
 
@@ -144,7 +138,8 @@ def whole_cut(weight: Weight | Stacked) -> Cut:
 def _share_of_sum(weight: Weight, share: SumShare, rank: int, count: int) -> Any:
     if share.by_rows:
         return rows_of(weight, [len(weight)], rank, count)
-    return columns_of(weight, _own_columns(weight, share, rank, count)).detach()
+    assert isinstance(weight, torch.Tensor), "a packed weight is shared by rows"
+    return weight[:, _own_columns(weight, share, rank, count)].detach()
 
 
 def _own_columns(weight: Weight, share: SumShare, rank: int, count: int) -> slice:
