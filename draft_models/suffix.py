@@ -74,11 +74,8 @@ class SuffixWorker(DraftWorker):
 
     def _matches(self, batch: DraftBatch) -> "Matches":
         newest = newest_tokens(batch.history, batch.history_len)
-        own = find_matches(batch.history, batch.history_len, newest)
-        stored = None
-        if self.finished is not None:
-            stored = self.finished.matches(newest, batch.rows.index)
-        return Matches(own, stored)
+        stored = None if self.finished is None else self.finished.matches(newest, batch.rows.index)
+        return Matches(find_matches(batch.history, batch.history_len, newest), stored)
 
 
 class OwnMatches(NamedTuple):
