@@ -117,17 +117,8 @@ class GrammarTrial:
         return worker
 
     def _end_when_idle(self) -> None:
-        if self._worker is None:
-            return
-        trial, worker = weakref.ref(self), self._worker
-
-        def end() -> None:
-            if (mine := trial()) is not None:
-                mine.end_idle(worker)
-
-        self._idle = self._timer(IDLE_SECONDS, end)
-        self._idle.daemon = True
-        self._idle.start()
+        if (worker := self._worker) is not None:
+            self._idle = call_later(self._timer, IDLE_SECONDS, self, lambda trial: trial.end_idle(worker))
 
     def end_idle(self, worker: "subprocess.Popen[bytes]") -> None:
         """End this worker unless a grammar is tried right now, or another took its place: then that one's end comes."""
@@ -169,6 +160,20 @@ class GrammarTrial:
             raise WorkerDied(f"it took more than {seconds:g} s to compile" if late.is_set() else _why(worker))
         answer: dict[str, Any] = json.loads(read)
         return answer
+
+
+def call_later(timer: type[threading.Timer], seconds: float, owner: T, call: Callable[[T], object]) -> threading.Timer:
+    """`call(owner)` after so many seconds, unless nobody holds the owner by then."""
+    held = weakref.ref(owner)
+
+    def look() -> None:
+        if (there := held()) is not None:
+            call(there)
+
+    started = timer(seconds, look)
+    started.daemon = True
+    started.start()
+    return started
 
 
 def with_large_stack(work: Callable[[], T]) -> T:
