@@ -319,15 +319,15 @@ class FusedDecoder(nn.Module):
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
-        specdec_ctx: LayerContext | None = None,
+        *,
+        position_ids: torch.Tensor,
+        specdec_ctx: LayerContext,
         narrowing: Narrowing | Ending | None = None,
         **unused: Any,
     ) -> BaseModelOutputWithPast:
         """input_ids or inputs_embeds, and position_ids, of any leading shape that packs to T rows -> states of that
         shape; [1, R, H] where the forward goes on with R of the rows, None where it ends with none."""
-        assert position_ids is not None and specdec_ctx is not None
         walk = self.walk(input_ids, position_ids, specdec_ctx, narrowing, inputs_embeds)
         walk.advance(walk.num_layers)
         return BaseModelOutputWithPast(last_hidden_state=walk.finish())  # type: ignore[arg-type]
