@@ -434,7 +434,7 @@ class Engine:
         while self._doomed:
             doomed = self._live.get(self._doomed[0])
             if doomed is not None:
-                doomed.abort()
+                doomed.end("abort")
                 self.scheduler.release(doomed)
                 self._forget(doomed.number)
             self._doomed.popleft()
