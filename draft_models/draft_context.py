@@ -69,7 +69,7 @@ class StoreWorker:
         backend, table = self.binding.backend, self.binding.cache.table
         if isinstance(seen, PromptObservation):
             return plan_packed(backend, table, seen.pack)
-        return plan_chunk(backend, table, seen.rows, seen.length, seen.path.shape[1], start=seen.start)
+        return plan_chunk(backend, table, seen.rows, seen.start, seen.length, seen.path.shape[1])
 
 
 class DraftContext:
