@@ -87,25 +87,18 @@ class KVPlan:
 
 
 def plan_chunk(
-    backend: PlanBackend,
-    table: RequestTable,
-    rows: Rows,
-    block_len: torch.Tensor,
-    width: int,
-    *,
-    start: torch.Tensor | None = None,
+    backend: PlanBackend, table: RequestTable, rows: Rows, start: torch.Tensor, block_len: torch.Tensor, width: int
 ) -> KVPlan:
-    """Runs of `block_len` [B] tokens, at most `width`, from position `start` [B] on; None: after what is committed."""
-    committed_len = table.committed_len.tensor[rows.index] if start is None else start
-    steps = torch.arange(width, device=committed_len.device)
-    prefix = backend.locate(table, rows, committed_len, width)
+    """Runs of `block_len` [B] tokens, at most `width`, from position `start` [B] on."""
+    steps = torch.arange(width, device=start.device)
+    prefix = backend.locate(table, rows, start, width)
     full, swa = prefix.write_full, prefix.write_swa
     padding = steps >= block_len[:, None]  # [B, N]
     return KVPlan(
         backend=backend,
         rows=rows.index,
-        committed_len=committed_len,
-        positions=committed_len[:, None] + steps,
+        committed_len=start,
+        positions=start[:, None] + steps,
         prefix=prefix,
         page_size=table.allocator.page_size,
         write_full=FullLoc(full.masked_fill(padding, NULL_SLOT).reshape(-1)),

@@ -166,10 +166,12 @@ class DraftWorker(Protocol):
         """A tree per request, of at most `num_nodes` nodes and `num_steps` levels, whose root is `batch.root`."""
 
     def observe(self, seen: Observation) -> None:
-        """Learn which tokens a round has committed."""
+        """Learn which tokens a round has committed; by default nothing."""
+        return
 
     def observe_prompts(self, seen: PromptObservation) -> None:
-        """Learn prompt tokens. Those whose K/V the prefix cache supplied are not reported."""
+        """Learn prompt tokens, likewise. Those whose K/V the prefix cache supplied are not reported."""
+        return
 
 
 class Drafter(Protocol):
@@ -205,19 +207,10 @@ class Drafter(Protocol):
         """A worker for one engine."""
 
 
-class StatelessDrafter(Drafter, Protocol):
-    """A drafter that needs only what each batch says: it is its own worker, in every engine."""
+class StatelessDrafter(Drafter, DraftWorker, Protocol):
+    """A drafter that needs only what each batch says: it is its own worker, in every engine, and learns nothing."""
 
     view: KVView | None = None
 
     def bind(self, binding: Binding) -> DraftWorker:
         return self
-
-    def propose(self, batch: DraftBatch) -> DraftTree:
-        """See `DraftWorker`."""
-
-    def observe(self, seen: Observation) -> None:
-        """Nothing to learn: each batch holds the history."""
-
-    def observe_prompts(self, seen: PromptObservation) -> None:
-        """Nor of prompts."""

@@ -69,7 +69,7 @@ class StoreWorker:
         backend, table = self.binding.backend, self.binding.cache.table
         if isinstance(seen, PromptObservation):
             return plan_packed(backend, table, seen.pack)
-        return plan_chunk(backend, table, seen.rows, seen.length, seen.path.shape[1], start=seen.start)
+        return plan_chunk(backend, table, seen.rows, seen.start, seen.length, seen.path.shape[1])
 
 
 class DraftContext:
@@ -103,16 +103,11 @@ class DraftGrowth:
     unless others are given, which may draw from something else than logits."""
 
     def __init__(
-        self,
-        batch: DraftBatch,
-        backend: Backend,
-        num_levels: int | None = None,
-        sample: Sample | None = None,
-        best: BestOf | None = None,
+        self, batch: DraftBatch, backend: Backend, sample: Sample | None = None, best: BestOf | None = None
     ) -> None:
         self.batch = batch
         self.sample, self.best = sample or batch.sample, best or batch.best
-        self.tree = Growth(batch.root, backend, num_levels or batch.num_steps)
+        self.tree = Growth(batch.root, backend, batch.num_steps)
         self.chain = [batch.root[:, None]]
 
     def add(self, logits: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

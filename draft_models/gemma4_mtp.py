@@ -209,7 +209,7 @@ class Gemma4MTPWorker:
     def _propose(self, batch: DraftBatch, hidden: torch.Tensor, view: KVView) -> DraftTree:
         """Every node of a level attends to the same frozen prefix: only tokens, states and scores branch."""
         draws = partial(self.drafter.draw, batch), partial(self.drafter.best, batch)
-        growth = DraftGrowth(batch, self.binding.backend, None, *draws)
+        growth = DraftGrowth(batch, self.binding.backend, *draws)
         tokens = batch.root[:, None]
         for level, drawn_pos in enumerate(batch.positions()[1:]):  # [B]
             if level == 0 or (level == 1 and batch.topk > 1):  # one query for the root, then topk
@@ -289,30 +289,22 @@ def constructible_assistants() -> Iterator[None]:
     that has none; an assistant is one. There the answer is plainly that every layer reuses. The property of the class
     is replaced for the length of the block, one block at a time, and answers so in its thread alone.
     """
-    with ExitStack() as stack:
-        stack.enter_context(_LOADING)
-        for config_class in (Gemma4TextConfig, Gemma4UnifiedTextConfig):
-            stack.enter_context(_all_layers_may_share(config_class))
+    config_classes: tuple[Any, ...] = (Gemma4TextConfig, Gemma4UnifiedTextConfig)
+    with _LOADING, ExitStack() as stack:
+        for config_class in config_classes:
+            if (stock := vars(config_class).get("kv_sharing_modes")) is not None:
+                stack.callback(setattr, config_class, "kv_sharing_modes", stock)
+                config_class.kv_sharing_modes = _where_all_layers_may_share(stock)
         yield
 
 
-@contextmanager
-def _all_layers_may_share(config_class: Any) -> Iterator[None]:
-    stock = vars(config_class).get("kv_sharing_modes")
-    if stock is None:
-        yield
-        return
-
+def _where_all_layers_may_share(stock: property) -> property:
     loader = threading.get_ident()
 
     def kv_sharing_modes(config: Any) -> list[str | None]:
         if threading.get_ident() == loader and config.num_kv_shared_layers >= config.num_hidden_layers:
             return ["reuse"] * config.num_hidden_layers
-        modes: list[str | None] = stock.fget(config)
+        modes: list[str | None] = stock.__get__(config)
         return modes
 
-    config_class.kv_sharing_modes = property(kv_sharing_modes)
-    try:
-        yield
-    finally:
-        config_class.kv_sharing_modes = stock
+    return property(kv_sharing_modes)

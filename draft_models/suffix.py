@@ -23,7 +23,7 @@ from specdec.attention.backend import Backend
 from specdec.attention.trees.beam import LOWEST
 from specdec.attention.trees.growth import Growth
 from specdec.attention.trees.tree import DraftTree
-from specdec.draft_models.base import Binding, DraftBatch, Drafter, DraftWorker, Observation, PromptObservation
+from specdec.draft_models.base import Binding, DraftBatch, Drafter, DraftWorker
 from specdec.draft_models.finished_texts import BEFORE, MATCH, NOTHING, FinishedTexts, StoredMatches
 from specdec.kvcache.frozen import KVView
 
@@ -74,17 +74,8 @@ class SuffixWorker(DraftWorker):
 
     def _matches(self, batch: DraftBatch) -> "Matches":
         newest = newest_tokens(batch.history, batch.history_len)
-        own = find_matches(batch.history, batch.history_len, newest)
-        stored = None
-        if self.finished is not None:
-            stored = self.finished.matches(newest, batch.rows.index)
-        return Matches(own, stored)
-
-    def observe(self, seen: Observation) -> None:
-        """Nothing to learn: each batch holds the history."""
-
-    def observe_prompts(self, seen: PromptObservation) -> None:
-        """Nor of prompts."""
+        stored = None if self.finished is None else self.finished.matches(newest, batch.rows.index)
+        return Matches(find_matches(batch.history, batch.history_len, newest), stored)
 
 
 class OwnMatches(NamedTuple):

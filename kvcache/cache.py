@@ -86,9 +86,7 @@ class KVCache:
                     self.operations.move(store, Space.SWA, *swa)
 
     def bytes_by_space(self) -> dict[Space, int]:
-        return {
-            space: sum(t.numel() * t.element_size() for s in self.stores for t in s.tensors(space)) for space in Space
-        }
+        return {space: sum(t.nbytes for store in self.stores for t in store.tensors(space)) for space in Space}
 
     def clear(self) -> None:
         for store in self.stores:

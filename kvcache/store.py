@@ -66,19 +66,13 @@ class Split(NamedTuple):
 
 
 class KVStore:
-    """K and V of all layers of a layout that own theirs, for every slot of an allocator. device: None for its own.
+    """K and V of all layers of a layout that own theirs, for every slot of an allocator, on this device.
 
     rank: of a model on several devices, whose heads these are. split: all of its stores, known to that of rank 0.
     """
 
     def __init__(
-        self,
-        layout: KVLayout,
-        allocator: HybridAllocator,
-        dtype: torch.dtype,
-        device: torch.device | None = None,
-        *,
-        rank: int = 0,
+        self, layout: KVLayout, allocator: HybridAllocator, dtype: torch.dtype, device: torch.device, *, rank: int
     ) -> None:
         self.layout = layout
         self.dtype = dtype
@@ -89,7 +83,7 @@ class KVStore:
             for spec in layout.layers:
                 if spec.owner == spec.layer:
                     shape = (allocator.num_slots(spec.space), spec.num_kv_heads, spec.head_dim)  # [slots, Hkv, D]
-                    k, v = (torch.zeros(shape, dtype=dtype, device=device or allocator.device) for _ in range(2))
+                    k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
                     self.layers[spec.layer] = LayerKV(k, v, spec.space)
             self.addresses = {space: StoreAddresses.of(tensors) for space in Space if (tensors := self.tensors(space))}
 

@@ -109,8 +109,7 @@ class Engine:
         layouts = [target.layout] + ([] if drafter is None or drafter.kv_layout is None else [drafter.kv_layout])
         head_dim = max(layer.head_dim for layout in layouts for layer in layout.layers)
         where = target.device, target.dtype, head_dim
-        devices = (target.device,) if target.ranks is None else target.ranks.devices
-        capture = capture_for(devices, self.config.cuda_graphs)
+        capture = capture_for(target.devices, self.config.cuda_graphs)
         backend = choose_backend(
             config.attention, *where, deterministic=target.deterministic, captured=capture is not None
         )
@@ -134,8 +133,7 @@ class Engine:
         graphs = chunks = catch_ups = None
         if capture is not None:
             strict = config.cuda_graphs is True
-            devices = (target.device,) if target.ranks is None else target.ranks.devices
-            budget = config.max_capture_bytes or default_budget(*devices)
+            budget = config.max_capture_bytes or default_budget(*target.devices)
             adaptive = drafter is not None and self.spec.adaptive
             num_drafts = len(draft_ladder(self.spec, lookup=self.round.has_lookup)) if adaptive else 1
             store = CaptureStore(
@@ -436,7 +434,7 @@ class Engine:
         while self._doomed:
             doomed = self._live.get(self._doomed[0])
             if doomed is not None:
-                doomed.abort()
+                doomed.end("abort")
                 self.scheduler.release(doomed)
                 self._forget(doomed.number)
             self._doomed.popleft()

@@ -89,7 +89,9 @@ class KVRig(KVCache):
     def chunk(self, rows: IntArray, lengths: IntArray) -> KVPlan:
         device = self.allocator.device
         length = torch.from_numpy(np.ascontiguousarray(lengths)).to(device)
-        return plan_chunk(self.backend, self.table, self.table.rows(rows), length, int(lengths.max()))
+        index = self.table.rows(rows)
+        start = self.table.committed_len.tensor[index.index]
+        return plan_chunk(self.backend, self.table, index, start, length, int(lengths.max()))
 
     def verify(self, rows: IntArray, tree: DraftTree) -> KVPlan:
         return plan_verify(self.backend, self.table, self.table.rows(rows), tree)

@@ -120,7 +120,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(seed=SEED)
     def abort(self, seed: int) -> None:
         request = random.Random(seed).choice(self.live)
-        request.abort()
+        request.end("abort")
         self.scheduler.release(request)
         self.passes.pop(request.number, None)
         self.end(request)

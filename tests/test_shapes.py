@@ -23,9 +23,10 @@ from specdec.evaluation.phases.random_weights import (
     randomise,
     require_room,
 )
+from specdec.layers.packed.packed_experts import packed_of
 from specdec.layers.packed.packed_weight import dequantised
 from specdec.models.target import TargetModel
-from specdec.models.weight_storage import packed_of, stored_weights
+from specdec.models.weight_storage import stored_weights
 
 from marks import deep_cases, slow
 

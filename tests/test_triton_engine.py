@@ -155,9 +155,10 @@ def test_plans_say_the_same_by_page(page_size, make_target):
         table.evict(rows)
         engines.append(engine)
     rows = table.rows(np.append(rows, table.padding_row))
+    committed = table.committed_len.tensor[rows.index]
     tree = DraftTree.from_parents(torch.zeros((4, 4), dtype=torch.int64), torch.tensor([[-1, 0, 0, 1]] * 4))
     makers = {
-        "chunk": lambda *given: plan_chunk(*given, torch.tensor([2, 5, 4, 1]), 5),
+        "chunk": lambda *given: plan_chunk(*given, committed, torch.tensor([2, 5, 4, 1]), 5),
         "verify": lambda *given: plan_verify(*given, tree),
         "frozen": lambda *given: plan_frozen(*given, position_offset=0, window_shift=0, num_queries=3),
     }

@@ -70,7 +70,7 @@ class BlockWorker(StoreWorker):
         if batch.topk == 1:
             return DraftTree.chain(torch.cat([batch.root[:, None], batch.sample(logits, drawn_pos)], dim=1))
         tokens, log_probs = batch.best(logits, drawn_pos, batch.topk)  # [B, levels, K]
-        growth = DraftGrowth(batch, self.binding.backend, levels)
+        growth = DraftGrowth(batch, self.binding.backend)
         growth.tree.add_all_levels(tokens, log_probs)
         return growth.select()
 
@@ -93,7 +93,7 @@ class BlockWorker(StoreWorker):
         """The rows of a block one after another, each node's scores depending on its parent's token."""
         successors = self.drafter.head.markov_head
         assert successors is not None
-        growth = DraftGrowth(batch, self.binding.backend, logits.shape[1])
+        growth = DraftGrowth(batch, self.binding.backend)
         before, carried = batch.root[:, None], None  # [B, M], [B, M, r]
         for level in range(logits.shape[1]):
             bias, carried = successors(before, states[:, level], carried)

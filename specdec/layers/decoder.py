@@ -140,22 +140,17 @@ class Shared(NamedTuple):
         return Shared(tables, None if self.layer_inputs is None else self.layer_inputs[rows])
 
 
-class Entry(NamedTuple):
-    """What a forward starts from: embeddings [T, H], positions [T], per-layer embeddings [T, L, P] or None."""
-
-    hidden: torch.Tensor
-    positions: torch.Tensor
-    layer_inputs: torch.Tensor | None
-
-
-def begin(parts: DecoderParts, entry: Entry, ops: Operations) -> tuple[torch.Tensor, torch.Tensor, Shared]:
-    """-> the residual stream [T, H] and its normed form, which the first layer reads, and what all layers share."""
+def begin(
+    parts: DecoderParts, embedded: torch.Tensor, positions: torch.Tensor, inputs: torch.Tensor | None, ops: Operations
+) -> tuple[torch.Tensor, torch.Tensor, Shared]:
+    """Embeddings [T, H], positions [T], per-layer embeddings [T, L, P] or None -> the residual stream [T, H] and its
+    normed form, which the first layer reads, and what all layers share."""
     tables = {
-        kind: ops(rotary)(entry.positions, frequencies, factor, entry.hidden.dtype)
+        kind: ops(rotary)(positions, frequencies, factor, embedded.dtype)
         for kind, (frequencies, factor) in parts.rotary.items()
     }
-    hidden, normed = ops(norm)(Product.of(entry.hidden), factor=parts.factor, pre=parts.layers[0].input_norm)
-    return hidden, normed, Shared(tables, entry.layer_inputs)
+    hidden, normed = ops(norm)(Product.of(embedded), factor=parts.factor, pre=parts.layers[0].input_norm)
+    return hidden, normed, Shared(tables, inputs)
 
 
 Exchanged = Product | OwnedParts | Columns
@@ -324,15 +319,15 @@ class FusedDecoder(nn.Module):
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
-        specdec_ctx: LayerContext | None = None,
+        *,
+        position_ids: torch.Tensor,
+        specdec_ctx: LayerContext,
         narrowing: Narrowing | Ending | None = None,
         **unused: Any,
     ) -> BaseModelOutputWithPast:
         """input_ids or inputs_embeds, and position_ids, of any leading shape that packs to T rows -> states of that
         shape; [1, R, H] where the forward goes on with R of the rows, None where it ends with none."""
-        assert position_ids is not None and specdec_ctx is not None
         walk = self.walk(input_ids, position_ids, specdec_ctx, narrowing, inputs_embeds)
         walk.advance(walk.num_layers)
         return BaseModelOutputWithPast(last_hidden_state=walk.finish())  # type: ignore[arg-type]
@@ -349,10 +344,9 @@ class FusedDecoder(nn.Module):
         if inputs_embeds is None:
             inputs_embeds = self.embedding(input_ids)
         hidden = inputs_embeds.reshape(-1, inputs_embeds.shape[-1])
-        entry = Entry(
-            hidden, position_ids.reshape(-1), per_layer_inputs(self.parts.embeddings, hidden, input_ids, self.ops)
-        )
-        return DecoderWalk(self, context, narrowing, inputs_embeds.shape, *begin(self.parts, entry, self.ops))
+        layer_inputs = per_layer_inputs(self.parts.embeddings, hidden, input_ids, self.ops)
+        states = begin(self.parts, hidden, position_ids.reshape(-1), layer_inputs, self.ops)
+        return DecoderWalk(self, context, narrowing, inputs_embeds.shape, *states)
 
 
 @dataclass(slots=True)

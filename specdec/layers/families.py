@@ -20,7 +20,7 @@ from specdec.layers.linear import Mlp
 from specdec.layers.merge import is_merged, merge
 from specdec.layers.moe.moe_families import experts_of, router_of
 from specdec.layers.norm import Gain
-from specdec.layers.packed.packed_experts import PackedExperts
+from specdec.layers.packed.packed_experts import PackedExperts, packed_of
 from specdec.layers.packed.packed_linear import PackedLinear, weight_of
 from specdec.layers.packed.packed_tile import runs_in_tiles
 from specdec.layers.packed.packed_weight import PackedWeight, Weight
@@ -302,7 +302,7 @@ def _check_tree(model: nn.Module) -> None:
             raise Unfusable(f"its module {name} is a {type(module).__module__}.{type(module).__name__}")
         if not is_untouched(module):
             raise Unfusable(f"the forward of its module {name} is hooked or replaced")
-        for weight in _packed_weights(module):
+        for weight in packed_of(module):
             if not runs_in_tiles(weight):
                 raise Unfusable(f"its module {name} has {weight.code} weights in groups of {weight.group} columns")
     for name, param in model.named_parameters():
@@ -313,12 +313,6 @@ def _check_tree(model: nn.Module) -> None:
     kinds = {(param.dtype, param.device) for param in model.parameters()}
     if len(kinds) > 1:
         raise Unfusable(f"its parameters are of more than one dtype or device: {sorted(map(str, kinds))}")
-
-
-def _packed_weights(module: nn.Module) -> list[PackedWeight]:
-    if isinstance(module, PackedExperts):
-        return [module.packed("gate_up"), module.packed("down")]
-    return [module.packed] if isinstance(module, PackedLinear) else []
 
 
 def is_untouched(module: nn.Module) -> bool:

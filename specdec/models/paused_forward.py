@@ -11,7 +11,7 @@ so any number of forwards may be under way.
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
@@ -38,27 +38,11 @@ Walker = Callable[[torch.Tensor, torch.Tensor, Any, Narrowing | Ending | None], 
 """Packed ids and positions [1, T], the context of their attention, and where the forward narrows."""
 
 
-class PausedForward:
-    """`TargetModel.forward` under way: see there for what `finish` returns."""
+class PausedForward(NamedTuple):
+    """`TargetModel.forward` under way. advance: see `LayerWalk`. finish: after its last layer, what it returns."""
 
-    def __init__(
-        self,
-        walk: LayerWalk,
-        context: ForwardContext,
-        aux_layers: Sequence[int],
-        shape: torch.Size,
-        leaving: Callable[[torch.Tensor | None], torch.Tensor],
-    ) -> None:
-        self._walk, self._context, self._leaving = walk, context, leaving
-        self._aux_layers, self._shape = aux_layers, shape
-        self.num_layers = walk.num_layers
-
-    def advance(self, end: int) -> None:
-        self._walk.advance(end)
-
-    def finish(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        hidden = self._leaving(self._walk.finish())
-        return hidden, collected(self._context, self._aux_layers, self._shape)
+    advance: Callable[[int], None]
+    finish: Callable[[], tuple[torch.Tensor, torch.Tensor | None]]
 
 
 def collected(context: ForwardContext, aux_layers: Sequence[int], shape: torch.Size) -> torch.Tensor | None:

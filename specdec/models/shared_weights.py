@@ -33,34 +33,28 @@ class SplitWeights:
     """`Weights` that must stay as they were when ranks copied them."""
 
     def __init__(self, weights: Weights) -> None:
-        self.name = weights.name
+        self.name, self.counts_updates = weights.name, weights.counts_updates
         self._weights = weights
         self._copied = weights.version() if weights.counts_updates() else (weights.generation(), None)
 
     def generation(self) -> int:
         """See `Weights`. Raises UnsupportedModelError once they are others than those that were copied."""
-        return self._checked(self._weights.generation())
+        generation = self._weights.generation()
+        if generation != self._copied[0]:
+            refuse_change(self.name)
+        return generation
 
     def version(self) -> tuple[int, object]:
         """Likewise."""
         version = self._weights.version()
-        if self._weights.counts_updates() and version != self._copied:
+        if version[0] != self._copied[0] or (self.counts_updates() and version != self._copied):
             refuse_change(self.name)
-        self._checked(version[0])
         return version
 
-    def counts_updates(self) -> bool:
-        return self._weights.counts_updates()
-
     def look_closely(self) -> None:
-        """See `Weights`."""
+        """Likewise."""
         self._weights.look_closely()
         self.version()
-
-    def _checked(self, generation: int) -> int:
-        if generation != self._copied[0]:
-            refuse_change(self.name)
-        return generation
 
 
 def refuse_change(name: str) -> None:

@@ -162,10 +162,15 @@ class TargetModel:
 
     @property
     def device(self) -> torch.device:
+        return self.devices[0]
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """In the order of ranks."""
         if self.ranks is not None:
-            return self.ranks.devices[0]
+            return self.ranks.devices
         weight: torch.Tensor = self.embed.weight  # type: ignore[assignment]
-        return weight.device
+        return (weight.device,)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -228,7 +233,11 @@ class TargetModel:
         context = ForwardContext.of(plan, view, self.windows, aux_layers)
         narrowing = self._narrowing(last, plan, view, aux_layers) if ends or last is not None else None
         walk = self.walk(*self._entering(tokens, plan.positions), context, narrowing)
-        return PausedForward(walk, context, aux_layers, tokens.shape, lambda hidden: self._leaving(hidden, len(tokens)))
+
+        def finish() -> tuple[torch.Tensor, torch.Tensor | None]:
+            return self._leaving(walk.finish(), len(tokens)), collected(context, aux_layers, tokens.shape)
+
+        return PausedForward(walk.advance, finish)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [..., H] -> logits [..., V] in the model's dtype, scaled and softcapped as the model does."""

@@ -28,10 +28,10 @@ def require_supported(name: str, model: PreTrainedModel, config: Any) -> None:
         value = getattr(config, attribute, None)
         if value not in (None, 1, 1.0, False):
             raise UnsupportedModelError(f"{name} {what} ({attribute}={value}), which specdec does not support")
-    for name, module in model.named_modules():
+    for path, module in model.named_modules():
         if type(module).__module__.startswith(DYNAMIC_INT8):
             raise UnsupportedModelError(
-                f"{name} is quantised dynamically (its module {name} is a {type(module).__module__}."
+                f"{name} is quantised dynamically (its module {path} is a {type(module).__module__}."
                 f"{type(module).__name__}), which specdec does not support: activations are rounded by the batch "
                 "that they are in; give the model before quantisation, or quantise its weights alone"
             )

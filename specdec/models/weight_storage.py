@@ -6,8 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.layers.packed.packed_experts import PackedExperts
-from specdec.layers.packed.packed_linear import PackedLinear
+from specdec.layers.packed.packed_experts import packed_of
 from specdec.layers.packed.packed_weight import PackedWeight
 
 
@@ -21,13 +20,6 @@ class StoredWeights(NamedTuple):
     def words(self, dtype: torch.dtype) -> str:
         """How they are stored, `dtype` being that of those that are not packed."""
         return f"{self.form}, the rest {_name(dtype)}" if self.form else _name(dtype)
-
-
-def packed_of(module: nn.Module) -> list[PackedWeight]:
-    """The packed weights that a module holds itself, not those of its children."""
-    if isinstance(module, PackedLinear):
-        return [module.packed]
-    return [module.packed(name) for name in ("gate_up", "down")] if isinstance(module, PackedExperts) else []
 
 
 def stored_weights(*models: nn.Module) -> StoredWeights:

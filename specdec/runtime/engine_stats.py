@@ -48,13 +48,12 @@ class DeviceUse(NamedTuple):
 
 def device_use(target: TargetModel, cache: KVCache) -> tuple[DeviceUse, ...]:
     """Of each device, in the order of ranks; ranks on a CPU are one device each. Asks a GPU's driver."""
-    devices = (target.device,) if target.ranks is None else target.ranks.devices
-    held = [0] * len(devices)
+    held = [0] * len(target.devices)
     for store in cache.stores:
         held[store.rank] += sum(layer.k.nbytes + layer.v.nbytes for layer in store.layers.values())
     return tuple(
         DeviceUse(str(device), kv_bytes, free_bytes(device), all_bytes(device))
-        for device, kv_bytes in zip(devices, held, strict=True)
+        for device, kv_bytes in zip(target.devices, held, strict=True)
     )
 
 

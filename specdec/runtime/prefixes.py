@@ -18,14 +18,12 @@ import numpy as np
 
 from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.cache import KVCache
-from specdec.kvcache.prefix_cache import PrefixCache
+from specdec.kvcache.prefix_cache import NO_PAGES, PrefixCache
 from specdec.runtime.prompts_in_progress import InProgress, Maker, Rank
 from specdec.runtime.request import Request, RequestState
 
 WORTH_WAITING = 16
 """Tokens. For fewer nobody begins to wait: a step that computes them again costs about what it costs without them."""
-
-NO_PAGES: IntArray = np.zeros(0, dtype=np.int64)
 
 
 class Prefixes:

@@ -8,7 +8,7 @@ requests loses its row, whose slots may be another's then, or when weights have 
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,19 +18,18 @@ from specdec.runtime.prompt_gap import Division, PromptGap, PromptLoad
 from specdec.runtime.request import Request
 from specdec.runtime.rounds.captured_prompts import SIZES_IN_PARTS
 from specdec.runtime.rounds.prompt_parts import LAYERS_A_PART, PromptParts, part_ends, part_shares
-from specdec.runtime.rounds.round import Chunk, Round
+from specdec.runtime.rounds.round import Round
 
 
 @dataclass(slots=True)
 class PromptReading:
-    """The next `chunk_len` [B] tokens of these requests, after `done` [B]. read: what the last part has left. earlier:
-    nanoseconds of the device that parts before this step took; None: there were none. seconds: of the host."""
+    """The next `chunk_len` [B] tokens of these requests, after `done` [B]. earlier: nanoseconds of the device that
+    parts before this step took; None: there were none. seconds: of the host."""
 
     requests: Sequence[Request]
     chunk_len: IntArray
     done: IntArray
     parts: PromptParts
-    read: Callable[[], Chunk]
     row_epochs: list[int]
     begun: int = 0  # parts that have run
     earlier: torch.Tensor | None = None

@@ -370,9 +370,6 @@ class Request:
         self.settled = Settled(start + taken, finish_reason, stats, reader, place)
         self._tell()
 
-    def abort(self) -> None:
-        self.end("abort")
-
     def fail(self, called: str, error: BaseException) -> None:
         """End it, since what it called raised: its "grammar" or "tokenizer"."""
         logger.warning("request %d ends here: its %s raised an error", self.number, called, exc_info=error)

@@ -53,10 +53,9 @@ def make_cache(
         together = max(room.idle, batch * min(room.chunk, SWA_SPARE))  # a step reads `idle`; the rest keeps prefixes
         swa_in_flight = min(batch * min(room.chunk, full_each - swa_each), whole_pages(together))
     share = config.memory_share or MEMORY_SHARE.get(target.device.type, 0.5)
-    devices = (target.device,) if target.ranks is None else target.ranks.devices
-    budget = int(min(map(free_bytes, devices)) * share)
+    budget = int(min(map(free_bytes, target.devices)) * share)
     if target.ranks is not None and target.device.type == "cpu":
-        budget //= len(devices)  # which are one
+        budget //= len(target.devices)  # which are one
     full_slots, swa_slots = config.full_slots, config.swa_slots
     if swa_slots is None:
         swa_slots = min(swa_each * batch + swa_in_flight, budget // max(2 * swa_bytes, 1))

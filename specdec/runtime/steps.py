@@ -263,7 +263,7 @@ class Steps:
             found = single_layers(self.round, rows, chunk_len, states)
         if found is None:
             found = whole_chunk(lambda: self.read(rows, chunk_len, states), self.round.weights_generation())
-        return PromptReading(requests, chunk_len, done, *found, row_epochs=epochs)
+        return PromptReading(requests, chunk_len, done, found, row_epochs=epochs)
 
     def _pause(self, reading: PromptReading) -> list[Request]:
         """The rest of it is for later steps. The round before it is settled while the device runs these parts, as it is
@@ -291,7 +291,7 @@ class Steps:
         self.round.sampling.load_biases(rows[chosen], params, shape.uses)
         self.round.flush()
         scoring = scoring_of([request.scores for request in requests], done, chunk_len)
-        chunk, scores = reading.read(), None
+        chunk, scores = reading.parts.read(), None
         if scoring is not None:
             cells = upload(scoring.cells(), self.round.device)
             scores = scoring, copy_to_host(score_chunk(self.round, chunk, cells, scoring.alternatives))

@@ -83,7 +83,6 @@ def _capture_parts(steps: Steps) -> None:
             rows, length = np.array([steps.table.padding_row]), np.array([min(size, longest)])
             found = chunks.begin(rows, length, states)
             if found is not None:
-                parts, read = found
-                for program in parts.programs:
+                for program in found.programs:
                     program()
-                read()
+                found.read()

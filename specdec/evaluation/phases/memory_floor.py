@@ -16,9 +16,8 @@ from dataclasses import astuple, dataclass
 import torch
 from torch import nn
 
-from specdec.layers.packed.packed_experts import PackedExperts
+from specdec.layers.packed.packed_experts import PackedExperts, packed_of
 from specdec.models.target import TargetModel
-from specdec.models.weight_storage import packed_of
 
 MIN_READ_BYTES, MAX_READ_BYTES = 256 << 20, 4 << 30
 READS = 10

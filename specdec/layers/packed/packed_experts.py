@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from specdec.layers.moe.experts import Experts
+from specdec.layers.packed.packed_linear import PackedLinear
 from specdec.layers.packed.packed_weight import PackedWeight, multiply
 
 
@@ -76,3 +77,10 @@ class PackedExperts(nn.Module):
 def _packed(experts: Experts) -> tuple[PackedWeight, PackedWeight]:
     assert isinstance(experts.gate_up, PackedWeight) and isinstance(experts.down, PackedWeight)
     return experts.gate_up, experts.down
+
+
+def packed_of(module: nn.Module) -> list[PackedWeight]:
+    """The packed weights that a module holds itself, not those of its children."""
+    if isinstance(module, PackedLinear):
+        return [module.packed]
+    return [module.packed("gate_up"), module.packed("down")] if isinstance(module, PackedExperts) else []

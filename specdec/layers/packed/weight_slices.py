@@ -2,7 +2,6 @@
 
 Stacked     weights [N_0, K], [N_1, K], .. that are read as one [N, K], and still lie apart, as in a checkpoint
 rows_of     a rank's rows of each of some consecutive sections of rows: of the q, k and v heads, of gate and up
-columns_of  of a weight that is not packed
 joined      one weight again, in memory of its own where there was more than one piece
 """
 
@@ -56,23 +55,6 @@ def range_of(weight: Weight | Stacked, rows: slice) -> list[Weight]:
             found.append(_rows(part, first, last))
         begin += len(part)
     return found
-
-
-def columns_of(weight: Weight | Stacked, columns: slice) -> torch.Tensor:
-    """Columns [N, ..] of a weight that is not packed, and in one piece."""
-    assert isinstance(weight, torch.Tensor)
-    return weight[:, columns]
-
-
-def experts_of_rank(weight: Weight, rank: int, count: int) -> Weight:
-    """[E / count, N, K] of the weights [E, N, K] of experts."""
-    if isinstance(weight, torch.Tensor):
-        return weight.chunk(count)[rank]
-    words, scales, zeros = (
-        None if part is None else part.chunk(count)[rank] for part in (weight.words, weight.scales, weight.zeros)
-    )
-    assert words is not None and scales is not None
-    return PackedWeight(weight.code, words, scales, zeros, weight.group)
 
 
 def placed(weight: Weight | Stacked, put: Put) -> Weight:

@@ -19,22 +19,15 @@ What cannot be shared is refused, with the reason.
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from specdec.errors import UnsupportedModelError
 from specdec.gpu.tensor_tree import map_tensors
 from specdec.layers.decoder import Cuts, DecoderParts, LayerParts, SumShare
 from specdec.layers.linear import Mlp
 from specdec.layers.moe.experts import Experts
 from specdec.layers.packed.packed_weight import Weight
-from specdec.layers.packed.weight_slices import (
-    Put,
-    Stacked,
-    columns_of,
-    experts_of_rank,
-    is_packed,
-    placed,
-    range_of,
-    rows_of,
-)
+from specdec.layers.packed.weight_slices import Put, Stacked, is_packed, placed, range_of, rows_of
 from specdec.layers.per_layer_embedding import EmbeddingParts
 from specdec.layers.product import Cut, choose_cut, choose_packed_cut
 
@@ -44,12 +37,10 @@ PAIR = 2
 
 def share_of(parts: DecoderParts, rank: int, count: int, put: Put) -> DecoderParts:
     """The share of one of `count` ranks. A layer at a time: nothing but the share is put anywhere."""
-    layers = []
-    for layer in parts.layers:
-        layers.append(_placed(layer_share(layer, rank, count), put))
+    layers = tuple(_placed(layer_share(layer, rank, count), put) for layer in parts.layers)
     narrow = replace(parts, layers=(), embeddings=None)  # these are apart: `embedding_share`
     share: DecoderParts = map_tensors(narrow, lambda tensor: put([tensor]))
-    return replace(share, layers=tuple(layers))
+    return replace(share, layers=layers)
 
 
 def layer_share(parts: LayerParts, rank: int, count: int) -> LayerParts:
@@ -73,7 +64,8 @@ def layer_share(parts: LayerParts, rank: int, count: int) -> LayerParts:
     if moe is not None:
         num_own = len(moe.experts.gate_up) // count
         router = moe.router._replace(owned=(rank * num_own, num_own))
-        pieces["moe"] = replace(moe, router=router, experts=_experts(moe.experts, rank, count))
+        experts: Experts = map_tensors(moe.experts, lambda tensor: tensor.chunk(count)[rank])
+        pieces["moe"] = replace(moe, router=router, experts=experts._replace(shared=True))
     if parts.wide_norms is not None:
         pieces["wide_norms"] = parts.wide_norms._replace(rank=rank, num_ranks=count)
     if parts.sinks is not None:
@@ -89,7 +81,7 @@ def embedding_share(parts: EmbeddingParts, rank: int, count: int, put: Put) -> t
     layers = parts.table.shape[1] // width
     columns = [width * (layers // count + (other < layers % count)) for other in range(count)]
     own = slice(sum(columns[:rank]), sum(columns[: rank + 1]))
-    share: EmbeddingParts = replace(parts, table=columns_of(parts.table, own), columns=own)
+    share: EmbeddingParts = replace(parts, table=parts.table[:, own], columns=own)
     return map_tensors(share, lambda tensor: put([tensor])), columns
 
 
@@ -146,7 +138,8 @@ def whole_cut(weight: Weight | Stacked) -> Cut:
 def _share_of_sum(weight: Weight, share: SumShare, rank: int, count: int) -> Any:
     if share.by_rows:
         return rows_of(weight, [len(weight)], rank, count)
-    return columns_of(weight, _own_columns(weight, share, rank, count)).detach()
+    assert isinstance(weight, torch.Tensor), "a packed weight is shared by rows"
+    return weight[:, _own_columns(weight, share, rank, count)].detach()
 
 
 def _own_columns(weight: Weight, share: SumShare, rank: int, count: int) -> slice:
@@ -161,15 +154,6 @@ def _gate_up(mlp: Mlp, down: SumShare, rank: int, count: int) -> Any:
     own = _own_columns(mlp.down, down, rank, count)
     half = len(mlp.gate_up) // 2
     return Stacked([*range_of(mlp.gate_up, own), *range_of(mlp.gate_up, slice(half + own.start, half + own.stop))])
-
-
-def _experts(experts: Experts, rank: int, count: int) -> Experts:
-    biases: dict[str, Any] = {
-        name: None if bias is None else bias.chunk(count)[rank]
-        for name, bias in (("gate_up_bias", experts.gate_up_bias), ("down_bias", experts.down_bias))
-    }
-    gate_up, down = (experts_of_rank(weight, rank, count) for weight in (experts.gate_up, experts.down))
-    return experts._replace(gate_up=gate_up, down=down, shared=True, **biases)
 
 
 def _placed(parts: LayerParts, put: Put) -> LayerParts:

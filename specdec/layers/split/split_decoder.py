@@ -22,15 +22,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from specdec.gpu.operations import Operations
 from specdec.gpu.ranks import Ranks
 from specdec.kvcache.layer_context import LayerContext, SplitContext
-from specdec.layers.decoder import (
-    DecoderParts,
-    Entry,
-    Exchanged,
-    FusedLayer,
-    Shared,
-    Walk,
-    begin,
-)
+from specdec.layers.decoder import DecoderParts, Exchanged, FusedLayer, Shared, Walk, begin
 from specdec.layers.fuse import StandIn
 from specdec.layers.norm import norm
 from specdec.layers.per_layer_embedding import EmbeddingParts, per_layer_inputs
@@ -152,29 +144,22 @@ class SplitDecoder(nn.Module):
         return source
 
     def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        specdec_ctx: SplitContext | None = None,
-        **unused: Any,
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, *, specdec_ctx: SplitContext, **unused: Any
     ) -> BaseModelOutputWithPast:
         """As that of a `FusedDecoder`, of all rows."""
-        assert position_ids is not None and specdec_ctx is not None
-        if inputs_embeds is None:
-            inputs_embeds = self.embedding(input_ids)
-        hidden = inputs_embeds.reshape(-1, inputs_embeds.shape[-1])
+        embeds = self.embedding(input_ids)
+        hidden = embeds.reshape(-1, embeds.shape[-1])
         sent = self.ranks.send((hidden, position_ids.reshape(-1), input_ids if self.per_layer else None))
         states: list[State] = []
         layer_inputs = self._layer_inputs(sent)
         for rank, (embedded, positions, _) in enumerate(sent):
             with self.ranks.on(rank):
-                states.append(begin(self.parts[rank], Entry(embedded, positions, layer_inputs[rank]), self.ops))
+                states.append(begin(self.parts[rank], embedded, positions, layer_inputs[rank], self.ops))
         for layer in self.layers:
             _, states = layer(states[0][0], states=states, specdec_ctx=specdec_ctx)
         self.ranks.end()
         last: Any = self.ops(norm)(Product.of(states[0][0]), pre=self.parts[0].final_norm)[1]
-        return BaseModelOutputWithPast(last_hidden_state=last.view(inputs_embeds.shape))
+        return BaseModelOutputWithPast(last_hidden_state=last.view(embeds.shape))
 
     def _layer_inputs(self, sent: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]) -> list[Any]:
         """sent: embeddings, positions and tokens of each rank -> per-layer embeddings [T, L, P] on each, or None."""

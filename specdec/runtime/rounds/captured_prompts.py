@@ -20,7 +20,7 @@ from specdec.gpu.captures import CaptureStore, Program
 from specdec.gpu.mirrored_array import IntArray, upload
 from specdec.models.target import FinalStates
 from specdec.runtime.rounds.captured_rounds import Captures
-from specdec.runtime.rounds.prompt_parts import LAYERS_A_PART, PromptParts, ReadChunk, part_ends, part_shares
+from specdec.runtime.rounds.prompt_parts import LAYERS_A_PART, PromptParts, part_ends, part_shares
 from specdec.runtime.rounds.round import Chunk, PausedChunk, Round
 
 MAX_TOKENS = 2048
@@ -147,9 +147,8 @@ class ChunkGraphs(Captures):
         self.run_captured(shape, program.programs)
         return self._read_by(program, shape)
 
-    def begin(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> tuple[PromptParts, ReadChunk] | None:
-        """The same in parts, and what is to be called behind the last for what was read; None: they are not captured in
-        parts."""
+    def begin(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> PromptParts | None:
+        """The same in parts; None: they are not captured in parts."""
         fed = self._fed(rows, chunk_len, states, divided=True)
         if fed is None:
             return None
@@ -159,7 +158,7 @@ class ChunkGraphs(Captures):
         if captured is not None:
             programs = [replay for replay, _ in captured.replays]
         shares = part_shares(self.round.target, self.round.aux_layers, states, program.ends)
-        return PromptParts(shares, programs, self._generation), partial(self._read_by, program, shape)
+        return PromptParts(shares, programs, partial(self._read_by, program, shape), self._generation)
 
     def _fed(
         self, rows: IntArray, chunk_len: IntArray, states: FinalStates, *, divided: bool = False

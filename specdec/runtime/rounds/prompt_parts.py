@@ -17,9 +17,6 @@ from specdec.gpu.mirrored_array import IntArray, upload
 from specdec.models.target import FinalStates, TargetModel
 from specdec.runtime.rounds.round import Chunk, PausedChunk, Round
 
-ReadChunk = Callable[[], Chunk]
-"""What is called behind the last part, for what was read."""
-
 LAYERS_A_PART = 3
 """Of captured parts: a launch each, so few; but a part of a long prompt should fit half a round."""
 
@@ -37,10 +34,12 @@ class PartShare(NamedTuple):
 
 
 class PromptParts(NamedTuple):
-    """Chunks that are about to be read: what each part takes, and what runs it. generation: of the weights."""
+    """Chunks that are about to be read: what each part takes, and what runs it. read: what the last part has left.
+    generation: of the weights."""
 
     shares: Sequence[PartShare]
     programs: Sequence[Callable[[], object]]
+    read: Callable[[], Chunk]
     generation: int
 
 
@@ -80,15 +79,13 @@ def part_shares(
     return shares
 
 
-def whole_chunk(read: ReadChunk, generation: int) -> tuple[PromptParts, ReadChunk]:
+def whole_chunk(read: Callable[[], Chunk], generation: int) -> PromptParts:
     """What is not divided."""
     found: list[Chunk] = []
-    return PromptParts([PartShare()], [lambda: found.append(read())], generation), found.pop
+    return PromptParts([PartShare()], [lambda: found.append(read())], found.pop, generation)
 
 
-def single_layers(
-    round: Round, rows: IntArray, chunk_len: IntArray, states: FinalStates
-) -> tuple[PromptParts, ReadChunk]:
+def single_layers(round: Round, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> PromptParts:
     """Where nothing is captured, a layer is a part."""
     ends = part_ends(round.target, round.aux_layers, states, 1)
     runs = upload(np.stack([rows, chunk_len]), round.device)
@@ -100,5 +97,5 @@ def single_layers(
         paused[0].advance(end)
 
     shares = part_shares(round.target, round.aux_layers, states, ends)
-    parts = PromptParts(shares, [partial(part, end) for end in ends], round.weights_generation())
-    return parts, lambda: paused[0].finish()
+    programs = [partial(part, end) for end in ends]
+    return PromptParts(shares, programs, lambda: paused[0].finish(), round.weights_generation())

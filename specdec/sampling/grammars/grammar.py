@@ -13,7 +13,6 @@ import copy
 import json
 import threading
 import time
-import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from importlib.util import find_spec
@@ -24,7 +23,7 @@ import numpy as np
 from specdec.config import MAX_FORCED_TOKENS, SamplingParams
 from specdec.errors import ConfigError, is_fault
 from specdec.sampling.grammars.grammar_bounds import is_plain, require_bounded
-from specdec.sampling.grammars.grammar_trial import GrammarTrial, with_large_stack
+from specdec.sampling.grammars.grammar_trial import GrammarTrial, call_later, with_large_stack
 from specdec.sampling.grammars.mask_bits import Words, only_bit, token_bit
 
 JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"\x20|\x0A(\x20{0,32}|\x09{0,8})"}
@@ -129,15 +128,8 @@ class Grammars:
     def _look_later(self) -> None:
         if self._looking or not self._used:
             return
-        grammars, self._looking = weakref.ref(self), True
-
-        def look() -> None:
-            if (mine := grammars()) is not None:
-                mine.forget_idle(time.monotonic())
-
-        timer = self._timer(LARGE_SECONDS, look)
-        timer.daemon = True
-        timer.start()
+        self._looking = True
+        call_later(self._timer, LARGE_SECONDS, self, lambda grammars: grammars.forget_idle(time.monotonic()))
 
 
 class Library:

@@ -18,6 +18,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -116,17 +117,8 @@ class GrammarTrial:
         return worker
 
     def _end_when_idle(self) -> None:
-        if self._worker is None:
-            return
-        trial, worker = weakref.ref(self), self._worker
-
-        def end() -> None:
-            if (mine := trial()) is not None:
-                mine.end_idle(worker)
-
-        self._idle = self._timer(IDLE_SECONDS, end)
-        self._idle.daemon = True
-        self._idle.start()
+        if (worker := self._worker) is not None:
+            self._idle = call_later(self._timer, IDLE_SECONDS, self, lambda trial: trial.end_idle(worker))
 
     def end_idle(self, worker: "subprocess.Popen[bytes]") -> None:
         """End this worker unless a grammar is tried right now, or another took its place: then that one's end comes."""
@@ -170,28 +162,31 @@ class GrammarTrial:
         return answer
 
 
+def call_later(timer: type[threading.Timer], seconds: float, owner: T, call: Callable[[T], object]) -> threading.Timer:
+    """`call(owner)` after so many seconds, unless nobody holds the owner by then."""
+    held = weakref.ref(owner)
+
+    def look() -> None:
+        if (there := held()) is not None:
+            call(there)
+
+    started = timer(seconds, look)
+    started.daemon = True
+    started.start()
+    return started
+
+
 def with_large_stack(work: Callable[[], T]) -> T:
     """What `work` returns or raises, on a thread with twice the stack of a trial."""
-    done: list[T] = []
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            done.append(work())
-        except BaseException as error:
-            failed.append(error)
-
+    pool = ThreadPoolExecutor(1, "specdec-grammar")
     with _stack_size:  # it is the process's, for threads that start
         before = threading.stack_size(2 * STACK_BYTES)
         try:
-            thread = threading.Thread(target=run, name="specdec-grammar")
-            thread.start()
+            done = pool.submit(work)
         finally:
             threading.stack_size(before)
-    thread.join()
-    if failed:
-        raise failed[0]
-    return done[0]
+    pool.shutdown(wait=False)
+    return done.result()
 
 
 def _why(worker: "subprocess.Popen[bytes]") -> str:
