@@ -471,6 +471,7 @@ def test_a_model_without_weights(make_target):
     with pytest.raises(UnsupportedModelError) as error:
         Engine.from_pretrained(make_target("llama", fresh=True).to("meta"))
     assert_one_sentence(error, "is on the meta device, without weights")
+    assert "LlamaForCausalLM" in str(error.value)  # its last module was named
 
 
 def test_no_name_is_not_the_present_folder(checkpoint, monkeypatch):
