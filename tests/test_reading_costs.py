@@ -92,7 +92,7 @@ def test_a_read_that_is_interrupted_has_read_nothing(monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             handle.read()
     second = handle.read()
-    request.abort()
+    request.end("abort")
     last = handle.read()
     assert first.token_ids + second.token_ids + last.token_ids == [7, 8, 9, 10, 11]
     assert first.text + second.text + last.text == last.output.text
