@@ -203,6 +203,22 @@ def test_slow_rounds_without_drafts_are_forgotten_while_there_are_drafts():
     assert host_periods(table, 1, 0.0, 1.5) == [1.0, 1.5]
 
 
+def test_a_trial_is_paid_from_what_was_put_aside():
+    choice, running = DraftChoice(draft_ladder(SpecConfig(1)), 1), rows(1)
+    choice.cost.timed[1] = np.array([1.0, 1.5])
+    choice.begin(running)
+    choice.chances.learn(1, running, np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64))  # so none is best
+    choice.account.balance = 100.0
+    draft, spare, rounds = NO_DRAFT, 0.0, 0
+    while draft == NO_DRAFT:
+        spare = choice.account.spare
+        draft = choice.choose(running, np.full(1, 100), 1, 0, NO_DRAFT)
+        rounds += 1
+        assert rounds < 200
+    assert choice.use().tried == [0, 1]
+    assert choice.account.spare < spare + 0.006 - 0.05 + 1.0 * (rounds == 1) + 1e-9
+
+
 @pytest.mark.parametrize("right", [0.0, 0.6])
 @pytest.mark.parametrize(
     ("device", "host"),

@@ -270,7 +270,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], type[SpecDecError], st
         CheckpointError,
         "norm_before_fc is False in one place of its config and True in another",
     ),
-    "quantised": ({"quantization_config": {"bits": 8}}, {}, UnsupportedModelError, "quantised"),
+    "quantised": ({"quantization_config": {"bits": 8}}, {}, UnsupportedModelError, "the head is quantised"),
     "fp8": (
         {},
         {"fc.weight": torch.ones(16, 48).to(torch.float8_e4m3fn)},
