@@ -389,7 +389,7 @@ def test_whatever_comes_drafts_cost_no_more_than_the_account_says(seed, timed):
         believed = choice.cost.seconds(size, 0)
         shape = choice.choose(
             rows(count), np.full(count, spec.depth), size, 0, NO_DRAFT,
-            behind=behind, unsettled=[each for each, _, _ in launched],
+            unread=behind, unsettled=[each for each, _, _ in launched],
         )  # fmt: skip
         number = shapes.index(shape)
         if shape.num_steps:

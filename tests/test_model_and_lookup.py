@@ -179,7 +179,7 @@ def test_catching_up_is_no_cost_of_a_lookup():
         for _ in range(40):
             choice.learn(LADDER[number], 1, 0, {"verify": 1.4, "draft": 0.0, "other": 0.0}, rows(1), np.array([4]),
                          np.array([4]))  # fmt: skip
-    chosen = [choice.choose(rows(1), np.array([4]), 1, 0, NO_DRAFT, behind=True) for _ in range(20)]
+    chosen = [choice.choose(rows(1), np.array([4]), 1, 0, NO_DRAFT, unread=1) for _ in range(20)]
     assert set(chosen) <= {NO_DRAFT, *LOOKED_UP} and LADDER[6] in chosen
 
 

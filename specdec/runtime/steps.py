@@ -22,10 +22,10 @@ import numpy as np
 import torch
 
 from specdec.config import MAX_FORCED_TOKENS, SpecConfig
-from specdec.gpu.buckets import next_power_of_two
 from specdec.gpu.captures import CaptureUse
 from specdec.gpu.mirrored_array import IntArray, upload
 from specdec.models.target import FinalStates
+from specdec.runtime.adaptive.cost_table import batch_in_table
 from specdec.runtime.adaptive.draft_choice import NO_CHOICE, DraftChoice
 from specdec.runtime.adaptive.draft_ladder import draft_ladder
 from specdec.runtime.adaptive.reading_along import read_along
@@ -206,20 +206,18 @@ class Steps:
         drafts: Sequence[DraftShape],
     ) -> RoundShape:
         """This shape with the draft that is chosen; of the rarer classes of captured rounds there is only one."""
-        batch = next_power_of_two(shape.batch)
-        if self.graphs is not None:
-            bucket = self.graphs.bucket(shape)
-            if is_large(bucket):
-                return shape
-            batch = bucket.batch
+        bucket = shape if self.graphs is None else self.graphs.bucket(shape)
+        if self.graphs is not None and is_large(bucket):
+            return shape
+        batch = batch_in_table(bucket.batch, captured=self.graphs is not None)
         fixed = [draft for draft, request in zip(drafts, requests, strict=True) if request.has_fixed_draft]
         rows = rows_of(requests)
         most = np.minimum(self.round.max_drafts.host[rows], np.array(to_go, dtype=np.int64) - 1)
         context = int(self.table.committed_len.host[rows].sum())
-        behind = 0 if self.round.unread is None else self.round.unread.due(rows, 0)
+        unread = 0 if self.round.unread is None else self.round.unread.due(rows, 0)
         unsettled = [launched.shape.draft for launched in self.under_way if launched.drawing is None]
         least = largest(fixed)
-        return shape.with_draft(choice.choose(rows, most, batch, context, least, behind=behind, unsettled=unsettled))
+        return shape.with_draft(choice.choose(rows, most, batch, context, least, unread=unread, unsettled=unsettled))
 
     def _read_prompts(self, *, streams: bool) -> list[Request]:
         """Launch what this step reads of prompts, whole or in part; settle what is due. streams: others decode."""
@@ -365,7 +363,7 @@ class Steps:
             return
         rows = rows_of(requests)
         most = self.round.max_drafts.host[rows]
-        batch = shape.batch if self.graphs is not None else next_power_of_two(shape.batch)
+        batch = batch_in_table(shape.batch, captured=self.graphs is not None)
         context = int(self.table.committed_len.host[rows].sum() - result.length.sum())  # before it
         drafting = most > 0
         given = rows[drafting], result.length[drafting] - 1, most[drafting]

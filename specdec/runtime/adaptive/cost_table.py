@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from specdec.gpu.buckets import next_power_of_two
 from specdec.runtime.adaptive.draft_chances import FloatArray
 from specdec.runtime.rounds.result import DraftShape
 
@@ -58,6 +59,11 @@ class Level:
             value = min(value, OUTLIER * self.value)
         weight = 1.0 if self.count == 1 else FASTER if value < self.value else SLOWER
         self.value += (value - self.value) * weight
+
+
+def batch_in_table(batch: int, *, captured: bool) -> int:
+    """The batch size under which a table knows a round: captured ones have few."""
+    return batch if captured else next_power_of_two(batch)
 
 
 class HostPeriods:

@@ -118,16 +118,16 @@ class DraftChoice:
         context: int,
         least: DraftShape,
         *,
-        behind: int = 0,
+        unread: int = 0,
         unsettled: Sequence[DraftShape] = (),
     ) -> DraftShape:
         """For a round of these rows [B], which can accept at most `most` [B] drafts each.
 
         batch: seats of the round, those of padding included. context: committed tokens of all rows together. least:
-        what some row must have, whatever it costs. behind: tokens of a row that the drafter has to read first.
+        what some row must have, whatever it costs. unread: tokens of a row that the drafter has to read first.
         unsettled: drafts of rounds that are launched and not learned from yet.
         """
-        catching_up = self.cost.catch_up(batch, behind)
+        catching_up = self.cost.catch_up(batch, unread)
         taken = self.cost.seconds(batch, context)
         of_round = taken + self._by_model * (catching_up / IN_A_ROW)
         self.chances.fade()

@@ -2,8 +2,8 @@
 
 import time
 
-from specdec.gpu.buckets import next_power_of_two
 from specdec.gpu.mirrored_array import IntArray
+from specdec.runtime.adaptive.cost_table import batch_in_table
 from specdec.runtime.adaptive.draft_choice import DraftChoice
 from specdec.runtime.rounds.catching_up import CatchUps
 from specdec.runtime.rounds.result import RoundShape
@@ -22,7 +22,7 @@ def read_along(
         return
     more = unread_tokens(shape)
     due = unread.due(rows, more)
-    batch = next_power_of_two(shape.batch) if graphs is None else shape.batch
+    batch = batch_in_table(shape.batch, captured=graphs is not None)
     if due and (more == 0 or choice is None or choice.reads_along(batch, due)):
         begin = time.perf_counter()
         if graphs is None:
@@ -33,4 +33,5 @@ def read_along(
             choice.caught_up(batch, due, None if graphs else time.perf_counter() - begin, shape.draft)
         unread.was_read(rows)
     unread.count[rows] += more
-    round.max_drafts[rows[unread.lost(rows)]] = 0
+    lost = rows[unread.lost(rows) & (round.max_drafts.host[rows] > 0)]
+    round.max_drafts[lost] = 0
