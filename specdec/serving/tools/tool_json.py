@@ -10,7 +10,7 @@ import string
 from collections.abc import Callable
 from typing import Any
 
-from specdec.serving.tools.tool_text import NAME, NotACall, Reading, ToolParser, require
+from specdec.serving.tools.answer_parser import NAME, AnswerParser, NotACall, Reading, require
 
 NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 NUMBER_CHARACTERS = frozenset("+-.0123456789eE")
@@ -21,9 +21,11 @@ MAX_DEPTH = 64
 NAME_KEYS = ("name", "tool_name")
 ARGUMENT_KEYS = ("arguments", "parameters")
 OTHER_KEYS = ("id", "type", "tool_call_id")
+MAX_OTHER = 256
+"""Characters of the value of such a key: what is no call is not read again and again up to its end."""
 
 
-class JsonToolParser(ToolParser):
+class JsonToolParser(AnswerParser):
     """What formats read JSON with."""
 
     def _json_calls(self, *, bare: bool = False) -> Reading[None]:
@@ -47,7 +49,7 @@ class JsonToolParser(ToolParser):
         begun, char = False, (yield from self._solid())
         while char != "}":
             require(char == '"')
-            key = yield from self._json_text()
+            key = yield from self._json_text(most=128)
             require((yield from self._solid()) == ":")
             if key in NAME_KEYS and name is None:
                 require((yield from self._solid()) == '"')
@@ -63,7 +65,7 @@ class JsonToolParser(ToolParser):
                 self._phase = "closing" if begun else ""
             else:
                 require(key in OTHER_KEYS)
-                yield from self._json_value(lambda text: None)
+                yield from self._json_value(_at_most(MAX_OTHER))
             char = yield from self._solid()
             if char == ",":
                 char = yield from self._solid()
@@ -141,9 +143,12 @@ class JsonToolParser(ToolParser):
             char = yield from self._json_solid(sink)
             require(char in (",", closing))
             if char == ",":
-                sink(char)
-                char = yield from self._json_solid(sink)
-                require(char != closing)
+                after = [","]
+                char = yield from self._json_solid(after.append)
+                if char != closing:  # else the comma was one too many
+                    self._back()
+                    sink("".join(after))
+                    yield from self._next()
         sink(closing)
 
     def _json_string(self, sink: Callable[[str], None]) -> Reading[None]:
@@ -165,6 +170,17 @@ class JsonToolParser(ToolParser):
         while (char := (yield from self._next())) in JSON_SPACE:
             sink(char)
         return char
+
+
+def _at_most(count: int) -> Callable[[str], None]:
+    """Takes what is of no interest; raises NotACall for more than so many characters of it."""
+    left = [count]
+
+    def sink(text: str) -> None:
+        left[0] -= len(text)
+        require(left[0] >= 0)
+
+    return sink
 
 
 def _loaded(text: str) -> Any:
