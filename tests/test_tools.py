@@ -10,33 +10,39 @@ from tokenizers import AddedToken
 
 from specdec import SpecDecError
 from specdec.runtime.request import GenerationOutput, RequestStats, StreamDelta
-from specdec.serving.tools.tool_parsers import PARSERS, ContentPiece, ToolCallPiece, ToolReader, tool_parser_for
+from specdec.serving.tools.answer_events import CallArguments, CallBegin, CallEnd, Text
+from specdec.serving.tools.answer_reader import AnswerReader
+from specdec.serving.tools.tool_parsers import PARSERS, tool_parser_for
 from specdec.text.detokenize import Detokenizer
 
 from marks import examples
 
 
-def gathered(pieces):
-    """(content, [(name, arguments), ...]), with the order in which pieces may come checked."""
-    content, calls, ids = "", [], []
-    for piece in pieces:
-        if isinstance(piece, ContentPiece):
-            assert piece.text
-            content += piece.text
-        elif piece.name is not None:
-            assert piece.index == len(calls) and piece.id not in ids and piece.arguments == ""
-            calls.append([piece.name, ""])
-            ids.append(piece.id)
-        else:
-            assert piece.id is None and piece.index == len(calls) - 1 and piece.arguments
-            calls[piece.index][1] += piece.arguments
+def gathered(events):
+    """(content, [(name, arguments), ...]), with the order in which events may come checked."""
+    content, calls, ids, last = "", [], [], None
+    for event in events:
+        match event:
+            case Text():
+                assert event.text and (event.begins or (isinstance(last, Text) and last.kind == event.kind))
+                content += event.text * (event.kind == "content")
+            case CallBegin():
+                assert event.index == len(calls) and event.id not in ids
+                calls.append([event.name, ""])
+                ids.append(event.id)
+            case CallArguments():
+                assert event.index == len(calls) - 1 and event.text and isinstance(last, CallBegin | CallArguments)
+                calls[-1][1] += event.text
+            case CallEnd():
+                assert event.index == len(calls) - 1 and isinstance(last, CallBegin | CallArguments)
+        last = event
     return content, [tuple(call) for call in calls]
 
 
 def parsed(name, pieces, **options):
     parser = PARSERS[name](**options)
     found = [piece for text in pieces for piece in parser.feed(text)]
-    return gathered(found + parser.finish())
+    return gathered(piece.event for piece in found + parser.finish())
 
 
 WEATHER = ("weather", '{"city": "Paris"}')
@@ -114,10 +120,18 @@ CASES = {
     ],
     "harmony": [
         ('<|channel|>analysis<|message|>I need it.<|end|><|start|>assistant<|channel|>commentary to=functions.weather '
-         '<|constrain|>json<|message|>{"city": "Paris"}<|call|>', "I need it.", [WEATHER]),
+         '<|constrain|>json<|message|>{"city": "Paris"}<|call|>', "", [WEATHER]),
         ('<|start|>assistant to=functions.weather<|channel|>commentary<|message|>{"city": "Paris"}', "", [WEATHER]),
         ("<|channel|>final<|message|>Hello <|x|> <|<|return|>", "Hello <|x|> <|", []),
-        ("<|channel|>commentary to=functions.f<|message|>no JSON", None, []),
+        ("<|channel|>commentary to=functions.f<|message|>no JSON", "no JSON", []),
+        ('<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1, oops}<|call|>', "oops}",
+         [("f", '{"a": 1, ')]),
+        ('<|channel|>commentary to=functions.f<|message|>{"a": [1', "", [("f", '{"a": [1')]),
+        ("<|channel|>commentary to=functions.f<|message|> <|call|>", "", [("f", "{}")]),
+        ("<|channel|>analysis to=python<|message|>print(1)<|end|>", "", []),
+        ("no header<|end|> <|channel|>final<|message|> a\n", "no header  a\n", []),
+        ("<|channel|>final<|message|>Yes.<|end|><|start|>assis", "Yes.", []),
+        ("<|channel|>" + "x" * 300, None, []),
     ],
     "granite": [('<|tool_call|>[{"name": "weather", "arguments": {"city": "Paris"}}]', "", [WEATHER])],
     "cohere": [
@@ -142,23 +156,24 @@ def test_content_and_calls_of_a_text(name, text, content, calls):
 def test_arguments_come_as_they_are_written():
     parser = PARSERS["hermes"]()
     assert parser.feed('<tool_call>{"name": "f", "arguments": ') == []
-    first, second = parser.feed('{"a": "one')
-    assert (first.index, first.name, first.arguments) == (0, "f", "") and first.id
-    assert second == ToolCallPiece(0, None, None, '{"a": "one')
-    assert parser.feed(' two"') == [ToolCallPiece(0, None, None, ' two"')]
-    assert parser.feed("}}</tool_call> Then") == [ToolCallPiece(0, None, None, "}"), ContentPiece(" Then")]
+    first, second = (piece.event for piece in parser.feed('{"a": "one'))
+    assert (first.index, first.name) == (0, "f") and first.id
+    assert second == CallArguments(0, '{"a": "one')
+    assert [piece.event for piece in parser.feed(' two"')] == [CallArguments(0, ' two"')]
+    more = [piece.event for piece in parser.feed("}}</tool_call> Then")]
+    assert more == [CallArguments(0, "}"), CallEnd(0, whole=True), Text("content", " Then", begins=True)]
     assert parser.num_calls == 1 and parser.finish() == []
 
 
 def test_ids_are_of_the_length_that_mistral_templates_insist_on():
-    piece = PARSERS["mistral"]().feed("[TOOL_CALLS]f[ARGS]{}")[0]
-    assert len(piece.id) == 9 and piece.id.isalnum()
+    call = PARSERS["mistral"]().feed("[TOOL_CALLS]f[ARGS]{}")[0].event
+    assert len(call.id) == 9 and call.id.isalnum()
 
 
 def test_values_without_quotes_are_what_the_schema_says():
     text = "<tool_call><function=f>" + "".join(f"<parameter={key}>3</parameter>" for key in "abc") + "</function>"
-    types = {"f": {"a": {"type": "string"}, "b": {"type": "integer"}}}
-    assert parsed("hermes", [text], types=types) == ("", [("f", '{"a": "3", "b": 3, "c": 3}')])
+    tools = {"f": {"properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}}
+    assert parsed("hermes", [text], tools=tools) == ("", [("f", '{"a": "3", "b": 3, "c": 3}')])
 
 
 def test_nested_arguments_have_a_limit_and_lose_nothing():
@@ -296,7 +311,8 @@ def test_special_tokens_of_the_format_reach_the_parser_and_others_do_not(sizes, 
     tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken(token, special=True) for token in special]})
     ids = tokenizer('Yés.<|tool_call>call:weather{city:<|"|>Paris<|"|>}<tool_call|><turn|>')["input_ids"]
     assert "tool_call" not in Detokenizer(tokenizer).final_text(ids, ()).replace("call:", "")
-    reader = ToolReader(tokenizer, PARSERS["gemma4"]())
-    assert gathered([piece for delta in deltas(ids, sizes) for piece in reader.read(delta)]) == ("Yés.", [WEATHER])
+    reader = AnswerReader(tokenizer, PARSERS["gemma4"]())
+    said = [event for delta in deltas(ids, sizes) for event, _ in reader.read(delta)]
+    assert gathered(said) == ("Yés.", [WEATHER])
     written = frozenset(tokenizer.convert_tokens_to_ids(special[:3]))
     assert Detokenizer(tokenizer, written).final_text(ids, ("Paris",)) == 'Yés.<|tool_call>call:weather{city:<|"|>'

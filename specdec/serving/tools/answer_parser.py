@@ -53,8 +53,6 @@ class AnswerParser:
     """Special tokens that the format is written with: the text must have them. The first begins a call."""
     signs: tuple[str, ...] = ()
     """What a template that teaches the format holds, all of it; none: the first of `special`."""
-    begins = ""
-    """What a call after text begins with: other characters need no closer look."""
     thinks = False
     """Does the format itself say what is thought?"""
 
@@ -81,8 +79,7 @@ class AnswerParser:
         self._ended = False
         self._cut = False  # by the length of the answer
         marks = [thoughts.opens, thoughts.closes] if thoughts is not None else []
-        self._content_marks = _any_of([self.begins, *marks])
-        self._thought_marks = _any_of([*self.special[:1], *marks])
+        self._marks = _any_of([*self.special[:1], *marks])
         self._reading = self._parse()
         next(self._reading)
 
@@ -92,7 +89,7 @@ class AnswerParser:
         while at < len(text):
             if (end := self._plain_end(text, at)) > at:
                 self._at += end - at
-                (self._think if self._thinking else self._content)(text[at:end])
+                self._plain(text[at:end])
                 at = end
             else:
                 self._reading.send(text[at])
@@ -104,6 +101,11 @@ class AnswerParser:
         self._at = self._told = -len(text)
         self.feed(text)
         self._kind = None
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """Special tokens that the text must have."""
+        return self.special + (self._thoughts.special if self._thoughts is not None else ())
 
     def begun_by(self, prompt_end: str, continued: str = "") -> str:
         """What `prime` is to read of the end of a prompt. continued: the text of an answer that the prompt goes on
@@ -222,10 +224,14 @@ class AnswerParser:
         """Up to where the text from here on is nothing but text, as can be told without reading it closely."""
         if self._phase or self._held or self._unread or (self._gap is not None and not self._thinking):
             return at
-        found = (self._thought_marks if self._thinking else self._content_marks).search(text, at)
+        found = self._marks.search(text, at)
         return found.start() if found else len(text)
 
     # what is handed out
+
+    def _plain(self, text: str) -> None:
+        """The newest characters read are text that holds no mark."""
+        (self._think if self._thinking else self._content)(text)
 
     def _content(self, text: str) -> None:
         """The newest characters read are content."""

@@ -10,7 +10,8 @@ from typing import Any
 
 from specdec.sampling.grammars.grammar_bounds import ONE_LINE
 from specdec.serving.openai.protocol import ChatRequest, Function, NamedTool, refused
-from specdec.serving.tools.tool_parsers import PARSERS, ToolParser
+from specdec.serving.tools.answer_parser import AnswerParser
+from specdec.serving.tools.tool_parsers import PARSERS
 from specdec.text.prompts import template_text
 
 BARE_JSON = PARSERS["llama"]
@@ -25,9 +26,9 @@ OPEN_ENDED = {
 class ToolChoice:
     """Of one request. Raises ApiError where it cannot be served. parser: of the model's own format, None: unknown."""
 
-    def __init__(self, body: ChatRequest, template: Any, parser: type[ToolParser] | None) -> None:
+    def __init__(self, body: ChatRequest, template: Any, parser: type[AnswerParser] | None) -> None:
         self.tools = body.tools or []
-        self.parser: type[ToolParser] | None = None
+        self.parser: type[AnswerParser] | None = None
         self.max_calls = 1 if body.parallel_tool_calls is False else None
         self._forced: list[Function] = []
         choice = body.tool_choice or "auto"
@@ -76,10 +77,9 @@ class ToolChoice:
         return {"json_schema": (calls[0] if len(calls) == 1 else {"anyOf": calls}) | {"x-guidance": ONE_LINE}}
 
     @property
-    def parameter_types(self) -> dict[str, dict[str, Any]]:
-        """Of each tool, the schemas of its parameters by name."""
-        found = {tool.function.name: (tool.function.parameters or {}).get("properties") for tool in self.tools}
-        return {name: types for name, types in found.items() if isinstance(types, dict)}
+    def parameters(self) -> dict[str, dict[str, Any]]:
+        """The schema of each tool's arguments, by its name."""
+        return {tool.function.name: tool.function.parameters or {} for tool in self.tools}
 
 
 def _closed(parameters: dict[str, Any] | None) -> dict[str, Any]:

@@ -11,12 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 from specdec.serving.tools.answer_parser import NAME, AnswerParser, NotACall, Reading, require
+from specdec.serving.tools.schema_types import accepted_types
 
 NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 NUMBER_CHARACTERS = frozenset("+-.0123456789eE")
 JSON_SPACE = frozenset(" \t\n\r")
 ESCAPED = frozenset('"\\/bfnrtu')
 WORDS = {"t": "true", "f": "false", "n": "null"}
+PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 MAX_DEPTH = 64
 NAME_KEYS = ("name", "tool_name")
 ARGUMENT_KEYS = ("arguments", "parameters")
@@ -53,8 +55,8 @@ class JsonToolParser(AnswerParser):
             require((yield from self._solid()) == ":")
             if key in NAME_KEYS and name is None:
                 require((yield from self._solid()) == '"')
-                name = yield from self._json_text(most=128)
-                require(NAME.fullmatch(name))
+                name = yield from self._json_text(most=max(128, *map(len, self._tools), 0))
+                require(NAME.fullmatch(name) or name in self._tools)
             elif key in ARGUMENT_KEYS and arguments is None:
                 begun = name is not None and (yield from self._solid()) == "{"
                 if name is not None:
@@ -188,3 +190,23 @@ def _loaded(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         raise NotACall from None
+
+
+def quoted(text: str) -> str:
+    """A text as JSON."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def typed(text: str, types: frozenset[str]) -> str:
+    """A value that was written without quotes, as JSON: of a type that its schema accepts, else what it looks like."""
+    written = PYTHON_WORDS.get(text, text)
+    try:
+        value = json.loads(written, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        return quoted(text)
+    fits = "string" not in types or (types - {"string"}) & accepted_types({"const": value}, None)
+    return written if fits else quoted(text)
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")

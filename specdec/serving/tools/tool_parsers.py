@@ -5,7 +5,6 @@ reader = AnswerReader(tokenizer, parser())   # of one answer
 for delta in engine.stream(...): events = reader.read(delta)
 """
 
-import json
 import secrets
 import string
 from collections.abc import Mapping
@@ -14,12 +13,12 @@ from typing import Any
 from specdec.errors import require_one_of
 from specdec.serving.tools.answer_parser import AnswerParser, Reading, require
 from specdec.serving.tools.harmony import HarmonyParser
-from specdec.serving.tools.qwen_coder import tagged_call
-from specdec.serving.tools.tool_json import MAX_DEPTH, JsonToolParser
-from specdec.serving.tools.untyped import quoted, typed
+from specdec.serving.tools.qwen_coder import TaggedCallParser
+from specdec.serving.tools.schema_types import NO_TYPE
+from specdec.serving.tools.tool_json import MAX_DEPTH, JsonToolParser, quoted, typed
 
 
-class HermesParser(JsonToolParser):
+class HermesParser(JsonToolParser, TaggedCallParser):
     """Hermes, Qwen, SmolLM3, Granite 4: <tool_call>{"name": ..., "arguments": {...}}</tool_call>; of Qwen3-Coder
     <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>."""
 
@@ -57,7 +56,6 @@ class MistralParser(JsonToolParser):
     """[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]; later [TOOL_CALLS]NAME[ARGS]{...} for each."""
 
     special = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
-    begins = "["
 
     def _call(self) -> Reading[None]:
         yield from self._expect("[TOOL_CALLS]")
@@ -111,7 +109,7 @@ class GemmaParser(JsonToolParser):
             while (yield from self._next()) not in ",}]\n":
                 char += self._held[-1]
             self._back()
-            self._arguments(typed(char.strip(), None))
+            self._arguments(typed(char.strip(), NO_TYPE))
 
     def _members(self, closing: str, depth: int) -> Reading[None]:
         self._arguments("{" if closing == "}" else "[")
