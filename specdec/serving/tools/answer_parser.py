@@ -387,9 +387,10 @@ class AnswerParser:
 
 def _joined(first: Event, second: Event) -> Event | None:
     """Both in one, where the second goes on with the first."""
-    match first, second:
-        case (Text(), Text(begins=False)) | (CallArguments(), CallArguments()):
-            return replace(first, text=first.text + second.text)
+    if isinstance(first, Text) and isinstance(second, Text) and not second.begins:
+        return replace(first, text=first.text + second.text)
+    if isinstance(first, CallArguments) and isinstance(second, CallArguments):
+        return replace(first, text=first.text + second.text)
     return None
 
 
