@@ -170,7 +170,7 @@ class AnswerParser:
         self._held.clear()
         self._gap, self._kind, self._thinking = "", None, True
         while True:
-            if self._kind is None and (yield from self._sees(form.opens)):
+            if self._is_silent() and (yield from self._sees(form.opens)):
                 self._gap = ""  # some say it although it is clear
             elif (yield from self._sees(form.closes)):
                 break
@@ -184,6 +184,10 @@ class AnswerParser:
         self._held.clear()
         self._gap, self._marked, self._kind, self._thinking = "", True, None, False
         self._may_think = form.again
+
+    def _is_silent(self) -> bool:
+        """Was nothing said yet of the text that was to come?"""
+        return self._kind is None
 
     def _ends_in_call(self, form: ReasoningFormat) -> Reading[bool]:
         """What is held begins a call. If the thought is closed later, it is a quotation, and thought; if it never is,
