@@ -15,6 +15,8 @@ import httpx
 import pytest
 from reciting import SPECIAL, reciting
 
+from specdec.serving.openai import chat_message, response_events
+
 from marks import examples
 
 NUM_TEXTS = int(os.environ.get("N", examples(4, 250)))
@@ -282,3 +284,100 @@ def test_the_same_items_arguments_and_scores_streamed_and_whole(recited):
                 each.result()
             except AssertionError as error:
                 raise AssertionError(f"{name}: {text!r}") from error
+
+
+def recite(text, seeds=range(6), *, name="qwen", template=PLAIN, **more):
+    """The items of a response, streamed and whole, in deltas cut in several ways, which all agree."""
+    parser, thoughts, _, _ = FORMATS[name]
+    ends = ["<|call|>", "<|return|>"] if parser == "harmony" else []
+    with reciting([text], template=template, ends=ends, tool_parser=parser, reasoning_parser=thoughts) as reciter:
+        found = []
+        for reciter.seed in seeds:
+            body = {"model": "tiny-gemma4", "input": "recite 0", "temperature": 0} | more
+            found.append(of_response(post(reciter.url, "responses", body).json())[0])
+            sent = events(post(reciter.url, "responses", body | {"stream": True}))
+            found.append(of_events(sent)[0])
+        assert all(items == found[0] for items in found)
+        return [item[:-1] for item in found[0]], [item[-1] for item in found[0]]
+
+
+RESPONSE_TOOLS = [{"type": "function", "name": name, "parameters": tool} for name, tool in TOOLS.items()]
+F = '<tool_call>{"name": "f"}</tool_call>'
+
+
+def test_a_call_and_text_behind_it_in_one_delta_are_two_items():
+    """It broke a streamed response off (KeyError 'arguments'); a whole one had the text before the call."""
+    items, ends = recite(f"A{F}B{F}", tools=RESPONSE_TOOLS)
+    assert items == [("content", "A"), ("call", "f", "{}"), ("content", "B"), ("call", "f", "{}")]
+    assert set(ends) == {"completed"}
+
+
+def test_a_call_that_is_closed_is_complete_in_an_answer_that_is_cut():
+    with reciting([F + "and so on, and on"]) as reciter:
+        body = {"input": "recite 0", "tools": RESPONSE_TOOLS, "max_output_tokens": len(reciter.ids_of(F)) + 2}
+        response = post(reciter.url, "responses", body).json()
+    assert response["status"] == "incomplete"
+    assert [(item["type"], item["status"]) for item in response["output"]] == [
+        ("function_call", "completed"),
+        ("message", "incomplete"),
+    ]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_an_exception_in_a_stream_ends_it_with_an_event(seed, monkeypatch):
+    def failing(*arguments):
+        raise ZeroDivisionError("seeded")
+
+    with reciting([f"A{F}B"]) as reciter:
+        reciter.seed = seed
+        monkeypatch.setattr(response_events.ResponseBuilder, "_close", failing)  # the end of a response fails, too
+        body = {"input": "recite 0", "tools": RESPONSE_TOOLS, "stream": True}
+        last = events(post(reciter.url, "responses", body))[-1]
+        assert last["type"] == "error" and "its log says why" in last["message"]
+        monkeypatch.undo()
+        monkeypatch.setattr(response_events.ResponseBuilder, "_text", failing)
+        last = events(post(reciter.url, "responses", body))[-1]
+        assert last["type"] == "response.failed" and "its log says why" in last["response"]["error"]["message"]
+        monkeypatch.setattr(chat_message.MessageFold, "deltas", failing)
+        chat = {"messages": [{"role": "user", "content": "recite 0"}], "stream": True}
+        answer = httpx.post(f"{reciter.url}/v1/chat/completions", json=chat, timeout=60).text
+        assert "its log says why" in answer.strip().splitlines()[-1]
+
+
+def test_scores_of_a_streamed_response_are_those_of_its_text_alone():
+    """Those of tokens without text of their own were lost; those of thoughts and calls were the message's."""
+    said = {"include": ["message.output_text.logprobs"], "tools": RESPONSE_TOOLS, "input": "recite 0"}
+    with reciting([f"<think>no</think>née 😀{F}"], reasoning_parser="qwen3") as reciter:
+        whole = of_response(post(reciter.url, "responses", said).json())
+        streamed = of_events(events(post(reciter.url, "responses", said | {"stream": True})))
+        assert streamed == whole
+        [scores] = whole[1]
+        assert len(scores) == len(reciter.ids_of("née 😀")) - 1
+        assert whole[3] == {"reasoning_tokens": len("no")}
+
+
+def test_an_offset_behind_a_character_of_several_tokens_is_that_of_the_text():
+    with reciting(["née 🌍 end"]) as reciter:
+        body = {"prompt": "recite 0", "logprobs": 0, "max_tokens": 40}
+        whole = post(reciter.url, "completions", body).json()["choices"][0]
+        offsets = whole["logprobs"]["text_offset"]
+        assert [whole["text"][at] for at in offsets[:-1]] == list("née 🌍🌍🌍🌍 end")
+        chunks = events(post(reciter.url, "completions", body | {"stream": True}))
+        assert [at for chunk in chunks for at in chunk["choices"][0]["logprobs"]["text_offset"]] == offsets
+
+
+CALL_IN_HARMONY = ' to=functions.f<|channel|>commentary <|constrain|>json<|message|>{"a": "x"}<|call|>'
+
+
+@pytest.mark.parametrize("tools", [[], RESPONSE_TOOLS], ids=["no tools", "tools"])
+def test_gpt_oss_thinks_says_and_calls_in_messages_of_its_own(tools):
+    template, text = PLAIN + "<|start|>assistant", HARMONY_TEXT % "Yes."
+    thought = (FORMATS["harmony"][3] % "Hm.").removeprefix("<|start|>assistant")
+    items, _ = recite(thought + text, name="harmony", template=template, tools=tools)
+    assert items == [("thought", "Hm."), ("content", "Yes.")]
+    if tools:
+        assert recite(CALL_IN_HARMONY, name="harmony", template=template, tools=tools)[0] == [
+            ("call", "f", '{"a": "x"}')
+        ]
+        bare = CALL_IN_HARMONY.replace("functions.", "")
+        assert recite(bare, name="harmony", template=template, tools=tools)[0] == [("call", "f", '{"a": "x"}')]
