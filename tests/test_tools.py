@@ -176,6 +176,88 @@ def test_values_without_quotes_are_what_the_schema_says():
     assert parsed("hermes", [text], tools=tools) == ("", [("f", '{"a": "3", "b": 3, "c": 3}')])
 
 
+def tagged(*parameters, name="f"):
+    return f"<tool_call>\n<function={name}>\n" + "".join(parameters) + "</function>\n</tool_call>"
+
+
+def parameter(key, value):
+    return f"<parameter={key}>\n{value}\n</parameter>\n"
+
+
+@pytest.mark.parametrize(
+    ("schema", "written", "value"),
+    [
+        ({"type": "string"}, "3", "3"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "3", "3"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"const": "7"}, "7", "7"),
+        ({"$ref": "#/$defs/Code"}, "42", "42"),
+        ({"allOf": [{"$ref": "#/$defs/Code"}]}, "42", "42"),
+        ({"type": ["string", "null"]}, "true", "true"),
+        ({"oneOf": [{"type": "integer"}, {"type": "boolean"}]}, "True", True),
+        ({"type": "integer"}, "3", 3),
+        ({}, "3", 3),
+        ({"type": "array"}, '["a"]', ["a"]),
+        ({"type": "object"}, "no JSON", "no JSON"),
+    ],
+    ids=str,
+)
+def test_a_value_without_quotes_is_of_a_type_that_its_schema_accepts(schema, written, value):
+    tools = {"f": {"properties": {"a": schema}, "$defs": {"Code": {"type": "string"}}}}
+    content, [(_, arguments)] = parsed("hermes", [tagged(parameter("a", written))], tools=tools)
+    assert content == "" and json.loads(arguments) == {"a": value}
+
+
+CODE = """if line.endswith("</parameter>"):
+    return "<function=x>" if a < b else "</function>" """
+QUOTED = tagged(parameter("b", "2"), name="g")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (tagged(parameter("a", CODE), parameter("b", 1)), {"a": CODE, "b": 1}),  # marks within a value
+        (tagged(parameter("a", "x </parameter> y")), {"a": "x </parameter> y"}),
+        (tagged(parameter("a", QUOTED), parameter("b", 1)), {"a": QUOTED, "b": 1}),  # a whole call, quoted
+        (tagged(parameter("a", 'find("<function=")'), parameter("b", 1)), {"a": 'find("<function=")', "b": 1}),
+        (tagged("<parameter=a>\nParis\n", parameter("b", 1)), {"a": "Paris", "b": 1}),  # one that was not closed
+        (tagged("<parameter=a>\nParis\n"), {"a": "Paris"}),
+        (tagged(parameter("a", "one"), parameter("a", "two")), {"a": "one"}),  # one that is named twice
+        (tagged(parameter("a", "one")).replace("</function>", ""), {"a": "one"}),  # the call was not closed
+        (tagged(parameter("a", "one"))[: -len("</function>\n</tool_call>")], None),  # it was cut off
+        (tagged("<parameter=a>\nPar")[: -len("</function>\n</tool_call>")], None),
+    ],
+)
+def test_what_ends_a_value_without_quotes(text, expected):
+    tools = {"f": {"properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}}
+    content, [(name, arguments)] = parsed("hermes", [text], tools=tools)
+    assert name == "f" and content == ""
+    assert parsed("hermes", text, tools=tools) == (content, [(name, arguments)])
+    if expected is None:
+        assert arguments.strip() in ('{"a": "one"', '{"a": "Par')
+    else:
+        assert json.loads(arguments) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("gemma4", "<|tool_call>call:f{a:1,b:[2, ],}<tool_call|>"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1, "b": [2,], }}</tool_call>'),
+    ],
+)
+def test_a_comma_too_many_is_not_handed_out(name, text):
+    content, [(_, arguments)] = parsed(name, text)
+    assert content == "" and json.loads(arguments) == {"a": 1, "b": [2]}
+
+
+def test_a_tool_whose_name_has_other_characters_is_read_back():
+    text = '{"name": "my tool \U0001f600", "parameters": {}}'
+    assert parsed("llama", text, tools={"my tool \U0001f600": {}}) == ("", [("my tool \U0001f600", "{}")])
+    assert parsed("llama", text) == (text, [])
+
+
 def test_nested_arguments_have_a_limit_and_lose_nothing():
     text = '<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 500
     content, [(_, arguments)] = parsed("hermes", [text])

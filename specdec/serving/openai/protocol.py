@@ -23,7 +23,7 @@ from pydantic_core import PydanticCustomError
 from specdec.errors import shown
 from specdec.sampling_numbers import NUMBERS
 from specdec.serving.http.faults import ApiError
-from specdec.serving.tools.answer_parser import NAME
+from specdec.serving.tools.character_reader import NAME
 from specdec.text.prompts import Prompt, as_prompt_list
 
 logger = logging.getLogger(__name__)

@@ -10,39 +10,17 @@ nothing else before, between or after calls, and around the markers of a thought
 
 import re
 import secrets
-from collections import deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from specdec.serving.tools.answer_events import CallArguments, CallBegin, CallEnd, Event, Kind, Piece, Text
+from specdec.serving.tools.character_reader import END, CharacterReader, CutOff, NotACall, Reading
 from specdec.serving.tools.reasoning import ReasoningFormat
 
-T = TypeVar("T")
-Reading = Generator[None, str, T]  # waits for characters, then returns
 
-END = ""
-"""What is read after the last character."""
-
-NAME = re.compile(r"[\w.:/-]{1,128}")
-
-
-class NotACall(Exception):
-    """What is held is no call, or no more of it."""
-
-
-class CutOff(NotACall):
-    """The text ended where something was still to come."""
-
-
-def require(holds: object) -> None:
-    """Raise NotACall where this does not hold."""
-    if not holds:
-        raise NotACall
-
-
-class AnswerParser:
+class AnswerParser(CharacterReader):
     """`feed` it text as it comes, then `finish` it. One answer each. By itself it knows thoughts and no calls.
 
     A call that is malformed from some character on has the arguments up to there, and content begins there; one that
@@ -61,13 +39,11 @@ class AnswerParser:
     ) -> None:
         """tools: the JSON schema of the parameters of each tool, by its name. thoughts: how they are marked; None:
         they are not."""
+        super().__init__()
         self.num_calls = 0
         self._tools = tools or {}
         self._thoughts = thoughts
         self._pieces: list[Piece] = []
-        self._unread: deque[str] = deque()  # read before, and to be read again
-        self._held: list[str] = []  # read, and not known what it is
-        self._at = 0  # characters read, those held included
         self._told = 0  # up to where they were handed out
         self._gap: str | None = ""  # white space that may be markup; None: after text, where it is not
         self._marked = False  # the gap follows the marker of a thought
@@ -76,7 +52,6 @@ class AnswerParser:
         self._may_think = thoughts is not None
         self._phase = ""  # of a call: "" before it is known to be one, "arguments", "closing"
         self._open = False  # a call has begun and not ended
-        self._ended = False
         self._cut = False  # by the length of the answer
         marks = [thoughts.opens, thoughts.closes] if thoughts is not None else []
         self._marks = _any_of([*self.special[:1], *marks])
@@ -300,93 +275,6 @@ class AnswerParser:
                 joined.append(piece)
         self._pieces = []
         return joined
-
-    # what is read
-
-    def _next(self) -> Reading[str]:
-        """The next character, which is held from now on."""
-        char = self._unread.popleft() if self._unread else END if self._ended else (yield)
-        if char == END:
-            raise CutOff
-        self._held.append(char)
-        self._at += 1
-        return char
-
-    def _back(self) -> None:
-        """The last character is to be read again."""
-        self._unread.appendleft(self._held.pop())
-        self._at -= 1
-
-    def _sees(self, mark: str) -> Reading[bool]:
-        """Is this what comes next? Only then it is read. Raises CutOff where nothing comes."""
-        read = 0
-        for expected in mark:
-            try:
-                char = yield from self._next()
-            except CutOff:
-                if not read:
-                    raise
-                break
-            read += 1
-            if char != expected:
-                break
-        else:
-            return True
-        for _ in range(read):
-            self._back()
-        return False
-
-    def _solid(self) -> Reading[str]:
-        """The next character that is no white space."""
-        while (char := (yield from self._next())).isspace():
-            pass
-        return char
-
-    def _expect(self, text: str) -> Reading[None]:
-        for expected in text:
-            require((yield from self._next()) == expected)
-
-    def _close(self, *ends: str) -> Reading[None]:
-        """One of these strings, after white space, ends the call."""
-        self._phase = "closing"
-        self._held.clear()
-        read = yield from self._solid()
-        while read not in ends:
-            require(any(end.startswith(read) for end in ends))
-            read += yield from self._next()
-        self._held.clear()
-
-    def _until(self, end: str, sink: Callable[[str], None]) -> Reading[None]:
-        """All characters before this string, and the string itself, which is not handed on."""
-        while True:
-            read = yield from self._next()
-            while end.startswith(read) and read != end:
-                read += yield from self._next()
-            if read == end:
-                return
-            for _ in read[1:]:
-                self._back()
-            sink(read[0])
-
-    def _text_until(self, end: str, fits: Callable[[str, int], bool] = lambda char, at: True) -> Reading[str]:
-        """The text before this string. fits: may character number `at` of it be this one?"""
-        read: list[str] = []
-
-        def sink(char: str) -> None:
-            require(fits(char, len(read)))
-            read.append(char)
-
-        yield from self._until(end, sink)
-        return "".join(read)
-
-    def _name(self) -> Reading[str]:
-        """A name, up to the first character that cannot be of one."""
-        name = ""
-        while NAME.fullmatch(name + (char := (yield from self._next()))):
-            name += char
-        self._back()
-        require(name)
-        return name
 
 
 def _joined(first: Event, second: Event) -> Event | None:

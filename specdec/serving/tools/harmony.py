@@ -12,7 +12,7 @@ harmony response format.
 import re
 
 from specdec.serving.tools.answer_events import Kind
-from specdec.serving.tools.answer_parser import NAME, CutOff, NotACall, Reading
+from specdec.serving.tools.character_reader import NAME, CutOff, NotACall, Reading
 from specdec.serving.tools.tool_json import JsonToolParser
 
 START, MESSAGE, CALL = "<|start|>", "<|message|>", "<|call|>"

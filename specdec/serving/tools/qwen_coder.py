@@ -5,7 +5,8 @@ without quotes or escapes: the tool's schema says of what type they are, and wha
 from collections.abc import Collection
 from contextlib import suppress
 
-from specdec.serving.tools.answer_parser import AnswerParser, CutOff, Reading
+from specdec.serving.tools.answer_parser import AnswerParser
+from specdec.serving.tools.character_reader import CutOff, Reading
 from specdec.serving.tools.schema_types import ANY_TYPE, parameter_types
 from specdec.serving.tools.tool_json import quoted, typed
 
@@ -57,7 +58,7 @@ class TaggedCallParser(AnswerParser):
                 if (yield from self._sees(VALUE_ENDS)):
                     ends[False] = size
                     if (yield from self._at_border()):
-                        ends.setdefault(True, size)
+                        ends[True] = ends.get(True, size) if calls else size
                         if not calls:
                             break
                 elif (yield from self._sees(CALL_OPENS)):

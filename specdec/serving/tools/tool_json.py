@@ -10,7 +10,8 @@ import string
 from collections.abc import Callable
 from typing import Any
 
-from specdec.serving.tools.answer_parser import NAME, AnswerParser, NotACall, Reading, require
+from specdec.serving.tools.answer_parser import AnswerParser
+from specdec.serving.tools.character_reader import NAME, NotACall, Reading, require
 from specdec.serving.tools.schema_types import accepted_types
 
 NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from specdec.errors import require_one_of
-from specdec.serving.tools.answer_parser import AnswerParser, Reading, require
+from specdec.serving.tools.answer_parser import AnswerParser
+from specdec.serving.tools.character_reader import Reading, require
 from specdec.serving.tools.harmony import HarmonyParser
 from specdec.serving.tools.qwen_coder import TaggedCallParser
 from specdec.serving.tools.schema_types import NO_TYPE
