@@ -84,9 +84,7 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], place: str) -> No
             if role != "assistant":
                 messages.append({"role": role, "content": content})
                 return
-            message = _answer(messages)
-            if message["content"] is not None and not message.get("tool_calls"):
-                messages.append(message := _new_answer())
+            message = _answer(messages, after_text=False)
             message["content"] = content if message["content"] is None else f"{message['content']}\n{content}"
         case "function_call":
             call_id, name, arguments = (_string(item, name, place) for name in ("call_id", "name", "arguments"))
@@ -100,9 +98,7 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], place: str) -> No
             given = item.get("content")
             parts = [part for part in given if isinstance(part, dict)] if isinstance(given, list) else []
             if thought := "".join(str(part.get("text", "")) for part in parts):
-                message = _answer(messages)
-                if message["content"] is not None and not message.get("tool_calls"):
-                    messages.append(message := _new_answer())
+                message = _answer(messages, after_text=False)
                 before = message.get("reasoning_content")
                 message["reasoning_content"] = thought if before is None else f"{before}\n{thought}"
         case kind:
@@ -110,15 +106,13 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], place: str) -> No
             raise refused(place, f"{place} is of type {kind!r:.80}; {read}")
 
 
-def _answer(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The model's message that goes on, or a new one."""
-    if not messages or messages[-1]["role"] != "assistant":
-        messages.append(_new_answer())
+def _answer(messages: list[dict[str, Any]], *, after_text: bool = True) -> dict[str, Any]:
+    """The model's message that goes on, or a new one. after_text: does what comes go on with one that has its text?"""
+    last = messages[-1] if messages else {"role": None}
+    is_over = not after_text and last.get("content") is not None and not last.get("tool_calls")
+    if last["role"] != "assistant" or is_over:
+        messages.append({"role": "assistant", "content": None})
     return messages[-1]
-
-
-def _new_answer() -> dict[str, Any]:
-    return {"role": "assistant", "content": None}
 
 
 def _text(content: Any, place: str) -> str:
