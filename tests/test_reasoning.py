@@ -1,73 +1,194 @@
-"""What a model thought and what it says, out of pieces of any size."""
+"""What a model thought, what it says and what it calls, in order, out of pieces of any size."""
 
 import random
-from functools import partial
 
 import pytest
-from test_reply import deltas_of
 
 from specdec.errors import ConfigError
-from specdec.serving.openai.reply import Reply
-from specdec.serving.tools.reasoning import REASONING, ReasoningReader, opened_by, reasoning_format
+from specdec.serving.tools.answer_events import CallArguments, CallBegin, CallEnd, Text
+from specdec.serving.tools.answer_parser import AnswerParser
+from specdec.serving.tools.reasoning import REASONING, reasoning_format
 from specdec.serving.tools.tool_parsers import PARSERS
 
+CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+GEMMA_CALL = "<|tool_call>call:f{a:1}<tool_call|>"
+CALLED = ("call", "f", '{"a": 1}', True)
+
+
+def items(pieces):
+    """Texts as (kind, text), calls as ("call", name, arguments, whole)."""
+    found: list[list] = []
+    for piece in pieces:
+        match piece.event:
+            case Text(kind, text, begins):
+                if begins:
+                    found.append([kind, ""])
+                assert found[-1][0] == kind, "a text that goes on goes on with the last item"
+                found[-1][1] += text
+            case CallBegin(_, _, name):
+                found.append(["call", name, ""])
+            case CallArguments(_, text):
+                found[-1][2] += text
+            case CallEnd(_, whole):
+                found[-1].append(whole)
+    return [tuple(item) for item in found]
+
+
+def read(parser, text, sizes, *, cut=False, begun=""):
+    parser.prime(begun)
+    pieces, at = [], 0
+    for size in sizes:
+        pieces += parser.feed(text[at : at + size])
+        at += size
+    pieces += parser.feed(text[at:]) + parser.finish(cut=cut)
+    return items(pieces)
+
+
+def in_all_cuts(kind, thoughts, text, **options):
+    """The items of a text, which are the same however it is cut."""
+    form = REASONING.get(thoughts)
+    whole = read(kind(None, form), text, [], **options)
+    for seed in range(12):
+        rng = random.Random(seed)
+        sizes = [rng.randint(1, 1 + seed) for _ in text]
+        assert read(kind(None, form), text, sizes, **options) == whole, seed
+    return whole
+
+
 CASES = {
-    # format, opened by the prompt, text -> thought, answer
-    "qwen": ("qwen3", False, "<think>\nI count.\n\n</think>\n\nEight.", "I count.", "Eight."),
-    "opened": ("qwen3", True, "\nI count.\n</think>\n\nEight. <think>", "I count.", "Eight. <think>"),
-    "no thought": ("qwen3", False, "  Eight, < 9 <think>x</think>", "", "  Eight, < 9 <think>x</think>"),
-    "empty": ("qwen3", False, "<think>\n\n</think>\n\nEight.", "", "Eight."),
-    "cut": ("qwen3", False, "<think>I count </thi", "I count </thi", ""),
-    "silent": ("deepseek_r1", False, "I count.</think>Eight.\n", "I count.", "Eight.\n"),
-    "said": ("deepseek_r1", False, "<think>\nI count.\n</think>\nEight.", "I count.", "Eight."),
-    "gemma": ("gemma4", False, "<|channel>thought\nI count.\n<channel|>Eight.", "I count.", "Eight."),
-    "gemma twice": ("gemma4", False, "<|channel>thought\nA<channel|>B<|channel>thought\nC<channel|>D", "AC", "BD"),
-    "gemma none": ("gemma4", False, "Eight, <b>.", "", "Eight, <b>."),
-    "space": ("qwen3", False, "   ", "", "   "),
-}
+    # format, what the prompt has begun, text -> items
+    "qwen": ("qwen3", "", "<think>\nI count.\n\n</think>\n\nEight.", [("thought", "I count."), ("content", "Eight.")]),
+    "opened": (
+        *("qwen3", "<think>", "\nI count.\n</think>\n\nEight. <think>"),
+        [("thought", "I count."), ("content", "Eight. <think>")],
+    ),
+    "no thought": ("qwen3", "", "  Eight, < 9 <think>x</think>", [("content", "  Eight, < 9 <think>x</think>")]),
+    "empty": ("qwen3", "", "<think>\n\n</think>\n\nEight.", [("content", "Eight.")]),
+    "cut": ("qwen3", "", "<think>I count </thi", [("thought", "I count </thi")]),
+    "silent": ("deepseek_r1", "", "I count.</think>Eight.\n", [("thought", "I count."), ("content", "Eight.\n")]),
+    "said": ("deepseek_r1", "", "<think>\nI count.\n</think>\nOk.", [("thought", "I count."), ("content", "Ok.")]),
+    "gemma": ("gemma4", "", "<|channel>thought\nHm.\n<channel|>Eight.", [("thought", "Hm."), ("content", "Eight.")]),
+    "gemma twice": (
+        *("gemma4", "", "<|channel>thought\nA<channel|>B<|channel>thought\nC<channel|>D"),
+        [("thought", "A"), ("content", "B"), ("thought", "C"), ("content", "D")],
+    ),
+    "gemma in a row": (
+        *("gemma4", "", "<|channel>thought A <channel|> <|channel>thought B<channel|>"),
+        [("thought", "A"), ("thought", "B")],
+    ),
+    "gemma none": ("gemma4", "", " Eight, <b>.", [("content", " Eight, <b>.")]),
+    "space": ("qwen3", "", "   ", [("content", "   ")]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_thought_and_answer_of_pieces_of_any_size(case):
-    name, opened, text, thought, answer = CASES[case]
-    for seed in range(40):
-        rng, reader, got, at = random.Random(seed), ReasoningReader(REASONING[name], opened=opened), ["", ""], 0
-        while at < len(text):
-            size = len(text) if seed == 0 else rng.randint(1, 1 + seed % 7)
-            split = reader.feed(text[at : at + size])
-            got = [before + new for before, new in zip(got, split, strict=True)]
-            at += size
-        got = [before + new for before, new in zip(got, reader.feed("", finished=True), strict=True)]
-        assert got == [thought, answer], seed
+    thoughts, begun, text, expected = CASES[case]
+    assert in_all_cuts(AnswerParser, thoughts, text, begun=begun) == expected
+
+
+CALLS_AND_THOUGHTS = {
+    # parser, thoughts, text -> items
+    "order": (
+        *("hermes", "qwen3", f"<think>Which?</think>I look. {CALL}\nThen."),
+        [("thought", "Which?"), ("content", "I look. "), CALLED, ("content", "\nThen.")],
+    ),
+    "between thoughts": (
+        *("gemma4", "gemma4", f"A{GEMMA_CALL}<|channel>thought B<channel|>C{GEMMA_CALL}D"),
+        [("content", "A"), CALLED, ("thought", "B"), ("content", "C"), CALLED, ("content", "D")],
+    ),
+    # a call in a thought that is never closed is one; in one that is closed it is a quotation
+    "never closed": ("hermes", "qwen3", f"<think>I call. {CALL}", [("thought", "I call."), CALLED]),
+    "never closed, gemma": (
+        *("gemma4", "gemma4", f"<|channel>thought\nI call {GEMMA_CALL} now"),
+        [("thought", "I call"), CALLED, ("content", " now")],
+    ),
+    "marks before it": (
+        *("hermes", "qwen3", f"<think><tool_call> is <tool_call>no{CALL}{CALL}"),
+        [("thought", "<tool_call> is <tool_call>no"), CALLED, CALLED],
+    ),
+    "not whole": ("hermes", "qwen3", f"<think>I {CALL[:30]}", [("thought", f"I {CALL[:30]}")]),
+    "quoted": ("hermes", "qwen3", f"<think>No {CALL} x</think>B", [("thought", f"No {CALL} x"), ("content", "B")]),
+    "quoted, then called": (
+        *("hermes", "qwen3", f"<think>{CALL}</think>{CALL}"),
+        [("thought", CALL), CALLED],
+    ),
+    "silent": ("hermes", "deepseek_r1", f"I call.\n{CALL}", [("thought", "I call."), CALLED]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CALLS_AND_THOUGHTS)
+def test_thoughts_calls_and_texts_stand_in_their_order(case):
+    kind, thoughts, text, expected = CALLS_AND_THOUGHTS[case]
+    assert in_all_cuts(PARSERS[kind], thoughts, text) == expected
+
+
+def test_a_call_in_a_thought_that_the_length_cut_off_is_thought():
+    """The thought may have gone on, and have been a quotation."""
+    assert in_all_cuts(PARSERS["hermes"], "qwen3", f"<think>{CALL}", cut=True) == [("thought", CALL)]
+
+
+HARMONY = (
+    "<|channel|>analysis<|message|>I need it.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+    "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{\"a\": 1}<|call|>"
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (HARMONY, [("thought", "I need it."), ("content", "I look."), CALLED]),
+        (' to=functions.f<|channel|>commentary <|constrain|>json<|message|>{"a": 1}<|call|>', [CALLED]),
+        (' to=f<|channel|>commentary<|message|>{"a": 1}<|call|>', [CALLED]),
+        (' to=g<|channel|>commentary<|message|>{"a": 1}<|call|>', [("content", '{"a": 1}')]),
+        ("<|channel|>analysis to=python<|message|>1 + 1<|end|>", [("thought", "1 + 1")]),
+        (
+            "<|channel|>analysis<|message|>A<|end|><|start|>assistant<|channel|>analysis<|message|>B<|end|>"
+            "<|start|>assistant<|channel|>final<|message|> Yes.\n<|return|>",
+            [("thought", "A"), ("thought", "B"), ("content", " Yes.\n")],
+        ),
+    ],
+)
+def test_messages_of_harmony(text, expected):
+    for seed in range(8):
+        rng = random.Random(seed)
+        parser = PARSERS["harmony"]({"f": {}})
+        begun = parser.begun_by("<|end|><|start|>user<|message|>Hi<|end|><|start|>assistant")
+        assert begun == "<|start|>assistant"
+        sizes = [rng.randint(1, 1 + 2 * seed) for _ in text] if seed else []
+        assert read(parser, text, sizes, begun=begun) == expected
 
 
 def test_whether_the_prompt_has_opened_a_thought():
-    qwen = REASONING["qwen3"]
-    assert opened_by("<|im_start|>assistant\n<think>\n", qwen)
-    assert not opened_by("<|im_start|>assistant\n<think>\n\n</think>\n\n", qwen)
-    assert not opened_by("<|im_start|>assistant\n", qwen)
+    qwen = AnswerParser(None, REASONING["qwen3"])
+    assert qwen.begun_by("<|im_start|>assistant\n<think>\n") == "<think>"
+    assert qwen.begun_by("<|im_start|>assistant\n<think>\n\n</think>\n\n") == ""
+    assert qwen.begun_by("<|im_start|>assistant\n") == ""
+    assert qwen.begun_by("what is <think>?<|im_end|>\n<|im_start|>assistant\n") == ""  # the user's word
+    assert qwen.begun_by("...", "<think>I count") == "<think>I count"
+    assert qwen.begun_by("...", "<think>I count</think>Ei") == "" == AnswerParser().begun_by("<think>")
     assert reasoning_format("none") is None
     with pytest.raises(ConfigError, match=r"^reasoning_parser='deep' is unknown; choose one of none, deepseek_r1"):
         reasoning_format("deep")
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_thoughts_calls_and_text_of_one_answer(seed, byte_tokenizer):
-    text = '<think>Which? {"name": "f"}</think>I look. <tool_call>{"name": "f", "arguments": {}}</tool_call>'
-    wanted = partial(Reply, byte_tokenizer, (), False, PARSERS["hermes"], reasoning=REASONING["qwen3"])
-    reply, deltas = wanted(), deltas_of(byte_tokenizer, text, random.Random(seed))
-    said = [reply.read(delta) for delta in deltas]
-    assert "".join(one.reasoning for one in said) == 'Which? {"name": "f"}'
-    assert "".join(one.content for one in said).strip() == "I look."
-    assert reply.num_calls == 1
+@pytest.mark.parametrize("name", ["hermes", "gemma4"])
+def test_a_thought_of_marks_that_begin_no_call_is_read_in_time_that_grows_with_it(name):
+    """Each mark could be a call up to the end of the text: what was read as one is not read again."""
+    begins = {"hermes": '<tool_call>{"name": "f", "arguments": {"a": "', "gemma4": '<|tool_call>call:f{a:<|"|>'}[name]
+    parser = PARSERS[name](None, REASONING["qwen3" if name == "hermes" else "gemma4"])
+    opens = parser._thoughts.opens
+    steps = 0
+    original = PARSERS[name].feed
 
+    class Counted(PARSERS[name]):
+        def feed(self, text):
+            nonlocal steps
+            steps += len(text)
+            return original(self, text)
 
-@pytest.mark.parametrize("seed", range(3))
-def test_no_second_call_where_one_is_allowed(seed, byte_tokenizer):
-    """parallel_tool_calls=false: what follows the first call is left out, in pieces of any size."""
-    one = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
-    wanted = partial(Reply, byte_tokenizer, (), False, PARSERS["hermes"], max_calls=1)
-    reply, deltas = wanted(), deltas_of(byte_tokenizer, f"So: {one}{one} and more", random.Random(seed))
-    said = [reply.read(delta) for delta in deltas]
-    assert reply.num_calls == 1 and {call["index"] for each in said for call in each.tool_calls} == {0}
-    assert "".join(each.content for each in said).strip() == "So:"
+    text = opens + begins * 400
+    reader = Counted(None, parser._thoughts)
+    reader.feed(text)
+    assert items(reader.finish()) == [("thought", begins.rstrip() * 1 + begins * 399)]
+    assert steps < 4 * len(text)

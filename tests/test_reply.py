@@ -1,65 +1,154 @@
-"""What one choice says, out of deltas of any number of tokens: content, tool calls, and colours."""
+"""What one choice says, out of deltas of any number of tokens: events in order, a chat's message, scores, colours."""
 
 import itertools
 import random
-from functools import partial
 
 import pytest
 
 from specdec.errors import StoppingError
 from specdec.runtime.request import GenerationOutput, RequestStats, StreamDelta
-from specdec.serving.openai.reply import Reply
+from specdec.sampling.log_probs import TokenLogprob
+from specdec.serving.openai.chat_message import MessageFold, whole_message
+from specdec.serving.openai.reply import Reply, whole_delta
+from specdec.serving.tools.answer_events import CallEnd, Text
+from specdec.serving.tools.reasoning import REASONING
 from specdec.serving.tools.tool_parsers import PARSERS
-from specdec.text.detokenize import Detokenizer
+from specdec.text.detokenize import Detokenizer, token_text
 
 TEXT = 'I look. <tool_call>{"name": "f", "arguments": {"a": "é"}}</tool_call><tool_call>{"name": "g"}</tool_call>'
 
 
-def deltas_of(tokenizer, text, rng, reason="stop"):
+def deltas_of(tokenizer, text, rng, reason="stop", stops=()):
     """The deltas of an answer, cut anywhere."""
     ids, reader, deltas = tokenizer(text)["input_ids"], Detokenizer(tokenizer), []
     drafted = [rng.random() < 0.5 for _ in ids]
-    output = GenerationOutput([], ids, text, reason, RequestStats(), drafted)
+    scores = [TokenLogprob(token, -float(at), {}) for at, token in enumerate(ids)]
+    output = GenerationOutput([], ids, text, reason, RequestStats(), drafted, scores)
     cuts = sorted({0, len(ids), *rng.sample(range(1, len(ids)), min(6, len(ids) - 1))})
     for begin, end in itertools.pairwise(cuts):
         last = end == len(ids)
-        new = reader.stream(ids[:end], (), finished=last)
-        deltas.append(StreamDelta(new, ids[begin:end], drafted[begin:end], output if last else None))
+        new = reader.stream(ids[:end], stops, finished=last)
+        known = output if last else None
+        deltas.append(StreamDelta(new, ids[begin:end], drafted[begin:end], known, scores[begin:end]))
     return deltas
+
+
+def hermes(tools=None, thoughts=None):
+    return PARSERS["hermes"](tools, thoughts)
 
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("show_drafts", [False, True], ids=["plain", "colours"])
 def test_content_calls_and_colours_of_any_deltas(seed, show_drafts, byte_tokenizer):
-    rng = random.Random(seed)
-    wanted = partial(Reply, byte_tokenizer, (), show_drafts, PARSERS["hermes"])
-    deltas, reply = deltas_of(byte_tokenizer, TEXT, rng), wanted()
-    said = [reply.read(delta) for delta in deltas]
-    assert "".join(one.content for one in said).strip() == "I look."
-    calls: dict[int, list[str]] = {}
-    for part in (call for one in said for call in one.tool_calls):
-        if "id" in part:
-            assert part["type"] == "function"
-            calls[part["index"]] = [part["function"]["name"], part["function"]["arguments"]]
-        else:
-            calls[part["index"]][1] += part["function"]["arguments"]
-    assert calls == {0: ["f", '{"a": "é"}'], 1: ["g", "{}"]}
-    assert all(len({part["index"] for part in one.tool_calls}) == len(one.tool_calls) for one in said)
+    deltas = deltas_of(byte_tokenizer, TEXT, random.Random(seed))
+    reply, fold = Reply(byte_tokenizer, (), show_drafts, hermes()), MessageFold()
+    chunks = [chunk for delta in deltas for chunk in fold.deltas(reply.read(delta))]
+    assert all(len(chunk) == 1 for chunk in chunks)
+    for calls in (chunk["tool_calls"] for chunk in chunks if "tool_calls" in chunk):
+        assert len({part["index"] for part in calls}) == len(calls)
     assert reply.finish_reason(deltas[-1].output) == "tool_calls"
-    pieces = [piece for one in said for piece in one.drafted or ()]
+    message = whole_message(chunks)
+    assert message["content"].strip() == "I look."
+    said = [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
+    assert said == [("f", '{"a": "é"}'), ("g", "{}")]
+    assert all("index" not in call and call["id"] and call["type"] == "function" for call in message["tool_calls"])
+    other = Reply(byte_tokenizer, (), False, hermes())
+    whole = whole_message(MessageFold().deltas(other.read(whole_delta(deltas[-1].output))))
+    for call in whole["tool_calls"] + message["tool_calls"]:
+        del call["id"]
+    assert whole == message
+    pieces = [piece for delta in deltas for piece in reply.colours(delta) or ()]
     assert "".join(text for text, _ in pieces) == (TEXT if show_drafts else "")
-    whole = wanted().read_whole(deltas[-1].output)
-    assert [(call["function"]["name"], call["function"]["arguments"]) for call in whole.tool_calls] == [
-        tuple(call) for call in calls.values()
+
+
+def tokens_by_item(reply, deltas):
+    """For each item, its kind and the texts of its tokens."""
+    found: list[tuple[str, list[int]]] = []
+    for event, tokens in (said for delta in deltas for said in reply.read(delta)):
+        kind = event.kind if isinstance(event, Text) else "call"
+        if (isinstance(event, Text) and event.begins) or (kind == "call" and (not found or found[-1][0] != "call")):
+            found.append((kind, []))
+        found[-1][1].extend(tokens)
+        if isinstance(event, CallEnd):
+            found.append(("", []))
+    return [each for each in found if each[0]]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("stops", [(), ("never there",)], ids=["", "held back"])
+def test_each_token_is_of_one_item_however_the_answer_is_cut(seed, stops, byte_tokenizer):
+    """Its scores go with it: tokens without text of their own go with the character that they are parts of."""
+    text = "<think>Ich zähle 😀.</think>Dü €. " + TEXT + " Thén."
+    deltas = deltas_of(byte_tokenizer, text, random.Random(seed), stops=stops)
+    reply = Reply(byte_tokenizer, stops, False, hermes(None, REASONING["qwen3"]))
+    found = tokens_by_item(reply, deltas)
+    texts = [(kind, byte_tokenizer.decode([deltas[-1].output.token_ids[at] for at in ats])) for kind, ats in found]
+    expected = [
+        ("thought", "Ich zähle 😀."),
+        ("content", "Dü €. I look. "),
+        ("call",),
+        ("call",),
+        ("content", " Thén."),
     ]
-    assert all("index" not in call and call["id"] for call in whole.tool_calls)
+    for (kind, joined), want in zip(texts, expected, strict=True):
+        assert kind == want[0]
+        if kind != "call":
+            assert joined == want[1]
+    every = [at for _, ats in found for at in ats]
+    assert every == sorted(set(every))
+    assert [one.logprob for one in reply.scores(range(*found[1][1][:1], found[1][1][-1] + 1))] == [
+        -float(at) for at in found[1][1]
+    ]
+    assert reply.thought_tokens == len(found[0][1])
+
+
+def test_each_token_begins_where_its_text_does(byte_tokenizer):
+    """Behind a character of several tokens too."""
+    text = "é 😀!\ufffd€"
+    reply = Reply(byte_tokenizer, scored=True)
+    for delta in deltas_of(byte_tokenizer, text, random.Random(0)):
+        reply.read(delta)
+    ids = byte_tokenizer(text)["input_ids"]
+    assert len(reply.begins) == len(ids)
+    for begin, token in zip(reply.begins, ids, strict=True):
+        said = token_text(byte_tokenizer, token)
+        assert text[begin].encode() and (said == "\ufffd" or text.startswith(said, begin))
+    assert [text[begin] for begin in reply.begins] == [char for char in text for _ in char.encode()]
+
+
+def test_a_stop_string_ends_events_where_it_ends_the_text(byte_tokenizer):
+    text = "One. STOP two"
+    deltas = deltas_of(byte_tokenizer, text, random.Random(1), stops=("STOP",))
+    reply = Reply(byte_tokenizer, ("STOP",), False, hermes())
+    said = [said for delta in deltas for said in reply.read(delta)]
+    assert "".join(event.text for event, _ in said) == "One. "
+
+
+def test_a_call_that_a_stop_string_cut_is_not_what_the_answer_ended_with(byte_tokenizer):
+    text = '<tool_call>{"name": "f", "arguments": {"a": "x'
+    reply = Reply(byte_tokenizer, (), False, hermes())
+    deltas = deltas_of(byte_tokenizer, text, random.Random(0))
+    said = [said for delta in deltas for said in reply.read(delta)]
+    assert said[-1].event == CallEnd(0, whole=False)
+    assert reply.finish_reason(deltas[-1].output) == "stop"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_second_call_where_one_is_allowed(seed, byte_tokenizer):
+    """parallel_tool_calls=false: what follows the first call is left out, in pieces of any size."""
+    one = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    reply = Reply(byte_tokenizer, (), False, hermes(), max_calls=1)
+    deltas = deltas_of(byte_tokenizer, f"So: {one}{one} and more", random.Random(seed))
+    message = whole_message([x for delta in deltas for x in MessageFold().deltas(reply.read(delta))])
+    assert message["content"] == "So: " and [call["function"]["name"] for call in message["tool_calls"]] == ["f"]
+    assert reply.finish_reason(deltas[-1].output) == "tool_calls"
 
 
 def test_without_tools_a_call_is_text(byte_tokenizer):
     reply = Reply(byte_tokenizer)
     deltas = deltas_of(byte_tokenizer, TEXT, random.Random(0), "length")
-    said = [reply.read(delta) for delta in deltas]
-    assert "".join(one.content for one in said) == TEXT and not any(one.tool_calls or one.drafted for one in said)
+    said = [said for delta in deltas for said in reply.read(delta)]
+    assert "".join(event.text for event, _ in said) == TEXT and [event.begins for event, _ in said][:2] == [True, False]
     assert reply.finish_reason(deltas[-1].output) == "length"
 
 

@@ -10,33 +10,39 @@ from tokenizers import AddedToken
 
 from specdec import SpecDecError
 from specdec.runtime.request import GenerationOutput, RequestStats, StreamDelta
-from specdec.serving.tools.tool_parsers import PARSERS, ContentPiece, ToolCallPiece, ToolReader, tool_parser_for
+from specdec.serving.tools.answer_events import CallArguments, CallBegin, CallEnd, Text
+from specdec.serving.tools.answer_reader import AnswerReader
+from specdec.serving.tools.tool_parsers import PARSERS, tool_parser_for
 from specdec.text.detokenize import Detokenizer
 
 from marks import examples
 
 
-def gathered(pieces):
-    """(content, [(name, arguments), ...]), with the order in which pieces may come checked."""
-    content, calls, ids = "", [], []
-    for piece in pieces:
-        if isinstance(piece, ContentPiece):
-            assert piece.text
-            content += piece.text
-        elif piece.name is not None:
-            assert piece.index == len(calls) and piece.id not in ids and piece.arguments == ""
-            calls.append([piece.name, ""])
-            ids.append(piece.id)
-        else:
-            assert piece.id is None and piece.index == len(calls) - 1 and piece.arguments
-            calls[piece.index][1] += piece.arguments
+def gathered(events):
+    """(content, [(name, arguments), ...]), with the order in which events may come checked."""
+    content, calls, ids, last = "", [], [], None
+    for event in events:
+        match event:
+            case Text():
+                assert event.text and (event.begins or (isinstance(last, Text) and last.kind == event.kind))
+                content += event.text * (event.kind == "content")
+            case CallBegin():
+                assert event.index == len(calls) and event.id not in ids
+                calls.append([event.name, ""])
+                ids.append(event.id)
+            case CallArguments():
+                assert event.index == len(calls) - 1 and event.text and isinstance(last, CallBegin | CallArguments)
+                calls[-1][1] += event.text
+            case CallEnd():
+                assert event.index == len(calls) - 1 and isinstance(last, CallBegin | CallArguments)
+        last = event
     return content, [tuple(call) for call in calls]
 
 
 def parsed(name, pieces, **options):
     parser = PARSERS[name](**options)
     found = [piece for text in pieces for piece in parser.feed(text)]
-    return gathered(found + parser.finish())
+    return gathered(piece.event for piece in found + parser.finish())
 
 
 WEATHER = ("weather", '{"city": "Paris"}')
@@ -114,10 +120,18 @@ CASES = {
     ],
     "harmony": [
         ('<|channel|>analysis<|message|>I need it.<|end|><|start|>assistant<|channel|>commentary to=functions.weather '
-         '<|constrain|>json<|message|>{"city": "Paris"}<|call|>', "I need it.", [WEATHER]),
+         '<|constrain|>json<|message|>{"city": "Paris"}<|call|>', "", [WEATHER]),
         ('<|start|>assistant to=functions.weather<|channel|>commentary<|message|>{"city": "Paris"}', "", [WEATHER]),
         ("<|channel|>final<|message|>Hello <|x|> <|<|return|>", "Hello <|x|> <|", []),
-        ("<|channel|>commentary to=functions.f<|message|>no JSON", None, []),
+        ("<|channel|>commentary to=functions.f<|message|>no JSON", "no JSON", []),
+        ('<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1, oops}<|call|>', "oops}",
+         [("f", '{"a": 1, ')]),
+        ('<|channel|>commentary to=functions.f<|message|>{"a": [1', "", [("f", '{"a": [1')]),
+        ("<|channel|>commentary to=functions.f<|message|> <|call|>", "", [("f", "{}")]),
+        ("<|channel|>analysis to=python<|message|>print(1)<|end|>", "", []),
+        ("no header<|end|> <|channel|>final<|message|> a\n", "no header  a\n", []),
+        ("<|channel|>final<|message|>Yes.<|end|><|start|>assis", "Yes.", []),
+        ("<|channel|>" + "x" * 300, None, []),
     ],
     "granite": [('<|tool_call|>[{"name": "weather", "arguments": {"city": "Paris"}}]', "", [WEATHER])],
     "cohere": [
@@ -142,23 +156,106 @@ def test_content_and_calls_of_a_text(name, text, content, calls):
 def test_arguments_come_as_they_are_written():
     parser = PARSERS["hermes"]()
     assert parser.feed('<tool_call>{"name": "f", "arguments": ') == []
-    first, second = parser.feed('{"a": "one')
-    assert (first.index, first.name, first.arguments) == (0, "f", "") and first.id
-    assert second == ToolCallPiece(0, None, None, '{"a": "one')
-    assert parser.feed(' two"') == [ToolCallPiece(0, None, None, ' two"')]
-    assert parser.feed("}}</tool_call> Then") == [ToolCallPiece(0, None, None, "}"), ContentPiece(" Then")]
+    first, second = (piece.event for piece in parser.feed('{"a": "one'))
+    assert (first.index, first.name) == (0, "f") and first.id
+    assert second == CallArguments(0, '{"a": "one')
+    assert [piece.event for piece in parser.feed(' two"')] == [CallArguments(0, ' two"')]
+    more = [piece.event for piece in parser.feed("}}</tool_call> Then")]
+    assert more == [CallArguments(0, "}"), CallEnd(0, whole=True), Text("content", " Then", begins=True)]
     assert parser.num_calls == 1 and parser.finish() == []
 
 
 def test_ids_are_of_the_length_that_mistral_templates_insist_on():
-    piece = PARSERS["mistral"]().feed("[TOOL_CALLS]f[ARGS]{}")[0]
-    assert len(piece.id) == 9 and piece.id.isalnum()
+    call = PARSERS["mistral"]().feed("[TOOL_CALLS]f[ARGS]{}")[0].event
+    assert len(call.id) == 9 and call.id.isalnum()
 
 
 def test_values_without_quotes_are_what_the_schema_says():
     text = "<tool_call><function=f>" + "".join(f"<parameter={key}>3</parameter>" for key in "abc") + "</function>"
-    types = {"f": {"a": {"type": "string"}, "b": {"type": "integer"}}}
-    assert parsed("hermes", [text], types=types) == ("", [("f", '{"a": "3", "b": 3, "c": 3}')])
+    tools = {"f": {"properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}}
+    assert parsed("hermes", [text], tools=tools) == ("", [("f", '{"a": "3", "b": 3, "c": 3}')])
+
+
+def tagged(*parameters, name="f"):
+    return f"<tool_call>\n<function={name}>\n" + "".join(parameters) + "</function>\n</tool_call>"
+
+
+def parameter(key, value):
+    return f"<parameter={key}>\n{value}\n</parameter>\n"
+
+
+@pytest.mark.parametrize(
+    ("schema", "written", "value"),
+    [
+        ({"type": "string"}, "3", "3"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "3", "3"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"const": "7"}, "7", "7"),
+        ({"$ref": "#/$defs/Code"}, "42", "42"),
+        ({"allOf": [{"$ref": "#/$defs/Code"}]}, "42", "42"),
+        ({"type": ["string", "null"]}, "true", "true"),
+        ({"oneOf": [{"type": "integer"}, {"type": "boolean"}]}, "True", True),
+        ({"type": "integer"}, "3", 3),
+        ({}, "3", 3),
+        ({"type": "array"}, '["a"]', ["a"]),
+        ({"type": "object"}, "no JSON", "no JSON"),
+    ],
+    ids=str,
+)
+def test_a_value_without_quotes_is_of_a_type_that_its_schema_accepts(schema, written, value):
+    tools = {"f": {"properties": {"a": schema}, "$defs": {"Code": {"type": "string"}}}}
+    content, [(_, arguments)] = parsed("hermes", [tagged(parameter("a", written))], tools=tools)
+    assert content == "" and json.loads(arguments) == {"a": value}
+
+
+CODE = """if line.endswith("</parameter>"):
+    return "<function=x>" if a < b else "</function>" """
+QUOTED = tagged(parameter("b", "2"), name="g")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (tagged(parameter("a", CODE), parameter("b", 1)), {"a": CODE, "b": 1}),  # marks within a value
+        (tagged(parameter("a", "x </parameter> y")), {"a": "x </parameter> y"}),
+        (tagged(parameter("a", QUOTED), parameter("b", 1)), {"a": QUOTED, "b": 1}),  # a whole call, quoted
+        (tagged(parameter("a", 'find("<function=")'), parameter("b", 1)), {"a": 'find("<function=")', "b": 1}),
+        (tagged("<parameter=a>\nParis\n", parameter("b", 1)), {"a": "Paris", "b": 1}),  # one that was not closed
+        (tagged("<parameter=a>\nParis\n"), {"a": "Paris"}),
+        (tagged(parameter("a", "one"), parameter("a", "two")), {"a": "one"}),  # one that is named twice
+        (tagged(parameter("a", "one")).replace("</function>", ""), {"a": "one"}),  # the call was not closed
+        (tagged(parameter("a", "one"))[: -len("</function>\n</tool_call>")], None),  # it was cut off
+        (tagged("<parameter=a>\nPar")[: -len("</function>\n</tool_call>")], None),
+    ],
+)
+def test_what_ends_a_value_without_quotes(text, expected):
+    tools = {"f": {"properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}}
+    content, [(name, arguments)] = parsed("hermes", [text], tools=tools)
+    assert name == "f" and content == ""
+    assert parsed("hermes", text, tools=tools) == (content, [(name, arguments)])
+    if expected is None:
+        assert arguments.strip() in ('{"a": "one"', '{"a": "Par')
+    else:
+        assert json.loads(arguments) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("gemma4", "<|tool_call>call:f{a:1,b:[2, ],}<tool_call|>"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1, "b": [2,], }}</tool_call>'),
+    ],
+)
+def test_a_comma_too_many_is_not_handed_out(name, text):
+    content, [(_, arguments)] = parsed(name, text)
+    assert content == "" and json.loads(arguments) == {"a": 1, "b": [2]}
+
+
+def test_a_tool_whose_name_has_other_characters_is_read_back():
+    text = '{"name": "my tool \U0001f600", "parameters": {}}'
+    assert parsed("llama", text, tools={"my tool \U0001f600": {}}) == ("", [("my tool \U0001f600", "{}")])
+    assert parsed("llama", text) == (text, [])
 
 
 def test_nested_arguments_have_a_limit_and_lose_nothing():
@@ -296,7 +393,8 @@ def test_special_tokens_of_the_format_reach_the_parser_and_others_do_not(sizes, 
     tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken(token, special=True) for token in special]})
     ids = tokenizer('Yés.<|tool_call>call:weather{city:<|"|>Paris<|"|>}<tool_call|><turn|>')["input_ids"]
     assert "tool_call" not in Detokenizer(tokenizer).final_text(ids, ()).replace("call:", "")
-    reader = ToolReader(tokenizer, PARSERS["gemma4"]())
-    assert gathered([piece for delta in deltas(ids, sizes) for piece in reader.read(delta)]) == ("Yés.", [WEATHER])
+    reader = AnswerReader(tokenizer, PARSERS["gemma4"]())
+    said = [event for delta in deltas(ids, sizes) for event, _ in reader.read(delta)]
+    assert gathered(said) == ("Yés.", [WEATHER])
     written = frozenset(tokenizer.convert_tokens_to_ids(special[:3]))
     assert Detokenizer(tokenizer, written).final_text(ids, ("Paris",)) == 'Yés.<|tool_call>call:weather{city:<|"|>'

@@ -10,7 +10,7 @@ from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.http.api_keys import bearer_token
 from specdec.serving.http.faults import ApiError
 from specdec.serving.server_settings import ServeSettings
-from specdec.serving.tools.tool_parsers import ToolParser
+from specdec.serving.tools.answer_parser import AnswerParser
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class ServeState:
 
     engine: AsyncEngine
     settings: ServeSettings
-    tool_parser: type[ToolParser] | None
+    tool_parser: type[AnswerParser] | None
     started: int = field(default_factory=lambda: int(time.time()))
     client: str = ""  # of a request: the API key that it came with
 

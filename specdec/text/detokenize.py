@@ -109,6 +109,12 @@ class Detokenizer:
         self._num_sent += 1
         return new
 
+    def unsettled(self, output_ids: Sequence[int]) -> str:
+        """The text after what is settled, if the output, which was read, ended here."""
+        if self._in_byte_run(output_ids, 0, len(output_ids)):  # which is not decoded before it ends
+            return self._decode(output_ids[self._prefix :])[self._known_len :]
+        return self._shown[self._known_len :]
+
     def final_text(self, output_ids: Sequence[int], stops: Sequence[str]) -> str:
         """The whole text, cut before the first stop string."""
         if self.tokenizer is None or self._final is not None:

@@ -102,7 +102,7 @@ def _require_unicode(name: str, text: str) -> None:
 
 def _require_references(schema: Any) -> None:
     found = 0
-    for key, value in _members(schema):
+    for key, value in members(schema):
         if key not in REFERENCES or not isinstance(value, str):
             continue
         found += 1
@@ -137,7 +137,8 @@ def _depth(text: str, opening: str, closing: str) -> int:
     return int((depths - np.minimum.accumulate(np.minimum(depths, 0))).max(initial=0))
 
 
-def _members(value: Any) -> Iterator[tuple[str, Any]]:
+def members(value: Any) -> Iterator[tuple[str, Any]]:
+    """The members of all objects in a JSON value."""
     left = [value]
     while left:
         one = left.pop()

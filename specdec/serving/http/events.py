@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from specdec.errors import SpecDecError
 from specdec.serving.http.faults import as_api_error
 from specdec.serving.streams import Streams
 
@@ -87,14 +86,18 @@ class EventStream(Response):
             except ClientGoneError:
                 scope.setdefault("state", {})["client_gone"] = True
 
+    def failure(self, error: Exception) -> bytes:
+        """The last event of a stream that cannot go on."""
+        return self.encode(as_api_error(error).body)
+
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async for data in self._events:
                 await send({"type": "http.response.body", "body": self.encode(data), "more_body": True})
             last = self.last
-        except SpecDecError as error:
-            last = self.encode(as_api_error(error).body)
+        except Exception as error:  # the status is sent: whatever fails, the client is told
+            last = self.failure(error)
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 

@@ -1,8 +1,7 @@
 """POST /v1/chat/completions: messages through the model's chat template, answered whole or as they come."""
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,20 +13,22 @@ from specdec.runtime.request import GenerationOutput, StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
 from specdec.serving.http.bodies import BodyRoute
 from specdec.serving.http.events import off_loop
+from specdec.serving.openai.chat_message import MessageFold, whole_message
+from specdec.serving.openai.chat_template import chat_prompt
 from specdec.serving.openai.logprob_shapes import chat_logprobs
-from specdec.serving.openai.protocol import ChatRequest, Message, refused
-from specdec.serving.openai.reply import MakeReply, Reply, ReplyDelta
+from specdec.serving.openai.protocol import ChatRequest, refused
+from specdec.serving.openai.reply import MakeReply, Reply, whole_delta
 from specdec.serving.openai.sampling_fields import require_logprobs, sampling_params, shortened
 from specdec.serving.openai.text_answer import TextAnswer
 from specdec.serving.state import ServeState, State
 from specdec.serving.streams import Streams
-from specdec.serving.tools.reasoning import opened_by, reasoning_format
+from specdec.serving.tools.answer_parser import AnswerParser
+from specdec.serving.tools.reasoning import reasoning_format
 from specdec.serving.tools.tool_choice import ToolChoice
-from specdec.text.prompts import template_text
 
 router = APIRouter(route_class=BodyRoute)
-PROMPT_END = 16
-"""Tokens in which a template opens a thought, and closes an empty one."""
+PROMPT_END = 64
+"""Tokens in which a template opens an answer, and maybe a thought in it."""
 
 
 @router.post("/v1/chat/completions", response_model=None)
@@ -40,10 +41,13 @@ class Chat(TextAnswer):
 
     body: ChatRequest
     chunk_kind = "chat.completion.chunk"
+    scored = False
+    """Are the scores of its texts told apart from those of its thoughts and calls?"""
 
     def __init__(self, body: ChatRequest, state: ServeState) -> None:
         self.choice = ToolChoice(body, getattr(state.tokenizer, "chat_template", None), state.tool_parser)
         super().__init__(body, state, "chatcmpl", "chat.completion")
+        self._folds: dict[int, MessageFold] = {}  # of the choices of a stream
 
     async def submit(self) -> tuple[Streams, MakeReply]:
         self.engine.require_places(max(1, self.n))
@@ -53,22 +57,37 @@ class Chat(TextAnswer):
             prompt = shortened(self.body, self.engine, prompt, params.max_new_tokens)
             params = await asyncio.to_thread(self._params, len(prompt))
         self.prompts = [prompt]
+        new_parser = self._parsers(params, prompt)
+
+        def make_reply() -> Reply:
+            body, choice = self.body, self.choice
+            parser = None if new_parser is None else new_parser()
+            scored = self.scored and bool(body.logprobs)
+            return Reply(self.tokenizer, params.stop_strings, body.show_drafts, parser, choice.max_calls, scored=scored)
+
+        return await self.engine.submit(self.prompts, params, priority=self.body.priority), make_reply
+
+    def _parsers(self, params: SamplingParams, prompt: list[int]) -> Callable[[], AnswerParser] | None:
+        """Makes the parser of one answer; None: all of it is content."""
         thoughts = reasoning_format(self.settings.reasoning_parser)
+        kind, native = self.choice.parser, self.state.tool_parser
         if params.grammar is not None:  # it leaves no room for thoughts
             thoughts = None
-        end = self.tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False) if thoughts else ""
-        make_reply = partial(
-            Reply,
-            self.tokenizer,
-            params.stop_strings,
-            self.body.show_drafts,
-            self.choice.parser,
-            self.choice.parameter_types,
-            self.choice.max_calls,
-            thoughts,
-            opened=thoughts is not None and opened_by(end, thoughts),
-        )
-        return await self.engine.submit(self.prompts, params, priority=self.body.priority), make_reply
+        elif kind is None and native is not None and native.thinks:
+            kind = native
+        if kind is None and thoughts is None:
+            return None
+        make = partial(kind or AnswerParser, self.choice.parameters, thoughts)
+        end = self.tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False)
+        last = self.body.messages[-1].content if self.body.continue_final_message else ""
+        begun = make().begun_by(end, last if isinstance(last, str) else end)
+
+        def new() -> AnswerParser:
+            parser = make()
+            parser.prime(begun)
+            return parser
+
+        return new
 
     def _params(self, prompt_len: int) -> SamplingParams:
         body = self.body
@@ -86,21 +105,17 @@ class Chat(TextAnswer):
     def _whole(self, outputs: list[GenerationOutput], make_reply: MakeReply) -> dict[str, Any]:
         return super()._whole(outputs, make_reply) | self._prompt_ids(0) | self._prompt_scores(outputs[0])
 
-    def _thought(self, said: ReplyDelta) -> dict[str, Any]:
-        shown = said.reasoning and self.body.include_reasoning is not False
-        return {"reasoning_content": said.reasoning} if shown else {}
-
     def _choice(self, index: int, output: GenerationOutput, reply: Reply) -> dict[str, Any]:
-        said = reply.read_whole(output)
-        message: dict[str, Any] = {"role": "assistant", "content": said.content, "refusal": None}
-        if said.tool_calls:
-            message |= {"content": said.content or None, "tool_calls": said.tool_calls}
-        choice = {
-            "index": index,
-            "message": message | self._thought(said),
-            "finish_reason": reply.finish_reason(output),
-        }
-        return choice | self._details(index, output, said)
+        delta = whole_delta(output)
+        message: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None}
+        message |= whole_message(self._fold().deltas(reply.read(delta)))
+        if "tool_calls" in message:
+            message["content"] = message["content"] or None
+        choice = {"index": index, "message": message, "finish_reason": reply.finish_reason(output)}
+        return choice | self._details(index, delta, reply)
+
+    def _fold(self) -> MessageFold:
+        return MessageFold(thoughts=self.body.include_reasoning is not False)
 
     def _opening(self, index: int) -> dict[str, Any]:
         return {"choices": [_chunk(index, {"role": "assistant", "content": ""})]} | self._prompt_ids(index)
@@ -108,107 +123,22 @@ class Chat(TextAnswer):
     async def _grown(
         self, index: int, delta: StreamDelta, reply: Reply, streams: Streams
     ) -> AsyncIterator[dict[str, Any]]:
-        choice = await off_loop(len(delta.token_ids), partial(self._added, index, delta, reply))
-        if choice is not None:
+        fold = self._folds.setdefault(index, self._fold())
+        for choice in await off_loop(len(delta.token_ids), partial(self._added, index, delta, reply, fold)):
             yield {"choices": [choice]} | self._so_far(index, streams.stats(index))
         if delta.output is not None:
             yield {"choices": [_chunk(index, {}, reply.finish_reason(delta.output))]}
 
-    def _added(self, index: int, delta: StreamDelta, reply: Reply) -> dict[str, Any] | None:
-        """The choice of a chunk; None where it would say nothing."""
-        said = reply.read(delta)
-        fields = self._thought(said) | ({"tool_calls": said.tool_calls} if said.tool_calls else {})
-        if said.content or not fields:
-            fields["content"] = said.content
-        details = self._details(index, delta, said)
-        if not (any(fields.values()) or said.drafted or delta.logprobs or details.get("token_ids")):
-            return None
-        return _chunk(index, fields) | details
+    def _added(self, index: int, delta: StreamDelta, reply: Reply, fold: MessageFold) -> list[dict[str, Any]]:
+        """The choices of the chunks of a delta, in order; the first has what there is next to its text."""
+        deltas, details = fold.deltas(reply.read(delta)), self._details(index, delta, reply)
+        if not deltas and (details.get("drafted") or delta.logprobs or details.get("token_ids")):
+            deltas.append({"content": ""})
+        return [_chunk(index, fields) | (details if at == 0 else {}) for at, fields in enumerate(deltas)]
 
-    def _logprobs(self, index: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def _logprobs(self, index: int, logprobs: Sequence[TokenLogprob], reply: Reply) -> dict[str, Any]:
         return chat_logprobs(self.tokenizer, logprobs)
 
 
 def _chunk(index: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
     return {"index": index, "delta": delta, "finish_reason": reason, "logprobs": None}
-
-
-ROLES = {"developer": "system"}
-"""Roles that OpenAI renamed; templates know the old name."""
-NOT_OPTIONS = {
-    "chat_template": "a template is a program, and this server runs its own",
-    "tools": "tools say it",
-    "special_tokens_in_content": "the server's own setting says it",
-}
-"""What `chat_template_kwargs` may not hold, and why."""
-
-
-async def chat_prompt(body: ChatRequest, state: ServeState, tools: dict[str, Any]) -> list[int]:
-    """The token ids of a chat. tools: what its template is told of them."""
-    options = body.chat_template_kwargs or {}
-    for name, said in NOT_OPTIONS.items():
-        if name in options:
-            raise refused("chat_template_kwargs", f"chat_template_kwargs holds {name}: {said}; leave it out")
-    plain = (_plain(f"messages[{index}]", message) for index, message in enumerate(body.messages))
-    messages = await asyncio.to_thread(list, plain)
-    return await state.engine.chat_prompt(
-        messages,
-        special_tokens_in_content=state.settings.special_tokens_in_content,
-        **_options(body, getattr(state.tokenizer, "chat_template", None)) | options | tools,
-    )
-
-
-def _options(body: ChatRequest, template: Any) -> dict[str, Any]:
-    """What fields of a chat tell its template: efforts and verbosity to one that reads them, a hint elsewhere."""
-    options: dict[str, Any] = {}
-    if body.continue_final_message:
-        goes_on = "continue_final_message=true goes on with the last message"
-        if body.add_generation_prompt:
-            message = f"{goes_on}, add_generation_prompt=true begins another; leave one out"
-            raise refused("continue_final_message", message)
-        if not body.messages[-1].content:
-            raise refused("continue_final_message", f"{goes_on}, and that has no text; give it some")
-        options["continue_final_message"] = True
-    elif body.add_generation_prompt is False:
-        options["add_generation_prompt"] = False
-    text = template_text(template)
-    for name in ("reasoning_effort", "verbosity"):
-        if (value := getattr(body, name)) is not None and name in text:
-            options[name] = value
-    if body.reasoning_effort == "none" and "enable_thinking" in text:
-        options["enable_thinking"] = False
-    return options
-
-
-def _plain(place: str, message: Message) -> dict[str, Any]:
-    """Parts of text are joined by line ends, arguments of calls are objects, what is not said is left out. Raises
-    ApiError for parts that are no text, with their place."""
-    plain = message.model_dump(exclude_none=True, exclude={"annotations", "type"})
-    plain["role"] = ROLES.get(message.role, message.role)
-    if isinstance(message.content, list):
-        plain["content"] = "\n".join(_part_text(f"{place}.content", part) for part in message.content)
-    elif message.content is None:
-        if not message.tool_calls:
-            raise refused(f"{place}.content", f"{place}.content is missing; text is expected")
-        plain["content"] = ""  # templates add it to other text
-    for number, call in enumerate(plain.get("tool_calls", ())):
-        call.pop("index", None)
-        try:
-            call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
-        except (ValueError, RecursionError):
-            param = f"{place}.tool_calls[{number}].function.arguments"
-            raise refused(param, f"{param} is not JSON; an object is expected") from None
-    return plain
-
-
-def _part_text(place: str, part: Mapping[str, Any]) -> str:
-    """The text of one part of a message."""
-    if part.get("type") != "text":
-        what = f"a part of type {part.get('type')!r:.80}"
-    elif part.keys() != {"type", "text"}:
-        what = "a text part with other fields"
-    elif not isinstance(part["text"], str):
-        what = "a part whose text is no string"
-    else:
-        return part["text"]
-    raise refused(place, f'{place} holds {what}; only {{"type": "text", "text": ...}} is read')

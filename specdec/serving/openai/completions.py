@@ -1,7 +1,7 @@
 """POST /v1/completions: texts or token ids continued as they are, whole or as they come."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,11 +15,12 @@ from specdec.serving.http.bodies import BodyRoute
 from specdec.serving.http.events import off_loop
 from specdec.serving.openai.logprob_shapes import Scores, completion_logprobs, echoed_logprobs, joined
 from specdec.serving.openai.protocol import CompletionRequest, refused
-from specdec.serving.openai.reply import MakeReply, Reply
+from specdec.serving.openai.reply import MakeReply, Reply, whole_delta
 from specdec.serving.openai.sampling_fields import sampling_params, shortened
 from specdec.serving.openai.text_answer import TextAnswer
 from specdec.serving.state import ServeState, State
 from specdec.serving.streams import Streams
+from specdec.serving.tools.answer_events import Said, Text
 
 router = APIRouter(route_class=BodyRoute)
 MAX_TOKENS = 16
@@ -41,13 +42,13 @@ class Completion(TextAnswer):
         super().__init__(body, state, "cmpl", self.chunk_kind)
         self.echoes: list[str] = []  # of each prompt; empty without `echo`
         self._begun: set[int] = set()  # choices that had their first delta
-        self._ends: dict[int, int] = {}  # characters of each choice so far
 
     async def submit(self) -> tuple[Streams, MakeReply]:
         params = await asyncio.to_thread(self._params)
         self.engine.require_places(max(1, len(self.body.prompt)) * params.n)
         await self._read_prompts(params)
-        make_reply = partial(Reply, self.tokenizer, params.stop_strings, self.body.show_drafts)
+        scored = self.body.logprobs is not None
+        make_reply = partial(Reply, self.tokenizer, params.stop_strings, self.body.show_drafts, scored=scored)
         return await self.engine.submit(self.prompts, params, priority=self.body.priority), make_reply
 
     def _params(self) -> SamplingParams:
@@ -74,8 +75,9 @@ class Completion(TextAnswer):
                 self.echoes.append(prompt if isinstance(prompt, str) and len(ids) == whole else self.engine.decode(ids))
 
     def _choice(self, index: int, output: GenerationOutput, reply: Reply) -> dict[str, Any]:
-        said, echo = reply.read_output(output), self.echoes[index // self.n]
-        choice = _text(index, echo + said.content, reply.finish_reason(output)) | self._details(index, output, said)
+        delta, echo = whole_delta(output), self.echoes[index // self.n]
+        choice = _text(index, echo + _joined(reply.read(delta)), reply.finish_reason(output))
+        choice |= self._details(index, delta, reply)
         if self.body.echo and output.logprobs is not None:
             choice["logprobs"] = joined(self._echoed(index, output.prompt_logprobs or ()), choice["logprobs"])
         return choice | self._prompt_ids(index) | self._prompt_scores(output)
@@ -101,21 +103,26 @@ class Completion(TextAnswer):
 
     def _added(self, index: int, delta: StreamDelta, reply: Reply) -> dict[str, Any] | None:
         """The choice of a chunk; None where it would say nothing."""
-        said = reply.read(delta)
+        text = _joined(reply.read(delta))
         reason = None if delta.output is None else reply.finish_reason(delta.output)
-        if not (said.content or delta.logprobs or reason or self.body.return_token_ids):
+        details = self._details(index, delta, reply)
+        if not (text or delta.logprobs or reason or self.body.return_token_ids):
             return None
-        return _text(index, said.content, reason) | self._details(index, delta, said)
+        return _text(index, text, reason) | details
 
-    def _logprobs(self, index: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-        begins = self._ends.get(index, len(self.echoes[index // self.n]))
-        shape, self._ends[index] = completion_logprobs(self.tokenizer, logprobs, begins)
-        return shape
+    def _logprobs(self, index: int, logprobs: Sequence[TokenLogprob], reply: Reply) -> dict[str, Any]:
+        begins = reply.begins[len(reply.begins) - len(logprobs) :]
+        offsets = [len(self.echoes[index // self.n]) + begin for begin in begins]
+        return completion_logprobs(self.tokenizer, logprobs, offsets)
 
     def _echoed(self, index: int, scores: Scores) -> dict[str, Any]:
         """Log-probabilities of the prompt of choice `index`, as it is echoed."""
         prompt, echo = self.prompts[index // self.n], self.echoes[index // self.n]
         return echoed_logprobs(self.tokenizer, prompt, echo, scores, self.body.logprobs or 0)
+
+
+def _joined(said: Iterable[Said]) -> str:
+    return "".join(event.text for event, _ in said if isinstance(event, Text))
 
 
 def _text(index: int, text: str, reason: str | None = None) -> dict[str, Any]:

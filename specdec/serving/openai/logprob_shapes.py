@@ -30,13 +30,10 @@ def chat_logprobs(tokenizer: Any, logprobs: Sequence[TokenLogprob]) -> dict[str,
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(tokenizer: Any, logprobs: Sequence[TokenLogprob], offset: int) -> tuple[dict[str, Any], int]:
-    """The shape of completions, and where the text goes on. offset: of the first token in it."""
+def completion_logprobs(tokenizer: Any, logprobs: Sequence[TokenLogprob], offsets: list[int]) -> dict[str, Any]:
+    """The shape of completions. offsets: of each token, the character of the text that it begins with."""
     tokens = [token_text(tokenizer, one.token_id) for one in logprobs]
-    offsets = [offset]
-    for text in tokens:
-        offsets.append(offsets[-1] + len(text))
-    return _completion_shape(tokenizer, tokens, logprobs, offsets[:-1], None), offsets[-1]
+    return _completion_shape(tokenizer, tokens, logprobs, offsets, None)
 
 
 def echoed_logprobs(tokenizer: Any, ids: Sequence[int], text: str, scores: Scores, count: int) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from pydantic_core import PydanticCustomError
 from specdec.errors import shown
 from specdec.sampling_numbers import NUMBERS
 from specdec.serving.http.faults import ApiError
+from specdec.serving.tools.character_reader import NAME
 from specdec.text.prompts import Prompt, as_prompt_list
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,15 @@ def at_most(count: int) -> BeforeValidator:
 
 OnlyFalse = Annotated[Literal[False], _only(False)]
 OnlyTrue = Annotated[Literal[True], _only(True)]
+
+
+def _tool_name(name: str) -> str:
+    if not NAME.fullmatch(name):
+        raise ValueError("1 to 128 letters, digits and any of _ . : / - are expected")
+    return name
+
+
+ToolName = Annotated[str, AfterValidator(_tool_name), Field(json_schema_extra={"pattern": f"^{NAME.pattern}$"})]
 Parts = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 
@@ -258,6 +268,7 @@ class FunctionName(Body):
 
 
 class Function(FunctionName):
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -301,6 +312,14 @@ class ChatRequest(SamplingFields):
     function_call: Literal["none", "auto"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True), at_most(16)] | None = None
+
+    @property
+    def forced_tools(self) -> list[Function]:
+        """The tools of which one must be called."""
+        if self.tool_choice in (None, "none", "auto"):
+            return []
+        name = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        return [tool.function for tool in self.tools or () if name in (None, tool.function.name)]
 
 
 class CompletionRequest(SamplingFields):

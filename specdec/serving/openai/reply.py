@@ -1,110 +1,91 @@
-"""What one choice says, delta by delta: its content, the tools that it calls, and which of its text was drafted.
+"""What one choice says: the deltas of an answer in, its events in order out, each with its tokens.
 
-All of `content` joined, or of `drafted`, is the choice's text, apart from what it thought and called. It knows deltas
-of any number of tokens, and no HTTP.
+It knows deltas of any number of tokens, and no HTTP. The events of all deltas, joined, are those of the whole answer.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from specdec.errors import StoppingError
 from specdec.runtime.request import GenerationOutput, StreamDelta
-from specdec.serving.tools.reasoning import ReasoningFormat, ReasoningReader
-from specdec.serving.tools.tool_parsers import ContentPiece, MarkedText, Piece, ToolCallPiece, ToolParser
+from specdec.sampling.log_probs import TokenLogprob
+from specdec.serving.tools.answer_events import CallBegin, CallEnd, Said, Text
+from specdec.serving.tools.answer_parser import AnswerParser
+from specdec.serving.tools.answer_reader import AnswerReader
 from specdec.text.detokenize import DraftColours
 
 
-class ReplyDelta(NamedTuple):
-    """tool_calls: as OpenAI's deltas have them. drafted: (text, out of accepted drafts?) each; None: not asked for."""
-
-    content: str
-    tool_calls: list[dict[str, Any]]
-    drafted: list[tuple[str, bool]] | None
-    reasoning: str = ""
-
-
 class Reply:
-    """One choice. parser: of tool calls; None: all text is content. max_calls: those beyond, and what follows, are left
-    out. reasoning: how thoughts are written; None: they are content. opened: the prompt ends within a thought."""
+    """One choice. max_calls: calls beyond, and what follows them, are left out. scored: are its tokens asked for?"""
 
     def __init__(
         self,
         tokenizer: Any,
         stops: Sequence[str] = (),
         show_drafts: bool = False,
-        parser: type[ToolParser] | None = None,
-        parameter_types: dict[str, dict[str, Any]] | None = None,
+        parser: AnswerParser | None = None,
         max_calls: int | None = None,
-        reasoning: ReasoningFormat | None = None,
-        opened: bool = False,
+        *,
+        scored: bool = False,
     ) -> None:
-        self.num_calls = 0
+        self.thought_tokens = 0
+        """Of those read so far, the tokens of thoughts, without their marks."""
+        self._calls = False  # the last call is whole
+        self._scores: list[TokenLogprob] = []
         self._colours = DraftColours(tokenizer, stops) if show_drafts else None
         self._max_calls = max_calls
-        self._parser = None if parser is None else parser(parameter_types)
-        self._reasoning = None if reasoning is None else ReasoningReader(reasoning, opened=opened)
-        special = (() if parser is None else parser.special) + (() if reasoning is None else reasoning.special)
-        self._text = MarkedText(tokenizer, special, stops) if special else None
+        plain = parser is None or not parser.written
+        self._reader = None if plain and not scored else AnswerReader(tokenizer, parser or AnswerParser(), stops)
+        self._begun = False
 
-    def read(self, delta: StreamDelta) -> ReplyDelta:
-        """What this delta adds."""
-        drafted = None if self._colours is None else self._colours.read(delta)
-        if self._text is None:
-            content = delta.text if drafted is None else "".join(text for text, _ in drafted)
-            return ReplyDelta(content, [], drafted)
-        content, reasoning, finished = self._text.read(delta), "", delta.output is not None
-        if self._reasoning is not None:
-            reasoning, content = self._reasoning.feed(content, finished=finished)
-        if self._parser is None:
-            return ReplyDelta(content, [], drafted, reasoning)
-        pieces = self._kept(self._parser.feed(content) + (self._parser.finish() if finished else []))
-        content = "".join(piece.text for piece in pieces if isinstance(piece, ContentPiece))
-        calls = [self._call(piece) for piece in pieces if isinstance(piece, ToolCallPiece)]
-        return ReplyDelta(content, _one_each(calls), drafted, reasoning)
-
-    def _kept(self, pieces: list[Piece]) -> list[Piece]:
-        """Those before the first call that is one too many."""
-        for at, piece in enumerate(pieces):
-            if isinstance(piece, ToolCallPiece) and self._max_calls is not None and piece.index >= self._max_calls:
-                self._max_calls = -1
-            if self._max_calls == -1:
-                return pieces[:at]
-        return pieces
-
-    def read_output(self, output: GenerationOutput) -> ReplyDelta:
-        """All that an output says, as one delta."""
-        return self.read(StreamDelta(output.text, output.token_ids, output.drafted, output))
-
-    def read_whole(self, output: GenerationOutput) -> ReplyDelta:
-        """All that an output says; calls as a message has them."""
-        said = self.read_output(output)
-        for call in said.tool_calls:
-            del call["index"]
+    def read(self, delta: StreamDelta) -> list[Said]:
+        """What this delta adds, in order."""
+        self._scores += delta.logprobs or []
+        if self._reader is None:
+            begins, self._begun = not self._begun, True
+            return [Said(Text("content", delta.text, begins), range(0))] if delta.text else []
+        said = self._kept(self._reader.read(delta))
+        for event, tokens in said:
+            if isinstance(event, CallEnd):
+                self._calls = event.whole
+            elif isinstance(event, Text) and event.kind == "thought":
+                self.thought_tokens += len(tokens)
         return said
+
+    @property
+    def begins(self) -> list[int]:
+        """The character of the text that each token read so far begins with. The reply is a scored one."""
+        assert self._reader is not None
+        return self._reader.begins
+
+    def colours(self, delta: StreamDelta) -> list[tuple[str, bool]] | None:
+        """(text, out of accepted drafts?) of the text that this delta adds; None: not asked for."""
+        return None if self._colours is None else self._colours.read(delta)
+
+    def scores(self, tokens: range) -> list[TokenLogprob]:
+        """Of tokens that were read; none where none were asked for."""
+        return self._scores[tokens.start : tokens.stop]
 
     def finish_reason(self, output: GenerationOutput) -> str:
         """ "stop", "length" or "tool_calls". Raises StoppingError for a request that was aborted."""
         if output.finish_reason == "abort":
             raise StoppingError("this answer was ended before its end; the server is stopping")
-        return "tool_calls" if output.finish_reason == "stop" and self.num_calls else output.finish_reason
+        return "tool_calls" if output.finish_reason == "stop" and self._calls else output.finish_reason
 
-    def _call(self, piece: ToolCallPiece) -> dict[str, Any]:
-        if piece.name is None:
-            return {"index": piece.index, "function": {"arguments": piece.arguments}}
-        self.num_calls += 1
-        function = {"name": piece.name, "arguments": piece.arguments}
-        return {"index": piece.index, "id": piece.id, "type": "function", "function": function}
+    def _kept(self, said: list[Said]) -> list[Said]:
+        """Those before the first call that is one too many."""
+        for at, (event, _) in enumerate(said):
+            if isinstance(event, CallBegin) and self._max_calls is not None and event.index >= self._max_calls:
+                self._max_calls = -1
+            if self._max_calls == -1:
+                return said[:at]
+        return said
 
 
 MakeReply = Callable[[], Reply]
-"""Of one request: how its replies are read."""
+"""Makes the reader of one reply of a request."""
 
 
-def _one_each(calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The parts of each call in one, in their order."""
-    whole: dict[int, dict[str, Any]] = {}
-    for call in calls:
-        first = whole.setdefault(call["index"], call)
-        if first is not call:
-            first["function"]["arguments"] += call["function"]["arguments"]
-    return list(whole.values())
+def whole_delta(output: GenerationOutput) -> StreamDelta:
+    """All that an output says, as one delta."""
+    return StreamDelta(output.text, output.token_ids, output.drafted, output, output.logprobs)

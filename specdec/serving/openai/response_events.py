@@ -1,4 +1,4 @@
-"""A response as it grows: items of output, and the events that tell of them, in OpenAI's order.
+"""A response as it grows: items of output in the order of the answer, and the events that tell of them, in OpenAI's.
 
 One item is open at a time: its `output_item.added`, then deltas and their `done`, in a `content_part` where it is a
 message or a thought, then `output_item.done`. A response that is not streamed is built alike.
@@ -8,9 +8,11 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from specdec.serving.openai.reply import ReplyDelta
+from specdec.serving.tools import answer_events
+from specdec.serving.tools.answer_events import CallArguments, CallBegin, CallEnd, Text
 
 Event = dict[str, Any]
+ITEMS = {"thought": "reasoning", "content": "message"}
 PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 """Of the id of an item, by its type."""
 
@@ -27,21 +29,19 @@ class ResponseBuilder:
     def begin(self) -> list[Event]:
         return [self._whole("response.created"), self._whole("response.in_progress")]
 
-    def add(self, said: ReplyDelta, logprobs: list[Any]) -> list[Event]:
-        """What a delta of the answer adds. logprobs: of its content."""
-        events: list[Event] = []
-        if said.reasoning:
-            events += self._text("reasoning", said.reasoning)
-        if said.content:
-            events += self._text("message", said.content, logprobs=logprobs)
-        for call in said.tool_calls:
-            function = call["function"]
-            if "id" in call:
-                events += self._begin("function_call", call_id=call["id"], name=function["name"], arguments="")
-            if function["arguments"]:
-                self._open["arguments"] += function["arguments"]
-                events.append(self._of_item("function_call_arguments.delta", delta=function["arguments"]))
-        return events
+    def add(self, event: answer_events.Event, logprobs: list[Any]) -> list[Event]:
+        """What an event of the answer adds. logprobs: of its tokens."""
+        match event:
+            case Text():
+                scores = {"logprobs": logprobs} if event.kind == "content" else {}
+                return self._text(ITEMS[event.kind], event, **scores)
+            case CallBegin():
+                return self._begin("function_call", call_id=event.id, name=event.name, arguments="")
+            case CallArguments():
+                self._open["arguments"] += event.text
+                return [self._of_item("function_call_arguments.delta", delta=event.text)]
+            case CallEnd():
+                return self._close("completed" if event.whole else "incomplete")
 
     def end(self, status: str, usage: dict[str, Any] | None, **details: Any) -> list[Event]:
         """status: completed, incomplete or failed."""
@@ -52,13 +52,15 @@ class ResponseBuilder:
         self.response |= {"status": status, "usage": usage, **details}
         return [*events, self._whole(f"response.{status}")]
 
-    def _text(self, kind: str, text: str, **details: list[Any]) -> list[Event]:
-        events = [] if self._open.get("type") == kind else self._begin(kind)
+    def _text(self, kind: str, said: Text, **details: list[Any]) -> list[Event]:
+        events = self._begin(kind) if said.begins else []
         [part] = self._open["content"]
-        part["text"] += text
+        part["text"] += said.text
         for name, more in details.items():
             part[name] += more
-        return [*events, self._of_item(f"{part['type']}.delta", content_index=0, delta=text, **details)]
+        if not (said.text or any(details.values())):
+            return events
+        return [*events, self._of_item(f"{part['type']}.delta", content_index=0, delta=said.text, **details)]
 
     def _begin(self, kind: str, **fields: Any) -> list[Event]:
         events = self._close("completed")

@@ -12,23 +12,23 @@ import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from specdec.errors import SpecDecError
 from specdec.runtime.request import GenerationOutput, RequestStats, StreamDelta
 from specdec.serving.http.api_keys import bearer_token
 from specdec.serving.http.bodies import BodyRoute
-from specdec.serving.http.events import EventStream, event
+from specdec.serving.http.events import EventStream, event, off_loop
 from specdec.serving.http.faults import ApiError, as_api_error
 from specdec.serving.openai.chat_completions import Chat
 from specdec.serving.openai.logprob_shapes import chat_logprobs
 from specdec.serving.openai.protocol import Reasoning, ResponsesRequest, Text, TextFormat
-from specdec.serving.openai.reply import MakeReply, Reply
+from specdec.serving.openai.reply import MakeReply, Reply, whole_delta
 from specdec.serving.openai.response_events import ResponseBuilder
-from specdec.serving.openai.response_input import chat_request, messages_of
+from specdec.serving.openai.response_input import answer_of, chat_request, messages_of
 from specdec.serving.openai.text_answer import usage_of
 from specdec.serving.state import ServeState, State
 from specdec.serving.streams import Streams
@@ -134,11 +134,19 @@ class NamedEvents(EventStream):
         kind = data.get("type")
         return (f"event: {kind}\n".encode() if isinstance(kind, str) else b"") + event(data)
 
+    def failure(self, error: Exception) -> bytes:
+        said = as_api_error(error).body["error"]
+        return self.encode(
+            {"type": "error", "code": said["code"] or "server_error"}
+            | {name: said[name] for name in ("message", "param")}
+        )
+
 
 class ResponseAnswer(Chat):
     """One request, whose chat is answered. Raises ApiError where it cannot be served."""
 
     events = NamedEvents
+    scored = True
     renamed: Mapping[str, str] = {"response_format": "text.format"}
 
     def __init__(self, asked: ResponsesRequest, state: ServeState, store: ResponseStore, key: str) -> None:
@@ -157,7 +165,7 @@ class ResponseAnswer(Chat):
 
     def _whole(self, outputs: list[GenerationOutput], make_reply: MakeReply) -> dict[str, Any]:
         [output], reply = outputs, make_reply()
-        self._builder.add(reply.read_output(output), self._scores(output))
+        self._grow(whole_delta(output), reply)
         self._end(reply, output, output.stats)
         return self._builder.response
 
@@ -167,12 +175,12 @@ class ResponseAnswer(Chat):
             yield each
         try:
             async for _, delta in streams:
-                for each in builder.add(reply.read(delta), self._scores(delta)):
+                for each in await off_loop(len(delta.token_ids), partial(self._grow, delta, reply)):
                     yield each
                 if delta.output is not None:
                     for each in self._end(reply, delta.output, streams.stats(0)):
                         yield each
-        except SpecDecError as error:  # the status is sent
+        except Exception as error:  # the status is sent
             said = as_api_error(error).body["error"]["message"]
             for each in builder.end("failed", None, error={"code": "server_error", "message": said}):
                 yield each
@@ -181,25 +189,27 @@ class ResponseAnswer(Chat):
         """It is whole: keep it if that is asked for."""
         cut = reply.finish_reason(output) == "length"
         details = {"incomplete_details": {"reason": "max_output_tokens"}} if cut else {}
-        events = self._builder.end("incomplete" if cut else "completed", self._usage(stats), **details)
+        events = self._builder.end("incomplete" if cut else "completed", self._usage(stats, reply), **details)
         if self.asked.store is not False:
-            messages = self._messages + messages_of(self._builder.output)
+            messages = self._messages + answer_of(self._builder.output)
             self._store.put(self._key, Stored(self._builder.response, self.asked.items, messages))
         return events
 
-    def _scores(self, of: GenerationOutput | StreamDelta) -> list[Any]:
-        wanted = of.logprobs if self.asked.wants_logprobs and of.logprobs else ()
-        return list(chat_logprobs(self.tokenizer, wanted)["content"])
+    def _grow(self, delta: StreamDelta, reply: Reply) -> list[dict[str, Any]]:
+        """The events of what a delta adds."""
+        events = []
+        for said, tokens in reply.read(delta):
+            scores = chat_logprobs(self.tokenizer, reply.scores(tokens))["content"] if self.body.logprobs else []
+            events += self._builder.add(said, scores)
+        return events
 
-    def _usage(self, stats: RequestStats) -> dict[str, Any]:
+    def _usage(self, stats: RequestStats, reply: Reply) -> dict[str, Any]:
         usage = usage_of(self.prompts, [stats], self.state)
-        thoughts = [item["content"][0]["text"] for item in self._builder.output if item["type"] == "reasoning"]
-        thought = self.tokenizer("".join(thoughts), add_special_tokens=False)["input_ids"] if thoughts else []
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": usage["prompt_tokens_details"] or {"cached_tokens": 0},
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": len(thought)},
+            "output_tokens_details": {"reasoning_tokens": reply.thought_tokens},
             "total_tokens": usage["total_tokens"],
         }
 

@@ -8,7 +8,7 @@ from specdec.config import GRAMMARS, MAX_SALT, SamplingParams, SpecConfig
 from specdec.errors import ConfigError
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.http.client_limits import require_priority, salt_for
-from specdec.serving.openai.protocol import SamplingFields, Speculation, refused
+from specdec.serving.openai.protocol import ChatRequest, SamplingFields, Speculation, refused
 from specdec.serving.state import ServeState
 
 MAX_LOGPROBS = 20
@@ -78,7 +78,13 @@ def require_logprobs(count: int, param: str = "logprobs") -> int:
 def blaming(error: ConfigError, body: SamplingFields, renamed: Mapping[str, str]) -> Exception:
     """The same, with the field of the body where the grammar is at fault, as it is called to the client."""
     field, message = next(iter(_asked(body)), None), str(error)
-    if field is None or not message.startswith(GRAMMARS):
+    if not message.startswith(GRAMMARS):
+        return error
+    if field is None and isinstance(body, ChatRequest) and body.forced_tools:
+        names = ", ".join(tool.name for tool in body.forced_tools)
+        message = message.replace("json_schema", f"the schema of a tool that must be called ({names})", 1)
+        return refused("tools", message, "invalid_value")
+    if field is None:
         return error
     return refused(renamed.get(field, field), message, "invalid_value")
 

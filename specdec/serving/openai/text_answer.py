@@ -24,7 +24,7 @@ from specdec.serving.http.events import EventStream, json_response, while_connec
 from specdec.serving.openai.documented_answers import SpeculationFigures
 from specdec.serving.openai.logprob_shapes import vllm_prompt_logprobs
 from specdec.serving.openai.protocol import SamplingFields
-from specdec.serving.openai.reply import MakeReply, Reply, ReplyDelta
+from specdec.serving.openai.reply import MakeReply, Reply
 from specdec.serving.openai.sampling_fields import blaming
 from specdec.serving.state import ServeState
 from specdec.serving.streams import Streams
@@ -78,16 +78,17 @@ class TextAnswer(ABC):
         """The chunks of one delta, without the head."""
 
     @abstractmethod
-    def _logprobs(self, index: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """The log-probabilities of a choice's next tokens."""
+    def _logprobs(self, index: int, logprobs: Sequence[TokenLogprob], reply: Reply) -> dict[str, Any]:
+        """The log-probabilities of a choice's next tokens, which the reply has read."""
 
-    def _details(self, index: int, of: GenerationOutput | StreamDelta, said: ReplyDelta) -> dict[str, Any]:
+    def _details(self, index: int, delta: StreamDelta, reply: Reply) -> dict[str, Any]:
         """What a choice, or a chunk of it, has next to its text, as far as the request asks for it."""
-        details: dict[str, Any] = {"logprobs": None if of.logprobs is None else self._logprobs(index, of.logprobs)}
+        scores = delta.logprobs
+        details: dict[str, Any] = {"logprobs": None if scores is None else self._logprobs(index, scores, reply)}
         if self.body.return_token_ids:
-            details["token_ids"] = of.token_ids
-        if said.drafted is not None:
-            details["drafted"] = said.drafted
+            details["token_ids"] = delta.token_ids
+        if (drafted := reply.colours(delta)) is not None:
+            details["drafted"] = drafted
         return details
 
     def _prompt_ids(self, index: int) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from fastapi import APIRouter
 
 from specdec.errors import ConfigError
 from specdec.serving.http.bodies import BodyRoute
-from specdec.serving.openai.chat_completions import chat_prompt
+from specdec.serving.openai.chat_template import chat_prompt
 from specdec.serving.openai.protocol import Body, ChatRequest, Messages, TokenIds, Tools, refused
 from specdec.serving.state import ServeState, State
 

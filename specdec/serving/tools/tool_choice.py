@@ -8,28 +8,24 @@ read as        content          the model's own format     that object
 
 from typing import Any
 
-from specdec.sampling.grammars.grammar_bounds import ONE_LINE
-from specdec.serving.openai.protocol import ChatRequest, Function, NamedTool, refused
-from specdec.serving.tools.tool_parsers import PARSERS, ToolParser
+from specdec.serving.openai.protocol import ChatRequest, refused
+from specdec.serving.tools.answer_parser import AnswerParser
+from specdec.serving.tools.call_grammar import call_schema
+from specdec.serving.tools.tool_parsers import PARSERS
 from specdec.text.prompts import template_text
 
 BARE_JSON = PARSERS["llama"]
 """Reads {"name": ..., "arguments": {...}} where an answer begins."""
-OPEN_ENDED = {
-    *("additionalProperties", "patternProperties", "unevaluatedProperties"),
-    *("allOf", "anyOf", "oneOf", "$ref"),
-}
-"""Members of a schema that say themselves which further properties there may be."""
 
 
 class ToolChoice:
     """Of one request. Raises ApiError where it cannot be served. parser: of the model's own format, None: unknown."""
 
-    def __init__(self, body: ChatRequest, template: Any, parser: type[ToolParser] | None) -> None:
+    def __init__(self, body: ChatRequest, template: Any, parser: type[AnswerParser] | None) -> None:
         self.tools = body.tools or []
-        self.parser: type[ToolParser] | None = None
+        self.parser: type[AnswerParser] | None = None
         self.max_calls = 1 if body.parallel_tool_calls is False else None
-        self._forced: list[Function] = []
+        self._forced = body.forced_tools
         choice = body.tool_choice or "auto"
         if body.tool_choice is not None and not self.tools:
             raise refused("tool_choice", "tool_choice goes with tools, and there are none; give some")
@@ -46,11 +42,8 @@ class ToolChoice:
                 raise refused("tools", message)
             self.parser = parser
         elif self.tools:
-            functions = [tool.function for tool in self.tools]
-            name = choice.function.name if isinstance(choice, NamedTool) else None
-            self._forced = [function for function in functions if name in (None, function.name)]
             if not self._forced:
-                known = ", ".join(function.name for function in functions)
+                known = ", ".join(tool.function.name for tool in self.tools)
                 raise refused("tool_choice", f"tool_choice names no tool of this request; it has {known}")
             self.parser = BARE_JSON
 
@@ -61,32 +54,12 @@ class ToolChoice:
 
     @property
     def grammar(self) -> dict[str, Any] | None:
-        """For an answer that must be a call, in one line: a small model would fill it with spaces."""
+        """For an answer that must be a call."""
         if not self._forced:
             return None
-        calls = [
-            {
-                "type": "object",
-                "properties": {"name": {"const": tool.name}, "arguments": _closed(tool.parameters)},
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-            for tool in self._forced
-        ]
-        return {"json_schema": (calls[0] if len(calls) == 1 else {"anyOf": calls}) | {"x-guidance": ONE_LINE}}
+        return {"json_schema": call_schema(self._forced)}
 
     @property
-    def parameter_types(self) -> dict[str, dict[str, Any]]:
-        """Of each tool, the schemas of its parameters by name."""
-        found = {tool.function.name: (tool.function.parameters or {}).get("properties") for tool in self.tools}
-        return {name: types for name, types in found.items() if isinstance(types, dict)}
-
-
-def _closed(parameters: dict[str, Any] | None) -> dict[str, Any]:
-    """A schema of arguments without further ones, unless it says otherwise: a tool has no use for what it does not
-    name, and a small model would write more and more of it."""
-    if not parameters:
-        return {"type": "object"}
-    if "properties" not in parameters or OPEN_ENDED & parameters.keys():
-        return parameters
-    return parameters | {"additionalProperties": False}
+    def parameters(self) -> dict[str, dict[str, Any]]:
+        """The schema of each tool's arguments, by its name."""
+        return {tool.function.name: tool.function.parameters or {} for tool in self.tools}

@@ -10,20 +10,25 @@ import string
 from collections.abc import Callable
 from typing import Any
 
-from specdec.serving.tools.tool_text import NAME, NotACall, Reading, ToolParser, require
+from specdec.serving.tools.answer_parser import AnswerParser
+from specdec.serving.tools.character_reader import NAME, NotACall, Reading, require
+from specdec.serving.tools.schema_types import accepted_types
 
 NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 NUMBER_CHARACTERS = frozenset("+-.0123456789eE")
 JSON_SPACE = frozenset(" \t\n\r")
 ESCAPED = frozenset('"\\/bfnrtu')
 WORDS = {"t": "true", "f": "false", "n": "null"}
+PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 MAX_DEPTH = 64
 NAME_KEYS = ("name", "tool_name")
 ARGUMENT_KEYS = ("arguments", "parameters")
 OTHER_KEYS = ("id", "type", "tool_call_id")
+MAX_OTHER = 256
+"""Characters of the value of such a key: what is no call is not read again and again up to its end."""
 
 
-class JsonToolParser(ToolParser):
+class JsonToolParser(AnswerParser):
     """What formats read JSON with."""
 
     def _json_calls(self, *, bare: bool = False) -> Reading[None]:
@@ -47,12 +52,12 @@ class JsonToolParser(ToolParser):
         begun, char = False, (yield from self._solid())
         while char != "}":
             require(char == '"')
-            key = yield from self._json_text()
+            key = yield from self._json_text(most=128)
             require((yield from self._solid()) == ":")
             if key in NAME_KEYS and name is None:
                 require((yield from self._solid()) == '"')
-                name = yield from self._json_text(most=128)
-                require(NAME.fullmatch(name))
+                name = yield from self._json_text(most=max(128, *map(len, self._tools), 0))
+                require(NAME.fullmatch(name) or name in self._tools)
             elif key in ARGUMENT_KEYS and arguments is None:
                 begun = name is not None and (yield from self._solid()) == "{"
                 if name is not None:
@@ -63,7 +68,7 @@ class JsonToolParser(ToolParser):
                 self._phase = "closing" if begun else ""
             else:
                 require(key in OTHER_KEYS)
-                yield from self._json_value(lambda text: None)
+                yield from self._json_value(_at_most(MAX_OTHER))
             char = yield from self._solid()
             if char == ",":
                 char = yield from self._solid()
@@ -141,9 +146,12 @@ class JsonToolParser(ToolParser):
             char = yield from self._json_solid(sink)
             require(char in (",", closing))
             if char == ",":
-                sink(char)
-                char = yield from self._json_solid(sink)
-                require(char != closing)
+                after = [","]
+                char = yield from self._json_solid(after.append)
+                if char != closing:  # else the comma was one too many
+                    self._back()
+                    sink("".join(after))
+                    yield from self._next()
         sink(closing)
 
     def _json_string(self, sink: Callable[[str], None]) -> Reading[None]:
@@ -167,8 +175,39 @@ class JsonToolParser(ToolParser):
         return char
 
 
+def _at_most(count: int) -> Callable[[str], None]:
+    """Takes what is of no interest; raises NotACall for more than so many characters of it."""
+    left = [count]
+
+    def sink(text: str) -> None:
+        left[0] -= len(text)
+        require(left[0] >= 0)
+
+    return sink
+
+
 def _loaded(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
         raise NotACall from None
+
+
+def quoted(text: str) -> str:
+    """A text as JSON."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def typed(text: str, types: frozenset[str]) -> str:
+    """A value that was written without quotes, as JSON: of a type that its schema accepts, else what it looks like."""
+    written = PYTHON_WORDS.get(text, text)
+    try:
+        value = json.loads(written, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        return quoted(text)
+    fits = "string" not in types or (types - {"string"}) & accepted_types({"const": value}, None)
+    return written if fits else quoted(text)
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")

@@ -1,30 +1,25 @@
 """How models write tool calls, and which way a tokenizer's chat template teaches its own.
 
 parser = tool_parser_for(tokenizer)          # a class, or None where the template knows no tools
-reader = ToolReader(tokenizer, parser())     # of one answer
-for delta in engine.stream(...): pieces = reader.read(delta)
+reader = AnswerReader(tokenizer, parser())   # of one answer
+for delta in engine.stream(...): events = reader.read(delta)
 """
 
-import json
-import re
 import secrets
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from specdec.errors import require_one_of
-from specdec.runtime.request import StreamDelta
-from specdec.serving.tools.tool_json import MAX_DEPTH, JsonToolParser
-from specdec.serving.tools.tool_text import NAME, ContentPiece, Piece, Reading, ToolCallPiece, ToolParser, require
-from specdec.text.detokenize import Detokenizer
-
-MAX_HEADER = 256
-PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
-
-__all__ = ["PARSERS", "ContentPiece", "Piece", "ToolCallPiece", "ToolParser", "ToolReader", "tool_parser_for"]
+from specdec.serving.tools.answer_parser import AnswerParser
+from specdec.serving.tools.character_reader import Reading, require
+from specdec.serving.tools.harmony import HarmonyParser
+from specdec.serving.tools.qwen_coder import TaggedCallParser
+from specdec.serving.tools.schema_types import NO_TYPE
+from specdec.serving.tools.tool_json import MAX_DEPTH, JsonToolParser, quoted, typed
 
 
-class HermesParser(JsonToolParser):
+class HermesParser(JsonToolParser, TaggedCallParser):
     """Hermes, Qwen, SmolLM3, Granite 4: <tool_call>{"name": ..., "arguments": {...}}</tool_call>; of Qwen3-Coder
     <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>."""
 
@@ -38,27 +33,6 @@ class HermesParser(JsonToolParser):
             self._back()
             yield from self._json_calls()
         yield from self._close("</tool_call>")
-
-    def _tagged_call(self) -> Reading[None]:
-        """Values stand there without quotes: the tool's schema says of what type they are."""
-        yield from self._expect("function=")
-        name = yield from self._name()
-        yield from self._expect(">")
-        self._begin_call(name)
-        types, separator = self._types.get(name, {}), "{"
-        while True:
-            require((yield from self._solid()) == "<")
-            if (yield from self._next()) == "/":
-                break
-            self._back()
-            yield from self._expect("parameter=")
-            key = yield from self._text_until(">")
-            value = yield from self._text_until("</parameter>")
-            text = value.removeprefix("\n").removesuffix("\n")
-            self._arguments(f"{separator}{_quoted(key)}: {_typed(text, types.get(key))}")
-            separator = ", "
-        yield from self._expect("function>")
-        self._arguments("{}" if separator == "{" else "}")
 
 
 class LlamaParser(JsonToolParser):
@@ -83,7 +57,6 @@ class MistralParser(JsonToolParser):
     """[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]; later [TOOL_CALLS]NAME[ARGS]{...} for each."""
 
     special = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
-    begins = "["
 
     def _call(self) -> Reading[None]:
         yield from self._expect("[TOOL_CALLS]")
@@ -137,7 +110,7 @@ class GemmaParser(JsonToolParser):
             while (yield from self._next()) not in ",}]\n":
                 char += self._held[-1]
             self._back()
-            self._arguments(_typed(char.strip(), None))
+            self._arguments(typed(char.strip(), NO_TYPE))
 
     def _members(self, closing: str, depth: int) -> Reading[None]:
         self._arguments("{" if closing == "}" else "[")
@@ -149,9 +122,10 @@ class GemmaParser(JsonToolParser):
             yield from self._value(depth)
             char = yield from self._solid()
             require(char in (",", closing))
-            if char == ",":
+            if char == "," and (char := (yield from self._solid())) != closing:  # else it was one too many
+                self._back()
                 self._arguments(", ")
-                char = yield from self._solid()
+                yield from self._next()
         self._arguments(closing)
 
     def _key(self) -> Reading[None]:
@@ -165,7 +139,7 @@ class GemmaParser(JsonToolParser):
             while (char := (yield from self._next())) not in ':{}[],"':
                 key += char
             require(key.strip() and char == ":")
-            self._arguments(_quoted(key.strip()) + ": ")
+            self._arguments(quoted(key.strip()) + ": ")
             return
         require(self._held[-1:] == [":"])
         self._arguments(": ")
@@ -178,7 +152,7 @@ class GemmaParser(JsonToolParser):
         self._back()
         yield from self._expect(self.quote)
         self._arguments('"')
-        yield from self._until(self.quote, lambda text: self._arguments(_quoted(text)[1:-1]))
+        yield from self._until(self.quote, lambda text: self._arguments(quoted(text)[1:-1]))
         self._arguments('"')
 
 
@@ -187,31 +161,6 @@ class FunctionGemmaParser(GemmaParser):
 
     opens, closes, quote = "<start_function_call>", "<end_function_call>", "<escape>"
     special = (opens, closes, quote)
-
-
-class HarmonyParser(JsonToolParser):
-    """GPT-OSS: messages <|channel|>HEADER<|message|>TEXT<|end|>. A header to=functions.NAME makes the text a call's
-    arguments; the texts of all other messages are content."""
-
-    special = tuple(f"<|{word}|>" for word in ("channel", "message", "start", "end", "call", "return", "constrain"))
-    signs = ("<|channel|>", "functions.")
-    RECIPIENT = re.compile(rf"to=functions\.({NAME.pattern})")
-
-    def _call(self) -> Reading[None]:
-        yield from self._expect("<|")
-        word = yield from self._text_until("|>", lambda char, at: char.isalpha())
-        if word in ("end", "return", "call"):
-            return
-        require(word in ("channel", "start"))
-        header = yield from self._text_until("<|message|>", lambda char, at: at <= MAX_HEADER)
-        called = self.RECIPIENT.search(header)
-        if called is None:
-            return
-        require((yield from self._solid()) == "{")
-        self._back()
-        self._begin_call(called[1])
-        yield from self._json_value(self._arguments)
-        yield from self._close("<|call|>", "<|end|>")
 
 
 class GraniteParser(JsonToolParser):
@@ -232,7 +181,7 @@ class CohereParser(GraniteParser):
     special = ("<|START_ACTION|>", "<|END_ACTION|>")
 
 
-PARSERS: dict[str, type[ToolParser]] = {
+PARSERS: dict[str, type[AnswerParser]] = {
     "gemma4": GemmaParser,
     "functiongemma": FunctionGemmaParser,
     "mistral": MistralParser,
@@ -250,7 +199,7 @@ def require_parser(name: str) -> None:
     require_one_of("tool_parser", name, ("auto", "none", *PARSERS))
 
 
-def tool_parser_for(tokenizer: Any, template: str | None = None, name: str = "auto") -> type[ToolParser] | None:
+def tool_parser_for(tokenizer: Any, template: str | None = None, name: str = "auto") -> type[AnswerParser] | None:
     """The parser of what this chat template teaches, None where it knows no tools. Make one for each answer.
 
     template: default: the tokenizer's own. name: of `PARSERS`, to choose it oneself, or "none".
@@ -267,50 +216,3 @@ def tool_parser_for(tokenizer: Any, template: str | None = None, name: str = "au
         if "tool" in text and all(sign in text for sign in parser.signs or parser.special[:1])
     )
     return next(taught, None)
-
-
-class MarkedText:
-    """One answer's deltas as text, in which special tokens that a format is written with stand as they are."""
-
-    def __init__(self, tokenizer: Any, special: Sequence[str], stops: Sequence[str] = ()) -> None:
-        vocab = tokenizer.get_vocab() if special else {}
-        written = frozenset(vocab[token] for token in special if token in vocab)
-        self._detokenizer, self._stops = Detokenizer(tokenizer, written), stops
-        self._ids: list[int] = []
-
-    def read(self, delta: StreamDelta) -> str:
-        """What one delta adds; the last one, with its output, ends it."""
-        self._ids += delta.token_ids
-        return self._detokenizer.stream(self._ids, self._stops, finished=delta.output is not None)
-
-
-class ToolReader:
-    """One answer's deltas in, content and calls out, special tokens of the format read as the text that they are."""
-
-    def __init__(self, tokenizer: Any, parser: ToolParser, stops: Sequence[str] = ()) -> None:
-        self.parser = parser
-        self._text = MarkedText(tokenizer, parser.special, stops)
-
-    def read(self, delta: StreamDelta) -> list[Piece]:
-        """What one delta adds; the last one, with its output, ends it."""
-        pieces = self.parser.feed(self._text.read(delta))
-        return pieces + (self.parser.finish() if delta.output is not None else [])
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _typed(text: str, schema: Any) -> str:
-    """A value that was written without quotes, as JSON: what the schema says, else what it looks like."""
-    if isinstance(schema, Mapping) and schema.get("type") in ("string", ["string"]):
-        return _quoted(text)
-    try:
-        json.loads(text, parse_constant=_no_constant)
-    except ValueError:
-        return PYTHON_WORDS.get(text) or _quoted(text)
-    return text
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")

@@ -1,0 +1,115 @@
+"""GPT-OSS: an answer is a sequence of messages, each with a header that says whose it is and what for.
+
+    <|start|>assistant<|channel|>analysis<|message|>TEXT<|end|>                                 a thought
+    <|start|>assistant<|channel|>commentary<|message|>TEXT<|end|>                               content, before calls
+    <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>   a call
+    <|start|>assistant<|channel|>final<|message|>TEXT<|return|>                                 content
+
+The prompt ends with "<|start|>assistant"; the recipient may stand in the role or after the channel. Source: OpenAI's
+harmony response format.
+"""
+
+import re
+
+from specdec.serving.tools.answer_events import Kind
+from specdec.serving.tools.character_reader import NAME, CutOff, NotACall, Reading
+from specdec.serving.tools.tool_json import JsonToolParser
+
+START, MESSAGE, CALL = "<|start|>", "<|message|>", "<|call|>"
+ENDS = ("<|end|>", "<|return|>", CALL)
+WITHIN_HEADERS = ("<|channel|>", "<|constrain|>")
+MAX_HEADER = 256
+RECIPIENT = re.compile(r"to=([^\s<]+)")
+CHANNEL = re.compile(r"<\|channel\|>\s*(\w*)")
+FUNCTIONS = "functions."
+
+
+class HarmonyParser(JsonToolParser):
+    """A recipient "functions.NAME", or one that is a tool of the request, is called; messages to others are read by
+    their channel."""
+
+    special = (START, MESSAGE, *ENDS, *WITHIN_HEADERS)
+    signs = ("<|channel|>", FUNCTIONS)
+    thinks = True
+
+    def begun_by(self, prompt_end: str, continued: str = "") -> str:
+        """The header that the prompt has begun."""
+        return "" if continued else prompt_end[prompt_end.rfind(START) :] if START in prompt_end else ""
+
+    def _parse(self) -> Reading[None]:
+        self._text_kind: Kind = "content"  # of text without a header
+        try:
+            while True:
+                self._gap = None  # white space is text here
+                yield from self._mark_or_text()
+        except CutOff:
+            return
+
+    def _mark_or_text(self) -> Reading[None]:
+        """A mark and what belongs to it, or a character of text. Raises CutOff where nothing comes any more."""
+        self._phase = ""
+        try:
+            if (yield from self._next()) == "<":
+                self._back()
+                for mark in self.special:
+                    if (yield from self._sees(mark)):
+                        yield from self._marked_by(mark)
+                        return
+                yield from self._next()
+        except NotACall as error:
+            whole = self._phase != "arguments"
+            if isinstance(error, CutOff) and not whole:
+                self._arguments("".join(self._held))
+            self._end_call(whole=whole)
+            if isinstance(error, CutOff):
+                raise  # what is held is the beginning of a header
+            while len(self._held) > (not self._phase):
+                self._back()
+        if self._held:
+            self._plain(self._held.pop())
+
+    def _marked_by(self, mark: str) -> Reading[None]:
+        """Read the header, and the call, that this mark begins. Raises NotACall for a header that is none, with it
+        held."""
+        if mark in ENDS or mark == MESSAGE:
+            self._held.clear()
+            self._kind, self._text_kind = None, "content"
+            return
+        header = mark + (yield from self._text_until(MESSAGE, lambda char, at: at <= MAX_HEADER))
+        header = header[header.rfind(START) :] if START in header else header
+        channel, recipient = CHANNEL.search(header), RECIPIENT.search(header)
+        thought = channel is not None and channel[1] == "analysis"
+        self._kind, self._text_kind = None, "thought" if thought else "content"
+        if recipient is not None and (name := self._called(recipient[1])):
+            begins = yield from self._comes("{")
+            if begins or (yield from self._comes(CALL)):
+                self._begin_call(name)
+                self._text_kind = "content"
+                yield from self._json_value(self._arguments) if begins else self._no_arguments()
+                yield from self._close(*ENDS)
+                self._end_call(whole=True)
+                return
+        self._held.clear()
+
+    def _comes(self, mark: str) -> Reading[bool]:
+        """Does this come next, after white space, which alone is read?"""
+        yield from self._solid()
+        self._back()
+        size = len(self._held)
+        seen = yield from self._sees(mark)
+        while len(self._held) > size:
+            self._back()
+        return seen
+
+    def _no_arguments(self) -> Reading[None]:
+        self._arguments("{}")
+        yield from ()
+
+    def _plain(self, text: str) -> None:
+        self._tell_text(self._text_kind, text)
+
+    def _called(self, recipient: str) -> str:
+        """The tool that is called; "" for none."""
+        name = recipient.removeprefix(FUNCTIONS)
+        known = recipient.startswith(FUNCTIONS) and NAME.fullmatch(name) is not None
+        return name if known or name in self._tools else ""

@@ -1,0 +1,122 @@
+"""Calls of Qwen3-Coder: <function=NAME><parameter=KEY>VALUE</parameter></function>. Values stand there as they are,
+without quotes or escapes: the tool's schema says of what type they are, and what follows a mark whether it is one.
+"""
+
+from collections.abc import Collection
+from contextlib import suppress
+
+from specdec.serving.tools.answer_parser import AnswerParser
+from specdec.serving.tools.character_reader import CutOff, Reading
+from specdec.serving.tools.schema_types import ANY_TYPE, parameter_types
+from specdec.serving.tools.tool_json import quoted, typed
+
+VALUE_ENDS, CALL_OPENS, CALL_ENDS, NEXT = "</parameter>", "<function=", "</function>", "<parameter="
+BLOCK_ENDS = "</tool_call>"
+
+
+class TaggedCallParser(AnswerParser):
+    """What formats read such calls with."""
+
+    def _tagged_call(self) -> Reading[None]:
+        """A call, after its first "<". A parameter that is named again is left out: the first may have been sent."""
+        yield from self._expect(CALL_OPENS[1:])
+        name = yield from self._name()
+        yield from self._expect(">")
+        self._begin_call(name)
+        schema, given, separator = self._tools.get(name), set[str](), "{"
+        while True:
+            yield from self._solid()
+            self._back()
+            if (yield from self._sees(CALL_ENDS)) or (yield from self._precedes(BLOCK_ENDS)):
+                break
+            yield from self._expect(NEXT)
+            key = yield from self._text_until(">")
+            types = ANY_TYPE if schema is None else parameter_types(schema, key)
+            text = yield from self._value(_properties(schema) - given - {key}, f"{separator}{quoted(key)}: ", types)
+            if key not in given:
+                self._arguments(f"{separator}{quoted(key)}: {typed(text, types)}")
+            given.add(key)
+            separator = ", "
+        self._arguments("{}" if separator == "{" else "}")
+
+    def _value(self, others: Collection[str], head: str, types: frozenset[str]) -> Reading[str]:
+        """The value that begins here, up to the mark that ends it: what looks like one within code is none unless
+        another parameter, or the end of the call, follows.
+
+        others: parameters that may follow one that was not closed. head: of its arguments, for a value that is cut
+        off.
+        """
+        self._held.clear()
+        ends: dict[bool, int] = {}  # where it may have ended: before any such mark, and before one at a border
+        calls = 0  # quoted in it, and not closed
+        with suppress(CutOff):
+            while True:
+                if (yield from self._next()) != "<":
+                    continue
+                self._back()
+                size = len(self._held)
+                if (yield from self._sees(VALUE_ENDS)):
+                    ends[False] = size
+                    if (yield from self._at_border()):
+                        ends[True] = ends.get(True, size) if calls else size
+                        if not calls:
+                            break
+                elif (yield from self._sees(CALL_OPENS)):
+                    calls += 1
+                elif (yield from self._sees(CALL_ENDS)):
+                    if not calls and (yield from self._precedes(BLOCK_ENDS)):
+                        self._back_to(size)
+                        return self._taken(size)
+                    calls = max(0, calls - 1)
+                elif not calls and (yield from self._names_next(others)):
+                    return self._taken(size)
+                else:
+                    yield from self._next()
+        if not ends:  # it was cut off
+            text = "".join(self._held).removeprefix("\n")
+            self._arguments(head + (quoted(text)[:-1] if "string" in types else text))
+            raise CutOff
+        size = ends.get(True, ends[False])
+        self._back_to(size + len(VALUE_ENDS))
+        return self._taken(size)
+
+    def _taken(self, size: int) -> str:
+        """The value that was held, without the line ends around it."""
+        text = "".join(self._held[:size])
+        self._held.clear()
+        return text.removeprefix("\n").removesuffix("\n")
+
+    def _back_to(self, size: int) -> None:
+        while len(self._held) > size:
+            self._back()
+
+    def _precedes(self, mark: str) -> Reading[bool]:
+        """Does this come next, after white space? Nothing is read."""
+        size = len(self._held)
+        try:
+            yield from self._solid()
+            self._back()
+            return (yield from self._sees(mark))
+        except CutOff:
+            return False
+        finally:
+            self._back_to(size)
+
+    def _at_border(self) -> Reading[bool]:
+        """Does the next parameter, or the end of the call, come next?"""
+        for mark in (NEXT, CALL_ENDS, BLOCK_ENDS):
+            if (yield from self._precedes(mark)):
+                return True
+        return False
+
+    def _names_next(self, others: Collection[str]) -> Reading[bool]:
+        """Does one of these parameters come next? Nothing is read."""
+        for name in others:
+            if (yield from self._precedes(f"{NEXT}{name}>")):
+                return True
+        return False
+
+
+def _properties(schema: object) -> set[str]:
+    found = schema.get("properties") if isinstance(schema, dict) else None
+    return set(found) if isinstance(found, dict) else set()

@@ -1,0 +1,126 @@
+"""Which JSON types a schema accepts: a model that writes values without quotes leaves it open what "5" is.
+
+    accepted_types(schema, root)          {"string", "null"} of {"anyOf": [{"type": "string"}, {"type": "null"}]}
+    parameter_types(parameters, name)     the same of one parameter of a tool, wherever the tool's schema describes it
+
+References are resolved within the root schema only. It answers with too many types rather than too few: what it does
+not know (references elsewhere, conditions, patterns) restricts nothing. Each schema is looked at once, and none deeper
+than MAX_DEPTH, so that a schema that refers to itself, or a hostile one, costs no more than its length.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+from urllib.parse import unquote
+
+from specdec.sampling.grammars.grammar_bounds import MAX_DEPTH
+
+ANY_TYPE = frozenset({"string", "integer", "number", "boolean", "object", "array", "null"})
+"""A schema that accepts "number" accepts "integer" too; {"integer"} alone has no place for 1.5."""
+NO_TYPE: frozenset[str] = frozenset()
+Types = frozenset[str]
+
+
+def accepted_types(schema: Any, root: Any) -> Types:
+    """The JSON types of the values that a schema accepts; none of them where it contradicts itself.
+
+    root: the schema that "#" means in its references, such as a tool's `parameters`.
+    """
+    return _combined(schema, root, _own_types, {})
+
+
+def parameter_types(parameters: Any, name: str) -> Types:
+    """The JSON types that a tool with this schema of its arguments accepts for one of them."""
+    seen: dict[int, Types] = {}
+
+    def own(schema: Mapping[str, Any]) -> Iterable[Types]:
+        properties = schema.get("properties")
+        if isinstance(properties, Mapping) and name in properties:
+            yield _combined(properties[name], parameters, _own_types, seen)
+        elif "patternProperties" not in schema:
+            yield _combined(schema.get("additionalProperties", True), parameters, _own_types, seen) or ANY_TYPE
+
+    return _combined(parameters, parameters, own, {})
+
+
+def _own_types(schema: Mapping[str, Any]) -> Iterable[Types]:
+    if "type" in schema:
+        given = schema["type"]
+        yield _named(given if isinstance(given, list) else [given])
+    if isinstance(values := schema.get("enum"), list):
+        yield frozenset(map(_type_of, values))
+    if "const" in schema:
+        yield frozenset({_type_of(schema["const"])})
+
+
+def _combined(
+    schema: Any, root: Any, own: Callable[[Mapping[str, Any]], Iterable[Types]], seen: dict[int, Types], depth: int = 0
+) -> Types:
+    """What all parts of a schema accept. own: what a schema says beside those that it is combined of.
+
+    seen: the types of the schemas that were looked at, by identity.
+    """
+    if schema is False:
+        return NO_TYPE
+    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
+        return ANY_TYPE
+    if id(schema) in seen:
+        return seen[id(schema)]
+    seen[id(schema)] = ANY_TYPE  # to a reference that leads back here
+
+    def types_of(inner: Any) -> Types:
+        return _combined(inner, root, own, seen, depth + 1)
+
+    found = ANY_TYPE.intersection(*own(schema))
+    for key in ("$ref", "$dynamicRef"):
+        if key in schema:
+            found &= types_of(resolved(schema[key], root))
+    if isinstance(all_of := schema.get("allOf"), list):
+        found = found.intersection(*map(types_of, all_of))
+    for key in ("anyOf", "oneOf"):
+        if isinstance(one_of := schema.get(key), list):
+            found &= NO_TYPE.union(*map(types_of, one_of))
+    if schema.get("nullable") is True:  # OpenAPI's
+        found |= {"null"}
+    seen[id(schema)] = found
+    return found
+
+
+def resolved(reference: Any, root: Any) -> Any:
+    """What a local reference, such as "#/$defs/Place", names; True, the schema of anything, where it names nothing."""
+    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+        return True
+    found = root
+    for part in unquote(reference[1:]).split("/")[1:]:
+        part = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, Mapping) and part in found:
+            found = found[part]
+        elif (
+            isinstance(found, list) and part.isascii() and part.isdigit() and len(part) < 10 and int(part) < len(found)
+        ):
+            found = found[int(part)]
+        else:
+            return True
+    return found
+
+
+def _named(names: Sequence[Any]) -> Types:
+    if not names or not all(isinstance(name, str) and name in ANY_TYPE for name in names):
+        return ANY_TYPE
+    return frozenset(names) | ({"integer"} if "number" in names else NO_TYPE)
+
+
+def _type_of(value: Any) -> str:
+    match value:
+        case bool():
+            return "boolean"
+        case int():
+            return "integer"
+        case float():
+            return "integer" if value.is_integer() else "number"  # 1.0 is an integer to JSON Schema
+        case str():
+            return "string"
+        case list():
+            return "array"
+        case None:
+            return "null"
+    return "object"

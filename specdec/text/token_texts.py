@@ -1,0 +1,89 @@
+"""The text of an output, token by token: which characters each token wrote, and how far the text can be handed out.
+
+    tokens     0    1        2           3 4 5        6
+    begins     0    5        5           12 12 12     13
+               Hello (special) " wait: " (a character) "."
+
+It does not know what the text means. However the tokens are cut into deltas, the same text comes out, and each token
+begins at the same character.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Any
+
+from specdec.text.detokenize import REPLACEMENT, Detokenizer, token_bytes
+from specdec.text.stop_strings import cut
+
+
+class TokenTexts:
+    """One output. special: tokens that are written out, although decoding would leave them out."""
+
+    def __init__(self, tokenizer: Any, special: Sequence[str] = (), stops: Sequence[str] = ()) -> None:
+        vocab = tokenizer.get_vocab() if special else {}
+        self._written = frozenset(vocab[token] for token in special if token in vocab)
+        self._tokenizer, self._stops = tokenizer, stops
+        self._reader = Detokenizer(tokenizer, self._written)
+        self._ids: list[int] = []
+        self.begins: list[int] = []
+        """Of each token, the character that its text begins with; a token without text begins where the next does."""
+        self.length = 0
+        """Characters handed out."""
+        self._sent: list[str] = []
+        self._settled = 0  # characters that no later token changes
+        self._tail = ""  # the text after them, as if the output ended here
+        self._waiting = ""  # settled, and maybe the beginning of a stop string
+        self._given = 0  # tokens that were told to be somebody's, or nobody's
+
+    def read(self, token_ids: Sequence[int], *, finished: bool) -> str:
+        """The text that these tokens add. finished: they are the last."""
+        for token in token_ids:
+            self._waiting += self._add(token)
+        new = self._rest() if finished else self._waiting[: self._ready()]
+        self._waiting = self._waiting[len(new) :]
+        self._sent.append(new)
+        self.length += len(new)
+        return new
+
+    def tokens_in(self, start: int, end: int) -> range:
+        """The tokens that wrote the characters [start, end), less those that an earlier call has named."""
+        first = bisect_left(self.begins, start)
+        if first and (self.begins[first] if first < len(self.begins) else self._settled + len(self._tail)) > start:
+            first -= 1  # its text goes on here
+        last = bisect_left(self.begins, end)
+        first = min(max(self._given, first), max(self._given, last))
+        self._given = max(self._given, last)
+        return range(first, self._given)
+
+    def tokens_after(self) -> range:
+        """The tokens that wrote nothing of the text, which has ended: those of a stop string, and end tokens."""
+        first = max(self._given, bisect_left(self.begins, self.length))
+        self._given = len(self.begins)
+        return range(first, self._given)
+
+    def _add(self, token: int) -> str:
+        """What becomes certain of the text with one token more."""
+        self._ids.append(token)
+        before, new = self._tail, self._reader.stream(self._ids, (), finished=False)
+        self._tail = self._reader.unsettled(self._ids)
+        begin = self._settled + _common(before, new + self._tail)
+        if before.endswith(REPLACEMENT) and b"\x80" <= token_bytes(self._tokenizer, token)[:1] < b"\xc0":
+            begin = self.begins[-1]  # one more part of a character
+        self.begins.append(begin)
+        self._settled += len(new)
+        return new
+
+    def _ready(self) -> int:
+        return max(0, len(self._waiting) - max(0, max(map(len, self._stops), default=0) - 1))
+
+    def _rest(self) -> str:
+        text, sent = Detokenizer(self._tokenizer, self._written).final_text(self._ids, self._stops), "".join(self._sent)
+        if text.startswith(sent):
+            return text[len(sent) :]
+        return cut(self._waiting + self._tail, self._stops)  # a tokenizer that takes text back
+
+
+def _common(first: str, second: str) -> int:
+    """Characters at the beginning of both."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(first), len(second)))

@@ -1,0 +1,130 @@
+"""What reaches a chat template of the messages of a request: nothing is changed on its way."""
+
+import json
+
+import httpx
+import pytest
+from reciting import reciting
+
+from specdec.serving.openai.chat_template import MessageShape
+
+SHOWN = """\
+{%- for m in messages %}<{{ m.role }}>
+{%- if m.tool_calls and m.content is none %}[calls]{% endif %}{{ m.content if m.content is not none else '' }}
+{%- if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}
+{%- for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}
+{%- endfor %}<assistant>{{ tools | tojson if tools else '' }}"""
+ADDING = """\
+{%- for m in messages %}{{ '<' + m.role + '>' + m.content }}
+{%- for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}{% endfor %}"""
+# as GPT-OSS': thoughts are `thinking`, a call has a text or a thought before it, and never both
+HARMONY = """\
+{{- tools | tojson if tools else '' }}
+{%- for m in messages %}{% if m.tool_calls %}
+{%- if m.content and m.thinking %}{{ raise_exception('both') }}{% endif %}
+{%- if m.content or m.thinking %}<|start|>assistant<|channel|>analysis<|message|>
+{{- m.content or m.thinking }}<|end|>{% endif %}
+{%- for call in m.tool_calls %}<|start|>assistant to=functions.{{ call.function.name }}<|channel|>commentary json
+{{- '<|message|>' }}{{ call.function.arguments | tojson }}<|call|>{% endfor %}
+{%- else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}
+{%- endfor %}<|start|>assistant"""
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+RESULT = {"role": "tool", "tool_call_id": "c1", "content": "8"}
+USER = {"role": "user", "content": "Hi"}
+
+
+def prompt_of(template, path, parser="hermes", **body):
+    with reciting(template=template, tool_parser=parser) as reciter:
+        reciter.answer_next("x")
+        answer = httpx.post(f"{reciter.url}/v1/{path}", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return reciter.prompts[-1]
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (SHOWN, '<user>Hi<assistant>[calls]{"name": "f", "arguments": {}}<tool>8'),
+        (ADDING, "<user>Hi<assistant>f<tool>8"),
+    ],
+)
+def test_a_content_that_is_null_is_none_to_a_template_that_asks(template, expected):
+    """It was "": a template that asks `content is none` wrote no calls. Others add it to text."""
+    messages = [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, RESULT]
+    assert prompt_of(template, "chat/completions", messages=messages).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("template", "asks"),
+    [
+        ("{% if message['content'] is none %}", True),
+        ("{% if message.content is not none %}", True),
+        ("{% set content = m.content %}{% if content == None %}", True),
+        ("{{ message.content }}{% if tools is none %}", False),
+        ("{{ message['content'] | trim }}", False),
+    ],
+)
+def test_whether_a_template_asks_for_none(template, asks):
+    assert MessageShape.of(template).asks_none == asks
+
+
+@pytest.mark.parametrize(
+    ("template", "field"),
+    [
+        ("{{ message.reasoning_content }}{{ message.thinking }}", "reasoning_content"),
+        ("{{ message['thinking'] }}", "thinking"),
+        ("{% if 'reasoning' in message %}", "reasoning"),
+        ("{% if enable_thinking %}{{ thinking_budget }}", "reasoning_content"),
+    ],
+)
+def test_thoughts_go_where_the_template_reads_them(template, field):
+    assert MessageShape.of(template).thoughts == field
+
+
+@pytest.mark.parametrize("content", [None, "", "I look."])
+def test_thoughts_sent_back_reach_gpt_oss(content):
+    answer = {"role": "assistant", "content": content, "reasoning_content": "Hm.", "tool_calls": [CALL]}
+    prompt = prompt_of(HARMONY, "chat/completions", "harmony", messages=[USER, answer, RESULT], tools=[TOOL])
+    thought = "Hm." if not content else "Hm.\nI look."
+    assert f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant to=functions.f" in prompt
+
+
+def said(text):
+    return {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
+
+
+FUNCTION_CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+
+
+@pytest.mark.parametrize(
+    ("items", "expected"),
+    [
+        ([said("A."), said("B.")], "<assistant>A.<assistant>B."),  # they became one text
+        ([said("A."), FUNCTION_CALL], '<assistant>A.{"name": "f", "arguments": {}}'),
+        ([said("A."), FUNCTION_CALL, said("B.")], '<assistant>A.\nB.{"name": "f", "arguments": {}}'),
+        (
+            [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]}, said("A.")],
+            "<assistant>A.(Hm.)",
+        ),
+    ],
+    ids=["two answers", "text and call", "text, call, text", "thought and text"],
+)
+def test_the_items_of_answers_are_messages_with_borders(items, expected):
+    prompt = prompt_of(SHOWN, "responses", input=[{"role": "user", "content": "Hi"}, *items, USER])
+    assert prompt.startswith(f"<user>Hi{expected}<user>Hi")
+
+
+def test_an_answer_that_is_continued_is_one_message():
+    """Whatever stands between its texts: many templates take turns."""
+    text = "<|channel>thought\nA<channel|>B<|channel>thought\nC<channel|>D<|tool_call>call:f{}<tool_call|>E"
+    tools = [{"type": "function", "name": "f", "parameters": {"type": "object"}}]
+    with reciting(template=SHOWN, tool_parser="gemma4", reasoning_parser="gemma4") as reciter:
+        reciter.answer_next(text, "x")
+        first = httpx.post(f"{reciter.url}/v1/responses", json={"input": "Hi", "tools": tools}, timeout=60).json()
+        [call] = [item for item in first["output"] if item["type"] == "function_call"]
+        result = {"type": "function_call_output", "call_id": call["call_id"], "output": "8"}
+        body = {"input": [result], "previous_response_id": first["id"]}
+        assert httpx.post(f"{reciter.url}/v1/responses", json=body, timeout=60).status_code == 200
+        assert '<assistant>B\nD\nE(A\nC){"name": "f", "arguments": {}}<tool>8' in reciter.prompts[-1]
+        assert json.dumps(first["output"]).count('"type": "message"') == 3
