@@ -10,7 +10,8 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -28,10 +29,11 @@ from transformers.utils.hub import cached_file
 
 from specdec.draft_models.base import TargetInfo
 from specdec.draft_models.registry import WORDS, building, is_drafter_config
-from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError, first_line, shown
+from specdec.errors import CheckpointError, ConfigError, SpecDecError, UnsupportedModelError, first_line, shown
 from specdec.models.bundled import BUNDLED_NAMES, resolve_name
-from specdec.models.quantised.formats import Format, formats_of
+from specdec.models.quantised.comparison import require_values_read
 from specdec.models.quantised.packed_quantizer import PackedConfig, without_quantization
+from specdec.models.quantised.quantization_config import Quantization, quantization_of, stored_config
 from specdec.models.weight_storage import weights_in_words
 from specdec.plain_arguments import as_dtype
 
@@ -111,27 +113,21 @@ class Checkpoint:
         return config
 
     @property
-    def quantization(self) -> dict[str, Any] | None:
+    def quantization(self) -> Mapping[str, Any] | None:
         """The `quantization_config` that it was stored with; None: it has none."""
-        given = self.config.get("quantization_config")
-        for part in self.config.values():  # of a multimodal config it may lie in the text's
-            given = given or (part.get("quantization_config") if isinstance(part, dict) else None)
-        return given if isinstance(given, dict) else None
+        with _about(self.name):
+            return stored_config(self.config)
 
     @property
-    def packed_formats(self) -> tuple[Format, ...] | None:
-        """The formats of its weights, where it is stored quantised and is read into packed weights; None: transformers
-        reads it. Raises UnsupportedModelError where nothing does."""
-        if self.quantization is None:
-            return None
-        try:
-            return formats_of(self.quantization)
-        except UnsupportedModelError as error:
-            raise UnsupportedModelError(f"{self.name!r} cannot be loaded: {error}") from error
+    def promised(self) -> Quantization | None:
+        """What that promises of its weights, where it is read into packed weights; None: transformers reads it."""
+        with _about(self.name):
+            config = stored_config(self.config)
+            return None if config is None else quantization_of(config)
 
     def hf_config(self) -> Any:
         """Its config as transformers reads it. Raises CheckpointError in one sentence."""
-        _ = self.config_file
+        _ = self.quantization
         try:
             return AutoConfig.from_pretrained(self.path, **self.hub_options)
         except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
@@ -154,10 +150,10 @@ class Checkpoint:
         config = self.hf_config() if config is None else config
         options = {"dtype": dtype, **self.options}
         asked = options.get("quantization_config")
-        formats = self.packed_formats if asked is None else None
-        if formats is not None:
+        promised = self.promised if asked is None else None
+        if promised is not None:
             config = without_quantization(config)
-            options["quantization_config"] = PackedConfig(formats)
+            options["quantization_config"] = PackedConfig(promised)
             if device.type != "cpu":  # packed there, file by file
                 options.setdefault("device_map", {"": device})
         try:
@@ -170,6 +166,7 @@ class Checkpoint:
         except (OSError, RuntimeError, ValueError, TypeError, ImportError, AssertionError, SafetensorError) as error:
             kind = CheckpointError if isinstance(error, (OSError, RuntimeError, SafetensorError)) else None
             reason = _lacking_shard(self.config_file.parent) if isinstance(error, FileNotFoundError) else None
+            reason = str(error) if isinstance(error, SpecDecError) else reason
             raise (kind or UnsupportedModelError)(
                 f"{self.name!r} ({config.model_type}) cannot be loaded: {reason or first_line(error)}"
             ) from error
@@ -180,6 +177,8 @@ class Checkpoint:
                 f"{self.name!r}: the checkpoint lacks {len(missing)} tensors of {type(model).__name__}, {missing[0]} "
                 "first; they would be random numbers"
             )
+        with _about(self.name):
+            require_values_read(model, info["unexpected_keys"])
         if info["unexpected_keys"]:
             logger.info("%s: %d tensors of the checkpoint are not used", self.name, len(info["unexpected_keys"]))
         placed = "device_map" in options or getattr(model, "is_quantized", False)  # quantisers place their own modules
@@ -189,6 +188,15 @@ class Checkpoint:
     def module(self, target: TargetInfo) -> nn.Module:
         """A drafter, in the dtype and on the device of its target."""
         return self.load(target.dtype, target.device)
+
+
+@contextmanager
+def _about(name: str) -> Iterator[None]:
+    """An error in the block becomes a sentence about the checkpoint of this name."""
+    try:
+        yield
+    except (CheckpointError, UnsupportedModelError) as error:
+        raise type(error)(f"{name!r} cannot be loaded: {error}") from error
 
 
 def _lacking_shard(folder: Path) -> str | None:
