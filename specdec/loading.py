@@ -10,8 +10,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +28,7 @@ from transformers.utils.hub import cached_file
 
 from specdec.draft_models.base import TargetInfo
 from specdec.draft_models.registry import WORDS, building, is_drafter_config
-from specdec.errors import CheckpointError, ConfigError, SpecDecError, UnsupportedModelError, first_line, shown
+from specdec.errors import CheckpointError, ConfigError, SpecDecError, UnsupportedModelError, about, first_line, shown
 from specdec.models.bundled import BUNDLED_NAMES, resolve_name
 from specdec.models.quantised.comparison import require_values_read
 from specdec.models.quantised.packed_quantizer import PackedConfig, without_quantization
@@ -115,13 +114,13 @@ class Checkpoint:
     @property
     def quantization(self) -> Mapping[str, Any] | None:
         """The `quantization_config` that it was stored with; None: it has none."""
-        with _about(self.name):
+        with about(f"{self.name!r} cannot be loaded"):
             return stored_config(self.config)
 
     @property
     def promised(self) -> Quantization | None:
         """What that promises of its weights, where it is read into packed weights; None: transformers reads it."""
-        with _about(self.name):
+        with about(f"{self.name!r} cannot be loaded"):
             config = stored_config(self.config)
             return None if config is None else quantization_of(config)
 
@@ -177,7 +176,7 @@ class Checkpoint:
                 f"{self.name!r}: the checkpoint lacks {len(missing)} tensors of {type(model).__name__}, {missing[0]} "
                 "first; they would be random numbers"
             )
-        with _about(self.name):
+        with about(f"{self.name!r} cannot be loaded"):
             require_values_read(model, info["unexpected_keys"])
         if info["unexpected_keys"]:
             logger.info("%s: %d tensors of the checkpoint are not used", self.name, len(info["unexpected_keys"]))
@@ -188,15 +187,6 @@ class Checkpoint:
     def module(self, target: TargetInfo) -> nn.Module:
         """A drafter, in the dtype and on the device of its target."""
         return self.load(target.dtype, target.device)
-
-
-@contextmanager
-def _about(name: str) -> Iterator[None]:
-    """An error in the block becomes a sentence about the checkpoint of this name."""
-    try:
-        yield
-    except (CheckpointError, UnsupportedModelError) as error:
-        raise type(error)(f"{name!r} cannot be loaded: {error}") from error
 
 
 def _lacking_shard(folder: Path) -> str | None:

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec.errors import UnsupportedModelError
-from specdec.models.quantised.formats import NOT_AS_PROMISED
+from specdec.models.quantised.formats import NOT_AS_PROMISED, in_words
 from specdec.models.quantised.quantization_config import Quantization
 from specdec.models.quantised.stored_tensors import StoredTensor
 from specdec.models.quantised.weight_places import (
@@ -70,6 +70,12 @@ def place_quantised(stored: Mapping[str, StoredTensor], promised: Quantization, 
             _require_bias(bias, places)
         if _is_plain(tensors, place, places):
             continue
+        if "weight" in tensors and tensors["weight"].dtype in PLAIN_TYPES:
+            others = (tensor.key for name, tensor in sorted(tensors.items()) if name != "weight")
+            raise UnsupportedModelError(
+                f"{stem} has a plain weight ({in_words(tensors['weight'].dtype)}), and {', '.join(others)} next to it, "
+                f"which is not read; {NOT_AS_PROMISED}"
+            )
         format = promised.format_of(stem, place.path)
         if place.shape is not None:
             format.compare(stem, tensors, place.shape, place.num_stacked)
@@ -128,7 +134,8 @@ def _require_unused(tensors: Mapping[str, StoredTensor], places: WeightPlaces) -
     for name, tensor in tensors.items():
         if _is_left_over(name, tensor, places):
             raise UnsupportedModelError(
-                f"{tensor.key} is not read as {tensor.dtype}, and the module that it lies in is; {NOT_AS_PROMISED}"
+                f"{tensor.key} is not read as {in_words(tensor.dtype)}, and the module that it lies in is; "
+                f"{NOT_AS_PROMISED}"
             )
 
 

@@ -10,14 +10,13 @@ for its weights, one with calibrated scales for them is refused.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
 
-from specdec.errors import CheckpointError, UnsupportedModelError
+from specdec.errors import CheckpointError, UnsupportedModelError, about
 from specdec.layers.packed.packed_weight import PackedWeight
 from specdec.models.quantised.repack import (
     Tensors,
@@ -56,10 +55,10 @@ class Expected:
 
     def __str__(self) -> str:
         shapes = " or ".join(str(list(shape)) for shape in self.shapes)
-        return f"{shapes} in {' or '.join(_plain(dtype) for dtype in self.dtypes)}"
+        return f"{shapes} in {' or '.join(in_words(dtype) for dtype in self.dtypes)}"
 
 
-def _plain(dtype: torch.dtype) -> str:
+def in_words(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -106,18 +105,11 @@ class Format:
         with about(stem):
             expected = self.tensors(num_rows, num_columns)
         known = self.canonical(given)
-        for name, tensor in given.items():
+        for name in given:
             if known[name] not in expected:
                 raise UnsupportedModelError(
                     f"{stem} has {name}, which is not read: a weight in {self.title} has {', '.join(expected)}; "
                     f"{NOT_AS_PROMISED}"
-                )
-            wanted = expected[known[name]]
-            if tensor.dtype not in wanted.dtypes or tensor.shape not in [(*leading, *one) for one in wanted.shapes]:
-                of_each = "" if num_experts is None else f" for each of {num_experts} experts"
-                raise UnsupportedModelError(
-                    f"{stem}{self.joint}{name} is {list(tensor.shape)} in {_plain(tensor.dtype)}, and a weight "
-                    f"{list(shape)} in {self.title} has it as {wanted}{of_each}; {NOT_AS_PROMISED}"
                 )
         if len(set(known.values())) < len(known):
             raise UnsupportedModelError(f"{stem} has {' and '.join(sorted(known))}, two names of one thing")
@@ -127,15 +119,14 @@ class Format:
                     f"the checkpoint lacks {stem}{self.joint}{name}, which a weight in {self.title} has; "
                     f"{NOT_AS_PROMISED}"
                 )
-
-
-@contextmanager
-def about(name: str) -> Iterator[None]:
-    """A reason in the block becomes a sentence about `name`."""
-    try:
-        yield
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{name}: {error}") from error
+        for name, tensor in given.items():
+            wanted = expected[known[name]]
+            if tensor.dtype not in wanted.dtypes or tensor.shape not in [(*leading, *one) for one in wanted.shapes]:
+                of_each = "" if num_experts is None else f" for each of {num_experts} experts"
+                raise UnsupportedModelError(
+                    f"{stem}{self.joint}{name} is {list(tensor.shape)} in {in_words(tensor.dtype)}, and a weight "
+                    f"{list(shape)} in {self.title} has it as {wanted}{of_each}; {NOT_AS_PROMISED}"
+                )
 
 
 def groups_of(num_columns: int, group_size: int | None) -> int:
@@ -260,7 +251,7 @@ class Fp8(Format):
 
     @property
     def title(self) -> str:
-        return f"FP8 {' or '.join(_in_words(*tile) for tile in self.tiles)}"
+        return f"FP8 {' or '.join(_tile_in_words(*tile) for tile in self.tiles)}"
 
     def tensors(self, num_rows: int, num_columns: int) -> dict[str, Expected]:
         shapes: list[Sizes] = []
@@ -289,7 +280,7 @@ class Fp8(Format):
         raise AssertionError(f"{scales.shape=} was not compared with {self.title}")
 
 
-def _in_words(rows: int | None, columns: int | None) -> str:
+def _tile_in_words(rows: int | None, columns: int | None) -> str:
     if columns is None:
         return "by tensor" if rows is None else "by channel"
     return f"in groups of {columns}" if rows == 1 else f"in blocks of {rows} x {columns}"

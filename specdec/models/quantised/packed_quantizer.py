@@ -17,10 +17,10 @@ from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from specdec.errors import CheckpointError, UnsupportedModelError
+from specdec.errors import CheckpointError, UnsupportedModelError, about
 from specdec.layers.moe.moe_families import experts_of
 from specdec.models.quantised.comparison import place_quantised
-from specdec.models.quantised.formats import Int4, about
+from specdec.models.quantised.formats import Int4
 from specdec.models.quantised.quantization_config import Quantization
 from specdec.models.quantised.raw_modules import RawExperts, RawLinear
 from specdec.models.quantised.repack import require_in_order

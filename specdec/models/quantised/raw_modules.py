@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from specdec.errors import CheckpointError, UnsupportedModelError
+from specdec.errors import CheckpointError, UnsupportedModelError, about
 from specdec.layers.moe.experts import Experts
 from specdec.layers.packed.packed_experts import PackedExperts
 from specdec.layers.packed.packed_linear import PackedLinear
 from specdec.layers.packed.packed_weight import PackedWeight
-from specdec.models.quantised.formats import about
 from specdec.models.quantised.weight_places import StoredWeight
 
 

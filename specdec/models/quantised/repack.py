@@ -64,7 +64,7 @@ def _promised(name: str, zeros: torch.Tensor, symmetric: bool) -> torch.Tensor |
         other = int(zeros[zeros != PLAIN_ZERO][0])
         raise UnsupportedModelError(
             f"{name} has zeros of {other}, and its quantization_config says that it is symmetric, which means "
-            f"{PLAIN_ZERO}; correct the config (sym, symmetric, zero_point, or the version of GPTQ, in checkpoint_format)"
+            f"{PLAIN_ZERO}; correct the config (sym, symmetric, zero_point, or checkpoint_format of GPTQ)"
         )
     return None
 

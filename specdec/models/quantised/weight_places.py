@@ -112,10 +112,10 @@ class WeightPlaces:
         """Take a quantised weight. Raises UnsupportedModelError where its place cannot hold one."""
         place, names = weight.place, set(weight.tensors)
         if place.shape is None or (place.num_stacked is not None and weight.format.joint != "_"):
+            kind, known = type(self.modules[place.path]).__name__, ", ".join(each.__name__ for each in EXPERT_CLASSES)
             raise UnsupportedModelError(
-                f"{weight.stem} is quantised, and it is the {place.last} of a {type(self.modules[place.path]).__name__}; "
-                "quantised weights are read of nn.Linear and of "
-                f"{', '.join(known.__name__ for known in EXPERT_CLASSES)}"
+                f"{weight.stem} is quantised, and it is the {place.last} of a {kind}; quantised weights are read of "
+                f"nn.Linear and of {known}; leave it out when quantising"
             )
         if other := self._tied.get(f"{place.path}.{place.last}"):
             raise UnsupportedModelError(
@@ -129,7 +129,7 @@ class WeightPlaces:
         if (first.format, set(first.tensors)) != (weight.format, names):
             raise UnsupportedModelError(
                 f"{weight.stem} is stored as {weight.format.title} ({', '.join(sorted(names))}), and {first.stem} as "
-                f"{first.format.title} ({', '.join(sorted(first.tensors))}); the experts of a layer are read in one format"
+                f"{first.format.title} ({', '.join(sorted(first.tensors))}); experts of a layer are read in one format"
             )
         self._counts[place.path, place.last] = self._counts.get((place.path, place.last), 0) + 1
         if place.stored_as is None:
