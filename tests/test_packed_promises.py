@@ -29,7 +29,7 @@ from specdec.models.quantised.quantization_config import quantization_of
 from specdec.models.quantised.stored_tensors import StoredTensor
 from specdec.models.quantised.weight_places import WeightPlaces
 
-from marks import each_value
+from marks import deep, each_value
 from tiny_models import build_target, spread
 
 CPU = torch.device("cpu")
@@ -478,6 +478,59 @@ def test_a_quantised_head_that_the_config_ties_is_one_sentence(form, changed):
 @pytest.mark.parametrize("form", ["gptq", "fp8-channel"])
 def test_a_bias_that_the_class_does_not_have_is_not_lost(form, changed):
     require_refused(form, "bias", lambda change: load(changed(form, change)))
+
+
+# experts, which are stored one by one and stacked while they are read
+
+
+def without(tensors: Tensors, prefix: str) -> None:
+    for key in [key for key in tensors if key.startswith(prefix)]:
+        del tensors[key]
+
+
+def a_plain_expert(tensors: Tensors, prefix: str) -> None:
+    without(tensors, prefix)
+    tensors[f"{prefix}weight"] = torch.ones(32, 32)
+
+
+def scales_of_another_type(tensors: Tensors, prefix: str) -> None:
+    tensors[f"{prefix}weight_scale"] = tensors[f"{prefix}weight_scale"].float()
+
+
+def a_bias(tensors: Tensors, prefix: str) -> None:
+    tensors[f"{prefix}bias"] = torch.ones(32)
+
+
+def scales_of_all(tensors: Tensors, prefix: str) -> None:
+    tensors[f"{LAYER}.mlp.experts.up_proj_scale"] = ONES.clone()
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("experts")
+    torch.manual_seed(0)
+    model = build_target("qwen3_moe", moe_intermediate_size=32, num_hidden_layers=1)
+    spread(model).save_pretrained(folder / "source")
+    return quantise(folder / "source", FORMS["int4-g32"], folder)[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (a_plain_expert, r"experts: 3 of 4 experts have a quantised up_proj"),
+        deep(without, r"experts: 3 of 4 experts have a quantised up_proj"),
+        (scales_of_another_type, r"experts.1.up_proj is stored as .* in float32.*experts.0.up_proj as .* in float16"),
+        deep(a_bias, r"experts.1.up_proj.bias is not read"),
+        deep(scales_of_all, r"experts.up_proj_scale is not read"),
+    ],
+)
+def test_experts_of_a_layer_are_alike(change, message, experts, tmp_path):
+    tensors = load_file(experts / "model.safetensors")
+    change(tensors, f"{LAYER}.mlp.experts.1.up_proj.")
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_bytes((experts / "config.json").read_bytes())
+    with pytest.raises(UnsupportedModelError, match=message):
+        load(tmp_path)
 
 
 # differences that change no value

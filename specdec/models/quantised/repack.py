@@ -37,8 +37,8 @@ def repack_gptq(tensors: Tensors, group: int, *, less: int, symmetric: bool) -> 
     """less: what was taken from each zero before it was stored, as one subtraction from the whole word."""
     if "g_idx" in tensors:
         require_in_order(tensors["g_idx"], group)
-    zeros = _promised("qzeros", nibbles(tensors["qzeros"] + less * 0x11111111), symmetric)
-    return _int4(nibbles(tensors["qweight"].T), tensors["scales"], zeros, group)
+    zeros = nibbles(tensors["qzeros"] + less * 0x11111111)
+    return _int4(nibbles(tensors["qweight"].T), tensors["scales"], _promised("qzeros", zeros, symmetric), group)
 
 
 def repack_awq(tensors: Tensors, group: int, *, symmetric: bool) -> PackedWeight:

@@ -24,7 +24,7 @@ from transformers.core_model_loading import (
 
 from specdec.errors import UnsupportedModelError
 from specdec.layers.moe.moe_families import EXPERT_CLASSES
-from specdec.models.quantised.formats import Format
+from specdec.models.quantised.formats import Format, in_words
 from specdec.models.quantised.stored_tensors import StoredTensor
 
 OF_ONE_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.\d+\.(?P<name>gate_proj|up_proj|down_proj|w1|w2|w3)")
@@ -58,6 +58,14 @@ class StoredWeight:
     format: Format
     tensors: Mapping[str, StoredTensor]
     place: Place
+
+    @property
+    def types(self) -> dict[str, torch.dtype]:
+        return {name: tensor.dtype for name, tensor in self.tensors.items()}
+
+    def described(self) -> str:
+        each = (f"{name} in {in_words(dtype)}" for name, dtype in sorted(self.types.items()))
+        return f"{self.format.title} ({', '.join(each)})"
 
 
 class WeightPlaces:
@@ -110,7 +118,7 @@ class WeightPlaces:
 
     def add(self, weight: StoredWeight) -> None:
         """Take a quantised weight. Raises UnsupportedModelError where its place cannot hold one."""
-        place, names = weight.place, set(weight.tensors)
+        place = weight.place
         if place.shape is None or (place.num_stacked is not None and weight.format.joint != "_"):
             kind, known = type(self.modules[place.path]).__name__, ", ".join(each.__name__ for each in EXPERT_CLASSES)
             raise UnsupportedModelError(
@@ -126,16 +134,16 @@ class WeightPlaces:
             self.linears[place.path] = weight
             return
         first = self.experts.setdefault(place.path, {}).setdefault(place.last, weight)
-        if (first.format, set(first.tensors)) != (weight.format, names):
+        if (first.format, first.types) != (weight.format, weight.types):
             raise UnsupportedModelError(
-                f"{weight.stem} is stored as {weight.format.title} ({', '.join(sorted(names))}), and {first.stem} as "
-                f"{first.format.title} ({', '.join(sorted(first.tensors))}); experts of a layer are read in one format"
+                f"{weight.stem} is stored as {weight.described()}, and {first.stem} as {first.described()}; experts of "
+                "a layer are read in one format"
             )
         self._counts[place.path, place.last] = self._counts.get((place.path, place.last), 0) + 1
         if place.stored_as is None:
-            self._joints.setdefault(place.last, set()).update(names)
+            self._joints.setdefault(place.last, set()).update(weight.tensors)
         else:
-            self._stacks.setdefault((place.stored_as, place.last), set()).update(names)
+            self._stacks.setdefault((place.stored_as, place.last), set()).update(weight.tensors)
 
     def require_whole(self) -> None:
         """Raise UnsupportedModelError where some experts of a layer are quantised, and others are not."""
