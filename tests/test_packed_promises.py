@@ -7,6 +7,7 @@ repacks; through files, and transformers, those of reports, and in depth all.
 
 import copy
 import json
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -627,6 +628,12 @@ def test_a_packed_module_that_is_left_out_is_said(changed, caplog):
     assert [message for message in caplog.messages if "though its quantization_config leaves it out" in message] == [
         f"{UP} is stored quantised, though its quantization_config leaves it out; it is read"
     ]
+
+
+def test_scales_of_keys_and_values_are_said_not_to_be_read(changed, caplog):
+    with caplog.at_level(logging.INFO, logger="specdec"):
+        load(changed("fp8-channel", SAME["scales of K/V"][1]))
+    assert f"2 tensors of the checkpoint, {LAYER}.self_attn.k_scale first, are not read: K/V may be" in caplog.text
 
 
 def test_reasons_stand_next_to_what_is_ignored():

@@ -85,6 +85,14 @@ def place_quantised(stored: Mapping[str, StoredTensor], promised: Quantization, 
             logger.warning("%s is stored quantised, though its quantization_config leaves it out; it is read", stem)
         places.add(StoredWeight(stem, format, tensors, place))
     places.require_whole()
+    _log_ignored(stored)
+
+
+def _log_ignored(stored: Mapping[str, StoredTensor]) -> None:
+    for pattern, reason in IGNORABLE.items():
+        keys = [key for key in stored if re.fullmatch(pattern, key.rpartition(".")[2])]
+        if keys:
+            logger.info("%d tensors of the checkpoint, %s first, are not read: %s", len(keys), keys[0], reason)
 
 
 def _by_stem(stored: Mapping[str, StoredTensor], promised: Quantization) -> dict[str, dict[str, StoredTensor]]:

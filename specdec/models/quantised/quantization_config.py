@@ -164,7 +164,7 @@ def stored_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return None
 
 
-def quantization_of(config: object) -> Quantization | None:
+def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
     """What a `quantization_config` promises; None: transformers loads it, unfused.
 
     Raises UnsupportedModelError for what neither reads, and CheckpointError for what is malformed.
@@ -173,8 +173,7 @@ def quantization_of(config: object) -> Quantization | None:
     method = settings.text("quant_method")
     if method in READ:
         return READ[method](settings)
-    plain = settings.values.get("load_in_4bit") or settings.values.get("load_in_8bit")
-    # bitsandbytes may name no method
+    plain = config.get("load_in_4bit") or config.get("load_in_8bit")  # of bitsandbytes, which may name no method
     if method in REFUSED or not (plain or method in AUTO_QUANTIZATION_CONFIG_MAPPING or method == "bitsandbytes"):
         raise _unread(f"quant_method {method or 'missing'}")
     return None

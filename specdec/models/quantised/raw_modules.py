@@ -25,12 +25,8 @@ class RawWeight(nn.Module):
         super().__init__()
         place = weight.place
         assert place.shape is not None
-        self.format, self.shape, self.stem, self.num_experts = (
-            weight.format,
-            place.shape,
-            weight.stem,
-            place.num_experts,
-        )
+        self.format, self.stem = weight.format, weight.stem
+        self.shape, self.num_experts = place.shape, place.num_experts
         one_by_one = place.num_experts is not None and place.num_stacked is None
         for name, tensor in weight.tensors.items():
             self.register_buffer(name, tensor.on_meta(*((place.num_experts,) if one_by_one else ())))
