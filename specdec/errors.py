@@ -111,6 +111,15 @@ def require_one_of(name: str, value: object, known: Iterable[str]) -> None:
 
 
 @contextmanager
+def about(name: str) -> Iterator[None]:
+    """What is wrong with a model or a checkpoint, as an error in the block says, becomes a sentence about `name`."""
+    try:
+        yield
+    except (UnsupportedModelError, CheckpointError) as error:
+        raise type(error)(f"{name}: {error}") from error
+
+
+@contextmanager
 def naming_file(path: str | PathLike[str]) -> Iterator[None]:
     """An error of the system while a file is written, such as a full disk, names that file."""
     try:

@@ -28,10 +28,11 @@ from transformers.utils.hub import cached_file
 
 from specdec.draft_models.base import TargetInfo
 from specdec.draft_models.registry import WORDS, building, is_drafter_config
-from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError, first_line, shown
+from specdec.errors import CheckpointError, ConfigError, SpecDecError, UnsupportedModelError, about, first_line, shown
 from specdec.models.bundled import BUNDLED_NAMES, resolve_name
-from specdec.models.quantised.formats import Format, formats_of
+from specdec.models.quantised.comparison import require_values_read
 from specdec.models.quantised.packed_quantizer import PackedConfig, without_quantization
+from specdec.models.quantised.quantization_config import Quantization, quantization_of, stored_config
 from specdec.models.weight_storage import weights_in_words
 from specdec.plain_arguments import as_dtype
 
@@ -111,27 +112,21 @@ class Checkpoint:
         return config
 
     @property
-    def quantization(self) -> dict[str, Any] | None:
+    def quantization(self) -> Mapping[str, Any] | None:
         """The `quantization_config` that it was stored with; None: it has none."""
-        given = self.config.get("quantization_config")
-        for part in self.config.values():  # of a multimodal config it may lie in the text's
-            given = given or (part.get("quantization_config") if isinstance(part, dict) else None)
-        return given if isinstance(given, dict) else None
+        with about(f"{self.name!r} cannot be loaded"):
+            return stored_config(self.config)
 
     @property
-    def packed_formats(self) -> tuple[Format, ...] | None:
-        """The formats of its weights, where it is stored quantised and is read into packed weights; None: transformers
-        reads it. Raises UnsupportedModelError where nothing does."""
-        if self.quantization is None:
-            return None
-        try:
-            return formats_of(self.quantization)
-        except UnsupportedModelError as error:
-            raise UnsupportedModelError(f"{self.name!r} cannot be loaded: {error}") from error
+    def promised(self) -> Quantization | None:
+        """What that promises of its weights, where it is read into packed weights; None: transformers reads it."""
+        with about(f"{self.name!r} cannot be loaded"):
+            config = stored_config(self.config)
+            return None if config is None else quantization_of(config)
 
     def hf_config(self) -> Any:
         """Its config as transformers reads it. Raises CheckpointError in one sentence."""
-        _ = self.config_file
+        _ = self.quantization
         try:
             return AutoConfig.from_pretrained(self.path, **self.hub_options)
         except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
@@ -154,10 +149,10 @@ class Checkpoint:
         config = self.hf_config() if config is None else config
         options = {"dtype": dtype, **self.options}
         asked = options.get("quantization_config")
-        formats = self.packed_formats if asked is None else None
-        if formats is not None:
+        promised = self.promised if asked is None else None
+        if promised is not None:
             config = without_quantization(config)
-            options["quantization_config"] = PackedConfig(formats)
+            options["quantization_config"] = PackedConfig(promised)
             if device.type != "cpu":  # packed there, file by file
                 options.setdefault("device_map", {"": device})
         try:
@@ -170,6 +165,7 @@ class Checkpoint:
         except (OSError, RuntimeError, ValueError, TypeError, ImportError, AssertionError, SafetensorError) as error:
             kind = CheckpointError if isinstance(error, (OSError, RuntimeError, SafetensorError)) else None
             reason = _lacking_shard(self.config_file.parent) if isinstance(error, FileNotFoundError) else None
+            reason = str(error) if isinstance(error, SpecDecError) else reason
             raise (kind or UnsupportedModelError)(
                 f"{self.name!r} ({config.model_type}) cannot be loaded: {reason or first_line(error)}"
             ) from error
@@ -180,6 +176,8 @@ class Checkpoint:
                 f"{self.name!r}: the checkpoint lacks {len(missing)} tensors of {type(model).__name__}, {missing[0]} "
                 "first; they would be random numbers"
             )
+        with about(f"{self.name!r} cannot be loaded"):
+            require_values_read(model, info["unexpected_keys"])
         if info["unexpected_keys"]:
             logger.info("%s: %d tensors of the checkpoint are not used", self.name, len(info["unexpected_keys"]))
         placed = "device_map" in options or getattr(model, "is_quantized", False)  # quantisers place their own modules

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 from specdec.errors import UnsupportedModelError
 from specdec.layers.packed.packed_weight import dequantised, numbers_of
-from specdec.models.quantised.formats import AWQ, COMPRESSED_INT4, MXFP4, Format, formats_of, fp8, gptq
+from specdec.models.quantised.formats import Awq, CompressedInt4, Format, Fp8, GptOssMxfp4, Gptq
+from specdec.models.quantised.quantization_config import quantization_of
 from specdec.models.quantised.repack import nibbles
 
 from marks import deep_cases, slow
@@ -29,7 +30,8 @@ def reference_cases() -> dict[str, dict]:
 
 def read_as(format: Format, tensors: dict[str, torch.Tensor], shape: list[int]):
     size = torch.Size(shape)
-    return format.repack(tensors, size, format.group(tensors, size))
+    format.compare("model.linear", tensors, size)
+    return format.repack(tensors, size)
 
 
 # what the packages wrote, and dequantise themselves
@@ -43,8 +45,7 @@ def test_a_weight_stands_for_what_its_own_package_says(name):
         keys = [key for key in list(file.keys()) if key.startswith(f"{name}/")]
         tensors = {key.removeprefix(f"{name}/"): file.get_tensor(key) for key in keys}
     want = tensors.pop("dequantised")
-    [format] = formats_of(about["config"])
-    weight = read_as(format, tensors, about["shape"])
+    weight = read_as(quantization_of(about["config"]).format_of("linear"), tensors, about["shape"])
     assert weight.shape == want.shape
     assert torch.equal(dequantised(weight, want.dtype), want)
 
@@ -81,7 +82,7 @@ def test_a_word_of_compressed_tensors_by_eye():
         "weight_packed": torch.tensor([[0x76543210, 0x76543210, 0x76543210, 0x76543210]], dtype=torch.int32),
         "weight_scale": torch.tensor([[0.5]]),
     }
-    row = dequantised(read_as(COMPRESSED_INT4, tensors, [1, 32]), torch.float32)[0]
+    row = dequantised(read_as(CompressedInt4(32, symmetric=True), tensors, [1, 32]), torch.float32)[0]
     assert row[:8].tolist() == [-4.0, -3.5, -3.0, -2.5, -2.0, -1.5, -1.0, -0.5]
     assert torch.equal(row.view(4, 8), row[:8].expand(4, 8))
 
@@ -95,7 +96,7 @@ def test_a_column_of_gptq_by_eye(version, stored):
         "scales": torch.full((1, 8), 2.0, dtype=torch.float16),
         "g_idx": torch.zeros(32, dtype=torch.int32),
     }
-    weight = dequantised(read_as(gptq(version, symmetric=False), tensors, [8, 32]), torch.float32)
+    weight = dequantised(read_as(Gptq(32, symmetric=False, version=version), tensors, [8, 32]), torch.float32)
     assert weight[0, :8].tolist() == [-6.0, -4.0, -2.0, 0.0, 2.0, 4.0, 6.0, 8.0]
     assert torch.equal(weight, weight[:1, :8].repeat(8, 4))
 
@@ -109,7 +110,7 @@ def test_a_word_of_awq_by_eye():
         "qzeros": torch.zeros((1, 1), dtype=torch.int32),
         "scales": torch.ones((1, 8), dtype=torch.float16),
     }
-    weight = numbers_of(read_as(AWQ, tensors, [8, 32]))
+    weight = numbers_of(read_as(Awq(32, symmetric=False), tensors, [8, 32]))
     assert weight[:, 0].tolist() == [0.0, 4.0, 1.0, 5.0, 2.0, 6.0, 3.0, 7.0]
 
 
@@ -117,7 +118,7 @@ def test_a_block_of_mxfp4_by_eye():
     """Bytes 0x10 0x32 0x54 0x76 0x98 ...: low nibble first, 2^(126 - 127) each."""
     blocks = torch.tensor([0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE] * 2, dtype=torch.uint8)[None, None]
     tensors = {"blocks": blocks, "scales": torch.tensor([[126]], dtype=torch.uint8)}
-    weight = read_as(MXFP4, tensors, [1, 32])
+    weight = read_as(GptOssMxfp4(), tensors, [1, 32])
     assert weight.scales.dtype == torch.bfloat16
     row = dequantised(weight, torch.float32)[0, :16].tolist()
     assert row == [0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 0.0, -0.25, -0.5, -0.75, -1.0, -1.5, -2.0, -3.0]
@@ -129,14 +130,14 @@ def test_the_smallest_and_largest_scales_of_mxfp4_are_powers_of_two(exponent):
         "blocks": torch.full((1, 1, 16), 0x22, dtype=torch.uint8),  # ones
         "scales": torch.tensor([[exponent]], dtype=torch.uint8),
     }
-    assert dequantised(read_as(MXFP4, tensors, [1, 32]), torch.float32)[0, 0].item() == 2.0 ** (exponent - 127)
+    assert dequantised(read_as(GptOssMxfp4(), tensors, [1, 32]), torch.float32)[0, 0].item() == 2.0 ** (exponent - 127)
 
 
 def test_blocks_of_fp8_that_do_not_divide_the_weight():
     """Blocks of 16 x 32 over 24 x 48: the last ones are cut, and a group of 16 columns divides both."""
     numbers = torch.randn(24, 48, generator=torch.Generator().manual_seed(0)).to(torch.float8_e4m3fn)
     scales = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
-    weight = read_as(fp8((16, 32)), {"weight": numbers, "weight_scale_inv": scales}, [24, 48])
+    weight = read_as(Fp8(((16, 32),)), {"weight": numbers, "weight_scale": scales}, [24, 48])
     assert weight.group == 16
     each = scales.repeat_interleave(16, 0)[:24].repeat_interleave(32, 1)[:, :48]
     assert torch.equal(dequantised(weight, torch.float32), numbers.float() * each)
@@ -149,8 +150,8 @@ def test_zeros_of_symmetric_gptq_are_not_kept():
         "qzeros": torch.full((1, 1), 0x77777777, dtype=torch.int32),
         "scales": torch.ones((1, 8), dtype=torch.float16),
     }
-    assert read_as(gptq(1, symmetric=True), tensors, [8, 32]).zeros is None
-    assert read_as(gptq(1, symmetric=False), tensors, [8, 32]).zeros.unique().tolist() == [8.0]
+    assert read_as(Gptq(32, symmetric=True), tensors, [8, 32]).zeros is None
+    assert read_as(Gptq(32, symmetric=False), tensors, [8, 32]).zeros.unique().tolist() == [8.0]
 
 
 def test_columns_grouped_by_importance_are_refused():
@@ -161,14 +162,14 @@ def test_columns_grouped_by_importance_are_refused():
         "g_idx": torch.arange(64, dtype=torch.int32).flip(0) // 32,
     }
     with pytest.raises(UnsupportedModelError, match="desc_act"):
-        read_as(gptq(1, symmetric=True), tensors, [8, 64])
+        read_as(Gptq(32, symmetric=True), tensors, [8, 64])
 
 
 @pytest.mark.parametrize("scale", [(2, 3), (8, 3)])
 def test_a_scale_of_another_shape_is_refused(scale):
     tensors = {"weight_packed": torch.zeros((8, 8), dtype=torch.int32), "weight_scale": torch.ones(scale)}
     with pytest.raises(UnsupportedModelError, match="weight_scale"):
-        read_as(COMPRESSED_INT4, tensors, [8, 64])
+        read_as(CompressedInt4(32, symmetric=True), tensors, [8, 64])
 
 
 # configs
@@ -207,15 +208,15 @@ FP8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
 )
 def test_what_is_not_read_is_refused_by_name(config, named):
     with pytest.raises(UnsupportedModelError, match=named) as error:
-        formats_of(config)
+        quantization_of(config)
     assert "compressed-tensors, GPTQ and AWQ" in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("method", ["torchao", "bitsandbytes", "hqq"])
 def test_what_transformers_alone_reads_is_left_to_it(method):
-    assert formats_of({"quant_method": method, "load_in_8bit": True}) is None
+    assert quantization_of({"quant_method": method, "load_in_8bit": True}) is None
 
 
 def test_activations_rounded_as_they_come_do_not_matter():
     dynamic = {"num_bits": 8, "type": "float", "dynamic": True, "strategy": "token"}
-    assert [format.title for format in formats_of(compressed(FP8, dynamic))] == ["FP8"]
+    assert quantization_of(compressed(FP8, dynamic)).format_of("linear").title == "FP8 by channel"

@@ -1,256 +1,324 @@
-"""The formats of quantised weights that are read, a row a format, and which of them a checkpoint's config says.
+"""The formats of quantised weights that are read: which tensors a weight has in each, and what repacks them.
 
-A row says which tensors stand in the place of a linear's `weight`, which shapes they have, and what repacks them. Which
-modules are quantised is read from the names of the tensors. Activations are never rounded here: a checkpoint whose
-activations were to be rounded as they come (`dynamic`) is read for its weights, one with calibrated scales for them is
-refused. To read another format: a function in `repack.py`, a row here, and its name in `READ`.
+A `Format` holds all that a `quantization_config` promises of a weight (`quantization_config.py` makes it), and says
+from that and from the weight's shape [N, K] alone which tensors there must be, in which shapes and types: `tensors`.
+`compare` holds a checkpoint against it, and nothing is read that was not compared (`comparison.py`). What a shape
+cannot say, `repack` checks: zeros of a symmetric weight, the order of columns, a stored shape.
+
+Activations are never rounded here: a checkpoint whose activations were to be rounded as they come (`dynamic`) is read
+for its weights, one with calibrated scales for them is refused.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import ClassVar, Protocol
 
 import torch
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-from specdec.errors import UnsupportedModelError
+from specdec.errors import CheckpointError, UnsupportedModelError, about
 from specdec.layers.packed.packed_weight import PackedWeight
 from specdec.models.quantised.repack import (
-    FP8_SCALES,
     Tensors,
-    fp8_extents,
     repack_awq,
     repack_compressed,
     repack_fp8,
     repack_gptq,
     repack_mxfp4,
-    two_dimensional,
 )
 
 SCALE_TYPES = (torch.bfloat16, torch.float16, torch.float32)
-Shapes = Callable[[int, int, int], dict[str, tuple[int, ...]]]
-"""The shape of each tensor of a weight with N rows, K columns and S groups."""
+INDEX_TYPES = (torch.int32, torch.int64)
+NOT_AS_PROMISED = (
+    "the checkpoint does not hold what its quantization_config says: download it again, or correct what wrote it"
+)
+
+Sizes = tuple[int, ...]
+
+
+class Described(Protocol):
+    """A tensor, or what a file says of one."""
+
+    @property
+    def shape(self) -> Sizes: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """A tensor has one of these shapes and one of these types. optional: the format may do without it."""
+
+    shapes: tuple[Sizes, ...]
+    dtypes: tuple[torch.dtype, ...]
+    optional: bool = False
+
+    def __str__(self) -> str:
+        shapes = " or ".join(str(list(shape)) for shape in self.shapes)
+        return f"{shapes} in {' or '.join(in_words(dtype) for dtype in self.dtypes)}"
+
+
+def in_words(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def one(shape: Sizes, *dtypes: torch.dtype, optional: bool = False) -> Expected:
+    return Expected((shape,), dtypes, optional)
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """title: what messages call it. tensors: those that a weight must have; the first, in `dtype`, is what tells a
-    quantised weight from a plain one. optional: those that it may have. columns: K is a multiple.
-    group: of the tensors and the shape of a weight, columns with one scale; raises UnsupportedModelError where they do
-    not fit. Tensors on the meta device will do. joint: what joins their names to the weight's."""
+    """columns: K is a multiple. joint: joins the names of its tensors to the weight's."""
 
-    title: str
-    tensors: tuple[str, ...]
-    dtype: torch.dtype
-    columns: int
-    group: Callable[[Tensors, torch.Size], int]
-    repack: Callable[[Tensors, torch.Size, int], PackedWeight]
-    optional: tuple[str, ...] = ()
-    joint: str = "."
+    columns: ClassVar[int] = 32
+    joint: ClassVar[str] = "."
 
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        raise NotImplementedError
 
-def _group(shapes: Shapes, scales: str, axis: int) -> Callable[[Tensors, torch.Size], int]:
-    """group: from the number of groups that `scales` has along `axis`."""
+    def tensors(self, num_rows: int, num_columns: int) -> dict[str, Expected]:
+        """The tensors of a weight [N, K]. Raises UnsupportedModelError where no weight of this shape has the format."""
+        raise NotImplementedError
 
-    def group(tensors: Tensors, shape: torch.Size) -> int:
+    def repack(self, tensors: Tensors, shape: torch.Size) -> PackedWeight:
+        """Tensors that were compared -> the weight. Raises UnsupportedModelError where values break the promise."""
+        raise NotImplementedError
+
+    def canonical(self, names: Iterable[str]) -> dict[str, str]:
+        """Name in the checkpoint -> name in `tensors`."""
+        return {name: name for name in names}
+
+    def compare(
+        self, stem: str, given: Mapping[str, Described], shape: torch.Size, num_experts: int | None = None
+    ) -> None:
+        """Raise CheckpointError for a tensor that is lacking, UnsupportedModelError for any other difference.
+
+        stem: what precedes the names. num_experts: each tensor is that of all experts, one after the other."""
         num_rows, num_columns = shape
-        given = tensors[scales]
-        num_groups = given.shape[axis] if given.dim() == 2 else 0
-        if not num_groups or num_columns % num_groups:
-            raise UnsupportedModelError(f"{num_columns} columns do not divide into the groups of {scales}")
-        expected = shapes(num_rows, num_columns, num_groups)
-        for name, tensor in tensors.items():
-            if name in expected and tuple(tensor.shape) != expected[name]:
-                raise UnsupportedModelError(f"{name} is {list(tensor.shape)}, expected {list(expected[name])}")
-        return num_columns // num_groups
+        leading = () if num_experts is None else (num_experts,)
+        if num_columns % self.columns:
+            raise UnsupportedModelError(
+                f"{stem}: {num_columns} columns, and weights in {self.title} are read in multiples of {self.columns}"
+            )
+        with about(stem):
+            expected = self.tensors(num_rows, num_columns)
+        known = self.canonical(given)
+        for name in given:
+            if known[name] not in expected:
+                raise UnsupportedModelError(
+                    f"{stem} has {name}, which is not read: a weight in {self.title} has {', '.join(expected)}; "
+                    f"{NOT_AS_PROMISED}"
+                )
+        if len(set(known.values())) < len(known):
+            raise UnsupportedModelError(f"{stem} has {' and '.join(sorted(known))}, two names of one thing")
+        for name, wanted in expected.items():
+            if not wanted.optional and name not in known.values():
+                raise CheckpointError(
+                    f"the checkpoint lacks {stem}{self.joint}{name}, which a weight in {self.title} has; "
+                    f"{NOT_AS_PROMISED}"
+                )
+        for name, tensor in given.items():
+            wanted = expected[known[name]]
+            if tensor.dtype not in wanted.dtypes or tensor.shape not in [(*leading, *one) for one in wanted.shapes]:
+                of_each = "" if num_experts is None else f" for each of {num_experts} experts"
+                raise UnsupportedModelError(
+                    f"{stem}{self.joint}{name} is {list(tensor.shape)} in {in_words(tensor.dtype)}, and a weight "
+                    f"{list(shape)} in {self.title} has it as {wanted}{of_each}; {NOT_AS_PROMISED}"
+                )
 
-    return group
 
-
-def _fp8_group(tensors: Tensors, shape: torch.Size, *, block: tuple[int, int] | None = None) -> int:
-    given = [name for name in FP8_SCALES if name in tensors]
-    if len(given) != 1:
-        raise UnsupportedModelError(f"{' and '.join(given) or 'no scale'} beside weight, expected one scale")
-    scales = two_dimensional(tensors[given[0]]).shape
-    rows, columns = fp8_extents(scales, shape, block)
-    expected = torch.Size((-(-shape[0] // rows), -(-shape[1] // columns)))
-    if scales != expected or tensors["weight"].shape != shape:
+def groups_of(num_columns: int, group_size: int | None) -> int:
+    """Number of groups of a row; None: the row is one. Raises UnsupportedModelError where they do not fill it."""
+    if num_columns % (group_size or num_columns):
         raise UnsupportedModelError(
-            f"{given[0]} is {list(tensors[given[0]].shape)} for a weight of {list(shape)}"
-            f"{f' in blocks of {list(block)}' if block else ''}, expected one scale, or one a row"
-            f"{' or a block' if block else ''}"
+            f"{num_columns} columns do not divide into groups of {group_size}, which its quantization_config says; "
+            "leave this weight out when quantising, or give a checkpoint with a group_size that divides it"
         )
-    return math.gcd(columns, shape[1])
+    return num_columns // (group_size or num_columns)
 
 
-def fp8(block: tuple[int, int] | None) -> Format:
-    """block: rows and columns that share a scale; None: one scale, or one a row."""
-    return Format(
-        title="FP8" if block is None else f"FP8 in blocks of {block[0]} x {block[1]}",
-        tensors=("weight",),
-        optional=FP8_SCALES,
-        dtype=torch.float8_e4m3fn,
-        columns=16,
-        group=partial(_fp8_group, block=block),
-        repack=partial(repack_fp8, block=block),
-    )
+@dataclass(frozen=True, slots=True)
+class Int4(Format):
+    """group_size: columns with one scale; None: all. symmetric: zeros are 8. in_any_order: `g_idx` must be there, to
+    say that the columns of a group are consecutive after all."""
+
+    group_size: int | None
+    symmetric: bool
+    in_any_order: bool = False
+
+    @property
+    def name(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def title(self) -> str:
+        groups = f"in groups of {self.group_size}" if self.group_size else "by row"
+        return f"{self.name} {groups}, {'symmetric' if self.symmetric else 'with zeros'}"
+
+    def group(self, num_columns: int) -> int:
+        return self.group_size or num_columns
 
 
-COMPRESSED_INT4 = Format(
-    title="compressed-tensors int4",
-    tensors=("weight_packed", "weight_scale"),
-    optional=("weight_shape", "weight_zero_point"),
-    dtype=torch.int32,
-    columns=32,
-    group=_group(
-        lambda n, k, s: {"weight_packed": (n, k // 8), "weight_scale": (n, s), "weight_zero_point": (-(-n // 8), s)},
-        "weight_scale",
-        axis=1,
-    ),
-    repack=repack_compressed,
-)
+@dataclass(frozen=True, slots=True)
+class CompressedInt4(Int4):
+    @property
+    def name(self) -> str:
+        return "compressed-tensors int4"
+
+    def tensors(self, num_rows: int, num_columns: int) -> dict[str, Expected]:
+        num_groups = groups_of(num_columns, self.group_size)
+        zeros = one((-(-num_rows // 8), num_groups), torch.int32, optional=self.symmetric)
+        return {
+            "weight_packed": one((num_rows, num_columns // 8), torch.int32),
+            "weight_scale": one((num_rows, num_groups), *SCALE_TYPES),
+            "weight_zero_point": zeros,
+            "weight_shape": one((2,), *INDEX_TYPES, optional=True),
+            "weight_g_idx": one((num_columns,), *INDEX_TYPES, optional=not self.in_any_order),
+        }
+
+    def repack(self, tensors: Tensors, shape: torch.Size) -> PackedWeight:
+        return repack_compressed(tensors, shape, self.group(shape[1]), symmetric=self.symmetric)
 
 
-def gptq(version: int, symmetric: bool) -> Format:
-    """version: 1 stores zeros less one. symmetric: zeros are 8."""
-    return Format(
-        title=f"GPTQ v{version}",
-        tensors=("qweight", "qzeros", "scales"),
-        optional=("g_idx",),
-        dtype=torch.int32,
-        columns=32,
-        group=_group(
-            lambda n, k, s: {"qweight": (k // 8, n), "qzeros": (s, n // 8), "scales": (s, n), "g_idx": (k,)},
-            "scales",
-            axis=0,
-        ),
-        repack=partial(repack_gptq, less=1 if version == 1 else 0, symmetric=symmetric),
-    )
+@dataclass(frozen=True, slots=True)
+class _Int4InColumns(Int4):
+    """Words of zeros lie along N, so it fills them."""
+
+    def tensors(self, num_rows: int, num_columns: int) -> dict[str, Expected]:
+        if num_rows % 8:
+            raise UnsupportedModelError(f"{num_rows} rows, and weights in {self.title} are read in multiples of 8")
+        num_groups = groups_of(num_columns, self.group_size)
+        return {
+            "qweight": one(self._words(num_rows, num_columns), torch.int32),
+            "qzeros": one((num_groups, num_rows // 8), torch.int32),
+            "scales": one((num_groups, num_rows), *SCALE_TYPES),
+        }
+
+    def _words(self, num_rows: int, num_columns: int) -> Sizes:
+        raise NotImplementedError
 
 
-AWQ = Format(
-    title="AWQ",
-    tensors=("qweight", "qzeros", "scales"),
-    dtype=torch.int32,
-    columns=32,
-    group=_group(
-        lambda n, k, s: {"qweight": (k, n // 8), "qzeros": (s, n // 8), "scales": (s, n)},
-        "scales",
-        axis=0,
-    ),
-    repack=repack_awq,
-)
+@dataclass(frozen=True, slots=True)
+class Gptq(_Int4InColumns):
+    """version: 1 stores zeros less one."""
 
-COMPRESSED_MXFP4 = Format(
-    title="compressed-tensors MXFP4",
-    tensors=("weight_packed", "weight_scale"),
-    dtype=torch.uint8,
-    columns=32,
-    group=_group(lambda n, k, s: {"weight_packed": (n, k // 2), "weight_scale": (n, k // 32)}, "weight_scale", axis=1),
-    repack=partial(repack_mxfp4, names=("weight_packed", "weight_scale")),
-)
+    version: int = 1
 
-MXFP4 = Format(
-    title="MXFP4",
-    tensors=("blocks", "scales"),
-    dtype=torch.uint8,
-    columns=32,
-    group=_group(lambda n, k, s: {"blocks": (n, k // 32, 16), "scales": (n, k // 32)}, "scales", axis=1),
-    repack=repack_mxfp4,
-    joint="_",
-)
+    @property
+    def name(self) -> str:
+        return f"GPTQ v{self.version}"
+
+    def tensors(self, num_rows: int, num_columns: int) -> dict[str, Expected]:
+        g_idx = one((num_columns,), *INDEX_TYPES, optional=not self.in_any_order)
+        return {**_Int4InColumns.tensors(self, num_rows, num_columns), "g_idx": g_idx}
+
+    def _words(self, num_rows: int, num_columns: int) -> Sizes:
+        return (num_columns // 8, num_rows)
+
+    def repack(self, tensors: Tensors, shape: torch.Size) -> PackedWeight:
+        less = 1 if self.version == 1 else 0
+        return repack_gptq(tensors, self.group(shape[1]), less=less, symmetric=self.symmetric)
 
 
-ALLOWED = (
-    "read are int4 weights of compressed-tensors, GPTQ and AWQ, FP8 weights by channel, tensor or block, and MXFP4 "
-    "weights of compressed-tensors and GPT-OSS; give such a checkpoint, or the one that this was made from"
-)
+@dataclass(frozen=True, slots=True)
+class Awq(_Int4InColumns):
+    @property
+    def name(self) -> str:
+        return "AWQ"
 
-REFUSED = ("nvfp4", "modelopt", "exl2", "exl3", "gguf")
-"""Methods that are refused by name, though some are known to transformers."""
+    def _words(self, num_rows: int, num_columns: int) -> Sizes:
+        return (num_columns, num_rows // 8)
 
-Config = Mapping[str, Any]
-
-
-def formats_of(config: Config) -> tuple[Format, ...] | None:
-    """The formats that the weights of a `quantization_config` may have; None: transformers loads it, unfused.
-
-    Raises UnsupportedModelError, in one sentence, for what neither reads.
-    """
-    method = str(config.get("quant_method", ""))
-    if method in READ:
-        return READ[method](config)
-    plain = config.get("load_in_4bit") or config.get("load_in_8bit")  # of bitsandbytes, which may name no method
-    if method in REFUSED or not (plain or method in AUTO_QUANTIZATION_CONFIG_MAPPING or method == "bitsandbytes"):
-        raise _unread(f"quant_method {method or 'missing'}")
-    return None
+    def repack(self, tensors: Tensors, shape: torch.Size) -> PackedWeight:
+        return repack_awq(tensors, self.group(shape[1]), symmetric=self.symmetric)
 
 
-def _unread(what: str) -> UnsupportedModelError:
-    return UnsupportedModelError(f"its quantization is not read ({what}); {ALLOWED}")
+Tile = tuple[int | None, int | None]
+"""Rows and columns with one scale; None: all."""
 
 
-def _compressed_tensors(config: Config) -> tuple[Format, ...]:
-    if config.get("transform_config"):
-        raise _unread("compressed-tensors with transforms of activations")
-    if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
-        raise _unread(f"compressed-tensors, sparse: {config['sparsity_config']['format']}")
-    found: dict[str, Format] = {}
-    for group in (config.get("config_groups") or {}).values():
-        weights, inputs, outputs = (group.get(name) for name in ("weights", "input_activations", "output_activations"))
-        if not weights:
-            raise _unread("compressed-tensors without quantised weights")
-        kind = f"{weights.get('num_bits')} bits, {weights.get('type', 'int')}"
-        if outputs or (inputs and not inputs.get("dynamic")):
-            raise _unread(f"compressed-tensors, {kind}, activations in calibrated scales")
-        if kind == "4 bits, int":
-            format = COMPRESSED_INT4
-        elif kind == "8 bits, float":
-            rows, columns = weights.get("block_structure") or (0, 0)
-            format = fp8((rows, columns) if weights.get("strategy") == "block" else None)
-        elif kind == "4 bits, float" and (group.get("format") or config.get("format")) == "mxfp4-pack-quantized":
-            format = COMPRESSED_MXFP4
-        else:
-            raise _unread(f"compressed-tensors, {kind}, {group.get('format') or config.get('format')}")
-        found[format.title] = format
-    if len({(format.tensors, format.dtype) for format in found.values()}) != len(found) or not found:
-        raise _unread("compressed-tensors with FP8 weights in blocks and in rows" if found else "no config_groups")
-    return tuple(found.values())
+@dataclass(frozen=True, slots=True)
+class Fp8(Format):
+    """tiles: those that the config allows; the shape of the scales says which. scales: their names, for one thing:
+    either is multiplied by."""
+
+    tiles: tuple[Tile, ...]
+    scales: tuple[str, ...] = ("weight_scale",)
+
+    columns: ClassVar[int] = 16
+
+    @property
+    def title(self) -> str:
+        return f"FP8 {' or '.join(_tile_in_words(*tile) for tile in self.tiles)}"
+
+    def tensors(self, num_rows: int, num_columns: int) -> dict[str, Expected]:
+        shapes: list[Sizes] = []
+        for rows, columns in self.tiles:
+            if rows == 1 and columns is not None:
+                groups_of(num_columns, columns)
+            sizes = -(-num_rows // (rows or num_rows)), -(-num_columns // (columns or num_columns))
+            shapes.append(sizes)
+            if columns is None:
+                shapes += [(), (1,)] if rows is None else [sizes[:1]]
+        return {
+            "weight": one((num_rows, num_columns), torch.float8_e4m3fn),
+            self.scales[0]: Expected(tuple(dict.fromkeys(shapes)), SCALE_TYPES),
+        }
+
+    def canonical(self, names: Iterable[str]) -> dict[str, str]:
+        return {name: self.scales[0] if name in self.scales else name for name in names}
+
+    def repack(self, tensors: Tensors, shape: torch.Size) -> PackedWeight:
+        [scales] = (tensors[name] for name in self.scales if name in tensors)
+        num_rows, num_columns = shape
+        for rows, columns in self.tiles:
+            each = rows or num_rows, columns or num_columns
+            if scales.numel() == math.ceil(num_rows / each[0]) * math.ceil(num_columns / each[1]):
+                return repack_fp8(tensors["weight"], scales, each)
+        raise AssertionError(f"{scales.shape=} was not compared with {self.title}")
 
 
-def _fp8(config: Config) -> tuple[Format, ...]:
-    if config.get("activation_scheme", "dynamic") != "dynamic":
-        raise _unread(f"fp8, activations in calibrated scales: {config['activation_scheme']}")
-    if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
-        raise _unread(f"fp8 in {config['fmt']}")
-    rows, columns = config.get("weight_block_size") or (0, 0)
-    return (fp8((rows, columns) if rows else None),)
+def _tile_in_words(rows: int | None, columns: int | None) -> str:
+    if columns is None:
+        return "by tensor" if rows is None else "by channel"
+    return f"in groups of {columns}" if rows == 1 else f"in blocks of {rows} x {columns}"
 
 
-def _gptq(config: Config) -> tuple[Format, ...]:
-    if config.get("bits") != 4:
-        raise _unread(f"GPTQ in {config.get('bits')} bits")
-    version = {"gptq": 1, "gptq_v2": 2}.get(str(config.get("checkpoint_format") or config.get("format") or "gptq"))
-    if version is None:
-        raise _unread(f"GPTQ stored as {config.get('checkpoint_format') or config.get('format')}")
-    return (gptq(version, symmetric=bool(config.get("sym", True))),)
+BY_TENSOR: Tile = (None, None)
+BY_CHANNEL: Tile = (1, None)
 
 
-def _awq(config: Config) -> tuple[Format, ...]:
-    bits = config.get("bits", config.get("w_bit"))
-    version = str(config.get("version") or config.get("format") or "gemm").lower()
-    if bits != 4 or version != "gemm":
-        raise _unread(f"AWQ in {bits} bits, {version}")
-    return (AWQ,)
+@dataclass(frozen=True, slots=True)
+class CompressedMxfp4(Format):
+    @property
+    def title(self) -> str:
+        return "compressed-tensors MXFP4"
+
+    def tensors(self, num_rows: int, num_columns: int) -> dict[str, Expected]:
+        return {
+            "weight_packed": one((num_rows, num_columns // 2), torch.uint8),
+            "weight_scale": one((num_rows, num_columns // 32), torch.uint8),
+        }
+
+    def repack(self, tensors: Tensors, shape: torch.Size) -> PackedWeight:
+        return repack_mxfp4(tensors["weight_packed"], tensors["weight_scale"])
 
 
-READ: dict[str, Callable[[Config], tuple[Format, ...]]] = {
-    "compressed-tensors": _compressed_tensors,
-    "fp8": _fp8,
-    "gptq": _gptq,
-    "awq": _awq,
-    "mxfp4": lambda config: (MXFP4,),
-}
-"""quant_method -> what reads its config."""
+@dataclass(frozen=True, slots=True)
+class GptOssMxfp4(Format):
+    joint: ClassVar[str] = "_"
+
+    @property
+    def title(self) -> str:
+        return "MXFP4"
+
+    def tensors(self, num_rows: int, num_columns: int) -> dict[str, Expected]:
+        return {
+            "blocks": one((num_rows, num_columns // 32, 16), torch.uint8),
+            "scales": one((num_rows, num_columns // 32), torch.uint8),
+        }
+
+    def repack(self, tensors: Tensors, shape: torch.Size) -> PackedWeight:
+        return repack_mxfp4(tensors["blocks"], tensors["scales"])

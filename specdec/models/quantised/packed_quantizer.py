@@ -2,11 +2,11 @@
 
 transformers knows the files (`preprocess_model`), quantised modules give way to raw ones (`update_weight_conversions`,
 `raw_modules.py`), it reads the tensors, and raw modules give way to packed ones (`postprocess_model`). A module is
-quantised if the checkpoint has the tensors of a quantised weight for it. No bfloat16 copy of a weight is made.
+quantised if the checkpoint has more for it than plain tensors; then it has what the config promises, which is compared
+first (`comparison.py`). No bfloat16 copy of a weight is made.
 """
 
 import copy
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,22 +17,25 @@ from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from specdec.errors import CheckpointError, UnsupportedModelError
+from specdec.errors import CheckpointError, UnsupportedModelError, about
 from specdec.layers.moe.moe_families import experts_of
-from specdec.models.quantised.formats import Format
-from specdec.models.quantised.raw_modules import RawExperts, RawLinear, about
+from specdec.models.quantised.comparison import place_quantised
+from specdec.models.quantised.formats import Int4
+from specdec.models.quantised.quantization_config import Quantization
+from specdec.models.quantised.raw_modules import RawExperts, RawLinear
 from specdec.models.quantised.repack import require_in_order
-from specdec.models.quantised.weight_places import StoredWeight, WeightPlaces, stored_tensors, stored_weights
+from specdec.models.quantised.stored_tensors import stored_tensors
+from specdec.models.quantised.weight_places import WeightPlaces
 
 METHOD = "specdec-packed"
 
 
 class PackedConfig(QuantizationConfigMixin):
-    """`quantization_config` of a load: the formats that quantised weights may have."""
+    """`quantization_config` of a load."""
 
-    def __init__(self, formats: Iterable[Format]) -> None:
+    def __init__(self, promised: Quantization) -> None:
         self.quant_method = METHOD  # type: ignore[assignment]  # any registered name will do
-        self.formats = tuple(formats)
+        self.promised = promised
 
 
 def without_quantization(config: Any) -> Any:
@@ -52,12 +55,12 @@ class PackedQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         # it would read tensors whose names it maps in their own dtype, and all ahead of those that use them
         self.pre_quantized = False
-        self.formats = quantization_config.formats
+        self.promised = quantization_config.promised
 
     def preprocess_model(self, model: PreTrainedModel, dtype: Any = None, **kwargs: Any) -> None:
         self.model: PreTrainedModel = model
         self.dtype: torch.dtype = dtype
-        self.weights = stored_weights(stored_tensors(kwargs["checkpoint_files"] or ()), self.formats)
+        self.stored = stored_tensors(kwargs["checkpoint_files"] or ())
         self.places: list[str] = []
 
     def update_weight_conversions(
@@ -68,12 +71,11 @@ class PackedQuantizer(HfQuantizer):
         model: given again by later versions of transformers.
         """
         places = WeightPlaces(self.model, weight_conversions)
-        for weight in self.weights:
-            places.find(weight)
+        place_quantised(self.stored, self.promised, places)
         if not (places.linears or places.experts):
             raise CheckpointError("its config.json says that it is quantised, but none of its tensors is")
         places.require_apart()
-        _require_plain_groups(self.weights)
+        _require_plain_groups(places)
         for path, linear in places.linears.items():
             self._place(path, RawLinear(linear, places.modules[path]))
         for path, weights in places.experts.items():
@@ -82,7 +84,7 @@ class PackedQuantizer(HfQuantizer):
                 experts = experts_of(module)
                 if experts is None:
                     raise UnsupportedModelError(f"{type(module).__name__} of another activation")
-                raw = RawExperts(weights, experts, getattr(module, "act_fn", None), path in places.stacked)
+                raw = RawExperts(weights, experts, getattr(module, "act_fn", None))
             self._place(path, raw)
         self.shapes = {name: tensor.shape for name, tensor in self.model.state_dict().items()}
         self.own = list(places.conversions())
@@ -99,7 +101,7 @@ class PackedQuantizer(HfQuantizer):
         loaded: Any = model
         loaded._weight_conversions = [one for one in loaded._weight_conversions if one not in self.own]
         self.remove_quantization_config(model)  # type: ignore[no-untyped-call]
-        self.weights = []
+        self.stored = {}
         if model.device.type == "cuda":
             torch.cuda.empty_cache()  # what packing used is left to the K/V
 
@@ -120,10 +122,11 @@ def _put(model: nn.Module, path: str, module: nn.Module) -> None:
     model.get_submodule(parent)._modules[name] = module.eval()
 
 
-def _require_plain_groups(weights: list[StoredWeight]) -> None:
-    """Columns in the order of their importance (`desc_act`) are refused by one weight, before gigabytes are read."""
-    first = next((weight for weight in weights if "g_idx" in weight.tensors), None)
-    if first is not None:
-        g_idx = first.tensors["g_idx"].read()
-        with about(first.stem):
-            require_in_order(g_idx, len(g_idx) // first.tensors["scales"].shape[0])
+def _require_plain_groups(places: WeightPlaces) -> None:
+    """Refuse columns in the order of their importance (`desc_act`) by one weight, before gigabytes are read."""
+    for weight in places.linears.values():
+        for name, tensor in weight.tensors.items():
+            if name.endswith("g_idx") and isinstance(weight.format, Int4):
+                with about(weight.stem):
+                    require_in_order(tensor.read(), weight.format.group(tensor.shape[0]))
+                return

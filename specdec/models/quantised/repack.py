@@ -1,10 +1,11 @@
 """From the tensors of a published format to a `PackedWeight`, one function a format. Numbers stay numbers of few bits.
 
-`formats.py` has the shapes, and has checked them. `int32 [a, b / 8]` holds 8 numbers of 4 bits a word along b: of
-compressed-tensors ascending, its zeros along N; of GPTQ along K, its zeros less 1 in version 1; of AWQ in the order of
-AWQ_NIBBLES. MXFP4 has two numbers a byte, low first, and scales 2^(s - 127).
+`formats.py` has compared their shapes and types; what values alone can say is checked here. `int32 [a, b / 8]` holds 8
+numbers of 4 bits a word along b: of compressed-tensors ascending, its zeros along N; of GPTQ along K, its zeros less 1
+in version 1; of AWQ in the order of AWQ_NIBBLES. MXFP4 has two numbers a byte, low first, and scales 2^(s - 127).
 """
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -19,29 +20,30 @@ AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 PLAIN_ZERO = 8
 
-FP8_SCALES = ("weight_scale", "weight_scale_inv")
-"""Two names of one thing: both are multiplied by."""
 
-
-def repack_compressed(tensors: Tensors, shape: torch.Size, group: int) -> PackedWeight:
+def repack_compressed(tensors: Tensors, shape: torch.Size, group: int, *, symmetric: bool) -> PackedWeight:
     num_rows, _ = shape
+    if "weight_shape" in tensors and tensors["weight_shape"].tolist() != list(shape):
+        raise UnsupportedModelError(f"weight_shape says {tensors['weight_shape'].tolist()} of a weight {list(shape)}")
+    if "weight_g_idx" in tensors:
+        require_in_order(tensors["weight_g_idx"], group)
     zeros = tensors.get("weight_zero_point")
     if zeros is not None:
-        zeros = nibbles(zeros.T)[:, :num_rows]
+        zeros = _promised("weight_zero_point", nibbles(zeros.T)[:, :num_rows], symmetric)
     return _int4(nibbles(tensors["weight_packed"]), tensors["weight_scale"].T, zeros, group)
 
 
-def repack_gptq(
-    tensors: Tensors, shape: torch.Size, group: int, *, less: int = 0, symmetric: bool = False
-) -> PackedWeight:
-    """less: what was taken from each zero before it was stored, as one subtraction from the whole word.
-    symmetric: zeros are 8, and then left out, as products assume 8. Where they vary a layer keeps them even if its own
-    are 8: products that run as one are alike in this."""
+def repack_gptq(tensors: Tensors, group: int, *, less: int, symmetric: bool) -> PackedWeight:
+    """less: what was taken from each zero before it was stored, as one subtraction from the whole word."""
     if "g_idx" in tensors:
         require_in_order(tensors["g_idx"], group)
     zeros = nibbles(tensors["qzeros"] + less * 0x11111111)
-    plain = symmetric and bool((zeros == PLAIN_ZERO).all())
-    return _int4(nibbles(tensors["qweight"].T), tensors["scales"], None if plain else zeros, group)
+    return _int4(nibbles(tensors["qweight"].T), tensors["scales"], _promised("qzeros", zeros, symmetric), group)
+
+
+def repack_awq(tensors: Tensors, group: int, *, symmetric: bool) -> PackedWeight:
+    numbers, zeros = (nibbles(tensors[name], AWQ_NIBBLES) for name in ("qweight", "qzeros"))
+    return _int4(numbers.T.contiguous(), tensors["scales"], _promised("qzeros", zeros, symmetric), group)
 
 
 def require_in_order(g_idx: torch.Tensor, group: int) -> None:
@@ -53,45 +55,38 @@ def require_in_order(g_idx: torch.Tensor, group: int) -> None:
         )
 
 
-def repack_awq(tensors: Tensors, shape: torch.Size, group: int) -> PackedWeight:
-    numbers, zeros = (nibbles(tensors[name], AWQ_NIBBLES) for name in ("qweight", "qzeros"))
-    return _int4(numbers.T.contiguous(), tensors["scales"], zeros, group)
+def _promised(name: str, zeros: torch.Tensor, symmetric: bool) -> torch.Tensor | None:
+    """Zeros that were stored; None, as products assume 8 then, where the config says that they are 8, and they are.
+    Where they may vary a layer keeps them even if its own are 8: products that run as one are alike in this."""
+    if not symmetric:
+        return zeros
+    if not bool((zeros == PLAIN_ZERO).all()):
+        other = int(zeros[zeros != PLAIN_ZERO][0])
+        raise UnsupportedModelError(
+            f"{name} has zeros of {other}, and its quantization_config says that it is symmetric, which means "
+            f"{PLAIN_ZERO}; correct the config (sym, symmetric, zero_point, or checkpoint_format of GPTQ)"
+        )
+    return None
 
 
-def repack_fp8(
-    tensors: Tensors, shape: torch.Size, group: int, *, block: tuple[int, int] | None = None
-) -> PackedWeight:
-    """block: rows and columns with one scale, where these are not the whole weight or a row. The last of either may be
-    cut; a group then divides both a block and K."""
-    [scales] = (tensors[name] for name in FP8_SCALES if name in tensors)
-    scales = two_dimensional(scales)
-    rows_each, columns_each = fp8_extents(scales.shape, shape, block)
-    of_row = torch.arange(shape[0], device=scales.device) // rows_each
-    of_group = torch.arange(0, shape[1], group, device=scales.device) // columns_each
-    words = pack(tensors["weight"].view(torch.uint8), "e4m3")
+def repack_fp8(numbers: torch.Tensor, scales: torch.Tensor, each: tuple[int, int]) -> PackedWeight:
+    """numbers: e4m3 [N, K]. scales: of any shape, one for each tile of `each` rows and columns, row by row. The last
+    tile of either may be cut; a group then divides both a tile and K."""
+    num_rows, num_columns = numbers.shape
+    rows, columns = each
+    group = math.gcd(columns, num_columns)
+    of_row = torch.arange(num_rows, device=scales.device) // rows
+    of_group = torch.arange(0, num_columns, group, device=scales.device) // columns
+    scales = scales.reshape(-1, -(-num_columns // columns))
+    words = pack(numbers.view(torch.uint8), "e4m3")
     return PackedWeight("e4m3", words, scales.T[of_group][:, of_row].contiguous(), None, group)
 
 
-def two_dimensional(scales: torch.Tensor) -> torch.Tensor:
-    """One scale, or one a row, as [N, 1]."""
-    return scales if scales.dim() == 2 else scales.reshape(-1, 1)
-
-
-def fp8_extents(scales: torch.Size, shape: torch.Size, block: tuple[int, int] | None) -> tuple[int, int]:
-    """Rows and columns that share a scale."""
-    num_rows, num_columns = shape
-    rows = num_rows if scales[0] == 1 else 1 if scales[0] == num_rows or block is None else block[0]
-    columns = num_columns if scales[1] == 1 else num_columns // scales[1] if block is None else block[1]
-    return rows, columns
-
-
-def repack_mxfp4(
-    tensors: Tensors, shape: torch.Size, group: int, *, names: tuple[str, str] = ("blocks", "scales")
-) -> PackedWeight:
-    """names: of the numbers and of the exponents."""
-    pairs = tensors[names[0]].flatten(1)  # [N, K / 2]
+def repack_mxfp4(blocks: torch.Tensor, exponents: torch.Tensor) -> PackedWeight:
+    """blocks: uint8, two numbers a byte, [N, K / 2] in any shape. exponents: uint8 [N, K / 32]."""
+    pairs = blocks.flatten(1)  # [N, K / 2]
     numbers = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)
-    return PackedWeight("e2m1", pack(numbers, "e2m1"), _powers_of_two(tensors[names[1]].T), None, group)
+    return PackedWeight("e2m1", pack(numbers, "e2m1"), _powers_of_two(exponents.T), None, 32)
 
 
 def _powers_of_two(exponents: torch.Tensor) -> torch.Tensor:

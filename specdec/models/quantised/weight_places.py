@@ -1,19 +1,17 @@
-"""The quantised weights of a checkpoint: their tensors by the headers of its files, and how these get into a model.
+"""Where the quantised weights of a checkpoint belong in a model, and how their tensors get there.
 
 A weight is placed by the name that transformers would give its plain `weight`, so renamed and prefixed checkpoints,
 and those of older layouts, need nothing of their own. Experts may be stored one by one, or as tensors of all of them.
 """
 
 import copy
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import (
@@ -24,140 +22,138 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from specdec.errors import CheckpointError, UnsupportedModelError
+from specdec.errors import UnsupportedModelError
 from specdec.layers.moe.moe_families import EXPERT_CLASSES
-from specdec.models.quantised.formats import Format
-
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-"""As safetensors names them."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor in a file, not read yet."""
-
-    key: str
-    file: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def read(self) -> torch.Tensor:
-        with safe_open(self.file, framework="pt") as file:
-            tensor: torch.Tensor = file.get_tensor(self.key)
-        return tensor
-
-    def on_meta(self, *leading: int) -> torch.Tensor:
-        return torch.empty((*leading, *self.shape), dtype=self.dtype, device="meta")
-
-
-@dataclass(frozen=True, slots=True)
-class StoredWeight:
-    """A quantised weight: what precedes the names of its tensors, and these by name."""
-
-    stem: str
-    format: Format
-    tensors: Mapping[str, StoredTensor]
-
-
-def stored_tensors(files: Iterable[str]) -> dict[str, StoredTensor]:
-    """By key, in the order of the files. Raises CheckpointError for files that are no safetensors."""
-    stored: dict[str, StoredTensor] = {}
-    for file in files:
-        if Path(file).suffix != ".safetensors":
-            raise CheckpointError(f"{Path(file).name} is no safetensors file; packed weights are read from no other")
-        with Path(file).open("rb") as opened:
-            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-        for key, entry in header.items():
-            if key != "__metadata__" and entry["dtype"] in DTYPES:
-                stored[key] = StoredTensor(key, file, tuple(entry["shape"]), DTYPES[entry["dtype"]])
-    return stored
-
-
-def stored_weights(stored: Mapping[str, StoredTensor], formats: Iterable[Format]) -> list[StoredWeight]:
-    """The quantised weights. Raises UnsupportedModelError where one has a tensor that its format does not know, and
-    CheckpointError where one lacks a tensor."""
-    found = []
-    for format in formats:
-        by_stem: dict[str, dict[str, StoredTensor]] = {}
-        for key, tensor in stored.items():
-            stem, _, name = key.rpartition(format.joint)
-            by_stem.setdefault(stem, {})[name] = tensor
-        marker = format.tensors[0]
-        for stem, tensors in by_stem.items():
-            if marker not in tensors or tensors[marker].dtype != format.dtype:
-                continue
-            tensors.pop("bias", None)
-            unknown = sorted(set(tensors) - {*format.tensors, *format.optional})
-            if unknown:
-                raise UnsupportedModelError(
-                    f"{stem} has {unknown[0]}, which is not read: a weight in {format.title} has "
-                    f"{', '.join((*format.tensors, *format.optional))}"
-                )
-            if lacking := [name for name in format.tensors if name not in tensors]:
-                raise CheckpointError(f"the checkpoint lacks {stem}{format.joint}{lacking[0]}")
-            found.append(StoredWeight(stem, format, tensors))
-    return found
-
+from specdec.models.quantised.formats import Format, in_words
+from specdec.models.quantised.stored_tensors import StoredTensor
 
 OF_ONE_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.\d+\.(?P<name>gate_proj|up_proj|down_proj|w1|w2|w3)")
 PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The parameter `last` of the module at `path`, or a projection of one of its experts.
+
+    shape: of the weight [N, K], of one expert; None: packed weights are not read there. num_experts: of the module;
+    None: it has none. stored_as: the name of the projection in a checkpoint that stores experts one by one."""
+
+    path: str
+    last: str
+    shape: torch.Size | None
+    num_experts: int | None = None
+    stored_as: str | None = None
+
+    @property
+    def num_stacked(self) -> int | None:
+        """Experts of which the checkpoint has one tensor."""
+        return self.num_experts if self.stored_as is None else None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeight:
+    """A quantised weight: what precedes the names of its tensors, these by name, and where it belongs."""
+
+    stem: str
+    format: Format
+    tensors: Mapping[str, StoredTensor]
+    place: Place
+
+    @property
+    def types(self) -> dict[str, torch.dtype]:
+        return {name: tensor.dtype for name, tensor in self.tensors.items()}
+
+    def described(self) -> str:
+        each = (f"{name} in {in_words(dtype)}" for name, dtype in sorted(self.types.items()))
+        return f"{self.format.title} ({', '.join(each)})"
+
+
 class WeightPlaces:
-    """linears and experts: by the path of the module, which is in `modules`."""
+    """linears and experts: the quantised ones by the path of the module, which is in `modules`."""
 
     def __init__(self, model: PreTrainedModel, conversions: list[WeightTransform]) -> None:
         self.modules: dict[str, Any] = dict(model.named_modules())
         self.linears: dict[str, StoredWeight] = {}
         self.experts: dict[str, dict[str, StoredWeight]] = {}  # one for all experts, the first that was found
-        self.stacked: set[str] = set()  # of these the checkpoint has tensors of all experts
+        self._prefix = model.base_model_prefix
         self._names = _renaming(model, conversions)
-        self._known = set(model.state_dict())
+        self._known = model.state_dict()
+        self._counts: dict[tuple[str, str], int] = {}  # (path, projection) -> experts whose weight is quantised
         self._stacks: dict[tuple[str, str], set[str]] = {}  # (in the checkpoint, in the model) -> names of tensors
         self._joints: dict[str, set[str]] = {}
+        self._ignored = model._keys_to_ignore_on_load_unexpected or ()
+        tied = model.all_tied_weights_keys
+        self._tied = {**tied, **{source: target for target, source in tied.items()}}
 
-    def find(self, weight: StoredWeight) -> None:
-        one = OF_ONE_EXPERT.fullmatch(weight.stem)
-        plain = [weight.stem if weight.format.joint == "_" else f"{weight.stem}.weight"]
+    def parameter(self, key: str) -> torch.Tensor | None:
+        """What the model has for a key of the checkpoint."""
+        return self._known.get(self._names(key))
+
+    def ignores(self, key: str) -> bool:
+        """Whether the model's class says that checkpoints may have this tensor, and that it is not read."""
+        return any(re.search(pattern, self._names(key)) for pattern in self._ignored)
+
+    def has_module(self, stem: str) -> bool:
+        renamed = self._names(f"{stem}.weight").removesuffix(".weight")
+        return any(name in self.modules for name in (stem, *with_and_without(renamed, self._prefix)))
+
+    def find(self, stem: str) -> Place | None:
+        """The place of a weight; None: the model has no such weight."""
+        one = OF_ONE_EXPERT.fullmatch(stem)
+        plain = [stem, f"{stem}.weight"]
         if one:  # stacked in the model, or modules as in the checkpoint
             plain.insert(0, f"{one['experts']}.gate_up_proj")
         name = next((name for name in map(self._names, plain) if name in self._known), None)
         if name is None:
-            return  # a part that this class does not have; transformers lists it as unused
+            return None
         path, _, last = name.rpartition(".")
         module = self.modules[path]
         if isinstance(module, EXPERT_CLASSES):
-            self._find_experts(path, last, weight, one)
-        elif type(module) is nn.Linear and last == "weight":
-            self.linears[path] = weight
-        else:
-            raise UnsupportedModelError(
-                f"{weight.stem} is quantised, and it is the {last} of a {type(module).__name__}; quantised weights are "
-                f"read of nn.Linear and of {', '.join(known.__name__ for known in EXPERT_CLASSES)}"
-            )
+            stored_as = one["name"] if one else None
+            last = PROJECTIONS.get(stored_as, stored_as) if stored_as else last
+            sizes, num_experts = _sizes_of(module)
+            return Place(path, last, sizes.get(last), num_experts, stored_as)
+        is_linear = type(module) is nn.Linear and last == "weight"
+        return Place(path, last, module.weight.shape if is_linear else None)
 
-    def _find_experts(self, path: str, last: str, weight: StoredWeight, one: re.Match[str] | None) -> None:
-        if one is None:
-            self.stacked.add(path)
-            self._joints.setdefault(last, set()).update(weight.tensors)
+    def add(self, weight: StoredWeight) -> None:
+        """Take a quantised weight. Raises UnsupportedModelError where its place cannot hold one."""
+        place = weight.place
+        if place.shape is None or (place.num_stacked is not None and weight.format.joint != "_"):
+            kind, known = type(self.modules[place.path]).__name__, ", ".join(each.__name__ for each in EXPERT_CLASSES)
+            raise UnsupportedModelError(
+                f"{weight.stem} is quantised, and it is the {place.last} of a {kind}; quantised weights are read of "
+                f"nn.Linear and of {known}; leave it out when quantising"
+            )
+        if other := self._tied.get(f"{place.path}.{place.last}"):
+            raise UnsupportedModelError(
+                f"{weight.stem} is quantised, and the config ties its weight to {other}; set tie_word_embeddings to "
+                "false in config.json if the checkpoint has both, or leave it out when quantising"
+            )
+        if place.num_experts is None:
+            self.linears[place.path] = weight
+            return
+        first = self.experts.setdefault(place.path, {}).setdefault(place.last, weight)
+        if (first.format, first.types) != (weight.format, weight.types):
+            raise UnsupportedModelError(
+                f"{weight.stem} is stored as {weight.described()}, and {first.stem} as {first.described()}; experts of "
+                "a layer are read in one format"
+            )
+        self._counts[place.path, place.last] = self._counts.get((place.path, place.last), 0) + 1
+        if place.stored_as is None:
+            self._joints.setdefault(place.last, set()).update(weight.tensors)
         else:
-            last = PROJECTIONS.get(one["name"], one["name"])
-            self._stacks.setdefault((one["name"], last), set()).update(weight.tensors)
-        self.experts.setdefault(path, {}).setdefault(last, weight)
+            self._stacks.setdefault((place.stored_as, place.last), set()).update(weight.tensors)
+
+    def require_whole(self) -> None:
+        """Raise UnsupportedModelError where some experts of a layer are quantised, and others are not."""
+        for (path, last), count in self._counts.items():
+            first = self.experts[path][last]
+            if first.place.num_stacked is None and count != first.place.num_experts:
+                raise UnsupportedModelError(
+                    f"{path}: {count} of {first.place.num_experts} experts have a quantised {last}; experts are read "
+                    "where all of a layer are"
+                )
 
     def require_apart(self) -> None:
         """Raise UnsupportedModelError where experts that are quantised and others that are not have tensors of the same
@@ -181,6 +177,20 @@ class WeightPlaces:
                 yield WeightRenaming(rf"\.experts\.{last}_{name}$", f".experts.{last}.{name}")
 
 
+def with_and_without(name: str, prefix: str) -> set[str]:
+    """A module's name in a model and in its base."""
+    return {name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")}
+
+
+def _sizes_of(experts: nn.Module) -> tuple[dict[str, torch.Size], int]:
+    """The shape [N, K] of each projection of one expert, and their number."""
+    module: Any = experts
+    gate_up, down = (p.transpose(1, 2) if module.is_transposed else p for p in (module.gate_up_proj, module.down_proj))
+    sizes = {"gate_up_proj": gate_up.shape[1:], "down_proj": down.shape[1:]}
+    sizes["gate_proj"] = sizes["up_proj"] = torch.Size((gate_up.shape[1] // 2, gate_up.shape[2]))
+    return sizes, len(gate_up)
+
+
 def _renaming(model: PreTrainedModel, conversions: list[WeightTransform]) -> Callable[[str], str]:
     """The name in the model of a key of the checkpoint, as transformers finds it."""
     conversions = copy.deepcopy(conversions)  # they note whether they were used
@@ -188,6 +198,7 @@ def _renaming(model: PreTrainedModel, conversions: list[WeightTransform]) -> Cal
     converters = [one for one in conversions if isinstance(one, WeightConverter)]
     known = model.state_dict()
 
+    @cache
     def name(key: str) -> str:
         renamed, _ = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
         return str(key if renamed not in known and key in known else renamed)

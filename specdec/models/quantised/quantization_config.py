@@ -1,0 +1,304 @@
+"""A checkpoint's `quantization_config`, read once: the format that it promises each module.
+
+`quantization_of` reads it. Malformed entries raise CheckpointError, methods and settings that are not read
+UnsupportedModelError, each in one sentence. To read another format: a class in `formats.py`, a function in `repack.py`,
+and what reads its config in `READ`.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+from specdec.errors import CheckpointError, UnsupportedModelError, shown
+from specdec.models.quantised.formats import (
+    BY_CHANNEL,
+    BY_TENSOR,
+    Awq,
+    CompressedInt4,
+    CompressedMxfp4,
+    Format,
+    Fp8,
+    GptOssMxfp4,
+    Gptq,
+    Tile,
+)
+
+ALLOWED = (
+    "read are int4 weights of compressed-tensors, GPTQ and AWQ, FP8 weights by channel, tensor or block, and MXFP4 "
+    "weights of compressed-tensors and GPT-OSS; give such a checkpoint, or the one that this was made from"
+)
+
+REFUSED = ("nvfp4", "modelopt", "exl2", "exl3", "gguf")
+"""Methods that are refused by name, though some are known to transformers."""
+
+ANY_MODULE = "Linear"
+"""A target of compressed-tensors that is a class: all that is quantised was a Linear when it was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """rules: a target and the format of the modules that it names; the first that names a module counts. A target is a
+    name, `re:` and a pattern for its beginning, or ANY_MODULE. left_out: targets that are said not to be quantised."""
+
+    rules: tuple[tuple[str, Format], ...]
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def joints(self) -> set[str]:
+        return {format.joint for _, format in self.rules}
+
+    def format_of(self, *names: str) -> Format:
+        """The format of a module that is stored quantised, by its name in the checkpoint and that in the model.
+
+        A config with one format promises it for all modules, since names may have changed since it was written.
+        Raises UnsupportedModelError where there are several and none is promised.
+        """
+        first = next((format for target, format in self.rules if _names(target, names)), None)
+        formats = dict.fromkeys(format for _, format in self.rules)
+        if first is None and len(formats) > 1:
+            raise UnsupportedModelError(
+                f"{names[0]} is quantised, and no target of its quantization_config names it, which has "
+                f"{' and '.join(format.title for format in formats)}; correct the targets"
+            )
+        return first or next(iter(formats))
+
+    def leaves_out(self, *names: str) -> bool:
+        return any(_names(target, names) for target in self.left_out)
+
+
+def _names(target: str, names: Iterable[str]) -> bool:
+    if target.startswith("re:"):
+        return any(re.match(target.removeprefix("re:"), name) for name in names)
+    return target == ANY_MODULE or target in names
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A part of the config. Its entries have the type that is asked for, or raise CheckpointError; null: not there."""
+
+    path: str
+    values: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, path: str, values: object) -> "Settings":
+        if not isinstance(values, Mapping):
+            raise CheckpointError(f"{path} is {shown(values)}, expected an object")
+        return cls(path, values)
+
+    def part(self, name: str) -> "Settings":
+        value = self.values.get(name)
+        return Settings.of(f"{self.path}.{name}", {} if value is None else value)
+
+    def parts(self, name: str) -> list["Settings"]:
+        found = self.part(name)
+        return [found.part(each) for each in found.values]
+
+    def text(self, *names: str, default: str = "") -> str:
+        """The first of `names` that is there, in lower case."""
+        value: str = self._first(names, str, "a string", default)
+        return value.lower()
+
+    def flag(self, name: str, default: bool) -> bool:
+        value: bool = self._first((name,), bool, "true or false", default)
+        return value
+
+    def number(self, *names: str, default: int) -> int:
+        value: int = self._first(names, int, "a whole number", default)
+        return value
+
+    def group_size(self, *names: str, default: int) -> int | None:
+        """None for -1: a row."""
+        size = self.number(*names, default=default)
+        if size != -1 and size < 1:
+            raise self.wrong(next(name for name in names if name in self.values), "a whole number above 0, or -1")
+        return None if size == -1 else size
+
+    def block(self, name: str) -> tuple[int, int] | None:
+        """Rows and columns; older versions of compressed-tensors write them as "128x128"."""
+        value = self.values.get(name)
+        if value is None:
+            return None
+        sizes = [int(size) for size in value.split("x") if size.isdigit()] if isinstance(value, str) else value
+        if not isinstance(sizes, (list, tuple)) or len(sizes) != 2 or not all(type(n) is int and n > 0 for n in sizes):
+            raise self.wrong(name, "two whole numbers above 0")
+        return sizes[0], sizes[1]
+
+    def targets(self, name: str) -> tuple[str, ...]:
+        value = self.values.get(name)
+        value = [] if value is None else value
+        if not isinstance(value, (list, tuple)) or not all(isinstance(one, str) for one in value):
+            raise self.wrong(name, "a list of names")
+        for pattern in value:
+            if pattern.startswith("re:"):
+                self.require_pattern(name, pattern.removeprefix("re:"))
+        return tuple(value)
+
+    def require_pattern(self, name: str, pattern: str) -> None:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise self.wrong(name, f"patterns that can be read ({error})") from error
+
+    def _first(self, names: tuple[str, ...], kind: type, words: str, default: Any) -> Any:
+        for name in names:
+            value = self.values.get(name)
+            if value is not None:
+                if type(value) is not kind:
+                    raise self.wrong(name, words)
+                return value
+        return default
+
+    def wrong(self, name: str, expected: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}.{name} is {shown(self.values.get(name))}, expected {expected}")
+
+
+def stored_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The `quantization_config` of a config.json, or of a part of it, as that of the text in a multimodal one."""
+    for part in (config, *config.values()):
+        given = part.get("quantization_config") if isinstance(part, Mapping) else None
+        if given is not None:
+            return Settings.of("quantization_config", given).values
+    return None
+
+
+def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
+    """What a `quantization_config` promises; None: transformers loads it, unfused.
+
+    Raises UnsupportedModelError for what neither reads, and CheckpointError for what is malformed.
+    """
+    settings = Settings.of("quantization_config", config)
+    method = settings.text("quant_method")
+    if method in READ:
+        return READ[method](settings)
+    plain = config.get("load_in_4bit") or config.get("load_in_8bit")  # of bitsandbytes, which may name no method
+    if method in REFUSED or not (plain or method in AUTO_QUANTIZATION_CONFIG_MAPPING or method == "bitsandbytes"):
+        raise _unread(f"quant_method {method or 'missing'}")
+    return None
+
+
+def _unread(what: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"its quantization is not read ({what}); {ALLOWED}")
+
+
+def _compressed_tensors(config: Settings) -> Quantization:
+    if config.part("transform_config").values:
+        raise _unread("compressed-tensors with transforms of activations")
+    sparsity = config.part("sparsity_config").text("format", default="dense")
+    if sparsity != "dense":
+        raise _unread(f"compressed-tensors, sparse: {sparsity}")
+    rules = []
+    for group in config.parts("config_groups"):
+        format = _compressed_format(group, group.text("format") or config.text("format"))
+        rules += [(target, format) for target in group.targets("targets") or (ANY_MODULE,)]
+    if not rules:
+        raise _unread("no config_groups")
+    # as compressed-tensors looks for one: names first, then patterns, then classes
+    rules.sort(key=lambda rule: (rule[0] == ANY_MODULE, rule[0].startswith("re:"), rule[0]))
+    return Quantization(tuple(rules), config.targets("ignore"))
+
+
+def _compressed_format(group: Settings, layout: str) -> Format:
+    if group.values.get("weights") is None:
+        raise _unread("compressed-tensors without quantised weights")
+    weights, inputs = group.part("weights"), group.part("input_activations")
+    kind = f"{weights.number('num_bits', default=8)} bits, {weights.text('type', default='int')}"
+    if group.part("output_activations").values or (inputs.values and inputs.values.get("dynamic") is not True):
+        raise _unread(f"compressed-tensors, {kind}, activations in calibrated scales")
+    symmetric, block = weights.flag("symmetric", default=True), weights.block("block_structure")
+    size = weights.group_size("group_size", default=-1)
+    given = weights.values.get("group_size")
+    default = "group" if size else "tensor" if given is None else "channel"
+    strategy = weights.text("strategy", default=default)
+    if strategy in ("group", "tensor_group") and size is None:
+        raise weights.wrong("group_size", f"a whole number above 0, as its strategy is {strategy}")
+    if strategy not in ("group", "tensor_group") and size is not None:
+        raise weights.wrong("group_size", f"null, as its strategy is {strategy}")
+    if strategy == "block" and block is None:
+        raise weights.wrong("block_structure", "two whole numbers above 0, as its strategy is block")
+    about = f"compressed-tensors, {kind}, strategy {strategy}"
+    if kind == "4 bits, int" and strategy in ("group", "channel"):
+        return CompressedInt4(size, symmetric, in_any_order=_is_in_any_order(weights))
+    if kind == "8 bits, float" and not symmetric:
+        raise _unread(f"{about}, with zeros")
+    tiles: dict[str, Tile] = {"tensor": BY_TENSOR, "channel": BY_CHANNEL, "group": (1, size), "block": block or (0, 0)}
+    if kind == "8 bits, float" and strategy in tiles:
+        return Fp8((tiles[strategy],))
+    if kind == "4 bits, float" and layout == "mxfp4-pack-quantized" and size == 32:
+        return CompressedMxfp4()
+    raise _unread(f"compressed-tensors, {kind}, {layout}" if kind not in ("4 bits, int", "8 bits, float") else about)
+
+
+def _is_in_any_order(weights: Settings) -> bool:
+    """Whether the columns of a group need not be consecutive."""
+    order = weights.values.get("actorder")
+    return order is True if isinstance(order, bool) else weights.text("actorder") in ("group", "dynamic")
+
+
+def _fp8(config: Settings) -> Quantization:
+    scheme, layout = config.text("activation_scheme", default="dynamic"), config.text("fmt", default="e4m3")
+    if scheme != "dynamic":
+        raise _unread(f"fp8, activations in calibrated scales: {scheme}")
+    if layout not in ("e4m3", "float8_e4m3fn"):
+        raise _unread(f"fp8 in {layout}")
+    block = config.block("weight_block_size")
+    tiles: tuple[Tile, ...] = (block,) if block else (BY_TENSOR, BY_CHANNEL)  # nothing says which of these it is
+    return _for_all(config, Fp8(tiles, ("weight_scale_inv", "weight_scale")))
+
+
+def _for_all(config: Settings, format: Format) -> Quantization:
+    names = [name for key in ("modules_to_not_convert", "ignored_layers") for name in config.targets(key)]
+    return Quantization(((ANY_MODULE, format),), tuple(names))
+
+
+def _gptq(config: Settings) -> Quantization:
+    """`dynamic` has settings of modules by patterns for the beginnings of their names; `-:` leaves modules out."""
+    rules, left_out = [], []
+    for pattern, changes in config.part("dynamic").values.items():
+        sign, target = ("-", pattern[2:]) if pattern.startswith("-:") else ("+", pattern.removeprefix("+:"))
+        config.require_pattern("dynamic", target)
+        if sign == "-":
+            left_out.append(f"re:{target}")
+        else:
+            changed = Settings.of(f"{config.path}.dynamic.{pattern}", changes)
+            rules.append((f"re:{target}", _gptq_format(Settings(changed.path, {**config.values, **changed.values}))))
+    return Quantization((*rules, (ANY_MODULE, _gptq_format(config))), tuple(left_out))
+
+
+def _gptq_format(config: Settings) -> Format:
+    bits, layout = config.number("bits", default=0), config.text("checkpoint_format", "format", default="gptq")
+    words = config.text("pack_dtype", default="int32")
+    if bits != 4:
+        raise _unread(f"GPTQ in {bits or 'no'} bits")
+    if layout not in ("gptq", "gptq_v2"):
+        raise _unread(f"GPTQ stored as {layout}")
+    if words != "int32":
+        raise _unread(f"GPTQ packed in {words}")
+    return Gptq(
+        config.group_size("group_size", default=128),
+        config.flag("sym", default=True),
+        in_any_order=config.flag("desc_act", default=False),
+        version=1 if layout == "gptq" else 2,
+    )
+
+
+def _awq(config: Settings) -> Quantization:
+    bits, layout = config.number("bits", "w_bit", default=0), config.text("version", "format", default="gemm")
+    if config.text("backend") == "llm-awq":
+        layout = "llm-awq"
+    if bits != 4 or layout != "gemm":
+        raise _unread(f"AWQ in {bits or 'no'} bits, {layout}")
+    size = config.group_size("group_size", "q_group_size", default=128)
+    return _for_all(config, Awq(size, symmetric=not config.flag("zero_point", default=True)))
+
+
+READ: dict[str, Callable[[Settings], Quantization]] = {
+    "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
+    "gptq": _gptq,
+    "awq": _awq,
+    "mxfp4": lambda config: _for_all(config, GptOssMxfp4()),
+}
+"""quant_method -> what reads its config."""

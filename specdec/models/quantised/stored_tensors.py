@@ -1,0 +1,69 @@
+"""The tensors of a checkpoint by the headers of its safetensors files: names, shapes and types, read when asked for."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from specdec.errors import CheckpointError, UnsupportedModelError
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F4": torch.float4_e2m1fn_x2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "C64": torch.complex64,
+    "BOOL": torch.bool,
+}
+"""As safetensors names them."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a file, not read yet."""
+
+    key: str
+    file: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def read(self) -> torch.Tensor:
+        with safe_open(self.file, framework="pt") as file:
+            tensor: torch.Tensor = file.get_tensor(self.key)
+        return tensor
+
+    def on_meta(self, *leading: int) -> torch.Tensor:
+        return torch.empty((*leading, *self.shape), dtype=self.dtype, device="meta")
+
+
+def stored_tensors(files: Iterable[str]) -> dict[str, StoredTensor]:
+    """By key, in the order of the files. Raises CheckpointError for files that are no safetensors, and
+    UnsupportedModelError for a type of numbers that torch has no name for."""
+    stored: dict[str, StoredTensor] = {}
+    for file in files:
+        if Path(file).suffix != ".safetensors":
+            raise CheckpointError(f"{Path(file).name} is no safetensors file; packed weights are read from no other")
+        with Path(file).open("rb") as opened:
+            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        for key, entry in header.items():
+            if key == "__metadata__":
+                continue
+            if entry["dtype"] not in DTYPES:
+                raise UnsupportedModelError(f"{key} is stored in {entry['dtype']}, which is not read")
+            stored[key] = StoredTensor(key, file, tuple(entry["shape"]), DTYPES[entry["dtype"]])
+    return stored

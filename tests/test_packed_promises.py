@@ -1,0 +1,693 @@
+"""Quantised checkpoints that do not do what their config says are refused, by tensor: formats x defects.
+
+A defect changes the tensors or the config of a tiny checkpoint that is read. Next to them stand differences that change
+no value: with those it is read, and every weight stands for the same numbers. All cases go through what compares and
+repacks; through files, and transformers, those of reports, and in depth all.
+"""
+
+import copy
+import json
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packed_checkpoints import FORMS, Form, Tensors, compressed, compressed_int4, gptq, mxfp4, quantise, set_config
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from specdec.errors import CheckpointError, SpecDecError, UnsupportedModelError, about
+from specdec.layers.packed.packed_experts import PackedExperts
+from specdec.layers.packed.packed_linear import PackedLinear
+from specdec.layers.packed.packed_weight import dequantised
+from specdec.loading import load_model
+from specdec.models.quantised.comparison import IGNORABLE, place_quantised
+from specdec.models.quantised.quantization_config import quantization_of
+from specdec.models.quantised.stored_tensors import StoredTensor
+from specdec.models.quantised.weight_places import WeightPlaces
+
+from marks import deep, each_value
+from tiny_models import build_target, spread
+
+CPU = torch.device("cpu")
+LAYER = "model.layers.0"
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Names:
+    """Names of a form's tensors. weight: what precedes them, of a weight that the defects change."""
+
+    words: str
+    scales: str
+    zeros: str = ""
+    weight: str = f"{LAYER}.mlp.up_proj."
+
+
+def compressed_mxfp4() -> Form:
+    def write(weight):
+        tensors, meant = mxfp4().write(weight)
+        return {"weight_packed": tensors["blocks"].flatten(1), "weight_scale": tensors["scales"]}, meant
+
+    weights = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
+    return Form(compressed(weights, "mxfp4-pack-quantized"), write)
+
+
+def compressed_block() -> Form:
+    def write(weight):
+        tensors, meant = FORMS["fp8-block"].write(weight)
+        return {"weight": tensors["weight"], "weight_scale": tensors["weight_scale_inv"]}, meant
+
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "block", "block_structure": [16, 16]}
+    return Form(compressed(weights, "float-quantized"), write)
+
+
+ALL = {**FORMS, "gptq-v2-plain": gptq(2), "ct-mxfp4": compressed_mxfp4(), "ct-fp8-block": compressed_block()}
+COMPRESSED = Names("weight_packed", "weight_scale", "weight_zero_point")
+IN_COLUMNS = Names("qweight", "scales", "qzeros")
+FP8 = Names("weight", "weight_scale")
+NAMES = {
+    **dict.fromkeys(("int4-g32", "int4-zeros", "int4-channel"), COMPRESSED),
+    **dict.fromkeys(("gptq", "gptq-zeros", "gptq-v2", "gptq-v2-plain", "awq"), IN_COLUMNS),
+    **dict.fromkeys(("fp8-channel", "fp8-tensor", "ct-fp8-block"), FP8),
+    "fp8-block": Names("weight", "weight_scale_inv"),
+    "mxfp4": Names("blocks", "scales", weight=f"{LAYER}.mlp.experts.down_proj_"),
+    "ct-mxfp4": Names("weight_packed", "weight_scale"),
+}
+assert set(NAMES) == set(ALL)
+INT4 = [form for form, names in NAMES.items() if names in (COMPRESSED, IN_COLUMNS)]
+CT_INT4 = [form for form in INT4 if NAMES[form] is COMPRESSED]
+GPTQ = [form for form in INT4 if form.startswith("gptq")]
+FP8S = [form for form in NAMES if "fp8" in form]
+LLAMA = [form for form in NAMES if form != "mxfp4"]
+
+
+@dataclass
+class Checkpoint:
+    """config: its quantization_config. others: entries of its config.json."""
+
+    form: str
+    tensors: Tensors
+    config: Config
+    others: Config
+
+    @property
+    def names(self) -> Names:
+        return NAMES[self.form]
+
+    def key(self, name: str) -> str:
+        return self.names.weight + name
+
+    def map(self, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replace a tensor of the weight that is changed."""
+        self.tensors[self.key(name)] = change(self.tensors[self.key(name)]).contiguous()
+
+    @property
+    def weights(self) -> Config:
+        """What compressed-tensors says of its weights."""
+        return self.config["config_groups"]["group_0"]["weights"]
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """Plain models of one layer; K is 64 and 96."""
+    folders = {}
+    for family in ("llama", "gpt_oss"):
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96, "num_hidden_layers": 1}
+        if family == "gpt_oss":
+            sizes["layer_types"] = ["full_attention"]
+        folders[family] = tmp_path_factory.mktemp(family)
+        spread(build_target(family, **sizes)).save_pretrained(folders[family])
+    return folders
+
+
+@pytest.fixture(scope="module")
+def written(sources, tmp_path_factory):
+    """written(form) -> the folder of a checkpoint that loads."""
+    made: dict[str, Path] = {}
+
+    def make(form: str) -> Path:
+        if form not in made:
+            source = sources["gpt_oss" if form == "mxfp4" else "llama"]
+            made[form], _ = quantise(source, ALL[form], tmp_path_factory.mktemp("written"))
+        return made[form]
+
+    return make
+
+
+@dataclass(frozen=True)
+class Held(StoredTensor):
+    """A tensor as if it were in a file."""
+
+    tensor: torch.Tensor
+
+    def read(self) -> torch.Tensor:
+        return self.tensor
+
+
+def held(folder: Path, form: str) -> Checkpoint:
+    return Checkpoint(form, load_file(folder / "model.safetensors"), copy.deepcopy(ALL[form].config), {})
+
+
+@pytest.fixture(scope="module")
+def values(written, sources):
+    """values(form, change) -> what each packed weight of the changed checkpoint stands for."""
+    models = {name: AutoModelForCausalLM.from_pretrained(folder) for name, folder in sources.items()}
+
+    def make(form: str, change: Callable[[Checkpoint], None]) -> Tensors:
+        checkpoint = held(written(form), form)
+        change(checkpoint)
+        stored = {key: Held(key, "", tuple(t.shape), t.dtype, t) for key, t in checkpoint.tensors.items()}
+        places = WeightPlaces(models["gpt_oss" if form == "mxfp4" else "llama"], [])
+        place_quantised(stored, quantization_of(checkpoint.config), places)
+        found = {}
+        for weight in (*places.linears.values(), *(w for each in places.experts.values() for w in each.values())):
+            tensors = {name: tensor.read() for name, tensor in weight.tensors.items()}
+            if weight.place.num_experts is not None:
+                tensors = {name: tensor[0] for name, tensor in tensors.items()}
+            with about(weight.stem):
+                found[weight.stem] = dequantised(weight.format.repack(tensors, weight.place.shape), torch.float32)
+        return found
+
+    return make
+
+
+@pytest.fixture
+def changed(written, tmp_path):
+    """changed(form, change) -> the folder of that checkpoint after a change."""
+
+    def make(form: str, change: Callable[[Checkpoint], None]) -> str:
+        folder = written(form)
+        checkpoint = held(folder, form)
+        change(checkpoint)
+        save_file(checkpoint.tensors, tmp_path / "model.safetensors", {"format": "pt"})
+        (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+        set_config(tmp_path, **{"quantization_config": checkpoint.config, **checkpoint.others})
+        return str(tmp_path)
+
+    return make
+
+
+def load(folder) -> torch.nn.Module:
+    return load_model(str(folder), dtype=torch.float32, device=CPU)
+
+
+def values_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Each parameter, and what each packed weight stands for."""
+    found = dict(model.named_parameters())
+    for name, module in model.named_modules():
+        if isinstance(module, PackedLinear):
+            found[f"{name}.weight"] = dequantised(module.packed, torch.float32)
+        if isinstance(module, PackedExperts):
+            for which in ("gate_up", "down"):
+                found[f"{name}.{which}"] = torch.stack([dequantised(w, torch.float32) for w in module.packed(which)])
+    return found
+
+
+# defects: the forms that can have one, what it does, and what the message has
+
+
+def lacks(name: str) -> Callable[[Checkpoint], None]:
+    return lambda c: c.tensors.pop(c.key(getattr(c.names, name)))
+
+
+def retyped(name: str, dtype: torch.dtype) -> Callable[[Checkpoint], None]:
+    return lambda c: c.map(getattr(c.names, name), lambda t: t.to(dtype))
+
+
+def replaced(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Checkpoint], None]:
+    return lambda c: c.map(getattr(c.names, name), change)
+
+
+def added(key: str, tensor: torch.Tensor) -> Callable[[Checkpoint], None]:
+    """key: of the weight that is changed where it has no dot."""
+    return lambda c: c.tensors.update({key if "." in key else c.key(key): tensor.clone()})
+
+
+def configured(**entries: Any) -> Callable[[Checkpoint], None]:
+    return lambda c: c.config.update(entries)
+
+
+def weights(**entries: Any) -> Callable[[Checkpoint], None]:
+    return lambda c: c.weights.update(entries)
+
+
+def both(*changes: Callable[[Checkpoint], Any]) -> Callable[[Checkpoint], None]:
+    def change(checkpoint: Checkpoint) -> None:
+        for one in changes:
+            one(checkpoint)
+
+    return change
+
+
+def in_groups_of_48(c: Checkpoint) -> None:
+    """The issue's case: K = 96 in two groups of 48, of a config that says 64."""
+    down = f"{LAYER}.mlp.down_proj.weight_scale"
+    for key in [key for key in c.tensors if key.endswith("weight_scale")]:
+        c.tensors[key] = c.tensors[key][:, : 2 if key == down else 1].contiguous()
+    c.weights["group_size"] = 64
+
+
+def plain_beside_scale(c: Checkpoint) -> None:
+    """A weight in 16 bits where the config promises a packed one, whose scale is left."""
+    c.tensors[c.key("weight")] = torch.ones(96, 64, dtype=torch.bfloat16)
+    c.tensors.pop(c.key(c.names.words), None) if c.names.words != "weight" else None
+
+
+def second_group(c: Checkpoint, targets: list[str], **entries: Any) -> None:
+    group = copy.deepcopy(c.config["config_groups"]["group_0"])
+    c.config["config_groups"]["group_1"] = {**group, "targets": targets}
+    c.config["config_groups"]["group_1"]["weights"].update(entries)
+
+
+def tie_a_quantised_head(c: Checkpoint) -> None:
+    head, _ = ALL[c.form].write(c.tensors.pop("lm_head.weight").float().numpy())
+    c.tensors |= {f"lm_head.{name}": tensor for name, tensor in head.items()}
+    c.others["tie_word_embeddings"] = True
+
+
+ONES = torch.ones(1)
+UP, NORM = f"{LAYER}.mlp.up_proj", f"{LAYER}.input_layernorm"
+DEFECTS: dict[str, tuple[list[str], Callable[[Checkpoint], Any], str]] = {
+    # names
+    "no scales": ([*NAMES], lacks("scales"), r"lacks {weight}{scales}"),
+    "no words": ([*NAMES], lacks("words"), r"lacks {weight}{words}|lacks 1 tensors"),
+    "no zeros": (["int4-zeros", *GPTQ, "awq"], lacks("zeros"), r"lacks {weight}{zeros}"),
+    "second scale": (LLAMA, added("weight_scale_2", ONES), r"has weight_scale_2, which is not read"),
+    "global scale": (LLAMA, added("weight_global_scale", ONES), r"has weight_global_scale, which is not read"),
+    "scale of inputs": (LLAMA, added("input_scale", ONES), r"has input_scale, which is not read"),
+    "zero of inputs": (LLAMA, added("input_zero_point", ONES), r"has input_zero_point, which is not read"),
+    "order of columns": (FP8S, added("weight_g_idx", torch.arange(64)), r"has weight_g_idx, which is not read"),
+    "zeros of FP8": (FP8S, added("weight_zero_point", torch.zeros(96, 1)), r"has weight_zero_point, which is not read"),
+    "any other": (LLAMA, added("perm", torch.arange(64)), r"has perm, which is not read"),
+    "packed and plain": (
+        [form for form in LLAMA if NAMES[form].words != "weight"],
+        added("weight", torch.ones(96, 64)),
+        r"plain weight \(float32\), and {weight}{words}",
+    ),
+    "two scales": (["fp8-block"], added("weight_scale", torch.ones(6, 4)), r"weight_scale and weight_scale_inv"),
+    "another's scale": (["fp8-channel"], added("weight_scale_inv", torch.ones(96, 1)), r"has weight_scale_inv"),
+    "plain, and a scale": (LLAMA, plain_beside_scale, r"plain weight \(bfloat16\), and {weight}\w+"),
+    "stored twice": (["mxfp4"], added(f"{LAYER}.mlp.experts.down_proj", torch.ones(4, 96, 64)), r"is stored twice"),
+    # types
+    "scales in int8": ([*NAMES], retyped("scales", torch.int8), r"{weight}{scales} is .* in int8"),
+    "scales in float64": ([*NAMES], retyped("scales", torch.float64), r"{weight}{scales} is .* in float64"),
+    "words in int8": ([*NAMES], retyped("words", torch.int8), r"{weight}{words} is .* in int8"),
+    "words in e5m2": ([*NAMES], retyped("words", torch.float8_e5m2), r"{weight}{words} is .* in float8_e5m2"),
+    "words in 16 bits": (
+        FP8S,
+        retyped("words", torch.float16),
+        r"plain weight \(float16\), and {weight}{scales}",
+    ),
+    "zeros in int8": (["int4-zeros", *GPTQ, "awq"], retyped("zeros", torch.int8), r"{weight}{zeros} is .* in int8"),
+    # shapes
+    "too many scales": ([*NAMES], replaced("scales", lambda t: torch.stack([t, t])), r"{weight}{scales} is"),
+    "a row less": ([*NAMES], replaced("words", lambda t: t[:-1]), r"{weight}{words} is"),
+    "turned": (
+        [form for form in NAMES if form not in ("mxfp4", "ct-mxfp4")],
+        replaced("words", lambda t: t.T),
+        r"{weight}{words} is",
+    ),
+    "one scale": (
+        [form for form in LLAMA if form != "fp8-tensor"],
+        replaced("scales", lambda t: t.flatten()[:1]),
+        r"{weight}{scales} is \[1\]",
+    ),
+    "a scale a row": (
+        ["fp8-tensor", "fp8-block", "ct-fp8-block"],
+        replaced("scales", lambda t: torch.ones(96, 1, dtype=t.dtype)),
+        r"{weight}{scales} is \[96, 1\]",
+    ),
+    "a scale less": (
+        [form for form in LLAMA if form not in ("int4-channel", "fp8-channel", "fp8-tensor")],
+        replaced("scales", lambda t: t[:, :1] if t.shape[0] != 2 else t[:1]),
+        r"{weight}{scales} is",
+    ),
+    "other zeros": (["int4-zeros"], replaced("zeros", lambda t: t[:, :2]), r"{weight}{zeros} is \[12, 2\]"),
+    "shape of another": (
+        CT_INT4,
+        lambda c: c.map("weight_shape", lambda t: t.flip(0)),
+        r"up_proj: weight_shape says \[64, 96\]",
+    ),
+    # what the config says of groups
+    "groups of 48": (["int4-g32"], in_groups_of_48, r"down_proj: 96 columns do not divide into groups of 64"),
+    "other groups": (["int4-g32", "int4-zeros"], weights(group_size=8), r"weight_\w+ is .* in groups of 8"),
+    "groups for a row": (["int4-g32"], weights(group_size=None, strategy="channel"), r"weight_scale is .* by row"),
+    "a row for groups": (
+        ["int4-channel"],
+        weights(group_size=32, strategy="group"),
+        r"weight_scale is .* groups of 32",
+    ),
+    "other groups in columns": ([*GPTQ, "awq"], configured(group_size=16), r"(qzeros|scales) is .* in groups of 16"),
+    "groups by default": ([*GPTQ, "awq"], lambda c: c.config.pop("group_size"), r"do not divide into groups of 128"),
+    "a row in columns": ([*GPTQ, "awq"], configured(group_size=-1), r"(qzeros|scales) is .* by row"),
+    "other blocks": (["ct-fp8-block"], weights(block_structure=[32, 16]), r"weight_scale is .* blocks of 32 x 16"),
+    "blocks otherwise": (["fp8-block"], configured(weight_block_size=[16, 32]), r"scale_inv is .* blocks of 16 x 32"),
+    "no blocks": (["fp8-block"], configured(weight_block_size=None), r"scale_inv is .* by tensor or by channel"),
+    "tensor for channel": (["fp8-channel"], weights(strategy="tensor"), r"weight_scale is .* FP8 by tensor"),
+    "channel for tensor": (["fp8-tensor"], weights(strategy="channel"), r"weight_scale is .* FP8 by channel"),
+    "group for channel": (
+        ["fp8-channel"],
+        weights(strategy="group", group_size=32),
+        r"weight_scale is .* groups of 32",
+    ),
+    "tensor groups": (
+        ["int4-g32", "fp8-channel"],
+        weights(strategy="tensor_group", group_size=32),
+        r"strategy tensor_group",
+    ),
+    "tensor for int4": (["int4-channel"], weights(strategy="tensor"), r"strategy tensor"),
+    "sixteen for MXFP4": (["ct-mxfp4"], weights(group_size=16), r"is not read"),
+    # zeros
+    "asymmetric": (["int4-g32", "int4-channel"], weights(symmetric=False), r"lacks .*weight_zero_point"),
+    "asymmetric FP8": (["fp8-channel"], weights(symmetric=False), r"with zeros"),
+    "symmetric": (["int4-zeros"], weights(symmetric=True), r"weight_zero_point has zeros of \d+"),
+    "symmetric in columns": (["gptq-zeros", "gptq-v2"], configured(sym=True), r"qzeros has zeros of \d+"),
+    "without zeros": (["awq"], configured(zero_point=False), r"qzeros has zeros of \d+"),
+    "version 2 as 1": (["gptq-v2-plain"], configured(checkpoint_format="gptq"), r"qzeros has zeros of 9"),
+    "version 1 as 2": (["gptq"], configured(checkpoint_format="gptq_v2"), r"qzeros has zeros of 7"),
+    # the order of columns
+    "in any order": (GPTQ, lambda c: c.map("g_idx", lambda t: t.flip(0)), r"up_proj: .*grouped by importance"),
+    "no order": (GPTQ, both(configured(desc_act=True), lambda c: c.tensors.pop(c.key("g_idx"))), r"lacks .*g_idx"),
+    "order lacking": (["int4-g32"], weights(actorder="group"), r"lacks .*weight_g_idx"),
+    "order of CT": (
+        ["int4-g32"],
+        both(weights(actorder="static"), added("weight_g_idx", torch.arange(64).flip(0) // 32)),
+        r"grouped by importance",
+    ),
+    # what lies beside modules that are plain
+    "bias": (LLAMA, added("bias", torch.ones(96)), r"{weight}bias is not read"),
+    "bias of a norm": (LLAMA, added(f"{NORM}.bias", torch.ones(64)), r"input_layernorm.bias is not read"),
+    "scale of a head": (
+        [*NAMES],
+        added("lm_head.weight_scale", ONES),
+        r"plain weight .*, and lm_head.weight_scale next to it",
+    ),
+    "zeros of a head": ([*NAMES], added("lm_head.qzeros", ONES), r"plain weight .*, and lm_head.qzeros next to it"),
+    "scale of a norm": ([*NAMES], added(f"{NORM}.weight_scale", ONES), r"layernorm.weight_scale next"),
+    "scale of embeddings": (
+        [*NAMES],
+        added("model.embed_tokens.weight_scale", ONES),
+        r"embed_tokens.weight_scale next",
+    ),
+    "scale of queries": ([*NAMES], added(f"{LAYER}.self_attn.q_scale", ONES), r"self_attn.q_scale is not read"),
+    "scales of an activation": (LLAMA, added(f"{LAYER}.mlp.act_fn.scales", torch.ones(96)), r"act_fn.scales is not"),
+    "scales of experts": (
+        ["mxfp4"],
+        added(f"{LAYER}.mlp.experts.down_proj_weight_scale", ONES),
+        r"down_proj_weight_scale is not read",
+    ),
+    "head in int8": ([*NAMES], added("lm_head.weight", torch.ones(97, 64, dtype=torch.int8)), r"lm_head"),
+    "norm in e4m3": ([*NAMES], added(f"{NORM}.weight", torch.ones(64).to(torch.float8_e4m3fn)), r"input_layernorm"),
+    "embeddings in e4m3": (
+        [*NAMES],
+        lambda c: c.tensors.update(
+            {"model.embed_tokens.weight": c.tensors["model.embed_tokens.weight"].to(torch.float8_e4m3fn)}
+        ),
+        r"embed_tokens is quantised",
+    ),
+    # groups of modules
+    "another group's": (
+        ["int4-g32"],
+        lambda c: second_group(c, [r"re:.*up_proj$"], symmetric=False),
+        r"lacks .*up_proj.weight_zero_point",
+    ),
+    "no group's": (
+        ["int4-g32"],
+        lambda c: (
+            second_group(c, [r"re:.*up_proj$"], symmetric=False),
+            c.config["config_groups"]["group_0"].update(targets=[r"re:.*attn.*"]),
+        ),
+        r"no target of its quantization_config names it",
+    ),
+    "of some modules": (
+        ["gptq"],
+        configured(dynamic={r"+:.*up_proj": {"group_size": 16}}),
+        r"up_proj.* in groups of 16",
+    ),
+    "of some modules in 8 bits": (["gptq"], configured(dynamic={r".*up_proj": {"bits": 8}}), r"GPTQ in 8 bits"),
+}
+CASES = [(form, defect) for defect, (forms, *_) in DEFECTS.items() for form in forms]
+
+
+def require_refused(form: str, defect: str, read_it: Callable[[Callable[[Checkpoint], Any]], Any]) -> None:
+    _, change, message = DEFECTS[defect]
+    with pytest.raises((CheckpointError, UnsupportedModelError)) as error:
+        read_it(change)
+    said, wanted = str(error.value), message.format(**{k: re.escape(v) for k, v in vars(NAMES[form]).items()})
+    assert re.search(wanted, said) and "\n" not in said, said
+
+
+@pytest.mark.parametrize(("form", "defect"), each_value(CASES))
+def test_a_checkpoint_that_does_not_do_what_its_config_says_is_refused(form, defect, values):
+    require_refused(form, defect, lambda change: values(form, change))
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(("form", "defect"), CASES)
+def test_a_file_that_does_not_do_what_its_config_says_is_refused(form, defect, changed):
+    require_refused(form, defect, lambda change: load(changed(form, change)))
+
+
+@pytest.mark.parametrize("form", FP8S)
+@pytest.mark.parametrize("stored", ["int8", "e5m2", "16 bits"])
+def test_a_weight_of_fp8_in_another_type_does_not_lose_its_scale(form, stored, changed):
+    """They are numbers that a plain weight may be made of, so that the scale alone was left over."""
+    require_refused(form, f"words in {stored}", lambda change: load(changed(form, change)))
+
+
+@pytest.mark.parametrize("form", ["int4-g32", "int4-channel"])
+def test_weights_that_are_not_symmetric_have_zeros(form, changed):
+    require_refused(form, "asymmetric", lambda change: load(changed(form, change)))
+
+
+def test_columns_are_divided_as_the_config_says(changed):
+    require_refused("int4-g32", "groups of 48", lambda change: load(changed("int4-g32", change)))
+
+
+@pytest.mark.parametrize("form", ["int4-g32", "fp8-channel"])
+def test_a_quantised_head_that_the_config_ties_is_one_sentence(form, changed):
+    with pytest.raises(UnsupportedModelError, match=r"lm_head is quantised, and the config ties its weight"):
+        load(changed(form, tie_a_quantised_head))
+
+
+@pytest.mark.parametrize("form", ["gptq", "fp8-channel"])
+def test_a_bias_that_the_class_does_not_have_is_not_lost(form, changed):
+    require_refused(form, "bias", lambda change: load(changed(form, change)))
+
+
+# experts, which are stored one by one and stacked while they are read
+
+
+def without(tensors: Tensors, prefix: str) -> None:
+    for key in [key for key in tensors if key.startswith(prefix)]:
+        del tensors[key]
+
+
+def a_plain_expert(tensors: Tensors, prefix: str) -> None:
+    without(tensors, prefix)
+    tensors[f"{prefix}weight"] = torch.ones(32, 32)
+
+
+def scales_of_another_type(tensors: Tensors, prefix: str) -> None:
+    tensors[f"{prefix}weight_scale"] = tensors[f"{prefix}weight_scale"].float()
+
+
+def a_bias(tensors: Tensors, prefix: str) -> None:
+    tensors[f"{prefix}bias"] = torch.ones(32)
+
+
+def scales_of_all(tensors: Tensors, prefix: str) -> None:
+    tensors[f"{LAYER}.mlp.experts.up_proj_scale"] = ONES.clone()
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("experts")
+    torch.manual_seed(0)
+    model = build_target("qwen3_moe", moe_intermediate_size=32, num_hidden_layers=1)
+    spread(model).save_pretrained(folder / "source")
+    return quantise(folder / "source", FORMS["int4-g32"], folder)[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (a_plain_expert, r"experts: 3 of 4 experts have a quantised up_proj"),
+        deep(without, r"experts: 3 of 4 experts have a quantised up_proj"),
+        (scales_of_another_type, r"experts.1.up_proj is stored as .* in float32.*experts.0.up_proj as .* in float16"),
+        deep(a_bias, r"experts.1.up_proj.bias is not read"),
+        deep(scales_of_all, r"experts.up_proj_scale is not read"),
+    ],
+)
+def test_experts_of_a_layer_are_alike(change, message, experts, tmp_path):
+    tensors = load_file(experts / "model.safetensors")
+    change(tensors, f"{LAYER}.mlp.experts.1.up_proj.")
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_bytes((experts / "config.json").read_bytes())
+    with pytest.raises(UnsupportedModelError, match=message):
+        load(tmp_path)
+
+
+# differences that change no value
+
+
+def zeros_of_eight(c: Checkpoint) -> None:
+    num_rows, num_groups = c.tensors[c.key("weight_scale")].shape
+    words = torch.full((num_rows // 8, num_groups), 0x88888888 - 2**32, dtype=torch.int32)
+    c.tensors[c.key("weight_zero_point")] = words
+
+
+def an_encoder(c: Checkpoint) -> None:
+    """A module that the class does not have, with all that a quantised one may have."""
+    for name in ("weight", "weight_scale", "weight_zero_point", "bias"):
+        c.tensors[f"model.vision_tower.layers.0.mlp.up_proj.{name}"] = ONES.clone()
+
+
+def several_formats(c: Checkpoint) -> None:
+    """The group of `up_proj` is its own; names come before patterns, and these before classes."""
+    written, _ = compressed_int4(16).write(c.others.pop("plain").float().numpy())
+    c.tensors |= {c.key(name): tensor for name, tensor in written.items()}
+    second_group(c, [r"re:.*mlp\.up_proj$"], group_size=16)
+    c.config["config_groups"]["group_2"] = {
+        **copy.deepcopy(c.config["config_groups"]["group_0"]),
+        "targets": [f"{LAYER}.mlp.gate_proj"],
+    }
+
+
+ORDER = torch.arange(64, dtype=torch.int32) // 32
+SAME: dict[str, tuple[list[str], Callable[[Checkpoint], Any]]] = {
+    "nothing": ([*NAMES], lambda c: None),
+    "scales of K/V": (
+        [*NAMES],
+        both(*(added(f"{LAYER}.self_attn.{name}", ONES) for name in ("k_scale", "v_scale"))),
+    ),
+    "scales of K/V in projections": (LLAMA, added(f"{LAYER}.self_attn.k_proj.k_scale", ONES)),
+    "a scheme of K/V": (CT_INT4, configured(kv_cache_scheme={"num_bits": 8, "type": "float", "dynamic": False})),
+    "a bias of zeros": (LLAMA, added("bias", torch.zeros(96))),
+    "a mask": (LLAMA, added(f"{LAYER}.self_attn.bias", torch.ones(1, 1, 8, 8))),
+    "an encoder": ([*NAMES], an_encoder),
+    "no shape": (CT_INT4, lambda c: c.tensors.pop(c.key("weight_shape"))),
+    "no g_idx": (GPTQ, lambda c: c.tensors.pop(c.key("g_idx"))),
+    "a g_idx in order": (GPTQ, configured(desc_act=True)),
+    "a g_idx of CT": (["int4-g32"], added("weight_g_idx", ORDER)),
+    "zeros that are 8": (["int4-g32"], zeros_of_eight),
+    "scales in float32": (INT4 + FP8S, retyped("scales", torch.float32)),
+    "one scale alone": (["fp8-tensor"], replaced("scales", lambda t: t.reshape(()))),
+    "one scale in two dimensions": (["fp8-tensor"], replaced("scales", lambda t: t.reshape(1, 1))),
+    "scales in one dimension": (["fp8-channel"], replaced("scales", lambda t: t.reshape(-1))),
+    "the scale's other name": (
+        ["fp8-block"],
+        lambda c: c.tensors.update({c.key("weight_scale"): c.tensors.pop(c.key("weight_scale_inv"))}),
+    ),
+    "blocks as text": (["ct-fp8-block"], weights(block_structure="16x16")),
+    "left out, and packed": (LLAMA, configured(ignore=[UP], modules_to_not_convert=[UP])),
+    "a strategy by its size": (["int4-g32"], weights(strategy=None)),
+    "a row by its size": (["int4-channel"], weights(strategy=None, group_size=-1)),
+    "transforms of nothing": (CT_INT4, configured(transform_config={}, sparsity_config={})),
+    "modules left out": (["gptq"], configured(dynamic={r"-:.*lm_head": {}})),
+}
+
+
+DIFFERENCES = [(form, name) for name, (forms, _) in SAME.items() for form in forms]
+
+
+def require_same(before: Tensors, after: Tensors) -> None:
+    assert before and before.keys() == after.keys()
+    for name, value in before.items():
+        assert torch.equal(value, after[name]), name
+
+
+@pytest.mark.parametrize(("form", "difference"), each_value(DIFFERENCES))
+def test_what_changes_no_value_is_read(form, difference, values):
+    require_same(values(form, lambda c: None), values(form, SAME[difference][1]))
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(("form", "difference"), DIFFERENCES)
+def test_a_file_that_differs_in_no_value_is_read(form, difference, written, changed):
+    require_same(values_of(load(written(form))), values_of(load(changed(form, SAME[difference][1]))))
+
+
+def test_modules_of_several_formats_are_read_as_their_targets_say(sources, changed):
+    plain = load_file(sources["llama"] / "model.safetensors")[f"{UP}.weight"]
+    folder = changed("int4-g32", lambda c: (c.others.update(plain=plain), several_formats(c)))
+    mlp = load(folder).model.layers[0].mlp
+    assert (mlp.gate_proj.group, mlp.up_proj.group, mlp.down_proj.group) == (32, 16, 32)
+    _, meant = compressed_int4(16).write(plain.float().numpy())
+    assert torch.equal(dequantised(mlp.up_proj.packed, torch.float32), torch.from_numpy(meant))
+
+
+def test_a_packed_module_that_is_left_out_is_said(changed, caplog):
+    load(changed("int4-g32", configured(ignore=["lm_head", "re:.*up_proj"])))
+    assert [message for message in caplog.messages if "though its quantization_config leaves it out" in message] == [
+        f"{UP} is stored quantised, though its quantization_config leaves it out; it is read"
+    ]
+
+
+def test_scales_of_keys_and_values_are_said_not_to_be_read(changed, caplog):
+    with caplog.at_level(logging.INFO, logger="specdec"):
+        load(changed("fp8-channel", SAME["scales of K/V"][1]))
+    assert f"2 tensors of the checkpoint, {LAYER}.self_attn.k_scale first, are not read: K/V may be" in caplog.text
+
+
+def test_reasons_stand_next_to_what_is_ignored():
+    assert IGNORABLE and all(len(reason.split()) > 5 for reason in IGNORABLE.values())
+
+
+# no config that says it
+
+
+@pytest.mark.parametrize("form", FP8S)
+def test_a_quantised_checkpoint_without_a_config_is_refused(form, changed):
+    """FP8 numbers are floats: transformers reads them without their scales, and says that these are not used."""
+
+    def forget(c: Checkpoint) -> None:
+        c.config = None
+
+    with pytest.raises(UnsupportedModelError, match=r"weight_scale(_inv)? is not used, and the module .* is"):
+        load(changed(form, forget))
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ([], "quantization_config is [], expected an object"),
+        ("gptq", "quantization_config is 'gptq', expected an object"),
+        (True, "quantization_config is True, expected an object"),
+        ({}, "quant_method missing"),
+        ({"quant_method": ["gptq"]}, "quantization_config.quant_method is ['gptq'], expected a string"),
+        ({"quant_method": "compressed-tensors", "config_groups": ["a"]}, "config_groups is ['a'], expected an object"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": 1}}, "config_groups.a is 1, expected an object"),
+        (compressed("int4", "pack-quantized"), "group_0.weights is 'int4', expected an object"),
+        (compressed({"num_bits": "4"}, "pack-quantized"), "weights.num_bits is '4', expected a whole number"),
+        (compressed({"num_bits": True}, "pack-quantized"), "weights.num_bits is True, expected a whole number"),
+        (compressed({"symmetric": 1}, "pack-quantized"), "weights.symmetric is 1, expected true or false"),
+        (compressed({"group_size": 0}, "pack-quantized"), "group_size is 0, expected a whole number above 0, or -1"),
+        (compressed({"strategy": "group"}, "pack-quantized"), "group_size is None, expected a whole number above 0"),
+        (compressed({"strategy": "channel", "group_size": 8}, "x"), "group_size is 8, expected null"),
+        (compressed({"strategy": "block"}, "x"), "block_structure is None, expected two whole numbers"),
+        (compressed({"block_structure": "16"}, "x"), "block_structure is '16', expected two whole numbers"),
+        ({**FORMS["int4-g32"].config, "ignore": "lm_head"}, "ignore is 'lm_head', expected a list of names"),
+        ({**FORMS["int4-g32"].config, "ignore": ["re:["]}, "expected patterns that can be read"),
+        ({**FORMS["int4-g32"].config, "sparsity_config": 3}, "sparsity_config is 3, expected an object"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size is [128], expected two whole numbers"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size is [0, 128], expected two"),
+        ({"quant_method": "gptq", "bits": "4"}, "quantization_config.bits is '4', expected a whole number"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": ["a"]}, "dynamic is ['a'], expected an object"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"[": {}}}, "expected patterns that can be read"),
+        ({"quant_method": "awq", "bits": 4, "zero_point": "yes"}, "zero_point is 'yes', expected true or false"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_malformed_config_is_one_sentence(config, said, written, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**json.loads((written("int4-g32") / "config.json").read_text())}))
+    set_config(tmp_path, quantization_config=config)
+    with pytest.raises(SpecDecError) as error:
+        load(tmp_path)
+    assert said in str(error.value) and str(tmp_path) in str(error.value) and "\n" not in str(error.value)
