@@ -110,7 +110,9 @@ def text_rope(config):
 
 
 def fed_back_unnormed(config):
-    config["eagle_config"]["norm_output"] = False
+    """As SpecForge wrote it before and after the change of its meaning: the earlier one is assumed."""
+    del config["eagle_config"]["norm_output"]
+    assert config["norm_output"] is True
 
 
 def slides(config):
