@@ -49,6 +49,7 @@ from specdec.runtime.arguments import (
     require_ranks,
     require_reads_finished,
     require_type,
+    say_where_drafts_end,
 )
 from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.handle import Handle
@@ -116,6 +117,7 @@ class Engine:
         rounds_ahead = 1 if capture is None else 2  # slots for a round that starts before the one in front is settled
         lookahead = rounds_ahead * (self.spec.num_nodes if drafter is not None else 1)
         self.cache, self.max_model_len = make_cache(target, drafter, self.config, lookahead, backend)
+        say_where_drafts_end(drafter, self.max_model_len)
         self.table = self.cache.table
         memory = capture  # before anything is put in front of it
         backend, capture = sanitized(self.cache, backend, capture)

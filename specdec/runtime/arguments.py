@@ -3,6 +3,7 @@
 It knows settings and the shape of parts, no model. Every refusal is one sentence that says where the thing belongs.
 """
 
+import logging
 from collections.abc import Collection, Sequence, Sized
 from dataclasses import fields
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.base import Fit
 from specdec.errors import ConfigError, UnsupportedModelError, shown
+
+logger = logging.getLogger("specdec")
 
 MISPLACED = {field.name: "config=EngineConfig({})" for field in fields(EngineConfig) if field.name != "dtype"}
 MISPLACED |= {field.name: "spec=SpecConfig({})" for field in fields(SpecConfig)}
@@ -84,6 +87,19 @@ def require_depth(spec: SpecConfig, drafter: Any) -> None:
         raise ConfigError(
             f"num_steps={spec.num_steps}, and drafter {drafter.name} drafts at most {most} tokens a round; give "
             f"spec=SpecConfig(num_steps={most}), or fewer"
+        )
+
+
+def say_where_drafts_end(drafter: Any, max_model_len: int) -> None:
+    """Log from which position on a drafter is not asked: it cannot compute its own positions there."""
+    last = getattr(drafter, "max_positions", None)
+    if last is not None and last < max_model_len:
+        logger.warning(
+            "drafter %s does not draft from position %d on, where its RoPE changes or its table of positions ends; "
+            "longer texts, up to max_model_len=%d, go on without drafts",
+            drafter.name,
+            last,
+            max_model_len,
         )
 
 
