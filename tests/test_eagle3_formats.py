@@ -626,7 +626,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
     [
         ({"rope_scaling": LLAMA3}, "rope_type='llama3' without original_max_position_embeddings"),
         ({"rope_scaling": {"type": "linear"}}, "rope_type='linear' without factor"),
-        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor='2' of its RoPE, expected a number"),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "rope_scaling.factor='2', expected a number above 0"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "slope": 3}}, "slope=3 of its RoPE is not known"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 0.5}}, "mscale=0.5 and mscale_all_dim=None"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
@@ -635,7 +635,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
             {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
             "rope_parameters=.*contradict rope_scaling=",
         ),
-        ({"rope_theta": 0}, "rope_type='default' without rope_theta"),
+        ({"rope_theta": 0}, "rope_theta=0, expected a number above 0"),
     ],
 )
 def test_rope_that_is_incomplete_or_contradicts_itself_is_refused(rope, says, edit) -> None:

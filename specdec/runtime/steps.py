@@ -186,7 +186,9 @@ class Steps:
         """Of a round of these requests, after those that are not settled. Captured rounds have few kinds of drafts: the
         engine's own, none, and those that may be chosen."""
         rows, whole = rows_of(requests), whole_draft(self.spec)
-        wanted = [each.draft_size(most) if self.graphs is None else whole for each, most in zip(requests, to_go, strict=True)]
+        wanted = [
+            each.draft_size(most) if self.graphs is None else whole for each, most in zip(requests, to_go, strict=True)
+        ]
         can_draft = self.round.max_drafts.host[rows] > 0
         drafts = [draft if can else NO_DRAFT for draft, can in zip(wanted, can_draft, strict=True)]
         params = [request.params for request in requests]

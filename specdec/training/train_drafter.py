@@ -215,7 +215,8 @@ def block_spec(target: TargetModel, settings: TrainSettings) -> BlockSpec:
 
 
 def spread_layers(count: int, num_layers: int) -> tuple[int, ...]:
-    """Target states for a block drafter: those that leave layers 1 to n - 3 evenly, each named by the layer it enters."""
+    """Target states for a block drafter, evenly from layer 1's output to that of layer n - 3, named by the layer that
+    they enter."""
     last = num_layers - 3
     return tuple(2 + round(i * (last - 1) / (count - 1)) for i in range(count))
 

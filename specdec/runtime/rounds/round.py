@@ -249,9 +249,9 @@ class Round:
         """After what the target has read: those numbered `through` [B] draw a token, and the drafter observes.
 
         longest: no prompt of those has more tokens. allowed: what grammars let those of them draw that have one.
-        earlier: nanoseconds that parts took which were read before. begins: the first position that was read. -> the packed result of B rounds of one node. What
-        they draw is in its place in `tokens`, so a round may follow. The host commits the chunks, from its own side,
-        once they are launched; the drafter observes them as if it had.
+        earlier: nanoseconds that parts took which were read before. begins: the first position that was read. -> the
+        packed result of B rounds of one node. What they draw is in its place in `tokens`, so a round may follow. The
+        host commits the chunks, from its own side, once they are launched; the drafter observes them as if it had.
         """
         pack, last_hidden = chunk.pack, chunk.last_hidden()
         first, scores = pack.rows.new_zeros((0, 1)), None
