@@ -8,6 +8,7 @@ through: revision, token, trust_remote_code, quantization_config, ...
 import difflib
 import logging
 import os
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -169,6 +170,11 @@ class Checkpoint:
         except MemoryError:
             raise
         except Exception as error:  # what transformers raises for a checkpoint is not one kind
+            unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+            if unknown is not None and unknown[1] in self.options:
+                raise ConfigError(
+                    f"{unknown[1]} is no loading argument that transformers knows; leave it out"
+                ) from error
             reason = damaged_file(self.config_file.parent)
             from_files = reason is not None or isinstance(error, (OSError, RuntimeError, SafetensorError))
             raise (CheckpointError if from_files else UnsupportedModelError)(

@@ -86,7 +86,7 @@ def test_it_drafts_beyond_its_stated_length_where_its_rope_can(spec, make_target
     """All those positions were computed as its last one: it was believed before it, and hardly ever beyond."""
     model, short = make_target("llama"), make_target("llama", max_position_embeddings=SHORT)
     prompts = [random_prompt(n, seed=n) for n in (SHORT - 9, SHORT + 30)]
-    outputs = engine_of(model, short, replace(spec, adaptive=False)).generate(prompts, GREEDY)
+    outputs = engine_of(model, short, spec).generate(prompts, GREEDY)
     assert [out.token_ids for out in outputs] == [greedy_oracle(model, p, 21) for p in prompts]
     assert all(out.stats.accepted_per_position[0] == 1.0 for out in outputs)
 
@@ -108,10 +108,10 @@ def positions_asked(drafter, monkeypatch):
 @pytest.mark.parametrize(
     ("rope", "spec"),
     [
-        (DYNAMIC, replace(CHAIN, adaptive=False)),
         (DYNAMIC, CHAIN),
-        (LONGROPE, replace(TREE, adaptive=False)),
-        (None, replace(CHAIN, adaptive=False)),
+        (DYNAMIC, replace(CHAIN, adaptive=True)),
+        (LONGROPE, TREE),
+        (None, CHAIN),
     ],
     ids=["dynamic", "dynamic, adaptive", "longrope, tree", "a table"],
 )

@@ -4,25 +4,14 @@ It knows settings and the shape of parts, no model. Every refusal is one sentenc
 """
 
 import logging
-from collections.abc import Collection, Sequence, Sized
-from dataclasses import fields
+from collections.abc import Sequence, Sized
 from typing import Any
 
-from specdec.config import EngineConfig, SamplingParams, SpecConfig
+from specdec.config import SamplingParams, SpecConfig
 from specdec.draft_models.base import Fit
 from specdec.errors import ConfigError, UnsupportedModelError, shown
 
 logger = logging.getLogger("specdec")
-
-MISPLACED = {field.name: "config=EngineConfig({})" for field in fields(EngineConfig) if field.name != "dtype"}
-MISPLACED |= {field.name: "spec=SpecConfig({})" for field in fields(SpecConfig)}
-"""Settings that `from_pretrained` does not take by themselves (transformers knows a dtype), and where they go."""
-
-
-def require_no_setting(options: Collection[str]) -> None:
-    """Raise ConfigError where a loading argument is a setting of the engine."""
-    for name in sorted(MISPLACED.keys() & set(options)):
-        raise ConfigError(f"{name} is a setting of the engine; pass {MISPLACED[name].format(f'{name}=...')}")
 
 
 def params_for(params: Any, count: int) -> list[SamplingParams]:
