@@ -133,8 +133,8 @@ def is_fault(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException, most: int = 200) -> str:
-    """The first sentence of another library's message, at a readable length; what a line that ends in a colon
-    announces is of it."""
+    """The first sentence of another library's message, at a readable length. A first line that ends in a colon is
+    joined with the next one."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     line = " ".join([lines[0], *(each.strip() for each in lines[1:2] if lines[0].endswith(":"))])
     if isinstance(error, KeyError) and " " not in line:
