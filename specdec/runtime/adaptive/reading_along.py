@@ -49,6 +49,6 @@ def read_along(
             choice.caught_up(batch, due, None if graphs else time.perf_counter() - begin, shape.draft)
         unread.was_read(rows)
     unread.ended[ending] = True
-    unread.committed(rows, more)
+    unread.grow(rows, shape)
     lost = rows[unread.lost(rows) & (round.max_drafts.host[rows] > 0)]
     round.max_drafts[lost] = 0

@@ -52,6 +52,6 @@ class Unread:
         self.count[rows] = 0
         self.ended[rows] = False
 
-    def committed(self, rows: IntArray, more: int) -> None:
-        """A round of these rows was launched that leaves `more` tokens of each unread."""
-        self.count[rows[~self.ended[rows]]] += more
+    def grow(self, rows: IntArray, shape: RoundShape) -> None:
+        """A round of this shape is launched over these rows."""
+        self.count[rows[~self.ended[rows]]] += unread_tokens(shape)
