@@ -185,12 +185,10 @@ class Steps:
     def shape_for(self, requests: Sequence[Request], to_go: Sequence[int]) -> RoundShape:
         """Of a round of these requests, after those that are not settled. Captured rounds have few kinds of drafts: the
         engine's own, none, and those that may be chosen."""
-        rows, whole = rows_of(requests), whole_draft(self.spec)
-        wanted = [
-            each.draft_size(most) if self.graphs is None else whole for each, most in zip(requests, to_go, strict=True)
-        ]
-        can_draft = self.round.max_drafts.host[rows] > 0
-        drafts = [draft if can else NO_DRAFT for draft, can in zip(wanted, can_draft, strict=True)]
+        rows, whole, eager = rows_of(requests), whole_draft(self.spec), self.graphs is None
+        sizes = [each.draft_size(most) if eager else whole for each, most in zip(requests, to_go, strict=True)]
+        drafting = self.round.max_drafts.host[rows] > 0  # others do not draft, or not any more
+        drafts = [size if drafts else NO_DRAFT for size, drafts in zip(sizes, drafting, strict=True)]
         params = [request.params for request in requests]
         shape = round_shape(self.round, rows, params, drafts, self._unsettled_nodes())
         if self.choice is None or shape.num_steps == 0:
