@@ -410,7 +410,7 @@ def test_a_prompt_that_leaves_no_room_does_not_speak_of_new_tokens(prompt, new, 
     engine = make_engine(model, max_model_len=64)
     with pytest.raises(CapacityError) as error:
         engine.generate([[5] * prompt], SamplingParams(max_new_tokens=new))
-    assert_one_sentence(error, f"a prompt of {prompt} tokens leaves no room", f"shorten it by {prompt - 63}")
+    assert_one_sentence(error, f"a prompt of {prompt} tokens leaves no room", f"shorten the prompt by {prompt - 63}")
     assert "max_new_tokens" not in str(error.value) and "larger" not in str(error.value)
     with pytest.raises(CapacityError) as error:
         make_engine(model, max_model_len=32).generate([[5] * prompt], SamplingParams(max_new_tokens=new))

@@ -119,7 +119,7 @@ def test_no_number_of_tokens_is_named_that_was_not_sent(server):
     for answer in (post(server, unasked), completions[0]):
         status, code, message = refusal(answer)
         assert (status, code) == (400, "context_length_exceeded")
-        assert "leaves no room for an answer, with max_model_len=3500; shorten it by" in message
+        assert "leaves no room for an answer, with max_model_len=3500; shorten the prompt by" in message
         assert "max_tokens" not in message
     assert completions[1].status_code == 200 and completions[1].json()["usage"]["completion_tokens"] <= 10
 

@@ -92,7 +92,7 @@ class Scheduler:
             if over >= max_new_tokens:  # whatever was asked for, or left to the engine
                 said = f"{prompt} leaves no room for an answer" if least else prompt
                 said += f", with {limit}"
-                advice = [f"shorten it by {prompt_len + least - self.max_model_len}"]
+                advice = [f"shorten the prompt by {prompt_len + least - self.max_model_len}"]
             if self.longest is None or self.max_model_len < self.longest:
                 most = "" if self.longest is None else f" (at most {self.longest})"
                 advice.append(f"or make the engine with a larger max_model_len{most}")
