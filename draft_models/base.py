@@ -186,8 +186,9 @@ class Drafter(Protocol):
     runs with any. `unfused`: why its own modules run although fused layers were requested; None: fused layers run, or
     it has no layers. `weights`: parameters that it reads and that callers may re-point; None: it has none. `may_lag`:
     observing takes a forward, so an engine may show it several rounds without drafts at once; False: it is shown every
-    round. `max_steps`: levels that it can draft at most; None: any number. `reads_finished`: it can propose what
-    finished requests have written. `has_lookup`: a lookup may draft in its place (`model_and_lookup.py`).
+    round. `max_steps`: levels that it can draft at most; None: any number. `max_positions`: it drafts and reads at
+    positions below this alone; None: at any. `reads_finished`: it can propose what finished requests have written.
+    `has_lookup`: a lookup may draft in its place (`model_and_lookup.py`).
     """
 
     name: str
@@ -200,6 +201,7 @@ class Drafter(Protocol):
     weights: Weights | None = None
     may_lag: bool = False
     max_steps: int | None = None
+    max_positions: int | None = None
     reads_finished: bool = False
     has_lookup: bool = False
 

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from specdec.draft_models.base import TargetInfo
+from specdec.draft_models.config_json import read_config_json
 from specdec.errors import CheckpointError, UnsupportedModelError, first_line, naming_file
 
 State = Mapping[str, torch.Tensor]
@@ -32,13 +33,7 @@ class TargetShape(NamedTuple):
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((folder / "config.json").read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"there is no config.json that can be read ({first_line(error)})") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"config.json holds {type(config).__name__}, expected an object")
-    return config
+    return read_config_json(folder / "config.json")
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -50,8 +45,36 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
         try:
             tensors |= load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
         except Exception as error:  # a broken or hostile file can raise anything
-            raise CheckpointError(f"{file.name} cannot be read: {first_line(error)}") from error
+            raise CheckpointError(_unreadable(file, error)) from error
     return tensors
+
+
+def damaged_file(folder: Path) -> str | None:
+    """A sentence about the first file of a checkpoint that is not there, though an index names it, or that is cut off
+    or damaged; None: all can be opened."""
+    for index in sorted(folder.glob("*.index.json")):
+        try:
+            names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            return _unreadable(index, error)
+        for name in names:
+            if not (folder / name).is_file():
+                return f"the checkpoint lacks {name}, which {index.name} names"
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except Exception as error:  # a broken or hostile file can raise anything
+            return _unreadable(file, error)
+    return None
+
+
+def _unreadable(file: Path, error: Exception) -> str:
+    size = file.stat().st_size if file.is_file() else 0
+    return (
+        f"{file.name} cannot be read ({first_line(error)}); it has {size:,} bytes and is cut off or damaged, so "
+        "download or copy it again"
+    )
 
 
 def write_folder(folder: str | Path, config: Mapping[str, Any], state: State) -> None:

@@ -28,6 +28,10 @@ class LanguageModel(TargetInfo, Protocol):
     unfused: str | None
     weights: Weights
 
+    @property
+    def max_positions(self) -> int | None:
+        """It computes positions below this; None: any."""
+
     def forward(self, tokens: torch.Tensor, plan: KVPlan, view: KVView) -> tuple[torch.Tensor, Any]:
         """tokens [B, N] -> states after the final norm [B, N, H]; what follows them is not read."""
 
@@ -52,6 +56,7 @@ class LanguageModelDrafter(Drafter):
         self.owners = [spec.owner for spec in layers]
         self.vocab_size = target.vocab_size
         self.fit = Fit.of(target)
+        self.max_positions = model.max_positions
         self.unfused = model.unfused
         self.weights: Weights | None = model.weights
 

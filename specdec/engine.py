@@ -43,16 +43,17 @@ from specdec.runtime.arguments import (
     require_choice,
     require_depth,
     require_fused,
-    require_no_setting,
     require_one_sample,
     require_parts,
     require_ranks,
     require_reads_finished,
     require_type,
+    say_where_drafts_end,
 )
 from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.handle import Handle
 from specdec.runtime.intake import Intake
+from specdec.runtime.keywords import known_keywords, require_loading_arguments
 from specdec.runtime.prefixes import Prefixes
 from specdec.runtime.prompt_reading import division_of
 from specdec.runtime.prompt_shares import PromptRoom
@@ -71,6 +72,7 @@ from specdec.text.prompts import Prompt, as_chat_list, as_token_ids, chat_or_tex
 
 T = TypeVar("T")
 
+LOADED_WITH = ("target", "drafter", "tokenizer", "spec", "config", "drafter_options")
 CLOSED = "this engine is closed; make a new one"
 CUT = "this engine was closed before the request had ended; make a new one and ask again"
 
@@ -82,6 +84,7 @@ class Engine:
     runtime). Engines may share a target and a drafter: both are weights, and an engine's state is its own.
     """
 
+    @known_keywords
     @torch.inference_mode(False)  # ordinary tensors, whoever makes the engine
     def __init__(
         self,
@@ -116,6 +119,7 @@ class Engine:
         rounds_ahead = 1 if capture is None else 2  # slots for a round that starts before the one in front is settled
         lookahead = rounds_ahead * (self.spec.num_nodes if drafter is not None else 1)
         self.cache, self.max_model_len = make_cache(target, drafter, self.config, lookahead, backend)
+        say_where_drafts_end(drafter, self.max_model_len)
         self.table = self.cache.table
         memory = capture  # before anything is put in front of it
         backend, capture = sanitized(self.cache, backend, capture)
@@ -129,6 +133,7 @@ class Engine:
             max_model_len=self.max_model_len,
             prompt_room=PromptRoom.of(config.max_prefill_tokens, config.prefill_chunk, target.device.type),
             prefixes=self.prefixes,
+            longest=target.context_length.most,
         )
         graphs = chunks = catch_ups = None
         if capture is not None:
@@ -183,7 +188,7 @@ class Engine:
         config = config or EngineConfig()
         require_type("spec", spec, SpecConfig)
         require_type("config", config, EngineConfig)
-        require_no_setting(target_options)
+        require_loading_arguments(target_options, LOADED_WITH)
         shared_out = config.tensor_parallel > 1
         model = load_target(
             target, dtype=config.dtype, device=config.device, options=target_options, on_host=shared_out
@@ -197,9 +202,10 @@ class Engine:
         bound = TargetModel(model, ops, deterministic=config.deterministic, ranks=ranks)
         fitted = load_any_drafter(drafter, bound, {**shared, **(drafter_options or {})}, tokenizer)
         require_choice(spec or SpecConfig(), fitted)
-        warn_at_load(bound, fitted, tokenizer)
+        warn_at_load(bound, fitted, tokenizer, spec or SpecConfig())
         return cls(bound, fitted, tokenizer=tokenizer, spec=spec, config=config)
 
+    @known_keywords
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -229,12 +235,14 @@ class Engine:
             self._abort(requests)
         return [request.output() for request in requests]
 
+    @known_keywords
     def chat(
         self, chats: Any, params: SamplingParams | Sequence[SamplingParams] | None = None, **template_kwargs: Any
     ) -> list[GenerationOutput]:
         """`generate` for a conversation, as `chat_prompt` takes it with these arguments, or for each of a list."""
         return self.generate([self.chat_prompt(chat, **template_kwargs) for chat in as_chat_list(chats)], params)
 
+    @known_keywords
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamDelta]:
         """Continue one prompt, yielding what each round adds; the last delta carries the whole output.
 
@@ -245,6 +253,7 @@ class Engine:
         [request] = self._make_requests([prompt], params)
         return self._deltas(request)
 
+    @known_keywords
     def submit(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> Handle:
         """Hand in one prompt, without waiting for any step: the handle reads what steps bring.
 
@@ -255,6 +264,7 @@ class Engine:
         [handle] = self.submit_many([prompt], params, priority=priority)
         return handle
 
+    @known_keywords
     def submit_many(
         self,
         prompts: Prompt | Sequence[Prompt],

@@ -142,7 +142,10 @@ def is_fault(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException, most: int = 200) -> str:
-    """The first sentence of another library's message, at a readable length."""
-    lines = str(error).strip().splitlines()
-    line = lines[0] if lines else type(error).__name__
+    """The first sentence of another library's message, at a readable length. A first line that ends in a colon is
+    joined with the next one."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    line = " ".join([lines[0], *(each.strip() for each in lines[1:2] if lines[0].endswith(":"))])
+    if isinstance(error, KeyError) and " " not in line:
+        line = f"{type(error).__name__}: {line}"
     return line if len(line) <= most else line[:most] + "..."

@@ -96,8 +96,12 @@ class Settings:
             return self.merged["max_new_tokens"]
         max_length = self.merged.get("max_length")
         if max_length is None:
-            max_length = self.defaults["max_length"] + input_len
             limit = getattr(model.config, "max_position_embeddings", None)
+            if limit is not None and limit <= input_len:
+                raise ConfigError(
+                    f"the input has {input_len} tokens, and the model {limit} positions; shorten the input"
+                )
+            max_length = self.defaults["max_length"] + input_len
             max_length = max_length if limit is None else min(max_length, limit)
         max_length = _as_int("max_length", max_length)
         if max_length <= input_len:

@@ -6,9 +6,9 @@ through: revision, token, trust_remote_code, quantization_config, ...
 """
 
 import difflib
-import json
 import logging
 import os
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,6 +27,8 @@ from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils.hub import cached_file
 
 from specdec.draft_models.base import TargetInfo
+from specdec.draft_models.checkpoint_files import damaged_file
+from specdec.draft_models.config_json import read_config_json
 from specdec.draft_models.registry import WORDS, building, is_drafter_config
 from specdec.errors import CheckpointError, ConfigError, SpecDecError, UnsupportedModelError, about, first_line, shown
 from specdec.models.bundled import BUNDLED_NAMES, resolve_name
@@ -101,15 +103,12 @@ class Checkpoint:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """What its config.json holds. Raises CheckpointError when it is no JSON object."""
+        """What its config.json holds. Raises CheckpointError where no model can be of it, see `read_config_json`."""
         file = self.config_file
         try:
-            config = json.loads(file.read_text("utf-8"))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"the config.json of {self.name!r} cannot be used: {first_line(error)}") from error
-        if not isinstance(config, dict):
-            raise CheckpointError(f"the config.json of {self.name!r} holds {type(config).__name__}, expected an object")
-        return config
+            return read_config_json(file)
+        except CheckpointError as error:
+            raise CheckpointError(f"the config.json of {self.name!r} cannot be used: {error}") from error
 
     @property
     def quantization(self) -> Mapping[str, Any] | None:
@@ -129,7 +128,7 @@ class Checkpoint:
         _ = self.quantization
         try:
             return AutoConfig.from_pretrained(self.path, **self.hub_options)
-        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        except Exception as error:  # its checks raise errors of their own, and what they do not check raises anything
             raise CheckpointError(f"the config.json of {self.name!r} cannot be used: {first_line(error)}") from error
 
     def folder(self) -> Path:
@@ -148,6 +147,7 @@ class Checkpoint:
         """In the causal-LM class of its config (`hf_config`), with every tensor from the checkpoint."""
         config = self.hf_config() if config is None else config
         options = {"dtype": dtype, **self.options}
+        options.pop("ignore_mismatched_sizes", None)  # what does not fit is named below
         asked = options.get("quantization_config")
         promised = self.promised if asked is None else None
         if promised is not None:
@@ -160,16 +160,28 @@ class Checkpoint:
                 options["quantization_config"] = AutoQuantizationConfig.from_dict(asked)
             with building(self.config):
                 loaded: Any = AutoModelForCausalLM.from_pretrained(
-                    self.path, config=config, output_loading_info=True, **options
+                    self.path, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **options
                 )
-        except (OSError, RuntimeError, ValueError, TypeError, ImportError, AssertionError, SafetensorError) as error:
-            kind = CheckpointError if isinstance(error, (OSError, RuntimeError, SafetensorError)) else None
-            reason = _lacking_shard(self.config_file.parent) if isinstance(error, FileNotFoundError) else None
-            reason = str(error) if isinstance(error, SpecDecError) else reason
-            raise (kind or UnsupportedModelError)(
+        except MemoryError:
+            raise
+        except Exception as error:  # what transformers raises for a checkpoint is not one kind
+            unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+            if unknown is not None and unknown[1] in self.options:
+                raise ConfigError(
+                    f"{unknown[1]} is no loading argument that transformers knows; leave it out"
+                ) from error
+            reason = str(error) if isinstance(error, SpecDecError) else damaged_file(self.config_file.parent)
+            from_files = isinstance(error, (OSError, RuntimeError, SafetensorError))
+            from_files |= reason is not None and not isinstance(error, SpecDecError)
+            raise (CheckpointError if from_files else UnsupportedModelError)(
                 f"{self.name!r} ({config.model_type}) cannot be loaded: {reason or first_line(error)}"
             ) from error
         model, info = loaded
+        for key, stored, made in sorted(info["mismatched_keys"])[:1]:  # they would be random numbers too
+            raise CheckpointError(
+                f"{self.name!r}: tensor {key} is {list(stored)}, and by the config.json it would be {list(made)}; give "
+                "a config.json and weights that belong together"
+            )
         missing = sorted(info["missing_keys"])
         if missing:
             raise CheckpointError(
@@ -187,15 +199,6 @@ class Checkpoint:
     def module(self, target: TargetInfo) -> nn.Module:
         """A drafter, in the dtype and on the device of its target."""
         return self.load(target.dtype, target.device)
-
-
-def _lacking_shard(folder: Path) -> str | None:
-    """Which file of an index is not there; None: all are, or there is no index."""
-    for index in sorted(folder.glob("*.index.json")):
-        for name in sorted(set(json.loads(index.read_text("utf-8")).get("weight_map", {}).values())):
-            if not (folder / name).is_file():
-                return f"the checkpoint lacks {name}, which {index.name} names"
-    return None
 
 
 def _understood(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -361,6 +361,63 @@ def test_a_setting_that_does_not_exist(kind, setting, meant):
 
 
 @pytest.mark.parametrize(
+    ("call", "keyword", "meant"),
+    [
+        ("generate", "temperature", "params=SamplingParams(temperature=...)"),
+        ("generate", "max_tokens", "params=SamplingParams(max_new_tokens=...)"),
+        ("generate", "sampling_params", "params=..."),
+        ("generate", "max_batch_size", "config=EngineConfig(max_batch_size=...)"),
+        ("chat", "temperature", "params=SamplingParams(temperature=...)"),
+        ("stream", "stop", "params=SamplingParams(stop=...)"),
+        ("submit", "priorty", "priority=..."),
+        ("submit_many", "n", "params=SamplingParams(n=...)"),
+    ],
+)
+def test_a_keyword_that_a_call_does_not_take(call, keyword, meant, engine):
+    """It was a TypeError, and of a chat a variable that no template has, in silence."""
+    with pytest.raises(ConfigError) as error:
+        getattr(engine, call)([5, 6], **{keyword: 1})
+    assert_one_sentence(error, f"Engine.{call} takes no {keyword}", f"did you mean {meant}?")
+    assert is_untouched(engine)
+
+
+@pytest.mark.parametrize(
+    ("keyword", "says"),
+    [
+        ("drafter_", "takes no drafter_; did you mean drafter=...?"),
+        ("tokeniser", "takes no tokeniser; did you mean tokenizer=...?"),
+        ("max_model_length", "takes no max_model_length; did you mean config=EngineConfig(max_model_len=...)?"),
+        ("temperature", "did you mean params=SamplingParams(temperature=...)?"),
+        ("num_speculative_tokens", "num_speculative_tokens is no loading argument that transformers knows"),
+    ],
+)
+def test_a_keyword_that_from_pretrained_does_not_take(keyword, says, make_target, tmp_path):
+    make_target("llama").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        Engine.from_pretrained(str(tmp_path), config=SMALL, **{keyword: 1})
+    assert_one_sentence(error, says)
+
+
+def test_an_engine_of_parts_takes_no_unknown_keyword(make_target):
+    with pytest.raises(ConfigError, match=r"Engine takes no drafter_; did you mean drafter=\.\.\.\?"):
+        Engine(TargetModel(make_target("llama")), drafter_=None)
+
+
+@pytest.mark.parametrize(("prompt", "new"), [(64, 1), (70, 1), (70, 16), (64, 40)])
+def test_a_prompt_that_leaves_no_room_does_not_speak_of_new_tokens(prompt, new, make_target, make_engine):
+    """A server asked for one token where its client had named none, and said so; and "raise it" where none can."""
+    model = make_target("llama", max_position_embeddings=64)
+    engine = make_engine(model, max_model_len=64)
+    with pytest.raises(CapacityError) as error:
+        engine.generate([[5] * prompt], SamplingParams(max_new_tokens=new))
+    assert_one_sentence(error, f"a prompt of {prompt} tokens leaves no room", f"shorten the prompt by {prompt - 63}")
+    assert "max_new_tokens" not in str(error.value) and "larger" not in str(error.value)
+    with pytest.raises(CapacityError) as error:
+        make_engine(model, max_model_len=32).generate([[5] * prompt], SamplingParams(max_new_tokens=new))
+    assert_one_sentence(error, "or make the engine with a larger max_model_len (at most 64)")
+
+
+@pytest.mark.parametrize(
     ("setting", "where"),
     [("max_model_len", "config=EngineConfig(max_model_len=...)"), ("num_steps", "spec=SpecConfig(num_steps=...)")],
 )

@@ -23,6 +23,7 @@ from specdec.draft_models.eagle3.checkpoint_formats import is_eagle3_config
 from specdec.drafter_loading import load_any_drafter
 from specdec.errors import CheckpointError, UnsupportedModelError
 from specdec.models.target import TargetModel
+from specdec.training.train_drafter import spread_layers
 
 from marks import deep, deep_cases, examples, slow
 
@@ -47,7 +48,7 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
         {
             **ZLAB,
             "block_size": 16,
-            "dflash_config": {},
+            "dflash_config": {"target_layer_ids": [1, 8, 15, 22, 29]},
             "num_hidden_layers": 5,
             "layer_types": ["sliding_attention"] * 4 + ["full_attention"],
             "sliding_window": 6,
@@ -170,8 +171,6 @@ def narrow(name: str, folder: Path, seed: int = 0) -> int:
     config.setdefault("sliding_window", None)
     if "dflash_config" in config:
         config["dflash_config"]["mask_token_id"] = VOCAB - 1
-        ids = resolve_layer_ids(None, config["num_hidden_layers"], layers)
-        config["dflash_config"].setdefault("target_layer_ids", [entered - 1 for entered in ids])
     else:
         config["mask_token_id"] = VOCAB - 1
     given = config.get("dflash_config", config)
@@ -440,9 +439,16 @@ def test_what_gemmas_layers_cannot_be(changes: dict[str, Any], message: str, tmp
 
 
 def test_layers_are_named_by_their_output() -> None:
-    assert resolve_layer_ids(None, 5, 36) == (2, 10, 18, 26, 34)
-    assert resolve_layer_ids(None, 1, 36) == (19,)
-    assert resolve_layer_ids([-1, 0], 5, 36) == (0, 1)
+    assert resolve_layer_ids([-1, 0], 36) == (0, 1)
+    assert spread_layers(5, 36) == (2, 10, 18, 26, 34)
+
+
+def test_a_block_drafter_that_names_no_target_layers_is_refused(tmp_path: Path) -> None:
+    """They were guessed in silence, and another guess than the right one is accepted never."""
+    narrow("z-lab/Qwen3-8B-DFlash-b16", tmp_path)
+    edited(tmp_path, dflash_target_layer_ids=None)
+    with pytest.raises(CheckpointError, match=r"says no target_layer_ids.*take them from where it was published"):
+        read_block(tmp_path, SHAPE)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from specdec.doctor.acceptance import Comparison, Measured
 from specdec.doctor.causes import CAUSES
 from specdec.doctor.changes import changed_head
 from specdec.doctor.dense_drafts import dense_drafts, record
+from specdec.doctor.diagnose import warn_at_load
 from specdec.doctor.signs import NONE, grid_of
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.drafter_loading import load_any_drafter
@@ -110,7 +111,9 @@ def text_rope(config):
 
 
 def fed_back_unnormed(config):
-    config["eagle_config"]["norm_output"] = False
+    """As SpecForge wrote it before and after the change of its meaning: the earlier one is assumed."""
+    del config["eagle_config"]["norm_output"]
+    assert config["norm_output"] is True
 
 
 def slides(config):
@@ -189,6 +192,24 @@ def test_signs_of_a_qat_target_with_the_plain_assistant(export, tmp_path, caplog
         assert "QAT pair" in caplog.text
         found = engine.diagnose(["a", "b", "c", "d"], max_new_tokens=8)
     assert "QAT pair" in causes(found)
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        (
+            SpecConfig(100, adaptive=True),
+            "num_steps=100, and tiny-gemma4-mtp is published for 4: a round drafts up to 100 where that",
+        ),
+        (SpecConfig(5, adaptive=False), "num_steps=5, and tiny-gemma4-mtp is published for 4: every round drafts 5;"),
+        (SpecConfig(4), None),
+    ],
+    ids=["100", "5, fixed", "4"],
+)
+def test_more_steps_than_a_drafter_is_published_for_are_spoken_of_at_load(spec, says, engine, caplog):
+    drafter = load_any_drafter(ASSISTANT, engine.target)
+    warn_at_load(engine.target, drafter, engine.tokenizer, spec)
+    assert (says in caplog.text) if says else not caplog.text
 
 
 def test_few_prompts_and_no_drafter_are_refused(engine):

@@ -70,8 +70,8 @@ def load(folder: Path, **kwargs: Any) -> ReadHead:
 @pytest.mark.parametrize(
     ("config", "num_layers", "override", "boundaries", "warns"),
     [
-        ({}, 32, None, (2, 16, 29), False),  # yuhuili: nothing said
-        ({"eagle_config": {"use_aux_hidden_state": True}}, 36, None, (2, 18, 33), False),
+        ({}, 32, None, (2, 16, 29), True),  # yuhuili: nothing said
+        ({"eagle_config": {"use_aux_hidden_state": True}}, 36, None, (2, 18, 33), True),
         ({"eagle_config": {AUX: [1, 15, 28]}}, 32, None, (2, 16, 29), False),  # SpecForge: outputs
         ({"eagle_config": {AUX: [1, 17, 32]}}, 36, None, (2, 18, 33), False),  # gpt-oss-120b, long context
         ({"eagle_config": {AUX: [24, 30, 36]}}, 36, None, (24, 30, 36), False),  # gpt-oss-120b v3: 36 leaves the last
@@ -81,7 +81,7 @@ def load(folder: Path, **kwargs: Any) -> ReadHead:
         ({AUX: [2, 30, 57]}, 60, None, (2, 30, 57), False),  # speculators: boundaries
         ({AUX: [2, 46, 91, 93]}, 94, None, (2, 46, 91, 93), False),
         ({AUX: [1, 15, 28]}, 32, None, (1, 15, 28), False),  # the top level is never shifted
-        ({AUX: None, "eagle_config": None}, 12, None, (2, 6, 9), False),
+        ({AUX: None, "eagle_config": None}, 12, None, (2, 6, 9), True),
         ({AUX: [0, 1, 12]}, 12, None, (0, 1, 12), False),
         ({"eagle_config": {AUX: [1, 5, 11]}}, 12, None, (2, 6, 12), False),  # output of the last layer
     ],
@@ -532,7 +532,7 @@ def test_a_padded_vocabulary_is_accepted(edit) -> None:
     [
         (None, None, False, True, False, False),
         (True, None, False, True, False, True),  # SpecForge: lm_head reads norm(a), the next step a
-        (False, None, False, False, False, True),  # SpecForge: nothing is normed
+        (False, None, False, False, False, False),  # SpecForge, as the gains of its norm say: nothing is normed
         (None, True, False, True, True, False),
         (True, True, False, True, True, False),  # as write_head says it, for servers and for itself
         (False, False, False, True, False, False),
@@ -555,6 +555,41 @@ def test_norm_output_means_what_its_format_means(
         spec = load(folder).head.spec
     assert (spec.final_norm, spec.norm_output) == (final_norm, fed_back)
     assert any("norm_output" in record.getMessage() for record in caplog.records) is warns
+
+
+@pytest.mark.parametrize(
+    ("top", "trained", "version", "read", "warns"),
+    [
+        (True, True, "5.8.1", (True, False), True),  # before and after have the same tensors
+        (True, True, None, (True, False), True),
+        (True, True, "5.17.0", (True, False), True),  # released a week before the change
+        (True, True, "5.18.0.dev0", (True, False), True),
+        (True, True, "5.18.0", (True, True), False),
+        (True, True, "6.0.1", (True, True), False),
+        (False, True, "5.8.1", (True, False), False),  # a norm that was trained is one that lm_head reads after
+        (False, False, "5.8.1", (False, False), False),
+        (False, None, "5.8.1", (False, False), False),
+    ],
+)
+def test_specforge_changed_what_norm_output_means(top, trained, version, read, warns, edit, caplog) -> None:
+    """Until 2026-09-15 it said what lm_head reads, since then what the next step does: tensors and version decide."""
+    gains = {None: None, False: torch.full((16,), 0.99), True: torch.linspace(0.5, 2, 16)}[trained]
+    changed = edit({"norm_output": top, "transformers_version": version}, {"norm.weight": gains})
+    with caplog.at_level(logging.WARNING, "specdec"):
+        spec = load(changed).head.spec
+    assert (spec.final_norm, spec.norm_output) == read
+    assert ("specdec doctor" in caplog.text) is warns
+
+
+def test_a_head_that_names_no_target_layers_says_what_it_is_given(edit, caplog) -> None:
+    with caplog.at_level(logging.WARNING, "specdec"):
+        assert load(edit({"eagle_config": None})).head.spec.aux_layers == (2, 4, 5)
+    assert "has no eagle_aux_hidden_state_layer_ids: it is assumed to read the states that enter layers 2, 4, 5" in (
+        caplog.text
+    )
+    caplog.clear()
+    load(edit({"eagle_config": None}), aux_layers=[2, 4, 5])
+    assert not caplog.text
 
 
 def test_norm_output_that_contradicts_the_last_norm_is_refused(edit) -> None:
@@ -591,7 +626,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
     [
         ({"rope_scaling": LLAMA3}, "rope_type='llama3' without original_max_position_embeddings"),
         ({"rope_scaling": {"type": "linear"}}, "rope_type='linear' without factor"),
-        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor='2' of its RoPE, expected a number"),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "rope_scaling.factor='2', expected a number above 0"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "slope": 3}}, "slope=3 of its RoPE is not known"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 0.5}}, "mscale=0.5 and mscale_all_dim=None"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
@@ -600,7 +635,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
             {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
             "rope_parameters=.*contradict rope_scaling=",
         ),
-        ({"rope_theta": 0}, "rope_type='default' without rope_theta"),
+        ({"rope_theta": 0}, "rope_theta=0, expected a number above 0"),
     ],
 )
 def test_rope_that_is_incomplete_or_contradicts_itself_is_refused(rope, says, edit) -> None:

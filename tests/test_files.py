@@ -54,6 +54,15 @@ def test_a_device_is_written_into_and_never_replaced():
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
 
 
+@pytest.mark.parametrize(
+    "path", ["/dev/no/such.json", "/proc/report.json", "/dev/fd/1234", f"{'r' * 300}.json", "/dev/null/report.json"]
+)
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(path):
+    """Nothing below /dev and /proc was tried, and names that are too long only as far as their first 50 letters."""
+    with pytest.raises(SpecDecError, match="cannot be written: "):
+        require_writable(Path(path))
+
+
 def test_standard_output(capfd):
     require_writable(STDOUT)
     write_file(STDOUT, "text")

@@ -329,6 +329,13 @@ def test_refusals_say_what_to_do(kwargs, parts, model):
     one_line(error, *parts)
 
 
+def test_an_input_longer_than_the_model_speaks_of_no_length_that_was_not_given(make_target):
+    """It said "max_length=8, ...; raise it"."""
+    with pytest.raises(SpecDecError) as error:
+        specdec.generate(make_target("llama", max_position_embeddings=8), None, torch.tensor([[5] * 9]))
+    one_line(error, "the input has 9 tokens, and the model 8 positions; shorten the input")
+
+
 @pytest.mark.parametrize(
     ("args", "parts"),
     [

@@ -1,13 +1,16 @@
 """A language model drafts for another: the output is the target's, and one that drafts for itself is believed whole."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
+from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
 import specdec
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.draft_models.draft_context import DraftContext
 from specdec.draft_models.language_model import LanguageModelDrafter
 from specdec.errors import UnsupportedModelError
 from specdec.models.target import TargetModel
@@ -68,6 +71,80 @@ def test_its_own_cache_follows_the_prefix_cache_and_preemption(temperature, make
         outputs = engine.generate(prompts, params)
         assert all(set(out.stats.accepted_per_position) == {1.0} for out in outputs)
     assert engine.stats().preemptions > 0 and all(out.stats.cached_tokens > 0 for out in outputs)
+
+
+# positions that it was not trained on, and those that it cannot compute
+
+SHORT = 40
+"""Positions that the drafters below state; the texts are longer."""
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize("spec", [CHAIN, TREE], ids=["chain", "tree"])
+def test_it_drafts_beyond_its_stated_length_where_its_rope_can(spec, make_target, greedy_oracle, random_prompt):
+    """All those positions were computed as its last one: it was believed before it, and hardly ever beyond."""
+    model, short = make_target("llama"), make_target("llama", max_position_embeddings=SHORT)
+    prompts = [random_prompt(n, seed=n) for n in (SHORT - 9, SHORT + 30)]
+    outputs = engine_of(model, short, spec).generate(prompts, GREEDY)
+    assert [out.token_ids for out in outputs] == [greedy_oracle(model, p, 21) for p in prompts]
+    assert all(out.stats.accepted_per_position[0] == 1.0 for out in outputs)
+
+
+def positions_asked(drafter, monkeypatch):
+    """(is it a level of a draft, largest position) of every forward of a drafter from now on."""
+    asked, run = [], drafter.model.run
+
+    def noting(tokens, positions, context, *rest):
+        asked.append((isinstance(context, DraftContext), int(positions.max())))
+        return run(tokens, positions, context, *rest)
+
+    monkeypatch.setattr(drafter.model, "run", noting)
+    return asked
+
+
+@deep_cases("longrope, tree")
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rope", "spec"),
+    [
+        (DYNAMIC, CHAIN),
+        (DYNAMIC, replace(CHAIN, adaptive=True)),
+        (LONGROPE, TREE),
+        (None, CHAIN),
+    ],
+    ids=["dynamic", "dynamic, adaptive", "longrope, tree", "a table"],
+)
+def test_no_draft_is_made_beyond_a_drafters_last_position(
+    rope, spec, make_target, greedy_oracle, random_prompt, monkeypatch, caplog
+):
+    """Its positions change there for a whole batch, or are rows of a table that ends. Until there it is believed; from
+    there on it is not asked, and the target's rounds are plain."""
+    model = make_target("llama")
+    if rope is None:
+        table = {"max_position_embeddings": SHORT, "ffn_dim": 48, "hidden_size": 32, "num_hidden_layers": 1}
+        short = OPTForCausalLM(OPTConfig(vocab_size=96, num_attention_heads=4, word_embed_proj_dim=32, **table)).eval()
+    else:
+        short = make_target("llama", max_position_embeddings=SHORT, rope_parameters=rope)
+    engine = engine_of(model, short, spec, max_batch_size=2)
+    assert f"does not draft from position {SHORT} on" in caplog.text
+    asked = positions_asked(engine.drafter, monkeypatch)
+    [out] = engine.generate([random_prompt(24)], SamplingParams(max_new_tokens=40))
+    assert out.token_ids == greedy_oracle(model, random_prompt(24), 40)
+    assert 24 < max(position for drafts, position in asked if drafts) < SHORT
+    assert max(position for _, position in asked) < SHORT
+    if rope is not None and not spec.adaptive:
+        assert out.stats.accepted_per_position[0] == 1.0
+    asked.clear()
+    [out] = engine.generate([random_prompt(SHORT + 60, seed=1)], GREEDY)
+    assert out.stats.drafted_rounds == 0
+    assert len(asked) == -(-SHORT // 16)  # chunks of the prompt, for others that begin with them
+    prompts = [random_prompt(n, seed=n) for n in (5, SHORT - 9, SHORT + 30)]
+    for _ in range(2):  # side by side, and out of the prefix cache
+        outputs = engine.generate(prompts, GREEDY)
+        assert [out.token_ids for out in outputs] == [greedy_oracle(model, p, 21) for p in prompts]
+        assert outputs[-1].stats.drafted_rounds == 0
+    engine.table.check()
 
 
 # as users give it

@@ -52,6 +52,82 @@ def test_a_missing_shard_is_named(make_target, tmp_path):
         load_model(str(tmp_path), dtype=torch.float32, device=torch.device("cpu"))
 
 
+def spoiled(folder, edit):
+    config = json.loads((folder / "config.json").read_text())
+    config |= edit
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        ({"num_attention_heads": 0}, r"num_attention_heads=0, expected a whole number above 0"),  # ZeroDivisionError
+        ({"num_key_value_heads": 0}, r"num_key_value_heads=0, expected a whole number above 0"),
+        ({"num_key_value_heads": 3}, r"num_attention_heads=4 do not group over num_key_value_heads=3"),
+        ({"head_dim": 0}, "head_dim=0, expected a whole number above 0"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0, expected a whole number above 0"),
+        ({"max_position_embeddings": -1}, "max_position_embeddings=-1, expected a whole number above 0"),
+        ({"hidden_size": "x"}, "hidden_size='x', expected a whole number above 0"),
+        ({"hidden_size": 33}, r"hidden size \(33\) is not a multiple"),  # StrictDataclassClassValidationError
+        ({"tie_word_embeddings": "x"}, "'tie_word_embeddings' expected bool"),  # ...FieldValidationError
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan, expected a number of 0 or more"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 0}},
+            "rope_parameters.factor=0, expected a number above",
+        ),
+        ({"architectures": 5}, "architectures=5, expected a list of names"),
+        ({"hidden_act": "nix"}, "cannot be loaded: KeyError: 'nix'"),
+        ({"intermediate_size": 40}, r"proj.weight is \[.*48.*\], and by the config.json it would be \[.*40.*\]"),
+    ],
+    ids=str,
+)
+def test_a_config_whose_numbers_do_not_fit_is_refused_in_one_sentence(edit, says, make_target, tmp_path):
+    """As a target, and as a drafter."""
+    make_target("llama").save_pretrained(tmp_path)
+    path = spoiled(tmp_path, edit)
+    for given in ((path,), (make_target("llama"), path)):
+        with pytest.raises(SpecDecError, match=says) as error:
+            Engine.from_pretrained(*given, config=CONFIG)
+        assert "\n" not in str(error.value) and len(str(error.value)) < 600
+
+
+def test_the_parts_of_a_multimodal_config_and_those_of_heads_are_checked_too(make_target, tmp_path):
+    make_target("gemma4-multimodal").save_pretrained(tmp_path)
+    text = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    with pytest.raises(CheckpointError, match=r"text_config\.num_attention_heads=0, expected a whole number above 0"):
+        Engine.from_pretrained(spoiled(tmp_path, {"text_config": text | {"num_attention_heads": 0}}))
+    head = {"architectures": ["LlamaForCausalLMEagle3"], "num_attention_heads": 0, "hidden_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps(head))
+    with pytest.raises(CheckpointError, match="num_attention_heads=0, expected a whole number above 0"):
+        Engine.from_pretrained(make_target("llama"), str(tmp_path))
+
+
+@pytest.mark.parametrize("left", [-100, 4, 0])
+def test_a_safetensors_file_that_is_cut_off_is_named_with_the_remedy(left, make_target, tmp_path):
+    """Of a target, of a language model that drafts, and of a head."""
+    make_target("llama").save_pretrained(tmp_path, max_shard_size="20KB")
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:left])
+    says = rf"{shard.name} cannot be read .* is cut off or damaged, so download or copy it again"
+    for given in ((str(tmp_path),), (make_target("llama"), str(tmp_path))):
+        with pytest.raises(CheckpointError, match=says):
+            Engine.from_pretrained(*given, config=CONFIG)
+    spoiled(tmp_path, {"architectures": ["LlamaForCausalLMEagle3"]})
+    with pytest.raises(CheckpointError, match=says):
+        Engine.from_pretrained(make_target("llama"), str(tmp_path), config=CONFIG)
+
+
+def test_an_index_that_is_cut_off_is_named(make_target, tmp_path):
+    make_target("llama").save_pretrained(tmp_path, max_shard_size="20KB")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(index.read_text()[:50])
+    with pytest.raises(
+        CheckpointError, match=r"model.safetensors.index.json cannot be read .* download or copy it again"
+    ):
+        load_model(str(tmp_path), dtype=torch.float32, device=torch.device("cpu"))
+
+
 @pytest.mark.parametrize("ordered", [False, True], ids=["dense", "centroid"])
 def test_an_assistant_is_read_from_a_folder(ordered, make_target, make_assistant, random_prompt, tmp_path):
     target = make_target("gemma4-e2b")

@@ -108,6 +108,22 @@ def test_a_longer_text_than_the_limit_is_refused_with_the_numbers(server):
     assert "max_tokens=3499" in message and "max_model_len=3500" in message
 
 
+def test_no_number_of_tokens_is_named_that_was_not_sent(server):
+    """The answer of a prompt that is too long by itself spoke of max_tokens=1, or of the default of completions."""
+    unasked = {"messages": [{"role": "user", "content": "7 " * 4000}]}
+    headers = {"Authorization": f"Bearer {KEY}"}
+    completions = [
+        httpx.post(f"{server.url}/v1/completions", json={"prompt": [5] * n}, headers=headers, timeout=60)
+        for n in (3500, 3490)
+    ]
+    for answer in (post(server, unasked), completions[0]):
+        status, code, message = refusal(answer)
+        assert (status, code) == (400, "context_length_exceeded")
+        assert "leaves no room for an answer, with max_model_len=3500; shorten the prompt by" in message
+        assert "max_tokens" not in message
+    assert completions[1].status_code == 200 and completions[1].json()["usage"]["completion_tokens"] <= 10
+
+
 def test_more_than_may_wait_are_refused_with_429_and_when_to_come_again(server):
     with httpx.Client(headers={"Authorization": f"Bearer {KEY}"}, timeout=60) as client:
         address = f"{server.url}/v1/chat/completions"

@@ -236,6 +236,8 @@ class SpecForge:
         (folder / "given.json").write_text(json.dumps(written), "utf-8")
         model = LlamaForCausalLMEagle3(AutoDraftModelConfig.from_file(str(folder / "given.json"))).eval()
         randomise(model, seed)
+        if flags.get("norm_output") is False:  # this version reads nothing after its norm, so that stays as it was made
+            torch.nn.init.ones_(model.norm.weight)
         if size < VOCAB:
             model.d2t, model.t2d = draft_vocabulary(size)
         model.save_pretrained(folder)

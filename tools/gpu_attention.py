@@ -322,6 +322,8 @@ def main() -> int:
     parser.add_argument("--tune", action="append", default=[], choices=sorted(TIMED), help="only try tilings of a case")
     parser.add_argument("--json", type=Path, help="write the figures there too")
     options = parser.parse_args()
+    if options.json:
+        options.json.open("a").close()  # now, not after the work
     require_device()
     print(machine(), flush=True)
     if not options.tune:

@@ -351,7 +351,10 @@ def parsed_arguments() -> argparse.Namespace:
     parser.add_argument("--named-only", action="store_true", help="do not run the suite where the named tests pass")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for the named tests of a mutant")
     parser.add_argument("--suite-timeout", type=float, default=7200, help="seconds for the suite")
-    return parser.parse_args()
+    asked = parser.parse_args()
+    if asked.json:
+        asked.json.open("a").close()  # now, not after the work
+    return asked
 
 
 def main() -> int:

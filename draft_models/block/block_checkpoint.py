@@ -163,7 +163,7 @@ def make_spec(config: Mapping[str, Any], settings: Settings, state: State, targe
         **(head_config.read_fields(settings) | special),
         vocab_size=target.vocab_size,
         attention_bias=settings.get("attention_bias", False),
-        aux_layers=resolve_layer_ids(settings.get("target_layer_ids"), num_layers, target.num_layers),
+        aux_layers=resolve_layer_ids(settings.get("target_layer_ids"), target.num_layers),
         block_size=settings["block_size"],
         mask_token=mask,
         causal=any(causal.values()),
@@ -202,16 +202,17 @@ def _gemma4_fields(settings: Settings, num_layers: int, *, keys_are_values: bool
     }
 
 
-def resolve_layer_ids(ids: list[Any] | None, num_layers: int, target_layers: int) -> tuple[int, ...]:
+def resolve_layer_ids(ids: list[Any] | None, target_layers: int) -> tuple[int, ...]:
     """Boundaries (see `BlockSpec.aux_layers`) from ids that name layers by their output, -1 being the embeddings.
 
-    Without ids: spread evenly from layer 1 to the third last, as DFlash's reference does. The last layer's output is
-    refused: transformers norms it, engines do not, and no published drafter says which it was trained with.
+    The last layer's output is refused: transformers norms it, engines do not, and no published drafter says which it
+    was trained with.
     """
     if ids is None:
-        last = target_layers - 3
-        ids = [round(1 + i * (last - 1) / max(1, num_layers - 1)) for i in range(num_layers)]
-        ids = ids if num_layers > 1 else [target_layers // 2]
+        raise CheckpointError(
+            "config.json says no target_layer_ids, the target layers whose states the drafter reads; every published "
+            "block drafter has them, so take them from where it was published or trained"
+        )
     if not ids or any(type(i) is not int or not -1 <= i < target_layers - 1 for i in ids):
         raise UnsupportedModelError(
             f"target_layer_ids={ids}; expected layers -1 (the embeddings) to {target_layers - 2} of the target's "

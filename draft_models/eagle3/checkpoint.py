@@ -127,7 +127,7 @@ def _make_spec(
     if FIRST_TENSOR not in state:
         raise UnsupportedModelError(f"there is no {FIRST_TENSOR} (or midlayer); specdec runs Llama-type layers")
     ids = resolve_aux_ids(config, target.num_layers, aux_layers) if settings.get("use_aux_hidden_state", True) else ()
-    lm_head_normed, fed_back = read_norm_output(config)
+    lm_head_normed, fed_back = read_norm_output(config, state.get("norm.weight"))
     num_layers = 1 + max(int(key.split(".")[1]) for key in state if re.match(r"layers\.\d+\.", key))
     table, head, t2d = (len(state[key]) if key in state else None for key in VOCABULARY_TENSORS)
     biases = frozenset(key.removesuffix(".bias") for key in state if key.endswith(".bias"))

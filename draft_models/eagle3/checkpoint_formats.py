@@ -14,6 +14,8 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from specdec.draft_models import head_config
 from specdec.draft_models.head_config import Kind, Settings
 from specdec.errors import UnsupportedModelError
@@ -22,6 +24,8 @@ logger = logging.getLogger("specdec")
 
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 LAYER_CONFIG, EAGLE_CONFIG = "transformer_layer_config", "eagle_config"
+FIRST_AFTER_CHANGE = (5, 18)
+"""The first release of transformers after SpecForge changed what `norm_output` means, on 2026-09-15."""
 LAYERS = ("llama", "qwen3", "mistral")
 """Values of `model_type`: kinds of decoder layers that a head can be made of."""
 
@@ -117,7 +121,7 @@ def resolve_aux_ids(config: Mapping[str, Any], num_layers: int, override: Sequen
 
     The caller's ids, else the top level's (boundaries), else those of `eagle_config`: boundaries if n or a leading 2 is
     among them, else layers named by their output, so one more. Default: 2, n // 2, n - 3, as [1, n // 2 - 1, n - 4]
-    says.
+    says; a warning tells what was assumed.
     """
     nested, where = (config.get(EAGLE_CONFIG) or {}).get(AUX_IDS), AUX_IDS
     ids: list[Any]
@@ -134,6 +138,12 @@ def resolve_aux_ids(config: Mapping[str, Any], num_layers: int, override: Sequen
             ids = [layer + 1 for layer in ids]
     else:
         ids, where = [2, num_layers // 2, num_layers - 3], "the default"
+        logger.warning(
+            "an EAGLE-3 head whose config.json has no %s: it is assumed to read the states that enter layers %s of the "
+            "target, as most do; if acceptance is near zero, `specdec doctor` tries others",
+            AUX_IDS,
+            ", ".join(map(str, ids)),
+        )
     if not ids or any(type(i) is not int or not 0 <= i <= num_layers for i in ids):
         raise UnsupportedModelError(
             f"EAGLE-3 auxiliary layers {ids} (from {where}): the target has states 0..{num_layers}, "
@@ -142,21 +152,31 @@ def resolve_aux_ids(config: Mapping[str, Any], num_layers: int, override: Sequen
     return tuple(ids)
 
 
-def read_norm_output(config: Mapping[str, Any]) -> tuple[bool, bool]:
+def read_norm_output(config: Mapping[str, Any], norm: torch.Tensor | None) -> tuple[bool, bool]:
     """(does lm_head read norm(a), does the next draft step): `norm_output` means one or the other.
 
     In `eagle_config` and in speculators' format it is the second, as for vLLM and SGLang. At the top level of the
-    SpecForge format it is the first, as SpecForge trains up to 0.2: its heads feed a back un-normed, always.
+    SpecForge format it was the first until 2026-09-15, and is the second since. False: a `norm` [H] that was trained
+    has gains that differ, so lm_head reads norm(a); one that was not keeps those that it was made with. True: files of
+    a transformers released later are of the second kind; of any other the first is assumed, and a warning says so.
     """
     nested, top = (config.get(EAGLE_CONFIG) or {}).get("norm_output"), config.get("norm_output")
     if nested is not None:
         return True, bool(nested)
     if top is None or is_speculators(config):
         return True, bool(top)
+    if not top:
+        return norm is not None and not bool(torch.all(norm == norm[0])), False
+    if _was_saved_by(config, FIRST_AFTER_CHANGE):
+        return True, True
     logger.warning(
-        "norm_output=%s of an EAGLE-3 head is read as SpecForge means it (lm_head reads %s, the next draft step a); if "
-        "it says whether norm(a) is fed back, as for vLLM and SGLang, put it into eagle_config",
-        top,
-        "norm(a)" if top else "a",
+        "norm_output=True of an EAGLE-3 head is read as SpecForge meant it until 2026-09-15 (the next draft step reads "
+        "a, not norm(a)); if it was trained later, put norm_output into eagle_config: `specdec doctor` tries both"
     )
-    return bool(top), False
+    return True, False
+
+
+def _was_saved_by(config: Mapping[str, Any], first: tuple[int, int]) -> bool:
+    """Was this config.json written by a release of transformers not older than `first`?"""
+    version = re.fullmatch(r"(\d+)\.(\d+)\.\d+", str(config.get("transformers_version")))
+    return version is not None and (int(version[1]), int(version[2])) >= first

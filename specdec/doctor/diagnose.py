@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from specdec.config import SamplingParams
+from specdec.config import SamplingParams, SpecConfig
 from specdec.doctor.acceptance import Acceptance, Comparison, Measured, measured_by_engine, measured_densely
 from specdec.doctor.causes import CAUSES, Cause, what_is_seen
 from specdec.doctor.changes import Change
@@ -24,7 +24,7 @@ from specdec.draft_models.base import Drafter
 from specdec.draft_models.model_and_lookup import model_of
 from specdec.errors import ConfigError
 from specdec.models.bundled import HELD_OUT_PROBLEMS
-from specdec.models.published import published_acceptance
+from specdec.models.published import last_part, published_acceptance, published_steps
 from specdec.models.target import TargetModel
 from specdec.progress import progress_bar
 from specdec.runtime.request import GenerationOutput
@@ -74,7 +74,7 @@ def diagnose(
         read=pair_facts(pair),
         prompts=len(questions),
         acceptance=examination.as_loaded,
-        published=published_acceptance(engine.target.name, drafter_path(pair)),
+        published=published_acceptance(engine.target.name, drafter_path(drafter)),
         reference=reference,
         findings=(*findings, *named),
         trials=tuple(trials),
@@ -85,10 +85,16 @@ def diagnose(
     )
 
 
-def warn_at_load(target: TargetModel, drafter: Drafter | None, tokenizer: Any | None) -> None:
-    """Log what is certain of a pair and costs no generation to see."""
+def warn_at_load(target: TargetModel, drafter: Drafter | None, tokenizer: Any | None, spec: SpecConfig) -> None:
+    """Log what is certain of a pair and costs no generation to see, and what is made of deeper drafts than its own."""
     if drafter is None:
         return
+    path, asked = drafter_path(model_of(drafter)), spec.num_steps
+    own = None if path is None else published_steps(path)
+    if path is not None and own is not None and asked > own:
+        each = f"a round drafts up to {asked} where that pays" if spec.adaptive else f"every round drafts {asked}"
+        said = "num_steps=%d, and %s is published for %d: %s; drafts beyond %d are mostly accepted less"
+        logger.warning(said, asked, last_part(path), own, each, own)
     for cause, sign in what_is_seen(Subject(target, model_of(drafter), tokenizer), at_load=True):
         said = "the drafter will be accepted less than it could be (%s): %s; %s"
         logger.warning(said, cause.name, sign.what, sign.do)

@@ -131,9 +131,8 @@ def pair_facts(pair: PairInQuestion) -> dict[str, str]:
     return facts
 
 
-def drafter_path(pair: PairInQuestion) -> str | None:
+def drafter_path(drafter: Drafter) -> str | None:
     """Name that the drafter was loaded by, if it is known."""
-    drafter = pair.drafter
     if isinstance(drafter, Gemma4MTPDrafter):
         return str(getattr(drafter.assistant.config, "_name_or_path", "") or "") or None
     return drafter.source if isinstance(drafter, Eagle3Drafter) else None

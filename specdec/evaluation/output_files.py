@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
@@ -22,15 +23,16 @@ def require_writable(path: Path) -> None:
         return
     if str(path).startswith("-"):
         raise ConfigError(f"{str(path)!r}: a file name or '-' is expected here; ./{path} is a file of that name")
-    if path.is_dir():
-        raise ConfigError(f"{str(path)!r} is a folder; a file name is expected")
-    if path.exists() and not os.access(path, os.W_OK):
-        raise ConfigError(f"{str(path)!r} may not be written; choose another file")
-    if _is_device(path):
-        return
     try:
-        with NamedTemporaryFile(dir=_place(path).parent, prefix=f".{path.name[:50]}."):
-            pass
+        with suppress(FileNotFoundError):
+            path.lstat()  # raises for a name that no file can have
+        if path.is_dir():
+            raise ConfigError(f"{str(path)!r} is a folder; a file name is expected")
+        if path.exists() and not os.access(path, os.W_OK):
+            raise ConfigError(f"{str(path)!r} may not be written; choose another file")
+        if not _is_device(path):
+            with NamedTemporaryFile(dir=_place(path).parent, prefix=f".{path.name[:50]}."):
+                pass
     except OSError as error:
         raise ConfigError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
 
@@ -74,7 +76,7 @@ def _replace(path: Path, data: bytes) -> None:
 
 def _is_device(path: Path) -> bool:
     """A pipe, a terminal, /dev/null, /dev/stdout whatever it leads to: nothing that a rename may replace."""
-    return (path.exists() and not path.is_file()) or path.is_relative_to("/dev") or path.is_relative_to("/proc")
+    return path.exists() and (not path.is_file() or path.is_relative_to("/dev") or path.is_relative_to("/proc"))
 
 
 def _place(path: Path) -> Path:

@@ -11,11 +11,16 @@ from specdec.errors import ConfigError
 
 
 class ContextLength(NamedTuple):
-    """default: tokens served if the user sets no length; most: the largest allowed (None: any); why: its reason."""
+    """default: tokens served if the user sets no length; most: the largest allowed (None: any); why: its reason.
+
+    end: from this position on none can be computed, or none without regard to the other rows of a forward. None: all
+    can, however far beyond what the model was trained on: a drafter may be asked for them, a target is not.
+    """
 
     default: int | None
     most: int | None
     why: str
+    end: int | None
 
     def require(self, max_model_len: int, name: str) -> None:
         """Raise ConfigError when a model of this `name` is not to be run on sequences that long."""
@@ -49,5 +54,6 @@ def context_length(config: Any) -> ContextLength:
             stretched = max(stretched or 0, int(base * (rope.get("factor") or 1)))
     if limits:
         most, why = min(limits)
-        return ContextLength(min(most, stated or most), most, why)
-    return ContextLength(stated, stretched, "the positions that its config states")
+        return ContextLength(min(most, stated or most), most, why, most)
+    end = None if parameters else stated  # without RoPE, positions may be rows of a table
+    return ContextLength(stated, stretched, "the positions that its config states", end)

@@ -71,6 +71,12 @@ def published_acceptance(target: str, drafter: str | None) -> PublishedAcceptanc
     return next((pair.accepts for pair in PAIRS if (last_part(pair.target), last_part(pair.drafter)) == asked), None)
 
 
+def published_steps(drafter: str) -> int | None:
+    """Most drafts a round that pairs with this drafter are published for, by the last part of its name; None: nothing
+    is known."""
+    return max((pair.num_steps for pair in PAIRS if last_part(pair.drafter) == last_part(drafter)), default=None)
+
+
 def last_part(name: str) -> str:
     """Of a path or a hub id, in small letters."""
     return name.rstrip("/").rpartition("/")[2].lower()

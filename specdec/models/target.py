@@ -161,6 +161,11 @@ class TargetModel:
         return getattr(self.config, "max_position_embeddings", None)
 
     @property
+    def max_positions(self) -> int | None:
+        """It computes positions below this; None: any."""
+        return self.context_length.end
+
+    @property
     def device(self) -> torch.device:
         return self.devices[0]
 
@@ -278,8 +283,8 @@ class TargetModel:
     def _entering(self, tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """tokens, positions [B, N] -> the same, packed [1, B * N], as the decoder reads them."""
         tokens = self.placeholders.replaced_in(tokens)
-        if self.context_length.most is not None:  # drafts and padding beyond the end: their output is not read
-            positions = positions.clamp(max=self.context_length.most - 1)
+        if self.max_positions is not None:  # drafts and padding beyond the end: their output is not read
+            positions = positions.clamp(max=self.max_positions - 1)
         return tokens.reshape(1, -1), positions.reshape(1, -1)
 
     def _leaving(self, hidden: torch.Tensor | None, batch: int) -> torch.Tensor:

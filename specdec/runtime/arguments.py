@@ -3,23 +3,15 @@
 It knows settings and the shape of parts, no model. Every refusal is one sentence that says where the thing belongs.
 """
 
-from collections.abc import Collection, Sequence, Sized
-from dataclasses import fields
+import logging
+from collections.abc import Sequence, Sized
 from typing import Any
 
-from specdec.config import EngineConfig, SamplingParams, SpecConfig
+from specdec.config import SamplingParams, SpecConfig
 from specdec.draft_models.base import Fit
 from specdec.errors import ConfigError, UnsupportedModelError, shown
 
-MISPLACED = {field.name: "config=EngineConfig({})" for field in fields(EngineConfig) if field.name != "dtype"}
-MISPLACED |= {field.name: "spec=SpecConfig({})" for field in fields(SpecConfig)}
-"""Settings that `from_pretrained` does not take by themselves (transformers knows a dtype), and where they go."""
-
-
-def require_no_setting(options: Collection[str]) -> None:
-    """Raise ConfigError where a loading argument is a setting of the engine."""
-    for name in sorted(MISPLACED.keys() & set(options)):
-        raise ConfigError(f"{name} is a setting of the engine; pass {MISPLACED[name].format(f'{name}=...')}")
+logger = logging.getLogger("specdec")
 
 
 def params_for(params: Any, count: int) -> list[SamplingParams]:
@@ -84,6 +76,19 @@ def require_depth(spec: SpecConfig, drafter: Any) -> None:
         raise ConfigError(
             f"num_steps={spec.num_steps}, and drafter {drafter.name} drafts at most {most} tokens a round; give "
             f"spec=SpecConfig(num_steps={most}), or fewer"
+        )
+
+
+def say_where_drafts_end(drafter: Any, max_model_len: int) -> None:
+    """Log from which position on a drafter is not asked: it cannot compute its own positions there."""
+    last = getattr(drafter, "max_positions", None)
+    if last is not None and last < max_model_len:
+        logger.warning(
+            "drafter %s does not draft from position %d on, where its RoPE changes or its table of positions ends; "
+            "longer texts, up to max_model_len=%d, go on without drafts",
+            drafter.name,
+            last,
+            max_model_len,
         )
 
 

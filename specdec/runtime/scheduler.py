@@ -30,7 +30,10 @@ PATIENCE = 64
 
 
 class Scheduler:
-    """Decides. Every decoding request must own slots for a verify: the table's lookahead behind its committed ones."""
+    """Decides. Every decoding request must own slots for a verify: the table's lookahead behind its committed ones.
+
+    longest: tokens that max_model_len may be set to at most; None: any number.
+    """
 
     def __init__(
         self,
@@ -39,8 +42,10 @@ class Scheduler:
         max_model_len: int,
         prompt_room: PromptRoom,
         prefixes: Prefixes | None = None,
+        longest: int | None = None,
     ) -> None:
         self.table = table
+        self.longest = longest
         self.prefixes = Prefixes(None, object) if prefixes is None else prefixes
         self.max_model_len = max_model_len
         self.prompt_room = prompt_room
@@ -77,21 +82,29 @@ class Scheduler:
 
     def require_fits(self, prompt_len: int, max_new_tokens: int) -> None:
         """Raise CapacityError unless a request of this size fits the empty pools and the model length."""
-        asked = f"a prompt of {prompt_len} tokens with max_new_tokens={max_new_tokens}"
-        over = prompt_len + max_new_tokens - self.max_model_len
+        prompt, asked = (f"a prompt of {prompt_len} tokens{more}" for more in ("", f" with {max_new_tokens=}"))
+        over, least = prompt_len + max_new_tokens - self.max_model_len, min(max_new_tokens, 1)
         if over > 0:
+            limit = f"max_model_len={self.max_model_len}"
             advice = [f"shorten the prompt by {over}"] * (over < prompt_len)
             advice += [f"ask for at most {max_new_tokens - over} new tokens"] * (over < max_new_tokens)
-            raise CapacityError(
-                f"{asked} makes {prompt_len + max_new_tokens} tokens, more than max_model_len={self.max_model_len}; "
-                f"{', '.join(advice) or 'shorten both'}, or raise it"
-            )
+            said = f"{asked} makes {prompt_len + max_new_tokens} tokens, more than {limit}"
+            if over >= max_new_tokens:  # whatever was asked for, or left to the engine
+                said = f"{prompt} leaves no room for an answer" if least else prompt
+                said += f", with {limit}"
+                advice = [f"shorten the prompt by {prompt_len + least - self.max_model_len}"]
+            if self.longest is None or self.max_model_len < self.longest:
+                most = "" if self.longest is None else f" (at most {self.longest})"
+                advice.append(f"or make the engine with a larger max_model_len{most}")
+            raise CapacityError(f"{said}; {', '.join(advice)}")
         allocator = self.table.allocator
-        full, swa = slots_needed(self.table, prompt_len, max_new_tokens)
-        for name, need, pool in (("full", full, allocator.full), ("swa", swa, allocator.swa)):
+        needed = zip(*(slots_needed(self.table, prompt_len, new) for new in (max_new_tokens, least)), strict=True)
+        pools = ("full", allocator.full), ("swa", allocator.swa)
+        for (need, need_least), (name, pool) in zip(needed, pools, strict=True):
             if pool is not None and need > pool.capacity * allocator.page_size:
+                said = asked if need_least <= pool.capacity * allocator.page_size else prompt
                 raise CapacityError(
-                    f"{asked} needs {need} {name} KV slots (with {self.table.lookahead} nodes a verify step and page "
+                    f"{said} needs {need} {name} KV slots (with {self.table.lookahead} nodes a verify step and page "
                     f"size {allocator.page_size}), but the {name} pool has {pool.capacity * allocator.page_size}; "
                     f"raise {name}_slots or ask for less"
                 )

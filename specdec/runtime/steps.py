@@ -28,7 +28,7 @@ from specdec.models.target import FinalStates
 from specdec.runtime.adaptive.cost_table import batch_in_table
 from specdec.runtime.adaptive.draft_choice import NO_CHOICE, DraftChoice
 from specdec.runtime.adaptive.draft_ladder import draft_ladder
-from specdec.runtime.adaptive.reading_along import read_along
+from specdec.runtime.adaptive.reading_along import end_drafts, read_along
 from specdec.runtime.engine_stats import ENOUGH_DRAFTS, EngineStats, PoolUse, device_use, warn_of_rejected
 from specdec.runtime.grammar_masks import GrammarSteps, prepare, root_masks
 from specdec.runtime.launched_step import LaunchedStep, copy_to_host, event_now
@@ -153,6 +153,7 @@ class Steps:
     def launch_round(self, requests: Sequence[Request], to_go: Sequence[int]) -> None:
         """One round of these requests. to_go: tokens that each may still get, at least 1."""
         rows, params = rows_of(requests), [request.params for request in requests]
+        ending = end_drafts(self.round, rows, self._unsettled_nodes() + 1 + self.spec.depth)
         shape = self.shape_for(requests, to_go)
         masked = len(restricted(requests)) > 0  # a request's rules may have ended before it does
         shape = shape._replace(uses=shape.uses._replace(masked=masked))
@@ -171,7 +172,7 @@ class Steps:
                 tokens = np.array([count, *request.forced[:count]], dtype=np.int64)
                 self.round.forced[request.row, : 1 + count] = tokens
         self.round.flush()
-        read_along(self.round, self.catch_ups, self.choice, shape, rows)
+        read_along(self.round, self.catch_ups, self.choice, shape, rows, ending)
         between: Between = nothing
         if masked:
             between = GrammarSteps(self.round, shape, [request.place for request in requests]).between
@@ -184,18 +185,20 @@ class Steps:
     def shape_for(self, requests: Sequence[Request], to_go: Sequence[int]) -> RoundShape:
         """Of a round of these requests, after those that are not settled. Captured rounds have few kinds of drafts: the
         engine's own, none, and those that may be chosen."""
-        if self.graphs is None:
-            drafts = [request.draft_size(most) for request, most in zip(requests, to_go, strict=True)]
-        else:
-            whole = whole_draft(self.spec)
-            drafts = [NO_DRAFT if request.draft is None else whole for request in requests]
-        unsettled = sum(launched.drawing is None for launched in self.under_way)
-        most = 1 if self.round.worker is None else self.spec.num_nodes
+        rows, whole, eager = rows_of(requests), whole_draft(self.spec), self.graphs is None
+        sizes = [each.draft_size(most) if eager else whole for each, most in zip(requests, to_go, strict=True)]
+        drafting = self.round.max_drafts.host[rows] > 0  # others do not draft, or not any more
+        drafts = [size if drafts else NO_DRAFT for size, drafts in zip(sizes, drafting, strict=True)]
         params = [request.params for request in requests]
-        shape = round_shape(self.round, rows_of(requests), params, drafts, unsettled * most)
+        shape = round_shape(self.round, rows, params, drafts, self._unsettled_nodes())
         if self.choice is None or shape.num_steps == 0:
             return shape
         return self._what_pays(self.choice, shape, requests, to_go, drafts)
+
+    def _unsettled_nodes(self) -> int:
+        """By so many tokens may a row be longer than the host knows."""
+        unsettled = sum(launched.drawing is None for launched in self.under_way)
+        return unsettled * (1 if self.round.worker is None else self.spec.num_nodes)
 
     def _what_pays(
         self,
@@ -295,7 +298,7 @@ class Steps:
             scores = scoring, copy_to_host(score_chunk(self.round, chunk, cells, scoring.alternatives))
         longest = int((done + chunk_len)[chosen].max(initial=0))
         masks = root_masks([request.place for request in drawn])
-        packed = self.round.prefill(chunk, chosen, longest, shape, masks, reading.earlier)
+        packed = self.round.prefill(chunk, chosen, longest, shape, masks, reading.earlier, begins=int(done.min()))
         forced = np.zeros(len(drawn), dtype=np.int64)
         self._launched(requests, drawing, shape, PREFILL_STAGES, packed, forced, scores)
         commit_chunks(self.table, self.scheduler.prefixes, requests, chunk_len)

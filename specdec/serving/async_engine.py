@@ -23,6 +23,7 @@ from specdec.errors import CapacityError, SpecDecError, StoppingError
 from specdec.models.weight_storage import weights_in_words
 from specdec.runtime.arguments import params_for, require_one_sample, require_type
 from specdec.runtime.engine_stats import EngineStats
+from specdec.runtime.keywords import known_keywords
 from specdec.runtime.request import GenerationOutput, StreamDelta
 from specdec.serving.admission import Admission
 from specdec.serving.engine_thread import BROKEN, EngineThread, Observer, Sample
@@ -100,6 +101,7 @@ class AsyncEngine:
         served._owns_engine = True
         return served
 
+    @known_keywords
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0, wait: bool = False
     ) -> AsyncIterator[StreamDelta]:
@@ -117,6 +119,7 @@ class AsyncEngine:
 
         return deltas()
 
+    @known_keywords
     async def generate(
         self, prompts: Prompts, params: Params = None, *, priority: int = 0, wait: bool = False
     ) -> list[GenerationOutput]:
@@ -124,6 +127,7 @@ class AsyncEngine:
         async with await self.submit(prompts, params, priority=priority, wait=wait) as streams:
             return await streams.outputs()
 
+    @known_keywords
     async def submit(
         self, prompts: Prompts, params: Params = None, *, priority: int = 0, wait: bool = False
     ) -> Streams:

@@ -19,7 +19,6 @@ from accelerate import PartialState
 from accelerate.utils import gather
 
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
-from specdec.draft_models.block.block_checkpoint import resolve_layer_ids
 from specdec.draft_models.block.block_head import BlockSpec
 from specdec.draft_models.eagle3.head import Eagle3Spec
 from specdec.draft_models.head_spec import HeadSpec
@@ -208,11 +207,18 @@ def block_spec(target: TargetModel, settings: TrainSettings) -> BlockSpec:
         )
     return BlockSpec(
         **shape,
-        aux_layers=resolve_layer_ids(None, max(3, layers), num_layers),
+        aux_layers=spread_layers(max(3, layers), num_layers),
         block_size=1 + settings.draft_steps,
         mask_token=mask,
         causal=settings.causal,
     )
+
+
+def spread_layers(count: int, num_layers: int) -> tuple[int, ...]:
+    """Target states for a block drafter, evenly from layer 1's output to that of layer n - 3, named by the layer that
+    they enter."""
+    last = num_layers - 3
+    return tuple(2 + round(i * (last - 1) / (count - 1)) for i in range(count))
 
 
 SPECS: dict[str, Callable[[TargetModel, TrainSettings], HeadSpec]] = {"eagle3": eagle3_spec, "block": block_spec}

@@ -1,4 +1,4 @@
-"""When a drafter with K/V of its own reads what rounds without its drafts have committed."""
+"""When a drafter with K/V of its own reads what rounds without its drafts have committed, and where it ends."""
 
 import time
 
@@ -11,19 +11,35 @@ from specdec.runtime.rounds.round import Round
 from specdec.runtime.rounds.unread import unread_tokens
 
 
+def end_drafts(round: Round, rows: IntArray, ahead: int) -> IntArray:
+    """Rows within `ahead` tokens of the drafter's last position have no drafts from now on -> those of them that it has
+    still to read to there."""
+    if round.max_positions is None:
+        return rows[:0]
+    reached = rows[round.cache.table.committed_len.host[rows] + ahead > round.max_positions]
+    round.max_drafts[reached[round.max_drafts.host[reached] > 0]] = 0
+    return rows[:0] if round.unread is None else reached[~round.unread.lost(reached)]
+
+
 def read_along(
-    round: Round, graphs: CatchUps | None, choice: DraftChoice | None, shape: RoundShape, rows: IntArray
+    round: Round,
+    graphs: CatchUps | None,
+    choice: DraftChoice | None,
+    shape: RoundShape,
+    rows: IntArray,
+    ending: IntArray,
 ) -> None:
     """Before a round of this shape is launched over these rows, which are seated: the drafter catches up if it is to
-    draft, or if states would be overwritten that it has not read. Where it is hardly ever right that must be paid for
-    (`DraftChoice.reads_along`), or the rows are lost to it."""
+    draft, if states would be overwritten that it has not read, or for the last time of `ending` rows (`end_drafts`).
+    Where it is hardly ever right that must be paid for (`DraftChoice.reads_along`), or the rows are lost to it."""
     unread = round.unread
     if unread is None:
         return
     more = unread_tokens(shape)
-    due = unread.due(rows, more)
+    last = bool(unread.count[ending].any())
+    due = unread.due(rows, 0 if last else more)
     batch = batch_in_table(shape.batch, captured=graphs is not None)
-    if due and (more == 0 or choice is None or choice.reads_along(batch, due)):
+    if due and (last or more == 0 or choice is None or choice.reads_along(batch, due)):
         begin = time.perf_counter()
         if graphs is None:
             round.catch_up(shape, due)
@@ -32,6 +48,7 @@ def read_along(
         if choice is not None:
             choice.caught_up(batch, due, None if graphs else time.perf_counter() - begin, shape.draft)
         unread.was_read(rows)
-    unread.count[rows] += more
+    unread.ended[ending] = True
+    unread.grow(rows, shape)
     lost = rows[unread.lost(rows) & (round.max_drafts.host[rows] > 0)]
     round.max_drafts[lost] = 0

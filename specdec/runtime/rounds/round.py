@@ -127,6 +127,8 @@ class Round:
         self.clock = StageClock(self.device)
         self.draft_seats = self.seats  # of the drafter: rows that are lost to it are padding
         self.unread: Unread | None = None
+        self.max_positions: int | None = getattr(drafter, "max_positions", None)
+        lags = lags or self.max_positions is not None  # it does not read beyond them
         if drafter is not None and lags and getattr(drafter, "may_lag", False):
             width = target.hidden_size * max(1, len(self.aux_layers))
             self.unread = Unread(len(self.tokens.host), width, target.dtype, self.device)
@@ -241,13 +243,15 @@ class Round:
         shape: RoundShape,
         allowed: RowMasks | None,
         earlier: torch.Tensor | None = None,
+        *,
+        begins: int = 0,
     ) -> torch.Tensor:
         """After what the target has read: those numbered `through` [B] draw a token, and the drafter observes.
 
         longest: no prompt of those has more tokens. allowed: what grammars let those of them draw that have one.
-        earlier: nanoseconds that parts took which were read before. -> the packed result of B rounds of one node. What
-        they draw is in its place in `tokens`, so a round may follow. The host commits the chunks, from its own side,
-        once they are launched; the drafter observes them as if it had.
+        earlier: nanoseconds that parts took which were read before. begins: the first position that was read. -> the
+        packed result of B rounds of one node. What they draw is in its place in `tokens`, so a round may follow. The
+        host commits the chunks, from its own side, once they are launched; the drafter observes them as if it had.
         """
         pack, last_hidden = chunk.pack, chunk.last_hidden()
         first, scores = pack.rows.new_zeros((0, 1)), None
@@ -266,20 +270,22 @@ class Round:
             if self.seen_bits is not None and shape.uses.penalty:
                 self.seen_bits.add(drawing.index, first, torch.ones_like(first[:, 0]))
             scores = None if shape.logprobs is None else LogProbs.of(logits, first, shape.logprobs)
-        self._observe_prompts(chunk, last_hidden)
+        self._observe_prompts(chunk, last_hidden, begins)
         one_node = torch.cat([torch.ones_like(first), torch.zeros_like(first), first], dim=1)
         stamps = self.clock.stop()
         if earlier is not None:
             stamps = torch.stack([stamps[0] - earlier, stamps[1]])
         return pack_result(one_node, scores, stamps)
 
-    def _observe_prompts(self, chunk: Chunk, last_hidden: torch.Tensor) -> None:
-        """Show the drafter what the target saw of prompts."""
+    def _observe_prompts(self, chunk: Chunk, last_hidden: torch.Tensor, begins: int) -> None:
+        """Show the drafter what the target saw of prompts, unless all of it lies beyond its last position."""
         if self.worker is None:
             return
         pack = chunk.pack
         if self.unread is not None:
             self.unread.read[pack.rows] = pack.start + pack.length
+        if self.max_positions is not None and begins >= self.max_positions:
+            return
         column = (pack.positions + 1).clamp(max=self.tokens.tensor.shape[1] - 1)
         seen = PromptObservation(
             pack=pack,

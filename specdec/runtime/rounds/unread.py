@@ -20,16 +20,18 @@ def unread_tokens(shape: RoundShape) -> int:
 
 class Unread:
     """By row of the request table. width: numbers of a state. count: on the host, how many tokens are unread at most:
-    so many may the rounds that it launched since have committed, one each without drafts."""
+    so many may the rounds that it launched since have committed, one each without drafts. ended: rows that are longer
+    than the drafter can read, which has read all else of them."""
 
     def __init__(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.states = torch.zeros((num_rows, KEPT, width), dtype=dtype, device=device)
         self.read = torch.zeros(num_rows, dtype=torch.int64, device=device)  # tokens, from the first on
         self.count: IntArray = np.zeros(num_rows, dtype=np.int64)
+        self.ended: BoolArray = np.zeros(num_rows, dtype=np.bool_)
 
     def lost(self, rows: IntArray) -> BoolArray:
         """[B]: is the drafter done with these rows?"""
-        return self.count[rows] > KEPT
+        return self.ended[rows] | (self.count[rows] > KEPT)
 
     def due(self, rows: IntArray, more: int) -> int:
         """How many tokens of a row the drafter has to read before a round of these rows that leaves `more` unread; 0:
@@ -43,4 +45,13 @@ class Unread:
 
     def reset(self) -> None:
         self.read.zero_()
-        self.count[:] = 0
+        self.begin(slice(None))
+
+    def begin(self, rows: IntArray | slice) -> None:
+        """These rows have new requests."""
+        self.count[rows] = 0
+        self.ended[rows] = False
+
+    def grow(self, rows: IntArray, shape: RoundShape) -> None:
+        """A round of this shape is launched over these rows."""
+        self.count[rows[~self.ended[rows]]] += unread_tokens(shape)

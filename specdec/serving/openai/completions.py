@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -47,6 +48,9 @@ class Completion(TextAnswer):
         params = await asyncio.to_thread(self._params)
         self.engine.require_places(max(1, len(self.body.prompt)) * params.n)
         await self._read_prompts(params)
+        if self.body.max_tokens is None:  # a default never makes a prompt too long
+            room = min(map(self.engine.most_new_tokens, map(len, self.prompts)))
+            params = replace(params, max_new_tokens=min(params.max_new_tokens, max(room, params.min_tokens)))
         scored = self.body.logprobs is not None
         make_reply = partial(Reply, self.tokenizer, params.stop_strings, self.body.show_drafts, scored=scored)
         return await self.engine.submit(self.prompts, params, priority=self.body.priority), make_reply
