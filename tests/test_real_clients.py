@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterable
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Literal
 
 import openai
@@ -21,6 +22,11 @@ MODEL = "tiny-gemma4"
 QUESTION = [{"role": "user", "content": "Where to?"}]
 # what the clients themselves warn about
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def needs(client):
+    """Skips a test, before a server is made for it, where this package is missing."""
+    return pytest.mark.skipif(find_spec(client) is None, reason=f"{client} is not installed")
 
 
 class Kind(enum.Enum):
@@ -90,9 +96,11 @@ def official_async(reciter):
 # a nested model as the tool that must be called
 
 
+@needs("instructor")
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_instructor_gets_a_nested_model(stream, reciter):
-    instructor = pytest.importorskip("instructor")
+    import instructor
+
     asked = {"model": MODEL, "messages": QUESTION, "max_retries": 0, "strict": False}
     reciter.answer_next(call_of("PartialTrip" if stream else "Trip", ARGUMENTS))
     with official(reciter) as client:
@@ -104,8 +112,10 @@ def test_instructor_gets_a_nested_model(stream, reciter):
     assert trip.model_dump(mode="json") == ARGUMENTS
 
 
+@needs("instructor")
 def test_instructor_gets_two_models_that_define_the_same_names(reciter):
-    instructor = pytest.importorskip("instructor")
+    import instructor
+
     calls = call_of("Place", ULM.model_dump()), call_of("Trip", ARGUMENTS)
     reciter.answer_next("\n".join(f"<tool_call>{call}</tool_call>" for call in calls))
     with official(reciter) as client:
@@ -117,10 +127,12 @@ def test_instructor_gets_two_models_that_define_the_same_names(reciter):
 @pytest.fixture(scope="module")
 def langchain(reciter):
     """langchain(responses=False): a model of LangChain's; all of them share one connection."""
-    module, made = pytest.importorskip("langchain_openai"), []
+    from langchain_openai import ChatOpenAI
+
+    made = []
 
     def make(responses=False):
-        model = module.ChatOpenAI(
+        model = ChatOpenAI(
             base_url=f"{reciter.url}/v1", api_key="none", model=MODEL, max_retries=0, use_responses_api=responses
         )
         made.append(model)
@@ -131,6 +143,7 @@ def langchain(reciter):
         model.root_client.close()
 
 
+@needs("langchain_openai")
 @pytest.mark.parametrize("responses", [False, True], ids=["chat", "responses"])
 @pytest.mark.parametrize("method", ["function_calling", "json_schema"])
 def test_langchain_gets_a_nested_model(method, responses, langchain, reciter):
@@ -140,6 +153,7 @@ def test_langchain_gets_a_nested_model(method, responses, langchain, reciter):
     assert langchain(responses).with_structured_output(Trip, method=method, strict=strict).invoke("Where to?") == TRIP
 
 
+@needs("langchain_openai")
 def test_langchain_streams_a_call_of_a_nested_model(langchain, reciter):
     reciter.answer_next(call_of("Trip", ARGUMENTS))
     whole = None
@@ -148,16 +162,17 @@ def test_langchain_streams_a_call_of_a_nested_model(langchain, reciter):
     assert [(call["name"], call["args"]) for call in whole.tool_calls] == [("Trip", ARGUMENTS)]
 
 
+@needs("pydantic_ai")
 @pytest.mark.parametrize("kind", ["OpenAIChatModel", "OpenAIResponsesModel"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_pydantic_ai_gets_a_nested_model(stream, kind, reciter):
-    models = pytest.importorskip("pydantic_ai.models.openai")
-    providers = pytest.importorskip("pydantic_ai.providers.openai")
     from pydantic_ai import Agent
+    from pydantic_ai.models import openai as models
+    from pydantic_ai.providers.openai import OpenAIProvider
 
     async def run():
         async with official_async(reciter) as client:
-            model = getattr(models, kind)(MODEL, provider=providers.OpenAIProvider(openai_client=client))
+            model = getattr(models, kind)(MODEL, provider=OpenAIProvider(openai_client=client))
             agent = Agent(model, output_type=Trip, retries=0)
             if not stream:
                 return (await agent.run("Where to?")).output
@@ -200,10 +215,10 @@ async def converse(reciter, turns, stream):
     return results, lookups
 
 
+@needs("agents")
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_openai_agents_get_a_call_and_the_text_around_it_in_order(stream, seed, reciter):
-    pytest.importorskip("agents")
     reciter.seed = seed
     arguments = {"place": ULM.model_dump(), "kinds": ["train", "ferry"]}
     call = f"<tool_call>\n{call_of('look_up', arguments)}\n</tool_call>"
@@ -290,9 +305,9 @@ def check_prompts(prompts):
     assert all(f"<|channel|>final<|message|>{SAID[0]}<|end|>" in prompt for prompt in prompts[3:])
 
 
+@needs("agents")
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_a_gpt_oss_conversation_through_openai_agents(stream, gpt_oss):
-    pytest.importorskip("agents")
     gpt_oss.prompts = []
     gpt_oss.answer_next(*TOLD)
     results, lookups = asyncio.run(converse(gpt_oss, TURNS, stream))
