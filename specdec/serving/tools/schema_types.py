@@ -55,9 +55,10 @@ def _own_types(schema: Mapping[str, Any]) -> Iterable[Types]:
 def _combined(
     schema: Any, root: Any, own: Callable[[Mapping[str, Any]], Iterable[Types]], seen: dict[int, Types], depth: int = 0
 ) -> Types:
-    """What all parts of a schema accept. own: what a schema says beside those that it is combined of.
+    """The types that a schema and all schemas it combines accept.
 
-    seen: the types of the schemas that were looked at, by identity.
+    own: the types that the members of one schema name, without the schemas it combines. seen: the types of the schemas
+    that were looked at, by identity.
     """
     if schema is False:
         return NO_TYPE
