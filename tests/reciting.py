@@ -136,12 +136,13 @@ class Reciter:
         self.engine.intake.requests = self._recited  # type: ignore[method-assign]
 
     def answer_next(self, *texts: str) -> None:
-        """What the next requests are answered whose prompts name no text."""
-        self._in_turn.extend(texts)
+        """What the next requests are answered whose prompts name no text; what is left of earlier ones is dropped."""
+        self._in_turn = deque(texts)
 
-    def ids_of(self, text: str) -> list[int]:
-        """The tokens of a text, and one that ends it unless its own last token does."""
-        ids: list[int] = self.engine.tokenizer(text, add_special_tokens=False)["input_ids"]
+    def ids_of(self, text: str, *, by_bytes: bool = False) -> list[int]:
+        """The tokens of a text, and one that ends it unless its own last token does. by_bytes: no marks among them."""
+        parts = list(text) if by_bytes else [text]
+        ids = [i for part in parts for i in self.engine.tokenizer(part, add_special_tokens=False)["input_ids"]]
         if not ids or ids[-1] not in self.engine.end_tokens:
             ids.append(self.engine.tokenizer.eos_token_id)
         return ids
@@ -153,7 +154,8 @@ class Reciter:
             if id(request.prompt) not in chosen:
                 prompt = self.engine.tokenizer.decode(request.prompt, skip_special_tokens=False)
                 self.prompts.append(prompt)
-                chosen[id(request.prompt)] = self.ids_of(self._text_for(prompt))
+                guided = request.params.grammar is not None  # which allows no marks
+                chosen[id(request.prompt)] = self.ids_of(self._text_for(prompt), by_bytes=guided)
             ids = chosen[id(request.prompt)]
             self._running.setdefault(len(request.prompt), {})[tuple(request.prompt)] = ids
             words = -(-self.engine.target.vocab_size // 32)

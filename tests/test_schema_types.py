@@ -52,6 +52,7 @@ ROOT = {
         ({"$ref": "#"}, "object"),
         ({"$ref": "#/$defs/Tree"}, "array string"),
         ({"anyOf": [{"$ref": "#/$defs/Unit"}, {"$ref": "#/$defs/Unit"}]}, "string"),
+        ({"$id": "T", "$ref": "#/$defs/Unit", "$defs": {"Unit": {"type": "integer"}}}, "integer"),
         # nothing is known of these
         ({}, None),
         (True, None),

@@ -24,8 +24,10 @@ OPEN_ENDED = {
 
 
 def call_schema(tools: Sequence[Function]) -> dict[str, Any]:
-    """In one line: a small model would fill it with spaces. Raises ApiError for parameters that describe no arguments,
-    and for tools whose parameters have one address."""
+    """The schema of a call of one of these tools, in one line, since a small model would fill more with spaces.
+
+    Raises ApiError for parameters that accept no object, and for tools whose schemas have one address.
+    """
     arguments = [_arguments(tool, number) for number, tool in enumerate(tools)]
     _require_own_addresses(tools, arguments)
     calls = [

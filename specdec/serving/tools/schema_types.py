@@ -3,7 +3,7 @@
     accepted_types(schema, root)          {"string", "null"} of {"anyOf": [{"type": "string"}, {"type": "null"}]}
     parameter_types(parameters, name)     the same of one parameter of a tool, wherever the tool's schema describes it
 
-References are resolved within the root schema only. It answers with too many types rather than too few: what it does
+References are resolved within their own document only. It answers with too many types rather than too few: what it does
 not know (references elsewhere, conditions, patterns) restricts nothing. Each schema is looked at once, and none deeper
 than MAX_DEPTH, so that a schema that refers to itself, or a hostile one, costs no more than its length.
 """
@@ -55,9 +55,10 @@ def _own_types(schema: Mapping[str, Any]) -> Iterable[Types]:
 def _combined(
     schema: Any, root: Any, own: Callable[[Mapping[str, Any]], Iterable[Types]], seen: dict[int, Types], depth: int = 0
 ) -> Types:
-    """What all parts of a schema accept. own: what a schema says beside those that it is combined of.
+    """The types that a schema and all schemas it combines accept.
 
-    seen: the types of the schemas that were looked at, by identity.
+    own: the types that the members of one schema name, without the schemas it combines. seen: the types of the schemas
+    that were looked at, by identity.
     """
     if schema is False:
         return NO_TYPE
@@ -66,6 +67,8 @@ def _combined(
     if id(schema) in seen:
         return seen[id(schema)]
     seen[id(schema)] = ANY_TYPE  # to a reference that leads back here
+    if "$id" in schema:  # a document of its own, which "#" means in it
+        root = schema
 
     def types_of(inner: Any) -> Types:
         return _combined(inner, root, own, seen, depth + 1)
