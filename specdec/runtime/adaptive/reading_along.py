@@ -32,6 +32,6 @@ def read_along(
         if choice is not None:
             choice.caught_up(batch, due, None if graphs else time.perf_counter() - begin, shape.draft)
         unread.was_read(rows)
-    unread.count[rows] += more
+    unread.grow(rows, shape)
     lost = rows[unread.lost(rows) & (round.max_drafts.host[rows] > 0)]
     round.max_drafts[lost] = 0

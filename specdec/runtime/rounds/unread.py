@@ -37,6 +37,11 @@ class Unread:
         most = int(self.count[rows[~self.lost(rows)]].max(initial=0))
         return most if more == 0 or most + more > KEPT else 0
 
+    def grow(self, rows: IntArray, shape: RoundShape) -> None:
+        """A round of this shape is launched over these rows. Of rows that are lost it has one token each, or what a
+        grammar forces, whatever the draft of others is."""
+        self.count[rows] += np.where(self.lost(rows), shape.forced or 1, unread_tokens(shape))
+
     def was_read(self, rows: IntArray) -> None:
         """All that is kept of these rows."""
         self.count[rows[~self.lost(rows)]] = 0
