@@ -1,4 +1,4 @@
-"""What is said of drafts: by depth, why there are none, and when almost none is right, however seldom they are tried."""
+"""What is said of drafts: by depth, why there are none, and when almost none is right, however seldom one is tried."""
 
 import dataclasses
 import inspect
@@ -100,7 +100,8 @@ def test_a_row_that_has_lost_its_drafter_counts_no_drafts(make_target, random_pr
     while engine.step():
         pass
     assert other.stats.drafted_rounds > 0 and other.stats.accepted_per_position[0] == 1.0
-    assert (lost.stats.drafted_rounds, lost.stats.draft_tokens, lost.stats.drafted_counts) == (0, 0, [])
+    assert lost.stats.drafted_rounds == lost.stats.draft_tokens == 0
+    assert lost.stats.drafted_counts == lost.stats.accepted_per_position == []
 
 
 # drafts that are hardly ever right, however seldom they are tried
