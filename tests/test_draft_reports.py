@@ -112,8 +112,10 @@ def test_a_row_that_has_lost_its_drafter_counts_no_drafts(make_target, random_pr
     [
         ([(1, 1, 0)] * 3000, True),  # once
         ([(100, 1, 0)] * 100, True),  # one round of a hundred drafts
-        ([(8000, 1, 0)], True),
-        ([(8000, 0, 0)], True),
+        ([(1, 1, 0)] + [(1, 0, 0)] * 8000, True),
+        ([(1, 0, 0)] * 8000, True),
+        ([(256, 0, 0)] * 500, False),  # under load drafts rest
+        ([(256, 0, 0)] * 500 + [(256, 256, 90)], False),
         ([(100, 1, 0)] * 9, False),  # too few to know
         ([(100, 1, 1), (100, 1, 0)] * 50, False),
         ([(1, 1, 1)] * 30 + [(1, 1, 0)] * 970, False),

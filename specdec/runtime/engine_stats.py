@@ -21,9 +21,11 @@ LOOK_AFTER = 1000
 """Rounds of requests that speculate between two looks at what their drafts were worth."""
 
 ENOUGH_DRAFTS = 16
-"""Drafts (one a request and round) that a look takes; with fewer the next one is `PATIENCE` times as far away."""
+"""Drafts (one a request and round) that a look takes."""
 
-PATIENCE = 8
+PATIENCE = 8000
+"""Rounds of the engine after which a look makes do with fewer: under load drafts rest for thousands of rounds of
+requests, which are few of the engine, and are right when they are tried."""
 
 FEW_ACCEPTED = 0.02
 """Share of drafts whose first token is right in a pair that is not broken, at least; by chance it is one in the size of
@@ -143,17 +145,18 @@ class DraftWatch:
     """Counts drafts of an engine, however seldom they are tried, and warns once where hardly any begins right."""
 
     def __init__(self) -> None:
-        self._rounds = self._drafted = self._begun = 0  # since the last look
+        self._batches = self._rounds = self._drafted = self._begun = 0  # since the last look
         self._warned = False
 
     def count(self, rounds: int, drafted: int, begun: int) -> None:
-        """Rounds of requests that speculate, one each, those of them that had a draft, and those whose first draft was
-        accepted."""
+        """A round of the engine: how many of its requests speculate, how many of them had a draft, and of how many the
+        first draft was accepted."""
+        self._batches += rounds > 0
         self._rounds += rounds
         self._drafted += drafted
         self._begun += begun
         seldom = self._drafted < ENOUGH_DRAFTS
-        if self._warned or self._rounds < LOOK_AFTER * (PATIENCE if seldom else 1):
+        if self._warned or (self._batches < PATIENCE if seldom else self._rounds < LOOK_AFTER):
             return
         if self._begun < max(1, FEW_ACCEPTED * self._drafted):
             self._warned = True
@@ -165,4 +168,6 @@ class DraftWatch:
                 self._begun,
                 TOO_SELDOM if seldom else BROKEN,
             )
-        self._rounds = self._drafted = self._begun = 0  # the next ones by themselves: a good start hides nothing
+        self._batches = self._rounds = self._drafted = self._begun = (
+            0  # the next ones by themselves: a good start hides nothing
+        )
