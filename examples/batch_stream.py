@@ -26,6 +26,7 @@ from transformers.utils import logging as transformers_logging
 
 from specdec import Engine, EngineConfig, GenerationOutput, RequestStats, SamplingParams, SpecConfig, SpecDecError
 from specdec.models.bundled import BUNDLED_NAMES, HELD_OUT_PROBLEMS
+from specdec.runtime.draft_words import acceptance_in_words, why_slower
 from specdec.runtime.request import StreamDelta
 from specdec.text.prompt_files import read_prompts
 
@@ -67,7 +68,7 @@ class Board:
                 Text(" ".join(answer.text.split())[-width:], style="" if stats else "dim"),
                 str(answer.tokens),
                 str(stats.rounds) if stats else "",
-                f"{stats.acceptance_length:.2f}" if stats else "",
+                f"{stats.acceptance_length:.2f}" if stats and stats.drafted_rounds else "",
                 f"{answer.seconds:.2f} s" if stats else "",
             )
         yield table
@@ -114,7 +115,7 @@ def run(args: argparse.Namespace) -> bool:
         total.add(output.stats)
     console.print(
         f"{len(prompts)} answers, at most {args.batch_size} at a time: {total.output_tokens} tokens in {seconds:.2f} s"
-        f" ({total.output_tokens / seconds:.0f} tokens/s), acceptance length {total.acceptance_length:.2f}",
+        f" ({total.output_tokens / seconds:.0f} tokens/s), {acceptance_in_words(total, engine.drafts_off)}",
         soft_wrap=True,
     )
     if not args.compare:
@@ -129,6 +130,8 @@ def run(args: argparse.Namespace) -> bool:
     if different:
         console.print(f"answers that differ, counted from 0: {different}")
     console.print(f"identical to plain decoding: {'NO' if different else 'yes'}, speed-up {speed_up:.2f}x")
+    if slower := why_slower(speed_up, total, off=engine.drafts_off):
+        console.print(f"slower, since {slower}", soft_wrap=True)
     return not different
 
 

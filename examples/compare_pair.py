@@ -19,6 +19,7 @@ from specdec.cli.bodies.answer import DRAFTED_STYLE, in_colour
 from specdec.errors import ConfigError
 from specdec.models.bundled import BUNDLED_NAMES
 from specdec.models.published import Pair, pair_table
+from specdec.runtime.draft_words import acceptance_in_words, depths_in_words, why_slower
 from specdec.text.detokenize import DraftColours
 
 
@@ -113,14 +114,17 @@ def chat(pair: Pair, args: argparse.Namespace) -> bool:
                 ours, theirs = (engine.decode(ids[at : at + 1]) for ids in (out.token_ids, reference.token_ids))
                 console.print(Text(f"differs from plain decoding at token {at}: {ours!r}, without drafts {theirs!r}"))
 
-    by_position = ", ".join(f"{share:.2f}" for share in total.accepted_per_position)
-    console.print(f"acceptance length {total.acceptance_length:.2f} (by position {by_position})")
+    by_depth = depths_in_words(total.accepted_per_position, total.drafted_counts)
+    console.print(acceptance_in_words(total) + (f" (by position {by_depth})" if total.drafted_rounds else ""))
     if plain is not None:
+        speed_up = seconds["plain"] / seconds["drafts"]
         console.print(
             f"identical to plain decoding: {'yes' if identical else 'NO'}, "
             f"{total.output_tokens / seconds['drafts']:.0f} tokens/s, "
-            f"speed-up {seconds['plain'] / seconds['drafts']:.2f}x"
+            f"speed-up {speed_up:.2f}x"
         )
+        if slower := why_slower(speed_up, total):
+            console.print(f"slower, since {slower}")
     if not identical and engine.target.dtype != torch.float32:
         console.print("in 16 bits two tokens that score within rounding may swap: --dtype float32 tells")
     return identical

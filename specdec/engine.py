@@ -50,6 +50,7 @@ from specdec.runtime.arguments import (
     require_type,
     say_where_drafts_end,
 )
+from specdec.runtime.cpu_threads import CpuThreads
 from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.handle import Handle
 from specdec.runtime.intake import Intake
@@ -199,11 +200,12 @@ class Engine:
         tokenizer = pick_tokenizer(tokenizer, target, target_options)
         shared = {name: value for name, value in target_options.items() if name in SHARED_OPTIONS}
         ops = choose_operations(config.fused, config.attention, device, model.dtype)
-        bound = TargetModel(model, ops, deterministic=config.deterministic, ranks=ranks)
-        fitted = load_any_drafter(drafter, bound, {**shared, **(drafter_options or {})}, tokenizer)
-        require_choice(spec or SpecConfig(), fitted)
-        warn_at_load(bound, fitted, tokenizer, spec or SpecConfig())
-        return cls(bound, fitted, tokenizer=tokenizer, spec=spec, config=config)
+        with CpuThreads(model, device).limited():  # a load runs forwards too
+            bound = TargetModel(model, ops, deterministic=config.deterministic, ranks=ranks)
+            fitted = load_any_drafter(drafter, bound, {**shared, **(drafter_options or {})}, tokenizer)
+            require_choice(spec or SpecConfig(), fitted)
+            warn_at_load(bound, fitted, tokenizer, spec or SpecConfig())
+            return cls(bound, fitted, tokenizer=tokenizer, spec=spec, config=config)
 
     @known_keywords
     def generate(
@@ -341,6 +343,14 @@ class Engine:
         Raises ConfigError for an engine without a drafter, fewer prompts, or texts where there is no tokenizer.
         """
         return diagnose(self, type(self), prompts, chat=chat, max_new_tokens=max_new_tokens)
+
+    @property
+    def drafts_off(self) -> str:
+        """Why the newest round had no draft, in words; empty where it had one. Unlike `stats().drafts.off` it waits for
+        no step."""
+        if self.drafter is None:
+            return "there is no drafter"
+        return "" if self.steps.choice is None else self.steps.choice.off
 
     def running_ids(self) -> set[int]:
         """Ids (`Handle.id`) of the requests that have a row."""

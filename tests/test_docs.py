@@ -14,6 +14,7 @@ docs/decisions/README.md.
 
 import contextlib
 import doctest
+import inspect
 import io
 import re
 import runpy
@@ -31,8 +32,9 @@ from specdec.cli.app import COMMANDS, app, load_command
 from specdec.loading import load_model
 from specdec.models import bundled
 from specdec.models.bundled import BUNDLED_DIR
+from specdec.runtime.adaptive.draft_choice import DraftChoice
 
-from marks import deep_cases, is_deep
+from marks import deep, deep_cases, is_deep
 
 ROOT = Path(__file__).resolve().parent.parent
 AT_THE_ROOT = ("CONTRIBUTING.md", "README.md")
@@ -210,6 +212,22 @@ def test_python_runs_and_prints_what_the_page_says(page, request, tmp_path, monk
         monkeypatch.setattr(bundled, "BUNDLED_DIR", request.getfixturevalue("shallow_folder"))
     names = request.getfixturevalue("readers_names") if page == "README.md" else {}
     run_python((ROOT / page).read_text("utf-8"), str(ROOT / page), {"__name__": "docs", **names})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["README", deep("demo")])
+def test_what_the_readme_and_the_demo_print_depends_on_no_timing(script, monkeypatch, capsys):
+    """On a busy machine adaptive drafts were off, and both printed "1.00"."""
+    init = inspect.unwrap(specdec.SpecConfig.__init__)
+    monkeypatch.setattr(init, "__defaults__", (*init.__defaults__[:-1], True))  # as outside tests
+    monkeypatch.setattr(DraftChoice, "choose", lambda choice, *_, **__: choice.shapes[0])  # where none pays
+    if script == "README":
+        text = (ROOT / "README.md").read_text("utf-8")
+        run_python(text[: text.index("A name stands for")], "README.md", {"__name__": "docs"})
+        return
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--count", "1"])
+    runpy.run_path(str(ROOT / "examples" / "demo.py"), run_name="__main__")
+    assert "acceptance length 5.00, identical to plain decoding: yes" in capsys.readouterr().out
 
 
 @pytest.mark.slow

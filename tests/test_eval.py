@@ -183,7 +183,8 @@ def record(index, speculative, plain, parting=None):
     def run(text, rounds, accepted, seconds):
         tokens = rounds + sum(accepted)
         stats = {"rounds": rounds, "round_tokens": tokens, "accepted_counts": accepted}
-        stats |= {"drafted_rounds": rounds, "drafted_round_tokens": tokens} if accepted else {}
+        drafted = {"drafted_rounds": rounds, "drafted_round_tokens": tokens, "drafted_counts": [rounds] * len(accepted)}
+        stats |= drafted if accepted else {}
         stats["output_tokens"] = 10
         return {"text": text, "token_ids": [], "finish_reason": "stop", "stats": stats, "seconds": seconds}
 

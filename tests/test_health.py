@@ -9,7 +9,7 @@ import torch
 
 from specdec import SamplingParams
 from specdec.kvcache.page_pool import PagedAllocator
-from specdec.runtime.engine_stats import ENOUGH_DRAFTS, PoolUse
+from specdec.runtime.engine_stats import LOOK_AFTER, PoolUse
 
 from marks import deep, examples
 
@@ -128,9 +128,9 @@ def test_drafts_for_nothing_are_warned_of_once_an_engine(
 
     engine = make_engine(model, scripted(script), num_steps=2, max_batch_size=32)
     with caplog.at_level(logging.WARNING, logger="specdec"):
-        drafts(ENOUGH_DRAFTS - 300, engine, prompt)
+        drafts(LOOK_AFTER - 300, engine, prompt)
         assert not caplog.records
-        drafts(2 * ENOUGH_DRAFTS, engine, prompt)
+        drafts(2 * LOOK_AFTER, engine, prompt)
     assert len(caplog.records) == (0 if right else 1)
     if not right:
         assert "0 began with a token that was accepted" in caplog.text and "Acceptance near zero" in caplog.text
@@ -138,7 +138,7 @@ def test_drafts_for_nothing_are_warned_of_once_an_engine(
 
 def test_without_drafts_nothing_is_warned_of(make_target, make_engine, random_prompt, caplog) -> None:
     engine = make_engine(make_target("llama"), max_batch_size=32)
-    drafts(ENOUGH_DRAFTS, engine, random_prompt(9))
+    drafts(LOOK_AFTER, engine, random_prompt(9))
     assert not caplog.records
 
 

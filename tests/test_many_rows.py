@@ -298,9 +298,8 @@ def test_slots_for_all_preempt_whom_slots_one_after_the_other_would(page_size: i
 def result_of(tokens: list[list[int]], length: list[int], **seconds: float) -> RoundResult:
     chain = np.arange(len(tokens[0])) * np.ones((len(tokens), 1), dtype=np.int64)
     stages = {"draft": 0.0, "verify": 0.0, "other": 0.0, **seconds}
-    return RoundResult(
-        ints(*length), chain, np.array(tokens), [[] for _ in tokens], 2, stages, ints(*[0] * len(tokens))
-    )
+    drafts, forced = ints(*[2] * len(tokens)), ints(*[0] * len(tokens))
+    return RoundResult(ints(*length), chain, np.array(tokens), [[] for _ in tokens], drafts, stages, forced)
 
 
 def test_a_round_is_settled_for_all():
@@ -370,7 +369,7 @@ def test_who_is_restricted_has_rules_that_still_hold():
 
 def test_present_are_those_that_kept_their_row():
     requests = [request_of(number) for number in range(3)]
-    step = LaunchedStep(requests, [0, 0, 0], None, None, (), torch.zeros(0), ints(0, 0, 0), None, None)
+    step = LaunchedStep(requests, [0, 0, 0], None, None, (), torch.zeros(0), ints(0, 0, 0), ints(0, 0, 0), None, None)
     assert step.present() == [0, 1, 2] and step.gaining() == requests
     requests[1].row_epoch += 1
     assert step.present() == [0, 2] and step.gaining() == requests[::2]

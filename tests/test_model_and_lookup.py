@@ -308,6 +308,35 @@ def test_the_prefix_cache_keeps_no_page_that_the_model_has_not_read():
         assert len(prompt) - 2 <= again.stats.cached_tokens <= read[0]
 
 
+@pytest.mark.parametrize("later", ["a lookup of 20", "drafts of a neighbour"])
+def test_the_prefix_cache_keeps_no_page_of_a_row_that_the_model_has_lost(later, make_target, random_prompt):
+    """Tokens were counted only in rounds that the model could read later: what a lost row gained in others, from a
+    lookup of 16 or more on or next to a row that drafts, was kept as if the model had read it."""
+    target = TargetModel(make_target("llama"))
+    drafter = ModelAndLookup(LanguageModelDrafter(TargetModel(make_target("llama")), target), SuffixDrafter())
+    config = EngineConfig(max_batch_size=2, max_model_len=128)
+    first, second = random_prompt(20), random_prompt(9)
+    long, short = (SamplingParams(max_new_tokens=n, ignore_eos=True) for n in (60, 20))
+    with Engine(target, drafter, spec=SpecConfig(20, adaptive=True), config=config) as engine:
+        engine.steps.choice.reads_along = lambda *_: False
+        choosing(engine, lambda shapes: shapes[0])
+        lost = engine.submit(first, long)
+        while lost.stats.output_tokens < 25:
+            engine.step()
+        [row] = [request.row for request in engine.scheduler.running]
+        assert engine.round.unread.lost(rows(row + 1))[row]
+        by_lookup = later == "a lookup of 20"
+        choosing(engine, lambda shapes: shapes[-1 if by_lookup else -3])
+        if not by_lookup:
+            engine.submit(second, short)
+        while engine.step():
+            pass
+        assert not lost.stats.drafted_rounds  # of drafts that others had
+        choosing(engine, lambda shapes: shapes[0])
+        [again] = engine.generate([first + lost.output().token_ids], [short])
+        assert len(first) - 2 <= again.stats.cached_tokens <= len(first)
+
+
 @deep_cases("tiny-gemma4-mtp-chain", "tiny-gemma4-eagle3-tree")
 @pytest.mark.parametrize("spec", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("model", ["tiny-gemma4-mtp", "tiny-gemma4-eagle3"])

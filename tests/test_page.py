@@ -121,6 +121,25 @@ def test_a_typed_prompt_is_answered_twice_with_drafts_in_colour(page, tmp_path):
     assert dark[:, :, :3].mean() < 0.3 < 0.8 < image[:, :, :3].mean()
 
 
+def test_the_page_says_how_many_rounds_drafted_so_deep_and_why_there_are_none(page):
+    """It said "position 2: 4 %" of a drafter that is right nine times in ten, and nothing where there are no drafts."""
+    figures = {"rounds": 90, "drafted_rounds": 40, "acceptance_length": 1.98, "drafts_off": "none pays"}
+    figures |= {"accepted_per_position": [0.9, 0.8], "drafted_counts": [40, 5]}
+    page.evaluate("figures => { window.run = new Run('With speculation', true); run.showDrafts(figures); }", figures)
+    labels, shares = (page.locator(f"#with .bars li > span:{which}-child") for which in ("first", "last"))
+    assert labels.all_text_contents() == ["position 1, 40 rounds", "position 2, 5 rounds"]
+    assert shares.all_text_contents() == ["90 %", "80 %"]
+    assert page.inner_text("#with .off") == "Most rounds had no draft: none pays."
+    page.evaluate("figures => run.showDrafts(figures)", figures | {"drafted_rounds": 0})
+    assert page.inner_text("#with .off") == "No drafts were made: none pays."
+    page.evaluate("figures => run.showDrafts(figures)", figures | {"drafted_rounds": 60})
+    assert page.is_hidden("#with .off")
+    assert page.evaluate("slower({...run, tokens: 180, drafts: run.drafts}, 0.5)").endswith(
+        "brought 2.00 tokens and took 4.00 times as long as a plain one."
+    )
+    assert page.evaluate("slower(run, 1.5)") == ""
+
+
 @pytest.mark.deep
 def test_stop_aborts_the_request(page, server):
     page.fill("#max-tokens", "3800")

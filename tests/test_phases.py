@@ -101,7 +101,8 @@ def test_a_request_never_ends_while_it_is_timed(make_target, make_engine):
 
 
 def test_the_host_part_is_what_is_not_spent_waiting():
-    result = RoundResult(np.array([2, 1]), None, None, [], 1, {"draft": 0.2, "verify": 0.3, "other": 0.1}, np.zeros(2))
+    seconds = {"draft": 0.2, "verify": 0.3, "other": 0.1}
+    result = RoundResult(np.array([2, 1]), None, None, [], np.ones(2), seconds, np.zeros(2))
     passed = SimpleNamespace(at=11.0, waiting=0.75, result=result)
     on_gpu, on_cpu = (round_time(10.0, passed, on_cpu) for on_cpu in (False, True))
     assert (on_gpu.wall, on_gpu.host, on_gpu.emitted) == (1.0, 0.25, 3)

@@ -279,6 +279,8 @@ def test_drafts_are_shown_on_request(client, engine):
     whole = ask(client, max_tokens=NEW, extra_body=body)
     assert "".join(text for text, _ in whole.choices[0].drafted) == out.text
     assert whole.speculation["accepted_per_position"] == out.stats.accepted_per_position
+    assert whole.speculation["drafted_counts"] == out.stats.drafted_counts
+    assert (whole.speculation["drafted_rounds"], whole.speculation["drafts_off"]) == (out.stats.drafted_rounds, "")
     plain = ask(client, max_tokens=NEW, extra_body={"speculation": False})
     assert not hasattr(plain, "speculation") and not hasattr(plain.choices[0], "drafted")
 

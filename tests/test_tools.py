@@ -252,12 +252,6 @@ def test_a_comma_too_many_is_not_handed_out(name, text):
     assert content == "" and json.loads(arguments) == {"a": 1, "b": [2]}
 
 
-def test_a_tool_whose_name_has_other_characters_is_read_back():
-    text = '{"name": "my tool \U0001f600", "parameters": {}}'
-    assert parsed("llama", text, tools={"my tool \U0001f600": {}}) == ("", [("my tool \U0001f600", "{}")])
-    assert parsed("llama", text) == (text, [])
-
-
 def test_nested_arguments_have_a_limit_and_lose_nothing():
     text = '<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 500
     content, [(_, arguments)] = parsed("hermes", [text])

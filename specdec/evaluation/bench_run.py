@@ -18,12 +18,16 @@ from specdec.evaluation.gsm8k_report import final_number, is_correct, table_line
 from specdec.evaluation.transformers_peer import assisted_peer, plain_peer
 from specdec.loading import require_device
 from specdec.progress import Interrupted, progress_bar, working
+from specdec.runtime.draft_words import acceptance_in_words, depths_in_words, why_slower
+from specdec.runtime.request import RequestStats
 from specdec.text.prompt_files import Problem
 
 
 @dataclass(frozen=True, slots=True)
 class BenchReport:
-    """tokens_per_second: by contestant, in the order they ran. cut_off: outputs that `max_new_tokens` ended."""
+    """tokens_per_second: by contestant, in the order they ran. cut_off: outputs that `max_new_tokens` ended. stats: of
+    the engine with the drafter, over all prompts; what it says of drafts has names of its own here. drafts_off: why
+    its newest round had no draft. slower: why it was slower than plain decoding, if it was."""
 
     target: str
     drafter: str | None
@@ -34,6 +38,9 @@ class BenchReport:
     tokens_per_second: dict[str, float]
     acceptance_length: float
     accepted_per_position: list[float]
+    stats: RequestStats
+    drafts_off: str
+    slower: str
     accuracy: float | None
     cut_off: int
     identical_to_plain: bool
@@ -93,6 +100,9 @@ def run_bench(
             tokens_per_second={contestant.name: contestant.tokens_per_second for contestant in contestants},
             acceptance_length=stats.acceptance_length,
             accepted_per_position=stats.accepted_per_position,
+            stats=stats.copy(),
+            drafts_off=engine.drafts_off,
+            slower="" if drafter is None else _why_slower(engine, stats, *contestants[:2]),
             accuracy=_accuracy(engine, contestants[0], prompts),
             cut_off=_cut_off(engine, contestants[0], params),
             identical_to_plain=True,
@@ -115,7 +125,8 @@ def markdown_table(report: BenchReport) -> str:
     speeds = report.tokens_per_second
     base = next(iter(speeds.values()))
     rows = [{"run": name, "tokens/s": f"{x:.1f}", "vs no drafter": f"{x / base:.2f}x"} for name, x in speeds.items()]
-    positions = ", ".join(f"{share:.2f}" for share in report.accepted_per_position)
+    if report.drafter is not None and not report.stats.drafted_rounds:
+        rows[1]["vs no drafter"] = "no drafts"  # the ratio of two plain runs is noise
     accuracy = "" if report.accuracy is None else f"; accuracy {100 * report.accuracy:.1f} %"
     if accuracy and report.cut_off:  # an answer that was cut off is mostly wrong
         accuracy += f", cut off: {report.cut_off} of {report.prompts}"
@@ -124,10 +135,34 @@ def markdown_table(report: BenchReport) -> str:
         "",
         f"{report.target}, {report.prompts} prompts, batch {report.batch_size}, temperature {report.temperature:g}, "
         f"{report.spec.num_steps} steps of topk {report.spec.topk}, {report.spec.num_nodes} nodes: "
-        f"acceptance length {report.acceptance_length:.2f} (by position {positions}){accuracy}; "
+        f"{_drafts_in_words(report)}{accuracy}; "
         f"identical to plain decoding: yes. {report.hardware}, {report.versions}.",
     ]
     return "\n".join(lines)
+
+
+def _drafts_in_words(report: BenchReport) -> str:
+    stats = report.stats
+    if report.drafter is None:
+        return "no drafter"
+    if stats.drafted_rounds:
+        by_depth = depths_in_words(stats.accepted_per_position, stats.drafted_counts)
+        found = f"{acceptance_in_words(stats, report.drafts_off)} (by position {by_depth})"
+        return f"{found}; slower, since {report.slower}" if report.slower else found
+    if not report.spec.adaptive or not stats.rounds:
+        return "no drafts were made: no answer was long enough for one"
+    why = f" ({report.drafts_off})" if report.drafts_off else ""
+    return f"no drafts were made: none pays here; `--fixed-drafts` measures the drafter{why}"
+
+
+def _why_slower(engine: Engine, stats: RequestStats, plain: Contestant, drafting: Contestant) -> str:
+    share = (plain.processor_seconds + drafting.processor_seconds) / (plain.seconds + drafting.seconds)
+    return why_slower(
+        drafting.tokens_per_second / plain.tokens_per_second,
+        stats,
+        off=engine.drafts_off,
+        processor_share=share if engine.target.device.type == "cpu" else None,
+    )
 
 
 def _cut_off(engine: Engine, plain: Contestant, params: SamplingParams) -> int:

@@ -1,12 +1,13 @@
 """Ways of generating that are timed against each other on the same prompts, and the parity that comes before a figure.
 
-The contestants take turns group by group, so that a slow moment of a shared machine hits all of them. Knows nothing of
-what is compared: a benchmark makes its contestants, lets them take turns here, and reports what it likes.
+The contestants take turns group by group, so that a slow moment of a shared machine hits all of them; the processor's
+time tells how much of it others took. Knows nothing of what is compared: a benchmark makes its contestants, lets them
+take turns here, and reports what it likes.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
+from time import perf_counter, process_time
 
 from specdec.config import SamplingParams
 from specdec.engine import Engine
@@ -18,12 +19,14 @@ Prompts = list[list[int]]
 
 @dataclass(slots=True)
 class Contestant:
-    """One way of generating. judged: its outputs must be those of the first contestant, token for token."""
+    """One way of generating. judged: its outputs must be those of the first contestant, token for token.
+    processor_seconds: of `seconds`, those that this process had a core, of all its threads together."""
 
     name: str
     run: Callable[[Prompts], Prompts]
     judged: bool = True
     seconds: float = 0.0
+    processor_seconds: float = 0.0
     tokens: int = 0
     outputs: Prompts = field(default_factory=list)
 
@@ -45,13 +48,14 @@ def take_turns(
     update: is told how many groups are done.
     """
     for done, group in enumerate(groups, start=1):
-        timed: list[tuple[Prompts, float]] = []
+        timed: list[tuple[Prompts, float, float]] = []
         for contestant in contestants:
-            start = perf_counter()
+            start, processor = perf_counter(), process_time()
             outputs = contestant.run(group)
-            timed.append((outputs, perf_counter() - start))
-        for contestant, (outputs, seconds) in zip(contestants, timed, strict=True):
+            timed.append((outputs, perf_counter() - start, process_time() - processor))
+        for contestant, (outputs, seconds, processor_seconds) in zip(contestants, timed, strict=True):
             contestant.seconds += seconds
+            contestant.processor_seconds += processor_seconds
             contestant.tokens += sum(len(out) for out in outputs)
             contestant.outputs += outputs
         update(done)

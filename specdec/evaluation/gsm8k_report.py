@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 
 from specdec.errors import ConfigError
 from specdec.evaluation.transcripts import Record
+from specdec.runtime.draft_words import depths_in_words, why_slower
 from specdec.runtime.request import RequestStats
 
 # a minus after a digit, a word or a bracket subtracts: "10-3" ends in 3, "= -3" in -3
@@ -153,6 +154,10 @@ def _figures(records: Sequence[Record], comparable: bool) -> dict[str, Any]:
             "cut_off": sum(one["finish_reason"] == "length" for one in made),
             "acceptance_length": stats.acceptance_length,
             "accepted_per_position": stats.accepted_per_position,
+            "drafted_counts": stats.drafted_counts,
+            "rounds": stats.rounds,
+            "round_tokens": stats.round_tokens,
+            "drafted_rounds": stats.drafted_rounds,
         }
     if comparable:
         first, second = (each["tokens_per_second"] for each in timing.values())
@@ -206,10 +211,19 @@ def _run_table(report: Report) -> list[str]:
     for name, run in report["runs"].items():
         speed = f"{report['timing'][name]['tokens_per_second']:.1f}" if speeds_may_be_shown(report) else "withheld"
         row = {"run": name} | {head: _percentage(run[score]) for score, head in SCORE_HEADS.items() if score in run}
-        row |= {"cut off": str(run["cut_off"]), "acceptance length": f"{run['acceptance_length']:.2f}"}
-        row |= {"by position": ", ".join(f"{x:.2f}" for x in run["accepted_per_position"]), "tokens/s": speed}
+        row |= {"cut off": str(run["cut_off"]), "acceptance length": _length(run)}
+        by_position = depths_in_words(run["accepted_per_position"], run["drafted_counts"])
+        row |= {"by position": by_position, "tokens/s": speed}
         rows.append(row)
     return table_lines(rows)
+
+
+def _length(run: dict[str, Any]) -> str:
+    """Acceptance length of a run, and the share of its rounds that drafted where they are not nearly all."""
+    if not run["drafted_rounds"]:
+        return "no drafts"
+    share = run["drafted_rounds"] / run["rounds"]
+    return f"{run['acceptance_length']:.2f}" + (f" in {100 * share:.0f} % of rounds" if share < 0.9 else "")
 
 
 def _percentage(score: dict[str, Any]) -> str:
@@ -224,11 +238,18 @@ def _comparison_lines(report: Report) -> list[str]:
     differ, total = len(comparison["unequal"]), comparison["equal"] + len(comparison["unequal"])
     found = f"{differ} of {total} outputs differ"
     runs = f"{' over '.join(report['runs'])}, tokens/s"
+    run = _first_run(report)
+    if speed_up is None:
+        line = f"- no speed-up: {found} from plain decoding"
+    elif not run["drafted_rounds"]:
+        line = "- no speed-up: no drafts were made, none pays here; `--fixed-drafts` measures the drafter"
+    else:
+        line = f"- speed-up: {speed_up:.2f}x ({runs}{f'; {found}' if differ else ''})"
+        slower = why_slower(speed_up, RequestStats(rounds=run["rounds"], round_tokens=run["round_tokens"]))
+        line += f"; slower, since {slower}" if slower else ""
     return [
         "",
-        f"- no speed-up: {found} from plain decoding"
-        if speed_up is None
-        else f"- speed-up: {speed_up:.2f}x ({runs}{f'; {found}' if differ else ''})",
+        line,
         f"- equal transcripts: {comparison['equal']} of {total}",
         *(_parting_line(one) for one in comparison["unequal"]),
         *(
@@ -253,7 +274,7 @@ def _category_table(report: Report) -> list[str]:
     first, *_ = names = list(report["runs"])
     for category, group in (report["categories"] | report["turns"]).items():
         row = {"category": category, "problems": str(group["problems"])}
-        row[f"{first}: acceptance length"] = f"{group['runs'][first]['acceptance_length']:.2f}"
+        row[f"{first}: acceptance length"] = _length(group["runs"][first])
         if speeds_may_be_shown(report):
             row |= {f"{name}: tokens/s": f"{group['timing'][name]['tokens_per_second']:.1f}" for name in names}
         if "speed_up" in group["timing"]:

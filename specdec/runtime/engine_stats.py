@@ -17,9 +17,19 @@ from specdec.runtime.request import Request, RequestStats
 
 logger = logging.getLogger(__name__)
 
-ENOUGH_DRAFTS, FEW_ACCEPTED = 1000, 0.02
-"""Of so many drafts (one a request and round) fewer than this share had a first token that was right: a broken pair,
-or prompt lookup where nothing is said twice. By chance it is one in the size of the vocabulary."""
+LOOK_AFTER = 1000
+"""Rounds of requests that speculate between two looks at what their drafts were worth."""
+
+ENOUGH_DRAFTS = 16
+"""Drafts (one a request and round) that a look takes."""
+
+PATIENCE = 8000
+"""Rounds of the engine after which a look makes do with fewer: under load drafts rest for thousands of rounds of
+requests, which are few of the engine, and are right when they are tried."""
+
+FEW_ACCEPTED = 0.02
+"""Share of drafts whose first token is right in a pair that is not broken, at least; by chance it is one in the size of
+the vocabulary. Prompt lookup where nothing is said twice has fewer too."""
 
 
 class PoolUse(NamedTuple):
@@ -121,15 +131,43 @@ class EngineStats(RequestStats):
             self.add(request.stats)
 
 
-def warn_of_rejected(drafts: int, begun: int) -> bool:
-    """Say so where hardly any of these drafts had a first token that was right -> was it said?"""
-    if begun >= FEW_ACCEPTED * drafts:
-        return False
-    logger.warning(
-        "of the last %d drafts %d began with a token that was accepted: the output is right, but the drafter costs "
-        "time and saves none; see that it was made for this target and this chat template, in this dtype "
-        "(docs/troubleshooting.md, 'Acceptance near zero'), or use drafter=None",
-        drafts,
-        begun,
-    )
-    return True
+BROKEN = (
+    "see that it was made for this target and this chat template, in this dtype (docs/troubleshooting.md, 'Acceptance "
+    "near zero')"
+)
+TOO_SELDOM = (
+    "they are tried so seldom since they do not pay here: SpecConfig(adaptive=False) or Engine.diagnose() tells "
+    "whether the drafter's tokens or its time are at fault (docs/troubleshooting.md, 'Acceptance near zero')"
+)
+
+
+class DraftWatch:
+    """Counts drafts of an engine, however seldom they are tried, and warns once where hardly any begins right."""
+
+    def __init__(self) -> None:
+        self._batches = self._rounds = self._drafted = self._begun = 0  # since the last look
+        self._warned = False
+
+    def count(self, rounds: int, drafted: int, begun: int) -> None:
+        """A round of the engine: how many of its requests speculate, how many of them had a draft, and of how many the
+        first draft was accepted."""
+        self._batches += rounds > 0
+        self._rounds += rounds
+        self._drafted += drafted
+        self._begun += begun
+        seldom = self._drafted < ENOUGH_DRAFTS
+        if self._warned or (self._batches < PATIENCE if seldom else self._rounds < LOOK_AFTER):
+            return
+        if self._begun < max(1, FEW_ACCEPTED * self._drafted):
+            self._warned = True
+            logger.warning(
+                "of the last %d drafts, in %d rounds, %d began with a token that was accepted: the output is right, "
+                "but the drafter costs time and saves none; %s, or use drafter=None",
+                self._drafted,
+                self._rounds,
+                self._begun,
+                TOO_SELDOM if seldom else BROKEN,
+            )
+        self._batches = self._rounds = self._drafted = self._begun = (
+            0  # the next ones by themselves: a good start hides nothing
+        )

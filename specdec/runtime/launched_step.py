@@ -18,10 +18,10 @@ class LaunchedStep:
 
     row_epochs: `row_epoch` of each request at the launch; the result of a request that has lost its row since is
     ignored. drawing: for prompt chunks, the indices in the batch of the requests that draw their first token; None for
-    a round. packed: the result, of this `shape`, timed by these `stages`, while it is copied to the host. forced [B]:
-    how many tokens of each request in the result came from its grammar. scores: which log-probabilities of prompt
-    tokens were asked for, and their values. done: the CUDA event of the copy to the host; None where there is nothing
-    to wait for.
+    a round. packed: the result, of this `shape`, timed by these `stages`, while it is copied to the host. drafts [B]:
+    how deep the drafts are that each request could take at the launch. forced [B]: how many tokens of each request in
+    the result came from its grammar. scores: which log-probabilities of prompt tokens were asked for, and their values.
+    done: the CUDA event of the copy to the host; None where there is nothing to wait for.
     """
 
     requests: Sequence[Request]
@@ -30,6 +30,7 @@ class LaunchedStep:
     shape: RoundShape
     stages: tuple[str, ...]
     packed: torch.Tensor
+    drafts: IntArray
     forced: IntArray
     scores: tuple[Scoring, torch.Tensor] | None
     done: torch.cuda.Event | None
@@ -50,7 +51,7 @@ class LaunchedStep:
         """Of a round, of all its requests; of chunks, of those that draw. Waits for the device."""
         drawn = self.requests if self.drawing is None else [self.requests[i] for i in self.drawing]
         asked = [request.params.logprobs for request in drawn]
-        return unpack(self._on_host(self.packed), self.shape, self.stages, asked, self.forced)
+        return unpack(self._on_host(self.packed), self.shape, self.stages, asked, self.drafts, self.forced)
 
     def prompt_scores(self) -> list[tuple[Span, TokenScores]]:
         return [] if self.scores is None else self.scores[0].split(self._on_host(self.scores[1]))

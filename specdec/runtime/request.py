@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field, fields
 from enum import Enum
+from itertools import zip_longest
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -31,8 +32,10 @@ logger = logging.getLogger(__name__)
 class RequestStats:
     """What speculation did for one request, or (summed) for many.
 
-    `accepted_counts[i]`: rounds in which draft i + 1 was emitted. `drafted_rounds`: those that had drafts,
-    `drafted_round_tokens`: what these emitted, the bonus included, and `draft_tokens`: how deep they were, summed.
+    `drafted_counts[i]`: rounds that drafted i + 1 tokens deep or deeper, and `accepted_counts[i]`: those of them in
+    which draft i + 1 was emitted; a round that ends the output counts as no deeper than what was emitted of it.
+    `drafted_rounds`: rounds that had drafts, `drafted_round_tokens`: what these emitted, the bonus included, and
+    `draft_tokens`: how deep they were, summed.
     `forced_tokens`: those that a grammar left no choice for, and that stood in the place of drafts in `forced_rounds`,
     which had none. `cached_tokens`: prompt tokens whose K/V came out of the prefix
     cache. Seconds are a request's share of its batch's time; but queue and first_token are from when it was
@@ -45,6 +48,7 @@ class RequestStats:
     drafted_round_tokens: int = 0
     draft_tokens: int = 0
     accepted_counts: list[int] = field(default_factory=list)
+    drafted_counts: list[int] = field(default_factory=list)
     prompt_tokens: int = 0
     output_tokens: int = 0
     preemptions: int = 0
@@ -66,43 +70,43 @@ class RequestStats:
 
     @property
     def accepted_per_position(self) -> list[float]:
-        """Share of the rounds with drafts in which each draft position was accepted."""
-        return [count / self.drafted_rounds for count in self.accepted_counts] if self.drafted_rounds else []
+        """Share of the rounds that drafted so deep in which the draft at each depth was accepted."""
+        by_depth = zip(self.accepted_counts, self.drafted_counts, strict=False)  # older records lack the second
+        return [accepted / drafted for accepted, drafted in by_depth if drafted]  # zeros: taken out by `add`, and last
 
     def copy(self) -> "RequestStats":
         """These figures alone. Every round makes one for every request, so not by `replace`, which takes long."""
         twin = RequestStats(*_FIGURES(self))
-        twin.accepted_counts = list(twin.accepted_counts)
+        twin.accepted_counts, twin.drafted_counts = list(twin.accepted_counts), list(twin.drafted_counts)
         return twin
 
     def record_round(self, emitted: int, accepted: int, num_drafts: int) -> None:
         """A verify emitted that many tokens, the first `accepted` of them out of drafts `num_drafts` deep."""
+        assert accepted <= num_drafts, f"{accepted=} of {num_drafts=}"
         self.rounds += 1
         self.round_tokens += emitted
-        if num_drafts:
-            self.drafted_rounds += 1
-            self.drafted_round_tokens += emitted
-            self.draft_tokens += num_drafts
-        counts = self.accepted_counts
-        if len(counts) < num_drafts or len(counts) < accepted:
-            counts += [0] * (max(num_drafts, accepted) - len(counts))
-        for i in range(accepted):
-            counts[i] += 1
+        if not num_drafts:
+            return
+        self.drafted_rounds += 1
+        self.drafted_round_tokens += emitted
+        self.draft_tokens += num_drafts
+        for counts, depth in ((self.accepted_counts, accepted), (self.drafted_counts, num_drafts)):
+            counts += [0] * (num_drafts - len(counts))
+            counts[:depth] = [count + 1 for count in counts[:depth]]
 
     def add(self, other: "RequestStats", sign: int = 1) -> None:
         """Sum another request's figures into this one (`sign=-1` takes them out again)."""
-        longest = max(len(self.accepted_counts), len(other.accepted_counts))
-        mine, theirs = (
-            counts + [0] * (longest - len(counts)) for counts in (self.accepted_counts, other.accepted_counts)
-        )
-        self.accepted_counts = [a + sign * b for a, b in zip(mine, theirs, strict=True)]
+        for name in _BY_DEPTH:
+            pairs = zip_longest(getattr(self, name), getattr(other, name), fillvalue=0)
+            setattr(self, name, [mine + sign * theirs for mine, theirs in pairs])
         for name in _SUMS:
             setattr(self, name, getattr(self, name) + sign * getattr(other, name))
 
 
 _NAMES = tuple(each.name for each in fields(RequestStats))
 _FIGURES = attrgetter(*_NAMES)
-_SUMS = tuple(name for name in _NAMES if name != "accepted_counts")
+_BY_DEPTH = ("accepted_counts", "drafted_counts")
+_SUMS = tuple(name for name in _NAMES if name not in _BY_DEPTH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,8 +322,8 @@ class Request:
     ) -> None:
         """Take emitted tokens until a stop condition; the last one given is no draft.
 
-        stats: its figures so far (a copy, changed here); num_drafts: how deep the drafts of this round were, None for
-        the token behind a prompt; num_forced: so many of the first were no drafts, but the grammar's.
+        stats: its figures so far (a copy, changed here); num_drafts: how deep the drafts were that it could take, None
+        for the token behind a prompt; num_forced: so many of the first were no drafts, but the grammar's.
         """
         before = self.settled
         start, place = before.num_tokens, before.place
@@ -366,7 +370,8 @@ class Request:
                 stats.forced_tokens += min(taken, num_forced)
                 stats.forced_rounds += 1
             else:
-                stats.record_round(taken, min(taken, len(emitted) - 1), num_drafts)
+                cut = taken < len(emitted)  # its output ends within the accepted drafts: nothing judged those below
+                stats.record_round(taken, min(taken, len(emitted) - 1), taken if cut else num_drafts)
         self.settled = Settled(start + taken, finish_reason, stats, reader, place)
         self._tell()
 

@@ -58,9 +58,10 @@ def settle_round(round: Round, requests: Sequence[Request], result: RoundResult)
     of_row, step = np.nonzero(np.arange(result.tokens.shape[1]) < result.length[:, None])  # [M] tokens, row by row
     round.tokens.adopt((rows[of_row], start[of_row] + 1 + step), result.tokens[of_row, step])
     draft, verify, other = (result.seconds[stage] / len(requests) for stage in ("draft", "verify", "other"))
-    most = round.max_drafts.host[rows].clip(max=result.num_steps).tolist()
-    columns = result.tokens.tolist(), result.length.tolist(), result.logprobs, result.forced.tolist(), most
-    for request, emitted, length, logprobs, num_forced, num_drafts in zip(requests, *columns, strict=True):
+    integers = (array.tolist() for array in (result.tokens, result.length, result.drafts, result.forced))
+    for request, logprobs, emitted, length, num_drafts, num_forced in zip(
+        requests, result.logprobs, *integers, strict=True
+    ):
         stats = request.stats.copy()
         stats.draft_seconds += draft
         stats.verify_seconds += verify

@@ -29,7 +29,8 @@ from specdec.runtime.adaptive.cost_table import batch_in_table
 from specdec.runtime.adaptive.draft_choice import NO_CHOICE, DraftChoice
 from specdec.runtime.adaptive.draft_ladder import draft_ladder
 from specdec.runtime.adaptive.reading_along import end_drafts, read_along
-from specdec.runtime.engine_stats import ENOUGH_DRAFTS, EngineStats, PoolUse, device_use, warn_of_rejected
+from specdec.runtime.cpu_threads import CpuThreads
+from specdec.runtime.engine_stats import DraftWatch, EngineStats, PoolUse, device_use
 from specdec.runtime.grammar_masks import GrammarSteps, prepare, root_masks
 from specdec.runtime.launched_step import LaunchedStep, copy_to_host, event_now
 from specdec.runtime.prompt_gap import PromptLoad
@@ -78,12 +79,12 @@ class Steps:
         self.lag = 0 if graphs is None else 1
         self.table = scheduler.table
         self.totals = EngineStats()
+        self.threads = CpuThreads(round.target.model, round.device, deterministic=round.target.deterministic)
         self.under_way: deque[LaunchedStep] = deque()
         adaptive = spec.adaptive and round.worker is not None
         shapes = draft_ladder(spec, lookup=round.has_lookup)
         self.choice = DraftChoice(shapes, self.table.max_requests + 1) if adaptive else None
-        self._drafted = self._begun = 0  # drafts since the last look, and those whose first token was right
-        self._warned = False
+        self._watch = DraftWatch()
         self.reading: PromptReading | None = None  # of which some parts have run
         self._ended: int | None = None  # the newest settled round, on the device's clock; None: chunks came after it
         round.masks.max_nodes = max(spec.num_nodes, 1 + MAX_FORCED_TOKENS)
@@ -106,6 +107,7 @@ class Steps:
         return replace(
             self.totals,
             accepted_counts=list(self.totals.accepted_counts),
+            drafted_counts=list(self.totals.drafted_counts),
             waiting=len(scheduler.waiting),
             running=len(scheduler.running),
             full_slots=PoolUse.of(allocator.full, allocator.page_size),
@@ -118,7 +120,7 @@ class Steps:
 
     def run(self) -> list[Request]:
         """One step -> the requests that ended in it. Prompts come second, so that those that end make room for them."""
-        with self.on_device(), self.round.one_look():
+        with self.on_device(), self.round.one_look(), self.threads.limited():
             finished: list[Request] = []
             if restricted(self.scheduler.running):
                 finished += self._settle_all()  # what a grammar allows is known when all earlier tokens are
@@ -172,6 +174,8 @@ class Steps:
                 tokens = np.array([count, *request.forced[:count]], dtype=np.int64)
                 self.round.forced[request.row, : 1 + count] = tokens
         self.round.flush()
+        self.threads.fit(shape.batch * shape.width)
+        drafts = self.round.max_drafts.host[rows].clip(max=shape.draft.depth)  # before rows are lost to the drafter
         read_along(self.round, self.catch_ups, self.choice, shape, rows, ending)
         between: Between = nothing
         if masked:
@@ -180,7 +184,7 @@ class Steps:
             packed = run_programs(decode_programs(self.round, shape), between)
         else:
             packed = self.graphs.run(shape, between)
-        self._launched(requests, None, shape, DECODE_STAGES, packed, forced, None)
+        self._launched(requests, None, shape, DECODE_STAGES, packed, drafts, forced, None)
 
     def shape_for(self, requests: Sequence[Request], to_go: Sequence[int]) -> RoundShape:
         """Of a round of these requests, after those that are not settled. Captured rounds have few kinds of drafts: the
@@ -233,6 +237,7 @@ class Steps:
                 return []
             self.round.flush()
             reading = self.reading = self._begin_reading(requests, chunk_len, streams=streams)
+        self.threads.fit(int(reading.chunk_len.sum()))
         gap, budget = self.scheduler.prompt_gap, None
         if streams:
             budget = gap.budget(self.scheduler.prompt_room, self.scheduler.num_waiting, reading.load)
@@ -299,8 +304,8 @@ class Steps:
         longest = int((done + chunk_len)[chosen].max(initial=0))
         masks = root_masks([request.place for request in drawn])
         packed = self.round.prefill(chunk, chosen, longest, shape, masks, reading.earlier, begins=int(done.min()))
-        forced = np.zeros(len(drawn), dtype=np.int64)
-        self._launched(requests, drawing, shape, PREFILL_STAGES, packed, forced, scores)
+        none = np.zeros(len(drawn), dtype=np.int64)
+        self._launched(requests, drawing, shape, PREFILL_STAGES, packed, none, none, scores)
         commit_chunks(self.table, self.scheduler.prefixes, requests, chunk_len)
 
     def read(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> Chunk:
@@ -318,13 +323,15 @@ class Steps:
         shape: RoundShape,
         stages: tuple[str, ...],
         packed: torch.Tensor,
+        drafts: IntArray,
         forced: IntArray,
         scores: tuple[Scoring, torch.Tensor] | None,
     ) -> None:
         epochs = [request.row_epoch for request in requests]
         on_host, done, ranks = copy_to_host(packed), event_now(packed.device), self.round.target.ranks
         done = done if ranks is None else ranks.guarded(done)
-        self.under_way.append(LaunchedStep(requests, epochs, drawing, shape, stages, on_host, forced, scores, done))
+        launched = LaunchedStep(requests, epochs, drawing, shape, stages, on_host, drafts, forced, scores, done)
+        self.under_way.append(launched)
 
     def _settle(self, busy: bool) -> list[Request]:
         """Settle what is under way, oldest first, except for the lag.
@@ -348,9 +355,10 @@ class Steps:
                 result = launched.result()
                 if len(present) < len(launched.requests):
                     result = result.take(present)
-                before = sum(request.num_output for request in requests) if result.num_steps else 0
+                drafts = launched.shape.num_steps > 0
+                before = sum(request.num_output for request in requests) if drafts else 0
                 settle_round(self.round, requests, result)
-                gained = sum(request.num_output for request in requests) - before if result.num_steps else 0
+                gained = sum(request.num_output for request in requests) - before if drafts else 0
                 self._learn(launched.shape, requests, result, gained)
                 self._note(requests, result, by_lookup=launched.shape.by_lookup)
             else:
@@ -365,30 +373,25 @@ class Steps:
         if self.choice is None or shape.forced or (self.graphs is not None and is_large(shape)):
             return
         rows = rows_of(requests)
-        most = self.round.max_drafts.host[rows]
         batch = batch_in_table(shape.batch, captured=self.graphs is not None)
         context = int(self.table.committed_len.host[rows].sum() - result.length.sum())  # before it
-        drafting = most > 0
-        given = rows[drafting], result.length[drafting] - 1, most[drafting]
+        drafting = result.drafts > 0
+        given = rows[drafting], result.length[drafting] - 1, result.drafts[drafting]
         since = None if before is None else ((began - before) / 1e9, (ended - before) / 1e9)
         chosen = not any(request.has_fixed_draft for request in requests)
         brought = gained / len(requests) if chosen else 0.0
         self.choice.learn(shape.draft, batch, context, result.seconds, *given, since, brought=brought)
 
     def _note(self, requests: Sequence[Request], result: RoundResult, *, by_lookup: bool) -> None:
-        """Count a settled round, and warn once where drafts are hardly ever right: a drafter's own, not a lookup's."""
+        """Count a settled round, and what its drafts were worth: a drafter's own, not a lookup's next to it."""
         self.totals.batches += 1
         self.totals.batch_seconds += sum(result.seconds.values())
         if self.graphs is not None:  # the host is hidden then
             self.scheduler.prompt_gap.learn_round(sum(result.seconds.values()))
-        if result.num_steps == 0 or self._warned or by_lookup:
-            return
-        drafted = (self.round.max_drafts.host[rows_of(requests)] > 0) & (result.forced == 0)
-        self._drafted += int(drafted.sum())
-        self._begun += int((drafted & (result.length > 1)).sum())
-        if self._drafted >= ENOUGH_DRAFTS:
-            self._warned = warn_of_rejected(self._drafted, self._begun)
-            self._drafted = self._begun = 0  # the next thousand by themselves: a good start hides nothing
+        if not by_lookup:
+            drafted = (result.drafts > 0) & (result.forced == 0)
+            rounds = sum(request.draft is not None for request in requests)
+            self._watch.count(rounds, int(drafted.sum()), int((drafted & (result.length > 1)).sum()))
 
     def _release_finished(self, requests: Sequence[Request]) -> list[Request]:
         finished = [request for request in requests if request.settled.finish_reason]

@@ -178,6 +178,11 @@ class AsyncEngine:
         self._bound.require(text)
         return await self.off_loop(lambda: self.engine.encode(text))
 
+    @property
+    def drafts_off(self) -> str:
+        """`Engine.drafts_off`."""
+        return self.engine.drafts_off
+
     async def stats(self) -> EngineStats:
         """`Engine.stats`, between two steps."""
         return await self.between_steps(self.engine.stats)

@@ -182,4 +182,7 @@ def said(before: Snapshot | None, after: Snapshot, seconds: float) -> str | None
     if since.drafted_rounds:
         accepted = 100 * sum(since.accepted_counts) / since.draft_tokens
         parts.append(f"acceptance length {since.acceptance_length:.2f}, {accepted:.1f} % of drafts")
+    if after.engine.drafts.off and 2 * since.drafted_rounds < since.rounds:
+        few = f"{since.drafted_rounds} of {since.rounds} rounds had drafts" if since.drafted_rounds else "no drafts"
+        parts.append(f"{few} ({after.engine.drafts.off})")
     return ", ".join(parts)

@@ -110,10 +110,13 @@ class Metrics:
             ranks = [label | {"device": use.device, "rank": str(rank)} for rank, use in enumerate(engine.devices)]
             values = (getattr(use, attribute) for use in engine.devices)
             yield _metric("gauge", name, text, zip(ranks, values, strict=True))
-        accepted = enumerate(self._snapshot.requests.accepted_counts)
-        by_position = [(label | {"position": str(position)}, count) for position, count in accepted]
-        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
-        yield _metric("counter", name, "Drafts that were accepted, by position.", by_position)
+        requests = self._snapshot.requests
+        for name, text, by_depth in (
+            ("vllm:spec_decode_num_accepted_tokens_per_pos", "Drafts accepted, by position.", requests.accepted_counts),
+            ("specdec:draft_tokens_per_pos", "Drafts made, by position.", requests.drafted_counts),
+        ):
+            by_position = [(label | {"position": str(position)}, count) for position, count in enumerate(by_depth)]
+            yield _metric("counter", name, text, by_position)
         drafts = [label | {"draft": draft_name(shape)} for shape in engine.drafts.shapes]
         for name, text, counts in (
             ("specdec:draft_rounds", "Rounds that had this draft, by choice.", engine.drafts.rounds),

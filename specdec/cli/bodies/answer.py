@@ -16,6 +16,7 @@ from specdec.errors import ConfigError, shown
 from specdec.evaluation.output_files import STDOUT, write_file
 from specdec.models.weight_storage import is_quantised, weights_in_words
 from specdec.progress import working
+from specdec.runtime.draft_words import acceptance_in_words
 from specdec.runtime.request import GenerationOutput, StreamDelta
 from specdec.text.detokenize import DraftColours
 
@@ -74,7 +75,7 @@ def print_summary(out: GenerationOutput, engine: Engine, show_drafts: bool) -> N
     if engine.drafter is None:
         line.append("; no drafter (give --drafter)")
     elif stats.rounds:  # a single token comes from the prompt's own forward
-        line.append(f", acceptance length {stats.acceptance_length:.2f}")
+        line.append(f", {acceptance_in_words(stats, engine.drafts_off)}")
     if is_quantised(engine.target.model):
         line.append(f"; weights in {weights_in_words(engine.target.model)}")
     if show_drafts:

@@ -21,6 +21,7 @@ from specdec.cli.commands import ChatOptions
 from specdec.config import SamplingParams
 from specdec.engine import Engine
 from specdec.errors import CapacityError, SpecDecError, shown
+from specdec.runtime.draft_words import acceptance_in_words
 from specdec.runtime.request import GenerationOutput
 from specdec.text.detokenize import DraftColours
 
@@ -218,7 +219,7 @@ class Session:
             f"{count} tokens, {count / seconds:.1f} tokens/s, the first after {stats.first_token_seconds:.2f} s"
         )
         if self.engine.drafter is not None:
-            line.append(f"; acceptance length {stats.acceptance_length:.2f}, " if stats.rounds else "; ")
+            line.append(f"; {acceptance_in_words(stats, self.engine.drafts_off)}, " if stats.rounds else "; ")
             line.append("from accepted drafts", style=DRAFTED_STYLE)
         if output.finish_reason != "stop":
             line.append(f"; {'interrupted' if output.finish_reason == 'abort' else 'cut at its length'}")

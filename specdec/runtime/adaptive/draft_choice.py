@@ -52,7 +52,7 @@ class DraftUse(NamedTuple):
     rounds: that had it; tried: those of them that were trials. milliseconds: of a round with each, by batch size,
     nothing committed, as far as it was timed or guessed. chance: by depth, of a chain's draft where the one before was
     accepted. last: of the newest choice, how many rows, and of each draft the tokens and the milliseconds that it was
-    expected to bring and take.
+    expected to bring and take. off: why that choice was no draft, in words; empty where it was one.
     """
 
     shapes: Sequence[DraftShape] = ()
@@ -61,6 +61,7 @@ class DraftUse(NamedTuple):
     milliseconds: Mapping[int, Sequence[float]] = {}
     chance: Sequence[float] = ()
     last: tuple[int, Sequence[float], Sequence[float]] = (0, (), ())
+    off: str = ""
 
     @property
     def why(self) -> str:
@@ -104,6 +105,9 @@ class DraftChoice:
         self._brought_to: tuple[bytes, bytes] | None = None  # rows and the most they accept; None: they have changed,
         self._stayed = 0  # and for how many rounds
         self._last: tuple[int, Sequence[float], Sequence[float]] = (0, (), ())
+        self._best = 0  # of the newest choice, a trial apart
+        self._knows_plain = False
+        self._judged = self._begun = 0  # drafts of rows, and those whose first token was accepted
 
     def begin(self, rows: IntArray) -> None:
         """These rows have new requests."""
@@ -160,6 +164,7 @@ class DraftChoice:
         self._rounds[int(tried)][chosen] += 1
         self._batches.add(batch)
         self._last = len(rows), tokens, [1e3 * each for each in seconds]
+        self._best, self._knows_plain = best, plain > 0
         return self.shapes[chosen]
 
     @staticmethod
@@ -196,6 +201,8 @@ class DraftChoice:
             self.cost.note_host(number, batch, *since)
         if number and len(rows):
             self.chances.learn(number, rows, accepted, most)
+            self._judged += len(rows)
+            self._begun += int(np.count_nonzero(accepted))
             self._brought_to = None
         if number == 0:
             self.account.settle(spent, spent)
@@ -225,12 +232,31 @@ class DraftChoice:
             self._brought_to, self._stayed = brought_to, 0
         return self._brought
 
+    @property
+    def off(self) -> str:
+        """Why the newest choice was no draft, in words; empty where it was one. Any thread may ask."""
+        rows, tokens, milliseconds = self._last
+        if self._best or not rows:
+            return ""
+        if not self._knows_plain:
+            return "the first rounds are timed without"
+        if self._judged and self._begun < HOPELESS * self._judged:
+            return f"of {self._judged} drafts that were tried {self._begun} began with a token that was accepted"
+        rates = [brought / took for brought, took in zip(tokens, milliseconds, strict=True)]
+        best = max(range(1, len(rates)), key=rates.__getitem__)
+        found = (
+            f"{name(self.shapes[best])} is expected to bring {tokens[best]:.2f} tokens in {milliseconds[best]:.2f} ms, "
+            f"no draft 1 in {milliseconds[0]:.2f} ms, with {rows} running"
+        )
+        return found if rates[best] <= rates[0] else f"{found}, and what earlier drafts gained does not cover its risk"
+
     def use(self) -> DraftUse:
         """As it is now."""
         milliseconds = {batch: (1e3 * self.cost.seconds(batch, 0)).tolist() for batch in sorted(self._batches)}
         best, tried = self._rounds
         rounds = [sum(counts) for counts in zip(best, tried, strict=True)]
-        return DraftUse(self.shapes, rounds, list(tried), milliseconds, self.chances.chance[0].tolist(), self._last)
+        chance = self.chances.chance[0].tolist()
+        return DraftUse(self.shapes, rounds, list(tried), milliseconds, chance, self._last, self.off)
 
 
 def covers(shape: DraftShape, least: DraftShape) -> bool:

@@ -84,23 +84,23 @@ class RoundShape(NamedTuple):
 class RoundResult(NamedTuple):
     """length [B] of the accepted path [B, N] of nodes; tokens [B, D], the first `length` are emitted.
 
-    logprobs: per request, of its D tokens; empty for those who did not ask. num_steps: levels of the draft. seconds: by
-    stage. forced [B]: how many of the first tokens the grammar gave. ran: when it began and when it ended, in
-    nanoseconds of the device's clock.
+    logprobs: per request, of its D tokens; empty for those who did not ask. drafts [B]: how deep the drafts were that
+    each row could take. seconds: by stage. forced [B]: how many of the first tokens the grammar gave. ran: when it
+    began and when it ended, in nanoseconds of the device's clock.
     """
 
     length: IntArray
     path: IntArray
     tokens: IntArray
     logprobs: list[list[TokenLogprob]]
-    num_steps: int
+    drafts: IntArray
     seconds: dict[str, float]
     forced: IntArray
     ran: tuple[int, int] = (0, 0)
 
     def take(self, chosen: Sequence[int]) -> "RoundResult":
         logprobs = [self.logprobs[i] for i in chosen]
-        arrays = {name: getattr(self, name)[chosen] for name in ("length", "path", "tokens", "forced")}
+        arrays = {name: getattr(self, name)[chosen] for name in ("length", "path", "tokens", "drafts", "forced")}
         return self._replace(**arrays, logprobs=logprobs)
 
 
@@ -123,11 +123,17 @@ def pack(rows: torch.Tensor, scores: LogProbs | None, stamps: torch.Tensor) -> t
 
 
 def unpack(
-    packed: IntArray, shape: RoundShape, stages: Sequence[str], asked: Sequence[int | None], forced: IntArray
+    packed: IntArray,
+    shape: RoundShape,
+    stages: Sequence[str],
+    asked: Sequence[int | None],
+    drafts: IntArray,
+    forced: IntArray,
 ) -> RoundResult:
     """The result of the first of `shape.batch` rows, as many as `asked` has.
 
-    asked: of each request, how many alternatives a token it wants; None: no log-probabilities. forced: see RoundResult.
+    asked: of each request, how many alternatives a token it wants; None: no log-probabilities. drafts, forced: see
+    RoundResult.
     """
     stamps = packed[len(packed) - len(stages) - 1 :]
     depth, numbers = shape.depth, len(packed) - len(stamps)
@@ -151,7 +157,7 @@ def unpack(
                 logprobs[i] = [TokenLogprob(*one) for one in of_tokens]
     seconds = seconds_by_stage(stages, stamps)
     ran = int(stamps[0]), int(stamps[-1])
-    return RoundResult(length, path, tokens, logprobs, shape.num_steps, seconds, forced, ran)
+    return RoundResult(length, path, tokens, logprobs, drafts, seconds, forced, ran)
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:

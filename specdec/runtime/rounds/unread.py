@@ -39,6 +39,12 @@ class Unread:
         most = int(self.count[rows[~self.lost(rows)]].max(initial=0))
         return most if more == 0 or most + more > KEPT else 0
 
+    def grow(self, rows: IntArray, shape: RoundShape) -> None:
+        """A round of this shape is launched over these rows. Of rows that are lost it has one token each, or what a
+        grammar forces, whatever the draft of others is; rows that have ended stay read."""
+        rows = rows[~self.ended[rows]]
+        self.count[rows] += np.where(self.lost(rows), shape.forced or 1, unread_tokens(shape))
+
     def was_read(self, rows: IntArray) -> None:
         """All that is kept of these rows."""
         self.count[rows[~self.lost(rows)]] = 0
@@ -51,7 +57,3 @@ class Unread:
         """These rows have new requests."""
         self.count[rows] = 0
         self.ended[rows] = False
-
-    def grow(self, rows: IntArray, shape: RoundShape) -> None:
-        """A round of this shape is launched over these rows."""
-        self.count[rows[~self.ended[rows]]] += unread_tokens(shape)

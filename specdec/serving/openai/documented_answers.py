@@ -36,10 +36,14 @@ Usage = _answer(
 )
 SpeculationFigures = _answer(
     "SpeculationFigures",
-    "What drafts did for all samples together: figures of `RequestStats`, which answers take by these names.",
+    "What drafts did for all samples together: figures of `RequestStats`, which answers take by these names; and "
+    "drafts_off: why the server's newest round had no draft, empty where it had one.",
     rounds=int,
+    drafted_rounds=int,
     acceptance_length=float,
     accepted_per_position=list[float],
+    drafted_counts=list[int],
+    drafts_off=str,
     **{f"{part}_seconds": float for part in ("prefill", "draft", "verify", "other", "queue", "first_token")},
 )
 

@@ -141,7 +141,8 @@ class TextAnswer(ABC):
         total = RequestStats()
         for one in stats:
             total.add(one)
-        return {"speculation": {name: getattr(total, name) for name in SpeculationFigures.model_fields}}
+        figures = {name: getattr(total, name) for name in SpeculationFigures.model_fields if name != "drafts_off"}
+        return {"speculation": figures | {"drafts_off": self.state.engine.drafts_off}}
 
 
 def usage_of(prompts: Sequence[Sequence[int]], stats: Sequence[RequestStats], state: ServeState) -> dict[str, Any]:

@@ -56,8 +56,8 @@ class JsonToolParser(AnswerParser):
             require((yield from self._solid()) == ":")
             if key in NAME_KEYS and name is None:
                 require((yield from self._solid()) == '"')
-                name = yield from self._json_text(most=max(128, *map(len, self._tools), 0))
-                require(NAME.fullmatch(name) or name in self._tools)
+                name = yield from self._json_text(most=128)
+                require(NAME.fullmatch(name))
             elif key in ARGUMENT_KEYS and arguments is None:
                 begun = name is not None and (yield from self._solid()) == "{"
                 if name is not None:

@@ -1,0 +1,266 @@
+"""What is said of drafts: by depth, why there are none, and when almost none is right, however seldom one is tried."""
+
+import dataclasses
+import inspect
+import logging
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from specdec import SamplingParams, SpecConfig
+from specdec.cli.app import app
+from specdec.evaluation.bench_run import BenchReport, markdown_table
+from specdec.runtime.adaptive.draft_choice import DraftChoice
+from specdec.runtime.adaptive.draft_ladder import draft_ladder
+from specdec.runtime.draft_words import acceptance_in_words, depths_in_words, why_slower
+from specdec.runtime.engine_stats import DraftWatch, EngineStats
+from specdec.runtime.request import RequestStats
+from specdec.runtime.rounds.round_shapes import NO_DRAFT
+from specdec.serving.logs import said
+from specdec.serving.metrics import Metrics, Snapshot
+
+ADAPTIVE = SpecConfig(4, adaptive=True)
+SECONDS = {"draft": 0.0, "verify": 1.0, "other": 0.0}
+
+
+@pytest.fixture
+def right(make_target, make_engine, random_prompt, greedy_oracle, scripted):
+    """An engine with adaptive drafts that are always right, and a prompt."""
+    model, prompt = make_target("llama"), random_prompt(9)
+    whole = prompt + greedy_oracle(model, prompt, 60)
+    drafter = scripted(lambda known, n: (whole[len(known) : len(known) + n], None))
+    return make_engine(model, drafter, spec=ADAPTIVE, max_batch_size=1), prompt
+
+
+def in_turn(engine, *depths):
+    """Rounds have chains of these depths in turn."""
+    turn, shapes = iter(range(10**6)), {shape.num_steps: shape for shape in engine.steps.choice.shapes}
+    engine.steps.choice.choose = lambda *_, **__: shapes[depths[next(turn) % len(depths)]]
+
+
+# by depth
+
+
+def test_a_depth_that_was_not_drafted_is_not_rejected(right):
+    """Chains of 1, nearly always, and of 4: of a drafter that is always right "position 2: 20 %" was said."""
+    engine, prompt = right
+    in_turn(engine, 1, 1, 4, 0, 1)
+    [out] = engine.generate(prompt, SamplingParams(max_new_tokens=45, ignore_eos=True))
+    assert out.stats.accepted_per_position == [1.0] * 4
+    first, *deeper = out.stats.drafted_counts
+    assert first == out.stats.drafted_rounds > 2 * max(deeper) and len(deeper) == 3
+    assert sum(out.stats.drafted_counts) == out.stats.draft_tokens
+    assert engine.stats().drafted_counts == out.stats.drafted_counts
+
+
+def test_a_draft_below_the_end_of_an_output_is_not_rejected(make_target, make_engine, random_prompt, scripted):
+    """A stop token ends the output within an accepted path: what lies below it was judged by nobody."""
+    model, prompt = make_target("llama"), random_prompt(9)
+    [plain] = make_engine(model).generate(prompt, SamplingParams(max_new_tokens=30, ignore_eos=True))
+    whole, end = prompt + plain.token_ids, plain.token_ids[7]
+    assert end not in plain.token_ids[:7]
+    engine = make_engine(model, scripted(lambda known, n: (whole[len(known) : len(known) + n], None)), num_steps=4)
+    params = SamplingParams(max_new_tokens=30, ignore_eos=True, stop_token_ids=(end,))
+    [out] = engine.generate(prompt, params)
+    assert out.token_ids == plain.token_ids[:8] and out.stats.rounds == 2
+    assert out.stats.accepted_per_position == [1.0] * 4 and out.stats.drafted_counts == [2, 2, 1, 1]
+
+
+def test_sums_by_depth_are_of_all_rounds():
+    deep, shallow = RequestStats(), RequestStats()
+    for accepted in (4, 1, 0):
+        deep.record_round(accepted + 1, accepted, 4)
+    for accepted in (1, 1, 0, 1):
+        shallow.record_round(accepted + 1, accepted, 1)
+    total = deep.copy()
+    total.add(shallow)
+    assert total.accepted_counts == [5, 1, 1, 1] and total.drafted_counts == [7, 3, 3, 3]
+    assert total.accepted_per_position == [5 / 7, 1 / 3, 1 / 3, 1 / 3] and total.acceptance_length == 15 / 7
+    total.add(deep, sign=-1)
+    assert total.accepted_per_position == shallow.accepted_per_position == [3 / 4]  # a warm-up is taken out
+
+
+def test_a_row_that_has_lost_its_drafter_counts_no_drafts(make_target, random_prompt, make_engine):
+    """Those of its neighbours were counted as its own, and all as rejected."""
+    from specdec.draft_models.language_model import LanguageModelDrafter
+    from specdec.models.target import TargetModel
+
+    model = make_target("llama")
+    drafter = LanguageModelDrafter(TargetModel(make_target("llama")), TargetModel(model))
+    engine = make_engine(model, drafter, spec=ADAPTIVE, max_batch_size=2)
+    engine.steps.choice.reads_along = lambda *_: False
+    in_turn(engine, 0)
+    lost = engine.submit(random_prompt(9), SamplingParams(max_new_tokens=40, ignore_eos=True))
+    while lost.stats.output_tokens < 25:
+        engine.step()
+    assert engine.round.unread.lost(np.array([0])).all()
+    in_turn(engine, 4)
+    other = engine.submit(random_prompt(5), SamplingParams(max_new_tokens=12, ignore_eos=True))
+    while engine.step():
+        pass
+    assert other.stats.drafted_rounds > 0 and other.stats.accepted_per_position[0] == 1.0
+    assert lost.stats.drafted_rounds == lost.stats.draft_tokens == 0
+    assert lost.stats.drafted_counts == lost.stats.accepted_per_position == []
+
+
+# drafts that are hardly ever right, however seldom they are tried
+
+
+@pytest.mark.parametrize(
+    ("rounds", "warned"),
+    [
+        ([(1, 1, 0)] * 3000, True),  # once
+        ([(100, 1, 0)] * 100, True),  # one round of a hundred drafts
+        ([(1, 1, 0)] + [(1, 0, 0)] * 8000, True),
+        ([(1, 0, 0)] * 8000, True),
+        ([(256, 0, 0)] * 500, False),  # under load drafts rest
+        ([(256, 0, 0)] * 500 + [(256, 256, 90)], False),
+        ([(100, 1, 0)] * 9, False),  # too few to know
+        ([(100, 1, 1), (100, 1, 0)] * 50, False),
+        ([(1, 1, 1)] * 30 + [(1, 1, 0)] * 970, False),
+        ([(1, 1, 1)] * 1000 + [(1, 1, 0)] * 1000, True),  # a good start hides nothing
+    ],
+)
+def test_drafts_are_watched_however_seldom_they_are_tried(rounds, warned, caplog):
+    with caplog.at_level(logging.WARNING, logger="specdec"):
+        watch = DraftWatch()
+        for each in rounds:
+            watch.count(*each)
+    assert len(caplog.records) == warned
+    assert not warned or "Acceptance near zero" in caplog.text
+
+
+def test_adaptive_drafts_that_are_never_right_are_warned_of(make_target, make_engine, random_prompt, scripted, caplog):
+    """The warning waited for 1,000 drafts, and drafts were off long before."""
+    engine = make_engine(
+        make_target("llama"), scripted(lambda known, n: ([95] * n, None)), spec=ADAPTIVE, max_batch_size=32
+    )
+    in_turn(engine, 4, *[0] * 23)
+    with caplog.at_level(logging.WARNING, logger="specdec"):
+        engine.generate([random_prompt(9)] * 32, SamplingParams(max_new_tokens=40, ignore_eos=True))
+    assert engine.stats().drafted_rounds < 100 and engine.stats().rounds > 1000
+    assert len(caplog.records) == 1 and "0 began with a token that was accepted" in caplog.text
+
+
+# why there are none
+
+
+def taught(draft_seconds, accepted, times=40):
+    """A choice of one row that has seen rounds without a draft, of a second, and with a chain of 1."""
+    choice, row, one = DraftChoice(draft_ladder(SpecConfig(1)), 1), np.zeros(1, dtype=np.int64), np.ones(1, dtype=int)
+    choice.cost.timed[1] = np.array([1.0, 1.0 + draft_seconds])
+    choice.begin(row)
+    for _ in range(times):
+        choice.learn(choice.shapes[1], 1, 0, SECONDS, row, one * accepted, one)
+    choice.account.balance = choice.account.spare = -9.0
+    choice.choose(row, one * 9, 1, 0, NO_DRAFT)
+    return choice
+
+
+def test_the_reason_that_drafts_are_off_says_what_was_tried():
+    assert taught(0.5, 0).use().off == "of 40 drafts that were tried 0 began with a token that was accepted"
+
+
+def test_the_reason_that_drafts_are_off_says_what_they_would_bring_and_take():
+    off = taught(2.0, 1).use().off
+    assert "a chain of 1 is expected to bring 1.9" in off and "3000.00 ms, no draft 1 in 1000.00 ms" in off
+    assert "does not cover" not in off
+    assert "does not cover its risk" in taught(0.5, 1).use().off
+
+
+def test_before_any_round_there_is_no_reason():
+    assert DraftChoice(draft_ladder(ADAPTIVE), 1).off == ""
+    choice = DraftChoice(draft_ladder(ADAPTIVE), 1)
+    choice.choose(np.zeros(1, dtype=np.int64), np.full(1, 9), 1, 0, NO_DRAFT)
+    assert choice.off == "the first rounds are timed without"
+
+
+def test_an_engine_says_why_without_waiting_for_a_step(right, make_target, make_engine):
+    engine, prompt = right
+    assert engine.drafts_off == engine.stats().drafts.off == ""
+    engine.generate(prompt, SamplingParams(max_new_tokens=3, ignore_eos=True))
+    assert engine.drafts_off == engine.stats().drafts.off != ""
+    assert make_engine(make_target("llama")).drafts_off == "there is no drafter"
+
+
+def test_the_log_says_why_there_are_no_drafts():
+    none, some = RequestStats(output_tokens=9), RequestStats(output_tokens=9)
+    for _ in range(8):
+        none.record_round(1, 0, 0)
+    some.record_round(2, 1, 1)
+    some.add(none)
+    off = EngineStats(drafts=taught(0.5, 0).use())
+    assert "no drafts (of 40 drafts that were tried 0 began" in said(None, Snapshot(off, none), 1.0)
+    assert "1 of 9 rounds had drafts (of 40" in said(None, Snapshot(off, some), 1.0)
+    assert "drafts" not in said(None, Snapshot(EngineStats(), none), 1.0)
+
+
+def test_words_of_drafts():
+    stats = RequestStats()
+    for accepted, depth in ((4, 4), (0, 1), (1, 2)):
+        stats.record_round(accepted + 1, accepted, depth)
+    assert acceptance_in_words(stats, "why") == "acceptance length 2.67"
+    assert depths_in_words(stats.accepted_per_position, stats.drafted_counts) == (
+        "0.67 of 3, 0.50 of 2, 1.00 of 1, 1.00 of 1 rounds"
+    )
+    for _ in range(9):
+        stats.record_round(1, 0, 0)
+    assert acceptance_in_words(stats, "why") == "acceptance length 2.67 in the 3 of 12 rounds that drafted (why)"
+    assert depths_in_words([0.5, 0.25], [8, 8]) == "0.50, 0.25"
+    assert acceptance_in_words(RequestStats(rounds=3), "why") == "no drafts were made: why"
+
+
+def test_no_verdict_below_one_without_its_reason():
+    stats = RequestStats(rounds=10, round_tokens=20)
+    assert why_slower(1.0, stats, off="why", processor_share=0.1) == ""
+    assert why_slower(0.5, stats) == "a round brought 2.00 tokens and took 4.00 times as long as a plain one"
+    reason = why_slower(0.5, stats, off="none pays", processor_share=0.3)
+    assert "drafts are off: none pays" in reason and "this one had 0.30 of a core" in reason
+    assert "core" not in why_slower(0.5, stats, processor_share=1.0)
+
+
+@pytest.fixture
+def drafts_never_pay(monkeypatch):
+    """Drafts are adaptive, as they are by default outside tests, and no round has one."""
+    init = inspect.unwrap(SpecConfig.__init__)
+    monkeypatch.setattr(init, "__defaults__", (*init.__defaults__[:-1], True))
+    monkeypatch.setattr(DraftChoice, "choose", lambda choice, *_, **__: choice.shapes[0])
+
+
+@pytest.mark.usefixtures("drafts_never_pay", "bundled_once", "shallow_pair")
+def test_a_bench_without_drafts_says_so():
+    """It said "acceptance length 1.00 (by position )", and a speed-up that is noise."""
+    result = CliRunner().invoke(app, ["bench", "--limit", "1", "--max-new-tokens", "8"])
+    assert result.exit_code == 0, result.output
+    assert "no drafts were made: none pays here; `--fixed-drafts` measures the drafter" in result.stdout
+    assert "acceptance length" not in result.stdout and "by position" not in result.stdout
+    [row] = [line for line in result.stdout.splitlines() if "tiny-gemma4-mtp |" in line]
+    assert row.endswith("| no drafts |")
+
+
+def test_a_bench_says_by_depth_how_many_rounds_drafted_and_why_it_was_slower():
+    stats = RequestStats()
+    for accepted, depth in ((4, 4), (0, 1)):
+        stats.record_round(accepted + 1, accepted, depth)
+    report = BenchReport(
+        *("t", "d", 1, ADAPTIVE, 0.0, 1, {"plain": 10.0, "d": 5.0}, stats.acceptance_length),
+        *(stats.accepted_per_position, stats, "", "rounds are long", None, 0, True, "a machine", "versions"),
+    )
+    text = markdown_table(report)
+    assert "acceptance length 3.00 (by position 0.50 of 2, 1.00 of 1, 1.00 of 1, 1.00 of 1 rounds)" in text
+    assert "0.50x" in text and "slower, since rounds are long" in text
+    short = dataclasses.replace(report, stats=RequestStats())
+    assert "no drafts were made: no answer was long enough for one" in markdown_table(short)
+
+
+def test_metrics_count_drafts_by_depth(right):
+    engine, prompt = right
+    in_turn(engine, 1, 4)
+    [out] = engine.generate(prompt, SamplingParams(max_new_tokens=20, ignore_eos=True))
+    metrics = Metrics.__new__(Metrics)
+    metrics._snapshot, metrics._model_name = Snapshot(engine.stats(), out.stats), "m"
+    found = {metric.name: [sample.value for sample in metric.samples] for metric in metrics.collect()}
+    assert found["specdec:draft_tokens_per_pos"] == out.stats.drafted_counts
+    assert found["vllm:spec_decode_num_accepted_tokens_per_pos"] == out.stats.accepted_counts
+    assert out.stats.drafted_counts[0] > out.stats.drafted_counts[1] > 0
