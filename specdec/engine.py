@@ -457,6 +457,7 @@ class Engine:
             if doomed is not None:
                 doomed.end("abort")
                 self.scheduler.release(doomed)
+                self.steps.drop_lost()
                 self._forget(doomed.number)
             self._doomed.popleft()
 
