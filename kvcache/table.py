@@ -223,9 +223,9 @@ class RequestTable:
             said = f"rows {rows.tolist()}: commit of {length.tolist()} goes past the slots they own"
             raise name_row(KVStateError(said), rows[past][0])
         taken = np.arange(path.shape[1]) < length[:, None]
-        if (past := (taken & ((path < 0) | (start[:, None] + path >= capacity[:, None]))).any(1)).any():
+        if (astray := (taken & ((path < 0) | (start[:, None] + path >= capacity[:, None]))).any(axis=1)).any():
             said = f"rows {rows.tolist()}: a path names nodes past the slots they own: {path.tolist()}"
-            raise name_row(KVStateError(said), rows[past][0])
+            raise name_row(KVStateError(said), rows[astray][0])
 
     def evict(self, rows: IntArray, *, slack_pages: int = 1) -> int:
         """Free the SWA slots of tokens that no future query can see; returns how many pages that were.

@@ -180,7 +180,9 @@ def test_what_is_sent_piece_by_piece_is_the_whole(seed):
 def test_an_answer_costs_the_upload_of_an_answer(monkeypatch):
     """The whole ring was sent after each: 16 MB for a million tokens."""
     sent = []
-    monkeypatch.setattr(finished_texts, "upload", lambda array, device: (sent.append(array.size), upload(array, device))[1])
+    monkeypatch.setattr(
+        finished_texts, "upload", lambda array, device: (sent.append(array.size), upload(array, device))[1]
+    )
     store, rng = FinishedTexts(20_000, 2, CPU), random.Random(0)
     for _ in range(60):  # full in the middle: from then on as many leave
         store.add([rng.randrange(50) for _ in range(600)], 30, b"")

@@ -12,7 +12,6 @@ from specdec import DraftTree, SamplingParams, SpecConfig
 from specdec.draft_models.base import DraftBatch, StatelessDrafter
 from specdec.draft_models.model_and_lookup import ModelAndLookup
 from specdec.draft_models.ngram import NgramDrafter
-from specdec.models.target import TargetModel
 
 from marks import deep
 from tiny_models import random_eagle3
@@ -31,7 +30,7 @@ ASKED = {
 
 
 class Narrow(StatelessDrafter):
-    """Right drafts for texts that it knows: `widths` nodes of round after round, up to 4; a chain, or the root branches."""
+    """Right drafts for texts that it knows, of `widths` nodes (up to 4) in turn; a chain, or with a branch at the root."""
 
     name = "narrow"
 
@@ -81,9 +80,11 @@ def drafter_of(kind, model, texts):
         return NgramDrafter()
     if kind == "model and ngram":
         return ModelAndLookup(random_eagle3(model), NgramDrafter())
-    widths, branches = {"chain of 2": ((2,), False), "tree of 4": ((4,), True), "other each round": ((2, 1, 4, 3), True)}[
-        kind
-    ]
+    widths, branches = {
+        "chain of 2": ((2,), False),
+        "tree of 4": ((4,), True),
+        "other each round": ((2, 1, 4, 3), True),
+    }[kind]
     return Narrow(texts, widths, branches=branches)
 
 

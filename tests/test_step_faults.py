@@ -6,7 +6,6 @@ from contextlib import ExitStack
 
 import httpx
 import pytest
-from served_engine import served
 from tape import record
 
 import specdec.engine
@@ -16,6 +15,7 @@ from specdec.runtime.request import Request
 from specdec.serving.async_engine import AsyncEngine
 
 from marks import deep
+from served_engine import served
 
 NEW = 6
 LENGTHS = (5, 9, 13, 17)
@@ -46,6 +46,11 @@ def breaks(engine, bad, error=ValueError, *, where="launch_round", names=False, 
     setattr(engine.steps, where, broken)
 
 
+def step_on(engine):
+    while engine.step():
+        pass
+
+
 def finish(engine, handles):
     """Step until all have ended -> how often a step raised."""
     raised = 0
@@ -56,8 +61,7 @@ def finish(engine, handles):
             engine.step()
         except (ValueError, MemoryError):
             raised += 1
-    while engine.step():
-        pass
+    step_on(engine)
     engine.table.check()
     assert engine.scheduler.idle and not engine._live and engine.table.allocator.full.held_pages == 0
     return raised
@@ -160,8 +164,7 @@ def test_steps_that_always_raise_end_all_their_requests_each_with_the_reason(sce
     handles = engine.submit_many(prompts, PARAMS)
     for _ in range(1 + len(handles)):
         with pytest.raises(ZeroDivisionError):
-            while engine.step():
-                pass
+            step_on(engine)
     assert [str(handle.error) for handle in handles] == [
         "the round failed, and failed again: ZeroDivisionError: division by zero"
     ] * 4
@@ -217,8 +220,7 @@ def test_interrupts_end_none_however_often(scene):
     handles = engine.submit_many(prompts, PARAMS)
     for _ in range(5):
         with pytest.raises(KeyboardInterrupt):
-            while engine.step():
-                pass
+            step_on(engine)
     assert finish(engine, handles) == 0
     assert_right(handles, truths)
 
@@ -239,8 +241,7 @@ def test_an_error_before_settling_changes_nothing_that_the_host_knows_of_a_reque
 
     setattr(engine.steps, where, broken)
     with pytest.raises(ValueError, match="before anything"):
-        while True:
-            engine.step()
+        step_on(engine)
     setattr(engine.steps, where, whole)
     live = list(engine._live.values())
     assert all(now is then for now, then in zip([request.settled for request in live], seen[0], strict=True))
@@ -327,4 +328,3 @@ def test_over_http_one_request_that_breaks_every_step_is_a_500_and_health_stays_
         error = answer.json()["error"]
         assert answer.status_code == 500 and error["type"] == "server_error" and "no such thing" in error["message"]
     assert engine.scheduler.idle and engine.table.allocator.full.held_pages == 0
-

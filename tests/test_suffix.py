@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from specdec import SamplingParams, SpecConfig
 from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.trees.growth import LOWEST
-from specdec.draft_models.base import DraftBatch
 from specdec.draft_models import suffix
+from specdec.draft_models.base import DraftBatch
 from specdec.draft_models.finished_texts import BEFORE, MATCH
 from specdec.draft_models.suffix import (
     MATCHES,

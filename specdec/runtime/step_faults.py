@@ -32,10 +32,12 @@ class StepFaults:
         row = row_named_by(error)
         for request in self._scheduler.running if row is not None else ():
             if request.row == row and not request.finished:
-                logger.warning("request %d ends here: a step raised an error in its row", request.number, exc_info=error)
-                own = isinstance(error, SpecDecError)
+                logger.warning(
+                    "request %d ends here: a step raised an error in its row", request.number, exc_info=error
+                )
                 said = f"a step raised an error in this request alone: {in_words(error)}"
-                request.end("error", copy.copy(error) if own else RequestFailedError(said))  # without its frames
+                own = copy.copy(error) if isinstance(error, SpecDecError) else RequestFailedError(said)
+                request.end("error", own)  # without the frames of the step
                 return request
         return None
 
