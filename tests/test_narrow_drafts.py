@@ -30,7 +30,7 @@ ASKED = {
 
 
 class Narrow(StatelessDrafter):
-    """Right drafts for texts that it knows, of `widths` nodes (up to 4) in turn; a chain, or with a branch at the root."""
+    """Right drafts for texts that it knows, of `widths` nodes (up to 4) in turn; a chain, or the root branches."""
 
     name = "narrow"
 
