@@ -5,8 +5,10 @@ r"""Outputs of requests that have finished, and where a context stands in them. 
     order     all places, sorted by context: a suffix array, of reversed text. The places whose contexts have most
               tokens in common with a given one are next to where that would be inserted
 
-The host inserts a text by binary search and drops others. The device searches by comparing with many places at a time,
-so that captured rounds look up any number of requests in a few launches, whatever T is.
+The host inserts a text by binary search and drops others. Of that the device is sent the cells that changed and where
+places joined the order, in numbers a few times as many as the tokens of both; it moves the rest of the order itself. It
+searches by comparing with many places at a time, so that captured rounds look up any number of requests in a few
+launches, whatever T is.
 
 Texts and rows have a salt. Only those with the same one meet: a token is stored with the number of its salt, so a token
 of another salt is another token.
@@ -65,8 +67,11 @@ class FinishedTexts:
         self._first = self._used = 0  # where the oldest begins, and cells of all
         self._ring = max(size, MATCH)  # cells: a context never goes all the way round
         self._cells: IntArray = np.full(self._ring, NOTHING, dtype=np.int64)
-        self._order: IntArray = np.zeros(0, dtype=np.int64)
-        self._device = torch.full((2 * self._ring + 1,), NOTHING, dtype=torch.int64, device=device)
+        self._order: IntArray = np.zeros(0, dtype=np.int64)  # replaced as a whole
+        self._sent = self._order  # as the device has it
+        self._stale = np.zeros(self._ring, dtype=bool)  # cells that have changed since: their places left the order
+        self._fresh = np.zeros(self._ring, dtype=bool)  # places that have joined it since
+        self._device = torch.zeros(2 * self._ring + 1, dtype=torch.int64, device=device)  # cells, order, how many
         self._changed = False
         self.clear()
 
@@ -77,8 +82,11 @@ class FinishedTexts:
         self.salt_of_row[:] = self._numbers[b""]
         self._first = self._used = 0
         self._cells[:] = NOTHING
-        self._order = self._order[:0]
-        self._changed = True
+        self._sent = self._order = self._order[:0]
+        self._stale[:] = self._fresh[:] = False
+        self._device[: self._ring].fill_(NOTHING)
+        self._device[self._ring :].zero_()
+        self._changed = False
 
     @property
     def num_tokens(self) -> int:
@@ -99,19 +107,34 @@ class FinishedTexts:
         num_output = min(len(tokens) - begin, len(text) - 1)
         self._make_room(len(text))
         cells = (self._first + self._used + np.arange(len(text))) % self._ring
-        self._cells[cells] = text
+        self._cells[cells], self._stale[cells] = text, True
         self._texts.append((len(text), salt))
         self._used += len(text)
         self._insert(cells[len(text) - 1 - num_output : -1])
         self._changed = True
 
     def flush(self) -> None:
-        """Send what `add` has changed, without waiting for the device."""
-        if self._changed:
-            unused = np.zeros(self._ring - len(self._order), dtype=np.int64)
-            packed = np.concatenate([self._cells, self._order, unused, [len(self._order)]])
-            self._device.copy_(upload(packed, self._device.device))
-            self._changed = False
+        """Send what `add` has changed, without waiting for the device.
+
+        What stays in the order moves by a number that changes by one where a place has joined, and where one has left.
+        """
+        if not self._changed:
+            return
+        stale, points = np.flatnonzero(self._stale), np.flatnonzero(self._fresh[self._order])
+        gone = np.flatnonzero(self._stale[self._sent])
+        before = gone - np.arange(len(gone))  # how many of those that stay were before each of those that left
+        closed = before + np.searchsorted(points - np.arange(len(points)), before, side="right")
+        breaks, by = np.concatenate([points, closed]), np.repeat([-1, 1], [len(points), len(closed)])
+        parts = [stale, self._cells[stale], points, self._order[points], breaks, by, np.array([len(self._order)])]
+        sent = upload(np.concatenate(parts), self._device.device).split([len(part) for part in parts])
+        cells, order, count = self._device.split([self._ring, self._ring, 1])
+        cells.index_copy_(0, sent[0], sent[1])
+        numbers = torch.arange(self._ring, device=order.device)
+        moved = numbers + torch.zeros_like(order).index_add_(0, sent[4], sent[5]).cumsum(0)  # from where each comes
+        order.copy_(order[moved.clamp(0, self._ring - 1)].index_copy_(0, sent[2], sent[3]))
+        count.copy_(sent[6])
+        self._sent = self._order
+        self._stale[:] = self._fresh[:] = self._changed = False
 
     def matches(self, newest: torch.Tensor, rows: torch.Tensor) -> StoredMatches:
         """Places whose context has most tokens in common with `newest` [B, MATCH], the newest tokens of rows [B], the
@@ -146,7 +169,7 @@ class FinishedTexts:
             cells = (self._first + np.arange(dropped)) % self._ring
             gone = np.zeros(self._ring, dtype=bool)
             gone[cells] = True
-            self._cells[cells] = NOTHING
+            self._cells[cells], self._stale[cells], self._fresh[cells] = NOTHING, True, False
             self._order = self._order[~gone[self._order]]
             self._first, self._used = (self._first + dropped) % self._ring, self._used - dropped
 
@@ -160,6 +183,7 @@ class FinishedTexts:
         order = torch.from_numpy(np.append(self._order, 0))  # of none too one can be read
         points = insertion_points(cells, order, count, own[by_context], 2)
         self._order = np.insert(self._order, points.numpy(), places[by_context])
+        self._fresh[places] = True
 
 
 def contexts(cells: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

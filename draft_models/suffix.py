@@ -30,6 +30,9 @@ from specdec.kvcache.frozen import KVView
 MATCHES = 64
 """Most matches in a request's own text that are used: the longest ones, and among equally long ones the latest."""
 
+COMPARED = 1 << 23
+"""Tokens that are compared at a time, 3 bytes each."""
+
 
 class SuffixDrafter(Drafter):
     """Proposes chains and trees by lookup, for all requests at once and without a host synchronisation."""
@@ -125,16 +128,27 @@ def newest_tokens(history: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
 
 def find_matches(history: torch.Tensor, length: torch.Tensor, newest: torch.Tensor) -> OwnMatches:
     """history [B, L], of which the first `length` [B] tokens are the text, and `newest` [B, MATCH] its last ones."""
-    padded = F.pad(history, (MATCH, 0), value=BEFORE)
-    windows = padded[:, 1:].unfold(1, MATCH, 1)  # [B, L, MATCH], window p ends with token p
-    equal = (windows == newest.flip(-1)[:, None]).flip(-1).to(torch.int32)
-    matched = equal.cumprod(-1).sum(-1)  # [B, L]
+    matched = matched_lengths(history, newest)
     ends = torch.arange(history.shape[1], device=history.device)
     matched = torch.where(ends < length[:, None] - 1, matched, 0)
     rank = matched * history.shape[1] + ends  # of equal matches the later one
     best = rank.topk(min(MATCHES, history.shape[1]), dim=1).indices
     after = torch.minimum(best + 1, length[:, None] - 1)
     return OwnMatches(history, after, length[:, None] - after, matched.gather(1, best))
+
+
+def matched_lengths(history: torch.Tensor, newest: torch.Tensor) -> torch.Tensor:
+    """[B, L]: up to each token of history [B, L], how many in a row are those of `newest` [B, MATCH].
+
+    In blocks, so that a long history takes no MATCH times its own memory.
+    """
+    windows = F.pad(history, (MATCH - 1, 0), value=BEFORE).unfold(1, MATCH, 1)  # [B, L, MATCH], window p ends with p
+    wanted = newest.flip(-1)[:, None]
+    lengths = [
+        (block == wanted).flip(-1).cumprod(-1, dtype=torch.int8).sum(-1)
+        for block in windows.split(max(1, COMPARED // (len(newest) * MATCH)), dim=1)
+    ]
+    return torch.cat(lengths, dim=1)
 
 
 def children(next_token: torch.Tensor, followed: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:

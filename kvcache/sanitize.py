@@ -16,7 +16,7 @@ from enum import Enum
 import numpy as np
 import torch
 
-from specdec.errors import LocationError
+from specdec.errors import LocationError, name_row
 from specdec.gpu.mirrored_array import IntArray, MirroredArray
 from specdec.kvcache.index_spaces import Space
 from specdec.kvcache.store import KVStore
@@ -113,7 +113,7 @@ class Sanitizer:
         fault, space = FAULTS[code - 1]
         words = {"space": space.value, "slot": self._slot(space, slot), "expected": self._slot(space, expected)}
         text = fault.value.format(**words, number=slot, expected_number=expected)
-        raise LocationError(f"row {row}, position {position}: {text} {BLAME}")
+        raise name_row(LocationError(f"row {row}, position {position}: {text} {BLAME}"), row)
 
     def check(self) -> None:
         """Assert that what the rows of the table name is theirs, from the host's side alone.
@@ -134,9 +134,8 @@ class Sanitizer:
             self._require(allocator.full.is_held(pages), *where, "has been freed")
             self._require(slots % page_size == positions % page_size, *where, "is out of its place in the page")
             if committed > capacity:
-                raise LocationError(
-                    f"row {row}: {committed} tokens are committed, but it owns {capacity} slots {BLAME}"
-                )
+                said = f"row {row}: {committed} tokens are committed, but it owns {capacity} slots {BLAME}"
+                raise name_row(LocationError(said), row)
             count[pages[::page_size]] += 1
             if allocator.swa is None:
                 continue
@@ -171,7 +170,7 @@ class Sanitizer:
         if not right.all():
             first = int(np.argmin(right))
             slot = self._slot(space, int(slots[first]))
-            raise LocationError(f"row {row}, position {positions[first]}: {slot} {text} {BLAME}")
+            raise name_row(LocationError(f"row {row}, position {positions[first]}: {slot} {text} {BLAME}"), row)
 
     def _slot(self, space: Space, slot: int) -> str:
         """A slot and its owners, in words."""

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from specdec.errors import KVStateError, OutOfSlotsError
+from specdec.errors import KVStateError, OutOfSlotsError, name_row
 from specdec.gpu.mirrored_array import IntArray, MirroredArray, upload
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.index_spaces import NULL_SLOT, FullLoc
@@ -161,7 +161,8 @@ class RequestTable:
         width = self.slots.host.shape[1]
         if (length > width).any():
             widest = int(length.argmax())
-            raise OutOfSlotsError(f"row {rows[widest]}: {length[widest]} slots needed, a row has {width}")
+            said = f"row {rows[widest]}: {length[widest]} slots needed, a row has {width}"
+            raise name_row(OutOfSlotsError(said), rows[widest])
         needed = self.pages_needed(rows, length)
         if not needed.any():
             return
@@ -218,11 +219,13 @@ class RequestTable:
         """Raise KVStateError for a commit past the slots that a row owns, FrozenKVError while frozen."""
         self.allocator.require_unfrozen("commit")
         start, capacity = self.committed_len.host[rows], self.capacity[rows]
-        if (start + length > capacity).any():
-            raise KVStateError(f"rows {rows.tolist()}: commit of {length.tolist()} goes past the slots they own")
+        if (past := start + length > capacity).any():
+            said = f"rows {rows.tolist()}: commit of {length.tolist()} goes past the slots they own"
+            raise name_row(KVStateError(said), rows[past][0])
         taken = np.arange(path.shape[1]) < length[:, None]
-        if (taken & ((path < 0) | (start[:, None] + path >= capacity[:, None]))).any():
-            raise KVStateError(f"rows {rows.tolist()}: a path names nodes past the slots they own: {path.tolist()}")
+        if (astray := (taken & ((path < 0) | (start[:, None] + path >= capacity[:, None]))).any(axis=1)).any():
+            said = f"rows {rows.tolist()}: a path names nodes past the slots they own: {path.tolist()}"
+            raise name_row(KVStateError(said), rows[astray][0])
 
     def evict(self, rows: IntArray, *, slack_pages: int = 1) -> int:
         """Free the SWA slots of tokens that no future query can see; returns how many pages that were.
@@ -286,7 +289,7 @@ class RequestTable:
     def _require_active(self, rows: IntArray) -> None:
         closed = ~self._active[rows.clip(-1, self.padding_row)]  # that one is never open, and it is also the last
         if closed.any():
-            raise KVStateError(f"row {rows[closed][0]} is not open")
+            raise name_row(KVStateError(f"row {rows[closed][0]} is not open"), rows[closed][0])
 
 
 def row_cells(rows: IntArray, start: IntArray, end: IntArray) -> tuple[IntArray, IntArray]:

@@ -6,7 +6,8 @@
 Calls from several threads take turns, a step at a time, in the order in which they came; `submit` and `abort` wait for
 none. The requests of all of them, and of open streams, share rounds, whoever steps.
 A step that is interrupted (an error, Ctrl-C) happened to no request: the next one begins again from their tokens. A
-tokenizer or a grammar that raises ends its own request, with RequestFailedError, and interrupts no step.
+tokenizer or a grammar that raises ends its own request, with RequestFailedError, and interrupts no step. An error that
+is raised again, with no token in between, ends one request of the step, not all: see `specdec.runtime.step_faults`.
 """
 
 import itertools
@@ -65,6 +66,7 @@ from specdec.runtime.rounds.catching_up import CatchUps
 from specdec.runtime.rounds.round import Round
 from specdec.runtime.scheduler import Scheduler, slots_needed
 from specdec.runtime.sizing import make_cache
+from specdec.runtime.step_faults import StepFaults
 from specdec.runtime.steps import Steps
 from specdec.runtime.thread_modes import with_modes_restored
 from specdec.runtime.turns import Turns
@@ -151,6 +153,7 @@ class Engine:
         if config.prefill_chunk is None:  # who says how much of a prompt a step reads has it read in one
             self.scheduler.prompt_gap.division = division_of(self.round, captured=chunks is not None)
         self.steps = Steps(self.scheduler, self.round, self.spec, graphs, chunks, catch_ups)
+        self._faults = StepFaults(self.scheduler)
         self.intake = Intake(target, tokenizer, None if drafter is None else self.spec, self.scheduler)
         self.end_tokens = self.intake.end_tokens
         self._live: dict[int, Request] = {}  # by number, oldest first: the one list that a fault cannot spoil
@@ -281,9 +284,13 @@ class Engine:
         return [Handle(request, self._advance, self.abort) for request in requests]
 
     def step(self) -> bool:
-        """One step for everybody: a round of all who decode, and prompt chunks. -> is there anything left to do?"""
+        """One step for everybody: a round of all who decode, and prompt chunks. -> is there anything left to do?
+
+        Raises what is raised in it, and the next step begins again; but an error that names the row of one request
+        (`specdec.errors.name_row`) ends that request and is not raised here.
+        """
         self._require_open()
-        self._in_turn(self._run)
+        self._in_turn(self._run, self._whole_step)
         return bool(self._live or self._arrived)
 
     def abort(self, id: int) -> None:
@@ -415,11 +422,25 @@ class Engine:
     def __exit__(self, *raised: object) -> None:
         self.close()
 
-    def _in_turn(self, work: Callable[[], T]) -> T:
+    def _in_turn(self, work: Callable[[], T], whole: Callable[[Callable[[], T]], T] | None = None) -> T:
         """Do this work in a turn of this thread; one that did not end is as if it had not begun."""
-        result = self._turns.run(lambda: with_modes_restored(lambda: self._whole(work)))
+        result = self._turns.run(lambda: with_modes_restored(lambda: (whole or self._whole)(work)))
         self._look_in()
         return result
+
+    def _whole_step(self, work: Callable[[], None]) -> None:
+        """`_whole`, of a step: an error ends one request at most, and is not raised where it names that request."""
+        try:
+            self._whole(work)
+        except Exception as error:
+            named = self._faults.end_named(error)
+            ended = named or self._faults.end_newest(error, self._live.values())
+            if ended is not None:
+                self._doomed.append(ended.number)  # it leaves as soon as there is a turn, which begins again
+            if named is None:
+                raise
+        else:
+            self._faults.step_ended()
 
     def _whole(self, work: Callable[[], T]) -> T:
         if self._interrupted:
@@ -456,6 +477,7 @@ class Engine:
             if doomed is not None:
                 doomed.end("abort")
                 self.scheduler.release(doomed)
+                self.steps.drop_lost()
                 self._forget(doomed.number)
             self._doomed.popleft()
 
@@ -475,7 +497,7 @@ class Engine:
 
     def _advance(self, request: Request) -> None:
         """One step, unless the request has ended meanwhile."""
-        self._in_turn(lambda: None if request.finished else self._run())
+        self._in_turn(lambda: None if request.finished else self._run(), self._whole_step)
 
     def _close(self) -> None:
         """In a turn; one that was interrupted is done again by the next call of `close`."""

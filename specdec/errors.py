@@ -43,11 +43,12 @@ class StoppingError(SpecDecError):
 
 
 class RequestFailedError(SpecDecError):
-    """The tokenizer or the grammar raised an error in this request, which has ended; no other request is concerned."""
+    """The tokenizer, the grammar or a step raised an error in this request alone. It has ended, and no other has."""
 
 
 class RoundFailedError(SpecDecError):
-    """The rounds that a request was in raised an error, again when they were tried again."""
+    """The round of this request raised an error, again when it was tried again, and of its requests this was the newest
+    or the one let in last."""
 
 
 class DeviceLostError(SpecDecError):
@@ -139,6 +140,30 @@ def is_fault(error: BaseException) -> bool:
     if isinstance(error, Exception):
         return not isinstance(error, MemoryError)
     return type(error).__name__ == "PanicException"
+
+
+def name_row(error: BaseException, row: int) -> BaseException:
+    """The same error, which names the row of the request table that it concerns: raised in a step, it ends the request
+    of that row and no other. What is no fault (`is_fault`) names none."""
+    if is_fault(error):
+        error.row = int(row)  # type: ignore[attr-defined]
+    return error
+
+
+def row_named_by(error: BaseException | None) -> int | None:
+    """The row that an error names, or the one that it was raised from; None: it may concern any request."""
+    while error is not None:
+        row = getattr(error, "row", None)
+        if isinstance(row, int):
+            return row
+        error = error.__cause__
+    return None
+
+
+def in_words(error: BaseException) -> str:
+    """Kind and first sentence of an error; not the error itself, whose frames hold tensors."""
+    kind, line = type(error).__name__, first_line(error)
+    return kind if line == kind else f"{kind}: {line}"
 
 
 def first_line(error: BaseException, most: int = 200) -> str:

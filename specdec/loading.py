@@ -113,15 +113,16 @@ class Checkpoint:
     @property
     def quantization(self) -> Mapping[str, Any] | None:
         """The `quantization_config` that it was stored with; None: it has none."""
+        config = self.config
         with about(f"{self.name!r} cannot be loaded"):
-            return stored_config(self.config)
+            return stored_config(config)
 
     @property
     def promised(self) -> Quantization | None:
         """What that promises of its weights, where it is read into packed weights; None: transformers reads it."""
+        stored = self.quantization
         with about(f"{self.name!r} cannot be loaded"):
-            config = stored_config(self.config)
-            return None if config is None else quantization_of(config)
+            return None if stored is None else quantization_of(stored)
 
     def hf_config(self) -> Any:
         """Its config as transformers reads it. Raises CheckpointError in one sentence."""
@@ -170,9 +171,10 @@ class Checkpoint:
                 raise ConfigError(
                     f"{unknown[1]} is no loading argument that transformers knows; leave it out"
                 ) from error
-            reason = str(error) if isinstance(error, SpecDecError) else damaged_file(self.config_file.parent)
-            from_files = isinstance(error, (OSError, RuntimeError, SafetensorError))
-            from_files |= reason is not None and not isinstance(error, SpecDecError)
+            reason = damaged_file(self.config_file.parent)
+            from_files = reason is not None or isinstance(error, (OSError, RuntimeError, SafetensorError))
+            if isinstance(error, SpecDecError):  # such as of what the config promises of packed weights
+                reason = str(error)
             raise (CheckpointError if from_files else UnsupportedModelError)(
                 f"{self.name!r} ({config.model_type}) cannot be loaded: {reason or first_line(error)}"
             ) from error

@@ -24,6 +24,7 @@ from specdec.attention.trees.walk import tree_fields
 from specdec.draft_models.centroid_head import CentroidHead, centroid_best, centroid_sample
 from specdec.gpu.dependent_launch import pdl_options
 from specdec.gpu.exchange_kernels import (
+    EMPTY,
     NUMBERS,
     PROGRAMS,
     STEPS,
@@ -99,7 +100,7 @@ def exchange(dtype: torch.dtype, num_rows: int) -> None:
             )
     exchange_tagged_kernel[(3, 2)](
         *(parts, parts, addresses, word, word, word, num_rows * 8192, 2**18, *rest),
-        **{**options, "BLOCK": TAGGED_NUMBERS, "num_warps": 1},
+        **{**options, "EMPTY": EMPTY, "BLOCK": TAGGED_NUMBERS, "num_warps": 1},
     )
     for kind in (torch.int32, torch.uint8):
         pull_kernel[(3,)](numbers(3000, dtype=kind), numbers(3000, dtype=kind), 3000, BLOCK=1024, num_warps=4)

@@ -15,6 +15,7 @@ from specdec.draft_models.base import DraftBatch
 from specdec.draft_models.finished_texts import BEFORE, MATCH, NOTHING, FinishedTexts
 from specdec.draft_models.suffix import SuffixWorker, newest_tokens
 from specdec.errors import ConfigError
+from specdec.gpu.mirrored_array import upload
 from specdec.kvcache.table import Rows
 
 from marks import deep, examples
@@ -153,6 +154,44 @@ def test_memory_does_not_grow_with_what_was_answered():
     assert store._device.shape == (401,)
 
 
+def assert_in_step(store):
+    """The device holds what the host does."""
+    cells, order, count = store._device.split([store._ring, store._ring, 1])
+    assert cells.tolist() == store._cells.tolist()
+    assert int(count) == len(store._order) and order[: len(store._order)].tolist() == store._order.tolist()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_sent_piece_by_piece_is_the_whole(seed):
+    """Texts that join and leave between two uploads, more than once round the ring, and none at all."""
+    rng = random.Random(seed)
+    store = FinishedTexts(rng.choice((3, 17, 60, 300)), 3, CPU)
+    assert_in_step(store)
+    for _ in range(60):
+        for _ in range(rng.choice((0, 1, 2, 9))):
+            tokens = [rng.randrange(4) for _ in range(rng.choice((0, 1, 5, 40)))]
+            store.add(tokens, rng.randint(0, len(tokens)), rng.choice(SALTS))
+        if rng.random() < 0.05:
+            store.clear()
+        store.flush()
+        assert_in_step(store)
+
+
+def test_an_answer_costs_the_upload_of_an_answer(monkeypatch):
+    """The whole ring was sent after each: 16 MB for a million tokens."""
+    sent = []
+    monkeypatch.setattr(
+        finished_texts, "upload", lambda array, device: (sent.append(array.size), upload(array, device))[1]
+    )
+    store, rng = FinishedTexts(20_000, 2, CPU), random.Random(0)
+    for _ in range(60):  # full in the middle: from then on as many leave
+        store.add([rng.randrange(50) for _ in range(600)], 30, b"")
+        store.flush()
+        store.flush()  # nothing new
+    assert store.num_tokens > 19_000 and len(sent) == 60
+    assert max(sent) <= 7 * 2 * 600
+
+
 def test_salts_do_not_meet_even_where_a_number_was_forgotten():
     store = store_of(([1, 2, 3], 1, b"one"), size=7)
     store.seat(0, b"one")
@@ -253,7 +292,7 @@ def test_after_a_fault_it_is_empty_and_in_step(make_target, make_engine, random_
     assert engine.generate([random_prompt(12)], params)[0].token_ids == want
     store = engine.round.finished
     store.flush()
-    assert store._device[-1] == len(store._order) <= store.num_tokens
+    assert_in_step(store)
 
 
 def test_it_is_for_drafters_that_read_it(make_target, make_engine):

@@ -658,8 +658,8 @@ def test_a_quantised_checkpoint_without_a_config_is_refused(form, changed):
     ("config", "said"),
     [
         ([], "quantization_config is [], expected an object"),
-        ("gptq", "quantization_config is 'gptq', expected an object"),
-        (True, "quantization_config is True, expected an object"),
+        ("gptq", "quantization_config='gptq', expected an object"),
+        (True, "quantization_config=True, expected an object"),
         ({}, "quant_method missing"),
         ({"quant_method": ["gptq"]}, "quantization_config.quant_method is ['gptq'], expected a string"),
         ({"quant_method": "compressed-tensors", "config_groups": ["a"]}, "config_groups is ['a'], expected an object"),

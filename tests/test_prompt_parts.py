@@ -1,5 +1,8 @@
 """Prompts that are read a few layers a step beside rounds: the same tokens, and nothing left over, whatever happens."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from tape import record
@@ -163,6 +166,20 @@ def test_an_abort_in_the_middle_drops_what_was_read(captured, engine_for, make_t
     assert late.output().token_ids == greedy_oracle(model, random_prompt(40, seed=3), NEW)
     assert stream.output().token_ids == greedy_oracle(model, random_prompt(5), 60)
     assert doomed.output().finish_reason == "abort"
+    assert_empty(engine)
+
+
+def test_an_abort_of_all_lets_go_of_what_was_read_at_once(engine_for, random_prompt):
+    """No step follows: states of a paused prompt, of any length, lay on the device until the next request."""
+    engine = engine_for()
+    stream = stream_of(engine, random_prompt(5))
+    late = engine.submit(random_prompt(20), params())
+    until_divided(engine)
+    kept = weakref.ref(engine.steps.reading.parts.read)
+    late.abort()
+    stream.abort()
+    gc.collect()
+    assert kept() is None and not engine.steps.under_way
     assert_empty(engine)
 
 

@@ -309,7 +309,7 @@ def test_masks_that_break_happened_to_nobody(engine_of, prompts, params, alone, 
     def breaking(self, places):
         calls[0] += 1
         if calls[0] % 3 == 2 and calls[0] < 20:
-            raise MemoryError
+            raise KeyboardInterrupt  # an error would end a request when it is raised again
         return whole(self, places)
 
     monkeypatch.setattr(grammar.Library, "masks", breaking)
@@ -317,7 +317,7 @@ def test_masks_that_break_happened_to_nobody(engine_of, prompts, params, alone, 
     while not all(handle.finished for handle in handles):
         try:
             engine.step()
-        except MemoryError:
+        except KeyboardInterrupt:
             continue
     assert calls[0] > 20
     assert [handle.output().token_ids for handle in handles] == [out.token_ids for out in alone]

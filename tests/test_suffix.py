@@ -6,13 +6,24 @@ from collections import defaultdict
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec import SamplingParams, SpecConfig
 from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.trees.growth import LOWEST
+from specdec.draft_models import suffix
 from specdec.draft_models.base import DraftBatch
-from specdec.draft_models.finished_texts import MATCH
-from specdec.draft_models.suffix import MATCHES, Matches, SuffixWorker, children, find_matches, newest_tokens
+from specdec.draft_models.finished_texts import BEFORE, MATCH
+from specdec.draft_models.suffix import (
+    MATCHES,
+    Matches,
+    SuffixWorker,
+    children,
+    find_matches,
+    matched_lengths,
+    newest_tokens,
+)
 from specdec.kvcache.table import Rows
 
 from tiny_models import FAMILIES, fast_ones
@@ -122,6 +133,51 @@ def test_shares_are_those_of_the_definition(seed):
             assert sorted(real.values()) == pytest.approx(sorted(want.values())[-topk:])
             paths[b] = [[*paths[b][0], int(tokens[b, 0, 0])]]
         followed = followed * (next_token == tokens[:, 0, :1])[:, None]
+
+
+def matched_at_once(history, newest):
+    """The definition, with all windows of all rows side by side."""
+    windows = F.pad(history, (MATCH, 0), value=BEFORE)[:, 1:].unfold(1, MATCH, 1)
+    equal = (windows == newest.flip(-1)[:, None]).flip(-1).to(torch.int32)
+    return equal.cumprod(-1).sum(-1)
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that was made."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        if isinstance(out, torch.Tensor):
+            self.nbytes = max(self.nbytes, out.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.parametrize("compared", [1, 100, 3000, 1 << 23])
+def test_matches_found_in_blocks_are_those_found_at_once(compared, monkeypatch):
+    monkeypatch.setattr(suffix, "COMPARED", compared)
+    rng = random.Random(compared)
+    for batch, width in ((1, 1), (3, 7), (2, MATCH), (5, 60)):
+        rows = [[rng.randrange(rng.choice((2, 3))) for _ in range(width)] for _ in range(batch)]
+        history, length = torch.tensor(rows), torch.tensor([rng.randint(1, width) for _ in rows])
+        newest = newest_tokens(history, length)
+        assert matched_lengths(history, newest).equal(matched_at_once(history, newest))
+        found = find_matches(history, length, newest)
+        with monkeypatch.context() as at_once:
+            at_once.setattr(suffix, "matched_lengths", matched_at_once)
+            for tensor, want in zip(found, find_matches(history, length, newest), strict=True):
+                assert tensor.equal(want)
+
+
+def test_a_long_history_takes_no_multiple_of_its_memory(monkeypatch):
+    """[B, L, 16] numbers of 12 bytes were made: 3.2 GB for 64 rows, one of them past 32,768 tokens."""
+    monkeypatch.setattr(suffix, "COMPARED", 1 << 14)
+    history = torch.randint(0, 3, (4, 5000), generator=torch.Generator().manual_seed(0))
+    length = torch.tensor([5000, 4000, 17, 1])
+    with Largest() as largest:
+        find_matches(history, length, newest_tokens(history, length))
+    assert 0 < largest.nbytes <= (history.shape[1] + MATCH) * len(history) * 8  # numbers of its own shape
 
 
 def test_alone_and_in_a_batch():

@@ -16,7 +16,7 @@ from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.ngram import NgramDrafter
 from specdec.errors import ConfigError, DeviceLostError, SpecDecError, UnsupportedModelError
 from specdec.gpu import exchange_kernels
-from specdec.gpu.exchange_kernels import STEPS, TAGGED
+from specdec.gpu.exchange_kernels import EMPTY, STEPS, TAGGED
 from specdec.gpu.operations import REFERENCE
 from specdec.gpu.ranks import PeerRanks, Ranks, make_ranks
 from specdec.gpu.tensor_tree import map_tensors
@@ -299,6 +299,19 @@ def test_a_flag_that_was_left_long_ago_is_none(left: int, pushed: bool):
     ranks = halves_of_an_exchange(False, (0, "wait"), left=left)
     with nullcontext() if pushed else pytest.raises(DeviceLostError):
         ranks.check()
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_word_that_was_read_is_not_there_when_its_target_comes_again():
+    """2^20 rounds later the target is the same number, and a word that nothing has overwritten was taken for a new one:
+    as here, where no round has passed. Nor does a word that was never written have any target."""
+    ranks = halves_of_an_exchange(True, (0, "push"), (1, "push"), (0, "wait"), (1, "wait"))
+    ranks.check()
+    assert all((words == EMPTY).all() for words in ranks._words)
+    ranks._launch_tagged(0, torch.arange(1500.0), ranks._buffers[0], halves="wait")
+    with pytest.raises(DeviceLostError):
+        ranks.check()
+    assert EMPTY >> 32 == -1  # the target of a last step, which no round has: see STEPS
 
 
 def peers(monkeypatch: pytest.MonkeyPatch) -> list[PeerRanks]:

@@ -12,7 +12,9 @@ kernel before ends without them and the kernel after starts only once they all r
 one device, each half is a launch, and all ranks push before any waits.
 
 Tagged, numbers are twice as many bytes on their way, but wait neither for a barrier of the system nor for a flag that
-comes after them: for few numbers. Each 8 bytes of a store are seen whole, and without others, so need no order.
+comes after them: for few numbers. Each 8 bytes of a store are seen whole, and without others, so need no order. Whoever
+has read a word empties it: left there, it would be taken for a new one when its target comes again, 2^20 rounds later,
+in an exchange of other sizes. A peer writes it again only in an exchange that the launch after this one lets it begin.
 
 A target is `round * STEPS + step`: the round is counted on the device, so that captured launches may be replayed, and
 the step is part of the launch. Flags only grow, modulo 2^32, and are never reset: a peer is less than two rounds ahead,
@@ -34,7 +36,10 @@ TAGGED, TAGGED_NUMBERS = 2**18, 256
 """Numbers of a whole that is exchanged tagged at most; and those of one program, which is a warp."""
 
 STEPS = 4096
-"""Exchanges of one round at most."""
+"""More than the exchanges of one round, so that no target ends in the last step, and EMPTY has none."""
+
+EMPTY = -1
+"""A word that was read, or never written."""
 
 MAX_POLLS = 6_000_000
 """A second or more in all."""
@@ -146,6 +151,7 @@ def exchange_tagged_kernel(
     push: tl.tensor,
     wait: tl.tensor,
     STEPS: tl.constexpr,
+    EMPTY: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -174,6 +180,7 @@ def exchange_tagged_kernel(
             missing = _missing(b_word, m, target)
             polls -= 1
         tl.store(p_out + i_rank * num + o, b_word.to(tl.int32).to(tl.float32, bitcast=True), mask=m)
+        tl.store(p_here, tl.full([BLOCK], EMPTY, tl.int64), mask=m)
         if missing > 0:
             _leave_error(p_error, p_host_error)
 

@@ -24,6 +24,7 @@ from specdec.errors import ConfigError, DeviceLostError
 from specdec.gpu import exchange_kernels
 from specdec.gpu.dependent_launch import pdl_options
 from specdec.gpu.exchange_kernels import (
+    EMPTY,
     MAX_POLLS,
     NUMBERS,
     PROGRAMS,
@@ -157,7 +158,7 @@ class PeerRanks(Ranks):
         self._buffers = [torch.zeros(2 * numbers, dtype=torch.float32, device=device) for device in self.devices]
         self._out_table = self._addresses(self._buffers)
         few = min(numbers, exchange_kernels.TAGGED)
-        self._words = [torch.zeros(2 * few, dtype=torch.int64, device=device) for device in self.devices]
+        self._words = [torch.full((2 * few,), EMPTY, dtype=torch.int64, device=device) for device in self.devices]
         self._word_table = self._addresses(self._words)
         self._synchronize()
 
@@ -320,6 +321,7 @@ class PeerRanks(Ranks):
             *(part.numel(), self._step % 2 * (len(self._words[rank]) // 2), self._step, rank, self.max_polls),
             *("push" in halves, "wait" in halves),
             STEPS=STEPS,
+            EMPTY=EMPTY,
             BLOCK=TAGGED_NUMBERS,
             num_warps=1,
             **pdl_options(self.devices[rank]),

@@ -48,11 +48,11 @@ class GrammarSteps:
     """
 
     def __init__(self, round: Round, shape: RoundShape, places: Sequence[Place | None]) -> None:
-        self._allowed = round.allowed(shape)
+        self._masks, self._batch = round.masks, shape.batch
         self._places = places
         roots = root_masks(places)
         if roots is not None:
-            write_masks(self._allowed[:, :1], roots)  # a drafter may use what is allowed after the roots
+            write_masks(self._masks.at(self._batch, 1), roots)  # a drafter may use what is allowed after the roots
 
     def between(self, number: int, out: torch.Tensor) -> None:
         """Program 0, the draft, was launched and returned the trees; or program 1, verify, was."""
@@ -64,7 +64,8 @@ class GrammarSteps:
         tokens, parents = self._trees.tolist()
         held = [(i, place) for i, place in enumerate(self._places) if place is not None]
         found = tree_masks([(place, tokens[i], parents[i]) for i, place in held])
-        write_masks(self._allowed, RowMasks(np.array([i for i, _ in held], dtype=np.int64), found))
+        allowed = self._masks.at(self._batch, found.shape[1])  # a drafter may propose less than it was asked for
+        write_masks(allowed, RowMasks(np.array([i for i, _ in held], dtype=np.int64), found))
 
 
 def root_masks(places: Sequence[Place | None]) -> RowMasks | None:

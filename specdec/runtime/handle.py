@@ -22,8 +22,9 @@ class Handle:
     """One submitted request; `Engine.submit` makes it. Letting go of it does not abort the request.
 
     An error in a step is raised to whoever stepped; the request goes on with the next step, as if that one had not
-    begun. A request whose own tokenizer or grammar raised has ended with the reason "error": `read`, iterating and
-    `output` raise RequestFailedError, here and nowhere else. An engine that is closed ends it with "abort".
+    begun. A request whose own tokenizer or grammar raised, or whose row an error in a step names, has ended with the
+    reason "error": `read`, iterating and `output` raise RequestFailedError, here and nowhere else; or RoundFailedError,
+    where steps raised again and this was the newest request in them. An engine that is closed ends it with "abort".
     """
 
     def __init__(self, request: Request, advance: Callable[[Request], None], abort: Callable[[int], None]) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specdec.config import SamplingParams, SpecConfig
-from specdec.errors import RequestFailedError, SpecDecError, first_line, is_fault
+from specdec.errors import RequestFailedError, SpecDecError, in_words, is_fault
 from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.prompt_scores import PromptScores
 from specdec.runtime.rounds.result import DraftShape
@@ -193,6 +193,7 @@ class Request:
     state: RequestState = RequestState.WAITING
     row: int = -1
     row_epoch: int = 0  # incremented when the row is lost; results launched under an older one are ignored
+    failed_at: int = field(default=-1, init=False)  # `num_output` when a step that it was in last raised an error
     handed_in: float = field(default_factory=time.perf_counter)
     key: IntArray | None = field(default=None, init=False)  # of its tokens in the prefix cache
     awaited: int = field(default=-1, init=False)  # number of the request that makes a part of its prompt,
@@ -448,6 +449,4 @@ def restricted(requests: Sequence[Request]) -> list[Request]:
 
 def _failed(called: str, error: BaseException) -> RequestFailedError:
     """Without the error itself, whose frames hold tensors."""
-    return RequestFailedError(
-        f"the {called} raised an error in this request: {type(error).__name__}: {first_line(error)}"
-    )
+    return RequestFailedError(f"the {called} raised an error in this request: {in_words(error)}")

@@ -53,10 +53,16 @@ class Scheduler:
         self.waiting: list[Request] = []  # both by rank
         self.running: list[Request] = []
         self.rounds_held = False  # next_decode names no request
+        self.max_running = table.max_requests  # rows given out at a time; fewer after steps have raised errors
 
     @property
     def idle(self) -> bool:
         return not self.waiting and not self.running
+
+    @property
+    def admits_slowly(self) -> bool:
+        """Do fewer requests have rows than could? See `StepFaults`."""
+        return self.max_running < self.table.max_requests
 
     @property
     def num_waiting(self) -> int:
@@ -115,7 +121,7 @@ class Scheduler:
         Returns those admitted.
         """
         admitted: list[Request] = []
-        if not self.waiting or len(self.running) == self.table.max_requests:
+        if not self.waiting or len(self.running) >= self.max_running:
             return admitted
         full_due, swa_due = self._pages_to_come(self.running)
         pools = self.table.allocator
@@ -123,7 +129,7 @@ class Scheduler:
         passes = _Passes()
         put_off = 0
         for request in self.waiting:
-            if len(self.running) + put_off >= self.table.max_requests:
+            if len(self.running) + put_off >= self.max_running:
                 break
             if self.running and (full_due > full_there or swa_due > swa_there):
                 break

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from specdec.errors import name_row
 from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.table import RequestTable
 from specdec.runtime.launched_step import LaunchedStep
@@ -47,7 +48,10 @@ def settle_chunks(round: Round, step: LaunchedStep, present: Sequence[int]) -> N
         if number in present:
             request, first = step.requests[number], int(result.tokens[place, 0])
             round.tokens.adopt((request.row, len(request.prompt)), first)
-            request.settle([first], result.logprobs[place], request.stats.copy())
+            try:
+                request.settle([first], result.logprobs[place], request.stats.copy())
+            except Exception as error:
+                raise name_row(error, request.row)  # noqa: B904 - the same error
 
 
 def settle_round(round: Round, requests: Sequence[Request], result: RoundResult) -> None:
@@ -66,5 +70,8 @@ def settle_round(round: Round, requests: Sequence[Request], result: RoundResult)
         stats.draft_seconds += draft
         stats.verify_seconds += verify
         stats.other_seconds += other
-        request.settle(emitted[:length], logprobs, stats, num_drafts=num_drafts, num_forced=num_forced)
+        try:
+            request.settle(emitted[:length], logprobs, stats, num_drafts=num_drafts, num_forced=num_forced)
+        except Exception as error:
+            raise name_row(error, request.row)  # noqa: B904 - the same error
     table.evict(rows)

@@ -96,6 +96,12 @@ class Steps:
         self.round.reset()
         self.scheduler.restart(requests)
 
+    def drop_lost(self) -> None:
+        """Let go of what was launched for rows that are lost, or weights that have moved; no step may follow soon."""
+        if self.reading is not None and not self.reading.holds(self.round.weights_generation()):
+            self.reading = None
+        self._settle_all(left=len(self.under_way))  # drops the oldest, as far as they are of no request
+
     def clear_captures(self) -> None:
         for captures in (self.graphs, self.chunks, self.catch_ups):
             if captures is not None:
@@ -228,9 +234,8 @@ class Steps:
 
     def _read_prompts(self, *, streams: bool) -> list[Request]:
         """Launch what this step reads of prompts, whole or in part; settle what is due. streams: others decode."""
+        self.drop_lost()
         reading = self.reading
-        if reading is not None and not reading.holds(self.round.weights_generation()):
-            reading = self.reading = None
         if reading is None:
             requests, chunk_len = self.scheduler.next_prefill()
             if not requests:

@@ -116,8 +116,8 @@ class RowMasks(NamedTuple):
 
 
 class MaskBuffer:
-    """The masks of a round's nodes. Made with the first grammar, for the largest round of the engine (max_rows,
-    max_nodes), and never replaced: captured rounds read it."""
+    """The masks of a round's nodes, as many a row as its trees have. Made with the first grammar, for the largest round
+    of the engine (max_rows, max_nodes), and never replaced: captured rounds read it."""
 
     def __init__(self, vocab_size: int, max_rows: int, device: torch.device) -> None:
         self.num_words = -(-vocab_size // 32)
@@ -131,7 +131,7 @@ class MaskBuffer:
         return 0 if self._words is None else self._words.nbytes
 
     def at(self, batch: int, num_nodes: int) -> torch.Tensor:
-        """[B, N, ceil(V / 32)] int32 that rounds of this size read: a view of the one buffer."""
+        """[B, N, ceil(V / 32)] int32: the tokens allowed after each of N nodes; a view of the one buffer."""
         size = batch * num_nodes * self.num_words
         if self._words is None:
             largest = max(self._max_rows * self.max_nodes * self.num_words, size)

@@ -4,10 +4,10 @@
     this thread      functions first, then a step, then news      over and over
     observer, tell   who gained tokens, who ended                 on this thread, so neither may wait
 
-A round that raises, for lack of memory too, is tried again, once: a request that is in a failed round a second time,
-with no token gained in between, fails with the reason, and the engine goes on with the others. What a step costs here
-grows with the requests that it brought something. Its locks are those that a signal in the middle of a call cannot
-leave taken (see `specdec.runtime.turns`): no `threading.Condition`.
+A round that raises, for lack of memory too, is tried again; raised again, the engine ends one of its requests
+(`specdec.runtime.step_faults`) and goes on with the others. What a step costs here grows with the requests that it
+brought something. Its locks are those that a signal in the middle of a call cannot leave taken (see
+`specdec.runtime.turns`): no `threading.Condition`.
 """
 
 import logging
@@ -24,7 +24,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from specdec.engine import Engine
-from specdec.errors import ConfigError, RoundFailedError, SpecDecError, StoppingError
+from specdec.errors import ConfigError, RoundFailedError, SpecDecError, StoppingError, in_words
 from specdec.runtime.handle import Handle
 from specdec.serving.fair_pool import settle
 
@@ -32,14 +32,15 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 BROKEN = 3
-"""Rounds that failed their requests, with none between that ended by itself: the fault is no request's any more."""
+"""Requests that failed with their rounds, with no round between that brought a token: the fault is no request's any
+more."""
 
 
 @dataclass(eq=False, slots=True)
 class Sample:
     """One request that this thread looks after. owner: its reader, told when there is news.
 
-    client: whose it is. seen: tokens that its owner was told of. failed_at: how many it had when its round failed.
+    client: whose it is. seen: tokens that its owner was told of.
     """
 
     handle: Handle
@@ -48,7 +49,6 @@ class Sample:
     submitted: float = field(default_factory=time.perf_counter)
     seen: int = 0
     last_news: float = 0.0
-    failed_at: int = -1
     error: SpecDecError | None = None
 
 
@@ -67,7 +67,7 @@ class EngineThread:
 
     def __init__(self, engine: Engine, tell: Callable[[Sequence[Sample]], None], observers: Sequence[Observer]) -> None:
         self.engine = engine
-        self.failed_rounds = 0  # in a row, that failed their requests
+        self.failed_rounds = 0  # in a row, that a request failed with
         self.step_began: float | None = None  # by time.monotonic; None while there is nothing to do
         self._tell = tell
         self.observers = list(observers)
@@ -153,8 +153,11 @@ class EngineThread:
                 self.step_began = None
         except BaseException as error:
             logger.exception("the engine's thread ended")
-            reason = f"the engine's thread ended: {_said(error)}"
-            self._fail(self.open, reason)
+            reason = f"the engine's thread ended: {in_words(error)}"
+            for sample in self.open:
+                sample.error = RoundFailedError(reason)  # before it is seen to have ended
+                self._news.append(sample.handle.id)
+                _abort(sample)
         finally:
             self._end(reason)
 
@@ -175,32 +178,13 @@ class EngineThread:
         try:
             more = self.engine.step()
         except Exception as error:
-            self._round_failed(error)
+            logger.warning("a round failed: %s", in_words(error), exc_info=error)
             more, lacked_memory = bool(self._open), isinstance(error, torch.OutOfMemoryError)
         if lacked_memory:  # the error's frames have released their tensors
             torch.cuda.empty_cache()
         self._report()
         with self._guard:
             self._more = self._more or more
-
-    def _round_failed(self, error: Exception) -> None:
-        """Those in it fail if it is not the first time; the engine begins again with the others."""
-        logger.warning("a round failed: %s", _said(error), exc_info=error)
-        seated = self.engine.running_ids()
-        there = self.open
-        in_round = [sample for sample in there if sample.handle.id in seated] or there
-        again = [sample for sample in in_round if sample.failed_at == sample.handle.num_output]
-        for sample in in_round:
-            sample.failed_at = sample.handle.num_output
-        if again:
-            self.failed_rounds += 1
-            self._fail(again, f"the round failed, and failed again: {_said(error)}")
-
-    def _fail(self, samples: Sequence[Sample], reason: str) -> None:
-        for sample in samples:
-            sample.error = RoundFailedError(reason)  # before it is seen to have ended
-            self._news.append(sample.handle.id)
-            _abort(sample)
 
     def _report(self) -> None:
         """Tell of those that gained tokens or ended."""
@@ -215,6 +199,8 @@ class EngineThread:
             finished = sample.handle.finished or sample.error is not None  # before the tokens, which end with it
             tokens = sample.handle.num_output - sample.seen
             if tokens:
+                if sample.seen:  # a round brought them, not a prompt
+                    self.failed_rounds = 0
                 for observer in self.observers:
                     observer.gained(sample, tokens, now)
                 sample.seen, sample.last_news = sample.seen + tokens, now
@@ -223,6 +209,8 @@ class EngineThread:
                 sample.error = sample.error or sample.handle.error
                 if sample.error is None and sample.handle.finish_reason != "abort":
                     self.failed_rounds = 0
+                elif isinstance(sample.error, RoundFailedError):
+                    self.failed_rounds += 1
             if tokens or finished:
                 news.append(sample)
         self._release(ended, now)
@@ -268,9 +256,3 @@ def _abort(sample: Sample) -> None:
         sample.handle.abort()
     except Exception:  # the engine failed to begin again; the request is released when that succeeds
         logger.warning("request %d is not released yet", sample.handle.id, exc_info=True)
-
-
-def _said(error: BaseException) -> str:
-    """Kind and first sentence of an error; not the error itself, whose frames hold tensors."""
-    said = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {said[0][:200]}" if said else type(error).__name__

@@ -31,10 +31,11 @@ DECODE_STAGES = ("other", "draft", "verify", "other")
 
 def decode_programs(round: Round, shape: RoundShape) -> Sequence[Callable[[], torch.Tensor]]:
     """The programs of one round; the last returns its packed result. Where grammars have a say these are: draft, which
-    returns tokens and parents of the trees [2, B, N]; verify; and accept, once `Round.allowed` holds their masks."""
+    returns tokens and parents of the trees [2, B, N]; verify; and accept, once `Round.masks` holds their masks: for the
+    draft those of the roots, at N = 1, then those of all nodes of the trees that it proposed."""
     if not shape.uses.masked:
         return [lambda: DecodeRound(round, shape).run()]  # whose tensors do not outlive it
-    round.allowed(shape)  # is there before anything is captured
+    round.masks.at(shape.batch, shape.width)  # is there before anything is captured
     decode = DecodeRound(round, shape)
     return [decode.draft, decode.verify, decode.accept]
 
@@ -72,7 +73,7 @@ class DecodeRound:
         round.clock.mark("draft")
         draws: ReferenceSampler | MaskedFirstLevel = sampler
         if shape.uses.masked:
-            draws = MaskedFirstLevel(sampler, history_len, round.allowed(shape)[:, 0])
+            draws = MaskedFirstLevel(sampler, history_len, round.masks.at(shape.batch, 1)[:, 0])
         if round.worker is not None and shape.num_steps > 0:
             batch = DraftBatch(
                 rows=self.read_rows,
@@ -90,6 +91,7 @@ class DecodeRound:
                 by_lookup=shape.by_lookup,
             )
             tree = round.worker.propose(batch)
+            assert tree.num_nodes <= shape.num_nodes, f"{tree.num_nodes} nodes drafted, {shape.num_nodes=}"
         else:
             tree = DraftTree.chain(root[:, None])
         self.max_path = opened.most
@@ -125,7 +127,7 @@ class DecodeRound:
         """Draw, walk down the tree, commit, and let the drafter observe -> the packed result."""
         round, shape, rows, opened, tree = self.round, self.shape, self.rows, self.opened, self.tree
         round.clock.mark("other")
-        allowed = round.allowed(shape) if shape.uses.masked else None
+        allowed = round.masks.at(shape.batch, tree.num_nodes) if shape.uses.masked else None
         drawn_pos = opened.drawn_pos if opened.fits(tree) else self.plan.positions + 1
         drawn = self.sampler.draw_after(self.fed, allowed, self.logits, drawn_pos, self.softcap)
         numbers, packed, stamps = empty_result(shape, len(DECODE_STAGES) + 1, round.device)

@@ -297,10 +297,6 @@ class Round:
         )
         self.worker.observe_prompts(seen)
 
-    def allowed(self, shape: RoundShape) -> torch.Tensor:
-        """[B, N, V / 32] int32, the tokens that grammars allow behind each node: the host writes them each round."""
-        return self.masks.at(shape.batch, shape.width)
-
     def history(self, rows: Rows) -> torch.Tensor:
         """[B, L] tokens by position, a root behind the longest prefix included."""
         return self.tokens.tensor[rows.index, : rows.longest + 1]

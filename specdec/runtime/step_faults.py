@@ -1,0 +1,63 @@
+"""Which request ends when a step raises an error, so that one request stops no others.
+
+    the error names a row      the request of that row ends, at once; who called the step does not hear of it
+    any other, once            none ends: all begin again from their tokens
+    again, no token since      the newest of those that were in both ends
+
+After that the others have rows one by one, each once those before it have gained a token. So if it was not the newest,
+the step raises again with the one that was let in last, which ends, and nothing is computed twice for the others.
+
+It chooses, and ends requests; the engine takes them out when it begins again. A `KeyboardInterrupt` is no error.
+"""
+
+import copy
+import logging
+from collections.abc import Iterable
+
+from specdec.errors import RequestFailedError, RoundFailedError, SpecDecError, in_words, row_named_by
+from specdec.runtime.request import Request
+from specdec.runtime.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+class StepFaults:
+    """Of one engine."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def end_named(self, error: Exception) -> Request | None:
+        """End the request whose row the error names -> that request; None: it names none."""
+        row = row_named_by(error)
+        for request in self._scheduler.running if row is not None else ():
+            if request.row == row and not request.finished:
+                logger.warning(
+                    "request %d ends here: a step raised an error in its row", request.number, exc_info=error
+                )
+                said = f"a step raised an error in this request alone: {in_words(error)}"
+                own = copy.copy(error) if isinstance(error, SpecDecError) else RequestFailedError(said)
+                request.end("error", own)  # without the frames of the step
+                return request
+        return None
+
+    def end_newest(self, error: Exception, live: Iterable[Request]) -> Request | None:
+        """Note an error that names none of these requests, and end the newest that it strikes again -> that one."""
+        in_step = [request for request in self._scheduler.running or live if not request.finished]
+        again = [request for request in in_step if request.failed_at == request.num_output]
+        for request in in_step:
+            request.failed_at = request.num_output
+        if not again:
+            return None
+        newest = max(again, key=lambda request: request.number)
+        logger.warning("request %d ends here: its round failed, and failed again", newest.number, exc_info=error)
+        newest.end("error", RoundFailedError(f"the round failed, and failed again: {in_words(error)}"))
+        if not self._scheduler.admits_slowly:
+            self._scheduler.max_running = 1
+        return newest
+
+    def step_ended(self) -> None:
+        """No error was raised: one more may run, if all that do have gained a token since one was."""
+        scheduler = self._scheduler
+        if scheduler.admits_slowly and all(request.failed_at < request.num_output for request in scheduler.running):
+            scheduler.max_running += 1

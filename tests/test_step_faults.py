@@ -1,0 +1,330 @@
+"""One request whose steps raise errors stops no other: it ends, with the reason, and the others have their tokens."""
+
+import asyncio
+import json
+from contextlib import ExitStack
+
+import httpx
+import pytest
+from tape import record
+
+import specdec.engine
+from specdec import SamplingParams
+from specdec.errors import KVStateError, RequestFailedError, RoundFailedError, name_row
+from specdec.runtime.request import Request
+from specdec.serving.async_engine import AsyncEngine
+
+from marks import deep
+from served_engine import served
+
+NEW = 6
+LENGTHS = (5, 9, 13, 17)
+PARAMS = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+LONG = SamplingParams(max_new_tokens=220, ignore_eos=True)
+
+
+@pytest.fixture(params=[False, deep(True)], ids=["eager", "captured"])
+def scene(request, make_target, make_engine, greedy_oracle, random_prompt, monkeypatch):
+    """(engine, prompts, what each is continued with)."""
+    captured = request.param
+    monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record if captured else None)
+    model, prompts = make_target("gemma4-e2b"), [random_prompt(n) for n in LENGTHS]
+    engine = make_engine(model, "ngram", max_batch_size=8)
+    return engine, prompts, [greedy_oracle(model, prompt, NEW) for prompt in prompts]
+
+
+def breaks(engine, bad, error=ValueError, *, where="launch_round", names=False, after=0):
+    """Rounds (or groups of prompts) that hold a request with this prompt raise, once it has `after` tokens."""
+    whole = getattr(engine.steps, where)
+
+    def broken(requests, *rest):
+        for request in requests:
+            if request.prompt == bad and request.num_output >= after:
+                raise name_row(error("no such thing"), request.row) if names else error("no such thing")
+        return whole(requests, *rest)
+
+    setattr(engine.steps, where, broken)
+
+
+def step_on(engine):
+    while engine.step():
+        pass
+
+
+def finish(engine, handles):
+    """Step until all have ended -> how often a step raised."""
+    raised = 0
+    for _ in range(400):
+        if all(handle.finished for handle in handles):
+            break
+        try:
+            engine.step()
+        except (ValueError, MemoryError):
+            raised += 1
+    step_on(engine)
+    engine.table.check()
+    assert engine.scheduler.idle and not engine._live and engine.table.allocator.full.held_pages == 0
+    return raised
+
+
+def assert_right(handles, truths, but=()):
+    for number, (handle, truth) in enumerate(zip(handles, truths, strict=True)):
+        if number not in but:
+            assert handle.output().token_ids == truth
+
+
+@pytest.mark.parametrize("where", ["launch_round", "prefill"])
+@pytest.mark.parametrize("bad", [0, 3])
+def test_an_error_that_names_a_row_ends_the_request_of_that_row_alone(bad, where, scene):
+    engine, prompts, truths = scene
+    breaks(engine, prompts[bad], where=where, names=True)
+    handles = engine.submit_many(prompts, PARAMS)
+    assert finish(engine, handles) == 0  # no step raises
+    assert_right(handles, truths, but=[bad])
+    assert handles[bad].finish_reason == "error"
+    with pytest.raises(RequestFailedError, match="in this request alone: ValueError: no such thing"):
+        handles[bad].read()
+
+
+def test_an_error_that_is_raised_from_one_that_names_a_row_names_it_too(scene):
+    engine, prompts, truths = scene
+    whole = engine.steps.launch_round
+
+    def broken(requests, *rest):
+        if len(requests) == 4:
+            raise RuntimeError("the drafter failed") from name_row(KVStateError("row 7 is not open"), requests[1].row)
+        return whole(requests, *rest)
+
+    engine.steps.launch_round = broken
+    handles = engine.submit_many(prompts, PARAMS)
+    assert finish(engine, handles) == 0
+    assert_right(handles, truths, but=[1])
+    assert isinstance(handles[1].error, RequestFailedError) and "the drafter failed" in str(handles[1].error)
+
+
+def test_an_error_of_specdec_that_names_a_row_is_that_requests_own_error(scene):
+    """As it is, so that a `LocationError` is one where the output is read."""
+    engine, prompts, truths = scene
+    breaks(engine, prompts[2], KVStateError, names=True)
+    handles = engine.submit_many(prompts, PARAMS)
+    assert finish(engine, handles) == 0
+    assert_right(handles, truths, but=[2])
+    with pytest.raises(KVStateError, match="no such thing") as raised:
+        handles[2].output()
+    assert raised.value.__cause__ is None and raised.value.__context__ is None  # and holds no frames of the step
+
+
+def test_what_settling_one_request_raises_ends_that_one_alone(scene, monkeypatch):
+    engine, prompts, truths = scene
+    settle = Request.settle
+
+    def broken(request, *arguments, **options):
+        if request.prompt == prompts[1] and request.num_output:
+            raise ValueError("half of it")
+        settle(request, *arguments, **options)
+
+    monkeypatch.setattr(Request, "settle", broken)
+    handles = engine.submit_many(prompts, PARAMS)
+    assert finish(engine, handles) == 0
+    assert_right(handles, truths, but=[1])
+    with pytest.raises(RequestFailedError, match="half of it"):
+        handles[1].output()
+
+
+@pytest.mark.parametrize("bad", range(4))
+def test_a_request_whose_rounds_always_raise_stops_no_older_one_and_one_newer(bad, scene):
+    """The newest ends when its step raises again; if that was not it, the others come back one at a time."""
+    engine, prompts, truths = scene
+    breaks(engine, prompts[bad])
+    handles = engine.submit_many(prompts, PARAMS)
+    raised = finish(engine, handles)
+    ended = {bad, 3}
+    assert raised == 1 + len(ended)
+    assert {number for number, handle in enumerate(handles) if handle.error} == ended
+    assert_right(handles, truths, but=ended)
+    for number in ended:
+        with pytest.raises(RoundFailedError, match="the round failed, and failed again: ValueError: no such thing"):
+            handles[number].output()
+
+
+@pytest.mark.parametrize(("times", "ended"), [(1, []), (2, [3])])
+def test_the_same_step_raising_twice_ends_the_newest_and_once_none(times, ended, scene):
+    engine, prompts, truths = scene
+    faults, whole = [MemoryError("none left")] * times, engine.steps.launch_round
+    engine.steps.launch_round = lambda *asked: whole(*asked) if not faults else (_ for _ in ()).throw(faults.pop())
+    handles = engine.submit_many(prompts, PARAMS)
+    assert finish(engine, handles) == times
+    assert [number for number, handle in enumerate(handles) if handle.error] == ended
+    assert_right(handles, truths, but=ended)
+
+
+def test_steps_that_always_raise_end_all_their_requests_each_with_the_reason(scene):
+    engine, prompts, _ = scene
+    engine.steps.launch_round = lambda *asked: 1 / 0
+    handles = engine.submit_many(prompts, PARAMS)
+    for _ in range(1 + len(handles)):
+        with pytest.raises(ZeroDivisionError):
+            step_on(engine)
+    assert [str(handle.error) for handle in handles] == [
+        "the round failed, and failed again: ZeroDivisionError: division by zero"
+    ] * 4
+    assert not engine.step() and engine.table.allocator.full.held_pages == 0
+
+
+def test_requests_that_arrive_meanwhile_neither_hide_the_culprit_nor_end_for_it(scene):
+    """The set of requests is never the same twice, under load."""
+    engine, prompts, truths = scene
+    breaks(engine, prompts[3])
+    handles, raised = engine.submit_many([prompts[0], prompts[3]], PARAMS), 0
+    for _ in range(6):
+        handles.append(engine.submit(prompts[1], PARAMS))
+        try:
+            engine.step()
+        except ValueError:
+            raised += 1
+    raised += finish(engine, handles)
+    assert raised == 2
+    assert [number for number, handle in enumerate(handles) if handle.error] == [1]
+    assert_right(handles, [truths[0], truths[3], *[truths[1]] * 6], but=[1])
+
+
+def test_tokens_in_between_are_progress(scene):
+    """Errors that come now and then end none, where each request has gained a token since the last."""
+    engine, prompts, truths = scene
+    whole, failed_at = engine.steps.launch_round, set()
+
+    def broken(requests, *rest):
+        least = min(request.num_output for request in requests)
+        if len(requests) == 4 and least not in failed_at:
+            failed_at.add(least)
+            raise ValueError("now and then")
+        return whole(requests, *rest)
+
+    engine.steps.launch_round = broken
+    handles = engine.submit_many(prompts, PARAMS)
+    assert finish(engine, handles) >= 2
+    assert_right(handles, truths)
+
+
+def test_interrupts_end_none_however_often(scene):
+    engine, prompts, truths = scene
+    interrupts, whole = [None] * 5, engine.steps.launch_round
+
+    def broken(*asked):
+        if interrupts:
+            interrupts.pop()
+            raise KeyboardInterrupt
+        return whole(*asked)
+
+    engine.steps.launch_round = broken
+    handles = engine.submit_many(prompts, PARAMS)
+    for _ in range(5):
+        with pytest.raises(KeyboardInterrupt):
+            step_on(engine)
+    assert finish(engine, handles) == 0
+    assert_right(handles, truths)
+
+
+@pytest.mark.parametrize("where", ["launch_round", "prefill"])
+def test_an_error_before_settling_changes_nothing_that_the_host_knows_of_a_request(where, scene):
+    engine, prompts, truths = scene
+    handles = engine.submit_many(prompts[:2], PARAMS)
+    while handles[0].num_output < 2:
+        engine.step()
+    late = engine.submit(prompts[2], PARAMS)
+    whole, seen = getattr(engine.steps, where), []
+
+    def broken(*asked):
+        seen.append([request.settled for request in engine._live.values()])
+        seen.append([request.stats.copy() for request in engine._live.values()])
+        raise ValueError("before anything came out")
+
+    setattr(engine.steps, where, broken)
+    with pytest.raises(ValueError, match="before anything"):
+        step_on(engine)
+    setattr(engine.steps, where, whole)
+    live = list(engine._live.values())
+    assert all(now is then for now, then in zip([request.settled for request in live], seen[0], strict=True))
+    assert [request.stats for request in live] == seen[1]
+    assert finish(engine, [*handles, late]) == 0
+    assert_right([*handles, late], truths[:3])
+
+
+def test_a_request_that_fails_is_not_the_end_of_those_that_share_its_call(scene):
+    """Handles of one `submit_many` are requests like any others; `generate` ends with the first that fails."""
+    engine, prompts, truths = scene
+    breaks(engine, prompts[3], names=True)
+    handles = engine.submit_many(prompts, PARAMS)
+    with pytest.raises(RequestFailedError):
+        engine.generate(prompts, PARAMS)
+    finish(engine, handles)
+    assert_right(handles, truths, but=[3])
+
+
+# served
+
+
+def test_a_task_whose_request_breaks_every_round_fails_alone(scene):
+    engine, prompts, truths = scene
+    breaks(engine, prompts[3])
+
+    async def run():
+        async with AsyncEngine(engine) as running:
+            results = []
+            for _ in range(4):  # more than rounds of all that would make the engine a broken one
+                calls = [running.generate(prompt, PARAMS) for prompt in prompts]
+                results.append(await asyncio.gather(*calls, return_exceptions=True))
+                assert running.trouble is None and running.open_requests == 0
+            return results
+
+    for *others, failed in asyncio.run(run()):
+        assert isinstance(failed, RoundFailedError) and "no such thing" in str(failed)
+        assert [output.token_ids for [output] in others] == truths[:3]
+
+
+def test_requests_that_fail_one_after_the_other_are_no_broken_engine_while_others_gain_tokens(scene):
+    engine, prompts, _ = scene
+    breaks(engine, prompts[3])
+
+    async def run():
+        async with AsyncEngine(engine) as running:
+            stream = running.stream(prompts[0], LONG)
+            await anext(stream)
+            for _ in range(4):
+                with pytest.raises(RoundFailedError):
+                    await running.generate(prompts[3], PARAMS)
+                assert running.trouble is None and running.open_requests == 1
+            await stream.aclose()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("names", [False, deep(True)], ids=["unnamed", "named"])
+def test_over_http_one_request_that_breaks_every_step_is_a_500_and_health_stays_good(
+    names, make_target, make_engine, byte_tokenizer, random_prompt
+):
+    engine = make_engine(make_target("llama", vocab_size=300), "ngram", tokenizer=byte_tokenizer, max_batch_size=8)
+    good, bad = (random_prompt(n, vocab=256) for n in (5, 9))
+    body = {"model": "tiny-gemma4", "temperature": 0, "max_tokens": 60, "ignore_eos": True}
+    [truth] = engine.generate([good], SamplingParams(max_new_tokens=60, ignore_eos=True))
+    breaks(engine, bad, names=names)
+    with served(engine) as (url, running, _), httpx.Client(timeout=120) as client, ExitStack() as open_streams:
+        streams = []
+        for _ in range(2):
+            sent = body | {"prompt": good, "stream": True}
+            stream = open_streams.enter_context(client.stream("POST", f"{url}/v1/completions", json=sent))
+            lines = stream.iter_lines()
+            streams.append(([next(lines)], lines))
+        answers = [client.post(f"{url}/v1/completions", json=body | {"prompt": bad}) for _ in range(2)]
+        assert client.get(f"{url}/health").status_code == 200 and running.trouble is None
+        for begun, lines in streams:
+            begun.extend(lines)
+            chunks = [json.loads(line[6:]) for line in begun if line.startswith("data: {")]
+            assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == truth.text
+            assert begun[-2] == "data: [DONE]"
+        after = client.post(f"{url}/v1/completions", json=body | {"prompt": good, "max_tokens": 4})
+        assert after.status_code == 200 and truth.text.startswith(after.json()["choices"][0]["text"])
+    for answer in answers:
+        error = answer.json()["error"]
+        assert answer.status_code == 500 and error["type"] == "server_error" and "no such thing" in error["message"]
+    assert engine.scheduler.idle and engine.table.allocator.full.held_pages == 0
