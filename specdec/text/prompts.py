@@ -64,9 +64,10 @@ def require_text(name: str, text: Any) -> str:
     return text
 
 
-def text_ids(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of plain text, with the special tokens that the tokenizer adds."""
-    ids: list[int] = tokenizer(require_text("text", text))["input_ids"]
+def text_ids(tokenizer: Any, text: str, *, special_tokens: bool = True) -> list[int]:
+    """Token ids of plain text, with or without the special tokens that the tokenizer adds."""
+    options = {} if special_tokens else {"add_special_tokens": False}
+    ids: list[int] = tokenizer(require_text("text", text), **options)["input_ids"]
     return ids
 
 

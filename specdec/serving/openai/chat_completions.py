@@ -1,6 +1,5 @@
 """POST /v1/chat/completions: messages through the model's chat template, answered whole or as they come."""
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
@@ -48,10 +47,10 @@ class Chat(TextAnswer):
     async def submit(self) -> tuple[Streams, MakeReply]:
         self.engine.require_places(max(1, self.n))
         prompt = await chat_prompt(self.body, self.state, self.choice.template_kwargs)
-        params = await asyncio.to_thread(self._params, len(prompt))
+        params = await self.engine.off_loop(partial(self._params, len(prompt)))
         if self.body.truncate_prompt_tokens is not None:
             prompt = shortened(self.body, self.engine, prompt, params.max_new_tokens)
-            params = await asyncio.to_thread(self._params, len(prompt))
+            params = await self.engine.off_loop(partial(self._params, len(prompt)))
         self.prompts = [prompt]
         thoughts = reasoning_format(self.settings.reasoning_parser)
         if params.grammar is not None:  # it leaves no room for thoughts
@@ -150,7 +149,7 @@ async def chat_prompt(body: ChatRequest, state: ServeState, tools: dict[str, Any
         if name in options:
             raise refused("chat_template_kwargs", f"chat_template_kwargs holds {name}: {said}; leave it out")
     plain = (_plain(f"messages[{index}]", message) for index, message in enumerate(body.messages))
-    messages = await asyncio.to_thread(list, plain)
+    messages = await state.engine.off_loop(lambda: list(plain))
     return await state.engine.chat_prompt(
         messages,
         special_tokens_in_content=state.settings.special_tokens_in_content,

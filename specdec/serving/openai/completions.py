@@ -1,6 +1,5 @@
 """POST /v1/completions: texts or token ids continued as they are, whole or as they come."""
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Any
@@ -44,7 +43,7 @@ class Completion(TextAnswer):
         self._ends: dict[int, int] = {}  # characters of each choice so far
 
     async def submit(self) -> tuple[Streams, MakeReply]:
-        params = await asyncio.to_thread(self._params)
+        params = await self.engine.off_loop(self._params)
         self.engine.require_places(max(1, len(self.body.prompt)) * params.n)
         await self._read_prompts(params)
         make_reply = partial(Reply, self.tokenizer, params.stop_strings, self.body.show_drafts)

@@ -20,7 +20,7 @@ from specdec.errors import ConfigError
 from specdec.runtime.request import GenerationOutput, RequestStats, StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
 from specdec.serving.http.client_limits import in_blocks
-from specdec.serving.http.events import EventStream, json_response, while_connected
+from specdec.serving.http.events import EventStream, json_response
 from specdec.serving.openai.documented_answers import SpeculationFigures
 from specdec.serving.openai.logprob_shapes import vllm_prompt_logprobs
 from specdec.serving.openai.protocol import SamplingFields
@@ -55,9 +55,9 @@ class TextAnswer(ABC):
         }
 
     async def respond(self, request: Request) -> Response:
-        """The response, whole or begun; cancelled when the client goes away."""
+        """The response, whole or begun."""
         try:
-            return await while_connected(request.receive, self._answer())
+            return await self._answer()
         except ConfigError as error:
             raise blaming(error, self.body, self.renamed) from error
 
