@@ -20,7 +20,7 @@ from specdec.errors import ConfigError
 from specdec.runtime.request import GenerationOutput, RequestStats, StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
 from specdec.serving.http.client_limits import in_blocks
-from specdec.serving.http.events import EventStream, json_response
+from specdec.serving.http.events import EventStream, JsonResponse
 from specdec.serving.openai.documented_answers import SpeculationFigures
 from specdec.serving.openai.logprob_shapes import vllm_prompt_logprobs
 from specdec.serving.openai.protocol import SamplingFields
@@ -104,7 +104,7 @@ class TextAnswer(ABC):
             return self.events(streams, self._events(streams, make_reply))
         async with streams:
             outputs = await streams.outputs()
-            return await asyncio.to_thread(lambda: json_response(self._whole(outputs, make_reply)))
+            return await asyncio.to_thread(lambda: JsonResponse(self._whole(outputs, make_reply)))
 
     def _whole(self, outputs: list[GenerationOutput], make_reply: MakeReply) -> dict[str, Any]:
         choices = [self._choice(index, output, make_reply()) for index, output in enumerate(outputs)]
