@@ -34,7 +34,7 @@ class TargetShape(NamedTuple):
 def read_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads((folder / "config.json").read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"there is no config.json that can be read ({first_line(error)})") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"config.json holds {type(config).__name__}, expected an object")

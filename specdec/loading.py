@@ -104,7 +104,7 @@ class Checkpoint:
         file = self.config_file
         try:
             config = json.loads(file.read_text("utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"the config.json of {self.name!r} cannot be used: {first_line(error)}") from error
         if not isinstance(config, dict):
             raise CheckpointError(f"the config.json of {self.name!r} holds {type(config).__name__}, expected an object")

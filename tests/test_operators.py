@@ -261,6 +261,16 @@ def test_a_file_of_options_with_a_mistake_is_one_sentence_with_its_name(text, sa
     assert run.exit_code == 2 and said in run.stderr and run.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(("name", "entry"), [("serve.toml", "a = {}"), ("serve.yaml", "a: {}")])
+def test_a_file_of_options_that_is_nested_without_end_is_one_sentence(name, entry, tmp_path):
+    """TOML was a RecursionError with its traceback."""
+    path = tmp_path / name
+    path.write_text(entry.format("[" * 1500 + "]" * 1500))
+    run = CliRunner().invoke(shell, ["serve", "--config", str(path)])
+    assert (run.exit_code, run.stderr.count("\n")) == (2, 1)
+    assert f"{name}' cannot be read: it is nested too deep" in run.stderr
+
+
 def test_a_variable_that_is_no_option_is_refused_by_name_and_kubernetes_links_are_not():
     run = CliRunner().invoke(shell, ["serve"], env={"SPECDEC_SERVE_PROT": "1"})
     assert run.exit_code == 2 and "SPECDEC_SERVE_PROT is no option" in run.stderr
