@@ -328,7 +328,8 @@ class Engine:
         prompts: at least 4 texts, or lists of token ids, of the kind that the pair is meant for; None: word problems.
         chat: texts are turns of a chat, as in `chat`; False: as `generate` takes them. Not for an engine
         that serves requests meanwhile: it takes half a minute, and memory for a second K/V cache.
-        Raises ConfigError for an engine without a drafter, fewer prompts, or texts where there is no tokenizer.
+        Raises ConfigError for an engine without a drafter, fewer prompts, texts where there is no tokenizer, or
+        answers (`max_new_tokens`) that are not longer than the drafts.
         """
         return diagnose(self, type(self), prompts, chat=chat, max_new_tokens=max_new_tokens)
 

@@ -109,7 +109,7 @@ class Chat(TextAnswer):
     ) -> AsyncIterator[dict[str, Any]]:
         choice = await off_loop(len(delta.token_ids), partial(self._added, index, delta, reply))
         if choice is not None:
-            yield {"choices": [choice]} | self._so_far(index, streams.stats(index))
+            yield {"choices": [choice]}
         if delta.output is not None:
             yield {"choices": [_chunk(index, {}, reply.finish_reason(delta.output))]}
 

@@ -96,7 +96,7 @@ class Completion(TextAnswer):
         choice = await off_loop(len(delta.token_ids), partial(self._added, index, delta, reply))
         if choice is not None:
             choice |= self._prompt_ids(index) if first else {}
-            yield {"choices": [choice]} | self._so_far(index, streams.stats(index))
+            yield {"choices": [choice]}
 
     def _added(self, index: int, delta: StreamDelta, reply: Reply) -> dict[str, Any] | None:
         """The choice of a chunk; None where it would say nothing."""

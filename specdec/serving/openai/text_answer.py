@@ -113,12 +113,12 @@ class TextAnswer(ABC):
     async def _events(self, streams: Streams, make_reply: MakeReply) -> AsyncIterator[dict[str, Any]]:
         head = self.head | {"object": self.chunk_kind} | ({"usage": None} if self.body.usage.include_usage else {})
         replies = [make_reply() for _ in streams.samples]
-        for opening in map(self._opening, range(len(replies))):
-            if opening is not None:
-                yield head | opening
+        for index in range(len(replies)):
+            if (opening := self._opening(index)) is not None:
+                yield head | opening | self._so_far(index, streams.stats(index))
         async for index, delta in streams:
             async for chunk in self._grown(index, delta, replies[index], streams):
-                yield head | chunk
+                yield head | chunk | self._so_far(index, streams.stats(index))
         if self.body.usage.include_usage or self.body.show_drafts:
             stats = [streams.stats(index) for index in range(len(replies))]
             yield head | {"choices": []} | self._totals(stats)
