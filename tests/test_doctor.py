@@ -209,6 +209,7 @@ def test_answers_that_are_no_longer_than_drafts_are_refused(tokens, diagnose):
         diagnose(ASSISTANT, max_new_tokens=tokens)
 
 
+@pytest.mark.deep
 def test_answers_one_token_longer_than_a_draft_and_its_bonus_are_looked_at(diagnose):
     found = diagnose(ASSISTANT, max_new_tokens=6)
     assert found.reference.holds and found.prompts == len(QUESTIONS)
