@@ -111,7 +111,11 @@ class Engine:
         where = target.device, target.dtype, head_dim
         capture = capture_for(target.devices, self.config.cuda_graphs)
         backend = choose_backend(
-            config.attention, *where, deterministic=target.deterministic, captured=capture is not None
+            config.attention,
+            *where,
+            deterministic=target.deterministic,
+            in_tiles=target.in_tiles,
+            captured=capture is not None,
         )
         rounds_ahead = 1 if capture is None else 2  # slots for a round that starts before the one in front is settled
         lookahead = rounds_ahead * (self.spec.num_nodes if drafter is not None else 1)
