@@ -57,8 +57,8 @@ def choose_backend(
             obstacle = f" takes heads of at most {MAX_HEAD_DIM}, this model has {head_dim}; use attention='torch'"
         if not obstacle and in_tiles:
             obstacle = (
-                " attends to whole forwards, and with deterministic=True layers that are not fused run in tiles of rows; "
-                "use fused=True or attention='torch'"
+                " attends to whole forwards, and with deterministic=True layers that are not fused run in tiles of "
+                "rows; use fused=True or attention='torch'"
             )
         if not obstacle:
             return TritonBackend(deterministic)

@@ -1,4 +1,4 @@
-"""A client that leaves takes its work along: what has not begun is dropped with its body, what has begun counts as its."""
+"""A client that leaves takes its work along: what has not begun is dropped with its body, what has is counted."""
 
 import gc
 import json
@@ -73,7 +73,8 @@ def test_what_a_job_holds_lives_no_longer_than_the_job_though_its_error_does():
 
 @pytest.fixture(scope="module")
 def engine():
-    with Engine.from_pretrained("tiny-gemma4", None, config=EngineConfig(max_batch_size=2, max_model_len=512)) as engine:
+    config = EngineConfig(max_batch_size=2, max_model_len=512)
+    with Engine.from_pretrained("tiny-gemma4", None, config=config) as engine:
         yield engine
 
 

@@ -54,7 +54,8 @@ BODIES = {
 
 @pytest.fixture(scope="module")
 def engine():
-    with Engine.from_pretrained("tiny-gemma4", None, config=EngineConfig(max_batch_size=2, max_model_len=512)) as engine:
+    config = EngineConfig(max_batch_size=2, max_model_len=512)
+    with Engine.from_pretrained("tiny-gemma4", None, config=config) as engine:
         yield engine
 
 

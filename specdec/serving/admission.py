@@ -124,7 +124,8 @@ class Admission:
         if self._waiters:
             first = sum(waiter.count for waiter in self._waiters)
             return QueueFullError(
-                f"{self.out} of {self.most} places are taken, and callers that came earlier wait for {first}; try again later"
+                f"{self.out} of {self.most} places are taken, and callers that came earlier wait for {first}; "
+                "try again later"
             )
         return QueueFullError(
             f"{max(0, self.out - self._rows)} requests wait behind {min(self.out, self._rows)} that run, and "

@@ -106,13 +106,13 @@ def _has_question(record: dict[str, Any]) -> bool:
 
 
 def encode(engine: Engine, prompt: dict[str, Any]) -> list[int]:
-    """Token ids of a prompt as the engine's user would give it. Without a chat template messages are their last text."""
+    """Token ids of a prompt as the engine's user would give it. Without a chat template the last message is read."""
     messages = prompt.get("messages")
     if messages is not None and getattr(engine.tokenizer, "chat_template", None):
         return engine.chat_prompt(messages)
     if _has_question(prompt):
         return engine.chat_prompt(problem_of(prompt, "a prompt").text.strip())
-    content = messages[-1].get("content")
+    content = prompt["messages"][-1].get("content")
     if not isinstance(content, str):
         raise ConfigError(f"the last message is {shown(content)}; text is expected where there is no chat template")
     return engine.chat_prompt(content.strip())

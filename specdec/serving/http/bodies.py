@@ -3,8 +3,8 @@
     raw bytes -> shape (depth, containers, values), counted without building anything -> JSON -> model
 
 Small bodies are read where they are; larger ones on one thread of their own, one at a time. A route whose router has
-`route_class=BodyRoute` declares its body as usual: `async def route(body: Model, ...)`. When its client leaves, whatever
-is done for it is cancelled, from the parsing on, and nothing keeps the body.
+`route_class=BodyRoute` declares its body as usual: `async def route(body: Model, ...)`. When its client leaves,
+whatever is done for it is cancelled, from the parsing on, and nothing keeps the body.
 """
 
 import json

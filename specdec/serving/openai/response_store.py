@@ -1,4 +1,4 @@
-"""Responses that are kept to be read and continued, in memory: the oldest of a key, then of all, make room for new ones.
+"""Responses that are kept to be read and continued, in memory: the oldest make room for new ones.
 
 What one key has stored no other key can read, continue or delete. Each is kept as the bytes of its JSON, so that the
 bound on bytes is one on memory: as objects they take up to seven times as much.
