@@ -61,10 +61,10 @@ def diagnose(
         raise ConfigError(f"{len(questions)} prompts; 4 or more are needed to tell a gain from chance")
     require_int("max_new_tokens", max_new_tokens, 1, 1 << 30)
     num_steps = engine.spec.num_steps
-    if max_new_tokens < num_steps + 2:  # a token before the draft, and the bonus after it
+    if max_new_tokens <= num_steps:  # a token comes before the draft
         raise ConfigError(
             f"max_new_tokens={max_new_tokens}: drafts of num_steps={num_steps} are looked at in answers of "
-            f"{num_steps + 2} tokens or more; give that many, or fewer steps"
+            f"{num_steps + 1} tokens or more; give that many, or fewer steps"
         )
     drafter = model_of(engine.drafter)
     pair = PairInQuestion(engine=engine, make=make, drafter=drafter, questions=questions, chat=chat)
