@@ -99,7 +99,7 @@ def test_bodies_of_clients_that_left_are_not_parsed_and_not_kept(engine):
             assert tracemalloc.get_traced_memory()[0] > 6 * MEGABYTE
             for connection in connections:
                 connection.close()
-            until(lambda: bodies._parser.queued == 0)
+            until(lambda: bodies._parser.queued == 0, seconds=20)
             until(lambda: gc.collect() and tracemalloc.get_traced_memory()[0] < 2 * MEGABYTE)
             assert not before.future.done()
         finally:
@@ -142,7 +142,7 @@ def test_prompts_of_clients_that_left_are_dropped_before_they_are_read(name, eng
             until(lambda: pool.queued == waiting + 5)
             for connection in connections:
                 connection.close()
-            until(lambda: pool.queued == waiting)
+            until(lambda: pool.queued == waiting, seconds=20)
             assert begun == []
         finally:
             go.set()
