@@ -40,19 +40,26 @@ def choose_backend(
     head_dim: int,
     *,
     deterministic: bool = False,
+    in_tiles: bool = False,
     captured: bool = False,
 ) -> Backend:
     """The backend that `EngineConfig.attention` means; "auto" is Triton on a GPU that can run the kernels.
 
-    head_dim: the largest of all models that keep K/V. captured: forwards may be captured, so nothing may be read back
-    within. Raises ConfigError when it is "triton", and Triton cannot run on
-    `device`, or not with the dtype or that head.
+    head_dim: the largest of all models that keep K/V. in_tiles: forwards run in tiles of rows, as deterministic layers
+    do that are not fused; the kernels attend to whole forwards. captured: forwards may be captured, so nothing may be
+    read back within. Raises ConfigError when it is "triton", and Triton cannot run on `device`, or not with the dtype,
+    that head or tiles.
     """
     obstacle = ""
     if attention == "triton" or (attention == "auto" and device.type == "cuda"):
         obstacle = triton_obstacle(device, dtype)
         if not obstacle and head_dim > MAX_HEAD_DIM:
             obstacle = f" takes heads of at most {MAX_HEAD_DIM}, this model has {head_dim}; use attention='torch'"
+        if not obstacle and in_tiles:
+            obstacle = (
+                " attends to whole forwards, and with deterministic=True layers that are not fused run in tiles of "
+                "rows; use fused=True or attention='torch'"
+            )
         if not obstacle:
             return TritonBackend(deterministic)
         if attention == "triton":

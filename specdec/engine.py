@@ -117,7 +117,11 @@ class Engine:
         where = target.device, target.dtype, head_dim
         capture = capture_for(target.devices, self.config.cuda_graphs)
         backend = choose_backend(
-            config.attention, *where, deterministic=target.deterministic, captured=capture is not None
+            config.attention,
+            *where,
+            deterministic=target.deterministic,
+            in_tiles=target.in_tiles,
+            captured=capture is not None,
         )
         rounds_ahead = 1 if capture is None else 2  # slots for a round that starts before the one in front is settled
         lookahead = rounds_ahead * (self.spec.num_nodes if drafter is not None else 1)
@@ -347,7 +351,8 @@ class Engine:
         prompts: at least 4 texts, or lists of token ids, of the kind that the pair is meant for; None: word problems.
         chat: texts are turns of a chat, as in `chat`; False: as `generate` takes them. Not for an engine
         that serves requests meanwhile: it takes half a minute, and memory for a second K/V cache.
-        Raises ConfigError for an engine without a drafter, fewer prompts, or texts where there is no tokenizer.
+        Raises ConfigError for an engine without a drafter, fewer prompts, texts where there is no tokenizer, or
+        answers (`max_new_tokens`) that are not longer than the drafts.
         """
         return diagnose(self, type(self), prompts, chat=chat, max_new_tokens=max_new_tokens)
 

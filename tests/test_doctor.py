@@ -223,6 +223,19 @@ def test_few_prompts_and_no_drafter_are_refused(engine):
         pair.diagnose(["a", "b", "c"])
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 4])
+def test_answers_that_are_no_longer_than_drafts_are_refused(tokens, diagnose):
+    """An answer of 4 tokens has no place after which all of 4 drafts can be compared: it ended in a RuntimeError."""
+    with pytest.raises(ConfigError, match=rf"^max_new_tokens={tokens}: drafts of num_steps=4 .* 5 tokens or more"):
+        diagnose(ASSISTANT, max_new_tokens=tokens)
+
+
+@pytest.mark.deep
+def test_answers_one_token_longer_than_a_draft_are_looked_at(diagnose):
+    found = diagnose(ASSISTANT, max_new_tokens=5)
+    assert found.reference.holds and found.prompts == len(QUESTIONS)
+
+
 def test_a_changed_head_is_the_same_head_where_nothing_changes(engine):
     head = load_any_drafter(HEAD, engine.target)
     twin = changed_head(head, engine.target)

@@ -88,6 +88,28 @@ def test_the_share_of_a_client_comes_back_when_its_event_loop_is_closed_while_it
     admission.require(1, "client")
 
 
+def test_a_cancelled_waiter_at_the_head_lets_those_after_it_in_and_new_callers_too():
+    """They waited until a place was given back, and new callers were told that 0 requests wait where 2 may."""
+
+    async def run():
+        admission = Admission(1, 2)
+        await admission.take(2)
+        large, small = (asyncio.create_task(admission.take(count, wait=True)) for count in (3, 1))
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFullError, match=r"^2 of 3 places are taken, and callers .* wait for 4;"):
+            admission.require(1)
+        large.cancel()
+        await asyncio.wait({large})
+        await asyncio.wait_for(small, 60)
+        assert admission.out == 3
+        with pytest.raises(QueueFullError, match="2 requests wait behind 1 that run, and at most 2 may"):
+            await admission.take(1)
+        admission.give_back(1)
+        await admission.take(1)
+
+    asyncio.run(run())
+
+
 def test_a_grammar_with_no_way_on_is_a_mistake_of_the_request_and_no_503(engine, monkeypatch):
     after = Place.after
     monkeypatch.setattr(Place, "after", lambda place, token: None if token == ord("c") - 33 else after(place, token))

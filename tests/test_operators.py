@@ -17,7 +17,7 @@ from specdec.cli.app import load_command
 from specdec.errors import CapacityError, ConfigError, QueueFullError
 from specdec.serving.async_engine import TextBound
 from specdec.serving.fair_pool import CLIENT, FairPool
-from specdec.serving.http.api_keys import read_key_file
+from specdec.serving.http.api_keys import by_name, read_key_file
 from specdec.serving.http.client_limits import ClientLimits
 from specdec.serving.http.middleware import Guard, RequestLog
 from specdec.serving.logs import JsonFormatter, NonBlockingHandler
@@ -261,6 +261,16 @@ def test_a_file_of_options_with_a_mistake_is_one_sentence_with_its_name(text, sa
     assert run.exit_code == 2 and said in run.stderr and run.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(("name", "entry"), [("serve.toml", "a = {}"), ("serve.yaml", "a: {}")])
+def test_a_file_of_options_that_is_nested_without_end_is_one_sentence(name, entry, tmp_path):
+    """TOML was a RecursionError with its traceback."""
+    path = tmp_path / name
+    path.write_text(entry.format("[" * 1500 + "]" * 1500))
+    run = CliRunner().invoke(shell, ["serve", "--config", str(path)])
+    assert (run.exit_code, run.stderr.count("\n")) == (2, 1)
+    assert f"{name}' cannot be read: it is nested too deep" in run.stderr
+
+
 def test_a_variable_that_is_no_option_is_refused_by_name_and_kubernetes_links_are_not():
     run = CliRunner().invoke(shell, ["serve"], env={"SPECDEC_SERVE_PROT": "1"})
     assert run.exit_code == 2 and "SPECDEC_SERVE_PROT is no option" in run.stderr
@@ -282,6 +292,14 @@ def test_a_log_drops_lines_rather_than_waiting_for_its_reader_and_says_how_many(
     handler.close()
     os.close(reader)
     os.close(writer)
+
+
+def test_every_key_lets_in_under_a_name_of_its_own_whatever_a_file_calls_its_keys():
+    """A key of the file that was called key-1 took the place of the first --api-key, which was let in no more."""
+    client = TestClient(RequestLog(Guard(ClientLimits(answer, at_a_time=1), ["a", "b", "c"], 1000, {"key-1": "c"})))
+    assert [ask(client, key).status_code for key in "abcd"] == [200, 200, 200, 401]
+    names = by_name(["a", "b", "c"], {"key-1": "c", "key-3": "d"})
+    assert names == {"key-1": "c", "key-3": "d", "key-2": "a", "key-4": "b"}
 
 
 def test_the_access_log_is_json_with_the_request_id_and_the_keys_name(caplog):

@@ -394,6 +394,17 @@ def test_a_lacking_tensor_is_named(stored):
     assert f"lacks {UP}.weight_scale" in refusal(CheckpointError, folder)
 
 
+@pytest.mark.parametrize(("form", "name"), [("int4-g32", "weight_scale"), ("gptq", "scales")])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_scales_that_are_no_numbers_are_named(form, name, value, stored):
+    """Such a model was "not plain causal attention"."""
+
+    def damage(tensors):
+        tensors[f"{UP}.{name}"].view(-1)[3] = value
+
+    assert f"{UP}: {name} holds numbers that are not finite" in refusal(CheckpointError, stored(form, damage))
+
+
 def test_a_lacking_shard_is_named(packed_pair, tmp_path):
     folder, _ = packed_pair("llama", "int4-g32")
     tensors = load_file(folder / "model.safetensors")

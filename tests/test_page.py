@@ -89,6 +89,8 @@ def test_chunks_say_the_figures_so_far(path, asked, server):
     assert 0 < tokens[0] < tokens[-1] == chunks[-1]["usage"]["completion_tokens"]
     assert tokens == sorted(tokens) and rounds == sorted(rounds) and rounds[-1] == chunks[-1]["speculation"]["rounds"]
     assert chunks[-1]["choices"] == []
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]  # of all: the first and the last had null
+    assert counts == sorted(counts) and all(chunk["usage"]["prompt_tokens"] for chunk in chunks)
 
 
 @pytest.mark.slow

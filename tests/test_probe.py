@@ -52,3 +52,10 @@ def test_a_forward_that_differs_from_itself_is_given_room(in_a_crowd, served, ma
         return
     with pytest.raises(UnsupportedModelError, match="differ from those of its own forward by"):
         tried()
+
+
+def test_a_weight_that_is_no_number_is_named_and_not_the_attention(make_target):
+    model = make_target("llama", fresh=True)
+    model.model.layers[1].mlp.up_proj.weight.data[3, 5] = float("nan")
+    with pytest.raises(UnsupportedModelError, match=r"NaN or infinite; model\.layers\.1\.mlp\.up_proj\.weight"):
+        TargetModel(model)

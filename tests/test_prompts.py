@@ -150,7 +150,7 @@ def test_chat_refuses_what_is_no_conversation(chats, parts, engine):
         engine.chat("Hi", tokenize=False)
 
 
-@pytest.mark.parametrize("name", ["tokenize", "return_tensors", "padding"])
+@pytest.mark.parametrize("name", ["tokenize", "return_tensors", "padding", "tokenizer_kwargs", "conversation", "self"])
 def test_what_the_engine_decides_is_no_argument_of_a_template(name, engine):
     with pytest.raises(SpecDecError) as error:
         engine.chat_prompt("Hi", **{name: True})

@@ -1,14 +1,15 @@
 """/v1/responses, /tokenize and /detokenize, asked by the official client: shapes, events, what is stored."""
 
 import json
+import tracemalloc
 
 import httpx
 import openai
 import pytest
 
 from specdec import Engine
-from specdec.serving.openai import responses
-from specdec.serving.openai.responses import ResponseStore, Stored
+from specdec.serving.openai import response_store
+from specdec.serving.openai.response_store import ResponseStore, Stored
 
 from served_engine import served
 
@@ -186,7 +187,7 @@ def stored(name: str, size: int = 10) -> Stored:
 
 def test_what_is_stored_is_bounded_in_number_and_bytes_for_each_key_and_in_all(monkeypatch):
     for name, most in {"MAX_PER_KEY": 3, "MAX_KEY_BYTES": 1000, "MAX_RESPONSES": 5, "MAX_BYTES": 2000}.items():
-        monkeypatch.setattr(responses, name, most)
+        monkeypatch.setattr(response_store, name, most)
     store = ResponseStore()
     for i in range(9):
         store.put("a", stored(f"a{i}"))
@@ -204,6 +205,51 @@ def test_what_is_stored_is_bounded_in_number_and_bytes_for_each_key_and_in_all(m
         key, name = next(iter(store._kept))
         store.delete(key, name)
     assert store.num_bytes == 0
+
+
+def test_what_is_stored_takes_no_more_memory_than_it_is_counted_as(monkeypatch):
+    """Objects were kept and their JSON was counted: 64 MiB of many small items took 426 MB."""
+    monkeypatch.setattr(response_store, "MAX_KEY_BYTES", 100_000)
+    items = [{"role": "user", "content": [{"type": "input_text", "text": str(index)}]} for index in range(100)]
+    store = ResponseStore()
+    tracemalloc.start()
+    try:
+        for number in range(20):
+            own = json.loads(json.dumps(items))  # as each request brings its own
+            store.put("a", Stored({"id": f"r{number}", "output": own[:5]}, own, own))
+        del own
+        assert 5 < len(store) < 20
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert taken < 1.5 * store.num_bytes
+    assert store.get("a", "r19") == Stored({"id": "r19", "output": items[:5]}, items, items)
+
+
+HALF = "a\ud800b"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"user": HALF},
+        {"metadata": {HALF: HALF}},
+        {"input": [{"role": "user", "content": QUESTION, "id": HALF}]},
+    ],
+    ids=["user", "metadata", "item"],
+)
+def test_half_a_surrogate_pair_that_is_stored_is_read_back_as_it_was(body, url):
+    """It was answered and stored, and every reading of it was a 500."""
+    asked = json.dumps({"input": QUESTION, "max_output_tokens": 2} | body)
+    headers = {"Content-Type": "application/json"}
+    made = httpx.post(f"{url}/v1/responses", content=asked, headers=headers, timeout=60)
+    assert made.status_code == 200
+    read = httpx.get(f"{url}/v1/responses/{made.json()['id']}", timeout=60)
+    items = httpx.get(f"{url}/v1/responses/{made.json()['id']}/input_items", timeout=60)
+    assert (read.status_code, items.status_code) == (200, 200) and read.json() == made.json()
+    assert HALF in (read.json()["user"], *read.json()["metadata"].values(), items.json()["data"][0]["id"])
+    goes_on = {"input": "And?", "max_output_tokens": 2, "previous_response_id": made.json()["id"]}
+    assert httpx.post(f"{url}/v1/responses", json=goes_on, timeout=60).status_code == 200
 
 
 @pytest.mark.parametrize(

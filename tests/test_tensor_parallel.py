@@ -82,7 +82,7 @@ PARAMS = [
 def answers(engine: Engine, asked: Sequence[list[int]]) -> list[Any]:
     """Tokens, and the log-probabilities of the whole vocabulary: another bit of any logit shows."""
     with engine:
-        outs = engine.generate(list(asked), PARAMS)
+        outs = engine.generate(list(asked), PARAMS[: len(asked)])
         engine.table.check()
         return [(out.token_ids, out.logprobs) for out in outs]
 
@@ -109,6 +109,19 @@ def test_ranks_have_the_bits_of_one_device(
     tree = scripted(tree_script(truths))
     assert answers(engine_of(target, count, tree, TREE, prefill_chunk=16), asked) == alone
     assert target.ranks is None, "the engine splits a copy"
+
+
+NARROW: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4, "head_dim": 4, "num_key_value_heads": 4}
+
+
+@pytest.mark.parametrize(("intermediate", "count"), [(16, 2), (16, 4), (24, 4)])
+def test_shares_of_fewer_than_16_rows_have_the_bits_of_one_device(intermediate, count, random_prompt):
+    """On a CPU products of fewer than 16 columns were summed another way, and a share may have fewer than the whole."""
+    torch.manual_seed(intermediate)
+    model = build_target("llama", **NARROW, intermediate_size=intermediate).eval()
+    target, asked = TargetModel(model, REFERENCE, deterministic=True), [random_prompt(9, seed=1)]
+    alone = answers(engine_of(target, 1, max_batch_size=1), asked)
+    assert answers(engine_of(target, count), asked) == alone
 
 
 @pytest.mark.parametrize("want", ["llama"], indirect=True)

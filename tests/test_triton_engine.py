@@ -264,6 +264,16 @@ def test_dtypes_and_heads_that_the_kernels_cannot_do(make_target):
         Engine(wide, config=EngineConfig(attention="triton", max_model_len=64))
 
 
+def test_tiles_of_deterministic_layers_that_are_not_fused_are_refused_when_the_engine_is_made(make_target):
+    """The engine was made, and its first step ended in an AttributeError."""
+    target = TargetModel(make_target("llama"))
+    for given in (target, target.as_deterministic()):
+        with pytest.raises(ConfigError, match=r"^attention='triton' .* use fused=True or attention='torch'"):
+            Engine(given, config=EngineConfig(attention="triton", deterministic=True, max_model_len=64))
+    Engine(target, config=EngineConfig(deterministic=True, max_model_len=64)).close()
+    assert chosen("triton", CPU, torch.float32, 64)  # where rows are not cut into tiles
+
+
 @pytest.mark.slow
 def test_the_gpu_script_says_that_there_is_no_gpu():
     script = Path(__file__).resolve().parent.parent / "tools" / "gpu_test.py"

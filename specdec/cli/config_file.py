@@ -57,8 +57,8 @@ def _table(path: Path) -> Mapping[str, Any]:
         raise ConfigError(f"the file {str(path)!r} of --config has to be called .toml, .yaml or .yml")
     try:
         table = tomllib.loads(text) if path.suffix == ".toml" else _yaml(text)
-    except ValueError as error:
-        said = " ".join(str(error).split())
+    except (ValueError, RecursionError) as error:
+        said = "it is nested too deep" if isinstance(error, RecursionError) else " ".join(str(error).split())
         raise ConfigError(f"{str(path)!r} cannot be read: {said}") from None
     if not (isinstance(table, dict) and all(isinstance(key, str) for key in table)):
         raise ConfigError(f"{str(path)!r} holds no table; lines such as 'max-waiting: 16' are expected")
@@ -70,7 +70,7 @@ def _yaml(text: str) -> Any:
 
     try:
         table = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
+    except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
     return {} if table is None else table
 

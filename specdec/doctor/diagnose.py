@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from specdec.config import SamplingParams, SpecConfig
+from specdec.config import SamplingParams, SpecConfig, require_int
 from specdec.doctor.acceptance import Acceptance, Comparison, Measured, measured_by_engine, measured_densely
 from specdec.doctor.causes import CAUSES, Cause, what_is_seen
 from specdec.doctor.changes import Change
@@ -50,7 +50,8 @@ def diagnose(
 ) -> Diagnosis:
     """Find out why `engine`'s drafter is accepted less than it could be; see `Engine.diagnose`.
 
-    make: the class of engines. Raises ConfigError for an engine without a drafter, and for fewer than 4 prompts.
+    make: the class of engines. Raises ConfigError for an engine without a drafter, for fewer than 4 prompts, and for
+    answers that are not longer than its drafts.
     """
     started = time.perf_counter()
     if engine.drafter is None:
@@ -58,6 +59,13 @@ def diagnose(
     questions = list(prompts) if prompts is not None else default_questions(engine)
     if len(questions) < 4:
         raise ConfigError(f"{len(questions)} prompts; 4 or more are needed to tell a gain from chance")
+    require_int("max_new_tokens", max_new_tokens, 1, 1 << 30)
+    num_steps = engine.spec.num_steps
+    if max_new_tokens <= num_steps:  # a token comes before the draft
+        raise ConfigError(
+            f"max_new_tokens={max_new_tokens}: drafts of num_steps={num_steps} are looked at in answers of "
+            f"{num_steps + 1} tokens or more; give that many, or fewer steps"
+        )
     drafter = model_of(engine.drafter)
     pair = PairInQuestion(engine=engine, make=make, drafter=drafter, questions=questions, chat=chat)
     seen = what_is_seen(Subject(engine.target, drafter, engine.tokenizer), causes)

@@ -3,7 +3,8 @@
     functions   torch computes most elements of a tensor by vectors, and the last ones, and those where a thread's share
                 ends, one by one: exponentials of the two differ in the last bit. `ByVectors` pads and cuts, so that
                 every element is one of a vector
-    products    of a few columns are divided among threads along K: `ByVectors` sums them row by row
+    products    of a few columns are divided among threads along K: `ByVectors` makes them as wide as those that are
+                not. A column then has the bits that it has in any wider product, so ranks may share its rows
     experts     see the rows that chose them, so their shapes depend on other rows: `ByRow` runs each row by itself
 
 Everything else that models do between attentions (products of a fixed shape, sums over a row, sums and products of
@@ -72,9 +73,10 @@ def _by_vectors(func: Callable[..., torch.Tensor], x: torch.Tensor, *args: Any, 
 
 
 def _few_columns(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    out = (x.to(wide)[..., None, :] * weight.to(wide)).sum(-1)
-    return (out if bias is None else out + bias.to(wide)).to(x.dtype)
+    num_columns = len(weight)
+    missing = FEW_COLUMNS - num_columns
+    wide_bias = None if bias is None else F.pad(bias, (0, missing))
+    return F.linear(x, F.pad(weight, (0, 0, 0, missing)), wide_bias)[..., :num_columns].contiguous()
 
 
 def rows_alone(compute: Callable[..., torch.Tensor], *args: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ order, in two forwards of which the second reads K/V of the first, next to a row
 and logits must not change. It knows no pools, plans or requests. Invariant: a failure is refused in one sentence.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from functools import cache
 from typing import Any, Unpack
 
 import torch
+from torch import nn
 
 from specdec.attention.bridge import IGNORED_KWARGS, AttentionCall
 from specdec.attention.dense import bias_of, dense_attention
@@ -314,6 +316,17 @@ def prove(
             "itself, or mixes neighbouring rows), so rows of several requests cannot share a forward"
         )
     return proof
+
+
+def require_finite(name: str, model: nn.Module, logits: torch.Tensor) -> None:
+    """Raise UnsupportedModelError for logits of a model's own forward that are no numbers, with the weight to blame."""
+    if logits.isfinite().all():
+        return
+    weights = itertools.chain(model.named_parameters(), model.named_buffers())
+    damaged = (key for key, weight in weights if weight.is_floating_point() and not weight.float().isfinite().all())
+    first = next(damaged, None)
+    blamed = "all weights are finite; try another dtype" if first is None else f"{first} holds such values too"
+    raise UnsupportedModelError(f"{name}: its own forward gives logits that are NaN or infinite; {blamed}")
 
 
 def _centred(logits: torch.Tensor) -> torch.Tensor:

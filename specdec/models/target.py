@@ -32,7 +32,7 @@ from specdec.models.batch_invariance import depends_on_others, forward_in_tiles,
 from specdec.models.context_length import ContextLength, context_length
 from specdec.models.paused_forward import PausedForward, collected, walker_of
 from specdec.models.placeholders import Placeholders, find_placeholders
-from specdec.models.probe import LogitRule, Proof, logit_rules, probe_texts, prove, refusing
+from specdec.models.probe import LogitRule, Proof, logit_rules, probe_texts, prove, refusing, require_finite
 from specdec.models.shared_weights import SplitWeights, difference_on_ranks, on_ranks, refuse_change, share_among
 from specdec.models.unsupported import require_supported
 from specdec.modules.module_watch import ModuleWatch
@@ -370,6 +370,7 @@ class TargetModel:
         with refusing(self.name, f"{kind} does not run a forward of its own over text"):
             model: Any = private_copy(self.model, "eager")
             logits: torch.Tensor = model(input_ids=tokens, use_cache=False).logits
+            require_finite(self.name, self.model, logits)
             return logits
 
     @torch.inference_mode()

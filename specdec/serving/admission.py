@@ -59,6 +59,7 @@ class Admission:
                 if waiter in self._waiters:
                     self._waiters.remove(waiter)
                     self._note(client, -count)
+                    self._admit_waiters()  # it may have been the first, for which those after it waited
             if waiter.admitted:
                 self.give_back(count, client)
             raise
@@ -74,16 +75,7 @@ class Admission:
         with self._lock:
             self.out -= count
             self._note(client, -count)
-            while self._waiters and self.out + self._waiters[0].count <= self.most:
-                waiter = self._waiters.popleft()
-                self.out += waiter.count
-                waiter.admitted = True
-                try:
-                    waiter.future.get_loop().call_soon_threadsafe(_admit, waiter.future)
-                except RuntimeError:  # its loop is closed: no caller will ever give these back
-                    self.out -= waiter.count
-                    self._note(waiter.client, -waiter.count)
-                    waiter.admitted = False
+            self._admit_waiters()
 
     def gained(self, sample: Any, tokens: int, now: float) -> None:
         """As an observer: a request that gained tokens keeps its place."""
@@ -91,6 +83,19 @@ class Admission:
     def ended(self, sample: Any, now: float) -> None:
         """As an observer: a request that has ended gives its place back."""
         self.give_back(1, sample.client)
+
+    def _admit_waiters(self) -> None:
+        """Give free places to those that have waited longest. The lock is held."""
+        while self._waiters and self.out + self._waiters[0].count <= self.most:
+            waiter = self._waiters.popleft()
+            self.out += waiter.count
+            waiter.admitted = True
+            try:
+                waiter.future.get_loop().call_soon_threadsafe(_admit, waiter.future)
+            except RuntimeError:  # its loop is closed: no caller will ever give these back
+                self.out -= waiter.count
+                self._note(waiter.client, -waiter.count)
+                waiter.admitted = False
 
     def _note(self, client: str, count: int) -> None:
         if self._per_client:
@@ -116,6 +121,12 @@ class Admission:
         return not self._waiters and self.out + count <= self.most
 
     def _full(self) -> QueueFullError:
+        if self._waiters:
+            first = sum(waiter.count for waiter in self._waiters)
+            return QueueFullError(
+                f"{self.out} of {self.most} places are taken, and callers that came earlier wait for {first}; "
+                "try again later"
+            )
         return QueueFullError(
             f"{max(0, self.out - self._rows)} requests wait behind {min(self.out, self._rows)} that run, and "
             f"at most {self._max_waiting} may; try again later, or raise max_waiting"

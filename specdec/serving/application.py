@@ -9,11 +9,11 @@ from specdec import __version__
 from specdec.serving import metrics
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.http import faults, middleware, page, probes
-from specdec.serving.http.events import CLIENT_GONE, ClientGoneError
+from specdec.serving.http.events import CLIENT_GONE, ClientGoneError, JsonResponse
 from specdec.serving.openai import chat_completions as chat
 from specdec.serving.openai import completions, openapi, responses, token_routes
 from specdec.serving.openai import models_route as models
-from specdec.serving.openai.responses import ResponseStore
+from specdec.serving.openai.response_store import ResponseStore
 from specdec.serving.server_settings import ServeSettings
 from specdec.serving.state import ServeState
 from specdec.serving.tools.tool_parsers import tool_parser_for
@@ -24,6 +24,7 @@ def create_app(engine: AsyncEngine, settings: ServeSettings) -> FastAPI:
     app = FastAPI(
         title="specdec",
         version=__version__,
+        default_response_class=JsonResponse,
         redirect_slashes=False,
         docs_url=None,  # pages that load scripts from elsewhere; the description itself is at /openapi.json
         redoc_url=None,

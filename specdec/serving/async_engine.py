@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from specdec.config import SamplingParams, require_int, require_number
 from specdec.draft_models.base import Drafter
 from specdec.engine import Engine
-from specdec.errors import CapacityError, SpecDecError, StoppingError
+from specdec.errors import SpecDecError, StoppingError
 from specdec.models.weight_storage import weights_in_words
 from specdec.runtime.arguments import params_for, require_one_sample, require_type
 from specdec.runtime.engine_stats import EngineStats
@@ -29,7 +29,8 @@ from specdec.serving.admission import Admission
 from specdec.serving.engine_thread import BROKEN, EngineThread, Observer, Sample
 from specdec.serving.fair_pool import CLIENT, FairPool
 from specdec.serving.streams import Streams, tell_readers
-from specdec.text.prompts import Prompt, as_prompt_list
+from specdec.serving.text_bound import TextBound
+from specdec.text.prompts import Prompt, as_prompt_list, text_ids
 
 T = TypeVar("T")
 Prompts = Prompt | Sequence[Prompt]
@@ -145,6 +146,9 @@ class AsyncEngine:
         def hand_in() -> None:
             # on a thread of its own: prompts are long, and the engine's lock may be held for a round
             try:
+                for prompt in many:
+                    if isinstance(prompt, str):
+                        self._bound.require(prompt)
                 handles = self.engine.submit_many(many, each, priority=priority)
                 streams.begin([Sample(handle, streams, client) for handle in handles])
                 self._thread.watch(streams.samples)
@@ -168,15 +172,30 @@ class AsyncEngine:
             raise
         return streams
 
-    async def chat_prompt(self, chat: str | Sequence[Mapping[str, Any]], /, **template_kwargs: Any) -> list[int]:
+    async def chat_prompt(
+        self,
+        chat: str | Sequence[Mapping[str, Any]],
+        /,
+        *,
+        special_tokens_in_content: str = "allow",
+        **template_kwargs: Any,
+    ) -> list[int]:
         """`Engine.chat_prompt`, on another thread; what is too long for any tokens is refused before."""
-        self._bound.require(chat)
-        return await self.off_loop(lambda: self.engine.chat_prompt(chat, **template_kwargs))
 
-    async def encode(self, text: str) -> list[int]:
-        """`Engine.encode`, as `chat_prompt`."""
-        self._bound.require(text)
-        return await self.off_loop(lambda: self.engine.encode(text))
+        def read() -> list[int]:
+            self._bound.require(chat, template_kwargs)
+            return self.engine.chat_prompt(chat, special_tokens_in_content=special_tokens_in_content, **template_kwargs)
+
+        return await self.off_loop(read)
+
+    async def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """`Engine.encode`, as `chat_prompt`. special_tokens: with those that the tokenizer adds."""
+
+        def read() -> list[int]:
+            self._bound.require(text)
+            return self.engine.encode(text) if special_tokens else text_ids(self.tokenizer, text, special_tokens=False)
+
+        return await self.off_loop(read)
 
     @property
     def drafts_off(self) -> str:
@@ -274,23 +293,3 @@ def _stop(thread: EngineThread, pools: Sequence[FairPool], pid: int) -> None:
         for pool in pools:
             pool.shutdown()
         thread.stop()
-
-
-class TextBound:
-    """Of one engine: no token stands for more characters than the longest of the vocabulary has."""
-
-    def __init__(self, tokenizer: Any, max_model_len: int) -> None:
-        self._max_model_len = max_model_len
-        vocabulary: Mapping[str, int] = getattr(tokenizer, "get_vocab", dict)()
-        self.most = max_model_len * max(map(len, vocabulary), default=0) or None  # characters; None: not known
-
-    def require(self, chat: str | Sequence[Mapping[str, Any]]) -> None:
-        """Raises CapacityError for a text, or for messages with more text, than any number of tokens that fits."""
-        messages: Sequence[Any] = [{"content": chat}] if isinstance(chat, str) else chat  # or what is refused later
-        texts = [each.get("content") for each in messages if isinstance(each, Mapping)]
-        count = sum(len(text) for text in texts if isinstance(text, str))
-        if self.most is not None and count > self.most:
-            raise CapacityError(
-                f"this prompt has {count} characters, more than the {self.most} that max_model_len="
-                f"{self._max_model_len} tokens can hold; shorten it"
-            )

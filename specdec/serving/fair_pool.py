@@ -1,9 +1,11 @@
 """Threads for work that takes long, shared by clients who take turns.
 
-queue      one for each client; the next job is that of the client whose last one began longest ago
-running    at most `threads` jobs, of one client at most one fewer, so that one thread is left for others
-given up   jobs whose client has left, or whose time is over: dropped before they begin; one that has begun runs on,
-           as no thread can be ended, and another thread takes its place, up to MAX_EXTRA times as many
+queue       one for each client; the next job is that of the client whose last one began longest ago
+running     at most `threads` jobs, of one client at most one fewer, so that one thread is left for others
+given up    jobs whose client has left, or whose time is over; those that have not begun are dropped, with all they hold
+abandoned   given up after they had begun: no thread can be ended, so they run on. Another job may take the place of
+            one in the pool, on a spare thread, but a client's jobs are at most `threads`, abandoned ones included: a
+            client that leaves and asks again does not get more threads
 """
 
 import asyncio
@@ -21,14 +23,13 @@ from specdec.errors import ConfigError, QueueFullError, StoppingError
 T = TypeVar("T")
 CLIENT: ContextVar[str] = ContextVar("specdec_client", default="")
 """Whose request this task is about: the name of an API key, or an address."""
-MAX_EXTRA = 4
 
 
 @dataclass(eq=False, slots=True)
 class Job(Generic[T]):
-    """One call of a function. begun: a thread runs it, or has."""
+    """One call of a function, which is let go of once it has begun or was given up. begun: a thread runs it, or has."""
 
-    function: Callable[[], T]
+    function: Callable[[], T] | None
     client: str
     future: Future[T] = field(default_factory=Future)
     begun: bool = False
@@ -40,20 +41,24 @@ def settle(future: Future[T], function: Callable[[], T]) -> None:
     try:
         future.set_result(function())
     except BaseException as error:
+        del function  # this frame, and all that the function holds, would live as long as the error
         future.set_exception(error)
 
 
 class FairPool:
     """Daemon threads, which never keep a process from ending. One is started for a job that may begin where none rests;
-    it takes others after it, and rests where there is none."""
+    it takes others after it, and rests where there is none. spares: threads that take the places of those whose jobs
+    are abandoned; None: as many again."""
 
-    def __init__(self, threads: int, name: str) -> None:
-        assert threads > 1
+    def __init__(self, threads: int, name: str, spares: int | None = None) -> None:
+        assert threads > 0
         self._threads = threads
+        self._most = threads + (threads if spares is None else spares)  # threads, those of abandoned jobs included
         self._name = name
         self._queues: OrderedDict[str, deque[Job[Any]]] = OrderedDict()  # none is empty; the next client's is first
         self._running: Counter[str] = Counter()  # jobs of each client that are under way and not given up
-        self._alive = 0  # threads, those of jobs that were given up included
+        self._abandoned: Counter[str] = Counter()  # jobs of each client that are under way, and given up
+        self._alive = 0  # threads, those of abandoned jobs included
         self._resting: list[SimpleQueue[Job[Any] | None]] = []  # where threads that rest wait for a job
         self._closed = False
         self._lock = threading.Lock()
@@ -76,12 +81,26 @@ class FairPool:
             job.given_up = True
             if job.begun:
                 self._running -= Counter((job.client,))
+                self._abandoned[job.client] += 1
                 self._staff()
                 return False
             self._queues[job.client].remove(job)
             if not self._queues[job.client]:
                 del self._queues[job.client]
+            job.function = None
             return job.future.cancel()
+
+    @property
+    def queued(self) -> int:
+        """Jobs that have not begun."""
+        with self._lock:
+            return sum(map(len, self._queues.values()))
+
+    @property
+    def under_way(self) -> int:
+        """Jobs that run, abandoned ones included."""
+        with self._lock:
+            return self._running.total() + self._abandoned.total()
 
     async def wait_for(self, job: "Job[T]", seconds: float | None = None) -> T:
         """As `result`; the job is given up when that raises, or its task is cancelled."""
@@ -121,7 +140,7 @@ class FairPool:
 
     def _staff(self) -> None:
         """A thread for a job that may begin."""
-        if not self._resting and self._alive >= MAX_EXTRA * self._threads:
+        if not self._resting and self._alive >= self._most:
             return
         job = self._take()
         if job is not None and self._resting:
@@ -132,8 +151,9 @@ class FairPool:
 
     def _take(self) -> "Job[Any] | None":
         """The next job that may begin now."""
-        full = self._running.total() >= self._threads
-        client = next((name for name in self._queues if not full and self._running[name] < self._threads - 1), None)
+        if self._running.total() >= self._threads:
+            return None
+        client = next(filter(self._has_share, self._queues), None)
         if client is None:
             return None
         job = self._queues[client].popleft()
@@ -144,15 +164,24 @@ class FairPool:
         self._running[client] += 1
         return job
 
+    def _has_share(self, client: str) -> bool:
+        """May another job of this client begin?"""
+        running, abandoned = self._running[client], self._abandoned[client]
+        return running < max(1, self._threads - 1) and running + abandoned < self._threads
+
     def _work(self, job: "Job[Any] | None") -> None:
         inbox: SimpleQueue[Job[Any] | None] = SimpleQueue()
         while job is not None:
-            if job.begun:
-                settle(job.future, job.function)
+            function, job.function = job.function, None
+            if job.begun and function is not None:
+                settle(job.future, function)
+            del function
             with self._lock:
-                if not job.given_up:
+                if job.given_up:
+                    self._abandoned -= Counter((job.client,))
+                else:
                     self._running -= Counter((job.client,))
-                job = self._take()  # and let go of what the last one's function holds
+                job = self._take()
                 rests = job is None and not self._closed and len(self._resting) < self._threads
                 if rests:
                     self._resting.append(inbox)

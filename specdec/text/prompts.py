@@ -3,21 +3,23 @@
 It does not know engines or vocabularies. Every refusal is one sentence that shows the value, never a printed tensor.
 """
 
+import inspect
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from specdec.errors import ConfigError, first_line, shown
 from specdec.text.content_tokens import content_tokens, require_handling
 
 Prompt = str | Sequence[int]
 
-FIXED_BY_THE_ENGINE = frozenset(
-    {"tokenize", "return_dict", "return_tensors", "return_assistant_tokens_mask", "padding", "truncation", "max_length"}
-)
+FOR_TEMPLATES = {"tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "kwargs"}
+FIXED_BY_THE_ENGINE = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - FOR_TEMPLATES
+"""Arguments that this version of transformers does not hand on to a template: they say how its text is tokenised."""
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """Roles that every template may be given; it raises for those that it does not take."""
 A_LIST = 'a list of messages {"role": ..., "content": ...} is expected'
@@ -64,9 +66,10 @@ def require_text(name: str, text: Any) -> str:
     return text
 
 
-def text_ids(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of plain text, with the special tokens that the tokenizer adds."""
-    ids: list[int] = tokenizer(require_text("text", text))["input_ids"]
+def text_ids(tokenizer: Any, text: str, *, special_tokens: bool = True) -> list[int]:
+    """Token ids of plain text, with or without the special tokens that the tokenizer adds."""
+    options = {} if special_tokens else {"add_special_tokens": False}
+    ids: list[int] = tokenizer(require_text("text", text), **options)["input_ids"]
     return ids
 
 
@@ -129,7 +132,7 @@ def chat_ids(
     for what the template refuses.
     """
     require_handling(special_tokens_in_content)
-    chat = _as_messages(messages)
+    chat = as_messages(messages)
     if not chat_template:
         _require_roles(chat, getattr(tokenizer, "chat_template", None))
     fixed = sorted(FIXED_BY_THE_ENGINE & template_kwargs.keys())
@@ -152,8 +155,8 @@ def chat_ids(
         raise ConfigError(f"the chat template does not take these messages: {reason}") from error
 
 
-def _as_messages(messages: Any) -> list[dict[str, Any]]:
-    """The messages of one chat, each with a role and a content of text."""
+def as_messages(messages: Any) -> list[dict[str, Any]]:
+    """The messages of one chat, each with a role and a content of text. Raises ConfigError for anything else."""
     if isinstance(messages, (str, bytes, Mapping, torch.Tensor, np.ndarray)) or not isinstance(messages, Iterable):
         raise ConfigError(f"chat={shown(messages)}: {A_LIST}")
     chat = list(messages)

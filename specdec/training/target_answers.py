@@ -1,6 +1,7 @@
 """Prompts from files, and the target's own answers to them, which are all that a drafter learns from.
 
 A prompt file holds one JSON object a line with "messages" (a chat), or "question", "prompt" or "turns" (its first one).
+Every line is checked before anything is made.
 """
 
 import itertools
@@ -17,15 +18,16 @@ from accelerate import PartialState
 
 from specdec.config import SamplingParams
 from specdec.engine import Engine
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, shown
 from specdec.progress import Stage
-from specdec.text.prompt_files import json_lines
+from specdec.text.prompt_files import QUESTION_KEYS, json_lines, problem_of
+from specdec.text.prompts import as_messages
 from specdec.training.packed_rows import Document
 from specdec.training.train_settings import TrainSettings
 
 logger = logging.getLogger(__name__)
 
-PROMPT_KEYS = ("question", "prompt", "turns", "messages")
+PROMPT_KEYS = (*QUESTION_KEYS, "messages")
 MIN_ANSWER = 16  # tokens of an answer that must fit after a prompt
 MAX_SKIPPED = 1000  # prompts in a row without room for an answer, after which the search ends
 SAMPLED_EVERY = 8  # every eighth answer is sampled, the others are greedy
@@ -78,21 +80,42 @@ def read_prompt_file(path: Path) -> list[dict[str, Any]]:
         raise ConfigError(f"--prompts {path}: no such file")
     prompts: list[dict[str, Any]] = []
     for number, record in json_lines(path):
-        if not any(map(record.get, PROMPT_KEYS)):
-            keys = f"{', '.join(PROMPT_KEYS)} is expected; keys are {sorted(record)}"
-            raise ConfigError(f"{path}:{number}: an object with one of {keys}")
+        _require_prompt(record, f"{path}:{number}")
         prompts.append(record)
     if len(prompts) < 2:
         raise ConfigError(f"{path} holds {len(prompts)} prompts; one is kept aside for the report, so 2 are the least")
     return prompts
 
 
+def _require_prompt(record: dict[str, Any], where: str) -> None:
+    """Raise ConfigError for an object that `encode` cannot read."""
+    if all(record.get(key) is None for key in PROMPT_KEYS):
+        keys = f"{', '.join(PROMPT_KEYS)} is expected; keys are {sorted(record)}"
+        raise ConfigError(f"{where}: an object with one of {keys}")
+    if _has_question(record):
+        problem_of(record, where)
+    if record.get("messages") is not None:
+        try:
+            as_messages(record["messages"])
+        except ConfigError as error:
+            raise ConfigError(f"{where}: 'messages': {error}") from error
+
+
+def _has_question(record: dict[str, Any]) -> bool:
+    return any(record.get(key) is not None for key in QUESTION_KEYS)
+
+
 def encode(engine: Engine, prompt: dict[str, Any]) -> list[int]:
-    """Token ids of a prompt as the engine's user would give it."""
-    if "messages" in prompt and getattr(engine.tokenizer, "chat_template", None):
-        return engine.chat_prompt(prompt["messages"])
-    text = prompt.get("question") or prompt.get("prompt") or (prompt.get("turns") or [None])[0]
-    return engine.chat_prompt((text or prompt["messages"][-1]["content"]).strip())
+    """Token ids of a prompt as the engine's user would give it. Without a chat template the last message is read."""
+    messages = prompt.get("messages")
+    if messages is not None and getattr(engine.tokenizer, "chat_template", None):
+        return engine.chat_prompt(messages)
+    if _has_question(prompt):
+        return engine.chat_prompt(problem_of(prompt, "a prompt").text.strip())
+    content = prompt["messages"][-1].get("content")
+    if not isinstance(content, str):
+        raise ConfigError(f"the last message is {shown(content)}; text is expected where there is no chat template")
+    return engine.chat_prompt(content.strip())
 
 
 def collect_answers(engine: Engine, prompts: Iterator[dict[str, Any]], settings: TrainSettings, stage: Stage) -> None:

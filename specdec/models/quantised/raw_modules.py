@@ -44,6 +44,9 @@ class RawWeight(nn.Module):
             tensors = {name: tensor[expert] for name, tensor in tensors.items()}
         with about(self.stem):
             weight = self.format.repack(tensors, self.shape)
+        if not weight.scales.float().isfinite().all():
+            scales = ", ".join(name for name in tensors if "scale" in name)
+            raise CheckpointError(f"{self.stem}: {scales} holds numbers that are not finite (NaN); the file is damaged")
         if dtype != torch.float32:
             return weight
         zeros = None if weight.zeros is None else weight.zeros.float()

@@ -7,7 +7,8 @@ Blank lines, and what follows a # at the beginning or after white space, say not
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
 
 from specdec.errors import ConfigError
@@ -17,6 +18,13 @@ def bearer_token(headers: Mapping[str, str]) -> str:
     """The key, of headers whose names are in small letters; empty without one."""
     kind, _, key = headers.get("authorization", "").partition(" ")
     return key.strip() if kind.lower() == "bearer" else ""
+
+
+def by_name(keys: Sequence[str], named: Mapping[str, str]) -> dict[str, str]:
+    """Every key by a name of its own: those that have one, then the others as key-1, key-2, ..., without the names that
+    are taken."""
+    free = (name for number in count(1) if (name := f"key-{number}") not in named)
+    return {**named, **dict(zip(free, [key for key in keys if key not in named.values()], strict=False))}
 
 
 def read_key_file(path: Path) -> dict[str, str]:

@@ -3,14 +3,14 @@
     raw bytes -> shape (depth, containers, values), counted without building anything -> JSON -> model
 
 Small bodies are read where they are; larger ones on one thread of their own, one at a time. A route whose router has
-`route_class=BodyRoute` declares its body as usual: `async def route(body: Model, ...)`.
+`route_class=BodyRoute` declares its body as usual: `async def route(body: Model, ...)`. When its client leaves,
+whatever is done for it is cancelled, from the parsing on, and nothing keeps the body.
 """
 
-import asyncio
 import json
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,6 +19,8 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
+from specdec.serving.fair_pool import FairPool
+from specdec.serving.http.events import while_connected
 from specdec.serving.http.faults import ApiError, invalid_body
 from specdec.serving.server_settings import ServeSettings
 
@@ -37,7 +39,7 @@ SMALL = 1 << 15
 WINDOW = 1 << 16
 """Bytes looked at between two moments at which other threads may run."""
 
-_parser = ThreadPoolExecutor(1, thread_name_prefix="specdec-bodies")
+_parser = FairPool(1, "specdec-bodies", spares=0)
 
 
 @dataclass(slots=True)
@@ -121,11 +123,11 @@ def _parsed(raw: bytes, model: type[Model], unknown_fields: str) -> Model | ApiE
         return invalid_body(error.errors(include_url=False))
 
 
-async def read_body(request: Request, model: type[Model], settings: ServeSettings) -> Model:
-    """The body of a request. Raises ApiError."""
+async def read_body(request: Request) -> bytes:
+    """The body of a request, which keeps no copy of it. Raises ApiError."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     try:
-        raw = await request.body()
+        raw = b"".join([piece async for piece in request.stream()])
     except ClientDisconnect:
         raise ApiError(400, "the body ended before its end", code="invalid_json") from None
     if not raw:
@@ -134,10 +136,16 @@ async def read_body(request: Request, model: type[Model], settings: ServeSetting
     if not (kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))):
         said = f"Content-Type is {kind[:80]!r}" if kind else "there is no Content-Type"
         raise ApiError(415, f"{said}; application/json is read", code="unsupported_media_type")
-    how = raw, model, max(MIN_VALUES, settings.max_body_bytes // BYTES_PER_VALUE), settings.unknown_fields
-    if len(raw) <= SMALL:
-        return parse(*how)
-    return await asyncio.get_running_loop().run_in_executor(_parser, parse, *how)
+    return raw
+
+
+async def parse_body(raw: bytes, model: type[Model], settings: ServeSettings) -> Model:
+    """`parse`, on the thread for bodies where it takes long; dropped when its task is cancelled before it begins."""
+    max_values = max(MIN_VALUES, settings.max_body_bytes // BYTES_PER_VALUE)
+    how = partial(parse, raw, model, max_values, settings.unknown_fields)
+    small = len(raw) <= SMALL
+    del raw
+    return how() if small else await _parser.wait_for(_parser.submit(how))
 
 
 class ParsedRequest(Request):
@@ -161,10 +169,14 @@ class BodyRoute(APIRoute):
             return answer
         model: Any = self.body_field.field_info.annotation
 
-        async def handler(request: Request) -> Response:
-            parsed = await read_body(request, model, request.app.state.serve.settings)
+        async def respond(request: Request, raw: bytes) -> Response:
+            parsing = parse_body(raw, model, request.app.state.serve.settings)
+            del raw  # an answer may take minutes
             again = ParsedRequest(request.scope, request.receive)
-            again.parsed = parsed
+            again.parsed = await parsing
             return await answer(again)
+
+        async def handler(request: Request) -> Response:
+            return await while_connected(request.receive, respond(request, await read_body(request)))
 
         return handler

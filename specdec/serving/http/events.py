@@ -37,8 +37,13 @@ def json_bytes(data: Any) -> bytes:
         return json.dumps(data, separators=(",", ":")).encode()
 
 
-def json_response(data: Any) -> Response:
-    return Response(json_bytes(data), media_type="application/json")
+class JsonResponse(Response):
+    """Any data as JSON."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return json_bytes(content)
 
 
 async def off_loop(tokens: int, work: Callable[[], T]) -> T:

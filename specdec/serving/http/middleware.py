@@ -18,7 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdec.serving.fair_pool import CLIENT
-from specdec.serving.http.api_keys import bearer_token
+from specdec.serving.http.api_keys import bearer_token, by_name
 from specdec.serving.http.client_limits import GUARDED, ClientLimits, route_path
 from specdec.serving.http.events import CLIENT_GONE
 from specdec.serving.http.faults import ApiError
@@ -111,8 +111,7 @@ class Guard:
         self, app: ASGIApp, api_keys: Sequence[str], max_body_bytes: int, named_keys: Mapping[str, str]
     ) -> None:
         self.app = app
-        self.api_keys = {f"key-{number}": key.encode() for number, key in enumerate(api_keys, 1)}
-        self.api_keys |= {name: key.encode() for name, key in named_keys.items()}
+        self.api_keys = {name: key.encode() for name, key in by_name(api_keys, named_keys).items()}
         self.max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,6 +1,5 @@
 """POST /v1/chat/completions: messages through the model's chat template, answered whole or as they come."""
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Any
@@ -52,10 +51,10 @@ class Chat(TextAnswer):
     async def submit(self) -> tuple[Streams, MakeReply]:
         self.engine.require_places(max(1, self.n))
         prompt = await chat_prompt(self.body, self.state, self.choice.template_kwargs)
-        params = await asyncio.to_thread(self._params, len(prompt))
+        params = await self.engine.off_loop(partial(self._params, len(prompt)))
         if self.body.truncate_prompt_tokens is not None:
             prompt = shortened(self.body, self.engine, prompt, params.max_new_tokens)
-            params = await asyncio.to_thread(self._params, len(prompt))
+            params = await self.engine.off_loop(partial(self._params, len(prompt)))
         self.prompts = [prompt]
         new_parser = self._parsers(params, prompt)
 
@@ -125,7 +124,7 @@ class Chat(TextAnswer):
     ) -> AsyncIterator[dict[str, Any]]:
         fold = self._folds.setdefault(index, self._fold())
         for choice in await off_loop(len(delta.token_ids), partial(self._added, index, delta, reply, fold)):
-            yield {"choices": [choice]} | self._so_far(index, streams.stats(index))
+            yield {"choices": [choice]}
         if delta.output is not None:
             yield {"choices": [_chunk(index, {}, reply.finish_reason(delta.output))]}
 

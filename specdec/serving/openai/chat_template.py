@@ -1,6 +1,5 @@
 """A chat as the model's template takes it: its messages, and what fields of the request tell the template."""
 
-import asyncio
 import json
 import re
 from collections.abc import Mapping
@@ -32,7 +31,7 @@ async def chat_prompt(body: ChatRequest, state: ServeState, tools: dict[str, Any
     template = template_text(getattr(state.tokenizer, "chat_template", None))
     shape = MessageShape.of(template)
     plain = (_plain(f"messages[{index}]", message, shape) for index, message in enumerate(body.messages))
-    messages = await asyncio.to_thread(list, plain)
+    messages = await state.engine.off_loop(lambda: list(plain))
     return await state.engine.chat_prompt(
         messages,
         special_tokens_in_content=state.settings.special_tokens_in_content,

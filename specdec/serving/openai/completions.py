@@ -1,6 +1,5 @@
 """POST /v1/completions: texts or token ids continued as they are, whole or as they come."""
 
-import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -45,7 +44,7 @@ class Completion(TextAnswer):
         self._begun: set[int] = set()  # choices that had their first delta
 
     async def submit(self) -> tuple[Streams, MakeReply]:
-        params = await asyncio.to_thread(self._params)
+        params = await self.engine.off_loop(self._params)
         self.engine.require_places(max(1, len(self.body.prompt)) * params.n)
         await self._read_prompts(params)
         if self.body.max_tokens is None:  # a default never makes a prompt too long
@@ -103,7 +102,7 @@ class Completion(TextAnswer):
         choice = await off_loop(len(delta.token_ids), partial(self._added, index, delta, reply))
         if choice is not None:
             choice |= self._prompt_ids(index) if first else {}
-            yield {"choices": [choice]} | self._so_far(index, streams.stats(index))
+            yield {"choices": [choice]}
 
     def _added(self, index: int, delta: StreamDelta, reply: Reply) -> dict[str, Any] | None:
         """The choice of a chunk; None where it would say nothing."""

@@ -1,17 +1,9 @@
-"""POST /v1/responses: OpenAI's newer shape of a chat, on the path of chats; what is stored can be continued.
-
-What one key has stored no other key can read, continue or delete. Nothing outlives the process: the oldest responses
-of a key, then of all, make room for new ones.
-"""
+"""POST /v1/responses: OpenAI's newer shape of a chat, on the path of chats; what is stored can be continued."""
 
 import hashlib
-import json
-import threading
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,71 +21,10 @@ from specdec.serving.openai.protocol import Reasoning, ResponsesRequest, Text, T
 from specdec.serving.openai.reply import MakeReply, Reply, whole_delta
 from specdec.serving.openai.response_events import ResponseBuilder
 from specdec.serving.openai.response_input import answer_of, chat_request, messages_of
+from specdec.serving.openai.response_store import ResponseStore, Stored
 from specdec.serving.openai.text_answer import usage_of
 from specdec.serving.state import ServeState, State
 from specdec.serving.streams import Streams
-
-MAX_PER_KEY, MAX_KEY_BYTES = 512, 16 << 20
-MAX_RESPONSES, MAX_BYTES = 4096, 64 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """response: as it was answered. inputs: its own items. messages: the whole chat, its answer included."""
-
-    response: dict[str, Any]
-    inputs: list[dict[str, Any]]
-    messages: list[dict[str, Any]]
-
-    def num_bytes(self) -> int:
-        return len(json.dumps([self.response, self.inputs, self.messages]))
-
-
-class ResponseStore:
-    """Used by the event loop, and by threads that put whole answers into words."""
-
-    def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[str, str], tuple[Stored, int]] = OrderedDict()  # by key and id, oldest first
-        self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(size for _, size in self._kept.values())
-
-    def get(self, key: str, response_id: str) -> Stored | None:
-        with self._lock:
-            found = self._kept.get((key, response_id))
-            if found is None:
-                return None
-            self._kept.move_to_end((key, response_id))
-            return found[0]
-
-    def put(self, key: str, stored: Stored) -> None:
-        """Keep it, unless it alone is larger than a key may have."""
-        size = stored.num_bytes()
-        if size > min(MAX_KEY_BYTES, MAX_BYTES):
-            return
-        with self._lock:
-            self._kept[key, stored.response["id"]] = stored, size
-            self._make_room([place for place in self._kept if place[0] == key], MAX_PER_KEY, MAX_KEY_BYTES)
-            self._make_room(list(self._kept), MAX_RESPONSES, MAX_BYTES)
-
-    def delete(self, key: str, response_id: str) -> bool:
-        """-> was it there?"""
-        with self._lock:
-            return self._kept.pop((key, response_id), None) is not None
-
-    def _make_room(self, places: list[tuple[str, str]], most: int, most_bytes: int) -> None:
-        """Drop the first of these until that many, and that many bytes, are left."""
-        count, left = len(places), sum(self._kept[place][1] for place in places)
-        for place in places:
-            if count <= most and left <= most_bytes:
-                return
-            count, left = count - 1, left - self._kept.pop(place)[1]
-
 
 router = APIRouter(route_class=BodyRoute)
 AS_ASKED = ("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "user")
@@ -104,12 +35,12 @@ async def create_response(body: ResponsesRequest, request: Request, state: State
     return await ResponseAnswer(body, state, _store(request), _key(request)).respond(request)
 
 
-@router.get("/v1/responses/{response_id}")
+@router.get("/v1/responses/{response_id}", response_model=None)
 async def read_response(response_id: str, request: Request) -> dict[str, Any]:
     return _stored(request, response_id).response
 
 
-@router.get("/v1/responses/{response_id}/input_items")
+@router.get("/v1/responses/{response_id}/input_items", response_model=None)
 async def read_input_items(response_id: str, request: Request) -> dict[str, Any]:
     inputs = _stored(request, response_id).inputs
     items = [{"id": f"item_{index}", "type": "message"} | item for index, item in enumerate(inputs)][::-1]

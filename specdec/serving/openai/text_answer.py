@@ -20,7 +20,7 @@ from specdec.errors import ConfigError
 from specdec.runtime.request import GenerationOutput, RequestStats, StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
 from specdec.serving.http.client_limits import in_blocks
-from specdec.serving.http.events import EventStream, json_response, while_connected
+from specdec.serving.http.events import EventStream, JsonResponse
 from specdec.serving.openai.documented_answers import SpeculationFigures
 from specdec.serving.openai.logprob_shapes import vllm_prompt_logprobs
 from specdec.serving.openai.protocol import SamplingFields
@@ -55,9 +55,9 @@ class TextAnswer(ABC):
         }
 
     async def respond(self, request: Request) -> Response:
-        """The response, whole or begun; cancelled when the client goes away."""
+        """The response, whole or begun."""
         try:
-            return await while_connected(request.receive, self._answer())
+            return await self._answer()
         except ConfigError as error:
             raise blaming(error, self.body, self.renamed) from error
 
@@ -105,7 +105,7 @@ class TextAnswer(ABC):
             return self.events(streams, self._events(streams, make_reply))
         async with streams:
             outputs = await streams.outputs()
-            return await asyncio.to_thread(lambda: json_response(self._whole(outputs, make_reply)))
+            return await asyncio.to_thread(lambda: JsonResponse(self._whole(outputs, make_reply)))
 
     def _whole(self, outputs: list[GenerationOutput], make_reply: MakeReply) -> dict[str, Any]:
         choices = [self._choice(index, output, make_reply()) for index, output in enumerate(outputs)]
@@ -114,12 +114,12 @@ class TextAnswer(ABC):
     async def _events(self, streams: Streams, make_reply: MakeReply) -> AsyncIterator[dict[str, Any]]:
         head = self.head | {"object": self.chunk_kind} | ({"usage": None} if self.body.usage.include_usage else {})
         replies = [make_reply() for _ in streams.samples]
-        for opening in map(self._opening, range(len(replies))):
-            if opening is not None:
-                yield head | opening
+        for index in range(len(replies)):
+            if (opening := self._opening(index)) is not None:
+                yield head | opening | self._so_far(index, streams.stats(index))
         async for index, delta in streams:
             async for chunk in self._grown(index, delta, replies[index], streams):
-                yield head | chunk
+                yield head | chunk | self._so_far(index, streams.stats(index))
         if self.body.usage.include_usage or self.body.show_drafts:
             stats = [streams.stats(index) for index in range(len(replies))]
             yield head | {"choices": []} | self._totals(stats)

@@ -42,10 +42,8 @@ async def tokenize(body: TokenizeRequest, state: State) -> dict[str, Any]:
     text = body.prompt or ""
     if body.messages is not None:
         tokens = await _chat_tokens(body, body.messages, state)
-    elif body.add_special_tokens is False:
-        tokens = await engine.off_loop(lambda: list(tokenizer(text, add_special_tokens=False)["input_ids"]))
     else:
-        tokens = await engine.encode(text)
+        tokens = await engine.encode(text, special_tokens=body.add_special_tokens is not False)
     written = tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
     return {"count": len(tokens), "max_model_len": engine.max_model_len, "tokens": tokens, "token_strs": written}
 

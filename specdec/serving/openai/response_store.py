@@ -1,0 +1,78 @@
+"""Responses that are kept to be read and continued, in memory: the oldest make room for new ones.
+
+What one key has stored no other key can read, continue or delete. Each is kept as the bytes of its JSON, so that the
+bound on bytes is one on memory: as objects they take up to seven times as much.
+"""
+
+import json
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+MAX_PER_KEY, MAX_KEY_BYTES = 512, 16 << 20
+MAX_RESPONSES, MAX_BYTES = 4096, 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """response: as it was answered. inputs: its own items. messages: the whole chat, its answer included."""
+
+    response: dict[str, Any]
+    inputs: list[dict[str, Any]]
+    messages: list[dict[str, Any]]
+
+    def to_bytes(self) -> bytes:
+        parts = [self.response, self.inputs, self.messages]
+        # half a surrogate pair, which clients and models may write, stays what it is
+        return json.dumps(parts, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+
+    @classmethod
+    def from_bytes(cls, kept: bytes) -> "Stored":
+        return cls(*json.loads(kept.decode("utf-8", "surrogatepass")))
+
+
+class ResponseStore:
+    """Used by the event loop, and by threads that put whole answers into words."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[str, str], bytes] = OrderedDict()  # by key and id, oldest first
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self._kept.values()))
+
+    def get(self, key: str, response_id: str) -> Stored | None:
+        with self._lock:
+            found = self._kept.get((key, response_id))
+            if found is None:
+                return None
+            self._kept.move_to_end((key, response_id))
+        return Stored.from_bytes(found)
+
+    def put(self, key: str, stored: Stored) -> None:
+        """Keep it, unless it alone is larger than a key may have."""
+        kept = stored.to_bytes()
+        if len(kept) > min(MAX_KEY_BYTES, MAX_BYTES):
+            return
+        with self._lock:
+            self._kept[key, stored.response["id"]] = kept
+            self._make_room([place for place in self._kept if place[0] == key], MAX_PER_KEY, MAX_KEY_BYTES)
+            self._make_room(list(self._kept), MAX_RESPONSES, MAX_BYTES)
+
+    def delete(self, key: str, response_id: str) -> bool:
+        """-> was it there?"""
+        with self._lock:
+            return self._kept.pop((key, response_id), None) is not None
+
+    def _make_room(self, places: list[tuple[str, str]], most: int, most_bytes: int) -> None:
+        """Drop the first of these until that many, and that many bytes, are left."""
+        count, left = len(places), sum(len(self._kept[place]) for place in places)
+        for place in places:
+            if count <= most and left <= most_bytes:
+                return
+            count, left = count - 1, left - len(self._kept.pop(place))
