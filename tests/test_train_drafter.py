@@ -274,8 +274,8 @@ SMALL += " --draft-vocab 64 --report-count 2 --draft-steps 3 --device cpu --dtyp
 
 def run(monkeypatch, target: Path, prompts: Path, out: Path, more: str = "") -> dict[str, Any]:
     """`specdec train` with these arguments; a refusal is its SystemExit, with what it said."""
-    argv = f"train --target {target} --prompts {prompts} --out {out} {SMALL} {more}"
-    result = CliRunner().invoke(app, argv.split())
+    folders = ["--target", str(target), "--prompts", str(prompts), "--out", str(out)]
+    result = CliRunner().invoke(app, ["train", *folders, *SMALL.split(), *more.split()])
     print(result.stdout, end="")
     print(result.stderr, end="", file=sys.stderr)
     if result.exit_code:
@@ -541,8 +541,8 @@ def launched(arguments):
 def test_two_processes_train_one_head(ranks, checkpoint, prompts, tmp_path) -> None:
     """Each takes its own prompts and rows; averaged gradients keep one set of weights, which the first one saves."""
     out = tmp_path / "pair"
-    argv = f"-m specdec.cli train --target {checkpoint} --prompts {prompts} --out {out} {SMALL}"
-    done = ranks(argv.split())
+    folders = ["--target", str(checkpoint), "--prompts", str(prompts), "--out", str(out)]
+    done = ranks(["-m", "specdec.cli", "train", *folders, *SMALL.split()])
     assert [each.returncode for each in done] == [0] * len(done), [each.stderr[-2000:] for each in done]
     report = json.loads((out / "training" / "report.json").read_text())
     assert report["processes"] == 2 and report["answers"] == 24 and report["steps"] == 4
