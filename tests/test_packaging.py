@@ -75,7 +75,8 @@ def test_ci_runs_in_a_copy_where_a_users_checkout_may_lie(fails, tmp_path):
     (checkout / "tests" / "two words.py").touch()
     (programs / "chromium").symlink_to("/bin/true")  # none is installed
     make = programs / "make"
-    make.write_text(f'#!/bin/sh\npwd\necho "$@"\nls -A\nls -d ../shared tests/*\necho 3 passed\nexit {2 if fails else 0}\n')
+    said = 'pwd\necho "$@"\nls -A\nls -d ../shared tests/*\necho 3 passed'
+    make.write_text(f"#!/bin/sh\n{said}\nexit {2 if fails else 0}\n")
     make.chmod(0o755)
     variables = {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "TMPDIR": str(scratch)}
     run = ["bash", str(checkout / ".ci" / "run")]
