@@ -22,8 +22,10 @@ FREE_SETTINGS = frozenset(
 """Settings that a resumed run may change."""
 RUN_FILES = ("settings.json", "state.pt", "report.json", "answers*.jsonl")
 """What a run leaves under `training`."""
-MODEL_FILES = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
-MODEL_FILES += ("pytorch_model*.bin", "pytorch_model*.bin.index.json")
+MODEL_FILES = (
+    *("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"),
+    *("pytorch_model*.bin", "pytorch_model*.bin.index.json"),
+)
 """What a drafter's folder is read from. A shard that stays would be read with the drafter's own tensors."""
 
 
