@@ -61,8 +61,9 @@ types: $(VENV)/.test  ## mypy --strict on what is shipped, not on the checkout
 	$(BIN)/python -W ignore -c "import setuptools; setuptools.setup()" -q build_py --build-lib build/types
 	cd build/types && ../../$(BIN)/mypy --strict --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache specdec
 
-api: $(VENV)/.run  ## write docs/api.md, the API reference, from the code
+api: $(VENV)/.run  ## write docs/api.md, and the lists in other pages, from the code
 	$(BIN)/python tools/api_reference.py
+	$(BIN)/python tools/code_lists.py
 
 size: $(VENV)/.run  ## lines per file and in all; fails on a long file without a reason
 	$(BIN)/python tools/size.py

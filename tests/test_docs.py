@@ -329,7 +329,8 @@ def test_run_shell_finds(line, fault, monkeypatch):
 
 
 def test_run_shell_compares_output(monkeypatch):
-    text = f"```sh\nspecdec bench --data {BUNDLED_DIR / 'nothing.jsonl'}\n```\n\n```text\nanything\n```\n"
+    missing = shlex.quote(str(BUNDLED_DIR / "nothing.jsonl"))
+    text = f"```sh\nspecdec bench --data {missing}\n```\n\n```text\nanything\n```\n"
     with pytest.raises(AssertionError, match="no such file"):
         run_shell(text, "page", monkeypatch)
     text = "```sh\nspecdec --help\n```\n\n```text\n...generate...bench...\n```\n"

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
@@ -20,16 +21,17 @@ import pytest
 from tape import record
 
 import specdec.engine
+import specdec.kvcache.table
 import specdec.runtime.engine_stats
 import specdec.runtime.steps
 from specdec import Engine, RequestStats, SamplingParams, SpecConfig
 
 from marks import is_deep
+from package_files import name_in_package
 from tiny_models import FULL, SLIDING, random_eagle3
 
 NEW = 6  # more than the first stream has when the second has joined
 LONG_ENOUGH = {"prompt": 3, "round": NEW}  # for the first stream to go on behind the step that breaks
-PACKAGE = tuple(f"/{folder}/" for folder in ("kvcache", "attention", "draft_models", "specdec"))
 CHAIN, TREE = SpecConfig(3), SpecConfig(3, 2, 6)
 CASES = {  # the one with most under way first
     "mtp-captured": ("mtp", TREE, 1, True),
@@ -44,18 +46,14 @@ class Fault(BaseException):
     """Like KeyboardInterrupt: nothing catches it on the way."""
 
 
-KEEPS = ("/kvcache/", "/specdec/runtime/", "/specdec/engine")  # state of requests; elsewhere values are computed
+KEEPS = ("kvcache/", "specdec/runtime/", "specdec/engine")  # state of requests; elsewhere values are computed
 
 
 def place_of(code: CodeType) -> CodeType | str:
     """What is broken once: a fault within a computation leaves the state that a fault in its neighbour leaves."""
-    keeps = any(folder in code.co_filename for folder in KEEPS)
-    return code if keeps or is_deep() else code.co_filename
-
-
-@functools.cache
-def is_ours(code: CodeType) -> bool:
-    return any(folder in code.co_filename for folder in PACKAGE)
+    name = name_in_package(code.co_filename)
+    assert name is not None
+    return code if name.startswith(KEEPS) or is_deep() else name
 
 
 class Calls:
@@ -66,7 +64,7 @@ class Calls:
         self.raised = False
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
-        if event != "call" or not is_ours(frame.f_code):
+        if event != "call" or name_in_package(frame.f_code.co_filename) is None:
             return
         self.made.append(frame.f_code)
         if len(self.made) == self.at:
@@ -206,6 +204,23 @@ def break_step(scene: Scene, stage: str, at: int) -> Calls:
         pass
     scene.finish()
     return calls
+
+
+def test_a_file_is_the_packages_by_its_real_folder(tmp_path) -> None:
+    """Frames of numpy were counted in a checkout named `specdec` with .venv inside, and the steps made other calls."""
+    engine = Path(specdec.engine.__file__)
+    assert name_in_package(str(engine)) == "specdec/engine.py"
+    assert name_in_package(specdec.kvcache.table.__file__) == "kvcache/table.py"
+    for other in (
+        engine.parent.parent / ".venv/lib/python3.11/site-packages/numpy/core.py",
+        tmp_path / "specdec/engine.py",
+        tmp_path / "specdec/.venv/attention/kvcache/table.py",
+        engine.parent.with_name("specdec-2") / "engine.py",
+        Path("<string>"),
+    ):
+        assert name_in_package(str(other)) is None, other
+    (tmp_path / "link").symlink_to(engine.parent)
+    assert name_in_package(str(tmp_path / "link" / "engine.py")) == "specdec/engine.py"
 
 
 def test_a_fault_between_append_and_commit_doubles_no_token(scenes, monkeypatch) -> None:

@@ -5,6 +5,7 @@ Whether the tests catch them is shown by `python tools/mutants.py`, which takes 
 
 import re
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 from queue import SimpleQueue
@@ -165,8 +166,11 @@ def test_a_mutant_of_code_that_is_gone_is_left_out_and_not_where_it_is_there() -
 
 
 @pytest.mark.slow
-def test_a_tree_of_its_own_is_run_with_each_defect(tmp_path) -> None:
-    """One is caught by the test that it names, one by another of the suite; one survives, one cannot be imported."""
+def test_a_tree_of_its_own_is_run_with_each_defect(tmp_path, monkeypatch) -> None:
+    """One is caught by the test that it names, one by another of the suite; one survives, one cannot be imported. The
+    copy lies below a folder with a space in its name."""
+    (tmp_path / "two words").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "two words"))
     files = {
         "specdec/__init__.py": "",
         "specdec/attention/__init__.py": "",

@@ -1,5 +1,6 @@
 """What is shipped: wheel and sdist are whole, the version has one place, and CI and hooks call targets that exist."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -62,6 +63,29 @@ def test_the_targets_that_are_called_exist(name):
     text = (ROOT / name).read_text("utf-8")
     called = targets_called(re.sub(r"(?m)^\s*#.*$", "", text))
     assert called and called <= make_targets()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_ci_runs_in_a_copy_where_a_users_checkout_may_lie(fails, tmp_path):
+    """A folder with the package's name, its environment inside, spaces on the way: the tests were red in one."""
+    checkout, programs, scratch = tmp_path / "checkout", tmp_path / "bin", tmp_path / "tmp"
+    for folder in (checkout / ".ci", checkout / ".venv", checkout / "tests", programs, scratch, tmp_path / "shared"):
+        folder.mkdir(parents=True)
+    shutil.copy(ROOT / ".ci" / "run", checkout / ".ci" / "run")
+    (checkout / "tests" / "two words.py").touch()
+    (programs / "chromium").symlink_to("/bin/true")  # none is installed
+    make = programs / "make"
+    said = 'pwd\necho "$@"\nls -A\nls -d ../shared tests/*\necho 3 passed'
+    make.write_text(f"#!/bin/sh\n{said}\nexit {2 if fails else 0}\n")
+    make.chmod(0o755)
+    variables = {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "TMPDIR": str(scratch)}
+    run = ["bash", str(checkout / ".ci" / "run")]
+    done = subprocess.run(run, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
+    place, *lines = done.stdout.splitlines()
+    assert Path(place).is_relative_to(scratch) and place.endswith("/a b/specdec"), done.stderr
+    assert lines == ["check test", ".ci", "tests", "../shared", "tests/two words.py", "3 passed"]
+    assert done.returncode == (2 if fails else 0)
+    assert not list(scratch.iterdir())
 
 
 def test_the_workflow_runs_every_python_that_is_claimed():

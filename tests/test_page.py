@@ -99,6 +99,7 @@ def test_a_typed_prompt_is_answered_twice_with_drafts_in_colour(page, tmp_path):
     page.fill("#prompt", "")
     page.locator("#prompt").press_sequentially(QUESTION)
     page.fill("#max-tokens", "64")
+    page.uncheck("#markdown")
     page.click("#go")
     expect(page.locator("#verdict")).to_contain_text("Texts equal: yes", timeout=SECONDS)
     with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp") as engine:
@@ -188,6 +189,145 @@ def test_text_is_text_whatever_it_says_and_unequal_texts_are_told(page):
     expect(page.locator("#verdict")).to_contain_text("Texts equal: no", timeout=SECONDS)
     assert page.text_content("#with .answer") == markup
     assert page.locator(".answer img, .answer b, .answer script").count() == 0 and page.title() == "specdec"
+
+
+MARKDOWN = """# Plan
+Of 3*12 and 4*9, *one* is **36**; see [it](https://example.org/a) or [this](javascript:alert(1)), ~~not~~ `a*b`.
+
+- one
+  - `two`
+- three *and
+
+1) first
+
+2) second
+> quoted
+> more
+
+| a | b |
+|---|:-:|
+| 1 | **2** |
+
+```python
+print("<b>")
+
+# no heading
+```
+---
+snake_case_name \\*plain\\*"""
+HTML = (
+    "<h1>Plan</h1><p>Of 3*12 and 4*9, <em>one</em> is <strong>36</strong>; see "
+    '<a href="https://example.org/a" target="_blank" rel="noopener noreferrer">it</a> or [this](javascript:alert(1)), '
+    "<del>not</del> <code>a*b</code>.</p>"
+    "<ul><li><p>one</p><ul><li><p><code>two</code></p></li></ul></li><li><p>three *and</p></li></ul>"
+    '<ol start="1"><li><p>first</p></li><li><p>second</p></li></ol>'
+    "<blockquote><p>quoted\nmore</p></blockquote>"
+    "<table><thead><tr><th>a</th><th>b</th></tr></thead>"
+    "<tbody><tr><td>1</td><td><strong>2</strong></td></tr></tbody></table>"
+    '<pre data-language="python"><code>print("&lt;b&gt;")\n\n# no heading</code></pre><hr>'
+    "<p>snake_case_name *plain*</p>"
+)
+
+
+@pytest.fixture
+def answered(page):
+    """answered(pieces, drafted=False): an answer in these pieces is shown; what the page sent is in answered.bodies."""
+    bodies = []
+
+    def show(pieces, drafted=False):
+        events = "".join(chunks(piece, [[piece, drafted]]).partition("data: [DONE]")[0] for piece in pieces)
+        said = f"{events}data: [DONE]\n\n"
+
+        def answer(route):
+            bodies.append(route.request.post_data_json)
+            route.fulfill(body=said, content_type="text/event-stream")
+
+        page.unroute(CHUNKS)
+        page.route(CHUNKS, answer)
+        page.click("#go")
+        expect(page.locator("#status")).to_contain_text("Done.", timeout=SECONDS)
+
+    show.bodies = bodies
+    page.uncheck("#compare")
+    return show
+
+
+@pytest.mark.slow
+def test_markdown_is_shown_and_copied_as_it_was_written(page, answered):
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    answered([MARKDOWN])
+    assert page.inner_html("#with .answer") == HTML
+    page.click("#with .copy")
+    expect(page.locator("#with .copy")).to_have_text("Copied")
+    assert page.evaluate("navigator.clipboard.readText()") == MARKDOWN
+    page.uncheck("#markdown")
+    assert page.text_content("#with .answer") == MARKDOWN
+    page.check("#markdown")
+    assert page.inner_html("#with .answer") == HTML
+
+
+@pytest.mark.slow
+def test_markdown_that_streams_is_shown_as_a_whole_one(page):
+    """Whatever the cuts, with a frame shown after each: what settled early would be another block."""
+    script = """([text, cuts]) => {
+        const show = (pieces) => {
+            const answer = new Answer(document.createElement("div"), document.createElement("button"));
+            for (const piece of pieces) {
+                answer.add(piece, false);
+                answer.show();
+            }
+            return answer.node.innerHTML;
+        };
+        const pieces = (cut) => cut.map((from, i) => text.slice(from, cut[i + 1] ?? text.length));
+        const whole = show([text]);
+        return cuts.map((cut) => show(pieces(cut)) === whole);
+    }"""
+    rng = np.random.default_rng(0)
+    text = f"{MARKDOWN}\n--x\n\n- a\n\n\nb\n- c\n\n  d\n{MARKDOWN}"
+    cuts = [[0, *sorted(rng.choice(range(1, len(text)), size, replace=False).tolist())] for size in (3, 40, 400) * 4]
+    assert page.evaluate(script, [text, cuts]) == [True] * len(cuts)
+
+
+@pytest.mark.slow
+def test_markdown_brings_no_markup_and_no_script_of_its_own(page, answered):
+    hostile = (
+        "**<img src=x onerror=\"document.title='run'\">**\n\n| <b>a</b> | b |\n|-|-|\n| <script>1</script> | c |\n\n"
+        "[x](javascript:document.title='run') [y](data:text/html,z) [z](https://a\"onclick=1) ![i](https://a/i.png)\n"
+        "```<i>\n</code></pre><iframe src=x>\n```\n" + "> " * 5000 + "deep " + "*a **" * 2000 + "[" * 5000 + "`" * 3001
+    )
+    answered([hostile], drafted=True)
+    allowed = {"MARK", "P", "STRONG", "TABLE", "THEAD", "TBODY", "TR", "TH", "TD", "A", "PRE", "CODE", "BLOCKQUOTE"}
+    tags = page.eval_on_selector_all("#with .answer *", "nodes => [...new Set(nodes.map((node) => node.tagName))]")
+    assert set(tags) <= allowed | {"EM"}
+    attributes = "nodes => [...new Set(nodes.flatMap((node) => node.getAttributeNames()))]"
+    names = page.eval_on_selector_all("#with .answer *", attributes)
+    assert set(names) <= {"href", "target", "rel", "data-language"}
+    links = page.eval_on_selector_all("#with .answer a", "nodes => nodes.map((node) => node.protocol)")
+    assert set(links) == {"https:"} and page.title() == "specdec"
+
+
+@pytest.mark.slow
+def test_a_conversation_is_kept_and_sent(page, answered):
+    page.fill("#system", "Be brief.")
+    for question, answer in (("one?", "**1**"), ("two?", "2")):
+        page.fill("#prompt", question)
+        answered([answer])
+        assert page.input_value("#prompt") == "" and page.inner_text("#newest .question") == question
+    said = [("system", "Be brief."), ("user", "one?"), ("assistant", "**1**"), ("user", "two?")]
+    assert [(each["role"], each["content"]) for each in answered.bodies[1]["messages"]] == said
+    assert page.locator("#turns .question").all_inner_texts() == ["one?"]
+    assert page.inner_html("#turns .answer") == "<p><strong>1</strong></p>"
+    page.click("#new")
+    assert page.locator("#turns *").count() == 0 and page.is_hidden("#newest") and page.locator(".run").count() == 0
+    page.fill("#prompt", "three?")
+    answered(["3"])
+    assert [each["content"] for each in answered.bodies[2]["messages"]] == ["Be brief.", "three?"]
+
+
+def test_the_page_says_in_plain_words_what_its_fields_are(server):
+    text = httpx.get(f"{server.url}/").text
+    assert "Maximum tokens" in text and 'placeholder="random"' in text
+    assert not re.search(r"Most tokens|drawn|counted behind|behind the first", text)
 
 
 @pytest.mark.slow

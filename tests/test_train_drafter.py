@@ -3,8 +3,11 @@ leave loads and drafts."""
 
 import io
 import json
+import os
 import re
+import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +23,16 @@ from specdec.cli.app import app
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec, embed_raw
 from specdec.draft_models.gemma4_mtp import WINDOW_SHIFT, Gemma4MTPDrafter
-from specdec.errors import UnsupportedModelError
+from specdec.errors import ConfigError, UnsupportedModelError
 from specdec.models.cache_argument import cache_argument
 from specdec.models.target import TargetModel
 from specdec.progress import Stage
-from specdec.training import mtp_training, train_drafter
+from specdec.training import mtp_training, output_folder, train_drafter
 from specdec.training.draft_loss import draft_loss
 from specdec.training.eagle3_training import TrainableEagle3
 from specdec.training.packed_rows import PackedRows, pack_rows, predicted_rows
 from specdec.training.target_answers import prompt_source, warn_of_repetition
+from specdec.training.train_settings import TrainSettings
 
 from marks import deep, deep_cases, slow
 from processes import run as run_python
@@ -270,8 +274,8 @@ SMALL += " --draft-vocab 64 --report-count 2 --draft-steps 3 --device cpu --dtyp
 
 def run(monkeypatch, target: Path, prompts: Path, out: Path, more: str = "") -> dict[str, Any]:
     """`specdec train` with these arguments; a refusal is its SystemExit, with what it said."""
-    argv = f"train --target {target} --prompts {prompts} --out {out} {SMALL} {more}"
-    result = CliRunner().invoke(app, argv.split())
+    folders = ["--target", str(target), "--prompts", str(prompts), "--out", str(out)]
+    result = CliRunner().invoke(app, ["train", *folders, *SMALL.split(), *more.split()])
     print(result.stdout, end="")
     print(result.stderr, end="", file=sys.stderr)
     if result.exit_code:
@@ -397,7 +401,7 @@ def test_a_stopped_run_goes_on(kind, monkeypatch, checkpoint, prompts, tmp_path)
         for folder in (out, tmp_path / "whole")
     ]
     assert texts[0] == texts[1] and whole["steps"] == 4
-    with pytest.raises(SystemExit, match=r"--lr was 0\.001, is 0\.5.*delete"):
+    with pytest.raises(SystemExit, match=r"--lr was 0\.001, is 0\.5.*--overwrite"):
         run(monkeypatch, checkpoint, prompts, out, f"--kind {kind} --lr 0.5")
 
 
@@ -449,6 +453,69 @@ def test_what_cannot_be_trained_is_said_before_any_work(more, says, monkeypatch,
         run(monkeypatch, checkpoint, prompts, tmp_path / "out", more)
 
 
+@pytest.mark.parametrize("more", ["", "--overwrite"])
+@pytest.mark.parametrize("linked", [False, True])
+def test_training_into_the_targets_own_folder_is_refused(
+    more, linked, monkeypatch, checkpoint, prompts, tmp_path
+) -> None:
+    """The drafter's config and weights replaced the target's, without a word."""
+    before, out = contents(checkpoint), checkpoint
+    if linked:
+        out = tmp_path / "link"
+        out.symlink_to(checkpoint)
+    with pytest.raises(SystemExit, match="is the target's own folder"):
+        run(monkeypatch, checkpoint, prompts, out, more)
+    assert contents(checkpoint) == before
+
+
+@pytest.mark.parametrize("made", ["model", "notes", "training/notes.txt", "training/settings.json"])
+def test_training_into_a_folder_of_other_files_is_refused(made, monkeypatch, checkpoint, prompts, tmp_path) -> None:
+    """A model of somebody's, anything else, and a folder `training` that no run made."""
+    out = tmp_path / "out"
+    if made == "model":
+        shutil.copytree(checkpoint, out)
+    else:
+        (out / made).parent.mkdir(parents=True)
+        (out / made).write_text("{}")
+    before = contents(out)
+    with pytest.raises(
+        SystemExit, match=rf"holds files that no training run made \(.*{min(os.listdir(out))}.*--overwrite"
+    ):
+        run(monkeypatch, checkpoint, prompts, out)
+    assert contents(out) == before
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
+def test_overwrite_replaces_a_model_and_leaves_what_its_links_lead_to(checkpoint, prompts, tmp_path) -> None:
+    """A shard that stays would be read with the drafter's tensors; a hub snapshot's links lead into its cache."""
+    out, settings = tmp_path / "out", TrainSettings(target=str(checkpoint), prompts=[prompts], out=tmp_path / "out")
+    out.mkdir()
+    kept = contents(checkpoint)
+    for number, file in enumerate(sorted(checkpoint.glob("*.safetensors")) * 2):
+        (out / f"model-0000{number}-of-00002.safetensors").symlink_to(file)
+    (out / "config.json").symlink_to(checkpoint / "config.json")
+    (out / "tokenizer.json").write_text("{}")
+    allowed = replace(settings, overwrite=True)
+    output_folder.require_free_folder(allowed)
+    output_folder.claim_folder(allowed)
+    assert sorted(os.listdir(out)) == ["tokenizer.json", "training"]
+    assert contents(checkpoint) == kept
+
+    answers = out / "training" / "answers-0.jsonl"
+    answers.write_text("")
+    output_folder.claim_folder(allowed)  # the same settings: the run goes on
+    output_folder.claim_folder(settings)
+    assert answers.exists()
+    other = replace(settings, lr=0.5)
+    with pytest.raises(ConfigError, match=r"--lr was 0\.001, is 0\.5.*--overwrite to start over"):
+        output_folder.claim_folder(other)
+    output_folder.claim_folder(replace(other, overwrite=True))
+    assert not answers.exists() and json.loads((out / "training/settings.json").read_text())["lr"] == 0.5
+
+
 @pytest.mark.slow
 def test_an_interrupted_run_keeps_what_it_has(monkeypatch, checkpoint, prompts, tmp_path, capsys) -> None:
     script, calls = train_drafter, []
@@ -487,8 +554,8 @@ def launched(arguments):
 def test_two_processes_train_one_head(ranks, checkpoint, prompts, tmp_path) -> None:
     """Each takes its own prompts and rows; averaged gradients keep one set of weights, which the first one saves."""
     out = tmp_path / "pair"
-    argv = f"-m specdec.cli train --target {checkpoint} --prompts {prompts} --out {out} {SMALL}"
-    done = ranks(argv.split())
+    folders = ["--target", str(checkpoint), "--prompts", str(prompts), "--out", str(out)]
+    done = ranks(["-m", "specdec.cli", "train", *folders, *SMALL.split()])
     assert [each.returncode for each in done] == [0] * len(done), [each.stderr[-2000:] for each in done]
     report = json.loads((out / "training" / "report.json").read_text())
     assert report["processes"] == 2 and report["answers"] == 24 and report["steps"] == 4

@@ -15,6 +15,7 @@ from specdec.layers.merge import Watch
 from specdec.runtime.turns import Turns
 
 from marks import deep_cases
+from package_files import name_in_package
 
 NEW = 6
 PARAMS = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
@@ -195,7 +196,7 @@ def test_a_step_that_begins_while_a_request_is_handed_in_is_not_waited_for(
         lines = [0]
 
         def at_a_line(frame, event, argument, lines=lines, line=line):
-            if event == "line" and "specdec/engine.py" in frame.f_code.co_filename:
+            if event == "line" and name_in_package(frame.f_code.co_filename) == "specdec/engine.py":
                 lines[0] += 1
                 if lines[0] == line:
                     begin.set()

@@ -97,7 +97,7 @@ def run_demo(wheel: Path, sdist: Path, root: Path) -> None:
         install = (python, "-m", "pip", "--disable-pip-version-check", "install", "-q", "-c", root / "constraints.txt")
         run(*install, "torch")  # first, by itself, so that no later requirement chooses another build of it
         run(*install, wheel)
-        where = run(python, "-c", "import specdec; print(*specdec.__path__, sep='\\n')").split()
+        where = run(python, "-c", "import specdec; print(*specdec.__path__, sep='\\n')").splitlines()
         assert len(where) == 1 and Path(where[0]).is_relative_to(home.resolve()), f"specdec is imported from {where}"
         with tarfile.open(sdist) as archive:
             archive.extractall(home, filter="data")

@@ -28,7 +28,7 @@ from specdec.models.bundled import BUNDLED_DIR
 from specdec.models.target import TargetModel
 from specdec.runtime.settling import commit_chunks
 
-STREAMS, CONTEXT = 32, 64
+CONTEXT, NEW = 64, 1900  # tokens of the prompts that decode, and of their answers
 LEARNED = 6
 """Forwards over the prompt after which its cost is known."""
 
@@ -36,19 +36,19 @@ LEARNED = 6
 class GapRig:
     """An engine whose streams decode, and prompts of `length` tokens for it."""
 
-    def __init__(self, name: str, length: int, *, whole: bool) -> None:
+    def __init__(self, name: str, length: int, streams: int, *, whole: bool) -> None:
         model = AutoModelForCausalLM.from_pretrained(BUNDLED_DIR / name, dtype=torch.float32).eval()
-        model.config.max_position_embeddings = length + 64
+        model.config.max_position_embeddings = longest = max(length, CONTEXT + NEW) + 64
         self.draw, self.length, target = random.Random(0), length, TargetModel(model)
         self.vocab_size = target.vocab_size
-        slots = {"full_slots": length + STREAMS * 2048, "swa_slots": length + STREAMS * 256}
-        sizes = {"max_batch_size": STREAMS + 1, "max_model_len": length + 64, **slots}
+        slots = {"full_slots": length + streams * 2048, "swa_slots": length + streams * 256}
+        sizes = {"max_batch_size": streams + 1, "max_model_len": longest, **slots}
         self.engine = engine = Engine(target, None, config=EngineConfig(device="cpu", prefix_cache=False, **sizes))
         if whole:
             engine.scheduler.prompt_gap.division = None
-        params = SamplingParams(max_new_tokens=1900, ignore_eos=True)
-        streams = engine.submit_many([self._prompt(CONTEXT) for _ in range(STREAMS)], [params] * STREAMS)
-        while not all(stream.num_output for stream in streams):
+        params = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+        begun = engine.submit_many([self._prompt(CONTEXT) for _ in range(streams)], [params] * streams)
+        while not all(stream.num_output for stream in begun):
             engine.step()
 
     def step(self) -> float:
@@ -87,12 +87,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny-gemma4", help="a bundled target")
     parser.add_argument("--lengths", nargs="+", type=int, default=[1000, 4000, 16000, 32000])
+    parser.add_argument("--streams", type=int, default=32, help="requests that decode")
     parser.add_argument("--forwards", type=int, default=3, help="over the prompt, whose steps are counted")
     parser.add_argument("--rounds", type=int, default=15, help="steps alone, before each length and after it")
     parser.add_argument("--whole", action="store_true", help="forwards are not divided among steps")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    rig = GapRig(args.model, max(args.lengths) + 768, whole=args.whole)
+    rig = GapRig(args.model, max(args.lengths) + 768, args.streams, whole=args.whole)
     print(f"{hardware(torch.device('cpu'))}; {VERSIONS}\n")
     print(table_head("after", "steps", "alone, ms", "with", "95th percentile", "at most"))
     for length in args.lengths:

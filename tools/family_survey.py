@@ -37,9 +37,8 @@ from transformers.models.auto.auto_factory import _LazyAutoMapping
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from specdec import DraftTree, Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.draft_models.base import DraftBatch, Observation
+from specdec.draft_models.base import DraftBatch, StatelessDrafter
 from specdec.errors import SpecDecError
-from specdec.kvcache.frozen import KVView
 from specdec.models.target import TargetModel
 
 VOCAB, NEW = 96, 10
@@ -195,20 +194,13 @@ def own_tokens(model: PreTrainedModel, prompt: list[int], new: int = NEW) -> tup
     return tokens[len(prompt) :], lead
 
 
-class RandomTrees:
+class RandomTrees(StatelessDrafter):
     """A drafter of random trees, about half of whose nodes follow the truth."""
 
-    name, taps, bytes_per_slot, extra_keys = "random trees", (), 0, 0
+    name = "random trees"
 
     def __init__(self, truths: list[list[int]]) -> None:
-        self.view: KVView | None = None
         self.truths = truths
-
-    def start(self, max_requests: int) -> None:
-        """No state."""
-
-    def observe(self, seen: Observation) -> None:
-        """No state."""
 
     def propose(self, batch: DraftBatch) -> DraftTree:
         tokens, parents = [], []

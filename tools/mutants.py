@@ -203,11 +203,11 @@ class Runner:
 
     def _require_own_code(self, copy: Copy) -> None:
         """An installed package in the place of the copy would make every mutant survive."""
-        say = "import specdec, specdec.attention; print(specdec.__file__, *specdec.attention.__path__)"
+        say = "import specdec, specdec.attention; print(specdec.__file__, *specdec.attention.__path__, sep='\\n')"
         run = subprocess.run(
             [sys.executable, "-c", say], cwd=copy.root, env=environment(copy.root), capture_output=True, text=True
         )
-        where = run.stdout.split()
+        where = run.stdout.splitlines()
         if run.returncode or not where or not all(Path(each).is_relative_to(copy.root) for each in where):
             raise SystemExit(f"the tests would not run the copy: it imports {where or run.stderr.strip()}")
 

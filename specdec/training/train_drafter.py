@@ -6,11 +6,9 @@ that the same command continues where it was stopped (by Ctrl-C too), or only re
 published format (SpecForge's EAGLE-3, transformers' Gemma4Assistant, or DFlash).
 """
 
-import hashlib
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -32,6 +30,7 @@ from specdec.training.block_training import TrainableBlock
 from specdec.training.draft_loss import TrainableDrafter, draft_loss
 from specdec.training.eagle3_training import TrainableEagle3
 from specdec.training.mtp_training import TrainableMTP, new_assistant
+from specdec.training.output_folder import claim_folder, require_free_folder
 from specdec.training.packed_rows import Document
 from specdec.training.target_answers import (
     MIN_ANSWER,
@@ -46,10 +45,6 @@ from specdec.training.training_batches import TrainingBatches
 from specdec.training.training_optimizer import MixedOptimizer, average_gradients, schedule
 
 SAVE_EVERY = 60.0  # seconds
-FREE_SETTINGS = frozenset(
-    {"out", "minutes", "answer_minutes", "answers", "steps", "log_every", "device", "report_count", "cache_gb", "batch"}
-)
-"""Settings that a resumed run may change."""
 SHAPES = {"chain of 4": SpecConfig(4, adaptive=False), "tree, topk 4, 16 nodes": SpecConfig(4, 4, 16, adaptive=False)}
 
 
@@ -64,7 +59,7 @@ def train(drafter: TrainableDrafter, batches: TrainingBatches, settings: TrainSe
         if "optimizers" not in state["optimizer"]:
             raise ConfigError(
                 f"{state_file} holds the optimiser of an earlier version of specdec, which this one cannot go on with; "
-                "train into another --out, or delete its folder training"
+                "delete it to train anew on the same answers, or train into another --out"
             )
         optimizer.load_state_dict(state["optimizer"])
         drafter.target_ids = state["target_ids"]  # those of today's answers may be others
@@ -271,32 +266,12 @@ def require_settings(settings: TrainSettings) -> None:
             require_int(option, value, 1, 1 << 40)
 
 
-def remember_settings(settings: TrainSettings) -> None:
-    """Write the settings of a new run. Raises ConfigError where a run with other settings would be resumed."""
-    asked = {k: v for k, v in asdict(settings).items() if k not in FREE_SETTINGS}
-    asked["prompts"] = [hashlib.sha256(file.read_bytes()).hexdigest() for file in settings.prompts]
-    file = settings.out / "training" / "settings.json"
-    if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(asked, indent=2) + "\n", "utf-8")
-        return
-    before = json.loads(file.read_text("utf-8"))
-    names = [name for name, value in asked.items() if before.get(name) != value and name != "prompts"]
-    changed = [f"--{name.replace('_', '-')} was {before.get(name)}, is {asked[name]}" for name in names]
-    if asked["prompts"] != before["prompts"]:
-        changed.append("the content of --prompts has changed")
-    if changed:
-        raise ConfigError(
-            f"{settings.out} holds a run with other settings ({'; '.join(changed)}); give another --out or those "
-            f"settings, or delete {settings.out / 'training'} to start over"
-        )
-
-
 def train_drafter(settings: TrainSettings) -> None:
     """All stages. Raises SpecDecError for a drafter that cannot be made; after Ctrl-C the finished work is kept."""
     require_settings(settings)
     state = PartialState(cpu=settings.device == "cpu" or not torch.cuda.is_available())
     torch.manual_seed(settings.seed)
+    require_free_folder(settings)
     source = prompt_source(settings.prompts, settings.seed)
     asked = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(state.device if asked == "cuda" else asked)
@@ -306,7 +281,7 @@ def train_drafter(settings: TrainSettings) -> None:
         raise ConfigError(f"{settings.tokenizer or settings.target!r} holds no tokenizer; give --tokenizer")
     check_shape(target, settings)
     if state.is_main_process:
-        remember_settings(settings)
+        claim_folder(settings)
         warn_of_repetition(settings.answers, source.num_prompts)
     state.wait_for_everyone()
     config = EngineConfig(max_batch_size=settings.batch, max_model_len=settings.length)

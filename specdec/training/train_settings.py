@@ -16,7 +16,8 @@ class TrainSettings:
 
     target: str = option(help="Hub id, folder or bundled name.")
     prompts: list[Path] = option(help="JSONL with 'question', 'prompt', 'turns' or 'messages'; again for each file.")
-    out: Path = option(help="The drafter's folder.", file_okay=False)
+    out: Path = option(help="The drafter's folder, new, empty or of an earlier run.", file_okay=False)
+    overwrite: bool = option(False, "Replace the model or the run that the folder holds.")
     kind: Kind = option("eagle3", "An EAGLE-3 head, a frozen-KV assistant, or a block drafter.")
     tokenizer: str | None = option(None, "Default: the target's.")
     answers: int = option(4000, "Most answers to collect from the target.", min=1)

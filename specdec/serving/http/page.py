@@ -1,4 +1,4 @@
-"""GET /: a page to try the model with. One file, `page.html`, that asks this server's own API from the browser.
+"""GET /: a page to try the model with. `page.html`, with `markdown.js` in it, asks this server's own API.
 
 Nothing else is loaded and nothing else may run: the policy allows the script and the style that the file holds, by
 their digests, and requests to this server.
@@ -14,6 +14,7 @@ from fastapi.responses import HTMLResponse
 
 router = APIRouter()
 PAGE = Path(__file__).with_name("page.html").read_text("utf-8")
+PAGE = PAGE.replace("{{markdown.js}}", Path(__file__).with_name("markdown.js").read_text("utf-8"))
 
 
 def _digests(tag: str) -> str:
