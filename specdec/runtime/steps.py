@@ -14,8 +14,7 @@ A request whose prompt is complete has a row in the next round, whether its firs
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -126,7 +125,7 @@ class Steps:
 
     def run(self) -> list[Request]:
         """One step -> the requests that ended in it. Prompts come second, so that those that end make room for them."""
-        with self.on_device(), self.round.one_look(), self.threads.limited():
+        with self.round.on_device(), self.round.one_look(), self.threads.limited():
             finished: list[Request] = []
             if restricted(self.scheduler.running):
                 finished += self._settle_all()  # what a grammar allows is known when all earlier tokens are
@@ -141,13 +140,6 @@ class Steps:
                     self.choice.begin(rows_of(admitted))
                 finished += self._release_finished(prepare(admitted))
             return finished + self._read_prompts(streams=bool(decoding))
-
-    @contextmanager
-    def on_device(self) -> Iterator[None]:
-        """Triton launches on the current device, whatever it is; K/V have the model's dtype, whatever autocast says."""
-        device = self.round.device
-        with torch.cuda.device_of(self.round.seats.tensor), torch.autocast(device.type, enabled=False):
-            yield
 
     def _decode(self, requests: Sequence[Request]) -> list[Request]:
         """Launch a round of the requests that may still get a token from it, and settle what is due."""

@@ -33,7 +33,7 @@ def warm_up(steps: Steps) -> None:
         for size in reversed(batch_sizes(steps.table.max_requests))
         for draft in reversed(drafts)
     ]
-    with steps.on_device(), progress_bar("capturing rounds", len(shapes)) as update:
+    with steps.round.on_device(), progress_bar("capturing rounds", len(shapes)) as update:
         for done, shape in enumerate(shapes, start=1):
             for _ in range(2):  # as it is, then captured
                 _run(steps, graphs, shape)
@@ -46,7 +46,7 @@ def warm_up(steps: Steps) -> None:
                 for _ in range(2):
                     steps.catch_ups.run(shape)
     if round.cache.sanitizer is None:  # which knows of no rows without slots
-        with steps.on_device():
+        with steps.round.on_device():
             if steps.choice is not None:
                 fill_cost_table(steps.choice.cost, graphs, steps.catch_ups, shapes)
             _time_prompts(steps, graphs, shapes[0])

@@ -9,6 +9,7 @@ published format (SpecForge's EAGLE-3, transformers' Gemma4Assistant, or DFlash)
 import json
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch

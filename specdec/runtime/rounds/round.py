@@ -168,6 +168,12 @@ class Round:
         return versions
 
     @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Triton launches on the current device, whatever it is; K/V have the model's dtype, whatever autocast says."""
+        with torch.cuda.device_of(self.seats.tensor), torch.autocast(self.device.type, enabled=False):
+            yield
+
+    @contextmanager
     def one_look(self) -> Iterator[None]:
         """Within, weights are looked at once, by whoever asks first: a look takes the host 0.2 us a tensor."""
         self._versions, self._in_step = None, True
