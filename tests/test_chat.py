@@ -26,7 +26,10 @@ GREEN = "\x1b[1;32m"
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 ANSWERED = rf"(?:{ESCAPES.pattern}|[^\w\x1b])*\w{{2}}"
 """Text behind what is typed: the codes with which a terminal ends a line of input are none."""
-FIGURES = r"(\d+) tokens, [\d.]+ tokens/s, the first after [\d.]+ s; acceptance length ([\d.]+), from accepted drafts"
+FIGURES = (
+    r"(\d+) tokens, [\d.]+ tokens/s, the first after [\d.]+ s; "
+    r"acceptance length ([\d.]+)(?: in the .* that drafted)?, from accepted drafts"
+)
 pytestmark = pytest.mark.usefixtures("bundled_once")
 
 

@@ -334,9 +334,9 @@ def step():
     if how == "fails":
         raise RuntimeError("CUDA error")
     hold.wait(300)
-    return False
+    return []
 served = AsyncEngine(engine)
-engine.step = step
+engine.steps.run = step
 url = None
 def ask():
     fields = {"prompt": "a", "max_tokens": 2}

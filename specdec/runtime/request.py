@@ -193,7 +193,7 @@ class Request:
     state: RequestState = RequestState.WAITING
     row: int = -1
     row_epoch: int = 0  # incremented when the row is lost; results launched under an older one are ignored
-    failed_at: int = field(default=-1, init=False)  # `num_output` when a step that it was in last raised an error
+    failed_at: int = field(default=-1, init=False)  # tokens of it that were read when its last step raised an error
     handed_in: float = field(default_factory=time.perf_counter)
     key: IntArray | None = field(default=None, init=False)  # of its tokens in the prefix cache
     awaited: int = field(default=-1, init=False)  # number of the request that makes a part of its prompt,

@@ -2,10 +2,11 @@
 
     the error names a row      the request of that row ends, at once; who called the step does not hear of it
     any other, once            none ends: all begin again from their tokens
-    again, no token since      the newest of those that were in both ends
+    again, no further since    the newest of those that were in both ends
 
-After that the others have rows one by one, each once those before it have gained a token. So if it was not the newest,
-the step raises again with the one that was let in last, which ends, and nothing is computed twice for the others.
+After that the others have rows one by one, each once those before it have got further than they had. So if it was not
+the newest, the step raises again with the one that was let in last, which ends, and nothing is computed twice for the
+others.
 
 It chooses, and ends requests; the engine takes them out when it begins again. A `KeyboardInterrupt` is no error.
 """
@@ -44,9 +45,9 @@ class StepFaults:
     def end_newest(self, error: Exception, live: Iterable[Request]) -> Request | None:
         """Note an error that names none of these requests, and end the newest that it strikes again -> that one."""
         in_step = [request for request in self._scheduler.running or live if not request.finished]
-        again = [request for request in in_step if request.failed_at == request.num_output]
+        again = [request for request in in_step if self._reached(request) <= request.failed_at]
         for request in in_step:
-            request.failed_at = request.num_output
+            request.failed_at = self._reached(request)
         if not again:
             return None
         newest = max(again, key=lambda request: request.number)
@@ -57,7 +58,11 @@ class StepFaults:
         return newest
 
     def step_ended(self) -> None:
-        """No error was raised: one more may run, if all that do have gained a token since one was."""
+        """No error was raised: one more may run, if all that do have got further than when one was."""
         scheduler = self._scheduler
-        if scheduler.admits_slowly and all(request.failed_at < request.num_output for request in scheduler.running):
+        if scheduler.admits_slowly and all(self._reached(each) > each.failed_at for each in scheduler.running):
             scheduler.max_running += 1
+
+    def _reached(self, request: Request) -> int:
+        """Tokens of it that are read, of its prompt too."""
+        return 0 if request.row < 0 else int(self._scheduler.table.committed_len.host[request.row])

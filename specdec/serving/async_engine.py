@@ -48,7 +48,7 @@ class AsyncEngine:
     with QueueFullError, or wait with `wait=True`. intake_seconds: within which a prompt must be read, and a grammar
     compiled. per_client: samples that one client may have open, 0: no limit. observers: told how requests fare.
 
-    Where rounds raise errors again, with no token gained in between, the newest of their requests fails with
+    Where rounds raise errors again, and got no further in between, the newest of their requests fails with
     RoundFailedError, and the others go on. In a fork of its process the engine is refused.
     """
 
