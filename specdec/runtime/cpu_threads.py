@@ -4,8 +4,8 @@
     more weights, or more tokens              one for every 64 MB, up to torch's own number
 
 Threads wait for each other at every product. On a machine that is busy with other work such a wait can take a slice of
-the scheduler's time: two threads made 4 tokens a second of a model of 40 MB, and one made 200. The number depends
-on sizes alone, never on a timing, so it is the same in every run.
+the scheduler's time, milliseconds where the product takes microseconds. The number depends on sizes alone, never on a
+timing, so it is the same in every run.
 """
 
 from collections.abc import Iterator
