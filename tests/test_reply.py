@@ -14,6 +14,7 @@ from specdec.serving.tools.answer_events import CallEnd, Text
 from specdec.serving.tools.reasoning import REASONING
 from specdec.serving.tools.tool_parsers import PARSERS
 from specdec.text.detokenize import Detokenizer, token_text
+from specdec.text.token_texts import TokenTexts
 
 TEXT = 'I look. <tool_call>{"name": "f", "arguments": {"a": "é"}}</tool_call><tool_call>{"name": "g"}</tool_call>'
 
@@ -156,3 +157,22 @@ def test_an_answer_that_somebody_ended_is_no_answer(byte_tokenizer):
     [*_, last] = deltas_of(byte_tokenizer, TEXT, random.Random(0), "abort")
     with pytest.raises(StoppingError):
         Reply(byte_tokenizer).finish_reason(last.output)
+
+
+def test_a_token_across_a_border_is_of_the_first_text_alone():
+    class Words:
+        def decode(self, ids, skip_special_tokens=True):
+            return "".join(["One.\n", "</t", "> T", "wo"][token] for token in ids)
+
+        def convert_ids_to_tokens(self, token):
+            return None
+
+    texts = TokenTexts(Words())
+    assert texts.read([0, 1], finished=False) + texts.read([2, 3], finished=True) == "One.\n</t> Two"
+    assert texts.begins == [0, 5, 8, 11]
+    assert [texts.tokens_in(0, 6), texts.tokens_in(6, 9), texts.tokens_in(10, 13)] == [
+        range(2),
+        range(2, 3),
+        range(3, 4),
+    ]
+    assert texts.tokens_in(0, 13) == range(4, 4)
