@@ -5,15 +5,26 @@ import torch
 import triton
 
 from specdec.layers import linear as linear_module
-from specdec.layers.linear import Mlp, gated_linear, linear, reference_gated_linear, reference_linear
+from specdec.layers.linear import (
+    Mlp,
+    gated_linear,
+    linear,
+    reference_gated_linear,
+    reference_linear,
+    vendor_gated_linear,
+    vendor_linear,
+)
 from specdec.layers.moe.dense_and_moe import mlp_and_experts, reference_mlp_and_experts
 from specdec.layers.moe.experts import Experts, apply_experts, reference_apply_experts
 from specdec.layers.moe.fork_join import Fork
 from specdec.layers.moe.routing import Router, Routing
+from specdec.layers.packed import row_tiles
 from specdec.layers.packed.dequantise import dequantise
+from specdec.layers.packed.packed_rows import multiply_packed_rows
 from specdec.layers.packed.packed_weight import BITS, PackedWeight, dequantised, pack, unpack
+from specdec.layers.packed.row_tiles import Launch
 from specdec.layers.per_layer_embedding import gated_projection, reference_gated_projection
-from specdec.layers.product import Cut, Product, cut_of, finish, reference_finish
+from specdec.layers.product import Cut, Product, Tiles, cut_of, finish, reference_finish
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])
@@ -107,6 +118,48 @@ def test_gated_linear_over_packed_weights(form: str):
         weight = random_weight(form, n, k)
         x = torch.randn(rows, k, device=DEVICE)
         close(gated_linear(x, weight, "silu"), reference_gated_linear(x, weight, "silu"))
+
+
+@pytest.mark.parametrize("form", CODES)
+def test_many_rows_over_packed_weights(form: str):
+    """Two tiles of x for one of the weight, ranges of K, a bias, a gate; tiles that nothing divides."""
+    n, k, tiles = 70, 384, Tiles(64, 16, 128, 4, 2, 64)
+    weight, bias = random_weight(form, n, k, dtype=torch.float16), torch.randn(n, device=DEVICE).half()
+    x = torch.randn(40, k, device=DEVICE).half()
+    want = reference_finish(reference_linear(x, weight, bias))
+    whole, cut, with_tail = Cut(1, k), Cut(2, 256), tiles._replace(tail_m=32)
+    for launch in (Launch(tiles, whole), Launch(with_tail, cut), Launch(tiles, cut, summed=True)):
+        product = multiply_packed_rows(x, weight, bias, None, launch)
+        assert len(product.parts) == launch.parts
+        close(finish(product), want)
+    gated = multiply_packed_rows(x, weight, None, "silu", Launch(with_tail, whole)).parts[0]
+    close(gated, reference_gated_linear(x, weight, "silu"))
+
+
+@pytest.mark.parametrize("in_order", [False, True], ids=["any order", "in order"])
+def test_who_multiplies_many_rows_over_packed_weights(in_order: bool, monkeypatch: pytest.MonkeyPatch):
+    """From 33 rows on not the tiles of decoding: they would decode a weight once for each of a few rows."""
+    launched: list[int] = []
+
+    def counted(x: torch.Tensor, *rest: object) -> Product:
+        launched.append(len(x))
+        return multiply_packed_rows(x, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(linear_module, "multiply_packed_rows", counted)
+    monkeypatch.setattr(row_tiles, "LIBRARY_ROWS", 64)
+    multiply, gated = (linear, gated_linear) if in_order else (vendor_linear, vendor_gated_linear)
+    for dtype, num_rows, count in (
+        (torch.float16, 32, 0),
+        (torch.float16, 33, 2),
+        (torch.float16, 65, 2 if in_order else 0),
+        (torch.float32, 33, 0),  # not what a descriptor describes
+    ):
+        launched.clear()
+        weight = random_weight("int4", 64, 640, dtype=dtype)
+        x = torch.randn(num_rows, 640, device=DEVICE).to(dtype)
+        close(finish(multiply(x, weight)), reference_finish(reference_linear(x, weight)))
+        close(gated(x, weight, "silu"), reference_gated_linear(x, weight, "silu"))
+        assert len(launched) == count, f"{dtype=} {num_rows=}"
 
 
 @pytest.mark.parametrize("form", CODES)
