@@ -21,8 +21,9 @@ from specdec.layers.moe.routing import Router, Routing
 from specdec.layers.packed import row_tiles
 from specdec.layers.packed.dequantise import dequantise
 from specdec.layers.packed.packed_rows import multiply_packed_rows
+from specdec.layers.packed.packed_tile import scale_step
 from specdec.layers.packed.packed_weight import BITS, PackedWeight, dequantised, pack, unpack
-from specdec.layers.packed.row_tiles import Launch
+from specdec.layers.packed.row_tiles import Launch, choose_packed_rows
 from specdec.layers.per_layer_embedding import gated_projection, reference_gated_projection
 from specdec.layers.product import Cut, Product, Tiles, cut_of, finish, reference_finish
 
@@ -60,6 +61,14 @@ def random_weight(form: str, *shape: int, dtype: torch.dtype = torch.float32) ->
     parts = (None if part is None else part.to(DEVICE) for part in (words, scales, zeros))
     packed = PackedWeight(code, *parts, group)  # type: ignore[arg-type]
     return packed.with_repeated_scales()
+
+
+def empty_weight(form: str, n: int, k: int) -> PackedWeight:
+    """Of a form of `CODES`, on no device: for choices that read shapes alone."""
+    code, _, kind = form.partition("-")
+    group = {"row": k, "block": 128, "g128": 64}.get(kind, 32)
+    words = torch.empty((n, k * BITS[code] // 32), dtype=torch.int32, device="meta")
+    return PackedWeight(code, words, torch.empty((k // group, n), device="meta"), None, group)
 
 
 def close(got: torch.Tensor, want: torch.Tensor) -> None:
@@ -134,6 +143,56 @@ def test_many_rows_over_packed_weights(form: str):
         close(finish(product), want)
     gated = multiply_packed_rows(x, weight, None, "silu", Launch(with_tail, whole)).parts[0]
     close(gated, reference_gated_linear(x, weight, "silu"))
+
+
+@pytest.mark.parametrize(
+    ("form", "num_rows", "n", "k", "want"),
+    [  # rows of the weight, of x and their tail, ranges of K, of 132 multiprocessors
+        ("int4", 64, 20480, 2560, (64, 64, 0, 1)),  # Gemma 4 E4B, gate and up
+        ("int4", 128, 20480, 2560, (128, 64, 0, 1)),
+        ("int4", 512, 20480, 2560, (128, 128, 0, 1)),
+        ("int4", 2048, 20480, 2560, None),
+        ("int4", 160, 28672, 4096, (128, 128, 32, 1)),  # Llama 8B
+        ("int4-g128", 160, 28672, 4096, (128, 64, 0, 1)),  # scales of groups of 64 are too few for 8 warps
+        ("e4m3-row", 160, 20480, 2560, (256, 64, 0, 1)),
+        ("e4m3-block", 128, 20480, 2560, (64, 64, 0, 1)),
+        ("e4m3-block", 640, 20480, 2560, None),  # a sum of each block takes registers, so tiles are small
+        ("int4", 64, 2560, 10240, (64, 64, 0, 6)),  # E4B, down
+        ("int4", 160, 2560, 10240, (128, 128, 32, 6)),
+        ("int4", 1024, 2560, 10240, None),
+    ],
+)
+def test_tiles_of_many_rows_over_packed_weights(
+    form: str, num_rows: int, n: int, k: int, want: tuple[int, int, int, int] | None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(row_tiles, "device_limits", lambda device: (132, 227 << 10))
+    weight = empty_weight(form, n, k)
+    launch = choose_packed_rows(num_rows, weight, DEVICE)
+    assert want == (launch and (*launch.tiles[:2], launch.tiles.tail_m, launch.cut.splits))
+
+
+def test_scales_are_enough_for_an_asynchronous_copy():
+    """Of groups of 64 those of a small tile are 2 bytes for a thread: they are loaded as if groups were of 32."""
+    assert [scale_step(64, 128, group) for group in (32, 64)] == [32, 32]
+    assert [scale_step(*tile, 64) for tile in ((128, 128), (64, 256), (128, 64))] == [64, 64, 32]
+
+
+def test_in_order_ranges_are_those_of_the_weight(monkeypatch: pytest.MonkeyPatch):
+    """Programs of their own while parts are few, then added up by one; of 8 bits `linear` does that."""
+    monkeypatch.setattr(row_tiles, "device_limits", lambda device: (132, 227 << 10))
+    for form, num_rows, parts in (("int4", 64, 8), ("int4", 2048, 1), ("e4m3-row", 64, 8), ("e4m3-row", 2048, None)):
+        weight = empty_weight(form, 2560, 10240)
+        launch = choose_packed_rows(num_rows, weight, DEVICE, cut=cut_of(weight))
+        assert launch is None if parts is None else launch is not None and launch[1:] == (cut_of(weight), parts == 1)
+
+
+def test_tiles_that_do_not_fit_are_not_chosen(monkeypatch: pytest.MonkeyPatch):
+    """A device of compute capability 12 has 99 KiB for a program; of 8.x, nothing describes x there."""
+    weight = empty_weight("int4", 20480, 2560)
+    for shared, most in ((99 << 10, 64), (16 << 10, None)):
+        monkeypatch.setattr(row_tiles, "device_limits", lambda device, shared=shared: (132, shared))
+        launch = choose_packed_rows(512, weight, DEVICE)
+        assert launch is None if most is None else launch is not None and launch.tiles.block_m <= most
 
 
 @pytest.mark.parametrize("in_order", [False, True], ids=["any order", "in order"])

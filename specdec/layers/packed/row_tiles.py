@@ -15,6 +15,7 @@ import torch
 from specdec.gpu.triton_device import device_limits
 from specdec.gpu.triton_shim import INTERPRETED, triton
 from specdec.layers.many_rows import is_described
+from specdec.layers.packed.packed_tile import scale_step, tile_columns
 from specdec.layers.packed.packed_weight import BITS, PackedWeight, Weight
 from specdec.layers.packed.unpack_asm import is_fast
 from specdec.layers.product import Cut, Tiles
@@ -41,7 +42,7 @@ PACES: dict[Tiles, dict[str, Pace]] = {
     Tiles(64, 64, 128, 4, 3, 64): {
         "4 bits": Pace(3, 0.73, 0.26),
         "8 bits": Pace(3, 0.72, 0.28),
-        "8 bits in blocks": Pace(3, 1.10, 0.40),
+        "8 bits in blocks": Pace(3, 1.00, 0.37),
     },
     Tiles(64, 64, 128, 4, 4, 64): {"4 bits": Pace(2, 0.43, 0.27), "8 bits": Pace(2, 0.55, 0.27)},
     Tiles(128, 64, 128, 4, 3, 128, registers=168): {"4 bits": Pace(3, 1.16, 0.45), "8 bits": Pace(2, 0.98, 0.55)},
@@ -56,10 +57,12 @@ PACES: dict[Tiles, dict[str, Pace]] = {
 chooses then takes 2 % longer than the fastest of 22 tiles that were timed, on average, and 18 % at most."""
 
 SUMMED = tuple(tiles for tiles in PACES if tiles.block_m == 64 and not tiles.tail_m and tiles.registers is None)
-"""Tiles that leave registers for a second sum, to which a program adds that of each range."""
+"""Tiles that leave registers for a second sum, to which a program adds that of each range; of 8 bits `linear` is as
+fast."""
 
-LIBRARY_ROWS = 1024
-"""Above this number of rows a product in any order is the vendor library's."""
+LIBRARY_ROWS, BLOCK_ROWS = 1024, 256
+"""Above these numbers of rows a product in any order is the vendor library's, and in order one of 8 bits with scales of
+blocks is `linear`'s."""
 
 RANGES = (1, 2, 3, 4, 6, 8)
 """Into which K may be cut in any order."""
@@ -116,6 +119,8 @@ def choose_packed_rows(
     """cut: the ranges of K, in order; None: any, in any order. None where others are faster, or no tiles fit."""
     if cut is None and num_rows > LIBRARY_ROWS:
         return None
+    if cut is not None and num_rows > BLOCK_ROWS and tile_columns(weight):
+        return None
     shape = Shape(*weight.shape, BITS[weight.code], 0 if weight.has_row_scales else weight.group)
     return _choose(triton.cdiv(num_rows, 32) * 32, shape, gated, cut, *device_limits(device))
 
@@ -128,19 +133,20 @@ def _choose(
         launch: _microseconds(num_rows, shape, launch, multiprocessors)
         for tiles in PACES
         if _fits(tiles, shape, shared)
-        for launch in _launches(num_rows, shape.k, tiles, gated, cut)
+        for launch in _launches(num_rows, shape, tiles, gated, cut)
     }
     if not took or (cut is None and min(took.values()) > _library_microseconds(num_rows, shape)):
         return None
     return min(took, key=lambda launch: took[launch])
 
 
-def _launches(num_rows: int, k: int, tiles: Tiles, gated: bool, cut: Cut | None) -> Iterator[Launch]:
-    for some in [cut] if cut is not None else [_equal_ranges(k, ranges) for ranges in ((1,) if gated else RANGES)]:
+def _launches(num_rows: int, shape: Shape, tiles: Tiles, gated: bool, cut: Cut | None) -> Iterator[Launch]:
+    cuts = [_equal_ranges(shape.k, ranges) for ranges in ((1,) if gated else RANGES)] if cut is None else [cut]
+    for some in cuts:
         few = some.splits * num_rows <= MAX_PART_ROWS and (cut is not None or some.split_len >= MIN_RANGE)
         if some.splits == 1 or few:
             yield Launch(tiles, some)
-    if cut is not None and cut.splits > 1 and tiles in SUMMED:
+    if cut is not None and cut.splits > 1 and shape.bits == 4 and tiles in SUMMED:
         yield Launch(tiles, cut, summed=True)
 
 
@@ -154,7 +160,8 @@ def _fits(tiles: Tiles, shape: Shape, shared: int) -> bool:
     if shape.kind not in PACES[tiles] or tiles.num_stages * stage > shared:
         return False
     if shape.bits == 4:  # scales are copied asynchronously if there are 4 bytes for each thread
-        return shape.group >= 32 and tiles.block_n * (tiles.block_k // shape.group) >= 64 * tiles.num_warps
+        step = scale_step(tiles.block_n, tiles.block_k, shape.group)
+        return shape.group >= 32 and tiles.block_n * (tiles.block_k // step) >= 64 * tiles.num_warps
     return shape.group in (0, tiles.block_k)
 
 
