@@ -18,12 +18,12 @@ from specdec.layers.moe.dense_and_moe import mlp_and_experts, reference_mlp_and_
 from specdec.layers.moe.experts import Experts, apply_experts, reference_apply_experts
 from specdec.layers.moe.fork_join import Fork
 from specdec.layers.moe.routing import Router, Routing
-from specdec.layers.packed import row_tiles
+from specdec.layers.packed import packed_launch
 from specdec.layers.packed.dequantise import dequantise
-from specdec.layers.packed.packed_rows import multiply_packed_rows
+from specdec.layers.packed.many_packed_rows import multiply_packed_rows
+from specdec.layers.packed.packed_launch import PackedLaunch, choose_packed_rows
 from specdec.layers.packed.packed_tile import scale_step
 from specdec.layers.packed.packed_weight import BITS, PackedWeight, dequantised, pack, unpack
-from specdec.layers.packed.row_tiles import Launch, choose_packed_rows
 from specdec.layers.per_layer_embedding import gated_projection, reference_gated_projection
 from specdec.layers.product import Cut, Product, Tiles, cut_of, finish, reference_finish
 
@@ -137,11 +137,11 @@ def test_many_rows_over_packed_weights(form: str):
     x = torch.randn(40, k, device=DEVICE).half()
     want = reference_finish(reference_linear(x, weight, bias))
     whole, cut, with_tail = Cut(1, k), Cut(2, 256), tiles._replace(tail_m=32)
-    for launch in (Launch(tiles, whole), Launch(with_tail, cut), Launch(tiles, cut, summed=True)):
+    for launch in (PackedLaunch(tiles, whole), PackedLaunch(with_tail, cut), PackedLaunch(tiles, cut, summed=True)):
         product = multiply_packed_rows(x, weight, bias, None, launch)
         assert len(product.parts) == launch.parts
         close(finish(product), want)
-    gated = multiply_packed_rows(x, weight, None, "silu", Launch(with_tail, whole)).parts[0]
+    gated = multiply_packed_rows(x, weight, None, "silu", PackedLaunch(with_tail, whole)).parts[0]
     close(gated, reference_gated_linear(x, weight, "silu"))
 
 
@@ -165,7 +165,7 @@ def test_many_rows_over_packed_weights(form: str):
 def test_tiles_of_many_rows_over_packed_weights(
     form: str, num_rows: int, n: int, k: int, want: tuple[int, int, int, int] | None, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(row_tiles, "device_limits", lambda device: (132, 227 << 10))
+    monkeypatch.setattr(packed_launch, "device_limits", lambda device: (132, 227 << 10))
     weight = empty_weight(form, n, k)
     launch = choose_packed_rows(num_rows, weight, DEVICE)
     assert want == (launch and (*launch.tiles[:2], launch.tiles.tail_m, launch.cut.splits))
@@ -179,7 +179,7 @@ def test_scales_are_enough_for_an_asynchronous_copy():
 
 def test_in_order_ranges_are_those_of_the_weight(monkeypatch: pytest.MonkeyPatch):
     """Programs of their own while parts are few, then added up by one; of 8 bits `linear` does that."""
-    monkeypatch.setattr(row_tiles, "device_limits", lambda device: (132, 227 << 10))
+    monkeypatch.setattr(packed_launch, "device_limits", lambda device: (132, 227 << 10))
     for form, num_rows, parts in (("int4", 64, 8), ("int4", 2048, 1), ("e4m3-row", 64, 8), ("e4m3-row", 2048, None)):
         weight = empty_weight(form, 2560, 10240)
         launch = choose_packed_rows(num_rows, weight, DEVICE, cut=cut_of(weight))
@@ -190,7 +190,7 @@ def test_tiles_that_do_not_fit_are_not_chosen(monkeypatch: pytest.MonkeyPatch):
     """A device of compute capability 12 has 99 KiB for a program; of 8.x, nothing describes x there."""
     weight = empty_weight("int4", 20480, 2560)
     for shared, most in ((99 << 10, 64), (16 << 10, None)):
-        monkeypatch.setattr(row_tiles, "device_limits", lambda device, shared=shared: (132, shared))
+        monkeypatch.setattr(packed_launch, "device_limits", lambda device, shared=shared: (132, shared))
         launch = choose_packed_rows(512, weight, DEVICE)
         assert launch is None if most is None else launch is not None and launch.tiles.block_m <= most
 
@@ -205,7 +205,7 @@ def test_who_multiplies_many_rows_over_packed_weights(in_order: bool, monkeypatc
         return multiply_packed_rows(x, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(linear_module, "multiply_packed_rows", counted)
-    monkeypatch.setattr(row_tiles, "LIBRARY_ROWS", 64)
+    monkeypatch.setattr(packed_launch, "LIBRARY_ROWS", 64)
     multiply, gated = (linear, gated_linear) if in_order else (vendor_linear, vendor_gated_linear)
     for dtype, num_rows, count in (
         (torch.float16, 32, 0),

@@ -24,7 +24,8 @@ from specdec.gpu.triton_shim import KEEP, tl, triton
 from specdec.layers.activation import ACTIVATIONS, activate, reference_activate
 from specdec.layers.many_rows import can_describe, multiply_many_rows, suits
 from specdec.layers.packed.dequantise import dequantise
-from specdec.layers.packed.packed_rows import multiply_packed_rows
+from specdec.layers.packed.many_packed_rows import multiply_packed_rows
+from specdec.layers.packed.packed_launch import choose_packed_rows, takes_packed_rows
 from specdec.layers.packed.packed_tile import (
     load_tile,
     multiply_tile,
@@ -36,7 +37,6 @@ from specdec.layers.packed.packed_tile import (
     zero_pointers,
 )
 from specdec.layers.packed.packed_weight import PackedWeight, Weight, multiply
-from specdec.layers.packed.row_tiles import choose_packed_rows, takes_packed_rows
 from specdec.layers.product import FEW_ROWS, Cut, Product, Tiles, can_hold, cut_of, tiles_of
 from specdec.layers.range_sum import multiply_both, multiply_range
 from specdec.layers.some_rows import choose_some_tiles, multiply_some_rows

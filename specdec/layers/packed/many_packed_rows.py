@@ -6,14 +6,15 @@ The weight is the M operand of the tensor core's instruction and stays in the re
 `linear`; rows of x are its N operand and come by tensor descriptors, which leave the registers to a larger tile. The
 tensor core waits while a program decodes, so two or three programs run on a multiprocessor where they fit.
 
-A sum over a range of K has the bits that `linear` gives it, whatever the tile (`row_tiles.py`): in order they are the
-ranges of `linear`, programs of their own or added up by one.
+A sum over a range of K has the bits that `linear` gives it, whatever the tile (`packed_launch.py`): in order ranges are
+those of `linear`, programs of their own or added up by one.
 """
 
 import torch
 
 from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.triton_shim import tl, triton
+from specdec.layers.packed.packed_launch import PackedLaunch
 from specdec.layers.packed.packed_tile import (
     load_tile,
     multiply_tile,
@@ -25,7 +26,6 @@ from specdec.layers.packed.packed_tile import (
     zero_pointers,
 )
 from specdec.layers.packed.packed_weight import PackedWeight
-from specdec.layers.packed.row_tiles import Launch
 from specdec.layers.product import Product
 from specdec.layers.some_rows import store_columns
 
@@ -63,8 +63,8 @@ def _multiply_range(
         b_x = d_x.load([first_m, i_k]).T
         b_sum = multiply_tile(b_w, b_x, b_sum, p_scales, s_scales, i_k, m_n, CODE, GROUP)
         if TAIL_M:
-            b_y = d_tail.load([first_m + BLOCK_M, i_k]).T
-            b_tail = multiply_tile(b_w, b_y, b_tail, p_scales, s_scales, i_k, m_n, CODE, GROUP)
+            b_next = d_tail.load([first_m + BLOCK_M, i_k]).T
+            b_tail = multiply_tile(b_w, b_next, b_tail, p_scales, s_scales, i_k, m_n, CODE, GROUP)
     b_sum = scale_sum(b_sum, p_scales, m_n, CODE, GROUP, FAST, DTYPE)
     if TAIL_M:
         b_tail = scale_sum(b_tail, p_scales, m_n, CODE, GROUP, FAST, DTYPE)
@@ -105,7 +105,7 @@ def packed_rows_kernel(
     PARTS: tl.constexpr = 1 if ACTIVATION is None else 2  # of a tile: gates, then what they gate
     first_m = tl.program_id(0) * (BLOCK_M + TAIL_M)
     first_n = tl.program_id(1) * (BLOCK_N // PARTS)
-    begin = tl.program_id(2) * split_len
+    first_k = tl.program_id(2) * split_len
     o_n = tl.arange(0, BLOCK_N)
     o_part = first_n + o_n % (BLOCK_N // PARTS)  # row of its part of the weight
     m_n = (o_part < N // PARTS)[:, None]
@@ -128,7 +128,7 @@ def packed_rows_kernel(
     else:
         b_sum, b_tail = _multiply_range(
             *(d_x, d_tail, first_m, p_w, p_scale, p_zero, s_scales, m_n),
-            *(begin, tl.minimum(begin + split_len, K)),
+            *(first_k, tl.minimum(first_k + split_len, K)),
             *(CODE, GROUP, FAST, EVEN_K, BLOCK_M, TAIL_M, BLOCK_N, BLOCK_K),
         )
 
@@ -141,7 +141,7 @@ def packed_rows_kernel(
 
 
 def multiply_packed_rows(
-    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, activation: str | None, launch: Launch
+    x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, activation: str | None, launch: PackedLaunch
 ) -> Product:
     """x [M, K] as descriptors need it, weight [N, K], bias [N] or None -> product, or gated [1, M, N / 2]."""
     from triton.tools.tensor_descriptor import TensorDescriptor  # Triton may not be there

@@ -101,7 +101,7 @@ class Shape(NamedTuple):
         return self.n * self.k * self.bits // 8 + (2 * self.n * self.k // self.group if self.group else 0)
 
 
-class Launch(NamedTuple):
+class PackedLaunch(NamedTuple):
     """One launch. summed: a program adds up the ranges of K; otherwise they are programs of their own."""
 
     tiles: Tiles
@@ -115,20 +115,21 @@ class Launch(NamedTuple):
 
 def choose_packed_rows(
     num_rows: int, weight: PackedWeight, device: torch.device, *, gated: bool = False, cut: Cut | None = None
-) -> Launch | None:
+) -> PackedLaunch | None:
     """cut: the ranges of K, in order; None: any, in any order. None where others are faster, or no tiles fit."""
     if cut is None and num_rows > LIBRARY_ROWS:
         return None
     if cut is not None and num_rows > BLOCK_ROWS and tile_columns(weight):
         return None
-    shape = Shape(*weight.shape, BITS[weight.code], 0 if weight.has_row_scales else weight.group)
+    n, k = weight.shape
+    shape = Shape(n, k, BITS[weight.code], 0 if weight.has_row_scales else weight.group)
     return _choose(triton.cdiv(num_rows, 32) * 32, shape, gated, cut, *device_limits(device))
 
 
 @lru_cache(maxsize=4096)
 def _choose(
     num_rows: int, shape: Shape, gated: bool, cut: Cut | None, multiprocessors: int, shared: int
-) -> Launch | None:
+) -> PackedLaunch | None:
     took = {
         launch: _microseconds(num_rows, shape, launch, multiprocessors)
         for tiles in PACES
@@ -140,14 +141,14 @@ def _choose(
     return min(took, key=lambda launch: took[launch])
 
 
-def _launches(num_rows: int, shape: Shape, tiles: Tiles, gated: bool, cut: Cut | None) -> Iterator[Launch]:
+def _launches(num_rows: int, shape: Shape, tiles: Tiles, gated: bool, cut: Cut | None) -> Iterator[PackedLaunch]:
     cuts = [_equal_ranges(shape.k, ranges) for ranges in ((1,) if gated else RANGES)] if cut is None else [cut]
     for some in cuts:
         few = some.splits * num_rows <= MAX_PART_ROWS and (cut is not None or some.split_len >= MIN_RANGE)
         if some.splits == 1 or few:
-            yield Launch(tiles, some)
+            yield PackedLaunch(tiles, some)
     if cut is not None and cut.splits > 1 and shape.bits == 4 and tiles in SUMMED:
-        yield Launch(tiles, cut, summed=True)
+        yield PackedLaunch(tiles, cut, summed=True)
 
 
 def _equal_ranges(k: int, ranges: int) -> Cut:
@@ -165,13 +166,13 @@ def _fits(tiles: Tiles, shape: Shape, shared: int) -> bool:
     return shape.group in (0, tiles.block_k)
 
 
-def _microseconds(num_rows: int, shape: Shape, launch: Launch, multiprocessors: int) -> float:
+def _microseconds(num_rows: int, shape: Shape, launch: PackedLaunch, multiprocessors: int) -> float:
     tiles, cut, parts = launch.tiles, launch.cut, launch.parts
     programs = triton.cdiv(num_rows, tiles.block_m + tiles.tail_m) * triton.cdiv(shape.n, tiles.block_n) * parts
     pace, each = PACES[tiles][shape.kind], triton.cdiv(programs, multiprocessors)
     columns = shape.k if parts == 1 else min(cut.split_len, shape.k)
-    took = triton.cdiv(each, pace.programs) * LAUNCH + triton.cdiv(columns, 128) * pace.of(each)
-    took = max(took, shape.nbytes / BANDWIDTH)
+    computed: float = triton.cdiv(each, pace.programs) * LAUNCH + triton.cdiv(columns, 128) * pace.of(each)
+    took = max(computed, shape.nbytes / BANDWIDTH)
     return took if parts == 1 else took + PARTS + parts * num_rows * shape.n * 8 / L2_BANDWIDTH
 
 
