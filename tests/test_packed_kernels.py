@@ -5,15 +5,27 @@ import torch
 import triton
 
 from specdec.layers import linear as linear_module
-from specdec.layers.linear import Mlp, gated_linear, linear, reference_gated_linear, reference_linear
+from specdec.layers.linear import (
+    Mlp,
+    gated_linear,
+    linear,
+    reference_gated_linear,
+    reference_linear,
+    vendor_gated_linear,
+    vendor_linear,
+)
 from specdec.layers.moe.dense_and_moe import mlp_and_experts, reference_mlp_and_experts
 from specdec.layers.moe.experts import Experts, apply_experts, reference_apply_experts
 from specdec.layers.moe.fork_join import Fork
 from specdec.layers.moe.routing import Router, Routing
+from specdec.layers.packed import packed_launch
 from specdec.layers.packed.dequantise import dequantise
+from specdec.layers.packed.many_packed_rows import multiply_packed_rows
+from specdec.layers.packed.packed_launch import PackedLaunch, choose_packed_rows
+from specdec.layers.packed.packed_tile import scale_step
 from specdec.layers.packed.packed_weight import BITS, PackedWeight, dequantised, pack, unpack
 from specdec.layers.per_layer_embedding import gated_projection, reference_gated_projection
-from specdec.layers.product import Cut, Product, cut_of, finish, reference_finish
+from specdec.layers.product import Cut, Product, Tiles, cut_of, finish, reference_finish
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])
@@ -49,6 +61,14 @@ def random_weight(form: str, *shape: int, dtype: torch.dtype = torch.float32) ->
     parts = (None if part is None else part.to(DEVICE) for part in (words, scales, zeros))
     packed = PackedWeight(code, *parts, group)  # type: ignore[arg-type]
     return packed.with_repeated_scales()
+
+
+def empty_weight(form: str, n: int, k: int) -> PackedWeight:
+    """Of a form of `CODES`, on no device: for choices that read shapes alone."""
+    code, _, kind = form.partition("-")
+    group = {"row": k, "block": 128, "g128": 64}.get(kind, 32)
+    words = torch.empty((n, k * BITS[code] // 32), dtype=torch.int32, device="meta")
+    return PackedWeight(code, words, torch.empty((k // group, n), device="meta"), None, group)
 
 
 def close(got: torch.Tensor, want: torch.Tensor) -> None:
@@ -107,6 +127,98 @@ def test_gated_linear_over_packed_weights(form: str):
         weight = random_weight(form, n, k)
         x = torch.randn(rows, k, device=DEVICE)
         close(gated_linear(x, weight, "silu"), reference_gated_linear(x, weight, "silu"))
+
+
+@pytest.mark.parametrize("form", CODES)
+def test_many_rows_over_packed_weights(form: str):
+    """Two tiles of x for one of the weight, ranges of K, a bias, a gate; tiles that nothing divides."""
+    n, k, tiles = 70, 384, Tiles(64, 16, 128, 4, 2, 64)
+    weight, bias = random_weight(form, n, k, dtype=torch.float16), torch.randn(n, device=DEVICE).half()
+    x = torch.randn(40, k, device=DEVICE).half()
+    want = reference_finish(reference_linear(x, weight, bias))
+    whole, cut, with_tail = Cut(1, k), Cut(2, 256), tiles._replace(tail_m=32)
+    for launch in (PackedLaunch(tiles, whole), PackedLaunch(with_tail, cut), PackedLaunch(tiles, cut, summed=True)):
+        product = multiply_packed_rows(x, weight, bias, None, launch)
+        assert len(product.parts) == launch.parts
+        close(finish(product), want)
+    gated = multiply_packed_rows(x, weight, None, "silu", PackedLaunch(with_tail, whole)).parts[0]
+    close(gated, reference_gated_linear(x, weight, "silu"))
+
+
+@pytest.mark.parametrize(
+    ("form", "num_rows", "n", "k", "want"),
+    [  # rows of the weight, of x and their tail, ranges of K, of 132 multiprocessors
+        ("int4", 64, 20480, 2560, (64, 64, 0, 1)),  # Gemma 4 E4B, gate and up
+        ("int4", 128, 20480, 2560, (128, 64, 0, 1)),
+        ("int4", 512, 20480, 2560, (128, 128, 0, 1)),
+        ("int4", 2048, 20480, 2560, None),
+        ("int4", 160, 28672, 4096, (128, 128, 32, 1)),  # Llama 8B
+        ("int4-g128", 160, 28672, 4096, (128, 64, 0, 1)),  # scales of groups of 64 are too few for 8 warps
+        ("e4m3-row", 160, 20480, 2560, (256, 64, 0, 1)),
+        ("e4m3-block", 128, 20480, 2560, (64, 64, 0, 1)),
+        ("e4m3-block", 640, 20480, 2560, None),  # a sum of each block takes registers, so tiles are small
+        ("int4", 64, 2560, 10240, (64, 64, 0, 6)),  # E4B, down
+        ("int4", 160, 2560, 10240, (128, 128, 32, 6)),
+        ("int4", 1024, 2560, 10240, None),
+    ],
+)
+def test_tiles_of_many_rows_over_packed_weights(
+    form: str, num_rows: int, n: int, k: int, want: tuple[int, int, int, int] | None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(packed_launch, "device_limits", lambda device: (132, 227 << 10))
+    weight = empty_weight(form, n, k)
+    launch = choose_packed_rows(num_rows, weight, DEVICE)
+    assert want == (launch and (*launch.tiles[:2], launch.tiles.tail_m, launch.cut.splits))
+
+
+def test_scales_are_enough_for_an_asynchronous_copy():
+    """Of groups of 64 those of a small tile are 2 bytes for a thread: they are loaded as if groups were of 32."""
+    assert [scale_step(64, 128, group) for group in (32, 64)] == [32, 32]
+    assert [scale_step(*tile, 64) for tile in ((128, 128), (64, 256), (128, 64))] == [64, 64, 32]
+
+
+def test_in_order_ranges_are_those_of_the_weight(monkeypatch: pytest.MonkeyPatch):
+    """Programs of their own while parts are few, then added up by one; of 8 bits `linear` does that."""
+    monkeypatch.setattr(packed_launch, "device_limits", lambda device: (132, 227 << 10))
+    for form, num_rows, parts in (("int4", 64, 8), ("int4", 2048, 1), ("e4m3-row", 64, 8), ("e4m3-row", 2048, None)):
+        weight = empty_weight(form, 2560, 10240)
+        launch = choose_packed_rows(num_rows, weight, DEVICE, cut=cut_of(weight))
+        assert launch is None if parts is None else launch is not None and launch[1:] == (cut_of(weight), parts == 1)
+
+
+def test_tiles_that_do_not_fit_are_not_chosen(monkeypatch: pytest.MonkeyPatch):
+    """A device of compute capability 12 has 99 KiB for a program; of 8.x, nothing describes x there."""
+    weight = empty_weight("int4", 20480, 2560)
+    for shared, most in ((99 << 10, 64), (16 << 10, None)):
+        monkeypatch.setattr(packed_launch, "device_limits", lambda device, shared=shared: (132, shared))
+        launch = choose_packed_rows(512, weight, DEVICE)
+        assert launch is None if most is None else launch is not None and launch.tiles.block_m <= most
+
+
+@pytest.mark.parametrize("in_order", [False, True], ids=["any order", "in order"])
+def test_who_multiplies_many_rows_over_packed_weights(in_order: bool, monkeypatch: pytest.MonkeyPatch):
+    """From 33 rows on not the tiles of decoding: they would decode a weight once for each of a few rows."""
+    launched: list[int] = []
+
+    def counted(x: torch.Tensor, *rest: object) -> Product:
+        launched.append(len(x))
+        return multiply_packed_rows(x, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(linear_module, "multiply_packed_rows", counted)
+    monkeypatch.setattr(packed_launch, "LIBRARY_ROWS", 64)
+    multiply, gated = (linear, gated_linear) if in_order else (vendor_linear, vendor_gated_linear)
+    for dtype, num_rows, count in (
+        (torch.float16, 32, 0),
+        (torch.float16, 33, 2),
+        (torch.float16, 65, 2 if in_order else 0),
+        (torch.float32, 33, 0),  # not what a descriptor describes
+    ):
+        launched.clear()
+        weight = random_weight("int4", 64, 640, dtype=dtype)
+        x = torch.randn(num_rows, 640, device=DEVICE).to(dtype)
+        close(finish(multiply(x, weight)), reference_finish(reference_linear(x, weight)))
+        close(gated(x, weight, "silu"), reference_gated_linear(x, weight, "silu"))
+        assert len(launched) == count, f"{dtype=} {num_rows=}"
 
 
 @pytest.mark.parametrize("form", CODES)

@@ -5,6 +5,7 @@ bits       every code, odd sizes: a weight dequantised on the device is the host
 times      microseconds of 1, 5 and 16 rows next to the 16-bit kernel, with a cold L2 (250 MB of copies of the weight
            in turn) in a captured graph
 mixtures   the same of experts, a few assignments
+rows       of 48 to 2,048 rows in any order, with the norm or the gate that reads a product, next to 16 bits
 """
 
 import argparse
@@ -19,9 +20,10 @@ from gpu_setup import DEVICE, ON_CPU, device_option, machine, require_device  # 
 import torch
 from result_table import ResultTable, Row
 
-from specdec.layers.linear import _launch, gated_linear, linear
+from specdec.layers.linear import _launch, gated_linear, linear, vendor_gated_linear, vendor_linear
 from specdec.layers.moe.experts import Experts, apply_experts
 from specdec.layers.moe.routing import Routing
+from specdec.layers.norm import Gain, norm
 from specdec.layers.packed.dequantise import dequantise
 from specdec.layers.packed.packed_weight import BITS, PackedWeight, dequantised
 from specdec.layers.product import Tiles, cut_of, finish
@@ -35,6 +37,17 @@ MIXTURES = ((32, 2880, 2880, 4, 2), (128, 2816, 704, 8, 1))  # experts, hidden, 
 ROWS = (1, 5, 16)
 ROWS_AMONG = (1, 2, 5, 8, 16, 17, 32, 33, 64, 65, 100, 128, 160, 192, 256, 500, 1024)
 REPEATS = 8
+LOADED_SHAPES: dict[str, tuple[int, int, str | None]] = {  # [N, K], and what gates it
+    "E4B gate and up": (20480, 2560, "gelu_tanh"),
+    "E4B down": (2560, 10240, None),
+    "E4B q, k, v": (3072, 2560, None),
+    "E4B o": (2560, 2048, None),
+    "Llama 8B gate and up": (28672, 4096, "silu"),
+    "Llama 8B down": (4096, 14336, None),
+    "Llama 8B q, k, v": (6144, 4096, None),
+    "Llama 8B o": (4096, 4096, None),
+}
+LOADED_ROWS = (48, 64, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 2048)
 
 
 def random_weight(form: str, *shape: int, dtype: torch.dtype = DTYPE) -> PackedWeight:
@@ -180,6 +193,38 @@ def mixtures() -> Iterator[Row]:
             yield Row(name, f"{base / us:.2f}x", f"{us:.1f} us")
 
 
+def rows(forms: Sequence[str]) -> Iterator[Row]:
+    """Microseconds, and how many times those of 16 bits."""
+    for name, (n, k, activation) in LOADED_SHAPES.items():
+        base: dict[int, float] = {}
+        for form in ("bf16", *forms):
+            count = max(4, int(COLD_BYTES / (n * k * (2 if form == "bf16" else BITS[form.partition("-")[0]] / 8))))
+            weights = [_any_weight(form, n, k) for _ in range(count)]
+            us = {m: _loaded_microseconds(m, weights, activation) for m in LOADED_ROWS}
+            base = base or us
+            megabytes = weights[0].nbytes / 1e6
+            shown = " ".join(f"{m}: {one:.1f} ({one / base[m]:.2f})" for m, one in us.items())
+            yield Row(f"{name} {n}x{k} {form}, {megabytes:.0f} MB", shown)
+            del weights
+
+
+def _any_weight(form: str, n: int, k: int) -> Any:
+    return (torch.randn(n, k, device=DEVICE) * k**-0.5).to(DTYPE) if form == "bf16" else random_weight(form, n, k)
+
+
+def _loaded_microseconds(num_rows: int, weights: Sequence[Any], activation: str | None) -> float:
+    n, k = weights[0].shape
+    x = torch.randn(num_rows, k, device=DEVICE).to(DTYPE)
+    gain = Gain(torch.ones(n, device=DEVICE).to(DTYPE), 1e-6, False)
+
+    def call(weight: Any) -> object:
+        if activation is not None:
+            return vendor_gated_linear(x, weight, activation)
+        return norm(vendor_linear(x, weight), pre=gain)
+
+    return microseconds(call, weights, max(12, len(weights)))
+
+
 def _weights_of_experts(form: str, shape: tuple[int, int, int]) -> Any:
     if form != "bf16":
         return random_weight(form, *shape)
@@ -190,15 +235,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[device_option]
     )
-    kinds = {"bits": bits, "times": times, "mixtures": mixtures}
+    kinds = {"bits": bits, "times": times, "mixtures": mixtures, "rows": rows}
     parser.add_argument("--only", nargs="+", choices=kinds, default=list(kinds))
-    parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS, help="of `bits`")
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS, help="of `bits` and `rows`")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     require_device()
     table = ResultTable(f"packed products, {machine()}")
     for name in arguments.only:
-        table.add(bits(arguments.forms) if name == "bits" else kinds[name]())  # type: ignore[operator]
+        table.add(kinds[name](arguments.forms) if name in ("bits", "rows") else kinds[name]())  # type: ignore[operator]
     return table.finish(arguments.out)
 
 

@@ -24,6 +24,8 @@ from specdec.gpu.triton_shim import KEEP, tl, triton
 from specdec.layers.activation import ACTIVATIONS, activate, reference_activate
 from specdec.layers.many_rows import can_describe, multiply_many_rows, suits
 from specdec.layers.packed.dequantise import dequantise
+from specdec.layers.packed.many_packed_rows import multiply_packed_rows
+from specdec.layers.packed.packed_launch import choose_packed_rows, takes_packed_rows
 from specdec.layers.packed.packed_tile import (
     load_tile,
     multiply_tile,
@@ -233,6 +235,8 @@ def vendor_linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = N
     their number. The library multiplies a packed weight dequantised, into memory that is free again afterwards."""
     if can_describe(weight, x) and (some := choose_some_tiles(len(x), weight.shape, x.device)):
         return multiply_some_rows(x, weight, bias, None, some)
+    if takes_packed_rows(weight, x) and (packed := choose_packed_rows(len(x), weight, x.device)):
+        return multiply_packed_rows(x, weight, bias, None, packed)
     if len(x) <= VENDOR_ROWS or can_hold(weight, cut or cut_of(weight), len(x), x.dtype):
         return linear(x, weight, bias, cut)
     return Product.of(F.linear(x, _whole(weight, x.dtype), bias))
@@ -242,6 +246,8 @@ def vendor_gated_linear(x: torch.Tensor, weight: Weight, activation: str) -> tor
     """`gated_linear`, likewise."""
     if can_describe(weight, x) and (some := choose_some_tiles(len(x), weight.shape, x.device, gated=True)):
         return multiply_some_rows(x, weight, None, activation, some).parts[0]
+    if takes_packed_rows(weight, x) and (packed := choose_packed_rows(len(x), weight, x.device, gated=True)):
+        return multiply_packed_rows(x, weight, None, activation, packed).parts[0]
     if len(x) <= VENDOR_ROWS:
         return gated_linear(x, weight, activation)
     merged = F.linear(x, _whole(weight, x.dtype))
@@ -279,6 +285,10 @@ def linear(
     cut = cut or cut_of(weight)
     if tiles is None and not apart and suits(weight, x):
         return Product.of(multiply_many_rows(x, weight, bias, None, cut))
+    if tiles is None and not holds and takes_packed_rows(weight, x):
+        packed = choose_packed_rows(len(x), weight, x.device, cut=cut)
+        if packed is not None:
+            return multiply_packed_rows(x, weight, bias, None, packed)
     tiles = tiles or tiles_of(len(x), weight, cut, x)
     count = triton.cdiv(len(x), tiles.block_m + tiles.tail_m) * triton.cdiv(len(weight), tiles.rows)
     few = count < FEW_PROGRAMS and len(x) <= FEW_ROWS
@@ -308,6 +318,10 @@ def gated_linear(x: torch.Tensor, weight: Weight, activation: str, *, tiles: Til
     cut = Cut(1, weight.shape[1])
     if tiles is None and suits(weight, x):
         return multiply_many_rows(x, weight, None, activation, cut)
+    if tiles is None and takes_packed_rows(weight, x):
+        packed = choose_packed_rows(len(x), weight, x.device, gated=True, cut=cut)
+        if packed is not None:
+            return multiply_packed_rows(x, weight, None, activation, packed).parts[0]
     out = torch.empty((len(x), len(weight) // 2), dtype=x.dtype, device=x.device)
     tiles = tiles or tiles_of(len(x), weight, cut, x, gated=True)
     _launch(x, weight, None, out, activation, cut, tiles, split=False)

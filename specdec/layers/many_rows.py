@@ -102,14 +102,13 @@ def suits(weight: Weight, x: torch.Tensor) -> TypeGuard[torch.Tensor]:
 
 def can_describe(weight: Weight, x: torch.Tensor) -> TypeGuard[torch.Tensor]:
     """Are both matrices of 2-byte numbers that descriptors can describe, on a device that has them?"""
-    if not isinstance(weight, torch.Tensor) or x.element_size() != 2:
-        return False
-    there = INTERPRETED if x.device.type == "cpu" else has_pdl(x.device)  # both came with Hopper
-    return there and _is_aligned(x) and _is_aligned(weight)
+    return isinstance(weight, torch.Tensor) and is_described(x) and is_described(weight)
 
 
-def _is_aligned(matrix: torch.Tensor) -> bool:
-    return matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.element_size() % 16 == 0
+def is_described(matrix: torch.Tensor) -> bool:
+    """Is this a matrix of 2-byte numbers that a descriptor can describe, on a device that has them?"""
+    there = INTERPRETED if matrix.device.type == "cpu" else has_pdl(matrix.device)  # both came with Hopper
+    return there and matrix.element_size() == 2 and matrix.data_ptr() % 16 == 0 and matrix.stride(0) % 8 == 0
 
 
 def choose_many_tiles(num_rows: int, n: int, cut: Cut, device: torch.device, *, gated: bool) -> ManyTiles:

@@ -49,7 +49,7 @@ class SomeTiles(NamedTuple):
 
 
 @triton.jit
-def _store_columns(
+def store_columns(
     b_sum: tl.tensor,  # [BM, BN]
     p_bias: tl.tensor,  # [N] or None
     p_out: tl.tensor,  # [M, N] or, gated, [M, N / 2]
@@ -117,9 +117,9 @@ def some_rows_kernel(
 
     p_out += tl.program_id(2).to(tl.int64) * num_rows * N
     o_m = first_m + tl.arange(0, BLOCK_M)
-    _store_columns(b_sum, p_bias, p_out, o_m, first_n, num_rows, N, ACTIVATION)
+    store_columns(b_sum, p_bias, p_out, o_m, first_n, num_rows, N, ACTIVATION)
     if TAIL_N:
-        _store_columns(b_tail, p_bias, p_out, o_m, first_n + BLOCK_N // 2, num_rows, N, ACTIVATION)
+        store_columns(b_tail, p_bias, p_out, o_m, first_n + BLOCK_N // 2, num_rows, N, ACTIVATION)
 
 
 def choose_some_tiles(

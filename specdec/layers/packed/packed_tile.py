@@ -62,6 +62,13 @@ def runs_in_tiles(weight: Weight) -> bool:
     return weight.group in (16, 32, 64, 128)
 
 
+@triton.constexpr_function
+def scale_step(block_n: int, block_k: int, group: int) -> int:
+    """Columns for which a tile loads a scale: a group's, or 32, the same scale again, where those of groups are fewer
+    than the 4 bytes for each of 128 threads that make an asynchronous copy."""
+    return group if block_n * (block_k // group) >= 256 else min(group, 32)
+
+
 @triton.jit
 def row_pointers(p_w: tl.tensor, o_n: tl.tensor, s_w: tl.tensor, CODE: tl.constexpr) -> tl.tensor:
     """[BN, 1], for rows `o_n` [BN] of a weight."""
@@ -144,9 +151,10 @@ def load_words(
     b_words = tl.load(p_w + (first + o_word)[None, :], mask=m_w & m_word[None, :], other=0)
     b_scales = b_words
     if CODE != "e4m3":
-        o_group = i_k // GROUP + tl.arange(0, BLOCK_K // GROUP)
-        m_scale = m_n & (o_group * GROUP < last)[None, :]
-        o_scale = o_group[None, :] * s_scales
+        STEP: tl.constexpr = scale_step(p_w.shape[0], BLOCK_K, GROUP)
+        o_k = i_k + STEP * tl.arange(0, BLOCK_K // STEP)
+        m_scale = m_n & (o_k < last)[None, :]
+        o_scale = (o_k // GROUP)[None, :] * s_scales
         b_scales = tl.load(p_scales + o_scale, mask=m_scale, other=0.0)
     b_zeros = b_scales
     if CODE == "int4-zeros":

@@ -1,0 +1,182 @@
+r"""How a product of more than 32 rows over a packed weight is cut: tiles, ranges of K, or not here at all.
+
+Three things bound it: the tensor core, which waits while its program decodes; how evenly programs lie on the
+multiprocessors; and in any order the parts of a sum, which the next kernel adds up. A model has two figures for each
+tile and form of a weight, timed on an H100, and what takes least time by it is taken. Bits of a sum over one range of K
+do not depend on the tile, so in order tiles are chosen alike, and only the ranges are told.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple, TypeGuard
+
+import torch
+
+from specdec.gpu.triton_device import device_limits
+from specdec.gpu.triton_shim import INTERPRETED, triton
+from specdec.layers.many_rows import is_described
+from specdec.layers.packed.packed_tile import scale_step, tile_columns
+from specdec.layers.packed.packed_weight import BITS, PackedWeight, Weight
+from specdec.layers.packed.unpack_asm import is_fast
+from specdec.layers.product import Cut, Tiles
+from specdec.layers.some_rows import TOO_FEW
+
+
+class Pace(NamedTuple):
+    """How fast programs of one tile are on an H100, of which a multiprocessor runs `programs` at once.
+
+    Microseconds of 128 columns: `alone` of a lone program, `each` for each of several.
+    """
+
+    programs: int
+    alone: float
+    each: float
+
+    def of(self, programs: int) -> float:
+        """Microseconds of 128 columns of so many programs of one multiprocessor, in turn where they are too many."""
+        turns, rest = divmod(programs, self.programs)
+        return turns * max(self.alone, self.programs * self.each) + (max(self.alone, rest * self.each) if rest else 0.0)
+
+
+PACES: dict[Tiles, dict[str, Pace]] = {
+    Tiles(64, 64, 128, 4, 3, 64): {
+        "4 bits": Pace(3, 0.73, 0.26),
+        "8 bits": Pace(3, 0.72, 0.28),
+        "8 bits in blocks": Pace(3, 1.00, 0.37),
+    },
+    Tiles(64, 64, 128, 4, 4, 64): {"4 bits": Pace(2, 0.43, 0.27), "8 bits": Pace(2, 0.55, 0.27)},
+    Tiles(128, 64, 128, 4, 3, 128, registers=168): {"4 bits": Pace(3, 1.16, 0.45), "8 bits": Pace(2, 0.98, 0.55)},
+    Tiles(128, 64, 128, 4, 4, 128): {"4 bits": Pace(2, 0.78, 0.50), "8 bits": Pace(1, 0.66, 0.58)},
+    Tiles(128, 64, 128, 4, 3, 128, tail_m=32): {"4 bits": Pace(2, 1.19, 0.70), "8 bits": Pace(2, 1.29, 0.72)},
+    Tiles(256, 64, 64, 8, 4, 256, registers=128): {"8 bits": Pace(2, 1.43, 1.02)},
+    Tiles(128, 128, 64, 4, 5, 128): {"4 bits": Pace(2, 1.41, 0.83), "8 bits": Pace(2, 1.45, 0.87)},
+    Tiles(128, 128, 128, 4, 3, 128): {"4 bits": Pace(1, 0.92, 0.92), "8 bits": Pace(1, 0.96, 0.96)},
+    Tiles(128, 128, 128, 8, 3, 128, tail_m=32): {"4 bits": Pace(1, 1.19, 1.19), "8 bits": Pace(1, 1.26, 1.26)},
+}
+"""Tiles that were the fastest for some of eight weights and 64 to 640 rows, by the form of a weight: what the model
+chooses then takes 2 % longer than the fastest of 22 tiles that were timed, on average, and 18 % at most."""
+
+SUMMED = tuple(tiles for tiles in PACES if tiles.block_m == 64 and not tiles.tail_m and tiles.registers is None)
+"""Tiles that leave registers for a second sum, to which a program adds that of each range; of 8 bits `linear` is as
+fast."""
+
+LIBRARY_ROWS, BLOCK_ROWS = 1024, 256
+"""Above these numbers of rows a product in any order is the vendor library's, and in order one of 8 bits with scales of
+blocks is `linear`'s."""
+
+RANGES = (1, 2, 3, 4, 6, 8)
+"""Into which K may be cut in any order."""
+
+MIN_RANGE, MAX_PART_ROWS = 512, 2048
+"""Shorter ranges, in any order, cost more than they gain; more rows in all parts of a sum would take much memory."""
+
+BANDWIDTH, L2_BANDWIDTH, ARITHMETIC = 2.8e6, 6e6, 7e8
+"""Bytes and operations a microsecond: of the memory, of the L2 cache, of the vendor's products."""
+
+LAUNCH, PARTS, LIBRARY = 2.0, 1.0, 6.0
+"""Microseconds: to begin and end a program, for parts that the next kernel adds up, for two launches more."""
+
+
+def takes_packed_rows(weight: Weight, x: torch.Tensor) -> TypeGuard[PackedWeight]:
+    """Is this a packed weight, and x, that the kernel can multiply fast?"""
+    if not isinstance(weight, PackedWeight) or len(x) <= TOO_FEW or not is_described(x):
+        return False
+    return INTERPRETED or is_fast(weight, x.dtype)
+
+
+class Shape(NamedTuple):
+    """A packed weight [n, k]. group: columns with one scale that a tile has, 0: none."""
+
+    n: int
+    k: int
+    bits: int
+    group: int
+
+    @property
+    def kind(self) -> str:
+        return f"{self.bits} bits" + " in blocks" * (self.bits == 8 and self.group > 0)
+
+    @property
+    def nbytes(self) -> int:
+        return self.n * self.k * self.bits // 8 + (2 * self.n * self.k // self.group if self.group else 0)
+
+
+class PackedLaunch(NamedTuple):
+    """One launch. summed: a program adds up the ranges of K; otherwise they are programs of their own."""
+
+    tiles: Tiles
+    cut: Cut
+    summed: bool = False
+
+    @property
+    def parts(self) -> int:
+        return 1 if self.summed else self.cut.splits
+
+
+def choose_packed_rows(
+    num_rows: int, weight: PackedWeight, device: torch.device, *, gated: bool = False, cut: Cut | None = None
+) -> PackedLaunch | None:
+    """cut: the ranges of K, in order; None: any, in any order. None where others are faster, or no tiles fit."""
+    if cut is None and num_rows > LIBRARY_ROWS:
+        return None
+    if cut is not None and num_rows > BLOCK_ROWS and tile_columns(weight):
+        return None
+    n, k = weight.shape
+    shape = Shape(n, k, BITS[weight.code], 0 if weight.has_row_scales else weight.group)
+    return _choose(triton.cdiv(num_rows, 32) * 32, shape, gated, cut, *device_limits(device))
+
+
+@lru_cache(maxsize=4096)
+def _choose(
+    num_rows: int, shape: Shape, gated: bool, cut: Cut | None, multiprocessors: int, shared: int
+) -> PackedLaunch | None:
+    took = {
+        launch: _microseconds(num_rows, shape, launch, multiprocessors)
+        for tiles in PACES
+        if _fits(tiles, shape, shared)
+        for launch in _launches(num_rows, shape, tiles, gated, cut)
+    }
+    if not took or (cut is None and min(took.values()) > _library_microseconds(num_rows, shape)):
+        return None
+    return min(took, key=lambda launch: took[launch])
+
+
+def _launches(num_rows: int, shape: Shape, tiles: Tiles, gated: bool, cut: Cut | None) -> Iterator[PackedLaunch]:
+    cuts = [_equal_ranges(shape.k, ranges) for ranges in ((1,) if gated else RANGES)] if cut is None else [cut]
+    for some in cuts:
+        few = some.splits * num_rows <= MAX_PART_ROWS and (cut is not None or some.split_len >= MIN_RANGE)
+        if some.splits == 1 or few:
+            yield PackedLaunch(tiles, some)
+    if cut is not None and cut.splits > 1 and shape.bits == 4 and tiles in SUMMED:
+        yield PackedLaunch(tiles, cut, summed=True)
+
+
+def _equal_ranges(k: int, ranges: int) -> Cut:
+    split_len = triton.cdiv(triton.cdiv(k, ranges), 128) * 128
+    return Cut(triton.cdiv(k, split_len), split_len)
+
+
+def _fits(tiles: Tiles, shape: Shape, shared: int) -> bool:
+    stage = (2 * (tiles.block_m + tiles.tail_m) + tiles.block_n * shape.bits // 8) * tiles.block_k
+    if shape.kind not in PACES[tiles] or tiles.num_stages * stage > shared:
+        return False
+    if shape.bits == 4:  # scales are copied asynchronously if there are 4 bytes for each thread
+        step = scale_step(tiles.block_n, tiles.block_k, shape.group)
+        return shape.group >= 32 and tiles.block_n * (tiles.block_k // step) >= 64 * tiles.num_warps
+    return shape.group in (0, tiles.block_k)
+
+
+def _microseconds(num_rows: int, shape: Shape, launch: PackedLaunch, multiprocessors: int) -> float:
+    tiles, cut, parts = launch.tiles, launch.cut, launch.parts
+    programs = triton.cdiv(num_rows, tiles.block_m + tiles.tail_m) * triton.cdiv(shape.n, tiles.block_n) * parts
+    pace, each = PACES[tiles][shape.kind], triton.cdiv(programs, multiprocessors)
+    columns = shape.k if parts == 1 else min(cut.split_len, shape.k)
+    computed: float = triton.cdiv(each, pace.programs) * LAUNCH + triton.cdiv(columns, 128) * pace.of(each)
+    took = max(computed, shape.nbytes / BANDWIDTH)
+    return took if parts == 1 else took + PARTS + parts * num_rows * shape.n * 8 / L2_BANDWIDTH
+
+
+def _library_microseconds(num_rows: int, shape: Shape) -> float:
+    """Dequantised into memory, which is read again."""
+    whole = 2 * shape.n * shape.k
+    return LIBRARY + (shape.nbytes + whole) / BANDWIDTH + max(whole / BANDWIDTH, whole * num_rows / ARITHMETIC)
