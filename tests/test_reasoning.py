@@ -67,6 +67,7 @@ CASES = {
     "cut": ("qwen3", "", "<think>I count </thi", [("thought", "I count </thi")]),
     "silent": ("deepseek_r1", "", "I count.</think>Eight.\n", [("thought", "I count."), ("content", "Eight.\n")]),
     "said": ("deepseek_r1", "", "<think>\nI count.\n</think>\nOk.", [("thought", "I count."), ("content", "Ok.")]),
+    "quoted mark": ("qwen3", "", "<think> <think>a <think> b</think>c", [("thought", "a <think> b"), ("content", "c")]),
     "gemma": ("gemma4", "", "<|channel>thought\nHm.\n<channel|>Eight.", [("thought", "Hm."), ("content", "Eight.")]),
     "gemma twice": (
         *("gemma4", "", "<|channel>thought\nA<channel|>B<|channel>thought\nC<channel|>D"),

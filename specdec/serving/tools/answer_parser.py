@@ -145,6 +145,8 @@ class AnswerParser(CharacterReader):
         self._held.clear()
         self._gap, self._kind, self._thinking = "", None, True
         while True:
+            yield from self._next()
+            self._back()  # `feed` may have read text up to here, after which the thought is silent no more
             if self._is_silent() and (yield from self._sees(form.opens)):
                 self._gap = ""  # some say it although it is clear
             elif (yield from self._sees(form.closes)):
