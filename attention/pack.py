@@ -55,8 +55,8 @@ class Pack(NamedTuple):
 
 
 class Lines(NamedTuple):
-    """Where the keys of R runs lie in one space: the slot of the key at position p of run r is
-    slots[line[r], p - begin[r]]. begin None: 0 for all."""
+    """Slots of the keys of R runs in one space: the slot of the key at position p of run r is slots[line[r], p -
+    begin[r]]. begin None: 0 for all."""
 
     slots: torch.Tensor
     line: torch.Tensor
@@ -69,8 +69,9 @@ class Lines(NamedTuple):
 
 
 class PackTables(NamedTuple):
-    """Where a forward over a pack reads and writes (`PrefixTables`). In the full space lines are the request table's;
-    in SWA space they are made, of what some token of a run can see: O(window + longest run) wide."""
+    """Slots that a forward over a pack reads and writes (`PrefixTables`). In the full space lines are the request
+    table's; in SWA space they are made for the forward, and hold what some token of a run can see: O(window + longest
+    run) wide."""
 
     full: Lines
     swa: Lines | None

@@ -30,8 +30,8 @@ that hold the forward's own keys already, *, scaling, softcap, sinks) -> [B, N, 
 
 
 class PrefixTables(Protocol):
-    """Where a forward reads: a backend's tables of the committed prefixes, which only that backend reads. And where it
-    writes: the slots [B, N] of the N positions after each in both spaces."""
+    """A backend's tables of the committed prefixes that a forward reads, which only that backend reads; and the slots
+    [B, N], in both spaces, that the forward writes: those of the N positions after each prefix."""
 
     @property
     def write_full(self) -> FullLoc: ...

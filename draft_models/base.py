@@ -33,9 +33,9 @@ Sample = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 and noise: a drafter that draws through it proposes what the target would draw from the same logits."""
 
 BestOf = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
-"""The same arguments and a count C -> tokens [B, K, C] and their log-probabilities given the noise, float32, best
-first: the first is the draw, the runners-up what the target draws where its logits differ a little. Trees branch by
-them."""
+"""(logits [B, K, V], positions [B, K], count C) -> tokens [B, K, C] and their log-probabilities given the noise,
+float32, best first: the first is what `Sample` draws, the runners-up what the target draws where its logits differ a
+little. Trees branch by them."""
 
 
 class TargetInfo(Protocol):

@@ -153,7 +153,7 @@ class FinishedTexts:
         return StoredMatches(cells, place, torch.where(near < count, matched, 0))
 
     def _number(self, salt: bytes) -> int:
-        """Of a salt: never that of another one, not even of one that is forgotten."""
+        """Number of a salt, which no other salt has or had, not even one that is forgotten."""
         if salt not in self._numbers:
             held = {b"", *self._salts, *(other for _, other in self._texts)}
             self._numbers = {other: number for other, number in self._numbers.items() if other in held}

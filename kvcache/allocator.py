@@ -173,7 +173,7 @@ class HybridAllocator:
         return mapped
 
     def is_kept_in_swa(self, pages: IntArray) -> BoolArray:
-        """Of which pages the cache claims the SWA peer."""
+        """Whether the cache claims the SWA peer of each page."""
         return np.zeros(len(pages), dtype=np.bool_) if self.swa is None else self.swa.is_kept(self._swa_peers(pages))
 
     def is_idle_in_swa(self, pages: IntArray) -> BoolArray:

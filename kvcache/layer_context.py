@@ -13,7 +13,7 @@ from specdec.kvcache.index_spaces import FullLoc, SwaLoc
 
 
 class Destination(NamedTuple):
-    """Where a layer's new K/V go: pools [slots, Hkv, D] and slots [T] of their space."""
+    """Pools [slots, Hkv, D] that a layer writes its new K/V to, and their slots [T], both of one space."""
 
     pool_k: torch.Tensor
     pool_v: torch.Tensor
@@ -37,7 +37,8 @@ class LayerContext(Protocol):
     """A forward in progress."""
 
     def destination(self, layer: int) -> Destination | None:
-        """Where this layer's new K/V go; None when it stores none: it shares another's, or reads a frozen cache."""
+        """Destination of this layer's new K/V; None when it stores none: it shares another's, or reads a frozen
+        cache."""
 
     def attend_rows(
         self, layer: int, q: torch.Tensor, k: OwnRows, v: OwnRows, **options: Unpack[ScoreOptions]

@@ -176,7 +176,7 @@ class PrefixCache:
         return np.concatenate([self._root.pages, *(node.pages[:count] for node, count in path)])
 
     def _usable(self, pages: IntArray) -> IntArray:
-        """As many of these first pages of a text as end with a window that is mapped.
+        """Returns the longest run of these first pages of a text whose last window is mapped as a whole.
 
         Of pages mapped . . x x x . x, with a window of 2 pages: the first 5.
         """

@@ -24,7 +24,7 @@ from specdec.kvcache.table import RequestTable
 
 SETTING = "SPECDEC_SANITIZE"
 Capture = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
-"""As in `specdec.runtime.rounds.captured_rounds`."""
+"""Records a program instead of running it, like `Capture` of `specdec.gpu.captures`."""
 BLAME = f"(found by {SETTING}=1; this is a defect of specdec or of a drafter, no user's mistake)"
 
 
@@ -70,7 +70,8 @@ class Sanitizer:
                 tensor[self.allocator.page_size :] = torch.nan
 
     def blind(self, capture: Capture) -> Capture:
-        """The same capture; within, nothing is read back: faults stay in the record until `verdict` is called."""
+        """Wraps `capture` so that nothing is read back within it: faults stay in the record until `verdict` is
+        called."""
 
         def captured(program: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
             self._capturing = True

@@ -36,7 +36,7 @@ MAX_PRIORITY = 100
 every 64 later requests that are admitted before it, so at most 12,800 are."""
 
 MAX_FINISHED_TOKENS = 1 << 20
-"""Of finished requests, kept for drafts: 24 bytes each on the host, 16 on the device."""
+"""Tokens of finished requests that are kept for drafts: 24 bytes each on the host, 16 on the device."""
 
 MAX_SALT = 1024
 """Characters of a cache salt."""

@@ -35,7 +35,7 @@ class OutOfSlotsError(SpecDecError):
 
 
 class QueueFullError(SpecDecError):
-    """As many requests wait as may."""
+    """The queue is full: as many requests wait as the limit allows."""
 
 
 class StoppingError(SpecDecError):
@@ -143,8 +143,8 @@ def is_fault(error: BaseException) -> bool:
 
 
 def name_row(error: BaseException, row: int) -> BaseException:
-    """The same error, which names the row of the request table that it concerns: raised in a step, it ends the request
-    of that row and no other. What is no fault (`is_fault`) names none."""
+    """Returns the error, marked with the row of the request table that it concerns: raised in a step, it ends the
+    request of that row and no other. An error that is no fault (`is_fault`) gets no mark."""
     if is_fault(error):
         error.row = int(row)  # type: ignore[attr-defined]
     return error

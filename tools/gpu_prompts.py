@@ -50,7 +50,7 @@ FEWEST = Round.final_states
 
 
 def read_every_state(every: bool) -> None:
-    """Of all engines from now on."""
+    """Choose the final states of all engines from now on: every one, or the fewest."""
     Round.final_states = (lambda self, *, scored, ends: FinalStates.EVERY) if every else FEWEST  # type: ignore[method-assign]
 
 

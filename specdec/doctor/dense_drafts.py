@@ -79,7 +79,7 @@ def record(target: TargetModel, prompt: list[int], answer: list[int]) -> Recorde
 
 
 class Drafts(NamedTuple):
-    """Of R roots and K depths. roots [R]: positions; first_logits [V]: of the first root, the end of the prompt, at
+    """Drafts from R roots, K deep. roots [R]: positions; first_logits [V]: of the first root, the end of the prompt, at
     depth 0; right [R, K] bool: is the prediction the text's token; log_p [R, K]: of the text's token, float32."""
 
     roots: torch.Tensor

@@ -146,8 +146,8 @@ class Examination:
         return ReferenceCheck.of(proposed, dense_drafts(pair.drafter, text, self.num_steps), exact)
 
     def best_shape(self) -> str | None:
-        """Of one request: what drafts take here, and what they bring with the acceptance that was found. None for
-        trees, whose acceptance says nothing of chains."""
+        """A sentence about the best chain for one request, from the cost of drafts here and the acceptance that was
+        found. None for trees, whose acceptance says nothing of chains."""
         if self.pair.engine.spec.topk > 1:
             return None
         use = self.pair.draft_use(self.pair.prompts()[0], self.params)

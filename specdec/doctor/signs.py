@@ -23,7 +23,7 @@ from specdec.models.target import TargetModel
 
 
 class Subject(NamedTuple):
-    """Where signs are looked for."""
+    """The pair in which signs are looked for."""
 
     target: TargetModel
     drafter: Drafter

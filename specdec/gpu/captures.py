@@ -30,8 +30,11 @@ FEWEST = 60
 POOLS = ("rounds", "large rounds", "prompts")
 """Names of pools: rounds that change or report logits need several times the memory, and come and go."""
 
-MEMORY_SHARE, FREE_SHARE = 0.1, 0.5
-"""Of all memory of the device, and of what is free once the pools are made: the budget is the smaller."""
+MEMORY_SHARE = 0.1
+"""Upper bound on the default budget, as a share of all memory of the device."""
+
+FREE_SHARE = 0.5
+"""Upper bound on the default budget, as a share of the memory that is free once the pools are made."""
 
 
 class CaptureUse(NamedTuple):
@@ -69,7 +72,7 @@ class CaptureMemory(Protocol):
         """Until no captured program runs, so that any may be let go."""
 
     def close(self, pool: str) -> None:
-        """Of this pool nothing is captured any more: give its memory back."""
+        """Give the memory of this pool back: nothing is captured in it any more."""
 
 
 def default_budget(*devices: torch.device) -> int | None:
@@ -120,7 +123,7 @@ class Owner(Protocol):
 
     @property
     def shared_bytes(self) -> int:
-        """Of what its captures leave their results in."""
+        """Bytes of the tensors that its captures leave their results in."""
 
 
 class CaptureStore:

@@ -1,4 +1,4 @@
-"""Where a round's time goes, by stage, without slowing it: the device writes down when each stage began.
+"""Times a round by stage, without slowing it: the device writes down when each stage began.
 
     clock.start("draft"); ...; clock.mark("verify"); ...; stamps = clock.stop()        [3] int64, nanoseconds
     seconds_by_stage(("draft", "verify"), stamps on the host)                          {"draft": s, "verify": s}

@@ -26,7 +26,7 @@ from specdec.sampling.softcap import reference_softcap
 TEXT_LEN = 6
 """Tokens of each of the two texts: enough that a permutation moves every row, few enough for the largest model."""
 PREFIX_LEN = 3
-"""Of them, in the first of the two mixed forwards."""
+"""Tokens of each text that are in the first of the two mixed forwards."""
 
 EXACT_BOUND = 1e-3
 """Largest relative difference of any row where the product of a row does not depend on the other rows: unquantised
@@ -120,7 +120,7 @@ class ProbeContext:
         return self.shares
 
     def unite(self, shares: "Sequence[ProbeContext]") -> None:
-        """Likewise."""
+        """Take what the ranks recorded, heads in the order of ranks: see `shared_weights.py`."""
         home = self.text.device
         for layer, rows in shares[0].rows.items():
             parts = [[share.rows[layer][kind].to(home) for share in shares] for kind in range(len(rows))]
@@ -219,7 +219,8 @@ class Closeness:
         return self.is_within(self.difference(found, expected), bound)
 
     def is_within(self, difference: float, bound: float) -> bool:
-        """Of this bound, or of the noise where that is larger; the noise is measured only then."""
+        """Whether a difference is within this bound, or near the noise where that is larger; the noise is measured only
+        then."""
         if difference <= bound or self.exact or not difference <= NOISE_BOUND:
             return difference <= bound
         return difference <= NOISE_TIMES * self.noise()

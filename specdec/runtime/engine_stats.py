@@ -57,7 +57,7 @@ class DeviceUse(NamedTuple):
 
 
 def device_use(target: TargetModel, cache: KVCache) -> tuple[DeviceUse, ...]:
-    """Of each device, in the order of ranks; ranks on a CPU are one device each. Asks a GPU's driver."""
+    """Memory of each device, in the order of ranks; ranks on a CPU are one device each. Asks a GPU's driver."""
     held = [0] * len(target.devices)
     for store in cache.stores:
         held[store.rank] += sum(layer.k.nbytes + layer.v.nbytes for layer in store.layers.values())

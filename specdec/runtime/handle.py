@@ -72,8 +72,8 @@ class Handle:
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprob | None] | None:
-        """Of each prompt token, None where they are not known yet; None: the request does not ask for them. All are
-        known with the first token of the output."""
+        """Log-probability of each prompt token, None where it is not known yet; None: the request does not ask for
+        them. All are known with the first token of the output."""
         return self._request.prompt_logprobs
 
     def read(self) -> StreamDelta | None:

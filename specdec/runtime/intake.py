@@ -22,7 +22,7 @@ from specdec.text.prompts import Prompt, as_prompt_list, text_ids
 
 
 class Intake:
-    """Of one engine. spec: how it speculates, None: not at all."""
+    """Makes the requests of one engine. spec: how it speculates, None: not at all."""
 
     def __init__(
         self, target: TargetModel, tokenizer: Any | None, spec: SpecConfig | None, scheduler: Scheduler

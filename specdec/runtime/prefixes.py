@@ -160,14 +160,14 @@ class Prefixes:
         return self._key(request)[: request.most_cached]
 
     def _whole_key(self, request: Request) -> IntArray:
-        """Of its tokens whose K/V every model has made."""
+        """Key of the request's tokens whose K/V every model has made."""
         assert self._cache is not None
         if self._unread is None or not (unread := int(self._unread[request.row])):
             return self._key(request)
         return self._key(request)[: max(int(self._cache.table.committed_len.host[request.row]) - unread, 0)]
 
     def _key(self, request: Request) -> IntArray:
-        """Of all its tokens, made longer when there are more."""
+        """Key of all the request's tokens, made longer when there are more."""
         assert self._cache is not None
         num_slots = request.settled.num_tokens - self._cache.pairs
         known = 0 if request.key is None else len(request.key)

@@ -28,7 +28,8 @@ PROMISED_GAP = 0.25
 reader takes for a dozen words, and on an H200 8,192 tokens of a model of ten billion parameters."""
 
 PART_SHARE = 0.4
-"""The same, for parts of a forward: what a step takes beside its round and its prompts has to fit half a round, too."""
+"""Share of a round's time, like GAP_SHARE, that one part of a divided forward may take: what a step takes beside its
+round and its prompts has to fit half a round, too."""
 
 MOST_STEPS = 8
 """A forward is divided among so many steps at most, as far as is known: others who come meanwhile wait for its end."""
@@ -55,7 +56,7 @@ class PromptLoad(NamedTuple):
 
     @classmethod
     def of(cls, start: IntArray, length: IntArray) -> "PromptLoad":
-        """Of runs of `length` [R] tokens after `start` [R] earlier ones."""
+        """Load of runs of `length` [R] tokens, each after `start` [R] earlier ones."""
         return cls(int(length.sum()), float((length * (start + length / 2)).sum()))
 
 
@@ -108,7 +109,7 @@ class PromptCost:
         return whole + self._pair * max(0.0, load.pairs - load.tokens**2 / 2)
 
     def parts_of(self, load: PromptLoad) -> tuple[float, float]:
-        """The same, of all but attention over prefixes, and of that."""
+        """Expected seconds of a forward over this load: of all but attention over prefixes, and of that attention."""
         whole = self.seconds(load)
         forward = min(whole, self.seconds(PromptLoad(load.tokens, load.tokens**2 / 2)))
         return forward, whole - forward

@@ -39,7 +39,8 @@ class PromptRoom(NamedTuple):
         return usual if prefill_chunk is None else usual._replace(chunk=prefill_chunk)
 
     def idle_tokens(self, to_come: int) -> int:
-        """Of a step while no request decodes. to_come: of all running prompts together."""
+        """Prompt tokens of a step while no request decodes. to_come: tokens that all running prompts together have yet
+        to read."""
         return to_come if to_come <= min(IDLE_STEPS * self.busy, max(self.idle, MAX_ROOM)) else self.idle
 
 

@@ -19,7 +19,7 @@ from specdec.kvcache.prefix_cache import PrefixCache
 from specdec.runtime.request import Request
 
 Rank = tuple[int, int]
-"""Of a request: lower ones are served first."""
+"""Rank of a request: lower ones are served first."""
 
 _by_rank = itemgetter(0)
 

@@ -151,7 +151,7 @@ class StreamDelta:
 
 
 class RequestState(Enum):
-    """Where the scheduler has a request; whether it is finished is `Request.finished`."""
+    """State of a request in the scheduler; whether it is finished is `Request.finished`."""
 
     WAITING = "waiting"
     PREFILL = "prefill"
@@ -244,17 +244,17 @@ class Request:
 
     @property
     def drafted(self) -> list[bool]:
-        """Of each output token, whether it came out of an accepted draft."""
+        """Whether each output token came out of an accepted draft."""
         return self._drafted[: self.num_output]
 
     @property
     def logprobs(self) -> list[TokenLogprob] | None:
-        """Of each output token; None: nobody asked."""
+        """Log-probability of each output token; None: the request does not ask for them."""
         return None if self.params.logprobs is None else self._logprobs[: self.num_output]
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprob | None] | None:
-        """Of each prompt token, as far as they are known; None: nobody asked."""
+        """Log-probability of each prompt token, as far as they are known; None: the request does not ask for them."""
         if self.scores is None:
             return None
         scored = zip(self.prompt, self.scores.entries(), strict=True)

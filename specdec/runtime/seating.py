@@ -34,7 +34,7 @@ def load_rows(round: Round, requests: Sequence[Request]) -> None:
 
 
 def keep_outputs(round: Round, finished: Sequence[Request]) -> None:
-    """Of requests that have come to their end, for drafts of others."""
+    """Keep the outputs of requests that have come to their end, for drafts of other requests."""
     if round.finished is None:
         return
     for request in finished:

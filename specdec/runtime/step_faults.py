@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepFaults:
-    """Of one engine."""
+    """Ends requests of one engine after errors in its steps."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler

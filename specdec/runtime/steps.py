@@ -185,8 +185,8 @@ class Steps:
         self._launched(requests, None, shape, DECODE_STAGES, packed, drafts, forced, None)
 
     def shape_for(self, requests: Sequence[Request], to_go: Sequence[int]) -> RoundShape:
-        """Of a round of these requests, after those that are not settled. Captured rounds have few kinds of drafts: the
-        engine's own, none, and those that may be chosen."""
+        """Shape of a round of these requests, after those that are not settled. Captured rounds have few kinds of
+        drafts: the engine's own, none, and those that may be chosen."""
         rows, whole, eager = rows_of(requests), whole_draft(self.spec), self.graphs is None
         sizes = [each.draft_size(most) if eager else whole for each, most in zip(requests, to_go, strict=True)]
         drafting = self.round.max_drafts.host[rows] > 0  # others do not draft, or not any more
@@ -198,7 +198,7 @@ class Steps:
         return self._what_pays(self.choice, shape, requests, to_go, drafts)
 
     def _unsettled_nodes(self) -> int:
-        """By so many tokens may a row be longer than the host knows."""
+        """Tokens by which a row may be longer than the host knows."""
         unsettled = sum(launched.drawing is None for launched in self.under_way)
         return unsettled * (1 if self.round.worker is None else self.spec.num_nodes)
 
@@ -251,7 +251,8 @@ class Steps:
         return finished
 
     def _begin_reading(self, requests: Sequence[Request], chunk_len: IntArray, *, streams: bool) -> PromptReading:
-        """Of the next `chunk_len` [B] tokens of these prompts; in parts where others should not wait for all of it."""
+        """Begin to read `chunk_len` [B] tokens of these prompts; in parts where other requests should not wait for all
+        of it."""
         rows, epochs = rows_of(requests), [request.row_epoch for request in requests]
         done = self.table.committed_len.host[rows]
         scoring = scoring_of([request.scores for request in requests], done, chunk_len)

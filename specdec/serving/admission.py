@@ -78,10 +78,10 @@ class Admission:
             self._admit_waiters()
 
     def gained(self, sample: Any, tokens: int, now: float) -> None:
-        """As an observer: a request that gained tokens keeps its place."""
+        """Called as an observer: a request that gained tokens keeps its place."""
 
     def ended(self, sample: Any, now: float) -> None:
-        """As an observer: a request that has ended gives its place back."""
+        """Called as an observer: a request that has ended gives its place back."""
         self.give_back(1, sample.client)
 
     def _admit_waiters(self) -> None:

@@ -35,7 +35,7 @@ from specdec.text.prompts import Prompt, as_prompt_list, text_ids
 T = TypeVar("T")
 Prompts = Prompt | Sequence[Prompt]
 Params = SamplingParams | Sequence[SamplingParams] | None
-"""Of all prompts, or of each."""
+"""Parameters of all prompts, or of each."""
 READERS = 4
 """Threads that read prompts, and as many that compile grammars."""
 INTAKE_SECONDS = 30.0

@@ -59,7 +59,7 @@ class Observer(Protocol):
         """It gained `tokens` tokens; `seen` and `last_news` are as they were before."""
 
     def ended(self, sample: Sample, now: float) -> None:
-        """By itself, aborted or failed."""
+        """It ended by itself, or was aborted, or failed."""
 
 
 class EngineThread:

@@ -103,7 +103,7 @@ class FairPool:
             return self._running.total() + self._abandoned.total()
 
     async def wait_for(self, job: "Job[T]", seconds: float | None = None) -> T:
-        """As `result`; the job is given up when that raises, or its task is cancelled."""
+        """Waits like `result`; the job is given up when that raises, or its task is cancelled."""
         try:
             return await self.result(job, seconds)
         except BaseException:

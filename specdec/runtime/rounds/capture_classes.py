@@ -39,5 +39,5 @@ def is_large(shape: RoundShape) -> bool:
 
 
 def _alternatives(count: int) -> int:
-    """Of 20, 32, 64, ..., 1024."""
+    """Smallest number of 20, 32, 64, ..., 1024 that is not below `count`."""
     return FEW_ALTERNATIVES if count <= FEW_ALTERNATIVES else next_power_of_two(count)

@@ -24,8 +24,8 @@ from specdec.runtime.rounds.prompt_parts import LAYERS_A_PART, PromptParts, part
 from specdec.runtime.rounds.round import Chunk, PausedChunk, Round
 
 MAX_TOKENS = 2048
-"""Of more, padding included, nothing is captured: what the captured forwards share of memory grows with it, and the
-device takes as long for them as the host for launching."""
+"""Tokens, padding included, above which chunks are not captured: the memory that captured forwards share grows with
+them, and the device takes as long for so large a forward as the host takes to launch it."""
 
 MIN_TOKENS = 16
 """Few tokens take as long as one, since the weights are read all the same."""
@@ -49,8 +49,8 @@ class ChunkShape(NamedTuple):
 
 
 class Results:
-    """Where captured forwards leave what the drafter and the first draw read: one tensor for all shapes, since what one
-    has left is read before the next runs."""
+    """Tensors in which captured forwards leave their results for the drafter and the first draw: one set for all
+    shapes, since the results of one forward are read before the next runs."""
 
     def __init__(self) -> None:
         self._kept: dict[str, torch.Tensor] = {}  # [places, ...]; never replaced: captured forwards write them
@@ -61,7 +61,8 @@ class Results:
 
     @torch.inference_mode()
     def keep(self, chunk: Chunk) -> Chunk:
-        """The same, copied. Made by the first forward, which no capture is made of."""
+        """Returns the chunk, copied into these tensors. The first forward, which no capture is made of, allocates
+        them."""
         return chunk._replace(
             pack=type(chunk.pack)(*(self._copy(f"pack.{name}", x) for name, x in chunk.pack._asdict().items())),
             fed=self._copy("fed", chunk.fed),
@@ -148,7 +149,7 @@ class ChunkGraphs(Captures):
         return self._read_by(program, shape)
 
     def begin(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> PromptParts | None:
-        """The same in parts; None: they are not captured in parts."""
+        """Prepares what `read` runs, in parts; None: they are not captured in parts."""
         fed = self._fed(rows, chunk_len, states, divided=True)
         if fed is None:
             return None

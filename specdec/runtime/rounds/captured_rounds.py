@@ -58,7 +58,7 @@ class Captures:
         self.round = round
         self.store = store
         self.refusals: Counter[Hashable] = Counter()
-        """Of each shape, how many of its captures failed since the weights moved."""
+        """Failed captures of each shape since the weights moved."""
         self._number = store.join(self)
         self._strict = strict
         self._captured: dict[Hashable, Captured | None] = {}  # None: it ran once, or was let go
@@ -69,7 +69,7 @@ class Captures:
 
     @property
     def shared_bytes(self) -> int:
-        """Of what captured programs leave their results in."""
+        """Bytes of the tensors that captured programs leave their results in."""
         return 0
 
     def pool(self, shape: Hashable) -> str:

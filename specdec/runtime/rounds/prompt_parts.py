@@ -18,10 +18,11 @@ from specdec.models.target import FinalStates, TargetModel
 from specdec.runtime.rounds.round import Chunk, PausedChunk, Round
 
 LAYERS_A_PART = 3
-"""Of captured parts: a launch each, so few; but a part of a long prompt should fit half a round."""
+"""Layers of a captured part. Each part is a launch, so they are few; but a part of a long prompt should fit half a
+round."""
 
 LAST_LAYERS_A_PART = 3
-"""As many times more are a part where they run for last tokens only."""
+"""A part has this many times more layers where they run for last tokens only."""
 
 
 class PartShare(NamedTuple):
@@ -63,7 +64,8 @@ def _evenly(begin: int, end: int, most: int) -> list[int]:
 def part_shares(
     target: TargetModel, aux_layers: Sequence[int], states: FinalStates, ends: Sequence[int]
 ) -> list[PartShare]:
-    """Of the parts that end there: by their layers, and by those that see the whole prefix for every token."""
+    """Shares of the parts that end at `ends`: by their layers, and by those that see the whole prefix for every
+    token."""
     narrow = target.narrows_at(aux_layers)
     narrowed = states is not FinalStates.EVERY and narrow is not None
     every = narrow + 1 if narrowed and narrow is not None else len(target.layout.layers)
@@ -86,7 +88,7 @@ def whole_chunk(read: Callable[[], Chunk], generation: int) -> PromptParts:
 
 
 def single_layers(round: Round, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> PromptParts:
-    """Where nothing is captured, a layer is a part."""
+    """Divides a forward that is not captured: each layer is a part."""
     ends = part_ends(round.target, round.aux_layers, states, 1)
     runs = upload(np.stack([rows, chunk_len]), round.device)
     paused: list[PausedChunk] = []

@@ -220,7 +220,7 @@ class Round:
     def begin_reading(
         self, rows: torch.Tensor, length: torch.Tensor, num_places: int, states: FinalStates
     ) -> "PausedChunk":
-        """The same before the first layer, where the target can pause."""
+        """Begins the forward of `read`, and stops before its first layer. Requires a target that can pause."""
         pack, fed, plan, fewer = self._entering(rows, length, num_places, states)
         return PausedChunk(pack, fed, self.target.begin(fed[None], plan, self.view, self.aux_layers, **fewer), states)
 
