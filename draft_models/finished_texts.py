@@ -30,8 +30,11 @@ MATCH = 16
 NEAREST = 64
 """Places that are looked at for a row, those next to its context in the order."""
 
-NOTHING, BEFORE = -1, -2
-"""After the last token of a stored text; before the first token of the text that is looked up."""
+NOTHING = -1
+"""Cell after the last token of a stored text, and any free cell."""
+
+BEFORE = -2
+"""Stands for the tokens before the first one of a text that is looked up."""
 
 SALT_SHIFT = 32
 """Bits of a token; those above hold the number of its salt."""

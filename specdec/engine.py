@@ -3,11 +3,11 @@
     engine = Engine.from_pretrained("tiny-gemma4", drafter="tiny-gemma4-mtp")
     [out] = engine.generate("...", SamplingParams(max_new_tokens=64))
 
-Calls from several threads take turns, a step at a time, in the order in which they came; `submit` and `abort` wait for
-none. The requests of all of them, and of open streams, share rounds, whoever steps.
+Calls from several threads take turns, one step each, in order of arrival; `submit` and `abort` never wait for a turn.
+The requests of all threads and of open streams share rounds, whichever thread runs the step.
 A step that is interrupted (an error, Ctrl-C) happened to no request: the next one begins again from their tokens. A
-tokenizer or a grammar that raises ends its own request, with RequestFailedError, and interrupts no step. An error that
-is raised again, with no token in between, ends one request of the step, not all: see `specdec.runtime.step_faults`.
+tokenizer or a grammar that raises ends its own request, with RequestFailedError, and interrupts no step. When a step
+fails twice with no token in between, one request of it ends, not all: see `specdec.runtime.step_faults`.
 """
 
 import itertools
@@ -123,12 +123,12 @@ class Engine:
             in_tiles=target.in_tiles,
             captured=capture is not None,
         )
-        rounds_ahead = 1 if capture is None else 2  # slots for a round that starts before the one in front is settled
+        rounds_ahead = 1 if capture is None else 2  # a captured round is launched before the previous one is settled
         lookahead = rounds_ahead * (self.spec.num_nodes if drafter is not None else 1)
         self.cache, self.max_model_len = make_cache(target, drafter, self.config, lookahead, backend)
         say_where_drafts_end(drafter, self.max_model_len)
         self.table = self.cache.table
-        memory = capture  # before anything is put in front of it
+        memory = capture  # before the sanitizer wraps it
         backend, capture = sanitized(self.cache, backend, capture)
         kept = config.finished_tokens
         self.round = Round(target, drafter, self.cache, backend, lags=self.spec.adaptive, finished_tokens=kept)
@@ -154,18 +154,18 @@ class Engine:
             graphs = RoundGraphs(self.round, store, strict=strict)
             chunks = ChunkGraphs(self.round, store, strict=strict)
             catch_ups = CatchUps(self.round, store, strict=strict)
-        if config.prefill_chunk is None:  # who says how much of a prompt a step reads has it read in one
+        if config.prefill_chunk is None:  # a fixed chunk is read in one forward
             self.scheduler.prompt_gap.division = division_of(self.round, captured=chunks is not None)
         self.steps = Steps(self.scheduler, self.round, self.spec, graphs, chunks, catch_ups)
         self._faults = StepFaults(self.scheduler)
         self.intake = Intake(target, tokenizer, None if drafter is None else self.spec, self.scheduler)
         self.end_tokens = self.intake.end_tokens
-        self._live: dict[int, Request] = {}  # by number, oldest first: the one list that a fault cannot spoil
+        self._live: dict[int, Request] = {}  # by number, oldest first; a restart needs no other list
         self._numbers = itertools.count()
         self._turns = Turns()
         self._interrupted = False  # a turn began and did not end
-        self._arrived: deque[Request] = deque()  # submitted, to join with the next turn
-        self._doomed: deque[int] = deque()  # ids to be released by the present turn, or the next
+        self._arrived: deque[Request] = deque()  # submitted; the next turn hands them to the scheduler
+        self._aborted: deque[int] = deque()  # ids of requests to end; this turn, or the next, releases their slots
         self._closed = False
         self._cleared = False  # closed, to the end
         warm_up(self.steps)
@@ -304,8 +304,8 @@ class Engine:
         """
         if isinstance(id, bool) or not isinstance(id, int):
             raise ConfigError(f"id={shown(id)}: the id of one request is expected, an integer as in Handle.id")
-        self._doomed.append(id)
-        self._look_in()
+        self._aborted.append(id)
+        self._drain_inbox()
 
     def chat_prompt(
         self,
@@ -428,9 +428,9 @@ class Engine:
         self.close()
 
     def _in_turn(self, work: Callable[[], T], whole: Callable[[Callable[[], T]], T] | None = None) -> T:
-        """Do this work in a turn of this thread; one that did not end is as if it had not begun."""
+        """Do this work in a turn of this thread. If it raises, the next turn restarts requests from settled tokens."""
         result = self._turns.run(lambda: with_modes_restored(lambda: (whole or self._whole)(work)))
-        self._look_in()
+        self._drain_inbox()
         return result
 
     def _whole_step(self, work: Callable[[], None]) -> None:
@@ -441,7 +441,7 @@ class Engine:
             named = self._faults.end_named(error)
             ended = named or self._faults.end_newest(error, self._live.values())
             if ended is not None:
-                self._doomed.append(ended.number)  # it leaves as soon as there is a turn, which begins again
+                self._aborted.append(ended.number)  # the next turn restarts the others and releases it
             if named is None:
                 raise
         else:
@@ -451,24 +451,24 @@ class Engine:
         if self._interrupted:
             self._begin_again()
         self._interrupted = True
-        self._let_in_and_out()
+        self._process_inbox()
         result = work()
-        self._let_in_and_out()
+        self._process_inbox()
         self._interrupted = False
         return result
 
-    def _look_in(self) -> None:
-        """Let requests in and out, unless a thread has a turn or waits for one: that turn does, or it does later.
+    def _drain_inbox(self) -> None:
+        """Process the inbox now, unless another thread has a turn or waits for one: then that turn processes it.
 
-        Never waits for a turn, so it may be called from anywhere, by the garbage collector within any turn too. Under
-        a lock over weights it leaves all to the next turn, since a release looks at the weights.
+        Never waits for a turn, so it may be called from anywhere, by the garbage collector within any turn too. While
+        the lock over weights is held, the inbox is left to the next turn, since a release looks at the weights.
         """
-        while (self._arrived or self._doomed) and not weights_lock_held():
+        while (self._arrived or self._aborted) and not weights_lock_held():
             if not self._turns.attempt(lambda: with_modes_restored(lambda: self._whole(lambda: None))):
                 break
 
-    def _let_in_and_out(self) -> None:
-        """Requests that were handed in join, and those that were aborted leave and free what they own."""
+    def _process_inbox(self) -> None:
+        """Hand submitted requests to the scheduler, then end aborted ones and free their row and slots."""
         while self._arrived:
             request = self._arrived[0]
             if self._closed:
@@ -477,17 +477,17 @@ class Engine:
                 self._live[request.number] = request
                 self.scheduler.submit(request)
             self._arrived.popleft()
-        while self._doomed:
-            doomed = self._live.get(self._doomed[0])
-            if doomed is not None:
-                doomed.end("abort")
-                self.scheduler.release(doomed)
+        while self._aborted:
+            request = self._live.get(self._aborted[0])
+            if request is not None:
+                request.end("abort")
+                self.scheduler.release(request)
                 self.steps.drop_lost()
-                self._forget(doomed.number)
-            self._doomed.popleft()
+                self._forget(request.number)
+            self._aborted.popleft()
 
     def _begin_again(self) -> None:
-        """After a fault: requests are what they had settled, and everything else is made again from them."""
+        """After a fault, restart every live request from its settled tokens; nothing else of the turn is kept."""
         for number, request in list(self._live.items()):
             if request.finished:
                 self._forget(number)
@@ -498,7 +498,7 @@ class Engine:
         for request in requests:
             request.number, request.priority, request.handed_in = next(self._numbers), priority, time.perf_counter()
         self._arrived.extend(requests)
-        self._look_in()
+        self._drain_inbox()
 
     def _advance(self, request: Request) -> None:
         """One step, unless the request has ended meanwhile."""
@@ -529,7 +529,7 @@ class Engine:
 
     def _deltas(self, request: Request) -> Iterator[StreamDelta]:
         try:
-            self._submit([request])  # not before the first delta is asked for: a stream nobody reads holds nothing
+            self._submit([request])  # only once the first delta is read: an unread stream holds no slots
             for delta in Handle(request, self._advance, self.abort):
                 if delta.output is not None:
                     request.require_whole()
@@ -539,8 +539,8 @@ class Engine:
 
     def _abort(self, requests: Sequence[Request]) -> None:
         """`abort` for those that have not ended, or that a fault kept from leaving."""
-        self._doomed.extend(r.number for r in requests if not r.finished or r.number in self._live)
-        self._look_in()
+        self._aborted.extend(r.number for r in requests if not r.finished or r.number in self._live)
+        self._drain_inbox()
 
     def _forget(self, number: int) -> None:
         request = self._live.pop(number)

@@ -71,7 +71,8 @@ class FrozenKVError(KVStateError):
     """A KV mutation while a frozen view is open, a nested view, or a view used after it closed."""
 
 
-MOST_SHOWN = 160
+MAX_SHOWN = 160
+"""Characters of a value that an error shows."""
 
 
 class _Short(reprlib.Repr):
@@ -102,7 +103,7 @@ _short = _Short()
 def shown(value: object) -> str:
     """A value as a message shows it: never a printed tensor, module or long list."""
     text = " ".join(_short.repr(value).split())
-    return text if len(text) <= MOST_SHOWN else text[:MOST_SHOWN] + "..."
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
 
 
 def require_one_of(name: str, value: object, known: Iterable[str]) -> None:

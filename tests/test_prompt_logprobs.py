@@ -157,7 +157,7 @@ def test_logits_of_a_long_prompt_are_never_there_as_a_whole(
         seen.append(hidden.numel() // hidden.shape[-1])
         return logits(self, hidden)
 
-    monkeypatch.setattr(specdec.runtime.rounds.prompt_scoring, "MOST_LOGITS", 7 * VOCAB + 5)
+    monkeypatch.setattr(specdec.runtime.rounds.prompt_scoring, "MAX_LOGITS", 7 * VOCAB + 5)
     engine = make_engine(model, prefill_chunk=64)
     monkeypatch.setattr(TargetModel, "logits", noting)
     [out] = engine.generate(random_prompt(60), SamplingParams(max_new_tokens=1, prompt_logprobs=4))
@@ -166,7 +166,7 @@ def test_logits_of_a_long_prompt_are_never_there_as_a_whole(
 
 
 def test_the_tile_of_a_vocabulary_of_262144_has_64_rows():
-    assert specdec.runtime.rounds.prompt_scoring.MOST_LOGITS // 262_144 == 64
+    assert specdec.runtime.rounds.prompt_scoring.MAX_LOGITS // 262_144 == 64
 
 
 # whatever happens to the request
@@ -327,7 +327,7 @@ def test_in_deterministic_mode_scores_have_the_same_bits_in_any_batch_and_any_ch
     crowd = {"drafter": "ngram", "max_batch_size": 3, "page_size": 4, "full_slots": 80, "swa_slots": 80}
     for config in ({"max_batch_size": 2, "prefill_chunk": 7}, crowd):
         assert all(itertools.starmap(torch.equal, zip(scores(**config), expected, strict=True)))
-    monkeypatch.setattr(specdec.runtime.rounds.prompt_scoring, "MOST_LOGITS", 3 * VOCAB)
+    monkeypatch.setattr(specdec.runtime.rounds.prompt_scoring, "MAX_LOGITS", 3 * VOCAB)
     assert all(itertools.starmap(torch.equal, zip(scores(), expected, strict=True)))
 
 

@@ -16,7 +16,12 @@ from typing import NamedTuple
 from specdec.doctor.dense_drafts import Drafts
 from specdec.runtime.request import GenerationOutput, RequestStats
 
-MIN_GAIN, T_LIMIT, POSITIVE = 0.01, 4.0, 0.87
+MIN_GAIN = 0.01
+"""Least mean gain of a clear change, as a share of the expected length before it."""
+T_LIMIT = 4.0
+"""Least mean gain of a clear change, in standard errors."""
+POSITIVE = 0.87
+"""Least share of the prompts that gain from a clear change."""
 
 
 @dataclass(frozen=True, slots=True)

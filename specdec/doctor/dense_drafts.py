@@ -209,8 +209,10 @@ DENSE_FORMS: dict[type, Dense] = {
 }
 """A kind of drafter that is not here is measured by engines alone, and has no reference."""
 
-EXACT, COARSE = 1e-3, 0.1
-"""Largest relative difference in float32 on a CPU; elsewhere products of another shape round otherwise."""
+EXACT = 1e-3
+"""Largest relative difference of logits in float32 on a CPU."""
+COARSE = 0.1
+"""Largest relative difference of logits elsewhere, where products of another shape round otherwise."""
 
 
 class Watched:

@@ -24,8 +24,8 @@ Replay = Callable[[], None]
 Capture = Callable[[Program], tuple[Replay, torch.Tensor]]
 """Records a program instead of running it -> (what replays it, the tensor that it returns, written anew each time)."""
 
-FEWEST = 60
-"""Captures that an engine may keep at least, whatever the number of its batch sizes: `most_captures`."""
+MIN_CAPTURES = 60
+"""Lower bound on the captures that an engine may keep, whatever the number of its batch sizes: `most_captures`."""
 
 POOLS = ("rounds", "large rounds", "prompts")
 """Names of pools: rounds that change or report logits need several times the memory, and come and go."""
@@ -86,7 +86,7 @@ def default_budget(*devices: torch.device) -> int | None:
 
 def most_captures(num_sizes: int, num_drafts: int = 1) -> int:
     """Captures that are kept, where rounds have so many batch sizes and kinds of drafts."""
-    return max(FEWEST, (2 + num_drafts) * num_sizes)
+    return max(MIN_CAPTURES, (2 + num_drafts) * num_sizes)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -24,25 +24,28 @@ GAP_SHARE = 0.5
 for its next after a preemption. With one such request a stream gets its tokens at two thirds of its speed."""
 
 PROMISED_GAP = 0.25
-"""Seconds that a request which decodes waits for its next token at most, however many prompts wait: half of what a
-reader takes for a dozen words, and on an H200 8,192 tokens of a model of ten billion parameters."""
+"""Upper bound, in seconds, on the time between two tokens of a decoding request, however many prompts wait. It is half
+the time in which a dozen words are read; an H200 prefills 8,192 tokens of a 10B model in it."""
 
 PART_SHARE = 0.4
 """Share of a round's time, like GAP_SHARE, that one part of a divided forward may take: what a step takes beside its
 round and its prompts has to fit half a round, too."""
 
-MOST_STEPS = 8
-"""A forward is divided among so many steps at most, as far as is known: others who come meanwhile wait for its end."""
+MAX_STEPS = 8
+"""Steps that a forward may be divided among, by its expected time: prompts that arrive meanwhile wait for its end."""
 
 MIN_CAP = 512
-"""The cap of a step is no fewer prompt tokens than this: of fewer, a GPU reads weights as long as it computes."""
+"""Lower bound on the cap of a step, in prompt tokens: with fewer, a GPU spends its time on reading weights."""
 
-ROUND_DECAY, COST_DECAY = 0.8, 0.97
-"""How much of what was known of a round, and of prompts, remains after one more."""
+ROUND_DECAY = 0.8
+"""Weight of earlier rounds in the average time of a round, after one more."""
+
+COST_DECAY = 0.97
+"""Weight of earlier forwards in the fitted cost of prompts, after one more."""
 
 MAX_SURPRISE = 2.0
-"""A forward that took longer than this many times what was expected counts as so many times: it was interrupted. A
-device that has really become slower is known after a few forwards."""
+"""Upper bound on the time that a forward counts for, in multiples of the expected time: a longer one was interrupted.
+A device that has really become slower is known after a few forwards."""
 
 Numbers = npt.NDArray[np.float64]
 UNITS = np.array([1.0, 1e3, 1e6])  # of a forward, its tokens, its pairs
@@ -208,7 +211,7 @@ class PromptGap:
         while tokens > division.least:
             load = PromptLoad(tokens, tokens * (prefix + tokens / 2))
             parts = [self.part_seconds(load, share) for share in division.shares]
-            if max(parts) <= budget and sum(parts) <= MOST_STEPS * budget:
+            if max(parts) <= budget and sum(parts) <= MAX_STEPS * budget:
                 break
             tokens //= 2
         return tokens

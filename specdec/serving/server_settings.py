@@ -20,7 +20,8 @@ HANDLING = ("refuse", "warn", "ignore")
 """What becomes of fields that no part of a body knows."""
 RESERVED_FILES = 32
 """File descriptors that are left for everything that is no connection."""
-MOST_BY_DEFAULT = 16_384
+DEFAULT_MAX_CONNECTIONS = 16_384
+"""Connections at a time by default, where the limit of open files allows so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class ServeSettings(HttpOptions):
                 f"max_connections={self.max_connections} is more than the {allowed} that the limit of open files "
                 "allows; raise that limit (ulimit -n, LimitNOFILE=) or ask for fewer"
             )
-        return self.max_connections or min(allowed, MOST_BY_DEFAULT)
+        return self.max_connections or min(allowed, DEFAULT_MAX_CONNECTIONS)
 
 
 def sampling_defaults(generation_config: object) -> dict[str, float]:
@@ -84,7 +85,7 @@ def allowed_connections() -> int:
     try:
         import resource
     except ImportError:  # Windows has no such limit
-        return MOST_BY_DEFAULT
+        return DEFAULT_MAX_CONNECTIONS
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return 1 << 30

@@ -162,7 +162,10 @@ def leave_meta(model: PreTrainedModel, device: torch.device) -> None:
 
 
 META = torch.device("meta")
-ROUTER_SCORES, MIXTURE_GAIN = 4.0, 0.5
+ROUTER_SCORES = 4.0
+"""Factor of a router's random weights."""
+MIXTURE_GAIN = 0.5
+"""Factor of the norm after the experts of a layer that has a dense MLP, too."""
 
 
 class Stored(NamedTuple):

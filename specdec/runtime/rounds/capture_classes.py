@@ -17,7 +17,11 @@ from specdec.gpu.buckets import next_power_of_two, step_up
 from specdec.runtime.rounds.result import RoundShape
 from specdec.sampling.sampling_table import SAMPLED, Uses
 
-BIAS_ENTRIES, FEW_ALTERNATIVES = 512, 20
+BIAS_ENTRIES = 512
+"""Entries of a logit bias in the smallest class of edited rounds."""
+
+FEW_ALTERNATIVES = 20
+"""Alternatives of a token in the smallest class of scored rounds."""
 
 
 def share(uses: Uses, logprobs: int | None, *, on_kernels: bool) -> tuple[Uses, int | None]:

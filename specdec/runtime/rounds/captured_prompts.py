@@ -34,8 +34,11 @@ SIZES_IN_PARTS = 64, 128, 256
 """Places of forwards that are captured in parts, beside those that are captured whole. While others decode, a step that
 has time for more tokens has time for all of a forward; fewer take as long as the first."""
 
-MIN_RUNS, TOKENS_A_RUN = 8, 8
-"""A forward over T places has room for T / 8 requests, 8 at least: tables are as long."""
+TOKENS_A_RUN = 8
+"""Places of a captured forward for each request that it has room for: its tables are as long."""
+
+MIN_RUNS = 8
+"""Requests that every captured forward has room for."""
 
 
 class ChunkShape(NamedTuple):

@@ -32,15 +32,21 @@ logger = logging.getLogger(__name__)
 Between = Callable[[int, torch.Tensor], None]
 """What the host does behind each program of a round but the last: (its number, what it returned)."""
 
-NARROWEST = 4096
-"""Tokens: tables are at least this wide, since narrower ones gain nothing."""
+MIN_TABLE_WIDTH = 4096
+"""Tokens of the narrowest page tables in a captured round: narrower ones gain nothing."""
 
 LARGE_PATIENCE = 4
 """Runs of a shape of a large round until it is captured: there are many such shapes, and a capture takes as long as a
 dozen rounds."""
 
-MOST_TRIES, LONGEST_WAIT, FOR_GOOD = 3, 1024, 1 << 62
-"""Captures of a shape that are tried if what fails is not memory; most runs until the next try; no other try."""
+MAX_ATTEMPTS = 3
+"""Failed captures of a shape after which it is given up, unless the last one failed for want of memory."""
+
+MAX_BACKOFF_RUNS = 1024
+"""Upper bound on the runs of a shape between two attempts to capture it."""
+
+NEVER = 1 << 62
+"""Runs until the next attempt, for a shape that is given up."""
 
 
 def nothing(_number: int, _out: torch.Tensor) -> None:
@@ -126,7 +132,7 @@ class Captures:
         """What was captured of this shape is let go; it is captured again when it comes again, or later."""
         self._captured[shape] = None
         self._evictions[shape] += 1
-        self._waits[shape] = min((1 << self._evictions[shape] - 1) - 1, LONGEST_WAIT)
+        self._waits[shape] = min((1 << self._evictions[shape] - 1) - 1, MAX_BACKOFF_RUNS)
 
     def _try(self, shape: Hashable, programs: Sequence[Program]) -> Captured | None:
         try:
@@ -144,8 +150,8 @@ class Captures:
         self.store.refused += 1
         self.refusals[shape] += 1
         tries = self.refusals[shape]
-        again = is_out_of_memory(error) or tries < MOST_TRIES
-        self._waits[shape] = min(1 << tries - 1, LONGEST_WAIT) if again else FOR_GOOD
+        again = is_out_of_memory(error) or tries < MAX_ATTEMPTS
+        self._waits[shape] = min(1 << tries - 1, MAX_BACKOFF_RUNS) if again else NEVER
         logger.log(logging.DEBUG if self._warned else logging.WARNING, self.warning, first_line(_root(error)))
         self._warned = True
 
@@ -228,7 +234,7 @@ def few_batch_sizes(most: int) -> list[int]:
 def table_widths(most: int) -> list[int]:
     """Tokens of a prefix that rounds are captured for: 4096, 32768, 262144, ..., `most`. Few, since kernels stop where
     a row ends; more than one, since attention has room for as many partial results."""
-    widths, width = [], NARROWEST
+    widths, width = [], MIN_TABLE_WIDTH
     while width < most:
         widths.append(width)
         width *= 8

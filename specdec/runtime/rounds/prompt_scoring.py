@@ -19,7 +19,7 @@ from specdec.models.target import FinalStates
 from specdec.runtime.rounds.round import Chunk, Round
 from specdec.sampling.log_probs import LogProbs, TokenScores
 
-MOST_LOGITS = 1 << 24
+MAX_LOGITS = 1 << 24
 """Numbers of one tile: 64 rows of a vocabulary of 262,144. What is made of them takes about 24 bytes a number."""
 
 
@@ -67,7 +67,7 @@ def score_chunk(round: Round, chunk: Chunk, cells: torch.Tensor, alternatives: i
     pack = chunk.pack
     following = round.tokens.tensor[pack.rows[number], pack.start[number] + column + 1]  # [M]
     hidden = chunk.hidden[pack.cu_len[number] + column]  # [M, H]
-    tile = max(1, MOST_LOGITS // round.target.vocab_size)
+    tile = max(1, MAX_LOGITS // round.target.vocab_size)
     parts = []
     for first in range(0, len(following), tile):
         some = slice(first, first + tile)
