@@ -273,14 +273,14 @@ def test_a_fault_in_the_middle_of_a_prompt_loses_no_score(
     engine = make_engine(model, prefill_chunk=8, max_prefill_tokens=8)
     handle = engine.submit(random_prompt(40), SCORE)
     engine.step()
-    take, calls = PromptScores.take, itertools.count()
+    take, calls = PromptScores.fill, itertools.count()
 
     def failing(self: PromptScores, first: int, scores: TokenScores) -> None:
         if next(calls) in (0, 2):
             raise MemoryError("in the middle")
         take(self, first, scores)
 
-    monkeypatch.setattr(PromptScores, "take", failing)
+    monkeypatch.setattr(PromptScores, "fill", failing)
     for _ in range(2):
         with pytest.raises(MemoryError):
             handle.output()
@@ -351,12 +351,12 @@ def test_scores_are_filled_in_from_the_front():
         return TokenScores(column, np.stack([column, column - 1], 1), np.tile(np.int32([7, 8]), (len(chosen), 1)))
 
     assert scores.entries() == [None] * 5 and not scores.complete
-    scores.take(1, part(-1, -2))
-    scores.take(1, part(-9, -9))  # another sample had computed the same
-    scores.take(2, part(-9, -3))
+    scores.fill(1, part(-1, -2))
+    scores.fill(1, part(-9, -9))  # another sample had computed the same
+    scores.fill(2, part(-9, -3))
     assert scores.known == 4
     assert scores.entries() == [None, (-1.0, {7: -1.0}), (-2.0, {7: -2.0}), (-3.0, {7: -3.0}), None]
-    scores.take(4, part(-4))
+    scores.fill(4, part(-4))
     assert scores.complete and scores.entries()[4] == (-4.0, {7: -4.0})
     with pytest.raises(AssertionError):
-        PromptScores(9, 0).take(3, part(-1))  # a gap
+        PromptScores(9, 0).fill(3, part(-1))  # a gap

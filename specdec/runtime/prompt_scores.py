@@ -28,7 +28,7 @@ class PromptScores:
     def complete(self) -> bool:
         return self.known >= self.prompt_len
 
-    def take(self, first: int, scores: TokenScores) -> None:
+    def fill(self, first: int, scores: TokenScores) -> None:
         """The scores of the tokens from position `first` on, which is at most `known`; what is known already stays."""
         assert first <= self.known, f"{first=} {self.known=}"
         new = scores.after(self.known - first)

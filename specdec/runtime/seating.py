@@ -1,4 +1,4 @@
-"""What lies by row is a request's own: loaded when it is given a row. What outlives it is kept when it ends.
+"""Loads a request's own state into its row, and keeps its text for drafts of others when it ends.
 
 Everything here is written on the host, and sent with the next upload.
 """

@@ -1,12 +1,11 @@
 """Captured forwards over packed prompts, padded to few numbers of tokens.
 
-To launch a forward kernel by kernel takes the host as long as the device takes for a thousand tokens (40 ms, 42 layers
-on an H200), whatever its length: a short prompt waits for the host alone, and everybody who decodes waits with it. What
-comes behind the forward, a first token and the drafter's observation, is little and runs as it is.
+Launching a forward kernel by kernel takes the host as long as the device takes for a thousand tokens (40 ms, 42 layers
+on an H200), whatever its length. So an eager short prompt waits for the host alone, and all decoding requests wait with
+it. The draw and the drafter's observation after the forward are small, and run eagerly.
 
-A shape is a number of places and whose final states are made: prefixes, and how the places are shared out among
-requests, are data. So there are at most 36 shapes, whatever comes: 15 sizes that are whole and three in parts, with and
-without final states.
+A shape is a number of places and a choice of final states; prefixes, and the division of the places among requests, are
+data. So there are at most 36 shapes: 15 whole sizes and three in parts, each with and without final states.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,8 +30,8 @@ MIN_TOKENS = 16
 """Few tokens take as long as one, since the weights are read all the same."""
 
 SIZES_IN_PARTS = 64, 128, 256
-"""Places of forwards that are captured in parts, beside those that are captured whole. While others decode, a step that
-has time for more tokens has time for all of a forward; fewer take as long as the first."""
+"""Places of forwards that are also captured in parts. While other requests decode, a step that has time for more tokens
+has time for a whole forward; one with fewer tokens takes as long as the smallest of these."""
 
 TOKENS_A_RUN = 8
 """Places of a captured forward for each request that it has room for: its tables are as long."""
@@ -42,8 +41,8 @@ MIN_RUNS = 8
 
 
 class ChunkShape(NamedTuple):
-    """All that decides what a forward over prompts computes, but for data: `tokens` places of at most `runs` requests;
-    states: see `Chunk`. divided: each part is a program."""
+    """Key of a captured forward over prompts: `tokens` places of at most `runs` requests; states: see `Chunk`. divided:
+    each part is a program."""
 
     tokens: int
     runs: int
@@ -133,7 +132,7 @@ class ChunkGraphs(Captures):
 
     def __init__(self, round: Round, store: CaptureStore, *, strict: bool) -> None:
         self._results = Results()
-        self._made: dict[ChunkShape, ChunkProgram] = {}  # one of each shape: what is captured of it reads its inputs
+        self._made: dict[ChunkShape, ChunkProgram] = {}  # one a shape: captures read its inputs
         super().__init__(round, store, strict=strict)
 
     @property
@@ -181,13 +180,13 @@ class ChunkGraphs(Captures):
     def _read_by(self, program: ChunkProgram, shape: ChunkShape) -> Chunk:
         chunk = program.chunk
         assert chunk is not None
-        self.capture_next(shape, program.programs)  # at once: there are few shapes, and each comes again
+        self.capture_next(shape, program.programs)  # at once: each of the few shapes occurs again
         return chunk
 
     def bucket(
         self, num_runs: int, num_tokens: int, states: FinalStates, *, divided: bool = False
     ) -> ChunkShape | None:
-        """The shape under which so many are read, padded to the next size there is."""
+        """The captured shape for so many tokens, padded to the next size."""
         for tokens in SIZES_IN_PARTS if divided else token_buckets(MAX_TOKENS):
             runs = min(max(MIN_RUNS, tokens // TOKENS_A_RUN), self.round.cache.table.max_requests)
             if num_tokens <= tokens <= MAX_TOKENS and runs >= num_runs:

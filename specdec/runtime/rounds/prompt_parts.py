@@ -2,8 +2,9 @@
 
     layers  0 .. 2 | 3 .. 5 | ... | up to the one that stores the last K/V | the rest, for last tokens only
 
-What a part leaves for the next one outlives rounds, not another group of chunks: so there is one under way at a time.
-No token of the chunks is committed before the last part; if a row is lost, or weights move, what was read is dropped.
+The state between two parts survives rounds, but not another group of chunks, so one group is in progress at a time. No
+token of the chunks is committed before the last part. If a row is lost, or weights move, the finished parts are
+dropped.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,8 +27,8 @@ LAST_LAYERS_A_PART = 3
 
 
 class PartShare(NamedTuple):
-    """What a part takes of a forward: `forward`, its share of all but attention over the prefix; `pairs`, its share of
-    that; `ending`, of the layers that run for last tokens only."""
+    """Shares of a forward's time that a part takes: `forward`, of all but attention over the prefix; `pairs`, of that
+    attention; `ending`, of the layers that run for last tokens only."""
 
     forward: float = 1.0
     pairs: float = 1.0
@@ -35,8 +36,8 @@ class PartShare(NamedTuple):
 
 
 class PromptParts(NamedTuple):
-    """Chunks that are about to be read: what each part takes, and what runs it. read: what the last part has left.
-    generation: of the weights."""
+    """Chunks in the parts that read them: the time share and the program of each. read: returns the result of the last
+    part. generation: of the weights."""
 
     shares: Sequence[PartShare]
     programs: Sequence[Callable[[], object]]
@@ -45,7 +46,7 @@ class PromptParts(NamedTuple):
 
 
 def part_ends(target: TargetModel, aux_layers: Sequence[int], states: FinalStates, layers_a_part: int) -> list[int]:
-    """Numbers of layers, each behind the last of a part."""
+    """Ends of the parts, as numbers of layers."""
     num_layers = len(target.layout.layers)
     narrow = target.narrows_at(aux_layers)
     every = num_layers if states is FinalStates.EVERY or narrow is None else narrow + 1
@@ -56,7 +57,7 @@ def part_ends(target: TargetModel, aux_layers: Sequence[int], states: FinalState
 
 
 def _evenly(begin: int, end: int, most: int) -> list[int]:
-    """Ends of the fewest parts of these layers that have at most so many each."""
+    """Ends of the fewest parts of these layers that have at most `most` layers each."""
     count = -(-(end - begin) // most)
     return [begin + (end - begin) * number // count for number in range(1, count + 1)]
 
@@ -82,7 +83,7 @@ def part_shares(
 
 
 def whole_chunk(read: Callable[[], Chunk], generation: int) -> PromptParts:
-    """What is not divided."""
+    """A forward in one part."""
     found: list[Chunk] = []
     return PromptParts([PartShare()], [lambda: found.append(read())], found.pop, generation)
 
