@@ -31,7 +31,7 @@ IGNORED_KWARGS = frozenset(
 
 
 class AttentionCall(NamedTuple):
-    """What one layer asks of attention, as transformers passes it.
+    """One layer's call of attention, as transformers passes it.
 
     query [X, Hq, T, D], key and value [X, Hkv, T, D] after RoPE, with rows packed [1, B*N] or as a batch [B*N, 1];
     sinks [Hq] or None; extra: the keywords that specdec has no name for.
@@ -61,7 +61,7 @@ class AttentionCall(NamedTuple):
 
 
 class AttentionContext(Protocol):
-    """What the attention function delegates to."""
+    """The forward that the attention function delegates to."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """-> [X, T, Hq, D]."""

@@ -1,4 +1,4 @@
-"""Runs of tokens of many requests in one row, without padding between them: what a forward over prompts reads.
+"""Runs of tokens of many requests in one row, without padding between them: the input of a forward over prompts.
 
     run        0         1     2             R = 3, T = 10
     row        a a a a a b b b c .           row_of  0 0 0 0 0 1 1 1 2 2
@@ -63,7 +63,7 @@ class Lines(NamedTuple):
     begin: torch.Tensor | None
 
     def at(self, run: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Slots of these positions of these runs, of one shape; of what lies outside, of the nearest inside."""
+        """Slots of these positions of these runs, both of one shape; a position outside is clamped to the line."""
         column = positions if self.begin is None else positions - self.begin[run]
         return self.slots[self.line[run], column.clamp(0, self.slots.shape[1] - 1)]
 

@@ -3,11 +3,11 @@
 Both write locations are looked up once, here; no layer translates anything, and nothing outlives the step. A plan is
 made on the device from the request table by one of five builders:
 
-    plan_packed   runs of prompt tokens of many requests, in one row of T places, after whatever precedes each
+    plan_packed   runs of prompt tokens of many requests, in one row of T places, each after its committed tokens
     plan_last     the last token of each of those runs alone, once the K/V of the whole run are stored
     plan_chunk    B runs of tokens that a drafter reads, causal, padded to the longest; padding writes to the null slot
     plan_verify   B trees of N nodes after their committed prefixes
-    plan_frozen   queries on the committed prefix only: what a frozen-KV drafter reads
+    plan_frozen   queries on the committed prefix only, of a frozen-KV drafter
 
 A plan refers to the backend that made it and holds its tables: that backend computes under it, and no other.
 """
@@ -42,7 +42,7 @@ class PrefixTables(Protocol):
 
 
 class PlanBackend(KVOperations, Protocol):
-    """What makes a plan and computes under it."""
+    """A backend, as far as plans need it: it makes their tables and computes under them."""
 
     def locate(self, table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_queries: int) -> PrefixTables:
         """Tables of the prefixes [0, committed_len [B]) and slots of the `num_queries` positions after each."""

@@ -88,7 +88,7 @@ class Engine:
     """
 
     @known_keywords
-    @torch.inference_mode(False)  # ordinary tensors, whoever makes the engine
+    @torch.inference_mode(False)  # ordinary tensors, even if the caller is in inference mode
     def __init__(
         self,
         target: TargetModel,
@@ -264,7 +264,7 @@ class Engine:
 
     @known_keywords
     def submit(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> Handle:
-        """Hand in one prompt, without waiting for any step: the handle reads what steps bring.
+        """Submit one prompt without waiting for a step; the handle reads the tokens that steps add.
 
         priority: from -100 to 100. Lower values are served first and preempted last; equal ones in order of arrival.
         The value of a waiting request falls by 1 for every 64 later requests that are served before it.
@@ -288,10 +288,10 @@ class Engine:
         return [Handle(request, self._advance, self.abort) for request in requests]
 
     def step(self) -> bool:
-        """One step for everybody: a round of all who decode, and prompt chunks. -> is there anything left to do?
+        """Run one step: a round of all decoding requests, and prompt chunks -> is there anything left to do?
 
-        Raises what is raised in it, and the next step begins again; but an error that names the row of one request
-        (`specdec.errors.name_row`) ends that request and is not raised here.
+        Raises any error of the step, and the next step restarts all requests from their tokens; but an error that names
+        the row of one request (`specdec.errors.name_row`) ends that request and is not raised here.
         """
         self._require_open()
         self._in_turn(self._run, self._whole_step)
@@ -391,12 +391,12 @@ class Engine:
             self.scheduler.rounds_held = False
 
     def clear_prefix_cache(self) -> None:
-        """Forget the K/V that are kept for later requests, and keep none of what running ones have made: for changes of
-        the model that leave no trace, such as weights edited through `.data`, or a hook that does something else now.
+        """Drop all cached K/V, and cache none that running requests have computed so far. Call it after changes of the
+        model that leave no trace, such as weights edited through `.data`, or a hook whose behaviour changed.
 
         Most changes are noticed without this call: docs/life_of_a_request.md lists them. It also compares every
-        attribute and config of the target's modules with what they were, and copies a target with hooks or adapters
-        again. Raises UnsupportedModelError where the target, as it is now, cannot be served.
+        attribute and config of the target's modules with their earlier values, and copies a target with hooks or
+        adapters again. Raises UnsupportedModelError if the changed target cannot be served.
         """
         self._in_turn(self._forget_prefixes)
 
@@ -538,7 +538,7 @@ class Engine:
             self._abort([request])  # also when the garbage collector closes a stream, within any turn
 
     def _abort(self, requests: Sequence[Request]) -> None:
-        """`abort` for those that have not ended, or that a fault kept from leaving."""
+        """Abort the requests that have not ended, or whose release a fault prevented."""
         self._aborted.extend(r.number for r in requests if not r.finished or r.number in self._live)
         self._drain_inbox()
 

@@ -18,7 +18,7 @@ def params_for(params: Any, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
-        raise ConfigError(f"params={shown(params)}: a SamplingParams for all prompts, or a list of one each, is wanted")
+        raise ConfigError(f"params={shown(params)}: one SamplingParams, or a list of one for each prompt, is expected")
     if len(params) != count:
         raise ConfigError(f"{len(params)} SamplingParams for {count} prompts; give one for all, or one each")
     return list(params)
@@ -131,4 +131,4 @@ def require_ranks(ranks: Sized | None, count: int) -> None:
 
 def require_type(name: str, value: object, wanted: type) -> None:
     if value is not None and not isinstance(value, wanted):
-        raise ConfigError(f"{name} is {shown(value)}; a {wanted.__name__} is wanted")
+        raise ConfigError(f"{name} is {shown(value)}; a {wanted.__name__} is expected")

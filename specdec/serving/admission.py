@@ -65,7 +65,7 @@ class Admission:
             raise
 
     def require(self, count: int, client: str = "") -> None:
-        """Raises what `take` would now, and takes none."""
+        """Raise the error that `take` would raise now; takes no places."""
         with self._lock:
             if not self._has_room(count, client):
                 raise self._full()
@@ -85,7 +85,7 @@ class Admission:
         self.give_back(1, sample.client)
 
     def _admit_waiters(self) -> None:
-        """Give free places to those that have waited longest. The lock is held."""
+        """Give free places to the callers that have waited longest. The lock is held."""
         while self._waiters and self.out + self._waiters[0].count <= self.most:
             waiter = self._waiters.popleft()
             self.out += waiter.count
