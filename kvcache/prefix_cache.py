@@ -6,9 +6,9 @@ A radix tree: an edge is a run of whole pages, and its key the tokens that their
                                             '--[ 9 pages: another ]
 
 The tree claims every page in the full pool, its SWA peer only while there is room: SWA peers are released first. A
-match ends where a row can go on: all of its last `retain` tokens are mapped. When a pool runs short, pages that no row
-holds are released, the least recently used leaf first. It knows no request. Invariant: rows and tree have claims of
-their own, so a release takes nothing from a row.
+match ends where a row can go on: its last `retain` tokens, or all of fewer, are mapped. When a pool runs short, pages
+that no row holds are released, the least recently used leaf first. It knows no request. Invariant: rows and tree have
+claims of their own, so a release takes nothing from a row.
 """
 
 from collections.abc import Iterator, Sequence

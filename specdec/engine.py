@@ -478,12 +478,12 @@ class Engine:
                 self.scheduler.submit(request)
             self._arrived.popleft()
         while self._aborted:
-            request = self._live.get(self._aborted[0])
-            if request is not None:
-                request.end("abort")
-                self.scheduler.release(request)
+            aborted = self._live.get(self._aborted[0])
+            if aborted is not None:
+                aborted.end("abort")
+                self.scheduler.release(aborted)
                 self.steps.drop_lost()
-                self._forget(request.number)
+                self._forget(aborted.number)
             self._aborted.popleft()
 
     def _begin_again(self) -> None:

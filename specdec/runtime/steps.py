@@ -265,7 +265,7 @@ class Steps:
         divided = streams and self.scheduler.prompt_gap.budget(room, self.scheduler.num_waiting, load) is not None
         found = None
         if divided and self.chunks is not None:
-            found = self.chunks.begin(rows, chunk_len, states)
+            found = self.chunks.begin_in_parts(rows, chunk_len, states)
         elif divided:
             found = single_layers(self.round, rows, chunk_len, states)
         if found is None:

@@ -39,7 +39,7 @@ class Admission:
         self._lock = threading.Lock()
         self._waiters: deque[Waiter] = deque()
 
-    async def take(self, count: int, client: str = "", *, wait: bool = False) -> None:
+    async def take_places(self, count: int, client: str = "", *, wait: bool = False) -> None:
         """Take `count` places. Raises QueueFullError where fewer are free, or waits until they are;
         for a client that has too many it always raises."""
         with self._lock:
@@ -65,7 +65,7 @@ class Admission:
             raise
 
     def require(self, count: int, client: str = "") -> None:
-        """Raise the error that `take` would raise now; takes no places."""
+        """Raise the error that `take_places` would raise now; takes no places."""
         with self._lock:
             if not self._has_room(count, client):
                 raise self._full()

@@ -141,7 +141,7 @@ class AsyncEngine:
         each = params_for(params, len(many))
         count = sum(one.n for one in each)
         client, streams = CLIENT.get(), Streams(self._thread)
-        await self._admission.take(count, client, wait=wait)
+        await self._admission.take_places(count, client, wait=wait)
 
         def hand_in() -> None:
             # on a thread of its own: prompts are long, and the engine's lock may be held for a round
@@ -150,7 +150,7 @@ class AsyncEngine:
                     if isinstance(prompt, str):
                         self._bound.require(prompt)
                 handles = self.engine.submit_many(many, each, priority=priority)
-                streams.begin([Sample(handle, streams, client) for handle in handles])
+                streams.add_samples([Sample(handle, streams, client) for handle in handles])
                 self._thread.watch(streams.samples)
             except BaseException:
                 self._admission.give_back(count, client)

@@ -157,13 +157,13 @@ class Reporter:
     async def _say(self) -> None:
         snapshot = await self._metrics.snapshot()
         now = time.monotonic()
-        line = said(self._last, snapshot, now - self._then)
+        line = traffic_line(self._last, snapshot, now - self._then)
         self._last, self._then = snapshot, now
         if line:
             logger.info(line)
 
 
-def said(before: Snapshot | None, after: Snapshot, seconds: float) -> str | None:
+def traffic_line(before: Snapshot | None, after: Snapshot, seconds: float) -> str | None:
     """A line on the traffic between two snapshots; None if there was none."""
     since = after.requests.copy()
     if before is not None:

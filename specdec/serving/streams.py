@@ -27,7 +27,7 @@ class Streams:
         self._ready: deque[tuple[int, StreamDelta]] = deque()
         self._left: set[int] = set()  # samples whose last delta was not read
 
-    def begin(self, samples: Sequence[Sample]) -> None:
+    def add_samples(self, samples: Sequence[Sample]) -> None:
         """These are its samples."""
         self.samples = list(samples)
         self._left = set(range(len(samples)))

@@ -62,7 +62,7 @@ class Results:
         return sum(tensor.nbytes for tensor in self._kept.values())
 
     @torch.inference_mode()
-    def keep(self, chunk: Chunk) -> Chunk:
+    def copy_chunk(self, chunk: Chunk) -> Chunk:
         """Returns the chunk, copied into these tensors. The first forward, which no capture is made of, allocates
         them."""
         return chunk._replace(
@@ -108,7 +108,7 @@ class ChunkProgram:
 
     def _whole(self) -> torch.Tensor:
         chunk = self._round.read(self._inputs[0], self._inputs[1], self._shape.tokens, self._shape.states)
-        self.chunk = self._results.keep(chunk)
+        self.chunk = self._results.copy_chunk(chunk)
         return self.chunk.hidden
 
     def _part(self, number: int) -> torch.Tensor:
@@ -121,7 +121,7 @@ class ChunkProgram:
         if number + 1 < len(self.ends):
             return paused.fed
         self._paused = None
-        self.chunk = self._results.keep(paused.finish())
+        self.chunk = self._results.copy_chunk(paused.finish())
         return self.chunk.hidden
 
 
@@ -150,13 +150,13 @@ class ChunkGraphs(Captures):
         self.run_captured(shape, program.programs)
         return self._read_by(program, shape)
 
-    def begin(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> PromptParts | None:
+    def begin_in_parts(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> PromptParts | None:
         """Prepares what `read` runs, in parts; None: they are not captured in parts."""
         fed = self._fed(rows, chunk_len, states, divided=True)
         if fed is None:
             return None
         program, shape = fed
-        captured = self.found(shape, program.programs)
+        captured = self.find_captured(shape, program.programs)
         programs: Sequence[Callable[[], object]] = program.programs
         if captured is not None:
             programs = [replay for replay, _ in captured.replays]

@@ -88,7 +88,7 @@ class Captures:
 
     def run_captured(self, shape: Hashable, programs: Sequence[Program], between: Between = nothing) -> torch.Tensor:
         """Replay the captured programs of this shape, or run these -> the result of the last."""
-        captured = self.found(shape, programs)
+        captured = self.find_captured(shape, programs)
         if captured is None:
             return run_programs(programs, between)
         for number, (replay, out) in enumerate(captured.replays):
@@ -97,7 +97,7 @@ class Captures:
                 between(number, out)
         return out
 
-    def found(self, shape: Hashable, programs: Sequence[Program]) -> Captured | None:
+    def find_captured(self, shape: Hashable, programs: Sequence[Program]) -> Captured | None:
         """The captured programs of this shape, if they may be replayed now; None: run them eagerly."""
         if self._generation != (now := self.round.weights_generation()):
             self._generation = now
