@@ -156,7 +156,7 @@ def known_in_block(plan: KVPlan) -> torch.Tensor:
 def newest(slots: torch.Tensor, committed_len: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The slots that a query at the end of the prefix sees through `window`, and the position [B] of the first.
 
-    slots [B, L] begin at position 0; what is returned is [B, W], O(window) wide.
+    slots [B, L] begin at position 0; the result is [B, W], O(window) wide.
     """
     first = (committed_len - (window - 1)).clamp(min=0)
     width = min(slots.shape[1], max(window - 1, 1))

@@ -33,7 +33,7 @@ FROZEN_EXTRA_KEYS = 2
 class Rows:
     """The rows of the request table that take part in a forward: index [B] int64, on the device.
 
-    longest: the host's bound of their committed prefixes; it decides how wide tables are, never what is in them.
+    longest: the host's bound of their committed prefixes; it decides the width of tables, never their contents.
     """
 
     index: torch.Tensor

@@ -253,7 +253,7 @@ class Engine:
 
     @known_keywords
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamDelta]:
-        """Continue one prompt, yielding what each round adds; the last delta carries the whole output.
+        """Continue one prompt, yielding the new tokens of each round; the last delta carries the whole output.
 
         Leaving the loop early aborts the request and frees its slots. Bad input raises here, not at the first delta.
         A stream that cannot be completed raises: RequestFailedError, or SpecDecError when the engine was closed.

@@ -1,4 +1,4 @@
-"""What callers hand to an engine besides prompts, checked before anything is made of it.
+"""Checks of the arguments of an engine besides prompts, made before any work.
 
 It knows settings and the shape of parts, no model. Every refusal is one sentence that says where the thing belongs.
 """
@@ -50,7 +50,7 @@ def require_one_sample(params: Any, what: str) -> None:
 
 
 def require_parts(target: Any, drafter: Any, tokenizer: Any) -> None:
-    """Names and loaded modules are for `from_pretrained`; what an Engine is made of is fitted to each other."""
+    """Refuse names and loaded modules, which are for `from_pretrained`: an Engine takes parts fitted to each other."""
     for name, part, wanted, fits in (
         ("target", target, "a TargetModel", hasattr(target, "layout")),
         ("drafter", drafter, "a fitted Drafter", drafter is None or callable(getattr(drafter, "bind", None))),

@@ -111,7 +111,7 @@ class Handle:
         return delta
 
     def output(self) -> GenerationOutput:
-        """The whole output, once it has ended; takes nothing from what `read` hands out."""
+        """The whole output, once it has ended; `read` still hands out every token."""
         while not self._request.finished:
             self._advance(self._request)
         if self._request.finish_reason == "error":

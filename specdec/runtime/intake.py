@@ -1,6 +1,6 @@
 """Prompts and parameters become requests, every one of them checked before any runs.
 
-It knows what an engine serves (vocabulary, lengths, drafts, tokenizer) and nothing of what it is doing. What cannot be
+It knows the limits of an engine (vocabulary, lengths, drafts, tokenizer), not its state. A request that cannot be
 served is refused here, in one sentence, and never in the middle of a text.
 """
 

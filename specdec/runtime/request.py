@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class RequestStats:
-    """What speculation did for one request, or (summed) for many.
+    """Figures of one request, or (summed) of many: speculation, cache hits and times.
 
     `drafted_counts[i]`: rounds that drafted i + 1 tokens deep or deeper, and `accepted_counts[i]`: those of them in
     which draft i + 1 was emitted; a round that ends the output counts as no deeper than what was emitted of it.
@@ -176,7 +176,7 @@ class Settled(NamedTuple):
 class Request:
     """One request. Prompt and output are its tokens; all but the last have K/V while it decodes.
 
-    Lists may run ahead of `settled` when a step was interrupted; only what is settled counts.
+    Lists may run ahead of `settled` when a step was interrupted; only the settled part counts.
     """
 
     prompt: list[int]
@@ -186,7 +186,7 @@ class Request:
     end_tokens: frozenset[int]
     draft: SpecConfig | None = None  # how it speculates; None: not at all
     begins: InitVar[Place | None] = None  # in its grammar
-    scores: PromptScores | None = None  # of its prompt, shared by its samples; None: nobody asked
+    scores: PromptScores | None = None  # of its prompt, shared by its samples; None: not asked for
     number: int = -1  # in order of arrival, from the engine
     priority: int = 0  # lower ones first
     passed: int = 0  # how often one that came later was admitted while it waited

@@ -1,4 +1,4 @@
-"""How large the pools are: what the user said, else enough for a full batch within a share of the memory."""
+"""Sizes of the pools: the user's, else enough for a full batch within a share of the memory."""
 
 import torch
 

@@ -64,7 +64,7 @@ class ServeSettings(HttpOptions):
         require_handling(self.special_tokens_in_content)
 
     def resolved_connections(self) -> int:
-        """`max_connections`, or what the limit of open files allows. Raises ConfigError where that is fewer."""
+        """`max_connections`, or what the limit of open files allows. Raises ConfigError if the limit allows fewer."""
         allowed = allowed_connections()
         if self.max_connections > allowed:
             raise ConfigError(

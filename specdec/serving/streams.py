@@ -14,8 +14,8 @@ from specdec.serving.engine_thread import EngineThread, Sample
 class Streams:
     """The samples of one submission as they come, in whatever order: `async for index, delta in streams`.
 
-    Belongs to the event loop that it was made on. Leaving `async with` aborts what has not ended. A sample that fails
-    ends all of them, with its error raised to the reader.
+    Belongs to the event loop that it was made on. Leaving `async with` aborts the samples that have not ended. A sample
+    that fails ends all of them, with its error raised to the reader.
     """
 
     def __init__(self, thread: EngineThread) -> None:

@@ -1,4 +1,4 @@
-"""Which parameters share a captured round: a few classes, since what kernels read by row is data.
+"""Classes of parameters that share a captured round. They are few, since kernels read a row's parameters as data.
 
     class       what its rounds can do                                              and cost more than the one before
     plain       temperature, filters and seed of each row                           -

@@ -151,7 +151,7 @@ class ChunkGraphs(Captures):
         return self._read_by(program, shape)
 
     def begin_in_parts(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> PromptParts | None:
-        """Prepares what `read` runs, in parts; None: they are not captured in parts."""
+        """Prepare the forward of `read` in parts; None: so many tokens are not captured in parts."""
         fed = self._fed(rows, chunk_len, states, divided=True)
         if fed is None:
             return None

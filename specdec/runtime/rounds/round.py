@@ -1,4 +1,4 @@
-"""The state that rounds and prompt chunks read and change on the device, and what a group of prompt chunks does.
+"""State on the device that rounds and prompt chunks read and change, and the programs of prompt chunks.
 
 NOTICE: captured programs replay this file without Python. Do not add here: a request, a text or a policy; a branch on a
 model family or a kind of drafter; the state of one feature (a class of its own holds it, as `SeenBits` and `MaskBuffer`
