@@ -24,8 +24,9 @@ help:  ## list the targets
 demo: $(VENV)/.run  ## install into .venv and run examples/demo.py
 	$(BIN)/python examples/demo.py
 
+# `times` prints the CPU time of the shell, then that of all it ran, user and system
 test: $(VENV)/.test  ## install with the test extra and run the tests (JOBS=2 processes)
-	$(PYTEST) $(ARGS)
+	$(PYTEST) $(ARGS); status=$$?; times; exit $$status
 
 test-deep: $(VENV)/.test  ## all of them: every combination, more examples of each property
 	$(PYTEST) --deep $(ARGS)
@@ -65,8 +66,8 @@ api: $(VENV)/.run  ## write docs/api.md, and the lists in other pages, from the 
 	$(BIN)/python tools/api_reference.py
 	$(BIN)/python tools/code_lists.py
 
-size: $(VENV)/.run  ## lines per file and in all; fails on a long file without a reason
-	$(BIN)/python tools/size.py
+size: $(VENV)/.run  ## lines of code, words of pages (ARGS="--against COMMIT"); fails on a long file without a reason
+	$(BIN)/python tools/size.py $(if $(filter size,$(MAKECMDGOALS)),$(ARGS))
 
 layout: $(VENV)/.test  ## import order, packages, exports
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q tests/test_layout.py tests/test_exports.py

@@ -1,4 +1,4 @@
-"""What an engine computes with: plain torch, or the Triton kernels. One object, chosen at construction.
+"""The operations of an engine: plain torch, or the Triton kernels. One object, chosen at construction.
 
     backend   tables of a plan     K/V written, moved    attention           of a draft's level      selection of trees
     torch     pages, by indexing   index_copy_ by slot   SDPA, by a gather   SDPA, one copy a draft  sorts, gathers

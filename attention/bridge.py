@@ -27,11 +27,11 @@ IGNORED_KWARGS = frozenset(
     | {"cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_embeddings"}
     | {"logits_to_keep", "num_items_in_batch", "return_shared_kv_states", "return_dict"}
 )
-"""Keywords of an attention call that do not change what it computes here; any other tensor is refused."""
+"""Keywords of an attention call that do not change its result here; any other tensor is refused."""
 
 
 class AttentionCall(NamedTuple):
-    """What one layer asks of attention, as transformers passes it.
+    """One layer's call of attention, as transformers passes it.
 
     query [X, Hq, T, D], key and value [X, Hkv, T, D] after RoPE, with rows packed [1, B*N] or as a batch [B*N, 1];
     sinks [Hq] or None; extra: the keywords that specdec has no name for.
@@ -55,13 +55,13 @@ class AttentionCall(NamedTuple):
     def answer(
         self, forward: LayerContext, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None
     ) -> torch.Tensor:
-        """[X, T, Hq, D] by what attends packed rows."""
+        """[X, T, Hq, D], computed by `attend_rows` of packed rows."""
         out = forward.attend_rows(self.layer, q, k, v, scaling=self.scaling, softcap=self.softcap, sinks=self.sinks)
         return out.view(len(self.query), -1, *out.shape[1:])
 
 
 class AttentionContext(Protocol):
-    """What the attention function delegates to."""
+    """The forward that the attention function delegates to."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """-> [X, T, Hq, D]."""

@@ -87,7 +87,7 @@ class CheckedBackend:
             note(Fault.READ, real & inside & ((read != own) | (read == NULL_SLOT)), positions, read, own)
 
     def _check_lengths(self, plan: KVPlan) -> None:
-        """A run may begin anywhere in what is committed; trees and frozen drafts begin right after it."""
+        """A run may begin at any committed position; trees and frozen drafts begin right after the last one."""
         planned, committed = plan.committed_len, self.sanitizer.table.committed_len.tensor[plan.rows]
         wrong = planned > committed if plan.block_len is not None else planned != committed
         wrong &= self._real(plan)

@@ -1,4 +1,4 @@
-r"""Attention in plain torch: the CPU path, and what every kernel is compared with.
+r"""Attention in plain torch: the CPU path, and the reference of every kernel.
 
 Query i of a forward sees key j under one rule, whatever the forward is:
 
@@ -33,7 +33,7 @@ def visible(query_pos: torch.Tensor, key_pos: torch.Tensor, known: torch.Tensor,
 
 
 def bias_of(seen: torch.Tensor) -> torch.Tensor:
-    """What is added to scores: 0 where seen [B, N, L], else -inf; [B, 1, N, L] float32, to be broadcast over heads."""
+    """Bias of scores: 0 where seen [B, N, L], else -inf; [B, 1, N, L] float32, to be broadcast over heads."""
     bias = torch.zeros(seen.shape, dtype=torch.float32, device=seen.device)
     return bias.masked_fill_(~seen, -torch.inf)[:, None]
 
@@ -71,7 +71,8 @@ def _with_extras(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """What the fused operator lacks -> [B, Hq, N, D]; the softmax in float32, or in float64 for float64."""
+    """Attention with a softcap or sinks, which the fused operator lacks -> [B, Hq, N, D]; the softmax in float32, or in
+    float64 for float64."""
     batch, num_heads, num_rows, head_dim = query.shape
     num_kv_heads = k.shape[1]
     grouped = query.reshape(batch, num_kv_heads, num_heads // num_kv_heads, num_rows, head_dim)
@@ -90,12 +91,12 @@ def _with_extras(
 
 @dataclass(frozen=True, slots=True)
 class VisibleKeys:
-    """What the queries of one forward see on all layers with one window.
+    """Keys that the queries of one forward see, on all layers with one window.
 
     `slots`: [B, L] in the space of those layers, prefix columns first, then the N tokens of the block if it has keys.
     `bias`: [B, 1, N, L] float32, 0 or -inf, broadcast over heads.
     The block's K/V are read back from the slots that the forward has just written, so one gather serves both. A masked
-    column gathers a key of its own request: what is stale or broken in another one cannot leak through a zero weight.
+    column gathers a key of its own request, so a stale or broken key of another cannot leak through a zero weight.
     """
 
     slots: torch.Tensor
@@ -155,7 +156,7 @@ def known_in_block(plan: KVPlan) -> torch.Tensor:
 def newest(slots: torch.Tensor, committed_len: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The slots that a query at the end of the prefix sees through `window`, and the position [B] of the first.
 
-    slots [B, L] begin at position 0; what is returned is [B, W], O(window) wide.
+    slots [B, L] begin at position 0; the result is [B, W], O(window) wide.
     """
     first = (committed_len - (window - 1)).clamp(min=0)
     width = min(slots.shape[1], max(window - 1, 1))

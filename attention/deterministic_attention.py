@@ -20,7 +20,7 @@ ROWS = 16
 _SMALLEST = {torch.float32: -87.0, torch.float64: -708.0}  # scores below give subnormal weights
 
 State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Of J tiles: maximum and sum [J, B, Hkv, R], accumulator [J, B, Hkv, R, D]."""
+"""Softmax state of J key tiles: maximum and sum [J, B, Hkv, R], accumulator [J, B, Hkv, R, D]."""
 
 
 def deterministic_attention(
@@ -127,7 +127,7 @@ def _own_states(
     scaling: float,
     softcap: float | None,
 ) -> State:
-    """Of q [B, Hkv, N, G, D]: each node's own tiles [J, B, Hkv, N * G, ...]."""
+    """Softmax state of each node's own tiles, for queries q [B, Hkv, N, G, D] -> [J, B, Hkv, N * G, ...]."""
     batch, _, num_nodes, group, _ = q.shape
     num_tiles = max(1, int(((high - own_base[:, None]) // BLOCK_K).amax()) + 1)
     columns = torch.arange(num_tiles * BLOCK_K, device=q.device)

@@ -1,4 +1,4 @@
-"""Runs of tokens of many requests in one row, without padding between them: what a forward over prompts reads.
+"""Runs of tokens of many requests in one row, without padding between them: the input of a forward over prompts.
 
     run        0         1     2             R = 3, T = 10
     row        a a a a a b b b c .           row_of  0 0 0 0 0 1 1 1 2 2
@@ -55,22 +55,23 @@ class Pack(NamedTuple):
 
 
 class Lines(NamedTuple):
-    """Where the keys of R runs lie in one space: the slot of the key at position p of run r is
-    slots[line[r], p - begin[r]]. begin None: 0 for all."""
+    """Slots of the keys of R runs in one space: the slot of the key at position p of run r is slots[line[r], p -
+    begin[r]]. begin None: 0 for all."""
 
     slots: torch.Tensor
     line: torch.Tensor
     begin: torch.Tensor | None
 
     def at(self, run: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Slots of these positions of these runs, of one shape; of what lies outside, of the nearest inside."""
+        """Slots of these positions of these runs, both of one shape; a position outside is clamped to the line."""
         column = positions if self.begin is None else positions - self.begin[run]
         return self.slots[self.line[run], column.clamp(0, self.slots.shape[1] - 1)]
 
 
 class PackTables(NamedTuple):
-    """Where a forward over a pack reads and writes (`PrefixTables`). In the full space lines are the request table's;
-    in SWA space they are made, of what some token of a run can see: O(window + longest run) wide."""
+    """Slots that a forward over a pack reads and writes (`PrefixTables`). In the full space lines are the request
+    table's; in SWA space they are made for the forward, and hold what some token of a run can see: O(window + longest
+    run) wide."""
 
     full: Lines
     swa: Lines | None

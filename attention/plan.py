@@ -3,11 +3,11 @@
 Both write locations are looked up once, here; no layer translates anything, and nothing outlives the step. A plan is
 made on the device from the request table by one of five builders:
 
-    plan_packed   runs of prompt tokens of many requests, in one row of T places, after whatever precedes each
+    plan_packed   runs of prompt tokens of many requests, in one row of T places, each after its committed tokens
     plan_last     the last token of each of those runs alone, once the K/V of the whole run are stored
     plan_chunk    B runs of tokens that a drafter reads, causal, padded to the longest; padding writes to the null slot
     plan_verify   B trees of N nodes after their committed prefixes
-    plan_frozen   queries on the committed prefix only: what a frozen-KV drafter reads
+    plan_frozen   queries on the committed prefix only, of a frozen-KV drafter
 
 A plan refers to the backend that made it and holds its tables: that backend computes under it, and no other.
 """
@@ -30,8 +30,8 @@ that hold the forward's own keys already, *, scaling, softcap, sinks) -> [B, N, 
 
 
 class PrefixTables(Protocol):
-    """Where a forward reads: a backend's tables of the committed prefixes, which only that backend reads. And where it
-    writes: the slots [B, N] of the N positions after each in both spaces."""
+    """A backend's tables of the committed prefixes that a forward reads, which only that backend reads; and the slots
+    [B, N], in both spaces, that the forward writes: those of the N positions after each prefix."""
 
     @property
     def write_full(self) -> FullLoc: ...
@@ -42,7 +42,7 @@ class PrefixTables(Protocol):
 
 
 class PlanBackend(KVOperations, Protocol):
-    """What makes a plan and computes under it."""
+    """A backend, as far as plans need it: it makes their tables and computes under them."""
 
     def locate(self, table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_queries: int) -> PrefixTables:
         """Tables of the prefixes [0, committed_len [B]) and slots of the `num_queries` positions after each."""

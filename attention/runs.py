@@ -61,8 +61,8 @@ class RunsAttention:
 
 @dataclass(frozen=True, slots=True)
 class EveryRun:
-    """The same without reading a length: every run is attended by all places, and those of others are dropped. It can
-    be captured, and takes R times as long."""
+    """Computes what `RunsAttention` does without reading a length on the host: every run is attended by all places, and
+    the results of other runs' places are dropped. It can be captured, and takes R times as long."""
 
     pack: Pack
     lines: Lines
@@ -97,7 +97,8 @@ def dense_run(slots: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, 
 
 
 def exact_run(slots: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, window: int | None) -> Attend:
-    """The same cut by absolute position, as plain decoding is. All keys are found through the table, none is apart."""
+    """Attention of one run, cut by absolute position as plain decoding is. All keys are found through the table, none
+    is apart."""
     end = (keys[:, -1] + 1 + ALIGN - 1) // ALIGN * ALIGN  # so that complete tiles hold all
     none_apart = OwnKeys(slots.new_zeros((1, 1, ALIGN + 1), dtype=torch.int32), None)
     first = keys[:, 0].clone()

@@ -1,4 +1,4 @@
-"""What a drafter is: it proposes a tree after each request's committed prefix, and is told what was accepted.
+"""Interface of drafters. A drafter proposes a tree after each request's committed prefix, and observes the result.
 
     Drafter       weights fitted to a target; it holds no state of an engine, so any number of engines may share it
       .bind() ->
@@ -33,13 +33,13 @@ Sample = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 and noise: a drafter that draws through it proposes what the target would draw from the same logits."""
 
 BestOf = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
-"""The same arguments and a count C -> tokens [B, K, C] and their log-probabilities given the noise, float32, best
-first: the first is the draw, the runners-up what the target draws where its logits differ a little. Trees branch by
-them."""
+"""(logits [B, K, V], positions [B, K], count C) -> tokens [B, K, C] and their log-probabilities given the noise,
+float32, best first: the first is what `Sample` draws, the runners-up what the target draws where its logits differ a
+little. Trees branch by them."""
 
 
 class TargetInfo(Protocol):
-    """What a drafter may know about the target. ops: what fused layers compute with; None: no layer is fused."""
+    """The target, as drafters see it. ops: operations of fused layers; None: no layer is fused."""
 
     name: str
     layout: KVLayout
@@ -112,8 +112,8 @@ class Observation:
     """The target's results of the last verify, or of rounds without drafts, after the device has committed them.
 
     rows: the rows of the request table; start: [B] S before the commit.
-    tokens: [B, N] what was fed; hidden: [B, N, H] target states after the final norm. aux_states: [B, N, A * H] the
-    states that the drafter asked for, side by side, or None.
+    tokens: [B, N] tokens fed to the target; hidden: [B, N, H] its states after the final norm. aux_states:
+    [B, N, A * H] the states of `Drafter.aux_layers`, concatenated, or None.
     path: [B, D] accepted nodes in order, root first; length: [B] how many of them count, now committed at start, ...
     next_token: [B] the token after the last of them: the new bonus token.
     """
@@ -132,10 +132,10 @@ class Observation:
 class PromptObservation:
     """The target's results of a forward over prompts, runs of many requests in one row of T places, as if committed.
 
-    pack: which rows of the request table, and where their tokens lie; what stands in places of padding is not to be
-    read. tokens: [T] what was fed; following: [T] the token after each, of a run's last one too. hidden: [T, H] target
-    states after the final norm; None where no drafter reads every one. last_hidden: [R, H] those of the last token of
-    each run, zeros if no prompt ends with them. aux_states: [T, A * H] as in `Observation`.
+    pack: rows of the request table, and the places of their tokens; the values in places of padding are undefined.
+    tokens: [T] fed to the target; following: [T] the token after each, also after the last of a run. hidden: [T, H]
+    target states after the final norm; None if the drafter does not read every one. last_hidden: [R, H] the state of
+    the last token of each run, zeros if no prompt ends with the runs. aux_states: [T, A * H] as in `Observation`.
     """
 
     pack: Pack
@@ -147,8 +147,8 @@ class PromptObservation:
 
 
 class Binding(NamedTuple):
-    """What an engine gives to the drafters that it binds: its KV cache, its backend, the target's K/V, and how many
-    tokens of finished requests it keeps for them (0: none)."""
+    """Parts of an engine that it gives to the drafters it binds: its KV cache, its backend, the target's K/V, and the
+    number of tokens of finished requests that it keeps for them (0: none)."""
 
     cache: KVCache
     backend: Backend
@@ -170,7 +170,7 @@ class DraftWorker(Protocol):
         return
 
     def observe_prompts(self, seen: PromptObservation) -> None:
-        """Learn prompt tokens, likewise. Those whose K/V the prefix cache supplied are not reported."""
+        """Learn prompt tokens; by default nothing. Those whose K/V the prefix cache supplied are not reported."""
         return
 
 
@@ -178,7 +178,7 @@ class Drafter(Protocol):
     """One way of drafting. Subclasses inherit the defaults.
 
     `aux_layers`: target states that it reads besides the final one, each named by the layer it enters (`num_layers`:
-    what leaves the last layer, before the final norm). `kv_layout`: K/V of its own, in full space, by the target's
+    the output of the last layer, before the final norm). `kv_layout`: K/V of its own, in full space, by the target's
     slots; None: it keeps none. They must depend only on the tokens up to the next one, since the prefix cache shares
     them between requests. `extra_keys`: committed keys on sliding layers that it reads beyond the target's own window.
     `reads_every_state`: it reads the final state of every token of a prompt; False: of the prompt's last token at most,
@@ -187,7 +187,7 @@ class Drafter(Protocol):
     it has no layers. `weights`: parameters that it reads and that callers may re-point; None: it has none. `may_lag`:
     observing takes a forward, so an engine may show it several rounds without drafts at once; False: it is shown every
     round. `max_steps`: levels that it can draft at most; None: any number. `max_positions`: it drafts and reads at
-    positions below this alone; None: at any. `reads_finished`: it can propose what finished requests have written.
+    positions below this alone; None: at any. `reads_finished`: it can propose from outputs of finished requests.
     `has_lookup`: a lookup may draft in its place (`model_and_lookup.py`).
     """
 
@@ -210,7 +210,7 @@ class Drafter(Protocol):
 
 
 class StatelessDrafter(Drafter, DraftWorker, Protocol):
-    """A drafter that needs only what each batch says: it is its own worker, in every engine, and learns nothing."""
+    """A drafter that needs nothing but each batch: it is its own worker, in every engine, and observes nothing."""
 
     view: KVView | None = None
 

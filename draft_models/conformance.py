@@ -70,7 +70,8 @@ def _check_tree(name: str, tree: DraftTree, batch: DraftBatch, vocab_size: int) 
 def _newest(
     batch: DraftBatch, target: TargetInfo, num_states: int, length: int, committed: torch.Tensor
 ) -> Observation:
-    """As if the newest `length` committed tokens of each request had just been accepted, and one more node rejected."""
+    """Observation of a round that accepted the newest `length` committed tokens of each request and rejected one more
+    node."""
     num_requests = len(batch.root)
     nodes = torch.arange(length + 1, device=target.device)
     start = committed - length

@@ -30,8 +30,11 @@ MATCH = 16
 NEAREST = 64
 """Places that are looked at for a row, those next to its context in the order."""
 
-NOTHING, BEFORE = -1, -2
-"""After the last token of a stored text; before the first token of the text that is looked up."""
+NOTHING = -1
+"""Cell after the last token of a stored text, and any free cell."""
+
+BEFORE = -2
+"""Stands for the tokens before the first one of a text that is looked up."""
 
 SALT_SHIFT = 32
 """Bits of a token; those above hold the number of its salt."""
@@ -153,7 +156,7 @@ class FinishedTexts:
         return StoredMatches(cells, place, torch.where(near < count, matched, 0))
 
     def _number(self, salt: bytes) -> int:
-        """Of a salt: never that of another one, not even of one that is forgotten."""
+        """Number of a salt, which no other salt has or had, not even one that is forgotten."""
         if salt not in self._numbers:
             held = {b"", *self._salts, *(other for _, other in self._texts)}
             self._numbers = {other: number for other, number in self._numbers.items() if other in held}

@@ -67,7 +67,8 @@ class HeadSpec:
         }
 
     def stored_windows(self) -> dict[str, Any]:
-        """The same of its windows. Raises UnsupportedModelError for windows of several sizes."""
+        """Fields of config.json that say which layers have windows. Raises UnsupportedModelError for windows of several
+        sizes."""
         sizes = {window for window in self.windows if window is not None}
         if len(sizes) > 1:
             raise UnsupportedModelError(f"a head with sliding windows {sorted(sizes)}; the format has room for one")

@@ -36,7 +36,8 @@ class LanguageModel(TargetInfo, Protocol):
         """tokens [B, N] -> states after the final norm [B, N, H]; what follows them is not read."""
 
     def run(self, tokens: torch.Tensor, positions: torch.Tensor, context: object) -> torch.Tensor:
-        """The same, of tokens at positions [B, N], with K/V wherever the context keeps them."""
+        """States after the final norm [B, N, H] of tokens at positions [B, N]; K/V lie wherever the context keeps
+        them."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """States [B, N, H] -> [B, N, V]."""

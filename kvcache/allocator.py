@@ -3,15 +3,15 @@
 It is the only place that makes a `SwaLoc` from a `FullLoc`. Paging is in lockstep: a full page has one SWA peer, or
 none once it is evicted. Invariants (`check`):
 
-    1. free + held + cached = capacity, per pool; what a page is claimed by is counted exactly (`PagedAllocator`).
+    1. free + held + cached = capacity, per pool; the claims on a page are counted exactly (`PagedAllocator`).
     2. full_to_swa[slot] is 0 where the SWA peer is not claimed; non-zero entries are distinct and never free.
     3. alloc takes from both pools or from neither.
     4. free: read mapping, free SWA, clear mapping, free full; freeing twice raises.
     5. evict frees SWA slots only.
     6. windows stay mapped; this needs lengths, so `RequestTable.check` asserts it.
 
-A page may be held by several rows and kept by the prefix cache, its SWA peer by some of them: each gives up its own
-claim, and a page without claims is free. Pages that only the cache claims are available: alloc takes them back.
+A page may be held by several rows and kept by the prefix cache, its SWA peer by some of them. Each releases its own
+claim, and a page without claims is free. Pages that only the cache claims are available: alloc reclaims them.
 """
 
 from typing import Protocol
@@ -35,12 +35,12 @@ class PageCache(Protocol):
         """Forget everything: the pools have."""
 
     def check(self) -> None:
-        """Assert that what it claims is what the pools say."""
+        """Assert that its claims agree with the pools."""
 
 
 class HybridAllocator:
-    """Slots of both spaces, in so many pages of `page_size` slots, page 0 not counted. `swa_pages` is None for a model
-    without sliding layers."""
+    """Slots of both spaces: `full_pages` and `swa_pages` pages of `page_size` slots, page 0 not counted. `swa_pages` is
+    None for a model without sliding layers."""
 
     def __init__(self, *, full_pages: int, swa_pages: int | None, page_size: int, device: torch.device) -> None:
         self.page_size = page_size
@@ -85,11 +85,11 @@ class HybridAllocator:
 
     @property
     def available_pages(self) -> int:
-        """Pages that `alloc` can give now: the minimum of what both pools have."""
+        """Pages that `alloc` can give now: the smaller number of the two pools."""
         return min(pool.available_pages for pool in self.pools)
 
     def alloc(self, num_pages: int) -> FullLoc:
-        """Take whole pages from both pools, or from neither; the cache gives up what is not free.
+        """Take whole pages from both pools, or from neither; if too few are free, the cache releases pages.
 
         Returns their full slots [num_pages * page_size] int64 on the host, already mapped to SWA slots.
         Raises OutOfSlotsError, with nothing taken, when either pool has fewer.
@@ -117,10 +117,12 @@ class HybridAllocator:
         return FullLoc(torch.from_numpy(self._slots(pages)))
 
     def free(self, slots: FullLoc, *, rows: IntArray | int = 0, evicted: BoolArray | bool = False) -> None:
-        """Rows give back whole pages, named by all their slots [M], by each of those that hold them.
+        """Release the claims of rows on whole pages. slots [M]: all slots of each page, once for each row that frees
+        it.
 
-        rows: [M] by whom each is named, one for all. evicted: [M] that row had given up the SWA peer before.
-        Raises DoubleFreeError, with nothing changed, when one is not held, or named twice by one row.
+        rows: [M] the row that frees each slot, or one for all. evicted: [M] whether that row's claim on the SWA peer
+        was released before. Raises DoubleFreeError, with nothing changed, for a page that is not held, or freed twice
+        by a row.
         """
         self.require_unfrozen("free")
         pages, heads = self._pages(slots, "free")
@@ -132,8 +134,8 @@ class HybridAllocator:
         self.full.free(pages)
 
     def evict(self, slots: FullLoc) -> None:
-        """Rows give up the SWA peers of whole pages, named by each of those that hold them; their full slots stay held.
-        Raises DoubleFreeError, with nothing changed, on an evicted page."""
+        """Release the claims of rows on the SWA peers of whole pages, named once for each row; their full slots stay
+        held. Raises DoubleFreeError, with nothing changed, on an evicted page."""
         self.require_unfrozen("evict")
         pages, _ = self._pages(slots, "evict")
         if self.swa is None:
@@ -156,7 +158,7 @@ class HybridAllocator:
             self.swa.keep(self._swa_peers(pages))
 
     def forget(self, pages: IntArray) -> None:
-        """The cache gives up `pages` and what it has of their SWA peers."""
+        """Release the cache's claims on `pages` and on their SWA peers, as far as it has them."""
         self.require_unfrozen("forget")
         self.forget_swa(pages[self.is_kept_in_swa(pages)])
         self.full.forget(pages)
@@ -173,7 +175,7 @@ class HybridAllocator:
         return mapped
 
     def is_kept_in_swa(self, pages: IntArray) -> BoolArray:
-        """Of which pages the cache claims the SWA peer."""
+        """Whether the cache claims the SWA peer of each page."""
         return np.zeros(len(pages), dtype=np.bool_) if self.swa is None else self.swa.is_kept(self._swa_peers(pages))
 
     def is_idle_in_swa(self, pages: IntArray) -> BoolArray:

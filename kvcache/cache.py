@@ -22,7 +22,7 @@ from specdec.kvcache.table import Move, RequestTable
 
 
 class KVOperations(Protocol):
-    """What touches the tensors of a store: a backend of `specdec.attention`."""
+    """Operations on the tensors of a store, which a backend of `specdec.attention` has."""
 
     def store(self, layer: LayerKV, slots: FullLoc | SwaLoc, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write k, v [T, Hkv, D] at slots [T]."""
@@ -59,7 +59,7 @@ class KVCache:
         return stores[0]
 
     def flush(self, *more: MirroredArray) -> None:
-        """Send the device what the host changed since the last time, in one upload; `more`: other arrays of its."""
+        """Upload all changes of the host's arrays since the last call at once. `more`: arrays besides the table's."""
         if self.sanitizer is not None:
             self.sanitizer.check()
             more = (*more, self.sanitizer.owners)

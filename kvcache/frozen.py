@@ -45,7 +45,7 @@ class KVView:
 
     @property
     def key(self) -> tuple[int, tuple[int, ...], bool]:
-        """Identity of what this view resolves to. A captured graph is keyed by it; any other view is an error."""
+        """Identity of the tensors and layers of this view, the key of a captured graph; any other view is an error."""
         return (id(self._store), self.layer_map, self.writable)
 
     def layer(self, index: int) -> LayerKV:
@@ -78,7 +78,7 @@ class KVWorker(Protocol):
 
 
 def own_view(allocator: HybridAllocator, store: KVStore) -> KVView:
-    """The view of the model whose store it is: every layer reads its owner, owners are written."""
+    """A model's view of its own store: each layer reads the K/V of its owner, and owners are writable."""
     return KVView(allocator, store, [spec.owner for spec in store.layout.layers], writable=True)
 
 

@@ -1,7 +1,7 @@
-"""What a layer asks of the forward that it runs in, over T packed rows: the one interface between layers and attention.
+"""Interface between a layer and the forward that it runs in, over T packed rows: the one that layers know of attention.
 
-Layers know no plan, no pool and no backend; what runs a forward hands them a `LayerContext`, and a `Narrowing`
-or an `Ending` where the last layers run for some of the rows only, or for none.
+Layers know no plan, no pool and no backend. Whatever runs a forward hands them a `LayerContext`, and a `Narrowing` or
+an `Ending` if the last layers run for some of the rows only, or for none.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from specdec.kvcache.index_spaces import FullLoc, SwaLoc
 
 
 class Destination(NamedTuple):
-    """Where a layer's new K/V go: pools [slots, Hkv, D] and slots [T] of their space."""
+    """Pools [slots, Hkv, D] that a layer writes its new K/V to, and their slots [T], both of one space."""
 
     pool_k: torch.Tensor
     pool_v: torch.Tensor
@@ -37,7 +37,8 @@ class LayerContext(Protocol):
     """A forward in progress."""
 
     def destination(self, layer: int) -> Destination | None:
-        """Where this layer's new K/V go; None when it stores none: it shares another's, or reads a frozen cache."""
+        """Destination of this layer's new K/V; None when it stores none: it shares another's, or reads a frozen
+        cache."""
 
     def attend_rows(
         self, layer: int, q: torch.Tensor, k: OwnRows, v: OwnRows, **options: Unpack[ScoreOptions]
@@ -46,15 +47,15 @@ class LayerContext(Protocol):
 
 
 class SplitContext(LayerContext, Protocol):
-    """A forward in progress on several ranks: what the layers of rank 0 ask, and of each rank after it."""
+    """A forward in progress on several ranks: the context of rank 0, and those of the other ranks."""
 
     @property
     def peers(self) -> Sequence[LayerContext]: ...
 
 
 class Narrowing(NamedTuple):
-    """Once the K/V of `layer` are stored, a forward goes on with these of its packed rows [R] only, under a context of
-    their own."""
+    """The packed rows [R] that a forward continues with, in a context of their own, once the K/V of `layer` are
+    stored."""
 
     layer: int
     rows: torch.Tensor

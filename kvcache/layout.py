@@ -1,4 +1,4 @@
-"""What a model's KV cache looks like, read from its Hugging Face text config.
+"""Layout of a model's KV cache, read from its Hugging Face text config.
 
 `KVLayout` answers, per decoder layer: which space its keys live in, which layer owns them (kv-shared layers read the
 last non-shared layer of their type), how many kv heads of which size, and the sliding window. It allocates nothing.

@@ -1,14 +1,14 @@
-"""Pages that outlive their request, so that the next one that begins with the same tokens can adopt them.
+"""Pages that outlive their request, so that a later request with the same first tokens can adopt them.
 
-A radix tree: an edge is a run of whole pages, named by what their K/V depend on. All lengths count slots (tokens).
+A radix tree: an edge is a run of whole pages, and its key the tokens that their K/V depend on. Lengths count slots.
 
     root --[ 31 pages: the system prompt ]--+--[ 4 pages: one question ]
                                             '--[ 9 pages: another ]
 
-Every page of the tree is claimed in the full pool, its SWA peer only while there is room: SWA peers die first. A match
-ends where a row could go on: the `retain` tokens before its end are mapped, or all of them. What no row holds is given
-up, least recently used leaf first, when a pool runs short. It knows no request. Invariant: rows and tree each have
-claims of their own, so nothing that it gives up is taken from a row.
+The tree claims every page in the full pool, its SWA peer only while there is room: SWA peers are released first. A
+match ends where a row can go on: its last `retain` tokens, or all of fewer, are mapped. When a pool runs short, pages
+that no row holds are released, the least recently used leaf first. It knows no request. Invariant: rows and tree have
+claims of their own, so a release takes nothing from a row.
 """
 
 from collections.abc import Iterator, Sequence
@@ -53,7 +53,7 @@ class PrefixCache:
         self.reset()
 
     def key(self, tokens: Sequence[int]) -> IntArray:
-        """One number a slot: what its K/V depend on, beyond the slots before it."""
+        """One number a slot, for the tokens that its K/V depend on besides the earlier slots."""
         ids = np.array(tokens, dtype=np.int64)
         return ids[:-1] << 32 | ids[1:] if self.pairs else ids
 
@@ -101,7 +101,7 @@ class PrefixCache:
         self._touch(nodes)
 
     def clear(self) -> None:
-        """Give everything up, as when the weights that made these K/V are no longer what they were."""
+        """Release all pages, such as after a change of the weights that made these K/V."""
         self.allocator.require_unfrozen("clear")
         given_up = [self._cut(node, 0) for node in list(self._by_age)]
         self.allocator.forget(np.concatenate([NO_PAGES, *given_up[::-1]]))
@@ -110,7 +110,7 @@ class PrefixCache:
         """Forget everything, as the pools have done."""
         self._unclaimed: list[tuple[IntArray, IntArray]] = []  # pages of the tree: evicted ones, and the others
         self._root = _Node(NO_PAGES, NO_PAGES, None)
-        self._by_age: dict[_Node, None] = {}  # used longest ago first; a node comes before its parent
+        self._by_age: dict[_Node, None] = {}  # least recently used first; a node is before its parent
 
     def release(self, full_pages: int, swa_pages: int) -> None:
         """Free this many more pages of each pool, or all that only the cache claims."""
@@ -125,8 +125,8 @@ class PrefixCache:
                     break
                 given_up.append(self._trim(node, short))
                 short -= len(given_up[-1])
-            self.allocator.forget(np.concatenate(given_up[::-1]))  # those that were cut off last are used first
-            for node in self._leaves():  # what is left comes before pages that rows hold
+            self.allocator.forget(np.concatenate(given_up[::-1]))  # alloc takes the pages cut off last first
+            for node in self._leaves():  # the other leaves, before pages that rows hold
                 if full.free_pages >= least:
                     break
                 self.allocator.forget(self._cut(node, 0))
@@ -134,7 +134,7 @@ class PrefixCache:
             self._release_swa(least_swa)
 
     def check(self) -> None:
-        """Assert that the tree is one, and that what it claims is what the pools say."""
+        """Assert that the tree is well-formed, and that its claims agree with the pools."""
         found: list[_Node] = []
         stack = [self._root]
         while stack:
@@ -176,7 +176,7 @@ class PrefixCache:
         return np.concatenate([self._root.pages, *(node.pages[:count] for node, count in path)])
 
     def _usable(self, pages: IntArray) -> IntArray:
-        """As many of these first pages of a text as end with a window that is mapped.
+        """Returns the longest run of these first pages of a text whose last window is mapped as a whole.
 
         Of pages mapped . . x x x . x, with a window of 2 pages: the first 5.
         """
@@ -203,14 +203,14 @@ class PrefixCache:
         return node
 
     def _claim(self) -> None:
-        """Claim what was appended, all of it at once: a call for each would cost more than the tree."""
+        """Claim all appended pages in one call: a call for each would cost more than the tree."""
         if self._unclaimed:
             evicted, mapped = zip(*self._unclaimed, strict=True)
             self._unclaimed = []
             self.allocator.keep(np.concatenate(evicted + mapped), sum(map(len, evicted)))
 
     def _split(self, node: _Node, count: int) -> _Node:
-        """A node of the first `count` pages, before what remains."""
+        """Split off the first `count` pages as a node of their own, the parent of the rest."""
         parent = node.parent
         assert parent is not None
         self._claim()
@@ -253,7 +253,7 @@ class PrefixCache:
     # giving up
 
     def _leaves(self) -> Iterator[_Node]:
-        """From the one used longest ago; a node whose children are gone by then is one too."""
+        """Leaves, least recently used first; a node becomes one once its children were released."""
         return (node for node in list(self._by_age) if not node.children)
 
     def _trim(self, leaf: _Node, most: int) -> IntArray:
@@ -277,7 +277,7 @@ class PrefixCache:
         return pages
 
     def _release_swa(self, least: int) -> None:
-        """Free SWA peers until `least` are free: first those that no match at the end of a node needs."""
+        """Free SWA peers until `least` are free, first the peers that no match at the end of a node needs."""
         swa, retain = self.allocator.swa, self.table.retain
         assert swa is not None and retain is not None
         batch = max(least, swa.free_pages + swa.capacity // BATCH)

@@ -4,9 +4,9 @@
     while planning         `note`: a plan differs from the table (`attention/checked_backend.py` compares the two)
     when a page is freed   its K/V become NaN in every store, so that a stale read shows
 
-Page 0, which takes the writes of padding, stays finite: kernels read it where a table has nothing. What a plan does
-wrong is found by tensor operations alone and written to a record on the device, so that captured rounds are checked at
-every replay; the host reads the record where it may (`verdict`). It knows no plan and no request.
+Page 0, which takes the writes of padding, stays finite: kernels read it where a table is empty. Faults of a plan are
+found by tensor operations alone and written to a record on the device, so captured rounds are checked at every replay;
+the host reads the record between rounds (`verdict`). It knows no plan and no request.
 """
 
 import os
@@ -24,12 +24,12 @@ from specdec.kvcache.table import RequestTable
 
 SETTING = "SPECDEC_SANITIZE"
 Capture = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
-"""As in `specdec.runtime.rounds.captured_rounds`."""
+"""Records a program instead of running it, like `Capture` of `specdec.gpu.captures`."""
 BLAME = f"(found by {SETTING}=1; this is a defect of specdec or of a drafter, no user's mistake)"
 
 
 class Fault(Enum):
-    """What a plan can do wrong; its text follows "row 3, position 17: "."""
+    """Faults of a plan; the text follows "row 3, position 17: "."""
 
     WRITE = "would write to {slot}, where the request table has {expected}"
     SHARED = "would write to {slot}, which has several owners"
@@ -70,7 +70,8 @@ class Sanitizer:
                 tensor[self.allocator.page_size :] = torch.nan
 
     def blind(self, capture: Capture) -> Capture:
-        """The same capture; within, nothing is read back: faults stay in the record until `verdict` is called."""
+        """Wraps `capture` so that nothing is read back within it: faults stay in the record until `verdict` is
+        called."""
 
         def captured(program: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
             self._capturing = True
@@ -116,7 +117,7 @@ class Sanitizer:
         raise name_row(LocationError(f"row {row}, position {position}: {text} {BLAME}"), row)
 
     def check(self) -> None:
-        """Assert that what the rows of the table name is theirs, from the host's side alone.
+        """Assert, on the host alone, that each row of the table owns the slots it names.
 
         Rounds under way reorder slots within a row and change nothing of this. Raises LocationError.
         """

@@ -34,7 +34,7 @@ class LayerKV(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoreAddresses:
-    """Where the rows of P tensors lie, which differ in heads and head size: what `move_kv` reads. Keeps them alive.
+    """Addresses of the rows of P tensors, which differ in heads and head size, for `move_kv`. Keeps the tensors alive.
 
     table: [P, 3] int64 on the device: address, words in a row, words before it in a row of the scratch buffer. A word
     has 8 bytes, or fewer where rows are not made of 8.

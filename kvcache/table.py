@@ -26,14 +26,14 @@ from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.index_spaces import NULL_SLOT, FullLoc
 
 FROZEN_EXTRA_KEYS = 2
-"""What a frozen drafter reads beyond the target's need (window - 1 committed keys): it sees the window + 1 newest."""
+"""Committed keys that a frozen drafter reads beyond the target's window - 1: it sees the window + 1 newest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
     """The rows of the request table that take part in a forward: index [B] int64, on the device.
 
-    longest: the host's bound of their committed prefixes; it decides how wide tables are, never what is in them.
+    longest: the host's bound of their committed prefixes; it decides the width of tables, never their contents.
     """
 
     index: torch.Tensor
@@ -111,7 +111,7 @@ class RequestTable:
         self.close_all(np.array([row]))
 
     def close_all(self, rows: IntArray) -> None:
-        """Give up everything that rows own: what the last of them had is allocated first."""
+        """Free rows and all their slots; the slots of the last row are allocated first."""
         self.allocator.require_unfrozen("close")
         self._require_active(rows)
         rows = rows[::-1]
@@ -185,7 +185,7 @@ class RequestTable:
         return move
 
     def _bring_forward(self, rows: torch.Tensor, length: torch.Tensor, path: torch.Tensor) -> Move | None:
-        """The slots of the path come first after what is committed, or what they hold is to be moved there."""
+        """Order the path's slots right after the committed ones; with larger pages, return the K/V to move there."""
         columns = torch.arange(path.shape[1], device=path.device)
         taken = columns < length[:, None]  # [B, N]
         cells = rows[:, None], self.committed_len.tensor[rows][:, None] + columns
@@ -247,7 +247,7 @@ class RequestTable:
         return len(slots) // page_size
 
     def check(self) -> None:
-        """Assert the allocator's invariants, that rows own what they hold there, and invariant 6 (windows mapped)."""
+        """Assert the allocator's invariants, that its claims are those of rows, and invariant 6 (windows mapped)."""
         self.allocator.check()
         for mirrored in (self.slots, self.committed_len, self.allocator.full_to_swa):
             mirrored.check()

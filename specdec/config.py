@@ -1,7 +1,7 @@
-"""What a user may set, validated on construction. Frozen: "auto" values are resolved by making a new config.
+"""Settings of the user, validated on construction. Frozen: "auto" values are resolved by making a new config.
 
-Arguments come in the types that users have at hand (numpy scalars, the name of a dtype); what a config holds is of
-Python's own types and `torch.dtype`.
+Arguments may have any type that users have at hand (numpy scalars, the name of a dtype); a config holds Python's own
+types and `torch.dtype`.
 """
 
 import math
@@ -21,10 +21,10 @@ MAX_TREE_NODES = 512
 """Verify width including the root."""
 
 DEFAULT_TREE_NODES = 64
-"""What it is at most, where nobody says how wide."""
+"""Upper bound on the verify width of a tree whose num_draft_tokens is None."""
 
 MAX_TOPK = 63
-"""Branches: what a kernel returns of the best tokens of a row, less the one that was drawn."""
+"""Branches of a node: one fewer than the best tokens of a row that a kernel returns, since one is the draw."""
 
 ATTENTION_BACKENDS = ("auto", "torch", "triton")
 
@@ -36,19 +36,19 @@ MAX_PRIORITY = 100
 every 64 later requests that are admitted before it, so at most 12,800 are."""
 
 MAX_FINISHED_TOKENS = 1 << 20
-"""Of finished requests, kept for drafts: 24 bytes each on the host, 16 on the device."""
+"""Tokens of finished requests that are kept for drafts: 24 bytes each on the host, 16 on the device."""
 
 MAX_SALT = 1024
 """Characters of a cache salt."""
 
 GRAMMARS = ("json_schema", "json_object", "regex", "choice")
-"""What a text may be asked to be, one of them a request."""
+"""Kinds of grammar that an output can be held to, one of them a request."""
 
 MAX_FORCED_TOKENS = 15
-"""Tokens of one request in one round that follow from its grammar, and are verified in the place of drafts."""
+"""Tokens that a request's grammar forces, and that a round verifies in the place of drafts."""
 
 MAX_STOPS = 256
-"""Stop strings of a request: each is looked for behind every token."""
+"""Stop strings of a request: each is looked for after every token."""
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKENS = 4096
 
@@ -60,8 +60,9 @@ class SpecConfig:
 
     topk = 1 is a chain. Otherwise the best `topk` nodes of each level are expanded, and the best nodes of all levels
     are verified. num_draft_tokens None: 1 + topk * num_steps nodes, of a tree at most 64.
-    adaptive: this is the largest draft, and each round has the one, down to none, that is expected to bring most tokens
-    a second, by what rounds take here and what was accepted. It changes no token. False: every round has this draft.
+    adaptive: this is the largest draft, and each round has the draft, or none, that is expected to bring most tokens a
+    second, by the measured times of rounds and the acceptance so far. It changes no token. False: every round has this
+    draft.
     """
 
     num_steps: int = 4
@@ -95,7 +96,7 @@ class SpecConfig:
         return min(self.num_steps, self.num_nodes - 1)
 
     def shortened(self, depth: int) -> tuple[int, int]:
-        """(steps, nodes with the root) of a draft that no request can use beyond `depth` tokens."""
+        """(steps, nodes with the root) of a draft of which no request can use more than `depth` levels."""
         steps = min(self.depth, depth)
         return steps, min(self.num_nodes, 1 + self._candidates(steps))
 
@@ -115,32 +116,31 @@ class EngineConfig:
     0.25 on the CPU). dtype: a torch.dtype or its name ("bfloat16", "bf16"); None is
     float32 on the CPU, the checkpoint's elsewhere.
     prefill_chunk: maximum prompt tokens per step of one request, which are read in one step; None: 2048, on a CPU 512.
-    max_prefill_tokens: maximum prompt tokens per step over all requests, whether or not others decode. None: what is
-    measured decides. While others decode, the prompts of a step take half as long as a
-    round for each request that waits for its first token (`EngineStats.prompt_gap_ms`), so one long prompt makes
-    streams slower by half, and a queue is read in large steps. Where that is no time for 256 tokens, on a CPU for 32,
-    a step runs some layers of a forward over so many or fewer, and later steps the rest, unless `prefill_chunk` is set
-    or the model cannot be stopped between layers: then at least 64 tokens, on a CPU 16, are read at once. And at most
-    what a GPU reads in a quarter of a second, 8192 or fewer, on a CPU 96. While no request decodes, prompts of up
-    to four times as many tokens, at most 8192, are read in one step. Prompts are read in order of rank, except that a
-    prompt at most half as long as what the first one has left passes it, within the half of the step that is not the
-    first one's.
+    max_prefill_tokens: maximum prompt tokens per step over all requests, whether or not others decode. None: measured
+    times decide. While requests decode, the prompts of a step may take half a round's time for each request that waits
+    for its first token (`EngineStats.prompt_gap_ms`): one long prompt makes streams slower by half, and a queue is read
+    in large steps. If that is too little for 256 tokens (on a CPU 32), a step runs some layers of a forward over at
+    most that many tokens, and later steps run the rest. If `prefill_chunk` is set, or the model cannot be stopped
+    between layers, at least 64 tokens (on a CPU 16) are read at once. The upper bound is what a GPU reads in a quarter
+    of a second, at most 8192 tokens, and 96 on a CPU. While no request decodes, prompts of up to four times as many
+    tokens, at most 8192, are read in one step. Prompts are read in order of rank, except that a prompt at most half as
+    long as the unread rest of the first one passes it, within the half of the step that is not the first one's.
     attention: "torch" runs anywhere; "triton" uses the Triton kernels, which need a CUDA device (or, to try them on a
     CPU, TRITON_INTERPRET=1); "auto" is "triton" on a GPU that can run them, else "torch".
     deterministic: the logits of a token are a function of its request alone, to the bit: not of the batch, the chunks
-    of its prompt, preemption, the drafter, its trees, or captured rounds. What cannot be made so is refused.
-    cuda_graphs: rounds, and prompts of few tokens, are captured once a shape and replayed; "auto" does so on a GPU, and
-    where a model cannot be captured it runs as it is; True makes that an error, and needs a GPU.
-    max_capture_bytes: what captured rounds and prompts may take of each device; the least recently used are let go, and
-    captured again when they occur again. None: a tenth of a device's memory, or half of what is free once the pools are
-    made, if that is less.
+    of its prompt, preemption, the drafter, its trees, or captured rounds. A model that cannot run so is refused.
+    cuda_graphs: rounds and short prompts are captured once a shape and replayed. "auto" captures on a GPU, and runs a
+    model that cannot be captured without; True makes that an error, and needs a GPU.
+    max_capture_bytes: memory that captured rounds and prompts may take of each device; the least recently used are
+    dropped, and captured again when they occur again. None: a tenth of a device's memory, or half of the memory that is
+    free once the pools are made, if that is less.
     prefix_cache: K/V of prompts and outputs are kept while there is room, and requests that begin with the same tokens
-    begin with them. What is cached is given up before anybody waits for slots.
+    reuse them. Cached K/V are dropped before a request has to wait for slots.
     finished_tokens: drafter "suffix" also proposes from outputs of finished requests, the newest of at most so many
     tokens; 0 (the default): from a request's own text alone. Requests with the same cache_salt share, as they do in the
-    prefix cache. It changes no token, but how soon a text comes depends on what others have been answered.
-    fused: decoder layers of few large kernels in the place of transformers' modules. "auto" does so with "triton" on a
-    GPU, where the family has them; True everywhere (in plain torch without "triton"), and refuses a model or drafter
+    prefix cache. It changes no token, but a text may arrive sooner when other requests had similar outputs.
+    fused: decoder layers of few large kernels in the place of transformers' modules. "auto" uses them with "triton" on
+    a GPU, if the family has them; True everywhere (in plain torch without "triton"), and refuses a model or drafter
     that has none; False never. Merges weights in place: they become views of larger tensors, the same values under the
     same names.
     tensor_parallel: GPUs of this host that share every layer of the target and its head, from `device` on. They must
@@ -157,7 +157,7 @@ class EngineConfig:
     attention: str = "auto"
     cuda_graphs: str | bool = "auto"
     deterministic: bool = False
-    dtype: torch.dtype | None = None  # a name is turned into one before
+    dtype: torch.dtype | None = None  # a name has been converted
     device: str | torch.device | None = None
     prefill_chunk: int | None = None
     max_prefill_tokens: int | None = None
@@ -183,20 +183,20 @@ class EngineConfig:
         require_one_of("attention", self.attention, ATTENTION_BACKENDS)
         for name, words in (("cuda_graphs", "True, 'auto' or False"), ("fused", "'auto', True or False")):
             value = getattr(self, name)
-            _require(name, value, isinstance(value, bool) or value == "auto", f"{words} is wanted")
+            _require(name, value, isinstance(value, bool) or value == "auto", f"{words} is expected")
         _require_bools(self, "deterministic", "prefix_cache")
         if self.device is not None:
             _require_device(self.device)
         dtype: object = self.dtype
         names = ", ".join(f"{name} ({alias})" for alias, name in DTYPE_ALIASES.items())
         fits = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
-        _require("dtype", dtype, fits, f"a floating torch.dtype or its name is wanted, such as {names}")
+        _require("dtype", dtype, fits, f"a floating torch.dtype or its name is expected, such as {names}")
 
 
 @plain_arguments
 @dataclass(frozen=True, slots=True)
 class SamplingParams(SamplingNumbers):
-    """How one request is continued. temperature 0 is greedy; 0, 1.0 and 0.0 turn top_k, top_p and min_p off.
+    """Sampling and limits of one request. temperature 0 is greedy; 0, 1.0 and 0.0 turn top_k, top_p and min_p off.
 
     Logits change in this order, on every path: logit_bias, repetition, frequency and presence penalty, the grammar's
     mask, top_n_sigma, temperature, top_k, top_p, min_p. With a `seed` the output is a pure function of model, prompt,
@@ -215,10 +215,10 @@ class SamplingParams(SamplingNumbers):
     prompt_logprobs: the same for the prompt's tokens; with it, max_new_tokens=0 scores the prompt and adds nothing.
     n: samples of the prompt; number i is that of the same parameters with n=1 and `seed` + i.
     speculation: None, as the engine does; False, not at all; or a SpecConfig within the engine's (adaptive=False: that
-    draft in every round, in an adaptive engine too). It changes no token.
-    In company of deeper drafts a request accepts no more of them than its own depth.
-    cache_salt: a secret text. Only requests with the same salt (None is one too) share K/V in the prefix cache, so that
-    no other can find out what was in a prompt by what it finds cached. It changes no token.
+    draft in every round, in an adaptive engine too). In a round with deeper drafts the request accepts at most its own
+    depth. It changes no token.
+    cache_salt: a secret text. Only requests with the same salt (None is one too) share K/V in the prefix cache, so a
+    caller without it cannot learn from cache hits what was in a prompt. It changes no token.
     """
 
     stop: str | Sequence[str] = ()
@@ -228,7 +228,7 @@ class SamplingParams(SamplingNumbers):
     n: int = 1
     speculation: SpecConfig | bool | None = None
     logit_bias: Mapping[int, float] | None = None
-    json_schema: str | Mapping[str, Any] | None = None  # JSON text, once it is here
+    json_schema: str | Mapping[str, Any] | None = None  # JSON text after validation
     json_object: bool = False
     regex: str | None = None
     choice: Sequence[str] | None = None
@@ -247,9 +247,9 @@ class SamplingParams(SamplingNumbers):
                 require_number(name, getattr(self, name), number.low, number.high, open_low=number.open_low)
         require_int("n", self.n, 1, 1 << 16)
         if self.seed is not None:
-            require_int("seed", self.seed, 0, (1 << 63) - self.n)  # that of the last sample is one too
+            require_int("seed", self.seed, 0, (1 << 63) - self.n)  # sample i has the seed plus i
         own = self.speculation is None or self.speculation is False or isinstance(self.speculation, SpecConfig)
-        _require("speculation", self.speculation, own, "None (as the engine), False (none) or a SpecConfig is wanted")
+        _require("speculation", self.speculation, own, "None (as the engine), False (none) or a SpecConfig is expected")
         for name in ("logprobs", "prompt_logprobs"):
             if (count := getattr(self, name)) is not None:
                 require_int(name, count, 0, 1024)
@@ -265,7 +265,7 @@ class SamplingParams(SamplingNumbers):
     def _require_stops(self) -> None:
         stops = (self.stop,) if isinstance(self.stop, str) else self.stop
         _require(
-            "stop", self.stop, _are_texts(stops), "a non-empty string, or a sequence of them, is wanted; () for none"
+            "stop", self.stop, _are_texts(stops), "a non-empty string, or a sequence of them, is expected; () for none"
         )
         longest = max(map(len, self.stop_strings), default=0)
         if len(self.stop_strings) > MAX_STOPS or longest > MAX_STOP_CHARS:
@@ -274,7 +274,7 @@ class SamplingParams(SamplingNumbers):
                 f"at most {MAX_STOPS} of {MAX_STOP_CHARS} characters are looked for"
             )
         ids = self.stop_token_ids
-        _require("stop_token_ids", ids, _is_collection(ids), "a sequence of token ids is wanted; () for none")
+        _require("stop_token_ids", ids, _is_collection(ids), "a sequence of token ids is expected; () for none")
         if len(ids) > MAX_STOP_TOKENS:
             raise ConfigError(f"stop_token_ids has {len(ids)} ids; at most {MAX_STOP_TOKENS} are allowed")
         for token in ids:
@@ -283,7 +283,7 @@ class SamplingParams(SamplingNumbers):
     def _require_bias(self) -> None:
         bias = {} if self.logit_bias is None else self.logit_bias
         is_mapping = isinstance(bias, Mapping)
-        _require("logit_bias", bias, is_mapping, "a mapping of token ids to numbers is wanted; None for none")
+        _require("logit_bias", bias, is_mapping, "a mapping of token ids to numbers is expected; None for none")
         for token, value in bias.items():
             require_int("a token id in logit_bias", token, 0, 1 << 40)
             require_number(f"logit_bias of token {token}", value, -100.0, 100.0)
@@ -292,14 +292,14 @@ class SamplingParams(SamplingNumbers):
         require_int("min_tokens", self.min_tokens, 0, 1 << 30)
         if self.min_tokens > self.max_new_tokens:
             raise ConfigError(
-                f"min_tokens={self.min_tokens}: at most max_new_tokens={self.max_new_tokens} is wanted; lower it, or "
+                f"min_tokens={self.min_tokens}: at most max_new_tokens={self.max_new_tokens} is expected; lower it, or "
                 "raise max_new_tokens"
             )
         allowed = self.allowed_token_ids
         if allowed is None:
             return
         some = _is_collection(allowed) and len(allowed) > 0
-        _require("allowed_token_ids", allowed, some, "some token ids are wanted; None for all of them")
+        _require("allowed_token_ids", allowed, some, "some token ids are expected; None for all of them")
         for token in allowed:
             require_int("allowed_token_ids", token, 0, 1 << 40)
         if self.grammar is not None:
@@ -317,13 +317,13 @@ class SamplingParams(SamplingNumbers):
             ("choice", "a sequence of non-empty strings", _are_texts(self.choice) and self.choice),
         ):
             value = getattr(self, name)
-            _require(name, value, value is None or bool(fits), f"{expected} is wanted; None for none")
+            _require(name, value, value is None or bool(fits), f"{expected} is expected; None for none")
         if self.ignore_eos and asked:
             raise ConfigError(f"ignore_eos=True with {asked[0]}: the text is over where the grammar is; leave one out")
 
     @property
     def grammar(self) -> str | None:
-        """Which of `GRAMMARS` the output is to follow; None: it is free."""
+        """Name in `GRAMMARS` of the output's grammar; None: it has none."""
         return next((name for name in GRAMMARS if self._asks(name)), None)
 
     def _asks(self, name: str) -> bool:
@@ -358,7 +358,7 @@ def _require(name: str, value: object, fits: bool, expected: str) -> None:
 def _require_bools(config: object, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
-        _require(name, value, isinstance(value, bool), "True or False is wanted")
+        _require(name, value, isinstance(value, bool), "True or False is expected")
 
 
 def _require_device(device: object) -> None:
@@ -366,13 +366,13 @@ def _require_device(device: object) -> None:
         if not isinstance(device, torch.device):
             torch.device(device if isinstance(device, str) else "")
     except RuntimeError:
-        _require("device", device, False, "a torch device is wanted, such as 'cpu', 'cuda' or 'cuda:1'")
+        _require("device", device, False, "a torch device is expected, such as 'cpu', 'cuda' or 'cuda:1'")
 
 
 def require_int(name: str, value: object, low: int, high: int) -> None:
     """Raise ConfigError unless it is an integer from `low` to `high`."""
     fits = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-    _require(name, value, fits, f"an integer from {low} to {high} is wanted")
+    _require(name, value, fits, f"an integer from {low} to {high} is expected")
 
 
 def require_number(name: str, value: object, low: float, high: float = math.inf, *, open_low: bool = False) -> None:
@@ -383,4 +383,4 @@ def require_number(name: str, value: object, low: float, high: float = math.inf,
     span = f"above {low:g}" if open_low else f"from {low:g}"
     if math.isfinite(high):
         span += f" to {high:g}"
-    _require(name, value, False, f"a finite number {span} is wanted")
+    _require(name, value, False, f"a finite number {span} is expected")

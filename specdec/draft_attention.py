@@ -24,7 +24,7 @@ def same_document(pos: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def in_float32(attend: Attend) -> Attend:
-    """The same with scores that are not rounded, as kernels have them: for a reference in 16 bits."""
+    """Wraps `attend` so that scores are not rounded, as in kernels: for a reference in 16 bits."""
     return lambda layer, q, k, v: attend(layer, q.float(), k.float(), v.float()).to(q.dtype)
 
 

@@ -3,11 +3,11 @@
     engine = Engine.from_pretrained("tiny-gemma4", drafter="tiny-gemma4-mtp")
     [out] = engine.generate("...", SamplingParams(max_new_tokens=64))
 
-Calls from several threads take turns, a step at a time, in the order in which they came; `submit` and `abort` wait for
-none. The requests of all of them, and of open streams, share rounds, whoever steps.
+Calls from several threads take turns, one step each, in order of arrival; `submit` and `abort` never wait for a turn.
+The requests of all threads and of open streams share rounds, whichever thread runs the step.
 A step that is interrupted (an error, Ctrl-C) happened to no request: the next one begins again from their tokens. A
-tokenizer or a grammar that raises ends its own request, with RequestFailedError, and interrupts no step. An error that
-is raised again, with no token in between, ends one request of the step, not all: see `specdec.runtime.step_faults`.
+tokenizer or a grammar that raises ends its own request, with RequestFailedError, and interrupts no step. When a step
+fails twice with no token in between, one request of it ends, not all: see `specdec.runtime.step_faults`.
 """
 
 import itertools
@@ -88,7 +88,7 @@ class Engine:
     """
 
     @known_keywords
-    @torch.inference_mode(False)  # ordinary tensors, whoever makes the engine
+    @torch.inference_mode(False)  # ordinary tensors, even if the caller is in inference mode
     def __init__(
         self,
         target: TargetModel,
@@ -123,12 +123,12 @@ class Engine:
             in_tiles=target.in_tiles,
             captured=capture is not None,
         )
-        rounds_ahead = 1 if capture is None else 2  # slots for a round that starts before the one in front is settled
+        rounds_ahead = 1 if capture is None else 2  # a captured round is launched before the previous one is settled
         lookahead = rounds_ahead * (self.spec.num_nodes if drafter is not None else 1)
         self.cache, self.max_model_len = make_cache(target, drafter, self.config, lookahead, backend)
         say_where_drafts_end(drafter, self.max_model_len)
         self.table = self.cache.table
-        memory = capture  # before anything is put in front of it
+        memory = capture  # before the sanitizer wraps it
         backend, capture = sanitized(self.cache, backend, capture)
         kept = config.finished_tokens
         self.round = Round(target, drafter, self.cache, backend, lags=self.spec.adaptive, finished_tokens=kept)
@@ -154,18 +154,18 @@ class Engine:
             graphs = RoundGraphs(self.round, store, strict=strict)
             chunks = ChunkGraphs(self.round, store, strict=strict)
             catch_ups = CatchUps(self.round, store, strict=strict)
-        if config.prefill_chunk is None:  # who says how much of a prompt a step reads has it read in one
+        if config.prefill_chunk is None:  # a fixed chunk is read in one forward
             self.scheduler.prompt_gap.division = division_of(self.round, captured=chunks is not None)
         self.steps = Steps(self.scheduler, self.round, self.spec, graphs, chunks, catch_ups)
         self._faults = StepFaults(self.scheduler)
         self.intake = Intake(target, tokenizer, None if drafter is None else self.spec, self.scheduler)
         self.end_tokens = self.intake.end_tokens
-        self._live: dict[int, Request] = {}  # by number, oldest first: the one list that a fault cannot spoil
+        self._live: dict[int, Request] = {}  # by number, oldest first; a restart needs no other list
         self._numbers = itertools.count()
         self._turns = Turns()
         self._interrupted = False  # a turn began and did not end
-        self._arrived: deque[Request] = deque()  # submitted, to join with the next turn
-        self._doomed: deque[int] = deque()  # ids to be released by the present turn, or the next
+        self._arrived: deque[Request] = deque()  # submitted; the next turn hands them to the scheduler
+        self._aborted: deque[int] = deque()  # ids of requests to end; this turn, or the next, releases their slots
         self._closed = False
         self._cleared = False  # closed, to the end
         warm_up(self.steps)
@@ -253,7 +253,7 @@ class Engine:
 
     @known_keywords
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamDelta]:
-        """Continue one prompt, yielding what each round adds; the last delta carries the whole output.
+        """Continue one prompt, yielding the new tokens of each round; the last delta carries the whole output.
 
         Leaving the loop early aborts the request and frees its slots. Bad input raises here, not at the first delta.
         A stream that cannot be completed raises: RequestFailedError, or SpecDecError when the engine was closed.
@@ -264,7 +264,7 @@ class Engine:
 
     @known_keywords
     def submit(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> Handle:
-        """Hand in one prompt, without waiting for any step: the handle reads what steps bring.
+        """Submit one prompt without waiting for a step; the handle reads the tokens that steps add.
 
         priority: from -100 to 100. Lower values are served first and preempted last; equal ones in order of arrival.
         The value of a waiting request falls by 1 for every 64 later requests that are served before it.
@@ -288,10 +288,10 @@ class Engine:
         return [Handle(request, self._advance, self.abort) for request in requests]
 
     def step(self) -> bool:
-        """One step for everybody: a round of all who decode, and prompt chunks. -> is there anything left to do?
+        """Run one step: a round of all decoding requests, and prompt chunks -> is there anything left to do?
 
-        Raises what is raised in it, and the next step begins again; but an error that names the row of one request
-        (`specdec.errors.name_row`) ends that request and is not raised here.
+        Raises any error of the step, and the next step restarts all requests from their tokens; but an error that names
+        the row of one request (`specdec.errors.name_row`) ends that request and is not raised here.
         """
         self._require_open()
         self._in_turn(self._run, self._whole_step)
@@ -304,8 +304,8 @@ class Engine:
         """
         if isinstance(id, bool) or not isinstance(id, int):
             raise ConfigError(f"id={shown(id)}: the id of one request is expected, an integer as in Handle.id")
-        self._doomed.append(id)
-        self._look_in()
+        self._aborted.append(id)
+        self._drain_inbox()
 
     def chat_prompt(
         self,
@@ -391,12 +391,12 @@ class Engine:
             self.scheduler.rounds_held = False
 
     def clear_prefix_cache(self) -> None:
-        """Forget the K/V that are kept for later requests, and keep none of what running ones have made: for changes of
-        the model that leave no trace, such as weights edited through `.data`, or a hook that does something else now.
+        """Drop all cached K/V, and cache none that running requests have computed so far. Call it after changes of the
+        model that leave no trace, such as weights edited through `.data`, or a hook whose behaviour changed.
 
         Most changes are noticed without this call: docs/life_of_a_request.md lists them. It also compares every
-        attribute and config of the target's modules with what they were, and copies a target with hooks or adapters
-        again. Raises UnsupportedModelError where the target, as it is now, cannot be served.
+        attribute and config of the target's modules with their earlier values, and copies a target with hooks or
+        adapters again. Raises UnsupportedModelError if the changed target cannot be served.
         """
         self._in_turn(self._forget_prefixes)
 
@@ -428,9 +428,9 @@ class Engine:
         self.close()
 
     def _in_turn(self, work: Callable[[], T], whole: Callable[[Callable[[], T]], T] | None = None) -> T:
-        """Do this work in a turn of this thread; one that did not end is as if it had not begun."""
+        """Do this work in a turn of this thread. If it raises, the next turn restarts requests from settled tokens."""
         result = self._turns.run(lambda: with_modes_restored(lambda: (whole or self._whole)(work)))
-        self._look_in()
+        self._drain_inbox()
         return result
 
     def _whole_step(self, work: Callable[[], None]) -> None:
@@ -441,7 +441,7 @@ class Engine:
             named = self._faults.end_named(error)
             ended = named or self._faults.end_newest(error, self._live.values())
             if ended is not None:
-                self._doomed.append(ended.number)  # it leaves as soon as there is a turn, which begins again
+                self._aborted.append(ended.number)  # the next turn restarts the others and releases it
             if named is None:
                 raise
         else:
@@ -451,24 +451,24 @@ class Engine:
         if self._interrupted:
             self._begin_again()
         self._interrupted = True
-        self._let_in_and_out()
+        self._process_inbox()
         result = work()
-        self._let_in_and_out()
+        self._process_inbox()
         self._interrupted = False
         return result
 
-    def _look_in(self) -> None:
-        """Let requests in and out, unless a thread has a turn or waits for one: that turn does, or it does later.
+    def _drain_inbox(self) -> None:
+        """Process the inbox now, unless another thread has a turn or waits for one: then that turn processes it.
 
-        Never waits for a turn, so it may be called from anywhere, by the garbage collector within any turn too. Under
-        a lock over weights it leaves all to the next turn, since a release looks at the weights.
+        Never waits for a turn, so it may be called from anywhere, by the garbage collector within any turn too. While
+        the lock over weights is held, the inbox is left to the next turn, since a release looks at the weights.
         """
-        while (self._arrived or self._doomed) and not weights_lock_held():
+        while (self._arrived or self._aborted) and not weights_lock_held():
             if not self._turns.attempt(lambda: with_modes_restored(lambda: self._whole(lambda: None))):
                 break
 
-    def _let_in_and_out(self) -> None:
-        """Requests that were handed in join, and those that were aborted leave and free what they own."""
+    def _process_inbox(self) -> None:
+        """Hand submitted requests to the scheduler, then end aborted ones and free their row and slots."""
         while self._arrived:
             request = self._arrived[0]
             if self._closed:
@@ -477,17 +477,17 @@ class Engine:
                 self._live[request.number] = request
                 self.scheduler.submit(request)
             self._arrived.popleft()
-        while self._doomed:
-            doomed = self._live.get(self._doomed[0])
-            if doomed is not None:
-                doomed.end("abort")
-                self.scheduler.release(doomed)
+        while self._aborted:
+            aborted = self._live.get(self._aborted[0])
+            if aborted is not None:
+                aborted.end("abort")
+                self.scheduler.release(aborted)
                 self.steps.drop_lost()
-                self._forget(doomed.number)
-            self._doomed.popleft()
+                self._forget(aborted.number)
+            self._aborted.popleft()
 
     def _begin_again(self) -> None:
-        """After a fault: requests are what they had settled, and everything else is made again from them."""
+        """After a fault, restart every live request from its settled tokens; nothing else of the turn is kept."""
         for number, request in list(self._live.items()):
             if request.finished:
                 self._forget(number)
@@ -498,7 +498,7 @@ class Engine:
         for request in requests:
             request.number, request.priority, request.handed_in = next(self._numbers), priority, time.perf_counter()
         self._arrived.extend(requests)
-        self._look_in()
+        self._drain_inbox()
 
     def _advance(self, request: Request) -> None:
         """One step, unless the request has ended meanwhile."""
@@ -529,7 +529,7 @@ class Engine:
 
     def _deltas(self, request: Request) -> Iterator[StreamDelta]:
         try:
-            self._submit([request])  # not before the first delta is asked for: a stream nobody reads holds nothing
+            self._submit([request])  # only once the first delta is read: an unread stream holds no slots
             for delta in Handle(request, self._advance, self.abort):
                 if delta.output is not None:
                     request.require_whole()
@@ -538,9 +538,9 @@ class Engine:
             self._abort([request])  # also when the garbage collector closes a stream, within any turn
 
     def _abort(self, requests: Sequence[Request]) -> None:
-        """`abort` for those that have not ended, or that a fault kept from leaving."""
-        self._doomed.extend(r.number for r in requests if not r.finished or r.number in self._live)
-        self._look_in()
+        """Abort the requests that have not ended, or whose release a fault prevented."""
+        self._aborted.extend(r.number for r in requests if not r.finished or r.number in self._live)
+        self._drain_inbox()
 
     def _forget(self, number: int) -> None:
         request = self._live.pop(number)

@@ -35,7 +35,7 @@ class OutOfSlotsError(SpecDecError):
 
 
 class QueueFullError(SpecDecError):
-    """As many requests wait as may."""
+    """The queue is full: as many requests wait as the limit allows."""
 
 
 class StoppingError(SpecDecError):
@@ -71,7 +71,8 @@ class FrozenKVError(KVStateError):
     """A KV mutation while a frozen view is open, a nested view, or a view used after it closed."""
 
 
-MOST_SHOWN = 160
+MAX_SHOWN = 160
+"""Characters of a value that an error shows."""
 
 
 class _Short(reprlib.Repr):
@@ -102,7 +103,7 @@ _short = _Short()
 def shown(value: object) -> str:
     """A value as a message shows it: never a printed tensor, module or long list."""
     text = " ".join(_short.repr(value).split())
-    return text if len(text) <= MOST_SHOWN else text[:MOST_SHOWN] + "..."
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
 
 
 def require_one_of(name: str, value: object, known: Iterable[str]) -> None:
@@ -143,8 +144,8 @@ def is_fault(error: BaseException) -> bool:
 
 
 def name_row(error: BaseException, row: int) -> BaseException:
-    """The same error, which names the row of the request table that it concerns: raised in a step, it ends the request
-    of that row and no other. What is no fault (`is_fault`) names none."""
+    """Returns the error, marked with the row of the request table that it concerns: raised in a step, it ends the
+    request of that row and no other. An error that is no fault (`is_fault`) gets no mark."""
     if is_fault(error):
         error.row = int(row)  # type: ignore[attr-defined]
     return error

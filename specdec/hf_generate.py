@@ -62,7 +62,7 @@ class Settings:
     def of(cls, model: PreTrainedModel, given: GenerationConfig | None, kwargs: Mapping[str, Any]) -> "Settings":
         """Merge, and refuse what cannot be honoured."""
         if given is not None and not isinstance(given, GenerationConfig):
-            raise ConfigError(f"generation_config={shown(given)}: a transformers GenerationConfig is wanted")
+            raise ConfigError(f"generation_config={shown(given)}: a transformers GenerationConfig is expected")
         defaults = GenerationConfig._get_default_generation_params()
         legacy = model.config._get_generation_parameters() if given is None else {}
         for name, value in legacy.items():  # as transformers does
@@ -148,7 +148,7 @@ class Settings:
         count = 1 if count is None else _as_int("num_return_sequences", count)
         if count < 1 or (count > 1 and not self["do_sample"]):
             raise ConfigError(
-                f"num_return_sequences={count}: 1 is wanted, or more of them with do_sample=True; greedy ones are equal"
+                f"num_return_sequences={count}: 1 is expected, or more with do_sample=True; greedy ones are equal"
             )
         return count
 
@@ -190,7 +190,7 @@ def generate(
     """
     anything: object = model
     if not isinstance(anything, nn.Module) or not hasattr(anything, "config"):
-        raise ConfigError(f"model={shown(model)}: a loaded transformers model is wanted; Engine takes names")
+        raise ConfigError(f"model={shown(model)}: a loaded transformers model is expected; Engine takes names")
     settings = Settings.of(model, generation_config, hf_generate_kwargs)
     drafter = _one_of("drafter", drafter, "assistant_model", assistant_model)
     if isinstance(drafter, torch.Tensor):
@@ -200,7 +200,7 @@ def generate(
     copies = settings.copies()
     ids, mask = ids.repeat_interleave(copies, dim=0), mask.repeat_interleave(copies, dim=0)
     if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
-        raise ConfigError(f"streamer={shown(streamer)}: a transformers streamer, with put and end, is wanted")
+        raise ConfigError(f"streamer={shown(streamer)}: a transformers streamer, with put and end, is expected")
     if streamer is not None and len(ids) != 1:
         raise ConfigError(f"a streamer takes one row, not {len(ids)}; leave it out, or use Engine.stream for each")
 
@@ -304,9 +304,9 @@ def _input_ids(model: PreTrainedModel, settings: Settings, ids: Any) -> torch.Te
             raise ConfigError("there are no input_ids, and no bos_token_id to begin with; give one of them")
         ids = torch.tensor([[_as_int("bos_token_id", bos)]], device=model.device)
     if not isinstance(ids, torch.Tensor):
-        raise ConfigError(f"input_ids={shown(ids)}: a tensor [batch, tokens] is wanted; Engine.generate takes lists")
+        raise ConfigError(f"input_ids={shown(ids)}: a tensor [batch, tokens] is expected; Engine.generate takes lists")
     if ids.dim() != 2:
-        raise ConfigError(f"input_ids has shape {tuple(ids.shape)}; [batch, tokens] is wanted")
+        raise ConfigError(f"input_ids has shape {tuple(ids.shape)}; [batch, tokens] is expected")
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise ConfigError(f"input_ids are {ids.dtype}; token ids are integers")
     return ids
@@ -357,5 +357,5 @@ def _as_int(name: str, value: Any) -> int:
     if isinstance(value, (torch.Tensor, np.ndarray, np.generic)) and value.ndim == 0:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{name}={shown(value)}: an integer is wanted")
+        raise ConfigError(f"{name}={shown(value)}: an integer is expected")
     return value

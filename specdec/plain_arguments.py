@@ -76,4 +76,4 @@ def as_dtype(value: Any) -> Any:
 
 
 OWN_FORMS: dict[str, Callable[[Any], Any]] = {"dtype": as_dtype, "json_schema": _schema_text}
-"""Of arguments that are neither a number nor numbers: how a config holds them."""
+"""Converters of arguments that are neither a number nor numbers to the form in which a config holds them."""

@@ -58,4 +58,4 @@ class SamplingNumbers:
 NUMBERS: dict[str, Number] = {
     each.name: each.metadata["number"] for each in fields(SamplingNumbers) if "number" in each.metadata
 }
-"""By the name of their field, in order."""
+"""Numbers by the name of their field, in order."""

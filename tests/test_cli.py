@@ -350,7 +350,7 @@ def test_an_option_is_not_taken_for_the_file_of_json(value):
 def test_names_of_dtypes():
     assert run("generate", "x", "--max-new-tokens", "1", "--dtype", "bf16").exit_code == 0
     refused = run("generate", "x", "--dtype", "int8")
-    wanted = "specdec: dtype='int8': a floating torch.dtype or its name is wanted, such as bfloat16 (bf16)"
+    wanted = "specdec: dtype='int8': a floating torch.dtype or its name is expected, such as bfloat16 (bf16)"
     assert refused.exit_code == 2 and refused.stderr.startswith(wanted)
 
 

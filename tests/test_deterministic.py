@@ -375,7 +375,7 @@ def test_attention_of_some_rows_is_that_of_all(
 def test_kernels(family, make_target, random_prompt, scripted, tree_script, seen, monkeypatch):
     """Alone, in a batch, in chunks of a few tokens, chains and trees, in captured rounds and not."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(specdec.runtime.rounds.captured_rounds, "NARROWEST", 8)
+    monkeypatch.setattr(specdec.runtime.rounds.captured_rounds, "MIN_TABLE_WIDTH", 8)
     monkeypatch.setattr("specdec.runtime.rounds.captured_prompts.MIN_TOKENS", 4)
     model = make_target(family, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
     prompts = [random_prompt(11), random_prompt(3)]

@@ -17,7 +17,7 @@ from specdec.runtime.draft_words import acceptance_in_words, depths_in_words, wh
 from specdec.runtime.engine_stats import DraftWatch, EngineStats
 from specdec.runtime.request import RequestStats
 from specdec.runtime.rounds.round_shapes import NO_DRAFT
-from specdec.serving.logs import said
+from specdec.serving.logs import traffic_line
 from specdec.serving.metrics import Metrics, Snapshot
 
 ADAPTIVE = SpecConfig(4, adaptive=True)
@@ -191,9 +191,9 @@ def test_the_log_says_why_there_are_no_drafts():
     some.record_round(2, 1, 1)
     some.add(none)
     off = EngineStats(drafts=taught(0.5, 0).use())
-    assert "no drafts (of 40 drafts that were tried 0 began" in said(None, Snapshot(off, none), 1.0)
-    assert "1 of 9 rounds had drafts (of 40" in said(None, Snapshot(off, some), 1.0)
-    assert "drafts" not in said(None, Snapshot(EngineStats(), none), 1.0)
+    assert "no drafts (of 40 drafts that were tried 0 began" in traffic_line(None, Snapshot(off, none), 1.0)
+    assert "1 of 9 rounds had drafts (of 40" in traffic_line(None, Snapshot(off, some), 1.0)
+    assert "drafts" not in traffic_line(None, Snapshot(EngineStats(), none), 1.0)
 
 
 def test_words_of_drafts():

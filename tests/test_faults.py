@@ -84,7 +84,7 @@ def profiled(calls: Calls) -> Iterator[None]:
 
 def assert_empty(engine: Engine) -> None:
     engine.table.check()
-    assert engine.scheduler.idle and not engine._live and not engine._doomed
+    assert engine.scheduler.idle and not engine._live and not engine._aborted
     allocator = engine.table.allocator
     assert allocator.full.held_pages == 0 and (allocator.swa is None or allocator.swa.held_pages == 0)
     assert not allocator.frozen and not engine.table.active_rows.size

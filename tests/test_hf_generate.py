@@ -549,7 +549,7 @@ def test_a_streamed_token_does_not_copy_the_whole_text(stop_strings, model, byte
 
 @pytest.mark.parametrize("streamer", [3, "text"])
 def test_what_is_no_streamer(streamer, model):
-    with pytest.raises(ConfigError, match="a transformers streamer, with put and end, is wanted"):
+    with pytest.raises(ConfigError, match="a transformers streamer, with put and end, is expected"):
         specdec.generate(model, None, torch.tensor([[2, 3]]), max_new_tokens=2, streamer=streamer)
 
 

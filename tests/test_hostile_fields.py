@@ -72,9 +72,9 @@ def test_what_a_response_has_in_common_with_a_chat_are_fields_of_both():
 def test_the_share_of_a_client_comes_back_when_its_event_loop_is_closed_while_it_waits():
     """It was kept: a client whose loop had gone was refused for ever."""
     admission = Admission(1, 0, per_client=1)
-    asyncio.run(admission.take(1, "other"))
+    asyncio.run(admission.take_places(1, "other"))
     loop = asyncio.new_event_loop()
-    waiting = loop.create_task(admission.take(1, "client", wait=True))
+    waiting = loop.create_task(admission.take_places(1, "client", wait=True))
     loop.run_until_complete(asyncio.sleep(0))
     with pytest.raises(QueueFullError, match="1 of your samples"):
         admission.require(1, "client")
@@ -93,8 +93,8 @@ def test_a_cancelled_waiter_at_the_head_lets_those_after_it_in_and_new_callers_t
 
     async def run():
         admission = Admission(1, 2)
-        await admission.take(2)
-        large, small = (asyncio.create_task(admission.take(count, wait=True)) for count in (3, 1))
+        await admission.take_places(2)
+        large, small = (asyncio.create_task(admission.take_places(count, wait=True)) for count in (3, 1))
         await asyncio.sleep(0)
         with pytest.raises(QueueFullError, match=r"^2 of 3 places are taken, and callers .* wait for 4;"):
             admission.require(1)
@@ -103,9 +103,9 @@ def test_a_cancelled_waiter_at_the_head_lets_those_after_it_in_and_new_callers_t
         await asyncio.wait_for(small, 60)
         assert admission.out == 3
         with pytest.raises(QueueFullError, match="2 requests wait behind 1 that run, and at most 2 may"):
-            await admission.take(1)
+            await admission.take_places(1)
         admission.give_back(1)
-        await admission.take(1)
+        await admission.take_places(1)
 
     asyncio.run(run())
 

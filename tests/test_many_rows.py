@@ -251,7 +251,8 @@ def slots_one_after_the_other(scheduler: Scheduler) -> None:
 
 
 def test_only_the_last_makes_room_and_only_when_slack_does_not():
-    """Rows of 6 tokens and 14 slots: 2 each are wanted. Of 20 in the SWA pool all are taken until slack is given up."""
+    """Rows of 6 tokens and 14 slots: 2 each are asked for. Of 20 in the SWA pool all are taken until slack is given
+    up."""
     table = make(pages=60, swa_pages=20, window=3)
     scheduler = scheduler_of(table, [6, 6, 6])
     grow(table, [6, 6, 6])

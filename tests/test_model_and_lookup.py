@@ -300,8 +300,13 @@ def test_the_prefix_cache_keeps_no_page_that_the_model_has_not_read():
     with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-eagle3,suffix", spec=CHAIN, config=config) as engine:
         choosing(engine, lambda shapes: shapes[-1])
         [prompt] = prompts(engine)[:1]
-        leave, read = engine.prefixes.leave, []
-        engine.prefixes.leave = lambda requests: (read.append(int(engine.round.unread.read[0])), leave(requests))
+        release_rows, read = engine.prefixes.release_rows, list[int]()
+
+        def watched(requests):
+            read.append(int(engine.round.unread.read[0]))
+            release_rows(requests)
+
+        engine.prefixes.release_rows = watched
         text = prompt + engine.generate(prompt, params)[0].token_ids
         assert len(prompt) < read[0] < len(text) - 2, "it was behind"
         [again] = engine.generate(text, SamplingParams(max_new_tokens=4))

@@ -337,7 +337,8 @@ def test_a_preempted_request_finds_what_it_had_made(case, build, greedy_oracle, 
 @pytest.mark.deep
 @pytest.mark.parametrize("page_size", [1, deep(16)])
 def test_swa_stays_a_window_a_request_at_long_contexts(page_size, make_target, make_engine, random_prompt):
-    """Rows hold a window; what is cached of the rest is given up when it is wanted, and the prefix is found again."""
+    """Rows hold a window; what is cached of the rest is given up when its room is needed, and the prefix is found
+    again."""
     layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
     model = make_target("gemma4-31b", **layers)
     engine = make_engine(
@@ -469,7 +470,7 @@ def test_without_it_nothing_is_kept(build, greedy_oracle, random_prompt):
 
 @pytest.mark.parametrize("wrong", ["auto", 1, None])
 def test_it_is_on_or_off(wrong):
-    with pytest.raises(ConfigError, match=r"prefix_cache=.*: True or False is wanted"):
+    with pytest.raises(ConfigError, match=r"prefix_cache=.*: True or False is expected"):
         specdec.EngineConfig(prefix_cache=wrong)
 
 

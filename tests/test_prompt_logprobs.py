@@ -157,7 +157,7 @@ def test_logits_of_a_long_prompt_are_never_there_as_a_whole(
         seen.append(hidden.numel() // hidden.shape[-1])
         return logits(self, hidden)
 
-    monkeypatch.setattr(specdec.runtime.rounds.prompt_scoring, "MOST_LOGITS", 7 * VOCAB + 5)
+    monkeypatch.setattr(specdec.runtime.rounds.prompt_scoring, "MAX_LOGITS", 7 * VOCAB + 5)
     engine = make_engine(model, prefill_chunk=64)
     monkeypatch.setattr(TargetModel, "logits", noting)
     [out] = engine.generate(random_prompt(60), SamplingParams(max_new_tokens=1, prompt_logprobs=4))
@@ -166,7 +166,7 @@ def test_logits_of_a_long_prompt_are_never_there_as_a_whole(
 
 
 def test_the_tile_of_a_vocabulary_of_262144_has_64_rows():
-    assert specdec.runtime.rounds.prompt_scoring.MOST_LOGITS // 262_144 == 64
+    assert specdec.runtime.rounds.prompt_scoring.MAX_LOGITS // 262_144 == 64
 
 
 # whatever happens to the request
@@ -273,14 +273,14 @@ def test_a_fault_in_the_middle_of_a_prompt_loses_no_score(
     engine = make_engine(model, prefill_chunk=8, max_prefill_tokens=8)
     handle = engine.submit(random_prompt(40), SCORE)
     engine.step()
-    take, calls = PromptScores.take, itertools.count()
+    take, calls = PromptScores.fill, itertools.count()
 
     def failing(self: PromptScores, first: int, scores: TokenScores) -> None:
         if next(calls) in (0, 2):
             raise MemoryError("in the middle")
         take(self, first, scores)
 
-    monkeypatch.setattr(PromptScores, "take", failing)
+    monkeypatch.setattr(PromptScores, "fill", failing)
     for _ in range(2):
         with pytest.raises(MemoryError):
             handle.output()
@@ -327,7 +327,7 @@ def test_in_deterministic_mode_scores_have_the_same_bits_in_any_batch_and_any_ch
     crowd = {"drafter": "ngram", "max_batch_size": 3, "page_size": 4, "full_slots": 80, "swa_slots": 80}
     for config in ({"max_batch_size": 2, "prefill_chunk": 7}, crowd):
         assert all(itertools.starmap(torch.equal, zip(scores(**config), expected, strict=True)))
-    monkeypatch.setattr(specdec.runtime.rounds.prompt_scoring, "MOST_LOGITS", 3 * VOCAB)
+    monkeypatch.setattr(specdec.runtime.rounds.prompt_scoring, "MAX_LOGITS", 3 * VOCAB)
     assert all(itertools.starmap(torch.equal, zip(scores(), expected, strict=True)))
 
 
@@ -351,12 +351,12 @@ def test_scores_are_filled_in_from_the_front():
         return TokenScores(column, np.stack([column, column - 1], 1), np.tile(np.int32([7, 8]), (len(chosen), 1)))
 
     assert scores.entries() == [None] * 5 and not scores.complete
-    scores.take(1, part(-1, -2))
-    scores.take(1, part(-9, -9))  # another sample had computed the same
-    scores.take(2, part(-9, -3))
+    scores.fill(1, part(-1, -2))
+    scores.fill(1, part(-9, -9))  # another sample had computed the same
+    scores.fill(2, part(-9, -3))
     assert scores.known == 4
     assert scores.entries() == [None, (-1.0, {7: -1.0}), (-2.0, {7: -2.0}), (-3.0, {7: -3.0}), None]
-    scores.take(4, part(-4))
+    scores.fill(4, part(-4))
     assert scores.complete and scores.entries()[4] == (-4.0, {7: -4.0})
     with pytest.raises(AssertionError):
-        PromptScores(9, 0).take(3, part(-1))  # a gap
+        PromptScores(9, 0).fill(3, part(-1))  # a gap

@@ -46,7 +46,7 @@ from marks import deep, deep_cases
 WINDOW, NODES, ROWS, CHUNK, GROUP, MAX_LEN, VOCAB = 4, 4, 4, 8, 18, 60, 50
 SLIDING_LAYER, FULL_LAYER = 0, 1
 SEED = st.integers(0, 2**32 - 1)
-MOST_STEPS = 2000
+MAX_STEPS = 2000
 
 
 def spec(layer: int, window: int | None) -> LayerSpec:
@@ -293,7 +293,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         draw, steps = random.Random(0), 0
         while self.live:
             steps += 1
-            assert steps < MOST_STEPS, f"{len(self.live)} requests never end"
+            assert steps < MAX_STEPS, f"{len(self.live)} requests never end"
             self.one_step(draw)
             self.conservation()
         assert self.scheduler.idle

@@ -193,7 +193,7 @@ REFUSED = {
     "unknown-inside": ({"speculation": {"depth": 1}}, 400, "speculation.depth", "is no field"),
     "type": ({"temperature": "hot"}, 400, "temperature", "temperature='hot': a number is expected"),
     "bool": ({"max_tokens": True}, 400, "max_tokens", "max_tokens=True: an integer is expected"),
-    "range": ({"temperature": -1}, 400, "temperature", "temperature=-1.0: a finite number from 0 is wanted"),
+    "range": ({"temperature": -1}, 400, "temperature", "temperature=-1.0: a finite number from 0 is expected"),
     "zero": ({"max_tokens": 0}, 400, "max_tokens", "max_tokens=0: an integer from 1"),
     "role": ({"messages": [{"role": "poet", "content": "x"}]}, 400, "messages[0].role", "'user', 'assistant'"),
     "no-messages": ({"messages": []}, 400, "messages", "at least 1 item"),

@@ -13,7 +13,7 @@ from specdec.gpu.captures import CaptureUse
 from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.request import RequestStats
 from specdec.serving.async_engine import AsyncEngine
-from specdec.serving.logs import said
+from specdec.serving.logs import traffic_line
 from specdec.serving.metrics import Metrics, Snapshot, figures
 
 from marks import deep_cases
@@ -45,7 +45,7 @@ def test_the_gauge_and_the_log_have_one_acceptance_length_which_leaves_out_round
     snapshot = Snapshot(EngineStats(), stats)
     [gauge] = [value for _, name, _, value in figures(snapshot) if name == "specdec:acceptance_length"]
     assert gauge == 3.5
-    assert "acceptance length 3.50, 62.5 % of drafts" in said(None, snapshot, 10.0)
+    assert "acceptance length 3.50, 62.5 % of drafts" in traffic_line(None, snapshot, 10.0)
 
 
 def captured(figures: dict[str, float]) -> CaptureUse:

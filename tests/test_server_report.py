@@ -8,7 +8,7 @@ from starlette.testclient import TestClient
 from specdec.runtime.engine_stats import EngineStats, PoolUse
 from specdec.runtime.request import RequestStats
 from specdec.serving import tracing
-from specdec.serving.logs import said
+from specdec.serving.logs import traffic_line
 from specdec.serving.metrics import Snapshot
 
 from served_engine import until
@@ -20,12 +20,12 @@ def test_throughput_and_acceptance_are_those_between_two_looks_and_nothing_is_sa
     after.drafted_rounds, after.drafted_round_tokens, after.draft_tokens = 40, 100, 160
     after.accepted_counts = [35, 30]
     pool = PoolUse(held=50, peak=50, cached=0, capacity=200)
-    line = said(before, Snapshot(EngineStats(running=3, waiting=2, full_slots=pool), after), 10.0)
+    line = traffic_line(before, Snapshot(EngineStats(running=3, waiting=2, full_slots=pool), after), 10.0)
     assert line == (
         "prompts 20.0 tokens/s, outputs 10.0 tokens/s, 3 requests running, 2 waiting, KV slots 25.0 % in use, "
         "25.0 % of prompts cached, acceptance length 2.50, 37.5 % of drafts"
     )
-    assert said(before, before, 10.0) is None
+    assert traffic_line(before, before, 10.0) is None
 
 
 def test_the_start_says_what_is_served_and_traffic_is_reported():

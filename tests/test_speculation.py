@@ -231,5 +231,5 @@ def test_a_handle_is_of_one_sample(engine_for):
     for ask in (engine.submit, engine.stream):
         with pytest.raises(ConfigError, match=r"^n=2: a (handle|stream) is of one sample; submit_many gives"):
             ask([5, 6], asking(None, n=2))
-    with pytest.raises(ConfigError, match=r"^seed=\d+: an integer from 0 to 9223372036854775805 is wanted"):
+    with pytest.raises(ConfigError, match=r"^seed=\d+: an integer from 0 to 9223372036854775805 is expected"):
         asking(None, n=3, seed=(1 << 63) - 2)

@@ -125,7 +125,7 @@ def test_interrupts_of_a_generation_leave_the_next_answer_right(
 def test_an_exception_that_is_kept_keeps_no_turn(make_target, make_engine, random_prompt, monkeypatch):
     """As `sys.last_exc` does: wherever a step raises, its frames live on and the turn is over."""
     engine, prompt, kept = make_engine(make_target("llama")), random_prompt(5), []
-    for at in ("_begin_again", "_let_in_and_out", "_run"):
+    for at in ("_begin_again", "_process_inbox", "_run"):
         with monkeypatch.context() as broken:
             broken.setattr(engine, at, lambda: 1 / 0)
             engine._interrupted = True

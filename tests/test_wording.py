@@ -1,4 +1,8 @@
-"""Errors say what is wrong in this server's words, never in pydantic's."""
+"""Errors say what is wrong in this server's words, never in pydantic's; docstrings begin with a subject or a verb."""
+
+import ast
+import re
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -41,3 +45,27 @@ def test_no_value_of_any_field_is_refused_in_pydantics_words(model, value):
             places = [each for each in error.errors() if each["loc"][:1] == (name,)]
             message = str(invalid_body(places)).lower() if places else ""
         assert "input should" not in message and "valid " not in message and "value error" not in message, message
+
+
+ROOT = Path(__file__).resolve().parent.parent
+READ_FOLDERS = ("specdec", "attention", "kvcache", "draft_models", "examples", "tools", "bench")
+NO_BEGINNING = r"\s*(Of|As|By|Where|Likewise|The same)\b"
+"""Without a subject and a verb, a sentence has to be read twice."""
+
+
+def begun_wrongly(text: str) -> list[str]:
+    """Docstrings of modules, classes, functions and attributes, and any other string that is a statement."""
+    if not re.search(rf"[\"']{NO_BEGINNING}", text):
+        return []  # most files: parsing them takes a second
+    statements = (node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr))
+    strings = (node.value for node in statements if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return [string for string in strings if re.match(NO_BEGINNING, string)]
+
+
+@pytest.mark.skipif(not (ROOT / "pyproject.toml").exists(), reason="needs the checkout")
+def test_no_docstring_begins_without_a_subject_or_a_verb():
+    seeded = '"""Rows."""\nSIZE = 3\n"""Of rows."""\ndef f():\n    """The same."""\n'
+    assert begun_wrongly(seeded) == ["Of rows.", "The same."]
+    texts = [path.read_text("utf-8") for folder in READ_FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    assert len(texts) > 300
+    assert [string for text in texts for string in begun_wrongly(text)] == []

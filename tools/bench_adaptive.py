@@ -58,7 +58,8 @@ class Plant:
         return FIRST_TEXT + (mixed >> 7) % (self.vocab_size - FIRST_TEXT)
 
     def is_right(self, number: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """Of no place more because of what it is at others: the finalizer of MurmurHash3, in 32 bits."""
+        """Mixes number and position, so that no place is likelier for its neighbours: the finalizer of MurmurHash3, in
+        32 bits."""
         mixed = (number * 104723 + position * 15485863 + 777) & 0xFFFFFFFF
         for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
             mixed = ((mixed ^ (mixed >> shift)) * factor) & 0xFFFFFFFF

@@ -38,7 +38,7 @@ class InRounds:
 
 
 def milliseconds(target: TargetModel, count: int, in_rounds: InRounds) -> tuple[float, float]:
-    """Of a step of `count` requests, and of its round."""
+    """Milliseconds of a step of `count` requests, and of its round."""
     config = EngineConfig(max_batch_size=count, max_model_len=1024)
     params = SamplingParams(max_new_tokens=900, ignore_eos=True)
     passes = []

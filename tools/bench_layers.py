@@ -272,7 +272,7 @@ class BenchContext:
         return out.view(q.shape)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """The same for unfused modules."""
+        """Does for unfused modules what `attend_rows` does for fused ones."""
         q, k, v = (x[0].transpose(0, 1) for x in (call.query, call.key, call.value))
         if call.layer in self.pools:
             pool_k, pool_v = self.pools[call.layer]

@@ -122,7 +122,7 @@ def random_routing(rows: int, experts: int, top_k: int) -> Routing:
 
 
 def microseconds(call: Callable[[Any], object], weights: Sequence[Any], times: int = 12) -> float:
-    """Of one call, each with the next of the weights: the best of four replays."""
+    """Times one call, each with the next of the weights: the best of four replays."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         call(weights[0])

@@ -274,7 +274,7 @@ def moe_part(read: float, args: Any) -> None:
 
 
 def tune(xs: list[torch.Tensor], views: list[Any]) -> None:
-    """The same layers with other tiles."""
+    """Times these layers with other tiles."""
     tiles = moe_experts._tiles
     for block_n, num_warps, stages in itertools.product((64, 128), (4, 8), (3, 4, 6, 8)):
 

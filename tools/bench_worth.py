@@ -25,7 +25,7 @@ from specdec.text.prompt_files import read_prompts
 
 
 def untrained(drafter: Eagle3Drafter, engine: Engine) -> Eagle3Drafter:
-    """The same head with random weights."""
+    """Returns a copy of the head with random weights."""
     head = copy.deepcopy(drafter.head)
     randomise(head, 1)
     return Eagle3Drafter(head, drafter.target_ids, engine.target)

@@ -51,7 +51,7 @@ def make_target(pair: str, config: EngineConfig) -> TargetModel:
 
 
 def never_right(drafter: Drafter) -> Drafter:
-    """The same drafter, whose drafts are the tokens after those that it drafted."""
+    """Returns a copy of the drafter whose drafts are the tokens after those that it drafted."""
     wrong, bind = copy.copy(drafter), drafter.bind
 
     def binding(given: Any) -> Any:

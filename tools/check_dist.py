@@ -59,7 +59,7 @@ def wheel_faults(names: set[str], root: Path) -> list[str]:
 
 
 def metadata_faults(text: str, project: dict[str, object]) -> list[str]:
-    """Where a METADATA file differs from the [project] table of pyproject.toml and the version."""
+    """Lists where a METADATA file differs from the [project] table of pyproject.toml and the version."""
     metadata = email.message_from_string(text)
     keys = {"Name": "name", "Version": "version", "Requires-Python": "requires-python", "License-Expression": "license"}
     wanted = {key: project[name] for key, name in keys.items()}

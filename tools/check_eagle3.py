@@ -60,7 +60,7 @@ Flags = dict[str, Any]
 
 
 class Steps(NamedTuple):
-    """Of every draft step: a and what is fed back [T, H], logits [T, draft V]."""
+    """Records every draft step: a and what is fed back [T, H], logits [T, draft V]."""
 
     a: list[torch.Tensor]
     logits: list[torch.Tensor]

@@ -71,7 +71,7 @@ def write(folder: Path, weights: dict[str, torch.Tensor]) -> None:
 
 
 def loss_of(student: PreTrainedModel, teacher: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
-    """Of a batch of padded rows: how far tokens and states are from the teacher's."""
+    """Loss of a batch of padded rows: how far tokens and states are from the teacher's."""
     real = ids != PAD
     mine = student(ids, use_cache=False, output_hidden_states=True)
     with torch.no_grad():

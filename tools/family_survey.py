@@ -42,7 +42,7 @@ from specdec.errors import SpecDecError
 from specdec.models.target import TargetModel
 
 VOCAB, NEW = 96, 10
-MOST_PARAMETERS = 30_000_000
+MAX_PARAMETERS = 30_000_000
 SECONDS = 120
 SIZES = {
     1: "depth first_k_dense_replace max_window_layers n_group num_expert_groups topk_group",
@@ -154,7 +154,7 @@ def build(kind: type[PreTrainedConfig], model_class: type[PreTrainedModel], *, w
                 config = part(tiny_config(kind, variant))
                 with torch.device("meta"):
                     size = sum(weight.numel() for weight in model_class(config).parameters())
-                if size > MOST_PARAMETERS:
+                if size > MAX_PARAMETERS:
                     raise ValueError(f"{size / 1e6:.0f}M parameters")
                 torch.manual_seed(0)
                 built = spread(model_class(part(tiny_config(kind, variant))))

@@ -54,7 +54,7 @@ class Truth:
         self.texts = torch.tensor([text + [0] * (longest - len(text)) for text in texts], device=DEVICE)
 
     def planted(self, batch: DraftBatch, tree: DraftTree) -> DraftTree:
-        """The same chain, with six of ten tokens right."""
+        """Returns the chain with six of ten tokens right."""
         number = batch.history[:, :1].clamp(max=len(self.texts) - 1)
         position = batch.history_len[:, None] - 1 + torch.arange(tree.num_nodes, device=DEVICE)
         true = self.texts[number, position.clamp(max=self.texts.shape[1] - 1)]

@@ -163,7 +163,7 @@ def error(shape: dict[str, Any], dtype: torch.dtype) -> float:
 
 
 def reduced(shape: dict[str, Any]) -> dict[str, Any]:
-    """The same kind of case, small enough for a sanitizer or the interpreter."""
+    """Reduces a case, so that it is small enough for a sanitizer or the interpreter."""
     most = {"batch": 2, "length": 70, "num_rows": 20, "window": 24}
     return {key: min(value, most.get(key, value)) if type(value) is int else value for key, value in shape.items()}
 

@@ -109,7 +109,7 @@ def answers_again(
 def preempted_answers(
     engine: Engine, prompts: Sequence[list[int]], params: Sequence[SamplingParams], crowd: Sequence[list[int]]
 ) -> tuple[list[Answer], int]:
-    """Of requests that have begun when a crowd of higher rank comes and takes their slots; and how many lost them."""
+    """Answers of requests that have begun when a crowd of higher rank takes their slots; and how many lost them."""
     with engine:
         handles = engine.submit_many(list(prompts), list(params), priority=1)
         while all(handle.num_output < 2 for handle in handles):
@@ -275,7 +275,7 @@ TILES = (
 
 
 def product_rows() -> list[Row]:
-    """Of every product and number of rows: what is chosen, the vendor's, and the best tiles."""
+    """Compares, for every product and number of rows, the chosen tiles, the vendor's product, and the best tiles."""
     rows = []
     for name, (n, k) in PRODUCTS.items():
         n, k = (128, 256) if ON_CPU else (n, k)

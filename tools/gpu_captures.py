@@ -37,7 +37,7 @@ from specdec.models.bundled import resolve_name
 from specdec.models.target import TargetModel
 
 TREE = SpecConfig(4, 4, 16, adaptive=False)
-MOST_CAPTURES = 60
+MAX_CAPTURES = 60
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 8}, "n": {"type": "integer"}, "on": {"type": "boolean"}},
@@ -197,7 +197,7 @@ def random_rows(bench: Bench, count: int) -> Iterator[Row]:
     name = f"{count} requests of {len(KINDS)} kinds"
     shapes = sorted(map(str, engine.steps.graphs._captured)) + sorted(map(str, engine.steps.chunks._captured))
     print(f"{name}: {use}, {engine.stats().batches} rounds", *shapes, sep="\n  ", flush=True)
-    few = use.made <= MOST_CAPTURES and use.captured <= MOST_CAPTURES
+    few = use.made <= MAX_CAPTURES and use.captured <= MAX_CAPTURES
     yield Row(
         f"{name}: captures", f"{use.made} made, {use.captured} alive, {use.evicted} evicted", f"{seconds:.0f} s", few
     )

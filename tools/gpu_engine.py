@@ -105,7 +105,7 @@ def target(family: str, head_dim: int) -> PreTrainedModel:
 
 FAMILIES = ("gemma4-e2b", "gemma2", "gpt_oss", "llama")
 FUSED_TOO = ("Cohere", "Cohere2", "Gemma3Text", "Glm", "Glm4", "Granite", "Olmo2", "Phi3", "SmolLM3")
-"""By the names that their classes have in transformers."""
+"""Families by the names that their classes have in transformers."""
 
 
 def drafter(name: str, bound: TargetModel) -> Any:

@@ -46,12 +46,12 @@ LOADS = {"8": (8, 1), "3 x 5": (5, 3)} if ON_CPU else {str(n): (n, 1) for n in (
 LOADS |= {} if ON_CPU else {"16 x 2048": (2048, 16), "16 x 128": (128, 16)}
 UNTIMED, TIMED = (0, 1) if ON_CPU else (3, 3)
 
-FEWEST = Round.final_states
+FEWEST_STATES = Round.final_states
 
 
 def read_every_state(every: bool) -> None:
-    """Of all engines from now on."""
-    Round.final_states = (lambda self, *, scored, ends: FinalStates.EVERY) if every else FEWEST  # type: ignore[method-assign]
+    """Choose the final states of all engines from now on: every one, or the fewest."""
+    Round.final_states = (lambda self, *, scored, ends: FinalStates.EVERY) if every else FEWEST_STATES  # type: ignore[method-assign]
 
 
 def bit_rows() -> list[Row]:

@@ -59,7 +59,7 @@ def waiting_row(name: str, work: Callable[[], None]) -> Row:
 
 
 def microseconds(call: Callable[[], object], replays: int = 20, calls: int = 4) -> float:
-    """Of one call: the median of replays of a CUDA graph of several; inputs lie in the L2 as far as they fit."""
+    """Times one call: the median of replays of a CUDA graph of several; inputs lie in the L2 as far as they fit."""
     if ON_CPU:
         call()
         return 0.0

@@ -333,7 +333,7 @@ def calls_of(inputs: list[tuple[dict[str, Any], OwnKeys]], **options: Any) -> li
 
 
 def flops(shape: dict[str, Any]) -> int:
-    """Of a causal shape: four operations a pair of visible row and key, head and channel."""
+    """Counts operations of a causal shape: four a pair of visible row and key, head and channel."""
     window = shape.get("window") or 1 << 40
     pairs = sum(min(shape["length"] + i + 1, window) for i in range(shape["num_rows"]))
     return 4 * shape["batch"] * pairs * shape["heads"][0] * shape["head_dim"]

@@ -73,7 +73,7 @@ class Served(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """Of one good stream: what it took a token, all waiting included, and whether its text was right."""
+    """Figures of one good stream: what it took a token, all waiting included, and whether its text was right."""
 
     middle: float  # by time.monotonic
     per_token: float
@@ -305,7 +305,7 @@ async def hold_under_attack(given: argparse.Namespace, kinds: Sequence[str], ser
 
 
 class Figures(NamedTuple):
-    """Of a phase. median, worst: of its good streams, a token, against the quiet phases around it."""
+    """Figures of a phase. median, worst: of its good streams, a token, against the quiet phases around it."""
 
     streams: int
     median: float

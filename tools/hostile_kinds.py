@@ -112,7 +112,7 @@ def said(text: str, length: int) -> list[dict[str, str]]:
 
 
 def many(values: str, wrap: str) -> bytes:
-    """As many values as fit into the largest body."""
+    """Repeats the values until they fill the largest body."""
     return (wrap % (values * (LARGE // len(values)) + values.rstrip(","))).encode()
 
 

@@ -40,11 +40,11 @@ LONGER = SamplingParams(max_new_tokens=6, ignore_eos=True)
 
 
 class Interrupt(BaseException):
-    """As KeyboardInterrupt: only Python itself catches it, where it strikes within a finalizer."""
+    """Stands for KeyboardInterrupt: only Python itself catches it, where it strikes within a finalizer."""
 
 
 class Tally(NamedTuple):
-    """Of one scene."""
+    """Counts of one scene."""
 
     interrupts: int
     hangs: int

@@ -132,7 +132,7 @@ def product_sources(root: Path) -> dict[str, str]:
 
 
 def places_of(mutant: Mutant, sources: Mapping[str, str]) -> list[tuple[Edit, list[tuple[str, re.Match[str]]]]]:
-    """Where each of its edits is found."""
+    """Finds the places of each of its edits."""
     places = []
     for edit in mutant.edits:
         pattern, files = _pattern(edit.find), [(path, text) for path, text in sources.items() if edit.within in text]

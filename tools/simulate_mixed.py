@@ -159,7 +159,7 @@ def read_prompts(unread: np.ndarray, round_milliseconds: float) -> float:
 
 
 def seconds_of(name: str, costs: Costs, hard: float, seed: int, prompt: int = 0) -> float:
-    """Of the whole load, with prompts of so many tokens."""
+    """Seconds of the whole load, with prompts of so many tokens."""
     lengths, coin = np.random.default_rng(seed), np.random.default_rng(seed + 1000)
     shapes = draft_ladder(SpecConfig(DEPTH))
     choice = DraftChoice(shapes, ROWS + 1)

@@ -54,7 +54,7 @@ def synchronize(devices: Sequence[torch.device]) -> None:
 
 
 def seconds_of(work: Callable[[], Any], devices: Sequence[torch.device], repeats: int = 10) -> float:
-    """Of one `work`, many in a row: the best of five."""
+    """Times one `work`, many in a row: the best of five."""
     best = float("inf")
     for _ in range(5):
         synchronize(devices)

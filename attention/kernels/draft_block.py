@@ -151,7 +151,7 @@ class CopiedDraft:
 
 
 class PagedDraft:
-    """By the paged kernels, over the store itself: the prefix is not copied, and a level costs what it reads.
+    """Attends by the paged kernels, over the store itself: the prefix is not copied, and a level costs what it reads.
 
     The scratch keys, [B * M, Hkv, D] a layer, are the block of `paged_attention`.
     """

@@ -1,4 +1,4 @@
-"""Where the keys that belong to a node and not to its whole request lie: slots by position, once a step and space.
+"""Slots, by position, of the keys that belong to a node and not to its whole request: made once a step and space.
 
 Request b has S committed keys; from base_b = S - S % ALIGN on, keys are a node's own (see `tree_attention.py`):
 

@@ -25,8 +25,11 @@ from specdec.kvcache.table import RequestTable, Rows
 
 BLOCK = 1024
 
-FEW_PROGRAMS, MIN_PROGRAMS = 512, 4
-"""Programs for the prefixes of all rows, and of each at least: they take its blocks in turn."""
+FEW_PROGRAMS = 512
+"""Programs for the prefixes of all rows together; those of a row take its blocks in turn."""
+
+MIN_PROGRAMS = 4
+"""Lower bound on the programs for the prefix of one row, if it has as many blocks."""
 
 
 class PageTables(NamedTuple):

@@ -56,7 +56,8 @@ def reference_paged_attention(
     window: int | None = None,
     **options: Unpack[ScoreOptions],
 ) -> torch.Tensor:
-    """By the definition, in float32, or in float64 if the query is. A key that no row sees may be NaN."""
+    """Computes the attention by its definition, in float32, or in float64 if the query is. A key that no row sees may
+    be NaN."""
     columns = torch.arange(pages.shape[1] * page_size, device=query.device)
     slots = pages.long()[:, columns // page_size] * page_size + columns % page_size
     k, v = (
@@ -140,8 +141,8 @@ def paged_attention(
 
 
 def split_results(out: torch.Tensor, num_splits: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Where the splits of `out` [..., D] write: parts [splits, ..., D] and their sums [splits, ...], both float32. One
-    split writes `out` itself, and no sums."""
+    """Makes the buffers that the splits of `out` [..., D] write: parts [splits, ..., D] and their sums [splits, ...],
+    both float32. One split writes `out` itself, and no sums."""
     if num_splits == 1:
         return out, None
     part = torch.empty((num_splits, *out.shape), dtype=torch.float32, device=out.device)

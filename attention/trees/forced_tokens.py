@@ -39,5 +39,5 @@ def graft(tree: DraftTree, forced: torch.Tensor, length: torch.Tensor, num_nodes
 
 
 def without_blanks(tree: DraftTree) -> DraftTree:
-    """The same with a token at every node, for what looks tokens up."""
+    """Returns the tree with a token at every node, 0 in place of a blank, so that each can be looked up in a table."""
     return replace(tree, tokens=tree.tokens.clamp(min=0))

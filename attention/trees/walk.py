@@ -22,7 +22,7 @@ from specdec.attention.trees.tree import DraftTree
 from specdec.gpu.triton_shim import tl, triton
 
 CELLS = 4096
-"""Of the ancestor matrix, in one program."""
+"""Cells of the ancestor matrix that one program handles."""
 
 
 class Accepted(NamedTuple):

@@ -137,7 +137,7 @@ class BlockHead(HeadModule):
 
 
 class TapContext(NamedTuple):
-    """Where the K/V of committed positions go: the slots of `plan`, in the drafter's own store."""
+    """Stores the K/V of committed positions in the drafter's own store, at the slots of `plan`."""
 
     plan: KVPlan
     view: KVView

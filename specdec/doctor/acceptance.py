@@ -16,13 +16,18 @@ from typing import NamedTuple
 from specdec.doctor.dense_drafts import Drafts
 from specdec.runtime.request import GenerationOutput, RequestStats
 
-MIN_GAIN, T_LIMIT, POSITIVE = 0.01, 4.0, 0.87
+MIN_GAIN = 0.01
+"""Least mean gain of a clear change, as a share of the expected length before it."""
+T_LIMIT = 4.0
+"""Least mean gain of a clear change, in standard errors."""
+POSITIVE = 0.87
+"""Least share of the prompts that gain from a clear change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Of an engine's rounds. lengths: tokens a round on each prompt, the bonus token included. by_depth: share of the
-    rounds in which drafts 1, 2, ... were accepted, over all prompts."""
+    """Acceptance in an engine's rounds. lengths: tokens a round on each prompt, the bonus token included. by_depth:
+    share of the rounds in which drafts 1, 2, ... were accepted, over all prompts."""
 
     lengths: tuple[float, ...]
     by_depth: tuple[float, ...]
@@ -59,13 +64,13 @@ def measured_densely(drafts: Sequence[Drafts]) -> Measured:
 
 
 def measured_by_engine(outputs: Sequence[GenerationOutput]) -> Measured:
-    """Where drafts have no probabilities, the greedy length stands for both."""
+    """Lengths from the engine's own rounds, for drafts without probabilities: the greedy length stands for both."""
     lengths = Acceptance.of(outputs).lengths
     return Measured(lengths, lengths)
 
 
 class Comparison(NamedTuple):
-    """Of two pairs on the same prompts. gain: mean difference of the expected lengths; t: it in standard errors;
+    """Compares two pairs on the same prompts. gain: mean difference of the expected lengths; t: it in standard errors;
     positive: share of the prompts with a gain; greedy_gain: of the greedy lengths; before: the expected length."""
 
     gain: float

@@ -79,7 +79,7 @@ def record(target: TargetModel, prompt: list[int], answer: list[int]) -> Recorde
 
 
 class Drafts(NamedTuple):
-    """Of R roots and K depths. roots [R]: positions; first_logits [V]: of the first root, the end of the prompt, at
+    """Drafts from R roots, K deep. roots [R]: positions; first_logits [V]: of the first root, the end of the prompt, at
     depth 0; right [R, K] bool: is the prediction the text's token; log_p [R, K]: of the text's token, float32."""
 
     roots: torch.Tensor
@@ -209,8 +209,10 @@ DENSE_FORMS: dict[type, Dense] = {
 }
 """A kind of drafter that is not here is measured by engines alone, and has no reference."""
 
-EXACT, COARSE = 1e-3, 0.1
-"""Largest relative difference in float32 on a CPU; elsewhere products of another shape round otherwise."""
+EXACT = 1e-3
+"""Largest relative difference of logits in float32 on a CPU."""
+COARSE = 0.1
+"""Largest relative difference of logits elsewhere, where products of another shape round otherwise."""
 
 
 class Watched:

@@ -32,9 +32,11 @@ from specdec.text.prompt_files import read_prompts
 
 logger = logging.getLogger("specdec")
 
-PROMPTS, NEW_TOKENS = 8, 48
-"""How many prompts are taken where none are given, and how long an answer is."""
-MOST_NAMED = 3
+PROMPTS = 8
+"""Prompts of a diagnosis that is given none."""
+NEW_TOKENS = 48
+"""Tokens of each answer, by default."""
+MAX_NAMED = 3
 """Changes that are named one on top of another."""
 NO_REFERENCE = "drafters of kind {name} have no dense reference; only prompts were changed"
 
@@ -146,8 +148,8 @@ class Examination:
         return ReferenceCheck.of(proposed, dense_drafts(pair.drafter, text, self.num_steps), exact)
 
     def best_shape(self) -> str | None:
-        """Of one request: what drafts take here, and what they bring with the acceptance that was found. None for
-        trees, whose acceptance says nothing of chains."""
+        """A sentence about the best chain for one request, from the cost of drafts here and the acceptance that was
+        found. None for trees, whose acceptance says nothing of chains."""
         if self.pair.engine.spec.topk > 1:
             return None
         use = self.pair.draft_use(self.pair.prompts()[0], self.params)
@@ -157,7 +159,7 @@ class Examination:
         """All trials; and the causes whose change raises acceptance clearly, the largest gain first, one on another."""
         trials: list[Trial] = []
         named: list[Finding] = []
-        while len(named) < MOST_NAMED:
+        while len(named) < MAX_NAMED:
             found = self._largest_gain(causes, trials, {finding.cause for finding in named}, update)
             if found is None:
                 break

@@ -23,7 +23,7 @@ from specdec.models.target import TargetModel
 
 
 class Subject(NamedTuple):
-    """Where signs are looked for."""
+    """The pair in which signs are looked for."""
 
     target: TargetModel
     drafter: Drafter
@@ -138,12 +138,14 @@ def _module(drafter: Drafter) -> nn.Module:
     return module
 
 
-ROWS, COLUMNS = 64, 1024
-"""What is looked at of a matrix."""
+ROWS = 64
+"""Rows of a matrix that are examined, from the first on."""
+COLUMNS = 1024
+"""Columns of those rows that are examined."""
 ON_GRID = 0.97
 """Least share of the weights on the grid."""
-FEWEST = 256
-"""Weights of a matrix below which nothing is said."""
+MIN_WEIGHTS = 256
+"""A matrix with fewer examined weights than this is not judged."""
 
 
 def rounded_to(module: nn.Module) -> str | None:
@@ -161,7 +163,7 @@ NONE = "no grid"
 def grid_of(weight: torch.Tensor) -> str | None:
     """The grid of one matrix [N, K], `NONE`, or None where it is too small to tell."""
     rows = weight.detach()[:ROWS, :COLUMNS].float().cpu()
-    if rows.numel() < FEWEST or len(rows.abs().unique()) < 6:
+    if rows.numel() < MIN_WEIGHTS or len(rows.abs().unique()) < 6:
         return None
     largest = float(weight.detach().abs().max())
     for groups in _groups(rows):

@@ -224,8 +224,8 @@ def solve(engines: dict[str, Engine], ask: Dialogues, batch: Collection[int], pa
 
 @torch.inference_mode()
 def find_parting(target: TargetModel, prompt: list[int], first: list[int], second: list[int]) -> Record | None:
-    """Where two outputs part, and how far apart the float32 logits of their two tokens are there, in one forward of the
-    bare model; None: nowhere. The margin is None where one output ends and the other goes on."""
+    """Position where two outputs part, and how far apart the float32 logits of their two tokens are there, in one
+    forward of the bare model; None: nowhere. The margin is None where one output ends and the other goes on."""
     position = first_difference(first, second)
     if position is None:
         return None
@@ -247,7 +247,7 @@ def fingerprint(problems: Sequence[Problem], chosen: Sequence[int]) -> str:
 
 
 def running_scores(records: Collection[Record], problems: Sequence[Problem]) -> str:
-    """Of the first run, in per cent, for the progress bar."""
+    """Scores of the first run so far, in per cent, for the progress bar."""
     outputs = [(next(iter(record["runs"].values()))["text"], problems[record["index"]].answer) for record in records]
     right = {score: sum(is_correct(text, answer or "", score) for text, answer in outputs) for score in SCORES}
     return ", ".join(f"{score} {100 * count / len(outputs):.1f} %" for score, count in right.items())

@@ -43,7 +43,7 @@ def conditions(device: torch.device, command: str) -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Of the checkout that the package runs from, `+` where it has changes; empty where there is none."""
+    """Commit of the checkout that the package runs from, `+` where it has changes; empty where there is none."""
     described = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--exclude=*", "--dirty=+"]
     try:
         return subprocess.run(described, capture_output=True, text=True, check=False).stdout.strip()

@@ -77,7 +77,7 @@ class Shape:
         return {"chain": SpecConfig(4), "tree": SpecConfig(6, 4, 32) if is_eagle3 else SpecConfig(4, 4, 16)}
 
     def target(self, shrink: Shrink) -> PreTrainedConfig:
-        """Of a Gemma 4, the last of every `sliding_window_pattern` layers is a full one."""
+        """Config of the target. The last of every `sliding_window_pattern` layers, which Gemma 4 has, is a full one."""
         fields = shrink.fields(**self.target_fields)
         layers = fields["num_hidden_layers"]
         fields["num_hidden_layers"] = depth = shrink.depth(layers)

@@ -80,5 +80,5 @@ def _is_device(path: Path) -> bool:
 
 
 def _place(path: Path) -> Path:
-    """Where the content lies: a link stays a link."""
+    """Path of the content: links are followed, so that writing keeps them."""
     return Path(os.path.realpath(path))

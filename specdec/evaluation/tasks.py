@@ -33,7 +33,7 @@ def question_text(question: str, chat: bool, shots: int, instruction: str) -> st
 
 
 def load_problems(data: str) -> tuple[str, list[Problem]]:
-    """Where they are from, in words, and the problems. data: "bundled", "hub" or a JSONL file."""
+    """Source of the problems, in words, and the problems. data: "bundled", "hub" or a JSONL file."""
     if data == "hub":
         source, problems = "openai/gsm8k, test split, from the hub", _from_hub()
     elif data == "bundled":

@@ -21,7 +21,7 @@ NEUTRAL = {"data", "max_model_len", "full_slots", "swa_slots", "cuda_graphs"}
 """Settings that change no answer and no acceptance: where the problems lay (their sum is compared), room, and speed."""
 
 Earlier = Callable[[int], tuple[str, set[int]]]
-"""Of an evaluation of fewer problems: the sum of their text, and those whose batch would still be the same."""
+"""(problems of a smaller evaluation) -> the sum of their text, and those whose batch would still be the same."""
 
 
 class TranscriptFile(FileIO):

@@ -24,14 +24,17 @@ Replay = Callable[[], None]
 Capture = Callable[[Program], tuple[Replay, torch.Tensor]]
 """Records a program instead of running it -> (what replays it, the tensor that it returns, written anew each time)."""
 
-FEWEST = 60
-"""Captures that an engine may keep at least, whatever the number of its batch sizes: `most_captures`."""
+MIN_CAPTURES = 60
+"""Lower bound on the captures that an engine may keep, whatever the number of its batch sizes: `most_captures`."""
 
 POOLS = ("rounds", "large rounds", "prompts")
 """Names of pools: rounds that change or report logits need several times the memory, and come and go."""
 
-MEMORY_SHARE, FREE_SHARE = 0.1, 0.5
-"""Of all memory of the device, and of what is free once the pools are made: the budget is the smaller."""
+MEMORY_SHARE = 0.1
+"""Upper bound on the default budget, as a share of all memory of the device."""
+
+FREE_SHARE = 0.5
+"""Upper bound on the default budget, as a share of the memory that is free once the pools are made."""
 
 
 class CaptureUse(NamedTuple):
@@ -69,7 +72,7 @@ class CaptureMemory(Protocol):
         """Until no captured program runs, so that any may be let go."""
 
     def close(self, pool: str) -> None:
-        """Of this pool nothing is captured any more: give its memory back."""
+        """Give the memory of this pool back: nothing is captured in it any more."""
 
 
 def default_budget(*devices: torch.device) -> int | None:
@@ -83,7 +86,7 @@ def default_budget(*devices: torch.device) -> int | None:
 
 def most_captures(num_sizes: int, num_drafts: int = 1) -> int:
     """Captures that are kept, where rounds have so many batch sizes and kinds of drafts."""
-    return max(FEWEST, (2 + num_drafts) * num_sizes)
+    return max(MIN_CAPTURES, (2 + num_drafts) * num_sizes)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -120,7 +123,7 @@ class Owner(Protocol):
 
     @property
     def shared_bytes(self) -> int:
-        """Of what its captures leave their results in."""
+        """Bytes of the tensors that its captures leave their results in."""
 
 
 class CaptureStore:

@@ -17,8 +17,8 @@ import torch
 from specdec.gpu.captures import Program, Replay
 
 _idle_streams: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
-"""Of captures that are gone. cuBLAS keeps a workspace for every stream that it was used on, 32 MiB on an H100, until
-the process ends: a new stream for each engine would add up."""
+"""Streams of captures that are gone, for the next ones. cuBLAS keeps a workspace for every stream that it was used on,
+32 MiB on an H100, until the process ends: a new stream for each engine would add up."""
 
 
 class Pool(NamedTuple):

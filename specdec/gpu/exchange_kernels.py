@@ -28,12 +28,18 @@ import torch
 from specdec.gpu.dependent_launch import trigger_next, wait_for_previous
 from specdec.gpu.triton_shim import tl, triton
 
-PROGRAMS, NUMBERS = 64, 1024
-"""Programs of an exchange with one rank at most, each with a flag of its own; and numbers that one copies at a time.
-Of 128 programs, the flags take longer than the copies save."""
+PROGRAMS = 64
+"""Upper bound on the programs of an exchange with one rank, each of which has a flag. With 128, the flags take longer
+than the copies save."""
 
-TAGGED, TAGGED_NUMBERS = 2**18, 256
-"""Numbers of a whole that is exchanged tagged at most; and those of one program, which is a warp."""
+NUMBERS = 1024
+"""Numbers that a program of an exchange copies at a time."""
+
+TAGGED = 2**18
+"""Numbers above which a tensor is not exchanged tagged."""
+
+TAGGED_NUMBERS = 256
+"""Numbers of one program, which is a warp, of a tagged exchange."""
 
 STEPS = 4096
 """More than the exchanges of one round, so that no target ends in the last step, and EMPTY has none."""

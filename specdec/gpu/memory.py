@@ -57,8 +57,8 @@ def _limits() -> Iterator[tuple[int, int]]:
 
 
 def _limits_above(mount: str, path: str, limit: str, usage: str, cache: str) -> Iterator[tuple[int, int]]:
-    """Of a group and of those that it lies in: each may have a limit. In a container the path may be one of the host,
-    which is not there; then the group is what is mounted."""
+    """Limits of a group and of those that it lies in, each with what is used of it. In a container the path may be one
+    of the host, which is not there; then the group is what is mounted."""
     base = Path(ROOT, mount)
     group = base / path.strip("/")
     while True:

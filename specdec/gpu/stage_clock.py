@@ -1,4 +1,4 @@
-"""Where a round's time goes, by stage, without slowing it: the device writes down when each stage began.
+"""Times a round by stage, without slowing it: the device writes down when each stage began.
 
     clock.start("draft"); ...; clock.mark("verify"); ...; stamps = clock.stop()        [3] int64, nanoseconds
     seconds_by_stage(("draft", "verify"), stamps on the host)                          {"draft": s, "verify": s}
@@ -15,7 +15,7 @@ from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_pre
 from specdec.gpu.mirrored_array import IntArray
 from specdec.gpu.triton_shim import tl, triton
 
-MOST_MARKS = 8
+MAX_MARKS = 8
 STAMP = "_stamp_kernel"
 """The name by which a profiler shows a mark."""
 
@@ -42,7 +42,7 @@ class StageClock:
     """Times consecutive stages."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stamps = torch.zeros(MOST_MARKS, dtype=torch.int64, device=device)
+        self._stamps = torch.zeros(MAX_MARKS, dtype=torch.int64, device=device)
         self._on_device = device.type == "cuda" and torch.version.cuda is not None and bool(triton)
         self._options = pdl_options(device)
         self._marked = 0
@@ -68,7 +68,7 @@ class StageClock:
         number = self._marked
         self._marked += 1
         if self._on_device:
-            _stamp_kernel[(1,)](self._stamps, out, number, MOST=MOST_MARKS, num_warps=1, **self._options)
+            _stamp_kernel[(1,)](self._stamps, out, number, MOST=MAX_MARKS, num_warps=1, **self._options)
             return
         self._stamps[number].fill_(time.perf_counter_ns())
         if out is not None:

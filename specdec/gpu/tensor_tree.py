@@ -8,7 +8,7 @@ import torch
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same value with `change` of each of its tensors; what holds none is the same object."""
+    """Returns the value with `change` of each of its tensors; a value that holds none is returned itself."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if is_dataclass(value) and not isinstance(value, type):

@@ -142,5 +142,5 @@ ROWWISE = REFERENCE.replacing(
 
 
 def rowwise(ops: Operations | None) -> Operations | None:
-    """The same operations in their batch-invariant form."""
+    """Returns the batch-invariant form of these operations."""
     return KERNELS if ops is FAST else ROWWISE if ops is REFERENCE else ops

@@ -125,7 +125,8 @@ class DecoderParts:
 
     @property
     def next_norms(self) -> list[Gain | None]:
-        """By layer: how the next one begins. The final norm follows apart."""
+        """Norm after each layer, with which the next one begins. After the last it is None: the final norm follows
+        apart."""
         return [*(layer.input_norm for layer in self.layers[1:]), None]
 
 
@@ -195,7 +196,7 @@ class FusedLayer(nn.Module):
         context: LayerContext,
         narrowing: Narrowing | Ending | None = None,
     ) -> Walk:
-        """The same, for a rank with its share of the layer."""
+        """Runs `forward` as a generator (`Walk`), so that several ranks can run it with a share of the layer each."""
         parts, ops = self.parts, self.ops
         qkv = ops(linear)(normed, parts.qkv, parts.qkv_bias, None if parts.cuts is None else parts.cuts.qkv)
         if parts.wide_norms is not None:
@@ -340,7 +341,7 @@ class FusedDecoder(nn.Module):
         narrowing: Narrowing | Ending | None = None,
         inputs_embeds: torch.Tensor | None = None,
     ) -> "DecoderWalk":
-        """The same forward before its first layer."""
+        """Begins the forward that `forward` runs, and stops before its first layer."""
         if inputs_embeds is None:
             inputs_embeds = self.embedding(input_ids)
         hidden = inputs_embeds.reshape(-1, inputs_embeds.shape[-1])

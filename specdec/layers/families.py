@@ -38,7 +38,7 @@ PLAIN_MODULES = frozenset(
     | {"torch.nn.modules.dropout", "transformers.activations"}  # private copies do not train: dropout does nothing
     | {PackedLinear.__module__, PackedExperts.__module__}
 )
-"""Where the classes inside a text model come from, besides the file of the model itself."""
+"""Modules that define the classes inside a text model, besides the file of the model itself."""
 
 SCALED_EMBEDDINGS = frozenset(
     {"gemma2.Gemma2TextScaledWordEmbedding", "gemma3.Gemma3TextScaledWordEmbedding"}

@@ -66,7 +66,7 @@ class FusedEmbedding(StandIn):
 
 
 def fuse_linear(module: nn.Module, ops: Operations) -> nn.Module:
-    """The same product by `ops`; the module itself where it is more than a product."""
+    """Returns a module with this product, computed by `ops`; the module itself where it is more than a product."""
     plain = (
         type(module) in (nn.Linear, PackedLinear) and is_untouched(module) and all(map(is_plain, module.parameters()))
     )
@@ -74,7 +74,8 @@ def fuse_linear(module: nn.Module, ops: Operations) -> nn.Module:
 
 
 def fuse_embedding(module: nn.Module, ops: Operations) -> nn.Module:
-    """The same rows by `ops`; the module itself where it is no embedding known here, or does more than look up."""
+    """Returns a module with these rows, looked up by `ops`; the module itself where it is no embedding known here, or
+    does more than look up."""
     known = type(module) is nn.Embedding or family_name(module) in SCALED_EMBEDDINGS
     if not known or not isinstance(module, nn.Embedding):
         return module

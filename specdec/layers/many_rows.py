@@ -26,8 +26,8 @@ GROUP = 8
 BLOCK_K = 64
 
 ENOUGH_WAVES = 4
-"""Of a weight with several ranges, larger tiles only where they are as many for every multiprocessor: few large ones
-would leave some of them idle at the end."""
+"""Larger tiles are chosen for a weight with several ranges only where they are as many for every multiprocessor: few
+large ones would leave some of them idle at the end."""
 
 
 class ManyTiles(NamedTuple):

@@ -46,7 +46,7 @@ SOME_ROWS_TILES = Tiles(64, 32, 64, 4, 4, 64)
 """Above FEW_ROWS: more programs than `choose_tiles` makes, which takes weights to be long."""
 
 ANY_ORDER_TILES = {192: SomeTiles(64, 32, 0, 128, 4, 2), MANY_ROWS: SomeTiles(128, 64, 0, 64, 8, 4)}
-"""By the largest number of rows that has them, where their bits may depend on that number."""
+"""Tiles by the largest number of rows that has them, where their bits may depend on that number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

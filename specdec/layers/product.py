@@ -40,7 +40,7 @@ PACKED_LARGE = 40960
 """Rows of a packed weight from which on tiles of 128 rows are enough programs, for more rows of x than 32."""
 
 PACKED_REGISTERS = 128
-"""Of a thread at most, where that makes room for one more program on a multiprocessor."""
+"""Registers of a thread at most, where that makes room for one more program on a multiprocessor."""
 
 SMALL_ROWS, SMALL_RANGE = 512, 512
 """A weight of at most SMALL_ROWS rows has ranges of at most SMALL_RANGE columns: a program can hold its tile of one."""
@@ -93,7 +93,7 @@ class Cut(NamedTuple):
     split_len: int
 
     def share(self, count: int) -> "Cut":
-        """Of the columns of one of `count` ranks, which have the same ranges as in the whole."""
+        """Cut of the columns of one of `count` ranks, which have the same ranges as in the whole."""
         return Cut(self.splits // count, self.split_len)
 
 

@@ -45,7 +45,7 @@ class RowRecord:
         return self._shares
 
     def unite(self, shares: "Sequence[RowRecord]") -> None:
-        """Likewise."""
+        """Take what the ranks recorded, heads in the order of ranks: see `shared_weights.py`."""
         for key, parts in shares[0].kept.items():
             home = parts[0].device
             self.kept[key] = tuple(

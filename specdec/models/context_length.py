@@ -32,7 +32,8 @@ class ContextLength(NamedTuple):
 
 
 def context_length(config: Any) -> ContextLength:
-    """Of a text config: its `max_position_embeddings`, stretched by static RoPE scaling, cut by the dynamic kinds."""
+    """Reads a text config: its `max_position_embeddings`, stretched by static RoPE scaling, cut by the dynamic
+    kinds."""
     stated = getattr(config, "max_position_embeddings", None)
     stated = int(stated) if stated else None
     limits: list[tuple[int, str]] = []

@@ -111,7 +111,7 @@ class _Visit:
 
 
 def outline_of(decoder: nn.Module) -> nn.Module:
-    """The same module, whose layers are stand-ins."""
+    """Returns a copy of the module whose layers are stand-ins."""
     outline = copy.copy(decoder)
     layers = nn.ModuleList(StandIn(layer) for layer in cast(nn.ModuleList, decoder.layers))
     outline.__dict__["_modules"] = {**decoder._modules, "layers": layers}

@@ -35,7 +35,7 @@ class Placeholders:
         return tokens if self.table is None else self.table[tokens]
 
     def to(self, device: torch.device) -> "Placeholders":
-        """The same on that device."""
+        """Returns these placeholders with their table on that device."""
         return self if self.table is None else replace(self, table=self.table.to(device))
 
     def require_readable(self, what: str, tokens: Sequence[int]) -> None:
@@ -70,7 +70,8 @@ class _ReachedError(Exception):
 
 @torch.inference_mode()
 def find_placeholders(model: PreTrainedModel, decoder: nn.Module, ordinary: torch.Tensor) -> Placeholders:
-    """Of a model and the text `decoder` in it. ordinary []: an id that is embedded as itself, on the model's device.
+    """Finds the placeholders of a model and the text `decoder` in it. ordinary []: an id that is embedded as itself, on
+    the model's device.
 
     Nothing is run for a model of text alone."""
     names = named_ids(model.config)

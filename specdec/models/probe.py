@@ -26,18 +26,22 @@ from specdec.sampling.softcap import reference_softcap
 TEXT_LEN = 6
 """Tokens of each of the two texts: enough that a permutation moves every row, few enough for the largest model."""
 PREFIX_LEN = 3
-"""Of them, in the first of the two mixed forwards."""
+"""Tokens of each text that are in the first of the two mixed forwards."""
 
 EXACT_BOUND = 1e-3
 """Largest relative difference of any row where the product of a row does not depend on the other rows: unquantised
 weights of 32 bits or more on a CPU."""
-COARSE_BOUND, COARSE_LOGITS_BOUND = 0.03, 0.2
-"""Elsewhere, of the median row: 16 bits, TF32 or a quantised product differ by shape, and a router may then choose
-another expert in a few rows. The bound grows with the square root of the layers, as rounding does. An unsupported
-architecture differs in nearly all rows, by about 1."""
-NOISE_TIMES, NOISE_BOUND = 2.0, 0.5
-"""Deep mixtures in 16 bits exceed that: so many routers choose otherwise for a rounding that their own forward differs
-from itself in a batch of another size. Then the bound is so often that difference, and at most NOISE_BOUND."""
+COARSE_BOUND = 0.03
+"""Largest relative difference of the median row elsewhere, times the square root of the layers, as rounding grows.
+16 bits, TF32 or a quantised product differ by shape, and a router may then choose another expert in a few rows. An
+unsupported architecture differs in nearly all rows, by about 1."""
+COARSE_LOGITS_BOUND = 0.2
+"""COARSE_BOUND of logits, for any number of layers."""
+NOISE_TIMES = 2.0
+"""Bound of deep mixtures in 16 bits, in multiples of their noise: how far their own forward differs from itself in a
+batch of another size, where many routers choose other experts for a rounding."""
+NOISE_BOUND = 0.5
+"""Largest relative difference that noise may excuse."""
 CROWD = 16
 """Times that both texts stand in the batch of another size."""
 
@@ -120,7 +124,7 @@ class ProbeContext:
         return self.shares
 
     def unite(self, shares: "Sequence[ProbeContext]") -> None:
-        """Likewise."""
+        """Take what the ranks recorded, heads in the order of ranks: see `shared_weights.py`."""
         home = self.text.device
         for layer, rows in shares[0].rows.items():
             parts = [[share.rows[layer][kind].to(home) for share in shares] for kind in range(len(rows))]
@@ -219,7 +223,8 @@ class Closeness:
         return self.is_within(self.difference(found, expected), bound)
 
     def is_within(self, difference: float, bound: float) -> bool:
-        """Of this bound, or of the noise where that is larger; the noise is measured only then."""
+        """Whether a difference is within this bound, or near the noise where that is larger; the noise is measured only
+        then."""
         if difference <= bound or self.exact or not difference <= NOISE_BOUND:
             return difference <= bound
         return difference <= NOISE_TIMES * self.noise()

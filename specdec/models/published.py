@@ -49,7 +49,7 @@ ACCEPTED = {
     drafter: PublishedAcceptance(**{**figure, "by_depth": tuple(figure.get("by_depth", ()))})
     for drafter, figure in _TABLES["accepted"].items()
 }
-"""By drafter, each of which is in one pair."""
+"""Published acceptance by drafter, each of which is in one pair."""
 _GROUPS = {
     name: (group["title"], tuple(Pair(**pair) for pair in group["pairs"])) for name, group in _TABLES["groups"].items()
 }
@@ -64,7 +64,7 @@ BLOCK_PAIRS = _GROUPS["block"][1]
 
 
 def published_acceptance(target: str, drafter: str | None) -> PublishedAcceptance | None:
-    """Of a pair by the last parts of both names, whatever their case; None: nothing is known."""
+    """Published acceptance of a pair, by the last parts of both names, whatever their case; None: nothing is known."""
     if drafter is None:
         return None
     asked = last_part(target), last_part(drafter)
@@ -78,7 +78,7 @@ def published_steps(drafter: str) -> int | None:
 
 
 def last_part(name: str) -> str:
-    """Of a path or a hub id, in small letters."""
+    """Last part of a path or a hub id, in small letters."""
     return name.rstrip("/").rpartition("/")[2].lower()
 
 

@@ -45,14 +45,14 @@ class SplitWeights:
         return generation
 
     def version(self) -> tuple[int, object]:
-        """Likewise."""
+        """See `Weights`. Raises what `generation` does, and for an update in place where those are counted."""
         version = self._weights.version()
         if version[0] != self._copied[0] or (self.counts_updates() and version != self._copied):
             refuse_change(self.name)
         return version
 
     def look_closely(self) -> None:
-        """Likewise."""
+        """See `Weights`. Raises what `version` does."""
         self._weights.look_closely()
         self.version()
 

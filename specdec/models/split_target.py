@@ -16,7 +16,7 @@ from specdec.models.target import TargetModel
 
 
 def split_target(target: TargetModel, ranks: Ranks) -> TargetModel:
-    """The same target with its layers shared by ranks. Raises ConfigError, UnsupportedModelError: it cannot be."""
+    """Returns the target with its layers shared by ranks. Raises ConfigError, UnsupportedModelError: it cannot be."""
     whole, head = target.decoder, target.head
     if not isinstance(whole, FusedDecoder):
         raise unfused_error(target.name, target.unfused, len(ranks))

@@ -121,7 +121,7 @@ class TargetModel:
             self.weights = SplitWeights(self.weights)  # type: ignore[assignment]
 
     def as_deterministic(self) -> "TargetModel":
-        """The same model, deterministic."""
+        """Returns this model in deterministic form: itself if it is."""
         new = None if self.deterministic else TargetModel(self.model, self.ops, deterministic=True, ranks=self.ranks)
         return new or self
 
@@ -149,7 +149,7 @@ class TargetModel:
 
     @property
     def stored_layout(self) -> KVLayout:
-        """Of the K/V that one device stores."""
+        """Layout of the K/V that one device stores."""
         return self.layout if self.ranks is None else self.layout.share(len(self.ranks))
 
     @property
@@ -249,7 +249,7 @@ class TargetModel:
         return rows_in_tiles(self._logits, hidden) if self.in_tiles else self._logits(hidden)
 
     def uncapped_logits(self, hidden: torch.Tensor) -> tuple[torch.Tensor, float | None]:
-        """The same before the softcap, and what that is; on a GPU, where rows need no tiles."""
+        """Logits before the softcap, and the cap, None where there is none; on a GPU, where rows need no tiles."""
         assert not self.in_tiles
         return self.logit_rule.scaled(self.head(hidden)), self.logit_rule.softcap
 

@@ -23,7 +23,7 @@ class StoredWeights(NamedTuple):
 
 
 def stored_weights(*models: nn.Module) -> StoredWeights:
-    """Of several models together: what two of them share is counted once."""
+    """Counts the weights of several models together: what two of them share is counted once."""
     parameters = {weight for model in models for weight in model.parameters()}
     modules = (module for model in models for module in model.modules())
     packed = {id(weight.words): weight for module in modules for weight in packed_of(module)}.values()
@@ -35,7 +35,7 @@ def stored_weights(*models: nn.Module) -> StoredWeights:
 
 
 def is_quantised(model: PreTrainedModel) -> bool:
-    """By specdec, or by transformers."""
+    """Whether specdec or transformers runs weights of the model from a quantised form."""
     return getattr(model, "hf_quantizer", None) is not None or bool(stored_weights(model).form)
 
 

@@ -1,1 +1,1 @@
-"""A round from its request to its tokens: who runs, what is launched, what a request takes over."""
+"""A round from its requests to their tokens: scheduling, launching, settling."""

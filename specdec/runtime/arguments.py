@@ -1,4 +1,4 @@
-"""What callers hand to an engine besides prompts, checked before anything is made of it.
+"""Checks of the arguments of an engine besides prompts, made before any work.
 
 It knows settings and the shape of parts, no model. Every refusal is one sentence that says where the thing belongs.
 """
@@ -18,7 +18,7 @@ def params_for(params: Any, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
-        raise ConfigError(f"params={shown(params)}: a SamplingParams for all prompts, or a list of one each, is wanted")
+        raise ConfigError(f"params={shown(params)}: one SamplingParams, or a list of one for each prompt, is expected")
     if len(params) != count:
         raise ConfigError(f"{len(params)} SamplingParams for {count} prompts; give one for all, or one each")
     return list(params)
@@ -50,7 +50,7 @@ def require_one_sample(params: Any, what: str) -> None:
 
 
 def require_parts(target: Any, drafter: Any, tokenizer: Any) -> None:
-    """Names and loaded modules are for `from_pretrained`; what an Engine is made of is fitted to each other."""
+    """Refuse names and loaded modules, which are for `from_pretrained`: an Engine takes parts fitted to each other."""
     for name, part, wanted, fits in (
         ("target", target, "a TargetModel", hasattr(target, "layout")),
         ("drafter", drafter, "a fitted Drafter", drafter is None or callable(getattr(drafter, "bind", None))),
@@ -131,4 +131,4 @@ def require_ranks(ranks: Sized | None, count: int) -> None:
 
 def require_type(name: str, value: object, wanted: type) -> None:
     if value is not None and not isinstance(value, wanted):
-        raise ConfigError(f"{name} is {shown(value)}; a {wanted.__name__} is wanted")
+        raise ConfigError(f"{name} is {shown(value)}; a {wanted.__name__} is expected")

@@ -43,7 +43,7 @@ class CpuThreads:
                 torch.set_num_threads(self._most)
 
     def fit(self, tokens: int) -> None:
-        """A forward over so many tokens comes next."""
+        """Set the threads for the next forward, over `tokens` tokens."""
         if self._bytes and (threads := self.fitting(tokens)) != torch.get_num_threads():
             torch.set_num_threads(threads)
 

@@ -1,4 +1,4 @@
-"""What drafts did, in words: the same sentence in the log, the benchmarks, the command line and the examples."""
+"""Results of drafts in words: the same sentence in the log, the benchmarks, the command line and the examples."""
 
 from collections.abc import Sequence
 

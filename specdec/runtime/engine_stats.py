@@ -18,7 +18,7 @@ from specdec.runtime.request import Request, RequestStats
 logger = logging.getLogger(__name__)
 
 LOOK_AFTER = 1000
-"""Rounds of requests that speculate between two looks at what their drafts were worth."""
+"""Rounds of speculating requests between two checks of the acceptance of their drafts."""
 
 ENOUGH_DRAFTS = 16
 """Drafts (one a request and round) that a look takes."""
@@ -57,7 +57,7 @@ class DeviceUse(NamedTuple):
 
 
 def device_use(target: TargetModel, cache: KVCache) -> tuple[DeviceUse, ...]:
-    """Of each device, in the order of ranks; ranks on a CPU are one device each. Asks a GPU's driver."""
+    """Memory of each device, in the order of ranks; ranks on a CPU are one device each. Asks a GPU's driver."""
     held = [0] * len(target.devices)
     for store in cache.stores:
         held[store.rank] += sum(layer.k.nbytes + layer.v.nbytes for layer in store.layers.values())
@@ -78,7 +78,7 @@ class EngineStats(RequestStats):
     finished, aborted: requests that ended; those that failed are among the aborted. waiting, running: those that have
     not. batches: rounds of the engine, of all that decode together (`rounds` counts one for each of them), and the
     seconds that they took. Nothing is held in a space that the target does not have. captures:
-    rounds and prompts that are captured, and what ran without. drafts: which drafts rounds had, and why. prompt_gap_ms:
+    captured rounds and prompts, and eager runs. drafts: which drafts rounds had, and why. prompt_gap_ms:
     how long a request that decodes waits for its next token at most while one prompt as long as the engine takes is
     read, by what rounds and prompts take here; each further request that waits for its first token adds half a round.
     0.0 until that is known. devices: the memory of each that the target runs on, the first one's first.

@@ -1,4 +1,4 @@
-"""What grammars say of the next tokens: found on the host, before a step is launched and between a round's programs."""
+"""Masks and forced tokens of grammars, computed on the host before a step and between a round's programs."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from specdec.sampling.token_bitmaps import RowMasks, write_masks
 
 
 def prepare(requests: Sequence[Request]) -> list[Request]:
-    """Compute what grammars allow next and force -> the requests that have one.
+    """Compute the next masks and forced tokens of requests with a grammar -> the requests that have one.
 
     A request whose grammar raises ends here, and only that one.
     """
@@ -41,7 +41,7 @@ def prepare(requests: Sequence[Request]) -> list[Request]:
 
 
 class GrammarSteps:
-    """What the host does within a round in which some of the first rows have a place in a grammar.
+    """Host work within a round in which some of the first rows have a place in a grammar.
 
     device    | draft | verify          | accept
     host              trees, their masks ^
@@ -52,7 +52,7 @@ class GrammarSteps:
         self._places = places
         roots = root_masks(places)
         if roots is not None:
-            write_masks(self._masks.at(self._batch, 1), roots)  # a drafter may use what is allowed after the roots
+            write_masks(self._masks.at(self._batch, 1), roots)  # a drafter may use the masks after the roots
 
     def between(self, number: int, out: torch.Tensor) -> None:
         """Program 0, the draft, was launched and returned the trees; or program 1, verify, was."""

@@ -1,11 +1,11 @@
-"""What a caller holds of a submitted request: what is new, the whole output, and the way out.
+"""The caller's handle of a submitted request: new tokens, the whole output, and aborting.
 
-    read()              what is new since the last read, or None; never steps the engine
+    read()                  the new tokens since the last read, or None; never steps the engine
     for delta in handle     the same, stepping the engine while nothing is new
-    output()            all of it, stepping the engine until the request has ended
+    output()                the whole output, stepping the engine until the request has ended
 
 It knows a request's tokens and nothing of slots. Invariant: every token is in one delta, whichever thread reads it, and
-the last delta carries the output. Reading costs what is new, not what there is: a long output is read in linear time.
+the last delta carries the output. A read costs time for the new tokens alone, so a long output is read in linear time.
 """
 
 import copy
@@ -19,12 +19,13 @@ from specdec.sampling.log_probs import TokenLogprob
 
 
 class Handle:
-    """One submitted request; `Engine.submit` makes it. Letting go of it does not abort the request.
+    """One submitted request; `Engine.submit` makes it. Dropping the handle does not abort the request.
 
-    An error in a step is raised to whoever stepped; the request goes on with the next step, as if that one had not
-    begun. A request whose own tokenizer or grammar raised, or whose row an error in a step names, has ended with the
-    reason "error": `read`, iterating and `output` raise RequestFailedError, here and nowhere else; or RoundFailedError,
-    where steps raised again and this was the newest request in them. An engine that is closed ends it with "abort".
+    An error in a step is raised to the caller that ran the step; the request goes on with the next step, as if that one
+    had not begun. A request whose own tokenizer or grammar raised, or whose row an error in a step names, has ended
+    with the reason "error": `read`, iterating and `output` raise RequestFailedError, here and nowhere else; or
+    RoundFailedError, where steps raised again and this was the newest request in them. An engine that is closed ends it
+    with "abort".
     """
 
     def __init__(self, request: Request, advance: Callable[[Request], None], abort: Callable[[int], None]) -> None:
@@ -37,7 +38,7 @@ class Handle:
 
     @property
     def id(self) -> int:
-        """What `Engine.abort` takes; ids of an engine go up in order of arrival."""
+        """Number of the request, for `Engine.abort`; ids of an engine go up in order of arrival."""
         return self._request.number
 
     @property
@@ -67,17 +68,17 @@ class Handle:
 
     @property
     def stats(self) -> RequestStats:
-        """What speculation has done for it so far."""
+        """Figures of its speculation, prefix cache and waiting so far."""
         return self._request.stats
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprob | None] | None:
-        """Of each prompt token, None where they are not known yet; None: the request does not ask for them. All are
-        known with the first token of the output."""
+        """Log-probability of each prompt token, None where it is not known yet; None: the request does not ask for
+        them. All are known with the first token of the output."""
         return self._request.prompt_logprobs
 
     def read(self) -> StreamDelta | None:
-        """What is new since the last read, the output with the last of it; None: nothing."""
+        """Tokens and text since the last read, with the output if they are the last; None: there are none."""
         with self._lock:
             request = self._request
             if request.finish_reason == "error":
@@ -95,7 +96,7 @@ class Handle:
             return delta
 
     def tell(self, news: "deque[int]") -> None:
-        """Append its id to `news` whenever it gains tokens or ends; and now, for what it has already."""
+        """Append its id to `news` now, and whenever it gains tokens or ends."""
         self._request.news = news
         news.append(self.id)
 
@@ -110,7 +111,7 @@ class Handle:
         return delta
 
     def output(self) -> GenerationOutput:
-        """The whole output, once it has ended; takes nothing from what `read` hands out."""
+        """The whole output, once it has ended; `read` still hands out every token."""
         while not self._request.finished:
             self._advance(self._request)
         if self._request.finish_reason == "error":

@@ -1,6 +1,6 @@
 """Prompts and parameters become requests, every one of them checked before any runs.
 
-It knows what an engine serves (vocabulary, lengths, drafts, tokenizer) and nothing of what it is doing. What cannot be
+It knows the limits of an engine (vocabulary, lengths, drafts, tokenizer), not its state. A request that cannot be
 served is refused here, in one sentence, and never in the middle of a text.
 """
 
@@ -22,7 +22,7 @@ from specdec.text.prompts import Prompt, as_prompt_list, text_ids
 
 
 class Intake:
-    """Of one engine. spec: how it speculates, None: not at all."""
+    """Makes the requests of one engine. spec: how it speculates, None: not at all."""
 
     def __init__(
         self, target: TargetModel, tokenizer: Any | None, spec: SpecConfig | None, scheduler: Scheduler

@@ -19,8 +19,10 @@ SAMPLING = {field.name: "params=SamplingParams({})" for field in fields(Sampling
 ENGINE = {field.name: "config=EngineConfig({})" for field in fields(EngineConfig) if field.name != "dtype"}
 ENGINE |= {field.name: "spec=SpecConfig({})" for field in fields(SpecConfig)}
 """Settings, and where they go; transformers knows a dtype as well."""
-CLOSE, NEAR = 0.8, 0.55
-"""How alike names are, of 1: where transformers may know the name, and where only the method may."""
+CLOSE = 0.8
+"""Least similarity (of 1) at which a keyword is a misspelt setting, where transformers may know it as its own."""
+NEAR = 0.55
+"""Least similarity (of 1) at which a setting is suggested, where only the method may know the keyword."""
 
 
 def known_keywords(function: Function) -> Function:

@@ -48,7 +48,7 @@ class LaunchedStep:
         return [self.requests[i] for i in self.present() if self.drawing is None or i in self.drawing]
 
     def result(self) -> RoundResult:
-        """Of a round, of all its requests; of chunks, of those that draw. Waits for the device."""
+        """Result of a round, for all its requests; of chunks, for those that draw. Waits for the device."""
         drawn = self.requests if self.drawing is None else [self.requests[i] for i in self.drawing]
         asked = [request.params.logprobs for request in drawn]
         return unpack(self._on_host(self.packed), self.shape, self.stages, asked, self.drafts, self.forced)

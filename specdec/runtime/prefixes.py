@@ -1,15 +1,15 @@
-"""What requests have in common is computed once: the prefix cache, as the scheduler uses it.
+"""Policy of the prefix cache: common prefixes are computed once. The scheduler calls it.
 
-    admission     a request begins with what is cached of its prompt, or waits while a running one is making more of it
-    every chunk   of a prompt is kept once it is committed, so that whoever waits for it can go on
-    the end       and a preemption keep all that is committed
+    admission     a request adopts the cached pages of its prompt, or waits while a running one computes more of it
+    every chunk   is kept once it is committed, so that a request that waits for it can go on
+    the end       and a preemption keep all committed K/V
 
-A request's `cache_salt` is a part of its name: requests with different salts share no page and wait for none of each
-other's, as if their first tokens were different.
+The `cache_salt` is a part of the key: requests with different salts share no page and do not wait for each other, as if
+their first tokens were different.
 
-Only tokens that the host is certain of name K/V. These are of the weights that made them: a step looks at those before
-it uses the cache, and once they are others, the cache is emptied, and rows that began before are not kept. It knows no
-pool and no tensor.
+A key has only tokens that the host knows. Cached K/V belong to the weights that made them: each step compares the
+weights' versions before it uses the cache. Once they differ, the cache is emptied, and rows that were filled before are
+not kept. This file knows no pool and no tensor.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from specdec.runtime.prompts_in_progress import InProgress, Maker, Rank
 from specdec.runtime.request import Request, RequestState
 
 WORTH_WAITING = 16
-"""Tokens. For fewer nobody begins to wait: a step that computes them again costs about what it costs without them."""
+"""Fewest tokens that a request waits for: computing fewer again adds hardly anything to a step."""
 
 
 class Prefixes:
@@ -40,18 +40,18 @@ class Prefixes:
         self._cache: PrefixCache | None = None
         self._weights_version = weights_version
         self._unread = unread
-        self._era = 0  # counts how often what was made before became worthless
+        self._era = 0  # incremented each time the K/V computed so far became invalid
         if cache is not None:
             self._cache = PrefixCache(cache.table, pairs=len(cache.stores) > 1)  # a drafter's may follow from the next
             self._made_by = weights_version()
             self._began: IntArray = np.zeros(cache.table.max_requests, dtype=np.int64)  # era by row
             self._in_progress = InProgress(self._cache)
 
-    def comes(self, request: Request, rank: Rank) -> bool:
-        """Is a running request ahead of this rank computing a part of this request's prompt, that it could soon adopt?
+    def should_wait_for_prefix(self, request: Request, rank: Rank) -> bool:
+        """Is a running request of a lower rank computing a prefix of this request's prompt, which it could then adopt?
 
-        Such a request is served first in any case, so none waits for one that waits. While no prompt begins or ends
-        the answer is kept, and costs no comparison.
+        Only running requests of lower rank count, so no two requests wait for each other. The answer is kept until a
+        prompt begins or ends, and costs no comparison meanwhile.
         """
         if self._cache is None:
             return False
@@ -84,15 +84,15 @@ class Prefixes:
                     return True
         return False
 
-    def found(self, request: Request) -> IntArray:
+    def cached_pages(self, request: Request) -> IntArray:
         """The pages that a waiting request would begin with, if it got a row now. Changes nothing."""
         if self._cache is None:
             return NO_PAGES
         self._look()
         return self._cache.match(self._adoptable(request), salt_of(request))
 
-    def begin(self, request: Request, rank: Rank) -> None:
-        """The request has been given a row: fill it with what is cached, all but what is left to compute."""
+    def adopt_prefix(self, request: Request, rank: Rank) -> None:
+        """Fill the row of an admitted request with the cached pages of its prompt."""
         if self._cache is None:
             return
         self._look()
@@ -104,8 +104,8 @@ class Prefixes:
         if len(key) >= WORTH_WAITING:
             self._in_progress.add(Maker(rank, request, key, salt))
 
-    def keep(self, requests: Sequence[Request]) -> None:
-        """What is committed of running requests is there for others."""
+    def keep_committed(self, requests: Sequence[Request]) -> None:
+        """Insert the committed K/V of running requests into the cache, for other requests."""
         if self._cache is None:
             return
         self._look()
@@ -115,27 +115,28 @@ class Prefixes:
             if not self._is_computing(request, request.prefill_target):
                 self._in_progress.discard(request)
 
-    def leave(self, requests: Sequence[Request]) -> None:
-        """These requests are about to lose their rows: keep what is committed; they compute nothing any more."""
-        self.keep(requests)
+    def release_rows(self, requests: Sequence[Request]) -> None:
+        """Keep the committed K/V of requests that are about to lose their rows, and stop other requests' waiting."""
+        self.keep_committed(requests)
         if self._cache is not None:
             for request in requests:
                 self._in_progress.discard(request)
 
     def restart(self) -> None:
-        """Begin again: no request has a row. What was cached is forgotten by the pools."""
+        """Restart without rows. The pools, which were made anew, have forgotten the cached pages."""
         if self._cache is not None:
             self._in_progress.clear()
 
     def clear(self) -> None:
-        """What has been made so far is not to be shared any more."""
+        """Share none of the K/V made so far any more, cached or still in rows."""
         if self._cache is not None:
             self._cache.clear()
             self._era += 1
-            self._in_progress.clear()  # what these compute will not be kept
+            self._in_progress.clear()  # their K/V will not be kept
 
     def _look(self) -> None:
-        """Are the weights those that made what is cached? Their versions are many, and one object within a step."""
+        """Clear the cache if the weights changed. Within a step `weights_version` returns one object, which is quick to
+        compare."""
         now = self._weights_version()
         if now is not self._made_by:
             made_by, self._made_by = self._made_by, now
@@ -156,18 +157,18 @@ class Prefixes:
         return reading and int(self._cache.table.committed_len.host[request.row]) < length
 
     def _adoptable(self, request: Request) -> IntArray:
-        """What it may begin with: see `Request.most_cached`."""
+        """Key of the tokens whose K/V it may adopt: see `Request.most_cached`."""
         return self._key(request)[: request.most_cached]
 
     def _whole_key(self, request: Request) -> IntArray:
-        """Of its tokens whose K/V every model has made."""
+        """Key of the request's tokens whose K/V every model has made."""
         assert self._cache is not None
         if self._unread is None or not (unread := int(self._unread[request.row])):
             return self._key(request)
         return self._key(request)[: max(int(self._cache.table.committed_len.host[request.row]) - unread, 0)]
 
     def _key(self, request: Request) -> IntArray:
-        """Of all its tokens, made longer when there are more."""
+        """Key of all the request's tokens, made longer when there are more."""
         assert self._cache is not None
         num_slots = request.settled.num_tokens - self._cache.pairs
         known = 0 if request.key is None else len(request.key)
@@ -178,5 +179,5 @@ class Prefixes:
 
 
 def salt_of(request: Request) -> bytes:
-    """What separates its K/V from those of requests with another `cache_salt`; empty without one."""
+    """The request's `cache_salt` as bytes, a part of its key in the prefix cache; empty without one."""
     return b"" if request.params.cache_salt is None else request.params.cache_salt.encode("utf-8", "surrogatepass")

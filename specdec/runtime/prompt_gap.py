@@ -1,11 +1,11 @@
-"""How long requests that decode wait for prompts: what prompts take, and how many of their tokens a step may read.
+"""Bound on how long decoding requests wait for prompts: the cost of prompts, and the prompt tokens of a step.
 
     step      a round of all that decode | prompts: at most GAP_SHARE of a round for each request without a token
     prompts   seconds = forward + token * T + pair * X           T tokens, which see X earlier ones, all together
 
-One long prompt thus makes streams slower by half and no more, while a queue of prompts is read in large steps, which is
-what most tokens a second need. Both sides are measured: rounds whenever they run, prompts on a GPU when the engine is
-made and elsewhere whenever they run, the host's work included. It knows no request and reads no clock.
+One long prompt thus makes streams slower by half at most, while a queue of prompts is read in large steps, for
+throughput. Rounds are timed whenever they run; prompts on a GPU when the engine is made, on a CPU whenever they run,
+with the host's work. This file knows no request and reads no clock.
 """
 
 from collections.abc import Sequence
@@ -24,44 +24,48 @@ GAP_SHARE = 0.5
 for its next after a preemption. With one such request a stream gets its tokens at two thirds of its speed."""
 
 PROMISED_GAP = 0.25
-"""Seconds that a request which decodes waits for its next token at most, however many prompts wait: half of what a
-reader takes for a dozen words, and on an H200 8,192 tokens of a model of ten billion parameters."""
+"""Upper bound, in seconds, on the time between two tokens of a decoding request, however many prompts wait. It is half
+the time in which a dozen words are read; an H200 prefills 8,192 tokens of a 10B model in it."""
 
 PART_SHARE = 0.4
-"""The same, for parts of a forward: what a step takes beside its round and its prompts has to fit half a round, too."""
+"""GAP_SHARE for the parts of a divided forward. It is smaller, since the other work of a step must fit into half a
+round, too."""
 
-MOST_STEPS = 8
-"""A forward is divided among so many steps at most, as far as is known: others who come meanwhile wait for its end."""
+MAX_STEPS = 8
+"""Steps that a forward may be divided among, by its expected time: prompts that arrive meanwhile wait for its end."""
 
 MIN_CAP = 512
-"""The cap of a step is no fewer prompt tokens than this: of fewer, a GPU reads weights as long as it computes."""
+"""Lower bound on the cap of a step, in prompt tokens: with fewer, a GPU spends its time on reading weights."""
 
-ROUND_DECAY, COST_DECAY = 0.8, 0.97
-"""How much of what was known of a round, and of prompts, remains after one more."""
+ROUND_DECAY = 0.8
+"""Weight of earlier rounds in the average time of a round, after one more."""
+
+COST_DECAY = 0.97
+"""Weight of earlier forwards in the fitted cost of prompts, after one more."""
 
 MAX_SURPRISE = 2.0
-"""A forward that took longer than this many times what was expected counts as so many times: it was interrupted. A
-device that has really become slower is known after a few forwards."""
+"""Upper bound on the time that a forward counts for, in multiples of the expected time: a longer one was interrupted.
+A device that has really become slower is known after a few forwards."""
 
 Numbers = npt.NDArray[np.float64]
 UNITS = np.array([1.0, 1e3, 1e6])  # of a forward, its tokens, its pairs
 
 
 class PromptLoad(NamedTuple):
-    """What a forward over prompts has to do. pairs: of a token and one that it sees, as if there were no windows."""
+    """Work of a forward over prompts. pairs: of a token and an earlier one, as if there were no windows."""
 
     tokens: int
     pairs: float
 
     @classmethod
     def of(cls, start: IntArray, length: IntArray) -> "PromptLoad":
-        """Of runs of `length` [R] tokens after `start` [R] earlier ones."""
+        """Load of runs of `length` [R] tokens, each after `start` [R] earlier ones."""
         return cls(int(length.sum()), float((length * (start + length / 2)).sum()))
 
 
 class Division(NamedTuple):
-    """How a forward over few prompt tokens is divided among steps: into these parts, if it has at most `most` tokens,
-    and at least `least`, of which fewer take as long."""
+    """Parts of a forward over few prompt tokens, which several steps share. most: a forward over more tokens runs
+    whole. least: fewer tokens take as long as this many."""
 
     shares: Sequence[PartShare]
     most: int
@@ -96,19 +100,19 @@ class PromptCost:
             return
         if self.is_known:
             seconds = min(seconds, MAX_SURPRISE * self.seconds(load))
-        self._fitted()  # what fades is known by then
+        self._fitted()  # solved before older forwards lose weight
         self._equations *= COST_DECAY
         self._add(load, seconds)
 
     def seconds(self, load: PromptLoad) -> float:
-        """What a forward over this load is expected to take. Requires `is_known`."""
+        """Expected seconds of a forward over this load. Requires `is_known`."""
         whole = self._whole.get(load.tokens)
         if whole is None:
             return float(self._fitted() @ _counts(load))
         return whole + self._pair * max(0.0, load.pairs - load.tokens**2 / 2)
 
     def parts_of(self, load: PromptLoad) -> tuple[float, float]:
-        """The same, of all but attention over prefixes, and of that."""
+        """Expected seconds of a forward over this load: of all but attention over prefixes, and of that attention."""
         whole = self.seconds(load)
         forward = min(whole, self.seconds(PromptLoad(load.tokens, load.tokens**2 / 2)))
         return forward, whole - forward
@@ -141,7 +145,7 @@ class PromptCost:
 
 
 class PromptGap:
-    """What rounds and prompts of one engine take, in seconds.
+    """Measured seconds of the rounds and prompts of one engine, and the prompt tokens that follow for a step.
 
     round: decaying average of recent rounds, 0.0 before the first. longest_round: the longest that was timed when the
     engine was made, 0.0 where none was. ending: how much longer a forward takes that ends a prompt, where it alone
@@ -156,12 +160,12 @@ class PromptGap:
         self.ending = 0.0
 
     def learn_round(self, seconds: float) -> None:
-        """A round took so long."""
+        """Update the average with the seconds of a round."""
         self.round = seconds if self.round == 0.0 else ROUND_DECAY * self.round + (1 - ROUND_DECAY) * seconds
 
     def capped(self, room: PromptRoom) -> PromptRoom:
-        """This room, capped to the tokens that can be read within the promised gap beside the longest round: a multiple
-        of 256, and at least MIN_CAP."""
+        """Cap this room to the tokens that can be read within PROMISED_GAP less the longest round: a multiple of 256,
+        and at least MIN_CAP."""
         if room.fixed:
             return room
         fitting = self.cost.tokens_within(PROMISED_GAP - self.longest_round, 0, room.chunk) // 256 * 256
@@ -193,7 +197,7 @@ class PromptGap:
         return self._budget(PART_SHARE, num_waiting)
 
     def part_seconds(self, load: PromptLoad, share: PartShare) -> float:
-        """What a part of a forward over this load is expected to take."""
+        """Expected seconds of a part of a forward over this load."""
         forward, pairs = self.cost.parts_of(load)
         return forward * share.forward + pairs * share.pairs + self.ending * share.ending
 
@@ -201,13 +205,13 @@ class PromptGap:
         return min(share * max(1, num_waiting) * self.round, PROMISED_GAP - self.round)
 
     def _tokens_in_parts(self, division: Division, num_waiting: int, prefix: int) -> int:
-        """The most tokens of which every part fits a step, and all of them a few."""
+        """Most tokens of a divided forward: each part fits a step, and all parts together fit MAX_STEPS."""
         budget = self._budget(PART_SHARE, num_waiting)
         tokens = division.most
         while tokens > division.least:
             load = PromptLoad(tokens, tokens * (prefix + tokens / 2))
             parts = [self.part_seconds(load, share) for share in division.shares]
-            if max(parts) <= budget and sum(parts) <= MOST_STEPS * budget:
+            if max(parts) <= budget and sum(parts) <= MAX_STEPS * budget:
                 break
             tokens //= 2
         return tokens
@@ -233,8 +237,8 @@ class PromptGap:
 
 
 def _few_sizes(tokens: int) -> int:
-    """The largest power of two up to 2,048, or multiple of 256, that is not larger: few shapes are captured, and what
-    is padded takes as long as what is read."""
+    """Rounds down to a power of two, from 2,048 on to a multiple of 256: few shapes are captured, and padding takes as
+    long as tokens."""
     if tokens >= 2048:
         return tokens // 256 * 256
     return 1 << tokens.bit_length() - 1 if tokens > 0 else 0
@@ -246,8 +250,8 @@ def _counts(load: PromptLoad) -> Numbers:
 
 
 def _least_squares(equations: Numbers, before: Numbers) -> Numbers:
-    """The solution without negative numbers: the best of those that leave some of them out. What the equations do not
-    tell apart, as when all loads were alike, stays as it was before."""
+    """Non-negative least squares of three unknowns: the best solution over all subsets of them. Unknowns that the
+    equations do not determine, as when all loads were alike, stay near `before`."""
     square, right = equations[:, :3], equations[:, 3]
     damping = np.diag(1e-6 * square.diagonal() + 1e-12 * np.trace(square))
     square, right = square + damping, right + damping @ before

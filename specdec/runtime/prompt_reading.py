@@ -1,4 +1,4 @@
-"""Prompt chunks whose forward is under way: which parts a step runs beside its round, and whether it may go on.
+"""Prompt chunks whose forward is in progress: the parts that a step runs next to its round, and when it is dropped.
 
     step        round | parts 0, 1    round | part 2    round | part 3, first token
     committed                                                     all its tokens, at once

@@ -1,4 +1,4 @@
-"""What the model says of the tokens of one prompt: their log-probabilities, filled in as its chunks settle.
+"""Log-probabilities of the tokens of one prompt, filled in as its chunks settle.
 
     tokens   0 ................ known ................ prompt_len
              | scores are here  | still to be computed |
@@ -28,8 +28,8 @@ class PromptScores:
     def complete(self) -> bool:
         return self.known >= self.prompt_len
 
-    def take(self, first: int, scores: TokenScores) -> None:
-        """The scores of the tokens from position `first` on, which is at most `known`; what is known already stays."""
+    def fill(self, first: int, scores: TokenScores) -> None:
+        """Add the scores of the tokens from position `first` on, which is at most `known`; known scores stay."""
         assert first <= self.known, f"{first=} {self.known=}"
         new = scores.after(self.known - first)
         if len(new.chosen):
@@ -47,7 +47,7 @@ class PromptScores:
 
 
 def scoring_of(prompts: Sequence[PromptScores | None], done: IntArray, chunk_len: IntArray) -> Scoring | None:
-    """What is to be scored of chunks of `chunk_len` [B] tokens after `done` [B] committed ones; None: nothing.
+    """Tokens to score in chunks of `chunk_len` [B] tokens after `done` [B] committed ones; None: there are none.
 
     A token is scored by the chunk before it, by the first of its prompt's samples that gets there: what is known, or is
     part of an output that a preempted request reads again, is not computed.

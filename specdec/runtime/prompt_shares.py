@@ -1,26 +1,26 @@
-"""How many prompt tokens a step reads, and whose.
+"""Prompt tokens of a step, and their division among requests.
 
     in a step    the first by rank: half of the room at least | short prompts that pass it | the others, by rank
 
-Prompts go by rank, but one with at most half as much to read as the first passes it: who asks for a word does not wait
-for books, and nobody waits for more than twice what it has to read itself, but for what passes it in turn. The first
-keeps half of the room, so that it always advances. It knows no pages: a prompt that finds none for its share gets
-less. How large the room is while others decode: `prompt_gap`.
+Prompts are read by rank, except that a prompt with at most half as many unread tokens as the first one passes it. So a
+short prompt does not wait for a long one: apart from prompts that pass it in turn, it waits for at most twice its own
+tokens. The first keeps half of the room, so that it always advances. This file knows no pages: a prompt without pages
+for its share gets less. `prompt_gap` decides the room while other requests decode.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 IDLE_STEPS = 4
-"""Prompts that would take so many steps at most are read in one, where nobody decodes who would wait for it."""
+"""Prompts that would take at most this many steps are read in one while no request decodes."""
 
 MAX_ROOM = 8192
-"""But no more tokens than this: of more, activations take memory and nothing gets quicker."""
+"""Upper bound on the prompt tokens of a step: with more, activations take memory and throughput does not rise."""
 
 
 class PromptRoom(NamedTuple):
-    """Most prompt tokens of a step while others decode, and while no request does; and of one request, `chunk`.
-    fixed: `max_prefill_tokens` is set. least: where others decode, a step reads so many in any case, if there are."""
+    """Upper bounds on the prompt tokens of a step: `busy` while other requests decode, `idle` while none does, `chunk`
+    of one request. fixed: `max_prefill_tokens` is set. least: lower bound while other requests decode."""
 
     busy: int
     idle: int
@@ -30,21 +30,23 @@ class PromptRoom(NamedTuple):
 
     @classmethod
     def of(cls, max_prefill_tokens: int | None, prefill_chunk: int | None, device_type: str) -> "PromptRoom":
-        """None: what suits the device. A GPU reads thousands in the time of a few rounds, and chunks of 2,048 at a
-        fifth less than four of 512; a CPU, to which every token is arithmetic, reads about as many as a round of twenty
-        requests verifies."""
+        """None: the default of the device. A GPU reads thousands of tokens in the time of a few rounds, and a chunk of
+        2,048 in a fifth less time than four of 512. On a CPU time grows with every token, so a step reads about as many
+        as a round of twenty requests verifies."""
         usual = cls(96, 384, 512) if device_type == "cpu" else cls(MAX_ROOM, MAX_ROOM, 2048, least=64)
         if max_prefill_tokens is not None:
             usual = usual._replace(busy=max_prefill_tokens, idle=max_prefill_tokens, fixed=True)
         return usual if prefill_chunk is None else usual._replace(chunk=prefill_chunk)
 
     def idle_tokens(self, to_come: int) -> int:
-        """Of a step while no request decodes. to_come: of all running prompts together."""
+        """Prompt tokens of a step while no request decodes. to_come: tokens that all running prompts together have yet
+        to read."""
         return to_come if to_come <= min(IDLE_STEPS * self.busy, max(self.idle, MAX_ROOM)) else self.idle
 
 
 class Prompt(NamedTuple):
-    """What one request has to read yet. level: of its rank; lower ones come first, whatever their length."""
+    """Unread prompt tokens of a request, `to_go`. level: of its rank; prompts of lower levels are read first, whatever
+    their length."""
 
     level: int
     to_go: int

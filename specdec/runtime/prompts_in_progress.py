@@ -1,4 +1,4 @@
-"""Prompts whose K/V running requests are computing right now, found by what they have in common with another prompt.
+"""Prompts whose K/V running requests are computing right now, found by their common prefix with another prompt.
 
 A radix tree over the keys of the prefix cache: a node is a run of whole pages, and lists the requests whose prompts
 pass through it. A lookup costs the length of one prompt, however many requests are running; comparing with each of them
@@ -19,7 +19,7 @@ from specdec.kvcache.prefix_cache import PrefixCache
 from specdec.runtime.request import Request
 
 Rank = tuple[int, int]
-"""Of a request: lower ones are served first."""
+"""Rank of a request: lower ones are served first."""
 
 _by_rank = itemgetter(0)
 
@@ -104,7 +104,7 @@ class InProgress:
             name = self._cache.first_page(key)
 
     def sharing(self, key: IntArray, salt: bytes) -> Iterator[tuple[int, list[Maker]]]:
-        """Slots in common with this key, in whole pages, and the requests that share so many; the longest first."""
+        """(slots, requests): common prefixes with this key, in whole pages, and their requests; longest first."""
         path: list[tuple[int, list[Maker]]] = []
         name, children, common = salt + self._cache.first_page(key), self._root, 0
         while (node := children.get(name)) is not None and len(key) - common >= self._cache.page_size:
@@ -132,7 +132,7 @@ class InProgress:
             assert parted.tolist() == self._makers[number].key.tolist(), f"request {number} is not along its key"
 
     def _split(self, node: _Node, length: int) -> _Node:
-        """A node of the first `length` slots, with what remains as its child."""
+        """Split off the first `length` slots as a node, the parent of the rest."""
         upper = _Node(node.key[:length], list(node.makers))
         node.key = node.key[length:]
         upper.children[self._cache.first_page(node.key)] = node

@@ -1,4 +1,4 @@
-"""A request on its way through the engine, and what the user gets back."""
+"""A request on its way through the engine, and its output and figures for the user."""
 
 import copy
 import logging
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class RequestStats:
-    """What speculation did for one request, or (summed) for many.
+    """Figures of one request, or (summed) of many: speculation, cache hits and times.
 
     `drafted_counts[i]`: rounds that drafted i + 1 tokens deep or deeper, and `accepted_counts[i]`: those of them in
     which draft i + 1 was emitted; a round that ends the output counts as no deeper than what was emitted of it.
@@ -118,8 +118,8 @@ class GenerationOutput:
     finish_reason: "stop" (an end token or string), "length" (max_new_tokens), "abort" (the consumer went away, or the
     engine was closed).
     drafted: per token, whether it came out of an accepted draft.
-    prompt_logprobs: of each prompt token, if the request asks for them; None for the first, and for those that an
-    aborted request has not come to.
+    prompt_logprobs: of each prompt token, if the request asks for them; None for the first, and for tokens that an
+    aborted request has not read.
     """
 
     prompt_token_ids: list[int]
@@ -134,7 +134,7 @@ class GenerationOutput:
 
 @dataclass(frozen=True, slots=True)
 class StreamDelta:
-    """What rounds added to a streamed request since the last delta; `output` comes with the last one.
+    """Tokens and text that a streamed request gained since the last delta; the last delta carries `output`.
 
     logprobs: of its tokens, if the request asks for them.
     """
@@ -151,7 +151,7 @@ class StreamDelta:
 
 
 class RequestState(Enum):
-    """Where the scheduler has a request; whether it is finished is `Request.finished`."""
+    """State of a request in the scheduler; whether it is finished is `Request.finished`."""
 
     WAITING = "waiting"
     PREFILL = "prefill"
@@ -176,7 +176,7 @@ class Settled(NamedTuple):
 class Request:
     """One request. Prompt and output are its tokens; all but the last have K/V while it decodes.
 
-    Lists may run ahead of `settled` when a step was interrupted; only what is settled counts.
+    Lists may run ahead of `settled` when a step was interrupted; only the settled part counts.
     """
 
     prompt: list[int]
@@ -186,7 +186,7 @@ class Request:
     end_tokens: frozenset[int]
     draft: SpecConfig | None = None  # how it speculates; None: not at all
     begins: InitVar[Place | None] = None  # in its grammar
-    scores: PromptScores | None = None  # of its prompt, shared by its samples; None: nobody asked
+    scores: PromptScores | None = None  # of its prompt, shared by its samples; None: not asked for
     number: int = -1  # in order of arrival, from the engine
     priority: int = 0  # lower ones first
     passed: int = 0  # how often one that came later was admitted while it waited
@@ -244,17 +244,17 @@ class Request:
 
     @property
     def drafted(self) -> list[bool]:
-        """Of each output token, whether it came out of an accepted draft."""
+        """Whether each output token came out of an accepted draft."""
         return self._drafted[: self.num_output]
 
     @property
     def logprobs(self) -> list[TokenLogprob] | None:
-        """Of each output token; None: nobody asked."""
+        """Log-probability of each output token; None: the request does not ask for them."""
         return None if self.params.logprobs is None else self._logprobs[: self.num_output]
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprob | None] | None:
-        """Of each prompt token, as far as they are known; None: nobody asked."""
+        """Log-probability of each prompt token, as far as they are known; None: the request does not ask for them."""
         if self.scores is None:
             return None
         scored = zip(self.prompt, self.scores.entries(), strict=True)
@@ -278,7 +278,7 @@ class Request:
 
     @property
     def place(self) -> Place | None:
-        """In its grammar and rules, behind the newest token; None: anything may come."""
+        """Its state in the grammar and rules, after the newest token; None: every token is allowed."""
         place = self.settled.place
         return None if place is None or place.free else place
 
@@ -289,7 +289,7 @@ class Request:
 
     @property
     def forced(self) -> tuple[int, ...]:
-        """Tokens that must come next, as many as a round can bring beside one more."""
+        """Next tokens that its grammar forces, at most one fewer than it may still get."""
         place, to_go = self.place, self.to_go
         return () if place is None or to_go < 2 else place.forced[: to_go - 1]
 
@@ -300,16 +300,16 @@ class Request:
 
     @property
     def most_cached(self) -> int:
-        """Most tokens whose K/V it may take out of the prefix cache: the state of the last one is computed, and so are
-        those that the scores of its prompt follow from."""
+        """Upper bound on the tokens whose K/V it may adopt from the prefix cache. The last token's state must be
+        computed, and so must the states that its prompt's scores need."""
         if self.scores is None or self.scores.complete:
             return self.prefill_target - 1
         return self.scores.known - 1
 
     def seat(self, row: int) -> None:
-        """It has this row now, and its prompt is to be read."""
+        """Give it this row; its prompt is read next."""
         self.row, self.state = row, RequestState.PREFILL
-        if self.stats.queue_seconds == 0.0:  # the first time, not behind a preemption
+        if self.stats.queue_seconds == 0.0:  # the first time, not after a preemption
             self.stats.queue_seconds = time.perf_counter() - self.handed_in
 
     def settle(
@@ -323,14 +323,14 @@ class Request:
     ) -> None:
         """Take emitted tokens until a stop condition; the last one given is no draft.
 
-        stats: its figures so far (a copy, changed here); num_drafts: how deep the drafts were that it could take, None
-        for the token behind a prompt; num_forced: so many of the first were no drafts, but the grammar's.
+        stats: its figures so far (a copy, changed here); num_drafts: depth of the drafts that it could accept, None for
+        the token after a prompt; num_forced: number of first tokens that came from the grammar, not from drafts.
         """
         before = self.settled
         start, place = before.num_tokens, before.place
         prompt_len, tokens, drafted = len(self.prompt), self._tokens, self._drafted
         stops = self.stops
-        reader = copy.copy(before.reader) if stops else before.reader  # that of what is settled does not move
+        reader = copy.copy(before.reader) if stops else before.reader  # the settled reader must not advance yet
         kept, longest = start - prompt_len, prompt_len + self.params.max_new_tokens
         del tokens[start:], drafted[kept:], self._logprobs[kept:]  # of a step that was interrupted
         finish_reason, taken, called = "", 0, "grammar"
@@ -377,7 +377,7 @@ class Request:
         self._tell()
 
     def fail(self, called: str, error: BaseException) -> None:
-        """End it, since what it called raised: its "grammar" or "tokenizer"."""
+        """End it after an error in its own "grammar" or "tokenizer", which `called` names."""
         logger.warning("request %d ends here: its %s raised an error", self.number, called, exc_info=error)
         self.end("error", _failed(called, error))
 
@@ -398,7 +398,7 @@ class Request:
             raise self.error.with_traceback(None)
 
     def read(self, start: int, reader: Detokenizer) -> StreamDelta:
-        """What is settled of its output from token `start` on, with the text that `reader` has not handed out yet."""
+        """Its settled output from token `start` on, with the text that `reader` has not handed out yet."""
         settled, first = self.settled, len(self.prompt)
         end, finished = settled.num_tokens, bool(settled.finish_reason)
         new = slice(first + start, end)

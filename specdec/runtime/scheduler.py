@@ -1,14 +1,13 @@
-"""Who runs: admission, prompt chunks, slots for the next round, preemption. It touches no tensor of the model.
+"""The scheduler: admission, prompt chunks, slots for the next round, preemption. It touches no tensor of the model.
 
     submit -> WAITING -- a row and pages are free --> PREFILL -- all K/V made --> DECODE -- stop --> released
                  ^                                       |                          |
                  '-- preempted, or a step was interrupted: all slots freed, tokens kept'
 
-Requests have a rank, their priority number and then their arrival; lower comes first in everything: who is admitted
-and whose prompt is read. When a page is needed and none is free, the last of those running is preempted: the one with
-the largest priority number, and of equals the newest. So the first always advances. A request that would not fit the
-empty pools is refused at `submit`, so preemption always ends. None waits for ever: once PATIENCE requests that came
-later were admitted past one that waits, its number counts as one less, for good.
+A request's rank is its priority number, then its arrival. Requests are admitted, and their prompts read, by rank, the
+lowest first. When a page is needed and none is free, the running request of the highest rank is preempted, so the first
+by rank always advances. A request that would not fit the empty pools is refused at `submit`, so preemption always ends.
+A waiting request gains one priority level each time PATIENCE later requests were admitted before it.
 """
 
 from bisect import bisect, insort
@@ -30,7 +29,7 @@ PATIENCE = 64
 
 
 class Scheduler:
-    """Decides. Every decoding request must own slots for a verify: the table's lookahead behind its committed ones.
+    """Decides which requests run. Each decoding request must own `lookahead` slots after its committed ones.
 
     longest: tokens that max_model_len may be set to at most; None: any number.
     """
@@ -50,9 +49,9 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.prompt_room = prompt_room
         self.prompt_gap = PromptGap()
-        self.waiting: list[Request] = []  # both by rank
-        self.running: list[Request] = []
-        self.rounds_held = False  # next_decode names no request
+        self.waiting: list[Request] = []  # sorted by rank
+        self.running: list[Request] = []  # sorted by rank
+        self.rounds_held = False  # while True, no request decodes
         self.max_running = table.max_requests  # rows given out at a time; fewer after steps have raised errors
 
     @property
@@ -116,9 +115,9 @@ class Scheduler:
                 )
 
     def admit(self) -> list[Request]:
-        """Give rows to waiting requests while their prompt has pages, beside what the running ones take next.
+        """Give rows to waiting requests while there are pages for their prompts and for the next round of running ones.
 
-        Returns those admitted.
+        Returns the admitted requests.
         """
         admitted: list[Request] = []
         if not self.waiting or len(self.running) >= self.max_running:
@@ -134,7 +133,7 @@ class Scheduler:
             if self.running and (full_due > full_there or swa_due > swa_there):
                 break
             passes.count(request)
-            if self.prefixes.comes(request, rank(request)):
+            if self.prefixes.should_wait_for_prefix(request, rank(request)):
                 put_off += 1  # a row is left for it
                 continue
             full, swa = self._pages_to_begin(request)
@@ -142,7 +141,7 @@ class Scheduler:
             if self.running and (full_due > full_there or swa_due > swa_there):
                 break  # before anything is adopted: it would be given up again, every step
             request.row = self.table.open()
-            self.prefixes.begin(request, rank(request))
+            self.prefixes.adopt_prefix(request, rank(request))
             request.seat(request.row)
             insort(self.running, request, key=rank)
             admitted.append(request)
@@ -157,11 +156,11 @@ class Scheduler:
     def next_prefill(self) -> tuple[list[Request], IntArray]:
         """Requests with K/V still to make and the length of each one's next chunk; slots are allocated.
 
-        Whose turn it is, and how much of it is read: `prompt_shares`. What no pages are found for is not read now.
+        `prompt_shares` decides the requests and the lengths; a chunk shrinks to the pages that can be found for it.
         """
         table, page_size = self.table, self.table.allocator.page_size
         chosen: list[tuple[Request, int]] = []
-        pages = table.allocator.available_pages  # that are promised to nobody
+        pages = table.allocator.available_pages  # not yet promised to a chunk
         for request, wanted in self._prompt_shares():
             if request.state is not RequestState.PREFILL:
                 continue
@@ -173,7 +172,7 @@ class Scheduler:
                     chosen.append((request, chunk))
                     pages -= max(0, -(-(chunk - owned) // page_size))
                     break
-                chosen = self._take_chunks(chosen)  # before anybody gives up anything
+                chosen = self._take_chunks(chosen)  # before any request is preempted
                 self._make_room()
                 pages = table.allocator.available_pages
         chosen = self._take_chunks(chosen)
@@ -204,21 +203,21 @@ class Scheduler:
         return decoding
 
     def release(self, *requests: Request) -> None:
-        """Forget requests, running or waiting, and free what they own."""
+        """Forget requests, running or waiting, and free their rows and slots."""
         gone = set(requests)
         leaving = [request for request in self.running if request in gone]
         if len(leaving) < len(gone):
             self.waiting = [request for request in self.waiting if request not in gone]
         if leaving:
             self.running = [request for request in self.running if request not in gone]
-            self.prefixes.leave(leaving)
+            self.prefixes.release_rows(leaving)
             self.table.close_all(rows_of(leaving))
         for request in leaving:
             request.row, request.state = -1, RequestState.WAITING
             request.row_epoch += 1
 
     def _take_chunks(self, chosen: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
-        """Those of prompt chunks whose requests still run, which own their slots now."""
+        """Allocate slots for the chunks whose requests still run, and return these chunks."""
         chosen = [(request, chunk) for request, chunk in chosen if request.state is RequestState.PREFILL]
         if chosen:
             rows, chunk_len = np.array([(request.row, chunk) for request, chunk in chosen], dtype=np.int64).T
@@ -246,7 +245,7 @@ class Scheduler:
     def _pages_to_begin(self, request: Request) -> tuple[int, int]:
         """Pages (full, swa) that a waiting request takes until its first round, cached ones that no row holds too."""
         allocator = self.table.allocator
-        pages = self.prefixes.found(request)
+        pages = self.prefixes.cached_pages(request)
         num_evicted = self.table.num_evicted(len(pages))
         full, swa = self._pages_missing(request, len(pages) * allocator.page_size, num_evicted * allocator.page_size)
         full += int(np.count_nonzero(~allocator.full.is_held(pages)))
@@ -260,7 +259,7 @@ class Scheduler:
         return max(0, full - owned) // page_size, max(0, swa - owned + evicted) // page_size
 
     def _prompt_shares(self) -> list[tuple[Request, int]]:
-        """Who reads how many tokens of its prompt in this step, as far as there are pages, by rank."""
+        """Requests that read prompt tokens in this step, if there are pages, and the number of tokens, by rank."""
         reading = _in_state(self.running, RequestState.PREFILL)
         if not reading:
             return []
@@ -275,7 +274,7 @@ class Scheduler:
         return [(request, share) for request, share in given if share > 0]
 
     def _make_room(self) -> None:
-        """Give up the slack behind the windows, and when that frees nothing, the last request by rank."""
+        """Evict the slack before the windows; if that frees nothing, preempt the last request by rank."""
         if self.table.evict(self.table.active_rows, slack_pages=0):
             return
         victim = self.running[-1]
@@ -285,7 +284,7 @@ class Scheduler:
 
 
 class _Passes:
-    """How often a request that waits was passed in one admission: by requests that came later and were admitted."""
+    """Counts, in one admission, the later requests that were admitted before each waiting request."""
 
     def __init__(self) -> None:
         self._admitted: list[int] = []  # numbers, in order
@@ -295,7 +294,7 @@ class _Passes:
         insort(self._admitted, request.number)
 
     def count(self, request: Request) -> None:
-        """Tell it of those that it does not know of yet."""
+        """Add the passes that this request does not know of yet to its `passed`."""
         passes = len(self._admitted) - bisect(self._admitted, request.number)
         known = self._counted.get(request.number, 0)
         if passes != known:
@@ -304,7 +303,7 @@ class _Passes:
 
 
 def rank(request: Request) -> tuple[int, int]:
-    """Lower comes first. That of a running request does not change."""
+    """(priority level, number): lower ranks are served first. The rank of a running request does not change."""
     return request.priority - request.passed // PATIENCE, request.number
 
 
@@ -315,7 +314,7 @@ def _in_state(requests: Sequence[Request], state: RequestState) -> list[Request]
 def slots_needed(table: RequestTable, prompt_len: int, max_new_tokens: int) -> tuple[int, int]:
     """Most slots that one request owns at a time, in whole pages: (full, swa).
 
-    The last verify starts with one token to go or more: committed <= prompt + new - 2, with the lookahead behind it.
+    The last verify starts with one token to go or more: committed <= prompt + new - 2, then the lookahead.
     """
     page_size, num_nodes = table.allocator.page_size, table.lookahead
     longest = prompt_len if max_new_tokens < 2 else prompt_len + max_new_tokens - 2 + num_nodes

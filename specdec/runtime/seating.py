@@ -1,4 +1,4 @@
-"""What lies by row is a request's own: loaded when it is given a row. What outlives it is kept when it ends.
+"""Loads a request's own state into its row, and keeps its text for drafts of others when it ends.
 
 Everything here is written on the host, and sent with the next upload.
 """
@@ -34,7 +34,7 @@ def load_rows(round: Round, requests: Sequence[Request]) -> None:
 
 
 def keep_outputs(round: Round, finished: Sequence[Request]) -> None:
-    """Of requests that have come to their end, for drafts of others."""
+    """Keep the outputs of requests that have come to their end, for drafts of other requests."""
     if round.finished is None:
         return
     for request in finished:

@@ -1,9 +1,9 @@
-"""The host's part after a step: take over what the device did, append tokens, look for stops.
+"""The host's part after a step: repeat the device's commit, append tokens, look for stops.
 
-The device has committed a round already. Here the host's table and tokens follow with the same numbers, and then each
-request takes its tokens in one assignment. What prompt chunks commit is known when they are launched, so the table
-follows then. A fault before or within leaves every request either as it was or settled; the table may be half done, and
-the engine makes that again from the requests (`Scheduler.restart`).
+The device has committed a round already. Here the host's table and tokens repeat it with the same numbers, and then
+each request takes its tokens in one assignment. The commit of prompt chunks is known when they are launched, so the
+host makes it then. After a fault every request is either settled or unchanged; the table may be half done, and the
+engine makes it again from the requests (`Scheduler.restart`).
 """
 
 from collections.abc import Sequence
@@ -21,13 +21,13 @@ from specdec.runtime.rounds.round import Round
 
 
 def commit_chunks(table: RequestTable, prefixes: Prefixes, requests: Sequence[Request], chunk_len: IntArray) -> None:
-    """Prompt chunks were launched: the next `chunk_len` [B] tokens are final, whatever comes out of them.
+    """Commit the next `chunk_len` [B] prompt tokens on the host, once their chunks are launched.
 
-    A request that has all its K/V then may be in a round launched after them.
+    A request whose prompt is complete may then be in a round, launched after the chunks.
     """
     rows = rows_of(requests)
     table.commit_chunk(rows, chunk_len)
-    prefixes.keep(requests)  # with all of it in SWA: another prompt may part from it anywhere
+    prefixes.keep_committed(requests)  # with all of it in SWA: another prompt may part from it anywhere
     table.evict(rows)
     for request in requests:
         if table.committed_len.host[request.row] == request.prefill_target:
@@ -35,14 +35,14 @@ def commit_chunks(table: RequestTable, prefixes: Prefixes, requests: Sequence[Re
 
 
 def settle_chunks(round: Round, step: LaunchedStep, present: Sequence[int]) -> None:
-    """The requests numbered `present`, which still have their rows, take over what prompt chunks have scored, and the
-    first token of their output from the last chunk of their prompt."""
+    """Give the requests numbered `present`, which still have their rows, the scores of their prompt chunks, and the
+    first output token after the last chunk of their prompt."""
     result = step.result()
     for number in present:
         step.requests[number].stats.prefill_seconds += result.seconds["prefill"] / len(step.requests)
     for span, scores in step.prompt_scores():
         if span.number in present and (known := step.requests[span.number].scores) is not None:
-            known.take(span.first, scores)
+            known.fill(span.first, scores)
     assert step.drawing is not None, "a round is no prompt chunk"
     for place, number in enumerate(step.drawing):
         if number in present:
@@ -55,7 +55,7 @@ def settle_chunks(round: Round, step: LaunchedStep, present: Sequence[int]) -> N
 
 
 def settle_round(round: Round, requests: Sequence[Request], result: RoundResult) -> None:
-    """Every request gains what was accepted, up to the end of its output."""
+    """Give every request its accepted tokens and the bonus token, up to the end of its output."""
     rows, table = rows_of(requests), round.cache.table
     start = table.committed_len.host[rows]
     table.adopt_commit(rows, result.length, result.path)

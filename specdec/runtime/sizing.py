@@ -1,4 +1,4 @@
-"""How large the pools are: what the user said, else enough for a full batch within a share of the memory."""
+"""Sizes of the pools: the user's, else enough for a full batch within a share of the memory."""
 
 import torch
 
@@ -14,7 +14,7 @@ from specdec.models.target import TargetModel
 from specdec.runtime.prompt_shares import PromptRoom
 
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.8}
-"""Of the memory that is free once the weights are loaded."""
+"""Share of the memory that is free once the weights are loaded."""
 SWA_SPARE = 512
 """Sliding slots a request, or a chunk if that is shorter, beyond what it holds while it decodes: for chunks in flight,
 and while there are fewer of those, for what the prefix cache keeps."""

@@ -1,6 +1,6 @@
 """Which request ends when a step raises an error, so that one request stops no others.
 
-    the error names a row      the request of that row ends, at once; who called the step does not hear of it
+    the error names a row      the request of that row ends, at once; the step does not raise
     any other, once            none ends: all begin again from their tokens
     again, no further since    the newest of those that were in both ends
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepFaults:
-    """Of one engine."""
+    """Ends requests of one engine after errors in its steps."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler

@@ -1,8 +1,12 @@
 """One step: a round of all requests that decode, then a group of prompt chunks, launched and settled.
 
-A request that decodes waits for at most one group of chunks between two rounds. A step settles what it launches, except
-for captured rounds: with those the device always has work. The next round is launched before the one before it is
-settled, which needs no length that the host does not know yet:
+NOTICE: every token of every request passes through this file. Do not add here: a branch on a model family, a kind of
+drafter or a backend; state or device work of one feature (`rounds/`, `grammar_masks.py`, `prompt_scores.py`); a policy
+(`scheduler.py`, `prompt_gap.py`, `adaptive/`); a wait for the device outside of settling.
+
+A request that decodes waits for at most one group of chunks between two rounds. With captured rounds the device always
+has work: the next round is launched before the previous one is settled, and needs no length that the host does not know
+yet. Without them a step settles everything that it launches.
 
     device    | round 1 | round 2 | chunks | round 3 |
     host      launch 2, settle 1, launch chunks, settle 2, launch 3, settle chunks, ...
@@ -84,22 +88,22 @@ class Steps:
         shapes = draft_ladder(spec, lookup=round.has_lookup)
         self.choice = DraftChoice(shapes, self.table.max_requests + 1) if adaptive else None
         self._watch = DraftWatch()
-        self.reading: PromptReading | None = None  # of which some parts have run
+        self.reading: PromptReading | None = None  # a prompt forward of which some parts have run
         self._ended: int | None = None  # the newest settled round, on the device's clock; None: chunks came after it
         round.masks.max_nodes = max(spec.num_nodes, 1 + MAX_FORCED_TOKENS)
 
     def restart(self, requests: Sequence[Request]) -> None:
-        """Begin again with these requests, whatever state everything is in."""
+        """Drop all launched work and restart from these requests; safe after a fault anywhere in a step."""
         self.under_way.clear()
         self.reading = self._ended = None
         self.round.reset()
         self.scheduler.restart(requests)
 
     def drop_lost(self) -> None:
-        """Let go of what was launched for rows that are lost, or weights that have moved; no step may follow soon."""
+        """Drop launched work whose rows are lost or whose weights have moved, since no step may follow soon."""
         if self.reading is not None and not self.reading.holds(self.round.weights_generation()):
             self.reading = None
-        self._settle_all(left=len(self.under_way))  # drops the oldest, as far as they are of no request
+        self._settle_all(left=len(self.under_way))  # drops the oldest launches that no request owns any more
 
     def clear_captures(self) -> None:
         for captures in (self.graphs, self.chunks, self.catch_ups):
@@ -124,11 +128,11 @@ class Steps:
         )
 
     def run(self) -> list[Request]:
-        """One step -> the requests that ended in it. Prompts come second, so that those that end make room for them."""
+        """Run one step -> the requests that ended in it. Those that end in the round make room for prompts."""
         with self.round.on_device(), self.round.one_look(), self.threads.limited():
             finished: list[Request] = []
             if restricted(self.scheduler.running):
-                finished += self._settle_all()  # what a grammar allows is known when all earlier tokens are
+                finished += self._settle_all()  # a grammar's mask needs every earlier token
                 finished += self._release_finished(prepare(self.scheduler.running))
             decoding, begin = self.scheduler.next_decode(), time.perf_counter()
             finished += self._decode(decoding)
@@ -142,7 +146,7 @@ class Steps:
             return finished + self._read_prompts(streams=bool(decoding))
 
     def _decode(self, requests: Sequence[Request]) -> list[Request]:
-        """Launch a round of the requests that may still get a token from it, and settle what is due."""
+        """Launch a round of the requests that may still get a token from it, then settle (`_settle`)."""
         sure = Counter(request.number for launched in self.under_way for request in launched.gaining())
         to_go = [request.to_go - sure.get(request.number, 0) for request in requests]
         going_on = [request for request, most in zip(requests, to_go, strict=True) if most > 0]
@@ -151,7 +155,7 @@ class Steps:
         return self._settle(busy=bool(going_on))
 
     def launch_round(self, requests: Sequence[Request], to_go: Sequence[int]) -> None:
-        """One round of these requests. to_go: tokens that each may still get, at least 1."""
+        """Launch one round of these requests. to_go: tokens that each may still get, at least 1."""
         rows, params = rows_of(requests), [request.params for request in requests]
         ending = end_drafts(self.round, rows, self._unsettled_nodes() + 1 + self.spec.depth)
         shape = self.shape_for(requests, to_go)
@@ -185,11 +189,11 @@ class Steps:
         self._launched(requests, None, shape, DECODE_STAGES, packed, drafts, forced, None)
 
     def shape_for(self, requests: Sequence[Request], to_go: Sequence[int]) -> RoundShape:
-        """Of a round of these requests, after those that are not settled. Captured rounds have few kinds of drafts: the
-        engine's own, none, and those that may be chosen."""
+        """Shape of the next round of these requests. Captured rounds have few shapes of drafts: the engine's own, none,
+        and those of the draft ladder."""
         rows, whole, eager = rows_of(requests), whole_draft(self.spec), self.graphs is None
         sizes = [each.draft_size(most) if eager else whole for each, most in zip(requests, to_go, strict=True)]
-        drafting = self.round.max_drafts.host[rows] > 0  # others do not draft, or not any more
+        drafting = self.round.max_drafts.host[rows] > 0  # 0: without drafts, or past the drafter's positions
         drafts = [size if drafts else NO_DRAFT for size, drafts in zip(sizes, drafting, strict=True)]
         params = [request.params for request in requests]
         shape = round_shape(self.round, rows, params, drafts, self._unsettled_nodes())
@@ -198,7 +202,7 @@ class Steps:
         return self._what_pays(self.choice, shape, requests, to_go, drafts)
 
     def _unsettled_nodes(self) -> int:
-        """By so many tokens may a row be longer than the host knows."""
+        """Tokens by which a row may be longer than the host knows."""
         unsettled = sum(launched.drawing is None for launched in self.under_way)
         return unsettled * (1 if self.round.worker is None else self.spec.num_nodes)
 
@@ -210,7 +214,7 @@ class Steps:
         to_go: Sequence[int],
         drafts: Sequence[DraftShape],
     ) -> RoundShape:
-        """This shape with the draft that is chosen; of the rarer classes of captured rounds there is only one."""
+        """This shape with the draft that `choice` selects. Large captured rounds have one draft only."""
         bucket = shape if self.graphs is None else self.graphs.bucket(shape)
         if self.graphs is not None and is_large(bucket):
             return shape
@@ -225,7 +229,7 @@ class Steps:
         return shape.with_draft(choice.choose(rows, most, batch, context, least, unread=unread, unsettled=unsettled))
 
     def _read_prompts(self, *, streams: bool) -> list[Request]:
-        """Launch what this step reads of prompts, whole or in part; settle what is due. streams: others decode."""
+        """Launch this step's prompt chunks, whole or some of their layers. streams: other requests decode."""
         self.drop_lost()
         reading = self.reading
         if reading is None:
@@ -251,7 +255,7 @@ class Steps:
         return finished
 
     def _begin_reading(self, requests: Sequence[Request], chunk_len: IntArray, *, streams: bool) -> PromptReading:
-        """Of the next `chunk_len` [B] tokens of these prompts; in parts where others should not wait for all of it."""
+        """Begin to read `chunk_len` [B] tokens of these prompts, in parts if decoding requests would wait too long."""
         rows, epochs = rows_of(requests), [request.row_epoch for request in requests]
         done = self.table.committed_len.host[rows]
         scoring = scoring_of([request.scores for request in requests], done, chunk_len)
@@ -261,7 +265,7 @@ class Steps:
         divided = streams and self.scheduler.prompt_gap.budget(room, self.scheduler.num_waiting, load) is not None
         found = None
         if divided and self.chunks is not None:
-            found = self.chunks.begin(rows, chunk_len, states)
+            found = self.chunks.begin_in_parts(rows, chunk_len, states)
         elif divided:
             found = single_layers(self.round, rows, chunk_len, states)
         if found is None:
@@ -269,8 +273,8 @@ class Steps:
         return PromptReading(requests, chunk_len, done, found, row_epochs=epochs)
 
     def _pause(self, reading: PromptReading) -> list[Request]:
-        """The rest of it is for later steps. The round before it is settled while the device runs these parts, as it is
-        where a whole group of chunks follows, so that every step brings a token."""
+        """Leave the other parts to later steps, and settle the round before them while the device runs these parts, so
+        that every step brings a token."""
         stamps = self.round.clock.stop()
         spent = stamps[1] - stamps[0]
         reading.earlier = spent if reading.earlier is None else reading.earlier + spent
@@ -279,14 +283,11 @@ class Steps:
         return finished
 
     def prefill(self, requests: Sequence[Request], chunk_len: IntArray, reading: PromptReading) -> None:
-        """Launch what follows once `chunk_len` [B] tokens of these prompts are read: who ends with them draws its
-        first token."""
+        """Launch the draws and the commit after `chunk_len` [B] prompt tokens were read: a request whose prompt ends
+        with them draws its first token."""
         rows, done = rows_of(requests), reading.done
-        drawing = [
-            i
-            for i, request in enumerate(requests)
-            if request.num_output == 0 and done[i] + chunk_len[i] == request.prefill_target
-        ]
+        read_len = done + chunk_len
+        drawing = [i for i, one in enumerate(requests) if one.num_output == 0 and read_len[i] == one.prefill_target]
         drawn = [requests[i] for i in drawing]
         params = [request.params for request in drawn]
         shape = RoundShape(len(drawn), 0, 0, 1, 1, Uses.of(params), max_logprobs(params))
@@ -298,7 +299,7 @@ class Steps:
         if scoring is not None:
             cells = upload(scoring.cells(), self.round.device)
             scores = scoring, copy_to_host(score_chunk(self.round, chunk, cells, scoring.alternatives))
-        longest = int((done + chunk_len)[chosen].max(initial=0))
+        longest = int(read_len[chosen].max(initial=0))
         masks = root_masks([request.place for request in drawn])
         packed = self.round.prefill(chunk, chosen, longest, shape, masks, reading.earlier, begins=int(done.min()))
         none = np.zeros(len(drawn), dtype=np.int64)
@@ -306,7 +307,7 @@ class Steps:
         commit_chunks(self.table, self.scheduler.prefixes, requests, chunk_len)
 
     def read(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> Chunk:
-        """The target's part of prompt chunks, captured where they are short; states: see `Chunk`."""
+        """Run the target over prompt chunks, captured where they are short; states: see `Chunk`."""
         chunk = None if self.chunks is None else self.chunks.read(rows, chunk_len, states)
         if chunk is None:
             runs = upload(np.stack([rows, chunk_len]), self.round.device)
@@ -331,16 +332,16 @@ class Steps:
         self.under_way.append(launched)
 
     def _settle(self, busy: bool) -> list[Request]:
-        """Settle what is under way, oldest first, except for the lag.
+        """Settle launched work, oldest first, except for the last `lag` launches.
 
-        busy: the device has a round to run meanwhile. If it has none, everything is settled as soon as nothing under
-        way would bring a token: a result would be read a step late while the device idles.
+        busy: the device has a round to run meanwhile. If it has none and a launch brings a token, everything is
+        settled: otherwise the device would idle while the token waits for the next step.
         """
         gaining = not busy and any(launched.gaining() for launched in self.under_way)
         return self._settle_all(0 if gaining else self.lag)
 
     def _settle_all(self, left: int = 0) -> list[Request]:
-        """Settle what is under way, oldest first, except for the last `left`."""
+        """Settle launched work, oldest first, except for the last `left` launches."""
         finished: list[Request] = []
         while self.under_way and (len(self.under_way) > left or not self.under_way[0].present()):
             launched = self.under_way.popleft()
@@ -351,7 +352,7 @@ class Steps:
             if launched.drawing is None:
                 result = launched.result()
                 if len(present) < len(launched.requests):
-                    result = result.take(present)
+                    result = result.select_requests(present)
                 drafts = launched.shape.num_steps > 0
                 before = sum(request.num_output for request in requests) if drafts else 0
                 settle_round(self.round, requests, result)
@@ -365,7 +366,7 @@ class Steps:
         return finished
 
     def _learn(self, shape: RoundShape, requests: Sequence[Request], result: RoundResult, gained: int) -> None:
-        """What drafts bring and take, from a round that is settled. gained: tokens of all requests together."""
+        """Update the draft policy from a settled round. gained: output tokens of all its requests together."""
         (began, ended), before, self._ended = result.ran, self._ended, result.ran[1]
         if self.choice is None or shape.forced or (self.graphs is not None and is_large(shape)):
             return
@@ -380,7 +381,7 @@ class Steps:
         self.choice.learn(shape.draft, batch, context, result.seconds, *given, since, brought=brought)
 
     def _note(self, requests: Sequence[Request], result: RoundResult, *, by_lookup: bool) -> None:
-        """Count a settled round, and what its drafts were worth: a drafter's own, not a lookup's next to it."""
+        """Count a settled round and its accepted drafts, if they are the drafter's and not a lookup's next to it."""
         self.totals.batches += 1
         self.totals.batch_seconds += sum(result.seconds.values())
         if self.graphs is not None:  # the host is hidden then

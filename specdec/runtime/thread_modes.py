@@ -1,4 +1,4 @@
-"""What torch keeps for a thread, inference mode and grad mode, is the same after a turn as before it.
+"""Torch's modes of a thread, inference mode and grad mode, are the same after a turn as before it.
 
 A signal handler that raises within `torch.inference_mode()`'s own instructions leaves a guard half open, which lives as
 long as the traceback and restores old modes when it dies (docs/decisions/0011). So guards that a turn has left half

@@ -1,9 +1,9 @@
-"""What an engine on a GPU does before its first request: captures rounds, and times them and prompts.
+"""Work of an engine on a GPU before its first request: capture rounds, and time rounds and prompts.
 
-    rounds     greedy, at the narrowest tables, of every batch size: full drafts, and all that may be chosen instead
-    wider      at the other tables the largest of them run once, so that nobody waits for a compiler later
-    prompts    of few tokens, which that captures, and of many: how many a step reads follows from it
-    parts      of forwards over few tokens, which steps run one by one
+    rounds     greedy, at the narrowest tables, of every batch size: full drafts, and all others of the ladder
+    wider      the largest round runs once at each wider table, so that no request waits for a compiler later
+    prompts    short ones, which are captured, and long ones: their times decide the prompt tokens of a step
+    parts      of short forwards, which steps run one by one
 
 Other shapes are captured when they first occur.
 """
@@ -61,7 +61,7 @@ def _run(steps: Steps, graphs: RoundGraphs, shape: RoundShape) -> None:
 
 
 def _time_prompts(steps: Steps, graphs: RoundGraphs, largest: RoundShape) -> None:
-    """Fit how many tokens of prompts a step reads to what they take here."""
+    """Time prompts, and fit the prompt tokens of a step to these times."""
     [longest] = time_rounds(graphs, [largest], lambda _: None)
     gap, room = steps.scheduler.prompt_gap, steps.scheduler.prompt_room
     gap.longest_round = longest
@@ -81,7 +81,7 @@ def _capture_parts(steps: Steps) -> None:
     for states in {steps.round.final_states(scored=False, ends=ends) for ends in (False, True)}:
         for size in SIZES_IN_PARTS:
             rows, length = np.array([steps.table.padding_row]), np.array([min(size, longest)])
-            found = chunks.begin(rows, length, states)
+            found = chunks.begin_in_parts(rows, length, states)
             if found is not None:
                 for program in found.programs:
                     program()

@@ -26,7 +26,7 @@ MAX_BEST = 64
 
 @dataclass(frozen=True, slots=True)
 class KernelSampler(ReferenceSampler):
-    """The same parameters and tokens, drawn in a few launches; noise is made where it is added."""
+    """Draws the tokens that `ReferenceSampler` draws, in a few launches; noise is made where it is added."""
 
     def ahead(self, first: torch.Tensor, count: int, vocab_size: int) -> "KernelSampler":
         return self
@@ -47,7 +47,8 @@ class KernelSampler(ReferenceSampler):
 
 
 def _seen(past: Past, shape: torch.Size) -> Seen:
-    """Of logits [B, N, V]: a bit for each token of the histories, and the tokens on each node's own path."""
+    """Tokens that logits [B, N, V] have seen: a bit for each token of the histories, and the tokens on each node's own
+    path."""
     batch, num_nodes, vocab_size = shape
     bits = past.seen
     if bits is None:

@@ -20,7 +20,7 @@ class TokenLogprob(NamedTuple):
 
 
 class TokenScores(NamedTuple):
-    """Of T tokens in a row: chosen [T] float32 log-probabilities, those of the K likeliest tokens of each place
+    """Scores of T tokens in a row: chosen [T] float32 log-probabilities, those of the K likeliest tokens of each place
     [T, K] float32, best first, and their ids [T, K] int32."""
 
     chosen: npt.NDArray[np.float32]
@@ -64,7 +64,7 @@ def best_of(log_p: torch.Tensor, count: int) -> Best:
 
 
 class LogProbs(NamedTuple):
-    """Of D tokens: chosen [B, D] float32, and the `Best` of each place: values [B, D, K] and ids [B, D, K]."""
+    """Scores of D tokens: chosen [B, D] float32, and the `Best` of each place: values [B, D, K] and ids [B, D, K]."""
 
     chosen: torch.Tensor
     values: torch.Tensor

@@ -58,7 +58,7 @@ class Past:
     seen: torch.Tensor | None = None
 
     def before(self, tree: NodePaths | None, allowed: torch.Tensor | None) -> "Past":
-        """The same histories, with these drafts after them and these masks."""
+        """Returns these histories, with the drafts of `tree` after them and the masks `allowed`."""
         return Past(self.length, tree, lambda: self.history, self.prompt_len, allowed, self.seen)
 
 
@@ -78,7 +78,8 @@ class ReferenceSampler:
     past: Past | None = None
 
     def ahead(self, first: torch.Tensor, count: int, vocab_size: int) -> "ReferenceSampler":
-        """The same for `count` positions from first [B] on: nodes of a tree and steps of a draft share their noise."""
+        """Returns this sampler with the noise of `count` positions from first [B] on: nodes of a tree and steps of a
+        draft share it."""
         if not self.uses.sampled:
             return self
         positions = first[:, None] + torch.arange(count, device=first.device)

@@ -42,7 +42,7 @@ class ParamVectors(NamedTuple):
 
 
 def index_of(name: str) -> tl.constexpr:
-    """Where kernels find a column: its row of `whole` or `real`."""
+    """Index of a column, by which kernels find it: its row of `whole` or `real`."""
     return tl.constexpr(WHOLE.index(name) if name in WHOLE else REAL.index(name))
 
 

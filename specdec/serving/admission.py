@@ -39,7 +39,7 @@ class Admission:
         self._lock = threading.Lock()
         self._waiters: deque[Waiter] = deque()
 
-    async def take(self, count: int, client: str = "", *, wait: bool = False) -> None:
+    async def take_places(self, count: int, client: str = "", *, wait: bool = False) -> None:
         """Take `count` places. Raises QueueFullError where fewer are free, or waits until they are;
         for a client that has too many it always raises."""
         with self._lock:
@@ -65,7 +65,7 @@ class Admission:
             raise
 
     def require(self, count: int, client: str = "") -> None:
-        """Raises what `take` would now, and takes none."""
+        """Raise the error that `take_places` would raise now; takes no places."""
         with self._lock:
             if not self._has_room(count, client):
                 raise self._full()
@@ -78,14 +78,14 @@ class Admission:
             self._admit_waiters()
 
     def gained(self, sample: Any, tokens: int, now: float) -> None:
-        """As an observer: a request that gained tokens keeps its place."""
+        """Called as an observer: a request that gained tokens keeps its place."""
 
     def ended(self, sample: Any, now: float) -> None:
-        """As an observer: a request that has ended gives its place back."""
+        """Called as an observer: a request that has ended gives its place back."""
         self.give_back(1, sample.client)
 
     def _admit_waiters(self) -> None:
-        """Give free places to those that have waited longest. The lock is held."""
+        """Give free places to the callers that have waited longest. The lock is held."""
         while self._waiters and self.out + self._waiters[0].count <= self.most:
             waiter = self._waiters.popleft()
             self.out += waiter.count

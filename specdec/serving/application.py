@@ -1,6 +1,6 @@
-"""The HTTP application: routes, errors and what is around them, over one engine.
+"""The HTTP application: routes, errors and middleware, over one engine.
 
-Each route has a file of its own. The application does not own the engine; who made it closes it.
+Each route has a file of its own. The application does not own the engine; the caller that made it closes it.
 """
 
 from fastapi import FastAPI, Response

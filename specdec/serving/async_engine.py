@@ -1,4 +1,4 @@
-"""An engine for asyncio: one thread steps it, and any number of tasks, on any event loops, read what it brings.
+"""An engine for asyncio: one thread steps it, and any number of tasks, on any event loops, read the new tokens.
 
 async for delta in engine.stream(prompt, params): ...          leaving the loop, or the task, aborts
 outputs = await engine.generate(prompts, params)               all samples of each prompt together
@@ -35,7 +35,7 @@ from specdec.text.prompts import Prompt, as_prompt_list, text_ids
 T = TypeVar("T")
 Prompts = Prompt | Sequence[Prompt]
 Params = SamplingParams | Sequence[SamplingParams] | None
-"""Of all prompts, or of each."""
+"""Parameters of all prompts, or of each."""
 READERS = 4
 """Threads that read prompts, and as many that compile grammars."""
 INTAKE_SECONDS = 30.0
@@ -106,7 +106,7 @@ class AsyncEngine:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0, wait: bool = False
     ) -> AsyncIterator[StreamDelta]:
-        """Continue one prompt, yielding what is new; the last delta carries the whole output.
+        """Continue one prompt, yielding new tokens; the last delta carries the whole output.
 
         Leaving the loop early, or cancelling the task, aborts the request and frees its slots within a round. Bad
         input raises at the first delta.
@@ -134,14 +134,14 @@ class AsyncEngine:
     ) -> Streams:
         """Hand in prompts: all samples of each together, as in `generate`, and all or none of them.
 
-        Raises what `Engine.submit_many` does, and QueueFullError. `wait`: for a place in the queue, in turn.
+        Raises the errors of `Engine.submit_many`, and QueueFullError. `wait`: for a place in the queue, in turn.
         """
         self._require_open()
         many = as_prompt_list(prompts)
         each = params_for(params, len(many))
         count = sum(one.n for one in each)
         client, streams = CLIENT.get(), Streams(self._thread)
-        await self._admission.take(count, client, wait=wait)
+        await self._admission.take_places(count, client, wait=wait)
 
         def hand_in() -> None:
             # on a thread of its own: prompts are long, and the engine's lock may be held for a round
@@ -150,7 +150,7 @@ class AsyncEngine:
                     if isinstance(prompt, str):
                         self._bound.require(prompt)
                 handles = self.engine.submit_many(many, each, priority=priority)
-                streams.begin([Sample(handle, streams, client) for handle in handles])
+                streams.add_samples([Sample(handle, streams, client) for handle in handles])
                 self._thread.watch(streams.samples)
             except BaseException:
                 self._admission.give_back(count, client)
@@ -180,7 +180,7 @@ class AsyncEngine:
         special_tokens_in_content: str = "allow",
         **template_kwargs: Any,
     ) -> list[int]:
-        """`Engine.chat_prompt`, on another thread; what is too long for any tokens is refused before."""
+        """`Engine.chat_prompt`, on another thread; a text that is too long for any tokens is refused before."""
 
         def read() -> list[int]:
             self._bound.require(chat, template_kwargs)
@@ -189,7 +189,7 @@ class AsyncEngine:
         return await self.off_loop(read)
 
     async def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        """`Engine.encode`, as `chat_prompt`. special_tokens: with those that the tokenizer adds."""
+        """`Engine.encode`, on another thread like `chat_prompt`. special_tokens: with those that the tokenizer adds."""
 
         def read() -> list[int]:
             self._bound.require(text)
@@ -215,12 +215,12 @@ class AsyncEngine:
         self._thread.observers.append(observer)
 
     async def off_loop(self, function: Callable[[], T]) -> T:
-        """Have it called on another thread, for what would hold up the loop."""
+        """Call a function on another thread, since it would hold up the loop."""
         self._require_open()
         return await self._prompts.wait_for(self._prompts.submit(function), self._intake_seconds)
 
     def require_places(self, count: int) -> None:
-        """Raises what `submit` would for `count` samples now: for callers that have yet to read a long prompt."""
+        """Raise the error that `submit` would raise for `count` samples now, before a long prompt is read."""
         self._admission.require(count, CLIENT.get())
 
     @property

@@ -2,12 +2,12 @@
 
     callers          watch(samples), call(function)               any thread
     this thread      functions first, then a step, then news      over and over
-    observer, tell   who gained tokens, who ended                 on this thread, so neither may wait
+    observer, tell   requests that gained tokens or ended         on this thread, so neither may wait
 
-A round that raises, for lack of memory too, is tried again; raised again, the engine ends one of its requests
-(`specdec.runtime.step_faults`) and goes on with the others. What a step costs here grows with the requests that it
-brought something. Its locks are those that a signal in the middle of a call cannot leave taken (see
-`specdec.runtime.turns`): no `threading.Condition`.
+A step that raises, also for lack of memory, is tried again; if it raises again, the engine ends one of its requests
+(`specdec.runtime.step_faults`) and goes on with the others. The cost of a step here grows with the requests that gained
+something. A signal in the middle of a call must leave no lock taken (`specdec.runtime.turns`), so there is no
+`threading.Condition`.
 """
 
 import logging
@@ -40,7 +40,7 @@ more."""
 class Sample:
     """One request that this thread looks after. owner: its reader, told when there is news.
 
-    client: whose it is. seen: tokens that its owner was told of.
+    client: its API key's name or address. seen: tokens that its owner was told of.
     """
 
     handle: Handle
@@ -59,7 +59,7 @@ class Observer(Protocol):
         """It gained `tokens` tokens; `seen` and `last_news` are as they were before."""
 
     def ended(self, sample: Sample, now: float) -> None:
-        """By itself, aborted or failed."""
+        """It ended by itself, or was aborted, or failed."""
 
 
 class EngineThread:
@@ -72,11 +72,11 @@ class EngineThread:
         self._tell = tell
         self.observers = list(observers)
         self._open: dict[int, Sample] = {}  # by id
-        self._news: deque[int] = deque()  # ids of those that gained tokens or ended, some more than once
+        self._news: deque[int] = deque()  # ids of requests that gained tokens or ended, some more than once
         self._calls: deque[Callable[[], object]] = deque()
         self._guard = threading.RLock()  # a finalizer may come back here
         self._wake: SimpleQueue[None] = SimpleQueue()
-        self._drained: list[SimpleQueue[None]] = []  # of those who wait until none is open
+        self._drained: list[SimpleQueue[None]] = []  # of callers that wait until no request is open
         self._more = False  # the engine may have something to do
         self._stopping = False
         self.stopped: str | None = None  # why it takes no more; None while it does
@@ -122,7 +122,7 @@ class EngineThread:
         return future
 
     def abort(self, samples: Sequence[Sample]) -> None:
-        """End those that have not ended, before the next step; does not wait for that."""
+        """End the samples that have not ended, before the next step; does not wait for it."""
         for sample in samples:
             if not sample.handle.finished:
                 self.call(sample.handle.abort)
@@ -138,7 +138,7 @@ class EngineThread:
             ended.get(timeout=timeout)
 
     def stop(self) -> None:
-        """Abort what is open, end the thread, and wait for that: at most a step."""
+        """Abort open requests, end the thread, and wait for its end: at most a step."""
         self._stopping = True
         self._wake.put(None)
         if threading.current_thread() is not self._thread:
@@ -165,15 +165,15 @@ class EngineThread:
         while not (self._more or self._calls or self._stopping):
             self._wake.get()
         while not self._wake.empty():
-            self._wake.get()  # what they were put in for is seen to now
+            self._wake.get()  # the work of every wake-up so far is done below
         return not self._stopping
 
     def _work(self) -> None:
-        """What callers want, a step, and the news of it."""
+        """Run the callers' functions, a step, and report its news."""
         while self._calls:
             self._calls.popleft()()
         with self._guard:
-            self._more = False  # what is handed in from here on sets it again
+            self._more = False  # a later submission sets it again
         lacked_memory = False
         try:
             more = self.engine.step()
@@ -187,7 +187,7 @@ class EngineThread:
             self._more = self._more or more
 
     def _report(self) -> None:
-        """Tell of those that gained tokens or ended."""
+        """Tell observers and owners of the samples that gained tokens or ended."""
         now = time.perf_counter()
         news, ended = [], []
         for sample in self._with_news():

@@ -22,7 +22,7 @@ from specdec.errors import ConfigError, QueueFullError, StoppingError
 
 T = TypeVar("T")
 CLIENT: ContextVar[str] = ContextVar("specdec_client", default="")
-"""Whose request this task is about: the name of an API key, or an address."""
+"""Client whose request this task serves: the name of an API key, or an address."""
 
 
 @dataclass(eq=False, slots=True)
@@ -37,7 +37,7 @@ class Job(Generic[T]):
 
 
 def settle(future: Future[T], function: Callable[[], T]) -> None:
-    """Give the future what this function returns or raises."""
+    """Settle the future with the result or the error of this function."""
     try:
         future.set_result(function())
     except BaseException as error:
@@ -103,7 +103,7 @@ class FairPool:
             return self._running.total() + self._abandoned.total()
 
     async def wait_for(self, job: "Job[T]", seconds: float | None = None) -> T:
-        """As `result`; the job is given up when that raises, or its task is cancelled."""
+        """Waits like `result`; the job is given up when that raises, or its task is cancelled."""
         try:
             return await self.result(job, seconds)
         except BaseException:
@@ -111,7 +111,7 @@ class FairPool:
             raise
 
     async def result(self, job: "Job[T]", seconds: float | None = None) -> T:
-        """What its function returns. Does not give it up: who was cancelled does.
+        """Wait for the result of the job's function. Does not give the job up when cancelled; the caller does.
 
         Raises QueueFullError where it has not begun after `seconds`, ConfigError where it has begun and not ended.
         """
@@ -128,7 +128,7 @@ class FairPool:
         raise QueueFullError(f"other prompts and grammars have been read for {seconds:g} s; try again later")
 
     def shutdown(self) -> None:
-        """Take no more, drop what has not begun, wait for nothing."""
+        """Accept no more jobs, drop those that have not begun, and wait for none."""
         with self._lock:
             self._closed = True
             left = [job for queue in self._queues.values() for job in queue]

@@ -1,4 +1,4 @@
-"""The log of a server: written by a thread of its own, and what it says at the start and while there is traffic.
+"""The log of a server: a thread that writes it, the start report, and a line now and then while there is traffic.
 
 Any thread formats a line and puts it into a queue, or drops it where the queue is full; the log thread writes the
 queue to a file descriptor, so that a reader who is slow, or gone, holds up no request. Nothing waits for it: the end of
@@ -70,7 +70,7 @@ class NonBlockingHandler(logging.Handler):
             self._thread.start()
 
     def flush(self) -> None:
-        """Wait until what is queued is written, for at most CLOSE_SECONDS."""
+        """Wait until the queue is written, for at most CLOSE_SECONDS."""
         if self._thread is not None:
             reached = threading.Event()
             self._lines.put(reached)
@@ -157,14 +157,14 @@ class Reporter:
     async def _say(self) -> None:
         snapshot = await self._metrics.snapshot()
         now = time.monotonic()
-        line = said(self._last, snapshot, now - self._then)
+        line = traffic_line(self._last, snapshot, now - self._then)
         self._last, self._then = snapshot, now
         if line:
             logger.info(line)
 
 
-def said(before: Snapshot | None, after: Snapshot, seconds: float) -> str | None:
-    """The line of what happened between two snapshots; None where nothing did."""
+def traffic_line(before: Snapshot | None, after: Snapshot, seconds: float) -> str | None:
+    """A line on the traffic between two snapshots; None if there was none."""
     since = after.requests.copy()
     if before is not None:
         since.add(before.requests, sign=-1)

@@ -42,7 +42,7 @@ class Snapshot:
 
 
 class Metrics:
-    """Observes an engine's requests, and collects what it is asked for."""
+    """Observes an engine's requests, and collects the metrics of `/metrics`."""
 
     def __init__(self, engine: AsyncEngine, model_name: str) -> None:
         self._engine = engine
@@ -101,7 +101,7 @@ class Metrics:
         return await self._engine.between_steps(self._take)
 
     def collect(self) -> Iterator[Metric]:
-        """The registry asks for what is no event but a state."""
+        """Metrics of the engine's state, which the registry asks for at each scrape; others are counted by event."""
         engine, label = self._snapshot.engine, {"model_name": self._model_name}
         for kind, name, text, value in figures(self._snapshot):
             if value is not None:
@@ -141,7 +141,7 @@ class Metrics:
 
 
 def figures(snapshot: Snapshot) -> list[tuple[str, str, str, float | None]]:
-    """(kind, name, meaning, value) of what has one value; None: it has none on this device."""
+    """(kind, name, meaning, value) of metrics with one value; None: it has no value on this device."""
     engine, requests = snapshot.engine, snapshot.requests
     use, pool = engine.captures, engine.full_slots
     used = pool.held / pool.capacity if pool.capacity else 0.0

@@ -1,4 +1,4 @@
-"""What an HTTP server is told once, validated; what an engine is told is `EngineConfig`.
+"""Settings of an HTTP server, validated; those of an engine are `EngineConfig`.
 
 How many connections it has by default depends on the system: on the limit of open files.
 """
@@ -17,17 +17,18 @@ from specdec.text.content_tokens import require_handling
 DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Sampling parameters for which a model's generation config may state a default."""
 HANDLING = ("refuse", "warn", "ignore")
-"""What becomes of fields that no part of a body knows."""
+"""Ways to handle a field of a body that is unknown."""
 RESERVED_FILES = 32
 """File descriptors that are left for everything that is no connection."""
-MOST_BY_DEFAULT = 16_384
+DEFAULT_MAX_CONNECTIONS = 16_384
+"""Connections at a time by default, where the limit of open files allows so many."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServeSettings(HttpOptions):
-    """Options of the command line, and what it reads elsewhere; the first model name is what answers call the model."""
+    """Options of the command line, and settings from elsewhere. Answers call the model by the first model name."""
 
-    model_names: Sequence[str]  # what requests may call the model
+    model_names: Sequence[str]  # names by which requests may ask for the model
     api_keys: Sequence[str] = ()  # bearer tokens, each of which lets a request in; none: no key is needed
     cors_origins: Sequence[str] = ()  # whose pages may ask from a browser; "*": all
     defaults: Mapping[str, float] = field(default_factory=dict)  # sampling parameters of requests that do not say
@@ -63,18 +64,18 @@ class ServeSettings(HttpOptions):
         require_handling(self.special_tokens_in_content)
 
     def resolved_connections(self) -> int:
-        """`max_connections`, or what the limit of open files allows. Raises ConfigError where that is fewer."""
+        """`max_connections`, or what the limit of open files allows. Raises ConfigError if the limit allows fewer."""
         allowed = allowed_connections()
         if self.max_connections > allowed:
             raise ConfigError(
                 f"max_connections={self.max_connections} is more than the {allowed} that the limit of open files "
                 "allows; raise that limit (ulimit -n, LimitNOFILE=) or ask for fewer"
             )
-        return self.max_connections or min(allowed, MOST_BY_DEFAULT)
+        return self.max_connections or min(allowed, DEFAULT_MAX_CONNECTIONS)
 
 
 def sampling_defaults(generation_config: object) -> dict[str, float]:
-    """What a model's generation config says of sampling; temperature 1 where it says nothing, as OpenAI."""
+    """Sampling defaults of a model's generation config; temperature 1 if it has none, as OpenAI."""
     said = {name: getattr(generation_config, name, None) for name in DEFAULTS}
     return {"temperature": 1.0} | {name: value for name, value in said.items() if value is not None}
 
@@ -84,7 +85,7 @@ def allowed_connections() -> int:
     try:
         import resource
     except ImportError:  # Windows has no such limit
-        return MOST_BY_DEFAULT
+        return DEFAULT_MAX_CONNECTIONS
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return 1 << 30

@@ -1,4 +1,4 @@
-"""What every route needs: the engine, the settings, and the names that the model goes by."""
+"""State that every route needs: the engine, the settings, and the names of the model."""
 
 import time
 from dataclasses import dataclass, field, replace
@@ -29,7 +29,7 @@ class ServeState:
         return self.engine.tokenizer
 
     def model_name(self, asked: str | None) -> str:
-        """What the answer calls the model. Raises ApiError (404) for a name that it does not go by."""
+        """Name of the model in the answer. Raises ApiError (404) for a name that is not among the model's."""
         names = self.settings.model_names
         if asked is not None and asked not in names:
             known = ", ".join(names)

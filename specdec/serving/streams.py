@@ -1,6 +1,6 @@
-"""What the samples of one submission gain, read on an event loop, and how the engine's thread tells the loop of news.
+"""Deltas of the samples of one submission, read on an event loop, and how the engine's thread tells the loop of news.
 
-Nothing is queued per token: a reader that is slow holds up no other, and a delta is all that is new when it is read.
+Nothing is queued per token: a slow reader holds up no other, and a delta has all tokens since the last read.
 """
 
 import asyncio
@@ -14,8 +14,8 @@ from specdec.serving.engine_thread import EngineThread, Sample
 class Streams:
     """The samples of one submission as they come, in whatever order: `async for index, delta in streams`.
 
-    Belongs to the event loop that it was made on. Leaving `async with` aborts what has not ended. A sample that fails
-    ends all of them, with its error raised to the reader.
+    Belongs to the event loop that it was made on. Leaving `async with` aborts the samples that have not ended. A sample
+    that fails ends all of them, with its error raised to the reader.
     """
 
     def __init__(self, thread: EngineThread) -> None:
@@ -27,13 +27,13 @@ class Streams:
         self._ready: deque[tuple[int, StreamDelta]] = deque()
         self._left: set[int] = set()  # samples whose last delta was not read
 
-    def begin(self, samples: Sequence[Sample]) -> None:
+    def add_samples(self, samples: Sequence[Sample]) -> None:
         """These are its samples."""
         self.samples = list(samples)
         self._left = set(range(len(samples)))
 
     def stats(self, index: int) -> RequestStats:
-        """What speculation has done for a sample so far."""
+        """Figures of a sample so far."""
         return self.samples[index].handle.stats
 
     def __aiter__(self) -> "Streams":
@@ -54,13 +54,13 @@ class Streams:
         while True:
             self._news.clear()
             finished = all(sample.handle.finished for sample in self.samples)
-            self._raise_failure()  # what failed had its error before it was finished
+            self._raise_failure()  # a failed sample has its error before it counts as finished
             if finished:
                 return [sample.handle.output() for sample in self.samples]
             await self._news.wait()
 
     def abort(self) -> None:
-        """End what has not ended, before the next step. From any thread; does not wait."""
+        """End the samples that have not ended, before the next step. From any thread; does not wait."""
         self._thread.abort(self.samples)
 
     async def __aenter__(self) -> "Streams":
@@ -75,7 +75,7 @@ class Streams:
         return not told
 
     def _collect(self) -> None:
-        """Read what is new of every sample."""
+        """Read the new delta of every sample."""
         for index in sorted(self._left):
             sample = self.samples[index]
             delta = sample.handle.read()

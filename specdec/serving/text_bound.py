@@ -1,7 +1,7 @@
-"""How much text one prompt may have: no token stands for more characters than the longest of the vocabulary has.
+"""Upper bound on the text of one prompt: no token stands for more characters than the longest one of the vocabulary.
 
-What is longer fits no context, and is refused before a template or a tokenizer takes seconds and gigabytes for it. All
-that a template may write counts: contents, thoughts, calls, tools and its own arguments, names and numbers included.
+A longer text fits no context, and is refused before a template or a tokenizer takes seconds and gigabytes for it. All
+text that a template may write counts: contents, thoughts, calls, tools and its arguments, with names and numbers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ class TextBound:
         self.most = max_model_len * max(map(len, vocabulary), default=0) or None  # characters; None: not known
 
     def require(self, prompt: str | Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None) -> None:
-        """Raises CapacityError for a text, or for messages and what their template is told, that have more characters
+        """Raises CapacityError for a text, or for messages with their template's arguments, that has more characters
         than any number of tokens that fits."""
         if self.most is None:
             return
@@ -36,7 +36,7 @@ class TextBound:
 
 
 def _values(messages: Any) -> list[Any]:
-    """What messages hold; of what is no message, nothing: that is refused later."""
+    """Values in messages; none for an item that is no message, which is refused later."""
     found = [each for each in messages if isinstance(each, Mapping)] if isinstance(messages, Sequence) else []
     return [value for message in found for name, value in message.items() if name not in NOT_COUNTED]
 

@@ -110,7 +110,7 @@ def _pattern(tokens: set[str]) -> "re.Pattern[str]":
 
 
 def _mapped(value: Any, pattern: "re.Pattern[str]", marker: str) -> Any:
-    """The same with all its texts broken, keys too."""
+    """Returns the value with all its texts broken, keys too."""
     if isinstance(value, str):
         while pattern.search(value):  # in what is left of one there may be another
             value = pattern.sub(lambda found: found[0][0] + marker + found[0][1:], value)

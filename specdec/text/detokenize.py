@@ -214,7 +214,8 @@ class Detokenizer:
 
 @lru_cache(maxsize=16)
 def _kinds(tokenizer: Any, size: int) -> Kinds:
-    """Of any object that decodes: what it does not tell does not apply. `size`: tokens may be added later."""
+    """Reads the kinds of tokens from any object that decodes: what it does not tell does not apply. `size`: tokens may
+    be added later."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {token_id for token_id, token in added.items() if token.special}
     special.update(getattr(tokenizer, "all_special_ids", ()))

@@ -22,7 +22,7 @@ class StopStrings(tuple[str, ...]):
 
 
 class Found(NamedTuple):
-    """Where the first stop string in a text begins and ends, in characters."""
+    """Characters of a text at which its first stop string begins and ends."""
 
     begin: int
     end: int

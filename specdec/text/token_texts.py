@@ -26,7 +26,7 @@ class TokenTexts:
         self._reader = Detokenizer(tokenizer, self._written)
         self._ids: list[int] = []
         self.begins: list[int] = []
-        """Of each token, the character that its text begins with; a token without text begins where the next does."""
+        """Character at which each token's text begins; a token without text begins where the next does."""
         self.length = 0
         """Characters handed out."""
         self._sent: list[str] = []

@@ -42,7 +42,7 @@ class TrainableBlock(TrainableDrafter):
         return chosen & begins
 
     def drafts(self, batch: PackedRows, known: TargetStates, steps: int) -> Iterator[torch.Tensor]:
-        """Of the places that `learnt_rows` has chosen; zeros elsewhere."""
+        """States of each draft step at the places that `learnt_rows` has chosen; zeros elsewhere."""
         head, places = self.module, self.places
         assert steps == head.spec.num_drafts, f"{steps=} of a head that drafts {head.spec.num_drafts}"
         states = block_states(head, self.target.embed, *batch[:2], known["states"], places)  # [B, A, K, H]

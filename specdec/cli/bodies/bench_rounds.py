@@ -167,7 +167,7 @@ def numbers(name: str, words: str) -> list[float]:
 
 
 BATCH_SIZES = {"gsm8k": 8}
-"""By task; the others measure speed, for which one prompt at a time is the usual measure."""
+"""Requests at a time by task; other tasks measure speed, for which one prompt at a time is the usual measure."""
 
 
 def bench_pair(options: BenchOptions) -> None:

@@ -61,7 +61,7 @@ def facts(found: Diagnosis) -> Table:
 
 
 def acceptance(found: Diagnosis) -> Table:
-    """By depth, next to what is published."""
+    """Table of the share of accepted drafts by depth, next to the published figures."""
     depths = [str(depth + 1) for depth in range(len(found.acceptance.by_depth))]
     table = Table("acceptance", "length", *depths, "of", title="acceptance by draft", title_justify="left")
     shares = [f"{share:.2f}" for share in found.acceptance.by_depth]

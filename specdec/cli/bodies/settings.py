@@ -36,7 +36,7 @@ def prepare_output(pair: PairOptions) -> None:
 
 
 def table_console(width: int) -> Console:
-    """Where tables are printed. width: columns of one that is written to a file or a pipe."""
+    """Console that tables are printed on. width: columns of a table that is written to a file or a pipe."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=width)
 

@@ -19,8 +19,12 @@ from torch import nn
 from specdec.layers.packed.packed_experts import PackedExperts, packed_of
 from specdec.models.target import TargetModel
 
-MIN_READ_BYTES, MAX_READ_BYTES = 256 << 20, 4 << 30
+MIN_READ_BYTES = 256 << 20
+"""Bytes of a timed read on a CPU, and at least on a GPU."""
+MAX_READ_BYTES = 4 << 30
+"""Upper bound on the bytes of a timed read on a GPU."""
 READS = 10
+"""Timed reads of each kind, of which the fastest counts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ class Parity:
 
 
 def check_parity(model: PreTrainedModel, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> Parity:
-    """Of greedy outputs, one prompt after the other."""
+    """Checks greedy outputs against the best tokens of `model`, one prompt after the other."""
     tolerance = TOLERANCE.get(model.dtype, LOW_PRECISION_TOLERANCE)
     gaps = torch.cat([output_gaps(model, p, o) for p, o in zip(prompts, outputs, strict=True)])
     worst = float(gaps.nan_to_num(torch.inf).max())

@@ -23,7 +23,7 @@ NO_KERNEL = "no kernel"
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Of some times, in milliseconds."""
+    """Median and outer tenths of some times, in milliseconds."""
 
     median: float
     p10: float
@@ -117,7 +117,7 @@ def title(report: PhaseReport) -> str:
 
 
 def _row(cell: Cell, lengths: Sequence[str]) -> dict[str, str]:
-    """By heading; empty where the cell has no such figure."""
+    """Cells of a row by heading; empty where the cell has no such figure."""
     times = cell.ms.get("round")
     stages = {stage: cell.ms[stage].median if stage in cell.ms else None for stage in STAGES}
     figures = {"x floor": cell.x_floor, "floor": cell.floor_ms or None, **stages, NO_KERNEL: cell.idle_ms}

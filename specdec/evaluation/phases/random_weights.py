@@ -44,8 +44,8 @@ COLUMNS = 32
 """K of every packed weight is a multiple: what a word's order and the smallest group need."""
 
 KEPT_BITS = {"int4": (0x11111111, -1), "e2m1": (0, -1), "e4m3": (0, ~0x44004400)}
-"""Of random words, by code: bits that are set, then bits that are kept. int4: odd numbers, since 0 to 15 less 8 have a
-mean of -0.5. e4m3: no highest bit of the exponent, so that no number is infinite or NaN."""
+"""Masks of random words, by code: bits that are set, then bits that are kept. int4: odd numbers, since 0 to 15 less 8
+have a mean of -0.5. e4m3: no highest bit of the exponent, so that no number is infinite or NaN."""
 
 SPREAD = 0.5
 """Scales are 1 - this to 1 + this times their middle."""
@@ -162,7 +162,10 @@ def leave_meta(model: PreTrainedModel, device: torch.device) -> None:
 
 
 META = torch.device("meta")
-ROUTER_SCORES, MIXTURE_GAIN = 4.0, 0.5
+ROUTER_SCORES = 4.0
+"""Factor of a router's random weights."""
+MIXTURE_GAIN = 0.5
+"""Factor of the norm after the experts of a layer that has a dense MLP, too."""
 
 
 class Stored(NamedTuple):

@@ -91,7 +91,7 @@ class WatchedSteps(Steps):
 
 
 def most_new_tokens(rounds: int, depth: int) -> int:
-    """Of a request that is driven through `drive`, if every draft of `depth` levels is accepted."""
+    """Output tokens of a request that is driven through `drive`, if every draft of `depth` levels is accepted."""
     return 1 + (WARM_UP + rounds + PROFILED + UNSETTLED) * (depth + 1)
 
 
@@ -125,7 +125,7 @@ def drive(engine: Engine, prompts: Sequence[Sequence[int]], rounds: int, depth: 
 
 
 def round_time(before: float, one: _Passed, on_cpu: bool) -> RoundTime:
-    """Of a round, when the one before it ended at `before`."""
+    """Times of a round, when the one before it ended at `before`."""
     seconds, wall = one.result.seconds, one.at - before
     busy = sum(seconds.values()) if on_cpu else one.waiting
     return RoundTime(wall=wall, host=max(0.0, wall - busy), emitted=int(one.result.length.sum()), **seconds)

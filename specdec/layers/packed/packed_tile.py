@@ -87,7 +87,7 @@ def scale_pointers(p_scales: tl.tensor, o_n: tl.tensor, CODE: tl.constexpr) -> t
 
 @triton.jit
 def zero_pointers(p_zeros: tl.tensor, o_n: tl.tensor, CODE: tl.constexpr) -> tl.tensor:
-    """Likewise, to zeros."""
+    """[BN, 1]: to the first zero of rows `o_n` [BN]; read only where CODE is int4-zeros."""
     p_tile = o_n[:, None]
     if CODE == "int4-zeros":
         p_tile = p_zeros + p_tile
@@ -240,7 +240,8 @@ def multiply_tile(
 
 @triton.jit
 def _waited_for(b_sum: tl.tensor) -> tl.tensor:
-    """The same sum, which something reads, so that the tensor core is waited for in this iteration of a loop.
+    """Returns the sum by an instruction that reads it, so that the tensor core is waited for in this iteration of a
+    loop.
 
     Its operand lies in registers. Triton (3.6, 3.9) leaves the last instructions of an iteration under way while the
     next one unpacks its tile, and ptxas gives their registers to it: at 128 rows of x sums were wrong now and then."""

@@ -36,7 +36,7 @@ MAX_GROUP = 64
 SIGNS, MAGNITUDES = (15, 12, 14, 13), (6, 3, 9, 0)
 
 PLACES = (((0, 7, 4), (7, 1, 15)), ((0, 4, 0), (4, 3, 12), (7, 1, 11)))
-"""Of 8 bits, for b = 0 and 1, pieces of a number: its lowest bit, how many, and where they lie in a half word. Those of
+"""Pieces of a number of 8 bits, for b = 0 and 1: its lowest bit, how many, and where they lie in a half word. Those of
 the first are where a bfloat16 has its sign and the ends of exponent and mantissa; of the second, two shifts away."""
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -76,7 +76,7 @@ class PackedWeight:
         return self.code == "e4m3" and self.group == self.shape[-1]
 
     def with_repeated_scales(self) -> "PackedWeight":
-        """The same weight with groups of at most MAX_GROUP columns; 8 bits as they are."""
+        """Returns the weight with groups of at most MAX_GROUP columns; a weight of 8 bits stays as it is."""
         if BITS[self.code] != 4 or self.group <= MAX_GROUP:
             return self
         group = gcd(self.group, MAX_GROUP)

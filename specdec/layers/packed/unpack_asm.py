@@ -80,7 +80,7 @@ def _e2m1_bf16() -> str:
 
 
 def _e4m3_bf16() -> str:
-    """Likewise, 2^-120 times the number."""
+    """Sign and magnitude go where bfloat16 has its sign and the end of its exponent: 2^-120 times the number."""
     lines = ["mov.b32 m, 0x7b807b80", "and.b32 d, $4, 0x87f087f0", "mul.bf16x2 d, d, m", _outputs(0)]
     lines += ["shl.b32 a, $4, 4", "and.b32 a, a, 0x80f080f0", "shr.u32 d, $4, 4"]
     lines += ["lop3.b32 d, d, 0x07000700, a, 0xea", "mul.bf16x2 d, d, m", _outputs(1)]

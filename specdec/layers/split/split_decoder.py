@@ -30,7 +30,7 @@ from specdec.layers.product import Columns, OwnedParts, Product, finish
 from specdec.layers.split.layer_shares import embedding_share, share_of
 
 State = tuple[torch.Tensor, torch.Tensor, Shared]
-"""Of one rank between two layers: the residual stream [T, H], its normed form, what all layers share."""
+"""State of one rank between two layers: the residual stream [T, H], its normed form, what all layers share."""
 
 
 class SplitLayer(nn.Module):
@@ -146,7 +146,7 @@ class SplitDecoder(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, *, specdec_ctx: SplitContext, **unused: Any
     ) -> BaseModelOutputWithPast:
-        """As that of a `FusedDecoder`, of all rows."""
+        """Computes what the forward of a `FusedDecoder` does, for all rows."""
         embeds = self.embedding(input_ids)
         hidden = embeds.reshape(-1, embeds.shape[-1])
         sent = self.ranks.send((hidden, position_ids.reshape(-1), input_ids if self.per_layer else None))

@@ -40,7 +40,7 @@ IGNORABLE = {
 CHANGES_VALUES = re.compile(r"(scales?(_inv|_\d+)?|zeros?|zero_points?|bias)$")
 
 OF_ALL_EXPERTS = re.compile(r"(?P<stem>.+\.experts\.\w+)_(?P<name>blocks|scales)")
-"""Where a format's joint is "_"."""
+"""Keys of tensors of all experts, in a format whose joint is "_"."""
 
 
 def changes_values(name: str) -> bool:

@@ -30,7 +30,7 @@ DTYPES = {
     "C64": torch.complex64,
     "BOOL": torch.bool,
 }
-"""As safetensors names them."""
+"""Types of numbers by their names in safetensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class StoredTensor:
 
 
 def stored_tensors(files: Iterable[str]) -> dict[str, StoredTensor]:
-    """By key, in the order of the files. Raises CheckpointError for files that are no safetensors, and
+    """Tensors by key, in the order of the files. Raises CheckpointError for files that are no safetensors, and
     UnsupportedModelError for a type of numbers that torch has no name for."""
     stored: dict[str, StoredTensor] = {}
     for file in files:

@@ -1,4 +1,4 @@
-"""Where the quantised weights of a checkpoint belong in a model, and how their tensors get there.
+"""Places of a checkpoint's quantised weights in a model, and how their tensors get there.
 
 A weight is placed by the name that transformers would give its plain `weight`, so renamed and prefixed checkpoints,
 and those of older layouts, need nothing of their own. Experts may be stored one by one, or as tensors of all of them.

@@ -93,10 +93,11 @@ class CostTable:
     def __init__(self, shapes: Sequence[DraftShape]) -> None:
         self.shapes = shapes
         self.timed: dict[int, FloatArray] = {}
-        """By batch size [K]: when the engine was made, with nothing committed."""
+        """Seconds of a round with each draft [K], by batch size: timed when the engine was made, with nothing
+        committed."""
         self.catching_up: dict[int, float] = {}
-        """By batch size: what comes before the first draft after rounds without, for some drafters, timed when the
-        engine was made."""
+        """Seconds, by batch size, that a drafter takes to catch up before the first draft after rounds without, for
+        some drafters: timed when the engine was made."""
         self._seen: defaultdict[int, list[Level]] = defaultdict(lambda: [Level() for _ in shapes])
         self._verify: defaultdict[int, Level] = defaultdict(Level)  # by nodes of all rows
         # of a draft, a model's and a lookup's, by its branches of all rows

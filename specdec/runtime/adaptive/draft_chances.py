@@ -32,7 +32,7 @@ BRANCHES = 1.5
 """Before anything was seen of a tree it fails where so many chains would."""
 
 KEEP, MEMORY = 1 - 1 / 512, 1000
-"""Of the engine's counts, what a round leaves, and how many drafts of a depth are remembered at most."""
+"""Share of the engine's counts that a round leaves, and how many drafts of a depth are remembered at most."""
 
 ROW_WEIGHTS = 1.0, 4.0, 16.0
 """How many drafts the engine's chances may count for in a row's odds: few where requests differ much, as is assumed

@@ -251,7 +251,7 @@ class DraftChoice:
         return found if rates[best] <= rates[0] else f"{found}, and what earlier drafts gained does not cover its risk"
 
     def use(self) -> DraftUse:
-        """As it is now."""
+        """The use of drafts, as it is now."""
         milliseconds = {batch: (1e3 * self.cost.seconds(batch, 0)).tolist() for batch in sorted(self._batches)}
         best, tried = self._rounds
         rounds = [sum(counts) for counts in zip(best, tried, strict=True)]

@@ -35,6 +35,6 @@ def draft_ladder(spec: SpecConfig, *, lookup: bool = False) -> Sequence[DraftSha
 
 
 def _tree(spec: SpecConfig, num_nodes: int) -> DraftShape:
-    """As deep as pays where every second node is on the best path, deeper for more nodes by one where they double."""
+    """A tree as deep as pays where every second node is on the best path: one level deeper for twice the nodes."""
     steps, most = spec.shortened(num_nodes.bit_length())
     return DraftShape(steps, spec.topk, min(num_nodes, most))

@@ -1,4 +1,4 @@
-"""Which parameters share a captured round: a few classes, since what kernels read by row is data.
+"""Classes of parameters that share a captured round. They are few, since kernels read a row's parameters as data.
 
     class       what its rounds can do                                              and cost more than the one before
     plain       temperature, filters and seed of each row                           -
@@ -17,7 +17,11 @@ from specdec.gpu.buckets import next_power_of_two, step_up
 from specdec.runtime.rounds.result import RoundShape
 from specdec.sampling.sampling_table import SAMPLED, Uses
 
-BIAS_ENTRIES, FEW_ALTERNATIVES = 512, 20
+BIAS_ENTRIES = 512
+"""Entries of a logit bias in the smallest class of edited rounds."""
+
+FEW_ALTERNATIVES = 20
+"""Alternatives of a token in the smallest class of scored rounds."""
 
 
 def share(uses: Uses, logprobs: int | None, *, on_kernels: bool) -> tuple[Uses, int | None]:
@@ -39,5 +43,5 @@ def is_large(shape: RoundShape) -> bool:
 
 
 def _alternatives(count: int) -> int:
-    """Of 20, 32, 64, ..., 1024."""
+    """Smallest number of 20, 32, 64, ..., 1024 that is not below `count`."""
     return FEW_ALTERNATIVES if count <= FEW_ALTERNATIVES else next_power_of_two(count)

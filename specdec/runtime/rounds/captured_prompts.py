@@ -1,12 +1,11 @@
 """Captured forwards over packed prompts, padded to few numbers of tokens.
 
-To launch a forward kernel by kernel takes the host as long as the device takes for a thousand tokens (40 ms, 42 layers
-on an H200), whatever its length: a short prompt waits for the host alone, and everybody who decodes waits with it. What
-comes behind the forward, a first token and the drafter's observation, is little and runs as it is.
+Launching a forward kernel by kernel takes the host as long as the device takes for a thousand tokens (40 ms, 42 layers
+on an H200), whatever its length. So an eager short prompt waits for the host alone, and all decoding requests wait with
+it. The draw and the drafter's observation after the forward are small, and run eagerly.
 
-A shape is a number of places and whose final states are made: prefixes, and how the places are shared out among
-requests, are data. So there are at most 36 shapes, whatever comes: 15 sizes that are whole and three in parts, with and
-without final states.
+A shape is a number of places and a choice of final states; prefixes, and the division of the places among requests, are
+data. So there are at most 36 shapes: 15 whole sizes and three in parts, each with and without final states.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,23 +23,26 @@ from specdec.runtime.rounds.prompt_parts import LAYERS_A_PART, PromptParts, part
 from specdec.runtime.rounds.round import Chunk, PausedChunk, Round
 
 MAX_TOKENS = 2048
-"""Of more, padding included, nothing is captured: what the captured forwards share of memory grows with it, and the
-device takes as long for them as the host for launching."""
+"""Tokens, padding included, above which chunks are not captured: the memory that captured forwards share grows with
+them, and the device takes as long for so large a forward as the host takes to launch it."""
 
 MIN_TOKENS = 16
 """Few tokens take as long as one, since the weights are read all the same."""
 
 SIZES_IN_PARTS = 64, 128, 256
-"""Places of forwards that are captured in parts, beside those that are captured whole. While others decode, a step that
-has time for more tokens has time for all of a forward; fewer take as long as the first."""
+"""Places of forwards that are also captured in parts. While other requests decode, a step that has time for more tokens
+has time for a whole forward; one with fewer tokens takes as long as the smallest of these."""
 
-MIN_RUNS, TOKENS_A_RUN = 8, 8
-"""A forward over T places has room for T / 8 requests, 8 at least: tables are as long."""
+TOKENS_A_RUN = 8
+"""Places of a captured forward for each request that it has room for: its tables are as long."""
+
+MIN_RUNS = 8
+"""Requests that every captured forward has room for."""
 
 
 class ChunkShape(NamedTuple):
-    """All that decides what a forward over prompts computes, but for data: `tokens` places of at most `runs` requests;
-    states: see `Chunk`. divided: each part is a program."""
+    """Key of a captured forward over prompts: `tokens` places of at most `runs` requests; states: see `Chunk`. divided:
+    each part is a program."""
 
     tokens: int
     runs: int
@@ -49,8 +51,8 @@ class ChunkShape(NamedTuple):
 
 
 class Results:
-    """Where captured forwards leave what the drafter and the first draw read: one tensor for all shapes, since what one
-    has left is read before the next runs."""
+    """Tensors in which captured forwards leave their results for the drafter and the first draw: one set for all
+    shapes, since the results of one forward are read before the next runs."""
 
     def __init__(self) -> None:
         self._kept: dict[str, torch.Tensor] = {}  # [places, ...]; never replaced: captured forwards write them
@@ -60,8 +62,9 @@ class Results:
         return sum(tensor.nbytes for tensor in self._kept.values())
 
     @torch.inference_mode()
-    def keep(self, chunk: Chunk) -> Chunk:
-        """The same, copied. Made by the first forward, which no capture is made of."""
+    def copy_chunk(self, chunk: Chunk) -> Chunk:
+        """Returns the chunk, copied into these tensors. The first forward, which no capture is made of, allocates
+        them."""
         return chunk._replace(
             pack=type(chunk.pack)(*(self._copy(f"pack.{name}", x) for name, x in chunk.pack._asdict().items())),
             fed=self._copy("fed", chunk.fed),
@@ -105,7 +108,7 @@ class ChunkProgram:
 
     def _whole(self) -> torch.Tensor:
         chunk = self._round.read(self._inputs[0], self._inputs[1], self._shape.tokens, self._shape.states)
-        self.chunk = self._results.keep(chunk)
+        self.chunk = self._results.copy_chunk(chunk)
         return self.chunk.hidden
 
     def _part(self, number: int) -> torch.Tensor:
@@ -118,7 +121,7 @@ class ChunkProgram:
         if number + 1 < len(self.ends):
             return paused.fed
         self._paused = None
-        self.chunk = self._results.keep(paused.finish())
+        self.chunk = self._results.copy_chunk(paused.finish())
         return self.chunk.hidden
 
 
@@ -129,7 +132,7 @@ class ChunkGraphs(Captures):
 
     def __init__(self, round: Round, store: CaptureStore, *, strict: bool) -> None:
         self._results = Results()
-        self._made: dict[ChunkShape, ChunkProgram] = {}  # one of each shape: what is captured of it reads its inputs
+        self._made: dict[ChunkShape, ChunkProgram] = {}  # one a shape: captures read its inputs
         super().__init__(round, store, strict=strict)
 
     @property
@@ -147,13 +150,13 @@ class ChunkGraphs(Captures):
         self.run_captured(shape, program.programs)
         return self._read_by(program, shape)
 
-    def begin(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> PromptParts | None:
-        """The same in parts; None: they are not captured in parts."""
+    def begin_in_parts(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> PromptParts | None:
+        """Prepare the forward of `read` in parts; None: so many tokens are not captured in parts."""
         fed = self._fed(rows, chunk_len, states, divided=True)
         if fed is None:
             return None
         program, shape = fed
-        captured = self.found(shape, program.programs)
+        captured = self.find_captured(shape, program.programs)
         programs: Sequence[Callable[[], object]] = program.programs
         if captured is not None:
             programs = [replay for replay, _ in captured.replays]
@@ -177,13 +180,13 @@ class ChunkGraphs(Captures):
     def _read_by(self, program: ChunkProgram, shape: ChunkShape) -> Chunk:
         chunk = program.chunk
         assert chunk is not None
-        self.capture_next(shape, program.programs)  # at once: there are few shapes, and each comes again
+        self.capture_next(shape, program.programs)  # at once: each of the few shapes occurs again
         return chunk
 
     def bucket(
         self, num_runs: int, num_tokens: int, states: FinalStates, *, divided: bool = False
     ) -> ChunkShape | None:
-        """The shape under which so many are read, padded to the next size there is."""
+        """The captured shape for so many tokens, padded to the next size."""
         for tokens in SIZES_IN_PARTS if divided else token_buckets(MAX_TOKENS):
             runs = min(max(MIN_RUNS, tokens // TOKENS_A_RUN), self.round.cache.table.max_requests)
             if num_tokens <= tokens <= MAX_TOKENS and runs >= num_runs:

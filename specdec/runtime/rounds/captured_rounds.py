@@ -1,13 +1,13 @@
 """Captured rounds: the device's part of a round recorded once for each shape, then replayed without Python.
 
-    1st round of a shape   runs as it is: compiles kernels, warms what libraries set up lazily
+    1st round of a shape   runs eagerly: compiles kernels, and lets libraries set up what they make lazily
     2nd                    is captured, then replayed
     later                  replayed
 
 Everything that differs from round to round is data in tensors that are never replaced: seats, slots, lengths, tokens,
-sampling parameters, the drafter's state. Page tables, translations, write locations and views are made inside, from
-those, at every replay: nothing made in one round outlives it. A captured round belongs to the view that it was captured
-under, and to a live cache; a replay under anything else is an error. When weights have moved, all are captured again.
+sampling parameters, the drafter's state. Page tables, translations, write locations and views are computed from them
+at every replay: nothing made in one round outlives it. A captured round belongs to the view that it was captured under,
+and to a live cache; a replay under anything else is an error. When weights have moved, all are captured again.
 """
 
 import logging
@@ -30,17 +30,23 @@ from specdec.runtime.rounds.round import Round
 logger = logging.getLogger(__name__)
 
 Between = Callable[[int, torch.Tensor], None]
-"""What the host does behind each program of a round but the last: (its number, what it returned)."""
+"""Host work after each program of a round but the last: (number of the program, its result)."""
 
-NARROWEST = 4096
-"""Tokens: tables are at least this wide, since narrower ones gain nothing."""
+MIN_TABLE_WIDTH = 4096
+"""Tokens of the narrowest page tables in a captured round: narrower ones gain nothing."""
 
 LARGE_PATIENCE = 4
-"""Runs of a shape of a large round until it is captured: there are many such shapes, and a capture takes as long as a
-dozen rounds."""
+"""Eager runs of a large shape before it is captured: there are many such shapes, and a capture takes as long as a dozen
+rounds."""
 
-MOST_TRIES, LONGEST_WAIT, FOR_GOOD = 3, 1024, 1 << 62
-"""Captures of a shape that are tried if what fails is not memory; most runs until the next try; no other try."""
+MAX_ATTEMPTS = 3
+"""Failed captures of a shape after which it is given up, unless the last one failed for want of memory."""
+
+MAX_BACKOFF_RUNS = 1024
+"""Upper bound on the runs of a shape between two attempts to capture it."""
+
+NEVER = 1 << 62
+"""Runs until the next attempt, for a shape that is given up."""
 
 
 def nothing(_number: int, _out: torch.Tensor) -> None:
@@ -48,8 +54,8 @@ def nothing(_number: int, _out: torch.Tensor) -> None:
 
 
 class Captures:
-    """What one engine has captured of programs of one sort, by shape. strict: what cannot be captured is an error, else
-    it runs as it is, is counted (`CaptureStore.use`), and is tried again later."""
+    """Captured programs of one kind, by shape, of one engine. strict: a failed capture is an error; otherwise the
+    program runs eagerly, is counted (`CaptureStore.use`), and is tried again later."""
 
     what: ClassVar[str]
     warning: ClassVar[str]
@@ -58,7 +64,7 @@ class Captures:
         self.round = round
         self.store = store
         self.refusals: Counter[Hashable] = Counter()
-        """Of each shape, how many of its captures failed since the weights moved."""
+        """Failed captures of each shape since the weights moved."""
         self._number = store.join(self)
         self._strict = strict
         self._captured: dict[Hashable, Captured | None] = {}  # None: it ran once, or was let go
@@ -69,7 +75,7 @@ class Captures:
 
     @property
     def shared_bytes(self) -> int:
-        """Of what captured programs leave their results in."""
+        """Bytes of the tensors that captured programs leave their results in."""
         return 0
 
     def pool(self, shape: Hashable) -> str:
@@ -77,12 +83,12 @@ class Captures:
         return self.what
 
     def patience(self, shape: Hashable) -> int:
-        """Runs of a new shape after the first until it is captured."""
+        """Eager runs of a new shape, after the first, before it is captured."""
         return 0
 
     def run_captured(self, shape: Hashable, programs: Sequence[Program], between: Between = nothing) -> torch.Tensor:
-        """These programs, or what was captured of those of this shape -> what the last returns."""
-        captured = self.found(shape, programs)
+        """Replay the captured programs of this shape, or run these -> the result of the last."""
+        captured = self.find_captured(shape, programs)
         if captured is None:
             return run_programs(programs, between)
         for number, (replay, out) in enumerate(captured.replays):
@@ -91,8 +97,8 @@ class Captures:
                 between(number, out)
         return out
 
-    def found(self, shape: Hashable, programs: Sequence[Program]) -> Captured | None:
-        """What was captured of these programs, and may be replayed now; None: they are to run as they are."""
+    def find_captured(self, shape: Hashable, programs: Sequence[Program]) -> Captured | None:
+        """The captured programs of this shape, if they may be replayed now; None: run them eagerly."""
         if self._generation != (now := self.round.weights_generation()):
             self._generation = now
             self.clear()
@@ -112,21 +118,21 @@ class Captures:
         return captured
 
     def capture_next(self, shape: Hashable, programs: Sequence[Program]) -> None:
-        """Capture at once what has run, so that the next time it is replayed."""
+        """Capture the programs of a shape that has run and waits no longer, so that its next run is a replay."""
         if shape in self._captured and self._captured[shape] is None and self._waits.get(shape, 0) <= 0:
             self._captured[shape] = self._try(shape, programs)
 
     def clear(self) -> None:
-        """Let go of all that was captured, and of its memory."""
+        """Drop all captures and their memory."""
         self.store.discard(self._number)
         for memory in (self._captured, self._waits, self.refusals, self._evictions):
             memory.clear()
 
     def forget(self, shape: Hashable) -> None:
-        """What was captured of this shape is let go; it is captured again when it comes again, or later."""
+        """Drop the capture of this shape. It is captured again after some runs, about twice as many each time."""
         self._captured[shape] = None
         self._evictions[shape] += 1
-        self._waits[shape] = min((1 << self._evictions[shape] - 1) - 1, LONGEST_WAIT)
+        self._waits[shape] = min((1 << self._evictions[shape] - 1) - 1, MAX_BACKOFF_RUNS)
 
     def _try(self, shape: Hashable, programs: Sequence[Program]) -> Captured | None:
         try:
@@ -144,14 +150,14 @@ class Captures:
         self.store.refused += 1
         self.refusals[shape] += 1
         tries = self.refusals[shape]
-        again = is_out_of_memory(error) or tries < MOST_TRIES
-        self._waits[shape] = min(1 << tries - 1, LONGEST_WAIT) if again else FOR_GOOD
+        again = is_out_of_memory(error) or tries < MAX_ATTEMPTS
+        self._waits[shape] = min(1 << tries - 1, MAX_BACKOFF_RUNS) if again else NEVER
         logger.log(logging.DEBUG if self._warned else logging.WARNING, self.warning, first_line(_root(error)))
         self._warned = True
 
 
 def _root(error: BaseException) -> BaseException:
-    """What went wrong first: ending a capture that failed raises an error of its own, which says nothing more."""
+    """The first error: ending a failed capture raises another one, which says nothing more."""
     while error.__context__ is not None:
         error = error.__context__
     return error
@@ -163,7 +169,7 @@ class RoundGraphs(Captures):
     what, warning = "rounds", "rounds run without CUDA graphs: %s"
 
     def bucket(self, shape: RoundShape) -> RoundShape:
-        """The shape under which a round runs: padded to the next size there is, with parameters as few rounds have."""
+        """The captured shape that a round runs under: padded to the next size, with the parameters of its class."""
         table = self.round.cache.table
         uses, logprobs = share(shape.uses, shape.logprobs, on_kernels=self.round.on_kernels)
         shape = shape._replace(uses=uses, logprobs=logprobs)
@@ -195,15 +201,15 @@ class RoundGraphs(Captures):
 
 
 def run_programs(programs: Sequence[Program], between: Between) -> torch.Tensor:
-    """A round as it is -> its packed result."""
+    """Run a round eagerly -> its packed result."""
     for number, program in enumerate(programs[:-1]):
         between(number, program())
     return programs[-1]()
 
 
 def capture_for(devices: Sequence[torch.device], setting: str | bool) -> Capture | None:
-    """What `EngineConfig.cuda_graphs` means on these devices, the target's own first. Raises ConfigError when it is
-    True, and there is no GPU."""
+    """Capture by `EngineConfig.cuda_graphs` on these devices, the target's own first; None: rounds run eagerly. Raises
+    ConfigError when the setting is True and there is no GPU."""
     if devices[0].type != "cuda":
         if setting is True:
             raise ConfigError(
@@ -214,13 +220,13 @@ def capture_for(devices: Sequence[torch.device], setting: str | bool) -> Capture
 
 
 def batch_sizes(most: int) -> list[int]:
-    """Numbers of seats that rounds are captured for: 1, 2, 4, 8, then every 8th up to 64, every 32nd behind, `most`."""
+    """Numbers of seats that rounds are captured for: 1, 2, 4, 8, then each 8th up to 64, each 32nd after it, `most`."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, most + 32, 32)]
     return [size for size in sizes if size < most] + [most]
 
 
 def few_batch_sizes(most: int) -> list[int]:
-    """Those of rounds that change or report logits: 1, 4, 8, 16, 32, ..., `most`."""
+    """Numbers of seats of large rounds, which change or report logits: 1, 4, 8, 16, 32, ..., `most`."""
     sizes = [1, *(1 << i for i in range(2, most.bit_length()))]
     return [size for size in sizes if size < most] + [most]
 
@@ -228,7 +234,7 @@ def few_batch_sizes(most: int) -> list[int]:
 def table_widths(most: int) -> list[int]:
     """Tokens of a prefix that rounds are captured for: 4096, 32768, 262144, ..., `most`. Few, since kernels stop where
     a row ends; more than one, since attention has room for as many partial results."""
-    widths, width = [], NARROWEST
+    widths, width = [], MIN_TABLE_WIDTH
     while width < most:
         widths.append(width)
         width *= 8

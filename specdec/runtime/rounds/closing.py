@@ -1,12 +1,12 @@
-"""What a round leaves behind, in a launch: the accepted path walked, committed, and its tokens written and packed.
+"""The end of a round, in one launch: walk the accepted path, commit it, write its tokens and pack the result.
 
-    path, length    `reference_accept`, but no longer than most[b]: what is beyond is as if it had not been drafted
-    emitted[b, i]   what the target drew behind path[b, i];   the first `length` count, the last of them is the bonus
+    path, length    `reference_accept`, but no longer than most[b]: later nodes count as not drafted
+    emitted[b, i]   the target's token after path[b, i];   the first `length` count, the last of them is the bonus
     committed_len   S -> S + length of the row,   tokens[row, S + 1 + i] = emitted[b, i]
     slots[row]      the path's come first after S (`path_order`), or with larger pages their K/V are to be moved there
     packed[b]       length   path [W]   emitted [D]         zeros where there are no such nodes
 
-One program a request. Seats of padding have a result, and gain nothing: their row stays as it is.
+One program a request. Seats of padding have a result, but their row does not change.
 """
 
 import torch
@@ -130,7 +130,7 @@ def closing(
     """Accept, commit and append B trees of N nodes after `start` [B], S, of their rows -> length and bonus token, [B],
     and with larger pages the K/V that are still to be moved.
 
-    drawn [B, N]: the token that the target draws behind each node. most [B]: at least 1. tokens: by row and position of
+    drawn [B, N]: the token that the target draws after each node. most [B]: at least 1. tokens: by row and position of
     the request table. packed [B, 1 + W + D]: written, W >= N, and D at least any path's length.
     """
     batch, num_nodes = tree.tokens.shape

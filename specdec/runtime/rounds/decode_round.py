@@ -2,10 +2,10 @@
 
     draft    the drafter proposes a tree for each row          nothing is read that the round changes
     verify   one forward of the target over all nodes
-    accept   the target's token at every node, the walk down the tree, the commit, what the drafter learns
+    accept   the target's token at every node, the walk down the tree, the commit, the drafter's observation
 
-Nothing in it comes from the host but a `RoundShape`, and nothing goes back but one packed result. So it can be captured
-once a shape and replayed. Where grammars have a say it is three programs, and the host computes masks between them.
+The host gives it a `RoundShape` and takes one packed result, nothing else. So it can be captured once a shape and
+replayed. With grammars it is three programs, and the host computes masks between them.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,22 +26,24 @@ from specdec.sampling.log_probs import LogProbs
 from specdec.sampling.reference_sampler import MaskedFirstLevel, ReferenceSampler
 
 DECODE_STAGES = ("other", "draft", "verify", "other")
-"""What the clock of a round times."""
+"""Stages that the clock times in a round."""
 
 
 def decode_programs(round: Round, shape: RoundShape) -> Sequence[Callable[[], torch.Tensor]]:
-    """The programs of one round; the last returns its packed result. Where grammars have a say these are: draft, which
-    returns tokens and parents of the trees [2, B, N]; verify; and accept, once `Round.masks` holds their masks: for the
-    draft those of the roots, at N = 1, then those of all nodes of the trees that it proposed."""
+    """The programs of one round; the last returns its packed result.
+
+    With grammars there are three: draft, which returns tokens and parents of the trees [2, B, N]; verify; and accept.
+    `Round.masks` holds the masks of the roots (N = 1) before draft, and those of all nodes of the trees before accept.
+    """
     if not shape.uses.masked:
-        return [lambda: DecodeRound(round, shape).run()]  # whose tensors do not outlive it
-    round.masks.at(shape.batch, shape.width)  # is there before anything is captured
+        return [lambda: DecodeRound(round, shape).run()]  # drops its tensors when it returns
+    round.masks.at(shape.batch, shape.width)  # allocated before the capture
     decode = DecodeRound(round, shape)
     return [decode.draft, decode.verify, decode.accept]
 
 
 class DecodeRound:
-    """What the three parts of a round leave for each other. Every seated row gains at least one token."""
+    """Tensors that the three parts of a round share. Every seated row gains at least one token."""
 
     def __init__(self, round: Round, shape: RoundShape) -> None:
         self.round = round

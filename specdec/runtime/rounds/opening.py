@@ -1,9 +1,9 @@
-"""What a round begins with: numbers of its seated rows, read in one launch before the round changes any of them.
+"""Inputs of a round: numbers of its seated rows, read in one launch before the round changes any of them.
 
     row = seats[b]        S = committed_len[row]        root[b] = tokens[row, S], the bonus token of the round before
     most[b]         = 1 + max_drafts[row]      longest path that the request may accept
     level_pos[l, b] = S + l                    position of the tokens on level l of a draft, 0 <= l <= D
-    chain_pos[b, n] = S + n                    of the nodes of a chain, 0 <= n < D;   drawn_pos: of what is drawn behind
+    chain_pos[b, n] = S + n                    of the nodes of a chain, 0 <= n < D;   drawn_pos: of the next tokens
     params                                     the row's sampling parameters, a vector each (`ParamVectors`)
 
 A lane reads a row. Padding seats read the padding row, which has nothing committed.
@@ -41,7 +41,7 @@ class Opening(NamedTuple):
         return self.level_pos[1]
 
     def fits(self, tree: DraftTree) -> bool:
-        """Are chain_pos and drawn_pos those of this tree?"""
+        """Do chain_pos and drawn_pos belong to this tree?"""
         return tree.is_chain and self.chain_pos.shape == tree.tokens.shape
 
 

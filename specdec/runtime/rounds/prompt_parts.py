@@ -2,8 +2,9 @@
 
     layers  0 .. 2 | 3 .. 5 | ... | up to the one that stores the last K/V | the rest, for last tokens only
 
-What a part leaves for the next one outlives rounds, not another group of chunks: so there is one under way at a time.
-No token of the chunks is committed before the last part; if a row is lost, or weights move, what was read is dropped.
+The state between two parts survives rounds, but not another group of chunks, so one group is in progress at a time. No
+token of the chunks is committed before the last part. If a row is lost, or weights move, the finished parts are
+dropped.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,15 +19,16 @@ from specdec.models.target import FinalStates, TargetModel
 from specdec.runtime.rounds.round import Chunk, PausedChunk, Round
 
 LAYERS_A_PART = 3
-"""Of captured parts: a launch each, so few; but a part of a long prompt should fit half a round."""
+"""Layers of a captured part. Each part is a launch, so they are few; but a part of a long prompt should fit half a
+round."""
 
 LAST_LAYERS_A_PART = 3
-"""As many times more are a part where they run for last tokens only."""
+"""A part has this many times more layers where they run for last tokens only."""
 
 
 class PartShare(NamedTuple):
-    """What a part takes of a forward: `forward`, its share of all but attention over the prefix; `pairs`, its share of
-    that; `ending`, of the layers that run for last tokens only."""
+    """Shares of a forward's time that a part takes: `forward`, of all but attention over the prefix; `pairs`, of that
+    attention; `ending`, of the layers that run for last tokens only."""
 
     forward: float = 1.0
     pairs: float = 1.0
@@ -34,8 +36,8 @@ class PartShare(NamedTuple):
 
 
 class PromptParts(NamedTuple):
-    """Chunks that are about to be read: what each part takes, and what runs it. read: what the last part has left.
-    generation: of the weights."""
+    """Chunks in the parts that read them: the time share and the program of each. read: returns the result of the last
+    part. generation: of the weights."""
 
     shares: Sequence[PartShare]
     programs: Sequence[Callable[[], object]]
@@ -44,7 +46,7 @@ class PromptParts(NamedTuple):
 
 
 def part_ends(target: TargetModel, aux_layers: Sequence[int], states: FinalStates, layers_a_part: int) -> list[int]:
-    """Numbers of layers, each behind the last of a part."""
+    """Ends of the parts, as numbers of layers."""
     num_layers = len(target.layout.layers)
     narrow = target.narrows_at(aux_layers)
     every = num_layers if states is FinalStates.EVERY or narrow is None else narrow + 1
@@ -55,7 +57,7 @@ def part_ends(target: TargetModel, aux_layers: Sequence[int], states: FinalState
 
 
 def _evenly(begin: int, end: int, most: int) -> list[int]:
-    """Ends of the fewest parts of these layers that have at most so many each."""
+    """Ends of the fewest parts of these layers that have at most `most` layers each."""
     count = -(-(end - begin) // most)
     return [begin + (end - begin) * number // count for number in range(1, count + 1)]
 
@@ -63,7 +65,8 @@ def _evenly(begin: int, end: int, most: int) -> list[int]:
 def part_shares(
     target: TargetModel, aux_layers: Sequence[int], states: FinalStates, ends: Sequence[int]
 ) -> list[PartShare]:
-    """Of the parts that end there: by their layers, and by those that see the whole prefix for every token."""
+    """Shares of the parts that end at `ends`: by their layers, and by those that see the whole prefix for every
+    token."""
     narrow = target.narrows_at(aux_layers)
     narrowed = states is not FinalStates.EVERY and narrow is not None
     every = narrow + 1 if narrowed and narrow is not None else len(target.layout.layers)
@@ -80,13 +83,13 @@ def part_shares(
 
 
 def whole_chunk(read: Callable[[], Chunk], generation: int) -> PromptParts:
-    """What is not divided."""
+    """A forward in one part."""
     found: list[Chunk] = []
     return PromptParts([PartShare()], [lambda: found.append(read())], found.pop, generation)
 
 
 def single_layers(round: Round, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> PromptParts:
-    """Where nothing is captured, a layer is a part."""
+    """Divides a forward that is not captured: each layer is a part."""
     ends = part_ends(round.target, round.aux_layers, states, 1)
     runs = upload(np.stack([rows, chunk_len]), round.device)
     paused: list[PausedChunk] = []

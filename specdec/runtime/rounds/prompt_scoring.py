@@ -1,11 +1,11 @@
 """Log-probabilities of prompt tokens, from the states that a forward over prompt chunks leaves.
 
     chunk      s ................ e          tokens whose K/V the forward makes, and whose states it has
-    scored       s + 1 ............ e + 1    each state says what comes behind its token
+    scored       s + 1 ............ e + 1    each state predicts the token after its own
 
 The logits of a whole chunk would be V numbers a token, so they are made and reduced a few rows at a time. A row's
-numbers do not depend on the rows beside it where the target is deterministic: head and softmax go row by row, as in a
-round (`LogProbs`), so the same tokens have the same scores as output and as prompt. It waits for nothing.
+numbers do not depend on other rows where the target is deterministic: head and softmax work row by row, as in a round
+(`LogProbs`), so the same tokens have the same scores as output and as prompt. The host never waits here.
 """
 
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ from specdec.models.target import FinalStates
 from specdec.runtime.rounds.round import Chunk, Round
 from specdec.sampling.log_probs import LogProbs, TokenScores
 
-MOST_LOGITS = 1 << 24
-"""Numbers of one tile: 64 rows of a vocabulary of 262,144. What is made of them takes about 24 bytes a number."""
+MAX_LOGITS = 1 << 24
+"""Logits of one tile: 64 rows of a vocabulary of 262,144. Their reduction takes about 24 bytes of memory for each."""
 
 
 class Span(NamedTuple):
     """Tokens of one chunk to be scored: `length` of them, the first at position `first` of the prompt. number: of the
-    chunk in its step; column: of the state in the chunk that says what comes at `first`."""
+    chunk in its step; column: of the state in the chunk that predicts the token at `first`."""
 
     number: int
     column: int
@@ -34,7 +34,7 @@ class Span(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """What is to be scored of a step's chunks, M tokens in all. alternatives: K, the most that anybody asks for."""
+    """Tokens of a step's chunks to be scored, M in all. alternatives: K, the most that a request asks for."""
 
     spans: Sequence[Span]
     alternatives: int
@@ -57,8 +57,8 @@ class Scoring(NamedTuple):
 
 @torch.inference_mode()
 def score_chunk(round: Round, chunk: Chunk, cells: torch.Tensor, alternatives: int) -> torch.Tensor:
-    """Log-probabilities of M prompt tokens behind those that the target has read, and of the K likeliest in the place
-    of each, under the unmodified logits.
+    """Log-probabilities, under the unmodified logits, of the M prompt tokens that follow the target's final states, and
+    of the K likeliest tokens in the place of each.
 
     cells [2, M]: of `Scoring`. -> [M, 1 + 2K] int32: the bits of the float32 numbers, then the ids.
     """
@@ -67,7 +67,7 @@ def score_chunk(round: Round, chunk: Chunk, cells: torch.Tensor, alternatives: i
     pack = chunk.pack
     following = round.tokens.tensor[pack.rows[number], pack.start[number] + column + 1]  # [M]
     hidden = chunk.hidden[pack.cu_len[number] + column]  # [M, H]
-    tile = max(1, MOST_LOGITS // round.target.vocab_size)
+    tile = max(1, MAX_LOGITS // round.target.vocab_size)
     parts = []
     for first in range(0, len(following), tile):
         some = slice(first, first + tile)

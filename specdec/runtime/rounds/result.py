@@ -1,8 +1,8 @@
-"""What is fixed of a round before it runs, and what comes out of it: one packed array for the host.
+"""The shape of a round, fixed before it runs, and its result: one packed array for the host.
 
-    a row    length   path [N]   tokens [D]   and if anybody asks, of each of the D tokens: its log-probability, the K
-                                              highest ones of its place, their token ids
-    B rows, one behind the other, then the stamps of the round's clock
+    a row    length   path [N]   tokens [D]   and if any request asks, of each of the D tokens: its log-probability,
+                                              the K highest ones of its place, their token ids
+    B rows, one after another, then the stamps of the round's clock
 
 All int64, so that one copy brings it; floats travel as the bits of a float64.
 """
@@ -36,11 +36,11 @@ class DraftShape(NamedTuple):
 
 
 class RoundShape(NamedTuple):
-    """All that decides what a round computes, but for the data on the device: captured rounds are found by it.
+    """Key of a captured round: all parameters of a round that are not data on the device.
 
     batch: seats, those of padding included. longest: no committed prefix is longer. num_steps, topk, num_nodes: of the
-    draft; the root is a node. uses: of sampling. logprobs: most alternatives that anybody asks for, None: nobody asks.
-    forced: nodes where somebody has tokens of a grammar in the place of drafts, no fewer than `num_nodes`; 0: nobody.
+    draft; the root is a node. uses: of sampling. logprobs: most alternatives that a request asks for, None: none asks.
+    forced: nodes, at least `num_nodes`, if a request has tokens of a grammar in the place of drafts; 0: none has.
     by_lookup: of the draft.
     """
 
@@ -84,8 +84,8 @@ class RoundShape(NamedTuple):
 class RoundResult(NamedTuple):
     """length [B] of the accepted path [B, N] of nodes; tokens [B, D], the first `length` are emitted.
 
-    logprobs: per request, of its D tokens; empty for those who did not ask. drafts [B]: how deep the drafts were that
-    each row could take. seconds: by stage. forced [B]: how many of the first tokens the grammar gave. ran: when it
+    logprobs: per request, of its D tokens; empty if it did not ask. drafts [B]: depth of the drafts that each row
+    could accept. seconds: by stage. forced [B]: how many of the first tokens the grammar gave. ran: when it
     began and when it ended, in nanoseconds of the device's clock.
     """
 
@@ -98,7 +98,7 @@ class RoundResult(NamedTuple):
     forced: IntArray
     ran: tuple[int, int] = (0, 0)
 
-    def take(self, chosen: Sequence[int]) -> "RoundResult":
+    def select_requests(self, chosen: Sequence[int]) -> "RoundResult":
         logprobs = [self.logprobs[i] for i in chosen]
         arrays = {name: getattr(self, name)[chosen] for name in ("length", "path", "tokens", "drafts", "forced")}
         return self._replace(**arrays, logprobs=logprobs)

@@ -1,8 +1,11 @@
-"""The state that rounds and prompt chunks read and change on the device, and what a group of prompt chunks does.
+"""State on the device that rounds and prompt chunks read and change, and the programs of prompt chunks.
 
-The state lies by row of the request table: slots, committed lengths, tokens, sampling parameters, the drafter's own. A
-round (`decode_round.py`) is a program over it; the host starts programs and settles what comes out. It knows no
-request.
+NOTICE: captured programs replay this file without Python. Do not add here: a request, a text or a policy; a branch on a
+model family or a kind of drafter; the state of one feature (a class of its own holds it, as `SeenBits` and `MaskBuffer`
+do); a host value in what a program computes, unless `RoundShape` has it; a tensor that is replaced between rounds.
+
+State lies by row of the request table: slots, committed lengths, tokens, sampling parameters, the drafter's own. A
+round (`decode_round.py`) is a program over it; the host launches programs and settles their results.
 """
 
 from collections.abc import Iterator
@@ -37,13 +40,15 @@ from specdec.sampling.sampling_table import SamplingTable
 from specdec.sampling.token_bitmaps import MaskBuffer, RowMasks, SeenBits, write_masks
 
 PREFILL_STAGES = ("prefill",)
-"""What the clock of a group of prompt chunks times."""
+"""Stages that the clock times in a group of prompt chunks."""
 
 
 class Chunk(NamedTuple):
-    """What the target has read of prompts: the runs of `pack`, of R requests in T places, tokens `fed` [T], 0 on
-    padding; and what its forward returned: `hidden` of the tokens that `states` says, [T, H] of every one, [R, H] of
-    the last of each run, or zeros [R, H]; aux_states [T, A * H]."""
+    """Prompt tokens that the target has read, and its final states at them.
+
+    pack: the runs of R requests in T places. fed [T]: their tokens, 0 on padding. hidden: final states, by `states` of
+    every token [T, H], of the last token of each run [R, H], or zeros [R, H]. aux_states: [T, A * H].
+    """
 
     pack: Pack
     fed: torch.Tensor
@@ -55,7 +60,7 @@ class Chunk(NamedTuple):
     def of(
         cls, pack: Pack, fed: torch.Tensor, done: tuple[torch.Tensor, torch.Tensor | None], states: FinalStates
     ) -> "Chunk":
-        """done: what the target's forward over it returned."""
+        """done: the result of the target's forward, hidden and auxiliary states."""
         hidden, aux_states = done
         hidden = hidden[0].expand(len(pack.rows), -1) if states is FinalStates.NONE else hidden[0]
         return cls(pack, fed, hidden, None if aux_states is None else aux_states[0], states)
@@ -83,14 +88,14 @@ class PausedChunk(NamedTuple):
 
 
 def runs_on_kernels(backend: Backend, device: torch.device) -> bool:
-    """Does a round open, draw and close by kernels? They are slow in the interpreter."""
+    """Does a round open, draw and close by kernels? Not in Triton's interpreter, where they are slow."""
     return backend.name == "triton" and device.type == "cuda"
 
 
 class Round:
     """Target and drafter over one KV cache, and the state of both. `tokens`: token ids by row and position. lags: the
-    drafter reads rounds without drafts later (`catching_up.py`), if it can. finished_tokens: what is kept of finished
-    requests for the drafter."""
+    drafter reads rounds without drafts later (`catching_up.py`), if it can. finished_tokens: tokens of finished
+    requests that the drafter may propose from."""
 
     def __init__(
         self,
@@ -107,7 +112,7 @@ class Round:
         self.backend = backend
         self.device = cache.allocator.device
         self.aux_layers = drafter.aux_layers if drafter is not None else ()
-        # a drafter that inherits no defaults may be older than this one
+        # a drafter that inherits no defaults may be older than this attribute
         self._drafter_reads_every_state = drafter is not None and getattr(drafter, "reads_every_state", True)
         store = cache.add_store(target.stored_layout, target.dtype, target.ranks)
         self.view = own_view(cache.allocator, store)
@@ -123,23 +128,23 @@ class Round:
         self.forced = MirroredArray((len(self.tokens.host), 1 + MAX_FORCED_TOKENS), self.device)  # how many, and which
         self.masks = MaskBuffer(target.vocab_size, cache.table.max_requests, self.device)
         self.seen_bits = SeenBits(len(self.tokens.host), target.vocab_size, self.device) if self.on_kernels else None
-        self.seats = MirroredArray((cache.table.max_requests,), self.device)  # rows that take part, padding behind
+        self.seats = MirroredArray((cache.table.max_requests,), self.device)  # rows of the next round, then padding
         self.clock = StageClock(self.device)
-        self.draft_seats = self.seats  # of the drafter: rows that are lost to it are padding
+        self.draft_seats = self.seats  # the drafter's: padding in place of rows that it has lost
         self.unread: Unread | None = None
         self.max_positions: int | None = getattr(drafter, "max_positions", None)
-        lags = lags or self.max_positions is not None  # it does not read beyond them
+        lags = lags or self.max_positions is not None  # it reads nothing beyond its last position
         if drafter is not None and lags and getattr(drafter, "may_lag", False):
             width = target.hidden_size * max(1, len(self.aux_layers))
             self.unread = Unread(len(self.tokens.host), width, target.dtype, self.device)
             self.draft_seats = MirroredArray((cache.table.max_requests,), self.device)
         self._weights = watched_weights(target, drafter)
-        # as of the step under way, once it has been asked for
+        # versions of the weights in the current step, once they were looked up
         self._versions: tuple[tuple[int, object], ...] | None = None
         self._in_step = False
 
     def reset(self) -> None:
-        """A step was interrupted: nobody holds a view, and every row is to be taken again."""
+        """Clear the state of all rows after an interrupted step; no worker holds a view after it."""
         if self.worker is not None:
             self.worker.view = None
         if self.unread is not None:
@@ -175,7 +180,7 @@ class Round:
 
     @contextmanager
     def one_look(self) -> Iterator[None]:
-        """Within, weights are looked at once, by whoever asks first: a look takes the host 0.2 us a tensor."""
+        """Inside, versions of weights are looked up once: a look-up takes the host 0.2 us a tensor."""
         self._versions, self._in_step = None, True
         try:
             yield
@@ -183,7 +188,7 @@ class Round:
             self._versions, self._in_step = None, False
 
     def seat(self, rows: IntArray) -> None:
-        """These rows take part in the next round; the seats behind them are padding."""
+        """Seat these rows for the next round; the other seats hold the padding row."""
         padding = self.cache.table.padding_row
         seats = np.full(self.cache.table.max_requests, padding, dtype=np.int64)
         seats[: len(rows)] = rows
@@ -196,22 +201,22 @@ class Round:
             self.draft_seats[:] = seats
 
     def flush(self) -> None:
-        """Send what the host has changed anywhere, in one upload; finished texts in another, if there are new ones."""
+        """Upload every change of the host's arrays at once; new finished texts in a second upload."""
         self.cache.flush(*self._mirrored())
         if self.finished is not None:
             self.finished.flush()
 
     def final_states(self, *, scored: bool, ends: bool) -> FinalStates:
-        """Those that chunks need, or all where fewer would save no layer. scored: log-probabilities of their tokens are
-        asked for. ends: a prompt ends with one of them, so its last state is drawn from, or a draft starts from it."""
+        """Final states that chunks need; all of them where fewer would save no layer. scored: the chunks' tokens need
+        log-probabilities. ends: a prompt ends with one of the chunks, so a draw or a draft needs its last state."""
         if scored or self._drafter_reads_every_state or self.target.narrows_at(self.aux_layers) is None:
             return FinalStates.EVERY
         return FinalStates.LAST if ends else FinalStates.NONE
 
     @torch.inference_mode()
     def read(self, rows: torch.Tensor, length: torch.Tensor, num_places: int, states: FinalStates) -> Chunk:
-        """The target reads the next `length` [R] tokens of rows [R], at most `num_places` together: makes their K/V,
-        and the final states that `final_states` says, by as few layers as that takes."""
+        """Run the target over the next `length` [R] tokens of rows [R], at most `num_places` together. Makes their K/V
+        and the final states that `states` says, and runs no layer that neither needs."""
         pack, fed, plan, fewer = self._entering(rows, length, num_places, states)
         done = self.target.forward(fed[None], plan, self.view, self.aux_layers, **fewer)
         return Chunk.of(pack, fed, done, states)
@@ -220,7 +225,7 @@ class Round:
     def begin_reading(
         self, rows: torch.Tensor, length: torch.Tensor, num_places: int, states: FinalStates
     ) -> "PausedChunk":
-        """The same before the first layer, where the target can pause."""
+        """Begins the forward of `read`, and stops before its first layer. Requires a target that can pause."""
         pack, fed, plan, fewer = self._entering(rows, length, num_places, states)
         return PausedChunk(pack, fed, self.target.begin(fed[None], plan, self.view, self.aux_layers, **fewer), states)
 
@@ -252,12 +257,12 @@ class Round:
         *,
         begins: int = 0,
     ) -> torch.Tensor:
-        """After what the target has read: those numbered `through` [B] draw a token, and the drafter observes.
+        """Draw the first token of the chunks numbered `through` [B], whose prompts end, and show all to the drafter.
 
-        longest: no prompt of those has more tokens. allowed: what grammars let those of them draw that have one.
-        earlier: nanoseconds that parts took which were read before. begins: the first position that was read. -> the
-        packed result of B rounds of one node. What they draw is in its place in `tokens`, so a round may follow. The
-        host commits the chunks, from its own side, once they are launched; the drafter observes them as if it had.
+        longest: tokens of the longest of these prompts. allowed: masks of those whose request has a grammar. earlier:
+        nanoseconds of parts that ran in earlier steps. begins: the first position that was read. -> the packed result
+        of B rounds of one node. The tokens drawn are already in `tokens`, so a round may follow. The host commits the
+        chunks after the launch; the drafter observes them as committed.
         """
         pack, last_hidden = chunk.pack, chunk.last_hidden()
         first, scores = pack.rows.new_zeros((0, 1)), None
@@ -284,7 +289,7 @@ class Round:
         return pack_result(one_node, scores, stamps)
 
     def _observe_prompts(self, chunk: Chunk, last_hidden: torch.Tensor, begins: int) -> None:
-        """Show the drafter what the target saw of prompts, unless all of it lies beyond its last position."""
+        """Show the drafter the chunks and the target's states, unless all lie beyond the drafter's last position."""
         if self.worker is None:
             return
         pack = chunk.pack
@@ -304,14 +309,14 @@ class Round:
         self.worker.observe_prompts(seen)
 
     def history(self, rows: Rows) -> torch.Tensor:
-        """[B, L] tokens by position, a root behind the longest prefix included."""
+        """[B, L] tokens by position, up to the root after the longest prefix."""
         return self.tokens.tensor[rows.index, : rows.longest + 1]
 
     def sampler_of(
         self, rows: Rows, history_len: torch.Tensor, shape: RoundShape, opened: Opening | None = None
     ) -> ReferenceSampler:
-        """Draws the tokens of these rows, which have `history_len` [B] tokens, as far as the shape says they can ask
-        for. opened: holds their parameters already."""
+        """Sampler of these rows, which have `history_len` [B] tokens, for the parameters that the shape allows. opened:
+        the round's opening, which holds the parameters already; None: they are read here."""
         prompt_len = self.prompt_len.tensor[rows.index] if shape.uses.counts else None
         seen = self.seen_bits.of(rows.index) if self.seen_bits is not None and shape.uses.penalty else None
         return self.sampler(
@@ -320,14 +325,14 @@ class Round:
         )
 
     def logits(self, hidden: torch.Tensor, logprobs: int | None) -> tuple[torch.Tensor, float | None]:
-        """Logits, and the softcap that they are still to get: kernels that draw cap what they read, in passing, and may
-        round another way, so not where bits must not depend on whether a neighbour asks for log-probabilities."""
+        """Logits, and the softcap that is still to be applied, or None. Drawing kernels apply it while they read, and
+        may round differently: not with log-probabilities, and not where bits must not depend on the batch."""
         if self.on_kernels and logprobs is None and not self.target.deterministic:
             return self.target.uncapped_logits(hidden)
         return self.target.logits(hidden), None
 
     def observe(self, seen: Observation) -> None:
-        """Show the drafter what the target saw at the tokens that rows have gained, and what comes next."""
+        """Show the drafter the target's states at the tokens that rows have gained, and their next token."""
         if self.worker is None:
             return
         if self.unread is not None:
@@ -342,8 +347,8 @@ class Round:
         aux_states: torch.Tensor | None,
         path: torch.Tensor,
     ) -> None:
-        """A round that the drafter does not read has committed nodes of `path` [B, D] from `start` [B] on: their states
-        [B, N, H] are for later. What is kept of those that were not accepted is overwritten before it is read."""
+        """Keep the states [B, N, H] of a round that the drafter does not read: nodes of `path` [B, D], committed from
+        `start` [B] on. States of rejected nodes are kept, too, and overwritten before they are read."""
         assert self.unread is not None, "this drafter reads every round"
         states = hidden if aux_states is None else aux_states
         if (depth := path.shape[1]) == 1:
@@ -355,21 +360,20 @@ class Round:
 
     @torch.inference_mode()
     def catch_up(self, shape: RoundShape, most: int) -> torch.Tensor:
-        """The drafter observes what seated rows have that it has not read, at most `most` tokens of each -> how many,
-        [B]."""
+        """Show the drafter the unread tokens of seated rows, at most `most` tokens of each -> their number [B]."""
         assert self.unread is not None, "this drafter reads every round"
         table, index = self.cache.table, self.draft_seats.tensor[: shape.batch]
         committed = table.committed_len.tensor[index]
         start = self.unread.read[index]
         length = (committed - start).clamp(min=0)
-        behind = length > 0
-        start = torch.where(behind, start, 0)
+        has_unread = length > 0
+        start = torch.where(has_unread, start, 0)
         steps = torch.arange(most, device=self.device)
         position = start[:, None] + steps  # [B, most]
         states = self.unread.states[index[:, None], position % KEPT]
         tokens = self.tokens.tensor[index[:, None], position.clamp(max=self.tokens.tensor.shape[1] - 1)]
         seen = Observation(
-            rows=Rows(torch.where(behind, index, table.padding_row), shape.longest),  # others keep their state
+            rows=Rows(torch.where(has_unread, index, table.padding_row), shape.longest),  # others keep their state
             start=start,
             tokens=tokens,
             hidden=states,

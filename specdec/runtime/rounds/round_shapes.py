@@ -29,7 +29,7 @@ def whole_draft(spec: SpecConfig) -> DraftShape:
 
 
 def largest(drafts: Sequence[DraftShape]) -> DraftShape:
-    """What has all that any of these has; of none, no draft."""
+    """Smallest draft that covers all of these; no draft if there are none."""
     return DraftShape(*(max(size) for size in zip(NO_DRAFT, *set(drafts), strict=True)))
 
 
@@ -40,8 +40,7 @@ def round_shape(
     drafts: Sequence[DraftShape],
     unsettled_nodes: int,
 ) -> RoundShape:
-    """drafts: of each request. unsettled_nodes: by so much may a prefix be longer than the host
-    knows."""
+    """drafts: of each request. unsettled_nodes: tokens by which a prefix may be longer than the host knows."""
     longest = int(round.cache.table.committed_len.host[rows].max(initial=0)) + unsettled_nodes
     asked = round.sampling.uses(params), max_logprobs(params)
     return RoundShape(len(rows), longest, *NO_DRAFT[:3], *asked).with_draft(largest(drafts))
@@ -50,7 +49,7 @@ def round_shape(
 def with_forced(
     shape: RoundShape, round: Round, rows: IntArray, most_forced: int, graphs: RoundGraphs | None
 ) -> RoundShape:
-    """With room for forced tokens, as far as all rows have slots; captured rounds have few sizes."""
+    """This shape with room for forced tokens, as far as all rows have slots; captured rounds have few sizes."""
     table = round.cache.table
     last = np.minimum(table.capacity[rows], table.slots.host.shape[1] - 1)
     room = int((last - table.committed_len.host[rows]).min())

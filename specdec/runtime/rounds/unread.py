@@ -19,9 +19,9 @@ def unread_tokens(shape: RoundShape) -> int:
 
 
 class Unread:
-    """By row of the request table. width: numbers of a state. count: on the host, how many tokens are unread at most:
-    so many may the rounds that it launched since have committed, one each without drafts. ended: rows that are longer
-    than the drafter can read, which has read all else of them."""
+    """Unread tokens of each row of the request table. width: numbers of a state. count: on the host, how many tokens
+    are unread at most: so many may the rounds that it launched since have committed, one each without drafts. ended:
+    rows that are longer than the drafter can read, which has read all else of them."""
 
     def __init__(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.states = torch.zeros((num_rows, KEPT, width), dtype=dtype, device=device)

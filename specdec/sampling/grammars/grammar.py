@@ -32,8 +32,10 @@ white space for ever."""
 
 COMPILED_BYTES = 16 << 20
 """Upper bound on the memory of the compiled grammars that are kept for later requests."""
-LARGE_BYTES, LARGE_SECONDS = 1 << 20, 10.0
-"""Of those that take more than this each, only the ones that were asked for within so many seconds are kept."""
+LARGE_BYTES = 1 << 20
+"""Bytes of a compiled grammar above which it is large: it is not kept for long."""
+LARGE_SECONDS = 10.0
+"""Seconds that a large grammar is kept after it was last asked for."""
 BYTES_PER_CHAR = 256
 """Estimated memory of a compiled grammar per character of its source, as a lower bound; 30 to 250 were measured."""
 

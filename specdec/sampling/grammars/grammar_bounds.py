@@ -21,10 +21,11 @@ from specdec.errors import ConfigError, shown
 MAX_SCHEMA_CHARS = 1 << 20
 MAX_REGEX_CHARS = 1 << 16
 MAX_CHOICE_CHARS = 1 << 18
-"""Of all choices together."""
+"""Characters of all choices together."""
 MAX_CHOICES = 1 << 14
 MAX_DEPTH = 100
-"""Of objects and arrays in a schema, and of groups in a regular expression. The library's own JSON reader takes 127."""
+"""Levels of objects and arrays in a schema, and of groups in a regular expression. The library's own JSON reader takes
+127."""
 MAX_REFERENCES = 2000
 """Each one is a recursion of the library, on a stack of `grammar_trial.STACK_BYTES`."""
 

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 PROGRAM = Path(__file__).with_name("grammar_worker.py")
 SECONDS = 3.0
-"""Of computing that a grammar may take."""
+"""Seconds of computing that a grammar may take."""
 PATIENCE = 20.0
 """Seconds by the clock, on a machine that is busy with other things."""
 START_SECONDS = 120.0

@@ -30,7 +30,7 @@ MAX_DEPTH = 200
 MAX_CONTAINERS = 1 << 15
 """Objects and arrays of a body: each takes up to 232 bytes."""
 MAX_MEMBERS = 1 << 16
-"""Of all objects of a body together: each has a key of its own."""
+"""Members of all objects of a body together: each has a key of its own."""
 BYTES_PER_VALUE = 8
 """A body may hold at most `max_body_bytes` / BYTES_PER_VALUE values."""
 MIN_VALUES = 1 << 16

@@ -293,7 +293,7 @@ class Connection(H11Protocol):
             self._connections.awaits_request(self._accepted, self._awaits())
 
     def _look_for_reset(self, delay: float) -> None:
-        """Of a client that has closed its half: abort once its system has said that it has closed both."""
+        """Watch a client that has closed its half: abort once its system has said that it has closed both."""
         if self.transport.is_closing() or self.cycle.response_complete:
             return
         if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):

@@ -26,7 +26,8 @@ class ClientGoneError(Exception):
 
 
 MANY_TOKENS = 64
-"""Of one delta, which a slow reader gets: to put them into words takes longer than a thread takes to begin."""
+"""Tokens of one delta, which a slow reader gets, that a thread puts into words: it takes longer than a thread takes to
+begin."""
 
 
 def json_bytes(data: Any) -> bytes:

@@ -105,7 +105,7 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def invalid_body(errors: Sequence[Any]) -> ApiError:
-    """Of what pydantic found in a body that is JSON, the first; an unknown field before all others."""
+    """Says what pydantic found first in a body that is JSON; an unknown field comes before all others."""
     unknown = [error for error in errors if error["type"] == "extra_forbidden"]
     error = (unknown or list(errors))[0]
     param = _place(error["loc"])
@@ -137,7 +137,7 @@ def expected(error: Mapping[str, Any]) -> str:
 
 
 def sentence(errors: Sequence[Mapping[str, Any]]) -> str:
-    """Of all that one place might have been: "a number or null is expected"; else the reason of a check of ours."""
+    """Says all that one place might have been: "a number or null is expected"; else the reason of a check of ours."""
     wanted = list(dict.fromkeys(filter(None, map(expected, errors))))
     if wanted:
         return f"{' or '.join(wanted)} is expected"

@@ -25,8 +25,8 @@ class Listener(socket.socket):
     _spare: socket.socket | None = None  # a descriptor to give up where there are no more
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """As socket.accept. Raises BlockingIOError where there is nothing to take, and now and then where there is:
-        the event loop asks again in its next turn."""
+        """Accepts like socket.accept. Raises BlockingIOError where there is nothing to take, and now and then where
+        there is: the event loop asks again in its next turn."""
         connections = self.connections
         if connections is None:
             return super().accept()

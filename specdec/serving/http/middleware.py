@@ -30,7 +30,8 @@ logger = logging.getLogger("specdec.serving")
 QUIET = ("/health", "/live", "/ready", "/ping", "/metrics")
 """What machines ask for over and over."""
 DISCARDED_BYTES, DISCARD_SECONDS = 16 << 20, 1.0
-"""Of the body of a request that is refused, at most this much is read before the answer."""
+"""Bytes of the body of a refused request that are read at most before the answer, and seconds that reading takes at
+most."""
 
 
 class RootPath:

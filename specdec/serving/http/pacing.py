@@ -61,7 +61,8 @@ BURST = 64
 """Units of refusals at once: a refusal takes one for itself, and one for every UNIT_BYTES of its body."""
 UNIT_BYTES = 1 << 16
 BODY_BYTES_PER_SECOND, BODY_BURST_BYTES = 8 << 20, 8 << 20
-"""Of the bodies of one client: two of the largest at once, and then more a second than an engine reads of prompts."""
+"""Bytes that are read of the bodies of one client: two of the largest at once, and then more a second than an engine
+reads of prompts."""
 MAX_SECONDS = 2.0
 """No answer, and no piece of a body, waits longer."""
 MIN_SECONDS = 1e-3

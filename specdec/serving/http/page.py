@@ -18,7 +18,7 @@ PAGE = PAGE.replace("{{markdown.js}}", Path(__file__).with_name("markdown.js").r
 
 
 def _digests(tag: str) -> str:
-    """Of what stands between such tags, as a policy names them."""
+    """Digests of the text between such tags, in the form that a policy has."""
     found = re.findall(rf"<{tag}>(.*?)</{tag}>", PAGE, re.DOTALL)
     return " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in found)
 

@@ -23,7 +23,7 @@ router = APIRouter()
 PROBE_SECONDS = 2.0
 """Between two requests of our own to an engine whose rounds fail."""
 MAX_FAILED = 3
-"""Of these in a row, after which the engine is dead."""
+"""Requests in a row that fail until the engine counts as dead."""
 AS_SAGEMAKER = "As /ready, under the name that SageMaker asks for."
 
 

@@ -24,7 +24,7 @@ from specdec.serving.tools.answer_events import Said, Text
 
 router = APIRouter(route_class=BodyRoute)
 MAX_TOKENS = 16
-"""Where a request says nothing: OpenAI's."""
+"""Tokens of an answer where a request says nothing: OpenAI's default."""
 
 
 @router.post("/v1/completions", response_model=None)

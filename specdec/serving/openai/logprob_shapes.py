@@ -53,7 +53,7 @@ def _completion_shape(
     """count: alternatives a token, None: all that there are."""
 
     def top(text: str, one: TokenLogprob) -> dict[str, float]:
-        """By their text; of tokens with the same text, such as parts of characters, the highest."""
+        """Log-probabilities by text; of tokens with the same text, such as parts of characters, the highest."""
         found = {text: max(one.logprob, MIN_LOGPROB)}
         for token, value in list(one.top.items())[:count]:
             other = token_text(tokenizer, token)
@@ -69,7 +69,7 @@ def _completion_shape(
 
 
 def text_offsets(tokens: Sequence[str], text: str) -> list[int]:
-    """Where each token begins in the text of all, given each one's text by itself.
+    """Offsets at which tokens begin in the text of all, given each one's text by itself.
 
     What is not in the text, as special tokens are not, takes no room there. Parts of a character stand where it does;
     the next token says where it ends.

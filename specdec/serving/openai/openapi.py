@@ -97,7 +97,7 @@ BOUNDS: dict[str, dict[str, Any]] = {
     "messages": {"maxItems": MAX_MESSAGES},
     "length_penalty": {"const": 1},
 }
-"""Of fields by their name, in whatever body they are."""
+"""Bounds of fields by their name, in whatever body they are."""
 _ONE_PROMPT = [{"type": "string"}, _TOKENS]
 PROMPTS = {"anyOf": [*_ONE_PROMPT, {"type": "array", "items": {"anyOf": _ONE_PROMPT}, "minItems": 1}]}
 """A text, token ids, or a list of these."""

@@ -37,7 +37,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Verbosity = Literal["low", "medium", "high"]
 MAX_MESSAGES = 16384
 MAX_STOP_MEMBERS = 1024
-"""Of `stop`, checked before its members are; `SamplingParams` then allows `specdec.config.MAX_STOPS`."""
+"""Members of `stop`, checked before each of them is; `SamplingParams` then allows `specdec.config.MAX_STOPS`."""
 MAX_BIASES = 4096
 
 
@@ -142,7 +142,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """As vLLM calls them; at most one."""
+    """Constraints of the output, named as in vLLM; at most one."""
 
     json_schema: str | dict[str, Any] | None = Field(default=None, alias="json")
     regex: str | None = None

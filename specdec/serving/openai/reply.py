@@ -29,7 +29,7 @@ class Reply:
         scored: bool = False,
     ) -> None:
         self.thought_tokens = 0
-        """Of those read so far, the tokens of thoughts, without their marks."""
+        """Tokens of thoughts among those read so far, without their marks."""
         self._calls = False  # the last call is whole
         self._scores: list[TokenLogprob] = []
         self._colours = DraftColours(tokenizer, stops) if show_drafts else None
@@ -63,7 +63,7 @@ class Reply:
         return None if self._colours is None else self._colours.read(delta)
 
     def scores(self, tokens: range) -> list[TokenLogprob]:
-        """Of tokens that were read; none where none were asked for."""
+        """Log-probabilities of tokens that were read; none where none were asked for."""
         return self._scores[tokens.start : tokens.stop]
 
     def finish_reason(self, output: GenerationOutput) -> str:

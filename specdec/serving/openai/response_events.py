@@ -14,7 +14,7 @@ from specdec.serving.tools.answer_events import CallArguments, CallBegin, CallEn
 Event = dict[str, Any]
 ITEMS = {"thought": "reasoning", "content": "message"}
 PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
-"""Of the id of an item, by its type."""
+"""Prefix of an item's id, by the type of the item."""
 
 
 class ResponseBuilder:

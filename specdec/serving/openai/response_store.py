@@ -10,8 +10,14 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
-MAX_PER_KEY, MAX_KEY_BYTES = 512, 16 << 20
-MAX_RESPONSES, MAX_BYTES = 4096, 64 << 20
+MAX_PER_KEY = 512
+"""Responses that are kept for one API key."""
+MAX_KEY_BYTES = 16 << 20
+"""Bytes of the responses that are kept for one API key."""
+MAX_RESPONSES = 4096
+"""Responses that are kept for all keys together."""
+MAX_BYTES = 64 << 20
+"""Bytes of the responses that are kept for all keys together."""
 
 
 @dataclass(frozen=True, slots=True)

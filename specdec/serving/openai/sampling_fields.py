@@ -76,7 +76,8 @@ def require_logprobs(count: int, param: str = "logprobs") -> int:
 
 
 def blaming(error: ConfigError, body: SamplingFields, renamed: Mapping[str, str]) -> Exception:
-    """The same, with the field of the body where the grammar is at fault, as it is called to the client."""
+    """Returns an error that names the field of the body, as the client calls it, where the grammar is at fault; any
+    other error as it is."""
     field, message = next(iter(_asked(body)), None), str(error)
     if not message.startswith(GRAMMARS):
         return error

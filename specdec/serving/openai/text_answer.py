@@ -146,7 +146,7 @@ class TextAnswer(ABC):
 
 
 def usage_of(prompts: Sequence[Sequence[int]], stats: Sequence[RequestStats], state: ServeState) -> dict[str, Any]:
-    """Of all samples. A prompt counts once, with the cache hits of its first sample, in whole blocks."""
+    """Token counts of all samples. A prompt counts once, with the cache hits of its first sample, in whole blocks."""
     prompt_len = sum(map(len, prompts))
     completion = sum(one.output_tokens for one in stats)
     page_size = state.engine.config.page_size

@@ -186,7 +186,7 @@ class AnswerParser(CharacterReader):
         return not closed and quoted is not None
 
     def _first_call(self, text: str) -> int | None:
-        """Where the first whole call in a text begins; None: it has none."""
+        """Index at which the first whole call in a text begins; None: it has none."""
         at = text.find(self.special[0])
         while at >= 0:
             reader, length, pieces = type(self)(self._tools), 0, list[Piece]()

@@ -15,7 +15,7 @@ from specdec.serving.openai.protocol import Function, refused
 from specdec.serving.tools.schema_types import accepted_types
 
 ADDRESS = "https://tools.invalid/{}/"
-"""Of the parameters of tool number so and so; nothing is fetched from there."""
+"""Address of the parameters of a tool, by its number; nothing is fetched from there."""
 OPEN_ENDED = {
     *("additionalProperties", "patternProperties", "unevaluatedProperties"),
     *("allOf", "anyOf", "oneOf", "$ref", "$dynamicRef"),

@@ -37,6 +37,6 @@ REASONING: dict[str, ReasoningFormat] = {
 
 
 def reasoning_format(name: str) -> ReasoningFormat | None:
-    """By its name; None for "none". Raises ConfigError for one that is unknown."""
+    """Finds a format by its name; None for "none". Raises ConfigError for one that is unknown."""
     require_one_of("reasoning_parser", name, ("none", *REASONING))
     return REASONING.get(name)

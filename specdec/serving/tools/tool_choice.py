@@ -19,7 +19,8 @@ BARE_JSON = PARSERS["llama"]
 
 
 class ToolChoice:
-    """Of one request. Raises ApiError where it cannot be served. parser: of the model's own format, None: unknown."""
+    """The tools that one request may or must call. Raises ApiError where it cannot be served. parser: of the model's
+    own format, None: unknown."""
 
     def __init__(self, body: ChatRequest, template: Any, parser: type[AnswerParser] | None) -> None:
         self.tools = body.tools or []
