@@ -73,6 +73,9 @@ MIN_RANGE, MAX_PART_ROWS = 512, 2048
 BANDWIDTH, L2_BANDWIDTH, ARITHMETIC = 2.8e6, 6e6, 7e8
 """Bytes and operations a microsecond: of the memory, of the L2 cache, of the vendor's products."""
 
+BESIDES = 10 << 10
+"""Bytes of shared memory for scales, and for what a program stores."""
+
 LAUNCH, PARTS, LIBRARY = 2.0, 1.0, 6.0
 """Microseconds: to begin and end a program, for parts that the next kernel adds up, for two launches more."""
 
@@ -158,7 +161,7 @@ def _equal_ranges(k: int, ranges: int) -> Cut:
 
 def _fits(tiles: Tiles, shape: Shape, shared: int) -> bool:
     stage = (2 * (tiles.block_m + tiles.tail_m) + tiles.block_n * shape.bits // 8) * tiles.block_k
-    if shape.kind not in PACES[tiles] or tiles.num_stages * stage > shared:
+    if shape.kind not in PACES[tiles] or tiles.num_stages * stage + BESIDES > shared:
         return False
     if shape.bits == 4:  # scales are copied asynchronously if there are 4 bytes for each thread
         step = scale_step(tiles.block_n, tiles.block_k, shape.group)
