@@ -33,7 +33,7 @@ class TokenTexts:
         self._settled = 0  # characters that no later token changes
         self._tail = ""  # the text after them, as if the output ended here
         self._waiting = ""  # settled, and maybe the beginning of a stop string
-        self._given = 0  # tokens that were told to be somebody's, or nobody's
+        self._given = 0  # tokens before this one have been assigned to a text, or to none
 
     def read(self, token_ids: Sequence[int], *, finished: bool) -> str:
         """The text that these tokens add. finished: they are the last."""

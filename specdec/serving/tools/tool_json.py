@@ -176,7 +176,7 @@ class JsonToolParser(AnswerParser):
 
 
 def _at_most(count: int) -> Callable[[str], None]:
-    """Takes what is of no interest; raises NotACall for more than so many characters of it."""
+    """A sink that drops text, and raises NotACall after `count` characters."""
     left = [count]
 
     def sink(text: str) -> None:
