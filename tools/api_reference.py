@@ -31,6 +31,11 @@ from specdec.sampling_numbers import SamplingNumbers
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
 RETURNED = (StreamDelta, TokenLogprob, EngineStats, PoolUse, CaptureUse, DraftUse, DeviceUse)
 """Not exported, because users receive them from methods and never make one."""
+INTERNAL = {
+    *("RequestStats.copy", "RequestStats.record_round", "RequestStats.add", "EngineStats.count", "PoolUse.of"),
+    *("SamplingParams.restricted", "SamplingParams.stop_strings", "SpecConfig.shortened", "Handle.tell"),
+}
+"""Members that the engine and the server call, and no user."""
 WIDTH = 100
 """Longer signatures have one parameter a line."""
 HEAD = """# API reference
@@ -51,18 +56,28 @@ def page() -> str:
     parts.append("## Classes that methods return\n")
     for kind in RETURNED:
         parts += described(kind)
-    parts += ["## Exceptions\n", *exceptions(), "## Commands\n"]
-    commands = {name: load_command(name) for name in COMMANDS}
-    pair = [each.name for each in fields(PairOptions)]
-    parts.append("### Options of a pair\n\nTaken by `generate`, `chat`, `bench`, `eval` and `serve`.\n")
-    own = [name for name in inspect.signature(commands["generate"].callback).parameters if name not in pair]
-    for name, command in ("", commands["generate"]), *commands.items():
-        signature = inspect.signature(command.callback)
-        if name:
-            parts += [f"### specdec {name}\n", " ".join(command.help.replace("\\[", "[").split()) + "\n"]
-        takes_pair = "drafter_revision" in signature.parameters
-        parts += options(command, signature, own if not name else pair if takes_pair else ())
+    parts += ["## Exceptions\n", *exceptions(), "## Commands\n", *commands()]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(parts))
+
+
+def commands() -> Iterator[str]:
+    """Tables of options; a row that several commands have is printed once, with their names."""
+    loaded = {name: load_command(name) for name in COMMANDS}
+    pair = [each.name for each in fields(PairOptions)]
+    rows = {name: option_rows(command) for name, command in loaded.items()}
+    takers = {
+        row: [name for name in rows if row in rows[name].values()] for each in rows.values() for row in each.values()
+    }
+    with_pair = [name for name, each in rows.items() if set(pair) <= set(each)]
+    yield f"### Options of a pair\n\nTaken by {code_list(with_pair)}.\n"
+    yield from table([rows[with_pair[0]][name] for name in pair])
+    yield "### Options of several commands\n"
+    shared = {row: names for row, names in takers.items() if len(names) > 1 and names != with_pair}
+    yield from table([f"{row} {code_list(names)} |" for row, names in shared.items()], " taken by |")
+    for name, command in loaded.items():
+        yield f"### specdec {name}\n\n" + " ".join(command.help.replace("\\[", "[").split()) + "\n"
+        own = [row for row in rows[name].values() if takers[row] == [name]]
+        yield from table(own) if own else ()
 
 
 def described(value: Any) -> Iterator[str]:
@@ -84,11 +99,11 @@ def described(value: Any) -> Iterator[str]:
         yield code("\n".join([kind, *(f"    {each}" for each in values)]))
     yield prose(node)
     for each in node.body:
-        if isinstance(each, ast.FunctionDef) and not each.name.startswith("_"):
-            whole = f"{node.name}.{each.name}"
+        whole = f"{node.name}.{getattr(each, 'name', '_')}"
+        if isinstance(each, ast.FunctionDef) and not each.name.startswith("_") and whole not in INTERNAL:
             is_property = any(ast.unparse(mark) == "property" for mark in each.decorator_list)
             head = f"{whole}: {unquoted(each.returns)}" if is_property and each.returns else signature(whole, each)
-            yield code(head) + prose(each)
+            yield (code(head) if "\n" in head else f"**``{head}``**\n\n") + prose(each)
 
 
 def signature(name: str, node: ast.FunctionDef) -> str:
@@ -128,11 +143,12 @@ def exceptions() -> Iterator[str]:
     yield ""
 
 
-def options(command: Any, signature: inspect.Signature, without: Sequence[str]) -> Iterator[str]:
-    """What a command takes, as a table. Paths inside the package are shown without the folder it is installed in."""
-    yield "| argument or option | default | |\n|---|---|---|"
+def option_rows(command: Any) -> dict[str, str]:
+    """Parameter -> its row of a table. Paths in the package are shown without the folder that it is installed in."""
+    rows = {}
+    signature = inspect.signature(command.callback)
     for each in command.params:
-        if each.name in ("help", *without):
+        if each.name == "help":
             continue
         named = "/".join([*each.opts, *each.secondary_opts]) if each.param_type_name == "option" else each.name.upper()
         declared = signature.parameters[each.name]
@@ -141,8 +157,18 @@ def options(command: Any, signature: inspect.Signature, without: Sequence[str]) 
         kind = (*get_args(declared.annotation), declared.annotation)[0]
         choices = [one for each in (kind, *get_args(kind)) if get_origin(each) is Literal for one in get_args(each)]
         said = cell(each.help or "") + (f" One of {', '.join(choices)}." if choices else "")
-        yield f"| ``{named}`` | {default} | {said} |"
+        rows[each.name] = f"| ``{named}`` | {default} | {said} |"
+    return rows
+
+
+def table(rows: Sequence[str], more: str = "") -> Iterator[str]:
+    yield f"| argument or option | default | |{more}\n|---|---|---|{'---|' if more else ''}"
+    yield from rows
     yield ""
+
+
+def code_list(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def cell(text: str) -> str:
