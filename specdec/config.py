@@ -60,9 +60,8 @@ class SpecConfig:
 
     topk = 1 is a chain. Otherwise the best `topk` nodes of each level are expanded, and the best nodes of all levels
     are verified. num_draft_tokens None: 1 + topk * num_steps nodes, of a tree at most 64.
-    adaptive: this is the largest draft, and each round has the draft, or none, that is expected to bring most tokens a
-    second, by the measured times of rounds and the acceptance so far. It changes no token. False: every round has this
-    draft.
+    adaptive: this is the largest draft, and each round has the one, or none, that is expected to bring most tokens a
+    second. It changes no token. False: every round has this draft.
     """
 
     num_steps: int = 4
@@ -190,11 +189,10 @@ class SamplingParams(SamplingNumbers):
     Logits change in this order, on every path: logit_bias, repetition, frequency and presence penalty, the grammar's
     mask, top_n_sigma, temperature, top_k, top_p, min_p. With a `seed` the output is a pure function of model, prompt,
     parameters and seed, whatever the drafter and the batch; None draws one.
-    top_n_sigma: keeps tokens whose logit is at least the best one less n times the standard deviation of all finite
-    logits of the position (of the population: divided by their number), 0 or less keeps all. The logits are those
-    before temperature, with every edit above; temperature scales both sides, and changes no token that is kept.
-    frequency_penalty, presence_penalty: taken from a token's logit for each time that the output has it, and once if it
-    has it at all; the repetition penalty looks at the prompt too. logit_bias: added to the logits of these token ids.
+    top_n_sigma: keeps tokens whose logit, before temperature, is at least the best one less n standard deviations of
+    the position's finite logits (of the population: divided by their number); 0 or less keeps all.
+    frequency_penalty, presence_penalty: taken from a token's logit each time that the output has it, and once if it has
+    it; the repetition penalty looks at the prompt too. logit_bias: added to the logits of these token ids.
     json_schema (a dict or JSON text), json_object (any object), regex (of the whole text), choice (one of these
     strings): the grammar of the output, one of them a request. The text may end where the grammar does, and nowhere
     else; a text of max_new_tokens is cut.
@@ -206,8 +204,8 @@ class SamplingParams(SamplingNumbers):
     speculation: None, as the engine does; False, not at all; or a SpecConfig within the engine's (adaptive=False: that
     draft in every round, in an adaptive engine too). In a round with deeper drafts the request accepts at most its own
     depth. It changes no token.
-    cache_salt: a secret text. Only requests with the same salt (None is one too) share K/V in the prefix cache, so a
-    caller without it cannot learn from cache hits what was in a prompt. It changes no token.
+    cache_salt: a secret text. Only requests with the same salt (None is one too) share K/V in the prefix cache. It
+    changes no token.
     """
 
     stop: str | Sequence[str] = ()

@@ -226,9 +226,9 @@ class Engine:
 
         `params`: one for all, or one each; n of them make n results. More requests than `max_batch_size` queue. Every
         one is checked before any runs: ConfigError (empty, ids outside the vocabulary), CapacityError (can never fit).
-        When one of them fails (RequestFailedError), or another thread closes the engine (SpecDecError), no outputs are
-        returned and the other requests of the call end too; those of other calls go on.
-        `progress`: a bar on standard error; None shows it on a terminal when there is more than one prompt.
+        If one of them fails (RequestFailedError), or the engine is closed (SpecDecError), the other requests of the
+        call end too.
+        `progress`: a bar on standard error; None: on a terminal, for more than one prompt.
         """
         requests = self._make_requests(prompts, params)
         try:
@@ -255,8 +255,8 @@ class Engine:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamDelta]:
         """Continue one prompt, yielding the new tokens of each round; the last delta carries the whole output.
 
-        Leaving the loop early aborts the request and frees its slots. Bad input raises here, not at the first delta.
-        A stream that cannot be completed raises: RequestFailedError, or SpecDecError when the engine was closed.
+        Leaving the loop early aborts the request. Bad input raises here, not at the first delta; a stream that cannot
+        be completed raises RequestFailedError, or SpecDecError when the engine was closed.
         """
         require_one_sample(params, "a stream")
         [request] = self._make_requests([prompt], params)
@@ -267,7 +267,7 @@ class Engine:
         """Submit one prompt without waiting for a step; the handle reads the tokens that steps add.
 
         priority: from -100 to 100. Lower values are served first and preempted last; equal ones in order of arrival.
-        The value of a waiting request falls by 1 for every 64 later requests that are served before it.
+        The value falls by 1 for every 64 later requests that are served before it.
         """
         require_one_sample(params, "a handle")
         [handle] = self.submit_many([prompt], params, priority=priority)
@@ -281,7 +281,7 @@ class Engine:
         *,
         priority: int = 0,
     ) -> list[Handle]:
-        """`submit` for many, all of them checked before any is handed in; a handle each, in the order of `generate`."""
+        """`submit` for many, all checked before any is handed in; handles in the order of `generate`."""
         require_int("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
         requests = self._make_requests(prompts, params)
         self._submit(requests, priority)
@@ -290,8 +290,8 @@ class Engine:
     def step(self) -> bool:
         """Run one step: a round of all decoding requests, and prompt chunks -> is there anything left to do?
 
-        Raises any error of the step, and the next step restarts all requests from their tokens; but an error that names
-        the row of one request (`specdec.errors.name_row`) ends that request and is not raised here.
+        Raises any error of the step, and the next step restarts all requests from their tokens. An error that names the
+        row of one request (`specdec.errors.name_row`) ends that request instead.
         """
         self._require_open()
         self._in_turn(self._run, self._whole_step)
@@ -317,10 +317,10 @@ class Engine:
     ) -> list[int]:
         """Token ids of a user's turn, or of messages {"role": ..., "content": ...}, up to where the answer begins.
 
-        special_tokens_in_content: "escape" makes control tokens that are written in messages ("<|turn>system") plain
-        text, as the server does; "allow" tokenises them as control tokens, as transformers does.
-        `template_kwargs` go to the chat template: `tools`, `enable_thinking`, `add_generation_prompt` and others.
-        Without a chat template a turn is plain text; messages, or anything for a template, raise ConfigError.
+        special_tokens_in_content: "escape" makes control tokens in messages ("<|turn>system") plain text, as the server
+        does; "allow" leaves them control tokens, as transformers does.
+        `template_kwargs` go to the chat template: `tools`, `enable_thinking`, ... Without a template a turn is plain
+        text, and messages or `template_kwargs` raise ConfigError.
         """
         return chat_or_text_ids(self.intake.tokenizer, chat, template_kwargs, special_tokens_in_content)
 
@@ -346,13 +346,12 @@ class Engine:
     ) -> Diagnosis:
         """Why the drafter is accepted less than it could be: `findings` names each cause and what to change.
 
-        The pair answers the prompts greedily, in an engine of its own; then the drafter is made again with one setting
-        changed at a time, and a change that raises acceptance clearly is named. `healthy` means that nothing is.
+        The pair answers the prompts greedily in an engine of its own, then with one setting of the drafter changed at a
+        time; a change that raises acceptance clearly is named. `healthy`: none does.
         prompts: at least 4 texts, or lists of token ids, of the kind that the pair is meant for; None: word problems.
-        chat: texts are turns of a chat, as in `chat`; False: as `generate` takes them. Not for an engine
-        that serves requests meanwhile: it takes half a minute, and memory for a second K/V cache.
-        Raises ConfigError for an engine without a drafter, fewer prompts, texts where there is no tokenizer, or
-        answers (`max_new_tokens`) that are not longer than the drafts.
+        chat: texts are turns of a chat; False: raw text. It takes half a minute, and memory for a second K/V cache, so
+        not next to requests. Raises ConfigError for an engine without a drafter, fewer prompts, texts without a
+        tokenizer, or answers not longer than the drafts.
         """
         return diagnose(self, type(self), prompts, chat=chat, max_new_tokens=max_new_tokens)
 
@@ -392,19 +391,18 @@ class Engine:
 
     def clear_prefix_cache(self) -> None:
         """Drop all cached K/V, and cache none that running requests have computed so far. Call it after changes of the
-        model that leave no trace, such as weights edited through `.data`, or a hook whose behaviour changed.
+        model that leave no trace: docs/troubleshooting.md lists them.
 
-        Most changes are noticed without this call: docs/life_of_a_request.md lists them. It also compares every
-        attribute and config of the target's modules with their earlier values, and copies a target with hooks or
-        adapters again. Raises UnsupportedModelError if the changed target cannot be served.
+        It also compares every attribute and config of the target's modules with their earlier values, and copies a
+        target with hooks or adapters again. Raises UnsupportedModelError if the changed target cannot be served.
         """
         self._in_turn(self._forget_prefixes)
 
     def close(self) -> None:
         """Drop the KV tensors; the engine refuses further work. The model stays usable.
 
-        Requests that have not ended are cut there: `generate` and `stream` raise SpecDecError in the threads that wait
-        for them; a handle has the finish reason "abort", and `Handle.error` says why.
+        Requests that have not ended are cut: `generate` and `stream` raise SpecDecError in the threads that wait; a
+        handle has the finish reason "abort", and `Handle.error` says why.
         """
         if not self._cleared:
             self._in_turn(self._close)

@@ -10,7 +10,7 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -18,7 +18,6 @@ from typing import Any, Literal, get_args, get_origin
 import specdec
 from specdec import errors
 from specdec.cli.app import COMMANDS, load_command
-from specdec.cli.options import PairOptions
 from specdec.errors import SpecDecError
 from specdec.gpu.captures import CaptureUse
 from specdec.models.bundled import BUNDLED_DIR
@@ -61,23 +60,24 @@ def page() -> str:
 
 
 def commands() -> Iterator[str]:
-    """Tables of options; a row that several commands have is printed once, with their names."""
+    """Lists of options; those that several commands have in the same words stand once, before all commands."""
     loaded = {name: load_command(name) for name in COMMANDS}
-    pair = [each.name for each in fields(PairOptions)]
-    rows = {name: option_rows(command) for name, command in loaded.items()}
-    takers = {
-        row: [name for name in rows if row in rows[name].values()] for each in rows.values() for row in each.values()
-    }
-    with_pair = [name for name, each in rows.items() if set(pair) <= set(each)]
-    yield f"### Options of a pair\n\nTaken by {code_list(with_pair)}.\n"
-    yield from table([rows[with_pair[0]][name] for name in pair])
+    lines = {name: option_lines(command) for name, command in loaded.items()}
+    takers: dict[str, list[str]] = {}
+    for name, own in lines.items():
+        for line in own:
+            takers.setdefault(line, []).append(name)
+    shared: dict[tuple[str, ...], list[str]] = {}
+    for line, names in takers.items():
+        shared.setdefault(tuple(names), []).append(line)
     yield "### Options of several commands\n"
-    shared = {row: names for row, names in takers.items() if len(names) > 1 and names != with_pair}
-    yield from table([f"{row} {code_list(names)} |" for row, names in shared.items()], " taken by |")
+    for names, group in sorted(shared.items(), key=lambda each: -len(each[0])):
+        if len(names) > 1:
+            yield f"Taken by {', '.join(f'`{name}`' for name in names)}:\n"
+            yield "\n".join(group) + "\n"
     for name, command in loaded.items():
         yield f"### specdec {name}\n\n" + " ".join(command.help.replace("\\[", "[").split()) + "\n"
-        own = [row for row in rows[name].values() if takers[row] == [name]]
-        yield from table(own) if own else ()
+        yield "\n".join(shared.get((name,), [])) + "\n"
 
 
 def described(value: Any) -> Iterator[str]:
@@ -143,9 +143,9 @@ def exceptions() -> Iterator[str]:
     yield ""
 
 
-def option_rows(command: Any) -> dict[str, str]:
-    """Parameter -> its row of a table. Paths in the package are shown without the folder that it is installed in."""
-    rows = {}
+def option_lines(command: Any) -> list[str]:
+    """One line an option. Paths in the package are shown without the folder that it is installed in."""
+    lines = []
     signature = inspect.signature(command.callback)
     for each in command.params:
         if each.name == "help":
@@ -153,22 +153,12 @@ def option_rows(command: Any) -> dict[str, str]:
         named = "/".join([*each.opts, *each.secondary_opts]) if each.param_type_name == "option" else each.name.upper()
         declared = signature.parameters[each.name]
         value = "" if declared.default in (inspect.Parameter.empty, None, "", []) else declared.default
-        default = "" if value is False or value == "" else f"``{str(value).replace(f'{BUNDLED_DIR}/', '')}``"
+        default = "" if value is False or value == "" else f" (``{str(value).replace(f'{BUNDLED_DIR}/', '')}``)"
         kind = (*get_args(declared.annotation), declared.annotation)[0]
         choices = [one for each in (kind, *get_args(kind)) if get_origin(each) is Literal for one in get_args(each)]
         said = cell(each.help or "") + (f" One of {', '.join(choices)}." if choices else "")
-        rows[each.name] = f"| ``{named}`` | {default} | {said} |"
-    return rows
-
-
-def table(rows: Sequence[str], more: str = "") -> Iterator[str]:
-    yield f"| argument or option | default | |{more}\n|---|---|---|{'---|' if more else ''}"
-    yield from rows
-    yield ""
-
-
-def code_list(names: Sequence[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
+        lines.append(f"* ``{named}``{default}{': ' if said else ''}{said.strip()}")
+    return lines
 
 
 def cell(text: str) -> str:
