@@ -135,11 +135,10 @@ def unquoted(kind: ast.expr) -> str:
 
 def exceptions() -> Iterator[str]:
     """All of them, with the first paragraph of their docstrings."""
-    yield "All are in `specdec.errors`; `except SpecDecError` catches each of them.\n"
-    yield "| exception | kind of | |\n|---|---|---|"
+    yield "All are in `specdec.errors`, here with the classes that they are kinds of.\n"
     for kind in (each for each in vars(errors).values() if inspect.isclass(each) and issubclass(each, SpecDecError)):
         bases = ", ".join(f"`{base.__name__}`" for base in kind.__bases__)
-        yield f"| `{kind.__name__}` | {bases} | {cell((kind.__doc__ or '').partition(chr(10) * 2)[0])} |"
+        yield f"* `{kind.__name__}` ({bases}): {cell((kind.__doc__ or '').partition(chr(10) * 2)[0])}"
     yield ""
 
 
