@@ -31,7 +31,7 @@ def test_every_public_name_and_every_option_is_on_the_page(tool):
         "max_batch_size: int = 8",
         "Engine.abort(id: int) -> None",
         "Engine.from_pretrained(\n    target: str | PathLike[str]",
-        "    progress: bool | None = None,\n) -> list[GenerationOutput]",
+        "    progress: bool = None,\n) -> list[GenerationOutput]",
         "EngineStats(RequestStats)",
         "* ``--prefix-cache/--no-prefix-cache`` (``True``): ",
         "* ``--max-waiting`` (``256``): ",

@@ -165,7 +165,8 @@ def cell(text: str) -> str:
 
 
 def code(text: str) -> str:
-    return f"```text\n{text}\n```\n\n"
+    """A block. A default of None says by itself that None is allowed."""
+    return f"```text\n{text.replace(' | None = None', ' = None')}\n```\n\n"
 
 
 def prose(node: ast.ClassDef | ast.FunctionDef) -> str:
