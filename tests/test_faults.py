@@ -23,7 +23,6 @@ from tape import record
 import specdec.engine
 import specdec.kvcache.table
 import specdec.runtime.engine_stats
-import specdec.runtime.steps
 from specdec import Engine, RequestStats, SamplingParams, SpecConfig
 
 from marks import is_deep
@@ -84,7 +83,7 @@ def profiled(calls: Calls) -> Iterator[None]:
 
 def assert_empty(engine: Engine) -> None:
     engine.table.check()
-    assert engine.scheduler.idle and not engine._live and not engine._aborted
+    assert engine.scheduler.idle and engine.inbox.is_idle
     allocator = engine.table.allocator
     assert allocator.full.held_pages == 0 and (allocator.swa is None or allocator.swa.held_pages == 0)
     assert not allocator.frozen and not engine.table.active_rows.size
