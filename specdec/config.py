@@ -116,8 +116,7 @@ class EngineConfig:
     float32 on the CPU, the checkpoint's elsewhere.
     prefill_chunk: maximum prompt tokens per step of one request, which are read in one step; None: 2048, on a CPU 512.
     max_prefill_tokens: maximum prompt tokens per step over all requests, whether or not others decode. None: measured
-    times decide. While requests decode, prompts may then take half a round's time in a step for each request that waits
-    for its first token (`EngineStats.prompt_gap_ms`). docs/life_of_a_request.md has the whole rule, with its bounds.
+    times decide (docs/life_of_a_request.md; `EngineStats.prompt_gap_ms`).
     attention: "torch" runs anywhere; "triton" uses the Triton kernels, which need a CUDA device (or, to try them on a
     CPU, TRITON_INTERPRET=1); "auto" is "triton" on a GPU that can run them, else "torch".
     deterministic: the logits of a token depend on its request alone, to the bit: not on the batch, prompt chunks,

@@ -41,9 +41,8 @@ HEAD = """# API reference
 
 <!-- Written by tools/api_reference.py from the code. Do not edit it: run `make api`. -->
 
-The public names of `specdec` with their signatures, fields and docstrings; the classes that their methods return; the
-exceptions; and the options of each command. [Quick start](quick_start.md) shows the names in use, and
-[Serving](serving.md) describes the HTTP API. A ``Prompt`` is a text or a sequence of token ids.
+[Quick start](quick_start.md) shows the names in use, [Serving](serving.md) the HTTP API. A ``Prompt`` is a text or a
+sequence of token ids.
 """
 
 
