@@ -65,7 +65,7 @@ def test_every_rung_is_a_draft_that_the_engine_could_have(topk):
 
 
 def test_depths_are_counted_where_they_were_reached():
-    """Of a chain of 3, row 0 accepts 1 and row 1 all: depth 1 was right twice, depth 2 once of two, depth 3 once."""
+    """A chain of 3: row 0 accepts 1 and row 1 all: depth 1 was right twice, depth 2 once of two, depth 3 once."""
     chances = DraftChances(draft_ladder(SpecConfig(3)), num_rows=3)
     before = chances.chance[0, 0]
     chances.learn(3, rows(2), np.array([1, 3]), np.array([3, 3]))
@@ -230,7 +230,7 @@ def test_a_trial_is_paid_from_what_was_put_aside():
     ids=["device", "both", "host"],
 )
 def test_drafts_pay_beside_a_host_that_is_waited_for(device, host, right):
-    """Where none is right, 5 % were lost by drafts that seemed as fast as none."""
+    """With no draft right, 5 % were lost by drafts that seemed as fast as none."""
     batch, random, choice = 8, np.random.default_rng(0), DraftChoice(draft_ladder(CHAIN), 8)
     choice.cost.timed[batch] = np.array(device)
     running, most = rows(batch), np.full(batch, 100)

@@ -571,7 +571,7 @@ def test_unknown_tokenizer(make_target):
     ids=["hidden", "vocab", "layer-types"],
 )
 def test_a_drafter_for_another_target(family, changes, values, make_target, make_assistant, tmp_path):
-    """As a module and as a folder; the assistant itself is fit for the 31b target."""
+    """Given as a module and as a folder; the assistant itself is fit for the 31b target."""
     assistant = make_assistant(make_target("gemma4-31b"), **changes)
     assistant.save_pretrained(tmp_path)
     for drafter in (assistant, str(tmp_path)):

@@ -205,7 +205,7 @@ class Scene:
         )
 
     def observation(self, batch: DraftBatch, seats: Sequence[int | None]) -> Observation:
-        """Of 7 nodes request i has accepted i % 3 + 1, the last ones that are possible; padding one, as a walk says."""
+        """Request i has accepted i % 3 + 1, the last ones that are possible; padding one, as a walk says."""
         accepted = [1 if s is None else s % 3 + 1 for s in seats]
         path = [[0, *range(7 - n + 1, 7), *[0] * (3 - n)] for n in accepted]
         states = [self._random(200 + (9 if s is None else s), 7, 3 * self.target.hidden_size) for s in seats]
@@ -222,7 +222,7 @@ class Scene:
 
 
 class Outcome(NamedTuple):
-    """Of the real rows, in order of request: the tree, what it was drawn from, and K/V of what was accepted."""
+    """What the real rows have, in order of request: the tree, what it was drawn from, and K/V of what was accepted."""
 
     tokens: list[list[int]]
     parents: list[list[int]]
@@ -319,7 +319,7 @@ def test_a_literal_tree(make_target: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("num_nodes", [2, 9, 40])
 def test_trees_are_the_best_among_all_paths(seed: int, num_nodes: int, make_target: Callable[..., Any]) -> None:
-    """Of the product of the marginals, the most probable paths; a beam of 5 loses none among 4 candidates a row."""
+    """The most probable paths by the product of the marginals; a beam of 5 loses none among 4 candidates a row."""
     torch.manual_seed(seed)
     marginals = torch.rand(4, 4).softmax(-1)
     scene = scripted_scene(make_target("llama"), marginals.tolist())

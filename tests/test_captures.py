@@ -116,7 +116,7 @@ def serve(engine: Engine, random_prompt: Any, times: int = 2) -> list[list[int]]
 
 
 def test_one_failed_capture_does_not_end_capturing(engine_with, random_prompt, caplog):
-    """The first of those that are made at construction, of four rows: the shapes behind it are captured."""
+    """The first of those that are made at construction, of four rows: the shapes after it are captured."""
     right = serve(engine_with(None), random_prompt)
     with caplog.at_level(logging.WARNING, "specdec"):
         engine = engine_with(FailingTape((1,), RuntimeError))
@@ -144,7 +144,7 @@ def test_what_fails_every_time_is_tried_three_times(engine_with, random_prompt):
 @deep_cases("2")
 @pytest.mark.parametrize("failures", [1, 2])
 def test_a_capture_out_of_memory_lets_the_others_go_and_is_tried_again(engine_with, random_prompt, caplog, failures):
-    """Of one row: 4 and 2 rows are captured before it. Once more at once; after a second failure with the next run."""
+    """Fails at one row: 4 and 2 rows are captured before it. Tried once more at once; then with the next run."""
     right = serve(engine_with(None), random_prompt)
     with caplog.at_level(logging.WARNING, "specdec"):
         engine = engine_with(FailingTape(tuple(range(3, 3 + failures))))
@@ -312,7 +312,7 @@ def grammar_engine(make_target, engine_with, byte_tokenizer):
 
 
 def int32_storages(round: Any) -> set[int]:
-    """Of tensors that a round keeps, however deep."""
+    """Addresses of tensors that a round keeps, however deep."""
     found, left, seen = set(), [round.__dict__], set()
     while left:
         value = left.pop()

@@ -1,6 +1,6 @@
 """`deterministic=True`: the logits of a token are a function of its request alone, to the bit.
 
-`Logits` writes down what the target says behind every path of tokens, also of drafts that are rejected, and requires
+`Logits` writes down what the target says after every path of tokens, also of drafts that are rejected, and requires
 the same bits whenever the same path comes again: in any batch, chunk, tree, after any preemption.
 """
 
@@ -38,7 +38,7 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are 
 
 
 class Logits:
-    """By the tokens in front: the one row of logits that there may be. `again`: how often a row came again."""
+    """The one row of logits that each path of tokens may have. `again`: how often a row came again."""
 
     draw = staticmethod(ReferenceSampler.draw)
 
@@ -222,7 +222,7 @@ def test_a_given_target_is_made_deterministic(make_target, random_prompt):
 
 
 def test_a_layer_that_looks_at_other_rows(make_target, make_engine):
-    """By less than anything but a comparison of bits would notice."""
+    """Changes logits by less than anything but a comparison of bits would notice."""
     model = make_target("llama", fresh=True)
     mlp = model.model.layers[1].mlp
 
@@ -320,7 +320,7 @@ def test_rows_alone_are_computed_once_where_they_repeat():
 
 
 def test_alternatives_do_not_depend_on_how_many_a_neighbour_wants():
-    """Of equal log-probabilities `topk` returns any, and others for another number of them."""
+    """`topk` returns any of equal log-probabilities, and others for another number of them."""
     logits = torch.randint(0, 4, (1, 3, 97), generator=torch.Generator().manual_seed(0)).to(BF16)
     logits[..., 5] = -torch.inf
     chosen = torch.zeros((1, 3), dtype=torch.int64)

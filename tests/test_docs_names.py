@@ -62,7 +62,7 @@ def modules() -> list[ModuleType]:
 
 @cache
 def literals() -> str:
-    """Every string that a program holds, one behind the other, white space as one blank."""
+    """Every string that a program holds, one after the other, white space as one blank."""
     trees = (ast.parse(text) for path, text in sources().items() if not path.startswith("tests/"))
     texts = (
         n.value for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)

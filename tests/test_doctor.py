@@ -48,7 +48,7 @@ def engine():
 
 @pytest.fixture
 def diagnose(engine):
-    """Of a drafter by name or folder."""
+    """The config of a drafter by name or folder."""
 
     def run(drafter, tokenizer=None, **options):
         fitted = load_any_drafter(str(drafter), engine.target)
@@ -111,7 +111,7 @@ def text_rope(config):
 
 
 def fed_back_unnormed(config):
-    """As SpecForge wrote it before and after the change of its meaning: the earlier one is assumed."""
+    """A config as SpecForge wrote it before and after the change of its meaning: the earlier one is assumed."""
     del config["eagle_config"]["norm_output"]
     assert config["norm_output"] is True
 

@@ -189,7 +189,7 @@ def test_legacy_names_of_state_norms(folder: Path, edit) -> None:
         ({"sliding_window": 9, "use_sliding_window": False}, (None,)),
         ({"sliding_window": 9, "model_type": "mistral"}, (None,)),
         ({"sliding_window": 9, "layer_types": ["sliding_attention"]}, (9,)),
-        # Qwen3's config makes the list: full up to max_window_layers (28 unless it says so), sliding behind
+        # Qwen3's config makes the list: full up to max_window_layers (28 unless it says so), sliding after
         ({"sliding_window": 9, "use_sliding_window": True, "model_type": "qwen3"}, (None,)),
         ({"sliding_window": 9, "use_sliding_window": True, "model_type": "qwen3", "max_window_layers": 0}, (9,)),
         ({"sliding_window": 9, "model_type": "qwen3", "max_window_layers": 0}, (None,)),  # not to be used

@@ -40,7 +40,7 @@ def kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Outcome(NamedTuple):
-    """Of the real rows: the tree, the logits of each level, and what `observe` left: states, K and V by request, layer
+    """Real rows: the tree, the logits of each level, and what `observe` left: states, K and V by request, layer
     and position."""
 
     tree: DraftTree
@@ -272,7 +272,7 @@ class Made(TorchDispatchMode):
 
 @pytest.mark.slow
 def test_the_kernels_copy_nothing_of_the_context(model: Any) -> None:
-    """A draft makes as many numbers behind 100 keys as behind 20; plain torch copies them."""
+    """A draft makes as many numbers after 100 keys as after 20; plain torch copies them."""
     made: dict[str, list[int]] = {}
     for backend in BACKENDS:
         for length in (20, 100):

@@ -19,7 +19,7 @@ NEW = 16
 
 @pytest.fixture
 def perfect(greedy_oracle, scripted):
-    """perfect(model, prompts, n): a drafter whose drafts are all right for n tokens behind each prompt."""
+    """perfect(model, prompts, n): a drafter whose drafts are all right for n tokens after each prompt."""
 
     def make(model, prompts, n):
         whole = [[*p, *greedy_oracle(model, p, n + 8)] for p in prompts]
@@ -300,7 +300,7 @@ def test_stop_token_ids_work_with_ignore_eos(make_target, make_engine, greedy_or
 def test_logprobs_are_those_of_transformers(
     asked, temperature, make_target, make_engine, random_prompt, hf_forward, scripted, tree_script, greedy_oracle
 ):
-    """Of the unmodified logits, whatever the temperature; neighbours that ask for none get none."""
+    """Log-probabilities of the unmodified logits, whatever the temperature; neighbours that ask for none get none."""
     model, prompt = make_target("gemma4-e2b"), random_prompt(9)
     trees = scripted(tree_script([prompt + greedy_oracle(model, prompt, NEW)]))
     engine = make_engine(model, trees, num_steps=6, page_size=4)
@@ -448,7 +448,7 @@ def test_the_longest_that_fits_is_served(make_target, make_engine, greedy_oracle
 def test_a_pool_of_just_the_slots_of_a_request_serves_it_and_a_smaller_one_refuses_it(
     make_target, make_engine, greedy_oracle, random_prompt
 ):
-    """5 + 6 tokens: the last round begins behind 9 committed ones and writes one more."""
+    """5 + 6 tokens: the last round begins after 9 committed ones and writes one more."""
     model, prompt, params = make_target("llama"), random_prompt(5), SamplingParams(max_new_tokens=6)
     [out] = make_engine(model, full_slots=10).generate(prompt, params)
     assert out.token_ids == greedy_oracle(model, prompt, 6)

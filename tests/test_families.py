@@ -333,7 +333,7 @@ LIMIT = 32
 
 
 def rope_model(kind):
-    """Phi-3 with longrope (32 of 128 positions original), or Llama with dynamic NTK scaling behind 32 positions."""
+    """Phi-3 with longrope (32 of 128 positions original), or Llama with dynamic NTK scaling after 32 positions."""
     if kind == "longrope":
         rope = {"rope_parameters": {**LONGROPE, "rope_theta": 10000.0}}
         sizes = {**GQA, "max_position_embeddings": 128, "original_max_position_embeddings": LIMIT}
@@ -371,7 +371,7 @@ def test_sequences_for_which_rope_would_change_are_refused(kind, make_engine):
 def test_drafts_and_padding_beyond_a_learnt_position_table(
     page_size, make_engine, greedy_oracle, random_prompt, scripted
 ):
-    """A draft behind the last position, or the padding of a chunk beside a longer one, had no row in the table."""
+    """A draft after the last position, or the padding of a chunk beside a longer one, had no row in the table."""
     model = build(opt(max_position_embeddings=LIMIT))
     prompts = [random_prompt(LIMIT - 4), random_prompt(5), random_prompt(LIMIT - 15)]
     new = [4, 20, 15]

@@ -30,7 +30,7 @@ from package_files import name_in_package
 from tiny_models import FULL, SLIDING, random_eagle3
 
 NEW = 6  # more than the first stream has when the second has joined
-LONG_ENOUGH = {"prompt": 3, "round": NEW}  # for the first stream to go on behind the step that breaks
+LONG_ENOUGH = {"prompt": 3, "round": NEW}  # for the first stream to go on after the step that breaks
 CHAIN, TREE = SpecConfig(3), SpecConfig(3, 2, 6)
 CASES = {  # the one with most under way first
     "mtp-captured": ("mtp", TREE, 1, True),

@@ -44,7 +44,7 @@ def looked_up(store, text, row=0):
 
 
 class EveryText:
-    """The same by brute force: texts in a list, dropped from its beginning."""
+    """The index by brute force: texts in a list, dropped from its beginning."""
 
     def __init__(self, size):
         self.size, self.texts = size, []

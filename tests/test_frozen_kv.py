@@ -393,7 +393,7 @@ def test_two_forwards_with_the_same_pointers_read_fresh_tables():
 
 
 def test_eviction_is_seen_by_the_next_plan():
-    """#26152 again, by eviction: the same row, the same full slots, new SWA slots behind them."""
+    """#26152 again, by eviction: the same row, the same full slots, new SWA slots after them."""
     table = make()
     row = opened(table, 12)
     before = chain(table, ints(row)).prefix
@@ -459,7 +459,7 @@ def test_padded_rows_write_to_the_null_slot_in_both_spaces(page_size: int):
 
 @pytest.mark.parametrize("page_size", [1, 2])
 def test_padding_behind_a_shorter_chunk_writes_to_the_null_slot_in_both_spaces(page_size: int):
-    """A row owns slots for its lookahead, and the padding behind its chunk writes to none of them."""
+    """A row owns slots for its lookahead, and the padding after its chunk writes to none of them."""
     table = make(page_size)
     longer, shorter = opened(table, 2), opened(table, 2)
     plan = table.chunk(ints(longer, shorter), ints(3, 1))

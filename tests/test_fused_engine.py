@@ -383,7 +383,7 @@ def test_captured_rounds_see_changed_weights(fused, make_target, make_engine, hf
 
 
 def test_captured_prompts_see_changed_weights(make_target, make_engine, hf_forward, random_prompt, monkeypatch):
-    """Of one shape and unlike lengths: what is captured behind the change reads what the next prompt is fed into."""
+    """One shape, unlike lengths: what is captured after the change reads what the next prompt is fed into."""
     monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record)
     model, other = make_target("qwen2", fresh=True), make_target("qwen2", seed=4, fresh=True).state_dict()
     engine = make_engine(model, None)

@@ -136,7 +136,7 @@ def test_the_kernels_are_captured_too(small_engine, make_target, make_assistant,
 @pytest.mark.deep
 @pytest.mark.parametrize("drafter", [deep(None), "mtp"])
 def test_prompts_are_captured_too(drafter, small_engine, make_target, make_assistant) -> None:
-    """Chunks of many lengths, at the beginning of prompts and behind, alone and together, each shape time and again."""
+    """Chunks of many lengths, at the beginning of prompts and after, alone and together, each shape time and again."""
     made = None if drafter is None else make_assistant(make_target("gemma4-e2b"))
     asked = requests(12, seed=5)
     outputs = []

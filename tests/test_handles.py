@@ -130,7 +130,7 @@ def test_a_closed_engine_ends_its_handles(make_target, make_engine, random_promp
 
 @pytest.mark.deep
 def test_one_thread_steps_and_others_submit_abort_and_read(make_target, make_engine, greedy_oracle, random_prompt):
-    """As a server does it: the others never step."""
+    """Stepped as a server does it: the others never step."""
     model, prompts = make_target("gemma4-e2b"), [random_prompt(1 + n % 23) for n in range(24)]
     truths = [greedy_oracle(model, prompt, NEW) for prompt in prompts]
     engine = make_engine(model, "ngram", max_batch_size=3)

@@ -58,7 +58,7 @@ def test_the_server_outlives_them_and_answers_nothing_that_it_must_not(tool, rec
 
 @pytest.mark.parametrize("fault", ["text", "health", "status", "leak", "dead", "traceback", "slow", "memory"])
 def test_each_line_can_fail(fault, tool):
-    """Of a run that was made up: what is wrong with it fails its line, and no other."""
+    """A run that was made up: what is wrong with it fails its line, and no other."""
     answers = [tool.Answer(at / 10, 0.01, "") for at in range(30)]
     probed = [tool.Probed(at / 10, 0.002, 0.0, 100, "") for at in range(30)]
     got = {"kind": {"400": 5, "503": 1, "429": 2}}

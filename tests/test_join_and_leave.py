@@ -107,7 +107,7 @@ class Scene:
                 self.table.evict(ints(row), slack_pages=self.draw.choice((0, 1)))
 
     def lose_some(self) -> None:
-        """As when the SWA pool runs short."""
+        """Gives up pages as when the SWA pool runs short."""
         if self.table.allocator.swa is not None:
             free = self.table.allocator.swa.free_pages
             self.cache.release(0, self.draw.randint(0, self.table.allocator.swa.capacity - free))
@@ -212,7 +212,7 @@ def test_what_is_kept_is_claimed_in_one_call(page_size: int, monkeypatch) -> Non
 
 @PAGE_SIZES
 def test_what_a_short_pool_wants_is_given_up_in_one_call(page_size: int, monkeypatch) -> None:
-    """Of six texts of 24 tokens two and a half: the oldest, and of the third its end."""
+    """Two and a half of six texts of 24 tokens: the oldest, and of the third its end."""
     table, calls = make(page_size, window=None), list[list[int]]()
     cache, forget = PrefixCache(table), table.allocator.full.forget
     monkeypatch.setattr(table.allocator.full, "forget", lambda pages: (calls.append(pages.tolist()), forget(pages))[1])
@@ -294,7 +294,7 @@ def seats(scheduler: Scheduler) -> list[object]:
 
 @PAGE_SIZES
 def test_requests_that_leave_together_leave_as_one_after_the_other(page_size: int) -> None:
-    """But for the order of free pages: what the cache exchanges for pages of theirs may be free before or behind."""
+    """But for the order of free pages: what the cache exchanges for pages of theirs may be free before or after."""
     for seed in range(40):
         scheduler = busy(seed, page_size)
         twin = copy.deepcopy(scheduler)

@@ -78,7 +78,7 @@ def drafts_alone(requests, drafter_of, make_target, make_engine) -> Callable[...
 def load(requests, drafter_of, drafts_alone, make_target, make_engine, monkeypatch) -> Callable[..., None]:
     """load(seed=None, sanitize=False, drafter=..., spec=..., captured=False, fullest=None, **config): the check of all.
 
-    Serves all requests at once. Each must have the tokens of the target alone, and behind any of its tokens the drafts
+    Serves all requests at once. Each must have the tokens of the target alone, and after any of its tokens the drafts
     of its lone run in a roomy engine: what a drafter reads shows in nothing else. fullest: the share of the SWA pool
     that must be in use at some time.
     """
@@ -118,7 +118,7 @@ def load(requests, drafter_of, drafts_alone, make_target, make_engine, monkeypat
 
 
 def recorded_drafts(engine: Engine) -> dict[tuple[int, ...], list[int]]:
-    """Tokens so far -> the tokens of the tree behind them, filled while the engine runs."""
+    """Tokens so far -> the tokens of the tree after them, filled while the engine runs."""
     drafts: dict[tuple[int, ...], list[int]] = {}
     worker = engine.round.worker
     if worker is None:
@@ -175,7 +175,7 @@ def read_own_keys_by_full_slots(kind: str) -> Seed:
 
 
 def read_extend_tokens_by_full_slots(patch: pytest.MonkeyPatch) -> None:
-    """The same of a prefill: where its own tokens lie is not translated."""
+    """In a prefill, where its own tokens lie is not translated."""
     right = specdec.attention.plan.locate_pack
 
     def wrong(table: Any, pack: Pack, longest: int) -> PackTables:
@@ -191,7 +191,7 @@ def read_extend_tokens_by_full_slots(patch: pytest.MonkeyPatch) -> None:
 
 
 def write_extend_tokens_by_full_slots(patch: pytest.MonkeyPatch) -> None:
-    """The same the other way round: written with full slots, read with SWA slots."""
+    """The other way round: written with full slots, read with SWA slots."""
     right = KVPlan.write_slots
 
     def wrong(plan: KVPlan, space: Space) -> FullLoc | SwaLoc:
@@ -250,7 +250,7 @@ def keep_the_translation(patch: pytest.MonkeyPatch) -> None:
 
 
 def use_a_stale_location(patch: pytest.MonkeyPatch) -> None:
-    """The SWA slots of a prefill are kept where the forward behind it finds them instead of its own."""
+    """The SWA slots of a prefill are kept where the forward after it finds them instead of its own."""
     right, kept = KVPlan.write_slots, []
 
     def wrong(plan: KVPlan, space: Space) -> FullLoc | SwaLoc:

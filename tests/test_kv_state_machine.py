@@ -116,7 +116,7 @@ class KVMachine(RuleBasedStateMachine):
             self.table.write(layer, plan.write_full, plan.write_swa, k + 0.5 * layer, -k - 0.5 * layer)
 
     def observe(self, rows: np.ndarray, start: np.ndarray) -> None:
-        """What a drafter with K/V of its own does once tokens are committed: each sees the token behind it."""
+        """What a drafter with K/V of its own does once tokens are committed: each sees the token after it."""
         for row, first in zip(rows.tolist(), start.tolist(), strict=True):
             end = int(self.table.committed_len.host[row])
             if len(self.texts[row]) == end:
@@ -349,7 +349,7 @@ class KVMachine(RuleBasedStateMachine):
             self.read(FullLoc(torch.from_numpy(slots)), tokens, self.of(tokens, len(slots)), None)
 
     def read(self, slots: FullLoc, text: list[int], expected: list[float], mapped_from: int | None) -> None:
-        """What lies at `slots`: of an SWA peer that is gone nothing is asked, unless it lies behind `mapped_from`."""
+        """What lies at `slots`: of an SWA peer that is gone nothing is asked, unless it lies after `mapped_from`."""
         assert self.at(Space.FULL, slots) == expected
         if self.pairs:
             assert self.own.layers[0].k[slots, 0, 0].tolist() == self.of(text, len(expected), ahead=1)

@@ -44,7 +44,7 @@ def test_a_model_that_drafts_for_itself(family, tree, page_size, make_target, gr
 @deep_cases("tree")
 @pytest.mark.parametrize("spec", [CHAIN, TREE], ids=["chain", "tree"])
 def test_another_model_changes_no_token(spec, make_target, make_engine, random_prompt):
-    """Of another family, sampled and greedy, preempted, one request without drafts among the others."""
+    """A drafter of another family, sampled and greedy, preempted, one request without drafts among the others."""
     model, other = make_target("gemma4-e2b"), make_target("gemma2", seed=7)
     prompts = [random_prompt(n, seed=n) for n in (2, 30, 9, 40, 21, 5)]
     params = [

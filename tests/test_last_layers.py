@@ -149,7 +149,7 @@ def test_rows_by_what_a_drafter_reads(drafter, make_target, engine, random_promp
 
 
 def test_scored_prompts_run_through_every_layer(make_target, engine, random_prompt):
-    """The chunks with tokens to score: not those behind, nor those of others."""
+    """The chunks with tokens to score: not those after, nor those of others."""
     made = engine(make_target("gemma4-e2b"), prefill_chunk=8)
     rows = rows_of_layers(made.target)
     made.generate([random_prompt(8)], SamplingParams(max_new_tokens=1, prompt_logprobs=0))

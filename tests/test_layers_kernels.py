@@ -152,7 +152,7 @@ def test_some_rows_are_multiplied_by_descriptors(num_rows: int, n: int, k: int):
 
 
 def test_who_multiplies_some_rows(monkeypatch: pytest.MonkeyPatch):
-    """Where weights fill the device: 33 to 128 rows; of a gated weight also 193 to 256. Not what has no descriptors."""
+    """Weights that fill the device: 33 to 128 rows; of a gated weight also 193 to 256. Not what has no descriptors."""
     launched: list[object] = []
     monkeypatch.setattr(some_rows, "some_rows_kernel", Launches(some_rows.some_rows_kernel, launched))
 
@@ -288,7 +288,7 @@ def test_tiles_change_no_bit():
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 32, 40, 70])
 def test_two_tiles_of_rows_in_one_program(rows: int):
-    """Of 16 and 16 rows here: the second may have none, and there may be more than one pair."""
+    """Groups of 16 and 16 rows here: the second may have none, and there may be more than one pair."""
     x, weight, bias = randn(rows, 100), randn(48, 100) * 0.1, randn(48)
     one, two = Tiles(64, 16, 64, 4, 2, 32), Tiles(64, 16, 64, 4, 2, 32, tail_m=16)
     same_bits(finish(linear(x, weight, bias, tiles=two)), finish(linear(x, weight, bias, tiles=one)))
@@ -337,7 +337,7 @@ def test_balanced_rows_fill_the_multiprocessors(n: int, splits: int):
 
 @pytest.mark.parametrize("shared_memory", [99, 163, 227], ids=lambda kilobytes: f"{kilobytes} KiB")
 def test_tiles_fit_the_shared_memory(shared_memory: int, monkeypatch: pytest.MonkeyPatch):
-    """Of an A10, an A100 and an H200; a program that waits for no load of its own has one tile of each at least."""
+    """An A10, an A100 and an H200; a program that waits for no load of its own has one tile of each at least."""
     monkeypatch.setattr(products, "device_limits", lambda device: (108, shared_memory << 10))
     x = torch.empty(0, dtype=torch.float16, device=DEVICE)
     for n, k in ((128, 2816), (256, 2560), (4224, 2816), (2560, 10240), (20480, 2560), (262144, 2560)):

@@ -58,7 +58,7 @@ def test_counts_are_of_the_output_along_each_path():
         {5: 4, 6: 1},
     ]
     first = output_counts(Past(torch.tensor([2]), None, history, torch.tensor([2])), 10)
-    assert first.shape == (1, 1, 10) and not first.any()  # behind the prompt nothing has been said
+    assert first.shape == (1, 1, 10) and not first.any()  # after the prompt nothing has been said
 
 
 def test_an_edit_by_hand():

@@ -160,7 +160,7 @@ def two_that_begin_alike(page_size: int) -> RequestTable:
 
 @pytest.mark.parametrize(("page_size", "named", "freed"), [(1, 10 + 10 + 8, 26), (4, 3 + 2 + 1, 5)])
 def test_rows_that_share_a_page_evict_it_in_one_step(page_size: int, named: int, freed: int):
-    """With pages of 4 row 1 began behind the first: the window of its first 8 tokens lies in the second."""
+    """With pages of 4 row 1 began after the first: the window of its first 8 tokens lies in the second."""
     table = two_that_begin_alike(page_size)
     swa, shared = table.allocator.swa, table.pages(0, 2)
     held = swa.held_pages
@@ -326,7 +326,7 @@ def test_a_round_is_settled_for_all():
 
 
 def test_an_interrupted_step_moves_no_reader(monkeypatch):
-    """Of "b" that was not to be, the next step must know nothing: "ac" is no stop string, and "bc" would be."""
+    """The next step must know nothing of "b", which was not to be: "ac" is no stop string, and "bc" would be."""
     request = request_of(stop="bc")
     request.settle([0], [], request.stats.copy())
     settled, before = request.settled, contents(request.settled.reader)

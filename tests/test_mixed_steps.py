@@ -62,7 +62,7 @@ def test_a_stream_gets_tokens_in_every_step_while_a_long_prompt_is_read(
         engine.step()
         delta = stream.read()
         gained.append(0 if delta is None else len(delta.token_ids))
-    # captured: with chunks behind it a round is settled in its own step, without them a step later
+    # captured: with chunks after it a round is settled in its own step, without them a step later
     assert gained == ([2, *[1] * 9, 0] if captured else [1] * 10)
     assert [len(h.output().token_ids) for h in (stream, long)] == [40, NEW]
     model = make_target("gemma4-e2b")

@@ -234,7 +234,7 @@ def test_tokens_of_plain_decoding(seed, make_target, make_engine, random_prompt)
 
 
 class Watched:
-    """Of the drafts of the model and those of the lookup, in order, (committed length, tokens)."""
+    """(committed length, tokens) of the model's drafts and of the lookup's, in order."""
 
     def __init__(self, engine):
         self.drafts = {True: [], False: []}
@@ -263,7 +263,7 @@ LAGGING = [
 
 
 def each_once(shape, looked_up, model, said):
-    """Of every shape one, those that repeat a token with the head, the others with a language model."""
+    """One of every shape, those that repeat a token with the head, the others with a language model."""
     return looked_up in (2, 5, 9) and (model == "tiny-gemma4-eagle3") == (said == "one token")
 
 

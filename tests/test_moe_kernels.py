@@ -227,7 +227,7 @@ def test_tokens_that_all_choose_one_expert(poison_empty):
 
 
 def test_a_list_of_more_assignments_than_a_block():
-    """1,024 are read at a time; behind them the lists go on, each expert's in ascending order."""
+    """1,024 are read at a time; after them the lists go on, each expert's in ascending order."""
     experts = (torch.arange(1500, device=DEVICE) ** 2 % 3).int()  # 0, 1, 1, 0, 1, 1, ... and never 2
     first, order = torch.zeros(4, dtype=torch.int32, device=DEVICE), torch.zeros(1500, dtype=torch.int32, device=DEVICE)
     list_kernel[(3,)](experts, first, order, 1500, BLOCK=1024, **pdl_options(DEVICE))

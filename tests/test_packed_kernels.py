@@ -64,7 +64,7 @@ def random_weight(form: str, *shape: int, dtype: torch.dtype = torch.float32) ->
 
 
 def empty_weight(form: str, n: int, k: int) -> PackedWeight:
-    """Of a form of `CODES`, on no device: for choices that read shapes alone."""
+    """A weight of a form of `CODES`, on no device: for choices that read shapes alone."""
     code, _, kind = form.partition("-")
     group = {"row": k, "block": 128, "g128": 64}.get(kind, 32)
     words = torch.empty((n, k * BITS[code] // 32), dtype=torch.int32, device="meta")
@@ -172,7 +172,7 @@ def test_tiles_of_many_rows_over_packed_weights(
 
 
 def test_scales_are_enough_for_an_asynchronous_copy():
-    """Of groups of 64 those of a small tile are 2 bytes for a thread: they are loaded as if groups were of 32."""
+    """Scales of groups of 64 in a small tile are 2 bytes for a thread: they are loaded as if groups were of 32."""
     assert [scale_step(64, 128, group) for group in (32, 64)] == [32, 32]
     assert [scale_step(*tile, 64) for tile in ((128, 128), (64, 256), (128, 64))] == [64, 64, 32]
 
@@ -276,7 +276,7 @@ def test_columns_behind_the_last_tile_of_an_expert(form: str):
 @pytest.mark.parametrize("form", [None, "int4", "e4m3-block"], ids=str)
 @pytest.mark.parametrize("of_experts", [None, "e2m1", "e4m3-row"], ids=str)
 def test_an_mlp_next_to_experts_in_any_two_forms(form: str | None, of_experts: str | None):
-    """Where tiles of the experts do not fit the MLP's ranges or groups, both run by themselves."""
+    """Experts and MLP run by themselves when the tiles of one do not fit the ranges or groups of the other."""
     hidden, width, num_experts, dtype = 128, 1152, 3, torch.float16
 
     def weight(kind: str | None, *shape: int) -> torch.Tensor | PackedWeight:

@@ -1,6 +1,6 @@
 """The tree of kept pages: what matches, what is adopted, what is given up first, in cases to check by eye.
 
-That K/V behind every adopted and every kept page are those of its text is shown by `test_kv_state_machine.py`.
+That K/V in every adopted and every kept page are those of its text is shown by `test_kv_state_machine.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -144,14 +144,14 @@ def test_only_whole_pages_of_what_is_common_are_adopted(page_size: int, common: 
 @PAGE_SIZES
 @pytest.mark.parametrize("common", [1, 2, 16, 17, 18, 32, 33, 34])
 def test_what_looks_ahead_matches_one_token_less(page_size: int, common: int):
-    """K/V at the last common token were made with another token behind it."""
+    """K/V at the last common token were made with another token after it."""
     rig, text = Rig.make(page_size, pairs=True), list(range(40))
     rig.serve(text)
     assert rig.found([*text[:common], *[77] * 20]) == (common - 1) // page_size * page_size
 
 
 def test_a_page_is_not_shared_with_whom_its_last_token_goes_on_differently():
-    """x and y behind the same four tokens: the page that y inserted behind x's must not come with x's page in front."""
+    """x and y after the same four tokens: the page that y inserted after x's must not come with x's page in front."""
     rig, (x, y) = Rig.make(4, pairs=True), (70, 80)
     rig.serve([1, 2, 3, 4, x, 5, 6, 7, 8, 9])
     assert rig.serve([1, 2, 3, 4, y, 5, 6, 7, 8, 9]) == 0
@@ -391,7 +391,7 @@ def test_swa_peers_die_first_those_that_no_end_needs_before_the_others():
 
 @pytest.mark.parametrize("wanted", range(1, 25))
 def test_a_leaf_is_cut_back_to_where_a_match_could_end(wanted: int):
-    """Of 23 tokens the last 6 have SWA peers: with one of them less no match is left, so no page is either."""
+    """The last 6 of 23 tokens have SWA peers: with one of them less no match is left, so no page is either."""
     rig = Rig.make(window=4, pages=24)
     rig.serve(list(range(24)), evict=True)
     assert rig.counts() == (1, 0, 23)

@@ -130,7 +130,7 @@ def test_a_draft_behind_a_hit_is_the_same(name, page_size, build, random_prompt)
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("forked", [False, True])
 def test_kv_of_a_head_behind_a_hit_are_those_of_a_fresh_prompt(page_size, forked, build, random_prompt):
-    """The row at the last common token was made with another token behind it: it is made again."""
+    """The row at the last common token was made with another token after it: it is made again."""
     prompt = random_prompt(30)
     second = [*prompt[:24], (prompt[24] + 1) % 96, *prompt[25:]] if forked else prompt
     kept = []
@@ -179,7 +179,7 @@ def test_penalties_and_logprobs_know_the_whole_prompt(build, random_prompt):
     ("name", "page_size"), [("mtp-chain", 4), deep("mtp-chain", 1), ("eagle3-tree", 1), deep("eagle3-tree", 4)]
 )
 def test_rounds_under_way_spoil_nothing_that_is_kept(name, page_size, build, greedy_oracle, random_prompt, monkeypatch):
-    """Captured rounds are launched before the one in front is settled: who ended there still writes behind its end."""
+    """Captured rounds are launched before the one in front is settled: who ended there still writes after its end."""
     monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record)
     engine = build(DRAFTERS[name], page_size=page_size, max_batch_size=3, full_slots=240)
     model, base = engine.target.model, random_prompt(30)

@@ -48,7 +48,7 @@ def chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def assert_right(model: Any, out: GenerationOutput, hf_forward: Callable[..., Any], asked: int = 4) -> None:
-    """By one forward of transformers' own."""
+    """Log-probabilities by one forward of transformers' own."""
     prompt, scores = out.prompt_token_ids, out.prompt_logprobs
     assert scores is not None and len(scores) == len(prompt) and scores[0] is None
     log_p = hf_forward(model, prompt).logits[0].float().log_softmax(-1)
@@ -92,7 +92,7 @@ def test_any_number_of_alternatives(asked, make_target, make_engine, random_prom
 
 
 def test_a_prompt_is_scored_without_any_new_token(make_target, make_engine, random_prompt, hf_forward):
-    """As long as the model's length, too, where no token would fit."""
+    """A prompt as long as the model's length, too, where no token would fit."""
     model = make_target("gemma4-e2b")
     engine = make_engine(model, "ngram", max_model_len=48)
     params = SamplingParams(max_new_tokens=0, prompt_logprobs=4)
@@ -201,7 +201,7 @@ def test_a_drafter_changes_no_score(case, make_target, make_assistant, make_engi
 def test_preempted_requests_have_all_their_scores(
     captured, prefix_cache, make_target, make_engine, random_prompt, hf_forward, monkeypatch
 ):
-    """Within their prompts and behind them; with captured rounds, results come a step late."""
+    """Within their prompts and after them; with captured rounds, results come a step late."""
     monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record if captured else None)
     model = make_target("gemma4-e2b")
     engine = make_engine(

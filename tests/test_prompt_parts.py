@@ -62,7 +62,7 @@ def stream_of(engine: Engine, prompt: list[int], new: int = 60):
 
 
 def parts_run(engine: Engine) -> int | None:
-    """Of the forward that is under way; None: there is none."""
+    """Parts of the forward that is under way; None: there is none."""
     return None if engine.steps.prefill.reading is None else engine.steps.prefill.reading.begun
 
 
@@ -191,7 +191,7 @@ def test_a_preemption_in_the_middle_reads_again(engine_for, make_target, greedy_
     until_divided(engine)
     request = engine.inbox.live[late.id]
     engine.scheduler._make_room()
-    while request.row >= 0:  # slack behind the windows goes first
+    while request.row >= 0:  # slack after the windows goes first
         engine.scheduler._make_room()
     engine.step()
     assert request.stats.preemptions == 1 and (
@@ -331,7 +331,7 @@ SHARES = [PartShare(1 / 8, 1 / 3 if number % 2 and number < 7 else 0.0) for numb
 
 
 def gap_of(round_seconds: float) -> PromptGap:
-    """Of the timings of E4B on an H100: a round of 32 takes 4.8 ms, forwards from 2.3 ms on."""
+    """A gap with timings of E4B on an H100: a round of 32 takes 4.8 ms, forwards from 2.3 ms on."""
     gap = PromptGap()
     gap.learn_round(round_seconds)
     for tokens in (64, 128, 256, 2048):

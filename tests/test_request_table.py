@@ -1,4 +1,4 @@
-"""Rows of slots: what commit, eviction and closing do to the K/V behind each position, in both spaces."""
+"""Rows of slots: what commit, eviction and closing do to the K/V at each position, in both spaces."""
 
 import numpy as np
 import pytest
@@ -58,7 +58,7 @@ def put(table: KVRig, row: int, start: int, values: list[float]) -> None:
 
 
 def held(table: KVRig, row: int, start: int, end: int, layer: int) -> list[float]:
-    """The values behind positions start..end-1 as this layer reads them."""
+    """The values at positions start..end-1 as this layer reads them."""
     slots = FullLoc(torch.from_numpy(table.slots.host[row, start:end].copy()))
     kept = table.store.layers[layer]
     where = slots if kept.space is Space.FULL else table.allocator.translate(slots)
@@ -68,7 +68,7 @@ def held(table: KVRig, row: int, start: int, end: int, layer: int) -> list[float
 
 
 def opened(table: KVRig, prompt: list[float]) -> int:
-    """A row whose committed positions hold `prompt`, with the lookahead behind it."""
+    """A row whose committed positions hold `prompt`, with the lookahead after it."""
     row = table.open()
     table.ensure(row, len(prompt) + table.lookahead)
     put(table, row, 0, prompt)
@@ -170,7 +170,7 @@ def test_without_a_window_there_is_nothing_to_evict():
 
 
 def test_commit_permutes_the_row_at_page_size_one():
-    """Prompt in slots 1, 2; nodes 0-4 in slots 3-7; path 0, 2, 4: the rejected nodes keep their order behind it."""
+    """Prompt in slots 1, 2; nodes 0-4 in slots 3-7; path 0, 2, 4: the rejected nodes keep their order after it."""
     table = make(page_size=1)
     row = opened(table, [100.0, 101.0])
     assert table.slots.host[row, :8].tolist() == [1, 2, 3, 4, 5, 6, 7, 0]
@@ -182,7 +182,7 @@ def test_commit_permutes_the_row_at_page_size_one():
 
 
 def test_commit_moves_rows_at_larger_pages():
-    """The same tree: the slots stay where they are, and the K/V of nodes 2 and 4 come to positions 3 and 4."""
+    """For the same tree the slots stay where they are, and the K/V of nodes 2 and 4 come to positions 3 and 4."""
     table = make(page_size=4)
     row = opened(table, [100.0, 101.0])
     assert table.slots.host[row, :9].tolist() == [4, 5, 6, 7, 8, 9, 10, 11, 0]

@@ -46,7 +46,7 @@ def kernels_run():
 
 
 def batch_of(params, seeds=None):
-    """The same parameters for the code under test and for `ReferenceSampler`."""
+    """Parameters for the code under test and for `ReferenceSampler`."""
     seeds = list(range(7, 7 + len(params))) if seeds is None else seeds
     sampler = sampler_of(params, seeds, DEVICE)
     return sampler.params, sampler
@@ -174,7 +174,7 @@ def test_the_softcap_rounds_as_the_model_does(poison_empty):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_a_penalty_is_of_capped_logits_and_of_a_nodes_own_token_too(dtype, poison_empty):
-    """40 and 35 are 26.1 and 24.7 behind a cap of 30, and the first 23.7 behind a penalty; of 36.4 it would be 40's."""
+    """40 and 35 are 26.1 and 24.7 under a cap of 30, and the first 23.7 after a penalty; of 36.4 it would be 40's."""
     logits = torch.zeros(1, 1, 64, dtype=dtype, device=DEVICE)
     logits[..., 0], logits[..., 1] = 40, 35
     position = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
@@ -188,7 +188,7 @@ def test_a_penalty_is_of_capped_logits_and_of_a_nodes_own_token_too(dtype, poiso
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_softcap_of_16_bits_keeps_the_order_of_logits(dtype):
-    """Of all that there are: the best of a group is capped, not the whole group."""
+    """All logits in one group: the best of a group is capped, not the whole group."""
     numbers = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
     numbers = numbers[~numbers.isnan()].sort().values
     numbers = numbers[(numbers == 0) | (numbers.abs() > 1e-30)].to(DEVICE)  # the interpreter's round oddly below

@@ -60,7 +60,7 @@ def meaning(tokens: Sequence[int]) -> float:
 
 
 def next_token(tokens: Sequence[int]) -> int:
-    """What the model says behind a text."""
+    """What the model says after a text."""
     return zlib.crc32(bytes(tokens), 7) % VOCAB
 
 

@@ -171,7 +171,7 @@ def test_a_crowd_leaves_no_slot_no_request_and_no_task(engine):
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
 def test_a_client_that_goes_away_frees_its_slots_within_one_round(engine, monkeypatch, stream):
-    """The round under way when its leaving is seen is the last one with it; the slots it held are free behind it."""
+    """The round under way when its leaving is seen is the last one with it; the slots it held are free after it."""
     rounds, seen = [], {}
     step, abort = engine.step, Streams.abort
 

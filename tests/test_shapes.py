@@ -144,7 +144,7 @@ def test_packed_random_weights_keep_the_variance_of_a_product(name, columns):
     [("gemma4-e4b", "int4-g32"), ("gemma4-26b-a4b", "int4-g128"), ("gpt-oss-20b", "mxfp4"), ("qwen3-30b-a3b", "fp8")],
 )
 def test_a_packed_model_is_the_plain_one_elsewhere(shape, form):
-    """The same buffers, other weights, activations near 1, and as many bytes as were foretold."""
+    """Gives the same buffers, other weights, activations near 1, and as many bytes as were foretold."""
     plain = make_target(SHAPES[shape], PACKED, CPU, torch.float32, 0)
     model = make_target(SHAPES[shape], PACKED, CPU, torch.float32, 0, FORMS[form])
     buffers = dict(model.named_buffers())

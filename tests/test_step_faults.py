@@ -109,7 +109,7 @@ def test_an_error_that_is_raised_from_one_that_names_a_row_names_it_too(scene):
 
 
 def test_an_error_of_specdec_that_names_a_row_is_that_requests_own_error(scene):
-    """As it is, so that a `LocationError` is one where the output is read."""
+    """Raises it as it is, so that a `LocationError` is one where the output is read."""
     engine, prompts, truths = scene
     breaks(engine, prompts[2], KVStateError, names=True)
     handles = engine.submit_many(prompts, PARAMS)

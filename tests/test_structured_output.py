@@ -344,7 +344,7 @@ def test_a_stop_string_ends_a_text_within_its_grammar(engine_of, prompts):
 
 
 def test_a_stop_token_that_is_text_is_one(engine_of, prompts):
-    """As the model's own end it could stand only where the grammar ends."""
+    """If it were the model's own end it could stand only where the grammar ends."""
     semicolon = ord(";") - 33
     [out] = engine_of("mtp").generate([prompts[0]], SamplingParams(regex="abc;[a-z]{5}", stop_token_ids=[semicolon]))
     assert out.text == "abc;" and out.finish_reason == "stop"
@@ -398,7 +398,7 @@ class Unread(MirroredArray):
 
 
 def test_free_requests_pay_nothing(engine_of, prompts):
-    """Where outputs begin, what is forced, biases and masks: no operator reads them where nobody asks."""
+    """No operator reads starts of outputs, forced tokens, biases and masks unless a request has them."""
     engine = engine_of("tree", max_batch_size=2)
     engine.round.prompt_len.__class__ = engine.round.forced.__class__ = Unread
     free = SamplingParams(max_new_tokens=12, temperature=0.7, top_k=9, repetition_penalty=1.2, seed=1)

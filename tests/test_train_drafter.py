@@ -63,7 +63,7 @@ def packed_documents(batch: Any) -> list[tuple[int, int, list[int]]]:
 def sequential_head(
     head: Eagle3Head, table: torch.Tensor, states: torch.Tensor, ids: list[int], i: int, steps: int
 ) -> Any:
-    """Logits of a chain drafted behind position i from true tokens, one row at a time over growing K/V."""
+    """Logits of a chain drafted after position i from true tokens, one row at a time over growing K/V."""
     k: list[list[torch.Tensor]] = [[] for _ in head.spec.windows]
     v: list[list[torch.Tensor]] = [[] for _ in head.spec.windows]
 

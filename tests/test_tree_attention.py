@@ -87,7 +87,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Request:
-    """A prefix and the block behind it: a tree of nodes, or a chain where `parents` is None.
+    """A prefix and the block after it: a tree of nodes, or a chain where `parents` is None.
 
     frozen: only the block's queries count, all at position len(prefix).   valid: rows of the block that exist.
     """
@@ -195,7 +195,7 @@ def dense(requests: Sequence[Request], args: dict[str, Any]) -> torch.Tensor:
 
 
 def run(args: dict[str, Any], **options: Any) -> torch.Tensor:
-    """By the kernels."""
+    """Attention by the kernels."""
     device = torch.device("cuda" if CUDA else "cpu")
     moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in args.items()}
     write, parents = moved.pop("write"), moved.pop("parents")
@@ -214,7 +214,7 @@ def run_plain(args: dict[str, Any]) -> torch.Tensor:
 
 
 def folded(args: dict[str, Any]) -> torch.Tensor:
-    """By the kernels, in half tiles, one program folding all splits of its rows."""
+    """Attention by the kernels, in half tiles, one program folding all splits of its rows."""
     return run(args, tiles=RowTiles(16, 4, 1, 8, True))
 
 
@@ -297,7 +297,7 @@ def test_frozen_queries_read_the_committed_prefix_only(num_rows: int, window: in
 @PATHS
 def test_a_query_whose_window_holds_nothing_is_zero(attend: Run) -> None:
     args = lay_out([request(n, 2, frozen=True, seed=n) for n in (40, 2)], window=3, sinks=torch.ones(2))
-    args["positions"] += torch.tensor([[0], [9]])  # row 1 looks from far behind its two keys
+    args["positions"] += torch.tensor([[0], [9]])  # row 1 is far beyond its two keys
     out = attend(args)
     torch.testing.assert_close(out[1], torch.zeros(2, 2, 16))
     assert bool((out[0] != 0).any())
@@ -314,7 +314,7 @@ def test_prefill_chunks_with_padded_rows(num_rows: int, window: int | None) -> N
 
 
 def test_windows_of_a_chunk_that_begin_in_different_splits() -> None:
-    """40 rows, windows of 20, splits of 16 keys: tiles of rows begin up to two splits behind their request."""
+    """40 rows, windows of 20, splits of 16 keys: tiles of rows begin up to two splits after their request."""
     requests = [request(40, 40)]
     args = lay_out(requests, window=20)
     out = run(args, cut=Cut(16, 16))
@@ -412,7 +412,7 @@ HEADS = (2, 1)
 
 
 def planted(num_nodes: int, begin: int, text: Text, seed: int) -> tuple[Request, list[int]]:
-    """A random tree behind text[:begin] whose deepest path is the text, and its nodes; the others are junk."""
+    """A random tree after text[:begin] whose deepest path is the text, and its nodes; the others are junk."""
     parents = bushy(num_nodes, seed)
     depth = depths(parents)
     node, path = max(range(num_nodes), key=lambda n: depth[n]), []

@@ -227,7 +227,7 @@ def test_triton_is_refused_when_the_interpreter_came_too_late(monkeypatch):
 
 
 def test_auto_is_torch_where_triton_cannot_build_its_launcher(monkeypatch):
-    """As in a container without a C compiler or without Python's headers."""
+    """A machine like a container without a C compiler or without Python's headers."""
 
     class Driver:
         @property
