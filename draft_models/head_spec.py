@@ -1,7 +1,7 @@
 """What EAGLE-3 heads and the heads of block drafters have in common: their spec, and how they are placed and run."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
@@ -9,13 +9,12 @@ import torch
 from torch import nn
 
 from specdec.attention.bridge import AttentionCall, AttentionContext
+from specdec.attention.draft_attention import Attend
 from specdec.draft_models.head_config import FIELDS, LAYER_TYPES
 from specdec.errors import UnsupportedModelError
 from specdec.kvcache.layer_context import LayerContext
 from specdec.kvcache.layout import KVLayout
 
-Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(draft layer, q [B, Hq, N, D], k and v [B, Hkv, N, D], all after RoPE) -> [B, N, Hq, D]; scaled by the caller."""
 Rotary = tuple[torch.Tensor, torch.Tensor]
 
 

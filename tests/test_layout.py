@@ -43,7 +43,7 @@ FLOORS = (  # a module imports from lower floors and from its own room; the long
     ("specdec.models", "specdec.draft_models"),
     ("specdec.runtime",),
     (
-        *("specdec.loading", "specdec.drafter_loading", "specdec.draft_attention", "specdec.doctor", "specdec.engine"),
+        *("specdec.loading", "specdec.drafter_loading", "specdec.doctor", "specdec.engine"),
         *("specdec.hf_generate", "specdec"),
     ),
     ("specdec.serving", "specdec.evaluation", "specdec.training"),
