@@ -157,10 +157,10 @@ class Scene:
         )
         self.worker = self.drafter.bind(Binding(self.rig, self.rig.backend, self.rig.store))
         table = self.rig.table
-        table.ensure(table.open(), 9)  # so that rows and requests have other numbers
-        self.rows = np.array([table.open() for _ in lengths])
+        table.ensure_slots(table.open_row(), 9)  # so that rows and requests have other numbers
+        self.rows = np.array([table.open_row() for _ in lengths])
         for row, length in zip(self.rows, lengths, strict=True):
-            table.ensure(row, length + 12)
+            table.ensure_slots(row, length + 12)
             self.rig.commit(np.array([row]), np.array([length]))
         for pool in self.pools():
             pool.fill_(torch.nan)

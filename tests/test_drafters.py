@@ -200,7 +200,7 @@ def faulty(fault, engine):
         if fault == "writes":
             store.layers[1].k[3] += 1
         if fault == "allocates":
-            table.ensure(0, int(table.capacity[0]) + 1)
+            table.ensure_slots(0, int(table.capacity[0]) + 1)
         if fault == "history":
             batch.history[0, 0] += 1
         return tree

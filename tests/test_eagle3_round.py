@@ -96,11 +96,11 @@ class Scene:
         assert drafter.unfused is None and isinstance(drafter.form, FusedHead) == (ops != "modules")
         self.worker = drafter.bind(Binding(self.rig, self.rig.backend, self.rig.store))
         table = self.rig.table
-        spare = table.open()  # so that rows and requests have other numbers
-        table.ensure(spare, 9)
-        self.rows = np.array([table.open() for _ in lengths])
+        spare = table.open_row()  # so that rows and requests have other numbers
+        table.ensure_slots(spare, 9)
+        self.rows = np.array([table.open_row() for _ in lengths])
         for row, length in zip(self.rows, lengths, strict=True):
-            table.ensure(row, length + 12)
+            table.ensure_slots(row, length + 12)
             self.rig.commit(np.array([row]), np.array([length]))
         for kept in self.worker.store.layers.values():
             for pool in (kept.k, kept.v):

@@ -286,7 +286,7 @@ def test_after_a_fault_it_is_empty_and_in_step(make_target, make_engine, random_
     params = SamplingParams(max_new_tokens=12)
     want = engine.generate([random_prompt(12)], params)[0].token_ids
     with monkeypatch.context() as patched:
-        patched.setattr(engine.scheduler, "release", lambda *_: 1 / 0)
+        patched.setattr(engine.scheduler, "release_requests", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.generate([random_prompt(9)], params)
     assert engine.generate([random_prompt(12)], params)[0].token_ids == want

@@ -48,15 +48,15 @@ def filled(page_size: int, window: int | None, lengths: list[int], lookahead: in
         lookahead=lookahead,
         device=DEVICE,
     )
-    rows = [table.open() for _ in lengths]
+    rows = [table.open_row() for _ in lengths]
     for done in range(0, max(lengths), 5):  # in turns, so that pages interleave
         for row, length in zip(rows, lengths, strict=True):
             step = np.array([min(5, max(length - done, 0))])
-            table.ensure(row, int(table.committed_len.host[row] + step[0]) + lookahead)
+            table.ensure_slots(row, int(table.committed_len.host[row] + step[0]) + lookahead)
             table.commit(np.array([row]), step)
-            table.evict(np.array([row]))
+            table.evict_unseen(np.array([row]))
     for row in rows:
-        table.ensure(row, int(table.committed_len.host[row]) + lookahead)
+        table.ensure_slots(row, int(table.committed_len.host[row]) + lookahead)
     table.check()
     return table, np.array(rows[::-1])
 

@@ -69,23 +69,23 @@ class Scene:
             kept.k.fill_(fill)
             kept.v.fill_(fill)
         # a row opened first and evicted shifts the numbers of the two spaces against each other
-        shift = self.table.open()
-        self.table.ensure(shift, 5 * page_size)
+        shift = self.table.open_row()
+        self.table.ensure_slots(shift, 5 * page_size)
         self.table.allocator.evict(FullLoc(torch.from_numpy(self.table.slots.host[shift, : 3 * page_size].copy())))
-        self.rows = ints([self.table.open() for _ in lengths])
+        self.rows = ints([self.table.open_row() for _ in lengths])
         self.lengths = lengths
         self.k, self.v = {}, {}  # layer -> request -> [S, Hkv, D], kept beside the pools
         for layer, (_, heads, size) in HEADS.items():
             self.k[layer] = [self.random(length, heads, size) for length in lengths]
             self.v[layer] = [self.random(length, heads, size) for length in lengths]
         for i, (row, length) in enumerate(zip(self.rows.tolist(), lengths, strict=True)):
-            self.table.ensure(row, length + NODES)
+            self.table.ensure_slots(row, length + NODES)
             slots = FullLoc(torch.from_numpy(self.table.slots.host[row, :length].copy()))
             for layer in HEADS:
                 self.table.write(layer, slots, allocator.translate(slots), self.k[layer][i], self.v[layer][i])
             self.table.commit(ints([row]), ints([length]))
         if evict:
-            self.table.evict(self.rows)
+            self.table.evict_unseen(self.rows)
             if fill:  # what was evicted is not to be read either
                 free = ~np.isin(np.arange(len(allocator.full_to_swa.host)), allocator.full_to_swa.host)
                 kept = self.table.store.layers[SLIDING_LAYER]
@@ -384,7 +384,7 @@ def test_tables_stay_inside_rows_that_are_full():
     layout = KVLayout((spec(SLIDING_LAYER, 6), spec(FULL_LAYER, None)))
     table = KVRig(layout, full_pages=8, swa_pages=8, page_size=4, max_requests=2, max_len=16, lookahead=0)
     for row, length in ((0, 12), (1, 15)):
-        table.ensure(table.open(), 16)
+        table.ensure_slots(table.open_row(), 16)
         table.commit(ints([row]), ints([length]))
     rows = ints([0, 1])
     plan = table.chunk(rows, ints([4, 1]))
@@ -410,7 +410,7 @@ def test_slots_of_pages_by_hand():
 def test_without_a_window_there_is_no_swa_table():
     layout = KVLayout((spec(FULL_LAYER, None), spec(FULL_LAYER, None)))
     table = KVRig(layout, full_pages=8, swa_pages=0, page_size=1, max_requests=1, max_len=8, lookahead=2)
-    table.ensure(table.open(), 4)
+    table.ensure_slots(table.open_row(), 4)
     for plan in (
         table.chunk(ints([0]), ints([2])),
         table.verify(ints([0]), DraftTree.chain(torch.zeros(1, 2, dtype=torch.int64))),

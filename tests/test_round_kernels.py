@@ -98,9 +98,9 @@ class Scene:
         self.cache = KVCache(allocator, self.table, TorchBackend())
         self.moved: list[Move] = []
         self.cache.move = self.moved.append  # type: ignore[method-assign]
-        self.rows = [self.table.open() for _ in lengths]
+        self.rows = [self.table.open_row() for _ in lengths]
         for row, length in zip(self.rows, lengths, strict=True):
-            self.table.ensure(row, length + lookahead)
+            self.table.ensure_slots(row, length + lookahead)
             self.table.committed_len[row] = length
         width = self.table.slots.host.shape[1]
         self.tokens = (torch.arange(width, device=DEVICE) - 99).repeat(len(lengths) + 1, 1)

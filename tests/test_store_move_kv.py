@@ -78,7 +78,7 @@ def test_nothing_to_store():
 def test_move_by_eye():
     """Node path 0, 2, 3 behind 4 committed tokens: rows 6 and 7 go to 5 and 6, so 6 is read before it is written."""
     pool = torch.arange(8, dtype=torch.float32, device=DEVICE).view(8, 1, 1)
-    move_kv(StoreAddresses.of([pool]), slots(6, 7), slots(5, 6))
+    move_kv(StoreAddresses.from_pools([pool]), slots(6, 7), slots(5, 6))
     assert pool.flatten().tolist() == [0, 1, 2, 3, 4, 6, 7, 7]
 
 
@@ -98,7 +98,7 @@ def test_moves_that_overlap(source: tuple[int, ...], destination: tuple[int, ...
     pools = [numbers(10, heads, dim) for heads, dim in [(1, 1), (2, 3), (1, 700), (4, 300)]]
     want = [pool.clone() for pool in pools]
     reference_move_kv(want, slots(*source), slots(*destination))
-    move_kv(StoreAddresses.of(pools), slots(*source), slots(*destination))
+    move_kv(StoreAddresses.from_pools(pools), slots(*source), slots(*destination))
     for pool, expected in zip(pools, want, strict=True):
         torch.testing.assert_close(pool, expected, rtol=0, atol=0)
 
@@ -109,7 +109,7 @@ def test_move_copies_bits_of_any_dtype():
     pools = [numbers(6, 1, 3, dtype=torch.bfloat16), numbers(6, 2, 4, dtype=torch.float32)]
     pools[0].view(torch.int16)[2, 0, 1] = 0x7FC1  # a NaN
     want = [pool.view(torch.int16).clone() for pool in pools]
-    rows = StoreAddresses.of(pools)
+    rows = StoreAddresses.from_pools(pools)
     assert (rows.word, rows.longest, rows.total) == (torch.int16, 16, 19)
     for source, destination in ((slots(2, 3), slots(3, 2)), (slots(3, 5), slots(1, 0))):
         move_kv(rows, source, destination)
@@ -119,12 +119,12 @@ def test_move_copies_bits_of_any_dtype():
 
 
 def test_words_are_as_large_as_all_rows_allow():
-    assert StoreAddresses.of([numbers(3, 2, 8), numbers(3, 1, 2)]).word == torch.int64
-    assert StoreAddresses.of([numbers(3, 2, 8), numbers(3, 1, 3)]).word == torch.int32
+    assert StoreAddresses.from_pools([numbers(3, 2, 8), numbers(3, 1, 2)]).word == torch.int64
+    assert StoreAddresses.from_pools([numbers(3, 2, 8), numbers(3, 1, 3)]).word == torch.int32
 
 
 def test_nothing_to_move():
     pool = numbers(3, 1, 2)
     want = pool.clone()
-    move_kv(StoreAddresses.of([pool]), slots(), slots())
+    move_kv(StoreAddresses.from_pools([pool]), slots(), slots())
     torch.testing.assert_close(pool, want)

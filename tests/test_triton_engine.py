@@ -148,11 +148,11 @@ def test_plans_say_the_same_by_page(page_size, make_target):
         config = EngineConfig(attention=attention, page_size=page_size, max_batch_size=3, max_model_len=64)
         engine = Engine(TargetModel(model), config=config, spec=CHAIN)
         table = engine.table
-        rows = np.array([table.open() for _ in range(3)])
+        rows = np.array([table.open_row() for _ in range(3)])
         for row, length in zip(rows, (21, 0, 6), strict=True):
-            table.ensure(row, length + 8)
-            table.commit_chunk(np.array([row]), np.array([length]))
-        table.evict(rows)
+            table.ensure_slots(row, length + 8)
+            table.commit_chunk_on_host(np.array([row]), np.array([length]))
+        table.evict_unseen(rows)
         engines.append(engine)
     rows = table.rows(np.append(rows, table.padding_row))
     committed = table.committed_len.tensor[rows.index]
