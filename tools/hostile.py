@@ -150,7 +150,7 @@ def chunks(size: int, count: int) -> Act:
 
 async def never_reads(client: Client) -> str:
     async with client.connected(window=1024) as (reader, writer):
-        writer.write(client.request(chat(max_tokens=900, ignore_eos=True, stream=True, n=8, logprobs=True)))
+        writer.write(client.request(chat(max_tokens=900, ignore_eos=True, stream=True, n=2, logprobs=True)))
         await writer.drain()
         reader._transport.pause_reading()  # type: ignore[attr-defined]
         await asyncio.sleep(client.seconds)
