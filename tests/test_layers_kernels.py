@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from specdec.kvcache.index_spaces import FullLoc
 from specdec.layers import linear as linear_module
-from specdec.layers import many_rows, some_rows
+from specdec.layers import gemm_large as many_rows
+from specdec.layers import gemm_medium as some_rows
 from specdec.layers import product as products
 from specdec.layers.activation import reference_activate
 from specdec.layers.linear import (
@@ -40,7 +41,7 @@ from specdec.layers.rope_store import (
     rope_store,
     rotary,
 )
-from specdec.layers.some_rows import SomeTiles, choose_some_tiles, multiply_some_rows
+from specdec.layers.gemm_medium import SomeTiles, choose_some_tiles, multiply_some_rows
 
 from marks import deep_cases, slow
 

@@ -20,7 +20,7 @@ from specdec.layers.moe.fork_join import Fork
 from specdec.layers.moe.routing import Router, Routing
 from specdec.layers.packed import packed_launch
 from specdec.layers.packed.dequantise import dequantise
-from specdec.layers.packed.many_packed_rows import multiply_packed_rows
+from specdec.layers.packed.packed_gemm import multiply_packed_rows
 from specdec.layers.packed.packed_launch import PackedLaunch, choose_packed_rows
 from specdec.layers.packed.packed_tile import scale_step
 from specdec.layers.packed.packed_weight import BITS, PackedWeight, dequantised, pack, unpack

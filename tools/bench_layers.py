@@ -38,7 +38,7 @@ from specdec.layers.norm import Gain, norm, reference_norm
 from specdec.layers.per_layer_embedding import gated_projection, reference_gated_projection
 from specdec.layers.product import choose_cut, finish
 from specdec.layers.rope_store import Destination, Heads, reference_rope_store, reference_rotary, rope_store, rotary
-from specdec.layers.some_rows import TOO_FEW
+from specdec.layers.gemm_medium import TOO_FEW
 from specdec.modules.private_copy import ATTENTION_NAME, text_configs
 
 BF16 = torch.bfloat16

@@ -22,9 +22,9 @@ from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_pre
 from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, tl, triton
 from specdec.layers.activation import ACTIVATIONS, activate, reference_activate
-from specdec.layers.many_rows import can_describe, multiply_many_rows, suits
+from specdec.layers.gemm_large import can_describe, multiply_many_rows, suits
 from specdec.layers.packed.dequantise import dequantise
-from specdec.layers.packed.many_packed_rows import multiply_packed_rows
+from specdec.layers.packed.packed_gemm import multiply_packed_rows
 from specdec.layers.packed.packed_launch import choose_packed_rows, takes_packed_rows
 from specdec.layers.packed.packed_tile import (
     load_tile,
@@ -38,8 +38,8 @@ from specdec.layers.packed.packed_tile import (
 )
 from specdec.layers.packed.packed_weight import PackedWeight, Weight, multiply
 from specdec.layers.product import FEW_ROWS, Cut, Product, Tiles, can_hold, cut_of, tiles_of
-from specdec.layers.range_sum import multiply_both, multiply_range
-from specdec.layers.some_rows import choose_some_tiles, multiply_some_rows
+from specdec.layers.gemm_small import multiply_both, multiply_range
+from specdec.layers.gemm_medium import choose_some_tiles, multiply_some_rows
 
 FEW_PROGRAMS = 256
 """With more of them, or more rows, a program adds the ranges up: parts would be more bytes than they are worth."""

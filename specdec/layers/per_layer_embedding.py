@@ -24,7 +24,7 @@ from specdec.gpu.operations import Operations, op
 from specdec.gpu.triton_shim import KEEP, tl, triton
 from specdec.layers.activation import activate, reference_activate
 from specdec.layers.linear import linear
-from specdec.layers.many_rows import can_describe
+from specdec.layers.gemm_large import can_describe
 from specdec.layers.norm import Gain, reference_rms_norm, rms_norm
 from specdec.layers.packed.packed_tile import (
     load_tile,
@@ -39,7 +39,7 @@ from specdec.layers.packed.packed_tile import (
 )
 from specdec.layers.packed.packed_weight import PackedWeight, Weight, multiply
 from specdec.layers.product import MANY_ROWS, Product, Tiles, cut_of, reference_finish, sum_parts
-from specdec.layers.some_rows import SomeTiles, multiply_some_rows
+from specdec.layers.gemm_medium import SomeTiles, multiply_some_rows
 
 FEW_ROWS = 64
 SOME_ROWS_TILES = Tiles(64, 32, 64, 4, 4, 64)

@@ -14,12 +14,12 @@ import torch
 
 from specdec.gpu.triton_device import device_limits
 from specdec.gpu.triton_shim import INTERPRETED, triton
-from specdec.layers.many_rows import is_described
+from specdec.layers.gemm_large import is_described
 from specdec.layers.packed.packed_tile import scale_step, tile_columns
 from specdec.layers.packed.packed_weight import BITS, PackedWeight, Weight
 from specdec.layers.packed.unpack_asm import is_fast
 from specdec.layers.product import Cut, Tiles
-from specdec.layers.some_rows import TOO_FEW
+from specdec.layers.gemm_medium import TOO_FEW
 
 
 class Pace(NamedTuple):

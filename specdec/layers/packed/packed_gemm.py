@@ -27,7 +27,7 @@ from specdec.layers.packed.packed_tile import (
 )
 from specdec.layers.packed.packed_weight import PackedWeight
 from specdec.layers.product import Product
-from specdec.layers.some_rows import store_columns
+from specdec.layers.gemm_medium import store_columns
 
 
 @triton.jit
