@@ -13,7 +13,7 @@ from torch import nn
 
 from specdec.draft_models.block.block_head import BlockHead
 from specdec.draft_models.eagle3.head import Eagle3Head
-from specdec.draft_models.head_spec import Attend
+from specdec.draft_models.heads.head_spec import Attend
 
 
 def same_document(pos: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

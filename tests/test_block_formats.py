@@ -18,8 +18,8 @@ from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.block.block_checkpoint import is_block_config, read_block, resolve_layer_ids
 from specdec.draft_models.block.block_drafter import BlockDrafter, block_drafter
 from specdec.draft_models.block.block_head import BlockHead, BlockSpec
-from specdec.draft_models.checkpoint_files import TargetShape
-from specdec.draft_models.eagle3.checkpoint_formats import is_eagle3_config
+from specdec.draft_models.checkpoints.checkpoint_files import TargetShape
+from specdec.draft_models.checkpoints.drafter_formats import is_eagle3_config
 from specdec.drafter_loading import load_any_drafter
 from specdec.errors import CheckpointError, UnsupportedModelError
 from specdec.models.target import TargetModel

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config
 
-from specdec.draft_models.checkpoint_files import TargetShape
+from specdec.draft_models.checkpoints.checkpoint_files import TargetShape
+from specdec.draft_models.checkpoints.drafter_formats import HONOURED, NEUTRAL, is_eagle3_config, resolve_aux_ids
+from specdec.draft_models.checkpoints.config_reader import HARMLESS, HARMLESS_NAME
 from specdec.draft_models.eagle3.checkpoint import ReadHead, read_head, write_head
-from specdec.draft_models.eagle3.checkpoint_formats import HONOURED, NEUTRAL, is_eagle3_config, resolve_aux_ids
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
-from specdec.draft_models.head_config import HARMLESS, HARMLESS_NAME
 from specdec.errors import CheckpointError, SpecDecError, UnsupportedModelError
 from specdec.kvcache.index_spaces import Space
 from specdec.kvcache.layout import KVLayout

@@ -10,7 +10,7 @@ from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
 import specdec
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.draft_models.draft_context import DraftContext
+from specdec.draft_models.heads.draft_context import DraftContext
 from specdec.draft_models.language_model import LanguageModelDrafter
 from specdec.errors import UnsupportedModelError
 from specdec.models.target import TargetModel

@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specdec.draft_models import head_config
 from specdec.draft_models.block.block_head import BlockHead, BlockSpec
 from specdec.draft_models.block.block_layers import KINDS
-from specdec.draft_models.checkpoint_files import (
+from specdec.draft_models.checkpoints import config_reader as head_config
+from specdec.draft_models.checkpoints.checkpoint_files import (
     State,
     TargetShape,
     fill_head,
@@ -27,7 +27,7 @@ from specdec.draft_models.checkpoint_files import (
     read_tensors,
     write_folder,
 )
-from specdec.draft_models.head_config import Kind, Settings
+from specdec.draft_models.checkpoints.config_reader import Kind, Settings
 from specdec.errors import CheckpointError, UnsupportedModelError
 
 DFLASH_CONFIG = "dflash_config"

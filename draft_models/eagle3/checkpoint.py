@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from specdec.draft_models import head_config
-from specdec.draft_models.checkpoint_files import (
+from specdec.draft_models.checkpoints import config_reader as head_config
+from specdec.draft_models.checkpoints.checkpoint_files import (
     State,
     TargetShape,
     fill_head,
@@ -20,7 +20,7 @@ from specdec.draft_models.checkpoint_files import (
     read_tensors,
     write_folder,
 )
-from specdec.draft_models.eagle3.checkpoint_formats import (
+from specdec.draft_models.checkpoints.drafter_formats import (
     AUX_IDS,
     EAGLE_CONFIG,
     is_speculators,
@@ -29,8 +29,8 @@ from specdec.draft_models.eagle3.checkpoint_formats import (
     read_settings,
     resolve_aux_ids,
 )
+from specdec.draft_models.checkpoints.config_reader import Settings
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
-from specdec.draft_models.head_config import Settings
 from specdec.errors import CheckpointError, UnsupportedModelError
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm")

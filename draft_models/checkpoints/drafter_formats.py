@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from specdec.draft_models import head_config
-from specdec.draft_models.head_config import Kind, Settings
+from specdec.draft_models.checkpoints import config_reader as head_config
+from specdec.draft_models.checkpoints.config_reader import Kind, Settings
 from specdec.errors import UnsupportedModelError
 
 logger = logging.getLogger("specdec")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from specdec.attention.bridge import AttentionCall, AttentionContext
-from specdec.draft_models.head_config import FIELDS, LAYER_TYPES
+from specdec.draft_models.checkpoints.config_reader import FIELDS, LAYER_TYPES
 from specdec.errors import UnsupportedModelError
 from specdec.kvcache.layer_context import LayerContext
 from specdec.kvcache.layout import KVLayout

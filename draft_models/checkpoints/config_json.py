@@ -10,7 +10,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from specdec.draft_models.head_config import COUNT, INDEX, OBJECT, Kind
+from specdec.draft_models.checkpoints.config_reader import COUNT, INDEX, OBJECT, Kind
 from specdec.errors import CheckpointError, first_line, shown
 
 POSITIVE = Kind("a number above 0", lambda value: type(value) in (int, float) and isfinite(value) and value > 0)

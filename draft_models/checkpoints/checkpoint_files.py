@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from specdec.draft_models.base import TargetInfo
-from specdec.draft_models.config_json import read_config_json
+from specdec.draft_models.checkpoints.config_json import read_config_json
 from specdec.errors import CheckpointError, UnsupportedModelError, first_line, naming_file
 
 State = Mapping[str, torch.Tensor]
