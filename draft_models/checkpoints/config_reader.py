@@ -1,69 +1,30 @@
-"""What config.json of a head of any family says: keys by table, sliding windows, RoPE, and whom it must agree with.
+"""The one reader of drafters' folders: config.json by the table of its format, tensors by the names of its head.
 
-A key is known to its family (read, or compared with tensors and target), neutral (accepted with a value that changes
-nothing) or harmless (training, generation, storage). Any other key that is set is refused by name.
+A format (`drafter_formats.py`) is a table of keys. A key that is set is read, or compared with the tensors and the
+target; or it has a value that changes nothing; or its name is harmless. Any other is refused by name, so that no head
+runs with half of its config.
 """
 
 import re
 import reprlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from transformers.activations import ACT2FN
 
+from specdec.draft_models.checkpoints.checkpoint_files import TargetShape, read_tensors
+from specdec.draft_models.checkpoints.config_json import ANY, NUMBER, POSITIVE, Kind, read_config_json
 from specdec.errors import CheckpointError, UnsupportedModelError
 
+Config = Mapping[str, Any]
 Settings = dict[str, Any]
 
-
-class Kind(NamedTuple):
-    """What a key must hold."""
-
-    words: str
-    holds: Callable[[Any], bool]
-
-
-FLAG = Kind("true or false", lambda value: isinstance(value, bool))
-COUNT = Kind("a whole number above 0", lambda value: type(value) is int and value > 0)
-NUMBER = Kind("a number", lambda value: type(value) in (int, float) and value >= 0)
-OBJECT = Kind("an object", lambda value: isinstance(value, dict))
-LIST = Kind("a list", lambda value: isinstance(value, list))
-TEXT = Kind("a string", lambda value: isinstance(value, str))
-ANY = Kind("anything", lambda value: True)
-INDEX = Kind("a whole number of 0 or more", lambda value: type(value) is int and value >= 0)
-
-FIELDS: dict[str, tuple[Kind, str]] = {
-    # key: what it must hold, field of HeadSpec
-    "hidden_size": (COUNT, "hidden_size"),
-    "intermediate_size": (COUNT, "intermediate_size"),
-    "num_attention_heads": (COUNT, "num_heads"),
-    "num_key_value_heads": (COUNT, "num_kv_heads"),
-    "head_dim": (COUNT, "head_dim"),
-    "max_position_embeddings": (COUNT, "max_position_embeddings"),
-    "rms_norm_eps": (NUMBER, "rms_norm_eps"),
-    "hidden_act": (TEXT, "hidden_act"),
-}
-SIZES = ("hidden_size", "num_attention_heads", "intermediate_size")
-"""Keys that every config must have."""
-HARMLESS_NAMES = """
-training, precision, serving:
-    chunk_size_feed_forward embed_requires_grad enable_sp_ulysses has_no_defaults_at_init is_decoder initializer_range
-    model_max_length num_eagle_features parallel_draft_heads_num_layers attn_implementation auto_map pretraining_tp
-    use_bfloat16 use_cache
-generation and output, which old releases of transformers kept in every config:
-    bad_words_ids diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size num_beam_groups num_beams
-    exponential_decay_length_penalty length_penalty max_length min_length no_repeat_ngram_size num_return_sequences
-    output_attentions output_hidden_states output_scores remove_invalid_values repetition_penalty return_dict
-    return_dict_in_generate begin_suppress_tokens suppress_tokens temperature top_k top_p torchscript typical_p
-    cross_attention_hidden_size finetuning_task id2label label2id prefix problem_type task_specific_params
-    tf_legacy_loss tie_encoder_decoder tokenizer_class
-decided by the tensors (a head has a table, an lm_head and a dense MLP, or says nothing of them):
-    decoder_sparse_step mlp_only_layers norm_topk_prob tie_word_embeddings
-"""
-HARMLESS = frozenset(re.sub(r"^\S.*$", "", HARMLESS_NAMES, flags=re.MULTILINE).split())
-HARMLESS_NAME = re.compile(r"^_|^speculators_|(^|_)(token_ids?|version|dtype|path|dropout|experts?|router|moe)(_|$)")
-"""Names of bookkeeping, of training, and of parts that would need tensors of their own."""
 LAYER_TYPES = ("full_attention", "sliding_attention")
+QWEN3_HEAD_DIM, QWEN3_FULL_LAYERS = 128, 28
+"""Defaults of Qwen3's config: head_dim, and max_window_layers."""
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
     # the numbers that each needs
     "default": (),
@@ -80,76 +41,156 @@ ROPE_KEYS: dict[str, Kind] = {
 }
 
 
-def read_keys(
-    entries: Iterable[tuple[str, str, Any]],
-    known: Mapping[str, Kind],
-    *,
-    required: Collection[str],
-    neutral: Mapping[str, tuple[Any, ...]] = {},
-    by_place: Collection[str] = (),
-    harmless: Collection[str] = (),
-) -> Settings:
-    """The known keys that are set, of entries (place, key, value). by_place: keys whose meaning depends on the place,
-    which are only checked.
+class Key(NamedTuple):
+    """A row of a format's table.
 
-    Raises UnsupportedModelError for a key that is unknown or has a value that is not neutral, CheckpointError for one
-    that has two values, has the wrong kind or is missing.
+    kind: what the key must hold. field: the field of the spec that it is; empty: code reads it. only: the values that
+    are accepted, the usual one first; empty: all of its kind. required: every config has it. places: objects of the
+    config where it may stand ("": the top level); empty: in any. merged: its value is the same wherever it stands.
     """
+
+    kind: Kind = ANY
+    field: str = ""
+    only: tuple[Any, ...] = ()
+    required: bool = False
+    places: tuple[str, ...] = ()
+    merged: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """One way of writing a head to a folder.
+
+    name: plural, for messages. matches: is this config.json one? places: objects of the config whose keys count as
+    those of the top level do. layers: accepted values of `model_type`, the default first; layer_words: the same for
+    messages. keys: the table. harmless: further keys that change nothing. tensors: (pattern in a file, its replacement
+    in the names of the head's modules), applied in this order; None: the tensor is not read. why_refused: a sentence
+    about a config that matches and is of a family that does not run here, or None.
+    """
+
+    name: str
+    matches: Callable[[Config], bool]
+    places: tuple[str, ...]
+    layers: tuple[str, ...]
+    layer_words: str
+    keys: Mapping[str, Key]
+    harmless: re.Pattern[str]
+    tensors: tuple[tuple[str, str | None], ...]
+    why_refused: Callable[[Config], str | None] = lambda config: None
+
+    def key_at(self, place: str, name: str) -> Key | None:
+        """The row of a key that stands in this object of the config."""
+        key = self.keys.get(name)
+        return None if key is None or (key.places and place not in key.places) else key
+
+    def module_name(self, tensor: str) -> str | None:
+        """The name among the head's modules of a tensor in a file; None: it is not read."""
+        for pattern, name in self.tensors:
+            if name is None and re.search(pattern, tensor):
+                return None
+            tensor = re.sub(pattern, name or "", tensor)
+        return tensor
+
+
+class HeadFiles(NamedTuple):
+    """What a folder holds: its config.json and the settings that its format reads, and tensors by module names."""
+
+    format: Format
+    config: Config
+    settings: Settings
+    state: dict[str, torch.Tensor]
+
+    @property
+    def num_layers(self) -> int:
+        """Draft layers that have tensors."""
+        return 1 + max((int(key.split(".")[1]) for key in self.state if re.match(r"layers\.\d+\.", key)), default=-1)
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of the spec that stand in the config as they are. Raises CheckpointError and UnsupportedModelError
+        for heads that do not group, or turn, and an activation that is not known."""
+        rows, settings = self.format.keys.items(), self.settings
+        fields = {key.field: settings[name] for name, key in rows if key.field and name in settings}
+        heads, kv_heads, head_dim = fields["num_heads"], fields["num_kv_heads"], fields["head_dim"]
+        if not kv_heads or heads % kv_heads:
+            raise CheckpointError(f"num_attention_heads={heads} do not group over num_key_value_heads={kv_heads}")
+        if head_dim % 2 or not head_dim:
+            raise UnsupportedModelError(f"head_dim={head_dim}; RoPE turns pairs of numbers, so it must be even")
+        if fields.get("hidden_act", "silu") not in ACT2FN:
+            raise UnsupportedModelError(f"hidden_act={fields['hidden_act']!r} is no activation that transformers knows")
+        return fields
+
+    def require_same(self, said: Mapping[tuple[str, str], Any], target: TargetShape) -> None:
+        """Raise CheckpointError for a key that is not what another says. said: (key, who else says it) -> what the key
+        must be if it is set; None: anything."""
+        everywhere = {
+            ("num_hidden_layers", "the file"): self.num_layers,
+            ("target_hidden_size", f"target {target.name}"): target.hidden_size,
+        }
+        for (key, where), expected in (everywhere | dict(said)).items():
+            if expected is not None and self.settings.get(key, expected) != expected:
+                raise CheckpointError(
+                    f"{key}={self.settings[key]}, but {where} says {expected}; give a config.json, weights and a "
+                    "target that belong together"
+                )
+
+
+def read_files(folder: Path, formats: Sequence[Format]) -> HeadFiles:
+    """The files of a folder, by the first of the formats that matches, else the last.
+
+    Raises CheckpointError and UnsupportedModelError, see `read_settings`.
+    """
+    config = read_config_json(folder / "config.json")
+    form = next((each for each in formats if each.matches(config)), formats[-1])
+    settings = read_settings(config, form)
+    tensors = read_tensors(folder)
+    return HeadFiles(form, config, settings, {name: tensors[key] for key in tensors if (name := form.module_name(key))})
+
+
+def read_settings(config: Config, form: Format) -> Settings:
+    """The keys of the table that are set, wherever they stand; defaults of three that every head has.
+
+    Raises UnsupportedModelError for layers of another kind, a key that is unknown and a value that is not accepted,
+    CheckpointError for a key that has two values, has the wrong kind or is missing.
+    """
+    if reason := form.why_refused(config):
+        raise UnsupportedModelError(reason)
+    entries = list(_entries(config, form))
+    for place, name, value in entries:  # before others: other kinds of layers have keys of their own
+        if name == "model_type" and form.key_at(place, name) and value not in (None, *form.layers):
+            made_of = ", ".join(map(str, config.get("architectures") or ["?"]))
+            raise UnsupportedModelError(f"{form.name} of {value} layers ({made_of}); specdec runs {form.layer_words}")
     settings: Settings = {}
-    for place, key, value in entries:
-        where = f"{place}{key}={reprlib.repr(value)}"
-        if value is None:
+    for place, name, value in entries:
+        key, where = form.key_at(place, name), f"{place and place + '.'}{name}={reprlib.repr(value)}"
+        if value is None or (key is None and form.harmless.search(name)):
             continue
-        if key not in known and (key in HARMLESS or key in harmless or HARMLESS_NAME.search(key)):
-            continue
-        if key == "quantization_config":
+        if name == "quantization_config":
             raise UnsupportedModelError("the head is quantised; specdec loads fp32, fp16 and bf16 heads")
-        if key in neutral:
-            if value not in neutral[key]:
-                raise UnsupportedModelError(f"{where}; specdec runs EAGLE-3 heads with {neutral[key][0]} only")
-            continue
-        if key not in known:
-            raise unknown_flag(where, {*known, *neutral})
-        if not known[key].holds(value):
-            raise CheckpointError(f"{where}, expected {known[key].words}")
-        value = float(value) if known[key] is NUMBER else value
-        if key not in by_place and settings.setdefault(key, value) != value:
-            raise CheckpointError(f"{key} is {settings[key]} in one place of its config and {value} in another")
-    for key in required:
-        if key not in settings:
-            raise CheckpointError(f"config.json says no {key}")
-    return settings
-
-
-def unknown_flag(where: str, known: Collection[str]) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"flag {where} is not known and may change what the head computes; remove it from config.json if it does "
-        f"not; known are {', '.join(sorted(known))}"
-    )
-
-
-def require_same(settings: Settings, said: Mapping[tuple[str, str], Any]) -> None:
-    """Raise CheckpointError for a key that is not what another says. said: (key, who else says it) -> what the key must
-    be if it is set; None: anything."""
-    for (key, where), expected in said.items():
-        if expected is not None and settings.get(key, expected) != expected:
-            raise CheckpointError(
-                f"{key}={settings[key]}, but {where} says {expected}; give a config.json, weights and a target "
-                "that belong together"
+        if key is None:
+            raise UnsupportedModelError(
+                f"flag {where} is not known and may change what the head computes; remove it from config.json if it "
+                f"does not; known are {', '.join(sorted(form.keys))}"
             )
+        if key.only and value not in key.only:
+            raise UnsupportedModelError(f"{where}; specdec runs {form.name} with {key.only[0]} only")
+        if not key.kind.holds(value):
+            raise CheckpointError(f"{where}, expected {key.kind.words}")
+        value = float(value) if key.kind in (NUMBER, POSITIVE) else value
+        if key.merged and settings.setdefault(name, value) != value:
+            raise CheckpointError(f"{name} is {settings[name]} in one place of its config and {value} in another")
+    if missing := [name for name, key in form.keys.items() if key.required and name not in settings]:
+        raise CheckpointError(f"config.json says no {missing[0]}")
+    kind, heads = settings.get("model_type", form.layers[0]), settings["num_attention_heads"]
+    head_dim = QWEN3_HEAD_DIM if kind == "qwen3" else settings["hidden_size"] // heads
+    return {"num_key_value_heads": heads, "head_dim": head_dim, "model_type": kind, **settings}
 
 
-def read_fields(settings: Settings) -> dict[str, Any]:
-    """Fields of `HeadSpec`. Raises CheckpointError and UnsupportedModelError for heads that do not group, or turn, and
-    an activation that is not known."""
-    heads, kv_heads, head_dim = (settings[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-    if heads % kv_heads:
-        raise CheckpointError(f"num_attention_heads={heads} do not group over num_key_value_heads={kv_heads}")
-    if head_dim % 2 or not head_dim:
-        raise UnsupportedModelError(f"head_dim={head_dim}; RoPE turns pairs of numbers, so it must be even")
-    if settings.get("hidden_act", "silu") not in ACT2FN:
-        raise UnsupportedModelError(f"hidden_act={settings['hidden_act']!r} is no activation that transformers knows")
-    return {field: settings[key] for key, (_, field) in FIELDS.items() if key in settings}
+def _entries(config: Config, form: Format) -> Iterable[tuple[str, str, Any]]:
+    """(place, key, value) of the top level, and of those objects that the format has."""
+    for place in ("", *form.places):
+        part = config.get(place) if place else config
+        if isinstance(part, dict):
+            yield from ((place, name, value) for name, value in part.items())
 
 
 def read_windows(settings: Settings, num_layers: int) -> tuple[int | None, ...]:
@@ -160,7 +201,8 @@ def read_windows(settings: Settings, num_layers: int) -> tuple[int | None, ...]:
     says = f"sliding_window={window} with layer_types={reprlib.repr(kinds)} on {num_layers} layers"
     if kinds is None:
         is_qwen3 = settings["model_type"] == "qwen3"
-        first = int(settings.get("max_window_layers", 28)) if is_qwen3 and use and window else num_layers
+        num_full = int(settings.get("max_window_layers", QWEN3_FULL_LAYERS))
+        first = num_full if is_qwen3 and use and window else num_layers
         kinds = [LAYER_TYPES[i >= first] for i in range(num_layers)]
     if not isinstance(kinds, list) or len(kinds) < num_layers or any(k not in LAYER_TYPES for k in kinds[:num_layers]):
         raise UnsupportedModelError(f"{says}; expected one of {', '.join(LAYER_TYPES)} for each")
@@ -174,8 +216,9 @@ def read_windows(settings: Settings, num_layers: int) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def read_rope(settings: Settings, by_layer_type: bool) -> dict[str, Any]:
-    """`rope_parameters` of transformers 5, from either spelling; for `rope_theta` the newer one wins."""
+def read_rope(settings: Settings, by_layer_type: bool = False) -> dict[str, Any]:
+    """`rope_parameters` of transformers 5, from either spelling; for `rope_theta` the newer one wins. by_layer_type: of
+    one for each layer type, a head takes that of sliding layers."""
     newer, older = (_rope_object(settings.get(key)) for key in ("rope_parameters", "rope_scaling"))
     if by_layer_type and isinstance(newer.get("sliding_attention"), dict):
         newer = _rope_object(newer["sliding_attention"])

@@ -1,40 +1,122 @@
-"""What published EAGLE-3 checkpoints hold: tables of config keys and tensors, and rules for what tables cannot say.
+"""The published formats of drafters' folders, each a table of what its config.json may hold. `config_reader.py` reads.
 
-    dialect      published by                    recognised by                    layer keys stand in
-    SpecForge    SafeAILab, SpecForge, lmsys     an architecture with "eagle3"    the top level
-    ModelOpt     NVIDIA                          in it, or `draft_vocab_size`     the same; more flags in `eagle_config`
-    speculators  RedHatAI                        `speculators_model_type`         `transformer_layer_config`
+    format         published by                             recognised by                      keys stand in
+    SPECFORGE      SafeAILab, SpecForge, lmsys, AngelSlim;  an architecture with "eagle3" in   the top level,
+                   NVIDIA ModelOpt                          it, or `draft_vocab_size`          `eagle_config`
+    SPECULATORS    RedHatAI                                 `speculators_model_type` eagle3    the same, and
+                                                                                               `transformer_layer_config`
+    BLOCK          z-lab (DFlash), JetSpec, deepseek-ai     `dflash_config`, an architecture   the top level,
+                   (DSpark for Qwen3)                       with "dflash" or "dspark" in it    `dflash_config`
+    GEMMA4_BLOCK   deepseek-ai (DSpark for Gemma 4)         the same, and its `model_type`     the same
 
-`head_config.py` says what becomes of keys that are in no table.
+A format that is new is a table here. What a key means that no table can say, is code of its family's `checkpoint`.
 """
 
-import logging
 import re
-import reprlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
 
-import torch
-
-from specdec.draft_models.checkpoints import config_reader as head_config
-from specdec.draft_models.checkpoints.config_reader import Kind, Settings
-from specdec.errors import UnsupportedModelError
-
-logger = logging.getLogger("specdec")
+from specdec.draft_models.checkpoints.config_json import COUNT, FLAG, INDEX, LIST, NUMBER, OBJECT, POSITIVE, TEXT
+from specdec.draft_models.checkpoints.config_reader import Config, Format, Key
 
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
-LAYER_CONFIG, EAGLE_CONFIG = "transformer_layer_config", "eagle_config"
-FIRST_AFTER_CHANGE = (5, 18)
-"""The first release of transformers after SpecForge changed what `norm_output` means, on 2026-09-15."""
-LAYERS = ("llama", "qwen3", "mistral")
-"""Values of `model_type`: kinds of decoder layers that a head can be made of."""
+EAGLE_CONFIG, LAYER_CONFIG, DFLASH_CONFIG = "eagle_config", "transformer_layer_config", "dflash_config"
+QWEN3_TYPES, GEMMA4_TYPES = ("qwen3",), ("gemma4_text", "gemma4_unified_text")
+
+HARMLESS_NAMES = """
+what recognises a format (`Format.matches`), training, precision, serving:
+    architectures chunk_size_feed_forward embed_requires_grad enable_sp_ulysses has_no_defaults_at_init is_decoder
+    initializer_range model_max_length num_eagle_features parallel_draft_heads_num_layers attn_implementation auto_map
+    pretraining_tp use_bfloat16 use_cache
+generation and output, which old releases of transformers kept in every config:
+    bad_words_ids diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size num_beam_groups num_beams
+    exponential_decay_length_penalty length_penalty max_length min_length no_repeat_ngram_size num_return_sequences
+    output_attentions output_hidden_states output_scores remove_invalid_values repetition_penalty return_dict
+    return_dict_in_generate begin_suppress_tokens suppress_tokens temperature top_k top_p torchscript typical_p
+    cross_attention_hidden_size finetuning_task id2label label2id prefix problem_type task_specific_params
+    tf_legacy_loss tie_encoder_decoder tokenizer_class
+decided by the tensors (a head has a table, an lm_head and a dense MLP, or says nothing of them):
+    decoder_sparse_step mlp_only_layers norm_topk_prob tie_word_embeddings
+"""
+HARMLESS = frozenset(re.sub(r"^\S.*$", "", HARMLESS_NAMES, flags=re.MULTILINE).split())
+HARMLESS_NAME = r"^_|^speculators_|(^|_)(token_ids?|version|dtype|path|dropout|experts?|router|moe)(_|$)"
+"""Names of bookkeeping, of training, and of parts that would need tensors of their own."""
 
 
-def is_speculators(config: Mapping[str, Any]) -> bool:
+def harmless(*names: str) -> re.Pattern[str]:
+    """What matches names that change nothing in any format, and these."""
+    return re.compile(f"{HARMLESS_NAME}|^({'|'.join(sorted({*HARMLESS, *names}))})$")
+
+
+def each(key: Key, *names: str) -> dict[str, Key]:
+    """The same row for several keys."""
+    return dict.fromkeys(names, key)
+
+
+LAYER_KEYS: dict[str, Key] = {
+    # fields of `HeadSpec`
+    "hidden_size": Key(COUNT, "hidden_size", required=True),
+    "num_attention_heads": Key(COUNT, "num_heads", required=True),
+    "intermediate_size": Key(COUNT, "intermediate_size", required=True),
+    "num_key_value_heads": Key(COUNT, "num_kv_heads"),
+    "head_dim": Key(COUNT, "head_dim"),
+    "max_position_embeddings": Key(COUNT, "max_position_embeddings"),
+    "rms_norm_eps": Key(NUMBER, "rms_norm_eps"),
+    "hidden_act": Key(TEXT, "hidden_act"),
+    # windows and RoPE
+    **each(Key(FLAG), "use_sliding_window"),
+    **each(Key(NUMBER), "max_window_layers", "rope_theta"),
+    **each(Key(OBJECT), "rope_parameters", "rope_scaling"),
+    **each(Key(), "layer_types", "model_type", "sliding_window"),
+    # compared with the tensors and the target
+    **each(Key(COUNT), "vocab_size", "num_hidden_layers", "target_hidden_size"),
+}
+"""Keys of decoder layers, which every format has."""
+EAGLE3_KEYS: dict[str, Key] = LAYER_KEYS | {
+    "norm_before_residual": Key(FLAG, "norm_before_residual"),
+    "norm_before_fc": Key(FLAG, "norm_before_fc"),
+    "fc_norm": Key(FLAG, "fc_norm"),
+    **each(Key(FLAG), "use_aux_hidden_state", "use_last_layernorm", "attention_bias", "mlp_bias", "has_lm_head"),
+    **each(Key(COUNT), "draft_vocab_size", "num_aux_hidden_states"),
+    **each(Key(NUMBER), "query_pre_attn_scalar", "rotary_dim"),
+    **each(Key(OBJECT), LAYER_CONFIG, EAGLE_CONFIG),
+    # their meaning depends on where they stand: `resolve_aux_ids`, `read_norm_output`
+    AUX_IDS: Key(LIST, places=("", EAGLE_CONFIG), merged=False),
+    "norm_output": Key(FLAG, places=("", EAGLE_CONFIG), merged=False),
+    # values under which a head computes what `Eagle3Head` does
+    **each(Key(only=(False,)), "add_cross_attention", "is_encoder_decoder", "parallel_drafting", "use_mtp_layernorm"),
+    **each(Key(only=(True,)), "is_causal", "next_layer_regular", "use_input_layernorm_in_first_layer"),
+    **each(Key(only=(1.0,)), "logit_scale", "partial_rotary_factor", "rotary_pct"),
+    "parallel_draft_step": Key(only=(1,)),
+    "position_embedding_type": Key(only=("rope",)),
+    "pruned_heads": Key(only=({}, [])),
+}
+BLOCK_KEYS: dict[str, Key] = LAYER_KEYS | {
+    "block_size": Key(COUNT, "block_size", required=True),
+    "mask_token_id": Key(INDEX, "mask_token", required=True),
+    "attention_bias": Key(FLAG, "attention_bias"),
+    "final_logit_softcapping": Key(POSITIVE, "softcap"),
+    "target_layer_ids": Key(LIST),
+    "num_target_layers": Key(COUNT),
+    "markov_rank": Key(INDEX),
+    "markov_head_type": Key(TEXT),
+    **each(Key(FLAG), "causal_head", "causal", "is_causal"),
+    DFLASH_CONFIG: Key(OBJECT),
+}
+TRAINING = ("num_anchors", "enable_confidence_head", "confidence_head_with_markov", "confidence_head_alpha")
+"""Keys of block drafters: confidence heads say where a draft may be cut, never what is drafted."""
+GEMMA4_SHAPES = (
+    *("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "per_layer_config", "num_kv_shared_layers"),
+    *("vocab_size_per_layer_input", "target_model_type", "target_text_model_type"),
+)
+"""Keys of a Gemma 4 config that change nothing here: shapes, which tensors decide, and settings of other layers."""
+
+
+def is_speculators(config: Config) -> bool:
     return "speculators_model_type" in config
 
 
-def is_eagle3_config(config: Mapping[str, Any]) -> bool:
+def is_eagle3_config(config: Config) -> bool:
     """Is this config.json one of an EAGLE-3 head? (A plain Llama with `draft_vocab_size` is: yuhuili's heads.)"""
     if is_speculators(config):
         return bool(config["speculators_model_type"] == "eagle3")
@@ -42,141 +124,82 @@ def is_eagle3_config(config: Mapping[str, Any]) -> bool:
     return any("eagle3" in name for name in names) or config.get("draft_vocab_size") is not None
 
 
-HONOURED: dict[str, Kind] = {
-    **{key: kind for key, (kind, _) in head_config.FIELDS.items()},
-    **dict.fromkeys(("norm_before_residual", "norm_before_fc", "fc_norm"), head_config.FLAG),
-    **dict.fromkeys(("norm_output", "use_aux_hidden_state", "use_last_layernorm"), head_config.FLAG),
-    **dict.fromkeys(("attention_bias", "mlp_bias", "has_lm_head", "use_sliding_window"), head_config.FLAG),
-    **dict.fromkeys(("vocab_size", "draft_vocab_size", "target_hidden_size"), head_config.COUNT),
-    **dict.fromkeys(("num_hidden_layers", "num_aux_hidden_states"), head_config.COUNT),
-    **dict.fromkeys(("max_window_layers", "query_pre_attn_scalar", "rope_theta", "rotary_dim"), head_config.NUMBER),
-    **dict.fromkeys(("rope_parameters", "rope_scaling", LAYER_CONFIG, EAGLE_CONFIG), head_config.OBJECT),
-    **dict.fromkeys(("architectures", "layer_types", "model_type", "sliding_window"), head_config.ANY),
-    AUX_IDS: head_config.LIST,
-}
-"""Keys that are read into `Eagle3Spec`, or compared with the tensors and the target."""
-BY_PLACE = (AUX_IDS, "norm_output")
-"""Keys whose meaning depends on where they stand: `resolve_aux_ids` and `read_norm_output` read them."""
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "add_cross_attention": (False,),
-    "is_causal": (True,),
-    "is_encoder_decoder": (False,),
-    "logit_scale": (1.0,),
-    "next_layer_regular": (True,),
-    "parallel_draft_step": (1,),
-    "parallel_drafting": (False,),
-    "partial_rotary_factor": (1.0,),
-    "position_embedding_type": ("rope",),
-    "pruned_heads": ({}, []),
-    "rotary_pct": (1.0,),
-    "use_input_layernorm_in_first_layer": (True,),
-    "use_mtp_layernorm": (False,),
-}
-"""Keys with the values (None is always one) under which a head computes what `Eagle3Head` does."""
-TENSORS: tuple[tuple[str, str | None], ...] = (
-    # pattern in a file, its replacement in the names of `Eagle3Head` (None: the tensor is not read)
-    (r"(^|\.)rotary_emb\.", None),
-    (r"^(model\.)?verifier_(lm_head|norm)\.", None),
-    (r"^model\.", ""),
-    (r"midlayer\.", "layers.0."),
-    (r"aux_norm_low\.", "fc_norm.0."),
-    (r"aux_norm_mid\.", "fc_norm.1."),
-    (r"aux_norm_high\.", "fc_norm.2."),
-)
-
-
-def own_name(key: str) -> str | None:
-    """The name in `Eagle3Head` of a tensor in a file; None: it is not read."""
-    for pattern, name in TENSORS:
-        if name is None and re.search(pattern, key):
-            return None
-        key = re.sub(pattern, name or "", key)
-    return key
-
-
-def read_settings(config: Mapping[str, Any]) -> Settings:
-    """The honoured keys that are set, wherever they stand, except those of `BY_PLACE`; defaults of three sizes.
-    Raises as `read_keys`."""
-    # a speculator's top level has a model_type of its own
-    entries = [("", k, v) for k, v in config.items() if k != "model_type" or not is_speculators(config)]
-    for place in (LAYER_CONFIG, EAGLE_CONFIG):
-        if isinstance(inner := config.get(place), dict):
-            entries += [(f"{place}.", k, v) for k, v in inner.items()]
-    for place, key, value in entries:  # before others: other kinds of layers have keys of their own
-        if key == "model_type" and value not in (None, *LAYERS):
-            made_of = ", ".join(map(str, config.get("architectures") or ["?"]))
-            raise UnsupportedModelError(
-                f"a head of {value} layers ({made_of}); specdec runs Llama- and Qwen3-type layers"
-            )
-        if key in BY_PLACE and place == f"{LAYER_CONFIG}.":
-            raise head_config.unknown_flag(f"{place}{key}={reprlib.repr(value)}", HONOURED | NEUTRAL)
-    settings = head_config.read_keys(entries, HONOURED, neutral=NEUTRAL, by_place=BY_PLACE, required=head_config.SIZES)
-    heads = settings["num_attention_heads"]
-    head_dim = 128 if settings.get("model_type") == "qwen3" else settings["hidden_size"] // heads
-    return {"num_key_value_heads": heads, "head_dim": head_dim, "model_type": "llama", **settings}
-
-
-def resolve_aux_ids(config: Mapping[str, Any], num_layers: int, override: Sequence[int] | None) -> tuple[int, ...]:
-    """Boundaries (layers that the states enter; num_layers: what leaves the last) from a config of n layers.
-
-    The caller's ids, else the top level's (boundaries), else those of `eagle_config`: boundaries if n or a leading 2 is
-    among them, else layers named by their output, so one more. Default: 2, n // 2, n - 3, as [1, n // 2 - 1, n - 4]
-    says; a warning tells what was assumed.
-    """
-    nested, where = (config.get(EAGLE_CONFIG) or {}).get(AUX_IDS), AUX_IDS
-    ids: list[Any]
-    if override is not None:
-        ids, where = list(override), "aux_layers"
-    elif config.get(AUX_IDS):
-        ids = config[AUX_IDS]
-    elif nested:
-        ids, where = nested, f"{EAGLE_CONFIG}.{AUX_IDS}"
-        if num_layers not in ids and ids[0] != 2:
-            if ids[0] != 1:
-                hint = "%s=%s is read as layers' outputs; if acceptance is near zero, try eagle3_drafter(aux_layers=%s)"
-                logger.warning(hint, where, ids, ids)
-            ids = [layer + 1 for layer in ids]
-    else:
-        ids, where = [2, num_layers // 2, num_layers - 3], "the default"
-        logger.warning(
-            "an EAGLE-3 head whose config.json has no %s: it is assumed to read the states that enter layers %s of the "
-            "target, as most do; if acceptance is near zero, `specdec doctor` tries others",
-            AUX_IDS,
-            ", ".join(map(str, ids)),
-        )
-    if not ids or any(type(i) is not int or not 0 <= i <= num_layers for i in ids):
-        raise UnsupportedModelError(
-            f"EAGLE-3 auxiliary layers {ids} (from {where}): the target has states 0..{num_layers}, "
-            f"{num_layers} being what leaves its last layer; eagle3_drafter(..., aux_layers=[...]) says which"
-        )
-    return tuple(ids)
-
-
-def read_norm_output(config: Mapping[str, Any], norm: torch.Tensor | None) -> tuple[bool, bool]:
-    """(does lm_head read norm(a), does the next draft step): `norm_output` means one or the other.
-
-    In `eagle_config` and in speculators' format it is the second, as for vLLM and SGLang. At the top level of the
-    SpecForge format it was the first until 2026-09-15, and is the second since. False: a `norm` [H] that was trained
-    has gains that differ, so lm_head reads norm(a); one that was not keeps those that it was made with. True: files of
-    a transformers released later are of the second kind; of any other the first is assumed, and a warning says so.
-    """
-    nested, top = (config.get(EAGLE_CONFIG) or {}).get("norm_output"), config.get("norm_output")
-    if nested is not None:
-        return True, bool(nested)
-    if top is None or is_speculators(config):
-        return True, bool(top)
-    if not top:
-        return norm is not None and not bool(torch.all(norm == norm[0])), False
-    if _was_saved_by(config, FIRST_AFTER_CHANGE):
-        return True, True
-    logger.warning(
-        "norm_output=True of an EAGLE-3 head is read as SpecForge meant it until 2026-09-15 (the next draft step reads "
-        "a, not norm(a)); if it was trained later, put norm_output into eagle_config: `specdec doctor` tries both"
+def is_block_config(config: Config) -> bool:
+    """Is this config.json one of a block drafter, of a family that runs here or of one that is refused by name?"""
+    named = [*(config.get("architectures") or ()), config.get("speculators_model_type") or ""]
+    return isinstance(config.get(DFLASH_CONFIG), dict) or any(
+        word in str(name).lower() for name in named for word in ("dflash", "dspark")
     )
-    return True, False
 
 
-def _was_saved_by(config: Mapping[str, Any], first: tuple[int, int]) -> bool:
-    """Was this config.json written by a release of transformers not older than `first`?"""
-    version = re.fullmatch(r"(\d+)\.(\d+)\.\d+", str(config.get("transformers_version")))
-    return version is not None and (int(version[1]), int(version[2])) >= first
+def why_refused_block(config: Config) -> str | None:
+    """A sentence about a family of block drafters that is known and does not run here; None: it is another."""
+    nested = config.get(DFLASH_CONFIG)
+    keys = nested if isinstance(nested, Mapping) else {}
+    names = ", ".join(map(str, config.get("architectures") or ["?"]))
+    if kind := config.get("speculators_model_type"):
+        return (
+            f"a {kind} drafter in speculators' format; specdec reads block drafters as z-lab, JetSpec and deepseek-ai "
+            "publish them, and EAGLE-3 heads in speculators' format"
+        )
+    if "dflash2" in names.lower() or any(str(key).startswith(("conv_", "selector_")) for key in keys):
+        return (
+            f"a DFlash2 drafter ({names}); specdec does not run its convolution and its candidate selector; use a "
+            "DFlash, DSpark or JetSpec drafter of the same target"
+        )
+    if projector := keys.get("projector_type"):
+        return (
+            f"a drafter with projector_type={projector!r} ({names}), as SpecForge trains them; its rows draft other "
+            "positions than those of deepseek-ai's DSpark; use a DFlash, DSpark or JetSpec drafter of the same target"
+        )
+    return None
+
+
+SPECFORGE = Format(
+    name="EAGLE-3 heads",
+    matches=is_eagle3_config,
+    places=(LAYER_CONFIG, EAGLE_CONFIG),
+    layers=("llama", "qwen3", "mistral"),
+    layer_words="Llama- and Qwen3-type layers",
+    keys=EAGLE3_KEYS,
+    harmless=harmless(),
+    tensors=(
+        (r"(^|\.)rotary_emb\.", None),
+        (r"^(model\.)?verifier_(lm_head|norm)\.", None),
+        (r"^model\.", ""),
+        (r"midlayer\.", "layers.0."),
+        (r"aux_norm_low\.", "fc_norm.0."),
+        (r"aux_norm_mid\.", "fc_norm.1."),
+        (r"aux_norm_high\.", "fc_norm.2."),
+    ),
+)
+SPECULATORS = replace(
+    SPECFORGE,
+    matches=is_speculators,
+    keys=EAGLE3_KEYS | {"model_type": Key(places=(LAYER_CONFIG, EAGLE_CONFIG))},  # at the top it says "a speculator"
+    harmless=harmless("model_type"),
+)
+BLOCK = Format(
+    name="block drafters",
+    matches=is_block_config,
+    places=(DFLASH_CONFIG,),
+    layers=QWEN3_TYPES,
+    layer_words="those of Qwen3 and Gemma 4 layers",
+    keys=BLOCK_KEYS,
+    harmless=harmless(*TRAINING, "hidden_activation"),
+    tensors=((r"(^|\.)rotary_emb\.|^confidence_head\.", None), (r"^model\.", "")),
+    why_refused=why_refused_block,
+)
+GEMMA4_BLOCK = replace(
+    BLOCK,
+    name="block drafters of Gemma 4's layers",
+    matches=lambda config: config.get("model_type") in GEMMA4_TYPES,
+    layers=GEMMA4_TYPES,
+    keys={name: key for name, key in BLOCK_KEYS.items() if name != "hidden_act"}
+    | {"hidden_activation": Key(TEXT, "hidden_act"), "layer_types": Key(LIST)}
+    | each(Key(only=(False,)), "enable_moe_block", "use_double_wide_mlp", "use_bidirectional_attention")
+    | each(Key(only=(0,)), "hidden_size_per_layer_input"),
+    harmless=harmless(*TRAINING, *GEMMA4_SHAPES, "hidden_act"),
+)
+EAGLE3_FORMATS = (SPECULATORS, SPECFORGE)
+BLOCK_FORMATS = (GEMMA4_BLOCK, BLOCK)
