@@ -17,7 +17,6 @@ from samplers import sampler_of
 
 from specdec import DraftTree, Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.base import Binding, DraftBatch, Observation, PromptObservation
-from specdec.draft_models.conformance import check_drafter
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter, eagle3_drafter
 from specdec.models.target import TargetModel
 
@@ -550,23 +549,6 @@ def test_another_request_in_the_batch_changes_nothing(tmp_path, make_target, ran
         assert torch.equal(tree.tokens, other_tree.tokens) and torch.equal(tree.parents, other_tree.parents)
         for one, other in zip(levels, other_levels, strict=False):
             torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("topk", [1, 3])
-def test_conformance(topk, tmp_path, make_target, random_prompt) -> None:
-    class Checked(Spy):
-        def propose(self, batch: DraftBatch) -> DraftTree:
-            cache, store = self.binding.cache, self.binding.target_store
-            aux_layers = self.aux_layers
-            return check_drafter(self.worker, batch, cache, target, target_store=store, aux_layers=aux_layers)
-
-    model = make_target("gpt_oss")
-    write(CASES["modelopt"], tmp_path)
-    target = TargetModel(model)
-    drafter = Checked(eagle3_drafter(tmp_path, target))
-    spec, config = SpecConfig(num_steps=3, topk=topk), EngineConfig(max_model_len=64, page_size=4, max_batch_size=2)
-    engine = Engine(target, drafter, spec=spec, config=config)
-    engine.generate([random_prompt(11), random_prompt(6)], SamplingParams(max_new_tokens=8))
 
 
 def test_preempted_requests_start_over(tmp_path, make_target, make_engine, greedy_oracle, random_prompt) -> None:
