@@ -15,10 +15,10 @@ from specdec.gpu.operations import REFERENCE
 from specdec.models.target import TargetModel
 
 from marks import deep, deep_cases
-from tiny_models import FAMILIES
+from tiny_models import FAMILIES, random_eagle3
 
 CASES = 100
-DRAFTERS = {"suffix": 1, "language_model": 1, "block": 2}
+DRAFTERS = {"suffix": 1, "language_model": 1, "block": 2, "eagle3": 2}
 """Cases of each that belong to `make test`; the others are deep."""
 
 
@@ -41,6 +41,8 @@ def chosen_drafter(name, rng, model, make_target):
     if name == "language_model":
         other = model if rng.random() < 0.3 else make_target(rng.choice(FAMILIES), seed=rng.randint(0, 2))
         return LanguageModelDrafter(TargetModel(other), TargetModel(model))
+    if name == "eagle3":
+        return random_eagle3(model, rng.choice(((None,), (None, 6), (4,))))
     kind, ops = rng.choice(list(KINDS)), rng.choice((None, REFERENCE))
     drafter = random_block(model, kind, ops=ops, block_size=9)
     assert isinstance(drafter.form, FusedBlock) == (ops is not None and kind != "dspark-gemma4"), drafter.unfused
@@ -58,7 +60,7 @@ def test_tokens_of_plain_decoding(drafter, seed, make_target, make_engine, rando
     deterministic = drafter == "block" and rng.random() < 0.25
     prompts, params = random_requests(rng, random_prompt)
     spec = block_spec_of(rng) if drafter == "block" else spec_of(rng)
-    slots = rng.choice((None, 110 if drafter != "block" else 90 + spec.num_nodes))  # few: requests are preempted
+    slots = None if seed % 2 else 90 + spec.num_nodes  # few: requests are preempted
     finished = rng.choice((0, 60, 400)) if drafter == "suffix" else 0
     config = random_config(rng, slots, finished_tokens=finished, deterministic=deterministic)
     alone = [replace(each, speculation=None) for each in params]
