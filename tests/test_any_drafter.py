@@ -18,7 +18,7 @@ from marks import deep, deep_cases
 from tiny_models import FAMILIES, random_eagle3
 
 CASES = 100
-DRAFTERS = {"suffix": 1, "language_model": 1, "block": 2, "eagle3": 2}
+DRAFTERS = {"suffix": 2, "language_model": 1, "block": 2, "eagle3": 2}
 """Cases of each that belong to `make test`; the others are deep."""
 
 

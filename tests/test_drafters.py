@@ -9,30 +9,23 @@ import torch
 from block_heads import random_block
 
 from specdec import DraftTree, Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.draft_models.base import DraftBatch, Drafter, Observation
+from specdec.draft_models.base import Drafter, Observation
 from specdec.draft_models.conformance import check_drafter
 from specdec.draft_models.ngram import NgramDrafter
 from specdec.kvcache.frozen import frozen_kv
-from specdec.kvcache.table import FROZEN_EXTRA_KEYS, Rows
+from specdec.kvcache.table import FROZEN_EXTRA_KEYS
 from specdec.models.target import TargetModel
 
 from marks import each_value, pairs, slow
+from stand_ins import history_batch
 from tiny_models import random_eagle3
 
 # prompt lookup
 
 
 def lookup(*histories, steps=4, max_ngram=3):
-    """The drafts of each history, whose last token is the root; padded with a token that must not matter."""
-    length = max(map(len, histories))
-    padded = torch.tensor([[*h, *[h[-1]] * (length - len(h))] for h in histories])
-    lengths = torch.tensor([len(h) for h in histories])
-    batch = DraftBatch(
-        rows=Rows(torch.arange(len(histories)), length), root=torch.tensor([h[-1] for h in histories]),
-        history=padded, history_len=lengths, num_steps=steps, topk=1, num_nodes=1 + steps,
-        sample=None, best=None,
-    )  # fmt: skip
-    tree = NgramDrafter(max_ngram).propose(batch)
+    """The drafts of each history."""
+    tree = NgramDrafter(max_ngram).propose(history_batch(histories, steps))
     tree.check()
     assert tree.tokens[:, 0].tolist() == [h[-1] for h in histories]
     return tree.tokens[:, 1:].tolist()
