@@ -227,8 +227,9 @@ VALUES += [
 
 @pytest.mark.parametrize(("make", "name", "value", "allowed"), VALUES)
 def test_a_value_that_a_setting_cannot_have(make, name, value, allowed, make_target):
-    with pytest.raises(ConfigError) as error:  # a device is looked for when an engine is made
-        Engine.from_pretrained(make_target("llama"), config=make(**{name: value}))
+    with pytest.raises(ConfigError) as error:
+        made = make(**{name: value})
+        Engine.from_pretrained(make_target("llama"), config=made)  # which looks for the device
     inside = value[-1] if make is SamplingParams and isinstance(value, list) and value else value
     assert_one_sentence(error, name, repr(inside), allowed)
 

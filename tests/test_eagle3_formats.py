@@ -226,8 +226,10 @@ PADDED = torch.zeros(64, dtype=torch.bool).index_fill_(0, IDS, True)
         {f"eagle_config.{key}": value for key, value in NVIDIA.items()},
         {"query_pre_attn_scalar": 6, "rotary_dim": 6, "rotary_pct": 1.0},  # the head's own
         {"vocab_size": 64, "t2d": PADDED},  # a vocabulary that is padded beyond the target's
+        {"model_type": "qwen2", "max_window_layers": 64},  # SpecForge's for QwQ 32B and Phi 4: layers of Llama
+        {"model_type": "phi3"},
     ],
-    ids=["NVIDIA", "head_dim", "padded"],
+    ids=["NVIDIA", "head_dim", "padded", "qwen2", "phi3"],
 )
 def test_what_changes_nothing_is_accepted(changes, folder) -> None:
     assert changed(folder, changes) == SPEC

@@ -27,7 +27,7 @@ HARMLESS_NAMES = """
 what recognises a format (`Format.matches`), training, precision, serving:
     architectures chunk_size_feed_forward embed_requires_grad enable_sp_ulysses has_no_defaults_at_init is_decoder
     initializer_range model_max_length num_eagle_features parallel_draft_heads_num_layers attn_implementation auto_map
-    pretraining_tp use_bfloat16 use_cache
+    pretraining_tp target_model_type use_bfloat16 use_cache
 generation and output, which old releases of transformers kept in every config:
     bad_words_ids diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size num_beam_groups num_beams
     exponential_decay_length_penalty length_penalty max_length min_length no_repeat_ngram_size num_return_sequences
@@ -107,7 +107,7 @@ TRAINING = ("num_anchors", "enable_confidence_head", "confidence_head_with_marko
 """Keys of block drafters: confidence heads say where a draft may be cut, never what is drafted."""
 GEMMA4_SHAPES = (
     *("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "per_layer_config", "num_kv_shared_layers"),
-    *("vocab_size_per_layer_input", "target_model_type", "target_text_model_type"),
+    *("vocab_size_per_layer_input", "target_text_model_type"),
 )
 """Keys of a Gemma 4 config that change nothing here: shapes, which tensors decide, and settings of other layers."""
 
@@ -159,7 +159,7 @@ SPECFORGE = Format(
     name="EAGLE-3 heads",
     matches=is_eagle3_config,
     places=(LAYER_CONFIG, EAGLE_CONFIG),
-    layers=("llama", "qwen3", "mistral"),
+    layers=("llama", "qwen3", "mistral", "qwen2", "phi3"),  # SpecForge makes Llama's layers for the last three too
     layer_words="Llama- and Qwen3-type layers",
     keys=EAGLE3_KEYS,
     harmless=harmless(),
