@@ -29,9 +29,9 @@ from specdec.attention.draft_attention import Attend, BlocksAttention
 from specdec.attention.kernels.draft_block import Order
 from specdec.attention.plan import KVPlan
 from specdec.draft_models.block.block_layers import Gemma4BlockLayer, Gemma4Rotary, SuccessorHead, gemma4_config
-from specdec.draft_models.fused_form import Echo
-from specdec.draft_models.head_layers import HeadLayer, llama_config
-from specdec.draft_models.head_spec import HeadContext, HeadForm, HeadModule, HeadSpec, attend_in
+from specdec.draft_models.heads.fused_form import Echo
+from specdec.draft_models.heads.head_layers import HeadLayer, llama_config
+from specdec.draft_models.heads.head_spec import HeadContext, HeadForm, HeadModule, HeadSpec, attend_in
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.index_spaces import Space
 from specdec.kvcache.layer_context import Destination

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from specdec.attention.draft_attention import ChainAttention
-from specdec.draft_models.checkpoint_files import TargetShape
+from specdec.draft_models.checkpoints.checkpoint_files import TargetShape
 from specdec.draft_models.eagle3.checkpoint import write_head
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec, embed_raw
 from specdec.models.target import TargetModel

@@ -12,7 +12,7 @@ from transformers.models.gemma4.modeling_gemma4 import apply_rotary_pos_emb
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from specdec.attention.draft_attention import Attend
-from specdec.draft_models.head_spec import HeadSpec, Rotary
+from specdec.draft_models.heads.head_spec import HeadSpec, Rotary
 
 
 def llama_config(spec: HeadSpec) -> LlamaConfig:

@@ -10,7 +10,8 @@ from torch import nn
 
 from specdec.attention.bridge import AttentionCall, AttentionContext
 from specdec.attention.draft_attention import Attend
-from specdec.draft_models.head_config import FIELDS, LAYER_TYPES
+from specdec.draft_models.checkpoints.config_reader import LAYER_TYPES
+from specdec.draft_models.checkpoints.drafter_formats import LAYER_KEYS
 from specdec.errors import UnsupportedModelError
 from specdec.kvcache.layer_context import LayerContext
 from specdec.kvcache.layout import KVLayout
@@ -57,7 +58,7 @@ class HeadSpec:
     def stored_fields(self) -> dict[str, Any]:
         """What config.json of a head has of these, as both published formats call them."""
         return {
-            **{key: getattr(self, field) for key, (_, field) in FIELDS.items()},
+            **{name: getattr(self, key.field) for name, key in LAYER_KEYS.items() if key.field},
             "vocab_size": self.vocab_size,
             "num_hidden_layers": self.num_layers,
             "rope_theta": self.rope["rope_theta"],
