@@ -1,7 +1,6 @@
 """The reference attention and the plans against dense loops in float64, and the shape of the page tables.
 
-`Scene` keeps, beside the pools, the plain list of keys and values of every request, from which `dense` computes each
-output by the definition: one query, one list of visible keys, one softmax.
+`Scene` keeps, beside the pools, the plain list of keys and values of every request, for `dense_oracle.py`.
 """
 
 import math
@@ -18,6 +17,8 @@ from specdec.attention.trees.tree import DraftTree
 from specdec.kvcache.index_spaces import FullLoc, Space
 from specdec.kvcache.layout import KVLayout, LayerSpec
 from specdec.kvcache.table import FROZEN_EXTRA_KEYS
+
+from dense_oracle import attend
 
 NODES = 6
 SLIDING_LAYER, FULL_LAYER = 0, 1
@@ -134,35 +135,14 @@ class Scene:
                         for j in range(rows)
                         if own[b, i, j] and position - int(plan.positions[b, j]) < window
                     ]
-                expected[b, i] = dense(query[b, i], seen, heads, softcap, sinks)
+                if seen:
+                    expected[b, i] = attend(query[b, i], *map(torch.stack, zip(*seen, strict=True)), **options)
         return out, expected
 
     def agree(self, plan: KVPlan, **options: object) -> None:
         for layer in HEADS:
             out, expected = self.attend(plan, layer, **options)
             torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
-
-
-def dense(
-    query: torch.Tensor,
-    seen: list[tuple[torch.Tensor, torch.Tensor]],
-    heads: int,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """One query [Hq, D] over the keys and values it sees, head by head, in float64."""
-    out = []
-    for head in range(query.shape[0]):
-        kv_head = head // (query.shape[0] // heads)
-        scores = [SCALING * (query[head].double() @ k[kv_head].double()) for k, _ in seen]
-        if softcap is not None:
-            scores = [softcap * torch.tanh(score / softcap) for score in scores]
-        total = sum(score.exp() for score in scores)
-        if sinks is not None:
-            total = total + sinks[head].double().exp()
-        parts = (score.exp() / total * v[kv_head].double() for score, (_, v) in zip(scores, seen, strict=True))
-        out.append(sum(parts, torch.zeros(query.shape[1], dtype=torch.float64)))
-    return torch.stack(out)
 
 
 def tree_of(parents: list[list[int]]) -> DraftTree:

@@ -33,16 +33,10 @@ CUTS = {
 
 
 # the interpreter's numpy says when float32 reaches infinity, which it should
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def kernels_run():
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        if DEVICE.type == "cpu":
-            monkeypatch.setenv("TRITON_INTERPRET", "1")
-            assert not isinstance(noise_bound, triton.JITFunction), "TRITON_INTERPRET=1 came too late"
-        yield
+pytestmark = [
+    pytest.mark.usefixtures("kernels_run"),
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+]
 
 
 def batch_of(params, seeds=None):

@@ -2,22 +2,13 @@
 
 import pytest
 import torch
-import triton
 
-from specdec.kvcache import store as store_module
 from specdec.kvcache.index_spaces import FullLoc
 from specdec.kvcache.store import StoreAddresses, move_kv, reference_move_kv, reference_store_kv, store_kv
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-pytestmark = pytest.mark.usefixtures("poison_empty")
-
-
-@pytest.fixture(autouse=True)
-def kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE.type == "cpu":
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-        assert not isinstance(store_module._copy_rows_kernel, triton.JITFunction), "TRITON_INTERPRET=1 came too late"
+pytestmark = pytest.mark.usefixtures("kernels_run", "poison_empty")
 
 
 def slots(*values: int) -> FullLoc:
