@@ -264,15 +264,6 @@ def test_random_trees_and_lengths():
 
 
 @PAGE_SIZES
-@pytest.mark.parametrize("fill", [1e4, -1e4])
-def test_large_values_outside_committed_slots_are_masked(page_size: int, fill: float):
-    scene = Scene([17, 3, 0, 30], page_size=page_size, window=4, fill=fill)
-    scene.agree(scene.table.verify(scene.rows, tree_of([CHAIN, BUSHY, DEEP, BUSHY])))
-    scene = Scene([17, 3, 30], page_size=page_size, window=4, fill=fill)
-    scene.agree(scene.table.frozen(scene.rows, position_offset=0, window_shift=2))
-
-
-@PAGE_SIZES
 def test_one_request_gathers_committed_slots_only(page_size: int):
     """Alone, or among equals, a request's tables end at its length: a NaN elsewhere in the pools is never read."""
     scene = Scene([17, 17], page_size=page_size, window=4, fill=POISONED)
@@ -281,12 +272,13 @@ def test_one_request_gathers_committed_slots_only(page_size: int):
 
 
 @PAGE_SIZES
+@pytest.mark.parametrize("fill", [1e4, -1e4, POISONED])
 @pytest.mark.parametrize("softcap", [None, SOFTCAP], ids=["fused", "with-extras"])
-def test_nan_outside_committed_slots_does_not_leak(page_size: int, softcap: float | None):
+def test_values_outside_committed_slots_do_not_leak(page_size: int, softcap: float | None, fill: float):
     """A shorter request's table is padded to the longest: what it gathers there has weight 0, and 0 * NaN is NaN."""
-    scene = Scene([17, 3, 0, 30], page_size=page_size, window=4, fill=POISONED)
+    scene = Scene([17, 3, 0, 30], page_size=page_size, window=4, fill=fill)
     scene.agree(scene.table.verify(scene.rows, tree_of([CHAIN, BUSHY, DEEP, BUSHY])), softcap=softcap)
-    scene = Scene([17, 3, 30], page_size=page_size, window=4, fill=POISONED)
+    scene = Scene([17, 3, 30], page_size=page_size, window=4, fill=fill)
     scene.agree(scene.table.frozen(scene.rows, position_offset=0, window_shift=2), softcap=softcap)
 
 
@@ -311,13 +303,9 @@ def test_a_request_that_overflows_stays_alone(kind):
             torch.testing.assert_close(out[b, :valid].double(), expected[b, :valid], rtol=1e-5, atol=1e-5)
 
 
-def test_a_frozen_query_on_an_empty_prefix_is_zero():
-    scene = Scene([0, 3], page_size=1, window=4)
-    scene.agree(scene.table.frozen(scene.rows, position_offset=0, window_shift=2))
-
-
-def test_frozen_queries_on_empty_prefixes_alone_are_zero():
-    scene = Scene([0, 0], page_size=1, window=4)
+@pytest.mark.parametrize("other", [0, 3])
+def test_a_frozen_query_on_an_empty_prefix_is_zero(other: int):
+    scene = Scene([0, other], page_size=1, window=4)
     scene.agree(scene.table.frozen(scene.rows, position_offset=0, window_shift=2))
 
 

@@ -60,12 +60,6 @@ def test_padded_rows_share_the_sink():
     assert not pool_k[1].any()
 
 
-def test_nothing_to_store():
-    pool = torch.ones(2, 1, 2, device=DEVICE)
-    store_kv(numbers(0, 1, 2), numbers(0, 1, 2), slots(), pool, pool)
-    assert pool.tolist() == torch.ones(2, 1, 2).tolist()
-
-
 def test_move_by_eye():
     """Node path 0, 2, 3 behind 4 committed tokens: rows 6 and 7 go to 5 and 6, so 6 is read before it is written."""
     pool = torch.arange(8, dtype=torch.float32, device=DEVICE).view(8, 1, 1)
@@ -114,8 +108,8 @@ def test_words_are_as_large_as_all_rows_allow():
     assert StoreAddresses.of([numbers(3, 2, 8), numbers(3, 1, 3)]).word == torch.int32
 
 
-def test_nothing_to_move():
-    pool = numbers(3, 1, 2)
-    want = pool.clone()
+def test_nothing_to_store_and_nothing_to_move():
+    pool = torch.ones(2, 1, 2, device=DEVICE)
+    store_kv(numbers(0, 1, 2), numbers(0, 1, 2), slots(), pool, pool)
     move_kv(StoreAddresses.of([pool]), slots(), slots())
-    torch.testing.assert_close(pool, want)
+    assert bool((pool == 1).all())
