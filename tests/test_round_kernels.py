@@ -29,13 +29,8 @@ from tiny_models import random_eagle3
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LOOKAHEAD = 8
+pytestmark = pytest.mark.usefixtures("kernels_run")
 interpreted = pytest.mark.skipif(DEVICE.type == "cuda", reason="kernels are compiled here; see make gpu-test")
-
-
-@pytest.fixture(autouse=True)
-def kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE.type == "cpu":
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
 def long(values: Any) -> torch.Tensor:
