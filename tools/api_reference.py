@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args, get_origin
 import specdec
 from specdec import errors
 from specdec.cli.app import COMMANDS, load_command
+from specdec.doctor import diagnose
 from specdec.errors import SpecDecError
 from specdec.gpu.captures import CaptureUse
 from specdec.models.bundled import BUNDLED_DIR
@@ -31,7 +32,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
 RETURNED = (StreamDelta, TokenLogprob, EngineStats, PoolUse, CaptureUse, DraftUse, DeviceUse)
 """Not exported, because users receive them from methods and never make one."""
 INTERNAL = {
-    *("RequestStats.copy", "RequestStats.record_round", "RequestStats.add", "EngineStats.count", "PoolUse.of"),
+    *("RequestStats.copy", "RequestStats.record_round", "RequestStats.add", "EngineStats.count", "PoolUse.from_pool"),
     *("SamplingParams.restricted", "SamplingParams.stop_strings", "SpecConfig.shortened", "Handle.tell"),
 }
 """Members that the engine and the server call, and no user."""
@@ -51,6 +52,7 @@ def page() -> str:
     for name in specdec.__all__:
         if name not in ("__version__", "SpecDecError"):
             parts += described(getattr(specdec, name))
+    parts += ["## Doctor\n", *described(diagnose)]
     parts.append("## Classes that methods return\n")
     for kind in RETURNED:
         parts += described(kind)
