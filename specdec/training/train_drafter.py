@@ -139,7 +139,7 @@ def measure(
 
 
 def reported_shapes(settings: TrainSettings) -> dict[str, SpecConfig]:
-    """What acceptance is measured with: of a block drafter the whole block."""
+    """Draft with which acceptance is measured: of a block drafter the whole block."""
     if settings.kind != "block" or settings.draft_steps == 4:
         return SHAPES
     depth, nodes = settings.draft_steps, min(32, 5 + 16 * (settings.draft_steps - 1))
