@@ -227,9 +227,8 @@ VALUES += [
 
 @pytest.mark.parametrize(("make", "name", "value", "allowed"), VALUES)
 def test_a_value_that_a_setting_cannot_have(make, name, value, allowed, make_target):
-    with pytest.raises(ConfigError) as error:
-        made = make(**{name: value})
-        Engine.from_pretrained(make_target("llama"), config=made)  # which looks for the device
+    with pytest.raises(ConfigError) as error:  # an engine looks for the device
+        Engine.from_pretrained(make_target("llama"), config=make(**{name: value}))
     inside = value[-1] if make is SamplingParams and isinstance(value, list) and value else value
     assert_one_sentence(error, name, repr(inside), allowed)
 

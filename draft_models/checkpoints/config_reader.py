@@ -126,7 +126,8 @@ class HeadFiles(NamedTuple):
             ("num_hidden_layers", "the file"): self.num_layers,
             ("target_hidden_size", f"target {target.name}"): target.hidden_size,
         }
-        for (key, where), expected in (everywhere | dict(said)).items():
+        must_be: dict[tuple[str, str], Any] = {**everywhere, **said}
+        for (key, where), expected in must_be.items():
             if expected is not None and self.settings.get(key, expected) != expected:
                 raise CheckpointError(
                     f"{key}={self.settings[key]}, but {where} says {expected}; give a config.json, weights and a "
