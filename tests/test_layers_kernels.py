@@ -337,7 +337,7 @@ def test_balanced_rows_fill_the_multiprocessors(n: int, splits: int):
 
 @pytest.mark.parametrize("shared_memory", [99, 163, 227], ids=lambda kilobytes: f"{kilobytes} KiB")
 def test_tiles_fit_the_shared_memory(shared_memory: int, monkeypatch: pytest.MonkeyPatch):
-    """Figures of an A10, an A100 and an H200; a program that waits for no load of its own has one tile of each at least."""
+    """An A10, an A100 and an H200; a program that waits for no load of its own has one tile of each at least."""
     monkeypatch.setattr(gemm_small, "device_limits", lambda device: (108, shared_memory << 10))
     x = torch.empty(0, dtype=torch.float16, device=DEVICE)
     for n, k in ((128, 2816), (256, 2560), (4224, 2816), (2560, 10240), (20480, 2560), (262144, 2560)):

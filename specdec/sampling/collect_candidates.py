@@ -1,4 +1,4 @@
-"""Candidates of each row, the tokens that can be chosen: kernels read the vocabulary, and list them for `choose_kernel`.
+"""Candidates of each row, tokens that can be chosen: kernels read the vocabulary, and list them for `choose_kernel`.
 
     scan_kernel       grid (tiles, rows)   the best logit of each group and tile of the vocabulary; with top-n-sigma
                                            also their number, sum and sum of squares
