@@ -227,9 +227,12 @@ VALUES += [
 
 @pytest.mark.parametrize(("make", "name", "value", "allowed"), VALUES)
 def test_a_value_that_a_setting_cannot_have(make, name, value, allowed, make_target):
-    with pytest.raises(ConfigError) as error:
+    def make_and_use():
         made = make(**{name: value})
         Engine.from_pretrained(make_target("llama"), config=made)  # which looks for the device
+
+    with pytest.raises(ConfigError) as error:
+        make_and_use()
     inside = value[-1] if make is SamplingParams and isinstance(value, list) and value else value
     assert_one_sentence(error, name, repr(inside), allowed)
 
@@ -523,9 +526,9 @@ def test_a_model_without_a_head_is_no_drafter(make_target):
 @pytest.mark.parametrize(
     ("family", "changes", "values"),
     [
-        ("gemma4-31b", {"backbone_hidden_size": 40}, ["40", "32"]),
-        ("gemma4-31b", {"vocab_size": 120}, ["120", "96"]),
-        ("llama", {}, ["sliding_attention", "full_attention"]),
+        ("gemma4-31b", {"backbone_hidden_size": 40}, ["hidden size 40", "32"]),
+        ("gemma4-31b", {"vocab_size": 120}, ["120 tokens", "96"]),
+        ("llama", {}, ["layer 0 is sliding_attention", "['full_attention']"]),
     ],
     ids=["hidden", "vocab", "layer-types"],
 )
