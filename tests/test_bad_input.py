@@ -429,6 +429,7 @@ class Model(NamedTuple):
 
 
 LLAMA = Model("llama")
+FLOAT32, DISAGREE = EngineConfig(dtype=torch.float32), ["bfloat16", "float32", "leave one out"]
 CALLS = [
     # target, drafter, further arguments; the error, words of the refusal
     ("no-such-model", None, {}, CheckpointError, ["'no-such-model'", "tiny-gemma4"]),
@@ -444,6 +445,11 @@ CALLS = [
     (LLAMA, 5, {}, ConfigError, ["5", "ngram"]),
     (LLAMA, nn.Linear(2, 2), {}, UnsupportedModelError, ["Linear", "gemma4_assistant", "ngram"]),
     (LLAMA, None, {"tokenizer": "no-such-tokenizer"}, SpecDecError, ["'no-such-tokenizer'"]),
+    *(
+        (name, None, {}, CheckpointError, [f"{name!r} names no checkpoint"])
+        for name in ("None", "none", "null", " ", "nan")
+    ),
+    ("tiny-gemma4", "None", {}, CheckpointError, ["'None' names no checkpoint", "a drafter of None is no drafter"]),
     # settings in the wrong place, of the wrong type, or that the machine cannot have
     (LLAMA, None, {"max_model_len": 3}, ConfigError, ["config=EngineConfig(max_model_len=...)"]),
     (LLAMA, None, {"num_steps": 3}, ConfigError, ["spec=SpecConfig(num_steps=...)"]),
@@ -454,6 +460,8 @@ CALLS = [
     (LLAMA, None, {"config": huge(10**9)}, CapacityError, [str(10**9), "GB", "lower full_slots"]),
     (LLAMA, None, {"config": huge(1 << 40)}, CapacityError, [str(1 << 40), "GB", "lower full_slots"]),
     (Model("mistral"), None, {"config": SMALL_PAGE}, SpecDecError, ["3 SWA slots", "page of 4", "swa_slots"]),
+    ("tiny-gemma4", None, {"dtype": "float32", "torch_dtype": "bfloat16"}, ConfigError, DISAGREE),
+    ("tiny-gemma4", None, {"config": FLOAT32, "torch_dtype": torch.bfloat16}, ConfigError, DISAGREE),
     ("tiny-gemma4", None, {"config": EngineConfig(device="fpga")}, ConfigError, ["device='fpga' cannot be used"]),
 ]
 
