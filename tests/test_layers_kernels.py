@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import triton
 from torch.nn import functional as F
 
 from specdec.kvcache.index_spaces import FullLoc
@@ -49,15 +48,12 @@ DTYPES = [torch.float32, torch.float16] + (
     [torch.bfloat16] if DEVICE.type == "cuda" else []
 )  # interpreter: no bf16 dots
 
-pytestmark = pytest.mark.usefixtures("poison_empty")
+pytestmark = pytest.mark.usefixtures("kernels_run", "poison_empty")
 
 
 @pytest.fixture(autouse=True)
-def kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def seeded() -> None:
     torch.manual_seed(0)
-    if DEVICE.type == "cpu":
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-        assert not isinstance(gemm_small.gemm_small_kernel, triton.JITFunction), "TRITON_INTERPRET=1 came too late"
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -104,9 +100,6 @@ def test_linear_is_the_reference(rows: int, n: int, k: int, biased: bool, dtype:
 def test_gated_linear_is_the_reference(rows: int, n: int, k: int, activation: str):
     x, weight = randn(rows, k), randn(n, k) * k**-0.5
     close(gated_linear(x, weight, activation), reference_gated_linear(x, weight, activation))
-    gate, up = x @ weight[: n // 2].T, x @ weight[n // 2 :].T
-    want = (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
-    close(gated_linear(x, weight, activation), want)
 
 
 def test_a_gate_of_any_size_is_exact():
@@ -298,13 +291,6 @@ def test_two_tiles_of_rows_in_one_program(rows: int):
 
 
 def test_two_tiles_hold_the_rows():
-    assert [gemm_small.two_tiles(rows) for rows in (65, 96, 97, 128, 160)] == [
-        (64, 16),
-        (64, 32),
-        (128, 0),
-        (128, 0),
-        (128, 32),
-    ]
     for rows in range(65, 193):
         first, second = gemm_small.two_tiles(rows)
         assert first in (64, 128) and second in (0, 16, 32, 64) and rows <= first + second < rows + 32

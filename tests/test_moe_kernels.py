@@ -27,16 +27,9 @@ from specdec.layers.product import finish, reference_finish
 from marks import deep, deep_cases, slow
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+pytestmark = pytest.mark.usefixtures("kernels_run")
 FAMILIES = ["gemma4", "gpt_oss", "mixtral", "qwen3_moe", "qwen3_moe-raw"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def kernels_run():
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        if DEVICE.type == "cpu":
-            monkeypatch.setenv("TRITON_INTERPRET", "1")
-            assert not isinstance(pick_kernel, triton.JITFunction), "TRITON_INTERPRET=1 came too late"
-        yield
 
 
 def build(family: str, hidden: int = 40, width: int = 24, num_experts: int = 9, top_k: int = 3) -> Any:
