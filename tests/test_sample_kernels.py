@@ -95,9 +95,10 @@ def logits_of(kind, batch, nodes, vocab, dtype=torch.float32):
     ],
 )
 def test_tokens_are_those_of_the_sorted_sampler(kind, cut, poison_empty):
-    """Every setting in one batch: the rows do not meet."""
+    """Settings in one batch: the rows do not meet."""
     torch.manual_seed(len(kind))
-    assert wrong_draws(SETTINGS, logits_of(kind, len(SETTINGS), 1, 150), CUTS[cut]) == {}
+    settings = SETTINGS if kind == "masked" else SETTINGS[len(kind) % 2 :: examples(2, 1)]
+    assert wrong_draws(settings, logits_of(kind, len(settings), 1, 150), CUTS[cut]) == {}
 
 
 @pytest.mark.parametrize("vocab", [slow(1), slow(2), 65, slow(257)])
@@ -129,7 +130,7 @@ def test_a_nucleus_is_a_share_of_the_whole_row_and_not_of_its_list(poison_empty)
 
 @pytest.mark.parametrize(
     ("k", "kind"),
-    [(5, "masked"), slow(1, "random"), slow(3, "ties"), slow(5, "ties"), slow(3, "random"), slow(1, "masked")],
+    [(5, "masked"), slow(1, "random"), slow(3, "ties"), deep(5, "ties"), deep(3, "random"), deep(1, "masked")],
 )
 def test_best_tokens_are_the_best_of_log_scores(kind, k, poison_empty):
     torch.manual_seed(k)
