@@ -41,7 +41,7 @@ from specdec.layers.rope_store import (
     rotary,
 )
 
-from marks import deep_cases, slow
+from marks import deep, deep_cases, slow
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16] + (
@@ -457,7 +457,7 @@ HEADS = {
 
 
 @pytest.mark.parametrize(
-    ("dim", "rotated", "splits"), [slow(8, 8, 1), slow(8, 8, 3), (20, 12, 3), slow(64, 16, 1), slow(64, 16, 3)]
+    ("dim", "rotated", "splits"), [deep(8, 8, 1), slow(8, 8, 3), (20, 12, 3), slow(64, 16, 1), deep(64, 16, 3)]
 )
 @pytest.mark.parametrize("kind", HEADS)
 def test_rope_store_is_the_reference(kind: str, splits: int, dim: int, rotated: int):

@@ -207,12 +207,12 @@ Run = Callable[[dict[str, Any]], torch.Tensor]
 PATHS = pytest.mark.parametrize("attend_by", [run, run_plain], ids=["kernels", "plain"])
 
 
-def check(requests: Sequence[Request], kernels_too: bool = True, **options: Any) -> None:
+def check(requests: Sequence[Request], by: tuple[Run, ...] = (run, folded, run_plain), **options: Any) -> None:
     """Kernels and plain path against the definition."""
     args = lay_out(requests, **options)
     expected = dense(requests, args)
     tolerance = TOLERANCE[args["query"].dtype]
-    for attend_by in (run, folded, run_plain)[0 if kernels_too else 2 :]:
+    for attend_by in by:
         out = attend_by(args)
         assert out.is_contiguous()
         assert out.dtype == args["query"].dtype
@@ -234,10 +234,12 @@ def request(
     return Request(text[:length], text[length:], parents, **fields)
 
 
+@deep_cases("17-(64, 1)", "17-(17, 16)")
 @pytest.mark.parametrize("lengths", [(0, 65), (64, 1), (BLOCK_K - 1, 63), (BLOCK_K + 1, BLOCK_K)], ids=str)
 @pytest.mark.parametrize("num_rows", [1, slow(17)])
 def test_trees_behind_prefixes_of_odd_length(lengths: tuple[int, int], num_rows: int) -> None:
-    check([request(n, num_rows, bushy(num_rows, seed), seed=seed) for seed, n in enumerate(lengths)])
+    requests = [request(n, num_rows, bushy(num_rows, seed), seed=seed) for seed, n in enumerate(lengths)]
+    check(requests, (folded if num_rows == 1 else run, run_plain))
 
 
 @pytest.mark.parametrize(
@@ -247,7 +249,7 @@ def test_trees_behind_prefixes_of_odd_length(lengths: tuple[int, int], num_rows:
 )
 def test_page_sizes_and_groups(page_size: int, heads: tuple[int, int]) -> None:
     requests = [request(n, 3, [-1, 0, 0], heads=heads, seed=n) for n in (37, 16, 0)]
-    check(requests, page_size=page_size, spare_pages=2)
+    check(requests, (run, run_plain), page_size=page_size, spare_pages=2)
 
 
 @pytest.mark.parametrize(
@@ -315,7 +317,8 @@ def test_head_sizes(head_dim: int) -> None:
 def test_dtypes(dtype: torch.dtype) -> None:
     requests = [request(n, 3, [-1, 0, 0], heads=(4, 2), dtype=dtype, seed=n) for n in (35, 4)]
     # the interpreter multiplies bfloat16 matrices as integers; the kernels have no float64
-    check(requests, kernels_too=dtype == torch.float16 or (CUDA and dtype == torch.bfloat16), window=30)
+    by_kernels = dtype == torch.float16 or (CUDA and dtype == torch.bfloat16)
+    check(requests, (run, folded, run_plain) if by_kernels else (run_plain,), window=30)
 
 
 @pytest.mark.slow
