@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tape import record
 
-import specdec.engine
 import specdec.runtime.rounds.captured_rounds
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.backend import choose_backend
@@ -28,6 +26,7 @@ from specdec.models.target import TargetModel
 from specdec.sampling.log_probs import LogProbs
 from specdec.sampling.reference_sampler import ReferenceSampler
 
+from inside import capture_on_tape
 from marks import deep, deep_cases, examples, slow
 from tiny_models import FAMILIES, VOCAB, random_eagle3
 
@@ -395,7 +394,7 @@ def test_kernels(family, make_target, random_prompt, scripted, tree_script, seen
     trees = scripted(tree_script([p + t for p, t in zip(prompts, expected, strict=True)]))
     assert tokens(trees, 5, prefill_chunk=7) == expected
     monkeypatch.setattr(ReferenceSampler, "draw", seen.draw)  # nothing can be written down in a captured round
-    monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record)
+    capture_on_tape(monkeypatch)
     assert tokens(NgramDrafter(), 2, prefill_chunk=64, max_batch_size=2) == expected
     assert seen.again > 5
 
