@@ -11,13 +11,48 @@ from specdec.attention.backend import Backend
 from specdec.attention.plan import KVPlan, plan_chunk, plan_frozen, plan_verify
 from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.trees.tree import DraftTree
-from specdec.gpu.mirrored_array import IntArray
+from specdec.gpu.mirrored_array import IntArray, MirroredArray, flush
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.frozen import KVView, KVWorker, frozen_kv, own_view
-from specdec.kvcache.index_spaces import Space
-from specdec.kvcache.layout import KVLayout
-from specdec.kvcache.table import FROZEN_EXTRA_KEYS, RequestTable
+from specdec.kvcache.index_spaces import FullLoc, Space, SwaLoc
+from specdec.kvcache.layout import KVLayout, LayerSpec, layout_from_config
+from specdec.kvcache.page_pool import PagedAllocator
+from specdec.kvcache.prefix_cache import PrefixCache
+from specdec.kvcache.table import FROZEN_EXTRA_KEYS, Move, RequestTable
+
+__all__ = [
+    "DraftTree",
+    "FROZEN_EXTRA_KEYS",
+    "FullLoc",
+    "HybridAllocator",
+    "IntArray",
+    "KVLayout",
+    "KVPlan",
+    "KVRig",
+    "KVView",
+    "MirroredArray",
+    "Move",
+    "PagedAllocator",
+    "PrefixCache",
+    "RequestTable",
+    "Space",
+    "SwaLoc",
+    "flush",
+    "ints",
+    "layer_spec",
+    "layout_from_config",
+]
+
+
+def ints(*values: int) -> IntArray:
+    return np.array(values, dtype=np.int64)
+
+
+def layer_spec(layer: int, window: int | None, owner: int | None = None, head_dim: int = 1) -> LayerSpec:
+    """A layer with one K/V head. window: None: full. owner: its own, unless another's is given."""
+    kind, owner = "full_attention" if window is None else "sliding_attention", layer if owner is None else owner
+    return LayerSpec(layer=layer, owner=owner, layer_type=kind, num_kv_heads=1, head_dim=head_dim, window=window)
 
 
 class KVRig(KVCache):

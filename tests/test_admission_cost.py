@@ -12,20 +12,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv_rig import HybridAllocator, MirroredArray, PrefixCache, RequestTable
 
 from specdec import SamplingParams
-from specdec.gpu.mirrored_array import MirroredArray
-from specdec.kvcache.allocator import HybridAllocator
-from specdec.kvcache.prefix_cache import PrefixCache
-from specdec.kvcache.table import RequestTable
 from specdec.runtime import scheduler as scheduling
-from specdec.runtime.prefixes import Prefixes
-from specdec.runtime.prompt_shares import PromptRoom
-from specdec.runtime.request import Request, RequestState
-from specdec.runtime.scheduler import Scheduler, rank
-from specdec.runtime.settling import commit_chunks_on_host
-from specdec.text.detokenize import Detokenizer
 
+from inside import Detokenizer, Prefixes, PromptRoom, Request, RequestState, Scheduler, commit_chunks_on_host, rank
 from marks import examples
 
 

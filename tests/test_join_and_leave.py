@@ -8,29 +8,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from kv_rig import HybridAllocator, MirroredArray, PrefixCache, RequestTable, flush, ints
 
 from specdec import SamplingParams
 from specdec.errors import DoubleFreeError
-from specdec.gpu.mirrored_array import MirroredArray, flush
-from specdec.kvcache.allocator import HybridAllocator
-from specdec.kvcache.prefix_cache import PrefixCache
-from specdec.kvcache.table import RequestTable
-from specdec.runtime.prefixes import Prefixes
-from specdec.runtime.prompt_shares import PromptRoom
-from specdec.runtime.request import Request, RequestState
-from specdec.runtime.scheduler import Scheduler
 from specdec.sampling.sampling_table import SamplingTable
-from specdec.text.detokenize import Detokenizer
 
+from inside import Detokenizer, Prefixes, PromptRoom, Request, RequestState, Scheduler
 from marks import deep_cases
 from snapshots import contents
 
 ROWS, MAX_LEN = 6, 40
 PAGE_SIZES = pytest.mark.parametrize("page_size", [1, 3, 4])
-
-
-def ints(*values: int) -> np.ndarray:
-    return np.array(values, dtype=np.int64)
 
 
 def make(page_size: int, *, pages: int = 300, swa_pages: int | None = None, window: int | None = 4) -> RequestTable:

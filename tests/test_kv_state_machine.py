@@ -15,16 +15,9 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from kv_rig import KVRig
+from kv_rig import DraftTree, FullLoc, KVLayout, KVPlan, KVRig, KVView, Move, PrefixCache, Space, ints, layer_spec
 
-from specdec.attention.plan import KVPlan
-from specdec.attention.trees.tree import DraftTree
 from specdec.errors import FrozenKVError, KVStateError, OutOfSlotsError
-from specdec.kvcache.frozen import KVView
-from specdec.kvcache.index_spaces import FullLoc, Space
-from specdec.kvcache.layout import KVLayout, LayerSpec
-from specdec.kvcache.prefix_cache import PrefixCache
-from specdec.kvcache.table import Move
 
 from marks import deep_cases, examples, usual
 from snapshots import kv_contents
@@ -32,15 +25,6 @@ from snapshots import kv_contents
 WINDOW, NODES, ROWS, MAX_LEN = 4, 4, 3, 40
 SLIDING_LAYER, FULL_LAYER = 0, 1
 SEED = st.integers(0, 2**32 - 1)
-
-
-def spec(layer: int, window: int | None) -> LayerSpec:
-    layer_type = "full_attention" if window is None else "sliding_attention"
-    return LayerSpec(layer=layer, owner=layer, layer_type=layer_type, num_kv_heads=1, head_dim=1, window=window)
-
-
-def ints(*values: int) -> np.ndarray:
-    return np.array(values, dtype=np.int64)
 
 
 class Worker:
@@ -55,7 +39,7 @@ class KVMachine(RuleBasedStateMachine):
     @initialize(full_tokens=st.integers(24, 96), swa_tokens=st.integers(16, 72))
     def start(self, full_tokens: int, swa_tokens: int) -> None:
         self.table = KVRig(
-            KVLayout((spec(SLIDING_LAYER, self.window), spec(FULL_LAYER, None))),
+            KVLayout((layer_spec(SLIDING_LAYER, self.window), layer_spec(FULL_LAYER, None))),
             full_pages=full_tokens // self.page_size,
             swa_pages=swa_tokens // self.page_size,
             page_size=self.page_size,

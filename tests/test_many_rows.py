@@ -7,30 +7,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from kv_rig import HybridAllocator, MirroredArray, PagedAllocator, RequestTable, ints
 
 from specdec import SamplingParams, SpecConfig
 from specdec.errors import DoubleFreeError, KVStateError, OutOfSlotsError
-from specdec.gpu.mirrored_array import MirroredArray
-from specdec.kvcache.allocator import HybridAllocator
-from specdec.kvcache.page_pool import PagedAllocator
-from specdec.kvcache.table import RequestTable
 from specdec.runtime.launched_step import LaunchedStep
-from specdec.runtime.prompt_shares import PromptRoom
-from specdec.runtime.request import Request, RequestState, restricted
-from specdec.runtime.rounds.result import RoundResult
-from specdec.runtime.scheduler import Scheduler
-from specdec.runtime.settling import settle_round
 from specdec.sampling.sampling_table import SamplingTable, Uses
-from specdec.text.detokenize import Detokenizer
 
+from inside import Detokenizer, PromptRoom, Request, RequestState, RoundResult, Scheduler, restricted, settle_round
 from marks import deep_cases
 from snapshots import contents
 
 LOOKAHEAD = 2
-
-
-def ints(*values: int) -> np.ndarray:
-    return np.array(values, dtype=np.int64)
 
 
 def make(

@@ -6,9 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from random_loads import check_tokens, random_config, random_requests
-from tape import record
 
-import specdec.engine
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.cli.bodies.settings import drafter_name
 from specdec.cli.options import PairOptions
@@ -24,6 +22,7 @@ from specdec.runtime.adaptive.draft_ladder import draft_ladder
 from specdec.runtime.rounds.result import DraftShape
 from specdec.runtime.rounds.round_shapes import NO_DRAFT
 
+from inside import capture_on_tape
 from marks import deep, deep_cases, each_value, examples, pairs, usual
 from tiny_models import FAMILIES
 
@@ -365,7 +364,7 @@ def test_captured_rounds_of_both_give_the_same_tokens(model, monkeypatch):
     params = SamplingParams(max_new_tokens=examples(16, 40), ignore_eos=True)
     outputs = []
     for captured in (False, True):
-        monkeypatch.setattr(specdec.engine, "capture_for", lambda *_, on=captured: record if on else None)
+        capture_on_tape(monkeypatch, captured)
         monkeypatch.setattr("specdec.runtime.adaptive.round_timing.time_catching_up", lambda *_: 1e-3)
         monkeypatch.setattr(
             "specdec.runtime.adaptive.round_timing.time_rounds", lambda graphs, shapes, done: [1e-3] * len(shapes)

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from kv_rig import KVRig
+from kv_rig import KVRig, layer_spec
 
 from specdec.attention.kernels import page_table as page_table_module
 from specdec.attention.kernels.page_table import PageTables, build_page_tables, reference_build_page_tables
 from specdec.attention.trees.tree import DraftTree
 from specdec.kvcache.index_spaces import Space
-from specdec.kvcache.layout import KVLayout, LayerSpec
+from specdec.kvcache.layout import KVLayout
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -25,16 +25,11 @@ def long(values: object) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64, device=DEVICE)
 
 
-def spec(layer: int, window: int | None) -> LayerSpec:
-    kind = "full_attention" if window is None else "sliding_attention"
-    return LayerSpec(layer=layer, owner=layer, layer_type=kind, num_kv_heads=1, head_dim=1, window=window)
-
-
 def filled(page_size: int, window: int | None, lengths: list[int], lookahead: int) -> tuple[KVRig, np.ndarray]:
     """Requests of these lengths, interleaved in the pools and evicted as the engine does, in shuffled rows."""
     pages = sum(-(-(n + lookahead) // page_size) + 1 for n in lengths)
     table = KVRig(
-        KVLayout((spec(0, window), spec(1, None))),
+        KVLayout((layer_spec(0, window), layer_spec(1, None))),
         full_pages=pages,
         swa_pages=pages,
         page_size=page_size,

@@ -3,17 +3,15 @@
 That K/V in every adopted and every kept page are those of its text is shown by `test_kv_state_machine.py`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from kv_rig import HybridAllocator, PrefixCache, RequestTable
 
 from specdec.errors import OutOfSlotsError
-from specdec.kvcache.allocator import HybridAllocator
-from specdec.kvcache.prefix_cache import PrefixCache
-from specdec.kvcache.table import RequestTable
 
 from snapshots import contents
 
@@ -461,57 +459,47 @@ def test_reset_forgets_rows_and_cache():
 # `check` finds every kind of corruption
 
 
-def lost_node(rig: Rig) -> None:
-    rig.cache._root.children.popitem()
-
-
-def lost_page(rig: Rig) -> None:
-    [node] = rig.cache._by_age
-    node.key, node.pages = node.key[:-1], node.pages[:-1]
-
-
-def one_claim_too_many(rig: Rig) -> None:
-    rig.allocator.full.share(np.array([1]))
-
-
-def one_swa_claim_too_many(rig: Rig) -> None:
-    rig.allocator.swa.share(np.array([1]))
-
-
-def swa_miscounted(rig: Rig) -> None:
-    next(iter(rig.cache._by_age)).num_swa -= 1
-
-
-def wrong_name(rig: Rig) -> None:
-    next(iter(rig.cache._by_age)).key[0] = 77
-
-
-def page_of_nobody(rig: Rig) -> None:
-    rig.allocator.alloc(1)
-
-
-def forgotten_by_the_pool(rig: Rig) -> None:
-    rig.allocator.full._kept[1] = False
+def corrupt(rig: Rig, how: str) -> None:
+    match how:
+        case "lost node":
+            rig.cache._root.children.popitem()
+        case "lost page":
+            [node] = rig.cache._by_age
+            node.key, node.pages = node.key[:-1], node.pages[:-1]
+        case "one claim too many":
+            rig.allocator.full.share(np.array([1]))
+        case "one swa claim too many":
+            rig.allocator.swa.share(np.array([1]))
+        case "swa miscounted":
+            next(iter(rig.cache._by_age)).num_swa -= 1
+        case "wrong name":
+            next(iter(rig.cache._by_age)).key[0] = 77
+        case "page of nobody":
+            rig.allocator.alloc(1)
+        case "forgotten by the pool":
+            rig.allocator.full._kept[1] = False
+        case _:
+            raise AssertionError(how)
 
 
 @pytest.mark.parametrize(
-    ("corrupt", "message"),
+    ("how", "message"),
     [
-        (lost_node, "the nodes by age are not those of the tree"),
-        (lost_page, "num_swa|other pages are kept"),
-        (one_claim_too_many, "more claims than rows|belongs to no row|the cache's alone"),
-        (one_swa_claim_too_many, "more rows hold the SWA peer|claims on the SWA peer|the cache's alone"),
-        (swa_miscounted, "num_swa"),
-        (wrong_name, "a node is not where its key says"),
-        (page_of_nobody, "a held page belongs to no row"),
-        (forgotten_by_the_pool, "held 0|the cache's alone|other pages are kept"),
+        ("lost node", "the nodes by age are not those of the tree"),
+        ("lost page", "num_swa|other pages are kept"),
+        ("one claim too many", "more claims than rows|belongs to no row|the cache's alone"),
+        ("one swa claim too many", "more rows hold the SWA peer|claims on the SWA peer|the cache's alone"),
+        ("swa miscounted", "num_swa"),
+        ("wrong name", "a node is not where its key says"),
+        ("page of nobody", "a held page belongs to no row"),
+        ("forgotten by the pool", "held 0|the cache's alone|other pages are kept"),
     ],
 )
-def test_check_finds(corrupt: Callable[[Rig], None], message: str):
+def test_check_finds(how: str, message: str):
     rig = Rig.make(window=4)
     rig.serve(list(range(10)))
     rig.begin([*range(10), 0])
     rig.table.check()
-    corrupt(rig)
+    corrupt(rig, how)
     with pytest.raises(AssertionError, match=message):
         rig.table.check()

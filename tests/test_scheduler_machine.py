@@ -24,34 +24,30 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from kv_rig import KVRig
+from kv_rig import DraftTree, IntArray, KVLayout, KVPlan, KVRig, RequestTable, layer_spec
 
 from specdec import SamplingParams
-from specdec.attention.plan import KVPlan
-from specdec.attention.trees.tree import DraftTree
 from specdec.errors import CapacityError, KVStateError
-from specdec.gpu.mirrored_array import IntArray
-from specdec.kvcache.layout import KVLayout, LayerSpec
-from specdec.kvcache.table import RequestTable
 from specdec.runtime import scheduler
-from specdec.runtime.prefixes import WORTH_WAITING, Prefixes
-from specdec.runtime.prompt_shares import IDLE_STEPS, PromptRoom
-from specdec.runtime.request import Request, RequestState
-from specdec.runtime.scheduler import Scheduler, rank
-from specdec.runtime.settling import commit_chunks_on_host
-from specdec.text.detokenize import Detokenizer
 
+from inside import (
+    IDLE_STEPS,
+    WORTH_WAITING,
+    Detokenizer,
+    Prefixes,
+    PromptRoom,
+    Request,
+    RequestState,
+    Scheduler,
+    commit_chunks_on_host,
+    rank,
+)
 from marks import deep, deep_cases
 
 WINDOW, NODES, ROWS, CHUNK, GROUP, MAX_LEN, VOCAB = 4, 4, 4, 8, 18, 60, 50
 SLIDING_LAYER, FULL_LAYER = 0, 1
 SEED = st.integers(0, 2**32 - 1)
 MAX_STEPS = 2000
-
-
-def spec(layer: int, window: int | None) -> LayerSpec:
-    kind = "full_attention" if window is None else "sliding_attention"
-    return LayerSpec(layer=layer, owner=layer, layer_type=kind, num_kv_heads=1, head_dim=1, window=window)
 
 
 def meaning(tokens: Sequence[int]) -> float:
@@ -73,7 +69,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(self, full_tokens: int, swa_tokens: int, seed: int) -> None:
         draw = random.Random(seed)
         self.rig = KVRig(
-            KVLayout((spec(SLIDING_LAYER, WINDOW), spec(FULL_LAYER, None))),
+            KVLayout((layer_spec(SLIDING_LAYER, WINDOW), layer_spec(FULL_LAYER, None))),
             full_pages=full_tokens // self.page_size,
             swa_pages=swa_tokens // self.page_size,
             page_size=self.page_size,
@@ -337,7 +333,7 @@ def test_random_histories_of_the_impatient(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("level", [1, 3])
 def test_a_low_priority_is_not_kept_waiting_by_a_steady_stream(level: int) -> None:
     """There are always more of priority 0 than there are rows, and yet its turn comes when the law says so."""
-    layout = KVLayout((spec(SLIDING_LAYER, WINDOW), spec(FULL_LAYER, None)))
+    layout = KVLayout((layer_spec(SLIDING_LAYER, WINDOW), layer_spec(FULL_LAYER, None)))
     sizes = {"full_pages": 200, "swa_pages": 200, "page_size": 1, "max_len": MAX_LEN, "lookahead": NODES}
     table = KVRig(layout, **sizes, max_requests=ROWS).table
     made = Scheduler(table, max_model_len=MAX_LEN, prompt_room=PromptRoom(GROUP, GROUP, CHUNK))

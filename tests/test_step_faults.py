@@ -6,14 +6,12 @@ from contextlib import ExitStack
 
 import httpx
 import pytest
-from tape import record
 
-import specdec.engine
 from specdec import SamplingParams
 from specdec.errors import KVStateError, RequestFailedError, RoundFailedError, name_row
-from specdec.runtime.request import Request
 from specdec.serving.async_engine import AsyncEngine
 
+from inside import Request, assert_idle, capture_on_tape
 from marks import deep
 from served_engine import served
 
@@ -27,7 +25,7 @@ LONG = SamplingParams(max_new_tokens=220, ignore_eos=True)
 def scene(request, make_target, make_engine, greedy_oracle, random_prompt, monkeypatch):
     """(engine, prompts, what each is continued with)."""
     captured = request.param
-    monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record if captured else None)
+    capture_on_tape(monkeypatch, captured)
     model, prompts = make_target("gemma4-e2b"), [random_prompt(n) for n in LENGTHS]
     engine = make_engine(model, "ngram", max_batch_size=8)
     return engine, prompts, [greedy_oracle(model, prompt, NEW) for prompt in prompts]
@@ -68,8 +66,7 @@ def finish(engine, handles):
         except (ValueError, MemoryError):
             raised += 1
     step_on(engine)
-    engine.table.check()
-    assert engine.scheduler.idle and not engine.inbox.live and engine.table.allocator.full.held_pages == 0
+    assert_idle(engine)
     return raised
 
 

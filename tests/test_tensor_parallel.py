@@ -17,15 +17,14 @@ from specdec.draft_models.ngram import NgramDrafter
 from specdec.errors import ConfigError, DeviceLostError, SpecDecError, UnsupportedModelError
 from specdec.gpu import exchange_kernels
 from specdec.gpu.exchange_kernels import EMPTY, STEPS, TAGGED
-from specdec.gpu.operations import REFERENCE
 from specdec.gpu.ranks import PeerRanks, Ranks, make_ranks
 from specdec.gpu.tensor_tree import map_tensors
 from specdec.layers.linear import linear, linear_parts, reference_linear_parts
 from specdec.layers.product import cut_of
 from specdec.layers.split.layer_shares import embedding_share
 from specdec.layers.split.split_decoder import side_by_side
-from specdec.models.target import TargetModel
 
+from inside import REFERENCE, TargetModel
 from marks import deep_cases
 from tiny_models import VOCAB, build_target, random_eagle3
 
