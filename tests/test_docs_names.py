@@ -30,7 +30,7 @@ ALL_PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(ROOT)) fo
 PAGES = [page for page in ALL_PAGES if not page.startswith(RECORDS) and (ROOT / page).exists()]
 PACKAGES = {"kvcache": "specdec.kvcache", "attention": "specdec.attention", "draft_models": "specdec.draft_models"}
 PACKAGES |= {"specdec": "specdec"}  # root folder -> package
-SCRIPTS = ("examples", "tools", "tests")
+SCRIPTS = ("examples", "tools", "bench", "tests")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(
     r"[\w./*-]*[\w*]\.(?:py|md|toml|txt|jsonl?|ya?ml|safetensors)\b(?!:\d)"

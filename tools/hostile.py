@@ -42,7 +42,8 @@ from specdec.text.prompt_files import read_prompts
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from hostile_kinds import CHAT, KINDS, Attacker
-from result_table import table_head, table_row
+
+from bench.report import table_head, table_row
 
 ROOT = Path(__file__).resolve().parent.parent
 GREETING = "specdec serve: "
@@ -388,7 +389,7 @@ def in_ms(seconds: Sequence[float]) -> str:
 def report(record: Record, given: argparse.Namespace) -> bool:
     """Print it. -> does all hold?"""
     numbers = "good streams", "slower: median", "worst", "/health p50", "p99", "most, ms", "MB"
-    print(table_head("kind", "answers", *numbers, numbers=numbers))
+    print(table_head(("kind", "answers", *numbers)))
     for phase in record.phases:
         figures = figures_of(record, phase)
         total: Counter[str] = sum((Counter(each) for each in phase.got.values()), Counter())
@@ -399,7 +400,7 @@ def report(record: Record, given: argparse.Namespace) -> bool:
     first = record.phases[0]
     before = statistics.median(probed.memory for probed in record.probed if first.holds(probed.at)) / 1e6
     lines = verdicts(record, before)
-    print("\n" + table_head("line", "found", "holds"))
+    print("\n" + table_head(("line", "found", "holds")))
     for line, found, holds in lines:
         print(table_row([line, found, "yes" if holds else "**no**"]))
     known = conditions(pick_device("cpu"), shlex.join(sys.argv))
