@@ -137,7 +137,7 @@ def run_case(case: Case, options: Mapping[str, Any], report: Report, words: Sequ
 
 def warm_up(module: ModuleType, words: Sequence[str], report: Report) -> None:
     """Compile what the case launches, in as many processes as there are cores."""
-    if ON_CPU or not hasattr(module, "warm_jobs"):
+    if ON_CPU or "--quick" in words or not hasattr(module, "warm_jobs"):
         return
     processes, begin = max(1, min(15, (os.cpu_count() or 2) - 1)), time.perf_counter()
     command = [sys.executable, "-m", "bench", *words]

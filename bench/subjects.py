@@ -63,12 +63,12 @@ class Pair:
 
 
 def pair_of(
-    pair: str, layers: int = 0, *, deterministic: bool = False, operations: Any = FAST, divisor: int = DIVISOR
+    pair: str, layers: int = 0, *, on_cpu: int = 2, deterministic: bool = False, operations: Any = FAST
 ) -> Pair:
-    """pair: SHAPE or SHAPE:WEIGHTS. layers: None: all, but two on a CPU."""
+    """pair: SHAPE or SHAPE:WEIGHTS. layers: 0: all. on_cpu: layers on a CPU."""
     name, _, weights = pair.partition(":")
     shape, form = find_shape(name), find_form(weights or UNPACKED)
-    shrink = Shrink(2 if ON_CPU else layers or None, divisor, multiple=32 if form else 8)
+    shrink = Shrink(on_cpu if ON_CPU else layers or None, DIVISOR, multiple=32 if form else 8)
     model = make_target(shape, shrink, DEVICE, DTYPE, 0, form)
     return Pair(pair, shape, shrink, model, TargetModel(model, operations, deterministic=deterministic))
 

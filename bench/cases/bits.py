@@ -10,6 +10,7 @@ from bench.plants import HiddenTruth
 from bench.report import Row
 from bench.subjects import (
     CHAIN,
+    OPERATIONS,
     TREE,
     Answer,
     answers,
@@ -126,7 +127,7 @@ def _companies(name: str, devices: int, count: int) -> Iterator[Row]:
 
 def cost_rows(shape: str, layers: int, context: int, prompt: int) -> Iterator[Row]:
     """Plain steps, rounds of 4 drafts and prompts: by default -> with the same bits in any company."""
-    pair = pair_of(shape, layers)
+    pair = pair_of(shape, layers, operations=OPERATIONS)
     targets = pair.target, pair.target.as_deterministic()
 
     def row(what: str, ms: Sequence[float], bound: float) -> Row:

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from bench.device import DIVISOR, ON_CPU  # isort: skip - before triton
+from bench.device import ON_CPU  # isort: skip - before triton
 import torch
 from transformers import AutoTokenizer
 
@@ -74,7 +74,7 @@ Asked = tuple[list[int], SamplingParams]
 
 
 def subject(layers: int) -> tuple[Pair, Any]:
-    pair = pair_of("gemma4-e4b", layers, deterministic=not ON_CPU, operations=OPERATIONS, divisor=DIVISOR)
+    pair = pair_of("gemma4-e4b", layers, deterministic=not ON_CPU, operations=OPERATIONS)
     return pair, AutoTokenizer.from_pretrained(resolve_name("tiny-gemma4"))
 
 

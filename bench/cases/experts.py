@@ -102,7 +102,7 @@ def _check_family(family: str, module: Any, router: Router, experts: Experts) ->
 
 def packed_row(form: str) -> Row:
     """Packed experts: a row among any number of rows."""
-    experts, hidden, width, top_k, rows = 8, 256, 128, 2, 40 if ON_CPU else 300
+    experts, hidden, width, top_k, rows = 8, 256, 128, 2, 12 if ON_CPU else 300
     dtype = torch.float32 if ON_CPU else torch.bfloat16
     shapes = ((experts, 2 * width, hidden), (experts, hidden, width))
     mixture = Experts(*(random_weight(form, *shape, dtype=dtype) for shape in shapes), "silu")
