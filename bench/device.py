@@ -3,6 +3,7 @@
 `--device cpu` runs kernels in Triton's interpreter: to see that a case works, not what a GPU does. Times are left out.
 """
 
+import gc
 import importlib.util
 import os
 import sys
@@ -48,6 +49,7 @@ def machine() -> str:
 
 def free_memory() -> None:
     """Give back what the part before has left to the allocator."""
+    gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

@@ -115,10 +115,10 @@ def memory_rows(shapes: Sequence[str], layers: int, folder: str) -> Iterator[Row
 def _memory_row(shape: str, layers: int, folder: Path) -> Row:
     shrink = Shrink(2 if ON_CPU else layers or None, DIVISOR, multiple=32)
     size, largest = write_checkpoint(folder, find_shape(shape).target(shrink))
-    began = time.perf_counter()
+    before, began = 0 if ON_CPU else torch.cuda.memory_reserved(), time.perf_counter()
     with Growth() as growth:
         model = load_model(str(folder), dtype=torch.bfloat16, device=DEVICE)
-    peak = growth.peak if ON_CPU else torch.cuda.max_memory_reserved()
+    peak = growth.peak if ON_CPU else torch.cuda.max_memory_reserved() - before
     seconds = time.perf_counter() - began
     tensors = {tensor.data_ptr(): tensor for tensor in (*model.parameters(), *model.buffers())}  # tied ones once
     packed = sum(tensor.nbytes for tensor in tensors.values())

@@ -32,6 +32,7 @@ from specdec.drafter_loading import load_any_drafter
 from specdec.evaluation.contest import Contestant, take_turns
 from specdec.evaluation.gsm8k_report import is_correct, wilson_interval
 from specdec.evaluation.phases.random_weights import randomise
+from specdec.models.target import TargetModel
 from specdec.text.prompt_files import Problem, read_prompts
 
 RUNS: dict[str, tuple[str, SpecConfig]] = {
@@ -97,25 +98,26 @@ def decode(engine: Engine, batch: int, params: SamplingParams, prompts: Sequence
     return [handle.output().token_ids for handle in handles]
 
 
-def drafter_of(kind: str, name: str, engine: Engine) -> Any:
-    """A new drafter for the engine's target."""
+def drafter_of(kind: str, name: str, target: TargetModel) -> Any:
+    """A new drafter for the target."""
     if kind == "none":
         return None
-    drafter = load_any_drafter(kind if kind in ("ngram", "suffix") else name, engine.target)
+    drafter = load_any_drafter(kind if kind in ("ngram", "suffix") else name, target)
     if kind == "random":
         assert isinstance(drafter, Eagle3Drafter), "an EAGLE-3 head is expected"
         head = copy.deepcopy(drafter.head)
         randomise(head, 1)
-        return Eagle3Drafter(head, drafter.target_ids, engine.target)
+        return Eagle3Drafter(head, drafter.target_ids, target)
     return drafter
 
 
 def engines_of(plain: Engine, drafter: str, runs: Sequence[str], **config: Any) -> dict[str, Engine]:
-    made = {}
+    """An engine for each way, over the target of `plain`, in order where `deterministic` is among the fields."""
+    target, made = plain.target.as_deterministic() if "deterministic" in config else plain.target, {}
     for run in runs:
         kind, spec = RUNS[run]
-        each = drafter_of(kind, drafter, plain)
-        made[run] = Engine(plain.target, each, tokenizer=plain.tokenizer, spec=spec, config=EngineConfig(**config))
+        each = drafter_of(kind, drafter, target)
+        made[run] = Engine(target, each, tokenizer=plain.tokenizer, spec=spec, config=EngineConfig(**config))
     return made
 
 
@@ -179,9 +181,7 @@ def speed_rows(
 def exact_rows(target: str, drafter: str, data: Sequence[str], limit: int, tokens: int) -> Iterator[Row]:
     """`deterministic=True`: all outputs are equal."""
     base, tasks, config = plain_engine(target, data[:2], 8, tokens, min(limit, 16))
-    exact = copy.copy(base)
-    exact.target = base.target.as_deterministic()
-    engines = engines_of(exact, drafter, ("plain", "adaptive", "tree of 16"), **config, deterministic=True)
+    engines = engines_of(base, drafter, ("plain", "adaptive", "tree of 16"), **config, deterministic=True)
     for task in tasks:
         outputs = {name: decode(engine, 8, SamplingParams(tokens), task.ids) for name, engine in engines.items()}
         for name in ("adaptive", "tree of 16"):

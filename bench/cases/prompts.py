@@ -62,7 +62,7 @@ def loads_of(loads: Sequence[str]) -> dict[str, Load]:
 
 
 def bits_rows(lengths: Sequence[int]) -> Iterator[Row]:
-    pair = pair_of(SHAPE, 12, on_cpu=8, deterministic=True, operations=OPERATIONS)
+    pair = pair_of(SHAPE, 12, on_cpu=8, deterministic=True)
     prompts = prompts_of(lengths, pair.target.vocab_size, 0)
     params = [SamplingParams(max_new_tokens=2, logprobs=5, ignore_eos=True)] * len(prompts)
 
