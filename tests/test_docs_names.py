@@ -12,6 +12,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -180,6 +181,12 @@ def faults(span: str) -> list[str]:
     if span.startswith("make "):
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
         return [word for word in span.partition(" ARGS=")[0].split()[1:] if "=" not in word and word not in targets]
+    if span.startswith("python -m bench "):  # cases and their options; test_bench_cases.py runs them
+        cases = tomllib.loads((ROOT / "bench" / "cases.toml").read_text("utf-8"))
+        known = {"plot", "--list", "--quick", "--device", "--parts", *cases}
+        known |= {f"--{name.replace('_', '-')}" for case in cases.values() for name in case.get("options", {})}
+        named = re.match(r"[a-z -]*", span.removeprefix("python -m bench "))[0].partition(" --")[0].split()
+        return [word for word in (*named, *OPTION.findall(span)) if word not in known]
     if re.fullmatch(r"[\w.-]+(/[\w.-]+)*/", span):
         return [] if (ROOT / span).is_dir() else [span]
     files = [] if span.startswith("http") else FILE.findall(span)

@@ -134,7 +134,7 @@ def check_rows(kernel: str, small: bool) -> Iterator[Row]:
 
 
 def calls_of(kernel: str, shape: Shape, copies: int | None = None) -> list[Callable[..., torch.Tensor]]:
-    """As many calls as exceed the L2 cache together, each on inputs of its own."""
+    """Calls on inputs of their own, so many that these exceed the L2 cache together."""
     count = copies_of(kv_bytes(shape)) if copies is None else copies
     return [KERNELS[kernel]({**shape, "seed": seed, "dtype": _dtype()}).run for seed in range(count)]
 

@@ -68,7 +68,7 @@ def parity_rows(families: tuple[str, ...], head_dim: int, few: int, many: int) -
 
 
 def _parity_row(name: str, family: str, head_dim: int, setting: Setting, sizes: Any, count: int, longest: int) -> Row:
-    """The same requests in captured rounds, in rounds as they are, and in those of unfused layers."""
+    """Runs the requests in captured rounds, in rounds as they are, and in those of unfused layers."""
     draw = random.Random(count)
     prompts = prompts_of([draw.randint(1, longest) for _ in range(count)], VOCAB, count)
     params = [

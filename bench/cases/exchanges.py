@@ -33,7 +33,7 @@ from specdec.models.target import TargetModel
 EXCHANGES = 84
 WIDTH, PARTS = 4096, 2
 EXPERT_WIDTH, TOP_K = 2816, 8
-"""Of Gemma 4 26B-A4B."""
+"""Width and experts a token of Gemma 4 26B-A4B."""
 TWO_DEPTHS = {
     "llama-8b": (4, 8),
     "gemma4-31b": (6, 12),
