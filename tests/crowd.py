@@ -1,6 +1,6 @@
 """A crowd on one engine: requests of every kind that come, run, are aborted and end, and what must be true of them.
 
-Used by the tests, and on a GPU by `tools/gpu_test.py --parts crowd`. It knows no model: prompts are ids below `vocab`.
+Used by the tests, and on a GPU by `python -m bench crowd`. It knows no model: prompts are ids below `vocab`.
 """
 
 import gc

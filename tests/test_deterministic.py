@@ -30,7 +30,7 @@ from tiny_models import FAMILIES, VOCAB, random_eagle3
 NEW = examples(8, 12)
 BF16 = torch.bfloat16
 DTYPES = torch.float32, BF16
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here; see tools/gpu_bits.py")
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here: python -m bench bits")
 
 
 class Logits:

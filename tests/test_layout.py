@@ -74,7 +74,7 @@ LAZY = "specdec.lazy"  # help and `import specdec` must not import torch
 LAZY_USERS = ("specdec", "specdec.cli.app", "specdec.cli.commands")
 MAPPED = ("specdec.kvcache", "specdec.attention", "specdec.draft_models")
 FOLDERS = {name.rpartition(".")[2]: name for name in (*MAPPED, "specdec")}  # root folder -> package
-SCRIPTS = ("tests", "examples", "tools")
+SCRIPTS = ("tests", "examples", "tools", "bench")
 IMPORTERS = ("import_module", "__import__")
 COMPARISONS = {"allclose", "array_equal", "equal", "isclose"}
 

@@ -44,7 +44,7 @@ def target(request: pytest.FixtureRequest) -> TargetModel:
 @pytest.fixture
 def on_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
-        pytest.skip("kernels are compiled here; see tools/gpu_tensor_parallel.py")
+        pytest.skip("kernels are compiled here; see python -m bench two-gpus")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(specdec.engine, "make_ranks", lambda device, count: PeerRanks([device] * count))
 

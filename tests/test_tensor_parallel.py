@@ -1,7 +1,7 @@
 """Several devices, the same bits: ranks that share every layer give the logits of one device.
 
 On a CPU the ranks are one device, one after the other; `PeerRanks`, which exchange by flags and addresses, run there in
-Triton's interpreter. What two GPUs do is for `tools/gpu_tensor_parallel.py`.
+Triton's interpreter. What two GPUs do is for `python -m bench two-gpus`.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,7 +48,7 @@ CHAIN = SpecConfig(3, adaptive=False)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels may run on the CPU."""
     if torch.cuda.is_available():
-        pytest.skip("kernels are compiled here; see tools/gpu_tensor_parallel.py")
+        pytest.skip("kernels are compiled here; see python -m bench two-gpus")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 

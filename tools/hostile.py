@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from result_table import table_head, table_row
+from bench.report import table_head, table_row
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from server_process import running_server
