@@ -193,6 +193,16 @@ def test_numbers_of_a_word_have_one_scale_in_assembly(
     assert unpack_asm.is_fast(weight, torch.bfloat16) == fast  # type: ignore[arg-type]
 
 
+def test_tiles_of_more_rows_than_x_has_are_not_chosen(monkeypatch: pytest.MonkeyPatch):
+    """They read past its end, which is slower."""
+    monkeypatch.setattr(packed_launch, "device_limits", lambda device: (132, 227 << 10))
+    for form in ("int4", "e4m3-row"):
+        for n, k in ((20480, 2560), (2560, 10240), (28672, 4096), (6144, 4096), (256, 2560)):
+            for num_rows, most in ((33, 64), (64, 64), (96, 96)):
+                launch = choose_packed_rows(num_rows, empty_weight(form, n, k), DEVICE)
+                assert launch is not None and launch.tiles.block_m <= most, f"{form=} {n=} {num_rows=}"
+
+
 def test_scales_are_enough_for_an_asynchronous_copy():
     """Scales of groups of 64 in a small tile are 2 bytes for a thread: they are loaded as if groups were of 32."""
     assert [scale_step(64, 128, group) for group in (32, 64)] == [32, 32]
