@@ -20,6 +20,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from gpu_setup import DEVICE, device_option, machine, require_device  # isort: skip - before triton
@@ -30,10 +31,12 @@ from result_table import table_head, table_row
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import DraftBatch
+from specdec.draft_models.model_and_lookup import ModelAndLookup
+from specdec.draft_models.suffix import SuffixDrafter
 from specdec.evaluation.model_shapes import find_shape
 from specdec.evaluation.phases.random_weights import random_subject
-from specdec.runtime.adaptive.draft_choice import DraftChoice
-from specdec.runtime.adaptive.draft_choice import name as shape_name
+from specdec.runtime.draft_policy.draft_choice import DraftChoice
+from specdec.runtime.draft_policy.draft_use import name as shape_name
 from specdec.sampling.reference_sampler import ReferenceSampler
 
 MIXED = ((1, 6), (4, 16), (32, 64), (128, 256), (64, 96), (16, 40), (2, 8), (96, 144), (8, 24))
@@ -52,18 +55,19 @@ class Plant:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
         self.right = torch.zeros(FIRST_TEXT, device=device)
+        self.right_by_lookup = torch.zeros(FIRST_TEXT, device=device)
 
     def text(self, number: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         mixed = (number * 7919 + position * 104729 + 12345) * 2654435761
         return FIRST_TEXT + (mixed >> 7) % (self.vocab_size - FIRST_TEXT)
 
-    def is_right(self, number: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    def is_right(self, number: torch.Tensor, position: torch.Tensor, chance: torch.Tensor) -> torch.Tensor:
         """Mixes number and position, so that no place is likelier for its neighbours: the finalizer of MurmurHash3, in
         32 bits."""
         mixed = (number * 104723 + position * 15485863 + 777) & 0xFFFFFFFF
         for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
             mixed = ((mixed ^ (mixed >> shift)) * factor) & 0xFFFFFFFF
-        return ((mixed ^ (mixed >> 16)) % 4096) < self.right[number] * 4096
+        return ((mixed ^ (mixed >> 16)) % 4096) < chance * 4096
 
     @contextmanager
     def in_samplers(self) -> Iterator[None]:
@@ -83,16 +87,24 @@ class Plant:
             ReferenceSampler.draw_after = drawn_after  # type: ignore[method-assign]
 
     def in_worker(self, worker: Any) -> None:
-        """Chains of this worker are right as often as their prompts say; it does all its work."""
+        """The best path of this worker's drafts is right as often as their prompts say; it does all its work."""
         propose = worker.propose
 
         def planted(batch: DraftBatch) -> DraftTree:
             tree = propose(batch)
             number = batch.history[:, :1].clamp(max=FIRST_TEXT - 1)
-            position = batch.history_len[:, None] - 1 + torch.arange(tree.num_nodes, device=number.device)
+            nodes, newest = torch.arange(tree.num_nodes, device=number.device), torch.zeros_like(number)
+            on_path = torch.zeros_like(tree.parents, dtype=torch.bool)
+            for _ in range(batch.num_steps):  # the first child of the newest node, if it has one
+                is_child = (tree.parents == newest) & (nodes > 0)
+                newest = torch.where(is_child.any(1, True), is_child.int().argmax(1, True), tree.num_nodes)
+                on_path = on_path | (nodes == newest)
+            position = batch.history_len[:, None] - 1 + tree.depth
             text = self.text(number, position)
-            tokens = torch.where(self.is_right(number, position), text, text - 1)
-            return DraftTree.chain(torch.where(position < batch.history_len[:, None], tree.tokens, tokens))
+            right = self.right_by_lookup if batch.by_lookup else self.right
+            is_right = self.is_right(number + 977 * batch.by_lookup, position, right[number])
+            tokens = torch.where(on_path, torch.where(is_right, text, text - 1), tree.tokens)
+            return DraftTree.chain(tokens) if batch.topk == 1 else replace(tree, tokens=tokens)
 
         worker.propose = planted
 
@@ -162,9 +174,10 @@ def forget(engine: Engine) -> None:
     """The choice is that of a new engine: it knows what was timed when the engine was made, no more."""
     known = engine.steps.choice
     assert known is not None
-    engine.steps.choice = DraftChoice(known.shapes, engine.table.max_requests + 1)
-    engine.steps.choice.cost.timed.update(known.cost.timed)
-    engine.steps.choice.cost.catching_up.update(known.cost.catching_up)
+    captured = engine.steps.graphs is not None
+    engine.steps.choice = DraftChoice(known.shapes, engine.table.max_requests + 1, captured=captured)
+    engine.steps.choice.times.timed.update(known.times.timed)
+    engine.steps.choice.times.catching_up.update(known.times.catching_up)
 
 
 def fixed_to(engine: Engine, number: int) -> Callable[[], None]:
@@ -191,6 +204,8 @@ def main() -> None:
     parser.add_argument("--right", default="0,0.3,0.8", help="how often a draft is right")
     parser.add_argument("--hard", type=float, default=0.2, help="the same of every second prompt of the mixed load")
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--topk", type=int, default=1, help="more than 1: trees of 16 nodes")
+    parser.add_argument("--lookup", type=float, help="how often a suffix lookup next to the model is right")
     parser.add_argument("--length", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=256, help="tokens of an output")
     parser.add_argument(
@@ -208,7 +223,7 @@ def main() -> None:
     crowded = [int(each) for each in given.crowd_tokens.split(",")] if given.crowd is not None else [0]
     longest = max(given.length + given.tokens, sum(crowded)) + 32
     sizes = EngineConfig(max_batch_size=max(batches), max_model_len=longest, device=DEVICE)
-    spec = SpecConfig(given.steps)
+    spec = SpecConfig(given.steps, given.topk, 16 if given.topk > 1 else None)
     shape = find_shape(given.shape)
     subject = random_subject(shape, {"chain": spec}, layers=given.layers, divisor=given.divisor, config=sizes)
     plant = Plant(subject.target.vocab_size, subject.target.device)
@@ -216,22 +231,27 @@ def main() -> None:
         begin = time.perf_counter()
         plain = None if given.only_mixed else Engine(subject.target, config=sizes)
         made = time.perf_counter()
-        bind = type(subject.drafter).bind
+        drafter = subject.drafter
+        if given.lookup is not None:
+            drafter = ModelAndLookup(drafter, SuffixDrafter())
+            plant.right_by_lookup.fill_(given.lookup)
+        bind = type(drafter).bind
 
         def planted_bind(drafter: Any, binding: Any) -> Any:
             worker = bind(drafter, binding)
             plant.in_worker(worker)
             return worker
 
-        type(subject.drafter).bind = planted_bind  # type: ignore[method-assign,union-attr]
-        engine = Engine(subject.target, subject.drafter, spec=spec, config=sizes)
+        type(drafter).bind = planted_bind  # type: ignore[method-assign,union-attr]
+        engine = Engine(subject.target, drafter, spec=spec, config=sizes)
         print(f"engines: plain {made - begin:.1f} s, adaptive {time.perf_counter() - made:.1f} s to make")
         print(engine.stats().captures)
         choice = engine.steps.choice
         assert choice is not None
         use = engine.stats().drafts
-        for size, seconds in sorted(choice.cost.timed.items()):
-            print(f"{size} requests: " + ", ".join(f"{1e3 * each:.3f}" for each in seconds) + " ms")
+        for size, seconds in sorted(choice.times.timed.items()):
+            reading = f", catching up {1e3 * choice.times.catching_up.get(size, 0.0):.3f}"
+            print(f"{size} requests: " + ", ".join(f"{1e3 * each:.3f}" for each in seconds) + f"{reading} ms")
         names = [shape_name(each) for each in choice.shapes]
         ratios_of = "to plain", "to best", "rounds alone to best"
         print(table_head("requests", "right", "plain engine", *names, "adaptive", *ratios_of, "chosen"))

@@ -94,7 +94,7 @@ def by_table(engine: Engine, batch: int) -> float:
     use, choice = engine.stats().drafts, engine.steps.choice
     assert choice is not None
     took = np.array(use.milliseconds[batch])
-    late = choice.cost.catch_up(batch, KEPT) * 1e3 * (use.rounds[0] / KEPT + sum(use.rounds[1:]))
+    late = choice.times.catch_up(batch, KEPT) * 1e3 * (use.rounds[0] / KEPT + sum(use.rounds[1:]))
     rounds = np.array(use.rounds)
     return float((rounds * took).sum() + late) / float(rounds.sum() * took[0])
 

@@ -226,7 +226,7 @@ class RoundEnds:
         count = engine.steps.launches._count
 
         def noted(requests: Any, result: Any, **options: Any) -> None:
-            self.ms.append(result.ran[1] / 1e6)
+            self.ms.append(result.ended / 1e6)
             count(requests, result, **options)
 
         engine.steps.launches._count = noted  # type: ignore[method-assign]
