@@ -35,7 +35,6 @@ from specdec.models.split_target import split_target
 from specdec.models.target import TargetModel
 from specdec.models.watched_weights import look_closely, updates_show
 from specdec.progress import progress_bar
-from specdec.runtime.draft_policy.draft_ladder import draft_ladder
 from specdec.runtime.arguments import (
     require_choice,
     require_depth,
@@ -48,6 +47,7 @@ from specdec.runtime.arguments import (
     say_where_drafts_end,
 )
 from specdec.runtime.cpu_threads import CpuThreads
+from specdec.runtime.draft_policy.draft_ladder import draft_ladder
 from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.handle import Handle
 from specdec.runtime.inbox import Inbox

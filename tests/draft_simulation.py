@@ -27,7 +27,8 @@ E4B = {
     32: (4.810, 5.166, 5.843, 6.036, 6.998),
     128: (6.242, 8.037, 10.142, 12.328, 14.946),
 }
-"""Milliseconds of a round on an H100 by batch size, with no draft and chains of 1 to 4: docs/results/2026-11-26-adaptive.md."""
+"""Milliseconds of a round on an H100 by batch size, with no draft and chains of 1 to 4
+(docs/results/2026-11-26-adaptive.md)."""
 
 DRAFTING = {1: 0.11, 8: 0.13, 32: 0.2, 128: 0.44}
 """Milliseconds of these for each level that a model drafts; a lookup takes none."""

@@ -9,7 +9,7 @@ import inspect
 
 import numpy as np
 import pytest
-from draft_simulation import E4B, Load, Machine, adaptive, chances, e4b, fixed, to_best
+from draft_simulation import E4B, Load, Machine, adaptive, chances, e4b, to_best
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +18,7 @@ import specdec.runtime.warm_up
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.runtime import prompt_timing
 from specdec.runtime.draft_policy import round_timing
-from specdec.runtime.draft_policy.acceptance import MEMORY, Acceptance
+from specdec.runtime.draft_policy.draft_acceptance import MEMORY, Acceptance
 from specdec.runtime.draft_policy.draft_account import MAX_SAVED, SHARE, DraftAccount
 from specdec.runtime.draft_policy.draft_choice import DraftChoice
 from specdec.runtime.draft_policy.draft_ladder import draft_ladder
@@ -230,8 +230,9 @@ def test_whatever_comes_drafts_cost_no_more_than_the_account_says(seed, timed):
     reads = draw.choice([0.0, 0.3])
     machine = Machine(
         captured=timed,
-        seconds=lambda shape, batch: batch**0.5
-        * (1 + node * (shape.num_nodes - 1) + (0 if shape.by_lookup else level * shape.num_steps)),
+        seconds=lambda shape, batch: (
+            batch**0.5 * (1 + node * (shape.num_nodes - 1) + (0 if shape.by_lookup else level * shape.num_steps))
+        ),
         catch_up=None if reads == 0.0 else lambda batch: reads * batch**0.5,
     )
     load = Load(lambda number: tuple(chance[:, number % 40]), batch=int(draw.integers(1, 5)), crowds=3, tokens=80)
@@ -320,7 +321,9 @@ def test_a_poor_model_does_not_starve_the_lookup_of_trials():
     """Regression: trials were paid from one purse, the one that risked least came first, and a model that is never
     right emptied it: 500 rounds for 500 tokens and no lookup, where the lookup alone takes 104."""
     machine = Machine(
-        seconds=lambda shape, batch: 1 + 0.25 * (shape.num_nodes - 1) + (0 if shape.by_lookup else 0.02) * shape.num_steps
+        seconds=lambda shape, batch: (
+            1 + 0.25 * (shape.num_nodes - 1) + (0 if shape.by_lookup else 0.02) * shape.num_steps
+        )
     )
     for right in (0.0, 0.3):
         outcome = adaptive(machine, Load(chances(right, 1.0), tokens=500), BOTH)
@@ -329,8 +332,8 @@ def test_a_poor_model_does_not_starve_the_lookup_of_trials():
 
 @pytest.mark.parametrize(("begins", "ends", "factor"), [(0.02, 0.07, 10), (0.0, 0.5, 5), (0.3, 1.3, 3)])
 def test_one_burst_of_noise_parks_no_draft(begins, ends, factor):
-    """Regression: a draft that was slow once, by what else ran, was not timed again: 2,189 rounds for 3,000 tokens where
-    600 do."""
+    """Regression: a draft that was slow once, by what else ran, was not timed again: 2,189 rounds for 3,000 tokens,
+    where 600 do."""
     machine = Machine(
         captured=False,
         seconds=lambda shape, batch: 0.01 * (1 + 0.4 * shape.num_steps),

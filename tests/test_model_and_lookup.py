@@ -95,8 +95,8 @@ def test_tokens_of_plain_decoding(seed, make_target, make_engine, random_prompt)
 
 
 def test_a_model_that_is_never_right_does_not_switch_the_lookup_off(make_target, random_prompt):
-    """Regression: reading along with others did not pay for it, so its rows were lost, to the lookup as well: 888 rounds
-    for 900 tokens that the lookup alone drafts in 190."""
+    """Regression: its reading did not pay, so its rows were lost, to the lookup as well: 888 rounds for 900 tokens that
+    the lookup alone drafts in 190."""
     target = TargetModel(make_target("llama"))
     drafter = ModelAndLookup(LanguageModelDrafter(TargetModel(make_target("llama", seed=1)), target), SuffixDrafter())
     params = SamplingParams(max_new_tokens=120, ignore_eos=True, stop_token_ids=())

@@ -20,6 +20,7 @@ from specdec.runtime.scheduler import Scheduler
 from specdec.runtime.seating import keep_outputs
 from specdec.runtime.settling import settle_chunks, settle_round
 
+
 class Learns(Protocol):
     def __call__(
         self, shape: RoundShape, requests: Sequence[Request], result: RoundResult, gained: int, seconds: float
@@ -112,8 +113,9 @@ class Launches:
         settle_round(self._round, requests, result)
         gained = sum(request.num_output for request in requests) - before if shape.num_steps else 0
         last, self._ended = self._ended, result.ended
-        follows = self._captured and last is not None
-        seconds = (result.ended - last) / 1e9 if follows else sum(result.seconds.values())
+        seconds = sum(result.seconds.values())
+        if self._captured and last is not None:
+            seconds = (result.ended - last) / 1e9
         self._learn(shape, requests, result, gained, seconds)
         self._count(requests, result, by_lookup=shape.by_lookup)
 

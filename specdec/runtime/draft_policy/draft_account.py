@@ -3,7 +3,7 @@
     balance   a plain round of the largest batch so far
               + SHARE of the seconds of every round
               + for a round with a draft: the seconds of plain rounds for its tokens, less its own
-              - the seconds in which a drafter reads unread tokens: all before its own draft, otherwise half of the share
+              - the seconds in which a drafter reads unread tokens: before its draft all, else half of the share
 
 A draft is allowed only if the balance covers its full cost, together with that of the drafts in flight. So however
 wrong the expectations are, decoding takes longer than plain decoding by no more than this share, this round, the first

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from specdec.gpu.mirrored_array import IntArray
-from specdec.runtime.draft_policy.acceptance import Acceptance
+from specdec.runtime.draft_policy.draft_acceptance import Acceptance
 from specdec.runtime.draft_policy.draft_account import DraftAccount
 from specdec.runtime.draft_policy.draft_use import DraftUse, why_none
 from specdec.runtime.draft_policy.round_times import RoundTimes
@@ -141,7 +141,7 @@ class DraftChoice:
         return number, plain + max(0.0, seconds - plain) * longer
 
     def caught_up(self, batch: int, draft: DraftShape, seconds: float | None) -> None:
-        """The model has read unread tokens before a round with this draft, for this time; None: as long as was timed."""
+        """The model has read unread tokens before a round with this draft. seconds: None, as long as was timed."""
         if seconds is not None:
             self.times.catching_up[batch] = seconds
         by_model = draft.num_steps > 0 and not draft.by_lookup

@@ -10,12 +10,11 @@ The least, since whatever else runs on a machine only adds.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
 
 import numpy as np
 
 from specdec.gpu.buckets import next_power_of_two
-from specdec.runtime.draft_policy.acceptance import MEMORY, FloatArray
+from specdec.runtime.draft_policy.draft_acceptance import MEMORY, FloatArray
 
 NEWEST = 8
 """Rounds that are kept of a batch size, or of a batch size and a draft."""
