@@ -25,8 +25,8 @@ from specdec.attention.plan import plan_frozen
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, PromptObservation, TargetInfo
 from specdec.draft_models.centroid_head import CentroidHead, centroid_best, centroid_sample, reference_centroid_logits
-from specdec.draft_models.draft_context import DraftGrowth, continued
-from specdec.draft_models.fused_form import Echo, why_unfused
+from specdec.draft_models.heads.draft_context import DraftGrowth, continued
+from specdec.draft_models.heads.fused_form import Echo, why_unfused
 from specdec.errors import UnsupportedModelError
 from specdec.gpu.operations import REFERENCE, Operations
 from specdec.kvcache.frozen import KVView, frozen_kv
@@ -215,7 +215,7 @@ class Gemma4MTPWorker:
             if level == 0 or (level == 1 and batch.topk > 1):  # one query for the root, then topk
                 context = self._context(batch, view, tokens.shape[1])
             out, hidden = self.drafter.step(tokens, hidden, context)
-            tokens, origin = growth.add(out, drawn_pos[:, None].expand_as(tokens))
+            tokens, origin = growth.add_level(out, drawn_pos[:, None].expand_as(tokens))
             hidden = continued(hidden, origin)
         return growth.select()
 

@@ -170,7 +170,7 @@ class HybridAllocator:
             self._unmap(pages[self.swa.forget(self._swa_peers(pages))])
 
     def is_mapped(self, pages: IntArray) -> BoolArray:
-        """Which of `pages` have an SWA peer."""
+        """Mask of `pages` that have an SWA peer."""
         mapped: BoolArray = self._swa_peers(pages) != 0
         return mapped
 

@@ -22,7 +22,7 @@ NULL_SLOT = 0
 
 
 class Space(Enum):
-    """Which pool a layer's keys and values live in."""
+    """Pool that a layer's keys and values live in."""
 
     FULL = "full"
     SWA = "swa"

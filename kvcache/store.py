@@ -47,7 +47,7 @@ class StoreAddresses:
     total: int
 
     @classmethod
-    def of(cls, pools: Sequence[torch.Tensor]) -> "StoreAddresses":
+    def from_pools(cls, pools: Sequence[torch.Tensor]) -> "StoreAddresses":
         """The rows of contiguous pools [slots, Hkv, D] on one device; Hkv, D and dtype may differ."""
         assert pools and all(pool.is_contiguous() for pool in pools), "pools are contiguous"
         row_bytes = [pool[0].numel() * pool.element_size() for pool in pools]
@@ -85,7 +85,8 @@ class KVStore:
                     shape = (allocator.num_slots(spec.space), spec.num_kv_heads, spec.head_dim)  # [slots, Hkv, D]
                     k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
                     self.layers[spec.layer] = LayerKV(k, v, spec.space)
-            self.addresses = {space: StoreAddresses.of(tensors) for space in Space if (tensors := self.tensors(space))}
+            pools = {space: self.tensors(space) for space in Space}
+            self.addresses = {space: StoreAddresses.from_pools(found) for space, found in pools.items() if found}
 
     def tensors(self, space: Space) -> tuple[torch.Tensor, ...]:
         """All K and V tensors that the slots of one space index."""

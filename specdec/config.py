@@ -60,9 +60,8 @@ class SpecConfig:
 
     topk = 1 is a chain. Otherwise the best `topk` nodes of each level are expanded, and the best nodes of all levels
     are verified. num_draft_tokens None: 1 + topk * num_steps nodes, of a tree at most 64.
-    adaptive: this is the largest draft, and each round has the draft, or none, that is expected to bring most tokens a
-    second, by the measured times of rounds and the acceptance so far. It changes no token. False: every round has this
-    draft.
+    adaptive: this is the largest draft, and each round has the one, or none, that is expected to bring most tokens a
+    second. It changes no token. False: every round has this draft.
     """
 
     num_steps: int = 4
@@ -117,36 +116,24 @@ class EngineConfig:
     float32 on the CPU, the checkpoint's elsewhere.
     prefill_chunk: maximum prompt tokens per step of one request, which are read in one step; None: 2048, on a CPU 512.
     max_prefill_tokens: maximum prompt tokens per step over all requests, whether or not others decode. None: measured
-    times decide. While requests decode, the prompts of a step may take half a round's time for each request that waits
-    for its first token (`EngineStats.prompt_gap_ms`): one long prompt makes streams slower by half, and a queue is read
-    in large steps. If that is too little for 256 tokens (on a CPU 32), a step runs some layers of a forward over at
-    most that many tokens, and later steps run the rest. If `prefill_chunk` is set, or the model cannot be stopped
-    between layers, at least 64 tokens (on a CPU 16) are read at once. The upper bound is what a GPU reads in a quarter
-    of a second, at most 8192 tokens, and 96 on a CPU. While no request decodes, prompts of up to four times as many
-    tokens, at most 8192, are read in one step. Prompts are read in order of rank, except that a prompt at most half as
-    long as the unread rest of the first one passes it, within the half of the step that is not the first one's.
+    times decide (docs/life_of_a_request.md; `EngineStats.prompt_gap_ms`).
     attention: "torch" runs anywhere; "triton" uses the Triton kernels, which need a CUDA device (or, to try them on a
     CPU, TRITON_INTERPRET=1); "auto" is "triton" on a GPU that can run them, else "torch".
-    deterministic: the logits of a token are a function of its request alone, to the bit: not of the batch, the chunks
-    of its prompt, preemption, the drafter, its trees, or captured rounds. A model that cannot run so is refused.
-    cuda_graphs: rounds and short prompts are captured once a shape and replayed. "auto" captures on a GPU, and runs a
-    model that cannot be captured without; True makes that an error, and needs a GPU.
-    max_capture_bytes: memory that captured rounds and prompts may take of each device; the least recently used are
-    dropped, and captured again when they occur again. None: a tenth of a device's memory, or half of the memory that is
-    free once the pools are made, if that is less.
-    prefix_cache: K/V of prompts and outputs are kept while there is room, and requests that begin with the same tokens
-    reuse them. Cached K/V are dropped before a request has to wait for slots.
-    finished_tokens: drafter "suffix" also proposes from outputs of finished requests, the newest of at most so many
-    tokens; 0 (the default): from a request's own text alone. Requests with the same cache_salt share, as they do in the
-    prefix cache. It changes no token, but a text may arrive sooner when other requests had similar outputs.
-    fused: decoder layers of few large kernels in the place of transformers' modules. "auto" uses them with "triton" on
-    a GPU, if the family has them; True everywhere (in plain torch without "triton"), and refuses a model or drafter
-    that has none; False never. Merges weights in place: they become views of larger tensors, the same values under the
-    same names.
-    tensor_parallel: GPUs of this host that share every layer of the target and its head, from `device` on. They must
-    reach each other's memory. A name is loaded into host memory, and each GPU takes its share from there; the first
-    also holds the embeddings and the drafter. Fused families, quantised or not. With deterministic=True the logits are
-    those of one GPU, to the bit.
+    deterministic: the logits of a token depend on its request alone, to the bit: not on the batch, prompt chunks,
+    preemption, drafts or captures. A model that cannot run so is refused.
+    cuda_graphs: captures rounds and short prompts once a shape and replays them. "auto" captures on a GPU where the
+    model allows it; True makes a model that does not an error, and needs a GPU.
+    max_capture_bytes: memory that captures may take of each device; the least recently used are dropped. None: a tenth
+    of a device's memory, or half of what is free once the pools are made, if that is less.
+    prefix_cache: keeps K/V of prompts and outputs for requests that begin with the same tokens, until slots are needed.
+    finished_tokens: drafter "suffix" also proposes from the newest so many output tokens of finished requests with the
+    same cache_salt; 0: from a request's own text alone. It changes no token, only when a text arrives.
+    fused: decoder layers of few large kernels in the place of transformers' modules. "auto": with "triton" on a GPU, if
+    the family has them; True: everywhere (in plain torch without "triton"), and a model or drafter without them is
+    refused; False: never. Fusing makes parameters views of larger tensors, with the same values and names.
+    tensor_parallel: GPUs of this host, from `device` on, that share every layer of the target and its head. They must
+    reach each other's memory; the first also holds the embeddings and the drafter. Fused families, quantised or not.
+    With deterministic=True the logits are those of one GPU, to the bit.
     """
 
     max_batch_size: int = 8
@@ -201,11 +188,10 @@ class SamplingParams(SamplingNumbers):
     Logits change in this order, on every path: logit_bias, repetition, frequency and presence penalty, the grammar's
     mask, top_n_sigma, temperature, top_k, top_p, min_p. With a `seed` the output is a pure function of model, prompt,
     parameters and seed, whatever the drafter and the batch; None draws one.
-    top_n_sigma: keeps tokens whose logit is at least the best one less n times the standard deviation of all finite
-    logits of the position (of the population: divided by their number), 0 or less keeps all. The logits are those
-    before temperature, with every edit above; temperature scales both sides, and changes no token that is kept.
-    frequency_penalty, presence_penalty: taken from a token's logit for each time that the output has it, and once if it
-    has it at all; the repetition penalty looks at the prompt too. logit_bias: added to the logits of these token ids.
+    top_n_sigma: keeps tokens whose logit, before temperature, is at least the best one less n standard deviations of
+    the position's finite logits (of the population: divided by their number); 0 or less keeps all.
+    frequency_penalty, presence_penalty: taken from a token's logit each time that the output has it, and once if it has
+    it; the repetition penalty looks at the prompt too. logit_bias: added to the logits of these token ids.
     json_schema (a dict or JSON text), json_object (any object), regex (of the whole text), choice (one of these
     strings): the grammar of the output, one of them a request. The text may end where the grammar does, and nowhere
     else; a text of max_new_tokens is cut.
@@ -217,8 +203,8 @@ class SamplingParams(SamplingNumbers):
     speculation: None, as the engine does; False, not at all; or a SpecConfig within the engine's (adaptive=False: that
     draft in every round, in an adaptive engine too). In a round with deeper drafts the request accepts at most its own
     depth. It changes no token.
-    cache_salt: a secret text. Only requests with the same salt (None is one too) share K/V in the prefix cache, so a
-    caller without it cannot learn from cache hits what was in a prompt. It changes no token.
+    cache_salt: a secret text. Only requests with the same salt (None is one too) share K/V in the prefix cache. It
+    changes no token.
     """
 
     stop: str | Sequence[str] = ()

@@ -22,14 +22,13 @@ from transformers import PreTrainedModel
 from specdec.attention.backend import choose_backend
 from specdec.attention.checked_backend import sanitized
 from specdec.config import MAX_PRIORITY, EngineConfig, SamplingParams, SpecConfig, require_int
-from specdec.doctor.diagnose import NEW_TOKENS, diagnose, warn_at_load
-from specdec.doctor.diagnosis import Diagnosis
 from specdec.draft_models.base import Drafter
 from specdec.drafter_loading import load_any_drafter
 from specdec.errors import ConfigError, SpecDecError, shown
 from specdec.gpu.captures import CaptureStore, default_budget, most_captures
 from specdec.gpu.operations import choose_operations
 from specdec.gpu.ranks import make_ranks
+from specdec.load_check import warn_at_load
 from specdec.loading import SHARED_OPTIONS, load_target, pick_device, pick_tokenizer
 from specdec.models.split_target import split_target
 from specdec.models.target import TargetModel
@@ -51,12 +50,12 @@ from specdec.runtime.draft_policy.draft_ladder import draft_ladder
 from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.handle import Handle
 from specdec.runtime.inbox import Inbox
-from specdec.runtime.intake import Intake
 from specdec.runtime.keywords import known_keywords, require_loading_arguments
 from specdec.runtime.prefixes import Prefixes
 from specdec.runtime.prompt_reading import division_of
 from specdec.runtime.prompt_shares import PromptRoom
 from specdec.runtime.request import GenerationOutput, Request, StreamDelta
+from specdec.runtime.request_builder import RequestBuilder
 from specdec.runtime.rounds.captured_prompts import ChunkGraphs
 from specdec.runtime.rounds.captured_rounds import RoundGraphs, batch_sizes, capture_for
 from specdec.runtime.rounds.catching_up import CatchUps
@@ -133,7 +132,7 @@ class Engine:
         self.scheduler = Scheduler(
             self.table,
             max_model_len=self.max_model_len,
-            prompt_room=PromptRoom.of(config.max_prefill_tokens, config.prefill_chunk, target.device.type),
+            prompt_room=PromptRoom.from_settings(config.max_prefill_tokens, config.prefill_chunk, target.device.type),
             prefixes=self.prefixes,
             longest=target.context_length.most,
         )
@@ -154,8 +153,8 @@ class Engine:
             self.scheduler.prompt_gap.division = division_of(self.round, captured=chunks is not None)
         self.steps = Steps(self.scheduler, self.round, self.spec, graphs, chunks, catch_ups)
         self._faults = StepFaults(self.scheduler)
-        self.intake = Intake(target, tokenizer, None if drafter is None else self.spec, self.scheduler)
-        self.end_tokens = self.intake.end_tokens
+        self.request_builder = RequestBuilder(target, tokenizer, None if drafter is None else self.spec, self.scheduler)
+        self.end_tokens = self.request_builder.end_tokens
         self.inbox = Inbox(self.steps, self._attempt_turn)
         self._turns = Turns()
         self._interrupted = False  # a turn began and did not end
@@ -218,9 +217,9 @@ class Engine:
 
         `params`: one for all, or one each; n of them make n results. More requests than `max_batch_size` queue. Every
         one is checked before any runs: ConfigError (empty, ids outside the vocabulary), CapacityError (can never fit).
-        When one of them fails (RequestFailedError), or another thread closes the engine (SpecDecError), no outputs are
-        returned and the other requests of the call end too; those of other calls go on.
-        `progress`: a bar on standard error; None shows it on a terminal when there is more than one prompt.
+        If one of them fails (RequestFailedError), or the engine is closed (SpecDecError), the other requests of the
+        call end too.
+        `progress`: a bar on standard error; None: on a terminal, for more than one prompt.
         """
         requests = self._make_requests(prompts, params)
         try:
@@ -247,8 +246,8 @@ class Engine:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamDelta]:
         """Continue one prompt, yielding the new tokens of each round; the last delta carries the whole output.
 
-        Leaving the loop early aborts the request and frees its slots. Bad input raises here, not at the first delta.
-        A stream that cannot be completed raises: RequestFailedError, or SpecDecError when the engine was closed.
+        Leaving the loop early aborts the request. Bad input raises here, not at the first delta; a stream that cannot
+        be completed raises RequestFailedError, or SpecDecError when the engine was closed.
         """
         require_one_sample(params, "a stream")
         [request] = self._make_requests([prompt], params)
@@ -259,7 +258,7 @@ class Engine:
         """Submit one prompt without waiting for a step; the handle reads the tokens that steps add.
 
         priority: from -100 to 100. Lower values are served first and preempted last; equal ones in order of arrival.
-        The value of a waiting request falls by 1 for every 64 later requests that are served before it.
+        The value falls by 1 for every 64 later requests that are served before it.
         """
         require_one_sample(params, "a handle")
         [handle] = self.submit_many([prompt], params, priority=priority)
@@ -273,7 +272,7 @@ class Engine:
         *,
         priority: int = 0,
     ) -> list[Handle]:
-        """`submit` for many, all of them checked before any is handed in; a handle each, in the order of `generate`."""
+        """`submit` for many, all checked before any is handed in; handles in the order of `generate`."""
         require_int("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
         requests = self._make_requests(prompts, params)
         self.inbox.submit(requests, priority)
@@ -282,8 +281,8 @@ class Engine:
     def step(self) -> bool:
         """Run one step: a round of all decoding requests, and prompt chunks -> is there anything left to do?
 
-        Raises any error of the step, and the next step restarts all requests from their tokens; but an error that names
-        the row of one request (`specdec.errors.name_row`) ends that request and is not raised here.
+        Raises any error of the step, and the next step restarts all requests from their tokens. An error that names the
+        row of one request (`specdec.errors.name_row`) ends that request instead.
         """
         self.inbox.require_open()
         self._in_turn(self._run, self._whole_step)
@@ -308,44 +307,25 @@ class Engine:
     ) -> list[int]:
         """Token ids of a user's turn, or of messages {"role": ..., "content": ...}, up to where the answer begins.
 
-        special_tokens_in_content: "escape" makes control tokens that are written in messages ("<|turn>system") plain
-        text, as the server does; "allow" tokenises them as control tokens, as transformers does.
-        `template_kwargs` go to the chat template: `tools`, `enable_thinking`, `add_generation_prompt` and others.
-        Without a chat template a turn is plain text; messages, or anything for a template, raise ConfigError.
+        special_tokens_in_content: "escape" makes control tokens in messages ("<|turn>system") plain text, as the server
+        does; "allow" leaves them control tokens, as transformers does.
+        `template_kwargs` go to the chat template: `tools`, `enable_thinking`, ... Without a template a turn is plain
+        text, and messages or `template_kwargs` raise ConfigError.
         """
-        return chat_or_text_ids(self.intake.tokenizer, chat, template_kwargs, special_tokens_in_content)
+        return chat_or_text_ids(self.request_builder.tokenizer, chat, template_kwargs, special_tokens_in_content)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, with the special tokens that the tokenizer adds."""
-        return self.intake.encode(text)
+        return self.request_builder.encode(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, without special tokens."""
-        text: str = self.intake.tokenizer.decode(as_token_ids(token_ids), skip_special_tokens=True)
+        text: str = self.request_builder.tokenizer.decode(as_token_ids(token_ids), skip_special_tokens=True)
         return text
 
     def stats(self) -> EngineStats:
         """Sums over all requests that finished in this engine."""
         return self._turns.run(self.steps.stats)
-
-    def diagnose(
-        self,
-        prompts: Sequence[str | list[int]] | None = None,
-        *,
-        chat: bool = True,
-        max_new_tokens: int = NEW_TOKENS,
-    ) -> Diagnosis:
-        """Why the drafter is accepted less than it could be: `findings` names each cause and what to change.
-
-        The pair answers the prompts greedily, in an engine of its own; then the drafter is made again with one setting
-        changed at a time, and a change that raises acceptance clearly is named. `healthy` means that nothing is.
-        prompts: at least 4 texts, or lists of token ids, of the kind that the pair is meant for; None: word problems.
-        chat: texts are turns of a chat, as in `chat`; False: as `generate` takes them. Not for an engine
-        that serves requests meanwhile: it takes half a minute, and memory for a second K/V cache.
-        Raises ConfigError for an engine without a drafter, fewer prompts, texts where there is no tokenizer, or
-        answers (`max_new_tokens`) that are not longer than the drafts.
-        """
-        return diagnose(self, type(self), prompts, chat=chat, max_new_tokens=max_new_tokens)
 
     @property
     def drafts_off(self) -> str:
@@ -383,19 +363,18 @@ class Engine:
 
     def clear_prefix_cache(self) -> None:
         """Drop all cached K/V, and cache none that running requests have computed so far. Call it after changes of the
-        model that leave no trace, such as weights edited through `.data`, or a hook whose behaviour changed.
+        model that leave no trace: docs/troubleshooting.md lists them.
 
-        Most changes are noticed without this call: docs/life_of_a_request.md lists them. It also compares every
-        attribute and config of the target's modules with their earlier values, and copies a target with hooks or
-        adapters again. Raises UnsupportedModelError if the changed target cannot be served.
+        It also compares every attribute and config of the target's modules with their earlier values, and copies a
+        target with hooks or adapters again. Raises UnsupportedModelError if the changed target cannot be served.
         """
         self._in_turn(self._forget_prefixes)
 
     def close(self) -> None:
         """Drop the KV tensors; the engine refuses further work. The model stays usable.
 
-        Requests that have not ended are cut there: `generate` and `stream` raise SpecDecError in the threads that wait
-        for them; a handle has the finish reason "abort", and `Handle.error` says why.
+        Requests that have not ended are cut: `generate` and `stream` raise SpecDecError in the threads that wait; a
+        handle has the finish reason "abort", and `Handle.error` says why.
         """
         if not self._cleared:
             self._in_turn(self._close)
@@ -489,4 +468,4 @@ class Engine:
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Request]:
         self.inbox.require_open()
-        return self.intake.requests(prompts, params)
+        return self.request_builder.build_requests(prompts, params)

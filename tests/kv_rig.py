@@ -11,17 +11,52 @@ from specdec.attention.backend import Backend
 from specdec.attention.plan import KVPlan, plan_chunk, plan_frozen, plan_verify
 from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.trees.tree import DraftTree
-from specdec.gpu.mirrored_array import IntArray
+from specdec.gpu.mirrored_array import IntArray, MirroredArray, flush
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.frozen import KVView, KVWorker, frozen_kv, own_view
-from specdec.kvcache.index_spaces import Space
-from specdec.kvcache.layout import KVLayout
-from specdec.kvcache.table import FROZEN_EXTRA_KEYS, RequestTable
+from specdec.kvcache.index_spaces import FullLoc, Space, SwaLoc
+from specdec.kvcache.layout import KVLayout, LayerSpec, layout_from_config
+from specdec.kvcache.page_pool import PagedAllocator
+from specdec.kvcache.prefix_cache import PrefixCache
+from specdec.kvcache.table import FROZEN_EXTRA_KEYS, Move, RequestTable
+
+__all__ = [
+    "DraftTree",
+    "FROZEN_EXTRA_KEYS",
+    "FullLoc",
+    "HybridAllocator",
+    "IntArray",
+    "KVLayout",
+    "KVPlan",
+    "KVRig",
+    "KVView",
+    "MirroredArray",
+    "Move",
+    "PagedAllocator",
+    "PrefixCache",
+    "RequestTable",
+    "Space",
+    "SwaLoc",
+    "flush",
+    "ints",
+    "layer_spec",
+    "layout_from_config",
+]
+
+
+def ints(*values: int) -> IntArray:
+    return np.array(values, dtype=np.int64)
+
+
+def layer_spec(layer: int, window: int | None, owner: int | None = None, head_dim: int = 1) -> LayerSpec:
+    """A layer with one K/V head. window: None: full. owner: its own, unless another's is given."""
+    kind, owner = "full_attention" if window is None else "sliding_attention", layer if owner is None else owner
+    return LayerSpec(layer=layer, owner=owner, layer_type=kind, num_kv_heads=1, head_dim=head_dim, window=window)
 
 
 class KVRig(KVCache):
-    """A cache that answers as its request table too: `rig.ensure(row, 5)` is `rig.table.ensure(row, 5)`."""
+    """A cache that answers as its request table too: `rig.ensure_slots(row, 5)` is `rig.table.ensure_slots(row, 5)`."""
 
     def __init__(
         self,
@@ -66,7 +101,7 @@ class KVRig(KVCache):
         Raises KVStateError, with nothing changed, for nodes past the slots that a row owns.
         """
         if path is None:
-            self.table.commit_chunk(rows, length)
+            self.table.commit_chunk_on_host(rows, length)
             return
         self.table.require_committable(rows, length, path)
         num_nodes = max(path.shape[1], int(path.max(initial=0)) + 1)
@@ -77,7 +112,7 @@ class KVRig(KVCache):
         move = self.table.commit_on_device(index, *there)
         if move is not None:
             self.move(move)
-        self.table.adopt_commit(rows, length, path)
+        self.table.commit_on_host(rows, length, path)
 
     def write(
         self, layer: int, full: Any, swa: Any, k: torch.Tensor, v: torch.Tensor, view: KVView | None = None

@@ -35,7 +35,7 @@ def case_of(target: Any) -> tuple[Any, ...] | None:
 
 
 def with_layers(target: Any) -> tuple[Any, ...] | None:
-    """The same of a proof about the layers that were put in place of the model's own, or in tiles."""
+    """Key of a proof about the layers that were put in place of the model's own, or in tiles."""
     case = case_of(target)
     if case is None or not hasattr(target, "unfused"):  # its own layers are proved in `_probe`, as a whole
         return None

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from specdec import DraftTree
 from specdec.draft_models.base import DraftBatch, StatelessDrafter
+from specdec.kvcache.table import Rows
 
 from tiny_models import VOCAB
 
@@ -29,7 +30,7 @@ def random_prompt() -> Callable[..., list[int]]:
 
 
 class ScriptedDrafter(StatelessDrafter):
-    """A drafter that a test scripts: `script(tokens, n)` -> (draft tokens [n], their parents [n]) behind the tokens.
+    """A drafter that a test scripts: `script(tokens, n)` -> (draft tokens [n], their parents [n]) after the tokens.
 
     Parents number nodes, the root is 0; None is a chain.
     """
@@ -60,7 +61,7 @@ def scripted() -> type[ScriptedDrafter]:
 def tree_script() -> Callable[..., Callable[[list[int], int], tuple[list[int], list[int] | None]]]:
     """tree_script(truths, vocab=96, hit=0.7): a script of random branching trees.
 
-    script(tokens, n, depth=None) gives n nodes, none deeper than `depth`. `truths` are whole sequences: a draft behind
+    script(tokens, n, depth=None) gives n nodes, none deeper than `depth`. `truths` are whole sequences: a draft after
     a path that follows one of them follows it too with probability `hit`, in a random place among its siblings. A pure
     function of the tokens, so the same in any batch.
     """
@@ -108,3 +109,19 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<eos>"])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+
+
+def history_batch(histories: list[list[int]], steps: int, topk: int = 1, num_nodes: int | None = None) -> DraftBatch:
+    """Requests with these texts, whose last token is the root; padded with a token that must not matter."""
+    length = max(map(len, histories))
+    return DraftBatch(
+        rows=Rows(torch.arange(len(histories)), length),
+        root=torch.tensor([h[-1] for h in histories]),
+        history=torch.tensor([[*h, *[h[-1]] * (length - len(h))] for h in histories]),
+        history_len=torch.tensor([len(h) for h in histories]),
+        num_steps=steps,
+        topk=topk,
+        num_nodes=num_nodes or 1 + steps,
+        sample=None,
+        best=None,
+    )

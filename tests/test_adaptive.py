@@ -91,7 +91,7 @@ def tokens_of(acceptance, count, most=4):
 
 
 def test_depths_are_counted_where_they_were_reached():
-    """Of a chain of 3, row 0 accepts 1 and row 1 all: depth 1 was right twice, depth 2 once of two, depth 3 once. A row
+    """A chain of 3: row 0 accepts 1 and row 1 all: depth 1 was right twice, depth 2 once of two, depth 3 once. A row
     that asked for one draft has rejected nothing."""
     acceptance = Acceptance(LADDER[:4], num_rows=3)
     acceptance.learn(3, rows(2), np.array([1, 3]), np.array([3, 3]))

@@ -21,12 +21,11 @@ from specdec import Engine, SamplingParams, SpecConfig
 from specdec.config import EngineConfig
 from specdec.errors import ConfigError
 from specdec.gpu.captures import CaptureStore
-from specdec.layers.merge import Watch
-from specdec.runtime.rounds.result import RoundShape
 from specdec.sampling import kernel_sampler, token_bitmaps
 from specdec.sampling.reference_sampler import Past, ReferenceSampler
 from specdec.sampling.sampling_table import SamplingTable, Uses
 
+from inside import Watch, captured_rounds
 from marks import deep_cases
 
 NEW = 10
@@ -106,22 +105,18 @@ def engine_with(make_target, make_engine, monkeypatch):
     return make
 
 
-def rounds_of(engine: Engine) -> dict[RoundShape, Any]:
-    return engine.steps.graphs._captured
-
-
 def serve(engine: Engine, random_prompt: Any, times: int = 2) -> list[list[int]]:
     prompts = [random_prompt(n) for n in (5, 9, 3)]
     return [out.token_ids for _ in range(times) for out in engine.generate(prompts, GREEDY)]
 
 
 def test_one_failed_capture_does_not_end_capturing(engine_with, random_prompt, caplog):
-    """The first of those that are made at construction, of four rows: the shapes behind it are captured."""
+    """The first of those that are made at construction, of four rows: the shapes after it are captured."""
     right = serve(engine_with(None), random_prompt)
     with caplog.at_level(logging.WARNING, "specdec"):
         engine = engine_with(FailingTape((1,), RuntimeError))
         assert serve(engine, random_prompt) == right
-    captured = {shape.batch for shape, one in rounds_of(engine).items() if one is not None}
+    captured = {shape.batch for shape in captured_rounds(engine)}
     assert captured == {1, 2, 4}  # and the first was tried again
     assert [r.message for r in caplog.records] == ["rounds run without CUDA graphs: no room (seeded)"]
     use = engine.stats().captures
@@ -144,7 +139,7 @@ def test_what_fails_every_time_is_tried_three_times(engine_with, random_prompt):
 @deep_cases("2")
 @pytest.mark.parametrize("failures", [1, 2])
 def test_a_capture_out_of_memory_lets_the_others_go_and_is_tried_again(engine_with, random_prompt, caplog, failures):
-    """Of one row: 4 and 2 rows are captured before it. Once more at once; after a second failure with the next run."""
+    """Fails at one row: 4 and 2 rows are captured before it. Tried once more at once; then with the next run."""
     right = serve(engine_with(None), random_prompt)
     with caplog.at_level(logging.WARNING, "specdec"):
         engine = engine_with(FailingTape(tuple(range(3, 3 + failures))))
@@ -153,7 +148,7 @@ def test_a_capture_out_of_memory_lets_the_others_go_and_is_tried_again(engine_wi
     assert use.refused == failures - 1 == len(caplog.records) and use.evicted == 2
     for count in (1, 2, 3):
         [engine.generate([random_prompt(4)] * count, GREEDY) for _ in range(3)]
-    captured = {shape.batch for shape, one in rounds_of(engine).items() if one is not None}
+    captured = {shape.batch for shape in captured_rounds(engine)}
     assert captured == {1, 4, 2}
 
 
@@ -171,9 +166,9 @@ def test_captures_stay_within_their_bytes_and_the_least_recently_used_go(engine_
             use = engine.stats().captures
             assert tape.held_bytes() == use.bytes <= use.budget_bytes == 220
         assert use.evicted and use.made - use.evicted == use.captured == sum(tape.alive_now()) <= 2
-        before = rounds_of(engine).copy()
+        before = captured_rounds(engine)
         engine.close()
-        assert before and tape.held_bytes() == 10 * sum(one is not None for one in before.values())
+        assert before and tape.held_bytes() == 10 * len(before)
     finally:
         del type(shared).shared_bytes
 
@@ -274,7 +269,7 @@ def test_parameters_that_are_data_share_a_capture(engine_with, random_prompt):
         assert [len(t.top) if hasattr(t, "top") else t for t in one.logprobs or []] == [
             len(t.top) if hasattr(t, "top") else t for t in other.logprobs or []
         ]
-    captured = [shape for shape, one in rounds_of(engine).items() if one is not None]
+    captured = list(captured_rounds(engine))
     assert len(captured) <= 7, captured
 
 
@@ -312,7 +307,7 @@ def grammar_engine(make_target, engine_with, byte_tokenizer):
 
 
 def int32_storages(round: Any) -> set[int]:
-    """Of tensors that a round keeps, however deep."""
+    """Addresses of tensors that a round keeps, however deep."""
     found, left, seen = set(), [round.__dict__], set()
     while left:
         value = left.pop()
@@ -362,7 +357,9 @@ def test_prompts_send_what_they_need_by_pinned_copies_alone(engine_with, random_
     handle = engine.submit(random_prompt(20), GREEDY)
     while not handle.num_output:
         engine.step()
-    assert callers - {"alloc", "evict", "free"} == {"upload"}  # the books of the allocator stay on the host
+    assert callers - {"alloc", "evict", "evict_unseen", "free"} == {
+        "upload"
+    }  # the books of the allocator stay on the host
 
 
 def test_weights_are_looked_at_once_a_step(engine_with, random_prompt, monkeypatch):

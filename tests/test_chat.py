@@ -25,7 +25,7 @@ ANN = "Ann has 4 boxes of 6 eggs. She eats 3 eggs. How many eggs are left?"
 GREEN = "\x1b[1;32m"
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 ANSWERED = rf"(?:{ESCAPES.pattern}|[^\w\x1b])*\w{{2}}"
-"""Text behind what is typed: the codes with which a terminal ends a line of input are none."""
+"""Text after what is typed: the codes with which a terminal ends a line of input are none."""
 FIGURES = (
     r"(\d+) tokens, [\d.]+ tokens/s, the first after [\d.]+ s; "
     r"acceptance length ([\d.]+)(?: in the .* that drafted)?, from accepted drafts"
@@ -64,7 +64,7 @@ class Terminal:
         return shown
 
     def shows(self, pattern, seconds):
-        """As `until`; None where it does not come in time."""
+        """Reads like `until`; None where it does not come in time."""
         deadline = time.monotonic() + seconds
         while (found := re.search(pattern, self.unread)) is None:
             if time.monotonic() > deadline:
@@ -191,7 +191,7 @@ def test_ctrl_c_between_a_question_and_its_answer_ends_neither_the_program_nor_t
     """For a moment nobody heard it but Python: the program ended."""
 
     class Typed(str):
-        def strip(self):  # the first thing that happens behind Enter
+        def strip(self):  # the first thing that happens after Enter
             signal.raise_signal(signal.SIGINT)
             return str(self)
 

@@ -84,7 +84,9 @@ def test_show_drafts_prints_the_whole_text_and_styles_the_accepted_drafts(answer
 
 @pytest.mark.slow
 def test_raw_leaves_the_chat_template_out(answer):
-    raw = json.loads(run("generate", QUESTION, "--json", "-", "--raw", "--max-new-tokens", "4").stdout)
+    raw = json.loads(
+        run("generate", QUESTION, "--json", "-", "--raw", "--max-new-tokens", "4", "--dtype", "bf16").stdout
+    )
     assert len(raw["prompt_token_ids"]) < len(answer["prompt_token_ids"])
 
 
@@ -93,6 +95,12 @@ def test_a_seed_makes_sampling_repeatable_with_and_without_drafts():
     args = ("generate", QUESTION, "--json", "-", "--max-new-tokens", "32", "--temperature", "1.0", "--seed", "7")
     outputs = [json.loads(run(*args, "--drafter", name).stdout)["token_ids"] for name in ("auto", "none", "ngram")]
     assert outputs[0] == outputs[1] == outputs[2]
+
+
+NO_CUDA = "device='cuda' cannot be used"
+ASKED_FOR_CUDA = [
+    ((*words, "--device", "cuda"), NO_CUDA) for words in (("generate", "x"), ("bench",), ("eval", "gsm8k"))
+]
 
 
 @pytest.mark.parametrize(
@@ -111,14 +119,29 @@ def test_a_seed_makes_sampling_repeatable_with_and_without_drafts():
         (("eval", "gsm8k", "--top-n-sigma", "nan"), "top_n_sigma=nan"),
         (("eval", "gsm8k", "--compare", "--drafter", "none"), "drafter"),
         (("eval", "gsm8k", "--target", "./nowhere"), "./nowhere"),
+        (("generate", "x", "--dtype", "int8"), "dtype='int8': a floating torch.dtype or its name is expected, such as"),
+        (("generate", "x", "--topk", "4"), "--topk is now --draft-topk"),
+        (("bench", "--topk=4"), "--topk is now --draft-topk"),
+        (("eval", "gsm8k", "--topk", "4"), "--topk is now --draft-topk"),
+        (("bench", "--json", "--limit"), "'--limit': a file name or '-' is expected"),
+        (("bench", "--json", "-x"), "'-x': a file name or '-' is expected"),
+        *([] if torch.cuda.is_available() else ASKED_FOR_CUDA),
     ],
+    ids=lambda words: " ".join(words) if isinstance(words, tuple) else "",
 )
 def test_mistakes_get_one_sentence_and_exit_code_2(args, says):
     result = run(*args)
     assert result.exit_code == 2
     assert says in result.stderr
     assert "Traceback" not in result.stderr
-    assert result.stderr.startswith("specdec: ")
+    assert result.stderr.startswith("specdec: ") and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [("bench",), ("eval", "gsm8k")], ids=lambda words: words[0])
+def test_negative_limits_are_refused(command):
+    result = run(*command, "--limit", "-1")
+    assert result.exit_code == 2
+    assert "greater than or equal to 0" in re.sub(r"[\s│]+", " ", result.stderr)
 
 
 @pytest.mark.deep
@@ -274,15 +297,6 @@ def test_models_lists_what_stands_for_something():
     assert "gpt-oss-20b" in [pair["name"] for pairs in listed["pairs"].values() for pair in pairs]
 
 
-@pytest.mark.parametrize("option", [["--topk", "4"], ["--topk=4"]])
-@pytest.mark.parametrize("command", [["generate", "x"], ["bench"], ["eval", "gsm8k"]])
-def test_the_old_name_of_the_trees_topk_is_refused_with_the_new_one(command, option):
-    result = run(*command, *option)
-    assert result.exit_code == 2
-    assert result.stderr.startswith("specdec: --topk is now --draft-topk")
-    assert result.stderr.count("\n") == 1
-
-
 def test_the_list_of_commands_loads_no_command_and_help_loads_no_body():
     """Files of the folder that a run imported, beyond those that any run needs."""
 
@@ -337,30 +351,6 @@ def test_json_goes_to_a_file_beside_the_text_or_alone_to_standard_output(command
     assert not beside.stdout.startswith("{") and len(beside.stdout) > 4
     alone = run(*command, "--json", "-")
     assert set(json.loads(alone.stdout)) == set(json.loads(path.read_text()))
-
-
-@pytest.mark.parametrize("value", ["--limit", "-x"])
-def test_an_option_is_not_taken_for_the_file_of_json(value):
-    result = run("bench", "--json", value)
-    assert result.exit_code == 2
-    assert result.stderr.startswith(f"specdec: '{value}': a file name or '-' is expected")
-
-
-@pytest.mark.slow
-def test_names_of_dtypes():
-    assert run("generate", "x", "--max-new-tokens", "1", "--dtype", "bf16").exit_code == 0
-    refused = run("generate", "x", "--dtype", "int8")
-    wanted = "specdec: dtype='int8': a floating torch.dtype or its name is expected, such as bfloat16 (bf16)"
-    assert refused.exit_code == 2 and refused.stderr.startswith(wanted)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-@pytest.mark.parametrize("command", [("generate", "x"), ("bench",), ("eval", "gsm8k")], ids=lambda words: words[0])
-def test_a_device_that_is_not_there_is_one_sentence(command):
-    result = run(*command, "--device", "cuda")
-    assert result.exit_code == 2
-    assert result.stderr.startswith("specdec: device='cuda' cannot be used")
-    assert result.stderr.count("\n") == 1
 
 
 # interrupted, piped, and misused
@@ -453,13 +443,6 @@ def test_a_fault_leaves_the_report_before(tmp_path, monkeypatch):
     assert run(*EVAL, "--json", str(path)).stderr == "specdec: a fault\n"
     assert path.read_bytes() == before
     assert [entry.name for entry in tmp_path.iterdir()] == ["report.json"]
-
-
-@pytest.mark.parametrize("command", [("bench",), ("eval", "gsm8k")], ids=lambda words: words[0])
-def test_negative_limits_are_refused(command):
-    result = run(*command, "--limit", "-1")
-    assert result.exit_code == 2
-    assert "greater than or equal to 0" in re.sub(r"[\s│]+", " ", result.stderr)
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ def bundled():
 
 @pytest.fixture(scope="module")
 def chatml(byte_tokenizer):
-    """As Qwen's: two special tokens of turns, and added tokens that are not special."""
+    """A tokenizer like Qwen's: two special tokens of turns, and added tokens that are not special."""
     backend = byte_tokenizer.backend_tokenizer
     copy = type(backend).from_str(backend.to_str())
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=copy, eos_token="<eos>")

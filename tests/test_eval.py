@@ -4,6 +4,7 @@ import copy
 import json
 import random
 import re
+import shutil
 import signal
 import sys
 import time
@@ -32,18 +33,8 @@ from processes import run, run_ranks, start
 PAIR = ("tiny-gemma4", "tiny-gemma4-mtp")
 NEW = examples(8, 16)
 SMALL = {"limit": 7, "compare": True, "params": SamplingParams(NEW), "config": EngineConfig(max_batch_size=2)}
-COMMAND = (
-    "eval",
-    "gsm8k",
-    "--limit",
-    "7",
-    "--compare",
-    "--max-new-tokens",
-    str(NEW),
-    "--batch-size",
-    "2",
-    "--fixed-drafts",
-)
+COMMAND = ("eval", "gsm8k", "--limit", "7", "--compare", "--batch-size", "2", "--fixed-drafts")
+COMMAND += ("--max-new-tokens", str(NEW))
 pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
 
 
@@ -243,12 +234,9 @@ def test_markdown_says_what_was_found(fixed_report):
     text = markdown(fixed_report)
     assert "| speculative | 50.0 % (15.0 to 85.0) | 75.0 % (30.1 to 95.4) | 0 | 2.50 | 1.00, 0.50 | 20.0 |" in text
     assert "- equal transcripts: 2 of 4\n" in text
+    assert "\n- speed-up: 4.00x (speculative over plain, tokens/s; 2 of 4 outputs differ)\n" in text
     assert "- problem 1 parts at token 3, logit margin 0.0001\n" in text
     assert text.endswith("task gsm8k; target t; drafter d; problems 4; temperature 0.0; a machine")
-
-
-def test_a_comparison_says_the_speed_up(fixed_report):
-    assert "\n- speed-up: 4.00x (speculative over plain, tokens/s; 2 of 4 outputs differ)\n" in markdown(fixed_report)
 
 
 def test_a_speed_task_gives_no_speed_where_an_output_differs():
@@ -289,24 +277,22 @@ def test_the_picture_says_what_was_run_and_found(fixed_report):
     )
 
 
-def test_the_axes_of_the_picture_end_where_the_figures_can(fixed_report, tmp_path, monkeypatch):
+def test_the_picture_is_a_png_whose_axes_end_where_the_figures_can(tmp_path, monkeypatch):
     from matplotlib.figure import Figure
 
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: drawn.append(figure))
+    drawn, save = [], Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, *args, **kwargs: (drawn.append(figure), save(figure, *args, **kwargs))
+    )
     report = make_report(SETTINGS, ANSWERS, RECORDS, "a machine", ["qa", "qa", "rag", "rag"])
     save_plot(report, str(tmp_path / "report.png"))
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
     panels = {axes.get_title(): axes for axes in drawn[0].axes}
     assert panels["accuracy, Wilson 95 % interval"].get_ylim() == (0, 1)
     assert panels["rounds that accept the draft"].get_ylim() == (0, 1)
     assert list(panels["rounds that accept the draft"].get_xticks()) == [1, 2]
     assert panels["acceptance length"].get_xlim() == (1, 3)
     assert panels["speed"].get_ylim()[0] == 0
-
-
-def test_the_plot_is_a_png(fixed_report, tmp_path):
-    save_plot(fixed_report, str(tmp_path / "report.png"))
-    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
 # runs on the bundled pair
@@ -426,14 +412,8 @@ def of_categories(*names):
 
 def test_a_small_evaluation_has_something_of_every_category():
     problems = of_categories("a", "a", "a", "b", "b", "c")
-    assert [choose(problems, count) for count in (1, 2, 3, 4, 6, 9)] == [
-        [0],
-        [0, 3],
-        [0, 3, 5],
-        [0, 1, 3, 5],
-        [0, 1, 2, 3, 4, 5],
-        [0, 1, 2, 3, 4, 5],
-    ]
+    chosen = [choose(problems, count) for count in (1, 2, 3, 4, 6, 9)]
+    assert chosen == [[0], [0, 3], [0, 3, 5], [0, 1, 3, 5], *[[0, 1, 2, 3, 4, 5]] * 2]
     assert choose(of_categories(None, None, None), 2) == [0, 1]
 
 
@@ -577,7 +557,7 @@ def test_every_setting_that_changes_an_output_is_compared(report, folder):
 @pytest.mark.deep
 def test_a_larger_limit_takes_over_what_is_finished(report, folder, tmp_path, monkeypatch):
     """The last batch of 7 had one problem and is made again with the eighth; the six before it are not."""
-    (tmp_path / "transcripts-0.jsonl").write_bytes((folder / "transcripts-0.jsonl").read_bytes())
+    shutil.copy(folder / "transcripts-0.jsonl", tmp_path)
     made = []
     whole = evaluation.solve
     monkeypatch.setattr(evaluation, "solve", lambda *args: made.append(args[2]) or whole(*args))
@@ -592,8 +572,7 @@ def test_a_larger_limit_takes_over_what_is_finished(report, folder, tmp_path, mo
 
 @pytest.mark.slow
 def test_an_extension_that_is_cut_short_leaves_the_file_before(report, folder, tmp_path, monkeypatch):
-    path = tmp_path / "transcripts-0.jsonl"
-    path.write_bytes((folder / "transcripts-0.jsonl").read_bytes())
+    path = Path(shutil.copy(folder / "transcripts-0.jsonl", tmp_path))
     monkeypatch.setattr("os.replace", no_network)
     with pytest.raises(ConnectionError):
         evaluate_gsm8k(*PAIR, folder=tmp_path, **{**SMALL, "limit": 9})
@@ -618,7 +597,7 @@ def test_an_extension_of_other_problems_is_refused(tmp_path):
 
 @pytest.mark.slow
 def test_settings_that_change_no_answer_may_differ(report, folder, tmp_path):
-    (tmp_path / "transcripts-0.jsonl").write_bytes((folder / "transcripts-0.jsonl").read_bytes())
+    shutil.copy(folder / "transcripts-0.jsonl", tmp_path)
     roomy = replace(SMALL["config"], max_model_len=400, full_slots=900, swa_slots=900)
     again = evaluate_gsm8k(*PAIR, folder=tmp_path, **{**SMALL, "config": roomy})
     assert again["runs"] == report["runs"]

@@ -254,7 +254,7 @@ def test_mistakes_get_one_sentence_and_exit_code_2(command, says, run):
 
 
 def styles(text):
-    """Of each character."""
+    """Style of each character."""
     return [str(text.get_style_at_offset(Console(), place)) for place in range(len(text))]
 
 

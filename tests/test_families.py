@@ -253,26 +253,21 @@ class Meddler(nn.Module):
         return self.change(self.inner(*args, **kwargs))
 
 
-def mix_neighbours(hidden):
-    return hidden + 0.5 * hidden.roll(1, dims=1)
+CHANGES = {
+    "mix_neighbours": lambda x: x + 0.5 * x.roll(1, dims=1),
+    "look_ahead": lambda x: x + x.mean(dim=1, keepdim=True),
+    "by_row": lambda x: x * (1 + torch.arange(x.shape[1]).to(x.dtype)[None, :, None] / 4),
+}
 
 
-def look_ahead(hidden):
-    return hidden + hidden.mean(dim=1, keepdim=True)
-
-
-def by_row(hidden):
-    return hidden * (1 + torch.arange(hidden.shape[1]).to(hidden.dtype)[None, :, None] / 4)
-
-
-@pytest.mark.parametrize("change", [mix_neighbours, look_ahead, by_row])
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("where", ["mlp", "norm"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_model_whose_rows_depend_on_each_other_is_refused(change, where, dtype):
     """In a layer it shows in the next one's keys; in the last norm, in the states alone."""
     model = build(transformers.LlamaConfig(**HEADS)).to(dtype)
     holder = model.model if where == "norm" else model.model.layers[1]
-    setattr(holder, where, Meddler(getattr(holder, where), change))
+    setattr(holder, where, Meddler(getattr(holder, where), CHANGES[change]))
     with pytest.raises(UnsupportedModelError) as error:
         TargetModel(model)
     assert_one_sentence(error, "rows of several requests cannot share" if where == "norm" else "layer 2")
@@ -293,8 +288,8 @@ def test_a_model_that_changes_its_logits_in_an_unknown_way_is_refused():
     assert_one_sentence(error, "differ from those of its own forward")
 
 
-@pytest.mark.parametrize("error_type", [IndexError, ValueError, ZeroDivisionError, AssertionError, NotImplementedError])
-def test_whatever_a_foreign_forward_raises_is_one_sentence(error_type):
+@pytest.mark.parametrize("error_type", [IndexError, ValueError, AssertionError, NotImplementedError])
+def test_whatever_a_foreign_forward_raises_is_one_sentence_and_out_of_memory_stays_what_it_is(error_type):
     def fail(out):
         raise error_type("first line\nsecond line")
 
@@ -303,14 +298,7 @@ def test_whatever_a_foreign_forward_raises_is_one_sentence(error_type):
     with pytest.raises(UnsupportedModelError) as error:
         TargetModel(model)
     assert_one_sentence(error, "LlamaForCausalLM", error_type.__name__, "first line")
-
-
-def test_out_of_memory_in_the_proof_stays_what_it_is():
-    def fail(out):
-        raise torch.OutOfMemoryError("no memory")
-
-    model = build(transformers.LlamaConfig(**HEADS))
-    model.model.layers[1].mlp = Meddler(model.model.layers[1].mlp, fail)
+    error_type = torch.OutOfMemoryError
     with pytest.raises(torch.OutOfMemoryError):
         TargetModel(model)
 
@@ -333,7 +321,7 @@ LIMIT = 32
 
 
 def rope_model(kind):
-    """Phi-3 with longrope (32 of 128 positions original), or Llama with dynamic NTK scaling behind 32 positions."""
+    """Phi-3 with longrope (32 of 128 positions original), or Llama with dynamic NTK scaling after 32 positions."""
     if kind == "longrope":
         rope = {"rope_parameters": {**LONGROPE, "rope_theta": 10000.0}}
         sizes = {**GQA, "max_position_embeddings": 128, "original_max_position_embeddings": LIMIT}
@@ -371,7 +359,7 @@ def test_sequences_for_which_rope_would_change_are_refused(kind, make_engine):
 def test_drafts_and_padding_beyond_a_learnt_position_table(
     page_size, make_engine, greedy_oracle, random_prompt, scripted
 ):
-    """A draft behind the last position, or the padding of a chunk beside a longer one, had no row in the table."""
+    """A draft after the last position, or the padding of a chunk beside a longer one, had no row in the table."""
     model = build(opt(max_position_embeddings=LIMIT))
     prompts = [random_prompt(LIMIT - 4), random_prompt(5), random_prompt(LIMIT - 15)]
     new = [4, 20, 15]

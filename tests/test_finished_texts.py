@@ -5,20 +5,18 @@ from itertools import takewhile
 
 import pytest
 import torch
-from tape import record
 
-import specdec.engine
 from specdec import EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.torch_backend import TorchBackend
 from specdec.draft_models import finished_texts
-from specdec.draft_models.base import DraftBatch
 from specdec.draft_models.finished_texts import BEFORE, MATCH, NOTHING, FinishedTexts
 from specdec.draft_models.suffix import SuffixWorker, newest_tokens
 from specdec.errors import ConfigError
 from specdec.gpu.mirrored_array import upload
-from specdec.kvcache.table import Rows
 
+from inside import capture_on_tape
 from marks import deep, examples
+from stand_ins import history_batch
 
 CPU = torch.device("cpu")
 SALTS = (b"", b"one", b"other")
@@ -44,7 +42,7 @@ def looked_up(store, text, row=0):
 
 
 class EveryText:
-    """The same by brute force: texts in a list, dropped from its beginning."""
+    """The index by brute force: texts in a list, dropped from its beginning."""
 
     def __init__(self, size):
         self.size, self.texts = size, []
@@ -206,11 +204,7 @@ def test_salts_do_not_meet_even_where_a_number_was_forgotten():
 
 
 def chain(texts, history, steps=3):
-    batch = DraftBatch(
-        rows=Rows(torch.tensor([0]), len(history)), root=torch.tensor(history[-1:]), history=torch.tensor([history]),
-        history_len=torch.tensor([len(history)]), num_steps=steps, topk=1, num_nodes=1 + steps, sample=None, best=None,
-    )  # fmt: skip
-    tree = SuffixWorker(TorchBackend(), store_of(*texts)).propose(batch)
+    tree = SuffixWorker(TorchBackend(), store_of(*texts)).propose(history_batch([history], steps))
     tree.check()
     return tree.tokens[0, 1:].tolist()
 
@@ -250,7 +244,7 @@ def test_a_prompt_that_was_answered_is_drafted_from_its_answer(spec, make_target
 def test_captured_rounds_see_what_finished_after_they_were_captured(
     make_target, make_engine, random_prompt, monkeypatch
 ):
-    monkeypatch.setattr(specdec.engine, "capture_for", lambda *_: record)
+    capture_on_tape(monkeypatch)
     engine = make_engine(make_target("gemma4-e2b"), "suffix", spec=SpecConfig(5), max_batch_size=2, finished_tokens=500)
     params = SamplingParams(max_new_tokens=NEW, temperature=1.0, seed=3)
     outs = [engine.generate([random_prompt(12)], params)[0] for _ in range(2)]
@@ -286,7 +280,7 @@ def test_after_a_fault_it_is_empty_and_in_step(make_target, make_engine, random_
     params = SamplingParams(max_new_tokens=12)
     want = engine.generate([random_prompt(12)], params)[0].token_ids
     with monkeypatch.context() as patched:
-        patched.setattr(engine.scheduler, "release", lambda *_: 1 / 0)
+        patched.setattr(engine.scheduler, "release_requests", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.generate([random_prompt(9)], params)
     assert engine.generate([random_prompt(12)], params)[0].token_ids == want

@@ -5,24 +5,17 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from kv_rig import FullLoc, HybridAllocator, KVLayout, Space, layer_spec
 
 from specdec.errors import DoubleFreeError, OutOfSlotsError
-from specdec.kvcache.allocator import HybridAllocator
-from specdec.kvcache.index_spaces import FullLoc, Space
-from specdec.kvcache.layout import KVLayout, LayerSpec
 
 from snapshots import contents
 
 CPU = torch.device("cpu")
 
 
-def spec(layer: int, window: int | None) -> LayerSpec:
-    layer_type = "full_attention" if window is None else "sliding_attention"
-    return LayerSpec(layer=layer, owner=layer, layer_type=layer_type, num_kv_heads=1, head_dim=2, window=window)
-
-
-HYBRID = KVLayout((spec(0, 4), spec(1, None)))
-FULL_ONLY = KVLayout((spec(0, None),))
+HYBRID = KVLayout((layer_spec(0, 4, head_dim=2), layer_spec(1, None, head_dim=2)))
+FULL_ONLY = KVLayout((layer_spec(0, None, head_dim=2),))
 
 
 def make(full: int = 4, swa: int = 3, page_size: int = 2, layout: KVLayout = HYBRID) -> HybridAllocator:
@@ -173,20 +166,15 @@ def test_wrong_slots_are_refused_and_nothing_changes(operation: str, slots: tupl
 
 
 def test_freeing_twice_raises():
-    a = make()
-    slots = a.alloc(1)
-    a.free(slots)
-    with pytest.raises(DoubleFreeError, match=r"full pool: pages \[1\] are not held"):
-        a.free(slots)
-    a.check()
-
-
-def test_evicting_twice_raises():
+    """Evicting, too."""
     a = make()
     slots = a.alloc(1)
     a.evict(slots)
     with pytest.raises(DoubleFreeError, match=r"SWA pool: pages \[1\] are not all mapped"):
         a.evict(slots)
+    a.free(slots)
+    with pytest.raises(DoubleFreeError, match=r"full pool: pages \[1\] are not held"):
+        a.free(slots)
     a.check()
 
 

@@ -15,16 +15,9 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from kv_rig import KVRig
+from kv_rig import DraftTree, FullLoc, KVLayout, KVPlan, KVRig, KVView, Move, PrefixCache, Space, ints, layer_spec
 
-from specdec.attention.plan import KVPlan
-from specdec.attention.trees.tree import DraftTree
 from specdec.errors import FrozenKVError, KVStateError, OutOfSlotsError
-from specdec.kvcache.frozen import KVView
-from specdec.kvcache.index_spaces import FullLoc, Space
-from specdec.kvcache.layout import KVLayout, LayerSpec
-from specdec.kvcache.prefix_cache import PrefixCache
-from specdec.kvcache.table import Move
 
 from marks import deep_cases, examples, usual
 from snapshots import kv_contents
@@ -32,15 +25,6 @@ from snapshots import kv_contents
 WINDOW, NODES, ROWS, MAX_LEN = 4, 4, 3, 40
 SLIDING_LAYER, FULL_LAYER = 0, 1
 SEED = st.integers(0, 2**32 - 1)
-
-
-def spec(layer: int, window: int | None) -> LayerSpec:
-    layer_type = "full_attention" if window is None else "sliding_attention"
-    return LayerSpec(layer=layer, owner=layer, layer_type=layer_type, num_kv_heads=1, head_dim=1, window=window)
-
-
-def ints(*values: int) -> np.ndarray:
-    return np.array(values, dtype=np.int64)
 
 
 class Worker:
@@ -55,7 +39,7 @@ class KVMachine(RuleBasedStateMachine):
     @initialize(full_tokens=st.integers(24, 96), swa_tokens=st.integers(16, 72))
     def start(self, full_tokens: int, swa_tokens: int) -> None:
         self.table = KVRig(
-            KVLayout((spec(SLIDING_LAYER, self.window), spec(FULL_LAYER, None))),
+            KVLayout((layer_spec(SLIDING_LAYER, self.window), layer_spec(FULL_LAYER, None))),
             full_pages=full_tokens // self.page_size,
             swa_pages=swa_tokens // self.page_size,
             page_size=self.page_size,
@@ -100,11 +84,11 @@ class KVMachine(RuleBasedStateMachine):
             wanted = int(self.table.committed_len.host[row]) + more
             fits = self.table.pages_needed(row, wanted) <= self.allocator.available_pages
             if fits and wanted <= self.table.slots.host.shape[1]:
-                self.table.ensure(row, wanted)
+                self.table.ensure_slots(row, wanted)
                 done.append(row)
             else:
                 with pytest.raises(OutOfSlotsError):
-                    self.table.ensure(row, wanted)
+                    self.table.ensure_slots(row, wanted)
                 assert kv_contents(self.table) == before
         return ints(*done)
 
@@ -116,7 +100,7 @@ class KVMachine(RuleBasedStateMachine):
             self.table.write(layer, plan.write_full, plan.write_swa, k + 0.5 * layer, -k - 0.5 * layer)
 
     def observe(self, rows: np.ndarray, start: np.ndarray) -> None:
-        """What a drafter with K/V of its own does once tokens are committed: each sees the token behind it."""
+        """What a drafter with K/V of its own does once tokens are committed: each sees the token after it."""
         for row, first in zip(rows.tolist(), start.tolist(), strict=True):
             end = int(self.table.committed_len.host[row])
             if len(self.texts[row]) == end:
@@ -187,7 +171,7 @@ class KVMachine(RuleBasedStateMachine):
         known = [*self.ended, *self.texts.values()]
         begin = known[rng.integers(0, len(known))]
         text = begin[: rng.integers(0, len(begin) + 1)][: MAX_LEN - 8] + rng.integers(0, 2, rng.integers(1, 9)).tolist()
-        row = self.table.open()
+        row = self.table.open_row()
         assert row not in self.texts
         key = self.cache.key(text)[: len(text) - 1]
         assert len(key) == len(text) - 1
@@ -238,7 +222,7 @@ class KVMachine(RuleBasedStateMachine):
     @rule(seed=SEED)
     def evict(self, seed: int) -> None:
         rows = self.some_rows(seed)
-        self.table.evict(rows)
+        self.table.evict_unseen(rows)
         for row in rows.tolist() if self.window is not None else []:
             slack = int(self.table.committed_len.host[row]) - WINDOW - 1 - int(self.table.evicted_len[row])
             assert slack < 2 * self.page_size  # the SWA pool stays O(window)
@@ -249,7 +233,7 @@ class KVMachine(RuleBasedStateMachine):
         rows = self.some_rows(seed)[: 1 + seed % 2]  # or nobody would be left
         if kept:
             self.cache.insert(rows.tolist(), [self.cache.key(self.texts[row]) for row in rows.tolist()])
-        self.table.close_all(rows)
+        self.table.close_rows(rows)
         self.ended += [self.texts.pop(row) for row in rows.tolist()]
 
     @precondition(lambda self: self.texts)
@@ -265,7 +249,7 @@ class KVMachine(RuleBasedStateMachine):
             self.allocator.alloc(self.allocator.available_pages + 1)
         if len(self.texts) == ROWS:
             with pytest.raises(KVStateError, match="rows of the request table are in use"):
-                self.table.open()
+                self.table.open_row()
         assert kv_contents(self.table) == before
 
     @precondition(lambda self: self.texts)
@@ -307,9 +291,9 @@ class KVMachine(RuleBasedStateMachine):
             lambda: t.move(Move(owned, owned)),
             lambda: t.commit(rows, np.zeros(len(rows), dtype=np.int64)),
             lambda: t.commit(rows, np.ones(len(rows), dtype=np.int64), np.zeros((len(rows), 1), dtype=np.int64)),
-            lambda: t.evict(rows),
-            lambda: t.close(row),
-            lambda: t.close_all(rows),
+            lambda: t.evict_unseen(rows),
+            lambda: t.close_row(row),
+            lambda: t.close_rows(rows),
             lambda: t.write(FULL_LAYER, owned, None, k, k),
             lambda: t.write(SLIDING_LAYER, owned, a.translate(owned), k, k),
             lambda: t.write(FULL_LAYER, owned, None, k, k, view),
@@ -317,7 +301,7 @@ class KVMachine(RuleBasedStateMachine):
             lambda: t.lend(self.worker, [FULL_LAYER]).__enter__(),
         ]
         if t.capacity[row] < t.slots.host.shape[1]:
-            forbidden.append(lambda: t.ensure(row, int(t.capacity[row]) + 1))
+            forbidden.append(lambda: t.ensure_slots(row, int(t.capacity[row]) + 1))
         before = kv_contents(self.table)
         for operation in forbidden:
             with pytest.raises(FrozenKVError):
@@ -349,7 +333,7 @@ class KVMachine(RuleBasedStateMachine):
             self.read(FullLoc(torch.from_numpy(slots)), tokens, self.of(tokens, len(slots)), None)
 
     def read(self, slots: FullLoc, text: list[int], expected: list[float], mapped_from: int | None) -> None:
-        """What lies at `slots`: of an SWA peer that is gone nothing is asked, unless it lies behind `mapped_from`."""
+        """What lies at `slots`: of an SWA peer that is gone nothing is asked, unless it lies after `mapped_from`."""
         assert self.at(Space.FULL, slots) == expected
         if self.pairs:
             assert self.own.layers[0].k[slots, 0, 0].tolist() == self.of(text, len(expected), ahead=1)

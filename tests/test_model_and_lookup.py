@@ -5,9 +5,7 @@ from dataclasses import replace
 
 import pytest
 from random_loads import check_tokens, random_config, random_requests
-from tape import record
 
-import specdec.engine
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.trees.tree import DraftTree
 from specdec.cli.bodies.settings import drafter_name
@@ -18,6 +16,7 @@ from specdec.draft_models.suffix import SuffixDrafter
 from specdec.errors import ConfigError
 from specdec.models.target import TargetModel
 
+from inside import capture_on_tape
 from marks import deep, deep_cases, each_value, examples, pairs, usual
 from tiny_models import FAMILIES
 
@@ -121,7 +120,7 @@ def test_a_model_that_is_never_right_does_not_switch_the_lookup_off(make_target,
 
 
 class Watched:
-    """Of the drafts of the model and those of the lookup, in order, (committed length, tokens)."""
+    """(committed length, tokens) of the model's drafts and of the lookup's, in order."""
 
     def __init__(self, engine):
         self.drafts = {True: [], False: []}
@@ -150,7 +149,7 @@ LAGGING = [
 
 
 def each_once(shape, looked_up, model, said):
-    """Of every shape one, those that repeat a token with the head, the others with a language model."""
+    """One of every shape, those that repeat a token with the head, the others with a language model."""
     return looked_up in (2, 5, 9) and (model == "tiny-gemma4-eagle3") == (said == "one token")
 
 
@@ -223,7 +222,7 @@ def test_captured_rounds_of_both_give_the_same_tokens(model, monkeypatch):
     params = SamplingParams(max_new_tokens=examples(16, 40), ignore_eos=True)
     outputs = []
     for captured in (False, True):
-        monkeypatch.setattr(specdec.engine, "capture_for", lambda *_, on=captured: record if on else None)
+        capture_on_tape(monkeypatch, captured)
         monkeypatch.setattr(
             "specdec.runtime.draft_policy.round_timing.time_rounds", lambda graphs, shapes, done: [1e-3] * len(shapes)
         )

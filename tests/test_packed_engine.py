@@ -131,7 +131,7 @@ def test_nothing_of_the_load_is_left(packed_pair):
 
 
 def test_a_device_map_of_one_device_is_honoured(packed_pair):
-    """As on a GPU, where tensors are read onto the device and packed there."""
+    """Packs as on a GPU, where tensors are read onto the device and packed there."""
     folder, plain = packed_pair("qwen3_moe", "gptq-v2")
     model = load_model(str(folder), dtype=torch.bfloat16, device=CPU, device_map={"": CPU})
     assert {tensor.device for tensor in (*model.parameters(), *model.buffers())} == {CPU}
@@ -241,7 +241,7 @@ def test_tokens_are_those_of_the_dequantised_model(
     [("llama", "int4-g32"), ("gemma4-e2b", "int4-zeros"), deep("llama", "fp8-channel"), deep("gpt_oss", "mxfp4")],
 )
 def test_a_folder_is_served_with_deterministic_rows(family, form, packed_pair, greedy_oracle, random_prompt):
-    """By name, and a row has its bits in any batch: proved when the engine is made."""
+    """Loaded by name, and a row has its bits in any batch: proved when the engine is made."""
     folder, plain = packed_pair(family, form)
     prompts = [random_prompt(n) for n in (3, 9, 26)]
     config = EngineConfig(max_model_len=64, max_batch_size=4, deterministic=True)

@@ -3,43 +3,33 @@
 import numpy as np
 import pytest
 import torch
-import triton
-from kv_rig import KVRig
+from kv_rig import KVRig, layer_spec
 
 from specdec.attention.kernels import page_table as page_table_module
 from specdec.attention.kernels.page_table import PageTables, build_page_tables, reference_build_page_tables
 from specdec.attention.trees.tree import DraftTree
 from specdec.kvcache.index_spaces import Space
-from specdec.kvcache.layout import KVLayout, LayerSpec
+from specdec.kvcache.layout import KVLayout
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-pytestmark = pytest.mark.usefixtures("poison_empty")
+pytestmark = pytest.mark.usefixtures("kernels_run", "poison_empty")
 
 
 @pytest.fixture(autouse=True)
-def kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE.type == "cpu":
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-        kernel = page_table_module._page_tables_kernel
-        assert not isinstance(kernel, triton.JITFunction), "TRITON_INTERPRET=1 came too late"
-    monkeypatch.setattr("specdec.attention.kernels.page_table.BLOCK", 8)  # several programs for small tables
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_table_module, "BLOCK", 8)  # several programs for small tables
 
 
 def long(values: object) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64, device=DEVICE)
 
 
-def spec(layer: int, window: int | None) -> LayerSpec:
-    kind = "full_attention" if window is None else "sliding_attention"
-    return LayerSpec(layer=layer, owner=layer, layer_type=kind, num_kv_heads=1, head_dim=1, window=window)
-
-
 def filled(page_size: int, window: int | None, lengths: list[int], lookahead: int) -> tuple[KVRig, np.ndarray]:
     """Requests of these lengths, interleaved in the pools and evicted as the engine does, in shuffled rows."""
     pages = sum(-(-(n + lookahead) // page_size) + 1 for n in lengths)
     table = KVRig(
-        KVLayout((spec(0, window), spec(1, None))),
+        KVLayout((layer_spec(0, window), layer_spec(1, None))),
         full_pages=pages,
         swa_pages=pages,
         page_size=page_size,
@@ -48,15 +38,15 @@ def filled(page_size: int, window: int | None, lengths: list[int], lookahead: in
         lookahead=lookahead,
         device=DEVICE,
     )
-    rows = [table.open() for _ in lengths]
+    rows = [table.open_row() for _ in lengths]
     for done in range(0, max(lengths), 5):  # in turns, so that pages interleave
         for row, length in zip(rows, lengths, strict=True):
             step = np.array([min(5, max(length - done, 0))])
-            table.ensure(row, int(table.committed_len.host[row] + step[0]) + lookahead)
+            table.ensure_slots(row, int(table.committed_len.host[row] + step[0]) + lookahead)
             table.commit(np.array([row]), step)
-            table.evict(np.array([row]))
+            table.evict_unseen(np.array([row]))
     for row in rows:
-        table.ensure(row, int(table.committed_len.host[row]) + lookahead)
+        table.ensure_slots(row, int(table.committed_len.host[row]) + lookahead)
     table.check()
     return table, np.array(rows[::-1])
 
@@ -100,7 +90,7 @@ def same(got: tuple[torch.Tensor | None, ...], want: tuple[torch.Tensor | None, 
 
 
 def test_page_tables_by_eye():
-    """Pages of 2: a request of 5 tokens in pages 3, 1, 4 (and 2 for drafts), SWA pages 6, 5, 7 behind an evicted 3."""
+    """Pages of 2: a request of 5 tokens in pages 3, 1, 4 (and 2 for drafts), SWA pages 6, 5, 7 after an evicted 3."""
     slots = long([[6, 7, 2, 3, 8, 9, 4, 5], [9] * 8])
     full_to_swa = long([0, 0, 12, 13, 14, 15, 0, 0, 10, 11])
     rows, lengths = long([0, 1]), long([5, 3])  # row 1 is for padding: its slots and length are ignored

@@ -1,19 +1,17 @@
 """The tree of kept pages: what matches, what is adopted, what is given up first, in cases to check by eye.
 
-That K/V behind every adopted and every kept page are those of its text is shown by `test_kv_state_machine.py`.
+That K/V in every adopted and every kept page are those of its text is shown by `test_kv_state_machine.py`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from kv_rig import HybridAllocator, PrefixCache, RequestTable
 
 from specdec.errors import OutOfSlotsError
-from specdec.kvcache.allocator import HybridAllocator
-from specdec.kvcache.prefix_cache import PrefixCache
-from specdec.kvcache.table import RequestTable
 
 from snapshots import contents
 
@@ -50,16 +48,16 @@ class Rig(SimpleNamespace):
 
     def begin(self, text: Sequence[int]) -> tuple[int, int]:
         """(row, slots adopted) of a request with this prompt."""
-        row = self.table.open()
+        row = self.table.open_row()
         adopted = self.cache.adopt(row, self.cache.key(text)[: len(text) - 1])
         self.table.check()
         return row, adopted
 
     def fill(self, row: int, length: int) -> None:
         """The rest of its first `length` slots is made and committed."""
-        self.table.ensure(row, length)
+        self.table.ensure_slots(row, length)
         rest = np.array([length]) - self.table.committed_len.host[row]
-        self.table.commit_chunk(np.array([row]), rest)
+        self.table.commit_chunk_on_host(np.array([row]), rest)
         self.table.check()
 
     def keep(self, row: int, text: Sequence[int]) -> None:
@@ -67,7 +65,7 @@ class Rig(SimpleNamespace):
         self.table.check()
 
     def close(self, row: int) -> None:
-        self.table.close(row)
+        self.table.close_row(row)
         self.table.check()
 
     def serve(self, text: Sequence[int], *, evict: bool = False) -> int:
@@ -75,7 +73,7 @@ class Rig(SimpleNamespace):
         row, adopted = self.begin(text)
         self.fill(row, len(text) - 1)
         if evict:
-            self.table.evict(np.array([row]))
+            self.table.evict_unseen(np.array([row]))
         self.keep(row, text)
         self.close(row)
         return adopted
@@ -144,14 +142,14 @@ def test_only_whole_pages_of_what_is_common_are_adopted(page_size: int, common: 
 @PAGE_SIZES
 @pytest.mark.parametrize("common", [1, 2, 16, 17, 18, 32, 33, 34])
 def test_what_looks_ahead_matches_one_token_less(page_size: int, common: int):
-    """K/V at the last common token were made with another token behind it."""
+    """K/V at the last common token were made with another token after it."""
     rig, text = Rig.make(page_size, pairs=True), list(range(40))
     rig.serve(text)
     assert rig.found([*text[:common], *[77] * 20]) == (common - 1) // page_size * page_size
 
 
 def test_a_page_is_not_shared_with_whom_its_last_token_goes_on_differently():
-    """x and y behind the same four tokens: the page that y inserted behind x's must not come with x's page in front."""
+    """x and y after the same four tokens: the page that y inserted after x's must not come with x's page in front."""
     rig, (x, y) = Rig.make(4, pairs=True), (70, 80)
     rig.serve([1, 2, 3, 4, x, 5, 6, 7, 8, 9])
     assert rig.serve([1, 2, 3, 4, y, 5, 6, 7, 8, 9]) == 0
@@ -171,7 +169,7 @@ def test_what_is_written_behind_a_match_is_the_rows_own():
     rows = [rig.begin(text)[0] for _ in range(3)]
     for row in rows:
         rig.fill(row, 29)
-        rig.table.ensure(row, 31)
+        rig.table.ensure_slots(row, 31)
     behind = np.concatenate([rig.table.slots.host[row, 28:32] for row in rows])
     assert len(set(behind.tolist())) == 12
     assert not rig.allocator.full.is_kept(np.unique(behind // 4)).any()
@@ -241,7 +239,7 @@ def test_what_row_and_cache_have_of_a_window_are_claims_of_their_own():
     assert (swa.held_pages, swa.cached_pages) == (5, 6)
     for row in (first, second):
         rig.fill(row, 20)
-    rig.table.evict(np.array([first]))  # gives up 6 .. 13: its own two are free, the others are not
+    rig.table.evict_unseen(np.array([first]))  # gives up 6 .. 13: its own two are free, the others are not
     rig.table.check()
     assert (swa.held_pages, swa.cached_pages) == (5 + 18 - 2 - 1, 6 + 0)
     rig.close(second)
@@ -298,7 +296,7 @@ def test_a_half_dead_node_takes_from_a_row_what_that_has():
     rig.keep(row, text)
     rig.lose_swa(np.arange(12, 18))  # slots 12 .. 20 are positions 0 .. 8
     rig.close(row)
-    rig.table.evict(np.array([other]))
+    rig.table.evict_unseen(np.array([other]))
     assert rig.table.evicted_len[other] == 5
     rig.keep(other, text)
     assert rig.cache.match(rig.cache.key(text)).tolist() == [12, 13, 14, 15, 16, 6, 18, 19, 20, 10, 11]
@@ -316,8 +314,8 @@ def test_what_is_cached_is_there_for_whoever_wants_it():
     assert rig.counts() == (0, 25, 5)
     assert rig.found(list(range(21))) == 5  # the first of them are left
     with pytest.raises(OutOfSlotsError, match="6 pages needed; free: 5 of 30 in the full pool"):
-        rig.table.ensure(row, 31)
-    rig.table.ensure(row, 30)
+        rig.table.ensure_slots(row, 31)
+    rig.table.ensure_slots(row, 30)
     assert rig.counts() == (0, 30, 0)
     rig.table.check()
 
@@ -391,11 +389,11 @@ def test_swa_peers_die_first_those_that_no_end_needs_before_the_others():
 
 @pytest.mark.parametrize("wanted", range(1, 25))
 def test_a_leaf_is_cut_back_to_where_a_match_could_end(wanted: int):
-    """Of 23 tokens the last 6 have SWA peers: with one of them less no match is left, so no page is either."""
+    """The last 6 of 23 tokens have SWA peers: with one of them less no match is left, so no page is either."""
     rig = Rig.make(window=4, pages=24)
     rig.serve(list(range(24)), evict=True)
     assert rig.counts() == (1, 0, 23)
-    rig.table.ensure(rig.table.open(), wanted)
+    rig.table.ensure_slots(rig.table.open_row(), wanted)
     left = rig.counts()[2]
     assert left == {1: 23, 2: 22}.get(wanted, 0)
     assert left == 0 or rig.found([*range(left), 0]) == left
@@ -405,10 +403,10 @@ def test_a_leaf_is_cut_back_to_where_a_match_could_end(wanted: int):
 def test_a_64th_of_a_pool_is_given_up_at_once():
     rig = Rig.make(pages=640, max_len=700)
     rig.serve(list(range(641)))
-    row = rig.table.open()
-    rig.table.ensure(row, 1)
+    row = rig.table.open_row()
+    rig.table.ensure_slots(row, 1)
     assert rig.counts() == (9, 1, 630)
-    rig.table.ensure(row, 10)
+    rig.table.ensure_slots(row, 10)
     assert rig.counts() == (0, 10, 630)
 
 
@@ -461,57 +459,47 @@ def test_reset_forgets_rows_and_cache():
 # `check` finds every kind of corruption
 
 
-def lost_node(rig: Rig) -> None:
-    rig.cache._root.children.popitem()
-
-
-def lost_page(rig: Rig) -> None:
-    [node] = rig.cache._by_age
-    node.key, node.pages = node.key[:-1], node.pages[:-1]
-
-
-def one_claim_too_many(rig: Rig) -> None:
-    rig.allocator.full.share(np.array([1]))
-
-
-def one_swa_claim_too_many(rig: Rig) -> None:
-    rig.allocator.swa.share(np.array([1]))
-
-
-def swa_miscounted(rig: Rig) -> None:
-    next(iter(rig.cache._by_age)).num_swa -= 1
-
-
-def wrong_name(rig: Rig) -> None:
-    next(iter(rig.cache._by_age)).key[0] = 77
-
-
-def page_of_nobody(rig: Rig) -> None:
-    rig.allocator.alloc(1)
-
-
-def forgotten_by_the_pool(rig: Rig) -> None:
-    rig.allocator.full._kept[1] = False
+def corrupt(rig: Rig, how: str) -> None:
+    match how:
+        case "lost node":
+            rig.cache._root.children.popitem()
+        case "lost page":
+            [node] = rig.cache._by_age
+            node.key, node.pages = node.key[:-1], node.pages[:-1]
+        case "one claim too many":
+            rig.allocator.full.share(np.array([1]))
+        case "one swa claim too many":
+            rig.allocator.swa.share(np.array([1]))
+        case "swa miscounted":
+            next(iter(rig.cache._by_age)).num_swa -= 1
+        case "wrong name":
+            next(iter(rig.cache._by_age)).key[0] = 77
+        case "page of nobody":
+            rig.allocator.alloc(1)
+        case "forgotten by the pool":
+            rig.allocator.full._kept[1] = False
+        case _:
+            raise AssertionError(how)
 
 
 @pytest.mark.parametrize(
-    ("corrupt", "message"),
+    ("how", "message"),
     [
-        (lost_node, "the nodes by age are not those of the tree"),
-        (lost_page, "num_swa|other pages are kept"),
-        (one_claim_too_many, "more claims than rows|belongs to no row|the cache's alone"),
-        (one_swa_claim_too_many, "more rows hold the SWA peer|claims on the SWA peer|the cache's alone"),
-        (swa_miscounted, "num_swa"),
-        (wrong_name, "a node is not where its key says"),
-        (page_of_nobody, "a held page belongs to no row"),
-        (forgotten_by_the_pool, "held 0|the cache's alone|other pages are kept"),
+        ("lost node", "the nodes by age are not those of the tree"),
+        ("lost page", "num_swa|other pages are kept"),
+        ("one claim too many", "more claims than rows|belongs to no row|the cache's alone"),
+        ("one swa claim too many", "more rows hold the SWA peer|claims on the SWA peer|the cache's alone"),
+        ("swa miscounted", "num_swa"),
+        ("wrong name", "a node is not where its key says"),
+        ("page of nobody", "a held page belongs to no row"),
+        ("forgotten by the pool", "held 0|the cache's alone|other pages are kept"),
     ],
 )
-def test_check_finds(corrupt: Callable[[Rig], None], message: str):
+def test_check_finds(how: str, message: str):
     rig = Rig.make(window=4)
     rig.serve(list(range(10)))
     rig.begin([*range(10), 0])
     rig.table.check()
-    corrupt(rig)
+    corrupt(rig, how)
     with pytest.raises(AssertionError, match=message):
         rig.table.check()

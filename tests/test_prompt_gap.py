@@ -13,16 +13,16 @@ from specdec.runtime.prompt_shares import Prompt, PromptRoom, shares
 
 from marks import examples
 
-GPU = PromptRoom.of(None, None, "cuda")
-CPU = PromptRoom.of(None, None, "cpu")
+GPU = PromptRoom.from_settings(None, None, "cuda")
+CPU = PromptRoom.from_settings(None, None, "cpu")
 
 
 def load_of(tokens: int, prefix: int = 0) -> PromptLoad:
-    return PromptLoad.of(np.array([prefix]), np.array([tokens]))
+    return PromptLoad.from_runs(np.array([prefix]), np.array([tokens]))
 
 
 def gpu_seconds(load: PromptLoad) -> float:
-    """Of a model of four billion parameters on an H200: weights are read as long as 128 tokens are computed."""
+    """Seconds on an H200 for four billion parameters: weights are read as long as 128 tokens are computed."""
     return 2e-3 + 10.5e-6 * max(0, load.tokens - 128) + 0.24e-9 * load.pairs
 
 
@@ -39,7 +39,7 @@ def cpu_round(batch: int) -> float:
 
 
 def timed(longest_round: float) -> PromptGap:
-    """As an engine on a GPU is when it is made."""
+    """A gap as an engine on a GPU has it when it is made."""
     gap = PromptGap()
     gap.longest_round = longest_round
     gap.learn_round(longest_round)
@@ -50,7 +50,7 @@ def timed(longest_round: float) -> PromptGap:
 
 
 class StoppedClock(PromptGap):
-    """Of rounds that take as long as is said."""
+    """A gap whose rounds take as long as is said."""
 
     def learn_round(self, seconds: float) -> None:
         pass
@@ -99,7 +99,7 @@ class Simulation:
             tokens = self.gap.tokens(self.room, len(reading) + waiting, int(done.max()))
         given = np.array(shares([Prompt(0, int(each)) for each in to_go], tokens, self.room.chunk))
         assert 0 < given.sum() <= tokens
-        load = PromptLoad.of(done, given)
+        load = PromptLoad.from_runs(done, given)
         spent = cpu_seconds(load) if self.on_cpu else gpu_seconds(load)
         self.now += spent
         self.gap.cost.learn(load, spent)
@@ -163,7 +163,7 @@ def test_loads_that_are_all_alike_leave_the_rest_as_it_was() -> None:
 
 
 def test_prompts_take_half_a_round_for_each_request_that_waits() -> None:
-    """By any device: as many tokens as fit, none past the promised gap, and enough to get on."""
+    """What any device reads: as many tokens as fit, none past the promised gap, and enough to get on."""
     draw = random.Random(1)
     for _ in range(examples(100, 1000)):
         gap = PromptGap()
@@ -249,13 +249,13 @@ def test_the_cap_of_a_step_is_read_within_the_promised_gap() -> None:
     assert (room.busy, room.idle, room.chunk) == (5376, 5376, 2048)
     assert capped(GPU, 1e-6).busy == 8192  # a quick model
     assert capped(GPU, 1.0).busy == MIN_CAP  # it must get on
-    assert capped(PromptRoom.of(3000, None, "cuda")).busy == 3000  # somebody has said it
+    assert capped(PromptRoom.from_settings(3000, None, "cuda")).busy == 3000  # somebody has said it
     assert capped(CPU).busy == 96
 
 
 def test_a_number_of_tokens_that_was_set_is_read_whatever_it_takes() -> None:
     gap = timed(0.004)
-    fixed = PromptRoom.of(3000, None, "cuda")
+    fixed = PromptRoom.from_settings(3000, None, "cuda")
     assert gap.tokens(fixed, 1, 30_000) == 3000
     said = gap.promised(fixed, 32768)
     assert said > 0.004 + gpu_seconds(load_of(3000))

@@ -51,16 +51,6 @@ def test_torch_dtype_is_obeyed(name, value):
     assert load(**{name: value}).target.dtype is torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    ("config", "options"),
-    [(None, {"dtype": "float32", "torch_dtype": "bfloat16"}), (torch.float32, {"torch_dtype": torch.bfloat16})],
-)
-def test_dtypes_that_disagree_are_refused(config, options):
-    with pytest.raises(ConfigError, match=r"bfloat16.*float32|float32.*bfloat16") as error:
-        load(config=EngineConfig(dtype=config), **options)
-    assert "leave one out" in str(error.value)
-
-
 @pytest.mark.usefixtures("shallow_pair")
 def test_dtypes_that_agree_are_taken():
     engine = load(config=EngineConfig(dtype="bf16", max_model_len=64), dtype="bfloat16", torch_dtype=torch.bfloat16)
@@ -130,17 +120,6 @@ def test_generate_refuses_an_empty_prompt(arguments):
 
 
 # names of checkpoints
-
-
-@pytest.mark.parametrize("name", ["None", "none", "null", " ", "nan"])
-def test_the_word_none_is_no_hub_id(name):
-    with pytest.raises(CheckpointError, match=f"{name!r} names no checkpoint"):
-        load(name)
-
-
-def test_a_drafter_called_none_in_capitals_is_no_hub_id():
-    with pytest.raises(CheckpointError, match=r"'None' names no checkpoint.*a drafter of None is no drafter"):
-        load(drafter="None")
 
 
 @pytest.fixture

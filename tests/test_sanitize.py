@@ -6,15 +6,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from kv_rig import KVRig
+from kv_rig import DraftTree, FullLoc, KVLayout, KVPlan, KVRig, Space, SwaLoc, ints, layer_spec
 
 from specdec import SamplingParams
 from specdec.attention.checked_backend import CheckedBackend, sanitized
-from specdec.attention.plan import KVPlan
-from specdec.attention.trees.tree import DraftTree
 from specdec.errors import LocationError
-from specdec.kvcache.index_spaces import FullLoc, Space, SwaLoc
-from specdec.kvcache.layout import KVLayout, LayerSpec
 
 from marks import deep
 from tiny_models import few_layers
@@ -23,21 +19,12 @@ WINDOW, NODES, PAGES = 4, 3, 24
 SLIDING_LAYER, FULL_LAYER = 0, 1
 
 
-def spec(layer: int, window: int | None) -> LayerSpec:
-    kind = "full_attention" if window is None else "sliding_attention"
-    return LayerSpec(layer=layer, owner=layer, layer_type=kind, num_kv_heads=1, head_dim=2, window=window)
-
-
-def ints(*values: int) -> np.ndarray:
-    return np.array(values, dtype=np.int64)
-
-
 @pytest.fixture(params=[1, 4], ids=["pages of 1", "pages of 4"])
 def rig(request, monkeypatch) -> KVRig:
     """A cache that is watched."""
     monkeypatch.setenv("SPECDEC_SANITIZE", "1")
     rig = KVRig(
-        KVLayout((spec(SLIDING_LAYER, WINDOW), spec(FULL_LAYER, None))),
+        KVLayout((layer_spec(SLIDING_LAYER, WINDOW, head_dim=2), layer_spec(FULL_LAYER, None, head_dim=2))),
         full_pages=PAGES // request.param * 2,
         swa_pages=PAGES // request.param * 2,
         page_size=request.param,
@@ -52,8 +39,8 @@ def rig(request, monkeypatch) -> KVRig:
 
 def opened(rig: KVRig, length: int) -> int:
     """A row of `length` committed tokens, and a lookahead."""
-    row = rig.open()
-    rig.ensure(row, length + NODES)
+    row = rig.open_row()
+    rig.ensure_slots(row, length + NODES)
     plan = rig.chunk(ints(row), ints(length))
     k = torch.ones((length, 1, 2))
     for layer in (SLIDING_LAYER, FULL_LAYER):
@@ -100,25 +87,25 @@ def test_what_is_freed_is_poisoned_again_in_both_spaces(rig) -> None:
     row = opened(rig, 13)
     slots = rig.slots.host[row, :13].copy()
     peers = rig.allocator.full_to_swa.host[slots]
-    rig.evict(ints(row))
+    rig.evict_unseen(ints(row))
     gone = int(rig.evicted_len[row])
     assert gone > 0
     assert set(peers[:gone].tolist()) <= set(poisoned(rig, SLIDING_LAYER))
     assert not set(peers[gone:].tolist()) & set(poisoned(rig, SLIDING_LAYER))
     assert not set(slots.tolist()) & set(poisoned(rig, FULL_LAYER))
-    rig.close(row)
+    rig.close_row(row)
     assert set(slots.tolist()) <= set(poisoned(rig, FULL_LAYER))
     assert set(peers.tolist()) <= set(poisoned(rig, SLIDING_LAYER))
 
 
 def test_a_page_that_others_hold_is_not_poisoned(rig) -> None:
     row, page_size = opened(rig, 8), rig.allocator.page_size
-    other = rig.open()
-    rig.table.adopt(other, rig.table.pages(row, 8 // page_size))
+    other = rig.open_row()
+    rig.table.adopt_pages(other, rig.table.pages(row, 8 // page_size))
     shared = set(rig.slots.host[other, :8].tolist())
-    rig.close(row)
+    rig.close_row(row)
     assert not shared & set(poisoned(rig, FULL_LAYER))
-    rig.close(other)
+    rig.close_row(other)
     assert shared <= set(poisoned(rig, FULL_LAYER))
 
 
@@ -134,12 +121,12 @@ def test_beginning_again_poisons_everything(rig) -> None:
 @pytest.mark.parametrize("space", Space)
 def test_right_plans_pass_and_nothing_that_they_read_is_poison(space, rig) -> None:
     rows = [opened(rig, length) for length in (1, 13, 6)]
-    rig.evict(ints(*rows))
+    rig.evict_unseen(ints(*rows))
     plan = chain(rig, *rows, rig.padding_row)
     assert attend(rig, plan, space)[:3].isfinite().all()
     rig.commit(ints(*rows), ints(2, 1, 3), np.array([[0, 1, 2]] * 3))
     for row in rows:
-        rig.ensure(row, int(rig.committed_len.host[row]) + NODES)
+        rig.ensure_slots(row, int(rig.committed_len.host[row]) + NODES)
     assert attend(rig, chain(rig, *rows), space).isfinite().all()
 
 
@@ -162,7 +149,7 @@ def nowhere(plan: KVPlan) -> KVPlan:
 @pytest.mark.parametrize("change", [full_slots_in_swa_space, slots_of_another_row, nowhere])
 def test_a_wrong_write_is_named_before_it_happens(change: Callable[[KVPlan], KVPlan], rig) -> None:
     first = opened(rig, 13)
-    rig.evict(ints(first))
+    rig.evict_unseen(ints(first))
     second = opened(rig, 6)  # in SWA slots that the first had
     plan = chain(rig, first, second)
     before = {layer: kept.k.clone() for layer, kept in rig.store.layers.items()}
@@ -218,43 +205,39 @@ def test_a_read_of_poison_is_named(rig) -> None:
 # a table that is wrong is found before anything is planned
 
 
-def table_names_a_free_page(rig: KVRig, row: int) -> None:
-    rig.allocator.free(FullLoc(torch.from_numpy(rig.slots.host[row, : rig.allocator.page_size].copy())))
-
-
-def table_names_a_slot_that_is_not_there(rig: KVRig, row: int) -> None:
-    rig.slots[row, 2] = 10_000
-
-
-def two_rows_have_one_page(rig: KVRig, row: int) -> None:
-    other = rig.open()
-    rig.slots[other, : int(rig.capacity[row])] = rig.slots.host[row, : int(rig.capacity[row])]
-    rig.capacity[other] = rig.capacity[row]
-
-
-def a_peer_is_lost(rig: KVRig, row: int) -> None:
-    rig.allocator.full_to_swa[rig.slots.host[row, 5]] = 0
-
-
-def two_slots_have_one_peer(rig: KVRig, row: int) -> None:
-    mapping = rig.allocator.full_to_swa
-    mapping[rig.slots.host[row, 5]] = int(mapping.host[rig.slots.host[row, 4]])
+def break_table(rig: KVRig, row: int, how: str) -> None:
+    match how:
+        case "table names a free page":
+            rig.allocator.free(FullLoc(torch.from_numpy(rig.slots.host[row, : rig.allocator.page_size].copy())))
+        case "table names a slot that is not there":
+            rig.slots[row, 2] = 10_000
+        case "two rows have one page":
+            other = rig.open_row()
+            rig.slots[other, : int(rig.capacity[row])] = rig.slots.host[row, : int(rig.capacity[row])]
+            rig.capacity[other] = rig.capacity[row]
+        case "a peer is lost":
+            rig.allocator.full_to_swa[rig.slots.host[row, 5]] = 0
+        case "two slots have one peer":
+            mapping = rig.allocator.full_to_swa
+            mapping[rig.slots.host[row, 5]] = int(mapping.host[rig.slots.host[row, 4]])
+        case _:
+            raise AssertionError(how)
 
 
 @pytest.mark.parametrize(
-    ("break_it", "message"),
+    ("how", "message"),
     [
-        (table_names_a_free_page, r"row 0, position 0: full slot \d+ .* has been freed"),
-        (table_names_a_slot_that_is_not_there, r"row 0, position 2: full slot 10000 .* is outside of the pool"),
-        (two_rows_have_one_page, r"full slot \d+ \(of row 0 and 1\) is in 2 rows and has 1 owners"),
-        (a_peer_is_lost, r"row 0, position 5: swa slot 0 \(padding\) is no peer of full slots \d+"),
-        (two_slots_have_one_peer, r"full slots \d+, \d+ have the same peer, swa slot \d+"),
+        ("table names a free page", r"row 0, position 0: full slot \d+ .* has been freed"),
+        ("table names a slot that is not there", r"row 0, position 2: full slot 10000 .* is outside of the pool"),
+        ("two rows have one page", r"full slot \d+ \(of row 0 and 1\) is in 2 rows and has 1 owners"),
+        ("a peer is lost", r"row 0, position 5: swa slot 0 \(padding\) is no peer of full slots \d+"),
+        ("two slots have one peer", r"full slots \d+, \d+ have the same peer, swa slot \d+"),
     ],
 )
-def test_a_wrong_table_is_named_before_the_launch(break_it, message, rig) -> None:
+def test_a_wrong_table_is_named_before_the_launch(how, message, rig) -> None:
     row = opened(rig, 6)
     rig.flush()
-    break_it(rig, row)
+    break_table(rig, row, how)
     with pytest.raises(LocationError, match=f"^{message}"):
         rig.flush()
 

@@ -24,23 +24,24 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from kv_rig import KVRig
+from kv_rig import DraftTree, IntArray, KVLayout, KVPlan, KVRig, RequestTable, layer_spec
 
 from specdec import SamplingParams
-from specdec.attention.plan import KVPlan
-from specdec.attention.trees.tree import DraftTree
 from specdec.errors import CapacityError, KVStateError
-from specdec.gpu.mirrored_array import IntArray
-from specdec.kvcache.layout import KVLayout, LayerSpec
-from specdec.kvcache.table import RequestTable
 from specdec.runtime import scheduler
-from specdec.runtime.prefixes import WORTH_WAITING, Prefixes
-from specdec.runtime.prompt_shares import IDLE_STEPS, PromptRoom
-from specdec.runtime.request import Request, RequestState
-from specdec.runtime.scheduler import Scheduler, rank
-from specdec.runtime.settling import commit_chunks
-from specdec.text.detokenize import Detokenizer
 
+from inside import (
+    IDLE_STEPS,
+    WORTH_WAITING,
+    Detokenizer,
+    Prefixes,
+    PromptRoom,
+    Request,
+    RequestState,
+    Scheduler,
+    commit_chunks_on_host,
+    rank,
+)
 from marks import deep, deep_cases
 
 WINDOW, NODES, ROWS, CHUNK, GROUP, MAX_LEN, VOCAB = 4, 4, 4, 8, 18, 60, 50
@@ -49,18 +50,13 @@ SEED = st.integers(0, 2**32 - 1)
 MAX_STEPS = 2000
 
 
-def spec(layer: int, window: int | None) -> LayerSpec:
-    kind = "full_attention" if window is None else "sliding_attention"
-    return LayerSpec(layer=layer, owner=layer, layer_type=kind, num_kv_heads=1, head_dim=1, window=window)
-
-
 def meaning(tokens: Sequence[int]) -> float:
     """A number for the text: float64 holds it."""
     return float(zlib.crc32(bytes(tokens)) + 1)
 
 
 def next_token(tokens: Sequence[int]) -> int:
-    """What the model says behind a text."""
+    """What the model says after a text."""
     return zlib.crc32(bytes(tokens), 7) % VOCAB
 
 
@@ -73,7 +69,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(self, full_tokens: int, swa_tokens: int, seed: int) -> None:
         draw = random.Random(seed)
         self.rig = KVRig(
-            KVLayout((spec(SLIDING_LAYER, WINDOW), spec(FULL_LAYER, None))),
+            KVLayout((layer_spec(SLIDING_LAYER, WINDOW), layer_spec(FULL_LAYER, None))),
             full_pages=full_tokens // self.page_size,
             swa_pages=swa_tokens // self.page_size,
             page_size=self.page_size,
@@ -121,7 +117,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort(self, seed: int) -> None:
         request = random.Random(seed).choice(self.live)
         request.end("abort")
-        self.scheduler.release(request)
+        self.scheduler.release_requests(request)
         self.passes.pop(request.number, None)
         self.end(request)
 
@@ -161,7 +157,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def admit(self) -> None:
         waiting = list(self.scheduler.waiting)
-        admitted = self.scheduler.admit()
+        admitted = self.scheduler.admit_requests()
         self.count_passes(admitted)
         past = waiting[: max(map(waiting.index, admitted), default=-1) + 1]
         for request in set(past) - set(admitted):  # by a prompt of their own, that another is making just now
@@ -198,7 +194,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for i in range(len(requests))
         ]
         self.write(self.rig.chunk(rows, chunk_len), values)
-        commit_chunks(self.table, self.scheduler.prefixes, requests, chunk_len)
+        commit_chunks_on_host(self.table, self.scheduler.prefixes, requests, chunk_len)
         for request in requests:
             if request.state is RequestState.DECODE and request.num_output == 0:
                 self.settle(request, [next_token(request.tokens)])
@@ -231,7 +227,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.rig.commit(rows, length, path)
         for request, tokens in zip(requests, emitted, strict=True):
             self.settle(request, tokens)
-        self.table.evict(np.array([r.row for r in requests if not r.finished], dtype=np.int64))
+        self.table.evict_unseen(np.array([r.row for r in requests if not r.finished], dtype=np.int64))
 
     def write(self, plan: KVPlan, values: list[list[float]]) -> None:
         k = torch.tensor(values, dtype=torch.float64).view(-1, 1, 1)
@@ -241,7 +237,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def settle(self, request: Request, tokens: list[int]) -> None:
         request.settle(tokens, [], request.stats.copy())
         if request.finished:
-            self.scheduler.release(request)
+            self.scheduler.release_requests(request)
             self.end(request)
 
     def end(self, request: Request) -> None:
@@ -337,7 +333,7 @@ def test_random_histories_of_the_impatient(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("level", [1, 3])
 def test_a_low_priority_is_not_kept_waiting_by_a_steady_stream(level: int) -> None:
     """There are always more of priority 0 than there are rows, and yet its turn comes when the law says so."""
-    layout = KVLayout((spec(SLIDING_LAYER, WINDOW), spec(FULL_LAYER, None)))
+    layout = KVLayout((layer_spec(SLIDING_LAYER, WINDOW), layer_spec(FULL_LAYER, None)))
     sizes = {"full_pages": 200, "swa_pages": 200, "page_size": 1, "max_len": MAX_LEN, "lookahead": NODES}
     table = KVRig(layout, **sizes, max_requests=ROWS).table
     made = Scheduler(table, max_model_len=MAX_LEN, prompt_room=PromptRoom(GROUP, GROUP, CHUNK))
@@ -353,9 +349,9 @@ def test_a_low_priority_is_not_kept_waiting_by_a_steady_stream(level: int) -> No
     while 0 not in order and len(order) < 10 * scheduler.PATIENCE:
         for _ in range(ROWS + 1):
             submit(0)
-        order += [request.number for request in made.admit()]
+        order += [request.number for request in made.admit_requests()]
         for request in list(made.running):
-            made.release(request)
+            made.release_requests(request)
     assert order.index(patient.number) == level * scheduler.PATIENCE
     assert [number for number in order if number] == list(range(1, len(order)))
 
@@ -364,7 +360,7 @@ def test_a_low_priority_is_not_kept_waiting_by_a_steady_stream(level: int) -> No
 
 
 def admit_the_last(patch: pytest.MonkeyPatch) -> None:
-    right = Scheduler.admit
+    right = Scheduler.admit_requests
 
     def wrong(scheduler: Scheduler) -> list[Request]:
         scheduler.waiting.reverse()
@@ -372,7 +368,7 @@ def admit_the_last(patch: pytest.MonkeyPatch) -> None:
         scheduler.waiting.sort(key=rank)
         return admitted
 
-    patch.setattr(Scheduler, "admit", wrong)
+    patch.setattr(Scheduler, "admit_requests", wrong)
 
 
 def preempt_the_first(patch: pytest.MonkeyPatch) -> None:
@@ -387,16 +383,16 @@ def preempt_the_first(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_the_row(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RequestTable, "close_all", lambda table, rows: None)
+    patch.setattr(RequestTable, "close_rows", lambda table, rows: None)
 
 
 def evict_what_is_seen(patch: pytest.MonkeyPatch) -> None:
-    right = RequestTable.evict
+    right = RequestTable.evict_unseen
 
     def wrong(table: RequestTable, rows: IntArray, *, slack_pages: int = 1) -> int:
         return right(table, rows, slack_pages=slack_pages - 3)
 
-    patch.setattr(RequestTable, "evict", wrong)
+    patch.setattr(RequestTable, "evict_unseen", wrong)
 
 
 def lose_who_is_preempted(patch: pytest.MonkeyPatch) -> None:

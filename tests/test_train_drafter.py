@@ -63,7 +63,7 @@ def packed_documents(batch: Any) -> list[tuple[int, int, list[int]]]:
 def sequential_head(
     head: Eagle3Head, table: torch.Tensor, states: torch.Tensor, ids: list[int], i: int, steps: int
 ) -> Any:
-    """Logits of a chain drafted behind position i from true tokens, one row at a time over growing K/V."""
+    """Logits of a chain drafted after position i from true tokens, one row at a time over growing K/V."""
     k: list[list[torch.Tensor]] = [[] for _ in head.spec.windows]
     v: list[list[torch.Tensor]] = [[] for _ in head.spec.windows]
 
@@ -90,17 +90,15 @@ def sequential_head(
     return torch.stack(out)
 
 
+def small_spec(**fields: Any) -> Eagle3Spec:
+    shared = {"hidden_size": 32, "target_hidden_size": 32, "vocab_size": 96, "intermediate_size": 24}
+    return Eagle3Spec(**{**shared, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, **fields})
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma4-e2b", "gpt_oss", "mistral"])
 def test_the_parallel_eagle3_forward_is_the_sequential_head(family, make_target) -> None:
     target = TargetModel(make_target(family))
-    spec = Eagle3Spec(
-        hidden_size=32,
-        target_hidden_size=32,
-        vocab_size=96,
-        intermediate_size=24,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
+    spec = small_spec(
         aux_layers=(2, 1, len(target.layout.layers)),
         windows=(None, 5) if family == "llama" else (None,),
         draft_vocab_size=40,
@@ -272,7 +270,7 @@ SMALL = "--answers 24 --batch 8 --minutes 5 --steps 4 --rows 4 --length 96 --max
 SMALL += " --draft-vocab 64 --report-count 2 --draft-steps 3 --device cpu --dtype float32"
 
 
-def run(monkeypatch, target: Path, prompts: Path, out: Path, more: str = "") -> dict[str, Any]:
+def run(target: Path, prompts: Path, out: Path, more: str = "") -> dict[str, Any]:
     """`specdec train` with these arguments; a refusal is its SystemExit, with what it said."""
     folders = ["--target", str(target), "--prompts", str(prompts), "--out", str(out)]
     result = CliRunner().invoke(app, ["train", *folders, *SMALL.split(), *more.split()])
@@ -356,10 +354,8 @@ def test_a_stage_shows_a_bar_with_the_time_left_on_a_terminal() -> None:
 
 
 @pytest.mark.deep
-def test_every_stage_of_a_run_says_what_is_left_the_report_too(
-    monkeypatch, checkpoint, prompts, tmp_path, capsys
-) -> None:
-    run(monkeypatch, checkpoint, prompts, tmp_path / "out", "--log-every 0 --batch 1")
+def test_every_stage_of_a_run_says_what_is_left_the_report_too(checkpoint, prompts, tmp_path, capsys) -> None:
+    run(checkpoint, prompts, tmp_path / "out", "--log-every 0 --batch 1")
     lines = [line for line in capsys.readouterr().out.splitlines() if "left" in line]
     for stage in ("answers", "training", "report"):
         pattern = rf"{stage} +\d+%, \d+:\d\d:\d\d, about \d+:\d\d:\d\d left  \w+"
@@ -368,10 +364,10 @@ def test_every_stage_of_a_run_says_what_is_left_the_report_too(
 
 @deep_cases("eagle3")
 @pytest.mark.parametrize("kind", ["eagle3", slow("mtp")])
-def test_a_run_leaves_a_drafter_that_loads(kind, monkeypatch, checkpoint, prompts, tmp_path, byte_tokenizer) -> None:
+def test_a_run_leaves_a_drafter_that_loads(kind, checkpoint, prompts, tmp_path, byte_tokenizer) -> None:
     """The whole script on a random target: answers, vocabulary, training, file, report by the engine."""
     out = tmp_path / kind
-    report = run(monkeypatch, checkpoint, prompts, out, f"--kind {kind} --kv-heads 2 --head-dim 8")
+    report = run(checkpoint, prompts, out, f"--kind {kind} --kv-heads 2 --head-dim 8")
     assert report["steps"] == 4 and report["answers"] == 24 and 0 < report["loss"] < 10
     assert set(report["held_out"]) == {"chain of 4", "tree, topk 4, 16 nodes"}
     assert all(1 <= r["acceptance_length"] <= 5 and r["prompts"] == 2 for r in report["held_out"].values())
@@ -384,25 +380,25 @@ def test_a_run_leaves_a_drafter_that_loads(kind, monkeypatch, checkpoint, prompt
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle3", deep("mtp")])
-def test_a_stopped_run_goes_on(kind, monkeypatch, checkpoint, prompts, tmp_path) -> None:
+def test_a_stopped_run_goes_on(kind, checkpoint, prompts, tmp_path) -> None:
     """Stopped among the answers and then in training, it asks for no answer twice and ends with the same number of
     steps; other settings are refused."""
     out = tmp_path / "stopped"
     first = f"--kind {kind} --answers 16 --steps 2"
-    run(monkeypatch, checkpoint, prompts, out, first)
+    run(checkpoint, prompts, out, first)
     answers = out / "training" / "answers-0.jsonl"
     lines = answers.read_text().splitlines()
     answers.write_text("\n".join(lines[:11]) + "\n" + lines[11][:20])  # torn while the twelfth was written
-    report = run(monkeypatch, checkpoint, prompts, out, f"--kind {kind}")
+    report = run(checkpoint, prompts, out, f"--kind {kind}")
     assert report["answers"] == 24 and report["steps"] == 4
-    whole = run(monkeypatch, checkpoint, prompts, tmp_path / "whole", f"--kind {kind}")
+    whole = run(checkpoint, prompts, tmp_path / "whole", f"--kind {kind}")
     texts = [
         [json.loads(x)["answer"] for x in (folder / "training/answers-0.jsonl").read_text().splitlines()]
         for folder in (out, tmp_path / "whole")
     ]
     assert texts[0] == texts[1] and whole["steps"] == 4
     with pytest.raises(SystemExit, match=r"--lr was 0\.001, is 0\.5.*--overwrite"):
-        run(monkeypatch, checkpoint, prompts, out, f"--kind {kind} --lr 0.5")
+        run(checkpoint, prompts, out, f"--kind {kind} --lr 0.5")
 
 
 @pytest.mark.parametrize(
@@ -422,12 +418,12 @@ def test_a_stopped_run_goes_on(kind, monkeypatch, checkpoint, prompts, tmp_path)
         (None, r"--prompts .*p\.jsonl: no such file"),
     ],
 )
-def test_a_bad_prompt_file_is_one_sentence(text, says, monkeypatch, checkpoint, tmp_path) -> None:
+def test_a_bad_prompt_file_is_one_sentence(text, says, checkpoint, tmp_path) -> None:
     file = tmp_path / "p.jsonl"
     if text is not None:
         file.write_text(text)
     with pytest.raises(SystemExit, match=says):
-        run(monkeypatch, checkpoint, file, tmp_path / "out")
+        run(checkpoint, file, tmp_path / "out")
     assert not (tmp_path / "out").exists()  # the corrected file may use the same folder
 
 
@@ -448,28 +444,26 @@ def test_a_bad_prompt_file_is_one_sentence(text, says, monkeypatch, checkpoint, 
         ("--hidden -32", "--hidden=-32: an integer from 1"),
     ],
 )
-def test_what_cannot_be_trained_is_said_before_any_work(more, says, monkeypatch, checkpoint, prompts, tmp_path) -> None:
+def test_what_cannot_be_trained_is_said_before_any_work(more, says, checkpoint, prompts, tmp_path) -> None:
     with pytest.raises(SystemExit, match=says):
-        run(monkeypatch, checkpoint, prompts, tmp_path / "out", more)
+        run(checkpoint, prompts, tmp_path / "out", more)
 
 
 @pytest.mark.parametrize("more", ["", "--overwrite"])
 @pytest.mark.parametrize("linked", [False, True])
-def test_training_into_the_targets_own_folder_is_refused(
-    more, linked, monkeypatch, checkpoint, prompts, tmp_path
-) -> None:
+def test_training_into_the_targets_own_folder_is_refused(more, linked, checkpoint, prompts, tmp_path) -> None:
     """The drafter's config and weights replaced the target's, without a word."""
     before, out = contents(checkpoint), checkpoint
     if linked:
         out = tmp_path / "link"
         out.symlink_to(checkpoint)
     with pytest.raises(SystemExit, match="is the target's own folder"):
-        run(monkeypatch, checkpoint, prompts, out, more)
+        run(checkpoint, prompts, out, more)
     assert contents(checkpoint) == before
 
 
 @pytest.mark.parametrize("made", ["model", "notes", "training/notes.txt", "training/settings.json"])
-def test_training_into_a_folder_of_other_files_is_refused(made, monkeypatch, checkpoint, prompts, tmp_path) -> None:
+def test_training_into_a_folder_of_other_files_is_refused(made, checkpoint, prompts, tmp_path) -> None:
     """A model of somebody's, anything else, and a folder `training` that no run made."""
     out = tmp_path / "out"
     if made == "model":
@@ -481,7 +475,7 @@ def test_training_into_a_folder_of_other_files_is_refused(made, monkeypatch, che
     with pytest.raises(
         SystemExit, match=rf"holds files that no training run made \(.*{min(os.listdir(out))}.*--overwrite"
     ):
-        run(monkeypatch, checkpoint, prompts, out)
+        run(checkpoint, prompts, out)
     assert contents(out) == before
 
 
@@ -529,16 +523,16 @@ def test_an_interrupted_run_keeps_what_it_has(monkeypatch, checkpoint, prompts, 
     with monkeypatch.context() as patch:
         patch.setattr(script, "draft_loss", loss)
         with pytest.raises(SystemExit, match="130"):
-            run(monkeypatch, checkpoint, prompts, tmp_path / "out")
+            run(checkpoint, prompts, tmp_path / "out")
     assert "the same command goes on" in capsys.readouterr().err
 
     state_file = tmp_path / "out" / "training" / "state.pt"
     state = state_file.read_bytes()
     torch.save(torch.load(state_file) | {"optimizer": {"masters": [], "adam": {}}}, state_file)  # as it once was
     with pytest.raises(SystemExit, match="the optimiser of an earlier version"):
-        run(monkeypatch, checkpoint, prompts, tmp_path / "out")
+        run(checkpoint, prompts, tmp_path / "out")
     state_file.write_bytes(state)
-    report = run(monkeypatch, checkpoint, prompts, tmp_path / "out")
+    report = run(checkpoint, prompts, tmp_path / "out")
     assert report["steps"] == 4
     assert "going on from step 2" in capsys.readouterr().out
 
@@ -568,17 +562,7 @@ def test_two_processes_train_one_head(ranks, checkpoint, prompts, tmp_path) -> N
 def test_averaged_halves_are_the_whole_batch(make_target) -> None:
     """What two processes add up: the mean of the gradients of two halves is that of the batch when they are alike."""
     target = TargetModel(make_target("llama"))
-    spec = Eagle3Spec(
-        hidden_size=32,
-        target_hidden_size=32,
-        vocab_size=96,
-        intermediate_size=24,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        aux_layers=(2, 1, 1),
-        draft_vocab_size=96,
-    )
+    spec = small_spec(aux_layers=(2, 1, 1), draft_vocab_size=96)
     torch.manual_seed(3)
     trainable = TrainableEagle3(Eagle3Head(spec), target, None)
     batch = batch_of(documents([(20, 8), (20, 8)]), 20)
@@ -598,14 +582,8 @@ def test_a_trained_head_is_accepted_and_an_off_by_one_layer_is_not(make_target, 
     target = TargetModel(model)
     prompts = [[7 * i % 96, 5, 3 * i % 96, i] for i in range(6)]
     docs = [(np.array(p + greedy_oracle(model, p, 24), np.int32), len(p)) for p in prompts]
-    spec = Eagle3Spec(
-        hidden_size=32,
-        target_hidden_size=32,
-        vocab_size=96,
+    spec = small_spec(
         intermediate_size=64,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
         aux_layers=(2, 1, 3),
         draft_vocab_size=96,
         fc_norm=True,

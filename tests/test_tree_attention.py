@@ -1,7 +1,6 @@
 """Tree attention: kernels in Triton's interpreter where there is no GPU, the plain path, and their oracle.
 
-Closeness is against one softmax a row, in float64, over a plain list of visible keys; bits are compared with
-`torch.equal` between the same row computed in different company.
+Closeness is against `dense_oracle.py`; bits are compared between the same row computed in different company.
 """
 
 import random
@@ -11,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 
 from specdec.attention.deterministic_attention import deterministic_attention
-from specdec.attention.kernels import tree_attention_kernels as kernels
 from specdec.attention.kernels.own_keys import ALIGN, own_keys, reference_own_keys
 from specdec.attention.kernels.tree_attention import (
     Cut,
@@ -25,6 +22,7 @@ from specdec.attention.kernels.tree_attention import (
     tree_attention,
 )
 
+from dense_oracle import attend
 from marks import deep, deep_cases, each_value, quick, slow
 
 CUDA = torch.cuda.is_available()
@@ -33,14 +31,7 @@ BLOCK_K = 16
 SMALL: dict[str, Any] = {"cut": Cut(BLOCK_K, 2 * BLOCK_K), "tiles": RowTiles(16, 4, 1)}
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
-pytestmark = pytest.mark.usefixtures("poison_empty")
-
-
-@pytest.fixture(autouse=True)
-def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not CUDA:
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-        assert not isinstance(kernels.attend_kernel, triton.JITFunction), "TRITON_INTERPRET=1 came too late"
+pytestmark = pytest.mark.usefixtures("kernels_run", "poison_empty")
 
 
 def bushy(num_nodes: int, seed: int = 0) -> list[int]:
@@ -87,7 +78,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Request:
-    """A prefix and the block behind it: a tree of nodes, or a chain where `parents` is None.
+    """A prefix and the block after it: a tree of nodes, or a chain where `parents` is None.
 
     frozen: only the block's queries count, all at position len(prefix).   valid: rows of the block that exist.
     """
@@ -171,10 +162,9 @@ def lay_out(
 
 
 def dense(requests: Sequence[Request], args: dict[str, Any]) -> torch.Tensor:
-    """Every row by the definition: one query, the keys of its path, one softmax."""
-    first, window, softcap, sinks = requests[0].block, args["window"], args["softcap"], args["sinks"]
-    group = first.q.shape[1] // first.k.shape[1]
-    out = torch.zeros(len(requests), *first.q.shape, dtype=torch.float64)
+    """Every row by the definition, over the keys of its path."""
+    options = {name: args[name] for name in ("scaling", "softcap", "sinks")}
+    out = torch.zeros(len(requests), *requests[0].block.q.shape, dtype=torch.float64)
     for b, r in enumerate(requests):
         for i in range(len(r.block) if r.valid is None else r.valid):
             path = []
@@ -182,20 +172,15 @@ def dense(requests: Sequence[Request], args: dict[str, Any]) -> torch.Tensor:
             while node >= 0:
                 path.insert(0, node)
                 node = node - 1 if r.parents is None else r.parents[node]
-            keys = r.prefix + r.block[path]
             position = len(r.prefix) + r.depth[i]
-            oldest = 0 if window is None else max(0, position - window + 1)
-            keys = keys[oldest:]
-            for h in range(first.q.shape[1]) if len(keys) else ():
-                x = keys.k[:, h // group].double() @ r.block.q[i, h].double() * args["scaling"]
-                x = x if softcap is None else softcap * (x / softcap).tanh()
-                x = x if sinks is None else torch.cat([x, sinks[h : h + 1].double()])
-                out[b, i, h] = x.softmax(0)[: len(keys)] @ keys.v[:, h // group].double()
+            oldest = 0 if args["window"] is None else max(0, position - args["window"] + 1)
+            seen = (r.prefix + r.block[path])[oldest:]
+            out[b, i] = attend(r.block.q[i], seen.k, seen.v, **options)
     return out
 
 
 def run(args: dict[str, Any], **options: Any) -> torch.Tensor:
-    """By the kernels."""
+    """Attention by the kernels."""
     device = torch.device("cuda" if CUDA else "cpu")
     moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in args.items()}
     write, parents = moved.pop("write"), moved.pop("parents")
@@ -214,21 +199,21 @@ def run_plain(args: dict[str, Any]) -> torch.Tensor:
 
 
 def folded(args: dict[str, Any]) -> torch.Tensor:
-    """By the kernels, in half tiles, one program folding all splits of its rows."""
+    """Attention by the kernels, in half tiles, one program folding all splits of its rows."""
     return run(args, tiles=RowTiles(16, 4, 1, 8, True))
 
 
 Run = Callable[[dict[str, Any]], torch.Tensor]
-PATHS = pytest.mark.parametrize("attend", [run, run_plain], ids=["kernels", "plain"])
+PATHS = pytest.mark.parametrize("attend_by", [run, run_plain], ids=["kernels", "plain"])
 
 
-def check(requests: Sequence[Request], kernels_too: bool = True, **options: Any) -> None:
+def check(requests: Sequence[Request], by: tuple[Run, ...] = (run, folded, run_plain), **options: Any) -> None:
     """Kernels and plain path against the definition."""
     args = lay_out(requests, **options)
     expected = dense(requests, args)
     tolerance = TOLERANCE[args["query"].dtype]
-    for attend in (run, folded, run_plain)[0 if kernels_too else 2 :]:
-        out = attend(args)
+    for attend_by in by:
+        out = attend_by(args)
         assert out.is_contiguous()
         assert out.dtype == args["query"].dtype
         torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
@@ -249,10 +234,12 @@ def request(
     return Request(text[:length], text[length:], parents, **fields)
 
 
+@deep_cases("17-(64, 1)", "17-(17, 16)")
 @pytest.mark.parametrize("lengths", [(0, 65), (64, 1), (BLOCK_K - 1, 63), (BLOCK_K + 1, BLOCK_K)], ids=str)
 @pytest.mark.parametrize("num_rows", [1, slow(17)])
 def test_trees_behind_prefixes_of_odd_length(lengths: tuple[int, int], num_rows: int) -> None:
-    check([request(n, num_rows, bushy(num_rows, seed), seed=seed) for seed, n in enumerate(lengths)])
+    requests = [request(n, num_rows, bushy(num_rows, seed), seed=seed) for seed, n in enumerate(lengths)]
+    check(requests, (folded if num_rows == 1 else run, run_plain))
 
 
 @pytest.mark.parametrize(
@@ -262,7 +249,7 @@ def test_trees_behind_prefixes_of_odd_length(lengths: tuple[int, int], num_rows:
 )
 def test_page_sizes_and_groups(page_size: int, heads: tuple[int, int]) -> None:
     requests = [request(n, 3, [-1, 0, 0], heads=heads, seed=n) for n in (37, 16, 0)]
-    check(requests, page_size=page_size, spare_pages=2)
+    check(requests, (run, run_plain), page_size=page_size, spare_pages=2)
 
 
 @pytest.mark.parametrize(
@@ -295,10 +282,10 @@ def test_frozen_queries_read_the_committed_prefix_only(num_rows: int, window: in
 
 
 @PATHS
-def test_a_query_whose_window_holds_nothing_is_zero(attend: Run) -> None:
+def test_a_query_whose_window_holds_nothing_is_zero(attend_by: Run) -> None:
     args = lay_out([request(n, 2, frozen=True, seed=n) for n in (40, 2)], window=3, sinks=torch.ones(2))
-    args["positions"] += torch.tensor([[0], [9]])  # row 1 looks from far behind its two keys
-    out = attend(args)
+    args["positions"] += torch.tensor([[0], [9]])  # row 1 looks from far after its two keys
+    out = attend_by(args)
     torch.testing.assert_close(out[1], torch.zeros(2, 2, 16))
     assert bool((out[0] != 0).any())
 
@@ -314,7 +301,7 @@ def test_prefill_chunks_with_padded_rows(num_rows: int, window: int | None) -> N
 
 
 def test_windows_of_a_chunk_that_begin_in_different_splits() -> None:
-    """40 rows, windows of 20, splits of 16 keys: tiles of rows begin up to two splits behind their request."""
+    """40 rows, windows of 20, splits of 16 keys: tiles of rows begin up to two splits after their request."""
     requests = [request(40, 40)]
     args = lay_out(requests, window=20)
     out = run(args, cut=Cut(16, 16))
@@ -330,7 +317,8 @@ def test_head_sizes(head_dim: int) -> None:
 def test_dtypes(dtype: torch.dtype) -> None:
     requests = [request(n, 3, [-1, 0, 0], heads=(4, 2), dtype=dtype, seed=n) for n in (35, 4)]
     # the interpreter multiplies bfloat16 matrices as integers; the kernels have no float64
-    check(requests, kernels_too=dtype == torch.float16 or (CUDA and dtype == torch.bfloat16), window=30)
+    by_kernels = dtype == torch.float16 or (CUDA and dtype == torch.bfloat16)
+    check(requests, (run, folded, run_plain) if by_kernels else (run_plain,), window=30)
 
 
 @pytest.mark.slow
@@ -412,7 +400,7 @@ HEADS = (2, 1)
 
 
 def planted(num_nodes: int, begin: int, text: Text, seed: int) -> tuple[Request, list[int]]:
-    """A random tree behind text[:begin] whose deepest path is the text, and its nodes; the others are junk."""
+    """A random tree after text[:begin] whose deepest path is the text, and its nodes; the others are junk."""
     parents = bushy(num_nodes, seed)
     depth = depths(parents)
     node, path = max(range(num_nodes), key=lambda n: depth[n]), []
@@ -427,7 +415,7 @@ def planted(num_nodes: int, begin: int, text: Text, seed: int) -> tuple[Request,
 
 
 BITS = pytest.mark.parametrize(
-    ("attend", "dtype"),
+    ("attend_by", "dtype"),
     [slow(run, torch.float32), slow(folded, torch.float32), (run_plain, torch.float32), (run_plain, torch.bfloat16)]
     + ([(run, torch.bfloat16), (run, torch.float16), (folded, torch.bfloat16)] if CUDA else []),
     ids=lambda x: getattr(x, "__name__", str(x)),
@@ -438,15 +426,15 @@ BITS = pytest.mark.parametrize(
 @BITS
 @pytest.mark.parametrize("window", [deep(None), 21])
 def test_a_row_has_the_bits_of_plain_decoding_in_any_company(
-    attend: Run, dtype: torch.dtype, window: int | None
+    attend_by: Run, dtype: torch.dtype, window: int | None
 ) -> None:
-    tile = BLOCK_K if attend is not run_plain else ALIGN
+    tile = BLOCK_K if attend_by is not run_plain else ALIGN
     length = 2 * tile + 11
     text = Text.random(length, HEADS, 16, dtype)
     sinks = torch.tensor([0.5, -0.5], dtype=dtype)
 
     def rows(requests: list[Request], **options: Any) -> torch.Tensor:
-        return attend(lay_out(requests, window=window, sinks=sinks, **options))
+        return attend_by(lay_out(requests, window=window, sinks=sinks, **options))
 
     expected = rows([Request(text[:p], text[p : p + 1]) for p in range(length)], spare_pages=9)[:, 0]
     for p in (0, 1, tile - 1, tile, length - 1):
@@ -489,27 +477,27 @@ def test_a_path_through_two_tiles_has_the_bits_of_plain_decoding(window: int | N
 
 
 @deep_cases("kernels")
-@pytest.mark.parametrize("attend", [slow(run), run_plain], ids=["kernels", "plain"])
-def test_trees_of_200_nodes(attend: Run) -> None:
+@pytest.mark.parametrize("attend_by", [slow(run), run_plain], ids=["kernels", "plain"])
+def test_trees_of_200_nodes(attend_by: Run) -> None:
     """Far more nodes than an integer has bits; the path of the text is 40 deep and crosses tiles."""
     text = Text.random(60, HEADS, 16)
     tree, path = planted(200, 20, text, 3)
     assert len(path) == 40
     args = lay_out([tree])
-    out = attend(args)
+    out = attend_by(args)
     torch.testing.assert_close(out.double(), dense([tree], args), atol=2e-5, rtol=2e-5)
-    expected = attend(lay_out([Request(text[:p], text[p : p + 1]) for p in range(20, 60, 6)]))[:, 0]
+    expected = attend_by(lay_out([Request(text[:p], text[p : p + 1]) for p in range(20, 60, 6)]))[:, 0]
     assert torch.equal(out[0, path[::6]], expected)
 
 
 @PATHS
-def test_nodes_that_do_not_exist_may_hold_anything(attend: Run) -> None:
+def test_nodes_that_do_not_exist_may_hold_anything(attend_by: Run) -> None:
     """Behind `block_len` a tree's slots hold NaN; what is in front has the bits of the smaller tree."""
     parents = [-1, 0, 0, 1, 2, 2]
     padded = request(20, 6, parents, valid=4)
     smaller = replace(padded, block=padded.block[:4], parents=parents[:4], valid=None)
-    out = attend(lay_out([padded, replace(padded, valid=0)]))
-    assert torch.equal(out[0, :4], attend(lay_out([smaller]))[0])
+    out = attend_by(lay_out([padded, replace(padded, valid=0)]))
+    assert torch.equal(out[0, :4], attend_by(lay_out([smaller]))[0])
     assert torch.equal(out[0, 4:], torch.zeros(2, 2, 16))
     assert torch.equal(out[1], torch.zeros(6, 2, 16))
 

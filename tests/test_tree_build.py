@@ -4,12 +4,10 @@ import heapq
 
 import pytest
 import torch
-import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.attention.torch_backend import TorchBackend
-from specdec.attention.trees import walk as tree_walk_module
 from specdec.attention.trees.beam import Candidates
 from specdec.attention.trees.growth import (
     Growth,
@@ -28,15 +26,7 @@ QUICK = settings(max_examples=examples(10, 40), deadline=None, derandomize=True,
 INF, NAN = float("inf"), float("nan")
 BACKENDS = [TorchBackend(), TritonBackend()]
 
-
-@pytest.fixture(autouse=True, scope="module")
-def kernels_run():
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        if DEVICE.type == "cpu":
-            monkeypatch.setenv("TRITON_INTERPRET", "1")
-            kernel = tree_walk_module._tree_fields_kernel
-            assert not isinstance(kernel, triton.JITFunction), "TRITON_INTERPRET=1 came too late"
-        yield
+pytestmark = pytest.mark.usefixtures("kernels_run")
 
 
 def long(values: object) -> torch.Tensor:
@@ -287,7 +277,7 @@ def test_fields_are_the_reference(num_nodes: int, poison_empty: None):
 
 
 def test_a_tree_of_more_nodes_than_an_integer_has_bits(poison_empty: None):
-    """A root with 63 leaves, and behind the last of them a chain of 36: selected, described, and walked to its end."""
+    """A root with 63 leaves, and after the last of them a chain of 36: selected, described, and walked to its end."""
     parents = [-1] * 63 + list(range(62, 98))
     scores = [-1.0] * 62 + [-0.5] * 37
     tokens = torch.arange(1, 100, device=DEVICE)[None]

@@ -28,6 +28,7 @@ from marks import deep, deep_cases, examples, slow
 from processes import run
 from tiny_models import random_eagle3
 
+ROOT = Path(__file__).resolve().parent.parent
 VOCAB, NEW, LENGTHS = 12, examples(5, 7), (examples(9, 13), 1)
 SLIDING, FULL = "sliding_attention", "full_attention"
 SMALL = {"vocab_size": VOCAB, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -126,19 +127,6 @@ def test_text_and_drafts_are_those_of_torch(
     assert page_size == 1 or drafter != "eagle3" or spec is CHAIN or launches["move"], "nothing accepted had to move"
 
 
-@pytest.mark.deep
-def test_seeded_sampling_is_that_of_plain_decoding(make_target, random_prompt):
-    model = make_target("gpt_oss", **TARGETS["gpt_oss"])
-    prompts = [random_prompt(n, vocab=VOCAB) for n in LENGTHS]
-    params = [SamplingParams(max_new_tokens=NEW, temperature=0.8, seed=i) for i in range(2)]
-    texts = []
-    for attention, drafter in (("torch", None), ("triton", random_eagle3(model))):
-        config = EngineConfig(attention=attention, max_batch_size=2, max_model_len=64)
-        outputs = Engine(TargetModel(model), drafter, spec=TREE, config=config).generate(prompts, params)
-        texts.append([out.token_ids for out in outputs])
-    assert texts[0] == texts[1]
-
-
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_plans_say_the_same_by_page(page_size, make_target):
     """Write locations of both kinds of plan are equal, padding included, and so are pages that hold committed keys."""
@@ -148,11 +136,11 @@ def test_plans_say_the_same_by_page(page_size, make_target):
         config = EngineConfig(attention=attention, page_size=page_size, max_batch_size=3, max_model_len=64)
         engine = Engine(TargetModel(model), config=config, spec=CHAIN)
         table = engine.table
-        rows = np.array([table.open() for _ in range(3)])
+        rows = np.array([table.open_row() for _ in range(3)])
         for row, length in zip(rows, (21, 0, 6), strict=True):
-            table.ensure(row, length + 8)
-            table.commit_chunk(np.array([row]), np.array([length]))
-        table.evict(rows)
+            table.ensure_slots(row, length + 8)
+            table.commit_chunk_on_host(np.array([row]), np.array([length]))
+        table.evict_unseen(rows)
         engines.append(engine)
     rows = table.rows(np.append(rows, table.padding_row))
     committed = table.committed_len.tensor[rows.index]
@@ -227,7 +215,7 @@ def test_triton_is_refused_when_the_interpreter_came_too_late(monkeypatch):
 
 
 def test_auto_is_torch_where_triton_cannot_build_its_launcher(monkeypatch):
-    """As in a container without a C compiler or without Python's headers."""
+    """A machine like a container without a C compiler or without Python's headers."""
 
     class Driver:
         @property
@@ -275,9 +263,9 @@ def test_tiles_of_deterministic_layers_that_are_not_fused_are_refused_when_the_e
 
 
 @pytest.mark.slow
-def test_the_gpu_script_says_that_there_is_no_gpu():
-    script = Path(__file__).resolve().parent.parent / "tools" / "gpu_test.py"
-    if not script.exists():
+def test_a_benchmark_of_kernels_says_that_there_is_no_gpu():
+    if not (ROOT / "bench").exists():
         pytest.skip("needs the checkout")
-    done = run([str(script)])
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (2, "no CUDA device: nothing was checked")
+    done = run(["-m", "bench", "tables"], cwd=ROOT)
+    said = "tables needs 1 CUDA devices, and 0 are there: nothing was checked"
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (2, said)

@@ -19,8 +19,8 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-from result_table import table_head, table_row
 
+from bench.report import table_head, table_row
 from specdec import SpecConfig
 from specdec.runtime.draft_policy.draft_choice import DraftChoice
 from specdec.runtime.draft_policy.draft_ladder import draft_ladder
@@ -41,7 +41,7 @@ DRAFTING = {1: 0.44, 8: 0.54, 32: 0.78, 128: 1.74}
 of 128 requests from those of 8 and 32, in proportion."""
 
 PHASES = ((1, 6), (4, 16), (32, 64), (128, 256), (64, 96), (16, 40), (2, 8), (96, 144), (8, 24))
-"""Requests at once, and in all, as in bench_adaptive.py."""
+"""Requests at once, and in all, as in `python -m bench adaptive`."""
 
 DEPTH, ROWS, TOKENS, EASY = 4, 128, 96, 0.9
 LEVELS = np.arange(DEPTH + 1)
@@ -214,7 +214,7 @@ def main() -> None:
     prompt = PROMPT if given.prompts else 0
     times = {each: [seconds_of(each, costs, given.hard, seed, prompt) for seed in range(given.loads)] for each in names}
     best = min(np.mean(seconds) for name, seconds in times.items() if name.startswith("chain"))
-    print(table_head("policy", "seconds", "spread", "to the best fixed draft"))
+    print(table_head(("policy", "seconds", "spread", "to the best fixed draft")))
     for name, seconds in times.items():
         mean = np.mean(seconds)
         print(table_row([name, f"{mean:.2f}", f"{np.std(seconds):.2f}", f"{best / mean:.3f}"]))

@@ -14,11 +14,11 @@ from specdec.attention.bridge import ForwardContext
 from specdec.attention.kernels.draft_block import Draft
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Observation, PromptObservation, TargetInfo
-from specdec.draft_models.checkpoint_files import TargetShape
-from specdec.draft_models.draft_context import DraftContext, DraftGrowth, HeadDrafter, StoreWorker, continued
+from specdec.draft_models.checkpoints.checkpoint_files import TargetShape
 from specdec.draft_models.eagle3.checkpoint import read_head
 from specdec.draft_models.eagle3.fused_head import FusedHead
 from specdec.draft_models.eagle3.head import Eagle3Head, HeadOutput, PlainHead
+from specdec.draft_models.heads.draft_context import DraftContext, DraftGrowth, HeadDrafter, StoreWorker, continued
 from specdec.layers.accepted_path import keep_last, path_rows
 
 
@@ -92,7 +92,7 @@ class Eagle3Worker(StoreWorker):
         growth = DraftGrowth(batch, backend)
         for level in range(levels):
             logits = drafter.logits(out.normed)
-            beam, origin = growth.add(logits, node_pos[level + 1, :, : logits.shape[1]])  # [B, K]
+            beam, origin = growth.add_level(logits, node_pos[level + 1, :, : logits.shape[1]])  # [B, K]
             if block is None or level + 1 == levels:
                 break
             hidden = continued(out.normed if drafter.spec.norm_output else out.state, origin)
@@ -104,7 +104,7 @@ class Eagle3Worker(StoreWorker):
 
 def eagle3_drafter(folder: str | Path, target: TargetInfo, aux_layers: Sequence[int] | None = None) -> Eagle3Drafter:
     """Read the head in `folder` and fit it to `target`. `aux_layers`: see `Eagle3Spec`; None: what the files say."""
-    head, target_ids = read_head(folder, TargetShape.of(target), aux_layers)
+    head, target_ids = read_head(folder, TargetShape.of_target(target), aux_layers)
     drafter = Eagle3Drafter(head.place(target.device, target.dtype).eval(), target_ids, target)
     drafter.source = str(folder)
     return drafter

@@ -54,7 +54,7 @@ Softcap = Callable[[torch.Tensor, float], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LogitRule:
-    """How a model changes the output of its head: times a number, divided by a number, then a softcap."""
+    """Changes that a model makes to the output of its head: times a number, divided by a number, then a softcap."""
 
     times: float = 1.0
     over: float = 1.0
@@ -203,7 +203,7 @@ class ProbeContext:
 
 @dataclass(frozen=True, slots=True)
 class Closeness:
-    """How near rows [T, ...] must be to the same rows run alone.
+    """Allowed distance of rows [T, ...] from the same rows run alone.
 
     exact: all rows, else the median one. noise: how far the model's own forward is from itself, in a larger batch.
     """
@@ -245,7 +245,7 @@ class Proof:
     closeness: Closeness
 
     def difference(self, run: Run) -> str | None:
-        """What differs when the rows of both texts run mixed and in two forwards, as the rest of a sentence."""
+        """The difference when the rows of both texts run mixed and in two forwards, as the rest of a sentence."""
         length, device = self.texts.shape[1], self.texts.device
         layout = self.alone[0].layout
         past: ProbeContext | None = None

@@ -288,7 +288,7 @@ class TargetModel:
         return tokens.reshape(1, -1), positions.reshape(1, -1)
 
     def _leaving(self, hidden: torch.Tensor | None, batch: int) -> torch.Tensor:
-        """What the decoder returns -> [B, N, H]; None: it ended, and has none."""
+        """The decoder's result [B, N, H]; None: it ended, and has none."""
         if hidden is None:
             hidden = torch.zeros((1, batch, self.hidden_size), dtype=self.dtype, device=self.device)
         return hidden.view(batch, -1, hidden.shape[-1])

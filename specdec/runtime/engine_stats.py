@@ -43,7 +43,7 @@ class PoolUse(NamedTuple):
     capacity: int
 
     @classmethod
-    def of(cls, pool: PagedAllocator | None, page_size: int) -> "PoolUse":
+    def from_pool(cls, pool: PagedAllocator | None, page_size: int) -> "PoolUse":
         if pool is None:
             return NOTHING
         return cls(*(n * page_size for n in (pool.held_pages, pool.peak_pages, pool.cached_pages, pool.capacity)))
@@ -144,8 +144,8 @@ def stats_now(
         drafted_counts=list(totals.drafted_counts),
         waiting=len(scheduler.waiting),
         running=len(scheduler.running),
-        full_slots=PoolUse.of(allocator.full, allocator.page_size),
-        swa_slots=PoolUse.of(allocator.swa, allocator.page_size),
+        full_slots=PoolUse.from_pool(allocator.full, allocator.page_size),
+        swa_slots=PoolUse.from_pool(allocator.swa, allocator.page_size),
         captures=captures,
         drafts=drafts,
         prompt_gap_ms=1e3 * scheduler.prompt_gap.promised(scheduler.prompt_room, scheduler.max_model_len),
@@ -158,7 +158,7 @@ BROKEN = (
     "near zero')"
 )
 TOO_SELDOM = (
-    "they are tried so seldom since they do not pay here: SpecConfig(adaptive=False) or Engine.diagnose() tells "
+    "they are tried so seldom since they do not pay here: SpecConfig(adaptive=False) or `specdec doctor` tells "
     "whether the drafter's tokens or its time are at fault (docs/troubleshooting.md, 'Acceptance near zero')"
 )
 

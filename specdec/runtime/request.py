@@ -32,12 +32,11 @@ logger = logging.getLogger(__name__)
 class RequestStats:
     """Figures of one request, or (summed) of many: speculation, cache hits and times.
 
-    `drafted_counts[i]`: rounds that drafted i + 1 tokens deep or deeper, and `accepted_counts[i]`: those of them in
-    which draft i + 1 was emitted; a round that ends the output counts as no deeper than what was emitted of it.
-    `drafted_rounds`: rounds that had drafts, `drafted_round_tokens`: what these emitted, the bonus included, and
-    `draft_tokens`: how deep they were, summed.
-    `forced_tokens`: those that a grammar left no choice for, and that stood in the place of drafts in `forced_rounds`,
-    which had none. `cached_tokens`: prompt tokens whose K/V came out of the prefix
+    `drafted_counts[i]`: rounds that drafted at least i + 1 tokens deep, `accepted_counts[i]`: those of them in which
+    draft i + 1 was emitted; a round that ends the output counts only as deep as what was emitted. `drafted_rounds`:
+    rounds with drafts, `drafted_round_tokens`: what these emitted, the bonus included, `draft_tokens`: how deep they
+    were, summed. `forced_tokens`: those that a grammar left no choice for, in the place of drafts in `forced_rounds`.
+    `cached_tokens`: prompt tokens whose K/V came out of the prefix
     cache. Seconds are a request's share of its batch's time; but queue and first_token are from when it was
     handed in until it had a row, and its first token.
     """

@@ -49,7 +49,7 @@ def make_cache(
     if window is not None:  # what one request holds while it decodes and the slack; besides, chunks in flight
         held = swa_slots_held(window - 1 + extra_keys, num_nodes, page_size)
         swa_each = min(whole_pages(held + page_size), full_each)
-        room = PromptRoom.of(config.max_prefill_tokens, config.prefill_chunk, target.device.type)
+        room = PromptRoom.from_settings(config.max_prefill_tokens, config.prefill_chunk, target.device.type)
         together = max(room.idle, batch * min(room.chunk, SWA_SPARE))  # a step reads `idle`; the rest keeps prefixes
         swa_in_flight = min(batch * min(room.chunk, full_each - swa_each), whole_pages(together))
     share = config.memory_share or MEMORY_SHARE.get(target.device.type, 0.5)

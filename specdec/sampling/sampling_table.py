@@ -53,7 +53,7 @@ def split_cells(cells: torch.Tensor) -> ParamVectors:
 
 
 class Uses(NamedTuple):
-    """What at least one request of a batch asks for: all that its rounds need to compute.
+    """Features that at least one request of a batch asks for: all that its rounds need to compute.
 
     filters: names of FILTERS. edits of logits: penalty (for repetition), counts (frequency and presence penalty), bias
     (room for that many entries a request), masked (by a grammar, or by rules about tokens).

@@ -265,7 +265,7 @@ def token_text(tokenizer: Any, token: int) -> str:
 
 @lru_cache(maxsize=1 << 16)
 def token_bytes(tokenizer: Any, token: int) -> bytes:
-    """What it adds to the UTF-8 text. Bytes of the tokens of a text, joined, are the text."""
+    """Bytes that it adds to the UTF-8 text. Bytes of the tokens of a text, joined, are the text."""
     text = token_text(tokenizer, token)
     if REPLACEMENT not in text:
         return text.encode(errors="replace")

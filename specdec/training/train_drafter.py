@@ -20,7 +20,7 @@ from accelerate.utils import gather
 from specdec.config import EngineConfig, SamplingParams, SpecConfig, require_int, require_number
 from specdec.draft_models.block.block_head import BlockSpec
 from specdec.draft_models.eagle3.head import Eagle3Spec
-from specdec.draft_models.head_spec import HeadSpec
+from specdec.draft_models.heads.head_spec import HeadSpec
 from specdec.drafter_loading import load_any_drafter
 from specdec.engine import Engine
 from specdec.errors import ConfigError
@@ -139,7 +139,7 @@ def measure(
 
 
 def reported_shapes(settings: TrainSettings) -> dict[str, SpecConfig]:
-    """What acceptance is measured with: of a block drafter the whole block."""
+    """Draft with which acceptance is measured: of a block drafter the whole block."""
     if settings.kind != "block" or settings.draft_steps == 4:
         return SHAPES
     depth, nodes = settings.draft_steps, min(32, 5 + 16 * (settings.draft_steps - 1))

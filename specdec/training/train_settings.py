@@ -1,4 +1,4 @@
-"""What a training run is told; each field is an option of `specdec train`. Nothing heavy is imported for it."""
+"""Settings of a training run; each field is an option of `specdec train`. Nothing heavy is imported for it."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -75,7 +75,7 @@ class Format:
 
     @property
     def title(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         raise NotImplementedError
 
     def tensors(self, num_rows: int, num_columns: int) -> dict[str, Expected]:

@@ -165,7 +165,7 @@ def stored_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
-    """What a `quantization_config` promises; None: transformers loads it, unfused.
+    """The promises of a `quantization_config`; None: transformers loads it, unfused.
 
     Raises UnsupportedModelError for what neither reads, and CheckpointError for what is malformed.
     """

@@ -16,7 +16,7 @@ from specdec.layers.packed.packed_weight import PackedWeight, pack
 Tensors = Mapping[str, torch.Tensor]
 
 AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Which nibble of a word holds the number of its first column, of its second, ..."""
+"""Nibble of a word that holds the number of its first column, of its second, ..."""
 
 PLAIN_ZERO = 8
 

@@ -1,0 +1,108 @@
+"""Attention of drafts that begin at many places of texts at once: chains of single tokens, and blocks.
+
+Each is the `Attend` of a draft head's own modules: one softmax over the text as far as a place sees it, and the draft's
+own rows. Texts may be packed into rows: position 0 begins one. A drafter learns with it, and the doctor looks with it
+at every place of an answer.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(draft layer, q [B, Hq, N, D], k and v [B, Hkv, N, D], all after RoPE) -> [B, N, Hq, D]; scaled by the caller."""
+
+
+def same_document(pos: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(whether query and key share a document [B, T, T], position of the query minus that of the key [T, T])."""
+    doc = (pos == 0).cumsum(1)
+    place = torch.arange(pos.shape[1], device=pos.device)
+    return doc[:, :, None] == doc[:, None, :], place[:, None] - place[None, :]
+
+
+def in_float32(attend: Attend) -> Attend:
+    """Wraps `attend` so that scores are not rounded, as in kernels: for a reference in 16 bits."""
+    return lambda layer, q, k, v: attend(layer, q.float(), k.float(), v.float()).to(q.dtype)
+
+
+class ChainAttention:
+    """Attention of chains over positions [B, T]. It keeps the keys and values of every step, by draft layer.
+
+    windows: of each draft layer, None: full. rows: where drafts begin that go on after step 0; None: everywhere.
+    """
+
+    def __init__(self, windows: Sequence[int | None], scaling: float, pos: torch.Tensor) -> None:
+        self.rows: torch.Tensor | None = None
+        self.windows, self.scaling, self.step = windows, scaling, 0
+        self.k: list[list[torch.Tensor]] = [[] for _ in self.windows]
+        self.v: list[list[torch.Tensor]] = [[] for _ in self.windows]
+        same, self.distance = same_document(pos)
+        self.seen = same & (self.distance >= 0)  # [B, T, T]
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        group = q.shape[1] // k.shape[1]
+        ks, vs = self.k[layer], self.v[layer]
+        ks.append(k.repeat_interleave(group, 1))  # [B, Hq, T, D]
+        vs.append(v.repeat_interleave(group, 1))
+        window, seen, distance, length = self.windows[layer], self.seen, self.distance, ks[0].shape[2]
+        if self.step and self.rows is not None:
+            seen, distance = seen[:, self.rows], distance[self.rows]
+        own = range(1, self.step + 1)  # steps after 0 within the window
+        if window is not None:
+            seen = seen & (distance + self.step < window)
+            own = range(max(1, self.step - window + 1), self.step + 1)
+        q = q * self.scaling
+        scores = [(q @ ks[0].mT).masked_fill_(~seen[:, None], -torch.inf)]
+        scores += [(q * ks[s]).sum(-1, keepdim=True) for s in own]
+        weights = torch.cat(scores, dim=-1).softmax(-1, dtype=torch.float32).to(v.dtype)
+        out = weights[..., :length] @ vs[0]
+        for column, s in enumerate(own, start=length):
+            out = out + weights[..., column, None] * vs[s]
+        return out.transpose(1, 2)
+
+
+class BlocksAttention:
+    """Attention of blocks of `size` tokens at places [B, A] of texts at positions [B, T].
+
+    keys_values: of the text in a draft layer, k and v [B, Hkv, T, D] after RoPE. causal: rows of a block see those up
+    to their own; otherwise each other.
+    """
+
+    def __init__(
+        self,
+        windows: Sequence[int | None],
+        scaling: float,
+        pos: torch.Tensor,
+        places: torch.Tensor,
+        *,
+        size: int,
+        causal: bool,
+        keys_values: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
+        self.windows, self.scaling, self.keys_values = windows, scaling, keys_values
+        same, distance = same_document(pos)  # [B, T, T], [T, T]
+        length = pos.shape[1]
+        self.distance = distance[places]  # [B, A, T]: of a block's first row to each key
+        self.before = same.gather(1, places[:, :, None].expand(-1, -1, length)) & (self.distance > 0)
+        self.steps = torch.arange(size, device=places.device)
+        self.apart = self.steps[:, None] - self.steps  # [K, K]
+        self.own = self.apart >= 0 if causal else torch.ones_like(self.apart, dtype=torch.bool)
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """q [B, Hq, A * K, D], k and v [B, Hkv, A * K, D] -> [B, A * K, Hq, D]."""
+        rows, group = len(self.steps), q.shape[1] // k.shape[1]
+        old_k, old_v, k, v = (x.to(q.dtype).repeat_interleave(group, 1) for x in (*self.keys_values(layer), k, v))
+        q, k, v = (x.unflatten(2, (-1, rows)) for x in (q * self.scaling, k, v))  # [B, Hq, A, K, D]
+        seen = self.before[:, :, None].expand(-1, -1, rows, -1)  # [B, A, K, T]
+        own = self.own
+        if (window := self.windows[layer]) is not None:
+            seen = seen & (self.distance[:, :, None] + self.steps[:, None] < window)
+            own = own & (self.apart < window)
+        length = old_k.shape[2]
+        scores = [
+            (q.flatten(2, 3) @ old_k.mT).unflatten(2, (-1, rows)).masked_fill(~seen[:, None], -torch.inf),
+            (q @ k.mT).masked_fill(~own, -torch.inf),
+        ]
+        weights = torch.cat(scores, dim=-1).softmax(-1, dtype=torch.float32).to(v.dtype)  # [B, Hq, A, K, T + K]
+        out: torch.Tensor = weights[..., :length].flatten(2, 3) @ old_v  # [B, Hq, A * K, D]
+        return (out + (weights[..., length:] @ v).flatten(2, 3)).transpose(1, 2)

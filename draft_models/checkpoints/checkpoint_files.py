@@ -1,0 +1,115 @@
+"""A drafter's folder, whatever its format: config.json and tensors, read and written, and a head filled with them."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from specdec.draft_models.base import TargetInfo
+from specdec.errors import CheckpointError, UnsupportedModelError, first_line, naming_file
+
+State = Mapping[str, torch.Tensor]
+Head = TypeVar("Head", bound=nn.Module)
+
+
+class TargetShape(NamedTuple):
+    """What a reader must know of the target."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+
+    @classmethod
+    def of_target(cls, target: TargetInfo) -> "TargetShape":
+        return cls(target.name, len(target.layout.layers), target.hidden_size, target.vocab_size)
+
+
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    if not files:
+        raise CheckpointError("there is no *.safetensors and no pytorch_model*.bin")
+    tensors: dict[str, torch.Tensor] = {}
+    for file in files:
+        try:
+            tensors |= load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
+        except Exception as error:  # a broken or hostile file can raise anything
+            raise CheckpointError(_unreadable(file, error)) from error
+    return tensors
+
+
+def damaged_file(folder: Path) -> str | None:
+    """A sentence about the first file of a checkpoint that is not there, though an index names it, or that is cut off
+    or damaged; None: all can be opened."""
+    for index in sorted(folder.glob("*.index.json")):
+        try:
+            names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            return _unreadable(index, error)
+        for name in names:
+            if not (folder / name).is_file():
+                return f"the checkpoint lacks {name}, which {index.name} names"
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except Exception as error:  # a broken or hostile file can raise anything
+            return _unreadable(file, error)
+    return None
+
+
+def _unreadable(file: Path, error: Exception) -> str:
+    size = file.stat().st_size if file.is_file() else 0
+    return (
+        f"{file.name} cannot be read ({first_line(error)}); it has {size:,} bytes and is cut off or damaged, so "
+        "download or copy it again"
+    )
+
+
+def write_folder(folder: str | Path, config: Mapping[str, Any], state: State) -> None:
+    """Write config.json and model.safetensors. Raises CheckpointError where tensors cannot be written."""
+    out = Path(folder)
+    out.mkdir(parents=True, exist_ok=True)
+    with naming_file(out / "config.json"):
+        (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    weights = out / "model.safetensors"
+    tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in state.items()}
+    try:
+        save_file(tensors, weights, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise CheckpointError(f"{str(weights)!r} cannot be written: {first_line(error)}") from error
+
+
+@contextmanager
+def naming_folder(folder: str | Path) -> Iterator[None]:
+    """What is refused within is refused with the folder's name."""
+    try:
+        yield
+    except (CheckpointError, UnsupportedModelError) as error:
+        raise type(error)(f"{folder}: {error}") from error
+
+
+def fill_head(make: Callable[[], Head], state: State, explain: Callable[[str], str] = lambda fault: "") -> Head:
+    """A head with these tensors. Raises CheckpointError unless they are its own, in its shapes and of floating types of
+    16 bits or more. explain: what else is said of the first fault."""
+    with torch.device("meta"):
+        expected = make().state_dict()
+    shapes = {key: (list(state[key].shape), list(t.shape)) for key, t in expected.items() if key in state}
+    faults = [f"{key} is {has}, the config says {says}" for key, (has, says) in shapes.items() if has != says]
+    faults += [f"{key} is missing" for key in expected if key not in state]
+    faults += [f"{key} is not known" for key in sorted(state.keys() - expected.keys())]
+    if faults:
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        raise CheckpointError(f"tensor {faults[0]}{more}{explain(faults[0])}")
+    for key, tensor in state.items():
+        if not tensor.is_floating_point() or tensor.element_size() < 2:
+            raise CheckpointError(f"tensor {key} is {tensor.dtype}, expected a floating type of 16 bits or more")
+    head = make()
+    head.load_state_dict(state)
+    return head

@@ -1,0 +1,131 @@
+"""What drafters with K/V of their own, and those that draw level by level, have in common: a fitted head, the K/V of
+one engine, the forward of one level of a draft in progress, and the chain or tree that grows."""
+
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar, Unpack
+
+import torch
+
+from specdec.attention.backend import Backend
+from specdec.attention.bridge import AttentionCall
+from specdec.attention.kernels.draft_block import DraftBlock
+from specdec.attention.plan import KVPlan, plan_chunk, plan_packed
+from specdec.attention.trees.growth import Growth, num_candidates
+from specdec.attention.trees.tree import DraftTree
+from specdec.draft_models.base import (
+    BestOf,
+    Binding,
+    DraftBatch,
+    Drafter,
+    Fit,
+    Observation,
+    PromptObservation,
+    Sample,
+    TargetInfo,
+)
+from specdec.draft_models.heads.fused_form import Form, proved_form
+from specdec.draft_models.heads.head_spec import HeadModule
+from specdec.gpu.operations import REFERENCE
+from specdec.kvcache.frozen import KVView, own_view
+from specdec.kvcache.layer_context import Destination, OwnRows, ScoreOptions
+from specdec.kvcache.layout import KVLayout
+from specdec.layers.fuse import Weights
+
+Head = TypeVar("Head", bound=HeadModule)
+
+
+class HeadDrafter(Drafter, Generic[Head, Form]):
+    """A head fitted to a target, with fused layers if the target's are. plain, fused: classes of its two forms."""
+
+    may_lag = True
+    weights: Weights
+
+    def __init__(self, head: Head, target: TargetInfo, plain: type[Form], fused: Callable[..., Form]) -> None:
+        self.head = head
+        self.aux_layers: tuple[int, ...] = head.spec.aux_layers
+        self.kv_layout: KVLayout | None = head.spec.kv_layout
+        self.fit = Fit.of(target)
+        self.dtype = target.dtype
+        self.weights = Weights(self.name, head)
+        parts = head, target.embed, target.head
+        self.form = self.plain = own = plain(*parts)
+        self.ops = target.ops or REFERENCE
+        if target.ops is not None:
+            self.form, self.unfused = proved_form(self.name, own, lambda: fused(*parts, self.weights, self.ops))
+
+
+class StoreWorker:
+    """A drafter in one engine: its K/V, in a store of its own at the target's slots."""
+
+    def __init__(self, binding: Binding, layout: KVLayout | None, dtype: torch.dtype) -> None:
+        assert layout is not None
+        self.view: KVView | None = None
+        self.binding = binding
+        self.store = binding.cache.add_store(layout, dtype)
+        self.own_view = own_view(binding.cache.allocator, self.store)
+
+    def plan_of(self, seen: Observation | PromptObservation) -> KVPlan:
+        """For K/V of the tokens that were committed, whatever has been committed since."""
+        backend, table = self.binding.backend, self.binding.cache.table
+        if isinstance(seen, PromptObservation):
+            return plan_packed(backend, table, seen.pack)
+        return plan_chunk(backend, table, seen.rows, seen.start, seen.length, seen.path.shape[1])
+
+
+class DraftContext:
+    """K nodes a request. New K/V go to the scratch block; owners: of each layer, the layer whose K/V it reads."""
+
+    def __init__(self, block: DraftBlock, backend: Backend, topk: int, owners: Sequence[int]) -> None:
+        self.block, self.backend, self.topk, self.owners = block, backend, topk, owners
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        q, k, v = call.rows()
+        if self.owners[call.layer] == call.layer:
+            self.backend.store(*self.block.destination(call.layer), k, v)
+        return call.answer(self, q, k, v)
+
+    def destination(self, layer: int) -> Destination | None:
+        if self.owners[layer] != layer:
+            return None
+        kept, slots = self.block.destination(layer)
+        return Destination(kept.k, kept.v, slots)
+
+    def attend_rows(
+        self, layer: int, q: torch.Tensor, k: OwnRows, v: OwnRows, **options: Unpack[ScoreOptions]
+    ) -> torch.Tensor:
+        """q [B * K, Hq, D] -> [B * K, Hq, D]: k and v are in the block."""
+        query = q.unflatten(0, (-1, self.topk)).transpose(1, 2)  # [B, Hq, K, D]
+        return self.block.attend(self.owners[layer], query, **options).reshape(q.shape)
+
+
+class DraftGrowth:
+    """The chain or tree of a batch, drawn level by level: K = `batch.topk` nodes each. sample, best: the batch's own
+    unless others are given, which may draw from something else than logits."""
+
+    def __init__(
+        self, batch: DraftBatch, backend: Backend, sample: Sample | None = None, best: BestOf | None = None
+    ) -> None:
+        self.batch = batch
+        self.sample, self.best = sample or batch.sample, best or batch.best
+        self.tree = Growth(batch.root, backend, batch.num_steps)
+        self.chain = [batch.root[:, None]]
+
+    def add_level(self, logits: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """logits [B, M, V] of the M nodes that may go on, positions [B, M] -> tokens of the next level [B, K], and
+        which of the M each continues; None: a chain has one."""
+        if self.batch.topk == 1:
+            self.chain.append(self.sample(logits, positions))
+            return self.chain[-1], None
+        return self.tree.add_level(*self.best(logits, positions, self.batch.topk))
+
+    def select(self) -> DraftTree:
+        """The chain, or the best tree of the requested size."""
+        if self.batch.topk == 1:
+            return DraftTree.chain(torch.cat(self.chain, dim=1))
+        most = 1 + num_candidates(self.batch.topk, self.tree.num_levels)
+        return self.tree.select(min(self.batch.num_nodes, most))
+
+
+def continued(states: torch.Tensor, origin: torch.Tensor | None) -> torch.Tensor:
+    """States [B, M, H] of the nodes that a level continues [B, K, H]."""
+    return states if origin is None else states.gather(1, origin[:, :, None].expand(-1, -1, states.shape[-1]))

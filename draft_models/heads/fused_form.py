@@ -1,0 +1,76 @@
+"""Whether a drafter's fused layers may run: only if they compute what its own modules do, on a few random rows."""
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from specdec.attention.bridge import AttentionCall
+from specdec.draft_models.heads.head_spec import HeadForm
+from specdec.layers.families import Unfusable
+from specdec.layers.merge import held_storages
+
+logger = logging.getLogger("specdec")
+
+Form = TypeVar("Form", bound=HeadForm)
+
+FUSED_BOUND = 0.03
+"""Largest relative difference of the median row, times the root of the layers: rounding. A wrong layer has about 1."""
+
+
+class Echo:
+    """A forward whose attention returns the queries and stores nothing, so that two forms of a drafter compare."""
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        return call.query.transpose(1, 2)
+
+    def destination(self, layer: int) -> None:
+        return None
+
+    def attend_rows(self, layer: int, q: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
+        return q
+
+
+def why_unfused(
+    name: str,
+    module: nn.Module,
+    num_layers: int,
+    plain: Callable[[], torch.Tensor],
+    fused: Callable[[], torch.Tensor],
+) -> str | None:
+    """The reason not to run the fused layers of `module`, logged; None: there is none.
+
+    plain: rows [R, W] float32 as its own modules compute them, called first. fused: puts fused layers in place, which
+    merges weights, and returns the same rows by them.
+    """
+    held = held_storages(module)
+    level = logging.WARNING
+    try:
+        expected = plain()
+        error = (fused() - expected).norm(dim=-1) / expected.norm(dim=-1)
+        bound = FUSED_BOUND * math.sqrt(1 + num_layers)
+        reason = None if error.median() <= bound else "its fused layers compute something else than its own"
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as refusal:  # of any kind: kernels are compiled here
+        reason = str(refusal) or type(refusal).__name__
+        level = logging.INFO if isinstance(refusal, Unfusable) else level
+    del held
+    if reason is not None:
+        logger.log(level, "drafter %s runs unfused: %s", name, reason)
+    return reason
+
+
+def proved_form(name: str, plain: Form, fused: Callable[[], Form]) -> tuple[Form, str | None]:
+    """The form that `fused` makes if it computes what the plain one does; else the plain one, and the reason."""
+    made: list[Form] = []
+
+    def rows_of_fused() -> torch.Tensor:
+        made.append(fused())
+        return made[0].probed()
+
+    reason = why_unfused(name, plain.head, len(plain.head.layers), plain.probed, rows_of_fused)
+    return (made[0], None) if reason is None else (plain, reason)

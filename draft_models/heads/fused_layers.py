@@ -1,0 +1,59 @@
+"""The layers of a head, fused: one described as those of Llama are, and described again when its weights have moved."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from specdec.draft_models.heads.head_spec import HeadContext
+from specdec.gpu.operations import Operations
+from specdec.layers.decoder import FusedLayer, Shared
+from specdec.layers.families import FAMILIES, Groups
+from specdec.layers.fuse import Weights
+from specdec.layers.merge import MERGING, merge
+from specdec.layers.norm import Gain
+from specdec.layers.rope_store import Rotary, rotary
+from specdec.modules.weights_lock import holds_weights_lock
+
+LLAMA = FAMILIES["llama.LlamaModel"]
+
+
+class FusedLayers:
+    """The layers of a head in order. Each ends with the first norm of the next one, and the last with `final`.
+
+    beside: norms whose weights are merged too, into `gain`. Raises Unfusable.
+    """
+
+    def __init__(
+        self, head: Any, final: Gain | None, weights: Weights, ops: Operations, beside: Sequence[nn.Module] = ()
+    ) -> None:
+        self.head, self.final, self.weights, self.ops, self.beside = head, final, weights, ops, beside
+        self._describe()
+
+    def keep_in_step(self) -> None:
+        if self.weights.generation() != self.generation:
+            self._describe()
+
+    def angles(self, positions: torch.Tensor, dtype: torch.dtype) -> Rotary:
+        rope: Any = self.head.rotary_emb
+        return self.ops(rotary)(positions.reshape(-1), rope.inv_freq, float(rope.attention_scaling), dtype)
+
+    def run(
+        self, state: torch.Tensor, x: torch.Tensor, angles: Rotary, context: HeadContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual stream [T, H] and what the first layer reads -> the last layer's, and `final` of it."""
+        for layer in self.layers:
+            state, x = layer(state, x, Shared({"": angles}, None), specdec_ctx=context)
+        return state, x
+
+    @holds_weights_lock()
+    def _describe(self) -> None:
+        """Merge the weights and note their addresses, which may have changed."""
+        # outside inference mode, where a parameter cannot be given other data
+        with MERGING, torch.inference_mode(False), torch.no_grad():
+            parts = [LLAMA.layer(layer, self.head, Groups(apart=False)) for layer in self.head.layers]
+            self.gain = merge([norm.weight for norm in self.beside]) if self.beside else None  # type: ignore[misc]
+        norms = [*(part.input_norm for part in parts[1:]), self.final]
+        self.layers = [FusedLayer(i, *each, self.ops) for i, each in enumerate(zip(parts, norms, strict=True))]
+        self.generation = self.weights.generation()  # after the merge, which moves weights

@@ -1,0 +1,214 @@
+"""The doctor's round: read the pair, measure it, try one change at a time, name what helps.
+
+read      what config, weights and names say           signs that are certain
+run       an engine of the pair answers the prompts    acceptance by depth; logits against the reference
+record    the target reads each text once, densely     what every drafter reads is kept
+try       each change, after every place of the text   the largest clear gain is named; then others on top of it
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from specdec.config import SamplingParams, require_int
+from specdec.doctor.acceptance import Acceptance, Comparison, Measured, measured_by_engine, measured_densely
+from specdec.doctor.causes import CAUSES, Cause, what_is_seen
+from specdec.doctor.changes import Change
+from specdec.doctor.dense_drafts import RecordedText, ReferenceCheck, Watched, can_be_run, dense_drafts, record
+from specdec.doctor.diagnosis import Diagnosis, Finding, Trial
+from specdec.doctor.pair_in_question import PairInQuestion, pair_facts
+from specdec.draft_models.model_and_lookup import model_of
+from specdec.engine import Engine
+from specdec.errors import ConfigError
+from specdec.load_check import Sign, Subject, drafter_path
+from specdec.models.bundled import HELD_OUT_PROBLEMS
+from specdec.models.published import published_acceptance
+from specdec.progress import progress_bar
+from specdec.runtime.request import GenerationOutput
+from specdec.text.prompt_files import read_prompts
+
+PROMPTS = 8
+"""Prompts of a diagnosis that is given none."""
+NEW_TOKENS = 48
+"""Tokens of each answer, by default."""
+MAX_NAMED = 3
+"""Changes that are named one on top of another."""
+NO_REFERENCE = "drafters of kind {name} have no dense reference; only prompts were changed"
+
+
+def diagnose(
+    engine: Engine,
+    prompts: Sequence[str | list[int]] | None = None,
+    *,
+    chat: bool = True,
+    max_new_tokens: int = NEW_TOKENS,
+    causes: Sequence[Cause] = CAUSES,
+) -> Diagnosis:
+    """Why the drafter is accepted less than it could be: `findings` names each cause and what to change.
+
+    The pair answers the prompts greedily in an engine of its own, then with one setting of the drafter changed at a
+    time; a change that raises acceptance clearly is named. `healthy`: none does.
+    prompts: at least 4 texts, or lists of token ids, of the kind that the pair is meant for; None: word problems.
+    chat: texts are turns of a chat; False: raw text. It takes half a minute, and memory for a second K/V cache, so not
+    next to requests. Raises ConfigError for an engine without a drafter, fewer prompts, texts without a tokenizer, or
+    answers not longer than the drafts.
+    """
+    started = time.perf_counter()
+    if engine.drafter is None:
+        raise ConfigError("this engine has no drafter, so there is nothing to diagnose; make one with drafter=...")
+    questions = list(prompts) if prompts is not None else default_questions(engine)
+    if len(questions) < 4:
+        raise ConfigError(f"{len(questions)} prompts; 4 or more are needed to tell a gain from chance")
+    require_int("max_new_tokens", max_new_tokens, 1, 1 << 30)
+    num_steps = engine.spec.num_steps
+    if max_new_tokens <= num_steps:  # a token comes before the draft
+        raise ConfigError(
+            f"max_new_tokens={max_new_tokens}: drafts of num_steps={num_steps} are looked at in answers of "
+            f"{num_steps + 1} tokens or more; give that many, or fewer steps"
+        )
+    drafter = model_of(engine.drafter)
+    pair = PairInQuestion(engine=engine, drafter=drafter, questions=questions, chat=chat)
+    seen = what_is_seen(Subject(engine.target, drafter, engine.tokenizer), causes)
+    with progress_bar("diagnosing", 2 + len(causes)) as update:
+        examination = Examination(pair, max_new_tokens)
+        update(1)
+        findings = [examination.mend(cause, sign) for cause, sign in seen]
+        reference = examination.reference()
+        if reference is not None and not reference.holds:
+            findings.append(_broken_worker(reference))
+        update(2)
+        trials, named = examination.name_changes(causes, update)
+    return Diagnosis(
+        read=pair_facts(pair),
+        prompts=len(questions),
+        acceptance=examination.as_loaded,
+        published=published_acceptance(engine.target.name, drafter_path(drafter)),
+        reference=reference,
+        findings=(*findings, *named),
+        trials=tuple(trials),
+        memory={space.value: size for space, size in engine.cache.bytes_by_space().items()},
+        best_shape=examination.best_shape(),
+        notes=() if can_be_run(pair.drafter) else (NO_REFERENCE.format(name=pair.drafter.name),),
+        seconds=time.perf_counter() - started,
+    )
+
+
+class Examination:
+    """One pair under examination: the texts of its answers, and how far the drafter in `pair` is accepted on them."""
+
+    def __init__(self, pair: PairInQuestion, max_new_tokens: int) -> None:
+        self.params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
+        self.pair = pair
+        self.num_steps = pair.engine.spec.num_steps
+        self.outputs = pair.generate(pair.prompts(), self.params)
+        self.as_loaded = Acceptance.of(self.outputs)
+        self.texts = self._record(self.outputs) if can_be_run(pair.drafter) else []
+        self.measured = self._measure(pair)
+
+    def mend(self, cause: Cause, sign: Sign) -> Finding:
+        """What a sign says, with what its mending brings, and the mended drafter from now on."""
+        before = after = None
+        if sign.mended is not None and self.texts:
+            before = self.measured.length
+            self.pair = replace(self.pair, drafter=sign.mended())
+            self.measured = self._measure(self.pair)
+            after = self.measured.length
+        return Finding(cause=cause.name, what=sign.what, do=sign.do, certain=True, before=before, after=after)
+
+    def reference(self) -> ReferenceCheck | None:
+        """The logits of the drafter as it was loaded, after the first prompt; None where there is no dense form, or a
+        kernel draws without logits."""
+        if not self.texts:
+            return None
+        pair, text = self.pair, self.texts[0]
+        watched: Any = Watched(pair.drafter)
+        prompt = text.tokens[: text.prompt_len].tolist()
+        replace(pair, drafter=watched).generate([prompt], replace(self.params, max_new_tokens=2 + self.num_steps))
+        proposed = watched.seen.get(text.prompt_len)
+        if proposed is None:
+            return None
+        exact = pair.target.device.type == "cpu" and pair.target.dtype.itemsize >= 4
+        return ReferenceCheck.of(proposed, dense_drafts(pair.drafter, text, self.num_steps), exact)
+
+    def best_shape(self) -> str | None:
+        """A sentence about the best chain for one request, from the cost of drafts here and the acceptance that was
+        found. None for trees, whose acceptance says nothing of chains."""
+        if self.pair.engine.spec.topk > 1:
+            return None
+        use = self.pair.draft_use(self.pair.prompts()[0], self.params)
+        return use.best_chain(1, self.as_loaded.by_depth)
+
+    def name_changes(self, causes: Sequence[Cause], update: Callable[[int], None]) -> tuple[list[Trial], list[Finding]]:
+        """All trials; and the causes whose change raises acceptance clearly, the largest gain first, one on another."""
+        trials: list[Trial] = []
+        named: list[Finding] = []
+        while len(named) < MAX_NAMED:
+            found = self._largest_gain(causes, trials, {finding.cause for finding in named}, update)
+            if found is None:
+                break
+            cause, change, measured = found
+            before, after = self.measured.length, measured.length
+            named.append(
+                Finding(cause=cause.name, what=change.what, do=change.do, certain=False, before=before, after=after)
+            )
+            self.pair, self.measured = change.pair, measured
+            if change.prompts:
+                self.outputs = self.pair.generate(self.pair.prompts(), self.params)
+                self.texts = self._record(self.outputs) if self.texts else []
+        return trials, named
+
+    def _largest_gain(
+        self, causes: Sequence[Cause], trials: list[Trial], done: set[str], update: Callable[[int], None]
+    ) -> tuple[Cause, Change, Measured] | None:
+        best: tuple[Cause, Change, Measured] | None = None
+        for number, cause in enumerate(causes):
+            update(2 + number)
+            if cause.changes is None or cause.name in done or not cause.applies_to(self.pair.drafter):
+                continue
+            for change in cause.changes(self.pair.drafter, self.pair):
+                measured = self._measure(change.pair, change.prompts)
+                compared = Comparison.of(measured, self.measured)
+                clear = compared.is_clear(cause.least)
+                trials.append(
+                    Trial(
+                        cause=cause.name,
+                        what=change.what,
+                        gain=compared.gain,
+                        greedy=compared.greedy_gain,
+                        t=compared.t,
+                        named=clear,
+                    )
+                )
+                if clear and (best is None or measured.length > best[2].length):
+                    best = cause, change, measured
+        return best
+
+    def _measure(self, pair: PairInQuestion, new_prompts: bool = False) -> Measured:
+        texts = self.texts
+        if new_prompts or not texts:
+            outputs = self.outputs if pair is self.pair else pair.generate(pair.prompts(), self.params)
+            if not texts:
+                return measured_by_engine(outputs)
+            texts = self._record(outputs)
+        return measured_densely([dense_drafts(pair.drafter, text, self.num_steps) for text in texts])
+
+    def _record(self, outputs: Sequence[GenerationOutput]) -> list[RecordedText]:
+        return [record(self.pair.target, output.prompt_token_ids, output.token_ids) for output in outputs]
+
+
+def default_questions(engine: Engine) -> list[str | list[int]]:
+    """Word problems that are shipped. Raises ConfigError where texts cannot be tokenised."""
+    if engine.tokenizer is None:
+        raise ConfigError("this engine has no tokenizer; give prompts=[[token ids], ...], 4 or more")
+    return [problem.text for problem in read_prompts(HELD_OUT_PROBLEMS, PROMPTS)]
+
+
+def _broken_worker(reference: ReferenceCheck) -> Finding:
+    return Finding(
+        cause="worker",
+        what=f"the engine's logits differ from the dense reference by {reference.difference:.2g}; rounding explains "
+        f"{reference.bound:g} at most",
+        do="try EngineConfig(fused=False) and attention='torch'; if one of them helps, a kernel is wrong: report it",
+        certain=True,
+    )
