@@ -34,7 +34,6 @@ from specdec.models.split_target import split_target
 from specdec.models.target import TargetModel
 from specdec.models.watched_weights import look_closely, updates_show
 from specdec.progress import progress_bar
-from specdec.runtime.adaptive.draft_ladder import draft_ladder
 from specdec.runtime.arguments import (
     require_choice,
     require_depth,
@@ -47,6 +46,7 @@ from specdec.runtime.arguments import (
     say_where_drafts_end,
 )
 from specdec.runtime.cpu_threads import CpuThreads
+from specdec.runtime.draft_policy.draft_ladder import draft_ladder
 from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.handle import Handle
 from specdec.runtime.inbox import Inbox
@@ -141,7 +141,8 @@ class Engine:
             strict = config.cuda_graphs is True
             budget = config.max_capture_bytes or default_budget(*target.devices)
             adaptive = drafter is not None and self.spec.adaptive
-            num_drafts = len(draft_ladder(self.spec, lookup=self.round.has_lookup)) if adaptive else 1
+            ladder = draft_ladder(self.spec, captured=True, lookup=self.round.has_lookup)
+            num_drafts = len(ladder) if adaptive else 1
             store = CaptureStore(
                 capture, memory, budget, most_captures(len(batch_sizes(self.table.max_requests)), num_drafts)
             )

@@ -32,7 +32,7 @@ from specdec.cli.app import COMMANDS, app, load_command
 from specdec.loading import load_model
 from specdec.models import bundled
 from specdec.models.bundled import BUNDLED_DIR
-from specdec.runtime.adaptive.draft_choice import DraftChoice
+from specdec.runtime.draft_policy.draft_choice import DraftChoice
 
 from marks import deep, deep_cases, is_deep
 

@@ -10,7 +10,8 @@ import specdec.runtime.warm_up
 from specdec import Engine, SamplingParams, SpecConfig
 from specdec.kvcache.sanitize import SETTING
 from specdec.models.paused_forward import walker_of
-from specdec.runtime.adaptive import round_timing
+from specdec.runtime import prompt_timing
+from specdec.runtime.draft_policy import round_timing
 from specdec.runtime.rounds.captured_prompts import ChunkProgram
 
 from inside import (
@@ -397,7 +398,7 @@ def test_a_prefix_is_on_the_device_when_forwards_behind_it_are_timed(engine_for,
         feed(program, rows, chunk_len)
 
     monkeypatch.setattr(ChunkProgram, "feed", watched)
-    for name in ("time_prompts", "time_rounds"):  # which tests do without otherwise
-        monkeypatch.setattr(specdec.runtime.warm_up, name, getattr(round_timing, name))
+    for module, name in ((prompt_timing, "time_prompts"), (round_timing, "time_rounds")):  # tests do without otherwise
+        monkeypatch.setattr(specdec.runtime.warm_up, name, getattr(module, name))
     engine_for(True, max_model_len=300)
     assert len(seen) > 1 and all(host == device for host, device in seen)

@@ -22,7 +22,7 @@ from specdec.doctor import diagnose
 from specdec.errors import SpecDecError
 from specdec.gpu.captures import CaptureUse
 from specdec.models.bundled import BUNDLED_DIR
-from specdec.runtime.adaptive.draft_choice import DraftUse
+from specdec.runtime.draft_policy.draft_use import DraftUse
 from specdec.runtime.engine_stats import DeviceUse, EngineStats, PoolUse
 from specdec.runtime.request import StreamDelta
 from specdec.sampling.log_probs import TokenLogprob

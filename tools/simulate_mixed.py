@@ -22,8 +22,8 @@ import numpy as np
 
 from bench.report import table_head, table_row
 from specdec import SpecConfig
-from specdec.runtime.adaptive.draft_choice import DraftChoice
-from specdec.runtime.adaptive.draft_ladder import draft_ladder
+from specdec.runtime.draft_policy.draft_choice import DraftChoice
+from specdec.runtime.draft_policy.draft_ladder import draft_ladder
 from specdec.runtime.prompt_gap import GAP_SHARE
 from specdec.runtime.rounds.captured_rounds import batch_sizes
 from specdec.runtime.rounds.round_shapes import NO_DRAFT
@@ -163,7 +163,7 @@ def seconds_of(name: str, costs: Costs, hard: float, seed: int, prompt: int = 0)
     lengths, coin = np.random.default_rng(seed), np.random.default_rng(seed + 1000)
     shapes = draft_ladder(SpecConfig(DEPTH))
     choice = DraftChoice(shapes, ROWS + 1)
-    choice.cost.timed.update({size: costs.of_chains(size) / 1e3 for size in SIZES})
+    choice.times.timed.update({size: costs.of_chains(size) / 1e3 for size in SIZES})
     left, unread, chance = np.zeros(ROWS, np.int64), np.zeros(ROWS, np.int64), np.zeros(ROWS)
     total, number = 0.0, 0
     for at_once, to_come in PHASES:

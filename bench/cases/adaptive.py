@@ -33,8 +33,8 @@ from bench.verify import answers_row
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.evaluation.model_shapes import find_shape
 from specdec.evaluation.phases.random_weights import random_subject
-from specdec.runtime.adaptive.draft_choice import DraftChoice
-from specdec.runtime.adaptive.draft_choice import name as shape_name
+from specdec.runtime.draft_policy.draft_choice import DraftChoice
+from specdec.runtime.draft_policy.draft_use import name as shape_name
 
 MIXED = ((1, 6), (4, 16), (32, 64), (128, 256), (64, 96), (16, 40), (2, 8), (96, 144), (8, 24))
 """Requests at once, and how many in all, one phase after the other."""
@@ -101,9 +101,10 @@ def forget(engine: Engine) -> None:
     """The choice is that of a new engine: it knows what was timed when the engine was made, no more."""
     known = engine.steps.choice
     assert known is not None
-    engine.steps.choice = DraftChoice(known.shapes, engine.table.max_requests + 1)
-    engine.steps.choice.cost.timed.update(known.cost.timed)
-    engine.steps.choice.cost.catching_up.update(known.cost.catching_up)
+    captured = engine.steps.graphs is not None
+    engine.steps.choice = DraftChoice(known.shapes, engine.table.max_requests + 1, captured=captured)
+    engine.steps.choice.times.timed.update(known.times.timed)
+    engine.steps.choice.times.catching_up.update(known.times.catching_up)
 
 
 def choose_always(engine: Engine, choose: Callable[..., Any]) -> Callable[[], None]:
@@ -177,7 +178,7 @@ def speed_rows(
         plain = Engine(subject.target, config=sizes)
         engine = Engine(subject.target, change_drafts(subject.drafter, plant.drafts), spec=spec, config=sizes)
         assert engine.steps.choice is not None
-        for size, seconds in sorted(engine.steps.choice.cost.timed.items()):
+        for size, seconds in sorted(engine.steps.choice.times.timed.items()):
             yield Row(
                 f"{size} requests, timed when made", "", ", ".join(f"{1e3 * each:.3f}" for each in seconds) + " ms"
             )

@@ -199,7 +199,7 @@ def by_table(engine: Engine, batch: int) -> float:
     use, choice = engine.stats().drafts, engine.steps.choice
     assert choice is not None
     took, rounds = np.array(use.milliseconds[batch]), np.array(use.rounds)
-    late = choice.cost.catch_up(batch, KEPT) * 1e3 * (use.rounds[0] / KEPT + sum(use.rounds[1:]))
+    late = choice.times.catching_up.get(batch, 0.0) * 1e3 * (use.rounds[0] / KEPT + sum(use.rounds[1:]))
     return float((rounds * took).sum() + late) / float(rounds.sum() * took[0])
 
 

@@ -153,7 +153,7 @@ class Watch:
         note = engine.steps._note
 
         def noted(requests: Any, result: Any, **options: Any) -> None:
-            self.ends.append(result.ran[1] / 1e6)
+            self.ends.append(result.ended / 1e6)
             note(requests, result, **options)
 
         engine.steps._note = noted  # type: ignore[method-assign]
