@@ -8,7 +8,7 @@ published format (SpecForge's EAGLE-3, transformers' Gemma4Assistant, or DFlash)
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from specdec.training.output_folder import claim_folder, require_free_folder
 from specdec.training.packed_rows import Document
 from specdec.training.target_answers import (
     MIN_ANSWER,
+    Chat,
     collect_answers,
     encode,
     prompt_source,
@@ -108,7 +109,7 @@ def train(drafter: TrainableDrafter, batches: TrainingBatches, settings: TrainSe
 
 
 def measure(
-    target: TargetModel, tokenizer: Any, settings: TrainSettings, prompts: list[dict[str, Any]], stage: Stage
+    target: TargetModel, tokenizer: Any, settings: TrainSettings, prompts: Sequence[Chat], stage: Stage
 ) -> dict[str, Any]:
     """Acceptance of the saved drafter in an engine, greedy, on prompts kept aside."""
     found: dict[str, Any] = {}
