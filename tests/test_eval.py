@@ -2,14 +2,10 @@
 
 import copy
 import json
-import random
 import re
-import signal
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
-from subprocess import DEVNULL, PIPE
 from types import SimpleNamespace
 
 import pytest
@@ -18,8 +14,9 @@ import torch
 from specdec import Engine, EngineConfig, SamplingParams, SpecDecError
 from specdec.evaluation import accuracy as evaluation
 from specdec.evaluation.accuracy import evaluate, evaluate_gsm8k, find_parting, problem_seed
+from specdec.evaluation.contest import Contestant, require_parity
 from specdec.evaluation.gsm8k_report import drawn, final_number, make_report, markdown, title
-from specdec.evaluation.tasks import EXEMPLARS, choose, cut, dialogue_ids, load_problems, question_text
+from specdec.evaluation.tasks import EXEMPLARS, choose, cut, dialogue_ids, find_task, load_problems, question_text
 from specdec.evaluation.transcripts import open_transcripts, read_transcripts
 from specdec.loading import load_tokenizer
 from specdec.models.bundled import HELD_OUT_PROBLEMS, resolve_name
@@ -27,7 +24,7 @@ from specdec.progress import Interrupted
 from specdec.text.prompt_files import Problem, read_prompts
 
 from marks import deep, examples
-from processes import run, run_ranks, start
+from processes import run, run_ranks
 
 PAIR = ("tiny-gemma4", "tiny-gemma4-mtp")
 NEW = examples(8, 16)
@@ -335,22 +332,6 @@ def test_a_margin_is_that_of_the_bare_model():
     assert parting["logit_margin"] > 0.01
 
 
-def test_a_wrong_token_is_found(monkeypatch):
-    generate = Engine.generate
-
-    def wrong_from_the_third_token(engine, *args, **kwargs):
-        outputs = generate(engine, *args, **kwargs)
-        if engine.drafter is not None:
-            outputs[0].token_ids[2:] = [token + 1 for token in outputs[0].token_ids[2:]]
-        return outputs
-
-    monkeypatch.setattr(Engine, "generate", wrong_from_the_third_token)
-    comparison = evaluate_gsm8k(*PAIR, limit=2, compare=True, params=SamplingParams(8))["comparison"]
-    assert comparison["equal"] == 1
-    assert [(one["problem"], one["position"]) for one in comparison["unequal"]] == [(0, 2)]
-    assert comparison["unequal"][0]["logit_margin"] > 0
-
-
 @pytest.mark.deep
 def test_sampling_depends_on_the_seed_and_the_problem_only(tmp_path):
     def texts(name, seed, batch_size, drafter):
@@ -393,6 +374,7 @@ def test_paths_and_the_word_none_are_understood(tmp_path):
         ({"task": "mt-bench"}, "mt-bench needs its prompts"),
         ({"task": "humaneval", "shots": 2}, "shots=2: humaneval has no worked examples"),
         ({"params": SamplingParams(1_000_000)}, "problem 0 may take 10000"),
+        ({"config": EngineConfig(device="cuda:99")}, "device='cuda:99' cannot be used"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
@@ -400,11 +382,6 @@ def test_mistakes_are_one_sentence(arguments, says):
     with pytest.raises(SpecDecError, match=says) as caught:
         evaluate(**{"task": "gsm8k", "target": "tiny-gemma4", "limit": 1, **arguments})
     assert "\n" not in str(caught.value)
-
-
-def test_a_device_that_is_not_there_is_refused():
-    with pytest.raises(SpecDecError, match="device='cuda:99' cannot be used"):
-        evaluate_gsm8k("tiny-gemma4", limit=1, config=EngineConfig(device="cuda:99"))
 
 
 # which problems, in which batches
@@ -488,16 +465,9 @@ def test_a_first_answer_that_differs_is_found_and_withholds_the_speed(questions,
     monkeypatch.setattr(Engine, "generate", another_ending)
     report = evaluate("mt-bench", *PAIR, data=questions, limit=1, params=SamplingParams(6))
     first, second = report["comparison"]["unequal"]
-    assert (first["problem"], first["position"]) == (0, 5)
+    assert (first["problem"], first["position"]) == (0, 5) and first["logit_margin"] > 0
     assert second == {"problem": 0, "turn": 1, "position": None, "logit_margin": None}
     assert "speed_up" not in report["timing"]
-
-
-@pytest.mark.slow
-def test_the_eight_categories_of_mt_bench_are_one_group_of_spec_bench(questions):
-    report = evaluate("spec-bench", *PAIR, data=questions, compare=False, params=SamplingParams(2))
-    assert set(report["categories"]) == {"mt_bench"}
-    assert report["comparison"] is None
 
 
 @pytest.mark.slow
@@ -518,14 +488,15 @@ def test_published_prompts_are_evaluated(task, name, groups, shared_data):
     assert "only" in report["note"]
 
 
+def test_a_bench_has_no_figures_when_an_output_differs():
+    plain, other = (Contestant(name, list, outputs=[[1, 2], [3, 4]]) for name in ("specdec, no drafter", "specdec, x"))
+    require_parity([plain, other])
+    other.outputs[1] = [3, 5]
+    with pytest.raises(SpecDecError, match="prompt 1 differs from plain decoding at token 1"):
+        require_parity([plain, other])
+
+
 # going on after a kill, and with more problems
-
-
-def test_transcripts_are_a_folder(tmp_path):
-    file = tmp_path / "report.csv"
-    file.write_text("a,b")
-    with pytest.raises(SpecDecError, match=r"report\.csv' is a file; a folder is expected"):
-        open_transcripts(file, {"settings": {}}, 0)
 
 
 def test_a_line_without_its_line_feed_is_dropped_and_written_over(tmp_path):
@@ -542,11 +513,24 @@ def test_a_line_without_its_line_feed_is_dropped_and_written_over(tmp_path):
     assert (tmp_path / "transcripts-0.jsonl").read_text() == '{"a": 1}\n{"index": 0}\n{"index": 2}\n'
 
 
-def test_other_settings_are_refused_and_named(tmp_path):
-    open_transcripts(tmp_path, {"a": 1, "b": 2}, 0).close()
-    with pytest.raises(SpecDecError, match=r"transcripts-0\.jsonl was made with b 2, now 3;") as caught:
-        read_transcripts(tmp_path, {"a": 1, "b": 3})
-    assert "a 1" not in str(caught.value)
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, r"transcripts-0\.jsonl' is a file; a folder is expected"),
+        ('{"a": 1, "b": 2}\n', r"transcripts-0\.jsonl was made with b 2, now 3;"),
+        ("{}\nnonsense\n", ":2 is no transcript"),
+        ("[1]\n", ":1 is no transcript"),
+    ],
+)
+def test_what_is_no_transcript_of_these_settings_is_refused(content, says, tmp_path):
+    file = tmp_path / "transcripts-0.jsonl"
+    file.write_text(content or "a,b")
+    with pytest.raises(SpecDecError, match=says):
+        read_transcripts(tmp_path, {"a": 1, "b": 3}) if content else open_transcripts(file, {}, 0)
+
+
+def test_the_eight_categories_of_mt_bench_are_one_group_of_spec_bench(questions):
+    assert {problem.category for problem in find_task("spec-bench").load(str(questions))[1]} == {"mt_bench"}
 
 
 @pytest.mark.slow
@@ -581,16 +565,6 @@ def test_a_larger_limit_takes_over_what_is_finished(report, folder, tmp_path, mo
 
 
 @pytest.mark.slow
-def test_an_extension_that_is_cut_short_leaves_the_file_before(report, folder, tmp_path, monkeypatch):
-    path = tmp_path / "transcripts-0.jsonl"
-    path.write_bytes((folder / "transcripts-0.jsonl").read_bytes())
-    monkeypatch.setattr("os.replace", no_network)
-    with pytest.raises(ConnectionError):
-        evaluate_gsm8k(*PAIR, folder=tmp_path, **{**SMALL, "limit": 9})
-    assert path.read_bytes() == (folder / "transcripts-0.jsonl").read_bytes()
-
-
-@pytest.mark.slow
 def test_an_extension_of_other_problems_is_refused(tmp_path):
     data = tmp_path / "data.jsonl"
     rows = [{"question": f"What is {n}?", "answer": f"#### {n}"} for n in range(3)]
@@ -612,14 +586,6 @@ def test_settings_that_change_no_answer_may_differ(report, folder, tmp_path):
     roomy = replace(SMALL["config"], max_model_len=400, full_slots=900, swa_slots=900)
     again = evaluate_gsm8k(*PAIR, folder=tmp_path, **{**SMALL, "config": roomy})
     assert again["runs"] == report["runs"]
-
-
-def test_a_file_that_is_no_transcript_is_named(tmp_path):
-    path = tmp_path / "transcripts-0.jsonl"
-    for content, where in (("{}\nnonsense\n", ":2 is no transcript"), ("[1]\n", ":1 is no transcript")):
-        path.write_text(content)
-        with pytest.raises(SpecDecError, match=where):
-            read_transcripts(tmp_path, {})
 
 
 @pytest.mark.slow
@@ -654,28 +620,6 @@ def test_a_file_cut_anywhere_is_completed(kept, report, folder, tmp_path):
     lines = (tmp_path / "transcripts-0.jsonl").read_bytes()
     assert lines.startswith(cut[: cut.rfind(b"\n") + 1])
     assert sorted(json.loads(line)["index"] for line in lines.splitlines()[1:]) == list(range(7))
-
-
-def finished(folder):
-    return sum(max(path.read_bytes().count(b"\n") - 1, 0) for path in folder.glob("transcripts-*.jsonl"))
-
-
-@pytest.mark.deep
-def test_killed_twice_it_ends_with_the_same_report(report, tmp_path):
-    rng = random.Random(4)
-    for _ in range(2):
-        wanted = rng.randint(finished(tmp_path), 4)
-        command = ["-m", "specdec.cli", *COMMAND, "--transcripts", str(tmp_path)]
-        process = start(command, stdout=DEVNULL, stderr=PIPE)
-        while finished(tmp_path) < wanted and process.poll() is None:
-            time.sleep(0.01)
-        time.sleep(rng.uniform(0, 0.1))
-        process.kill()
-        errors = process.communicate()[1]
-        assert process.returncode == -signal.SIGKILL, errors
-    assert 0 < finished(tmp_path) < 7
-    again = evaluate_gsm8k(*PAIR, folder=tmp_path, **SMALL)
-    assert without_timing(again) == without_timing(report)
 
 
 def launched(arguments):
