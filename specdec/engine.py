@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from specdec.attention.backend import choose_backend
 from specdec.attention.checked_backend import sanitized
-from specdec.config import MAX_PRIORITY, EngineConfig, SamplingParams, SpecConfig, require_int
+from specdec.config import MAX_PRIORITY, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.base import Drafter
 from specdec.drafter_loading import load_any_drafter
 from specdec.errors import ConfigError, SpecDecError, shown
@@ -67,6 +67,7 @@ from specdec.runtime.steps import Steps
 from specdec.runtime.thread_modes import with_modes_restored
 from specdec.runtime.turns import Turns
 from specdec.runtime.warm_up import warm_up
+from specdec.settings.numbers import require_int
 from specdec.text.prompts import Prompt, as_chat_list, as_token_ids, chat_or_text_ids
 
 T = TypeVar("T")
