@@ -155,24 +155,6 @@ def test_zeros_of_symmetric_gptq_are_not_kept():
     assert read_as(Int4(GPTQ_V1, 32, symmetric=False), tensors, [8, 32]).zeros.unique().tolist() == [8.0]
 
 
-def test_columns_grouped_by_importance_are_refused():
-    tensors = {
-        "qweight": torch.zeros((8, 8), dtype=torch.int32),
-        "qzeros": torch.zeros((2, 1), dtype=torch.int32),
-        "scales": torch.ones((2, 8), dtype=torch.float16),
-        "g_idx": torch.arange(64, dtype=torch.int32).flip(0) // 32,
-    }
-    with pytest.raises(UnsupportedModelError, match="desc_act"):
-        read_as(Int4(GPTQ_V1, 32, symmetric=True), tensors, [8, 64])
-
-
-@pytest.mark.parametrize("scale", [(2, 3), (8, 3)])
-def test_a_scale_of_another_shape_is_refused(scale):
-    tensors = {"weight_packed": torch.zeros((8, 8), dtype=torch.int32), "weight_scale": torch.ones(scale)}
-    with pytest.raises(UnsupportedModelError, match="weight_scale"):
-        read_as(Int4(COMPRESSED_INT4, 32, symmetric=True), tensors, [8, 64])
-
-
 # configs
 
 

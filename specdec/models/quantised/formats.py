@@ -324,8 +324,8 @@ def _repack_fp8(numbers: torch.Tensor, scales: torch.Tensor, each: tuple[int, in
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4(Format):
-    """Two numbers a byte, low first, and scales 2^(s - 127). of_experts: GPT-OSS's tensors of all experts; else those of
-    compressed-tensors, a weight each."""
+    """Two numbers a byte, low first, and scales 2^(s - 127). of_experts: GPT-OSS's tensors of all experts, not those
+    of compressed-tensors, a weight each."""
 
     of_experts: bool
 
