@@ -347,9 +347,8 @@ class Request:
                 tokens.append(token)
                 drafted.append(num_forced < taken < len(emitted))
                 called = "tokenizer"
-                if token in self.end_tokens or (
-                    stops and reader.find_stop(TokenView(tokens, prompt_len, len(tokens)), stops)
-                ):
+                output = TokenView(tokens, prompt_len, len(tokens))
+                if token in self.end_tokens or (stops and reader.find_stop(output, stops)):
                     finish_reason = "stop"
                     break
                 if len(tokens) >= longest:
