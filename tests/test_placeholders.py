@@ -147,16 +147,3 @@ def test_tokens_after_such_ids_in_the_output_are_those_of_transformers(drafter, 
         assert out.token_ids == want, ids
         written |= set(want[:-1])
     assert written >= {IMAGE, 9}
-
-
-def test_such_ids_among_the_output(model):
-    """Written by the model itself: every logit after them is as if they had stood in the prompt."""
-    engine = Engine.from_pretrained(model, None, config=EngineConfig(device="cpu", max_model_len=64))
-    biased = SamplingParams(max_new_tokens=4, logit_bias={IMAGE: 100.0}, logprobs=4)
-    [written] = engine.generate([[5, 9]], biased)
-    [read] = engine.generate(
-        [[5, 9, IMAGE, IMAGE, IMAGE]], SamplingParams(max_new_tokens=1, logit_bias=biased.logit_bias, logprobs=4)
-    )
-    assert written.token_ids == [IMAGE] * 4
-    for ours, theirs in zip(written.logprobs[3].top.items(), read.logprobs[0].top.items(), strict=True):
-        assert ours == pytest.approx(theirs)
