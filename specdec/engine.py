@@ -32,7 +32,7 @@ from specdec.load_check import warn_at_load
 from specdec.loading import SHARED_OPTIONS, load_target, pick_device, pick_tokenizer
 from specdec.models.split_target import split_target
 from specdec.models.target import TargetModel
-from specdec.models.watched_weights import look_closely, updates_show
+from specdec.models.watched_weights import updates_show, watched_weights
 from specdec.progress import progress_bar
 from specdec.runtime.arguments import (
     require_choice,
@@ -444,7 +444,8 @@ class Engine:
         self._cleared = True
 
     def _forget_prefixes(self) -> None:
-        look_closely(self.target, self.drafter)
+        for weights in watched_weights(self.target, self.drafter):
+            weights.look_closely()
         self.prefixes.clear()
 
     def _run(self) -> None:
