@@ -53,11 +53,12 @@ def write_report(
 ) -> bool:
     """Write the plain values of a report as JSON, and each other form, to the files that were named. Returns whether
     standard output is left for a table: none of them has gone there."""
-    forms = [(json_file, lambda: json.dumps(report, indent=indent)), *others]
-    for path, content in forms:
+    if json_file is not None:
+        write_file(json_file, json.dumps(report, indent=indent))
+    for path, content in others:
         if path is not None:
             write_file(path, content())
-    return all(path != STDOUT for path, _ in forms)
+    return STDOUT not in (json_file, *(path for path, _ in others))
 
 
 def write_file(path: Path, content: str | bytes) -> None:

@@ -43,7 +43,12 @@ class ContentTokens:
         others: what the template is told in addition to messages, such as tools.
         """
         texts: list[str] = []
-        _mapped([chat, others], lambda text: texts.append(text) or text)  # type: ignore[func-returns-value]
+
+        def noted(text: str) -> str:
+            texts.append(text)
+            return text
+
+        _mapped([chat, others], noted)
         if not any(self._all.search(text) for text in texts):
             return chat, others, ""
         there = set().union(*texts)
