@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -53,7 +54,8 @@ def write_report(
 ) -> bool:
     """Write the plain values of a report as JSON, and each other form, to the files that were named. Returns whether
     standard output is left for a table: none of them has gone there."""
-    forms = [(json_file, lambda: json.dumps(report, indent=indent)), *others]
+    as_json = partial(json.dumps, report, indent=indent)
+    forms: list[tuple[Path | None, Callable[[], str | bytes]]] = [(json_file, as_json), *others]
     for path, content in forms:
         if path is not None:
             write_file(path, content())
