@@ -5,13 +5,13 @@ types and `torch.dtype`.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
 
 from specdec.errors import ConfigError, require_one_of, shown
-from specdec.settings.numbers import Number, require, require_fields, require_int, require_number
+from specdec.settings.numbers import require, require_fields, require_int, require_number
 from specdec.settings.plain_arguments import DTYPE_ALIASES, plain_arguments
 from specdec.settings.sampling_numbers import SamplingNumbers
 from specdec.text.stop_strings import StopStrings
@@ -52,11 +52,6 @@ MAX_STOP_CHARS = 1024
 MAX_STOP_TOKENS = 4096
 
 
-def whole(default: int | None, low: int, high: int) -> Any:
-    """A field that holds an integer from `low` to `high`."""
-    return field(default=default, metadata={"number": Number(int, low, high)})
-
-
 @plain_arguments
 @dataclass(frozen=True, slots=True)
 class SpecConfig:
@@ -68,13 +63,14 @@ class SpecConfig:
     second. It changes no token. False: every round has this draft.
     """
 
-    num_steps: int = whole(4, 1, MAX_TREE_NODES - 1)
-    topk: int = whole(1, 1, MAX_TOPK)
-    num_draft_tokens: int | None = whole(None, 2, MAX_TREE_NODES)
+    num_steps: int = 4
+    topk: int = 1
+    num_draft_tokens: int | None = None
     adaptive: bool = True
 
     def __post_init__(self) -> None:
-        require_fields(self)
+        spans = {"num_steps": (1, MAX_TREE_NODES - 1), "topk": (1, MAX_TOPK), "num_draft_tokens": (2, MAX_TREE_NODES)}
+        require_fields(self, spans)
         most = 1 + self._candidates(self.num_steps)
         if self.num_draft_tokens is not None and self.num_draft_tokens > most:
             raise ConfigError(
@@ -136,27 +132,33 @@ class EngineConfig:
     With deterministic=True the logits are those of one GPU, to the bit.
     """
 
-    max_batch_size: int = whole(8, 1, 4096)
-    max_model_len: int | None = whole(None, 1, 1 << 40)
-    page_size: int = whole(1, 1, 1024)
-    full_slots: int | None = whole(None, 1, 1 << 40)
-    swa_slots: int | None = whole(None, 1, 1 << 40)
+    max_batch_size: int = 8
+    max_model_len: int | None = None
+    page_size: int = 1
+    full_slots: int | None = None
+    swa_slots: int | None = None
     attention: str = "auto"
     cuda_graphs: str | bool = "auto"
     deterministic: bool = False
     dtype: torch.dtype | None = None  # a name has been converted
     device: str | torch.device | None = None
-    prefill_chunk: int | None = whole(None, 1, 1 << 20)
-    max_prefill_tokens: int | None = whole(None, 1, 1 << 30)
+    prefill_chunk: int | None = None
+    max_prefill_tokens: int | None = None
     fused: str | bool = "auto"
     prefix_cache: bool = True
-    finished_tokens: int = whole(0, 0, MAX_FINISHED_TOKENS)
-    max_capture_bytes: int | None = whole(None, 1, 1 << 40)
-    memory_share: float | None = field(default=None, metadata={"number": Number(float, 0, 1, open_low=True)})
-    tensor_parallel: int = whole(1, 1, MAX_RANKS)
+    finished_tokens: int = 0
+    max_capture_bytes: int | None = None
+    memory_share: float | None = None
+    tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
-        require_fields(self)
+        spans = {"max_batch_size": (1, 4096), "page_size": (1, 1024), "tensor_parallel": (1, MAX_RANKS)}
+        spans |= {"prefill_chunk": (1, 1 << 20), "max_prefill_tokens": (1, 1 << 30)}
+        spans |= {"finished_tokens": (0, MAX_FINISHED_TOKENS)}
+        spans |= dict.fromkeys(("max_model_len", "full_slots", "swa_slots", "max_capture_bytes"), (1, 1 << 40))
+        require_fields(self, spans)
+        if self.memory_share is not None:
+            require_number("memory_share", self.memory_share, 0.0, 1.0, open_low=True)
         require_one_of("attention", self.attention, ATTENTION_BACKENDS)
         for name, words in (("cuda_graphs", "True, 'auto' or False"), ("fused", "'auto', True or False")):
             value = getattr(self, name)
@@ -199,8 +201,8 @@ class SamplingParams(SamplingNumbers):
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
-    logprobs: int | None = whole(None, 0, 1024)
-    n: int = whole(1, 1, 1 << 16)
+    logprobs: int | None = None
+    n: int = 1
     speculation: SpecConfig | bool | None = None
     logit_bias: Mapping[int, float] | None = None
     json_schema: str | Mapping[str, Any] | None = None  # JSON text after validation
@@ -208,14 +210,15 @@ class SamplingParams(SamplingNumbers):
     regex: str | None = None
     choice: Sequence[str] | None = None
     cache_salt: str | None = None
-    prompt_logprobs: int | None = whole(None, 0, 1024)
-    min_tokens: int = whole(0, 0, 1 << 30)
+    prompt_logprobs: int | None = None
+    min_tokens: int = 0
     allowed_token_ids: Sequence[int] | None = None
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
         require_int("max_new_tokens", self.max_new_tokens, 1 if self.prompt_logprobs is None else 0, 1 << 30)
-        require_fields(self)
+        spans = {"n": (1, 1 << 16), "min_tokens": (0, 1 << 30)}
+        require_fields(self, spans | dict.fromkeys(("logprobs", "prompt_logprobs"), (0, 1024)))
         if self.seed is not None:
             require_int("seed", self.seed, 0, (1 << 63) - self.n)  # sample i has the seed plus i
         own = self.speculation is None or self.speculation is False or isinstance(self.speculation, SpecConfig)

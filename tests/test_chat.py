@@ -306,3 +306,12 @@ def test_colours_hold_all_text_of_an_output_that_ends_without_a_token_more(byte_
     assert colours.read(StreamDelta("", ids[:1], [False])) == []  # half a character
     aborted = GenerationOutput([], ids[:1], "\ufffd", "abort", RequestStats(), [False])
     assert colours.read(StreamDelta("\ufffd", [], [], aborted)) == [("\ufffd", False)]
+
+
+@pytest.mark.deep
+def test_an_answer_is_as_long_as_there_is_room(small, capsys):
+    session = Session(small, Conversation(small), SamplingParams(max_new_tokens=4000, temperature=5, seed=1))
+    session._turn(ANN)
+    used = len(small.chat_prompt(ANN))
+    assert f"{120 - used} tokens, " in capsys.readouterr().err
+    assert len(session.conversation.turns) == 1

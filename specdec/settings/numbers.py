@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -26,13 +26,18 @@ class Number:
 FROM_ONE, FROM_ZERO, ABOVE_ZERO = Number(int, 1, 1 << 40), Number(float, 0), Number(float, 0, open_low=True)
 
 
-def require_fields(settings: Any, name_of: Callable[[str], str] = str) -> None:
+def require_fields(
+    settings: Any, spans: Mapping[str, tuple[int, int]] = {}, name_of: Callable[[str], str] = str
+) -> None:
     """Raise ConfigError for a field of a dataclass that holds no number within its bounds, or, of type bool, no bool.
 
-    None is allowed where it is the default. name_of: a field's name in the message.
+    None is allowed where it is the default. spans: the least and the most of fields that hold an integer and do not
+    declare it. name_of: a field's name in the message.
     """
     for each in fields(settings):
         value, number = getattr(settings, each.name), each.metadata.get("number")
+        if each.name in spans:
+            number = Number(int, *spans[each.name])
         if each.type is bool:
             require(name_of(each.name), value, isinstance(value, bool), "True or False is expected")
         if number is None or (value is None and each.default is None):

@@ -52,4 +52,4 @@ class TrainSettings:
 
     def require_numbers(self) -> None:
         """Raises ConfigError for numbers that no run can have."""
-        require_fields(self, lambda name: f"--{name.replace('_', '-')}")
+        require_fields(self, name_of=lambda name: f"--{name.replace('_', '-')}")
