@@ -63,12 +63,10 @@ class RoundTimes:
         if batch in self.timed:
             self._extra[batch].append(seconds - float(self.timed[batch][number]))
             return
-        seen = self._seen[next_power_of_two(batch)]
-        if number and seen[0].count:  # a burst is no reason to give a draft up: it counts for twice what was believed
-            seconds = min(seconds, 2 * float(self.seconds(batch)[0, number]))
-        seen[number].seconds.append(seconds)
-        seen[number].count += 1
-        seen[number].newest = self._rounds
+        draft = self._seen[next_power_of_two(batch)][number]
+        draft.seconds.append(seconds)
+        draft.count += 1
+        draft.newest = self._rounds
 
     def seconds(self, batch: int) -> FloatArray:
         """[2, K]: of a round with each draft, believed and as little as it may still be. A draft never takes less than
@@ -83,7 +81,10 @@ class RoundTimes:
                 draft.seconds.clear()
                 draft.count = 0
         plain = min((second for draft in seen for second in draft.seconds), default=0.0)
-        taken = np.array([min(draft.seconds, default=FIRST_GUESS * plain) for draft in seen])
+        guess = FIRST_GUESS * plain
+        taken = np.array([min(draft.seconds, default=guess) for draft in seen])
         taken[0] = plain
+        once = np.array([draft.count == 1 for draft in seen])  # may be a burst, so it counts for twice the guess
+        taken[once] = taken[once].clip(max=2 * guess)
         sure = 1 - 1 / np.sqrt([1 + draft.count for draft in seen])
         return np.array([taken, plain + sure * (taken - plain)])
