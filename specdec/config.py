@@ -4,8 +4,6 @@ Arguments may have any type that users have at hand (numpy scalars, the name of 
 types and `torch.dtype`.
 """
 
-import math
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -13,8 +11,9 @@ from typing import Any, TypeGuard
 import torch
 
 from specdec.errors import ConfigError, require_one_of, shown
+from specdec.settings.numbers import require, require_fields, require_int, require_number
 from specdec.settings.plain_arguments import DTYPE_ALIASES, plain_arguments
-from specdec.settings.sampling_numbers import NUMBERS, SamplingNumbers
+from specdec.settings.sampling_numbers import SamplingNumbers
 from specdec.text.stop_strings import StopStrings
 
 MAX_TREE_NODES = 512
@@ -70,17 +69,14 @@ class SpecConfig:
     adaptive: bool = True
 
     def __post_init__(self) -> None:
-        _require_bools(self, "adaptive")
-        require_int("num_steps", self.num_steps, 1, MAX_TREE_NODES - 1)
-        require_int("topk", self.topk, 1, MAX_TOPK)
-        if self.num_draft_tokens is not None:
-            require_int("num_draft_tokens", self.num_draft_tokens, 2, MAX_TREE_NODES)
-            if self.num_draft_tokens > 1 + self._candidates(self.num_steps):
-                raise ConfigError(
-                    f"num_draft_tokens={self.num_draft_tokens}: {self.num_steps} steps of topk={self.topk} propose at "
-                    f"most {1 + self._candidates(self.num_steps)} nodes, the root included; raise num_steps or topk, "
-                    "or lower num_draft_tokens"
-                )
+        spans = {"num_steps": (1, MAX_TREE_NODES - 1), "topk": (1, MAX_TOPK), "num_draft_tokens": (2, MAX_TREE_NODES)}
+        require_fields(self, spans)
+        most = 1 + self._candidates(self.num_steps)
+        if self.num_draft_tokens is not None and self.num_draft_tokens > most:
+            raise ConfigError(
+                f"num_draft_tokens={self.num_draft_tokens}: {self.num_steps} steps of topk={self.topk} propose at most "
+                f"{most} nodes, the root included; raise num_steps or topk, or lower num_draft_tokens"
+            )
 
     @property
     def num_nodes(self) -> int:
@@ -156,28 +152,23 @@ class EngineConfig:
     tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
-        sizes = {"max_batch_size": 4096, "page_size": 1024, "tensor_parallel": MAX_RANKS}
-        for name, most in sizes.items():
-            require_int(name, getattr(self, name), 1, most)
-        require_int("finished_tokens", self.finished_tokens, 0, MAX_FINISHED_TOKENS)
-        optional = {"prefill_chunk": 1 << 20, "max_prefill_tokens": 1 << 30}
-        optional |= dict.fromkeys(("max_model_len", "full_slots", "swa_slots", "max_capture_bytes"), 1 << 40)
-        for name, most in optional.items():
-            if getattr(self, name) is not None:
-                require_int(name, getattr(self, name), 1, most)
+        spans = {"max_batch_size": (1, 4096), "page_size": (1, 1024), "tensor_parallel": (1, MAX_RANKS)}
+        spans |= {"prefill_chunk": (1, 1 << 20), "max_prefill_tokens": (1, 1 << 30)}
+        spans |= {"finished_tokens": (0, MAX_FINISHED_TOKENS)}
+        spans |= dict.fromkeys(("max_model_len", "full_slots", "swa_slots", "max_capture_bytes"), (1, 1 << 40))
+        require_fields(self, spans)
         if self.memory_share is not None:
             require_number("memory_share", self.memory_share, 0.0, 1.0, open_low=True)
         require_one_of("attention", self.attention, ATTENTION_BACKENDS)
         for name, words in (("cuda_graphs", "True, 'auto' or False"), ("fused", "'auto', True or False")):
             value = getattr(self, name)
-            _require(name, value, isinstance(value, bool) or value == "auto", f"{words} is expected")
-        _require_bools(self, "deterministic", "prefix_cache")
+            require(name, value, isinstance(value, bool) or value == "auto", f"{words} is expected")
         if self.device is not None:
             _require_device(self.device)
         dtype: object = self.dtype
         names = ", ".join(f"{name} ({alias})" for alias, name in DTYPE_ALIASES.items())
         fits = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
-        _require("dtype", dtype, fits, f"a floating torch.dtype or its name is expected, such as {names}")
+        require("dtype", dtype, fits, f"a floating torch.dtype or its name is expected, such as {names}")
 
 
 @plain_arguments
@@ -226,23 +217,15 @@ class SamplingParams(SamplingNumbers):
 
     def __post_init__(self) -> None:
         require_int("max_new_tokens", self.max_new_tokens, 1 if self.prompt_logprobs is None else 0, 1 << 30)
-        for name, number in NUMBERS.items():
-            if number.kind is int:
-                require_int(name, getattr(self, name), int(number.low), int(number.high))
-            else:
-                require_number(name, getattr(self, name), number.low, number.high, open_low=number.open_low)
-        require_int("n", self.n, 1, 1 << 16)
+        spans = {"n": (1, 1 << 16), "min_tokens": (0, 1 << 30)}
+        require_fields(self, spans | dict.fromkeys(("logprobs", "prompt_logprobs"), (0, 1024)))
         if self.seed is not None:
             require_int("seed", self.seed, 0, (1 << 63) - self.n)  # sample i has the seed plus i
         own = self.speculation is None or self.speculation is False or isinstance(self.speculation, SpecConfig)
-        _require("speculation", self.speculation, own, "None (as the engine), False (none) or a SpecConfig is expected")
-        for name in ("logprobs", "prompt_logprobs"):
-            if (count := getattr(self, name)) is not None:
-                require_int(name, count, 0, 1024)
-        _require_bools(self, "ignore_eos", "include_stop_str_in_output", "json_object")
+        require("speculation", self.speculation, own, "None (as the engine), False (none) or a SpecConfig is expected")
         salt: object = self.cache_salt
         short = salt is None or (isinstance(salt, str) and 0 < len(salt) <= MAX_SALT)
-        _require("cache_salt", salt, short, f"a text of 1 to {MAX_SALT} characters is expected; None for none")
+        require("cache_salt", salt, short, f"a text of 1 to {MAX_SALT} characters is expected; None for none")
         self._require_stops()
         self._require_bias()
         self._require_grammar()
@@ -250,7 +233,7 @@ class SamplingParams(SamplingNumbers):
 
     def _require_stops(self) -> None:
         stops = (self.stop,) if isinstance(self.stop, str) else self.stop
-        _require(
+        require(
             "stop", self.stop, _are_texts(stops), "a non-empty string, or a sequence of them, is expected; () for none"
         )
         longest = max(map(len, self.stop_strings), default=0)
@@ -260,7 +243,7 @@ class SamplingParams(SamplingNumbers):
                 f"at most {MAX_STOPS} of {MAX_STOP_CHARS} characters are looked for"
             )
         ids = self.stop_token_ids
-        _require("stop_token_ids", ids, _is_collection(ids), "a sequence of token ids is expected; () for none")
+        require("stop_token_ids", ids, _is_collection(ids), "a sequence of token ids is expected; () for none")
         if len(ids) > MAX_STOP_TOKENS:
             raise ConfigError(f"stop_token_ids has {len(ids)} ids; at most {MAX_STOP_TOKENS} are allowed")
         for token in ids:
@@ -269,13 +252,12 @@ class SamplingParams(SamplingNumbers):
     def _require_bias(self) -> None:
         bias = {} if self.logit_bias is None else self.logit_bias
         is_mapping = isinstance(bias, Mapping)
-        _require("logit_bias", bias, is_mapping, "a mapping of token ids to numbers is expected; None for none")
+        require("logit_bias", bias, is_mapping, "a mapping of token ids to numbers is expected; None for none")
         for token, value in bias.items():
             require_int("a token id in logit_bias", token, 0, 1 << 40)
             require_number(f"logit_bias of token {token}", value, -100.0, 100.0)
 
     def _require_rules(self) -> None:
-        require_int("min_tokens", self.min_tokens, 0, 1 << 30)
         if self.min_tokens > self.max_new_tokens:
             raise ConfigError(
                 f"min_tokens={self.min_tokens}: at most max_new_tokens={self.max_new_tokens} is expected; lower it, or "
@@ -285,7 +267,7 @@ class SamplingParams(SamplingNumbers):
         if allowed is None:
             return
         some = _is_collection(allowed) and len(allowed) > 0
-        _require("allowed_token_ids", allowed, some, "some token ids are expected; None for all of them")
+        require("allowed_token_ids", allowed, some, "some token ids are expected; None for all of them")
         for token in allowed:
             require_int("allowed_token_ids", token, 0, 1 << 40)
         if self.grammar is not None:
@@ -303,7 +285,7 @@ class SamplingParams(SamplingNumbers):
             ("choice", "a sequence of non-empty strings", _are_texts(self.choice) and self.choice),
         ):
             value = getattr(self, name)
-            _require(name, value, value is None or bool(fits), f"{expected} is expected; None for none")
+            require(name, value, value is None or bool(fits), f"{expected} is expected; None for none")
         if self.ignore_eos and asked:
             raise ConfigError(f"ignore_eos=True with {asked[0]}: the text is over where the grammar is; leave one out")
 
@@ -335,38 +317,9 @@ def _are_texts(value: object) -> bool:
     return _is_collection(value) and all(isinstance(text, str) and text for text in value)
 
 
-def _require(name: str, value: object, fits: bool, expected: str) -> None:
-    """Raise ConfigError unless the value fits."""
-    if not fits:
-        raise ConfigError(f"{name}={shown(value)}: {expected}")
-
-
-def _require_bools(config: object, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        _require(name, value, isinstance(value, bool), "True or False is expected")
-
-
 def _require_device(device: object) -> None:
     try:
         if not isinstance(device, torch.device):
             torch.device(device if isinstance(device, str) else "")
     except RuntimeError:
-        _require("device", device, False, "a torch device is expected, such as 'cpu', 'cuda' or 'cuda:1'")
-
-
-def require_int(name: str, value: object, low: int, high: int) -> None:
-    """Raise ConfigError unless it is an integer from `low` to `high`."""
-    fits = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-    _require(name, value, fits, f"an integer from {low} to {high} is expected")
-
-
-def require_number(name: str, value: object, low: float, high: float = math.inf, *, open_low: bool = False) -> None:
-    """Raise ConfigError unless it is a finite number from `low`, or above it, to `high`."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if is_number and low <= value <= min(high, sys.float_info.max) and not (open_low and value == low):  # type: ignore[operator]
-        return
-    span = f"above {low:g}" if open_low else f"from {low:g}"
-    if math.isfinite(high):
-        span += f" to {high:g}"
-    _require(name, value, False, f"a finite number {span} is expected")
+        require("device", device, False, "a torch device is expected, such as 'cpu', 'cuda' or 'cuda:1'")

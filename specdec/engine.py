@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from specdec.attention.backend import choose_backend
 from specdec.attention.checked_backend import sanitized
-from specdec.config import MAX_PRIORITY, EngineConfig, SamplingParams, SpecConfig, require_int
+from specdec.config import MAX_PRIORITY, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.base import Drafter
 from specdec.drafter_loading import load_any_drafter
 from specdec.errors import ConfigError, SpecDecError, shown
@@ -32,7 +32,7 @@ from specdec.load_check import warn_at_load
 from specdec.loading import SHARED_OPTIONS, load_target, pick_device, pick_tokenizer
 from specdec.models.split_target import split_target
 from specdec.models.target import TargetModel
-from specdec.models.watched_weights import look_closely, updates_show
+from specdec.models.watched_weights import updates_show, watched_weights
 from specdec.progress import progress_bar
 from specdec.runtime.arguments import (
     require_choice,
@@ -67,6 +67,7 @@ from specdec.runtime.steps import Steps
 from specdec.runtime.thread_modes import with_modes_restored
 from specdec.runtime.turns import Turns
 from specdec.runtime.warm_up import warm_up
+from specdec.settings.numbers import require_int
 from specdec.text.prompts import Prompt, as_chat_list, as_token_ids, chat_or_text_ids
 
 T = TypeVar("T")
@@ -443,7 +444,8 @@ class Engine:
         self._cleared = True
 
     def _forget_prefixes(self) -> None:
-        look_closely(self.target, self.drafter)
+        for weights in watched_weights(self.target, self.drafter):
+            weights.look_closely()
         self.prefixes.clear()
 
     def _run(self) -> None:

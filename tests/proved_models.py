@@ -75,11 +75,11 @@ def fused_once(difference: Callable[..., str | None]) -> Callable[..., str | Non
 def alone_once(depends: Callable[..., str | None]) -> Callable[..., str | None]:
     known: set[tuple[Any, ...]] = set()
 
-    def found(layout: Any, texts: Any, run: Any, logits: Any, most_rows: int) -> str | None:
+    def found(layout: Any, texts: Any, run: Any, logits: Any, in_tiles: bool) -> str | None:
         case = with_layers(getattr(logits, "__self__", None))
         if case in known:
             return None
-        what = depends(layout, texts, run, logits, most_rows)
+        what = depends(layout, texts, run, logits, in_tiles)
         if what is None and case is not None:
             known.add(case)
         return what

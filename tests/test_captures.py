@@ -21,6 +21,7 @@ from specdec import Engine, SamplingParams, SpecConfig
 from specdec.config import EngineConfig
 from specdec.errors import ConfigError
 from specdec.gpu.captures import CaptureStore
+from specdec.runtime.rounds.captured_prompts import ChunkGraphs
 from specdec.sampling import kernel_sampler, token_bitmaps
 from specdec.sampling.reference_sampler import Past, ReferenceSampler
 from specdec.sampling.sampling_table import SamplingTable, Uses
@@ -152,27 +153,30 @@ def test_a_capture_out_of_memory_lets_the_others_go_and_is_tried_again(engine_wi
     assert captured == {1, 4, 2}
 
 
+@pytest.fixture
+def no_shared_bytes(monkeypatch):
+    """Prompts leave their results in memory that is not counted."""
+    monkeypatch.setattr(ChunkGraphs, "shared_bytes", property(lambda self: 0))
+
+
+@pytest.mark.usefixtures("no_shared_bytes")
 def test_captures_stay_within_their_bytes_and_the_least_recently_used_go(engine_with, random_prompt):
     """Two pools with what they hold: 1 of rounds, 1 of prompts, then too many."""
     right = serve(engine_with(None), random_prompt)
     tape = WeighedTape()
     engine = engine_with(tape, max_capture_bytes=220, prefix_cache=False)
-    shared = engine.steps.prefill.chunks
-    type(shared).shared_bytes = property(lambda self: 0)
-    try:
-        assert serve(engine, random_prompt) == right
-        for length in (3, 20, 40):
-            engine.generate([random_prompt(length)], GREEDY)
-            use = engine.stats().captures
-            assert tape.held_bytes() == use.bytes <= use.budget_bytes == 220
-        assert use.evicted and use.made - use.evicted == use.captured == sum(tape.alive_now()) <= 2
-        before = captured_rounds(engine)
-        engine.close()
-        assert before and tape.held_bytes() == 10 * len(before)
-    finally:
-        del type(shared).shared_bytes
+    assert serve(engine, random_prompt) == right
+    for length in (3, 20, 40):
+        engine.generate([random_prompt(length)], GREEDY)
+        use = engine.stats().captures
+        assert tape.held_bytes() == use.bytes <= use.budget_bytes == 220
+    assert use.evicted and use.made - use.evicted == use.captured == sum(tape.alive_now()) <= 2
+    before = captured_rounds(engine)
+    engine.close()
+    assert before and tape.held_bytes() == 10 * len(before)
 
 
+@pytest.mark.usefixtures("no_shared_bytes")
 def test_a_prompt_captured_twice_for_want_of_room_is_replayed(engine_with, random_prompt):
     """Its pool had grown for others: it is let go, the pool is freed, and it is recorded again."""
 
@@ -194,15 +198,10 @@ def test_a_prompt_captured_twice_for_want_of_room_is_replayed(engine_with, rando
     prompts = [random_prompt(n) for n in (5, 20, 40, 40, 40, 5, 5)]
     right = [engine_with(None).generate([prompt], GREEDY)[0].token_ids for prompt in prompts]
     engine = engine_with(GrowingTape(), max_capture_bytes=80, prefix_cache=False, prefill_chunk=64)
-    shared = engine.steps.prefill.chunks
-    type(shared).shared_bytes = property(lambda self: 0)
     one = SamplingParams(max_new_tokens=1)
-    try:
-        assert [engine.generate([prompt], one)[0].token_ids[0] for prompt in prompts] == [ids[0] for ids in right]
-        use = engine.stats().captures
-        assert use.evicted == use.made - use.captured > 0 and use.uncaptured_prompts < len(prompts)
-    finally:
-        del type(shared).shared_bytes
+    assert [engine.generate([prompt], one)[0].token_ids[0] for prompt in prompts] == [ids[0] for ids in right]
+    use = engine.stats().captures
+    assert use.evicted == use.made - use.captured > 0 and use.uncaptured_prompts < len(prompts)
 
 
 def test_a_capture_that_was_replayed_outlives_one_that_was_not():

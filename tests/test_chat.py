@@ -79,6 +79,22 @@ class Terminal:
         return shown
 
 
+@pytest.fixture
+def at_keyboard(monkeypatch):
+    """Makes standard input a terminal at which these lines are typed."""
+
+    class Keyboard(io.StringIO):
+        def isatty(self):
+            return True
+
+    def typing(*lines):
+        left = iter(lines)
+        monkeypatch.setattr("sys.stdin", Keyboard())
+        monkeypatch.setattr("builtins.input", lambda _: next(left))
+
+    return typing
+
+
 @pytest.fixture(scope="module")
 def engine():
     spec = SpecConfig(adaptive=False)  # whether a round drafts depends on no timing
@@ -187,7 +203,7 @@ def test_without_a_terminal_ctrl_c_ends_it_all(engine, monkeypatch):
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_ctrl_c_between_a_question_and_its_answer_ends_neither_the_program_nor_the_answer(engine, monkeypatch, capsys):
+def test_ctrl_c_between_a_question_and_its_answer_ends_neither_the_program_nor_the_answer(engine, at_keyboard, capsys):
     """For a moment nobody heard it but Python: the program ended."""
 
     class Typed(str):
@@ -195,13 +211,7 @@ def test_ctrl_c_between_a_question_and_its_answer_ends_neither_the_program_nor_t
             signal.raise_signal(signal.SIGINT)
             return str(self)
 
-    class Keyboard(io.StringIO):
-        def isatty(self):
-            return True
-
-    monkeypatch.setattr("sys.stdin", Keyboard())
-    typed = iter([Typed(TOM), "/exit"])
-    monkeypatch.setattr("builtins.input", lambda _: next(typed))
+    at_keyboard(Typed(TOM), "/exit")
     session = Session(engine, Conversation(engine), SamplingParams(max_new_tokens=8))
     session.run("")
     assert [turn.asked for turn in session.conversation.turns] == [TOM]
@@ -209,7 +219,7 @@ def test_ctrl_c_between_a_question_and_its_answer_ends_neither_the_program_nor_t
 
 
 @pytest.mark.parametrize("moment", ["abort", "figures"])
-def test_a_second_ctrl_c_cuts_nothing_short(moment, engine, monkeypatch, capsys):
+def test_a_second_ctrl_c_cuts_nothing_short(moment, engine, at_keyboard, monkeypatch, capsys):
     """Whenever it comes: before the answer is ended, or while its figures are printed."""
     session = Session(engine, Conversation(engine), SamplingParams(max_new_tokens=48))
     before, printed, figures, submit = signal.getsignal(signal.SIGINT), session._print, session._figures, engine.submit
@@ -229,13 +239,7 @@ def test_a_second_ctrl_c_cuts_nothing_short(moment, engine, monkeypatch, capsys)
             monkeypatch.setattr(handle, "abort", lambda: (press(), abort()))
         return handle
 
-    class Keyboard(io.StringIO):
-        def isatty(self):
-            return True
-
-    monkeypatch.setattr("sys.stdin", Keyboard())
-    typed = iter([TOM, "/exit"])
-    monkeypatch.setattr("builtins.input", lambda _: next(typed))
+    at_keyboard(TOM, "/exit")
     monkeypatch.setattr(session, "_print", interrupted)
     monkeypatch.setattr(engine, "submit", submitted)
     if moment == "figures":

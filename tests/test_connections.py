@@ -105,7 +105,7 @@ def test_more_idle_connections_than_files_end_no_stream_and_not_the_server():
 @pytest.mark.parametrize("kind", [signal.SIGHUP, pytest.param(signal.SIGTERM, marks=pytest.mark.deep)])
 def test_a_signal_lets_streams_end_refuses_half_sent_bodies_in_time_and_leaves_with_0(kind):
     with (
-        running_server("--stop-seconds", "3600") as server,
+        running_server("--stop-seconds", "3600", "--timeout-body", "3600") as server,
         httpx.Client(timeout=60) as client,
         connect(server.url) as half,
     ):

@@ -17,13 +17,15 @@ from specdec.attention.backend import choose_backend
 from specdec.attention.bridge import ForwardContext
 from specdec.attention.path_attention import PathAttention
 from specdec.attention.row_tiles import ROWS, pad_rows, row_tiles
+from specdec.draft_models.ngram import NgramDrafter
 from specdec.errors import ConfigError, SpecDecError, UnsupportedModelError
-from specdec.gpu.operations import REFERENCE
+from specdec.gpu.operations import FAST, KERNELS, REFERENCE
 from specdec.layers.batch_invariant_torch import ROWWISE, ByVectors, rows_alone
 from specdec.models.target import TargetModel
 from specdec.sampling.log_probs import LogProbs
 from specdec.sampling.reference_sampler import ReferenceSampler
 
+from inside import capture_on_tape
 from marks import deep, deep_cases, examples, slow
 from tiny_models import FAMILIES, VOCAB, random_eagle3
 
@@ -189,6 +191,37 @@ def test_the_comparison_finds_rows_that_depend_on_others(make_target, engine, ra
     with pytest.raises(AssertionError, match="other bits behind"):
         answers(broken, prompts, params)
     assert answers(engine(model, max_batch_size=4), prompts, params) == expected
+
+
+@pytest.mark.deep
+@interpreted
+@pytest.mark.parametrize("family", [deep("gemma4-moe"), slow("gpt_oss")])
+def test_kernels(family, make_target, random_prompt, scripted, tree_script, seen, monkeypatch):
+    """Alone, in a batch, in chunks of a few tokens, chains and trees, in captured rounds and not."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr("specdec.runtime.rounds.captured_rounds.MIN_TABLE_WIDTH", 8)
+    monkeypatch.setattr("specdec.runtime.rounds.captured_prompts.MIN_TOKENS", 4)
+    model = make_target(family, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+    prompts = [random_prompt(11), random_prompt(3)]
+    params = [SamplingParams(max_new_tokens=3), SamplingParams(max_new_tokens=3, temperature=0.9, seed=1)]
+    target = TargetModel(model, FAST, deterministic=True)
+    config = {"max_model_len": 64, "fused": True, "attention": "triton", "deterministic": True}
+
+    def tokens(drafter: Any, num_steps: int, **settings: Any) -> list[list[int]]:
+        made = Engine(target, drafter, spec=SpecConfig(num_steps), config=EngineConfig(**config, **settings))
+        assert made.target.ops is KERNELS and not made.target.in_tiles
+        outputs = [out.token_ids for out in made.generate(prompts, params)]
+        if made.steps.graphs is not None:
+            assert any(made.steps.graphs._captured.values())
+        return outputs
+
+    expected = tokens(None, 1, max_batch_size=1, prefill_chunk=64)
+    trees = scripted(tree_script([p + t for p, t in zip(prompts, expected, strict=True)]))
+    assert tokens(trees, 5, prefill_chunk=7) == expected
+    monkeypatch.setattr(ReferenceSampler, "draw", seen.draw)  # nothing can be written down in a captured round
+    capture_on_tape(monkeypatch)
+    assert tokens(NgramDrafter(), 2, prefill_chunk=64, max_batch_size=2) == expected
+    assert seen.again > 5
 
 
 def test_a_given_target_is_made_deterministic(make_target, random_prompt):

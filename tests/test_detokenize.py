@@ -47,27 +47,8 @@ def unigram():
 
 
 def word_piece():
-    pieces = [
-        "[UNK]",
-        "do",
-        "not",
-        "n",
-        "'",
-        "t",
-        "##t",
-        "##s",
-        "m",
-        "s",
-        "ve",
-        "re",
-        ".",
-        "?",
-        "!",
-        ",",
-        "a",
-        "##ing",
-        "é",
-    ]
+    words = ["[UNK]", "do", "not", "n", "'", "t", "##t", "##s", "m", "s", "ve", "re"]
+    pieces = [*words, ".", "?", "!", ",", "a", "##ing", "é"]
     tokenizer = Tokenizer(models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]"))
     tokenizer.decoder = decoders.WordPiece("##", True)
     return tokenizer

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from specdec.config import SamplingParams, require_int
+from specdec.config import SamplingParams
 from specdec.doctor.acceptance import Acceptance, Comparison, Measured, measured_by_engine, measured_densely
 from specdec.doctor.causes import CAUSES, Cause, what_is_seen
 from specdec.doctor.changes import Change
@@ -26,6 +26,7 @@ from specdec.models.bundled import HELD_OUT_PROBLEMS
 from specdec.models.published import published_acceptance
 from specdec.progress import progress_bar
 from specdec.runtime.request import GenerationOutput
+from specdec.settings.numbers import require_int
 from specdec.text.prompt_files import read_prompts
 
 PROMPTS = 8

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from specdec.attention.bridge import ForwardContext, record_states
 from specdec.attention.plan import KVPlan
-from specdec.attention.row_tiles import ROWS
 from specdec.errors import SpecDecError, UnsupportedModelError
 from specdec.gpu.operations import KERNELS, Operations
 from specdec.gpu.ranks import Ranks
@@ -28,7 +27,7 @@ from specdec.layers.decoder import FusedDecoder
 from specdec.layers.families import Unfusable
 from specdec.layers.fuse import Weights, fuse, fuse_linear
 from specdec.layers.merge import held_storages
-from specdec.models.batch_invariance import depends_on_others, forward_in_tiles, rows_in_tiles, run_in_tiles
+from specdec.models.batch_invariance import depends_on_others, forward_in_tiles, rows_in_tiles
 from specdec.models.context_length import ContextLength, context_length
 from specdec.models.paused_forward import PausedForward, collected, walker_of
 from specdec.models.placeholders import Placeholders, find_placeholders
@@ -40,9 +39,6 @@ from specdec.modules.private_copy import private_copy
 from specdec.sampling.softcap import softcap
 
 logger = logging.getLogger("specdec")
-
-MANY_ROWS = 80
-"""Rows of a forward on kernels: more than fit the smallest tiles of their products."""
 
 
 class FinalStates(Enum):
@@ -355,9 +351,8 @@ class TargetModel:
             run_experts_by_row(self.decoder)
         texts = probe_texts(self.model.config, self.vocab_size).to(self.device)
         run = self.run if self.ranks is None else on_ranks(self.run, self.ranks)
-        run = run_in_tiles(run) if self.in_tiles else run
         with torch.autocast(self.device.type, enabled=False), refusing(self.name, "it does not run row by row"):
-            what = depends_on_others(self.layout, texts, run, self.logits, ROWS if self.in_tiles else MANY_ROWS)
+            what = depends_on_others(self.layout, texts, run, self.logits, self.in_tiles)
         if what is not None:
             raise UnsupportedModelError(
                 f"{self.name}: {what} of a token depend on the other rows of a forward in the last bits, so "

@@ -20,9 +20,8 @@ from specdec.runtime.prompt_scores import PromptScores
 from specdec.runtime.rounds.result import DraftShape
 from specdec.runtime.rounds.round_shapes import NO_DRAFT, whole_draft
 from specdec.sampling.grammars.grammar import Place
-from specdec.sampling.grammars.token_view import TokenView
 from specdec.sampling.log_probs import TokenLogprob
-from specdec.text.detokenize import Detokenizer
+from specdec.text.detokenize import Detokenizer, TokenView
 from specdec.text.stop_strings import StopStrings
 
 logger = logging.getLogger(__name__)
@@ -348,7 +347,8 @@ class Request:
                 tokens.append(token)
                 drafted.append(num_forced < taken < len(emitted))
                 called = "tokenizer"
-                if token in self.end_tokens or (stops and reader.find_stop(tokens, stops, prompt_len)):
+                output = TokenView(tokens, prompt_len, len(tokens))
+                if token in self.end_tokens or (stops and reader.find_stop(output, stops)):
                     finish_reason = "stop"
                     break
                 if len(tokens) >= longest:
