@@ -14,7 +14,7 @@ that a drafter whose reading takes long can still prove useful. Tokens are a mea
 SHARE = 0.01
 """Share of the decoding time that drafts may lose."""
 
-UNCAPTURED = 2.0
+UNCAPTURED = 1.5
 """Factor on the share and on that first round where nothing is captured: the smallest draft is the whole one there."""
 
 MAX_SAVED = 16.0
