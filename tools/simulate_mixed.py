@@ -161,7 +161,7 @@ def read_prompts(unread: np.ndarray, round_milliseconds: float) -> float:
 def seconds_of(name: str, costs: Costs, hard: float, seed: int, prompt: int = 0) -> float:
     """Seconds of the whole load, with prompts of so many tokens."""
     lengths, coin = np.random.default_rng(seed), np.random.default_rng(seed + 1000)
-    shapes = draft_ladder(SpecConfig(DEPTH))
+    shapes = draft_ladder(SpecConfig(DEPTH), captured=True)
     choice = DraftChoice(shapes, ROWS + 1)
     choice.times.timed.update({size: costs.of_chains(size) / 1e3 for size in SIZES})
     left, unread, chance = np.zeros(ROWS, np.int64), np.zeros(ROWS, np.int64), np.zeros(ROWS)
@@ -181,8 +181,9 @@ def seconds_of(name: str, costs: Costs, hard: float, seed: int, prompt: int = 0)
             size = min(each for each in SIZES if each >= len(rows))
             learns = name in LEARNING
             if learns:
-                running = Requests(choice.chances.tokens(rows, most)[0], most, size)
-                drawn = one_draft(costs, running, shapes.index(choice.choose(rows, most, size, 0, NO_DRAFT)))
+                of_rows = [choice.acceptance.tokens(rows[i : i + 1], most[i : i + 1])[0] for i in range(len(rows))]
+                running = Requests(np.stack(of_rows, axis=1), most, size)
+                drawn = one_draft(costs, running, shapes.index(choice.choose(rows, most, size, NO_DRAFT)))
                 is_trial = drawn.number != best_draft(costs, running, geometric).number
                 if name == "own depths, learned" and not is_trial:
                     drawn = own_depths(costs, running, "every row")
@@ -192,11 +193,10 @@ def seconds_of(name: str, costs: Costs, hard: float, seed: int, prompt: int = 0)
             right = coin.random((len(rows), DEPTH)) < chance[rows, None]
             accepted = np.minimum(right.cumprod(axis=1).sum(axis=1), np.minimum(drawn.depths, most))
             if learns and drawn.number is not None:
-                stages = {"draft": 0.0, "verify": drawn.milliseconds / 1e3, "other": 0.0}
-                full = np.full(len(rows), DEPTH)
-                choice.learn(shapes[drawn.number], size, 0, stages, rows, accepted, full)
+                full, brought = np.full(len(rows), DEPTH), 1 + float(accepted.mean())
+                choice.learn(shapes[drawn.number], size, drawn.milliseconds / 1e3, rows, accepted, full, brought)
             elif learns:
-                choice.chances.learn(DEPTH, rows, accepted, drawn.depths)
+                choice.acceptance.learn(DEPTH, rows, accepted, drawn.depths)
             left[rows] -= accepted + 1
             total += (drawn.milliseconds + read_prompts(unread, drawn.milliseconds)) / 1e3
     return total
