@@ -27,9 +27,8 @@ from specdec.layers.fuse import fuse
 from specdec.layers.linear import linear, vendor_linear
 from specdec.layers.norm import Gain, norm, reference_norm
 from specdec.layers.per_layer_embedding import gated_projection, reference_gated_projection
-from specdec.layers.product import finish
+from specdec.layers.product import MAX_SMALL_ROWS, finish
 from specdec.layers.rope_store import Destination, Heads, reference_rope_store, reference_rotary, rope_store, rotary
-from specdec.layers.some_rows import TOO_FEW
 from specdec.modules.private_copy import ATTENTION_NAME, text_configs
 
 CONTEXT = 24 if ON_CPU else 1024
@@ -181,7 +180,7 @@ def forward_rows(rows: Sequence[int], peers: Sequence[int], layers: int) -> Iter
         ours = partial(run, fused, lambda x: finish(linear(x, head)))
         error = distance(run(fused), run(decoder))
         times = {"all": ours, "without head": partial(run, fused)}
-        if count > TOO_FEW:
+        if count > MAX_SMALL_ROWS:
             times["in any order"] = partial(run, fast, lambda x: finish(vendor_linear(x, head)))
         if count in peers:
             times["HF in a graph"] = partial(run, decoder, model.lm_head)

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from bench.clock import bandwidth_row, best_tiles, copies_of, floor_us, microseconds
 from bench.report import Row
 from bench.verify import bits_row, company_bits, distance
+from specdec.layers.gemm_small import gemm_small
 from specdec.layers.linear import (
-    _launch,
     gated_linear,
     linear,
     reference_gated_linear,
@@ -110,7 +110,7 @@ def _parts_row(name: str, weight: PackedWeight, dtype: torch.dtype) -> Row:
     x, cut = torch.randn(5, k, device=DEVICE).to(dtype), cut_of(weight)
     parts = torch.empty((cut.splits, 5, n), dtype=torch.float32, device=DEVICE)
     tiles = Tiles(64, 16, 32 if ON_CPU else 64, 4, 3, 64)
-    _launch(x, dequantised(weight, dtype), None, parts, None, cut, tiles, split=True)
+    gemm_small(x, dequantised(weight, dtype), None, parts, None, cut, tiles, split=True)
     ours = linear(x, weight, apart=True).parts
     same = torch.equal(parts.to(ours.dtype), ours)  # the interpreter multiplies by numpy, whose sums depend on the tile
     return Row(f"{name}: parts of the 16-bit kernel", "equal" if same else "differ", ok=same or ON_CPU)

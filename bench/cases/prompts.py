@@ -119,7 +119,7 @@ def load_rows(requests: int, prompt: int, tokens: int, running: Sequence[int]) -
                 engine.generate(prompts, params, progress=False)
                 spent = time.perf_counter() - begin
             use = engine.stats().captures
-            shapes = len(engine.steps.chunks._captured) if engine.steps.chunks is not None else 0
+            shapes = len(engine.steps.prefill.chunks._captured) if engine.steps.prefill.chunks is not None else 0
         name, speed = f"{requests} of {prompt} + {tokens}, {at_once} running", requests * tokens / spent
         found = f"{shapes} shapes of prompts, all captures {use.bytes / 1e6:,.0f} MB"
         yield Row(name, found, f"{speed:,.0f} tokens/s", shapes <= 40)
@@ -150,13 +150,13 @@ class Watch:
         self._engine, self._pass = engine, 0.0
         gc.callbacks.append(self._collected)
         triton.knobs.runtime.jit_post_compile_hook = lambda *_, fn, **__: self.kernels.append(fn.name)
-        note = engine.steps._note
+        note = engine.steps.launches._count
 
         def noted(requests: Any, result: Any, **options: Any) -> None:
             self.ends.append(result.ended / 1e6)
             note(requests, result, **options)
 
-        engine.steps._note = noted  # type: ignore[method-assign]
+        engine.steps.launches._count = noted  # type: ignore[method-assign]
 
     def _collected(self, phase: str, _info: object) -> None:
         if phase == "start":
@@ -197,7 +197,7 @@ def divided_row(engine: Engine, prompt: list[int]) -> Row:
         handle = engine.submit(prompt, SamplingParams(max_new_tokens=1, logprobs=5))
         while not handle.finished:
             engine.step()
-            paused += engine.steps.reading is not None
+            paused += engine.steps.prefill.reading is not None
         found.append([(handle.output().token_ids, handle.output().logprobs)])
     del gap.tokens, gap.budget
     name = f"first token of a prompt of {len(prompt)}, {paused} pauses in its forwards"
@@ -227,7 +227,7 @@ def gap_rows(streams: int, prompt: int, tokens: int, arriving: int, steps: int) 
             known, begin = watch.uses(), time.perf_counter()
             engine.step()
             spent = (time.perf_counter() - begin) * 1e3
-            divided += engine.steps.reading is not None
+            divided += engine.steps.prefill.reading is not None
             now = watch.uses()
             made = (
                 f", {now[1] - known[1]} captured, {now[2] - known[2]} uncaptured, compiled {watch.kernels[known[0] :]}"
