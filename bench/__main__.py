@@ -46,7 +46,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="print the cases and their options")
     parser.add_argument("--quick", action="store_true", help="short: to see that a case runs")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: kernels are interpreted")
-    parser.add_argument("--seconds", type=float, help="no row is begun after so many")
+    parser.add_argument("--seconds", type=float, help="begin no row after this many seconds")
     parser.add_argument("--out", type=Path, help="write the tables there too")
     parser.add_argument("--json", type=Path, help="write rows and conditions there")
     parser.add_argument("--warm", help=argparse.SUPPRESS)

@@ -4,7 +4,7 @@ Speed: a published shape with random weights, and planted text: the target compu
 taken to have drawn follows from the number of the prompt and the place, and each draft is right with the probability of
 its prompt. So times are those of the shape, and acceptance is what the table says.
 
-    steady   so many requests at once, all with one probability; timed from the last first token to the last token
+    steady   a batch of requests at once, all with one probability; timed from the last first token to the last token
     crowd    many requests, prompts included, as many running as --batches allow; timed from beginning to end
     mixed    the number of requests rises and falls, every second prompt is hard; timed from beginning to end
 
@@ -200,7 +200,8 @@ def speed_rows(
 
 LENGTHS = (3, 9, 5, 7) if ON_CPU else (700, 33, 2, 260, 15, 512, 90, 400)
 NEW = 12 if ON_CPU else 64
-FOUR, SIXTEEN = SpecConfig(4), SpecConfig(4, 4, 16)
+FOUR = SpecConfig(4)
+SIXTEEN = SpecConfig(4, 4, 16)
 DRAFTERS: dict[str, tuple[str, str, tuple[SpecConfig, ...]]] = {
     "mtp": ("gemma4-e4b", "own", (FOUR, SIXTEEN)),
     "eagle3": ("qwen3-8b", "own", (FOUR,)),

@@ -134,7 +134,7 @@ def check_rows(kernel: str, small: bool) -> Iterator[Row]:
 
 
 def calls_of(kernel: str, shape: Shape, copies: int | None = None) -> list[Callable[..., torch.Tensor]]:
-    """Calls on inputs of their own, so many that these exceed the L2 cache together."""
+    """Calls on inputs of their own, which together exceed the L2 cache."""
     count = copies_of(kv_bytes(shape)) if copies is None else copies
     return [KERNELS[kernel]({**shape, "seed": seed, "dtype": _dtype()}).run for seed in range(count)]
 

@@ -32,8 +32,10 @@ from specdec.models.target import TargetModel
 
 EXCHANGES = 84
 WIDTH, PARTS = 4096, 2
-EXPERT_WIDTH, TOP_K = 2816, 8
-"""Width and experts a token of Gemma 4 26B-A4B."""
+EXPERT_WIDTH = 2816
+"""Hidden size of Gemma 4 26B-A4B."""
+TOP_K = 8
+"""Experts a token of that model."""
 TWO_DEPTHS = {
     "llama-8b": (4, 8),
     "gemma4-31b": (6, 12),

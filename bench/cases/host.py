@@ -32,7 +32,8 @@ from specdec.runtime import steps as steps_module
 from specdec.runtime.rounds.unread import KEPT
 from specdec.runtime.settling import commit_chunks_on_host
 
-WIDTH, PASSES = 32, 5
+WIDTH = 32
+PASSES = 5
 ONE_LAYER = {
     "hidden_size": WIDTH,
     "intermediate_size": WIDTH,

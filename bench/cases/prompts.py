@@ -5,7 +5,8 @@
     times    milliseconds from `submit` to the first token, every layer for every token -> the last layers for the last
              token; of several prompts: the mean and the last
     order    the same first tokens with deterministic=True, and how much longer they take
-    load     many requests, so many of them running: tokens a second, and how many shapes of prompts were captured
+    load     many requests, at most `running` of them at a time: tokens a second, and how many shapes of prompts were
+             captured
     gap      streams while a long prompt arrives: the time between two tokens, against before and against what `stats()`
              says; how much the host's own code slowed down in the longest steps; the same by the device's clock
     kernels  what the time of a prompt goes to, by kernel, in any order -> in order
@@ -34,7 +35,8 @@ from specdec.models.target import FinalStates, TargetModel
 from specdec.runtime.rounds.round import Round
 
 SHAPE = "gemma4-e4b"
-UNTIMED, TIMED = (0, 1) if ON_CPU else (3, 3)
+UNTIMED = 0 if ON_CPU else 3  # forwards
+TIMED = 1 if ON_CPU else 3
 Load = tuple[int, int]
 """Tokens of a prompt, and how many prompts at once."""
 
