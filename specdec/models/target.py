@@ -153,6 +153,11 @@ class TargetModel:
         return int(self.config.hidden_size)
 
     @property
+    def model_types(self) -> tuple[str, str]:
+        """Of its text config, and of the whole one."""
+        return self.config.model_type, self.model.config.model_type
+
+    @property
     def max_position_embeddings(self) -> int | None:
         return getattr(self.config, "max_position_embeddings", None)
 
