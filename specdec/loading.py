@@ -44,6 +44,9 @@ NO_GGUF = "GGUF files are not read; give a checkpoint of safetensors"
 NO_NAMES = ("", "none", "null", "nan")
 """How a missing value reads as a string."""
 
+READ_AS = {"mimo": "qwen2"}
+"""Model types that transformers does not know, and those whose layers they have: they need no code of their own."""
+
 SHARED_OPTIONS = ("token", "trust_remote_code", "cache_dir", "local_files_only", "force_download", "proxies")
 """Loading arguments of the target that its drafter takes too, unless it has its own: access, not content."""
 HUB_OPTIONS = (*SHARED_OPTIONS, "revision", "subfolder")
@@ -128,6 +131,11 @@ class Checkpoint:
         """Its config as transformers reads it. Raises CheckpointError in one sentence."""
         _ = self.quantization
         try:
+            if (kind := READ_AS.get(self.config.get("model_type", ""))) is not None:
+                own = {name: value for name, value in self.config.items() if name not in ("model_type", "auto_map")}
+                config = AutoConfig.for_model(kind, **own)
+                config.name_or_path = self.path
+                return config
             return AutoConfig.from_pretrained(self.path, **self.hub_options)
         except Exception as error:  # its checks raise errors of their own, and what they do not check raises anything
             raise CheckpointError(f"the config.json of {self.name!r} cannot be used: {first_line(error)}") from error

@@ -1,5 +1,6 @@
 """The modules of a checkpoint: its MTP tensors, which transformers drops when it loads a model, and nothing else."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,11 @@ from specdec.draft_models.native_mtp.mtp_families import (
     module_tensors,
 )
 from specdec.draft_models.native_mtp.mtp_module import MtpModule
-from specdec.errors import CheckpointError, UnsupportedModelError
+from specdec.errors import CheckpointError, UnsupportedModelError, first_line
+
+
+CONVENTIONS = "mtp_conventions.json"
+"""A file beside the modules with fields of `MtpFamily`, in the place of the family's row."""
 
 
 def has_modules(folder: Path, num_layers: int) -> bool:
@@ -27,7 +32,7 @@ def has_modules(folder: Path, num_layers: int) -> bool:
 def native_mtp_drafter(folder: Path, target: MtpTarget) -> NativeMtpDrafter:
     """The drafter that the modules in `folder` are, fitted to `target`. Raises CheckpointError where there are none, or
     where they are damaged or incomplete, and UnsupportedModelError where they cannot run."""
-    family, made = family_of(target), []
+    made = list[MtpModule]()
     with naming_folder(folder):
         files = tensor_files(folder)
         modules = module_tensors(files, len(target.layout.layers))
@@ -36,6 +41,7 @@ def native_mtp_drafter(folder: Path, target: MtpTarget) -> NativeMtpDrafter:
                 f"no MTP modules there (looked for {LOOKED_FOR}); give drafter=DIR of a checkpoint that has them, such "
                 "as the base of a finetuned or quantised one"
             )
+        family = _stated(folder) or family_of(target)
         for number, names in enumerate(modules):
             state = {_renamed(place, family): _read(files[name], name) for place, name in names.items()}
             _require_parts(number, state)
@@ -57,6 +63,21 @@ def family_of(target: MtpTarget) -> MtpFamily:
         f"{target.name} is a {target.model_types[0]}, whose MTP conventions are not known; known are "
         f"{', '.join(sorted(FAMILIES))}"
     )
+
+
+def _stated(folder: Path) -> MtpFamily | None:
+    """The conventions that lie beside the modules; None: no such file. Raises CheckpointError."""
+    file = folder / CONVENTIONS
+    if not file.is_file():
+        return None
+    try:
+        found = json.loads(file.read_text("utf-8"))
+        family = MtpFamily(**found)
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{CONVENTIONS} cannot be read: {first_line(error)}") from error
+    if family.form not in ("C", "T"):
+        raise CheckpointError(f"{CONVENTIONS}: form={family.form!r}; the form of several modules is 'C' or 'T'")
+    return family
 
 
 def _read(file: Path, name: str) -> torch.Tensor:
