@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from specdec.attention.plan import KVPlan
-from specdec.kvcache.index_spaces import NULL_SLOT, Space
+from specdec.kvcache.index_spaces import NULL_SLOT, PRIMARY, GroupId
 from specdec.kvcache.layer_context import ScoreOptions
 
 
@@ -93,7 +93,7 @@ def _with_extras(
 class VisibleKeys:
     """Keys that the queries of one forward see, on all layers with one window.
 
-    `slots`: [B, L] in the space of those layers, prefix columns first, then the N tokens of the block if it has keys.
+    `slots`: [B, L] in the group of those layers, prefix columns first, then the N tokens of the block if it has keys.
     `bias`: [B, 1, N, L] float32, 0 or -inf, broadcast over heads.
     The block's K/V are read back from the slots that the forward has just written, so one gather serves both. A masked
     column gathers a key of its own request, so a stale or broken key of another cannot leak through a zero weight.
@@ -104,26 +104,26 @@ class VisibleKeys:
 
     @classmethod
     def of(
-        cls, plan: KVPlan, slots: torch.Tensor, start: torch.Tensor, space: Space, window: int | None
+        cls, plan: KVPlan, slots: torch.Tensor, start: torch.Tensor, group: GroupId, window: int | None
     ) -> "VisibleKeys":
-        """The keys that layers of one space, with this window (None: full attention), see under `plan`.
+        """The keys that layers of one group, with this window (None: full attention), see under `plan`.
 
-        slots: [B, L] of the prefixes in that space, from position start [B] on.
+        slots: [B, L] of the prefixes in that group, from position start [B] on.
         """
         if window is not None:
             window += plan.window_shift
-        if window is not None and space is Space.FULL:
+        if window is not None and group == PRIMARY:
             slots, start = newest(slots, plan.committed_len, window)
         key_pos = start[:, None] + torch.arange(slots.shape[1], device=slots.device)  # [B, L]
         committed = key_pos < plan.committed_len[:, None]
         seen = visible(plan.positions, key_pos, committed, window)  # [B, N, L]
-        if plan.write_full is None:
+        if plan.write is None:
             slots = torch.where(committed, slots, slots[:, :1])
         else:
             batch, num_queries = plan.positions.shape
             own = visible(plan.positions, plan.positions, known_in_block(plan), window)
             seen = torch.cat([seen, own], dim=-1)
-            own_slots = plan.write_slots(space).view(batch, num_queries)
+            own_slots = plan.write_slots(group).view(batch, num_queries)
             own_slots = torch.where(own_slots == NULL_SLOT, own_slots[:, :1], own_slots)  # padding
             slots = torch.cat([torch.where(committed, slots, own_slots[:, :1]), own_slots], dim=1)
         return cls(slots, bias_of(seen))

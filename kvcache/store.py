@@ -1,10 +1,10 @@
 """The K/V of one model: a pair of tensors per layer that stores any, [slots, Hkv, D]; writing into them, moving within.
 
     store_kv   pool_k[slots[t]] = k[t],  pool_v[slots[t]] = v[t]           t = 0..T-1, one layer a launch
-    move_kv    scratch = tensor[source];  tensor[destination] = scratch    every tensor of a space, in two launches
+    move_kv    scratch = tensor[source];  tensor[destination] = scratch    every tensor of a group, in two launches
 
 A store owns tensors and nothing else. Every model of an engine that keeps K/V has one, made from its layout, and all of
-them are indexed by the slots of one allocator, each tensor by those of its space. Padding writes to the null slot, as
+them are indexed by the slots of one allocator, each tensor by those of its group. Padding writes to the null slot, as
 often as it likes: which write remains is undefined, and no query reads it. All other destinations are distinct. A move
 reads all sources before it writes, so an accepted path may be moved onto itself in any order.
 """
@@ -18,18 +18,18 @@ import torch
 from specdec.gpu.ranks import Ranks
 from specdec.gpu.triton_shim import tl, triton
 from specdec.kvcache.allocator import HybridAllocator
-from specdec.kvcache.index_spaces import FullLoc, Space, SwaLoc
+from specdec.kvcache.index_spaces import GroupId, GroupLoc
 from specdec.kvcache.layout import KVLayout
 
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 class LayerKV(NamedTuple):
-    """K and V of one layer, [slots, Hkv, D] each, and the space whose slots index them."""
+    """K and V of one layer, [slots, Hkv, D] each, and the group whose slots index them."""
 
     k: torch.Tensor
     v: torch.Tensor
-    space: Space
+    group: GroupId
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +82,16 @@ class KVStore:
         with torch.inference_mode(False):  # ordinary tensors, in whatever mode the store is made
             for spec in layout.layers:
                 if spec.owner == spec.layer:
-                    shape = (allocator.num_slots(spec.space), spec.num_kv_heads, spec.head_dim)  # [slots, Hkv, D]
-                    k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-                    self.layers[spec.layer] = LayerKV(k, v, spec.space)
-            self.addresses = {space: StoreAddresses.of(tensors) for space in Space if (tensors := self.tensors(space))}
+                    group = allocator.groups.group_of(spec.retention)
+                    shapes = [(allocator.num_slots(group), field.heads, field.dim) for field in spec.fields]
+                    k, v = (torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
+                    self.layers[spec.layer] = LayerKV(k, v, group)
+            groups = {layer.group for layer in self.layers.values()}
+            self.addresses = {group: StoreAddresses.of(self.tensors(group)) for group in groups}
 
-    def tensors(self, space: Space) -> tuple[torch.Tensor, ...]:
-        """All K and V tensors that the slots of one space index."""
-        return tuple(tensor for layer in self.layers.values() if layer.space is space for tensor in (layer.k, layer.v))
+    def tensors(self, group: GroupId) -> tuple[torch.Tensor, ...]:
+        """All tensors that the slots of one group index."""
+        return tuple(tensor for layer in self.layers.values() if layer.group == group for tensor in (layer.k, layer.v))
 
     def clear(self) -> None:
         self.layers.clear()
@@ -100,7 +102,7 @@ class KVStore:
 
 
 def reference_store_kv(
-    k: torch.Tensor, v: torch.Tensor, slots: FullLoc | SwaLoc, pool_k: torch.Tensor, pool_v: torch.Tensor
+    k: torch.Tensor, v: torch.Tensor, slots: GroupLoc, pool_k: torch.Tensor, pool_v: torch.Tensor
 ) -> None:
     """Store k, v [T, Hkv, D] at slots [T] of the pools [slots, Hkv, D]."""
     pool_k.index_copy_(0, slots, k)
@@ -139,9 +141,7 @@ def _store_kv_kernel(
     tl.store(p_pool_v + slot * (HEADS * DIM) + o_row, b_v, mask=m_row)
 
 
-def store_kv(
-    k: torch.Tensor, v: torch.Tensor, slots: FullLoc | SwaLoc, pool_k: torch.Tensor, pool_v: torch.Tensor
-) -> None:
+def store_kv(k: torch.Tensor, v: torch.Tensor, slots: GroupLoc, pool_k: torch.Tensor, pool_v: torch.Tensor) -> None:
     """Store k, v [T, Hkv, D], of any strides, at slots [T] of the contiguous pools [slots, Hkv, D]."""
     num_tokens, num_heads, head_dim = k.shape
     assert v.shape == k.shape and slots.shape == (num_tokens,), f"{k.shape=} {v.shape=} {slots.shape=}"
@@ -165,7 +165,7 @@ def store_kv(
 # moving
 
 
-def reference_move_kv(pools: Sequence[torch.Tensor], source: FullLoc | SwaLoc, destination: FullLoc | SwaLoc) -> None:
+def reference_move_kv(pools: Sequence[torch.Tensor], source: GroupLoc, destination: GroupLoc) -> None:
     """Copy rows source [M] of pools [slots, Hkv, D] to destination [M]."""
     for pool in pools:
         pool.index_copy_(0, destination, pool.index_select(0, source))
@@ -197,7 +197,7 @@ def _copy_rows_kernel(
         tl.store(p_pool, tl.load(p_scratch, mask=m_word, other=0), mask=m_word)
 
 
-def move_kv(rows: StoreAddresses, source: FullLoc | SwaLoc, destination: FullLoc | SwaLoc) -> None:
+def move_kv(rows: StoreAddresses, source: GroupLoc, destination: GroupLoc) -> None:
     """Copy K/V of slots source [M] of tensors [slots, Hkv, D] to destination [M]."""
     assert source.shape == destination.shape and source.dim() == 1, f"{source.shape=} {destination.shape=}"
     if len(source) == 0:

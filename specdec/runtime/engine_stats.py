@@ -4,6 +4,7 @@ Nothing is decided by it.
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,7 +34,7 @@ the vocabulary. Prompt lookup where nothing is said twice has fewer too."""
 
 
 class PoolUse(NamedTuple):
-    """KV slots of one space: held by requests now and at most so far, kept by the prefix cache alone, and in all."""
+    """KV slots of pools: held by requests now and at most so far, kept by the prefix cache alone, and in all."""
 
     held: int
     peak: int
@@ -41,10 +42,10 @@ class PoolUse(NamedTuple):
     capacity: int
 
     @classmethod
-    def of(cls, pool: PagedAllocator | None, page_size: int) -> "PoolUse":
-        if pool is None:
-            return NOTHING
-        return cls(*(n * page_size for n in (pool.held_pages, pool.peak_pages, pool.cached_pages, pool.capacity)))
+    def of(cls, pools: Sequence[PagedAllocator], page_size: int) -> "PoolUse":
+        """Sums over these pools."""
+        each = [(pool.held_pages, pool.peak_pages, pool.cached_pages, pool.capacity) for pool in pools]
+        return cls(*(page_size * sum(pages) for pages in zip((0, 0, 0, 0), *each, strict=True)))
 
 
 class DeviceUse(NamedTuple):
