@@ -13,8 +13,8 @@ from typing import Any, TypeGuard
 import torch
 
 from specdec.errors import ConfigError, require_one_of, shown
-from specdec.plain_arguments import DTYPE_ALIASES, plain_arguments
-from specdec.sampling_numbers import NUMBERS, SamplingNumbers
+from specdec.settings.plain_arguments import DTYPE_ALIASES, plain_arguments
+from specdec.settings.sampling_numbers import NUMBERS, SamplingNumbers
 from specdec.text.stop_strings import StopStrings
 
 MAX_TREE_NODES = 512

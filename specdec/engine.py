@@ -10,9 +10,6 @@ tokenizer or a grammar that raises ends its own request, with RequestFailedError
 fails twice with no token in between, one request of it ends, not all: see `specdec.runtime.step_faults`.
 """
 
-import itertools
-import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
@@ -37,7 +34,6 @@ from specdec.loading import SHARED_OPTIONS, load_target, pick_device, pick_token
 from specdec.models.split_target import split_target
 from specdec.models.target import TargetModel
 from specdec.models.watched_weights import look_closely, updates_show
-from specdec.modules.weights_lock import weights_lock_held
 from specdec.progress import progress_bar
 from specdec.runtime.adaptive.draft_ladder import draft_ladder
 from specdec.runtime.arguments import (
@@ -54,6 +50,7 @@ from specdec.runtime.arguments import (
 from specdec.runtime.cpu_threads import CpuThreads
 from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.handle import Handle
+from specdec.runtime.inbox import Inbox
 from specdec.runtime.intake import Intake
 from specdec.runtime.keywords import known_keywords, require_loading_arguments
 from specdec.runtime.prefixes import Prefixes
@@ -76,8 +73,6 @@ from specdec.text.prompts import Prompt, as_chat_list, as_token_ids, chat_or_tex
 T = TypeVar("T")
 
 LOADED_WITH = ("target", "drafter", "tokenizer", "spec", "config", "drafter_options")
-CLOSED = "this engine is closed; make a new one"
-CUT = "this engine was closed before the request had ended; make a new one and ask again"
 
 
 class Engine:
@@ -160,13 +155,9 @@ class Engine:
         self._faults = StepFaults(self.scheduler)
         self.intake = Intake(target, tokenizer, None if drafter is None else self.spec, self.scheduler)
         self.end_tokens = self.intake.end_tokens
-        self._live: dict[int, Request] = {}  # by number, oldest first; a restart needs no other list
-        self._numbers = itertools.count()
+        self.inbox = Inbox(self.steps, self._attempt_turn)
         self._turns = Turns()
         self._interrupted = False  # a turn began and did not end
-        self._arrived: deque[Request] = deque()  # submitted; the next turn hands them to the scheduler
-        self._aborted: deque[int] = deque()  # ids of requests to end; this turn, or the next, releases their slots
-        self._closed = False
         self._cleared = False  # closed, to the end
         warm_up(self.steps)
 
@@ -232,7 +223,7 @@ class Engine:
         """
         requests = self._make_requests(prompts, params)
         try:
-            self._submit(requests)
+            self.inbox.submit(requests)
             shown = len(requests) > 1 if progress is None else progress
             with progress_bar("generating", len(requests), enabled=shown) as update:
                 for each in requests:
@@ -241,7 +232,7 @@ class Engine:
                         update(sum(request.finished for request in requests))
                     each.require_whole()
         finally:
-            self._abort(requests)
+            self.inbox.abort_unended(requests)
         return [request.output() for request in requests]
 
     @known_keywords
@@ -284,7 +275,7 @@ class Engine:
         """`submit` for many, all of them checked before any is handed in; a handle each, in the order of `generate`."""
         require_int("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
         requests = self._make_requests(prompts, params)
-        self._submit(requests, priority)
+        self.inbox.submit(requests, priority)
         return [Handle(request, self._advance, self.abort) for request in requests]
 
     def step(self) -> bool:
@@ -293,9 +284,9 @@ class Engine:
         Raises any error of the step, and the next step restarts all requests from their tokens; but an error that names
         the row of one request (`specdec.errors.name_row`) ends that request and is not raised here.
         """
-        self._require_open()
+        self.inbox.require_open()
         self._in_turn(self._run, self._whole_step)
-        return bool(self._live or self._arrived)
+        return not self.inbox.is_idle
 
     def abort(self, id: int) -> None:
         """End the request of that id as it is, after the step under way; unknown and ended ones are no error.
@@ -304,8 +295,7 @@ class Engine:
         """
         if isinstance(id, bool) or not isinstance(id, int):
             raise ConfigError(f"id={shown(id)}: the id of one request is expected, an integer as in Handle.id")
-        self._aborted.append(id)
-        self._drain_inbox()
+        self.inbox.abort(id)
 
     def chat_prompt(
         self,
@@ -412,7 +402,7 @@ class Engine:
     def __repr__(self) -> str:
         drafter = "no drafter" if self.drafter is None else f"drafter {self.drafter.name}"
         kind = str(self.target.dtype).removeprefix("torch.")
-        state = ", closed" if self._closed else ""
+        state = ", closed" if self.inbox.closed else ""
         return (
             f"<Engine {self.target.name}, {drafter}, {kind} on {self.target.device}, "
             f"{self.config.max_batch_size} requests of up to {self.max_model_len} tokens{state}>"
@@ -430,8 +420,12 @@ class Engine:
     def _in_turn(self, work: Callable[[], T], whole: Callable[[Callable[[], T]], T] | None = None) -> T:
         """Do this work in a turn of this thread. If it raises, the next turn restarts requests from settled tokens."""
         result = self._turns.run(lambda: with_modes_restored(lambda: (whole or self._whole)(work)))
-        self._drain_inbox()
+        self.inbox.drain()
         return result
+
+    def _attempt_turn(self) -> bool:
+        """Process the inbox in a turn, unless a thread has one or waits for one -> was it done?"""
+        return self._turns.attempt(lambda: with_modes_restored(lambda: self._whole(lambda: None)))
 
     def _whole_step(self, work: Callable[[], None]) -> None:
         """`_whole`, of a step: an error ends one request at most, and is not raised where it names that request."""
@@ -439,9 +433,9 @@ class Engine:
             self._whole(work)
         except Exception as error:
             named = self._faults.end_named(error)
-            ended = named or self._faults.end_newest(error, self._live.values())
+            ended = named or self._faults.end_newest(error, self.inbox.live.values())
             if ended is not None:
-                self._aborted.append(ended.number)  # the next turn restarts the others and releases it
+                self.inbox.abort_later(ended.number)  # the next turn restarts the others and releases it
             if named is None:
                 raise
         else:
@@ -449,56 +443,13 @@ class Engine:
 
     def _whole(self, work: Callable[[], T]) -> T:
         if self._interrupted:
-            self._begin_again()
+            self.inbox.restart()
         self._interrupted = True
-        self._process_inbox()
+        self.inbox.process()
         result = work()
-        self._process_inbox()
+        self.inbox.process()
         self._interrupted = False
         return result
-
-    def _drain_inbox(self) -> None:
-        """Process the inbox now, unless another thread has a turn or waits for one: then that turn processes it.
-
-        Never waits for a turn, so it may be called from anywhere, by the garbage collector within any turn too. While
-        the lock over weights is held, the inbox is left to the next turn, since a release looks at the weights.
-        """
-        while (self._arrived or self._aborted) and not weights_lock_held():
-            if not self._turns.attempt(lambda: with_modes_restored(lambda: self._whole(lambda: None))):
-                break
-
-    def _process_inbox(self) -> None:
-        """Hand submitted requests to the scheduler, then end aborted ones and free their row and slots."""
-        while self._arrived:
-            request = self._arrived[0]
-            if self._closed:
-                request.end("abort", SpecDecError(CLOSED))
-            elif request.number not in self._live:  # or a turn was interrupted right here
-                self._live[request.number] = request
-                self.scheduler.submit(request)
-            self._arrived.popleft()
-        while self._aborted:
-            aborted = self._live.get(self._aborted[0])
-            if aborted is not None:
-                aborted.end("abort")
-                self.scheduler.release(aborted)
-                self.steps.drop_lost()
-                self._forget(aborted.number)
-            self._aborted.popleft()
-
-    def _begin_again(self) -> None:
-        """After a fault, restart every live request from its settled tokens; nothing else of the turn is kept."""
-        for number, request in list(self._live.items()):
-            if request.finished:
-                self._forget(number)
-        self.steps.restart(list(self._live.values()))
-
-    def _submit(self, requests: Sequence[Request], priority: int = 0) -> None:
-        self._require_open()
-        for request in requests:
-            request.number, request.priority, request.handed_in = next(self._numbers), priority, time.perf_counter()
-        self._arrived.extend(requests)
-        self._drain_inbox()
 
     def _advance(self, request: Request) -> None:
         """One step, unless the request has ended meanwhile."""
@@ -506,11 +457,7 @@ class Engine:
 
     def _close(self) -> None:
         """In a turn; one that was interrupted is done again by the next call of `close`."""
-        self._closed = True
-        for request in self._live.values():
-            request.end("abort", SpecDecError(CUT))
-        self._live.clear()
-        self.steps.restart([])
+        self.inbox.close()
         self.steps.clear_captures()
         self.cache.clear()
         self._cleared = True
@@ -520,38 +467,25 @@ class Engine:
         self.prefixes.clear()
 
     def _run(self) -> None:
-        self._require_open()
+        self.inbox.require_open()
         if not self.scheduler.idle:
             for request in self.steps.run():
-                self._forget(request.number)
+                self.inbox.forget(request.number)
             if self.cache.sanitizer is not None:
                 self.cache.sanitizer.verdict()
 
     def _deltas(self, request: Request) -> Iterator[StreamDelta]:
         try:
-            self._submit([request])  # only once the first delta is read: an unread stream holds no slots
+            self.inbox.submit([request])  # only once the first delta is read: an unread stream holds no slots
             for delta in Handle(request, self._advance, self.abort):
                 if delta.output is not None:
                     request.require_whole()
                 yield delta
         finally:
-            self._abort([request])  # also when the garbage collector closes a stream, within any turn
-
-    def _abort(self, requests: Sequence[Request]) -> None:
-        """Abort the requests that have not ended, or whose release a fault prevented."""
-        self._aborted.extend(r.number for r in requests if not r.finished or r.number in self._live)
-        self._drain_inbox()
-
-    def _forget(self, number: int) -> None:
-        request = self._live.pop(number)
-        self.steps.totals.count(request)
+            self.inbox.abort_unended([request])  # also when the garbage collector closes a stream, within any turn
 
     def _make_requests(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Request]:
-        self._require_open()
+        self.inbox.require_open()
         return self.intake.requests(prompts, params)
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise SpecDecError(CLOSED)

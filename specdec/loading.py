@@ -36,7 +36,7 @@ from specdec.models.quantised.comparison import require_values_read
 from specdec.models.quantised.packed_quantizer import PackedConfig, without_quantization
 from specdec.models.quantised.quantization_config import Quantization, quantization_of, stored_config
 from specdec.models.weight_storage import weights_in_words
-from specdec.plain_arguments import as_dtype
+from specdec.settings.plain_arguments import as_dtype
 
 logger = logging.getLogger("specdec")
 

@@ -43,7 +43,7 @@ def serving(pair, scene, max_waiting=256, **sizes):
         async def run():
             async with AsyncEngine(engine, max_waiting=max_waiting) as served:
                 result = await scene(served)
-                await until(lambda: not served.samples and not engine._live)
+                await until(lambda: not served.samples and not engine.inbox.live)
                 assert served.open_requests == 0
                 return result
 
@@ -136,7 +136,7 @@ def test_whoever_leaves_frees_slots_within_a_round(how, pair, random_prompt):
             await began.wait()
             await task
             before = len(steps)
-        await until(lambda: not engine._live)
+        await until(lambda: not engine.inbox.live)
         assert len(steps) - before <= 2
         assert engine.stats().aborted == 1
 

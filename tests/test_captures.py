@@ -134,7 +134,7 @@ def test_what_fails_every_time_is_tried_three_times(engine_with, random_prompt):
     engine = engine_with(tape, max_batch_size=1)
     for _ in range(4):
         serve(engine, random_prompt)
-    graphs, chunks = engine.steps.graphs, engine.steps.chunks
+    graphs, chunks = engine.steps.graphs, engine.steps.prefill.chunks
     assert set(graphs.refusals.values()) == set(chunks.refusals.values()) == {3}
     assert tape.calls == engine.stats().captures.refused == 3 * (len(graphs.refusals) + len(chunks.refusals))
     with pytest.raises(ConfigError, match="rounds cannot be captured"):
@@ -162,7 +162,7 @@ def test_captures_stay_within_their_bytes_and_the_least_recently_used_go(engine_
     right = serve(engine_with(None), random_prompt)
     tape = WeighedTape()
     engine = engine_with(tape, max_capture_bytes=220, prefix_cache=False)
-    shared = engine.steps.chunks
+    shared = engine.steps.prefill.chunks
     type(shared).shared_bytes = property(lambda self: 0)
     try:
         assert serve(engine, random_prompt) == right
@@ -199,7 +199,7 @@ def test_a_prompt_captured_twice_for_want_of_room_is_replayed(engine_with, rando
     prompts = [random_prompt(n) for n in (5, 20, 40, 40, 40, 5, 5)]
     right = [engine_with(None).generate([prompt], GREEDY)[0].token_ids for prompt in prompts]
     engine = engine_with(GrowingTape(), max_capture_bytes=80, prefix_cache=False, prefill_chunk=64)
-    shared = engine.steps.chunks
+    shared = engine.steps.prefill.chunks
     type(shared).shared_bytes = property(lambda self: 0)
     one = SamplingParams(max_new_tokens=1)
     try:

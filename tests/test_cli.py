@@ -23,8 +23,8 @@ from specdec.config import EngineConfig
 from specdec.models.bundled import BUNDLED_NAMES, HELD_OUT_PROBLEMS
 from specdec.models.published import EAGLE3_PAIRS, GEMMA4_PAIRS, QAT_PAIRS
 from specdec.runtime.request import StreamDelta
-from specdec.sampling_numbers import SamplingNumbers
 from specdec.serving.server_settings import ServeSettings
+from specdec.settings.sampling_numbers import SamplingNumbers
 from specdec.text.prompt_files import read_prompts
 
 from marks import slow

@@ -23,7 +23,6 @@ from tape import record
 import specdec.engine
 import specdec.kvcache.table
 import specdec.runtime.engine_stats
-import specdec.runtime.steps
 from specdec import Engine, RequestStats, SamplingParams, SpecConfig
 
 from marks import is_deep
@@ -84,7 +83,7 @@ def profiled(calls: Calls) -> Iterator[None]:
 
 def assert_empty(engine: Engine) -> None:
     engine.table.check()
-    assert engine.scheduler.idle and not engine._live and not engine._aborted
+    assert engine.scheduler.idle and engine.inbox.is_idle
     allocator = engine.table.allocator
     assert allocator.full.held_pages == 0 and (allocator.swa is None or allocator.swa.held_pages == 0)
     assert not allocator.frozen and not engine.table.active_rows.size
@@ -262,11 +261,11 @@ def test_a_fault_after_a_request_finished_leaks_no_row(rows, make_target, make_e
     """With one row the engine would be dead."""
     model, prompts = make_target("llama"), [random_prompt(n) for n in (5, 9)]
     engine = make_engine(model, "ngram", max_batch_size=rows)
-    forget = engine._forget
-    engine._forget = lambda number: 1 / 0
+    forget = engine.inbox.forget
+    engine.inbox.forget = lambda number: 1 / 0
     with pytest.raises(ZeroDivisionError):
         engine.generate(prompts, SamplingParams(max_new_tokens=4))
-    engine._forget = forget
+    engine.inbox.forget = forget
     outputs = engine.generate(prompts, SamplingParams(max_new_tokens=4))
     assert [out.token_ids for out in outputs] == [greedy_oracle(model, prompt, 4) for prompt in prompts]
     assert_empty(engine)

@@ -393,7 +393,7 @@ def test_captured_prompts_see_changed_weights(make_target, make_engine, hf_forwa
         for length in (11, 9, 14):
             prompt = random_prompt(length, seed=length)
             assert engine.generate(prompt, GREEDY)[0].token_ids == truth(model, prompt, hf_forward)
-    assert any(engine.steps.chunks._captured.values())
+    assert any(engine.steps.prefill.chunks._captured.values())
 
 
 @pytest.mark.deep

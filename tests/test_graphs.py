@@ -92,7 +92,7 @@ def test_captured_rounds_give_the_same_tokens(drafter, spec, pool, graphs) -> No
         engine = Engine.from_pretrained("tiny-gemma4", name, spec=spec, config=config)
         outputs.append(serve(engine, *asked))
         if on:
-            assert len(captured_batches(engine)) > 1 and any(engine.steps.chunks._captured.values())
+            assert len(captured_batches(engine)) > 1 and any(engine.steps.prefill.chunks._captured.values())
             assert bool(pool) == bool(engine.stats().preemptions)
     assert outputs[0] == outputs[1]
 
@@ -144,7 +144,7 @@ def test_prompts_are_captured_too(drafter, small_engine, make_target, make_assis
         engine = small_engine(made, on, prefill_chunk=8, max_batch_size=3)
         outputs.append([serve(engine, *asked) for _ in range(2)])
         if on:
-            captured = {shape for shape, taken in engine.steps.chunks._captured.items() if taken}
+            captured = {shape for shape, taken in engine.steps.prefill.chunks._captured.items() if taken}
             assert {shape.tokens for shape in captured} == {16, 24} and {shape.runs for shape in captured} == {3}
     assert outputs[0] == outputs[1] and outputs[0][0] == outputs[0][1]
 
@@ -156,13 +156,13 @@ def test_prompts_of_many_tokens_are_read_as_they_are(small_engine, monkeypatch, 
     asked = requests(6, seed=7)
     engine = small_engine()
     assert serve(engine, *asked) == serve(small_engine(on=False), *asked)
-    assert {shape.tokens for shape in engine.steps.chunks._captured} <= shapes
-    assert bool(engine.steps.chunks._captured) == bool(shapes)
+    assert {shape.tokens for shape in engine.steps.prefill.chunks._captured} <= shapes
+    assert bool(engine.steps.prefill.chunks._captured) == bool(shapes)
 
 
 def test_any_load_takes_few_shapes(small_engine) -> None:
     """Once a shape was (batch, width, prefix): there were up to a thousand."""
-    graphs = small_engine(max_batch_size=256, max_model_len=64).steps.chunks
+    graphs = small_engine(max_batch_size=256, max_model_len=64).steps.prefill.chunks
     draw = random.Random(0)
     shapes = set()
     for states in (FinalStates.LAST, FinalStates.NONE):
@@ -188,7 +188,7 @@ def test_rounds_are_captured_before_the_first_request(small_engine) -> None:
 def test_a_round_is_launched_before_the_one_in_front_is_settled(small_engine) -> None:
     engine = small_engine(None)
     stream = engine.stream([5, 9, 11], SamplingParams(max_new_tokens=6, ignore_eos=True))
-    seen = [(len(delta.token_ids), len(engine.steps.under_way)) for delta in stream]
+    seen = [(len(delta.token_ids), len(engine.steps.launches.under_way)) for delta in stream]
     # the first token is the prompt's; what is sure to end a request is not followed by a round for nothing
     assert seen == [(1, 0), (1, 1), (1, 1), (1, 1), (1, 1), (1, 0)]
     assert engine.table.lookahead == 2
@@ -202,7 +202,7 @@ def test_who_leaves_has_no_part_in_the_rounds_under_way(small_engine) -> None:
     stream = engine.stream(prompts[0], longer)
     for _ in range(4):
         next(stream)
-    assert engine.steps.under_way
+    assert engine.steps.launches.under_way
     stream.close()
     assert [out.token_ids for out in engine.generate(prompts[1:], params[1:])] == [
         out.token_ids for out in alone.generate(prompts[1:], params[1:])

@@ -241,7 +241,7 @@ def test_captured_prompts(drafter, make_target, engine, random_prompt, monkeypat
     made = engine(model, drafter, max_batch_size=4)
     got = outputs(made, prompts, params)
     assert [one[0] for one in got] == [one[0] for one in expected]
-    captured = [shape for shape, kept in made.steps.chunks._captured.items() if kept is not None]
+    captured = [shape for shape, kept in made.steps.prefill.chunks._captured.items() if kept is not None]
     every = made.target.narrows_at(made.round.aux_layers) is None
     fewer = {FinalStates.LAST, FinalStates.NONE}  # scored prompts are rare then, and are not captured
     assert {shape.states for shape in captured} == ({FinalStates.EVERY} if every else fewer)

@@ -35,8 +35,8 @@ def named_nodes(text: str) -> list[ast.expr | ast.stmt]:
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = (  # a module imports from lower floors and from its own room; the longest name that fits counts
     (
-        *("specdec.errors", "specdec.lazy", "specdec.plain_arguments", "specdec.progress", "specdec.text"),
-        *("specdec.shell_option", "specdec.sampling_numbers", "specdec.config", "specdec.gpu"),
+        *("specdec.errors", "specdec.lazy", "specdec.settings", "specdec.progress", "specdec.text", "specdec.config"),
+        "specdec.gpu",
     ),
     ("specdec.kvcache", "specdec.modules"),
     ("specdec.attention", "specdec.sampling", "specdec.layers"),

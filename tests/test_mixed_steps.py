@@ -31,13 +31,13 @@ def engine_for(make_target, make_engine, monkeypatch):
 
 def assert_empty(engine: Engine) -> None:
     engine.table.check()
-    assert engine.scheduler.idle and not engine._live
+    assert engine.scheduler.idle and not engine.inbox.live
     assert engine.table.allocator.full.held_pages == 0
 
 
 def check(engine: Engine) -> None:
     """Nothing is lost or owned twice; host and device agree where nothing is under way."""
-    (engine.table.allocator if engine.steps.under_way else engine.table).check()
+    (engine.table.allocator if engine.steps.launches.under_way else engine.table).check()
 
 
 def chunks_of(engine: Engine) -> dict[int, int]:
@@ -133,7 +133,7 @@ def test_chunks_wait_for_no_round_when_rounds_are_captured(engine_for, random_pr
     engine.submit(random_prompt(60), PARAMS)
     for _ in range(6):
         engine.step()
-        [left] = engine.steps.under_way
+        [left] = engine.steps.launches.under_way
         assert left.drawing == [] and [r.number for r in left.requests] == [1]
     stream.abort()
 
@@ -150,7 +150,7 @@ def test_an_abort_at_any_moment_frees_everything(when, captured, engine_for, mak
     steps = {"waiting": 0, "prefill": 2, "first token under way": 3, "decode": 5}[when]
     for _ in range(steps):
         engine.step()
-    request = engine._live[doomed.id]
+    request = engine.inbox.live[doomed.id]
     state = {"waiting": RequestState.WAITING, "prefill": RequestState.PREFILL}.get(when, RequestState.DECODE)
     assert request.state is state
     if when == "first token under way":

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tape import record
@@ -55,16 +54,16 @@ def build(make_target, make_assistant, make_engine) -> Callable[..., Engine]:
 def counting(engine: Engine) -> Iterator[list[int]]:
     """The lengths of all prompt chunks that are computed in the block."""
     lengths: list[int] = []
-    steps = engine.steps
-    prefill = steps.prefill
+    prefill = engine.steps.prefill
+    launch = prefill.launch
 
-    def counted(requests: Any, chunk_len: np.ndarray, *more: Any) -> Any:
-        lengths.extend(chunk_len.tolist())
-        return prefill(requests, chunk_len, *more)
+    def counted(reading: Any) -> Any:
+        lengths.extend(reading.chunk_len.tolist())
+        return launch(reading)
 
-    steps.prefill = counted  # type: ignore[method-assign]
+    prefill.launch = counted  # type: ignore[method-assign]
     yield lengths
-    del steps.prefill
+    del prefill.launch
 
 
 def assert_idle(engine: Engine) -> None:

@@ -15,8 +15,8 @@ import torch
 from tape import record
 
 import specdec.engine
+import specdec.runtime.prefill
 import specdec.runtime.rounds.prompt_scoring
-import specdec.runtime.steps
 from specdec import Engine, GenerationOutput, SamplingParams, SpecConfig
 from specdec.errors import CapacityError, ConfigError
 from specdec.models.target import TargetModel
@@ -37,13 +37,13 @@ TREE = SpecConfig(3, 2, 6)
 def chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The lengths of all prompt chunks that are computed."""
     lengths: list[int] = []
-    prefill = specdec.runtime.steps.Steps.prefill
+    launch = specdec.runtime.prefill.Prefill.launch
 
-    def counted(self: Any, requests: Any, chunk_len: np.ndarray, *more: Any) -> Any:
-        lengths.extend(chunk_len.tolist())
-        return prefill(self, requests, chunk_len, *more)
+    def counted(self: Any, reading: Any) -> Any:
+        lengths.extend(reading.chunk_len.tolist())
+        return launch(self, reading)
 
-    monkeypatch.setattr(specdec.runtime.steps.Steps, "prefill", counted)
+    monkeypatch.setattr(specdec.runtime.prefill.Prefill, "launch", counted)
     return lengths
 
 
@@ -229,7 +229,7 @@ def test_captured_prompts_have_the_same_scores(make_target, make_engine, random_
         outs = engine.generate([random_prompt(length, seed), random_prompt(20, seed)], SCORE)
         for out in outs:
             assert_right(model, out, hf_forward)
-    assert any(engine.steps.chunks._captured.values())
+    assert any(engine.steps.prefill.chunks._captured.values())
 
 
 def test_nothing_waits_for_the_device_while_a_prompt_is_scored(
@@ -244,7 +244,7 @@ def test_nothing_waits_for_the_device_while_a_prompt_is_scored(
         replay()
         return out
 
-    monkeypatch.setattr(specdec.runtime.steps, "score_chunk", on_tape)
+    monkeypatch.setattr(specdec.runtime.prefill, "score_chunk", on_tape)
     model = make_target("gemma4-e2b")
     for out in make_engine(model, prefill_chunk=16).generate([random_prompt(40), random_prompt(9)], SCORE):
         assert_right(model, out, hf_forward)

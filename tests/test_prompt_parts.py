@@ -50,7 +50,7 @@ def engine_for(make_target, make_engine, monkeypatch):
 
 def assert_empty(engine: Engine) -> None:
     engine.table.check()
-    assert engine.scheduler.idle and not engine._live and engine.steps.reading is None
+    assert engine.scheduler.idle and not engine.inbox.live and engine.steps.prefill.reading is None
     assert engine.table.allocator.full.held_pages == 0
 
 
@@ -63,7 +63,7 @@ def stream_of(engine: Engine, prompt: list[int], new: int = 60):
 
 def parts_run(engine: Engine) -> int | None:
     """Of the forward that is under way; None: there is none."""
-    return None if engine.steps.reading is None else engine.steps.reading.begun
+    return None if engine.steps.prefill.reading is None else engine.steps.prefill.reading.begun
 
 
 def until_divided(engine: Engine) -> None:
@@ -141,7 +141,7 @@ def test_fused_layers_stop_too(captured, engine_for, make_target, greedy_oracle,
     while not all(handle.finished for handle in late):
         engine.step()
     if captured:
-        kept = [one for one in engine.steps.chunks._captured.values() if one]
+        kept = [one for one in engine.steps.prefill.chunks._captured.values() if one]
         assert max(len(one.replays) for one in kept) > 1
     assert stream.output().token_ids == greedy_oracle(model, random_prompt(5), 90)
     for handle, length in zip(late, (29, 17), strict=True):
@@ -162,7 +162,7 @@ def test_an_abort_in_the_middle_drops_what_was_read(captured, engine_for, make_t
     doomed.abort()
     late = engine.submit(random_prompt(40, seed=3), params())
     engine.step()
-    assert engine.steps.reading is None or late.id in [r.number for r in engine.steps.reading.requests]
+    assert engine.steps.prefill.reading is None or late.id in [r.number for r in engine.steps.prefill.reading.requests]
     assert late.output().token_ids == greedy_oracle(model, random_prompt(40, seed=3), NEW)
     assert stream.output().token_ids == greedy_oracle(model, random_prompt(5), 60)
     assert doomed.output().finish_reason == "abort"
@@ -175,11 +175,11 @@ def test_an_abort_of_all_lets_go_of_what_was_read_at_once(engine_for, random_pro
     stream = stream_of(engine, random_prompt(5))
     late = engine.submit(random_prompt(20), params())
     until_divided(engine)
-    kept = weakref.ref(engine.steps.reading.parts.read)
+    kept = weakref.ref(engine.steps.prefill.reading.parts.read)
     late.abort()
     stream.abort()
     gc.collect()
-    assert kept() is None and not engine.steps.under_way
+    assert kept() is None and not engine.steps.launches.under_way
     assert_empty(engine)
 
 
@@ -189,12 +189,14 @@ def test_a_preemption_in_the_middle_reads_again(engine_for, make_target, greedy_
     stream = stream_of(engine, random_prompt(5))
     late = engine.submit(random_prompt(40), params())
     until_divided(engine)
-    request = engine._live[late.id]
+    request = engine.inbox.live[late.id]
     engine.scheduler._make_room()
     while request.row >= 0:  # slack behind the windows goes first
         engine.scheduler._make_room()
     engine.step()
-    assert request.stats.preemptions == 1 and (parts_run(engine) is None or engine.steps.reading.requests == [request])
+    assert request.stats.preemptions == 1 and (
+        parts_run(engine) is None or engine.steps.prefill.reading.requests == [request]
+    )
     assert late.output().token_ids == greedy_oracle(model, random_prompt(40), NEW)
     assert stream.output().token_ids == greedy_oracle(model, random_prompt(5), 60)
     assert_empty(engine)
@@ -209,12 +211,12 @@ def test_weights_that_move_in_the_middle_are_read_from_the_start(captured, engin
     stream_of(engine, random_prompt(5))
     late = engine.submit(random_prompt(20), params())
     until_divided(engine)
-    before = engine.steps.reading
+    before = engine.steps.prefill.reading
     with torch.no_grad():
         for layer in model.model.layers:
             layer.mlp.down_proj.weight = torch.nn.Parameter(layer.mlp.down_proj.weight * 3.0)
     engine.step()
-    assert engine.steps.reading is not before and parts_run(engine) == 1
+    assert engine.steps.prefill.reading is not before and parts_run(engine) == 1
     assert late.output().token_ids == engine.generate([random_prompt(20)], params())[0].token_ids
 
 
@@ -224,13 +226,14 @@ def test_an_interrupted_step_begins_again(engine_for, make_target, greedy_oracle
     stream = stream_of(engine, random_prompt(5))
     late = engine.submit(random_prompt(20), params())
     until_divided(engine)
-    settle = engine.steps._settle
+    launches = engine.steps.launches
+    settle = launches.settle
 
-    def fail(busy):
-        monkeypatch.setattr(engine.steps, "_settle", settle)
+    def fail(*, busy):
+        monkeypatch.setattr(launches, "settle", settle)
         raise MemoryError("in the middle of a forward")
 
-    monkeypatch.setattr(engine.steps, "_settle", fail)
+    monkeypatch.setattr(launches, "settle", fail)
     with pytest.raises(MemoryError):
         engine.step()
     assert late.output().token_ids == greedy_oracle(model, random_prompt(20), NEW)
@@ -371,7 +374,7 @@ def test_parts_are_captured_before_the_first_request(engine_for, random_prompt, 
     """In three sizes, with states of last tokens and of none; nobody waits for a capture when a long prompt comes."""
     monkeypatch.delenv(SETTING, raising=False)  # which knows of no rows without slots, so nothing is warmed up
     engine = engine_for(True, fused=True, max_model_len=256)
-    kept = engine.steps.chunks._captured
+    kept = engine.steps.prefill.chunks._captured
     divided = {shape: one for shape, one in kept.items() if shape.divided}
     assert {(shape.tokens, shape.states) for shape in divided} == {
         (tokens, states) for tokens in (64, 128, 256) for states in (FinalStates.LAST, FinalStates.NONE)

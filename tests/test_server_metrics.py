@@ -72,7 +72,7 @@ def test_metrics_say_what_is_captured_and_what_ran_without(
     monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: WeighedTape())
     sizes = {"max_batch_size": 4, "max_model_len": 64, "device": "cpu", "max_capture_bytes": budget}
     engine = make_engine(make_target("gemma4-e2b"), None, prefix_cache=False, **sizes)
-    monkeypatch.setattr(type(engine.steps.chunks), "shared_bytes", property(lambda self: 0))
+    monkeypatch.setattr(type(engine.steps.prefill.chunks), "shared_bytes", property(lambda self: 0))
     figures, use = figures_after(engine, [random_prompt(n) for n in (5, 9, 3)])
     assert captured(figures) == use
     assert use.budget_bytes == budget and getattr(use, grows) > 0

@@ -130,7 +130,7 @@ def test_a_plain_round_knows_how_much_the_one_in_front_may_bring(engine_for, ran
     engine = engine_for("ngram", captured=True)
     handle = engine.submit(random_prompt(9), asking(False))
     engine.step()
-    while [launched.drawing for launched in engine.steps.under_way] != [None]:
+    while [launched.drawing for launched in engine.steps.launches.under_way] != [None]:
         engine.step()
     shape = engine.steps.shape_for(engine.scheduler.running, [5])
     committed = int(engine.table.committed_len.host[0])
@@ -148,7 +148,7 @@ def test_the_drafters_state_is_that_of_the_tokens(drafter, captured, engine_for,
     handles = [engine.submit(prompt, each) for prompt, each in zip(prompts, kinds, strict=True)]
     for _ in range(5):
         engine.step()
-    engine.steps._settle(busy=False)
+    engine.steps.launches.settle(busy=False)
     states = [(drafter_state(engine, request.row), request.tokens) for request in engine.scheduler.running]
     assert len(states) >= 2
     for state, tokens in states:

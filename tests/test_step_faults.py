@@ -33,17 +33,23 @@ def scene(request, make_target, make_engine, greedy_oracle, random_prompt, monke
     return engine, prompts, [greedy_oracle(model, prompt, NEW) for prompt in prompts]
 
 
-def breaks(engine, bad, error=ValueError, *, where="launch_round", names=False, after=0):
-    """Rounds (or groups of prompts) that hold a request with this prompt raise, once it has `after` tokens."""
-    whole = getattr(engine.steps, where)
+def launching(engine, where):
+    """Owner and name of the method that launches rounds, or groups of prompt chunks."""
+    return (engine.steps, "launch_round") if where == "round" else (engine.steps.prefill, "launch")
 
-    def broken(requests, *rest):
-        for request in requests:
+
+def breaks(engine, bad, error=ValueError, *, where="round", names=False, after=0):
+    """Rounds (or groups of prompts) that hold a request with this prompt raise, once it has `after` tokens."""
+    owner, name = launching(engine, where)
+    whole = getattr(owner, name)
+
+    def broken(launched, *rest):
+        for request in getattr(launched, "requests", launched):
             if request.prompt == bad and request.num_output >= after:
                 raise name_row(error("no such thing"), request.row) if names else error("no such thing")
-        return whole(requests, *rest)
+        return whole(launched, *rest)
 
-    setattr(engine.steps, where, broken)
+    setattr(owner, name, broken)
 
 
 def step_on(engine):
@@ -63,7 +69,7 @@ def finish(engine, handles):
             raised += 1
     step_on(engine)
     engine.table.check()
-    assert engine.scheduler.idle and not engine._live and engine.table.allocator.full.held_pages == 0
+    assert engine.scheduler.idle and not engine.inbox.live and engine.table.allocator.full.held_pages == 0
     return raised
 
 
@@ -73,7 +79,7 @@ def assert_right(handles, truths, but=()):
             assert handle.output().token_ids == truth
 
 
-@pytest.mark.parametrize("where", ["launch_round", "prefill"])
+@pytest.mark.parametrize("where", ["round", "prompts"])
 @pytest.mark.parametrize("bad", [0, 3])
 def test_an_error_that_names_a_row_ends_the_request_of_that_row_alone(bad, where, scene):
     engine, prompts, truths = scene
@@ -225,25 +231,26 @@ def test_interrupts_end_none_however_often(scene):
     assert_right(handles, truths)
 
 
-@pytest.mark.parametrize("where", ["launch_round", "prefill"])
+@pytest.mark.parametrize("where", ["round", "prompts"])
 def test_an_error_before_settling_changes_nothing_that_the_host_knows_of_a_request(where, scene):
     engine, prompts, truths = scene
     handles = engine.submit_many(prompts[:2], PARAMS)
     while handles[0].num_output < 2:
         engine.step()
     late = engine.submit(prompts[2], PARAMS)
-    whole, seen = getattr(engine.steps, where), []
+    owner, name = launching(engine, where)
+    whole, seen = getattr(owner, name), []
 
     def broken(*asked):
-        seen.append([request.settled for request in engine._live.values()])
-        seen.append([request.stats.copy() for request in engine._live.values()])
+        seen.append([request.settled for request in engine.inbox.live.values()])
+        seen.append([request.stats.copy() for request in engine.inbox.live.values()])
         raise ValueError("before anything came out")
 
-    setattr(engine.steps, where, broken)
+    setattr(owner, name, broken)
     with pytest.raises(ValueError, match="before anything"):
         step_on(engine)
-    setattr(engine.steps, where, whole)
-    live = list(engine._live.values())
+    setattr(owner, name, whole)
+    live = list(engine.inbox.live.values())
     assert all(now is then for now, then in zip([request.settled for request in live], seen[0], strict=True))
     assert [request.stats for request in live] == seen[1]
     assert finish(engine, [*handles, late]) == 0

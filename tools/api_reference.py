@@ -26,7 +26,7 @@ from specdec.runtime.adaptive.draft_choice import DraftUse
 from specdec.runtime.engine_stats import DeviceUse, EngineStats, PoolUse
 from specdec.runtime.request import StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
-from specdec.sampling_numbers import SamplingNumbers
+from specdec.settings.sampling_numbers import SamplingNumbers
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
 RETURNED = (StreamDelta, TokenLogprob, EngineStats, PoolUse, CaptureUse, DraftUse, DeviceUse)

@@ -76,7 +76,7 @@ class GapRig:
         spent = []
         while count:
             spent.append(self.step())
-            count -= self.engine.steps.reading is None
+            count -= self.engine.steps.prefill.reading is None
         return spent
 
     def _prompt(self, count: int) -> list[int]:

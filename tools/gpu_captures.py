@@ -195,7 +195,7 @@ def random_rows(bench: Bench, count: int) -> Iterator[Row]:
     seconds = time.perf_counter() - begin
     use = engine.stats().captures
     name = f"{count} requests of {len(KINDS)} kinds"
-    shapes = sorted(map(str, engine.steps.graphs._captured)) + sorted(map(str, engine.steps.chunks._captured))
+    shapes = sorted(map(str, engine.steps.graphs._captured)) + sorted(map(str, engine.steps.prefill.chunks._captured))
     print(f"{name}: {use}, {engine.stats().batches} rounds", *shapes, sep="\n  ", flush=True)
     few = use.made <= MAX_CAPTURES and use.captured <= MAX_CAPTURES
     yield Row(

@@ -167,7 +167,7 @@ def load_rows() -> list[Row]:
                 spent = time.perf_counter() - begin
             use = engine.stats().captures
             rows.append(Row(f"{count} of {length} + {new}, {running} running", f"{count * new / spent:,.0f} tokens/s"))
-            shapes = len(engine.steps.chunks._captured) if engine.steps.chunks is not None else 0
+            shapes = len(engine.steps.prefill.chunks._captured) if engine.steps.prefill.chunks is not None else 0
             rows.append(Row("shapes of prompts, all captures", f"{shapes}, {use.bytes / 1e6:,.0f} MB", ok=shapes <= 40))
     return rows
 
@@ -223,13 +223,13 @@ class RoundEnds:
 
     def __init__(self, engine: Engine) -> None:
         self.ms: list[float] = []
-        note = engine.steps._note
+        count = engine.steps.launches._count
 
         def noted(requests: Any, result: Any, **options: Any) -> None:
             self.ms.append(result.ran[1] / 1e6)
-            note(requests, result, **options)
+            count(requests, result, **options)
 
-        engine.steps._note = noted  # type: ignore[method-assign]
+        engine.steps.launches._count = noted  # type: ignore[method-assign]
 
     def compared(self, begun: int, ended: int) -> str:
         """The first `begun` rounds, but for a few, against those up to `ended`."""
@@ -253,7 +253,7 @@ def divided_row(engine: Engine, prompt: list[int]) -> Row:
         handle = engine.submit(prompt, SamplingParams(max_new_tokens=1, logprobs=5))
         while not handle.finished:
             engine.step()
-            paused += engine.steps.reading is not None
+            paused += engine.steps.prefill.reading is not None
         found.append((handle.output().token_ids, handle.output().logprobs))
     del gap.tokens, gap.budget
     equal = found[0] == found[1] and paused > 0
@@ -287,7 +287,7 @@ def gap_rows() -> list[Row]:
             begin = time.perf_counter()
             engine.step()
             spent = (time.perf_counter() - begin) * 1e3
-            divided += engine.steps.reading is not None
+            divided += engine.steps.prefill.reading is not None
             now = len(compiled.names), *uses(engine)
             if late is not None and now != known:
                 names = compiled.names[known[0] :]

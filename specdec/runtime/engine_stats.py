@@ -4,8 +4,7 @@ Nothing is decided by it.
 """
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from specdec.gpu.captures import CaptureUse
@@ -15,6 +14,8 @@ from specdec.kvcache.page_pool import PagedAllocator
 from specdec.models.target import TargetModel
 from specdec.runtime.adaptive.draft_choice import NO_CHOICE, DraftUse
 from specdec.runtime.request import Request, RequestStats
+from specdec.runtime.rounds.round import Round
+from specdec.runtime.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -130,6 +131,26 @@ class EngineStats(RequestStats):
         else:
             self.finished += 1
             self.add(request.stats)
+
+
+def stats_now(
+    totals: EngineStats, scheduler: Scheduler, round: Round, captures: CaptureUse, drafts: DraftUse
+) -> EngineStats:
+    """A copy of these totals, with the state of this moment."""
+    allocator = scheduler.table.allocator
+    return replace(
+        totals,
+        accepted_counts=list(totals.accepted_counts),
+        drafted_counts=list(totals.drafted_counts),
+        waiting=len(scheduler.waiting),
+        running=len(scheduler.running),
+        full_slots=PoolUse.of([allocator.primary], allocator.page_size),
+        swa_slots=PoolUse.of(allocator.pools.values[1:], allocator.page_size),
+        captures=captures,
+        drafts=drafts,
+        prompt_gap_ms=1e3 * scheduler.prompt_gap.promised(scheduler.prompt_room, scheduler.max_model_len),
+        devices=device_use(round.target, round.cache),
+    )
 
 
 BROKEN = (

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from specdec.errors import is_fault
+from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.launched_step import copy_to_host, event_now
 from specdec.runtime.request import Request, RequestState
 from specdec.runtime.rounds.result import RoundShape
@@ -38,6 +39,17 @@ def prepare(requests: Sequence[Request]) -> list[Request]:
                 raise
             request.fail("grammar", error)
     return guided
+
+
+def forced_counts(requests: Sequence[Request]) -> IntArray:
+    """How many next tokens of each request its grammar forces, [B]."""
+    return np.array([len(request.forced) for request in requests], dtype=np.int64)
+
+
+def load_forced(round: Round, requests: Sequence[Request], counts: IntArray) -> None:
+    """Write the first `counts` [B] forced tokens of each request into its row, for the next round."""
+    for request, count in zip(requests, counts.tolist(), strict=True):
+        round.forced[request.row, : 1 + count] = np.array([count, *request.forced[:count]], dtype=np.int64)
 
 
 class GrammarSteps:

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from specdec.gpu.mirrored_array import IntArray
+from specdec.gpu.ranks import Ranks
 from specdec.runtime.request import Request
 from specdec.runtime.rounds.prompt_scoring import Scoring, Span
 from specdec.runtime.rounds.result import RoundResult, RoundShape, unpack
@@ -61,6 +63,26 @@ class LaunchedStep:
             self.done.synchronize()
         array: IntArray = numbers.numpy()
         return array
+
+
+def launched_now(
+    requests: Sequence[Request],
+    drawing: list[int] | None,
+    shape: RoundShape,
+    stages: tuple[str, ...],
+    packed: torch.Tensor,
+    ranks: Ranks | None,
+    *,
+    drafts: IntArray | None = None,
+    forced: IntArray | None = None,
+    scores: tuple[Scoring, torch.Tensor] | None = None,
+) -> LaunchedStep:
+    """Begin to copy the result of what was just launched to the host. drafts, forced: None where there are none."""
+    epochs, none = [request.row_epoch for request in requests], np.zeros(shape.batch, dtype=np.int64)
+    drafts, forced = none if drafts is None else drafts, none if forced is None else forced
+    on_host, done = copy_to_host(packed), event_now(packed.device)
+    done = done if ranks is None else ranks.guarded(done)
+    return LaunchedStep(requests, epochs, drawing, shape, stages, on_host, drafts, forced, scores, done)
 
 
 def copy_to_host(numbers: torch.Tensor) -> torch.Tensor:

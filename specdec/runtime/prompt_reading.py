@@ -48,6 +48,11 @@ class PromptReading:
         epochs = [request.row_epoch for request in self.requests]
         return epochs == self.row_epochs and generation == self.parts.generation
 
+    def add_device_time(self, stamps: torch.Tensor) -> None:
+        """Add what the parts of this step take of the device. stamps [2]: when they begin and end, on the device."""
+        spent = stamps[1] - stamps[0]
+        self.earlier = spent if self.earlier is None else self.earlier + spent
+
     @torch.inference_mode()
     def advance(self, gap: PromptGap, budget: float | None, *, waits: bool) -> None:
         """Run the next part, and more while they are expected to end within `budget` seconds; None: all. waits: the

@@ -66,14 +66,14 @@ def _time_prompts(steps: Steps, graphs: RoundGraphs, largest: RoundShape) -> Non
     gap, room = steps.scheduler.prompt_gap, steps.scheduler.prompt_room
     gap.longest_round = longest
     gap.learn_round(longest)
-    time_prompts(steps.round, gap, steps.read, min(room.busy, steps.table.max_requests * room.chunk))
+    time_prompts(steps.round, gap, steps.prefill.read, min(room.busy, steps.table.max_requests * room.chunk))
     steps.scheduler.prompt_room = gap.capped(room)
     _capture_parts(steps)
 
 
 def _capture_parts(steps: Steps) -> None:
     """Forwards that are divided among steps run once, and are captured by that: none is while others wait."""
-    division, chunks = steps.scheduler.prompt_gap.division, steps.chunks
+    division, chunks = steps.scheduler.prompt_gap.division, steps.prefill.chunks
     if division is None or chunks is None:
         return
     steps.round.flush()

@@ -2,8 +2,8 @@
 
     SamplingParams  --load-->  SamplingTable [rows, columns]  --at, a batch of rows-->  ParamVectors, Uses, biases
 
-The columns are the seed and the numbers of `specdec.sampling_numbers`; `ReferenceSampler` and `KernelSampler` draw with
-them. Logit biases lie next to the table, as cells of int64 too, so that one upload sends all that changed.
+The columns are the seed and the numbers of `specdec.settings.sampling_numbers`; `ReferenceSampler` and `KernelSampler`
+draw with them. Logit biases lie next to the table, as cells of int64 too, so that one upload sends all that changed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from specdec.config import SamplingParams
 from specdec.gpu.buckets import next_power_of_two
 from specdec.gpu.mirrored_array import IntArray, MirroredArray
 from specdec.gpu.triton_shim import tl
-from specdec.sampling_numbers import NUMBERS
+from specdec.settings.sampling_numbers import NUMBERS
 
 WHOLE = ("seed", *(name for name, number in NUMBERS.items() if number.kind is int))
 """Columns of whole numbers, which come first."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from specdec.shell_option import client_option, http_option, operation_option, option
+from specdec.settings.shell_option import client_option, http_option, operation_option, option
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

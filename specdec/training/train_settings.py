@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from specdec.shell_option import optimiser_option, option, shape_option
+from specdec.settings.shell_option import optimiser_option, option, shape_option
 
 Kind = Literal["eagle3", "mtp", "block"]
 Dtype = Literal["bfloat16", "float32"]

@@ -15,12 +15,12 @@ from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
 from specdec.config import MAX_PRIORITY, MAX_SALT, MAX_STOP_CHARS, MAX_STOP_TOKENS, MAX_STOPS
-from specdec.sampling_numbers import NUMBERS, Number
 from specdec.serving.http.client_limits import GUARDED
 from specdec.serving.openai import documented_answers as answers
 from specdec.serving.openai.protocol import MAX_BIASES, MAX_MESSAGES
 from specdec.serving.openai.sampling_fields import MAX_LOGPROBS
 from specdec.serving.server_settings import ServeSettings
+from specdec.settings.sampling_numbers import NUMBERS, Number
 
 JSON, EVENTS, METRICS = "application/json", "text/event-stream", "text/plain"
 STATUSES = {

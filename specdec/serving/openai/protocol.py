@@ -21,9 +21,9 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from specdec.errors import shown
-from specdec.sampling_numbers import NUMBERS
 from specdec.serving.http.faults import ApiError
 from specdec.serving.tools.character_reader import NAME
+from specdec.settings.sampling_numbers import NUMBERS
 from specdec.text.prompts import Prompt, as_prompt_list
 
 logger = logging.getLogger(__name__)

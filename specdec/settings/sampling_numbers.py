@@ -9,7 +9,7 @@ import math
 from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any
 
-from specdec.shell_option import option
+from specdec.settings.shell_option import option
 
 PENALTY_SPAN = (1e-6, 1e6)
 """Repetition penalties outside would take float32 logits to infinity, or infinity times 0 to NaN."""

@@ -1,0 +1,132 @@
+"""Rounds and prompt chunks that are launched and not settled, oldest first, and how they settle.
+
+    device    | round 1 | round 2 | chunks | round 3 |
+    host      launch 2, settle 1, launch chunks, settle 2, launch 3, settle chunks, ...
+
+The device works in order, so slots that are freed while a round runs are written by others only after it. A request
+that finished or was preempted may still have a row in the round already launched; its part of that result is discarded.
+"""
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from specdec.runtime.engine_stats import DraftWatch, EngineStats
+from specdec.runtime.launched_step import LaunchedStep
+from specdec.runtime.request import Request
+from specdec.runtime.rounds.result import RoundResult, RoundShape
+from specdec.runtime.rounds.round import Round
+from specdec.runtime.scheduler import Scheduler
+from specdec.runtime.seating import keep_outputs
+from specdec.runtime.settling import settle_chunks, settle_round
+
+Span = tuple[float, float]
+"""Begin and end of a round, in seconds after the end of the round before it."""
+
+
+class Learns(Protocol):
+    def __call__(
+        self, shape: RoundShape, requests: Sequence[Request], result: RoundResult, gained: int, span: Span | None
+    ) -> None:
+        """Learn from a settled round of these requests. gained: output tokens of all of them together, 0 in a round
+        without drafts. span: None where no other round ended just before it."""
+
+
+class Launches:
+    """The launches of one engine. `under_way`: those that are not settled, oldest first.
+
+    captured: rounds are, so one launch may be unsettled when the next one is made. learn: called with each settled
+    round. totals: sums over settled rounds and, by the engine, over ended requests.
+    """
+
+    def __init__(self, scheduler: Scheduler, round: Round, learn: Learns, *, captured: bool) -> None:
+        self.under_way: deque[LaunchedStep] = deque()
+        self.totals = EngineStats()
+        self._scheduler = scheduler
+        self._round = round
+        self._learn = learn
+        self._captured = captured
+        self._lag = 1 if captured else 0
+        self._watch = DraftWatch()
+        self._ended: int | None = None  # the newest settled round, on the device's clock; None: chunks came after it
+
+    @property
+    def num_rounds(self) -> int:
+        return sum(launched.drawing is None for launched in self.under_way)
+
+    def clear(self) -> None:
+        """Drop all of them; nothing of them is settled."""
+        self.under_way.clear()
+        self._ended = None
+
+    def drop_lost(self) -> None:
+        """Drop the oldest launches that no request owns any more."""
+        self.settle_all(left=len(self.under_way))
+
+    def tokens_due(self) -> Counter[int]:
+        """Tokens that requests are sure to get from unsettled launches, by the number of the request."""
+        return Counter(request.number for launched in self.under_way for request in launched.gaining())
+
+    def settle(self, *, busy: bool) -> list[Request]:
+        """Settle launched work, except for the newest launch where rounds are captured -> the requests that ended.
+
+        busy: the device has a round to run meanwhile. If it has none and a launch brings a token, everything is
+        settled: otherwise the device would idle while the token waits for the next step.
+        """
+        gaining = not busy and any(launched.gaining() for launched in self.under_way)
+        return self.settle_all(0 if gaining else self._lag)
+
+    def settle_all(self, left: int = 0) -> list[Request]:
+        """Settle launched work, oldest first, except for the last `left` launches -> the requests that ended."""
+        finished: list[Request] = []
+        while self.under_way and (len(self.under_way) > left or not self.under_way[0].present()):
+            launched = self.under_way.popleft()
+            present = launched.present()
+            if present and launched.drawing is None:
+                self._settle_round(launched, present)
+            else:
+                self._ended = None
+                if present:
+                    settle_chunks(self._round, launched, present)
+            finished += self.release_finished([launched.requests[i] for i in present])
+        return finished
+
+    def settle_before_parts(self) -> list[Request]:
+        """Settle the round before the parts of a prompt forward that were just launched, while the device runs them,
+        so that every step brings a token."""
+        finished = self.settle_all()
+        self._ended = None
+        return finished
+
+    def release_finished(self, requests: Sequence[Request]) -> list[Request]:
+        """Free the rows and slots of those that have ended -> these requests."""
+        finished = [request for request in requests if request.settled.finish_reason]
+        if finished:
+            keep_outputs(self._round, finished)
+            self._scheduler.release(*finished)
+        return finished
+
+    def _settle_round(self, launched: LaunchedStep, present: Sequence[int]) -> None:
+        requests, shape = [launched.requests[i] for i in present], launched.shape
+        result = launched.result()
+        if len(present) < len(launched.requests):
+            result = result.select_requests(present)
+        before = sum(request.num_output for request in requests) if shape.num_steps else 0
+        settle_round(self._round, requests, result)
+        gained = sum(request.num_output for request in requests) - before if shape.num_steps else 0
+        (began, ended), last = result.ran, self._ended
+        self._ended = ended
+        span = None if last is None else ((began - last) / 1e9, (ended - last) / 1e9)
+        self._learn(shape, requests, result, gained, span)
+        self._count(requests, result, by_lookup=shape.by_lookup)
+
+    def _count(self, requests: Sequence[Request], result: RoundResult, *, by_lookup: bool) -> None:
+        """Count a settled round and its accepted drafts, if they are the drafter's and not a lookup's next to it."""
+        self.totals.batches += 1
+        self.totals.batch_seconds += sum(result.seconds.values())
+        if self._captured:  # the host is hidden then
+            self._scheduler.prompt_gap.learn_round(sum(result.seconds.values()))
+        if not by_lookup:
+            drafted = (result.drafts > 0) & (result.forced == 0)
+            rounds = sum(request.draft is not None for request in requests)
+            self._watch.count(rounds, int(drafted.sum()), int((drafted & (result.length > 1)).sum()))

@@ -1,0 +1,123 @@
+"""The prompt side of a step: a group of prompt chunks is read, whole or some of its layers, then drawn from.
+
+    begin     the scheduler's chunks, in parts if decoding requests would wait too long for the whole forward
+    advance   the parts that fit this step
+    launch    after the last part: draws, scores and the commit, which is known when it is launched
+
+It launches, and settles nothing: `Launches` does. A forward of which some parts have run is kept from step to step, and
+dropped when its rows are lost or weights have moved.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from specdec.gpu.mirrored_array import IntArray, upload
+from specdec.models.target import FinalStates
+from specdec.runtime.cpu_threads import CpuThreads
+from specdec.runtime.grammar_masks import root_masks
+from specdec.runtime.launched_step import LaunchedStep, copy_to_host, launched_now
+from specdec.runtime.prompt_gap import PromptLoad
+from specdec.runtime.prompt_reading import PromptReading
+from specdec.runtime.prompt_scores import scoring_of
+from specdec.runtime.request import Request, rows_of
+from specdec.runtime.rounds.captured_prompts import ChunkGraphs
+from specdec.runtime.rounds.prompt_parts import single_layers, whole_chunk
+from specdec.runtime.rounds.prompt_scoring import score_chunk
+from specdec.runtime.rounds.result import RoundShape
+from specdec.runtime.rounds.round import PREFILL_STAGES, Chunk, Round
+from specdec.runtime.scheduler import Scheduler
+from specdec.runtime.settling import commit_chunks
+from specdec.sampling.log_probs import max_logprobs
+from specdec.sampling.sampling_table import Uses
+
+
+class Prefill:
+    """Reads the prompts of one engine. `reading`: a forward of which some parts have run; None: there is none.
+
+    chunks: captured forwards; None where nothing is captured.
+    """
+
+    def __init__(self, scheduler: Scheduler, round: Round, chunks: ChunkGraphs | None, threads: CpuThreads) -> None:
+        self.chunks = chunks
+        self.reading: PromptReading | None = None
+        self._scheduler = scheduler
+        self._round = round
+        self._threads = threads
+
+    def drop_lost(self) -> None:
+        """Drop a forward whose rows are lost or whose weights have moved: its chunks are read again."""
+        if self.reading is not None and not self.reading.holds(self._round.weights_generation()):
+            self.reading = None
+
+    def advance(self, *, streams: bool) -> PromptReading | None:
+        """Run this step's part of the prompt chunks, all of it unless other requests decode (`streams`) and would wait
+        -> the chunks that are read, to be launched if they are through; None: there are none."""
+        if self.reading is None:
+            requests, chunk_len = self._scheduler.next_prefill()
+            if not requests:
+                return None
+            self._round.flush()
+            self.reading = self._begin_reading(requests, chunk_len, streams=streams)
+        reading = self.reading
+        self._threads.fit(int(reading.chunk_len.sum()))
+        gap, budget = self._scheduler.prompt_gap, None
+        if streams:
+            budget = gap.budget(self._scheduler.prompt_room, self._scheduler.num_waiting, reading.load)
+        self._round.clock.start(*PREFILL_STAGES)
+        reading.advance(gap, budget, waits=self._round.device.type == "cpu")
+        if reading.is_through:
+            self.reading = None
+        else:
+            reading.add_device_time(self._round.clock.stop())
+        return reading
+
+    def launch(self, reading: PromptReading) -> LaunchedStep:
+        """Launch the draws and the commit after all parts have run: a request whose prompt ends with these chunks draws
+        its first token."""
+        requests, chunk_len, done, round = reading.requests, reading.chunk_len, reading.done, self._round
+        rows, read_len = rows_of(requests), done + chunk_len
+        drawing = [i for i, one in enumerate(requests) if one.num_output == 0 and read_len[i] == one.prefill_target]
+        drawn = [requests[i] for i in drawing]
+        params = [request.params for request in drawn]
+        shape = RoundShape(len(drawn), 0, 0, 1, 1, Uses.of(params), max_logprobs(params))
+        chosen = np.array(drawing, dtype=np.int64)
+        round.sampling.load_biases(rows[chosen], params, shape.uses)
+        round.flush()
+        scoring = scoring_of([request.scores for request in requests], done, chunk_len)
+        chunk, scores = reading.parts.read(), None
+        if scoring is not None:
+            cells = upload(scoring.cells(), round.device)
+            scores = scoring, copy_to_host(score_chunk(round, chunk, cells, scoring.alternatives))
+        longest = int(read_len[chosen].max(initial=0))
+        masks = root_masks([request.place for request in drawn])
+        packed = round.prefill(chunk, chosen, longest, shape, masks, reading.earlier, begins=int(done.min()))
+        launched = launched_now(requests, drawing, shape, PREFILL_STAGES, packed, round.target.ranks, scores=scores)
+        commit_chunks(self._scheduler.table, self._scheduler.prefixes, requests, chunk_len)
+        return launched
+
+    def read(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> Chunk:
+        """Run the target over prompt chunks, captured where they are short; states: see `Chunk`."""
+        chunk = None if self.chunks is None else self.chunks.read(rows, chunk_len, states)
+        if chunk is None:
+            runs = upload(np.stack([rows, chunk_len]), self._round.device)
+            chunk = self._round.read(runs[0], runs[1], int(chunk_len.sum()), states)
+        return chunk
+
+    def _begin_reading(self, requests: Sequence[Request], chunk_len: IntArray, *, streams: bool) -> PromptReading:
+        """Begin to read `chunk_len` [B] tokens of these prompts, in parts if decoding requests would wait too long."""
+        rows, epochs = rows_of(requests), [request.row_epoch for request in requests]
+        done = self._scheduler.table.committed_len.host[rows]
+        scoring = scoring_of([request.scores for request in requests], done, chunk_len)
+        ends = any(done[i] + chunk_len[i] == request.prefill_target for i, request in enumerate(requests))
+        states = self._round.final_states(scored=scoring is not None, ends=ends)
+        room, load = self._scheduler.prompt_room, PromptLoad.of(done, chunk_len)
+        divided = streams and self._scheduler.prompt_gap.budget(room, self._scheduler.num_waiting, load) is not None
+        found = None
+        if divided and self.chunks is not None:
+            found = self.chunks.begin_in_parts(rows, chunk_len, states)
+        elif divided:
+            found = single_layers(self._round, rows, chunk_len, states)
+        if found is None:
+            found = whole_chunk(lambda: self.read(rows, chunk_len, states), self._round.weights_generation())
+        return PromptReading(requests, chunk_len, done, found, row_epochs=epochs)
