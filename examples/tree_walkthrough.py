@@ -21,7 +21,7 @@ from specdec.attention.plan import KVPlan, plan_verify
 from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.trees.growth import Growth
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Observation, StatelessDrafter
-from specdec.kvcache.index_spaces import Space
+from specdec.kvcache.index_spaces import PRIMARY
 
 PROMPT = "A snail climbs 5 feet up a wall each day and slips back 2 feet each night. How far is it after 4 days?"
 
@@ -151,9 +151,9 @@ def main() -> None:
         mask.add_row(str(node), *("T" if seen else "." for seen in row))
     console.print(mask)
 
-    assert plan.write_full is not None and plan.write_swa is not None
-    console.print("where the nodes' K/V go      full", plan.write_full.tolist(), " SWA", plan.write_swa.tolist())
-    for name, space in (("full", Space.FULL), ("SWA ", Space.SWA)):
+    assert plan.write[PRIMARY] is not None and plan.write[SWA] is not None
+    console.print("where the nodes' K/V go      full", plan.write[PRIMARY].tolist(), " SWA", plan.write[SWA].tolist())
+    for name, space in (("full", PRIMARY), ("SWA ", SWA)):
         pages, start = (part[0].tolist() for part in plan.prefix.pages(space))
         console.print(f"prefix page table, {name}      {len(pages)} entries from position {start}: {pages[:6]} ...")
     console.print(

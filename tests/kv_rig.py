@@ -15,9 +15,21 @@ from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.frozen import KVView, KVWorker, frozen_kv, own_view
-from specdec.kvcache.index_spaces import Space
-from specdec.kvcache.layout import KVLayout
+from specdec.kvcache.index_spaces import ByGroup, GroupId, GroupLoc
+from specdec.kvcache.layout import CacheGroups, Full, KVLayout, LayerCache, Window, attention_fields
 from specdec.kvcache.table import FROZEN_EXTRA_KEYS, RequestTable
+
+SWA = GroupId(1)
+"""The windowed group of models with one window."""
+
+
+def layer_cache(
+    layer: int, owner: int, layer_type: str, window: int | None, heads: int = 1, dim: int = 1
+) -> LayerCache:
+    """A layer that keeps K and V of `heads` heads of `dim` numbers: of every token, or of those in its window."""
+    return LayerCache(
+        layer, owner, layer_type, attention_fields(heads, dim), Full() if window is None else Window(window)
+    )
 
 
 class KVRig(KVCache):
@@ -38,19 +50,11 @@ class KVRig(KVCache):
         device: torch.device | str = "cpu",
         backend: Backend | None = None,
     ) -> None:
-        allocator = HybridAllocator(
-            full_pages=full_pages,
-            swa_pages=None if layout.window is None else swa_pages,
-            page_size=page_size,
-            device=torch.device(device),
-        )
+        groups = CacheGroups.of_layouts([layout])
+        pages = [full_pages] + [swa_pages] * len(groups.windowed)
+        allocator = HybridAllocator(groups, pages, page_size=page_size, device=torch.device(device))
         table = RequestTable(
-            allocator,
-            max_requests=max_requests,
-            max_len=max_len,
-            lookahead=lookahead,
-            window=layout.window,
-            extra_keys=extra_keys,
+            allocator, max_requests=max_requests, max_len=max_len, lookahead=lookahead, extra_keys=extra_keys
         )
         self.backend: Backend = TorchBackend() if backend is None else backend
         super().__init__(allocator, table, self.backend)
@@ -80,11 +84,11 @@ class KVRig(KVCache):
         self.table.adopt_commit(rows, length, path)
 
     def write(
-        self, layer: int, full: Any, swa: Any, k: torch.Tensor, v: torch.Tensor, view: KVView | None = None
+        self, layer: int, slots: ByGroup[GroupLoc], k: torch.Tensor, v: torch.Tensor, view: KVView | None = None
     ) -> None:
-        """Store k, v [T, Hkv, D] of one layer at slots [T] of its space, through a view."""
+        """Store k, v [T, Hkv, D] of one layer at slots [T] of its group, through a view."""
         kept = (self.view if view is None else view).writable_layer(layer)
-        self.backend.store(kept, full if kept.space is Space.FULL else swa, k, v)
+        self.backend.store(kept, slots[kept.group], k, v)
 
     def chunk(self, rows: IntArray, lengths: IntArray) -> KVPlan:
         device = self.allocator.device

@@ -36,7 +36,7 @@ from specdec.gpu.exchange_kernels import (
 )
 from specdec.gpu.stage_clock import StageClock
 from specdec.kvcache.allocator import HybridAllocator
-from specdec.kvcache.index_spaces import FullLoc
+from specdec.kvcache.index_spaces import PrimaryLoc
 from specdec.kvcache.layer_context import Destination
 from specdec.kvcache.store import StoreAddresses, move_kv, store_kv
 from specdec.kvcache.table import RequestTable, Rows
@@ -128,14 +128,14 @@ def cache(dtype: torch.dtype, page_size: int, *, swa: bool) -> None:
     )
     pool = numbers(9999, 2, 256, dtype=dtype)
     merged = numbers(15, 6, 256, dtype=dtype)
-    store_kv(merged[:, 2:4], merged[:, 4:], FullLoc(integers(15)), pool, pool)
+    store_kv(merged[:, 2:4], merged[:, 4:], PrimaryLoc(integers(15)), pool, pool)
 
 
 def moves(word: torch.dtype) -> None:
     move_kv(
         StoreAddresses((numbers(99, 2, 64),) * 2, integers(2, 3), word, 32, 64),
-        FullLoc(integers(6)),
-        FullLoc(integers(6)),
+        PrimaryLoc(integers(6)),
+        PrimaryLoc(integers(6)),
     )
 
 
@@ -340,7 +340,7 @@ def heads(
     gain = gain_of(head_dim, dtype, round_first=rounds) if normed else None
     layout = Heads(8, kv, head_dim, gain, gain, gain, values_are_keys=normed and head_dim == 512)
     pool = numbers(9999, kv, head_dim, dtype=dtype)
-    destination = Destination(pool, pool, FullLoc(integers(rows))) if stored else None
+    destination = Destination(pool, pool, PrimaryLoc(integers(rows))) if stored else None
     rope_store(parts_of(3, rows, layout.width, dtype, bias=not normed), layout, Rotary(cos, sin), destination)
     if not normed:
         layout = layout._replace(interleaved=True)

@@ -208,7 +208,7 @@ def test_requests_with_different_salts_share_no_page(salts: tuple[str | None, st
     scheduler.table.check()
     scheduler.release(*requests)
     scheduler.prefixes.clear()
-    assert scheduler.table.allocator.full.free_pages == 2000
+    assert scheduler.table.allocator.primary.free_pages == 2000
 
 
 def test_no_request_waits_for_the_prompt_of_another_salt():
@@ -270,7 +270,7 @@ def test_every_request_gets_its_turn_and_the_books_hold(seed: int):
             if not left and scheduler.idle:
                 break
     assert len(ended) == 30, "a request never ended"
-    assert scheduler.table.allocator.full.held_pages == 0
+    assert scheduler.table.allocator.primary.held_pages == 0
 
 
 def same_as_comparing_with_each(scheduler: Scheduler) -> None:

@@ -62,7 +62,7 @@ def engine(make_target, make_engine):
 
 def is_untouched(engine):
     engine.table.check()
-    return engine.scheduler.idle and engine.table.allocator.full.held_pages == 0 and engine.stats().rounds == 0
+    return engine.scheduler.idle and engine.table.allocator.primary.held_pages == 0 and engine.stats().rounds == 0
 
 
 # prompts

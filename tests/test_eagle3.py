@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kv_rig import SWA
 from safetensors.torch import save_file
 from samplers import sampler_of
 
@@ -599,5 +600,5 @@ def test_two_engines_over_one_drafter_take_turns(
     assert got == [greedy_oracle(model, prompt, 8) for prompt in prompts]
     for engine in engines:
         [kept] = engine.round.worker.store.layers.values()
-        assert len(kept.k) == len(engine.table.allocator.full_to_swa.host)
+        assert len(kept.k) == len(engine.table.allocator.maps.host[SWA])
         assert np.isfinite(kept.k.numpy()).all()

@@ -18,7 +18,7 @@ from specdec.draft_models.eagle3.checkpoint_formats import HONOURED, NEUTRAL, is
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
 from specdec.draft_models.head_config import HARMLESS, HARMLESS_NAME
 from specdec.errors import CheckpointError, SpecDecError, UnsupportedModelError
-from specdec.kvcache.index_spaces import Space
+from specdec.kvcache.index_spaces import PRIMARY
 from specdec.kvcache.layout import KVLayout
 
 TARGET = TargetShape(name="target", num_layers=8, hidden_size=16, vocab_size=60)
@@ -146,7 +146,7 @@ def test_what_is_written_is_read_again(spec: Eagle3Spec, tmp_path: Path) -> None
     if ids is not None:
         assert torch.equal(again.target_ids, ids)
     layout = KVLayout.uniform(spec.num_layers, spec.num_kv_heads, spec.head_dim)  # what a drafter of this head keeps
-    assert layout.numbers_per_slot(Space.FULL) == 2 * spec.num_layers * 2 * spec.head_dim
+    assert layout.numbers_per_slot(PRIMARY) == 2 * spec.num_layers * 2 * spec.head_dim
 
 
 def test_a_written_head_has_published_names(folder: Path) -> None:

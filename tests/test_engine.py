@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from kv_rig import SWA
 
 from specdec import SamplingParams, SpecDecError
 from specdec.errors import CapacityError, ConfigError
@@ -37,7 +38,7 @@ def assert_empty(engine):
     engine.table.check()
     assert engine.scheduler.idle
     allocator = engine.table.allocator
-    assert allocator.full.held_pages == 0 and (allocator.swa is None or allocator.swa.held_pages == 0)
+    assert allocator.primary.held_pages == 0 and (allocator.pools[SWA] is None or allocator.pools[SWA].held_pages == 0)
 
 
 # generate
@@ -193,7 +194,7 @@ def test_an_abandoned_stream_frees_all_slots(how, make_target, make_engine, rand
     if not how.startswith("unstarted"):
         next(stream)
         next(stream)
-        assert engine.table.allocator.full.held_pages > 20
+        assert engine.table.allocator.primary.held_pages > 20
     if how.endswith("close"):
         stream.close()
     del stream
@@ -389,7 +390,7 @@ def test_a_long_text_holds_a_window_of_swa_slots(
     allocator, held, forward = engine.table.allocator, [], engine.target.forward
 
     def counting(*args):
-        held.append(allocator.swa.held_pages)
+        held.append(allocator.pools[SWA].held_pages)
         if len(held) % 100 == 0:
             engine.table.check()
         return forward(*args)
@@ -397,7 +398,7 @@ def test_a_long_text_holds_a_window_of_swa_slots(
     monkeypatch.setattr(engine.target, "forward", counting)
     [output] = engine.generate(prompt, SamplingParams(max_new_tokens=2000))
     assert len(output.token_ids) == 2000 and output.stats.preemptions == 0
-    assert max(held) > 0.95 * allocator.swa.capacity
+    assert max(held) > 0.95 * allocator.pools[SWA].capacity
     assert min(held[5:]) >= 8 // page_size
     logits = hf_forward(model, prompt + output.token_ids[:-1]).logits[0, len(prompt) - 1 :]
     top = logits.topk(2).values

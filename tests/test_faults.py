@@ -18,6 +18,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import pytest
+from kv_rig import SWA
 from tape import record
 
 import specdec.engine
@@ -85,7 +86,7 @@ def assert_empty(engine: Engine) -> None:
     engine.table.check()
     assert engine.scheduler.idle and engine.inbox.is_idle
     allocator = engine.table.allocator
-    assert allocator.full.held_pages == 0 and (allocator.swa is None or allocator.swa.held_pages == 0)
+    assert allocator.primary.held_pages == 0 and (allocator.pools[SWA] is None or allocator.pools[SWA].held_pages == 0)
     assert not allocator.frozen and not engine.table.active_rows.size
 
 

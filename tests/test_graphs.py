@@ -60,7 +60,7 @@ def requests(count: int, seed: int = 1) -> tuple[list[list[int]], list[SamplingP
 def serve(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
     outs = engine.generate(prompts, params)
     engine.table.check()
-    assert engine.scheduler.idle and engine.table.allocator.full.held_pages == 0
+    assert engine.scheduler.idle and engine.table.allocator.primary.held_pages == 0
     assert [bool(out.logprobs) for out in outs] == [p.logprobs is not None for p in params]
     return [out.token_ids for out in outs]
 

@@ -33,7 +33,7 @@ def run(engine, prompts, params=GREEDY):
     """Outputs, after checking that the engine is left whole and empty."""
     outputs = engine.generate(prompts, params)
     engine.table.check()
-    assert engine.scheduler.idle and not engine.table.allocator.full.held_pages
+    assert engine.scheduler.idle and not engine.table.allocator.primary.held_pages
     return outputs
 
 

@@ -16,7 +16,7 @@ PARAMS = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
 def assert_empty(engine: Engine) -> None:
     engine.table.check()
     assert engine.scheduler.idle and engine.inbox.is_idle
-    assert engine.table.allocator.full.held_pages == 0
+    assert engine.table.allocator.primary.held_pages == 0
 
 
 def read_all(handle) -> list[int]:

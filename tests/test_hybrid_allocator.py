@@ -5,20 +5,21 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from kv_rig import SWA, layer_cache
 
 from specdec.errors import DoubleFreeError, OutOfSlotsError
 from specdec.kvcache.allocator import HybridAllocator
-from specdec.kvcache.index_spaces import FullLoc, Space
-from specdec.kvcache.layout import KVLayout, LayerSpec
+from specdec.kvcache.index_spaces import PRIMARY, PrimaryLoc
+from specdec.kvcache.layout import KVLayout, LayerCache
 
 from snapshots import contents
 
 CPU = torch.device("cpu")
 
 
-def spec(layer: int, window: int | None) -> LayerSpec:
+def spec(layer: int, window: int | None) -> LayerCache:
     layer_type = "full_attention" if window is None else "sliding_attention"
-    return LayerSpec(layer=layer, owner=layer, layer_type=layer_type, num_kv_heads=1, head_dim=2, window=window)
+    return layer_cache(layer, layer, layer_type, window, 1, 2)
 
 
 HYBRID = KVLayout((spec(0, 4), spec(1, None)))
@@ -30,12 +31,12 @@ def make(full: int = 4, swa: int = 3, page_size: int = 2, layout: KVLayout = HYB
     return HybridAllocator(full_pages=full, swa_pages=swa_pages, page_size=page_size, device=CPU)
 
 
-def loc(*slots: int) -> FullLoc:
-    return FullLoc(torch.tensor(slots, dtype=torch.int64))
+def loc(*slots: int) -> PrimaryLoc:
+    return PrimaryLoc(torch.tensor(slots, dtype=torch.int64))
 
 
 def mapping(allocator: HybridAllocator) -> list[int]:
-    return allocator.translate(FullLoc(torch.arange(len(allocator.full_to_swa.host)))).tolist()
+    return allocator.translate(SWA, PrimaryLoc(torch.arange(len(allocator.maps.host[SWA])))).tolist()
 
 
 def test_worked_example():
@@ -89,7 +90,7 @@ def test_eviction_makes_room_in_swa_only():
 def test_without_sliding_layers_there_is_one_pool():
     a = make(full=3, swa=0, layout=FULL_ONLY)
     assert a.swa is None
-    assert a.num_slots(Space.FULL) == 8  # page 0 and three more
+    assert a.num_slots(PRIMARY) == 8  # page 0 and three more
     assert a.available_pages == 3
     slots = a.alloc(3)
     assert mapping(a) == [0] * 8
@@ -119,11 +120,11 @@ def test_translate_keeps_the_shape_and_owns_its_result():
     a = make(page_size=1, full=4, swa=4)
     slots = a.alloc(3)
     a.evict(slots[:1])
-    translated = a.translate(FullLoc(torch.tensor([[0, 1], [2, 3]])))
+    translated = a.translate(SWA, PrimaryLoc(torch.tensor([[0, 1], [2, 3]])))
     assert translated.tolist() == [[0, 0], [2, 3]]
     a.free(slots)
     assert translated.tolist() == [[0, 0], [2, 3]]  # of the moment it was asked
-    assert a.translate(FullLoc(torch.tensor([[0, 1], [2, 3]]))).tolist() == [[0, 0], [0, 0]]
+    assert a.translate(SWA, PrimaryLoc(torch.tensor([[0, 1], [2, 3]]))).tolist() == [[0, 0], [0, 0]]
 
 
 def test_slots_may_come_in_any_order():
@@ -195,9 +196,9 @@ def test_free_after_evict_gives_the_swa_page_back_once():
     old = a.alloc(1)
     a.evict(old)
     new = a.alloc(1)  # takes over the SWA page of `old`
-    assert a.translate(new).tolist() == [2, 3]
+    assert a.translate(SWA, new).tolist() == [2, 3]
     a.free(old)
-    assert a.translate(new).tolist() == [2, 3]
+    assert a.translate(SWA, new).tolist() == [2, 3]
     assert (a.full.held_pages, a.swa.held_pages) == (1, 1)
     a.check()
 
@@ -207,7 +208,7 @@ def test_free_after_evict_gives_the_swa_page_back_once():
 
 def put(name: str, index: object, value: int) -> Callable[[HybridAllocator], None]:
     def corrupt(a: HybridAllocator) -> None:
-        array = {"map": a.full_to_swa.host, "full": a.full._held, "swa": a.swa._held}[name]
+        array = {"map": a.maps.host[SWA], "full": a.full._held, "swa": a.swa._held}[name]
         array[index] = value
 
     return corrupt
@@ -223,7 +224,7 @@ def strand_the_full_peer(a: HybridAllocator) -> None:
 
 
 def share_an_swa_page(a: HybridAllocator) -> None:
-    a.full_to_swa[np.array([2, 3])] = a.full_to_swa.host[4:6].copy()
+    a.full_to_swa[np.array([2, 3])] = a.maps.host[SWA][4:6].copy()
 
 
 def point_at_a_free_swa_page(a: HybridAllocator) -> None:
@@ -269,9 +270,9 @@ def test_conservation_over_a_random_run(page_size: int, layout: KVLayout):
     a, has_swa = make(full=9, swa=6, page_size=page_size, layout=layout), layout.window is not None
     held: dict[int, bool] = {}  # full page -> is it mapped
 
-    def slots_of(pages: list[int]) -> FullLoc:
+    def slots_of(pages: list[int]) -> PrimaryLoc:
         slots = (np.array(pages, dtype=np.int64)[:, None] * page_size + np.arange(page_size)).reshape(-1)
-        return FullLoc(torch.from_numpy(rng.permutation(slots)))
+        return PrimaryLoc(torch.from_numpy(rng.permutation(slots)))
 
     for _ in range(600):
         choice = rng.integers(0, 3)
@@ -295,5 +296,5 @@ def test_conservation_over_a_random_run(page_size: int, layout: KVLayout):
             a.evict(slots_of(some))
             held.update(dict.fromkeys(some, not has_swa))
         a.check()
-        heads = a.full_to_swa.host[::page_size]
+        heads = a.maps.host[SWA][::page_size]
         assert np.flatnonzero(heads).tolist() == sorted(page for page in held if held[page] and has_swa)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from kv_rig import SWA
 
 from specdec import SamplingParams
 from specdec.errors import DoubleFreeError
@@ -56,7 +57,7 @@ def state(table: RequestTable, *, ordered: bool = True) -> dict[str, object]:
     allocator = table.allocator
     flush([table.slots, table.committed_len, allocator.full_to_swa])  # when it goes is no difference
     arrays = table.slots, table.committed_len, table.capacity, table.evicted_len, table._active
-    pools = [copy.copy(pool) for pool in (allocator.full, allocator.swa) if pool is not None]
+    pools = [copy.copy(pool) for pool in (allocator.primary, allocator.pools[SWA]) if pool is not None]
     for pool in pools:
         pool._stack = pool._stack[: pool.free_pages] if ordered else np.sort(pool._stack[: pool.free_pages])
     return contents(*arrays, *pools, allocator.full_to_swa)
@@ -108,9 +109,9 @@ class Scene:
 
     def lose_some(self) -> None:
         """As when the SWA pool runs short."""
-        if self.table.allocator.swa is not None:
-            free = self.table.allocator.swa.free_pages
-            self.cache.release(0, self.draw.randint(0, self.table.allocator.swa.capacity - free))
+        if self.table.allocator.pools[SWA] is not None:
+            free = self.table.allocator.pools[SWA].free_pages
+            self.cache.release(0, self.draw.randint(0, self.table.allocator.pools[SWA].capacity - free))
 
     def leavers(self) -> list[int]:
         return self.draw.sample(sorted(self.texts), self.draw.randint(1, ROWS))
@@ -127,9 +128,9 @@ def test_rows_closed_at_once_are_rows_closed_one_after_the_other(page_size: int)
         scene = Scene(seed, page_size)
         table, rows = scene.table, scene.leavers()
         one_by_one = copy.deepcopy(table)
-        pool, pages = table.allocator.full, np.concatenate([table.pages(r, int(table.capacity[r])) for r in rows])
+        pool, pages = table.allocator.primary, np.concatenate([table.pages(r, int(table.capacity[r])) for r in rows])
         shared += int((pool.num_holders(pages) > 1).sum())
-        evicted, kept = evicted + int(table.evicted_len[rows].sum()), kept + int(pool.is_kept(pages).sum())
+        evicted, kept = evicted + int(table.evicted_len[SWA, SWA, rows].sum()), kept + int(pool.is_kept(pages).sum())
         table.close_all(ints(*rows))
         for row in rows:
             one_by_one.close(row)
@@ -146,7 +147,7 @@ def test_the_pages_of_the_last_row_are_used_first() -> None:
     grow(table, 0, 3)
     grow(table, 1, 3)
     table.close_all(ints(0, 1))
-    assert table.allocator.full.alloc(4).tolist() == [1, 2, 4, 3]
+    assert table.allocator.primary.alloc(4).tolist() == [1, 2, 4, 3]
     table.close_all(ints())
     assert table.active_rows.tolist() == []
 
@@ -165,8 +166,8 @@ def test_rows_name_a_page_once_each() -> None:
         free(torch.tensor([2, 3, 2, 3, 2, 3]), rows=ints(0, 0, 1, 1, 2, 2))
     assert state(table) == before
     free(slots, rows=ints(0, 0, 1, 1), evicted=np.array([True, True, False, False]))
-    assert table.allocator.full.free_pages == 300
-    assert table.allocator.swa.num_holders(ints(1)).tolist() == [1]  # that of row 0, which had given it up
+    assert table.allocator.primary.free_pages == 300
+    assert table.allocator.pools[SWA].num_holders(ints(1)).tolist() == [1]  # that of row 0, which had given it up
 
 
 # the prefix cache
@@ -198,8 +199,8 @@ def test_rows_kept_at_once_are_rows_kept_one_after_the_other(page_size: int) -> 
 def test_what_is_kept_is_claimed_in_one_call(page_size: int, monkeypatch) -> None:
     """But where a node is split: 6 rows with nothing in common take one."""
     table, calls = make(page_size), list[int]()
-    cache, keep = PrefixCache(table), table.allocator.full.keep
-    monkeypatch.setattr(table.allocator.full, "keep", lambda pages: (calls.append(len(pages)), keep(pages)))
+    cache, keep = PrefixCache(table), table.allocator.primary.keep
+    monkeypatch.setattr(table.allocator.primary, "keep", lambda pages: (calls.append(len(pages)), keep(pages)))
     rows = [table.open() for _ in range(ROWS)]
     for row in rows:
         grow(table, row, 24)
@@ -214,8 +215,10 @@ def test_what_is_kept_is_claimed_in_one_call(page_size: int, monkeypatch) -> Non
 def test_what_a_short_pool_wants_is_given_up_in_one_call(page_size: int, monkeypatch) -> None:
     """Of six texts of 24 tokens two and a half: the oldest, and of the third its end."""
     table, calls = make(page_size, window=None), list[list[int]]()
-    cache, forget = PrefixCache(table), table.allocator.full.forget
-    monkeypatch.setattr(table.allocator.full, "forget", lambda pages: (calls.append(pages.tolist()), forget(pages))[1])
+    cache, forget = PrefixCache(table), table.allocator.primary.forget
+    monkeypatch.setattr(
+        table.allocator.primary, "forget", lambda pages: (calls.append(pages.tolist()), forget(pages))[1]
+    )
     rows = [table.open() for _ in range(ROWS)]
     for row in rows:
         grow(table, row, 24)
@@ -223,10 +226,10 @@ def test_what_a_short_pool_wants_is_given_up_in_one_call(page_size: int, monkeyp
     each = 24 // page_size
     pages = [table.pages(row, each).tolist() for row in rows]
     table.close_all(ints(*rows))
-    free = table.allocator.full.free_pages
+    free = table.allocator.primary.free_pages
     cache.release(2 * each + each // 2, 0)
     assert calls == [pages[2][each - each // 2 :] + pages[1] + pages[0]]
-    assert table.allocator.full.free_pages - free == 2 * each + each // 2
+    assert table.allocator.primary.free_pages - free == 2 * each + each // 2
     left = [2] * (each - each // 2) * page_size
     assert [key for key, *_ in tree(cache)] == [left, *([row] * 24 for row in (3, 4, 5))]
     table.check()
@@ -351,7 +354,7 @@ def test_prompt_chunks_get_the_slots_that_one_after_the_other_would(page_size: i
         assert seats(scheduler) == seats(twin)
         for mine, theirs in ((table.capacity, twin.table.capacity), (table.evicted_len, twin.table.evicted_len)):
             assert (mine == theirs).all()
-        pool, other = table.allocator.full, twin.table.allocator.full
+        pool, other = table.allocator.primary, twin.table.allocator.primary
         assert (pool.free_pages, pool.held_pages) == (other.free_pages, other.held_pages)
         preempted += sum(request.stats.preemptions for request in scheduler.waiting)
         done = table.committed_len.host[[request.row for request in requests]]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from kv_rig import SWA
 from tape import record
 
 import specdec.attention.plan
@@ -24,7 +25,7 @@ from specdec.attention.plan import KVPlan
 from specdec.attention.torch_backend import TorchBackend
 from specdec.draft_models.base import DraftBatch
 from specdec.errors import LocationError
-from specdec.kvcache.index_spaces import FullLoc, Space, SwaLoc
+from specdec.kvcache.index_spaces import PRIMARY, GroupId, GroupLoc, PrimaryLoc
 
 from marks import deep, deep_cases
 
@@ -105,7 +106,7 @@ def load(requests, drafter_of, drafts_alone, make_target, make_engine, monkeypat
             held = []
             forward = crowded.target.forward
             crowded.target.forward = lambda *args: held.append(pool.held_pages) or forward(*args)
-            pool = crowded.table.allocator.swa
+            pool = crowded.table.allocator.pools[SWA]
             outputs = crowded.generate([prompt for prompt, _ in requests], PARAMS)
             assert [out.token_ids for out in outputs] == [truth[:NEW] for _, truth in requests]
             both = drafts.keys() & alone.keys()
@@ -151,7 +152,7 @@ def seen(sanitize: bool, *others: type[Exception]) -> Iterator[None]:
 
 def for_kind(kind: str) -> Callable[[KVPlan], bool]:
     if kind == "frozen":
-        return lambda plan: plan.write_full is None
+        return lambda plan: plan.write[PRIMARY] is None
     return lambda plan: plan.tree is not None and not plan.tree.is_chain
 
 
@@ -161,11 +162,11 @@ def read_own_keys_by_full_slots(kind: str) -> Seed:
     def seed(patch: pytest.MonkeyPatch) -> None:
         right, wanted = VisibleKeys.of, for_kind(kind)
 
-        def wrong(plan: KVPlan, slots: Any, start: Any, space: Space, window: int | None) -> VisibleKeys:
-            keys = right(plan, slots, start, space, window)
-            if space is Space.SWA and wanted(plan):
+        def wrong(plan: KVPlan, slots: Any, start: Any, group: GroupId, window: int | None) -> VisibleKeys:
+            keys = right(plan, slots, start, group, window)
+            if group is SWA and wanted(plan):
                 own = plan.positions.shape[1]
-                untranslated = plan.write_full.view(plan.positions.shape)
+                untranslated = plan.write[PRIMARY].view(plan.positions.shape)
                 return VisibleKeys(torch.cat([keys.slots[:, :-own], untranslated], dim=1), keys.bias)
             return keys
 
@@ -194,8 +195,8 @@ def write_extend_tokens_by_full_slots(patch: pytest.MonkeyPatch) -> None:
     """The same the other way round: written with full slots, read with SWA slots."""
     right = KVPlan.write_slots
 
-    def wrong(plan: KVPlan, space: Space) -> FullLoc | SwaLoc:
-        return right(plan, Space.FULL if plan.pack is not None else space)
+    def wrong(plan: KVPlan, group: GroupId) -> PrimaryLoc | GroupLoc:
+        return right(plan, PRIMARY if plan.pack is not None else group)
 
     patch.setattr(KVPlan, "write_slots", wrong)
 
@@ -204,19 +205,19 @@ def derive_the_pool_once(patch: pytest.MonkeyPatch) -> None:
     """A frozen drafter's backend knows one pool, the full one, and reads sliding layers through its table."""
     right = TorchBackend.attention
 
-    def wrong(backend: TorchBackend, plan: KVPlan, space: Space, window: int | None) -> Any:
-        if plan.write_full is None and space is Space.SWA:
+    def wrong(backend: TorchBackend, plan: KVPlan, group: GroupId, window: int | None) -> Any:
+        if plan.write[PRIMARY] is None and group is SWA:
             assert isinstance(plan.prefix, PageTables)
-            pages, start = plan.prefix.pages(space)
+            pages, start = plan.prefix.pages(group)
             columns = start[:, None] // plan.page_size + torch.arange(pages.shape[1])
-            full = plan.prefix.full_pages
+            full = plan.prefix.tables[PRIMARY]
             tables = plan.prefix._replace(swa_pages=full.gather(1, columns.clamp(max=full.shape[1] - 1)))
             stale = object.__new__(KVPlan)
             for name in KVPlan.__slots__:
                 object.__setattr__(stale, name, getattr(plan, name))
             object.__setattr__(stale, "prefix", tables)
-            return right(backend, stale, space, window)
-        return right(backend, plan, space, window)
+            return right(backend, stale, group, window)
+        return right(backend, plan, group, window)
 
     patch.setattr(TorchBackend, "attention", wrong)
 
@@ -229,7 +230,7 @@ def leave_the_draft_untranslated(patch: pytest.MonkeyPatch) -> None:
         backend: TorchBackend, table: Any, rows: Any, committed_len: torch.Tensor, num_queries: int
     ) -> PageTables:
         located = right(backend, table, rows, committed_len, num_queries)
-        return located._replace(write_swa=SwaLoc(located.write_full)) if num_queries == 4 else located
+        return located._replace(write_swa=GroupLoc(located.write[PRIMARY])) if num_queries == 4 else located
 
     patch.setattr(TorchBackend, "locate", wrong)
 
@@ -253,14 +254,14 @@ def use_a_stale_location(patch: pytest.MonkeyPatch) -> None:
     """The SWA slots of a prefill are kept where the forward behind it finds them instead of its own."""
     right, kept = KVPlan.write_slots, []
 
-    def wrong(plan: KVPlan, space: Space) -> FullLoc | SwaLoc:
-        slots = right(plan, space)
-        if plan.pack is None or space is Space.FULL:
+    def wrong(plan: KVPlan, group: GroupId) -> PrimaryLoc | GroupLoc:
+        slots = right(plan, group)
+        if plan.pack is None or group is PRIMARY:
             return slots
         if not any(plan is other for other, _ in kept):
             kept.append((plan, slots))
         stale = kept[-2][1] if len(kept) > 1 else slots
-        return SwaLoc(torch.cat([stale, slots[len(stale) :]])[: len(slots)])
+        return GroupLoc(torch.cat([stale, slots[len(stale) :]])[: len(slots)])
 
     patch.setattr(KVPlan, "write_slots", wrong)
 
@@ -269,16 +270,16 @@ def ignore_the_location(patch: pytest.MonkeyPatch) -> None:
     """The precomputed SWA slots of a prefill are not used: keys go to the slots that come first in the pool."""
     right = KVPlan.write_slots
 
-    def wrong(plan: KVPlan, space: Space) -> FullLoc | SwaLoc:
-        slots = right(plan, space)
-        if plan.pack is None or space is Space.FULL:
+    def wrong(plan: KVPlan, group: GroupId) -> PrimaryLoc | GroupLoc:
+        slots = right(plan, group)
+        if plan.pack is None or group is PRIMARY:
             return slots
-        return SwaLoc(1 + torch.arange(len(slots)) % 90)
+        return GroupLoc(1 + torch.arange(len(slots)) % 90)
 
     patch.setattr(KVPlan, "write_slots", wrong)
 
 
-# extend tokens are read in the wrong space under load (SGLang #24395)
+# extend tokens are read in the wrong group under load (SGLang #24395)
 
 
 @pytest.mark.parametrize("sanitize", [False, True])

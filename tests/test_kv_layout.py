@@ -4,9 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import transformers
+from kv_rig import SWA
 
 from specdec.errors import UnsupportedModelError
-from specdec.kvcache.index_spaces import Space
+from specdec.kvcache.index_spaces import PRIMARY
 from specdec.kvcache.layout import KVLayout, layout_from_config
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -65,17 +66,17 @@ def test_gemma4_e_shares_kv_and_has_two_head_sizes():
         (3, *full),
     ]
     assert layout.window == 8
-    assert [spec.layer for spec in layout.owners(Space.SWA)] == [0, 1, 2, 4]
-    assert [spec.layer for spec in layout.owners(Space.FULL)] == [3]
-    assert layout.numbers_per_slot(Space.SWA) == 4 * 2 * 2 * 16  # layers, K and V, heads, size
-    assert layout.numbers_per_slot(Space.FULL) == 1 * 2 * 2 * 32
+    assert [spec.layer for spec in layout.owners(SWA)] == [0, 1, 2, 4]
+    assert [spec.layer for spec in layout.owners(PRIMARY)] == [3]
+    assert layout.numbers_per_slot(SWA) == 4 * 2 * 2 * 16  # layers, K and V, heads, size
+    assert layout.numbers_per_slot(PRIMARY) == 1 * 2 * 2 * 32
 
 
 def test_gemma4_31b_has_its_own_kv_heads_on_full_layers():
     layout = gemma4_31b()
     assert rows(layout) == [(i, "swa", 4, 16, 8) for i in range(5)] + [(5, "full", 1, 32, None)]
-    assert layout.numbers_per_slot(Space.FULL) == 2 * 32  # K and V share weights but not rows: both are stored
-    assert layout.numbers_per_slot(Space.SWA) == 5 * 2 * 4 * 16
+    assert layout.numbers_per_slot(PRIMARY) == 2 * 32  # K and V share weights but not rows: both are stored
+    assert layout.numbers_per_slot(SWA) == 5 * 2 * 4 * 16
 
 
 def test_last_owner_is_the_source_of_the_last_layer_of_the_type():
@@ -122,15 +123,15 @@ def test_a_window_without_layer_types_is_on_every_layer():
     assert getattr(config, "layer_types", None) is None
     layout = layout_from_config(config)
     assert rows(layout) == [(0, "swa", 2, 16, 8), (1, "swa", 2, 16, 8)]
-    assert layout.numbers_per_slot(Space.FULL) == 0
+    assert layout.numbers_per_slot(PRIMARY) == 0
 
 
 def test_no_sliding_layer_means_no_window():
     layout = layout_from_config(transformers.LlamaConfig(**GQA, num_hidden_layers=2))
     assert layout.window is None
     assert layout.window is None
-    assert layout.owners(Space.SWA) == ()
-    assert layout.numbers_per_slot(Space.SWA) == 0
+    assert layout.owners(SWA) == ()
+    assert layout.numbers_per_slot(SWA) == 0
     assert layout.last_owner(SLIDING) is None
 
 

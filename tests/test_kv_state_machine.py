@@ -15,14 +15,14 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from kv_rig import KVRig
+from kv_rig import SWA, KVRig, layer_cache
 
 from specdec.attention.plan import KVPlan
 from specdec.attention.trees.tree import DraftTree
 from specdec.errors import FrozenKVError, KVStateError, OutOfSlotsError
 from specdec.kvcache.frozen import KVView
-from specdec.kvcache.index_spaces import FullLoc, Space
-from specdec.kvcache.layout import KVLayout, LayerSpec
+from specdec.kvcache.index_spaces import PRIMARY, GroupId, PrimaryLoc
+from specdec.kvcache.layout import KVLayout, LayerCache
 from specdec.kvcache.prefix_cache import PrefixCache
 from specdec.kvcache.table import Move
 
@@ -34,9 +34,9 @@ SLIDING_LAYER, FULL_LAYER = 0, 1
 SEED = st.integers(0, 2**32 - 1)
 
 
-def spec(layer: int, window: int | None) -> LayerSpec:
+def spec(layer: int, window: int | None) -> LayerCache:
     layer_type = "full_attention" if window is None else "sliding_attention"
-    return LayerSpec(layer=layer, owner=layer, layer_type=layer_type, num_kv_heads=1, head_dim=1, window=window)
+    return layer_cache(layer, layer, layer_type, window, 1, 1)
 
 
 def ints(*values: int) -> np.ndarray:
@@ -113,7 +113,7 @@ class KVMachine(RuleBasedStateMachine):
         assert plan.positions.shape == (len(values), len(values[0]))
         k = torch.tensor(values, dtype=torch.float64).view(-1, 1, 1)
         for layer in (SLIDING_LAYER, FULL_LAYER):
-            self.table.write(layer, plan.write_full, plan.write_swa, k + 0.5 * layer, -k - 0.5 * layer)
+            self.table.write(layer, plan.write, k + 0.5 * layer, -k - 0.5 * layer)
 
     def observe(self, rows: np.ndarray, start: np.ndarray) -> None:
         """What a drafter with K/V of its own does once tokens are committed: each sees the token behind it."""
@@ -131,16 +131,16 @@ class KVMachine(RuleBasedStateMachine):
         for i, row in enumerate(rows.tolist()):
             expected = every[row]
             assert plan.committed_len[i] == len(expected)
-            full_slots = plan.prefix.slots(Space.FULL, plan.page_size)[0][i, : len(expected)]
-            assert self.at(Space.FULL, full_slots) == expected
-            if plan.prefix.swa_pages is not None:
-                start = int(plan.prefix.swa_start[i])
+            full_slots = plan.prefix.slots(PRIMARY, plan.page_size)[0][i, : len(expected)]
+            assert self.at(PRIMARY, full_slots) == expected
+            if plan.prefix.tables[SWA] is not None:
+                start = int(plan.prefix.start[SWA][i])
                 assert start <= max(0, len(expected) - WINDOW - 1)  # what a frozen drafter sees
-                swa_slots = plan.prefix.slots(Space.SWA, plan.page_size)[0][i, : len(expected) - start]
-                assert self.at(Space.SWA, swa_slots) == expected[start:]
+                swa_slots = plan.prefix.slots(SWA, plan.page_size)[0][i, : len(expected) - start]
+                assert self.at(SWA, swa_slots) == expected[start:]
 
-    def at(self, space: Space, slots: torch.Tensor) -> list[float]:
-        layer = SLIDING_LAYER if self.window is not None and space is Space.SWA else FULL_LAYER
+    def at(self, group: GroupId, slots: torch.Tensor) -> list[float]:
+        layer = SLIDING_LAYER if self.window is not None and group is SWA else FULL_LAYER
         kept = self.table.store.layers[layer]
         values = kept.k[slots, 0, 0]
         torch.testing.assert_close(kept.v[slots, 0, 0], -values, rtol=0, atol=0)
@@ -225,7 +225,7 @@ class KVMachine(RuleBasedStateMachine):
     @rule()
     def clear(self) -> None:
         self.cache.clear()
-        assert self.allocator.full.cached_pages == self.allocator.full.kept_pages == 0
+        assert self.allocator.primary.cached_pages == self.allocator.primary.kept_pages == 0
 
     @precondition(lambda self: self.texts)
     @rule(seed=SEED, rounds=st.integers(1, 4))
@@ -240,7 +240,7 @@ class KVMachine(RuleBasedStateMachine):
         rows = self.some_rows(seed)
         self.table.evict(rows)
         for row in rows.tolist() if self.window is not None else []:
-            slack = int(self.table.committed_len.host[row]) - WINDOW - 1 - int(self.table.evicted_len[row])
+            slack = int(self.table.committed_len.host[row]) - WINDOW - 1 - int(self.table.evicted_len[SWA, SWA, row])
             assert slack < 2 * self.page_size  # the SWA pool stays O(window)
 
     @precondition(lambda self: self.texts)
@@ -290,7 +290,7 @@ class KVMachine(RuleBasedStateMachine):
 
     def attempt_everything(self, view: KVView, rows: np.ndarray) -> None:
         a, t, row = self.allocator, self.table, int(rows[0])
-        owned = FullLoc(torch.from_numpy(t.slots.host[row, : self.page_size].copy()))
+        owned = PrimaryLoc(torch.from_numpy(t.slots.host[row, : self.page_size].copy()))
         page = t.slots.host[row, :1] // self.page_size
         k = torch.zeros(self.page_size, 1, 1, dtype=torch.float64)
         forbidden = [
@@ -311,9 +311,9 @@ class KVMachine(RuleBasedStateMachine):
             lambda: t.close(row),
             lambda: t.close_all(rows),
             lambda: t.write(FULL_LAYER, owned, None, k, k),
-            lambda: t.write(SLIDING_LAYER, owned, a.translate(owned), k, k),
+            lambda: t.write(SLIDING_LAYER, owned, a.translate(SWA, owned), k, k),
             lambda: t.write(FULL_LAYER, owned, None, k, k, view),
-            lambda: t.write(SLIDING_LAYER, owned, a.translate(owned), k, k, view),
+            lambda: t.write(SLIDING_LAYER, owned, a.translate(SWA, owned), k, k, view),
             lambda: t.lend(self.worker, [FULL_LAYER]).__enter__(),
         ]
         if t.capacity[row] < t.slots.host.shape[1]:
@@ -332,8 +332,8 @@ class KVMachine(RuleBasedStateMachine):
         self.table.check()
         assert self.table.active_rows.tolist() == sorted(self.texts)
         for row, expected in self.expected.items():
-            length, evicted = len(expected), int(self.table.evicted_len[row])
-            slots = FullLoc(torch.from_numpy(self.table.slots.host[row, :length]))
+            length, evicted = len(expected), int(self.table.evicted_len[SWA, SWA, row])
+            slots = PrimaryLoc(torch.from_numpy(self.table.slots.host[row, :length]))
             self.read(slots, self.texts[row], expected, evicted)
 
     @invariant()
@@ -346,20 +346,20 @@ class KVMachine(RuleBasedStateMachine):
             text = [*(key >> 32), key[-1] & 1] if self.pairs else key
             slots = (page[:, None] * self.page_size + np.arange(self.page_size)).reshape(-1)
             tokens = [int(token) for token in text]
-            self.read(FullLoc(torch.from_numpy(slots)), tokens, self.of(tokens, len(slots)), None)
+            self.read(PrimaryLoc(torch.from_numpy(slots)), tokens, self.of(tokens, len(slots)), None)
 
-    def read(self, slots: FullLoc, text: list[int], expected: list[float], mapped_from: int | None) -> None:
+    def read(self, slots: PrimaryLoc, text: list[int], expected: list[float], mapped_from: int | None) -> None:
         """What lies at `slots`: of an SWA peer that is gone nothing is asked, unless it lies behind `mapped_from`."""
-        assert self.at(Space.FULL, slots) == expected
+        assert self.at(PRIMARY, slots) == expected
         if self.pairs:
             assert self.own.layers[0].k[slots, 0, 0].tolist() == self.of(text, len(expected), ahead=1)
-        swa_slots = self.allocator.translate(slots)
+        swa_slots = self.allocator.translate(SWA, slots)
         if self.window is None:
             assert not swa_slots.any()
             return
         assert mapped_from is None or (swa_slots[mapped_from:] != 0).all()
         there = [i for i, slot in enumerate(swa_slots.tolist()) if slot]
-        assert self.at(Space.SWA, swa_slots[there]) == [expected[i] for i in there]
+        assert self.at(SWA, swa_slots[there]) == [expected[i] for i in there]
 
 
 def walk_to(parents: np.ndarray, node: int) -> list[int]:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from kv_rig import SWA
 
 from specdec import SamplingParams, SpecConfig
 from specdec.errors import DoubleFreeError, KVStateError, OutOfSlotsError
@@ -162,7 +163,7 @@ def two_that_begin_alike(page_size: int) -> RequestTable:
 def test_rows_that_share_a_page_evict_it_in_one_step(page_size: int, named: int, freed: int):
     """With pages of 4 row 1 began behind the first: the window of its first 8 tokens lies in the second."""
     table = two_that_begin_alike(page_size)
-    swa, shared = table.allocator.swa, table.pages(0, 2)
+    swa, shared = table.allocator.pools[SWA], table.pages(0, 2)
     held = swa.held_pages
     assert table.evict(ints(0, 1, 2)) == named
     assert held - swa.held_pages == freed
@@ -171,7 +172,7 @@ def test_rows_that_share_a_page_evict_it_in_one_step(page_size: int, named: int,
     for row in range(3):
         table.close(row)
     table.check()
-    assert (swa.held_pages, table.allocator.full.held_pages) == (0, 0)
+    assert (swa.held_pages, table.allocator.primary.held_pages) == (0, 0)
 
 
 def test_a_page_that_another_row_still_sees_stays_mapped():
@@ -203,8 +204,8 @@ def test_evicting_all_rows_is_evicting_one_after_the_other(page_size: int):
             pages = np.arange(81)
             for mine, theirs in (
                 (table.evicted_len, twin.evicted_len),
-                (table.allocator.full_to_swa.host, twin.allocator.full_to_swa.host),
-                (table.allocator.swa.num_holders(pages), twin.allocator.swa.num_holders(pages)),
+                (table.allocator.maps.host[SWA], twin.allocator.maps.host[SWA]),
+                (table.allocator.pools[SWA].num_holders(pages), twin.allocator.pools[SWA].num_holders(pages)),
             ):
                 assert (mine == theirs).all()
             table.check()
@@ -257,7 +258,7 @@ def test_only_the_last_makes_room_and_only_when_slack_does_not():
     scheduler = scheduler_of(table, [6, 6, 6])
     grow(table, [6, 6, 6])
     assert [r.number for r in scheduler.next_decode()] == [0, 1, 2]  # each gives up 6 - 3 tokens
-    assert table.evicted_len[:3].tolist() == [3, 3, 3]
+    assert table.evicted_len[SWA, SWA, :3].tolist() == [3, 3, 3]
     table.check()
     table = make(pages=22, swa_pages=60, window=3)
     scheduler = scheduler_of(table, [6, 6, 6])

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 import triton
-from kv_rig import KVRig
+from kv_rig import SWA, KVRig, layer_cache
 
 from specdec.attention.kernels import page_table as page_table_module
 from specdec.attention.kernels.page_table import PageTables, build_page_tables, reference_build_page_tables
 from specdec.attention.trees.tree import DraftTree
-from specdec.kvcache.index_spaces import Space
-from specdec.kvcache.layout import KVLayout, LayerSpec
+from specdec.kvcache.index_spaces import PRIMARY
+from specdec.kvcache.layout import KVLayout, LayerCache
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -30,9 +30,9 @@ def long(values: object) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64, device=DEVICE)
 
 
-def spec(layer: int, window: int | None) -> LayerSpec:
+def spec(layer: int, window: int | None) -> LayerCache:
     kind = "full_attention" if window is None else "sliding_attention"
-    return LayerSpec(layer=layer, owner=layer, layer_type=kind, num_kv_heads=1, head_dim=1, window=window)
+    return layer_cache(layer, layer, kind, window, 1, 1)
 
 
 def filled(page_size: int, window: int | None, lengths: list[int], lookahead: int) -> tuple[KVRig, np.ndarray]:
@@ -65,7 +65,7 @@ def tables_of(table: KVRig, rows: np.ndarray, num_nodes: int, full_width: int, s
     allocator = table.allocator
     arguments = (
         table.slots.tensor,
-        None if table.retain is None else allocator.full_to_swa.tensor,
+        None if table.retain is None else allocator.maps.tensor[SWA],
         torch.from_numpy(rows).to(DEVICE),
         torch.from_numpy(table.committed_len.host[rows]).to(DEVICE),
     )
@@ -86,10 +86,10 @@ def held_pages(tables: PageTables, length: np.ndarray, page_size: int) -> PageTa
         first = start[:, None] + torch.arange(pages.shape[1], device=DEVICE) * page_size
         return torch.where(first < end, pages, 0)
 
-    full = held(tables.full_pages, torch.zeros_like(end[:, 0]))
-    if tables.swa_pages is None or tables.swa_start is None:
+    full = held(tables.tables[PRIMARY], torch.zeros_like(end[:, 0]))
+    if tables.tables[SWA] is None or tables.start[SWA] is None:
         return tables._replace(full_pages=full)
-    return tables._replace(full_pages=full, swa_pages=held(tables.swa_pages, tables.swa_start))
+    return tables._replace(full_pages=full, swa_pages=held(tables.tables[SWA], tables.start[SWA]))
 
 
 def same(got: tuple[torch.Tensor | None, ...], want: tuple[torch.Tensor | None, ...]) -> None:
@@ -107,11 +107,11 @@ def test_page_tables_by_eye():
     got = build_page_tables(
         slots, full_to_swa, rows, lengths, num_nodes=3, retain=2, page_size=2, full_width=4, swa_width=3
     )
-    assert got.full_pages[0, :3].tolist() == [3, 1, 4]  # the rest is not written: no prefix reaches it
-    assert got.swa_start.tolist() == [2, 0]
-    assert got.swa_pages.tolist() == [[6, 5, 0], [0, 0, 0]]
-    assert got.write_full.tolist() == [[9, 4, 5], [0, 0, 0]]
-    assert got.write_swa.tolist() == [[11, 14, 15], [0, 0, 0]]
+    assert got.tables[PRIMARY][0, :3].tolist() == [3, 1, 4]  # the rest is not written: no prefix reaches it
+    assert got.start[SWA].tolist() == [2, 0]
+    assert got.tables[SWA].tolist() == [[6, 5, 0], [0, 0, 0]]
+    assert got.write[PRIMARY].tolist() == [[9, 4, 5], [0, 0, 0]]
+    assert got.write[SWA].tolist() == [[11, 14, 15], [0, 0, 0]]
 
 
 @pytest.mark.parametrize("window", [1, 3, 9, 60])
@@ -124,10 +124,10 @@ def test_page_tables_are_what_the_plan_computes(page_size: int, window: int):
     full_width = -(-max(lengths) // page_size)
     swa_width = 1 + -(-table.retain // page_size)
     got = tables_of(table, rows, num_nodes, full_width + 3, swa_width)
-    assert torch.equal(got.write_full.reshape(-1), plan.write_full)
-    assert torch.equal(got.write_swa.reshape(-1), plan.write_swa)
-    assert torch.equal(got.swa_start, plan.prefix.swa_start)
-    for space, pages in ((Space.FULL, got.full_pages), (Space.SWA, got.swa_pages)):
+    assert torch.equal(got.write[PRIMARY].reshape(-1), plan.write[PRIMARY])
+    assert torch.equal(got.write[SWA].reshape(-1), plan.write[SWA])
+    assert torch.equal(got.start[SWA], plan.prefix.start[SWA])
+    for space, pages in ((PRIMARY, got.tables[PRIMARY]), (SWA, got.tables[SWA])):
         planned, start = plan.prefix.pages(space)
         first = start[:, None] + torch.arange(pages.shape[1], device=DEVICE) * page_size
         held = first < plan.committed_len[:, None]
@@ -140,15 +140,15 @@ def test_page_tables_are_what_the_plan_computes(page_size: int, window: int):
 def test_page_tables_without_swa_layers():
     table, rows = filled(3, None, [4, 11], 2)
     got = tables_of(table, rows, 2, 5, 7)
-    assert (got.swa_pages, got.swa_start, got.write_swa) == (None, None, None)
-    assert (got.full_pages > 0).sum(dim=1).tolist() == [4, 2]
+    assert (got.tables[SWA], got.start[SWA], got.write[SWA]) == (None, None, None)
+    assert (got.tables[PRIMARY] > 0).sum(dim=1).tolist() == [4, 2]
 
 
 def test_widths_may_be_anything():
     """No width at all (a step without full layers), more nodes than one program takes, rows that end in the drafts."""
     table, rows = filled(1, 4, [3, 20], 19)
     got = tables_of(table, rows, 19, 0, 1)
-    assert got.full_pages.shape == (2, 0) and got.write_full.shape == (2, 19)
+    assert got.tables[PRIMARY].shape == (2, 0) and got.write[PRIMARY].shape == (2, 19)
     assert (
         tables_of(table, rows, 30, 64, 40).write_full[:, -7:].tolist() == [[0] * 7] * 2
     )  # past the row: the null slot
@@ -160,7 +160,7 @@ def test_programs_take_blocks_of_a_long_prefix_in_turn(monkeypatch: pytest.Monke
     monkeypatch.setattr(page_table_module, "FEW_PROGRAMS", 0)
     table, rows = filled(1, 4, [0, 64, 150], 2)
     got = tables_of(table, rows, 2, 190, 8)
-    assert (got.full_pages > 0).sum(dim=1).tolist() == [150, 64, 0]
+    assert (got.tables[PRIMARY] > 0).sum(dim=1).tolist() == [150, 64, 0]
 
 
 @pytest.mark.parametrize("page_size", [1, 4])

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from kv_rig import SWA
 
 from specdec.errors import OutOfSlotsError
 from specdec.kvcache.allocator import HybridAllocator
@@ -96,7 +97,7 @@ class Rig(SimpleNamespace):
 
     def counts(self) -> tuple[int, int, int]:
         """(free, held, cached) full pages."""
-        pool = self.allocator.full
+        pool = self.allocator.primary
         return pool.free_pages, pool.held_pages, pool.cached_pages
 
 
@@ -174,10 +175,10 @@ def test_what_is_written_behind_a_match_is_the_rows_own():
         rig.table.ensure(row, 31)
     behind = np.concatenate([rig.table.slots.host[row, 28:32] for row in rows])
     assert len(set(behind.tolist())) == 12
-    assert not rig.allocator.full.is_kept(np.unique(behind // 4)).any()
-    swa = rig.allocator.full_to_swa.host[behind]
+    assert not rig.allocator.primary.is_kept(np.unique(behind // 4)).any()
+    swa = rig.allocator.maps.host[SWA][behind]
     assert len(set(swa.tolist())) == 12 and 0 not in swa
-    assert not rig.allocator.swa.is_kept(np.unique(swa // 4)).any()
+    assert not rig.allocator.pools[SWA].is_kept(np.unique(swa // 4)).any()
 
 
 def test_rows_of_one_text_share_it_and_leave_one_by_one():
@@ -207,8 +208,8 @@ def test_a_match_ends_with_a_window_that_is_mapped():
     key = rig.cache.key(text)
     assert [len(rig.cache.match(key[:n])) for n in (5, 17, 21, 22, 23)] == [0, 0, 0, 22, 23]
     row, adopted = rig.begin([*text[:23], 99])
-    assert (adopted, rig.table.evicted_len[row]) == (23, 18)
-    assert (rig.allocator.full.held_pages, rig.allocator.swa.held_pages) == (23, 5)
+    assert (adopted, rig.table.evicted_len[SWA, SWA, row]) == (23, 18)
+    assert (rig.allocator.primary.held_pages, rig.allocator.pools[SWA].held_pages) == (23, 5)
 
 
 def test_a_match_that_reaches_to_the_start_needs_all_of_it():
@@ -237,7 +238,7 @@ def test_what_row_and_cache_have_of_a_window_are_claims_of_their_own():
     text = list(range(12))
     rig.serve(text)
     first, second = rig.begin([*text, 7])[0], rig.begin([*text, 8])[0]
-    swa = rig.allocator.swa
+    swa = rig.allocator.pools[SWA]
     assert (swa.held_pages, swa.cached_pages) == (5, 6)
     for row in (first, second):
         rig.fill(row, 20)
@@ -269,7 +270,7 @@ def test_a_row_that_made_it_again_revives_a_dead_window():
     assert rig.found(text) == 9
     assert rig.counts() == (40 - 9, 9, 0)  # exchanged, the old ones are free: nothing was mapped anew
     rig.close(second)
-    assert (rig.allocator.swa.held_pages, rig.allocator.swa.cached_pages) == (0, 9)
+    assert (rig.allocator.pools[SWA].held_pages, rig.allocator.pools[SWA].cached_pages) == (0, 9)
     assert rig.row_slots(rig.begin(text)[0]) == list(range(10, 19))
 
 
@@ -283,7 +284,7 @@ def test_a_row_that_adopted_a_window_revives_it_in_place():
     rig.keep(row, text)
     assert rig.counts() == before
     rig.close(row)
-    assert rig.allocator.swa.cached_pages == 5
+    assert rig.allocator.pools[SWA].cached_pages == 5
     assert rig.found(text) == 9
 
 
@@ -299,7 +300,7 @@ def test_a_half_dead_node_takes_from_a_row_what_that_has():
     rig.lose_swa(np.arange(12, 18))  # slots 12 .. 20 are positions 0 .. 8
     rig.close(row)
     rig.table.evict(np.array([other]))
-    assert rig.table.evicted_len[other] == 5
+    assert rig.table.evicted_len[SWA, SWA, other] == 5
     rig.keep(other, text)
     assert rig.cache.match(rig.cache.key(text)).tolist() == [12, 13, 14, 15, 16, 6, 18, 19, 20, 10, 11]
 
@@ -373,7 +374,7 @@ def test_swa_peers_die_first_those_that_no_end_needs_before_the_others():
     one, two = list(range(21)), list(range(100, 121))
     rig.serve(one)
     rig.serve(two)
-    swa = rig.allocator.swa
+    swa = rig.allocator.pools[SWA]
     assert (swa.free_pages, swa.cached_pages) == (0, 40)
     row, _ = rig.begin([99] * 60)
     rig.fill(row, 30)
@@ -425,7 +426,7 @@ def test_an_edge_is_as_long_as_it_can_be():
     assert len(rig.cache._by_age) == 1
     rig.serve([*text[:5000], 0, 0])
     assert sorted(len(node.pages) for node in rig.cache._by_age) == [1, 3000, 5000]
-    assert rig.allocator.full.kept_pages == 8001
+    assert rig.allocator.primary.kept_pages == 8001
 
 
 def test_keeping_what_is_kept_changes_nothing():
@@ -454,7 +455,7 @@ def test_reset_forgets_rows_and_cache():
     rig.begin(list(range(24)))
     rig.table.reset()
     rig.table.check()
-    assert rig.counts() == (64, 0, 0) and rig.allocator.full.kept_pages == 0
+    assert rig.counts() == (64, 0, 0) and rig.allocator.primary.kept_pages == 0
     assert rig.serve(list(range(24))) == 0
 
 
@@ -471,11 +472,11 @@ def lost_page(rig: Rig) -> None:
 
 
 def one_claim_too_many(rig: Rig) -> None:
-    rig.allocator.full.share(np.array([1]))
+    rig.allocator.primary.share(np.array([1]))
 
 
 def one_swa_claim_too_many(rig: Rig) -> None:
-    rig.allocator.swa.share(np.array([1]))
+    rig.allocator.pools[SWA].share(np.array([1]))
 
 
 def swa_miscounted(rig: Rig) -> None:
@@ -491,7 +492,7 @@ def page_of_nobody(rig: Rig) -> None:
 
 
 def forgotten_by_the_pool(rig: Rig) -> None:
-    rig.allocator.full._kept[1] = False
+    rig.allocator.primary._kept[1] = False
 
 
 @pytest.mark.parametrize(

@@ -218,7 +218,7 @@ def test_preempted_requests_have_all_their_scores(
     expected = make_engine(model).generate(prompts, SamplingParams(max_new_tokens=count))
     assert [out.token_ids for out in outs[::2]] == [out.token_ids for out in expected]
     engine.table.check()
-    assert engine.scheduler.idle and engine.table.allocator.full.held_pages == 0
+    assert engine.scheduler.idle and engine.table.allocator.primary.held_pages == 0
 
 
 def test_captured_prompts_have_the_same_scores(make_target, make_engine, random_prompt, hf_forward, monkeypatch):

@@ -51,7 +51,7 @@ def engine_for(make_target, make_engine, monkeypatch):
 def assert_empty(engine: Engine) -> None:
     engine.table.check()
     assert engine.scheduler.idle and not engine.inbox.live and engine.steps.prefill.reading is None
-    assert engine.table.allocator.full.held_pages == 0
+    assert engine.table.allocator.primary.held_pages == 0
 
 
 def stream_of(engine: Engine, prompt: list[int], new: int = 60):

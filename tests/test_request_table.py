@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from kv_rig import KVRig
+from kv_rig import SWA, KVRig, layer_cache
 
 from specdec.errors import KVStateError, OutOfSlotsError
-from specdec.kvcache.index_spaces import FullLoc, Space
-from specdec.kvcache.layout import KVLayout, LayerSpec
+from specdec.kvcache.index_spaces import PRIMARY, PrimaryLoc
+from specdec.kvcache.layout import KVLayout, LayerCache
 from specdec.kvcache.table import FROZEN_EXTRA_KEYS, Move
 
 from marks import deep_cases, examples, slow
@@ -17,9 +17,9 @@ PAGE_SIZES = pytest.mark.parametrize("page_size", [1, 3, 4])
 SLIDING_LAYER, FULL_LAYER = 0, 1
 
 
-def spec(layer: int, window: int | None) -> LayerSpec:
+def spec(layer: int, window: int | None) -> LayerCache:
     layer_type = "full_attention" if window is None else "sliding_attention"
-    return LayerSpec(layer=layer, owner=layer, layer_type=layer_type, num_kv_heads=1, head_dim=1, window=window)
+    return layer_cache(layer, layer, layer_type, window, 1, 1)
 
 
 def make(
@@ -50,8 +50,8 @@ def ints(*values: int) -> np.ndarray:
 
 def put(table: KVRig, row: int, start: int, values: list[float]) -> None:
     """Write `values` as the K/V (k = value, v = -value) of the slots at positions start..., in every layer."""
-    full = FullLoc(torch.from_numpy(table.slots.host[row, start : start + len(values)].copy()))
-    swa = table.allocator.translate(full) if table.allocator.swa is not None else None
+    full = PrimaryLoc(torch.from_numpy(table.slots.host[row, start : start + len(values)].copy()))
+    swa = table.allocator.translate(SWA, full) if table.allocator.pools[SWA] is not None else None
     k = torch.tensor(values).view(-1, 1, 1)
     for layer in (SLIDING_LAYER, FULL_LAYER):
         table.write(layer, full, swa, k + 0.5 * layer, -k - 0.5 * layer)
@@ -59,9 +59,9 @@ def put(table: KVRig, row: int, start: int, values: list[float]) -> None:
 
 def held(table: KVRig, row: int, start: int, end: int, layer: int) -> list[float]:
     """The values behind positions start..end-1 as this layer reads them."""
-    slots = FullLoc(torch.from_numpy(table.slots.host[row, start:end].copy()))
+    slots = PrimaryLoc(torch.from_numpy(table.slots.host[row, start:end].copy()))
     kept = table.store.layers[layer]
-    where = slots if kept.space is Space.FULL else table.allocator.translate(slots)
+    where = slots if kept.group == PRIMARY else table.allocator.translate(SWA, slots)
     assert (where > 0).all()
     torch.testing.assert_close(kept.v[where], -kept.k[where])
     return (kept.k[where, 0, 0] - 0.5 * layer).tolist()
@@ -135,9 +135,9 @@ def test_close_gives_everything_back_also_after_eviction(page_size: int):
     table = make(page_size)
     row = opened(table, [float(i) for i in range(30)])
     table.evict(ints(row))
-    assert table.evicted_len[row] > 0
+    assert table.evicted_len[SWA, SWA, row] > 0
     table.close(row)
-    assert table.allocator.full.held_pages == table.allocator.swa.held_pages == 0
+    assert table.allocator.primary.held_pages == table.allocator.pools[SWA].held_pages == 0
     assert not table.slots.host.any()
     table.check()
     with pytest.raises(KVStateError, match="row 0 is not open"):
@@ -331,15 +331,15 @@ def test_move_reads_all_before_it_writes_in_both_spaces_of_every_store():
     another = rig.add_store(KVLayout.uniform(2, num_kv_heads=2, head_dim=3), torch.float64)  # all of it in full space
     shift, row = rig.open(), rig.open()
     rig.ensure(shift, 2)
-    rig.allocator.evict(FullLoc(torch.tensor([1, 2])))
+    rig.allocator.evict(PrimaryLoc(torch.tensor([1, 2])))
     rig.ensure(row, 3)  # full slots 3, 4, 5 with SWA slots 1, 2, 3: the spaces disagree
-    assert rig.allocator.translate(FullLoc(torch.tensor([3, 4, 5]))).tolist() == [1, 2, 3]
-    stored = [(kept, 3 if kept.space is Space.FULL else 1) for s in (rig.store, another) for kept in s.layers.values()]
+    assert rig.allocator.translate(SWA, PrimaryLoc(torch.tensor([3, 4, 5]))).tolist() == [1, 2, 3]
+    stored = [(kept, 3 if kept.group == PRIMARY else 1) for s in (rig.store, another) for kept in s.layers.values()]
     assert len(stored) == 4
     for number, (kept, first) in enumerate(stored):
         kept.k[first : first + 3] = torch.tensor([10.0, 20.0, 30.0])[:, None, None].to(kept.k.dtype) + number
         kept.v[first : first + 3] = -kept.k[first : first + 3]
-    rig.move(Move(FullLoc(torch.tensor([4, 5, 3])), FullLoc(torch.tensor([3, 4, 5]))))  # a rotation
+    rig.move(Move(PrimaryLoc(torch.tensor([4, 5, 3])), PrimaryLoc(torch.tensor([3, 4, 5]))))  # a rotation
     for number, (kept, first) in enumerate(stored):
         assert kept.k[first : first + 3, 0, 0].tolist() == [20.0 + number, 30.0 + number, 10.0 + number]
         torch.testing.assert_close(kept.v, -kept.k)
@@ -348,9 +348,9 @@ def test_move_reads_all_before_it_writes_in_both_spaces_of_every_store():
 def test_stores_have_room_for_the_null_page_and_every_page():
     rig = make(page_size=2, pages=4, swa_pages=3)
     sliding, full = rig.store.layers[SLIDING_LAYER], rig.store.layers[FULL_LAYER]
-    assert (full.k.shape, full.space) == ((10, 1, 1), Space.FULL)
-    assert (sliding.v.shape, sliding.space) == ((8, 1, 1), Space.SWA)
-    assert rig.bytes_by_space() == {Space.FULL: 4 * 2 * 10, Space.SWA: 4 * 2 * 8}
+    assert (full.k.shape, full.space) == ((10, 1, 1), PRIMARY)
+    assert (sliding.v.shape, sliding.space) == ((8, 1, 1), SWA)
+    assert rig.bytes_by_space() == {PRIMARY: 4 * 2 * 10, SWA: 4 * 2 * 8}
 
 
 # eviction
@@ -362,10 +362,10 @@ def test_evict_keeps_the_window_and_one_page_of_slack(page_size: int):
     assert table.retain == 6 - 1 + FROZEN_EXTRA_KEYS == 7
     row = opened(table, [float(i) for i in range(30)])
     table.evict(ints(row))
-    evicted = int(table.evicted_len[row])
+    evicted = int(table.evicted_len[SWA, SWA, row])
     assert evicted == {1: 22, 3: 18, 4: 16}[page_size]  # 30 - 7 = 23, rounded down to a page, less a page
-    slots = FullLoc(torch.from_numpy(table.slots.host[row, :30].copy()))
-    assert (table.allocator.translate(slots) == 0).tolist() == [p < evicted for p in range(30)]
+    slots = PrimaryLoc(torch.from_numpy(table.slots.host[row, :30].copy()))
+    assert (table.allocator.translate(SWA, slots) == 0).tolist() == [p < evicted for p in range(30)]
     assert held(table, row, evicted, 30, SLIDING_LAYER) == [float(i) for i in range(evicted, 30)]
     assert held(table, row, 0, 30, FULL_LAYER) == [float(i) for i in range(30)]
     before = kv_contents(table)
@@ -380,7 +380,7 @@ def test_evict_treats_each_row_by_its_own_length(page_size: int):
     rows = [opened(table, [float(i) for i in range(length)]) for length in (30, 4, 14)]
     table.evict(ints(*rows))
     expected = [max(0, (length - 7) // page_size * page_size - page_size) for length in (30, 4, 14)]
-    assert table.evicted_len[:3].tolist() == expected
+    assert table.evicted_len[SWA, SWA, :3].tolist() == expected
     table.check()
 
 
@@ -404,7 +404,7 @@ def test_a_long_request_holds_a_window_of_swa_pages(page_size: int):
     for i in range(rounds):
         start = int(table.committed_len.host[row])
         table.ensure(row, start + lookahead)  # raises if one SWA page too many is held
-        most = max(most, table.allocator.swa.held_pages)
+        most = max(most, table.allocator.pools[SWA].held_pages)
         path = np.sort(rng.permutation(4)[: rng.integers(0, 4)] + 1)
         table.commit(ints(row), ints(1 + len(path)), np.array([[0, *path]]))
         table.evict(ints(row))
@@ -414,7 +414,7 @@ def test_a_long_request_holds_a_window_of_swa_pages(page_size: int):
     length = int(table.committed_len.host[row])
     assert length > 2 * rounds
     assert most <= limit
-    assert table.allocator.full.held_pages * page_size >= length
+    assert table.allocator.primary.held_pages * page_size >= length
 
 
 # `check` itself
@@ -445,19 +445,19 @@ def leaked_page(table: KVRig) -> None:
 
 
 def freed_page(table: KVRig) -> None:
-    table.allocator.free(FullLoc(torch.from_numpy(table.slots.host[0, 24:28].copy())))
+    table.allocator.free(PrimaryLoc(torch.from_numpy(table.slots.host[0, 24:28].copy())))
 
 
 def evicted_too_far(table: KVRig) -> None:
-    table.evicted_len[0] = 14
+    table.evicted_len[SWA, SWA, 0] = 14
 
 
 def evicted_yet_mapped(table: KVRig) -> None:
-    table.evicted_len[0] += 4
+    table.evicted_len[SWA, SWA, 0] += 4
 
 
 def in_the_window_but_unmapped(table: KVRig) -> None:
-    table.allocator.evict(FullLoc(torch.from_numpy(table.slots.host[0, 16:20].copy())))
+    table.allocator.evict(PrimaryLoc(torch.from_numpy(table.slots.host[0, 16:20].copy())))
 
 
 def padding_row_with_slots(table: KVRig) -> None:
@@ -500,7 +500,7 @@ def test_check_finds(corrupt, message: str):
     opened(table, [float(i) for i in range(20)])  # 28 slots, evicted up to 8
     opened(table, [0.0, 1.0])
     table.evict(ints(0, 1))
-    assert table.evicted_len[:2].tolist() == [8, 0]
+    assert table.evicted_len[SWA, SWA, :2].tolist() == [8, 0]
     table.check()
     corrupt(table)
     with pytest.raises(AssertionError, match=message):

@@ -24,14 +24,14 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from kv_rig import KVRig
+from kv_rig import SWA, KVRig, layer_cache
 
 from specdec import SamplingParams
 from specdec.attention.plan import KVPlan
 from specdec.attention.trees.tree import DraftTree
 from specdec.errors import CapacityError, KVStateError
 from specdec.gpu.mirrored_array import IntArray
-from specdec.kvcache.layout import KVLayout, LayerSpec
+from specdec.kvcache.layout import KVLayout, LayerCache
 from specdec.kvcache.table import RequestTable
 from specdec.runtime import scheduler
 from specdec.runtime.prefixes import WORTH_WAITING, Prefixes
@@ -49,9 +49,9 @@ SEED = st.integers(0, 2**32 - 1)
 MAX_STEPS = 2000
 
 
-def spec(layer: int, window: int | None) -> LayerSpec:
+def spec(layer: int, window: int | None) -> LayerCache:
     kind = "full_attention" if window is None else "sliding_attention"
-    return LayerSpec(layer=layer, owner=layer, layer_type=kind, num_kv_heads=1, head_dim=1, window=window)
+    return layer_cache(layer, layer, kind, window, 1, 1)
 
 
 def meaning(tokens: Sequence[int]) -> float:
@@ -236,7 +236,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def write(self, plan: KVPlan, values: list[list[float]]) -> None:
         k = torch.tensor(values, dtype=torch.float64).view(-1, 1, 1)
         for layer in (SLIDING_LAYER, FULL_LAYER):
-            self.rig.write(layer, plan.write_full, plan.write_swa, k, -k)
+            self.rig.write(layer, plan.write, k, -k)
 
     def settle(self, request: Request, tokens: list[int]) -> None:
         request.settle(tokens, [], request.stats.copy())
@@ -280,12 +280,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             wanted = [meaning(request.tokens[: p + 1]) for p in range(length)]
             assert self.rig.store.layers[FULL_LAYER].k[slots, 0, 0].tolist() == wanted
             kept = max(0, length - WINDOW)
-            peers = self.rig.allocator.full_to_swa.host[slots[kept:]]
+            peers = self.rig.allocator.maps.host[SWA][slots[kept:]]
             assert self.rig.store.layers[SLIDING_LAYER].k[peers, 0, 0].tolist() == wanted[kept:]
 
     def everything_is_free(self) -> None:
         allocator = self.rig.allocator
-        assert allocator.full.held_pages == 0 and allocator.swa.held_pages == 0
+        assert allocator.primary.held_pages == 0 and allocator.pools[SWA].held_pages == 0
 
     def teardown(self) -> None:
         if not hasattr(self, "table"):

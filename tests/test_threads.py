@@ -50,7 +50,7 @@ def test_eight_threads_share_an_engine(
     in_threads([lambda first=first: job(first) for first in range(8)])
     assert [got[n] for n in range(len(prompts))] == truths
     engine.table.check()
-    assert engine.scheduler.idle and engine.table.allocator.full.held_pages == 0
+    assert engine.scheduler.idle and engine.table.allocator.primary.held_pages == 0
     assert engine.stats().output_tokens == NEW * len(prompts)
 
 
@@ -151,4 +151,4 @@ def test_a_stream_dropped_within_a_turn_is_released_when_the_turn_ends(make_targ
         assert len(engine.scheduler.running) == 1
 
     engine._in_turn(step)
-    assert engine.scheduler.idle and engine.table.allocator.full.held_pages == 0
+    assert engine.scheduler.idle and engine.table.allocator.primary.held_pages == 0

@@ -30,7 +30,7 @@ from specdec.attention.bridge import AttentionCall
 from specdec.attention.kernels.own_keys import own_keys
 from specdec.attention.kernels.tree_attention import tree_attention
 from specdec.gpu.operations import FAST, KERNELS
-from specdec.kvcache.index_spaces import FullLoc
+from specdec.kvcache.index_spaces import PrimaryLoc
 from specdec.kvcache.layout import layout_from_config
 from specdec.layers.fuse import fuse
 from specdec.layers.linear import gated_linear, linear, reference_gated_linear, vendor_linear
@@ -165,7 +165,7 @@ def check_small() -> list[Row]:
                 worst, far(torch.stack(table), torch.stack(reference_rotary(positions, frequencies, 1.0, BF16)))
             )
             pools = torch.zeros((4, 200, max(1, num_kv), dim), device=DEVICE, dtype=BF16)
-            slots = FullLoc(1 + torch.randperm(199, device=DEVICE)[:num_rows])
+            slots = PrimaryLoc(1 + torch.randperm(199, device=DEVICE)[:num_rows])
             got = rope_store(qkv, heads, table, Destination(pools[0], pools[1], slots))
             want = reference_rope_store(qkv, heads, table, Destination(pools[2], pools[3], slots))
             pairs = [(a, b) for a, b in zip(got, want, strict=True) if a is not None and b is not None]
@@ -232,7 +232,7 @@ class BenchContext:
         self.committed_len = torch.full((batch,), CONTEXT, device=DEVICE)
         self.start = {None: None, window: self.committed_len - window}
         write = order[:, CONTEXT:].contiguous()
-        self.slots = FullLoc(write.flatten())
+        self.slots = PrimaryLoc(write.flatten())
         self.own = {
             each: own_keys(self.pages[each], self.start[each], self.committed_len, write, page_size=1)
             for each in self.pages

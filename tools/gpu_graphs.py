@@ -62,7 +62,7 @@ def requests(count: int, longest: int) -> tuple[list[list[int]], list[SamplingPa
 def tokens_of(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
     outputs = engine.generate(prompts, params, progress=False)
     engine.table.check()
-    assert engine.table.allocator.full.held_pages == 0, "slots are held"
+    assert engine.table.allocator.primary.held_pages == 0, "slots are held"
     return [out.token_ids for out in outputs]
 
 

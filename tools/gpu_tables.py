@@ -24,7 +24,7 @@ from specdec.attention.trees.walk import tree_fields
 from specdec.attention.triton_backend import TritonBackend
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.cache import KVCache
-from specdec.kvcache.index_spaces import FullLoc, Space
+from specdec.kvcache.index_spaces import PRIMARY, PrimaryLoc
 from specdec.kvcache.store import StoreAddresses, move_kv, reference_move_kv, reference_store_kv, store_kv
 from specdec.kvcache.table import Move, RequestTable, Rows
 from specdec.runtime.rounds.closing import closing, reference_closing
@@ -127,14 +127,14 @@ def held_pages(tables: PageTables, length: torch.Tensor, page_size: int) -> Page
         first = start[:, None] + torch.arange(pages.shape[1], device=DEVICE) * page_size
         return torch.where(first < length[:, None], pages, 0)
 
-    return tables._replace(full_pages=held(Space.FULL), swa_pages=held(Space.SWA))
+    return tables._replace(full_pages=held(PRIMARY), swa_pages=held(SWA))
 
 
 def check_kv() -> None:
     for heads, dim, dtype in ((2, 256, torch.bfloat16), (4, 512, torch.bfloat16), (3, 5, torch.float32)):
         k = torch.randn(1, heads, 77, dim, device=DEVICE).to(dtype)[0].transpose(0, 1)
         v = torch.randn(77, 2 * heads, dim, device=DEVICE).to(dtype)[:, ::2]
-        slots = FullLoc(1 + torch.randperm(500, device=DEVICE)[:77])
+        slots = PrimaryLoc(1 + torch.randperm(500, device=DEVICE)[:77])
         pools = [torch.randn(501, heads, dim, device=DEVICE).to(dtype) for _ in range(2)]
         want = [pool.clone() for pool in pools]
         reference_store_kv(k, v, slots, *want)
@@ -143,7 +143,7 @@ def check_kv() -> None:
         pools += [torch.randn(501, 1, 64, device=DEVICE).to(dtype)]
         want = [pool.clone() for pool in pools]
         window = 1 + torch.randperm(300, device=DEVICE)
-        source, destination = FullLoc(window[3:80]), FullLoc(window[:77])  # overlap
+        source, destination = PrimaryLoc(window[3:80]), PrimaryLoc(window[:77])  # overlap
         reference_move_kv(want, source, destination)
         move_kv(StoreAddresses.of(pools), source, destination)
         same("move", tuple(pools), tuple(want))
@@ -279,7 +279,7 @@ def other_rows() -> Iterator[tuple[str, float, float]]:
     """(what, us, us of the plain torch reference in a graph)."""
     pools = [torch.randn(20000, 2, 256, device=DEVICE, dtype=torch.bfloat16) for _ in range(60)]
     k, v = (torch.randn(2, 128, 256, device=DEVICE, dtype=torch.bfloat16).transpose(0, 1) for _ in range(2))
-    where = [FullLoc(1 + torch.randperm(19999, device=DEVICE)[:128]) for _ in range(SETS)]
+    where = [PrimaryLoc(1 + torch.randperm(19999, device=DEVICE)[:128]) for _ in range(SETS)]
     yield (
         "store_kv           128 rows of 2 x 256 bf16",
         microseconds(lambda i: store_kv(k, v, where[i], pools[2 * i], pools[2 * i + 1])),

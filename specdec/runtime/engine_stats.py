@@ -4,6 +4,7 @@ Nothing is decided by it.
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
