@@ -48,7 +48,8 @@ def dense_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend: query [B, Hq, N, D], k, v [B, Hkv, L, D], bias [B, 1, N, L], sinks [Hq] -> [B, N, Hq, D] in v's dtype.
+    """Attend: query [B, Hq, N, D], k [B, Hkv, L, D], v [B, Hkv, L, DV], bias [B, 1, N, L], sinks [Hq] -> [B, N, Hq, DV]
+    in v's dtype.
 
     A key that no query may see must be finite: its weight is 0. A query that sees no key gives 0 or NaN.
     """
@@ -71,8 +72,8 @@ def _with_extras(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention with a softcap or sinks, which the fused operator lacks -> [B, Hq, N, D]; the softmax in float32, or in
-    float64 for float64."""
+    """Attention with a softcap or sinks, which the fused operator lacks -> [B, Hq, N, DV]; the softmax in float32, or
+    in float64 for float64."""
     batch, num_heads, num_rows, head_dim = query.shape
     num_kv_heads = k.shape[1]
     grouped = query.reshape(batch, num_kv_heads, num_heads // num_kv_heads, num_rows, head_dim)
@@ -85,8 +86,8 @@ def _with_extras(
     else:
         sink = sinks.to(scores.dtype).view(1, num_kv_heads, -1, 1, 1).expand(batch, -1, -1, num_rows, 1)
         weights = torch.cat([scores, sink], dim=-1).softmax(dim=-1)[..., :-1]
-    out = torch.matmul(weights.to(v.dtype), v[:, :, None])  # [B, Hkv, G, N, D]
-    return out.view(batch, num_heads, num_rows, head_dim)
+    out = torch.matmul(weights.to(v.dtype), v[:, :, None])  # [B, Hkv, G, N, DV]
+    return out.flatten(1, 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 class LayerKV(NamedTuple):
-    """K and V of one layer, [slots, Hkv, D] each, and the group whose slots index them."""
+    """K [slots, Hkv, D] and V [slots, Hkv, DV] of one layer, and the group whose slots index them."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -124,39 +124,40 @@ def _store_kv_kernel(
     stride_v_dim: tl.tensor,
     stride_slots: tl.tensor,
     HEADS: tl.constexpr,
-    DIM: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     i_token = tl.program_id(0).to(tl.int64)
     o_row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK] of a row of HEADS * DIM numbers
-    m_row = o_row < HEADS * DIM
-    o_head = o_row // DIM
-    o_dim = o_row % DIM
     slot = tl.load(p_slots + i_token * stride_slots).to(tl.int64)
-    p_k += i_token * stride_k_token + o_head * stride_k_head + o_dim * stride_k_dim
-    p_v += i_token * stride_v_token + o_head * stride_v_head + o_dim * stride_v_dim
-    b_k = tl.load(p_k, mask=m_row, other=0.0)
-    b_v = tl.load(p_v, mask=m_row, other=0.0)
-    tl.store(p_pool_k + slot * (HEADS * DIM) + o_row, b_k, mask=m_row)
-    tl.store(p_pool_v + slot * (HEADS * DIM) + o_row, b_v, mask=m_row)
+    p_k += i_token * stride_k_token + o_row // K_DIM * stride_k_head + o_row % K_DIM * stride_k_dim
+    p_v += i_token * stride_v_token + o_row // V_DIM * stride_v_head + o_row % V_DIM * stride_v_dim
+    m_k, m_v = o_row < HEADS * K_DIM, o_row < HEADS * V_DIM
+    b_k = tl.load(p_k, mask=m_k, other=0.0)
+    b_v = tl.load(p_v, mask=m_v, other=0.0)
+    tl.store(p_pool_k + slot * (HEADS * K_DIM) + o_row, b_k, mask=m_k)
+    tl.store(p_pool_v + slot * (HEADS * V_DIM) + o_row, b_v, mask=m_v)
 
 
 def store_kv(k: torch.Tensor, v: torch.Tensor, slots: GroupLoc, pool_k: torch.Tensor, pool_v: torch.Tensor) -> None:
-    """Store k, v [T, Hkv, D], of any strides, at slots [T] of the contiguous pools [slots, Hkv, D]."""
+    """Store k [T, Hkv, D], v [T, Hkv, DV], of any strides, at slots [T] of the contiguous pools [slots, Hkv, D or
+    DV]."""
     num_tokens, num_heads, head_dim = k.shape
-    assert v.shape == k.shape and slots.shape == (num_tokens,), f"{k.shape=} {v.shape=} {slots.shape=}"
-    assert pool_k.shape == pool_v.shape and pool_k.shape[1:] == k.shape[1:], f"{k.shape=} {pool_k.shape=}"
+    assert v.shape[:2] == k.shape[:2] and slots.shape == (num_tokens,), f"{k.shape=} {v.shape=} {slots.shape=}"
+    assert pool_k.shape[1:] == k.shape[1:] and pool_v.shape[1:] == v.shape[1:], f"{pool_k.shape=} {pool_v.shape=}"
     assert pool_k.is_contiguous() and pool_v.is_contiguous(), "a pool is contiguous"
     assert k.dtype == v.dtype == pool_k.dtype == pool_v.dtype, f"{k.dtype=} {v.dtype=} {pool_k.dtype=}"
     if num_tokens == 0:
         return
-    row_len = num_heads * head_dim
+    row_len = num_heads * max(head_dim, v.shape[2])
     block = min(triton.next_power_of_2(row_len), 1024)
     _store_kv_kernel[(num_tokens, triton.cdiv(row_len, block))](
         *(k, v, slots, pool_k, pool_v),
         *(*k.stride(), *v.stride(), slots.stride(0)),
         HEADS=num_heads,
-        DIM=head_dim,
+        K_DIM=head_dim,
+        V_DIM=v.shape[2],
         BLOCK=block,
         num_warps=4,
     )

@@ -183,7 +183,7 @@ class PagedDraft:
         self.slots = by_level.flatten(1)  # [levels, B * K]
         self.scratch: dict[int, LayerKV] = {}
         for layer, kept in store.layers.items():
-            k, v = kept.k.new_empty((2, batch * num_nodes, *kept.k.shape[1:]))
+            k, v = (pool.new_empty((batch * num_nodes, *pool.shape[1:])) for pool in (kept.k, kept.v))
             self.scratch[layer] = LayerKV(k, v, PRIMARY)
 
     def enter_level(self, origin: torch.Tensor | None) -> None:
