@@ -15,7 +15,7 @@ from specdec.attention.kernels.draft_block import Draft
 from specdec.attention.plan import KVPlan
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, PromptObservation, TargetInfo
-from specdec.draft_models.draft_context import DraftContext, DraftGrowth, StoreWorker
+from specdec.draft_models.heads.draft_context import DraftContext, DraftGrowth, StoreWorker
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layout import FULL_ATTENTION, Full, KVLayout
 from specdec.layers.fuse import Weights

@@ -12,9 +12,8 @@ from typing import Any, Protocol
 from torch import nn
 
 from specdec.draft_models.base import Drafter, TargetInfo
-from specdec.draft_models.block.block_checkpoint import is_block_config
 from specdec.draft_models.block.block_drafter import block_drafter
-from specdec.draft_models.eagle3.checkpoint_formats import is_eagle3_config
+from specdec.draft_models.checkpoints.drafter_formats import is_block_config, is_eagle3_config
 from specdec.draft_models.eagle3.eagle3_drafter import eagle3_drafter
 from specdec.draft_models.gemma4_mtp import (
     ASSISTANT_TYPES,

@@ -75,7 +75,7 @@ class PrefixCache:
         path = self._walk(key, salt)
         pages = self._usable(self._pages_of(path))
         if len(pages):
-            self.table.adopt(row, pages)
+            self.table.adopt_pages(row, pages)
             self._touch([node for node, _ in path])
         return len(pages) * self.page_size
 

@@ -47,7 +47,7 @@ class StoreAddresses:
     total: int
 
     @classmethod
-    def of(cls, pools: Sequence[torch.Tensor]) -> "StoreAddresses":
+    def from_pools(cls, pools: Sequence[torch.Tensor]) -> "StoreAddresses":
         """The rows of contiguous pools [slots, Hkv, D] on one device; Hkv, D and dtype may differ."""
         assert pools and all(pool.is_contiguous() for pool in pools), "pools are contiguous"
         row_bytes = [pool[0].numel() * pool.element_size() for pool in pools]
@@ -87,7 +87,7 @@ class KVStore:
                     k, v = (torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
                     self.layers[spec.layer] = LayerKV(k, v, group)
             groups = {layer.group for layer in self.layers.values()}
-            self.addresses = {group: StoreAddresses.of(self.tensors(group)) for group in groups}
+            self.addresses = {group: StoreAddresses.from_pools(self.tensors(group)) for group in groups}
 
     def tensors(self, group: GroupId) -> tuple[torch.Tensor, ...]:
         """All tensors that the slots of one group index."""

@@ -12,7 +12,7 @@ row is permuted and no K/V moves; with larger pages the accepted K/V move instea
 windowed group has its own evicted_len and retain; the primary group evicts nothing.
 
 The device commits within a round (`closing` by a kernel, `commit_on_device` in plain torch), the host when it settles
-the round (`adopt_commit`): the same permutation of the same numbers.
+the round (`commit_on_host`): the same permutation of the same numbers.
 """
 
 from dataclasses import dataclass
@@ -103,7 +103,7 @@ class RequestTable:
         self.capacity[:] = self.evicted_len[:] = 0
         self._active[:] = False
 
-    def open(self) -> int:
+    def open_row(self) -> int:
         """Take a free row. Raises KVStateError when there is none."""
         free = np.flatnonzero(~self._active[: self.max_requests])
         if len(free) == 0:
@@ -111,11 +111,11 @@ class RequestTable:
         self._active[free[0]] = True
         return int(free[0])
 
-    def close(self, row: int) -> None:
+    def close_row(self, row: int) -> None:
         """Give up everything the row owns."""
-        self.close_all(np.array([row]))
+        self.close_rows(np.array([row]))
 
-    def close_all(self, rows: IntArray) -> None:
+    def close_rows(self, rows: IntArray) -> None:
         """Free rows and all their slots; the slots of the last row are allocated first."""
         self.allocator.require_unfrozen("close")
         self._require_active(rows)
@@ -128,7 +128,7 @@ class RequestTable:
         self.capacity[rows] = self.evicted_len[:, rows] = 0
         self._active[rows] = False
 
-    def adopt(self, row: int, pages: IntArray) -> None:
+    def adopt_pages(self, row: int, pages: IntArray) -> None:
         """Begin an empty row with `pages`, which others claim: they hold the K/V of its first tokens, now committed.
 
         In each windowed group the last `retain` of these tokens must be mapped, or all of them.
@@ -152,15 +152,15 @@ class RequestTable:
         return self.slots.host[row, : num_pages * page_size : page_size] // page_size
 
     def pages_needed(self, rows: IntArray, length: IntArray) -> IntArray:
-        """Pages [B] that `ensure_all(rows, length)` would allocate for each."""
+        """Pages [B] that `ensure_all_slots(rows, length)` would allocate for each."""
         needed: IntArray = np.maximum(-(-(length - self.capacity[rows]) // self.allocator.page_size), 0)
         return needed
 
-    def ensure(self, row: int, length: int) -> None:
+    def ensure_slots(self, row: int, length: int) -> None:
         """Own at least `length` slots. Raises OutOfSlotsError, with nothing taken, when a pool cannot give them."""
-        self.ensure_all(np.array([row]), np.array([length]))
+        self.ensure_all_slots(np.array([row]), np.array([length]))
 
-    def ensure_all(self, rows: IntArray, length: IntArray) -> None:
+    def ensure_all_slots(self, rows: IntArray, length: IntArray) -> None:
         """Each of rows owns at least `length` [B] slots, or OutOfSlotsError is raised and nothing is taken."""
         self._require_active(rows)
         width = self.slots.host.shape[1]
@@ -177,7 +177,7 @@ class RequestTable:
         self.capacity[rows] = end
 
     def commit_on_device(self, rows: Rows, length: torch.Tensor, path: torch.Tensor | None) -> Move | None:
-        """Make accepted paths final on the device, without a host value: to be followed by `adopt_commit` on the host.
+        """Make accepted paths final on the device, without a host value: to be followed by `commit_on_host`.
 
         The first `length` [B] entries of path [B, N] are node numbers, in order, root first; node n of N was written to
         the slot at position S + n. None: paths of chains, whose nodes are in place already. Returns the K/V to move
@@ -203,7 +203,7 @@ class RequestTable:
         destination = torch.where(displaced, window, NULL_SLOT)
         return Move(PrimaryLoc(source.reshape(-1)), PrimaryLoc(destination.reshape(-1)))
 
-    def adopt_commit(self, rows: IntArray, length: IntArray, path: IntArray) -> None:
+    def commit_on_host(self, rows: IntArray, length: IntArray, path: IntArray) -> None:
         """The host's side of `commit_on_device`, with the same numbers: length [B], path [B, N]."""
         self.require_committable(rows, length, path)
         start = self.committed_len.host[rows]
@@ -215,7 +215,7 @@ class RequestTable:
             self.slots.adopt(cells, np.take_along_axis(self.slots.host[cells], order, axis=1))
         self.committed_len.adopt(rows, start + length)
 
-    def commit_chunk(self, rows: IntArray, length: IntArray) -> None:
+    def commit_chunk_on_host(self, rows: IntArray, length: IntArray) -> None:
         """Make the next `length` [B] tokens final, in the order in which they were written: a chunk of a prompt."""
         self.require_committable(rows, length, np.zeros((len(rows), 0), dtype=np.int64))
         self.committed_len[rows] = self.committed_len.host[rows] + length
@@ -232,7 +232,7 @@ class RequestTable:
             said = f"rows {rows.tolist()}: a path names nodes past the slots they own: {path.tolist()}"
             raise name_row(KVStateError(said), rows[astray][0])
 
-    def evict(self, rows: IntArray, *, slack_pages: int = 1) -> int:
+    def evict_unseen(self, rows: IntArray, *, slack_pages: int = 1) -> int:
         """Free the peers of tokens that no future query can see, in each windowed group; returns how many pages that
         were.
 

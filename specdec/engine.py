@@ -22,14 +22,13 @@ from transformers import PreTrainedModel
 from specdec.attention.backend import choose_backend
 from specdec.attention.checked_backend import sanitized
 from specdec.config import MAX_PRIORITY, EngineConfig, SamplingParams, SpecConfig, require_int
-from specdec.doctor.diagnose import NEW_TOKENS, diagnose, warn_at_load
-from specdec.doctor.diagnosis import Diagnosis
 from specdec.draft_models.base import Drafter
 from specdec.drafter_loading import load_any_drafter
 from specdec.errors import ConfigError, SpecDecError, shown
 from specdec.gpu.captures import CaptureStore, default_budget, most_captures
 from specdec.gpu.operations import choose_operations
 from specdec.gpu.ranks import make_ranks
+from specdec.load_check import warn_at_load
 from specdec.loading import SHARED_OPTIONS, load_target, pick_device, pick_tokenizer
 from specdec.models.split_target import split_target
 from specdec.models.target import TargetModel
@@ -51,12 +50,12 @@ from specdec.runtime.cpu_threads import CpuThreads
 from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.handle import Handle
 from specdec.runtime.inbox import Inbox
-from specdec.runtime.intake import Intake
 from specdec.runtime.keywords import known_keywords, require_loading_arguments
 from specdec.runtime.prefixes import Prefixes
 from specdec.runtime.prompt_reading import division_of
 from specdec.runtime.prompt_shares import PromptRoom
 from specdec.runtime.request import GenerationOutput, Request, StreamDelta
+from specdec.runtime.request_builder import RequestBuilder
 from specdec.runtime.rounds.captured_prompts import ChunkGraphs
 from specdec.runtime.rounds.captured_rounds import RoundGraphs, batch_sizes, capture_for
 from specdec.runtime.rounds.catching_up import CatchUps
@@ -133,7 +132,7 @@ class Engine:
         self.scheduler = Scheduler(
             self.table,
             max_model_len=self.max_model_len,
-            prompt_room=PromptRoom.of(config.max_prefill_tokens, config.prefill_chunk, target.device.type),
+            prompt_room=PromptRoom.from_settings(config.max_prefill_tokens, config.prefill_chunk, target.device.type),
             prefixes=self.prefixes,
             longest=target.context_length.most,
         )
@@ -153,8 +152,8 @@ class Engine:
             self.scheduler.prompt_gap.division = division_of(self.round, captured=chunks is not None)
         self.steps = Steps(self.scheduler, self.round, self.spec, graphs, chunks, catch_ups)
         self._faults = StepFaults(self.scheduler)
-        self.intake = Intake(target, tokenizer, None if drafter is None else self.spec, self.scheduler)
-        self.end_tokens = self.intake.end_tokens
+        self.request_builder = RequestBuilder(target, tokenizer, None if drafter is None else self.spec, self.scheduler)
+        self.end_tokens = self.request_builder.end_tokens
         self.inbox = Inbox(self.steps, self._attempt_turn)
         self._turns = Turns()
         self._interrupted = False  # a turn began and did not end
@@ -312,39 +311,20 @@ class Engine:
         `template_kwargs` go to the chat template: `tools`, `enable_thinking`, `add_generation_prompt` and others.
         Without a chat template a turn is plain text; messages, or anything for a template, raise ConfigError.
         """
-        return chat_or_text_ids(self.intake.tokenizer, chat, template_kwargs, special_tokens_in_content)
+        return chat_or_text_ids(self.request_builder.tokenizer, chat, template_kwargs, special_tokens_in_content)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, with the special tokens that the tokenizer adds."""
-        return self.intake.encode(text)
+        return self.request_builder.encode(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, without special tokens."""
-        text: str = self.intake.tokenizer.decode(as_token_ids(token_ids), skip_special_tokens=True)
+        text: str = self.request_builder.tokenizer.decode(as_token_ids(token_ids), skip_special_tokens=True)
         return text
 
     def stats(self) -> EngineStats:
         """Sums over all requests that finished in this engine."""
         return self._turns.run(self.steps.stats)
-
-    def diagnose(
-        self,
-        prompts: Sequence[str | list[int]] | None = None,
-        *,
-        chat: bool = True,
-        max_new_tokens: int = NEW_TOKENS,
-    ) -> Diagnosis:
-        """Why the drafter is accepted less than it could be: `findings` names each cause and what to change.
-
-        The pair answers the prompts greedily, in an engine of its own; then the drafter is made again with one setting
-        changed at a time, and a change that raises acceptance clearly is named. `healthy` means that nothing is.
-        prompts: at least 4 texts, or lists of token ids, of the kind that the pair is meant for; None: word problems.
-        chat: texts are turns of a chat, as in `chat`; False: as `generate` takes them. Not for an engine
-        that serves requests meanwhile: it takes half a minute, and memory for a second K/V cache.
-        Raises ConfigError for an engine without a drafter, fewer prompts, texts where there is no tokenizer, or
-        answers (`max_new_tokens`) that are not longer than the drafts.
-        """
-        return diagnose(self, type(self), prompts, chat=chat, max_new_tokens=max_new_tokens)
 
     @property
     def drafts_off(self) -> str:
@@ -488,4 +468,4 @@ class Engine:
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Request]:
         self.inbox.require_open()
-        return self.intake.requests(prompts, params)
+        return self.request_builder.build_requests(prompts, params)

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from specdec.draft_models.block.block_checkpoint import write_block
 from specdec.draft_models.block.block_drafter import BlockDrafter
 from specdec.draft_models.block.block_head import BlockHead, BlockSpec
-from specdec.draft_models.checkpoint_files import TargetShape
+from specdec.draft_models.checkpoints.checkpoint_files import TargetShape
 from specdec.gpu.operations import Operations
 from specdec.models.target import TargetModel
 

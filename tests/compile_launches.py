@@ -1,13 +1,12 @@
 """Compiles what `launches` lists for a GPU that is not there, and prints what came of it as one JSON object.
 
-    python tests/compile_launches.py [usual | every]
+    python tests/compile_launches.py
 
 A process of its own: here kernels are compiled, in the tests' own process they run in the interpreter.
 """
 
 import json
 import os
-import sys
 import tempfile
 
 os.environ["TRITON_INTERPRET"] = "0"
@@ -42,11 +41,11 @@ def greedy_kernel(p_x: tl.tensor, N: tl.constexpr) -> None:
     tl.store(p_x + o_x, b_sum.to(tl.bfloat16))
 
 
-def main(which: str) -> None:
+def main() -> None:
     with tempfile.TemporaryDirectory() as folder, pretended_gpu(90) as gpu:
         triton.knobs.cache.dir = folder
         not_launched = {}
-        for name, call in getattr(launches, which)():
+        for name, call in launches.usual():
             try:
                 call()
             except Exception as error:
@@ -65,4 +64,4 @@ def main(which: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -1,4 +1,4 @@
-"""What tests run on: one CPU thread, memory poisoned on request, or a GPU.
+"""What tests run on: one CPU thread, memory poisoned on request, a GPU or Triton's interpreter.
 
 A plugin of conftest.py.
 """
@@ -52,6 +52,18 @@ class PoisonEmpty(TorchFunctionMode):
         if out.is_floating_point() or out.is_complex():
             return out.fill_(float("nan"))
         return out.fill_(True if out.dtype == torch.bool else torch.iinfo(out.dtype).max)
+
+
+@pytest.fixture(scope="module")
+def kernels_run() -> Iterator[None]:
+    """Kernels are launched: compiled on a GPU, and in Triton's interpreter without one."""
+    from specdec.gpu.triton_shim import INTERPRETED
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if not torch.cuda.is_available():
+            monkeypatch.setenv("TRITON_INTERPRET", "1")
+            assert INTERPRETED, "TRITON_INTERPRET=1 came too late"
+        yield
 
 
 @pytest.fixture

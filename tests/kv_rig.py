@@ -33,7 +33,7 @@ def layer_cache(
 
 
 class KVRig(KVCache):
-    """A cache that answers as its request table too: `rig.ensure(row, 5)` is `rig.table.ensure(row, 5)`."""
+    """A cache that answers as its request table too: `rig.ensure_slots(row, 5)` is `rig.table.ensure_slots(row, 5)`."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class KVRig(KVCache):
         Raises KVStateError, with nothing changed, for nodes past the slots that a row owns.
         """
         if path is None:
-            self.table.commit_chunk(rows, length)
+            self.table.commit_chunk_on_host(rows, length)
             return
         self.table.require_committable(rows, length, path)
         num_nodes = max(path.shape[1], int(path.max(initial=0)) + 1)
@@ -81,7 +81,7 @@ class KVRig(KVCache):
         move = self.table.commit_on_device(index, *there)
         if move is not None:
             self.move(move)
-        self.table.adopt_commit(rows, length, path)
+        self.table.commit_on_host(rows, length, path)
 
     def write(
         self, layer: int, slots: ByGroup[GroupLoc], k: torch.Tensor, v: torch.Tensor, view: KVView | None = None

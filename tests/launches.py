@@ -1,12 +1,10 @@
 """Every launcher of the project, called as engines call it: shapes of published models, each dtype, each kind of call.
 
-Run by tests/test_kernels_compile.py, on a GPU that is not there. `LAUNCHES` has a function for each group of launchers;
-`EVERY` more shapes of the same. What is listed is what makes another program of a kernel: a dtype, a constant, a None,
-an integer that Triton specialises on.
+Run by tests/test_kernels_compile.py, on a GPU that is not there. There is a function for each group of launchers, and
+`usual` lists what makes another program of a kernel: a dtype, a constant, a None, an integer that Triton knows more of.
 """
 
 from collections.abc import Callable, Iterator
-from itertools import product
 from typing import Any
 
 import torch
@@ -61,7 +59,6 @@ from specdec.sampling.softcap import softcap
 from specdec.sampling.token_bitmaps import mark_seen
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-DTYPES = (BF16, FP16, FP32)
 
 
 def numbers(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -532,60 +529,3 @@ def usual() -> Iterator[Launch]:
     yield launch(open_and_close, 32, 8, 1, chain=False)
     yield launch(open_and_close, 3, 5, 16, chain=False)
     yield launch(stamps)
-
-
-def every() -> Iterator[Launch]:
-    """The kinds with one another, minutes of them."""
-    yield from usual()
-    for dtype, page_size, swa in product(DTYPES, (1, 16), (False, True)):
-        yield launch(cache, dtype, page_size, swa=swa)
-    for word in (torch.int64, torch.int32, torch.int16, torch.int8):
-        yield launch(moves, word)
-    for num_nodes in (1, 2, 16, 100):
-        yield launch(trees, num_nodes)
-        for batch, page_size, chain in product((1, 16, 33), (1, 16), (False, True)):
-            yield launch(open_and_close, batch, num_nodes, page_size, chain=chain)
-    for dtype, (head_dim, group), num_rows in product(
-        DTYPES, ((64, 8), (96, 1), (128, 4), (256, 4), (512, 8)), (1, 5, 33, 512)
-    ):
-        shape = (dtype, head_dim, group, num_rows)
-        for window, cap in ((None, None), (512, None), (512, 50.0)):
-            yield launch(attention, *shape, window=window, cap=cap, chunk=num_rows == 512)
-        yield launch(attention, *shape, batch=40, page_size=16, tree=1 < num_rows < 512, sinks=True)
-        for (window, cap), page_size in product(((None, None), (512, None), (512, 50.0)), (1, 16)):
-            if num_rows < 512:
-                sizes = (40, 3 * num_rows, num_rows)
-                options = {"page_size": page_size, "window": window, "cap": cap}
-                yield launch(draft_level, dtype, head_dim, group, *sizes, **options)
-        for (window, cap), exact in product(((None, None), (512, 50.0)), (False, True)):
-            yield launch(prompts, *shape, exact=exact, window=window, cap=cap)
-    for dtype, num_rows in product(DTYPES, (1, 20, 40, 100, 300, 600)):
-        for activation in ("gelu_tanh", "silu"):
-            yield launch(products, dtype, num_rows, activation, bias=num_rows == 20)
-        for bias in (False, True):
-            kind = "swiglu_clamped" if bias else "silu"
-            yield launch(mixture, dtype, num_rows, kind, normalised=bias, bias=bias, interleaved=bias)
-        if num_rows <= 20:
-            for width in (704, 100):
-                yield launch(beside, dtype, num_rows, width)
-    for dtype, num_rows in product(DTYPES, (1, 8, 40, 100, 600)):
-        for form in ("int4", "int4-zeros", "e2m1", "e4m3", "e4m3-block"):
-            yield launch(packed_products, dtype, num_rows, form)
-            if form != "e4m3-block":  # 2,880 columns are no multiple of 128
-                yield launch(packed_mixture, dtype, num_rows, form)
-    for dtype in DTYPES:
-        for splits, rounds in product((1, 4), (False, True)):
-            yield launch(norms, dtype, splits, rounds=rounds)
-        for head_dim, normed, stored, kv in product((64, 128, 256, 512), (False, True), (False, True), (0, 2)):
-            for rotated in (head_dim, head_dim // 4):
-                yield launch(
-                    heads, dtype, head_dim, rotated=rotated, normed=normed, rounds=stored, stored=stored, kv=kv
-                )  # fmt: skip
-        for cap, penalised in product((None, 30.0), (False, True)):
-            yield launch(sampling, dtype, cap, penalised=penalised)
-        yield launch(sampling, dtype, cap, best=True)
-        yield launch(centroids, dtype, best=True)
-        for function in (forks, centroids):
-            yield launch(function, dtype)
-        for num_rows in (1, 5, 100, 600):
-            yield launch(embeddings, dtype, num_rows)

@@ -12,7 +12,6 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import triton.language as tl
-from remembered_operations import NAMES, remembered
 from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
@@ -100,9 +99,6 @@ def direct_calls(_: Any) -> Any:
 
     def replace(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
         builtin = getattr(member, "__wrapped__", member)
-        if name in NAMES:
-            scope.set_attr(owner, name, remembered(builtin, interpreter.interpreter_semantic))
-            return
 
         def call(*args: Any, **kwargs: Any) -> Any:
             kwargs["_semantic"] = interpreter.interpreter_semantic

@@ -132,8 +132,8 @@ class Reciter:
         self._in_turn: deque[str] = deque()
         self._running: dict[int, dict[tuple[int, ...], list[int]]] = {}  # texts by prompt, by its length
         self.engine = engine_of(ScriptedDrafter(self._draft))
-        self._requests = self.engine.intake.requests
-        self.engine.intake.requests = self._recited  # type: ignore[method-assign]
+        self._requests = self.engine.request_builder.build_requests
+        self.engine.request_builder.build_requests = self._recited  # type: ignore[method-assign]
 
     def answer_next(self, *texts: str) -> None:
         """What the next requests are answered whose prompts name no text; what is left of earlier ones is dropped."""

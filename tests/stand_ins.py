@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from specdec import DraftTree
 from specdec.draft_models.base import DraftBatch, StatelessDrafter
+from specdec.kvcache.table import Rows
 
 from tiny_models import VOCAB
 
@@ -108,3 +109,19 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<eos>"])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+
+
+def history_batch(histories: list[list[int]], steps: int, topk: int = 1, num_nodes: int | None = None) -> DraftBatch:
+    """Requests with these texts, whose last token is the root; padded with a token that must not matter."""
+    length = max(map(len, histories))
+    return DraftBatch(
+        rows=Rows(torch.arange(len(histories)), length),
+        root=torch.tensor([h[-1] for h in histories]),
+        history=torch.tensor([[*h, *[h[-1]] * (length - len(h))] for h in histories]),
+        history_len=torch.tensor([len(h) for h in histories]),
+        num_steps=steps,
+        topk=topk,
+        num_nodes=num_nodes or 1 + steps,
+        sample=None,
+        best=None,
+    )

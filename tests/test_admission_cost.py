@@ -23,7 +23,7 @@ from specdec.runtime.prefixes import Prefixes
 from specdec.runtime.prompt_shares import PromptRoom
 from specdec.runtime.request import Request, RequestState
 from specdec.runtime.scheduler import Scheduler, rank
-from specdec.runtime.settling import commit_chunks
+from specdec.runtime.settling import commit_chunks_on_host
 from specdec.text.detokenize import Detokenizer
 
 from marks import examples
@@ -52,7 +52,7 @@ def prefill(scheduler: Scheduler) -> int:
     """One step's prompt chunks; requests that are through decode. -> tokens computed"""
     requests, chunk_len = scheduler.next_prefill()
     if requests:
-        commit_chunks(scheduler.table, scheduler.prefixes, requests, chunk_len)
+        commit_chunks_on_host(scheduler.table, scheduler.prefixes, requests, chunk_len)
     for request in requests:
         if request.state is RequestState.DECODE and request.num_output == 0:
             request.settle([1], [], request.stats.copy())
@@ -74,7 +74,7 @@ class Counts:
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
     counted = Counts()
-    compare, adopt, write = PrefixCache._common_pages, RequestTable.adopt, MirroredArray.__setitem__
+    compare, adopt, write = PrefixCache._common_pages, RequestTable.adopt_pages, MirroredArray.__setitem__
 
     def counting_compare(cache: PrefixCache, *keys: np.ndarray) -> int:
         counted.comparisons += 1
@@ -89,7 +89,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
         write(array, index, value)
 
     monkeypatch.setattr(PrefixCache, "_common_pages", counting_compare)
-    monkeypatch.setattr(RequestTable, "adopt", counting_adopt)
+    monkeypatch.setattr(RequestTable, "adopt_pages", counting_adopt)
     monkeypatch.setattr(MirroredArray, "__setitem__", counting_write)
     return counted
 
@@ -102,12 +102,12 @@ def test_prompts_with_one_beginning_are_not_compared_with_each_other(count: int,
     """Each was compared with every running one: 200 admitted in a step made 20,000 comparisons."""
     scheduler = make(rows=count + 1, pages=200 * count)
     submit(scheduler, 0, [*SYSTEM, 9])
-    scheduler.admit()
+    scheduler.admit_requests()
     while prefill(scheduler):
         pass  # the system prompt is cached
     for number in range(count):
         submit(scheduler, 1 + number, [*SYSTEM, *([1000 + number] * 20)])
-    comparisons, adopted, _ = counts.of(scheduler.admit)
+    comparisons, adopted, _ = counts.of(scheduler.admit_requests)
     assert len(scheduler.running) == count + 1
     assert adopted == count * len(SYSTEM)
     assert comparisons <= 8 * count
@@ -120,16 +120,16 @@ def test_waiting_for_a_prompt_in_progress_is_looked_up_once(count: int, counts: 
     system = list(range(100, 1100))
     for number in range(count):
         submit(scheduler, number, [*system, 2000 + number])
-    first, _, _ = counts.of(scheduler.admit)
+    first, _, _ = counts.of(scheduler.admit_requests)
     assert [request.number for request in scheduler.running] == [0]
     assert first <= 8 * count
     for _ in range(5):
         prefill(scheduler)
-        comparisons, _, _ = counts.of(scheduler.admit)
+        comparisons, _, _ = counts.of(scheduler.admit_requests)
         assert comparisons == 0 and len(scheduler.running) == 1
     while len(scheduler.running) == 1:
         prefill(scheduler)
-        comparisons, adopted, _ = counts.of(scheduler.admit)
+        comparisons, adopted, _ = counts.of(scheduler.admit_requests)
     assert comparisons <= 12 * count
     assert (len(scheduler.running), adopted) == (count, (count - 1) * len(system))
 
@@ -140,21 +140,21 @@ def test_the_head_of_the_line_adopts_nothing_while_it_does_not_fit(window: int |
     scheduler = make(rows=4, pages=560, window=window)
     prompt = list(range(400))
     first = submit(scheduler, 0, [*prompt, 7])
-    scheduler.admit()
+    scheduler.admit_requests()
     while prefill(scheduler):
         pass
-    scheduler.release(first)
+    scheduler.release_requests(first)
     holder = submit(scheduler, 1, list(range(1000, 1150)))
-    scheduler.admit()
+    scheduler.admit_requests()
     while prefill(scheduler):
         pass
     waiter = submit(scheduler, 2, [*prompt, *range(2000, 2030)])
     for _ in range(5):
-        assert counts.of(scheduler.admit)[1:] == (0, 0)
+        assert counts.of(scheduler.admit_requests)[1:] == (0, 0)
         assert scheduler.waiting == [waiter] and waiter.row == -1
         scheduler.table.check()
-    scheduler.release(holder)
-    assert counts.of(scheduler.admit)[1] == 400
+    scheduler.release_requests(holder)
+    assert counts.of(scheduler.admit_requests)[1] == 400
     assert scheduler.running == [waiter] and waiter.stats.cached_tokens == 400
     scheduler.table.check()
 
@@ -162,13 +162,13 @@ def test_the_head_of_the_line_adopts_nothing_while_it_does_not_fit(window: int |
 def test_a_full_pool_is_noticed_before_prompts_are_compared(counts: Counts):
     scheduler = make(rows=4, pages=202)
     submit(scheduler, 0, list(range(200)), max_new_tokens=2)
-    scheduler.admit()
+    scheduler.admit_requests()
     while prefill(scheduler):
         pass
     scheduler.next_decode()
     submit(scheduler, 1, [*range(200)], max_new_tokens=2)
     scheduler.table.committed_len[np.array([0])] = scheduler.table.committed_len.host[0] + 1  # one more is due
-    assert counts.of(scheduler.admit) == (0, 0, 0)
+    assert counts.of(scheduler.admit_requests) == (0, 0, 0)
 
 
 def test_a_thousand_waiting_requests_are_counted_once_an_admission(counts: Counts):
@@ -184,7 +184,7 @@ def test_a_thousand_waiting_requests_are_counted_once_an_admission(counts: Count
 
     for number in range(1000):
         submit(scheduler, number, [number] * 20).number = Number(number)
-    scheduler.admit()
+    scheduler.admit_requests()
     assert len(scheduler.running) == 1000
     assert looked < 100_000, "each was looked at for each of those admitted"
 
@@ -199,14 +199,14 @@ def test_requests_with_different_salts_share_no_page(salts: tuple[str | None, st
     requests = []
     for number, salt in enumerate((*salts, salts[0])):
         requests.append(submit(scheduler, number, prompt, cache_salt=salt))
-        scheduler.admit()
+        scheduler.admit_requests()
         while prefill(scheduler):
             pass
     assert [request.stats.cached_tokens for request in requests] == [0, 0, 59]
     owned = [set(scheduler.table.pages(request.row, 59).tolist()) for request in requests]
     assert owned[0] == owned[2] and not owned[0] & owned[1]
     scheduler.table.check()
-    scheduler.release(*requests)
+    scheduler.release_requests(*requests)
     scheduler.prefixes.clear()
     assert scheduler.table.allocator.primary.free_pages == 2000
 
@@ -217,7 +217,7 @@ def test_no_request_waits_for_the_prompt_of_another_salt():
     prompt = list(range(200))
     for number, salt in enumerate(("a", "b", None, "a")):
         submit(scheduler, number, prompt, cache_salt=salt)
-    scheduler.admit()
+    scheduler.admit_requests()
     assert [request.number for request in scheduler.running] == [0, 1, 2]  # the last one's row is kept for it
     assert prefill(scheduler) == 3 * 64
 
@@ -227,7 +227,7 @@ def test_a_salt_that_looks_like_a_page_names_another_text():
     page = np.array([65], dtype=np.int64).tobytes().decode()
     one = submit(scheduler, 0, [65, *range(30)])
     two = submit(scheduler, 1, [65, *range(30)], cache_salt=page)
-    scheduler.admit()
+    scheduler.admit_requests()
     prefill(scheduler)
     assert not set(scheduler.table.pages(one.row, 31)) & set(scheduler.table.pages(two.row, 31))
     scheduler.table.check()
@@ -257,12 +257,12 @@ def test_every_request_gets_its_turn_and_the_books_hold(seed: int):
                 left, number = left - 1, number + 1
             scheduler.next_decode()
             oldest = min(scheduler.waiting, key=lambda request: request.number, default=None)
-            scheduler.admit()
+            scheduler.admit_requests()
             assert oldest is None or oldest.passed <= 2 * 6 + 6  # those past it for a prompt in progress
             prefill(scheduler)
             for request in list(scheduler.running):
                 if request.state is RequestState.DECODE and draw.random() < 0.3:
-                    scheduler.release(request)
+                    scheduler.release_requests(request)
                     ended.append(request)
             scheduler.table.check()
             scheduler.prefixes.check(scheduler.running)

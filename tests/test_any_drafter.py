@@ -4,19 +4,22 @@ import random
 from dataclasses import replace
 
 import pytest
+from block_heads import KINDS, random_block
 from random_loads import check_tokens, random_config, random_requests
 
 from specdec import Engine, SpecConfig
+from specdec.draft_models.block.fused_block import FusedBlock
 from specdec.draft_models.language_model import LanguageModelDrafter
 from specdec.draft_models.suffix import SuffixDrafter
+from specdec.gpu.operations import REFERENCE
 from specdec.models.target import TargetModel
 
 from marks import deep, deep_cases
-from tiny_models import FAMILIES
+from tiny_models import FAMILIES, random_eagle3
 
 CASES = 100
-ALWAYS = 1
-"""So many of them belong to `make test`; the others are deep."""
+DRAFTERS = {"suffix": 2, "language_model": 1, "block": 2, "eagle3": 2}
+"""Cases of each that belong to `make test`; the others are deep."""
 
 
 def spec_of(rng):
@@ -25,21 +28,43 @@ def spec_of(rng):
     return SpecConfig(num_steps=depth, topk=topk, num_draft_tokens=nodes)
 
 
-@deep_cases("0-language_model")
-@pytest.mark.parametrize("drafter", ["suffix", "language_model"])
-@pytest.mark.parametrize("seed", [*range(ALWAYS), *(deep(seed) for seed in range(ALWAYS, CASES))])
-def test_tokens_of_plain_decoding(seed, drafter, make_target, make_engine, random_prompt):
+def block_spec_of(rng):
+    depth, topk = rng.randint(1, 8), rng.choice((1, 1, 2, 4, 8))
+    most = 1 + topk + (depth - 1) * topk**2
+    nodes = None if topk == 1 else rng.randint(min(8, most), min(128, most))
+    return SpecConfig(num_steps=depth, topk=topk, num_draft_tokens=nodes)
+
+
+def chosen_drafter(name, rng, model, make_target):
+    if name == "suffix":
+        return SuffixDrafter()
+    if name == "language_model":
+        other = model if rng.random() < 0.3 else make_target(rng.choice(FAMILIES), seed=rng.randint(0, 2))
+        return LanguageModelDrafter(TargetModel(other), TargetModel(model))
+    if name == "eagle3":
+        return random_eagle3(model, rng.choice(((None,), (None, 6), (4,))))
+    kind, ops = rng.choice(list(KINDS)), rng.choice((None, REFERENCE))
+    drafter = random_block(model, kind, ops=ops, block_size=9)
+    assert isinstance(drafter.form, FusedBlock) == (ops is not None and kind != "dspark-gemma4"), drafter.unfused
+    return drafter
+
+
+@deep_cases("language_model-0", "block-0")
+@pytest.mark.parametrize(
+    ("drafter", "seed"),
+    [(name, seed) if seed < always else deep(name, seed) for name, always in DRAFTERS.items() for seed in range(CASES)],
+)
+def test_tokens_of_plain_decoding(drafter, seed, make_target, make_engine, random_prompt):
     rng = random.Random(f"{drafter} {seed}")
     model = make_target(rng.choice(FAMILIES))
+    deterministic = drafter == "block" and rng.random() < 0.25
     prompts, params = random_requests(rng, random_prompt)
-    slots = rng.choice((None, 110))
-    config = random_config(rng, slots, finished_tokens=rng.choice((0, 60, 400)) if drafter == "suffix" else 0)
+    spec = block_spec_of(rng) if drafter == "block" else spec_of(rng)
+    slots = None if seed % 2 else 90 + spec.num_nodes  # few: requests are preempted
+    finished = rng.choice((0, 60, 400)) if drafter == "suffix" else 0
+    config = random_config(rng, slots, finished_tokens=finished, deterministic=deterministic)
     alone = [replace(each, speculation=None) for each in params]
-    want = [out.token_ids for out in make_engine(model, None, max_model_len=128).generate(prompts, alone)]
-    target = TargetModel(model)
-    chosen = SuffixDrafter()
-    if drafter == "language_model":
-        other = model if rng.random() < 0.3 else make_target(rng.choice(FAMILIES), seed=rng.randint(0, 2))
-        chosen = LanguageModelDrafter(TargetModel(other), target)
-    engine = Engine(target, chosen, spec=spec_of(rng), config=config)
-    check_tokens(engine, prompts, params, want)
+    plain = make_engine(model, None, max_model_len=128, deterministic=deterministic)
+    want = [out.token_ids for out in plain.generate(prompts, alone)]
+    chosen = chosen_drafter(drafter, rng, model, make_target)
+    check_tokens(Engine(TargetModel(model), chosen, spec=spec, config=config), prompts, params, want)

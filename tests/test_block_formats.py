@@ -1,5 +1,7 @@
-"""Block drafters on disk: every published family is read as its own code computes it, and what is not known is refused
-by name."""
+"""Block drafters on disk: every published family is read as its own code computes it.
+
+`test_refused_drafters.py` has what is refused.
+"""
 
 import importlib.util
 import json
@@ -12,199 +14,19 @@ import pytest
 import torch
 from block_heads import KINDS, random_head, written_block
 from block_reference import Checkpoint, accepted_lengths, draft
-from safetensors.torch import load_file, save_file
+from drafter_folders import PUBLISHED, VOCAB, change_drafter, narrow
+from safetensors.torch import load_file
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.draft_models.block.block_checkpoint import is_block_config, read_block, resolve_layer_ids
+from specdec.draft_models.block.block_checkpoint import read_block, resolve_layer_ids
 from specdec.draft_models.block.block_drafter import BlockDrafter, block_drafter
-from specdec.draft_models.block.block_head import BlockHead, BlockSpec
-from specdec.draft_models.checkpoint_files import TargetShape
-from specdec.draft_models.eagle3.checkpoint_formats import is_eagle3_config
+from specdec.draft_models.checkpoints.checkpoint_files import TargetShape
+from specdec.draft_models.checkpoints.drafter_formats import is_block_config, is_eagle3_config
 from specdec.drafter_loading import load_any_drafter
-from specdec.errors import CheckpointError, UnsupportedModelError
 from specdec.models.target import TargetModel
 from specdec.training.train_drafter import spread_layers
 
 from marks import deep, deep_cases, examples, slow
-
-QWEN3 = {"model_type": "qwen3", "rms_norm_eps": 1e-6, "rope_theta": 1000000, "rope_scaling": None, "hidden_act": "silu"}
-OLD = {"auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "attention_dropout": 0.0, "bos_token_id": 151643}
-ZLAB = {"architectures": ["DFlashDraftModel"], "dtype": "bfloat16", "tie_word_embeddings": True, **QWEN3, **OLD}
-DEEPSPEC = {"architectures": ["Qwen3DSparkModel"], "num_anchors": 512, "use_cache": True, **QWEN3}
-CONFIDENCE = {"enable_confidence_head": True, "confidence_head_with_markov": True}
-SUCCESSOR = {"markov_rank": 4, "markov_head_type": "vanilla"}
-PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
-    # layers of the target; the config, at reduced width (`narrow`)
-    "z-lab/Qwen3-8B-DFlash-b16": (
-        36,
-        {**ZLAB, "block_size": 16, "dflash_config": {"target_layer_ids": [1, 9, 17, 25, 33]}, "num_hidden_layers": 5},
-    ),
-    "z-lab/gpt-oss-20b-DFlash": (
-        24,
-        {**ZLAB, "block_size": 8, "dflash_config": {"target_layer_ids": [1, 6, 11, 16, 21]}, "num_hidden_layers": 8},
-    ),
-    "DFlash, sliding": (
-        32,
-        {
-            **ZLAB,
-            "block_size": 16,
-            "dflash_config": {"target_layer_ids": [1, 8, 15, 22, 29]},
-            "num_hidden_layers": 5,
-            "layer_types": ["sliding_attention"] * 4 + ["full_attention"],
-            "sliding_window": 6,
-            "use_sliding_window": True,
-            "max_window_layers": 5,
-        },
-    ),
-    "JetSpec/jetspec-qwen3-8b": (
-        36,
-        {
-            **ZLAB,
-            "block_size": 16,
-            "dflash_config": {"target_layer_ids": [1, 9, 17, 25, 33], "causal_head": True},
-            "num_hidden_layers": 5,
-        },
-    ),
-    "deepseek-ai/dflash_qwen3_8b_block7": (
-        36,
-        {
-            **DEEPSPEC,
-            "block_size": 7,
-            "target_layer_ids": [1, 9, 17, 25, 33],
-            "num_hidden_layers": 5,
-            "markov_rank": 0,
-            "enable_confidence_head": False,
-        },
-    ),
-    "deepseek-ai/dspark_qwen3_8b_block7": (
-        36,
-        {
-            **DEEPSPEC,
-            **SUCCESSOR,
-            **CONFIDENCE,
-            "block_size": 7,
-            "target_layer_ids": [1, 9, 17, 25, 33],
-            "num_hidden_layers": 5,
-        },
-    ),
-    "deepseek-ai/dspark_qwen3_14b_block7": (
-        40,
-        {
-            **DEEPSPEC,
-            **SUCCESSOR,
-            **CONFIDENCE,
-            "block_size": 7,
-            "target_layer_ids": [1, 10, 19, 28, 37],
-            "num_hidden_layers": 5,
-        },
-    ),
-    "DSpark, gated": (
-        12,
-        {
-            **DEEPSPEC,
-            "markov_rank": 4,
-            "markov_head_type": "gated",
-            "block_size": 7,
-            "target_layer_ids": [-1, 3, 10],
-            "num_hidden_layers": 2,
-        },
-    ),
-    "DSpark, rnn": (
-        12,
-        {
-            **DEEPSPEC,
-            "markov_rank": 4,
-            "markov_head_type": "rnn",
-            "block_size": 7,
-            "target_layer_ids": [1, 3, 10],
-            "num_hidden_layers": 2,
-        },
-    ),
-}
-GEMMA4 = {
-    # what the config of Gemma4DSparkModel has of the target's, and its own
-    "model_type": "gemma4_text",
-    "target_model_type": "gemma4",
-    "hidden_activation": "gelu_pytorch_tanh",
-    "global_head_dim": 16,
-    "num_global_key_value_heads": 1,
-    "attention_k_eq_v": True,
-    "enable_moe_block": False,
-    "hidden_size_per_layer_input": 0,
-    "use_double_wide_mlp": False,
-    "final_logit_softcapping": 30.0,
-    "num_kv_shared_layers": 0,
-    "rms_norm_eps": 1e-6,
-    "vocab_size_per_layer_input": 262144,
-    "rope_parameters": {
-        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
-    },
-}
-DEEPSPEC_GEMMA4 = {**GEMMA4, "architectures": ["Gemma4DSparkModel"], "num_anchors": 512, "block_size": 7}
-PUBLISHED |= {
-    "deepseek-ai/dflash_gemma4_12b_block7": (
-        48,
-        {**DEEPSPEC_GEMMA4, "markov_rank": 0, "target_layer_ids": [5, 17, 29, 41, 46], "num_hidden_layers": 5},
-    ),
-    "deepseek-ai/dspark_gemma4_12b_block7": (
-        48,
-        {
-            **DEEPSPEC_GEMMA4,
-            **SUCCESSOR,
-            **CONFIDENCE,
-            "target_layer_ids": [5, 17, 29, 41, 46],
-            "num_hidden_layers": 5,
-        },
-    ),
-}
-VOCAB = 7
-
-
-def narrow(name: str, folder: Path, seed: int = 0) -> int:
-    """Write a published config at reduced width, with random weights -> layers of its target."""
-    layers, config = PUBLISHED[name]
-    config = json.loads(json.dumps(config))
-    config |= {"hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config |= {"head_dim": 8, "vocab_size": VOCAB, "num_target_layers": layers, "max_position_embeddings": 4096}
-    config.setdefault("layer_types", ["full_attention"] * config["num_hidden_layers"])
-    config.setdefault("sliding_window", None)
-    if "dflash_config" in config:
-        config["dflash_config"]["mask_token_id"] = VOCAB - 1
-    else:
-        config["mask_token_id"] = VOCAB - 1
-    given = config.get("dflash_config", config)
-    rank, is_dspark = config.get("markov_rank", 0), "dflash_config" not in config
-    is_gemma4, special = config["model_type"] == "gemma4_text", dict[str, Any]()
-    if is_gemma4:  # a global head is twice as wide, and its keys are values
-        special = {"is_gemma4": True, "keys_are_values": True, "hidden_act": "gelu_pytorch_tanh"}
-        special["rope"] = config["rope_parameters"]["full_attention"]
-    spec = BlockSpec(
-        hidden_size=32,
-        vocab_size=VOCAB,
-        intermediate_size=40,
-        num_heads=4,
-        num_kv_heads=1 if is_gemma4 else 2,
-        head_dim=16 if is_gemma4 else 8,
-        **special,
-        aux_layers=tuple(i + 1 for i in given["target_layer_ids"]),
-        block_size=config["block_size"],
-        mask_token=VOCAB - 1,
-        windows=(None,) * config["num_hidden_layers"],
-        owns_vocabulary=is_dspark,
-        successor=config["markov_head_type"] if rank else None,
-        successor_rank=rank,
-    )
-    torch.manual_seed(seed)
-    state = BlockHead(spec).state_dict()
-    for tensor in state.values():
-        tensor.normal_(std=0.4) if tensor.dim() > 1 else tensor.add_(0.1 * torch.randn_like(tensor))
-    if config.get("enable_confidence_head"):
-        state |= {"confidence_head.proj.weight": torch.ones(1, 36), "confidence_head.proj.bias": torch.ones(1)}
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config), "utf-8")
-    save_file({key: tensor.contiguous() for key, tensor in state.items()}, folder / "model.safetensors")
-    return layers
 
 
 @pytest.fixture
@@ -286,12 +108,10 @@ def test_planted_drafts_are_all_accepted(tmp_path: Path, make_target: Callable[.
         model.get_input_embeddings().weight.copy_(table)
         model.lm_head.weight.copy_(table.roll(1, 0) * 5)
         model.model.norm.weight.fill_(1.0)
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors["lm_head.weight"].zero_()
     codes = torch.randn(VOCAB, 4, generator=torch.Generator().manual_seed(1))
     codes = codes / codes.norm(dim=-1, keepdim=True)
-    tensors["markov_head.markov_w1.weight"], tensors["markov_head.markov_w2.weight"] = codes, codes.roll(1, 0)
-    save_file(tensors, tmp_path / "model.safetensors")
+    successors = {"markov_head.markov_w1.weight": codes, "markov_head.markov_w2.weight": codes.roll(1, 0)}
+    change_drafter(tmp_path, {"lm_head.weight": torch.zeros(VOCAB, 32), **successors})
     rounds = Rounds(block_drafter(tmp_path, TargetModel(model)))
     with Engine(TargetModel(model), rounds, spec=SpecConfig(7), config=EngineConfig(max_model_len=128)) as engine:
         out = engine.generate([[0, 1, 2]], SamplingParams(max_new_tokens=41, ignore_eos=True))[0]
@@ -352,103 +172,12 @@ def test_configs_are_told_apart(config: dict[str, Any], block: bool, eagle: bool
     assert (is_block_config(config), is_eagle3_config(config)) == (block, eagle)
 
 
-def edited(folder: Path, **changes: Any) -> None:
-    """Change the config in a folder; None removes a key; dotted keys are of `dflash_config`."""
-    config = json.loads((folder / "config.json").read_text("utf-8"))
-    for key, value in changes.items():
-        place = config["dflash_config"] if key.startswith("dflash_") else config
-        key = key.removeprefix("dflash_")
-        place.pop(key, None)
-        if value is not None:
-            place[key] = value
-    (folder / "config.json").write_text(json.dumps(config), "utf-8")
-
-
 SHAPE = TargetShape("small", 36, 32, VOCAB)
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"architectures": ["DFlash2DraftModel"]}, UnsupportedModelError, "a DFlash2 drafter .* convolution"),
-        ({"dflash_conv_kernel_size": 2}, UnsupportedModelError, "a DFlash2 drafter"),
-        ({"dflash_selector_rank": 8}, UnsupportedModelError, "a DFlash2 drafter"),
-        ({"speculators_model_type": "dflash"}, UnsupportedModelError, "speculators' format"),
-        ({"model_type": "laguna"}, UnsupportedModelError, "laguna layers"),
-        ({"dflash_attention_mode": "mla"}, UnsupportedModelError, "dflash_config.attention_mode='mla' is not known"),
-        ({"logit_scale": 2.0}, UnsupportedModelError, "flag logit_scale=2.0 is not known"),
-        ({"quantization_config": {"bits": 4}}, UnsupportedModelError, "quantised"),
-        ({"dflash_target_layer_ids": [1, 35]}, UnsupportedModelError, r"expected layers -1 \(the embeddings\) to 34"),
-        ({"dflash_target_layer_ids": [1, 9]}, CheckpointError, "fc.weight is"),
-        ({"num_target_layers": 40}, CheckpointError, "num_target_layers=40, but target small says 36"),
-        ({"num_hidden_layers": 4}, CheckpointError, "num_hidden_layers=4, but the file says 5"),
-        ({"hidden_size": 64}, CheckpointError, "hidden_size=64, but target small says 32"),
-        ({"vocab_size": 9}, CheckpointError, "vocab_size=9, target small has 7"),
-        ({"dflash_mask_token_id": 7}, CheckpointError, "mask_token_id=7, but target small has 7 rows"),
-        ({"dflash_mask_token_id": None}, CheckpointError, "config.json says no mask_token_id"),
-        ({"block_size": None}, CheckpointError, "config.json says no block_size"),
-        ({"block_size": 1}, CheckpointError, "drafts nothing"),
-        ({"block_size": "16"}, CheckpointError, "block_size='16', expected a whole number above 0"),
-        ({"dflash_block_size": 8}, CheckpointError, "block_size is 16 in one place of its config and 8 in another"),
-        ({"dflash_causal_head": True, "is_causal": False}, CheckpointError, "contradict each other"),
-        ({"num_key_value_heads": 3}, CheckpointError, "num_attention_heads=.* do not group over num_key_value_heads=3"),
-        ({"hidden_act": "swish9"}, UnsupportedModelError, "no activation"),
-        ({"markov_rank": 4, "markov_head_type": "lstm"}, UnsupportedModelError, "markov_head_type='lstm'"),
-        ({"markov_rank": 4, "markov_head_type": "rnn"}, CheckpointError, "markov_head.markov_w1.weight is missing"),
-    ],
-    ids=str,
-)
-def test_what_is_not_known_or_does_not_fit_is_refused(
-    changes: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
-) -> None:
-    narrow("z-lab/Qwen3-8B-DFlash-b16", tmp_path)
-    edited(tmp_path, **changes)
-    with pytest.raises(error, match=message):
-        read_block(tmp_path, SHAPE)
-
-
-@pytest.mark.parametrize("change", ["missing", "unknown", "integer"])
-def test_tensors_must_be_those_of_the_head(change: str, tmp_path: Path) -> None:
-    narrow("z-lab/Qwen3-8B-DFlash-b16", tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    if change == "missing":
-        del tensors["norm.weight"]
-    elif change == "unknown":
-        tensors["layers.0.attention_conv.weight"] = torch.ones(2)
-    else:
-        tensors["norm.weight"] = tensors["norm.weight"].to(torch.int32)
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"norm.weight is missing|attention_conv.weight is not known|torch.int32"):
-        read_block(tmp_path, SHAPE)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"enable_moe_block": True}, "enable_moe_block=True of a drafter of Gemma 4's layers; it must be off"),
-        ({"layer_types": ["sliding_attention"] * 5}, "attend fully in all of them"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_type default or proportional"),
-    ],
-    ids=str,
-)
-def test_what_gemmas_layers_cannot_be(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    narrow("deepseek-ai/dspark_gemma4_12b_block7", tmp_path)
-    edited(tmp_path, **changes)
-    with pytest.raises(UnsupportedModelError, match=message):
-        read_block(tmp_path, TargetShape("small", 48, 32, VOCAB))
 
 
 def test_layers_are_named_by_their_output() -> None:
     assert resolve_layer_ids([-1, 0], 36) == (0, 1)
     assert spread_layers(5, 36) == (2, 10, 18, 26, 34)
-
-
-def test_a_block_drafter_that_names_no_target_layers_is_refused(tmp_path: Path) -> None:
-    """They were guessed in silence, and another guess than the right one is accepted never."""
-    narrow("z-lab/Qwen3-8B-DFlash-b16", tmp_path)
-    edited(tmp_path, dflash_target_layer_ids=None)
-    with pytest.raises(CheckpointError, match=r"says no target_layer_ids.*take them from where it was published"):
-        read_block(tmp_path, SHAPE)
 
 
 @pytest.mark.parametrize(
@@ -463,6 +192,13 @@ def test_reading(name: str, family: str, tmp_path: Path) -> None:
     narrow(name, tmp_path)
     spec = read_block(tmp_path, SHAPE).spec
     assert family == ("dspark" if spec.shifted else "jetspec" if spec.causal else "dflash")
+
+
+def test_logits_are_capped_as_the_config_says(tmp_path: Path) -> None:
+    """The key was accepted, and ignored unless the layers were Gemma 4's."""
+    narrow("z-lab/Qwen3-8B-DFlash-b16", tmp_path)
+    change_drafter(tmp_path, {"final_logit_softcapping": 30})
+    assert read_block(tmp_path, SHAPE).spec.softcap == 30.0
 
 
 @pytest.mark.parametrize("kind", ["dflash", "jetspec"])
@@ -483,10 +219,8 @@ def test_copies_of_the_targets_vocabulary_are_shared(
     narrow("deepseek-ai/dspark_qwen3_8b_block7", tmp_path)
     model = make_target("qwen3", vocab_size=VOCAB, num_hidden_layers=36)
     if same:
-        tensors = load_file(tmp_path / "model.safetensors")
-        tensors["embed_tokens.weight"] = model.get_input_embeddings().weight.detach().clone()
-        tensors["lm_head.weight"] = model.lm_head.weight.detach().clone()
-        save_file(tensors, tmp_path / "model.safetensors")
+        table, lm_head = model.get_input_embeddings().weight, model.lm_head.weight
+        change_drafter(tmp_path, {"embed_tokens.weight": table.detach(), "lm_head.weight": lm_head.detach()})
     head = block_drafter(tmp_path, TargetModel(model)).head
     assert (head.embed_tokens is None, head.lm_head is None) == (same, same)
 

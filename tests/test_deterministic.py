@@ -11,18 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tape import record
 
-import specdec.engine
-import specdec.runtime.rounds.captured_rounds
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.backend import choose_backend
 from specdec.attention.bridge import ForwardContext
 from specdec.attention.path_attention import PathAttention
 from specdec.attention.row_tiles import ROWS, pad_rows, row_tiles
-from specdec.draft_models.ngram import NgramDrafter
 from specdec.errors import ConfigError, SpecDecError, UnsupportedModelError
-from specdec.gpu.operations import FAST, KERNELS, REFERENCE
+from specdec.gpu.operations import REFERENCE
 from specdec.layers.batch_invariant_torch import ROWWISE, ByVectors, rows_alone
 from specdec.models.target import TargetModel
 from specdec.sampling.log_probs import LogProbs
@@ -143,18 +139,6 @@ def test_bits_are_those_of_a_request_alone(
     assert answers(large, prompts[:2], params[:2]) == expected[:2]
     assert sum(large.stats().accepted_counts) > 0
     assert seen.again > 60
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("fused", [deep("auto"), True])
-def test_many_requests_that_join_and_leave(fused, make_target, engine, random_prompt, seen):
-    model = make_target("gemma4-e2b")
-    prompts, params = requests(random_prompt, [1 + 7 * i % 45 for i in range(examples(37, 70))], new=5)
-    alone = engine(model, prefill_chunk=256, max_batch_size=1, fused=fused)
-    expected = answers(alone, prompts[::9], params[::9])
-    assert alone.target.unfused is None if fused is True else alone.target.ops is None
-    crowd = engine(model, "ngram", max_batch_size=examples(33, 64), fused=fused)
-    assert answers(crowd, prompts, params)[::9] == expected
 
 
 @deep_cases("mtp-centroids-SpecConfig(num_steps=6, topk=5, num_draft_tokens=100, adaptive=False)")
@@ -367,37 +351,6 @@ def test_attention_of_some_rows_is_that_of_all(
     monkeypatch.setattr(ForwardContext, "of", classmethod(watched))
     made.generate([prompt, random_prompt(9)], SamplingParams(max_new_tokens=4))
     assert len(compared) > 20
-
-
-@pytest.mark.deep
-@interpreted
-@pytest.mark.parametrize("family", [deep("gemma4-moe"), slow("gpt_oss")])
-def test_kernels(family, make_target, random_prompt, scripted, tree_script, seen, monkeypatch):
-    """Alone, in a batch, in chunks of a few tokens, chains and trees, in captured rounds and not."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(specdec.runtime.rounds.captured_rounds, "MIN_TABLE_WIDTH", 8)
-    monkeypatch.setattr("specdec.runtime.rounds.captured_prompts.MIN_TOKENS", 4)
-    model = make_target(family, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
-    prompts = [random_prompt(11), random_prompt(3)]
-    params = [SamplingParams(max_new_tokens=3), SamplingParams(max_new_tokens=3, temperature=0.9, seed=1)]
-    target = TargetModel(model, FAST, deterministic=True)
-    config = {"max_model_len": 64, "fused": True, "attention": "triton", "deterministic": True}
-
-    def tokens(drafter: Any, num_steps: int, **settings: Any) -> list[list[int]]:
-        made = Engine(target, drafter, spec=SpecConfig(num_steps), config=EngineConfig(**config, **settings))
-        assert made.target.ops is KERNELS and not made.target.in_tiles
-        outputs = [out.token_ids for out in made.generate(prompts, params)]
-        if made.steps.graphs is not None:
-            assert any(made.steps.graphs._captured.values())
-        return outputs
-
-    expected = tokens(None, 1, max_batch_size=1, prefill_chunk=64)
-    trees = scripted(tree_script([p + t for p, t in zip(prompts, expected, strict=True)]))
-    assert tokens(trees, 5, prefill_chunk=7) == expected
-    monkeypatch.setattr(ReferenceSampler, "draw", seen.draw)  # nothing can be written down in a captured round
-    monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record)
-    assert tokens(NgramDrafter(), 2, prefill_chunk=64, max_batch_size=2) == expected
-    assert seen.again > 5
 
 
 def test_under_the_sanitizer(make_target, engine, random_prompt, scripted, tree_script, monkeypatch):

@@ -9,9 +9,9 @@ import torch
 from block_heads import random_head
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.doctor import diagnose
 from specdec.doctor.changes import changed_block, possible_masks
 from specdec.doctor.dense_drafts import dense_drafts, record
-from specdec.doctor.diagnose import diagnose
 from specdec.draft_models.block.block_drafter import BlockDrafter
 from specdec.models.bundled import HELD_OUT_PROBLEMS
 from specdec.models.published import BLOCK_PAIRS
@@ -33,7 +33,7 @@ def engine():
 
 def diagnosed(engine, drafter, prompts=None, **options):
     with Engine(engine.target, drafter, tokenizer=engine.tokenizer, spec=SPEC, config=engine.config) as pair:
-        return diagnose(pair, Engine, prompts, **options)
+        return diagnose(pair, prompts, **options)
 
 
 def causes(diagnosis):

@@ -6,30 +6,26 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from block_heads import random_block
 
-from specdec import DraftTree, SamplingParams
-from specdec.draft_models.base import DraftBatch, Drafter, Observation
+from specdec import DraftTree, Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.draft_models.base import Drafter, Observation
 from specdec.draft_models.conformance import check_drafter
 from specdec.draft_models.ngram import NgramDrafter
 from specdec.kvcache.frozen import frozen_kv
-from specdec.kvcache.table import FROZEN_EXTRA_KEYS, Rows
+from specdec.kvcache.table import FROZEN_EXTRA_KEYS
+from specdec.models.target import TargetModel
 
-from marks import each_value, pairs
+from marks import each_value, pairs, slow
+from stand_ins import history_batch
+from tiny_models import random_eagle3
 
 # prompt lookup
 
 
 def lookup(*histories, steps=4, max_ngram=3):
-    """The drafts of each history, whose last token is the root; padded with a token that must not matter."""
-    length = max(map(len, histories))
-    padded = torch.tensor([[*h, *[h[-1]] * (length - len(h))] for h in histories])
-    lengths = torch.tensor([len(h) for h in histories])
-    batch = DraftBatch(
-        rows=Rows(torch.arange(len(histories)), length), root=torch.tensor([h[-1] for h in histories]),
-        history=padded, history_len=lengths, num_steps=steps, topk=1, num_nodes=1 + steps,
-        sample=None, best=None,
-    )  # fmt: skip
-    tree = NgramDrafter(max_ngram).propose(batch)
+    """The drafts of each history."""
+    tree = NgramDrafter(max_ngram).propose(history_batch(histories, steps))
     tree.check()
     assert tree.tokens[:, 0].tolist() == [h[-1] for h in histories]
     return tree.tokens[:, 1:].tolist()
@@ -92,11 +88,11 @@ def test_lookup_is_the_same_alone_and_in_a_batch(max_ngram):
 class Checked(Drafter):
     """A drafter whose worker is checked at every round of an engine."""
 
-    def __init__(self, drafter):
+    def __init__(self, drafter, target=None):
         self.inner, self.name, self.aux_layers = drafter, drafter.name, drafter.aux_layers
         self.kv_layout, self.extra_keys = drafter.kv_layout, drafter.extra_keys
         self.view = None
-        self.target = None
+        self.target = target
         self.rounds = 0
 
     def bind(self, binding):
@@ -146,6 +142,20 @@ def test_conformance(name, page_size, temperature, make_target, make_engine, gre
     assert drafter.rounds >= 5
     if not temperature:
         assert [out.token_ids for out in outputs] == [greedy_oracle(model, p, 12) for p in prompts]
+
+
+@pytest.mark.parametrize("topk", [1, 3])
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", slow("jetspec"), slow("dspark-rnn")])
+def test_conformance_of_heads(kind, topk, make_target, random_prompt):
+    """Heads with K/V of their own, on pages of 4: a sliding layer among them, requests that join and leave."""
+    model = make_target("gemma4-e2b")
+    target = TargetModel(model)
+    drafter = Checked(random_eagle3(model) if kind == "eagle3" else random_block(model, kind), target)
+    spec = SpecConfig(4, topk, None if topk == 1 else 9)
+    config = EngineConfig(max_model_len=128, max_batch_size=3, page_size=4)
+    with Engine(target, drafter, spec=spec, config=config) as engine:
+        engine.generate([random_prompt(n) for n in (1, 9, 30)], SamplingParams(max_new_tokens=10))
+    assert drafter.rounds >= 5
 
 
 # the check itself finds what it is there for
@@ -200,7 +210,7 @@ def faulty(fault, engine):
         if fault == "writes":
             store.layers[1].k[3] += 1
         if fault == "allocates":
-            table.ensure(0, int(table.capacity[0]) + 1)
+            table.ensure_slots(0, int(table.capacity[0]) + 1)
         if fault == "history":
             batch.history[0, 0] += 1
         return tree

@@ -253,26 +253,21 @@ class Meddler(nn.Module):
         return self.change(self.inner(*args, **kwargs))
 
 
-def mix_neighbours(hidden):
-    return hidden + 0.5 * hidden.roll(1, dims=1)
+CHANGES = {
+    "mix_neighbours": lambda x: x + 0.5 * x.roll(1, dims=1),
+    "look_ahead": lambda x: x + x.mean(dim=1, keepdim=True),
+    "by_row": lambda x: x * (1 + torch.arange(x.shape[1]).to(x.dtype)[None, :, None] / 4),
+}
 
 
-def look_ahead(hidden):
-    return hidden + hidden.mean(dim=1, keepdim=True)
-
-
-def by_row(hidden):
-    return hidden * (1 + torch.arange(hidden.shape[1]).to(hidden.dtype)[None, :, None] / 4)
-
-
-@pytest.mark.parametrize("change", [mix_neighbours, look_ahead, by_row])
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("where", ["mlp", "norm"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_model_whose_rows_depend_on_each_other_is_refused(change, where, dtype):
     """In a layer it shows in the next one's keys; in the last norm, in the states alone."""
     model = build(transformers.LlamaConfig(**HEADS)).to(dtype)
     holder = model.model if where == "norm" else model.model.layers[1]
-    setattr(holder, where, Meddler(getattr(holder, where), change))
+    setattr(holder, where, Meddler(getattr(holder, where), CHANGES[change]))
     with pytest.raises(UnsupportedModelError) as error:
         TargetModel(model)
     assert_one_sentence(error, "rows of several requests cannot share" if where == "norm" else "layer 2")
@@ -293,8 +288,8 @@ def test_a_model_that_changes_its_logits_in_an_unknown_way_is_refused():
     assert_one_sentence(error, "differ from those of its own forward")
 
 
-@pytest.mark.parametrize("error_type", [IndexError, ValueError, ZeroDivisionError, AssertionError, NotImplementedError])
-def test_whatever_a_foreign_forward_raises_is_one_sentence(error_type):
+@pytest.mark.parametrize("error_type", [IndexError, ValueError, AssertionError, NotImplementedError])
+def test_whatever_a_foreign_forward_raises_is_one_sentence_and_out_of_memory_stays_what_it_is(error_type):
     def fail(out):
         raise error_type("first line\nsecond line")
 
@@ -303,14 +298,7 @@ def test_whatever_a_foreign_forward_raises_is_one_sentence(error_type):
     with pytest.raises(UnsupportedModelError) as error:
         TargetModel(model)
     assert_one_sentence(error, "LlamaForCausalLM", error_type.__name__, "first line")
-
-
-def test_out_of_memory_in_the_proof_stays_what_it_is():
-    def fail(out):
-        raise torch.OutOfMemoryError("no memory")
-
-    model = build(transformers.LlamaConfig(**HEADS))
-    model.model.layers[1].mlp = Meddler(model.model.layers[1].mlp, fail)
+    error_type = torch.OutOfMemoryError
     with pytest.raises(torch.OutOfMemoryError):
         TargetModel(model)
 

@@ -11,14 +11,13 @@ import specdec.engine
 from specdec import EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.torch_backend import TorchBackend
 from specdec.draft_models import finished_texts
-from specdec.draft_models.base import DraftBatch
 from specdec.draft_models.finished_texts import BEFORE, MATCH, NOTHING, FinishedTexts
 from specdec.draft_models.suffix import SuffixWorker, newest_tokens
 from specdec.errors import ConfigError
 from specdec.gpu.mirrored_array import upload
-from specdec.kvcache.table import Rows
 
 from marks import deep, examples
+from stand_ins import history_batch
 
 CPU = torch.device("cpu")
 SALTS = (b"", b"one", b"other")
@@ -206,11 +205,7 @@ def test_salts_do_not_meet_even_where_a_number_was_forgotten():
 
 
 def chain(texts, history, steps=3):
-    batch = DraftBatch(
-        rows=Rows(torch.tensor([0]), len(history)), root=torch.tensor(history[-1:]), history=torch.tensor([history]),
-        history_len=torch.tensor([len(history)]), num_steps=steps, topk=1, num_nodes=1 + steps, sample=None, best=None,
-    )  # fmt: skip
-    tree = SuffixWorker(TorchBackend(), store_of(*texts)).propose(batch)
+    tree = SuffixWorker(TorchBackend(), store_of(*texts)).propose(history_batch([history], steps))
     tree.check()
     return tree.tokens[0, 1:].tolist()
 
@@ -286,7 +281,7 @@ def test_after_a_fault_it_is_empty_and_in_step(make_target, make_engine, random_
     params = SamplingParams(max_new_tokens=12)
     want = engine.generate([random_prompt(12)], params)[0].token_ids
     with monkeypatch.context() as patched:
-        patched.setattr(engine.scheduler, "release", lambda *_: 1 / 0)
+        patched.setattr(engine.scheduler, "release_requests", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.generate([random_prompt(9)], params)
     assert engine.generate([random_prompt(12)], params)[0].token_ids == want

@@ -56,8 +56,8 @@ def ints(*values: int) -> np.ndarray:
 
 def opened(table: KVRig, length: int, first: float = 0.0) -> int:
     """A row of `length` committed tokens; position p holds first + p in the full group, and 0.5 more in SWA."""
-    row = table.open()
-    table.ensure(row, length + LOOKAHEAD)
+    row = table.open_row()
+    table.ensure_slots(row, length + LOOKAHEAD)
     if length:
         plan = table.chunk(ints(row), ints(length))
         k = first + torch.arange(length, dtype=torch.float32).view(-1, 1, 1)
@@ -106,7 +106,7 @@ def test_restored_after_an_exception():
     assert not table.allocator.frozen
     with pytest.raises(FrozenKVError, match="layer 0 read through a view whose frozen_kv block has ended"):
         view.layer(0)
-    table.ensure(row, 10)
+    table.ensure_slots(row, 10)
     table.check()
 
 
@@ -138,8 +138,8 @@ def test_write_goes_to_the_space_of_the_layer():
     row = opened(table, 0)
     opened(table, 0)
     table.allocator.evict(owned(table, row))  # from here on the numbers of the two spaces differ
-    other = table.open()
-    table.ensure(other, 1)
+    other = table.open_row()
+    table.ensure_slots(other, 1)
     full = PrimaryLoc(table.slots.tensor[other, :1])
     swa = table.allocator.translate(SWA, full)
     assert full.item() != swa.item()
@@ -243,11 +243,11 @@ def forbidden(table: KVRig, row: int) -> dict[str, Callable[[], object]]:
         "free": lambda: a.free(slots),
         "allocator evict": lambda: a.evict(slots),
         "move": lambda: table.move(Move(slots, slots)),
-        "ensure": lambda: table.ensure(row, int(table.capacity[row]) + 1),
+        "ensure": lambda: table.ensure_slots(row, int(table.capacity[row]) + 1),
         "commit": lambda: table.commit(rows, ints(1)),
         "commit of a path": lambda: table.commit(rows, ints(2), np.array([[0, 2]])),
-        "evict": lambda: table.evict(rows),
-        "close": lambda: table.close(row),
+        "evict": lambda: table.evict_unseen(rows),
+        "close": lambda: table.close_row(row),
         "write": lambda: table.write(1, slots, None, k, k),
         "sliding write": lambda: table.write(0, slots, a.translate(SWA, slots), k, k),
     }
@@ -328,7 +328,7 @@ def test_locations_of_the_two_spaces_are_never_one_tensor():
     """#24395: extend rows were read with full ids where the layer had written SWA ids."""
     table = make()
     row = opened(table, 12)
-    table.evict(ints(row))  # frees SWA slots 1-6, so that the next row's numbers differ between the spaces
+    table.evict_unseen(ints(row))  # frees SWA slots 1-6, so that the next row's numbers differ between the spaces
     other = opened(table, 2, first=50.0)
     for plan in (table.chunk(ints(other), ints(2)), chain(table, ints(other))):
         assert not set(plan.write[PRIMARY].tolist()) & set(plan.write[SWA].tolist())
@@ -358,7 +358,7 @@ def test_prefix_and_draft_are_both_translated_exactly_once(page_size: int):
     """#24617: of a table made of prefix ++ draft only one part was translated."""
     table = make(page_size)
     old = opened(table, 16)
-    table.evict(ints(old))
+    table.evict_unseen(ints(old))
     row = opened(table, 6)
     plan = chain(table, ints(row))
     slots = table.slots.host[row]
@@ -378,8 +378,8 @@ def test_two_forwards_with_the_same_pointers_read_fresh_tables():
     pointers = table.slots.tensor.data_ptr(), table.allocator.maps.tensor[SWA].data_ptr()
     before = chain(table, ints(first))
     held = before.write[PRIMARY].tolist(), before.write[SWA].tolist(), before.prefix.tables[SWA].tolist()
-    table.close(second)
-    table.close(first)
+    table.close_row(second)
+    table.close_row(first)
     opened(table, 2)  # takes the slots that come first now
     again = opened(table, 5)
     after = chain(table, ints(again))
@@ -397,9 +397,9 @@ def test_eviction_is_seen_by_the_next_plan():
     table = make()
     row = opened(table, 12)
     before = chain(table, ints(row)).prefix
-    table.evict(ints(row))
+    table.evict_unseen(ints(row))
     table.commit(ints(row), ints(3))
-    table.ensure(row, 15 + LOOKAHEAD)  # reuses the evicted SWA slots
+    table.ensure_slots(row, 15 + LOOKAHEAD)  # reuses the evicted SWA slots
     after = chain(table, ints(row))
     assert set(after.write[SWA].tolist()) & set(range(1, 7))
     assert int(after.prefix.start[SWA][0]) > int(before.start[SWA][0])

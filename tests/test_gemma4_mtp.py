@@ -225,7 +225,7 @@ def test_a_step_cannot_change_the_cache(
         if operation == "alloc":
             table.allocator.alloc(1)
         elif operation == "commit":
-            table.commit_chunk(table.active_rows, table.active_rows * 0 + 1)
+            table.commit_chunk_on_host(table.active_rows, table.active_rows * 0 + 1)
         else:
             worker.view.writable_layer(0)
         return step(self, tokens, hidden, context)

@@ -45,30 +45,17 @@ def allowed(byte_tokenizer):
     return of
 
 
-@pytest.mark.parametrize(
-    ("text", "may_follow"),
-    [
-        ("", "cr"),
-        ("c", "a"),
-        ("ca", "nt"),
-        ("cat", "$"),
-        ("can", "$"),
-        ("ro", "w"),
-        ("row", "$b"),
-        ("rowb", "o"),
-    ],
-)
-def test_a_choice_by_hand(text, may_follow, start, allowed):
-    place = start(text, choice=["cat", "can", "row", "rowboat"])
-    assert allowed(place.mask) == may_follow
-    assert place.may_end == ("$" in may_follow)
+CHOICE = {"": "cr", "c": "a", "ca": "nt", "cat": "$", "can": "$", "ro": "w", "row": "$b", "rowb": "o"}
+REGEX = {"": "ab", "a": "$ab", "ab": "$ab", "abbaab": "$"}
 
 
-@pytest.mark.parametrize(
-    ("text", "may_follow"), [("", "ab"), ("a", "$ab"), ("ab", "$ab"), ("abbaab", "$")], ids=["", "a", "ab", "6"]
-)
-def test_a_regex_is_of_the_whole_text(text, may_follow, start, allowed):
-    assert allowed(start(text, regex="[ab]{1,6}").mask) == may_follow
+def test_what_may_follow_a_text_by_hand(start, allowed):
+    """A text, and all that may come next; a regex is of the whole text."""
+    asked = ({"choice": ["cat", "can", "row", "rowboat"]}, CHOICE), ({"regex": "[ab]{1,6}"}, REGEX)
+    for params, expected in asked:
+        for text, may_follow in expected.items():
+            place = start(text, **params)
+            assert (allowed(place.mask), place.may_end) == (may_follow, "$" in may_follow), text
 
 
 def test_forced_tokens_end_where_there_is_a_choice(start, byte_tokenizer):

@@ -99,12 +99,12 @@ def test_the_peak_is_of_what_is_held_by_rows() -> None:
     pages = pool.alloc(5)
     pool.keep(pages[:2])
     pool.free(pages)
-    assert PoolUse.of(pool, 4) == PoolUse(0, 20, 8, 32)
+    assert PoolUse.from_pool(pool, 4) == PoolUse(0, 20, 8, 32)
     pool.share(pages[:2])
-    assert PoolUse.of(pool, 4) == PoolUse(8, 20, 0, 32)
+    assert PoolUse.from_pool(pool, 4) == PoolUse(8, 20, 0, 32)
     pool.alloc(6)
-    assert PoolUse.of(pool, 4) == PoolUse(32, 32, 0, 32)
-    assert PoolUse.of(None, 4) == PoolUse(0, 0, 0, 0)
+    assert PoolUse.from_pool(pool, 4) == PoolUse(32, 32, 0, 32)
+    assert PoolUse.from_pool(None, 4) == PoolUse(0, 0, 0, 0)
 
 
 def drafts(count: int, engine, prompt: list[int], width: int = 32) -> None:

@@ -32,6 +32,25 @@ def quick_trial(monkeypatch):
     monkeypatch.setattr(grammar_trial, "SECONDS", 0.5)
 
 
+class Timer:
+    """Stands in for `threading.Timer`: `made` has those that were started, and a test calls them."""
+
+    def __init__(self, seconds, call):
+        self.seconds, self.call, self.cancelled = seconds, call, False
+
+    def start(self):
+        self.made.append(self)
+
+    def cancel(self):
+        self.cancelled = True
+
+
+@pytest.fixture
+def timers(monkeypatch):
+    monkeypatch.setattr(Timer, "made", [], raising=False)
+    return Timer.made
+
+
 def start(grammars, **params):
     return grammars.start(SamplingParams(**params), {EOS}, {EOS})
 
@@ -165,20 +184,8 @@ def test_a_worker_gives_back_the_memory_of_a_large_grammar(byte_tokenizer, monke
     assert start(grammars, regex="d+") is not None and trial.starts == 2
 
 
-def test_an_idle_worker_ends_and_another_one_starts_when_it_is_needed(byte_tokenizer, monkeypatch):
+def test_an_idle_worker_ends_and_another_one_starts_when_it_is_needed(byte_tokenizer, timers, monkeypatch):
     """It stayed for good, with 30 MB and more, once a grammar had needed it."""
-    timers = []
-
-    class Timer:
-        def __init__(self, seconds, call):
-            self.seconds, self.call, self.cancelled = seconds, call, False
-            timers.append(self)
-
-        def start(self): ...
-
-        def cancel(self):
-            self.cancelled = True
-
     grammars = Grammars(byte_tokenizer, 300)
     start(grammars, regex="a+")
     trial = grammars._library._trial
@@ -251,16 +258,8 @@ def test_what_is_kept_of_grammars_is_bounded_in_bytes(byte_tokenizer, monkeypatc
     assert grammars.kept_bytes == 0
 
 
-def test_large_grammars_are_kept_while_they_are_asked_for(byte_tokenizer, monkeypatch):
+def test_large_grammars_are_kept_while_they_are_asked_for(byte_tokenizer, timers, monkeypatch):
     """A server that had compiled hostile schemas kept 24 MB of them for good."""
-    timers = []
-
-    class Timer:
-        def __init__(self, seconds, call):
-            timers.append((seconds, call))
-
-        def start(self): ...
-
     grammars = Grammars(byte_tokenizer, 300)
     monkeypatch.setattr(grammars, "_timer", Timer)
     monkeypatch.setattr(grammar, "LARGE_BYTES", 100 * grammar.BYTES_PER_CHAR)
@@ -271,12 +270,12 @@ def test_large_grammars_are_kept_while_they_are_asked_for(byte_tokenizer, monkey
     small = grammars.kept_bytes
     start(grammars, choice=["a" * 200])
     start(grammars, choice=["b" * 300])
-    assert [seconds for seconds, _ in timers] == [grammar.LARGE_SECONDS]
+    assert [timer.seconds for timer in timers] == [grammar.LARGE_SECONDS]
     now[0] += grammar.LARGE_SECONDS - 1
     start(grammars, choice=["b" * 300])  # asked for again
     now[0] += 1
-    timers[-1][1]()
+    timers[-1].call()
     assert small < grammars.kept_bytes <= small + 300 * grammar.BYTES_PER_CHAR and len(timers) == 2
     now[0] += grammar.LARGE_SECONDS
-    timers[-1][1]()
+    timers[-1].call()
     assert grammars.kept_bytes == small and len(timers) == 2  # and nothing is looked for any more

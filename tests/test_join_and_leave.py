@@ -48,8 +48,8 @@ def make(page_size: int, *, pages: int = 300, swa_pages: int | None = None, wind
 def grow(table: RequestTable, row: int, length: int) -> None:
     """Up to so many tokens of a row are committed."""
     more = max(0, length - int(table.committed_len.host[row]))
-    table.ensure(row, int(table.committed_len.host[row]) + more)
-    table.commit_chunk(ints(row), ints(more))
+    table.ensure_slots(row, int(table.committed_len.host[row]) + more)
+    table.commit_chunk_on_host(ints(row), ints(more))
 
 
 def state(table: RequestTable, *, ordered: bool = True) -> dict[str, object]:
@@ -94,7 +94,7 @@ class Scene:
         self.table.check()
 
     def begin(self) -> None:
-        row, shared = self.table.open(), self.draw.randrange(MAX_LEN)
+        row, shared = self.table.open_row(), self.draw.randrange(MAX_LEN)
         text = self.draw.choice(self.heads)[:shared] + [self.draw.randrange(3) for _ in range(MAX_LEN - shared)]
         self.texts[row] = text
         self.cache.adopt(row, self.cache.key(text)[: self.draw.randrange(MAX_LEN)])
@@ -105,7 +105,7 @@ class Scene:
             if self.draw.random() < 0.5:
                 self.cache.insert([row], [self.cache.key(self.texts[row])])
             if self.draw.random() < 0.7:
-                self.table.evict(ints(row), slack_pages=self.draw.choice((0, 1)))
+                self.table.evict_unseen(ints(row), slack_pages=self.draw.choice((0, 1)))
 
     def lose_some(self) -> None:
         """As when the SWA pool runs short."""
@@ -130,10 +130,10 @@ def test_rows_closed_at_once_are_rows_closed_one_after_the_other(page_size: int)
         one_by_one = copy.deepcopy(table)
         pool, pages = table.allocator.primary, np.concatenate([table.pages(r, int(table.capacity[r])) for r in rows])
         shared += int((pool.num_holders(pages) > 1).sum())
-        evicted, kept = evicted + int(table.evicted_len[SWA, SWA, rows].sum()), kept + int(pool.is_kept(pages).sum())
-        table.close_all(ints(*rows))
+        evicted, kept = evicted + int(table.evicted_len[SWA, rows].sum()), kept + int(pool.is_kept(pages).sum())
+        table.close_rows(ints(*rows))
         for row in rows:
-            one_by_one.close(row)
+            one_by_one.close_row(row)
         assert state(table) == state(one_by_one)
         table.check()
     assert min(shared, evicted, kept) > 100
@@ -142,26 +142,26 @@ def test_rows_closed_at_once_are_rows_closed_one_after_the_other(page_size: int)
 def test_the_pages_of_the_last_row_are_used_first() -> None:
     """Rows 0 and 1 begin with pages 1 and 2; row 0 goes on with 3, row 1 with 4."""
     table = make(1)
-    grow(table, table.open(), 2)
-    table.adopt(table.open(), table.pages(0, 2))
+    grow(table, table.open_row(), 2)
+    table.adopt_pages(table.open_row(), table.pages(0, 2))
     grow(table, 0, 3)
     grow(table, 1, 3)
-    table.close_all(ints(0, 1))
+    table.close_rows(ints(0, 1))
     assert table.allocator.primary.alloc(4).tolist() == [1, 2, 4, 3]
-    table.close_all(ints())
+    table.close_rows(ints())
     assert table.active_rows.tolist() == []
 
 
 def test_rows_name_a_page_once_each() -> None:
     table = make(2)
-    grow(table, table.open(), 2)
-    table.adopt(table.open(), table.pages(0, 1))
+    grow(table, table.open_row(), 2)
+    table.adopt_pages(table.open_row(), table.pages(0, 1))
     free, slots, before = table.allocator.free, torch.tensor([2, 3, 2, 3]), state(table)
     for rows in (ints(0, 0, 0, 0), ints(1, 1, 1, 1)):
         with pytest.raises(DoubleFreeError, match="named twice"):
             free(slots, rows=rows)
     with pytest.raises(DoubleFreeError, match="named twice"):
-        table.close_all(ints(0, 0))
+        table.close_rows(ints(0, 0))
     with pytest.raises(DoubleFreeError, match="not held"):
         free(torch.tensor([2, 3, 2, 3, 2, 3]), rows=ints(0, 0, 1, 1, 2, 2))
     assert state(table) == before
@@ -201,7 +201,7 @@ def test_what_is_kept_is_claimed_in_one_call(page_size: int, monkeypatch) -> Non
     table, calls = make(page_size), list[int]()
     cache, keep = PrefixCache(table), table.allocator.primary.keep
     monkeypatch.setattr(table.allocator.primary, "keep", lambda pages: (calls.append(len(pages)), keep(pages)))
-    rows = [table.open() for _ in range(ROWS)]
+    rows = [table.open_row() for _ in range(ROWS)]
     for row in rows:
         grow(table, row, 24)
     cache.insert(rows, [cache.key([row] * 24) for row in rows])
@@ -219,13 +219,13 @@ def test_what_a_short_pool_wants_is_given_up_in_one_call(page_size: int, monkeyp
     monkeypatch.setattr(
         table.allocator.primary, "forget", lambda pages: (calls.append(pages.tolist()), forget(pages))[1]
     )
-    rows = [table.open() for _ in range(ROWS)]
+    rows = [table.open_row() for _ in range(ROWS)]
     for row in rows:
         grow(table, row, 24)
     cache.insert(rows, [cache.key([row] * 24) for row in rows])
     each = 24 // page_size
     pages = [table.pages(row, each).tolist() for row in rows]
-    table.close_all(ints(*rows))
+    table.close_rows(ints(*rows))
     free = table.allocator.primary.free_pages
     cache.release(2 * each + each // 2, 0)
     assert calls == [pages[2][each - each // 2 :] + pages[1] + pages[0]]
@@ -275,7 +275,7 @@ def busy(seed: int, page_size: int, **sizes: int) -> Scheduler:
         request.priority = draw.choice((0, 0, 1))
         scheduler.submit(request)
     for _ in range(draw.randint(1, 3)):
-        scheduler.admit()
+        scheduler.admit_requests()
         requests, chunk_len = scheduler.next_prefill()
         for request, length in zip(requests, chunk_len.tolist(), strict=True):
             grow(table, request.row, int(table.committed_len.host[request.row]) + length)
@@ -283,7 +283,7 @@ def busy(seed: int, page_size: int, **sizes: int) -> Scheduler:
                 request.state = RequestState.DECODE
                 request.settle([draw.randrange(9) for _ in range(draw.randint(1, 3))], [], request.stats.copy())
                 grow(table, request.row, request.settled.num_tokens - 1)
-        table.evict(table.active_rows)
+        table.evict_unseen(table.active_rows)
     return scheduler
 
 
@@ -306,9 +306,9 @@ def test_requests_that_leave_together_leave_as_one_after_the_other(page_size: in
         numbers = {request.number for request in draw.sample(everybody, draw.randint(1, len(everybody)))}
         leavers, others = ([r for r in s.running + s.waiting if r.number in numbers] for s in (scheduler, twin))
         stranger = request_of(99, [1])
-        scheduler.release(*leavers, stranger)
+        scheduler.release_requests(*leavers, stranger)
         for request in others:
-            twin.release(request)
+            twin.release_requests(request)
         assert seats(scheduler) == seats(twin)
         assert [(r.row, r.state, r.row_epoch) for r in leavers] == [(r.row, r.state, r.row_epoch) for r in others]
         assert state(scheduler.table, ordered=False) == state(twin.table, ordered=False)
@@ -327,7 +327,7 @@ def chunks_one_after_the_other(scheduler: Scheduler) -> list[tuple[int, int]]:
             room = int(table.capacity[request.row]) - done + table.allocator.available_pages * page_size
             chunk = min(share, room)
             if chunk > 0:
-                table.ensure(request.row, done + chunk)
+                table.ensure_slots(request.row, done + chunk)
                 chosen.append((request, chunk))
                 break
             scheduler._make_room()
@@ -342,7 +342,7 @@ def test_prompt_chunks_get_the_slots_that_one_after_the_other_would(page_size: i
         scheduler = busy(seed, page_size, pages=60 // page_size, swa_pages=60 // page_size)
         table = scheduler.table
         if scheduler.waiting and len(scheduler.running) < ROWS:
-            scheduler.admit()
+            scheduler.admit_requests()
         for request in scheduler.running:  # far behind, as when what they had is gone
             request.state = RequestState.PREFILL if draw.random() < 0.7 else request.state
             request.settle([1] * draw.randint(1, 6), [], request.stats.copy())

@@ -100,11 +100,11 @@ class KVMachine(RuleBasedStateMachine):
             wanted = int(self.table.committed_len.host[row]) + more
             fits = self.table.pages_needed(row, wanted) <= self.allocator.available_pages
             if fits and wanted <= self.table.slots.host.shape[1]:
-                self.table.ensure(row, wanted)
+                self.table.ensure_slots(row, wanted)
                 done.append(row)
             else:
                 with pytest.raises(OutOfSlotsError):
-                    self.table.ensure(row, wanted)
+                    self.table.ensure_slots(row, wanted)
                 assert kv_contents(self.table) == before
         return ints(*done)
 
@@ -187,7 +187,7 @@ class KVMachine(RuleBasedStateMachine):
         known = [*self.ended, *self.texts.values()]
         begin = known[rng.integers(0, len(known))]
         text = begin[: rng.integers(0, len(begin) + 1)][: MAX_LEN - 8] + rng.integers(0, 2, rng.integers(1, 9)).tolist()
-        row = self.table.open()
+        row = self.table.open_row()
         assert row not in self.texts
         key = self.cache.key(text)[: len(text) - 1]
         assert len(key) == len(text) - 1
@@ -238,9 +238,9 @@ class KVMachine(RuleBasedStateMachine):
     @rule(seed=SEED)
     def evict(self, seed: int) -> None:
         rows = self.some_rows(seed)
-        self.table.evict(rows)
+        self.table.evict_unseen(rows)
         for row in rows.tolist() if self.window is not None else []:
-            slack = int(self.table.committed_len.host[row]) - WINDOW - 1 - int(self.table.evicted_len[SWA, SWA, row])
+            slack = int(self.table.committed_len.host[row]) - WINDOW - 1 - int(self.table.evicted_len[SWA, row])
             assert slack < 2 * self.page_size  # the SWA pool stays O(window)
 
     @precondition(lambda self: self.texts)
@@ -249,7 +249,7 @@ class KVMachine(RuleBasedStateMachine):
         rows = self.some_rows(seed)[: 1 + seed % 2]  # or nobody would be left
         if kept:
             self.cache.insert(rows.tolist(), [self.cache.key(self.texts[row]) for row in rows.tolist()])
-        self.table.close_all(rows)
+        self.table.close_rows(rows)
         self.ended += [self.texts.pop(row) for row in rows.tolist()]
 
     @precondition(lambda self: self.texts)
@@ -265,7 +265,7 @@ class KVMachine(RuleBasedStateMachine):
             self.allocator.alloc(self.allocator.available_pages + 1)
         if len(self.texts) == ROWS:
             with pytest.raises(KVStateError, match="rows of the request table are in use"):
-                self.table.open()
+                self.table.open_row()
         assert kv_contents(self.table) == before
 
     @precondition(lambda self: self.texts)
@@ -307,9 +307,9 @@ class KVMachine(RuleBasedStateMachine):
             lambda: t.move(Move(owned, owned)),
             lambda: t.commit(rows, np.zeros(len(rows), dtype=np.int64)),
             lambda: t.commit(rows, np.ones(len(rows), dtype=np.int64), np.zeros((len(rows), 1), dtype=np.int64)),
-            lambda: t.evict(rows),
-            lambda: t.close(row),
-            lambda: t.close_all(rows),
+            lambda: t.evict_unseen(rows),
+            lambda: t.close_row(row),
+            lambda: t.close_rows(rows),
             lambda: t.write(FULL_LAYER, owned, None, k, k),
             lambda: t.write(SLIDING_LAYER, owned, a.translate(SWA, owned), k, k),
             lambda: t.write(FULL_LAYER, owned, None, k, k, view),
@@ -317,7 +317,7 @@ class KVMachine(RuleBasedStateMachine):
             lambda: t.lend(self.worker, [FULL_LAYER]).__enter__(),
         ]
         if t.capacity[row] < t.slots.host.shape[1]:
-            forbidden.append(lambda: t.ensure(row, int(t.capacity[row]) + 1))
+            forbidden.append(lambda: t.ensure_slots(row, int(t.capacity[row]) + 1))
         before = kv_contents(self.table)
         for operation in forbidden:
             with pytest.raises(FrozenKVError):
@@ -332,7 +332,7 @@ class KVMachine(RuleBasedStateMachine):
         self.table.check()
         assert self.table.active_rows.tolist() == sorted(self.texts)
         for row, expected in self.expected.items():
-            length, evicted = len(expected), int(self.table.evicted_len[SWA, SWA, row])
+            length, evicted = len(expected), int(self.table.evicted_len[SWA, row])
             slots = PrimaryLoc(torch.from_numpy(self.table.slots.host[row, :length]))
             self.read(slots, self.texts[row], expected, evicted)
 

@@ -9,10 +9,11 @@ import triton
 from torch.nn import functional as F
 
 from specdec.kvcache.index_spaces import PrimaryLoc
-from specdec.layers import linear as linear_module
-from specdec.layers import many_rows, some_rows
-from specdec.layers import product as products
+from specdec.layers import gemm_large, gemm_medium, gemm_small
 from specdec.layers.activation import reference_activate
+from specdec.layers.gemm_medium import MediumTiles, choose_medium_tiles
+from specdec.layers.gemm_medium import gemm_medium as multiply_medium
+from specdec.layers.gemm_small import balanced_rows
 from specdec.layers.linear import (
     gated_linear,
     linear,
@@ -30,7 +31,7 @@ from specdec.layers.per_layer_embedding import (
     reference_layer_inputs,
     vendor_gated_projection,
 )
-from specdec.layers.product import Cut, Product, Tiles, balanced_rows, choose_cut, finish, reference_finish
+from specdec.layers.product import Cut, Product, Tiles, choose_cut, finish, reference_finish
 from specdec.layers.rope_store import (
     Destination,
     Heads,
@@ -40,7 +41,6 @@ from specdec.layers.rope_store import (
     rope_store,
     rotary,
 )
-from specdec.layers.some_rows import SomeTiles, choose_some_tiles, multiply_some_rows
 
 from marks import deep_cases, slow
 
@@ -57,7 +57,7 @@ def kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     if DEVICE.type == "cpu":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-        assert not isinstance(linear_module.linear_kernel, triton.JITFunction), "TRITON_INTERPRET=1 came too late"
+        assert not isinstance(gemm_small.gemm_small_kernel, triton.JITFunction), "TRITON_INTERPRET=1 came too late"
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -124,8 +124,8 @@ def test_a_gate_of_any_size_is_exact():
 def test_many_rows_are_multiplied_in_tiles_of_their_own(num_rows: int, n: int, k: int, monkeypatch: pytest.MonkeyPatch):
     """With ranges of K and without, biased, gated; rows that descriptors cannot describe go the usual way."""
     launched = []
-    kernel = many_rows.many_rows_kernel
-    monkeypatch.setattr(many_rows, "many_rows_kernel", Launches(kernel, launched))
+    kernel = gemm_large.gemm_large_kernel
+    monkeypatch.setattr(gemm_large, "gemm_large_kernel", Launches(kernel, launched))
     x, weight = randn(num_rows, k, dtype=torch.float16), randn(n, k, dtype=torch.float16) * k**-0.5
     bias = randn(n, dtype=torch.float16)
     close(finish(linear(x, weight, bias)), reference_linear(x, weight, bias).parts[0])
@@ -144,21 +144,21 @@ def test_some_rows_are_multiplied_by_descriptors(num_rows: int, n: int, k: int):
     """In ranges of K and without, biased; gated, with a tail and without. Tiles that nothing divides."""
     x, weight = randn(num_rows, k, dtype=torch.float16), randn(n, k, dtype=torch.float16) * k**-0.5
     bias = randn(n, dtype=torch.float16)
-    for tiles in (SomeTiles(64, 32, 0, 64, 4, 3, 3), SomeTiles(16, 64, 0, 32, 4, 3)):
-        close(finish(multiply_some_rows(x, weight, bias, None, tiles)), reference_linear(x, weight, bias).parts[0])
-    for tiles in (SomeTiles(64, 32, 16, 64, 4, 3), SomeTiles(16, 64, 0, 64, 4, 3)):
-        gated = multiply_some_rows(x, weight, None, "gelu_tanh", tiles).parts[0]
+    for tiles in (MediumTiles(64, 32, 0, 64, 4, 3, 3), MediumTiles(16, 64, 0, 32, 4, 3)):
+        close(finish(multiply_medium(x, weight, bias, None, tiles)), reference_linear(x, weight, bias).parts[0])
+    for tiles in (MediumTiles(64, 32, 16, 64, 4, 3), MediumTiles(16, 64, 0, 64, 4, 3)):
+        gated = multiply_medium(x, weight, None, "gelu_tanh", tiles).parts[0]
         close(gated, reference_gated_linear(x, weight, "gelu_tanh"))
 
 
 def test_who_multiplies_some_rows(monkeypatch: pytest.MonkeyPatch):
     """Where weights fill the device: 33 to 128 rows; of a gated weight also 193 to 256. Not what has no descriptors."""
     launched: list[object] = []
-    monkeypatch.setattr(some_rows, "some_rows_kernel", Launches(some_rows.some_rows_kernel, launched))
+    monkeypatch.setattr(gemm_medium, "gemm_medium_kernel", Launches(gemm_medium.gemm_medium_kernel, launched))
 
     def launches(num_rows: int, *, gated: bool = False, dtype: torch.dtype = torch.float16, columns: int = 64) -> int:
         launched.clear()
-        monkeypatch.setattr(some_rows, "device_limits", lambda device: (4 if gated else 9, 227 << 10))
+        monkeypatch.setattr(gemm_medium, "device_limits", lambda device: (4 if gated else 9, 227 << 10))
         x, weight = randn(num_rows, 72, dtype=dtype)[:, :columns], randn(520, columns, dtype=dtype) / 8
         if gated:
             close(vendor_gated_linear(x, weight, "silu"), reference_gated_linear(x, weight, "silu"))
@@ -198,8 +198,8 @@ def test_tiles_by_descriptors(
 ):
     """Rows of a weight's tile and ranges of K, on 132 multiprocessors; None: others multiply."""
     for shared in (227 << 10, 100 << 10):
-        monkeypatch.setattr(some_rows, "device_limits", lambda device, shared=shared: (132, shared))
-        tiles = choose_some_tiles(num_rows, (n, k), DEVICE, gated=gated)
+        monkeypatch.setattr(gemm_medium, "device_limits", lambda device, shared=shared: (132, shared))
+        tiles = choose_medium_tiles(num_rows, (n, k), DEVICE, gated=gated)
         assert want == (tiles and (tiles.block_n + tiles.tail_n, tiles.ranges))
         if tiles is not None:
             stage = (tiles.block_m + tiles.block_n + tiles.tail_n) * tiles.block_k * 2
@@ -298,7 +298,7 @@ def test_two_tiles_of_rows_in_one_program(rows: int):
 
 
 def test_two_tiles_hold_the_rows():
-    assert [products.two_tiles(rows) for rows in (65, 96, 97, 128, 160)] == [
+    assert [gemm_small.two_tiles(rows) for rows in (65, 96, 97, 128, 160)] == [
         (64, 16),
         (64, 32),
         (128, 0),
@@ -306,13 +306,13 @@ def test_two_tiles_hold_the_rows():
         (128, 32),
     ]
     for rows in range(65, 193):
-        first, second = products.two_tiles(rows)
+        first, second = gemm_small.two_tiles(rows)
         assert first in (64, 128) and second in (0, 16, 32, 64) and rows <= first + second < rows + 32
 
 
 def test_tiles_of_some_rows():
     """160 rows of Gemma 4 E4B on 132 multiprocessors: gate/up and head load a weight once, q/k/v are one wave."""
-    some = functools.partial(products.tiles_of_some, 160, wave=264)
+    some = functools.partial(gemm_small.tiles_of_some, 160, wave=264)
     assert some(20480, 1, gated=True) == Tiles(128, 128, 64, 8, 3, 128, tail_m=32)
     assert some(262144, 1, gated=False) == Tiles(128, 128, 64, 8, 4, 128, tail_m=32)
     assert some(3072, 4, gated=False) == Tiles(64, 128, 64, 4, 3, 64, tail_m=32)  # 192 programs, where 288 were
@@ -338,12 +338,12 @@ def test_balanced_rows_fill_the_multiprocessors(n: int, splits: int):
 @pytest.mark.parametrize("shared_memory", [99, 163, 227], ids=lambda kilobytes: f"{kilobytes} KiB")
 def test_tiles_fit_the_shared_memory(shared_memory: int, monkeypatch: pytest.MonkeyPatch):
     """Of an A10, an A100 and an H200; a program that waits for no load of its own has one tile of each at least."""
-    monkeypatch.setattr(products, "device_limits", lambda device: (108, shared_memory << 10))
+    monkeypatch.setattr(gemm_small, "device_limits", lambda device: (108, shared_memory << 10))
     x = torch.empty(0, dtype=torch.float16, device=DEVICE)
     for n, k in ((128, 2816), (256, 2560), (4224, 2816), (2560, 10240), (20480, 2560), (262144, 2560)):
         for cut in (choose_cut(n, k), Cut(1, k)):
             for rows in (1, 8, 17, 33, 64, 65, 160, 192, 500, 2048):
-                tiles = products.choose_tiles(rows, n, cut, x, gated=cut.splits == 1)
+                tiles = gemm_small.choose_tiles(rows, n, cut, x, gated=cut.splits == 1)
                 assert tiles.num_stages >= 1
                 taken = tiles.num_stages * (tiles.block_n + tiles.block_m + tiles.tail_m) * tiles.block_k * 2
                 assert taken <= shared_memory << 10, f"{n=} {k=} {rows=} {tiles=}"

@@ -43,14 +43,14 @@ FLOORS = (  # a module imports from lower floors and from its own room; the long
     ("specdec.models", "specdec.draft_models"),
     ("specdec.runtime",),
     (
-        *("specdec.loading", "specdec.drafter_loading", "specdec.draft_attention", "specdec.doctor", "specdec.engine"),
+        *("specdec.loading", "specdec.drafter_loading", "specdec.load_check", "specdec.engine"),
         *("specdec.hf_generate", "specdec"),
     ),
-    ("specdec.serving", "specdec.evaluation", "specdec.training"),
+    ("specdec.serving", "specdec.evaluation", "specdec.training", "specdec.doctor"),
     ("specdec.cli",),
 )
 OPEN_FLOORS = (0, 5)
-"""Their rooms are single files, and the doctor; they import each other in the order in which they stand."""
+"""Their rooms are single files, or folders; they import each other in the order in which they stand."""
 
 LIGHT_FILES = tuple(f"specdec.cli.{name}" for name in ("app", "command", "commands", "options", "config_file"))
 LIGHT_FILES += ("specdec.serving.http_options",)

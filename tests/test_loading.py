@@ -19,6 +19,7 @@ from marks import slow
 
 PARAMS = SamplingParams(max_new_tokens=12)
 CONFIG = EngineConfig(max_batch_size=1, max_model_len=64)
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -34,22 +35,22 @@ def test_a_saved_model_generates_what_it_did(family, make_target, greedy_oracle,
         assert engine.generate(prompt, PARAMS)[0].token_ids == want
 
 
-def test_shards_are_read(make_target, greedy_oracle, random_prompt, tmp_path):
-    model = make_target("llama")
+def test_shards_are_read_and_a_missing_one_and_an_index_that_is_cut_off_are_named(
+    make_target, greedy_oracle, random_prompt, tmp_path
+):
+    model, prompt = make_target("llama"), random_prompt(9)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    prompt = random_prompt(9)
+    shards, index = sorted(tmp_path.glob("*.safetensors")), tmp_path / "model.safetensors.index.json"
+    assert len(shards) > 1
     with Engine.from_pretrained(str(tmp_path), config=CONFIG) as engine:
         assert engine.generate(prompt, PARAMS)[0].token_ids == greedy_oracle(model, prompt, PARAMS.max_new_tokens)
-
-
-def test_a_missing_shard_is_named(make_target, tmp_path):
-    make_target("llama").save_pretrained(tmp_path, max_shard_size="20KB")
-    shard = sorted(tmp_path.glob("*.safetensors"))[1]
-    shard.unlink()
-    said = rf"cannot be loaded: the checkpoint lacks {shard.name}, which model.safetensors.index.json names$"
+    shards[1].unlink()
+    said = f"cannot be loaded: the checkpoint lacks {shards[1].name}, which {index.name} names$"
     with pytest.raises(CheckpointError, match=said):
-        load_model(str(tmp_path), dtype=torch.float32, device=torch.device("cpu"))
+        load_model(str(tmp_path), dtype=torch.float32, device=CPU)
+    index.write_text(index.read_text()[:50])
+    with pytest.raises(CheckpointError, match=f"{index.name} cannot be read .* download or copy it again"):
+        load_model(str(tmp_path), dtype=torch.float32, device=CPU)
 
 
 def spoiled(folder, edit):
@@ -118,16 +119,6 @@ def test_a_safetensors_file_that_is_cut_off_is_named_with_the_remedy(left, make_
         Engine.from_pretrained(make_target("llama"), str(tmp_path), config=CONFIG)
 
 
-def test_an_index_that_is_cut_off_is_named(make_target, tmp_path):
-    make_target("llama").save_pretrained(tmp_path, max_shard_size="20KB")
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(index.read_text()[:50])
-    with pytest.raises(
-        CheckpointError, match=r"model.safetensors.index.json cannot be read .* download or copy it again"
-    ):
-        load_model(str(tmp_path), dtype=torch.float32, device=torch.device("cpu"))
-
-
 @pytest.mark.parametrize("ordered", [False, True], ids=["dense", "centroid"])
 def test_an_assistant_is_read_from_a_folder(ordered, make_target, make_assistant, random_prompt, tmp_path):
     target = make_target("gemma4-e2b")
@@ -158,9 +149,8 @@ def test_the_text_model_of_another_layout_is_not_filled_with_random_numbers(make
     """The config of a text model over the tensors of a multimodal one: every name is off by a prefix."""
     model = make_target("gemma4-multimodal")
     model.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())["text_config"]
-    config["architectures"] = ["Gemma4ForCausalLM"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    text = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    (tmp_path / "config.json").write_text(json.dumps(text | {"architectures": ["Gemma4ForCausalLM"]}))
     with pytest.raises(SpecDecError, match=r"lacks .* tensors of Gemma4ForCausalLM"):
         load_model(str(tmp_path), dtype=torch.float32, device=torch.device("cpu"))
 

@@ -72,10 +72,8 @@ def test_an_edit_by_hand():
 @pytest.mark.parametrize("kind", [ReferenceSampler, KernelSampler])
 @pytest.mark.parametrize("with_tree", [False, True], ids=["first", "tree"])
 @pytest.mark.parametrize("softcap", [None, 20.0])
-def test_edits_are_those_on_paper(kind, with_tree, softcap, monkeypatch):
+def test_edits_are_those_on_paper(kind, with_tree, softcap, kernels_run):
     """Every setting, and a request that asks for nothing, in one batch, on every node; drawn greedily."""
-    if DEVICE.type == "cpu":
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
     params = [SamplingParams(**{**s, "temperature": 0, "seed": None}) for s in [{}, *SETTINGS.values()]]
     generator = torch.Generator().manual_seed(3)
     count, vocab = len(params), 96
@@ -110,10 +108,8 @@ def test_edits_are_those_on_paper(kind, with_tree, softcap, monkeypatch):
 
 @pytest.mark.parametrize("kind", [ReferenceSampler, KernelSampler])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_nothing_that_a_grammar_forbids_is_drawn(kind, temperature, monkeypatch):
+def test_nothing_that_a_grammar_forbids_is_drawn(kind, temperature, kernels_run):
     """One token, two, one that the model rules out, and all of them; the draw among these is that of the plain law."""
-    if DEVICE.type == "cpu":
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
     vocab, may_follow = 70, [[5], [3, 69], [8], list(range(70))]
     bits = np.zeros((1, 4, 96), dtype=np.uint8)
     for node, tokens in enumerate(may_follow):

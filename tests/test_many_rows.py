@@ -46,15 +46,15 @@ def make(
     )
     table = RequestTable(allocator, max_requests=rows, max_len=22, lookahead=LOOKAHEAD, window=window, extra_keys=1)
     for _ in range(rows):
-        table.open()
+        table.open_row()
     return table
 
 
 def grow(table: RequestTable, length: list[int]) -> None:
     """So many more tokens are committed in each row."""
     rows = np.arange(len(length))
-    table.ensure_all(rows, table.committed_len.host[rows] + ints(*length))
-    table.commit_chunk(rows, ints(*length))
+    table.ensure_all_slots(rows, table.committed_len.host[rows] + ints(*length))
+    table.commit_chunk_on_host(rows, ints(*length))
 
 
 # slots for all
@@ -63,11 +63,11 @@ def grow(table: RequestTable, length: list[int]) -> None:
 def test_every_row_gets_the_pages_that_it_lacks():
     """Pages of 4: row 0 wants 5 slots and has none, row 1 has 4 of the 4 that it wants, row 2 wants 9 and has 4."""
     table = make(page_size=4)
-    table.ensure(1, 4)
-    table.ensure(2, 4)
+    table.ensure_slots(1, 4)
+    table.ensure_slots(2, 4)
     rows, length = ints(0, 1, 2), ints(5, 4, 9)
     assert table.pages_needed(rows, length).tolist() == [2, 0, 2]
-    table.ensure_all(rows, length)
+    table.ensure_all_slots(rows, length)
     assert table.slots.host[0, :9].tolist() == [12, 13, 14, 15, 16, 17, 18, 19, 0]
     assert table.slots.host[1, :5].tolist() == [4, 5, 6, 7, 0]
     assert table.slots.host[2, :13].tolist() == [8, 9, 10, 11, 20, 21, 22, 23, 24, 25, 26, 27, 0]
@@ -78,7 +78,7 @@ def test_every_row_gets_the_pages_that_it_lacks():
 
 def test_rows_may_come_in_any_order_and_only_those_named_grow():
     table = make()
-    table.ensure_all(ints(2, 0), ints(1, 2))
+    table.ensure_all_slots(ints(2, 0), ints(1, 2))
     assert table.slots.host[:3, :3].tolist() == [[2, 3, 0], [0, 0, 0], [1, 0, 0]]
     table.check()
 
@@ -86,10 +86,10 @@ def test_rows_may_come_in_any_order_and_only_those_named_grow():
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_rows_that_lack_nothing_take_nothing(page_size: int):
     table = make(page_size)
-    table.ensure_all(ints(0, 1), ints(4, 8))
+    table.ensure_all_slots(ints(0, 1), ints(4, 8))
     before = contents(table)
-    table.ensure_all(ints(0, 1), ints(4, 5))
-    table.ensure_all(ints(), ints())
+    table.ensure_all_slots(ints(0, 1), ints(4, 5))
+    table.ensure_all_slots(ints(), ints())
     assert contents(table) == before
 
 
@@ -97,24 +97,24 @@ def test_rows_that_lack_nothing_take_nothing(page_size: int):
 def test_when_one_is_short_nobody_takes_anything(swa_pages: int | None):
     """Three pages: for row 0 and for row 1, but not for row 2."""
     table = make(page_size=4, pages=3 if swa_pages is None else 20, swa_pages=swa_pages)
-    table.ensure(1, 4)
+    table.ensure_slots(1, 4)
     before = contents(table)
     with pytest.raises(OutOfSlotsError, match=r"3 pages needed; free: .*2 of 3"):
-        table.ensure_all(ints(0, 1, 2), ints(1, 4, 5))
+        table.ensure_all_slots(ints(0, 1, 2), ints(1, 4, 5))
     assert contents(table) == before
-    table.ensure_all(ints(0, 1, 2), ints(1, 4, 4))
+    table.ensure_all_slots(ints(0, 1, 2), ints(1, 4, 4))
     table.check()
 
 
 def test_a_row_that_is_too_long_or_closed_is_named_and_nobody_takes_anything():
     table = make()
-    table.close(1)
+    table.close_row(1)
     before = contents(table)
     with pytest.raises(OutOfSlotsError, match="row 2: 25 slots needed, a row has 24"):
-        table.ensure_all(ints(0, 2), ints(3, 25))
+        table.ensure_all_slots(ints(0, 2), ints(3, 25))
     for row in (1, 3, 4, -1):
         with pytest.raises(KVStateError, match=f"row {row} is not open"):
-            table.ensure_all(ints(0, row), ints(3, 3))
+            table.ensure_all_slots(ints(0, row), ints(3, 3))
     assert contents(table) == before
 
 
@@ -141,8 +141,8 @@ def test_a_page_is_free_when_it_was_given_back_as_often_as_it_is_held():
 def test_who_gives_up_all_that_it_has_names_no_page_twice():
     """Though another row holds it as well: that claim is not its own to give."""
     table = make(page_size=2)
-    table.ensure(0, 2)
-    table.adopt(1, table.pages(0, 1))
+    table.ensure_slots(0, 2)
+    table.adopt_pages(1, table.pages(0, 1))
     slots = torch.tensor([2, 3, 2, 3])
     with pytest.raises(DoubleFreeError, match="named twice"):
         table.allocator.free(slots)
@@ -152,9 +152,9 @@ def test_who_gives_up_all_that_it_has_names_no_page_twice():
 def two_that_begin_alike(page_size: int) -> RequestTable:
     """Rows 0 and 1 begin with the same two pages, row 2 has its own; then 12 more tokens each."""
     table = make(page_size, pages=40)
-    table.ensure(0, 2 * page_size)
-    table.commit_chunk(ints(0), ints(2 * page_size))
-    table.adopt(1, table.pages(0, 2))
+    table.ensure_slots(0, 2 * page_size)
+    table.commit_chunk_on_host(ints(0), ints(2 * page_size))
+    table.adopt_pages(1, table.pages(0, 2))
     grow(table, [12, 12, 12])
     return table
 
@@ -165,12 +165,12 @@ def test_rows_that_share_a_page_evict_it_in_one_step(page_size: int, named: int,
     table = two_that_begin_alike(page_size)
     swa, shared = table.allocator.pools[SWA], table.pages(0, 2)
     held = swa.held_pages
-    assert table.evict(ints(0, 1, 2)) == named
+    assert table.evict_unseen(ints(0, 1, 2)) == named
     assert held - swa.held_pages == freed
     assert not table.allocator.is_mapped(shared).any()
     table.check()
     for row in range(3):
-        table.close(row)
+        table.close_row(row)
     table.check()
     assert (swa.held_pages, table.allocator.primary.held_pages) == (0, 0)
 
@@ -178,10 +178,10 @@ def test_rows_that_share_a_page_evict_it_in_one_step(page_size: int, named: int,
 def test_a_page_that_another_row_still_sees_stays_mapped():
     table = two_that_begin_alike(1)
     shared = table.pages(0, 2)
-    table.evict(ints(0, 2))
+    table.evict_unseen(ints(0, 2))
     assert table.allocator.is_mapped(shared).all()
     table.check()
-    table.evict(ints(1, 2))
+    table.evict_unseen(ints(1, 2))
     assert not table.allocator.is_mapped(shared).any()
     table.check()
 
@@ -191,16 +191,16 @@ def test_evicting_all_rows_is_evicting_one_after_the_other(page_size: int):
     draw = random.Random(page_size)
     for _ in range(30):
         table = make(page_size, pages=80, rows=6)
-        table.ensure(0, 9 // page_size * page_size)
-        table.commit_chunk(ints(0), ints(9 // page_size * page_size))
+        table.ensure_slots(0, 9 // page_size * page_size)
+        table.commit_chunk_on_host(ints(0), ints(9 // page_size * page_size))
         for row in range(1, draw.randint(1, 6)):
-            table.adopt(row, table.pages(0, draw.randint(0, 9 // page_size)))
+            table.adopt_pages(row, table.pages(0, draw.randint(0, 9 // page_size)))
         for _ in range(3):
             grow(table, [draw.randint(0, 4) for _ in range(6)])
             rows = np.array(draw.sample(range(6), draw.randint(0, 6)), dtype=np.int64)
             twin, slack = copy.deepcopy(table), draw.choice((0, 1))
-            freed = table.evict(rows, slack_pages=slack)
-            assert freed == sum(twin.evict(row, slack_pages=slack) for row in rows[:, None])
+            freed = table.evict_unseen(rows, slack_pages=slack)
+            assert freed == sum(twin.evict_unseen(row, slack_pages=slack) for row in rows[:, None])
             pages = np.arange(81)
             for mine, theirs in (
                 (table.evicted_len, twin.evicted_len),
@@ -246,7 +246,7 @@ def slots_one_after_the_other(scheduler: Scheduler) -> None:
         while request.state is RequestState.DECODE:
             rows, wanted = ints(request.row), table.committed_len.host[[request.row]] + LOOKAHEAD
             if table.pages_needed(rows, wanted).sum() <= table.allocator.available_pages:
-                table.ensure_all(rows, wanted)
+                table.ensure_all_slots(rows, wanted)
                 break
             scheduler._make_room()
 
@@ -258,7 +258,7 @@ def test_only_the_last_makes_room_and_only_when_slack_does_not():
     scheduler = scheduler_of(table, [6, 6, 6])
     grow(table, [6, 6, 6])
     assert [r.number for r in scheduler.next_decode()] == [0, 1, 2]  # each gives up 6 - 3 tokens
-    assert table.evicted_len[SWA, SWA, :3].tolist() == [3, 3, 3]
+    assert table.evicted_len[SWA, :3].tolist() == [3, 3, 3]
     table.check()
     table = make(pages=22, swa_pages=60, window=3)
     scheduler = scheduler_of(table, [6, 6, 6])
@@ -308,7 +308,7 @@ def test_a_round_is_settled_for_all():
     """Rows 2 and 0 gain one token and three; the last of row 0 would be one too many."""
     table = make(window=None)
     grow(table, [3, 4, 5])
-    table.ensure_all(ints(0, 2), ints(6, 8))
+    table.ensure_all_slots(ints(0, 2), ints(6, 8))
     tokens = MirroredArray((4, 24), torch.device("cpu"))
     requests = [request_of(0, 5), request_of(1, 3, max_new_tokens=3)]
     for request, row in zip(requests, (2, 0), strict=True):

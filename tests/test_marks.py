@@ -24,11 +24,7 @@ def test_every_two_values_meet(sizes):
     assert most * second <= len(cases) < 1.7 * most * second
 
 
-def test_what_is_not_wanted_is_slow():
-    assert quick([(1, "a"), (2, "b")], lambda number, _: number == 1) == [(1, "a"), slow(2, "b")]
-
-
-def test_what_is_unusual_is_deep():
+def test_what_is_not_wanted_is_slow_and_what_is_unusual_is_deep():
     cases = quick([(1, "a"), (2, "b"), (3, "c"), (4, "d")], lambda number, _: number % 2 == 1)
     assert usual(cases, lambda number, _: number < 3) == [(1, "a"), slow(2, "b"), deep(3, "c"), deep(4, "d")]
 

@@ -124,17 +124,13 @@ def applied(*edits: Edit) -> str:
     return apply(mutant(*edits), {"f.py": CODE, "g.py": "# another\n"}).after
 
 
-def test_a_part_of_a_line_is_replaced() -> None:
+def test_lines_and_parts_of_them_are_replaced_at_any_indentation() -> None:
     assert applied(Edit("b = a + 1", "b = a + 2")) == CODE.replace("b = a + 1", "b = a + 2")
-
-
-def test_lines_are_found_at_any_indentation_and_replaced_there() -> None:
     found = "b = a + 1\n\nreturn b"
     assert "    if a:\n        c = 3\n        return c\n    return a" in applied(Edit(found, "c = 3\nreturn c"))
-
-
-def test_several_lines_in_the_place_of_one_are_as_deep_as_it() -> None:
     assert "        b = 1\n        b += 1\n\n        return b" in applied(Edit("b = a + 1", "\nb = 1\nb += 1\n"))
+    # of the edits of a mutant, the one that fits this generation of the code
+    assert applied(Edit("a + 3", "a"), Edit("return b", "return a")) == CODE.replace("return b", "return a")
 
 
 @pytest.mark.parametrize(
@@ -149,10 +145,6 @@ def test_several_lines_in_the_place_of_one_are_as_deep_as_it() -> None:
 def test_a_fragment_that_is_not_found_once_is_a_failure(edits, said) -> None:
     with pytest.raises(DoesNotApplyError, match=said):
         applied(*edits)
-
-
-def test_the_edit_that_fits_this_generation_of_the_code_is_applied() -> None:
-    assert applied(Edit("a + 3", "a"), Edit("return b", "return a")) == CODE.replace("return b", "return a")
 
 
 def test_a_mutant_of_code_that_is_gone_is_left_out_and_not_where_it_is_there() -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 import triton
 
+from specdec.layers import gemm_small
 from specdec.layers import linear as linear_module
 from specdec.layers.linear import (
     Mlp,
@@ -20,7 +21,7 @@ from specdec.layers.moe.fork_join import Fork
 from specdec.layers.moe.routing import Router, Routing
 from specdec.layers.packed import packed_launch
 from specdec.layers.packed.dequantise import dequantise
-from specdec.layers.packed.many_packed_rows import multiply_packed_rows
+from specdec.layers.packed.packed_gemm import packed_gemm
 from specdec.layers.packed.packed_launch import PackedLaunch, choose_packed_rows
 from specdec.layers.packed.packed_tile import scale_step
 from specdec.layers.packed.packed_weight import BITS, PackedWeight, dequantised, pack, unpack
@@ -39,7 +40,7 @@ def kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     if DEVICE.type == "cpu":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-        assert not isinstance(linear_module.linear_kernel, triton.JITFunction), "TRITON_INTERPRET=1 came too late"
+        assert not isinstance(gemm_small.gemm_small_kernel, triton.JITFunction), "TRITON_INTERPRET=1 came too late"
 
 
 def random_weight(form: str, *shape: int, dtype: torch.dtype = torch.float32) -> PackedWeight:
@@ -138,10 +139,10 @@ def test_many_rows_over_packed_weights(form: str):
     want = reference_finish(reference_linear(x, weight, bias))
     whole, cut, with_tail = Cut(1, k), Cut(2, 256), tiles._replace(tail_m=32)
     for launch in (PackedLaunch(tiles, whole), PackedLaunch(with_tail, cut), PackedLaunch(tiles, cut, summed=True)):
-        product = multiply_packed_rows(x, weight, bias, None, launch)
+        product = packed_gemm(x, weight, bias, None, launch)
         assert len(product.parts) == launch.parts
         close(finish(product), want)
-    gated = multiply_packed_rows(x, weight, None, "silu", PackedLaunch(with_tail, whole)).parts[0]
+    gated = packed_gemm(x, weight, None, "silu", PackedLaunch(with_tail, whole)).parts[0]
     close(gated, reference_gated_linear(x, weight, "silu"))
 
 
@@ -202,9 +203,9 @@ def test_who_multiplies_many_rows_over_packed_weights(in_order: bool, monkeypatc
 
     def counted(x: torch.Tensor, *rest: object) -> Product:
         launched.append(len(x))
-        return multiply_packed_rows(x, *rest)  # type: ignore[arg-type]
+        return packed_gemm(x, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(linear_module, "multiply_packed_rows", counted)
+    monkeypatch.setattr(linear_module, "packed_gemm", counted)
     monkeypatch.setattr(packed_launch, "LIBRARY_ROWS", 64)
     multiply, gated = (linear, gated_linear) if in_order else (vendor_linear, vendor_gated_linear)
     for dtype, num_rows, count in (

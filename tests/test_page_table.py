@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-import triton
 from kv_rig import SWA, KVRig, layer_cache
 
 from specdec.attention.kernels import page_table as page_table_module
@@ -14,16 +13,12 @@ from specdec.kvcache.layout import KVLayout, LayerCache
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-pytestmark = pytest.mark.usefixtures("poison_empty")
+pytestmark = pytest.mark.usefixtures("kernels_run", "poison_empty")
 
 
 @pytest.fixture(autouse=True)
-def kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE.type == "cpu":
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-        kernel = page_table_module._page_tables_kernel
-        assert not isinstance(kernel, triton.JITFunction), "TRITON_INTERPRET=1 came too late"
-    monkeypatch.setattr("specdec.attention.kernels.page_table.BLOCK", 8)  # several programs for small tables
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_table_module, "BLOCK", 8)  # several programs for small tables
 
 
 def long(values: object) -> torch.Tensor:
@@ -48,15 +43,15 @@ def filled(page_size: int, window: int | None, lengths: list[int], lookahead: in
         lookahead=lookahead,
         device=DEVICE,
     )
-    rows = [table.open() for _ in lengths]
+    rows = [table.open_row() for _ in lengths]
     for done in range(0, max(lengths), 5):  # in turns, so that pages interleave
         for row, length in zip(rows, lengths, strict=True):
             step = np.array([min(5, max(length - done, 0))])
-            table.ensure(row, int(table.committed_len.host[row] + step[0]) + lookahead)
+            table.ensure_slots(row, int(table.committed_len.host[row] + step[0]) + lookahead)
             table.commit(np.array([row]), step)
-            table.evict(np.array([row]))
+            table.evict_unseen(np.array([row]))
     for row in rows:
-        table.ensure(row, int(table.committed_len.host[row]) + lookahead)
+        table.ensure_slots(row, int(table.committed_len.host[row]) + lookahead)
     table.check()
     return table, np.array(rows[::-1])
 

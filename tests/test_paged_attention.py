@@ -1,7 +1,4 @@
-"""The paged attention kernels, run by Triton's interpreter without a GPU, and their reference.
-
-Both against one softmax a row, in float64, over a plain list of visible keys.
-"""
+"""The paged attention kernels and their reference, against `dense_oracle.py`."""
 
 import itertools
 from collections.abc import Sequence
@@ -9,9 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 
-from specdec.attention.kernels import paged_attention_kernels as kernels
 from specdec.attention.kernels.paged_attention import (
     Tiles,
     choose_tiles,
@@ -21,20 +16,14 @@ from specdec.attention.kernels.paged_attention import (
 )
 from specdec.attention.trees.tree import DraftTree
 
+from dense_oracle import attend
 from marks import deep_cases, quick
 
 CUDA = torch.cuda.is_available()
 SMALL = Tiles(16, 16, 4, 1, waves=3.0)
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
-pytestmark = pytest.mark.usefixtures("poison_empty")
-
-
-@pytest.fixture(autouse=True)
-def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not CUDA:
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-        assert not isinstance(kernels.attend_kernel, triton.JITFunction), "TRITON_INTERPRET=1 came too late"
+pytestmark = pytest.mark.usefixtures("kernels_run", "poison_empty")
 
 
 def chain(num_rows: int) -> list[int]:
@@ -121,31 +110,19 @@ class Case:
         }
 
     def dense(self) -> torch.Tensor:
-        """Every output by the definition: one query, one list of visible keys, one softmax."""
-        a = self.args
-        query, window, softcap = a["query"].double(), a["window"], a["softcap"]
-        batch, hq, num_rows, head_dim = query.shape
-        group = hq // a["pool_k"].shape[1]
-        out = torch.zeros(batch, num_rows, hq, head_dim, dtype=torch.float64)
-        for b in range(batch):
-            for i in range(num_rows):
-                position = int(a["positions"][b, i])
-                seen = list(self.keys[b])
-                for j in range(num_rows):
-                    if self.sees[b, i, j]:
-                        seen.append((int(a["block_positions"][b, j]), a["block_k"][b, :, j], a["block_v"][b, :, j]))
-                seen = [key for key in seen if window is None or position - key[0] < window]
-                if not seen:
-                    continue
-                k = torch.stack([k for _, k, _ in seen]).double()  # [L, Hkv, D]
-                v = torch.stack([v for _, _, v in seen]).double()
-                for h in range(hq):
-                    x = k[:, h // group] @ query[b, h, i] * a["scaling"]
-                    if softcap is not None:
-                        x = softcap * (x / softcap).tanh()
-                    if a["sinks"] is not None:
-                        x = torch.cat([x, a["sinks"][h].double().view(1)])
-                    out[b, i, h] = x.softmax(0)[: len(seen)] @ v[:, h // group]
+        """Every output by the definition, over the list of keys that it sees."""
+        a, window = self.args, self.args["window"]
+        options = {name: a[name] for name in ("scaling", "softcap", "sinks")}
+        query = a["query"].transpose(1, 2)
+        out = torch.zeros(query.shape, dtype=torch.float64)
+        for b, i in itertools.product(range(query.shape[0]), range(query.shape[1])):
+            position = int(a["positions"][b, i])
+            seen = list(self.keys[b])
+            for j in self.sees[b, i].nonzero().flatten().tolist():
+                seen.append((int(a["block_positions"][b, j]), a["block_k"][b, :, j], a["block_v"][b, :, j]))
+            seen = [key for key in seen if window is None or position - key[0] < window]
+            if seen:
+                out[b, i] = attend(query[b, i], *(torch.stack([key[n] for key in seen]) for n in (1, 2)), **options)
         return out
 
     def run(self, **options: Any) -> torch.Tensor:

@@ -51,16 +51,16 @@ class Rig(SimpleNamespace):
 
     def begin(self, text: Sequence[int]) -> tuple[int, int]:
         """(row, slots adopted) of a request with this prompt."""
-        row = self.table.open()
+        row = self.table.open_row()
         adopted = self.cache.adopt(row, self.cache.key(text)[: len(text) - 1])
         self.table.check()
         return row, adopted
 
     def fill(self, row: int, length: int) -> None:
         """The rest of its first `length` slots is made and committed."""
-        self.table.ensure(row, length)
+        self.table.ensure_slots(row, length)
         rest = np.array([length]) - self.table.committed_len.host[row]
-        self.table.commit_chunk(np.array([row]), rest)
+        self.table.commit_chunk_on_host(np.array([row]), rest)
         self.table.check()
 
     def keep(self, row: int, text: Sequence[int]) -> None:
@@ -68,7 +68,7 @@ class Rig(SimpleNamespace):
         self.table.check()
 
     def close(self, row: int) -> None:
-        self.table.close(row)
+        self.table.close_row(row)
         self.table.check()
 
     def serve(self, text: Sequence[int], *, evict: bool = False) -> int:
@@ -76,7 +76,7 @@ class Rig(SimpleNamespace):
         row, adopted = self.begin(text)
         self.fill(row, len(text) - 1)
         if evict:
-            self.table.evict(np.array([row]))
+            self.table.evict_unseen(np.array([row]))
         self.keep(row, text)
         self.close(row)
         return adopted
@@ -172,7 +172,7 @@ def test_what_is_written_behind_a_match_is_the_rows_own():
     rows = [rig.begin(text)[0] for _ in range(3)]
     for row in rows:
         rig.fill(row, 29)
-        rig.table.ensure(row, 31)
+        rig.table.ensure_slots(row, 31)
     behind = np.concatenate([rig.table.slots.host[row, 28:32] for row in rows])
     assert len(set(behind.tolist())) == 12
     assert not rig.allocator.primary.is_kept(np.unique(behind // 4)).any()
@@ -208,7 +208,7 @@ def test_a_match_ends_with_a_window_that_is_mapped():
     key = rig.cache.key(text)
     assert [len(rig.cache.match(key[:n])) for n in (5, 17, 21, 22, 23)] == [0, 0, 0, 22, 23]
     row, adopted = rig.begin([*text[:23], 99])
-    assert (adopted, rig.table.evicted_len[SWA, SWA, row]) == (23, 18)
+    assert (adopted, rig.table.evicted_len[SWA, row]) == (23, 18)
     assert (rig.allocator.primary.held_pages, rig.allocator.pools[SWA].held_pages) == (23, 5)
 
 
@@ -242,7 +242,7 @@ def test_what_row_and_cache_have_of_a_window_are_claims_of_their_own():
     assert (swa.held_pages, swa.cached_pages) == (5, 6)
     for row in (first, second):
         rig.fill(row, 20)
-    rig.table.evict(np.array([first]))  # gives up 6 .. 13: its own two are free, the others are not
+    rig.table.evict_unseen(np.array([first]))  # gives up 6 .. 13: its own two are free, the others are not
     rig.table.check()
     assert (swa.held_pages, swa.cached_pages) == (5 + 18 - 2 - 1, 6 + 0)
     rig.close(second)
@@ -299,8 +299,8 @@ def test_a_half_dead_node_takes_from_a_row_what_that_has():
     rig.keep(row, text)
     rig.lose_swa(np.arange(12, 18))  # slots 12 .. 20 are positions 0 .. 8
     rig.close(row)
-    rig.table.evict(np.array([other]))
-    assert rig.table.evicted_len[SWA, SWA, other] == 5
+    rig.table.evict_unseen(np.array([other]))
+    assert rig.table.evicted_len[SWA, other] == 5
     rig.keep(other, text)
     assert rig.cache.match(rig.cache.key(text)).tolist() == [12, 13, 14, 15, 16, 6, 18, 19, 20, 10, 11]
 
@@ -317,8 +317,8 @@ def test_what_is_cached_is_there_for_whoever_wants_it():
     assert rig.counts() == (0, 25, 5)
     assert rig.found(list(range(21))) == 5  # the first of them are left
     with pytest.raises(OutOfSlotsError, match="6 pages needed; free: 5 of 30 in the full pool"):
-        rig.table.ensure(row, 31)
-    rig.table.ensure(row, 30)
+        rig.table.ensure_slots(row, 31)
+    rig.table.ensure_slots(row, 30)
     assert rig.counts() == (0, 30, 0)
     rig.table.check()
 
@@ -396,7 +396,7 @@ def test_a_leaf_is_cut_back_to_where_a_match_could_end(wanted: int):
     rig = Rig.make(window=4, pages=24)
     rig.serve(list(range(24)), evict=True)
     assert rig.counts() == (1, 0, 23)
-    rig.table.ensure(rig.table.open(), wanted)
+    rig.table.ensure_slots(rig.table.open_row(), wanted)
     left = rig.counts()[2]
     assert left == {1: 23, 2: 22}.get(wanted, 0)
     assert left == 0 or rig.found([*range(left), 0]) == left
@@ -406,10 +406,10 @@ def test_a_leaf_is_cut_back_to_where_a_match_could_end(wanted: int):
 def test_a_64th_of_a_pool_is_given_up_at_once():
     rig = Rig.make(pages=640, max_len=700)
     rig.serve(list(range(641)))
-    row = rig.table.open()
-    rig.table.ensure(row, 1)
+    row = rig.table.open_row()
+    rig.table.ensure_slots(row, 1)
     assert rig.counts() == (9, 1, 630)
-    rig.table.ensure(row, 10)
+    rig.table.ensure_slots(row, 10)
     assert rig.counts() == (0, 10, 630)
 
 

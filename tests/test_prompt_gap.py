@@ -13,12 +13,12 @@ from specdec.runtime.prompt_shares import Prompt, PromptRoom, shares
 
 from marks import examples
 
-GPU = PromptRoom.of(None, None, "cuda")
-CPU = PromptRoom.of(None, None, "cpu")
+GPU = PromptRoom.from_settings(None, None, "cuda")
+CPU = PromptRoom.from_settings(None, None, "cpu")
 
 
 def load_of(tokens: int, prefix: int = 0) -> PromptLoad:
-    return PromptLoad.of(np.array([prefix]), np.array([tokens]))
+    return PromptLoad.from_runs(np.array([prefix]), np.array([tokens]))
 
 
 def gpu_seconds(load: PromptLoad) -> float:
@@ -99,7 +99,7 @@ class Simulation:
             tokens = self.gap.tokens(self.room, len(reading) + waiting, int(done.max()))
         given = np.array(shares([Prompt(0, int(each)) for each in to_go], tokens, self.room.chunk))
         assert 0 < given.sum() <= tokens
-        load = PromptLoad.of(done, given)
+        load = PromptLoad.from_runs(done, given)
         spent = cpu_seconds(load) if self.on_cpu else gpu_seconds(load)
         self.now += spent
         self.gap.cost.learn(load, spent)
@@ -249,13 +249,13 @@ def test_the_cap_of_a_step_is_read_within_the_promised_gap() -> None:
     assert (room.busy, room.idle, room.chunk) == (5376, 5376, 2048)
     assert capped(GPU, 1e-6).busy == 8192  # a quick model
     assert capped(GPU, 1.0).busy == MIN_CAP  # it must get on
-    assert capped(PromptRoom.of(3000, None, "cuda")).busy == 3000  # somebody has said it
+    assert capped(PromptRoom.from_settings(3000, None, "cuda")).busy == 3000  # somebody has said it
     assert capped(CPU).busy == 96
 
 
 def test_a_number_of_tokens_that_was_set_is_read_whatever_it_takes() -> None:
     gap = timed(0.004)
-    fixed = PromptRoom.of(3000, None, "cuda")
+    fixed = PromptRoom.from_settings(3000, None, "cuda")
     assert gap.tokens(fixed, 1, 30_000) == 3000
     said = gap.promised(fixed, 32768)
     assert said > 0.004 + gpu_seconds(load_of(3000))

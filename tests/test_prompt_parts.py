@@ -344,7 +344,7 @@ def gap_of(round_seconds: float) -> PromptGap:
 
 
 def test_parts_beside_a_round_fit_half_of_it() -> None:
-    room = PromptRoom.of(None, None, "cuda")
+    room = PromptRoom.from_settings(None, None, "cuda")
     for round_seconds in (4.8e-3, 9e-3, 30e-3):
         gap = gap_of(round_seconds)
         for prefix in (0, 4096, 32768):
@@ -361,7 +361,7 @@ def test_parts_beside_a_round_fit_half_of_it() -> None:
 
 def test_a_queue_of_prompts_is_not_divided() -> None:
     """Sixteen that wait have eight rounds of time, in which thousands of tokens are read as before."""
-    gap, room = gap_of(4.8e-3), PromptRoom.of(None, None, "cuda")
+    gap, room = gap_of(4.8e-3), PromptRoom.from_settings(None, None, "cuda")
     assert gap.tokens(room, 16, 0) > 2048
     assert gap.budget(room, 16, PromptLoad(2048, 2048**2 / 2)) is None
     assert gap.budget(room._replace(fixed=True), 1, PromptLoad(200, 200**2 / 2)) is None

@@ -55,18 +55,18 @@ def test_any_prompts_keep_the_bounds_and_the_first_advances() -> None:
 def test_a_step_reads_fewer_prompt_tokens_on_a_cpu_unless_it_is_told() -> None:
     """2,048 tokens take a CPU as long as ten rounds: streams stood still meanwhile."""
     assert EngineConfig().max_prefill_tokens is None
-    cpu, gpu = (PromptRoom.of(None, None, device) for device in ("cpu", "cuda"))
+    cpu, gpu = (PromptRoom.from_settings(None, None, device) for device in ("cpu", "cuda"))
     assert [room.busy for room in (cpu, gpu)] == [96, 8192]
     assert [room.idle_tokens(10_000) for room in (cpu, gpu)] == [384, 8192]
     assert [room.idle_tokens(300) for room in (cpu, gpu)] == [300, 300]
     for device, least in (("cpu", 16), ("cuda", 64)):
-        assert PromptRoom.of(7, 5, device) == PromptRoom(7, 7, 5, fixed=True, least=least)
+        assert PromptRoom.from_settings(7, 5, device) == PromptRoom(7, 7, 5, fixed=True, least=least)
     assert (cpu.chunk, gpu.chunk) == (512, 2048)
 
 
 def test_an_engine_has_the_room_of_its_device(make_engine, make_target) -> None:
     engine = make_engine(make_target("llama"), max_batch_size=2)
-    assert engine.scheduler.prompt_room == PromptRoom.of(None, engine.config.prefill_chunk, "cpu")
+    assert engine.scheduler.prompt_room == PromptRoom.from_settings(None, engine.config.prefill_chunk, "cpu")
 
 
 @pytest.mark.parametrize("beside", [1, 3])

@@ -8,12 +8,10 @@ import triton.language as tl
 from even_dots import even_matmul
 from triton.runtime.errors import InterpreterError
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
-
-
-@pytest.fixture(autouse=True)
-def kernels_run(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+pytestmark = [
+    pytest.mark.usefixtures("kernels_run"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here"),
+]
 
 
 LIMIT = tl.constexpr(10)

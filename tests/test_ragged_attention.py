@@ -1,7 +1,7 @@
 """Prompts in one row: where tokens lie, what they see, and the kernel in Triton's interpreter against an oracle.
 
-The oracle is one softmax a token, in float64, over a plain list of its keys; bits are compared with those that plain
-decoding gives the same token, by `tree_attention`, and with the same token in other company.
+Bits are compared with those that plain decoding gives the same token, by `tree_attention`, and with the same token in
+other company.
 """
 
 import random
@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 
-from specdec.attention.kernels import ragged_attention_kernel as kernel
 from specdec.attention.kernels.own_keys import own_keys
 from specdec.attention.kernels.ragged_attention import RaggedTiles, ragged_attention
 from specdec.attention.kernels.tree_attention import Cut, RowTiles, tree_attention
@@ -19,20 +17,15 @@ from specdec.attention.pack import Lines, Pack
 from specdec.attention.runs import EveryRun, RunsAttention, dense_run, exact_run
 from specdec.runtime.rounds.captured_prompts import MAX_TOKENS, token_buckets
 
+from dense_oracle import attend
+
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 ANY_ORDER, IN_ORDER = RaggedTiles(16, 16, 4, 1), RaggedTiles(16, 16, 4, 1, 32)
 CUT = {"cut": Cut(16, 32), "tiles": RowTiles(16, 4, 1)}  # of plain decoding, the same
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 32
 
-pytestmark = pytest.mark.usefixtures("poison_empty")
-
-
-@pytest.fixture(autouse=True)
-def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not CUDA:
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-        assert not isinstance(kernel.ragged_kernel, triton.JITFunction), "TRITON_INTERPRET=1 came too late"
+pytestmark = pytest.mark.usefixtures("kernels_run", "poison_empty")
 
 
 def pack_of(starts: list[int], lengths: list[int], num_places: int, rows: list[int] | None = None) -> Pack:
@@ -70,12 +63,10 @@ class Case:
             for q in range(start, start + length):
                 seen = [p for p in range(first, q + 1) if window is None or q - p < window]
                 slots = self.lines.slots[number, torch.tensor(seen) - first].cpu()
-                for head in range(HEADS):
-                    keys, values = (pool[slots, head * KV_HEADS // HEADS].cpu().double() for pool in (self.k, self.v))
-                    scores = keys @ self.q[0, head, place].cpu().double() * 0.3
-                    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-                    sink = torch.zeros(0) if sinks is None else sinks[head, None].cpu()
-                    out[0, place, head] = torch.cat([scores, sink]).softmax(0)[: len(seen)] @ values
+                keys, values = (pool[slots] for pool in (self.k.cpu(), self.v.cpu()))
+                logits = None if sinks is None else sinks.cpu()
+                query = self.q[0, :, place].cpu()
+                out[0, place] = attend(query, keys, values, scaling=0.3, softcap=softcap, sinks=logits)
                 place += 1
         return out
 

@@ -1,7 +1,6 @@
 """The reference attention and the plans against dense loops in float64, and the shape of the page tables.
 
-`Scene` keeps, beside the pools, the plain list of keys and values of every request, from which `dense` computes each
-output by the definition: one query, one list of visible keys, one softmax.
+`Scene` keeps, beside the pools, the plain list of keys and values of every request, for `dense_oracle.py`.
 """
 
 import math
@@ -18,6 +17,8 @@ from specdec.attention.trees.tree import DraftTree
 from specdec.kvcache.index_spaces import PRIMARY, GroupId, PrimaryLoc
 from specdec.kvcache.layout import KVLayout, LayerCache
 from specdec.kvcache.table import FROZEN_EXTRA_KEYS
+
+from dense_oracle import attend
 
 NODES = 6
 SLIDING_LAYER, FULL_LAYER = 0, 1
@@ -69,23 +70,23 @@ class Scene:
             kept.k.fill_(fill)
             kept.v.fill_(fill)
         # a row opened first and evicted shifts the numbers of the two spaces against each other
-        shift = self.table.open()
-        self.table.ensure(shift, 5 * page_size)
+        shift = self.table.open_row()
+        self.table.ensure_slots(shift, 5 * page_size)
         self.table.allocator.evict(PrimaryLoc(torch.from_numpy(self.table.slots.host[shift, : 3 * page_size].copy())))
-        self.rows = ints([self.table.open() for _ in lengths])
+        self.rows = ints([self.table.open_row() for _ in lengths])
         self.lengths = lengths
         self.k, self.v = {}, {}  # layer -> request -> [S, Hkv, D], kept beside the pools
         for layer, (_, heads, size) in HEADS.items():
             self.k[layer] = [self.random(length, heads, size) for length in lengths]
             self.v[layer] = [self.random(length, heads, size) for length in lengths]
         for i, (row, length) in enumerate(zip(self.rows.tolist(), lengths, strict=True)):
-            self.table.ensure(row, length + NODES)
+            self.table.ensure_slots(row, length + NODES)
             slots = PrimaryLoc(torch.from_numpy(self.table.slots.host[row, :length].copy()))
             for layer in HEADS:
                 self.table.write(layer, slots, allocator.translate(SWA, slots), self.k[layer][i], self.v[layer][i])
             self.table.commit(ints([row]), ints([length]))
         if evict:
-            self.table.evict(self.rows)
+            self.table.evict_unseen(self.rows)
             if fill:  # what was evicted is not to be read either
                 free = ~np.isin(np.arange(len(allocator.maps.host[SWA])), allocator.maps.host[SWA])
                 kept = self.table.store.layers[SLIDING_LAYER]
@@ -134,35 +135,14 @@ class Scene:
                         for j in range(rows)
                         if own[b, i, j] and position - int(plan.positions[b, j]) < window
                     ]
-                expected[b, i] = dense(query[b, i], seen, heads, softcap, sinks)
+                if seen:
+                    expected[b, i] = attend(query[b, i], *map(torch.stack, zip(*seen, strict=True)), **options)
         return out, expected
 
     def agree(self, plan: KVPlan, **options: object) -> None:
         for layer in HEADS:
             out, expected = self.attend(plan, layer, **options)
             torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
-
-
-def dense(
-    query: torch.Tensor,
-    seen: list[tuple[torch.Tensor, torch.Tensor]],
-    heads: int,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """One query [Hq, D] over the keys and values it sees, head by head, in float64."""
-    out = []
-    for head in range(query.shape[0]):
-        kv_head = head // (query.shape[0] // heads)
-        scores = [SCALING * (query[head].double() @ k[kv_head].double()) for k, _ in seen]
-        if softcap is not None:
-            scores = [softcap * torch.tanh(score / softcap) for score in scores]
-        total = sum(score.exp() for score in scores)
-        if sinks is not None:
-            total = total + sinks[head].double().exp()
-        parts = (score.exp() / total * v[kv_head].double() for score, (_, v) in zip(scores, seen, strict=True))
-        out.append(sum(parts, torch.zeros(query.shape[1], dtype=torch.float64)))
-    return torch.stack(out)
 
 
 def tree_of(parents: list[list[int]]) -> DraftTree:
@@ -284,15 +264,6 @@ def test_random_trees_and_lengths():
 
 
 @PAGE_SIZES
-@pytest.mark.parametrize("fill", [1e4, -1e4])
-def test_large_values_outside_committed_slots_are_masked(page_size: int, fill: float):
-    scene = Scene([17, 3, 0, 30], page_size=page_size, window=4, fill=fill)
-    scene.agree(scene.table.verify(scene.rows, tree_of([CHAIN, BUSHY, DEEP, BUSHY])))
-    scene = Scene([17, 3, 30], page_size=page_size, window=4, fill=fill)
-    scene.agree(scene.table.frozen(scene.rows, position_offset=0, window_shift=2))
-
-
-@PAGE_SIZES
 def test_one_request_gathers_committed_slots_only(page_size: int):
     """Alone, or among equals, a request's tables end at its length: a NaN elsewhere in the pools is never read."""
     scene = Scene([17, 17], page_size=page_size, window=4, fill=POISONED)
@@ -301,12 +272,13 @@ def test_one_request_gathers_committed_slots_only(page_size: int):
 
 
 @PAGE_SIZES
+@pytest.mark.parametrize("fill", [1e4, -1e4, POISONED])
 @pytest.mark.parametrize("softcap", [None, SOFTCAP], ids=["fused", "with-extras"])
-def test_nan_outside_committed_slots_does_not_leak(page_size: int, softcap: float | None):
+def test_values_outside_committed_slots_do_not_leak(page_size: int, softcap: float | None, fill: float):
     """A shorter request's table is padded to the longest: what it gathers there has weight 0, and 0 * NaN is NaN."""
-    scene = Scene([17, 3, 0, 30], page_size=page_size, window=4, fill=POISONED)
+    scene = Scene([17, 3, 0, 30], page_size=page_size, window=4, fill=fill)
     scene.agree(scene.table.verify(scene.rows, tree_of([CHAIN, BUSHY, DEEP, BUSHY])), softcap=softcap)
-    scene = Scene([17, 3, 30], page_size=page_size, window=4, fill=POISONED)
+    scene = Scene([17, 3, 30], page_size=page_size, window=4, fill=fill)
     scene.agree(scene.table.frozen(scene.rows, position_offset=0, window_shift=2), softcap=softcap)
 
 
@@ -331,13 +303,9 @@ def test_a_request_that_overflows_stays_alone(kind):
             torch.testing.assert_close(out[b, :valid].double(), expected[b, :valid], rtol=1e-5, atol=1e-5)
 
 
-def test_a_frozen_query_on_an_empty_prefix_is_zero():
-    scene = Scene([0, 3], page_size=1, window=4)
-    scene.agree(scene.table.frozen(scene.rows, position_offset=0, window_shift=2))
-
-
-def test_frozen_queries_on_empty_prefixes_alone_are_zero():
-    scene = Scene([0, 0], page_size=1, window=4)
+@pytest.mark.parametrize("other", [0, 3])
+def test_a_frozen_query_on_an_empty_prefix_is_zero(other: int):
+    scene = Scene([0, other], page_size=1, window=4)
     scene.agree(scene.table.frozen(scene.rows, position_offset=0, window_shift=2))
 
 
@@ -384,7 +352,7 @@ def test_tables_stay_inside_rows_that_are_full():
     layout = KVLayout((spec(SLIDING_LAYER, 6), spec(FULL_LAYER, None)))
     table = KVRig(layout, full_pages=8, swa_pages=8, page_size=4, max_requests=2, max_len=16, lookahead=0)
     for row, length in ((0, 12), (1, 15)):
-        table.ensure(table.open(), 16)
+        table.ensure_slots(table.open_row(), 16)
         table.commit(ints([row]), ints([length]))
     rows = ints([0, 1])
     plan = table.chunk(rows, ints([4, 1]))
@@ -410,7 +378,7 @@ def test_slots_of_pages_by_hand():
 def test_without_a_window_there_is_no_swa_table():
     layout = KVLayout((spec(FULL_LAYER, None), spec(FULL_LAYER, None)))
     table = KVRig(layout, full_pages=8, swa_pages=0, page_size=1, max_requests=1, max_len=8, lookahead=2)
-    table.ensure(table.open(), 4)
+    table.ensure_slots(table.open_row(), 4)
     for plan in (
         table.chunk(ints([0]), ints([2])),
         table.verify(ints([0]), DraftTree.chain(torch.zeros(1, 2, dtype=torch.int64))),

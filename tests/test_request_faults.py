@@ -37,7 +37,7 @@ def scene(make_target, make_engine, greedy_oracle, random_prompt, pair_tokenizer
     truths = [greedy_oracle(model, prompt, NEW) for prompt in prompts]
     only = next(token for token in truths[0][1:] if all(token not in truth for truth in truths[1:]))
     engine = make_engine(model, "ngram", tokenizer=pair_tokenizer, max_batch_size=8)
-    for request_part in (engine, engine.intake):
+    for request_part in (engine, engine.request_builder):
         name = "tokenizer" if request_part is engine else "_tokenizer"
         setattr(request_part, name, Breaks(pair_tokenizer, only))
     return engine, prompts, truths
@@ -94,7 +94,7 @@ def test_a_grammar_that_raises_in_one_request_ends_that_one_alone(
     model = make_target("llama", vocab_size=257)
     prompts = [random_prompt(n, vocab=256) for n in (5, 9, 13, 17, 21)]
     engine = make_engine(model, "ngram", tokenizer=byte_tokenizer, max_batch_size=8)
-    engine.intake.end_tokens = engine.end_tokens = frozenset({256})
+    engine.request_builder.end_tokens = engine.end_tokens = frozenset({256})
     truths = [greedy_oracle(model, prompt, NEW) for prompt in prompts]
     plain = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
     streams = [engine.stream(prompt, plain) for prompt in prompts[1:]]

@@ -69,8 +69,8 @@ def held(table: KVRig, row: int, start: int, end: int, layer: int) -> list[float
 
 def opened(table: KVRig, prompt: list[float]) -> int:
     """A row whose committed positions hold `prompt`, with the lookahead behind it."""
-    row = table.open()
-    table.ensure(row, len(prompt) + table.lookahead)
+    row = table.open_row()
+    table.ensure_slots(row, len(prompt) + table.lookahead)
     put(table, row, 0, prompt)
     table.commit(ints(row), ints(len(prompt)))
     return row
@@ -81,52 +81,52 @@ def opened(table: KVRig, prompt: list[float]) -> int:
 
 def test_rows_are_taken_in_order_and_reused():
     table = make(max_requests=2)
-    assert (table.open(), table.open()) == (0, 1)
+    assert (table.open_row(), table.open_row()) == (0, 1)
     with pytest.raises(KVStateError, match="all 2 rows of the request table are in use"):
-        table.open()
-    table.close(0)
+        table.open_row()
+    table.close_row(0)
     assert table.active_rows.tolist() == [1]
-    assert table.open() == 0
+    assert table.open_row() == 0
     assert table.padding_row == 2
     table.check()
 
 
 def test_ensure_takes_whole_pages_and_no_more_than_needed():
     table = make(page_size=4)
-    row = table.open()
+    row = table.open_row()
     assert table.pages_needed(row, 5) == 2
-    table.ensure(row, 5)
+    table.ensure_slots(row, 5)
     assert table.slots.host[row, :9].tolist() == [4, 5, 6, 7, 8, 9, 10, 11, 0]
     assert table.capacity[row] == 8
     before = kv_contents(table)
     assert table.pages_needed(row, 8) == 0
-    table.ensure(row, 8)
+    table.ensure_slots(row, 8)
     assert kv_contents(table) == before
-    table.ensure(row, 9)
+    table.ensure_slots(row, 9)
     assert table.capacity[row] == 12
     table.check()
 
 
 def test_ensure_beyond_the_pool_or_the_row_takes_nothing():
     table = make(page_size=4, pages=3, max_len=20, lookahead=4)
-    row = table.open()
-    table.ensure(row, 4)
+    row = table.open_row()
+    table.ensure_slots(row, 4)
     before = kv_contents(table)
     with pytest.raises(OutOfSlotsError, match="3 pages needed; free: 2 of 3"):
-        table.ensure(row, 16)
+        table.ensure_slots(row, 16)
     with pytest.raises(OutOfSlotsError, match="row 0: 25 slots needed, a row has 24"):
-        table.ensure(row, 25)
+        table.ensure_slots(row, 25)
     assert kv_contents(table) == before
-    table.ensure(row, 12)
+    table.ensure_slots(row, 12)
     table.check()
 
 
 def test_the_swa_pool_can_be_the_one_that_is_exhausted():
     table = make(pages=10, swa_pages=4)
-    row = table.open()
+    row = table.open_row()
     before = kv_contents(table)
     with pytest.raises(OutOfSlotsError, match="4 of 4 in the SWA pool"):
-        table.ensure(row, 5)
+        table.ensure_slots(row, 5)
     assert kv_contents(table) == before
 
 
@@ -134,24 +134,24 @@ def test_the_swa_pool_can_be_the_one_that_is_exhausted():
 def test_close_gives_everything_back_also_after_eviction(page_size: int):
     table = make(page_size)
     row = opened(table, [float(i) for i in range(30)])
-    table.evict(ints(row))
-    assert table.evicted_len[SWA, SWA, row] > 0
-    table.close(row)
+    table.evict_unseen(ints(row))
+    assert table.evicted_len[SWA, row] > 0
+    table.close_row(row)
     assert table.allocator.primary.held_pages == table.allocator.pools[SWA].held_pages == 0
     assert not table.slots.host.any()
     table.check()
     with pytest.raises(KVStateError, match="row 0 is not open"):
-        table.close(row)
+        table.close_row(row)
 
 
-@pytest.mark.parametrize("operation", ["close", "ensure"])
+@pytest.mark.parametrize("operation", ["close_row", "ensure_slots"])
 @pytest.mark.parametrize("row", [1, -1, 3, 99], ids=["never-opened", "negative", "padding-row", "beyond"])
 def test_a_row_that_is_not_open_is_refused(operation: str, row: int):
     table = make(max_requests=3)
-    table.open()
+    table.open_row()
     before = kv_contents(table)
     with pytest.raises(KVStateError, match=f"row {row} is not open"):
-        getattr(table, operation)(*((row,) if operation == "close" else (row, 0)))
+        getattr(table, operation)(*((row,) if operation == "close_row" else (row, 0)))
     assert kv_contents(table) == before
 
 
@@ -159,7 +159,7 @@ def test_without_a_window_there_is_nothing_to_evict():
     table = make(window=None)
     row = opened(table, [float(i) for i in range(30)])
     before = kv_contents(table)
-    table.evict(ints(row))
+    table.evict_unseen(ints(row))
     assert table.retain is None
     assert kv_contents(table) == before
     assert held(table, row, 0, 30, FULL_LAYER) == [float(i) for i in range(30)]
@@ -329,10 +329,10 @@ def test_rows_with_less_room_do_not_limit_the_others():
 def test_move_reads_all_before_it_writes_in_both_spaces_of_every_store():
     rig = make(pages=6, swa_pages=6, max_len=3, lookahead=0)
     another = rig.add_store(KVLayout.uniform(2, num_kv_heads=2, head_dim=3), torch.float64)  # all of it in full space
-    shift, row = rig.open(), rig.open()
-    rig.ensure(shift, 2)
+    shift, row = rig.open_row(), rig.open_row()
+    rig.ensure_slots(shift, 2)
     rig.allocator.evict(PrimaryLoc(torch.tensor([1, 2])))
-    rig.ensure(row, 3)  # full slots 3, 4, 5 with SWA slots 1, 2, 3: the spaces disagree
+    rig.ensure_slots(row, 3)  # full slots 3, 4, 5 with SWA slots 1, 2, 3: the spaces disagree
     assert rig.allocator.translate(SWA, PrimaryLoc(torch.tensor([3, 4, 5]))).tolist() == [1, 2, 3]
     stored = [(kept, 3 if kept.group == PRIMARY else 1) for s in (rig.store, another) for kept in s.layers.values()]
     assert len(stored) == 4
@@ -361,15 +361,15 @@ def test_evict_keeps_the_window_and_one_page_of_slack(page_size: int):
     table = make(page_size)
     assert table.retain == 6 - 1 + FROZEN_EXTRA_KEYS == 7
     row = opened(table, [float(i) for i in range(30)])
-    table.evict(ints(row))
-    evicted = int(table.evicted_len[SWA, SWA, row])
+    table.evict_unseen(ints(row))
+    evicted = int(table.evicted_len[SWA, row])
     assert evicted == {1: 22, 3: 18, 4: 16}[page_size]  # 30 - 7 = 23, rounded down to a page, less a page
     slots = PrimaryLoc(torch.from_numpy(table.slots.host[row, :30].copy()))
     assert (table.allocator.translate(SWA, slots) == 0).tolist() == [p < evicted for p in range(30)]
     assert held(table, row, evicted, 30, SLIDING_LAYER) == [float(i) for i in range(evicted, 30)]
     assert held(table, row, 0, 30, FULL_LAYER) == [float(i) for i in range(30)]
     before = kv_contents(table)
-    table.evict(ints(row))
+    table.evict_unseen(ints(row))
     assert kv_contents(table) == before
     table.check()
 
@@ -378,9 +378,9 @@ def test_evict_keeps_the_window_and_one_page_of_slack(page_size: int):
 def test_evict_treats_each_row_by_its_own_length(page_size: int):
     table = make(page_size)
     rows = [opened(table, [float(i) for i in range(length)]) for length in (30, 4, 14)]
-    table.evict(ints(*rows))
+    table.evict_unseen(ints(*rows))
     expected = [max(0, (length - 7) // page_size * page_size - page_size) for length in (30, 4, 14)]
-    assert table.evicted_len[SWA, SWA, :3].tolist() == expected
+    assert table.evicted_len[:3].tolist() == expected
     table.check()
 
 
@@ -399,15 +399,15 @@ def test_a_long_request_holds_a_window_of_swa_pages(page_size: int):
         lookahead=lookahead,
     )
     rng = np.random.default_rng(0)
-    row = table.open()
+    row = table.open_row()
     most = 0
     for i in range(rounds):
         start = int(table.committed_len.host[row])
-        table.ensure(row, start + lookahead)  # raises if one SWA page too many is held
+        table.ensure_slots(row, start + lookahead)  # raises if one SWA page too many is held
         most = max(most, table.allocator.pools[SWA].held_pages)
         path = np.sort(rng.permutation(4)[: rng.integers(0, 4)] + 1)
         table.commit(ints(row), ints(1 + len(path)), np.array([[0, *path]]))
-        table.evict(ints(row))
+        table.evict_unseen(ints(row))
         if i % 100 == 0:
             table.check()
     table.check()
@@ -449,11 +449,11 @@ def freed_page(table: KVRig) -> None:
 
 
 def evicted_too_far(table: KVRig) -> None:
-    table.evicted_len[SWA, SWA, 0] = 14
+    table.evicted_len[SWA, 0] = 14
 
 
 def evicted_yet_mapped(table: KVRig) -> None:
-    table.evicted_len[SWA, SWA, 0] += 4
+    table.evicted_len[SWA, 0] += 4
 
 
 def in_the_window_but_unmapped(table: KVRig) -> None:
@@ -499,8 +499,8 @@ def test_check_finds(corrupt, message: str):
     table = make(page_size=4, lookahead=5)
     opened(table, [float(i) for i in range(20)])  # 28 slots, evicted up to 8
     opened(table, [0.0, 1.0])
-    table.evict(ints(0, 1))
-    assert table.evicted_len[SWA, SWA, :2].tolist() == [8, 0]
+    table.evict_unseen(ints(0, 1))
+    assert table.evicted_len[:2].tolist() == [8, 0]
     table.check()
     corrupt(table)
     with pytest.raises(AssertionError, match=message):

@@ -29,13 +29,8 @@ from tiny_models import random_eagle3
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LOOKAHEAD = 8
+pytestmark = pytest.mark.usefixtures("kernels_run")
 interpreted = pytest.mark.skipif(DEVICE.type == "cuda", reason="kernels are compiled here; see make gpu-test")
-
-
-@pytest.fixture(autouse=True)
-def kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE.type == "cpu":
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
 def long(values: Any) -> torch.Tensor:
@@ -98,9 +93,9 @@ class Scene:
         self.cache = KVCache(allocator, self.table, TorchBackend())
         self.moved: list[Move] = []
         self.cache.move = self.moved.append  # type: ignore[method-assign]
-        self.rows = [self.table.open() for _ in lengths]
+        self.rows = [self.table.open_row() for _ in lengths]
         for row, length in zip(self.rows, lengths, strict=True):
-            self.table.ensure(row, length + lookahead)
+            self.table.ensure_slots(row, length + lookahead)
             self.table.committed_len[row] = length
         width = self.table.slots.host.shape[1]
         self.tokens = (torch.arange(width, device=DEVICE) - 99).repeat(len(lengths) + 1, 1)

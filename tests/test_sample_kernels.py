@@ -33,16 +33,10 @@ CUTS = {
 
 
 # the interpreter's numpy says when float32 reaches infinity, which it should
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def kernels_run():
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        if DEVICE.type == "cpu":
-            monkeypatch.setenv("TRITON_INTERPRET", "1")
-            assert not isinstance(noise_bound, triton.JITFunction), "TRITON_INTERPRET=1 came too late"
-        yield
+pytestmark = [
+    pytest.mark.usefixtures("kernels_run"),
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+]
 
 
 def batch_of(params, seeds=None):
@@ -71,8 +65,12 @@ SETTINGS = [
 ]
 
 
-def label(settings):
-    return "-".join(f"{k}={v}" for k, v in settings.items())
+def wrong_draws(settings, logits, cut=DEFAULT_CUT):
+    """Settings of the rows of which a token is not that of `ReferenceSampler`, and both."""
+    positions = torch.randint(0, 5000, logits.shape[:2], device=DEVICE)
+    fast, slow = batch_of([SamplingParams(**one) for one in settings])
+    got, expected = sample(logits, positions, fast, cut=cut).tolist(), slow.sample(logits, positions).tolist()
+    return {str(s): (g, e) for s, g, e in zip(settings, got, expected, strict=True) if g != e}
 
 
 def logits_of(kind, batch, nodes, vocab, dtype=torch.float32):
@@ -99,25 +97,14 @@ def logits_of(kind, batch, nodes, vocab, dtype=torch.float32):
 def test_tokens_are_those_of_the_sorted_sampler(kind, cut, poison_empty):
     """Every setting in one batch: the rows do not meet."""
     torch.manual_seed(len(kind))
-    vocab, cut = 150, CUTS[cut]
-    params = [SamplingParams(**settings) for settings in SETTINGS]
-    logits = logits_of(kind, len(params), 1, vocab)
-    positions = torch.randint(0, 5000, (len(params), 1), device=DEVICE)
-    fast, slow = batch_of(params)
-    expected = slow.sample(logits, positions)
-    got = sample(logits, positions, fast, cut=cut)
-    wrong = {label(s): (g, e) for s, g, e in zip(SETTINGS, got.tolist(), expected.tolist(), strict=True) if g != e}
-    assert wrong == {}
+    assert wrong_draws(SETTINGS, logits_of(kind, len(SETTINGS), 1, 150), CUTS[cut]) == {}
 
 
 @pytest.mark.parametrize("vocab", [slow(1), slow(2), 65, slow(257)])
 def test_a_vocabulary_of_any_size(vocab, poison_empty):
     torch.manual_seed(vocab)
-    params = [SamplingParams(**settings) for settings in SETTINGS[::5]]
-    logits = torch.randn(len(params), 2, vocab, device=DEVICE)
-    positions = torch.arange(2 * len(params), device=DEVICE).view(-1, 2)
-    fast, slow = batch_of(params)
-    assert sample(logits, positions, fast, cut=CUTS["many tiles"]).tolist() == slow.sample(logits, positions).tolist()
+    logits = torch.randn(len(SETTINGS[::5]), 2, vocab, device=DEVICE)
+    assert wrong_draws(SETTINGS[::5], logits, CUTS["many tiles"]) == {}
 
 
 def test_ties_at_the_border_of_the_nucleus_keep_the_lowest_ids():
@@ -213,12 +200,8 @@ def test_a_program_may_list_several_tiles(monkeypatch, poison_empty):
 def test_half_precision_logits(dtype, poison_empty):
     """Hundreds of equal logits, as 16 bits have them."""
     torch.manual_seed(3)
-    params = [SamplingParams(**settings) for settings in SETTINGS[::4]]
-    logits = logits_of("random", len(params), 1, 300, dtype)
-    positions = torch.arange(len(params), device=DEVICE)[:, None]
-    fast, slow = batch_of(params)
-    expected = slow.sample(logits, positions)
-    assert sample(logits, positions, fast, cut=CUTS["many tiles"]).tolist() == expected.tolist()
+    logits = logits_of("random", len(SETTINGS[::4]), 1, 300, dtype)
+    assert wrong_draws(SETTINGS[::4], logits, CUTS["many tiles"]) == {}
 
 
 @pytest.mark.parametrize("cut", ["many tiles", slow("overflows")])
@@ -271,11 +254,8 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(poison_empty):
 def test_rows_of_a_strided_view(poison_empty):
     """Logits of the nodes of one request, out of a wider buffer."""
     torch.manual_seed(4)
-    wide = torch.randn(1, 5, 200, device=DEVICE)
-    logits = wide[:, :, 30:130]
-    positions = torch.arange(5, device=DEVICE)[None]
-    fast, slow = batch_of([SamplingParams(temperature=1.0, top_p=0.9)])
-    assert sample(logits, positions, fast).tolist() == slow.sample(logits, positions).tolist()
+    logits = torch.randn(1, 5, 200, device=DEVICE)[:, :, 30:130]
+    assert wrong_draws([{"temperature": 1.0, "top_p": 0.9}], logits) == {}
 
 
 @triton.jit

@@ -52,8 +52,8 @@ def rig(request, monkeypatch) -> KVRig:
 
 def opened(rig: KVRig, length: int) -> int:
     """A row of `length` committed tokens, and a lookahead."""
-    row = rig.open()
-    rig.ensure(row, length + NODES)
+    row = rig.open_row()
+    rig.ensure_slots(row, length + NODES)
     plan = rig.chunk(ints(row), ints(length))
     k = torch.ones((length, 1, 2))
     for layer in (SLIDING_LAYER, FULL_LAYER):
@@ -100,25 +100,25 @@ def test_what_is_freed_is_poisoned_again_in_both_spaces(rig) -> None:
     row = opened(rig, 13)
     slots = rig.slots.host[row, :13].copy()
     peers = rig.allocator.maps.host[SWA][slots]
-    rig.evict(ints(row))
-    gone = int(rig.evicted_len[SWA, SWA, row])
+    rig.evict_unseen(ints(row))
+    gone = int(rig.evicted_len[SWA, row])
     assert gone > 0
     assert set(peers[:gone].tolist()) <= set(poisoned(rig, SLIDING_LAYER))
     assert not set(peers[gone:].tolist()) & set(poisoned(rig, SLIDING_LAYER))
     assert not set(slots.tolist()) & set(poisoned(rig, FULL_LAYER))
-    rig.close(row)
+    rig.close_row(row)
     assert set(slots.tolist()) <= set(poisoned(rig, FULL_LAYER))
     assert set(peers.tolist()) <= set(poisoned(rig, SLIDING_LAYER))
 
 
 def test_a_page_that_others_hold_is_not_poisoned(rig) -> None:
     row, page_size = opened(rig, 8), rig.allocator.page_size
-    other = rig.open()
-    rig.table.adopt(other, rig.table.pages(row, 8 // page_size))
+    other = rig.open_row()
+    rig.table.adopt_pages(other, rig.table.pages(row, 8 // page_size))
     shared = set(rig.slots.host[other, :8].tolist())
-    rig.close(row)
+    rig.close_row(row)
     assert not shared & set(poisoned(rig, FULL_LAYER))
-    rig.close(other)
+    rig.close_row(other)
     assert shared <= set(poisoned(rig, FULL_LAYER))
 
 
@@ -134,12 +134,12 @@ def test_beginning_again_poisons_everything(rig) -> None:
 @pytest.mark.parametrize("group", [PRIMARY, SWA])
 def test_right_plans_pass_and_nothing_that_they_read_is_poison(group, rig) -> None:
     rows = [opened(rig, length) for length in (1, 13, 6)]
-    rig.evict(ints(*rows))
+    rig.evict_unseen(ints(*rows))
     plan = chain(rig, *rows, rig.padding_row)
     assert attend(rig, plan, group)[:3].isfinite().all()
     rig.commit(ints(*rows), ints(2, 1, 3), np.array([[0, 1, 2]] * 3))
     for row in rows:
-        rig.ensure(row, int(rig.committed_len.host[row]) + NODES)
+        rig.ensure_slots(row, int(rig.committed_len.host[row]) + NODES)
     assert attend(rig, chain(rig, *rows), group).isfinite().all()
 
 
@@ -162,7 +162,7 @@ def nowhere(plan: KVPlan) -> KVPlan:
 @pytest.mark.parametrize("change", [full_slots_in_swa_space, slots_of_another_row, nowhere])
 def test_a_wrong_write_is_named_before_it_happens(change: Callable[[KVPlan], KVPlan], rig) -> None:
     first = opened(rig, 13)
-    rig.evict(ints(first))
+    rig.evict_unseen(ints(first))
     second = opened(rig, 6)  # in SWA slots that the first had
     plan = chain(rig, first, second)
     before = {layer: kept.k.clone() for layer, kept in rig.store.layers.items()}
@@ -227,7 +227,7 @@ def table_names_a_slot_that_is_not_there(rig: KVRig, row: int) -> None:
 
 
 def two_rows_have_one_page(rig: KVRig, row: int) -> None:
-    other = rig.open()
+    other = rig.open_row()
     rig.slots[other, : int(rig.capacity[row])] = rig.slots.host[row, : int(rig.capacity[row])]
     rig.capacity[other] = rig.capacity[row]
 

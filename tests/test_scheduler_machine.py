@@ -38,7 +38,7 @@ from specdec.runtime.prefixes import WORTH_WAITING, Prefixes
 from specdec.runtime.prompt_shares import IDLE_STEPS, PromptRoom
 from specdec.runtime.request import Request, RequestState
 from specdec.runtime.scheduler import Scheduler, rank
-from specdec.runtime.settling import commit_chunks
+from specdec.runtime.settling import commit_chunks_on_host
 from specdec.text.detokenize import Detokenizer
 
 from marks import deep, deep_cases
@@ -121,7 +121,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort(self, seed: int) -> None:
         request = random.Random(seed).choice(self.live)
         request.end("abort")
-        self.scheduler.release(request)
+        self.scheduler.release_requests(request)
         self.passes.pop(request.number, None)
         self.end(request)
 
@@ -161,7 +161,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def admit(self) -> None:
         waiting = list(self.scheduler.waiting)
-        admitted = self.scheduler.admit()
+        admitted = self.scheduler.admit_requests()
         self.count_passes(admitted)
         past = waiting[: max(map(waiting.index, admitted), default=-1) + 1]
         for request in set(past) - set(admitted):  # by a prompt of their own, that another is making just now
@@ -198,7 +198,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for i in range(len(requests))
         ]
         self.write(self.rig.chunk(rows, chunk_len), values)
-        commit_chunks(self.table, self.scheduler.prefixes, requests, chunk_len)
+        commit_chunks_on_host(self.table, self.scheduler.prefixes, requests, chunk_len)
         for request in requests:
             if request.state is RequestState.DECODE and request.num_output == 0:
                 self.settle(request, [next_token(request.tokens)])
@@ -231,7 +231,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.rig.commit(rows, length, path)
         for request, tokens in zip(requests, emitted, strict=True):
             self.settle(request, tokens)
-        self.table.evict(np.array([r.row for r in requests if not r.finished], dtype=np.int64))
+        self.table.evict_unseen(np.array([r.row for r in requests if not r.finished], dtype=np.int64))
 
     def write(self, plan: KVPlan, values: list[list[float]]) -> None:
         k = torch.tensor(values, dtype=torch.float64).view(-1, 1, 1)
@@ -241,7 +241,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def settle(self, request: Request, tokens: list[int]) -> None:
         request.settle(tokens, [], request.stats.copy())
         if request.finished:
-            self.scheduler.release(request)
+            self.scheduler.release_requests(request)
             self.end(request)
 
     def end(self, request: Request) -> None:
@@ -353,9 +353,9 @@ def test_a_low_priority_is_not_kept_waiting_by_a_steady_stream(level: int) -> No
     while 0 not in order and len(order) < 10 * scheduler.PATIENCE:
         for _ in range(ROWS + 1):
             submit(0)
-        order += [request.number for request in made.admit()]
+        order += [request.number for request in made.admit_requests()]
         for request in list(made.running):
-            made.release(request)
+            made.release_requests(request)
     assert order.index(patient.number) == level * scheduler.PATIENCE
     assert [number for number in order if number] == list(range(1, len(order)))
 
@@ -364,7 +364,7 @@ def test_a_low_priority_is_not_kept_waiting_by_a_steady_stream(level: int) -> No
 
 
 def admit_the_last(patch: pytest.MonkeyPatch) -> None:
-    right = Scheduler.admit
+    right = Scheduler.admit_requests
 
     def wrong(scheduler: Scheduler) -> list[Request]:
         scheduler.waiting.reverse()
@@ -372,7 +372,7 @@ def admit_the_last(patch: pytest.MonkeyPatch) -> None:
         scheduler.waiting.sort(key=rank)
         return admitted
 
-    patch.setattr(Scheduler, "admit", wrong)
+    patch.setattr(Scheduler, "admit_requests", wrong)
 
 
 def preempt_the_first(patch: pytest.MonkeyPatch) -> None:
@@ -387,16 +387,16 @@ def preempt_the_first(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_the_row(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RequestTable, "close_all", lambda table, rows: None)
+    patch.setattr(RequestTable, "close_rows", lambda table, rows: None)
 
 
 def evict_what_is_seen(patch: pytest.MonkeyPatch) -> None:
-    right = RequestTable.evict
+    right = RequestTable.evict_unseen
 
     def wrong(table: RequestTable, rows: IntArray, *, slack_pages: int = 1) -> int:
         return right(table, rows, slack_pages=slack_pages - 3)
 
-    patch.setattr(RequestTable, "evict", wrong)
+    patch.setattr(RequestTable, "evict_unseen", wrong)
 
 
 def lose_who_is_preempted(patch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ class Tokenizer:
 def engine():
     config = EngineConfig(max_batch_size=8, max_model_len=512)
     with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp", config=config) as engine:
-        engine.tokenizer = engine.intake._tokenizer = Tokenizer(engine.tokenizer)
+        engine.tokenizer = engine.request_builder._tokenizer = Tokenizer(engine.tokenizer)
         yield engine
 
 

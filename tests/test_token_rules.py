@@ -204,18 +204,6 @@ def test_a_stop_string_in_special_tokens_is_kept_too(byte_tokenizer):
         assert Detokenizer(byte_tokenizer).final_text(ids, stops) == text
 
 
-@pytest.mark.deep
-def test_stop_strings_under_rules_are_the_same_with_speculation(engine_of, prompts):
-    free = SamplingParams(max_new_tokens=30, ignore_eos=True)
-    [out] = engine_of().generate([prompts[0]], free)
-    stop = next(c for c in out.text if c.isprintable() and c != "\ufffd")
-    for settings in ({"min_tokens": 3}, {"min_tokens": 12}, {"include_stop_str_in_output": True}):
-        asked = SamplingParams(max_new_tokens=30, ignore_eos=True, stop=[stop], **settings)
-        outs = [engine_of(kind).generate([prompts[0]], asked)[0] for kind in (None, "tree", "ngram")]
-        assert len({(tuple(out.token_ids), out.text, out.finish_reason) for out in outs}) == 1
-        assert len(outs[0].token_ids) > settings.get("min_tokens", 0)
-
-
 def test_a_schema_says_itself_how_white_space_is_written(engine_of, prompts, byte_tokenizer):
     """ "x-guidance" had no effect: the engine's own pattern for white space went over it."""
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.cli.app import app
-from specdec.draft_attention import block_states
 from specdec.draft_models.block.block_drafter import BlockDrafter
+from specdec.draft_models.block.block_head import block_states
 from specdec.drafter_loading import load_any_drafter
 from specdec.models.target import TargetModel
 from specdec.training.block_training import TrainableBlock

@@ -56,13 +56,6 @@ def test_a_root_alone_is_a_tree():
         tree.check()
 
 
-def test_a_chain_is_a_tree():
-    tokens = long([[1, 2, 3, 4], [4, 3, 2, 1]])
-    chain, tree = DraftTree.chain(tokens), DraftTree.from_parents(tokens, long([[-1, 0, 1, 2]] * 2))
-    for name in ("tokens", "parents", "depth", "ancestors"):
-        torch.testing.assert_close(getattr(chain, name), getattr(tree, name))
-
-
 def test_each_tree_of_a_batch_has_its_own_shape():
     tree = DraftTree.from_parents(long([[0, 1, 2, 3]] * 3), long([[-1, 0, 0, 0], [-1, 0, 0, 2], [-1, 0, 1, 1]]))
     assert tree.depth.tolist() == [[0, 1, 1, 1], [0, 1, 1, 2], [0, 1, 2, 2]]
@@ -88,36 +81,24 @@ def flipped(i: int, j: int) -> torch.Tensor:
     return ancestors
 
 
-@pytest.mark.parametrize(
-    ("tree", "message"),
-    [
-        (changed(parents=long([[0, 0, 0, 1, 3]])), "node 0 is not the root"),
-        (changed(depth=long([[1, 1, 1, 2, 3]])), "node 0 is not the root"),
-        (changed(parents=long([[-1, 0, 3, 1, 3]])), "a parent after its child"),
-        (changed(parents=long([[-1, 0, 2, 1, 3]])), "a parent after its child"),  # its own parent
-        (changed(parents=long([[-1, 0, -1, 1, 3]])), "a parent after its child"),  # a second root
-        (changed(parents=long([[-1, 0, 0, 1]])), "shape"),
-        (changed(depth=long([[0, 1, 1, 2, 2]])), "depth disagrees with parents"),
-        (changed(ancestors=flipped(4, 1)), "ancestors disagree with parents"),
-        (changed(ancestors=flipped(4, 2)), "ancestors disagree with parents"),
-        (changed(ancestors=flipped(2, 2)), "ancestors disagree with parents"),
-        (changed(tokens=long([[10, 11, 11, 13, 14]])), "equal siblings"),
-    ],
-    ids=[
-        "root-with-parent",
-        "root-with-depth",
-        "parent-after",
-        "own-parent",
-        "two-roots",
-        "shape",
-        "depth",
-        "missing-ancestor",
-        "false-ancestor",
-        "not-its-own-ancestor",
-        "equal-siblings",
-    ],
-)
-def test_check_finds(tree: DraftTree, message: str):
+FAULTS = {
+    "root-with-parent": (changed(parents=long([[0, 0, 0, 1, 3]])), "node 0 is not the root"),
+    "root-with-depth": (changed(depth=long([[1, 1, 1, 2, 3]])), "node 0 is not the root"),
+    "parent-after": (changed(parents=long([[-1, 0, 3, 1, 3]])), "a parent after its child"),
+    "own-parent": (changed(parents=long([[-1, 0, 2, 1, 3]])), "a parent after its child"),
+    "two-roots": (changed(parents=long([[-1, 0, -1, 1, 3]])), "a parent after its child"),
+    "shape": (changed(parents=long([[-1, 0, 0, 1]])), "shape"),
+    "depth": (changed(depth=long([[0, 1, 1, 2, 2]])), "depth disagrees with parents"),
+    "missing-ancestor": (changed(ancestors=flipped(4, 1)), "ancestors disagree with parents"),
+    "false-ancestor": (changed(ancestors=flipped(4, 2)), "ancestors disagree with parents"),
+    "not-its-own-ancestor": (changed(ancestors=flipped(2, 2)), "ancestors disagree with parents"),
+    "equal-siblings": (changed(tokens=long([[10, 11, 11, 13, 14]])), "equal siblings"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_check_finds(fault: str):
+    tree, message = FAULTS[fault]
     with pytest.raises(AssertionError, match=message):
         tree.check()
 
@@ -152,15 +133,6 @@ def test_accept_on_a_chain():
     assert accepted.length.tolist() == [3, 2, 1]
     assert accepted.path.tolist() == [[0, 1, 2], [0, 1, 0], [0, 0, 0]]
     assert [row[:n] for row, n in zip(accepted.tokens.tolist(), [3, 2, 1], strict=True)] == [[2, 3, 4], [2, 9], [9]]
-
-
-def test_a_root_alone_emits_the_bonus():
-    accepted = accept(DraftTree.chain(long([[1], [2]])), long([[5], [6]]))
-    assert (accepted.path.tolist(), accepted.length.tolist(), accepted.tokens.tolist()) == (
-        [[0]] * 2,
-        [1] * 2,
-        [[5], [6]],
-    )
 
 
 @st.composite

@@ -1,7 +1,6 @@
 """Tree attention: kernels in Triton's interpreter where there is no GPU, the plain path, and their oracle.
 
-Closeness is against one softmax a row, in float64, over a plain list of visible keys; bits are compared with
-`torch.equal` between the same row computed in different company.
+Closeness is against `dense_oracle.py`; bits are compared between the same row computed in different company.
 """
 
 import random
@@ -11,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 
 from specdec.attention.deterministic_attention import deterministic_attention
-from specdec.attention.kernels import tree_attention_kernels as kernels
 from specdec.attention.kernels.own_keys import ALIGN, own_keys, reference_own_keys
 from specdec.attention.kernels.tree_attention import (
     Cut,
@@ -25,6 +22,7 @@ from specdec.attention.kernels.tree_attention import (
     tree_attention,
 )
 
+from dense_oracle import attend
 from marks import deep, deep_cases, each_value, quick, slow
 
 CUDA = torch.cuda.is_available()
@@ -33,14 +31,7 @@ BLOCK_K = 16
 SMALL: dict[str, Any] = {"cut": Cut(BLOCK_K, 2 * BLOCK_K), "tiles": RowTiles(16, 4, 1)}
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
-pytestmark = pytest.mark.usefixtures("poison_empty")
-
-
-@pytest.fixture(autouse=True)
-def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not CUDA:
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-        assert not isinstance(kernels.attend_kernel, triton.JITFunction), "TRITON_INTERPRET=1 came too late"
+pytestmark = pytest.mark.usefixtures("kernels_run", "poison_empty")
 
 
 def bushy(num_nodes: int, seed: int = 0) -> list[int]:
@@ -171,10 +162,9 @@ def lay_out(
 
 
 def dense(requests: Sequence[Request], args: dict[str, Any]) -> torch.Tensor:
-    """Every row by the definition: one query, the keys of its path, one softmax."""
-    first, window, softcap, sinks = requests[0].block, args["window"], args["softcap"], args["sinks"]
-    group = first.q.shape[1] // first.k.shape[1]
-    out = torch.zeros(len(requests), *first.q.shape, dtype=torch.float64)
+    """Every row by the definition, over the keys of its path."""
+    options = {name: args[name] for name in ("scaling", "softcap", "sinks")}
+    out = torch.zeros(len(requests), *requests[0].block.q.shape, dtype=torch.float64)
     for b, r in enumerate(requests):
         for i in range(len(r.block) if r.valid is None else r.valid):
             path = []
@@ -182,15 +172,10 @@ def dense(requests: Sequence[Request], args: dict[str, Any]) -> torch.Tensor:
             while node >= 0:
                 path.insert(0, node)
                 node = node - 1 if r.parents is None else r.parents[node]
-            keys = r.prefix + r.block[path]
             position = len(r.prefix) + r.depth[i]
-            oldest = 0 if window is None else max(0, position - window + 1)
-            keys = keys[oldest:]
-            for h in range(first.q.shape[1]) if len(keys) else ():
-                x = keys.k[:, h // group].double() @ r.block.q[i, h].double() * args["scaling"]
-                x = x if softcap is None else softcap * (x / softcap).tanh()
-                x = x if sinks is None else torch.cat([x, sinks[h : h + 1].double()])
-                out[b, i, h] = x.softmax(0)[: len(keys)] @ keys.v[:, h // group].double()
+            oldest = 0 if args["window"] is None else max(0, position - args["window"] + 1)
+            seen = (r.prefix + r.block[path])[oldest:]
+            out[b, i] = attend(r.block.q[i], seen.k, seen.v, **options)
     return out
 
 
@@ -219,7 +204,7 @@ def folded(args: dict[str, Any]) -> torch.Tensor:
 
 
 Run = Callable[[dict[str, Any]], torch.Tensor]
-PATHS = pytest.mark.parametrize("attend", [run, run_plain], ids=["kernels", "plain"])
+PATHS = pytest.mark.parametrize("attend_by", [run, run_plain], ids=["kernels", "plain"])
 
 
 def check(requests: Sequence[Request], kernels_too: bool = True, **options: Any) -> None:
@@ -227,8 +212,8 @@ def check(requests: Sequence[Request], kernels_too: bool = True, **options: Any)
     args = lay_out(requests, **options)
     expected = dense(requests, args)
     tolerance = TOLERANCE[args["query"].dtype]
-    for attend in (run, folded, run_plain)[0 if kernels_too else 2 :]:
-        out = attend(args)
+    for attend_by in (run, folded, run_plain)[0 if kernels_too else 2 :]:
+        out = attend_by(args)
         assert out.is_contiguous()
         assert out.dtype == args["query"].dtype
         torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
@@ -295,10 +280,10 @@ def test_frozen_queries_read_the_committed_prefix_only(num_rows: int, window: in
 
 
 @PATHS
-def test_a_query_whose_window_holds_nothing_is_zero(attend: Run) -> None:
+def test_a_query_whose_window_holds_nothing_is_zero(attend_by: Run) -> None:
     args = lay_out([request(n, 2, frozen=True, seed=n) for n in (40, 2)], window=3, sinks=torch.ones(2))
     args["positions"] += torch.tensor([[0], [9]])  # row 1 looks from far behind its two keys
-    out = attend(args)
+    out = attend_by(args)
     torch.testing.assert_close(out[1], torch.zeros(2, 2, 16))
     assert bool((out[0] != 0).any())
 
@@ -427,7 +412,7 @@ def planted(num_nodes: int, begin: int, text: Text, seed: int) -> tuple[Request,
 
 
 BITS = pytest.mark.parametrize(
-    ("attend", "dtype"),
+    ("attend_by", "dtype"),
     [slow(run, torch.float32), slow(folded, torch.float32), (run_plain, torch.float32), (run_plain, torch.bfloat16)]
     + ([(run, torch.bfloat16), (run, torch.float16), (folded, torch.bfloat16)] if CUDA else []),
     ids=lambda x: getattr(x, "__name__", str(x)),
@@ -438,15 +423,15 @@ BITS = pytest.mark.parametrize(
 @BITS
 @pytest.mark.parametrize("window", [deep(None), 21])
 def test_a_row_has_the_bits_of_plain_decoding_in_any_company(
-    attend: Run, dtype: torch.dtype, window: int | None
+    attend_by: Run, dtype: torch.dtype, window: int | None
 ) -> None:
-    tile = BLOCK_K if attend is not run_plain else ALIGN
+    tile = BLOCK_K if attend_by is not run_plain else ALIGN
     length = 2 * tile + 11
     text = Text.random(length, HEADS, 16, dtype)
     sinks = torch.tensor([0.5, -0.5], dtype=dtype)
 
     def rows(requests: list[Request], **options: Any) -> torch.Tensor:
-        return attend(lay_out(requests, window=window, sinks=sinks, **options))
+        return attend_by(lay_out(requests, window=window, sinks=sinks, **options))
 
     expected = rows([Request(text[:p], text[p : p + 1]) for p in range(length)], spare_pages=9)[:, 0]
     for p in (0, 1, tile - 1, tile, length - 1):
@@ -489,27 +474,27 @@ def test_a_path_through_two_tiles_has_the_bits_of_plain_decoding(window: int | N
 
 
 @deep_cases("kernels")
-@pytest.mark.parametrize("attend", [slow(run), run_plain], ids=["kernels", "plain"])
-def test_trees_of_200_nodes(attend: Run) -> None:
+@pytest.mark.parametrize("attend_by", [slow(run), run_plain], ids=["kernels", "plain"])
+def test_trees_of_200_nodes(attend_by: Run) -> None:
     """Far more nodes than an integer has bits; the path of the text is 40 deep and crosses tiles."""
     text = Text.random(60, HEADS, 16)
     tree, path = planted(200, 20, text, 3)
     assert len(path) == 40
     args = lay_out([tree])
-    out = attend(args)
+    out = attend_by(args)
     torch.testing.assert_close(out.double(), dense([tree], args), atol=2e-5, rtol=2e-5)
-    expected = attend(lay_out([Request(text[:p], text[p : p + 1]) for p in range(20, 60, 6)]))[:, 0]
+    expected = attend_by(lay_out([Request(text[:p], text[p : p + 1]) for p in range(20, 60, 6)]))[:, 0]
     assert torch.equal(out[0, path[::6]], expected)
 
 
 @PATHS
-def test_nodes_that_do_not_exist_may_hold_anything(attend: Run) -> None:
+def test_nodes_that_do_not_exist_may_hold_anything(attend_by: Run) -> None:
     """Behind `block_len` a tree's slots hold NaN; what is in front has the bits of the smaller tree."""
     parents = [-1, 0, 0, 1, 2, 2]
     padded = request(20, 6, parents, valid=4)
     smaller = replace(padded, block=padded.block[:4], parents=parents[:4], valid=None)
-    out = attend(lay_out([padded, replace(padded, valid=0)]))
-    assert torch.equal(out[0, :4], attend(lay_out([smaller]))[0])
+    out = attend_by(lay_out([padded, replace(padded, valid=0)]))
+    assert torch.equal(out[0, :4], attend_by(lay_out([smaller]))[0])
     assert torch.equal(out[0, 4:], torch.zeros(2, 2, 16))
     assert torch.equal(out[1], torch.zeros(6, 2, 16))
 

@@ -4,12 +4,10 @@ import heapq
 
 import pytest
 import torch
-import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.attention.torch_backend import TorchBackend
-from specdec.attention.trees import walk as tree_walk_module
 from specdec.attention.trees.beam import Candidates
 from specdec.attention.trees.growth import (
     Growth,
@@ -28,15 +26,7 @@ QUICK = settings(max_examples=examples(10, 40), deadline=None, derandomize=True,
 INF, NAN = float("inf"), float("nan")
 BACKENDS = [TorchBackend(), TritonBackend()]
 
-
-@pytest.fixture(autouse=True, scope="module")
-def kernels_run():
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        if DEVICE.type == "cpu":
-            monkeypatch.setenv("TRITON_INTERPRET", "1")
-            kernel = tree_walk_module._tree_fields_kernel
-            assert not isinstance(kernel, triton.JITFunction), "TRITON_INTERPRET=1 came too late"
-        yield
+pytestmark = pytest.mark.usefixtures("kernels_run")
 
 
 def long(values: object) -> torch.Tensor:

@@ -1,10 +1,11 @@
-"""Memory goes back to the system: after large work, at most every two seconds, circles included."""
+"""Memory goes back to the system half a minute after large work, circles included."""
 
 import ctypes
 import gc
 import inspect
 import subprocess
 import sys
+import threading
 import weakref
 
 import pytest
@@ -12,14 +13,7 @@ import pytest
 from specdec.cli.bodies import run_server
 from specdec.serving import server as serving
 from specdec.serving.http import trimming
-from specdec.serving.http.trimming import (
-    EVERY_SECONDS,
-    GROWN_BYTES,
-    Trimmer,
-    give_back,
-    resident_bytes,
-    without_what_stays,
-)
+from specdec.serving.http.trimming import GROWN_BYTES, LATER_SECONDS, Trimmer, give_back, resident_bytes
 
 
 class Held:
@@ -34,49 +28,29 @@ class Held:
         self.bytes -= 10 << 20
 
 
-def look(trimmer: Trimmer, now: float) -> None:
-    trimmer.look(now)
-    if trimmer._thread is not None:
-        trimmer._thread.join()
-
-
-def test_what_has_grown_is_given_back_at_once_and_again_later() -> None:
-    """What was in use when it was asked for was never asked for again: a server stayed 130 MB larger for a minute."""
+def test_what_has_grown_is_given_back_half_a_minute_later() -> None:
+    """At once it was in use, and was never asked for again: a server stayed 130 MB larger for a minute."""
     held = Held()
-    trimmer = Trimmer(lambda: held.bytes, held.give_back)
-    look(trimmer, 10.0)
-    assert held.times == 0
-    held.bytes += GROWN_BYTES
-    look(trimmer, 11.0)
-    assert held.times == 1
-    times = []
-    for now in range(12, 400):
+    trimmer, asked = Trimmer(lambda: held.bytes, held.give_back), []
+
+    def look(now: float) -> None:
         before = held.times
-        look(trimmer, float(now))
-        times += [now] * (held.times - before)
-    assert times == [15, 23, 39, 71]  # 4, 8, 16 and 32 s after the one before
+        trimmer.look(now)
+        for thread in threading.enumerate():
+            if thread.name == "specdec-trim":
+                thread.join()
+        asked.extend([now] * (held.times - before))
+
+    look(5.0)
     held.bytes += GROWN_BYTES
-    look(trimmer, 400.0)
-    assert held.times == 6
-
-
-def test_what_grows_all_the_time_is_asked_for_every_two_seconds() -> None:
-    held = Held()
-    trimmer = Trimmer(lambda: held.bytes, held.give_back)
-    for tenth in range(100):
-        held.bytes += GROWN_BYTES
-        look(trimmer, 10.0 + tenth / 10)
-    assert held.times == 10 / EVERY_SECONDS
-
-
-def test_the_smallest_size_since_is_what_counts() -> None:
-    held = Held()
-    trimmer = Trimmer(lambda: held.bytes, held.give_back)
-    held.bytes -= 100 << 20
-    look(trimmer, 10.0)
+    for now in range(10, 200):
+        look(float(now))
+    held.bytes -= 100 << 20  # the least since is what counts
+    look(200.0)
     held.bytes += GROWN_BYTES
-    look(trimmer, 20.0)
-    assert held.times == 1
+    for now in range(201, 300):
+        look(float(now))
+    assert asked == [10.0 + LATER_SECONDS, 201.0 + LATER_SECONDS]
 
 
 def test_circles_are_collected_and_glibc_is_asked(monkeypatch) -> None:
@@ -97,39 +71,11 @@ def test_circles_are_collected_and_glibc_is_asked(monkeypatch) -> None:
     assert bool(asked) == sys.platform.startswith("linux")
 
 
-def test_what_a_server_begins_with_is_set_aside_while_it_serves() -> None:
-    with without_what_stays():
-        assert gc.get_freeze_count() > 10_000
-        assert len(gc.get_objects()) < gc.get_freeze_count()
-    assert gc.get_freeze_count() == 0
-
-
-@pytest.mark.deep
-def test_a_server_serves_with_its_settings_of_the_process(monkeypatch) -> None:
+def test_a_server_serves_with_its_settings_of_the_process() -> None:
     """The engine's thread gets Python's lock soon, nothing that stays is looked through, and both end with it."""
-    before, seen = sys.getswitchinterval(), []
-
-    class Engine:
-        async def close(self) -> None: ...
-
-    class Server:
-        died = None
-        deadline = type("Timer", (), {"cancel": staticmethod(lambda: None)})
-
-        def __init__(self, *given: object) -> None: ...
-
-        def run(self, sockets: object) -> None:
-            seen.append((sys.getswitchinterval(), gc.get_freeze_count() > 0))
-
-    nothing = type("Nothing", (), {"__getattr__": lambda self, name: nothing(), "__call__": lambda self, *a, **b: self})
-    for name, value in {"Server": Server, "Connections": nothing, "create_app": nothing(), "Reporter": nothing}.items():
-        monkeypatch.setattr(serving, name, value if name == "Server" else lambda *given, **named: nothing())
-    monkeypatch.setattr(serving.uvicorn, "Config", lambda *given, **named: None)
-    monkeypatch.setattr(serving, "describe", lambda state: "")
-    settings = type("Settings", (), {"ssl_certfile": None, "stop_seconds": 0, "stats_seconds": 0, "ssl_keyfile": None})
-    settings.timeout_keep_alive = 1  # type: ignore[attr-defined]
-    assert serving.run_app(Engine(), settings, nothing(), lambda: None) is None  # type: ignore[arg-type]
-    assert seen == [(pytest.approx(serving.SWITCH_SECONDS), True)]
+    before = sys.getswitchinterval()
+    with serving._settings_of_process():
+        assert sys.getswitchinterval() == pytest.approx(serving.SWITCH_SECONDS) and gc.get_freeze_count() > 10_000
     assert (sys.getswitchinterval(), gc.get_freeze_count()) == (pytest.approx(before), 0)
 
 

@@ -11,52 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import (
-    Cohere2Config,
-    Cohere2ForCausalLM,
-    CohereConfig,
-    CohereForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
     Gemma4AssistantConfig,
     Gemma4AssistantForCausalLM,
-    Gemma4AudioConfig,
-    Gemma4Config,
-    Gemma4ForCausalLM,
-    Gemma4ForConditionalGeneration,
     Gemma4TextConfig,
-    Gemma4VisionConfig,
-    Glm4Config,
-    Glm4ForCausalLM,
-    GlmConfig,
-    GlmForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
     PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
-    Starcoder2Config,
-    Starcoder2ForCausalLM,
 )
 
 from specdec import Engine, EngineConfig, SpecConfig
@@ -110,106 +70,106 @@ def gemma4_family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+BASE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 4096,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+SLIDES = {"sliding_window": WINDOW}
+ALTERNATING = {"num_hidden_layers": 4, "layer_types": [SLIDING, FULL] * 2, **SLIDES}
+EXPERTS = {"num_experts_per_tok": 2}
+PARTLY = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+GEMMA4 = {
+    "num_hidden_layers": 4,
+    "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 30.0,
+    **SLIDES,
+}
+K_IS_V = {"num_global_key_value_heads": 1, "attention_k_eq_v": True}
+SHARED_KV = {
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 6,
+    "layer_types": [SLIDING, FULL, SLIDING, SLIDING, SLIDING, FULL],
+    "num_kv_shared_layers": 3,
+    "hidden_size_per_layer_input": 8,
+}
+GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
+GRANITE = {"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.22, "logits_scaling": 6.0}
+LOW = {"query_pre_attn_scalar": 1}  # so that softcaps and sinks matter
+TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma4-e2b": ("Gemma4", {**GEMMA4, **SHARED_KV}),
+    "gemma4-31b": ("Gemma4", {**GEMMA4, **K_IS_V}),
+    "gemma4-moe": ("Gemma4", {**GEMMA4, **K_IS_V, **GEMMA4_EXPERTS}),
+    "gemma3": ("Gemma3", {**SLIDES, **LOW, "num_hidden_layers": 4, "layer_types": [SLIDING] * 3 + [FULL]}),
+    "gemma2": ("Gemma2", {**ALTERNATING, **LOW, "attn_logit_softcapping": 2.0}),
+    "gpt_oss": ("GptOss", {**ALTERNATING, **EXPERTS, "num_local_experts": 4}),
+    "llama": ("Llama", {}),
+    "qwen2": ("Qwen2", {**SLIDES, "use_sliding_window": True, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {}),
+    "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 16}),
+    "mixtral": ("Mixtral", {**EXPERTS, "num_local_experts": 4}),
+    "mistral": ("Mistral", SLIDES),
+    # those that only the tests of fused layers build
+    "cohere": ("Cohere", {"logit_scale": 0.25}),
+    "cohere2": ("Cohere2", {**SLIDES, "layer_types": [SLIDING, SLIDING, FULL], "logit_scale": 0.25}),
+    "glm": ("Glm", PARTLY),
+    "glm4": ("Glm4", {**PARTLY, "attention_bias": True}),
+    "granite": ("Granite", GRANITE),
+    "olmo2": ("Olmo2", {}),
+    "phi3": ("Phi3", {**PARTLY, **SLIDES}),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 1, 0]}),
+    "starcoder2": ("Starcoder2", {}),  # without fused layers
+}
+"""Family -> how transformers names its classes, and the fields of its config besides `BASE`."""
+
+
 def build_target(family: str, **overrides: Any) -> PreTrainedModel:
     """An untrained model of the family; `overrides` go to its text config."""
-    base: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 4096,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-    }
-    gemma4: dict[str, Any] = {
-        "num_hidden_layers": 4,
-        "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
-        "global_head_dim": 16,
-        "sliding_window": WINDOW,
-        "hidden_size_per_layer_input": 0,
-        "final_logit_softcapping": 30.0,
-    }
-    k_eq_v = {"num_global_key_value_heads": 1, "attention_k_eq_v": True}
-    shared = {
-        "num_key_value_heads": 1,
-        "num_hidden_layers": 6,
-        "layer_types": [SLIDING, FULL, SLIDING, SLIDING, SLIDING, FULL],
-        "num_kv_shared_layers": 3,
-        "hidden_size_per_layer_input": 8,
+    if family == "gemma4-multimodal":
+        return transformers.Gemma4ForConditionalGeneration(multimodal_config(**overrides))
+    name, fields = TARGETS[family]
+    text = text_fields(fields, overrides)
+    if family == "qwen2":
+        del text["head_dim"]
+    config = getattr(transformers, f"{name}TextConfig" if name in ("Gemma3", "Gemma4") else f"{name}Config")
+    model: PreTrainedModel = getattr(transformers, f"{name}ForCausalLM")(config(**text))
+    return model
+
+
+def text_fields(fields: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    text = {**BASE, **fields, **overrides}
+    if text.get("hidden_size_per_layer_input"):
+        text.setdefault("vocab_size_per_layer_input", text["vocab_size"])
+    return text
+
+
+def multimodal_config(**overrides: Any) -> transformers.Gemma4Config:
+    """Gemma 4 E2B with towers for images and sound."""
+    text = {
+        **BASE,
+        **GEMMA4,
+        **SHARED_KV,
         "vocab_size_per_layer_input": overrides.get("vocab_size", VOCAB),
+        **overrides,
     }
-    moe = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
-    alternating = {"num_hidden_layers": 4, "layer_types": [SLIDING, FULL] * 2, "sliding_window": WINDOW}
-    match family:
-        case "gemma4-e2b":
-            return Gemma4ForCausalLM(Gemma4TextConfig(**{**base, **gemma4, **shared, **overrides}))
-        case "gemma4-31b":
-            return Gemma4ForCausalLM(Gemma4TextConfig(**{**base, **gemma4, **k_eq_v, **overrides}))
-        case "gemma4-moe":
-            return Gemma4ForCausalLM(Gemma4TextConfig(**{**base, **gemma4, **k_eq_v, **moe, **overrides}))
-        case "gemma4-multimodal":
-            tower = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-            vision = {"intermediate_size": 8, "num_key_value_heads": 1, "head_dim": 8, "position_embedding_size": 4}
-            audio = {"subsampling_conv_channels": [8, 8], "output_proj_dims": 8}
-            config = Gemma4Config(
-                text_config=Gemma4TextConfig(**{**base, **gemma4, **shared, **overrides}),
-                vision_config=Gemma4VisionConfig(**tower, **vision),
-                audio_config=Gemma4AudioConfig(**tower, **audio),
-            )
-            return Gemma4ForConditionalGeneration(config)
-        case "gemma3":
-            slides = {"num_hidden_layers": 4, "layer_types": [SLIDING] * 3 + [FULL], "sliding_window": WINDOW}
-            return Gemma3ForCausalLM(Gemma3TextConfig(**{**base, **slides, "query_pre_attn_scalar": 1, **overrides}))
-        case "gemma2":
-            softcap = {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 1}  # low, so that it matters
-            return Gemma2ForCausalLM(Gemma2Config(**{**base, **alternating, **softcap, **overrides}))
-        case "gpt_oss":
-            experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
-            return GptOssForCausalLM(GptOssConfig(**{**base, **alternating, **experts, **overrides}))
-        case "llama":
-            return LlamaForCausalLM(LlamaConfig(**{**base, "num_hidden_layers": 3, **overrides}))
-        case "qwen2":
-            del base["head_dim"]
-            slides = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
-            return Qwen2ForCausalLM(Qwen2Config(**{**base, **slides, "num_hidden_layers": 3, **overrides}))
-        case "qwen3":
-            return Qwen3ForCausalLM(Qwen3Config(**{**base, "num_hidden_layers": 3, **overrides}))
-        case "qwen3_moe":
-            experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_hidden_layers": 3}
-            return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**base, **experts, **overrides}))
-        case "mixtral":
-            experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 3}
-            return MixtralForCausalLM(MixtralConfig(**{**base, **experts, **overrides}))
-        case "mistral":
-            slides = {"num_hidden_layers": 3, "sliding_window": WINDOW}
-            return MistralForCausalLM(MistralConfig(**{**base, **slides, **overrides}))
-    base |= {"num_hidden_layers": 3}  # those that only the tests of fused layers build
-    partly = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
-    match family:
-        case "cohere":
-            return CohereForCausalLM(CohereConfig(**{**base, "logit_scale": 0.25, **overrides}))
-        case "cohere2":
-            slides = {"layer_types": [SLIDING, SLIDING, FULL], "sliding_window": WINDOW}
-            return Cohere2ForCausalLM(Cohere2Config(**{**base, **slides, "logit_scale": 0.25, **overrides}))
-        case "glm":
-            return GlmForCausalLM(GlmConfig(**{**base, **partly, **overrides}))
-        case "glm4":
-            return Glm4ForCausalLM(Glm4Config(**{**base, **partly, "attention_bias": True, **overrides}))
-        case "granite":
-            factors = {"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.22}
-            return GraniteForCausalLM(GraniteConfig(**{**base, **factors, "logits_scaling": 6.0, **overrides}))
-        case "olmo2":
-            return Olmo2ForCausalLM(Olmo2Config(**{**base, **overrides}))
-        case "phi3":
-            return Phi3ForCausalLM(Phi3Config(**{**base, **partly, "sliding_window": WINDOW, **overrides}))
-        case "smollm3":
-            return SmolLM3ForCausalLM(SmolLM3Config(**{**base, "no_rope_layers": [1, 1, 0], **overrides}))
-        case "starcoder2":  # without fused layers
-            return Starcoder2ForCausalLM(Starcoder2Config(**{**base, **overrides}))
-    raise AssertionError(f"{family=}")
+    tower = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    vision = {"intermediate_size": 8, "num_key_value_heads": 1, "head_dim": 8, "position_embedding_size": 4}
+    audio = {"subsampling_conv_channels": [8, 8], "output_proj_dims": 8}
+    return transformers.Gemma4Config(
+        text_config=Gemma4TextConfig(**text),
+        vision_config=transformers.Gemma4VisionConfig(**tower, **vision),
+        audio_config=transformers.Gemma4AudioConfig(**tower, **audio),
+    )
 
 
 def few_layers() -> dict[str, Any]:

@@ -19,6 +19,7 @@ import specdec
 from specdec import errors
 from specdec.cli.app import COMMANDS, load_command
 from specdec.cli.options import PairOptions
+from specdec.doctor import diagnose
 from specdec.errors import SpecDecError
 from specdec.gpu.captures import CaptureUse
 from specdec.models.bundled import BUNDLED_DIR
@@ -37,9 +38,9 @@ HEAD = """# API reference
 
 <!-- Written by tools/api_reference.py from the code. Do not edit it: run `make api`. -->
 
-The public names of `specdec` with their signatures, fields and docstrings; the classes that their methods return; the
-exceptions; and the options of each command. [Quick start](quick_start.md) shows the names in use, and
-[Serving](serving.md) describes the HTTP API. A ``Prompt`` is a text or a sequence of token ids.
+The public names of `specdec` with their signatures, fields and docstrings; `specdec.doctor.diagnose`; the classes that
+methods return; the exceptions; and the options of each command. [Quick start](quick_start.md) shows the names in use,
+and [Serving](serving.md) describes the HTTP API. A ``Prompt`` is a text or a sequence of token ids.
 """
 
 
@@ -48,6 +49,7 @@ def page() -> str:
     for name in specdec.__all__:
         if name not in ("__version__", "SpecDecError"):
             parts += described(getattr(specdec, name))
+    parts += ["## Doctor\n", *described(diagnose)]
     parts.append("## Classes that methods return\n")
     for kind in RETURNED:
         parts += described(kind)

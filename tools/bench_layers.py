@@ -36,9 +36,8 @@ from specdec.layers.fuse import fuse
 from specdec.layers.linear import gated_linear, linear, reference_gated_linear, vendor_linear
 from specdec.layers.norm import Gain, norm, reference_norm
 from specdec.layers.per_layer_embedding import gated_projection, reference_gated_projection
-from specdec.layers.product import choose_cut, finish
+from specdec.layers.product import MAX_SMALL_ROWS, choose_cut, finish
 from specdec.layers.rope_store import Destination, Heads, reference_rope_store, reference_rotary, rope_store, rotary
-from specdec.layers.some_rows import TOO_FEW
 from specdec.modules.private_copy import ATTENTION_NAME, text_configs
 
 BF16 = torch.bfloat16
@@ -349,7 +348,7 @@ def forward_rows(read: float, row_counts: Sequence[int], peers: Sequence[int]) -
         ms = replay_ms(lambda n=n: run(fused, n, lambda x: finish(linear(x, model.lm_head.weight))), 50)
         body = replay_ms(lambda n=n: run(fused, n, None), 20)
         vendor = ""
-        if n > TOO_FEW:
+        if n > MAX_SMALL_ROWS:
             head = partial(vendor_linear, weight=model.lm_head.weight)
             library = replay_ms(lambda n=n, head=head: run(fast, n, lambda x: finish(head(x))), 20)
             vendor = f", in any order {library:.3f} ms"

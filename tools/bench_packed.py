@@ -20,7 +20,8 @@ from gpu_setup import DEVICE, ON_CPU, device_option, machine, require_device  # 
 import torch
 from result_table import ResultTable, Row
 
-from specdec.layers.linear import _launch, gated_linear, linear, vendor_gated_linear, vendor_linear
+from specdec.layers.gemm_small import gemm_small
+from specdec.layers.linear import gated_linear, linear, vendor_gated_linear, vendor_linear
 from specdec.layers.moe.experts import Experts, apply_experts
 from specdec.layers.moe.routing import Routing
 from specdec.layers.norm import Gain, norm
@@ -84,7 +85,7 @@ def _bits_of_a_product(name: str, weight: PackedWeight, dtype: torch.dtype) -> I
         cut = cut_of(weight)
         parts = torch.empty((cut.splits, 5, n), dtype=torch.float32, device=DEVICE)
         tiles = Tiles(64, 16, 32 if ON_CPU else 64, 4, 3, 64)
-        _launch(x[:5], whole, None, parts, None, cut, tiles, split=True)
+        gemm_small(x[:5], whole, None, parts, None, cut, tiles, split=True)
         ours = linear(x[:5], weight, apart=True).parts
         same = torch.equal(parts.to(ours.dtype), ours)
         yield Row(f"{name}: parts of the 16-bit kernel", "equal" if same else "differ", ok=same)

@@ -28,7 +28,7 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-from specdec.draft_models.checkpoint_files import TargetShape
+from specdec.draft_models.checkpoints.checkpoint_files import TargetShape
 from specdec.draft_models.eagle3.checkpoint import read_head
 from specdec.draft_models.eagle3.head import Eagle3Head, embed_raw
 from specdec.errors import SpecDecError

@@ -26,7 +26,7 @@ from specdec.engine import Engine
 from specdec.evaluation.conditions import VERSIONS, hardware
 from specdec.models.bundled import BUNDLED_DIR
 from specdec.models.target import TargetModel
-from specdec.runtime.settling import commit_chunks
+from specdec.runtime.settling import commit_chunks_on_host
 
 CONTEXT, NEW = 64, 1900  # tokens of the prompts that decode, and of their answers
 LEARNED = 6
@@ -65,7 +65,7 @@ class GapRig:
         [request] = [request for request in scheduler.running if request.number == long.id]
         while table.committed_len.host[request.row] < prefix:
             requests, chunk_len = scheduler.next_prefill()
-            commit_chunks(table, scheduler.prefixes, requests, chunk_len)
+            commit_chunks_on_host(table, scheduler.prefixes, requests, chunk_len)
         self._forwards(LEARNED)
         spent = self._forwards(count)
         long.abort()

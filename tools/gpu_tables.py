@@ -145,7 +145,7 @@ def check_kv() -> None:
         window = 1 + torch.randperm(300, device=DEVICE)
         source, destination = PrimaryLoc(window[3:80]), PrimaryLoc(window[:77])  # overlap
         reference_move_kv(want, source, destination)
-        move_kv(StoreAddresses.of(pools), source, destination)
+        move_kv(StoreAddresses.from_pools(pools), source, destination)
         same("move", tuple(pools), tuple(want))
 
 
@@ -233,8 +233,8 @@ def round_outcome(page_size: int, tree: DraftTree, target: torch.Tensor, kernels
     cache, moved = KVCache(allocator, table, TorchBackend()), list[Move]()
     cache.move = moved.append  # type: ignore[method-assign]
     for row in range(BATCH - 2):
-        table.open()
-        table.ensure(row, 70 * row + num_nodes)
+        table.open_row()
+        table.ensure_slots(row, 70 * row + num_nodes)
         table.committed_len[row] = 70 * row
     generator = torch.Generator().manual_seed(num_nodes)
     tokens, most, cells = (
@@ -285,7 +285,7 @@ def other_rows() -> Iterator[tuple[str, float, float]]:
         microseconds(lambda i: store_kv(k, v, where[i], pools[2 * i], pools[2 * i + 1])),
         microseconds(lambda i: reference_store_kv(k, v, where[i], pools[2 * i], pools[2 * i + 1])),
     )
-    table = StoreAddresses.of(pools)
+    table = StoreAddresses.from_pools(pools)
     yield (
         "move_kv            32 rows in 60 pools of 2 x 256 bf16",
         microseconds(lambda i: move_kv(table, where[i][:32], where[i][16:48])),

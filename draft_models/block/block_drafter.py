@@ -17,8 +17,8 @@ from specdec.draft_models.base import Binding, DraftBatch, Observation, PromptOb
 from specdec.draft_models.block.block_checkpoint import read_block
 from specdec.draft_models.block.block_head import BlockHead, PlainBlock, TapContext
 from specdec.draft_models.block.fused_block import FusedBlock
-from specdec.draft_models.checkpoint_files import TargetShape
-from specdec.draft_models.draft_context import DraftContext, DraftGrowth, HeadDrafter, StoreWorker, continued
+from specdec.draft_models.checkpoints.checkpoint_files import TargetShape
+from specdec.draft_models.heads.draft_context import DraftContext, DraftGrowth, HeadDrafter, StoreWorker, continued
 from specdec.layers.accepted_path import path_rows
 
 

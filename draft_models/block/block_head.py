@@ -16,7 +16,7 @@ K/V of a position depend on the target's states there and on nothing that is dra
 A head holds no K/V and knows no requests: `HeadContext` and `TapContext` say where they are.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,12 +25,13 @@ from torch import nn
 from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm, Gemma4TextScaledWordEmbedding
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
+from specdec.attention.draft_attention import Attend, BlocksAttention
 from specdec.attention.kernels.draft_block import Order
 from specdec.attention.plan import KVPlan
 from specdec.draft_models.block.block_layers import Gemma4BlockLayer, Gemma4Rotary, SuccessorHead, gemma4_config
-from specdec.draft_models.fused_form import Echo
-from specdec.draft_models.head_layers import HeadLayer, llama_config
-from specdec.draft_models.head_spec import Attend, HeadContext, HeadForm, HeadModule, HeadSpec, attend_in
+from specdec.draft_models.heads.fused_form import Echo
+from specdec.draft_models.heads.head_layers import HeadLayer, llama_config
+from specdec.draft_models.heads.head_spec import HeadContext, HeadForm, HeadModule, HeadSpec, attend_in
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.index_spaces import PRIMARY
 from specdec.kvcache.layer_context import Destination
@@ -134,6 +135,35 @@ class BlockHead(HeadModule):
             hidden = layer(hidden, rotary, attend)
         normed: torch.Tensor = self.norm(hidden)
         return normed
+
+
+def block_states(
+    head: BlockHead,
+    table: nn.Module,
+    ids: torch.Tensor,
+    pos: torch.Tensor,
+    states: torch.Tensor,
+    places: torch.Tensor,
+    form: Callable[[Attend], Attend] = lambda attend: attend,
+) -> torch.Tensor:
+    """A block at each of `places` [B, A] of texts [B, T], from the target's states [B, T, L * H] -> [B, A, K, H]."""
+    spec, taps = head.spec, head.taps(states)
+    rotary = head.rotary_emb(taps, pos)
+    steps = torch.arange(spec.block_size, device=places.device)
+    tokens = torch.where(steps == 0, ids.gather(1, places)[:, :, None], spec.mask_token)  # [B, A, K]
+    block_pos = pos.gather(1, places)[:, :, None] + steps
+    embeds = table(tokens.flatten(1)).to(head.fc.weight.dtype)
+
+    def keys_values(layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        attention: Any = head.layers[layer].self_attn
+        k, v = attention.keys_values(taps, rotary)
+        return k, v
+
+    attention = BlocksAttention(
+        spec.windows, spec.scaling, pos, places, size=spec.block_size, causal=spec.causal, keys_values=keys_values
+    )
+    out: torch.Tensor = head(embeds, block_pos.flatten(1), form(attention)).unflatten(1, (-1, spec.block_size))
+    return out
 
 
 class TapContext(NamedTuple):

@@ -12,8 +12,9 @@ from torch import nn
 from transformers import Gemma4TextConfig
 from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm, Gemma4TextMLP, Gemma4TextRotaryEmbedding
 
-from specdec.draft_models.head_layers import HeadAttention
-from specdec.draft_models.head_spec import Attend, Rotary
+from specdec.attention.draft_attention import Attend
+from specdec.draft_models.heads.head_layers import HeadAttention
+from specdec.draft_models.heads.head_spec import Rotary
 
 FULL = "full_attention"
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from specdec.draft_models.block.block_head import BlockHead, PlainBlock, TapContext
-from specdec.draft_models.fused_layers import LLAMA, FusedLayers
-from specdec.draft_models.head_spec import HeadContext
+from specdec.draft_models.heads.fused_layers import LLAMA, FusedLayers
+from specdec.draft_models.heads.head_spec import HeadContext
 from specdec.gpu.operations import Operations
 from specdec.kvcache.layer_context import Destination
 from specdec.layers.decoder import FusedLayer

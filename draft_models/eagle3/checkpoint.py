@@ -1,37 +1,23 @@
 """EAGLE-3 heads on disk: a folder in one of the published formats <-> one spec and one state dict of `Eagle3Head`.
 
-`checkpoint_formats.py` says what the formats hold. Invariant: config, tensors and target agree, or the head is refused.
+`drafter_formats.py` says what the formats hold. Invariant: config, tensors and target agree, or the head is refused.
 """
 
+import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from specdec.draft_models import head_config
-from specdec.draft_models.checkpoint_files import (
-    State,
-    TargetShape,
-    fill_head,
-    naming_folder,
-    read_config,
-    read_tensors,
-    write_folder,
-)
-from specdec.draft_models.eagle3.checkpoint_formats import (
-    AUX_IDS,
-    EAGLE_CONFIG,
-    is_speculators,
-    own_name,
-    read_norm_output,
-    read_settings,
-    resolve_aux_ids,
-)
+from specdec.draft_models.checkpoints.checkpoint_files import State, TargetShape, fill_head, naming_folder, write_folder
+from specdec.draft_models.checkpoints.config_reader import Config, HeadFiles, read_files, read_rope, read_windows
+from specdec.draft_models.checkpoints.drafter_formats import AUX_IDS, EAGLE3_FORMATS, EAGLE_CONFIG, is_speculators
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
-from specdec.draft_models.head_config import Settings
 from specdec.errors import CheckpointError, UnsupportedModelError
+
+logger = logging.getLogger("specdec")
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm")
 FIRST_TENSOR = "layers.0.self_attn.q_proj.weight"
@@ -41,6 +27,8 @@ SHAPING: tuple[str, ...] = (
     *("norm_before_fc", "fc_norm", "use_last_layernorm", "use_aux_hidden_state"),
 )
 """Keys that decide which tensors a head has, and their shapes."""
+FIRST_AFTER_CHANGE = (5, 18)
+"""The first release of transformers after SpecForge changed what `norm_output` means, on 2026-09-15."""
 
 
 class ReadHead(NamedTuple):
@@ -58,10 +46,9 @@ def read_head(folder: str | Path, target: TargetShape, aux_layers: Sequence[int]
     UnsupportedModelError (a flag that this runtime does not know or cannot honour).
     """
     with naming_folder(folder):
-        config = read_config(Path(folder))
-        settings = read_settings(config)
-        state = {own: tensor for key, tensor in read_tensors(Path(folder)).items() if (own := own_name(key))}
-        spec = _make_spec(config, settings, state, target, aux_layers)
+        files = read_files(Path(folder), EAGLE3_FORMATS)
+        settings, state = files.settings, files.state
+        spec = _make_spec(files, target, aux_layers)
         target_ids = _target_ids(state.pop("d2t", None), state.pop("t2d", None), spec, target)
         if not spec.final_norm and settings.get("use_last_layernorm", True):
             state.pop("norm.weight", None)  # SpecForge writes one that its head does not use
@@ -113,27 +100,88 @@ def write_head(
     write_folder(folder, config, tensors)
 
 
-# tensors
+# keys whose meaning depends on where they stand
 
 
-def _make_spec(
-    config: Mapping[str, Any],
-    settings: Settings,
-    state: State,
-    target: TargetShape,
-    aux_layers: Sequence[int] | None,
-) -> Eagle3Spec:
+def resolve_aux_ids(config: Config, num_layers: int, override: Sequence[int] | None) -> tuple[int, ...]:
+    """Boundaries (layers that the states enter; num_layers: what leaves the last) from a config of n layers.
+
+    The caller's ids, else the top level's (boundaries), else those of `eagle_config`: boundaries if n or a leading 2 is
+    among them, else layers named by their output, so one more. Default: 2, n // 2, n - 3, as [1, n // 2 - 1, n - 4]
+    says; a warning tells what was assumed.
+    """
+    nested, where, shift = (config.get(EAGLE_CONFIG) or {}).get(AUX_IDS), AUX_IDS, 0
+    ids: list[Any]
+    if override is not None:
+        ids, where = list(override), "aux_layers"
+    elif config.get(AUX_IDS):
+        ids = config[AUX_IDS]
+    elif nested:
+        ids, where = nested, f"{EAGLE_CONFIG}.{AUX_IDS}"
+        shift = int(num_layers not in ids and ids[0] != 2)
+        if shift and ids[0] != 1:
+            hint = "%s=%s is read as layers' outputs; if acceptance is near zero, try eagle3_drafter(aux_layers=%s)"
+            logger.warning(hint, where, ids, ids)
+    else:
+        ids, where = [2, num_layers // 2, num_layers - 3], "the default"
+        logger.warning(
+            "an EAGLE-3 head whose config.json has no %s: it is assumed to read the states that enter layers %s of the "
+            "target, as most do; if acceptance is near zero, `specdec doctor` tries others",
+            AUX_IDS,
+            ", ".join(map(str, ids)),
+        )
+    if not ids or any(type(i) is not int or not 0 <= i + shift <= num_layers for i in ids):
+        raise UnsupportedModelError(
+            f"EAGLE-3 auxiliary layers {ids} (from {where}): the target has states 0..{num_layers}, "
+            f"{num_layers} being what leaves its last layer; eagle3_drafter(..., aux_layers=[...]) says which"
+        )
+    return tuple(i + shift for i in ids)
+
+
+def read_norm_output(config: Config, norm: torch.Tensor | None) -> tuple[bool, bool]:
+    """(does lm_head read norm(a), does the next draft step): `norm_output` means one or the other.
+
+    In `eagle_config` and in speculators' format it is the second, as for vLLM and SGLang. At the top level of the
+    SpecForge format it was the first until 2026-09-15, and is the second since. False: a `norm` [H] that was trained
+    has gains that differ, so lm_head reads norm(a); one that was not keeps those that it was made with. True: files of
+    a transformers released later are of the second kind; of any other the first is assumed, and a warning says so.
+    """
+    nested, top = (config.get(EAGLE_CONFIG) or {}).get("norm_output"), config.get("norm_output")
+    if nested is not None:
+        return True, bool(nested)
+    if top is None or is_speculators(config):
+        return True, bool(top)
+    if not top:
+        return norm is not None and not bool(torch.all(norm == norm[0])), False
+    if _was_saved_by(config, FIRST_AFTER_CHANGE):
+        return True, True
+    logger.warning(
+        "norm_output=True of an EAGLE-3 head is read as SpecForge meant it until 2026-09-15 (the next draft step reads "
+        "a, not norm(a)); if it was trained later, put norm_output into eagle_config: `specdec doctor` tries both"
+    )
+    return True, False
+
+
+def _was_saved_by(config: Config, first: tuple[int, int]) -> bool:
+    """Was this config.json written by a release of transformers not older than `first`?"""
+    version = re.fullmatch(r"(\d+)\.(\d+)\.\d+", str(config.get("transformers_version")))
+    return version is not None and (int(version[1]), int(version[2])) >= first
+
+
+# config, tensors and target together
+
+
+def _make_spec(files: HeadFiles, target: TargetShape, aux_layers: Sequence[int] | None) -> Eagle3Spec:
     """What config and tensors say together; all that they and the target say twice is checked, but for shapes."""
+    settings, state = files.settings, files.state
     if FIRST_TENSOR not in state:
         raise UnsupportedModelError(f"there is no {FIRST_TENSOR} (or midlayer); specdec runs Llama-type layers")
-    ids = resolve_aux_ids(config, target.num_layers, aux_layers) if settings.get("use_aux_hidden_state", True) else ()
-    lm_head_normed, fed_back = read_norm_output(config, state.get("norm.weight"))
-    num_layers = 1 + max(int(key.split(".")[1]) for key in state if re.match(r"layers\.\d+\.", key))
+    reads_states = settings.get("use_aux_hidden_state", True)
+    ids = resolve_aux_ids(files.config, target.num_layers, aux_layers) if reads_states else ()
+    lm_head_normed, fed_back = read_norm_output(files.config, state.get("norm.weight"))
     table, head, t2d = (len(state[key]) if key in state else None for key in VOCABULARY_TENSORS)
     biases = frozenset(key.removesuffix(".bias") for key in state if key.endswith(".bias"))
     said = {
-        ("target_hidden_size", f"target {target.name}"): target.hidden_size,
-        ("num_hidden_layers", "the file"): num_layers,
         ("vocab_size", "embed_tokens"): table,
         ("vocab_size", "t2d"): t2d,
         ("draft_vocab_size", "lm_head"): head,
@@ -142,13 +190,13 @@ def _make_spec(
         ("attention_bias", "the file, by its self_attn.q_proj.bias,"): "layers.0.self_attn.q_proj" in biases,
         ("mlp_bias", "the file, by its mlp.gate_proj.bias,"): "layers.0.mlp.gate_proj" in biases,
     }
-    head_config.require_same(settings, said)
+    files.require_same(said, target)
     vocab, drafted = settings.get("vocab_size", table), settings.get("draft_vocab_size")
     if vocab is not None and vocab < target.vocab_size:
         raise CheckpointError(f"vocab_size={vocab}, target {target.name} has {target.vocab_size} tokens")
     if head is None and t2d is None and drafted not in (None, vocab, target.vocab_size):
         raise CheckpointError(f"draft_vocab_size={drafted}, but there is no lm_head and no d2t")
-    if head is None and table is not None and config.get("tie_word_embeddings"):
+    if head is None and table is not None and files.config.get("tie_word_embeddings"):
         raise UnsupportedModelError("tie_word_embeddings=True with embed_tokens and no lm_head; store an lm_head too")
     if settings.get("use_last_layernorm") and not lm_head_normed:
         raise CheckpointError(
@@ -157,14 +205,13 @@ def _make_spec(
         )
     same_width = settings["hidden_size"] == target.hidden_size
     spec = Eagle3Spec(
-        **head_config.read_fields(settings),
-        **{key: settings[key] for key in FLAGS if key in settings},
+        **files.fields(),
         target_hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
         aux_layers=ids,
-        windows=head_config.read_windows(settings, num_layers),
+        windows=read_windows(settings, files.num_layers),
         draft_vocab_size=head,
-        rope=head_config.read_rope(settings, is_speculators(config)),
+        rope=read_rope(settings, by_layer_type=is_speculators(files.config)),
         qk_norm="layers.0.self_attn.q_norm.weight" in state,
         biases=biases,
         has_fc="fc.weight" in state or bool(ids) or not same_width,

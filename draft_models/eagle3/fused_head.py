@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from specdec.draft_models.eagle3.head import Eagle3Head, HeadOutput, PlainHead
-from specdec.draft_models.fused_layers import LLAMA, FusedLayers
-from specdec.draft_models.head_spec import HeadContext
+from specdec.draft_models.heads.fused_layers import LLAMA, FusedLayers
+from specdec.draft_models.heads.head_spec import HeadContext
 from specdec.gpu.operations import Operations
 from specdec.layers.embedding import embed_and_norm
 from specdec.layers.fuse import Weights, fuse_linear

@@ -22,9 +22,10 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
-from specdec.draft_models.fused_form import Echo
-from specdec.draft_models.head_layers import HeadLayer, llama_config
-from specdec.draft_models.head_spec import Attend, HeadContext, HeadForm, HeadModule, HeadSpec, Rotary, attend_in
+from specdec.attention.draft_attention import Attend
+from specdec.draft_models.heads.fused_form import Echo
+from specdec.draft_models.heads.head_layers import HeadLayer, llama_config
+from specdec.draft_models.heads.head_spec import HeadContext, HeadForm, HeadModule, HeadSpec, Rotary, attend_in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ must be larger (MIN_GAIN_OF_PROMPTS).
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,10 +16,11 @@ import torch
 from specdec.doctor.pair_in_question import PairInQuestion
 from specdec.draft_models.base import Drafter
 from specdec.draft_models.block.block_drafter import BlockDrafter
-from specdec.draft_models.eagle3.checkpoint_formats import AUX_IDS
+from specdec.draft_models.checkpoints.drafter_formats import AUX_IDS
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.eagle3.head import Eagle3Head
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
+from specdec.load_check import changed_assistant
 from specdec.models.target import TargetModel
 
 TABLE, NORM = "embed_tokens.weight", "norm.weight"
@@ -43,24 +44,6 @@ def changed_block(drafter: BlockDrafter, target: TargetModel, **spec: Any) -> Bl
     head = copy.copy(drafter.head)
     head.spec = replace(drafter.spec, **spec)
     return BlockDrafter(head, target)
-
-
-def changed_assistant(drafter: Gemma4MTPDrafter, target: TargetModel, **conventions: int) -> Gemma4MTPDrafter:
-    """With another `query_offset` or `window_shift`."""
-    kept = {"query_offset": drafter.query_offset, "window_shift": drafter.window_shift}
-    return Gemma4MTPDrafter(drafter.assistant, target, **{**kept, **conventions})
-
-
-def assistant_with_rope(
-    drafter: Gemma4MTPDrafter, target: TargetModel, rope: Mapping[str, Mapping[str, Any]]
-) -> Gemma4MTPDrafter:
-    """With these `rope_parameters`, of each layer type."""
-    assistant = copy.deepcopy(drafter.assistant)
-    config = assistant.config.get_text_config()
-    config.rope_parameters = {**config.rope_parameters, **copy.deepcopy(dict(rope))}
-    rotary = assistant.model.rotary_emb
-    assistant.model.rotary_emb = type(rotary)(config).to(target.device)
-    return Gemma4MTPDrafter(assistant, target, query_offset=drafter.query_offset, window_shift=drafter.window_shift)
 
 
 CHANGED: dict[type, Callable[..., Drafter]] = {

@@ -20,10 +20,11 @@ import torch
 
 from specdec.attention.bridge import AttentionCall
 from specdec.attention.dense import bias_of, dense_attention
+from specdec.attention.draft_attention import ChainAttention, in_float32
 from specdec.attention.trees.tree import DraftTree
-from specdec.draft_attention import ChainAttention, block_states, in_float32
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, DraftWorker
 from specdec.draft_models.block.block_drafter import BlockDrafter
+from specdec.draft_models.block.block_head import block_states
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.eagle3.head import embed_raw
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
@@ -169,7 +170,7 @@ def head_drafts(drafter: Drafter, text: RecordedText, roots: torch.Tensor, num_s
     assert isinstance(drafter, Eagle3Drafter)
     head, form, row = drafter.head, drafter.plain, roots - 1  # holds the features of r - 1 and the token r
     table: Any = form.table
-    attention = ChainAttention(head, text.positions[None])
+    attention = ChainAttention(head.spec.windows, head.spec.scaling, text.positions[None])
     hidden = head.features(text.aux_states(drafter.aux_layers)[None])
     tokens, positions = text.tokens.roll(-1), text.positions
     logits = []

@@ -1,44 +1,22 @@
 """What the doctor looks at: a target, a drafter and the prompts, what they say of themselves, and engines of them.
 
-A change of a pair is another `PairInQuestion`; the target is never changed. The doctor stands below the engine, whose
-`diagnose` hands in itself: `EngineLike` is what it uses of one.
+A change of a pair is another `PairInQuestion`; the target is never changed.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
-from specdec.config import EngineConfig, SamplingParams, SpecConfig
+from specdec.config import SamplingParams
 from specdec.draft_models.base import Drafter
 from specdec.draft_models.block.block_drafter import BlockDrafter
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
-from specdec.kvcache.cache import KVCache
+from specdec.engine import Engine
 from specdec.models.target import TargetModel
 from specdec.runtime.adaptive.draft_choice import DraftUse
-from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.request import GenerationOutput
-
-
-class EngineLike(Protocol):
-    """An engine, as `specdec.Engine` is."""
-
-    target: TargetModel
-    drafter: Drafter | None
-    tokenizer: Any | None
-    spec: SpecConfig
-    config: EngineConfig
-    cache: KVCache
-
-    @property
-    def max_model_len(self) -> int: ...
-    def chat_prompt(self, chat: str, /, **template_kwargs: Any) -> list[int]: ...
-    def encode(self, text: str) -> list[int]: ...
-    def stats(self) -> EngineStats: ...
-    def most_new_tokens(self, prompt_len: int) -> int: ...
-    def generate(self, prompts: Any, params: Any = None, *, progress: bool | None = None) -> list[GenerationOutput]: ...
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +27,7 @@ class PairInQuestion:
     are tokenised as they stand. template: arguments of the chat template, such as enable_thinking.
     """
 
-    engine: EngineLike
-    make: Callable[..., EngineLike]
+    engine: Engine
     drafter: Drafter
     questions: Sequence[str | list[int]]
     chat: bool = True
@@ -97,7 +74,7 @@ class PairInQuestion:
 
     def _engine(
         self, prompts: Sequence[list[int]], params: SamplingParams, *, adaptive: bool, **settings: Any
-    ) -> EngineLike:
+    ) -> Engine:
         """With K/V for these prompts alone: the engine in question holds its own pools meanwhile."""
         longest = min(max(map(len, prompts)) + params.max_new_tokens, self.engine.max_model_len)
         config = replace(
@@ -109,7 +86,7 @@ class PairInQuestion:
             **settings,
         )
         spec = replace(self.engine.spec, adaptive=adaptive)
-        return self.make(self.target, self.drafter, tokenizer=self.tokenizer, spec=spec, config=config)
+        return type(self.engine)(self.target, self.drafter, tokenizer=self.tokenizer, spec=spec, config=config)
 
 
 def pair_facts(pair: PairInQuestion) -> dict[str, str]:
@@ -130,13 +107,6 @@ def pair_facts(pair: PairInQuestion) -> dict[str, str]:
     elif isinstance(drafter, Gemma4MTPDrafter):
         facts |= _assistant_facts(drafter)
     return facts
-
-
-def drafter_path(drafter: Drafter) -> str | None:
-    """Name that the drafter was loaded by, if it is known."""
-    if isinstance(drafter, Gemma4MTPDrafter):
-        return str(getattr(drafter.assistant.config, "_name_or_path", "") or "") or None
-    return drafter.source if isinstance(drafter, Eagle3Drafter) else None
 
 
 def _template(pair: PairInQuestion) -> str:

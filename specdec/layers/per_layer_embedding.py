@@ -23,8 +23,8 @@ from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_pre
 from specdec.gpu.operations import Operations, op
 from specdec.gpu.triton_shim import KEEP, tl, triton
 from specdec.layers.activation import activate, reference_activate
+from specdec.layers.gemm_medium import MediumTiles, can_describe, gemm_medium
 from specdec.layers.linear import linear
-from specdec.layers.many_rows import can_describe
 from specdec.layers.norm import Gain, reference_rms_norm, rms_norm
 from specdec.layers.packed.packed_tile import (
     load_tile,
@@ -38,14 +38,13 @@ from specdec.layers.packed.packed_tile import (
     zero_pointers,
 )
 from specdec.layers.packed.packed_weight import PackedWeight, Weight, multiply
-from specdec.layers.product import MANY_ROWS, Product, Tiles, cut_of, reference_finish, sum_parts
-from specdec.layers.some_rows import SomeTiles, multiply_some_rows
+from specdec.layers.product import MAX_MEDIUM_ROWS, Product, Tiles, cut_of, reference_finish, sum_parts
 
 FEW_ROWS = 64
 SOME_ROWS_TILES = Tiles(64, 32, 64, 4, 4, 64)
 """Above FEW_ROWS: more programs than `choose_tiles` makes, which takes weights to be long."""
 
-ANY_ORDER_TILES = {192: SomeTiles(64, 32, 0, 128, 4, 2), MANY_ROWS: SomeTiles(128, 64, 0, 64, 8, 4)}
+ANY_ORDER_TILES = {192: MediumTiles(64, 32, 0, 128, 4, 2), MAX_MEDIUM_ROWS: MediumTiles(128, 64, 0, 64, 8, 4)}
 """Tiles by the largest number of rows that has them, where their bits may depend on that number."""
 
 
@@ -249,10 +248,10 @@ def gated_projection(
             num_warps=1,
             **pdl_options(gated.device),
         )
-        if not in_order and num_rows <= MANY_ROWS and can_describe(weight, gated):
+        if not in_order and num_rows <= MAX_MEDIUM_ROWS and can_describe(weight, gated):
             some = next(tiles for most, tiles in ANY_ORDER_TILES.items() if num_rows <= most)
-            return multiply_some_rows(gated, weight, None, None, some)
-        few = FEW_ROWS < num_rows <= MANY_ROWS and gate.dtype != torch.float32 and not packed
+            return gemm_medium(gated, weight, None, None, some)
+        few = FEW_ROWS < num_rows <= MAX_MEDIUM_ROWS and gate.dtype != torch.float32 and not packed
         return linear(gated, weight, tiles=SOME_ROWS_TILES if few else None)
     out = torch.empty((num_rows, height), dtype=inputs.dtype, device=inputs.device)
     if num_rows:

@@ -44,7 +44,7 @@ class PoolUse(NamedTuple):
     capacity: int
 
     @classmethod
-    def of(cls, pools: Sequence[PagedAllocator], page_size: int) -> "PoolUse":
+    def from_pools(cls, pools: Sequence[PagedAllocator], page_size: int) -> "PoolUse":
         """Sums over these pools."""
         each = [(pool.held_pages, pool.peak_pages, pool.cached_pages, pool.capacity) for pool in pools]
         return cls(*(page_size * sum(pages) for pages in zip((0, 0, 0, 0), *each, strict=True)))
@@ -145,8 +145,8 @@ def stats_now(
         drafted_counts=list(totals.drafted_counts),
         waiting=len(scheduler.waiting),
         running=len(scheduler.running),
-        full_slots=PoolUse.of([allocator.primary], allocator.page_size),
-        swa_slots=PoolUse.of(allocator.pools.values[1:], allocator.page_size),
+        full_slots=PoolUse.from_pools([allocator.primary], allocator.page_size),
+        swa_slots=PoolUse.from_pools(allocator.pools.values[1:], allocator.page_size),
         captures=captures,
         drafts=drafts,
         prompt_gap_ms=1e3 * scheduler.prompt_gap.promised(scheduler.prompt_room, scheduler.max_model_len),
@@ -159,7 +159,7 @@ BROKEN = (
     "near zero')"
 )
 TOO_SELDOM = (
-    "they are tried so seldom since they do not pay here: SpecConfig(adaptive=False) or Engine.diagnose() tells "
+    "they are tried so seldom since they do not pay here: SpecConfig(adaptive=False) or `specdec doctor` tells "
     "whether the drafter's tokens or its time are at fault (docs/troubleshooting.md, 'Acceptance near zero')"
 )
 

@@ -90,7 +90,7 @@ class Inbox:
             aborted = self.live.get(self._aborted[0])
             if aborted is not None:
                 aborted.end("abort")
-                self._steps.scheduler.release(aborted)
+                self._steps.scheduler.release_requests(aborted)
                 self._steps.drop_lost()
                 self.forget(aborted.number)
             self._aborted.popleft()

@@ -103,7 +103,7 @@ class Launches:
         finished = [request for request in requests if request.settled.finish_reason]
         if finished:
             keep_outputs(self._round, finished)
-            self._scheduler.release(*finished)
+            self._scheduler.release_requests(*finished)
         return finished
 
     def _settle_round(self, launched: LaunchedStep, present: Sequence[int]) -> None:

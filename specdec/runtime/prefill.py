@@ -27,7 +27,7 @@ from specdec.runtime.rounds.prompt_scoring import score_chunk
 from specdec.runtime.rounds.result import RoundShape
 from specdec.runtime.rounds.round import PREFILL_STAGES, Chunk, Round
 from specdec.runtime.scheduler import Scheduler
-from specdec.runtime.settling import commit_chunks
+from specdec.runtime.settling import commit_chunks_on_host
 from specdec.sampling.log_probs import max_logprobs
 from specdec.sampling.sampling_table import Uses
 
@@ -93,7 +93,7 @@ class Prefill:
         masks = root_masks([request.place for request in drawn])
         packed = round.prefill(chunk, chosen, longest, shape, masks, reading.earlier, begins=int(done.min()))
         launched = launched_now(requests, drawing, shape, PREFILL_STAGES, packed, round.target.ranks, scores=scores)
-        commit_chunks(self._scheduler.table, self._scheduler.prefixes, requests, chunk_len)
+        commit_chunks_on_host(self._scheduler.table, self._scheduler.prefixes, requests, chunk_len)
         return launched
 
     def read(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> Chunk:
@@ -111,7 +111,7 @@ class Prefill:
         scoring = scoring_of([request.scores for request in requests], done, chunk_len)
         ends = any(done[i] + chunk_len[i] == request.prefill_target for i, request in enumerate(requests))
         states = self._round.final_states(scored=scoring is not None, ends=ends)
-        room, load = self._scheduler.prompt_room, PromptLoad.of(done, chunk_len)
+        room, load = self._scheduler.prompt_room, PromptLoad.from_runs(done, chunk_len)
         divided = streams and self._scheduler.prompt_gap.budget(room, self._scheduler.num_waiting, load) is not None
         found = None
         if divided and self.chunks is not None:

@@ -58,7 +58,7 @@ class PromptLoad(NamedTuple):
     pairs: float
 
     @classmethod
-    def of(cls, start: IntArray, length: IntArray) -> "PromptLoad":
+    def from_runs(cls, start: IntArray, length: IntArray) -> "PromptLoad":
         """Load of runs of `length` [R] tokens, each after `start` [R] earlier ones."""
         return cls(int(length.sum()), float((length * (start + length / 2)).sum()))
 

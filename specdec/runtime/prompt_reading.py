@@ -37,7 +37,7 @@ class PromptReading:
 
     @property
     def load(self) -> PromptLoad:
-        return PromptLoad.of(self.done, self.chunk_len)
+        return PromptLoad.from_runs(self.done, self.chunk_len)
 
     @property
     def is_through(self) -> bool:

@@ -29,7 +29,7 @@ class PromptRoom(NamedTuple):
     least: int = 16
 
     @classmethod
-    def of(cls, max_prefill_tokens: int | None, prefill_chunk: int | None, device_type: str) -> "PromptRoom":
+    def from_settings(cls, max_prefill_tokens: int | None, prefill_chunk: int | None, device_type: str) -> "PromptRoom":
         """None: the default of the device. A GPU reads thousands of tokens in the time of a few rounds, and a chunk of
         2,048 in a fifth less time than four of 512. On a CPU time grows with every token, so a step reads about as many
         as a round of twenty requests verifies."""

@@ -116,7 +116,7 @@ class Scheduler:
                     "for less"
                 )
 
-    def admit(self) -> list[Request]:
+    def admit_requests(self) -> list[Request]:
         """Give rows to waiting requests while there are pages for their prompts and for the next round of running ones.
 
         Returns the admitted requests.
@@ -140,7 +140,7 @@ class Scheduler:
             due = due + self._pages_to_begin(request)
             if self.running and (due > there).any():
                 break  # before anything is adopted: it would be given up again, every step
-            request.row = self.table.open()
+            request.row = self.table.open_row()
             self.prefixes.adopt_prefix(request, rank(request))
             request.seat(request.row)
             insort(self.running, request, key=rank)
@@ -192,17 +192,17 @@ class Scheduler:
             if self.table.pages_needed(rows, wanted).sum() <= self.table.allocator.available_pages:
                 break
             self._make_room()
-        self.table.ensure_all(rows, wanted)
+        self.table.ensure_all_slots(rows, wanted)
         forced = max((len(request.forced) for request in restricted(decoding)), default=0)
         if forced:
             last = self.table.slots.host.shape[1] - 1
             more = np.minimum(self.table.committed_len.host[rows] + next_power_of_two(1 + forced), last)
             for row, wanted in zip(rows[:, None], more[:, None], strict=True):  # for each by itself
                 if self.table.pages_needed(row, wanted).sum() <= self.table.allocator.available_pages:
-                    self.table.ensure_all(row, wanted)
+                    self.table.ensure_all_slots(row, wanted)
         return decoding
 
-    def release(self, *requests: Request) -> None:
+    def release_requests(self, *requests: Request) -> None:
         """Forget requests, running or waiting, and free their rows and slots."""
         gone = set(requests)
         leaving = [request for request in self.running if request in gone]
@@ -211,7 +211,7 @@ class Scheduler:
         if leaving:
             self.running = [request for request in self.running if request not in gone]
             self.prefixes.release_rows(leaving)
-            self.table.close_all(rows_of(leaving))
+            self.table.close_rows(rows_of(leaving))
         for request in leaving:
             request.row, request.state = -1, RequestState.WAITING
             request.row_epoch += 1
@@ -221,7 +221,7 @@ class Scheduler:
         chosen = [(request, chunk) for request, chunk in chosen if request.state is RequestState.PREFILL]
         if chosen:
             rows, chunk_len = np.array([(request.row, chunk) for request, chunk in chosen], dtype=np.int64).T
-            self.table.ensure_all(rows, self.table.committed_len.host[rows] + chunk_len)
+            self.table.ensure_all_slots(rows, self.table.committed_len.host[rows] + chunk_len)
         return chosen
 
     def _lookahead(self, decoding: Sequence[Request]) -> tuple[IntArray, IntArray]:
@@ -274,10 +274,10 @@ class Scheduler:
 
     def _make_room(self) -> None:
         """Evict the slack before the windows; if that frees nothing, preempt the last request by rank."""
-        if self.table.evict(self.table.active_rows, slack_pages=0):
+        if self.table.evict_unseen(self.table.active_rows, slack_pages=0):
             return
         victim = self.running[-1]
-        self.release(victim)
+        self.release_requests(victim)
         victim.stats.preemptions += 1
         insort(self.waiting, victim, key=rank)
 

@@ -20,15 +20,17 @@ from specdec.runtime.rounds.result import RoundResult
 from specdec.runtime.rounds.round import Round
 
 
-def commit_chunks(table: RequestTable, prefixes: Prefixes, requests: Sequence[Request], chunk_len: IntArray) -> None:
+def commit_chunks_on_host(
+    table: RequestTable, prefixes: Prefixes, requests: Sequence[Request], chunk_len: IntArray
+) -> None:
     """Commit the next `chunk_len` [B] prompt tokens on the host, once their chunks are launched.
 
     A request whose prompt is complete may then be in a round, launched after the chunks.
     """
     rows = rows_of(requests)
-    table.commit_chunk(rows, chunk_len)
+    table.commit_chunk_on_host(rows, chunk_len)
     prefixes.keep_committed(requests)  # with all of it in SWA: another prompt may part from it anywhere
-    table.evict(rows)
+    table.evict_unseen(rows)
     for request in requests:
         if table.committed_len.host[request.row] == request.prefill_target:
             request.state = RequestState.DECODE
@@ -58,7 +60,7 @@ def settle_round(round: Round, requests: Sequence[Request], result: RoundResult)
     """Give every request its accepted tokens and the bonus token, up to the end of its output."""
     rows, table = rows_of(requests), round.cache.table
     start = table.committed_len.host[rows]
-    table.adopt_commit(rows, result.length, result.path)
+    table.commit_on_host(rows, result.length, result.path)
     of_row, step = np.nonzero(np.arange(result.tokens.shape[1]) < result.length[:, None])  # [M] tokens, row by row
     round.tokens.adopt((rows[of_row], start[of_row] + 1 + step), result.tokens[of_row, step])
     draft, verify, other = (result.seconds[stage] / len(requests) for stage in ("draft", "verify", "other"))
@@ -74,4 +76,4 @@ def settle_round(round: Round, requests: Sequence[Request], result: RoundResult)
             request.settle(emitted[:length], logprobs, stats, num_drafts=num_drafts, num_forced=num_forced)
         except Exception as error:
             raise name_row(error, request.row)  # noqa: B904 - the same error
-    table.evict(rows)
+    table.evict_unseen(rows)

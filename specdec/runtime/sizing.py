@@ -52,7 +52,7 @@ def make_cache(
     budget = int(min(map(free_bytes, target.devices)) * share)
     if target.ranks is not None and target.device.type == "cpu":
         budget //= len(target.devices)  # which are one
-    room = PromptRoom.of(config.max_prefill_tokens, config.prefill_chunk, target.device.type)
+    room = PromptRoom.from_settings(config.max_prefill_tokens, config.prefill_chunk, target.device.type)
     most = budget // max(2 * sum(slot_bytes[1:]), 1)  # windowed pools take half of the memory at most
     slots = [0]
     for keys in held[1:]:

@@ -104,7 +104,7 @@ class Steps:
             finished += self._decode(decoding)
             if decoding and self.graphs is None:
                 self.scheduler.prompt_gap.learn_round(time.perf_counter() - begin)
-            if admitted := self.scheduler.admit():
+            if admitted := self.scheduler.admit_requests():
                 load_rows(self.round, admitted)
                 if self.choice is not None:
                     self.choice.begin(rows_of(admitted))

@@ -26,6 +26,7 @@ def create_app(engine: AsyncEngine, settings: ServeSettings) -> FastAPI:
         version=__version__,
         default_response_class=JsonResponse,
         redirect_slashes=False,
+        openapi_url=None,  # openapi.py has a route of its own
         docs_url=None,  # pages that load scripts from elsewhere; the description itself is at /openapi.json
         redoc_url=None,
     )

@@ -14,9 +14,7 @@ class HttpOptions:
         0, "Of one API key, or address where there are none; 0: any.", min=0
     )
     client_concurrency: int = client_option(0, "Open samples of one key or address; 0: any.", min=0)
-    max_connections: int = http_option(0, "Open connections; 0: what the limit of open files allows.", min=0)
-    timeout_headers: float = http_option(10.0, "Seconds for the head of a request to come.")
-    timeout_body: float = http_option(120.0, "Seconds for all of a request to come.")
+    timeout_body: float = http_option(120.0, "Seconds for the body of a request to arrive.")
     timeout_keep_alive: float = http_option(30.0, "Seconds that an idle connection stays open.")
     root_path: str = http_option("", "Prefix under which a proxy shows this server, such as /llm.")
     ssl_certfile: Path | None = http_option(None, "Certificate as a PEM file; makes it HTTPS.")

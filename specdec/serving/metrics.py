@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fastapi import APIRouter, Request
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client import generate_latest as as_text
 from prometheus_client.core import Metric
@@ -17,6 +17,7 @@ from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.request import RequestStats
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.engine_thread import Sample
+from specdec.serving.http.answers import refusals
 from specdec.serving.http.client_limits import in_blocks
 
 router = APIRouter()
@@ -185,7 +186,7 @@ def _metric(kind: str, name: str, text: str, samples: Iterable[tuple[Mapping[str
     return made
 
 
-@router.get("/metrics", response_model=None)
+@router.get("/metrics", response_class=PlainTextResponse, responses=refusals(500))
 async def read_metrics(request: Request) -> Response:
     found: Metrics = request.app.state.metrics
     return Response(await found.text(), media_type=CONTENT_TYPE_LATEST)

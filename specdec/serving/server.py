@@ -2,10 +2,13 @@
 
 SIGTERM, SIGINT and SIGHUP: no new connections, streams go on for `stop_seconds` and are then ended with an error event.
 A second SIGTERM or SIGINT ends at once. The process never outlives its deadline: where a thread hangs, it leaves.
+
+    main thread         waits, and passes signals on
+    specdec-http        uvicorn's event loop, which so takes no signals itself, and once a second a look at the engine
 """
 
 import asyncio
-import functools
+import errno
 import logging
 import os
 import signal
@@ -14,17 +17,18 @@ import ssl
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 
 from specdec.errors import ConfigError
 from specdec.serving.application import create_app
 from specdec.serving.async_engine import AsyncEngine
-from specdec.serving.http.connections import Connection, Connections
-from specdec.serving.http.listener import Listener
+from specdec.serving.fair_pool import settle
 from specdec.serving.http.probes import Watch
 from specdec.serving.http.trimming import Trimmer, without_what_stays
 from specdec.serving.logs import Reporter, describe
@@ -39,15 +43,31 @@ OVERDUE_SECONDS = 10.0
 SWITCH_SECONDS = 0.0001
 """After which a thread that wants Python's lock gets it. The engine's thread gives it up at every operation of torch,
 thousands of times a step; with Python's own 5 ms, a loop that is busy with others takes most of the time between."""
+TICK_SECONDS = 0.1
+ACCEPTED_AT_ONCE, QUEUED = 16, 1024
+"""Connections that the loop accepts in one turn, and that the system holds for it. Streams go on between two turns."""
+QUIET_SECONDS = 10.0
+"""Between two lines of the log about connections that cannot be accepted."""
+HEAD_BYTES = 1 << 16
+RECEIVED_BYTES = 1 << 16
+"""Bytes of one connection that the system holds for the loop, which parses them in one turn: 60 ms for 64 KiB of chunks
+of one byte."""
+WRITE_SECONDS = 300
+"""A client that reads nothing for this long is given up, by the system."""
 
 
-def listen(host: str, port: int) -> Listener:
-    """A bound socket; port 0 picks one that is free. Raises ConfigError where there is none."""
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket; port 0 picks one that is free. Raises ConfigError where there is none.
+
+    Its connections have its options. On Linux none is accepted before its first byte, or a second, and one whose client
+    reads nothing for WRITE_SECONDS is reset."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = Listener(family)
+    bound = socket.socket(family)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if hasattr(socket, "TCP_DEFER_ACCEPT"):  # Linux: a connection is not there before its first byte, or this second
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVED_BYTES)
+    if sys.platform == "linux":
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, 1)
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * WRITE_SECONDS)
     try:
         bound.bind((host, port))
     except (OSError, OverflowError) as error:
@@ -77,112 +97,136 @@ def require_certificate(settings: ServeSettings) -> None:
         ) from None
 
 
-def run_app(engine: AsyncEngine, settings: ServeSettings, bound: Listener, ready: Callable[[], None]) -> str | None:
+def run_app(
+    engine: AsyncEngine, settings: ServeSettings, bound: socket.socket, ready: Callable[[], None]
+) -> str | None:
     """Serve until a signal comes; closes the engine. ready: called once requests are taken.
 
     -> why it ended by itself, such as an engine whose thread has died; None after a signal.
     """
-    connections = Connections(settings)
-    bound.connections, bound.secure = connections, settings.ssl_certfile is not None
     app = create_app(engine, settings)
-    connections.door = app.state.door
-    config = uvicorn.Config(
+    server = uvicorn.Server(uvicorn_config(app, settings))
+    logger.info(describe(app.state.serve))
+    deadline = threading.Timer(settings.stop_seconds + LAST_SECONDS + OVERDUE_SECONDS, _leave_at_once)
+    deadline.daemon = True
+    served: Future[str | None] = Future()
+
+    def serve() -> None:
+        settle(served, lambda: asyncio.run(_serve(server, bound, app, ready, deadline)))
+
+    thread = threading.Thread(target=serve, name="specdec-http")
+    with _settings_of_process(), _signals(server):
+        thread.start()
+        thread.join()  # a signal is handled meanwhile
+    deadline.cancel()
+    return served.result()
+
+
+def uvicorn_config(app: FastAPI, settings: ServeSettings) -> uvicorn.Config:
+    return uvicorn.Config(
         app,
-        loop="asyncio",  # whose accept is the Listener's
-        http=functools.partial(Connection, connections),  # type: ignore[arg-type]
+        http="h11",  # bounds heads; httptools does not
         ws="none",
         log_config=None,
         access_log=False,
         lifespan="off",
+        backlog=ACCEPTED_AT_ONCE,
+        h11_max_incomplete_event_size=HEAD_BYTES,
         timeout_graceful_shutdown=int(settings.stop_seconds + LAST_SECONDS) + 1,
         timeout_keep_alive=settings.timeout_keep_alive,  # type: ignore[arg-type]  # seconds for call_later
         server_header=False,
         ssl_keyfile=settings.ssl_keyfile,
         ssl_certfile=settings.ssl_certfile,
     )
-    server = Server(config, engine, settings, connections, ready)
-    server.reporter = Reporter(engine, app.state.metrics, settings.stats_seconds)
-    logger.info(describe(app.state.serve))
+
+
+class FewFiles:
+    """A handler of asyncio's errors: where there are no more files it would write a traceback for each connection."""
+
+    def __init__(self) -> None:
+        self._quiet_until = 0.0
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not (isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)):
+            loop.default_exception_handler(context)
+        elif loop.time() >= self._quiet_until:
+            self._quiet_until = loop.time() + QUIET_SECONDS
+            logger.warning("no connection can be accepted: %s; raise the limit of open files", error.strerror)
+
+
+async def _serve(
+    server: uvicorn.Server, bound: socket.socket, app: FastAPI, ready: Callable[[], None], deadline: threading.Timer
+) -> str | None:
+    """Until the server is told to end. deadline: started then."""
+    asyncio.get_running_loop().set_exception_handler(FewFiles())
+    engine, settings = app.state.serve.engine, app.state.serve.settings
+    watch, trimmer = Watch(engine, settings.liveness_seconds), Trimmer()
+    reporter = Reporter(engine, app.state.metrics, settings.stats_seconds)
+    serving = asyncio.create_task(server.serve(sockets=[bound]))
+    while not (server.started or serving.done()):
+        await asyncio.sleep(TICK_SECONDS / 10)
+    if server.started:
+        bound.listen(QUEUED)
+        ready()
+    ticks = 0
+    while not (server.should_exit or serving.done()):
+        if ticks % 10 == 0:
+            for each in (watch, trimmer, reporter):
+                each.look()
+        if watch.died is not None:
+            server.handle_exit(signal.SIGTERM, None)
+        ticks += 1
+        await asyncio.sleep(TICK_SECONDS)
+    deadline.start()
+    ending = asyncio.create_task(engine.close(0.0 if watch.died else settings.stop_seconds))
+    app.state.body_times.stop(min(1.0, settings.stop_seconds))
+    try:
+        await serving
+    finally:
+        if server.force_exit:
+            await engine.close()
+        await ending
+    return watch.died
+
+
+@contextmanager
+def _signals(server: uvicorn.Server) -> Iterator[None]:
+    """Signals end the server. SIGHUP too, unless it is to be ignored (nohup)."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if number != getattr(signal, "SIGHUP", None):
+            server.handle_exit(signal.SIGINT, frame)  # the second one ends at once
+        elif not server.should_exit:  # a terminal may hang up twice
+            server.handle_exit(signal.SIGTERM, frame)
+
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    hangup = getattr(signal, "SIGHUP", None)
+    if hangup is not None and signal.getsignal(hangup) is not signal.SIG_IGN:
+        numbers.append(hangup)
+    before = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _settings_of_process() -> Iterator[None]:
+    """The engine's thread gets Python's lock soon, and as many files may be open as the system allows."""
+    with suppress(ImportError, OSError, ValueError):  # Windows has no such limit
+        import resource
+
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     usual = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
         with without_what_stays():
-            server.run(sockets=[bound])
+            yield
     finally:
         sys.setswitchinterval(usual)
-        asyncio.run(engine.close())
-        server.deadline.cancel()
-    return server.died
-
-
-class Server(uvicorn.Server):
-    """uvicorn's, that tells when it is ready, looks after its engine and its connections, and ends in time."""
-
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        engine: AsyncEngine,
-        settings: ServeSettings,
-        connections: Connections,
-        ready: Callable[[], None],
-    ) -> None:
-        super().__init__(config)
-        self.died: str | None = None
-        self.reporter: Reporter | None = None
-        self._engine = engine
-        self._stop_seconds = settings.stop_seconds
-        self._connections = connections
-        self._watch = Watch(engine, settings.liveness_seconds)
-        self._trimmer = Trimmer()
-        self._ready = ready
-        self.deadline = threading.Timer(settings.stop_seconds + LAST_SECONDS + OVERDUE_SECONDS, _leave_at_once)
-        self.deadline.daemon = True
-
-    async def startup(self, sockets: Any = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            self._ready()
-
-    async def on_tick(self, counter: int) -> bool:
-        if counter % 10 == 0:  # about once a second
-            self._connections.sweep()
-            self._watch.look()
-            self._trimmer.look()
-            if self.reporter is not None:
-                self.reporter.look()
-        if self.died is None:
-            self.died = self._watch.died
-        return await super().on_tick(counter) or self.died is not None
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """SIGHUP too, unless it is to be ignored (nohup)."""
-        hangup = getattr(signal, "SIGHUP", None)
-        here = threading.current_thread() is threading.main_thread()
-        with super().capture_signals():
-            if hangup is None or not here or signal.getsignal(hangup) is signal.SIG_IGN:
-                yield
-                return
-            before = signal.signal(hangup, self.handle_exit)
-            try:
-                yield
-            finally:
-                signal.signal(hangup, before)
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit and sig != getattr(signal, "SIGHUP", None):  # a terminal may hang up twice
-            self.force_exit = True
-        self.should_exit = True
-
-    async def shutdown(self, sockets: Any = None) -> None:
-        self.deadline.start()
-        ending = asyncio.create_task(self._engine.close(0.0 if self.died else self._stop_seconds))
-        # a request that becomes whole now is answered with 503, so little is lost by not waiting for it
-        asyncio.get_running_loop().call_later(min(1.0, self._stop_seconds), self._connections.close_incomplete)
-        await super().shutdown(sockets)
-        if self.force_exit:
-            await self._engine.close()
-        await ending
 
 
 def _leave_at_once() -> None:

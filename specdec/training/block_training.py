@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from specdec.draft_attention import block_states
 from specdec.draft_models.block.block_checkpoint import write_block
-from specdec.draft_models.block.block_head import BlockHead, BlockSpec
-from specdec.draft_models.checkpoint_files import TargetShape
+from specdec.draft_models.block.block_head import BlockHead, BlockSpec, block_states
+from specdec.draft_models.checkpoints.checkpoint_files import TargetShape
 from specdec.training.draft_loss import TargetStates, TrainableDrafter
 from specdec.training.packed_rows import PackedRows, predicted_rows
 

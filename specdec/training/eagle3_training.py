@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from specdec.draft_attention import ChainAttention
-from specdec.draft_models.checkpoint_files import TargetShape
+from specdec.attention.draft_attention import ChainAttention
+from specdec.draft_models.checkpoints.checkpoint_files import TargetShape
 from specdec.draft_models.eagle3.checkpoint import write_head
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec, embed_raw
 from specdec.models.target import TargetModel
@@ -58,7 +58,7 @@ class TrainableEagle3(TrainableDrafter):
     def drafts(self, batch: PackedRows, known: TargetStates, steps: int) -> Iterator[torch.Tensor]:
         head = self.module
         table: Any = self.target.embed.weight if head.embed_tokens is None else head.embed_tokens.weight
-        attention = ChainAttention(head, batch.pos)
+        attention = ChainAttention(head.spec.windows, head.spec.scaling, batch.pos)
         hidden = head.features(known["states"])
         for step in range(steps):
             attention.step = step

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig, GenerationConfig
 
-from specdec.draft_attention import same_document
+from specdec.attention.draft_attention import same_document
 from specdec.draft_models.gemma4_mtp import constructible_assistants
 from specdec.errors import UnsupportedModelError
 from specdec.kvcache.layout import FULL_ATTENTION as FULL

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from specdec.draft_attention import same_document
+from specdec.attention.draft_attention import same_document
 from specdec.kvcache.layout import FULL_ATTENTION, SLIDING_ATTENTION
 
 QUESTION, ANSWER = 1, 2  # kind of each token; 0 is padding

@@ -20,7 +20,7 @@ from accelerate.utils import gather
 from specdec.config import EngineConfig, SamplingParams, SpecConfig, require_int, require_number
 from specdec.draft_models.block.block_head import BlockSpec
 from specdec.draft_models.eagle3.head import Eagle3Spec
-from specdec.draft_models.head_spec import HeadSpec
+from specdec.draft_models.heads.head_spec import HeadSpec
 from specdec.drafter_loading import load_any_drafter
 from specdec.engine import Engine
 from specdec.errors import ConfigError

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from specdec.cli.bodies.settings import drafter_name, engine_config, load_engine, prepare_output, table_console
 from specdec.cli.commands import DoctorOptions
-from specdec.doctor.diagnosis import Diagnosis
+from specdec.doctor import Diagnosis, diagnose
 from specdec.errors import ConfigError
 from specdec.evaluation.output_files import STDOUT, write_file
 from specdec.text.prompt_files import read_prompts
@@ -21,7 +21,7 @@ def examine_pair(options: DoctorOptions) -> None:
     if options.prompts is not None:
         questions = [problem.text for problem in read_prompts(options.prompts, options.limit)]
     with load_engine(options.pair, engine_config(options.pair, batch_size=1)) as engine:
-        found = engine.diagnose(questions, chat=not options.raw, max_new_tokens=options.max_new_tokens)
+        found = diagnose(engine, questions, chat=not options.raw, max_new_tokens=options.max_new_tokens)
     if options.json_file is not None:
         write_file(options.json_file, json.dumps(found.as_json(), indent=2))
     if options.json_file != STDOUT:

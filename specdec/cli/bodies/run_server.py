@@ -53,7 +53,6 @@ def run_server(options: ServeOptions) -> None:
         show_cached_tokens=options.cached_tokens,
         **asdict(options.http),
     )
-    settings.resolved_connections()
     require_certificate(settings)
     if options.otlp_traces_endpoint is not None:
         send_traces_to(options.otlp_traces_endpoint)

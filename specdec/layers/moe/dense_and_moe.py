@@ -16,11 +16,11 @@ import torch
 
 from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import tl, triton
+from specdec.layers.gemm_small import gemm_small_kernel
 from specdec.layers.linear import (
     Mlp,
     gated_linear,
     linear,
-    linear_kernel,
     reference_gated_linear,
     reference_linear,
     vendor_gated_linear,
@@ -50,7 +50,7 @@ def reference_mlp_and_experts(fork: Fork, mlp: Mlp, router: Router, experts: Exp
 
 @triton.jit(do_not_specialize=["num_rows", "num_dense", "num_slots"])
 def _both_kernel(
-    p_dense_x: tl.tensor,  # [T, K'], and so on: what `linear_kernel` is given
+    p_dense_x: tl.tensor,  # [T, K'], and so on: what `gemm_small_kernel` is given
     p_dense_w: tl.tensor,
     p_dense_scales: tl.tensor,
     p_dense_zeros: tl.tensor,
@@ -112,7 +112,7 @@ def _both_kernel(
     program = tl.program_id(0)
     if program < num_dense:
         TILE_ROWS: tl.constexpr = BLOCK_N if DENSE_ACT is None else BLOCK_N // 2
-        linear_kernel(
+        gemm_small_kernel(
             *(0, program % dense_tiles, program // dense_tiles),
             *(p_dense_x, p_dense_w, p_dense_scales, p_dense_zeros, None, p_dense_out, num_rows, TILE_ROWS, dense_n),
             *(dense_k, split_len, s_dense_x, s_dense_w, s_dense_scales, DENSE_CODE, DENSE_GROUP, DENSE_FAST),

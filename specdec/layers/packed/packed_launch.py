@@ -14,12 +14,12 @@ import torch
 
 from specdec.gpu.triton_device import device_limits
 from specdec.gpu.triton_shim import INTERPRETED, triton
-from specdec.layers.many_rows import is_described
+from specdec.layers.gemm_medium import is_described
+from specdec.layers.gemm_small import TWO_TILES
 from specdec.layers.packed.packed_tile import scale_step, tile_columns
 from specdec.layers.packed.packed_weight import BITS, PackedWeight, Weight
 from specdec.layers.packed.unpack_asm import is_fast
-from specdec.layers.product import Cut, Tiles
-from specdec.layers.some_rows import TOO_FEW
+from specdec.layers.product import MAX_SMALL_ROWS, SPLIT_HEIGHT, Cut, Tiles
 
 
 class Pace(NamedTuple):
@@ -57,32 +57,77 @@ PACES: dict[Tiles, dict[str, Pace]] = {
 chooses then takes 2 % longer than the fastest of 22 tiles that were timed, on average, and 18 % at most."""
 
 SUMMED = tuple(tiles for tiles in PACES if tiles.block_m == 64 and not tiles.tail_m and tiles.registers is None)
-"""Tiles that leave registers for a second sum, to which a program adds that of each range; of 8 bits `linear` is as
+"""Tiles that leave registers for a second sum, to which a program adds that of each range; of 8 bits `gemm_small` is as
 fast."""
 
-LIBRARY_ROWS, BLOCK_ROWS = 1024, 256
-"""Above these numbers of rows a product in any order is the vendor library's, and in order one of 8 bits with scales of
-blocks is `linear`'s."""
+LIBRARY_ROWS = 1024
+"""Rows of x above which a product in any order is the vendor's library's."""
+
+BLOCK_ROWS = 256
+"""Rows of x above which one in order over 8 bits with scales of blocks is `gemm_small`'s."""
 
 RANGES = (1, 2, 3, 4, 6, 8)
-"""Into which K may be cut in any order."""
+"""Numbers of ranges of K in any order."""
 
-MIN_RANGE, MAX_PART_ROWS = 512, 2048
-"""Shorter ranges, in any order, cost more than they gain; more rows in all parts of a sum would take much memory."""
+MIN_RANGE = 512
+"""Columns of such a range at least."""
 
-BANDWIDTH, L2_BANDWIDTH, ARITHMETIC = 2.8e6, 6e6, 7e8
-"""Bytes and operations a microsecond: of the memory, of the L2 cache, of the vendor's products."""
+MAX_PART_ROWS = 2048
+"""Rows of all parts of a sum at most: more would take much memory."""
+
+BANDWIDTH = 2.8e6
+"""Bytes a microsecond of the memory."""
+
+L2_BANDWIDTH = 6e6
+"""Bytes a microsecond of the L2 cache."""
+
+ARITHMETIC = 7e8
+"""Operations a microsecond of the vendor's products."""
 
 BESIDES = 10 << 10
 """Bytes of shared memory for scales, and for what a program stores."""
 
-LAUNCH, PARTS, LIBRARY = 2.0, 1.0, 6.0
-"""Microseconds: to begin and end a program, for parts that the next kernel adds up, for two launches more."""
+LAUNCH = 2.0
+"""Microseconds to begin and end a program."""
+
+PARTS = 1.0
+"""Microseconds for parts that the next kernel adds up, whatever their size."""
+
+LIBRARY = 6.0
+"""Microseconds for two launches more."""
+
+DEEP_RANGE = 2560
+"""Columns of a range above which a program of `gemm_small` has four tiles on their way, otherwise three."""
+
+SHORT_RANGE = 1280
+"""Columns of a range up to which it reads int4 in small groups of a high weight by tiles of 128 columns, not 256."""
+
+REGISTERS = 128
+"""Registers of a thread of it at most, where that makes room for one more program on a multiprocessor."""
+
+
+def choose_packed_tiles(num_rows: int, weight: PackedWeight, cut: Cut, dtype: torch.dtype) -> Tiles:
+    """Tiles of `gemm_small`, whole ones: unpacking rows that a tile has not costs as much as those that it has."""
+    fixed = tile_columns(weight)
+    if dtype == torch.float32:
+        return Tiles(64, 16 if num_rows <= 16 else 64, fixed or 64, 4, 3, 64)
+    if num_rows > 64:
+        return Tiles(128, 64 if num_rows <= TWO_TILES else 128, fixed or 64, 8, 3, 128)
+    stages = 4 if cut.split_len > DEEP_RANGE else 3
+    if num_rows > MAX_SMALL_ROWS:
+        return Tiles(64, 64, fixed or 128, 4, stages, 64)
+    block_m, high = max(16, triton.next_power_of_2(num_rows)), len(weight) >= SPLIT_HEIGHT
+    if BITS[weight.code] == 8:
+        block_k = fixed or (256 if high and cut.splits == 1 else 128)
+        return Tiles(64, block_m, block_k, 4, stages, 64, registers=REGISTERS)
+    if high and cut.splits > 1 and cut.split_len <= SHORT_RANGE and weight.code == "int4" and weight.group <= 32:
+        return Tiles(64, block_m, fixed or 128, 4, stages, 64, registers=REGISTERS)
+    return Tiles(64, block_m, fixed or 256, 4, stages, 64)
 
 
 def takes_packed_rows(weight: Weight, x: torch.Tensor) -> TypeGuard[PackedWeight]:
     """Is this a packed weight, and x, that the kernel can multiply fast?"""
-    if not isinstance(weight, PackedWeight) or len(x) <= TOO_FEW or not is_described(x):
+    if not isinstance(weight, PackedWeight) or len(x) <= MAX_SMALL_ROWS or not is_described(x):
         return False
     return INTERPRETED or is_fast(weight, x.dtype)
 

@@ -95,6 +95,30 @@ def zero_pointers(p_zeros: tl.tensor, o_n: tl.tensor, CODE: tl.constexpr) -> tl.
 
 
 @triton.jit
+def weight_rows(
+    p_w: tl.tensor,
+    p_scales: tl.tensor,
+    p_zeros: tl.tensor,
+    i_n: tl.tensor,
+    tile_rows: tl.tensor,  # of a packed weight all of a tile, whatever this says
+    N: tl.tensor,
+    s_w: tl.tensor,
+    CODE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PARTS: tl.constexpr,  # of the weight, from each of which a tile has as many rows
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Pointers [BN, 1] to rows of tile `i_n`, their scales and zeros; masks of rows to read, and of rows that exist."""
+    o_n = tl.arange(0, BLOCK_N)
+    first = i_n * tile_rows if CODE is None else i_n * (BLOCK_N // PARTS)
+    o_part = first + o_n % (BLOCK_N // PARTS)
+    m_n = (o_part < N // PARTS)[:, None]
+    m_w = (o_n % (BLOCK_N // PARTS) < tile_rows)[:, None] & m_n if CODE is None else m_n
+    o_w = o_part + o_n // (BLOCK_N // PARTS) * (N // PARTS)
+    p_w = row_pointers(p_w, o_w, s_w, CODE)
+    return p_w, scale_pointers(p_scales, o_w, CODE), zero_pointers(p_zeros, o_w, CODE), m_w, m_n
+
+
+@triton.jit
 def load_tile(
     p_w: tl.tensor,  # [BN, 1]: `row_pointers`, `scale_pointers`, `zero_pointers`
     p_scales: tl.tensor,

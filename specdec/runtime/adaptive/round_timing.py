@@ -96,7 +96,7 @@ def time_prompts(
         table.committed_len[table.padding_row] = 0
         fastest: float = max(1e-9, min(seconds[1:]))
         if states is within:
-            gap.cost.time(PromptLoad.of(np.full_like(length, prefix), length), fastest)
+            gap.cost.time(PromptLoad.from_runs(np.full_like(length, prefix), length), fastest)
         return fastest
 
     within, ending = (round.final_states(scored=False, ends=ends) for ends in (False, True))

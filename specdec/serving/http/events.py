@@ -9,7 +9,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
-from fastapi.responses import Response
+from fastapi.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from specdec.serving.http.faults import as_api_error
@@ -38,10 +38,8 @@ def json_bytes(data: Any) -> bytes:
         return json.dumps(data, separators=(",", ":")).encode()
 
 
-class JsonResponse(Response):
+class JsonResponse(JSONResponse):
     """Any data as JSON."""
-
-    media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
         return json_bytes(content)

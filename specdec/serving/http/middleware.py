@@ -19,10 +19,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdec.serving.fair_pool import CLIENT
 from specdec.serving.http.api_keys import bearer_token, by_name
+from specdec.serving.http.body_time import BodyTime, BodyTimes
 from specdec.serving.http.client_limits import GUARDED, ClientLimits, route_path
 from specdec.serving.http.events import CLIENT_GONE
 from specdec.serving.http.faults import ApiError
-from specdec.serving.http.pacing import OVER_LIMIT, Door, Paced
+from specdec.serving.http.pacing import OVER_LIMIT, Paced
 from specdec.serving.server_settings import ServeSettings
 from specdec.serving.tracing import Tracing
 
@@ -182,6 +183,8 @@ async def _discard_body(receive: Receive) -> None:
 def install(app: FastAPI, settings: ServeSettings) -> None:
     """The last added is the outermost."""
     app.add_middleware(Heads)
+    app.state.body_times = BodyTimes(settings.timeout_body)
+    app.add_middleware(BodyTime, times=app.state.body_times)
     per_minute, at_a_time = settings.client_requests_per_minute, settings.client_concurrency
     if per_minute or at_a_time:
         app.add_middleware(ClientLimits, per_minute=per_minute, at_a_time=at_a_time)
@@ -191,8 +194,7 @@ def install(app: FastAPI, settings: ServeSettings) -> None:
         max_body_bytes=settings.max_body_bytes,
         named_keys=settings.named_keys,
     )
-    app.state.door = Door(by_key=bool(settings.api_keys or settings.named_keys))
-    app.add_middleware(Paced, door=app.state.door)
+    app.add_middleware(Paced)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -4,57 +4,13 @@ Refusals and bodies take Python's lock from the thread that steps the engine. So
 are answered at once and one of bytes that are read at once; when it is empty they wait. Nothing is dropped.
 
     due[client]    when the pail is full again     | `burst` units before now ......... now | what is owed ...
-
-A client that does not read its refusals is not slowed down by their waiting: the door is shut for a second to one for
-whom as many refusals wait as may, and the listener turns it away by the first bytes of a connection, with 429.
 """
 
 import asyncio
 import math
 import time
 
-from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-from specdec.serving.http.api_keys import bearer_token
-
-SHUT_SECONDS = 1.0
-LOOKED_AT = 1 << 11
-"""Bytes of a head in which the API key is looked for."""
-MAX_SHUT_TO = 1_000
-
-
-class Door:
-    """Whom it is shut to, and until when."""
-
-    def __init__(self, *, by_key: bool) -> None:
-        self._by_key = by_key  # requests need an API key
-        self._until: dict[str, float] = {}  # by key or address
-
-    def shut(self, scope: Scope, now: float) -> None:
-        """To the client of this request, which is known to the application."""
-        key = bearer_token(Headers(scope=scope))
-        self._until = {name: until for name, until in self._until.items() if until > now}
-        if len(self._until) < MAX_SHUT_TO:
-            self._until[key if self._by_key else (scope.get("client") or ("",))[0]] = now + SHUT_SECONDS
-
-    def turns_away(self, head: bytes, address: str, now: float) -> bool:
-        """Does a request that begins like this come from such a client?"""
-        if not self._until or not head.startswith(b"POST "):
-            return False
-        name = _key_in(head) if self._by_key else address
-        return self._until.get(name, 0.0) > now
-
-
-def _key_in(head: bytes) -> str:
-    """The API key of a head; empty where none is seen."""
-    lines = head.partition(b"\r\n\r\n")[0].split(b"\r\n")
-    for line in lines[1:]:
-        name, _, value = line.partition(b":")
-        if name.lower() == b"authorization":
-            return bearer_token({"authorization": value.strip().decode("latin-1")})
-    return ""
-
 
 PER_SECOND = 10
 BURST = 64
@@ -68,8 +24,7 @@ MAX_SECONDS = 2.0
 MIN_SECONDS = 1e-3
 """Less is not worth a timer."""
 MAX_WAITING = 64
-"""Answers that wait at a time, or clients could fill the server with connections that wait; more are given at once, and
-the door is shut to a client that gets one of these."""
+"""Answers that wait at a time, or clients could fill the server with connections that wait; more are given at once."""
 MAX_REMEMBERED = 10_000
 OVER_LIMIT = "over_limit"
 """In a request's state: it is refused for a limit of its client's own, who was told when to come again, and does not
@@ -112,9 +67,8 @@ class Pace:
 class Paced:
     """Around what refuses: an answer from 400 to 499, and each piece of a body, waits for its turn."""
 
-    def __init__(self, app: ASGIApp, door: Door | None = None) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self.app = app
-        self.door = door
         self.refusals = Pace()
         self.bodies = Pace(BODY_BYTES_PER_SECOND, BODY_BURST_BYTES)
         self.waiting = 0
@@ -149,8 +103,6 @@ class Paced:
                         await asyncio.sleep(wait)
                     finally:
                         self.waiting -= 1
-                elif wait and self.door is not None and scope["state"].get("client"):
-                    self.door.shut(scope, time.monotonic())
             await send(message)
 
         await self.app(scope, in_pieces, in_turn)

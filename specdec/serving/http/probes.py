@@ -7,7 +7,7 @@ is not: `Watch` asks it for a token now and then, and calls it dead when it fail
 import asyncio
 import logging
 import time
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
@@ -15,6 +15,7 @@ from fastapi.responses import JSONResponse, Response
 from specdec.config import SamplingParams
 from specdec.errors import QueueFullError, SpecDecError
 from specdec.serving.async_engine import AsyncEngine
+from specdec.serving.http.answers import REFUSED, Answer
 from specdec.serving.state import State
 
 logger = logging.getLogger("specdec.serving")
@@ -24,18 +25,26 @@ PROBE_SECONDS = 2.0
 """Between two requests of our own to an engine whose rounds fail."""
 MAX_FAILED = 3
 """Requests in a row that fail until the engine counts as dead."""
+
+
+class Health(Answer):
+    status: Literal["ok", "unavailable"]
+    reason: str | None = None
+
+
+HEALTH: dict[str, Any] = {"response_model": Health, "responses": {503: {"model": Health, "description": REFUSED[503]}}}
 AS_SAGEMAKER = "As /ready, under the name that SageMaker asks for."
 
 
-@router.get("/live", response_model=None)
+@router.get("/live", **HEALTH)
 async def read_live(state: State) -> Response:
     """200 unless the process should be replaced: its engine's thread has ended, or hangs in a step."""
     return _answer(lifeless(state.engine, state.settings.liveness_seconds))
 
 
-@router.get("/ping", name="read_ping", description=AS_SAGEMAKER, response_model=None)
-@router.get("/health", name="read_health", description="As /ready.", response_model=None)
-@router.get("/ready", response_model=None)
+@router.get("/ping", name="read_ping", description=AS_SAGEMAKER, **HEALTH)
+@router.get("/health", name="read_health", description="As /ready.", **HEALTH)
+@router.get("/ready", **HEALTH)
 async def read_ready(state: State) -> Response:
     """200 while it takes requests; 503 when it stops, hangs, or when rounds fail one after the other."""
     return _answer(lifeless(state.engine, state.settings.liveness_seconds) or state.engine.trouble)

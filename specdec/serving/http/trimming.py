@@ -7,6 +7,7 @@ rest is asked back (`malloc_trim`). Where there is no such call, only circles ar
 
 import ctypes
 import gc
+import math
 import sys
 import threading
 import time
@@ -15,10 +16,8 @@ from contextlib import contextmanager, suppress
 
 GROWN_BYTES = 16 << 20
 """Beyond the least that the process held since the last time: then it is worth asking."""
-EVERY_SECONDS, LAST_SECONDS = 2.0, 32.0
-"""After it has grown it is asked at once, 4 s later, 8 s after that, ..., for the last time after 32: what is in use
-while it is asked is free later, and nothing tells when."""
-
+LATER_SECONDS = 30.0
+"""From its growth until it is asked: what is in use at once, such as a refused body, is free then."""
 
 ARENAS, MAPPED_BYTES, SPARE_BYTES = 8, 1 << 20, 1 << 20
 M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -8, -3, -1
@@ -77,26 +76,17 @@ class Trimmer:
         self._held = held
         self._give_back = work
         self._least = held()  # since the last time
-        self._last = -EVERY_SECONDS  # time
-        self._wait: float | None = None  # until the next time after it; None: until it grows
-        self._thread: threading.Thread | None = None
+        self._due = math.inf
 
     def look(self, now: float | None = None) -> None:
         now = time.monotonic() if now is None else now
         held = self._held()
         self._least = min(self._least, held)
         if held >= self._least + GROWN_BYTES:
-            self._wait = EVERY_SECONDS
-        if self._wait is None or now < self._last + self._wait or self.busy:
-            return
-        self._last = now
-        self._wait = 2 * self._wait if self._wait < LAST_SECONDS else None
-        self._thread = threading.Thread(target=self._work, name="specdec-trim", daemon=True)
-        self._thread.start()
-
-    @property
-    def busy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+            self._due = min(self._due, now + LATER_SECONDS)
+        if now >= self._due:
+            self._due = math.inf
+            threading.Thread(target=self._work, name="specdec-trim", daemon=True).start()
 
     def _work(self) -> None:
         self._give_back()

@@ -12,6 +12,7 @@ from specdec.runtime.request import GenerationOutput, StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
 from specdec.serving.http.bodies import BodyRoute
 from specdec.serving.http.events import off_loop
+from specdec.serving.openai import answer_models as answers
 from specdec.serving.openai.chat_message import MessageFold, whole_message
 from specdec.serving.openai.chat_template import chat_prompt
 from specdec.serving.openai.logprob_shapes import chat_logprobs
@@ -30,7 +31,7 @@ PROMPT_END = 64
 """Tokens in which a template opens an answer, and maybe a thought in it."""
 
 
-@router.post("/v1/chat/completions", response_model=None)
+@router.post("/v1/chat/completions", response_model=answers.ChatCompletion, responses=answers.ASKING | answers.STREAMED)
 async def chat_completions(body: ChatRequest, request: Request, state: State) -> Response:
     return await Chat(body, state).respond(request)
 

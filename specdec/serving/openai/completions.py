@@ -13,6 +13,7 @@ from specdec.runtime.request import GenerationOutput, StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
 from specdec.serving.http.bodies import BodyRoute
 from specdec.serving.http.events import off_loop
+from specdec.serving.openai import answer_models as answers
 from specdec.serving.openai.logprob_shapes import Scores, completion_logprobs, echoed_logprobs, joined
 from specdec.serving.openai.protocol import CompletionRequest, refused
 from specdec.serving.openai.reply import MakeReply, Reply, whole_delta
@@ -27,7 +28,7 @@ MAX_TOKENS = 16
 """Tokens of an answer where a request says nothing: OpenAI's default."""
 
 
-@router.post("/v1/completions", response_model=None)
+@router.post("/v1/completions", response_model=answers.Completion, responses=answers.ASKING | answers.STREAMED)
 async def completions(body: CompletionRequest, request: Request, state: State) -> Response:
     return await Completion(body, state).respond(request)
 

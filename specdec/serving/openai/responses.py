@@ -11,10 +11,12 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from specdec.runtime.request import GenerationOutput, RequestStats, StreamDelta
+from specdec.serving.http.answers import refusals
 from specdec.serving.http.api_keys import bearer_token
 from specdec.serving.http.bodies import BodyRoute
-from specdec.serving.http.events import EventStream, event, off_loop
+from specdec.serving.http.events import EventStream, JsonResponse, event, off_loop
 from specdec.serving.http.faults import ApiError, as_api_error
+from specdec.serving.openai import answer_models as answers
 from specdec.serving.openai.chat_completions import Chat
 from specdec.serving.openai.logprob_shapes import chat_logprobs
 from specdec.serving.openai.protocol import Reasoning, ResponsesRequest, Text, TextFormat
@@ -30,29 +32,29 @@ router = APIRouter(route_class=BodyRoute)
 AS_ASKED = ("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "user")
 
 
-@router.post("/v1/responses", response_model=None)
+@router.post("/v1/responses", response_model=answers.Response, responses=answers.ASKING | answers.STREAMED)
 async def create_response(body: ResponsesRequest, request: Request, state: State) -> Response:
     return await ResponseAnswer(body, state, _store(request), _key(request)).respond(request)
 
 
-@router.get("/v1/responses/{response_id}", response_model=None)
-async def read_response(response_id: str, request: Request) -> dict[str, Any]:
-    return _stored(request, response_id).response
+@router.get("/v1/responses/{response_id}", response_model=answers.Response, responses=refusals(404))
+async def read_response(response_id: str, request: Request) -> JsonResponse:
+    return JsonResponse(_stored(request, response_id).response)
 
 
-@router.get("/v1/responses/{response_id}/input_items", response_model=None)
-async def read_input_items(response_id: str, request: Request) -> dict[str, Any]:
+@router.get("/v1/responses/{response_id}/input_items", response_model=answers.InputItems, responses=refusals(404))
+async def read_input_items(response_id: str, request: Request) -> JsonResponse:
     inputs = _stored(request, response_id).inputs
     items = [{"id": f"item_{index}", "type": "message"} | item for index, item in enumerate(inputs)][::-1]
     first, last = items[0]["id"], items[-1]["id"]
-    return {"object": "list", "data": items, "first_id": first, "last_id": last, "has_more": False}
+    return JsonResponse({"object": "list", "data": items, "first_id": first, "last_id": last, "has_more": False})
 
 
-@router.delete("/v1/responses/{response_id}")
-async def delete_response(response_id: str, request: Request) -> dict[str, Any]:
+@router.delete("/v1/responses/{response_id}", response_model=answers.DeletedResponse, responses=refusals(404))
+async def delete_response(response_id: str, request: Request) -> JsonResponse:
     if not _store(request).delete(_key(request), response_id):
         raise _unknown(response_id)
-    return {"id": response_id, "object": "response", "deleted": True}
+    return JsonResponse({"id": response_id, "object": "response", "deleted": True})
 
 
 class NamedEvents(EventStream):

@@ -21,7 +21,7 @@ from specdec.runtime.request import GenerationOutput, RequestStats, StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
 from specdec.serving.http.client_limits import in_blocks
 from specdec.serving.http.events import EventStream, JsonResponse
-from specdec.serving.openai.documented_answers import SpeculationFigures
+from specdec.serving.openai.answer_models import SpeculationFigures
 from specdec.serving.openai.logprob_shapes import vllm_prompt_logprobs
 from specdec.serving.openai.protocol import SamplingFields
 from specdec.serving.openai.reply import MakeReply, Reply

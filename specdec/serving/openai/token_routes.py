@@ -6,6 +6,8 @@ from fastapi import APIRouter
 
 from specdec.errors import ConfigError
 from specdec.serving.http.bodies import BodyRoute
+from specdec.serving.http.events import JsonResponse
+from specdec.serving.openai.answer_models import ASKING, Detokenized, Tokenized
 from specdec.serving.openai.chat_template import chat_prompt
 from specdec.serving.openai.protocol import Body, ChatRequest, Messages, TokenIds, Tools, refused
 from specdec.serving.state import ServeState, State
@@ -32,9 +34,8 @@ class DetokenizeRequest(Body):
     tokens: TokenIds
 
 
-@router.post("/tokenize")
-async def tokenize(body: TokenizeRequest, state: State) -> dict[str, Any]:
-    """{"count", "max_model_len", "tokens", "token_strs"}"""
+@router.post("/tokenize", response_model=Tokenized, responses=ASKING)
+async def tokenize(body: TokenizeRequest, state: State) -> JsonResponse:
     state.model_name(body.model)
     engine, tokenizer = state.engine, state.tokenizer
     if (body.prompt is None) == (body.messages is None):
@@ -45,19 +46,20 @@ async def tokenize(body: TokenizeRequest, state: State) -> dict[str, Any]:
     else:
         tokens = await engine.encode(text, special_tokens=body.add_special_tokens is not False)
     written = tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
-    return {"count": len(tokens), "max_model_len": engine.max_model_len, "tokens": tokens, "token_strs": written}
+    answer = {"count": len(tokens), "max_model_len": engine.max_model_len, "tokens": tokens, "token_strs": written}
+    return JsonResponse(answer)
 
 
-@router.post("/detokenize")
-async def detokenize(body: DetokenizeRequest, state: State) -> dict[str, Any]:
-    """{"prompt"}: the text, special tokens written out."""
+@router.post("/detokenize", response_model=Detokenized, responses=ASKING)
+async def detokenize(body: DetokenizeRequest, state: State) -> JsonResponse:
+    """Special tokens are written out."""
     state.model_name(body.model)
     vocab_size, tokenizer = state.engine.vocab_size, state.tokenizer
     outside = next((token for token in body.tokens if not 0 <= token < vocab_size), None)
     if outside is not None:
         raise refused("tokens", f"tokens holds {outside}; token ids from 0 to {vocab_size - 1} are expected")
     text = await state.engine.off_loop(lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
-    return {"prompt": text}
+    return JsonResponse({"prompt": text})
 
 
 async def _chat_tokens(body: TokenizeRequest, messages: Messages, state: ServeState) -> list[int]:

@@ -11,7 +11,8 @@ from transformers import LlamaConfig
 from transformers.models.gemma4.modeling_gemma4 import apply_rotary_pos_emb
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from specdec.draft_models.head_spec import Attend, HeadSpec, Rotary
+from specdec.attention.draft_attention import Attend
+from specdec.draft_models.heads.head_spec import HeadSpec, Rotary
 
 
 def llama_config(spec: HeadSpec) -> LlamaConfig:

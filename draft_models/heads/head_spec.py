@@ -1,7 +1,7 @@
 """What EAGLE-3 heads and the heads of block drafters have in common: their spec, and how they are placed and run."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from specdec.attention.bridge import AttentionCall, AttentionContext
-from specdec.draft_models.head_config import FIELDS, LAYER_TYPES
+from specdec.attention.draft_attention import Attend
+from specdec.draft_models.checkpoints.config_reader import LAYER_TYPES
+from specdec.draft_models.checkpoints.drafter_formats import LAYER_KEYS
 from specdec.errors import UnsupportedModelError
 from specdec.kvcache.layer_context import LayerContext
 from specdec.kvcache.layout import KVLayout
 
-Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(draft layer, q [B, Hq, N, D], k and v [B, Hkv, N, D], all after RoPE) -> [B, N, Hq, D]; scaled by the caller."""
 Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -58,7 +58,7 @@ class HeadSpec:
     def stored_fields(self) -> dict[str, Any]:
         """What config.json of a head has of these, as both published formats call them."""
         return {
-            **{key: getattr(self, field) for key, (_, field) in FIELDS.items()},
+            **{name: getattr(self, key.field) for name, key in LAYER_KEYS.items() if key.field},
             "vocab_size": self.vocab_size,
             "num_hidden_layers": self.num_layers,
             "rope_theta": self.rope["rope_theta"],

@@ -3,78 +3,30 @@ r"""The product of more than 32 rows of x over a packed weight: a tile of the we
     y[m, n] = sum_k x[m, k] W[n, k] + bias[n]             gated: y[m, n] = act(g) u, as in `linear.py`
 
 The weight is the M operand of the tensor core's instruction and stays in the registers where it was decoded, as in
-`linear`; rows of x are its N operand and come by tensor descriptors, which leave the registers to a larger tile. The
-tensor core waits while a program decodes, so two or three programs run on a multiprocessor where they fit.
+`gemm_small`; rows of x are its N operand and come by tensor descriptors, which leave the registers to a larger tile.
+The tensor core waits while a program decodes, so two or three programs run on a multiprocessor where they fit.
 
-A sum over a range of K has the bits that `linear` gives it, whatever the tile (`packed_launch.py`): in order ranges are
-those of `linear`, programs of their own or added up by one.
+The last tile of rows begins where it ends with the last row, and computes some rows again: a descriptor that reads past
+the end of x is slower (at 192 rows by tiles of 128, half as fast as at 256).
+
+A sum over a range of K has the bits that `gemm_small` gives it, whatever the tile (`packed_launch.py`): in order,
+ranges are those of `gemm_small`, programs of their own or added up by one.
 """
 
 import torch
 
 from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.triton_shim import tl, triton
+from specdec.layers.gemm_medium import store_columns
+from specdec.layers.gemm_small import sum_range
 from specdec.layers.packed.packed_launch import PackedLaunch
-from specdec.layers.packed.packed_tile import (
-    load_tile,
-    multiply_tile,
-    row_pointers,
-    scale_pointers,
-    scale_sum,
-    weight_constants,
-    weight_pointers,
-    zero_pointers,
-)
+from specdec.layers.packed.packed_tile import weight_constants, weight_pointers, weight_rows
 from specdec.layers.packed.packed_weight import PackedWeight
 from specdec.layers.product import Product
-from specdec.layers.some_rows import store_columns
-
-
-@triton.jit
-def _multiply_range(
-    d_x: tl.tensor,
-    d_tail: tl.tensor,
-    first_m: tl.tensor,
-    p_w: tl.tensor,  # [BN, 1], and scales and zeros: a weight as `load_tile` takes it
-    p_scales: tl.tensor,
-    p_zeros: tl.tensor,
-    s_scales: tl.tensor,
-    m_n: tl.tensor,
-    begin: tl.tensor,
-    end: tl.tensor,
-    CODE: tl.constexpr,
-    GROUP: tl.constexpr,
-    FAST: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    TAIL_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """The sums [BN, BM] and [BN, TAIL_M] over columns [begin, end) of K; without a tail the first twice."""
-    DTYPE: tl.constexpr = d_x.dtype
-    b_sum = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    if TAIL_M:
-        b_tail = tl.zeros([BLOCK_N, TAIL_M], tl.float32)
-    for i_k in range(begin, end, BLOCK_K):
-        b_w = load_tile(
-            *(p_w, p_scales, p_zeros, s_scales, i_k, end, m_n, m_n, EVEN_K, CODE, GROUP, FAST, BLOCK_K, DTYPE)
-        )
-        b_x = d_x.load([first_m, i_k]).T
-        b_sum = multiply_tile(b_w, b_x, b_sum, p_scales, s_scales, i_k, m_n, CODE, GROUP)
-        if TAIL_M:
-            b_next = d_tail.load([first_m + BLOCK_M, i_k]).T
-            b_tail = multiply_tile(b_w, b_next, b_tail, p_scales, s_scales, i_k, m_n, CODE, GROUP)
-    b_sum = scale_sum(b_sum, p_scales, m_n, CODE, GROUP, FAST, DTYPE)
-    if TAIL_M:
-        b_tail = scale_sum(b_tail, p_scales, m_n, CODE, GROUP, FAST, DTYPE)
-    else:
-        b_tail = b_sum
-    return b_sum, b_tail
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def packed_rows_kernel(
+def packed_gemm_kernel(
     d_x: tl.tensor,  # descriptor of [M, K], tiles [BM, BK]
     d_tail: tl.tensor,  # of the same, tiles [TAIL_M, BK], or None
     p_w: tl.tensor,  # words of [N, K], and scales and zeros: a weight by `weight_pointers`
@@ -103,44 +55,43 @@ def packed_rows_kernel(
     """grid (row tiles, weight tiles, ranges of K)"""
     trigger_next(PDL)
     PARTS: tl.constexpr = 1 if ACTIVATION is None else 2  # of a tile: gates, then what they gate
+    DTYPE: tl.constexpr = d_x.dtype
     first_m = tl.program_id(0) * (BLOCK_M + TAIL_M)
+    tail_m = tl.maximum(tl.minimum(first_m + BLOCK_M, num_rows - TAIL_M), 0)
+    first_m = tl.maximum(tl.minimum(first_m, num_rows - BLOCK_M), 0)
     first_n = tl.program_id(1) * (BLOCK_N // PARTS)
     first_k = tl.program_id(2) * split_len
-    o_n = tl.arange(0, BLOCK_N)
-    o_part = first_n + o_n % (BLOCK_N // PARTS)  # row of its part of the weight
-    m_n = (o_part < N // PARTS)[:, None]
-    o_w = o_part + o_n // (BLOCK_N // PARTS) * (N // PARTS)
-    p_w = row_pointers(p_w, o_w, s_w, CODE)
-    p_scale = scale_pointers(p_scales, o_w, CODE)
-    p_zero = zero_pointers(p_zeros, o_w, CODE)
+    p_w, p_scale, p_zero, m_w, m_n = weight_rows(
+        *(p_w, p_scales, p_zeros, tl.program_id(1), 0, N, s_w, CODE, BLOCK_N, PARTS)
+    )
     wait_for_previous(PDL)
 
     if SUMMED:
         b_sum = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         for i_range in range(0, K, split_len):
-            b_part, _ = _multiply_range(
-                *(d_x, d_tail, first_m, p_w, p_scale, p_zero, s_scales, m_n),
+            b_part, _ = sum_range(
+                *(p_w, p_scale, p_zero, s_scales, m_w, m_n, d_x, first_m, d_tail, tail_m),
                 *(i_range, tl.minimum(i_range + split_len, K)),
-                *(CODE, GROUP, FAST, EVEN_K, BLOCK_M, TAIL_M, BLOCK_N, BLOCK_K),
+                *(EVEN_K, CODE, GROUP, FAST, True, DTYPE, BLOCK_N, BLOCK_M, 0, BLOCK_K),
             )
             b_sum += b_part
         b_tail = b_sum
     else:
-        b_sum, b_tail = _multiply_range(
-            *(d_x, d_tail, first_m, p_w, p_scale, p_zero, s_scales, m_n),
+        b_sum, b_tail = sum_range(
+            *(p_w, p_scale, p_zero, s_scales, m_w, m_n, d_x, first_m, d_tail, tail_m),
             *(first_k, tl.minimum(first_k + split_len, K)),
-            *(CODE, GROUP, FAST, EVEN_K, BLOCK_M, TAIL_M, BLOCK_N, BLOCK_K),
+            *(EVEN_K, CODE, GROUP, FAST, True, DTYPE, BLOCK_N, BLOCK_M, TAIL_M, BLOCK_K),
         )
 
     p_out += tl.program_id(2).to(tl.int64) * num_rows * N
     o_m = first_m + tl.arange(0, BLOCK_M)
     store_columns(b_sum.T, p_bias, p_out, o_m, first_n, num_rows, N, ACTIVATION)
     if TAIL_M:
-        o_m = first_m + BLOCK_M + tl.arange(0, TAIL_M)
+        o_m = tail_m + tl.arange(0, TAIL_M)
         store_columns(b_tail.T, p_bias, p_out, o_m, first_n, num_rows, N, ACTIVATION)
 
 
-def multiply_packed_rows(
+def packed_gemm(
     x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None, activation: str | None, launch: PackedLaunch
 ) -> Product:
     """x [M, K] as descriptors need it, weight [N, K], bias [N] or None -> product, or gated [1, M, N / 2]."""
@@ -161,7 +112,7 @@ def multiply_packed_rows(
         return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, tiles.block_k])
 
     row_tiles = triton.cdiv(num_rows, tiles.block_m + tiles.tail_m)
-    packed_rows_kernel[(row_tiles, triton.cdiv(n, tiles.block_n), launch.parts)](
+    packed_gemm_kernel[(row_tiles, triton.cdiv(n, tiles.block_n), launch.parts)](
         *(described(tiles.block_m), described(tiles.tail_m) if tiles.tail_m else None),
         *(words, scales, zeros, None if split else bias, out),
         *(num_rows, n, k, cut.split_len if cut.splits > 1 else k, s_w, s_scales),

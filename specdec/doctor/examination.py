@@ -6,31 +6,27 @@ record    the target reads each text once, densely     what every drafter reads 
 try       each change, after every place of the text   the largest clear gain is named; then others on top of it
 """
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from specdec.config import SamplingParams, SpecConfig, require_int
+from specdec.config import SamplingParams, require_int
 from specdec.doctor.acceptance import Acceptance, Comparison, Measured, measured_by_engine, measured_densely
 from specdec.doctor.causes import CAUSES, Cause, what_is_seen
 from specdec.doctor.changes import Change
 from specdec.doctor.dense_drafts import RecordedText, ReferenceCheck, Watched, can_be_run, dense_drafts, record
 from specdec.doctor.diagnosis import Diagnosis, Finding, Trial
-from specdec.doctor.pair_in_question import EngineLike, PairInQuestion, drafter_path, pair_facts
-from specdec.doctor.signs import Sign, Subject
-from specdec.draft_models.base import Drafter
+from specdec.doctor.pair_in_question import PairInQuestion, pair_facts
 from specdec.draft_models.model_and_lookup import model_of
+from specdec.engine import Engine
 from specdec.errors import ConfigError
+from specdec.load_check import Sign, Subject, drafter_path
 from specdec.models.bundled import HELD_OUT_PROBLEMS
-from specdec.models.published import last_part, published_acceptance, published_steps
-from specdec.models.target import TargetModel
+from specdec.models.published import published_acceptance
 from specdec.progress import progress_bar
 from specdec.runtime.request import GenerationOutput
 from specdec.text.prompt_files import read_prompts
-
-logger = logging.getLogger("specdec")
 
 PROMPTS = 8
 """Prompts of a diagnosis that is given none."""
@@ -42,18 +38,22 @@ NO_REFERENCE = "drafters of kind {name} have no dense reference; only prompts we
 
 
 def diagnose(
-    engine: EngineLike,
-    make: Callable[..., EngineLike],
+    engine: Engine,
     prompts: Sequence[str | list[int]] | None = None,
     *,
     chat: bool = True,
     max_new_tokens: int = NEW_TOKENS,
     causes: Sequence[Cause] = CAUSES,
 ) -> Diagnosis:
-    """Find out why `engine`'s drafter is accepted less than it could be; see `Engine.diagnose`.
+    """Why the drafter is accepted less than it could be: `findings` names each cause and what to change.
 
-    make: the class of engines. Raises ConfigError for an engine without a drafter, for fewer than 4 prompts, and for
-    answers that are not longer than its drafts.
+    The pair answers the prompts greedily, in an engine of its own; then the drafter is made again with one setting
+    changed at a time, and a change that raises acceptance clearly is named. `healthy` means that nothing is.
+    prompts: at least 4 texts, or lists of token ids, of the kind that the pair is meant for; None: word problems.
+    chat: texts are turns of a chat, as in `Engine.chat`; False: as `generate` takes them. Not for an engine that serves
+    requests meanwhile: it takes half a minute, and memory for a second K/V cache.
+    Raises ConfigError for an engine without a drafter, fewer prompts, texts where there is no tokenizer, or answers
+    (`max_new_tokens`) that are not longer than the drafts.
     """
     started = time.perf_counter()
     if engine.drafter is None:
@@ -69,7 +69,7 @@ def diagnose(
             f"{num_steps + 1} tokens or more; give that many, or fewer steps"
         )
     drafter = model_of(engine.drafter)
-    pair = PairInQuestion(engine=engine, make=make, drafter=drafter, questions=questions, chat=chat)
+    pair = PairInQuestion(engine=engine, drafter=drafter, questions=questions, chat=chat)
     seen = what_is_seen(Subject(engine.target, drafter, engine.tokenizer), causes)
     with progress_bar("diagnosing", 2 + len(causes)) as update:
         examination = Examination(pair, max_new_tokens)
@@ -93,21 +93,6 @@ def diagnose(
         notes=() if can_be_run(pair.drafter) else (NO_REFERENCE.format(name=pair.drafter.name),),
         seconds=time.perf_counter() - started,
     )
-
-
-def warn_at_load(target: TargetModel, drafter: Drafter | None, tokenizer: Any | None, spec: SpecConfig) -> None:
-    """Log what is certain of a pair and costs no generation to see, and what is made of deeper drafts than its own."""
-    if drafter is None:
-        return
-    path, asked = drafter_path(model_of(drafter)), spec.num_steps
-    own = None if path is None else published_steps(path)
-    if path is not None and own is not None and asked > own:
-        each = f"a round drafts up to {asked} where that pays" if spec.adaptive else f"every round drafts {asked}"
-        said = "num_steps=%d, and %s is published for %d: %s; drafts beyond %d are mostly accepted less"
-        logger.warning(said, asked, last_part(path), own, each, own)
-    for cause, sign in what_is_seen(Subject(target, model_of(drafter), tokenizer), at_load=True):
-        said = "the drafter will be accepted less than it could be (%s): %s; %s"
-        logger.warning(said, cause.name, sign.what, sign.do)
 
 
 class Examination:
@@ -213,7 +198,7 @@ class Examination:
         return [record(self.pair.target, output.prompt_token_ids, output.token_ids) for output in outputs]
 
 
-def default_questions(engine: EngineLike) -> list[str | list[int]]:
+def default_questions(engine: Engine) -> list[str | list[int]]:
     """Word problems that are shipped. Raises ConfigError where texts cannot be tokenised."""
     if engine.tokenizer is None:
         raise ConfigError("this engine has no tokenizer; give prompts=[[token ids], ...], 4 or more")

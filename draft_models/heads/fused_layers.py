@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from specdec.draft_models.head_spec import HeadContext
+from specdec.draft_models.heads.head_spec import HeadContext
 from specdec.gpu.operations import Operations
 from specdec.layers.decoder import FusedLayer, Shared
 from specdec.layers.families import FAMILIES, Groups

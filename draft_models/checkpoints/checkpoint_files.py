@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from specdec.draft_models.base import TargetInfo
-from specdec.draft_models.config_json import read_config_json
 from specdec.errors import CheckpointError, UnsupportedModelError, first_line, naming_file
 
 State = Mapping[str, torch.Tensor]
@@ -30,10 +29,6 @@ class TargetShape(NamedTuple):
     @classmethod
     def of(cls, target: TargetInfo) -> "TargetShape":
         return cls(target.name, len(target.layout.layers), target.hidden_size, target.vocab_size)
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    return read_config_json(folder / "config.json")
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:

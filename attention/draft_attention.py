@@ -1,19 +1,16 @@
-"""Attention of drafts that begin at many places of texts at once: the chains of an EAGLE-3 head, and blocks.
+"""Attention of drafts that begin at many places of texts at once: chains of single tokens, and blocks.
 
-Each is the `Attend` of a head's own modules: one softmax over the text as far as a place sees it, and the draft's own
-rows. Texts may be packed into rows: position 0 begins one. A drafter learns with it, and the doctor looks with it at
-every place of an answer.
+Each is the `Attend` of a draft head's own modules: one softmax over the text as far as a place sees it, and the draft's
+own rows. Texts may be packed into rows: position 0 begins one. A drafter learns with it, and the doctor looks with it
+at every place of an answer.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
 
-from specdec.draft_models.block.block_head import BlockHead
-from specdec.draft_models.eagle3.head import Eagle3Head
-from specdec.draft_models.head_spec import Attend
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(draft layer, q [B, Hq, N, D], k and v [B, Hkv, N, D], all after RoPE) -> [B, N, Hq, D]; scaled by the caller."""
 
 
 def same_document(pos: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,14 +26,14 @@ def in_float32(attend: Attend) -> Attend:
 
 
 class ChainAttention:
-    """Attention of an EAGLE-3 head over positions [B, T]. It keeps the keys and values of every step, by draft layer.
+    """Attention of chains over positions [B, T]. It keeps the keys and values of every step, by draft layer.
 
-    rows: where drafts begin that go on after step 0; None: everywhere.
+    windows: of each draft layer, None: full. rows: where drafts begin that go on after step 0; None: everywhere.
     """
 
-    def __init__(self, head: Eagle3Head, pos: torch.Tensor) -> None:
+    def __init__(self, windows: Sequence[int | None], scaling: float, pos: torch.Tensor) -> None:
         self.rows: torch.Tensor | None = None
-        self.windows, self.scaling, self.step = head.spec.windows, head.spec.head_dim**-0.5, 0
+        self.windows, self.scaling, self.step = windows, scaling, 0
         self.k: list[list[torch.Tensor]] = [[] for _ in self.windows]
         self.v: list[list[torch.Tensor]] = [[] for _ in self.windows]
         same, self.distance = same_document(pos)
@@ -64,52 +61,42 @@ class ChainAttention:
         return out.transpose(1, 2)
 
 
-def block_states(
-    head: BlockHead,
-    table: nn.Module,
-    ids: torch.Tensor,
-    pos: torch.Tensor,
-    states: torch.Tensor,
-    places: torch.Tensor,
-    form: Callable[[Attend], Attend] = lambda attend: attend,
-) -> torch.Tensor:
-    """A block at each of `places` [B, A] of texts [B, T], from the target's states [B, T, L * H] -> [B, A, K, H]."""
-    spec = head.spec
-    steps = torch.arange(spec.block_size, device=places.device)
-    tokens = torch.where(steps == 0, ids.gather(1, places)[:, :, None], spec.mask_token)  # [B, A, K]
-    block_pos = pos.gather(1, places)[:, :, None] + steps
-    embeds = table(tokens.flatten(1)).to(head.fc.weight.dtype)
-    attention = form(BlocksAttention(head, pos, head.taps(states), places))
-    out: torch.Tensor = head(embeds, block_pos.flatten(1), attention).unflatten(1, (-1, spec.block_size))
-    return out
-
-
 class BlocksAttention:
-    """Attention of blocks at places [B, A] of texts at positions [B, T], over K/V of taps [B, T, H]."""
+    """Attention of blocks of `size` tokens at places [B, A] of texts at positions [B, T].
 
-    def __init__(self, head: BlockHead, pos: torch.Tensor, taps: torch.Tensor, places: torch.Tensor) -> None:
-        self.head, self.taps, self.spec = head, taps, head.spec
-        self.rotary = head.rotary_emb(taps, pos)
+    keys_values: of the text in a draft layer, k and v [B, Hkv, T, D] after RoPE. causal: rows of a block see those up
+    to their own; otherwise each other.
+    """
+
+    def __init__(
+        self,
+        windows: Sequence[int | None],
+        scaling: float,
+        pos: torch.Tensor,
+        places: torch.Tensor,
+        *,
+        size: int,
+        causal: bool,
+        keys_values: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
+        self.windows, self.scaling, self.keys_values = windows, scaling, keys_values
         same, distance = same_document(pos)  # [B, T, T], [T, T]
         length = pos.shape[1]
         self.distance = distance[places]  # [B, A, T]: of a block's first row to each key
         self.before = same.gather(1, places[:, :, None].expand(-1, -1, length)) & (self.distance > 0)
-        steps = torch.arange(self.spec.block_size, device=places.device)
-        self.apart = steps[:, None] - steps  # [K, K]
+        self.steps = torch.arange(size, device=places.device)
+        self.apart = self.steps[:, None] - self.steps  # [K, K]
+        self.own = self.apart >= 0 if causal else torch.ones_like(self.apart, dtype=torch.bool)
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """q [B, Hq, A * K, D], k and v [B, Hkv, A * K, D] -> [B, A * K, Hq, D]."""
-        rows, group = self.spec.block_size, q.shape[1] // k.shape[1]
-        attention: Any = self.head.layers[layer].self_attn
-        old_k, old_v, k, v = (
-            x.to(q.dtype).repeat_interleave(group, 1) for x in (*attention.keys_values(self.taps, self.rotary), k, v)
-        )
-        q, k, v = (x.unflatten(2, (-1, rows)) for x in (q * self.spec.scaling, k, v))  # [B, Hq, A, K, D]
+        rows, group = len(self.steps), q.shape[1] // k.shape[1]
+        old_k, old_v, k, v = (x.to(q.dtype).repeat_interleave(group, 1) for x in (*self.keys_values(layer), k, v))
+        q, k, v = (x.unflatten(2, (-1, rows)) for x in (q * self.scaling, k, v))  # [B, Hq, A, K, D]
         seen = self.before[:, :, None].expand(-1, -1, rows, -1)  # [B, A, K, T]
-        own = self.apart >= 0 if self.spec.causal else torch.ones_like(self.apart, dtype=torch.bool)
-        if (window := self.spec.windows[layer]) is not None:
-            steps = torch.arange(rows, device=q.device)
-            seen = seen & (self.distance[:, :, None] + steps[:, None] < window)
+        own = self.own
+        if (window := self.windows[layer]) is not None:
+            seen = seen & (self.distance[:, :, None] + self.steps[:, None] < window)
             own = own & (self.apart < window)
         length = old_k.shape[2]
         scores = [

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from specdec.attention.bridge import AttentionCall
-from specdec.draft_models.head_spec import HeadForm
+from specdec.draft_models.heads.head_spec import HeadForm
 from specdec.layers.families import Unfusable
 from specdec.layers.merge import held_storages
 

@@ -1,4 +1,4 @@
-r"""The product of 33 to 256 rows, next to any others: between memory and arithmetic as the bound.
+r"""The product of 33 to 256 rows of x in any order: between memory and arithmetic as the bound.
 
     y[m, n] = sum_k x[m, k] W[n, k] + bias[n]             gated: y[m, n] = act(g) u, as in `linear.py`
 
@@ -12,31 +12,35 @@ The cut depends on the device and on the number of rows, so `deterministic=True`
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 
-from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
+from specdec.gpu.dependent_launch import has_pdl, pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.triton_device import device_limits
-from specdec.gpu.triton_shim import KEEP, tl, triton
+from specdec.gpu.triton_shim import INTERPRETED, KEEP, tl, triton
 from specdec.layers.activation import activate
-from specdec.layers.product import MANY_ROWS, SMALL_RANGE, SMALL_ROWS, Product
+from specdec.layers.packed.packed_weight import Weight
+from specdec.layers.product import LOW_HEIGHT, LOW_RANGE, MAX_MEDIUM_ROWS, MAX_SMALL_ROWS, Product
 
-TOO_FEW = 32
-"""Up to this number of rows `linear` is as fast."""
+ONE_TILE_ROWS = 128
+"""Rows of x up to which they are one tile."""
 
-LARGEST_TILE, LARGE_FROM = 128, 192
-"""Up to the first number of rows they are one tile of x; above the second, one of 256 where that still is faster."""
+WIDE_TILE_ROWS = 192
+"""Rows of x above which a tile of 256 rows is chosen where it is still faster."""
 
-MAX_RANGES, MIN_RANGE = 3, 512
-"""More parts of a sum, or shorter ones, cost the reader more than they gain."""
+MAX_RANGES = 3
+"""Ranges of K at most: more parts of a sum cost the reader more than they gain."""
+
+MIN_RANGE = 512
+"""Columns of a range of K at least."""
 
 HEAD_WAVES = 4
-"""A weight without gates that takes more than one wave of programs is multiplied here if it takes at least this many:
-with fewer the vendor's library is as fast."""
+"""Waves of programs from which on a weight without gates is multiplied here again, after one: between, the library is
+as fast."""
 
 
-class SomeTiles(NamedTuple):
+class MediumTiles(NamedTuple):
     """block_n + tail_n: rows of the weight of a program, gates and what they gate counted. A tail is of gated ones."""
 
     block_m: int
@@ -76,7 +80,7 @@ def store_columns(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def some_rows_kernel(
+def gemm_medium_kernel(
     d_x: tl.tensor,  # descriptor of [M, K], tiles [BM, BK]
     d_w: tl.tensor,  # of [N, K], tiles [BN, BK], or of [2, N / 2, K], tiles [2, BN / 2, BK]
     d_tail: tl.tensor,  # of a gated weight, the same with TAIL_N in the place of BN, or None
@@ -122,18 +126,29 @@ def some_rows_kernel(
         store_columns(b_tail, p_bias, p_out, o_m, first_n + BLOCK_N // 2, num_rows, N, ACTIVATION)
 
 
-def choose_some_tiles(
+def can_describe(weight: Weight, x: torch.Tensor) -> TypeGuard[torch.Tensor]:
+    """Are both matrices of 2-byte numbers that descriptors can describe, on a device that has them?"""
+    return isinstance(weight, torch.Tensor) and is_described(x) and is_described(weight)
+
+
+def is_described(matrix: torch.Tensor) -> bool:
+    """Is this a matrix of 2-byte numbers that a descriptor can describe, on a device that has them?"""
+    there = INTERPRETED if matrix.device.type == "cpu" else has_pdl(matrix.device)  # both came with Hopper
+    return there and matrix.element_size() == 2 and matrix.data_ptr() % 16 == 0 and matrix.stride(0) % 8 == 0
+
+
+def choose_medium_tiles(
     num_rows: int, shape: Sequence[int], device: torch.device, *, gated: bool = False
-) -> SomeTiles | None:
+) -> MediumTiles | None:
     """For a weight [N, K] of 2-byte numbers, the fastest of those timed on an H100 at 40 to 256 rows. None where
-    `linear`, or the vendor's library, is as fast."""
-    if not TOO_FEW < num_rows <= MANY_ROWS:
+    `gemm_small`, or the vendor's library, is as fast."""
+    if not MAX_SMALL_ROWS < num_rows <= MAX_MEDIUM_ROWS:
         return None
     (n, k), (multiprocessors, shared) = shape, device_limits(device)
     if gated:
         tiles = _gated_tiles(num_rows, n, multiprocessors)
-    elif n <= SMALL_ROWS:
-        tiles = SomeTiles(64, 64, 0, 128, 4, 4, triton.cdiv(k, SMALL_RANGE)) if num_rows > LARGE_FROM else None
+    elif n <= LOW_HEIGHT:
+        tiles = MediumTiles(64, 64, 0, 128, 4, 4, triton.cdiv(k, LOW_RANGE)) if num_rows > WIDE_TILE_ROWS else None
     else:
         tiles = _plain_tiles(num_rows, n, k, multiprocessors)
     if tiles is None:
@@ -142,43 +157,43 @@ def choose_some_tiles(
     return tiles._replace(num_stages=max(1, min(tiles.num_stages, shared // stage)))
 
 
-def _gated_tiles(num_rows: int, n: int, multiprocessors: int) -> SomeTiles | None:
+def _gated_tiles(num_rows: int, n: int, multiprocessors: int) -> MediumTiles | None:
     wide = triton.cdiv(n, 160)
     one_wave = multiprocessors * 9 <= wide * 10 <= multiprocessors * 10
-    if num_rows > LARGEST_TILE:
-        return SomeTiles(256, 128, 32, 64, 8, 4) if one_wave and num_rows > LARGE_FROM else None
+    if num_rows > ONE_TILE_ROWS:
+        return MediumTiles(256, 128, 32, 64, 8, 4) if one_wave and num_rows > WIDE_TILE_ROWS else None
     if one_wave:
-        return SomeTiles(64, 128, 32, 128, 4, 4) if num_rows <= 64 else SomeTiles(128, 128, 32, 128, 8, 3)
+        return MediumTiles(64, 128, 32, 128, 4, 4) if num_rows <= 64 else MediumTiles(128, 128, 32, 128, 8, 3)
     programs = triton.cdiv(n, 128)
     each = triton.cdiv(programs, multiprocessors)
     if each > 2 or programs * 10 < each * multiprocessors * 7:
         return None
     if num_rows <= 64:
-        return SomeTiles(64, 128, 0, 128, 4, 4)
+        return MediumTiles(64, 128, 0, 128, 4, 4)
     # as many bytes on their way by one program a multiprocessor as by two
-    return SomeTiles(128, 128, 0, 128, 8, 3) if each == 1 else SomeTiles(128, 128, 0, 64, 8, 3)
+    return MediumTiles(128, 128, 0, 128, 8, 3) if each == 1 else MediumTiles(128, 128, 0, 64, 8, 3)
 
 
-def _plain_tiles(num_rows: int, n: int, k: int, multiprocessors: int) -> SomeTiles | None:
+def _plain_tiles(num_rows: int, n: int, k: int, multiprocessors: int) -> MediumTiles | None:
     few, narrow = num_rows <= 64, triton.cdiv(n, 64)
-    if num_rows > LARGEST_TILE:
+    if num_rows > ONE_TILE_ROWS:
         return None
     if narrow > multiprocessors:
         if few:
-            return SomeTiles(64, 128, 0, 128, 4, 4)
-        return SomeTiles(128, 128, 0, 64, 8, 3) if narrow >= 2 * HEAD_WAVES * multiprocessors else None
+            return MediumTiles(64, 128, 0, 128, 4, 4)
+        return MediumTiles(128, 128, 0, 64, 8, 3) if narrow >= 2 * HEAD_WAVES * multiprocessors else None
     ranges = max(1, min(MAX_RANGES, multiprocessors // narrow, k // MIN_RANGE))
     if narrow * ranges * 10 < multiprocessors * (6 if few else 7):  # too many multiprocessors have nothing to do
         return None
-    return SomeTiles(64, 64, 0, 64, 4, 8, ranges) if few else SomeTiles(128, 64, 0, 128, 8, 4, ranges)
+    return MediumTiles(64, 64, 0, 64, 4, 8, ranges) if few else MediumTiles(128, 64, 0, 128, 8, 4, ranges)
 
 
-def multiply_some_rows(
+def gemm_medium(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     activation: str | None,
-    tiles: SomeTiles,
+    tiles: MediumTiles,
 ) -> Product:
     """x [M, K], weight [N, K], both as descriptors need them; bias [N] or None -> product, or gated [1, M, N / 2]."""
     from triton.tools.tensor_descriptor import TensorDescriptor  # Triton may not be there
@@ -201,7 +216,7 @@ def multiply_some_rows(
         return TensorDescriptor(weight, [n, k], [stride, 1], [rows, tiles.block_k])
 
     grid = (triton.cdiv(num_rows, tiles.block_m), triton.cdiv(n, tiles.block_n + tiles.tail_n), ranges)
-    some_rows_kernel[grid](
+    gemm_medium_kernel[grid](
         TensorDescriptor(x, list(x.shape), list(x.stride()), [tiles.block_m, tiles.block_k]),
         *(described(tiles.block_n), described(tiles.tail_n) if tiles.tail_n else None),
         *(None if split else bias, out, num_rows, n, k, split_len),

@@ -1,4 +1,4 @@
-r"""The product of many rows in order: as `linear.py` computes it, bit for bit, where arithmetic is the bound.
+r"""The product of many rows of x in order, with the bits of `gemm_small`: arithmetic is the bound.
 
     y[m, n] = ((0 + p_0) + p_1) + ... + bias[n],     p_s = sum over the s-th range of K of x[m, k] W[n, k]
     gated:  y[m, n] = act(g) u
@@ -9,28 +9,27 @@ accumulators, gates and what they gate. Neither changes a bit: the instruction a
 Neighbouring programs share GROUP tiles of x, so that both operands stay in the L2.
 """
 
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 import torch
 
-from specdec.gpu.dependent_launch import has_pdl, pdl_options, trigger_next, wait_for_previous
+from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.triton_device import device_limits
-from specdec.gpu.triton_shim import INTERPRETED, tl, triton
+from specdec.gpu.triton_shim import tl, triton
 from specdec.layers.activation import activate
-from specdec.layers.packed.packed_weight import Weight
-from specdec.layers.product import MANY_ROWS, SMALL_ROWS, Cut
+from specdec.layers.product import Cut
 
 GROUP = 8
 """Tiles of rows that consecutive programs take for the same tiles of the weight."""
 
 BLOCK_K = 64
+"""Columns of a tile."""
 
-ENOUGH_WAVES = 4
-"""Larger tiles are chosen for a weight with several ranges only where they are as many for every multiprocessor: few
-large ones would leave some of them idle at the end."""
+MIN_WAVES = 4
+"""Waves of larger tiles from which on a weight with several ranges has those: the last wave leaves some idle."""
 
 
-class ManyTiles(NamedTuple):
+class LargeTiles(NamedTuple):
     """block_n: rows of the weight of a program, gates and what they gate counted."""
 
     block_m: int
@@ -40,7 +39,7 @@ class ManyTiles(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def many_rows_kernel(
+def gemm_large_kernel(
     d_x: tl.tensor,  # descriptor of [M, K], tiles [BM, BK]
     d_w: tl.tensor,  # of [N, K], tiles [BN, BK], or [BN / 2, BK] of a gated weight
     p_bias: tl.tensor,  # [N] or None
@@ -95,39 +94,23 @@ def many_rows_kernel(
     tl.store(p_out, b_out.to(p_out.dtype.element_ty), mask=m_out)
 
 
-def suits(weight: Weight, x: torch.Tensor) -> TypeGuard[torch.Tensor]:
-    """Has x many rows, and are both matrices that descriptors can describe?"""
-    return can_describe(weight, x) and len(x) > MANY_ROWS and len(weight) > SMALL_ROWS
-
-
-def can_describe(weight: Weight, x: torch.Tensor) -> TypeGuard[torch.Tensor]:
-    """Are both matrices of 2-byte numbers that descriptors can describe, on a device that has them?"""
-    return isinstance(weight, torch.Tensor) and is_described(x) and is_described(weight)
-
-
-def is_described(matrix: torch.Tensor) -> bool:
-    """Is this a matrix of 2-byte numbers that a descriptor can describe, on a device that has them?"""
-    there = INTERPRETED if matrix.device.type == "cpu" else has_pdl(matrix.device)  # both came with Hopper
-    return there and matrix.element_size() == 2 and matrix.data_ptr() % 16 == 0 and matrix.stride(0) % 8 == 0
-
-
-def choose_many_tiles(num_rows: int, n: int, cut: Cut, device: torch.device, *, gated: bool) -> ManyTiles:
+def choose_large_tiles(num_rows: int, n: int, cut: Cut, device: torch.device, *, gated: bool) -> LargeTiles:
     """The fastest of those timed on an H100, for 2-byte numbers."""
     multiprocessors, shared = device_limits(device)
     if gated or cut.splits == 1:
-        tiles = ManyTiles(128, 256, 8, 3)
-    elif triton.cdiv(num_rows, 128) * triton.cdiv(n, 256) >= ENOUGH_WAVES * multiprocessors:
-        tiles = ManyTiles(128, 256, 16, 4)  # a range has an accumulator of its own, and registers are those of a warp
+        tiles = LargeTiles(128, 256, 8, 3)
+    elif triton.cdiv(num_rows, 128) * triton.cdiv(n, 256) >= MIN_WAVES * multiprocessors:
+        tiles = LargeTiles(128, 256, 16, 4)  # a range has an accumulator of its own, and registers are those of a warp
     else:
-        tiles = ManyTiles(128, 128, 8, 4)
+        tiles = LargeTiles(128, 128, 8, 4)
     stage = (tiles.block_m + tiles.block_n) * BLOCK_K * 2
     return tiles._replace(num_stages=max(1, min(tiles.num_stages, shared // stage)))
 
 
-def multiply_many_rows(
+def gemm_large(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, cut: Cut
 ) -> torch.Tensor:
-    """x [M, K], weight [N, K] that `suits`, bias [N] or None -> [M, N], or gated [M, N / 2], in x's dtype."""
+    """x [M, K], weight [N, K], both as descriptors need them; bias [N] or None -> [M, N], or gated [M, N / 2]."""
     from triton.tools.tensor_descriptor import TensorDescriptor  # Triton may not be there
 
     (num_rows, k), n, gated = x.shape, len(weight), activation is not None
@@ -137,9 +120,9 @@ def multiply_many_rows(
     assert cut.splits == 1 or cut.split_len % BLOCK_K == 0, f"{cut=}"  # a tile lies in one range
     width = n // 2 if gated else n
     out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
-    tiles = choose_many_tiles(num_rows, n, cut, x.device, gated=gated)
+    tiles = choose_large_tiles(num_rows, n, cut, x.device, gated=gated)
     columns = tiles.block_n // 2 if gated else tiles.block_n
-    many_rows_kernel[(triton.cdiv(num_rows, tiles.block_m) * triton.cdiv(width, columns),)](
+    gemm_large_kernel[(triton.cdiv(num_rows, tiles.block_m) * triton.cdiv(width, columns),)](
         TensorDescriptor(x, list(x.shape), list(x.stride()), [tiles.block_m, BLOCK_K]),
         TensorDescriptor(weight, list(weight.shape), list(weight.stride()), [columns, BLOCK_K]),
         *(bias, out, num_rows, n, k, cut.split_len),

@@ -21,7 +21,7 @@ from specdec.text.detokenize import Detokenizer, end_tokens
 from specdec.text.prompts import Prompt, as_prompt_list, text_ids
 
 
-class Intake:
+class RequestBuilder:
     """Makes the requests of one engine. spec: how it speculates, None: not at all."""
 
     def __init__(
@@ -35,7 +35,7 @@ class Intake:
         self._grammars = Grammars(tokenizer, target.vocab_size)
         self._scheduler = scheduler
 
-    def requests(
+    def build_requests(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Request]:
         """All samples of every prompt. Raises ConfigError and CapacityError."""

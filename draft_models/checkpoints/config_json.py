@@ -5,22 +5,36 @@ tensor of another shape: those of `WITHIN` are refused here, by name. Families o
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from specdec.draft_models.head_config import COUNT, INDEX, OBJECT, Kind
 from specdec.errors import CheckpointError, first_line, shown
 
+
+class Kind(NamedTuple):
+    """What a key must hold."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+COUNT = Kind("a whole number above 0", lambda value: type(value) is int and value > 0)
+INDEX = Kind("a whole number of 0 or more", lambda value: type(value) is int and value >= 0)
 POSITIVE = Kind("a number above 0", lambda value: type(value) in (int, float) and isfinite(value) and value > 0)
-NO_LESS = Kind("a number of 0 or more", lambda value: type(value) in (int, float) and isfinite(value) and value >= 0)
+NUMBER = Kind("a number of 0 or more", lambda value: type(value) in (int, float) and isfinite(value) and value >= 0)
+OBJECT = Kind("an object", lambda value: isinstance(value, dict))
+LIST = Kind("a list", lambda value: isinstance(value, list))
+TEXT = Kind("a string", lambda value: isinstance(value, str))
+ANY = Kind("anything", lambda value: True)
 NAMES = Kind("a list of names", lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value))
 WITHIN: dict[str, Kind] = {
     **dict.fromkeys(("hidden_size", "num_hidden_layers", "vocab_size", "max_position_embeddings"), COUNT),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), COUNT),
     **dict.fromkeys(("intermediate_size",), INDEX),
-    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps"), NO_LESS),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps"), NUMBER),
     **dict.fromkeys(("rope_theta", "factor", "original_max_position_embeddings"), POSITIVE),
     **dict.fromkeys(("text_config", "rope_parameters", "rope_scaling", "quantization_config"), OBJECT),
     "architectures": NAMES,

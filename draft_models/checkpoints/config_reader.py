@@ -1,0 +1,256 @@
+"""The one reader of drafters' folders: config.json by the table of its format, tensors by the names of its head.
+
+A format (`drafter_formats.py`) is a table of keys. A key that is set is read, or compared with the tensors and the
+target; or it has a value that changes nothing; or its name is harmless. Any other is refused by name, so that no head
+runs with half of its config.
+"""
+
+import re
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers.activations import ACT2FN
+
+from specdec.draft_models.checkpoints.checkpoint_files import TargetShape, read_tensors
+from specdec.draft_models.checkpoints.config_json import ANY, NUMBER, POSITIVE, Kind, read_config_json
+from specdec.errors import CheckpointError, UnsupportedModelError
+
+Config = Mapping[str, Any]
+Settings = dict[str, Any]
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+QWEN3_HEAD_DIM, QWEN3_FULL_LAYERS = 128, 28
+"""Defaults of Qwen3's config: head_dim, and max_window_layers."""
+ROPE_TYPES: dict[str, tuple[str, ...]] = {
+    # the numbers that each needs
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor",),
+}
+ROPE_KEYS: dict[str, Kind] = {
+    **dict.fromkeys(("attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor"), NUMBER),
+    **dict.fromkeys(("low_freq_factor", "mscale", "mscale_all_dim", "original_max_position_embeddings"), NUMBER),
+    **dict.fromkeys(("partial_rotary_factor", "rope_theta"), NUMBER),
+    **dict.fromkeys(("rope_type", "truncate"), ANY),
+    **dict.fromkeys(("mrope_section", "mrope_interleaved"), ANY),  # the three positions of a text token are one
+}
+
+
+class Key(NamedTuple):
+    """A row of a format's table.
+
+    kind: what the key must hold. field: the field of the spec that it is; empty: code reads it. only: the values that
+    are accepted, the usual one first; empty: all of its kind. required: every config has it. places: objects of the
+    config where it may stand ("": the top level); empty: in any. merged: its value is the same wherever it stands.
+    """
+
+    kind: Kind = ANY
+    field: str = ""
+    only: tuple[Any, ...] = ()
+    required: bool = False
+    places: tuple[str, ...] = ()
+    merged: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """One way of writing a head to a folder.
+
+    name: plural, for messages. matches: is this config.json one? places: objects of the config whose keys count as
+    those of the top level do. layers: accepted values of `model_type`, the default first; layer_words: the same for
+    messages. keys: the table. harmless: further keys that change nothing. tensors: (pattern in a file, its replacement
+    in the names of the head's modules), applied in this order; None: the tensor is not read. why_refused: a sentence
+    about a config that matches and is of a family that does not run here, or None.
+    """
+
+    name: str
+    matches: Callable[[Config], bool]
+    places: tuple[str, ...]
+    layers: tuple[str, ...]
+    layer_words: str
+    keys: Mapping[str, Key]
+    harmless: re.Pattern[str]
+    tensors: tuple[tuple[str, str | None], ...]
+    why_refused: Callable[[Config], str | None] = lambda config: None
+
+    def key_at(self, place: str, name: str) -> Key | None:
+        """The row of a key that stands in this object of the config."""
+        key = self.keys.get(name)
+        return None if key is None or (key.places and place not in key.places) else key
+
+    def module_name(self, tensor: str) -> str | None:
+        """The name among the head's modules of a tensor in a file; None: it is not read."""
+        for pattern, name in self.tensors:
+            if name is None and re.search(pattern, tensor):
+                return None
+            tensor = re.sub(pattern, name or "", tensor)
+        return tensor
+
+
+class HeadFiles(NamedTuple):
+    """What a folder holds: its config.json and the settings that its format reads, and tensors by module names."""
+
+    format: Format
+    config: Config
+    settings: Settings
+    state: dict[str, torch.Tensor]
+
+    @property
+    def num_layers(self) -> int:
+        """Draft layers that have tensors."""
+        return 1 + max((int(key.split(".")[1]) for key in self.state if re.match(r"layers\.\d+\.", key)), default=-1)
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of the spec that stand in the config as they are. Raises CheckpointError and UnsupportedModelError
+        for heads that do not group, or turn, and an activation that is not known."""
+        rows, settings = self.format.keys.items(), self.settings
+        fields = {key.field: settings[name] for name, key in rows if key.field and name in settings}
+        heads, kv_heads, head_dim = fields["num_heads"], fields["num_kv_heads"], fields["head_dim"]
+        if not kv_heads or heads % kv_heads:
+            raise CheckpointError(f"num_attention_heads={heads} do not group over num_key_value_heads={kv_heads}")
+        if head_dim % 2 or not head_dim:
+            raise UnsupportedModelError(f"head_dim={head_dim}; RoPE turns pairs of numbers, so it must be even")
+        if fields.get("hidden_act", "silu") not in ACT2FN:
+            raise UnsupportedModelError(f"hidden_act={fields['hidden_act']!r} is no activation that transformers knows")
+        return fields
+
+    def require_same(self, said: Mapping[tuple[str, str], Any], target: TargetShape) -> None:
+        """Raise CheckpointError for a key that is not what another says. said: (key, who else says it) -> what the key
+        must be if it is set; None: anything."""
+        everywhere = {
+            ("num_hidden_layers", "the file"): self.num_layers,
+            ("target_hidden_size", f"target {target.name}"): target.hidden_size,
+        }
+        must_be: dict[tuple[str, str], Any] = {**everywhere, **said}
+        for (key, where), expected in must_be.items():
+            if expected is not None and self.settings.get(key, expected) != expected:
+                raise CheckpointError(
+                    f"{key}={self.settings[key]}, but {where} says {expected}; give a config.json, weights and a "
+                    "target that belong together"
+                )
+
+
+def read_files(folder: Path, formats: Sequence[Format]) -> HeadFiles:
+    """The files of a folder, by the first of the formats that matches, else the last.
+
+    Raises CheckpointError and UnsupportedModelError, see `read_settings`.
+    """
+    config = read_config_json(folder / "config.json")
+    form = next((each for each in formats if each.matches(config)), formats[-1])
+    settings = read_settings(config, form)
+    tensors = read_tensors(folder)
+    return HeadFiles(form, config, settings, {name: tensors[key] for key in tensors if (name := form.module_name(key))})
+
+
+def read_settings(config: Config, form: Format) -> Settings:
+    """The keys of the table that are set, wherever they stand; defaults of three that every head has.
+
+    Raises UnsupportedModelError for layers of another kind, a key that is unknown and a value that is not accepted,
+    CheckpointError for a key that has two values, has the wrong kind or is missing.
+    """
+    if reason := form.why_refused(config):
+        raise UnsupportedModelError(reason)
+    entries = list(_entries(config, form))
+    for place, name, value in entries:  # before others: other kinds of layers have keys of their own
+        if name == "model_type" and form.key_at(place, name) and value not in (None, *form.layers):
+            made_of = ", ".join(map(str, config.get("architectures") or ["?"]))
+            raise UnsupportedModelError(f"{form.name} of {value} layers ({made_of}); specdec runs {form.layer_words}")
+    settings: Settings = {}
+    for place, name, value in entries:
+        key, where = form.key_at(place, name), f"{place and place + '.'}{name}={reprlib.repr(value)}"
+        if value is None or (key is None and form.harmless.search(name)):
+            continue
+        if name == "quantization_config":
+            raise UnsupportedModelError("the head is quantised; specdec loads fp32, fp16 and bf16 heads")
+        if key is None:
+            raise UnsupportedModelError(
+                f"flag {where} is not known and may change what the head computes; remove it from config.json if it "
+                f"does not; known are {', '.join(sorted(form.keys))}"
+            )
+        if key.only and value not in key.only:
+            raise UnsupportedModelError(f"{where}; specdec runs {form.name} with {key.only[0]} only")
+        if not key.kind.holds(value):
+            raise CheckpointError(f"{where}, expected {key.kind.words}")
+        value = float(value) if key.kind in (NUMBER, POSITIVE) else value
+        if key.merged and settings.setdefault(name, value) != value:
+            raise CheckpointError(f"{name} is {settings[name]} in one place of its config and {value} in another")
+    if missing := [name for name, key in form.keys.items() if key.required and name not in settings]:
+        raise CheckpointError(f"config.json says no {missing[0]}")
+    kind, heads = settings.get("model_type", form.layers[0]), settings["num_attention_heads"]
+    head_dim = QWEN3_HEAD_DIM if kind == "qwen3" else settings["hidden_size"] // heads
+    return {"num_key_value_heads": heads, "head_dim": head_dim, "model_type": kind, **settings}
+
+
+def _entries(config: Config, form: Format) -> Iterable[tuple[str, str, Any]]:
+    """(place, key, value) of the top level, and of those objects that the format has."""
+    for place in ("", *form.places):
+        part = config.get(place) if place else config
+        if isinstance(part, dict):
+            yield from ((place, name, value) for name, value in part.items())
+
+
+def read_windows(settings: Settings, num_layers: int) -> tuple[int | None, ...]:
+    """Sliding window of each draft layer, by `layer_types`. Without them a `sliding_window` means nothing, as in both
+    reference packages, except to Qwen3's config, where the layers from `max_window_layers` on slide if asked to."""
+    window, kinds = settings.get("sliding_window"), settings.get("layer_types")
+    use = settings.get("use_sliding_window", kinds is not None)
+    says = f"sliding_window={window} with layer_types={reprlib.repr(kinds)} on {num_layers} layers"
+    if kinds is None:
+        is_qwen3 = settings["model_type"] == "qwen3"
+        num_full = int(settings.get("max_window_layers", QWEN3_FULL_LAYERS))
+        first = num_full if is_qwen3 and use and window else num_layers
+        kinds = [LAYER_TYPES[i >= first] for i in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) < num_layers or any(k not in LAYER_TYPES for k in kinds[:num_layers]):
+        raise UnsupportedModelError(f"{says}; expected one of {', '.join(LAYER_TYPES)} for each")
+    kinds = kinds[:num_layers]  # some heads carry the list of their target
+    if "sliding_attention" not in kinds:
+        return (None,) * num_layers
+    if type(window) is not int or window < 1:
+        raise UnsupportedModelError(f"{says}; a sliding layer needs a whole number of 1 or more")
+    if not use:
+        raise CheckpointError(f"{says}, but use_sliding_window is not true")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def read_rope(settings: Settings, by_layer_type: bool = False) -> dict[str, Any]:
+    """`rope_parameters` of transformers 5, from either spelling; for `rope_theta` the newer one wins. by_layer_type: of
+    one for each layer type, a head takes that of sliding layers."""
+    newer, older = (_rope_object(settings.get(key)) for key in ("rope_parameters", "rope_scaling"))
+    if by_layer_type and isinstance(newer.get("sliding_attention"), dict):
+        newer = _rope_object(newer["sliding_attention"])
+    stated = [{key: value for key, value in rope.items() if key != "rope_theta"} for rope in (newer, older) if rope]
+    if len(stated) == 2 and stated[0] != stated[1]:
+        raise CheckpointError(f"rope_parameters={newer} contradict rope_scaling={older}")
+    rope = {"rope_type": "default"} | (newer or older)
+    rope["rope_theta"] = rope.get("rope_theta", settings.get("rope_theta", 10000.0))
+    kind, partial = rope["rope_type"], rope.get("partial_rotary_factor", 1.0)
+    if kind not in ROPE_TYPES or partial != 1.0:
+        raise UnsupportedModelError(
+            f"rope_type={kind!r} with partial_rotary_factor={partial}; supported over whole heads are "
+            f"{', '.join(ROPE_TYPES)}"
+        )
+    for key, value in rope.items():
+        if key not in ROPE_KEYS:
+            raise UnsupportedModelError(f"{key}={reprlib.repr(value)} of its RoPE is not known")
+        if not ROPE_KEYS[key].holds(value):
+            raise CheckpointError(f"{key}={reprlib.repr(value)} of its RoPE, expected {ROPE_KEYS[key].words}")
+    if missing := [key for key in ("rope_theta", *ROPE_TYPES[kind]) if not rope.get(key)]:
+        raise CheckpointError(f"rope_type={kind!r} without {', '.join(missing)}")
+    rope["rope_theta"] = float(rope["rope_theta"])
+    mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    if (not mscale) if all_dim else mscale not in (None, 1):
+        raise UnsupportedModelError(
+            f"RoPE with mscale={mscale} and mscale_all_dim={all_dim}, which SpecForge and transformers read "
+            "differently; supported are both above 0, or neither"
+        )
+    return rope
+
+
+def _rope_object(value: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The entries that are set, `type` under its newer name."""
+    return {"rope_type" if key == "type" else key: v for key, v in (value or {}).items() if v is not None}

@@ -1,0 +1,205 @@
+"""The published formats of drafters' folders, each a table of what its config.json may hold. `config_reader.py` reads.
+
+    format         published by                             recognised by                      keys stand in
+    SPECFORGE      SafeAILab, SpecForge, lmsys, AngelSlim;  an architecture with "eagle3" in   the top level,
+                   NVIDIA ModelOpt                          it, or `draft_vocab_size`          `eagle_config`
+    SPECULATORS    RedHatAI                                 `speculators_model_type` eagle3    the same, and
+                                                                                               `transformer_layer_config`
+    BLOCK          z-lab (DFlash), JetSpec, deepseek-ai     `dflash_config`, an architecture   the top level,
+                   (DSpark for Qwen3)                       with "dflash" or "dspark" in it    `dflash_config`
+    GEMMA4_BLOCK   deepseek-ai (DSpark for Gemma 4)         the same, and its `model_type`     the same
+
+A format that is new is a table here. What a key means that no table can say, is code of its family's `checkpoint`.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from specdec.draft_models.checkpoints.config_json import COUNT, FLAG, INDEX, LIST, NUMBER, OBJECT, POSITIVE, TEXT
+from specdec.draft_models.checkpoints.config_reader import Config, Format, Key
+
+AUX_IDS = "eagle_aux_hidden_state_layer_ids"
+EAGLE_CONFIG, LAYER_CONFIG, DFLASH_CONFIG = "eagle_config", "transformer_layer_config", "dflash_config"
+QWEN3_TYPES, GEMMA4_TYPES = ("qwen3",), ("gemma4_text", "gemma4_unified_text")
+
+HARMLESS_NAMES = """
+what recognises a format (`Format.matches`), training, precision, serving:
+    architectures chunk_size_feed_forward embed_requires_grad enable_sp_ulysses has_no_defaults_at_init is_decoder
+    initializer_range model_max_length num_eagle_features parallel_draft_heads_num_layers attn_implementation auto_map
+    pretraining_tp target_model_type use_bfloat16 use_cache
+generation and output, which old releases of transformers kept in every config:
+    bad_words_ids diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size num_beam_groups num_beams
+    exponential_decay_length_penalty length_penalty max_length min_length no_repeat_ngram_size num_return_sequences
+    output_attentions output_hidden_states output_scores remove_invalid_values repetition_penalty return_dict
+    return_dict_in_generate begin_suppress_tokens suppress_tokens temperature top_k top_p torchscript typical_p
+    cross_attention_hidden_size finetuning_task id2label label2id prefix problem_type task_specific_params
+    tf_legacy_loss tie_encoder_decoder tokenizer_class
+decided by the tensors (a head has a table, an lm_head and a dense MLP, or says nothing of them):
+    decoder_sparse_step mlp_only_layers norm_topk_prob tie_word_embeddings
+"""
+HARMLESS = frozenset(re.sub(r"^\S.*$", "", HARMLESS_NAMES, flags=re.MULTILINE).split())
+HARMLESS_NAME = r"^_|^speculators_|(^|_)(token_ids?|version|dtype|path|dropout|experts?|router|moe)(_|$)"
+"""Names of bookkeeping, of training, and of parts that would need tensors of their own."""
+
+
+def harmless(*names: str) -> re.Pattern[str]:
+    """What matches names that change nothing in any format, and these."""
+    return re.compile(f"{HARMLESS_NAME}|^({'|'.join(sorted({*HARMLESS, *names}))})$")
+
+
+def each(key: Key, *names: str) -> dict[str, Key]:
+    """The same row for several keys."""
+    return dict.fromkeys(names, key)
+
+
+LAYER_KEYS: dict[str, Key] = {
+    # fields of `HeadSpec`
+    "hidden_size": Key(COUNT, "hidden_size", required=True),
+    "num_attention_heads": Key(COUNT, "num_heads", required=True),
+    "intermediate_size": Key(COUNT, "intermediate_size", required=True),
+    "num_key_value_heads": Key(COUNT, "num_kv_heads"),
+    "head_dim": Key(COUNT, "head_dim"),
+    "max_position_embeddings": Key(COUNT, "max_position_embeddings"),
+    "rms_norm_eps": Key(NUMBER, "rms_norm_eps"),
+    "hidden_act": Key(TEXT, "hidden_act"),
+    # windows and RoPE
+    **each(Key(FLAG), "use_sliding_window"),
+    **each(Key(NUMBER), "max_window_layers", "rope_theta"),
+    **each(Key(OBJECT), "rope_parameters", "rope_scaling"),
+    **each(Key(), "layer_types", "model_type", "sliding_window"),
+    # compared with the tensors and the target
+    **each(Key(COUNT), "vocab_size", "num_hidden_layers", "target_hidden_size"),
+}
+"""Keys of decoder layers, which every format has."""
+EAGLE3_KEYS: dict[str, Key] = LAYER_KEYS | {
+    "norm_before_residual": Key(FLAG, "norm_before_residual"),
+    "norm_before_fc": Key(FLAG, "norm_before_fc"),
+    "fc_norm": Key(FLAG, "fc_norm"),
+    **each(Key(FLAG), "use_aux_hidden_state", "use_last_layernorm", "attention_bias", "mlp_bias", "has_lm_head"),
+    **each(Key(COUNT), "draft_vocab_size", "num_aux_hidden_states"),
+    **each(Key(NUMBER), "query_pre_attn_scalar", "rotary_dim"),
+    **each(Key(OBJECT), LAYER_CONFIG, EAGLE_CONFIG),
+    # their meaning depends on where they stand: `resolve_aux_ids`, `read_norm_output`
+    AUX_IDS: Key(LIST, places=("", EAGLE_CONFIG), merged=False),
+    "norm_output": Key(FLAG, places=("", EAGLE_CONFIG), merged=False),
+    # values under which a head computes what `Eagle3Head` does
+    **each(Key(only=(False,)), "add_cross_attention", "is_encoder_decoder", "parallel_drafting", "use_mtp_layernorm"),
+    **each(Key(only=(True,)), "is_causal", "next_layer_regular", "use_input_layernorm_in_first_layer"),
+    **each(Key(only=(1.0,)), "logit_scale", "partial_rotary_factor", "rotary_pct"),
+    "parallel_draft_step": Key(only=(1,)),
+    "position_embedding_type": Key(only=("rope",)),
+    "pruned_heads": Key(only=({}, [])),
+}
+BLOCK_KEYS: dict[str, Key] = LAYER_KEYS | {
+    "block_size": Key(COUNT, "block_size", required=True),
+    "mask_token_id": Key(INDEX, "mask_token", required=True),
+    "attention_bias": Key(FLAG, "attention_bias"),
+    "final_logit_softcapping": Key(POSITIVE, "softcap"),
+    "target_layer_ids": Key(LIST),
+    "num_target_layers": Key(COUNT),
+    "markov_rank": Key(INDEX),
+    "markov_head_type": Key(TEXT),
+    **each(Key(FLAG), "causal_head", "causal", "is_causal"),
+    DFLASH_CONFIG: Key(OBJECT),
+}
+TRAINING = ("num_anchors", "enable_confidence_head", "confidence_head_with_markov", "confidence_head_alpha")
+"""Keys of block drafters: confidence heads say where a draft may be cut, never what is drafted."""
+GEMMA4_SHAPES = (
+    *("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "per_layer_config", "num_kv_shared_layers"),
+    *("vocab_size_per_layer_input", "target_text_model_type"),
+)
+"""Keys of a Gemma 4 config that change nothing here: shapes, which tensors decide, and settings of other layers."""
+
+
+def is_speculators(config: Config) -> bool:
+    return "speculators_model_type" in config
+
+
+def is_eagle3_config(config: Config) -> bool:
+    """Is this config.json one of an EAGLE-3 head? (A plain Llama with `draft_vocab_size` is: yuhuili's heads.)"""
+    if is_speculators(config):
+        return bool(config["speculators_model_type"] == "eagle3")
+    names = [str(name).lower() for name in config.get("architectures") or ()]
+    return any("eagle3" in name for name in names) or config.get("draft_vocab_size") is not None
+
+
+def is_block_config(config: Config) -> bool:
+    """Is this config.json one of a block drafter, of a family that runs here or of one that is refused by name?"""
+    named = [*(config.get("architectures") or ()), config.get("speculators_model_type") or ""]
+    return isinstance(config.get(DFLASH_CONFIG), dict) or any(
+        word in str(name).lower() for name in named for word in ("dflash", "dspark")
+    )
+
+
+def why_refused_block(config: Config) -> str | None:
+    """A sentence about a family of block drafters that is known and does not run here; None: it is another."""
+    nested = config.get(DFLASH_CONFIG)
+    keys = nested if isinstance(nested, Mapping) else {}
+    names = ", ".join(map(str, config.get("architectures") or ["?"]))
+    if kind := config.get("speculators_model_type"):
+        return (
+            f"a {kind} drafter in speculators' format; specdec reads block drafters as z-lab, JetSpec and deepseek-ai "
+            "publish them, and EAGLE-3 heads in speculators' format"
+        )
+    if "dflash2" in names.lower() or any(str(key).startswith(("conv_", "selector_")) for key in keys):
+        return (
+            f"a DFlash2 drafter ({names}); specdec does not run its convolution and its candidate selector; use a "
+            "DFlash, DSpark or JetSpec drafter of the same target"
+        )
+    if projector := keys.get("projector_type"):
+        return (
+            f"a drafter with projector_type={projector!r} ({names}), as SpecForge trains them; its rows draft other "
+            "positions than those of deepseek-ai's DSpark; use a DFlash, DSpark or JetSpec drafter of the same target"
+        )
+    return None
+
+
+SPECFORGE = Format(
+    name="EAGLE-3 heads",
+    matches=is_eagle3_config,
+    places=(LAYER_CONFIG, EAGLE_CONFIG),
+    layers=("llama", "qwen3", "mistral", "qwen2", "phi3"),  # SpecForge makes Llama's layers for the last three too
+    layer_words="Llama- and Qwen3-type layers",
+    keys=EAGLE3_KEYS,
+    harmless=harmless(),
+    tensors=(
+        (r"(^|\.)rotary_emb\.", None),
+        (r"^(model\.)?verifier_(lm_head|norm)\.", None),
+        (r"^model\.", ""),
+        (r"midlayer\.", "layers.0."),
+        (r"aux_norm_low\.", "fc_norm.0."),
+        (r"aux_norm_mid\.", "fc_norm.1."),
+        (r"aux_norm_high\.", "fc_norm.2."),
+    ),
+)
+SPECULATORS = replace(
+    SPECFORGE,
+    matches=is_speculators,
+    keys=EAGLE3_KEYS | {"model_type": Key(places=(LAYER_CONFIG, EAGLE_CONFIG))},  # at the top it says "a speculator"
+    harmless=harmless("model_type"),
+)
+BLOCK = Format(
+    name="block drafters",
+    matches=is_block_config,
+    places=(DFLASH_CONFIG,),
+    layers=QWEN3_TYPES,
+    layer_words="those of Qwen3 and Gemma 4 layers",
+    keys=BLOCK_KEYS,
+    harmless=harmless(*TRAINING, "hidden_activation"),
+    tensors=((r"(^|\.)rotary_emb\.|^confidence_head\.", None), (r"^model\.", "")),
+    why_refused=why_refused_block,
+)
+GEMMA4_BLOCK = replace(
+    BLOCK,
+    name="block drafters of Gemma 4's layers",
+    matches=lambda config: config.get("model_type") in GEMMA4_TYPES,
+    layers=GEMMA4_TYPES,
+    keys={name: key for name, key in BLOCK_KEYS.items() if name != "hidden_act"}
+    | {"hidden_activation": Key(TEXT, "hidden_act"), "layer_types": Key(LIST)}
+    | each(Key(only=(False,)), "enable_moe_block", "use_double_wide_mlp", "use_bidirectional_attention")
+    | each(Key(only=(0,)), "hidden_size_per_layer_input"),
+    harmless=harmless(*TRAINING, *GEMMA4_SHAPES, "hidden_act"),
+)
+EAGLE3_FORMATS = (SPECULATORS, SPECFORGE)
+BLOCK_FORMATS = (GEMMA4_BLOCK, BLOCK)

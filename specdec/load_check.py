@@ -1,0 +1,166 @@
+"""The load-time check of a pair: what config, weights and names say for certain, logged when the pair is loaded.
+
+It costs no generation, and guesses nothing: a sign is true of the pair or is not there. Causes that take measuring, and
+a longer list of signs, are the doctor's, which stands above the engine.
+"""
+
+import copy
+import logging
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from specdec.config import SpecConfig
+from specdec.draft_models.base import Drafter
+from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
+from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
+from specdec.draft_models.model_and_lookup import model_of
+from specdec.kvcache.layout import SLIDING_ATTENTION
+from specdec.models.published import last_part, published_steps
+from specdec.models.quantised.weight_grid import rounded_to
+from specdec.models.target import TargetModel
+
+logger = logging.getLogger("specdec")
+
+
+class Subject(NamedTuple):
+    """The pair in which signs are looked for."""
+
+    target: TargetModel
+    drafter: Drafter
+    tokenizer: Any | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sign:
+    """what: is the matter; do: about it, a sentence each. mended: the drafter without it, where it can be made here."""
+
+    what: str
+    do: str
+    mended: Callable[[], Drafter] | None = None
+
+
+def rope_of_assistant(drafter: Gemma4MTPDrafter, subject: Subject) -> Sign | None:
+    """An assistant reads keys that the target has rotated, so its queries must be rotated by the same angles."""
+    target = subject.target
+    config = drafter.assistant.config.get_text_config()
+    own, theirs = (getattr(each, "rope_parameters", None) or {} for each in (config, target.config))
+    wrong: dict[str, Any] = {}
+    for kind in sorted(set(config.layer_types)):
+        one, other = own.get(kind), theirs.get(kind)
+        if isinstance(one, dict) and isinstance(other, dict):
+            keys = one.keys() & other.keys() & {"rope_theta", "rope_type", "partial_rotary_factor", "factor"}
+            wrong |= {kind: other} if any(one[key] != other[key] for key in keys) else {}
+    if not wrong:
+        return None
+    kind = next(iter(wrong))
+    return Sign(
+        what=f"its rope_parameters of {kind} are {own[kind]}, the target's {theirs[kind]}; it reads the target's keys",
+        do="copy rope_parameters from the target's config.json into the assistant's text_config",
+        mended=lambda: assistant_with_rope(drafter, target, wrong),
+    )
+
+
+def window_of_assistant(drafter: Gemma4MTPDrafter, subject: Subject) -> Sign | None:
+    """An assistant's sliding layers read the target's sliding layers."""
+    target = subject.target
+    owner = target.layout.last_owner(SLIDING_ATTENTION)
+    windows = {window for window in drafter.windows if window is not None}
+    if owner is None or owner.window is None or not windows or windows == {owner.window}:
+        return None
+    window = min(windows)
+    shift = drafter.window_shift + owner.window - window
+    return Sign(
+        what=f"its sliding_window is {window}, the target's {owner.window}",
+        do=f"write sliding_window: {owner.window} into the text_config of the assistant's config.json",
+        mended=lambda: changed_assistant(drafter, target, window_shift=shift),
+    )
+
+
+def rounded_weights(drafter: Drafter, subject: Subject) -> Sign | None:
+    """Weights that a quantiser has rounded, in a checkpoint of 16 bits."""
+    form = rounded_to(module_of(drafter))
+    if form is None:
+        return None
+    return Sign(
+        what=f"the drafter's weights lie on the grid of {form}: they were rounded to that before they were stored",
+        do="load the drafter's original checkpoint in 16 bits; a drafter is small, and a rounded one is accepted less",
+    )
+
+
+def qat_with_plain(drafter: Gemma4MTPDrafter, subject: Subject) -> Sign | None:
+    """Targets trained for int4 have assistants of their own. Only names as they are published are compared."""
+    target, assistant = subject.target.name, str(getattr(drafter.assistant.config, "_name_or_path", "") or "")
+    is_qat, drafts_for_qat = (bool(re.search(r"(^|[-_])qat([-_]|$)", last_part(name))) for name in (target, assistant))
+    published = "gemma" in last_part(target) and "assistant" in last_part(assistant)
+    if not published or is_qat == drafts_for_qat:
+        return None
+    wanted, given = ("QAT", "plain") if is_qat else ("plain", "QAT")
+    return Sign(
+        what=f"the target {last_part(target)} is {'a QAT' if is_qat else 'no QAT'} model, and "
+        f"{last_part(assistant)} the {given} assistant",
+        do=f"use the {wanted} target's own assistant; `specdec models` lists the pairs",
+    )
+
+
+HEADS, ASSISTANTS = (Eagle3Drafter,), (Gemma4MTPDrafter,)
+LOAD_SIGNS: tuple[tuple[str, tuple[type, ...], Callable[[Any, Subject], Sign | None]], ...] = (
+    ("rope base", ASSISTANTS, rope_of_assistant),
+    ("window", ASSISTANTS, window_of_assistant),
+    ("dtype", (*HEADS, *ASSISTANTS), rounded_weights),
+    ("QAT pair", ASSISTANTS, qat_with_plain),
+)
+"""Causes of low acceptance that are seen at load: name, the drafters that they apply to, and how they are seen."""
+
+
+def warn_at_load(target: TargetModel, drafter: Drafter | None, tokenizer: Any | None, spec: SpecConfig) -> None:
+    """Log what is certain of a pair and costs no generation to see, and what is made of deeper drafts than its own."""
+    if drafter is None:
+        return
+    path, asked = drafter_path(model_of(drafter)), spec.num_steps
+    own = None if path is None else published_steps(path)
+    if path is not None and own is not None and asked > own:
+        each = f"a round drafts up to {asked} where that pays" if spec.adaptive else f"every round drafts {asked}"
+        said = "num_steps=%d, and %s is published for %d: %s; drafts beyond %d are mostly accepted less"
+        logger.warning(said, asked, last_part(path), own, each, own)
+    subject = Subject(target, model_of(drafter), tokenizer)
+    for name, kinds, see in LOAD_SIGNS:
+        if isinstance(subject.drafter, kinds) and (sign := see(subject.drafter, subject)) is not None:
+            said = "the drafter will be accepted less than it could be (%s): %s; %s"
+            logger.warning(said, name, sign.what, sign.do)
+
+
+def changed_assistant(drafter: Gemma4MTPDrafter, target: TargetModel, **conventions: int) -> Gemma4MTPDrafter:
+    """With another `query_offset` or `window_shift`."""
+    kept = {"query_offset": drafter.query_offset, "window_shift": drafter.window_shift}
+    return Gemma4MTPDrafter(drafter.assistant, target, **{**kept, **conventions})
+
+
+def assistant_with_rope(
+    drafter: Gemma4MTPDrafter, target: TargetModel, rope: Mapping[str, Mapping[str, Any]]
+) -> Gemma4MTPDrafter:
+    """With these `rope_parameters`, of each layer type."""
+    assistant = copy.deepcopy(drafter.assistant)
+    config = assistant.config.get_text_config()
+    config.rope_parameters = {**config.rope_parameters, **copy.deepcopy(dict(rope))}
+    rotary = assistant.model.rotary_emb
+    assistant.model.rotary_emb = type(rotary)(config).to(target.device)
+    return Gemma4MTPDrafter(assistant, target, query_offset=drafter.query_offset, window_shift=drafter.window_shift)
+
+
+def drafter_path(drafter: Drafter) -> str | None:
+    """Name that the drafter was loaded by, if it is known."""
+    if isinstance(drafter, Gemma4MTPDrafter):
+        return str(getattr(drafter.assistant.config, "_name_or_path", "") or "") or None
+    return drafter.source if isinstance(drafter, Eagle3Drafter) else None
+
+
+def module_of(drafter: Drafter) -> nn.Module:
+    if isinstance(drafter, Eagle3Drafter):
+        return drafter.head
+    assert isinstance(drafter, Gemma4MTPDrafter)
+    module: nn.Module = drafter.assistant
+    return module

@@ -1,0 +1,66 @@
+"""The time in which the body of a request must be whole. A body that is not is refused: 408, or 503 at the stop.
+
+How long a head may take, and how many connections may be open, is a proxy's business (docs/deployment.md).
+"""
+
+import asyncio
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from specdec.serving.http.faults import ApiError
+
+CLOSE = {"Connection": "close"}  # what is left of the body is not read
+
+
+class BodyTimes:
+    """The bodies of one server that are awaited; belongs to its event loop."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.stopping = False
+        self._awaited: set[asyncio.Timeout] = set()
+
+    def stop(self, seconds: float) -> None:
+        """Wait no longer than this for any body."""
+        self.stopping = True
+        self.seconds = min(self.seconds, seconds)
+        latest = asyncio.get_running_loop().time() + seconds
+        for timeout in self._awaited:
+            timeout.reschedule(min(latest, timeout.when() or latest))
+
+    async def receive(self, receive: Receive, began: float) -> Message:
+        """The next message of a request whose body is awaited since `began`. Raises ApiError when it is late."""
+        try:
+            async with asyncio.timeout_at(began + self.seconds) as timeout:
+                self._awaited.add(timeout)
+                try:
+                    return await receive()
+                finally:
+                    self._awaited.discard(timeout)
+        except TimeoutError:
+            if self.stopping:
+                raise ApiError(503, "the server is stopping; ask another one", code="stopping", headers=CLOSE) from None
+            message = f"the body did not arrive within {self.seconds:g} s; send it faster"
+            raise ApiError(408, message, code="timeout", headers=CLOSE) from None
+
+
+class BodyTime:
+    """Around the routes, inside what looks at keys and sizes."""
+
+    def __init__(self, app: ASGIApp, times: BodyTimes) -> None:
+        self.app = app
+        self.times = times
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        began, whole = asyncio.get_running_loop().time(), False
+
+        async def in_time() -> Message:
+            nonlocal whole
+            message = await (receive() if whole else self.times.receive(receive, began))
+            whole = whole or not message.get("more_body", False)
+            return message
+
+        await self.app(scope, in_time, send)
