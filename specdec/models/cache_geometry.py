@@ -37,7 +37,9 @@ def measured_layout(layout: KVLayout, context: GeometryContext) -> KVLayout:
             return spec
         k, v, window = context.calls[spec.owner]
         fields = CacheField("k", k[1], k[3]), CacheField("v", v[1], v[3])
-        keeps_window = isinstance(spec.retention, Window) and window is not None
-        return replace(spec, fields=fields, retention=Window(window) if keeps_window else spec.retention)
+        retention = spec.retention
+        if isinstance(retention, Window) and window is not None:
+            retention = Window(window)
+        return replace(spec, fields=fields, retention=retention)
 
     return KVLayout(tuple(map(measured, layout.layers)))
