@@ -15,8 +15,17 @@ from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.frozen import KVView, KVWorker, frozen_kv, own_view
-from specdec.kvcache.index_spaces import ByGroup, GroupId, GroupLoc
-from specdec.kvcache.layout import CacheGroups, Full, KVLayout, LayerCache, Window, attention_fields
+from specdec.kvcache.index_spaces import ByGroup, GroupId, GroupLoc, PrimaryLoc
+from specdec.kvcache.layout import (
+    FULL_ATTENTION,
+    SLIDING_ATTENTION,
+    CacheGroups,
+    Full,
+    KVLayout,
+    LayerCache,
+    Window,
+    attention_fields,
+)
 from specdec.kvcache.table import FROZEN_EXTRA_KEYS, RequestTable
 
 SWA = GroupId(1)
@@ -32,6 +41,31 @@ def layer_cache(
     )
 
 
+def spec(layer: int, window: int | None, heads: int = 1, dim: int = 1) -> LayerCache:
+    """A layer that owns its K/V."""
+    return layer_cache(layer, layer, FULL_ATTENTION if window is None else SLIDING_ATTENTION, window, heads, dim)
+
+
+def make_allocator(
+    pages: int,
+    windows: Sequence[int] = (),
+    window_pages: int | Sequence[int] | None = None,
+    *,
+    page_size: int = 1,
+    device: torch.device | str = "cpu",
+) -> HybridAllocator:
+    """Pools of a primary group and of one group a window. window_pages: of each of these, or of all; None: `pages`."""
+    groups = CacheGroups.of_layouts([KVLayout(tuple(spec(i, window) for i, window in enumerate(windows)))])
+    more = pages if window_pages is None else window_pages
+    each = [more] * len(groups.windowed) if isinstance(more, int) else more
+    return HybridAllocator(groups, [pages, *each], page_size=page_size, device=torch.device(device))
+
+
+def replaced(values: ByGroup[Any], group: GroupId, value: Any) -> ByGroup[Any]:
+    """`values`, but for that of one group."""
+    return ByGroup(tuple(value if other == group else old for other, old in values.items()))
+
+
 class KVRig(KVCache):
     """A cache that answers as its request table too: `rig.ensure_slots(row, 5)` is `rig.table.ensure_slots(row, 5)`."""
 
@@ -39,8 +73,8 @@ class KVRig(KVCache):
         self,
         layout: KVLayout,
         *,
-        full_pages: int,
-        swa_pages: int,
+        pages: int,
+        window_pages: int | Sequence[int] | None = None,
         page_size: int,
         max_requests: int,
         max_len: int,
@@ -50,9 +84,8 @@ class KVRig(KVCache):
         device: torch.device | str = "cpu",
         backend: Backend | None = None,
     ) -> None:
-        groups = CacheGroups.of_layouts([layout])
-        pages = [full_pages] + [swa_pages] * len(groups.windowed)
-        allocator = HybridAllocator(groups, pages, page_size=page_size, device=torch.device(device))
+        windows = CacheGroups.of_layouts([layout]).windows
+        allocator = make_allocator(pages, windows, window_pages, page_size=page_size, device=device)
         table = RequestTable(
             allocator, max_requests=max_requests, max_len=max_len, lookahead=lookahead, extra_keys=extra_keys
         )
@@ -82,6 +115,10 @@ class KVRig(KVCache):
         if move is not None:
             self.move(move)
         self.table.commit_on_host(rows, length, path)
+
+    def located(self, slots: PrimaryLoc) -> ByGroup[GroupLoc]:
+        """These slots in every group."""
+        return ByGroup(tuple(self.allocator.translate(group, slots) for group, _ in self.allocator.pools.items()))
 
     def write(
         self, layer: int, slots: ByGroup[GroupLoc], k: torch.Tensor, v: torch.Tensor, view: KVView | None = None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from kv_rig import make_allocator
 
 from specdec.attention.kernels.own_keys import own_keys
 from specdec.attention.kernels.page_table import build_page_tables
@@ -33,7 +34,6 @@ from specdec.gpu.exchange_kernels import (
     pull_kernel,
 )
 from specdec.gpu.stage_clock import StageClock
-from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.index_spaces import PrimaryLoc
 from specdec.kvcache.layer_context import Destination
 from specdec.kvcache.store import StoreAddresses, move_kv, store_kv
@@ -111,18 +111,9 @@ def exchange(dtype: torch.dtype, num_rows: int) -> None:
 
 
 def cache(dtype: torch.dtype, page_size: int, *, swa: bool) -> None:
-    slots, rows, length = integers(9, 4096), integers(3), integers(3)
-    build_page_tables(
-        slots,
-        integers(9999) if swa else None,
-        rows,
-        length,
-        num_nodes=5,
-        retain=512 if swa else None,
-        page_size=page_size,
-        full_width=256,
-        swa_width=40 if swa else 0,
-    )
+    groups = 2 if swa else 1
+    arrays = integers(9, 4096), integers(groups, 9999), integers(groups), integers(3), integers(3)
+    build_page_tables(*arrays, num_nodes=5, page_size=page_size, widths=[256, 40][:groups])
     pool = numbers(9999, 2, 256, dtype=dtype)
     merged = numbers(15, 6, 256, dtype=dtype)
     store_kv(merged[:, 2:4], merged[:, 4:], PrimaryLoc(integers(15)), pool, pool)
@@ -440,8 +431,8 @@ def centroids(dtype: torch.dtype, *, best: bool = False) -> None:
 
 
 def open_and_close(batch: int, num_nodes: int, page_size: int, *, chain: bool) -> None:
-    allocator = HybridAllocator(full_pages=99, swa_pages=None, page_size=page_size, device=numbers(1).device)
-    table = RequestTable(allocator, max_requests=batch, max_len=256, lookahead=num_nodes, window=None)
+    allocator = make_allocator(99, page_size=page_size, device=numbers(1).device)
+    table = RequestTable(allocator, max_requests=batch, max_len=256, lookahead=num_nodes)
     seats, tokens = integers(batch), integers(*table.slots.host.shape)
     cells = integers(batch + 1, len(WHOLE) + len(REAL))
     opened = opening(seats, table.committed_len.tensor, tokens, integers(batch + 1), cells, depth=num_nodes)

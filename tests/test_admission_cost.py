@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv_rig import make_allocator
 
 from specdec import SamplingParams
 from specdec.gpu.mirrored_array import MirroredArray
-from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.prefix_cache import PrefixCache
 from specdec.kvcache.table import RequestTable
 from specdec.runtime import scheduler as scheduling
@@ -32,10 +31,8 @@ from marks import examples
 def make(
     rows: int, pages: int, *, window: int | None = None, max_len: int = 600, chunk: int = 64, page_size: int = 1
 ) -> Scheduler:
-    device = torch.device("cpu")
-    swa_pages = None if window is None else pages
-    allocator = HybridAllocator(full_pages=pages, swa_pages=swa_pages, page_size=page_size, device=device)
-    table = RequestTable(allocator, max_requests=rows, max_len=max_len, lookahead=2, window=window)
+    allocator = make_allocator(pages, [window] if window else [], page_size=page_size)
+    table = RequestTable(allocator, max_requests=rows, max_len=max_len, lookahead=2)
     prefixes = Prefixes(SimpleNamespace(table=table, stores=[None]), lambda: 0)  # type: ignore[arg-type]
     return Scheduler(table, prefixes=prefixes, max_model_len=max_len, prompt_room=PromptRoom(10**6, 10**6, chunk))
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kv_rig import SWA
+from kv_rig import SWA, replaced
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
@@ -180,15 +180,15 @@ def test_wrong_aux_layers_fail_the_acceptance_check(layers, problems, eagle3_tex
 
 @pytest.mark.slow
 def test_an_untranslated_page_table_fails_the_acceptance_check(problems, solved, monkeypatch):
-    """The frozen drafter's sliding table left in full space: the bug that every engine of the field has had."""
+    """The frozen drafter's sliding table left in the primary group: the bug that every engine of the field has had."""
 
     def untranslated(backend, table, rows, **options):
         plan = plan_frozen(backend, table, rows, **options)
         full, (swa, start) = plan.prefix.tables[PRIMARY], plan.prefix.pages(SWA)
         columns = start[:, None] + torch.arange(swa.shape[1])  # pages of one slot
         pages = full.gather(1, columns.clamp(max=full.shape[1] - 1))
-        pages = pages % table.allocator.num_slots(SWA)  # the SWA space is smaller
-        return replace(plan, prefix=plan.prefix._replace(swa_pages=pages))
+        pages = pages % table.allocator.num_slots(SWA)  # that group's pool is smaller
+        return replace(plan, prefix=plan.prefix._replace(tables=replaced(plan.prefix.tables, SWA, pages)))
 
     monkeypatch.setattr(gemma4_mtp, "plan_frozen", untranslated)
     outputs, stats = run([problem.text for problem in problems[:FEW]])

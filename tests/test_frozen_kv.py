@@ -41,8 +41,7 @@ class OtherWorker(Worker):
 def make(page_size: int = 1, pages: int = 32) -> KVRig:
     return KVRig(
         LAYOUT,
-        full_pages=pages,
-        swa_pages=pages,
+        pages=pages,
         page_size=page_size,
         max_requests=3,
         max_len=24,
@@ -133,11 +132,11 @@ def test_a_view_reads_the_pools_of_the_owners():
             assert not lent.owns(layer)
 
 
-def test_write_goes_to_the_space_of_the_layer():
+def test_write_goes_to_the_group_of_the_layer():
     table = make()
     row = opened(table, 0)
     opened(table, 0)
-    table.allocator.evict(owned(table, row))  # from here on the numbers of the two spaces differ
+    table.allocator.evict(SWA, owned(table, row))  # from here on the numbers of the two groups differ
     other = table.open_row()
     table.ensure_slots(other, 1)
     full = PrimaryLoc(table.slots.tensor[other, :1])
@@ -150,8 +149,8 @@ def test_write_goes_to_the_space_of_the_layer():
         table.backend.store(kept, plan.write_slots(kept.group), k, 2 * k)
     assert torch.nonzero(table.store.layers[0].k).tolist() == [[swa.item(), 0, 0]]
     assert torch.nonzero(table.store.layers[1].v).tolist() == [[full.item(), 0, 0]]
-    nowhere = dataclasses.replace(plan, write_swa=None)
-    with pytest.raises(AssertionError, match="a plan that writes nothing to the swa group"):
+    nowhere = dataclasses.replace(plan, write=None)
+    with pytest.raises(AssertionError, match="a plan that writes nothing"):
         nowhere.write_slots(SWA)
 
 
@@ -241,15 +240,15 @@ def forbidden(table: KVRig, row: int) -> dict[str, Callable[[], object]]:
         "alloc": lambda: a.alloc(1),
         "alloc of nothing": lambda: a.alloc(0),
         "free": lambda: a.free(slots),
-        "allocator evict": lambda: a.evict(slots),
+        "allocator evict": lambda: a.evict(SWA, slots),
         "move": lambda: table.move(Move(slots, slots)),
         "ensure": lambda: table.ensure_slots(row, int(table.capacity[row]) + 1),
         "commit": lambda: table.commit(rows, ints(1)),
         "commit of a path": lambda: table.commit(rows, ints(2), np.array([[0, 2]])),
         "evict": lambda: table.evict_unseen(rows),
         "close": lambda: table.close_row(row),
-        "write": lambda: table.write(1, slots, None, k, k),
-        "sliding write": lambda: table.write(0, slots, a.translate(SWA, slots), k, k),
+        "write": lambda: table.write(1, table.located(slots), k, k),
+        "sliding write": lambda: table.write(0, table.located(slots), k, k),
     }
 
 
@@ -286,9 +285,9 @@ def test_a_lent_view_refuses_to_write(layer: int):
     k = torch.full((1, 1, 1), 99.0)
     message = f"write to layer {layer} through a frozen view"
     with table.lend(worker, [0, 1]) as view, pytest.raises(FrozenKVError, match=message):
-        table.write(layer, slots, table.allocator.translate(SWA, slots), k, k, view)
+        table.write(layer, table.located(slots), k, k, view)
     with pytest.raises(FrozenKVError):  # nor afterwards
-        table.write(layer, slots, table.allocator.translate(SWA, slots), k, k, view)
+        table.write(layer, table.located(slots), k, k, view)
     assert kv_contents(table) == before
 
 
@@ -300,9 +299,9 @@ def test_the_targets_own_view_reads_but_does_not_write_while_frozen():
     with table.lend(Worker(), [0, 1]):
         assert own.layer(1).k[slots].item() == 10.0
         with pytest.raises(FrozenKVError, match="KV write to layer 3 while the KV cache is frozen"):
-            table.write(3, slots, None, k, k, own)
+            table.write(3, table.located(slots), k, k, own)
         assert own.layer(1).k[slots].item() == 10.0
-    table.write(1, slots, None, k, k, own)
+    table.write(1, table.located(slots), k, k, own)
     assert own.layer(1).k[slots].item() == 99.0
 
 
@@ -315,7 +314,7 @@ def test_a_frozen_plan_sees_the_committed_prefix_and_writes_nothing():
         table.write(layer, plan.write, k, k)
     with table.lend(Worker(), [0, 1]) as view:
         plan = table.frozen(ints(row), position_offset=0, window_shift=2)
-        assert (plan.write, plan.tree) == (None, None, None)
+        assert (plan.write, plan.tree) == (None, None)
         assert plan.positions.tolist() == [[5]]
         assert view.layer(1).k[prefix_slots(plan, PRIMARY), 0, 0].tolist() == [10.0, 11.0, 12.0, 13.0, 14.0]
         assert view.layer(0).k[prefix_slots(plan, SWA), 0, 0].tolist() == [10.5, 11.5, 12.5, 13.5, 14.5]
@@ -324,11 +323,11 @@ def test_a_frozen_plan_sees_the_committed_prefix_and_writes_nothing():
 # Regressions: one for each known defect of a neighbouring engine
 
 
-def test_locations_of_the_two_spaces_are_never_one_tensor():
+def test_locations_of_two_groups_are_never_one_tensor():
     """#24395: extend rows were read with full ids where the layer had written SWA ids."""
     table = make()
     row = opened(table, 12)
-    table.evict_unseen(ints(row))  # frees SWA slots 1-6, so that the next row's numbers differ between the spaces
+    table.evict_unseen(ints(row))  # frees SWA slots 1-6, so that the next row's numbers differ between the groups
     other = opened(table, 2, first=50.0)
     for plan in (table.chunk(ints(other), ints(2)), chain(table, ints(other))):
         assert not set(plan.write[PRIMARY].tolist()) & set(plan.write[SWA].tolist())
@@ -427,17 +426,20 @@ def test_plans_are_immutable():
     table = make()
     row = opened(table, 5)
     plan = chain(table, ints(row))
-    for name in ("write_full", "write_swa", "prefix", "committed_len"):
+    for name in ("write", "prefix", "committed_len"):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(plan, name, None)
     with pytest.raises(AttributeError):
-        plan.prefix.tables[PRIMARY] = plan.write[PRIMARY]
+        plan.prefix.tables = plan.write
+    for values in (plan.write, plan.prefix.tables):
+        with pytest.raises(TypeError):
+            values[PRIMARY] = plan.committed_len
     with pytest.raises((TypeError, AttributeError)):  # slots: no room for anything else
         object.__setattr__(plan, "swa_loc", None)
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_padded_rows_write_to_the_null_slot_in_both_spaces(page_size: int):
+def test_padded_rows_write_to_the_null_slot_in_every_group(page_size: int):
     table = make(page_size)
     row = opened(table, 3)
     prefill = table.chunk(ints(row, table.padding_row), ints(3, 1))
@@ -449,16 +451,16 @@ def test_padded_rows_write_to_the_null_slot_in_both_spaces(page_size: int):
     assert 0 not in verify.write[PRIMARY].tolist()[3:] + verify.write[SWA].tolist()[3:]
     before = kv_contents(table)
     k = torch.full((LOOKAHEAD, 1, 1), 99.0)
-    nowhere = PrimaryLoc(verify.write[PRIMARY][:3]), GroupLoc(verify.write[SWA][:3])
+    nowhere = verify.write.map(lambda slots: GroupLoc(slots[:3]))
     for layer in (0, 1):
-        table.write(layer, *nowhere, k, k)
+        table.write(layer, nowhere, k, k)
     for kept in table.store.layers.values():
         kept.k[0] = kept.v[0] = 0.0  # only there
     assert kv_contents(table) == before
 
 
 @pytest.mark.parametrize("page_size", [1, 2])
-def test_padding_behind_a_shorter_chunk_writes_to_the_null_slot_in_both_spaces(page_size: int):
+def test_padding_behind_a_shorter_chunk_writes_to_the_null_slot_in_every_group(page_size: int):
     """A row owns slots for its lookahead, and the padding behind its chunk writes to none of them."""
     table = make(page_size)
     longer, shorter = opened(table, 2), opened(table, 2)

@@ -8,12 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from kv_rig import SWA
+from kv_rig import SWA, make_allocator
 
 from specdec import SamplingParams
 from specdec.errors import DoubleFreeError
 from specdec.gpu.mirrored_array import MirroredArray, flush
-from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.prefix_cache import PrefixCache
 from specdec.kvcache.table import RequestTable
 from specdec.runtime.prefixes import Prefixes
@@ -34,15 +33,10 @@ def ints(*values: int) -> np.ndarray:
     return np.array(values, dtype=np.int64)
 
 
-def make(page_size: int, *, pages: int = 300, swa_pages: int | None = None, window: int | None = 4) -> RequestTable:
+def make(page_size: int, *, pages: int = 300, window_pages: int | None = None, window: int | None = 4) -> RequestTable:
     """`retain` is the window."""
-    allocator = HybridAllocator(
-        full_pages=pages,
-        swa_pages=None if window is None else swa_pages or pages,
-        page_size=page_size,
-        device=torch.device("cpu"),
-    )
-    return RequestTable(allocator, max_requests=ROWS, max_len=MAX_LEN, lookahead=2, window=window, extra_keys=1)
+    allocator = make_allocator(pages, [window] if window else [], window_pages, page_size=page_size)
+    return RequestTable(allocator, max_requests=ROWS, max_len=MAX_LEN, lookahead=2, extra_keys=1)
 
 
 def grow(table: RequestTable, row: int, length: int) -> None:
@@ -55,19 +49,20 @@ def grow(table: RequestTable, row: int, length: int) -> None:
 def state(table: RequestTable, *, ordered: bool = True) -> dict[str, object]:
     """All that the table and its pools hold, the order of free pages too, unless that is no matter."""
     allocator = table.allocator
-    flush([table.slots, table.committed_len, allocator.full_to_swa])  # when it goes is no difference
+    flush([table.slots, table.committed_len, allocator.maps])  # when it goes is no difference
     arrays = table.slots, table.committed_len, table.capacity, table.evicted_len, table._active
-    pools = [copy.copy(pool) for pool in (allocator.primary, allocator.pools[SWA]) if pool is not None]
+    pools = [copy.copy(pool) for pool in allocator.pools]
     for pool in pools:
         pool._stack = pool._stack[: pool.free_pages] if ordered else np.sort(pool._stack[: pool.free_pages])
-    return contents(*arrays, *pools, allocator.full_to_swa)
+    return contents(*arrays, *pools, allocator.maps)
 
 
-def tree(cache: PrefixCache) -> list[tuple[list[int], list[int], int, int]]:
-    """Key, pages, SWA peers kept and number of the parent of each node, the one used longest ago first."""
+def tree(cache: PrefixCache) -> list[tuple[list[int], list[int], list[int], int]]:
+    """Key, pages, peers kept by group and number of the parent of each node, the one used longest ago first."""
     number = {node: i for i, node in enumerate(cache._by_age)}
     return [
-        (node.key.tolist(), node.pages.tolist(), node.num_swa, number.get(node.parent, -1)) for node in cache._by_age
+        (node.key.tolist(), node.pages.tolist(), node.num_peers.tolist(), number.get(node.parent, -1))
+        for node in cache._by_age
     ]
 
 
@@ -189,9 +184,9 @@ def test_rows_kept_at_once_are_rows_kept_one_after_the_other(page_size: int) -> 
         assert tree(cache) == tree(one_by_one)
         assert state(cache.table) == state(one_by_one.table)
         cache.table.check()
-        after = {tuple(key): num_swa for key, _, num_swa, _ in tree(cache)}
+        after = {tuple(key): num_peers for key, _, num_peers, _ in tree(cache)}
         split += any(tuple(key) not in after and len(key) > min(map(len, after), default=0) for key, *_ in before)
-        revived += any(after.get(tuple(key), 0) > num_swa for key, _, num_swa, _ in before)
+        revived += any(after.get(tuple(key), num_peers)[-1] > num_peers[-1] for key, _, num_peers, _ in before)
     assert split > 5 and revived > 5
 
 
@@ -339,7 +334,7 @@ def chunks_one_after_the_other(scheduler: Scheduler) -> list[tuple[int, int]]:
 def test_prompt_chunks_get_the_slots_that_one_after_the_other_would(page_size: int) -> None:
     draw, preempted, cut = random.Random(page_size), 0, 0
     for seed in range(150):
-        scheduler = busy(seed, page_size, pages=60 // page_size, swa_pages=60 // page_size)
+        scheduler = busy(seed, page_size, pages=60 // page_size, window_pages=60 // page_size)
         table = scheduler.table
         if scheduler.waiting and len(scheduler.running) < ROWS:
             scheduler.admit_requests()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from kv_rig import SWA
+from kv_rig import SWA, replaced
 from tape import record
 
 import specdec.attention.plan
@@ -25,7 +25,7 @@ from specdec.attention.plan import KVPlan
 from specdec.attention.torch_backend import TorchBackend
 from specdec.draft_models.base import DraftBatch
 from specdec.errors import LocationError
-from specdec.kvcache.index_spaces import PRIMARY, GroupId, GroupLoc, PrimaryLoc
+from specdec.kvcache.index_spaces import PRIMARY, GroupId, GroupLoc
 
 from marks import deep, deep_cases
 
@@ -152,19 +152,19 @@ def seen(sanitize: bool, *others: type[Exception]) -> Iterator[None]:
 
 def for_kind(kind: str) -> Callable[[KVPlan], bool]:
     if kind == "frozen":
-        return lambda plan: plan.write[PRIMARY] is None
+        return lambda plan: plan.write is None
     return lambda plan: plan.tree is not None and not plan.tree.is_chain
 
 
 def read_own_keys_by_full_slots(kind: str) -> Seed:
-    """The forward's own tokens are read with full slots where the sliding layers have written SWA slots."""
+    """The forward's own tokens are read with primary slots where sliding layers wrote those of their group."""
 
     def seed(patch: pytest.MonkeyPatch) -> None:
         right, wanted = VisibleKeys.of, for_kind(kind)
 
         def wrong(plan: KVPlan, slots: Any, start: Any, group: GroupId, window: int | None) -> VisibleKeys:
             keys = right(plan, slots, start, group, window)
-            if group is SWA and wanted(plan):
+            if group == SWA and wanted(plan):
                 own = plan.positions.shape[1]
                 untranslated = plan.write[PRIMARY].view(plan.positions.shape)
                 return VisibleKeys(torch.cat([keys.slots[:, :-own], untranslated], dim=1), keys.bias)
@@ -181,12 +181,11 @@ def read_extend_tokens_by_full_slots(patch: pytest.MonkeyPatch) -> None:
 
     def wrong(table: Any, pack: Pack, longest: int) -> PackTables:
         tables = right(table, pack, longest)
-        if tables.swa is None:
-            return tables
-        columns = tables.swa.begin[:, None] + torch.arange(tables.swa.slots.shape[1])
+        lines = tables.lines[SWA]
+        columns = lines.begin[:, None] + torch.arange(lines.slots.shape[1])
         full = table.slots.tensor[pack.rows[:, None], columns.clamp(max=table.slots.tensor.shape[1] - 1)]
-        mixed = torch.where(columns >= pack.start[:, None], full, tables.swa.slots)
-        return tables._replace(swa=tables.swa._replace(slots=mixed))
+        mixed = torch.where(columns >= pack.start[:, None], full, lines.slots)
+        return tables._replace(lines=replaced(tables.lines, SWA, lines._replace(slots=mixed)))
 
     patch.setattr(specdec.attention.plan, "locate_pack", wrong)
 
@@ -195,23 +194,24 @@ def write_extend_tokens_by_full_slots(patch: pytest.MonkeyPatch) -> None:
     """The same the other way round: written with full slots, read with SWA slots."""
     right = KVPlan.write_slots
 
-    def wrong(plan: KVPlan, group: GroupId) -> PrimaryLoc | GroupLoc:
+    def wrong(plan: KVPlan, group: GroupId) -> GroupLoc:
         return right(plan, PRIMARY if plan.pack is not None else group)
 
     patch.setattr(KVPlan, "write_slots", wrong)
 
 
 def derive_the_pool_once(patch: pytest.MonkeyPatch) -> None:
-    """A frozen drafter's backend knows one pool, the full one, and reads sliding layers through its table."""
+    """A frozen drafter's backend knows one pool, the primary one, and reads sliding layers through its table."""
     right = TorchBackend.attention
 
     def wrong(backend: TorchBackend, plan: KVPlan, group: GroupId, window: int | None) -> Any:
-        if plan.write[PRIMARY] is None and group is SWA:
+        if plan.write is None and group == SWA:
             assert isinstance(plan.prefix, PageTables)
             pages, start = plan.prefix.pages(group)
             columns = start[:, None] // plan.page_size + torch.arange(pages.shape[1])
             full = plan.prefix.tables[PRIMARY]
-            tables = plan.prefix._replace(swa_pages=full.gather(1, columns.clamp(max=full.shape[1] - 1)))
+            stale_pages = full.gather(1, columns.clamp(max=full.shape[1] - 1))
+            tables = plan.prefix._replace(tables=replaced(plan.prefix.tables, group, stale_pages))
             stale = object.__new__(KVPlan)
             for name in KVPlan.__slots__:
                 object.__setattr__(stale, name, getattr(plan, name))
@@ -230,7 +230,8 @@ def leave_the_draft_untranslated(patch: pytest.MonkeyPatch) -> None:
         backend: TorchBackend, table: Any, rows: Any, committed_len: torch.Tensor, num_queries: int
     ) -> PageTables:
         located = right(backend, table, rows, committed_len, num_queries)
-        return located._replace(write_swa=GroupLoc(located.write[PRIMARY])) if num_queries == 4 else located
+        untranslated = replaced(located.write, SWA, located.write[PRIMARY])
+        return located._replace(write=untranslated) if num_queries == 4 else located
 
     patch.setattr(TorchBackend, "locate", wrong)
 
@@ -254,9 +255,9 @@ def use_a_stale_location(patch: pytest.MonkeyPatch) -> None:
     """The SWA slots of a prefill are kept where the forward behind it finds them instead of its own."""
     right, kept = KVPlan.write_slots, []
 
-    def wrong(plan: KVPlan, group: GroupId) -> PrimaryLoc | GroupLoc:
+    def wrong(plan: KVPlan, group: GroupId) -> GroupLoc:
         slots = right(plan, group)
-        if plan.pack is None or group is PRIMARY:
+        if plan.pack is None or group == PRIMARY:
             return slots
         if not any(plan is other for other, _ in kept):
             kept.append((plan, slots))
@@ -270,9 +271,9 @@ def ignore_the_location(patch: pytest.MonkeyPatch) -> None:
     """The precomputed SWA slots of a prefill are not used: keys go to the slots that come first in the pool."""
     right = KVPlan.write_slots
 
-    def wrong(plan: KVPlan, group: GroupId) -> PrimaryLoc | GroupLoc:
+    def wrong(plan: KVPlan, group: GroupId) -> GroupLoc:
         slots = right(plan, group)
-        if plan.pack is None or group is PRIMARY:
+        if plan.pack is None or group == PRIMARY:
             return slots
         return GroupLoc(1 + torch.arange(len(slots)) % 90)
 
@@ -283,13 +284,13 @@ def ignore_the_location(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("sanitize", [False, True])
-def test_extend_tokens_are_read_in_the_space_they_were_written_in(sanitize, load) -> None:
+def test_extend_tokens_are_read_in_the_group_they_were_written_in(sanitize, load) -> None:
     load(drafter="trees", sanitize=sanitize)
 
 
 @pytest.mark.parametrize("sanitize", [False, True])
 @pytest.mark.parametrize("seed", [read_extend_tokens_by_full_slots, write_extend_tokens_by_full_slots])
-def test_extend_tokens_read_in_the_wrong_space_are_seen(seed, sanitize, load) -> None:
+def test_extend_tokens_read_in_the_wrong_group_are_seen(seed, sanitize, load) -> None:
     with seen(sanitize):
         load(seed, drafter="trees", sanitize=sanitize)
 

@@ -7,12 +7,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from kv_rig import SWA
+from kv_rig import SWA, make_allocator
 
 from specdec import SamplingParams, SpecConfig
 from specdec.errors import DoubleFreeError, KVStateError, OutOfSlotsError
 from specdec.gpu.mirrored_array import MirroredArray
-from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.page_pool import PagedAllocator
 from specdec.kvcache.table import RequestTable
 from specdec.runtime.launched_step import LaunchedStep
@@ -35,16 +34,11 @@ def ints(*values: int) -> np.ndarray:
 
 
 def make(
-    page_size: int = 1, *, pages: int = 20, swa_pages: int | None = None, window: int | None = 3, rows: int = 3
+    page_size: int = 1, *, pages: int = 20, window_pages: int | None = None, window: int | None = 3, rows: int = 3
 ) -> RequestTable:
     """`retain` is the window, rows are 24 slots wide."""
-    allocator = HybridAllocator(
-        full_pages=pages,
-        swa_pages=None if window is None else swa_pages or pages,
-        page_size=page_size,
-        device=torch.device("cpu"),
-    )
-    table = RequestTable(allocator, max_requests=rows, max_len=22, lookahead=LOOKAHEAD, window=window, extra_keys=1)
+    allocator = make_allocator(pages, [window] if window else [], window_pages, page_size=page_size)
+    table = RequestTable(allocator, max_requests=rows, max_len=22, lookahead=LOOKAHEAD, extra_keys=1)
     for _ in range(rows):
         table.open_row()
     return table
@@ -93,10 +87,10 @@ def test_rows_that_lack_nothing_take_nothing(page_size: int):
     assert contents(table) == before
 
 
-@pytest.mark.parametrize("swa_pages", [None, 3], ids=["full", "swa"])
-def test_when_one_is_short_nobody_takes_anything(swa_pages: int | None):
+@pytest.mark.parametrize("window_pages", [None, 3], ids=["full", "swa"])
+def test_when_one_is_short_nobody_takes_anything(window_pages: int | None):
     """Three pages: for row 0 and for row 1, but not for row 2."""
-    table = make(page_size=4, pages=3 if swa_pages is None else 20, swa_pages=swa_pages)
+    table = make(page_size=4, pages=3 if window_pages is None else 20, window_pages=window_pages)
     table.ensure_slots(1, 4)
     before = contents(table)
     with pytest.raises(OutOfSlotsError, match=r"3 pages needed; free: .*2 of 3"):
@@ -167,7 +161,7 @@ def test_rows_that_share_a_page_evict_it_in_one_step(page_size: int, named: int,
     held = swa.held_pages
     assert table.evict_unseen(ints(0, 1, 2)) == named
     assert held - swa.held_pages == freed
-    assert not table.allocator.is_mapped(shared).any()
+    assert not table.allocator.is_mapped(SWA, shared).any()
     table.check()
     for row in range(3):
         table.close_row(row)
@@ -179,10 +173,10 @@ def test_a_page_that_another_row_still_sees_stays_mapped():
     table = two_that_begin_alike(1)
     shared = table.pages(0, 2)
     table.evict_unseen(ints(0, 2))
-    assert table.allocator.is_mapped(shared).all()
+    assert table.allocator.is_mapped(SWA, shared).all()
     table.check()
     table.evict_unseen(ints(1, 2))
-    assert not table.allocator.is_mapped(shared).any()
+    assert not table.allocator.is_mapped(SWA, shared).any()
     table.check()
 
 
@@ -254,13 +248,13 @@ def slots_one_after_the_other(scheduler: Scheduler) -> None:
 def test_only_the_last_makes_room_and_only_when_slack_does_not():
     """Rows of 6 tokens and 14 slots: 2 each are asked for. Of 20 in the SWA pool all are taken until slack is given
     up."""
-    table = make(pages=60, swa_pages=20, window=3)
+    table = make(pages=60, window_pages=20, window=3)
     scheduler = scheduler_of(table, [6, 6, 6])
     grow(table, [6, 6, 6])
     assert [r.number for r in scheduler.next_decode()] == [0, 1, 2]  # each gives up 6 - 3 tokens
     assert table.evicted_len[SWA, :3].tolist() == [3, 3, 3]
     table.check()
-    table = make(pages=22, swa_pages=60, window=3)
+    table = make(pages=22, window_pages=60, window=3)
     scheduler = scheduler_of(table, [6, 6, 6])
     grow(table, [6, 6, 6])
     assert [r.number for r in scheduler.next_decode()] == [0, 1]
@@ -277,8 +271,8 @@ def test_slots_for_all_preempt_whom_slots_one_after_the_other_would(page_size: i
     for _ in range(300):
         lengths = [draw.randint(1, 20) for _ in range(6)]
         held = sum(-(-length // page_size) for length in lengths)
-        window, swa_pages = draw.choice(((None, None), (3, held + draw.randint(0, 8))))
-        table = make(page_size, pages=held + draw.randint(0, 8), swa_pages=swa_pages, window=window, rows=6)
+        window, window_pages = draw.choice(((None, None), (3, held + draw.randint(0, 8))))
+        table = make(page_size, pages=held + draw.randint(0, 8), window_pages=window_pages, window=window, rows=6)
         grow(table, lengths)
         scheduler = scheduler_of(table, lengths)
         twin = copy.deepcopy(scheduler)

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
-from kv_rig import SWA
+from kv_rig import SWA, make_allocator
 
 from specdec.errors import OutOfSlotsError
 from specdec.kvcache.allocator import HybridAllocator
+from specdec.kvcache.index_spaces import GroupId
 from specdec.kvcache.prefix_cache import PrefixCache
 from specdec.kvcache.table import RequestTable
 
@@ -37,16 +37,11 @@ class Rig(SimpleNamespace):
         window: int | None = None,
         pairs: bool = False,
         pages: int = 64,
-        swa_pages: int | None = None,
+        window_pages: int | None = None,
         max_len: int = 64,
     ) -> "Rig":
-        allocator = HybridAllocator(
-            full_pages=pages,
-            swa_pages=None if window is None else swa_pages or pages,
-            page_size=page_size,
-            device=torch.device("cpu"),
-        )
-        table = RequestTable(allocator, max_requests=4, max_len=max_len, lookahead=2, window=window)
+        allocator = make_allocator(pages, [window] if window else [], window_pages, page_size=page_size)
+        table = RequestTable(allocator, max_requests=4, max_len=max_len, lookahead=2)
         return cls(allocator=allocator, table=table, cache=PrefixCache(table, pairs=pairs))
 
     def begin(self, text: Sequence[int]) -> tuple[int, int]:
@@ -85,11 +80,11 @@ class Rig(SimpleNamespace):
         """Slots that a request with this prompt would adopt."""
         return len(self.cache.match(self.cache.key(text)[: len(text) - 1])) * self.allocator.page_size
 
-    def lose_swa(self, pages: np.ndarray) -> None:
-        """What happens when the SWA pool runs short."""
-        self.allocator.forget_swa(pages)
+    def lose_peers(self, pages: np.ndarray, group: GroupId = SWA) -> None:
+        """What happens when the pool of a windowed group runs short."""
+        self.allocator.forget_peers(group, pages)
         for node in self.cache._by_age:
-            node.num_swa = self.cache._count_swa(node)
+            node.num_peers = self.cache._count_peers(node.pages)
         self.table.check()
 
     def row_slots(self, row: int) -> list[int]:
@@ -217,7 +212,7 @@ def test_a_match_that_reaches_to_the_start_needs_all_of_it():
     text = list(range(24))
     rig.serve(text)  # nothing evicted
     assert [rig.found([*text[:n], 99]) for n in (1, 3, 5, 17, 23)] == [1, 3, 5, 17, 23]
-    rig.lose_swa(rig.cache.match(rig.cache.key(text))[[2, 9]])
+    rig.lose_peers(rig.cache.match(rig.cache.key(text))[[2, 9]])
     key = rig.cache.key(text)
     found = [len(rig.cache.match(key[:n])) for n in range(24)]
     #      0  1  2 | 3 .. 7: the window of 5 holds 2 | 8  9 | 10 .. 14: it holds 9 | 15 ...
@@ -263,7 +258,7 @@ def test_a_row_that_made_it_again_revives_a_dead_window():
         rig.fill(row, 9)
     rig.keep(first, text)
     rig.close(first)
-    rig.lose_swa(rig.cache.match(rig.cache.key(text)))
+    rig.lose_peers(rig.cache.match(rig.cache.key(text)))
     assert rig.found(text) == 0
     assert rig.counts() == (40 - 18, 9, 9)
     rig.keep(second, text)
@@ -279,7 +274,7 @@ def test_a_row_that_adopted_a_window_revives_it_in_place():
     text = list(range(10))
     rig.serve(text)
     row, _ = rig.begin([*text, 1, 2])
-    rig.lose_swa(rig.cache.match(rig.cache.key(text)))  # the row holds 4 .. 8 on
+    rig.lose_peers(rig.cache.match(rig.cache.key(text)))  # the row holds 4 .. 8 on
     before = rig.counts()
     rig.keep(row, text)
     assert rig.counts() == before
@@ -297,7 +292,7 @@ def test_a_half_dead_node_takes_from_a_row_what_that_has():
     row = rig.begin(text)[0]
     rig.fill(row, 9)
     rig.keep(row, text)
-    rig.lose_swa(np.arange(12, 18))  # slots 12 .. 20 are positions 0 .. 8
+    rig.lose_peers(np.arange(12, 18))  # slots 12 .. 20 are positions 0 .. 8
     rig.close(row)
     rig.table.evict_unseen(np.array([other]))
     assert rig.table.evicted_len[SWA, other] == 5
@@ -370,7 +365,7 @@ def test_a_page_behind_which_a_row_holds_others_is_given_up_when_nothing_else_is
 
 def test_swa_peers_die_first_those_that_no_end_needs_before_the_others():
     """Two texts of 20 in SWA for 40: of each the last five are kept to the end, and the full pages anyway."""
-    rig = Rig.make(window=4, pages=80, swa_pages=40)
+    rig = Rig.make(window=4, pages=80, window_pages=40)
     one, two = list(range(21)), list(range(100, 121))
     rig.serve(one)
     rig.serve(two)
@@ -479,8 +474,8 @@ def one_swa_claim_too_many(rig: Rig) -> None:
     rig.allocator.pools[SWA].share(np.array([1]))
 
 
-def swa_miscounted(rig: Rig) -> None:
-    next(iter(rig.cache._by_age)).num_swa -= 1
+def peers_miscounted(rig: Rig) -> None:
+    next(iter(rig.cache._by_age)).num_peers[SWA] -= 1
 
 
 def wrong_name(rig: Rig) -> None:
@@ -499,13 +494,13 @@ def forgotten_by_the_pool(rig: Rig) -> None:
     ("corrupt", "message"),
     [
         (lost_node, "the nodes by age are not those of the tree"),
-        (lost_page, "num_swa|other pages are kept"),
+        (lost_page, "num_peers|other pages are kept"),
         (one_claim_too_many, "more claims than rows|belongs to no row|the cache's alone"),
-        (one_swa_claim_too_many, "more rows hold the SWA peer|claims on the SWA peer|the cache's alone"),
-        (swa_miscounted, "num_swa"),
+        (one_swa_claim_too_many, "more rows hold the peers of|claims on the peer|the cache's alone"),
+        (peers_miscounted, "num_peers"),
         (wrong_name, "a node is not where its key says"),
         (page_of_nobody, "a held page belongs to no row"),
-        (forgotten_by_the_pool, "held 0|the cache's alone|other pages are kept"),
+        (forgotten_by_the_pool, "num_peers|held 0|the cache's alone"),
     ],
 )
 def test_check_finds(corrupt: Callable[[Rig], None], message: str):

@@ -355,7 +355,7 @@ def test_swa_stays_a_window_a_request_at_long_contexts(page_size, make_target, m
     prompt = random_prompt(2000)
     [first] = engine.generate(prompt, SamplingParams(max_new_tokens=4))
     outs = engine.generate([[*prompt, i] for i in range(4)], SamplingParams(max_new_tokens=40))
-    assert max(held) * page_size <= 4 * (64 + engine.table.retain + 4 * page_size + 2 * engine.table.lookahead)
+    assert max(held) * page_size <= 4 * (64 + engine.table.retain[SWA] + 4 * page_size + 2 * engine.table.lookahead)
     assert all(out.stats.cached_tokens >= 2000 - page_size for out in outs)
     assert allocator.primary.cached_pages * page_size < 2000 + 5 * 50
     alone = make_engine(model, "ngram", page_size=page_size, max_model_len=2200, prefix_cache=False)

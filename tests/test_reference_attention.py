@@ -14,7 +14,7 @@ from specdec.attention.dense import VisibleKeys, known_in_block
 from specdec.attention.kernels.page_table import PageTables
 from specdec.attention.plan import KVPlan
 from specdec.attention.trees.tree import DraftTree
-from specdec.kvcache.index_spaces import PRIMARY, GroupId, PrimaryLoc
+from specdec.kvcache.index_spaces import PRIMARY, ByGroup, GroupId, PrimaryLoc
 from specdec.kvcache.layout import KVLayout, LayerCache
 from specdec.kvcache.table import FROZEN_EXTRA_KEYS
 
@@ -39,7 +39,7 @@ def ints(values: list[int]) -> np.ndarray:
 
 
 def visible_keys(plan: KVPlan, window: int | None) -> VisibleKeys:
-    """What a layer sees that slides, in SWA group, or does not, in full group."""
+    """What a layer sees that slides, or does not."""
     group = PRIMARY if window is None else SWA
     return VisibleKeys.of(plan, *prefix_slots(plan, group), group, window)
 
@@ -58,8 +58,7 @@ class Scene:
         pages = sum(-(-(length + NODES) // page_size) for length in lengths) + 8
         self.table = KVRig(
             KVLayout((spec(SLIDING_LAYER, window), spec(FULL_LAYER, None))),
-            full_pages=pages,
-            swa_pages=pages,
+            pages=pages,
             page_size=page_size,
             max_requests=len(lengths) + 1,
             max_len=max(lengths) + 12,
@@ -69,10 +68,10 @@ class Scene:
         for kept in self.table.store.layers.values():
             kept.k.fill_(fill)
             kept.v.fill_(fill)
-        # a row opened first and evicted shifts the numbers of the two spaces against each other
+        # a row opened first and evicted shifts the numbers of the two groups against each other
         shift = self.table.open_row()
         self.table.ensure_slots(shift, 5 * page_size)
-        self.table.allocator.evict(PrimaryLoc(torch.from_numpy(self.table.slots.host[shift, : 3 * page_size].copy())))
+        allocator.evict(SWA, PrimaryLoc(torch.from_numpy(self.table.slots.host[shift, : 3 * page_size].copy())))
         self.rows = ints([self.table.open_row() for _ in lengths])
         self.lengths = lengths
         self.k, self.v = {}, {}  # layer -> request -> [S, Hkv, D], kept beside the pools
@@ -83,7 +82,7 @@ class Scene:
             self.table.ensure_slots(row, length + NODES)
             slots = PrimaryLoc(torch.from_numpy(self.table.slots.host[row, :length].copy()))
             for layer in HEADS:
-                self.table.write(layer, slots, allocator.translate(SWA, slots), self.k[layer][i], self.v[layer][i])
+                self.table.write(layer, self.table.located(slots), self.k[layer][i], self.v[layer][i])
             self.table.commit(ints([row]), ints([length]))
         if evict:
             self.table.evict_unseen(self.rows)
@@ -112,7 +111,7 @@ class Scene:
         block_k, block_v = self.random(batch, rows, heads, size), self.random(batch, rows, heads, size)
         if broken is not None:
             block_k[broken] = block_v[broken] = POISONED
-        if plan.write[PRIMARY] is not None:  # as a layer does: first written, then read back
+        if plan.write is not None:  # as a layer does: first written, then read back
             self.table.write(layer, plan.write, block_k.flatten(0, 1), block_v.flatten(0, 1))
         window = self.window if layer == SLIDING_LAYER else None
         pool_k, pool_v, _ = self.table.view.layer(layer)
@@ -128,7 +127,7 @@ class Scene:
                 seen = [
                     (self.k[layer][b][p], self.v[layer][b][p]) for p in range(self.lengths[b]) if position - p < window
                 ]
-                if plan.write[PRIMARY] is not None:
+                if plan.write is not None:
                     own = known_in_block(plan)
                     seen += [
                         (block_k[b, j], block_v[b, j])
@@ -217,7 +216,7 @@ def test_frozen_sees_the_window_plus_one_newest_keys(page_size: int):
 def test_frozen_queries_do_not_see_each_other_or_the_lookahead():
     scene = Scene([5, 8], page_size=1, window=4)
     plan = scene.table.frozen(scene.rows, position_offset=0, window_shift=2)
-    assert plan.tree is None and plan.write[PRIMARY] is None
+    assert plan.tree is None and plan.write is None
     bias = visible_keys(plan, None).bias
     assert bias.shape == (2, 1, 1, 8)
     assert (bias[:, 0, 0] == 0).sum(-1).tolist() == [5, 8]
@@ -323,13 +322,17 @@ def test_the_swa_table_is_as_wide_as_the_window(page_size: int, evict: bool):
         slots, start = prefix_slots(plan, SWA)
         widths[length], start = slots.shape[1], int(start[0])
         assert start % page_size == 0
-        assert max(0, length - scene.table.retain - page_size) < start + 1 <= max(0, length - scene.table.retain) + 1
+        assert (
+            max(0, length - scene.table.retain[SWA] - page_size)
+            < start + 1
+            <= max(0, length - scene.table.retain[SWA]) + 1
+        )
         assert (slots[0, : length - start] != 0).all()
         slots, start = prefix_slots(plan, PRIMARY)
         assert length <= slots.shape[1] < length + page_size
         assert start.tolist() == [0]
     assert widths[2] == -(-2 // page_size) * page_size
-    assert max(widths.values()) < scene.table.retain + 2 * page_size
+    assert max(widths.values()) < scene.table.retain[SWA] + 2 * page_size
 
 
 def test_page_tables_of_a_mixed_batch():
@@ -350,7 +353,7 @@ def test_page_tables_of_a_mixed_batch():
 def test_tables_stay_inside_rows_that_are_full():
     """Rows of 16 slots and no lookahead: padded columns of the chunk and of the SWA table would lie past the end."""
     layout = KVLayout((spec(SLIDING_LAYER, 6), spec(FULL_LAYER, None)))
-    table = KVRig(layout, full_pages=8, swa_pages=8, page_size=4, max_requests=2, max_len=16, lookahead=0)
+    table = KVRig(layout, pages=8, page_size=4, max_requests=2, max_len=16, lookahead=0)
     for row, length in ((0, 12), (1, 15)):
         table.ensure_slots(table.open_row(), 16)
         table.commit(ints([row]), ints([length]))
@@ -367,23 +370,23 @@ def test_tables_stay_inside_rows_that_are_full():
 
 
 def test_slots_of_pages_by_hand():
-    empty = PrimaryLoc(torch.empty((2, 0)))
-    tables = PageTables(torch.tensor([[2, 1], [3, 0]]), torch.tensor([[1], [0]]), torch.tensor([0, 4]), empty, None)
+    pages = ByGroup((torch.tensor([[2, 1], [3, 0]]), torch.tensor([[1], [0]])))
+    tables = PageTables(pages, torch.tensor([[0, 0], [0, 4]]), ByGroup(()))
     slots, start = tables.slots(PRIMARY, 2)
     assert (slots.tolist(), start.tolist()) == ([[4, 5, 2, 3], [6, 7, 0, 1]], [0, 0])
     slots, start = tables.slots(SWA, 2)
     assert (slots.tolist(), start.tolist()) == ([[2, 3], [0, 1]], [0, 4])
 
 
-def test_without_a_window_there_is_no_swa_table():
+def test_without_a_window_there_is_one_table():
     layout = KVLayout((spec(FULL_LAYER, None), spec(FULL_LAYER, None)))
-    table = KVRig(layout, full_pages=8, swa_pages=0, page_size=1, max_requests=1, max_len=8, lookahead=2)
+    table = KVRig(layout, pages=8, page_size=1, max_requests=1, max_len=8, lookahead=2)
     table.ensure_slots(table.open_row(), 4)
     for plan in (
         table.chunk(ints([0]), ints([2])),
         table.verify(ints([0]), DraftTree.chain(torch.zeros(1, 2, dtype=torch.int64))),
         table.frozen(ints([0]), position_offset=0, window_shift=0),
     ):
-        assert (plan.write[SWA], plan.prefix.tables[SWA]) == (None, None)
-    with pytest.raises(AssertionError, match="a sliding layer, but the plan has no SWA table"):
+        assert len(plan.prefix.tables) == len(plan.prefix.write) == 1
+    with pytest.raises(IndexError):
         table.backend.attention(plan, SWA, 4)

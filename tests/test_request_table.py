@@ -1,13 +1,13 @@
-"""Rows of slots: what commit, eviction and closing do to the K/V behind each position, in both spaces."""
+"""Rows of slots: what commit, eviction and closing do to the K/V behind each position, in every group."""
 
 import numpy as np
 import pytest
 import torch
-from kv_rig import SWA, KVRig, layer_cache
+from kv_rig import SWA, KVRig, spec
 
 from specdec.errors import KVStateError, OutOfSlotsError
 from specdec.kvcache.index_spaces import PRIMARY, PrimaryLoc
-from specdec.kvcache.layout import KVLayout, LayerCache
+from specdec.kvcache.layout import KVLayout
 from specdec.kvcache.table import FROZEN_EXTRA_KEYS, Move
 
 from marks import deep_cases, examples, slow
@@ -17,17 +17,12 @@ PAGE_SIZES = pytest.mark.parametrize("page_size", [1, 3, 4])
 SLIDING_LAYER, FULL_LAYER = 0, 1
 
 
-def spec(layer: int, window: int | None) -> LayerCache:
-    layer_type = "full_attention" if window is None else "sliding_attention"
-    return layer_cache(layer, layer, layer_type, window, 1, 1)
-
-
 def make(
     page_size: int = 1,
     *,
     window: int | None = 6,
     pages: int = 64,
-    swa_pages: int | None = None,
+    window_pages: int | None = None,
     max_requests: int = 3,
     max_len: int = 40,
     lookahead: int = 5,
@@ -35,8 +30,8 @@ def make(
     """A table over a sliding layer 0 and a full layer 1 (both full without a window)."""
     return KVRig(
         KVLayout((spec(SLIDING_LAYER, window), spec(FULL_LAYER, None))),
-        full_pages=pages,
-        swa_pages=pages if swa_pages is None else swa_pages,
+        pages=pages,
+        window_pages=window_pages,
         page_size=page_size,
         max_requests=max_requests,
         max_len=max_len,
@@ -50,18 +45,17 @@ def ints(*values: int) -> np.ndarray:
 
 def put(table: KVRig, row: int, start: int, values: list[float]) -> None:
     """Write `values` as the K/V (k = value, v = -value) of the slots at positions start..., in every layer."""
-    full = PrimaryLoc(torch.from_numpy(table.slots.host[row, start : start + len(values)].copy()))
-    swa = table.allocator.translate(SWA, full) if table.allocator.pools[SWA] is not None else None
+    slots = table.located(PrimaryLoc(torch.from_numpy(table.slots.host[row, start : start + len(values)].copy())))
     k = torch.tensor(values).view(-1, 1, 1)
     for layer in (SLIDING_LAYER, FULL_LAYER):
-        table.write(layer, full, swa, k + 0.5 * layer, -k - 0.5 * layer)
+        table.write(layer, slots, k + 0.5 * layer, -k - 0.5 * layer)
 
 
 def held(table: KVRig, row: int, start: int, end: int, layer: int) -> list[float]:
     """The values behind positions start..end-1 as this layer reads them."""
     slots = PrimaryLoc(torch.from_numpy(table.slots.host[row, start:end].copy()))
     kept = table.store.layers[layer]
-    where = slots if kept.group == PRIMARY else table.allocator.translate(SWA, slots)
+    where = table.allocator.translate(kept.group, slots)
     assert (where > 0).all()
     torch.testing.assert_close(kept.v[where], -kept.k[where])
     return (kept.k[where, 0, 0] - 0.5 * layer).tolist()
@@ -122,10 +116,10 @@ def test_ensure_beyond_the_pool_or_the_row_takes_nothing():
 
 
 def test_the_swa_pool_can_be_the_one_that_is_exhausted():
-    table = make(pages=10, swa_pages=4)
+    table = make(pages=10, window_pages=4)
     row = table.open_row()
     before = kv_contents(table)
-    with pytest.raises(OutOfSlotsError, match="4 of 4 in the SWA pool"):
+    with pytest.raises(OutOfSlotsError, match="4 of 4 in the window 6 pool"):
         table.ensure_slots(row, 5)
     assert kv_contents(table) == before
 
@@ -160,7 +154,7 @@ def test_without_a_window_there_is_nothing_to_evict():
     row = opened(table, [float(i) for i in range(30)])
     before = kv_contents(table)
     table.evict_unseen(ints(row))
-    assert table.retain is None
+    assert table.allocator.windowed == ()
     assert kv_contents(table) == before
     assert held(table, row, 0, 30, FULL_LAYER) == [float(i) for i in range(30)]
     table.check()
@@ -326,13 +320,15 @@ def test_rows_with_less_room_do_not_limit_the_others():
 # moving
 
 
-def test_move_reads_all_before_it_writes_in_both_spaces_of_every_store():
-    rig = make(pages=6, swa_pages=6, max_len=3, lookahead=0)
-    another = rig.add_store(KVLayout.uniform(2, num_kv_heads=2, head_dim=3), torch.float64)  # all of it in full space
+def test_move_reads_all_before_it_writes_in_every_group_of_every_store():
+    rig = make(pages=6, max_len=3, lookahead=0)
+    another = rig.add_store(
+        KVLayout.uniform(2, num_kv_heads=2, head_dim=3), torch.float64
+    )  # all of it in the primary group
     shift, row = rig.open_row(), rig.open_row()
     rig.ensure_slots(shift, 2)
-    rig.allocator.evict(PrimaryLoc(torch.tensor([1, 2])))
-    rig.ensure_slots(row, 3)  # full slots 3, 4, 5 with SWA slots 1, 2, 3: the spaces disagree
+    rig.allocator.evict(SWA, PrimaryLoc(torch.tensor([1, 2])))
+    rig.ensure_slots(row, 3)  # full slots 3, 4, 5 with SWA slots 1, 2, 3: the groups disagree
     assert rig.allocator.translate(SWA, PrimaryLoc(torch.tensor([3, 4, 5]))).tolist() == [1, 2, 3]
     stored = [(kept, 3 if kept.group == PRIMARY else 1) for s in (rig.store, another) for kept in s.layers.values()]
     assert len(stored) == 4
@@ -346,11 +342,11 @@ def test_move_reads_all_before_it_writes_in_both_spaces_of_every_store():
 
 
 def test_stores_have_room_for_the_null_page_and_every_page():
-    rig = make(page_size=2, pages=4, swa_pages=3)
+    rig = make(page_size=2, pages=4, window_pages=3)
     sliding, full = rig.store.layers[SLIDING_LAYER], rig.store.layers[FULL_LAYER]
-    assert (full.k.shape, full.space) == ((10, 1, 1), PRIMARY)
-    assert (sliding.v.shape, sliding.space) == ((8, 1, 1), SWA)
-    assert rig.bytes_by_space() == {PRIMARY: 4 * 2 * 10, SWA: 4 * 2 * 8}
+    assert (full.k.shape, full.group) == ((10, 1, 1), PRIMARY)
+    assert (sliding.v.shape, sliding.group) == ((8, 1, 1), SWA)
+    assert rig.bytes_by_group() == {"full": 4 * 2 * 10, "window 6": 4 * 2 * 8}
 
 
 # eviction
@@ -359,7 +355,7 @@ def test_stores_have_room_for_the_null_page_and_every_page():
 @PAGE_SIZES
 def test_evict_keeps_the_window_and_one_page_of_slack(page_size: int):
     table = make(page_size)
-    assert table.retain == 6 - 1 + FROZEN_EXTRA_KEYS == 7
+    assert table.retain[SWA] == 6 - 1 + FROZEN_EXTRA_KEYS == 7
     row = opened(table, [float(i) for i in range(30)])
     table.evict_unseen(ints(row))
     evicted = int(table.evicted_len[SWA, row])
@@ -380,7 +376,7 @@ def test_evict_treats_each_row_by_its_own_length(page_size: int):
     rows = [opened(table, [float(i) for i in range(length)]) for length in (30, 4, 14)]
     table.evict_unseen(ints(*rows))
     expected = [max(0, (length - 7) // page_size * page_size - page_size) for length in (30, 4, 14)]
-    assert table.evicted_len[:3].tolist() == expected
+    assert table.evicted_len[SWA, :3].tolist() == expected
     table.check()
 
 
@@ -393,7 +389,7 @@ def test_a_long_request_holds_a_window_of_swa_pages(page_size: int):
     table = make(
         page_size,
         pages=rounds * 5 // page_size,
-        swa_pages=limit,
+        window_pages=limit,
         max_requests=1,
         max_len=rounds * 4,
         lookahead=lookahead,
@@ -457,7 +453,7 @@ def evicted_yet_mapped(table: KVRig) -> None:
 
 
 def in_the_window_but_unmapped(table: KVRig) -> None:
-    table.allocator.evict(PrimaryLoc(torch.from_numpy(table.slots.host[0, 16:20].copy())))
+    table.allocator.evict(SWA, PrimaryLoc(torch.from_numpy(table.slots.host[0, 16:20].copy())))
 
 
 def padding_row_with_slots(table: KVRig) -> None:
@@ -481,14 +477,14 @@ def one_slot_four_times(table: KVRig) -> None:
     [
         (one_page_in_two_rows, "a page is owned by two rows"),
         (slots_behind_capacity, "slots past its capacity"),
-        (longer_than_capacity, "evicted=8 length=29 capacity=28"),
+        (longer_than_capacity, r"evicted=array\(\[0, 8\]\) length=29 capacity=28"),
         (page_0_in_a_row, "not whole pages"),
         (closed_but_owning, "slots past its capacity|closed but owns"),
         (leaked_page, "a held page belongs to no row"),
         (freed_page, "unmapped|a row owns a free page"),
-        (evicted_too_far, "evicted 14, but the window starts at 13"),
+        (evicted_too_far, r"evicted \[ 0 14\], but the windows start at \[ 0 13\]"),
         (evicted_yet_mapped, "an evicted token is mapped"),
-        (in_the_window_but_unmapped, "a token in the window is unmapped"),
+        (in_the_window_but_unmapped, "a token in the window of group 1 is unmapped"),
         (padding_row_with_slots, "row=3: slots past its capacity"),
         (disordered, "not whole pages in order"),
         (disordered_across_pages, "not whole pages in order"),
@@ -500,7 +496,7 @@ def test_check_finds(corrupt, message: str):
     opened(table, [float(i) for i in range(20)])  # 28 slots, evicted up to 8
     opened(table, [0.0, 1.0])
     table.evict_unseen(ints(0, 1))
-    assert table.evicted_len[:2].tolist() == [8, 0]
+    assert table.evicted_len[SWA, :2].tolist() == [8, 0]
     table.check()
     corrupt(table)
     with pytest.raises(AssertionError, match=message):

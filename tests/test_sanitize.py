@@ -6,26 +6,21 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from kv_rig import SWA, KVRig, layer_cache
+from kv_rig import SWA, KVRig, replaced, spec
 
 from specdec import SamplingParams
 from specdec.attention.checked_backend import CheckedBackend, sanitized
 from specdec.attention.plan import KVPlan
 from specdec.attention.trees.tree import DraftTree
 from specdec.errors import LocationError
-from specdec.kvcache.index_spaces import PRIMARY, GroupId, GroupLoc, PrimaryLoc
-from specdec.kvcache.layout import KVLayout, LayerCache
+from specdec.kvcache.index_spaces import PRIMARY, GroupId, PrimaryLoc
+from specdec.kvcache.layout import KVLayout
 
 from marks import deep
 from tiny_models import few_layers
 
 WINDOW, NODES, PAGES = 4, 3, 24
 SLIDING_LAYER, FULL_LAYER = 0, 1
-
-
-def spec(layer: int, window: int | None) -> LayerCache:
-    kind = "full_attention" if window is None else "sliding_attention"
-    return layer_cache(layer, layer, kind, window, 1, 2)
 
 
 def ints(*values: int) -> np.ndarray:
@@ -37,9 +32,8 @@ def rig(request, monkeypatch) -> KVRig:
     """A cache that is watched."""
     monkeypatch.setenv("SPECDEC_SANITIZE", "1")
     rig = KVRig(
-        KVLayout((spec(SLIDING_LAYER, WINDOW), spec(FULL_LAYER, None))),
-        full_pages=PAGES // request.param * 2,
-        swa_pages=PAGES // request.param * 2,
+        KVLayout((spec(SLIDING_LAYER, WINDOW, dim=2), spec(FULL_LAYER, None, dim=2))),
+        pages=PAGES // request.param * 2,
         page_size=request.param,
         max_requests=3,
         max_len=24,
@@ -96,7 +90,7 @@ def test_all_but_the_sink_is_poison_until_it_is_written(rig) -> None:
     assert poisoned(rig, FULL_LAYER) == [slot for slot in everything if slot not in written]
 
 
-def test_what_is_freed_is_poisoned_again_in_both_spaces(rig) -> None:
+def test_what_is_freed_is_poisoned_again_in_every_group(rig) -> None:
     row = opened(rig, 13)
     slots = rig.slots.host[row, :13].copy()
     peers = rig.allocator.maps.host[SWA][slots]
@@ -146,27 +140,29 @@ def test_right_plans_pass_and_nothing_that_they_read_is_poison(group, rig) -> No
 # plans that are not
 
 
-def full_slots_in_swa_space(plan: KVPlan) -> KVPlan:
-    return dataclasses.replace(plan, write_swa=GroupLoc(plan.write[PRIMARY]))
+def slots_of_the_primary_group(plan: KVPlan) -> KVPlan:
+    return dataclasses.replace(plan, write=replaced(plan.write, SWA, plan.write[PRIMARY]))
 
 
 def slots_of_another_row(plan: KVPlan) -> KVPlan:
     swap = torch.arange(len(plan.rows)).flip(0)
-    return dataclasses.replace(plan, write_swa=GroupLoc(plan.write[SWA].view(len(swap), -1)[swap].reshape(-1)))
+    return dataclasses.replace(
+        plan, write=replaced(plan.write, SWA, plan.write[SWA].view(len(swap), -1)[swap].reshape(-1))
+    )
 
 
 def nowhere(plan: KVPlan) -> KVPlan:
-    return dataclasses.replace(plan, write_swa=GroupLoc(torch.zeros_like(plan.write[SWA])))
+    return dataclasses.replace(plan, write=replaced(plan.write, SWA, torch.zeros_like(plan.write[SWA])))
 
 
-@pytest.mark.parametrize("change", [full_slots_in_swa_space, slots_of_another_row, nowhere])
+@pytest.mark.parametrize("change", [slots_of_the_primary_group, slots_of_another_row, nowhere])
 def test_a_wrong_write_is_named_before_it_happens(change: Callable[[KVPlan], KVPlan], rig) -> None:
     first = opened(rig, 13)
     rig.evict_unseen(ints(first))
     second = opened(rig, 6)  # in SWA slots that the first had
     plan = chain(rig, first, second)
     before = {layer: kept.k.clone() for layer, kept in rig.store.layers.items()}
-    wanted = r"^row \d, position (13|6): would write to swa slot \d+ \(.*\), where .* has swa slot \d+ \(of row \d\)"
+    wanted = r"^row \d, position (13|6): would write to window 4 slot \d+ \(.*\), where .* has window 4 slot \d+ \(of row \d\)"
     with pytest.raises(LocationError, match=wanted):
         attend(rig, change(plan), SWA)
     for layer, kept in rig.store.layers.items():
@@ -211,7 +207,7 @@ def test_a_read_of_poison_is_named(rig) -> None:
     row = opened(rig, 6)
     plan = chain(rig, row)
     rig.store.layers[SLIDING_LAYER].k[rig.allocator.maps.host[SWA][rig.slots.host[row, 5]]] = torch.nan
-    with pytest.raises(LocationError, match=f"^row {row}, position 6: attends to a swa slot that holds no key"):
+    with pytest.raises(LocationError, match=f"^row {row}, position 6: attends to a window 4 slot that holds no key"):
         attend(rig, plan, SWA)
 
 
@@ -233,12 +229,12 @@ def two_rows_have_one_page(rig: KVRig, row: int) -> None:
 
 
 def a_peer_is_lost(rig: KVRig, row: int) -> None:
-    rig.allocator.full_to_swa[rig.slots.host[row, 5]] = 0
+    rig.allocator.maps[SWA, rig.slots.host[row, 5]] = 0
 
 
 def two_slots_have_one_peer(rig: KVRig, row: int) -> None:
-    mapping = rig.allocator.full_to_swa
-    mapping[rig.slots.host[row, 5]] = int(mapping.host[rig.slots.host[row, 4]])
+    maps, (one, other) = rig.allocator.maps, rig.slots.host[row, 4:6]
+    maps[SWA, other] = int(maps.host[SWA, one])
 
 
 @pytest.mark.parametrize(
@@ -247,8 +243,8 @@ def two_slots_have_one_peer(rig: KVRig, row: int) -> None:
         (table_names_a_free_page, r"row 0, position 0: full slot \d+ .* has been freed"),
         (table_names_a_slot_that_is_not_there, r"row 0, position 2: full slot 10000 .* is outside of the pool"),
         (two_rows_have_one_page, r"full slot \d+ \(of row 0 and 1\) is in 2 rows and has 1 owners"),
-        (a_peer_is_lost, r"row 0, position 5: swa slot 0 \(padding\) is no peer of full slots \d+"),
-        (two_slots_have_one_peer, r"full slots \d+, \d+ have the same peer, swa slot \d+"),
+        (a_peer_is_lost, r"row 0, position 5: window 4 slot 0 \(padding\) is no peer of full slots \d+"),
+        (two_slots_have_one_peer, r"full slots \d+, \d+ have the same peer, window 4 slot \d+"),
     ],
 )
 def test_a_wrong_table_is_named_before_the_launch(break_it, message, rig) -> None:

@@ -24,14 +24,14 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from kv_rig import SWA, KVRig, layer_cache
+from kv_rig import SWA, KVRig, spec
 
 from specdec import SamplingParams
 from specdec.attention.plan import KVPlan
 from specdec.attention.trees.tree import DraftTree
 from specdec.errors import CapacityError, KVStateError
 from specdec.gpu.mirrored_array import IntArray
-from specdec.kvcache.layout import KVLayout, LayerCache
+from specdec.kvcache.layout import KVLayout
 from specdec.kvcache.table import RequestTable
 from specdec.runtime import scheduler
 from specdec.runtime.prefixes import WORTH_WAITING, Prefixes
@@ -47,11 +47,6 @@ WINDOW, NODES, ROWS, CHUNK, GROUP, MAX_LEN, VOCAB = 4, 4, 4, 8, 18, 60, 50
 SLIDING_LAYER, FULL_LAYER = 0, 1
 SEED = st.integers(0, 2**32 - 1)
 MAX_STEPS = 2000
-
-
-def spec(layer: int, window: int | None) -> LayerCache:
-    kind = "full_attention" if window is None else "sliding_attention"
-    return layer_cache(layer, layer, kind, window, 1, 1)
 
 
 def meaning(tokens: Sequence[int]) -> float:
@@ -74,8 +69,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         draw = random.Random(seed)
         self.rig = KVRig(
             KVLayout((spec(SLIDING_LAYER, WINDOW), spec(FULL_LAYER, None))),
-            full_pages=full_tokens // self.page_size,
-            swa_pages=swa_tokens // self.page_size,
+            pages=full_tokens // self.page_size,
+            window_pages=swa_tokens // self.page_size,
             page_size=self.page_size,
             max_requests=ROWS,
             max_len=MAX_LEN,
@@ -338,7 +333,7 @@ def test_random_histories_of_the_impatient(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_low_priority_is_not_kept_waiting_by_a_steady_stream(level: int) -> None:
     """There are always more of priority 0 than there are rows, and yet its turn comes when the law says so."""
     layout = KVLayout((spec(SLIDING_LAYER, WINDOW), spec(FULL_LAYER, None)))
-    sizes = {"full_pages": 200, "swa_pages": 200, "page_size": 1, "max_len": MAX_LEN, "lookahead": NODES}
+    sizes = {"pages": 200, "page_size": 1, "max_len": MAX_LEN, "lookahead": NODES}
     table = KVRig(layout, **sizes, max_requests=ROWS).table
     made = Scheduler(table, max_model_len=MAX_LEN, prompt_room=PromptRoom(GROUP, GROUP, CHUNK))
     numbers = itertools.count()

@@ -152,8 +152,11 @@ def test_plans_say_the_same_by_page(page_size, make_target):
     }
     for name, make in makers.items():
         slots, pages = (make(engine.round.backend, engine.table, rows) for engine in engines)
-        for field in ("committed_len", "positions", "write_full", "write_swa", "block_len"):
+        for field in ("committed_len", "positions", "block_len"):
             torch.testing.assert_close(getattr(pages, field), getattr(slots, field), rtol=0, atol=0)
+        assert (pages.write is None) == (slots.write is None) == (name == "frozen")
+        for got, want in zip(pages.write or (), slots.write or (), strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=0)
         if name == "chunk":  # tokens past each chunk, and the padding row
             written = [x.view(4, 5) for x in (pages.write[PRIMARY], pages.write[SWA])]
             assert [x[0, 2:].tolist() for x in written] == [[0, 0, 0]] * 2
@@ -166,7 +169,7 @@ def test_plans_say_the_same_by_page(page_size, make_target):
             assert torch.equal(got_start, start)
             real = held & (rows.index != engines[0].table.padding_row)[:, None]  # what lies past a prefix is not read
             assert real.any() and torch.equal(got[:, : held.shape[1]][real], want[real])
-        assert got.shape[1] <= 1 + -(-table.retain // page_size)
+        assert got.shape[1] <= 1 + -(-table.retain[SWA] // page_size)
 
 
 def test_auto_is_torch_on_a_cpu(launches, make_target, random_prompt):

@@ -60,8 +60,11 @@ class PageTables(NamedTuple):
 
 
 def table_widths(retain: IntArray, full_width: int, page_size: int) -> list[int]:
-    """Pages in a row of each group's table, where the longest prefix has `full_width`."""
-    return [min(full_width, 1 + -(-keys // page_size)) for keys in retain.tolist()]
+    """Pages in a row of each group's table, where the longest prefix has `full_width`: no more than a row, or a window,
+    can have. The kernel computes the others from that of the primary group."""
+    kept = [1 + -(-keys // page_size) for keys in retain.tolist()]
+    most = min(full_width, kept[PRIMARY])
+    return [min(most, pages) for pages in kept]
 
 
 def locate_prefixes(
