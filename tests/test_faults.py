@@ -18,7 +18,6 @@ from types import CodeType, FrameType
 from typing import Any
 
 import pytest
-from kv_rig import SWA
 from tape import record
 
 import specdec.engine
@@ -86,7 +85,7 @@ def assert_empty(engine: Engine) -> None:
     engine.table.check()
     assert engine.scheduler.idle and engine.inbox.is_idle
     allocator = engine.table.allocator
-    assert allocator.primary.held_pages == 0 and (allocator.pools[SWA] is None or allocator.pools[SWA].held_pages == 0)
+    assert not any(pool.held_pages for pool in allocator.pools)
     assert not allocator.frozen and not engine.table.active_rows.size
 
 

@@ -99,12 +99,12 @@ def test_the_peak_is_of_what_is_held_by_rows() -> None:
     pages = pool.alloc(5)
     pool.keep(pages[:2])
     pool.free(pages)
-    assert PoolUse.from_pool(pool, 4) == PoolUse(0, 20, 8, 32)
+    assert PoolUse.from_pools([pool], 4) == PoolUse(0, 20, 8, 32)
     pool.share(pages[:2])
-    assert PoolUse.from_pool(pool, 4) == PoolUse(8, 20, 0, 32)
+    assert PoolUse.from_pools([pool], 4) == PoolUse(8, 20, 0, 32)
     pool.alloc(6)
-    assert PoolUse.from_pool(pool, 4) == PoolUse(32, 32, 0, 32)
-    assert PoolUse.from_pool(None, 4) == PoolUse(0, 0, 0, 0)
+    assert PoolUse.from_pools([pool], 4) == PoolUse(32, 32, 0, 32)
+    assert PoolUse.from_pools([], 4) == PoolUse(0, 0, 0, 0)
 
 
 def drafts(count: int, engine, prompt: list[int], width: int = 32) -> None:
@@ -195,8 +195,8 @@ def test_thousands_of_tokens_hold_a_window_of_swa_slots(page_size, make_target, 
     [out] = engine.generate(random_prompt(longest), params)
     alone = engine.stats()
     assert len(out.token_ids) == 20 and alone.full_slots.peak >= longest
-    assert 256 < alone.swa_slots.peak <= engine.table.retain + 256 + engine.table.lookahead + 4 * page_size
+    assert 256 < alone.swa_slots.peak <= engine.table.retain[1] + 256 + engine.table.lookahead + 4 * page_size
     engine.generate([random_prompt(longest + n, seed=1 + n) for n in range(3)], params)
     together = engine.stats()
     assert together.full_slots.peak >= 3 * longest
-    assert together.swa_slots.peak <= 3 * (engine.table.retain + 256 + engine.table.lookahead + 4 * page_size)
+    assert together.swa_slots.peak <= 3 * (engine.table.retain[1] + 256 + engine.table.lookahead + 4 * page_size)

@@ -13,6 +13,7 @@ from kv_rig import SWA, make_allocator
 from specdec import SamplingParams
 from specdec.errors import DoubleFreeError
 from specdec.gpu.mirrored_array import MirroredArray, flush
+from specdec.kvcache.index_spaces import ByGroup
 from specdec.kvcache.prefix_cache import PrefixCache
 from specdec.kvcache.table import RequestTable
 from specdec.runtime.prefixes import Prefixes
@@ -103,10 +104,9 @@ class Scene:
                 self.table.evict_unseen(ints(row), slack_pages=self.draw.choice((0, 1)))
 
     def lose_some(self) -> None:
-        """As when the SWA pool runs short."""
-        if self.table.allocator.pools[SWA] is not None:
-            free = self.table.allocator.pools[SWA].free_pages
-            self.cache.release(0, self.draw.randint(0, self.table.allocator.pools[SWA].capacity - free))
+        """As when the pool of a windowed group runs short."""
+        for pool in self.table.allocator.pools.values[1:]:
+            self.cache.release(ByGroup((0, self.draw.randint(0, pool.capacity - pool.free_pages))))
 
     def leavers(self) -> list[int]:
         return self.draw.sample(sorted(self.texts), self.draw.randint(1, ROWS))
@@ -125,7 +125,7 @@ def test_rows_closed_at_once_are_rows_closed_one_after_the_other(page_size: int)
         one_by_one = copy.deepcopy(table)
         pool, pages = table.allocator.primary, np.concatenate([table.pages(r, int(table.capacity[r])) for r in rows])
         shared += int((pool.num_holders(pages) > 1).sum())
-        evicted, kept = evicted + int(table.evicted_len[SWA, rows].sum()), kept + int(pool.is_kept(pages).sum())
+        evicted, kept = evicted + int(table.evicted_len[:, rows].sum()), kept + int(pool.is_kept(pages).sum())
         table.close_rows(ints(*rows))
         for row in rows:
             one_by_one.close_row(row)
@@ -160,7 +160,7 @@ def test_rows_name_a_page_once_each() -> None:
     with pytest.raises(DoubleFreeError, match="not held"):
         free(torch.tensor([2, 3, 2, 3, 2, 3]), rows=ints(0, 0, 1, 1, 2, 2))
     assert state(table) == before
-    free(slots, rows=ints(0, 0, 1, 1), evicted=np.array([True, True, False, False]))
+    free(slots, rows=ints(0, 0, 1, 1), evicted=np.array([[False] * 4, [True, True, False, False]]))
     assert table.allocator.primary.free_pages == 300
     assert table.allocator.pools[SWA].num_holders(ints(1)).tolist() == [1]  # that of row 0, which had given it up
 
@@ -222,7 +222,7 @@ def test_what_a_short_pool_wants_is_given_up_in_one_call(page_size: int, monkeyp
     pages = [table.pages(row, each).tolist() for row in rows]
     table.close_rows(ints(*rows))
     free = table.allocator.primary.free_pages
-    cache.release(2 * each + each // 2, 0)
+    cache.release(ByGroup((2 * each + each // 2,)))
     assert calls == [pages[2][each - each // 2 :] + pages[1] + pages[0]]
     assert table.allocator.primary.free_pages - free == 2 * each + each // 2
     left = [2] * (each - each // 2) * page_size

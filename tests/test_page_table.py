@@ -86,7 +86,7 @@ def held_pages(tables: PageTables, length: np.ndarray, page_size: int) -> PageTa
 
 
 def test_page_tables_by_eye():
-    """Pages of 2: a request of 5 tokens in pages 3, 1, 4 (and 2 for drafts), window pages 6, 5, 7 behind an evicted 3."""
+    """Pages of 2: 5 tokens in pages 3, 1, 4 (and 2 for drafts), in the window pages 6, 5, 7 behind an evicted 3."""
     slots = long([[6, 7, 2, 3, 8, 9, 4, 5], [9] * 8])
     maps = long([[0] * 10, [0, 0, 12, 13, 14, 15, 0, 0, 10, 11]])
     rows, lengths = long([0, 1]), long([5, 3])  # row 1 is for padding: its slots and length are ignored

@@ -71,7 +71,7 @@ def assert_idle(engine: Engine) -> None:
     engine.table.check()
     assert engine.scheduler.idle
     allocator = engine.table.allocator
-    assert allocator.primary.held_pages == 0 and (allocator.pools[SWA] is None or allocator.pools[SWA].held_pages == 0)
+    assert not any(pool.held_pages for pool in allocator.pools)
 
 
 def ends(engine: Engine, prompt: list[int], new: int = NEW, **params: Any) -> tuple[list[int], int]:

@@ -162,7 +162,8 @@ def test_a_wrong_write_is_named_before_it_happens(change: Callable[[KVPlan], KVP
     second = opened(rig, 6)  # in SWA slots that the first had
     plan = chain(rig, first, second)
     before = {layer: kept.k.clone() for layer, kept in rig.store.layers.items()}
-    wanted = r"^row \d, position (13|6): would write to window 4 slot \d+ \(.*\), where .* has window 4 slot \d+ \(of row \d\)"
+    slot = r"window 4 slot \d+ "
+    wanted = rf"^row \d, position (13|6): would write to {slot}\(.*\), where .* has {slot}\(of row \d\)"
     with pytest.raises(LocationError, match=wanted):
         attend(rig, change(plan), SWA)
     for layer, kept in rig.store.layers.items():

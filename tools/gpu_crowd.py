@@ -77,10 +77,10 @@ def row(
         made: dict[str, Any] = {"max_model_len": 2 * longest, "prefill_chunk": 64}
         roomy = engine_of(bound, setting, graphs=False, max_batch_size=1, **made)
         sizes = [slots_needed(roomy.table, len(one.prompt), one.params.max_new_tokens) for one in asked]
-        full, swa = (max(sum(some) // 10, max(some)) for some in zip(*sizes, strict=True))
+        full, *windowed = (max(sum(some) // 10, max(some)) for some in zip(*sizes, strict=True))
         roomy.close()
-        if swa:  # a window each: they bound who is let in
-            made["swa_slots"] = 3 * swa
+        if windowed:  # a window each: they bound who is let in
+            made["swa_slots"] = 3 * max(windowed)
         rows = max(len(asked) * 16 // 25, 1)
         engine = engine_of(bound, setting, graphs=graphs, max_batch_size=rows, full_slots=full, **made)
         outputs = serve_crowd(engine, asked)

@@ -15,7 +15,12 @@ import torch
 import triton
 from result_table import ResultTable, Row, table_head, table_row
 
-from specdec.attention.kernels.page_table import PageTables, build_page_tables, reference_build_page_tables
+from specdec.attention.kernels.page_table import (
+    PageTables,
+    build_page_tables,
+    reference_build_page_tables,
+    table_widths,
+)
 from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.trees.beam import Candidates
 from specdec.attention.trees.growth import Growth, TreeBackend, reference_select_tree, select_tree
@@ -24,7 +29,8 @@ from specdec.attention.trees.walk import tree_fields
 from specdec.attention.triton_backend import TritonBackend
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.cache import KVCache
-from specdec.kvcache.index_spaces import PRIMARY, PrimaryLoc
+from specdec.kvcache.index_spaces import ByGroup, GroupId, PrimaryLoc
+from specdec.kvcache.layout import PRIMARY_ONLY
 from specdec.kvcache.store import StoreAddresses, move_kv, reference_move_kv, reference_store_kv, store_kv
 from specdec.kvcache.table import Move, RequestTable, Rows
 from specdec.runtime.rounds.closing import closing, reference_closing
@@ -37,7 +43,7 @@ LIMIT_US = 20.0
 
 
 def random_slots(context: int, page_size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """req_to_slot [B + 1, W] and full_to_swa [slots] with pages in random order; the last row is for padding."""
+    """req_to_slot [B + 1, W] and maps [2, slots] with pages in random order; the last row is for padding."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     pages = -(-(context + NODES) // page_size)
     offsets = torch.arange(page_size, device=DEVICE)
@@ -47,7 +53,8 @@ def random_slots(context: int, page_size: int, seed: int) -> tuple[torch.Tensor,
     peers = 1 + torch.randperm(BATCH * pages, generator=generator, device=DEVICE)
     mapping = torch.zeros((BATCH * pages + 1, page_size), dtype=torch.int64, device=DEVICE)
     mapping[1:] = peers[:, None] * page_size + offsets
-    return slots, mapping.view(-1)
+    mapping = mapping.view(1, -1)
+    return slots, torch.cat([torch.zeros_like(mapping), mapping])
 
 
 def random_parents(batch: int, num_nodes: int, seed: int) -> torch.Tensor:
@@ -58,10 +65,10 @@ def random_parents(batch: int, num_nodes: int, seed: int) -> torch.Tensor:
 
 
 def same(name: str, got: Any, want: Any) -> None:
-    """Exact equality of tensors, tuples of them (None too) and trees."""
+    """Exact equality of tensors, tuples of them (None too), values by group and trees."""
     if isinstance(got, torch.Tensor):
         torch.testing.assert_close(got, want, rtol=0, atol=0, msg=lambda text: f"{name}: {text}")
-    elif isinstance(got, tuple):
+    elif isinstance(got, tuple | ByGroup):
         for i, (one, other) in enumerate(zip(got, want, strict=True)):
             same(f"{name}[{i}]", one, other)
     else:
@@ -99,7 +106,7 @@ def check_tables(quick: bool) -> int:
     triton.knobs.runtime.jit_post_compile_hook = count
     rows = torch.tensor([3, 0, BATCH, 1, 7], device=DEVICE)
     for page_size in PAGE_SIZES:
-        slots, mapping = random_slots(5000, page_size, seed=page_size)
+        slots, maps = random_slots(5000, page_size, seed=page_size)
         cases = [
             ([0, 1, 99, 63, 127], 1, 1),
             ([16, 15, 0, 17, 4999], 64, 33),
@@ -107,12 +114,13 @@ def check_tables(quick: bool) -> int:
         ]
         for lengths, nodes, retain in cases[:1] if quick else cases:
             length = torch.tensor(lengths, device=DEVICE)
-            for full_width, swa_width in ((-(-5000 // page_size), 2 + retain), (0, 1), (16, 3000)):
-                arguments = (slots, mapping, rows, length)
-                options = {"num_nodes": nodes, "retain": retain, "page_size": page_size}
-                widths = {"full_width": full_width, "swa_width": swa_width}
+            keys = torch.tensor([slots.shape[1], retain])
+            for full_width in (-(-5000 // page_size), 0, 16):
+                widths = table_widths(keys.numpy(), full_width, page_size)
+                arguments = (slots, maps, keys.to(DEVICE), rows, length)
+                options = {"num_nodes": nodes, "page_size": page_size, "widths": widths}
                 builders = build_page_tables, reference_build_page_tables
-                tables = [build(*arguments, **options, **widths) for build in builders]
+                tables = [build(*arguments, **options) for build in builders]
                 real = length.masked_fill(rows == BATCH, 0)  # the row of padding
                 same("page tables", *(held_pages(each, real, page_size) for each in tables))
     triton.knobs.runtime.jit_post_compile_hook = None
@@ -122,12 +130,12 @@ def check_tables(quick: bool) -> int:
 def held_pages(tables: PageTables, length: torch.Tensor, page_size: int) -> PageTables:
     """With 0 past each prefix, where pages are undefined."""
 
-    def held(space: Space) -> torch.Tensor:
-        pages, start = tables.pages(space)
+    def held(group: GroupId) -> torch.Tensor:
+        pages, start = tables.pages(group)
         first = start[:, None] + torch.arange(pages.shape[1], device=DEVICE) * page_size
         return torch.where(first < length[:, None], pages, 0)
 
-    return tables._replace(full_pages=held(PRIMARY), swa_pages=held(SWA))
+    return tables._replace(tables=ByGroup(tuple(held(group) for group, _ in tables.tables.items())))
 
 
 def check_kv() -> None:
@@ -228,8 +236,8 @@ def check_rounds(quick: bool) -> None:
 def round_outcome(page_size: int, tree: DraftTree, target: torch.Tensor, kernels: bool) -> tuple[Any, ...]:
     """All that one round opens with and leaves behind; two of its seats are padding."""
     num_nodes = tree.num_nodes
-    allocator = HybridAllocator(full_pages=9999, swa_pages=None, page_size=page_size, device=DEVICE)
-    table = RequestTable(allocator, max_requests=BATCH, max_len=600, lookahead=num_nodes, window=None)
+    allocator = HybridAllocator(PRIMARY_ONLY, [9999], page_size=page_size, device=DEVICE)
+    table = RequestTable(allocator, max_requests=BATCH, max_len=600, lookahead=num_nodes)
     cache, moved = KVCache(allocator, table, TorchBackend()), list[Move]()
     cache.move = moved.append  # type: ignore[method-assign]
     for row in range(BATCH - 2):
@@ -256,23 +264,23 @@ def round_outcome(page_size: int, tree: DraftTree, target: torch.Tensor, kernels
 
 
 def page_table_rows() -> Iterator[tuple[str, float, float]]:
-    """(what, us, us for the SWA part and the write locations alone)."""
+    """(what, us, us for the write locations and a prefix of one page)."""
     rows = torch.arange(BATCH, device=DEVICE)
     for page_size in PAGE_SIZES:
         for context in CONTEXTS:
             sets = [random_slots(context, page_size, seed) for seed in range(SETS)]
             length = torch.full((BATCH,), context, device=DEVICE)
-            swa_width = 1 + -(-RETAIN // page_size)
-            options = {"num_nodes": NODES, "retain": RETAIN, "page_size": page_size, "swa_width": swa_width}
+            keys = torch.tensor([sets[0][0].shape[1], RETAIN])
+            retain, options = keys.to(DEVICE), {"num_nodes": NODES, "page_size": page_size}
             keep: list[Any] = [None] * SETS  # outputs rotate too
 
-            def call(i: int, full_width: int, sets=sets, length=length, options=options, keep=keep) -> None:
-                keep[i] = build_page_tables(*sets[i], rows, length, **options, full_width=full_width)
+            def call(i: int, widths, sets=sets, retain=retain, length=length, options=options, keep=keep) -> None:
+                keep[i] = build_page_tables(*sets[i], retain, rows, length, **options, widths=widths)
 
-            full_width = -(-context // page_size)
-            whole = microseconds(lambda i, call=call, width=full_width: call(i, width))
-            swa = microseconds(lambda i, call=call: call(i, 0))
-            yield f"build_page_tables  page_size {page_size:2}, context {context:6}", whole, swa
+            wide, narrow = (table_widths(keys.numpy(), width, page_size) for width in (-(-context // page_size), 1))
+            whole = microseconds(lambda i, call=call, widths=wide: call(i, widths))
+            rest = microseconds(lambda i, call=call, widths=narrow: call(i, widths))
+            yield f"build_page_tables  page_size {page_size:2}, context {context:6}", whole, rest
 
 
 def other_rows() -> Iterator[tuple[str, float, float]]:
