@@ -416,7 +416,7 @@ def test_a_long_text_holds_a_window_of_swa_slots(
         ({"max_model_len": 50}, 60, 1, ["60", "max_model_len=50", "no room", "shorten the prompt by 11"]),
         ({"max_model_len": 50}, 36, 995_953, ["995989", "max_model_len=50; ask for at most 14 new tokens, or make"]),
         ({"full_slots": 40}, 30, 20, ["30", "52 full", "40", "full_slots"]),
-        ({"swa_slots": 10}, 30, 20, ["30", "11 swa", "10", "swa_slots"]),
+        ({"swa_slots": 10}, 30, 20, ["30", "11 window 8", "10", "swa_slots"]),
         ({"full_slots": 40, "page_size": 16}, 30, 20, ["64 full", "32", "page size 16"]),
     ],
     ids=["length", "prompt", "output", "full", "swa", "pages"],
