@@ -1,4 +1,4 @@
-"""Models whose layers keep different things: two windows, V narrower than K. Their own tokens, and the memory they take."""
+"""Models whose layers keep different things, two windows or V narrower than K: their tokens, and their memory."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_tokens_are_the_models_own(
     drafter = scripted(tree_script([prompt + truth for prompt, truth in zip(prompts, truths, strict=True)]))
     options = {"spec": SpecConfig(3, 2, 6), "page_size": page_size, "max_batch_size": 3}
     full, *windowed = slots_needed(make_engine(model, drafter, **options).table, 41, NEW)
-    sizes = {"full_slots": full + 16, **({"swa_slots": 2 * max(windowed)} if windowed else {})}
+    sizes = {"full_slots": full + 4, **({"swa_slots": 2 * max(windowed)} if windowed else {})}
     engine = make_engine(model, drafter, **options, **sizes)
     outputs = engine.generate(prompts, PARAMS)
     assert [out.token_ids for out in outputs] == truths
@@ -70,8 +70,8 @@ def test_kernels_read_the_group_of_each_layer(
 def test_each_window_takes_the_memory_of_its_own_layers(make_target, monkeypatch) -> None:
     """Windows of 128 and 4,096: pools by group are those of the formula of docs/memory.md, not of the widest window."""
     monkeypatch.setattr(sizing, "free_bytes", lambda device: 10**12)
-    target = TargetModel(make_target("llama"))
-    target.stored_layout = KVLayout(tuple(spec(i, window) for i, window in enumerate((None, 128, 128, 4096))))
+    target = TargetModel(make_target("llama", max_position_embeddings=16384))
+    target.layout = KVLayout(tuple(spec(i, window) for i, window in enumerate((None, 128, 128, 4096))))
     config, nodes = EngineConfig(max_batch_size=8, max_model_len=16384), 5
     cache, _ = sizing.make_cache(target, None, config, nodes, None)
     cache.add_store(target.stored_layout, torch.float32)

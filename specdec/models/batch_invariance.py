@@ -65,7 +65,7 @@ class RowRecord:
         for i, (text, pos) in enumerate(self.now):
             own = (k, v) if spec.owner == layer and k is not None and v is not None else ()
             self.kept[layer, text, pos] = tuple(x[i].clone() for x in (q, *own))
-        out = torch.zeros_like(q)
+        out = q.new_zeros((*q.shape[:2], spec.v.dim))
         for i, (text, pos) in enumerate(self.now):
             first = 0 if spec.window is None else max(0, pos - spec.window + 1)
             seen = [self.kept[spec.owner, text, p] for p in range(first, pos + 1) if (spec.owner, text, p) in self.kept]
