@@ -8,6 +8,7 @@ that evictions have left far from the full ones, pools so short that slots chang
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -156,7 +157,7 @@ def for_kind(kind: str) -> Callable[[KVPlan], bool]:
     return lambda plan: plan.tree is not None and not plan.tree.is_chain
 
 
-def read_own_keys_by_full_slots(kind: str) -> Seed:
+def read_own_keys_by_full_slots(kind: str, source: GroupId = PRIMARY, to: GroupId = SWA) -> Seed:
     """The forward's own tokens are read with primary slots where sliding layers wrote those of their group."""
 
     def seed(patch: pytest.MonkeyPatch) -> None:
@@ -164,9 +165,9 @@ def read_own_keys_by_full_slots(kind: str) -> Seed:
 
         def wrong(plan: KVPlan, slots: Any, start: Any, group: GroupId, window: int | None) -> VisibleKeys:
             keys = right(plan, slots, start, group, window)
-            if group == SWA and wanted(plan):
+            if group == to and wanted(plan):
                 own = plan.positions.shape[1]
-                untranslated = plan.write[PRIMARY].view(plan.positions.shape)
+                untranslated = plan.write[source].view(plan.positions.shape)
                 return VisibleKeys(torch.cat([keys.slots[:, :-own], untranslated], dim=1), keys.bias)
             return keys
 
@@ -175,27 +176,28 @@ def read_own_keys_by_full_slots(kind: str) -> Seed:
     return seed
 
 
-def read_extend_tokens_by_full_slots(patch: pytest.MonkeyPatch) -> None:
+def read_extend_tokens_by_full_slots(patch: pytest.MonkeyPatch, source: GroupId = PRIMARY, to: GroupId = SWA) -> None:
     """The same of a prefill: where its own tokens lie is not translated."""
     right = specdec.attention.plan.locate_pack
 
     def wrong(table: Any, pack: Pack, longest: int) -> PackTables:
         tables = right(table, pack, longest)
-        lines = tables.lines[SWA]
+        lines = tables.lines[to]
         columns = lines.begin[:, None] + torch.arange(lines.slots.shape[1])
-        full = table.slots.tensor[pack.rows[:, None], columns.clamp(max=table.slots.tensor.shape[1] - 1)]
-        mixed = torch.where(columns >= pack.start[:, None], full, lines.slots)
-        return tables._replace(lines=replaced(tables.lines, SWA, lines._replace(slots=mixed)))
+        slots = table.slots.tensor[pack.rows[:, None], columns.clamp(max=table.slots.tensor.shape[1] - 1)]
+        slots = table.allocator.translate(source, slots)
+        mixed = torch.where(columns >= pack.start[:, None], slots, lines.slots)
+        return tables._replace(lines=replaced(tables.lines, to, lines._replace(slots=mixed)))
 
     patch.setattr(specdec.attention.plan, "locate_pack", wrong)
 
 
-def write_extend_tokens_by_full_slots(patch: pytest.MonkeyPatch) -> None:
+def write_extend_tokens_by_full_slots(patch: pytest.MonkeyPatch, source: GroupId = PRIMARY, to: GroupId = SWA) -> None:
     """The same the other way round: written with full slots, read with SWA slots."""
     right = KVPlan.write_slots
 
     def wrong(plan: KVPlan, group: GroupId) -> GroupLoc:
-        return right(plan, PRIMARY if plan.pack is not None else group)
+        return right(plan, source if plan.pack is not None and group in (source, to) else group)
 
     patch.setattr(KVPlan, "write_slots", wrong)
 
@@ -222,7 +224,7 @@ def derive_the_pool_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TorchBackend, "attention", wrong)
 
 
-def leave_the_draft_untranslated(patch: pytest.MonkeyPatch) -> None:
+def leave_the_draft_untranslated(patch: pytest.MonkeyPatch, source: GroupId = PRIMARY, to: GroupId = SWA) -> None:
     """A tree's part of the SWA table keeps full slots: its nodes are written and read there, into others' keys."""
     right = TorchBackend.locate
 
@@ -230,7 +232,7 @@ def leave_the_draft_untranslated(patch: pytest.MonkeyPatch) -> None:
         backend: TorchBackend, table: Any, rows: Any, committed_len: torch.Tensor, num_queries: int
     ) -> PageTables:
         located = right(backend, table, rows, committed_len, num_queries)
-        untranslated = replaced(located.write, SWA, located.write[PRIMARY])
+        untranslated = replaced(located.write, to, located.write[source])
         return located._replace(write=untranslated) if num_queries == 4 else located
 
     patch.setattr(TorchBackend, "locate", wrong)
@@ -352,3 +354,38 @@ def test_a_prefill_writes_to_the_locations_of_its_own_plan(sanitize, load) -> No
 def test_a_stale_or_ignored_location_is_seen(seed, sanitize, load) -> None:
     with seen(sanitize):
         load(seed, drafter=None, sanitize=sanitize)
+
+
+# the same between two windowed groups: slots of the narrower window in the wider one
+
+
+BETWEEN = {"source": GroupId(1), "to": GroupId(2)}
+
+
+@pytest.mark.parametrize(
+    ("seed", "captured"),
+    [
+        (partial(read_extend_tokens_by_full_slots, **BETWEEN), False),
+        (partial(write_extend_tokens_by_full_slots, **BETWEEN), False),
+        (partial(leave_the_draft_untranslated, **BETWEEN), False),
+        (read_own_keys_by_full_slots("tree", **BETWEEN), False),
+        (keep_the_translation, True),
+        (use_a_stale_location, False),
+        (ignore_the_location, False),
+    ],
+    ids=["read", "write", "untranslated", "own-keys", "outlives", "stale", "ignored"],
+)
+def test_slots_of_another_window_are_named(
+    seed, captured, make_target, make_engine, random_prompt, greedy_oracle, scripted, tree_script, monkeypatch
+) -> None:
+    """Windows of 3 and 8. Of a frozen drafter it is `test_cache_groups.py` that shows it."""
+    monkeypatch.setenv("SPECDEC_SANITIZE", "1")
+    monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record if captured else None)
+    model, prompts = make_target("two_windows"), [random_prompt(length) for length in LENGTHS]
+    drafter = None if captured else scripted(tree_script([prompt + [1] * NEW for prompt in prompts]))
+    engine = make_engine(model, drafter, spec=CHAIN, **LOAD)
+    outputs = engine.generate(prompts, PARAMS)
+    assert [out.token_ids for out in outputs] == [greedy_oracle(model, prompt, NEW) for prompt in prompts]
+    with monkeypatch.context() as patch, seen(True):
+        seed(patch)
+        make_engine(model, drafter, spec=CHAIN, **LOAD).generate(prompts, PARAMS)
