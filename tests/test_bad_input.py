@@ -447,7 +447,7 @@ CALLS = [
     (LLAMA, None, {"config": {"num_steps": 3}}, ConfigError, ["config", "num_steps"]),
     (LLAMA, None, {"config": huge(10**9)}, CapacityError, [str(10**9), "GB", "lower full_slots"]),
     (LLAMA, None, {"config": huge(1 << 40)}, CapacityError, [str(1 << 40), "GB", "lower full_slots"]),
-    (Model("mistral"), None, {"config": SMALL_PAGE}, SpecDecError, ["3 SWA slots", "page of 4", "swa_slots"]),
+    (Model("mistral"), None, {"config": SMALL_PAGE}, SpecDecError, ["3 window 8 slots", "page of 4", "swa_slots"]),
     ("tiny-gemma4", None, {"config": EngineConfig(device="fpga")}, ConfigError, ["device='fpga' cannot be used"]),
 ]
 

@@ -199,6 +199,6 @@ def test_random_packs_are_as_each_run_alone() -> None:
 
 @pytest.mark.parametrize(("window", "begin"), [(None, None), (9, None), (9, [8, 0, 16, 0])])
 def test_a_capture_reads_no_length(window: int | None, begin: list[int] | None) -> None:
-    case = Case([17, 0, 40, 3], [11, 1, 0, 20], 5, begin, 0, v_dim)
+    case = Case([17, 0, 40, 3], [11, 1, 0, 20], 5, begin, 0)
     got = EveryRun(case.pack, case.lines, window)(case.q, case.k, case.v, scaling=0.3)
     torch.testing.assert_close(got.cpu().double(), case.expected(window, None, None), rtol=2e-5, atol=2e-5)

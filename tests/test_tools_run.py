@@ -19,7 +19,7 @@ TOOLS = TESTS.parent / "tools"
 PROGRAMS = sorted(path.name for path in TOOLS.glob("*.py") if "__main__" in path.read_text("utf-8"))
 
 PAIR = ["--target", "tiny-gemma4", "--data", str(HELD_OUT_PROBLEMS), "--max-new-tokens", "8"]
-NARROW_V = "axk1 deepseek_v2 deepseek_v3 glm4_moe_lite kimi_k25 minicpm3 mimo_v2_flash youtu".split()
+NARROW_V = ["axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k25", "minicpm3", "mimo_v2_flash", "youtu"]
 # program -> (arguments, a pattern that its output must have)
 RUNS: dict[str, tuple[list[str], str]] = {
     "bench_host.py": (["--requests", "1"], r"\| 1 \| [\d.]+ \|"),
