@@ -301,7 +301,7 @@ def test_a_page_is_exchanged_with_its_peers_in_all_groups() -> None:
     assert texts.allocator.primary.free_pages == 60 - 9  # the old ones are free
 
 
-def test_a_page_is_not_exchanged_where_another_group_would_lose_its_peer() -> None:
+def test_pages_whose_peers_a_row_has_given_up_are_not_exchanged() -> None:
     """The row has given up 7 tokens in the narrow group and 4 in the wide one: the cache keeps its own first 7."""
     texts, text, old, own = revived(evict=True)
     assert texts.cache.match(texts.cache.key(text)).tolist() == [*old[:7], *own[7:]]
