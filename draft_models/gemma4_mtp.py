@@ -215,7 +215,7 @@ class Gemma4MTPWorker:
             if level == 0 or (level == 1 and batch.topk > 1):  # one query for the root, then topk
                 context = self._context(batch, view, tokens.shape[1])
             out, hidden = self.drafter.step(tokens, hidden, context)
-            tokens, origin = growth.add(out, drawn_pos[:, None].expand_as(tokens))
+            tokens, origin = growth.add_level(out, drawn_pos[:, None].expand_as(tokens))
             hidden = continued(hidden, origin)
         return growth.select()
 

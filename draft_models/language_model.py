@@ -64,7 +64,7 @@ class LanguageModelDrafter(Drafter):
     def bind(self, binding: Binding) -> "LanguageModelWorker":
         return LanguageModelWorker(self, binding)
 
-    def known(self, tokens: torch.Tensor) -> torch.Tensor:
+    def known_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
         """Tokens that the model has: others are the target's padding of the vocabulary, and stand for nothing."""
         return tokens.clamp(max=self.model.vocab_size - 1)
 
@@ -83,12 +83,12 @@ class LanguageModelWorker(StoreWorker):
 
     @torch.inference_mode()
     def observe(self, seen: Observation) -> None:
-        tokens = self.drafter.known(seen.tokens.gather(1, seen.path))
+        tokens = self.drafter.known_tokens(seen.tokens.gather(1, seen.path))
         self.drafter.model.forward(tokens, self.plan_of(seen), self.own_view)
 
     @torch.inference_mode()
     def observe_prompts(self, seen: PromptObservation) -> None:
-        self.drafter.model.forward(self.drafter.known(seen.tokens[None]), self.plan_of(seen), self.own_view)
+        self.drafter.model.forward(self.drafter.known_tokens(seen.tokens[None]), self.plan_of(seen), self.own_view)
 
     @torch.inference_mode()
     def propose(self, batch: DraftBatch) -> DraftTree:
@@ -103,7 +103,7 @@ class LanguageModelWorker(StoreWorker):
         for level in range(levels):
             block.enter_level(origin)
             node_pos = pos[level][:, None].expand(-1, topk)
-            hidden = drafter.model.run(drafter.known(tokens), node_pos, context)
+            hidden = drafter.model.run(drafter.known_tokens(tokens), node_pos, context)
             logits = drafter.logits(hidden if level else hidden[:, :1])
-            tokens, origin = growth.add(logits, pos[level + 1][:, None].expand(-1, logits.shape[1]))  # [B, K]
+            tokens, origin = growth.add_level(logits, pos[level + 1][:, None].expand(-1, logits.shape[1]))  # [B, K]
         return growth.select()

@@ -1,13 +1,12 @@
 """All drafters in one list: how each is recognised, and how a checkpoint or a loaded module becomes one.
 
-To add a drafter, add a line to `FAMILIES` (checkpoints and modules) or to `WORDS` (drafters without a checkpoint).
+To add a drafter, add a line to `FAMILIES` (with checkpoints) or to `WORDS` (without).
 """
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 
@@ -41,35 +40,29 @@ class DrafterCheckpoint(Protocol):
         """Loaded by transformers, in the dtype and on the device of the target."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrafterFamily:
-    """One kind of drafter. matches: is this config.json one? load: a drafter from a checkpoint. wrap: one from a loaded
-    module, if modules of this kind exist. building: a block within which transformers can build such a module."""
+class DrafterFamily(NamedTuple):
+    """One kind of drafter with checkpoints. matches: is this config.json one? load: a drafter from one."""
 
     title: str
     matches: Callable[[Mapping[str, Any]], bool]
     load: Callable[[DrafterCheckpoint, TargetInfo], Drafter]
-    wrap: Callable[[nn.Module, TargetInfo], Drafter] | None = None
-    building: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 FAMILIES = (
     DrafterFamily(
-        title=f"Gemma 4 MTP assistants ({', '.join(ASSISTANT_TYPES)})",
-        matches=is_assistant_config,
-        load=lambda checkpoint, target: Gemma4MTPDrafter(checkpoint.module(target), target),
-        wrap=Gemma4MTPDrafter,
-        building=constructible_assistants,
+        f"Gemma 4 MTP assistants ({', '.join(ASSISTANT_TYPES)})",
+        is_assistant_config,
+        lambda checkpoint, target: Gemma4MTPDrafter(checkpoint.module(target), target),
     ),
     DrafterFamily(
-        title="block drafters (DFlash, DSpark, JetSpec)",
-        matches=is_block_config,
-        load=lambda checkpoint, target: block_drafter(checkpoint.folder(), target),
+        "block drafters (DFlash, DSpark, JetSpec)",
+        is_block_config,
+        lambda checkpoint, target: block_drafter(checkpoint.folder(), target),
     ),
     DrafterFamily(
-        title="EAGLE-3 heads",
-        matches=is_eagle3_config,
-        load=lambda checkpoint, target: eagle3_drafter(checkpoint.folder(), target),
+        "EAGLE-3 heads",
+        is_eagle3_config,
+        lambda checkpoint, target: eagle3_drafter(checkpoint.folder(), target),
     ),
 )
 
@@ -86,12 +79,11 @@ def load_drafter(checkpoint: DrafterCheckpoint, target: TargetInfo) -> Drafter:
 
 
 def wrap_drafter(module: nn.Module, target: TargetInfo) -> Drafter:
-    """A drafter from a loaded module. Raises UnsupportedModelError for a module of another kind."""
+    """A drafter from a loaded module, an assistant of Gemma 4. Raises UnsupportedModelError for one of another kind."""
     config: Any = getattr(module, "config", None)
     described: Mapping[str, Any] = config.to_dict() if hasattr(config, "to_dict") else {}
-    for family in FAMILIES:
-        if family.wrap is not None and family.matches(described):
-            return family.wrap(module, target)
+    if is_assistant_config(described):
+        return Gemma4MTPDrafter(module, target)
     raise _not_a_drafter(f"drafter of class {type(module).__name__}", described)
 
 
@@ -101,7 +93,7 @@ def is_drafter_config(config: Mapping[str, Any]) -> bool:
 
 def building(config: Mapping[str, Any]) -> AbstractContextManager[None]:
     """A block within which transformers can build the model of this config.json, drafter or not."""
-    return next((family.building() for family in FAMILIES if family.matches(config)), nullcontext())
+    return constructible_assistants() if is_assistant_config(config) else nullcontext()
 
 
 def _not_a_drafter(what: str, config: Mapping[str, Any]) -> UnsupportedModelError:

@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 from specdec import Engine, EngineConfig, GenerationOutput, RequestStats, SamplingParams, SpecConfig, SpecDecError
 from specdec.cli.bodies.answer import DRAFTED_STYLE, in_colour
 from specdec.errors import ConfigError
+from specdec.evaluation.contest import first_difference
 from specdec.models.bundled import BUNDLED_NAMES
 from specdec.models.published import Pair, pair_table
 from specdec.runtime.draft_words import acceptance_in_words, depths_in_words, why_slower
@@ -59,14 +60,6 @@ def chat_prompt(engine: Engine, text: str, system: str | None) -> list[int]:
     if not getattr(engine.tokenizer, "chat_template", None):
         raise ConfigError("--system needs a tokenizer with a chat template, and this target has none; leave it out")
     return engine.chat_prompt([{"role": "system", "content": system}, {"role": "user", "content": text}])
-
-
-def first_difference(ours: Sequence[int], reference: Sequence[int]) -> int | None:
-    """Index of the first token at which two outputs differ; None when they are equal."""
-    if ours == reference:
-        return None
-    shorter = min(len(ours), len(reference))
-    return next((i for i in range(shorter) if ours[i] != reference[i]), shorter)
 
 
 def chat(pair: Pair, args: argparse.Namespace) -> bool:

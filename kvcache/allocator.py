@@ -170,7 +170,7 @@ class HybridAllocator:
         self._unmap(group, pages[self.pools[group].forget(self._peers(group, pages))])
 
     def is_mapped(self, group: GroupId, pages: IntArray) -> BoolArray:
-        """Which of `pages` have a peer in a group."""
+        """Mask of `pages` that have a peer in a group."""
         mapped: BoolArray = self._peers(group, pages) != 0
         return mapped
 

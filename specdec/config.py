@@ -4,8 +4,6 @@ Arguments may have any type that users have at hand (numpy scalars, the name of 
 types and `torch.dtype`.
 """
 
-import math
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -13,8 +11,9 @@ from typing import Any, TypeGuard
 import torch
 
 from specdec.errors import ConfigError, require_one_of, shown
+from specdec.settings.numbers import require, require_fields, require_int, require_number
 from specdec.settings.plain_arguments import DTYPE_ALIASES, plain_arguments
-from specdec.settings.sampling_numbers import NUMBERS, SamplingNumbers
+from specdec.settings.sampling_numbers import SamplingNumbers
 from specdec.text.stop_strings import StopStrings
 
 MAX_TREE_NODES = 512
@@ -60,9 +59,8 @@ class SpecConfig:
 
     topk = 1 is a chain. Otherwise the best `topk` nodes of each level are expanded, and the best nodes of all levels
     are verified. num_draft_tokens None: 1 + topk * num_steps nodes, of a tree at most 64.
-    adaptive: this is the largest draft, and each round has the draft, or none, that is expected to bring most tokens a
-    second, by the measured times of rounds and the acceptance so far. It changes no token. False: every round has this
-    draft.
+    adaptive: this is the largest draft, and each round has the one, or none, that is expected to bring most tokens a
+    second. It changes no token. False: every round has this draft.
     """
 
     num_steps: int = 4
@@ -71,17 +69,14 @@ class SpecConfig:
     adaptive: bool = True
 
     def __post_init__(self) -> None:
-        _require_bools(self, "adaptive")
-        require_int("num_steps", self.num_steps, 1, MAX_TREE_NODES - 1)
-        require_int("topk", self.topk, 1, MAX_TOPK)
-        if self.num_draft_tokens is not None:
-            require_int("num_draft_tokens", self.num_draft_tokens, 2, MAX_TREE_NODES)
-            if self.num_draft_tokens > 1 + self._candidates(self.num_steps):
-                raise ConfigError(
-                    f"num_draft_tokens={self.num_draft_tokens}: {self.num_steps} steps of topk={self.topk} propose at "
-                    f"most {1 + self._candidates(self.num_steps)} nodes, the root included; raise num_steps or topk, "
-                    "or lower num_draft_tokens"
-                )
+        spans = {"num_steps": (1, MAX_TREE_NODES - 1), "topk": (1, MAX_TOPK), "num_draft_tokens": (2, MAX_TREE_NODES)}
+        require_fields(self, spans)
+        most = 1 + self._candidates(self.num_steps)
+        if self.num_draft_tokens is not None and self.num_draft_tokens > most:
+            raise ConfigError(
+                f"num_draft_tokens={self.num_draft_tokens}: {self.num_steps} steps of topk={self.topk} propose at most "
+                f"{most} nodes, the root included; raise num_steps or topk, or lower num_draft_tokens"
+            )
 
     @property
     def num_nodes(self) -> int:
@@ -117,36 +112,24 @@ class EngineConfig:
     float32 on the CPU, the checkpoint's elsewhere.
     prefill_chunk: maximum prompt tokens per step of one request, which are read in one step; None: 2048, on a CPU 512.
     max_prefill_tokens: maximum prompt tokens per step over all requests, whether or not others decode. None: measured
-    times decide. While requests decode, the prompts of a step may take half a round's time for each request that waits
-    for its first token (`EngineStats.prompt_gap_ms`): one long prompt makes streams slower by half, and a queue is read
-    in large steps. If that is too little for 256 tokens (on a CPU 32), a step runs some layers of a forward over at
-    most that many tokens, and later steps run the rest. If `prefill_chunk` is set, or the model cannot be stopped
-    between layers, at least 64 tokens (on a CPU 16) are read at once. The upper bound is what a GPU reads in a quarter
-    of a second, at most 8192 tokens, and 96 on a CPU. While no request decodes, prompts of up to four times as many
-    tokens, at most 8192, are read in one step. Prompts are read in order of rank, except that a prompt at most half as
-    long as the unread rest of the first one passes it, within the half of the step that is not the first one's.
+    times decide (docs/life_of_a_request.md; `EngineStats.prompt_gap_ms`).
     attention: "torch" runs anywhere; "triton" uses the Triton kernels, which need a CUDA device (or, to try them on a
     CPU, TRITON_INTERPRET=1); "auto" is "triton" on a GPU that can run them, else "torch".
-    deterministic: the logits of a token are a function of its request alone, to the bit: not of the batch, the chunks
-    of its prompt, preemption, the drafter, its trees, or captured rounds. A model that cannot run so is refused.
-    cuda_graphs: rounds and short prompts are captured once a shape and replayed. "auto" captures on a GPU, and runs a
-    model that cannot be captured without; True makes that an error, and needs a GPU.
-    max_capture_bytes: memory that captured rounds and prompts may take of each device; the least recently used are
-    dropped, and captured again when they occur again. None: a tenth of a device's memory, or half of the memory that is
-    free once the pools are made, if that is less.
-    prefix_cache: K/V of prompts and outputs are kept while there is room, and requests that begin with the same tokens
-    reuse them. Cached K/V are dropped before a request has to wait for slots.
-    finished_tokens: drafter "suffix" also proposes from outputs of finished requests, the newest of at most so many
-    tokens; 0 (the default): from a request's own text alone. Requests with the same cache_salt share, as they do in the
-    prefix cache. It changes no token, but a text may arrive sooner when other requests had similar outputs.
-    fused: decoder layers of few large kernels in the place of transformers' modules. "auto" uses them with "triton" on
-    a GPU, if the family has them; True everywhere (in plain torch without "triton"), and refuses a model or drafter
-    that has none; False never. Merges weights in place: they become views of larger tensors, the same values under the
-    same names.
-    tensor_parallel: GPUs of this host that share every layer of the target and its head, from `device` on. They must
-    reach each other's memory. A name is loaded into host memory, and each GPU takes its share from there; the first
-    also holds the embeddings and the drafter. Fused families, quantised or not. With deterministic=True the logits are
-    those of one GPU, to the bit.
+    deterministic: the logits of a token depend on its request alone, to the bit: not on the batch, prompt chunks,
+    preemption, drafts or captures. A model that cannot run so is refused.
+    cuda_graphs: captures rounds and short prompts once a shape and replays them. "auto" captures on a GPU where the
+    model allows it; True makes a model that does not an error, and needs a GPU.
+    max_capture_bytes: memory that captures may take of each device; the least recently used are dropped. None: a tenth
+    of a device's memory, or half of what is free once the pools are made, if that is less.
+    prefix_cache: keeps K/V of prompts and outputs for requests that begin with the same tokens, until slots are needed.
+    finished_tokens: drafter "suffix" also proposes from the newest so many output tokens of finished requests with the
+    same cache_salt; 0: from a request's own text alone. It changes no token, only when a text arrives.
+    fused: decoder layers of few large kernels in the place of transformers' modules. "auto": with "triton" on a GPU, if
+    the family has them; True: everywhere (in plain torch without "triton"), and a model or drafter without them is
+    refused; False: never. Fusing makes parameters views of larger tensors, with the same values and names.
+    tensor_parallel: GPUs of this host, from `device` on, that share every layer of the target and its head. They must
+    reach each other's memory; the first also holds the embeddings and the drafter. Fused families, quantised or not.
+    With deterministic=True the logits are those of one GPU, to the bit.
     """
 
     max_batch_size: int = 8
@@ -169,28 +152,23 @@ class EngineConfig:
     tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
-        sizes = {"max_batch_size": 4096, "page_size": 1024, "tensor_parallel": MAX_RANKS}
-        for name, most in sizes.items():
-            require_int(name, getattr(self, name), 1, most)
-        require_int("finished_tokens", self.finished_tokens, 0, MAX_FINISHED_TOKENS)
-        optional = {"prefill_chunk": 1 << 20, "max_prefill_tokens": 1 << 30}
-        optional |= dict.fromkeys(("max_model_len", "full_slots", "swa_slots", "max_capture_bytes"), 1 << 40)
-        for name, most in optional.items():
-            if getattr(self, name) is not None:
-                require_int(name, getattr(self, name), 1, most)
+        spans = {"max_batch_size": (1, 4096), "page_size": (1, 1024), "tensor_parallel": (1, MAX_RANKS)}
+        spans |= {"prefill_chunk": (1, 1 << 20), "max_prefill_tokens": (1, 1 << 30)}
+        spans |= {"finished_tokens": (0, MAX_FINISHED_TOKENS)}
+        spans |= dict.fromkeys(("max_model_len", "full_slots", "swa_slots", "max_capture_bytes"), (1, 1 << 40))
+        require_fields(self, spans)
         if self.memory_share is not None:
             require_number("memory_share", self.memory_share, 0.0, 1.0, open_low=True)
         require_one_of("attention", self.attention, ATTENTION_BACKENDS)
         for name, words in (("cuda_graphs", "True, 'auto' or False"), ("fused", "'auto', True or False")):
             value = getattr(self, name)
-            _require(name, value, isinstance(value, bool) or value == "auto", f"{words} is expected")
-        _require_bools(self, "deterministic", "prefix_cache")
+            require(name, value, isinstance(value, bool) or value == "auto", f"{words} is expected")
         if self.device is not None:
             _require_device(self.device)
         dtype: object = self.dtype
         names = ", ".join(f"{name} ({alias})" for alias, name in DTYPE_ALIASES.items())
         fits = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
-        _require("dtype", dtype, fits, f"a floating torch.dtype or its name is expected, such as {names}")
+        require("dtype", dtype, fits, f"a floating torch.dtype or its name is expected, such as {names}")
 
 
 @plain_arguments
@@ -201,11 +179,10 @@ class SamplingParams(SamplingNumbers):
     Logits change in this order, on every path: logit_bias, repetition, frequency and presence penalty, the grammar's
     mask, top_n_sigma, temperature, top_k, top_p, min_p. With a `seed` the output is a pure function of model, prompt,
     parameters and seed, whatever the drafter and the batch; None draws one.
-    top_n_sigma: keeps tokens whose logit is at least the best one less n times the standard deviation of all finite
-    logits of the position (of the population: divided by their number), 0 or less keeps all. The logits are those
-    before temperature, with every edit above; temperature scales both sides, and changes no token that is kept.
-    frequency_penalty, presence_penalty: taken from a token's logit for each time that the output has it, and once if it
-    has it at all; the repetition penalty looks at the prompt too. logit_bias: added to the logits of these token ids.
+    top_n_sigma: keeps tokens whose logit, before temperature, is at least the best one less n standard deviations of
+    the position's finite logits (of the population: divided by their number); 0 or less keeps all.
+    frequency_penalty, presence_penalty: taken from a token's logit each time that the output has it, and once if it has
+    it; the repetition penalty looks at the prompt too. logit_bias: added to the logits of these token ids.
     json_schema (a dict or JSON text), json_object (any object), regex (of the whole text), choice (one of these
     strings): the grammar of the output, one of them a request. The text may end where the grammar does, and nowhere
     else; a text of max_new_tokens is cut.
@@ -217,8 +194,8 @@ class SamplingParams(SamplingNumbers):
     speculation: None, as the engine does; False, not at all; or a SpecConfig within the engine's (adaptive=False: that
     draft in every round, in an adaptive engine too). In a round with deeper drafts the request accepts at most its own
     depth. It changes no token.
-    cache_salt: a secret text. Only requests with the same salt (None is one too) share K/V in the prefix cache, so a
-    caller without it cannot learn from cache hits what was in a prompt. It changes no token.
+    cache_salt: a secret text. Only requests with the same salt (None is one too) share K/V in the prefix cache. It
+    changes no token.
     """
 
     stop: str | Sequence[str] = ()
@@ -240,23 +217,15 @@ class SamplingParams(SamplingNumbers):
 
     def __post_init__(self) -> None:
         require_int("max_new_tokens", self.max_new_tokens, 1 if self.prompt_logprobs is None else 0, 1 << 30)
-        for name, number in NUMBERS.items():
-            if number.kind is int:
-                require_int(name, getattr(self, name), int(number.low), int(number.high))
-            else:
-                require_number(name, getattr(self, name), number.low, number.high, open_low=number.open_low)
-        require_int("n", self.n, 1, 1 << 16)
+        spans = {"n": (1, 1 << 16), "min_tokens": (0, 1 << 30)}
+        require_fields(self, spans | dict.fromkeys(("logprobs", "prompt_logprobs"), (0, 1024)))
         if self.seed is not None:
             require_int("seed", self.seed, 0, (1 << 63) - self.n)  # sample i has the seed plus i
         own = self.speculation is None or self.speculation is False or isinstance(self.speculation, SpecConfig)
-        _require("speculation", self.speculation, own, "None (as the engine), False (none) or a SpecConfig is expected")
-        for name in ("logprobs", "prompt_logprobs"):
-            if (count := getattr(self, name)) is not None:
-                require_int(name, count, 0, 1024)
-        _require_bools(self, "ignore_eos", "include_stop_str_in_output", "json_object")
+        require("speculation", self.speculation, own, "None (as the engine), False (none) or a SpecConfig is expected")
         salt: object = self.cache_salt
         short = salt is None or (isinstance(salt, str) and 0 < len(salt) <= MAX_SALT)
-        _require("cache_salt", salt, short, f"a text of 1 to {MAX_SALT} characters is expected; None for none")
+        require("cache_salt", salt, short, f"a text of 1 to {MAX_SALT} characters is expected; None for none")
         self._require_stops()
         self._require_bias()
         self._require_grammar()
@@ -264,7 +233,7 @@ class SamplingParams(SamplingNumbers):
 
     def _require_stops(self) -> None:
         stops = (self.stop,) if isinstance(self.stop, str) else self.stop
-        _require(
+        require(
             "stop", self.stop, _are_texts(stops), "a non-empty string, or a sequence of them, is expected; () for none"
         )
         longest = max(map(len, self.stop_strings), default=0)
@@ -274,7 +243,7 @@ class SamplingParams(SamplingNumbers):
                 f"at most {MAX_STOPS} of {MAX_STOP_CHARS} characters are looked for"
             )
         ids = self.stop_token_ids
-        _require("stop_token_ids", ids, _is_collection(ids), "a sequence of token ids is expected; () for none")
+        require("stop_token_ids", ids, _is_collection(ids), "a sequence of token ids is expected; () for none")
         if len(ids) > MAX_STOP_TOKENS:
             raise ConfigError(f"stop_token_ids has {len(ids)} ids; at most {MAX_STOP_TOKENS} are allowed")
         for token in ids:
@@ -283,13 +252,12 @@ class SamplingParams(SamplingNumbers):
     def _require_bias(self) -> None:
         bias = {} if self.logit_bias is None else self.logit_bias
         is_mapping = isinstance(bias, Mapping)
-        _require("logit_bias", bias, is_mapping, "a mapping of token ids to numbers is expected; None for none")
+        require("logit_bias", bias, is_mapping, "a mapping of token ids to numbers is expected; None for none")
         for token, value in bias.items():
             require_int("a token id in logit_bias", token, 0, 1 << 40)
             require_number(f"logit_bias of token {token}", value, -100.0, 100.0)
 
     def _require_rules(self) -> None:
-        require_int("min_tokens", self.min_tokens, 0, 1 << 30)
         if self.min_tokens > self.max_new_tokens:
             raise ConfigError(
                 f"min_tokens={self.min_tokens}: at most max_new_tokens={self.max_new_tokens} is expected; lower it, or "
@@ -299,7 +267,7 @@ class SamplingParams(SamplingNumbers):
         if allowed is None:
             return
         some = _is_collection(allowed) and len(allowed) > 0
-        _require("allowed_token_ids", allowed, some, "some token ids are expected; None for all of them")
+        require("allowed_token_ids", allowed, some, "some token ids are expected; None for all of them")
         for token in allowed:
             require_int("allowed_token_ids", token, 0, 1 << 40)
         if self.grammar is not None:
@@ -317,7 +285,7 @@ class SamplingParams(SamplingNumbers):
             ("choice", "a sequence of non-empty strings", _are_texts(self.choice) and self.choice),
         ):
             value = getattr(self, name)
-            _require(name, value, value is None or bool(fits), f"{expected} is expected; None for none")
+            require(name, value, value is None or bool(fits), f"{expected} is expected; None for none")
         if self.ignore_eos and asked:
             raise ConfigError(f"ignore_eos=True with {asked[0]}: the text is over where the grammar is; leave one out")
 
@@ -349,38 +317,9 @@ def _are_texts(value: object) -> bool:
     return _is_collection(value) and all(isinstance(text, str) and text for text in value)
 
 
-def _require(name: str, value: object, fits: bool, expected: str) -> None:
-    """Raise ConfigError unless the value fits."""
-    if not fits:
-        raise ConfigError(f"{name}={shown(value)}: {expected}")
-
-
-def _require_bools(config: object, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        _require(name, value, isinstance(value, bool), "True or False is expected")
-
-
 def _require_device(device: object) -> None:
     try:
         if not isinstance(device, torch.device):
             torch.device(device if isinstance(device, str) else "")
     except RuntimeError:
-        _require("device", device, False, "a torch device is expected, such as 'cpu', 'cuda' or 'cuda:1'")
-
-
-def require_int(name: str, value: object, low: int, high: int) -> None:
-    """Raise ConfigError unless it is an integer from `low` to `high`."""
-    fits = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-    _require(name, value, fits, f"an integer from {low} to {high} is expected")
-
-
-def require_number(name: str, value: object, low: float, high: float = math.inf, *, open_low: bool = False) -> None:
-    """Raise ConfigError unless it is a finite number from `low`, or above it, to `high`."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if is_number and low <= value <= min(high, sys.float_info.max) and not (open_low and value == low):  # type: ignore[operator]
-        return
-    span = f"above {low:g}" if open_low else f"from {low:g}"
-    if math.isfinite(high):
-        span += f" to {high:g}"
-    _require(name, value, False, f"a finite number {span} is expected")
+        require("device", device, False, "a torch device is expected, such as 'cpu', 'cuda' or 'cuda:1'")

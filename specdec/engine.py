@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from specdec.attention.backend import choose_backend
 from specdec.attention.checked_backend import sanitized
-from specdec.config import MAX_PRIORITY, EngineConfig, SamplingParams, SpecConfig, require_int
+from specdec.config import MAX_PRIORITY, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.base import Drafter
 from specdec.drafter_loading import load_any_drafter
 from specdec.errors import ConfigError, SpecDecError, shown
@@ -32,9 +32,8 @@ from specdec.load_check import warn_at_load
 from specdec.loading import SHARED_OPTIONS, load_target, pick_device, pick_tokenizer
 from specdec.models.split_target import split_target
 from specdec.models.target import TargetModel
-from specdec.models.watched_weights import look_closely, updates_show
+from specdec.models.watched_weights import updates_show, watched_weights
 from specdec.progress import progress_bar
-from specdec.runtime.adaptive.draft_ladder import draft_ladder
 from specdec.runtime.arguments import (
     require_choice,
     require_depth,
@@ -47,6 +46,7 @@ from specdec.runtime.arguments import (
     say_where_drafts_end,
 )
 from specdec.runtime.cpu_threads import CpuThreads
+from specdec.runtime.draft_policy.draft_ladder import draft_ladder
 from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.handle import Handle
 from specdec.runtime.inbox import Inbox
@@ -67,6 +67,7 @@ from specdec.runtime.steps import Steps
 from specdec.runtime.thread_modes import with_modes_restored
 from specdec.runtime.turns import Turns
 from specdec.runtime.warm_up import warm_up
+from specdec.settings.numbers import require_int
 from specdec.text.prompts import Prompt, as_chat_list, as_token_ids, chat_or_text_ids
 
 T = TypeVar("T")
@@ -141,7 +142,8 @@ class Engine:
             strict = config.cuda_graphs is True
             budget = config.max_capture_bytes or default_budget(*target.devices)
             adaptive = drafter is not None and self.spec.adaptive
-            num_drafts = len(draft_ladder(self.spec, lookup=self.round.has_lookup)) if adaptive else 1
+            ladder = draft_ladder(self.spec, captured=True, lookup=self.round.has_lookup)
+            num_drafts = len(ladder) if adaptive else 1
             store = CaptureStore(
                 capture, memory, budget, most_captures(len(batch_sizes(self.table.max_requests)), num_drafts)
             )
@@ -216,9 +218,9 @@ class Engine:
 
         `params`: one for all, or one each; n of them make n results. More requests than `max_batch_size` queue. Every
         one is checked before any runs: ConfigError (empty, ids outside the vocabulary), CapacityError (can never fit).
-        When one of them fails (RequestFailedError), or another thread closes the engine (SpecDecError), no outputs are
-        returned and the other requests of the call end too; those of other calls go on.
-        `progress`: a bar on standard error; None shows it on a terminal when there is more than one prompt.
+        If one of them fails (RequestFailedError), or the engine is closed (SpecDecError), the other requests of the
+        call end too.
+        `progress`: a bar on standard error; None: on a terminal, for more than one prompt.
         """
         requests = self._make_requests(prompts, params)
         try:
@@ -245,8 +247,8 @@ class Engine:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamDelta]:
         """Continue one prompt, yielding the new tokens of each round; the last delta carries the whole output.
 
-        Leaving the loop early aborts the request and frees its slots. Bad input raises here, not at the first delta.
-        A stream that cannot be completed raises: RequestFailedError, or SpecDecError when the engine was closed.
+        Leaving the loop early aborts the request. Bad input raises here, not at the first delta; a stream that cannot
+        be completed raises RequestFailedError, or SpecDecError when the engine was closed.
         """
         require_one_sample(params, "a stream")
         [request] = self._make_requests([prompt], params)
@@ -257,7 +259,7 @@ class Engine:
         """Submit one prompt without waiting for a step; the handle reads the tokens that steps add.
 
         priority: from -100 to 100. Lower values are served first and preempted last; equal ones in order of arrival.
-        The value of a waiting request falls by 1 for every 64 later requests that are served before it.
+        The value falls by 1 for every 64 later requests that are served before it.
         """
         require_one_sample(params, "a handle")
         [handle] = self.submit_many([prompt], params, priority=priority)
@@ -271,7 +273,7 @@ class Engine:
         *,
         priority: int = 0,
     ) -> list[Handle]:
-        """`submit` for many, all of them checked before any is handed in; a handle each, in the order of `generate`."""
+        """`submit` for many, all checked before any is handed in; handles in the order of `generate`."""
         require_int("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
         requests = self._make_requests(prompts, params)
         self.inbox.submit(requests, priority)
@@ -280,8 +282,8 @@ class Engine:
     def step(self) -> bool:
         """Run one step: a round of all decoding requests, and prompt chunks -> is there anything left to do?
 
-        Raises any error of the step, and the next step restarts all requests from their tokens; but an error that names
-        the row of one request (`specdec.errors.name_row`) ends that request and is not raised here.
+        Raises any error of the step, and the next step restarts all requests from their tokens. An error that names the
+        row of one request (`specdec.errors.name_row`) ends that request instead.
         """
         self.inbox.require_open()
         self._in_turn(self._run, self._whole_step)
@@ -306,10 +308,10 @@ class Engine:
     ) -> list[int]:
         """Token ids of a user's turn, or of messages {"role": ..., "content": ...}, up to where the answer begins.
 
-        special_tokens_in_content: "escape" makes control tokens that are written in messages ("<|turn>system") plain
-        text, as the server does; "allow" tokenises them as control tokens, as transformers does.
-        `template_kwargs` go to the chat template: `tools`, `enable_thinking`, `add_generation_prompt` and others.
-        Without a chat template a turn is plain text; messages, or anything for a template, raise ConfigError.
+        special_tokens_in_content: "escape" makes control tokens in messages ("<|turn>system") plain text, as the server
+        does; "allow" leaves them control tokens, as transformers does.
+        `template_kwargs` go to the chat template: `tools`, `enable_thinking`, ... Without a template a turn is plain
+        text, and messages or `template_kwargs` raise ConfigError.
         """
         return chat_or_text_ids(self.request_builder.tokenizer, chat, template_kwargs, special_tokens_in_content)
 
@@ -362,19 +364,18 @@ class Engine:
 
     def clear_prefix_cache(self) -> None:
         """Drop all cached K/V, and cache none that running requests have computed so far. Call it after changes of the
-        model that leave no trace, such as weights edited through `.data`, or a hook whose behaviour changed.
+        model that leave no trace: docs/troubleshooting.md lists them.
 
-        Most changes are noticed without this call: docs/life_of_a_request.md lists them. It also compares every
-        attribute and config of the target's modules with their earlier values, and copies a target with hooks or
-        adapters again. Raises UnsupportedModelError if the changed target cannot be served.
+        It also compares every attribute and config of the target's modules with their earlier values, and copies a
+        target with hooks or adapters again. Raises UnsupportedModelError if the changed target cannot be served.
         """
         self._in_turn(self._forget_prefixes)
 
     def close(self) -> None:
         """Drop the KV tensors; the engine refuses further work. The model stays usable.
 
-        Requests that have not ended are cut there: `generate` and `stream` raise SpecDecError in the threads that wait
-        for them; a handle has the finish reason "abort", and `Handle.error` says why.
+        Requests that have not ended are cut: `generate` and `stream` raise SpecDecError in the threads that wait; a
+        handle has the finish reason "abort", and `Handle.error` says why.
         """
         if not self._cleared:
             self._in_turn(self._close)
@@ -443,7 +444,8 @@ class Engine:
         self._cleared = True
 
     def _forget_prefixes(self) -> None:
-        look_closely(self.target, self.drafter)
+        for weights in watched_weights(self.target, self.drafter):
+            weights.look_closely()
         self.prefixes.clear()
 
     def _run(self) -> None:

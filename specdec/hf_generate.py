@@ -24,6 +24,8 @@ from specdec.engine import Engine
 from specdec.errors import ConfigError, shown
 from specdec.loading import pick_tokenizer
 from specdec.models.context_length import context_length
+from specdec.settings.numbers import require
+from specdec.settings.plain_arguments import plain_number
 
 HONOURED = frozenset(
     {"max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
@@ -354,8 +356,6 @@ def _one_of(name: str, value: Any, alias: str, other: Any) -> Any:
 
 
 def _as_int(name: str, value: Any) -> int:
-    if isinstance(value, (torch.Tensor, np.ndarray, np.generic)) and value.ndim == 0:
-        value = value.item()
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"{name}={shown(value)}: an integer is expected")
-    return value
+    number = plain_number(value)
+    require(name, number, isinstance(number, int) and not isinstance(number, bool), "an integer is expected")
+    return int(number)

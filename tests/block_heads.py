@@ -59,7 +59,7 @@ def random_head(target: Any, kind: str, *, seed: int = 3, std: float = 0.3, **ch
 def random_block(
     model: PreTrainedModel, kind: str = "dflash", ops: Operations | None = None, **changes: Any
 ) -> BlockDrafter:
-    """The same, as a drafter fitted to the model. ops: of its fused layers."""
+    """A head of these weights as a drafter fitted to the model. ops: of its fused layers."""
     target = TargetModel(model)
     target.ops = ops  # of the head alone
     return BlockDrafter(random_head(target, kind, **changes), target)
@@ -69,5 +69,5 @@ def written_block(folder: Path, model: PreTrainedModel, kind: str = "dflash", **
     """A checkpoint of random weights in a folder."""
     target = TargetModel(model)
     head = random_head(target, kind, **changes)
-    write_block(folder, head.spec, head.state_dict(), TargetShape.of(target))
+    write_block(folder, head.spec, head.state_dict(), TargetShape.of_target(target))
     return head

@@ -111,7 +111,7 @@ class Drafted(NamedTuple):
 
 @torch.no_grad()
 def draft(checkpoint: Checkpoint, model: Any, tokens: list[int]) -> Drafted:
-    """What is drafted behind `tokens`, of which the last one has no K/V yet."""
+    """What is drafted after `tokens`, of which the last one has no K/V yet."""
     w, size = checkpoint.tensors, checkpoint.setting("block_size")
     seen = model(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
     ids = checkpoint.setting("target_layer_ids")

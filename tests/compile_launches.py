@@ -17,7 +17,7 @@ torch.version.cuda = torch.version.cuda or "13.0"  # the project asks when it is
 
 from specdec.gpu.triton_shim import tl, triton  # noqa: E402
 
-import launches  # noqa: E402 - behind those settings
+import launches  # noqa: E402 - after those settings
 from no_gpu import chain, pretended_gpu  # noqa: E402
 
 

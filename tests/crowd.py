@@ -1,6 +1,6 @@
 """A crowd on one engine: requests of every kind that come, run, are aborted and end, and what must be true of them.
 
-Used by the tests, and on a GPU by `tools/gpu_test.py --parts crowd`. It knows no model: prompts are ids below `vocab`.
+Used by the tests, and on a GPU by `python -m bench crowd`. It knows no model: prompts are ids below `vocab`.
 """
 
 import gc
@@ -111,7 +111,7 @@ def require_empty(engine: Engine) -> None:
 
 
 def require_no_leak(make_and_use: Callable[[], Engine]) -> None:
-    """Of an engine that is made, used, closed and dropped nothing stays: neither itself nor a tensor of its K/V."""
+    """Nothing stays of an engine that is made, used, closed and dropped: neither itself nor a tensor of its K/V."""
     engine = make_and_use()
     left = [weakref.ref(thing) for thing in (engine, engine.table, engine.round, engine.scheduler)]
     left += [

@@ -163,7 +163,7 @@ def stream_of(descriptor: int, mode: str, errors: str) -> TextIO:
 
 
 def run(arguments: list[str]) -> None:
-    """As Python does: -m MODULE, -c PROGRAM or a file, each with arguments of its own."""
+    """Runs what Python would: -m MODULE, -c PROGRAM or a file, each with arguments of its own."""
     first, *rest = arguments
     if first == "-m":
         sys.argv, sys.path[0] = rest, os.getcwd()
@@ -178,7 +178,7 @@ def run(arguments: list[str]) -> None:
 
 
 def run_to_its_end(arguments: list[str]) -> NoReturn:
-    """As Python ends, but for taking every module to pieces, which takes it half a second."""
+    """Ends as Python does, but for taking every module to pieces, which takes it half a second."""
     status, interrupted = 0, False
     try:
         run(arguments)

@@ -11,11 +11,11 @@ from specdec.attention.backend import Backend
 from specdec.attention.plan import KVPlan, plan_chunk, plan_frozen, plan_verify
 from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.trees.tree import DraftTree
-from specdec.gpu.mirrored_array import IntArray
+from specdec.gpu.mirrored_array import IntArray, MirroredArray, flush
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.frozen import KVView, KVWorker, frozen_kv, own_view
-from specdec.kvcache.index_spaces import ByGroup, GroupId, GroupLoc, PrimaryLoc
+from specdec.kvcache.index_spaces import PRIMARY, ByGroup, GroupId, GroupLoc, PrimaryLoc
 from specdec.kvcache.layout import (
     FULL_ATTENTION,
     SLIDING_ATTENTION,
@@ -25,25 +25,61 @@ from specdec.kvcache.layout import (
     LayerCache,
     Window,
     attention_fields,
+    layout_from_config,
 )
-from specdec.kvcache.table import FROZEN_EXTRA_KEYS, RequestTable
+from specdec.kvcache.page_pool import PagedAllocator
+from specdec.kvcache.prefix_cache import PrefixCache
+from specdec.kvcache.table import FROZEN_EXTRA_KEYS, Move, RequestTable
+
+__all__ = [
+    "ByGroup",
+    "CacheGroups",
+    "DraftTree",
+    "FROZEN_EXTRA_KEYS",
+    "Full",
+    "GroupId",
+    "GroupLoc",
+    "HybridAllocator",
+    "IntArray",
+    "KVLayout",
+    "KVPlan",
+    "KVRig",
+    "KVView",
+    "LayerCache",
+    "MirroredArray",
+    "Move",
+    "PRIMARY",
+    "PagedAllocator",
+    "PrefixCache",
+    "PrimaryLoc",
+    "RequestTable",
+    "SWA",
+    "Window",
+    "attention_fields",
+    "flush",
+    "ints",
+    "layer_spec",
+    "layout_from_config",
+    "make_allocator",
+    "replaced",
+]
+
+
+def ints(*values: int) -> IntArray:
+    return np.array(values, dtype=np.int64)
+
+
+def layer_spec(
+    layer: int, window: int | None, owner: int | None = None, head_dim: int = 1, heads: int = 1
+) -> LayerCache:
+    """A layer that keeps K and V. window: None: full. owner: its own, unless another's is given."""
+    kind, retention = (FULL_ATTENTION, Full()) if window is None else (SLIDING_ATTENTION, Window(window))
+    owner = layer if owner is None else owner
+    return LayerCache(layer, owner, kind, attention_fields(heads, head_dim), retention)
+
 
 SWA = GroupId(1)
 """The windowed group of models with one window."""
-
-
-def layer_cache(
-    layer: int, owner: int, layer_type: str, window: int | None, heads: int = 1, dim: int = 1
-) -> LayerCache:
-    """A layer that keeps K and V of `heads` heads of `dim` numbers: of every token, or of those in its window."""
-    return LayerCache(
-        layer, owner, layer_type, attention_fields(heads, dim), Full() if window is None else Window(window)
-    )
-
-
-def spec(layer: int, window: int | None, heads: int = 1, dim: int = 1) -> LayerCache:
-    """A layer that owns its K/V."""
-    return layer_cache(layer, layer, FULL_ATTENTION if window is None else SLIDING_ATTENTION, window, heads, dim)
 
 
 def make_allocator(
@@ -55,7 +91,7 @@ def make_allocator(
     device: torch.device | str = "cpu",
 ) -> HybridAllocator:
     """Pools of a primary group and of one group a window. window_pages: of each of these, or of all; None: `pages`."""
-    groups = CacheGroups.of_layouts([KVLayout(tuple(spec(i, window) for i, window in enumerate(windows)))])
+    groups = CacheGroups.of_layouts([KVLayout(tuple(layer_spec(i, window) for i, window in enumerate(windows)))])
     more = pages if window_pages is None else window_pages
     each = [more] * len(groups.windowed) if isinstance(more, int) else more
     return HybridAllocator(groups, [pages, *each], page_size=page_size, device=torch.device(device))

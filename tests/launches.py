@@ -220,7 +220,7 @@ def prompts(
     cap: float | None,
     tiles: RaggedTiles | None = None,
 ) -> None:
-    """Runs of eight requests in one row. Of windowed layers the lines begin behind position 0."""
+    """Runs of eight requests in one row. Of windowed layers the lines begin after position 0."""
     query = numbers(1, num_tokens, 2 * group, head_dim, dtype=dtype).transpose(1, 2)
     pools = (numbers(9999, 2, head_dim, dtype=dtype) for _ in "kv")
     places = (integers(num_tokens) for _ in range(3))

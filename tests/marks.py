@@ -73,7 +73,7 @@ def _is_quick(case: Any) -> bool:
 
 
 def _values(case: Any) -> tuple[Any, ...]:
-    """Of a tuple or of what `pytest.param` made of one."""
+    """Values of a tuple, or of what `pytest.param` made of one."""
     return case.values if hasattr(case, "marks") else case
 
 

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 SHARED_MEMORY = {90: 232448, 80: 166912, 89: 101376}  # bytes of a program at most, by compute capability
 MULTIPROCESSORS = 132
 LEFT_UNDER_WAY = re.compile(r"warp_group_dot_wait.*pendings = [1-9]")
-"""Of a packed weight's tile the operand lies in registers, which the next tile may overwrite: no product may go on."""
+"""The operand of a packed weight's tile lies in registers, which the next tile may overwrite: no product may go on."""
 
 
 class PretendedTensor(torch.Tensor):

@@ -160,7 +160,7 @@ def fp8_block(block: int = 16) -> Form:
 
 
 def mxfp4() -> Form:
-    """Of one expert's weight [N, K]: blocks [N, K / 32, 16] and scales [N, K / 32]."""
+    """Parts of one expert's weight [N, K]: blocks [N, K / 32, 16] and scales [N, K / 32]."""
 
     def write(weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
         groups = weight.reshape(len(weight), -1, 32)

@@ -138,7 +138,7 @@ def start(arguments: Sequence[str], *, real: bool = False, terminal: bool = Fals
     terminal: its standard input is a terminal that becomes its own, in a session of its own.
     """
     options = {"text": True, **options}
-    # libraries of macOS are not safe behind a fork
+    # libraries of macOS are not safe after a fork
     if not (real or is_deep()) and sys.platform == "linux":
         return Fork(arguments, terminal=terminal, **options)
 

@@ -35,7 +35,7 @@ def case_of(target: Any) -> tuple[Any, ...] | None:
 
 
 def with_layers(target: Any) -> tuple[Any, ...] | None:
-    """The same of a proof about the layers that were put in place of the model's own, or in tiles."""
+    """Key of a proof about the layers that were put in place of the model's own, or in tiles."""
     case = case_of(target)
     if case is None or not hasattr(target, "unfused"):  # its own layers are proved in `_probe`, as a whole
         return None
@@ -76,11 +76,11 @@ def fused_once(difference: Callable[..., str | None]) -> Callable[..., str | Non
 def alone_once(depends: Callable[..., str | None]) -> Callable[..., str | None]:
     known: set[tuple[Any, ...]] = set()
 
-    def found(layout: Any, texts: Any, run: Any, logits: Any, most_rows: int) -> str | None:
+    def found(layout: Any, texts: Any, run: Any, logits: Any, in_tiles: bool) -> str | None:
         case = with_layers(getattr(logits, "__self__", None))
         if case in known:
             return None
-        what = depends(layout, texts, run, logits, most_rows)
+        what = depends(layout, texts, run, logits, in_tiles)
         if what is None and case is not None:
             known.add(case)
         return what

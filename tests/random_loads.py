@@ -28,7 +28,7 @@ def random_requests(rng: random.Random, random_prompt: Callable[..., Any]) -> tu
 
 
 def random_config(rng: random.Random, slots: int | None, **settings: Any) -> EngineConfig:
-    """Of batch, pages, chunks and prefix cache; slots: of each pool."""
+    """Draws batch, pages, chunks and prefix cache; slots: of each pool."""
     return EngineConfig(
         max_model_len=128,
         max_batch_size=rng.choice((1, 3, 8)),

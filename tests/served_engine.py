@@ -49,7 +49,7 @@ def served(
 
 
 def until(condition: Callable[..., Any], *arguments: Any, seconds: float = 120.0) -> None:
-    """Wait for an event, such as a line of the log: it is written behind the answer, so a client may be earlier."""
+    """Wait for an event, such as a line of the log: it is written after the answer, so a client may be earlier."""
     end = time.monotonic() + seconds
     while not condition(*arguments):
         assert time.monotonic() < end, "it never came to be"

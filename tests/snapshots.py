@@ -54,7 +54,7 @@ def contents(*roots: object) -> dict[str, Any]:
 
 
 def kv_contents(cache: KVCache) -> dict[str, Any]:
-    """The contents of a request table, of the allocator behind it, and of all K/V behind its slots."""
+    """The contents of a request table, of the allocator behind it, and of all K/V in its slots."""
     for mirrored in (cache.table.slots, cache.table.committed_len, cache.allocator.maps):
         assert mirrored.tensor is not None  # what is due to the device goes there: when it goes is no difference
     return contents(cache.table, cache.allocator, *cache.stores)

@@ -30,7 +30,7 @@ def random_prompt() -> Callable[..., list[int]]:
 
 
 class ScriptedDrafter(StatelessDrafter):
-    """A drafter that a test scripts: `script(tokens, n)` -> (draft tokens [n], their parents [n]) behind the tokens.
+    """A drafter that a test scripts: `script(tokens, n)` -> (draft tokens [n], their parents [n]) after the tokens.
 
     Parents number nodes, the root is 0; None is a chain.
     """
@@ -61,7 +61,7 @@ def scripted() -> type[ScriptedDrafter]:
 def tree_script() -> Callable[..., Callable[[list[int], int], tuple[list[int], list[int] | None]]]:
     """tree_script(truths, vocab=96, hit=0.7): a script of random branching trees.
 
-    script(tokens, n, depth=None) gives n nodes, none deeper than `depth`. `truths` are whole sequences: a draft behind
+    script(tokens, n, depth=None) gives n nodes, none deeper than `depth`. `truths` are whole sequences: a draft after
     a path that follows one of them follows it too with probability `hit`, in a random place among its siblings. A pure
     function of the tokens, so the same in any batch.
     """

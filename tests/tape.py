@@ -26,7 +26,7 @@ class NotCapturable(RuntimeError):
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Of arguments or results, in order; several times as fast as what torch has for trees of any kind."""
+    """Leaves of arguments or results, in order; several times as fast as what torch has for trees of any kind."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):

@@ -1,31 +1,36 @@
-"""Adaptive drafts: the ladder, what is learned of acceptance and cost, the choice, and that it changes no token."""
+"""Adaptive drafts: the ladder, what is learned of acceptance and time, the account, and that no token changes.
+
+Loads are simulated (`draft_simulation.py`) for what the choice as a whole must hold.
+"""
 
 import dataclasses
 import functools
-import heapq
 import inspect
-import itertools
 
 import numpy as np
 import pytest
+from draft_simulation import E4B, Load, Machine, adaptive, chances, e4b, to_best
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import specdec.engine
-import specdec.runtime.steps
+import specdec.runtime.warm_up
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.runtime.adaptive import round_timing
-from specdec.runtime.adaptive.cost_table import CostTable, Level
-from specdec.runtime.adaptive.draft_account import CREDIT, MAX_SAVED, SHARE, DraftAccount
-from specdec.runtime.adaptive.draft_chances import DraftChances
-from specdec.runtime.adaptive.draft_choice import DraftChoice
-from specdec.runtime.adaptive.draft_ladder import draft_ladder
+from specdec.runtime import prompt_timing
+from specdec.runtime.draft_policy import round_timing
+from specdec.runtime.draft_policy.draft_acceptance import MEMORY, Acceptance
+from specdec.runtime.draft_policy.draft_account import MAX_SAVED, SHARE, UNCAPTURED, DraftAccount
+from specdec.runtime.draft_policy.draft_choice import DraftChoice
+from specdec.runtime.draft_policy.draft_ladder import draft_ladder
+from specdec.runtime.draft_policy.round_times import FIRST_GUESS, NEWEST, PLAIN_AGE, RoundTimes
 from specdec.runtime.rounds.result import DraftShape
 from specdec.runtime.rounds.round_shapes import NO_DRAFT
 
 from marks import deep_cases, each_value, examples, pairs, usual
 
-CHAIN = SpecConfig(4, adaptive=True)
+CHAIN, TREE = SpecConfig(4, adaptive=True), SpecConfig(4, 4, 16, adaptive=True)
+LADDER = draft_ladder(CHAIN, captured=True)
+BOTH = draft_ladder(CHAIN, captured=True, lookup=True)
 
 pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
 
@@ -39,409 +44,323 @@ def test_it_is_the_default():
     assert "adaptive=True" in inspect.getsource(SpecConfig).replace(": bool = ", "=")
 
 
+# the ladder
+
+
 @pytest.mark.parametrize(
-    ("spec", "ladder"),
+    ("spec", "ladder", "looked_up"),
     [
-        (SpecConfig(1), [(0, 1, 1), (1, 1, 2)]),
-        (SpecConfig(4), [(0, 1, 1), (1, 1, 2), (2, 1, 3), (3, 1, 4), (4, 1, 5)]),
-        (SpecConfig(7), [(0, 1, 1), (1, 1, 2), (2, 1, 3), (3, 1, 4), (4, 1, 5), (6, 1, 7), (7, 1, 8)]),
-        (SpecConfig(6, 1, 3), [(0, 1, 1), (1, 1, 2), (2, 1, 3)]),
-        (SpecConfig(4, 4, 16), [(0, 1, 1), (1, 1, 2), (2, 1, 3), (4, 4, 8), (4, 4, 16)]),
-        (SpecConfig(6, 3, 20), [(0, 1, 1), (1, 1, 2), (2, 1, 3), (4, 1, 5), (4, 3, 8), (5, 3, 16), (6, 3, 20)]),
-        (SpecConfig(1, 4), [(0, 1, 1), (1, 4, 5)]),
+        (SpecConfig(1), [(1, 1, 2)], [(1, 1, 2)]),
+        (SpecConfig(4), [(1, 1, 2), (2, 1, 3), (3, 1, 4), (4, 1, 5)], [(2, 1, 3), (4, 1, 5)]),
+        (SpecConfig(7), [(1, 1, 2), (2, 1, 3), (3, 1, 4), (4, 1, 5), (6, 1, 7), (7, 1, 8)], [(3, 1, 4), (7, 1, 8)]),
+        (SpecConfig(6, 1, 3), [(1, 1, 2), (2, 1, 3)], [(1, 1, 2), (2, 1, 3)]),
+        (SpecConfig(4, 4, 16), [(1, 1, 2), (2, 1, 3), (4, 4, 8), (4, 4, 16)], [(2, 1, 3), (4, 4, 16)]),
+        (SpecConfig(6, 3, 20), [(1, 1, 2), (2, 1, 3), (4, 3, 8), (5, 3, 16), (6, 3, 20)], [(3, 1, 4), (6, 3, 20)]),
+        (SpecConfig(1, 4), [(1, 4, 5)], [(1, 1, 2), (1, 4, 5)]),
     ],
+    ids=str,
 )
-def test_the_ladder_goes_from_none_to_the_whole_draft(spec, ladder):
-    assert draft_ladder(spec) == [DraftShape(*rung) for rung in ladder]
+def test_the_ladder_goes_from_none_to_the_whole_draft(spec, ladder, looked_up):
+    own = [NO_DRAFT, *(DraftShape(*rung) for rung in ladder)]
+    lookups = [DraftShape(*rung, by_lookup=True) for rung in looked_up]
+    assert draft_ladder(spec, captured=True) == own
+    assert draft_ladder(spec, captured=True, lookup=True) == [*own, *lookups]
+    assert draft_ladder(spec, captured=False, lookup=True) == [NO_DRAFT, own[-1], lookups[-1]]
 
 
 @pytest.mark.parametrize("topk", [1, 2, 5, 63])
 def test_every_rung_is_a_draft_that_the_engine_could_have(topk):
     for steps in (1, 2, 3, 7, 20):
         whole = SpecConfig(steps, topk)
-        for shape in draft_ladder(whole)[1:]:
+        for shape in draft_ladder(whole, captured=True)[1:]:
             SpecConfig(shape.num_steps, shape.topk, shape.num_nodes)  # or it would raise
             assert shape.num_steps <= whole.depth and shape.num_nodes <= whole.num_nodes and shape.topk <= topk
 
 
+# acceptance
+
+
+def learned(acceptance, number, accepted, times=1, row=0, most=4):
+    for _ in range(times):
+        acceptance.learn(number, np.array([row]), np.array([accepted]), np.array([most]))
+
+
+def tokens_of(acceptance, count, most=4):
+    """[K]: expected by the mean over this many rows."""
+    return acceptance.tokens(rows(count), np.full(count, most))[0]
+
+
 def test_depths_are_counted_where_they_were_reached():
-    """Of a chain of 3, row 0 accepts 1 and row 1 all: depth 1 was right twice, depth 2 once of two, depth 3 once."""
-    chances = DraftChances(draft_ladder(SpecConfig(3)), num_rows=3)
-    before = chances.chance[0, 0]
-    chances.learn(3, rows(2), np.array([1, 3]), np.array([3, 3]))
-    assert chances._right[0].tolist() == [2, 1, 1] and chances._tried[0].tolist() == [2, 2, 1]
-    assert chances.chance[0, 0] > before and chances.chance[0, 1] < before
-
-
-def test_a_row_that_may_accept_no_more_has_rejected_nothing():
-    chances = DraftChances(draft_ladder(SpecConfig(3)), num_rows=1)
-    chances.learn(3, rows(1), np.array([1]), np.array([1]))  # it asked for drafts of one
-    assert chances._tried[0].tolist() == [1, 0, 0] and chances._right[0].tolist() == [1, 0, 0]
+    """A chain of 3: row 0 accepts 1 and row 1 all: depth 1 was right twice, depth 2 once of two, depth 3 once. A row
+    that asked for one draft has rejected nothing."""
+    acceptance = Acceptance(LADDER[:4], num_rows=3)
+    acceptance.learn(3, rows(2), np.array([1, 3]), np.array([3, 3]))
+    assert acceptance.chance[0].tolist() == [3 / 4, 2 / 4, 2 / 3]
+    learned(acceptance, 3, accepted=1, most=1)
+    assert acceptance.chance[0].tolist() == [4 / 5, 2 / 4, 2 / 3]
 
 
 def test_expected_tokens_by_hand():
-    """Chance one half at each depth: 1, 1.5, 1.75 tokens."""
-    chances = DraftChances(draft_ladder(SpecConfig(2)), num_rows=2)
-    chances._right[:], chances._tried[:] = 5e8, 1e9
-    tokens, _ = chances.tokens(rows(2), np.array([2, 1]))
-    assert np.allclose(tokens, [[1, 1], [1.5, 1.5], [1.75, 1.5]])  # the second row accepts one draft at most
-
-
-def test_a_few_drafts_tell_an_easy_row_from_a_hard_one():
-    """Chance one half: after a draft of four that was right the odds are 5 : 1, after three wrong ones 1 : 4. Where the
-    engine's chances counted for four drafts in a row's odds it was 2 : 1 and 4 : 7, and mixed loads took longer.
-    """
-    chances = DraftChances(draft_ladder(CHAIN), num_rows=2)
-    chances._right[:], chances._tried[:] = 5e8, 1e9
-    chances.learn(4, np.array([0]), np.array([4]), np.array([4]))
-    for _ in range(3):
-        chances.learn(4, np.array([1]), np.array([0]), np.array([4]))
-    one_draft = chances.tokens(rows(2), np.array([4, 4]))[0, 1]
-    assert np.allclose(one_draft, [1 + 5 / 6, 1 + 1 / 5])
-
-
-@pytest.mark.parametrize(("alike", "after_three_wrong"), [(True, 16 / 35), (False, 1 / 5)])
-def test_where_requests_are_alike_a_few_drafts_tell_little(alike, after_three_wrong):
-    """Forty requests that all accept every second draft, or of which every second accepts all; then one begins with
-    three wrong ones: its odds are 16 : 19, or 1 : 4."""
-    chances = DraftChances(draft_ladder(CHAIN), num_rows=1)
-    one, most = rows(1), np.array([1])
-    chances._right[:], chances._tried[:] = 5e8, 1e9
-    for request in range(40):
-        for turn in range(20):
-            chances.learn(1, one, np.array([(turn if alike else request) % 2]), most)
-        chances.begin(one)
-    for _ in range(3):
-        chances.learn(1, one, np.array([0]), most)
-    one_draft = chances.tokens(one, most)[0, 1, 0] - 1
-    assert one_draft == pytest.approx(after_three_wrong, abs=1e-3)
+    """Chance one half at each depth: 1, 1.5, 1.75 tokens; of a row that accepts one draft at most 1, 1.5, 1.5."""
+    acceptance = Acceptance(LADDER[:3], num_rows=2)
+    assert tokens_of(acceptance, 1) == pytest.approx([1, 1.5, 1.75])
+    assert tokens_of(acceptance, 1, most=1) == pytest.approx([1, 1.5, 1.5])
+    mixed = acceptance.tokens(rows(2), np.array([4, 1]))[0]
+    assert mixed == pytest.approx([1, 1.5, np.sqrt(1.5 * 1.75)])  # the geometric mean
 
 
 def test_rows_differ_by_what_they_accepted_and_begin_anew():
-    chances = DraftChances(draft_ladder(CHAIN), num_rows=2)
+    acceptance = Acceptance(LADDER, num_rows=2)
     for _ in range(30):
-        chances.learn(4, rows(2), np.array([0, 4]), np.array([4, 4]))
-    hard, easy = chances.tokens(rows(2), np.array([4, 4]))[0, -1]
+        acceptance.learn(4, rows(2), np.array([0, 4]), np.array([4, 4]))
+    hard, easy = (acceptance.tokens(np.array([row]), np.array([4]))[0, -1] for row in (0, 1))
     assert hard < 1.5 and easy > 3.5
-    chances.begin(np.array([0]))
-    again, _ = chances.tokens(rows(2), np.array([4, 4]))[0, -1]
-    assert hard < again < easy
+    acceptance.begin_rows(rows(1))
+    assert hard < tokens_of(acceptance, 1)[-1] < easy
 
 
-def test_what_is_smaller_takes_no_longer():
-    table = CostTable(draft_ladder(SpecConfig(2)))
-    for number, seconds in ((0, 9.0), (1, 2.0)):
-        table.note(number, 1, 0, {"draft": 0.0, "verify": seconds, "other": 0.0})
-    assert table.seconds(1, 0)[:2].tolist() == [2.0, 2.0]
+def test_a_source_says_nothing_of_the_other():
+    acceptance = Acceptance(BOTH, num_rows=2)
+    before = acceptance.tokens(rows(1), np.array([4]))
+    learned(acceptance, 6, accepted=4, times=50)
+    after = acceptance.tokens(rows(1), np.array([4]))
+    assert (after[:, :5] == before[:, :5]).all() and (after[0, 5:] > before[0, 5:]).all()
+    assert after[0, 5] > 2.8, "shorter chains of the lookup begin as the long ones do"
+    learned(acceptance, 4, accepted=0, times=50)
+    assert tokens_of(acceptance, 1)[6] == pytest.approx(after[0, 6])
 
 
-def test_none_takes_less_than_a_draft_by_the_time_of_drafting():
-    """They were equal where rounds without drafts had been slow by chance, and wrong drafts were chosen as often."""
-    table = CostTable(draft_ladder(SpecConfig(2)))
-    table.note(0, 1, 0, {"draft": 0.0, "verify": 9.0, "other": 0.0})
-    table.note(1, 1, 0, {"draft": 0.5, "verify": 2.0, "other": 0.0})
-    assert table.seconds(1, 0)[:2].tolist() == [2.0, 2.5]
+def test_hope_is_above_the_expectation_and_fades_with_what_is_seen():
+    acceptance = Acceptance(LADDER, num_rows=1)
+    first = acceptance.tokens(rows(1), np.array([4]))
+    learned(acceptance, 4, accepted=0, times=200)
+    seen = acceptance.tokens(rows(1), np.array([4]))
+    assert first[1, 4] > first[0, 4] + 0.5 > seen[1, 4] and seen[1, 1] < 1.03
+    for _ in range(3 * MEMORY):
+        acceptance.fade()
+    acceptance.begin_rows(rows(1))
+    assert acceptance.tokens(rows(1), np.array([4]))[1, 1] > 1.2  # nobody knows any more
 
 
-def test_a_level_follows_the_least_and_forgets_it_slowly():
-    level = Level()
-    for value in (5.0, 2.0, 2.0, 2.0):
-        level.add(value)
-    fast = level.value
-    level.add(100.0)
-    assert 2.0 <= fast < 2.6 and level.value < 1.2 * fast
-    for _ in range(200):
-        level.add(4.0)
-    assert level.value == pytest.approx(4.0, rel=0.01)
+# times
 
 
-def test_a_timed_table_learns_what_context_costs():
-    table = CostTable(draft_ladder(SpecConfig(1)))
-    table.timed[8] = np.array([1.0, 1.5])
-    for _ in range(50):
-        table.note(1, 8, 1000, {"draft": 0.5, "verify": 2.0, "other": 0.0})
-    assert table.seconds(8, 0).tolist() == [1.0, 1.5]
-    assert np.allclose(table.seconds(8, 2000), [3.0, 3.5])  # nothing is known of the first but what the other showed
+def test_a_burst_makes_no_timed_draft_look_worse():
+    """The last round of every draft was slow by chance, and what does not run is not corrected."""
+    times = RoundTimes(3)
+    times.timed[8] = np.array([1.0, 1.5, 2.0])
+    for _ in range(NEWEST):
+        times.learn(2, 8, 9.0)
+    assert times.seconds(8)[0].tolist() == [8.0, 8.5, 9.0]  # context or host, of every draft
+    times.learn(0, 8, 1.25)
+    assert times.seconds(8).tolist() == [[1.25, 1.75, 2.25]] * 2
+    for _ in range(NEWEST):
+        times.learn(0, 16, 9.0)
+    assert times.seconds(8)[0].tolist() == [1.25, 1.75, 2.25]
 
 
-def host_periods(table, number, waited, period, times=1):
-    for _ in range(times):
-        table.note_host(number, 8, waited, period)
-    return table.seconds(8, 0).tolist()
+def test_times_are_learned_where_nothing_is_captured():
+    times = RoundTimes(2)
+    assert times.plain_is_due(3) and not times.seconds(3).any()
+    times.learn(0, 3, 2.0)
+    believed, hopeful = times.seconds(3).tolist()
+    assert believed == [2.0, 2.0 * FIRST_GUESS] and hopeful == [2.0, 2.0] and not times.plain_is_due(4)
+    times.learn(1, 4, 99.0)  # a burst
+    assert times.seconds(3)[0].tolist() == [2.0, 4.0 * FIRST_GUESS]
+    times.learn(1, 4, 9.0)
+    assert times.seconds(3)[0].tolist() == [2.0, 9.0]
+    times.learn(1, 4, 5.0)
+    believed, hopeful = times.seconds(3).tolist()
+    assert believed == [2.0, 5.0] and 2.0 < hopeful[1] < 5.0
+    times.learn(1, 4, 1.5)
+    assert times.seconds(3)[0].tolist() == [1.5, 1.5], "a draft never takes less than none"
 
 
-def test_a_round_takes_no_less_than_the_host_that_the_device_waits_for():
-    """Drafts that the device made for nothing were left out, as if they had held anybody up."""
-    table = CostTable(draft_ladder(SpecConfig(2)))  # none, one draft, two
-    table.timed[8] = np.array([1.0, 1.5, 3.0])
-    assert host_periods(table, 0, 0.01, 1.01, 20) == [1.0, 1.5, 3.0]  # launches that follow each other
-    assert host_periods(table, 0, 1.0, 2.0, 3) == [1.0, 1.5, 3.0]  # too few to say
-    assert host_periods(table, 0, 1.0, 2.0) == [2.0, 2.0, 3.0]  # with drafts the host takes no less
-    assert host_periods(table, 1, 1.0, 2.5, 4) == [2.0, 2.5, 3.0]
-    assert host_periods(table, 0, 0.0, 1.0) == [1.0, 2.5, 3.0]  # it has become quicker
-    for _ in range(8):
-        table.note_host(2, 16, waited=9.0, period=9.0)
-    table.timed[16] = np.ones(3)
-    assert table.seconds(16, 0).tolist() == [1.0, 1.0, 1.0]  # nothing is known of a batch that was not timed
+def test_learned_times_grow_old():
+    times = RoundTimes(2)
+    for number in (0, 1):
+        times.learn(number, 1, 1.0 + number)
+    for _ in range(NEWEST):
+        times.learn(1, 1, 2.0)
+    assert times.plain_is_due(1)
+    for _ in range(MEMORY + 1):
+        times.learn(0, 1, 1.0)
+    assert times.seconds(1)[0].tolist() == [1.0, FIRST_GUESS]
+    for _ in range(PLAIN_AGE):
+        assert not times.plain_is_due(1)
+        times.learn(1, 1, 2.0)
+    times.learn(1, 1, 2.0)
+    assert times.plain_is_due(1)
 
 
-def test_what_a_pause_took_is_no_cost_of_the_host():
-    table = CostTable(draft_ladder(SpecConfig(1)))
-    table.timed[8] = np.array([1.0, 2.0])
-    for _ in range(20):  # requests end every few rounds, and others begin
-        assert host_periods(table, 0, 500.0, 501.0) == [1.0, 2.0]
-        assert host_periods(table, 0, 0.0, 1.0, 3) == [1.0, 2.0]
-
-
-def test_slow_rounds_without_drafts_are_forgotten_while_there_are_drafts():
-    """Bursts had made rounds without drafts seem slow, so that all had drafts, and none was seen again: where no draft
-    was right, a GPU took up to three times as long as without a drafter."""
-    table = CostTable(draft_ladder(SpecConfig(1)))
-    table.timed[8] = np.array([1.0, 1.5])
-    assert host_periods(table, 0, 8.0, 9.0, 4) == [9.0, 9.0]
-    assert host_periods(table, 1, 2.0, 3.0, 4) == [3.0, 3.0]  # for none it does no more than for a draft
-    assert host_periods(table, 1, 0.0, 1.5) == [1.0, 1.5]
-
-
-def test_a_trial_is_paid_from_what_was_put_aside():
-    choice, running = DraftChoice(draft_ladder(SpecConfig(1)), 1), rows(1)
-    choice.cost.timed[1] = np.array([1.0, 1.5])
-    choice.begin(running)
-    choice.chances.learn(1, running, np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64))  # so none is best
-    choice.account.balance = 100.0
-    draft, spare, rounds = NO_DRAFT, 0.0, 0
-    while draft == NO_DRAFT:
-        spare = choice.account.spare
-        draft = choice.choose(running, np.full(1, 100), 1, 0, NO_DRAFT)
-        rounds += 1
-        assert rounds < 200
-    assert choice.use().tried == [0, 1]
-    assert choice.account.spare < spare + 0.006 - 0.05 + 1.0 * (rounds == 1) + 1e-9
-
-
-@pytest.mark.parametrize("right", [0.0, 0.6])
-@pytest.mark.parametrize(
-    ("device", "host"),
-    [
-        ((1.0, 1.3, 1.6, 1.9, 2.2), (0.3, 0.3)),
-        ((1.0, 1.5, 2.0, 2.5, 3.0), (1.4, 1.6)),
-        ((0.5, 0.6, 0.7, 0.8, 0.9), (2.0, 2.1)),
-    ],
-    ids=["device", "both", "host"],
-)
-def test_drafts_pay_beside_a_host_that_is_waited_for(device, host, right):
-    """Where none is right, 5 % were lost by drafts that seemed as fast as none."""
-    batch, random, choice = 8, np.random.default_rng(0), DraftChoice(draft_ladder(CHAIN), 8)
-    choice.cost.timed[batch] = np.array(device)
-    running, most = rows(batch), np.full(batch, 100)
-    choice.begin(running)
-    periods = [max(seconds, host[number > 0]) for number, seconds in enumerate(device)]
-    best = max(sum(right**depth for depth in range(k + 1)) / periods[k] for k in range(5))
-    spent = tokens = 0.0
-    for _ in range(600):
-        draft = choice.choose(running, most, batch, 0, NO_DRAFT)
-        period = max(device[draft.num_steps], host[draft.num_steps > 0] * (1 + 0.05 * random.normal()))
-        failed = np.cumsum(random.random((batch, draft.num_steps + 1)) > [right] * draft.num_steps + [-1], axis=1)
-        accepted = np.count_nonzero(failed == 0, axis=1)
-        spent, tokens = spent + period, tokens + 1 + accepted.mean()
-        seconds = {"draft": 0.0, "verify": device[draft.num_steps], "other": 0.0}
-        since = (period - device[draft.num_steps], period)
-        choice.learn(draft, batch, 0, seconds, running, accepted, most, since)
-    assert tokens / spent > 0.97 * best
-
-
-def test_trials_are_paid_in_the_seconds_of_rounds():
-    """Before the first round the table holds no seconds: two rounds of its own unit paid for thirty trials on a CPU."""
-    choice = DraftChoice(draft_ladder(SpecConfig(4)), 2)
-    row, most = rows(1), np.array([100])
-    choice.begin(row)
-    spent = 0.0
-    for _ in range(400):
-        draft = choice.choose(row, most, 1, 0, NO_DRAFT)
-        seconds = {"draft": 0.001 * draft.num_steps, "verify": 0.06 + 0.008 * (draft.num_nodes - 1), "other": 0.0}
-        spent += sum(seconds.values())
-        choice.learn(draft, 1, 0, seconds, row, np.zeros(1, dtype=np.int64), most)
-    assert spent < 1.02 * 400 * 0.06
-    assert sum(choice.use().tried) >= 3
-
-
-REQUESTS, TOKENS = 60, 200
-
-
-@functools.cache
-def fixed_rounds(chances, depth, batch):
-    """Rounds with drafts of one depth until all requests have their tokens, each of a chance to be right."""
-    draw, chance = np.random.default_rng(0), np.random.default_rng(1).choice(chances, REQUESTS)[::-1]
-    right = draw.random((REQUESTS, TOKENS, depth)) < chance[:, None, None]
-    done = (np.cumprod(right, axis=2).sum(axis=2) + 1).cumsum(axis=1) >= TOKENS
-    rows = [0] * batch  # the round in which each row is free again
-    for rounds in (done.argmax(axis=1) + 1).tolist():
-        heapq.heapreplace(rows, rows[0] + rounds)
-    return max(rows)
-
-
-def best_fixed(chances, seconds, spec, batch=1):
-    """Total seconds with no draft, and with the best of all fixed ones."""
-    shapes = draft_ladder(spec)
-    total = [seconds(shape) * fixed_rounds(tuple(chances), shape.depth, batch) for shape in shapes]
-    return total[0], min(total)
-
-
-def simulate(chances, seconds, spec, requests=REQUESTS, tokens=TOKENS, batch=1):
-    """Total seconds until all requests have their tokens, each of a chance to be right; and the choice."""
-    shapes = draft_ladder(spec)
-    choice = DraftChoice(shapes, batch + 1)
-    choice.cost.timed[batch] = np.array([seconds(shape) for shape in shapes])
-    draw, queue = np.random.default_rng(0), list(np.random.default_rng(1).choice(chances, requests))
-    left, chance, on = np.full(batch, tokens), np.array([queue.pop() for _ in range(batch)]), np.ones(batch, bool)
-    total = 0.0
-    while on.any():
-        present, most = np.flatnonzero(on), np.minimum(spec.depth, left[on] - 1)
-        shape = choice.choose(present, most, batch, 0, NO_DRAFT)
-        right = draw.random((len(present), max(shape.depth, 1))) < chance[present, None]
-        accepted = np.minimum(np.cumprod(right, axis=1).sum(axis=1), shape.depth)
-        total += seconds(shape)
-        stages = {"draft": 0.0, "verify": seconds(shape), "other": 0.0}
-        choice.learn(shape, batch, 0, stages, present, accepted, np.full(len(present), spec.depth))
-        left[present] -= np.minimum(accepted + 1, left[present])
-        for row in np.flatnonzero(on & (left == 0)):
-            on[row] = bool(queue)
-            if queue:
-                left[row], chance[row] = tokens, queue.pop()
-                choice.begin(np.array([row]))
-    return total, choice
-
-
-def cheap(shape):
-    return 1 + 0.04 * shape.num_steps
-
-
-def dear(shape):
-    return 1 + 0.4 * shape.num_steps
-
-
-LOADS = list(itertools.product([0.0, 0.05, 0.3, 0.6, 0.9], [cheap, dear], [1, 8]))
-
-
-@deep_cases("0.3-cheap-1")
-@pytest.mark.parametrize(
-    ("chance", "seconds", "batch"),
-    each_value(LOADS),
-)
-def test_no_slower_than_plain_by_two_percent_and_near_the_best_fixed_draft(chance, seconds, batch):
-    plain, best = best_fixed([chance], seconds, CHAIN, batch)
-    adaptive, choice = simulate([chance], seconds, CHAIN, batch=batch)
-    assert adaptive <= 1.02 * plain, choice.use()
-    assert adaptive <= 1.03 * best, choice.use()
+# the account
 
 
 def test_the_account_by_hand():
     """Plain rounds of 2 seconds. One round of credit; a wrong draft that takes 3 takes 1 of it; two drafts right bring
     three tokens, 6 seconds of plain rounds for 3."""
     account = DraftAccount()
-    account.begin(2.0)
-    assert account.balance == CREDIT * 2.0
+    account.credit_plain(2.0)
+    assert account.balance == 2.0
     account.settle(3.0, 2.0, 1.0)
-    assert account.balance == pytest.approx(CREDIT * 2.0 - 1.0 + 0.03)
+    assert account.balance == pytest.approx(1.0 + 0.03)
     account.settle(3.0, 2.0, 3.0)
-    assert account.balance == pytest.approx(CREDIT * 2.0 + 2.0 + 0.06)
+    assert account.balance == pytest.approx(4.0 + 0.06)
     for _ in range(100):
         account.settle(3.0, 2.0, 5.0)
     assert account.balance == MAX_SAVED * 2.0
-    account.begin(2.0)  # nothing for what was credited before
+    account.credit_plain(2.0)  # nothing for what was credited before
     assert account.balance == MAX_SAVED * 2.0
-    account.read_along(100.0)  # no more than half of the share of what was settled
+    account.charge(100.0, due=True)  # no more than half of the share of what was settled
     assert account.balance == pytest.approx(MAX_SAVED * 2.0 - 102 * 3.0 * SHARE / 2)
-    account.settle(1.0, 1.0)  # fewer requests: what was saved is worth no more rounds of them
+    account.charge(1.0, due=False)
+    assert account.balance == pytest.approx(MAX_SAVED * 2.0 - 102 * 3.0 * SHARE / 2 - 1.0)
+    account.settle(1.0, 1.0, 1.0)  # fewer requests: what was saved is worth no more rounds of them
     assert account.balance == MAX_SAVED
 
 
-@settings(max_examples=examples(40, 300))
+@settings(max_examples=examples(30, 300))
 @given(seed=st.integers(0, 2**32 - 1), timed=st.booleans())
 def test_whatever_comes_drafts_cost_no_more_than_the_account_says(seed, timed):
-    """Requests of any chance, which changes on the way, come and go; rounds take anything; a round may be launched
-    before the one before it is settled, and the drafter may have to catch up. At every moment what rounds took is at
-    most what plain rounds would have taken for the same tokens, a share of it, and the credit.
-
-    Where the table was filled with what rounds take, that is exact. Otherwise one round may take longer than was
-    believed when it was chosen, and nothing more.
-    """
+    """Requests of any chance come and go, rounds take anything, and the drafter may have to catch up. All together take
+    at most what plain rounds would have taken for the same tokens, a share of it, one plain round, the first draft of
+    each source, and reading. Where nothing is timed ahead, drafts may also take longer than was believed."""
     draw = np.random.default_rng(seed)
-    spec = draw.choice([SpecConfig(1), CHAIN, SpecConfig(7), SpecConfig(4, 4, 16)])
-    shapes, rows_of_table, lag = draft_ladder(spec), 4, int(draw.integers(2)) if timed else 0
-    plain_of = {1: draw.uniform(0.5, 1), 2: draw.uniform(1, 2), 4: draw.uniform(2, 4)}
-    dear = draw.choice([0.0, 0.05, 0.5, 2.0]) * draw.random(len(shapes)) * [shape.num_nodes - 1 for shape in shapes]
-    took = {size: plain * (1 + np.maximum.accumulate(dear)) for size, plain in plain_of.items()}
-    choice = DraftChoice(shapes, rows_of_table + 1)
-    if timed:
-        choice.cost.timed.update(took)
-        choice.cost.catching_up.update({size: draw.choice([0.0, 0.3]) * plain for size, plain in plain_of.items()})
-    chance, launched = np.zeros(rows_of_table), []
-    spent = plainly = beyond = 0.0
-    count = 1
-    for turn in range(300):
-        if turn % 20 == 0:
-            count = int(draw.integers(1, rows_of_table + 1))
-            choice.begin(rows(rows_of_table)[draw.random(rows_of_table) < 0.3])
-            chance[:] = draw.choice([0.0, 0.0, 0.5, 0.95], rows_of_table)
-        size = next(each for each in took if each >= count)
-        behind = timed and not (launched and launched[-1][0].num_steps)
-        believed = choice.cost.seconds(size, 0)
-        shape = choice.choose(
-            rows(count), np.full(count, spec.depth), size, 0, NO_DRAFT,
-            unread=behind, unsettled=[each for each, _, _ in launched],
-        )  # fmt: skip
-        number = shapes.index(shape)
-        if shape.num_steps:
-            spent += behind * choice.cost.catching_up.get(size, 0.0)
-            beyond = max(beyond, took[size][number] - believed[number])
-        right = draw.random((count, max(shape.depth, 1))) < chance[:count, None]
-        accepted = np.minimum(np.cumprod(right, axis=1).sum(axis=1), shape.depth)
-        launched.append((shape, size, accepted))
-        while len(launched) > lag:
-            shape, size, accepted = launched.pop(0)
-            seconds = took[size][shapes.index(shape)]
-            stages = {"draft": 0.0, "verify": seconds, "other": 0.0}
-            choice.learn(shape, size, 0, stages, rows(len(accepted)), accepted, np.full(len(accepted), spec.depth))
-            spent += seconds
-            plainly += plain_of[size] * (1 + accepted.mean())
-            assert spent - plainly <= SHARE * spent + CREDIT * max(plain_of.values()) + (0 if timed else beyond) + 1e-9
+    spec, lookup = draw.choice([SpecConfig(1), CHAIN, TREE]), bool(draw.integers(2))
+    node, level = draw.choice([0.0, 0.05, 0.5]), draw.choice([0.02, 0.3])
+    chance = draw.choice([0.0, 0.0, 0.5, 0.95], (2, 40))
+    reads = draw.choice([0.0, 0.3])
+    machine = Machine(
+        captured=timed,
+        seconds=lambda shape, batch: (
+            batch**0.5 * (1 + node * (shape.num_nodes - 1) + (0 if shape.by_lookup else level * shape.num_steps))
+        ),
+        catch_up=None if reads == 0.0 else lambda batch: reads * batch**0.5,
+    )
+    load = Load(lambda number: tuple(chance[:, number % 40]), batch=int(draw.integers(1, 5)), crowds=3, tokens=80)
+    shapes = draft_ladder(spec, captured=timed, lookup=lookup)
+    outcome = adaptive(machine, load, shapes)
+    plain = machine.seconds(NO_DRAFT, 4)
+    worst = max(machine.seconds(shape, 4) for shape in shapes) - plain
+    factor = 1 if timed else UNCAPTURED
+    allowed = (1 + factor * SHARE) * outcome.plain_seconds + factor * plain + outcome.reading
+    surprises = 2 if timed else 6  # a first draft of each source, where nothing is timed in each batch size
+    assert outcome.seconds <= allowed + surprises * worst + 1e-9
+
+
+# the choice as a whole
+
+
+BARS = [
+    *(("chain", batch, right, 0.0) for batch in E4B for right in (0.0, 0.3, 0.45, 0.8)),
+    *(("tree", batch, right, 0.0) for batch in E4B for right in (0.0, 0.3, 0.45, 0.8)),
+    *(("lagging", batch, right, 0.0) for batch in (1, 32) for right in (0.0, 0.45)),
+    *(("lookup", batch, *right) for batch in E4B for right in ((0.0, 0.8), (0.3, 0.45), (0.8, 0.3), (0.8, 0.0))),
+]
+
+
+@functools.cache
+def ratios(kind, batch, right, looked_up):
+    machine = Machine(catch_up=(lambda size: 0.1 * e4b(NO_DRAFT, size)) if kind == "lagging" else None)
+    load = Load(chances(right, looked_up), batch=batch, crowds=max(1, 8 // batch), tokens=255)
+    return to_best(machine, load, TREE if kind == "tree" else CHAIN, lookup=kind == "lookup")
+
+
+@deep_cases(*("-".join(map(str, case)) for case in BARS if case[1] == 1))
+@pytest.mark.parametrize(("kind", "batch", "right", "looked_up"), BARS)
+def test_no_slower_than_plain_by_two_percent_and_near_the_best_fixed_draft(kind, batch, right, looked_up):
+    best, plain, outcome = ratios(kind, batch, right, looked_up)
+    assert best > 0.95, outcome.rounds
+    assert plain > 0.98 or right > 0, outcome.rounds
+
+
+def test_the_mean_is_near_the_best_fixed_draft():
+    assert np.mean([ratios(*case)[0] for case in BARS if case[1] != 1]) > 0.97
+
+
+@pytest.mark.parametrize("right", [0.0, 0.05, 0.8])
+def test_where_nothing_is_captured_a_round_has_the_whole_draft_or_none(right):
+    machine = Machine(captured=False, seconds=lambda shape, batch: 1 + 0.3 * shape.num_steps)
+    best, plain, outcome = to_best(machine, Load(chances(right), tokens=500), CHAIN)
+    assert set(outcome.rounds) <= {NO_DRAFT, LADDER[-1]}
+    assert plain > 0.96 and best > 0.95
 
 
 def test_hard_and_easy_requests_get_drafts_of_their_own():
-    _, best = best_fixed([0.1, 0.9], dear, CHAIN)
-    adaptive, choice = simulate([0.1, 0.9], dear, CHAIN)
-    assert adaptive < 0.95 * best, choice.use()
+    machine = Machine(seconds=lambda shape, batch: 1 + 0.4 * shape.num_steps)
+    load = Load(lambda number: (0.9 if number % 2 else 0.1, 0.0), tokens=200, crowds=20)
+    best, _, outcome = to_best(machine, load, CHAIN)
+    assert best > 1.05, outcome.rounds
 
 
 def test_what_was_off_is_found_again():
     """An engine that saw thousands of wrong drafts meets requests whose drafts are right."""
-    shapes = draft_ladder(CHAIN)
-    choice = DraftChoice(shapes, 2)
-    choice.cost.timed[1] = np.array([cheap(shape) for shape in shapes])
-    one, most = rows(1), np.array([4])
-
-    def run(rounds, accepts):
-        chosen = []
-        for _ in range(rounds):
-            shape = choice.choose(one, most, 1, 0, NO_DRAFT)
-            accepted = np.minimum(np.array([accepts]), shape.depth)
-            choice.learn(shape, 1, 0, {"verify": cheap(shape), "draft": 0.0, "other": 0.0}, one, accepted, most)
-            chosen.append(shape.num_steps)
-        return chosen
-
-    for _ in range(examples(25, 100)):
-        choice.begin(one)
-        assert np.mean(run(200, 0)) < 0.8
-    choice.begin(one)
-    assert np.mean(run(200, 4)) > 2
+    wrong = examples(25, 100)
+    machine, load = Machine(), Load(lambda number: (float(number >= wrong), 0.0), tokens=200, crowds=wrong + 1)
+    outcome = adaptive(machine, load, LADDER)
+    assert sum(outcome.rounds.values()) < 200 * wrong + 100
+    assert outcome.rounds[NO_DRAFT] > 0.6 * 200 * wrong
 
 
-def test_what_a_request_must_have_it_gets():
-    choice = DraftChoice(draft_ladder(CHAIN), 2)
-    choice.cost.timed[1] = np.array([1.0, 10, 10, 10, 10])
+def test_a_draft_that_a_request_must_have_is_given():
+    choice = DraftChoice(BOTH, 2)
+    choice.times.timed[1] = np.array([1.0, 10, 10, 10, 10, 1, 1])
     for _ in range(50):
-        assert choice.choose(rows(1), np.array([4]), 1, 0, DraftShape(3, 1, 4)).num_steps >= 3
+        shape = choice.choose(rows(1), np.array([4]), 1, DraftShape(3, 1, 4))
+        assert shape.num_steps >= 3 and not shape.by_lookup
+
+
+def test_a_draft_in_flight_is_covered_by_the_same_balance():
+    """Plain rounds of a second, the credit of one: it covers one draft that may lose 0.9, not a second one."""
+    choice = DraftChoice(LADDER[:2], 1)
+    choice.times.timed[1] = np.array([1.0, 1.9])
+    first = choice.choose(rows(1), np.array([4]), 1, NO_DRAFT)
+    learned(choice.acceptance, 1, accepted=1, times=99, most=1)
+    assert first == LADDER[1] == choice.choose(rows(1), np.array([4]), 1, NO_DRAFT)
+    assert choice.choose(rows(1), np.array([4]), 1, NO_DRAFT, unsettled=[first]) == NO_DRAFT
+
+
+def test_catching_up_is_no_cost_of_a_lookup():
+    choice = DraftChoice(BOTH, 2)
+    choice.times.timed[1] = np.array([1.0, 1.1, 1.2, 1.3, 1.4, 1.2, 1.4])
+    choice.times.catching_up[1] = 100.0
+    for number in (4, 6):
+        for _ in range(40):
+            choice.learn(BOTH[number], 1, 1.4, rows(1), np.array([4]), np.array([4]), 5.0)
+    chosen = [choice.choose(rows(1), np.array([4]), 1, NO_DRAFT, unread=1) for _ in range(20)]
+    assert set(chosen[2:]) <= {NO_DRAFT, *BOTH[5:]} and BOTH[6] in chosen
+
+
+def test_a_poor_model_does_not_starve_the_lookup_of_trials():
+    """Regression: trials were paid from one purse, the one that risked least came first, and a model that is never
+    right emptied it: 500 rounds for 500 tokens and no lookup, where the lookup alone takes 104."""
+    machine = Machine(
+        seconds=lambda shape, batch: (
+            1 + 0.25 * (shape.num_nodes - 1) + (0 if shape.by_lookup else 0.02) * shape.num_steps
+        )
+    )
+    for right in (0.0, 0.3):
+        outcome = adaptive(machine, Load(chances(right, 1.0), tokens=500), BOTH)
+        assert sum(outcome.rounds.values()) < 140, outcome.rounds
+    late = Load(lambda number: (0.0, float(number > 2)), tokens=300, crowds=6)  # 60 rounds each of the last three
+    outcome = adaptive(machine, late, BOTH)
+    assert sum(outcome.rounds.values()) < 900 + 330, outcome.rounds
+
+
+@pytest.mark.parametrize(("begins", "ends", "factor"), [(0.02, 0.07, 10), (0.0, 0.5, 5), (0.3, 1.3, 3)])
+def test_one_burst_of_noise_parks_no_draft(begins, ends, factor):
+    """Regression: a draft that was slow once, by what else ran, was not timed again: 2,189 rounds for 3,000 tokens,
+    where 600 do."""
+    machine = Machine(
+        captured=False,
+        seconds=lambda shape, batch: 0.01 * (1 + 0.4 * shape.num_steps),
+        noise=lambda now: factor if begins <= now < ends else 1.0,
+    )
+    outcome = adaptive(machine, Load(chances(1.0), tokens=3000), draft_ladder(CHAIN, captured=False))
+    assert sum(outcome.rounds.values()) < 660, outcome.rounds
+
+
+# engines
 
 
 def prompts(engine):
@@ -489,7 +408,7 @@ def test_a_request_can_fix_its_draft_in_an_adaptive_engine():
     with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp", spec=CHAIN, config=config) as engine:
         choice = engine.steps.choice
         assert choice is not None
-        choice.cost.timed[1] = np.array([1.0, 50, 50, 50, 50])  # nothing but no draft would be chosen
+        choice.times.timed[1] = np.array([1.0, 50])  # nothing but no draft would be chosen
         [prompt] = prompts(engine)[:1]
         fixed = SpecConfig(2, adaptive=False)
         [out] = engine.generate(prompt, SamplingParams(max_new_tokens=30, ignore_eos=True, speculation=fixed))
@@ -509,18 +428,16 @@ def recorded(program):
 def test_a_captured_engine_has_its_table_when_it_is_made(drafter, monkeypatch):
     monkeypatch.setattr(specdec.engine, "capture_for", lambda *_: recorded)
     monkeypatch.setattr(specdec.engine, "default_budget", lambda _: None)
-    monkeypatch.setattr(round_timing, "WARM", 1)
     monkeypatch.setattr(round_timing, "REPEATS", 2)
-    monkeypatch.setattr(round_timing, "time_catching_up", lambda graphs, shape: graphs.run(shape) or 1e-3)
     if drafter == "tiny-gemma4-mtp":  # as where no conftest.py replaces them
-        monkeypatch.setattr(specdec.runtime.warm_up, "time_prompts", round_timing.time_prompts)
+        monkeypatch.setattr(specdec.runtime.warm_up, "time_prompts", prompt_timing.time_prompts)
         monkeypatch.setattr(specdec.runtime.warm_up, "time_rounds", round_timing.time_rounds)
     config = EngineConfig(max_batch_size=2, max_model_len=200)
     params = SamplingParams(max_new_tokens=examples(16, 40), ignore_eos=True)
     with Engine.from_pretrained("tiny-gemma4", drafter, spec=CHAIN, config=config) as engine:
-        cost = engine.steps.choice.cost
-        assert sorted(cost.timed) == [1, 2] and all((seconds > 0).all() for seconds in cost.timed.values())
-        assert set(cost.catching_up) == (set() if drafter == "tiny-gemma4-mtp" else {1, 2})
+        times = engine.steps.choice.times
+        assert sorted(times.timed) == [1, 2] and all((seconds > 0).all() for seconds in times.timed.values())
+        assert set(times.catching_up) == (set() if drafter == "tiny-gemma4-mtp" else {1, 2})
         gap = engine.scheduler.prompt_gap
         assert gap.cost.is_known and gap.longest_round > 0 and engine.stats().prompt_gap_ms > 0
         made = engine.stats().captures
@@ -561,7 +478,7 @@ class Pattern:
     ),
 )
 def test_a_drafter_that_caught_up_drafts_as_if_it_had_read_along(drafter, plain_rounds, monkeypatch):
-    config = EngineConfig(max_batch_size=2, max_model_len=200)  # so that rows begin while others are behind
+    config = EngineConfig(max_batch_size=2, max_model_len=200)  # so that rows begin while others have unread tokens
     params = SamplingParams(max_new_tokens=plain_rounds + 12, ignore_eos=True)
     outs = []
     for lags in (True, False):
@@ -582,53 +499,6 @@ def test_a_drafter_that_caught_up_drafts_as_if_it_had_read_along(drafter, plain_
     lagging, reading = outs
     assert [out.token_ids for out in lagging] == [out.token_ids for out in reading]
     assert [out.drafted for out in lagging] == [out.drafted for out in reading]
-
-
-@pytest.mark.parametrize("sanitize", ["0", "1"])
-def test_rows_are_lost_to_a_drafter_that_does_not_read_along_until_they_have_another_request(sanitize, monkeypatch):
-    """Its reading cost 4 % of the time of 128 requests on a CPU, though no draft of it was ever right."""
-    monkeypatch.setenv("SPECDEC_SANITIZE", sanitize)
-    config = EngineConfig(max_batch_size=2, max_model_len=200, prefix_cache=False)
-    with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-eagle3", spec=CHAIN, config=config) as engine:
-        first, second = prompts(engine)[:2]
-        long, short = (SamplingParams(max_new_tokens=n, ignore_eos=True) for n in (70, 12))
-        right = [engine.generate([text], [params])[0] for text, params in ((first, long), (second, short))]
-        Pattern(engine, 30)  # the first draft would come after 16 tokens are unread
-        engine.steps.choice.reads_along = lambda *_: False
-        lost = engine.submit(first, long)
-        while lost.stats.output_tokens < 40:
-            engine.step()
-        [row] = [request.row for request in engine.scheduler.running]
-        assert engine.round.unread.lost(np.array([row])).all() and engine.round.max_drafts.host[row] == 0
-        assert engine.round.draft_seats.host[0] == engine.table.padding_row != engine.round.seats.host[0] == row
-        Pattern(engine, 0)
-        also = engine.submit(second, short)  # drafts beside the lost row, which accepts none of them
-        while engine.step():
-            pass
-        outs = [lost.output(), also.output()]
-        assert [out.token_ids for out in outs] == [out.token_ids for out in right]
-        assert sum(outs[0].stats.accepted_counts) == 0 < sum(outs[1].stats.accepted_counts)
-        again = engine.generate([first], [long])[0]  # the row has another request
-        assert again.token_ids == right[0].token_ids and sum(again.stats.accepted_counts) > 0
-        engine.table.check()
-
-
-def test_a_drafter_that_is_never_right_reads_along_as_far_as_that_is_paid_for():
-    choice = DraftChoice(draft_ladder(CHAIN), 128)
-    assert choice.reads_along(128, 16)  # nobody knows what it takes
-    choice.cost.note_catching_up(128, 16, 1.0)
-    assert choice.reads_along(128, 16)  # nor whether it is right
-    most, none = np.full(128, 4), np.zeros(128, dtype=np.int64)
-    choice.chances.learn(1, rows(128), none, most)
-    assert not choice.reads_along(128, 16)
-    for _ in range(200):
-        choice.account.settle(1.0, 1.0)
-    assert choice.reads_along(128, 16)  # half a percent of 200 seconds
-    choice.account.read_along(1.0)
-    assert not choice.reads_along(128, 16)
-    for _ in range(600):  # what is not seen for long is uncertain again
-        choice.chances.fade()
-    assert choice.reads_along(128, 16)
 
 
 def test_the_prefix_cache_keeps_no_page_that_the_drafter_has_not_read():

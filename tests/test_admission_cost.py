@@ -11,20 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_rig import make_allocator
+from kv_rig import MirroredArray, PrefixCache, RequestTable, make_allocator
 
 from specdec import SamplingParams
-from specdec.gpu.mirrored_array import MirroredArray
-from specdec.kvcache.prefix_cache import PrefixCache
-from specdec.kvcache.table import RequestTable
 from specdec.runtime import scheduler as scheduling
-from specdec.runtime.prefixes import Prefixes
-from specdec.runtime.prompt_shares import PromptRoom
-from specdec.runtime.request import Request, RequestState
-from specdec.runtime.scheduler import Scheduler, rank
-from specdec.runtime.settling import commit_chunks_on_host
-from specdec.text.detokenize import Detokenizer
 
+from inside import Detokenizer, Prefixes, PromptRoom, Request, RequestState, Scheduler, commit_chunks_on_host, rank
 from marks import examples
 
 

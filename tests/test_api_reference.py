@@ -25,25 +25,24 @@ def test_the_api_reference_matches_the_code(tool):
 
 def test_every_public_name_and_every_option_is_on_the_page(tool):
     page = tool.page()
-    missing = [name for name in specdec.__all__ if f"### {name}\n" not in page and f"| `{name}` |" not in page]
+    missing = [name for name in specdec.__all__ if f"### {name}\n" not in page and f"* `{name}` (" not in page]
     assert missing == ["__version__"]
     for said in (
         "max_batch_size: int = 8",
         "Engine.abort(id: int) -> None",
         "Engine.from_pretrained(\n    target: str | PathLike[str]",
-        "    progress: bool | None = None,\n) -> list[GenerationOutput]",
+        "    progress: bool = None,\n) -> list[GenerationOutput]",
         "EngineStats(RequestStats)",
-        "| ``--prefix-cache/--no-prefix-cache`` | ``True`` |",
-        "| ``--max-waiting`` | ``256`` |",
-        "| ``--min-p`` | ``0.0`` |",
-        "| ``--json`` |",
-        "| ``PROMPT`` |",
+        "* ``--prefix-cache/--no-prefix-cache`` (``True``): ",
+        "* ``--max-waiting`` (``256``): ",
+        "* ``--min-p`` (``0.0``): ",
+        "* ``--json``: ",
+        "* ``PROMPT``: ",
         "One of debug, info, warning, error.",
     ):
         assert said in page, said
-    assert (
-        page.count("``--target``") == 2 and page.count("``--drafter-revision``") == 1
-    )  # `train` has its own; options of a pair are there once
+    assert page.count("``--target``") == 2  # `train` has its own
+    assert [page.count(f"* ``{name}``") for name in ("--drafter-revision", "--top-k", "--json")] == [1, 1, 1]
     assert str(Path(specdec.__file__).parent) not in page
 
 

@@ -225,8 +225,12 @@ VALUES += [
 
 @pytest.mark.parametrize(("make", "name", "value", "allowed"), VALUES)
 def test_a_value_that_a_setting_cannot_have(make, name, value, allowed, make_target):
-    with pytest.raises(ConfigError) as error:  # an engine looks for the device
-        Engine.from_pretrained(make_target("llama"), config=make(**{name: value}))
+    def make_and_use():
+        made = make(**{name: value})
+        Engine.from_pretrained(make_target("llama"), config=made)  # which looks for the device
+
+    with pytest.raises(ConfigError) as error:
+        make_and_use()
     inside = value[-1] if make is SamplingParams and isinstance(value, list) and value else value
     assert_one_sentence(error, name, repr(inside), allowed)
 
@@ -423,6 +427,7 @@ class Model(NamedTuple):
 
 
 LLAMA = Model("llama")
+FLOAT32, DISAGREE = EngineConfig(dtype=torch.float32), ["bfloat16", "float32", "leave one out"]
 CALLS = [
     # target, drafter, further arguments; the error, words of the refusal
     ("no-such-model", None, {}, CheckpointError, ["'no-such-model'", "tiny-gemma4"]),
@@ -438,6 +443,11 @@ CALLS = [
     (LLAMA, 5, {}, ConfigError, ["5", "ngram"]),
     (LLAMA, nn.Linear(2, 2), {}, UnsupportedModelError, ["Linear", "gemma4_assistant", "ngram"]),
     (LLAMA, None, {"tokenizer": "no-such-tokenizer"}, SpecDecError, ["'no-such-tokenizer'"]),
+    *(
+        (name, None, {}, CheckpointError, [f"{name!r} names no checkpoint"])
+        for name in ("None", "none", "null", " ", "nan")
+    ),
+    ("tiny-gemma4", "None", {}, CheckpointError, ["'None' names no checkpoint", "a drafter of None is no drafter"]),
     # settings in the wrong place, of the wrong type, or that the machine cannot have
     (LLAMA, None, {"max_model_len": 3}, ConfigError, ["config=EngineConfig(max_model_len=...)"]),
     (LLAMA, None, {"num_steps": 3}, ConfigError, ["spec=SpecConfig(num_steps=...)"]),
@@ -448,6 +458,8 @@ CALLS = [
     (LLAMA, None, {"config": huge(10**9)}, CapacityError, [str(10**9), "GB", "lower full_slots"]),
     (LLAMA, None, {"config": huge(1 << 40)}, CapacityError, [str(1 << 40), "GB", "lower full_slots"]),
     (Model("mistral"), None, {"config": SMALL_PAGE}, SpecDecError, ["3 window 8 slots", "page of 4", "swa_slots"]),
+    ("tiny-gemma4", None, {"dtype": "float32", "torch_dtype": "bfloat16"}, ConfigError, DISAGREE),
+    ("tiny-gemma4", None, {"config": FLOAT32, "torch_dtype": torch.bfloat16}, ConfigError, DISAGREE),
     ("tiny-gemma4", None, {"config": EngineConfig(device="fpga")}, ConfigError, ["device='fpga' cannot be used"]),
 ]
 
@@ -520,14 +532,14 @@ def test_a_model_without_a_head_is_no_drafter(make_target):
 @pytest.mark.parametrize(
     ("family", "changes", "values"),
     [
-        ("gemma4-31b", {"backbone_hidden_size": 40}, ["40", "32"]),
-        ("gemma4-31b", {"vocab_size": 120}, ["120", "96"]),
-        ("llama", {}, ["sliding_attention", "full_attention"]),
+        ("gemma4-31b", {"backbone_hidden_size": 40}, ["hidden size 40", "32"]),
+        ("gemma4-31b", {"vocab_size": 120}, ["120 tokens", "96"]),
+        ("llama", {}, ["layer 0 is sliding_attention", "['full_attention']"]),
     ],
     ids=["hidden", "vocab", "layer-types"],
 )
 def test_a_drafter_for_another_target(family, changes, values, make_target, make_assistant, tmp_path):
-    """As a module and as a folder; the assistant itself is fit for the 31b target."""
+    """Given as a module and as a folder; the assistant itself is fit for the 31b target."""
     assistant = make_assistant(make_target("gemma4-31b"), **changes)
     assistant.save_pretrained(tmp_path)
     for drafter in (assistant, str(tmp_path)):

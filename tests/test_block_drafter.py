@@ -116,7 +116,7 @@ def test_a_literal_tree(make_target: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("num_nodes", [2, 9, 40])
 def test_trees_are_the_best_among_all_paths(seed: int, num_nodes: int, make_target: Callable[..., Any]) -> None:
-    """Of the product of the marginals, the most probable paths; a beam of 5 loses none among 4 candidates a row."""
+    """The most probable paths by the product of the marginals; a beam of 5 loses none among 4 candidates a row."""
     torch.manual_seed(seed)
     marginals = torch.rand(4, 4).softmax(-1)
     scripted = scripted_scene(make_target("llama"), marginals.tolist())

@@ -205,7 +205,7 @@ def test_logits_are_capped_as_the_config_says(tmp_path: Path) -> None:
 def test_what_is_written_is_read(kind: str, tmp_path: Path, make_target: Callable[..., Any]) -> None:
     model = make_target("qwen3")
     head = written_block(tmp_path, model, kind)
-    read = read_block(tmp_path, TargetShape.of(TargetModel(model)))
+    read = read_block(tmp_path, TargetShape.of_target(TargetModel(model)))
     assert read.spec == head.spec
     torch.testing.assert_close(read.state_dict(), head.state_dict(), rtol=0, atol=0)
     drafter = load_any_drafter(str(tmp_path), TargetModel(model))

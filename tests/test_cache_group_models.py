@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kv_rig import make_allocator, spec
+from kv_rig import layer_spec, make_allocator
 
 from specdec import EngineConfig, SamplingParams, SpecConfig
 from specdec.kvcache.layout import CacheGroups, KVLayout, attention_fields
@@ -71,7 +71,7 @@ def test_each_window_takes_the_memory_of_its_own_layers(make_target, monkeypatch
     """Windows of 128 and 4,096: pools by group are those of the formula of docs/memory.md, not of the widest window."""
     monkeypatch.setattr(sizing, "free_bytes", lambda device: 10**12)
     target = TargetModel(make_target("llama", max_position_embeddings=16384))
-    target.layout = KVLayout(tuple(spec(i, window) for i, window in enumerate((None, 128, 128, 4096))))
+    target.layout = KVLayout(tuple(layer_spec(i, window) for i, window in enumerate((None, 128, 128, 4096))))
     config, nodes = EngineConfig(max_batch_size=8, max_model_len=16384), 5
     cache, _ = sizing.make_cache(target, None, config, nodes, None)
     cache.add_store(target.stored_layout, torch.float32)

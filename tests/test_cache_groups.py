@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_rig import KVRig, layer_cache, make_allocator, replaced, spec
+from kv_rig import KVRig, layer_spec, make_allocator, replaced
 
 from specdec.attention.checked_backend import sanitized
 from specdec.attention.plan import KVPlan
@@ -57,11 +57,13 @@ def loc(table: RequestTable, row: int, begin: int, end: int) -> PrimaryLoc:
 
 
 def test_groups_are_those_of_all_models_the_primary_first() -> None:
-    layers = [layer_cache(i, i, "", window) for i, window in enumerate((64, None, 4, 64))]
-    groups = CacheGroups.of_layouts([KVLayout(tuple(layers)), KVLayout((layer_cache(0, 0, "", 9),))])
+    layers = [layer_spec(i, window) for i, window in enumerate((64, None, 4, 64))]
+    groups = CacheGroups.of_layouts([KVLayout(tuple(layers)), KVLayout((layer_spec(0, 9),))])
     assert [group.name for group in groups.groups] == ["full", "window 4", "window 9", "window 64"]
     assert [groups.group_of(kept) for kept in (Full(), Window(4), Window(64))] == [0, 1, 3]
-    assert CacheGroups.of_layouts([KVLayout((spec(0, 4),))]).groups[PRIMARY].retention == Full()  # though no layer is
+    assert (
+        CacheGroups.of_layouts([KVLayout((layer_spec(0, 4),))]).groups[PRIMARY].retention == Full()
+    )  # though no layer is
     with pytest.raises(AssertionError, match="no group keeps window 5"):
         groups.group_of(Window(5))
 
@@ -74,7 +76,7 @@ def test_groups_are_those_of_all_models_the_primary_first() -> None:
 @settings(max_examples=examples(20, 100), deadline=None, derandomize=True, database=None)
 def test_a_store_holds_what_fields_say_at_the_slots_of_their_group(windows, page_size, sizes) -> None:
     layers = [
-        dataclasses.replace(spec(i, window), fields=attention_fields(*size))
+        dataclasses.replace(layer_spec(i, window), fields=attention_fields(*size))
         for i, (window, size) in enumerate(zip(windows, sizes, strict=False))
     ]
     layout = KVLayout(tuple(layers))
@@ -352,7 +354,7 @@ def test_the_cache_gives_up_what_the_short_pool_needs(short: GroupId) -> None:
 def rig(request, monkeypatch) -> KVRig:
     """A watched cache of three groups whose numbers differ; row 0 was evicted in both windows before row 1 came."""
     monkeypatch.setenv("SPECDEC_SANITIZE", "1")
-    layout = KVLayout((spec(0, None), spec(1, 4), spec(2, 12)))
+    layout = KVLayout((layer_spec(0, None), layer_spec(1, 4), layer_spec(2, 12)))
     rig = KVRig(layout, pages=60, page_size=request.param, max_requests=3, max_len=48, lookahead=NODES)
     rig.backend, _ = sanitized(rig, rig.backend, None)
     rig.sanitizer.watch(rig.store)

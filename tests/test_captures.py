@@ -21,12 +21,12 @@ from specdec import Engine, SamplingParams, SpecConfig
 from specdec.config import EngineConfig
 from specdec.errors import ConfigError
 from specdec.gpu.captures import CaptureStore
-from specdec.layers.merge import Watch
-from specdec.runtime.rounds.result import RoundShape
+from specdec.runtime.rounds.captured_prompts import ChunkGraphs
 from specdec.sampling import kernel_sampler, token_bitmaps
 from specdec.sampling.reference_sampler import Past, ReferenceSampler
 from specdec.sampling.sampling_table import SamplingTable, Uses
 
+from inside import Watch, captured_rounds
 from marks import deep_cases
 
 NEW = 10
@@ -106,22 +106,18 @@ def engine_with(make_target, make_engine, monkeypatch):
     return make
 
 
-def rounds_of(engine: Engine) -> dict[RoundShape, Any]:
-    return engine.steps.graphs._captured
-
-
 def serve(engine: Engine, random_prompt: Any, times: int = 2) -> list[list[int]]:
     prompts = [random_prompt(n) for n in (5, 9, 3)]
     return [out.token_ids for _ in range(times) for out in engine.generate(prompts, GREEDY)]
 
 
 def test_one_failed_capture_does_not_end_capturing(engine_with, random_prompt, caplog):
-    """The first of those that are made at construction, of four rows: the shapes behind it are captured."""
+    """The first of those that are made at construction, of four rows: the shapes after it are captured."""
     right = serve(engine_with(None), random_prompt)
     with caplog.at_level(logging.WARNING, "specdec"):
         engine = engine_with(FailingTape((1,), RuntimeError))
         assert serve(engine, random_prompt) == right
-    captured = {shape.batch for shape, one in rounds_of(engine).items() if one is not None}
+    captured = {shape.batch for shape in captured_rounds(engine)}
     assert captured == {1, 2, 4}  # and the first was tried again
     assert [r.message for r in caplog.records] == ["rounds run without CUDA graphs: no room (seeded)"]
     use = engine.stats().captures
@@ -144,7 +140,7 @@ def test_what_fails_every_time_is_tried_three_times(engine_with, random_prompt):
 @deep_cases("2")
 @pytest.mark.parametrize("failures", [1, 2])
 def test_a_capture_out_of_memory_lets_the_others_go_and_is_tried_again(engine_with, random_prompt, caplog, failures):
-    """Of one row: 4 and 2 rows are captured before it. Once more at once; after a second failure with the next run."""
+    """Fails at one row: 4 and 2 rows are captured before it. Tried once more at once; then with the next run."""
     right = serve(engine_with(None), random_prompt)
     with caplog.at_level(logging.WARNING, "specdec"):
         engine = engine_with(FailingTape(tuple(range(3, 3 + failures))))
@@ -153,31 +149,34 @@ def test_a_capture_out_of_memory_lets_the_others_go_and_is_tried_again(engine_wi
     assert use.refused == failures - 1 == len(caplog.records) and use.evicted == 2
     for count in (1, 2, 3):
         [engine.generate([random_prompt(4)] * count, GREEDY) for _ in range(3)]
-    captured = {shape.batch for shape, one in rounds_of(engine).items() if one is not None}
+    captured = {shape.batch for shape in captured_rounds(engine)}
     assert captured == {1, 4, 2}
 
 
+@pytest.fixture
+def no_shared_bytes(monkeypatch):
+    """Prompts leave their results in memory that is not counted."""
+    monkeypatch.setattr(ChunkGraphs, "shared_bytes", property(lambda self: 0))
+
+
+@pytest.mark.usefixtures("no_shared_bytes")
 def test_captures_stay_within_their_bytes_and_the_least_recently_used_go(engine_with, random_prompt):
     """Two pools with what they hold: 1 of rounds, 1 of prompts, then too many."""
     right = serve(engine_with(None), random_prompt)
     tape = WeighedTape()
     engine = engine_with(tape, max_capture_bytes=220, prefix_cache=False)
-    shared = engine.steps.prefill.chunks
-    type(shared).shared_bytes = property(lambda self: 0)
-    try:
-        assert serve(engine, random_prompt) == right
-        for length in (3, 20, 40):
-            engine.generate([random_prompt(length)], GREEDY)
-            use = engine.stats().captures
-            assert tape.held_bytes() == use.bytes <= use.budget_bytes == 220
-        assert use.evicted and use.made - use.evicted == use.captured == sum(tape.alive_now()) <= 2
-        before = rounds_of(engine).copy()
-        engine.close()
-        assert before and tape.held_bytes() == 10 * sum(one is not None for one in before.values())
-    finally:
-        del type(shared).shared_bytes
+    assert serve(engine, random_prompt) == right
+    for length in (3, 20, 40):
+        engine.generate([random_prompt(length)], GREEDY)
+        use = engine.stats().captures
+        assert tape.held_bytes() == use.bytes <= use.budget_bytes == 220
+    assert use.evicted and use.made - use.evicted == use.captured == sum(tape.alive_now()) <= 2
+    before = captured_rounds(engine)
+    engine.close()
+    assert before and tape.held_bytes() == 10 * len(before)
 
 
+@pytest.mark.usefixtures("no_shared_bytes")
 def test_a_prompt_captured_twice_for_want_of_room_is_replayed(engine_with, random_prompt):
     """Its pool had grown for others: it is let go, the pool is freed, and it is recorded again."""
 
@@ -199,15 +198,10 @@ def test_a_prompt_captured_twice_for_want_of_room_is_replayed(engine_with, rando
     prompts = [random_prompt(n) for n in (5, 20, 40, 40, 40, 5, 5)]
     right = [engine_with(None).generate([prompt], GREEDY)[0].token_ids for prompt in prompts]
     engine = engine_with(GrowingTape(), max_capture_bytes=80, prefix_cache=False, prefill_chunk=64)
-    shared = engine.steps.prefill.chunks
-    type(shared).shared_bytes = property(lambda self: 0)
     one = SamplingParams(max_new_tokens=1)
-    try:
-        assert [engine.generate([prompt], one)[0].token_ids[0] for prompt in prompts] == [ids[0] for ids in right]
-        use = engine.stats().captures
-        assert use.evicted == use.made - use.captured > 0 and use.uncaptured_prompts < len(prompts)
-    finally:
-        del type(shared).shared_bytes
+    assert [engine.generate([prompt], one)[0].token_ids[0] for prompt in prompts] == [ids[0] for ids in right]
+    use = engine.stats().captures
+    assert use.evicted == use.made - use.captured > 0 and use.uncaptured_prompts < len(prompts)
 
 
 def test_a_capture_that_was_replayed_outlives_one_that_was_not():
@@ -274,7 +268,7 @@ def test_parameters_that_are_data_share_a_capture(engine_with, random_prompt):
         assert [len(t.top) if hasattr(t, "top") else t for t in one.logprobs or []] == [
             len(t.top) if hasattr(t, "top") else t for t in other.logprobs or []
         ]
-    captured = [shape for shape, one in rounds_of(engine).items() if one is not None]
+    captured = list(captured_rounds(engine))
     assert len(captured) <= 7, captured
 
 
@@ -312,7 +306,7 @@ def grammar_engine(make_target, engine_with, byte_tokenizer):
 
 
 def int32_storages(round: Any) -> set[int]:
-    """Of tensors that a round keeps, however deep."""
+    """Addresses of tensors that a round keeps, however deep."""
     found, left, seen = set(), [round.__dict__], set()
     while left:
         value = left.pop()
@@ -362,7 +356,9 @@ def test_prompts_send_what_they_need_by_pinned_copies_alone(engine_with, random_
     handle = engine.submit(random_prompt(20), GREEDY)
     while not handle.num_output:
         engine.step()
-    assert callers - {"alloc", "evict", "free"} == {"upload"}  # the books of the allocator stay on the host
+    assert callers - {"alloc", "evict", "evict_unseen", "free"} == {
+        "upload"
+    }  # the books of the allocator stay on the host
 
 
 def test_weights_are_looked_at_once_a_step(engine_with, random_prompt, monkeypatch):

@@ -12,16 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from tape import record
 from torch import nn
 
-import specdec.engine
 from specdec import Engine, EngineConfig, SamplingParams
 from specdec.errors import UnsupportedModelError
 from specdec.layers import merge
-from specdec.layers.merge import Watch
-from specdec.models.target import TargetModel
 
+from inside import TargetModel, Watch, capture_on_tape, captured_rounds
 from marks import each_value
 
 NEW = 10
@@ -145,7 +142,7 @@ def test_a_running_request_goes_on_with_the_adapter_that_is_active_now(adapted, 
 
 
 def test_captured_rounds_follow_an_adapter(adapted, make_engine, monkeypatch):
-    monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record)
+    capture_on_tape(monkeypatch)
     model, adapter = adapted
     engine = make_engine(model, None)
     for name in ("first", "second", "first"):
@@ -153,7 +150,7 @@ def test_captured_rounds_follow_an_adapter(adapted, make_engine, monkeypatch):
         want = truth(model)
         for _ in range(3):
             assert answer(engine) == want
-        assert any(engine.steps.graphs._captured.values())
+        assert captured_rounds(engine)
 
 
 def test_adapters_of_peft_are_followed(make_target, make_engine):
@@ -207,7 +204,7 @@ def test_hooks_that_are_added_and_removed_are_followed(fused, make_target, make_
 
 def test_a_hook_that_does_something_else_is_followed_after_clearing(make_target, make_engine, monkeypatch):
     """It leaves no trace. A captured round holds what it did before."""
-    monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record)
+    capture_on_tape(monkeypatch)
     model, factor = make_target("llama", fresh=True), [1.0]
     model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: out * factor[0])
     engine = make_engine(model, None)

@@ -25,7 +25,7 @@ ANN = "Ann has 4 boxes of 6 eggs. She eats 3 eggs. How many eggs are left?"
 GREEN = "\x1b[1;32m"
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 ANSWERED = rf"(?:{ESCAPES.pattern}|[^\w\x1b])*\w{{2}}"
-"""Text behind what is typed: the codes with which a terminal ends a line of input are none."""
+"""Text after what is typed: the codes with which a terminal ends a line of input are none."""
 FIGURES = (
     r"(\d+) tokens, [\d.]+ tokens/s, the first after [\d.]+ s; "
     r"acceptance length ([\d.]+)(?: in the .* that drafted)?, from accepted drafts"
@@ -64,7 +64,7 @@ class Terminal:
         return shown
 
     def shows(self, pattern, seconds):
-        """As `until`; None where it does not come in time."""
+        """Reads like `until`; None where it does not come in time."""
         deadline = time.monotonic() + seconds
         while (found := re.search(pattern, self.unread)) is None:
             if time.monotonic() > deadline:
@@ -77,6 +77,22 @@ class Terminal:
                 self.unread += read.decode(errors="replace").replace("\r\n", "\n")
         shown, self.unread = self.unread[: found.end()], self.unread[found.end() :]
         return shown
+
+
+@pytest.fixture
+def at_keyboard(monkeypatch):
+    """Makes standard input a terminal at which these lines are typed."""
+
+    class Keyboard(io.StringIO):
+        def isatty(self):
+            return True
+
+    def typing(*lines):
+        left = iter(lines)
+        monkeypatch.setattr("sys.stdin", Keyboard())
+        monkeypatch.setattr("builtins.input", lambda _: next(left))
+
+    return typing
 
 
 @pytest.fixture(scope="module")
@@ -187,21 +203,15 @@ def test_without_a_terminal_ctrl_c_ends_it_all(engine, monkeypatch):
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_ctrl_c_between_a_question_and_its_answer_ends_neither_the_program_nor_the_answer(engine, monkeypatch, capsys):
+def test_ctrl_c_between_a_question_and_its_answer_ends_neither_the_program_nor_the_answer(engine, at_keyboard, capsys):
     """For a moment nobody heard it but Python: the program ended."""
 
     class Typed(str):
-        def strip(self):  # the first thing that happens behind Enter
+        def strip(self):  # the first thing that happens after Enter
             signal.raise_signal(signal.SIGINT)
             return str(self)
 
-    class Keyboard(io.StringIO):
-        def isatty(self):
-            return True
-
-    monkeypatch.setattr("sys.stdin", Keyboard())
-    typed = iter([Typed(TOM), "/exit"])
-    monkeypatch.setattr("builtins.input", lambda _: next(typed))
+    at_keyboard(Typed(TOM), "/exit")
     session = Session(engine, Conversation(engine), SamplingParams(max_new_tokens=8))
     session.run("")
     assert [turn.asked for turn in session.conversation.turns] == [TOM]
@@ -209,7 +219,7 @@ def test_ctrl_c_between_a_question_and_its_answer_ends_neither_the_program_nor_t
 
 
 @pytest.mark.parametrize("moment", ["abort", "figures"])
-def test_a_second_ctrl_c_cuts_nothing_short(moment, engine, monkeypatch, capsys):
+def test_a_second_ctrl_c_cuts_nothing_short(moment, engine, at_keyboard, monkeypatch, capsys):
     """Whenever it comes: before the answer is ended, or while its figures are printed."""
     session = Session(engine, Conversation(engine), SamplingParams(max_new_tokens=48))
     before, printed, figures, submit = signal.getsignal(signal.SIGINT), session._print, session._figures, engine.submit
@@ -229,13 +239,7 @@ def test_a_second_ctrl_c_cuts_nothing_short(moment, engine, monkeypatch, capsys)
             monkeypatch.setattr(handle, "abort", lambda: (press(), abort()))
         return handle
 
-    class Keyboard(io.StringIO):
-        def isatty(self):
-            return True
-
-    monkeypatch.setattr("sys.stdin", Keyboard())
-    typed = iter([TOM, "/exit"])
-    monkeypatch.setattr("builtins.input", lambda _: next(typed))
+    at_keyboard(TOM, "/exit")
     monkeypatch.setattr(session, "_print", interrupted)
     monkeypatch.setattr(engine, "submit", submitted)
     if moment == "figures":

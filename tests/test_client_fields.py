@@ -152,7 +152,7 @@ def test_parallel_tool_calls_false_is_kept_where_a_tool_is_required(url, choice)
 
 
 def test_a_required_call_has_no_arguments_that_its_tool_does_not_name(url):
-    """As clients write schemas, which do not say that there are no others."""
+    """Written as clients write schemas, which do not say that there are no others."""
     parameters = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     answer = chat(url, tools=tools, tool_choice="required", max_tokens=100, temperature=1.5, n=3, seed=0).json()

@@ -56,20 +56,6 @@ def read_all(made: socket.socket) -> bytes:
     return b"".join(blocks)
 
 
-def running(url: str) -> float:
-    text = httpx.get(url + "/metrics", timeout=60).text
-    return float(text.split("vllm:num_requests_running{")[-1].split("\n")[0].split()[-1])
-
-
-def test_a_client_that_leaves_is_noticed_before_its_answer_is_made(server):
-    for stream in (False, True):
-        with connect(server.url) as made:
-            made.sendall(request(ENDLESS | {"stream": stream}))
-            until(lambda: running(server.url) == 1)
-        until(lambda: running(server.url) == 0)
-        until(lambda said: said in server.log(), "(client gone)" if stream else " 499 in ")  # it did not just end
-
-
 def test_a_body_that_does_not_come_in_time_is_408_and_one_that_comes_slowly_and_in_time_is_read(server):
     body = json.dumps(ANSWER).encode() + b" " * 3000
     whole = httpx.post(f"{server.url}/v1/chat/completions", json=ANSWER, timeout=60).json()
@@ -89,12 +75,14 @@ def test_a_client_that_never_reads_is_given_up_and_its_request_with_it(monkeypat
     monkeypatch.setattr(serving, "WRITE_SECONDS", 1)
     config = EngineConfig(max_batch_size=4, max_model_len=4096)
     asked = ENDLESS | {"n": 4, "logprobs": True, "top_logprobs": 20}  # more than the system holds for a reader
-    with Engine.from_pretrained("tiny-gemma4", None, config=config) as engine, served(engine) as (url, running, _):
-        with connect(url, window=1024) as never_reads:
-            never_reads.sendall(request(asked))
-            until(lambda: len(running.samples) == 4)
-            until(lambda: not running.samples)
-            assert never_reads.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or engine.stats().full_slots.held == 0
+    with (
+        Engine.from_pretrained("tiny-gemma4", None, config=config) as engine,
+        served(engine) as (url, running, _),
+        connect(url, window=1024) as never_reads,
+    ):
+        never_reads.sendall(request(asked))
+        until(lambda: len(running.samples) == 4)
+        until(lambda: not running.samples)
 
 
 @pytest.mark.slow
@@ -117,7 +105,7 @@ def test_more_idle_connections_than_files_end_no_stream_and_not_the_server():
 @pytest.mark.parametrize("kind", [signal.SIGHUP, pytest.param(signal.SIGTERM, marks=pytest.mark.deep)])
 def test_a_signal_lets_streams_end_refuses_half_sent_bodies_in_time_and_leaves_with_0(kind):
     with (
-        running_server("--stop-seconds", "3600") as server,
+        running_server("--stop-seconds", "3600", "--timeout-body", "3600") as server,
         httpx.Client(timeout=60) as client,
         connect(server.url) as half,
     ):

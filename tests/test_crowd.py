@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 from crowd import Asked, each_alone, make_crowd, require_empty, require_no_leak, serve_crowd, wrong_requests
-from tape import record
 
-import specdec.engine
 from specdec import Engine, SpecConfig
 from specdec.runtime.scheduler import slots_needed
 
+from inside import capture_on_tape
 from marks import deep, deep_cases, examples, usual
 from tiny_models import random_eagle3
 
@@ -110,7 +109,7 @@ def test_a_crowd_of_captured_rounds_too(name, checks, crowd, monkeypatch) -> Non
     """A tape in the place of graphs: launched before the round in front has been settled."""
     requests = crowd(20, 12)
     monkeypatch.setenv("SPECDEC_SANITIZE", str(int(bool(checks))))
-    monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record)
+    capture_on_tape(monkeypatch)
     engine = requests.engine(*CASES[name])
     outputs = serve_crowd(engine, requests.asked)
     assert wrong_requests(requests.asked, outputs, requests.alone) == []

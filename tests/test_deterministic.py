@@ -1,6 +1,6 @@
 """`deterministic=True`: the logits of a token are a function of its request alone, to the bit.
 
-`Logits` writes down what the target says behind every path of tokens, also of drafts that are rejected, and requires
+`Logits` writes down what the target says after every path of tokens, also of drafts that are rejected, and requires
 the same bits whenever the same path comes again: in any batch, chunk, tree, after any preemption.
 """
 
@@ -17,24 +17,26 @@ from specdec.attention.backend import choose_backend
 from specdec.attention.bridge import ForwardContext
 from specdec.attention.path_attention import PathAttention
 from specdec.attention.row_tiles import ROWS, pad_rows, row_tiles
+from specdec.draft_models.ngram import NgramDrafter
 from specdec.errors import ConfigError, SpecDecError, UnsupportedModelError
-from specdec.gpu.operations import REFERENCE
+from specdec.gpu.operations import FAST, KERNELS, REFERENCE
 from specdec.layers.batch_invariant_torch import ROWWISE, ByVectors, rows_alone
 from specdec.models.target import TargetModel
 from specdec.sampling.log_probs import LogProbs
 from specdec.sampling.reference_sampler import ReferenceSampler
 
+from inside import capture_on_tape
 from marks import deep, deep_cases, examples, slow
 from tiny_models import FAMILIES, VOCAB, random_eagle3
 
 NEW = examples(8, 12)
 BF16 = torch.bfloat16
 DTYPES = torch.float32, BF16
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here; see tools/gpu_bits.py")
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here: python -m bench bits")
 
 
 class Logits:
-    """By the tokens in front: the one row of logits that there may be. `again`: how often a row came again."""
+    """The one row of logits that each path of tokens may have. `again`: how often a row came again."""
 
     draw = staticmethod(ReferenceSampler.draw)
 
@@ -191,6 +193,37 @@ def test_the_comparison_finds_rows_that_depend_on_others(make_target, engine, ra
     assert answers(engine(model, max_batch_size=4), prompts, params) == expected
 
 
+@pytest.mark.deep
+@interpreted
+@pytest.mark.parametrize("family", [deep("gemma4-moe"), slow("gpt_oss")])
+def test_kernels(family, make_target, random_prompt, scripted, tree_script, seen, monkeypatch):
+    """Alone, in a batch, in chunks of a few tokens, chains and trees, in captured rounds and not."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr("specdec.runtime.rounds.captured_rounds.MIN_TABLE_WIDTH", 8)
+    monkeypatch.setattr("specdec.runtime.rounds.captured_prompts.MIN_TOKENS", 4)
+    model = make_target(family, num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+    prompts = [random_prompt(11), random_prompt(3)]
+    params = [SamplingParams(max_new_tokens=3), SamplingParams(max_new_tokens=3, temperature=0.9, seed=1)]
+    target = TargetModel(model, FAST, deterministic=True)
+    config = {"max_model_len": 64, "fused": True, "attention": "triton", "deterministic": True}
+
+    def tokens(drafter: Any, num_steps: int, **settings: Any) -> list[list[int]]:
+        made = Engine(target, drafter, spec=SpecConfig(num_steps), config=EngineConfig(**config, **settings))
+        assert made.target.ops is KERNELS and not made.target.in_tiles
+        outputs = [out.token_ids for out in made.generate(prompts, params)]
+        if made.steps.graphs is not None:
+            assert any(made.steps.graphs._captured.values())
+        return outputs
+
+    expected = tokens(None, 1, max_batch_size=1, prefill_chunk=64)
+    trees = scripted(tree_script([p + t for p, t in zip(prompts, expected, strict=True)]))
+    assert tokens(trees, 5, prefill_chunk=7) == expected
+    monkeypatch.setattr(ReferenceSampler, "draw", seen.draw)  # nothing can be written down in a captured round
+    capture_on_tape(monkeypatch)
+    assert tokens(NgramDrafter(), 2, prefill_chunk=64, max_batch_size=2) == expected
+    assert seen.again > 5
+
+
 def test_a_given_target_is_made_deterministic(make_target, random_prompt):
     model = make_target("llama")
     for ops, of_engine in ((None, None), (REFERENCE, ROWWISE)):
@@ -206,7 +239,7 @@ def test_a_given_target_is_made_deterministic(make_target, random_prompt):
 
 
 def test_a_layer_that_looks_at_other_rows(make_target, make_engine):
-    """By less than anything but a comparison of bits would notice."""
+    """Changes logits by less than anything but a comparison of bits would notice."""
     model = make_target("llama", fresh=True)
     mlp = model.model.layers[1].mlp
 
@@ -304,7 +337,7 @@ def test_rows_alone_are_computed_once_where_they_repeat():
 
 
 def test_alternatives_do_not_depend_on_how_many_a_neighbour_wants():
-    """Of equal log-probabilities `topk` returns any, and others for another number of them."""
+    """`topk` returns any of equal log-probabilities, and others for another number of them."""
     logits = torch.randint(0, 4, (1, 3, 97), generator=torch.Generator().manual_seed(0)).to(BF16)
     logits[..., 5] = -torch.inf
     chosen = torch.zeros((1, 3), dtype=torch.int64)

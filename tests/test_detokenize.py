@@ -47,27 +47,8 @@ def unigram():
 
 
 def word_piece():
-    pieces = [
-        "[UNK]",
-        "do",
-        "not",
-        "n",
-        "'",
-        "t",
-        "##t",
-        "##s",
-        "m",
-        "s",
-        "ve",
-        "re",
-        ".",
-        "?",
-        "!",
-        ",",
-        "a",
-        "##ing",
-        "é",
-    ]
+    words = ["[UNK]", "do", "not", "n", "'", "t", "##t", "##s", "m", "s", "ve", "re"]
+    pieces = [*words, ".", "?", "!", ",", "a", "##ing", "é"]
     tokenizer = Tokenizer(models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]"))
     tokenizer.decoder = decoders.WordPiece("##", True)
     return tokenizer
@@ -177,7 +158,7 @@ def ids_of(tokenizer, *pieces):
 
 
 def test_a_byte_that_spoils_a_run_takes_back_nothing_that_was_handed_out():
-    """E5 A5 BD is a character; with FF behind it, the run is four replacement characters."""
+    """E5 A5 BD is a character; with FF after it, the run is four replacement characters."""
     tokenizer = TOKENIZERS["llama"]
     ids = ids_of(tokenizer, "▁the", "<0xE5>", "<0xA5>", "<0xBD>", "<0xFF>", "a")
     request, deltas = run(tokenizer, ids, SamplingParams(max_new_tokens=6), [1])
@@ -216,7 +197,7 @@ def test_special_tokens_as_stop_strings(stop, pieces, text, taken, rounds):
 
 
 def test_a_stop_string_that_begins_in_the_prompt_does_not_count():
-    """As in vLLM: only what was generated is searched. `specdec.generate` does as transformers."""
+    """Only what was generated is searched, as in vLLM. `specdec.generate` does as transformers."""
     tokenizer = TOKENIZERS["words"]
     request = Request(
         ids_of(tokenizer, "x"), SamplingParams(max_new_tokens=2, stop="x b"), 0, Detokenizer(tokenizer), frozenset()

@@ -1,11 +1,11 @@
 """What the pages in docs/ and the README show is what the code does.
 
 Python   the ```python blocks of a page run in order, in one namespace, in an empty folder, on the bundled models. A
-         block behind `<!-- not executed: why -->` must only compile.
-Output   a ```text (or ```console) block right behind a ```python block is what that block prints; `...` stands for
+         block after `<!-- not executed: why -->` must only compile.
+Output   a ```text (or ```console) block right after a ```python block is what that block prints; `...` stands for
          anything and white space is not compared, as in doctest.
 Shell    a ```sh block is parsed: commands, options and values of `specdec`, options of scripts, targets of `make`. With
-         a ```text block right behind it, it is run as well (`specdec` commands only) and its output compared.
+         a ```text block right after it, it is run as well (`specdec` commands only) and its output compared.
 Links    a relative link leads to a file, and its #anchor to a heading there. Names in backticks: test_docs_names.py.
 
 A page that is added to docs/ is held to the same rules, and must be in its index: docs/README.md or
@@ -32,7 +32,7 @@ from specdec.cli.app import COMMANDS, app, load_command
 from specdec.loading import load_model
 from specdec.models import bundled
 from specdec.models.bundled import BUNDLED_DIR
-from specdec.runtime.adaptive.draft_choice import DraftChoice
+from specdec.runtime.draft_policy.draft_choice import DraftChoice
 
 from marks import deep, deep_cases, is_deep
 
@@ -53,7 +53,7 @@ pytestmark = [
 
 
 class Block(NamedTuple):
-    """A fenced block: the line its code starts on, and the block of output right behind it, if there is one."""
+    """A fenced block: the line its code starts on, and the block of output right after it, if there is one."""
 
     language: str
     line: int

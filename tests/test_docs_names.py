@@ -12,6 +12,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -30,7 +31,7 @@ ALL_PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(ROOT)) fo
 PAGES = [page for page in ALL_PAGES if not page.startswith(RECORDS) and (ROOT / page).exists()]
 PACKAGES = {"kvcache": "specdec.kvcache", "attention": "specdec.attention", "draft_models": "specdec.draft_models"}
 PACKAGES |= {"specdec": "specdec"}  # root folder -> package
-SCRIPTS = ("examples", "tools", "tests")
+SCRIPTS = ("examples", "tools", "bench", "tests")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE = re.compile(
     r"[\w./*-]*[\w*]\.(?:py|md|toml|txt|jsonl?|ya?ml|safetensors)\b(?!:\d)"
@@ -62,7 +63,7 @@ def modules() -> list[ModuleType]:
 
 @cache
 def literals() -> str:
-    """Every string that a program holds, one behind the other, white space as one blank."""
+    """Every string that a program holds, one after the other, white space as one blank."""
     trees = (ast.parse(text) for path, text in sources().items() if not path.startswith("tests/"))
     texts = (
         n.value for tree in trees for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)
@@ -180,6 +181,12 @@ def faults(span: str) -> list[str]:
     if span.startswith("make "):
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
         return [word for word in span.partition(" ARGS=")[0].split()[1:] if "=" not in word and word not in targets]
+    if span.startswith("python -m bench "):  # cases and their options; test_bench_cases.py runs them
+        cases = tomllib.loads((ROOT / "bench" / "cases.toml").read_text("utf-8"))
+        known = {"plot", "--list", "--quick", "--device", "--parts", *cases}
+        known |= {f"--{name.replace('_', '-')}" for case in cases.values() for name in case.get("options", {})}
+        named = re.match(r"[a-z -]*", span.removeprefix("python -m bench "))[0].partition(" --")[0].split()
+        return [word for word in (*named, *OPTION.findall(span)) if word not in known]
     if re.fullmatch(r"[\w.-]+(/[\w.-]+)*/", span):
         return [] if (ROOT / span).is_dir() else [span]
     files = [] if span.startswith("http") else FILE.findall(span)

@@ -23,14 +23,13 @@ from specdec.doctor.dense_drafts import dense_drafts, record
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.drafter_loading import load_any_drafter
 from specdec.errors import ConfigError
-from specdec.gpu.operations import REFERENCE
 from specdec.load_check import LOAD_SIGNS, warn_at_load
 from specdec.models.bundled import BUNDLED_DIR, HELD_OUT_PROBLEMS
 from specdec.models.published import ACCEPTED, PAIRS, published_acceptance
 from specdec.models.quantised.weight_grid import NONE, grid_of
-from specdec.models.target import TargetModel
 from specdec.text.prompt_files import read_prompts
 
+from inside import REFERENCE, TargetModel
 from marks import deep, deep_cases
 
 HEAD, ASSISTANT = "tiny-gemma4-eagle3", "tiny-gemma4-mtp"
@@ -49,7 +48,7 @@ def engine():
 
 @pytest.fixture
 def diagnosed(engine):
-    """Of a drafter by name or folder."""
+    """The config of a drafter by name or folder."""
 
     def run(drafter, tokenizer=None, **options):
         fitted = load_any_drafter(str(drafter), engine.target)
@@ -112,7 +111,7 @@ def text_rope(config):
 
 
 def fed_back_unnormed(config):
-    """As SpecForge wrote it before and after the change of its meaning: the earlier one is assumed."""
+    """A config as SpecForge wrote it before and after the change of its meaning: the earlier one is assumed."""
     del config["eagle_config"]["norm_output"]
     assert config["norm_output"] is True
 

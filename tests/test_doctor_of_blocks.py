@@ -41,7 +41,7 @@ def causes(diagnosis):
 
 
 BLOCK_MASK, WRONG_MASK = 2047, 77
-"""Of the drafter below, the last row of the table; and what its config may say instead."""
+"""The drafter below is the last row of the table; and what its config may say instead."""
 
 
 @pytest.fixture(scope="module")

@@ -201,7 +201,7 @@ def write(case: Case, folder: Path, target_size: int = H, seed: int = 0) -> dict
 
 
 class Dense:
-    """The head by its equations, row by row in float64. Row: (token behind, hidden state, position, rows it sees)."""
+    """The head by its equations, row by row in float64. Row: (token after, hidden state, position, rows it sees)."""
 
     def __init__(self, case: Case, tensors: dict[str, torch.Tensor], target: Any) -> None:
         self.case = case

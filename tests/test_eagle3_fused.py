@@ -182,7 +182,7 @@ def test_embed_and_norm_by_eye() -> None:
 
 
 PATHS = {
-    # tree of 5 nodes; path, length, the token behind each step: tokens are 10, 11, .. and 20, 21, ..; 7 and 8 are next
+    # tree of 5 nodes; path, length, the token after each step: tokens are 10, 11, .. and 20, 21, ..; 7 and 8 are next
     "partial": ([[0, 2, 4], [0, 0, 0]], [3, 1], [[12, 14, 7], [8, None, None]]),
     "one step": ([[3], [4]], [1, 1], [[7], [8]]),
     "none": ([[0, 0, 0], [1, 2, 0]], [0, 2], [[7, None, None], [22, 8, None]]),

@@ -117,7 +117,7 @@ class Made(TorchDispatchMode):
 
 @pytest.mark.slow
 def test_the_kernels_copy_nothing_of_the_context(model: Any) -> None:
-    """A draft makes as many numbers behind 100 keys as behind 20; plain torch copies them."""
+    """A draft makes as many numbers after 100 keys as after 20; plain torch copies them."""
     made: dict[str, list[int]] = {}
     for backend in BACKENDS:
         for length in (20, 100):

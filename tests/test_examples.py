@@ -180,7 +180,7 @@ def test_a_model_writes_different_prompts_that_training_reads(run, module):
     code, out, err = run("self_prompts.py", *arguments.split())
     assert code == 0, err
     assert re.search(r"prompts.jsonl: 3 prompts of \d+ turns", out), out
-    texts = [record["prompt"] for record in read_prompt_file(prompts)]
+    texts = [chat[-1]["content"] for chat in read_prompt_file(prompts)]
     assert len(set(texts)) == 3 and all(len(text) >= program.SHORTEST for text in texts)
     with Engine.from_pretrained("tiny-gemma4", None, config=EngineConfig(max_batch_size=1)) as engine:
         prefix = program.user_turn(engine)
@@ -254,7 +254,7 @@ def test_mistakes_get_one_sentence_and_exit_code_2(command, says, run):
 
 
 def styles(text):
-    """Of each character."""
+    """Style of each character."""
     return [str(text.get_style_at_offset(Console(), place)) for place in range(len(text))]
 
 

@@ -18,19 +18,19 @@ from types import CodeType, FrameType
 from typing import Any
 
 import pytest
-from tape import record
 
 import specdec.engine
 import specdec.kvcache.table
 import specdec.runtime.engine_stats
 from specdec import Engine, RequestStats, SamplingParams, SpecConfig
 
+from inside import assert_idle, capture_on_tape
 from marks import is_deep
 from package_files import name_in_package
 from tiny_models import FULL, SLIDING, random_eagle3
 
 NEW = 6  # more than the first stream has when the second has joined
-LONG_ENOUGH = {"prompt": 3, "round": NEW}  # for the first stream to go on behind the step that breaks
+LONG_ENOUGH = {"prompt": 3, "round": NEW}  # for the first stream to go on after the step that breaks
 CHAIN, TREE = SpecConfig(3), SpecConfig(3, 2, 6)
 CASES = {  # the one with most under way first
     "mtp-captured": ("mtp", TREE, 1, True),
@@ -81,14 +81,6 @@ def profiled(calls: Calls) -> Iterator[None]:
         sys.setprofile(None)
 
 
-def assert_empty(engine: Engine) -> None:
-    engine.table.check()
-    assert engine.scheduler.idle and engine.inbox.is_idle
-    allocator = engine.table.allocator
-    assert not any(pool.held_pages for pool in allocator.pools)
-    assert not allocator.frozen and not engine.table.active_rows.size
-
-
 class Scene:
     """A stream that has begun, and a request that joins it: the step after that is the one to break."""
 
@@ -115,7 +107,7 @@ class Scene:
         self.got += [token for delta in self.stream for token in delta.token_ids]
         assert self.got == self.truths[tuple(self.prompts[0])][: self.new]
         self.other.close()
-        assert_empty(self.engine)
+        assert_idle(self.engine)
 
 
 @pytest.fixture
@@ -135,7 +127,7 @@ def scenes(make_target, make_assistant, make_engine, greedy_oracle, random_promp
     def make(drafter: str | None, spec: SpecConfig, page_size: int, captured: bool = False, new: int = NEW) -> Scene:
         key = drafter, spec, page_size, captured
         if key not in engines:
-            monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record if captured else None)
+            capture_on_tape(monkeypatch, captured)
             made = {"mtp": make_assistant, "eagle3": random_eagle3}
             module = made[drafter](model) if drafter in made else drafter
             engines[key] = make_engine(
@@ -165,7 +157,7 @@ def calls_of(scene: Scene, stage: str) -> list[CodeType]:
         next(scene.other)
     scene.stream.close()
     scene.other.close()
-    assert_empty(scene.engine)
+    assert_idle(scene.engine)
     assert len(set(counted.made)) > 40
     return counted.made
 
@@ -268,7 +260,7 @@ def test_a_fault_after_a_request_finished_leaks_no_row(rows, make_target, make_e
     engine.inbox.forget = forget
     outputs = engine.generate(prompts, SamplingParams(max_new_tokens=4))
     assert [out.token_ids for out in outputs] == [greedy_oracle(model, prompt, 4) for prompt in prompts]
-    assert_empty(engine)
+    assert_idle(engine)
 
 
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt, RuntimeError])
@@ -294,4 +286,4 @@ def test_an_interrupted_recovery_is_made_again(scenes, monkeypatch) -> None:
             next(scene.stream)
     [out] = scene.engine.generate(scene.prompts[2], SamplingParams(max_new_tokens=NEW))
     assert out.token_ids == scene.truths[tuple(scene.prompts[2])]
-    assert_empty(scene.engine)
+    assert_idle(scene.engine)

@@ -5,9 +5,7 @@ from itertools import takewhile
 
 import pytest
 import torch
-from tape import record
 
-import specdec.engine
 from specdec import EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.torch_backend import TorchBackend
 from specdec.draft_models import finished_texts
@@ -16,6 +14,7 @@ from specdec.draft_models.suffix import SuffixWorker, newest_tokens
 from specdec.errors import ConfigError
 from specdec.gpu.mirrored_array import upload
 
+from inside import capture_on_tape
 from marks import deep, examples
 from stand_ins import history_batch
 
@@ -43,7 +42,7 @@ def looked_up(store, text, row=0):
 
 
 class EveryText:
-    """The same by brute force: texts in a list, dropped from its beginning."""
+    """The index by brute force: texts in a list, dropped from its beginning."""
 
     def __init__(self, size):
         self.size, self.texts = size, []
@@ -245,7 +244,7 @@ def test_a_prompt_that_was_answered_is_drafted_from_its_answer(spec, make_target
 def test_captured_rounds_see_what_finished_after_they_were_captured(
     make_target, make_engine, random_prompt, monkeypatch
 ):
-    monkeypatch.setattr(specdec.engine, "capture_for", lambda *_: record)
+    capture_on_tape(monkeypatch)
     engine = make_engine(make_target("gemma4-e2b"), "suffix", spec=SpecConfig(5), max_batch_size=2, finished_tokens=500)
     params = SamplingParams(max_new_tokens=NEW, temperature=1.0, seed=3)
     outs = [engine.generate([random_prompt(12)], params)[0] for _ in range(2)]

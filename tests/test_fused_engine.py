@@ -32,6 +32,7 @@ from specdec.layers.per_layer_embedding import gated_projection
 from specdec.layers.rope_store import rotary
 from specdec.models.target import FinalStates, TargetModel
 
+from inside import capture_on_tape
 from marks import deep, deep_cases, each_value, examples, is_deep, pairs, quick, slow, usual
 
 NEW = examples(8, 12)
@@ -368,7 +369,7 @@ def test_a_captured_graph_is_told_that_weights_moved(make_target):
 @pytest.mark.parametrize("fused", [deep(False), True])
 def test_captured_rounds_see_changed_weights(fused, make_target, make_engine, hf_forward, random_prompt, monkeypatch):
     """The tape stands for a graph, which holds the tensors that it was captured with."""
-    monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record)
+    capture_on_tape(monkeypatch)
     model, prompt = make_target("qwen2", fresh=True), random_prompt(11)
     other = make_target("qwen2", seed=4, fresh=True).state_dict()
     engine = make_engine(model, None, fused=fused)
@@ -383,8 +384,8 @@ def test_captured_rounds_see_changed_weights(fused, make_target, make_engine, hf
 
 
 def test_captured_prompts_see_changed_weights(make_target, make_engine, hf_forward, random_prompt, monkeypatch):
-    """Of one shape and unlike lengths: what is captured behind the change reads what the next prompt is fed into."""
-    monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record)
+    """One shape, unlike lengths: what is captured after the change reads what the next prompt is fed into."""
+    capture_on_tape(monkeypatch)
     model, other = make_target("qwen2", fresh=True), make_target("qwen2", seed=4, fresh=True).state_dict()
     engine = make_engine(model, None)
     for change in (None, assigned):

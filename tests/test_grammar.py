@@ -22,7 +22,7 @@ def grammars(byte_tokenizer):
 
 @pytest.fixture(scope="module")
 def start(grammars, byte_tokenizer):
-    """start(text, **params): the place behind a text in a grammar, with <eos> for an end."""
+    """start(text, **params): the place after a text in a grammar, with <eos> for an end."""
 
     def make(text="", ends=(EOS,), **params):
         place = grammars.start(SamplingParams(**params), frozenset(ends), frozenset({EOS}))

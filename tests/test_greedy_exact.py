@@ -41,8 +41,14 @@ def tokens(outputs):
     return [out.token_ids for out in outputs]
 
 
-def accepted(outputs):
-    return sum(sum(out.stats.accepted_counts) for out in outputs)
+def following(texts, step=0):
+    """A script that drafts how the text goes on, each token by `step` too large."""
+
+    def script(known, n):
+        [truth] = [text for text in texts if text[: len(known)] == known]
+        return [(token + step) % 96 for token in truth[len(known) : len(known) + n]], None
+
+    return script
 
 
 @pytest.mark.parametrize("right", [0, 1, 7, 11, 12])
@@ -106,12 +112,7 @@ def test_right_drafts_are_all_accepted(
     """Also with more drafts than the window is long (8): the first ones slide out of the last one's sight."""
     model = make_target(name)
     new = 1 + 2 * (num_steps + 1)  # of the prefill, then two whole rounds
-    whole = [p + greedy_oracle(model, p, new + num_steps) for p in prompts]
-
-    def script(known, n):
-        [truth] = [w for w in whole if w[: len(known)] == known]
-        return truth[len(known) : len(known) + n], None
-
+    script = following([p + greedy_oracle(model, p, new + num_steps) for p in prompts])
     engine = make_engine(model, scripted(script), page_size=page_size, num_steps=num_steps)
     outputs = run(engine, prompts, SamplingParams(max_new_tokens=new))
     assert tokens(outputs) == [greedy_oracle(model, p, new) for p in prompts]
@@ -126,15 +127,10 @@ def test_right_drafts_are_all_accepted(
 )
 def test_wrong_drafts_are_never_accepted(name, page_size, make_target, make_engine, greedy_oracle, prompts, scripted):
     model = make_target(name)
-    whole = [p + greedy_oracle(model, p, NEW + 3) for p in prompts]
-
-    def script(known, n):
-        [truth] = [w for w in whole if w[: len(known)] == known]
-        return [(token + 1) % 96 for token in truth[len(known) : len(known) + n]], None
-
+    script = following([p + greedy_oracle(model, p, NEW + 3) for p in prompts], step=1)
     outputs = run(make_engine(model, scripted(script), page_size=page_size), prompts)
     assert tokens(outputs) == [greedy_oracle(model, p, NEW) for p in prompts]
-    assert accepted(outputs) == 0
+    assert sum(sum(out.stats.accepted_counts) for out in outputs) == 0
     assert {out.stats.acceptance_length for out in outputs} == {1.0}
 
 

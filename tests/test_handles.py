@@ -6,17 +6,13 @@ import threading
 import pytest
 from side_by_side import in_threads
 
-from specdec import Engine, SamplingParams
+from specdec import SamplingParams
 from specdec.errors import CapacityError, ConfigError, SpecDecError
+
+from inside import assert_idle
 
 NEW = 10
 PARAMS = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
-
-
-def assert_empty(engine: Engine) -> None:
-    engine.table.check()
-    assert engine.scheduler.idle and engine.inbox.is_idle
-    assert engine.table.allocator.primary.held_pages == 0
 
 
 def read_all(handle) -> list[int]:
@@ -43,7 +39,7 @@ def test_steps_bring_what_handles_read(make_target, make_engine, greedy_oracle, 
     assert got == [greedy_oracle(model, prompt, NEW) for prompt in prompts]
     assert all(handle.finished for handle in handles) and list(handles[0]) == []
     assert [handle.output().token_ids for handle in handles] == got
-    assert_empty(engine)
+    assert_idle(engine)
 
 
 def test_iterating_steps_for_everybody(make_target, make_engine, greedy_oracle, random_prompt):
@@ -76,7 +72,7 @@ def test_bad_input_is_refused_when_it_is_submitted(make_target, make_engine):
         engine.submit([5], PARAMS, priority=1.5)
     with pytest.raises(ConfigError):
         engine.submit_many([[5], []], PARAMS)
-    assert_empty(engine)
+    assert_idle(engine)
 
 
 def test_letting_go_of_a_handle_aborts_nothing(make_target, make_engine, random_prompt):
@@ -96,7 +92,7 @@ def test_unknown_and_ended_ids_are_no_error(make_target, make_engine, random_pro
     handle.abort()
     engine.abort(handle.id)
     assert handle.output().finish_reason == "length"
-    assert_empty(engine)
+    assert_idle(engine)
 
 
 def test_a_fault_in_a_step_is_told_to_who_stepped(make_target, make_engine, greedy_oracle, random_prompt, monkeypatch):
@@ -109,7 +105,7 @@ def test_a_fault_in_a_step_is_told_to_who_stepped(make_target, make_engine, gree
         with pytest.raises(ZeroDivisionError):
             engine.step()
     assert got + [t for delta in handle for t in delta.token_ids] == greedy_oracle(model, prompt, NEW)
-    assert_empty(engine)
+    assert_idle(engine)
 
 
 def test_a_closed_engine_ends_its_handles(make_target, make_engine, random_prompt):
@@ -130,7 +126,7 @@ def test_a_closed_engine_ends_its_handles(make_target, make_engine, random_promp
 
 @pytest.mark.deep
 def test_one_thread_steps_and_others_submit_abort_and_read(make_target, make_engine, greedy_oracle, random_prompt):
-    """As a server does it: the others never step."""
+    """Stepped as a server does it: the others never step."""
     model, prompts = make_target("gemma4-e2b"), [random_prompt(1 + n % 23) for n in range(24)]
     truths = [greedy_oracle(model, prompt, NEW) for prompt in prompts]
     engine = make_engine(model, "ngram", max_batch_size=3)
@@ -162,7 +158,7 @@ def test_one_thread_steps_and_others_submit_abort_and_read(make_target, make_eng
         tokens, reason = got[n]
         assert tokens == truth[: len(tokens)]
         assert (reason == "length" and len(tokens) == NEW) or n % 6 == 5
-    assert_empty(engine)
+    assert_idle(engine)
 
 
 def test_all_threads_may_step(make_target, make_engine, greedy_oracle, random_prompt):
@@ -186,7 +182,7 @@ def test_all_threads_may_step(make_target, make_engine, greedy_oracle, random_pr
 
     in_threads([lambda first=first: job(first) for first in range(3)])
     assert [got[n] for n in range(len(prompts))] == truths
-    assert_empty(engine)
+    assert_idle(engine)
 
 
 def test_submit_and_abort_do_not_wait_for_a_step(make_target, make_engine, random_prompt):
@@ -201,7 +197,7 @@ def test_submit_and_abort_do_not_wait_for_a_step(make_target, make_engine, rando
 
     other = engine._in_turn(step_of_this_thread)
     assert handle.finished and other.output().finish_reason == "length"
-    assert_empty(engine)
+    assert_idle(engine)
 
 
 def test_who_waits_for_a_turn_comes_before_who_just_had_one(make_target, make_engine):

@@ -3,7 +3,6 @@
 import copy
 import inspect
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from transformers import (
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import MaxTimeCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
-from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 import specdec
 from specdec import EngineConfig, SpecConfig, SpecDecError
@@ -28,6 +26,7 @@ from specdec.errors import CapacityError, ConfigError
 from marks import deep, pairs, quick
 
 PROMPTS = [[5, 9, 31, 7, 22, 9, 31], [11, 3], [8, 8, 8, 40, 2]]
+ONE = torch.tensor(PROMPTS[:1])
 
 
 def padded(prompts, side, pad=0):
@@ -41,26 +40,36 @@ def padded(prompts, side, pad=0):
     return ids, mask
 
 
+def as_transformers(model, ids=ONE, drafter="ngram", ours=None, **kwargs):
+    """The tensor that both return. ours: arguments that `specdec.generate` gets in the place of transformers'."""
+    want = model.generate(ids, **kwargs)
+    given = {"drafter": drafter, "input_ids": ids, **kwargs} | (ours or {})
+    got = specdec.generate(model, **{name: value for name, value in given.items() if value is not LEFT_OUT})
+    assert type(got) is type(want)
+    ours, theirs = (x if isinstance(x, torch.Tensor) else x.sequences for x in (got, want))
+    assert ours.tolist() == theirs.tolist() and ours.dtype == torch.int64
+    return ours
+
+
+LEFT_OUT = object()
+BATCH, MASK = padded(PROMPTS, "left")
+GREEDY = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gemma4-e2b"])
 @pytest.mark.parametrize("drafter", [None, "ngram"])
 def test_greedy_batch_equals_transformers_generate(make_target, family, drafter):
-    model = make_target(family)
-    ids, mask = padded(PROMPTS, "left")
-    kwargs = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    want = model.generate(ids, attention_mask=mask, **kwargs)
-    got = specdec.generate(model, drafter, ids, attention_mask=mask, **kwargs)
-    assert got.tolist() == want.tolist()
+    as_transformers(make_target(family), BATCH, drafter, attention_mask=MASK, **GREEDY)
 
 
-def test_rows_end_at_eos_and_are_padded_like_transformers(make_target):
-    model = make_target("llama")
-    ids, mask = padded(PROMPTS, "left")
-    free = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, pad_token_id=0)
-    eos = int(free[0, ids.shape[1] + 3])  # a token that row 0 emits early
-    kwargs = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 1, "eos_token_id": [eos, 96]}
-    want = model.generate(ids, attention_mask=mask, **kwargs)
-    assert (want[0] == 1).any(), "the case must show padding"
-    assert specdec.generate(model, "ngram", ids, attention_mask=mask, **kwargs).tolist() == want.tolist()
+@pytest.mark.parametrize("mask", [MASK, None], ids=["mask", "inferred"])
+@pytest.mark.parametrize("pad", [0, None, 1])
+def test_rows_end_at_eos_and_are_padded_like_transformers(pad, mask, model):
+    free = model.generate(BATCH, attention_mask=MASK, **GREEDY)
+    ends = [int(free[0, 10]), int(free[1, 13])]  # which rows 0 and 1 emit early
+    kwargs = {**GREEDY, "eos_token_id": ends, "pad_token_id": pad, "attention_mask": mask}
+    found = as_transformers(model, BATCH, **kwargs)
+    assert (found[0, 11:] == (ends[0] if pad is None else pad)).all(), "the case must show padding"
 
 
 def test_right_padding_is_stripped_by_the_mask(make_target):
@@ -70,19 +79,6 @@ def test_right_padding_is_stripped_by_the_mask(make_target):
     right = specdec.generate(model, None, *padded(PROMPTS, "right"), **kwargs)
     assert left[:, 7:].tolist() == right[:, 7:].tolist()
     assert right[:, :7].tolist() == padded(PROMPTS, "right")[0].tolist()
-
-
-def test_max_length_counts_the_padded_prompt(make_target):
-    model = make_target("llama")
-    ids, mask = padded(PROMPTS, "left")
-    out = specdec.generate(model, None, ids, mask, max_length=10, eos_token_id=None, pad_token_id=0)
-    assert out.shape == (3, 10)
-
-
-def test_the_default_is_twenty_new_tokens(make_target):
-    model = make_target("llama")
-    ids = torch.tensor([PROMPTS[0]])
-    assert specdec.generate(model, None, ids, eos_token_id=None, pad_token_id=0).shape == (1, 7 + 20)
 
 
 def test_sampling_follows_the_global_seed_and_rows_differ(make_target):
@@ -99,49 +95,6 @@ def test_sampling_follows_the_global_seed_and_rows_differ(make_target):
     assert len({tuple(row) for row in first}) == 3
 
 
-def test_top_k_defaults_to_that_of_transformers(make_target):
-    """do_sample without top_k means top_k=50 there, so it must here."""
-    model = make_target("llama")
-    ids = torch.tensor([PROMPTS[0]])
-    kwargs = {"max_new_tokens": 24, "do_sample": True, "temperature": 3.0, "pad_token_id": 0, "eos_token_id": None}
-    default = specdec.generate(model, None, ids, seed=1, **kwargs)
-    assert default.tolist() == specdec.generate(model, None, ids, seed=1, top_k=50, **kwargs).tolist()
-    assert default.tolist() != specdec.generate(model, None, ids, seed=1, top_k=0, **kwargs).tolist()
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "says"),
-    [
-        ({"num_beams": 4}, "num_beams=4"),
-        ({"num_return_sequences": 2}, "num_return_sequences=2"),
-        ({"prefix_allowed_tokens_fn": len}, "prefix_allowed_tokens_fn"),
-        ({"no_repeat_ngram_size": 2}, "no_repeat_ngram_size=2"),
-        ({"max_length": 3}, "max_length=3"),
-    ],
-)
-def test_what_cannot_be_honoured_is_refused_by_name(make_target, kwargs, says):
-    with pytest.raises(SpecDecError, match=says):
-        specdec.generate(make_target("llama"), None, torch.tensor([PROMPTS[0]]), **kwargs)
-
-
-def test_shapes_are_checked(make_target):
-    model = make_target("llama")
-    with pytest.raises(SpecDecError, match=r"\(3,\)"):
-        specdec.generate(model, None, torch.tensor([1, 2, 3]))
-    with pytest.raises(SpecDecError, match="attention_mask"):
-        specdec.generate(model, None, torch.tensor([[1, 2, 3]]), torch.ones(1, 2))
-    with pytest.raises(SpecDecError, match="empty"):
-        specdec.generate(model, None, torch.tensor([[1, 2]]), torch.zeros(1, 2), max_new_tokens=2)
-
-
-def test_the_model_is_left_as_it_was(make_target):
-    model = make_target("gemma3")
-    before = model.config._attn_implementation
-    specdec.generate(model, "ngram", torch.tensor([PROMPTS[0]]), max_new_tokens=4, pad_token_id=0)
-    assert model.config._attn_implementation == before
-    assert not model.model.layers[0]._forward_pre_hooks
-
-
 # settings, wherever they are made
 
 
@@ -155,6 +108,17 @@ def model(make_target):
     vars(model.config).update(config)
     model.generation_config = generation_config
     model.eval()
+
+
+class Recorder(BaseStreamer):
+    def __init__(self):
+        self.seen = []
+
+    def put(self, value):
+        self.seen.append(value.tolist())
+
+    def end(self):
+        self.seen.append("end")
 
 
 def one_line(error, *parts):
@@ -217,7 +181,7 @@ PLACES = ["keyword", "given", "own"]
     ),
 )
 def test_every_setting_that_is_not_honoured_is_refused_wherever_it_is_made(name, where, model):
-    value, ids = REFUSED[name], torch.tensor([PROMPTS[0]])
+    value, ids = REFUSED[name], ONE
     kwargs = {}
     if where == "keyword":
         kwargs = {name: value}
@@ -242,10 +206,9 @@ def test_a_field_that_transformers_adds_is_refused_unless_at_its_default(model, 
         make(self, **kwargs)
 
     monkeypatch.setattr(GenerationConfig, "__init__", newer)
-    ids = torch.tensor([PROMPTS[0]])
-    assert specdec.generate(model, None, ids, generation_config=GenerationConfig(), max_new_tokens=2).shape == (1, 9)
+    as_transformers(model, generation_config=GenerationConfig(max_new_tokens=2))
     with pytest.raises(SpecDecError) as error:
-        specdec.generate(model, None, ids, generation_config=GenerationConfig(think_twice=2), max_new_tokens=2)
+        specdec.generate(model, None, ONE, generation_config=GenerationConfig(think_twice=2), max_new_tokens=2)
     one_line(error, "think_twice=2")
 
 
@@ -261,23 +224,6 @@ NO_CHANGE = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NO_CHANGE)
-def test_values_that_change_nothing_pass(name, model):
-    ids, mask = padded(PROMPTS, "left")
-    kwargs = {"max_new_tokens": 4, "pad_token_id": 0, "eos_token_id": None}
-    want = model.generate(ids, attention_mask=mask, **kwargs)
-    for value in (NO_CHANGE[name], None):
-        assert specdec.generate(model, None, ids, mask, **kwargs, **{name: value}).tolist() == want.tolist()
-
-
-def test_all_values_that_change_nothing_pass_together(model):
-    ids, mask = padded(PROMPTS, "left")
-    kwargs = {"max_new_tokens": 4, "pad_token_id": 0, "eos_token_id": None}
-    want = model.generate(ids, attention_mask=mask, **kwargs)
-    assert specdec.generate(model, None, ids, mask, **kwargs, **NO_CHANGE).tolist() == want.tolist()
-
-
 SIGNATURE = (
     {"logits_processor": LogitsProcessorList(), "stopping_criteria": StoppingCriteriaList(), "synced_gpus": False}
     | dict.fromkeys(["prefix_allowed_tokens_fn", "negative_prompt_ids", "custom_generate", "past_key_values"])
@@ -286,10 +232,17 @@ SIGNATURE = (
 )
 
 
-@pytest.mark.parametrize("name", SIGNATURE)
-def test_arguments_that_ask_for_nothing_pass(name, model):
-    ids = torch.tensor([PROMPTS[0]])
-    assert specdec.generate(model, None, ids, max_new_tokens=3, **{name: SIGNATURE[name]}).shape == (1, 10)
+@pytest.mark.parametrize("values", [NO_CHANGE, dict.fromkeys(NO_CHANGE)], ids=["given", "None"])
+def test_values_that_change_nothing_pass(values, model):
+    kwargs = {"attention_mask": MASK, "max_new_tokens": 4, "pad_token_id": 0, "eos_token_id": None}
+    as_transformers(model, BATCH, None, ours=values, **kwargs)
+
+
+def test_arguments_that_ask_for_nothing_pass(model):
+    """None of transformers' own parameters may fall on the floor, nor be taken for a typing mistake."""
+    own = dict.fromkeys(inspect.signature(model.generate).parameters.keys() - {"inputs", "kwargs"})
+    for name, value in (own | SIGNATURE).items():
+        assert specdec.generate(model, None, ONE, max_new_tokens=2, **{name: value}).shape == (1, 9), name
 
 
 @pytest.mark.parametrize(
@@ -307,10 +260,12 @@ def test_arguments_that_ask_for_nothing_pass(name, model):
         ({"_private": 3}, ["_private=3"]),
         ({"generation_config": {"top_k": 3}}, ["generation_config={'top_k': 3}", "GenerationConfig"]),
         ({"prompt_lookup_num_tokens": 3}, ["drafter='ngram'"]),
+        ({"prefix_allowed_tokens_fn": len}, ["prefix_allowed_tokens_fn"]),
         ({"num_return_sequences": 2}, ["num_return_sequences=2", "do_sample"]),
         ({"num_return_sequences": 0}, ["num_return_sequences=0"]),
         ({"num_assistant_tokens": 512}, ["num_assistant_tokens=512", "511"]),
         ({"max_new_tokens": 0}, ["max_new_tokens=0"]),
+        ({"max_length": 3}, ["max_length=3"]),
         ({"max_length": 7}, ["max_length=7", "7 tokens"]),
         ({"max_length": 2.5}, ["max_length=2.5", "integer"]),
         ({"eos_token_id": "x"}, ["eos_token_id='x'"]),
@@ -318,22 +273,30 @@ def test_arguments_that_ask_for_nothing_pass(name, model):
         ({"do_sample": True, "temperature": "hot"}, ["temperature='hot'"]),
         ({"stop_strings": "x"}, ["stop_strings='x'", "tokenizer="]),
         ({"stop_strings": [1]}, ["stop=[1]"]),
+        ({"streamer": 3}, ["a transformers streamer, with put and end, is expected"]),
+        ({"streamer": "text"}, ["a transformers streamer, with put and end, is expected"]),
+        ({"streamer": Recorder(), "input_ids": torch.tensor(PROMPTS[:1] * 2)}, ["one row, not 2"]),
+        ({"stop_strings": "?", "tokenizer": "byte_words"}, ["stop_strings='?'", "vocabulary"]),
         ({"inputs": torch.tensor([[1]])}, ["input_ids", "inputs"]),
         ({"assistant_model": "ngram", "drafter": "ngram"}, ["drafter", "assistant_model"]),
     ],
     ids=lambda value: str(value).partition(" object at ")[0],
 )
-def test_refusals_say_what_to_do(kwargs, parts, model):
+def test_refusals_say_what_to_do(kwargs, parts, model, byte_words):
+    if "tokenizer" in kwargs:
+        kwargs = {**kwargs, "tokenizer": byte_words}
     with pytest.raises(SpecDecError) as error:
-        specdec.generate(model, input_ids=torch.tensor([PROMPTS[0]]), **kwargs)
+        specdec.generate(model, **{"input_ids": ONE, **kwargs})
     one_line(error, *parts)
 
 
-def test_an_input_longer_than_the_model_speaks_of_no_length_that_was_not_given(make_target):
-    """It said "max_length=8, ...; raise it"."""
+def test_a_generation_setting_in_the_models_config_is_refused_as_in_transformers(model):
+    model.config.repetition_penalty = 1.5
+    with pytest.raises(ValueError, match="repetition_penalty"):
+        model.generate(ONE)
     with pytest.raises(SpecDecError) as error:
-        specdec.generate(make_target("llama", max_position_embeddings=8), None, torch.tensor([[5] * 9]))
-    one_line(error, "the input has 9 tokens, and the model 8 positions; shorten the input")
+        specdec.generate(model, None, ONE)
+    one_line(error, "repetition_penalty=1.5", "generation_config")
 
 
 @pytest.mark.parametrize(
@@ -346,22 +309,20 @@ def test_an_input_longer_than_the_model_speaks_of_no_length_that_was_not_given(m
         ((None, None, torch.ones(1, 3)), ["torch.float32", "integers"]),
         ((None, None, torch.tensor([[1]]), [[1]]), ["attention_mask", "[[1]]"]),
         ((None, None), ["input_ids", "bos_token_id"]),
+        ((None, None, torch.tensor([1, 2, 3])), ["(3,)"]),
+        ((None, None, torch.tensor([[1, 2, 3]]), torch.ones(1, 2)), ["attention_mask"]),
+        ((None, None, torch.tensor([[1, 2]]), torch.zeros(1, 2)), ["empty"]),
+        (
+            (None, None, torch.tensor([[5] * 4097])),
+            ["4097 tokens, and the model 4096 positions; shorten"],
+        ),
     ],
-    ids=["name", "tensor", "order", "list", "floats", "mask", "nothing"],
+    ids=["name", "tensor", "order", "list", "floats", "mask", "nothing", "row", "short mask", "empty", "long"],
 )
 def test_things_in_wrong_places(args, parts, model):
     with pytest.raises(SpecDecError) as error:
         specdec.generate(*(args if args[0] is not None else (model, *args[1:])))
     one_line(error, *parts)
-
-
-def test_a_generation_setting_in_the_models_config_is_refused_as_in_transformers(model):
-    model.config.repetition_penalty = 1.5
-    with pytest.raises(ValueError, match="repetition_penalty"):
-        model.generate(torch.tensor([PROMPTS[0]]))
-    with pytest.raises(SpecDecError) as error:
-        specdec.generate(model, None, torch.tensor([PROMPTS[0]]))
-    one_line(error, "repetition_penalty=1.5", "generation_config")
 
 
 # how settings are merged: against transformers
@@ -386,31 +347,11 @@ OWN = {"max_new_tokens": 5, "eos_token_id": [31, 8], "pad_token_id": 3, "repetit
 def test_a_given_config_is_filled_from_the_models_own(own, given, kwargs, model):
     for name, value in own.items():
         setattr(model.generation_config, name, value)
-    ids = torch.tensor([PROMPTS[0]])
     if given is not None:
         kwargs = {**kwargs, "generation_config": GenerationConfig(**given)}
     before = copy.deepcopy(kwargs), model.generation_config.to_dict()
-    want = model.generate(ids, **kwargs)
-    assert specdec.generate(model, "ngram", ids, **kwargs).tolist() == want.tolist()
+    as_transformers(model, **kwargs)
     assert (str(kwargs), model.generation_config.to_dict()) == (str(before[0]), before[1])
-
-
-@pytest.mark.parametrize("length", [8, 9, 20, 27])
-def test_max_length_said_aloud(length, model):
-    """20 too, which is also transformers' default, of new tokens, when nobody says anything."""
-    ids, mask = padded(PROMPTS, "left")
-    kwargs = {"attention_mask": mask, "max_length": length, "pad_token_id": 0, "eos_token_id": None}
-    want = model.generate(ids, **kwargs)
-    assert want.shape == (3, length)
-    assert specdec.generate(model, None, ids, **kwargs).tolist() == want.tolist()
-
-
-@pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
-def test_the_default_length_ends_at_the_models_limit(make_target):
-    model = make_target("llama", max_position_embeddings=16)
-    ids = torch.tensor([PROMPTS[0]])
-    assert specdec.generate(model, None, ids).tolist() == model.generate(ids).tolist()
-    assert specdec.generate(model, None, ids).shape == (1, 16)
 
 
 @pytest.mark.slow
@@ -426,47 +367,47 @@ def test_padding_and_ends_without_a_mask(side, end, pad, model):
     if end == [0, 40] and side == "left":
         return  # the prompts would be full of ends
     model.generation_config.eos_token_id = None
-    want = model.generate(ids, **kwargs)
-    assert specdec.generate(model, "ngram", ids, **kwargs).tolist() == want.tolist()
+    as_transformers(model, ids, **kwargs)
 
 
-def test_an_end_that_is_reached_with_an_inferred_mask(model):
-    ids, mask = padded(PROMPTS, "left")
-    free = model.generate(ids, attention_mask=mask, max_new_tokens=12, pad_token_id=0)
-    ends = [int(free[0, 10]), int(free[1, 13])]
-    for pad in (0, None, 1):
-        kwargs = {"max_new_tokens": 12, "eos_token_id": ends, "pad_token_id": pad}
-        want = model.generate(ids, **kwargs)
-        assert specdec.generate(model, None, ids, **kwargs).tolist() == want.tolist()
-
-
-def test_int32_ids_and_an_empty_prompt(model):
-    ids = torch.tensor([PROMPTS[0]], dtype=torch.int32)
-    out = specdec.generate(model, None, ids, max_new_tokens=3)
-    assert out.dtype == torch.int64 and out.tolist() == model.generate(ids, max_new_tokens=3).tolist()
+@pytest.mark.parametrize(
+    ("kwargs", "ours"),
+    [
+        ({}, {"input_ids": LEFT_OUT, "inputs": ONE, "drafter": LEFT_OUT, "assistant_model": "ngram"}),
+        ({}, {"max_new_tokens": np.int64(5)}),
+        ({}, {"max_new_tokens": torch.tensor(5), "do_sample": np.bool_(False)}),
+        ({}, {"max_new_tokens": None, "max_length": np.int32(12), "num_assistant_tokens": np.int8(2)}),
+        ({}, {"spec": SpecConfig(num_steps=2), "num_assistant_tokens": 5}),
+        ({"ids": ONE.int()}, {}),
+        ({"ids": None}, {}),
+        ({"return_dict_in_generate": True}, {}),
+    ],
+    ids=["aliases", "numpy", "torch", "length", "spec", "int32", "no prompt", "dict"],
+)
+def test_arguments_by_another_name_or_in_a_box(kwargs, ours, model):
     model.generation_config.bos_token_id = 5
-    assert specdec.generate(model, max_new_tokens=3).tolist() == model.generate(max_new_tokens=3).tolist()
+    as_transformers(model, ours=ours, **{"max_new_tokens": 5, **kwargs})
 
 
-def test_aliases_and_scalars_in_boxes(model, tmp_path):
-    ids = torch.tensor([PROMPTS[0]])
-    want = model.generate(ids, max_new_tokens=5).tolist()
-    assert specdec.generate(model, inputs=ids, assistant_model="ngram", max_new_tokens=np.int64(5)).tolist() == want
-    assert (
-        specdec.generate(model, "ngram", ids, max_new_tokens=torch.tensor(5), do_sample=np.bool_(False)).tolist()
-        == want
-    )
-    assert (
-        specdec.generate(model, "ngram", ids, max_length=np.int32(12), num_assistant_tokens=np.int8(2)).tolist() == want
-    )
+@pytest.mark.parametrize("length", [8, 9, 20, 27])
+def test_max_length_said_aloud(length, model):
+    """20 too, which is also transformers' default, of new tokens, when nobody says anything."""
+    kwargs = {"attention_mask": MASK, "max_length": length, "pad_token_id": 0, "eos_token_id": None}
+    assert as_transformers(model, BATCH, None, **kwargs).shape == (3, length)
 
 
-def test_a_drafter_by_path(make_target, make_assistant, tmp_path):
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
+@pytest.mark.parametrize(("limit", "width"), [(16, 16), (4096, 7 + 20)])
+def test_the_default_length_ends_at_the_models_limit(limit, width, make_target):
+    assert as_transformers(make_target("llama", max_position_embeddings=limit)).shape == (1, width)
+
+
+def test_a_drafter_and_a_tokenizer_by_path(make_target, make_assistant, byte_words, tmp_path):
     target = make_target("gemma4-e2b")
-    make_assistant(target, ordered=True).save_pretrained(tmp_path)
-    ids = torch.tensor([PROMPTS[0]])
-    out = specdec.generate(target, Path(tmp_path), ids, max_new_tokens=5)
-    assert out.tolist() == specdec.generate(target, None, ids, max_new_tokens=5).tolist()
+    make_assistant(target, ordered=True).save_pretrained(tmp_path / "drafter")
+    byte_words.save_pretrained(tmp_path / "words")
+    kwargs = {"max_new_tokens": 9, "stop_strings": ["a", "b", "1", "x"], "tokenizer": byte_words}
+    as_transformers(target, drafter=tmp_path / "drafter", ours={"tokenizer": tmp_path / "words"}, **kwargs)
 
 
 def test_num_return_sequences_repeats_rows(model):
@@ -481,52 +422,29 @@ def test_num_return_sequences_repeats_rows(model):
 
 def test_filters_at_none_are_off(model):
     """An unset top_k is 50, one that is passed as None is off: in transformers, and here."""
-    ids = torch.tensor([PROMPTS[0]])
+    ids = ONE
     kwargs = {"max_new_tokens": 24, "do_sample": True, "seed": 1, "temperature": 3.0}
     none = specdec.generate(model, None, ids, top_k=None, top_p=None, min_p=None, **kwargs).tolist()
+    default = specdec.generate(model, None, ids, **kwargs).tolist()
     assert none == specdec.generate(model, None, ids, top_k=0, **kwargs).tolist()
-    assert none != specdec.generate(model, None, ids, **kwargs).tolist()
+    assert default == specdec.generate(model, None, ids, top_k=50, **kwargs).tolist()
+    assert none != default
     best = specdec.generate(model, None, ids, **{**kwargs, "top_p": 0.0})
     assert best.tolist() == model.generate(ids, max_new_tokens=24).tolist()
-
-
-def test_return_dict(model):
-    ids = torch.tensor([PROMPTS[0]])
-    want = model.generate(ids, max_new_tokens=4, return_dict_in_generate=True)
-    got = specdec.generate(model, None, ids, max_new_tokens=4, return_dict_in_generate=True)
-    assert isinstance(got, GenerateDecoderOnlyOutput) and type(want) is type(got)
-    assert got.sequences.tolist() == want.sequences.tolist() and got[0].tolist() == got.sequences.tolist()
 
 
 # streamers and stop strings
 
 
-class Recorder(BaseStreamer):
-    def __init__(self):
-        self.seen = []
-
-    def put(self, value):
-        self.seen.append(value.tolist())
-
-    def end(self):
-        self.seen.append("end")
-
-
 @pytest.mark.parametrize("drafter", [None, "ngram"])
-def test_a_streamer_sees_what_it_sees_in_transformers(drafter, model):
-    ids = torch.tensor([PROMPTS[0]])
+def test_a_streamer_sees_what_it_sees_in_transformers(drafter, model, byte_words, capsys):
     want, got = Recorder(), Recorder()
-    out = model.generate(ids, max_new_tokens=9, streamer=want)
-    assert specdec.generate(model, drafter, ids, max_new_tokens=9, streamer=got).tolist() == out.tolist()
+    as_transformers(model, drafter=drafter, max_new_tokens=9, streamer=want, ours={"streamer": got})
     assert got.seen == want.seen
-
-
-def test_a_text_streamer_prints_the_same(model, byte_words, capsys):
-    ids = torch.tensor([PROMPTS[0]])
-    model.generate(ids, max_new_tokens=9, streamer=TextStreamer(byte_words))
-    want = capsys.readouterr().out
-    specdec.generate(model, "ngram", ids, max_new_tokens=9, streamer=TextStreamer(byte_words))
-    assert capsys.readouterr().out == want
+    texts = [TextStreamer(byte_words), TextStreamer(byte_words)]
+    as_transformers(model, drafter=drafter, max_new_tokens=9, streamer=texts[0], ours={"streamer": texts[1]})
+    printed = capsys.readouterr().out
+    assert printed[: len(printed) // 2] == printed[len(printed) // 2 :] != ""
 
 
 @pytest.mark.parametrize("stop_strings", [None, ["zz"]])
@@ -547,24 +465,12 @@ def test_a_streamed_token_does_not_copy_the_whole_text(stop_strings, model, byte
     assert sum(made) <= 30 * 8 + 400
 
 
-@pytest.mark.parametrize("streamer", [3, "text"])
-def test_what_is_no_streamer(streamer, model):
-    with pytest.raises(ConfigError, match="a transformers streamer, with put and end, is expected"):
-        specdec.generate(model, None, torch.tensor([[2, 3]]), max_new_tokens=2, streamer=streamer)
-
-
 def test_more_tokens_than_the_model_serves(model):
     """The message is about the arguments of the call, not about an engine that the user never saw."""
     most = model.config.max_position_embeddings
     says = rf"a prompt of 2 tokens with max_new_tokens={most} makes .* ask for at most {most - 2} new tokens"
     with pytest.raises(CapacityError, match=says):
         specdec.generate(model, None, torch.tensor([[2, 3]]), max_new_tokens=most)
-
-
-def test_a_streamer_takes_one_row(model):
-    with pytest.raises(SpecDecError) as error:
-        specdec.generate(model, None, torch.tensor([PROMPTS[0]] * 2), streamer=Recorder(), max_new_tokens=2)
-    one_line(error, "one row, not 2")
 
 
 @pytest.fixture(scope="module")
@@ -596,18 +502,8 @@ def test_stop_strings_end_where_transformers_ends(seed, model, byte_words):
     start = int(torch.randint(max(0, prompt_len - 4), len(text) - 1, ()))
     stops = [text[start : start + int(torch.randint(1, 5, ()))], "<|im_end|>", "never"]
     kwargs = {"max_new_tokens": 12, "stop_strings": stops, "tokenizer": byte_words, "pad_token_id": 95}
-    want = model.generate(ids, **kwargs).tolist()
-    assert specdec.generate(model, "ngram", ids, **kwargs).tolist() == want
-    assert specdec.generate(model, None, ids, **kwargs).tolist() == want
-
-
-def test_a_stop_string_that_begins_in_the_prompt(model, byte_words):
-    ids = torch.tensor([PROMPTS[0]])
-    first = int(model.generate(ids, max_new_tokens=1)[0, -1])
-    stop = byte_words.decode([PROMPTS[0][-1]]) + byte_words.decode([first])
-    kwargs = {"max_new_tokens": 9, "stop_strings": stop, "tokenizer": byte_words}
-    out = specdec.generate(model, "ngram", ids, **kwargs)
-    assert out.tolist() == [[*PROMPTS[0], first]] == model.generate(ids, **kwargs).tolist()
+    for drafter in ("ngram", None):
+        as_transformers(model, ids, drafter, **kwargs)
 
 
 def test_rows_stop_on_their_own(model, byte_words):
@@ -623,20 +519,6 @@ def test_rows_stop_on_their_own(model, byte_words):
         assert got.tolist() == want.tolist()
 
 
-def test_a_tokenizer_by_path(model, byte_words, tmp_path):
-    byte_words.save_pretrained(tmp_path)
-    ids = torch.tensor([PROMPTS[0]])
-    kwargs = {"max_new_tokens": 9, "stop_strings": ["a", "b", "1", "x"]}
-    want = specdec.generate(model, None, ids, tokenizer=byte_words, **kwargs).tolist()
-    assert specdec.generate(model, None, ids, tokenizer=Path(tmp_path), **kwargs).tolist() == want
-
-
-def test_stop_strings_that_the_vocabulary_cannot_write(model, byte_words):
-    with pytest.raises(SpecDecError) as error:
-        specdec.generate(model, None, torch.tensor([PROMPTS[0]]), stop_strings="?", tokenizer=byte_words)
-    one_line(error, "stop_strings='?'", "vocabulary")
-
-
 # what is left behind
 
 
@@ -644,31 +526,18 @@ def test_stop_strings_that_the_vocabulary_cannot_write(model, byte_words):
 def test_modes_and_settings_of_the_model_are_kept(fails, model, monkeypatch):
     model.train()
     model.model.layers[1].eval()
-    modes = [module.training for module in model.modules()]
+    modes, attention = [module.training for module in model.modules()], model.config._attn_implementation
     before = json.dumps(model.generation_config.to_dict(), sort_keys=True)
     kwargs = {"max_new_tokens": 3, "pad_token_id": 0}
     if fails:
         streamer = Recorder()
         monkeypatch.setattr(streamer, "put", lambda value: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            specdec.generate(model, "ngram", torch.tensor([PROMPTS[0]]), streamer=streamer, **kwargs)
+            specdec.generate(model, "ngram", ONE, streamer=streamer, **kwargs)
         with pytest.raises(SpecDecError):
-            specdec.generate(model, "no/such-drafter", torch.tensor([PROMPTS[0]]), **kwargs)
+            specdec.generate(model, "no/such-drafter", ONE, **kwargs)
     else:
-        specdec.generate(model, "ngram", torch.tensor([PROMPTS[0]]), **kwargs)
+        specdec.generate(model, "ngram", ONE, **kwargs)
     assert [module.training for module in model.modules()] == modes
+    assert model.config._attn_implementation == attention and not model.model.layers[0]._forward_pre_hooks
     assert json.dumps(model.generation_config.to_dict(), sort_keys=True) == before
-
-
-def test_every_argument_of_transformers_generate_is_honoured_or_refused(model):
-    """None of its own parameters may fall on the floor, nor be taken for a typing mistake."""
-    ids = torch.tensor([PROMPTS[0]])
-    for name in inspect.signature(model.generate).parameters:
-        if name not in ("inputs", "kwargs"):
-            assert specdec.generate(model, None, ids, max_new_tokens=2, **{name: None}).shape == (1, 9)
-
-
-def test_a_spec_goes_before_num_assistant_tokens(model):
-    ids = torch.tensor([PROMPTS[0]])
-    out = specdec.generate(model, "ngram", ids, spec=SpecConfig(num_steps=2), num_assistant_tokens=5, max_new_tokens=4)
-    assert out.tolist() == model.generate(ids, max_new_tokens=4).tolist()

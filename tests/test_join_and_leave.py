@@ -8,30 +8,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from kv_rig import SWA, make_allocator
+from kv_rig import SWA, ByGroup, MirroredArray, PrefixCache, RequestTable, flush, ints, make_allocator
 
 from specdec import SamplingParams
 from specdec.errors import DoubleFreeError
-from specdec.gpu.mirrored_array import MirroredArray, flush
-from specdec.kvcache.index_spaces import ByGroup
-from specdec.kvcache.prefix_cache import PrefixCache
-from specdec.kvcache.table import RequestTable
-from specdec.runtime.prefixes import Prefixes
-from specdec.runtime.prompt_shares import PromptRoom
-from specdec.runtime.request import Request, RequestState
-from specdec.runtime.scheduler import Scheduler
 from specdec.sampling.sampling_table import SamplingTable
-from specdec.text.detokenize import Detokenizer
 
+from inside import Detokenizer, Prefixes, PromptRoom, Request, RequestState, Scheduler
 from marks import deep_cases
 from snapshots import contents
 
 ROWS, MAX_LEN = 6, 40
 PAGE_SIZES = pytest.mark.parametrize("page_size", [1, 3, 4])
-
-
-def ints(*values: int) -> np.ndarray:
-    return np.array(values, dtype=np.int64)
 
 
 def make(page_size: int, *, pages: int = 300, window_pages: int | None = None, window: int | None = 4) -> RequestTable:
@@ -104,7 +92,7 @@ class Scene:
                 self.table.evict_unseen(ints(row), slack_pages=self.draw.choice((0, 1)))
 
     def lose_some(self) -> None:
-        """As when the pool of a windowed group runs short."""
+        """Gives up pages as when the pool of a windowed group runs short."""
         for pool in self.table.allocator.pools.values[1:]:
             self.cache.release(ByGroup((0, self.draw.randint(0, pool.capacity - pool.free_pages))))
 
@@ -208,7 +196,7 @@ def test_what_is_kept_is_claimed_in_one_call(page_size: int, monkeypatch) -> Non
 
 @PAGE_SIZES
 def test_what_a_short_pool_wants_is_given_up_in_one_call(page_size: int, monkeypatch) -> None:
-    """Of six texts of 24 tokens two and a half: the oldest, and of the third its end."""
+    """Two and a half of six texts of 24 tokens: the oldest, and of the third its end."""
     table, calls = make(page_size, window=None), list[list[int]]()
     cache, forget = PrefixCache(table), table.allocator.primary.forget
     monkeypatch.setattr(
@@ -292,7 +280,7 @@ def seats(scheduler: Scheduler) -> list[object]:
 
 @PAGE_SIZES
 def test_requests_that_leave_together_leave_as_one_after_the_other(page_size: int) -> None:
-    """But for the order of free pages: what the cache exchanges for pages of theirs may be free before or behind."""
+    """But for the order of free pages: what the cache exchanges for pages of theirs may be free before or after."""
     for seed in range(40):
         scheduler = busy(seed, page_size)
         twin = copy.deepcopy(scheduler)

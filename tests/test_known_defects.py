@@ -13,22 +13,20 @@ from typing import Any
 
 import pytest
 import torch
-from kv_rig import SWA, replaced
+from kv_rig import PRIMARY, SWA, GroupId, GroupLoc, KVPlan, replaced
 from tape import record
 
 import specdec.attention.plan
-import specdec.engine
 from specdec import DraftTree, Engine, SamplingParams, SpecConfig
 from specdec.attention.dense import VisibleKeys
 from specdec.attention.kernels.page_table import PageTables
 from specdec.attention.pack import Pack, PackTables
-from specdec.attention.plan import KVPlan
 from specdec.attention.torch_backend import TorchBackend
 from specdec.draft_models.base import DraftBatch
 from specdec.errors import LocationError
-from specdec.kvcache.index_spaces import PRIMARY, GroupId, GroupLoc
 
-from marks import deep, deep_cases
+from inside import capture_on_tape
+from marks import deep_cases
 
 NEW = 12
 LENGTHS = (1, 33, 7, 21, 2, 40, 13, 26, 18, 5)
@@ -80,7 +78,7 @@ def drafts_alone(requests, drafter_of, make_target, make_engine) -> Callable[...
 def load(requests, drafter_of, drafts_alone, make_target, make_engine, monkeypatch) -> Callable[..., None]:
     """load(seed=None, sanitize=False, drafter=..., spec=..., captured=False, fullest=None, **config): the check of all.
 
-    Serves all requests at once. Each must have the tokens of the target alone, and behind any of its tokens the drafts
+    Serves all requests at once. Each must have the tokens of the target alone, and after any of its tokens the drafts
     of its lone run in a roomy engine: what a drafter reads shows in nothing else. fullest: the share of the SWA pool
     that must be in use at some time.
     """
@@ -99,7 +97,7 @@ def load(requests, drafter_of, drafts_alone, make_target, make_engine, monkeypat
         alone = {} if captured else drafts_alone(drafter, spec)
         with monkeypatch.context() as patch:
             patch.setenv("SPECDEC_SANITIZE", str(int(sanitize)))
-            patch.setattr(specdec.engine, "capture_for", lambda device, setting: record if captured else None)
+            capture_on_tape(patch, captured)
             if seed is not None:
                 seed(patch)
             crowded = make_engine(model, drafter_of(drafter), spec=spec, **{**LOAD, **config})
@@ -120,7 +118,7 @@ def load(requests, drafter_of, drafts_alone, make_target, make_engine, monkeypat
 
 
 def recorded_drafts(engine: Engine) -> dict[tuple[int, ...], list[int]]:
-    """Tokens so far -> the tokens of the tree behind them, filled while the engine runs."""
+    """Tokens so far -> the tokens of the tree after them, filled while the engine runs."""
     drafts: dict[tuple[int, ...], list[int]] = {}
     worker = engine.round.worker
     if worker is None:
@@ -177,7 +175,7 @@ def read_own_keys_by_full_slots(kind: str, source: GroupId = PRIMARY, to: GroupI
 
 
 def read_extend_tokens_by_full_slots(patch: pytest.MonkeyPatch, source: GroupId = PRIMARY, to: GroupId = SWA) -> None:
-    """The same of a prefill: where its own tokens lie is not translated."""
+    """In a prefill, where its own tokens lie is not translated."""
     right = specdec.attention.plan.locate_pack
 
     def wrong(table: Any, pack: Pack, longest: int) -> PackTables:
@@ -193,7 +191,7 @@ def read_extend_tokens_by_full_slots(patch: pytest.MonkeyPatch, source: GroupId 
 
 
 def write_extend_tokens_by_full_slots(patch: pytest.MonkeyPatch, source: GroupId = PRIMARY, to: GroupId = SWA) -> None:
-    """The same the other way round: written with full slots, read with SWA slots."""
+    """The other way round: written with full slots, read with SWA slots."""
     right = KVPlan.write_slots
 
     def wrong(plan: KVPlan, group: GroupId) -> GroupLoc:
@@ -254,7 +252,7 @@ def keep_the_translation(patch: pytest.MonkeyPatch) -> None:
 
 
 def use_a_stale_location(patch: pytest.MonkeyPatch) -> None:
-    """The SWA slots of a prefill are kept where the forward behind it finds them instead of its own."""
+    """The SWA slots of a prefill are kept where the forward after it finds them instead of its own."""
     right, kept = KVPlan.write_slots, []
 
     def wrong(plan: KVPlan, group: GroupId) -> GroupLoc:
@@ -282,78 +280,44 @@ def ignore_the_location(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KVPlan, "write_slots", wrong)
 
 
-# extend tokens are read in the wrong group under load (SGLang #24395)
+NEARLY = {"drafter": "mtp", "fullest": 0.9, **NEARLY_FULL}
+REPLAYED = {"drafter": "mtp", "spec": TREE, "captured": True}
+LOADS = {
+    "extend": {"drafter": "trees"},  # extend tokens are read in the wrong group under load (SGLang #24395)
+    "lent-pool": NEARLY,  # the pool of a backend's start is not the one that a drafter is lent (#26966, #27491)
+    "replay": REPLAYED,  # a translation is remembered, and outlives its step across a graph replay (#26152)
+    "prefill": {"drafter": None},  # a precomputed location of a prefill is stale, or ignored (#24138)
+}
+"""The draft part of a page table that is not translated, with more than one branch (#24617), shows under "extend"."""
+
+SEEDED = {
+    "read-extend": (read_extend_tokens_by_full_slots, LOADS["extend"]),
+    "write-extend": (write_extend_tokens_by_full_slots, LOADS["extend"]),
+    "one-pool": (derive_the_pool_once, NEARLY),
+    "untranslated": (leave_the_draft_untranslated, LOADS["extend"]),
+    "own-keys": (read_own_keys_by_full_slots("tree"), LOADS["extend"]),
+    "remembered": (keep_the_translation, REPLAYED),
+    "stale": (use_a_stale_location, LOADS["prefill"]),
+    "ignored": (ignore_the_location, LOADS["prefill"]),
+}
+SANITIZE = pytest.mark.parametrize("sanitize", [False, True])
 
 
-@pytest.mark.parametrize("sanitize", [False, True])
-def test_extend_tokens_are_read_in_the_group_they_were_written_in(sanitize, load) -> None:
-    load(drafter="trees", sanitize=sanitize)
+@deep_cases("lent-pool-False", "replay-False", "prefill-False")
+@SANITIZE
+@pytest.mark.parametrize("name", LOADS)
+def test_all_tokens_and_drafts_are_right_under_load(name, sanitize, load) -> None:
+    load(**LOADS[name], sanitize=sanitize)
 
 
-@pytest.mark.parametrize("sanitize", [False, True])
-@pytest.mark.parametrize("seed", [read_extend_tokens_by_full_slots, write_extend_tokens_by_full_slots])
-def test_extend_tokens_read_in_the_wrong_group_are_seen(seed, sanitize, load) -> None:
-    with seen(sanitize):
-        load(seed, drafter="trees", sanitize=sanitize)
-
-
-# a pool that a backend knows from its start is not the one that a frozen drafter is lent (#26966, #27491)
-
-
-@pytest.mark.parametrize("sanitize", [deep(False), True])
-def test_a_frozen_drafter_reads_the_lent_pool_when_the_swa_pool_is_nearly_full(sanitize, load) -> None:
-    load(drafter="mtp", fullest=0.9, sanitize=sanitize, **NEARLY_FULL)
-
-
-@pytest.mark.parametrize("sanitize", [False, True])
-def test_a_frozen_drafter_that_reads_another_pool_is_seen(sanitize, load) -> None:
-    with seen(sanitize, IndexError):  # slots of the larger pool may not be there
-        load(derive_the_pool_once, drafter="mtp", sanitize=sanitize, **NEARLY_FULL)
-
-
-# the draft part of a page table is not translated, with more than one branch (#24617)
-
-
-@pytest.mark.parametrize("sanitize", [deep(False), deep(True)])  # the load of the extend tokens above
-def test_the_draft_part_of_a_trees_table_is_translated(sanitize, load) -> None:
-    load(drafter="trees", sanitize=sanitize)
-
-
-@pytest.mark.parametrize("sanitize", [False, True])
-@pytest.mark.parametrize("seed", [leave_the_draft_untranslated, read_own_keys_by_full_slots("tree")])
-def test_an_untranslated_draft_is_seen(seed, sanitize, load) -> None:
-    with seen(sanitize):
-        load(seed, drafter="trees", sanitize=sanitize)
-
-
-# a translation is remembered, and outlives its step across a graph replay (#26152)
-
-
-@pytest.mark.parametrize("sanitize", [deep(False), True])
-def test_no_translation_outlives_its_step_across_a_replay(sanitize, load) -> None:
-    load(drafter="mtp", spec=TREE, captured=True, sanitize=sanitize)
-
-
-@deep_cases("False")
-@pytest.mark.parametrize("sanitize", [False, True])
-def test_a_translation_that_outlives_its_step_is_seen(sanitize, load) -> None:
-    with seen(sanitize):
-        load(keep_the_translation, drafter="mtp", spec=TREE, captured=True, sanitize=sanitize)
-
-
-# a precomputed location of a prefill is stale, or ignored (#24138)
-
-
-@pytest.mark.parametrize("sanitize", [deep(False), True])
-def test_a_prefill_writes_to_the_locations_of_its_own_plan(sanitize, load) -> None:
-    load(drafter=None, sanitize=sanitize)
-
-
-@pytest.mark.parametrize("sanitize", [False, True])
-@pytest.mark.parametrize("seed", [use_a_stale_location, ignore_the_location])
-def test_a_stale_or_ignored_location_is_seen(seed, sanitize, load) -> None:
-    with seen(sanitize):
-        load(seed, drafter=None, sanitize=sanitize)
+@deep_cases("remembered-False")
+@SANITIZE
+@pytest.mark.parametrize("name", SEEDED)
+def test_a_seeded_defect_is_seen(name, sanitize, load) -> None:
+    seed, loaded = SEEDED[name]
+    others = [IndexError] if loaded is NEARLY else []  # slots of the larger pool may not be there
+    with seen(sanitize, *others):
+        load(seed, **loaded, sanitize=sanitize)
 
 
 # the same between two windowed groups: slots of the narrower window in the wider one

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import transformers
+from kv_rig import Full, KVLayout, Window, layout_from_config
 
 from specdec.errors import UnsupportedModelError
-from specdec.kvcache.layout import Full, KVLayout, Window, layout_from_config
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 SMALL = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 32, "num_attention_heads": 4, "bos_token_id": 0}

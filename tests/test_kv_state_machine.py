@@ -16,16 +16,23 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from kv_rig import SWA, KVRig, spec
+from kv_rig import (
+    PRIMARY,
+    SWA,
+    DraftTree,
+    GroupId,
+    KVLayout,
+    KVPlan,
+    KVRig,
+    KVView,
+    Move,
+    PrefixCache,
+    PrimaryLoc,
+    ints,
+    layer_spec,
+)
 
-from specdec.attention.plan import KVPlan
-from specdec.attention.trees.tree import DraftTree
 from specdec.errors import FrozenKVError, KVStateError, OutOfSlotsError
-from specdec.kvcache.frozen import KVView
-from specdec.kvcache.index_spaces import PRIMARY, GroupId, PrimaryLoc
-from specdec.kvcache.layout import KVLayout
-from specdec.kvcache.prefix_cache import PrefixCache
-from specdec.kvcache.table import Move
 
 from marks import examples, usual
 from snapshots import kv_contents
@@ -33,10 +40,6 @@ from snapshots import kv_contents
 NODES, ROWS, MAX_LEN = 4, 3, 40
 STEP = 0.125  # by which the values of two layers differ
 SEED = st.integers(0, 2**32 - 1)
-
-
-def ints(*values: int) -> np.ndarray:
-    return np.array(values, dtype=np.int64)
 
 
 class Worker:
@@ -51,7 +54,7 @@ class KVMachine(RuleBasedStateMachine):
     @initialize(full_tokens=st.integers(24, 96), window_tokens=st.lists(st.integers(16, 72), min_size=4, max_size=4))
     def start(self, full_tokens: int, window_tokens: list[int]) -> None:
         self.table = KVRig(
-            KVLayout(tuple(spec(layer, window) for layer, window in enumerate((None, *self.windows)))),
+            KVLayout(tuple(layer_spec(layer, window) for layer, window in enumerate((None, *self.windows)))),
             pages=full_tokens // self.page_size,
             window_pages=[tokens // self.page_size for tokens in window_tokens[: len(self.windows)]],
             page_size=self.page_size,
@@ -112,7 +115,7 @@ class KVMachine(RuleBasedStateMachine):
             self.table.write(layer, plan.write, k + STEP * layer, -k - STEP * layer)
 
     def observe(self, rows: np.ndarray, start: np.ndarray) -> None:
-        """What a drafter with K/V of its own does once tokens are committed: each sees the token behind it."""
+        """What a drafter with K/V of its own does once tokens are committed: each sees the token after it."""
         for row, first in zip(rows.tolist(), start.tolist(), strict=True):
             end = int(self.table.committed_len.host[row])
             if len(self.texts[row]) == end:
@@ -340,7 +343,7 @@ class KVMachine(RuleBasedStateMachine):
             self.read(PrimaryLoc(torch.from_numpy(slots)), tokens, self.of(tokens, len(slots)), None)
 
     def read(self, slots: PrimaryLoc, text: list[int], expected: list[float], mapped_from: np.ndarray | None) -> None:
-        """What lies at `slots`: of a peer that is gone nothing is asked, unless it is behind `mapped_from` [groups]."""
+        """What lies at `slots`: nothing is asked of a peer that is gone, unless after `mapped_from` [groups]."""
         assert self.at(PRIMARY, slots) == expected
         if self.pairs:
             assert self.own.layers[0].k[slots, 0, 0].tolist() == self.of(text, len(expected), ahead=1)

@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tape import record
 
-import specdec.engine
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.pack import locate_pack
 from specdec.draft_models.suffix import SuffixDrafter
@@ -23,6 +21,7 @@ from specdec.kvcache.layer_context import Ending
 from specdec.models.target import FinalStates, TargetModel
 from specdec.runtime.rounds.round import Round
 
+from inside import capture_on_tape
 from marks import deep, deep_cases, each_value, examples, slow
 from tiny_models import FAMILIES, FAST_FAMILIES, FULL, SLIDING, random_eagle3
 
@@ -149,7 +148,7 @@ def test_rows_by_what_a_drafter_reads(drafter, make_target, engine, random_promp
 
 
 def test_scored_prompts_run_through_every_layer(make_target, engine, random_prompt):
-    """The chunks with tokens to score: not those behind, nor those of others."""
+    """The chunks with tokens to score: not those after, nor those of others."""
     made = engine(make_target("gemma4-e2b"), prefill_chunk=8)
     rows = rows_of_layers(made.target)
     made.generate([random_prompt(8)], SamplingParams(max_new_tokens=1, prompt_logprobs=0))
@@ -237,7 +236,7 @@ def test_captured_prompts(drafter, make_target, engine, random_prompt, monkeypat
     prompts = [random_prompt(draw.randrange(1, 50), seed=i) for i in range(count)]
     params = [SamplingParams(max_new_tokens=NEW, prompt_logprobs=2 if 3 < i < 8 else None) for i in range(count)]
     expected = outputs(engine(model, drafter, max_batch_size=4), prompts, params)
-    monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record)
+    capture_on_tape(monkeypatch)
     made = engine(model, drafter, max_batch_size=4)
     got = outputs(made, prompts, params)
     assert [one[0] for one in got] == [one[0] for one in expected]

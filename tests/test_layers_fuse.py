@@ -37,13 +37,7 @@ ON_KERNELS = [
     "qwen3",
 ]  # besides those of every run: experts, biases, norms of q and k
 
-pytestmark = pytest.mark.usefixtures("poison_empty")
-
-
-@pytest.fixture(autouse=True)
-def kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE.type == "cpu":
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
+pytestmark = pytest.mark.usefixtures("kernels_run", "poison_empty")
 
 
 class DenseContext:

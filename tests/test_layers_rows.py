@@ -10,21 +10,17 @@ from transformers.models.gemma4.modeling_gemma4 import Gemma4TextScaledWordEmbed
 from specdec.gpu.operations import KERNELS, REFERENCE
 from specdec.layers.embedding import embed, reference_embed
 from specdec.layers.fuse import FusedEmbedding, fuse_embedding
-from specdec.sampling import softcap as softcap_module
 from specdec.sampling.softcap import _cheap_tanh, reference_softcap, softcap
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)  # the interpreter cuts off where a GPU rounds
 
-pytestmark = pytest.mark.usefixtures("poison_empty")
+pytestmark = pytest.mark.usefixtures("kernels_run", "poison_empty")
 
 
 @pytest.fixture(autouse=True)
-def kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def seeded() -> None:
     torch.manual_seed(0)
-    if DEVICE.type == "cpu":
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-        assert not isinstance(softcap_module._softcap_kernel, triton.JITFunction), "TRITON_INTERPRET=1 came too late"
 
 
 def every(dtype: torch.dtype) -> torch.Tensor:

@@ -74,7 +74,7 @@ LAZY = "specdec.lazy"  # help and `import specdec` must not import torch
 LAZY_USERS = ("specdec", "specdec.cli.app", "specdec.cli.commands")
 MAPPED = ("specdec.kvcache", "specdec.attention", "specdec.draft_models")
 FOLDERS = {name.rpartition(".")[2]: name for name in (*MAPPED, "specdec")}  # root folder -> package
-SCRIPTS = ("tests", "examples", "tools")
+SCRIPTS = ("tests", "examples", "tools", "bench")
 IMPORTERS = ("import_module", "__import__")
 COMPARISONS = {"allclose", "array_equal", "equal", "isclose"}
 
@@ -155,7 +155,7 @@ def import_graph(sources: dict[str, str]) -> dict[str, set[str]]:
 
 
 def every_import(sources: dict[str, str]) -> dict[str, set[str]]:
-    """The same, with those of other packages."""
+    """All imports, with those of other packages."""
     modules = set(sources)
     return {
         module: {name for node in named_nodes(text) for name in imported(node, modules)}
@@ -164,7 +164,7 @@ def every_import(sources: dict[str, str]) -> dict[str, set[str]]:
 
 
 def top_level(module: str, tree: ast.Module) -> list[ast.stmt]:
-    """Where imports of own modules may stand: the root may also name them for type checkers."""
+    """Places where imports of own modules may stand: the root may also name them for type checkers."""
     guarded = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     return [*tree.body, *(child for node in guarded if module == ROOT_MODULE for child in node.body)]
 

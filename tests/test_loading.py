@@ -84,7 +84,7 @@ def spoiled(folder, edit):
     ids=str,
 )
 def test_a_config_whose_numbers_do_not_fit_is_refused_in_one_sentence(edit, says, make_target, tmp_path):
-    """As a target, and as a drafter."""
+    """Loaded as a target, and as a drafter."""
     make_target("llama").save_pretrained(tmp_path)
     path = spoiled(tmp_path, edit)
     for given in ((path,), (make_target("llama"), path)):
@@ -106,7 +106,7 @@ def test_the_parts_of_a_multimodal_config_and_those_of_heads_are_checked_too(mak
 
 @pytest.mark.parametrize("left", [-100, 4, 0])
 def test_a_safetensors_file_that_is_cut_off_is_named_with_the_remedy(left, make_target, tmp_path):
-    """Of a target, of a language model that drafts, and of a head."""
+    """Checkpoints of a target, of a language model that drafts, and of a head."""
     make_target("llama").save_pretrained(tmp_path, max_shard_size="20KB")
     shard = sorted(tmp_path.glob("*.safetensors"))[1]
     shard.write_bytes(shard.read_bytes()[:left])

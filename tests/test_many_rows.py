@@ -7,30 +7,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from kv_rig import SWA, make_allocator
+from kv_rig import SWA, MirroredArray, PagedAllocator, RequestTable, ints, make_allocator
 
 from specdec import SamplingParams, SpecConfig
 from specdec.errors import DoubleFreeError, KVStateError, OutOfSlotsError
-from specdec.gpu.mirrored_array import MirroredArray
-from specdec.kvcache.page_pool import PagedAllocator
-from specdec.kvcache.table import RequestTable
 from specdec.runtime.launched_step import LaunchedStep
-from specdec.runtime.prompt_shares import PromptRoom
-from specdec.runtime.request import Request, RequestState, restricted
-from specdec.runtime.rounds.result import RoundResult
-from specdec.runtime.scheduler import Scheduler
-from specdec.runtime.settling import settle_round
 from specdec.sampling.sampling_table import SamplingTable, Uses
-from specdec.text.detokenize import Detokenizer
 
+from inside import Detokenizer, PromptRoom, Request, RequestState, RoundResult, Scheduler, restricted, settle_round
 from marks import deep_cases
 from snapshots import contents
 
 LOOKAHEAD = 2
-
-
-def ints(*values: int) -> np.ndarray:
-    return np.array(values, dtype=np.int64)
 
 
 def make(
@@ -155,7 +143,7 @@ def two_that_begin_alike(page_size: int) -> RequestTable:
 
 @pytest.mark.parametrize(("page_size", "named", "freed"), [(1, 10 + 10 + 8, 26), (4, 3 + 2 + 1, 5)])
 def test_rows_that_share_a_page_evict_it_in_one_step(page_size: int, named: int, freed: int):
-    """With pages of 4 row 1 began behind the first: the window of its first 8 tokens lies in the second."""
+    """With pages of 4 row 1 began after the first: the window of its first 8 tokens lies in the second."""
     table = two_that_begin_alike(page_size)
     swa, shared = table.allocator.pools[SWA], table.pages(0, 2)
     held = swa.held_pages
@@ -321,7 +309,7 @@ def test_a_round_is_settled_for_all():
 
 
 def test_an_interrupted_step_moves_no_reader(monkeypatch):
-    """Of "b" that was not to be, the next step must know nothing: "ac" is no stop string, and "bc" would be."""
+    """The next step must know nothing of "b", which was not to be: "ac" is no stop string, and "bc" would be."""
     request = request_of(stop="bc")
     request.settle([0], [], request.stats.copy())
     settled, before = request.settled, contents(request.settled.reader)

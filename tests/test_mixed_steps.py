@@ -3,12 +3,11 @@
 import random
 
 import pytest
-from tape import record
 
-import specdec.engine
 from specdec import Engine, SamplingParams, SpecConfig
 from specdec.runtime.request import RequestState
 
+from inside import assert_idle, capture_on_tape
 from marks import deep, deep_cases, examples, slow
 from tiny_models import random_eagle3
 
@@ -22,17 +21,11 @@ def engine_for(make_target, make_engine, monkeypatch):
     """engine_for(captured, drafter="ngram", **config)"""
 
     def make(captured, drafter="ngram", **config) -> Engine:
-        monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record if captured else None)
+        capture_on_tape(monkeypatch, captured)
         sizes = {"max_batch_size": 4, "max_model_len": 128, "prefill_chunk": 8, **config}
         return make_engine(make_target("gemma4-e2b"), drafter, **sizes)
 
     return make
-
-
-def assert_empty(engine: Engine) -> None:
-    engine.table.check()
-    assert engine.scheduler.idle and not engine.inbox.live
-    assert engine.table.allocator.primary.held_pages == 0
 
 
 def check(engine: Engine) -> None:
@@ -62,13 +55,13 @@ def test_a_stream_gets_tokens_in_every_step_while_a_long_prompt_is_read(
         engine.step()
         delta = stream.read()
         gained.append(0 if delta is None else len(delta.token_ids))
-    # captured: with chunks behind it a round is settled in its own step, without them a step later
+    # captured: with chunks after it a round is settled in its own step, without them a step later
     assert gained == ([2, *[1] * 9, 0] if captured else [1] * 10)
     assert [len(h.output().token_ids) for h in (stream, long)] == [40, NEW]
     model = make_target("gemma4-e2b")
     assert stream.output().token_ids == greedy_oracle(model, random_prompt(5), 40)
     assert long.output().token_ids == greedy_oracle(model, random_prompt(80), NEW)
-    assert_empty(engine)
+    assert_idle(engine)
 
 
 def test_the_cap_is_of_all_prompts_together_and_first_come_first_served(engine_for, random_prompt):
@@ -121,7 +114,7 @@ def test_prompts_under_way_settle_nothing_but_what_is_due(
     outs = engine.generate(prompts, params)
     truths = [greedy_oracle(model, p, NEW)[:n] for p, n in zip(prompts, lengths, strict=True)]
     assert [out.token_ids for out in outs] == truths
-    assert_empty(engine)
+    assert_idle(engine)
 
 
 def test_chunks_wait_for_no_round_when_rounds_are_captured(engine_for, random_prompt):
@@ -166,7 +159,7 @@ def test_an_abort_at_any_moment_frees_everything(when, captured, engine_for, mak
     assert other.output().token_ids == greedy_oracle(model, prompts[2], NEW)
     assert stream.output().token_ids == greedy_oracle(model, prompts[0], 30)
     assert had == greedy_oracle(model, prompts[1], NEW)[: len(had)]
-    assert_empty(engine)
+    assert_idle(engine)
 
 
 @pytest.mark.deep
@@ -200,7 +193,7 @@ def test_random_arrivals_aborts_and_preemptions(captured, engine_for, make_targe
         assert got == handle.output().token_ids == (truth if reason == "length" else truth[: len(got)])
         ended.append(reason)
     assert ended.count("abort") >= 3 and engine.stats().preemptions > 0
-    assert_empty(engine)
+    assert_idle(engine)
 
 
 def test_priority_then_arrival_decides_who_is_admitted(engine_for, random_prompt):
@@ -251,4 +244,4 @@ def test_prompts_of_a_step_are_one_forward_without_padding(
     assert widths == [([4, 100, 2, 6], 112)] and all(handle.read() for handle in handles)
     model = make_target("gemma4-e2b")
     assert [h.output().token_ids for h in handles] == [greedy_oracle(model, prompt, NEW) for prompt in prompts]
-    assert_empty(engine)
+    assert_idle(engine)

@@ -27,16 +27,9 @@ from specdec.layers.product import finish, reference_finish
 from marks import deep, deep_cases, slow
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+pytestmark = pytest.mark.usefixtures("kernels_run")
 FAMILIES = ["gemma4", "gpt_oss", "mixtral", "qwen3_moe", "qwen3_moe-raw"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def kernels_run():
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        if DEVICE.type == "cpu":
-            monkeypatch.setenv("TRITON_INTERPRET", "1")
-            assert not isinstance(pick_kernel, triton.JITFunction), "TRITON_INTERPRET=1 came too late"
-        yield
 
 
 def build(family: str, hidden: int = 40, width: int = 24, num_experts: int = 9, top_k: int = 3) -> Any:
@@ -227,7 +220,7 @@ def test_tokens_that_all_choose_one_expert(poison_empty):
 
 
 def test_a_list_of_more_assignments_than_a_block():
-    """1,024 are read at a time; behind them the lists go on, each expert's in ascending order."""
+    """1,024 are read at a time; after them the lists go on, each expert's in ascending order."""
     experts = (torch.arange(1500, device=DEVICE) ** 2 % 3).int()  # 0, 1, 1, 0, 1, 1, ... and never 2
     first, order = torch.zeros(4, dtype=torch.int32, device=DEVICE), torch.zeros(1500, dtype=torch.int32, device=DEVICE)
     list_kernel[(3,)](experts, first, order, 1500, BLOCK=1024, **pdl_options(DEVICE))

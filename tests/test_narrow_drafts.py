@@ -5,14 +5,13 @@ What a round computes by node is as wide as the tree that was proposed: masks, e
 
 import pytest
 import torch
-from tape import record
 
-import specdec.engine
 from specdec import DraftTree, SamplingParams, SpecConfig
 from specdec.draft_models.base import DraftBatch, StatelessDrafter
 from specdec.draft_models.model_and_lookup import ModelAndLookup
 from specdec.draft_models.ngram import NgramDrafter
 
+from inside import capture_on_tape
 from marks import deep
 from tiny_models import random_eagle3
 
@@ -100,7 +99,7 @@ def test_a_narrow_draft_has_masks_edits_and_scores_of_its_own_nodes(
     kind, captured, model, make_engine, byte_tokenizer, prompts, params, alone, monkeypatch
 ):
     """A tree was asked for: masks of its 7 nodes met those of the 4 that were there, and every step raised."""
-    monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record if captured else None)
+    capture_on_tape(monkeypatch, captured)
     texts = [prompt + out.token_ids for prompt, out in zip(prompts, alone, strict=True)]
     drafter = drafter_of(kind, model, texts)
     engine = make_engine(model, drafter, spec=TREE, tokenizer=byte_tokenizer)

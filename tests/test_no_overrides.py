@@ -25,7 +25,7 @@ def found(source: str) -> Iterator[str]:
             names |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
 
     def library(expression: ast.expr) -> str:
-        """Of a name, or of attributes of a name."""
+        """A name, or attributes of a name."""
         while isinstance(expression, ast.Attribute):
             expression = expression.value
         name = names.get(expression.id, "") if isinstance(expression, ast.Name) else ""

@@ -173,7 +173,7 @@ def test_limits_of_a_key_count_every_path_behind_it(path):
 
 
 def test_limits_of_a_key_count_no_path_that_only_holds_one_of_these():
-    """Such a path is not behind the key either."""
+    """Such a path is not after the key either."""
     client = guarded(per_minute=1)
     assert [client.post("/elsewhere/v1/responses").status_code for _ in range(2)] == [200, 200]
 

@@ -19,7 +19,7 @@ from specdec.serving.openai import chat_message, response_events
 from marks import examples
 
 NUM_TEXTS = examples(4, 250)
-"""Of each format."""
+"""An answer of each format."""
 PLAIN = "{%- for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ tools | tojson if tools else '' }}"
 TOOLS = {
     "f": {"properties": {"a": {"type": "string"}, "b": {"anyOf": [{"type": "integer"}, {"type": "null"}]}}},
@@ -106,7 +106,7 @@ def well_written(name, rng):
 
 
 def broken(name, rng):
-    """Of a well written text and of marks, pieces in any order; or one within another, as if it were quoted."""
+    """Pieces of a well written text and of marks, in any order; or one within another, as if it were quoted."""
     text, _ = well_written(name, rng)
     other, _ = well_written(name, rng)
     marks = [
@@ -172,7 +172,7 @@ def of_response(response):
 
 
 def of_events(sent):
-    """The same of the events of a stream alone, each checked against what was said before."""
+    """Checks each event of a stream against those before it."""
     assert sent[-1]["type"].startswith("response."), sent[-1]
     items, scores, ends = [], [], []
     for one in sent:

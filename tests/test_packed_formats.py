@@ -14,9 +14,8 @@ from safetensors.torch import load_file
 
 from specdec.errors import UnsupportedModelError
 from specdec.layers.packed.packed_weight import dequantised, numbers_of
-from specdec.models.quantised.formats import Awq, CompressedInt4, Format, Fp8, GptOssMxfp4, Gptq
+from specdec.models.quantised.formats import AWQ, COMPRESSED_INT4, GPTQ_V1, GPTQ_V2, Format, Fp8, Int4, Mxfp4, nibbles
 from specdec.models.quantised.quantization_config import quantization_of
-from specdec.models.quantised.repack import nibbles
 
 from marks import deep_cases, slow
 
@@ -82,13 +81,13 @@ def test_a_word_of_compressed_tensors_by_eye():
         "weight_packed": torch.tensor([[0x76543210, 0x76543210, 0x76543210, 0x76543210]], dtype=torch.int32),
         "weight_scale": torch.tensor([[0.5]]),
     }
-    row = dequantised(read_as(CompressedInt4(32, symmetric=True), tensors, [1, 32]), torch.float32)[0]
+    row = dequantised(read_as(Int4(COMPRESSED_INT4, 32, symmetric=True), tensors, [1, 32]), torch.float32)[0]
     assert row[:8].tolist() == [-4.0, -3.5, -3.0, -2.5, -2.0, -1.5, -1.0, -0.5]
     assert torch.equal(row.view(4, 8), row[:8].expand(4, 8))
 
 
-@pytest.mark.parametrize(("version", "stored"), [(1, 0x22222222), (2, 0x33333333)])
-def test_a_column_of_gptq_by_eye(version, stored):
+@pytest.mark.parametrize(("layout", "stored"), [(GPTQ_V1, 0x22222222), (GPTQ_V2, 0x33333333)])
+def test_a_column_of_gptq_by_eye(layout, stored):
     """Numbers ascend along K, one column of words for each row of the weight; the zero is 3."""
     tensors = {
         "qweight": torch.full((4, 8), 0x76543210, dtype=torch.int32),
@@ -96,7 +95,7 @@ def test_a_column_of_gptq_by_eye(version, stored):
         "scales": torch.full((1, 8), 2.0, dtype=torch.float16),
         "g_idx": torch.zeros(32, dtype=torch.int32),
     }
-    weight = dequantised(read_as(Gptq(32, symmetric=False, version=version), tensors, [8, 32]), torch.float32)
+    weight = dequantised(read_as(Int4(layout, 32, symmetric=False), tensors, [8, 32]), torch.float32)
     assert weight[0, :8].tolist() == [-6.0, -4.0, -2.0, 0.0, 2.0, 4.0, 6.0, 8.0]
     assert torch.equal(weight, weight[:1, :8].repeat(8, 4))
 
@@ -110,7 +109,7 @@ def test_a_word_of_awq_by_eye():
         "qzeros": torch.zeros((1, 1), dtype=torch.int32),
         "scales": torch.ones((1, 8), dtype=torch.float16),
     }
-    weight = numbers_of(read_as(Awq(32, symmetric=False), tensors, [8, 32]))
+    weight = numbers_of(read_as(Int4(AWQ, 32, symmetric=False), tensors, [8, 32]))
     assert weight[:, 0].tolist() == [0.0, 4.0, 1.0, 5.0, 2.0, 6.0, 3.0, 7.0]
 
 
@@ -118,7 +117,7 @@ def test_a_block_of_mxfp4_by_eye():
     """Bytes 0x10 0x32 0x54 0x76 0x98 ...: low nibble first, 2^(126 - 127) each."""
     blocks = torch.tensor([0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE] * 2, dtype=torch.uint8)[None, None]
     tensors = {"blocks": blocks, "scales": torch.tensor([[126]], dtype=torch.uint8)}
-    weight = read_as(GptOssMxfp4(), tensors, [1, 32])
+    weight = read_as(Mxfp4(of_experts=True), tensors, [1, 32])
     assert weight.scales.dtype == torch.bfloat16
     row = dequantised(weight, torch.float32)[0, :16].tolist()
     assert row == [0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 0.0, -0.25, -0.5, -0.75, -1.0, -1.5, -2.0, -3.0]
@@ -130,7 +129,9 @@ def test_the_smallest_and_largest_scales_of_mxfp4_are_powers_of_two(exponent):
         "blocks": torch.full((1, 1, 16), 0x22, dtype=torch.uint8),  # ones
         "scales": torch.tensor([[exponent]], dtype=torch.uint8),
     }
-    assert dequantised(read_as(GptOssMxfp4(), tensors, [1, 32]), torch.float32)[0, 0].item() == 2.0 ** (exponent - 127)
+    assert dequantised(read_as(Mxfp4(of_experts=True), tensors, [1, 32]), torch.float32)[0, 0].item() == 2.0 ** (
+        exponent - 127
+    )
 
 
 def test_blocks_of_fp8_that_do_not_divide_the_weight():
@@ -150,26 +151,8 @@ def test_zeros_of_symmetric_gptq_are_not_kept():
         "qzeros": torch.full((1, 1), 0x77777777, dtype=torch.int32),
         "scales": torch.ones((1, 8), dtype=torch.float16),
     }
-    assert read_as(Gptq(32, symmetric=True), tensors, [8, 32]).zeros is None
-    assert read_as(Gptq(32, symmetric=False), tensors, [8, 32]).zeros.unique().tolist() == [8.0]
-
-
-def test_columns_grouped_by_importance_are_refused():
-    tensors = {
-        "qweight": torch.zeros((8, 8), dtype=torch.int32),
-        "qzeros": torch.zeros((2, 1), dtype=torch.int32),
-        "scales": torch.ones((2, 8), dtype=torch.float16),
-        "g_idx": torch.arange(64, dtype=torch.int32).flip(0) // 32,
-    }
-    with pytest.raises(UnsupportedModelError, match="desc_act"):
-        read_as(Gptq(32, symmetric=True), tensors, [8, 64])
-
-
-@pytest.mark.parametrize("scale", [(2, 3), (8, 3)])
-def test_a_scale_of_another_shape_is_refused(scale):
-    tensors = {"weight_packed": torch.zeros((8, 8), dtype=torch.int32), "weight_scale": torch.ones(scale)}
-    with pytest.raises(UnsupportedModelError, match="weight_scale"):
-        read_as(CompressedInt4(32, symmetric=True), tensors, [8, 64])
+    assert read_as(Int4(GPTQ_V1, 32, symmetric=True), tensors, [8, 32]).zeros is None
+    assert read_as(Int4(GPTQ_V1, 32, symmetric=False), tensors, [8, 32]).zeros.unique().tolist() == [8.0]
 
 
 # configs

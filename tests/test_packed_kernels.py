@@ -1,10 +1,10 @@
 """Products over packed weights against the dequantised ones: every code, odd sizes, every kernel with a weight."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-import triton
 
-from specdec.layers import gemm_small
 from specdec.layers import linear as linear_module
 from specdec.layers.linear import (
     Mlp,
@@ -19,7 +19,7 @@ from specdec.layers.moe.dense_and_moe import mlp_and_experts, reference_mlp_and_
 from specdec.layers.moe.experts import Experts, apply_experts, reference_apply_experts
 from specdec.layers.moe.fork_join import Fork
 from specdec.layers.moe.routing import Router, Routing
-from specdec.layers.packed import packed_launch
+from specdec.layers.packed import packed_launch, unpack_asm
 from specdec.layers.packed.dequantise import dequantise
 from specdec.layers.packed.packed_gemm import packed_gemm
 from specdec.layers.packed.packed_launch import PackedLaunch, choose_packed_rows
@@ -30,17 +30,14 @@ from specdec.layers.product import Cut, Product, Tiles, cut_of, finish, referenc
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])
-CODES = ["int4", "int4-zeros", "int4-g128", "e2m1", "e4m3-row", "e4m3-block"]
+CODES = ["int4", "int4-zeros", "int4-g16", "int4-g128", "e2m1", "e4m3-row", "e4m3-block"]
 
-pytestmark = pytest.mark.usefixtures("poison_empty")
+pytestmark = pytest.mark.usefixtures("kernels_run", "poison_empty")
 
 
 @pytest.fixture(autouse=True)
-def kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def seeded() -> None:
     torch.manual_seed(0)
-    if DEVICE.type == "cpu":
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-        assert not isinstance(gemm_small.gemm_small_kernel, triton.JITFunction), "TRITON_INTERPRET=1 came too late"
 
 
 def random_weight(form: str, *shape: int, dtype: torch.dtype = torch.float32) -> PackedWeight:
@@ -51,7 +48,7 @@ def random_weight(form: str, *shape: int, dtype: torch.dtype = torch.float32) ->
     numbers = torch.randint(0, 1 << bits, (*leading, n, k), dtype=torch.uint8)
     if code == "e4m3":
         numbers[(numbers & 0x7F) == 0x7F] = 0x3A  # those are NaN
-    group = {"row": k, "block": 128, "g128": 128}.get(kind, 32)
+    group = {"row": k, "block": 128, "g16": 16, "g128": 128}.get(kind, 32)
     size = {"int4": 4.6, "e2m1": 3.0, "e4m3": 100.0}[code]
     scales = (torch.rand(*leading, -(-k // group), n) + 0.5) * k**-0.5 / size
     if code == "e2m1":
@@ -65,7 +62,7 @@ def random_weight(form: str, *shape: int, dtype: torch.dtype = torch.float32) ->
 
 
 def empty_weight(form: str, n: int, k: int) -> PackedWeight:
-    """Of a form of `CODES`, on no device: for choices that read shapes alone."""
+    """A weight of a form of `CODES`, on no device: for choices that read shapes alone."""
     code, _, kind = form.partition("-")
     group = {"row": k, "block": 128, "g128": 64}.get(kind, 32)
     words = torch.empty((n, k * BITS[code] // 32), dtype=torch.int32, device="meta")
@@ -132,13 +129,20 @@ def test_gated_linear_over_packed_weights(form: str):
 
 @pytest.mark.parametrize("form", CODES)
 def test_many_rows_over_packed_weights(form: str):
-    """Two tiles of x for one of the weight, ranges of K, a bias, a gate; tiles that nothing divides."""
+    """Two tiles of x for one of the weight, ranges of K, a bias, a gate; tiles that nothing divides: the last of x
+    begins within the one before."""
     n, k, tiles = 70, 384, Tiles(64, 16, 128, 4, 2, 64)
     weight, bias = random_weight(form, n, k, dtype=torch.float16), torch.randn(n, device=DEVICE).half()
     x = torch.randn(40, k, device=DEVICE).half()
     want = reference_finish(reference_linear(x, weight, bias))
     whole, cut, with_tail = Cut(1, k), Cut(2, 256), tiles._replace(tail_m=32)
-    for launch in (PackedLaunch(tiles, whole), PackedLaunch(with_tail, cut), PackedLaunch(tiles, cut, summed=True)):
+    wide = tiles._replace(block_m=64)  # more rows than x has
+    for launch in (
+        PackedLaunch(tiles, whole),
+        PackedLaunch(wide, whole),
+        PackedLaunch(with_tail, cut),
+        PackedLaunch(tiles, cut, summed=True),
+    ):
         product = packed_gemm(x, weight, bias, None, launch)
         assert len(product.parts) == launch.parts
         close(finish(product), want)
@@ -151,11 +155,14 @@ def test_many_rows_over_packed_weights(form: str):
     [  # rows of the weight, of x and their tail, ranges of K, of 132 multiprocessors
         ("int4", 64, 20480, 2560, (64, 64, 0, 1)),  # Gemma 4 E4B, gate and up
         ("int4", 128, 20480, 2560, (128, 64, 0, 1)),
-        ("int4", 512, 20480, 2560, (128, 128, 0, 1)),
+        ("int4", 512, 20480, 2560, (64, 128, 0, 1)),
+        ("int4", 320, 20480, 2560, (128, 128, 0, 1)),
         ("int4", 2048, 20480, 2560, None),
         ("int4", 160, 28672, 4096, (128, 128, 32, 1)),  # Llama 8B
         ("int4-g128", 160, 28672, 4096, (128, 64, 0, 1)),  # scales of groups of 64 are too few for 8 warps
         ("e4m3-row", 160, 20480, 2560, (256, 64, 0, 1)),
+        ("e4m3-row", 256, 20480, 2560, (64, 128, 0, 1)),  # room for two programs, which larger tiles leave not
+        ("e4m3-row", 128, 2560, 10240, (64, 128, 0, 6)),
         ("e4m3-block", 128, 20480, 2560, (64, 64, 0, 1)),
         ("e4m3-block", 640, 20480, 2560, None),  # a sum of each block takes registers, so tiles are small
         ("int4", 64, 2560, 10240, (64, 64, 0, 6)),  # E4B, down
@@ -172,8 +179,32 @@ def test_tiles_of_many_rows_over_packed_weights(
     assert want == (launch and (*launch.tiles[:2], launch.tiles.tail_m, launch.cut.splits))
 
 
+@pytest.mark.parametrize(
+    ("code", "group", "fast"), [("int4", 16, False), ("int4", 32, True), ("e2m1", 16, False), ("e4m3", 16, True)]
+)
+def test_numbers_of_a_word_have_one_scale_in_assembly(
+    code: str, group: int, fast: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """A word of 4 bits has numbers of 32 columns: groups of 16 are unpacked by plain operations."""
+    monkeypatch.setattr(unpack_asm, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    scales = torch.empty(0, dtype=torch.bfloat16)
+    weight = SimpleNamespace(code=code, group=group, device=torch.device("cuda"), scales=scales)
+    assert unpack_asm.is_fast(weight, torch.bfloat16) == fast  # type: ignore[arg-type]
+
+
+def test_tiles_of_more_rows_than_x_has_are_not_chosen(monkeypatch: pytest.MonkeyPatch):
+    """They read past its end, which is slower."""
+    monkeypatch.setattr(packed_launch, "device_limits", lambda device: (132, 227 << 10))
+    for form in ("int4", "e4m3-row"):
+        for n, k in ((20480, 2560), (2560, 10240), (28672, 4096), (6144, 4096), (256, 2560)):
+            for num_rows, most in ((33, 64), (64, 64), (96, 96)):
+                launch = choose_packed_rows(num_rows, empty_weight(form, n, k), DEVICE)
+                assert launch is not None and launch.tiles.block_m <= most, f"{form=} {n=} {num_rows=}"
+
+
 def test_scales_are_enough_for_an_asynchronous_copy():
-    """Of groups of 64 those of a small tile are 2 bytes for a thread: they are loaded as if groups were of 32."""
+    """Scales of groups of 64 in a small tile are 2 bytes for a thread: they are loaded as if groups were of 32."""
     assert [scale_step(64, 128, group) for group in (32, 64)] == [32, 32]
     assert [scale_step(*tile, 64) for tile in ((128, 128), (64, 256), (128, 64))] == [64, 64, 32]
 
@@ -277,7 +308,7 @@ def test_columns_behind_the_last_tile_of_an_expert(form: str):
 @pytest.mark.parametrize("form", [None, "int4", "e4m3-block"], ids=str)
 @pytest.mark.parametrize("of_experts", [None, "e2m1", "e4m3-row"], ids=str)
 def test_an_mlp_next_to_experts_in_any_two_forms(form: str | None, of_experts: str | None):
-    """Where tiles of the experts do not fit the MLP's ranges or groups, both run by themselves."""
+    """Experts and MLP run by themselves when the tiles of one do not fit the ranges or groups of the other."""
     hidden, width, num_experts, dtype = 128, 1152, 3, torch.float16
 
     def weight(kind: str | None, *shape: int) -> torch.Tensor | PackedWeight:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from kv_rig import SWA, KVRig, spec
+from kv_rig import SWA, KVRig, layer_spec
 
 from specdec.attention.kernels import page_table as page_table_module
 from specdec.attention.kernels.page_table import (
@@ -34,7 +34,7 @@ def filled(page_size: int, windows: list[int], lengths: list[int], lookahead: in
     """Requests of these lengths, interleaved in the pools and evicted as the engine does, in shuffled rows."""
     pages = sum(-(-(n + lookahead) // page_size) + 1 for n in lengths)
     table = KVRig(
-        KVLayout(tuple(spec(layer, window) for layer, window in enumerate((None, *windows)))),
+        KVLayout(tuple(layer_spec(layer, window) for layer, window in enumerate((None, *windows)))),
         pages=pages,
         page_size=page_size,
         max_requests=len(lengths) + 1,
@@ -86,7 +86,7 @@ def held_pages(tables: PageTables, length: np.ndarray, page_size: int) -> PageTa
 
 
 def test_page_tables_by_eye():
-    """Pages of 2: 5 tokens in pages 3, 1, 4 (and 2 for drafts), in the window pages 6, 5, 7 behind an evicted 3."""
+    """Pages of 2: 5 tokens in pages 3, 1, 4 (and 2 for drafts), in the window pages 6, 5, 7 after an evicted 3."""
     slots = long([[6, 7, 2, 3, 8, 9, 4, 5], [9] * 8])
     maps = long([[0] * 10, [0, 0, 12, 13, 14, 15, 0, 0, 10, 11]])
     rows, lengths = long([0, 1]), long([5, 3])  # row 1 is for padding: its slots and length are ignored

@@ -15,7 +15,9 @@ def pages(*numbers: int) -> np.ndarray:
 
 def test_pages_start_at_one_and_come_in_order():
     pool = PagedAllocator("full", 4)
-    assert pool.alloc(2).tolist() == [1, 2]
+    taken = pool.alloc(2)
+    assert taken.tolist() == [1, 2]
+    taken[:] = 9  # an array of the caller's own
     assert pool.alloc(2).tolist() == [3, 4]
     assert (pool.free_pages, pool.held_pages) == (0, 4)
     pool.check()
@@ -39,21 +41,16 @@ def test_alloc_of_none_and_free_of_none_change_nothing():
     assert contents(pool) == before
 
 
-def test_an_empty_pool_gives_nothing():
-    pool = PagedAllocator("swa", 0)
-    pool.check()
-    with pytest.raises(OutOfSlotsError, match="swa pool: 1 pages needed, 0 of 0 free"):
-        pool.alloc(1)
-
-
-def test_too_many_pages_wanted_takes_none():
-    pool = PagedAllocator("full", 4)
-    pool.alloc(2)
-    before = contents(pool)
-    with pytest.raises(OutOfSlotsError, match="full pool: 3 pages needed, 2 of 4 free"):
-        pool.alloc(3)
+@pytest.mark.parametrize(("capacity", "taken", "wanted"), [(0, 0, 1), (4, 2, 3)], ids=["empty", "too many"])
+def test_more_pages_than_are_free_takes_none(capacity: int, taken: int, wanted: int):
+    pool = PagedAllocator("swa", capacity)
+    pool.alloc(taken)
+    before, free = contents(pool), capacity - taken
+    with pytest.raises(OutOfSlotsError, match=f"swa pool: {wanted} pages needed, {free} of {capacity} free"):
+        pool.alloc(wanted)
     assert contents(pool) == before
-    assert pool.alloc(2).tolist() == [3, 4]
+    assert pool.alloc(free).tolist() == list(range(taken + 1, capacity + 1))
+    pool.check()
 
 
 @pytest.mark.parametrize(
@@ -79,44 +76,34 @@ def test_freeing_twice_raises():
     pool.check()
 
 
-def test_alloc_returns_its_own_array():
-    pool = PagedAllocator("full", 4)
-    taken = pool.alloc(2)
-    taken[:] = 9
-    pool.check()
-    assert pool.alloc(2).tolist() == [3, 4]
-
-
-def free_twice(pool: PagedAllocator) -> None:
-    pool._stack[0] = pool._stack[1]
-
-
-def free_and_held(pool: PagedAllocator) -> None:
-    pool._held[pool._stack[0]] = True
-
-
-def page_0_held(pool: PagedAllocator) -> None:
-    pool._held[0] = True
-
-
-def page_lost(pool: PagedAllocator) -> None:
-    pool.free_pages -= 1
+def corrupt(pool: PagedAllocator, how: str) -> None:
+    match how:
+        case "free twice":
+            pool._stack[0] = pool._stack[1]
+        case "free and held":
+            pool._held[pool._stack[0]] = True
+        case "page 0 held":
+            pool._held[0] = True
+        case "page lost":
+            pool.free_pages -= 1
+        case _:
+            raise AssertionError(how)
 
 
 @pytest.mark.parametrize(
-    ("corrupt", "message"),
+    ("how", "message"),
     [
-        (free_twice, "a page is free twice"),
-        (free_and_held, "a free page is held"),
-        (page_0_held, "page 0 is held"),
-        (page_lost, r"held 2 \+ cached 0 \+ free 1 != 4"),
+        ("free twice", "a page is free twice"),
+        ("free and held", "a free page is held"),
+        ("page 0 held", "page 0 is held"),
+        ("page lost", r"held 2 \+ cached 0 \+ free 1 != 4"),
     ],
 )
-def test_check_finds(corrupt, message: str):
+def test_check_finds(how: str, message: str):
     pool = PagedAllocator("full", 4)
     pool.alloc(2)
     pool.check()
-    corrupt(pool)
+    corrupt(pool, how)
     with pytest.raises(AssertionError, match=message):
         pool.check()
 

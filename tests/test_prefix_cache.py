@@ -1,20 +1,16 @@
 """The tree of kept pages: what matches, what is adopted, what is given up first, in cases to check by eye.
 
-That K/V behind every adopted and every kept page are those of its text is shown by `test_kv_state_machine.py`.
+That K/V in every adopted and every kept page are those of its text is shown by `test_kv_state_machine.py`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from kv_rig import SWA, make_allocator
+from kv_rig import SWA, GroupId, HybridAllocator, PrefixCache, RequestTable, make_allocator
 
 from specdec.errors import OutOfSlotsError
-from specdec.kvcache.allocator import HybridAllocator
-from specdec.kvcache.index_spaces import GroupId
-from specdec.kvcache.prefix_cache import PrefixCache
-from specdec.kvcache.table import RequestTable
 
 from snapshots import contents
 
@@ -140,14 +136,14 @@ def test_only_whole_pages_of_what_is_common_are_adopted(page_size: int, common: 
 @PAGE_SIZES
 @pytest.mark.parametrize("common", [1, 2, 16, 17, 18, 32, 33, 34])
 def test_what_looks_ahead_matches_one_token_less(page_size: int, common: int):
-    """K/V at the last common token were made with another token behind it."""
+    """K/V at the last common token were made with another token after it."""
     rig, text = Rig.make(page_size, pairs=True), list(range(40))
     rig.serve(text)
     assert rig.found([*text[:common], *[77] * 20]) == (common - 1) // page_size * page_size
 
 
 def test_a_page_is_not_shared_with_whom_its_last_token_goes_on_differently():
-    """x and y behind the same four tokens: the page that y inserted behind x's must not come with x's page in front."""
+    """x and y after the same four tokens: the page that y inserted after x's must not come with x's page in front."""
     rig, (x, y) = Rig.make(4, pairs=True), (70, 80)
     rig.serve([1, 2, 3, 4, x, 5, 6, 7, 8, 9])
     assert rig.serve([1, 2, 3, 4, y, 5, 6, 7, 8, 9]) == 0
@@ -387,7 +383,7 @@ def test_swa_peers_die_first_those_that_no_end_needs_before_the_others():
 
 @pytest.mark.parametrize("wanted", range(1, 25))
 def test_a_leaf_is_cut_back_to_where_a_match_could_end(wanted: int):
-    """Of 23 tokens the last 6 have SWA peers: with one of them less no match is left, so no page is either."""
+    """The last 6 of 23 tokens have SWA peers: with one of them less no match is left, so no page is either."""
     rig = Rig.make(window=4, pages=24)
     rig.serve(list(range(24)), evict=True)
     assert rig.counts() == (1, 0, 23)
@@ -457,57 +453,47 @@ def test_reset_forgets_rows_and_cache():
 # `check` finds every kind of corruption
 
 
-def lost_node(rig: Rig) -> None:
-    rig.cache._root.children.popitem()
-
-
-def lost_page(rig: Rig) -> None:
-    [node] = rig.cache._by_age
-    node.key, node.pages = node.key[:-1], node.pages[:-1]
-
-
-def one_claim_too_many(rig: Rig) -> None:
-    rig.allocator.primary.share(np.array([1]))
-
-
-def one_swa_claim_too_many(rig: Rig) -> None:
-    rig.allocator.pools[SWA].share(np.array([1]))
-
-
-def peers_miscounted(rig: Rig) -> None:
-    next(iter(rig.cache._by_age)).num_peers[SWA] -= 1
-
-
-def wrong_name(rig: Rig) -> None:
-    next(iter(rig.cache._by_age)).key[0] = 77
-
-
-def page_of_nobody(rig: Rig) -> None:
-    rig.allocator.alloc(1)
-
-
-def forgotten_by_the_pool(rig: Rig) -> None:
-    rig.allocator.primary._kept[1] = False
+def corrupt(rig: Rig, how: str) -> None:
+    match how:
+        case "lost node":
+            rig.cache._root.children.popitem()
+        case "lost page":
+            [node] = rig.cache._by_age
+            node.key, node.pages = node.key[:-1], node.pages[:-1]
+        case "one claim too many":
+            rig.allocator.primary.share(np.array([1]))
+        case "one swa claim too many":
+            rig.allocator.pools[SWA].share(np.array([1]))
+        case "peers miscounted":
+            next(iter(rig.cache._by_age)).num_peers[SWA] -= 1
+        case "wrong name":
+            next(iter(rig.cache._by_age)).key[0] = 77
+        case "page of nobody":
+            rig.allocator.alloc(1)
+        case "forgotten by the pool":
+            rig.allocator.primary._kept[1] = False
+        case _:
+            raise AssertionError(how)
 
 
 @pytest.mark.parametrize(
-    ("corrupt", "message"),
+    ("how", "message"),
     [
-        (lost_node, "the nodes by age are not those of the tree"),
-        (lost_page, "num_peers|other pages are kept"),
-        (one_claim_too_many, "more claims than rows|belongs to no row|the cache's alone"),
-        (one_swa_claim_too_many, "more rows hold the peers of|claims on the peer|the cache's alone"),
-        (peers_miscounted, "num_peers"),
-        (wrong_name, "a node is not where its key says"),
-        (page_of_nobody, "a held page belongs to no row"),
-        (forgotten_by_the_pool, "num_peers|held 0|the cache's alone"),
+        ("lost node", "the nodes by age are not those of the tree"),
+        ("lost page", "num_peers|other pages are kept"),
+        ("one claim too many", "more claims than rows|belongs to no row|the cache's alone"),
+        ("one swa claim too many", "more rows hold the peers of|claims on the peer|the cache's alone"),
+        ("peers miscounted", "num_peers"),
+        ("wrong name", "a node is not where its key says"),
+        ("page of nobody", "a held page belongs to no row"),
+        ("forgotten by the pool", "num_peers|held 0|the cache's alone|other pages are kept"),
     ],
 )
-def test_check_finds(corrupt: Callable[[Rig], None], message: str):
+def test_check_finds(how: str, message: str):
     rig = Rig.make(window=4)
     rig.serve(list(range(10)))
     rig.begin([*range(10), 0])
     rig.table.check()
-    corrupt(rig)
+    corrupt(rig, how)
     with pytest.raises(AssertionError, match=message):
         rig.table.check()

@@ -4,21 +4,17 @@ What the tree does with pages is in `test_prefix_cache.py`; float32 on the CPU, 
 """
 
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from kv_rig import SWA
-from tape import record
+from kv_rig import PRIMARY, SWA
 
-import specdec.engine
-from specdec import Engine, SamplingParams, SpecConfig
+from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.errors import ConfigError
-from specdec.kvcache.index_spaces import PRIMARY
-from specdec.runtime.scheduler import slots_needed
 
+from inside import assert_idle, capture_on_tape, prompt_chunks, slots_needed
 from marks import deep, deep_cases, each_value, examples, usual
 from tiny_models import random_eagle3
 
@@ -49,29 +45,6 @@ def build(make_target, make_assistant, make_engine) -> Callable[..., Engine]:
         return make_engine(model, module, spec=spec, **config)
 
     return make
-
-
-@contextmanager
-def counting(engine: Engine) -> Iterator[list[int]]:
-    """The lengths of all prompt chunks that are computed in the block."""
-    lengths: list[int] = []
-    prefill = engine.steps.prefill
-    launch = prefill.launch
-
-    def counted(reading: Any) -> Any:
-        lengths.extend(reading.chunk_len.tolist())
-        return launch(reading)
-
-    prefill.launch = counted  # type: ignore[method-assign]
-    yield lengths
-    del prefill.launch
-
-
-def assert_idle(engine: Engine) -> None:
-    engine.table.check()
-    assert engine.scheduler.idle
-    allocator = engine.table.allocator
-    assert not any(pool.held_pages for pool in allocator.pools)
 
 
 def ends(engine: Engine, prompt: list[int], new: int = NEW, **params: Any) -> tuple[list[int], int]:
@@ -131,7 +104,7 @@ def test_a_draft_behind_a_hit_is_the_same(name, page_size, build, random_prompt)
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("forked", [False, True])
 def test_kv_of_a_head_behind_a_hit_are_those_of_a_fresh_prompt(page_size, forked, build, random_prompt):
-    """The row at the last common token was made with another token behind it: it is made again."""
+    """The row at the last common token was made with another token after it: it is made again."""
     prompt = random_prompt(30)
     second = [*prompt[:24], (prompt[24] + 1) % 96, *prompt[25:]] if forked else prompt
     kept = []
@@ -154,7 +127,7 @@ def test_samples_of_one_prompt_share_it(case, build, random_prompt):
     alone = build(case, prefix_cache=False)
     want = [out.token_ids for out in alone.generate([prompt] * 6, params)]
     engine = build(case, max_batch_size=6)
-    with counting(engine) as lengths:
+    with prompt_chunks() as lengths:
         outs = engine.generate([prompt] * 6, params)
     assert [out.token_ids for out in outs] == want
     assert sum(lengths) == 50 + 5
@@ -180,8 +153,8 @@ def test_penalties_and_logprobs_know_the_whole_prompt(build, random_prompt):
     ("name", "page_size"), [("mtp-chain", 4), deep("mtp-chain", 1), ("eagle3-tree", 1), deep("eagle3-tree", 4)]
 )
 def test_rounds_under_way_spoil_nothing_that_is_kept(name, page_size, build, greedy_oracle, random_prompt, monkeypatch):
-    """Captured rounds are launched before the one in front is settled: who ended there still writes behind its end."""
-    monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record)
+    """Captured rounds are launched before the one in front is settled: who ended there still writes after its end."""
+    capture_on_tape(monkeypatch)
     engine = build(DRAFTERS[name], page_size=page_size, max_batch_size=3, full_slots=240)
     model, base = engine.target.model, random_prompt(30)
     prompts = [base[: 10 + 5 * i] + random_prompt(4, seed=i) for i in range(5)]
@@ -205,7 +178,7 @@ def test_64_requests_make_a_common_prefix_once(build, greedy_oracle, random_prom
     common = examples(200, 500)
     prefix = random_prompt(common)
     prompts = [prefix + random_prompt(3 + i % 5, seed=i) for i in range(64)]
-    with counting(engine) as lengths:
+    with prompt_chunks() as lengths:
         outs = engine.generate(prompts, SamplingParams(max_new_tokens=3))
     assert_idle(engine)
     assert sum(lengths) <= common + sum(len(prompt) - common for prompt in prompts)
@@ -226,7 +199,7 @@ def test_64_requests_with_a_head_that_looks_ahead(page_size, build, random_promp
     )
     prefix = random_prompt(500)
     prompts = [prefix + random_prompt(20, seed=i) for i in range(64)]
-    with counting(engine) as lengths:
+    with prompt_chunks() as lengths:
         outs = engine.generate(prompts, SamplingParams(max_new_tokens=3))
     assert all(out.stats.cached_tokens >= 499 // page_size * page_size for out in outs[1:])
     assert sum(lengths) <= 520 + 63 * (520 - 499 // page_size * page_size)
@@ -238,7 +211,7 @@ def test_groups_wait_for_what_their_own_first_makes(build, random_prompt):
     engine = build(DRAFTERS["plain"], max_batch_size=8, prefill_chunk=32)
     parts = [random_prompt(60, seed=s) for s in (1, 2)]
     prompts = [random_prompt(60) + parts[i % 2] + [i] for i in range(8)]
-    with counting(engine) as lengths:
+    with prompt_chunks() as lengths:
         engine.generate(prompts, SamplingParams(max_new_tokens=2))
     assert sum(lengths) == 60 + 2 * 60 + 8
 
@@ -325,7 +298,7 @@ def test_a_preempted_request_finds_what_it_had_made(case, build, greedy_oracle, 
     engine.scheduler._make_room() or engine.scheduler._make_room()
     while not engine.scheduler.waiting:
         engine.scheduler._make_room()
-    with counting(engine) as lengths:
+    with prompt_chunks() as lengths:
         for tokens, stream in zip(got, streams, strict=True):
             tokens += [token for delta in stream for token in delta.token_ids]
     assert got == [greedy_oracle(engine.target.model, prompt, 2 * NEW) for prompt in prompts]
@@ -471,7 +444,7 @@ def test_without_it_nothing_is_kept(build, greedy_oracle, random_prompt):
 @pytest.mark.parametrize("wrong", ["auto", 1, None])
 def test_it_is_on_or_off(wrong):
     with pytest.raises(ConfigError, match=r"prefix_cache=.*: True or False is expected"):
-        specdec.EngineConfig(prefix_cache=wrong)
+        EngineConfig(prefix_cache=wrong)
 
 
 def test_a_closed_engine_keeps_nothing(build, random_prompt):

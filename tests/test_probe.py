@@ -27,7 +27,7 @@ def test_a_bound_follows_the_noise_up_to_a_point():
 
 @pytest.mark.parametrize(("in_a_crowd", "served"), [(0.3, False), (0.0, True)])
 def test_a_forward_that_differs_from_itself_is_given_room(in_a_crowd, served, make_target):
-    """Of two texts its logits are 30 % off what packed rows give, and in a larger batch as far, or not at all."""
+    """Its logits for two texts are 30 % off what packed rows give, and in a larger batch as far, or not at all."""
     model = make_target("llama", fresh=True).to(torch.bfloat16)
     target = TargetModel(model)
     texts = torch.arange(12).view(2, 6)

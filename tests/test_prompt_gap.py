@@ -22,7 +22,7 @@ def load_of(tokens: int, prefix: int = 0) -> PromptLoad:
 
 
 def gpu_seconds(load: PromptLoad) -> float:
-    """Of a model of four billion parameters on an H200: weights are read as long as 128 tokens are computed."""
+    """Seconds on an H200 for four billion parameters: weights are read as long as 128 tokens are computed."""
     return 2e-3 + 10.5e-6 * max(0, load.tokens - 128) + 0.24e-9 * load.pairs
 
 
@@ -39,7 +39,7 @@ def cpu_round(batch: int) -> float:
 
 
 def timed(longest_round: float) -> PromptGap:
-    """As an engine on a GPU is when it is made."""
+    """A gap as an engine on a GPU has it when it is made."""
     gap = PromptGap()
     gap.longest_round = longest_round
     gap.learn_round(longest_round)
@@ -50,7 +50,7 @@ def timed(longest_round: float) -> PromptGap:
 
 
 class StoppedClock(PromptGap):
-    """Of rounds that take as long as is said."""
+    """A gap whose rounds take as long as is said."""
 
     def learn_round(self, seconds: float) -> None:
         pass
@@ -163,7 +163,7 @@ def test_loads_that_are_all_alike_leave_the_rest_as_it_was() -> None:
 
 
 def test_prompts_take_half_a_round_for_each_request_that_waits() -> None:
-    """By any device: as many tokens as fit, none past the promised gap, and enough to get on."""
+    """What any device reads: as many tokens as fit, none past the promised gap, and enough to get on."""
     draw = random.Random(1)
     for _ in range(examples(100, 1000)):
         gap = PromptGap()

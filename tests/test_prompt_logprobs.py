@@ -6,7 +6,7 @@ scored in one forward over it.
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,16 +14,14 @@ import pytest
 import torch
 from tape import record
 
-import specdec.engine
 import specdec.runtime.prefill
 import specdec.runtime.rounds.prompt_scoring
 from specdec import Engine, GenerationOutput, SamplingParams, SpecConfig
 from specdec.errors import CapacityError, ConfigError
-from specdec.models.target import TargetModel
-from specdec.runtime.prompt_scores import PromptScores
 from specdec.runtime.rounds.prompt_scoring import score_chunk
 from specdec.sampling.log_probs import TokenScores
 
+from inside import PromptScores, TargetModel, assert_idle, capture_on_tape, captured_prompts, prompt_chunks
 from marks import deep, deep_cases, examples
 from tiny_models import VOCAB, random_eagle3
 
@@ -34,21 +32,14 @@ TREE = SpecConfig(3, 2, 6)
 
 
 @pytest.fixture
-def chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def chunks() -> Iterator[list[int]]:
     """The lengths of all prompt chunks that are computed."""
-    lengths: list[int] = []
-    launch = specdec.runtime.prefill.Prefill.launch
-
-    def counted(self: Any, reading: Any) -> Any:
-        lengths.extend(reading.chunk_len.tolist())
-        return launch(self, reading)
-
-    monkeypatch.setattr(specdec.runtime.prefill.Prefill, "launch", counted)
-    return lengths
+    with prompt_chunks() as lengths:
+        yield lengths
 
 
 def assert_right(model: Any, out: GenerationOutput, hf_forward: Callable[..., Any], asked: int = 4) -> None:
-    """By one forward of transformers' own."""
+    """Log-probabilities by one forward of transformers' own."""
     prompt, scores = out.prompt_token_ids, out.prompt_logprobs
     assert scores is not None and len(scores) == len(prompt) and scores[0] is None
     log_p = hf_forward(model, prompt).logits[0].float().log_softmax(-1)
@@ -92,7 +83,7 @@ def test_any_number_of_alternatives(asked, make_target, make_engine, random_prom
 
 
 def test_a_prompt_is_scored_without_any_new_token(make_target, make_engine, random_prompt, hf_forward):
-    """As long as the model's length, too, where no token would fit."""
+    """A prompt as long as the model's length, too, where no token would fit."""
     model = make_target("gemma4-e2b")
     engine = make_engine(model, "ngram", max_model_len=48)
     params = SamplingParams(max_new_tokens=0, prompt_logprobs=4)
@@ -201,8 +192,8 @@ def test_a_drafter_changes_no_score(case, make_target, make_assistant, make_engi
 def test_preempted_requests_have_all_their_scores(
     captured, prefix_cache, make_target, make_engine, random_prompt, hf_forward, monkeypatch
 ):
-    """Within their prompts and behind them; with captured rounds, results come a step late."""
-    monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record if captured else None)
+    """Within their prompts and after them; with captured rounds, results come a step late."""
+    capture_on_tape(monkeypatch, captured)
     model = make_target("gemma4-e2b")
     engine = make_engine(
         model, "ngram", full_slots=88, swa_slots=88, max_batch_size=4, max_model_len=64, prefill_chunk=8,
@@ -217,19 +208,18 @@ def test_preempted_requests_have_all_their_scores(
         assert_right(model, out, hf_forward)
     expected = make_engine(model).generate(prompts, SamplingParams(max_new_tokens=count))
     assert [out.token_ids for out in outs[::2]] == [out.token_ids for out in expected]
-    engine.table.check()
-    assert engine.scheduler.idle and engine.table.allocator.primary.held_pages == 0
+    assert_idle(engine)
 
 
 def test_captured_prompts_have_the_same_scores(make_target, make_engine, random_prompt, hf_forward, monkeypatch):
-    monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record)
+    capture_on_tape(monkeypatch)
     model = make_target("gemma4-e2b")
     engine = make_engine(model, "ngram", max_batch_size=2, max_model_len=64)
     for seed, length in itertools.product(range(2), (9, 30, 12)):
         outs = engine.generate([random_prompt(length, seed), random_prompt(20, seed)], SCORE)
         for out in outs:
             assert_right(model, out, hf_forward)
-    assert any(engine.steps.prefill.chunks._captured.values())
+    assert captured_prompts(engine)
 
 
 def test_nothing_waits_for_the_device_while_a_prompt_is_scored(

@@ -5,21 +5,29 @@ import weakref
 
 import pytest
 import torch
-from tape import record
 
-import specdec.engine
 import specdec.runtime.warm_up
 from specdec import Engine, SamplingParams, SpecConfig
-from specdec.gpu.operations import REFERENCE
 from specdec.kvcache.sanitize import SETTING
 from specdec.models.paused_forward import walker_of
-from specdec.models.target import FinalStates, TargetModel
-from specdec.runtime.adaptive import round_timing
-from specdec.runtime.prompt_gap import Division, PromptGap, PromptLoad
-from specdec.runtime.prompt_shares import PromptRoom
+from specdec.runtime import prompt_timing
+from specdec.runtime.draft_policy import round_timing
 from specdec.runtime.rounds.captured_prompts import ChunkProgram
-from specdec.runtime.rounds.prompt_parts import PartShare, part_ends, part_shares
 
+from inside import (
+    REFERENCE,
+    Division,
+    FinalStates,
+    PartShare,
+    PromptGap,
+    PromptLoad,
+    PromptRoom,
+    TargetModel,
+    assert_idle,
+    capture_on_tape,
+    part_ends,
+    part_shares,
+)
 from marks import deep, deep_cases, examples
 from tiny_models import FAMILIES, random_eagle3
 
@@ -36,7 +44,7 @@ def engine_for(make_target, make_engine, monkeypatch):
     """engine_for(captured, drafter, **config): beside streams it reads 8 tokens of prompts at a time, a part a step."""
 
     def make(captured=False, drafter=None, model=None, **config) -> Engine:
-        monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record if captured else None)
+        capture_on_tape(monkeypatch, captured)
         model = make_target("gemma4-e2b") if model is None else model
         sizes = {"max_batch_size": 3, "max_model_len": 128, "prefill_chunk": None, **config}
         engine = make_engine(model, drafter, **sizes)
@@ -48,12 +56,6 @@ def engine_for(make_target, make_engine, monkeypatch):
     return make
 
 
-def assert_empty(engine: Engine) -> None:
-    engine.table.check()
-    assert engine.scheduler.idle and not engine.inbox.live and engine.steps.prefill.reading is None
-    assert engine.table.allocator.primary.held_pages == 0
-
-
 def stream_of(engine: Engine, prompt: list[int], new: int = 60):
     handle = engine.submit(prompt, params(new))
     while not handle.num_output:
@@ -62,7 +64,7 @@ def stream_of(engine: Engine, prompt: list[int], new: int = 60):
 
 
 def parts_run(engine: Engine) -> int | None:
-    """Of the forward that is under way; None: there is none."""
+    """Parts of the forward that is under way; None: there is none."""
     return None if engine.steps.prefill.reading is None else engine.steps.prefill.reading.begun
 
 
@@ -72,6 +74,14 @@ def until_divided(engine: Engine) -> None:
             return
         engine.step()
     raise AssertionError("no forward is divided")
+
+
+def divided(engine: Engine, prompt: list[int], first: list[int], new: int = 60):
+    """A stream that begins with `first`, and a request whose prompt is being read in parts beside it."""
+    stream = stream_of(engine, first, new)
+    late = engine.submit(prompt, params())
+    until_divided(engine)
+    return stream, late
 
 
 def test_a_step_runs_a_part_beside_its_round(engine_for, make_target, greedy_oracle, random_prompt):
@@ -92,7 +102,7 @@ def test_a_step_runs_a_part_beside_its_round(engine_for, make_target, greedy_ora
     assert stream.output().token_ids == greedy_oracle(model, random_prompt(5), 60)
     assert late.output().token_ids == greedy_oracle(model, random_prompt(20), NEW)
     assert late.output().stats.prefill_seconds > 0
-    assert_empty(engine)
+    assert_idle(engine)
 
 
 @deep_cases("eagle3-captured", "mtp-eager", "suffix-eager", "ngram-captured")
@@ -116,16 +126,14 @@ def test_tokens_are_those_of_each_alone(
         assert stream.output().token_ids == greedy_oracle(model, random_prompt(5), 60)
         for handle, length in zip(late, (29, 11), strict=True):
             assert handle.output().token_ids == greedy_oracle(model, random_prompt(length, seed=length), NEW)
-        assert_empty(engine)
+        assert_idle(engine)
 
 
 @pytest.mark.parametrize("family", [deep(f) if f not in ("gemma4-e2b", "gpt_oss", "gemma2") else f for f in FAMILIES])
 def test_every_family_stops_between_layers(family, engine_for, make_target, greedy_oracle, random_prompt):
     model = make_target(family)
     engine = engine_for(model=model, page_size=4)
-    stream = stream_of(engine, random_prompt(5))
-    late = engine.submit(random_prompt(40), params())
-    until_divided(engine)
+    stream, late = divided(engine, random_prompt(40), random_prompt(5))
     assert late.output().token_ids == greedy_oracle(model, random_prompt(40), NEW)
     assert stream.output().token_ids == greedy_oracle(model, random_prompt(5), 60)
 
@@ -146,7 +154,7 @@ def test_fused_layers_stop_too(captured, engine_for, make_target, greedy_oracle,
     assert stream.output().token_ids == greedy_oracle(model, random_prompt(5), 90)
     for handle, length in zip(late, (29, 17), strict=True):
         assert handle.output().token_ids == greedy_oracle(model, random_prompt(length, seed=length), NEW)
-    assert_empty(engine)
+    assert_idle(engine)
 
 
 @deep_cases("captured")
@@ -155,9 +163,7 @@ def test_an_abort_in_the_middle_drops_what_was_read(captured, engine_for, make_t
     """Its slots go to a third request at once, whose K/V no layer of the dropped forward may touch."""
     model = make_target("gemma4-e2b")
     engine = engine_for(captured, full_slots=150, swa_slots=150)
-    stream = stream_of(engine, random_prompt(5))
-    doomed = engine.submit(random_prompt(50), params())
-    until_divided(engine)
+    stream, doomed = divided(engine, random_prompt(50), random_prompt(5))
     engine.step()
     doomed.abort()
     late = engine.submit(random_prompt(40, seed=3), params())
@@ -166,32 +172,28 @@ def test_an_abort_in_the_middle_drops_what_was_read(captured, engine_for, make_t
     assert late.output().token_ids == greedy_oracle(model, random_prompt(40, seed=3), NEW)
     assert stream.output().token_ids == greedy_oracle(model, random_prompt(5), 60)
     assert doomed.output().finish_reason == "abort"
-    assert_empty(engine)
+    assert_idle(engine)
 
 
 def test_an_abort_of_all_lets_go_of_what_was_read_at_once(engine_for, random_prompt):
     """No step follows: states of a paused prompt, of any length, lay on the device until the next request."""
     engine = engine_for()
-    stream = stream_of(engine, random_prompt(5))
-    late = engine.submit(random_prompt(20), params())
-    until_divided(engine)
+    stream, late = divided(engine, random_prompt(20), random_prompt(5))
     kept = weakref.ref(engine.steps.prefill.reading.parts.read)
     late.abort()
     stream.abort()
     gc.collect()
     assert kept() is None and not engine.steps.launches.under_way
-    assert_empty(engine)
+    assert_idle(engine)
 
 
 def test_a_preemption_in_the_middle_reads_again(engine_for, make_target, greedy_oracle, random_prompt):
     model = make_target("gemma4-e2b")
     engine = engine_for(full_slots=110, swa_slots=110, prefix_cache=False)
-    stream = stream_of(engine, random_prompt(5))
-    late = engine.submit(random_prompt(40), params())
-    until_divided(engine)
+    stream, late = divided(engine, random_prompt(40), random_prompt(5))
     request = engine.inbox.live[late.id]
     engine.scheduler._make_room()
-    while request.row >= 0:  # slack behind the windows goes first
+    while request.row >= 0:  # slack after the windows goes first
         engine.scheduler._make_room()
     engine.step()
     assert request.stats.preemptions == 1 and (
@@ -199,7 +201,7 @@ def test_a_preemption_in_the_middle_reads_again(engine_for, make_target, greedy_
     )
     assert late.output().token_ids == greedy_oracle(model, random_prompt(40), NEW)
     assert stream.output().token_ids == greedy_oracle(model, random_prompt(5), 60)
-    assert_empty(engine)
+    assert_idle(engine)
 
 
 @deep_cases("eager")
@@ -208,9 +210,7 @@ def test_weights_that_move_in_the_middle_are_read_from_the_start(captured, engin
     """All of the chunk comes from the new weights, none of it from the old ones."""
     model = make_target("gemma4-e2b", fresh=True)
     engine = engine_for(captured, model=model, prefix_cache=False)
-    stream_of(engine, random_prompt(5))
-    late = engine.submit(random_prompt(20), params())
-    until_divided(engine)
+    _, late = divided(engine, random_prompt(20), random_prompt(5))
     before = engine.steps.prefill.reading
     with torch.no_grad():
         for layer in model.model.layers:
@@ -223,9 +223,7 @@ def test_weights_that_move_in_the_middle_are_read_from_the_start(captured, engin
 def test_an_interrupted_step_begins_again(engine_for, make_target, greedy_oracle, random_prompt, monkeypatch):
     model = make_target("gemma4-e2b")
     engine = engine_for()
-    stream = stream_of(engine, random_prompt(5))
-    late = engine.submit(random_prompt(20), params())
-    until_divided(engine)
+    stream, late = divided(engine, random_prompt(20), random_prompt(5))
     launches = engine.steps.launches
     settle = launches.settle
 
@@ -238,7 +236,7 @@ def test_an_interrupted_step_begins_again(engine_for, make_target, greedy_oracle
         engine.step()
     assert late.output().token_ids == greedy_oracle(model, random_prompt(20), NEW)
     assert stream.output().token_ids == greedy_oracle(model, random_prompt(5), 60)
-    assert_empty(engine)
+    assert_idle(engine)
 
 
 def test_who_comes_in_the_middle_waits_for_its_end(engine_for, random_prompt):
@@ -331,7 +329,7 @@ SHARES = [PartShare(1 / 8, 1 / 3 if number % 2 and number < 7 else 0.0) for numb
 
 
 def gap_of(round_seconds: float) -> PromptGap:
-    """Of the timings of E4B on an H100: a round of 32 takes 4.8 ms, forwards from 2.3 ms on."""
+    """A gap with timings of E4B on an H100: a round of 32 takes 4.8 ms, forwards from 2.3 ms on."""
     gap = PromptGap()
     gap.learn_round(round_seconds)
     for tokens in (64, 128, 256, 2048):
@@ -400,7 +398,7 @@ def test_a_prefix_is_on_the_device_when_forwards_behind_it_are_timed(engine_for,
         feed(program, rows, chunk_len)
 
     monkeypatch.setattr(ChunkProgram, "feed", watched)
-    for name in ("time_prompts", "time_rounds"):  # which tests do without otherwise
-        monkeypatch.setattr(specdec.runtime.warm_up, name, getattr(round_timing, name))
+    for module, name in ((prompt_timing, "time_prompts"), (round_timing, "time_rounds")):  # tests do without otherwise
+        monkeypatch.setattr(specdec.runtime.warm_up, name, getattr(module, name))
     engine_for(True, max_model_len=300)
     assert len(seen) > 1 and all(host == device for host, device in seen)

@@ -71,7 +71,7 @@ def test_an_engine_has_the_room_of_its_device(make_engine, make_target) -> None:
 
 @pytest.mark.parametrize("beside", [1, 3])
 def test_a_short_prompt_has_its_token_while_long_ones_are_read(beside, make_engine, make_target, random_prompt) -> None:
-    """Counted in steps: behind the long ones it would wait for twelve times as many."""
+    """Counted in steps: after the long ones it would wait for twelve times as many."""
     engine = make_engine(make_target("llama"), max_batch_size=6, max_prefill_tokens=16, max_model_len=256)
     params = SamplingParams(max_new_tokens=40, ignore_eos=True)
     stream = engine.submit(random_prompt(3), params)

@@ -14,9 +14,6 @@ pytestmark = [
 ]
 
 
-LIMIT = tl.constexpr(10)
-
-
 @triton.jit
 def halve(x):
     return x / 2
@@ -42,12 +39,6 @@ def kernel(p_out, p_x, CASE: tl.constexpr):
         y = (x.to(tl.uint8) * 100).to(tl.int32)
     elif CASE == "a flag is one bit":
         y = ((x > 1) + (x > 2)).to(tl.int32)
-    elif CASE == "a constant less a tensor":
-        y = tl.where(x > 1, x, LIMIT - 1 - x) + tl.where(x > 1, x, LIMIT - x)
-    elif CASE == "the same operand twice":
-        y = (x + x) * 10 + (x + o_row)
-    elif CASE == "numbers below zero wrap":
-        y = ((x.to(tl.uint32) - 1) >> 28).to(tl.int32)
     elif CASE == "shapes that do not fit":
         y = x + tl.arange(0, 8)
     elif CASE == "a pointer and a float":
@@ -82,14 +73,11 @@ def run(case):
         ("halves keep their width", [1, 0, 0, 0]),  # 2049 is no number of 16 bits
         ("bytes wrap", [0, 100, 200, 44]),
         ("a flag is one bit", [0, 0, 1, 0]),
-        ("a constant less a tensor", [19, 17, 4, 6]),
-        ("the same operand twice", [0, 22, 44, 66]),
-        ("numbers below zero wrap", [15, 0, 0, 0]),
     ],
 )
 def test_values(case, expected):
     assert run(case) == expected
-    assert run(case) == expected  # from what is remembered
+    assert run(case) == expected  # with types that it has met
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ ARGUMENTS = TRIP.model_dump(mode="json")
 
 
 def call_of(name, arguments):
-    """As a grammar makes a model write a call."""
+    """A call as a grammar makes a model write it."""
     return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
 
 

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from kv_rig import SWA, KVRig, layer_cache
+from kv_rig import SWA, KVRig, layer_spec
 
 from specdec.attention.dense import VisibleKeys, known_in_block
 from specdec.attention.kernels.page_table import PageTables
@@ -28,10 +28,9 @@ PAGE_SIZES = pytest.mark.parametrize("page_size", [1, 3, 4])
 POISONED = float("nan")
 
 
-def spec(layer: int, window: int | None) -> LayerCache:
+def layer_of(layer: int, window: int | None) -> LayerCache:
     _, heads, size = HEADS[layer]
-    layer_type = "full_attention" if window is None else "sliding_attention"
-    return layer_cache(layer, layer, layer_type, window, heads, size)
+    return layer_spec(layer, window, head_dim=size, heads=heads)
 
 
 def ints(values: list[int]) -> np.ndarray:
@@ -57,7 +56,7 @@ class Scene:
         self.generator = torch.Generator().manual_seed(0)
         pages = sum(-(-(length + NODES) // page_size) for length in lengths) + 8
         self.table = KVRig(
-            KVLayout((spec(SLIDING_LAYER, window), spec(FULL_LAYER, None))),
+            KVLayout((layer_of(SLIDING_LAYER, window), layer_of(FULL_LAYER, None))),
             pages=pages,
             page_size=page_size,
             max_requests=len(lengths) + 1,
@@ -352,7 +351,7 @@ def test_page_tables_of_a_mixed_batch():
 
 def test_tables_stay_inside_rows_that_are_full():
     """Rows of 16 slots and no lookahead: padded columns of the chunk and of the SWA table would lie past the end."""
-    layout = KVLayout((spec(SLIDING_LAYER, 6), spec(FULL_LAYER, None)))
+    layout = KVLayout((layer_of(SLIDING_LAYER, 6), layer_of(FULL_LAYER, None)))
     table = KVRig(layout, pages=8, page_size=4, max_requests=2, max_len=16, lookahead=0)
     for row, length in ((0, 12), (1, 15)):
         table.ensure_slots(table.open_row(), 16)
@@ -379,7 +378,7 @@ def test_slots_of_pages_by_hand():
 
 
 def test_without_a_window_there_is_one_table():
-    layout = KVLayout((spec(FULL_LAYER, None), spec(FULL_LAYER, None)))
+    layout = KVLayout((layer_of(FULL_LAYER, None), layer_of(FULL_LAYER, None)))
     table = KVRig(layout, pages=8, page_size=1, max_requests=1, max_len=8, lookahead=2)
     table.ensure_slots(table.open_row(), 4)
     for plan in (

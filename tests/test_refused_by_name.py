@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import threading
 import warnings
 from pathlib import Path
@@ -11,10 +10,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from typer.testing import CliRunner
 
 from specdec import Engine, EngineConfig, SamplingParams, loading
-from specdec.cli.app import app
 from specdec.draft_models import gemma4_mtp
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError, naming_file
 from specdec.evaluation.output_files import write_file
@@ -49,16 +46,6 @@ def without_tokenizer(tmp_path) -> Path:
 def test_torch_dtype_is_obeyed(name, value):
     """It was ignored: float32 on the CPU, where transformers takes it for `dtype`."""
     assert load(**{name: value}).target.dtype is torch.bfloat16
-
-
-@pytest.mark.parametrize(
-    ("config", "options"),
-    [(None, {"dtype": "float32", "torch_dtype": "bfloat16"}), (torch.float32, {"torch_dtype": torch.bfloat16})],
-)
-def test_dtypes_that_disagree_are_refused(config, options):
-    with pytest.raises(ConfigError, match=r"bfloat16.*float32|float32.*bfloat16") as error:
-        load(config=EngineConfig(dtype=config), **options)
-    assert "leave one out" in str(error.value)
 
 
 @pytest.mark.usefixtures("shallow_pair")
@@ -122,25 +109,7 @@ def test_an_empty_prompt_is_refused(prompt, pair):
             ask(prompt)
 
 
-@pytest.mark.parametrize("arguments", [[], ["--raw"]])
-def test_generate_refuses_an_empty_prompt(arguments):
-    done = CliRunner().invoke(app, ["generate", "", *arguments])
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert done.stderr.startswith("specdec: the prompt is ''") and done.stderr.count("\n") == 1
-
-
 # names of checkpoints
-
-
-@pytest.mark.parametrize("name", ["None", "none", "null", " ", "nan"])
-def test_the_word_none_is_no_hub_id(name):
-    with pytest.raises(CheckpointError, match=f"{name!r} names no checkpoint"):
-        load(name)
-
-
-def test_a_drafter_called_none_in_capitals_is_no_hub_id():
-    with pytest.raises(CheckpointError, match=r"'None' names no checkpoint.*a drafter of None is no drafter"):
-        load(drafter="None")
 
 
 @pytest.fixture
@@ -259,18 +228,6 @@ def test_a_full_disk_names_the_file(tmp_path):
     with pytest.raises(OSError, match=r"No space left.*'/dev/full'") as error:
         write_file(full, "text")
     assert error.value.errno == errno.ENOSPC
-
-
-def test_a_disk_that_is_full_later_names_the_file(tmp_path, monkeypatch):
-    """A file is written beside its place; the name is that which the user gave."""
-
-    def sync(number: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", sync)
-    with pytest.raises(OSError, match=r"cannot be written: No space left on device: '.*out\.json'"):
-        write_file(tmp_path / "out.json", "{}")
-    assert not list(tmp_path.iterdir())
 
 
 def test_transcripts_on_a_full_disk_name_their_file(tmp_path):

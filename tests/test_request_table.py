@@ -1,14 +1,11 @@
-"""Rows of slots: what commit, eviction and closing do to the K/V behind each position, in every group."""
+"""Rows of slots: what commit, eviction and closing do to the K/V at each position, in every group."""
 
 import numpy as np
 import pytest
 import torch
-from kv_rig import SWA, KVRig, spec
+from kv_rig import FROZEN_EXTRA_KEYS, PRIMARY, SWA, KVLayout, KVRig, Move, PrimaryLoc, ints, layer_spec
 
 from specdec.errors import KVStateError, OutOfSlotsError
-from specdec.kvcache.index_spaces import PRIMARY, PrimaryLoc
-from specdec.kvcache.layout import KVLayout
-from specdec.kvcache.table import FROZEN_EXTRA_KEYS, Move
 
 from marks import deep_cases, examples, slow
 from snapshots import kv_contents
@@ -29,7 +26,7 @@ def make(
 ) -> KVRig:
     """A table over a sliding layer 0 and a full layer 1 (both full without a window)."""
     return KVRig(
-        KVLayout((spec(SLIDING_LAYER, window), spec(FULL_LAYER, None))),
+        KVLayout((layer_spec(SLIDING_LAYER, window), layer_spec(FULL_LAYER, None))),
         pages=pages,
         window_pages=window_pages,
         page_size=page_size,
@@ -37,10 +34,6 @@ def make(
         max_len=max_len,
         lookahead=lookahead,
     )
-
-
-def ints(*values: int) -> np.ndarray:
-    return np.array(values, dtype=np.int64)
 
 
 def put(table: KVRig, row: int, start: int, values: list[float]) -> None:
@@ -52,7 +45,7 @@ def put(table: KVRig, row: int, start: int, values: list[float]) -> None:
 
 
 def held(table: KVRig, row: int, start: int, end: int, layer: int) -> list[float]:
-    """The values behind positions start..end-1 as this layer reads them."""
+    """The values at positions start..end-1 as this layer reads them."""
     slots = PrimaryLoc(torch.from_numpy(table.slots.host[row, start:end].copy()))
     kept = table.store.layers[layer]
     where = table.allocator.translate(kept.group, slots)
@@ -62,7 +55,7 @@ def held(table: KVRig, row: int, start: int, end: int, layer: int) -> list[float
 
 
 def opened(table: KVRig, prompt: list[float]) -> int:
-    """A row whose committed positions hold `prompt`, with the lookahead behind it."""
+    """A row whose committed positions hold `prompt`, with the lookahead after it."""
     row = table.open_row()
     table.ensure_slots(row, len(prompt) + table.lookahead)
     put(table, row, 0, prompt)
@@ -164,7 +157,7 @@ def test_without_a_window_there_is_nothing_to_evict():
 
 
 def test_commit_permutes_the_row_at_page_size_one():
-    """Prompt in slots 1, 2; nodes 0-4 in slots 3-7; path 0, 2, 4: the rejected nodes keep their order behind it."""
+    """Prompt in slots 1, 2; nodes 0-4 in slots 3-7; path 0, 2, 4: the rejected nodes keep their order after it."""
     table = make(page_size=1)
     row = opened(table, [100.0, 101.0])
     assert table.slots.host[row, :8].tolist() == [1, 2, 3, 4, 5, 6, 7, 0]
@@ -176,7 +169,7 @@ def test_commit_permutes_the_row_at_page_size_one():
 
 
 def test_commit_moves_rows_at_larger_pages():
-    """The same tree: the slots stay where they are, and the K/V of nodes 2 and 4 come to positions 3 and 4."""
+    """For the same tree the slots stay where they are, and the K/V of nodes 2 and 4 come to positions 3 and 4."""
     table = make(page_size=4)
     row = opened(table, [100.0, 101.0])
     assert table.slots.host[row, :9].tolist() == [4, 5, 6, 7, 8, 9, 10, 11, 0]
@@ -204,12 +197,14 @@ PATHS = {
 
 @PAGE_SIZES
 @pytest.mark.parametrize("window", [6, None], ids=["swa", "full-only"])
+@pytest.mark.parametrize("behind", [0, 4], ids=["ends", "goes-on"])
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
-def test_the_committed_positions_hold_the_path(page_size: int, window: int | None, path: list[int]):
+def test_the_committed_positions_hold_the_path(page_size: int, window: int | None, path: list[int], behind: int):
+    """Also where the path goes on behind the length that is committed."""
     table = make(page_size, window=window)
     row = opened(table, [100.0, 101.0, 102.0])
     put(table, row, 3, [0.0, 1.0, 2.0, 3.0, 4.0])
-    padded = np.array([path + [0] * (5 - len(path))], dtype=np.int64)
+    padded = np.array([path + [behind] * (5 - len(path))], dtype=np.int64)
     table.commit(ints(row), ints(len(path)), padded)
     assert table.committed_len.host[row] == 3 + len(path)
     for layer in (SLIDING_LAYER, FULL_LAYER):
@@ -237,46 +232,26 @@ def test_chains_are_committed_where_they_lie(page_size: int):
 
 
 @PAGE_SIZES
-def test_a_length_shorter_than_the_path_commits_its_start(page_size: int):
-    table = make(page_size)
-    row = opened(table, [100.0])
-    put(table, row, 1, [0.0, 1.0, 2.0, 3.0, 4.0])
-    table.commit(ints(row), ints(2), np.array([[0, 3, 4, 0, 0]]))
-    for layer in (SLIDING_LAYER, FULL_LAYER):
-        assert held(table, row, 0, 3, layer) == [100.0, 0.0, 3.0]
-    assert table.committed_len.host[row] == 3
-    table.check()
-
-
-@PAGE_SIZES
 def test_several_rows_with_different_lengths_and_paths(page_size: int):
-    table = make(page_size)
+    table = make(page_size, max_requests=4)
     prompts = [[100.0], [200.0, 201.0, 202.0, 203.0], [300.0, 301.0]]
     rows = [opened(table, prompt) for prompt in prompts]
     for base, row, prompt in zip((10, 20, 30), rows, prompts, strict=True):
         put(table, row, len(prompt), [base + node + 0.0 for node in range(5)])
     order = ints(2, 0, 1)  # batch order is not row order
     paths = np.array([[0, 2, 3, 0, 0], [0, 0, 0, 0, 0], [0, 1, 3, 4, 0]])
+    other = opened(table, [400.0])
+    put(table, other, 1, [40.0, 41.0, 42.0])
+    slots = table.slots.host[other].copy()
     table.commit(order, ints(3, 0, 4), paths)
+    assert (table.slots.host[other] == slots).all()  # of a row that is not named
     for layer in (SLIDING_LAYER, FULL_LAYER):
         assert held(table, 2, 0, 5, layer) == [300.0, 301.0, 30.0, 32.0, 33.0]
         assert held(table, 0, 0, 1, layer) == [100.0]
         assert held(table, 1, 0, 8, layer) == [200.0, 201.0, 202.0, 203.0, 20.0, 21.0, 23.0, 24.0]
-    assert table.committed_len.host.tolist() == [1, 8, 5, 0]
+        assert held(table, other, 0, 4, layer) == [400.0, 40.0, 41.0, 42.0]
+    assert table.committed_len.host.tolist() == [1, 8, 5, 1, 0]
     table.check()
-
-
-@PAGE_SIZES
-def test_rows_that_were_not_named_are_untouched(page_size: int):
-    table = make(page_size)
-    first, second = opened(table, [100.0, 101.0]), opened(table, [200.0])
-    put(table, second, 1, [20.0, 21.0, 22.0])
-    put(table, first, 2, [0.0, 1.0, 2.0])
-    slots = table.slots.host[second].copy()
-    table.commit(ints(first), ints(2), np.array([[0, 2]]))
-    assert (table.slots.host[second] == slots).all()
-    for layer in (SLIDING_LAYER, FULL_LAYER):
-        assert held(table, second, 0, 4, layer) == [200.0, 20.0, 21.0, 22.0]
 
 
 @PAGE_SIZES
@@ -416,88 +391,66 @@ def test_a_long_request_holds_a_window_of_swa_pages(page_size: int):
 # `check` itself
 
 
-def one_page_in_two_rows(table: KVRig) -> None:
-    table.slots[1, :4] = table.slots.host[0, 24:28].copy()
-
-
-def slots_behind_capacity(table: KVRig) -> None:
-    table.slots[0, int(table.capacity[0])] = 9
-
-
-def longer_than_capacity(table: KVRig) -> None:
-    table.committed_len[0] = table.capacity[0] + 1
-
-
-def page_0_in_a_row(table: KVRig) -> None:
-    table.slots[0, :4] = 0
-
-
-def closed_but_owning(table: KVRig) -> None:
-    table._active[1] = False
-
-
-def leaked_page(table: KVRig) -> None:
-    table.allocator.alloc(1)
-
-
-def freed_page(table: KVRig) -> None:
-    table.allocator.free(PrimaryLoc(torch.from_numpy(table.slots.host[0, 24:28].copy())))
-
-
-def evicted_too_far(table: KVRig) -> None:
-    table.evicted_len[SWA, 0] = 14
-
-
-def evicted_yet_mapped(table: KVRig) -> None:
-    table.evicted_len[SWA, 0] += 4
-
-
-def in_the_window_but_unmapped(table: KVRig) -> None:
-    table.allocator.evict(SWA, PrimaryLoc(torch.from_numpy(table.slots.host[0, 16:20].copy())))
-
-
-def padding_row_with_slots(table: KVRig) -> None:
-    table.slots[table.padding_row, 0] = 4
-
-
-def disordered(table: KVRig) -> None:
-    table.slots[0, np.array([1, 2])] = table.slots.host[0, [2, 1]].copy()
-
-
-def disordered_across_pages(table: KVRig) -> None:
-    table.slots[0, np.array([16, 20])] = table.slots.host[0, [20, 16]].copy()
-
-
-def one_slot_four_times(table: KVRig) -> None:
-    table.slots[0, 16:20] = int(table.slots.host[0, 16])
+def corrupt(table: KVRig, how: str) -> None:
+    match how:
+        case "one page in two rows":
+            table.slots[1, :4] = table.slots.host[0, 24:28].copy()
+        case "slots behind capacity":
+            table.slots[0, int(table.capacity[0])] = 9
+        case "longer than capacity":
+            table.committed_len[0] = table.capacity[0] + 1
+        case "page 0 in a row":
+            table.slots[0, :4] = 0
+        case "closed but owning":
+            table._active[1] = False
+        case "leaked page":
+            table.allocator.alloc(1)
+        case "freed page":
+            table.allocator.free(PrimaryLoc(torch.from_numpy(table.slots.host[0, 24:28].copy())))
+        case "evicted too far":
+            table.evicted_len[SWA, 0] = 14
+        case "evicted yet mapped":
+            table.evicted_len[SWA, 0] += 4
+        case "in the window but unmapped":
+            table.allocator.evict(SWA, PrimaryLoc(torch.from_numpy(table.slots.host[0, 16:20].copy())))
+        case "padding row with slots":
+            table.slots[table.padding_row, 0] = 4
+        case "disordered":
+            table.slots[0, np.array([1, 2])] = table.slots.host[0, [2, 1]].copy()
+        case "disordered across pages":
+            table.slots[0, np.array([16, 20])] = table.slots.host[0, [20, 16]].copy()
+        case "one slot four times":
+            table.slots[0, 16:20] = int(table.slots.host[0, 16])
+        case _:
+            raise AssertionError(how)
 
 
 @pytest.mark.parametrize(
-    ("corrupt", "message"),
+    ("how", "message"),
     [
-        (one_page_in_two_rows, "a page is owned by two rows"),
-        (slots_behind_capacity, "slots past its capacity"),
-        (longer_than_capacity, r"evicted=array\(\[0, 8\]\) length=29 capacity=28"),
-        (page_0_in_a_row, "not whole pages"),
-        (closed_but_owning, "slots past its capacity|closed but owns"),
-        (leaked_page, "a held page belongs to no row"),
-        (freed_page, "unmapped|a row owns a free page"),
-        (evicted_too_far, r"evicted \[ 0 14\], but the windows start at \[ 0 13\]"),
-        (evicted_yet_mapped, "an evicted token is mapped"),
-        (in_the_window_but_unmapped, "a token in the window of group 1 is unmapped"),
-        (padding_row_with_slots, "row=3: slots past its capacity"),
-        (disordered, "not whole pages in order"),
-        (disordered_across_pages, "not whole pages in order"),
-        (one_slot_four_times, "not whole pages in order"),
+        ("one page in two rows", "a page is owned by two rows"),
+        ("slots behind capacity", "slots past its capacity"),
+        ("longer than capacity", r"evicted=array\(\[0, 8\]\) length=29 capacity=28"),
+        ("page 0 in a row", "not whole pages"),
+        ("closed but owning", "slots past its capacity|closed but owns"),
+        ("leaked page", "a held page belongs to no row"),
+        ("freed page", "unmapped|a row owns a free page"),
+        ("evicted too far", r"evicted \[ 0 14\], but the windows start at \[ 0 13\]"),
+        ("evicted yet mapped", "an evicted token is mapped"),
+        ("in the window but unmapped", "a token in the window of group 1 is unmapped"),
+        ("padding row with slots", "row=3: slots past its capacity"),
+        ("disordered", "not whole pages in order"),
+        ("disordered across pages", "not whole pages in order"),
+        ("one slot four times", "not whole pages in order"),
     ],
 )
-def test_check_finds(corrupt, message: str):
+def test_check_finds(how: str, message: str):
     table = make(page_size=4, lookahead=5)
     opened(table, [float(i) for i in range(20)])  # 28 slots, evicted up to 8
     opened(table, [0.0, 1.0])
     table.evict_unseen(ints(0, 1))
     assert table.evicted_len[SWA, :2].tolist() == [8, 0]
     table.check()
-    corrupt(table)
+    corrupt(table, how)
     with pytest.raises(AssertionError, match=message):
         table.check()

@@ -41,7 +41,7 @@ def long(values: Any) -> torch.Tensor:
 
 
 def test_an_opening_by_eye(poison_empty: None) -> None:
-    """Rows 2, 0, and 3, which is for padding: 4, 1 and 0 tokens committed, the root behind them."""
+    """Rows 2, 0, and 3, which is for padding: 4, 1 and 0 tokens committed, the root after them."""
     params = [
         SamplingParams(temperature=0.5, top_k=7),
         SamplingParams(),
@@ -119,7 +119,7 @@ class Scene:
 
 @pytest.mark.parametrize("kernel", [True, False])
 def test_chains_by_eye(kernel: bool, poison_empty: None) -> None:
-    """Of 3 drafts: all are right; two are, but one may be accepted; none is; a seat of padding."""
+    """Cases of 3 drafts: all are right; two are, but one may be accepted; none is; a seat of padding."""
     scene = Scene([3, 1, 0])
     tree = DraftTree.chain(long([[5, 6, 7, 8], [5, 6, 7, 8], [5, 6, 7, 8], [0, 0, 0, 0]]))
     drawn = long([[6, 7, 8, 9], [6, 7, 1, 2], [1, 2, 3, 4], [0, 0, 0, 0]])
@@ -133,7 +133,7 @@ def test_chains_by_eye(kernel: bool, poison_empty: None) -> None:
     ]
     slots, committed, tokens, moved = scene.state()
     assert slots == before and not moved and committed == [3 + 4, 1 + 1, 0 + 2, 0]
-    assert tokens[0][2:9] == [-97, -96, 6, 7, 8, 9, -91]  # root at 3, emitted behind it
+    assert tokens[0][2:9] == [-97, -96, 6, 7, 8, 9, -91]  # root at 3, emitted after it
     assert tokens[2][:4] == [-99, 6, 7, -96] and tokens[1][1:4] == [-98, 1, -96]
     assert tokens[3] == [x - 99 for x in range(len(tokens[3]))]
 
@@ -346,7 +346,7 @@ class Launches(TorchDispatchMode):
         return out
 
     def unseen(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, of which only the name is noted."""
+        """Does what the function does, and notes its name."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             self.names.append(name)

@@ -338,7 +338,7 @@ def test_seeds_differ_and_none_draws_one(make_target, make_engine, random_prompt
     assert len({first, *others}) == 5
 
 
-# the law of what is drawn
+# the law of what is drawn: that of a draw. Noise is uncorrelated and drafts change no draw, so texts have theirs
 
 
 def wilson_hilferty(df, z=3.719):

@@ -6,15 +6,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from kv_rig import SWA, KVRig, replaced, spec
+from kv_rig import PRIMARY, SWA, DraftTree, GroupId, KVLayout, KVPlan, KVRig, PrimaryLoc, ints, layer_spec, replaced
 
 from specdec import SamplingParams
 from specdec.attention.checked_backend import CheckedBackend, sanitized
-from specdec.attention.plan import KVPlan
-from specdec.attention.trees.tree import DraftTree
 from specdec.errors import LocationError
-from specdec.kvcache.index_spaces import PRIMARY, GroupId, PrimaryLoc
-from specdec.kvcache.layout import KVLayout
 
 from marks import deep
 from tiny_models import few_layers
@@ -23,16 +19,12 @@ WINDOW, NODES, PAGES = 4, 3, 24
 SLIDING_LAYER, FULL_LAYER = 0, 1
 
 
-def ints(*values: int) -> np.ndarray:
-    return np.array(values, dtype=np.int64)
-
-
 @pytest.fixture(params=[1, 4], ids=["pages of 1", "pages of 4"])
 def rig(request, monkeypatch) -> KVRig:
     """A cache that is watched."""
     monkeypatch.setenv("SPECDEC_SANITIZE", "1")
     rig = KVRig(
-        KVLayout((spec(SLIDING_LAYER, WINDOW, dim=2), spec(FULL_LAYER, None, dim=2))),
+        KVLayout((layer_spec(SLIDING_LAYER, WINDOW, head_dim=2), layer_spec(FULL_LAYER, None, head_dim=2))),
         pages=PAGES // request.param * 2,
         page_size=request.param,
         max_requests=3,
@@ -215,43 +207,39 @@ def test_a_read_of_poison_is_named(rig) -> None:
 # a table that is wrong is found before anything is planned
 
 
-def table_names_a_free_page(rig: KVRig, row: int) -> None:
-    rig.allocator.free(PrimaryLoc(torch.from_numpy(rig.slots.host[row, : rig.allocator.page_size].copy())))
-
-
-def table_names_a_slot_that_is_not_there(rig: KVRig, row: int) -> None:
-    rig.slots[row, 2] = 10_000
-
-
-def two_rows_have_one_page(rig: KVRig, row: int) -> None:
-    other = rig.open_row()
-    rig.slots[other, : int(rig.capacity[row])] = rig.slots.host[row, : int(rig.capacity[row])]
-    rig.capacity[other] = rig.capacity[row]
-
-
-def a_peer_is_lost(rig: KVRig, row: int) -> None:
-    rig.allocator.maps[SWA, rig.slots.host[row, 5]] = 0
-
-
-def two_slots_have_one_peer(rig: KVRig, row: int) -> None:
-    maps, (one, other) = rig.allocator.maps, rig.slots.host[row, 4:6]
-    maps[SWA, other] = int(maps.host[SWA, one])
+def break_table(rig: KVRig, row: int, how: str) -> None:
+    match how:
+        case "table names a free page":
+            rig.allocator.free(PrimaryLoc(torch.from_numpy(rig.slots.host[row, : rig.allocator.page_size].copy())))
+        case "table names a slot that is not there":
+            rig.slots[row, 2] = 10_000
+        case "two rows have one page":
+            other = rig.open_row()
+            rig.slots[other, : int(rig.capacity[row])] = rig.slots.host[row, : int(rig.capacity[row])]
+            rig.capacity[other] = rig.capacity[row]
+        case "a peer is lost":
+            rig.allocator.maps[SWA, rig.slots.host[row, 5]] = 0
+        case "two slots have one peer":
+            maps, (one, other) = rig.allocator.maps, rig.slots.host[row, 4:6]
+            maps[SWA, other] = int(maps.host[SWA, one])
+        case _:
+            raise AssertionError(how)
 
 
 @pytest.mark.parametrize(
-    ("break_it", "message"),
+    ("how", "message"),
     [
-        (table_names_a_free_page, r"row 0, position 0: full slot \d+ .* has been freed"),
-        (table_names_a_slot_that_is_not_there, r"row 0, position 2: full slot 10000 .* is outside of the pool"),
-        (two_rows_have_one_page, r"full slot \d+ \(of row 0 and 1\) is in 2 rows and has 1 owners"),
-        (a_peer_is_lost, r"row 0, position 5: window 4 slot 0 \(padding\) is no peer of full slots \d+"),
-        (two_slots_have_one_peer, r"full slots \d+, \d+ have the same peer, window 4 slot \d+"),
+        ("table names a free page", r"row 0, position 0: full slot \d+ .* has been freed"),
+        ("table names a slot that is not there", r"row 0, position 2: full slot 10000 .* is outside of the pool"),
+        ("two rows have one page", r"full slot \d+ \(of row 0 and 1\) is in 2 rows and has 1 owners"),
+        ("a peer is lost", r"row 0, position 5: window 4 slot 0 \(padding\) is no peer of full slots \d+"),
+        ("two slots have one peer", r"full slots \d+, \d+ have the same peer, window 4 slot \d+"),
     ],
 )
-def test_a_wrong_table_is_named_before_the_launch(break_it, message, rig) -> None:
+def test_a_wrong_table_is_named_before_the_launch(how, message, rig) -> None:
     row = opened(rig, 6)
     rig.flush()
-    break_it(rig, row)
+    break_table(rig, row, how)
     with pytest.raises(LocationError, match=f"^{message}"):
         rig.flush()
 

@@ -24,23 +24,24 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from kv_rig import SWA, KVRig, spec
+from kv_rig import SWA, DraftTree, IntArray, KVLayout, KVPlan, KVRig, RequestTable, layer_spec
 
 from specdec import SamplingParams
-from specdec.attention.plan import KVPlan
-from specdec.attention.trees.tree import DraftTree
 from specdec.errors import CapacityError, KVStateError
-from specdec.gpu.mirrored_array import IntArray
-from specdec.kvcache.layout import KVLayout
-from specdec.kvcache.table import RequestTable
 from specdec.runtime import scheduler
-from specdec.runtime.prefixes import WORTH_WAITING, Prefixes
-from specdec.runtime.prompt_shares import IDLE_STEPS, PromptRoom
-from specdec.runtime.request import Request, RequestState
-from specdec.runtime.scheduler import Scheduler, rank
-from specdec.runtime.settling import commit_chunks_on_host
-from specdec.text.detokenize import Detokenizer
 
+from inside import (
+    IDLE_STEPS,
+    WORTH_WAITING,
+    Detokenizer,
+    Prefixes,
+    PromptRoom,
+    Request,
+    RequestState,
+    Scheduler,
+    commit_chunks_on_host,
+    rank,
+)
 from marks import deep, deep_cases
 
 WINDOW, NODES, ROWS, CHUNK, GROUP, MAX_LEN, VOCAB = 4, 4, 4, 8, 18, 60, 50
@@ -55,7 +56,7 @@ def meaning(tokens: Sequence[int]) -> float:
 
 
 def next_token(tokens: Sequence[int]) -> int:
-    """What the model says behind a text."""
+    """What the model says after a text."""
     return zlib.crc32(bytes(tokens), 7) % VOCAB
 
 
@@ -68,7 +69,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(self, full_tokens: int, swa_tokens: int, seed: int) -> None:
         draw = random.Random(seed)
         self.rig = KVRig(
-            KVLayout((spec(SLIDING_LAYER, WINDOW), spec(FULL_LAYER, None))),
+            KVLayout((layer_spec(SLIDING_LAYER, WINDOW), layer_spec(FULL_LAYER, None))),
             pages=full_tokens // self.page_size,
             window_pages=swa_tokens // self.page_size,
             page_size=self.page_size,
@@ -332,7 +333,7 @@ def test_random_histories_of_the_impatient(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("level", [1, 3])
 def test_a_low_priority_is_not_kept_waiting_by_a_steady_stream(level: int) -> None:
     """There are always more of priority 0 than there are rows, and yet its turn comes when the law says so."""
-    layout = KVLayout((spec(SLIDING_LAYER, WINDOW), spec(FULL_LAYER, None)))
+    layout = KVLayout((layer_spec(SLIDING_LAYER, WINDOW), layer_spec(FULL_LAYER, None)))
     sizes = {"pages": 200, "page_size": 1, "max_len": MAX_LEN, "lookahead": NODES}
     table = KVRig(layout, **sizes, max_requests=ROWS).table
     made = Scheduler(table, max_model_len=MAX_LEN, prompt_room=PromptRoom(GROUP, GROUP, CHUNK))

@@ -45,7 +45,7 @@ TRANSCRIPTS = [  # text, strict, last number
     ("#### 1\nno, wait\n#### 2", 1, 2),
     ("#### ?\n#### 2", 2, 2),
     ("####2 and ####3", 2, 3),
-    # a number on the next line is not behind the marker
+    # a number on the next line is not after the marker
     ("####\n9", None, 9),
 ]
 

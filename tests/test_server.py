@@ -34,7 +34,7 @@ def server():
 
 @pytest.mark.deep
 def test_python_started_anew_serves_the_bundled_pair(whole_pair):
-    """As from a shell, where the server of the other tests is a fork."""
+    """Started as from a shell, where the server of the other tests is a fork."""
     asked = {"model": "tiny-gemma4", "prompt": PROMPTS[0], "max_tokens": 4, "temperature": 0}
     with running_server(real=True) as anew, Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp") as whole:
         answer = httpx.post(f"{anew.url}/v1/completions", json=asked, timeout=300)

@@ -294,7 +294,7 @@ def takes_no_more(server: ServerProcess) -> bool:
 
 @pytest.mark.deep
 def test_a_signal_lets_streams_end_in_time_and_takes_no_more():
-    """Of two streams one ends by itself, and one is told that it was ended."""
+    """One of two streams ends by itself, and one is told that it was ended."""
     short = CHAT | {"max_tokens": 25, "ignore_eos": True, "stream": True}
     with running_server("--stop-seconds", "5") as server, httpx.Client(timeout=60) as client:
         begin = functools.partial(client.stream, "POST", f"{server.url}/v1/chat/completions")

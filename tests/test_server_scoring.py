@@ -125,7 +125,7 @@ def test_echo_with_logprobs_streams_what_it_answers(max_tokens, client):
 
 
 def test_prompt_logprobs_as_vllm_has_them(url, engine):
-    """Of a completion with each choice, of a chat once; not in streams."""
+    """With each choice of a completion, once in a chat; not in streams."""
     ours = scored(engine, CONTEXT, 2)
     body = {"prompt": CONTEXT, "max_tokens": 2, "prompt_logprobs": 2}
     [choice] = httpx.post(f"{url}/completions", json=body).json()["choices"]

@@ -47,7 +47,7 @@ def cached(response: httpx.Response) -> int:
 
 
 def figures_of_an_attack(ask: Any, pin: str) -> list[int]:
-    """alice sends her PIN; bob tries every digit in every place behind the right ones. -> what he is told."""
+    """alice sends her PIN; bob tries every digit in every place after the right ones. -> what he is told."""
     ask("alice", prompt=SECRET + pin + " .")
     guesses = [PIN[:place] + digit for place in range(4) for digit in "0123456789"]
     return [cached(ask("bob", prompt=[*ask.engine.encode(SECRET + guess), 7])) for guess in guesses]

@@ -144,7 +144,7 @@ def test_packed_random_weights_keep_the_variance_of_a_product(name, columns):
     [("gemma4-e4b", "int4-g32"), ("gemma4-26b-a4b", "int4-g128"), ("gpt-oss-20b", "mxfp4"), ("qwen3-30b-a3b", "fp8")],
 )
 def test_a_packed_model_is_the_plain_one_elsewhere(shape, form):
-    """The same buffers, other weights, activations near 1, and as many bytes as were foretold."""
+    """Gives the same buffers, other weights, activations near 1, and as many bytes as were foretold."""
     plain = make_target(SHAPES[shape], PACKED, CPU, torch.float32, 0)
     model = make_target(SHAPES[shape], PACKED, CPU, torch.float32, 0, FORMS[form])
     buffers = dict(model.named_buffers())
@@ -193,9 +193,11 @@ def test_no_room_is_said_with_the_numbers_before_anything_is_made(monkeypatch):
 # the floor, by hand
 
 
+SIZES = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
 def llama(**more):
-    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
-    return LlamaConfig(vocab_size=32, head_dim=4, num_hidden_layers=2, **sizes, **more)
+    return LlamaConfig(vocab_size=32, head_dim=4, num_hidden_layers=2, **SIZES, **more)
 
 
 def target_of(config):
@@ -220,40 +222,25 @@ def test_a_tied_table_is_read_whole_and_once():
 
 
 def test_sliding_layers_read_their_window_and_per_layer_tables_rows():
-    config = Gemma4TextConfig(
-        vocab_size=32,
-        vocab_size_per_layer_input=32,
-        hidden_size=8,
-        intermediate_size=16,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=4,
-        global_head_dim=8,
-        num_hidden_layers=2,
-        layer_types=["sliding_attention", "full_attention"],
-        sliding_window=6,
-        hidden_size_per_layer_input=2,
-    )
+    kinds = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+    per_layer = {"vocab_size_per_layer_input": 32, "hidden_size_per_layer_input": 2}
+    config = Gemma4TextConfig(vocab_size=32, **SIZES, head_dim=4, global_head_dim=8, **kinds, **per_layer)
     counted = step_bytes(target_of(config), batch=2, nodes=1, context=10)
     assert counted.kv == 2 * (6 * 2 * 4 + 10 * 2 * 8) * 4
     assert counted.rows == 2 * (2 * 2) * 4  # of [32, layers * 2]; the other table is the head's
     assert step_bytes(target_of(config), batch=2, nodes=1, context=3).kv == 2 * (3 * 2 * 4 + 3 * 2 * 8) * 4
 
 
+def mixture(width, head_dim):
+    """A layer of GPT-OSS with four experts, of which each row chooses one."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 1, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": head_dim}
+    sizes = {"vocab_size": 32, "hidden_size": width, "intermediate_size": width}
+    return GptOssConfig(**sizes, **heads, **experts, layer_types=["full_attention"])
+
+
 def test_of_a_mixture_the_expected_experts_are_read():
-    config = GptOssConfig(
-        vocab_size=32,
-        hidden_size=8,
-        intermediate_size=8,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=4,
-        num_hidden_layers=1,
-        layer_types=["full_attention"],
-        num_local_experts=4,
-        num_experts_per_tok=1,
-    )
-    target = target_of(config)
+    target = target_of(mixture(8, 4))
     expert = (8 * 16 + 16 + 8 * 8 + 8) * 4
     assert step_bytes(target, 1, 1, 10).experts == expert  # one row, one expert
     assert expected_experts(target, 4, 2) == pytest.approx(1 + 3 / 4)  # the second row finds the first one's by 1 in 4
@@ -264,19 +251,7 @@ def test_of_a_mixture_the_expected_experts_are_read():
 
 def test_packed_weights_are_read_as_words_and_scales():
     def counted(form, rows):
-        config = GptOssConfig(
-            vocab_size=32,
-            hidden_size=32,
-            intermediate_size=32,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=16,
-            num_hidden_layers=1,
-            layer_types=["full_attention"],
-            num_local_experts=4,
-            num_experts_per_tok=1,
-        )
-        model = weights._model(config, CPU, torch.float32)
+        model = weights._model(mixture(32, 16), CPU, torch.float32)
         pack_layers(model, FORMS[form], partial(random_packed, FORMS[form], torch.Generator().manual_seed(0)))
         return step_bytes(TargetModel(model), 1, rows, 10)
 

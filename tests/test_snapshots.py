@@ -22,36 +22,22 @@ class Slotted:
     inner: Inner
 
 
-def write_tensor(x: Slotted) -> None:
-    x.inner.rows["k"][1, 2] = 1
+CHANGES = {
+    "write_tensor": lambda x: x.inner.rows["k"][1, 2:].fill_(1),
+    "write_array": lambda x: x.inner._held[1:2].fill(True),
+    "rebind": lambda x: setattr(x, "size", 5),
+    "append": lambda x: x.inner.names.append("b"),
+    "add_key": lambda x: x.inner.rows.update(v=torch.zeros(1)),
+    "add_attribute": lambda x: setattr(x.inner, "new", None),
+}
 
 
-def write_array(x: Slotted) -> None:
-    x.inner._held[1] = True
-
-
-def rebind(x: Slotted) -> None:
-    x.size = 5
-
-
-def append(x: Slotted) -> None:
-    x.inner.names.append("b")
-
-
-def add_key(x: Slotted) -> None:
-    x.inner.rows["v"] = torch.zeros(1)
-
-
-def add_attribute(x: Slotted) -> None:
-    x.inner.new = None
-
-
-@pytest.mark.parametrize("change", [write_tensor, write_array, rebind, append, add_key, add_attribute])
+@pytest.mark.parametrize("change", CHANGES)
 def test_contents_sees(change):
     x = Slotted(4, Inner())
     before = contents(x)
     assert contents(x) == before
-    change(x)
+    CHANGES[change](x)
     assert contents(x) != before
 
 

@@ -5,15 +5,14 @@ from functools import partial
 
 import pytest
 import torch
-from tape import record
 
-import specdec.engine
 from specdec import Engine, SamplingParams, SpecConfig
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Worker
 from specdec.draft_models.gemma4_mtp import Gemma4MTPWorker
 from specdec.errors import ConfigError
 from specdec.runtime.rounds.decode_round import DecodeRound
 
+from inside import capture_on_tape
 from marks import deep, deep_cases, slow
 from tiny_models import random_eagle3
 
@@ -31,7 +30,7 @@ def engine_for(make_target, make_assistant, make_engine, monkeypatch):
     """engine_for(drafter, captured=False, spec=TREE, **config)"""
 
     def make(drafter, captured=False, spec=TREE, **config) -> Engine:
-        monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record if captured else None)
+        capture_on_tape(monkeypatch, captured)
         model = make_target("gemma4-e2b")
         other = partial(make_target, "gemma4-e2b", seed=3)  # another model of the same vocabulary
         made = {"mtp": make_assistant, "eagle3": random_eagle3, "language_model": lambda _: other()}

@@ -44,7 +44,7 @@ def target(request: pytest.FixtureRequest) -> TargetModel:
 @pytest.fixture
 def on_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
-        pytest.skip("kernels are compiled here; see tools/gpu_tensor_parallel.py")
+        pytest.skip("kernels are compiled here; see python -m bench two-gpus")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(specdec.engine, "make_ranks", lambda device, count: PeerRanks([device] * count))
 
@@ -153,7 +153,7 @@ def test_what_rank_0_collects_is_as_it_was_in_blocks_of_any_size(monkeypatch: py
 
 @pytest.mark.usefixtures("on_peers")
 def test_an_assistant_on_peers(make_assistant: Callable[..., Any], drafts: list[Any]):
-    """By flags and addresses, in the interpreter; K/V move, too."""
+    """Exchanges by flags and addresses, in the interpreter; K/V move, too."""
     torch.manual_seed(1)
     layers = {"num_hidden_layers": 2, "layer_types": [SLIDING, FULL]}
     small = TargetModel(build_target("gemma4-31b", **WIDE, **layers).eval(), REFERENCE)

@@ -60,7 +60,7 @@ class Forgetful(Ranks):
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels may run on the CPU."""
     if torch.cuda.is_available():
-        pytest.skip("kernels are compiled here; see tools/gpu_tensor_parallel.py")
+        pytest.skip("kernels are compiled here; see python -m bench two-gpus")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 

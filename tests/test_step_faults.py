@@ -6,14 +6,12 @@ from contextlib import ExitStack
 
 import httpx
 import pytest
-from tape import record
 
-import specdec.engine
 from specdec import SamplingParams
 from specdec.errors import KVStateError, RequestFailedError, RoundFailedError, name_row
-from specdec.runtime.request import Request
 from specdec.serving.async_engine import AsyncEngine
 
+from inside import Request, assert_idle, capture_on_tape
 from marks import deep
 from served_engine import served
 
@@ -27,7 +25,7 @@ LONG = SamplingParams(max_new_tokens=220, ignore_eos=True)
 def scene(request, make_target, make_engine, greedy_oracle, random_prompt, monkeypatch):
     """(engine, prompts, what each is continued with)."""
     captured = request.param
-    monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record if captured else None)
+    capture_on_tape(monkeypatch, captured)
     model, prompts = make_target("gemma4-e2b"), [random_prompt(n) for n in LENGTHS]
     engine = make_engine(model, "ngram", max_batch_size=8)
     return engine, prompts, [greedy_oracle(model, prompt, NEW) for prompt in prompts]
@@ -68,8 +66,7 @@ def finish(engine, handles):
         except (ValueError, MemoryError):
             raised += 1
     step_on(engine)
-    engine.table.check()
-    assert engine.scheduler.idle and not engine.inbox.live and engine.table.allocator.primary.held_pages == 0
+    assert_idle(engine)
     return raised
 
 
@@ -109,7 +106,7 @@ def test_an_error_that_is_raised_from_one_that_names_a_row_names_it_too(scene):
 
 
 def test_an_error_of_specdec_that_names_a_row_is_that_requests_own_error(scene):
-    """As it is, so that a `LocationError` is one where the output is read."""
+    """Raises it as it is, so that a `LocationError` is one where the output is read."""
     engine, prompts, truths = scene
     breaks(engine, prompts[2], KVStateError, names=True)
     handles = engine.submit_many(prompts, PARAMS)

@@ -61,7 +61,7 @@ def test_padded_rows_share_the_sink():
 
 
 def test_move_by_eye():
-    """Node path 0, 2, 3 behind 4 committed tokens: rows 6 and 7 go to 5 and 6, so 6 is read before it is written."""
+    """Node path 0, 2, 3 after 4 committed tokens: rows 6 and 7 go to 5 and 6, so 6 is read before it is written."""
     pool = torch.arange(8, dtype=torch.float32, device=DEVICE).view(8, 1, 1)
     move_kv(StoreAddresses.from_pools([pool]), slots(6, 7), slots(5, 6))
     assert pool.flatten().tolist() == [0, 1, 2, 3, 4, 6, 7, 7]

@@ -16,15 +16,14 @@ import numpy as np
 import pytest
 import torch
 from samplers import sampler_of
-from tape import record
 
-import specdec.engine
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.gpu.mirrored_array import MirroredArray
 from specdec.runtime.rounds.decode_round import DecodeRound
 from specdec.sampling.grammars import grammar
 from specdec.sampling.reference_sampler import MaskedFirstLevel
 
+from inside import capture_on_tape, captured_rounds
 from marks import deep, deep_cases, each_value, examples, quick, slow
 
 pytestmark = pytest.mark.usefixtures("bundled_once")
@@ -195,12 +194,6 @@ def test_forced_tokens_cost_no_forward(engine_of, prompts):
         assert out.stats.accepted_per_position == [] or not any(out.stats.accepted_per_position)
 
 
-def test_forced_tokens_are_counted_in_an_engine(engine_of, prompts):
-    engine = engine_of("ngram")
-    outs = engine.generate(prompts[:2], SamplingParams(regex="abcdef[0-9]"))
-    assert engine.stats().forced_tokens == sum(out.stats.forced_tokens for out in outs) > 0
-
-
 def test_forced_tokens_with_other_rows_and_without_slots(engine_of, prompts):
     """Pools that have not a slot to spare: forced tokens then wait for rounds of their own."""
     wanted = [SamplingParams(max_new_tokens=60, regex="abcdefgh[0-9]{20,30}"), SamplingParams(max_new_tokens=40)] * 3
@@ -208,7 +201,8 @@ def test_forced_tokens_with_other_rows_and_without_slots(engine_of, prompts):
     outs = engine.generate(prompts[:6], wanted)
     roomy = engine_of(None, max_batch_size=6).generate(prompts[:6], wanted)
     assert [out.token_ids for out in outs] == [out.token_ids for out in roomy]
-    assert engine.stats().preemptions and engine.stats().forced_tokens
+    assert engine.stats().preemptions
+    assert engine.stats().forced_tokens == sum(out.stats.forced_tokens for out in outs) > 0
     engine.table.check()
 
 
@@ -281,45 +275,33 @@ def test_prefixes_are_shared(engine_of, prompts, alone):
 
 
 @deep_cases("draft", "accept")
-@pytest.mark.parametrize("part", [slow("draft"), "verify", slow("accept")])
-def test_a_step_that_breaks_happened_to_nobody(part, engine_of, prompts, params, alone, monkeypatch):
-    """Its tokens are those of the lone run, wherever within the round it broke."""
-    engine, whole, calls = engine_of("tree", max_batch_size=4), getattr(DecodeRound, part), [0]
+@pytest.mark.parametrize(
+    ("owner", "part", "breaks"),
+    [
+        pytest.param(DecodeRound, "draft", {2, 3, 7}, marks=pytest.mark.slow, id="draft"),
+        pytest.param(DecodeRound, "verify", {2, 3, 7}, id="verify"),
+        pytest.param(DecodeRound, "accept", {2, 3, 7}, marks=pytest.mark.slow, id="accept"),
+        pytest.param(grammar.Library, "masks", set(range(2, 20, 3)), id="masks"),
+    ],
+)
+def test_a_step_that_breaks_happened_to_nobody(owner, part, breaks, engine_of, prompts, params, alone, monkeypatch):
+    """Its tokens are those of the lone run, wherever within the round, or while masks are made, it broke."""
+    engine, whole, calls = engine_of("tree", max_batch_size=4), getattr(owner, part), [0]
 
     def breaking(self, *args):
         calls[0] += 1
-        if calls[0] in (2, 3, 7):
-            raise KeyboardInterrupt
+        if calls[0] in breaks:
+            raise KeyboardInterrupt  # an error would end a request when it is raised again
         return whole(self, *args)
 
-    monkeypatch.setattr(DecodeRound, part, breaking)
+    monkeypatch.setattr(owner, part, breaking)
     handles = engine.submit_many(prompts, params)
     while not all(handle.finished for handle in handles):
         try:
             engine.step()
         except KeyboardInterrupt:
             continue
-    assert calls[0] > 7
-    assert [handle.output().token_ids for handle in handles] == [out.token_ids for out in alone]
-
-
-def test_masks_that_break_happened_to_nobody(engine_of, prompts, params, alone, monkeypatch):
-    engine, whole, calls = engine_of("tree", max_batch_size=4), grammar.Library.masks, [0]
-
-    def breaking(self, places):
-        calls[0] += 1
-        if calls[0] % 3 == 2 and calls[0] < 20:
-            raise KeyboardInterrupt  # an error would end a request when it is raised again
-        return whole(self, places)
-
-    monkeypatch.setattr(grammar.Library, "masks", breaking)
-    handles = engine.submit_many(prompts, params)
-    while not all(handle.finished for handle in handles):
-        try:
-            engine.step()
-        except KeyboardInterrupt:
-            continue
-    assert calls[0] > 20
+    assert calls[0] > max(breaks)
     assert [handle.output().token_ids for handle in handles] == [out.token_ids for out in alone]
 
 
@@ -338,16 +320,15 @@ def test_a_grammar_that_cannot_go_on_ends_its_request_alone(engine_of, prompts, 
     engine.table.check()
 
 
-def test_a_stop_string_ends_a_text_within_its_grammar(engine_of, prompts):
-    [out] = engine_of("tree").generate([prompts[0]], SamplingParams(regex="abc;[a-z]{5}", stop=";"))
-    assert out.text == "abc" and out.finish_reason == "stop"
-
-
-def test_a_stop_token_that_is_text_is_one(engine_of, prompts):
-    """As the model's own end it could stand only where the grammar ends."""
-    semicolon = ord(";") - 33
-    [out] = engine_of("mtp").generate([prompts[0]], SamplingParams(regex="abc;[a-z]{5}", stop_token_ids=[semicolon]))
-    assert out.text == "abc;" and out.finish_reason == "stop"
+@pytest.mark.parametrize(
+    ("kind", "stops", "text"),
+    [("tree", {"stop": ";"}, "abc"), ("mtp", {"stop_token_ids": [ord(";") - 33]}, "abc;")],
+    ids=["string", "token"],
+)
+def test_a_stop_ends_a_text_within_its_grammar(kind, stops, text, engine_of, prompts):
+    """A stop token that is text: as the model's own end it could stand only where the grammar ends."""
+    [out] = engine_of(kind).generate([prompts[0]], SamplingParams(regex="abc;[a-z]{5}", **stops))
+    assert out.text == text and out.finish_reason == "stop"
 
 
 @pytest.mark.deep
@@ -366,13 +347,12 @@ def test_deterministic_engines_follow_too(engine_of, prompts, params):
 @pytest.mark.parametrize("kind", [deep(None), "tree", deep("eagle3")], ids=str)
 def test_captured_rounds_give_the_same_tokens(kind, engine_of, prompts, params, alone, monkeypatch):
     """Draft, verify and draw are captured, each with the next one's inputs; masks are data."""
-    monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record)
+    capture_on_tape(monkeypatch)
     engine = engine_of(kind, max_batch_size=2, device="cpu")
     for _ in range(2):
         outs = engine.generate(prompts, params)
         assert [out.token_ids for out in outs] == [out.token_ids for out in alone]
-    shapes = engine.steps.graphs._captured
-    replayed = {(shape.uses.masked, shape.forced > 0) for shape, captured in shapes.items() if captured is not None}
+    replayed = {(shape.uses.masked, shape.forced > 0) for shape in captured_rounds(engine)}
     assert replayed >= {(False, False), (True, False), (True, True)}
     assert sum(out.stats.forced_tokens for out in outs) > 0
     engine.table.check()
@@ -380,10 +360,10 @@ def test_captured_rounds_give_the_same_tokens(kind, engine_of, prompts, params, 
 
 def test_free_requests_keep_their_rounds(engine_of, prompts, monkeypatch):
     """One program, of the same shape as without grammars; and nothing is settled before its time."""
-    monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record)
+    capture_on_tape(monkeypatch)
     engine = engine_of("ngram", max_batch_size=2, device="cpu")
     engine.generate(prompts[:2], SamplingParams(max_new_tokens=12))
-    captured = {shape: one for shape, one in engine.steps.graphs._captured.items() if one is not None}
+    captured = captured_rounds(engine)
     assert captured and all(len(one.replays) == 1 for one in captured.values())
     assert not any(shape.uses.edits or shape.forced for shape in captured)
     assert engine.round.masks.num_bytes == 0
@@ -398,7 +378,7 @@ class Unread(MirroredArray):
 
 
 def test_free_requests_pay_nothing(engine_of, prompts):
-    """Where outputs begin, what is forced, biases and masks: no operator reads them where nobody asks."""
+    """No operator reads starts of outputs, forced tokens, biases and masks unless a request has them."""
     engine = engine_of("tree", max_batch_size=2)
     engine.round.prompt_len.__class__ = engine.round.forced.__class__ = Unread
     free = SamplingParams(max_new_tokens=12, temperature=0.7, top_k=9, repetition_penalty=1.2, seed=1)

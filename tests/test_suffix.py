@@ -67,7 +67,7 @@ def test_a_tree_by_eye():
 
 
 def test_children_by_eye():
-    """Of weights 4, 1, 1 and 2 for tokens 7, 7, 0 and 9, in a node that has all, and one that has only the third."""
+    """Weights 4, 1, 1 and 2 for tokens 7, 7, 0 and 9, in a node that has all, and one that has only the third."""
     next_token = torch.tensor([[7, 7, 0, 9]])
     followed = torch.tensor([[[4.0, 1.0, 1.0, 2.0], [0.0, 0.0, 1.0, 0.0]]])
     tokens, log_probs = children(next_token, followed, 3)

@@ -1,7 +1,7 @@
 """Several devices, the same bits: ranks that share every layer give the logits of one device.
 
 On a CPU the ranks are one device, one after the other; `PeerRanks`, which exchange by flags and addresses, run there in
-Triton's interpreter. What two GPUs do is for `tools/gpu_tensor_parallel.py`.
+Triton's interpreter. What two GPUs do is for `python -m bench two-gpus`.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,15 +17,14 @@ from specdec.draft_models.ngram import NgramDrafter
 from specdec.errors import ConfigError, DeviceLostError, SpecDecError, UnsupportedModelError
 from specdec.gpu import exchange_kernels
 from specdec.gpu.exchange_kernels import EMPTY, STEPS, TAGGED
-from specdec.gpu.operations import REFERENCE
 from specdec.gpu.ranks import PeerRanks, Ranks, make_ranks
 from specdec.gpu.tensor_tree import map_tensors
 from specdec.layers.linear import linear, linear_parts, reference_linear_parts
 from specdec.layers.product import cut_of
 from specdec.layers.split.layer_shares import embedding_share
 from specdec.layers.split.split_decoder import side_by_side
-from specdec.models.target import TargetModel
 
+from inside import REFERENCE, TargetModel
 from marks import deep_cases
 from tiny_models import VOCAB, build_target, random_eagle3
 
@@ -49,7 +48,7 @@ CHAIN = SpecConfig(3, adaptive=False)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels may run on the CPU."""
     if torch.cuda.is_available():
-        pytest.skip("kernels are compiled here; see tools/gpu_tensor_parallel.py")
+        pytest.skip("kernels are compiled here; see python -m bench two-gpus")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 

@@ -12,7 +12,7 @@ PARAMS = SamplingParams(max_new_tokens=3, ignore_eos=True)
 
 
 class Interrupt(BaseException):
-    """As KeyboardInterrupt."""
+    """An exception like KeyboardInterrupt."""
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -292,7 +292,7 @@ GEMMA_KEYS = st.text("abcdefgh_0", min_size=1, max_size=6)
 
 
 def as_gemma(value):
-    """As Gemma 4's chat template writes a value."""
+    """A value as Gemma 4's chat template writes it."""
     if isinstance(value, str):
         return f'<|"|>{value}<|"|>'
     if isinstance(value, dict):

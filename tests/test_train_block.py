@@ -76,17 +76,21 @@ def test_rows_of_answers_begin_blocks(make_target: Callable[..., Any]) -> None:
     assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in trainable.module.parameters())
 
 
+def train(folder: Path, prompts: list[str], more: str) -> Any:
+    """Runs `specdec train` for a block drafter of the bundled target."""
+    file = folder / "prompts.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in prompts), "utf-8")
+    run = ["train", "--kind", "block", "--target", "tiny-gemma4", "--prompts", str(file), "--device", "cpu"]
+    return CliRunner().invoke(app, [*run, "--out", str(folder / "head"), *more.split()])
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("shallow_pair")
 def test_a_run_leaves_a_drafter_that_loads_and_drafts(tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    lines = [{"question": f"Emma has {n} marbles. She buys {n + 3} more. How many has she now?"} for n in range(12)]
-    prompts.write_text("\n".join(map(json.dumps, lines)), "utf-8")
-    run = ["train", "--kind", "block", "--target", "tiny-gemma4", "--prompts", str(prompts), "--device", "cpu"]
-    sizes = ["--answers", "4", "--minutes", "5", "--steps", "3", "--length", "96", "--max-new-tokens", "16"]
-    sizes += ["--rows", "2"]
-    shape = ["--draft-steps", "3", "--layers", "1", "--heads", "2", "--kv-heads", "1", "--head-dim", "32", "--causal"]
-    done = CliRunner().invoke(app, [*run, *sizes, *shape, "--out", str(tmp_path / "head"), "--report-count", "1"])
+    lines = [f"Emma has {n} marbles. She buys {n + 3} more. How many has she now?" for n in range(12)]
+    sizes = "--answers 4 --minutes 5 --steps 3 --length 96 --max-new-tokens 16 --rows 2 --report-count 1"
+    shape = "--draft-steps 3 --layers 1 --heads 2 --kv-heads 1 --head-dim 32 --causal"
+    done = train(tmp_path, lines, f"{sizes} {shape}")
     assert done.exit_code == 0, done.output
     report = json.loads((tmp_path / "head" / "training" / "report.json").read_text("utf-8"))
     assert list(report["held_out"]) == ["chain of 3", "tree of depth 3, topk 4, 32 nodes"]
@@ -99,17 +103,14 @@ def test_a_run_leaves_a_drafter_that_loads_and_drafts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--hidden", "64"], "--hidden 64: a block drafter has the target's width, 160"),
-        (["--heads", "3"], "--heads 3 does not divide"),
-        (["--mask-token", "9999"], "MASK is token 9999; give --mask-token"),
+        ("--hidden 64", "--hidden 64: a block drafter has the target's width, 160"),
+        ("--heads 3", "--heads 3 does not divide"),
+        ("--mask-token 9999", "MASK is token 9999; give --mask-token"),
     ],
 )
 def test_a_shape_that_cannot_be_is_refused_before_the_target_answers(
-    options: list[str], message: str, tmp_path: Path
+    options: str, message: str, tmp_path: Path
 ) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "a"}\n{"prompt": "b"}\n', "utf-8")
-    run = ["train", "--kind", "block", "--target", "tiny-gemma4", "--prompts", str(prompts), "--device", "cpu"]
-    done = CliRunner().invoke(app, [*run, "--out", str(tmp_path / "head"), *options])
+    done = train(tmp_path, ["a", "b"], options)
     assert done.exit_code != 0
     assert message in " ".join(f"{done.output} {done.exception}".split())

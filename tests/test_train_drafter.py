@@ -9,6 +9,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -63,7 +64,7 @@ def packed_documents(batch: Any) -> list[tuple[int, int, list[int]]]:
 def sequential_head(
     head: Eagle3Head, table: torch.Tensor, states: torch.Tensor, ids: list[int], i: int, steps: int
 ) -> Any:
-    """Logits of a chain drafted behind position i from true tokens, one row at a time over growing K/V."""
+    """Logits of a chain drafted after position i from true tokens, one row at a time over growing K/V."""
     k: list[list[torch.Tensor]] = [[] for _ in head.spec.windows]
     v: list[list[torch.Tensor]] = [[] for _ in head.spec.windows]
 
@@ -90,17 +91,15 @@ def sequential_head(
     return torch.stack(out)
 
 
+def small_spec(**fields: Any) -> Eagle3Spec:
+    shared = {"hidden_size": 32, "target_hidden_size": 32, "vocab_size": 96, "intermediate_size": 24}
+    return Eagle3Spec(**{**shared, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, **fields})
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma4-e2b", "gpt_oss", "mistral"])
 def test_the_parallel_eagle3_forward_is_the_sequential_head(family, make_target) -> None:
     target = TargetModel(make_target(family))
-    spec = Eagle3Spec(
-        hidden_size=32,
-        target_hidden_size=32,
-        vocab_size=96,
-        intermediate_size=24,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
+    spec = small_spec(
         aux_layers=(2, 1, len(target.layout.layers)),
         windows=(None, 5) if family == "llama" else (None,),
         draft_vocab_size=40,
@@ -272,7 +271,7 @@ SMALL = "--answers 24 --batch 8 --minutes 5 --steps 4 --rows 4 --length 96 --max
 SMALL += " --draft-vocab 64 --report-count 2 --draft-steps 3 --device cpu --dtype float32"
 
 
-def run(monkeypatch, target: Path, prompts: Path, out: Path, more: str = "") -> dict[str, Any]:
+def run(target: Path, prompts: Path, out: Path, more: str = "") -> dict[str, Any]:
     """`specdec train` with these arguments; a refusal is its SystemExit, with what it said."""
     folders = ["--target", str(target), "--prompts", str(prompts), "--out", str(out)]
     result = CliRunner().invoke(app, ["train", *folders, *SMALL.split(), *more.split()])
@@ -308,70 +307,47 @@ def test_a_cache_is_given_by_the_name_that_a_forward_has_for_it(make_target) -> 
     assert cache.get_seq_length() == 3
 
 
-class Clock:
+@pytest.fixture
+def clock() -> SimpleNamespace:
     """Seconds that a test sets."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+    return SimpleNamespace(now=100.0)
 
 
-def captured(clock: Clock, terminal: bool) -> tuple[Console, io.StringIO]:
+def staged(clock: SimpleNamespace, terminal: bool, updates: dict[int, float], **settings: Any) -> str:
+    """What a stage prints when a fraction is done at each of these seconds; half was done by an earlier run."""
     out = io.StringIO()
-    return Console(file=out, force_terminal=terminal, width=120, get_time=clock, _environ={}), out
-
-
-def test_a_stage_estimates_the_time_left_from_what_this_run_did() -> None:
-    """Lines where there is no terminal: at most one every so many seconds; half was done by an earlier run."""
-    clock = Clock()
-    console, out = captured(clock, terminal=False)
-    with Stage("training", every=15.0, console=console) as stage:
-        for seconds, fraction in ((0, 0.5), (5, 0.51), (20, 0.6), (30, 0.7), (40, 0.75), (3640, 1.0)):
+    console = Console(file=out, force_terminal=terminal, width=120, get_time=lambda: clock.now, _environ={})
+    with Stage("training", console=console, **settings) as stage:
+        for seconds, fraction in updates.items():
             clock.now = 100.0 + seconds
             stage.update(fraction, f"loss {seconds}")
-    assert out.getvalue().splitlines() == [
+        stage.bar.refresh()
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
+
+
+def test_a_stage_estimates_the_time_left_from_what_this_run_did(clock) -> None:
+    """Lines where there is no terminal: at most one every so many seconds."""
+    updates = {0: 0.5, 5: 0.51, 20: 0.6, 30: 0.7, 40: 0.75, 3640: 1.0}
+    assert staged(clock, False, updates, every=15.0).splitlines() == [
         "training  60%, 0:00:20, about 0:01:20 left  loss 20",
         "training  75%, 0:00:40, about 0:00:40 left  loss 40",
         "training 100%, 1:00:40, about 0:00:00 left  loss 3640",
     ]
-
-
-def test_a_stage_shows_a_bar_with_the_time_left_on_a_terminal() -> None:
-    clock = Clock()
-    console, out = captured(clock, terminal=True)
-    with Stage("training", console=console) as stage:
-        for seconds, fraction in ((0, 0.5), (20, 0.625), (40, 0.75)):
-            clock.now = 100.0 + seconds
-            stage.update(fraction, f"loss {seconds}")
-        stage.bar.refresh()
-    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
-    assert "training" in shown and "75%" in shown and "loss 40" in shown
-    assert "left 0:00:40" in shown  # 0.25 at 0.125 in 20 s
-    console, out = captured(clock, terminal=True)
-    with Stage("training", show=False, console=console) as stage:
-        stage.update(0.5)
-    assert out.getvalue() == ""
-
-
-@pytest.mark.deep
-def test_every_stage_of_a_run_says_what_is_left_the_report_too(
-    monkeypatch, checkpoint, prompts, tmp_path, capsys
-) -> None:
-    run(monkeypatch, checkpoint, prompts, tmp_path / "out", "--log-every 0 --batch 1")
-    lines = [line for line in capsys.readouterr().out.splitlines() if "left" in line]
-    for stage in ("answers", "training", "report"):
-        pattern = rf"{stage} +\d+%, \d+:\d\d:\d\d, about \d+:\d\d:\d\d left  \w+"
-        assert any(re.fullmatch(pattern + ".*", line) for line in lines), (stage, lines)
+    shown = staged(clock, True, {0: 0.5, 20: 0.625, 40: 0.75})
+    assert all(part in shown for part in ("training", "75%", "loss 40", "left 0:00:40"))  # 0.25 at 0.125 in 20 s
+    assert staged(clock, True, {0: 0.5}, show=False) == ""
 
 
 @deep_cases("eagle3")
 @pytest.mark.parametrize("kind", ["eagle3", slow("mtp")])
-def test_a_run_leaves_a_drafter_that_loads(kind, monkeypatch, checkpoint, prompts, tmp_path, byte_tokenizer) -> None:
-    """The whole script on a random target: answers, vocabulary, training, file, report by the engine."""
+def test_a_run_leaves_a_drafter_that_loads(kind, checkpoint, prompts, tmp_path, byte_tokenizer, capsys) -> None:
+    """The whole script on a random target: answers, vocabulary, training, file, report by the engine. Each stage says
+    what is left."""
     out = tmp_path / kind
-    report = run(monkeypatch, checkpoint, prompts, out, f"--kind {kind} --kv-heads 2 --head-dim 8")
+    report = run(checkpoint, prompts, out, f"--kind {kind} --kv-heads 2 --head-dim 8 --log-every 0")
+    lines = capsys.readouterr().out
+    for stage in ("answers", "training", "report"):
+        assert re.search(rf"^{stage} +\d+%, \d+:\d\d:\d\d, about \d+:\d\d:\d\d left  \w+", lines, re.MULTILINE), stage
     assert report["steps"] == 4 and report["answers"] == 24 and 0 < report["loss"] < 10
     assert set(report["held_out"]) == {"chain of 4", "tree, topk 4, 16 nodes"}
     assert all(1 <= r["acceptance_length"] <= 5 and r["prompts"] == 2 for r in report["held_out"].values())
@@ -384,50 +360,51 @@ def test_a_run_leaves_a_drafter_that_loads(kind, monkeypatch, checkpoint, prompt
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle3", deep("mtp")])
-def test_a_stopped_run_goes_on(kind, monkeypatch, checkpoint, prompts, tmp_path) -> None:
+def test_a_stopped_run_goes_on(kind, checkpoint, prompts, tmp_path) -> None:
     """Stopped among the answers and then in training, it asks for no answer twice and ends with the same number of
     steps; other settings are refused."""
     out = tmp_path / "stopped"
     first = f"--kind {kind} --answers 16 --steps 2"
-    run(monkeypatch, checkpoint, prompts, out, first)
+    run(checkpoint, prompts, out, first)
     answers = out / "training" / "answers-0.jsonl"
     lines = answers.read_text().splitlines()
     answers.write_text("\n".join(lines[:11]) + "\n" + lines[11][:20])  # torn while the twelfth was written
-    report = run(monkeypatch, checkpoint, prompts, out, f"--kind {kind}")
+    report = run(checkpoint, prompts, out, f"--kind {kind}")
     assert report["answers"] == 24 and report["steps"] == 4
-    whole = run(monkeypatch, checkpoint, prompts, tmp_path / "whole", f"--kind {kind}")
+    whole = run(checkpoint, prompts, tmp_path / "whole", f"--kind {kind}")
     texts = [
         [json.loads(x)["answer"] for x in (folder / "training/answers-0.jsonl").read_text().splitlines()]
         for folder in (out, tmp_path / "whole")
     ]
     assert texts[0] == texts[1] and whole["steps"] == 4
     with pytest.raises(SystemExit, match=r"--lr was 0\.001, is 0\.5.*--overwrite"):
-        run(monkeypatch, checkpoint, prompts, out, f"--kind {kind} --lr 0.5")
+        run(checkpoint, prompts, out, f"--kind {kind} --lr 0.5")
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ('{"question": "a"}\n{"text": "b"}\n', r"p\.jsonl:2: .*question, prompt, turns, messages.*'text'"),
-        ('{"question": "a"}\n{"question": \n', r"p\.jsonl:2: not a line of JSON"),
         ('["a"]\n', r"p\.jsonl:1: an object .*\[\"a\"\]"),
         ('{"question": "a"}\n{"question": 5}\n', r"p\.jsonl:2: 'question' is 5; text is expected"),
-        ('{"question": "a"}\n{"prompt": ["b"]}\n', r"p\.jsonl:2: 'prompt' is \[\"b\"\]; text is expected"),
-        ('{"turns": "hello"}\n{"turns": "there"}\n', r"p\.jsonl:1: 'turns' is \"hello\"; a list of texts"),
         ('{"question": "a"}\n{"messages": "hi"}\n', r"p\.jsonl:2: 'messages': chat='hi': a list of messages"),
         ('{"question": "a"}\n{"messages": [{"role": "user", "content": 5}]}\n', r":2: 'messages': .* has content=5"),
         ('{"question": "a"}\n{"question": "b", "messages": []}\n', r":2: 'messages': chat=\[\] is empty"),
+        (
+            '{"question": "a"}\n{"question": 5, "messages": [{"role": "user", "content": "b"}]}\n',
+            r":2: 'question' is 5",
+        ),
         ("\n", "holds 0 prompts"),
         ('{"question": "a"}\n', "holds 1 prompts"),
         (None, r"--prompts .*p\.jsonl: no such file"),
     ],
 )
-def test_a_bad_prompt_file_is_one_sentence(text, says, monkeypatch, checkpoint, tmp_path) -> None:
+def test_a_bad_prompt_file_is_one_sentence(text, says, checkpoint, tmp_path) -> None:
     file = tmp_path / "p.jsonl"
     if text is not None:
         file.write_text(text)
     with pytest.raises(SystemExit, match=says):
-        run(monkeypatch, checkpoint, file, tmp_path / "out")
+        run(checkpoint, file, tmp_path / "out")
     assert not (tmp_path / "out").exists()  # the corrected file may use the same folder
 
 
@@ -445,43 +422,38 @@ def test_a_bad_prompt_file_is_one_sentence(text, says, monkeypatch, checkpoint, 
         ("--temperature nan", "--temperature=nan: a finite number from 0"),
         ("--cache-gb -1", "--cache-gb=-1.0: a finite number from 0"),
         ("--lr inf", "--lr=inf: a finite number above 0"),
-        ("--hidden -32", "--hidden=-32: an integer from 1"),
+        ("--hidden -32", "Invalid value for '--hidden': .* 1 "),
     ],
 )
-def test_what_cannot_be_trained_is_said_before_any_work(more, says, monkeypatch, checkpoint, prompts, tmp_path) -> None:
+def test_what_cannot_be_trained_is_said_before_any_work(more, says, checkpoint, prompts, tmp_path) -> None:
     with pytest.raises(SystemExit, match=says):
-        run(monkeypatch, checkpoint, prompts, tmp_path / "out", more)
+        run(checkpoint, prompts, tmp_path / "out", more)
 
 
-@pytest.mark.parametrize("more", ["", "--overwrite"])
-@pytest.mark.parametrize("linked", [False, True])
-def test_training_into_the_targets_own_folder_is_refused(
-    more, linked, monkeypatch, checkpoint, prompts, tmp_path
-) -> None:
-    """The drafter's config and weights replaced the target's, without a word."""
-    before, out = contents(checkpoint), checkpoint
-    if linked:
-        out = tmp_path / "link"
+@pytest.mark.parametrize(
+    ("made", "more", "says"),
+    [
+        *((made, more, "is the target's own folder") for made in ("target", "link") for more in ("", "--overwrite")),
+        ("model", "", r"no training run made \(config\.json, .*--overwrite"),
+        ("notes", "", r"no training run made \(notes\).*--overwrite"),
+        ("training/notes.txt", "", r"no training run made \(training\).*--overwrite"),
+        ("training/settings.json", "", r"no training run made \(training\).*--overwrite"),
+    ],
+)
+def test_training_into_a_folder_of_others_is_refused(made, more, says, checkpoint, prompts, tmp_path) -> None:
+    """The target's own, whose config and weights were replaced without a word; somebody's model, anything else, and a
+    folder `training` that no run made."""
+    out = checkpoint if made == "target" else tmp_path / "out"
+    if made == "link":
         out.symlink_to(checkpoint)
-    with pytest.raises(SystemExit, match="is the target's own folder"):
-        run(monkeypatch, checkpoint, prompts, out, more)
-    assert contents(checkpoint) == before
-
-
-@pytest.mark.parametrize("made", ["model", "notes", "training/notes.txt", "training/settings.json"])
-def test_training_into_a_folder_of_other_files_is_refused(made, monkeypatch, checkpoint, prompts, tmp_path) -> None:
-    """A model of somebody's, anything else, and a folder `training` that no run made."""
-    out = tmp_path / "out"
-    if made == "model":
+    elif made == "model":
         shutil.copytree(checkpoint, out)
-    else:
+    elif made != "target":
         (out / made).parent.mkdir(parents=True)
         (out / made).write_text("{}")
     before = contents(out)
-    with pytest.raises(
-        SystemExit, match=rf"holds files that no training run made \(.*{min(os.listdir(out))}.*--overwrite"
-    ):
-        run(monkeypatch, checkpoint, prompts, out)
+    with pytest.raises(SystemExit, match=says):
+        run(checkpoint, prompts, out, more)
     assert contents(out) == before
 
 
@@ -529,16 +501,16 @@ def test_an_interrupted_run_keeps_what_it_has(monkeypatch, checkpoint, prompts, 
     with monkeypatch.context() as patch:
         patch.setattr(script, "draft_loss", loss)
         with pytest.raises(SystemExit, match="130"):
-            run(monkeypatch, checkpoint, prompts, tmp_path / "out")
+            run(checkpoint, prompts, tmp_path / "out")
     assert "the same command goes on" in capsys.readouterr().err
 
     state_file = tmp_path / "out" / "training" / "state.pt"
     state = state_file.read_bytes()
     torch.save(torch.load(state_file) | {"optimizer": {"masters": [], "adam": {}}}, state_file)  # as it once was
     with pytest.raises(SystemExit, match="the optimiser of an earlier version"):
-        run(monkeypatch, checkpoint, prompts, tmp_path / "out")
+        run(checkpoint, prompts, tmp_path / "out")
     state_file.write_bytes(state)
-    report = run(monkeypatch, checkpoint, prompts, tmp_path / "out")
+    report = run(checkpoint, prompts, tmp_path / "out")
     assert report["steps"] == 4
     assert "going on from step 2" in capsys.readouterr().out
 
@@ -568,17 +540,7 @@ def test_two_processes_train_one_head(ranks, checkpoint, prompts, tmp_path) -> N
 def test_averaged_halves_are_the_whole_batch(make_target) -> None:
     """What two processes add up: the mean of the gradients of two halves is that of the batch when they are alike."""
     target = TargetModel(make_target("llama"))
-    spec = Eagle3Spec(
-        hidden_size=32,
-        target_hidden_size=32,
-        vocab_size=96,
-        intermediate_size=24,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        aux_layers=(2, 1, 1),
-        draft_vocab_size=96,
-    )
+    spec = small_spec(aux_layers=(2, 1, 1), draft_vocab_size=96)
     torch.manual_seed(3)
     trainable = TrainableEagle3(Eagle3Head(spec), target, None)
     batch = batch_of(documents([(20, 8), (20, 8)]), 20)
@@ -598,14 +560,8 @@ def test_a_trained_head_is_accepted_and_an_off_by_one_layer_is_not(make_target, 
     target = TargetModel(model)
     prompts = [[7 * i % 96, 5, 3 * i % 96, i] for i in range(6)]
     docs = [(np.array(p + greedy_oracle(model, p, 24), np.int32), len(p)) for p in prompts]
-    spec = Eagle3Spec(
-        hidden_size=32,
-        target_hidden_size=32,
-        vocab_size=96,
+    spec = small_spec(
         intermediate_size=64,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
         aux_layers=(2, 1, 3),
         draft_vocab_size=96,
         fc_norm=True,

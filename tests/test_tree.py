@@ -114,7 +114,7 @@ def test_check_finds(fault: str):
         ([12, 13, 99, 99, 99], [0, 2], [12, 99]),  # node 2 is a leaf: what node 1 draws is of no account
         ([11, 13, 99, 99, 14], [0, 1, 3], [11, 13, 99]),
         ([11, 13, 99, 14, 77], [0, 1, 3, 4], [11, 13, 14, 77]),
-        ([99, 13, 99, 14, 77], [0], [99]),  # a matching tail behind a rejected node
+        ([99, 13, 99, 14, 77], [0], [99]),  # a matching tail after a rejected node
         ([11, 99, 99, 14, 77], [0, 1], [11, 99]),
         ([10, 10, 10, 10, 10], [0], [10]),  # the root's own token is no draft
     ],

@@ -85,7 +85,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Request:
-    """A prefix and the block behind it: a tree of nodes, or a chain where `parents` is None.
+    """A prefix and the block after it: a tree of nodes, or a chain where `parents` is None.
 
     frozen: only the block's queries count, all at position len(prefix).   valid: rows of the block that exist.
     """
@@ -188,7 +188,7 @@ def dense(requests: Sequence[Request], args: dict[str, Any]) -> torch.Tensor:
 
 
 def run(args: dict[str, Any], **options: Any) -> torch.Tensor:
-    """By the kernels."""
+    """Attention by the kernels."""
     device = torch.device("cuda" if CUDA else "cpu")
     moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in args.items()}
     write, parents = moved.pop("write"), moved.pop("parents")
@@ -207,7 +207,7 @@ def run_plain(args: dict[str, Any]) -> torch.Tensor:
 
 
 def folded(args: dict[str, Any]) -> torch.Tensor:
-    """By the kernels, in half tiles, one program folding all splits of its rows."""
+    """Attention by the kernels, in half tiles, one program folding all splits of its rows."""
     return run(args, tiles=RowTiles(16, 4, 1, 8, True))
 
 
@@ -215,12 +215,12 @@ Run = Callable[[dict[str, Any]], torch.Tensor]
 PATHS = pytest.mark.parametrize("attend_by", [run, run_plain], ids=["kernels", "plain"])
 
 
-def check(requests: Sequence[Request], kernels_too: bool = True, **options: Any) -> None:
+def check(requests: Sequence[Request], by: tuple[Run, ...] = (run, folded, run_plain), **options: Any) -> None:
     """Kernels and plain path against the definition."""
     args = lay_out(requests, **options)
     expected = dense(requests, args)
     tolerance = TOLERANCE[args["query"].dtype]
-    for attend_by in (run, folded, run_plain)[0 if kernels_too else 2 :]:
+    for attend_by in by:
         out = attend_by(args)
         assert out.is_contiguous()
         assert out.dtype == args["query"].dtype
@@ -251,10 +251,12 @@ def test_v_may_be_narrower_than_k(head_dim: int, v_dim: int, window: int | None)
     check(requests, window=window, page_size=4, softcap=2.0, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]))
 
 
+@deep_cases("17-(64, 1)", "17-(17, 16)")
 @pytest.mark.parametrize("lengths", [(0, 65), (64, 1), (BLOCK_K - 1, 63), (BLOCK_K + 1, BLOCK_K)], ids=str)
 @pytest.mark.parametrize("num_rows", [1, slow(17)])
 def test_trees_behind_prefixes_of_odd_length(lengths: tuple[int, int], num_rows: int) -> None:
-    check([request(n, num_rows, bushy(num_rows, seed), seed=seed) for seed, n in enumerate(lengths)])
+    requests = [request(n, num_rows, bushy(num_rows, seed), seed=seed) for seed, n in enumerate(lengths)]
+    check(requests, (folded if num_rows == 1 else run, run_plain))
 
 
 @pytest.mark.parametrize(
@@ -264,7 +266,7 @@ def test_trees_behind_prefixes_of_odd_length(lengths: tuple[int, int], num_rows:
 )
 def test_page_sizes_and_groups(page_size: int, heads: tuple[int, int]) -> None:
     requests = [request(n, 3, [-1, 0, 0], heads=heads, seed=n) for n in (37, 16, 0)]
-    check(requests, page_size=page_size, spare_pages=2)
+    check(requests, (run, run_plain), page_size=page_size, spare_pages=2)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +301,7 @@ def test_frozen_queries_read_the_committed_prefix_only(num_rows: int, window: in
 @PATHS
 def test_a_query_whose_window_holds_nothing_is_zero(attend_by: Run) -> None:
     args = lay_out([request(n, 2, frozen=True, seed=n) for n in (40, 2)], window=3, sinks=torch.ones(2))
-    args["positions"] += torch.tensor([[0], [9]])  # row 1 looks from far behind its two keys
+    args["positions"] += torch.tensor([[0], [9]])  # row 1 looks from far after its two keys
     out = attend_by(args)
     torch.testing.assert_close(out[1], torch.zeros(2, 2, 16))
     assert bool((out[0] != 0).any())
@@ -316,7 +318,7 @@ def test_prefill_chunks_with_padded_rows(num_rows: int, window: int | None) -> N
 
 
 def test_windows_of_a_chunk_that_begin_in_different_splits() -> None:
-    """40 rows, windows of 20, splits of 16 keys: tiles of rows begin up to two splits behind their request."""
+    """40 rows, windows of 20, splits of 16 keys: tiles of rows begin up to two splits after their request."""
     requests = [request(40, 40)]
     args = lay_out(requests, window=20)
     out = run(args, cut=Cut(16, 16))
@@ -332,7 +334,8 @@ def test_head_sizes(head_dim: int) -> None:
 def test_dtypes(dtype: torch.dtype) -> None:
     requests = [request(n, 3, [-1, 0, 0], heads=(4, 2), dtype=dtype, seed=n) for n in (35, 4)]
     # the interpreter multiplies bfloat16 matrices as integers; the kernels have no float64
-    check(requests, kernels_too=dtype == torch.float16 or (CUDA and dtype == torch.bfloat16), window=30)
+    by_kernels = dtype == torch.float16 or (CUDA and dtype == torch.bfloat16)
+    check(requests, (run, folded, run_plain) if by_kernels else (run_plain,), window=30)
 
 
 @pytest.mark.slow
@@ -414,7 +417,7 @@ HEADS = (2, 1)
 
 
 def planted(num_nodes: int, begin: int, text: Text, seed: int) -> tuple[Request, list[int]]:
-    """A random tree behind text[:begin] whose deepest path is the text, and its nodes; the others are junk."""
+    """A random tree after text[:begin] whose deepest path is the text, and its nodes; the others are junk."""
     parents = bushy(num_nodes, seed)
     depth = depths(parents)
     node, path = max(range(num_nodes), key=lambda n: depth[n]), []

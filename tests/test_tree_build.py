@@ -277,7 +277,7 @@ def test_fields_are_the_reference(num_nodes: int, poison_empty: None):
 
 
 def test_a_tree_of_more_nodes_than_an_integer_has_bits(poison_empty: None):
-    """A root with 63 leaves, and behind the last of them a chain of 36: selected, described, and walked to its end."""
+    """A root with 63 leaves, and after the last of them a chain of 36: selected, described, and walked to its end."""
     parents = [-1] * 63 + list(range(62, 98))
     scores = [-1.0] * 62 + [-0.5] * 37
     tokens = torch.arange(1, 100, device=DEVICE)[None]

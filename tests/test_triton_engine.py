@@ -29,6 +29,7 @@ from marks import deep, deep_cases, examples, slow
 from processes import run
 from tiny_models import random_eagle3
 
+ROOT = Path(__file__).resolve().parent.parent
 VOCAB, NEW, LENGTHS = 12, examples(5, 7), (examples(9, 13), 1)
 SLIDING, FULL = "sliding_attention", "full_attention"
 SMALL = {"vocab_size": VOCAB, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -218,7 +219,7 @@ def test_triton_is_refused_when_the_interpreter_came_too_late(monkeypatch):
 
 
 def test_auto_is_torch_where_triton_cannot_build_its_launcher(monkeypatch):
-    """As in a container without a C compiler or without Python's headers."""
+    """A machine like a container without a C compiler or without Python's headers."""
 
     class Driver:
         @property
@@ -266,9 +267,9 @@ def test_tiles_of_deterministic_layers_that_are_not_fused_are_refused_when_the_e
 
 
 @pytest.mark.slow
-def test_the_gpu_script_says_that_there_is_no_gpu():
-    script = Path(__file__).resolve().parent.parent / "tools" / "gpu_test.py"
-    if not script.exists():
+def test_a_benchmark_of_kernels_says_that_there_is_no_gpu():
+    if not (ROOT / "bench").exists():
         pytest.skip("needs the checkout")
-    done = run([str(script)])
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (2, "no CUDA device: nothing was checked")
+    done = run(["-m", "bench", "tables"], cwd=ROOT)
+    said = "tables needs 1 CUDA devices, and 0 are there: nothing was checked"
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (2, said)

@@ -22,7 +22,7 @@ PARAMS = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
 
 
 class Interrupt(BaseException):
-    """As KeyboardInterrupt."""
+    """An exception like KeyboardInterrupt."""
 
 
 def within(seconds, job):
@@ -123,7 +123,7 @@ def test_interrupts_of_a_generation_leave_the_next_answer_right(
 
 
 def test_an_exception_that_is_kept_keeps_no_turn(make_target, make_engine, random_prompt, monkeypatch):
-    """As `sys.last_exc` does: wherever a step raises, its frames live on and the turn is over."""
+    """Keeps it as `sys.last_exc` does: wherever a step raises, its frames live on and the turn is over."""
     engine, prompt, kept = make_engine(make_target("llama")), random_prompt(5), []
     for where, at in (engine.inbox, "restart"), (engine.inbox, "process"), (engine, "_run"):
         with monkeypatch.context() as broken:

@@ -48,7 +48,7 @@ def test_no_value_of_any_field_is_refused_in_pydantics_words(model, value):
 
 
 ROOT = Path(__file__).resolve().parent.parent
-READ_FOLDERS = ("specdec", "attention", "kvcache", "draft_models", "examples", "tools", "bench")
+READ_FOLDERS = ("specdec", "attention", "kvcache", "draft_models", "examples", "tools", "bench", "tests")
 NO_BEGINNING = r"\s*(Of|As|By|Where|Likewise|The same)\b"
 """Without a subject and a verb, a sentence has to be read twice."""
 

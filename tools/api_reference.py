@@ -10,7 +10,7 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -18,12 +18,11 @@ from typing import Any, Literal, get_args, get_origin
 import specdec
 from specdec import errors
 from specdec.cli.app import COMMANDS, load_command
-from specdec.cli.options import PairOptions
 from specdec.doctor import diagnose
 from specdec.errors import SpecDecError
 from specdec.gpu.captures import CaptureUse
 from specdec.models.bundled import BUNDLED_DIR
-from specdec.runtime.adaptive.draft_choice import DraftUse
+from specdec.runtime.draft_policy.draft_use import DraftUse
 from specdec.runtime.engine_stats import DeviceUse, EngineStats, PoolUse
 from specdec.runtime.request import StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
@@ -32,15 +31,19 @@ from specdec.settings.sampling_numbers import SamplingNumbers
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "api.md"
 RETURNED = (StreamDelta, TokenLogprob, EngineStats, PoolUse, CaptureUse, DraftUse, DeviceUse)
 """Not exported, because users receive them from methods and never make one."""
+INTERNAL = {
+    *("RequestStats.copy", "RequestStats.record_round", "RequestStats.add", "EngineStats.count", "PoolUse.from_pool"),
+    *("SamplingParams.restricted", "SamplingParams.stop_strings", "SpecConfig.shortened", "Handle.tell"),
+}
+"""Members that the engine and the server call, and no user."""
 WIDTH = 100
 """Longer signatures have one parameter a line."""
 HEAD = """# API reference
 
 <!-- Written by tools/api_reference.py from the code. Do not edit it: run `make api`. -->
 
-The public names of `specdec` with their signatures, fields and docstrings; `specdec.doctor.diagnose`; the classes that
-methods return; the exceptions; and the options of each command. [Quick start](quick_start.md) shows the names in use,
-and [Serving](serving.md) describes the HTTP API. A ``Prompt`` is a text or a sequence of token ids.
+[Quick start](quick_start.md) shows the names in use, [Serving](serving.md) the HTTP API. A ``Prompt`` is a text or a
+sequence of token ids.
 """
 
 
@@ -53,18 +56,29 @@ def page() -> str:
     parts.append("## Classes that methods return\n")
     for kind in RETURNED:
         parts += described(kind)
-    parts += ["## Exceptions\n", *exceptions(), "## Commands\n"]
-    commands = {name: load_command(name) for name in COMMANDS}
-    pair = [each.name for each in fields(PairOptions)]
-    parts.append("### Options of a pair\n\nTaken by `generate`, `chat`, `bench`, `eval` and `serve`.\n")
-    own = [name for name in inspect.signature(commands["generate"].callback).parameters if name not in pair]
-    for name, command in ("", commands["generate"]), *commands.items():
-        signature = inspect.signature(command.callback)
-        if name:
-            parts += [f"### specdec {name}\n", " ".join(command.help.replace("\\[", "[").split()) + "\n"]
-        takes_pair = "drafter_revision" in signature.parameters
-        parts += options(command, signature, own if not name else pair if takes_pair else ())
+    parts += ["## Exceptions\n", *exceptions(), "## Commands\n", *commands()]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(parts))
+
+
+def commands() -> Iterator[str]:
+    """Lists of options; those that several commands have in the same words stand once, before all commands."""
+    loaded = {name: load_command(name) for name in COMMANDS}
+    lines = {name: option_lines(command) for name, command in loaded.items()}
+    takers: dict[str, list[str]] = {}
+    for name, own in lines.items():
+        for line in own:
+            takers.setdefault(line, []).append(name)
+    shared: dict[tuple[str, ...], list[str]] = {}
+    for line, names in takers.items():
+        shared.setdefault(tuple(names), []).append(line)
+    yield "### Options of several commands\n"
+    for names, group in sorted(shared.items(), key=lambda each: -len(each[0])):
+        if len(names) > 1:
+            yield f"Taken by {', '.join(f'`{name}`' for name in names)}:\n"
+            yield "\n".join(group) + "\n"
+    for name, command in loaded.items():
+        yield f"### specdec {name}\n\n" + " ".join(command.help.replace("\\[", "[").split()) + "\n"
+        yield "\n".join(shared.get((name,), [])) + "\n"
 
 
 def described(value: Any) -> Iterator[str]:
@@ -86,11 +100,11 @@ def described(value: Any) -> Iterator[str]:
         yield code("\n".join([kind, *(f"    {each}" for each in values)]))
     yield prose(node)
     for each in node.body:
-        if isinstance(each, ast.FunctionDef) and not each.name.startswith("_"):
-            whole = f"{node.name}.{each.name}"
+        whole = f"{node.name}.{getattr(each, 'name', '_')}"
+        if isinstance(each, ast.FunctionDef) and not each.name.startswith("_") and whole not in INTERNAL:
             is_property = any(ast.unparse(mark) == "property" for mark in each.decorator_list)
             head = f"{whole}: {unquoted(each.returns)}" if is_property and each.returns else signature(whole, each)
-            yield code(head) + prose(each)
+            yield (code(head) if "\n" in head else f"**``{head}``**\n\n") + prose(each)
 
 
 def signature(name: str, node: ast.FunctionDef) -> str:
@@ -122,29 +136,29 @@ def unquoted(kind: ast.expr) -> str:
 
 def exceptions() -> Iterator[str]:
     """All of them, with the first paragraph of their docstrings."""
-    yield "All are in `specdec.errors`; `except SpecDecError` catches each of them.\n"
-    yield "| exception | kind of | |\n|---|---|---|"
+    yield "All are in `specdec.errors`, here with the classes that they are kinds of.\n"
     for kind in (each for each in vars(errors).values() if inspect.isclass(each) and issubclass(each, SpecDecError)):
         bases = ", ".join(f"`{base.__name__}`" for base in kind.__bases__)
-        yield f"| `{kind.__name__}` | {bases} | {cell((kind.__doc__ or '').partition(chr(10) * 2)[0])} |"
+        yield f"* `{kind.__name__}` ({bases}): {cell((kind.__doc__ or '').partition(chr(10) * 2)[0])}"
     yield ""
 
 
-def options(command: Any, signature: inspect.Signature, without: Sequence[str]) -> Iterator[str]:
-    """What a command takes, as a table. Paths inside the package are shown without the folder it is installed in."""
-    yield "| argument or option | default | |\n|---|---|---|"
+def option_lines(command: Any) -> list[str]:
+    """One line an option. Paths in the package are shown without the folder that it is installed in."""
+    lines = []
+    signature = inspect.signature(command.callback)
     for each in command.params:
-        if each.name in ("help", *without):
+        if each.name == "help":
             continue
         named = "/".join([*each.opts, *each.secondary_opts]) if each.param_type_name == "option" else each.name.upper()
         declared = signature.parameters[each.name]
         value = "" if declared.default in (inspect.Parameter.empty, None, "", []) else declared.default
-        default = "" if value is False or value == "" else f"``{str(value).replace(f'{BUNDLED_DIR}/', '')}``"
+        default = "" if value is False or value == "" else f" (``{str(value).replace(f'{BUNDLED_DIR}/', '')}``)"
         kind = (*get_args(declared.annotation), declared.annotation)[0]
         choices = [one for each in (kind, *get_args(kind)) if get_origin(each) is Literal for one in get_args(each)]
         said = cell(each.help or "") + (f" One of {', '.join(choices)}." if choices else "")
-        yield f"| ``{named}`` | {default} | {said} |"
-    yield ""
+        lines.append(f"* ``{named}``{default}{': ' if said else ''}{said.strip()}")
+    return lines
 
 
 def cell(text: str) -> str:
@@ -152,7 +166,8 @@ def cell(text: str) -> str:
 
 
 def code(text: str) -> str:
-    return f"```text\n{text}\n```\n\n"
+    """A block. A default of None says by itself that None is allowed."""
+    return f"```text\n{text.replace(' | None = None', ' = None')}\n```\n\n"
 
 
 def prose(node: ast.ClassDef | ast.FunctionDef) -> str:

@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = {"specdec": "specdec", "kvcache": "specdec/kvcache", "attention": "specdec/attention"}
 PRODUCT |= {"draft_models": "specdec/draft_models"}  # root folder -> folder in the wheel
-SHIPPED = (*PRODUCT, "docs", "examples", "tests", "tools", ".ci", ".github")  # with the sdist
+SHIPPED = (*PRODUCT, "docs", "examples", "bench", "tests", "tools", ".ci", ".github")  # with the sdist
 AT_THE_ROOT = ("*.md", "*.toml", "*.txt", "LICENSE", "Makefile", "MANIFEST.in", ".pre-commit-config.yaml")
 LEFT_BEHIND = ("__pycache__", ".pyc")
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from result_table import table_head, table_row
+from bench.report import table_head, table_row
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from server_process import running_server
@@ -283,9 +283,9 @@ async def good_stream(client: Client, seed: int) -> str:
     return "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
 
 
-async def beside(client: Client, kind: str, clients: int, texts: Sequence[str]) -> Figures:
-    """One kind of harm, with good streams and /health next to it."""
-    figures, ended, took = Figures(kind, Counter(), 0, [], 0.0), asyncio.Event(), [0.0]
+async def beside(client: Client, kinds: Sequence[str], clients: int, texts: Sequence[str]) -> Figures:
+    """Some kinds of harm at the same time, with good streams and /health next to them."""
+    figures, ended, took = Figures(" + ".join(kinds), Counter(), 0, [], 0.0), asyncio.Event(), [0.0]
     streams = 0
 
     async def ask(seed: int) -> None:
@@ -307,14 +307,14 @@ async def beside(client: Client, kind: str, clients: int, texts: Sequence[str]) 
             figures.wrong.extend([] if status(said) == "200" else [f"/health: {said[:100]!r}"])
             await asyncio.sleep(0.1)
 
-    async def harm() -> str:
+    async def harm(kind: str) -> str:
         try:
             return await KINDS[kind](client)
         except OSError as error:
             return type(error).__name__
 
     good = [asyncio.create_task(each) for each in (*map(ask, range(len(texts))), probe())]
-    figures.seen.update(await asyncio.gather(*(harm() for _ in range(clients))))
+    figures.seen.update(await asyncio.gather(*map(harm, list(kinds) * clients)))
     ended.set()
     await asyncio.gather(*good)
     return figures._replace(streams=streams, slowest=max(took))
@@ -327,7 +327,7 @@ async def run(url: str, given: argparse.Namespace) -> list[Figures]:
     found = []
     print(table_head("kind", "its clients saw", "good streams", "wrong", "/health, most", numbers=["good streams"]))
     for kind in given.only:
-        figures = await beside(client, kind, given.clients, texts)
+        figures = await beside(client, [kind], given.clients, texts)
         found.append(figures)
         seen = ", ".join(f"{count} x {word}" for word, count in figures.seen.items())
         wrong = "; ".join(figures.wrong)[:300] or "none"

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 LISTS = Path(__file__).resolve().parent / "mutants"
-NO_PRODUCT = ("tests", "tools", "examples", "docs", "build", "dist")
+NO_PRODUCT = ("tests", "tools", "bench", "examples", "docs", "build", "dist")
 """Top-level folders whose Python is not product code."""
 KINDS = {
     "field": "a defect that other engines shipped",

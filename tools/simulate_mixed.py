@@ -19,11 +19,11 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-from result_table import table_head, table_row
 
+from bench.report import table_head, table_row
 from specdec import SpecConfig
-from specdec.runtime.adaptive.draft_choice import DraftChoice
-from specdec.runtime.adaptive.draft_ladder import draft_ladder
+from specdec.runtime.draft_policy.draft_choice import DraftChoice
+from specdec.runtime.draft_policy.draft_ladder import draft_ladder
 from specdec.runtime.prompt_gap import GAP_SHARE
 from specdec.runtime.rounds.captured_rounds import batch_sizes
 from specdec.runtime.rounds.round_shapes import NO_DRAFT
@@ -41,7 +41,7 @@ DRAFTING = {1: 0.44, 8: 0.54, 32: 0.78, 128: 1.74}
 of 128 requests from those of 8 and 32, in proportion."""
 
 PHASES = ((1, 6), (4, 16), (32, 64), (128, 256), (64, 96), (16, 40), (2, 8), (96, 144), (8, 24))
-"""Requests at once, and in all, as in bench_adaptive.py."""
+"""Requests at once, and in all, as in `python -m bench adaptive`."""
 
 DEPTH, ROWS, TOKENS, EASY = 4, 128, 96, 0.9
 LEVELS = np.arange(DEPTH + 1)
@@ -161,9 +161,9 @@ def read_prompts(unread: np.ndarray, round_milliseconds: float) -> float:
 def seconds_of(name: str, costs: Costs, hard: float, seed: int, prompt: int = 0) -> float:
     """Seconds of the whole load, with prompts of so many tokens."""
     lengths, coin = np.random.default_rng(seed), np.random.default_rng(seed + 1000)
-    shapes = draft_ladder(SpecConfig(DEPTH))
+    shapes = draft_ladder(SpecConfig(DEPTH), captured=True)
     choice = DraftChoice(shapes, ROWS + 1)
-    choice.cost.timed.update({size: costs.of_chains(size) / 1e3 for size in SIZES})
+    choice.times.timed.update({size: costs.of_chains(size) / 1e3 for size in SIZES})
     left, unread, chance = np.zeros(ROWS, np.int64), np.zeros(ROWS, np.int64), np.zeros(ROWS)
     total, number = 0.0, 0
     for at_once, to_come in PHASES:
@@ -181,8 +181,9 @@ def seconds_of(name: str, costs: Costs, hard: float, seed: int, prompt: int = 0)
             size = min(each for each in SIZES if each >= len(rows))
             learns = name in LEARNING
             if learns:
-                running = Requests(choice.chances.tokens(rows, most)[0], most, size)
-                drawn = one_draft(costs, running, shapes.index(choice.choose(rows, most, size, 0, NO_DRAFT)))
+                of_rows = [choice.acceptance.tokens(rows[i : i + 1], most[i : i + 1])[0] for i in range(len(rows))]
+                running = Requests(np.stack(of_rows, axis=1), most, size)
+                drawn = one_draft(costs, running, shapes.index(choice.choose(rows, most, size, NO_DRAFT)))
                 is_trial = drawn.number != best_draft(costs, running, geometric).number
                 if name == "own depths, learned" and not is_trial:
                     drawn = own_depths(costs, running, "every row")
@@ -192,11 +193,10 @@ def seconds_of(name: str, costs: Costs, hard: float, seed: int, prompt: int = 0)
             right = coin.random((len(rows), DEPTH)) < chance[rows, None]
             accepted = np.minimum(right.cumprod(axis=1).sum(axis=1), np.minimum(drawn.depths, most))
             if learns and drawn.number is not None:
-                stages = {"draft": 0.0, "verify": drawn.milliseconds / 1e3, "other": 0.0}
-                full = np.full(len(rows), DEPTH)
-                choice.learn(shapes[drawn.number], size, 0, stages, rows, accepted, full)
+                full, brought = np.full(len(rows), DEPTH), 1 + float(accepted.mean())
+                choice.learn(shapes[drawn.number], size, drawn.milliseconds / 1e3, rows, accepted, full, brought)
             elif learns:
-                choice.chances.learn(DEPTH, rows, accepted, drawn.depths)
+                choice.acceptance.learn(DEPTH, rows, accepted, drawn.depths)
             left[rows] -= accepted + 1
             total += (drawn.milliseconds + read_prompts(unread, drawn.milliseconds)) / 1e3
     return total
@@ -214,7 +214,7 @@ def main() -> None:
     prompt = PROMPT if given.prompts else 0
     times = {each: [seconds_of(each, costs, given.hard, seed, prompt) for seed in range(given.loads)] for each in names}
     best = min(np.mean(seconds) for name, seconds in times.items() if name.startswith("chain"))
-    print(table_head("policy", "seconds", "spread", "to the best fixed draft"))
+    print(table_head(("policy", "seconds", "spread", "to the best fixed draft")))
     for name, seconds in times.items():
         mean = np.mean(seconds)
         print(table_row([name, f"{mean:.2f}", f"{np.std(seconds):.2f}", f"{best / mean:.3f}"]))

@@ -27,7 +27,7 @@ from specdec.kvcache.table import RequestTable, Rows
 
 
 class Order(Enum):
-    """How the nodes of a draft lie and see each other; the last two are of one level, nodes in a row."""
+    """Layout of a draft's nodes, and which see each other; the last two are of one level, nodes in a row."""
 
     LEVELS = "levels"  # K nodes a position, each sees its ancestors
     CAUSAL = "causal"  # a node sees those up to itself

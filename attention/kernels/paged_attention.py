@@ -31,7 +31,7 @@ WORD = 64
 
 
 class Tiles(NamedTuple):
-    """How the work is cut; chosen by `choose_tiles`, given by hand only in tests and when tuning."""
+    """Cut of the work; chosen by `choose_tiles`, given by hand only in tests and when tuning."""
 
     block_m: int
     block_k: int

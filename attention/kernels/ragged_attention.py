@@ -158,7 +158,7 @@ def choose_ragged(
     exact: bool,
 ) -> RaggedTiles:
     """In any order: the tiles of decoding. In order: the cut of plain decoding, in larger tiles of rows, which change
-    no bit; the fastest of those timed on an H100 (`tools/gpu_in_order.py`)."""
+    no bit; the fastest of those timed on an H100 (`python -m bench ordered-attention`)."""
     multiprocessors, shared = device_limits(device)
     fewest: int = max(16, triton.next_power_of_2(group))  # a tile has a token at least
     if not exact:

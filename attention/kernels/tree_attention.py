@@ -42,14 +42,14 @@ MANY_HEADS = 8
 
 
 class Cut(NamedTuple):
-    """How the keys are cut. The bits of a row depend on this and on nothing else that a launch decides."""
+    """Cut of the keys. The bits of a row depend on this and on nothing else that a launch decides."""
 
     block_k: int
     split_len: int
 
 
 class RowTiles(NamedTuple):
-    """How the rows are cut, and what a program runs with; of no effect on bits."""
+    """Cut of the rows, and resources of a program; of no effect on bits."""
 
     block_m: int
     num_warps: int

@@ -38,7 +38,7 @@ class Candidates(NamedTuple):
 
 
 class Beam(NamedTuple):
-    """What to expand next: tokens [B, K], and for each the entry [B, K] of the beam before that it is a child of."""
+    """Nodes to expand next: tokens [B, K], and for each the entry [B, K] of the beam before that it is a child of."""
 
     tokens: torch.Tensor
     origin: torch.Tensor

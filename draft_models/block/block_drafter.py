@@ -99,14 +99,14 @@ class BlockWorker(StoreWorker):
             bias, carried = successors(before, states[:, level], carried)
             scores = logits[:, level, None] + bias  # [B, M, V]
             node_pos = drawn_pos[:, level, None].expand(-1, scores.shape[1]).contiguous()
-            before, origin = growth.add(scores, node_pos)  # [B, K]
+            before, origin = growth.add_level(scores, node_pos)  # [B, K]
             carried = None if carried is None else continued(carried, origin)
         return growth.select()
 
 
 def block_drafter(folder: str | Path, target: TargetInfo) -> BlockDrafter:
     """Read the head in `folder` and fit it to `target`."""
-    head = read_block(folder, TargetShape.of(target)).place(target.device, target.dtype).eval()
+    head = read_block(folder, TargetShape.of_target(target)).place(target.device, target.dtype).eval()
     _share_vocabulary(head, target)
     return BlockDrafter(head, target)
 

@@ -27,7 +27,7 @@ class TargetShape(NamedTuple):
     vocab_size: int
 
     @classmethod
-    def of(cls, target: TargetInfo) -> "TargetShape":
+    def of_target(cls, target: TargetInfo) -> "TargetShape":
         return cls(target.name, len(target.layout.layers), target.hidden_size, target.vocab_size)
 
 

@@ -122,12 +122,11 @@ class HeadFiles(NamedTuple):
     def require_same(self, said: Mapping[tuple[str, str], Any], target: TargetShape) -> None:
         """Raise CheckpointError for a key that is not what another says. said: (key, who else says it) -> what the key
         must be if it is set; None: anything."""
-        everywhere = {
+        everywhere: Mapping[tuple[str, str], Any] = {
             ("num_hidden_layers", "the file"): self.num_layers,
             ("target_hidden_size", f"target {target.name}"): target.hidden_size,
         }
-        must_be: dict[tuple[str, str], Any] = {**everywhere, **said}
-        for (key, where), expected in must_be.items():
+        for (key, where), expected in {**everywhere, **said}.items():
             if expected is not None and self.settings.get(key, expected) != expected:
                 raise CheckpointError(
                     f"{key}={self.settings[key]}, but {where} says {expected}; give a config.json, weights and a "

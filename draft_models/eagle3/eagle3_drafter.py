@@ -92,7 +92,7 @@ class Eagle3Worker(StoreWorker):
         growth = DraftGrowth(batch, backend)
         for level in range(levels):
             logits = drafter.logits(out.normed)
-            beam, origin = growth.add(logits, node_pos[level + 1, :, : logits.shape[1]])  # [B, K]
+            beam, origin = growth.add_level(logits, node_pos[level + 1, :, : logits.shape[1]])  # [B, K]
             if block is None or level + 1 == levels:
                 break
             hidden = continued(out.normed if drafter.spec.norm_output else out.state, origin)
@@ -104,7 +104,7 @@ class Eagle3Worker(StoreWorker):
 
 def eagle3_drafter(folder: str | Path, target: TargetInfo, aux_layers: Sequence[int] | None = None) -> Eagle3Drafter:
     """Read the head in `folder` and fit it to `target`. `aux_layers`: see `Eagle3Spec`; None: what the files say."""
-    head, target_ids = read_head(folder, TargetShape.of(target), aux_layers)
+    head, target_ids = read_head(folder, TargetShape.of_target(target), aux_layers)
     drafter = Eagle3Drafter(head.place(target.device, target.dtype).eval(), target_ids, target)
     drafter.source = str(folder)
     return drafter

@@ -65,11 +65,13 @@ class FirstLayer(HeadLayer):
         self.norm_before_residual = spec.norm_before_residual
         self.hidden_norm = LlamaRMSNorm(spec.hidden_size, spec.rms_norm_eps)
 
-    def begin(self, embeds: torch.Tensor, hidden: torch.Tensor, rotary: Rotary, attend: Attend) -> torch.Tensor:
+    def run_with_embeddings(
+        self, embeds: torch.Tensor, hidden: torch.Tensor, rotary: Rotary, attend: Attend
+    ) -> torch.Tensor:
         """embeds and hidden [B, N, H] -> [B, N, H]."""
         normed = self.hidden_norm(hidden)
         x = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
-        return self.add_to(normed if self.norm_before_residual else hidden, x, rotary, attend)
+        return self.add_layer_output(normed if self.norm_before_residual else hidden, x, rotary, attend)
 
 
 class Eagle3Head(HeadModule):
@@ -113,7 +115,7 @@ class Eagle3Head(HeadModule):
         """embeds and hidden [B, N, H], positions [B, N] -> a [B, N, H]."""
         rotary = self.rotary_emb(hidden, positions)
         first: Any = self.layers[0]
-        hidden = first.begin(embeds, hidden, rotary, attend)
+        hidden = first.run_with_embeddings(embeds, hidden, rotary, attend)
         for layer in self.layers[1:]:
             hidden = layer(hidden, rotary, attend)
         return hidden

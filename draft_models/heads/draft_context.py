@@ -110,7 +110,7 @@ class DraftGrowth:
         self.tree = Growth(batch.root, backend, batch.num_steps)
         self.chain = [batch.root[:, None]]
 
-    def add(self, logits: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def add_level(self, logits: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """logits [B, M, V] of the M nodes that may go on, positions [B, M] -> tokens of the next level [B, K], and
         which of the M each continues; None: a chain has one."""
         if self.batch.topk == 1:

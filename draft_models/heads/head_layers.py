@@ -84,9 +84,9 @@ class HeadLayer(nn.Module):
         self.post_attention_layernorm = LlamaRMSNorm(hidden, eps)
 
     def forward(self, hidden: torch.Tensor, rotary: Rotary, attend: Attend) -> torch.Tensor:
-        return self.add_to(hidden, self.input_layernorm(hidden), rotary, attend)
+        return self.add_layer_output(hidden, self.input_layernorm(hidden), rotary, attend)
 
-    def add_to(self, residual: torch.Tensor, x: torch.Tensor, rotary: Rotary, attend: Attend) -> torch.Tensor:
+    def add_layer_output(self, residual: torch.Tensor, x: torch.Tensor, rotary: Rotary, attend: Attend) -> torch.Tensor:
         """The residual, what attention makes of x, and what the MLP makes of both."""
         y = residual + self.self_attn(x, rotary, attend)
         out: torch.Tensor = y + self.mlp(self.post_attention_layernorm(y))

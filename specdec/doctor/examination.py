@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from specdec.config import SamplingParams, require_int
+from specdec.config import SamplingParams
 from specdec.doctor.acceptance import Acceptance, Comparison, Measured, measured_by_engine, measured_densely
 from specdec.doctor.causes import CAUSES, Cause, what_is_seen
 from specdec.doctor.changes import Change
@@ -26,6 +26,7 @@ from specdec.models.bundled import HELD_OUT_PROBLEMS
 from specdec.models.published import published_acceptance
 from specdec.progress import progress_bar
 from specdec.runtime.request import GenerationOutput
+from specdec.settings.numbers import require_int
 from specdec.text.prompt_files import read_prompts
 
 PROMPTS = 8
@@ -47,13 +48,12 @@ def diagnose(
 ) -> Diagnosis:
     """Why the drafter is accepted less than it could be: `findings` names each cause and what to change.
 
-    The pair answers the prompts greedily, in an engine of its own; then the drafter is made again with one setting
-    changed at a time, and a change that raises acceptance clearly is named. `healthy` means that nothing is.
+    The pair answers the prompts greedily in an engine of its own, then with one setting of the drafter changed at a
+    time; a change that raises acceptance clearly is named. `healthy`: none does.
     prompts: at least 4 texts, or lists of token ids, of the kind that the pair is meant for; None: word problems.
-    chat: texts are turns of a chat, as in `Engine.chat`; False: as `generate` takes them. Not for an engine that serves
-    requests meanwhile: it takes half a minute, and memory for a second K/V cache.
-    Raises ConfigError for an engine without a drafter, fewer prompts, texts where there is no tokenizer, or answers
-    (`max_new_tokens`) that are not longer than the drafts.
+    chat: texts are turns of a chat; False: raw text. It takes half a minute, and memory for a second K/V cache, so not
+    next to requests. Raises ConfigError for an engine without a drafter, fewer prompts, texts without a tokenizer, or
+    answers not longer than the drafts.
     """
     started = time.perf_counter()
     if engine.drafter is None:

@@ -15,7 +15,7 @@ from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.engine import Engine
 from specdec.models.target import TargetModel
-from specdec.runtime.adaptive.draft_choice import DraftUse
+from specdec.runtime.draft_policy.draft_use import DraftUse
 from specdec.runtime.request import GenerationOutput
 
 

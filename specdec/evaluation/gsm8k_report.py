@@ -14,7 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from importlib.util import find_spec
-from typing import Any, BinaryIO
+from io import BytesIO
+from typing import Any
 
 from specdec.errors import ConfigError
 from specdec.evaluation.transcripts import Record
@@ -287,12 +288,19 @@ COLOURS = {"speculative": "tab:green", "plain": "tab:grey"}
 
 
 def require_matplotlib() -> None:
-    """Before any work: raises ConfigError where `save_plot` could not draw."""
+    """Before any work: raises ConfigError where nothing could be drawn."""
     if find_spec("matplotlib") is None:
         raise ConfigError("a PNG needs matplotlib: pip install 'specdec-runtime[plots]', or leave it out")
 
 
-def save_plot(report: Report, file: str | BinaryIO) -> None:
+def png_of(figure: Any) -> bytes:
+    """A figure of matplotlib as the content of a file."""
+    picture = BytesIO()
+    figure.savefig(picture, format="png", dpi=120)
+    return picture.getvalue()
+
+
+def drawn(report: Report) -> bytes:
     """Accuracy with intervals where answers are graded, acceptance, and tokens per second, side by side, as a PNG."""
     from matplotlib.figure import Figure
 
@@ -305,7 +313,7 @@ def save_plot(report: Report, file: str | BinaryIO) -> None:
     figure.suptitle(title(report))
     for axes, draw in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         draw(axes, report)
-    figure.savefig(file, format="png", dpi=120)
+    return png_of(figure)
 
 
 def title(report: Report) -> str:

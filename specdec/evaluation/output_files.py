@@ -4,13 +4,15 @@ A file is written next to its place and renamed over it, so that a fault leaves 
 standard output. What is no regular file (a pipe, /dev/null) is written into, never replaced.
 """
 
+import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from typing import Any
 
 from specdec.errors import ConfigError, naming_file
 
@@ -44,6 +46,19 @@ def require_distinct(paths: Sequence[Path | None]) -> None:
     for path, place in zip(named, places, strict=True):
         if places.count(place) > 1:
             raise ConfigError(f"{str(path)!r} is named for two outputs; give each a file of its own")
+
+
+def write_report(
+    report: Any, json_file: Path | None, *others: tuple[Path | None, Callable[[], str | bytes]], indent: int | None = 2
+) -> bool:
+    """Write the plain values of a report as JSON, and each other form, to the files that were named. Returns whether
+    standard output is left for a table: none of them has gone there."""
+    if json_file is not None:
+        write_file(json_file, json.dumps(report, indent=indent))
+    for path, content in others:
+        if path is not None:
+            write_file(path, content())
+    return STDOUT not in (json_file, *(path for path, _ in others))
 
 
 def write_file(path: Path, content: str | bytes) -> None:

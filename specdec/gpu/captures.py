@@ -85,7 +85,7 @@ def default_budget(*devices: torch.device) -> int | None:
 
 
 def most_captures(num_sizes: int, num_drafts: int = 1) -> int:
-    """Captures that are kept, where rounds have so many batch sizes and kinds of drafts."""
+    """Number of captures that are kept, for rounds of that many batch sizes and kinds of drafts."""
     return max(MIN_CAPTURES, (2 + num_drafts) * num_sizes)
 
 
@@ -116,7 +116,7 @@ class Captured(NamedTuple):
 
 
 class Owner(Protocol):
-    """Who looks up what was captured."""
+    """A place that looks up captures."""
 
     def forget(self, shape: Hashable) -> None:
         """That of this shape is let go."""

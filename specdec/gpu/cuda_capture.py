@@ -30,7 +30,7 @@ class Pool(NamedTuple):
 
 
 class DeviceGraphs:
-    """What captures hold of one device. pools: by name. beside: bytes that a graph takes beside torch's allocator."""
+    """Memory that captures hold of one device. pools: by name. beside: bytes of graphs next to torch's allocator."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -68,7 +68,7 @@ class DeviceGraphs:
 
 @contextmanager
 def _recorded(graph: torch.cuda.CUDAGraph, on: DeviceGraphs, pool: str, *, alone: bool) -> Iterator[None]:
-    """What is launched within is recorded."""
+    """Records the launches within."""
     with torch.cuda.device(on.device):
         # another thread may use the device meanwhile; of several, each is idle while another records
         graph.capture_begin(pool=on.pools[pool].handle, capture_error_mode="thread_local" if alone else "relaxed")

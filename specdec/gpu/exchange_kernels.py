@@ -199,7 +199,7 @@ def _leave_error(p_error: tl.tensor, p_host_error: tl.tensor) -> None:
 
 @triton.jit
 def _missing(b_word: tl.tensor, m: tl.tensor, target: tl.tensor) -> tl.tensor:
-    """How many words have another target."""
+    """Number of words that have another target."""
     return tl.sum((m & ((b_word >> 32).to(tl.int32) != target)).to(tl.int32), 0)
 
 
@@ -210,7 +210,7 @@ def pull_kernel(p_x: tl.tensor, p_y: tl.tensor, num: tl.tensor, BLOCK: tl.conste
 
 
 def programs_of(num: int) -> int:
-    """How many programs exchange `num` numbers with one rank, the same on both."""
+    """Number of programs that exchange `num` numbers with one rank, the same on both."""
     return max(1, min(PROGRAMS, -(-num // NUMBERS)))
 
 

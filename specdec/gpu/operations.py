@@ -49,7 +49,7 @@ class Operations:
         self._complete = complete
 
     def __call__(self, operation: Operation) -> Operation:
-        """What runs in the place of this operation."""
+        """The function that runs in the place of this operation."""
         assert operation in _references, f"{operation} is no operation: it has no @op"
         found = self._stand_ins[operation] if self._complete else self._stand_ins.get(operation, operation)
         return cast(Operation, found)

@@ -57,7 +57,7 @@ class Ranks:
         return len(self.devices)
 
     def on(self, rank: int) -> AbstractContextManager[object]:
-        """What is launched in the block runs on this rank."""
+        """Launches within the block run on this rank."""
         return nullcontext()
 
     def put(self, rank: int, pieces: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
@@ -108,7 +108,7 @@ class Ranks:
         return torch.stack(list(values))
 
     def join(self) -> None:
-        """What rank 0 launches from now on begins when every rank has done what was launched there."""
+        """Later launches of rank 0 begin when every rank has finished its own."""
 
     def check(self) -> None:
         """Raise DeviceLostError once a rank has not answered."""

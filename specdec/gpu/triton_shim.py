@@ -31,4 +31,4 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Kernels run in Python, on a CPU: decided by TRITON_INTERPRET when they are imported."""
 
 KEEP = tl.constexpr("evict_last")
-"""How activations are stored: to stay in the L2 cache, through which weights and K/V stream that are read once."""
+"""Cache hint for activations: to stay in the L2 cache, through which weights and K/V stream that are read once."""

@@ -35,7 +35,7 @@ DEPTH = {1: (128, 6), 2: (128, 4), 3: (128, 3), 4: (128, 2)}
 """Programs a multiprocessor -> columns of a tile, and tiles on their way in each: they share 227 KiB."""
 
 DEPTH_ABOVE_SMALL = {1: (128, 5), 2: (128, 3), 3: (64, 4), 4: (64, 3)}
-"""The same above MAX_SMALL_ROWS rows of x."""
+"""Depths above MAX_SMALL_ROWS rows of x."""
 
 MANY_WAVES = 2
 """Waves of tiles of a weight above which it waits for their loading: programs then load a tile for more rows of x."""

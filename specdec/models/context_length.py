@@ -1,4 +1,4 @@
-"""How long a sequence of a model may be, read from its config.
+"""Maximum length of a sequence of a model, read from its config.
 
 Invariant: up to `most` tokens, what a position is turned into does not depend on the other rows of a forward, so
 neither a batch nor a draft can change a request. RoPE of the types `longrope` and `dynamic` switches its frequencies,

@@ -80,7 +80,7 @@ def walker_of(decoder: nn.Module, proof: Proof) -> Walker | None:
 
 
 class StandIn(nn.Module):
-    """In the place of a layer: whoever runs the decoder is told of the call."""
+    """Takes the place of a layer, and tells the caller of the decoder about the call."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class StandIn(nn.Module):
 
 
 class _Visit:
-    """What stands for the context of a forward while stand-ins are called. last: what the last of them returns."""
+    """Stands for the context of a forward while stand-ins are called. last: the result of the last of them."""
 
     def __init__(self, num_layers: int = 0, last: torch.Tensor | None = None) -> None:
         self.calls: list[tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]] = []

@@ -22,11 +22,9 @@ from specdec.modules.private_copy import private_copy
 class Placeholders:
     """What is embedded for which ids.
 
-    replaced: id -> the id that is embedded in its place. table: the same for every id [V]; None: each as itself.
-    unread: id -> why no id is embedded in its place.
+    table [V]: the id that is embedded for each; None: each as itself. unread: id -> why no id is embedded in its place.
     """
 
-    replaced: Mapping[int, int] = field(default_factory=dict)
     table: torch.Tensor | None = None
     unread: Mapping[int, str] = field(default_factory=dict)
 
@@ -115,7 +113,7 @@ def find_placeholders(model: PreTrainedModel, decoder: nn.Module, ordinary: torc
     rows = getattr(inner.get_input_embeddings(), "num_embeddings", 0)
     table = torch.arange(max(rows, model.config.get_text_config().vocab_size))
     table[list(replaced)] = torch.tensor(list(replaced.values()))
-    return Placeholders(replaced, table.to(ordinary.device), unread)
+    return Placeholders(table.to(ordinary.device), unread)
 
 
 def named_ids(config: Any) -> dict[int, str]:

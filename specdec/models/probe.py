@@ -54,7 +54,7 @@ Softcap = Callable[[torch.Tensor, float], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LogitRule:
-    """How a model changes the output of its head: times a number, divided by a number, then a softcap."""
+    """Changes that a model makes to the output of its head: times a number, divided by a number, then a softcap."""
 
     times: float = 1.0
     over: float = 1.0
@@ -101,13 +101,15 @@ def probe_texts(config: Any, vocab_size: int) -> torch.Tensor:
 class ProbeContext:
     """Records what each layer asks of attention, and answers with dense causal attention within each text.
 
-    text, positions: [T] of the packed rows. past: an earlier forward whose K/V these rows see as well.
+    text, positions: [T] of the packed rows. past: an earlier forward whose K/V these rows see as well, and those that
+    it saw. by_row: each row is answered by itself, so that its bits do not depend on the others.
     """
 
     layout: KVLayout
     text: torch.Tensor
     positions: torch.Tensor
     past: "ProbeContext | None" = None
+    by_row: bool = False
     rows: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # q, k, v [T, h, D]
     faults: dict[int, str] = field(default_factory=dict)
     shares: "Sequence[ProbeContext]" = ()  # one a rank, where several run the forward
@@ -118,7 +120,7 @@ class ProbeContext:
         layout = self.layout.share(len(devices))
         pasts = [None] * len(devices) if self.past is None else self.past.shares
         self.shares = [
-            ProbeContext(layout, self.text.to(device), self.positions.to(device), past)
+            ProbeContext(layout, self.text.to(device), self.positions.to(device), past, self.by_row)
             for device, past in zip(devices, pasts, strict=True)
         ]
         return self.shares
@@ -154,17 +156,25 @@ class ProbeContext:
         if k is None or v is None:
             _, k, v = self.rows[spec.owner]
         self.rows[layer] = q, k, v
-        seen = [self] if self.past is None else [self.past, self]
+        seen = self._seen()
         keys, values = (torch.cat([context.rows[spec.owner][i] for context in seen]) for i in (1, 2))
         text, positions = torch.cat([c.text for c in seen]), torch.cat([c.positions for c in seen])
         distance = self.positions[:, None] - positions
         visible = (self.text[:, None] == text) & (distance >= 0)  # [T, L]
         if spec.window is not None:
             visible &= distance < spec.window
-        query, keys, values = (x.float().transpose(0, 1)[None] for x in (q, keys, values))  # [1, heads, T or L, D]
-        bias = bias_of(visible[None])
-        out = dense_attention(query, keys, values, bias, **options)
-        return out[0].to(q.dtype)
+        if not self.by_row:
+            return _attended(q, keys, values, visible, options)
+        order = positions.argsort()
+        outs = []
+        for row, mask in zip(q.split(1), visible, strict=True):
+            cells = order[mask[order]]
+            outs.append(_attended(row.clone(), keys[cells], values[cells], mask.new_ones((1, len(cells))), options))
+        return torch.cat(outs)
+
+    def _seen(self) -> "list[ProbeContext]":
+        """The forwards whose K/V these rows see, the earliest first."""
+        return [self] if self.past is None else [*self.past._seen(), self]
 
     def _fault(self, call: AttentionCall) -> str | None:
         if not 0 <= call.layer < len(self.layout.layers):
@@ -202,9 +212,17 @@ class ProbeContext:
             raise UnsupportedModelError(f"{name}: {faults[0]}{more}")
 
 
+def _attended(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, options: ScoreOptions
+) -> torch.Tensor:
+    """q [T, Hq, D], keys and values [L, Hkv, D], visible [T, L] -> [T, Hq, D]."""
+    query, keys, values = (x.float().transpose(0, 1)[None] for x in (q, keys, values))  # [1, heads, T or L, D]
+    return dense_attention(query, keys, values, bias_of(visible[None]), **options)[0].to(q.dtype)
+
+
 @dataclass(frozen=True, slots=True)
 class Closeness:
-    """How near rows [T, ...] must be to the same rows run alone.
+    """Allowed distance of rows [T, ...] from the same rows run alone.
 
     exact: all rows, else the median one. noise: how far the model's own forward is from itself, in a larger batch.
     """
@@ -246,7 +264,7 @@ class Proof:
     closeness: Closeness
 
     def difference(self, run: Run) -> str | None:
-        """What differs when the rows of both texts run mixed and in two forwards, as the rest of a sentence."""
+        """The difference when the rows of both texts run mixed and in two forwards, as the rest of a sentence."""
         length, device = self.texts.shape[1], self.texts.device
         layout = self.alone[0].layout
         past: ProbeContext | None = None

@@ -158,7 +158,7 @@ def on_ranks(run: Run, ranks: Ranks) -> Run:
 def difference_on_ranks(
     proof: Proof, run: Run, ranks: Ranks, head: Callable[..., torch.Tensor], plain_head: Callable[..., torch.Tensor]
 ) -> str | None:
-    """What differs where ranks run a split decoder and its head, as the rest of a sentence."""
+    """The difference where ranks run a split decoder and its head, as the rest of a sentence."""
     home, device = proof.states.device, ranks.devices[0]
     closeness = proof.closeness if home.type == device.type else replace(proof.closeness, exact=False)
     what = replace(proof, closeness=closeness).difference(on_ranks(run, ranks))

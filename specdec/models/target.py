@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from specdec.attention.bridge import ForwardContext, record_states
 from specdec.attention.plan import KVPlan
-from specdec.attention.row_tiles import ROWS
 from specdec.errors import SpecDecError, UnsupportedModelError
 from specdec.gpu.operations import KERNELS, Operations
 from specdec.gpu.ranks import Ranks
@@ -28,7 +27,7 @@ from specdec.layers.decoder import FusedDecoder
 from specdec.layers.families import Unfusable
 from specdec.layers.fuse import Weights, fuse, fuse_linear
 from specdec.layers.merge import held_storages
-from specdec.models.batch_invariance import depends_on_others, forward_in_tiles, rows_in_tiles, run_in_tiles
+from specdec.models.batch_invariance import depends_on_others, forward_in_tiles, rows_in_tiles
 from specdec.models.cache_geometry import GeometryContext, measured_layout
 from specdec.models.context_length import ContextLength, context_length
 from specdec.models.paused_forward import PausedForward, collected, walker_of
@@ -41,9 +40,6 @@ from specdec.modules.private_copy import private_copy
 from specdec.sampling.softcap import softcap
 
 logger = logging.getLogger("specdec")
-
-MANY_ROWS = 80
-"""Rows of a forward on kernels: more than fit the smallest tiles of their products."""
 
 
 class FinalStates(Enum):
@@ -289,7 +285,7 @@ class TargetModel:
         return tokens.reshape(1, -1), positions.reshape(1, -1)
 
     def _leaving(self, hidden: torch.Tensor | None, batch: int) -> torch.Tensor:
-        """What the decoder returns -> [B, N, H]; None: it ended, and has none."""
+        """The decoder's result [B, N, H]; None: it ended, and has none."""
         if hidden is None:
             hidden = torch.zeros((1, batch, self.hidden_size), dtype=self.dtype, device=self.device)
         return hidden.view(batch, -1, hidden.shape[-1])
@@ -356,9 +352,8 @@ class TargetModel:
             run_experts_by_row(self.decoder)
         texts = probe_texts(self.model.config, self.vocab_size).to(self.device)
         run = self.run if self.ranks is None else on_ranks(self.run, self.ranks)
-        run = run_in_tiles(run) if self.in_tiles else run
         with torch.autocast(self.device.type, enabled=False), refusing(self.name, "it does not run row by row"):
-            what = depends_on_others(self.layout, texts, run, self.logits, ROWS if self.in_tiles else MANY_ROWS)
+            what = depends_on_others(self.layout, texts, run, self.logits, self.in_tiles)
         if what is not None:
             raise UnsupportedModelError(
                 f"{self.name}: {what} of a token depend on the other rows of a forward in the last bits, so "

@@ -24,9 +24,3 @@ def updates_show(target: Any, drafter: Any) -> bool:
             " and ".join(blind),
         )
     return not blind
-
-
-def look_closely(target: Any, drafter: Any) -> None:
-    """Find changes that are too costly to look for in each step. Raises as `Weights.look_closely` does."""
-    for weights in watched_weights(target, drafter):
-        weights.look_closely()

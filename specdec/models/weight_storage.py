@@ -1,4 +1,4 @@
-"""What the weights of a model take in memory. Packed ones are buffers, so `parameters()` leaves them out."""
+"""Size of a model's weights in memory. Packed ones are buffers, so `parameters()` leaves them out."""
 
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ class StoredWeights(NamedTuple):
     form: str
 
     def words(self, dtype: torch.dtype) -> str:
-        """How they are stored, `dtype` being that of those that are not packed."""
+        """Their storage in words, `dtype` being that of those that are not packed."""
         return f"{self.form}, the rest {_name(dtype)}" if self.form else _name(dtype)
 
 
@@ -40,7 +40,7 @@ def is_quantised(model: PreTrainedModel) -> bool:
 
 
 def weights_in_words(model: PreTrainedModel) -> str:
-    """How the weights of a model are stored, and their size, as a log says it."""
+    """Storage and size of a model's weights, as the log says it."""
     if (quantizer := getattr(model, "hf_quantizer", None)) is not None:  # its tensors may not tell their bytes
         method = quantizer.quantization_config.quant_method
         return f"{getattr(method, 'value', method)} as transformers runs it, the rest {_name(model.dtype)}"

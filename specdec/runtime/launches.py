@@ -20,16 +20,14 @@ from specdec.runtime.scheduler import Scheduler
 from specdec.runtime.seating import keep_outputs
 from specdec.runtime.settling import settle_chunks, settle_round
 
-Span = tuple[float, float]
-"""Begin and end of a round, in seconds after the end of the round before it."""
-
 
 class Learns(Protocol):
     def __call__(
-        self, shape: RoundShape, requests: Sequence[Request], result: RoundResult, gained: int, span: Span | None
+        self, shape: RoundShape, requests: Sequence[Request], result: RoundResult, gained: int, seconds: float
     ) -> None:
         """Learn from a settled round of these requests. gained: output tokens of all of them together, 0 in a round
-        without drafts. span: None where no other round ended just before it."""
+        without drafts. seconds: since the end of the round before it where rounds follow each other on a device, else
+        its own."""
 
 
 class Launches:
@@ -114,10 +112,11 @@ class Launches:
         before = sum(request.num_output for request in requests) if shape.num_steps else 0
         settle_round(self._round, requests, result)
         gained = sum(request.num_output for request in requests) - before if shape.num_steps else 0
-        (began, ended), last = result.ran, self._ended
-        self._ended = ended
-        span = None if last is None else ((began - last) / 1e9, (ended - last) / 1e9)
-        self._learn(shape, requests, result, gained, span)
+        last, self._ended = self._ended, result.ended
+        seconds = sum(result.seconds.values())
+        if self._captured and last is not None:
+            seconds = (result.ended - last) / 1e9
+        self._learn(shape, requests, result, gained, seconds)
         self._count(requests, result, by_lookup=shape.by_lookup)
 
     def _count(self, requests: Sequence[Request], result: RoundResult, *, by_lookup: bool) -> None:

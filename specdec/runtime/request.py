@@ -20,9 +20,8 @@ from specdec.runtime.prompt_scores import PromptScores
 from specdec.runtime.rounds.result import DraftShape
 from specdec.runtime.rounds.round_shapes import NO_DRAFT, whole_draft
 from specdec.sampling.grammars.grammar import Place
-from specdec.sampling.grammars.token_view import TokenView
 from specdec.sampling.log_probs import TokenLogprob
-from specdec.text.detokenize import Detokenizer
+from specdec.text.detokenize import Detokenizer, TokenView
 from specdec.text.stop_strings import StopStrings
 
 logger = logging.getLogger(__name__)
@@ -32,12 +31,11 @@ logger = logging.getLogger(__name__)
 class RequestStats:
     """Figures of one request, or (summed) of many: speculation, cache hits and times.
 
-    `drafted_counts[i]`: rounds that drafted i + 1 tokens deep or deeper, and `accepted_counts[i]`: those of them in
-    which draft i + 1 was emitted; a round that ends the output counts as no deeper than what was emitted of it.
-    `drafted_rounds`: rounds that had drafts, `drafted_round_tokens`: what these emitted, the bonus included, and
-    `draft_tokens`: how deep they were, summed.
-    `forced_tokens`: those that a grammar left no choice for, and that stood in the place of drafts in `forced_rounds`,
-    which had none. `cached_tokens`: prompt tokens whose K/V came out of the prefix
+    `drafted_counts[i]`: rounds that drafted at least i + 1 tokens deep, `accepted_counts[i]`: those of them in which
+    draft i + 1 was emitted; a round that ends the output counts only as deep as what was emitted. `drafted_rounds`:
+    rounds with drafts, `drafted_round_tokens`: what these emitted, the bonus included, `draft_tokens`: how deep they
+    were, summed. `forced_tokens`: those that a grammar left no choice for, in the place of drafts in `forced_rounds`.
+    `cached_tokens`: prompt tokens whose K/V came out of the prefix
     cache. Seconds are a request's share of its batch's time; but queue and first_token are from when it was
     handed in until it had a row, and its first token.
     """
@@ -349,7 +347,8 @@ class Request:
                 tokens.append(token)
                 drafted.append(num_forced < taken < len(emitted))
                 called = "tokenizer"
-                if token in self.end_tokens or (stops and reader.find_stop(tokens, stops, prompt_len)):
+                output = TokenView(tokens, prompt_len, len(tokens))
+                if token in self.end_tokens or (stops and reader.find_stop(output, stops)):
                     finish_reason = "stop"
                     break
                 if len(tokens) >= longest:

@@ -2,7 +2,7 @@
 
 NOTICE: every token of every request passes through this file. Do not add here: a branch on a model family, a kind of
 drafter or a backend; state or device work of one feature (`rounds/`, `grammar_masks.py`, `prompt_scores.py`); a policy
-(`scheduler.py`, `prompt_gap.py`, `adaptive/`); a wait for the device outside of settling.
+(`scheduler.py`, `prompt_gap.py`, `draft_policy/`); a wait for the device outside of settling.
 
 A request that decodes waits for at most one group of chunks between two rounds. With captured rounds the device always
 has work: the next round is launched before the previous one is settled (`launches.py`), and needs no length that the
@@ -17,21 +17,20 @@ import numpy as np
 
 from specdec.config import MAX_FORCED_TOKENS, SpecConfig
 from specdec.gpu.captures import CaptureUse
-from specdec.runtime.adaptive.cost_table import batch_in_table
-from specdec.runtime.adaptive.draft_choice import NO_CHOICE, DraftChoice
-from specdec.runtime.adaptive.draft_ladder import draft_ladder
-from specdec.runtime.adaptive.reading_along import end_drafts, read_along
 from specdec.runtime.cpu_threads import CpuThreads
+from specdec.runtime.draft_policy.draft_choice import DraftChoice
+from specdec.runtime.draft_policy.draft_ladder import draft_ladder
+from specdec.runtime.draft_policy.draft_use import NO_CHOICE
 from specdec.runtime.engine_stats import EngineStats, stats_now
 from specdec.runtime.grammar_masks import GrammarSteps, forced_counts, load_forced, prepare
 from specdec.runtime.launched_step import launched_now
-from specdec.runtime.launches import Launches, Span
+from specdec.runtime.launches import Launches
 from specdec.runtime.prefill import Prefill
 from specdec.runtime.request import Request, restricted, rows_of
 from specdec.runtime.rounds.capture_classes import is_large
 from specdec.runtime.rounds.captured_prompts import ChunkGraphs
 from specdec.runtime.rounds.captured_rounds import Between, RoundGraphs, nothing, run_programs
-from specdec.runtime.rounds.catching_up import CatchUps
+from specdec.runtime.rounds.catching_up import CatchUps, end_drafts, read_unread
 from specdec.runtime.rounds.decode_round import DECODE_STAGES, decode_programs
 from specdec.runtime.rounds.result import DraftShape, RoundResult, RoundShape
 from specdec.runtime.rounds.round import Round
@@ -66,8 +65,9 @@ class Steps:
         self.launches = Launches(scheduler, round, self._learn, captured=graphs is not None)
         self.prefill = Prefill(scheduler, round, chunks, self.threads)
         adaptive = spec.adaptive and round.worker is not None
-        shapes = draft_ladder(spec, lookup=round.has_lookup)
-        self.choice = DraftChoice(shapes, self.table.max_requests + 1) if adaptive else None
+        captured, num_rows = graphs is not None, self.table.max_requests + 1
+        shapes = draft_ladder(spec, captured=captured, lookup=round.has_lookup)
+        self.choice = DraftChoice(shapes, num_rows, captured=captured) if adaptive else None
         round.masks.max_nodes = max(spec.num_nodes, 1 + MAX_FORCED_TOKENS)
 
     def restart(self, requests: Sequence[Request]) -> None:
@@ -154,8 +154,11 @@ class Steps:
             load_forced(self.round, requests, forced)
         self.round.flush()
         self.threads.fit(shape.batch * shape.width)
-        drafts = self.round.max_drafts.host[rows].clip(max=shape.draft.depth)  # before rows are lost to the drafter
-        read_along(self.round, self.catch_ups, self.choice, shape, rows, ending)
+        drafts = self.round.max_drafts.host[rows].clip(max=shape.draft.depth)
+        begin = time.perf_counter()
+        if read_unread(self.round, self.catch_ups, shape, rows, ending) and self.choice is not None:
+            spent = time.perf_counter() - begin if self.graphs is None else None
+            self.choice.caught_up(shape.batch, shape.draft, spent)
         between: Between = nothing
         if masked:
             between = GrammarSteps(self.round, shape, [request.place for request in requests]).between
@@ -196,27 +199,25 @@ class Steps:
         bucket = shape if self.graphs is None else self.graphs.bucket(shape)
         if self.graphs is not None and is_large(bucket):
             return shape
-        batch = batch_in_table(bucket.batch, captured=self.graphs is not None)
         fixed = [draft for draft, request in zip(drafts, requests, strict=True) if request.has_fixed_draft]
         rows = rows_of(requests)
         most = np.minimum(self.round.max_drafts.host[rows], np.array(to_go, dtype=np.int64) - 1)
-        context = int(self.table.committed_len.host[rows].sum())
-        unread = 0 if self.round.unread is None else self.round.unread.due(rows, 0)
+        unread = 0 if self.round.unread is None else self.round.unread.most(rows)
         unsettled = [launched.shape.draft for launched in self.launches.under_way if launched.drawing is None]
-        least = largest(fixed)
-        return shape.with_draft(choice.choose(rows, most, batch, context, least, unread=unread, unsettled=unsettled))
+        draft = choice.choose(rows, most, bucket.batch, largest(fixed), unread=unread, unsettled=unsettled)
+        if self.graphs is None and draft.num_steps:  # no deeper than any request can use
+            draft = shape.draft._replace(by_lookup=draft.by_lookup)
+        return shape.with_draft(draft)
 
     def _learn(
-        self, shape: RoundShape, requests: Sequence[Request], result: RoundResult, gained: int, span: Span | None
+        self, shape: RoundShape, requests: Sequence[Request], result: RoundResult, gained: int, seconds: float
     ) -> None:
         """Update the draft policy from a settled round: see `launches.Learns`."""
         if self.choice is None or shape.forced or (self.graphs is not None and is_large(shape)):
             return
         rows = rows_of(requests)
-        batch = batch_in_table(shape.batch, captured=self.graphs is not None)
-        context = int(self.table.committed_len.host[rows].sum() - result.length.sum())  # before it
         drafting = result.drafts > 0
         given = rows[drafting], result.length[drafting] - 1, result.drafts[drafting]
         chosen = not any(request.has_fixed_draft for request in requests)
         brought = gained / len(requests) if chosen else 0.0
-        self.choice.learn(shape.draft, batch, context, result.seconds, *given, span, brought=brought)
+        self.choice.learn(shape.draft, shape.batch, seconds, *given, brought)

@@ -11,7 +11,8 @@ Other shapes are captured when they first occur.
 import numpy as np
 
 from specdec.progress import progress_bar
-from specdec.runtime.adaptive.round_timing import fill_cost_table, time_prompts, time_rounds
+from specdec.runtime.draft_policy.round_timing import fill_times, time_rounds
+from specdec.runtime.prompt_timing import time_prompts
 from specdec.runtime.rounds.captured_prompts import SIZES_IN_PARTS
 from specdec.runtime.rounds.captured_rounds import RoundGraphs, batch_sizes, table_widths
 from specdec.runtime.rounds.result import RoundShape
@@ -48,7 +49,7 @@ def warm_up(steps: Steps) -> None:
     if round.cache.sanitizer is None:  # which knows of no rows without slots
         with steps.round.on_device():
             if steps.choice is not None:
-                fill_cost_table(steps.choice.cost, graphs, steps.catch_ups, shapes)
+                fill_times(steps.choice.times, drafts, graphs, steps.catch_ups, shapes)
             _time_prompts(steps, graphs, shapes[0])
         steps.restart([])
     graphs.store.uncaptured["rounds"] = 0  # no request has asked for any so far

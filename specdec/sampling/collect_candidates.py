@@ -1,4 +1,4 @@
-"""Which tokens of each row can be chosen: kernels read the vocabulary, and list candidates for `choose_kernel`.
+"""Candidates of each row, tokens that can be chosen: kernels read the vocabulary, and list them for `choose_kernel`.
 
     scan_kernel       grid (tiles, rows)   the best logit of each group and tile of the vocabulary; with top-n-sigma
                                            also their number, sum and sum of squares
@@ -48,7 +48,7 @@ COLLECTORS = 2048
 
 
 class Cut(NamedTuple):
-    """How a row is cut into tiles and groups, and its list of at most `capacity` tokens; changes no result."""
+    """Cut of a row into tiles and groups, and its list of at most `capacity` tokens; changes no result."""
 
     tile: int = 4096
     group: int = 64
@@ -60,7 +60,7 @@ DEFAULT_CUT = Cut()
 
 
 class Candidates(NamedTuple):
-    """What earlier kernels found in R rows of logits; `choose_kernel` reads it.
+    """Findings of earlier kernels in R rows of logits; `choose_kernel` reads them.
 
     `list_id`, `list_x`: tokens that may win, and their logits. Where `floor` is finite only tokens whose logit reaches
     it were listed, so a row that turns out to need others is searched again in full. None: not computed.

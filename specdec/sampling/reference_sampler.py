@@ -42,7 +42,7 @@ class NodePaths(Protocol):
 
 @dataclass(frozen=True)
 class Past:
-    """What edits of logits read, for logits [B, N, V].
+    """Inputs of the edits of logits [B, N, V].
 
     history [B, L]: the tokens so far, the root included, of which length [B] count; a function that makes it is called
     when something reads it. tree: the drafts after the history; None: N = 1, the token after each history.
@@ -234,7 +234,7 @@ def masked(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
 
 
 def output_counts(past: Past, vocab_size: int) -> torch.Tensor:
-    """How often the output has each token before each node's continuation: [B, N, V] float32, along its own path."""
+    """Counts of each token in the output before each node's continuation: [B, N, V] float32, along its own path."""
     assert past.prompt_len is not None
     columns = torch.arange(past.history.shape[1], device=past.history.device)
     counted = (columns >= past.prompt_len[:, None]) & (columns < past.length[:, None])  # [B, L]
@@ -249,7 +249,7 @@ def output_counts(past: Past, vocab_size: int) -> torch.Tensor:
 
 
 def past_tokens(past: Past, vocab_size: int) -> torch.Tensor:
-    """Which tokens each node's continuation repeats: [B, N, V] bool, along its own ancestor path."""
+    """Tokens that each node's continuation would repeat: [B, N, V] bool, along its own ancestor path."""
     if past.seen is not None:
         return _along_paths(unpack_bits(past.seen, vocab_size), past.tree)
     history = past.history

@@ -24,6 +24,7 @@ REAL = tuple(name for name, number in NUMBERS.items() if number.kind is float)
 """The other columns, each the bits of a float64."""
 FILTERS = tuple(name for name, number in NUMBERS.items() if number.filters)
 """Those that remove tokens from the law."""
+DEFAULTS = SamplingParams()
 
 
 class ParamVectors(NamedTuple):
@@ -53,7 +54,7 @@ def split_cells(cells: torch.Tensor) -> ParamVectors:
 
 
 class Uses(NamedTuple):
-    """What at least one request of a batch asks for: all that its rounds need to compute.
+    """Features that at least one request of a batch asks for: all that its rounds need to compute.
 
     filters: names of FILTERS. edits of logits: penalty (for repetition), counts (frequency and presence penalty), bias
     (room for that many entries a request), masked (by a grammar, or by rules about tokens).
@@ -76,7 +77,7 @@ class Uses(NamedTuple):
         sampled = [p for p in params if p.temperature > 0]
         return cls(
             sampled=len(sampled) > 0,
-            filters=frozenset(f for f in FILTERS if any(getattr(p, f) != NUMBERS[f].default for p in sampled)),
+            filters=frozenset(f for f in FILTERS if any(getattr(p, f) != getattr(DEFAULTS, f) for p in sampled)),
             penalty=any(p.repetition_penalty != 1 for p in params),
             counts=any(p.presence_penalty != 0 or p.frequency_penalty != 0 for p in params),
             bias=bias_room(max((len(p.logit_bias) for p in params if p.logit_bias), default=0)),

@@ -31,14 +31,6 @@ def unpack_bits(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
 # tokens that rows have had
 
 
-def reference_mark_seen(bits: torch.Tensor, row: torch.Tensor, tokens: torch.Tensor, num_tokens: torch.Tensor) -> None:
-    one = torch.ones((), dtype=torch.int64, device=bits.device)
-    for i, count in enumerate(num_tokens.tolist()):
-        for token in tokens[i, :count].unique():
-            word = bits[row[i], token // 32].long() | (one << (token % 32))
-            bits[row[i], token // 32] = torch.where(word >= 1 << 31, word - (1 << 32), word).int()
-
-
 @triton.jit(do_not_specialize=["s_bits", "s_tokens", "max_tokens"])
 def _mark_seen_kernel(
     p_bits: tl.tensor,  # [rows, W]

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.config import SamplingParams, require_int, require_number
+from specdec.config import SamplingParams
 from specdec.draft_models.base import Drafter
 from specdec.engine import Engine
 from specdec.errors import SpecDecError, StoppingError
@@ -30,6 +30,7 @@ from specdec.serving.engine_thread import BROKEN, EngineThread, Observer, Sample
 from specdec.serving.fair_pool import CLIENT, FairPool
 from specdec.serving.streams import Streams, tell_readers
 from specdec.serving.text_bound import TextBound
+from specdec.settings.numbers import require_int, require_number
 from specdec.text.prompts import Prompt, as_prompt_list, text_ids
 
 T = TypeVar("T")

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from specdec.settings.numbers import ABOVE_ZERO, FROM_ZERO, Number
 from specdec.settings.shell_option import client_option, http_option, operation_option, option
 
 
@@ -11,17 +12,21 @@ class HttpOptions:
     """Times are seconds; the help of each option says what it means."""
 
     client_requests_per_minute: int = client_option(
-        0, "Of one API key, or address where there are none; 0: any.", min=0
+        0, "Of one API key, or address where there are none; 0: any.", number=Number(int, 0, 1 << 30)
     )
-    client_concurrency: int = client_option(0, "Open samples of one key or address; 0: any.", min=0)
-    timeout_body: float = http_option(120.0, "Seconds for the body of a request to arrive.")
-    timeout_keep_alive: float = http_option(30.0, "Seconds that an idle connection stays open.")
+    client_concurrency: int = client_option(
+        0, "Open samples of one key or address; 0: any.", number=Number(int, 0, 1 << 30)
+    )
+    timeout_body: float = http_option(120.0, "Seconds for the body of a request to arrive.", number=ABOVE_ZERO)
+    timeout_keep_alive: float = http_option(30.0, "Seconds that an idle connection stays open.", number=ABOVE_ZERO)
     root_path: str = http_option("", "Prefix under which a proxy shows this server, such as /llm.")
     ssl_certfile: Path | None = http_option(None, "Certificate as a PEM file; makes it HTTPS.")
     ssl_keyfile: Path | None = http_option(None, "The certificate's key.")
-    liveness_seconds: float = operation_option(120.0, "A step that takes longer hangs: /live and /health say 503.")
+    liveness_seconds: float = operation_option(
+        120.0, "A step that takes longer hangs: /live and /health say 503.", number=ABOVE_ZERO
+    )
     stats_seconds: float = operation_option(
-        10.0, "Between two lines of throughput in the log, while there is any; 0: none.", min=0
+        10.0, "Between two lines of throughput in the log, while there is any; 0: none.", number=FROM_ZERO
     )
     tool_parser: str = option(
         "auto", "How the model writes tool calls: hermes, llama, ...; auto: as its template teaches."
@@ -31,8 +36,10 @@ class HttpOptions:
     special_tokens_in_content: str = option(
         "escape", "Control tokens in messages: escape (they are text) or allow, as transformers."
     )
-    max_body_bytes: int = option(4 << 20, "Largest request; larger ones get 413.", min=1)
-    stop_seconds: float = option(30.0, "For streams to end after SIGTERM or Ctrl-C; a second one ends at once.", min=0)
+    max_body_bytes: int = option(4 << 20, "Largest request; larger ones get 413.", number=Number(int, 1, 1 << 40))
+    stop_seconds: float = option(
+        30.0, "For streams to end after SIGTERM or Ctrl-C; a second one ends at once.", number=FROM_ZERO
+    )
     share_prefix_cache: bool = option(
         False, "Between API keys too: one can then find out what another sent.", "--share-prefix-cache"
     )

@@ -12,7 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, H
 from prometheus_client import generate_latest as as_text
 from prometheus_client.core import Metric
 
-from specdec.runtime.adaptive.draft_choice import name as draft_name
+from specdec.runtime.draft_policy.draft_use import name as draft_name
 from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.request import RequestStats
 from specdec.serving.async_engine import AsyncEngine

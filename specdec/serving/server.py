@@ -50,7 +50,7 @@ QUIET_SECONDS = 10.0
 """Between two lines of the log about connections that cannot be accepted."""
 HEAD_BYTES = 1 << 16
 RECEIVED_BYTES = 1 << 16
-"""Bytes of one connection that the system holds for the loop, which parses them in one turn: 60 ms for 64 KiB of chunks
+"""Bytes of one connection that the system holds for the loop, which parses them in one turn: 0.1 s for 64 KiB of chunks
 of one byte."""
 WRITE_SECONDS = 300
 """A client that reads nothing for this long is given up, by the system."""

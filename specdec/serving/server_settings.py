@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from specdec.config import require_int, require_number
 from specdec.errors import ConfigError, require_one_of, shown
 from specdec.serving.http_options import HttpOptions
 from specdec.serving.tools.reasoning import reasoning_format
 from specdec.serving.tools.tool_parsers import require_parser
+from specdec.settings.numbers import require_fields
 from specdec.text.content_tokens import require_handling
 
 DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -28,13 +28,7 @@ class ServeSettings(HttpOptions):
     named_keys: Mapping[str, str] = field(default_factory=dict)  # further keys, by the name that the log has for them
 
     def __post_init__(self) -> None:
-        require_int("max_body_bytes", self.max_body_bytes, 1, 1 << 40)
-        for name in ("client_requests_per_minute", "client_concurrency"):
-            require_int(name, getattr(self, name), 0, 1 << 30)
-        for name in ("timeout_body", "timeout_keep_alive", "liveness_seconds"):
-            require_number(name, getattr(self, name), 0.0, open_low=True)
-        for name in ("stats_seconds", "stop_seconds"):
-            require_number(name, getattr(self, name), 0.0)
+        require_fields(self)
         if not self.model_names or not all(self.model_names):
             raise ConfigError(
                 f"served model names {shown(list(self.model_names))}: at least one is expected, none empty"

@@ -43,10 +43,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (np.ndarray, torch.Tensor)) and value.ndim == 1:
         return value.tolist()
     if type(value) in (list, tuple, set, frozenset):
-        return type(value)(map(_plain_number, value))
+        return type(value)(map(plain_number, value))
     if isinstance(value, Mapping):  # a copy, that nobody changes later
-        return {_plain_number(key): _plain_number(each) for key, each in value.items()}
-    return _plain_number(value)
+        return {plain_number(key): plain_number(each) for key, each in value.items()}
+    return plain_number(value)
 
 
 def _schema_text(value: Any) -> Any:
@@ -61,7 +61,8 @@ def _schema_text(value: Any) -> Any:
     return value
 
 
-def _plain_number(value: Any) -> Any:
+def plain_number(value: Any) -> Any:
+    """A number out of its numpy or torch box; everything else as it is."""
     boxed = isinstance(value, (np.generic, np.ndarray, torch.Tensor)) and value.ndim == 0
     return value.item() if boxed else value
 

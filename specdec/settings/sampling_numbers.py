@@ -1,14 +1,13 @@
 """The numbers that shape the law of the next token, each declared once for Python, HTTP, the command line and kernels.
 
-A field that is a `number` is a field of `SamplingParams`, which checks it on construction; a field of request bodies,
+A field that has a `Number` is a field of `SamplingParams`, which checks it on construction; a field of request bodies,
 with the same bounds; an option of `specdec generate` and `specdec chat`; and a column of the device's table of
 parameters. This module imports nothing heavy, because `specdec --help` reads it.
 """
 
-import math
-from dataclasses import KW_ONLY, dataclass, field, fields
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, fields
 
+from specdec.settings.numbers import Number
 from specdec.settings.shell_option import option
 
 PENALTY_SPAN = (1e-6, 1e6)
@@ -16,46 +15,35 @@ PENALTY_SPAN = (1e-6, 1e6)
 
 
 @dataclass(frozen=True, slots=True)
-class Number:
-    """What a field may hold: finite numbers of its kind, from low to high; with open_low, not low itself.
-
-    filters: it removes tokens from the law (its default removes none).
-    """
-
-    kind: type[int] | type[float]
-    default: float
-    low: float
-    high: float
-    open_low: bool = False
-    filters: bool = False
-
-
-def number(default: float, low: float, high: float, help: str, **kinds: bool) -> Any:
-    """A field with its `Number`, int or float as its default is. help: of its option."""
-    bounds = Number(type(default), default, low, high, **kinds)
-    return field(default=default, metadata={"number": bounds, **option(default, help).metadata})
-
-
-@dataclass(frozen=True, slots=True)
 class SamplingNumbers:
     """The length of the output, how its tokens are drawn, and the seed; `SamplingParams` says what each means."""
 
     max_new_tokens: int = option(256, "Most tokens to generate.")
-    temperature: float = number(0.0, 0, math.inf, "0 is greedy.")
-    top_k: int = number(0, 0, 1 << 30, "Keep the k most likely tokens; 0: all.", filters=True)
-    top_p: float = number(1.0, 0, 1, "Keep the smallest set of this mass; 1: all.", open_low=True, filters=True)
-    min_p: float = number(0.0, 0, 1, "Drop tokens below this share of the most likely; 0: none.", filters=True)
+    temperature: float = option(0.0, "0 is greedy.", number=Number(float, 0))
+    top_k: int = option(0, "Keep the k most likely tokens; 0: all.", number=Number(int, 0, 1 << 30, filters=True))
+    top_p: float = option(
+        1.0, "Keep the smallest set of this mass; 1: all.", number=Number(float, 0, 1, open_low=True, filters=True)
+    )
+    min_p: float = option(
+        0.0, "Drop tokens below this share of the most likely; 0: none.", number=Number(float, 0, 1, filters=True)
+    )
     seed: int | None = option(None, "Makes a sampled output repeatable.")
     _: KW_ONLY
-    top_n_sigma: float = number(
-        0.0, -1e6, 1e6, "Keep logits within n standard deviations of the best; 0 or less: all.", filters=True
+    top_n_sigma: float = option(
+        0.0,
+        "Keep logits within n standard deviations of the best; 0 or less: all.",
+        number=Number(float, -1e6, 1e6, filters=True),
     )
-    repetition_penalty: float = number(1.0, *PENALTY_SPAN, "Above 1 discourages repetition.")
-    presence_penalty: float = number(0.0, -2, 2, "Taken from the logit of every token that the output has.")
-    frequency_penalty: float = number(0.0, -2, 2, "Taken from a token's logit each time that the output has it.")
+    repetition_penalty: float = option(1.0, "Above 1 discourages repetition.", number=Number(float, *PENALTY_SPAN))
+    presence_penalty: float = option(
+        0.0, "Taken from the logit of every token that the output has.", number=Number(float, -2, 2)
+    )
+    frequency_penalty: float = option(
+        0.0, "Taken from a token's logit each time that the output has it.", number=Number(float, -2, 2)
+    )
 
 
 NUMBERS: dict[str, Number] = {
-    each.name: each.metadata["number"] for each in fields(SamplingNumbers) if "number" in each.metadata
+    each.name: number for each in fields(SamplingNumbers) if (number := each.metadata.get("number"))
 }
 """Numbers by the name of their field, in order."""

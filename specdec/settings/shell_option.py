@@ -4,11 +4,16 @@ from dataclasses import MISSING, field
 from functools import partial
 from typing import Any
 
+from specdec.settings.numbers import Number
 
-def option(default: Any = MISSING, help: str = "", *flags: str, **settings: Any) -> Any:
-    """flags: as they are typed, where they are not the field's name; settings: typer's. A list is copied."""
+
+def option(default: Any = MISSING, help: str = "", *flags: str, number: Number | None = None, **settings: Any) -> Any:
+    """flags: as they are typed, where they are not the field's name; number: bounds, of which the shell checks the
+    least integer itself; settings: typer's. A list is copied."""
     made: dict[str, Any] = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
-    return field(**made, metadata={"option": (flags, {"help": help, **settings})})
+    if number is not None and number.kind is int:
+        settings["min"] = int(number.low)
+    return field(**made, metadata={"number": number, "option": (flags, {"help": help, **settings})})
 
 
 http_option = partial(option, rich_help_panel="HTTP")

@@ -9,8 +9,8 @@ mended after the template's own control tokens were found:
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 from specdec.errors import require_one_of
@@ -42,7 +42,13 @@ class ContentTokens:
 
         others: what the template is told in addition to messages, such as tools.
         """
-        texts = list(_texts([chat, others]))
+        texts: list[str] = []
+
+        def noted(text: str) -> str:
+            texts.append(text)
+            return text
+
+        _mapped([chat, others], noted)
         if not any(self._all.search(text) for text in texts):
             return chat, others, ""
         there = set().union(*texts)
@@ -51,8 +57,8 @@ class ContentTokens:
         for each in chat:
             pattern = self._special if each.get("role") in WRITTEN_BY_MODELS else self._all
             role = {"role": each["role"]} if "role" in each else {}
-            messages.append({key: _mapped(value, pattern, marker) for key, value in each.items()} | role)
-        return messages, _mapped(others, self._all, marker), marker
+            messages.append(_mapped(each, partial(_broken, pattern, marker)) | role)
+        return messages, _mapped(others, partial(_broken, self._all, marker)), marker
 
     def ids(self, rendered: str, marker: str) -> list[int]:
         """Token ids of a rendered chat whose control tokens are broken by `marker`, or of a text."""
@@ -109,26 +115,18 @@ def _pattern(tokens: set[str]) -> "re.Pattern[str]":
     return re.compile("|".join(map(re.escape, words)) or r"(?!)")
 
 
-def _mapped(value: Any, pattern: "re.Pattern[str]", marker: str) -> Any:
-    """Returns the value with all its texts broken, keys too."""
+def _broken(pattern: "re.Pattern[str]", marker: str, text: str) -> str:
+    while pattern.search(text):  # in what is left of one there may be another
+        text = pattern.sub(lambda found: found[0][0] + marker + found[0][1:], text)
+    return text
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """Returns the value with `change` of each of its texts, keys too."""
     if isinstance(value, str):
-        while pattern.search(value):  # in what is left of one there may be another
-            value = pattern.sub(lambda found: found[0][0] + marker + found[0][1:], value)
-        return value
+        return change(value)
     if isinstance(value, Mapping):
-        return {_mapped(key, pattern, marker): _mapped(each, pattern, marker) for key, each in value.items()}
+        return {_mapped(key, change): _mapped(each, change) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_mapped(each, pattern, marker) for each in value]
+        return [_mapped(each, change) for each in value]
     return value
-
-
-def _texts(value: Any) -> Any:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _texts(key)
-            yield from _texts(each)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _texts(each)

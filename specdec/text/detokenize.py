@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 from transformers import PreTrainedModel
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -25,6 +25,32 @@ REPLACEMENT = "\ufffd"
 
 CLEANED = frozenset(" .?!,'ntmsver")
 """The characters of the patterns that `clean_up_tokenization_spaces` rewrites: no match reaches across any other."""
+
+
+class TokenView(Sequence[int]):
+    """tokens[start:stop] without a copy, as it is now: an output is read piece by piece in linear time."""
+
+    __slots__ = ("_start", "_stop", "_tokens")
+
+    def __init__(self, tokens: list[int], start: int, stop: int) -> None:
+        assert 0 <= start <= stop <= len(tokens), f"{start=} {stop=} {len(tokens)=}"
+        self._tokens, self._start, self._stop = tokens, start, stop
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[int]: ...
+
+    def __getitem__(self, at: int | slice) -> int | list[int]:
+        if isinstance(at, slice):
+            first, last, step = at.indices(len(self))
+            assert step == 1, "a view is read forwards"
+            return self._tokens[self._start + first : self._start + max(first, last)]
+        return self._tokens[self._start + range(len(self))[at]]
 
 
 class Kinds(NamedTuple):
@@ -65,32 +91,31 @@ class Detokenizer:
             setattr(twin, name, getattr(self, name))
         return twin
 
-    def find_stop(self, tokens: Sequence[int], stops: Sequence[str], start: int = 0) -> bool:
-        """Read the newest of the output `tokens[start:]`; does it complete a stop string?
+    def find_stop(self, output_ids: Sequence[int], stops: Sequence[str]) -> bool:
+        """Read the newest tokens of the output; do they complete a stop string?
 
         In the text, or in the text with special tokens written out: "<end_of_turn>" can be given as a string.
         """
         if self.tokenizer is None:
             return False
         reach = max(map(len, stops), default=0)
-        text = self._context + self._update(tokens, start, reach)
+        text = self._context + self._update(output_ids, reach)
         self._pending = ""  # nothing is handed out here: a text that only grows would be copied for each token
         least = min_tokens_of(stops)
-        if len(tokens) - start <= least:
+        if len(output_ids) <= least:
             return False
         in_text = any(stop in text for stop in stops)
         if not in_text:
-            if self._kinds().special.isdisjoint(tokens[max(start, len(tokens) - reach) :]):
+            if self._kinds().special.isdisjoint(output_ids[max(0, len(output_ids) - reach) :]):
                 return False
             # a few tokens more than the string is long, for those that decode right only after others
-            written = self._decode(tokens[max(start, len(tokens) - reach - 8) :], skip_special_tokens=False)
+            written = self._decode(output_ids[max(0, len(output_ids) - reach - 8) :], skip_special_tokens=False)
             if not any(stop in written for stop in stops):
                 return False
         if not least:
             return True
-        output = tokens[start:]
-        since = self._since(output, stops, skip_special_tokens=in_text)
-        return find_first(self._decode(output, skip_special_tokens=in_text), stops, since) is not None
+        since = self._since(output_ids, stops, skip_special_tokens=in_text)
+        return find_first(self._decode(output_ids[:], skip_special_tokens=in_text), stops, since) is not None
 
     def stream(self, output_ids: Sequence[int], stops: Sequence[str], *, finished: bool) -> str:
         """Text not handed out before; what may be the start of a stop string waits until it is known not to be."""
@@ -101,7 +126,7 @@ class Detokenizer:
             new = self._final[sum(map(len, self._sent[: self._num_sent])) :]
         else:
             reach = max(map(len, stops), default=0)
-            self._update(output_ids, 0, reach)
+            self._update(output_ids, reach)
             ready = len(self._pending) - max(0, reach - 1)
             new, self._pending = self._pending[: max(0, ready)], self._pending[max(0, ready) :]
         del self._sent[self._num_sent :]  # of a copy that was dropped
@@ -111,7 +136,7 @@ class Detokenizer:
 
     def unsettled(self, output_ids: Sequence[int]) -> str:
         """The text after what is settled, if the output, which was read, ended here."""
-        if self._in_byte_run(output_ids, 0, len(output_ids)):  # which is not decoded before it ends
+        if self._in_byte_run(output_ids, len(output_ids)):  # which is not decoded before it ends
             return self._decode(output_ids[self._prefix :])[self._known_len :]
         return self._shown[self._known_len :]
 
@@ -128,7 +153,7 @@ class Detokenizer:
         if text.startswith(sent):
             return text
         # a tokenizer that takes text back in a way not foreseen here: what was handed out stays
-        self._update(output_ids, 0, 0)
+        self._update(output_ids, 0)
         return sent + cut(self._pending + self._shown[self._known_len :], stops)
 
     def _since(self, output_ids: Sequence[int], stops: Sequence[str], *, skip_special_tokens: bool = True) -> int:
@@ -136,49 +161,49 @@ class Detokenizer:
         least = min_tokens_of(stops)
         return len(self._decode(output_ids[:least], skip_special_tokens=skip_special_tokens)) if least else 0
 
-    def _update(self, tokens: Sequence[int], start: int, reach: int) -> str:
-        """Look at the output `tokens[start:]`; returns the text after what was settled before, if it ended here.
+    def _update(self, tokens: Sequence[int], reach: int) -> str:
+        """Look at the output; returns the text after what was settled before, if it ended here.
 
         `reach`: characters that a stop string can reach back; 0 without stop strings.
         """
         unsettled = self._shown[self._known_len :]
-        now = len(tokens) - start
-        if self._seen == now or (not reach and self._in_byte_run(tokens, start, now)):
+        now = len(tokens)
+        if self._seen == now or (not reach and self._in_byte_run(tokens, now)):
             return unsettled
-        if self._kinds().special.issuperset(tokens[start + self._seen : start + now]):
+        if self._kinds().special.issuperset(tokens[self._seen :]):
             self._seen = now  # decoding skips them: an output of nothing else would be decoded whole for each
             return unsettled
         before, shown_before, self._seen = self._seen, self._shown, now
-        self._shown = self._decode(tokens[start + self._prefix :])
+        self._shown = self._decode(tokens[self._prefix :])
         unsettled = self._shown[self._known_len :]
         # a replacement character that other text came after is no unfinished character
         followed = self._shown.startswith(shown_before) and len(self._shown) > len(shown_before)
-        if not self._shown.endswith(REPLACEMENT) and self._settles(tokens, start, now, self._shown):
-            self._settle(now, self._shown, tokens, start, reach)
-        elif followed and self._settles(tokens, start, before, shown_before):
-            self._settle(before, shown_before, tokens, start, reach)
+        if not self._shown.endswith(REPLACEMENT) and self._settles(tokens, now, self._shown):
+            self._settle(now, self._shown, tokens, reach)
+        elif followed and self._settles(tokens, before, shown_before):
+            self._settle(before, shown_before, tokens, reach)
         return unsettled
 
-    def _settles(self, tokens: Sequence[int], start: int, end: int, shown: str) -> bool:
+    def _settles(self, tokens: Sequence[int], end: int, shown: str) -> bool:
         """Is `shown`, the text up to token `end`, new and beyond change, apart from an unfinished last character?"""
-        if len(shown) <= self._known_len or self._in_byte_run(tokens, start, end):
+        if len(shown) <= self._known_len or self._in_byte_run(tokens, end):
             return False
         return not (self._kinds().cleans_up and shown[-1] in CLEANED)
 
-    def _settle(self, end: int, shown: str, tokens: Sequence[int], start: int, reach: int) -> None:
+    def _settle(self, end: int, shown: str, tokens: Sequence[int], reach: int) -> None:
         """The text up to token `end` is final; the tokens read last become the context of the next decodes."""
         text = shown[self._known_len :]
         self._pending += text
         self._context = (self._context + text)[-reach:] if reach else ""
         self._prefix, self._read = self._read, end
-        known = self._decode(tokens[start + self._prefix : start + end])
+        known = self._decode(tokens[self._prefix : end])
         self._known_len = len(known)
-        self._shown = known if end == self._seen else self._decode(tokens[start + self._prefix : start + self._seen])
+        self._shown = known if end == self._seen else self._decode(tokens[self._prefix : self._seen])
 
-    def _in_byte_run(self, tokens: Sequence[int], start: int, end: int) -> bool:
+    def _in_byte_run(self, tokens: Sequence[int], end: int) -> bool:
         """Is the last token before `end` that decoding does not skip a byte?"""
         kinds = self._kinds()
-        for at in range(start + end - 1, start + self._read - 1, -1) if kinds.byte else ():
+        for at in range(end - 1, self._read - 1, -1) if kinds.byte else ():
             if tokens[at] not in kinds.special:
                 return tokens[at] in kinds.byte
         return False
@@ -265,7 +290,7 @@ def token_text(tokenizer: Any, token: int) -> str:
 
 @lru_cache(maxsize=1 << 16)
 def token_bytes(tokenizer: Any, token: int) -> bytes:
-    """What it adds to the UTF-8 text. Bytes of the tokens of a text, joined, are the text."""
+    """Bytes that it adds to the UTF-8 text. Bytes of the tokens of a text, joined, are the text."""
     text = token_text(tokenizer, token)
     if REPLACEMENT not in text:
         return text.encode(errors="replace")

@@ -1,4 +1,4 @@
-"""What is asked: JSON Lines files into problems. Knows fields and lines, no task and no model.
+"""Prompts: JSON Lines files into problems. Knows fields and lines, no task and no model.
 
 Every line of a file that cannot be what it should is named with its number, in one sentence.
 """
@@ -19,7 +19,7 @@ QUESTION_KEYS = ("question", "prompt", "turns")
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What a user says, turn by turn, and where the data has them a reference answer and a category."""
+    """A user's turns, and where the data has them a reference answer and a category."""
 
     turns: tuple[str, ...]
     answer: str | None = None
@@ -74,7 +74,7 @@ def _object(line: bytes, where: str) -> dict[str, Any]:
 
 
 def problem_of(record: dict[str, Any], where: str) -> Problem:
-    """What an object of such a file says. Raises ConfigError, which begins with `where`."""
+    """Problem of one object of such a file. Raises ConfigError, which begins with `where`."""
     key = next((key for key in QUESTION_KEYS if record.get(key) is not None), None)
     if key is None:
         keys = [*map(_shown, sorted(record)[:8]), *(["..."] if len(record) > 8 else [])]

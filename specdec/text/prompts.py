@@ -24,7 +24,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """Roles that every template may be given; it raises for those that it does not take."""
 A_LIST = 'a list of messages {"role": ..., "content": ...} is expected'
 INSTEAD_OF_CONTENT = ("tool", "function", "reasoning", "thinking")
-"""How the keys begin that can make a message without content."""
+"""Beginnings of keys that can make a message without content."""
 
 
 def as_prompt_list(prompts: Any) -> list[Prompt]:

@@ -62,7 +62,7 @@ class TokenTexts:
         return range(first, self._given)
 
     def _add(self, token: int) -> str:
-        """What becomes certain of the text with one token more."""
+        """The text that becomes certain with one token more."""
         self._ids.append(token)
         before, new = self._tail, self._reader.stream(self._ids, (), finished=False)
         self._tail = self._reader.unsettled(self._ids)

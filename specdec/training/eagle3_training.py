@@ -71,4 +71,6 @@ class TrainableEagle3(TrainableDrafter):
         return self.module.logits(states, self.target.head)
 
     def save(self, folder: Path) -> None:
-        write_head(folder, self.module.spec, self.module.state_dict(), TargetShape.of(self.target), self.target_ids)
+        write_head(
+            folder, self.module.spec, self.module.state_dict(), TargetShape.of_target(self.target), self.target_ids
+        )

@@ -21,12 +21,12 @@ FREE_SETTINGS = frozenset(
 )
 """Settings that a resumed run may change."""
 RUN_FILES = ("settings.json", "state.pt", "report.json", "answers*.jsonl")
-"""What a run leaves under `training`."""
+"""Files that a run leaves under `training`."""
 MODEL_FILES = (
     *("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"),
     *("pytorch_model*.bin", "pytorch_model*.bin.index.json"),
 )
-"""What a drafter's folder is read from. A shard that stays would be read with the drafter's own tensors."""
+"""Files that a drafter is read from. A shard that stays would be read with the drafter's own tensors."""
 
 
 def require_free_folder(settings: TrainSettings) -> None:

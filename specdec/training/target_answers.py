@@ -9,7 +9,7 @@ import json
 import logging
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,19 +35,23 @@ GROUP_SHARE = 0.05  # of the time for answers, which a group handed to the engin
 MAX_GROUP = 8  # batches of a group
 
 
+Chat = Sequence[Mapping[str, Any]]
+"""Messages of a prompt; a question is one message."""
+
+
 class PromptSource(NamedTuple):
     """prompts: to train on, endless and from each file in turn. num_prompts: how many there are before they repeat.
     kept: those for the report."""
 
-    prompts: Iterator[dict[str, Any]]
+    prompts: Iterator[Chat]
     num_prompts: int
-    kept: list[dict[str, Any]]
+    kept: list[Chat]
 
 
 def prompt_source(files: Sequence[Path], seed: int) -> PromptSource:
     count: dict[Path, int] = {}
-    sources: list[Iterator[dict[str, Any]]] = []
-    kept: list[list[dict[str, Any]]] = []
+    sources: list[Iterator[Chat]] = []
+    kept: list[list[Chat]] = []
     for turn, file in enumerate(files):  # a file given twice counts twice, in another order
         lines = read_prompt_file(file)
         cut = max(1, min(200, len(lines) // 10))
@@ -74,51 +78,44 @@ def warn_of_repetition(answers: int, prompts: int) -> None:
         )
 
 
-def read_prompt_file(path: Path) -> list[dict[str, Any]]:
-    """The objects of a prompt file, at least two. Raises ConfigError that names the first bad line."""
+def read_prompt_file(path: Path) -> list[Chat]:
+    """The prompts of a file, at least two. Raises ConfigError that names the first bad line."""
     if not path.is_file():
         raise ConfigError(f"--prompts {path}: no such file")
-    prompts: list[dict[str, Any]] = []
-    for number, record in json_lines(path):
-        _require_prompt(record, f"{path}:{number}")
-        prompts.append(record)
+    prompts = [_chat_of(record, f"{path}:{number}") for number, record in json_lines(path)]
     if len(prompts) < 2:
         raise ConfigError(f"{path} holds {len(prompts)} prompts; one is kept aside for the report, so 2 are the least")
     return prompts
 
 
-def _require_prompt(record: dict[str, Any], where: str) -> None:
-    """Raise ConfigError for an object that `encode` cannot read."""
-    if all(record.get(key) is None for key in PROMPT_KEYS):
+def _chat_of(record: dict[str, Any], where: str) -> Chat:
+    """The "messages" of an object, or else its question as one. Raises ConfigError, which begins with `where`."""
+    given = [key for key in PROMPT_KEYS if record.get(key) is not None]
+    if not given:
         keys = f"{', '.join(PROMPT_KEYS)} is expected; keys are {sorted(record)}"
         raise ConfigError(f"{where}: an object with one of {keys}")
-    if _has_question(record):
-        problem_of(record, where)
-    if record.get("messages") is not None:
+    chat: Chat = []
+    if given != ["messages"]:
+        chat = [{"role": "user", "content": problem_of(record, where).text.strip()}]
+    if "messages" in given:
         try:
-            as_messages(record["messages"])
+            chat = as_messages(record["messages"])
         except ConfigError as error:
             raise ConfigError(f"{where}: 'messages': {error}") from error
+    return chat
 
 
-def _has_question(record: dict[str, Any]) -> bool:
-    return any(record.get(key) is not None for key in QUESTION_KEYS)
-
-
-def encode(engine: Engine, prompt: dict[str, Any]) -> list[int]:
+def encode(engine: Engine, chat: Chat) -> list[int]:
     """Token ids of a prompt as the engine's user would give it. Without a chat template the last message is read."""
-    messages = prompt.get("messages")
-    if messages is not None and getattr(engine.tokenizer, "chat_template", None):
-        return engine.chat_prompt(messages)
-    if _has_question(prompt):
-        return engine.chat_prompt(problem_of(prompt, "a prompt").text.strip())
-    content = prompt["messages"][-1].get("content")
+    if getattr(engine.tokenizer, "chat_template", None):
+        return engine.chat_prompt(chat)
+    content = chat[-1].get("content")
     if not isinstance(content, str):
         raise ConfigError(f"the last message is {shown(content)}; text is expected where there is no chat template")
     return engine.chat_prompt(content.strip())
 
 
-def collect_answers(engine: Engine, prompts: Iterator[dict[str, Any]], settings: TrainSettings, stage: Stage) -> None:
+def collect_answers(engine: Engine, prompts: Iterator[Chat], settings: TrainSettings, stage: Stage) -> None:
     """Let each process append the answers to its share of the prompts to a file of its own, until the file has its
     share of `settings.answers` or they took `settings.answer_minutes`, earlier calls included."""
     state = PartialState()
@@ -160,7 +157,7 @@ def collect_answers(engine: Engine, prompts: Iterator[dict[str, Any]], settings:
             stage.update(max(done / count, (time.perf_counter() - began) / seconds), f"{done} answers")
 
 
-def _fitting(engine: Engine, prompts: Iterator[dict[str, Any]], length: int) -> Iterator[list[int]]:
+def _fitting(engine: Engine, prompts: Iterator[Chat], length: int) -> Iterator[list[int]]:
     """Token ids of the prompts that leave room for an answer. Raises ConfigError when none does."""
     skipped, shortest = 0, 0
     for prompt in prompts:

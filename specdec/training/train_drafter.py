@@ -8,8 +8,7 @@ published format (SpecForge's EAGLE-3, transformers' Gemma4Assistant, or DFlash)
 
 import json
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ import transformers
 from accelerate import PartialState
 from accelerate.utils import gather
 
-from specdec.config import EngineConfig, SamplingParams, SpecConfig, require_int, require_number
+from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.block.block_head import BlockSpec
 from specdec.draft_models.eagle3.head import Eagle3Spec
 from specdec.draft_models.heads.head_spec import HeadSpec
@@ -35,6 +34,7 @@ from specdec.training.output_folder import claim_folder, require_free_folder
 from specdec.training.packed_rows import Document
 from specdec.training.target_answers import (
     MIN_ANSWER,
+    Chat,
     collect_answers,
     encode,
     prompt_source,
@@ -109,7 +109,7 @@ def train(drafter: TrainableDrafter, batches: TrainingBatches, settings: TrainSe
 
 
 def measure(
-    target: TargetModel, tokenizer: Any, settings: TrainSettings, prompts: list[dict[str, Any]], stage: Stage
+    target: TargetModel, tokenizer: Any, settings: TrainSettings, prompts: Sequence[Chat], stage: Stage
 ) -> dict[str, Any]:
     """Acceptance of the saved drafter in an engine, greedy, on prompts kept aside."""
     found: dict[str, Any] = {}
@@ -139,7 +139,7 @@ def measure(
 
 
 def reported_shapes(settings: TrainSettings) -> dict[str, SpecConfig]:
-    """What acceptance is measured with: of a block drafter the whole block."""
+    """Draft with which acceptance is measured: of a block drafter the whole block."""
     if settings.kind != "block" or settings.draft_steps == 4:
         return SHAPES
     depth, nodes = settings.draft_steps, min(32, 5 + 16 * (settings.draft_steps - 1))
@@ -251,25 +251,9 @@ def _require_groups(heads: int, kv_heads: int, name: str) -> None:
         raise ConfigError(f"--heads {heads} does not group over {kv_heads} ({name}); give a multiple of {kv_heads}")
 
 
-ABOVE_ZERO = ("minutes", "answer_minutes", "lr", "muon_lr")
-FROM_ZERO = ("temperature", "cache_gb", "log_every")
-FROM_ONE = ("answers", "batch", "max_new_tokens", "length", "rows", "draft_steps", "report_count", "draft_vocab")
-FROM_ONE_IF_GIVEN = ("hidden", "intermediate", "layers", "heads", "kv_heads", "head_dim")
-
-
-def require_settings(settings: TrainSettings) -> None:
-    """Raises ConfigError for numbers that no run can have."""
-    for name, value in asdict(settings).items():
-        option = f"--{name.replace('_', '-')}"
-        if name in ABOVE_ZERO or name in FROM_ZERO:
-            require_number(option, value, 0.0, open_low=name in ABOVE_ZERO)
-        elif name in FROM_ONE or (name in FROM_ONE_IF_GIVEN and value is not None):
-            require_int(option, value, 1, 1 << 40)
-
-
 def train_drafter(settings: TrainSettings) -> None:
     """All stages. Raises SpecDecError for a drafter that cannot be made; after Ctrl-C the finished work is kept."""
-    require_settings(settings)
+    settings.require_numbers()
     state = PartialState(cpu=settings.device == "cpu" or not torch.cuda.is_available())
     torch.manual_seed(settings.seed)
     require_free_folder(settings)

@@ -1,9 +1,10 @@
-"""What a training run is told; each field is an option of `specdec train`. Nothing heavy is imported for it."""
+"""Settings of a training run; each field is an option of `specdec train`. Nothing heavy is imported for it."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from specdec.settings.numbers import ABOVE_ZERO, FROM_ONE, FROM_ZERO, require_fields
 from specdec.settings.shell_option import optimiser_option, option, shape_option
 
 Kind = Literal["eagle3", "mtp", "block"]
@@ -20,31 +21,35 @@ class TrainSettings:
     overwrite: bool = option(False, "Replace the model or the run that the folder holds.")
     kind: Kind = option("eagle3", "An EAGLE-3 head, a frozen-KV assistant, or a block drafter.")
     tokenizer: str | None = option(None, "Default: the target's.")
-    answers: int = option(4000, "Most answers to collect from the target.", min=1)
-    answer_minutes: float = option(10.0, "Most time to spend on them.")
-    minutes: float = option(10.0, "Time to train.")
+    answers: int = option(4000, "Most answers to collect from the target.", number=FROM_ONE)
+    answer_minutes: float = option(10.0, "Most time to spend on them.", number=ABOVE_ZERO)
+    minutes: float = option(10.0, "Time to train.", number=ABOVE_ZERO)
     steps: int = option(0, "Also stop after this many optimiser steps; 0: by time alone.", min=0)
-    batch: int = option(64, "Answers generated at a time.", min=1)
-    max_new_tokens: int = option(256, "Longest answer in tokens.", min=1)
-    temperature: float = option(1.0, "Of every eighth answer; the others are greedy.")
-    length: int = option(512, "Longest prompt with answer; length of a packed row.", min=1)
-    rows: int = option(16, "Packed rows a step and process.", min=1)
-    draft_steps: int = option(5, "Draft steps learnt at once; block: its drafts.", min=1)
-    report_count: int = option(64, "Prompts kept aside to report on.", min=1)
-    cache_gb: float = option(8.0, "Memory for the target's states.")
-    log_every: float = option(15.0, "Seconds between lines, where there is no terminal.")
+    batch: int = option(64, "Answers generated at a time.", number=FROM_ONE)
+    max_new_tokens: int = option(256, "Longest answer in tokens.", number=FROM_ONE)
+    temperature: float = option(1.0, "Of every eighth answer; the others are greedy.", number=FROM_ZERO)
+    length: int = option(512, "Longest prompt with answer; length of a packed row.", number=FROM_ONE)
+    rows: int = option(16, "Packed rows a step and process.", number=FROM_ONE)
+    draft_steps: int = option(5, "Draft steps learnt at once; block: its drafts.", number=FROM_ONE)
+    report_count: int = option(64, "Prompts kept aside to report on.", number=FROM_ONE)
+    cache_gb: float = option(8.0, "Memory for the target's states.", number=FROM_ZERO)
+    log_every: float = option(15.0, "Seconds between lines, where there is no terminal.", number=FROM_ZERO)
     seed: int = 1
     dtype: Dtype = option("bfloat16", "Of the target; the drafter is trained in bfloat16.")
     device: str | None = option(None, "cpu, cuda, ...; default: the GPU, else the CPU.")
-    draft_vocab: int = shape_option(8192, "EAGLE-3: most frequent tokens that it can draft.")
-    hidden: int | None = shape_option(None, "Default: the target's, as block has; mtp: half of it.")
-    intermediate: int | None = shape_option(None, "Default: 3 times hidden; mtp: 4 times.")
-    layers: int | None = shape_option(None, "Default: 1; mtp and block: 2.")
-    heads: int | None = shape_option(None, "Query heads; default: the target's.")
-    kv_heads: int | None = shape_option(None, "EAGLE-3 and block; default: the target's.")
-    head_dim: int | None = shape_option(None, "EAGLE-3 and block; default: hidden / heads.")
+    draft_vocab: int = shape_option(8192, "EAGLE-3: most frequent tokens that it can draft.", number=FROM_ONE)
+    hidden: int | None = shape_option(None, "Default: the target's, as block has; mtp: half of it.", number=FROM_ONE)
+    intermediate: int | None = shape_option(None, "Default: 3 times hidden; mtp: 4 times.", number=FROM_ONE)
+    layers: int | None = shape_option(None, "Default: 1; mtp and block: 2.", number=FROM_ONE)
+    heads: int | None = shape_option(None, "Query heads; default: the target's.", number=FROM_ONE)
+    kv_heads: int | None = shape_option(None, "EAGLE-3 and block; default: the target's.", number=FROM_ONE)
+    head_dim: int | None = shape_option(None, "EAGLE-3 and block; default: hidden / heads.", number=FROM_ONE)
     causal: bool = shape_option(False, "Block: rows see those up to themselves only (JetSpec).")
     mask_token: int | None = shape_option(None, "Block: id of MASK; default: the padding token's.")
     optimizer: Literal["muon", "adamw"] = optimiser_option("muon")
-    lr: float = optimiser_option(1e-3, "Peak rate of AdamW.")
-    muon_lr: float = optimiser_option(1e-2, "Peak rate of Muon.")
+    lr: float = optimiser_option(1e-3, "Peak rate of AdamW.", number=ABOVE_ZERO)
+    muon_lr: float = optimiser_option(1e-2, "Peak rate of Muon.", number=ABOVE_ZERO)
+
+    def require_numbers(self) -> None:
+        """Raises ConfigError for numbers that no run can have."""
+        require_fields(self, name_of=lambda name: f"--{name.replace('_', '-')}")

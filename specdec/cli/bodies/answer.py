@@ -1,6 +1,5 @@
 """`specdec generate`: one prompt, its answer as it comes, and what the drafts did."""
 
-import json
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
@@ -13,7 +12,7 @@ from specdec.cli.commands import GenerateOptions
 from specdec.config import SamplingParams
 from specdec.engine import Engine
 from specdec.errors import ConfigError, shown
-from specdec.evaluation.output_files import STDOUT, write_file
+from specdec.evaluation.output_files import STDOUT, write_report
 from specdec.models.weight_storage import is_quantised, weights_in_words
 from specdec.progress import working
 from specdec.runtime.draft_words import acceptance_in_words
@@ -36,9 +35,7 @@ def answer(options: GenerateOptions) -> None:
                 [out] = engine.generate([ids], params)
         else:
             out = print_stream(engine, ids, params)
-        if json_file is not None:
-            write_file(json_file, json.dumps({"prompt": prompt, **as_record(out)}))
-        if json_file == STDOUT:
+        if not write_report({"prompt": prompt, **as_record(out)}, json_file, indent=None):
             return
         if options.show_drafts:
             Console(highlight=False, soft_wrap=True).print(coloured(out, engine.tokenizer))

@@ -1,11 +1,11 @@
 """`specdec bench` and `specdec eval`: a pair, or the phases of a round, measured; as table, JSON and picture."""
 
-import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from io import BytesIO
+from functools import partial
+from pathlib import Path
 
 from accelerate import PartialState
 
@@ -24,10 +24,10 @@ from specdec.draft_models.model_and_lookup import model_of
 from specdec.errors import ConfigError
 from specdec.evaluation.accuracy import evaluate
 from specdec.evaluation.bench_run import markdown_table, run_bench
-from specdec.evaluation.gsm8k_report import markdown, require_matplotlib, save_plot
+from specdec.evaluation.gsm8k_report import drawn, markdown, require_matplotlib
 from specdec.evaluation.model_shapes import ON_REQUEST, find_shape
-from specdec.evaluation.output_files import STDOUT, require_distinct, write_file
-from specdec.evaluation.phases.phase_report import PhaseReport, save_phase_plot, table
+from specdec.evaluation.output_files import require_distinct, write_report
+from specdec.evaluation.phases.phase_report import PhaseReport, drawn_phases, table
 from specdec.evaluation.phases.phase_run import PLAIN, MakePrompts, Plan, Subject, run_phases
 from specdec.evaluation.phases.random_weights import random_subject
 from specdec.text.prompt_files import read_prompts
@@ -39,10 +39,8 @@ def bench(options: BenchOptions) -> None:
 
 def bench_rounds(options: BenchOptions) -> None:
     prepare_output(options.pair)
-    asked, json_file = options.timing, options.json_file
-    require_distinct((json_file, asked.plot_file))
-    if asked.plot_file is not None:
-        require_matplotlib()
+    asked = options.timing
+    require_outputs(options.json_file, asked.plot_file)
     plan = Plan(
         batches=whole_numbers("batches", asked.batches),
         contexts=whole_numbers("contexts", asked.contexts),
@@ -54,14 +52,15 @@ def bench_rounds(options: BenchOptions) -> None:
     with shown_when_interrupted(show):
         subject = pair_subject(options) if asked.shape is None else shape_subject(asked.shape, options)
         report = run_phases(subject, plan)
-    if json_file is not None:
-        write_file(json_file, json.dumps(report.as_json(), indent=2))
-    if STDOUT not in (json_file, asked.plot_file):
+    if write_report(report.as_json(), options.json_file, (asked.plot_file, partial(drawn_phases, report))):
         show(report)
-    if asked.plot_file is not None:
-        picture = BytesIO()
-        save_phase_plot(report, picture)
-        write_file(asked.plot_file, picture.getvalue())
+
+
+def require_outputs(*files: Path | None) -> None:
+    """Before any work: raises ConfigError for outputs with one destination, and where the last cannot be drawn."""
+    require_distinct(files)
+    if files[-1] is not None:
+        require_matplotlib()
 
 
 def show(report: PhaseReport) -> None:
@@ -182,17 +181,13 @@ def bench_pair(options: BenchOptions) -> None:
             **pair_arguments(options.pair, engine_config(options.pair, options.batch_size)),
             **options.pair.loading(),
         )
-    if options.json_file is not None:
-        write_file(options.json_file, json.dumps(asdict(report)))
-    if options.json_file != STDOUT:
+    if write_report(asdict(report), options.json_file, indent=None):
         print(markdown_table(report))
 
 
 def evaluate_task(options: EvalOptions) -> None:
     prepare_output(options.pair)
-    require_distinct((options.json_file, options.markdown_file, options.png_file))
-    if options.png_file is not None:
-        require_matplotlib()
+    require_outputs(options.json_file, options.markdown_file, options.png_file)
     config = engine_config(options.pair, options.batch_size or BATCH_SIZES.get(options.task, 1))
     # the files keep the report of a whole evaluation
     with shown_when_interrupted(lambda report: print(markdown(report))):
@@ -210,13 +205,6 @@ def evaluate_task(options: EvalOptions) -> None:
         )
     if not PartialState().is_main_process:
         return
-    if options.json_file is not None:
-        write_file(options.json_file, json.dumps(report, indent=2))
-    if options.markdown_file is not None:
-        write_file(options.markdown_file, markdown(report))
-    elif STDOUT not in (options.json_file, options.png_file):
+    files = (options.markdown_file, partial(markdown, report)), (options.png_file, partial(drawn, report))
+    if write_report(report, options.json_file, *files) and options.markdown_file is None:
         print(markdown(report))
-    if options.png_file is not None:
-        picture = BytesIO()
-        save_plot(report, picture)
-        write_file(options.png_file, picture.getvalue())

@@ -1,7 +1,5 @@
 """`specdec doctor`: a diagnosis as tables or as JSON, and as the exit status."""
 
-import json
-
 import typer
 from rich.table import Table
 
@@ -9,7 +7,7 @@ from specdec.cli.bodies.settings import drafter_name, engine_config, load_engine
 from specdec.cli.commands import DoctorOptions
 from specdec.doctor import Diagnosis, diagnose
 from specdec.errors import ConfigError
-from specdec.evaluation.output_files import STDOUT, write_file
+from specdec.evaluation.output_files import write_report
 from specdec.text.prompt_files import read_prompts
 
 
@@ -22,9 +20,7 @@ def examine_pair(options: DoctorOptions) -> None:
         questions = [problem.text for problem in read_prompts(options.prompts, options.limit)]
     with load_engine(options.pair, engine_config(options.pair, batch_size=1)) as engine:
         found = diagnose(engine, questions, chat=not options.raw, max_new_tokens=options.max_new_tokens)
-    if options.json_file is not None:
-        write_file(options.json_file, json.dumps(found.as_json(), indent=2))
-    if options.json_file != STDOUT:
+    if write_report(found.as_json(), options.json_file):
         show(found)
     if not found.healthy:
         raise typer.Exit(1)

@@ -7,13 +7,14 @@ those of random weights are what the reader supposes.
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from rich import box
 from rich.table import Table
 
 from specdec.config import SpecConfig
+from specdec.evaluation.gsm8k_report import png_of
 from specdec.evaluation.phases.memory_floor import StepBytes
 from specdec.evaluation.phases.parity import Parity
 
@@ -140,7 +141,7 @@ def _rounded(figure: float | None, digits: int) -> str:
 COLOURS = ("tab:grey", "tab:green", "tab:blue", "tab:orange", "tab:red", "tab:purple")
 
 
-def save_phase_plot(report: PhaseReport, file: str | BinaryIO) -> None:
+def drawn_phases(report: PhaseReport) -> bytes:
     """Two panels as a PNG: over batch at the shortest context, over context at the smallest batch."""
     from matplotlib.figure import Figure
 
@@ -150,7 +151,7 @@ def save_phase_plot(report: PhaseReport, file: str | BinaryIO) -> None:
     for axes, over, fixed in zip(figure.subplots(1, 2), ("batch", "context"), ("context", "batch"), strict=True):
         least = min((getattr(cell, fixed) for cell in shown), default=0)
         _panel(axes, [cell for cell in shown if getattr(cell, fixed) == least], over, f"{fixed} {least}")
-    figure.savefig(file, format="png", dpi=120)
+    return png_of(figure)
 
 
 def _panel(axes: Any, cells: Sequence[Cell], over: str, at: str) -> None:

@@ -7,7 +7,7 @@ The weight is the M operand of the tensor core's instruction and stays in the re
 The tensor core waits while a program decodes, so two or three programs run on a multiprocessor where they fit.
 
 The last tile of rows begins where it ends with the last row, and computes some rows again: a descriptor that reads past
-the end of x is slower (at 192 rows by tiles of 128, half as fast as at 256).
+the end of x is slower (by tiles of 128 rows, 192 rows took 1.5 times as long as 256).
 
 A sum over a range of K has the bits that `gemm_small` gives it, whatever the tile (`packed_launch.py`): in order,
 ranges are those of `gemm_small`, programs of their own or added up by one.

@@ -11,7 +11,7 @@ $0, $1, ... are the numbers (16 bits each, in the order of `packed_tile.py`), th
 import torch
 
 from specdec.gpu.triton_shim import INTERPRETED, tl
-from specdec.layers.packed.packed_weight import MAGNITUDES, SIGNS, PackedWeight
+from specdec.layers.packed.packed_weight import BITS, BLOCK, MAGNITUDES, SIGNS, PackedWeight
 
 LARGE = tl.constexpr(2.0**32)
 """What sums over numbers of 4 bits in bfloat16 are multiplied by."""
@@ -98,5 +98,7 @@ def is_fast(weight: PackedWeight, dtype: torch.dtype) -> bool:
         return False
     if weight.code == "e4m3":
         return dtype == torch.bfloat16
+    if weight.group % BLOCK[BITS[weight.code]]:
+        return False  # numbers of one word would have different scales
     known = (torch.bfloat16, torch.float16) if weight.code == "int4" else (torch.bfloat16,)
     return weight.scales.dtype == dtype and dtype in known

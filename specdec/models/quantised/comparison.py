@@ -31,11 +31,8 @@ logger = logging.getLogger("specdec")
 
 PLAIN_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
-IGNORABLE = {
-    r"(k|v|kv)_scale|(k|v)_zero_point": "K/V may be stored in 8 bits by it (kv_cache_scheme), and no weight is "
-    "multiplied by it; K/V stay in the model's dtype",
-}
-"""Names of tensors that are not read, and why the values of all weights are the same without them."""
+IGNORABLE = re.compile(r"(k|v|kv)_scale|(k|v)_zero_point")
+"""Names of tensors by which K/V may be stored in 8 bits: not read, as no weight is multiplied by them."""
 
 CHANGES_VALUES = re.compile(r"(scales?(_inv|_\d+)?|zeros?|zero_points?|bias)$")
 
@@ -45,11 +42,7 @@ OF_ALL_EXPERTS = re.compile(r"(?P<stem>.+\.experts\.\w+)_(?P<name>blocks|scales)
 
 def changes_values(name: str) -> bool:
     """Whether an unused tensor of this name would have changed the values of what it lies beside."""
-    return bool(CHANGES_VALUES.search(name)) and not is_ignorable(name)
-
-
-def is_ignorable(name: str) -> bool:
-    return any(re.fullmatch(pattern, name) for pattern in IGNORABLE)
+    return bool(CHANGES_VALUES.search(name)) and not IGNORABLE.fullmatch(name)
 
 
 def place_quantised(stored: Mapping[str, StoredTensor], promised: Quantization, places: WeightPlaces) -> None:
@@ -64,7 +57,7 @@ def place_quantised(stored: Mapping[str, StoredTensor], promised: Quantization, 
             if stem in used or places.has_module(stem):
                 _require_unused(tensors, places)
             continue
-        tensors = {name: tensor for name, tensor in tensors.items() if not is_ignorable(name)}
+        tensors = {name: tensor for name, tensor in tensors.items() if not IGNORABLE.fullmatch(name)}
         bias = tensors.pop("bias", None)
         if bias is not None:
             _require_bias(bias, places)
@@ -85,14 +78,11 @@ def place_quantised(stored: Mapping[str, StoredTensor], promised: Quantization, 
             logger.warning("%s is stored quantised, though its quantization_config leaves it out; it is read", stem)
         places.add(StoredWeight(stem, format, tensors, place))
     places.require_whole()
-    _log_ignored(stored)
-
-
-def _log_ignored(stored: Mapping[str, StoredTensor]) -> None:
-    for pattern, reason in IGNORABLE.items():
-        keys = [key for key in stored if re.fullmatch(pattern, key.rpartition(".")[2])]
-        if keys:
-            logger.info("%d tensors of the checkpoint, %s first, are not read: %s", len(keys), keys[0], reason)
+    ignored = [key for key in stored if IGNORABLE.fullmatch(key.rpartition(".")[2])]
+    if ignored:
+        said = "%d tensors of the checkpoint, %s first, are not read: K/V may be stored in 8 bits by it "
+        said += "(kv_cache_scheme), and no weight is multiplied by it; K/V stay in the model's dtype"
+        logger.info(said, len(ignored), ignored[0])
 
 
 def _by_stem(stored: Mapping[str, StoredTensor], promised: Quantization) -> dict[str, dict[str, StoredTensor]]:

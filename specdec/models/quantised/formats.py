@@ -1,4 +1,4 @@
-"""The formats of quantised weights that are read: which tensors a weight has in each, and what repacks them.
+"""The formats of quantised weights that are read: which tensors a weight has in each, and how they become packed ones.
 
 A `Format` holds all that a `quantization_config` promises of a weight (`quantization_config.py` makes it), and says
 from that and from the weight's shape [N, K] alone which tensors there must be, in which shapes and types: `tensors`.
@@ -12,20 +12,12 @@ for its weights, one with calibrated scales for them is refused.
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 
 from specdec.errors import CheckpointError, UnsupportedModelError, about
-from specdec.layers.packed.packed_weight import PackedWeight
-from specdec.models.quantised.repack import (
-    Tensors,
-    repack_awq,
-    repack_compressed,
-    repack_fp8,
-    repack_gptq,
-    repack_mxfp4,
-)
+from specdec.layers.packed.packed_weight import PackedWeight, pack
 
 SCALE_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 INDEX_TYPES = (torch.int32, torch.int64)
@@ -34,6 +26,7 @@ NOT_AS_PROMISED = (
 )
 
 Sizes = tuple[int, ...]
+Tensors = Mapping[str, torch.Tensor]
 
 
 class Described(Protocol):
@@ -68,14 +61,18 @@ def one(shape: Sizes, *dtypes: torch.dtype, optional: bool = False) -> Expected:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """columns: K is a multiple. joint: joins the names of its tensors to the weight's."""
+    """columns: K is a multiple."""
 
     columns: ClassVar[int] = 32
-    joint: ClassVar[str] = "."
+
+    @property
+    def joint(self) -> str:
+        """Joins the names of its tensors to the weight's."""
+        return "."
 
     @property
     def title(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         raise NotImplementedError
 
     def tensors(self, num_rows: int, num_columns: int) -> dict[str, Expected]:
@@ -139,104 +136,130 @@ def groups_of(num_columns: int, group_size: int | None) -> int:
     return num_columns // (group_size or num_columns)
 
 
+# int4: eight numbers in a word of int32
+
+
+class Int4Layout(NamedTuple):
+    """The tensors in which a tool stores int4 weights [N, K] in G groups: a name each, "" where it has none.
+
+                        words        scales    zeros
+    by rows             [N, K / 8]   [N, G]    [N / 8, G]    zeros are there where they are not 8
+    in_columns          [K / 8, N]   [G, N]    [G, N / 8]    zeros are always there
+    and across          [K, N / 8]
+
+    nibbles: those of a word that hold its numbers in their order. less: what was taken from each zero before it was
+    stored, as one subtraction from the whole word.
+    """
+
+    title: str
+    words: str
+    scales: str
+    zeros: str
+    order: str = ""
+    shape: str = ""
+    in_columns: bool = False
+    across: bool = False
+    nibbles: tuple[int, ...] = tuple(range(8))
+    less: int = 0
+
+
+COMPRESSED_INT4 = Int4Layout(
+    "compressed-tensors int4", "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape"
+)
+GPTQ_V2 = Int4Layout("GPTQ v2", "qweight", "scales", "qzeros", "g_idx", in_columns=True)
+GPTQ_V1 = GPTQ_V2._replace(title="GPTQ v1", less=1)
+AWQ = GPTQ_V2._replace(title="AWQ", order="", across=True, nibbles=(0, 4, 1, 5, 2, 6, 3, 7))
+
+PLAIN_ZERO = 8
+
+
 @dataclass(frozen=True, slots=True)
 class Int4(Format):
-    """group_size: columns with one scale; None: all. symmetric: zeros are 8. in_any_order: `g_idx` must be there, to
-    say that the columns of a group are consecutive after all."""
+    """group_size: columns with one scale; None: all. symmetric: zeros are 8. in_any_order: the order of columns must be
+    there, to say that those of a group are consecutive after all."""
 
+    layout: Int4Layout
     group_size: int | None
     symmetric: bool
     in_any_order: bool = False
 
     @property
-    def name(self) -> str:
-        raise NotImplementedError
-
-    @property
     def title(self) -> str:
         groups = f"in groups of {self.group_size}" if self.group_size else "by row"
-        return f"{self.name} {groups}, {'symmetric' if self.symmetric else 'with zeros'}"
-
-    def group(self, num_columns: int) -> int:
-        return self.group_size or num_columns
-
-
-@dataclass(frozen=True, slots=True)
-class CompressedInt4(Int4):
-    @property
-    def name(self) -> str:
-        return "compressed-tensors int4"
+        return f"{self.layout.title} {groups}, {'symmetric' if self.symmetric else 'with zeros'}"
 
     def tensors(self, num_rows: int, num_columns: int) -> dict[str, Expected]:
-        num_groups = groups_of(num_columns, self.group_size)
-        zeros = one((-(-num_rows // 8), num_groups), torch.int32, optional=self.symmetric)
-        return {
-            "weight_packed": one((num_rows, num_columns // 8), torch.int32),
-            "weight_scale": one((num_rows, num_groups), *SCALE_TYPES),
-            "weight_zero_point": zeros,
-            "weight_shape": one((2,), *INDEX_TYPES, optional=True),
-            "weight_g_idx": one((num_columns,), *INDEX_TYPES, optional=not self.in_any_order),
-        }
-
-    def repack(self, tensors: Tensors, shape: torch.Size) -> PackedWeight:
-        return repack_compressed(tensors, shape, self.group(shape[1]), symmetric=self.symmetric)
-
-
-@dataclass(frozen=True, slots=True)
-class _Int4InColumns(Int4):
-    """Words of zeros lie along N, so it fills them."""
-
-    def tensors(self, num_rows: int, num_columns: int) -> dict[str, Expected]:
-        if num_rows % 8:
+        layout = self.layout
+        if layout.in_columns and num_rows % 8:
             raise UnsupportedModelError(f"{num_rows} rows, and weights in {self.title} are read in multiples of 8")
         num_groups = groups_of(num_columns, self.group_size)
-        return {
-            "qweight": one(self._words(num_rows, num_columns), torch.int32),
-            "qzeros": one((num_groups, num_rows // 8), torch.int32),
-            "scales": one((num_groups, num_rows), *SCALE_TYPES),
+        turn = -1 if layout.in_columns else 1
+        words = (num_columns, num_rows // 8) if layout.across else (num_rows, num_columns // 8)[::turn]
+        zeros = (-(-num_rows // 8), num_groups)[::turn]
+        expected = {
+            layout.words: one(words, torch.int32),
+            layout.scales: one((num_rows, num_groups)[::turn], *SCALE_TYPES),
+            layout.zeros: one(zeros, torch.int32, optional=self.symmetric and not layout.in_columns),
+            layout.shape: one((2,), *INDEX_TYPES, optional=True),
+            layout.order: one((num_columns,), *INDEX_TYPES, optional=not self.in_any_order),
         }
-
-    def _words(self, num_rows: int, num_columns: int) -> Sizes:
-        raise NotImplementedError
-
-
-@dataclass(frozen=True, slots=True)
-class Gptq(_Int4InColumns):
-    """version: 1 stores zeros less one."""
-
-    version: int = 1
-
-    @property
-    def name(self) -> str:
-        return f"GPTQ v{self.version}"
-
-    def tensors(self, num_rows: int, num_columns: int) -> dict[str, Expected]:
-        g_idx = one((num_columns,), *INDEX_TYPES, optional=not self.in_any_order)
-        return {**_Int4InColumns.tensors(self, num_rows, num_columns), "g_idx": g_idx}
-
-    def _words(self, num_rows: int, num_columns: int) -> Sizes:
-        return (num_columns // 8, num_rows)
+        return {name: tensor for name, tensor in expected.items() if name}
 
     def repack(self, tensors: Tensors, shape: torch.Size) -> PackedWeight:
-        less = 1 if self.version == 1 else 0
-        return repack_gptq(tensors, self.group(shape[1]), less=less, symmetric=self.symmetric)
+        layout = self.layout
+        if layout.shape in tensors and tensors[layout.shape].tolist() != list(shape):
+            said = tensors[layout.shape].tolist()
+            raise UnsupportedModelError(f"{layout.shape} says {said} of a weight {list(shape)}")
+        if layout.order in tensors:
+            self.require_in_order(tensors[layout.order])
+        words, scales, zeros = tensors[layout.words], tensors[layout.scales], tensors.get(layout.zeros)
+        if not layout.in_columns:
+            words, scales, zeros = words.T, scales.T, None if zeros is None else zeros.T
+        numbers = nibbles(words, layout.nibbles).T.contiguous() if layout.across else nibbles(words.T)  # [N, K]
+        if zeros is not None:
+            zeros = nibbles(zeros + layout.less * 0x11111111, layout.nibbles)[:, : shape[0]]  # [K / G, N]
+            zeros = self._promised(zeros.to(scales.dtype))
+        return PackedWeight("int4", pack(numbers, "int4"), scales.contiguous(), zeros, self.group_size or shape[1])
+
+    def require_in_order(self, g_idx: torch.Tensor) -> None:
+        """Raise UnsupportedModelError unless the columns of each group are consecutive."""
+        group = self.group_size or len(g_idx)
+        if not torch.equal(g_idx.long(), torch.arange(len(g_idx), device=g_idx.device) // group):
+            raise UnsupportedModelError(
+                "its columns are grouped by importance (desc_act, act-order); packed weights have groups of "
+                "consecutive columns; give a checkpoint that was made with desc_act=False"
+            )
+
+    def _promised(self, zeros: torch.Tensor) -> torch.Tensor | None:
+        """Zeros that were stored; None, as products assume 8 then, where the config says that they are 8, and they are.
+        Where they may vary a layer keeps them even if its own are 8: products that run as one are alike in this."""
+        if not self.symmetric:
+            return zeros.contiguous()
+        if not bool((zeros == PLAIN_ZERO).all()):
+            other = int(zeros[zeros != PLAIN_ZERO][0])
+            raise UnsupportedModelError(
+                f"{self.layout.zeros} has zeros of {other}, and its quantization_config says that it is symmetric, "
+                f"which means {PLAIN_ZERO}; correct the config (sym, symmetric, zero_point, or checkpoint_format of "
+                "GPTQ)"
+            )
+        return None
 
 
-@dataclass(frozen=True, slots=True)
-class Awq(_Int4InColumns):
-    @property
-    def name(self) -> str:
-        return "AWQ"
+def nibbles(words: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
+    """int32 [A, B] -> uint8 [A, 8 B]; order: the nibble of the first number of a word, of the second, ..."""
+    numbers = torch.empty((*words.shape, 8), dtype=torch.uint8, device=words.device)
+    for place, nibble in enumerate(order):
+        numbers[..., place] = (words >> (4 * nibble)) & 15
+    return numbers.flatten(1)
 
-    def _words(self, num_rows: int, num_columns: int) -> Sizes:
-        return (num_columns, num_rows // 8)
 
-    def repack(self, tensors: Tensors, shape: torch.Size) -> PackedWeight:
-        return repack_awq(tensors, self.group(shape[1]), symmetric=self.symmetric)
-
+# FP8 and MXFP4
 
 Tile = tuple[int | None, int | None]
 """Rows and columns with one scale; None: all."""
+
+BY_TENSOR: Tile = (None, None)
+BY_CHANNEL: Tile = (1, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +299,7 @@ class Fp8(Format):
         for rows, columns in self.tiles:
             each = rows or num_rows, columns or num_columns
             if scales.numel() == math.ceil(num_rows / each[0]) * math.ceil(num_columns / each[1]):
-                return repack_fp8(tensors["weight"], scales, each)
+                return _repack_fp8(tensors["weight"], scales, each)
         raise AssertionError(f"{scales.shape=} was not compared with {self.title}")
 
 
@@ -286,39 +309,48 @@ def _tile_in_words(rows: int | None, columns: int | None) -> str:
     return f"in groups of {columns}" if rows == 1 else f"in blocks of {rows} x {columns}"
 
 
-BY_TENSOR: Tile = (None, None)
-BY_CHANNEL: Tile = (1, None)
+def _repack_fp8(numbers: torch.Tensor, scales: torch.Tensor, each: tuple[int, int]) -> PackedWeight:
+    """numbers: e4m3 [N, K]. scales: of any shape, one for each tile of `each` rows and columns, row by row. The last
+    tile of either may be cut; a group then divides both a tile and K."""
+    num_rows, num_columns = numbers.shape
+    rows, columns = each
+    group = math.gcd(columns, num_columns)
+    of_row = torch.arange(num_rows, device=scales.device) // rows
+    of_group = torch.arange(0, num_columns, group, device=scales.device) // columns
+    scales = scales.reshape(-1, -(-num_columns // columns))
+    words = pack(numbers.view(torch.uint8), "e4m3")
+    return PackedWeight("e4m3", words, scales.T[of_group][:, of_row].contiguous(), None, group)
 
 
 @dataclass(frozen=True, slots=True)
-class CompressedMxfp4(Format):
+class Mxfp4(Format):
+    """Two numbers a byte, low first, and scales 2^(s - 127). of_experts: GPT-OSS's tensors of all experts, not those
+    of compressed-tensors, a weight each."""
+
+    of_experts: bool
+
     @property
-    def title(self) -> str:
-        return "compressed-tensors MXFP4"
-
-    def tensors(self, num_rows: int, num_columns: int) -> dict[str, Expected]:
-        return {
-            "weight_packed": one((num_rows, num_columns // 2), torch.uint8),
-            "weight_scale": one((num_rows, num_columns // 32), torch.uint8),
-        }
-
-    def repack(self, tensors: Tensors, shape: torch.Size) -> PackedWeight:
-        return repack_mxfp4(tensors["weight_packed"], tensors["weight_scale"])
-
-
-@dataclass(frozen=True, slots=True)
-class GptOssMxfp4(Format):
-    joint: ClassVar[str] = "_"
+    def joint(self) -> str:
+        return "_" if self.of_experts else "."
 
     @property
     def title(self) -> str:
-        return "MXFP4"
+        return "MXFP4" if self.of_experts else "compressed-tensors MXFP4"
+
+    @property
+    def names(self) -> tuple[str, str]:
+        return ("blocks", "scales") if self.of_experts else ("weight_packed", "weight_scale")
 
     def tensors(self, num_rows: int, num_columns: int) -> dict[str, Expected]:
-        return {
-            "blocks": one((num_rows, num_columns // 32, 16), torch.uint8),
-            "scales": one((num_rows, num_columns // 32), torch.uint8),
-        }
+        num_groups = num_columns // 32
+        pairs = (num_rows, num_groups, 16) if self.of_experts else (num_rows, num_columns // 2)
+        return dict(zip(self.names, (one(pairs, torch.uint8), one((num_rows, num_groups), torch.uint8)), strict=True))
 
     def repack(self, tensors: Tensors, shape: torch.Size) -> PackedWeight:
-        return repack_mxfp4(tensors["blocks"], tensors["scales"])
+        pairs, exponents = (tensors[name] for name in self.names)
+        pairs = pairs.flatten(1)  # [N, K / 2]
+        numbers = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)
+        # bfloat16 2^(e - 127): the exponent bits of a float, but for 2^-127, which has none
+        bits = torch.where(exponents.T == 0, 1 << 22, exponents.T.int() << 23)
+        scales = bits.view(torch.float32).to(torch.bfloat16).contiguous()
+        return PackedWeight("e2m1", pack(numbers, "e2m1"), scales, None, 32)

@@ -23,7 +23,6 @@ from specdec.models.quantised.comparison import place_quantised
 from specdec.models.quantised.formats import Int4
 from specdec.models.quantised.quantization_config import Quantization
 from specdec.models.quantised.raw_modules import RawExperts, RawLinear
-from specdec.models.quantised.repack import require_in_order
 from specdec.models.quantised.stored_tensors import stored_tensors
 from specdec.models.quantised.weight_places import WeightPlaces
 
@@ -128,5 +127,5 @@ def _require_plain_groups(places: WeightPlaces) -> None:
         for name, tensor in weight.tensors.items():
             if name.endswith("g_idx") and isinstance(weight.format, Int4):
                 with about(weight.stem):
-                    require_in_order(tensor.read(), weight.format.group(tensor.shape[0]))
+                    weight.format.require_in_order(tensor.read())
                 return

@@ -1,8 +1,8 @@
 """A checkpoint's `quantization_config`, read once: the format that it promises each module.
 
 `quantization_of` reads it. Malformed entries raise CheckpointError, methods and settings that are not read
-UnsupportedModelError, each in one sentence. To read another format: a class in `formats.py`, a function in `repack.py`,
-and what reads its config in `READ`.
+UnsupportedModelError, each in one sentence. To read another format: a class or a layout in `formats.py`, and
+what reads its config in `READ`.
 """
 
 import re
@@ -14,15 +14,16 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from specdec.errors import CheckpointError, UnsupportedModelError, shown
 from specdec.models.quantised.formats import (
+    AWQ,
     BY_CHANNEL,
     BY_TENSOR,
-    Awq,
-    CompressedInt4,
-    CompressedMxfp4,
+    COMPRESSED_INT4,
+    GPTQ_V1,
+    GPTQ_V2,
     Format,
     Fp8,
-    GptOssMxfp4,
-    Gptq,
+    Int4,
+    Mxfp4,
     Tile,
 )
 
@@ -165,7 +166,7 @@ def stored_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
-    """What a `quantization_config` promises; None: transformers loads it, unfused.
+    """The promises of a `quantization_config`; None: transformers loads it, unfused.
 
     Raises UnsupportedModelError for what neither reads, and CheckpointError for what is malformed.
     """
@@ -220,14 +221,14 @@ def _compressed_format(group: Settings, layout: str) -> Format:
         raise weights.wrong("block_structure", "two whole numbers above 0, as its strategy is block")
     about = f"compressed-tensors, {kind}, strategy {strategy}"
     if kind == "4 bits, int" and strategy in ("group", "channel"):
-        return CompressedInt4(size, symmetric, in_any_order=_is_in_any_order(weights))
+        return Int4(COMPRESSED_INT4, size, symmetric, in_any_order=_is_in_any_order(weights))
     if kind == "8 bits, float" and not symmetric:
         raise _unread(f"{about}, with zeros")
     tiles: dict[str, Tile] = {"tensor": BY_TENSOR, "channel": BY_CHANNEL, "group": (1, size), "block": block or (0, 0)}
     if kind == "8 bits, float" and strategy in tiles:
         return Fp8((tiles[strategy],))
     if kind == "4 bits, float" and layout == "mxfp4-pack-quantized" and size == 32:
-        return CompressedMxfp4()
+        return Mxfp4(of_experts=False)
     raise _unread(f"compressed-tensors, {kind}, {layout}" if kind not in ("4 bits, int", "8 bits, float") else about)
 
 
@@ -276,11 +277,11 @@ def _gptq_format(config: Settings) -> Format:
         raise _unread(f"GPTQ stored as {layout}")
     if words != "int32":
         raise _unread(f"GPTQ packed in {words}")
-    return Gptq(
+    return Int4(
+        GPTQ_V1 if layout == "gptq" else GPTQ_V2,
         config.group_size("group_size", default=128),
         config.flag("sym", default=True),
         in_any_order=config.flag("desc_act", default=False),
-        version=1 if layout == "gptq" else 2,
     )
 
 
@@ -291,7 +292,7 @@ def _awq(config: Settings) -> Quantization:
     if bits != 4 or layout != "gemm":
         raise _unread(f"AWQ in {bits or 'no'} bits, {layout}")
     size = config.group_size("group_size", "q_group_size", default=128)
-    return _for_all(config, Awq(size, symmetric=not config.flag("zero_point", default=True)))
+    return _for_all(config, Int4(AWQ, size, symmetric=not config.flag("zero_point", default=True)))
 
 
 READ: dict[str, Callable[[Settings], Quantization]] = {
@@ -299,6 +300,6 @@ READ: dict[str, Callable[[Settings], Quantization]] = {
     "fp8": _fp8,
     "gptq": _gptq,
     "awq": _awq,
-    "mxfp4": lambda config: _for_all(config, GptOssMxfp4()),
+    "mxfp4": lambda config: _for_all(config, Mxfp4(of_experts=True)),
 }
 """quant_method -> what reads its config."""

@@ -1,4 +1,4 @@
-"""What stands in the place of a quantised module while the checkpoint is read: its tensors as they are stored.
+"""Stand-ins for quantised modules while the checkpoint is read: their tensors as they are stored.
 
 `replacement` then makes the packed module of them.
 """

@@ -86,7 +86,7 @@ class WeightPlaces:
         self._tied = {**tied, **{source: target for target, source in tied.items()}}
 
     def parameter(self, key: str) -> torch.Tensor | None:
-        """What the model has for a key of the checkpoint."""
+        """The model's parameter for a key of the checkpoint."""
         return self._known.get(self._names(key))
 
     def ignores(self, key: str) -> bool:
@@ -166,7 +166,7 @@ class WeightPlaces:
             )
 
     def conversions(self) -> Iterable[WeightTransform]:
-        """How the tensors of experts get into their raw modules."""
+        """Converters that put tensors of experts into their raw modules."""
         for (stored, last), names in self._stacks.items():
             for name in sorted(names):
                 yield WeightConverter(

@@ -1,17 +1,18 @@
-"""A drafter with K/V of its own need not read along while no draft is its own: it catches up before its next one.
+"""A drafter with K/V of its own reads what rounds without its drafts commit later, many tokens at once.
 
-    a round without drafts,   keeps the target's states behind each token that it commits, at position p:
+    a round without drafts,   keeps the target's states at each token that it commits, at position p:
     or with a lookup's        states[row, p % KEPT]
     catching up               the drafter observes positions [read, S) of each row at once, as it does a prompt chunk
 
-So rounds without drafts take what they take without a drafter. At most `KEPT` tokens of a row are unread: before a
-round that could make them more, rows catch up in any case, unless that does not pay any more (`read_along` of
-`adaptive`): then they are lost to the drafter, which has the padding row in their place.
+So rounds without drafts take what they take without a drafter. All rows of a round catch up together: before the
+drafter drafts, before any row could have more than KEPT unread tokens, and for the last time when a row ends for it.
 """
 
+from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.rounds.captured_rounds import Captures
 from specdec.runtime.rounds.result import RoundShape
-from specdec.runtime.rounds.unread import KEPT
+from specdec.runtime.rounds.round import Round
+from specdec.runtime.rounds.unread import KEPT, unread_tokens
 
 
 class CatchUps(Captures):
@@ -21,3 +22,31 @@ class CatchUps(Captures):
 
     def run(self, shape: RoundShape) -> None:
         self.run_captured((shape.batch, shape.longest), [lambda: self.round.catch_up(shape, KEPT)])
+
+
+def end_drafts(round: Round, rows: IntArray, ahead: int) -> IntArray:
+    """End the drafts of rows within `ahead` tokens of the drafter's last position -> those that it ends for now."""
+    if round.max_positions is None:
+        return rows[:0]
+    reached = rows[round.cache.table.committed_len.host[rows] + ahead > round.max_positions]
+    round.max_drafts[reached[round.max_drafts.host[reached] > 0]] = 0
+    return rows[:0] if round.unread is None else reached[~round.unread.ended[reached]]
+
+
+def read_unread(round: Round, graphs: CatchUps | None, shape: RoundShape, rows: IntArray, ending: IntArray) -> bool:
+    """Before a round of this shape is launched over these rows, which are seated: the drafter reads their unread tokens
+    if it must -> whether it did. ending: see `end_drafts`. graphs: None where nothing is captured."""
+    unread = round.unread
+    if unread is None:
+        return False
+    more, most = unread_tokens(shape), unread.most(rows)
+    is_due = most > 0 and (more == 0 or most + more > KEPT or unread.most(ending) > 0)
+    if is_due:
+        if graphs is None:
+            round.catch_up(shape, most)
+        else:
+            graphs.run(shape)
+        unread.count[rows] = 0
+    unread.ended[ending] = True
+    unread.grow(rows, shape)
+    return is_due

@@ -85,8 +85,8 @@ class RoundResult(NamedTuple):
     """length [B] of the accepted path [B, N] of nodes; tokens [B, D], the first `length` are emitted.
 
     logprobs: per request, of its D tokens; empty if it did not ask. drafts [B]: depth of the drafts that each row
-    could accept. seconds: by stage. forced [B]: how many of the first tokens the grammar gave. ran: when it
-    began and when it ended, in nanoseconds of the device's clock.
+    could accept. seconds: by stage. forced [B]: how many of the first tokens the grammar gave. ended: when it ended, in
+    nanoseconds of the device's clock.
     """
 
     length: IntArray
@@ -96,7 +96,7 @@ class RoundResult(NamedTuple):
     drafts: IntArray
     seconds: dict[str, float]
     forced: IntArray
-    ran: tuple[int, int] = (0, 0)
+    ended: int = 0
 
     def select_requests(self, chosen: Sequence[int]) -> "RoundResult":
         logprobs = [self.logprobs[i] for i in chosen]
@@ -156,8 +156,7 @@ def unpack(
                 of_tokens = zip(tokens[i].tolist(), chosen[i].tolist(), best, strict=True)
                 logprobs[i] = [TokenLogprob(*one) for one in of_tokens]
     seconds = seconds_by_stage(stages, stamps)
-    ran = int(stamps[0]), int(stamps[-1])
-    return RoundResult(length, path, tokens, logprobs, drafts, seconds, forced, ran)
+    return RoundResult(length, path, tokens, logprobs, drafts, seconds, forced, int(stamps[-1]))
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:

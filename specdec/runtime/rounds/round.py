@@ -130,7 +130,7 @@ class Round:
         self.seen_bits = SeenBits(len(self.tokens.host), target.vocab_size, self.device) if self.on_kernels else None
         self.seats = MirroredArray((cache.table.max_requests,), self.device)  # rows of the next round, then padding
         self.clock = StageClock(self.device)
-        self.draft_seats = self.seats  # the drafter's: padding in place of rows that it has lost
+        self.draft_seats = self.seats  # the drafter's: padding in place of rows that have ended for it
         self.unread: Unread | None = None
         self.max_positions: int | None = getattr(drafter, "max_positions", None)
         lags = lags or self.max_positions is not None  # it reads nothing beyond its last position
@@ -196,7 +196,7 @@ class Round:
             self.seats[:] = seats
         if self.unread is None:
             return
-        seats[: len(rows)][self.unread.lost(rows)] = padding
+        seats[: len(rows)][self.unread.ended[rows]] = padding
         if (self.draft_seats.host != seats).any():
             self.draft_seats[:] = seats
 

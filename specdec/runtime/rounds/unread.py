@@ -1,4 +1,4 @@
-"""What a drafter has not read yet: the target's states at a row's newest tokens, kept by position."""
+"""Tokens that a drafter has not read yet: the target's states at a row's newest tokens, kept by position."""
 
 import numpy as np
 import torch
@@ -8,20 +8,18 @@ from specdec.kvcache.page_pool import BoolArray
 from specdec.runtime.rounds.result import RoundShape
 
 KEPT = 16
-"""Most tokens of a row whose states are kept. Of a row with more the drafter reads nothing again: the row is lost to it
-until it is given another request."""
+"""Tokens of a row whose states are kept: before a round that could make more of them unread, the drafter reads."""
 
 
 def unread_tokens(shape: RoundShape) -> int:
-    """Most tokens of a row that a round of this shape commits and a drafter that lags does not read in it; 0: it reads
-    them, since it has drafted, or because there may be too many."""
+    """Most tokens of a row that a round of this shape leaves unread; 0: the drafter reads them in it, since it drafts
+    itself or more might be accepted than are kept."""
     return 0 if shape.drafts_by_model or shape.depth > KEPT else shape.depth
 
 
 class Unread:
-    """Unread tokens of each row of the request table. width: numbers of a state. count: on the host, how many tokens
-    are unread at most: so many may the rounds that it launched since have committed, one each without drafts. ended:
-    rows that are longer than the drafter can read, which has read all else of them."""
+    """Unread tokens of each row of the request table. width: numbers of a state. count: upper bound on the unread
+    tokens, on the host. ended: rows that are longer than the drafter can read, which has read all else of them."""
 
     def __init__(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.states = torch.zeros((num_rows, KEPT, width), dtype=dtype, device=device)
@@ -29,25 +27,13 @@ class Unread:
         self.count: IntArray = np.zeros(num_rows, dtype=np.int64)
         self.ended: BoolArray = np.zeros(num_rows, dtype=np.bool_)
 
-    def lost(self, rows: IntArray) -> BoolArray:
-        """[B]: is the drafter done with these rows?"""
-        return self.ended[rows] | (self.count[rows] > KEPT)
-
-    def due(self, rows: IntArray, more: int) -> int:
-        """How many tokens of a row the drafter has to read before a round of these rows that leaves `more` unread; 0:
-        none, or it can be later."""
-        most = int(self.count[rows[~self.lost(rows)]].max(initial=0))
-        return most if more == 0 or most + more > KEPT else 0
+    def most(self, rows: IntArray) -> int:
+        """Unread tokens of the row that has most of them."""
+        return int(self.count[rows].max(initial=0))
 
     def grow(self, rows: IntArray, shape: RoundShape) -> None:
-        """A round of this shape is launched over these rows. Of rows that are lost it has one token each, or what a
-        grammar forces, whatever the draft of others is; rows that have ended stay read."""
-        rows = rows[~self.ended[rows]]
-        self.count[rows] += np.where(self.lost(rows), shape.forced or 1, unread_tokens(shape))
-
-    def was_read(self, rows: IntArray) -> None:
-        """All that is kept of these rows."""
-        self.count[rows[~self.lost(rows)]] = 0
+        """A round of this shape is launched over these rows."""
+        self.count[rows[~self.ended[rows]]] += unread_tokens(shape)
 
     def reset(self) -> None:
         self.read.zero_()

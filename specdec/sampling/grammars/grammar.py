@@ -1,4 +1,4 @@
-"""Which tokens may follow a text under a grammar: compiled grammars, and places in them.
+"""Tokens that may follow a text under a grammar: compiled grammars, and places in them.
 
     Grammars    of one engine: the tokenizer in the library's form, and the compiled grammars
     Place       the state of a grammar after some text. It is immutable: `after(token)` returns another place
@@ -358,7 +358,7 @@ def _portable(tokenizer: Any) -> tuple[str, Any]:
 
 
 def _options(schema: Any) -> dict[str, Any] | None:
-    """How white space is written, unless the schema says so itself: these options would override it."""
+    """Options for white space; none if the schema has its own, which they would override."""
     if not isinstance(schema, dict):
         return None
     own = schema.get("x-guidance")

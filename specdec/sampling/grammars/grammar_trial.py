@@ -136,7 +136,7 @@ class GrammarTrial:
         self._worker = self._finalizer = None
 
     def _answer(self, worker: "subprocess.Popen[bytes]", asked: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """What it says within that time. Raises WorkerDied, and it has ended then."""
+        """Its answer within that time. Raises WorkerDied once it has ended."""
         assert worker.stdin is not None and worker.stdout is not None
         body, late = json.dumps(asked).encode(), threading.Event()
 
@@ -163,7 +163,7 @@ class GrammarTrial:
 
 
 def call_later(timer: type[threading.Timer], seconds: float, owner: T, call: Callable[[T], object]) -> threading.Timer:
-    """`call(owner)` after so many seconds, unless nobody holds the owner by then."""
+    """Runs `call(owner)` after `seconds`, unless the owner was dropped by then."""
     held = weakref.ref(owner)
 
     def look() -> None:
@@ -177,7 +177,7 @@ def call_later(timer: type[threading.Timer], seconds: float, owner: T, call: Cal
 
 
 def with_large_stack(work: Callable[[], T]) -> T:
-    """What `work` returns or raises, on a thread with twice the stack of a trial."""
+    """Runs `work` on a thread with twice the stack of a trial; returns or raises the same."""
     pool = ThreadPoolExecutor(1, "specdec-grammar")
     with _stack_size:  # it is the process's, for threads that start
         before = threading.stack_size(2 * STACK_BYTES)
@@ -190,7 +190,7 @@ def with_large_stack(work: Callable[[], T]) -> T:
 
 
 def _why(worker: "subprocess.Popen[bytes]") -> str:
-    """What ended a worker, as far as its exit status tells."""
+    """The cause of a worker's end, as far as its exit status tells."""
     code = worker.wait(5)
     if code == -getattr(signal, "SIGPROF", 0):
         return f"it takes more than {SECONDS:g} s of computing to compile"

@@ -199,7 +199,7 @@ class ResponseUsage(Answer):
 
 
 class Response(Answer):
-    """As OpenAI's; `instructions`, `tools`, `tool_choice`, `text` and `metadata` are those of the request."""
+    """A response of OpenAI's shape; `instructions`, `tools`, `tool_choice`, `text`, `metadata` are the request's."""
 
     id: str
     object: Literal["response"]

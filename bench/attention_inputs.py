@@ -1,0 +1,185 @@
+"""Inputs of attention: a committed prefix in shuffled pages, and a block of rows after it; both kernels over them."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from bench.device import DEVICE  # isort: skip - before triton
+import torch
+
+from bench.verify import in_float64
+from specdec.attention.deterministic_attention import deterministic_attention
+from specdec.attention.kernels import paged_attention as pa
+from specdec.attention.kernels.own_keys import own_keys, reference_own_keys
+from specdec.attention.kernels.tree_attention import tree_attention
+
+Shape = dict[str, Any]
+"""Arguments of `make_inputs`, and: kind of the rows, level of a draft's newest nodes, softcap, sinks."""
+
+
+class Prepared(NamedTuple):
+    """One call of a kernel on inputs of its own, with any tiles, and its reference in float64."""
+
+    run: Callable[..., torch.Tensor]
+    reference: Callable[[], torch.Tensor]
+
+
+def case(batch: int, length: int, num_rows: int, heads: tuple[int, int], head_dim: int, **extra: Any) -> Shape:
+    shape = {"batch": batch, "length": length, "num_rows": num_rows, "heads": heads, "head_dim": head_dim}
+    return {**shape, **extra}
+
+
+def make_inputs(
+    batch: int,
+    length: int,
+    num_rows: int,
+    heads: tuple[int, int],
+    head_dim: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    page_size: int = 1,
+    window: int | None = None,
+    ragged: bool = False,
+    seed: int = 0,
+    evicted: bool = False,
+) -> dict[str, Any]:
+    """Puts NaN in every slot that holds nothing of the prefix. ragged: prefixes of up to `length` keys. evicted: tables
+    begin with what the window needs."""
+    g = torch.Generator(DEVICE).manual_seed(seed)
+    hq, hkv = heads
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=g, device=DEVICE, dtype=torch.float32).to(dtype)
+
+    committed = torch.full((batch,), length, device=DEVICE)
+    if ragged:
+        committed = torch.randint(0, length + 1, (batch,), generator=g, device=DEVICE)
+    start = torch.zeros_like(committed)
+    width = length
+    if evicted and window is not None:
+        start = (committed - window - num_rows).clamp(min=0) // page_size * page_size
+        width = min(length, window + num_rows + page_size)
+    num_pages = -(-width // page_size)
+    pages = torch.randperm(batch * num_pages, generator=g, device=DEVICE).view(batch, num_pages) + 1
+    slots = (pages[:, :, None] * page_size + torch.arange(page_size, device=DEVICE)).flatten(1)
+    held = start[:, None] + torch.arange(slots.shape[1], device=DEVICE) < committed[:, None]
+    pool_k, pool_v = (
+        torch.full(((batch * num_pages + 1) * page_size, hkv, head_dim), torch.nan, device=DEVICE, dtype=dtype)
+        for _ in range(2)
+    )
+    pool_k[slots[held]], pool_v[slots[held]] = (normal(int(held.sum()), hkv, head_dim) for _ in range(2))
+    query, block_k, block_v = (normal(batch, num_rows, count, head_dim).transpose(1, 2) for count in (hq, hkv, hkv))
+    return {
+        "query": query,
+        "block_k": block_k,
+        "block_v": block_v,
+        "pool_k": pool_k,
+        "pool_v": pool_v,
+        "pages": pages,
+        "start": start,
+        "committed_len": committed,
+        "page_size": page_size,
+        "scaling": head_dim**-0.5,
+        "window": window,
+    }
+
+
+def binary(num_nodes: int) -> list[int]:
+    """Parents: node n is a child of node (n - 1) // 2."""
+    return [-1] + [(n - 1) // 2 for n in range(1, num_nodes)]
+
+
+def depths(parents: list[int]) -> list[int]:
+    found: list[int] = []
+    for parent in parents:
+        found.append(0 if parent < 0 else found[parent] + 1)
+    return found
+
+
+def _common(shape: Shape, *own: str) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
+    """(arguments of `make_inputs`, arguments of any kernel, the fields named in `own`)."""
+    shape = dict(shape)
+    fields = [shape.pop(name, None) for name in own]
+    sinks, softcap = shape.pop("sinks", None), shape.pop("softcap", None)
+    extra: dict[str, Any] = {"softcap": softcap}
+    if sinks:
+        extra["sinks"] = torch.linspace(-1, 2, shape["heads"][0], device=DEVICE).to(shape["dtype"])
+    return shape, extra, fields
+
+
+def prepare_paged(shape: Shape) -> Prepared:
+    """`paged_attention` of the newest `level` nodes of a binary tree of `num_rows`; None: all of them."""
+    shape, extra, [level] = _common(shape, "level")
+    args = {**make_inputs(**shape), **extra}
+    del args["start"]
+    batch, num_nodes = shape["batch"], shape["num_rows"]
+    newest = slice(num_nodes - (level or num_nodes), None)
+    parents = binary(num_nodes)
+    bits = torch.zeros((num_nodes, -(-num_nodes // pa.WORD)), dtype=torch.int64)
+    for node, parent in enumerate(parents):
+        bits[node] = bits[parent] if parent >= 0 else 0
+        bits[node, node // pa.WORD] |= torch.tensor(1) << node % pa.WORD
+    positions = args["committed_len"][:, None] + torch.tensor(depths(parents), device=DEVICE)
+    args |= {
+        "query": args["query"][:, :, newest],
+        "block_positions": positions,
+        "positions": positions[:, newest],
+        "ancestors": bits[newest].to(DEVICE).repeat(batch, 1, 1),
+    }
+    return Prepared(
+        lambda **options: pa.paged_attention(**args, **options),
+        lambda: pa.reference_paged_attention(**in_float64(args)),
+    )
+
+
+def prepare_tree(shape: Shape) -> Prepared:
+    """`tree_attention` of "tree", "chain", "causal" or "frozen" rows, whose K and V are in the pools already."""
+    shape, extra, [kind, _] = _common(shape, "kind", "level")
+    kind, (batch, num_rows) = kind or "tree", (shape["batch"], shape["num_rows"])
+    args = {**make_inputs(**shape, evicted=True), **extra}
+    block_k, block_v = args.pop("block_k"), args.pop("block_v")
+    if shape.get("window") is None:
+        args["start"] = None
+    length, parents, write = args["committed_len"][:, None], None, None
+    args["positions"] = length + torch.arange(num_rows, device=DEVICE)
+    if kind == "tree":
+        tree = binary(num_rows)
+        parents = torch.tensor(tree, device=DEVICE).expand(batch, -1)
+        args["positions"] = length + torch.tensor(depths(tree), device=DEVICE)
+    if kind == "causal":
+        args["block_len"] = (torch.arange(batch, device=DEVICE) * -7 + num_rows).clamp_(min=1)
+    if kind == "frozen":
+        args["positions"] = length.expand(-1, num_rows)
+    else:
+        spare = -batch * num_rows % args["page_size"]
+        write = torch.arange(batch * num_rows, device=DEVICE).view(batch, num_rows) + len(args["pool_k"])
+        for name, block in (("pool_k", block_k), ("pool_v", block_v)):
+            rows = block.transpose(1, 2).flatten(0, 1)  # [B * N, Hkv, D]
+            args[name] = torch.cat([args[name], rows, rows[:1].expand(spare, -1, -1)])
+    table = {name: args[name] for name in ("pages", "start", "committed_len", "page_size")}
+    own = own_keys(**table, write=write, parents=parents)
+
+    def reference() -> torch.Tensor:
+        whole = reference_own_keys(**table, write=write, parents=parents)
+        return deterministic_attention(own=whole, **in_float64(args))
+
+    return Prepared(lambda **options: tree_attention(own=own, **args, **options), reference)
+
+
+def kv_bytes(shape: Shape) -> int:
+    """Bytes of K and V that some row of the shape can see, each once, in 16 bits."""
+    keys = shape["length"] if shape.get("window") is None else min(shape["length"], shape["window"] - 1)
+    keys += 0 if shape.get("kind") == "frozen" else shape["num_rows"]
+    return int(2 * shape["batch"] * keys * shape["heads"][1] * shape["head_dim"] * 2)
+
+
+def flops(shape: Shape) -> int:
+    """Operations of a causal shape: four a pair of visible row and key, head and channel."""
+    window = shape.get("window") or 1 << 40
+    pairs = sum(min(shape["length"] + i + 1, window) for i in range(shape["num_rows"]))
+    return int(4 * shape["batch"] * pairs * shape["heads"][0] * shape["head_dim"])
+
+
+def reduced(shape: Shape) -> Shape:
+    """Returns the case small enough for a sanitizer or the interpreter."""
+    most = {"batch": 2, "length": 70, "num_rows": 20, "window": 24}
+    return {key: min(value, most.get(key, value)) if type(value) is int else value for key, value in shape.items()}

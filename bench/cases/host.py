@@ -1,0 +1,242 @@
+"""On any CPU, by processor time of one thread, so that what else runs counts less.
+
+steps   a target of one tiny layer, requests that all decode: a step, of it the round's own operations (on a GPU they
+        would be one launch), and the rest: scheduling, seats, slots, settling of tokens; the least of several passes
+gap     steps of streams while parts of a long prompt run. The prompt is not read up to there: what lies in the pool
+        stands for its K/V, which changes no time. Forwards from which the engine learns what such a prefix costs are
+        not counted
+wrong   a drafter that is never right. Three engines have the same requests and take turns step by step: plain, plain
+        again (how far its ratio is from 1 says what the noise is), and with drafts, which are made wrong. By the
+        table: the engine's rounds at what its cost table says of them, catching up included
+"""
+
+import random
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from bench.plants import change_drafts, never_right  # isort: skip - before triton
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from bench.report import Row
+from bench.subjects import prompts_of
+from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.drafter_loading import load_any_drafter
+from specdec.gpu.operations import choose_operations
+from specdec.models.bundled import BUNDLED_DIR
+from specdec.models.target import TargetModel
+from specdec.runtime import steps as steps_module
+from specdec.runtime.rounds.unread import KEPT
+from specdec.runtime.settling import commit_chunks_on_host
+
+WIDTH = 32
+PASSES = 5
+ONE_LAYER = {
+    "hidden_size": WIDTH,
+    "intermediate_size": WIDTH,
+    "num_hidden_layers": 1,
+    "vocab_size": 512,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+}
+SMOLLM2 = {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 8192,
+}
+"""Published shape of SmolLM2-135M, for random weights."""
+ENDLESS = {"ignore_eos": True}
+
+
+def steps_rows(requests: Sequence[int], steps: int) -> Iterator[Row]:
+    torch.set_num_threads(1)
+    target = TargetModel(LlamaForCausalLM(LlamaConfig(**ONE_LAYER)).eval())
+    run, in_rounds = steps_module.run_programs, [0.0]
+
+    def timed(*arguments: Any) -> torch.Tensor:
+        begin = time.process_time()
+        out = run(*arguments)
+        in_rounds[0] += time.process_time() - begin
+        return out
+
+    steps_module.run_programs = timed  # type: ignore[assignment]
+    try:
+        for count in requests:
+            yield _step_row(target, count, steps, in_rounds)
+    finally:
+        steps_module.run_programs = run
+
+
+def _step_row(target: TargetModel, count: int, steps: int, in_rounds: list[float]) -> Row:
+    params = SamplingParams(max_new_tokens=900, **ENDLESS)
+    passes = []
+    with Engine(target, None, config=EngineConfig(max_batch_size=count, max_model_len=1024)) as engine:
+        handles = engine.submit_many([[3 + number % 100] * 16 for number in range(count)], [params] * count)
+        while any(handle.num_output < 3 for handle in handles):
+            engine.step()
+        for _ in range(PASSES):
+            in_rounds[0], begin = 0.0, time.process_time()
+            for _ in range(steps):
+                engine.step()
+            spent = time.process_time() - begin
+            passes.append((spent - in_rounds[0], spent))
+    rest, step = (seconds / steps * 1e3 for seconds in min(passes))
+    figures: dict[str, object] = {
+        "step, ms": f"{step:.3f}",
+        "its round": f"{step - rest:.3f}",
+        "the rest": f"{rest:.3f}",
+    }
+    return Row(f"{count} requests", figures=figures)
+
+
+class GapRig:
+    """An engine whose streams decode, and prompts of `longest` tokens for it."""
+
+    CONTEXT, NEW = 64, 1900  # tokens of the prompts that decode, and of their answers
+    LEARNED = 6
+    """Forwards over the prompt after which its cost is known."""
+
+    def __init__(self, name: str, longest: int, streams: int, whole: bool) -> None:
+        model = AutoModelForCausalLM.from_pretrained(BUNDLED_DIR / name, dtype=torch.float32).eval()
+        most = max(longest, self.CONTEXT + self.NEW) + 64
+        model.config.max_position_embeddings = most
+        self.longest, target = longest, TargetModel(model)
+        slots = {"full_slots": longest + streams * 2048, "swa_slots": longest + streams * 256}
+        sizes: dict[str, Any] = {"max_batch_size": streams + 1, "max_model_len": most, "prefix_cache": False, **slots}
+        self.engine = Engine(target, None, config=EngineConfig(device="cpu", **sizes))
+        if whole:
+            self.engine.scheduler.prompt_gap.division = None
+        begun = self.engine.submit_many(
+            prompts_of([self.CONTEXT] * streams, target.vocab_size, 0),
+            [SamplingParams(max_new_tokens=self.NEW, **ENDLESS)] * streams,
+        )
+        while not all(stream.num_output for stream in begun):
+            self.engine.step()
+
+    def step(self) -> float:
+        """Milliseconds."""
+        begin = time.process_time()
+        self.engine.step()
+        return (time.process_time() - begin) * 1e3
+
+    def with_prompt(self, prefix: int, count: int) -> list[float]:
+        """Steps in which `count` forwards over a prompt are run, after `prefix` tokens of it."""
+        scheduler, table = self.engine.scheduler, self.engine.table
+        [prompt] = prompts_of([self.longest], self.engine.target.vocab_size, prefix)
+        long = self.engine.submit(prompt, SamplingParams(max_new_tokens=1))
+        self._forwards(1)
+        [request] = [request for request in scheduler.running if request.number == long.id]
+        while table.committed_len.host[request.row] < prefix:
+            requests, chunk_len = scheduler.next_prefill()
+            commit_chunks_on_host(table, scheduler.prefixes, requests, chunk_len)
+        self._forwards(self.LEARNED)
+        spent = self._forwards(count)
+        long.abort()
+        self.engine.step()
+        return spent
+
+    def _forwards(self, count: int) -> list[float]:
+        spent = []
+        while count:
+            spent.append(self.step())
+            count -= self.engine.steps.prefill.reading is None
+        return spent
+
+
+def gap_rows(
+    target: str, contexts: Sequence[int], streams: int, forwards: int, rounds: int, whole: bool
+) -> Iterator[Row]:
+    """whole: forwards are not divided among steps."""
+    torch.set_num_threads(1)
+    rig = GapRig(target, max(contexts) + 768, streams, whole)
+    for length in contexts:
+        alone = [rig.step() for _ in range(rounds)]
+        during = sorted(rig.with_prompt(length, forwards))
+        alone += [rig.step() for _ in range(rounds)]
+        usual, middle, rare = statistics.median(alone), statistics.median(during), during[int(0.95 * len(during))]
+        figures: dict[str, object] = {"steps": len(during), "alone, ms": f"{usual:.1f}, at most {max(alone):.1f}"}
+        figures |= {"with": f"{middle:.1f} ({middle / usual:.2f}x)", "95th percentile": f"{rare / usual:.2f}x"}
+        at_most = f"{during[-1]:.1f} ({during[-1] / max(alone):.2f}x)"
+        yield Row(f"after {length:,}", figures=figures | {"at most": at_most})
+
+
+WARM = 24
+"""Tokens of each request before anything is timed: what torch makes at the first product of a size is the process's, a
+plain engine's as well as a drafting one's. Enough for a draft and for catching up."""
+PROMPT = 16
+
+
+def in_turns(engines: Sequence[Engine], prompts: Sequence[Sequence[int]], tokens: int) -> list[float]:
+    """Processor seconds of each engine's steps, from its last first token on."""
+    params = SamplingParams(max_new_tokens=tokens, **ENDLESS)
+    handles = [engine.submit_many(prompts, params) for engine in engines]
+    for engine, own in zip(engines, handles, strict=True):
+        with engine.prompts_only():
+            while not all(handle.stats.output_tokens for handle in own):
+                engine.step()
+    seconds, busy = [0.0] * len(engines), set(range(len(engines)))
+    while busy:
+        for number in sorted(busy):
+            begin = time.process_time()
+            if not engines[number].step():
+                busy.remove(number)
+            seconds[number] += time.process_time() - begin
+    outputs = [[handle.output().token_ids for handle in own] for own in handles]
+    assert all(each == outputs[0] for each in outputs), "an output is not that of plain decoding"
+    return seconds
+
+
+def by_table(engine: Engine, batch: int) -> float:
+    use, choice = engine.stats().drafts, engine.steps.choice
+    assert choice is not None
+    took, rounds = np.array(use.milliseconds[batch]), np.array(use.rounds)
+    late = choice.times.catching_up.get(batch, 0.0) * 1e3 * (use.rounds[0] / KEPT + sum(use.rounds[1:]))
+    return float((rounds * took).sum() + late) / float(rounds.sum() * took[0])
+
+
+def wrong_rows(drafter: str, batches: Sequence[int], tokens: int, repeats: int) -> Iterator[Row]:
+    """drafter: a bundled one; of smollm2-135m-eagle3 the target has the published shape and random weights."""
+    torch.set_num_threads(1)
+    for batch in batches:
+        sizes = EngineConfig(
+            max_batch_size=batch, max_model_len=PROMPT + tokens + 16, prefix_cache=False, dtype=torch.float32
+        )
+        if drafter.startswith("smollm2"):
+            torch.manual_seed(0)
+            operations = choose_operations("auto", "auto", torch.device("cpu"), torch.float32)
+            target = TargetModel(LlamaForCausalLM(LlamaConfig(**SMOLLM2)).eval(), operations)
+        else:
+            target = Engine.from_pretrained("tiny-gemma4", None, config=sizes).target
+        wrong = change_drafts(load_any_drafter(drafter, target), never_right)
+        plain = [Engine(target, config=sizes) for _ in range(2)]
+        draw = random.Random(0)
+        prompts = [[draw.randrange(target.vocab_size) for _ in range(PROMPT)] for _ in range(batch)]
+        with Engine(target, wrong, spec=SpecConfig(4), config=sizes) as another:
+            in_turns([*plain, another], prompts, min(WARM, tokens))
+        seconds, each, tables = np.zeros(3), [], []
+        for repeat in range(repeats):
+            with Engine(target, wrong, spec=SpecConfig(4), config=sizes) as drafting:
+                order = [*plain, drafting] if repeat % 2 else [drafting, *plain[::-1]]
+                spent = in_turns(order, prompts, tokens)[:: 1 if repeat % 2 else -1]
+                tables.append(by_table(drafting, 1 << (batch - 1).bit_length()))
+                use = drafting.stats().drafts
+            seconds += spent
+            each.append(f"{spent[2] / np.mean(spent[:2]):.3f}")
+        figures: dict[str, object] = {"plain, ms a step": f"{1e3 * seconds[0] / repeats / (tokens - 1):.2f}"}
+        figures |= {"plain again": f"{seconds[1] / seconds[0]:.3f}", "each": ", ".join(each)}
+        figures["wrong drafts"] = f"{seconds[2] / seconds[:2].mean():.3f}"
+        figures["by the table"] = f"{np.mean(tables):.3f}"
+        figures["rounds by draft, tried"] = ", ".join("/".join(map(str, c)) for c in (use.rounds, use.tried))
+        yield Row(f"{batch} requests", figures=figures)
+        for engine in plain:
+            engine.close()

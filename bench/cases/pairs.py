@@ -1,0 +1,236 @@
+"""A real pair on prompt files: every way of drafting against plain decoding of the same target, and transformers.
+
+Greedy or seeded, with the chat template. A batch is that many requests in flight, the next one starting when one ends.
+Tokens per second count the whole run, prompts included; a round's acceptance length counts its bonus token.
+
+    equal      share of the outputs that are plain decoding's in the same batch size. In float32 all must be. In 16 bits
+               rounding depends on the width of a forward, so close logits may be decided otherwise
+    right      GSM8K: the last number of the answer; HumanEval: its program passes (`humaneval.py`); with 95 % intervals
+    random     the pair's EAGLE-3 head with random weights: hardly a draft is right
+
+Ways take turns on `turns` parts of each file, so that a slow moment of a shared machine hits all of them; `plain again`
+is plain decoding a second time, and says what the noise is.
+"""
+
+import copy
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench.device import ON_CPU  # isort: skip - before triton
+import torch
+
+from bench.humaneval import grade, read_problems
+from bench.report import Row
+from bench.verify import answers_row
+from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
+from specdec.drafter_loading import load_any_drafter
+from specdec.evaluation.contest import Contestant, take_turns
+from specdec.evaluation.gsm8k_report import is_correct, wilson_interval
+from specdec.evaluation.phases.random_weights import randomise
+from specdec.models.target import TargetModel
+from specdec.text.prompt_files import Problem, read_prompts
+
+RUNS: dict[str, tuple[str, SpecConfig]] = {
+    "plain": ("none", SpecConfig()),
+    "plain again": ("none", SpecConfig()),
+    "adaptive": ("own", SpecConfig(5, 4, 16)),
+    "adaptive chain": ("own", SpecConfig(4)),
+    "chain of 4": ("own", SpecConfig(4, adaptive=False)),
+    "tree of 16": ("own", SpecConfig(5, 4, 16, adaptive=False)),
+    "n-gram": ("ngram", SpecConfig(4)),
+    "suffix": ("suffix", SpecConfig(8)),
+    "random, adaptive": ("random", SpecConfig(4)),
+    "random, chain of 4": ("random", SpecConfig(4, adaptive=False)),
+}
+"""Drafter and draft of each way; "own" is the pair's."""
+PEERS: tuple[tuple[str, int, dict[str, Any]], ...] = (
+    ("transformers, plain", 1, {}),
+    ("transformers, prompt lookup", 1, {"prompt_lookup_num_tokens": 4}),
+    ("transformers, static cache, compiled", 1, {"cache_implementation": "static"}),
+    ("transformers, plain", 8, {}),
+    ("transformers, static cache, compiled", 8, {"cache_implementation": "static"}),
+)
+PEER_PROMPTS = 8
+GRADED = ("gsm8k", "humaneval")
+"""Files whose answers are graded, and on which adaptive drafts must be faster than plain decoding on a GPU."""
+
+
+class Task:
+    """At most `limit` problems of one file, spread over it evenly, and the token ids of each."""
+
+    def __init__(self, path: str, engine: Engine, limit: int) -> None:
+        self.path, self.name = Path(path), Path(path).stem
+        problems = read_prompts(self.path)
+        self.numbers = list(range(len(problems)))[:: max(1, -(-len(problems) // limit))][:limit]
+        self.problems: list[Problem] = [problems[i] for i in self.numbers]
+        self.ids = [engine.chat_prompt(problem.text) for problem in self.problems]
+
+    def right(self, engine: Engine, outputs: Sequence[list[int]]) -> str:
+        texts = [engine.decode(out) for out in outputs]
+        if self.name.startswith("humaneval"):
+            programs = read_problems(self.path)
+            right = sum(grade([programs[i] for i in self.numbers], texts))
+        elif all(problem.answer for problem in self.problems):
+            right = sum(
+                is_correct(text, problem.answer or "") for text, problem in zip(texts, self.problems, strict=True)
+            )
+        else:
+            return ""
+        low, high = wilson_interval(right, len(texts))
+        return f"{right} of {len(texts)} ({100 * low:.1f} to {100 * high:.1f} %)"
+
+
+def decode(engine: Engine, batch: int, params: SamplingParams, prompts: Sequence[list[int]]) -> list[list[int]]:
+    """The outputs of all prompts, `batch` of them in flight."""
+    waiting, handles = deque(prompts), []
+    active: list[Any] = []
+    while waiting or active:
+        while waiting and len(active) < batch:
+            active.append(engine.submit(waiting.popleft(), params))
+            handles.append(active[-1])
+        engine.step()
+        active = [handle for handle in active if not handle.finished]
+    return [handle.output().token_ids for handle in handles]
+
+
+def drafter_of(kind: str, name: str, target: TargetModel) -> Any:
+    """A new drafter for the target."""
+    if kind == "none":
+        return None
+    drafter = load_any_drafter(kind if kind in ("ngram", "suffix") else name, target)
+    if kind == "random":
+        assert isinstance(drafter, Eagle3Drafter), "an EAGLE-3 head is expected"
+        head = copy.deepcopy(drafter.head)
+        randomise(head, 1)
+        return Eagle3Drafter(head, drafter.target_ids, target)
+    return drafter
+
+
+def engines_of(plain: Engine, drafter: str, runs: Sequence[str], **config: Any) -> dict[str, Engine]:
+    """An engine for each way, over the target of `plain`, in order where `deterministic` is among the fields."""
+    target, made = plain.target.as_deterministic() if "deterministic" in config else plain.target, {}
+    for run in runs:
+        kind, spec = RUNS[run]
+        each = drafter_of(kind, drafter, target)
+        made[run] = Engine(target, each, tokenizer=plain.tokenizer, spec=spec, config=EngineConfig(**config))
+    return made
+
+
+def plain_engine(
+    target: str, data: Sequence[str], batch: int, tokens: int, limit: int
+) -> tuple[Engine, list[Task], Any]:
+    """(an engine of the target, the tasks, fields of every other engine's config)."""
+    sizes: dict[str, Any] = {"max_batch_size": batch, "prefix_cache": False}
+    engine = Engine.from_pretrained(target, config=EngineConfig(**sizes))
+    tasks = [Task(path, engine, limit) for path in data]
+    longest = max(len(ids) for task in tasks for ids in task.ids)
+    return engine, tasks, {**sizes, "max_model_len": longest + tokens + 8, "dtype": engine.target.dtype}
+
+
+def warm_up(engines: Sequence[Engine], tasks: Sequence[Task], batch: int, tokens: int) -> None:
+    """Every batch size up to `batch` and every length of text: rounds are captured, kernels compiled."""
+    ids = [ids for task in tasks for ids in task.ids][:batch]
+    for engine in engines:
+        params = [SamplingParams(max(2, tokens * (i + 1) // len(ids)), ignore_eos=True) for i in range(len(ids))]
+        engine.generate(ids, params, progress=False)
+
+
+def speed_rows(
+    target: str,
+    drafter: str,
+    data: Sequence[str],
+    runs: Sequence[str],
+    batches: Sequence[int],
+    temperatures: Sequence[float],
+    limit: int,
+    tokens: int,
+    turns: int,
+) -> Iterator[Row]:
+    base, tasks, config = plain_engine(target, data, max(batches), tokens, limit)
+    engines = engines_of(base, drafter, ("plain", *(run for run in runs if run != "plain")), **config)
+    warm_up(list(engines.values()), tasks, max(batches), tokens)
+    exact = base.target.dtype is torch.float32
+    for batch, task, temperature in ((b, task, t) for b in batches for task in tasks for t in temperatures):
+        params = SamplingParams(tokens, temperature, seed=0)
+        before = {name: engine.stats() for name, engine in engines.items()}
+        ways = [Contestant(name, partial(decode, engine, batch, params)) for name, engine in engines.items()]
+        each = -(-len(task.ids) // turns)
+        take_turns(ways, [task.ids[i : i + each] for i in range(0, len(task.ids), each)])
+        plain = ways[0]
+        for way in ways:
+            stats = engines[way.name].stats()
+            stats.add(before[way.name], sign=-1)
+            equal = sum(map(list.__eq__, way.outputs, plain.outputs)) / len(way.outputs)
+            faster = way.tokens_per_second > plain.tokens_per_second
+            must_be = not ON_CPU and torch.cuda.is_available() and way.name == "adaptive" and task.name in GRADED
+            figures: dict[str, object] = {"batch": batch, "T": f"{temperature:g}", "run": way.name}
+            figures["acceptance"] = f"{stats.acceptance_length:.2f}" if stats.drafted_rounds else ""
+            figures["by position"] = ", ".join(f"{share:.2f}" for share in stats.accepted_per_position)
+            figures |= {"tokens/s": f"{way.tokens_per_second:.1f}", "equal": f"{equal:.1%}"}
+            figures["to plain"] = f"{way.tokens_per_second / plain.tokens_per_second:.2f}x"
+            figures["right"] = task.right(base, way.outputs) if not temperature else ""
+            ok = (equal == 1 or not exact) and (faster or not must_be or batch > 8)
+            yield Row(f"{task.name} ({len(task.ids)})", ok=ok, figures=figures)
+
+
+def exact_rows(target: str, drafter: str, data: Sequence[str], limit: int, tokens: int) -> Iterator[Row]:
+    """`deterministic=True`: all outputs are equal."""
+    base, tasks, config = plain_engine(target, data[:2], 8, tokens, min(limit, 16))
+    engines = engines_of(base, drafter, ("plain", "adaptive", "tree of 16"), **config, deterministic=True)
+    for task in tasks:
+        outputs = {name: decode(engine, 8, SamplingParams(tokens), task.ids) for name, engine in engines.items()}
+        for name in ("adaptive", "tree of 16"):
+            yield answers_row(f"{task.name}, deterministic, {name}", outputs[name], outputs["plain"])
+
+
+def peers_rows(target: str, data: Sequence[str], limit: int, tokens: int, peer_seconds: float) -> Iterator[Row]:
+    """transformers' generate on a few of the prompts, a call at most `peer_seconds` long, next to plain decoding."""
+    base, tasks, _ = plain_engine(target, data[:2], 8, tokens, min(limit, PEER_PROMPTS))
+    width = max(len(ids) for task in tasks for ids in task.ids)
+    for name, batch, options in PEERS:
+        static = "cache_implementation" in options
+        for task in tasks:
+            some = task.ids[: max(2, batch)]
+            common = width if static else 0  # another width compiles again
+            run = partial(generated, base, batch, tokens, common, options)
+            if static and task is tasks[0]:
+                run(some[:batch], 4 * peer_seconds)
+            begin = time.perf_counter()
+            outputs = run(some, peer_seconds)
+            speed = sum(map(len, outputs)) / (time.perf_counter() - begin)
+            begin = time.perf_counter()
+            ours = decode(base, batch, SamplingParams(tokens), some)
+            plain = sum(map(len, ours)) / (time.perf_counter() - begin)
+            figures: dict[str, object] = {
+                "batch": batch,
+                "run": name,
+                "tokens/s": f"{speed:.1f}",
+                "plain": f"{plain:.1f}",
+            }
+            yield Row(f"{task.name} ({len(some)})", figures=figures)
+
+
+def generated(
+    engine: Engine, batch: int, tokens: int, width: int, options: dict[str, Any], prompts: Any, seconds: float
+) -> list[list[int]]:
+    """Groups of `batch`, padded on the left to `width`; cut off after `seconds` each."""
+    model, ends = engine.target.model, engine.end_tokens
+    outputs: list[list[int]] = []
+    for first in range(0, len(prompts), batch):
+        group = prompts[first : first + batch]
+        padding = [max(width, *map(len, group)) - len(ids) for ids in group]
+        padded = [[0] * pad + ids for pad, ids in zip(padding, group, strict=True)]
+        masked = [[0] * pad + [1] * len(ids) for pad, ids in zip(padding, group, strict=True)]
+        ids, mask = (torch.tensor(rows, device=model.device) for rows in (padded, masked))
+        limits = {"do_sample": False, "max_new_tokens": tokens, "max_time": seconds}
+        tokens_of_end = {"eos_token_id": sorted(ends), "pad_token_id": 0}
+        out = model.generate(ids, attention_mask=mask, **limits, **tokens_of_end, **options)  # type: ignore[operator]
+        for row in out[:, ids.shape[1] :].tolist():
+            end = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
+            outputs.append(row[:end])
+    return outputs

@@ -1,0 +1,280 @@
+"""The small kernels of a round: page tables, K/V stored and moved, trees, rounds opened and closed."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from bench.device import DEVICE, ON_CPU  # isort: skip - before triton
+import torch
+import triton
+
+from bench.clock import microseconds
+from bench.kernel_calls import Call, Make, check_calls, time_calls
+from bench.report import Row
+from specdec.attention.kernels.page_table import (
+    PageTables,
+    build_page_tables,
+    reference_build_page_tables,
+    table_widths,
+)
+from specdec.attention.torch_backend import TorchBackend
+from specdec.attention.trees.beam import Candidates
+from specdec.attention.trees.growth import Growth, TreeBackend, reference_select_tree, select_tree
+from specdec.attention.trees.tree import DraftTree
+from specdec.attention.trees.walk import tree_fields
+from specdec.attention.triton_backend import TritonBackend
+from specdec.kvcache.allocator import HybridAllocator
+from specdec.kvcache.cache import KVCache
+from specdec.kvcache.index_spaces import ByGroup, GroupId, PrimaryLoc
+from specdec.kvcache.layout import PRIMARY_ONLY
+from specdec.kvcache.store import StoreAddresses, move_kv, reference_move_kv, reference_store_kv, store_kv
+from specdec.kvcache.table import Move, RequestTable, Rows
+from specdec.runtime.rounds.closing import closing, reference_closing
+from specdec.runtime.rounds.opening import opening, reference_opening
+
+BATCH, NODES, RETAIN = 8, 16, 1025
+LIMIT_US = 20.0
+"""A page table may take that long."""
+Named = Iterator[tuple[str, Make]]
+NODE_COUNTS = (1, 2, 7, 16, 33, 64, 200, 512)
+
+
+def random_slots(context: int, page_size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """req_to_slot [B + 1, W] and maps [2, slots] with pages in random order; the last row is for padding."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    pages = -(-(context + NODES) // page_size)
+    offsets = torch.arange(page_size, device=DEVICE)
+    order = 1 + torch.randperm(BATCH * pages, generator=generator, device=DEVICE).view(BATCH, pages)
+    slots = torch.zeros((BATCH + 1, pages * page_size), dtype=torch.int64, device=DEVICE)
+    slots[:BATCH] = (order[:, :, None] * page_size + offsets).view(BATCH, -1)
+    peers = 1 + torch.randperm(BATCH * pages, generator=generator, device=DEVICE)
+    mapping = torch.zeros((BATCH * pages + 1, page_size), dtype=torch.int64, device=DEVICE)
+    mapping[1:] = peers[:, None] * page_size + offsets
+    mapping = mapping.view(1, -1)
+    return slots, torch.cat([torch.zeros_like(mapping), mapping])
+
+
+def page_tables(page_sizes: Sequence[int], small: bool) -> Named:
+    """Odd lengths, the padding row, widths of all kinds; with 0 past each prefix, where pages are undefined."""
+    rows = torch.tensor([3, 0, BATCH, 1, 7], device=DEVICE)
+    cases = [([0, 1, 99, 63, 127], 1, 1), ([16, 15, 0, 17, 4999], 64, 33), ([5000, 4097, 7, 1025, 1026], 16, RETAIN)]
+    for page_size in page_sizes:
+        slots, maps = random_slots(5000, page_size, seed=page_size)
+        for lengths, nodes, retain in cases[: 1 if small else None]:
+            length = torch.tensor(lengths, device=DEVICE)
+            real = length.masked_fill(rows == BATCH, 0)  # the row of padding
+
+            def held(tables: PageTables, real: torch.Tensor = real, size: int = page_size) -> PageTables:
+                def pages_of(group: GroupId) -> torch.Tensor:
+                    pages, start = tables.pages(group)
+                    first = start[:, None] + torch.arange(pages.shape[1], device=DEVICE) * size
+                    return torch.where(first < real[:, None], pages, 0)
+
+                return tables._replace(tables=ByGroup(tuple(pages_of(group) for group, _ in tables.tables.items())))
+
+            keys = torch.tensor([slots.shape[1], retain])
+            for width in (-(-5000 // page_size), 0, 16):
+                widths = table_widths(keys.numpy(), width, page_size)
+                arguments = partial(partial, num_nodes=nodes, page_size=page_size, widths=widths)
+                inputs = slots, maps, keys.to(DEVICE), rows, length
+                run, reference = (
+                    lambda build=build, a=inputs, bind=arguments, held=held: held(bind(build)(*a))
+                    for build in (build_page_tables, reference_build_page_tables)
+                )
+                name = f"page table, pages of {page_size}, {nodes} nodes, widths {widths}"
+                yield name, lambda _, run=run, reference=reference: Call(run, reference)
+
+
+def stores(small: bool) -> Named:
+    for heads, dim, dtype in ((2, 256, torch.bfloat16), (4, 512, torch.bfloat16), (3, 5, torch.float32)):
+        dtype = torch.float32 if ON_CPU else dtype
+        yield f"store_kv, {heads} x {dim}, {dtype}", partial(store_call, 77, heads, dim, dtype, 2, 501)
+        yield f"move_kv, {heads} x {dim}, {dtype}", partial(move_call, 77, heads, dim, dtype, 3, 501)
+
+
+def random_pools(count: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    return [torch.randn(size, heads, dim, device=DEVICE).to(dtype) for _ in range(count)]
+
+
+def store_call(rows: int, heads: int, dim: int, dtype: torch.dtype, count: int, size: int, seed: int) -> Call:
+    k = torch.randn(1, heads, rows, dim, device=DEVICE).to(dtype)[0].transpose(0, 1)
+    v = torch.randn(rows, 2 * heads, dim, device=DEVICE).to(dtype)[:, ::2]
+    slots = PrimaryLoc(1 + torch.randperm(size - 1, device=DEVICE)[:rows])
+    ours = random_pools(2, size, heads, dim, dtype)
+    theirs = [pool.clone() for pool in ours]
+    return Call(
+        lambda: (store_kv(k, v, slots, *ours), *ours)[1:],
+        lambda: (reference_store_kv(k, v, slots, *theirs), *theirs)[1:],
+    )
+
+
+def move_call(rows: int, heads: int, dim: int, dtype: torch.dtype, count: int, size: int, seed: int) -> Call:
+    """Rows of several pools, whose old and new places overlap."""
+    ours = random_pools(count, size, heads, dim, dtype)
+    theirs, addresses = [pool.clone() for pool in ours], StoreAddresses.from_pools(ours)
+    window = 1 + torch.randperm(size - 1, device=DEVICE)
+    source, destination = PrimaryLoc(window[3 : 3 + rows]), PrimaryLoc(window[:rows])
+
+    def run() -> tuple[torch.Tensor, ...]:
+        move_kv(addresses, source, destination)
+        return tuple(ours)
+
+    def reference() -> tuple[torch.Tensor, ...]:
+        reference_move_kv(theirs, source, destination)
+        return tuple(theirs)
+
+    return Call(run, reference)
+
+
+def select_call(topk: int, levels: int, num_nodes: int, seed: int) -> Call:
+    """Roots of `BATCH` requests, and candidates, with many ties."""
+    count = topk + (levels - 1) * topk * topk
+    number = torch.arange(count, device=DEVICE)
+    level = torch.where(number < topk, 0, 1 + (number - topk) // (topk * topk))
+    first = torch.where(level <= 1, 0, topk + (level - 2) * topk * topk)
+    beam = torch.where(level <= 1, 1, topk) * ((number - topk) % (topk * topk) // topk)
+    parents = torch.where(level == 0, -1, first + beam).expand(BATCH, count).contiguous()
+    generator = torch.Generator(DEVICE).manual_seed(seed + topk)
+    scores = -torch.randint(0, 6, (BATCH, count), generator=generator, device=DEVICE) - 2.0 * level
+    candidates = Candidates(number.expand(BATCH, count).contiguous(), scores, parents)
+    roots, nodes = torch.zeros(BATCH, dtype=torch.int64, device=DEVICE), min(num_nodes, count + 1)
+
+    def fields(tree: DraftTree) -> tuple[torch.Tensor, torch.Tensor]:
+        return tree.tokens, tree.parents
+
+    return Call(
+        lambda: fields(select_tree(roots, candidates, num_nodes=nodes, num_levels=levels)),
+        lambda: fields(reference_select_tree(roots, candidates, num_nodes=nodes)),
+    )
+
+
+def expand_call(topk: int, levels: int, together: bool, seed: int) -> Call:
+    """Candidates of blocks, expanded all at once or level by level, and the last beam; with many ties."""
+    generator = torch.Generator(DEVICE).manual_seed(topk)
+    log_probs = -torch.randint(0, 6, (BATCH, levels, topk), generator=generator, device=DEVICE).float()
+    tokens = torch.arange(topk, device=DEVICE).expand(BATCH, levels, -1).contiguous()
+
+    def grown(backend: TreeBackend) -> tuple[torch.Tensor, ...]:
+        growth = Growth(tokens[:, 0, 0].contiguous(), backend, levels)
+        if together:
+            beam = growth.add_all_levels(tokens, log_probs)
+        else:
+            for level in range(levels):
+                width = topk if level else 1
+                beam = growth.add_level(*(x[:, level, None].expand(-1, width, -1) for x in (tokens, log_probs)))
+        assert growth.candidates is not None
+        return (*growth.candidates, *beam)
+
+    return Call(lambda: grown(TritonBackend()), lambda: grown(TorchBackend()))
+
+
+def random_walks(num_nodes: int, seed: int) -> tuple[DraftTree, torch.Tensor]:
+    """Trees, and drawn tokens that accept about half of each level."""
+    generator = torch.Generator().manual_seed(seed)
+    parents = (torch.rand(BATCH, num_nodes, generator=generator) * torch.arange(num_nodes)).long()
+    parents[:, 0] = -1
+    parents = parents.to(DEVICE)
+    siblings = (parents[:, :, None] == parents[:, None, :]).tril(-1).sum(-1)  # tokens are distinct among siblings
+    target = torch.randint(0, 2, (BATCH, num_nodes), device=DEVICE)
+    return DraftTree.from_parents(siblings, parents), target
+
+
+def fields_call(num_nodes: int, seed: int) -> Call:
+    tree, _ = random_walks(num_nodes, seed)
+
+    def reference() -> tuple[torch.Tensor, torch.Tensor]:
+        whole = DraftTree.from_parents(tree.tokens, tree.parents)
+        return whole.depth, whole.ancestors
+
+    return Call(lambda: tree_fields(tree.parents), reference)
+
+
+def round_call(page_size: int, num_nodes: int, chain: bool, seed: int) -> Call:
+    """All that one round opens with and leaves, with pages of one slot, whose rows are permuted, or of 16, whose K/V
+    move; two of its seats are padding."""
+    drafted, target = random_walks(num_nodes, num_nodes)
+    tree = DraftTree.chain(drafted.tokens) if chain else drafted
+
+    def outcome(open_round: Callable[..., Any], close_round: Callable[..., Any]) -> tuple[Any, ...]:
+        allocator = HybridAllocator(PRIMARY_ONLY, [9999], page_size=page_size, device=DEVICE)
+        table = RequestTable(allocator, max_requests=BATCH, max_len=600, lookahead=num_nodes)
+        cache, moved = KVCache(allocator, table, TorchBackend()), list[Move]()
+        cache.move = moved.append  # type: ignore[method-assign]
+        for row in range(BATCH - 2):
+            table.open_row()
+            table.ensure_slots(row, 70 * row + num_nodes)
+            table.committed_len[row] = 70 * row
+        generator = torch.Generator().manual_seed(num_nodes)
+        shapes = (table.slots.host.shape, (BATCH + 1,), (BATCH + 1, 8))
+        tokens, most, cells = (torch.randint(0, 9, shape, generator=generator).to(DEVICE) for shape in shapes)
+        seats = torch.arange(BATCH, device=DEVICE)
+        rows = Rows(seats.where(seats < BATCH - 2, BATCH), 600)
+        opened = open_round(rows.index, table.committed_len.tensor, tokens, most, cells, depth=num_nodes)
+        packed = tokens.new_empty((BATCH, 1 + 2 * num_nodes))
+        state = tree, target, opened.most, rows, opened.committed_len, table, tokens, packed
+        *closed, move = close_round(*state, width=num_nodes, depth=num_nodes)
+        if move is not None:
+            cache.move(move)
+        return (*opened, *closed, packed, tokens, table.committed_len.tensor, table.slots.tensor, *sum(moved, ()))
+
+    return Call(lambda: outcome(opening, closing), lambda: outcome(reference_opening, reference_closing))
+
+
+def trees(small: bool) -> Named:
+    for topk, levels in ((1, 7), (2, 3), (4, 5), (8, 8), (10, 6))[: 3 if small else None]:
+        for nodes in dict.fromkeys((2, 1 + topk, 64)):
+            yield f"select, topk {topk}, {levels} levels, {nodes} nodes", partial(select_call, topk, levels, nodes)
+    for topk, levels in ((1, 7), (3, 5), (4, 15), (8, 8), (32, 2))[: 3 if small else None]:
+        for together in (False, True):
+            words = "at once" if together else "level by level"
+            yield f"expand, topk {topk}, {levels} levels {words}", partial(expand_call, topk, levels, together)
+    for nodes in NODE_COUNTS[: 6 if small else None]:  # racecheck notes every access to memory
+        yield f"tree fields, {nodes} nodes", partial(fields_call, nodes)
+
+
+def rounds(page_sizes: Sequence[int], small: bool) -> Named:
+    for page_size in page_sizes:
+        for nodes in NODE_COUNTS[: 5 if small else None]:
+            for chain in (False, True):
+                name = f"round, pages of {page_size}, {'chain' if chain else 'tree'} of {nodes} nodes"
+                yield name, partial(round_call, page_size, nodes, chain)
+
+
+def check_rows(page_sizes: Sequence[int], small: bool) -> Iterator[Row]:
+    """Every small kernel against its reference, exactly, and how many variants the page table was compiled in."""
+    compiled: list[int] = []
+    triton.knobs.runtime.jit_post_compile_hook = lambda *_, **__: compiled.append(1)
+    yield from check_calls(page_tables(page_sizes, small))
+    triton.knobs.runtime.jit_post_compile_hook = None
+    yield Row("page tables: variants compiled over all lengths, widths and node counts", str(len(compiled)))
+    yield from check_calls([*stores(small), *trees(small), *rounds(page_sizes, small)])
+
+
+def times_rows(page_sizes: Sequence[int], contexts: Sequence[int]) -> Iterator[Row]:
+    """Page tables, whole and with a prefix of one page, and the other kernels next to plain torch."""
+    rows, copies = torch.arange(BATCH, device=DEVICE), 1 if ON_CPU else 8
+    for page_size in page_sizes:
+        for context in contexts:
+            sets = [random_slots(context, page_size, seed) for seed in range(copies)] * 8
+            keys = torch.tensor([sets[0][0].shape[1], RETAIN])
+            wide = -(-context // page_size)
+            others = keys.to(DEVICE), rows, torch.full((BATCH,), context, device=DEVICE)
+            kept: list[Any] = []  # outputs rotate too
+
+            def build(slots: Any, widths: Any, others: Any = others, size: int = page_size, kept: Any = kept) -> None:
+                kept.append(build_page_tables(*slots, *others, num_nodes=NODES, page_size=size, widths=widths))
+
+            every = [table_widths(keys.numpy(), width, page_size) for width in (wide, 1)]
+            whole, rest = (microseconds(partial(build, widths=widths), sets) for widths in every)
+            found = "" if whole < LIMIT_US else f"slower than {LIMIT_US:.0f} us"
+            name = f"page tables, pages of {page_size}, context {context}"
+            yield Row(name, found, f"{whole:.2f} us, {rest:.2f} us with a prefix of one page", not found)
+    dtype = torch.float32 if ON_CPU else torch.bfloat16
+    timed: list[tuple[str, Make]] = [
+        ("store_kv, 128 rows of 2 x 256", partial(store_call, 128, 2, 256, dtype, 2, 20000)),
+        ("move_kv, 32 rows in 60 pools of 2 x 256", partial(move_call, 32, 2, 256, dtype, 60, 2000)),
+        *((f"select, topk {k}, {k} levels, {n} nodes", partial(select_call, k, k, n)) for k, n in ((4, 16), (8, 64))),
+        *((f"expand, topk {topk}, 15 levels at once", partial(expand_call, topk, 15, True)) for topk in (4, 8)),
+        *((f"tree fields, {nodes} nodes", partial(fields_call, nodes)) for nodes in (16, 64)),
+    ]
+    yield from time_calls(timed, copies=2)

@@ -1,0 +1,169 @@
+"""Times. On a GPU: medians of replayed captures, whose calls rotate over inputs that exceed the L2 together.
+
+In Triton's interpreter nothing is timed: every call runs once, and its time is 0.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any
+
+from bench.device import DEVICE, ON_CPU  # isort: skip - before triton
+import torch
+import triton
+import triton.language as tl
+
+from bench.report import Row
+
+COLD_BYTES = 400_000_000
+"""Bytes of inputs in turn, together: several times the L2 cache."""
+
+
+def graph_seconds(calls: Sequence[Callable[[], object]], replays: int = 20) -> float:
+    """Median seconds of one call, all of them replayed in turn from one CUDA graph, on a GPU kept busy before."""
+    for call in calls[: 1 if ON_CPU else 2]:
+        call()
+    if ON_CPU:
+        return 0.0
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for number in range(2 * replays):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        if number >= replays:  # the first half is for the clock, and is not waited for
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1e3 / len(calls))
+    return statistics.median(times)
+
+
+def microseconds(call: Callable[..., object], inputs: Sequence[Any] | None = None, calls: int = 4) -> float:
+    """Time of one call: `calls` of them, or one with each of the inputs in turn."""
+    bound = [call] * calls if inputs is None else [partial(call, each) for each in inputs]
+    return graph_seconds(bound) * 1e6
+
+
+def copies_of(num_bytes: float, most: int = 64) -> int:
+    """How many inputs of that size exceed the L2 cache together."""
+    return 1 if ON_CPU else int(max(2, min(most, -(-COLD_BYTES // max(1, num_bytes)))))
+
+
+def wall_seconds(work: Callable[[], Any], devices: Sequence[torch.device], repeats: int = 10) -> float:
+    """Seconds of one `work`, many in a row, by the host's clock: the best of five."""
+    best = float("inf")
+    for _ in range(5):
+        synchronize(devices)
+        begin = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        synchronize(devices)
+        best = min(best, (time.perf_counter() - begin) / repeats)
+    return best
+
+
+def synchronize(devices: Sequence[torch.device]) -> None:
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+@triton.jit
+def read_kernel(p_x: tl.tensor, p_out: tl.tensor, steps: tl.tensor, BLOCK: tl.constexpr) -> None:
+    """Read everything, and write a sum of it."""
+    i = tl.program_id(0).to(tl.int64)
+    b_sum = tl.zeros([BLOCK], tl.float32)
+    for i_step in tl.range(0, steps, num_stages=4):
+        b_sum += tl.load(p_x + (i * steps + i_step) * BLOCK + tl.arange(0, BLOCK))
+    tl.store(p_out + i, tl.sum(b_sum, 0))
+
+
+@cache
+def bandwidth() -> tuple[float, float]:
+    """(read, copy counted both ways), bytes a second, on 4 GiB. Measured once a run; 1 where nothing is timed."""
+    if ON_CPU:
+        return 1.0, 1.0
+    x, y = (torch.randn(1 << 30, device=DEVICE) for _ in range(2))
+    copy = 2 * x.nbytes / graph_seconds([lambda: torch.mul(x, 1.5, out=y)], 8)  # a kernel, not the copy engine
+    rates = [x.nbytes / graph_seconds([x.sum], 8)]
+    for programs in (132 * 8, 1 << 14):
+        steps, out = x.numel() // programs // 2048, torch.empty(programs, device=DEVICE)
+        call = partial(read_kernel[(programs,)], x, out, steps, BLOCK=2048, num_warps=4)
+        rates.append(programs * steps * 2048 * 4 / graph_seconds([call], 8))
+    return max(rates), copy
+
+
+def floor_us(num_bytes: float) -> float:
+    """Microseconds that reading these bytes takes at the measured bandwidth."""
+    return num_bytes / bandwidth()[0] * 1e6
+
+
+def bandwidth_row() -> Row:
+    read, copy = bandwidth()
+    return Row("measured bandwidth", "", f"read {read / 1e9:.0f} GB/s, copy {copy / 1e9:.0f} GB/s")
+
+
+def timed_row(name: str, us: float, num_bytes: float, peer_us: float | None = None, note: str = "") -> Row:
+    """One kernel's time next to the floor of its bytes, and to a peer's time."""
+    floor = floor_us(num_bytes)
+    figures: dict[str, object] = {"us": f"{us:.2f}", "floor": f"{floor:.1f}" if num_bytes else ""}
+    figures["x floor"] = f"{us / floor:.2f}" if num_bytes else ""
+    figures["peer"] = "" if peer_us is None else f"{peer_us:.1f} ({peer_us / max(us, 1e-9):.2f}x)"
+    return Row(name, figures={**figures, "note": note})
+
+
+def best_tiles(
+    candidates: Sequence[Any],
+    make: Callable[[Any], Sequence[Callable[[], torch.Tensor]]],
+    want: torch.Tensor | None,
+    most: int = 4,
+) -> tuple[str, bool]:
+    """Times every tiling that fits the device: the best of them in words, and whether all had the bits of `want`.
+
+    make: tiles -> calls that are timed in turn, the first on the inputs of `want`.
+    """
+    found, equal, failed = [], True, []
+    for tiles in candidates[: 1 if ON_CPU else None]:
+        try:
+            calls = make(tiles)
+            equal &= want is None or torch.equal(calls[0](), want)
+            found.append((graph_seconds(calls, 8) * 1e6, str(tuple(tiles))))
+        except Exception as error:  # too large for the device
+            failed.append(type(error).__name__)
+    cells = ", ".join(f"{us:.1f} us {tiles}" for us, tiles in sorted(found)[:most])
+    return cells + (f"; {len(failed)} did not run ({', '.join(sorted(set(failed)))})" if failed else ""), equal
+
+
+def waiting_row(name: str, work: Callable[[], None]) -> Row:
+    """Does `work`, which is these rounds, make the host wait for the device? Nothing else may be under way."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        work()
+        error = ""
+    except RuntimeError as exception:
+        error = str(exception)[:200]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return Row(f"{name} under set_sync_debug_mode('error')", error or "none waits", ok=not error)
+
+
+def kernel_times(call: Callable[[], object], repeats: int = 5) -> dict[str, float]:
+    """Milliseconds of one call by kernel, under the profiler."""
+    call()
+    activity = torch.profiler.ProfilerActivity.CPU if ON_CPU else torch.profiler.ProfilerActivity.CUDA
+    synchronize([DEVICE])
+    with torch.profiler.profile(activities=[activity]) as profile:
+        for _ in range(repeats):
+            call()
+        synchronize([DEVICE])
+    spent: dict[str, float] = {}
+    for event in profile.key_averages():
+        us = event.self_cpu_time_total if ON_CPU else event.self_device_time_total
+        spent[event.key[:70]] = spent.get(event.key[:70], 0.0) + us / 1e3 / repeats
+    return spent

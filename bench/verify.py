@@ -1,0 +1,99 @@
+"""Whether what was computed is right: the distance from a reference, equal bits, equal answers."""
+
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from bench.device import DEVICE, ON_CPU  # isort: skip - before triton
+import torch
+
+from bench.report import Row
+from specdec.kvcache.index_spaces import ByGroup
+
+DTYPES = {"bf16": (torch.bfloat16, 1e-2), "fp16": (torch.float16, 2e-3), "fp32": (torch.float32, 2e-6)}
+"""Dtypes of kernels, and how far each may be from float64. The interpreter has no bf16."""
+if ON_CPU:
+    del DTYPES["bf16"]
+
+
+def said(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:300]}"
+
+
+def guarded(name: str, rows: Iterable[Row]) -> Iterator[Row]:
+    """The rows as they come; what raises is a row that failed, and ends them."""
+    try:
+        yield from rows
+    except Exception as error:
+        traceback.print_exc()
+        yield Row(name, said(error), ok=False)
+
+
+def attempt(name: str, make: Callable[..., Row], *arguments: Any, **options: Any) -> Row:
+    """The row that `make` returns, or one that failed: the other rows of a case are still of interest."""
+    try:
+        return make(*arguments, **options)
+    except Exception as error:
+        traceback.print_exc()
+        return Row(name, said(error), ok=False)
+
+
+def distance(got: torch.Tensor, want: torch.Tensor) -> float:
+    """||got - want|| / ||want||; infinite where something is not finite."""
+    error = float((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30))
+    return error if error == error and got.isfinite().all() else float("inf")
+
+
+def in_float64(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a reference: every tensor of numbers in float64."""
+    return {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in arguments.items()}
+
+
+def poison() -> None:
+    """Fill what the next `torch.empty` will get with NaN."""
+    torch.full((1 if ON_CPU else 64 << 20,), torch.nan, device=DEVICE)
+
+
+def closeness_row(name: str, error_in: Callable[[torch.dtype], float]) -> Row:
+    """The distance from float64 in every dtype, each within its limit."""
+    errors = {label: (error_in(dtype), limit) for label, (dtype, limit) in DTYPES.items()}
+    found = ", ".join(f"{label} {error:.1e}" for label, (error, _) in errors.items())
+    return Row(name, found, ok=all(error < limit for error, limit in errors.values()))
+
+
+def require_same(name: str, got: Any, want: Any) -> None:
+    """Exact equality of tensors, tuples of them (None too) and values by group."""
+    if isinstance(got, torch.Tensor):
+        torch.testing.assert_close(got, want, rtol=0, atol=0, msg=lambda text: f"{name}: {text}")
+    elif isinstance(got, tuple | ByGroup):
+        for i, (one, other) in enumerate(zip(got, want, strict=True)):
+            require_same(f"{name}[{i}]", one, other)
+    else:
+        assert got is None and want is None, f"{name}: {got} {want}"
+
+
+def bits_row(name: str, comparisons: Iterable[tuple[str, bool]], note: str = "") -> Row:
+    """Comparisons in words, and whether each had the same bits."""
+    checked = list(comparisons)
+    other = [what for what, equal in checked if not equal]
+    found = f"other bits: {'; '.join(map(str, other))}" if other else f"{len(checked)} equal"
+    return Row(name, found, note, ok=not other)
+
+
+def company_bits(
+    compute: Callable[[slice], torch.Tensor], most: int, counts: Sequence[int]
+) -> Iterator[tuple[str, bool]]:
+    """Does a row have the same bits among any number of rows? compute: the product of these of `most` rows."""
+    whole = compute(slice(0, most))
+    for count in (count for count in counts if count < most):
+        yield f"the first {count}", torch.equal(compute(slice(0, count)), whole[:count])
+    for number in range(0, most, max(1, most // 18)):
+        yield f"row {number} alone", torch.equal(compute(slice(number, number + 1))[0], whole[number])
+    yield "again", all(torch.equal(compute(slice(0, most)), whole) for _ in range(2 if ON_CPU else 8))
+
+
+def answers_row(name: str, found: Sequence[Any], want: Sequence[Any], note: str = "", *, ok: bool = True) -> Row:
+    """How many answers are those that are expected, and which are not."""
+    wrong = [number for number, (a, b) in enumerate(zip(found, want, strict=True)) if a != b]
+    text = f"{len(want) - len(wrong)} of {len(want)} equal" + (f"; not {wrong[:10]}" if wrong else "")
+    return Row(name, text, note, ok and not wrong)

@@ -1,0 +1,1 @@
+"""Which draft a round has: what rounds take, what drafts bring, and an account that bounds what wrong ones lose."""

@@ -1,0 +1,41 @@
+"""The drafts that a round may have, from none to the whole one.
+
+    captured, chain of 6     none   chains of 1, 2, 3, 4, 6       few, since each is captured for every batch size
+    captured, tree of 60     none   chains of 1, 2, trees of 8, 16, 32, 60 nodes
+    not captured             none   the whole one
+
+A lookup that drafts in a model's place adds its whole draft, and where rounds are captured a chain of half as many
+levels.
+"""
+
+from collections.abc import Sequence
+
+from specdec.config import SpecConfig
+from specdec.runtime.rounds.result import DraftShape
+from specdec.runtime.rounds.round_shapes import NO_DRAFT, whole_draft
+
+CHAINS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Levels of the chains; next to trees only the first two."""
+
+TREES = (8, 16, 32, 64, 128, 256)
+"""Nodes of the trees, the root included."""
+
+
+def draft_ladder(spec: SpecConfig, *, captured: bool, lookup: bool = False) -> Sequence[DraftShape]:
+    """No draft first, then the model's, the engine's whole draft last, then those of a lookup."""
+    whole = whole_draft(spec)
+    chains = CHAINS if whole.topk == 1 else CHAINS[:2]
+    rungs = [DraftShape(depth, 1, depth + 1) for depth in chains if depth < whole.depth]
+    if whole.topk > 1:
+        rungs += [_tree(spec, nodes) for nodes in TREES if nodes < whole.num_nodes]
+    half = max(1, whole.depth // 2)
+    looked_up = dict.fromkeys([DraftShape(half, 1, half + 1), whole])
+    if not captured:
+        rungs, looked_up = [], {whole: None}
+    return [NO_DRAFT, *rungs, whole, *(draft._replace(by_lookup=True) for draft in looked_up if lookup)]
+
+
+def _tree(spec: SpecConfig, num_nodes: int) -> DraftShape:
+    """A tree as deep as pays where every second node is on the best path: one level deeper for twice the nodes."""
+    steps, most = spec.shortened(num_nodes.bit_length())
+    return DraftShape(steps, spec.topk, min(num_nodes, most))

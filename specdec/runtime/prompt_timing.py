@@ -1,0 +1,65 @@
+"""Times an engine's forwards over prompts when it is made, on a GPU.
+
+The rows belong to no request: their slots are the padding ones, and the caller empties the state afterwards. The
+device's own clock is read, so the host does not count.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from specdec.gpu.mirrored_array import IntArray
+from specdec.models.target import FinalStates
+from specdec.runtime.prompt_gap import PromptGap, PromptLoad
+from specdec.runtime.rounds.captured_prompts import token_buckets
+from specdec.runtime.rounds.round import Round
+
+MAX_FEW_TOKENS = 256
+"""Prompt tokens that are read in a step while others decode: all sizes up to it are timed and captured."""
+
+MAX_PREFIX = 16384
+"""Tokens of the longest prefix after which a prompt is timed; fewer where `max_model_len` is less."""
+
+
+def time_prompts(
+    round: Round, gap: PromptGap, read: Callable[[IntArray, IntArray, FinalStates], object], most: int
+) -> None:
+    """Tell `gap` the seconds of forwards over prompts, the fastest of three each: of few tokens, of a quarter, half and
+    all of `most`, and of few after a long prefix. read: rows [R], their lengths, and whose final states.
+
+    Forwards over few tokens are captured by that, so that no request waits for it later.
+    """
+    table = round.cache.table
+    longest = table.slots.host.shape[1] - 1
+
+    def spent(count: int, prefix: int, states: FinalStates) -> float:
+        length = np.array([min(longest, count - first) for first in range(0, count, longest)], dtype=np.int64)
+        rows = np.full_like(length, table.padding_row)
+        table.committed_len[table.padding_row] = prefix
+        round.flush()  # what is replayed reads the device's side as it is
+        seconds = []
+        for _ in range(4):
+            round.clock.start("prefill")
+            read(rows, length, states)
+            begin, end = round.clock.stop().tolist()
+            seconds.append((end - begin) / 1e9)
+        table.committed_len[table.padding_row] = 0
+        fastest: float = max(1e-9, min(seconds[1:]))
+        if states is within:
+            gap.cost.time(PromptLoad.from_runs(np.full_like(length, prefix), length), fastest)
+        return fastest
+
+    within, ending = (round.final_states(scored=False, ends=ends) for ends in (False, True))
+    few = [count for count in token_buckets(MAX_FEW_TOKENS) if count <= min(longest, most)]
+    for count in few:
+        begin = spent(count, 0, within)
+        if ending is not within:
+            gap.ending = max(gap.ending, spent(count, 0, ending) - begin)
+    for count in sorted({max(1, most // 4), max(2, most // 2), max(3, most)}):
+        spent(count, 0, within)
+    runs = np.full(min(table.max_requests, most), table.padding_row, dtype=np.int64)
+    for states in {within, ending}:  # many short prompts have kernels of their own, which are compiled here
+        read(runs, np.full_like(runs, min(longest, most // len(runs))), states)
+    if few and (prefix := min(longest - few[-1], MAX_PREFIX)) > 0:
+        for count in sorted({few[len(few) // 2], few[-1]}):
+            spent(count, prefix, within)

@@ -1,0 +1,71 @@
+"""Numbers with bounds, each declared once, at the field of a dataclass that holds it. Imports nothing heavy."""
+
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from specdec.errors import ConfigError, shown
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """What a field may hold: finite numbers of its kind, from low to high; with open_low, not low itself.
+
+    filters: it removes tokens from the law (its default removes none).
+    """
+
+    kind: type[int] | type[float]
+    low: float
+    high: float = math.inf
+    open_low: bool = False
+    filters: bool = False
+
+
+FROM_ONE, FROM_ZERO, ABOVE_ZERO = Number(int, 1, 1 << 40), Number(float, 0), Number(float, 0, open_low=True)
+
+
+def require_fields(
+    settings: Any, spans: Mapping[str, tuple[int, int]] = {}, name_of: Callable[[str], str] = str
+) -> None:
+    """Raise ConfigError for a field of a dataclass that holds no number within its bounds, or, of type bool, no bool.
+
+    None is allowed where it is the default. spans: the least and the most of fields that hold an integer and do not
+    declare it. name_of: a field's name in the message.
+    """
+    for each in fields(settings):
+        value, number = getattr(settings, each.name), each.metadata.get("number")
+        if each.name in spans:
+            number = Number(int, *spans[each.name])
+        if each.type is bool:
+            require(name_of(each.name), value, isinstance(value, bool), "True or False is expected")
+        if number is None or (value is None and each.default is None):
+            continue
+        if number.kind is int:
+            require_int(name_of(each.name), value, int(number.low), int(number.high))
+        else:
+            require_number(name_of(each.name), value, number.low, number.high, open_low=number.open_low)
+
+
+def require_int(name: str, value: object, low: int, high: int) -> None:
+    """Raise ConfigError unless it is an integer from `low` to `high`."""
+    fits = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+    require(name, value, fits, f"an integer from {low} to {high} is expected")
+
+
+def require_number(name: str, value: object, low: float, high: float = math.inf, *, open_low: bool = False) -> None:
+    """Raise ConfigError unless it is a finite number from `low`, or above it, to `high`."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if is_number and low <= value <= min(high, sys.float_info.max) and not (open_low and value == low):  # type: ignore[operator]
+        return
+    span = f"above {low:g}" if open_low else f"from {low:g}"
+    if math.isfinite(high):
+        span += f" to {high:g}"
+    require(name, value, False, f"a finite number {span} is expected")
+
+
+def require(name: str, value: object, fits: bool, expected: str) -> None:
+    """Raise ConfigError unless the value fits."""
+    if not fits:
+        raise ConfigError(f"{name}={shown(value)}: {expected}")

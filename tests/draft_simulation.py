@@ -1,0 +1,150 @@
+"""A load whose drafts are right by planted coins, on a machine whose rounds take planted times: no engine, no model.
+
+    Machine     seconds of a round by its draft and batch, of a drafter that catches up, and what noise adds
+    Load        requests that begin and end together, and how often each source's drafts are right
+    play        seconds until all have their tokens, with the draft of each round by `choose`
+
+Every policy meets the same coins: whether the draft at a position is right does not depend on what was drafted before.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from specdec import SpecConfig
+from specdec.runtime.draft_policy.draft_choice import DraftChoice
+from specdec.runtime.draft_policy.draft_ladder import draft_ladder
+from specdec.runtime.rounds.result import DraftShape
+from specdec.runtime.rounds.round_shapes import NO_DRAFT
+from specdec.runtime.rounds.unread import KEPT
+
+E4B = {
+    1: (4.125, 4.315, 4.429, 4.542, 4.667),
+    8: (4.397, 4.601, 4.949, 5.152, 5.316),
+    32: (4.810, 5.166, 5.843, 6.036, 6.998),
+    128: (6.242, 8.037, 10.142, 12.328, 14.946),
+}
+"""Milliseconds of a round on an H100 by batch size, with no draft and chains of 1 to 4
+(docs/results/2026-11-26-adaptive.md)."""
+
+DRAFTING = {1: 0.11, 8: 0.13, 32: 0.2, 128: 0.44}
+"""Milliseconds of these for each level that a model drafts; a lookup takes none."""
+
+
+def e4b(shape: DraftShape, batch: int) -> float:
+    """Seconds: between measured batch sizes and numbers of nodes in proportion, and beyond them."""
+    nodes = batch * (shape.num_nodes - 1)
+    by_size = []
+    for size, times in E4B.items():
+        by_nodes = [(0, times[0]), *((size * k, times[k] - DRAFTING[size] * k) for k in range(1, 5)), (size * 64, 0.0)]
+        slope = (by_nodes[4][1] - by_nodes[0][1]) / (4 * size)
+        by_nodes[-1] = size * 64, by_nodes[4][1] + 60 * size * slope
+        verify = np.interp(nodes * size / batch, *zip(*by_nodes, strict=True))
+        by_size.append(verify + (0.0 if shape.by_lookup else DRAFTING[size] * shape.num_steps))
+    return float(np.interp(batch, list(E4B), by_size)) / 1e3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """seconds: of a round with a draft, by batch. captured: rounds are timed before the first, as on a GPU. catch_up:
+    seconds in which the model reads what others committed, by batch; None: it reads every round. noise: factor on the
+    time of the round that begins at a time."""
+
+    seconds: Callable[[DraftShape, int], float] = e4b
+    captured: bool = True
+    catch_up: Callable[[int], float] | None = None
+    noise: Callable[[float], float] = lambda now: 1.0
+
+    def size(self, count: int) -> int:
+        return next(size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if size >= count)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Crowds, one after the other, of `batch` requests that begin together. chance: of a request by its number, how
+    often a draft of the model and of the lookup is right."""
+
+    chance: Callable[[int], tuple[float, float]]
+    batch: int = 1
+    tokens: int = 255
+    crowds: int = 1
+    seed: int = 0
+
+
+class Outcome(NamedTuple):
+    """plain_seconds: of plain rounds for the same tokens. reading: seconds in which the model caught up."""
+
+    seconds: float
+    rounds: Counter[DraftShape]
+    plain_seconds: float
+    reading: float
+    choice: DraftChoice | None = None
+
+
+Policy = Callable[..., DraftShape]
+
+
+def chances(p: float, lookup: float = 0.0) -> Callable[[int], tuple[float, float]]:
+    return lambda number: (p, lookup)
+
+
+def fixed(machine: Machine, load: Load, shape: DraftShape) -> float:
+    """Seconds with the same draft in every round."""
+    return _play(machine, load, lambda *_, **__: shape, lambda *_: None, lambda *_: None, lambda *_: None).seconds
+
+
+def adaptive(machine: Machine, load: Load, shapes: Sequence[DraftShape]) -> Outcome:
+    """The policy of a new engine with these drafts."""
+    choice = DraftChoice(shapes, load.batch + 1, captured=machine.captured)
+    if machine.captured:
+        for size in {machine.size(count + 1) for count in range(load.batch)}:
+            choice.times.timed[size] = np.array([machine.seconds(shape, size) for shape in shapes])
+            choice.times.catching_up[size] = 0.0 if machine.catch_up is None else machine.catch_up(size)
+    return _play(machine, load, choice.choose, choice.learn, choice.begin, choice.caught_up)._replace(choice=choice)
+
+
+def to_best(machine: Machine, load: Load, spec: SpecConfig, *, lookup: bool = False) -> tuple[float, float, Outcome]:
+    """How many times as fast as the best fixed draft, and as none."""
+    shapes = draft_ladder(spec, captured=machine.captured, lookup=lookup)
+    times = [fixed(machine, load, shape) for shape in shapes]
+    outcome = adaptive(machine, load, shapes)
+    return min(times) / outcome.seconds, times[0] / outcome.seconds, outcome
+
+
+def _play(machine: Machine, load: Load, choose: Policy, learn, begin, caught_up) -> Outcome:  # type: ignore[no-untyped-def]
+    coins = np.random.default_rng(load.seed).random((2, load.crowds, load.batch, load.tokens + 300))
+    rounds, rows = Counter[DraftShape](), np.arange(load.batch)
+    now = plain = read = 0.0
+    for crowd in range(load.crowds):
+        chance = np.array([load.chance(crowd * load.batch + i) for i in range(load.batch)]).T  # [source, B]
+        at, launched, unread = np.zeros(load.batch, dtype=np.int64), [], 0
+        begin(rows)
+        while (going := np.flatnonzero(at < load.tokens)).size:
+            size, lagging = machine.size(len(going)), machine.catch_up is not None
+            shape = choose(
+                going, load.tokens - at[going] - 1, size, NO_DRAFT,
+                unread=unread, unsettled=[each[0] for each in launched] if machine.captured else [],
+            )  # fmt: skip
+            by_model = shape.num_steps > 0 and not shape.by_lookup
+            if lagging and unread and (by_model or unread + shape.depth + 1 > KEPT):
+                reading = machine.catch_up(size) * machine.noise(now)
+                caught_up(size, shape, None if machine.captured else reading)
+                now, read, unread = now + reading, read + reading, 0
+            unread += 0 if by_model or not lagging else shape.depth + 1
+            p = chance[int(shape.by_lookup), going]
+            p = p if shape.topk == 1 else 1 - (1 - p) ** 1.5
+            drawn = coins[int(shape.by_lookup), crowd][going[:, None], at[going, None] + 1 + np.arange(shape.depth)]
+            accepted = np.cumprod(drawn < p[:, None], axis=1).sum(axis=1) if shape.depth else np.zeros_like(going)
+            spent = machine.seconds(shape, size) * machine.noise(now)
+            brought = float(np.minimum(accepted + 1, load.tokens - at[going]).mean())
+            plain += machine.seconds(NO_DRAFT, size) * brought
+            depth = np.full(len(going), shape.depth)
+            now, rounds[shape] = now + spent, rounds[shape] + 1
+            launched.append((shape, size, spent, going, accepted, depth, brought))
+            at[going] += accepted + 1
+            while len(launched) > machine.captured:
+                learn(*launched.pop(0))
+    return Outcome(now, rounds, plain, read)

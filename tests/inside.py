@@ -1,0 +1,97 @@
+"""What tests look at inside an engine, in one place: that nothing is held, the prompt chunks that run, and captures."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from tape import record
+
+import specdec.engine
+from specdec import Engine
+from specdec.gpu.operations import REFERENCE
+from specdec.layers.merge import Watch
+from specdec.models.target import FinalStates, TargetModel
+from specdec.runtime.prefill import Prefill
+from specdec.runtime.prefixes import WORTH_WAITING, Prefixes
+from specdec.runtime.prompt_gap import Division, PromptGap, PromptLoad
+from specdec.runtime.prompt_scores import PromptScores
+from specdec.runtime.prompt_shares import IDLE_STEPS, PromptRoom
+from specdec.runtime.request import Request, RequestState, restricted
+from specdec.runtime.rounds.prompt_parts import PartShare, part_ends, part_shares
+from specdec.runtime.rounds.result import RoundResult
+from specdec.runtime.scheduler import Scheduler, rank, slots_needed
+from specdec.runtime.settling import commit_chunks_on_host, settle_round
+from specdec.text.detokenize import Detokenizer
+
+__all__ = [
+    "Detokenizer",
+    "Division",
+    "FinalStates",
+    "IDLE_STEPS",
+    "PartShare",
+    "Prefixes",
+    "PromptGap",
+    "PromptLoad",
+    "PromptRoom",
+    "PromptScores",
+    "REFERENCE",
+    "Request",
+    "RequestState",
+    "RoundResult",
+    "Scheduler",
+    "TargetModel",
+    "WORTH_WAITING",
+    "Watch",
+    "assert_idle",
+    "capture_on_tape",
+    "captured_prompts",
+    "captured_rounds",
+    "commit_chunks_on_host",
+    "part_ends",
+    "part_shares",
+    "prompt_chunks",
+    "rank",
+    "restricted",
+    "settle_round",
+    "slots_needed",
+]
+
+
+def assert_idle(engine: Engine) -> None:
+    """No request is left, and nothing that one may hold: rows, pages, a prompt forward, a loan of the K/V."""
+    engine.table.check()
+    assert engine.scheduler.idle and engine.inbox.is_idle and engine.steps.prefill.reading is None
+    allocator = engine.table.allocator
+    assert not any(pool.held_pages for pool in allocator.pools)
+    assert not allocator.frozen and not engine.table.active_rows.size
+
+
+@contextmanager
+def prompt_chunks() -> Iterator[list[int]]:
+    """The lengths of all prompt chunks that engines compute in the block."""
+    lengths: list[int] = []
+    launch = Prefill.launch
+
+    def counted(self: Prefill, reading: Any) -> Any:
+        lengths.extend(reading.chunk_len.tolist())
+        return launch(self, reading)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Prefill, "launch", counted)
+        yield lengths
+
+
+def capture_on_tape(patch: pytest.MonkeyPatch, captured: bool = True) -> None:
+    """Engines made from now on capture rounds and prompts, on a CPU; or not."""
+    patch.setattr(specdec.engine, "capture_for", lambda *_: record if captured else None)
+
+
+def captured_rounds(engine: Engine) -> dict[Any, Any]:
+    """Captured rounds that can be replayed, by shape."""
+    return {shape: one for shape, one in engine.steps.graphs._captured.items() if one is not None}
+
+
+def captured_prompts(engine: Engine) -> dict[Any, Any]:
+    """Captured forwards over prompts that can be replayed, by shape."""
+    return {shape: one for shape, one in engine.steps.prefill.chunks._captured.items() if one is not None}
