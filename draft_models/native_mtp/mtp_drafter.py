@@ -14,6 +14,7 @@ whose token is the root, is depth 0.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -27,7 +28,7 @@ from specdec.draft_models.heads.head_spec import HeadContext
 from specdec.draft_models.native_mtp.mtp_families import MtpFamily
 from specdec.draft_models.native_mtp.mtp_module import MtpModule
 from specdec.gpu.operations import REFERENCE
-from specdec.kvcache.layout import FULL_ATTENTION, KVLayout, LayerSpec
+from specdec.kvcache.layout import FULL_ATTENTION, Full, KVLayout, LayerCache
 from specdec.layers.accepted_path import path_rows
 from specdec.layers.fuse import Weights
 
@@ -65,8 +66,8 @@ class NativeMtpDrafter(Drafter):
         self.reads_every_state = family.normed_state
         like = target.layout.layers[family.like]
         self.windows = (like.window,) * len(modules)
-        shape = FULL_ATTENTION, like.num_kv_heads, like.head_dim, None
-        self.kv_layout: KVLayout | None = KVLayout(tuple(LayerSpec(k, k, *shape) for k in range(len(modules))))
+        shape = FULL_ATTENTION, like.fields, Full()
+        self.kv_layout: KVLayout | None = KVLayout(tuple(LayerCache(k, k, *shape) for k in range(len(modules))))
         self.embed, self.head = target.embed, target.head
         self.fit, self.dtype = Fit.of(target), target.dtype
         self.ops = target.ops or REFERENCE
@@ -145,12 +146,13 @@ class NativeMtpWorker(StoreWorker):
         one of each of `rows` [R] is.
         """
         drafter, plan, made = self.drafter, self.plan_of(seen), list[Out]()
-        context = ForwardContext.of(plan, self.own_view, drafter.windows)
         for k in range(len(drafter.modules)):
             if k:
                 above = drafter.passed_on(made[-1]).roll(1, dims=1)
                 carried = drafter.passed_on(Out(*self._last[k - 1]))[before]
                 state = torch.where(first[:, :, None], carried, above)
+                state = state.masked_fill((plan.positions < k)[:, :, None], 0)  # no such row: another request's, or NaN
+            context = ForwardContext.of(replace(plan, first_key=k), self.own_view, drafter.windows)
             made.append(drafter.run(k, tokens, state, plan.positions, context))
         for kept, out in zip(self._last, made, strict=True):
             for part, rows_of in zip(kept, out, strict=True):
@@ -161,10 +163,10 @@ class NativeMtpWorker(StoreWorker):
         """One forward a level of form R; of the others, one for each module that still drafts."""
         drafter, backend, topk, levels = self.drafter, self.binding.backend, batch.topk, batch.num_steps
         pos = batch.positions()  # [levels + 1, B], S first
-        node_pos = pos[:, :, None].expand(-1, -1, topk).contiguous()  # [levels + 1, B, K]
-        draft = Draft(self.binding.cache.table, batch.rows, pos[: levels - 1], topk, drafter.windows)
-        block = backend.draft_block(self.store, draft) if levels > 1 else None
         count = len(drafter.modules)
+        node_pos = pos[:, :, None].expand(-1, -1, topk).contiguous()  # [levels + 1, B, K]
+        draft = Draft(self.binding.cache.table, batch.rows, pos[: levels - 1], topk, drafter.windows, first_keys=range(count))
+        block = backend.draft_block(self.store, draft) if levels > 1 else None
         outs = {k: self.last(k, batch.rows.index) for k in range(count)}
         growth = DraftGrowth(batch, backend)
         for level in range(levels):
