@@ -60,7 +60,7 @@ class NativeMtpDrafter(Drafter):
         self.modules, self.family = tuple(modules), family
         self.form = family.form if len(modules) > 1 else "R"
         self.max_steps = None if self.form == "R" else len(modules)
-        self.extra_keys = len(modules) - 1
+        self.extra_keys = self.reread = len(modules) - 1
         num_layers = len(target.layout.layers)
         self.aux_layers: tuple[int, ...] = () if family.normed_state else (num_layers,)
         self.reads_every_state = family.normed_state
