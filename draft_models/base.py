@@ -188,7 +188,8 @@ class Drafter(Protocol):
     runs with any. `unfused`: why its own modules run although fused layers were requested; None: fused layers run, or
     it has no layers. `weights`: parameters that it reads and that callers may re-point; None: it has none. `may_lag`:
     observing takes a forward, so an engine may show it several rounds without drafts at once; False: it is shown every
-    round. `max_steps`: levels that it can draft at most; None: any number. `max_positions`: it drafts and reads at
+    round. `max_steps`: levels that it can draft at most; None: any number.
+    `default_steps`: levels where none were asked for; None: 4. `max_positions`: it drafts and reads at
     positions below this alone; None: at any. `reads_finished`: it can propose from outputs of finished requests.
     `has_lookup`: a lookup may draft in its place (`model_and_lookup.py`).
     """
@@ -204,6 +205,7 @@ class Drafter(Protocol):
     weights: Weights | None = None
     may_lag: bool = False
     max_steps: int | None = None
+    default_steps: int | None = None
     max_positions: int | None = None
     reads_finished: bool = False
     has_lookup: bool = False

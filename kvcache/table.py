@@ -58,8 +58,8 @@ class RequestTable:
     """Rows of primary slots, `max_len` tokens and a lookahead of `lookahead` slots each. The last is for padding: it is
     never opened, and all its slots are null slots. `rows` arguments are int64 arrays of row numbers [B].
 
-    reread: tokens at the end of adopted pages that are read again, as if not committed. shared_len: where each row's own
-    K/V begin, on the host and the device: what is computed again before that is not stored.
+    reread: tokens at the end of adopted pages that are read again, as if not committed. shared_len: where each row's
+    own K/V begin, on the host and the device: what is computed again before that is not stored.
     extra_keys: committed keys to keep in every windowed group beyond its window, for a drafter that reads them.
     retain: [groups] committed keys that a row keeps, on the host and the device; all that fit in the primary group.
     evicted_len: [groups, rows].

@@ -15,6 +15,7 @@ from specdec.draft_models.native_mtp.mtp_checkpoint import has_modules, native_m
 from specdec.draft_models.registry import WORDS, is_drafter_config, load_drafter, wrap_drafter
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError, shown
 from specdec.loading import Checkpoint, load_tokenizer, unwrapped
+from specdec.models.bundled import resolve_name
 from specdec.models.published import PAIRS
 from specdec.models.target import TargetModel
 
@@ -29,9 +30,9 @@ OF_TARGET = (MTP, AUTO)
 def load_any_drafter(
     drafter: Any, target: TargetModel, options: Mapping[str, Any] | None = None, tokenizer: Any | None = None
 ) -> Drafter | None:
-    """A drafter by word (of `WORDS` or `OF_TARGET`, or "none"), bundled name, folder or hub id, or from a module; None stays None.
+    """A drafter by word (of `WORDS`, `OF_TARGET`, or "none"), bundled name, folder or hub id, or from a module.
 
-    Two of them, as a pair or as "NAME,WORD": a model, and a lookup that drafts in its place.
+    None stays None. Two of them, as a pair or as "NAME,WORD": a model, and a lookup that drafts in its place.
     tokenizer: the target's, which a language model's own is compared with. Raises CheckpointError, ConfigError, and
     UnsupportedModelError for a drafter that does not fit.
     """
@@ -75,7 +76,7 @@ def load_any_drafter(
 def _of_checkpoint(
     word: str, target: TargetModel, options: Mapping[str, Any] | None, tokenizer: Any | None
 ) -> Drafter | None:
-    """"mtp": the modules that the target's checkpoint ships; "auto": those, else the published drafter, if it is on
+    """ "mtp": the modules that the target's checkpoint ships; "auto": those, else the published drafter, if it is on
     disk, else "suffix"."""
     name = getattr(target.model.config, "name_or_path", "")
     checkpoint = None if not name else Checkpoint.of(name, options)
@@ -96,7 +97,7 @@ def _of_checkpoint(
     if checkpoint is not None and _is_found(checkpoint) and _ships_modules(checkpoint, target):
         return native_mtp_drafter(checkpoint.folder(), target)
     for pair in PAIRS:
-        if pair.target == name and _is_found(Checkpoint.of(pair.drafter, here)):
+        if name and resolve_name(pair.target) == name and _is_found(Checkpoint.of(pair.drafter, here)):
             return load_any_drafter(pair.drafter, target, here, tokenizer)
     return WORDS["suffix"]()
 
@@ -125,6 +126,8 @@ def _model_and_lookup(
     model, lookup = drafters if len(drafters) == 2 else (None, None)
     if isinstance(lookup, str) and lookup in WORDS and not (isinstance(model, str) and model in (*WORDS, "none", "")):
         fitted = load_any_drafter(model, target, options, tokenizer)
+        if model == AUTO and type(fitted) in WORDS.values():
+            return WORDS[lookup]()
         if fitted is not None and not getattr(fitted, "has_lookup", False):
             return ModelAndLookup(fitted, WORDS[lookup]())
     raise ConfigError(

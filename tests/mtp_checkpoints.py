@@ -14,8 +14,15 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 BASE: dict[str, Any] = {
-    **{"vocab_size": 6, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8},
-    **{"num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0},
+    "vocab_size": 6,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "head_dim": 8,
+    "num_key_value_heads": 2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
 }
 SLIDING, FULL = "sliding_attention", "full_attention"
 SLIDES = {"sliding_window": 5, "num_hidden_layers": 3, "layer_types": [SLIDING, SLIDING, FULL]}
@@ -48,8 +55,8 @@ def deepseek(part: str, k: int, n: int) -> str:
 
 
 def step(part: str, k: int, n: int) -> str:
-    own = {PROJ: "eh_proj", NORM: "shared_head.norm", HEAD: "shared_head.output"}
-    return f"model.layers.{n + k}.{'transformer.' if part in (NORM, HEAD, BLOCK) else ''}{own.get(part, part) if part != BLOCK else ''}"
+    own = {PROJ: "eh_proj", NORM: "transformer.shared_head.norm", HEAD: "transformer.shared_head.output"}
+    return f"model.layers.{n + k}.{'transformer.' if part == BLOCK else own.get(part, part)}"
 
 
 def qwen(part: str, k: int, n: int) -> str:
@@ -78,25 +85,31 @@ def hy(part: str, k: int, n: int) -> str:
 
 ONE = {"num_hidden_layers": 1}
 ONE_SLIDING = {**ONE, "layer_types": [SLIDING]}
+ERNIE = {**EXPERTS, "moe_num_experts": 4, "moe_k": 2, "num_hidden_layers": 2, "moe_layer_start_index": 1}
+SPARSE = {"mlp_layer_types": ["sparse"]}
+HY = {**EXPERTS, "num_experts": 4, "num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]}
+MELLUM = {**SLIDES, **EXPERTS, "num_experts": 4, "layer_types": [FULL, SLIDING, SLIDING]}
+MELLUM["mlp_layer_types"] = ["sparse"] * 3
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+DEEPSEEK = {**GLM, **LATENT, "num_key_value_heads": 4, "head_dim": 4, "topk_group": 1}
+BEYOND = {**ONE, "first_k_dense_replace": 0}
 SHAPES: dict[str, Shape] = {
     "exaone4": Shape("Exaone4", SLIDES, ONE_SLIDING, qwen),
     "exaone_moe": Shape("ExaoneMoe", EXAONE_MOE, {**ONE_SLIDING, "mlp_layer_types": ["dense"]}, qwen),
-    "glm4_moe": Shape("Glm4Moe", GLM, {**ONE, "first_k_dense_replace": 0}, deepseek, parts=(NORM, HEAD, EMBED)),
-    "glm4_moe-3": Shape("Glm4Moe", GLM, {**ONE, "first_k_dense_replace": 0}, deepseek, "C", 3),
+    "glm4_moe": Shape("Glm4Moe", GLM, BEYOND, deepseek, parts=(NORM, HEAD, EMBED)),
+    "glm4_moe-shared": Shape("Glm4Moe", GLM, BEYOND, deepseek),
+    "glm4_moe-3": Shape("Glm4Moe", GLM, BEYOND, deepseek, "C", 3),
+    "deepseek_v3": Shape("DeepseekV3", DEEPSEEK, BEYOND, deepseek),
     "mimo": Shape("Qwen2", {"num_hidden_layers": 2}, ONE, mimo, hidden_first=True, model_type="mimo"),
-    "ernie": Shape(
-        "Ernie4_5_Moe",
-        {**EXPERTS, "moe_num_experts": 4, "moe_k": 2, "num_hidden_layers": 2, "moe_layer_start_index": 1},
-        {**ONE, "moe_layer_start_index": 0}, ernie, parts=(),
-    ),  # fmt: skip
-    "hy_v3": Shape("HYV3", {**EXPERTS, "num_experts": 4, "num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]}, {**ONE, "mlp_layer_types": ["sparse"]}, hy),
-    "mellum": Shape("Mellum", {**SLIDES, **EXPERTS, "num_experts": 4, "layer_types": [FULL, SLIDING, SLIDING], "mlp_layer_types": ["sparse"] * 3}, {**ONE_SLIDING, "mlp_layer_types": ["sparse"]}, qwen),
+    "ernie": Shape("Ernie4_5_Moe", ERNIE, {**ONE, "moe_layer_start_index": 0}, ernie, parts=()),
+    "hy_v3": Shape("HYV3", HY, {**ONE, **SPARSE}, hy),
+    "mellum": Shape("Mellum", MELLUM, {**ONE_SLIDING, **SPARSE}, qwen),
     # the forms of Step and MiMo-V2 around other blocks: what says so lies beside the modules
     "step-form": Shape(
         "Exaone4", SLIDES, ONE_SLIDING, step, "C", 3, normed_state=False, normed_carry=False, parts=(NORM, HEAD)
     ),
     "mimo_v2-form": Shape("Exaone4", SLIDES, ONE_SLIDING, mimo_v2, "T", 3),
-}  # fmt: skip
+}
 
 
 class Published(NamedTuple):

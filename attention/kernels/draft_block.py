@@ -104,7 +104,9 @@ class CopiedDraft:
         self.ancestors = torch.zeros((batch, topk, num_nodes), dtype=torch.bool, device=device)
         all_slots = draft.table.slots.tensor[draft.rows.index, : max(draft.rows.longest, 1)]
         unseen = all_slots[:, :1]  # a key of its own request: a broken one of another cannot leak through a zero weight
-        self.prefix: dict[tuple[int | None, int], tuple[torch.Tensor, torch.Tensor]] = {}  # position, is it committed: [B, L]
+        self.prefix: dict[
+            tuple[int | None, int], tuple[torch.Tensor, torch.Tensor]
+        ] = {}  # position, is it committed: [B, L]
         self.kept: dict[int, LayerKV] = {}  # K and V [B * (L + M), Hkv, D] of each layer that keeps some
         self._cells: dict[tuple[int | None, int], torch.Tensor] = {}  # of the draft's nodes in those, [B, M]
         for layer, kept in store.layers.items():

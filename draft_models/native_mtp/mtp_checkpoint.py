@@ -19,7 +19,6 @@ from specdec.draft_models.native_mtp.mtp_families import (
 from specdec.draft_models.native_mtp.mtp_module import MtpModule
 from specdec.errors import CheckpointError, UnsupportedModelError, first_line
 
-
 CONVENTIONS = "mtp_conventions.json"
 """A file beside the modules with fields of `MtpFamily`, in the place of the family's row."""
 

@@ -15,9 +15,10 @@ whose token is the root, is depth 0.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
+from torch import nn
 
 from specdec.attention.bridge import ForwardContext
 from specdec.attention.kernels.draft_block import Draft
@@ -37,8 +38,10 @@ class MtpTarget(TargetInfo, Protocol):
     """A target with the text model that its modules' blocks are like. model_types: of its text config, and the whole
     one's."""
 
-    user_decoder: Any
-    model_types: Sequence[str]
+    user_decoder: nn.Module
+
+    @property
+    def model_types(self) -> tuple[str, str]: ...
 
 
 class Out(NamedTuple):
@@ -60,6 +63,7 @@ class NativeMtpDrafter(Drafter):
         self.modules, self.family = tuple(modules), family
         self.form = family.form if len(modules) > 1 else "R"
         self.max_steps = None if self.form == "R" else len(modules)
+        self.default_steps = 3 if self.form == "R" else len(modules)
         self.extra_keys = self.reread = len(modules) - 1
         num_layers = len(target.layout.layers)
         self.aux_layers: tuple[int, ...] = () if family.normed_state else (num_layers,)
@@ -69,7 +73,7 @@ class NativeMtpDrafter(Drafter):
         shape = FULL_ATTENTION, like.fields, Full()
         self.kv_layout: KVLayout | None = KVLayout(tuple(LayerCache(k, k, *shape) for k in range(len(modules))))
         self.embed, self.head = target.embed, target.head
-        self.fit, self.dtype = Fit.of(target), target.dtype
+        self.fit, self.dtype, self.width = Fit.of(target), target.dtype, target.hidden_size
         self.ops = target.ops or REFERENCE
         if target.ops is not None:
             reasons = [module.fuse(self.name, target.ops) for module in modules]
@@ -106,7 +110,7 @@ class NativeMtpWorker(StoreWorker):
         super().__init__(binding, drafter.kv_layout, drafter.dtype)
         self.drafter = drafter
         table = binding.cache.table
-        shape = (len(drafter.modules), 3, table.max_requests + 1, drafter.fit.hidden_size)
+        shape = (len(drafter.modules), 3, table.max_requests + 1, drafter.width)
         self._last = torch.zeros(shape, dtype=drafter.dtype, device=binding.cache.allocator.device)
 
     def last(self, k: int, rows: torch.Tensor) -> Out:
@@ -165,7 +169,9 @@ class NativeMtpWorker(StoreWorker):
         pos = batch.positions()  # [levels + 1, B], S first
         count = len(drafter.modules)
         node_pos = pos[:, :, None].expand(-1, -1, topk).contiguous()  # [levels + 1, B, K]
-        draft = Draft(self.binding.cache.table, batch.rows, pos[: levels - 1], topk, drafter.windows, first_keys=range(count))
+        draft = Draft(
+            self.binding.cache.table, batch.rows, pos[: levels - 1], topk, drafter.windows, first_keys=range(count)
+        )
         block = backend.draft_block(self.store, draft) if levels > 1 else None
         outs = {k: self.last(k, batch.rows.index) for k in range(count)}
         growth = DraftGrowth(batch, backend)

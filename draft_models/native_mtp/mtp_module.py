@@ -155,7 +155,7 @@ def filled_layer(block: State, decoder: Any, like: int) -> nn.Module:
     if faults:
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
         raise CheckpointError(f"its block is no layer like the target's layer {like}: tensor {faults[0]}{more}")
-    layer: nn.Module = holder.layers[0]  # type: ignore[assignment]
+    layer: nn.Module = holder.layers[0]
     for name, param in layer.named_parameters():
         param.data = param.data.to(expected[f"layers.0.{name}"])
         param.requires_grad_(False)

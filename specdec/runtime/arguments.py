@@ -69,6 +69,12 @@ def require_parts(target: Any, drafter: Any, tokenizer: Any) -> None:
         )
 
 
+def default_spec(drafter: Any) -> SpecConfig:
+    """The draft of an engine where none was asked for."""
+    steps = getattr(drafter, "default_steps", None)
+    return SpecConfig() if steps is None else SpecConfig(num_steps=steps)
+
+
 def require_depth(spec: SpecConfig, drafter: Any) -> None:
     """Raise ConfigError for more levels than the drafter has."""
     most = getattr(drafter, "max_steps", None)

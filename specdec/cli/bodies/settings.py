@@ -78,8 +78,8 @@ def load_engine(pair: PairOptions, config: EngineConfig) -> Engine:
 
 
 def drafter_name(pair: PairOptions) -> str | None:
-    """'auto' is the bundled target's own drafter, and none for any other target."""
+    """'auto' is the bundled target's own drafter; the engine knows those of other targets."""
     name, comma, lookup = pair.drafter.partition(",")
-    if name == "auto":
-        name = "tiny-gemma4-mtp" if pair.target == "tiny-gemma4" else "none"
+    if name == "auto" and pair.target == "tiny-gemma4":
+        name = "tiny-gemma4-mtp"
     return None if name == "none" and not comma else name + comma + lookup
