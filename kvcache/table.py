@@ -131,8 +131,8 @@ class RequestTable:
         evicted = owned[1] < self.evicted_len[:, owned[0]]  # [groups, M]
         self.allocator.free(PrimaryLoc(torch.from_numpy(self.slots.host[owned])), rows=owned[0], evicted=evicted)
         self.slots[owned] = 0
-        self.committed_len[rows] = 0
         self.shared_len[rows] = 0
+        self.committed_len[rows] = 0
         self.capacity[rows] = self.evicted_len[:, rows] = 0
         self._active[rows] = False
 

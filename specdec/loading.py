@@ -32,6 +32,7 @@ from specdec.draft_models.checkpoints.config_json import read_config_json
 from specdec.draft_models.registry import WORDS, building, is_drafter_config
 from specdec.errors import CheckpointError, ConfigError, SpecDecError, UnsupportedModelError, about, first_line, shown
 from specdec.models.bundled import BUNDLED_NAMES, resolve_name
+from specdec.models.known_types import config_read_as
 from specdec.models.quantised.comparison import require_values_read
 from specdec.models.quantised.packed_quantizer import PackedConfig, without_quantization
 from specdec.models.quantised.quantization_config import Quantization, quantization_of, stored_config
@@ -43,9 +44,6 @@ logger = logging.getLogger("specdec")
 NO_GGUF = "GGUF files are not read; give a checkpoint of safetensors"
 NO_NAMES = ("", "none", "null", "nan")
 """How a missing value reads as a string."""
-
-READ_AS = {"mimo": "qwen2"}
-"""Model types that transformers does not know, and those whose layers they have: they need no code of their own."""
 
 SHARED_OPTIONS = ("token", "trust_remote_code", "cache_dir", "local_files_only", "force_download", "proxies")
 """Loading arguments of the target that its drafter takes too, unless it has its own: access, not content."""
@@ -131,12 +129,8 @@ class Checkpoint:
         """Its config as transformers reads it. Raises CheckpointError in one sentence."""
         _ = self.quantization
         try:
-            if (kind := READ_AS.get(self.config.get("model_type", ""))) is not None:
-                own = {name: value for name, value in self.config.items() if name not in ("model_type", "auto_map")}
-                config = AutoConfig.for_model(kind, **own)
-                config.name_or_path = self.path
-                return config
-            return AutoConfig.from_pretrained(self.path, **self.hub_options)
+            read_as = config_read_as(self.config, self.path)
+            return read_as or AutoConfig.from_pretrained(self.path, **self.hub_options)
         except Exception as error:  # its checks raise errors of their own, and what they do not check raises anything
             raise CheckpointError(f"the config.json of {self.name!r} cannot be used: {first_line(error)}") from error
 

@@ -39,12 +39,10 @@ class MtpTarget(TargetInfo, Protocol):
     one's."""
 
     user_decoder: nn.Module
-
-    @property
-    def model_types(self) -> tuple[str, str]: ...
+    model_types: tuple[str, str]
 
 
-class Out(NamedTuple):
+class ModuleRows(NamedTuple):
     """Of some rows of a module [B, N, H]: the state that it read, and its y and z."""
 
     read: torch.Tensor
@@ -85,19 +83,19 @@ class NativeMtpDrafter(Drafter):
 
     def run(
         self, k: int, tokens: torch.Tensor, state: torch.Tensor, positions: torch.Tensor, context: HeadContext
-    ) -> Out:
+    ) -> ModuleRows:
         """Rows of module k: tokens, positions [B, N], state [B, N, H]."""
         module = self.modules[k]
         embedded = (self.embed if module.embed is None else module.embed)(tokens)
-        return Out(state, *module(embedded, state, positions, context, self.family.hidden_first))
+        return ModuleRows(state, *module(embedded, state, positions, context, self.family.hidden_first))
 
-    def passed_on(self, out: Out) -> torch.Tensor:
+    def passed_on(self, out: ModuleRows) -> torch.Tensor:
         """The state that a row hands to the row after it, of the next module or its own."""
         if self.form == "T":
             return out.read
         return out.z if self.family.normed_carry else out.y
 
-    def logits(self, k: int, out: Out) -> torch.Tensor:
+    def logits(self, k: int, out: ModuleRows) -> torch.Tensor:
         head = self.modules[k].head
         logits: torch.Tensor = (self.head if head is None else head)(out.z)
         return logits
@@ -113,9 +111,9 @@ class NativeMtpWorker(StoreWorker):
         shape = (len(drafter.modules), 3, table.max_requests + 1, drafter.width)
         self._last = torch.zeros(shape, dtype=drafter.dtype, device=binding.cache.allocator.device)
 
-    def last(self, k: int, rows: torch.Tensor) -> Out:
+    def last(self, k: int, rows: torch.Tensor) -> ModuleRows:
         """Row S - 1 of module k, of these rows of the request table [B]: [B, 1, H] each."""
-        return Out(*(kept[rows][:, None] for kept in self._last[k]))
+        return ModuleRows(*(kept[rows][:, None] for kept in self._last[k]))
 
     @torch.inference_mode()
     def observe(self, seen: Observation) -> None:
@@ -149,11 +147,11 @@ class NativeMtpWorker(StoreWorker):
         first: which are the first of their request, [B, N]; before: the row of the table of each. last: where the last
         one of each of `rows` [R] is.
         """
-        drafter, plan, made = self.drafter, self.plan_of(seen), list[Out]()
+        drafter, plan, made = self.drafter, self.plan_of(seen), list[ModuleRows]()
         for k in range(len(drafter.modules)):
             if k:
                 above = drafter.passed_on(made[-1]).roll(1, dims=1)
-                carried = drafter.passed_on(Out(*self._last[k - 1]))[before]
+                carried = drafter.passed_on(ModuleRows(*self._last[k - 1]))[before]
                 state = torch.where(first[:, :, None], carried, above)
                 state = state.masked_fill((plan.positions < k)[:, :, None], 0)  # no such row: another request's, or NaN
             context = ForwardContext.of(replace(plan, first_key=k), self.own_view, drafter.windows)

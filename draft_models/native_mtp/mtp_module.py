@@ -40,7 +40,7 @@ class MtpModule(nn.Module):
         self.width = width = len(weight)
 
         def norm(part: str) -> nn.Module:
-            made = copy.deepcopy(decoder.norm)
+            made: nn.Module = copy.deepcopy(decoder.norm)
             made.weight = _parameter(rest.pop(f"{part}.weight"), weight, (width,), part)
             return made
 
@@ -55,19 +55,20 @@ class MtpModule(nn.Module):
                 made.bias = _parameter(bias, weight, (len(stored),), part)
             return made
 
-        self.enorm, self.hnorm, self.proj = norm("enorm"), norm("hnorm"), linear("proj", 2 * width, width)
+        self.enorm, self.hnorm = norm("enorm"), norm("hnorm")
+        self.proj: nn.Module = linear("proj", 2 * width, width)
         self.norm = norm("norm") if "norm.weight" in rest else nn.Identity()
         self.head = linear("head", width) if "head.weight" in rest else None
         self.embed: nn.Module | None = None
         if "embed.weight" in rest:
             table = rest.pop("embed.weight")
-            self.embed = nn.Embedding(*table.shape, device="meta")
+            self.embed = nn.Embedding(len(table), table.shape[1], device="meta")
             self.embed.weight = _parameter(table, weight, tuple(table.shape), "embed")
         block = {name.removeprefix("block."): tensor for name, tensor in rest.items()}
         self.layer = filled_layer(block, decoder, like)
         for part in self.layer.modules():
             if hasattr(part, "layer_idx"):
-                part.layer_idx = number
+                part.layer_idx = number  # type: ignore[assignment]
         self.number = number
         self._source = decoder, like
         self.block: Any = one_layer_decoder(decoder, like, self.layer, nn.Identity())
@@ -114,7 +115,7 @@ class MtpModule(nn.Module):
         rows = torch.randn((2, 2, 3, self.width), generator=random).to(weight.device, weight.dtype)  # type: ignore[arg-type]
         positions = torch.arange(6, device=rows.device).view(2, 3) * 100
         with torch.autocast(rows.device.type, enabled=False):
-            return torch.cat(self.forward(*rows, positions, Echo(), False)).flatten(0, 1).float()
+            return torch.cat(self.forward(rows[0], rows[1], positions, Echo(), False)).flatten(0, 1).float()
 
 
 def one_layer_decoder(decoder: Any, like: int, layer: nn.Module, norm: nn.Module) -> nn.Module:
@@ -137,7 +138,7 @@ def filled_layer(block: State, decoder: Any, like: int) -> nn.Module:
     expected = {f"layers.0.{name}": tensor for name, tensor in model.state_dict().items()}
     with torch.device("meta"):
         holder = _Holder(decoder.config, type(model)(decoder.config, like % len(decoder.layers)))
-    mapping = get_model_conversion_mapping(decoder, add_legacy=False)
+    mapping: Any = get_model_conversion_mapping(decoder, add_legacy=False)
     try:
         info, _ = convert_and_load_state_dict_in_model(
             model=holder,

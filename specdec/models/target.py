@@ -79,6 +79,7 @@ class TargetModel:
         self.name = getattr(model.config, "_name_or_path", "") or type(model).__name__
         with refusing(self.name, f"{type(model).__name__} is not built as a decoder-only causal language model"):
             self.config: Any = model.config.get_text_config()
+            self.model_types: tuple[str, str] = self.config.model_type, model.config.model_type
             require_supported(self.name, model, self.config)
             self.vocab_size = int(self.config.vocab_size)  # the user's config may change later
             self.context_length: ContextLength = context_length(self.config)
@@ -152,11 +153,6 @@ class TargetModel:
     @property
     def hidden_size(self) -> int:
         return int(self.config.hidden_size)
-
-    @property
-    def model_types(self) -> tuple[str, str]:
-        """Of its text config, and of the whole one."""
-        return self.config.model_type, self.model.config.model_type
 
     @property
     def max_position_embeddings(self) -> int | None:
