@@ -129,8 +129,7 @@ class Checkpoint:
         """Its config as transformers reads it. Raises CheckpointError in one sentence."""
         _ = self.quantization
         try:
-            read_as = config_read_as(self.config, self.path)
-            return read_as or AutoConfig.from_pretrained(self.path, **self.hub_options)
+            return config_read_as(self.config, self.path) or AutoConfig.from_pretrained(self.path, **self.hub_options)
         except Exception as error:  # its checks raise errors of their own, and what they do not check raises anything
             raise CheckpointError(f"the config.json of {self.name!r} cannot be used: {first_line(error)}") from error
 

@@ -9,7 +9,10 @@ READ_AS = {"mimo": "qwen2"}
 
 
 def config_read_as(stored: Mapping[str, Any], path: str) -> Any:
-    """The config of a checkpoint at `path` whose config.json holds `stored`, in the class of another type; None: of its own."""
+    """The config of a checkpoint at `path` whose config.json holds `stored`, in the class of another type.
+
+    None: it is read in its own.
+    """
     if stored.get("model_type") not in READ_AS:
         return None
     own = {name: value for name, value in stored.items() if name not in ("model_type", "auto_map")}
