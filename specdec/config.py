@@ -26,6 +26,7 @@ MAX_TOPK = 63
 """Branches of a node: one fewer than the best tokens of a row that a kernel returns, since one is the draw."""
 
 ATTENTION_BACKENDS = ("auto", "torch", "triton")
+KV_DTYPES = ("fp8",)
 
 MAX_RANKS = 8
 """Devices that one model is split over."""
@@ -117,6 +118,8 @@ class EngineConfig:
     CPU, TRITON_INTERPRET=1); "auto" is "triton" on a GPU that can run them, else "torch".
     deterministic: the logits of a token depend on its request alone, to the bit: not on the batch, prompt chunks,
     preemption, drafts or captures. A model that cannot run so is refused.
+    kv_dtype: "fp8" keeps K/V in 8 bits (e4m3 with a scale a token and head), the drafter's too: about half the memory,
+    and the tokens are those of plain decoding with such K/V. On the torch backend only. None: the model's dtype.
     cuda_graphs: captures rounds and short prompts once a shape and replays them. "auto" captures on a GPU where the
     model allows it; True makes a model that does not an error, and needs a GPU.
     max_capture_bytes: memory that captures may take of each device; the least recently used are dropped. None: a tenth
@@ -150,6 +153,7 @@ class EngineConfig:
     max_capture_bytes: int | None = None
     memory_share: float | None = None
     tensor_parallel: int = 1
+    kv_dtype: str | None = None
 
     def __post_init__(self) -> None:
         spans = {"max_batch_size": (1, 4096), "page_size": (1, 1024), "tensor_parallel": (1, MAX_RANKS)}
@@ -163,6 +167,8 @@ class EngineConfig:
         for name, words in (("cuda_graphs", "True, 'auto' or False"), ("fused", "'auto', True or False")):
             value = getattr(self, name)
             require(name, value, isinstance(value, bool) or value == "auto", f"{words} is expected")
+        if self.kv_dtype is not None:
+            require_one_of("kv_dtype", self.kv_dtype, KV_DTYPES)
         if self.device is not None:
             _require_device(self.device)
         dtype: object = self.dtype

@@ -38,6 +38,7 @@ from specdec.runtime.arguments import (
     require_choice,
     require_depth,
     require_fused,
+    require_kv_dtype,
     require_one_sample,
     require_parts,
     require_ranks,
@@ -118,6 +119,7 @@ class Engine:
             in_tiles=target.in_tiles,
             captured=capture is not None,
         )
+        require_kv_dtype(config.kv_dtype, backend.name)
         rounds_ahead = 1 if capture is None else 2  # a captured round is launched before the previous one is settled
         lookahead = rounds_ahead * (self.spec.num_nodes if drafter is not None else 1)
         self.cache, self.max_model_len = make_cache(target, drafter, self.config, lookahead, backend)

@@ -22,6 +22,7 @@ from specdec.attention.kernels.page_table import build_page_tables
 from specdec.attention.kernels.paged_attention import WORD, paged_attention
 from specdec.kvcache.index_spaces import PRIMARY, GroupLoc
 from specdec.kvcache.layer_context import ScoreOptions
+from specdec.kvcache.rounded import all_rows
 from specdec.kvcache.store import KVStore, LayerKV
 from specdec.kvcache.table import RequestTable, Rows
 
@@ -114,7 +115,7 @@ class CopiedDraft:
             cells = torch.arange(own.numel(), device=device).view(batch, -1)
             self._cells[window] = cells[:, own.shape[1] - num_nodes :]
             own = own.flatten()
-            self.kept[layer] = LayerKV(kept.k.index_select(0, own), kept.v.index_select(0, own), PRIMARY)
+            self.kept[layer] = LayerKV(tuple(pool.index_select(0, own) for pool in kept.fields), PRIMARY)
         self._bias: dict[int | None, torch.Tensor] = {}
 
     def enter_level(self, origin: torch.Tensor | None) -> None:
@@ -135,7 +136,9 @@ class CopiedDraft:
 
     def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
         bias = self._bias[self.draft.windows[layer]]
-        k, v = (x.unflatten(0, (len(query), -1))[:, : bias.shape[3]].transpose(1, 2) for x in self.kept[layer][:2])
+        kept = self.kept[layer]
+        both = all_rows(kept.k), all_rows(kept.v)
+        k, v = (x.unflatten(0, (len(query), -1))[:, : bias.shape[3]].transpose(1, 2) for x in both)
         return dense_attention(query, k, v, bias, **options)
 
     def _newest(self) -> slice:
@@ -184,7 +187,7 @@ class PagedDraft:
         self.scratch: dict[int, LayerKV] = {}
         for layer, kept in store.layers.items():
             k, v = (pool.new_empty((batch * num_nodes, *pool.shape[1:])) for pool in (kept.k, kept.v))
-            self.scratch[layer] = LayerKV(k, v, PRIMARY)
+            self.scratch[layer] = LayerKV((k, v), PRIMARY)
 
     def enter_level(self, origin: torch.Tensor | None) -> None:
         self.level += 1
@@ -198,11 +201,9 @@ class PagedDraft:
         return self.scratch[layer], GroupLoc(self.slots[self.level])
 
     def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
-        kept, draft = self.store.layers[layer], self.draft
+        kept, own, draft = self.store.layers[layer], self.scratch[layer], self.draft
         filled = (self.level + 1) * draft.topk
-        block_k, block_v = (
-            x.unflatten(0, (len(query), -1))[:, :filled].transpose(1, 2) for x in self.scratch[layer][:2]
-        )
+        block_k, block_v = (x.unflatten(0, (len(query), -1))[:, :filled].transpose(1, 2) for x in (own.k, own.v))
         return paged_attention(
             query,
             *(block_k, block_v, self.key_pos[:, :filled], self.bits[:, :, : -(-filled // WORD)]),

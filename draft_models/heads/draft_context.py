@@ -93,9 +93,9 @@ class DraftContext:
     def attend_rows(
         self, layer: int, q: torch.Tensor, k: OwnRows, v: OwnRows, **options: Unpack[ScoreOptions]
     ) -> torch.Tensor:
-        """q [B * K, Hq, D] -> [B * K, Hq, D]: k and v are in the block."""
+        """q [B * K, Hq, D] -> [B * K, Hq, DV]: k and v are in the block."""
         query = q.unflatten(0, (-1, self.topk)).transpose(1, 2)  # [B, Hq, K, D]
-        return self.block.attend(self.owners[layer], query, **options).reshape(q.shape)
+        return self.block.attend(self.owners[layer], query, **options).flatten(0, 1)
 
 
 class DraftGrowth:
