@@ -31,6 +31,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "rope": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1e6},
         "windows": (None, None),
     },
+    "speculators": {"causal": True, "anchored": True, "windows": (4, 4), "draft_vocab_size": 5},
     "deepspec-dflash": {"shifted": True, "owns_embed": True},
 }
 
@@ -52,6 +53,8 @@ def random_head(target: Any, kind: str, *, seed: int = 3, std: float = 0.3, **ch
     }
     torch.manual_seed(seed)
     head = BlockHead(BlockSpec(**fields | KINDS[kind] | changes))
+    if (size := head.spec.draft_vocab_size) not in (None, target.vocab_size):
+        head.target_ids = torch.arange(1, 1 + 2 * size, 2)
     for weight in head.parameters():
         torch.nn.init.normal_(weight, std=std) if weight.dim() > 1 else weight.data.add_(torch.randn(len(weight)) * 0.1)
     return head.place(target.device, target.dtype).eval()

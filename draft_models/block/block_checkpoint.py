@@ -132,7 +132,8 @@ def _layers(files: HeadFiles) -> dict[str, Any]:
     if files.format is GEMMA4_BLOCK:
         return _gemma4_layers(files)
     settings, windows = files.settings, read_windows(files.settings, files.num_layers)
-    layers = {"windows": windows, "rope": read_rope(settings, by_layer_type=files.format is SPECULATORS_BLOCK)}
+    rope = read_rope(settings, by_layer_type=files.format is SPECULATORS_BLOCK)
+    layers: dict[str, Any] = {"windows": windows, "rope": rope}
     if files.format is HF_BLOCK:
         layers["skips_embed_norm"] = True
         if any(window is not None and window < settings["block_size"] - 1 for window in windows):

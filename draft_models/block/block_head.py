@@ -20,7 +20,6 @@ A head holds no K/V and knows no requests: `HeadContext` and `TapContext` say wh
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -153,7 +152,7 @@ class BlockHead(HeadModule):
 
 def block_states(
     head: BlockHead,
-    table: Callable[[torch.Tensor], torch.Tensor],
+    table: nn.Module,
     ids: torch.Tensor,
     pos: torch.Tensor,
     states: torch.Tensor,
@@ -224,13 +223,24 @@ class KeptTaps:
         return self.kept.permute(2, 0, 1, 3, 4).flatten(1)
 
 
+class StoredRows(nn.Module):
+    """The rows of an embedding table, without what its class makes of them."""
+
+    def __init__(self, table: nn.Embedding) -> None:
+        super().__init__()
+        self.table = table
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(tokens, self.table.weight)
+
+
 class PlainBlock(HeadForm):
     """A head run by its own modules. `FusedBlock` is the other form."""
 
     def __init__(self, head: BlockHead, table: nn.Module, lm_head: nn.Module) -> None:
         super().__init__(head, table, lm_head)
         if head.spec.skips_embed_norm and isinstance(table, nn.Embedding) and hasattr(table, "embed_norm"):
-            self.table = partial(nn.Embedding.forward, table)
+            self.table = StoredRows(table)
 
     def observe(self, states: torch.Tensor, positions: torch.Tensor, context: TapContext) -> None:
         """Store K/V of committed positions [B, N], from states [B, N, A * H] of the target."""

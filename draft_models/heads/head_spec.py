@@ -1,7 +1,7 @@
 """What EAGLE-3 heads and the heads of block drafters have in common: their spec, and how they are placed and run."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
@@ -98,7 +98,7 @@ class HeadForm(ABC):
 
     def __init__(self, head: Any, table: nn.Module, lm_head: nn.Module) -> None:
         self.head = head
-        self.table: Callable[[torch.Tensor], torch.Tensor] = table if head.embed_tokens is None else head.embed_tokens
+        self.table = table if head.embed_tokens is None else head.embed_tokens
         self.lm_head = lm_head if head.lm_head is None else head.lm_head
 
     @abstractmethod
