@@ -36,43 +36,21 @@ MAX_DRAFTS = 16
 CONTEXT = 1 << 14
 NAMED = re.compile(r"recite (\d+)")
 EOS = "<eos>"
-SPECIAL = (
-    *(
-        EOS,
-        "<|im_start|>",
-        "<|im_end|>",
-        "<|python_tag|>",
-        "[TOOL_CALLS]",
-        "[ARGS]",
-        "[CALL_ID]",
-        "[THINK]",
-        "[/THINK]",
-    ),
-    *("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>", "<|turn>", "<turn|>", "<|think|>"),
-    *("<start_function_call>", "<end_function_call>", "<escape>", "<|tool_call|>", "<|/tool_call|>"),
-    *("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>"),
-    *("<|START_ACTION|>", "<|END_ACTION|>", "<|START_THINKING|>", "<|END_THINKING|>"),
+SPECIAL = tuple(
+    f"""
+    {EOS} <|im_start|> <|im_end|> <|python_tag|> [TOOL_CALLS] [ARGS] [CALL_ID] [THINK] [/THINK]
+    <|tool_call> <tool_call|> <|"|> <|channel> <channel|> <|turn> <turn|> <|think|>
+    <start_function_call> <end_function_call> <escape> <|tool_call|> <|/tool_call|>
+    <|channel|> <|message|> <|start|> <|end|> <|call|> <|return|> <|constrain|>
+    <|START_ACTION|> <|END_ACTION|> <|START_THINKING|> <|END_THINKING|>
+    """.split()
 )
 """Tokens that a detokenizer leaves out."""
 ADDED = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 """Tokens of their own, which are text all the same, as in Qwen3."""
 WORDS = (
-    *(
-        "\n\n",
-        "}\n",
-        "}}",
-        '"}',
-        '":',
-        '", "',
-        ">\n",
-        ">\n\n",
-        "</",
-        "><",
-        "},",
-        "<function",
-        "<parameter",
-        "parameter>",
-    ),
+    *("\n\n", "}\n", "}}", '"}', '":', '", "', ">\n", ">\n\n", "</", "><", "},"),
+    *("<function", "<parameter", "parameter>"),
     *("assistant", "commentary", "analysis", "final", "functions", " to=", "json", "thought", "call", "é", "😀"),
 )
 """Tokens of several bytes: some of them cross the borders of calls and thoughts."""
