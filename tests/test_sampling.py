@@ -124,18 +124,6 @@ def test_top_n_sigma_by_hand():
     assert torch.isfinite(flat).all()  # all are the best
 
 
-def test_top_n_sigma_comes_first():
-    """Weights at temperature 3: 1, 0.97, and four of 0.37. One sigma keeps two tokens, of which the best weighs 0.51;
-    of the whole it weighs 0.29, so a nucleus of 0.4 has one token after top_n_sigma and two without."""
-    logits = torch.tensor([[[3.0, 2.9, 0.0, 0.0, 0.0, 0.0]]])
-    for more, kept in (({}, 2), ({"top_p": 0.4}, 1), ({"top_p": 0.7}, 2), ({"top_k": 1}, 1), ({"top_k": 4}, 2)):
-        log_p = batch_of(SamplingParams(temperature=3.0, top_n_sigma=1.0, **more)).log_weights(logits)
-        assert torch.isfinite(log_p).sum() == kept, more
-    for top_p, kept in ((0.4, 2), (0.7, 4)):
-        log_p = batch_of(SamplingParams(temperature=3.0, top_p=top_p)).log_weights(logits)
-        assert torch.isfinite(log_p).sum() == kept
-
-
 def test_a_row_under_top_n_sigma_has_the_same_bits_in_every_batch():
     torch.manual_seed(0)
     logits = torch.randn(3, 2, 70_001) * 3
@@ -181,20 +169,18 @@ def test_greedy_is_the_lowest_of_equal_logits_whatever_the_neighbours():
         assert sampling.sample(logits, torch.tensor([[3], [3]]))[0].tolist() == [1]
 
 
-@pytest.mark.parametrize("temperature", [1e-3, 1e-10, 1e-30, 1e-38, 1e-42, 1e-60])
-def test_a_tiny_temperature_is_greedy(temperature):
-    torch.manual_seed(0)
-    logits = torch.randn(1, 200, 50) * 10
-    for extra in ({}, {"top_k": 10, "top_p": 0.9, "min_p": 0.1}):
-        drawn = batch_of(SamplingParams(temperature=temperature, **extra)).sample(logits, torch.arange(200)[None])
-        assert drawn.tolist() == logits.argmax(-1).tolist()
+TINY = [
+    *(({"temperature": t}, 10) for t in (1e-3, 1e-10, 1e-30, 1e-38, 1e-42, 1e-60)),
+    *(({"temperature": t, "top_k": 10, "top_p": 0.9, "min_p": 0.1}, 10) for t in (1e-3, 1e-30, 1e-42, 1e-60)),
+    *(({"temperature": 1.0, "top_p": p}, 3) for p in (1e-3, 1e-30, 1e-60)),
+]
 
 
-@pytest.mark.parametrize("top_p", [1e-3, 1e-30, 1e-60])
-def test_a_tiny_nucleus_is_the_best_token(top_p):
+@pytest.mark.parametrize(("settings", "spread"), TINY, ids=str)
+def test_a_tiny_temperature_or_nucleus_is_the_best_token(settings, spread):
     torch.manual_seed(0)
-    logits = torch.randn(1, 200, 50) * 3
-    drawn = batch_of(SamplingParams(temperature=1.0, top_p=top_p)).sample(logits, torch.arange(200)[None])
+    logits = torch.randn(1, 200, 50) * spread
+    drawn = batch_of(SamplingParams(**settings)).sample(logits, torch.arange(200)[None])
     assert drawn.tolist() == logits.argmax(-1).tolist()
 
 
