@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
@@ -357,31 +358,36 @@ def test_weights_that_fused_layers_cannot_run_are_refused(make_target, make_engi
             target.weights.generation()
 
 
-def test_weights_tied_to_one_another_are_not_merged(make_target, make_engine, greedy_oracle, random_prompt):
-    model = make_target("llama", fresh=True)
-    layers, prompt = model.model.layers, random_prompt(7)
-    layers[2].self_attn.q_proj.weight = layers[0].self_attn.q_proj.weight
-    target = TargetModel(model, REFERENCE)
-    assert "tied to one another" in target.unfused
-    [out] = Engine(target, config=EngineConfig(max_model_len=64)).generate(prompt, GREEDY)
-    assert out.token_ids == greedy_oracle(model, prompt, NEW)
-
-
-def test_weights_in_shared_memory_stay_there(make_target):
-    model = make_target("llama", fresh=True).share_memory()
-    assert "that other processes share" in TargetModel(model, REFERENCE).unfused
-    assert all(param.is_shared() for param in model.parameters())
-
-
 class Quantised(torch.Tensor):
     """A tensor that is more than its numbers."""
 
 
-def test_tensors_of_another_class_are_not_merged(make_target):
-    model = make_target("llama", fresh=True)
+def tied(model: Any) -> None:
+    layers = model.model.layers
+    layers[2].self_attn.q_proj.weight = layers[0].self_attn.q_proj.weight
+
+
+def of_another_class(model: Any) -> None:
     proj = model.model.layers[1].mlp.up_proj
     proj.weight = nn.Parameter(proj.weight.data.as_subclass(Quantised))
-    assert "layers.1.mlp.up_proj.weight is no plain tensor" in TargetModel(model, REFERENCE).unfused
+
+
+@pytest.mark.parametrize(
+    ("prepare", "reason"),
+    [
+        (tied, "tied to one another"),
+        (nn.Module.share_memory, "that other processes share"),
+        (of_another_class, "layers.1.mlp.up_proj.weight is no plain tensor"),
+    ],
+)
+def test_weights_that_cannot_be_merged_run_unfused(prepare, reason, make_target, greedy_oracle, random_prompt):
+    model, prompt = make_target("llama", fresh=True), random_prompt(7)
+    prepare(model)
+    shared = [param.is_shared() for param in model.parameters()]
+    target = TargetModel(model, REFERENCE)
+    assert reason in target.unfused and [param.is_shared() for param in model.parameters()] == shared
+    [out] = Engine(target, config=EngineConfig(max_model_len=64)).generate(prompt, GREEDY)
+    assert out.token_ids == greedy_oracle(model, prompt, NEW)
 
 
 def test_changed_weights_of_an_assistant_are_seen(make_target, make_assistant, make_engine, random_prompt):
@@ -447,11 +453,8 @@ def test_one_thread_at_a_time_merges(make_target, monkeypatch):
         return merge(params)
 
     monkeypatch.setattr(families, "merge", slow_merge)
-    threads = [threading.Thread(target=TargetModel, args=(model, REFERENCE)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: TargetModel(model, REFERENCE), range(4)))
     assert len(most) == 4 * 6 and set(most) == {1}
 
 
@@ -465,19 +468,11 @@ def test_engines_are_built_over_a_model_that_others_run(
     truths = [greedy_oracle(model, prompt, NEW) for prompt in prompts]
     assistant = make_assistant(model)
     old = [make_engine(model, drafter, fused=False) for drafter in ("ngram", assistant)]
-    building, faults = threading.Event(), []
-    start = threading.Barrier(8)
-
-    def guarded(job: Callable[[], None]) -> None:
-        try:
-            start.wait()
-            job()
-        except BaseException as fault:
-            faults.append(fault)
+    built = threading.Event()
 
     def run(engine: Engine) -> None:
         while True:
-            last = building.is_set()
+            last = built.is_set()
             assert [out.token_ids for out in engine.generate(prompts, GREEDY)] == truths
             if last:
                 return
@@ -487,16 +482,13 @@ def test_engines_are_built_over_a_model_that_others_run(
             with make_engine(model, drafter, fused=True) as engine:
                 assert [out.token_ids for out in engine.generate(prompts, GREEDY)] == truths
 
-    jobs = [*(lambda e=e: run(e) for e in old), *(lambda d=d: build(d) for d in ["ngram", assistant, None] * 2)]
-    threads = [threading.Thread(target=guarded, args=(job,)) for job in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads[2:]:
-        thread.join()
-    building.set()
-    for thread in threads[:2]:
-        thread.join()
-    assert faults == []
+    with ThreadPoolExecutor(8) as pool:
+        running = [pool.submit(run, engine) for engine in old]
+        building = [pool.submit(build, drafter) for drafter in ["ngram", assistant, None] * 2]
+        wait(building)
+        built.set()
+        for job in (*running, *building):
+            job.result()
 
 
 def test_kernels_are_the_operations_of_a_fused_engine(monkeypatch):
