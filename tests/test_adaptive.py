@@ -374,11 +374,15 @@ def plain_tokens(params):
         return [out.token_ids for out in plain.generate(prompts(plain), params)]
 
 
+MODELS = ["tiny-gemma4-mtp", "tiny-gemma4-eagle3", "tiny-gemma4"]
+ALONE = ["tiny-gemma4-mtp", "tiny-gemma4-eagle3", "ngram", "suffix"]
+
+
 @deep_cases("tiny-gemma4-mtp-chain-0.0", "suffix-chain-0.0")
 @pytest.mark.parametrize(
     ("drafter", "shape", "temperature"),
     each_value(
-        pairs(["tiny-gemma4-mtp", "tiny-gemma4-eagle3", "ngram", "suffix"], ["chain", "tree"], [0.0, 0.8]),
+        pairs([*ALONE, *(f"{model},suffix" for model in MODELS)], ["chain", "tree"], [0.0, 0.8]),
     ),
 )
 def test_no_token_depends_on_the_choice(drafter, shape, temperature):

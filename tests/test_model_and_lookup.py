@@ -15,7 +15,7 @@ from specdec.errors import ConfigError
 from specdec.models.target import TargetModel
 
 from inside import capture_on_tape
-from marks import deep_cases, each_value, examples, pairs, usual
+from marks import deep_cases, examples, pairs, usual
 
 CHAIN, TREE = SpecConfig(4, adaptive=True), SpecConfig(3, 3, 12, adaptive=True)
 MODELS = ["tiny-gemma4-mtp", "tiny-gemma4-eagle3", "tiny-gemma4"]
@@ -41,19 +41,6 @@ def in_turn(engine):
 
 
 # tokens
-
-
-@deep_cases("tiny-gemma4-mtp-chain-0.0")
-@pytest.mark.parametrize(("model", "shape", "temperature"), each_value(pairs(MODELS, ["chain", "tree"], [0.0, 0.8])))
-def test_no_token_depends_on_who_drafts(model, shape, temperature):
-    spec = CHAIN if shape == "chain" else TREE
-    params = SamplingParams(max_new_tokens=examples(30, 60), ignore_eos=True, temperature=temperature, seed=5)
-    with Engine.from_pretrained("tiny-gemma4", config=CONFIG) as plain:
-        want = [out.token_ids for out in plain.generate(prompts(plain), params)]
-    with Engine.from_pretrained("tiny-gemma4", [model, "suffix"], spec=spec, config=CONFIG) as engine:
-        in_turn(engine)
-        assert [out.token_ids for out in engine.generate(prompts(engine), params)] == want
-        engine.table.check()
 
 
 def test_the_bits_of_logits_do_not_depend_on_who_drafts_or_what_was_answered(make_target, make_engine, random_prompt):
@@ -136,7 +123,7 @@ def each_once(shape, others, model, said):
     """One of every shape, those that repeat a token with the head, the others with a language model; and of plain
     rounds, few and more than are kept."""
     if said == "plain":
-        return others in (1, 17) if model == "tiny-gemma4-eagle3" else others == 1
+        return others in (1, 17) if model == "tiny-gemma4-eagle3" else others == 16
     return others in (2, 5, 9) and (model == "tiny-gemma4-eagle3") == (said == "one token")
 
 
@@ -166,7 +153,9 @@ def test_a_model_that_caught_up_drafts_as_if_it_had_read_along(shape, others, mo
     assert tokens == same
     assert lagging.drafts == reading.drafts and lagging.drafts[False] and bool(lagging.drafts[True]) != plain
     assert max(lagging.observed) <= (16 if spec.depth < 16 else 21)
-    if plain or (spec.depth < 16 and others > 1):
+    if plain and others > 5:
+        assert max(lagging.observed) == min(others, 16)
+    if spec.depth < 16 and others > 1:
         assert len(lagging.observed) < len(reading.observed)
 
 

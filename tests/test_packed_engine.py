@@ -243,21 +243,19 @@ def test_a_folder_is_served_with_deterministic_rows(family, form, packed_pair, g
         assert one.logprobs == other.logprobs
 
 
-def test_an_assistant_in_16_bits_drafts_for_a_packed_target(
-    packed_pair, make_assistant, make_engine, greedy_oracle, random_prompt
+@pytest.mark.parametrize(
+    ("family", "form", "lengths", "spec"),
+    [("gemma4-e2b", "int4-g32", (4, 30), SpecConfig(3, 3, 12)), ("llama", "gptq", (12,), SpecConfig(3, 2, 6))],
+    ids=["assistant", "eagle3"],
+)
+def test_a_drafter_in_16_bits_drafts_for_a_packed_target(
+    family, form, lengths, spec, packed_pair, make_assistant, make_engine, greedy_oracle, random_prompt
 ):
-    folder, plain = packed_pair("gemma4-e2b", "int4-g32")
+    folder, plain = packed_pair(family, form)
     model = load_model(str(folder), dtype=torch.float32, device=CPU)
-    prompts = [random_prompt(n) for n in (4, 30)]
-    spec = SpecConfig(3, 3, 12)
-    check_tokens(make_engine, model, plain, greedy_oracle, prompts, make_assistant(plain), spec=spec, page_size=4)
-
-
-def test_an_eagle3_head_drafts_for_a_packed_target(packed_pair, make_engine, greedy_oracle, random_prompt):
-    folder, plain = packed_pair("llama", "gptq")
-    model = load_model(str(folder), dtype=torch.float32, device=CPU)
-    config = {"spec": SpecConfig(3, 2, 6), "page_size": 4}
-    check_tokens(make_engine, model, plain, greedy_oracle, [random_prompt(12)], random_eagle3(model), **config)
+    drafter = random_eagle3(model) if family == "llama" else make_assistant(plain)
+    prompts = [random_prompt(n) for n in lengths]
+    check_tokens(make_engine, model, plain, greedy_oracle, prompts, drafter, spec=spec, page_size=4)
 
 
 def test_an_assistant_may_be_quantised_itself(packed_pair, make_assistant, make_engine, greedy_oracle, tmp_path):
