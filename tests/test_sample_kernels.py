@@ -110,7 +110,7 @@ def test_tokens_are_those_of_the_sorted_sampler(kind, cut, poison_empty):
     ids=str,
 )
 def test_a_vocabulary_of_any_size_and_dtype(vocab, dtype, poison_empty):
-    """Of 16 bits there are hundreds of equal logits; rows are a view of a wider buffer."""
+    """Rows are a view of a wider buffer. In 16 bits hundreds of logits are equal."""
     torch.manual_seed(vocab)
     settings = SETTINGS[::5]
     logits = logits_of("random", len(settings), 2, vocab + 30, dtype)[..., 17 : 17 + vocab]
