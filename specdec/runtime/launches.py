@@ -19,7 +19,6 @@ from specdec.runtime.scheduler import Scheduler
 from specdec.runtime.seating import keep_outputs
 from specdec.runtime.settling import settle_chunks, settle_round
 
-
 Learn = Callable[[RoundShape, Sequence[Request], RoundResult, int, float], None]
 """Learns from a settled round of these requests: the output tokens that all of them together gained, 0 in a round
 without drafts, and the seconds since the end of the round before it where rounds follow each other on a device, else

@@ -186,7 +186,7 @@ class PromptGap:
             return room.busy
         if self.division is not None and fitting < self.division.most:
             return min(self._tokens_in_parts(self.division, num_waiting, prefix), room.busy)
-        return min(max(room.least, _few_sizes(fitting)), room.busy)
+        return min(max(room.least, _rounded_to_few_sizes(fitting)), room.busy)
 
     def budget(self, room: PromptRoom, num_waiting: int, load: PromptLoad) -> float | None:
         """Seconds that a forward over this load may take of a step in which others decode, before the rest of it waits
@@ -237,7 +237,7 @@ class PromptGap:
         return max(self.round, self.longest_round) + spent
 
 
-def _few_sizes(tokens: int) -> int:
+def _rounded_to_few_sizes(tokens: int) -> int:
     """Rounds down to a power of two, from 2,048 on to a multiple of 256: few shapes are captured, and padding takes as
     long as tokens."""
     if tokens >= 2048:

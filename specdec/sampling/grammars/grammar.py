@@ -120,14 +120,14 @@ class Grammars:
             self._looking = False
             for key in [key for key, used in self._used.items() if now - used >= LARGE_SECONDS]:
                 del self._used[key], self._kept[key]
-            self._look_later()
+            self._schedule_look()
 
     def _note_use(self, key: tuple[str, Any]) -> None:
         if key in self._kept and self._kept[key].bytes > LARGE_BYTES:
             self._used[key] = time.monotonic()
-            self._look_later()
+            self._schedule_look()
 
-    def _look_later(self) -> None:
+    def _schedule_look(self) -> None:
         if self._looking or not self._used:
             return
         self._looking = True
