@@ -122,8 +122,8 @@ class EngineConfig:
     max_capture_bytes: memory that captures may take of each device; the least recently used are dropped. None: a tenth
     of a device's memory, or half of what is free once the pools are made, if that is less.
     prefix_cache: keeps K/V of prompts and outputs for requests that begin with the same tokens, until slots are needed.
-    finished_tokens: drafter "suffix" also proposes from the newest output tokens of finished requests with the same
-    cache_salt, this many of them; 0: from a request's own text alone. It changes no token, only when a text arrives.
+    finished_tokens: drafter "suffix" also proposes from this many output tokens, the newest, of finished requests with
+    the same cache_salt; 0: from a request's own text alone. It changes no token, only when a text arrives.
     fused: decoder layers of few large kernels in the place of transformers' modules. "auto": with "triton" on a GPU, if
     the family has them; True: everywhere (in plain torch without "triton"), and a model or drafter without them is
     refused; False: never. Fusing makes parameters views of larger tensors, with the same values and names.
