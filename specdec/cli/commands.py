@@ -109,7 +109,7 @@ class EvalOptions:
     ]
     pair: PairOptions
     data: str = option("auto", "JSONL file; gsm8k: also 'hub' or 'bundled'; auto: bundled for tiny-gemma4, else hub.")
-    limit: int = option(0, "Problems to solve, the first of each category; 0: all.", min=0)
+    limit: int = option(0, "Problems, the first of each category; 0: all.", min=0)
     compare: bool | None = option(
         None, "Also decode without the drafter; default: unless it is gsm8k.", "--compare/--no-compare"
     )
