@@ -125,8 +125,8 @@ class EngineConfig:
     max_capture_bytes: memory that captures may take of each device; the least recently used are dropped. None: a tenth
     of a device's memory, or half of what is free once the pools are made, if that is less.
     prefix_cache: keeps K/V of prompts and outputs for requests that begin with the same tokens, until slots are needed.
-    finished_tokens: drafter "suffix" also proposes from the newest so many output tokens of finished requests with the
-    same cache_salt; 0: from a request's own text alone. It changes no token, only when a text arrives.
+    finished_tokens: drafter "suffix" also proposes from this many output tokens, the newest, of finished requests with
+    the same cache_salt; 0: from a request's own text alone. It changes no token, only when a text arrives.
     fused: decoder layers of few large kernels in the place of transformers' modules. "auto": with "triton" on a GPU, if
     the family has them; True: everywhere (in plain torch without "triton"), and a model or drafter without them is
     refused; False: never. Fusing makes parameters views of larger tensors, with the same values and names.
@@ -193,7 +193,7 @@ class SamplingParams(SamplingNumbers):
     strings): the grammar of the output, one of them a request. The text may end where the grammar does, and nowhere
     else; a text of max_new_tokens is cut.
     stop: strings that end the text (they are cut off, or kept with include_stop_str_in_output). min_tokens: no end
-    token is drawn, and no stop string counts, before the output has so many. allowed_token_ids: only these are drawn,
+    token is drawn, and no stop string counts, before the output has this many. allowed_token_ids: only these are drawn,
     so give one that ends the text, or a length. logprobs: None, or how many alternatives to report per token.
     prompt_logprobs: the same for the prompt's tokens; with it, max_new_tokens=0 scores the prompt and adds nothing.
     n: samples of the prompt; number i is that of the same parameters with n=1 and `seed` + i.

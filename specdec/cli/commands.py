@@ -48,7 +48,7 @@ class PhaseOptions:
     shape: str | None = phase_option(
         None,
         "Random weights at the shape of gemma4-e2b, -e4b, -12b, -26b-a4b, -31b, gpt-oss-20b, -120b, llama-8b, "
-        "-70b, qwen3-8b or -30b-a3b, instead of a target: milliseconds of each phase beside the memory floor.",
+        "-70b, qwen3-8b or -30b-a3b, instead of a target: milliseconds of each phase, and the memory floor.",
     )
     weights: str | None = phase_option(
         None,
@@ -109,7 +109,7 @@ class EvalOptions:
     ]
     pair: PairOptions
     data: str = option("auto", "JSONL file; gsm8k: also 'hub' or 'bundled'; auto: bundled for tiny-gemma4, else hub.")
-    limit: int = option(0, "So many problems, the first of each category; 0: all.", min=0)
+    limit: int = option(0, "Problems, the first of each category; 0: all.", min=0)
     compare: bool | None = option(
         None, "Also decode without the drafter; default: unless it is gsm8k.", "--compare/--no-compare"
     )

@@ -109,7 +109,7 @@ class PairOptions:
         return options
 
     def drafter_options(self) -> dict[str, Any]:
-        """Those of the drafter alone; it also takes over the target's token and trust_remote_code."""
+        """Arguments for the drafter alone; it also takes over the target's token and trust_remote_code."""
         return {} if self.drafter_revision is None else {"revision": self.drafter_revision}
 
 

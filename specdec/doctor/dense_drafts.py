@@ -104,7 +104,7 @@ Dense = Callable[[Drafter, RecordedText, torch.Tensor, int], list[torch.Tensor]]
 """(drafter, text, roots [R], K) -> logits [R, V] of each depth, or of fewer where no more are drafted."""
 
 
-def can_be_run(drafter: Drafter) -> bool:
+def has_dense_form(drafter: Drafter) -> bool:
     """Is there a dense form of drafters of this kind?"""
     return type(drafter) in DENSE_FORMS
 

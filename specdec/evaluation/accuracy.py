@@ -163,7 +163,7 @@ def evaluate(
 
 @dataclass(frozen=True, slots=True)
 class Dialogues:
-    """What is asked, turn by turn, by the number of the problem."""
+    """Questions turn by turn, by the number of the problem."""
 
     tokenizer: Any
     chat: bool
@@ -184,7 +184,7 @@ class Dialogues:
         return max(len(self.prompt(index, [])) for index in self.turns) + max_new_tokens
 
     def require_fits(self, max_model_len: int, max_new_tokens: int) -> None:
-        """Before an hour's work: raises CapacityError at a dialogue that is too long."""
+        """Raises CapacityError, before an hour's work, at a dialogue that is too long."""
         for index, turns in self.turns.items():
             needed = len(self.prompt(index, [""] * (len(turns) - 1))) + len(turns) * max_new_tokens
             if needed > max_model_len:

@@ -52,8 +52,9 @@ def _from_hub() -> list[Problem]:
 
         rows = list(datasets.load_dataset("openai/gsm8k", "main", split="test"))
     except ImportError as error:
-        wanted = "needs the package datasets: pip install 'specdec-runtime[datasets]'"
-        raise ConfigError(f"data='hub' {wanted}, or give a JSONL file") from error
+        raise ConfigError(
+            "data='hub' needs the package datasets: pip install 'specdec-runtime[datasets]', or give a JSONL file"
+        ) from error
     except Exception as error:  # no network, a broken cache, ...: they have no common base
         raise ConfigError(f"data='hub': openai/gsm8k did not load ({first_line(error)}); give a JSONL file") from error
     return [Problem((row["question"],), row["answer"]) for row in rows]

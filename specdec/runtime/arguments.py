@@ -79,7 +79,7 @@ def require_depth(spec: SpecConfig, drafter: Any) -> None:
         )
 
 
-def say_where_drafts_end(drafter: Any, max_model_len: int) -> None:
+def warn_where_drafts_end(drafter: Any, max_model_len: int) -> None:
     """Log from which position on a drafter is not asked: it cannot compute its own positions there."""
     last = getattr(drafter, "max_positions", None)
     if last is not None and last < max_model_len:
@@ -111,7 +111,7 @@ def require_choice(spec: SpecConfig, drafter: Any) -> None:
 
 
 def require_fused(fused: str | bool, target: Any, drafter: Any) -> None:
-    """Parts are fused, or not, where they are made: `True` wants all of them, `False` none, "auto" what they are."""
+    """Parts are fused, or not, where they are made. `True` needs all of them fused, `False` none of them."""
     for part in (target, drafter):
         reason = getattr(part, "unfused", None)
         if fused is True and reason is not None:

@@ -195,7 +195,7 @@ class Request:
     handed_in: float = field(default_factory=time.perf_counter)
     key: IntArray | None = field(default=None, init=False)  # of its tokens in the prefix cache
     awaited: int = field(default=-1, init=False)  # number of the request that makes a part of its prompt,
-    awaited_len: int = field(default=0, init=False)  # so many tokens of it,
+    awaited_len: int = field(default=0, init=False)  # the tokens of it that are awaited,
     awaited_version: int = field(default=-1, init=False)  # as of this `InProgress.version`
     max_drafts: int = field(init=False)  # most that it accepts in a round
     whole_draft: DraftShape = field(init=False)  # that nothing shortens
@@ -264,7 +264,7 @@ class Request:
 
     @property
     def has_fixed_draft(self) -> bool:
-        """Does it have the draft that it asks for, whatever pays?"""
+        """Is its draft the one that it asks for, even where another would pay?"""
         return self.draft is not None and not self.draft.adaptive
 
     def draft_size(self, to_go: int) -> DraftShape:
@@ -282,7 +282,7 @@ class Request:
 
     @property
     def grammar_ended_it(self) -> bool:
-        """It was ended because its grammar allows no token; one that is aborted keeps its place in the grammar."""
+        """Was it ended because its grammar allows no token? An aborted one keeps its place in the grammar."""
         return self.finish_reason == "abort" and self.params.grammar is not None and self.settled.place is None
 
     @property
@@ -441,7 +441,7 @@ def rows_of(requests: Sequence[Request]) -> IntArray:
 
 
 def restricted(requests: Sequence[Request]) -> list[Request]:
-    """Those of these requests that have a `place`: not any token may come next."""
+    """The requests that have a `place`: only some tokens may come next."""
     with_place = [request for request in requests if request.settled.place is not None]
     return [request for request in with_place if request.place is not None]
 

@@ -29,7 +29,7 @@ READS = 10
 
 @dataclass(frozen=True, slots=True)
 class StepBytes:
-    """What one verify step streams. rows: of embedding tables."""
+    """Bytes that one verify step streams. rows: of embedding tables."""
 
     weights: int
     experts: int
@@ -42,7 +42,7 @@ class StepBytes:
 
 
 def step_bytes(target: TargetModel, batch: int, nodes: int, context: int) -> StepBytes:
-    """For `batch` requests of `nodes` rows each, with `context` committed tokens."""
+    """Bytes of a step of `batch` requests of `nodes` rows each, with `context` committed tokens."""
     weights = experts = rows = 0
     head_module: nn.Module = target.model.get_output_embeddings()  # the user's modules: ours may hold weights merged
     head = {id(weight) for weight in head_module.parameters()}

@@ -119,7 +119,7 @@ def run_phases(subject: Subject, plan: Plan) -> PhaseReport:
 
 
 def _empty_cell(subject: Subject, read: float, run: str, rows: int, batch: int, context: int) -> Cell:
-    """With its floor. rows: that one of its steps verifies, of each request."""
+    """A cell that has only its floor. rows: rows of each request that one of its steps verifies."""
     floor = step_bytes(subject.target, batch, rows, context)
     return Cell(run=run, batch=batch, context=context, floor_bytes=floor, floor_ms=1e3 * floor.total / read)
 

@@ -119,7 +119,7 @@ class ResponseAnswer(Chat):
                 yield each
 
     def _end(self, reply: Reply, output: GenerationOutput, stats: RequestStats) -> list[dict[str, Any]]:
-        """It is whole: keep it if that is asked for."""
+        """End the response, and keep it if the request asks for that."""
         cut = reply.finish_reason(output) == "length"
         details = {"incomplete_details": {"reason": "max_output_tokens"}} if cut else {}
         events = self._builder.end("incomplete" if cut else "completed", self._usage(stats, reply), **details)

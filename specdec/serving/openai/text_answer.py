@@ -19,13 +19,13 @@ from specdec import __version__
 from specdec.errors import ConfigError
 from specdec.runtime.request import GenerationOutput, RequestStats, StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
-from specdec.serving.http.client_limits import in_blocks
+from specdec.serving.http.client_limits import in_whole_blocks
 from specdec.serving.http.events import EventStream, JsonResponse
 from specdec.serving.openai.answer_models import SpeculationFigures
 from specdec.serving.openai.logprob_shapes import vllm_prompt_logprobs
 from specdec.serving.openai.protocol import SamplingFields
 from specdec.serving.openai.reply import MakeReply, Reply
-from specdec.serving.openai.sampling_fields import blaming
+from specdec.serving.openai.sampling_fields import naming_field
 from specdec.serving.state import ServeState
 from specdec.serving.streams import Streams
 
@@ -59,7 +59,7 @@ class TextAnswer(ABC):
         try:
             return await self._answer()
         except ConfigError as error:
-            raise blaming(error, self.body, self.renamed) from error
+            raise naming_field(error, self.body, self.renamed) from error
 
     @abstractmethod
     async def submit(self) -> tuple[Streams, MakeReply]:
@@ -82,7 +82,7 @@ class TextAnswer(ABC):
         """The log-probabilities of a choice's next tokens, which the reply has read."""
 
     def _details(self, index: int, delta: StreamDelta, reply: Reply) -> dict[str, Any]:
-        """What a choice, or a chunk of it, has next to its text, as far as the request asks for it."""
+        """Fields of a choice, or of a chunk of it, next to its text, as far as the request asks for them."""
         scores = delta.logprobs
         details: dict[str, Any] = {"logprobs": None if scores is None else self._logprobs(index, scores, reply)}
         if self.body.return_token_ids:
@@ -129,7 +129,7 @@ class TextAnswer(ABC):
         return {"usage": usage_of(self.prompts, stats, self.state)} | self._speculation(stats)
 
     def _so_far(self, index: int, stats: RequestStats) -> dict[str, Any]:
-        """What a chunk says of its sample's tokens, if the request asks for it."""
+        """Usage and speculation figures of a chunk's sample, if the request asks for them."""
         prompt = self.prompts[index // self.n]
         wanted = self.body.usage.include_usage and self.body.usage.continuous_usage_stats
         usage = {"usage": usage_of([prompt], [stats], self.state)} if wanted else {}
@@ -150,7 +150,7 @@ def usage_of(prompts: Sequence[Sequence[int]], stats: Sequence[RequestStats], st
     prompt_len = sum(map(len, prompts))
     completion = sum(one.output_tokens for one in stats)
     page_size = state.engine.config.page_size
-    cached = sum(in_blocks(one.cached_tokens, page_size) for one in stats[:: len(stats) // len(prompts)])
+    cached = sum(in_whole_blocks(one.cached_tokens, page_size) for one in stats[:: len(stats) // len(prompts)])
     return {
         "prompt_tokens": prompt_len,
         "completion_tokens": completion,
