@@ -13,7 +13,6 @@ from specdec.errors import ConfigError
 from specdec.kvcache.layout import CacheField
 from specdec.kvcache.rounded import RoundedPool, all_rows, read_rows
 from specdec.kvcache.store import KVStore, reference_move_kv, reference_store_kv
-
 from specdec.models.bundled import HELD_OUT_PROBLEMS
 from specdec.text.prompt_files import read_prompts
 
