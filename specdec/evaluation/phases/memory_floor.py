@@ -62,9 +62,9 @@ def step_bytes(target: TargetModel, batch: int, nodes: int, context: int) -> Ste
             experts += round(chosen * packed / part.num_experts)
         else:
             weights += packed
-    layers = target.layout.layers
-    keys = sum(min(context, spec.window or context) * field.numbers for spec in layers for field in spec.fields)
-    return StepBytes(weights, experts, rows, batch * keys * target.dtype.itemsize)
+    layers, dtype = target.layout.layers, target.dtype
+    kept = sum(min(context, spec.window or context) * field.bytes(dtype) for spec in layers for field in spec.fields)
+    return StepBytes(weights, experts, rows, batch * kept)
 
 
 def expected_experts(target: TargetModel, experts: int, rows: int) -> float:
