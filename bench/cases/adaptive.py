@@ -169,8 +169,8 @@ def speed_rows(
     loads: Sequence[str],
 ) -> Iterator[Row]:
     """ms a token and request of steady rows, seconds of the others. hard: how often a draft of every second prompt of
-    the mixed load is right; topk: more than 1: trees of 16 nodes; lookup: how often a suffix lookup next to the drafter is
-    right, empty: there is none; crowd: requests of that load, 0: none."""
+    the mixed load is right; topk: more than 1: trees of 16 nodes; lookup: how often a suffix lookup next to the drafter
+    is right, empty: there is none; crowd: requests of that load, 0: none."""
     most, spec = max(batches), SpecConfig(steps, topk, 16 if topk > 1 else None)
     longest = max(length + tokens, sum(crowd_tokens)) + 32
     sizes = EngineConfig(max_batch_size=most, max_model_len=longest, device=DEVICE)
