@@ -86,7 +86,9 @@ def test_a_request_that_does_not_speculate_has_no_figures_of_drafts(client):
     assert shallow["metrics"]["speculative_decoding"]["num_spec_tokens"] == 2
 
 
-@pytest.mark.parametrize(("switch", "fields"), [("none", set()), ("vllm", {"metrics"}), ("all", {"metrics", "timings"})])
+@pytest.mark.parametrize(
+    ("switch", "fields"), [("none", set()), ("vllm", {"metrics"}), ("all", {"metrics", "timings"})]
+)
 def test_the_server_says_which_figures_answers_have(switch, fields, engine):
     settings = ServeSettings(model_names=["m"], draft_figures=switch)
     with TestClient(create_app(AsyncEngine(engine), settings)) as client:

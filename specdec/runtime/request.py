@@ -34,9 +34,9 @@ class RequestStats:
     `drafted_counts[i]`: rounds that drafted at least i + 1 tokens deep, `accepted_counts[i]`: those of them in which
     draft i + 1 was emitted; a round that ends the output counts only as deep as what was emitted. `drafted_rounds`:
     rounds with drafts, `drafted_round_tokens`: what these emitted, the bonus included, `draft_tokens`: how deep they
-    were, summed, `draft_nodes`: the nodes verified for it, without roots. `forced_tokens`: those that a grammar left no choice for, in the place of drafts in `forced_rounds`.
-    `cached_tokens`: prompt tokens whose K/V came out of the prefix
-    cache. Seconds are a request's share of its batch's time; but queue and first_token are from when it was
+    were, summed, `draft_nodes`: nodes verified in them, without roots. `forced_tokens`: those that a grammar left no
+    choice for, in the place of drafts in `forced_rounds`. `cached_tokens`: prompt tokens whose K/V came out of the
+    prefix cache. Seconds are a request's share of its batch's time; but queue and first_token are from when it was
     handed in until it had a row, and its first token, and decode is from its first token until its newest one.
     """
 
