@@ -54,7 +54,7 @@ def acceptance_figures(requests: Sequence[RequestStats], max_drafts: int) -> dic
 
 
 def pinned_figures(requests: Sequence[RequestStats], seconds: float, length: float) -> dict[str, Any]:
-    """The same rounds, each taking as long as it took, if every one brought `length` tokens: synthetic figures."""
+    """Synthetic figures: the rounds take as long as they took, and each brings `length` tokens."""
     total = summed(requests)
     rounds = min(seconds, total.draft_seconds + total.verify_seconds + total.other_seconds)
     needed = total.round_tokens / length / total.rounds  # rounds, as a share of those there were
