@@ -15,8 +15,9 @@ from specdec import Engine, EngineConfig, SamplingParams, SpecDecError
 from specdec.evaluation import accuracy as evaluation
 from specdec.evaluation.accuracy import evaluate, evaluate_gsm8k, find_parting, problem_seed
 from specdec.evaluation.contest import Contestant, require_parity
+from specdec.evaluation.data_sets import load_data
 from specdec.evaluation.gsm8k_report import drawn, final_number, make_report, markdown, title
-from specdec.evaluation.tasks import EXEMPLARS, choose, cut, dialogue_ids, find_task, load_problems, question_text
+from specdec.evaluation.tasks import EXEMPLARS, choose, cut, dialogue_ids, find_task, question_text
 from specdec.evaluation.transcripts import open_transcripts, read_transcripts
 from specdec.loading import load_tokenizer
 from specdec.models.bundled import HELD_OUT_PROBLEMS, resolve_name
@@ -117,11 +118,11 @@ def test_problems_from_a_file_have_marked_answers(second, fault, tmp_path):
     rows = [{"question": "a", "answer": "#### 1"}, {"question": "b", "answer": second}]
     path.write_text("\n".join(map(json.dumps, rows)))
     if fault is None:
-        source, problems = load_problems(str(path))
+        source, problems = load_data("gsm8k", str(path))
         assert (source, problems) == ("file some.jsonl", [Problem((r["question"],), r["answer"]) for r in rows])
         return
     with pytest.raises(SpecDecError, match=fault):
-        load_problems(str(path))
+        load_data("gsm8k", str(path))
 
 
 def test_problems_from_the_hub(monkeypatch):
@@ -130,7 +131,7 @@ def test_problems_from_the_hub(monkeypatch):
         return ({"question": str(i), "answer": f"#### {i}"} for i in range(3))
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load))
-    source, problems = load_problems("hub")
+    source, problems = load_data("gsm8k", "hub")
     assert source == "openai/gsm8k, test split, from the hub"
     assert [p.text for p in problems] == ["0", "1", "2"]
 
@@ -147,7 +148,7 @@ def no_network(*args, **kwargs):
 def test_why_the_hub_did_not_answer(module, says, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", module)
     with pytest.raises(SpecDecError, match=says):
-        load_problems("hub")
+        load_data("gsm8k", "hub")
 
 
 # the report, from fixed records

@@ -34,10 +34,10 @@ class RequestStats:
     `drafted_counts[i]`: rounds that drafted at least i + 1 tokens deep, `accepted_counts[i]`: those of them in which
     draft i + 1 was emitted; a round that ends the output counts only as deep as what was emitted. `drafted_rounds`:
     rounds with drafts, `drafted_round_tokens`: what these emitted, the bonus included, `draft_tokens`: how deep they
-    were, summed. `forced_tokens`: those that a grammar left no choice for, in the place of drafts in `forced_rounds`.
-    `cached_tokens`: prompt tokens whose K/V came out of the prefix
-    cache. Seconds are a request's share of its batch's time; but queue and first_token are from when it was
-    handed in until it had a row, and its first token.
+    were, summed, `draft_nodes`: nodes verified in them, without roots. `forced_tokens`: those that a grammar left no
+    choice for, in the place of drafts in `forced_rounds`. `cached_tokens`: prompt tokens whose K/V came out of the
+    prefix cache. Seconds are a request's share of its batch's time; but queue and first_token are from when it was
+    handed in until it had a row, and its first token, and decode is from its first token until its newest one.
     """
 
     rounds: int = 0
@@ -45,6 +45,7 @@ class RequestStats:
     drafted_rounds: int = 0
     drafted_round_tokens: int = 0
     draft_tokens: int = 0
+    draft_nodes: int = 0
     accepted_counts: list[int] = field(default_factory=list)
     drafted_counts: list[int] = field(default_factory=list)
     prompt_tokens: int = 0
@@ -59,6 +60,7 @@ class RequestStats:
     other_seconds: float = 0.0
     queue_seconds: float = 0.0
     first_token_seconds: float = 0.0
+    decode_seconds: float = 0.0
 
     @property
     def acceptance_length(self) -> float:
@@ -361,8 +363,10 @@ class Request:
             return
         if logprobs:
             self._logprobs += logprobs[:taken]
+        seconds = time.perf_counter() - self.handed_in
         if kept == 0:
-            stats.first_token_seconds = time.perf_counter() - self.handed_in
+            stats.first_token_seconds = seconds
+        stats.decode_seconds = seconds - stats.first_token_seconds
         stats.output_tokens += taken
         if num_drafts is not None:
             if num_forced:

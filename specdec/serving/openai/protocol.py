@@ -173,6 +173,7 @@ class RequestFields(NumberFields):
     stream_options: StreamOptions | None = None
     priority: int = 0
     cache_salt: str | None = None
+    timings_per_token: bool | None = None
     store: bool | None = None
     # whatever they say, nothing changes
     user: str | None = None

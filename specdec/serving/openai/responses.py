@@ -122,7 +122,9 @@ class ResponseAnswer(Chat):
         """End the response, and keep it if the request asks for that."""
         cut = reply.finish_reason(output) == "length"
         details = {"incomplete_details": {"reason": "max_output_tokens"}} if cut else {}
-        events = self._builder.end("incomplete" if cut else "completed", self._usage(stats, reply), **details)
+        events = self._builder.end(
+            "incomplete" if cut else "completed", self._usage(stats, reply), **details | self._figures([stats])
+        )
         if self.asked.store is not False:
             messages = self._messages + answer_of(self._builder.output)
             self._store.put(self._key, Stored(self._builder.response, self.asked.items, messages))

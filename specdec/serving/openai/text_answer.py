@@ -17,6 +17,7 @@ from fastapi.responses import Response
 
 from specdec import __version__
 from specdec.errors import ConfigError
+from specdec.runtime.draft_counts import llama_timings, vllm_figures
 from specdec.runtime.request import GenerationOutput, RequestStats, StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
 from specdec.serving.http.client_limits import in_whole_blocks
@@ -46,6 +47,7 @@ class TextAnswer(ABC):
         self.tokenizer = state.tokenizer
         self.n = 1 if body.n is None else body.n
         self.prompts: list[list[int]] = []
+        self.max_drafts = 0  # that each sample accepts in a round, once they are submitted
         self.head = {
             "id": f"{prefix}-{uuid.uuid4().hex}",
             "object": kind,
@@ -101,6 +103,7 @@ class TextAnswer(ABC):
 
     async def _answer(self) -> Response:
         streams, make_reply = await self.submit()
+        self.max_drafts = streams.samples[0].handle.max_drafts
         if self.body.stream:
             return self.events(streams, self._events(streams, make_reply))
         async with streams:
@@ -117,16 +120,29 @@ class TextAnswer(ABC):
         for index in range(len(replies)):
             if (opening := self._opening(index)) is not None:
                 yield head | opening | self._so_far(index, streams.stats(index))
+        totals_follow, going_on = self.body.usage.include_usage or self.body.show_drafts, len(replies)
         async for index, delta in streams:
             async for chunk in self._grown(index, delta, replies[index], streams):
-                yield head | chunk | self._so_far(index, streams.stats(index))
-        if self.body.usage.include_usage or self.body.show_drafts:
-            stats = [streams.stats(index) for index in range(len(replies))]
-            yield head | {"choices": []} | self._totals(stats)
+                going_on -= any(choice["finish_reason"] is not None for choice in chunk["choices"])
+                last = {} if going_on or totals_follow else self._figures(_all_stats(streams))
+                yield head | chunk | self._so_far(index, streams.stats(index)) | last
+        if totals_follow:
+            yield head | {"choices": []} | self._totals(_all_stats(streams))
 
     def _totals(self, stats: Sequence[RequestStats]) -> dict[str, Any]:
-        """Usage of all samples, and what speculation did if the request asks for it."""
-        return {"usage": usage_of(self.prompts, stats, self.state)} | self._speculation(stats)
+        """Usage of all samples, and the effect of speculation as far as it is asked for."""
+        usage = {"usage": usage_of(self.prompts, stats, self.state)}
+        return usage | self._speculation(stats) | self._figures(stats)
+
+    def _figures(self, stats: Sequence[RequestStats]) -> dict[str, Any]:
+        """Counts of drafts in the fields of vLLM and llama.cpp."""
+        total, wanted = _summed(stats), self.settings.draft_figures
+        found: dict[str, Any] = {}
+        if wanted != "none" and self.max_drafts:
+            found["metrics"] = {"speculative_decoding": vllm_figures(total, self.max_drafts)}
+        if wanted == "all" or self.body.timings_per_token:
+            found["timings"] = llama_timings(total)
+        return found
 
     def _so_far(self, index: int, stats: RequestStats) -> dict[str, Any]:
         """Usage and speculation figures of a chunk's sample, if the request asks for them."""
@@ -138,11 +154,20 @@ class TextAnswer(ABC):
     def _speculation(self, stats: Sequence[RequestStats]) -> dict[str, Any]:
         if not self.body.show_drafts:
             return {}
-        total = RequestStats()
-        for one in stats:
-            total.add(one)
+        total = _summed(stats)
         figures = {name: getattr(total, name) for name in SpeculationFigures.model_fields if name != "drafts_off"}
         return {"speculation": figures | {"drafts_off": self.state.engine.drafts_off}}
+
+
+def _all_stats(streams: Streams) -> list[RequestStats]:
+    return [streams.stats(index) for index in range(len(streams.samples))]
+
+
+def _summed(stats: Sequence[RequestStats]) -> RequestStats:
+    total = RequestStats()
+    for one in stats:
+        total.add(one)
+    return total
 
 
 def usage_of(prompts: Sequence[Sequence[int]], stats: Sequence[RequestStats], state: ServeState) -> dict[str, Any]:
