@@ -166,12 +166,12 @@ class ForwardContext:
         return self._attend_own(layer, q, **options)
 
     def _attend_own(self, layer: int, q: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
-        kept_k, kept_v, group = self.view.layer(layer)
-        attend = self.attention[group, self.windows[layer]]
+        kept = self.view.layer(layer)
+        attend = self.attention[kept.group, self.windows[layer]]
         shape = self.plan.positions.shape  # of a tile there may be more rows than B * N, and the rest is padding
         num_rows, num_queries = q.shape[0], shape.numel()
         query = q[:num_queries].view(*shape, *q.shape[1:]).transpose(1, 2)  # [B, Hq, N, D]
-        out = attend(query, kept_k, kept_v, **options).flatten(0, 1)  # [B * N, Hq, D]
+        out = attend(query, kept.k, kept.v, **options).flatten(0, 1)  # [B * N, Hq, D]
         return out if num_rows == num_queries else pad(out, (0, 0, 0, 0, 0, num_rows - num_queries))
 
     def _attend_on_ranks(self, layer: int, q: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from specdec.attention.plan import KVPlan
 from specdec.kvcache.index_spaces import NULL_SLOT, PRIMARY, GroupId
 from specdec.kvcache.layer_context import ScoreOptions
+from specdec.kvcache.rounded import Pool, read_rows
 
 
 def visible(
@@ -136,15 +137,15 @@ class VisibleKeys:
     def attend(
         self,
         query: torch.Tensor,
-        pool_k: torch.Tensor,
-        pool_v: torch.Tensor,
+        pool_k: Pool,
+        pool_v: Pool,
         **options: Unpack[ScoreOptions],
     ) -> torch.Tensor:
         """`Attend` of `plan.py`, from pools [slots, Hkv, D]."""
         batch, length = self.slots.shape
         flat = self.slots.reshape(-1)
         k, v = (  # [B, Hkv, L, D]
-            pool.index_select(0, flat).view(batch, length, *pool.shape[1:]).transpose(1, 2) for pool in (pool_k, pool_v)
+            read_rows(pool, flat).view(batch, length, *pool.shape[1:]).transpose(1, 2) for pool in (pool_k, pool_v)
         )
         return dense_attention(query, k, v, self.bias, **options)
 

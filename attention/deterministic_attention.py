@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import pad
 
 from specdec.attention.kernels.own_keys import ALIGN, OwnKeys
+from specdec.kvcache.rounded import Pool, read_rows
 
 BLOCK_K = ALIGN
 ROWS = 16
@@ -25,8 +26,8 @@ State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def deterministic_attention(
     query: torch.Tensor,
-    pool_k: torch.Tensor,
-    pool_v: torch.Tensor,
+    pool_k: Pool,
+    pool_v: Pool,
     own: OwnKeys,
     pages: torch.Tensor,
     start: torch.Tensor | None,
@@ -109,17 +110,17 @@ def _slots(
     return torch.where(pos < own_base[:, None], committed, owned)
 
 
-def _tiles(pool: torch.Tensor, slots: torch.Tensor, exist: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _tiles(pool: Pool, slots: torch.Tensor, exist: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """[X, J, BLOCK_K] slots -> [J, X, Hkv, BLOCK_K, D]; 0 where a request has no keys, whose slots hold anything."""
-    tiles = pool.index_select(0, slots.flatten()).view(*slots.shape, *pool.shape[1:]).permute(1, 0, 3, 2, 4)
+    tiles = read_rows(pool, slots.flatten()).view(*slots.shape, *pool.shape[1:]).permute(1, 0, 3, 2, 4)
     tiles = tiles.to(dtype).contiguous()
     return tiles if bool(exist.all()) else tiles.masked_fill(~exist[:, None, None, None], 0.0)
 
 
 def _own_states(
     q: torch.Tensor,
-    pool_k: torch.Tensor,
-    pool_v: torch.Tensor,
+    pool_k: Pool,
+    pool_v: Pool,
     own: OwnKeys,
     low: torch.Tensor,
     high: torch.Tensor,

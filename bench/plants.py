@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from bench.device import DEVICE  # isort: skip - before triton
@@ -64,26 +65,27 @@ class KnownTexts:
 
 
 class RandomText:
-    """A text for each prompt number, which the target is taken to have drawn, and how often a draft of it is right.
+    """A text for each prompt number, which the target is taken to have drawn, and how often a draft of it is right:
+    the drafter's, or a lookup's next to it.
 
     The target computes and draws; what it drew is replaced. So times are those of the shape, and acceptance is `right`.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
-        self.right = torch.zeros(FIRST_TEXT, device=device)
+        self.right, self.right_by_lookup = torch.zeros((2, FIRST_TEXT), device=device)
 
     def text(self, number: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         mixed = (number * 7919 + position * 104729 + 12345) * 2654435761
         return FIRST_TEXT + (mixed >> 7) % (self.vocab_size - FIRST_TEXT)
 
-    def is_right(self, number: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    def is_right(self, number: torch.Tensor, position: torch.Tensor, chance: torch.Tensor) -> torch.Tensor:
         """Mixes number and position, so that no place is likelier for its neighbours: the finalizer of MurmurHash3, in
         32 bits."""
         mixed = (number * 104723 + position * 15485863 + 777) & 0xFFFFFFFF
         for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
             mixed = ((mixed ^ (mixed >> shift)) * factor) & 0xFFFFFFFF
-        return ((mixed ^ (mixed >> 16)) % 4096) < self.right[number] * 4096
+        return ((mixed ^ (mixed >> 16)) % 4096) < chance * 4096
 
     @contextmanager
     def in_samplers(self) -> Iterator[None]:
@@ -103,12 +105,26 @@ class RandomText:
             ReferenceSampler.draw_after = drawn_after  # type: ignore[method-assign]
 
     def drafts(self, batch: DraftBatch, tree: DraftTree) -> DraftTree:
-        """Chains that are right as often as their prompts say."""
-        number, position = places(batch, tree)
-        number = number.clamp(max=FIRST_TEXT - 1)
+        """The best path of each draft is right as often as its prompt says."""
+        number = batch.history[:, :1].clamp(max=FIRST_TEXT - 1)
+        position = batch.history_len[:, None] - 1 + tree.depth
+        chance = (self.right_by_lookup if batch.by_lookup else self.right)[number]
         text = self.text(number, position)
-        tokens = torch.where(self.is_right(number, position), text, text - 1)
-        return DraftTree.chain(torch.where(position < batch.history_len[:, None], tree.tokens, tokens))
+        planted = torch.where(self.is_right(number + 977 * batch.by_lookup, position, chance), text, text - 1)
+        tokens = torch.where(best_path(tree, batch.num_steps), planted, tree.tokens)
+        return DraftTree.chain(tokens) if batch.topk == 1 else replace(tree, tokens=tokens)
+
+
+def best_path(tree: DraftTree, num_steps: int) -> torch.Tensor:
+    """[B, N]: is it the first child of its parent, and so are all above it, up to the root, which is not?"""
+    nodes = torch.arange(tree.num_nodes, device=tree.parents.device)
+    newest = torch.zeros_like(tree.parents[:, :1])
+    found = torch.zeros_like(tree.parents, dtype=torch.bool)
+    for _ in range(num_steps):
+        is_child = (tree.parents == newest) & (nodes > 0)
+        newest = torch.where(is_child.any(1, True), is_child.int().argmax(1, True), tree.num_nodes)
+        found = found | (nodes == newest)
+    return found
 
 
 class HiddenTruth(StatelessDrafter):

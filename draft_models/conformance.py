@@ -11,6 +11,7 @@ import torch
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import DraftBatch, DraftWorker, Observation, TargetInfo
 from specdec.kvcache.cache import KVCache
+from specdec.kvcache.rounded import all_rows
 from specdec.kvcache.store import KVStore
 
 
@@ -95,7 +96,10 @@ def _state(batch: DraftBatch, cache: KVCache, stores: list[KVStore]) -> dict[str
     state |= {"rows": batch.rows.index, "slots": cache.table.slots.tensor}
     for number, store in enumerate(stores):
         for layer, kept in store.layers.items():
-            state |= {f"K of layer {layer}, store {number}": kept.k, f"V of layer {layer}, store {number}": kept.v}
+            state |= {
+                f"K of layer {layer}, store {number}": all_rows(kept.k),
+                f"V of layer {layer}, store {number}": all_rows(kept.v),
+            }
     return {name: tensor.clone() for name, tensor in state.items()}
 
 

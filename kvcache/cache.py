@@ -31,12 +31,15 @@ class KVOperations(Protocol):
 
 
 class KVCache:
-    """Slots, requests and stores of one engine."""
+    """Slots, requests and stores of one engine. rounded: all K/V are kept in 8 bits (`rounded.py`)."""
 
-    def __init__(self, allocator: HybridAllocator, table: RequestTable, operations: KVOperations) -> None:
+    def __init__(
+        self, allocator: HybridAllocator, table: RequestTable, operations: KVOperations, *, rounded: bool = False
+    ) -> None:
         self.allocator = allocator
         self.table = table
         self.operations = operations
+        self.rounded = rounded
         self.stores: list[KVStore] = []
         self.ranks: Ranks | None = None
         self.sanitizer: Sanitizer | None = None
@@ -47,6 +50,7 @@ class KVCache:
         ranks: of a model on several devices, one of whose shares has this layout: a store each, and rank 0's is
         returned, which knows the others.
         """
+        layout = layout.rounded() if self.rounded else layout
         devices = (self.allocator.device,) if ranks is None else ranks.devices
         stores = tuple(KVStore(layout, self.allocator, dtype, device, rank=i) for i, device in enumerate(devices))
         if ranks is not None:

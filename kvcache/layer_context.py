@@ -5,7 +5,7 @@ an `Ending` if the last layers run for some of the rows only, or for none.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, Required, TypedDict, Unpack
+from typing import Any, NamedTuple, Protocol, Required, TypedDict, Unpack
 
 import torch
 
@@ -15,8 +15,8 @@ from specdec.kvcache.index_spaces import GroupLoc
 class Destination(NamedTuple):
     """Pools [slots, Hkv, D] that a layer writes its new K/V to, and their slots [T], all of one group."""
 
-    pool_k: torch.Tensor
-    pool_v: torch.Tensor
+    pool_k: Any
+    pool_v: Any
     slots: GroupLoc
 
 

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import torch
+
 from specdec.errors import UnsupportedModelError
 from specdec.kvcache.index_spaces import PRIMARY, GroupId
 
@@ -21,15 +23,19 @@ SLIDING_ATTENTION = "sliding_attention"
 
 
 class CacheField(NamedTuple):
-    """A tensor that a layer keeps for each token: `heads` x `dim` numbers in the model's dtype."""
+    """What a layer keeps for each token under one name: `heads` x `dim` numbers in the model's dtype.
+
+    rounded: numbers of 8 bits, with a scale a head beside them: see `rounded.py`.
+    """
 
     name: str
     heads: int
     dim: int
+    rounded: bool = False
 
-    @property
-    def numbers(self) -> int:
-        return self.heads * self.dim
+    def bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of a slot, in a model of this dtype."""
+        return self.heads * (self.dim + 4 if self.rounded else self.dim * dtype.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +152,18 @@ class KVLayout:
         shape = FULL_ATTENTION, attention_fields(num_kv_heads, head_dim), Full()
         return cls(tuple(LayerCache(layer, layer, *shape) for layer in range(num_layers)))
 
-    def numbers_per_slot(self, retention: Retention) -> int:
-        """Stored numbers of one token in the layers with this retention."""
-        return sum(field.numbers for spec in self.owners if spec.retention == retention for field in spec.fields)
+    def rounded(self) -> "KVLayout":
+        """The same layers, with fields of 8 bits."""
+
+        def narrowed(spec: LayerCache) -> LayerCache:
+            return replace(spec, fields=tuple(field._replace(rounded=True) for field in spec.fields))
+
+        return KVLayout(tuple(map(narrowed, self.layers)))
+
+    def slot_bytes(self, retention: Retention, dtype: torch.dtype) -> int:
+        """Bytes of one token in the layers with this retention."""
+        kept = [field for spec in self.owners if spec.retention == retention for field in spec.fields]
+        return sum(field.bytes(dtype) for field in kept)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ the host reads the record between rounds (`verdict`). It knows no plan and no re
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from functools import partial
 
@@ -65,8 +65,8 @@ class Sanitizer:
     def watch(self, store: KVStore) -> None:
         """One more store: nothing has been written to it, so all of it is poison but page 0."""
         self.stores.append(store)
-        for layer in store.layers.values():
-            for tensor in (layer.k, layer.v):
+        for group, _ in self.allocator.pools.items():
+            for tensor in floating(store.tensors(group)):
                 tensor[self.allocator.page_size :] = torch.nan
 
     def blind(self, capture: Capture) -> Capture:
@@ -199,8 +199,13 @@ class Sanitizer:
         page_size = self.allocator.page_size
         slots = torch.from_numpy((pages[:, None] * page_size + np.arange(page_size)).reshape(-1))
         slots = slots.to(self.allocator.device)
-        for tensor in (tensor for store in self.stores for tensor in store.tensors(group)):
+        for tensor in floating(tensor for store in self.stores for tensor in store.tensors(group)):
             tensor.index_fill_(0, slots, torch.nan)
+
+
+def floating(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Those that can hold NaN: of rounded pools the scales."""
+    return [tensor for tensor in tensors if tensor.is_floating_point()]
 
 
 def _few(slots: IntArray) -> str:

@@ -1,4 +1,4 @@
-"""The K/V of one model: a pair of tensors per layer that stores any, [slots, Hkv, D]; writing into them, moving within.
+"""The K/V of one model: for each field of a layer a pool [slots, Hkv, D]; writing into them, moving within.
 
     store_kv   pool_k[slots[t]] = k[t],  pool_v[slots[t]] = v[t]           t = 0..T-1, one layer a launch
     move_kv    scratch = tensor[source];  tensor[destination] = scratch    every tensor of a group, in two launches
@@ -11,7 +11,7 @@ reads all sources before it writes, so an accepted path may be moved onto itself
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,17 +19,27 @@ from specdec.gpu.ranks import Ranks
 from specdec.gpu.triton_shim import tl, triton
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.index_spaces import GroupId, GroupLoc
-from specdec.kvcache.layout import KVLayout
+from specdec.kvcache.layout import CacheField, KVLayout
+from specdec.kvcache.rounded import Pool, RoundedPool, tensors_of
 
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 class LayerKV(NamedTuple):
-    """K [slots, Hkv, D] and V [slots, Hkv, DV] of one layer, and the group whose slots index them."""
+    """The pools of one layer in the order of its fields, and the group whose slots index them."""
 
-    k: torch.Tensor
-    v: torch.Tensor
+    fields: tuple[Pool, ...]
     group: GroupId
+
+    @property
+    def k(self) -> Any:
+        """[slots, Hkv, D] of an attention layer: a tensor, or what plain torch takes for one (`RoundedPool`)."""
+        return self.fields[0]
+
+    @property
+    def v(self) -> Any:
+        """[slots, Hkv, DV] of an attention layer."""
+        return self.fields[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +76,7 @@ class Split(NamedTuple):
 
 
 class KVStore:
-    """K and V of all layers of a layout that own theirs, for every slot of an allocator, on this device.
+    """The fields of all layers of a layout that own theirs, for every slot of an allocator, on this device.
 
     rank: of a model on several devices, whose heads these are. split: all of its stores, known to that of rank 0.
     """
@@ -83,27 +93,33 @@ class KVStore:
             for spec in layout.layers:
                 if spec.owner == spec.layer:
                     group = allocator.groups.group_of(spec.retention)
-                    shapes = [(allocator.num_slots(group), field.heads, field.dim) for field in spec.fields]
-                    k, v = (torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
-                    self.layers[spec.layer] = LayerKV(k, v, group)
+                    slots = allocator.num_slots(group)
+                    pools = tuple(empty_pool(field, slots, dtype, device) for field in spec.fields)
+                    self.layers[spec.layer] = LayerKV(pools, group)
             groups = {layer.group for layer in self.layers.values()}
             self.addresses = {group: StoreAddresses.from_pools(self.tensors(group)) for group in groups}
 
     def tensors(self, group: GroupId) -> tuple[torch.Tensor, ...]:
         """All tensors that the slots of one group index."""
-        return tuple(tensor for layer in self.layers.values() if layer.group == group for tensor in (layer.k, layer.v))
+        pools = [pool for layer in self.layers.values() if layer.group == group for pool in layer.fields]
+        return tuple(tensor for pool in pools for tensor in tensors_of(pool))
 
     def clear(self) -> None:
         self.layers.clear()
         self.addresses.clear()
 
 
+def empty_pool(field: CacheField, slots: int, dtype: torch.dtype, device: torch.device) -> Pool:
+    """Zeros for every slot."""
+    if field.rounded:
+        return RoundedPool.zeros(slots, field.heads, field.dim, dtype, device)
+    return torch.zeros((slots, field.heads, field.dim), dtype=dtype, device=device)
+
+
 # writing
 
 
-def reference_store_kv(
-    k: torch.Tensor, v: torch.Tensor, slots: GroupLoc, pool_k: torch.Tensor, pool_v: torch.Tensor
-) -> None:
+def reference_store_kv(k: torch.Tensor, v: torch.Tensor, slots: GroupLoc, pool_k: Pool, pool_v: Pool) -> None:
     """Store k, v [T, Hkv, D] at slots [T] of the pools [slots, Hkv, D]."""
     pool_k.index_copy_(0, slots, k)
     pool_v.index_copy_(0, slots, v)

@@ -26,6 +26,7 @@ MAX_TOPK = 63
 """Branches of a node: one fewer than the best tokens of a row that a kernel returns, since one is the draw."""
 
 ATTENTION_BACKENDS = ("auto", "torch", "triton")
+KV_DTYPES = ("fp8",)
 
 MAX_RANKS = 8
 """Devices that one model is split over."""
@@ -117,13 +118,15 @@ class EngineConfig:
     CPU, TRITON_INTERPRET=1); "auto" is "triton" on a GPU that can run them, else "torch".
     deterministic: the logits of a token depend on its request alone, to the bit: not on the batch, prompt chunks,
     preemption, drafts or captures. A model that cannot run so is refused.
+    kv_dtype: "fp8" keeps K/V in 8 bits (e4m3 with a scale a token and head), the drafter's too: about half the memory,
+    and the tokens are those of plain decoding with such K/V. On the torch backend only. None: the model's dtype.
     cuda_graphs: captures rounds and short prompts once a shape and replays them. "auto" captures on a GPU where the
     model allows it; True makes a model that does not an error, and needs a GPU.
     max_capture_bytes: memory that captures may take of each device; the least recently used are dropped. None: a tenth
     of a device's memory, or half of what is free once the pools are made, if that is less.
     prefix_cache: keeps K/V of prompts and outputs for requests that begin with the same tokens, until slots are needed.
-    finished_tokens: drafter "suffix" also proposes from the newest so many output tokens of finished requests with the
-    same cache_salt; 0: from a request's own text alone. It changes no token, only when a text arrives.
+    finished_tokens: drafter "suffix" also proposes from this many output tokens, the newest, of finished requests with
+    the same cache_salt; 0: from a request's own text alone. It changes no token, only when a text arrives.
     fused: decoder layers of few large kernels in the place of transformers' modules. "auto": with "triton" on a GPU, if
     the family has them; True: everywhere (in plain torch without "triton"), and a model or drafter without them is
     refused; False: never. Fusing makes parameters views of larger tensors, with the same values and names.
@@ -150,6 +153,7 @@ class EngineConfig:
     max_capture_bytes: int | None = None
     memory_share: float | None = None
     tensor_parallel: int = 1
+    kv_dtype: str | None = None
 
     def __post_init__(self) -> None:
         spans = {"max_batch_size": (1, 4096), "page_size": (1, 1024), "tensor_parallel": (1, MAX_RANKS)}
@@ -163,6 +167,8 @@ class EngineConfig:
         for name, words in (("cuda_graphs", "True, 'auto' or False"), ("fused", "'auto', True or False")):
             value = getattr(self, name)
             require(name, value, isinstance(value, bool) or value == "auto", f"{words} is expected")
+        if self.kv_dtype is not None:
+            require_one_of("kv_dtype", self.kv_dtype, KV_DTYPES)
         if self.device is not None:
             _require_device(self.device)
         dtype: object = self.dtype
@@ -187,7 +193,7 @@ class SamplingParams(SamplingNumbers):
     strings): the grammar of the output, one of them a request. The text may end where the grammar does, and nowhere
     else; a text of max_new_tokens is cut.
     stop: strings that end the text (they are cut off, or kept with include_stop_str_in_output). min_tokens: no end
-    token is drawn, and no stop string counts, before the output has so many. allowed_token_ids: only these are drawn,
+    token is drawn, and no stop string counts, before the output has this many. allowed_token_ids: only these are drawn,
     so give one that ends the text, or a length. logprobs: None, or how many alternatives to report per token.
     prompt_logprobs: the same for the prompt's tokens; with it, max_new_tokens=0 scores the prompt and adds nothing.
     n: samples of the prompt; number i is that of the same parameters with n=1 and `seed` + i.

@@ -39,12 +39,13 @@ from specdec.runtime.arguments import (
     require_choice,
     require_depth,
     require_fused,
+    require_kv_dtype,
     require_one_sample,
     require_parts,
     require_ranks,
     require_reads_finished,
     require_type,
-    say_where_drafts_end,
+    warn_where_drafts_end,
 )
 from specdec.runtime.cpu_threads import CpuThreads
 from specdec.runtime.draft_policy.draft_ladder import draft_ladder
@@ -119,10 +120,11 @@ class Engine:
             in_tiles=target.in_tiles,
             captured=capture is not None,
         )
+        require_kv_dtype(config.kv_dtype, backend.name)
         rounds_ahead = 1 if capture is None else 2  # a captured round is launched before the previous one is settled
         lookahead = rounds_ahead * (self.spec.num_nodes if drafter is not None else 1)
         self.cache, self.max_model_len = make_cache(target, drafter, self.config, lookahead, backend)
-        say_where_drafts_end(drafter, self.max_model_len)
+        warn_where_drafts_end(drafter, self.max_model_len)
         self.table = self.cache.table
         memory = capture  # before the sanitizer wraps it
         backend, capture = sanitized(self.cache, backend, capture)

@@ -60,7 +60,7 @@ class KVStateError(SpecDecError):
 
 
 class DoubleFreeError(KVStateError):
-    """Slots freed, or evicted, that nobody holds."""
+    """Slots freed, or evicted, that no request holds."""
 
 
 class LocationError(KVStateError):
@@ -127,7 +127,7 @@ def naming_file(path: str | PathLike[str]) -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
-        raise  # whoever read has gone
+        raise  # the reader has gone
     except OSError as error:
         if error.errno is None or error.filename == str(path):  # not the system's, or named already
             raise

@@ -96,12 +96,12 @@ def fixed(machine: Machine, load: Load, shape: DraftShape) -> float:
     return _play(machine, load, lambda *_, **__: shape, lambda *_: None, lambda *_: None, lambda *_: None).seconds
 
 
-def adaptive(machine: Machine, load: Load, shapes: Sequence[DraftShape]) -> Outcome:
-    """The policy of a new engine with these drafts."""
+def adaptive(machine: Machine, load: Load, shapes: Sequence[DraftShape], *, burst: Sequence[float] = (1.0,)) -> Outcome:
+    """The policy of a new engine with these drafts. burst: factors on what was timed of each when it was made."""
     choice = DraftChoice(shapes, load.batch + 1, captured=machine.captured)
     if machine.captured:
         for size in {machine.size(count + 1) for count in range(load.batch)}:
-            choice.times.timed[size] = np.array([machine.seconds(shape, size) for shape in shapes])
+            choice.times.timed[size] = np.array(burst) * [machine.seconds(shape, size) for shape in shapes]
             choice.times.catching_up[size] = 0.0 if machine.catch_up is None else machine.catch_up(size)
     return _play(machine, load, choice.choose, choice.learn, choice.begin, choice.caught_up)._replace(choice=choice)
 

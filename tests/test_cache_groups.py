@@ -89,12 +89,12 @@ def test_a_store_holds_what_fields_say_at_the_slots_of_their_group(windows, page
         assert [*kept.k.shape] == [slots, layer.k.heads, layer.k.dim]
         assert [*kept.v.shape] == [slots, layer.v.heads, layer.v.dim]
     for group in allocator.groups.groups:
-        held = sum(tensor[0].numel() for tensor in store.tensors(group.id))
-        assert held == layout.numbers_per_slot(group.retention)
+        held = sum(tensor[0].nbytes for tensor in store.tensors(group.id))
+        assert held == layout.slot_bytes(group.retention, torch.float32)
 
 
 def test_a_field_has_its_own_size() -> None:
-    assert [field.numbers for field in attention_fields(4, 192, 128)] == [768, 512]
+    assert [field.bytes(torch.float16) for field in attention_fields(4, 192, 128)] == [1536, 1024]
     assert attention_fields(2, 8) == (CacheField("k", 2, 8), CacheField("v", 2, 8))
 
 

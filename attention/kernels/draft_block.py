@@ -22,6 +22,7 @@ from specdec.attention.kernels.page_table import build_page_tables
 from specdec.attention.kernels.paged_attention import WORD, paged_attention
 from specdec.kvcache.index_spaces import PRIMARY, GroupLoc
 from specdec.kvcache.layer_context import ScoreOptions
+from specdec.kvcache.rounded import all_rows
 from specdec.kvcache.store import KVStore, LayerKV
 from specdec.kvcache.table import RequestTable, Rows
 
@@ -34,11 +35,16 @@ class Order(Enum):
     MUTUAL = "mutual"  # a node sees all
 
 
+Sight = tuple[int | None, int]
+"""The window of a layer, and its first key."""
+
+
 class Draft(NamedTuple):
     """The shape of a draft: K = `topk` nodes per level and request, on `num_levels` levels at `positions` [levels, B].
 
     windows: one per layer of the drafter, None: full attention. order: of nodes in a row, `positions` [1, B] has the
-    first. first_keys: of each layer, the position before which it has no keys; None: it has all.
+    first. anchored: windows count from there, for all of them. first_keys: of each layer, the position before which it
+    has no keys; None: it has all.
     """
 
     table: RequestTable
@@ -47,10 +53,10 @@ class Draft(NamedTuple):
     topk: int
     windows: Sequence[int | None]
     order: Order = Order.LEVELS
+    anchored: bool = False
     first_keys: Sequence[int] | None = None
 
-    def sight(self, layer: int) -> tuple[int | None, int]:
-        """Window and first key of a layer."""
+    def sight(self, layer: int) -> Sight:
         return self.windows[layer], 0 if self.first_keys is None else self.first_keys[layer]
 
     @property
@@ -79,6 +85,12 @@ class Draft(NamedTuple):
             return first.expand(-1, self.topk)
         return first + torch.arange(self.topk, device=first.device)
 
+    def seen_from(self, level: int) -> torch.Tensor:
+        """[B, K]: where windows of the nodes of a level begin to count."""
+        if self.anchored:
+            return self.committed_len[:, None].expand(-1, self.topk)
+        return self.level_positions(level)
+
 
 class DraftBlock(Protocol):
     """One draft in progress."""
@@ -104,11 +116,9 @@ class CopiedDraft:
         self.ancestors = torch.zeros((batch, topk, num_nodes), dtype=torch.bool, device=device)
         all_slots = draft.table.slots.tensor[draft.rows.index, : max(draft.rows.longest, 1)]
         unseen = all_slots[:, :1]  # a key of its own request: a broken one of another cannot leak through a zero weight
-        self.prefix: dict[
-            tuple[int | None, int], tuple[torch.Tensor, torch.Tensor]
-        ] = {}  # position, is it committed: [B, L]
+        self.prefix: dict[Sight, tuple[torch.Tensor, torch.Tensor]] = {}  # position, is it committed: [B, L]
         self.kept: dict[int, LayerKV] = {}  # K and V [B * (L + M), Hkv, D] of each layer that keeps some
-        self._cells: dict[tuple[int | None, int], torch.Tensor] = {}  # of the draft's nodes in those, [B, M]
+        self._cells: dict[Sight, torch.Tensor] = {}  # of the draft's nodes in those, [B, M]
         for layer, kept in store.layers.items():
             sight = window, _ = draft.sight(layer)
             slots, start = all_slots, torch.zeros_like(length)
@@ -121,8 +131,8 @@ class CopiedDraft:
             cells = torch.arange(own.numel(), device=device).view(batch, -1)
             self._cells[sight] = cells[:, own.shape[1] - num_nodes :]
             own = own.flatten()
-            self.kept[layer] = LayerKV(kept.k.index_select(0, own), kept.v.index_select(0, own), PRIMARY)
-        self._bias: dict[tuple[int | None, int], torch.Tensor] = {}
+            self.kept[layer] = LayerKV(tuple(pool.index_select(0, own) for pool in kept.fields), PRIMARY)
+        self._bias: dict[Sight, torch.Tensor] = {}
 
     def enter_level(self, origin: torch.Tensor | None) -> None:
         self.level += 1
@@ -142,7 +152,9 @@ class CopiedDraft:
 
     def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
         bias = self._bias[self.draft.sight(layer)]
-        k, v = (x.unflatten(0, (len(query), -1))[:, : bias.shape[3]].transpose(1, 2) for x in self.kept[layer][:2])
+        kept = self.kept[layer]
+        both = all_rows(kept.k), all_rows(kept.v)
+        k, v = (x.unflatten(0, (len(query), -1))[:, : bias.shape[3]].transpose(1, 2) for x in both)
         return dense_attention(query, k, v, bias, **options)
 
     def _newest(self) -> slice:
@@ -154,7 +166,7 @@ class CopiedDraft:
         filled = (self.level + 1) * self.draft.topk
         known = [committed[:, None].expand(-1, self.draft.topk, -1), self.ancestors[:, :, :filled]]
         key_pos = torch.cat([key_pos, self.key_pos[:, :filled]], dim=1)
-        return visible(self.draft.level_positions(self.level), key_pos, torch.cat(known, dim=2), window, first_key)
+        return visible(self.draft.seen_from(self.level), key_pos, torch.cat(known, dim=2), window, first_key)
 
 
 class PagedDraft:
@@ -191,7 +203,7 @@ class PagedDraft:
         self.scratch: dict[int, LayerKV] = {}
         for layer, kept in store.layers.items():
             k, v = (pool.new_empty((batch * num_nodes, *pool.shape[1:])) for pool in (kept.k, kept.v))
-            self.scratch[layer] = LayerKV(k, v, PRIMARY)
+            self.scratch[layer] = LayerKV((k, v), PRIMARY)
 
     def enter_level(self, origin: torch.Tensor | None) -> None:
         self.level += 1
@@ -205,15 +217,13 @@ class PagedDraft:
         return self.scratch[layer], GroupLoc(self.slots[self.level])
 
     def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
-        kept, draft = self.store.layers[layer], self.draft
+        kept, own, draft = self.store.layers[layer], self.scratch[layer], self.draft
         filled = (self.level + 1) * draft.topk
-        block_k, block_v = (
-            x.unflatten(0, (len(query), -1))[:, :filled].transpose(1, 2) for x in self.scratch[layer][:2]
-        )
+        block_k, block_v = (x.unflatten(0, (len(query), -1))[:, :filled].transpose(1, 2) for x in (own.k, own.v))
         return paged_attention(
             query,
             *(block_k, block_v, self.key_pos[:, :filled], self.bits[:, :, : -(-filled // WORD)]),
-            *(kept.k, kept.v, self.pages, draft.committed_len, draft.level_positions(self.level)),
+            *(kept.k, kept.v, self.pages, draft.committed_len, draft.seen_from(self.level)),
             page_size=self.page_size,
             window=draft.windows[layer],
             **options,

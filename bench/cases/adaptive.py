@@ -1,8 +1,8 @@
 """Adaptive drafts: against every fixed one and plain decoding, and whether they change a token.
 
 Speed: a published shape with random weights, and planted text: the target computes and draws, but the token that it is
-taken to have drawn follows from the number of the prompt and the place, and each draft is right with the probability of
-its prompt. So times are those of the shape, and acceptance is what the table says.
+taken to have drawn follows from the number of the prompt and the place, and each draft, of a tree the first path, is
+right with the probability of its prompt. So times are those of the shape, and acceptance is what the table says.
 
     steady   a batch of requests at once, all with one probability; timed from the last first token to the last token
     crowd    many requests, prompts included, as many running as --batches allow; timed from beginning to end
@@ -31,6 +31,8 @@ from bench.report import Row
 from bench.subjects import OPERATIONS, answers, engine_of, few_layers, mixed_params, pair_of, prompts_of
 from bench.verify import answers_row
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.draft_models.model_and_lookup import ModelAndLookup
+from specdec.draft_models.suffix import SuffixDrafter
 from specdec.evaluation.model_shapes import find_shape
 from specdec.evaluation.phases.random_weights import random_subject
 from specdec.runtime.draft_policy.draft_choice import DraftChoice
@@ -158,6 +160,8 @@ def speed_rows(
     right: Sequence[float],
     hard: float,
     steps: int,
+    topk: int,
+    lookup: Sequence[float],
     length: int,
     tokens: int,
     crowd: int,
@@ -165,18 +169,23 @@ def speed_rows(
     loads: Sequence[str],
 ) -> Iterator[Row]:
     """ms a token and request of steady rows, seconds of the others. hard: how often a draft of every second prompt of
-    the mixed load is right; crowd: requests of that load, 0: none."""
-    most, spec = max(batches), SpecConfig(steps)
+    the mixed load is right; topk: more than 1: trees of 16 nodes; lookup: how often a suffix lookup next to the drafter
+    is right, empty: there is none; crowd: requests of that load, 0: none."""
+    most, spec = max(batches), SpecConfig(steps, topk, 16 if topk > 1 else None)
     longest = max(length + tokens, sum(crowd_tokens)) + 32
     sizes = EngineConfig(max_batch_size=most, max_model_len=longest, device=DEVICE)
     subject = random_subject(
         find_shape(shape), {"chain": spec}, layers=2 if ON_CPU else layers or None, divisor=DIVISOR, config=sizes
     )
     plant = RandomText(subject.target.vocab_size, subject.target.device)
-    assert subject.drafter is not None
+    drafter = subject.drafter
+    assert drafter is not None
+    if lookup:
+        drafter = ModelAndLookup(drafter, SuffixDrafter())
+        plant.right_by_lookup.fill_(lookup[0])
     with plant.in_samplers():
         plain = Engine(subject.target, config=sizes)
-        engine = Engine(subject.target, change_drafts(subject.drafter, plant.drafts), spec=spec, config=sizes)
+        engine = Engine(subject.target, change_drafts(drafter, plant.drafts), spec=spec, config=sizes)
         assert engine.steps.choice is not None
         for size, seconds in sorted(engine.steps.choice.times.timed.items()):
             yield Row(

@@ -191,7 +191,10 @@ class Watch:
 
 
 def divided_row(engine: Engine, prompt: list[int]) -> Row:
-    """Bits of a prompt's first token, read in parts next to streams and then as whole forwards over as many tokens."""
+    """Bits of a prompt's first token, read in parts next to streams and then as whole forwards over as many tokens.
+
+    Its length is a multiple of theirs: a rest of 88 tokens is read in 128 places in parts and in 96 as a whole, and in
+    any order bits depend on the number of places."""
     gap, found, paused = engine.scheduler.prompt_gap, [], 0
     gap.tokens = lambda *_: 8 if ON_CPU else 256  # type: ignore[method-assign]
     for budget in (0.0, None):

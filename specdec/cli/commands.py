@@ -48,7 +48,7 @@ class PhaseOptions:
     shape: str | None = phase_option(
         None,
         "Random weights at the shape of gemma4-e2b, -e4b, -12b, -26b-a4b, -31b, gpt-oss-20b, -120b, llama-8b, "
-        "-70b, qwen3-8b or -30b-a3b, instead of a target: milliseconds of each phase beside the memory floor.",
+        "-70b, qwen3-8b or -30b-a3b, instead of a target: milliseconds of each phase, and the memory floor.",
     )
     weights: str | None = phase_option(
         None,
@@ -60,7 +60,11 @@ class PhaseOptions:
     contexts: str = phase_option("1k", "Tokens before the first round, each in turn; 1k is 1024.")
     rounds: int = phase_option(50, "Rounds timed in each cell.", min=2)
     drafts: str | None = phase_option(None, "Of plain, chain, tree, chain7, tree60; default: the first three.")
-    acceptance: str = phase_option("2,3", "Acceptance lengths that tokens/s of random weights suppose.")
+    acceptance: str | None = phase_option(
+        None,
+        "Acceptance lengths that tokens/s suppose (synthetic): default of random weights 2,3; of a pair none, and "
+        "without --phases one, with --fixed-drafts.",
+    )
     layers: int | None = phase_option(None, "A shape with fewer layers; its figures say so.")
     shrink: int = phase_option(1, "A shape with all widths divided by this, up to 16.")
     profile: bool = phase_option(False, "On a GPU, also the time without a kernel.", "--profile")
@@ -80,10 +84,13 @@ class PhaseOptions:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchOptions:
     pair: PairOptions
-    data: Path = option(
-        HELD_OUT_PROBLEMS, "JSONL with 'question', 'prompt' or 'turns'; 'answer' ('#### n') adds accuracy."
+    data: str = option(
+        str(HELD_OUT_PROBLEMS),
+        "gsm8k, mt-bench, humaneval, spec-bench or speed-bench; or JSONL with 'question', 'prompt' or 'turns'; "
+        "'answer' ('#### n') adds accuracy.",
     )
-    limit: int = option(0, "Only the first N prompts; 0: all.", min=0)
+    data_folder: Path | None = option(None, "Where the files of a named data set are; default: the hub.")
+    limit: int = option(0, "Only the first N prompts, of each category in turn; 0: all.", min=0)
     max_new_tokens: int = option(256, "Most tokens to generate.")
     temperature: float = option(0.0, "0 is greedy.")
     seed: int = option(0, "Seeds every prompt of a temperature above 0.")
@@ -105,11 +112,15 @@ class EvalNumbers(SamplingNumbers):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalOptions:
     task: Annotated[
-        Literal["gsm8k", "mt-bench", "humaneval", "spec-bench"], typer.Argument(help="What to evaluate on.")
+        Literal["gsm8k", "mt-bench", "humaneval", "spec-bench", "speed-bench"],
+        typer.Argument(help="What to evaluate on."),
     ]
     pair: PairOptions
-    data: str = option("auto", "JSONL file; gsm8k: also 'hub' or 'bundled'; auto: bundled for tiny-gemma4, else hub.")
-    limit: int = option(0, "So many problems, the first of each category; 0: all.", min=0)
+    data: str = option(
+        "auto",
+        "JSONL file, a folder with it, or 'hub'; gsm8k: also 'bundled' and 'auto' (bundled for tiny-gemma4, else hub).",
+    )
+    limit: int = option(0, "Problems, the first of each category; 0: all.", min=0)
     compare: bool | None = option(
         None, "Also decode without the drafter; default: unless it is gsm8k.", "--compare/--no-compare"
     )
@@ -207,8 +218,8 @@ MAKE = {
     "eval": command(
         EvalOptions,
         body("bench_rounds", "evaluate_task"),
-        "gsm8k: accuracy, strict (`#### n`) and by the last number. mt-bench, humaneval and spec-bench: speed and "
-        "acceptance only, by category; answers are not judged and programs are not executed.\n\n"
+        "gsm8k: accuracy, strict (`#### n`) and by the last number. mt-bench, humaneval, spec-bench, speed-bench: "
+        "speed and acceptance only, by category; answers are not judged and programs are not executed.\n\n"
         "Several GPUs or machines: accelerate launch -m specdec.cli eval gsm8k ...",
         no_args_is_help=True,
     ),

@@ -58,7 +58,7 @@ CAUSES = (
 )
 
 
-def what_is_seen(subject: Subject, causes: Sequence[Cause] = CAUSES) -> Iterator[tuple[Cause, Sign]]:
+def visible_signs(subject: Subject, causes: Sequence[Cause] = CAUSES) -> Iterator[tuple[Cause, Sign]]:
     """Every cause with a sign of it, without generating."""
     for cause in causes:
         if cause.seen is not None and cause.applies_to(subject.drafter):

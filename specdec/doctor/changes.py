@@ -40,7 +40,7 @@ def changed_head(drafter: Eagle3Drafter, target: TargetModel, **spec: Any) -> Ea
 
 
 def changed_block(drafter: BlockDrafter, target: TargetModel, **spec: Any) -> BlockDrafter:
-    """With these fields of its `BlockSpec`, none of which shapes a weight: modules are shared."""
+    """A copy with these fields of its `BlockSpec`, none of which shapes a weight: modules are shared."""
     head = copy.copy(drafter.head)
     head.spec = replace(drafter.spec, **spec)
     return BlockDrafter(head, target)
@@ -90,7 +90,7 @@ def taps_of_heads(drafter: Eagle3Drafter, pair: PairInQuestion) -> Iterator[Chan
 
 
 def norms(drafter: Eagle3Drafter, pair: PairInQuestion) -> Iterator[Change]:
-    """What is normed before the residual, before the next step, and before lm_head."""
+    """Norms before the residual, before the next step, and before lm_head."""
     spec = drafter.spec
     flags = {
         "norm_before_residual": "write norm_before_residual: {value} into the head's config.json",

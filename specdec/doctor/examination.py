@@ -13,9 +13,9 @@ from typing import Any
 
 from specdec.config import SamplingParams
 from specdec.doctor.acceptance import Acceptance, Comparison, Measured, measured_by_engine, measured_densely
-from specdec.doctor.causes import CAUSES, Cause, what_is_seen
+from specdec.doctor.causes import CAUSES, Cause, visible_signs
 from specdec.doctor.changes import Change
-from specdec.doctor.dense_drafts import RecordedText, ReferenceCheck, Watched, can_be_run, dense_drafts, record
+from specdec.doctor.dense_drafts import RecordedText, ReferenceCheck, Watched, dense_drafts, has_dense_form, record
 from specdec.doctor.diagnosis import Diagnosis, Finding, Trial
 from specdec.doctor.pair_in_question import PairInQuestion, pair_facts
 from specdec.draft_models.model_and_lookup import model_of
@@ -70,7 +70,7 @@ def diagnose(
         )
     drafter = model_of(engine.drafter)
     pair = PairInQuestion(engine=engine, drafter=drafter, questions=questions, chat=chat)
-    seen = what_is_seen(Subject(engine.target, drafter, engine.tokenizer), causes)
+    seen = visible_signs(Subject(engine.target, drafter, engine.tokenizer), causes)
     with progress_bar("diagnosing", 2 + len(causes)) as update:
         examination = Examination(pair, max_new_tokens)
         update(1)
@@ -90,7 +90,7 @@ def diagnose(
         trials=tuple(trials),
         memory=engine.cache.bytes_by_group(),
         best_shape=examination.best_shape(),
-        notes=() if can_be_run(pair.drafter) else (NO_REFERENCE.format(name=pair.drafter.name),),
+        notes=() if has_dense_form(pair.drafter) else (NO_REFERENCE.format(name=pair.drafter.name),),
         seconds=time.perf_counter() - started,
     )
 
@@ -104,11 +104,11 @@ class Examination:
         self.num_steps = pair.engine.spec.num_steps
         self.outputs = pair.generate(pair.prompts(), self.params)
         self.as_loaded = Acceptance.of(self.outputs)
-        self.texts = self._record(self.outputs) if can_be_run(pair.drafter) else []
+        self.texts = self._record(self.outputs) if has_dense_form(pair.drafter) else []
         self.measured = self._measure(pair)
 
     def mend(self, cause: Cause, sign: Sign) -> Finding:
-        """What a sign says, with what its mending brings, and the mended drafter from now on."""
+        """The finding of a sign, with the gain of its mending; the mended drafter is used from now on."""
         before = after = None
         if sign.mended is not None and self.texts:
             before = self.measured.length

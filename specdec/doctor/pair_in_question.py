@@ -60,7 +60,7 @@ class PairInQuestion:
             return made.generate(list(prompts), params, progress=False)
 
     def draft_use(self, prompt: list[int], params: SamplingParams) -> DraftUse:
-        """What drafts take here, from an engine of one request that chooses among them."""
+        """Times of drafts on this machine, from an engine of one request that chooses among them."""
         with closing(self._engine([prompt], params, adaptive=True)) as made:
             made.generate([prompt], params, progress=False)
             return made.stats().drafts
@@ -75,7 +75,7 @@ class PairInQuestion:
     def _engine(
         self, prompts: Sequence[list[int]], params: SamplingParams, *, adaptive: bool, **settings: Any
     ) -> Engine:
-        """With K/V for these prompts alone: the engine in question holds its own pools meanwhile."""
+        """An engine with K/V for these prompts alone: the one in question holds its own pools meanwhile."""
         longest = min(max(map(len, prompts)) + params.max_new_tokens, self.engine.max_model_len)
         config = replace(
             self.engine.config,
@@ -90,7 +90,7 @@ class PairInQuestion:
 
 
 def pair_facts(pair: PairInQuestion) -> dict[str, str]:
-    """What was read of a pair, a line each: format, taps, positions, norms, tensors, dtype, template, window."""
+    """Facts read from a pair, a line each: format, taps, positions, norms, tensors, dtype, template, window."""
     target, drafter, spec = pair.target, pair.drafter, pair.engine.spec
     layout = target.layout
     facts = {
@@ -141,7 +141,7 @@ def _head_facts(drafter: Eagle3Drafter) -> dict[str, str]:
 
 def _block_facts(drafter: BlockDrafter) -> dict[str, str]:
     spec = drafter.spec
-    own = ["embedding, lm_head"] if drafter.head.lm_head is not None else []
+    own = [name for name in ("embed_tokens", "lm_head") if getattr(drafter.head, name) is not None]
     return {
         "format": f"block drafter, {spec.num_layers} layer(s), hidden {spec.hidden_size}, blocks of {spec.block_size}, "
         f"{'causal' if spec.causal else 'both ways'}",

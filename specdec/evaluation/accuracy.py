@@ -56,14 +56,14 @@ def evaluate(
     drafter_options: Mapping[str, Any] | None = None,
     **loading: Any,
 ) -> Report:
-    """Run a task: "gsm8k", "mt-bench", "humaneval" or "spec-bench". Every process of `accelerate launch` returns the
-    whole report.
+    """Run a task, which is one of `DATA_SETS`. Every process of `accelerate launch` returns the whole report.
 
-    data: a JSONL file; for gsm8k also "hub" (its test split), "bundled" (generated; what tiny-gemma4 learned) or "auto"
-    (bundled for tiny-gemma4, else hub). limit: how many problems, the first of every category; 0: all. shots (gsm8k):
-    worked examples before it; None: 0 under a chat template, else 8. instruction: a line after each question. compare:
-    also decode without the drafter; None: not for gsm8k, else where there is one. params.seed (default 0) seeds each
-    problem by its number. folder: keeps what is finished, to go on from under the same settings and a larger limit.
+    data: a JSONL file, a folder with it, or "hub"; for gsm8k also "bundled" (generated; what tiny-gemma4 learned) or
+    "auto" (bundled for tiny-gemma4, else hub). limit: how many problems, the first of every category; 0: all. shots
+    (gsm8k): worked examples before it; None: 0 under a chat template, else 8. instruction: a line after each question.
+    compare: also decode without the drafter; None: not for gsm8k, else where there is one. params.seed (default 0)
+    seeds each problem by its number. folder: keeps what is finished, to go on from under the same settings and a
+    larger limit.
     loading, drafter_options: how target and drafter are loaded, as `Engine.from_pretrained` takes them.
     Ctrl-C raises Interrupted with the report of what was finished.
     """
@@ -163,7 +163,7 @@ def evaluate(
 
 @dataclass(frozen=True, slots=True)
 class Dialogues:
-    """What is asked, turn by turn, by the number of the problem."""
+    """Questions turn by turn, by the number of the problem."""
 
     tokenizer: Any
     chat: bool
@@ -184,7 +184,7 @@ class Dialogues:
         return max(len(self.prompt(index, [])) for index in self.turns) + max_new_tokens
 
     def require_fits(self, max_model_len: int, max_new_tokens: int) -> None:
-        """Before an hour's work: raises CapacityError at a dialogue that is too long."""
+        """Raises CapacityError, before an hour's work, at a dialogue that is too long."""
         for index, turns in self.turns.items():
             needed = len(self.prompt(index, [""] * (len(turns) - 1))) + len(turns) * max_new_tokens
             if needed > max_model_len:

@@ -4,8 +4,10 @@ Compare the ratios, not the absolute figures: those are the machine's and the mo
 is contest.py's: another kind of benchmark makes other contestants, in a file of its own.
 """
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from specdec.errors import ConfigError
 from specdec.evaluation.conditions import VERSIONS, hardware, pair_names
 from specdec.evaluation.contest import Contestant, engine_contestant, require_parity, take_turns
 from specdec.evaluation.gsm8k_report import final_number, is_correct, table_lines
+from specdec.evaluation.request_figures import acceptance_figures, pinned_figures, summed, time_figures
+from specdec.evaluation.tasks import cut
 from specdec.evaluation.transformers_peer import assisted_peer, plain_peer
 from specdec.loading import require_device
 from specdec.progress import Interrupted, progress_bar, working
@@ -27,7 +31,11 @@ from specdec.text.prompt_files import Problem
 class BenchReport:
     """tokens_per_second: by contestant, in the order they ran. cut_off: outputs that `max_new_tokens` ended. stats: of
     the engine with the drafter, over all prompts; what it says of drafts has names of its own here. drafts_off: why
-    its newest round had no draft. slower: why it was slower than plain decoding, if it was."""
+    its newest round had no draft. slower: why it was slower than plain decoding, if it was.
+
+    times: `time_figures` by contestant, of engines. speculative_decoding: `acceptance_figures`. pinned:
+    `pinned_figures`. categories: by name, the prompts, the acceptance length and each contestant's tokens/s. data: the
+    prompts' source. template, thinking: how they were put, in words. None: there is no such figure."""
 
     target: str
     drafter: str | None
@@ -46,6 +54,13 @@ class BenchReport:
     identical_to_plain: bool
     hardware: str
     versions: str
+    data: str = ""
+    template: str = ""
+    thinking: str = ""
+    times: dict[str, dict[str, Any]] = field(default_factory=dict)
+    speculative_decoding: dict[str, Any] | None = None
+    pinned: dict[str, Any] | None = None
+    categories: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def run_bench(
@@ -58,18 +73,23 @@ def run_bench(
     params: SamplingParams,
     raw: bool = False,
     peer: bool = False,
+    data: str = "",
+    acceptance: float | None = None,
     **loading: Any,
 ) -> BenchReport:
     """Run every contestant on every prompt. Raises SpecDecError when an output is not plain decoding's.
 
-    params: with a temperature above 0 they need a seed, without which no two outputs would be alike. loading: other
-    arguments of `Engine.from_pretrained`. Ctrl-C raises Interrupted with the report of what all contestants have done.
+    params: with a temperature above 0 they need a seed, without which no two outputs would be alike. data: the prompts'
+    source, for the report. acceptance: also the speed if every round brought so many tokens. loading: other arguments
+    of `Engine.from_pretrained`. Ctrl-C raises Interrupted with the report of what all contestants have done.
     """
     if params.temperature > 0 and params.seed is None:
         raise ConfigError(f"temperature={params.temperature} without a seed: outputs could not be compared; give one")
     if not prompts:
         raise ConfigError("prompts is empty; give at least one")
     target, drafter = pair_names(target, drafter)
+    if acceptance is not None:
+        _require_pinnable(acceptance, drafter, spec)
     require_device(config.device)
     config = replace(config, prefix_cache=False)  # every contestant computes every prompt
     with working(f"loading {target}"):
@@ -80,10 +100,13 @@ def run_bench(
         contestants.append(engine_contestant(f"specdec, {drafter}", engine, params))
     if peer:
         contestants += [plain_peer(engine, params), *assisted_peer(engine, params, spec.num_steps)]
+    batches = cut(prompts, range(len(prompts)), config.max_batch_size)  # none over two categories
+    prompts = [prompts[i] for batch in batches for i in batch]
     ids = [engine.encode(problem.text) if raw else engine.chat_prompt(problem.text) for problem in prompts]
     with working("warming up"):  # allocations, thread pools, kernels
         for contestant in contestants:
             contestant.run(ids[:1])
+            contestant.requests.clear()
     warm_up = engine.stats()
 
     def report() -> BenchReport:
@@ -108,9 +131,18 @@ def run_bench(
             identical_to_plain=True,
             hardware=hardware(engine.target.device),
             versions=VERSIONS,
+            data=data,
+            template="raw" if raw or not chat else "chat template",
+            thinking="the template's default" if chat and not raw and "enable_thinking" in str(chat) else "none",
+            times={one.name: time_figures(_requests(one), one.seconds) for one in contestants if one.requests},
+            speculative_decoding=None if drafter is None else acceptance_figures(_requests(contestants[1]), spec.depth),
+            pinned=None if acceptance is None else _pinned(contestants[1], acceptance),
+            categories=_by_category(contestants, prompts, batches),
         )
 
-    groups = [ids[i : i + config.max_batch_size] for i in range(0, len(ids), config.max_batch_size)]
+    chat = getattr(engine.tokenizer, "chat_template", None)
+    starts = [0, *accumulate(map(len, batches))]
+    groups = [ids[start:end] for start, end in pairwise(starts)]
     try:
         with progress_bar("measuring", len(groups)) as update:
             take_turns(contestants, groups, update)
@@ -120,13 +152,70 @@ def run_bench(
     return report()
 
 
+def _require_pinnable(acceptance: float, drafter: str | None, spec: SpecConfig) -> None:
+    """Raises ConfigError where rounds cannot be taken for rounds of this acceptance length."""
+    if drafter is None or spec.adaptive:
+        raise ConfigError(
+            f"acceptance={acceptance:g} takes rounds that all have one draft; give a drafter and fixed drafts"
+        )
+    if not 1 <= acceptance <= 1 + spec.depth:
+        raise ConfigError(f"acceptance={acceptance:g}: 1 to {1 + spec.depth} tokens a round are expected of this draft")
+
+
+def _requests(contestant: Contestant) -> list[RequestStats]:
+    return contestant.requests[: len(contestant.outputs)]
+
+
+def _pinned(contestant: Contestant, acceptance: float) -> dict[str, Any]:
+    return pinned_figures(_requests(contestant), contestant.seconds, acceptance)
+
+
+def _by_category(
+    contestants: Sequence[Contestant], prompts: Sequence[Problem], batches: Sequence[Sequence[int]]
+) -> dict[str, dict[str, Any]]:
+    """Figures of the categories, where there are any, of the batches that were measured."""
+    found: dict[str, dict[str, Any]] = {}
+    start = 0
+    for lap, batch in enumerate(batches[: len(contestants[0].laps)]):
+        end = start + len(batch)
+        if (name := prompts[start].category) is not None:
+            made = found.setdefault(name, {"prompts": 0, "requests": [], "spent": Counter(), "tokens": Counter()})
+            made["prompts"] += len(batch)
+            made["requests"] += contestants[min(1, len(contestants) - 1)].requests[start:end]
+            for one in contestants:
+                made["spent"][one.name] += one.laps[lap]
+                made["tokens"][one.name] += sum(map(len, one.outputs[start:end]))
+        start = end
+    return {
+        name: {
+            "prompts": made["prompts"],
+            "acceptance_length": summed(made["requests"]).acceptance_length,
+            "tokens_per_second": {each: made["tokens"][each] / made["spent"][each] for each in made["spent"]},
+        }
+        for name, made in found.items()
+    }
+
+
 def markdown_table(report: BenchReport) -> str:
     """The report as a Markdown table with one line of context."""
     speeds = report.tokens_per_second
     base = next(iter(speeds.values()))
-    rows = [{"run": name, "tokens/s": f"{x:.1f}", "vs no drafter": f"{x / base:.2f}x"} for name, x in speeds.items()]
+    rows = [
+        {
+            "run": name,
+            "tokens/s": f"{x:.1f}",
+            **_time_cells(report.times.get(name)),
+            "vs no drafter": f"{x / base:.2f}x",
+        }
+        for name, x in speeds.items()
+    ]
     if report.drafter is not None and not report.stats.drafted_rounds:
         rows[1]["vs no drafter"] = "no drafts"  # the ratio of two plain runs is noise
+    if report.pinned is not None:
+        speed = report.pinned["tokens_per_second"]
+        name = f"{list(speeds)[1]}, acceptance length pinned at {report.pinned['mean_acceptance_length']:g} (synthetic)"
+        cells = _time_cells(None) | {"TPOT ms (p50, p99)": f"{report.pinned['tpot_ms']:.2f}"}
+        rows.append({"run": name, "tokens/s": f"{speed:.1f}", **cells, "vs no drafter": f"{speed / base:.2f}x"})
     accuracy = "" if report.accuracy is None else f"; accuracy {100 * report.accuracy:.1f} %"
     if accuracy and report.cut_off:  # an answer that was cut off is mostly wrong
         accuracy += f", cut off: {report.cut_off} of {report.prompts}"
@@ -137,8 +226,50 @@ def markdown_table(report: BenchReport) -> str:
         f"{report.spec.num_steps} steps of topk {report.spec.topk}, {report.spec.num_nodes} nodes: "
         f"{_drafts_in_words(report)}{accuracy}; "
         f"identical to plain decoding: yes. {report.hardware}, {report.versions}.",
+        *_acceptance_lines(report),
+        *_category_lines(report),
     ]
     return "\n".join(lines)
+
+
+def _time_cells(times: dict[str, Any] | None) -> dict[str, str]:
+    """Cells of the table; empty for a run without figures of its requests."""
+    cells = dict.fromkeys(("tokens/s a user", "TPOT ms (p50, p99)", "TTFT ms (p50, p99)"), "")
+    if times is None:
+        return cells
+    if times["tpot_ms"] is not None:
+        cells["tokens/s a user"] = f"{times['tokens_per_second_per_user']:.1f}"
+    for head, spread in (("TPOT ms (p50, p99)", times["tpot_ms"]), ("TTFT ms (p50, p99)", times["ttft_ms"])):
+        if spread is not None:
+            cells[head] = f"{spread['mean']:.2f} ({spread['p50']:.2f}, {spread['p99']:.2f})"
+    return cells
+
+
+def _acceptance_lines(report: BenchReport) -> list[str]:
+    """The figures that other tools print of drafts, where there were any, and what they depend on."""
+    known = {"data": report.data, "template": report.template, "thinking": report.thinking}
+    lines = ["", "; ".join(f"{name}: {words}" for name, words in known.items() if words)] if any(known.values()) else []
+    found = report.speculative_decoding
+    if found is None or not found["num_spec_steps"]:
+        return lines
+    shares = {name: ", ".join(f"{x:.2f}" for x in found[f"{name}per_position"]) for name in ("", "conditional_")}
+    return [
+        *lines,
+        "",
+        f"mean acceptance length {found['mean_acceptance_length']:.3f} by token, "
+        f"{found['acceptance_length_per_request']:.3f} by request; draft acceptance rate "
+        f"{100 * found['draft_acceptance_rate']:.1f} %; by position {shares['']}; given the one before "
+        f"{shares['conditional_']}; {found['accepted_per_node']:.3f} accepted per verified node",
+    ]
+
+
+def _category_lines(report: BenchReport) -> list[str]:
+    rows = [
+        {"category": name, "prompts": str(one["prompts"]), "acceptance length": f"{one['acceptance_length']:.2f}"}
+        | {f"{run}: tokens/s": f"{speed:.1f}" for run, speed in one["tokens_per_second"].items()}
+        for name, one in report.categories.items()
+    ]
+    return ["", *table_lines(rows)] if rows else []
 
 
 def _drafts_in_words(report: BenchReport) -> str:

@@ -12,6 +12,7 @@ from time import perf_counter, process_time
 from specdec.config import SamplingParams
 from specdec.engine import Engine
 from specdec.errors import SpecDecError
+from specdec.runtime.request import RequestStats
 
 Prompts = list[list[int]]
 """Token ids of some prompts, or of the outputs to them."""
@@ -20,7 +21,8 @@ Prompts = list[list[int]]
 @dataclass(slots=True)
 class Contestant:
     """One way of generating. judged: its outputs must be those of the first contestant, token for token.
-    processor_seconds: of `seconds`, those that this process had a core, of all its threads together."""
+    processor_seconds: of `seconds`, those that this process had a core, of all its threads together. laps: `seconds` by
+    group. requests: figures of an engine's requests, in the order of outputs; more where a group was interrupted."""
 
     name: str
     run: Callable[[Prompts], Prompts]
@@ -29,6 +31,8 @@ class Contestant:
     processor_seconds: float = 0.0
     tokens: int = 0
     outputs: Prompts = field(default_factory=list)
+    laps: list[float] = field(default_factory=list)
+    requests: list[RequestStats] = field(default_factory=list)
 
     @property
     def tokens_per_second(self) -> float:
@@ -37,7 +41,14 @@ class Contestant:
 
 def engine_contestant(name: str, engine: Engine, params: SamplingParams) -> Contestant:
     """An engine that generates with `params`."""
-    return Contestant(name, lambda prompts: [out.token_ids for out in engine.generate(prompts, params, progress=False)])
+    requests: list[RequestStats] = []
+
+    def run(prompts: Prompts) -> Prompts:
+        outputs = engine.generate(prompts, params, progress=False)
+        requests.extend(out.stats for out in outputs)
+        return [out.token_ids for out in outputs]
+
+    return Contestant(name, run, requests=requests)
 
 
 def take_turns(
@@ -55,6 +66,7 @@ def take_turns(
             timed.append((outputs, perf_counter() - start, process_time() - processor))
         for contestant, (outputs, seconds, processor_seconds) in zip(contestants, timed, strict=True):
             contestant.seconds += seconds
+            contestant.laps.append(seconds)
             contestant.processor_seconds += processor_seconds
             contestant.tokens += sum(len(out) for out in outputs)
             contestant.outputs += outputs

@@ -288,7 +288,7 @@ COLOURS = {"speculative": "tab:green", "plain": "tab:grey"}
 
 
 def require_matplotlib() -> None:
-    """Before any work: raises ConfigError where nothing could be drawn."""
+    """Raises ConfigError, before any work, where nothing could be drawn."""
     if find_spec("matplotlib") is None:
         raise ConfigError("a PNG needs matplotlib: pip install 'specdec-runtime[plots]', or leave it out")
 

@@ -45,7 +45,7 @@ class Shrink:
 
     @property
     def words(self) -> str:
-        """What was changed; empty for the published shape."""
+        """Changes in words; empty for the published shape."""
         parts = [] if self.layers is None else [f"{self.layers} layers"]
         return ", ".join(parts if self.divisor == 1 else [*parts, f"widths / {self.divisor}"])
 

@@ -76,17 +76,17 @@ def write_file(path: Path, content: str | bytes) -> None:
 
 def _replace(path: Path, data: bytes) -> None:
     place = _place(path)
-    beside = place.with_name(f".{place.name[:50]}.{os.getpid()}.tmp")
+    temporary = place.with_name(f".{place.name[:50]}.{os.getpid()}.tmp")
     try:
-        with beside.open("wb") as file:
+        with temporary.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         if place.exists():
-            shutil.copymode(place, beside)
-        os.replace(beside, place)
+            shutil.copymode(place, temporary)
+        os.replace(temporary, place)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def _is_device(path: Path) -> bool:

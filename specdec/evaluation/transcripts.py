@@ -35,7 +35,7 @@ class TranscriptFile(FileIO):
 
 
 def read_transcripts(folder: Path, settings: Record, earlier: Earlier | None = None) -> list[Record]:
-    """What is finished in `folder`, by whichever process. Raises ConfigError where it was made with other settings."""
+    """Finished turns in `folder`, of all processes. Raises ConfigError where it was made with other settings."""
     files = sorted(folder.glob("transcripts-*.jsonl"))
     return [record for path in files for record in _usable(path, settings, earlier)]
 
@@ -77,7 +77,7 @@ def _usable(path: Path, settings: Record, earlier: Earlier | None) -> list[Recor
 
 
 def _whole_lines(path: Path) -> list[Record]:
-    """What a kill cut short has no line feed and does not count."""
+    """Records of a file; a last line that a kill cut short has no line feed and does not count."""
     whole = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     lines: list[Record] = []
     for number, line in enumerate(whole, start=1):

@@ -69,7 +69,7 @@ class CaptureMemory(Protocol):
         """Bytes that pools and captured programs hold now."""
 
     def wait(self) -> None:
-        """Until no captured program runs, so that any may be let go."""
+        """Wait until no captured program runs, so that any may be dropped."""
 
     def close(self, pool: str) -> None:
         """Give the memory of this pool back: nothing is captured in it any more."""
@@ -127,9 +127,9 @@ class Owner(Protocol):
 
 
 class CaptureStore:
-    """The captures of one engine, whoever they belong to.
+    """The captures of one engine, of all owners.
 
-    capture: one that is no `CaptureMemory` takes no bytes that anybody knows of. budget_bytes: None for no bound.
+    capture: one that is no `CaptureMemory` has no known size. budget_bytes: None for no bound.
     """
 
     def __init__(self, capture: Capture, memory: Capture | None, budget_bytes: int | None, most: int) -> None:
@@ -155,7 +155,7 @@ class CaptureStore:
         return CaptureUse(*counts, self._bytes, self._budget, *self.uncaptured.values())
 
     def touch(self, owner: int, shape: Hashable) -> None:
-        """It is replayed: the last to be let go."""
+        """Note that this capture is replayed: it is the last to be dropped."""
         self._kept[owner, shape] = self._kept.pop((owner, shape))
 
     def make(

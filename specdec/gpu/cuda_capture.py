@@ -53,7 +53,7 @@ class DeviceGraphs:
             return graph, taken_beside_torch()
 
     def end(self, graph: torch.cuda.CUDAGraph, before: int) -> None:
-        """It has been recorded."""
+        """Finish a graph that has been recorded."""
         with torch.cuda.device(self.device):
             graph.instantiate()
             self.beside[graph] = max(taken_beside_torch() - before, 0)
@@ -112,7 +112,7 @@ class CudaCapture:
         return replay, out
 
     def held_bytes(self) -> int:
-        """On the device that holds most."""
+        """Bytes held on the device that holds most."""
         held = [sum(each.beside.values()) for each in self._each]
         number_of = {tuple(pool.handle): i for i, each in enumerate(self._each) for pool in each.pools.values()}
         for segment in torch.cuda.memory_snapshot():

@@ -13,8 +13,8 @@ loop over K: inside one, Triton hoists the loads above it (#11905). Off before H
 Two kernels may agree to work past those between them:
 
     holds    triggers after its wait: a launch that starts then finds that all before it have ended
-    early    in some launch behind it, programs that read nothing newer than that; they wait as their last act, and the
-             memory that they write belongs to nobody who is between the two
+    early    in some later launch, programs that read nothing newer than that; they wait as their last act, and the
+             memory that they write belongs to no kernel between the two
 """
 
 from functools import cache

@@ -12,8 +12,8 @@ kernel before ends without them and the kernel after starts only once they all r
 one device, each half is a launch, and all ranks push before any waits.
 
 Tagged, numbers are twice as many bytes on their way, but wait neither for a barrier of the system nor for a flag that
-comes after them: for few numbers. Each 8 bytes of a store are seen whole, and without others, so need no order. Whoever
-has read a word empties it: left there, it would be taken for a new one when its target comes again, 2^20 rounds later,
+comes after them: for few numbers. Each 8 bytes of a store are seen whole, and without others, so need no order. A
+reader of a word empties it: left there, it would be taken for a new one when its target comes again, 2^20 rounds later,
 in an exchange of other sizes. A peer writes it again only in an exchange that the launch after this one lets it begin.
 
 A target is `round * STEPS + step`: the round is counted on the device, so that captured launches may be replayed, and

@@ -48,7 +48,7 @@ class StageClock:
         self._marked = 0
 
     def start(self, stage: str) -> None:
-        """Begin with this stage, whatever an interrupted round left behind."""
+        """Begin with this stage, whatever an interrupted round has marked."""
         self._marked = 0
         self.mark(stage)
 

@@ -85,7 +85,7 @@ def require_depth(spec: SpecConfig, drafter: Any) -> None:
         )
 
 
-def say_where_drafts_end(drafter: Any, max_model_len: int) -> None:
+def warn_where_drafts_end(drafter: Any, max_model_len: int) -> None:
     """Log from which position on a drafter is not asked: it cannot compute its own positions there."""
     last = getattr(drafter, "max_positions", None)
     if last is not None and last < max_model_len:
@@ -117,13 +117,22 @@ def require_choice(spec: SpecConfig, drafter: Any) -> None:
 
 
 def require_fused(fused: str | bool, target: Any, drafter: Any) -> None:
-    """Parts are fused, or not, where they are made: `True` wants all of them, `False` none, "auto" what they are."""
+    """Parts are fused, or not, where they are made. `True` needs all of them fused, `False` none of them."""
     for part in (target, drafter):
         reason = getattr(part, "unfused", None)
         if fused is True and reason is not None:
             raise ConfigError(f"fused=True, but {part.name} runs unfused: {reason}; use fused='auto'")
     if fused is False and target.unfused is None:
         raise ConfigError(f"fused=False, but {target.name} was made with fused layers; make it without `ops`")
+
+
+def require_kv_dtype(kv_dtype: str | None, backend: str) -> None:
+    """K/V of 8 bits are read and written by plain torch alone."""
+    if kv_dtype is not None and backend != "torch":
+        raise ConfigError(
+            f"kv_dtype={kv_dtype!r} runs on the torch backend, and this engine attends by {backend!r}; leave kv_dtype "
+            "None, or give attention='torch'"
+        )
 
 
 def require_ranks(ranks: Sized | None, count: int) -> None:

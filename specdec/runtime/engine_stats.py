@@ -117,16 +117,16 @@ class EngineStats(RequestStats):
 
     @property
     def mean_queue_seconds(self) -> float:
-        """From when a request was handed in until it had a row, on average."""
+        """Mean time from when a request was handed in until it had a row."""
         return self.queue_seconds / self.finished if self.finished else 0.0
 
     @property
     def mean_first_token_seconds(self) -> float:
-        """From when a request was handed in until its first token, on average."""
+        """Mean time from when a request was handed in until its first token."""
         return self.first_token_seconds / self.finished if self.finished else 0.0
 
     def count(self, request: Request) -> None:
-        """A request has ended, by itself or because somebody wanted it to."""
+        """Count a request that has ended, by itself or because it was aborted."""
         if request.finish_reason in ("abort", "error"):
             self.aborted += 1
         else:

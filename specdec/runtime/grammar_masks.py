@@ -23,11 +23,7 @@ def prepare(requests: Sequence[Request]) -> list[Request]:
     guided = [request for request in requests if request.place is not None]
     if not guided:
         return []
-    try:
-        make_masks([request.place for request in guided])
-    except BaseException as error:
-        if not is_fault(error):
-            raise  # else one of them is at fault, and found below
+    make_masks([request.place for request in guided])
     for request in guided:
         try:
             assert request.place is not None

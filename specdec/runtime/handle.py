@@ -72,6 +72,11 @@ class Handle:
         return self._request.stats
 
     @property
+    def max_drafts(self) -> int:
+        """Most drafts that it accepts in a round; 0: it does not speculate."""
+        return self._request.max_drafts
+
+    @property
     def prompt_logprobs(self) -> list[TokenLogprob | None] | None:
         """Log-probability of each prompt token, None where it is not known yet; None: the request does not ask for
         them. All are known with the first token of the output."""

@@ -46,7 +46,7 @@ class LaunchedStep:
         return [i for i, (request, epoch) in seats if request.row_epoch == epoch]
 
     def gaining(self) -> list[Request]:
-        """Those of them that are sure to get a token."""
+        """Present requests that are sure to get a token."""
         return [self.requests[i] for i in self.present() if self.drawing is None or i in self.drawing]
 
     def result(self) -> RoundResult:

@@ -8,8 +8,7 @@ that finished or was preempted may still have a row in the round already launche
 """
 
 from collections import Counter, deque
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 from specdec.runtime.engine_stats import DraftWatch, EngineStats
 from specdec.runtime.launched_step import LaunchedStep
@@ -20,14 +19,10 @@ from specdec.runtime.scheduler import Scheduler
 from specdec.runtime.seating import keep_outputs
 from specdec.runtime.settling import settle_chunks, settle_round
 
-
-class Learns(Protocol):
-    def __call__(
-        self, shape: RoundShape, requests: Sequence[Request], result: RoundResult, gained: int, seconds: float
-    ) -> None:
-        """Learn from a settled round of these requests. gained: output tokens of all of them together, 0 in a round
-        without drafts. seconds: since the end of the round before it where rounds follow each other on a device, else
-        its own."""
+Learn = Callable[[RoundShape, Sequence[Request], RoundResult, int, float], None]
+"""Learns from a settled round of these requests: the output tokens that all of them together gained, 0 in a round
+without drafts, and the seconds since the end of the round before it where rounds follow each other on a device, else
+its own."""
 
 
 class Launches:
@@ -37,7 +32,7 @@ class Launches:
     round. totals: sums over settled rounds and, by the engine, over ended requests.
     """
 
-    def __init__(self, scheduler: Scheduler, round: Round, learn: Learns, *, captured: bool) -> None:
+    def __init__(self, scheduler: Scheduler, round: Round, learn: Learn, *, captured: bool) -> None:
         self.under_way: deque[LaunchedStep] = deque()
         self.totals = EngineStats()
         self._scheduler = scheduler

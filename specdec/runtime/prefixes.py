@@ -55,7 +55,7 @@ class Prefixes:
         """
         if self._cache is None:
             return False
-        self._look()
+        self._clear_if_weights_changed()
         maker = self._in_progress.get(request.awaited)
         if maker is None or maker.rank >= rank or request.awaited_version != self._in_progress.version:
             maker = None
@@ -88,14 +88,14 @@ class Prefixes:
         """The pages that a waiting request would begin with, if it got a row now. Changes nothing."""
         if self._cache is None:
             return NO_PAGES
-        self._look()
+        self._clear_if_weights_changed()
         return self._cache.match(self._adoptable(request), salt_of(request))
 
     def adopt_prefix(self, request: Request, rank: Rank) -> None:
         """Fill the row of an admitted request with the cached pages of its prompt."""
         if self._cache is None:
             return
-        self._look()
+        self._clear_if_weights_changed()
         key, salt = self._key(request)[: request.prefill_target], salt_of(request)
         self._began[request.row] = self._era
         adopted = self._cache.adopt(request.row, self._adoptable(request), salt)
@@ -108,7 +108,7 @@ class Prefixes:
         """Insert the committed K/V of running requests into the cache, for other requests."""
         if self._cache is None:
             return
-        self._look()
+        self._clear_if_weights_changed()
         kept = [request for request in requests if self._began[request.row] == self._era]
         self._cache.insert([request.row for request in kept], [*map(self._whole_key, kept)], [*map(salt_of, kept)])
         for request in requests:
@@ -134,7 +134,7 @@ class Prefixes:
             self._era += 1
             self._in_progress.clear()  # their K/V will not be kept
 
-    def _look(self) -> None:
+    def _clear_if_weights_changed(self) -> None:
         """Clear the cache if the weights changed. Within a step `weights_version` returns one object, which is quick to
         compare."""
         now = self._weights_version()

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.prompt_shares import PromptRoom
@@ -185,7 +186,7 @@ class PromptGap:
             return room.busy
         if self.division is not None and fitting < self.division.most:
             return min(self._tokens_in_parts(self.division, num_waiting, prefix), room.busy)
-        return min(max(room.least, _few_sizes(fitting)), room.busy)
+        return min(max(room.least, _rounded_to_few_sizes(fitting)), room.busy)
 
     def budget(self, room: PromptRoom, num_waiting: int, load: PromptLoad) -> float | None:
         """Seconds that a forward over this load may take of a step in which others decode, before the rest of it waits
@@ -236,7 +237,7 @@ class PromptGap:
         return max(self.round, self.longest_round) + spent
 
 
-def _few_sizes(tokens: int) -> int:
+def _rounded_to_few_sizes(tokens: int) -> int:
     """Rounds down to a power of two, from 2,048 on to a multiple of 256: few shapes are captured, and padding takes as
     long as tokens."""
     if tokens >= 2048:
@@ -251,35 +252,21 @@ def _counts(load: PromptLoad) -> Numbers:
 
 def _least_squares(equations: Numbers, before: Numbers) -> Numbers:
     """Non-negative least squares of three unknowns: the best solution over all subsets of them. Unknowns that the
-    equations do not determine, as when all loads were alike, stay near `before`."""
+    equations do not determine, as when all loads were alike, stay near `before`.
+
+    Not np.linalg: it sets numpy's error state while it runs, and an interrupt in between may leave it set."""
     square, right = equations[:, :3], equations[:, 3]
     damping = np.diag(1e-6 * square.diagonal() + 1e-12 * np.trace(square))
     square, right = square + damping, right + damping @ before
     best, found = 0.0, np.zeros(3)
     for kept in _SUBSETS:
         part = square[np.ix_(kept, kept)]
-        some = _solved(part, right[kept])
+        some = torch.linalg.solve(torch.from_numpy(part), torch.from_numpy(right[kept])).numpy()
         error = float(some @ part @ some - 2 * right[kept] @ some)
         if (some >= 0).all() and error < best:
             best, found = error, np.zeros(3)
             found[kept] = some
     return found
-
-
-def _solved(square: Numbers, right: Numbers) -> Numbers:
-    """Solve a positive definite system by elimination. Not by np.linalg.solve: it sets numpy's error state while it
-    runs, and an interrupt in between may leave it set."""
-    rows = [[*row, value] for row, value in zip(square.tolist(), right.tolist(), strict=True)]
-    for i, row in enumerate(rows):
-        for lower in rows[i + 1 :]:
-            factor = lower[i] / row[i]
-            lower[i:] = [mine - factor * pivot for mine, pivot in zip(lower[i:], row[i:], strict=True)]
-    found: list[float] = []  # the last one first
-    for row in reversed(rows):
-        known = zip(row[-2::-1], found, strict=False)
-        i = len(rows) - 1 - len(found)
-        found.append((row[-1] - sum(weight * value for weight, value in known)) / row[i])
-    return np.array(found[::-1])
 
 
 _SUBSETS: Sequence[list[int]] = [list(kept) for size in (1, 2, 3) for kept in combinations(range(3), size)]

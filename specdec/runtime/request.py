@@ -34,10 +34,10 @@ class RequestStats:
     `drafted_counts[i]`: rounds that drafted at least i + 1 tokens deep, `accepted_counts[i]`: those of them in which
     draft i + 1 was emitted; a round that ends the output counts only as deep as what was emitted. `drafted_rounds`:
     rounds with drafts, `drafted_round_tokens`: what these emitted, the bonus included, `draft_tokens`: how deep they
-    were, summed. `forced_tokens`: those that a grammar left no choice for, in the place of drafts in `forced_rounds`.
-    `cached_tokens`: prompt tokens whose K/V came out of the prefix
-    cache. Seconds are a request's share of its batch's time; but queue and first_token are from when it was
-    handed in until it had a row, and its first token.
+    were, summed, `draft_nodes`: nodes verified in them, without roots. `forced_tokens`: those that a grammar left no
+    choice for, in the place of drafts in `forced_rounds`. `cached_tokens`: prompt tokens whose K/V came out of the
+    prefix cache. Seconds are a request's share of its batch's time; but queue and first_token are from when it was
+    handed in until it had a row, and its first token, and decode is from its first token until its newest one.
     """
 
     rounds: int = 0
@@ -45,6 +45,7 @@ class RequestStats:
     drafted_rounds: int = 0
     drafted_round_tokens: int = 0
     draft_tokens: int = 0
+    draft_nodes: int = 0
     accepted_counts: list[int] = field(default_factory=list)
     drafted_counts: list[int] = field(default_factory=list)
     prompt_tokens: int = 0
@@ -59,6 +60,7 @@ class RequestStats:
     other_seconds: float = 0.0
     queue_seconds: float = 0.0
     first_token_seconds: float = 0.0
+    decode_seconds: float = 0.0
 
     @property
     def acceptance_length(self) -> float:
@@ -195,7 +197,7 @@ class Request:
     handed_in: float = field(default_factory=time.perf_counter)
     key: IntArray | None = field(default=None, init=False)  # of its tokens in the prefix cache
     awaited: int = field(default=-1, init=False)  # number of the request that makes a part of its prompt,
-    awaited_len: int = field(default=0, init=False)  # so many tokens of it,
+    awaited_len: int = field(default=0, init=False)  # the tokens of it that are awaited,
     awaited_version: int = field(default=-1, init=False)  # as of this `InProgress.version`
     max_drafts: int = field(init=False)  # most that it accepts in a round
     whole_draft: DraftShape = field(init=False)  # that nothing shortens
@@ -264,7 +266,7 @@ class Request:
 
     @property
     def has_fixed_draft(self) -> bool:
-        """Does it have the draft that it asks for, whatever pays?"""
+        """Is its draft the one that it asks for, even where another would pay?"""
         return self.draft is not None and not self.draft.adaptive
 
     def draft_size(self, to_go: int) -> DraftShape:
@@ -282,7 +284,7 @@ class Request:
 
     @property
     def grammar_ended_it(self) -> bool:
-        """It was ended because its grammar allows no token; one that is aborted keeps its place in the grammar."""
+        """Was it ended because its grammar allows no token? An aborted one keeps its place in the grammar."""
         return self.finish_reason == "abort" and self.params.grammar is not None and self.settled.place is None
 
     @property
@@ -361,8 +363,10 @@ class Request:
             return
         if logprobs:
             self._logprobs += logprobs[:taken]
+        seconds = time.perf_counter() - self.handed_in
         if kept == 0:
-            stats.first_token_seconds = time.perf_counter() - self.handed_in
+            stats.first_token_seconds = seconds
+        stats.decode_seconds = seconds - stats.first_token_seconds
         stats.output_tokens += taken
         if num_drafts is not None:
             if num_forced:
@@ -441,7 +445,7 @@ def rows_of(requests: Sequence[Request]) -> IntArray:
 
 
 def restricted(requests: Sequence[Request]) -> list[Request]:
-    """Those of these requests that have a `place`: not any token may come next."""
+    """The requests that have a `place`: only some tokens may come next."""
     with_place = [request for request in requests if request.settled.place is not None]
     return [request for request in with_place if request.place is not None]
 

@@ -126,14 +126,16 @@ class Scheduler:
             return admitted
         due = self._pages_to_come(self.running)
         there = np.array([pool.available_pages for pool in self.table.allocator.pools])
-        passes = _Passes()
+        numbers: list[int] = []  # of the admitted requests, sorted
+        counted: dict[int, int] = {}  # passes that a request's rank includes already, by its number
         put_off = 0
         for request in self.waiting:
             if len(self.running) + put_off >= self.max_running:
                 break
             if self.running and (due > there).any():
                 break
-            passes.count(request)
+            counted[request.number] = passes = _num_later(numbers, request)
+            request.passed += passes
             if self.prefixes.should_wait_for_prefix(request, rank(request)):
                 put_off += 1  # a row is left for it
                 continue
@@ -145,11 +147,11 @@ class Scheduler:
             request.seat(request.row)
             insort(self.running, request, key=rank)
             admitted.append(request)
-            passes.admitted(request)
+            insort(numbers, request.number)
         if admitted:
             self.waiting = [request for request in self.waiting if request.state is RequestState.WAITING]
             for request in self.waiting:
-                passes.count(request)
+                request.passed += _num_later(numbers, request) - counted.get(request.number, 0)
             self.waiting.sort(key=rank)  # one that was passed may have risen
         return admitted
 
@@ -282,23 +284,9 @@ class Scheduler:
         insort(self.waiting, victim, key=rank)
 
 
-class _Passes:
-    """Counts, in one admission, the later requests that were admitted before each waiting request."""
-
-    def __init__(self) -> None:
-        self._admitted: list[int] = []  # numbers, in order
-        self._counted: dict[int, int] = {}  # by number of a request that waits: passes it knows of
-
-    def admitted(self, request: Request) -> None:
-        insort(self._admitted, request.number)
-
-    def count(self, request: Request) -> None:
-        """Add the passes that this request does not know of yet to its `passed`."""
-        passes = len(self._admitted) - bisect(self._admitted, request.number)
-        known = self._counted.get(request.number, 0)
-        if passes != known:
-            request.passed += passes - known
-            self._counted[request.number] = passes
+def _num_later(numbers: Sequence[int], request: Request) -> int:
+    """How many of these sorted numbers belong to requests that arrived after this one."""
+    return len(numbers) - bisect(numbers, request.number)
 
 
 def rank(request: Request) -> tuple[int, int]:

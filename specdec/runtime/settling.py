@@ -72,6 +72,7 @@ def settle_round(round: Round, requests: Sequence[Request], result: RoundResult)
         stats.draft_seconds += draft
         stats.verify_seconds += verify
         stats.other_seconds += other
+        stats.draft_nodes += result.path.shape[1] - 1 if num_drafts and not num_forced else 0
         try:
             request.settle(emitted[:length], logprobs, stats, num_drafts=num_drafts, num_forced=num_forced)
         except Exception as error:

@@ -1,7 +1,5 @@
 """Sizes of the pools: the user's, else enough for a full batch within a share of the memory."""
 
-import torch
-
 from specdec.config import EngineConfig
 from specdec.draft_models.base import Drafter
 from specdec.errors import CapacityError
@@ -33,9 +31,11 @@ def make_cache(
     page_size, layouts = config.page_size, [target.stored_layout]
     if drafter is not None and drafter.kv_layout is not None:
         layouts.append(drafter.kv_layout)
+    rounded = config.kv_dtype is not None
+    if rounded:
+        layouts = [layout.rounded() for layout in layouts]
     groups = CacheGroups.of_layouts(layouts)
-    item = torch.empty((), dtype=target.dtype).element_size()
-    slot_bytes = [sum(layout.numbers_per_slot(group.retention) for layout in layouts) * item for group in groups.groups]
+    slot_bytes = [sum(each.slot_bytes(group.retention, target.dtype) for each in layouts) for group in groups.groups]
     extra_keys = drafter.extra_keys if drafter is not None else 0
     if config.max_model_len is not None:
         target.context_length.require(config.max_model_len, target.name)
@@ -99,4 +99,4 @@ def make_cache(
         extra_keys=extra_keys,
         reread=getattr(drafter, "reread", 0),
     )
-    return KVCache(allocator, table, operations), max_len
+    return KVCache(allocator, table, operations, rounded=rounded), max_len

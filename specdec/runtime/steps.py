@@ -212,7 +212,7 @@ class Steps:
     def _learn(
         self, shape: RoundShape, requests: Sequence[Request], result: RoundResult, gained: int, seconds: float
     ) -> None:
-        """Update the draft policy from a settled round: see `launches.Learns`."""
+        """Update the draft policy from a settled round: see `launches.Learn`."""
         if self.choice is None or shape.forced or (self.graphs is not None and is_large(shape)):
             return
         rows = rows_of(requests)

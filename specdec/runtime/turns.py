@@ -5,7 +5,7 @@ A turn is a new lock, held by a `with` statement. There is nothing else to give 
     with mine:                       held from before the turn begins until after it has ended
         _newest = mine               mine is in the queue: the next thread waits for it
         with the one before: pass    those that arrived earlier had their turns, or gave up
-        _present = mine              where `_present` is not locked, nobody has a turn
+        _present = mine              where `_present` is not locked, no thread has a turn
 
 CPython (3.11 to 3.13) runs no signal handler between the acquisition of a lock of its own and the block that releases
 it; a lock that wraps another in Python has instructions there (docs/decisions/0011).

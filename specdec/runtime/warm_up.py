@@ -23,7 +23,7 @@ NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
 def warm_up(steps: Steps) -> None:
-    """With no row seated. Nothing where rounds are not captured."""
+    """Capture and time rounds and prompts, with no row seated. Does nothing where rounds are not captured."""
     graphs, round = steps.graphs, steps.round
     if graphs is None:
         return

@@ -29,7 +29,7 @@ def reference_softcap(logits: torch.Tensor, cap: float) -> torch.Tensor:
 
 @triton.jit
 def _tanh(b_x: tl.tensor) -> tl.tensor:
-    """Within a few units of float32: the quotient cancels where the series does not."""
+    """Hyperbolic tangent within a few units of float32: the quotient cancels where the series does not."""
     b_a = tl.abs(b_x)
     b_e = tl.exp(-2.0 * b_a)
     b_sq = b_a * b_a
@@ -40,7 +40,7 @@ def _tanh(b_x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _cheap_tanh(b_x: tl.tensor) -> tl.tensor:
-    """Within 2e-6 of itself, without branches; what is not a number stays none."""
+    """Hyperbolic tangent within 2e-6, without branches; NaN stays NaN."""
     b_x = tl.clamp(b_x, -40.0, 40.0, propagate_nan=tl.PropagateNan.ALL)  # e^80 is a float32
     b_sq = b_x * b_x
     b_series = b_x * (1.0 + b_sq * (b_sq * 0.13333334 - 0.33333334))
@@ -49,7 +49,7 @@ def _cheap_tanh(b_x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def capped(b_x: tl.tensor, cap: tl.tensor, inverse: tl.tensor) -> tl.tensor:
-    """In the dtype of b_x; inverse: 1 / cap."""
+    """Softcap of b_x in its dtype; inverse: 1 / cap."""
     DTYPE: tl.constexpr = b_x.dtype
     b_y = (b_x.to(tl.float32) * inverse).to(DTYPE).to(tl.float32)
     if b_x.dtype == tl.bfloat16:

@@ -35,7 +35,7 @@ class Admission:
         self._max_waiting = max_waiting
         self._per_client = per_client
         self.out = 0  # requests that are open
-        self._of: Counter[str] = Counter()  # places that each client has or waits for, where they are limited
+        self._places_of: Counter[str] = Counter()  # places that each client has or waits for, where they are limited
         self._lock = threading.Lock()
         self._waiters: deque[Waiter] = deque()
 
@@ -46,7 +46,7 @@ class Admission:
             free = self._has_room(count, client)
             if not (free or wait):
                 raise self._full()
-            self._note(client, count)
+            self._count_places(client, count)
             if free:
                 self.out += count
                 return
@@ -58,7 +58,7 @@ class Admission:
             with self._lock:
                 if waiter in self._waiters:
                     self._waiters.remove(waiter)
-                    self._note(client, -count)
+                    self._count_places(client, -count)
                     self._admit_waiters()  # it may have been the first, for which those after it waited
             if waiter.admitted:
                 self.give_back(count, client)
@@ -74,7 +74,7 @@ class Admission:
         """Places of requests that have ended; the caller that has waited longest gets them. From any thread."""
         with self._lock:
             self.out -= count
-            self._note(client, -count)
+            self._count_places(client, -count)
             self._admit_waiters()
 
     def gained(self, sample: Any, tokens: int, now: float) -> None:
@@ -94,14 +94,14 @@ class Admission:
                 waiter.future.get_loop().call_soon_threadsafe(_admit, waiter.future)
             except RuntimeError:  # its loop is closed: no caller will ever give these back
                 self.out -= waiter.count
-                self._note(waiter.client, -waiter.count)
+                self._count_places(waiter.client, -waiter.count)
                 waiter.admitted = False
 
-    def _note(self, client: str, count: int) -> None:
+    def _count_places(self, client: str, count: int) -> None:
         if self._per_client:
-            self._of[client] += count
-            if not self._of[client]:
-                del self._of[client]
+            self._places_of[client] += count
+            if not self._places_of[client]:
+                del self._places_of[client]
 
     def _has_room(self, count: int, client: str) -> bool:
         """Raises for more than there can ever be, and for a client that has too many."""
@@ -113,10 +113,10 @@ class Admission:
                 f"{many} {self.most} that this engine takes in: {self._rows} run at a time and {self._max_waiting} "
                 "wait; ask for fewer, or raise max_batch_size or max_waiting"
             )
-        if self._per_client and self._of[client] + count > self._per_client:
+        if self._per_client and self._places_of[client] + count > self._per_client:
             more = f"{count} more would make more than the {self._per_client} that one client may have"
             raise QueueFullError(
-                f"{self._of[client]} of your samples are open, and {more}; try again when some have ended"
+                f"{self._places_of[client]} of your samples are open, and {more}; try again when some have ended"
             )
         return not self._waiters and self.out + count <= self.most
 

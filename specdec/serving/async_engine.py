@@ -226,12 +226,12 @@ class AsyncEngine:
 
     @property
     def open_requests(self) -> int:
-        """Those that run or wait."""
+        """Number of requests that run or wait."""
         return self._admission.out
 
     @property
     def samples(self) -> list[Sample]:
-        """Those that have not ended."""
+        """The samples that have not ended."""
         return self._thread.open
 
     @property
@@ -255,7 +255,7 @@ class AsyncEngine:
 
     @property
     def seconds_in_step(self) -> float:
-        """For how long the step under way has run; 0 where there is none."""
+        """Seconds that the step under way has run; 0 where there is none."""
         began = self._thread.step_began
         return 0.0 if began is None else time.monotonic() - began
 
@@ -289,7 +289,7 @@ class AsyncEngine:
 
 
 def _stop(thread: EngineThread, pools: Sequence[FairPool], pid: int) -> None:
-    """When the engine is closed or forgotten, or the program ends; a fork has neither thread."""
+    """Called when the engine is closed or forgotten, or the program ends; a fork has neither thread."""
     if os.getpid() == pid:
         for pool in pools:
             pool.shutdown()

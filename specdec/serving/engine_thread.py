@@ -56,10 +56,10 @@ class Observer(Protocol):
     """Is told how requests fare, such as the metrics. Called on the engine's thread: never waits."""
 
     def gained(self, sample: Sample, tokens: int, now: float) -> None:
-        """It gained `tokens` tokens; `seen` and `last_news` are as they were before."""
+        """The sample gained `tokens` tokens; `seen` and `last_news` are as they were before."""
 
     def ended(self, sample: Sample, now: float) -> None:
-        """It ended by itself, or was aborted, or failed."""
+        """The sample ended by itself, or was aborted, or failed."""
 
 
 class EngineThread:
@@ -85,7 +85,7 @@ class EngineThread:
 
     @property
     def open(self) -> list[Sample]:
-        """Those that have not ended."""
+        """The samples that have not ended."""
         with self._guard:
             return list(self._open.values())
 
@@ -149,7 +149,7 @@ class EngineThread:
         try:
             while self._await_work():
                 self.step_began = time.monotonic()
-                self._work()
+                self._run_step()
                 self.step_began = None
         except BaseException as error:
             logger.exception("the engine's thread ended")
@@ -168,7 +168,7 @@ class EngineThread:
             self._wake.get()  # the work of every wake-up so far is done below
         return not self._stopping
 
-    def _work(self) -> None:
+    def _run_step(self) -> None:
         """Run the callers' functions, a step, and report its news."""
         while self._calls:
             self._calls.popleft()()
@@ -182,15 +182,15 @@ class EngineThread:
             more, lacked_memory = bool(self._open), isinstance(error, torch.OutOfMemoryError)
         if lacked_memory:  # the error's frames have released their tensors
             torch.cuda.empty_cache()
-        self._report()
+        self._report_news()
         with self._guard:
             self._more = self._more or more
 
-    def _report(self) -> None:
+    def _report_news(self) -> None:
         """Tell observers and owners of the samples that gained tokens or ended."""
         now = time.perf_counter()
         news, ended = [], []
-        for sample in self._with_news():
+        for sample in self._samples_with_news():
             if sample.error is None and (grammar := sample.handle.dead_grammar) is not None:
                 sample.error = ConfigError(
                     f"{grammar} cannot be followed any further: after {sample.handle.num_output} tokens none may come "
@@ -213,19 +213,19 @@ class EngineThread:
                     self.failed_rounds += 1
             if tokens or finished:
                 news.append(sample)
-        self._release(ended, now)
+        self._release_ended(ended, now)
         if news:
             self._tell(news)
 
-    def _with_news(self) -> list[Sample]:
-        """Those that have told of something since the last call, each once, in the order in which they did."""
+    def _samples_with_news(self) -> list[Sample]:
+        """The samples that reported news since the last call, each once, in the order of their first news."""
         told: dict[int, None] = {}
         while self._news:
             told[self._news.popleft()] = None
         with self._guard:
             return [self._open[id] for id in told if id in self._open]
 
-    def _release(self, ended: Sequence[Sample], now: float) -> None:
+    def _release_ended(self, ended: Sequence[Sample], now: float) -> None:
         for sample in ended:
             for observer in self.observers:
                 observer.ended(sample, now)
@@ -248,7 +248,7 @@ class EngineThread:
             _abort(sample)
             sample.error = sample.error if sample.handle.finished else StoppingError(reason)
             self._news.append(sample.handle.id)
-        self._report()
+        self._report_news()
 
 
 def _abort(sample: Sample) -> None:

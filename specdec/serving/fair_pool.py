@@ -70,7 +70,7 @@ class FairPool:
             if self._closed:
                 raise StoppingError("this engine is closed; make a new one")
             self._queues.setdefault(job.client, deque()).append(job)
-            self._staff()
+            self._start_next_job()
         return job
 
     def give_up(self, job: "Job[Any]") -> bool:
@@ -82,7 +82,7 @@ class FairPool:
             if job.begun:
                 self._running -= Counter((job.client,))
                 self._abandoned[job.client] += 1
-                self._staff()
+                self._start_next_job()
                 return False
             self._queues[job.client].remove(job)
             if not self._queues[job.client]:
@@ -138,18 +138,18 @@ class FairPool:
         for job in left:
             job.future.cancel()
 
-    def _staff(self) -> None:
+    def _start_next_job(self) -> None:
         """A thread for a job that may begin."""
         if not self._resting and self._alive >= self._most:
             return
-        job = self._take()
+        job = self._next_job()
         if job is not None and self._resting:
             self._resting.pop().put(job)
         elif job is not None:
             self._alive += 1
             threading.Thread(target=self._work, args=(job,), name=self._name, daemon=True).start()
 
-    def _take(self) -> "Job[Any] | None":
+    def _next_job(self) -> "Job[Any] | None":
         """The next job that may begin now."""
         if self._running.total() >= self._threads:
             return None
@@ -181,7 +181,7 @@ class FairPool:
                     self._abandoned -= Counter((job.client,))
                 else:
                     self._running -= Counter((job.client,))
-                job = self._take()
+                job = self._next_job()
                 rests = job is None and not self._closed and len(self._resting) < self._threads
                 if rests:
                     self._resting.append(inbox)

@@ -33,6 +33,10 @@ class HttpOptions:
     )
     reasoning_parser: str = option("none", "How the model writes what it thinks: none, deepseek_r1, qwen3 or gemma4.")
     unknown_fields: str = option("refuse", "Fields that no request has: refuse, warn (a line in the log) or ignore.")
+    draft_figures: str = option(
+        "vllm",
+        "What answers say of drafts: none, vllm (metrics.speculative_decoding), or all (llama.cpp's timings too).",
+    )
     special_tokens_in_content: str = option(
         "escape", "Control tokens in messages: escape (they are text) or allow, as transformers."
     )

@@ -152,9 +152,9 @@ class Reporter:
         """Called about once a second; does not wait."""
         due = self._seconds and time.monotonic() - self._then >= self._seconds
         if due and (self._task is None or self._task.done()):
-            self._task = asyncio.create_task(self._say())
+            self._task = asyncio.create_task(self._write_line())
 
-    async def _say(self) -> None:
+    async def _write_line(self) -> None:
         snapshot = await self._metrics.snapshot()
         now = time.monotonic()
         line = traffic_line(self._last, snapshot, now - self._then)

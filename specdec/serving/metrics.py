@@ -18,7 +18,7 @@ from specdec.runtime.request import RequestStats
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.engine_thread import Sample
 from specdec.serving.http.answers import refusals
-from specdec.serving.http.client_limits import in_blocks
+from specdec.serving.http.client_limits import in_whole_blocks
 
 router = APIRouter()
 
@@ -36,7 +36,7 @@ REASONS = ("stop", "length", "abort", "error")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Between two steps: the engine, and the sums over all requests, ended or not."""
+    """State of the engine between two steps, and the sums over all requests, ended or not."""
 
     engine: EngineStats
     requests: RequestStats
@@ -82,7 +82,7 @@ class Metrics:
     def ended(self, sample: Sample, now: float) -> None:
         """On the engine's thread."""
         stats = sample.handle.stats
-        self._count(self._ended, sample)
+        self._add_to_sum(self._ended, sample)
         self._reasons["error" if sample.error is not None else sample.handle.finish_reason].inc()
         first_at = self._first_at.pop(sample, None)
         if first_at is None:
@@ -99,7 +99,7 @@ class Metrics:
 
     async def snapshot(self) -> Snapshot:
         """How engine and requests fare between two steps."""
-        return await self._engine.between_steps(self._take)
+        return await self._engine.between_steps(self._take_snapshot)
 
     def collect(self) -> Iterator[Metric]:
         """Metrics of the engine's state, which the registry asks for at each scrape; others are counted by event."""
@@ -126,18 +126,18 @@ class Metrics:
             if drafts:  # else the engine chooses none
                 yield _metric("counter", name, text, zip(drafts, counts, strict=True))
 
-    def _take(self) -> Snapshot:
+    def _take_snapshot(self) -> Snapshot:
         total, stats, samples = self._ended.copy(), self._engine.stats_now(), self._engine.samples
         for sample in samples:
-            self._count(total, sample)
+            self._add_to_sum(total, sample)
         stats.waiting = max(stats.waiting, len(samples) - stats.running)  # some wait to be let in
         return Snapshot(stats, total)
 
-    def _count(self, total: RequestStats, sample: Sample) -> None:
-        """Once its prompt has been read, and from then on, so that no sum falls."""
+    def _add_to_sum(self, total: RequestStats, sample: Sample) -> None:
+        """Add a sample to a sum once its prompt has been read, and from then on, so that no sum falls."""
         if sample.handle.num_output:
             stats = sample.handle.stats.copy()
-            stats.cached_tokens = in_blocks(stats.cached_tokens, self._engine.config.page_size)
+            stats.cached_tokens = in_whole_blocks(stats.cached_tokens, self._engine.config.page_size)
             total.add(stats)
 
 

@@ -30,22 +30,24 @@ from specdec.serving.application import create_app
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.fair_pool import settle
 from specdec.serving.http.probes import Watch
-from specdec.serving.http.trimming import Trimmer, without_what_stays
+from specdec.serving.http.trimming import Trimmer, objects_frozen
 from specdec.serving.logs import Reporter, describe
 from specdec.serving.server_settings import ServeSettings
 
 logger = logging.getLogger("specdec.serving")
 
 LAST_SECONDS = 3.0
-"""For streams that were ended to say so."""
+"""Time that streams have for their last event once they were ended."""
 OVERDUE_SECONDS = 10.0
-"""After which a process that should have ended is ended."""
+"""Time after its deadline at which a process that should have ended is ended."""
 SWITCH_SECONDS = 0.0001
 """After which a thread that wants Python's lock gets it. The engine's thread gives it up at every operation of torch,
 thousands of times a step; with Python's own 5 ms, a loop that is busy with others takes most of the time between."""
 TICK_SECONDS = 0.1
-ACCEPTED_AT_ONCE, QUEUED = 16, 1024
-"""Connections that the loop accepts in one turn, and that the system holds for it. Streams go on between two turns."""
+ACCEPTED_AT_ONCE = 16
+"""Connections that the loop accepts in one turn; streams go on between two turns."""
+QUEUED = 1024
+"""Connections that the system holds for the loop."""
 QUIET_SECONDS = 10.0
 """Between two lines of the log about connections that cannot be accepted."""
 HEAD_BYTES = 1 << 16
@@ -53,7 +55,7 @@ RECEIVED_BYTES = 1 << 16
 """Bytes of one connection that the system holds for the loop, which parses them in one turn: 0.1 s for 64 KiB of chunks
 of one byte."""
 WRITE_SECONDS = 300
-"""A client that reads nothing for this long is given up, by the system."""
+"""Time after which the system resets the connection of a client that reads nothing."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -107,7 +109,7 @@ def run_app(
     app = create_app(engine, settings)
     server = uvicorn.Server(uvicorn_config(app, settings))
     logger.info(describe(app.state.serve))
-    deadline = threading.Timer(settings.stop_seconds + LAST_SECONDS + OVERDUE_SECONDS, _leave_at_once)
+    deadline = threading.Timer(settings.stop_seconds + LAST_SECONDS + OVERDUE_SECONDS, _exit_now)
     deadline.daemon = True
     served: Future[str | None] = Future()
 
@@ -140,7 +142,7 @@ def uvicorn_config(app: FastAPI, settings: ServeSettings) -> uvicorn.Config:
     )
 
 
-class FewFiles:
+class FileLimitLog:
     """A handler of asyncio's errors: where there are no more files it would write a traceback for each connection."""
 
     def __init__(self) -> None:
@@ -158,8 +160,8 @@ class FewFiles:
 async def _serve(
     server: uvicorn.Server, bound: socket.socket, app: FastAPI, ready: Callable[[], None], deadline: threading.Timer
 ) -> str | None:
-    """Until the server is told to end. deadline: started then."""
-    asyncio.get_running_loop().set_exception_handler(FewFiles())
+    """Serve until the server is told to end, which starts the deadline."""
+    asyncio.get_running_loop().set_exception_handler(FileLimitLog())
     engine, settings = app.state.serve.engine, app.state.serve.settings
     watch, trimmer = Watch(engine, settings.liveness_seconds), Trimmer()
     reporter = Reporter(engine, app.state.metrics, settings.stats_seconds)
@@ -223,13 +225,13 @@ def _settings_of_process() -> Iterator[None]:
     usual = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
-        with without_what_stays():
+        with objects_frozen():
             yield
     finally:
         sys.setswitchinterval(usual)
 
 
-def _leave_at_once() -> None:
+def _exit_now() -> None:
     """A step of the engine, or another thread, hangs: nothing in this process can end it."""
     logger.critical("the process did not end in time; it leaves as it is")
     logging.shutdown()

@@ -12,6 +12,8 @@ from specdec.text.content_tokens import require_handling
 
 DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Sampling parameters for which a model's generation config may state a default."""
+DRAFT_FIGURES = ("none", "vllm", "all")
+"""Figures of drafts in answers: none, vLLM's, or llama.cpp's timings too."""
 HANDLING = ("refuse", "warn", "ignore")
 """Ways to handle a field of a body that is unknown."""
 
@@ -47,6 +49,7 @@ class ServeSettings(HttpOptions):
             )
         reasoning_format(self.reasoning_parser)
         require_one_of("unknown_fields", self.unknown_fields, HANDLING)
+        require_one_of("draft_figures", self.draft_figures, DRAFT_FIGURES)
         require_handling(self.special_tokens_in_content)
 
 

@@ -44,7 +44,7 @@ class Streams:
             if not self._left:
                 raise StopAsyncIteration
             self._news.clear()
-            self._collect()
+            self._read_deltas()
             if not self._ready and self._left:
                 await self._news.wait()
         return self._ready.popleft()
@@ -70,11 +70,11 @@ class Streams:
         self.abort()
 
     def post(self) -> bool:
-        """From the engine's thread: is the loop still to be told?"""
+        """Note that there is news, on the engine's thread -> has the loop still to be told?"""
         told, self._posted = self._posted, True
         return not told
 
-    def _collect(self) -> None:
+    def _read_deltas(self) -> None:
         """Read the new delta of every sample."""
         for index in sorted(self._left):
             sample = self.samples[index]
@@ -102,14 +102,14 @@ def tell_readers(samples: Sequence[Sample]) -> None:
             by_loop.setdefault(streams.loop, []).append(streams)
     for loop, readers in by_loop.items():
         try:
-            loop.call_soon_threadsafe(_wake, readers)
+            loop.call_soon_threadsafe(_wake_readers, readers)
         except RuntimeError:
             for streams in readers:
                 streams.abort()
 
 
-def _wake(readers: Sequence[Streams]) -> None:
-    """On their loop: there is news."""
+def _wake_readers(readers: Sequence[Streams]) -> None:
+    """Tell these readers, on their loop, that there is news."""
     for streams in readers:
         streams._posted = False
         streams._news.set()

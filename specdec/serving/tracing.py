@@ -20,7 +20,7 @@ trace: Any = found  # None where the package is not installed
 
 
 class Tracing:
-    """Around the routes: the span is current while they answer, and ends when the last byte is sent."""
+    """Middleware with a span that is current while routes answer, and ends when the last byte is sent."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

@@ -23,7 +23,9 @@ class Number:
     filters: bool = False
 
 
-FROM_ONE, FROM_ZERO, ABOVE_ZERO = Number(int, 1, 1 << 40), Number(float, 0), Number(float, 0, open_low=True)
+FROM_ONE = Number(int, 1, 1 << 40)
+FROM_ZERO = Number(float, 0)
+ABOVE_ZERO = Number(float, 0, open_low=True)
 
 
 def require_fields(

@@ -171,7 +171,7 @@ def as_messages(messages: Any) -> list[dict[str, Any]]:
 
 
 def _fault(message: Any) -> str:
-    """What is wrong with a message; empty for one that has a role and a text, or what may stand in its place."""
+    """Says what is wrong with a message; empty for one with a role and a text, or an allowed substitute."""
     if not isinstance(message, Mapping):
         return f"is {shown(message)}; {A_LIST}"
     role, content = message.get("role"), message.get("content")

@@ -11,7 +11,9 @@ import torch
 from specdec.attention.draft_attention import same_document
 from specdec.kvcache.layout import FULL_ATTENTION, SLIDING_ATTENTION
 
-QUESTION, ANSWER = 1, 2  # kind of each token; 0 is padding
+# kind of each token; 0 is padding
+QUESTION = 1
+ANSWER = 2
 MIN_ROOM = 40  # tokens; a row with less room takes no further document
 Document = tuple[np.ndarray, int]  # token ids, number of those that belong to the prompt
 

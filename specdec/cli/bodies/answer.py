@@ -48,12 +48,12 @@ def coloured(out: GenerationOutput, tokenizer: Any) -> Text:
 
 
 def in_colour(pieces: Iterable[tuple[str, bool]]) -> Text:
-    """What `DraftColours` reads, for a terminal."""
+    """Pieces of `DraftColours` as a text for a terminal."""
     return Text.assemble(*((piece, DRAFTED_STYLE if drafted else "") for piece, drafted in pieces))
 
 
 def print_stream(engine: Engine, ids: list[int], params: SamplingParams) -> GenerationOutput:
-    """What is printed before an interruption stays, on a line of its own."""
+    """Print the answer as it comes; after an interruption the printed part stays, on a line of its own."""
     out: GenerationOutput | None = None
     try:
         for delta in engine.stream(ids, params):

@@ -24,13 +24,15 @@ from specdec.draft_models.model_and_lookup import model_of
 from specdec.errors import ConfigError
 from specdec.evaluation.accuracy import evaluate
 from specdec.evaluation.bench_run import markdown_table, run_bench
+from specdec.evaluation.data_sets import DATA_SETS, load_data
 from specdec.evaluation.gsm8k_report import drawn, markdown, require_matplotlib
 from specdec.evaluation.model_shapes import ON_REQUEST, find_shape
 from specdec.evaluation.output_files import require_distinct, write_report
 from specdec.evaluation.phases.phase_report import PhaseReport, drawn_phases, table
 from specdec.evaluation.phases.phase_run import PLAIN, MakePrompts, Plan, Subject, run_phases
 from specdec.evaluation.phases.random_weights import random_subject
-from specdec.text.prompt_files import read_prompts
+from specdec.evaluation.tasks import choose
+from specdec.text.prompt_files import Problem, read_prompts
 
 
 def bench(options: BenchOptions) -> None:
@@ -80,7 +82,7 @@ def shape_subject(name: str, options: BenchOptions) -> Subject:
         layers=asked.layers,
         divisor=asked.shrink,
         config=engine_config(pair, batch_size=1),
-        assumed=numbers("acceptance", asked.acceptance),
+        assumed=numbers("acceptance", asked.acceptance or "2,3"),
         seed=options.seed,
     )
 
@@ -90,7 +92,7 @@ def pair_subject(options: BenchOptions) -> Subject:
     pair, asked = options.pair, options.timing
     if asked.layers is not None or asked.shrink != 1 or asked.weights is not None:
         raise ConfigError("--layers, --shrink and --weights are for --shape; a target is measured as it is")
-    problems = read_prompts(options.data, options.limit)
+    _, problems = bench_prompts(options)
     engine = load_engine(pair, replace(engine_config(pair, batch_size=1), tensor_parallel=1))  # engines split it later
     drafter, spec = drafter_name(pair), engine.spec
     ids = [engine.chat_prompt(problem.text) for problem in problems]
@@ -104,6 +106,7 @@ def pair_subject(options: BenchOptions) -> Subject:
         drafter=None if engine.drafter is None else model_of(engine.drafter),  # drafts are fixed, so the model's
         drafts=choose_drafts(shapes, asked.drafts),
         prompts=joined_prompts(ids),
+        assumed=() if asked.acceptance is None else numbers("acceptance", asked.acceptance),
         dtype=engine.target.dtype,
         tensor_parallel=pair.tensor_parallel,
     )
@@ -169,12 +172,31 @@ BATCH_SIZES = {"gsm8k": 8}
 """Requests at a time by task; other tasks measure speed, for which one prompt at a time is the usual measure."""
 
 
+def bench_prompts(options: BenchOptions) -> tuple[str, list[Problem]]:
+    """Source of the prompts, in words, and the prompts: of a named data set the first of each category in turn."""
+    if options.data in DATA_SETS:
+        source, problems = load_data(options.data, str(options.data_folder or "hub"))
+        chosen = choose(problems, options.limit or len(problems))
+        return f"{options.data}, {source}", [problems[i] for i in chosen]
+    if options.data_folder is not None:
+        raise ConfigError(f"--data-folder is for {', '.join(DATA_SETS)}, and --data is {options.data!r}; leave it out")
+    return f"file {Path(options.data).name}", read_prompts(options.data, options.limit)
+
+
 def bench_pair(options: BenchOptions) -> None:
     prepare_output(options.pair)
     options.timing.require_unused()
+    lengths = [] if options.timing.acceptance is None else numbers("acceptance", options.timing.acceptance)
+    if len(lengths) > 1:
+        raise ConfigError(
+            f"acceptance={options.timing.acceptance!r}: one number is expected without --phases or --shape"
+        )
+    source, prompts = bench_prompts(options)
     with shown_when_interrupted(lambda report: print(markdown_table(report))):
         report = run_bench(
-            prompts=read_prompts(options.data, options.limit),
+            prompts=prompts,
+            data=source,
+            acceptance=lengths[0] if lengths else None,
             params=SamplingParams(options.max_new_tokens, options.temperature, seed=options.seed),
             raw=options.raw,
             peer=options.peer,

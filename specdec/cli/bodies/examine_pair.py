@@ -42,7 +42,7 @@ def show(found: Diagnosis) -> None:
 
 
 def facts(found: Diagnosis) -> Table:
-    """What was read, the reference, and memory."""
+    """Table of the facts that were read, the reference, and memory."""
     table = Table("read", "", title="the pair", title_justify="left")
     for name, text in found.read.items():
         table.add_row(name, text)

@@ -29,7 +29,7 @@ READS = 10
 
 @dataclass(frozen=True, slots=True)
 class StepBytes:
-    """What one verify step streams. rows: of embedding tables."""
+    """Bytes that one verify step streams. rows: of embedding tables."""
 
     weights: int
     experts: int
@@ -42,7 +42,7 @@ class StepBytes:
 
 
 def step_bytes(target: TargetModel, batch: int, nodes: int, context: int) -> StepBytes:
-    """For `batch` requests of `nodes` rows each, with `context` committed tokens."""
+    """Bytes of a step of `batch` requests of `nodes` rows each, with `context` committed tokens."""
     weights = experts = rows = 0
     head_module: nn.Module = target.model.get_output_embeddings()  # the user's modules: ours may hold weights merged
     head = {id(weight) for weight in head_module.parameters()}
@@ -62,9 +62,9 @@ def step_bytes(target: TargetModel, batch: int, nodes: int, context: int) -> Ste
             experts += round(chosen * packed / part.num_experts)
         else:
             weights += packed
-    layers = target.layout.layers
-    keys = sum(min(context, spec.window or context) * field.numbers for spec in layers for field in spec.fields)
-    return StepBytes(weights, experts, rows, batch * keys * target.dtype.itemsize)
+    layers, dtype = target.layout.layers, target.dtype
+    kept = sum(min(context, spec.window or context) * field.bytes(dtype) for spec in layers for field in spec.fields)
+    return StepBytes(weights, experts, rows, batch * kept)
 
 
 def expected_experts(target: TargetModel, experts: int, rows: int) -> float:

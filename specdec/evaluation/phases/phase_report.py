@@ -108,7 +108,7 @@ def table(report: PhaseReport) -> Table:
 
 
 def title(report: PhaseReport) -> str:
-    """What was measured, and on what."""
+    """Subject, conditions and machine, in one line."""
     shrunk = f", SHRUNK to {report.shrunk}: no figures of the published model" if report.shrunk else ""
     weights = f"{report.weight_bytes / 1e9:.2f} GB of weights in {report.weights}"
     read = f"{report.read_bandwidth / 1e9:,.0f} GB/s read"

@@ -119,7 +119,7 @@ def run_phases(subject: Subject, plan: Plan) -> PhaseReport:
 
 
 def _empty_cell(subject: Subject, read: float, run: str, rows: int, batch: int, context: int) -> Cell:
-    """With its floor. rows: that one of its steps verifies, of each request."""
+    """A cell that has only its floor. rows: rows of each request that one of its steps verifies."""
     floor = step_bytes(subject.target, batch, rows, context)
     return Cell(run=run, batch=batch, context=context, floor_bytes=floor, floor_ms=1e3 * floor.total / read)
 
@@ -170,7 +170,7 @@ def _require_room(engine: Engine, batch: int, max_len: int) -> None:
     """Raises CapacityError where not all of the batch fit at a time: some would wait, and rounds be smaller."""
     there = engine.stats().full_slots.capacity
     if there < batch * max_len:
-        each = engine.target.layout.numbers_per_slot(Full()) * engine.target.dtype.itemsize
+        each = engine.target.layout.slot_bytes(Full(), engine.target.dtype)
         raise CapacityError(
             f"{batch} requests of {max_len} tokens take {batch * max_len * each / 1e9:.1f} GB of K/V on the full "
             f"layers, and {there * each / 1e9:.1f} GB are left for them"

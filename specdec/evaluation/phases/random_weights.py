@@ -135,7 +135,7 @@ def pack_layers(model: PreTrainedModel, form: WeightForm, make: MakePacked) -> N
 
 
 def _packed_module(parent: nn.Module, child: nn.Module, form: WeightForm, make: MakePacked) -> nn.Module | None:
-    """What stands for `child`; None: it stays."""
+    """The packed module in the place of `child`; None: it stays."""
     experts = experts_of(child)
     if experts is not None:
         weights: Any = {name: make(getattr(experts, name).shape) for name in ("gate_up", "down")}
@@ -169,7 +169,7 @@ MIXTURE_GAIN = 0.5
 
 
 class Stored(NamedTuple):
-    """What the two models of a shape hold."""
+    """Weights of the two models of a shape."""
 
     target: StoredWeights
     drafter: StoredWeights

@@ -43,6 +43,8 @@ class Acceptance:
         found = list(dict.fromkeys(kinds))  # the model's chains first, since no draft counts as one
         self._class_of = np.array([found.index(kind) for kind in kinds])
         self._source_of = np.array([int(kind.by_lookup) for kind in found])  # [C]: 0 the model, 1 the lookup
+        same = self._source_of[:, None] == self._source_of
+        self._others = same.astype(np.float64) - np.eye(len(found))  # [C, C]
         self._depth_of = np.array([shape.depth for shape in shapes])
         self._levels = np.arange(max(self._depth_of))
         self._right = np.zeros((len(found), len(self._levels)))  # [C, D]: accepted,
@@ -56,8 +58,9 @@ class Acceptance:
 
     @property
     def chance(self) -> FloatArray:
-        """[C, D], from one half on."""
-        return (self._right + 1) / (self._tried + 2)
+        """[C, D]: two drafts more than were seen count, as the other classes of the source have it, or one half."""
+        other = (1 + self._others @ self._right) / (2 + self._others @ self._tried)
+        return (self._right + 2 * other) / (self._tried + 2)
 
     def learn(self, number: int, rows: IntArray, accepted: IntArray, most: IntArray) -> None:
         """Rows [B] accepted so many drafts [B] of the draft of this number, and could accept `most` [B]."""

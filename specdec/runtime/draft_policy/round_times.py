@@ -1,6 +1,6 @@
 """Seconds of a round by batch size and draft.
 
-    captured      timed[batch][draft], when the engine is made, + extra[batch]
+    captured      timed[batch][draft], when the engine is made, or the least since then if that is less, + extra[batch]
                   extra: the least of the newest rounds beyond what was timed, whatever their draft, so that it holds
                   what context and host add, and no burst makes one draft look worse than another
     not captured  the least of the newest rounds with this draft. FIRST_GUESS plain rounds before there are any, and
@@ -61,7 +61,9 @@ class RoundTimes:
         """A round with the draft of this number took so long."""
         self._rounds += 1
         if batch in self.timed:
-            self._extra[batch].append(seconds - float(self.timed[batch][number]))
+            timed = self.timed[batch]
+            timed[number] = min(timed[number], seconds)
+            self._extra[batch].append(seconds - float(timed[number]))
             return
         draft = self._seen[next_power_of_two(batch)][number]
         draft.seconds.append(seconds)
@@ -73,8 +75,9 @@ class RoundTimes:
         none. 0 before any round was timed."""
         if batch in self.timed:
             extra = self._extra[batch]
-            more = max(0.0, min(extra)) if len(extra) == NEWEST else 0.0
-            return np.array([self.timed[batch] + more] * 2)
+            taken = self.timed[batch] + (min(extra) if len(extra) == NEWEST else 0.0)
+            taken[0] = taken.min()
+            return np.array([taken] * 2)
         seen = self._seen[next_power_of_two(batch)]
         for draft in seen[1:]:
             if self._rounds - draft.newest > MEMORY:

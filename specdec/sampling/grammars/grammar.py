@@ -120,14 +120,14 @@ class Grammars:
             self._looking = False
             for key in [key for key, used in self._used.items() if now - used >= LARGE_SECONDS]:
                 del self._used[key], self._kept[key]
-            self._look_later()
+            self._schedule_look()
 
     def _note_use(self, key: tuple[str, Any]) -> None:
         if key in self._kept and self._kept[key].bytes > LARGE_BYTES:
             self._used[key] = time.monotonic()
-            self._look_later()
+            self._schedule_look()
 
-    def _look_later(self) -> None:
+    def _schedule_look(self) -> None:
         if self._looking or not self._used:
             return
         self._looking = True
@@ -293,13 +293,19 @@ class Place:
 
 
 def make_masks(places: Sequence[Place | None]) -> None:
-    """Make the masks of these places in one call of the library; `mask` then returns them."""
+    """Make the masks of these places in one call of the library; `mask` then returns them. A fault of the library makes
+    none: `mask` raises it at the place that is at fault."""
     grammars = [place.grammar for place in places if place is not None]
     missing = {id(place.matcher): place for place in grammars if place is not None and place._mask is None}
-    if missing:
-        chosen = list(missing.values())
+    if not missing:
+        return
+    chosen = list(missing.values())
+    try:
         for place, mask in zip(chosen, chosen[0].library.masks(chosen), strict=True):
             place._mask = mask
+    except BaseException as error:
+        if not is_fault(error):
+            raise
 
 
 def tree_masks(trees: Sequence[tuple[Place, Sequence[int], Sequence[int]]]) -> Words:
@@ -326,11 +332,7 @@ def tree_masks(trees: Sequence[tuple[Place, Sequence[int], Sequence[int]]]) -> W
                 raise
             root.fault = error
             reached = [each for each in reached if each[0] != number]
-    try:
-        make_masks([place for _, _, place in reached])
-    except BaseException as error:
-        if not is_fault(error):
-            raise  # else one of them is at fault, and found below
+    make_masks([place for _, _, place in reached])
     for number, node, place in reached:
         try:
             masks[number, node] = place.mask

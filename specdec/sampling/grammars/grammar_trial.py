@@ -138,7 +138,7 @@ class GrammarTrial:
     def _answer(self, worker: "subprocess.Popen[bytes]", asked: dict[str, Any], seconds: float) -> dict[str, Any]:
         """Its answer within that time. Raises WorkerDied once it has ended."""
         assert worker.stdin is not None and worker.stdout is not None
-        body, late = json.dumps(asked).encode(), threading.Event()
+        late = threading.Event()
 
         def give_up() -> None:
             late.set()
@@ -148,17 +148,16 @@ class GrammarTrial:
         timer.daemon = True
         timer.start()
         try:
-            worker.stdin.write(len(body).to_bytes(8, "big") + body)
+            worker.stdin.write(json.dumps(asked).encode() + b"\n")
             worker.stdin.flush()
-            head = worker.stdout.read(8)
-            read = worker.stdout.read(int.from_bytes(head, "big"))
+            line = worker.stdout.readline()
         except (BrokenPipeError, ConnectionResetError):
-            head = read = b""
+            line = b""
         finally:
             timer.cancel()
-        if len(head) < 8 or not read:
+        if not line.endswith(b"\n"):
             raise WorkerDied(f"it took more than {seconds:g} s to compile" if late.is_set() else _why(worker))
-        answer: dict[str, Any] = json.loads(read)
+        answer: dict[str, Any] = json.loads(line)
         return answer
 
 

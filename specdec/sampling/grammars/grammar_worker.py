@@ -1,7 +1,7 @@
 """The program of `grammar_trial`: compiles grammars where a crash, a hang or a lack of memory ends this process alone.
 
-It is run as a file by itself and imports nothing of this package, so that it starts in a fraction of a second. Frames
-on standard input and output: eight bytes of length, then JSON.
+It is run as a file by itself and imports nothing of this package, so that it starts in a fraction of a second. A
+line of JSON each on standard input and output:
 
     in   {"tokenizer": ..., "n_vocab": ..., "eos": ...}   once           out  {"ready": true}
     in   {"grammar": ..., "seconds": ..., "bytes": ...}   over and over  out  {"reason": ..., "bytes": ...}
@@ -25,15 +25,8 @@ STEPS = 4
 """Tokens that are tried, so that the states after the first one are made here too."""
 
 
-def read(stream: BinaryIO) -> Any:
-    """The next frame; None: the stream has ended."""
-    head = stream.read(8)
-    return json.loads(stream.read(int.from_bytes(head, "big"))) if len(head) == 8 else None
-
-
 def write(stream: BinaryIO, value: Any) -> None:
-    body = json.dumps(value).encode()
-    stream.write(len(body).to_bytes(8, "big") + body)
+    stream.write(json.dumps(value).encode() + b"\n")
     stream.flush()
 
 
@@ -75,18 +68,19 @@ def limit(seconds: float, more_bytes: int | None) -> None:
 
 def main() -> None:
     given, told = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever the library prints is no frame
+    os.dup2(2, 1)  # whatever the library prints is no answer
     if resource is not None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.nice(NICE)
-    begin = read(given)
-    if begin is None:
+    first = given.readline()
+    if not first:
         return
+    begin = json.loads(first)
     import llguidance
 
     tokenizer = llguidance.LLTokenizer(begin["tokenizer"], n_vocab=begin["n_vocab"], eos_token=begin["eos"])
     write(told, {"ready": True})
-    while (asked := read(given)) is not None:
+    for asked in map(json.loads, given):
         answer: list[dict[str, Any]] = []
 
         def work(asked: dict[str, Any] = asked, answer: list[dict[str, Any]] = answer) -> None:

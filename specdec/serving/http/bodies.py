@@ -44,7 +44,7 @@ _parser = FairPool(1, "specdec-bodies", spares=0)
 
 @dataclass(slots=True)
 class Shape:
-    """What JSON text holds outside its strings."""
+    """Counts of the JSON text outside of its strings."""
 
     containers: int = 0
     members: int = 0

@@ -45,7 +45,7 @@ class BodyTimes:
 
 
 class BodyTime:
-    """Around the routes, inside what looks at keys and sizes."""
+    """Middleware around the routes, inside the one that checks keys and sizes."""
 
     def __init__(self, app: ASGIApp, times: BodyTimes) -> None:
         self.app = app

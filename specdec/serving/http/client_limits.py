@@ -1,8 +1,8 @@
 """What one client may: how many requests a minute and at a time, whose cached prompts it shares, who is served first.
 
 A client is an API key, or an address where the server has no keys. Requests are counted before their bodies are read;
-a refusal is 429 with Retry-After. Only POST requests behind the API key count. Invariant: requests with different API
-keys never have the same cache salt, unless the server was told that its clients share cached prompts.
+a refusal is 429 with Retry-After. Only POST requests that need the API key count. Invariant: requests with different
+API keys never have the same cache salt, unless the server was told that its clients share cached prompts.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from specdec.serving.server_settings import ServeSettings
 
 logger = logging.getLogger("specdec.serving")
 GUARDED = ("/v1/", "/tokenize", "/detokenize")
-"""Paths behind the API key; health and metrics need no key."""
+"""Beginnings of paths that need the API key; health and metrics need none."""
 QUIET_SECONDS = 10.0
 """Between two lines of the log about refusals: one that asks again at once would fill it."""
 
@@ -112,7 +112,7 @@ def require_priority(priority: int, settings: ServeSettings) -> int:
     return priority
 
 
-def in_blocks(cached_tokens: int, page_size: int) -> int:
+def in_whole_blocks(cached_tokens: int, page_size: int) -> int:
     """Cached tokens as clients are told: rounded down to whole blocks."""
     block = max(MIN_BLOCK, page_size)
     return cached_tokens // block * block

@@ -46,7 +46,7 @@ class JsonResponse(JSONResponse):
 
 
 async def off_loop(tokens: int, work: Callable[[], T]) -> T:
-    """What `work` returns; on another thread where it is about many tokens."""
+    """Returns the result of `work`, which runs on another thread if it is about many tokens."""
     return work() if tokens < MANY_TOKENS else await asyncio.to_thread(work)
 
 
@@ -55,7 +55,7 @@ def event(data: dict[str, Any]) -> bytes:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns; when the client goes away first it is cancelled, and ClientGoneError raised."""
+    """Returns the result of `work`; if the client goes away first, cancels it and raises ClientGoneError."""
     working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)

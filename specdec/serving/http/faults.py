@@ -121,7 +121,7 @@ def invalid_body(errors: Sequence[Any]) -> ApiError:
 
 
 def expected(error: Mapping[str, Any]) -> str:
-    """What one of pydantic's errors says was expected: "a number"."""
+    """Names the value that one of pydantic's errors expected: "a number"."""
     kind, context = error["type"], error.get("ctx", {})
     if kind in EXPECTED:
         return EXPECTED[kind]
@@ -148,7 +148,7 @@ METHODS = ("DELETE", "GET", "PATCH", "POST", "PUT")
 
 
 def allowed_methods(request: Request) -> list[str]:
-    """What the routes of its path take together: the router names those of the first one only."""
+    """Methods of all routes of its path together: the router names those of the first one only."""
 
     def taken(method: str) -> bool:
         scope = dict(request.scope) | {"method": method}

@@ -30,9 +30,10 @@ from specdec.serving.tracing import Tracing
 logger = logging.getLogger("specdec.serving")
 QUIET = ("/health", "/live", "/ready", "/ping", "/metrics")
 """What machines ask for over and over."""
-DISCARDED_BYTES, DISCARD_SECONDS = 16 << 20, 1.0
-"""Bytes of the body of a refused request that are read at most before the answer, and seconds that reading takes at
-most."""
+DISCARDED_BYTES = 16 << 20
+"""Upper bound on the bytes of a refused request's body that are read before the answer."""
+DISCARD_SECONDS = 1.0
+"""Upper bound on the seconds that reading them takes."""
 
 
 class RootPath:

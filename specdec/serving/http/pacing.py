@@ -16,9 +16,10 @@ PER_SECOND = 10
 BURST = 64
 """Units of refusals at once: a refusal takes one for itself, and one for every UNIT_BYTES of its body."""
 UNIT_BYTES = 1 << 16
-BODY_BYTES_PER_SECOND, BODY_BURST_BYTES = 8 << 20, 8 << 20
-"""Bytes that are read of the bodies of one client: two of the largest at once, and then more a second than an engine
-reads of prompts."""
+BODY_BYTES_PER_SECOND = 8 << 20
+"""Bytes of one client's bodies that are read a second: more than an engine reads of prompts."""
+BODY_BURST_BYTES = 8 << 20
+"""Bytes of one client's bodies that are read at once: two of the largest."""
 MAX_SECONDS = 2.0
 """No answer, and no piece of a body, waits longer."""
 MIN_SECONDS = 1e-3
@@ -41,10 +42,10 @@ class Pace:
         self._due: dict[str, float] = {}
 
     def delay(self, client: str, now: float, units: float = 1) -> float:
-        """Seconds for which so many more are to wait."""
+        """Seconds that this many more units have to wait."""
         due = self._due_after(client, now, min(units / self._per_second, self._full))
         wait = min(due - now, MAX_SECONDS) if due - now > MIN_SECONDS else 0.0
-        self._note(client, now, now + wait if wait else due)  # nobody owes more than what it waits for
+        self._set_due(client, now, now + wait if wait else due)  # a client owes no more than the time it waits
         return wait
 
     def take(self, client: str, now: float) -> float:
@@ -52,20 +53,20 @@ class Pace:
         due = self._due_after(client, now, 1 / self._per_second)
         if due - now > MIN_SECONDS:
             return due - now
-        self._note(client, now, due)
+        self._set_due(client, now, due)
         return 0.0
 
     def _due_after(self, client: str, now: float, units_seconds: float) -> float:
         return max(self._due.get(client, -math.inf), now - self._full) + units_seconds
 
-    def _note(self, client: str, now: float, due: float) -> None:
+    def _set_due(self, client: str, now: float, due: float) -> None:
         self._due[client] = due
         if len(self._due) > MAX_REMEMBERED:
             self._due = {name: when for name, when in self._due.items() if when > now - self._full}
 
 
 class Paced:
-    """Around what refuses: an answer from 400 to 499, and each piece of a body, waits for its turn."""
+    """Middleware in which each refusal (400 to 499) and each piece of a body waits for its turn."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

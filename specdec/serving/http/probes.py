@@ -33,24 +33,24 @@ class Health(Answer):
 
 
 HEALTH: dict[str, Any] = {"response_model": Health, "responses": {503: {"model": Health, "description": REFUSED[503]}}}
-AS_SAGEMAKER = "As /ready, under the name that SageMaker asks for."
+AS_SAGEMAKER = "Answers like /ready, under the name that SageMaker asks for."
 
 
 @router.get("/live", **HEALTH)
 async def read_live(state: State) -> Response:
     """200 unless the process should be replaced: its engine's thread has ended, or hangs in a step."""
-    return _answer(lifeless(state.engine, state.settings.liveness_seconds))
+    return _answer(why_not_alive(state.engine, state.settings.liveness_seconds))
 
 
 @router.get("/ping", name="read_ping", description=AS_SAGEMAKER, **HEALTH)
-@router.get("/health", name="read_health", description="As /ready.", **HEALTH)
+@router.get("/health", name="read_health", description="Answers like /ready.", **HEALTH)
 @router.get("/ready", **HEALTH)
 async def read_ready(state: State) -> Response:
     """200 while it takes requests; 503 when it stops, hangs, or when rounds fail one after the other."""
-    return _answer(lifeless(state.engine, state.settings.liveness_seconds) or state.engine.trouble)
+    return _answer(why_not_alive(state.engine, state.settings.liveness_seconds) or state.engine.trouble)
 
 
-def lifeless(engine: AsyncEngine, most_seconds: float) -> str | None:
+def why_not_alive(engine: AsyncEngine, most_seconds: float) -> str | None:
     """Why the process should be replaced; None: it is alive."""
     if engine.died is not None:
         return engine.died
@@ -81,16 +81,16 @@ class Watch:
     def look(self) -> None:
         """Called about once a second; does not wait."""
         self.died = self.died or self._engine.died
-        hung = lifeless(self._engine, self._liveness_seconds)
+        hung = why_not_alive(self._engine, self._liveness_seconds)
         if hung and not self._said_hung and self.died is None:
             logger.error("%s: /live answers 503, so that this process is replaced", hung)
         self._said_hung = hung is not None
         if not self._engine.failing:
             self._failed = 0
         elif not hung and time.monotonic() >= self._next and (self._probe is None or self._probe.done()):
-            self._probe = asyncio.create_task(self._ask())
+            self._probe = asyncio.create_task(self._probe_engine())
 
-    async def _ask(self) -> None:
+    async def _probe_engine(self) -> None:
         """One token of one request; an engine that can make it is not failing any more."""
         self._next = time.monotonic() + PROBE_SECONDS
         try:

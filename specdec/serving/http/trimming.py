@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 GROWN_BYTES = 16 << 20
-"""Beyond the least that the process held since the last time: then it is worth asking."""
+"""Growth since the last trim, above the least that the process held, from which on another is worth its time."""
 LATER_SECONDS = 30.0
-"""From its growth until it is asked: what is in use at once, such as a refused body, is free then."""
+"""Time between this growth and the trim: what is in use only for a moment, such as a refused body, is free by then."""
 
-ARENAS, MAPPED_BYTES, SPARE_BYTES = 8, 1 << 20, 1 << 20
+ARENAS = 8
+MAPPED_BYTES = 1 << 20
+SPARE_BYTES = 1 << 20
 M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -8, -3, -1
 """glibc's numbers of these settings (malloc.h)."""
 
@@ -36,7 +38,7 @@ def resident_bytes() -> int:
 
 
 @contextmanager
-def without_what_stays() -> Iterator[None]:
+def objects_frozen() -> Iterator[None]:
     """Within, what is there now is no part of what Python looks through for circles."""
     gc.collect()
     gc.freeze()

@@ -46,6 +46,43 @@ class Usage(Answer):
     prompt_tokens_details: PromptTokensDetails | None
 
 
+class SpeculativeDecoding(Answer):
+    """vLLM's figures of the drafts of all samples together (`vllm_figures`)."""
+
+    mean_acceptance_length: float
+    draft_acceptance_rate: float
+    acceptance_histogram: list[int]
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_tokens: int
+
+
+class Metrics(Answer):
+    speculative_decoding: SpeculativeDecoding
+
+
+class Timings(Answer):
+    """llama.cpp's, of all samples together (`llama_timings`)."""
+
+    cache_n: int
+    prompt_n: int
+    prompt_ms: float
+    prompt_per_token_ms: float
+    prompt_per_second: float
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_token_ms: float
+    predicted_per_second: float
+    draft_n: int
+    draft_n_accepted: int
+
+
+class WithFigures(Answer):
+    metrics: Metrics | None = None
+    timings: Timings | None = None
+
+
 class SpeculationFigures(Answer):
     """Effect of the drafts of all samples together: figures of `RequestStats`, which answers take by these names; and
     drafts_off: why the server's newest round had no draft, empty where it had one."""
@@ -136,7 +173,7 @@ class CompletionChoice(Choice, PromptScores):
     logprobs: CompletionLogprobs | None
 
 
-class Generated(Answer):
+class Generated(WithFigures):
     id: str
     model: str
     system_fingerprint: str
@@ -198,7 +235,7 @@ class ResponseUsage(Answer):
     output_tokens_details: OutputTokensDetails
 
 
-class Response(Answer):
+class Response(WithFigures):
     """A response of OpenAI's shape; `instructions`, `tools`, `tool_choice`, `text`, `metadata` are the request's."""
 
     id: str

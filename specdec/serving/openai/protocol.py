@@ -164,7 +164,7 @@ else:
 
 
 class RequestFields(NumberFields):
-    """What all requests for text have in common: chats, completions and responses."""
+    """Fields of all requests for text: chats, completions and responses."""
 
     model: str | None = None
     seed: int | None = None
@@ -173,6 +173,7 @@ class RequestFields(NumberFields):
     stream_options: StreamOptions | None = None
     priority: int = 0
     cache_salt: str | None = None
+    timings_per_token: bool | None = None
     store: bool | None = None
     # whatever they say, nothing changes
     user: str | None = None
@@ -184,7 +185,7 @@ class RequestFields(NumberFields):
 
 
 class SamplingFields(RequestFields):
-    """What chats and completions have in common."""
+    """Fields of chats and completions."""
 
     max_tokens: int | None = None
     logit_bias: Annotated[dict[str, float] | None, at_most(MAX_BIASES)] = None

@@ -39,7 +39,7 @@ class Reply:
         self._begun = False
 
     def read(self, delta: StreamDelta) -> list[Said]:
-        """What this delta adds, in order."""
+        """Events that this delta adds, in order."""
         self._scores += delta.logprobs or []
         if self._reader is None:
             begins, self._begun = not self._begun, True
@@ -73,7 +73,7 @@ class Reply:
         return "tool_calls" if output.finish_reason == "stop" and self._calls else output.finish_reason
 
     def _kept(self, said: list[Said]) -> list[Said]:
-        """Those before the first call that is one too many."""
+        """The events before the first call that is one too many."""
         for at, (event, _) in enumerate(said):
             if isinstance(event, CallBegin) and self._max_calls is not None and event.index >= self._max_calls:
                 self._max_calls = -1

@@ -30,7 +30,7 @@ class ResponseBuilder:
         return [self._whole("response.created"), self._whole("response.in_progress")]
 
     def add(self, event: answer_events.Event, logprobs: list[Any]) -> list[Event]:
-        """What an event of the answer adds. logprobs: of its tokens."""
+        """Events of the response that follow from an event of the answer. logprobs: of its tokens."""
         match event:
             case Text():
                 scores = {"logprobs": logprobs} if event.kind == "content" else {}

@@ -119,10 +119,12 @@ class ResponseAnswer(Chat):
                 yield each
 
     def _end(self, reply: Reply, output: GenerationOutput, stats: RequestStats) -> list[dict[str, Any]]:
-        """It is whole: keep it if that is asked for."""
+        """End the response, and keep it if the request asks for that."""
         cut = reply.finish_reason(output) == "length"
         details = {"incomplete_details": {"reason": "max_output_tokens"}} if cut else {}
-        events = self._builder.end("incomplete" if cut else "completed", self._usage(stats, reply), **details)
+        events = self._builder.end(
+            "incomplete" if cut else "completed", self._usage(stats, reply), **details | self._figures([stats])
+        )
         if self.asked.store is not False:
             messages = self._messages + answer_of(self._builder.output)
             self._store.put(self._key, Stored(self._builder.response, self.asked.items, messages))

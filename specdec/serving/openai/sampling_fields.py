@@ -46,7 +46,7 @@ def sampling_params(
     scored = [count for count in (body.prompt_logprobs, echoed) if count is not None]
     if scored:
         given["prompt_logprobs"] = max(scored)
-    grammar = next(iter(_asked(body).values()), {})
+    grammar = next(iter(_requested_grammars(body).values()), {})
     if forced is not None and grammar:
         raise refused("tool_choice", "tool_choice and a format of the text are both given; leave one out")
     given |= grammar if forced is None else forced
@@ -75,10 +75,10 @@ def require_logprobs(count: int, param: str = "logprobs") -> int:
     return count
 
 
-def blaming(error: ConfigError, body: SamplingFields, renamed: Mapping[str, str]) -> Exception:
+def naming_field(error: ConfigError, body: SamplingFields, renamed: Mapping[str, str]) -> Exception:
     """Returns an error that names the field of the body, as the client calls it, where the grammar is at fault; any
     other error as it is."""
-    field, message = next(iter(_asked(body)), None), str(error)
+    field, message = next(iter(_requested_grammars(body)), None), str(error)
     if not message.startswith(GRAMMARS):
         return error
     if field is None and isinstance(body, ChatRequest) and body.forced_tools:
@@ -91,7 +91,7 @@ def blaming(error: ConfigError, body: SamplingFields, renamed: Mapping[str, str]
 
 
 def _speculation(body: SamplingFields, own: SpecConfig) -> SpecConfig | bool | None:
-    """What is left out is as the engine does."""
+    """Draft of one request; a number that the body leaves out is the engine's."""
     asked = body.speculation
     if not isinstance(asked, Speculation):
         return False if asked is False else None
@@ -105,8 +105,8 @@ def _speculation(body: SamplingFields, own: SpecConfig) -> SpecConfig | bool | N
     return wanted
 
 
-def _asked(body: SamplingFields) -> dict[str, dict[str, Any]]:
-    """What the text is asked to be, by the field that says so: one or none."""
+def _requested_grammars(body: SamplingFields) -> dict[str, dict[str, Any]]:
+    """The grammar that the body asks for, by the field that does: one or none."""
     asked: dict[str, dict[str, Any]] = {}
     if (form := body.response_format) is not None:
         schema = None if form.json_schema is None else form.json_schema.json_schema

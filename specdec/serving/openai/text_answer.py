@@ -17,15 +17,16 @@ from fastapi.responses import Response
 
 from specdec import __version__
 from specdec.errors import ConfigError
+from specdec.runtime.draft_counts import llama_timings, vllm_figures
 from specdec.runtime.request import GenerationOutput, RequestStats, StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
-from specdec.serving.http.client_limits import in_blocks
+from specdec.serving.http.client_limits import in_whole_blocks
 from specdec.serving.http.events import EventStream, JsonResponse
 from specdec.serving.openai.answer_models import SpeculationFigures
 from specdec.serving.openai.logprob_shapes import vllm_prompt_logprobs
 from specdec.serving.openai.protocol import SamplingFields
 from specdec.serving.openai.reply import MakeReply, Reply
-from specdec.serving.openai.sampling_fields import blaming
+from specdec.serving.openai.sampling_fields import naming_field
 from specdec.serving.state import ServeState
 from specdec.serving.streams import Streams
 
@@ -46,6 +47,7 @@ class TextAnswer(ABC):
         self.tokenizer = state.tokenizer
         self.n = 1 if body.n is None else body.n
         self.prompts: list[list[int]] = []
+        self.max_drafts = 0  # that each sample accepts in a round, once they are submitted
         self.head = {
             "id": f"{prefix}-{uuid.uuid4().hex}",
             "object": kind,
@@ -59,7 +61,7 @@ class TextAnswer(ABC):
         try:
             return await self._answer()
         except ConfigError as error:
-            raise blaming(error, self.body, self.renamed) from error
+            raise naming_field(error, self.body, self.renamed) from error
 
     @abstractmethod
     async def submit(self) -> tuple[Streams, MakeReply]:
@@ -82,7 +84,7 @@ class TextAnswer(ABC):
         """The log-probabilities of a choice's next tokens, which the reply has read."""
 
     def _details(self, index: int, delta: StreamDelta, reply: Reply) -> dict[str, Any]:
-        """What a choice, or a chunk of it, has next to its text, as far as the request asks for it."""
+        """Fields of a choice, or of a chunk of it, next to its text, as far as the request asks for them."""
         scores = delta.logprobs
         details: dict[str, Any] = {"logprobs": None if scores is None else self._logprobs(index, scores, reply)}
         if self.body.return_token_ids:
@@ -101,6 +103,7 @@ class TextAnswer(ABC):
 
     async def _answer(self) -> Response:
         streams, make_reply = await self.submit()
+        self.max_drafts = streams.samples[0].handle.max_drafts
         if self.body.stream:
             return self.events(streams, self._events(streams, make_reply))
         async with streams:
@@ -117,19 +120,32 @@ class TextAnswer(ABC):
         for index in range(len(replies)):
             if (opening := self._opening(index)) is not None:
                 yield head | opening | self._so_far(index, streams.stats(index))
+        totals_follow, going_on = self.body.usage.include_usage or self.body.show_drafts, len(replies)
         async for index, delta in streams:
             async for chunk in self._grown(index, delta, replies[index], streams):
-                yield head | chunk | self._so_far(index, streams.stats(index))
-        if self.body.usage.include_usage or self.body.show_drafts:
-            stats = [streams.stats(index) for index in range(len(replies))]
-            yield head | {"choices": []} | self._totals(stats)
+                going_on -= any(choice["finish_reason"] is not None for choice in chunk["choices"])
+                last = {} if going_on or totals_follow else self._figures(_all_stats(streams))
+                yield head | chunk | self._so_far(index, streams.stats(index)) | last
+        if totals_follow:
+            yield head | {"choices": []} | self._totals(_all_stats(streams))
 
     def _totals(self, stats: Sequence[RequestStats]) -> dict[str, Any]:
-        """Usage of all samples, and what speculation did if the request asks for it."""
-        return {"usage": usage_of(self.prompts, stats, self.state)} | self._speculation(stats)
+        """Usage of all samples, and the effect of speculation as far as it is asked for."""
+        usage = {"usage": usage_of(self.prompts, stats, self.state)}
+        return usage | self._speculation(stats) | self._figures(stats)
+
+    def _figures(self, stats: Sequence[RequestStats]) -> dict[str, Any]:
+        """Counts of drafts in the fields of vLLM and llama.cpp."""
+        total, wanted = _summed(stats), self.settings.draft_figures
+        found: dict[str, Any] = {}
+        if wanted != "none" and self.max_drafts:
+            found["metrics"] = {"speculative_decoding": vllm_figures(total, self.max_drafts)}
+        if wanted == "all" or self.body.timings_per_token:
+            found["timings"] = llama_timings(total)
+        return found
 
     def _so_far(self, index: int, stats: RequestStats) -> dict[str, Any]:
-        """What a chunk says of its sample's tokens, if the request asks for it."""
+        """Usage and speculation figures of a chunk's sample, if the request asks for them."""
         prompt = self.prompts[index // self.n]
         wanted = self.body.usage.include_usage and self.body.usage.continuous_usage_stats
         usage = {"usage": usage_of([prompt], [stats], self.state)} if wanted else {}
@@ -138,11 +154,20 @@ class TextAnswer(ABC):
     def _speculation(self, stats: Sequence[RequestStats]) -> dict[str, Any]:
         if not self.body.show_drafts:
             return {}
-        total = RequestStats()
-        for one in stats:
-            total.add(one)
+        total = _summed(stats)
         figures = {name: getattr(total, name) for name in SpeculationFigures.model_fields if name != "drafts_off"}
         return {"speculation": figures | {"drafts_off": self.state.engine.drafts_off}}
+
+
+def _all_stats(streams: Streams) -> list[RequestStats]:
+    return [streams.stats(index) for index in range(len(streams.samples))]
+
+
+def _summed(stats: Sequence[RequestStats]) -> RequestStats:
+    total = RequestStats()
+    for one in stats:
+        total.add(one)
+    return total
 
 
 def usage_of(prompts: Sequence[Sequence[int]], stats: Sequence[RequestStats], state: ServeState) -> dict[str, Any]:
@@ -150,7 +175,7 @@ def usage_of(prompts: Sequence[Sequence[int]], stats: Sequence[RequestStats], st
     prompt_len = sum(map(len, prompts))
     completion = sum(one.output_tokens for one in stats)
     page_size = state.engine.config.page_size
-    cached = sum(in_blocks(one.cached_tokens, page_size) for one in stats[:: len(stats) // len(prompts)])
+    cached = sum(in_whole_blocks(one.cached_tokens, page_size) for one in stats[:: len(stats) // len(prompts)])
     return {
         "prompt_tokens": prompt_len,
         "completion_tokens": completion,

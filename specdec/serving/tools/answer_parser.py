@@ -59,7 +59,7 @@ class AnswerParser(CharacterReader):
         next(self._reading)
 
     def feed(self, text: str) -> list[Piece]:
-        """What more of the text adds."""
+        """Pieces that more of the text adds."""
         at = 0
         while at < len(text):
             if (end := self._plain_end(text, at)) > at:
@@ -94,7 +94,7 @@ class AnswerParser(CharacterReader):
         return form.opens if prompt_end.rstrip().endswith(form.opens) else ""
 
     def finish(self, *, cut: bool = False) -> list[Piece]:
-        """What was held back: the text ends here. cut: the answer was not over."""
+        """Pieces that were held back, now that the text ends. cut: the answer was not over."""
         if not self._ended:
             self._ended, self._cut = True, cut
             with suppress(StopIteration):
@@ -141,7 +141,7 @@ class AnswerParser(CharacterReader):
                 self._content(self._held.pop())
 
     def _thought(self, form: ReasoningFormat) -> Reading[None]:
-        """What stands before the marker that closes the thought, or up to a call in a thought that nothing closes."""
+        """Read text up to the marker that closes the thought, or up to a call in a thought that nothing closes."""
         self._held.clear()
         self._gap, self._kind, self._thinking = "", None, True
         while True:
@@ -240,7 +240,7 @@ class AnswerParser(CharacterReader):
         self._tell(Text(kind, text, begins), self._at - later - len(text), later)
 
     def _begin_call(self, name: str) -> None:
-        """What is held is a call, up to where its arguments begin."""
+        """Begin a call: the held characters are its markup up to the arguments."""
         self._end_call(whole=True)
         start = self._at - len(self._held)
         self._held.clear()
@@ -268,7 +268,7 @@ class AnswerParser(CharacterReader):
         return f"call_{secrets.token_hex(12)}"
 
     def _take(self) -> list[Piece]:
-        """What is to be handed out: neighbours that go on with each other as one piece."""
+        """Hand out the pieces, with neighbours that continue each other joined."""
         joined: list[Piece] = []
         for piece in self._pieces:
             if joined and (event := _joined(joined[-1].event, piece.event)):

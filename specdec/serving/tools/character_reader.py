@@ -20,7 +20,7 @@ NAME = re.compile(r"[\w.:/-]{1,128}")
 
 
 class NotACall(Exception):
-    """What is held is no call, or no more of it."""
+    """The held characters are no call, or no more of it."""
 
 
 class CutOff(NotACall):
@@ -34,7 +34,7 @@ def require(holds: object) -> None:
 
 
 class CharacterReader:
-    """What readers of all formats read with."""
+    """Reading that all formats share."""
 
     def __init__(self) -> None:
         self._unread: deque[str] = deque()  # read before, and to be read again

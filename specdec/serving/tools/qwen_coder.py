@@ -15,7 +15,7 @@ BLOCK_ENDS = "</tool_call>"
 
 
 class TaggedCallParser(AnswerParser):
-    """What formats read such calls with."""
+    """Reading of such calls, for formats that have them."""
 
     def _tagged_call(self) -> Reading[None]:
         """A call, after its first "<". A parameter that is named again is left out: the first may have been sent."""

@@ -50,12 +50,12 @@ class ToolChoice:
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
-        """What the chat template is told."""
+        """Arguments of the chat template."""
         return {"tools": [tool.model_dump(exclude_none=True) for tool in self.tools]} if self.tools else {}
 
     @property
     def grammar(self) -> dict[str, Any] | None:
-        """For an answer that must be a call."""
+        """Grammar of an answer that must be a call."""
         if not self._forced:
             return None
         return {"json_schema": call_schema(self._forced)}

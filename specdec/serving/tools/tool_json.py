@@ -29,7 +29,7 @@ MAX_OTHER = 256
 
 
 class JsonToolParser(AnswerParser):
-    """What formats read JSON with."""
+    """Reading of JSON, for formats that have it."""
 
     def _json_calls(self, *, bare: bool = False) -> Reading[None]:
         """A call {"name": ..., "arguments": {...}}, or a list of them. bare: without arguments it is none."""
@@ -130,7 +130,7 @@ class JsonToolParser(AnswerParser):
             sink(WORDS[char])
 
     def _json_items(self, opened: str, sink: Callable[[str], None], depth: int) -> Reading[None]:
-        """What stands after a brace or bracket, and the one that closes it."""
+        """Read the items after a brace or bracket, and the one that closes it."""
         closing = "}" if opened == "{" else "]"
         char = yield from self._json_solid(sink)
         while char != closing:

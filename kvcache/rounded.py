@@ -1,0 +1,71 @@
+"""K/V of 8 bits: e4m3 numbers with one float32 scale for each slot and head, in plain torch.
+
+    write    scale = max |row| / 448,   bits = e4m3(row / scale)       a row is the D numbers of one head of one token
+    read     e4m3 -> float32, times scale, rounded to the model's dtype
+
+The scale of a row is made from that row alone, so its bits depend on no other token, chunk or request. A row that is
+moved is copied as it is, and is not rounded again. Invariant: target, frozen drafter and draft in progress all attend
+to what `read` gives.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = 448.0
+"""Largest finite number of e4m3."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundedPool:
+    """Rows [slots, heads, D] in the place of a tensor of `dtype`: it has the methods of a tensor that pools need.
+
+    bits: [slots, heads, D] uint8, e4m3. scales: [slots, heads] float32.
+    """
+
+    bits: torch.Tensor
+    scales: torch.Tensor
+    dtype: torch.dtype
+
+    @classmethod
+    def zeros(cls, slots: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> "RoundedPool":
+        bits = torch.zeros((slots, heads, dim), dtype=torch.uint8, device=device)
+        return cls(bits, torch.zeros((slots, heads), device=device), dtype)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.bits.shape
+
+    def index_select(self, dim: int, slots: torch.Tensor) -> "RoundedPool":
+        return RoundedPool(self.bits.index_select(dim, slots), self.scales.index_select(dim, slots), self.dtype)
+
+    def index_copy_(self, dim: int, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        """Round rows [T, heads, D] and store them at slots [T]."""
+        rows = rows.float()
+        largest = rows.abs().amax(-1)
+        scales = torch.where(largest > 0, largest / LARGEST, 1.0)
+        self.bits.index_copy_(dim, slots, (rows / scales[..., None]).to(E4M3).view(torch.uint8))
+        self.scales.index_copy_(dim, slots, scales)
+
+    def read(self) -> torch.Tensor:
+        """[slots, heads, D] in `dtype`."""
+        return (self.bits.view(E4M3).float() * self.scales[..., None]).to(self.dtype)
+
+
+Pool = torch.Tensor | RoundedPool
+"""The rows of one field of a layer."""
+
+
+def read_rows(pool: Pool, slots: torch.Tensor) -> torch.Tensor:
+    """Rows at slots [T] -> [T, heads, D]."""
+    return all_rows(pool.index_select(0, slots))
+
+
+def all_rows(pool: Pool) -> torch.Tensor:
+    return pool.read() if isinstance(pool, RoundedPool) else pool
+
+
+def tensors_of(pool: Pool) -> tuple[torch.Tensor, ...]:
+    """What is moved, poisoned and counted of a pool."""
+    return (pool.bits, pool.scales) if isinstance(pool, RoundedPool) else (pool,)

@@ -1,0 +1,139 @@
+"""The published data sets, by name: their files in a folder, their place on the hub, and how their rows are read.
+
+    gsm8k        word problems, whose answers end in `#### n`
+    mt-bench     two-turn dialogues in eight categories
+    humaneval    Python functions to complete
+    spec-bench   six groups of tasks; MT-bench's eight categories are one
+    speed-bench  SPEED-Bench's qualitative split, eleven categories; another split is read from its own file
+
+SPEED-Bench was read by its published schema and has not been run with the published data.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from specdec.errors import ConfigError, first_line, require_one_of
+from specdec.evaluation.gsm8k_report import final_number
+from specdec.models.bundled import HELD_OUT_PROBLEMS
+from specdec.text.prompt_files import Problem, json_lines, problem_of
+
+MT_BENCH_CATEGORIES = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"
+"""Begins the turns of SPEED-Bench that its own prepare script fills from their sources."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataSet:
+    """files: names of its file in a folder, or in the folder's subfolder of its name. hub: the arguments of
+    `datasets.load_dataset` and the split; None: it is not there. note: a limit of what is measured."""
+
+    files: Sequence[str]
+    hub: tuple[tuple[str, ...], str] | None
+    note: str = ""
+
+
+DATA_SETS = {
+    "gsm8k": DataSet(
+        ("test.jsonl", "gsm8k_test.jsonl", "test_first660.jsonl"),
+        (("openai/gsm8k", "main"), "test"),
+    ),
+    "mt-bench": DataSet(
+        ("question.jsonl", "mt_bench.jsonl"),
+        (("HuggingFaceH4/mt_bench_prompts",), "train"),
+        "answers are not judged: speed and acceptance only",
+    ),
+    "humaneval": DataSet(
+        ("HumanEval.jsonl", "humaneval.jsonl"),
+        (("openai/openai_humaneval",), "test"),
+        "programs are not executed: speed and acceptance only",
+    ),
+    "spec-bench": DataSet(
+        ("question.jsonl", "spec_bench.jsonl"),
+        None,
+        "answers are not graded: speed and acceptance only",
+    ),
+    "speed-bench": DataSet(
+        ("qualitative.jsonl", "speed_bench.jsonl"),
+        (("nvidia/SPEED-Bench", "qualitative"), "test"),
+        "answers are not graded: speed and acceptance only; read by its schema, not run with the published data",
+    ),
+}
+
+
+def load_data(name: str, data: str) -> tuple[str, list[Problem]]:
+    """Source of the problems, in words, and the problems. data: "hub", "bundled" (gsm8k), a JSONL file, or a folder."""
+    require_one_of("data", name, DATA_SETS)
+    if data == "auto":
+        raise ConfigError(f"{name} needs its prompts: give data, a JSONL file or a folder with it, or 'hub'")
+    if data == "bundled" and name == "gsm8k":
+        source, rows = "bundled generated problems, held out", _file_rows(HELD_OUT_PROBLEMS)
+    elif data == "hub":
+        source, rows = _from_hub(name)
+    else:
+        path = _file_in(name, Path(data)) if Path(data).is_dir() else Path(data)
+        source, rows = f"file {path.name}", _file_rows(path)
+    problems = [_problem(name, row, where) for where, row in rows]
+    if not problems:
+        raise ConfigError(f"data={data!r} holds no prompt of {name}; a line of JSON for each is expected")
+    for number, problem in enumerate(problems, start=1):
+        if name == "gsm8k" and final_number(problem.answer or "") is None:
+            raise ConfigError(f"{source}: problem {number} has no 'answer' with '#### n'; GSM8K's fields are expected")
+    return source, problems
+
+
+def _file_in(name: str, folder: Path) -> Path:
+    """The data set's file in a folder."""
+    known = [folder / sub / file for sub in (name.replace("-", "_"), name, "") for file in DATA_SETS[name].files]
+    found = next((path for path in known if path.is_file()), None)
+    if found is None:
+        names = ", ".join(str(path.relative_to(folder)) for path in known)
+        raise ConfigError(f"data={str(folder)!r} holds no file of {name}; one of {names} is expected, or give the file")
+    return found
+
+
+def _file_rows(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
+    return [(f"{path}:{line}", row) for line, row in json_lines(path)]
+
+
+def _from_hub(name: str) -> tuple[str, list[tuple[str, Mapping[str, Any]]]]:
+    place = DATA_SETS[name].hub
+    if place is None:
+        raise ConfigError(f"data='hub': {name} is not on the hub; give its JSONL file, or a folder with it")
+    arguments, split = place
+    try:
+        import datasets
+
+        rows = list(datasets.load_dataset(*arguments, split=split))
+    except ImportError as error:
+        needed = "needs the package datasets: pip install 'specdec-runtime[datasets]'"
+        raise ConfigError(f"data='hub' {needed}, or give a JSONL file") from error
+    except Exception as error:  # no network, a broken cache, ...: they have no common base
+        raise ConfigError(
+            f"data='hub': {arguments[0]} did not load ({first_line(error)}); give a JSONL file"
+        ) from error
+    return f"{arguments[0]}, {split} split, from the hub", [(f"row {at}", row) for at, row in enumerate(rows)]
+
+
+def _problem(name: str, row: Mapping[str, Any], where: str) -> Problem:
+    """Problem of a row, which is one of the published file, or of the hub's."""
+    fields = dict(row)
+    if name == "mt-bench" and isinstance(fields.get("prompt"), list):  # as the hub has it
+        fields["turns"] = fields.pop("prompt")
+    if name == "speed-bench" and "messages" in fields:  # as its prepare script writes it
+        fields["turns"] = [_user_turn(message, where) for message in fields.pop("messages")]
+    problem = problem_of(fields, where)
+    if name == "speed-bench" and any(turn.startswith(PLACEHOLDER) for turn in problem.turns):
+        raise ConfigError(f"{where}: the turns are placeholders; run SPEED-Bench's prepare script, and give its file")
+    if name == "gsm8k":
+        return Problem(problem.turns[:1], problem.answer)
+    joined = name == "spec-bench" and problem.category in MT_BENCH_CATEGORIES
+    return replace(problem, category="mt_bench") if joined else problem
+
+
+def _user_turn(message: Any, where: str) -> str:
+    if not isinstance(message, dict) or message.get("role") != "user" or not isinstance(message.get("content"), str):
+        raise ConfigError(f"{where}: 'messages' has one that is no user's text; user turns alone are read")
+    text: str = message["content"]
+    return text
