@@ -1,7 +1,9 @@
 """A drafter from what a user gives: a word, a name, a module, or a drafter already."""
 
+import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ from specdec.loading import Checkpoint, load_tokenizer, unwrapped
 from specdec.models.bundled import resolve_name
 from specdec.models.published import PAIRS
 from specdec.models.target import TargetModel
+
+logger = logging.getLogger(__name__)
 
 LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """How transformers ends the names of classes that continue a text."""
@@ -77,29 +81,40 @@ def _of_checkpoint(
     word: str, target: TargetModel, options: Mapping[str, Any] | None, tokenizer: Any | None
 ) -> Drafter | None:
     """ "mtp": the modules that the target's checkpoint ships; "auto": those, else the published drafter, if it is on
-    disk, else "suffix"."""
+    disk, else "suffix". Only "mtp" raises."""
     name = getattr(target.model.config, "name_or_path", "")
     checkpoint = None if not name else Checkpoint.of(name, options)
-    if target.ranks is not None:
-        raise ConfigError(f"drafter={word!r} with tensor_parallel={len(target.ranks)}; MTP modules run on one device")
     if word == MTP:
-        try:
-            folder = None if checkpoint is None else checkpoint.folder()
-        except CheckpointError as error:
-            raise CheckpointError(f"drafter='mtp': {error}; give drafter=DIR of a folder with the modules") from error
-        if folder is None:
-            raise CheckpointError(
-                f"drafter='mtp': {target.name} was not loaded from a checkpoint; give drafter=DIR of a folder with its "
-                "MTP modules"
-            )
-        return native_mtp_drafter(folder, target)
+        return _own_modules(checkpoint, target)
     here = {**(options or {}), "local_files_only": True}
+    found: list[tuple[str, Callable[[], Drafter | None]]] = []
     if checkpoint is not None and _is_found(checkpoint) and _ships_modules(checkpoint, target):
-        return native_mtp_drafter(checkpoint.folder(), target)
+        found.append(("its MTP modules are", lambda: _own_modules(checkpoint, target)))
     for pair in PAIRS:
         if name and resolve_name(pair.target) == name and _is_found(Checkpoint.of(pair.drafter, here)):
-            return load_any_drafter(pair.drafter, target, here, tokenizer)
+            load = partial(load_any_drafter, pair.drafter, target, here, tokenizer)
+            found.append((f"drafter {pair.drafter} is", load))
+    for what, load in found:
+        try:
+            return load()
+        except (CheckpointError, ConfigError, UnsupportedModelError) as error:
+            logger.warning("drafter='auto': %s not used: %s", what, error)
     return WORDS["suffix"]()
+
+
+def _own_modules(checkpoint: Checkpoint | None, target: TargetModel) -> Drafter:
+    if target.ranks is not None:
+        raise ConfigError(f"drafter='mtp' with tensor_parallel={len(target.ranks)}; MTP modules run on one device")
+    if checkpoint is None:
+        raise CheckpointError(
+            f"drafter='mtp': {target.name} was not loaded from a checkpoint; give drafter=DIR of a folder with its "
+            "MTP modules"
+        )
+    try:
+        folder = checkpoint.folder()
+    except CheckpointError as error:
+        raise CheckpointError(f"drafter='mtp': {error}; give drafter=DIR of a folder with the modules") from error
+    return native_mtp_drafter(folder, target)
 
 
 def _is_found(checkpoint: Checkpoint) -> bool:

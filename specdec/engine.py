@@ -35,7 +35,7 @@ from specdec.models.target import TargetModel
 from specdec.models.watched_weights import updates_show, watched_weights
 from specdec.progress import progress_bar
 from specdec.runtime.arguments import (
-    default_spec,
+    fitted_spec,
     require_choice,
     require_depth,
     require_fused,
@@ -102,7 +102,7 @@ class Engine:
         self.target = target = target.as_deterministic() if config.deterministic else target
         self.drafter = drafter
         self.tokenizer = tokenizer
-        self.spec = spec = spec or default_spec(drafter)
+        self.spec = spec = fitted_spec(spec, drafter)
         require_depth(self.spec, drafter)
         require_reads_finished(config.finished_tokens, drafter)
         require_fused(self.config.fused, target, drafter)
@@ -207,7 +207,7 @@ class Engine:
         with CpuThreads(model, device).limited():  # a load runs forwards too
             bound = TargetModel(model, ops, deterministic=config.deterministic, ranks=ranks)
             fitted = load_any_drafter(drafter, bound, {**shared, **(drafter_options or {})}, tokenizer)
-            spec = spec or default_spec(fitted)
+            spec = fitted_spec(spec, fitted)
             require_choice(spec, fitted)
             warn_at_load(bound, fitted, tokenizer, spec)
             return cls(bound, fitted, tokenizer=tokenizer, spec=spec, config=config)

@@ -9,12 +9,15 @@ import pytest
 import torch
 from mtp_checkpoints import SHAPES, Published, Reference, publish
 from safetensors.torch import load_file, save_file
+from split_engines import use_peers
 from transformers import AutoModelForCausalLM, Exaone4ForCausalLM
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 import specdec
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.cli.bodies.settings import load_engine
+from specdec.cli.options import PairOptions
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError
 
 from marks import deep, is_deep
@@ -206,6 +209,32 @@ def test_which_modules_a_name_means(published: Any, tmp_path: Path) -> None:
     )
     with pytest.raises(CheckpointError, match=r"tensor mlp\.up_proj\.weight is missing"):
         engine_of(tmp_path, "mtp")
+
+
+def test_auto_never_refuses_what_ran_before(
+    published: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Modules that cannot be used, or several devices: a line in the log, and another drafter."""
+    made = published("mimo")
+    tensors = load_file(made.folder / "model.safetensors")
+    shutil.copy(made.folder / "config.json", tmp_path)
+    packed = tensors | {"model.mtp_layers.0.input_proj.weight": torch.zeros((32, 64), dtype=torch.int8)}
+    save_file(packed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    use_peers(monkeypatch)
+    for folder, ranks in ((tmp_path, 1), (made.folder, 2)):
+        settings = {"fused": True, "tensor_parallel": 2, "attention": "torch"} if ranks == 2 else {}
+        with caplog.at_level("WARNING"), engine_of(folder, "auto", **settings) as engine:
+            assert engine.drafter.name == "suffix"
+        assert "drafter='auto': its MTP modules are not used: " in caplog.messages[-1]
+    with pytest.raises(ConfigError, match=r"drafter='mtp' with tensor_parallel=2; MTP modules run on one device"):
+        engine_of(made.folder, "mtp", **settings)
+
+
+@pytest.mark.parametrize("topk", [1, 2])
+def test_commands_draft_as_deep_as_the_modules_say(topk: int, published: Any) -> None:
+    pair = PairOptions(target=str(published("glm4_moe-3").folder), draft_topk=topk)
+    with load_engine(pair, EngineConfig(max_model_len=64)) as engine:
+        assert (engine.drafter.name, engine.spec.num_steps, engine.spec.topk) == ("mtp", 3, topk)
 
 
 FORMS = ("exaone4", "mimo", "glm4_moe-3", "step-form", "mimo_v2-form")
