@@ -17,10 +17,11 @@ from specdec.gpu.operations import KERNELS, REFERENCE, Operations
 from specdec.kvcache.index_spaces import FullLoc
 from specdec.kvcache.layout import KVLayout, layout_from_config
 from specdec.layers.decoder import FusedDecoder
-from specdec.layers.families import FAMILIES, Unfusable, family_name
+from specdec.layers.families import FAMILIES, Unfusable
 from specdec.layers.fuse import fuse
 from specdec.layers.merge import is_merged
 from specdec.layers.rope_store import Destination
+from specdec.modules.family_name import family_name
 from specdec.modules.private_copy import private_copy
 
 from marks import deep, deep_cases, slow
@@ -30,7 +31,10 @@ DENSE = [
     *("gemma4-e2b", "gemma4-31b", "gemma4-multimodal", "gemma3", "gemma2"),
     *("llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "glm", "glm4", "smollm3", "granite", "cohere", "cohere2"),
 ]
-MIXED = ["gemma4-moe", "gpt_oss", "qwen3_moe", "mixtral"]
+MIXED = [
+    *("gemma4-moe", "gpt_oss", "qwen3_moe", "mixtral"),
+    *("ernie4_5_moe", "exaone_moe", "glm4_moe", "hy_v3", "mellum", "qwen2_moe", "step3p7"),
+]
 ON_KERNELS = [
     "gemma4-moe",
     "attention biases",

@@ -147,12 +147,16 @@ def pick(logits: torch.Tensor, top_k: int, normalised: bool = True) -> Routing:
         torch.full((num_rows, top_k), -1.0, device=DEVICE),
     )
     pick_kernel[(num_rows,)](
-        *(logits[None], None, None, *routing, num_rows, num_experts, 0, num_experts),
+        *(logits[None], None, None, None, *routing, num_rows, num_experts, 0, num_experts, 0.0, 1.0),
         TOP_K=top_k,
+        SIGMOID=False,
         NORMALISED=normalised,
+        GROUPS=1,
+        KEPT=1,
         SHARED=False,
         DTYPE=TL_DTYPES[logits.dtype],
         SPLITS=1,
+        BLOCK_G=1,
         BLOCK_E=triton.next_power_of_2(num_experts),
         num_warps=1,
         **pdl_options(DEVICE),

@@ -15,10 +15,10 @@ from torch import nn
 
 from specdec.errors import UnsupportedModelError
 from specdec.layers.activation import reference_activate
-from specdec.layers.decoder import DecoderParts, LayerParts, MoeParts, PleParts, WideNorms
+from specdec.layers.decoder_parts import DecoderParts, LayerParts, MoeParts, PleParts, WideNorms
 from specdec.layers.linear import Mlp
 from specdec.layers.merge import is_merged, merge
-from specdec.layers.moe.moe_families import experts_of, router_of
+from specdec.layers.moe.moe_families import experts_of, holds_router, router_of
 from specdec.layers.norm import Gain
 from specdec.layers.packed.packed_experts import PackedExperts, packed_of
 from specdec.layers.packed.packed_linear import PackedLinear, weight_of
@@ -110,7 +110,7 @@ class LlamaLike:
 
     gain: the form of its norms.   norms: where they are.   parallel: the MLP reads what attention reads.
     interleaved: the rotary embedding turns channels 2 j and 2 j + 1.   rotates: whether a layer's attention turns any.
-    softcaps: attention scores are capped at `attn_logit_softcapping`.
+    softcaps: attention scores are capped at `attn_logit_softcapping`.   float_rotary: of `DecoderParts`.
     """
 
     gain: Gain = ROUNDED
@@ -119,6 +119,7 @@ class LlamaLike:
     interleaved: bool = False
     rotates: Callable[[Any], bool] = lambda attention: getattr(attention, "use_rope", True)
     softcaps: bool = False
+    float_rotary: bool = False
 
     def __call__(self, model: Any, *, apart: bool = False) -> DecoderParts:
         """The description of a text model. apart: for `Groups`. Raises Unfusable."""
@@ -131,6 +132,7 @@ class LlamaLike:
             layers=layers,
             final_norm=self.gain_of(model.norm),
             rotary=_rotary(model.rotary_emb, {layer.kind for layer in layers}),
+            float_rotary=self.float_rotary,
             factor=float(getattr(model, "embedding_multiplier", 1.0)),
             embeddings=self._embeddings(model) if getattr(model, "hidden_size_per_layer_input", 0) else None,
         )
@@ -146,8 +148,9 @@ class LlamaLike:
             for place, name in self.norms._asdict().items()
         }
         activation = getattr(model.config, "hidden_activation", None) or model.config.hidden_act
+        mlp = _first(layer.mlp, "shared_experts", "shared_expert") if hasattr(layer.mlp, "experts") else layer.mlp
         return LayerParts(
-            kind=UNROTATED if not self.rotates(attention) else attention.layer_type if kinds else "",
+            kind=UNROTATED if not self.rotates(attention) else _layer_type(attention, model.config) if kinds else "",
             heads=heads,
             wide_norms=wide_norms,
             scaling=attention.scaling,
@@ -157,7 +160,7 @@ class LlamaLike:
             **norms,
             parallel=self.parallel,
             factor=float(getattr(layer, "residual_multiplier", 1.0)),
-            mlp=None if hasattr(layer.mlp, "experts") else _mlp(layer.mlp, activation, merged),
+            mlp=None if mlp is None else _mlp(mlp, activation, merged),
             moe=self._moe(layer),
             ple=self._ple(layer, activation) if getattr(layer, "hidden_size_per_layer_input", 0) else None,
             scale=getattr(layer, "layer_scalar", None),
@@ -185,13 +188,14 @@ class LlamaLike:
         mixture = layer if beside else layer.mlp
         if not hasattr(mixture, "experts"):
             return None
-        router = router_of(mixture.router if hasattr(mixture, "router") else mixture.gate)
+        router = router_of(mixture.router if hasattr(mixture, "router") else mixture.gate, mixture)
         experts = experts_of(mixture.experts)
         if router is None or experts is None:
             kind = type(mixture.experts).__name__
             raise Unfusable(f"its experts ({kind}) compute something else than their class says")
         if not beside:
-            return MoeParts(router=router, experts=experts)
+            gate = getattr(mixture, "shared_expert_gate", None)
+            return MoeParts(router=router, experts=experts, shared_gate=None if gate is None else weight_of(gate))
         return MoeParts(
             router=router,
             experts=experts,
@@ -233,12 +237,25 @@ def _attention_products(attention: Any, merged: Groups) -> dict[str, Any]:
     biases = tuple(p.bias for p in projections if p.bias is not None)
     if len(biases) not in (0, len(projections)):
         raise Unfusable("some of its attention projections have biases and others none")
+    gates = getattr(attention, "g_proj", None)
+    if gates is not None and not attention.gate_per_head:
+        raise Unfusable("what its attention gives is gated by channel")
     return {
+        "head_gates": None if gates is None else weight_of(gates),
         "qkv": _merge(projections, merged),
         "qkv_bias": merged.rows(biases) if biases else None,
         "out": weight_of(attention.o_proj),
         "out_bias": attention.o_proj.bias,
     }
+
+
+def _first(module: Any, *names: str) -> Any:
+    return next((found for name in names if (found := getattr(module, name, None)) is not None), None)
+
+
+def _layer_type(attention: Any, config: Any) -> str:
+    named: str = getattr(attention, "layer_type", None) or config.layer_types[attention.layer_idx]
+    return named
 
 
 def _merge(linears: list[Any], merged: Groups) -> Weight:
@@ -264,7 +281,8 @@ def _mlp(mlp: Any, activation: str, merged: Groups) -> Mlp:
         raise Unfusable("its MLP has biases")
     act_fn = mlp.act_fn if hasattr(mlp, "act_fn") else mlp.activation_fn
     named = _activation(act_fn, activation)
-    return Mlp(gate_up=_merge(halves, merged), activation=named, down=weight_of(mlp.down_proj))
+    limit = float(getattr(mlp, "limit", torch.inf))
+    return Mlp(gate_up=_merge(halves, merged), activation=named, down=weight_of(mlp.down_proj), limit=limit)
 
 
 def _activation(act_fn: nn.Module, name: str) -> str:
@@ -310,7 +328,8 @@ def _check_tree(model: nn.Module) -> None:
             raise Unfusable(f"its parameter {name} is no plain tensor of floats ({type(param.data).__name__})")
         if param.device.type == "cpu" and param.is_shared():
             raise Unfusable(f"its parameter {name} is in memory that other processes share")
-    kinds = {(param.dtype, param.device) for param in model.parameters()}
+    of_routers = {id(param) for module in model.modules() if holds_router(module) for param in module.parameters()}
+    kinds = {(param.dtype, param.device) for param in model.parameters() if id(param) not in of_routers}
     if len(kinds) > 1:
         raise Unfusable(f"its parameters are of more than one dtype or device: {sorted(map(str, kinds))}")
 
@@ -328,35 +347,34 @@ def is_plain(param: torch.Tensor) -> bool:
     return type(param.data) is torch.Tensor and param.layout == torch.strided and param.is_floating_point()
 
 
-def family_name(module: nn.Module) -> str:
-    """The exact class of a module of transformers, as the keys of `FAMILIES` have it; "" for any other class."""
-    kind = type(module)
-    folder = kind.__module__.removeprefix("transformers.models.").partition(".")[0]
-    known = kind.__module__ == f"transformers.models.{folder}.modeling_{folder}"
-    return f"{folder}.{kind.__qualname__}" if known else ""
-
-
 FAMILIES: dict[str, LlamaLike] = {
     "cohere.CohereModel": LlamaLike(gain=CENTRED, norms=ONE_NORM, parallel=True, interleaved=True),
     "cohere2.Cohere2Model": LlamaLike(
         gain=CENTRED, norms=ONE_NORM, parallel=True, interleaved=True, rotates=lambda a: a.sliding_window is not None
     ),
+    "ernie4_5_moe.Ernie4_5_MoeModel": LlamaLike(interleaved=True, float_rotary=True),
+    "exaone_moe.ExaoneMoeModel": LlamaLike(rotates=lambda a: a.sliding_window is None or a.is_sliding),
     "gemma2.Gemma2Model": LlamaLike(gain=PLUS_ONE, norms=GEMMA_NORMS, softcaps=True),
     "gemma3.Gemma3TextModel": LlamaLike(gain=PLUS_ONE, norms=GEMMA_NORMS),
     "gemma4.Gemma4TextModel": LlamaLike(gain=FLOAT, norms=GEMMA_NORMS),
     "gemma4_unified.Gemma4UnifiedTextModel": LlamaLike(gain=FLOAT, norms=GEMMA_NORMS),
     "glm.GlmModel": LlamaLike(interleaved=True),
     "glm4.Glm4Model": LlamaLike(norms=GLM4_NORMS, interleaved=True),
+    "glm4_moe.Glm4MoeModel": LlamaLike(),
     "gpt_oss.GptOssModel": LlamaLike(gain=FLOAT),
     "granite.GraniteModel": LlamaLike(),
+    "hy_v3.HYV3Model": LlamaLike(),
     "llama.LlamaModel": LlamaLike(),
+    "mellum.MellumModel": LlamaLike(),
     "mistral.MistralModel": LlamaLike(),
     "mixtral.MixtralModel": LlamaLike(),
     "olmo2.Olmo2Model": LlamaLike(gain=FLOAT, norms=POST_NORMS),
     "phi3.Phi3Model": LlamaLike(),
     "qwen2.Qwen2Model": LlamaLike(),
+    "qwen2_moe.Qwen2MoeModel": LlamaLike(),
     "qwen3.Qwen3Model": LlamaLike(),
     "qwen3_moe.Qwen3MoeModel": LlamaLike(),
     "smollm3.SmolLM3Model": LlamaLike(),
+    "step3p7.Step3p7TextModel": LlamaLike(gain=PLUS_ONE),
 }
 """The one table of what runs fused: text model of transformers -> how it is described to `FusedDecoder`."""

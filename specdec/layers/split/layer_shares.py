@@ -23,7 +23,7 @@ import torch
 
 from specdec.errors import UnsupportedModelError
 from specdec.gpu.tensor_tree import map_tensors
-from specdec.layers.decoder import Cuts, DecoderParts, LayerParts, SumShare
+from specdec.layers.decoder_parts import Cuts, DecoderParts, LayerParts, SumShare
 from specdec.layers.linear import Mlp
 from specdec.layers.moe.experts import Experts
 from specdec.layers.packed.packed_weight import Weight
@@ -58,8 +58,8 @@ def layer_share(parts: LayerParts, rank: int, count: int) -> LayerParts:
     if parts.out_bias is not None and out.by_rows:
         pieces["out_bias"] = rows_of(parts.out_bias, [len(parts.out_bias)], rank, count)
     if mlp is not None and down is not None:
-        pieces["mlp"] = Mlp(
-            _gate_up(mlp, down, rank, count), mlp.activation, _share_of_sum(mlp.down, down, rank, count)
+        pieces["mlp"] = mlp._replace(
+            gate_up=_gate_up(mlp, down, rank, count), down=_share_of_sum(mlp.down, down, rank, count)
         )
     if moe is not None:
         num_own = len(moe.experts.gate_up) // count
@@ -68,6 +68,8 @@ def layer_share(parts: LayerParts, rank: int, count: int) -> LayerParts:
         pieces["moe"] = replace(moe, router=router, experts=experts._replace(shared=True))
     if parts.wide_norms is not None:
         pieces["wide_norms"] = parts.wide_norms._replace(rank=rank, num_ranks=count)
+    if parts.head_gates is not None:  # of so few rows that the share's cut is the whole's
+        pieces["head_gates"] = rows_of(parts.head_gates, [heads.num_q], rank, count)
     if parts.sinks is not None:
         pieces["sinks"] = parts.sinks.chunk(count)[rank]
     return replace(parts, heads=own, cuts=Cuts(whole_cut(parts.qkv), out, down), **pieces)
@@ -164,4 +166,6 @@ def _placed(parts: LayerParts, put: Put) -> LayerParts:
         mlp = mlp._replace(gate_up=placed(mlp.gate_up, put), down=placed(mlp.down, put))
     biases = {"qkv_bias": there.qkv_bias, "out_bias": there.out_bias}
     whole: dict[str, Any] = {name: None if bias is None else placed(bias, put) for name, bias in biases.items()}
+    if there.head_gates is not None:
+        whole["head_gates"] = placed(there.head_gates, put)
     return replace(there, qkv=placed(there.qkv, put), out=placed(there.out, put), mlp=mlp, **whole)
