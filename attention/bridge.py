@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 from specdec.attention.plan import Attend, KVPlan
 from specdec.errors import SpecDecError
 from specdec.kvcache.frozen import KVView
-from specdec.kvcache.index_spaces import Space
+from specdec.kvcache.index_spaces import GroupId
 from specdec.kvcache.layer_context import Destination, LayerContext, ScoreOptions
 from specdec.modules.private_copy import ATTENTION_NAME
 
@@ -101,7 +101,7 @@ Window = int | None
 class ForwardContext:
     """One forward: its plan, the view it reads and writes KV through, and each layer's window.
 
-    `attention` maps (space, window) to the attention of layers with them; made here, for this forward.
+    `attention` maps (group, window) to the attention of layers with them; made here, for this forward.
     `states` collects the hidden states [1, B*N, H] entering the layers that it has as keys.
     `peers` are the same forward on the ranks after the first, each with its own heads; none on one device.
     """
@@ -109,7 +109,7 @@ class ForwardContext:
     plan: KVPlan
     view: KVView
     windows: Sequence[Window]
-    attention: dict[tuple[Space, Window], Attend]
+    attention: dict[tuple[GroupId, Window], Attend]
     states: dict[int, torch.Tensor | None]
     peers: tuple["ForwardContext", ...] = ()
 
@@ -133,7 +133,7 @@ class ForwardContext:
     def _of_rank(
         cls, plan: KVPlan, view: KVView, windows: Sequence[Window], aux_layers: Sequence[int]
     ) -> "ForwardContext":
-        kinds = {(view.layer(layer).space, window) for layer, window in enumerate(windows)}
+        kinds = {(view.layer(layer).group, window) for layer, window in enumerate(windows)}
         attention = {kind: plan.backend.attention(plan, *kind) for kind in kinds}
         return cls(plan, view, windows, attention, dict.fromkeys(aux_layers))
 
@@ -147,10 +147,10 @@ class ForwardContext:
         return call.answer(self, q, k, v)
 
     def destination(self, layer: int) -> Destination | None:
-        if self.plan.write_full is None or not self.view.owns(layer):
+        if self.plan.write is None or not self.view.owns(layer):
             return None
         kept = self.view.writable_layer(layer)
-        return Destination(kept.k, kept.v, self.plan.write_slots(kept.space))
+        return Destination(kept.k, kept.v, self.plan.write_slots(kept.group))
 
     def attend_rows(
         self,
@@ -166,8 +166,8 @@ class ForwardContext:
         return self._attend_own(layer, q, **options)
 
     def _attend_own(self, layer: int, q: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
-        kept_k, kept_v, space = self.view.layer(layer)
-        attend = self.attention[space, self.windows[layer]]
+        kept_k, kept_v, group = self.view.layer(layer)
+        attend = self.attention[group, self.windows[layer]]
         shape = self.plan.positions.shape  # of a tile there may be more rows than B * N, and the rest is padding
         num_rows, num_queries = q.shape[0], shape.numel()
         query = q[:num_queries].view(*shape, *q.shape[1:]).transpose(1, 2)  # [B, Hq, N, D]

@@ -2,9 +2,9 @@
 
 It wraps the backend that computes, and changes none of its results. For B rows with S tokens committed:
 
-    write[b, n]   the slot of position S + n of the row, in the space asked for; the null slot on padding; of one owner
+    write[b, n]   the slot of position S + n of the row, in the group asked for; the null slot on padding; of one owner
     pages[b, j]   the page of position start + j * page_size of the row, as far as that is below S
-    start, P      cover [0, S) in full space, and what some query can see of it in SWA space
+    start, P      cover [0, S) in the primary group, and what some query can see of it in a windowed one
     attention     of a finite query is finite: freed slots, and those never written, hold NaN
 
 All of it is tensor operations without a value read, so a captured round does it at every replay.
@@ -21,7 +21,7 @@ from specdec.attention.pack import Pack, PackTables
 from specdec.attention.path_attention import part_of
 from specdec.attention.plan import Attend, KVPlan
 from specdec.kvcache.cache import KVCache
-from specdec.kvcache.index_spaces import NULL_SLOT, FullLoc, Space
+from specdec.kvcache.index_spaces import NULL_SLOT, PRIMARY, GroupId, GroupLoc, PrimaryLoc
 from specdec.kvcache.layer_context import ScoreOptions
 from specdec.kvcache.sanitize import Capture, Fault, Sanitizer, sanitize_requested
 from specdec.kvcache.store import KVStore, LayerKV
@@ -45,41 +45,40 @@ class CheckedBackend:
         self.locate, self.expand, self.select_tree = backend.locate, backend.expand, backend.select_tree
         self.store, self.move = backend.store, backend.move
 
-    def attention(self, plan: KVPlan, space: Space, window: int | None) -> Attend:
+    def attention(self, plan: KVPlan, group: GroupId, window: int | None) -> Attend:
         if plan.pack is not None:
-            self._check_pack(plan, plan.pack, space, window)
-            return CheckedAttention(self, self.backend.attention(plan, space, window), plan, space)
+            self._check_pack(plan, plan.pack, group, window)
+            return CheckedAttention(self, self.backend.attention(plan, group, window), plan, group)
         self._check_lengths(plan)
         slots = self.sanitizer.table.slots.tensor[plan.rows]  # [B, W] of each row, by position
-        if space is Space.SWA:
-            slots = self.sanitizer.allocator.translate(FullLoc(slots))
-        self._check_writes(plan, space, slots)
-        self._check_reads(plan, space, slots)
-        return CheckedAttention(self, self.backend.attention(plan, space, window), plan, space)
+        slots = self.sanitizer.allocator.translate(group, PrimaryLoc(slots))
+        self._check_writes(plan, group, slots)
+        self._check_reads(plan, group, slots)
+        return CheckedAttention(self, self.backend.attention(plan, group, window), plan, group)
 
     def draft_block(self, store: KVStore, draft: Draft) -> DraftBlock:
         return CheckedDraft(self.backend.draft_block(store, draft), draft, self.sanitizer)
 
-    def _check_pack(self, plan: KVPlan, pack: Pack, space: Space, window: int | None) -> None:
+    def _check_pack(self, plan: KVPlan, pack: Pack, group: GroupId, window: int | None) -> None:
         """The slot of every place, and of the oldest and the newest key that it sees."""
         assert isinstance(plan.prefix, PackTables)
-        table, lines, rows = self.sanitizer.table, plan.prefix.of(space), pack.rows[pack.row_of]
+        table, lines, rows = self.sanitizer.table, plan.prefix.of(group), pack.rows[pack.row_of]
         real = pack.exists & (rows != table.padding_row)
         inside = pack.positions < table.slots.tensor.shape[1]
 
         def expected(positions: torch.Tensor) -> torch.Tensor:
             """[T] slots of these positions, one a place."""
-            slots = FullLoc(table.slots.tensor[rows, positions.clamp(max=table.slots.tensor.shape[1] - 1)])
-            return self.sanitizer.allocator.translate(slots) if space is Space.SWA else slots
+            slots = PrimaryLoc(table.slots.tensor[rows, positions.clamp(max=table.slots.tensor.shape[1] - 1)])
+            return self.sanitizer.allocator.translate(group, slots)
 
         def note(fault: Fault, found: torch.Tensor, positions: torch.Tensor, *slots: torch.Tensor) -> None:
-            self.sanitizer.note(fault, space, found[:, None], rows, *(x[:, None] for x in (positions, *slots)))
+            self.sanitizer.note(fault, group, found[:, None], rows, *(x[:, None] for x in (positions, *slots)))
 
-        if plan.write_full is not None:
-            write, own = plan.write_slots(space), expected(pack.positions)
+        if plan.write is not None:
+            write, own = plan.write_slots(group), expected(pack.positions)
             wrong = torch.where(real & inside, (write != own) | (write == NULL_SLOT), write != NULL_SLOT)
             note(Fault.WRITE, wrong, pack.positions, write, own)
-            owners = self.sanitizer.owners.tensor[plan.write_slots(Space.FULL) // plan.page_size]
+            owners = self.sanitizer.owners.tensor[plan.write_slots(PRIMARY) // plan.page_size]
             note(Fault.SHARED, real & (owners > 1), pack.positions, write, own)
         oldest = torch.zeros_like(pack.positions) if window is None else (pack.positions - window + 1).clamp(min=0)
         for positions in (oldest, pack.positions):
@@ -92,12 +91,12 @@ class CheckedBackend:
         wrong = planned > committed if plan.block_len is not None else planned != committed
         wrong &= self._real(plan)
         shown = (planned[:, None], committed[:, None], planned[:, None])
-        self.sanitizer.note(Fault.LENGTH, Space.FULL, wrong[:, None], plan.rows, *shown)
+        self.sanitizer.note(Fault.LENGTH, PRIMARY, wrong[:, None], plan.rows, *shown)
 
-    def _check_writes(self, plan: KVPlan, space: Space, slots: torch.Tensor) -> None:
-        if plan.write_full is None:
+    def _check_writes(self, plan: KVPlan, group: GroupId, slots: torch.Tensor) -> None:
+        if plan.write is None:
             return
-        write = plan.write_slots(space).view(plan.positions.shape)  # [B, N]
+        write = plan.write_slots(group).view(plan.positions.shape)  # [B, N]
         steps = torch.arange(write.shape[1], device=write.device)
         positions = plan.committed_len[:, None] + steps  # node n lies at S + n, whatever its depth
         inside = positions < slots.shape[1]
@@ -105,41 +104,38 @@ class CheckedBackend:
         own = self._own(plan)
         expected = torch.where(own & inside, expected, NULL_SLOT)
         wrong = (write != expected) | (own & (write == NULL_SLOT))
-        self.sanitizer.note(Fault.WRITE, space, wrong, plan.rows, positions, write, expected)
-        owners = self.sanitizer.owners.tensor[plan.write_slots(Space.FULL).view_as(write) // plan.page_size]
-        self.sanitizer.note(Fault.SHARED, space, own & (owners > 1), plan.rows, positions, write, expected)
+        self.sanitizer.note(Fault.WRITE, group, wrong, plan.rows, positions, write, expected)
+        owners = self.sanitizer.owners.tensor[plan.write_slots(PRIMARY).view_as(write) // plan.page_size]
+        self.sanitizer.note(Fault.SHARED, group, own & (owners > 1), plan.rows, positions, write, expected)
 
-    def _check_reads(self, plan: KVPlan, space: Space, slots: torch.Tensor) -> None:
+    def _check_reads(self, plan: KVPlan, group: GroupId, slots: torch.Tensor) -> None:
         page_size, length = plan.page_size, plan.committed_len[:, None]
-        pages, start = plan.prefix.pages(space)  # [B, P], [B]
+        pages, start = plan.prefix.pages(group)  # [B, P], [B]
         columns = torch.arange(pages.shape[1], device=pages.device)
         positions = start[:, None] + columns * page_size
         expected = slots.gather(1, positions.clamp(max=slots.shape[1] - 1)) // page_size
         real = self._real(plan)[:, None]
         wrong = real & (positions < length) & ((pages != expected) | (pages == NULL_SLOT))
-        self.sanitizer.note(Fault.READ, space, wrong, plan.rows, positions, pages * page_size, expected * page_size)
+        self.sanitizer.note(Fault.READ, group, wrong, plan.rows, positions, pages * page_size, expected * page_size)
 
-        retain = self.sanitizer.table.retain
-        oldest = torch.zeros_like(length)
-        if space is Space.SWA and retain is not None:
-            oldest = (length - retain).clamp(min=0)
+        oldest = (length - int(self.sanitizer.table.retain[group])).clamp(min=0)
         begin, end = start[:, None], start[:, None] + pages.shape[1] * page_size
         short = real & ((begin > oldest) | (end < length))
         missing = torch.where(begin > oldest, oldest, end)
         lost = slots.gather(1, missing.clamp(max=slots.shape[1] - 1))
-        self.sanitizer.note(Fault.COVER, space, short, plan.rows, missing, lost, lost)
+        self.sanitizer.note(Fault.COVER, group, short, plan.rows, missing, lost, lost)
 
     def check_answer(
-        self, query: torch.Tensor, out: torch.Tensor, plan: KVPlan, space: Space, part: tuple[slice, slice]
+        self, query: torch.Tensor, out: torch.Tensor, plan: KVPlan, group: GroupId, part: tuple[slice, slice]
     ) -> None:
         """query [B, Hq, N, D], out [B, N, Hq, D] of a part of the requests and columns of a plan."""
         broken, positions = _broken(query, out) & self._own(plan)[part], plan.positions[part]
         null = torch.zeros_like(positions)
         if plan.pack is not None:
             rows = plan.rows[plan.pack.row_of][part[1]]
-            self.sanitizer.note(Fault.POISON, space, broken.t(), rows, positions.t(), null.t(), null.t())
+            self.sanitizer.note(Fault.POISON, group, broken.t(), rows, positions.t(), null.t(), null.t())
             return
-        self.sanitizer.note(Fault.POISON, space, broken, plan.rows[part[0]], positions, null, null)
+        self.sanitizer.note(Fault.POISON, group, broken, plan.rows[part[0]], positions, null, null)
 
     def _real(self, plan: KVPlan) -> torch.Tensor:
         """[B]: no padding."""
@@ -161,12 +157,12 @@ class CheckedAttention:
     checks: CheckedBackend
     attend: Attend
     plan: KVPlan
-    space: Space
+    group: GroupId
     rows: tuple[slice, slice] = (slice(None), slice(None))
 
     def __call__(self, query: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         out = self.attend(query, *args, **options)
-        self.checks.check_answer(query, out, self.plan, self.space, self.rows)
+        self.checks.check_answer(query, out, self.plan, self.group, self.rows)
         return out
 
     def part(self, requests: slice, columns: slice) -> "CheckedAttention":
@@ -186,7 +182,7 @@ class CheckedDraft:
         self.level += 1
         self.block.enter_level(origin)
 
-    def destination(self, layer: int) -> tuple[LayerKV, FullLoc]:
+    def destination(self, layer: int) -> tuple[LayerKV, GroupLoc]:
         return self.block.destination(layer)
 
     def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
@@ -195,7 +191,7 @@ class CheckedDraft:
         broken = _broken(query, out) & (rows != self.sanitizer.table.padding_row)[:, None]
         positions = self.draft.level_positions(self.level)
         null = torch.zeros_like(positions)
-        self.sanitizer.note(Fault.POISON, Space.FULL, broken, rows, positions, null, null)
+        self.sanitizer.note(Fault.POISON, PRIMARY, broken, rows, positions, null, null)
         return out
 
 

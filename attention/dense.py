@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from specdec.attention.plan import KVPlan
-from specdec.kvcache.index_spaces import NULL_SLOT, Space
+from specdec.kvcache.index_spaces import NULL_SLOT, PRIMARY, GroupId
 from specdec.kvcache.layer_context import ScoreOptions
 
 
@@ -48,7 +48,8 @@ def dense_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend: query [B, Hq, N, D], k, v [B, Hkv, L, D], bias [B, 1, N, L], sinks [Hq] -> [B, N, Hq, D] in v's dtype.
+    """Attend: query [B, Hq, N, D], k [B, Hkv, L, D], v [B, Hkv, L, DV], bias [B, 1, N, L], sinks [Hq] -> [B, N, Hq, DV]
+    in v's dtype.
 
     A key that no query may see must be finite: its weight is 0. A query that sees no key gives 0 or NaN.
     """
@@ -71,8 +72,8 @@ def _with_extras(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention with a softcap or sinks, which the fused operator lacks -> [B, Hq, N, D]; the softmax in float32, or in
-    float64 for float64."""
+    """Attention with a softcap or sinks, which the fused operator lacks -> [B, Hq, N, DV]; the softmax in float32, or
+    in float64 for float64."""
     batch, num_heads, num_rows, head_dim = query.shape
     num_kv_heads = k.shape[1]
     grouped = query.reshape(batch, num_kv_heads, num_heads // num_kv_heads, num_rows, head_dim)
@@ -85,15 +86,15 @@ def _with_extras(
     else:
         sink = sinks.to(scores.dtype).view(1, num_kv_heads, -1, 1, 1).expand(batch, -1, -1, num_rows, 1)
         weights = torch.cat([scores, sink], dim=-1).softmax(dim=-1)[..., :-1]
-    out = torch.matmul(weights.to(v.dtype), v[:, :, None])  # [B, Hkv, G, N, D]
-    return out.view(batch, num_heads, num_rows, head_dim)
+    out = torch.matmul(weights.to(v.dtype), v[:, :, None])  # [B, Hkv, G, N, DV]
+    return out.flatten(1, 2)
 
 
 @dataclass(frozen=True, slots=True)
 class VisibleKeys:
     """Keys that the queries of one forward see, on all layers with one window.
 
-    `slots`: [B, L] in the space of those layers, prefix columns first, then the N tokens of the block if it has keys.
+    `slots`: [B, L] in the group of those layers, prefix columns first, then the N tokens of the block if it has keys.
     `bias`: [B, 1, N, L] float32, 0 or -inf, broadcast over heads.
     The block's K/V are read back from the slots that the forward has just written, so one gather serves both. A masked
     column gathers a key of its own request, so a stale or broken key of another cannot leak through a zero weight.
@@ -104,26 +105,26 @@ class VisibleKeys:
 
     @classmethod
     def of(
-        cls, plan: KVPlan, slots: torch.Tensor, start: torch.Tensor, space: Space, window: int | None
+        cls, plan: KVPlan, slots: torch.Tensor, start: torch.Tensor, group: GroupId, window: int | None
     ) -> "VisibleKeys":
-        """The keys that layers of one space, with this window (None: full attention), see under `plan`.
+        """The keys that layers of one group, with this window (None: full attention), see under `plan`.
 
-        slots: [B, L] of the prefixes in that space, from position start [B] on.
+        slots: [B, L] of the prefixes in that group, from position start [B] on.
         """
         if window is not None:
             window += plan.window_shift
-        if window is not None and space is Space.FULL:
+        if window is not None and group == PRIMARY:
             slots, start = newest(slots, plan.committed_len, window)
         key_pos = start[:, None] + torch.arange(slots.shape[1], device=slots.device)  # [B, L]
         committed = key_pos < plan.committed_len[:, None]
         seen = visible(plan.positions, key_pos, committed, window)  # [B, N, L]
-        if plan.write_full is None:
+        if plan.write is None:
             slots = torch.where(committed, slots, slots[:, :1])
         else:
             batch, num_queries = plan.positions.shape
             own = visible(plan.positions, plan.positions, known_in_block(plan), window)
             seen = torch.cat([seen, own], dim=-1)
-            own_slots = plan.write_slots(space).view(batch, num_queries)
+            own_slots = plan.write_slots(group).view(batch, num_queries)
             own_slots = torch.where(own_slots == NULL_SLOT, own_slots[:, :1], own_slots)  # padding
             slots = torch.cat([torch.where(committed, slots, own_slots[:, :1]), own_slots], dim=1)
         return cls(slots, bias_of(seen))

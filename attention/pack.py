@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from specdec.kvcache.index_spaces import NULL_SLOT, FullLoc, Space, SwaLoc
+from specdec.kvcache.index_spaces import NULL_SLOT, PRIMARY, ByGroup, GroupId, GroupLoc, PrimaryLoc
 from specdec.kvcache.table import RequestTable
 
 
@@ -55,7 +55,7 @@ class Pack(NamedTuple):
 
 
 class Lines(NamedTuple):
-    """Slots of the keys of R runs in one space: the slot of the key at position p of run r is slots[line[r], p -
+    """Slots of the keys of R runs in one group: the slot of the key at position p of run r is slots[line[r], p -
     begin[r]]. begin None: 0 for all."""
 
     slots: torch.Tensor
@@ -69,37 +69,39 @@ class Lines(NamedTuple):
 
 
 class PackTables(NamedTuple):
-    """Slots that a forward over a pack reads and writes (`PrefixTables`). In the full space lines are the request
-    table's; in SWA space they are made for the forward, and hold what some token of a run can see: O(window + longest
-    run) wide."""
+    """Slots that a forward over a pack reads and writes (`PrefixTables`). In the primary group lines are the request
+    table's; in a windowed group they are made for the forward, and hold what some token of a run can see: O(window +
+    longest run) wide."""
 
-    full: Lines
-    swa: Lines | None
-    write_full: FullLoc
-    write_swa: SwaLoc | None
+    lines: ByGroup[Lines]
+    write: ByGroup[GroupLoc]
     page_size: int
 
-    def of(self, space: Space) -> Lines:
-        lines = self.full if space is Space.FULL else self.swa
-        assert lines is not None, "no SWA space"
-        return lines
+    def of(self, group: GroupId) -> Lines:
+        return self.lines[group]
 
-    def pages(self, space: Space) -> tuple[torch.Tensor, torch.Tensor]:
-        lines = self.of(space)
+    def pages(self, group: GroupId) -> tuple[torch.Tensor, torch.Tensor]:
+        lines = self.lines[group]
         begin = torch.zeros_like(lines.line) if lines.begin is None else lines.begin
         return lines.slots[lines.line, :: self.page_size] // self.page_size, begin
 
 
 def locate_pack(table: RequestTable, pack: Pack, longest: int) -> PackTables:
     """longest: no run has more tokens. The padding row of the table has null slots throughout."""
-    slots, page_size, retain = table.slots.tensor, table.allocator.page_size, table.retain
-    full = Lines(slots, pack.rows, None)
-    write = FullLoc(full.at(pack.row_of, pack.positions).masked_fill(~pack.exists, NULL_SLOT))
-    if retain is None:
-        return PackTables(full, None, write, None, page_size)
-    begin = (pack.start - retain).clamp(min=0) // page_size * page_size
-    columns = begin[:, None] + torch.arange(min(slots.shape[1], retain + page_size - 1 + longest), device=slots.device)
-    inside = FullLoc(slots[pack.rows[:, None], columns.clamp(max=slots.shape[1] - 1)])
+    slots, allocator = table.slots.tensor, table.allocator
+    page_size = allocator.page_size
     numbers = torch.arange(len(pack.rows), device=slots.device)
-    swa = Lines(table.allocator.translate(inside), numbers, begin)
-    return PackTables(full, swa, write, table.allocator.translate(write), page_size)
+    every = Lines(slots, pack.rows, None)
+    own = PrimaryLoc(every.at(pack.row_of, pack.positions).masked_fill(~pack.exists, NULL_SLOT))
+
+    def windowed(group: GroupId) -> Lines:
+        retain = int(table.retain[group])
+        begin = (pack.start - retain).clamp(min=0) // page_size * page_size
+        width = min(slots.shape[1], retain + page_size - 1 + longest)
+        columns = begin[:, None] + torch.arange(width, device=slots.device)
+        inside = PrimaryLoc(slots[pack.rows[:, None], columns.clamp(max=slots.shape[1] - 1)])
+        return Lines(allocator.translate(group, inside), numbers, begin)
+
+    groups = [group for group, _ in allocator.pools.items()]
+    lines = tuple(every if group == PRIMARY else windowed(group) for group in groups)
+    return PackTables(ByGroup(lines), ByGroup(tuple(allocator.translate(group, own) for group in groups)), page_size)

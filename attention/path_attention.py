@@ -1,6 +1,6 @@
 """Attention of one forward in which every row is a function of its own path: both backends use it.
 
-The own keys are found once per forward, space and window; layers then only pass their pools. Rows of a forward may be
+The own keys are found once per forward, group and window; layers then only pass their pools. Rows of a forward may be
 computed in parts, in any order in which a row's ancestors are stored before it: the result is the same, to the bit.
 """
 
@@ -12,7 +12,7 @@ import torch
 
 from specdec.attention.kernels.own_keys import OwnKeys
 from specdec.attention.plan import Attend, KVPlan
-from specdec.kvcache.index_spaces import Space
+from specdec.kvcache.index_spaces import GroupId
 
 
 def part_of(attend: Attend, requests: slice, columns: slice) -> Attend:
@@ -46,12 +46,12 @@ class PathAttention:
         find_own_keys: Callable[..., OwnKeys],
         plan: KVPlan,
         table: tuple[torch.Tensor, torch.Tensor | None],
-        space: Space,
+        group: GroupId,
         window: int | None,
     ) -> "PathAttention":
         """find_own_keys: `own_keys` or its reference; table: the arguments `pages` and `start` of both."""
         pages, start = table
-        write = None if plan.write_full is None else plan.write_slots(space).view(plan.positions.shape)
+        write = None if plan.write is None else plan.write_slots(group).view(plan.positions.shape)
         tree = plan.tree
         parents = None if tree is None or tree.is_chain else tree.parents
         depth = None if tree is None else tree.max_depth

@@ -1,7 +1,7 @@
 """Everything one forward needs to know about KV, in one immutable object made for that forward.
 
-Both write locations are looked up once, here; no layer translates anything, and nothing outlives the step. A plan is
-made on the device from the request table by one of five builders:
+The write locations of all groups are looked up once, here; no layer translates anything, and nothing outlives the
+step. A plan is made on the device from the request table by one of five builders:
 
     plan_packed   runs of prompt tokens of many requests, in one row of T places, each after its committed tokens
     plan_last     the last token of each of those runs alone, once the K/V of the whole run are stored
@@ -21,24 +21,22 @@ import torch
 from specdec.attention.pack import Pack, locate_pack
 from specdec.attention.trees.tree import DraftTree
 from specdec.kvcache.cache import KVOperations
-from specdec.kvcache.index_spaces import NULL_SLOT, FullLoc, Space, SwaLoc
+from specdec.kvcache.index_spaces import NULL_SLOT, ByGroup, GroupId, GroupLoc
 from specdec.kvcache.table import RequestTable, Rows
 
 Attend = Callable[..., torch.Tensor]
-"""Attention of one forward on layers of one space and window: (query [B, Hq, N, D], pools k, v [slots, Hkv, D]
+"""Attention of one forward on layers of one group and window: (query [B, Hq, N, D], pools k, v [slots, Hkv, D]
 that hold the forward's own keys already, *, scaling, softcap, sinks) -> [B, N, Hq, D]."""
 
 
 class PrefixTables(Protocol):
     """A backend's tables of the committed prefixes that a forward reads, which only that backend reads; and the slots
-    [B, N], in both spaces, that the forward writes: those of the N positions after each prefix."""
+    [B, N], in each group, that the forward writes: those of the N positions after each prefix."""
 
     @property
-    def write_full(self) -> FullLoc: ...
-    @property
-    def write_swa(self) -> SwaLoc | None: ...
-    def pages(self, space: Space) -> tuple[torch.Tensor, torch.Tensor]:
-        """Page ids [B, P] of the prefixes in one space, and the position [B] of each first page. For checks."""
+    def write(self) -> ByGroup[GroupLoc]: ...
+    def pages(self, group: GroupId) -> tuple[torch.Tensor, torch.Tensor]:
+        """Page ids [B, P] of the prefixes in one group, and the position [B] of each first page. For checks."""
 
 
 class PlanBackend(KVOperations, Protocol):
@@ -47,8 +45,8 @@ class PlanBackend(KVOperations, Protocol):
     def locate(self, table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_queries: int) -> PrefixTables:
         """Tables of the prefixes [0, committed_len [B]) and slots of the `num_queries` positions after each."""
 
-    def attention(self, plan: "KVPlan", space: Space, window: int | None) -> Attend:
-        """Attention under `plan` on layers whose K/V live in `space`, through `window` (None: full attention)."""
+    def attention(self, plan: "KVPlan", group: GroupId, window: int | None) -> Attend:
+        """Attention under `plan` on layers whose K/V live in `group`, through `window` (None: full attention)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +55,7 @@ class KVPlan:
 
     rows: [B] of the request table.    committed_len: [B] keys in the prefix.    positions: [B, N] of the queries.
     tree: how the queries see each other, if they bring keys of a tree; else they are causal, or bring none.
-    write_full, write_swa: [B * N] where their K/V go; None when they bring none.
+    write: [B * N] where their K/V go, in each group; None when they bring none.
     prefix: the backend's tables of the prefixes.
     block_len: [B] queries of each run that exist, and the run is causal; None: all of them.
     pack: the runs of which the row consists; then rows and committed_len are by run, [R].
@@ -72,18 +70,16 @@ class KVPlan:
     prefix: PrefixTables
     page_size: int
     tree: DraftTree | None = None
-    write_full: FullLoc | None = None
-    write_swa: SwaLoc | None = None
+    write: ByGroup[GroupLoc] | None = None
     block_len: torch.Tensor | None = None
     pack: Pack | None = None
     window_shift: int = 0
     shares: int = 1
 
-    def write_slots(self, space: Space) -> FullLoc | SwaLoc:
-        """[B * N] slots of the forward's own tokens in one space."""
-        slots = self.write_full if space is Space.FULL else self.write_swa
-        assert slots is not None, f"a plan that writes nothing to the {space.value} space"
-        return slots
+    def write_slots(self, group: GroupId) -> GroupLoc:
+        """[B * N] slots of the forward's own tokens in one group."""
+        assert self.write is not None, "a plan that writes nothing"
+        return self.write[group]
 
 
 def plan_chunk(
@@ -92,7 +88,6 @@ def plan_chunk(
     """Runs of `block_len` [B] tokens, at most `width`, from position `start` [B] on."""
     steps = torch.arange(width, device=start.device)
     prefix = backend.locate(table, rows, start, width)
-    full, swa = prefix.write_full, prefix.write_swa
     padding = steps >= block_len[:, None]  # [B, N]
     return KVPlan(
         backend=backend,
@@ -101,8 +96,7 @@ def plan_chunk(
         positions=start[:, None] + steps,
         prefix=prefix,
         page_size=table.allocator.page_size,
-        write_full=FullLoc(full.masked_fill(padding, NULL_SLOT).reshape(-1)),
-        write_swa=None if swa is None else SwaLoc(swa.masked_fill(padding, NULL_SLOT).reshape(-1)),
+        write=prefix.write.map(lambda slots: GroupLoc(slots.masked_fill(padding, NULL_SLOT).reshape(-1))),
         block_len=block_len,
     )
 
@@ -118,15 +112,14 @@ def plan_packed(backend: PlanBackend, table: RequestTable, pack: Pack, longest: 
         positions=pack.positions[None],
         prefix=tables,
         page_size=table.allocator.page_size,
-        write_full=tables.write_full,
-        write_swa=tables.write_swa,
+        write=tables.write,
         pack=pack,
     )
 
 
 def plan_last(backend: PlanBackend, table: RequestTable, pack: Pack) -> KVPlan:
     """The last token of each run, as in plain decoding: for layers that store nothing and run after those that do."""
-    return replace(plan_packed(backend, table, pack.last_tokens(), 1), write_full=None, write_swa=None)
+    return replace(plan_packed(backend, table, pack.last_tokens(), 1), write=None)
 
 
 def plan_verify(
@@ -147,8 +140,7 @@ def plan_verify(
         committed_len = table.committed_len.tensor[rows.index]
     if prefix is None:
         prefix = backend.locate(table, rows, committed_len, tree.num_nodes)
-    full, swa = prefix.write_full, prefix.write_swa
-    assert full.shape == tree.tokens.shape, f"{full.shape=} {tree.tokens.shape=}"
+    assert all(slots.shape == tree.tokens.shape for slots in prefix.write), f"{prefix.write=} {tree.tokens.shape=}"
     return KVPlan(
         backend=backend,
         rows=rows.index,
@@ -157,8 +149,7 @@ def plan_verify(
         prefix=prefix,
         page_size=table.allocator.page_size,
         tree=tree,
-        write_full=FullLoc(full.reshape(-1)),
-        write_swa=None if swa is None else SwaLoc(swa.reshape(-1)),
+        write=prefix.write.map(lambda slots: GroupLoc(slots.reshape(-1))),
     )
 
 

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 from specdec.attention.bridge import ForwardContext
 from specdec.attention.path_attention import part_of
-from specdec.kvcache.index_spaces import FullLoc, SwaLoc
+from specdec.kvcache.index_spaces import GroupLoc
 
 ROWS = 16
 
@@ -55,11 +55,10 @@ def tile_context(whole: ForwardContext, tile: Tile) -> ForwardContext:
     Attention is part of the whole forward's, so the K/V of ancestors in other tiles are found.
     """
     plan, width = whole.plan, whole.plan.positions.shape[1]
-    full = None if plan.write_full is None else FullLoc(tile.rows(plan.write_full, width))
-    swa = None if plan.write_swa is None else SwaLoc(tile.rows(plan.write_swa, width))
+    write = None if plan.write is None else plan.write.map(lambda slots: GroupLoc(tile.rows(slots, width)))
     return replace(
         whole,
-        plan=replace(plan, positions=plan.positions[tile], write_full=full, write_swa=swa),
+        plan=replace(plan, positions=plan.positions[tile], write=write),
         attention={kind: part_of(attend, *tile) for kind, attend in whole.attention.items()},
         states=dict.fromkeys(whole.states),
         peers=tuple(tile_context(peer, tile) for peer in whole.peers),

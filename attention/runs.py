@@ -43,7 +43,7 @@ class RunsAttention:
         return cls(len(pack.row_of), runs)
 
     def __call__(self, query: torch.Tensor, pool_k: torch.Tensor, pool_v: torch.Tensor, **options: Any) -> torch.Tensor:
-        out = query.new_zeros((1, query.shape[2], query.shape[1], query.shape[3]))
+        out = query.new_zeros((1, query.shape[2], query.shape[1], pool_v.shape[2]))
         for places, attend in self.runs:
             out[:, places] = attend(query[:, :, places], pool_k, pool_v, **options)
         return out
@@ -70,7 +70,7 @@ class EveryRun:
 
     def __call__(self, query: torch.Tensor, pool_k: torch.Tensor, pool_v: torch.Tensor, **options: Any) -> torch.Tensor:
         pack, lines = self.pack, self.lines
-        out = query.new_zeros((1, query.shape[2], query.shape[1], query.shape[3]))
+        out = query.new_zeros((1, query.shape[2], query.shape[1], pool_v.shape[2]))
         columns = torch.arange(lines.slots.shape[1], device=query.device)
         for number in range(len(pack.rows)):
             run = torch.full_like(columns, number)

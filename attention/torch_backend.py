@@ -15,7 +15,7 @@ from specdec.attention.plan import Attend, KVPlan
 from specdec.attention.runs import EveryRun, RunsAttention, dense_run, exact_run
 from specdec.attention.trees.beam import reference_expand
 from specdec.attention.trees.growth import reference_select_tree
-from specdec.kvcache.index_spaces import FullLoc, Space, SwaLoc
+from specdec.kvcache.index_spaces import GroupId, GroupLoc
 from specdec.kvcache.store import KVStore, LayerKV, reference_move_kv, reference_store_kv
 from specdec.kvcache.table import RequestTable, Rows
 
@@ -32,27 +32,27 @@ class TorchBackend:
     def locate(self, table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_queries: int) -> PageTables:
         return locate_prefixes(reference_build_page_tables, table, rows, committed_len, num_queries)
 
-    def attention(self, plan: KVPlan, space: Space, window: int | None) -> Attend:
+    def attention(self, plan: KVPlan, group: GroupId, window: int | None) -> Attend:
         if plan.pack is not None:
             assert isinstance(plan.prefix, PackTables), f"a pack with {type(plan.prefix).__name__}"
             if self.captured and not self.deterministic:
-                return EveryRun(plan.pack, plan.prefix.of(space), window)
+                return EveryRun(plan.pack, plan.prefix.of(group), window)
             make = exact_run if self.deterministic else dense_run
-            return RunsAttention.of(make, plan.pack, plan.prefix.of(space), window)
+            return RunsAttention.of(make, plan.pack, plan.prefix.of(group), window)
         assert isinstance(plan.prefix, PageTables), f"no pack with {type(plan.prefix).__name__}"
         if self.deterministic:
-            table = plan.prefix.of(space)
-            return PathAttention.of(deterministic_attention, reference_own_keys, plan, table, space, window)
-        return VisibleKeys.of(plan, *plan.prefix.slots(space, plan.page_size), space, window).attend
+            table = plan.prefix.of(group)
+            return PathAttention.of(deterministic_attention, reference_own_keys, plan, table, group, window)
+        return VisibleKeys.of(plan, *plan.prefix.slots(group, plan.page_size), group, window).attend
 
     def draft_block(self, store: KVStore, draft: Draft) -> DraftBlock:
         return CopiedDraft(store, draft)
 
-    def store(self, layer: LayerKV, slots: FullLoc | SwaLoc, k: torch.Tensor, v: torch.Tensor) -> None:
+    def store(self, layer: LayerKV, slots: GroupLoc, k: torch.Tensor, v: torch.Tensor) -> None:
         reference_store_kv(k, v, slots, layer.k, layer.v)
 
-    def move(self, store: KVStore, space: Space, source: FullLoc | SwaLoc, destination: FullLoc | SwaLoc) -> None:
-        reference_move_kv(store.tensors(space), source, destination)
+    def move(self, store: KVStore, group: GroupId, source: GroupLoc, destination: GroupLoc) -> None:
+        reference_move_kv(store.tensors(group), source, destination)
 
     expand = staticmethod(reference_expand)
     select_tree = staticmethod(reference_select_tree)

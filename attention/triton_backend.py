@@ -16,7 +16,7 @@ from specdec.attention.plan import Attend, KVPlan
 from specdec.attention.trees.beam import MAX_TOPK, Candidates, Scored, expand, reference_expand
 from specdec.attention.trees.growth import MAX_CANDIDATES, reference_select_tree, select_tree
 from specdec.attention.trees.tree import DraftTree
-from specdec.kvcache.index_spaces import FullLoc, Space, SwaLoc
+from specdec.kvcache.index_spaces import GroupId, GroupLoc
 from specdec.kvcache.store import KVStore, LayerKV, move_kv, store_kv
 from specdec.kvcache.table import RequestTable, Rows
 
@@ -34,22 +34,22 @@ class TritonBackend:
     def locate(self, table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_queries: int) -> PageTables:
         return locate_prefixes(build_page_tables, table, rows, committed_len, num_queries)
 
-    def attention(self, plan: KVPlan, space: Space, window: int | None) -> Attend:
+    def attention(self, plan: KVPlan, group: GroupId, window: int | None) -> Attend:
         if plan.pack is not None:
             assert isinstance(plan.prefix, PackTables), f"a pack with {type(plan.prefix).__name__}"
-            return RaggedAttention(plan.pack, plan.prefix.of(space), window, self.deterministic, plan.shares)
+            return RaggedAttention(plan.pack, plan.prefix.of(group), window, self.deterministic, plan.shares)
         assert isinstance(plan.prefix, PageTables), f"no pack with {type(plan.prefix).__name__}"
         attend = partial(tree_attention, shares=plan.shares)
-        return PathAttention.of(attend, own_keys, plan, plan.prefix.of(space), space, window)
+        return PathAttention.of(attend, own_keys, plan, plan.prefix.of(group), group, window)
 
     def draft_block(self, store: KVStore, draft: Draft) -> DraftBlock:
         return PagedDraft(store, draft)
 
-    def store(self, layer: LayerKV, slots: FullLoc | SwaLoc, k: torch.Tensor, v: torch.Tensor) -> None:
+    def store(self, layer: LayerKV, slots: GroupLoc, k: torch.Tensor, v: torch.Tensor) -> None:
         store_kv(k, v, slots, layer.k, layer.v)
 
-    def move(self, store: KVStore, space: Space, source: FullLoc | SwaLoc, destination: FullLoc | SwaLoc) -> None:
-        addresses = store.addresses.get(space)
+    def move(self, store: KVStore, group: GroupId, source: GroupLoc, destination: GroupLoc) -> None:
+        addresses = store.addresses.get(group)
         if addresses is not None:
             move_kv(addresses, source, destination)
 

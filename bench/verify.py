@@ -8,6 +8,7 @@ from bench.device import DEVICE, ON_CPU  # isort: skip - before triton
 import torch
 
 from bench.report import Row
+from specdec.kvcache.index_spaces import ByGroup
 
 DTYPES = {"bf16": (torch.bfloat16, 1e-2), "fp16": (torch.float16, 2e-3), "fp32": (torch.float32, 2e-6)}
 """Dtypes of kernels, and how far each may be from float64. The interpreter has no bf16."""
@@ -61,10 +62,10 @@ def closeness_row(name: str, error_in: Callable[[torch.dtype], float]) -> Row:
 
 
 def require_same(name: str, got: Any, want: Any) -> None:
-    """Exact equality of tensors and tuples of them (None too)."""
+    """Exact equality of tensors, tuples of them (None too) and values by group."""
     if isinstance(got, torch.Tensor):
         torch.testing.assert_close(got, want, rtol=0, atol=0, msg=lambda text: f"{name}: {text}")
-    elif isinstance(got, tuple):
+    elif isinstance(got, tuple | ByGroup):
         for i, (one, other) in enumerate(zip(got, want, strict=True)):
             require_same(f"{name}[{i}]", one, other)
     else:

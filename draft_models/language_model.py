@@ -17,7 +17,7 @@ from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, PromptObservation, TargetInfo
 from specdec.draft_models.heads.draft_context import DraftContext, DraftGrowth, StoreWorker
 from specdec.kvcache.frozen import KVView
-from specdec.kvcache.layout import FULL_ATTENTION, KVLayout
+from specdec.kvcache.layout import FULL_ATTENTION, Full, KVLayout
 from specdec.layers.fuse import Weights
 
 
@@ -52,7 +52,7 @@ class LanguageModelDrafter(Drafter):
 
     def __init__(self, model: LanguageModel, target: TargetInfo) -> None:
         self.model = model
-        layers = [replace(spec, layer_type=FULL_ATTENTION, window=None) for spec in model.layout.layers]
+        layers = [replace(spec, layer_type=FULL_ATTENTION, retention=Full()) for spec in model.layout.layers]
         self.kv_layout: KVLayout | None = KVLayout(tuple(layers))
         self.owners = [spec.owner for spec in layers]
         self.vocab_size = target.vocab_size

@@ -21,7 +21,6 @@ from specdec.attention.plan import KVPlan, plan_verify
 from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.trees.growth import Growth
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Observation, StatelessDrafter
-from specdec.kvcache.index_spaces import Space
 
 PROMPT = "A snail climbs 5 feet up a wall each day and slips back 2 feet each night. How far is it after 4 days?"
 
@@ -140,7 +139,9 @@ def main() -> None:
 
     committed = int(plan.committed_len[0])
     console.print(f"[bold]{args.prompt}[/]\n{out.text}\n")
-    console.print(f"A round after S = {committed} committed tokens, sliding window {engine.target.layout.window}:")
+    console.print(
+        f"A round after S = {committed} committed tokens, sliding window {engine.target.layout.widest_window}:"
+    )
     console.print(draw_tree(seen, text))
 
     mask = Table(title="row sees column (ancestor or self)", show_header=True)
@@ -151,11 +152,10 @@ def main() -> None:
         mask.add_row(str(node), *("T" if seen else "." for seen in row))
     console.print(mask)
 
-    assert plan.write_full is not None and plan.write_swa is not None
-    console.print("where the nodes' K/V go      full", plan.write_full.tolist(), " SWA", plan.write_swa.tolist())
-    for name, space in (("full", Space.FULL), ("SWA ", Space.SWA)):
-        pages, start = (part[0].tolist() for part in plan.prefix.pages(space))
-        console.print(f"prefix page table, {name}      {len(pages)} entries from position {start}: {pages[:6]} ...")
+    for group in engine.table.allocator.groups.groups:
+        pages, start = (part[0].tolist() for part in plan.prefix.pages(group.id))
+        console.print(f"{group.name}: the nodes' K/V go to slots {plan.write_slots(group.id).tolist()}")
+        console.print(f"    prefix page table: {len(pages)} entries from position {start}: {pages[:6]} ...")
     console.print(
         f"accepted path {list(seen.accepted)}, bonus {text(seen.bonus)!r}: {len(seen.accepted)} tokens from one target "
         "forward; "

@@ -4,8 +4,8 @@ from specdec.errors import FrozenKVError, KVStateError, OutOfSlotsError, SpecDec
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.frozen import KVView, frozen_kv, own_view
-from specdec.kvcache.index_spaces import FullLoc, Space, SwaLoc
-from specdec.kvcache.layout import KVLayout, layout_from_config
+from specdec.kvcache.index_spaces import ByGroup, GroupId, GroupLoc, PrimaryLoc
+from specdec.kvcache.layout import CacheGroups, KVLayout, layout_from_config
 from specdec.kvcache.prefix_cache import PrefixCache
 from specdec.kvcache.store import KVStore
 from specdec.kvcache.table import RequestTable, Rows
@@ -13,21 +13,23 @@ from specdec.kvcache.table import RequestTable, Rows
 assert __name__ == "specdec.kvcache", "import specdec.kvcache, not kvcache"
 
 __all__ = [
+    "ByGroup",
+    "CacheGroups",
+    "KVLayout",
     "FrozenKVError",
-    "FullLoc",
+    "GroupId",
+    "GroupLoc",
     "HybridAllocator",
     "KVCache",
-    "KVLayout",
     "KVStateError",
     "KVStore",
     "KVView",
     "OutOfSlotsError",
     "PrefixCache",
+    "PrimaryLoc",
     "RequestTable",
     "Rows",
-    "Space",
     "SpecDecError",
-    "SwaLoc",
     "frozen_kv",
     "layout_from_config",
     "own_view",

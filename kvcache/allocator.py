@@ -1,19 +1,20 @@
-"""One allocator over the full pool and the SWA pool: the single authority on slots, and the holder of the FROZEN state.
+"""One allocator over the pools of all groups: the single authority on slots, and the holder of the FROZEN state.
 
-It is the only place that makes a `SwaLoc` from a `FullLoc`. Paging is in lockstep: a full page has one SWA peer, or
-none once it is evicted. Invariants (`check`):
+It is the only place that makes a `GroupLoc` from a `PrimaryLoc`. Paging is in lockstep: a primary page has one peer in
+each windowed group, or none there once it is evicted. Invariants (`check`):
 
     1. free + held + cached = capacity, per pool; the claims on a page are counted exactly (`PagedAllocator`).
-    2. full_to_swa[slot] is 0 where the SWA peer is not claimed; non-zero entries are distinct and never free.
-    3. alloc takes from both pools or from neither.
-    4. free: read mapping, free SWA, clear mapping, free full; freeing twice raises.
-    5. evict frees SWA slots only.
+    2. a group's map is 0 where the peer is not claimed; non-zero entries are distinct and never free.
+    3. alloc takes from all pools or from none.
+    4. free: read maps, free peers, clear maps, free primary; freeing twice raises.
+    5. evict frees peers of one group only.
     6. windows stay mapped; this needs lengths, so `RequestTable.check` asserts it.
 
-A page may be held by several rows and kept by the prefix cache, its SWA peer by some of them. Each releases its own
+A page may be held by several rows and kept by the prefix cache, its peers by some of them. Each releases its own
 claim, and a page without claims is free. Pages that only the cache claims are available: alloc reclaims them.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -21,14 +22,15 @@ import torch
 
 from specdec.errors import DoubleFreeError, FrozenKVError, OutOfSlotsError
 from specdec.gpu.mirrored_array import IntArray, MirroredArray
-from specdec.kvcache.index_spaces import FullLoc, Space, SwaLoc
+from specdec.kvcache.index_spaces import PRIMARY, ByGroup, GroupId, GroupLoc, PrimaryLoc
+from specdec.kvcache.layout import CacheGroups
 from specdec.kvcache.page_pool import BoolArray, PagedAllocator
 
 
 class PageCache(Protocol):
     """Keeps pages that rows have given back, until they are needed elsewhere (`PrefixCache`)."""
 
-    def release(self, full_pages: int, swa_pages: int) -> None:
+    def release(self, pages: ByGroup[int]) -> None:
         """Free this many more pages of each pool, or all that only the cache claims."""
 
     def reset(self) -> None:
@@ -39,23 +41,28 @@ class PageCache(Protocol):
 
 
 class HybridAllocator:
-    """Slots of both spaces: `full_pages` and `swa_pages` pages of `page_size` slots, page 0 not counted. `swa_pages` is
-    None for a model without sliding layers."""
+    """Slots of all groups: `pages` of each group's pool, page 0 not counted, of `page_size` slots.
 
-    def __init__(self, *, full_pages: int, swa_pages: int | None, page_size: int, device: torch.device) -> None:
+    maps: [groups, primary slots], the slot of each primary slot's peer in a windowed group; 0 where it has none. The
+    primary group's line is not used: its slots are the primary ones.
+    """
+
+    def __init__(self, groups: CacheGroups, pages: Sequence[int], *, page_size: int, device: torch.device) -> None:
+        assert len(pages) == len(groups.groups), f"{pages=} {groups=}"
+        self.groups = groups
         self.page_size = page_size
         self.device = device
-        self.full = PagedAllocator("full", full_pages)
-        self.swa = None if swa_pages is None else PagedAllocator("SWA", swa_pages)
-        self.full_to_swa = MirroredArray(((full_pages + 1) * page_size,), device)
+        pools = [PagedAllocator(group.name, count) for group, count in zip(groups.groups, pages, strict=True)]
+        self.pools = ByGroup(tuple(pools))
+        self.primary = self.pools[PRIMARY]
+        self.windowed = tuple(group.id for group in groups.windowed)
+        self.maps = MirroredArray((len(pages), (pages[0] + 1) * page_size), device)
         self.cache: PageCache | None = None
         self._frozen_for: list[object] = []  # workers with an open frozen view
 
-    def num_slots(self, space: Space) -> int:
-        """Slots of one space, page 0 included: the first size of every K/V tensor in it."""
-        pool = self.full if space is Space.FULL else self.swa
-        assert pool is not None, "no SWA space"
-        return (pool.capacity + 1) * self.page_size
+    def num_slots(self, group: GroupId) -> int:
+        """Slots of one pool, page 0 included: the first size of every tensor of the group."""
+        return (self.pools[group].capacity + 1) * self.page_size
 
     @property
     def frozen(self) -> bool:
@@ -80,112 +87,111 @@ class HybridAllocator:
             )
 
     @property
-    def pools(self) -> list[PagedAllocator]:
-        return [self.full] if self.swa is None else [self.full, self.swa]
-
-    @property
     def available_pages(self) -> int:
-        """Pages that `alloc` can give now: the smaller number of the two pools."""
+        """Pages that `alloc` can give now: the smallest number of all pools."""
         return min(pool.available_pages for pool in self.pools)
 
-    def alloc(self, num_pages: int) -> FullLoc:
-        """Take whole pages from both pools, or from neither; if too few are free, the cache releases pages.
+    def alloc(self, num_pages: int) -> PrimaryLoc:
+        """Take whole pages from all pools, or from none; if too few are free, the cache releases pages.
 
-        Returns their full slots [num_pages * page_size] int64 on the host, already mapped to SWA slots.
-        Raises OutOfSlotsError, with nothing taken, when either pool has fewer.
+        Returns their primary slots [num_pages * page_size] int64 on the host, already mapped to a peer in every group.
+        Raises OutOfSlotsError, with nothing taken, when a pool has fewer.
         """
         self.require_unfrozen("alloc")
         assert num_pages >= 0, f"{num_pages=}"
         if num_pages > self.available_pages:
             there = (f"{pool.available_pages} of {pool.capacity} in the {pool.name} pool" for pool in self.pools)
             raise OutOfSlotsError(f"{num_pages} pages needed; free: {', '.join(there)}")
-        full_short = num_pages - self.full.free_pages
-        swa_short = 0 if self.swa is None else num_pages - self.swa.free_pages
-        if self.cache is not None and (full_short > 0 or swa_short > 0):
-            self.cache.release(max(full_short, 0), max(swa_short, 0))
-        slots = self._slots(self.full.alloc(num_pages))
-        if self.swa is not None and num_pages:
-            self.full_to_swa[slots] = self._slots(self.swa.alloc(num_pages))
-        return FullLoc(torch.from_numpy(slots))
+        short = self.pools.map(lambda pool: max(num_pages - pool.free_pages, 0))
+        if self.cache is not None and any(short):
+            self.cache.release(short)
+        slots = self._slots(self.primary.alloc(num_pages))
+        if num_pages:
+            for group in self.windowed:
+                self.maps[group, slots] = self._slots(self.pools[group].alloc(num_pages))
+        return PrimaryLoc(torch.from_numpy(slots))
 
-    def share(self, pages: IntArray, num_evicted: int) -> FullLoc:
-        """One more row holds `pages`, and the SWA peers of all but the first `num_evicted`; their full slots."""
+    def share(self, pages: IntArray, num_evicted: IntArray) -> PrimaryLoc:
+        """One more row holds `pages`, and their peers but for the first `num_evicted` [groups]; their primary slots."""
         self.require_unfrozen("share")
-        self.full.share(pages)
-        if self.swa is not None:
-            self.swa.share(self._swa_peers(pages[num_evicted:]))
-        return FullLoc(torch.from_numpy(self._slots(pages)))
+        self.primary.share(pages)
+        for group in self.windowed:
+            self.pools[group].share(self._peers(group, pages[num_evicted[group] :]))
+        return PrimaryLoc(torch.from_numpy(self._slots(pages)))
 
-    def free(self, slots: FullLoc, *, rows: IntArray | int = 0, evicted: BoolArray | bool = False) -> None:
+    def free(self, slots: PrimaryLoc, *, rows: IntArray | int = 0, evicted: BoolArray | None = None) -> None:
         """Release the claims of rows on whole pages. slots [M]: all slots of each page, once for each row that frees
         it.
 
-        rows: [M] the row that frees each slot, or one for all. evicted: [M] whether that row's claim on the SWA peer
-        was released before. Raises DoubleFreeError, with nothing changed, for a page that is not held, or freed twice
-        by a row.
+        rows: [M] the row that frees each slot, or one for all. evicted: [groups, M], whether that row's claim on the
+        peer was released before; None: on none. Raises DoubleFreeError, with nothing changed, for a page that is not
+        held, or freed twice by a row.
         """
         self.require_unfrozen("free")
         pages, heads = self._pages(slots, "free")
-        claims = pages if isinstance(rows, int) else rows[heads] * (self.full.capacity + 1) + pages
-        self.full.require_claims(pages, once=claims)
-        if self.swa is not None:
-            seen = pages[~np.broadcast_to(evicted, slots.shape)[heads]]
-            self._release_swa(seen[self.is_mapped(seen)])
-        self.full.free(pages)
+        claims = pages if isinstance(rows, int) else rows[heads] * (self.primary.capacity + 1) + pages
+        self.primary.require_claims(pages, once=claims)
+        for group in self.windowed:
+            seen = pages if evicted is None else pages[~evicted[group][heads]]
+            self._release_peers(group, seen[self.is_mapped(group, seen)])
+        self.primary.free(pages)
 
-    def evict(self, slots: FullLoc) -> None:
-        """Release the claims of rows on the SWA peers of whole pages, named once for each row; their full slots stay
-        held. Raises DoubleFreeError, with nothing changed, on an evicted page."""
+    def evict(self, group: GroupId, slots: PrimaryLoc) -> None:
+        """Release the claims of rows on the peers of whole pages in one windowed group, named once for each row; their
+        primary slots stay held. Raises DoubleFreeError, with nothing changed, on an evicted page."""
         self.require_unfrozen("evict")
         pages, _ = self._pages(slots, "evict")
-        if self.swa is None:
-            return
-        self.full.require_claims(pages)
-        if not self.is_mapped(pages).all():
-            raise DoubleFreeError(f"SWA pool: pages {pages.tolist()} are not all mapped; some were evicted before")
-        self._release_swa(pages)
+        self.primary.require_claims(pages)
+        if not self.is_mapped(group, pages).all():
+            name = self.pools[group].name
+            raise DoubleFreeError(f"{name} pool: pages {pages.tolist()} are not all mapped; some were evicted before")
+        self._release_peers(group, pages)
 
-    def keep(self, pages: IntArray, num_evicted: int) -> None:
-        """The cache claims `pages` that rows hold, and the SWA peers of all but the first `num_evicted`."""
+    def keep(self, pages: IntArray) -> None:
+        """The cache claims `pages` that rows hold, in the primary pool."""
         self.require_unfrozen("keep")
-        self.full.keep(pages)
-        self.keep_swa(pages[num_evicted:])
+        self.primary.keep(pages)
 
-    def keep_swa(self, pages: IntArray) -> None:
-        """The cache claims the SWA peers of `pages`, which rows hold."""
+    def keep_peers(self, group: GroupId, pages: IntArray) -> None:
+        """The cache claims the peers of `pages` in one group, which rows hold."""
         self.require_unfrozen("keep")
-        if self.swa is not None:
-            self.swa.keep(self._swa_peers(pages))
+        self.pools[group].keep(self._peers(group, pages))
 
     def forget(self, pages: IntArray) -> None:
-        """Release the cache's claims on `pages` and on their SWA peers, as far as it has them."""
+        """Release the cache's claims on `pages` and on their peers, as far as it has them."""
         self.require_unfrozen("forget")
-        self.forget_swa(pages[self.is_kept_in_swa(pages)])
-        self.full.forget(pages)
+        for group in self.windowed:
+            self.forget_peers(group, pages[self.is_kept(group, pages)])
+        self.primary.forget(pages)
 
-    def forget_swa(self, pages: IntArray) -> None:
-        """The cache gives up the SWA peers of `pages`."""
+    def forget_peers(self, group: GroupId, pages: IntArray) -> None:
+        """The cache gives up the peers of `pages` in one group."""
         self.require_unfrozen("forget")
-        if self.swa is not None:
-            self._unmap(pages[self.swa.forget(self._swa_peers(pages))])
+        self._unmap(group, pages[self.pools[group].forget(self._peers(group, pages))])
 
-    def is_mapped(self, pages: IntArray) -> BoolArray:
-        """Mask of `pages` that have an SWA peer."""
-        mapped: BoolArray = self._swa_peers(pages) != 0
+    def is_mapped(self, group: GroupId, pages: IntArray) -> BoolArray:
+        """Mask of `pages` that have a peer in a group."""
+        mapped: BoolArray = self._peers(group, pages) != 0
         return mapped
 
-    def is_kept_in_swa(self, pages: IntArray) -> BoolArray:
-        """Whether the cache claims the SWA peer of each page."""
-        return np.zeros(len(pages), dtype=np.bool_) if self.swa is None else self.swa.is_kept(self._swa_peers(pages))
+    def is_kept(self, group: GroupId, pages: IntArray) -> BoolArray:
+        """Whether the cache claims the peer of each page in a group."""
+        return self.pools[group].is_kept(self._peers(group, pages))
 
-    def is_idle_in_swa(self, pages: IntArray) -> BoolArray:
-        """Whether the cache alone claims the SWA peer of each page."""
-        kept = self.is_kept_in_swa(pages)
-        return kept if self.swa is None else kept & ~self.swa.is_held(self._swa_peers(pages))
+    def is_idle(self, group: GroupId, pages: IntArray) -> BoolArray:
+        """Whether the cache alone claims the peer of each page in a group."""
+        peers, pool = self._peers(group, pages), self.pools[group]
+        idle: BoolArray = pool.is_kept(peers) & ~pool.is_held(peers)
+        return idle
 
-    def translate(self, slots: FullLoc) -> SwaLoc:
-        """The SWA slots of `slots` (any shape, on the allocator's device); 0, the null slot, where there is none."""
-        return SwaLoc(self.full_to_swa.tensor[slots])
+    def translate(self, group: GroupId, slots: PrimaryLoc) -> GroupLoc:
+        """The slots of `slots` (any shape, on the allocator's device) in a group; 0, the null slot, where there is
+        none."""
+        return GroupLoc(slots if group == PRIMARY else self.maps.tensor[group][slots])
+
+    def peer_slots(self, group: GroupId, slots: IntArray) -> IntArray:
+        """`translate` on the host."""
+        return slots if group == PRIMARY else self.maps.host[group, slots]
 
     def reset(self) -> None:
         """Forget every holder, the cache too: all pages are free, nothing is mapped, nothing is frozen."""
@@ -193,40 +199,41 @@ class HybridAllocator:
             self.cache.reset()
         for pool in self.pools:
             pool.reset()
-        self.full_to_swa.clear()
+        self.maps.clear()
         self._frozen_for = []
 
     def check(self) -> None:
         """Assert invariants 1, 2 and 4; cheap enough to call after every operation of a test."""
-        self.full.check()
+        self.primary.check()
         if self.cache is not None:
             self.cache.check()
-        mapping = self.full_to_swa.host.reshape(-1, self.page_size)  # [pages, page_size]
+        for group in self.windowed:
+            self._check_group(group)
+
+    def _check_group(self, group: GroupId) -> None:
+        pool, name = self.pools[group], self.pools[group].name
+        pool.check()
+        mapping = self.maps.host[group].reshape(-1, self.page_size)  # [pages, page_size]
         heads = mapping[:, 0]
         mapped = heads != 0
-        assert (mapping[0] == 0).all(), "page 0 is mapped"
+        assert (mapping[0] == 0).all(), f"{name}: page 0 is mapped"
         own = heads[mapped, None] + np.arange(self.page_size)
-        assert (mapping[mapped] == own).all(), "a page's SWA slots are not one page"
-        assert (mapping[~mapped] == 0).all(), "a page is mapped in part"
-        if self.swa is None:
-            assert not mapped.any(), "a mapping without an SWA pool"
-            return
-        self.swa.check()
-        swa_pages = heads[mapped] // self.page_size
-        assert len(np.unique(swa_pages)) == len(swa_pages), "an SWA page has two owners"
-        assert (self.swa.is_held(swa_pages) | self.swa.is_kept(swa_pages)).all(), "a mapped SWA page is free"
-        assert len(swa_pages) == self.swa.capacity - self.swa.free_pages, "an SWA page is held but not mapped"
-        pages = np.flatnonzero(mapped)
-        assert (self.full.is_held(pages) | self.full.is_kept(pages)).all(), "a free full page is mapped"
-        more = self.swa.num_holders(swa_pages) > self.full.num_holders(pages)
-        assert not more.any(), f"pages {pages[more].tolist()}: more rows hold the SWA peer than the page"
-        kept = self.full.is_kept(pages[self.swa.is_kept(swa_pages)])
-        assert kept.all(), "the cache keeps the peer of a page that it does not"
+        assert (mapping[mapped] == own).all(), f"{name}: the peer of a page is not one page"
+        assert (mapping[~mapped] == 0).all(), f"{name}: a page is mapped in part"
+        peers, pages = heads[mapped] // self.page_size, np.flatnonzero(mapped)
+        assert len(np.unique(peers)) == len(peers), f"{name}: a page has two owners"
+        assert (pool.is_held(peers) | pool.is_kept(peers)).all(), f"{name}: a mapped page is free"
+        assert len(peers) == pool.capacity - pool.free_pages, f"{name}: a page is held but not mapped"
+        assert (self.primary.is_held(pages) | self.primary.is_kept(pages)).all(), f"{name}: a free page is mapped"
+        more = pool.num_holders(peers) > self.primary.num_holders(pages)
+        assert not more.any(), f"{name}: more rows hold the peers of pages {pages[more].tolist()} than the pages"
+        kept = self.primary.is_kept(pages[pool.is_kept(peers)])
+        assert kept.all(), f"{name}: the cache keeps the peer of a page that it does not"
 
     def _slots(self, pages: IntArray) -> IntArray:
         return (pages[:, None] * self.page_size + np.arange(self.page_size)).reshape(-1)
 
-    def _pages(self, slots: FullLoc, operation: str) -> tuple[IntArray, IntArray]:
+    def _pages(self, slots: PrimaryLoc, operation: str) -> tuple[IntArray, IntArray]:
         """Page ids of whole pages, named slot by slot in any order, and where the first slot of each is."""
         ids = slots.cpu().numpy()
         heads = np.flatnonzero(ids % self.page_size == 0)
@@ -236,15 +243,14 @@ class HybridAllocator:
             raise DoubleFreeError(f"{operation} takes whole pages of {self.page_size} slots, got slots {ids.tolist()}")
         return pages, heads
 
-    def _swa_peers(self, pages: IntArray) -> IntArray:
-        """The SWA page of each full page, 0 where there is none."""
-        return self.full_to_swa.host[pages * self.page_size] // self.page_size
+    def _peers(self, group: GroupId, pages: IntArray) -> IntArray:
+        """The page of each primary page in a group, 0 where there is none."""
+        return pages if group == PRIMARY else self.maps.host[group, pages * self.page_size] // self.page_size
 
-    def _release_swa(self, pages: IntArray) -> None:
-        """Rows give up the SWA peers of `pages`."""
-        assert self.swa is not None
-        self._unmap(pages[self.swa.free(self._swa_peers(pages))])
+    def _release_peers(self, group: GroupId, pages: IntArray) -> None:
+        """Rows give up the peers of `pages`."""
+        self._unmap(group, pages[self.pools[group].free(self._peers(group, pages))])
 
-    def _unmap(self, pages: IntArray) -> None:
-        """The SWA peers of `pages` are free."""
-        self.full_to_swa[self._slots(pages)] = 0
+    def _unmap(self, group: GroupId, pages: IntArray) -> None:
+        """The peers of `pages` are free."""
+        self.maps[group, self._slots(pages)] = 0

@@ -1,12 +1,11 @@
 """All that one engine keeps about KV: which request owns which slots, and every model's tensors at those slots.
 
-    allocator   slots of both spaces            table    which request owns which, and how many are committed
+    allocator   slots of all groups             table    which request owns which, and how many are committed
     stores      one per model that keeps K/V    move     visits every store, so that no model's K/V is left out
 
 It computes nothing itself: storing and moving are the backend's.
 """
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -14,7 +13,7 @@ import torch
 from specdec.gpu.mirrored_array import MirroredArray, flush
 from specdec.gpu.ranks import Ranks
 from specdec.kvcache.allocator import HybridAllocator
-from specdec.kvcache.index_spaces import FullLoc, Space, SwaLoc
+from specdec.kvcache.index_spaces import ByGroup, GroupId, GroupLoc
 from specdec.kvcache.layout import KVLayout
 from specdec.kvcache.sanitize import Sanitizer
 from specdec.kvcache.store import KVStore, LayerKV, Split
@@ -24,11 +23,11 @@ from specdec.kvcache.table import Move, RequestTable
 class KVOperations(Protocol):
     """Operations on the tensors of a store, which a backend of `specdec.attention` has."""
 
-    def store(self, layer: LayerKV, slots: FullLoc | SwaLoc, k: torch.Tensor, v: torch.Tensor) -> None:
+    def store(self, layer: LayerKV, slots: GroupLoc, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write k, v [T, Hkv, D] at slots [T]."""
 
-    def move(self, store: KVStore, space: Space, source: FullLoc | SwaLoc, destination: FullLoc | SwaLoc) -> None:
-        """Copy K/V of slots [M] in every layer of the space: all sources are read before anything is written."""
+    def move(self, store: KVStore, group: GroupId, source: GroupLoc, destination: GroupLoc) -> None:
+        """Copy K/V of slots [M] in every layer of the group: all sources are read before anything is written."""
 
 
 class KVCache:
@@ -63,30 +62,36 @@ class KVCache:
         if self.sanitizer is not None:
             self.sanitizer.check()
             more = (*more, self.sanitizer.owners)
-        flush([self.table.slots, self.table.committed_len, self.allocator.full_to_swa, *more])
+        flush([self.table.slots, self.table.committed_len, self.allocator.maps, *more])
 
     def move(self, move: Move) -> None:
-        """Copy K/V from slot to slot, in both spaces of every store."""
-        self.allocator.require_unfrozen("move")
-        swa = None if self.allocator.swa is None else [self.allocator.translate(slots) for slots in move]
+        """Copy K/V from slot to slot, in all groups of every store."""
+        allocator = self.allocator
+        allocator.require_unfrozen("move")
+        moves = ByGroup(
+            tuple([allocator.translate(group, slots) for slots in move] for group, _ in allocator.pools.items())
+        )
         if self.ranks is None:
-            self._move_on(0, move, swa)
+            self._move_on(0, moves)
             return
         self.ranks.begin()
-        for rank, sent in enumerate(self.ranks.send((move, swa))):
+        for rank, sent in enumerate(self.ranks.send(moves)):
             with self.ranks.on(rank):
-                self._move_on(rank, *sent)
+                self._move_on(rank, sent)
         self.ranks.join()
 
-    def _move_on(self, rank: int, full: Move, swa: Sequence[SwaLoc] | None) -> None:
+    def _move_on(self, rank: int, moves: ByGroup[list[GroupLoc]]) -> None:
         for store in self.stores:
             if store.rank == rank:
-                self.operations.move(store, Space.FULL, *full)
-                if swa is not None:
-                    self.operations.move(store, Space.SWA, *swa)
+                for group, (source, destination) in moves.items():
+                    self.operations.move(store, group, source, destination)
 
-    def bytes_by_space(self) -> dict[Space, int]:
-        return {space: sum(t.nbytes for store in self.stores for t in store.tensors(space)) for space in Space}
+    def bytes_by_group(self) -> dict[str, int]:
+        """Bytes of all tensors of each group, by its name."""
+        return {
+            group.name: sum(tensor.nbytes for store in self.stores for tensor in store.tensors(group.id))
+            for group in self.allocator.groups.groups
+        }
 
     def clear(self) -> None:
         for store in self.stores:

@@ -9,15 +9,15 @@ from typing import NamedTuple, Protocol, Required, TypedDict, Unpack
 
 import torch
 
-from specdec.kvcache.index_spaces import FullLoc, SwaLoc
+from specdec.kvcache.index_spaces import GroupLoc
 
 
 class Destination(NamedTuple):
-    """Pools [slots, Hkv, D] that a layer writes its new K/V to, and their slots [T], both of one space."""
+    """Pools [slots, Hkv, D] that a layer writes its new K/V to, and their slots [T], all of one group."""
 
     pool_k: torch.Tensor
     pool_v: torch.Tensor
-    slots: FullLoc | SwaLoc
+    slots: GroupLoc
 
 
 class ScoreOptions(TypedDict, total=False):

@@ -1,75 +1,195 @@
-"""Layout of a model's KV cache, read from its Hugging Face text config.
+"""What each layer of a model keeps, as data: fields a token, and how long they stay readable. It allocates nothing.
 
-`KVLayout` answers, per decoder layer: which space its keys live in, which layer owns them (kv-shared layers read the
-last non-shared layer of their type), how many kv heads of which size, and the sliding window. It allocates nothing.
-One invariant: an owner owns itself, and a layer has its owner's space, heads and window.
+    CacheField    k: 4 heads x 192; v: 4 heads x 128
+    Retention     Full(): every token; Window(n): the n newest, the query's own included
+    LayerCache    one layer: its fields and retention, and the layer that owns them
+    CacheGroup    all layers of an engine's models with one retention: they share slots and page tables
+
+Models with other layers are other data: nothing that allocates, pages or evicts names a kind of layer. A layout is read
+from a Hugging Face text config. Invariant: an owner owns itself, and a layer has its owner's fields and retention.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from specdec.errors import UnsupportedModelError
-from specdec.kvcache.index_spaces import Space
+from specdec.kvcache.index_spaces import PRIMARY, GroupId
 
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
 
 
+class CacheField(NamedTuple):
+    """A tensor that a layer keeps for each token: `heads` x `dim` numbers in the model's dtype."""
+
+    name: str
+    heads: int
+    dim: int
+
+    @property
+    def numbers(self) -> int:
+        return self.heads * self.dim
+
+
 @dataclass(frozen=True, slots=True)
-class LayerSpec:
-    """One decoder layer: `owner` is the layer whose K/V it reads; `window` is None on full layers."""
+class Full:
+    """Every token of a request stays readable."""
+
+    @property
+    def name(self) -> str:
+        return "full"
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The newest `keys` tokens stay readable, the query's own included."""
+
+    keys: int
+
+    @property
+    def name(self) -> str:
+        return f"window {self.keys}"
+
+
+Retention = Full | Window
+
+
+class CacheGroup(NamedTuple):
+    """Layers that share slots: those of one retention, of every model of an engine."""
+
+    id: GroupId
+    retention: Retention
+
+    @property
+    def name(self) -> str:
+        return self.retention.name
+
+    @property
+    def window(self) -> int | None:
+        return self.retention.keys if isinstance(self.retention, Window) else None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """One decoder layer: `owner` is the layer whose fields it reads."""
 
     layer: int
     owner: int
     layer_type: str
-    num_kv_heads: int
-    head_dim: int
-    window: int | None
+    fields: tuple[CacheField, ...]
+    retention: Retention
 
     @property
-    def space(self) -> Space:
-        return Space.FULL if self.window is None else Space.SWA
+    def k(self) -> CacheField:
+        return self.fields[0]
+
+    @property
+    def v(self) -> CacheField:
+        return self.fields[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.k.heads
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of a key, and of a query, in one head."""
+        return self.k.dim
+
+    @property
+    def window(self) -> int | None:
+        """The window through which the layer attends; None: it sees every token."""
+        return self.retention.keys if isinstance(self.retention, Window) else None
+
+
+def attention_fields(heads: int, k_dim: int, v_dim: int | None = None) -> tuple[CacheField, ...]:
+    """Fields of an attention layer: K and V of `heads` heads. v_dim None: V has K's size."""
+    return CacheField("k", heads, k_dim), CacheField("v", heads, k_dim if v_dim is None else v_dim)
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """All layers of a target. `window` is the widest sliding window, None for a model without sliding layers."""
+    """All layers of a model."""
 
-    layers: tuple[LayerSpec, ...]
+    layers: tuple[LayerCache, ...]
 
     @property
-    def window(self) -> int | None:
+    def owners(self) -> tuple[LayerCache, ...]:
+        """The layers that store something."""
+        return tuple(spec for spec in self.layers if spec.owner == spec.layer)
+
+    @property
+    def widest_window(self) -> int | None:
         return max((spec.window for spec in self.layers if spec.window is not None), default=None)
 
-    def owners(self, space: Space) -> tuple[LayerSpec, ...]:
-        """The layers that store K/V in `space`."""
-        return tuple(spec for spec in self.layers if spec.owner == spec.layer and spec.space is space)
+    @property
+    def max_head_dim(self) -> int:
+        return max(field.dim for spec in self.layers for field in spec.fields)
 
-    def last_owner(self, layer_type: str) -> LayerSpec | None:
+    def last_owner(self, layer_type: str) -> LayerCache | None:
         """The owner that the last layer of this type reads, as a frozen-KV drafter layer of that type does."""
         of_type = [spec for spec in self.layers if spec.layer_type == layer_type]
         return self.layers[of_type[-1].owner] if of_type else None
 
     def share(self, count: int) -> "KVLayout":
         """The layout of one rank, where the heads of every layer are divided among `count` ranks."""
-        return KVLayout(tuple(replace(spec, num_kv_heads=spec.num_kv_heads // count) for spec in self.layers))
+
+        def divided(spec: LayerCache) -> LayerCache:
+            return replace(spec, fields=tuple(field._replace(heads=field.heads // count) for field in spec.fields))
+
+        return KVLayout(tuple(map(divided, self.layers)))
 
     @classmethod
     def uniform(cls, num_layers: int, num_kv_heads: int, head_dim: int) -> "KVLayout":
-        """Layers that all keep K/V of one shape in full space, whatever window they attend through."""
-        shape = FULL_ATTENTION, num_kv_heads, head_dim, None
-        return cls(tuple(LayerSpec(layer, layer, *shape) for layer in range(num_layers)))
+        """Layers that all keep K and V of one shape of every token, whatever window they attend through."""
+        shape = FULL_ATTENTION, attention_fields(num_kv_heads, head_dim), Full()
+        return cls(tuple(LayerCache(layer, layer, *shape) for layer in range(num_layers)))
 
-    def numbers_per_slot(self, space: Space) -> int:
-        """Stored scalars (K and V, all owner layers) for one slot of `space`."""
-        return sum(2 * spec.num_kv_heads * spec.head_dim for spec in self.owners(space))
+    def numbers_per_slot(self, retention: Retention) -> int:
+        """Stored numbers of one token in the layers with this retention."""
+        return sum(field.numbers for spec in self.owners if spec.retention == retention for field in spec.fields)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroups:
+    """The groups of an engine: the primary group, then a group for each window, the narrowest first."""
+
+    groups: tuple[CacheGroup, ...]
+
+    @classmethod
+    def of_layouts(cls, layouts: Iterable[KVLayout]) -> "CacheGroups":
+        """Groups that the layers of these models need."""
+        windows = sorted(
+            {spec.retention.keys for layout in layouts for spec in layout.layers if isinstance(spec.retention, Window)}
+        )
+        kept: list[Retention] = [Full(), *map(Window, windows)]
+        return cls(tuple(CacheGroup(GroupId(number), retention) for number, retention in enumerate(kept)))
+
+    @property
+    def windowed(self) -> tuple[CacheGroup, ...]:
+        return self.groups[1:]
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Window of each windowed group."""
+        return tuple(group.window for group in self.groups if group.window is not None)
+
+    def group_of(self, retention: Retention) -> GroupId:
+        """The group of layers with this retention."""
+        found = next((group.id for group in self.groups if group.retention == retention), None)
+        assert found is not None, f"no group keeps {retention.name}; there are {[g.name for g in self.groups]}"
+        return found
+
+
+PRIMARY_ONLY = CacheGroups((CacheGroup(PRIMARY, Full()),))
 
 
 def layout_from_config(config: Any) -> KVLayout:
     """Read the layout from a HF text config (`config.get_text_config()` of a multimodal one).
 
     Honours `layer_types`, `sliding_window` (a model without `layer_types` but with a window slides on every layer, as
-    Mistral does), per-layer head sizes (`per_layer_config`), and `num_kv_shared_layers`.
+    Mistral does), per-layer head sizes and windows (`per_layer_config`), and `num_kv_shared_layers`.
     Raises UnsupportedModelError for layer types other than full and sliding attention, and for models whose text
     attention is not causal.
     """
@@ -91,30 +211,44 @@ def layout_from_config(config: Any) -> KVLayout:
         raise UnsupportedModelError(
             f"{name}: layer types {unknown} have no paged KV cache here; supported: {', '.join(supported)}"
         )
-    if SLIDING_ATTENTION in layer_types and (not isinstance(window, int) or window < 1):
-        raise UnsupportedModelError(f"{name}: sliding layers need a positive sliding_window, got {window!r}")
-
     first_shared = num_layers - int(getattr(config, "num_kv_shared_layers", 0) or 0)
-    specs: list[LayerSpec] = []
+    specs: list[LayerCache] = []
     for layer, layer_type in enumerate(layer_types):
-        owner, slides = layer, layer_type == SLIDING_ATTENTION
-        if layer >= first_shared:
-            same_type = [i for i in range(first_shared) if layer_types[i] == layer_type]
-            if not same_type:
-                raise UnsupportedModelError(
-                    f"{name}: kv-shared layer {layer} ({layer_type}) has no earlier layer of its type to read from; "
-                    f"the {first_shared} layers before the shared ones are {sorted(set(layer_types[:first_shared]))}"
-                )
-            owner = same_type[-1]
-        heads, head_dim = _kv_geometry(config, owner)
-        specs.append(LayerSpec(layer, owner, layer_type, heads, head_dim, window if slides else None))
+        owner = layer if layer < first_shared else _owner_of_shared(name, layer, layer_types, first_shared)
+        fields = attention_fields(*_kv_geometry(config, owner))
+        retention = _retention(name, config, owner) if layer_type == SLIDING_ATTENTION else Full()
+        specs.append(LayerCache(layer, owner, layer_type, fields, retention))
     return KVLayout(tuple(specs))
 
 
-def _kv_geometry(config: Any, layer: int) -> tuple[int, int]:
-    """(kv heads, head size) of one layer; hetero configs forbid reading the global attributes."""
+def _owner_of_shared(name: str, layer: int, layer_types: Sequence[str], first_shared: int) -> int:
+    """The last layer of its type that stores K/V."""
+    layer_type = layer_types[layer]
+    same_type = [i for i in range(first_shared) if layer_types[i] == layer_type]
+    if not same_type:
+        raise UnsupportedModelError(
+            f"{name}: kv-shared layer {layer} ({layer_type}) has no earlier layer of its type to read from; "
+            f"the {first_shared} layers before the shared ones are {sorted(set(layer_types[:first_shared]))}"
+        )
+    return same_type[-1]
+
+
+def _layer_config(config: Any, layer: int) -> Any:
+    """The config of one layer; hetero configs forbid reading the global attributes."""
     per_layer = getattr(config, "per_layer_config", None)
-    layer_config = per_layer[layer] if per_layer else config
+    return per_layer[layer] if per_layer else config
+
+
+def _retention(name: str, config: Any, layer: int) -> Window:
+    window = getattr(_layer_config(config, layer), "sliding_window", None) or getattr(config, "sliding_window", None)
+    if not isinstance(window, int) or window < 1:
+        raise UnsupportedModelError(f"{name}: sliding layers need a positive sliding_window, got {window!r}")
+    return Window(window)
+
+
+def _kv_geometry(config: Any, layer: int) -> tuple[int, int]:
+    """(kv heads, head size) of one layer."""
+    layer_config = _layer_config(config, layer)
     heads = getattr(layer_config, "num_key_value_heads", None) or layer_config.num_attention_heads
     head_dim = getattr(layer_config, "head_dim", None)
     return int(heads), int(config.hidden_size // config.num_attention_heads if head_dim is None else head_dim)

@@ -5,10 +5,10 @@ A radix tree: an edge is a run of whole pages, and its key the tokens that their
     root --[ 31 pages: the system prompt ]--+--[ 4 pages: one question ]
                                             '--[ 9 pages: another ]
 
-The tree claims every page in the full pool, its SWA peer only while there is room: SWA peers are released first. A
-match ends where a row can go on: its last `retain` tokens, or all of fewer, are mapped. When a pool runs short, pages
-that no row holds are released, the least recently used leaf first. It knows no request. Invariant: rows and tree have
-claims of their own, so a release takes nothing from a row.
+The tree claims every page in the primary pool, its peer in a windowed group only while there is room: peers are
+released first. A match ends where a row can go on: in every windowed group its last `retain` tokens, or all of fewer,
+are mapped. When a pool runs short, pages that no row holds are released, the least recently used leaf first. It knows
+no request. Invariant: rows and tree have claims of their own, so a release takes nothing from a row.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from specdec.gpu.mirrored_array import IntArray
+from specdec.kvcache.index_spaces import PRIMARY, ByGroup, GroupId
 from specdec.kvcache.table import RequestTable
 
 NO_PAGES: IntArray = np.zeros(0, dtype=np.int64)
@@ -26,13 +27,14 @@ BATCH = 64
 
 @dataclass(slots=True, eq=False, repr=False)
 class _Node:
-    """An edge of the tree and the subtree after it: key [n * page_size], pages [n]; num_swa: SWA peers kept of them."""
+    """An edge of the tree and the subtree after it: key [n * page_size], pages [n]; num_peers: [groups] how many of
+    them are kept in each pool."""
 
     key: IntArray
     pages: IntArray
     parent: "_Node | None"
+    num_peers: IntArray
     children: dict[bytes, "_Node"] = field(default_factory=dict)  # by the key of their first page
-    num_swa: int = 0
     name: bytes = b""  # by which its parent has it
 
 
@@ -87,7 +89,7 @@ class PrefixCache:
     def _insert(self, row: int, key: IntArray, salt: bytes) -> None:
         num_pages = min(len(key), int(self.table.committed_len.host[row])) // self.page_size
         pages = self.table.pages(row, num_pages)
-        evicted = int(self.table.evicted_len[row]) // self.page_size
+        evicted = self.table.evicted_len[:, row] // self.page_size  # [groups]
         path, end, done = self._walk(key[: num_pages * self.page_size], salt), self._root, 0
         for end, count in path:
             self._revive(end, pages[done : done + count], evicted - done)
@@ -108,30 +110,19 @@ class PrefixCache:
 
     def reset(self) -> None:
         """Forget everything, as the pools have done."""
-        self._unclaimed: list[tuple[IntArray, IntArray]] = []  # pages of the tree: evicted ones, and the others
-        self._root = _Node(NO_PAGES, NO_PAGES, None)
+        self._unclaimed: list[tuple[IntArray, IntArray]] = []  # pages of the tree, and how many are evicted, [groups]
+        self._root = self._node(NO_PAGES, NO_PAGES, None)
         self._by_age: dict[_Node, None] = {}  # least recently used first; a node is before its parent
 
-    def release(self, full_pages: int, swa_pages: int) -> None:
+    def release(self, pages: ByGroup[int]) -> None:
         """Free this many more pages of each pool, or all that only the cache claims."""
-        full, swa = self.allocator.full, self.allocator.swa
-        least_swa = 0 if swa is None else swa.free_pages + swa_pages
-        if full_pages:
-            least = full.free_pages + full_pages
-            short = max(full_pages, full.capacity // BATCH)
-            given_up = [NO_PAGES]
-            for node in self._leaves():
-                if short <= 0:
-                    break
-                given_up.append(self._trim(node, short))
-                short -= len(given_up[-1])
-            self.allocator.forget(np.concatenate(given_up[::-1]))  # alloc takes the pages cut off last first
-            for node in self._leaves():  # the other leaves, before pages that rows hold
-                if full.free_pages >= least:
-                    break
-                self.allocator.forget(self._cut(node, 0))
-        if swa is not None and swa.free_pages < least_swa:
-            self._release_swa(least_swa)
+        pools = self.allocator.pools
+        least = ByGroup(tuple(pool.free_pages + more for pool, more in zip(pools, pages, strict=True)))
+        if pages[PRIMARY]:
+            self._release_primary(least[PRIMARY])
+        for group in self.allocator.windowed:
+            if pools[group].free_pages < least[group]:
+                self._release_peers(group, least[group])
 
     def check(self) -> None:
         """Assert that the tree is well-formed, and that its claims agree with the pools."""
@@ -152,11 +143,12 @@ class PrefixCache:
         assert len(np.unique(pages)) == len(pages), "a page is in the tree twice"
         for node in found:
             assert node.parent is self._root or age[node] < age[node.parent], "a parent is older than its child"  # type: ignore[index]
-            assert node.num_swa == self._count_swa(node), f"{node.num_swa=} of {self._count_swa(node)}"
-        full, swa = self.allocator.full, self.allocator.swa
-        assert full.is_kept(pages).all() and len(pages) == full.kept_pages, "the pool says that other pages are kept"
-        if swa is not None:
-            assert sum(node.num_swa for node in found) == swa.kept_pages, "the SWA pool says that other pages are kept"
+            counted = self._count_peers(node.pages)
+            assert (node.num_peers == counted).all(), f"{node.num_peers=} of {counted}"
+        assert self.allocator.primary.is_kept(pages).all(), "a page of the tree is not kept"
+        for group, pool in self.allocator.pools.items():
+            kept = sum(int(node.num_peers[group]) for node in found)
+            assert kept == pool.kept_pages, f"{pool.name}: the tree keeps {kept} pages, the pool says {pool.kept_pages}"
 
     # the tree
 
@@ -176,38 +168,44 @@ class PrefixCache:
         return np.concatenate([self._root.pages, *(node.pages[:count] for node, count in path)])
 
     def _usable(self, pages: IntArray) -> IntArray:
-        """Returns the longest run of these first pages of a text whose last window is mapped as a whole.
+        """Returns the longest run of these first pages of a text whose last window is mapped as a whole, in every
+        windowed group.
 
         Of pages mapped . . x x x . x, with a window of 2 pages: the first 5.
         """
-        if self.table.retain is None:
-            return pages
         number = np.arange(len(pages))
-        last_dead = np.maximum.accumulate(np.where(self.allocator.is_mapped(pages), -1, number))
-        first_seen = np.maximum((number + 1) * self.page_size - self.table.retain, 0) // self.page_size
-        ends = np.flatnonzero(last_dead < first_seen)
+        fits = np.ones(len(pages), dtype=np.bool_)
+        for group in self.allocator.windowed:
+            last_dead = np.maximum.accumulate(np.where(self.allocator.is_mapped(group, pages), -1, number))
+            retain = int(self.table.retain[group])
+            fits &= last_dead < np.maximum((number + 1) * self.page_size - retain, 0) // self.page_size
+        ends = np.flatnonzero(fits)
         return pages[: ends[-1] + 1] if len(ends) else pages[:0]
 
-    def _append(self, parent: _Node, key: IntArray, pages: IntArray, num_evicted: int, salt: bytes) -> _Node:
+    def _node(self, key: IntArray, pages: IntArray, parent: _Node | None, name: bytes = b"") -> _Node:
+        return _Node(key, pages, parent, np.zeros(len(self.allocator.pools), dtype=np.int64), name=name)
+
+    def _append(self, parent: _Node, key: IntArray, pages: IntArray, num_evicted: IntArray, salt: bytes) -> _Node:
         """Keep `pages` after a node, to be claimed: a longer leaf, or a new one. salt: only below the root."""
-        num_evicted = max(num_evicted, 0)
-        self._unclaimed.append((pages[:num_evicted], pages[num_evicted:]))
+        num_evicted = num_evicted.clip(min=0)
+        self._unclaimed.append((pages, num_evicted))
         if parent is self._root or parent.children:
-            node = _Node(key.copy(), pages.copy(), parent, name=salt + self.first_page(key))
+            node = self._node(key.copy(), pages.copy(), parent, salt + self.first_page(key))
             parent.children[node.name] = node
         else:
             node = parent
             node.key, node.pages = np.concatenate([node.key, key]), np.concatenate([node.pages, pages])
-        if self.allocator.swa is not None:
-            node.num_swa += len(self._unclaimed[-1][1])
+        node.num_peers += (len(pages) - num_evicted).clip(min=0)
         return node
 
     def _claim(self) -> None:
         """Claim all appended pages in one call: a call for each would cost more than the tree."""
         if self._unclaimed:
-            evicted, mapped = zip(*self._unclaimed, strict=True)
+            self.allocator.keep(np.concatenate([pages for pages, _ in self._unclaimed]))
+            for group in self.allocator.windowed:
+                mapped = [pages[num_evicted[group] :] for pages, num_evicted in self._unclaimed]
+                self.allocator.keep_peers(group, np.concatenate(mapped))
             self._unclaimed = []
-            self.allocator.keep(np.concatenate(evicted + mapped), sum(map(len, evicted)))
 
     def _split(self, node: _Node, count: int) -> _Node:
         """Split off the first `count` pages as a node of their own, the parent of the rest."""
@@ -215,34 +213,41 @@ class PrefixCache:
         assert parent is not None
         self._claim()
         cut = count * self.page_size
-        upper = _Node(node.key[:cut].copy(), node.pages[:count].copy(), parent, name=node.name)
+        upper = self._node(node.key[:cut].copy(), node.pages[:count].copy(), parent, node.name)
         parent.children[upper.name] = upper
         node.key, node.pages, node.parent = node.key[cut:].copy(), node.pages[count:].copy(), upper
         node.name = self.first_page(node.key)
         upper.children[node.name] = node
         for part in (upper, node):
-            part.num_swa = self._count_swa(part)
+            part.num_peers = self._count_peers(part.pages)
         return upper
 
-    def _revive(self, node: _Node, pages: IntArray, num_evicted: int) -> None:
-        """Claim the SWA peers of a node's first pages again where a row has them: `pages`, with the same K/V.
+    def _revive(self, node: _Node, pages: IntArray, num_evicted: IntArray) -> None:
+        """Claim the peers of a node's first pages again where a row has them: `pages`, with the same K/V, of which the
+        first `num_evicted` [groups] have none.
 
-        A page whose peer is gone is exchanged for the row's own: each has its claims, so nothing is mapped anew.
+        A page whose peer is gone is exchanged for the row's own: each has its claims, so nothing is mapped anew. Not
+        where that would lose the peer in another group.
         """
-        if self.allocator.swa is None or node.num_swa == len(node.pages):
+        if (node.num_peers == len(node.pages)).all():
             return
         self._claim()
         kept = node.pages[: len(pages)]
-        dead = ~self.allocator.is_kept_in_swa(kept)
-        if not dead.any():
-            return
-        mapped = self.allocator.is_mapped(kept)
-        self.allocator.keep_swa(kept[dead & mapped])
-        exchanged = dead & ~mapped & (np.arange(len(pages)) >= num_evicted)
+        gains, loses = np.zeros((2, len(pages)), dtype=np.bool_)
+        for group in self.allocator.windowed:
+            dead = ~self.allocator.is_kept(group, kept)
+            mapped, own = self.allocator.is_mapped(group, kept), np.arange(len(pages)) >= num_evicted[group]
+            self.allocator.keep_peers(group, kept[dead & mapped])
+            gains |= dead & ~mapped & own
+            loses |= mapped & ~own
+        exchanged = gains & ~loses
         self.allocator.forget(kept[exchanged])
-        self.allocator.keep(pages[exchanged], 0)
+        self.allocator.keep(pages[exchanged])
+        for group in self.allocator.windowed:
+            own = np.arange(len(pages)) >= num_evicted[group]
+            self.allocator.keep_peers(group, pages[exchanged & own])
         kept[exchanged] = pages[exchanged]
-        node.num_swa = self._count_swa(node)
+        node.num_peers = self._count_peers(node.pages)
 
     def _touch(self, nodes: Sequence[_Node]) -> None:
         """These nodes, from the root on, are the ones used last; some may be new."""
@@ -258,7 +263,7 @@ class PrefixCache:
 
     def _trim(self, leaf: _Node, most: int) -> IntArray:
         """Cut off the last pages of a leaf that no row holds, at most `most`, back to where a match could end."""
-        held = np.flatnonzero(self.allocator.full.is_held(leaf.pages))
+        held = np.flatnonzero(self.allocator.primary.is_held(leaf.pages))
         least = int(held[-1]) + 1 if len(held) else 0
         left = max(least, len(leaf.pages) - most)
         if left > least:
@@ -273,28 +278,45 @@ class PrefixCache:
             del node.parent.children[node.name], self._by_age[node]
         elif len(pages):
             node.key, node.pages = node.key[: left * self.page_size].copy(), node.pages[:left].copy()
-            node.num_swa = self._count_swa(node)
+            node.num_peers = self._count_peers(node.pages)
         return pages
 
-    def _release_swa(self, least: int) -> None:
-        """Free SWA peers until `least` are free, first the peers that no match at the end of a node needs."""
-        swa, retain = self.allocator.swa, self.table.retain
-        assert swa is not None and retain is not None
-        batch = max(least, swa.free_pages + swa.capacity // BATCH)
+    def _release_primary(self, least: int) -> None:
+        """Free primary pages until `least` are free: of the oldest leaves first those that no row holds."""
+        pool = self.allocator.primary
+        short, given_up = max(least - pool.free_pages, pool.capacity // BATCH), [NO_PAGES]
+        for node in self._leaves():
+            if short <= 0:
+                break
+            given_up.append(self._trim(node, short))
+            short -= len(given_up[-1])
+        self.allocator.forget(np.concatenate(given_up[::-1]))  # alloc takes the pages cut off last first
+        for node in self._leaves():  # the other leaves, before pages that rows hold
+            if pool.free_pages >= least:
+                break
+            self.allocator.forget(self._cut(node, 0))
+
+    def _release_peers(self, group: GroupId, least: int) -> None:
+        """Free peers in a group until `least` are free, first those that no match at the end of a node needs."""
+        pool, retain = self.allocator.pools[group], int(self.table.retain[group])
+        batch = max(least, pool.free_pages + pool.capacity // BATCH)
         for tail, wanted in ((-(-retain // self.page_size), batch), (0, least)):
-            short, given_up = wanted - swa.free_pages, [NO_PAGES]
+            short, given_up = wanted - pool.free_pages, [NO_PAGES]
             for node in list(self._by_age):
                 if short <= 0:
                     break
-                if node.num_swa > tail:
+                if node.num_peers[group] > tail:
                     pages = node.pages[: len(node.pages) - tail]
-                    given_up.append(pages[self.allocator.is_idle_in_swa(pages)][:short])
-                    node.num_swa -= len(given_up[-1])
+                    given_up.append(pages[self.allocator.is_idle(group, pages)][:short])
+                    node.num_peers[group] -= len(given_up[-1])
                     short -= len(given_up[-1])
-            self.allocator.forget_swa(np.concatenate(given_up[::-1]))
+            self.allocator.forget_peers(group, np.concatenate(given_up[::-1]))
 
-    def _count_swa(self, node: _Node) -> int:
-        return int(np.count_nonzero(self.allocator.is_kept_in_swa(node.pages)))
+    def _count_peers(self, pages: IntArray) -> IntArray:
+        """[groups]: how many peers of these pages the cache keeps in each pool."""
+        return np.array(
+            [np.count_nonzero(self.allocator.is_kept(group, pages)) for group, _ in self.allocator.pools.items()]
+        )
 
     def _common_pages(self, key: IntArray, other: IntArray) -> int:
         length = min(len(key), len(other))

@@ -12,13 +12,14 @@ the host reads the record between rounds (`verdict`). It knows no plan and no re
 import os
 from collections.abc import Callable
 from enum import Enum
+from functools import partial
 
 import numpy as np
 import torch
 
 from specdec.errors import LocationError, name_row
 from specdec.gpu.mirrored_array import IntArray, MirroredArray
-from specdec.kvcache.index_spaces import Space
+from specdec.kvcache.index_spaces import PRIMARY, GroupId
 from specdec.kvcache.store import KVStore
 from specdec.kvcache.table import RequestTable
 
@@ -36,10 +37,10 @@ class Fault(Enum):
     READ = "would read {slot}, where the request table has {expected}"
     COVER = "would not see {expected}: its page table does not cover the prefix, or not the window"
     LENGTH = "is planned after a prefix of {expected_number} tokens, while {number} are committed"
-    POISON = "attends to a {space} slot that holds no key of its request: finite queries came out as NaN"
+    POISON = "attends to a {group} slot that holds no key of its request: finite queries came out as NaN"
 
 
-FAULTS = tuple((fault, space) for fault in Fault for space in Space)
+FAULTS = tuple(Fault)
 
 
 def sanitize_requested() -> bool:
@@ -54,13 +55,12 @@ class Sanitizer:
         self.table = table
         self.allocator = table.allocator
         self.stores: list[KVStore] = []
-        pages = self.allocator.full.capacity + 1
-        self.owners = MirroredArray((pages,), self.allocator.device)  # of each full page, at the last `check`
+        pages = self.allocator.primary.capacity + 1
+        self.owners = MirroredArray((pages,), self.allocator.device)  # of each primary page, at the last `check`
         self._record = torch.zeros(5, dtype=torch.int64, device=self.allocator.device)  # the first fault: see `note`
         self._capturing = False
-        self.allocator.full.on_free = lambda freed: self._poison(Space.FULL, freed)
-        if self.allocator.swa is not None:
-            self.allocator.swa.on_free = lambda freed: self._poison(Space.SWA, freed)
+        for group, pool in self.allocator.pools.items():
+            pool.on_free = partial(self._poison, group)
 
     def watch(self, store: KVStore) -> None:
         """One more store: nothing has been written to it, so all of it is poison but page 0."""
@@ -85,7 +85,7 @@ class Sanitizer:
     def note(
         self,
         fault: Fault,
-        space: Space,
+        group: GroupId,
         found: torch.Tensor,
         rows: torch.Tensor,
         positions: torch.Tensor,
@@ -97,7 +97,7 @@ class Sanitizer:
             return
         flat = found.reshape(-1)
         first = flat.long().argmax()[None]
-        code = torch.full_like(first, 1 + FAULTS.index((fault, space)))
+        code = torch.full_like(first, 1 + FAULTS.index(fault) + group * len(FAULTS))
         of_row = rows[:, None].expand_as(found)
         values = [x.expand_as(found).reshape(-1).index_select(0, first) for x in (of_row, positions, slots, expected)]
         fresh = torch.cat([code, *(value.long() for value in values)])
@@ -111,8 +111,9 @@ class Sanitizer:
         if code == 0:
             return
         self._record.zero_()
-        fault, space = FAULTS[code - 1]
-        words = {"space": space.value, "slot": self._slot(space, slot), "expected": self._slot(space, expected)}
+        fault, group = FAULTS[(code - 1) % len(FAULTS)], GroupId((code - 1) // len(FAULTS))
+        name = self.allocator.pools[group].name
+        words = {"group": name, "slot": self._slot(group, slot), "expected": self._slot(group, expected)}
         text = fault.value.format(**words, number=slot, expected_number=expected)
         raise name_row(LocationError(f"row {row}, position {position}: {text} {BLAME}"), row)
 
@@ -122,79 +123,83 @@ class Sanitizer:
         Rounds under way reorder slots within a row and change nothing of this. Raises LocationError.
         """
         allocator, table, page_size = self.allocator, self.table, self.allocator.page_size
-        mapping = allocator.full_to_swa.host
-        count = np.zeros(allocator.full.capacity + 1, dtype=np.int64)
+        count = np.zeros(allocator.primary.capacity + 1, dtype=np.int64)
         for row in table.active_rows.tolist():
             capacity, committed = int(table.capacity[row]), int(table.committed_len.host[row])
             slots = table.slots.host[row, :capacity]
             positions = np.arange(capacity)
-            where = (row, positions, slots, Space.FULL)
-            in_bounds = (slots >= page_size) & (slots < allocator.num_slots(Space.FULL))
+            where = (row, positions, slots, PRIMARY)
+            in_bounds = (slots >= page_size) & (slots < allocator.num_slots(PRIMARY))
             self._require(in_bounds, *where, "is outside of the pool")
             pages = slots // page_size
-            self._require(allocator.full.is_held(pages), *where, "has been freed")
+            self._require(allocator.primary.is_held(pages), *where, "has been freed")
             self._require(slots % page_size == positions % page_size, *where, "is out of its place in the page")
             if committed > capacity:
                 said = f"row {row}: {committed} tokens are committed, but it owns {capacity} slots {BLAME}"
                 raise name_row(LocationError(said), row)
             count[pages[::page_size]] += 1
-            if allocator.swa is None:
-                continue
-            kept = positions[int(table.evicted_len[row]) :]
-            peers = mapping[slots[kept]]
-            where = (row, kept, peers, Space.SWA)
-            mapped = (peers >= page_size) & (peers < allocator.num_slots(Space.SWA))
-            self._require(mapped, *where, f"is no peer of full slots {_few(slots[kept][~mapped])}")
-            self._require(allocator.swa.is_held(peers // page_size), *where, "has been freed")
+            for group in allocator.windowed:
+                kept = positions[int(table.evicted_len[group, row]) :]
+                peers = allocator.peer_slots(group, slots[kept])
+                where = (row, kept, peers, group)
+                mapped = (peers >= page_size) & (peers < allocator.num_slots(group))
+                self._require(mapped, *where, f"is no peer of full slots {_few(slots[kept][~mapped])}")
+                self._require(allocator.pools[group].is_held(peers // page_size), *where, "has been freed")
+        for group in allocator.windowed:
+            self._check_peers(group)
+        self._check_owners(count)
+
+    def _check_peers(self, group: GroupId) -> None:
+        """No two primary slots have the same peer."""
+        mapping = self.allocator.maps.host[group]
         times = np.bincount(mapping, minlength=2)
         times[0] = 0
         if (times > 1).any():
-            peer = int(times.argmax())
+            peer, name = int(times.argmax()), self.allocator.pools[group].name
             both = _few(np.flatnonzero(mapping == peer))
-            raise LocationError(f"full slots {both} have the same peer, swa slot {peer} {BLAME}")
-        self._check_owners(count)
+            raise LocationError(f"full slots {both} have the same peer, {name} slot {peer} {BLAME}")
 
     def _check_owners(self, count: IntArray) -> None:
-        """No full page is in more rows than it has owners; `owners` follows."""
-        full, pages = self.allocator.full, np.arange(len(count))
+        """No primary page is in more rows than it has owners; `owners` follows."""
+        full, pages = self.allocator.primary, np.arange(len(count))
         owners, holders = full.owners(pages), full.num_holders(pages)
         if (count > holders).any():
             page = int((count > holders).argmax())
-            slot = self._slot(Space.FULL, page * self.allocator.page_size)
+            slot = self._slot(PRIMARY, page * self.allocator.page_size)
             raise LocationError(f"{slot} is in {count[page]} rows and has {holders[page]} owners {BLAME}")
         changed = np.flatnonzero(owners != self.owners.host)
         self.owners[changed] = owners[changed]
 
     def _require(
-        self, right: np.ndarray, row: int, positions: IntArray, slots: IntArray, space: Space, text: str
+        self, right: np.ndarray, row: int, positions: IntArray, slots: IntArray, group: GroupId, text: str
     ) -> None:
         if not right.all():
             first = int(np.argmin(right))
-            slot = self._slot(space, int(slots[first]))
+            slot = self._slot(group, int(slots[first]))
             raise name_row(LocationError(f"row {row}, position {positions[first]}: {slot} {text} {BLAME}"), row)
 
-    def _slot(self, space: Space, slot: int) -> str:
+    def _slot(self, group: GroupId, slot: int) -> str:
         """A slot and its owners, in words."""
-        name = f"{space.value} slot {slot}"
+        pool = self.allocator.pools[group]
+        name = f"{pool.name} slot {slot}"
         if slot < self.allocator.page_size:
             return f"{name} (padding)"
         rows = []
         for row in self.table.active_rows.tolist():
             slots = self.table.slots.host[row, : int(self.table.capacity[row])]
-            if slot in (slots if space is Space.FULL else self.allocator.full_to_swa.host[slots]):
+            if slot in self.allocator.peer_slots(group, slots):
                 rows.append(str(row))
         if rows:
             return f"{name} (of row {' and '.join(rows)})"
-        pool = self.allocator.full if space is Space.FULL else self.allocator.swa
         page = slot // self.allocator.page_size
-        free = pool is None or page > pool.capacity or not pool.is_held(np.array([page]))[0]
+        free = page > pool.capacity or not pool.is_held(np.array([page]))[0]
         return f"{name} ({'free' if free else 'of no row'})"
 
-    def _poison(self, space: Space, pages: IntArray) -> None:
+    def _poison(self, group: GroupId, pages: IntArray) -> None:
         page_size = self.allocator.page_size
         slots = torch.from_numpy((pages[:, None] * page_size + np.arange(page_size)).reshape(-1))
         slots = slots.to(self.allocator.device)
-        for tensor in (tensor for store in self.stores for tensor in store.tensors(space)):
+        for tensor in (tensor for store in self.stores for tensor in store.tensors(group)):
             tensor.index_fill_(0, slots, torch.nan)
 
 

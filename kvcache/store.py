@@ -1,10 +1,10 @@
 """The K/V of one model: a pair of tensors per layer that stores any, [slots, Hkv, D]; writing into them, moving within.
 
     store_kv   pool_k[slots[t]] = k[t],  pool_v[slots[t]] = v[t]           t = 0..T-1, one layer a launch
-    move_kv    scratch = tensor[source];  tensor[destination] = scratch    every tensor of a space, in two launches
+    move_kv    scratch = tensor[source];  tensor[destination] = scratch    every tensor of a group, in two launches
 
 A store owns tensors and nothing else. Every model of an engine that keeps K/V has one, made from its layout, and all of
-them are indexed by the slots of one allocator, each tensor by those of its space. Padding writes to the null slot, as
+them are indexed by the slots of one allocator, each tensor by those of its group. Padding writes to the null slot, as
 often as it likes: which write remains is undefined, and no query reads it. All other destinations are distinct. A move
 reads all sources before it writes, so an accepted path may be moved onto itself in any order.
 """
@@ -18,18 +18,18 @@ import torch
 from specdec.gpu.ranks import Ranks
 from specdec.gpu.triton_shim import tl, triton
 from specdec.kvcache.allocator import HybridAllocator
-from specdec.kvcache.index_spaces import FullLoc, Space, SwaLoc
+from specdec.kvcache.index_spaces import GroupId, GroupLoc
 from specdec.kvcache.layout import KVLayout
 
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 class LayerKV(NamedTuple):
-    """K and V of one layer, [slots, Hkv, D] each, and the space whose slots index them."""
+    """K [slots, Hkv, D] and V [slots, Hkv, DV] of one layer, and the group whose slots index them."""
 
     k: torch.Tensor
     v: torch.Tensor
-    space: Space
+    group: GroupId
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +82,16 @@ class KVStore:
         with torch.inference_mode(False):  # ordinary tensors, in whatever mode the store is made
             for spec in layout.layers:
                 if spec.owner == spec.layer:
-                    shape = (allocator.num_slots(spec.space), spec.num_kv_heads, spec.head_dim)  # [slots, Hkv, D]
-                    k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-                    self.layers[spec.layer] = LayerKV(k, v, spec.space)
-            pools = {space: self.tensors(space) for space in Space}
-            self.addresses = {space: StoreAddresses.from_pools(found) for space, found in pools.items() if found}
+                    group = allocator.groups.group_of(spec.retention)
+                    shapes = [(allocator.num_slots(group), field.heads, field.dim) for field in spec.fields]
+                    k, v = (torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
+                    self.layers[spec.layer] = LayerKV(k, v, group)
+            groups = {layer.group for layer in self.layers.values()}
+            self.addresses = {group: StoreAddresses.from_pools(self.tensors(group)) for group in groups}
 
-    def tensors(self, space: Space) -> tuple[torch.Tensor, ...]:
-        """All K and V tensors that the slots of one space index."""
-        return tuple(tensor for layer in self.layers.values() if layer.space is space for tensor in (layer.k, layer.v))
+    def tensors(self, group: GroupId) -> tuple[torch.Tensor, ...]:
+        """All tensors that the slots of one group index."""
+        return tuple(tensor for layer in self.layers.values() if layer.group == group for tensor in (layer.k, layer.v))
 
     def clear(self) -> None:
         self.layers.clear()
@@ -101,7 +102,7 @@ class KVStore:
 
 
 def reference_store_kv(
-    k: torch.Tensor, v: torch.Tensor, slots: FullLoc | SwaLoc, pool_k: torch.Tensor, pool_v: torch.Tensor
+    k: torch.Tensor, v: torch.Tensor, slots: GroupLoc, pool_k: torch.Tensor, pool_v: torch.Tensor
 ) -> None:
     """Store k, v [T, Hkv, D] at slots [T] of the pools [slots, Hkv, D]."""
     pool_k.index_copy_(0, slots, k)
@@ -123,41 +124,40 @@ def _store_kv_kernel(
     stride_v_dim: tl.tensor,
     stride_slots: tl.tensor,
     HEADS: tl.constexpr,
-    DIM: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     i_token = tl.program_id(0).to(tl.int64)
     o_row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK] of a row of HEADS * DIM numbers
-    m_row = o_row < HEADS * DIM
-    o_head = o_row // DIM
-    o_dim = o_row % DIM
     slot = tl.load(p_slots + i_token * stride_slots).to(tl.int64)
-    p_k += i_token * stride_k_token + o_head * stride_k_head + o_dim * stride_k_dim
-    p_v += i_token * stride_v_token + o_head * stride_v_head + o_dim * stride_v_dim
-    b_k = tl.load(p_k, mask=m_row, other=0.0)
-    b_v = tl.load(p_v, mask=m_row, other=0.0)
-    tl.store(p_pool_k + slot * (HEADS * DIM) + o_row, b_k, mask=m_row)
-    tl.store(p_pool_v + slot * (HEADS * DIM) + o_row, b_v, mask=m_row)
+    p_k += i_token * stride_k_token + o_row // K_DIM * stride_k_head + o_row % K_DIM * stride_k_dim
+    p_v += i_token * stride_v_token + o_row // V_DIM * stride_v_head + o_row % V_DIM * stride_v_dim
+    m_k, m_v = o_row < HEADS * K_DIM, o_row < HEADS * V_DIM
+    b_k = tl.load(p_k, mask=m_k, other=0.0)
+    b_v = tl.load(p_v, mask=m_v, other=0.0)
+    tl.store(p_pool_k + slot * (HEADS * K_DIM) + o_row, b_k, mask=m_k)
+    tl.store(p_pool_v + slot * (HEADS * V_DIM) + o_row, b_v, mask=m_v)
 
 
-def store_kv(
-    k: torch.Tensor, v: torch.Tensor, slots: FullLoc | SwaLoc, pool_k: torch.Tensor, pool_v: torch.Tensor
-) -> None:
-    """Store k, v [T, Hkv, D], of any strides, at slots [T] of the contiguous pools [slots, Hkv, D]."""
+def store_kv(k: torch.Tensor, v: torch.Tensor, slots: GroupLoc, pool_k: torch.Tensor, pool_v: torch.Tensor) -> None:
+    """Store k [T, Hkv, D], v [T, Hkv, DV], of any strides, at slots [T] of the contiguous pools [slots, Hkv, D or
+    DV]."""
     num_tokens, num_heads, head_dim = k.shape
-    assert v.shape == k.shape and slots.shape == (num_tokens,), f"{k.shape=} {v.shape=} {slots.shape=}"
-    assert pool_k.shape == pool_v.shape and pool_k.shape[1:] == k.shape[1:], f"{k.shape=} {pool_k.shape=}"
+    assert v.shape[:2] == k.shape[:2] and slots.shape == (num_tokens,), f"{k.shape=} {v.shape=} {slots.shape=}"
+    assert pool_k.shape[1:] == k.shape[1:] and pool_v.shape[1:] == v.shape[1:], f"{pool_k.shape=} {pool_v.shape=}"
     assert pool_k.is_contiguous() and pool_v.is_contiguous(), "a pool is contiguous"
     assert k.dtype == v.dtype == pool_k.dtype == pool_v.dtype, f"{k.dtype=} {v.dtype=} {pool_k.dtype=}"
     if num_tokens == 0:
         return
-    row_len = num_heads * head_dim
+    row_len = num_heads * max(head_dim, v.shape[2])
     block = min(triton.next_power_of_2(row_len), 1024)
     _store_kv_kernel[(num_tokens, triton.cdiv(row_len, block))](
         *(k, v, slots, pool_k, pool_v),
         *(*k.stride(), *v.stride(), slots.stride(0)),
         HEADS=num_heads,
-        DIM=head_dim,
+        K_DIM=head_dim,
+        V_DIM=v.shape[2],
         BLOCK=block,
         num_warps=4,
     )
@@ -166,7 +166,7 @@ def store_kv(
 # moving
 
 
-def reference_move_kv(pools: Sequence[torch.Tensor], source: FullLoc | SwaLoc, destination: FullLoc | SwaLoc) -> None:
+def reference_move_kv(pools: Sequence[torch.Tensor], source: GroupLoc, destination: GroupLoc) -> None:
     """Copy rows source [M] of pools [slots, Hkv, D] to destination [M]."""
     for pool in pools:
         pool.index_copy_(0, destination, pool.index_select(0, source))
@@ -198,7 +198,7 @@ def _copy_rows_kernel(
         tl.store(p_pool, tl.load(p_scratch, mask=m_word, other=0), mask=m_word)
 
 
-def move_kv(rows: StoreAddresses, source: FullLoc | SwaLoc, destination: FullLoc | SwaLoc) -> None:
+def move_kv(rows: StoreAddresses, source: GroupLoc, destination: GroupLoc) -> None:
     """Copy K/V of slots source [M] of tensors [slots, Hkv, D] to destination [M]."""
     assert source.shape == destination.shape and source.dim() == 1, f"{source.shape=} {destination.shape=}"
     if len(source) == 0:

@@ -3,12 +3,13 @@
 One row, by position:
 
     0            evicted_len          S - retain           S                    S + lookahead      capacity
-    |-- SWA freed --|-- page slack ------|-- SWA window ------|-- speculative ------|-- page rounding --|
+    |- peers freed -|-- page slack ------|-- window ----------|-- speculative ------|-- page rounding --|
     |------------------ committed ----------------------------|------------ not committed -------------|
 
 Committed slots hold the K/V of tokens that are final. The slots after them are the request's lookahead: the next
 verify writes its tree nodes there, and a commit brings the accepted path to the front of it. With one slot a page the
-row is permuted and no K/V moves; with larger pages the accepted K/V move instead. Rejection costs nothing.
+row is permuted and no K/V moves; with larger pages the accepted K/V move instead. Rejection costs nothing. Each
+windowed group has its own evicted_len and retain; the primary group evicts nothing.
 
 The device commits within a round (`closing` by a kernel, `commit_on_device` in plain torch), the host when it settles
 the round (`commit_on_host`): the same permutation of the same numbers.
@@ -23,10 +24,10 @@ import torch
 from specdec.errors import KVStateError, OutOfSlotsError, name_row
 from specdec.gpu.mirrored_array import IntArray, MirroredArray, upload
 from specdec.kvcache.allocator import HybridAllocator
-from specdec.kvcache.index_spaces import NULL_SLOT, FullLoc
+from specdec.kvcache.index_spaces import NULL_SLOT, PRIMARY, GroupId, PrimaryLoc
 
 FROZEN_EXTRA_KEYS = 2
-"""Committed keys that a frozen drafter reads beyond the target's window - 1: it sees the window + 1 newest."""
+"""Committed keys that a frozen drafter reads beyond a window - 1 of the target: it sees the window + 1 newest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +44,23 @@ class Rows:
 class Move(NamedTuple):
     """K/V to copy from slot to slot, [M] each; pairs (0, 0) stand for nothing to do."""
 
-    source: FullLoc
-    destination: FullLoc
+    source: PrimaryLoc
+    destination: PrimaryLoc
 
 
-def swa_slots_held(retain: int, num_nodes: int, page_size: int) -> int:
-    """SWA slots that a decoding request needs: retained keys, its lookahead, rounding to pages at both ends."""
+def window_slots_held(retain: int, num_nodes: int, page_size: int) -> int:
+    """Slots of a windowed group that a decoding request needs: retained keys, its lookahead, and rounding to pages at
+    both ends."""
     return retain + num_nodes + 2 * page_size - 2
 
 
 class RequestTable:
-    """Rows of full slots, `max_len` tokens and a lookahead of `lookahead` slots each. The last is for padding: it is
+    """Rows of primary slots, `max_len` tokens and a lookahead of `lookahead` slots each. The last is for padding: it is
     never opened, and all its slots are null slots. `rows` arguments are int64 arrays of row numbers [B].
 
-    window: the widest sliding window of the target, None without one. extra_keys: committed keys to keep in SWA beyond
-    that, for a drafter that reads them.
+    extra_keys: committed keys to keep in every windowed group beyond its window, for a drafter that reads them.
+    retain: [groups] committed keys that a row keeps, on the host and the device; all that fit in the primary group.
+    evicted_len: [groups, rows].
     """
 
     def __init__(
@@ -67,7 +70,6 @@ class RequestTable:
         max_requests: int,
         max_len: int,
         lookahead: int,
-        window: int | None,
         extra_keys: int = FROZEN_EXTRA_KEYS,
     ) -> None:
         self.allocator = allocator
@@ -78,10 +80,13 @@ class RequestTable:
         self.slots = MirroredArray((num_rows, width), allocator.device)
         self.committed_len = MirroredArray((num_rows,), allocator.device)
         self.capacity: IntArray = np.zeros(num_rows, dtype=np.int64)
-        self.evicted_len: IntArray = np.zeros(num_rows, dtype=np.int64)
+        self.evicted_len: IntArray = np.zeros((len(allocator.pools), num_rows), dtype=np.int64)
         self._active = np.zeros(num_rows, dtype=np.bool_)
         self.extra_keys = extra_keys
-        self.retain = None if window is None else window - 1 + extra_keys
+        windows = [group.window for group in allocator.groups.groups]
+        kept = [width if window is None else window - 1 + extra_keys for window in windows]
+        self.retain: IntArray = np.array(kept, dtype=np.int64)
+        self.retain_on_device = upload(self.retain, allocator.device)
 
     @property
     def active_rows(self) -> IntArray:
@@ -116,30 +121,30 @@ class RequestTable:
         self._require_active(rows)
         rows = rows[::-1]
         owned = row_cells(rows, np.zeros_like(rows), self.capacity[rows])
-        evicted = owned[1] < self.evicted_len[owned[0]]
-        self.allocator.free(FullLoc(torch.from_numpy(self.slots.host[owned])), rows=owned[0], evicted=evicted)
+        evicted = owned[1] < self.evicted_len[:, owned[0]]  # [groups, M]
+        self.allocator.free(PrimaryLoc(torch.from_numpy(self.slots.host[owned])), rows=owned[0], evicted=evicted)
         self.slots[owned] = 0
         self.committed_len[rows] = 0
-        self.capacity[rows] = self.evicted_len[rows] = 0
+        self.capacity[rows] = self.evicted_len[:, rows] = 0
         self._active[rows] = False
 
     def adopt_pages(self, row: int, pages: IntArray) -> None:
         """Begin an empty row with `pages`, which others claim: they hold the K/V of its first tokens, now committed.
 
-        The last `retain` of these tokens must be mapped, or all of them.
+        In each windowed group the last `retain` of these tokens must be mapped, or all of them.
         """
         self._require_active(np.array([row]))
         assert self.capacity[row] == 0, f"{row=} owns slots already"
         length, evicted = len(pages) * self.allocator.page_size, self.num_evicted(len(pages))
         self.slots[row, :length] = self.allocator.share(pages, evicted).numpy()
-        self.capacity[row], self.evicted_len[row] = length, evicted * self.allocator.page_size
+        self.capacity[row], self.evicted_len[:, row] = length, evicted * self.allocator.page_size
         self.committed_len[row] = length
 
-    def num_evicted(self, num_pages: int) -> int:
-        """How many of the first pages a row does without in SWA that begins with `num_pages`."""
-        if self.retain is None:
-            return 0
-        return max(0, num_pages * self.allocator.page_size - self.retain) // self.allocator.page_size
+    def num_evicted(self, num_pages: int) -> IntArray:
+        """[groups]: how many of the first pages a row that begins with `num_pages` does without."""
+        page_size = self.allocator.page_size
+        evicted: IntArray = np.maximum(0, num_pages * page_size - self.retain) // page_size
+        return evicted
 
     def pages(self, row: int, num_pages: int) -> IntArray:
         """The first pages that a row owns, in order."""
@@ -196,7 +201,7 @@ class RequestTable:
         displaced = taken & (path != columns)
         source = torch.where(displaced, window.gather(1, path), NULL_SLOT)
         destination = torch.where(displaced, window, NULL_SLOT)
-        return Move(FullLoc(source.reshape(-1)), FullLoc(destination.reshape(-1)))
+        return Move(PrimaryLoc(source.reshape(-1)), PrimaryLoc(destination.reshape(-1)))
 
     def commit_on_host(self, rows: IntArray, length: IntArray, path: IntArray) -> None:
         """The host's side of `commit_on_device`, with the same numbers: length [B], path [B, N]."""
@@ -228,63 +233,68 @@ class RequestTable:
             raise name_row(KVStateError(said), rows[astray][0])
 
     def evict_unseen(self, rows: IntArray, *, slack_pages: int = 1) -> int:
-        """Free the SWA slots of tokens that no future query can see; returns how many pages that were.
+        """Free the peers of tokens that no future query can see, in each windowed group; returns how many pages that
+        were.
 
         `slack_pages` pages before the window stay: usually one, none when the pool is short.
         """
         self.allocator.require_unfrozen("evict")
-        if self.retain is None:
-            return 0
-        page_size = self.allocator.page_size
-        start = self.evicted_len[rows]
-        unseen = ((self.committed_len.host[rows] - self.retain) // page_size - slack_pages) * page_size
-        end = np.maximum(unseen, start)
-        if (end == start).all():
-            return 0
-        slots = self.slots.host[row_cells(rows, start, end)]
-        self.allocator.evict(FullLoc(torch.from_numpy(slots)))  # a page that several rows share is named by each
-        self.evicted_len[rows] = end
-        return len(slots) // page_size
+        page_size, freed = self.allocator.page_size, 0
+        for group in self.allocator.windowed:
+            start = self.evicted_len[group, rows]
+            unseen = ((self.committed_len.host[rows] - self.retain[group]) // page_size - slack_pages) * page_size
+            end = np.maximum(unseen, start)
+            if (end == start).all():
+                continue
+            slots = self.slots.host[row_cells(rows, start, end)]  # a page that several rows share is named by each
+            self.allocator.evict(group, PrimaryLoc(torch.from_numpy(slots)))
+            self.evicted_len[group, rows] = end
+            freed += len(slots) // page_size
+        return freed
 
     def check(self) -> None:
         """Assert the allocator's invariants, that its claims are those of rows, and invariant 6 (windows mapped)."""
         self.allocator.check()
-        for mirrored in (self.slots, self.committed_len, self.allocator.full_to_swa):
+        for mirrored in (self.slots, self.committed_len, self.allocator.maps):
             mirrored.check()
-        page_size, full, swa = self.allocator.page_size, self.allocator.full, self.allocator.swa
-        mapping = self.allocator.full_to_swa.host
-        in_full, in_swa = np.zeros((2, full.capacity + 1), dtype=np.int64)  # rows by page
-        numbers = np.stack([self.capacity, self.committed_len.host, self.evicted_len], axis=1).tolist()
-        for row, (slots, (capacity, length, evicted)) in enumerate(zip(self.slots.host, numbers, strict=True)):
+        page_size, primary = self.allocator.page_size, self.allocator.primary
+        holds = np.zeros((len(self.allocator.pools), primary.capacity + 1), dtype=np.int64)  # rows, by group and page
+        numbers = np.stack([self.capacity, self.committed_len.host], axis=1).tolist()
+        for row, (slots, (capacity, length)) in enumerate(zip(self.slots.host, numbers, strict=True)):
+            evicted = self.evicted_len[:, row]
             assert (slots[capacity:] == 0).all(), f"{row=}: slots past its capacity"
             if not self._active[row]:
-                assert capacity == length == evicted == 0, f"{row=} is closed but owns something"
+                assert capacity == length == evicted.max() == 0, f"{row=} is closed but owns something"
                 continue
-            assert evicted <= length <= capacity, f"{row=}: {evicted=} {length=} {capacity=}"
+            assert evicted.max() <= length <= capacity, f"{row=}: {evicted=} {length=} {capacity=}"
             by_page = slots[:capacity].reshape(-1, page_size)  # [pages, page_size]
             in_order = by_page == by_page[:, :1] + np.arange(page_size)
             assert in_order.all() and (by_page[:, 0] % page_size == 0).all(), f"{row=}: not whole pages in order"
             pages = by_page[:, 0] // page_size
             assert 0 not in pages, f"{row=}: owns page 0"
             assert len(np.unique(pages)) == len(pages), f"{row=}: owns a page twice"
-            in_full[pages] += 1
-            if self.retain is not None:
-                window_start = max(0, length - self.retain)
-                assert evicted <= window_start, f"{row=}: evicted {evicted}, but the window starts at {window_start}"
-                assert (mapping[slots[evicted:capacity]] != 0).all(), f"{row=}: a token in the window is unmapped"
-                in_swa[pages[evicted // page_size :]] += 1
-        pages = np.flatnonzero(in_full)
-        holders = full.num_holders(pages)
+            starts = np.maximum(0, length - self.retain)
+            assert (evicted <= starts).all(), f"{row=}: evicted {evicted}, but the windows start at {starts}"
+            for group, first in enumerate(evicted.tolist()):
+                mapped = self.allocator.peer_slots(GroupId(group), slots[first:capacity]) != 0
+                assert mapped.all(), f"{row=}: a token in the window of group {group} is unmapped"
+                holds[group, pages[first // page_size :]] += 1
+        in_rows = holds[PRIMARY]
+        pages = np.flatnonzero(in_rows)
+        holders = primary.num_holders(pages)
         assert (holders > 0).all(), "a row owns a free page"
-        assert (in_full[pages] <= holders).all(), "a page is owned by two rows, with fewer claims"
-        assert (in_full[pages] == holders).all(), "a page has more claims than rows that own it"
-        assert len(pages) == full.held_pages, "a held page belongs to no row"
-        if swa is not None:
-            peers = mapping[::page_size] // page_size
-            unclaimed = (peers != 0) & (in_swa == 0) & ~swa.is_kept(peers)
-            assert not unclaimed.any(), f"pages {np.flatnonzero(unclaimed).tolist()}: an evicted token is mapped"
-            wrong = (peers != 0) & (swa.num_holders(peers) != in_swa)
-            assert not wrong.any(), f"pages {np.flatnonzero(wrong).tolist()}: claims on the SWA peer are miscounted"
+        assert (in_rows[pages] <= holders).all(), "a page is owned by two rows, with fewer claims"
+        assert (in_rows[pages] == holders).all(), "a page has more claims than rows that own it"
+        assert len(pages) == primary.held_pages, "a held page belongs to no row"
+        for group in self.allocator.windowed:
+            pool = self.allocator.pools[group]
+            peers = self.allocator.maps.host[group, ::page_size] // page_size
+            unclaimed = (peers != 0) & (holds[group] == 0) & ~pool.is_kept(peers)
+            said = f"{pool.name}: pages {np.flatnonzero(unclaimed).tolist()}: an evicted token is mapped"
+            assert not unclaimed.any(), said
+            wrong = (peers != 0) & (pool.num_holders(peers) != holds[group])
+            said = f"{pool.name}: pages {np.flatnonzero(wrong).tolist()}: claims on the peer are miscounted"
+            assert not wrong.any(), said
 
     def _require_active(self, rows: IntArray) -> None:
         closed = ~self._active[rows.clip(-1, self.padding_row)]  # that one is never open, and it is also the last

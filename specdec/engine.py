@@ -108,7 +108,7 @@ class Engine:
         if config.tensor_parallel > 1 and target.ranks is None:
             self.target = target = split_target(target, make_ranks(target.device, config.tensor_parallel))
         layouts = [target.layout] + ([] if drafter is None or drafter.kv_layout is None else [drafter.kv_layout])
-        head_dim = max(layer.head_dim for layout in layouts for layer in layout.layers)
+        head_dim = max(layout.max_head_dim for layout in layouts)
         where = target.device, target.dtype, head_dim
         capture = capture_for(target.devices, self.config.cuda_graphs)
         backend = choose_backend(
@@ -343,7 +343,7 @@ class Engine:
     def most_new_tokens(self, prompt_len: int) -> int:
         """The largest `max_new_tokens` that fits a prompt of that length; at least 1, which may be too many too."""
         most = self.max_model_len - prompt_len
-        slots = self.table.allocator.full.capacity * self.config.page_size
+        slots = self.table.allocator.primary.capacity * self.config.page_size
         if most > 1 and slots_needed(self.table, prompt_len, most)[0] > slots:
             most = slots - prompt_len + 2 - self.table.lookahead
         return max(most, 1)
@@ -351,7 +351,7 @@ class Engine:
     @property
     def kv_bytes(self) -> int:
         """Bytes of all K/V pools together."""
-        return sum(self.cache.bytes_by_space().values())
+        return sum(self.cache.bytes_by_group().values())
 
     @contextmanager
     def prompts_only(self) -> Iterator[None]:

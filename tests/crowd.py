@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from kv_rig import SWA
+
 from specdec import Engine, GenerationOutput, SamplingParams, SpecConfig
 
 
@@ -104,7 +106,7 @@ def require_empty(engine: Engine) -> None:
     engine.table.check()
     assert engine.scheduler.idle and not engine.table.active_rows.size, "somebody is left"
     allocator = engine.table.allocator
-    for pool in (allocator.full, allocator.swa):
+    for pool in (allocator.primary, allocator.pools[SWA]):
         assert pool is None or pool.held_pages == 0, f"{pool.held_pages} {pool.name} pages are held"
 
 

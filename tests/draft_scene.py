@@ -56,8 +56,7 @@ class Scene:
         self.lengths, self.target, self.drafter = lengths, target, drafter
         self.rig = KVRig(
             target.layout,
-            full_pages=200,
-            swa_pages=200,
+            pages=200,
             page_size=page_size,
             max_requests=len(lengths) + 2,
             max_len=160,

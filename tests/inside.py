@@ -63,7 +63,7 @@ def assert_idle(engine: Engine) -> None:
     engine.table.check()
     assert engine.scheduler.idle and engine.inbox.is_idle and engine.steps.prefill.reading is None
     allocator = engine.table.allocator
-    assert allocator.full.held_pages == 0 and (allocator.swa is None or allocator.swa.held_pages == 0)
+    assert not any(pool.held_pages for pool in allocator.pools)
     assert not allocator.frozen and not engine.table.active_rows.size
 
 

@@ -15,33 +15,53 @@ from specdec.gpu.mirrored_array import IntArray, MirroredArray, flush
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.frozen import KVView, KVWorker, frozen_kv, own_view
-from specdec.kvcache.index_spaces import FullLoc, Space, SwaLoc
-from specdec.kvcache.layout import KVLayout, LayerSpec, layout_from_config
+from specdec.kvcache.index_spaces import PRIMARY, ByGroup, GroupId, GroupLoc, PrimaryLoc
+from specdec.kvcache.layout import (
+    FULL_ATTENTION,
+    SLIDING_ATTENTION,
+    CacheGroups,
+    Full,
+    KVLayout,
+    LayerCache,
+    Window,
+    attention_fields,
+    layout_from_config,
+)
 from specdec.kvcache.page_pool import PagedAllocator
 from specdec.kvcache.prefix_cache import PrefixCache
 from specdec.kvcache.table import FROZEN_EXTRA_KEYS, Move, RequestTable
 
 __all__ = [
+    "ByGroup",
+    "CacheGroups",
     "DraftTree",
     "FROZEN_EXTRA_KEYS",
-    "FullLoc",
+    "Full",
+    "GroupId",
+    "GroupLoc",
     "HybridAllocator",
     "IntArray",
     "KVLayout",
     "KVPlan",
     "KVRig",
     "KVView",
+    "LayerCache",
     "MirroredArray",
     "Move",
+    "PRIMARY",
     "PagedAllocator",
     "PrefixCache",
+    "PrimaryLoc",
     "RequestTable",
-    "Space",
-    "SwaLoc",
+    "SWA",
+    "Window",
+    "attention_fields",
     "flush",
     "ints",
     "layer_spec",
     "layout_from_config",
+    "make_allocator",
+    "replaced",
 ]
 
 
@@ -49,10 +69,37 @@ def ints(*values: int) -> IntArray:
     return np.array(values, dtype=np.int64)
 
 
-def layer_spec(layer: int, window: int | None, owner: int | None = None, head_dim: int = 1) -> LayerSpec:
-    """A layer with one K/V head. window: None: full. owner: its own, unless another's is given."""
-    kind, owner = "full_attention" if window is None else "sliding_attention", layer if owner is None else owner
-    return LayerSpec(layer=layer, owner=owner, layer_type=kind, num_kv_heads=1, head_dim=head_dim, window=window)
+def layer_spec(
+    layer: int, window: int | None, owner: int | None = None, head_dim: int = 1, heads: int = 1
+) -> LayerCache:
+    """A layer that keeps K and V. window: None: full. owner: its own, unless another's is given."""
+    kind, retention = (FULL_ATTENTION, Full()) if window is None else (SLIDING_ATTENTION, Window(window))
+    owner = layer if owner is None else owner
+    return LayerCache(layer, owner, kind, attention_fields(heads, head_dim), retention)
+
+
+SWA = GroupId(1)
+"""The windowed group of models with one window."""
+
+
+def make_allocator(
+    pages: int,
+    windows: Sequence[int] = (),
+    window_pages: int | Sequence[int] | None = None,
+    *,
+    page_size: int = 1,
+    device: torch.device | str = "cpu",
+) -> HybridAllocator:
+    """Pools of a primary group and of one group a window. window_pages: of each of these, or of all; None: `pages`."""
+    groups = CacheGroups.of_layouts([KVLayout(tuple(layer_spec(i, window) for i, window in enumerate(windows)))])
+    more = pages if window_pages is None else window_pages
+    each = [more] * len(groups.windowed) if isinstance(more, int) else more
+    return HybridAllocator(groups, [pages, *each], page_size=page_size, device=torch.device(device))
+
+
+def replaced(values: ByGroup[Any], group: GroupId, value: Any) -> ByGroup[Any]:
+    """`values`, but for that of one group."""
+    return ByGroup(tuple(value if other == group else old for other, old in values.items()))
 
 
 class KVRig(KVCache):
@@ -62,8 +109,8 @@ class KVRig(KVCache):
         self,
         layout: KVLayout,
         *,
-        full_pages: int,
-        swa_pages: int,
+        pages: int,
+        window_pages: int | Sequence[int] | None = None,
         page_size: int,
         max_requests: int,
         max_len: int,
@@ -73,19 +120,10 @@ class KVRig(KVCache):
         device: torch.device | str = "cpu",
         backend: Backend | None = None,
     ) -> None:
-        allocator = HybridAllocator(
-            full_pages=full_pages,
-            swa_pages=None if layout.window is None else swa_pages,
-            page_size=page_size,
-            device=torch.device(device),
-        )
+        windows = CacheGroups.of_layouts([layout]).windows
+        allocator = make_allocator(pages, windows, window_pages, page_size=page_size, device=device)
         table = RequestTable(
-            allocator,
-            max_requests=max_requests,
-            max_len=max_len,
-            lookahead=lookahead,
-            window=layout.window,
-            extra_keys=extra_keys,
+            allocator, max_requests=max_requests, max_len=max_len, lookahead=lookahead, extra_keys=extra_keys
         )
         self.backend: Backend = TorchBackend() if backend is None else backend
         super().__init__(allocator, table, self.backend)
@@ -114,12 +152,16 @@ class KVRig(KVCache):
             self.move(move)
         self.table.commit_on_host(rows, length, path)
 
+    def located(self, slots: PrimaryLoc) -> ByGroup[GroupLoc]:
+        """These slots in every group."""
+        return ByGroup(tuple(self.allocator.translate(group, slots) for group, _ in self.allocator.pools.items()))
+
     def write(
-        self, layer: int, full: Any, swa: Any, k: torch.Tensor, v: torch.Tensor, view: KVView | None = None
+        self, layer: int, slots: ByGroup[GroupLoc], k: torch.Tensor, v: torch.Tensor, view: KVView | None = None
     ) -> None:
-        """Store k, v [T, Hkv, D] of one layer at slots [T] of its space, through a view."""
+        """Store k, v [T, Hkv, D] of one layer at slots [T] of its group, through a view."""
         kept = (self.view if view is None else view).writable_layer(layer)
-        self.backend.store(kept, full if kept.space is Space.FULL else swa, k, v)
+        self.backend.store(kept, slots[kept.group], k, v)
 
     def chunk(self, rows: IntArray, lengths: IntArray) -> KVPlan:
         device = self.allocator.device

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from kv_rig import make_allocator
 
 from specdec.attention.kernels.own_keys import own_keys
 from specdec.attention.kernels.page_table import build_page_tables
@@ -33,8 +34,7 @@ from specdec.gpu.exchange_kernels import (
     pull_kernel,
 )
 from specdec.gpu.stage_clock import StageClock
-from specdec.kvcache.allocator import HybridAllocator
-from specdec.kvcache.index_spaces import FullLoc
+from specdec.kvcache.index_spaces import PrimaryLoc
 from specdec.kvcache.layer_context import Destination
 from specdec.kvcache.store import StoreAddresses, move_kv, store_kv
 from specdec.kvcache.table import RequestTable, Rows
@@ -111,28 +111,19 @@ def exchange(dtype: torch.dtype, num_rows: int) -> None:
 
 
 def cache(dtype: torch.dtype, page_size: int, *, swa: bool) -> None:
-    slots, rows, length = integers(9, 4096), integers(3), integers(3)
-    build_page_tables(
-        slots,
-        integers(9999) if swa else None,
-        rows,
-        length,
-        num_nodes=5,
-        retain=512 if swa else None,
-        page_size=page_size,
-        full_width=256,
-        swa_width=40 if swa else 0,
-    )
+    groups = 2 if swa else 1
+    arrays = integers(9, 4096), integers(groups, 9999), integers(groups), integers(3), integers(3)
+    build_page_tables(*arrays, num_nodes=5, page_size=page_size, widths=[256, 40][:groups])
     pool = numbers(9999, 2, 256, dtype=dtype)
     merged = numbers(15, 6, 256, dtype=dtype)
-    store_kv(merged[:, 2:4], merged[:, 4:], FullLoc(integers(15)), pool, pool)
+    store_kv(merged[:, 2:4], merged[:, 4:], PrimaryLoc(integers(15)), pool, pool)
 
 
 def moves(word: torch.dtype) -> None:
     move_kv(
         StoreAddresses((numbers(99, 2, 64),) * 2, integers(2, 3), word, 32, 64),
-        FullLoc(integers(6)),
-        FullLoc(integers(6)),
+        PrimaryLoc(integers(6)),
+        PrimaryLoc(integers(6)),
     )
 
 
@@ -337,7 +328,7 @@ def heads(
     gain = gain_of(head_dim, dtype, round_first=rounds) if normed else None
     layout = Heads(8, kv, head_dim, gain, gain, gain, values_are_keys=normed and head_dim == 512)
     pool = numbers(9999, kv, head_dim, dtype=dtype)
-    destination = Destination(pool, pool, FullLoc(integers(rows))) if stored else None
+    destination = Destination(pool, pool, PrimaryLoc(integers(rows))) if stored else None
     rope_store(parts_of(3, rows, layout.width, dtype, bias=not normed), layout, Rotary(cos, sin), destination)
     if not normed:
         layout = layout._replace(interleaved=True)
@@ -440,8 +431,8 @@ def centroids(dtype: torch.dtype, *, best: bool = False) -> None:
 
 
 def open_and_close(batch: int, num_nodes: int, page_size: int, *, chain: bool) -> None:
-    allocator = HybridAllocator(full_pages=99, swa_pages=None, page_size=page_size, device=numbers(1).device)
-    table = RequestTable(allocator, max_requests=batch, max_len=256, lookahead=num_nodes, window=None)
+    allocator = make_allocator(99, page_size=page_size, device=numbers(1).device)
+    table = RequestTable(allocator, max_requests=batch, max_len=256, lookahead=num_nodes)
     seats, tokens = integers(batch), integers(*table.slots.host.shape)
     cells = integers(batch + 1, len(WHOLE) + len(REAL))
     opened = opening(seats, table.committed_len.tensor, tokens, integers(batch + 1), cells, depth=num_nodes)

@@ -51,8 +51,9 @@ def proved_once(prove: Callable[[TargetModel], Any]) -> Callable[[TargetModel], 
         if case is None:
             return prove(target)
         if case not in known:
-            known[case] = prove(target)
-        return known[case]
+            known[case] = prove(target), target.layout  # which the proof has measured
+        proof, target.layout = known[case]
+        return proof
 
     return proof
 

@@ -11,7 +11,7 @@ from specdec.kvcache.cache import KVCache
 
 
 def contents(*roots: object) -> dict[str, Any]:
-    """Path -> value of everything that the roots hold, down to arrays and plain values: `1.full.capacity` -> 4.
+    """Path -> value of everything that the roots hold, down to arrays and plain values: `1.primary.capacity` -> 4.
 
     Two of them are equal where nothing was written, added or replaced by something else; their keys alone are the names
     of what is held.
@@ -55,6 +55,6 @@ def contents(*roots: object) -> dict[str, Any]:
 
 def kv_contents(cache: KVCache) -> dict[str, Any]:
     """The contents of a request table, of the allocator behind it, and of all K/V in its slots."""
-    for mirrored in (cache.table.slots, cache.table.committed_len, cache.allocator.full_to_swa):
+    for mirrored in (cache.table.slots, cache.table.committed_len, cache.allocator.maps):
         assert mirrored.tensor is not None  # what is due to the device goes there: when it goes is no difference
     return contents(cache.table, cache.allocator, *cache.stores)

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_rig import HybridAllocator, MirroredArray, PrefixCache, RequestTable
+from kv_rig import MirroredArray, PrefixCache, RequestTable, make_allocator
 
 from specdec import SamplingParams
 from specdec.runtime import scheduler as scheduling
@@ -24,10 +23,8 @@ from marks import examples
 def make(
     rows: int, pages: int, *, window: int | None = None, max_len: int = 600, chunk: int = 64, page_size: int = 1
 ) -> Scheduler:
-    device = torch.device("cpu")
-    swa_pages = None if window is None else pages
-    allocator = HybridAllocator(full_pages=pages, swa_pages=swa_pages, page_size=page_size, device=device)
-    table = RequestTable(allocator, max_requests=rows, max_len=max_len, lookahead=2, window=window)
+    allocator = make_allocator(pages, [window] if window else [], page_size=page_size)
+    table = RequestTable(allocator, max_requests=rows, max_len=max_len, lookahead=2)
     prefixes = Prefixes(SimpleNamespace(table=table, stores=[None]), lambda: 0)  # type: ignore[arg-type]
     return Scheduler(table, prefixes=prefixes, max_model_len=max_len, prompt_room=PromptRoom(10**6, 10**6, chunk))
 
@@ -200,7 +197,7 @@ def test_requests_with_different_salts_share_no_page(salts: tuple[str | None, st
     scheduler.table.check()
     scheduler.release_requests(*requests)
     scheduler.prefixes.clear()
-    assert scheduler.table.allocator.full.free_pages == 2000
+    assert scheduler.table.allocator.primary.free_pages == 2000
 
 
 def test_no_request_waits_for_the_prompt_of_another_salt():
@@ -262,7 +259,7 @@ def test_every_request_gets_its_turn_and_the_books_hold(seed: int):
             if not left and scheduler.idle:
                 break
     assert len(ended) == 30, "a request never ended"
-    assert scheduler.table.allocator.full.held_pages == 0
+    assert scheduler.table.allocator.primary.held_pages == 0
 
 
 def same_as_comparing_with_each(scheduler: Scheduler) -> None:

@@ -49,7 +49,7 @@ def serving(pair, scene, max_waiting=256, **sizes):
 
         result = asyncio.run(run())
         engine.table.check()
-        assert engine.scheduler.idle and engine.table.allocator.full.held_pages == 0
+        assert engine.scheduler.idle and engine.table.allocator.primary.held_pages == 0
         return result
 
 
@@ -360,7 +360,7 @@ def test_close_lets_streams_end_or_aborts_them(pair, random_prompt):
             with pytest.raises(SpecDecError, match="closed"):
                 await served.generate(random_prompt(5), params)
             [output] = await task
-            assert served.trouble and engine.table.allocator.full.held_pages == 0
+            assert served.trouble and engine.table.allocator.primary.held_pages == 0
             return output.finish_reason
 
     assert asyncio.run(closed(None, PARAMS)) == "length"

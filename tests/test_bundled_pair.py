@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from kv_rig import SWA, replaced
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
@@ -17,7 +18,7 @@ from specdec.attention.plan import plan_frozen
 from specdec.draft_models import gemma4_mtp
 from specdec.draft_models.gemma4_mtp import constructible_assistants
 from specdec.evaluation.gsm8k_report import final_number
-from specdec.kvcache.index_spaces import Space
+from specdec.kvcache.index_spaces import PRIMARY
 from specdec.models.bundled import BUNDLED_DIR, BUNDLED_NAMES, HELD_OUT_PROBLEMS
 from specdec.text.prompt_files import read_prompts
 
@@ -179,15 +180,15 @@ def test_wrong_aux_layers_fail_the_acceptance_check(layers, problems, eagle3_tex
 
 @pytest.mark.slow
 def test_an_untranslated_page_table_fails_the_acceptance_check(problems, solved, monkeypatch):
-    """The frozen drafter's sliding table left in full space: the bug that every engine of the field has had."""
+    """The frozen drafter's sliding table left in the primary group: the bug that every engine of the field has had."""
 
     def untranslated(backend, table, rows, **options):
         plan = plan_frozen(backend, table, rows, **options)
-        full, (swa, start) = plan.prefix.full_pages, plan.prefix.pages(Space.SWA)
+        full, (swa, start) = plan.prefix.tables[PRIMARY], plan.prefix.pages(SWA)
         columns = start[:, None] + torch.arange(swa.shape[1])  # pages of one slot
         pages = full.gather(1, columns.clamp(max=full.shape[1] - 1))
-        pages = pages % table.allocator.num_slots(Space.SWA)  # the SWA space is smaller
-        return replace(plan, prefix=plan.prefix._replace(swa_pages=pages))
+        pages = pages % table.allocator.num_slots(SWA)  # that group's pool is smaller
+        return replace(plan, prefix=plan.prefix._replace(tables=replaced(plan.prefix.tables, SWA, pages)))
 
     monkeypatch.setattr(gemma4_mtp, "plan_frozen", untranslated)
     outputs, stats = run([problem.text for problem in problems[:FEW]])

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from kv_rig import SWA
 
 from specdec import SamplingParams, SpecDecError
 from specdec.errors import CapacityError, ConfigError
@@ -187,7 +188,7 @@ def test_an_abandoned_stream_frees_all_slots(how, make_target, make_engine, rand
     if not how.startswith("unstarted"):
         next(stream)
         next(stream)
-        assert engine.table.allocator.full.held_pages > 20
+        assert engine.table.allocator.primary.held_pages > 20
     if how.endswith("close"):
         stream.close()
     del stream
@@ -383,7 +384,7 @@ def test_a_long_text_holds_a_window_of_swa_slots(
     allocator, held, forward = engine.table.allocator, [], engine.target.forward
 
     def counting(*args):
-        held.append(allocator.swa.held_pages)
+        held.append(allocator.pools[SWA].held_pages)
         if len(held) % 100 == 0:
             engine.table.check()
         return forward(*args)
@@ -391,7 +392,7 @@ def test_a_long_text_holds_a_window_of_swa_slots(
     monkeypatch.setattr(engine.target, "forward", counting)
     [output] = engine.generate(prompt, SamplingParams(max_new_tokens=2000))
     assert len(output.token_ids) == 2000 and output.stats.preemptions == 0
-    assert max(held) > 0.95 * allocator.swa.capacity
+    assert max(held) > 0.95 * allocator.pools[SWA].capacity
     assert min(held[5:]) >= 8 // page_size
     logits = hf_forward(model, prompt + output.token_ids[:-1]).logits[0, len(prompt) - 1 :]
     top = logits.topk(2).values
@@ -409,7 +410,7 @@ def test_a_long_text_holds_a_window_of_swa_slots(
         ({"max_model_len": 50}, 60, 1, ["60", "max_model_len=50", "no room", "shorten the prompt by 11"]),
         ({"max_model_len": 50}, 36, 995_953, ["995989", "max_model_len=50; ask for at most 14 new tokens, or make"]),
         ({"full_slots": 40}, 30, 20, ["30", "52 full", "40", "full_slots"]),
-        ({"swa_slots": 10}, 30, 20, ["30", "11 swa", "10", "swa_slots"]),
+        ({"swa_slots": 10}, 30, 20, ["30", "11 window 8", "10", "swa_slots"]),
         ({"full_slots": 40, "page_size": 16}, 30, 20, ["64 full", "32", "page size 16"]),
     ],
     ids=["length", "prompt", "output", "full", "swa", "pages"],

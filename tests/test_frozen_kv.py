@@ -6,7 +6,21 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from kv_rig import DraftTree, FullLoc, KVLayout, KVPlan, KVRig, KVView, Move, Space, SwaLoc, ints, layer_spec
+from kv_rig import (
+    PRIMARY,
+    SWA,
+    DraftTree,
+    GroupId,
+    GroupLoc,
+    KVLayout,
+    KVPlan,
+    KVRig,
+    KVView,
+    Move,
+    PrimaryLoc,
+    ints,
+    layer_spec,
+)
 
 from specdec.errors import FrozenKVError, KVStateError
 
@@ -32,8 +46,7 @@ class OtherWorker(Worker):
 def make(page_size: int = 1, pages: int = 32) -> KVRig:
     return KVRig(
         LAYOUT,
-        full_pages=pages,
-        swa_pages=pages,
+        pages=pages,
         page_size=page_size,
         max_requests=3,
         max_len=24,
@@ -42,30 +55,30 @@ def make(page_size: int = 1, pages: int = 32) -> KVRig:
 
 
 def opened(table: KVRig, length: int, first: float = 0.0) -> int:
-    """A row of `length` committed tokens; position p holds first + p in the full space, and 0.5 more in SWA."""
+    """A row of `length` committed tokens; position p holds first + p in the full group, and 0.5 more in SWA."""
     row = table.open_row()
     table.ensure_slots(row, length + LOOKAHEAD)
     if length:
         plan = table.chunk(ints(row), ints(length))
         k = first + torch.arange(length, dtype=torch.float32).view(-1, 1, 1)
-        table.write(1, plan.write_full, plan.write_swa, k, -k)
-        table.write(0, plan.write_full, plan.write_swa, k + 0.5, -k)
+        table.write(1, plan.write, k, -k)
+        table.write(0, plan.write, k + 0.5, -k)
         table.commit(ints(row), ints(length))
     return row
 
 
-def owned(table: KVRig, row: int) -> FullLoc:
+def owned(table: KVRig, row: int) -> PrimaryLoc:
     """The first page of a row."""
-    return FullLoc(torch.from_numpy(table.slots.host[row, : table.allocator.page_size].copy()))
+    return PrimaryLoc(torch.from_numpy(table.slots.host[row, : table.allocator.page_size].copy()))
 
 
 def chain(table: KVRig, rows: np.ndarray, nodes: int = LOOKAHEAD):
     return table.verify(rows, DraftTree.chain(torch.zeros(len(rows), nodes, dtype=torch.int64)))
 
 
-def prefix_slots(plan: KVPlan, space: Space) -> torch.Tensor:
-    """Slots of the only request's prefix in one space, by position; in SWA from the first page of the window on."""
-    slots, start = plan.prefix.slots(space, plan.page_size)
+def prefix_slots(plan: KVPlan, group: GroupId) -> torch.Tensor:
+    """Slots of the only request's prefix in one group, by position; in SWA from the first page of the window on."""
+    slots, start = plan.prefix.slots(group, plan.page_size)
     return slots[0, : int(plan.committed_len[0] - start[0])]
 
 
@@ -103,13 +116,13 @@ def test_a_worker_gets_back_the_view_it_had():
     with table.lend(worker, [0]) as view:
         assert worker.view is view
     assert worker.view is own
-    assert own.layer(0).space is Space.SWA
+    assert own.layer(0).group == SWA
 
 
 def test_a_view_reads_the_pools_of_the_owners():
     table = make()
     kept, own = table.store.layers, table.view
-    assert [kept[owner].space for owner in (0, 1)] == [Space.SWA, Space.FULL]
+    assert [kept[owner].group for owner in (0, 1)] == [SWA, PRIMARY]
     assert own.layer_map == (0, 1, 0, 1)
     assert [own.owns(layer) for layer in range(4)] == [True, True, False, False]
     for layer, owner in enumerate([0, 1, 0, 1]):
@@ -120,26 +133,26 @@ def test_a_view_reads_the_pools_of_the_owners():
             assert not lent.owns(layer)
 
 
-def test_write_goes_to_the_space_of_the_layer():
+def test_write_goes_to_the_group_of_the_layer():
     table = make()
     row = opened(table, 0)
     opened(table, 0)
-    table.allocator.evict(owned(table, row))  # from here on the numbers of the two spaces differ
+    table.allocator.evict(SWA, owned(table, row))  # from here on the numbers of the two groups differ
     other = table.open_row()
     table.ensure_slots(other, 1)
-    full = FullLoc(table.slots.tensor[other, :1])
-    swa = table.allocator.translate(full)
+    full = PrimaryLoc(table.slots.tensor[other, :1])
+    swa = table.allocator.translate(SWA, full)
     assert full.item() != swa.item()
     plan = table.verify(ints(other), DraftTree.chain(torch.zeros(1, 1, dtype=torch.int64)))
     one = torch.ones(1, 1, 1)
     for layer, k in ((0, one), (1, 3 * one)):
         kept = table.view.writable_layer(layer)
-        table.backend.store(kept, plan.write_slots(kept.space), k, 2 * k)
+        table.backend.store(kept, plan.write_slots(kept.group), k, 2 * k)
     assert torch.nonzero(table.store.layers[0].k).tolist() == [[swa.item(), 0, 0]]
     assert torch.nonzero(table.store.layers[1].v).tolist() == [[full.item(), 0, 0]]
-    nowhere = dataclasses.replace(plan, write_swa=None)
-    with pytest.raises(AssertionError, match="a plan that writes nothing to the swa space"):
-        nowhere.write_slots(Space.SWA)
+    nowhere = dataclasses.replace(plan, write=None)
+    with pytest.raises(AssertionError, match="a plan that writes nothing"):
+        nowhere.write_slots(SWA)
 
 
 def test_views_do_not_nest_on_one_worker():
@@ -151,7 +164,7 @@ def test_views_do_not_nest_on_one_worker():
         ):
             pytest.fail("entered")
         assert worker.view is outer
-        assert outer.layer(0).space is Space.SWA
+        assert outer.layer(0).group == SWA
         assert table.allocator.frozen
     assert worker.view is None
     with table.lend(worker, [1]):  # one after the other is fine
@@ -166,7 +179,7 @@ def test_two_workers_may_hold_views_at_once():
             with pytest.raises(FrozenKVError, match="alloc while the KV cache is frozen for Worker, OtherWorker:"):
                 table.allocator.alloc(1)
         assert second.view is None
-        assert one.layer(0).space is Space.SWA
+        assert one.layer(0).group == SWA
         with pytest.raises(FrozenKVError, match="frozen for Worker:"):
             table.allocator.alloc(1)
     assert not table.allocator.frozen
@@ -179,7 +192,7 @@ def test_views_may_be_left_in_any_order():
     two.__enter__()
     one.__exit__(None, None, None)
     assert (first.view, table.allocator.frozen) == (None, True)
-    assert second.view.layer(0).space is Space.FULL
+    assert second.view.layer(0).group == PRIMARY
     with table.lend(first, [0]):  # has none now
         pass
     with pytest.raises(FrozenKVError, match="already holds"):
@@ -228,15 +241,15 @@ def forbidden(table: KVRig, row: int) -> dict[str, Callable[[], object]]:
         "alloc": lambda: a.alloc(1),
         "alloc of nothing": lambda: a.alloc(0),
         "free": lambda: a.free(slots),
-        "allocator evict": lambda: a.evict(slots),
+        "allocator evict": lambda: a.evict(SWA, slots),
         "move": lambda: table.move(Move(slots, slots)),
         "ensure": lambda: table.ensure_slots(row, int(table.capacity[row]) + 1),
         "commit": lambda: table.commit(rows, ints(1)),
         "commit of a path": lambda: table.commit(rows, ints(2), np.array([[0, 2]])),
         "evict": lambda: table.evict_unseen(rows),
         "close": lambda: table.close_row(row),
-        "write": lambda: table.write(1, slots, None, k, k),
-        "sliding write": lambda: table.write(0, slots, a.translate(slots), k, k),
+        "write": lambda: table.write(1, table.located(slots), k, k),
+        "sliding write": lambda: table.write(0, table.located(slots), k, k),
     }
 
 
@@ -250,7 +263,7 @@ def test_frozen_refuses_and_changes_nothing(name: str, page_size: int):
         with pytest.raises(FrozenKVError, match="while the KV cache is frozen for Worker"):
             forbidden(table, row)[name]()
         assert worker.view is view
-        assert view.layer(1).space is Space.FULL
+        assert view.layer(1).group == PRIMARY
     assert kv_contents(table) == before
     table.check()
     forbidden(table, row)[name]()
@@ -265,9 +278,9 @@ def test_a_lent_view_refuses_to_write(layer: int):
     k = torch.full((1, 1, 1), 99.0)
     message = f"write to layer {layer} through a frozen view"
     with table.lend(worker, [0, 1]) as view, pytest.raises(FrozenKVError, match=message):
-        table.write(layer, slots, table.allocator.translate(slots), k, k, view)
+        table.write(layer, table.located(slots), k, k, view)
     with pytest.raises(FrozenKVError):  # nor afterwards
-        table.write(layer, slots, table.allocator.translate(slots), k, k, view)
+        table.write(layer, table.located(slots), k, k, view)
     assert kv_contents(table) == before
 
 
@@ -279,9 +292,9 @@ def test_the_targets_own_view_reads_but_does_not_write_while_frozen():
     with table.lend(Worker(), [0, 1]):
         assert own.layer(1).k[slots].item() == 10.0
         with pytest.raises(FrozenKVError, match="KV write to layer 3 while the KV cache is frozen"):
-            table.write(3, slots, None, k, k, own)
+            table.write(3, table.located(slots), k, k, own)
         assert own.layer(1).k[slots].item() == 10.0
-    table.write(1, slots, None, k, k, own)
+    table.write(1, table.located(slots), k, k, own)
     assert own.layer(1).k[slots].item() == 99.0
 
 
@@ -291,31 +304,31 @@ def test_a_frozen_plan_sees_the_committed_prefix_and_writes_nothing():
     plan = chain(table, ints(row))  # rejected drafts in the lookahead
     k = torch.full((LOOKAHEAD, 1, 1), 77.0)
     for layer in (0, 1):
-        table.write(layer, plan.write_full, plan.write_swa, k, k)
+        table.write(layer, plan.write, k, k)
     with table.lend(Worker(), [0, 1]) as view:
         plan = table.frozen(ints(row), position_offset=0, window_shift=2)
-        assert (plan.write_full, plan.write_swa, plan.tree) == (None, None, None)
+        assert (plan.write, plan.tree) == (None, None)
         assert plan.positions.tolist() == [[5]]
-        assert view.layer(1).k[prefix_slots(plan, Space.FULL), 0, 0].tolist() == [10.0, 11.0, 12.0, 13.0, 14.0]
-        assert view.layer(0).k[prefix_slots(plan, Space.SWA), 0, 0].tolist() == [10.5, 11.5, 12.5, 13.5, 14.5]
+        assert view.layer(1).k[prefix_slots(plan, PRIMARY), 0, 0].tolist() == [10.0, 11.0, 12.0, 13.0, 14.0]
+        assert view.layer(0).k[prefix_slots(plan, SWA), 0, 0].tolist() == [10.5, 11.5, 12.5, 13.5, 14.5]
 
 
 # Regressions: one for each known defect of a neighbouring engine
 
 
-def test_locations_of_the_two_spaces_are_never_one_tensor():
+def test_locations_of_two_groups_are_never_one_tensor():
     """#24395: extend rows were read with full ids where the layer had written SWA ids."""
     table = make()
     row = opened(table, 12)
-    table.evict_unseen(ints(row))  # frees SWA slots 1-6, so that the next row's numbers differ between the spaces
+    table.evict_unseen(ints(row))  # frees SWA slots 1-6, so that the next row's numbers differ between the groups
     other = opened(table, 2, first=50.0)
     for plan in (table.chunk(ints(other), ints(2)), chain(table, ints(other))):
-        assert not set(plan.write_full.tolist()) & set(plan.write_swa.tolist())
-        assert plan.write_swa.tolist() == table.allocator.translate(plan.write_full).tolist()
-        assert not set(prefix_slots(plan, Space.FULL).tolist()) & set(prefix_slots(plan, Space.SWA).tolist())
+        assert not set(plan.write[PRIMARY].tolist()) & set(plan.write[SWA].tolist())
+        assert plan.write[SWA].tolist() == table.allocator.translate(SWA, plan.write[PRIMARY]).tolist()
+        assert not set(prefix_slots(plan, PRIMARY).tolist()) & set(prefix_slots(plan, SWA).tolist())
         view = table.view
-        assert view.layer(1).k[prefix_slots(plan, Space.FULL), 0, 0].tolist() == [50.0, 51.0]
-        assert view.layer(0).k[prefix_slots(plan, Space.SWA), 0, 0].tolist() == [50.5, 51.5]
+        assert view.layer(1).k[prefix_slots(plan, PRIMARY), 0, 0].tolist() == [50.0, 51.0]
+        assert view.layer(0).k[prefix_slots(plan, SWA), 0, 0].tolist() == [50.5, 51.5]
 
 
 def test_a_view_keeps_no_tensor():
@@ -341,12 +354,12 @@ def test_prefix_and_draft_are_both_translated_exactly_once(page_size: int):
     row = opened(table, 6)
     plan = chain(table, ints(row))
     slots = table.slots.host[row]
-    once = table.allocator.full_to_swa.host
-    assert plan.write_full.tolist() == slots[6:9].tolist()
-    assert plan.write_swa.tolist() == once[slots[6:9]].tolist()
-    start = int(plan.prefix.swa_start[0])
-    assert prefix_slots(plan, Space.SWA).tolist() == once[slots[start:6]].tolist()
-    assert 0 not in plan.write_swa.tolist()
+    once = table.allocator.maps.host[SWA]
+    assert plan.write[PRIMARY].tolist() == slots[6:9].tolist()
+    assert plan.write[SWA].tolist() == once[slots[6:9]].tolist()
+    start = int(plan.prefix.start[SWA][0])
+    assert prefix_slots(plan, SWA).tolist() == once[slots[start:6]].tolist()
+    assert 0 not in plan.write[SWA].tolist()
     assert (once[once[slots[6:9]]] != once[slots[6:9]]).any()  # a second translation would show
 
 
@@ -354,21 +367,21 @@ def test_two_forwards_with_the_same_pointers_read_fresh_tables():
     """#26152: a translation memoised by address survived into a replay with new contents at that address."""
     table = make(pages=16)
     first, second = opened(table, 5), opened(table, 5)
-    pointers = table.slots.tensor.data_ptr(), table.allocator.full_to_swa.tensor.data_ptr()
+    pointers = table.slots.tensor.data_ptr(), table.allocator.maps.tensor[SWA].data_ptr()
     before = chain(table, ints(first))
-    held = before.write_full.tolist(), before.write_swa.tolist(), before.prefix.swa_pages.tolist()
+    held = before.write[PRIMARY].tolist(), before.write[SWA].tolist(), before.prefix.tables[SWA].tolist()
     table.close_row(second)
     table.close_row(first)
     opened(table, 2)  # takes the slots that come first now
     again = opened(table, 5)
     after = chain(table, ints(again))
-    assert (table.slots.tensor.data_ptr(), table.allocator.full_to_swa.tensor.data_ptr()) == pointers
-    assert after.write_full.tolist() == table.slots.host[again, 5:8].tolist()
-    assert after.write_swa.tolist() == table.allocator.translate(after.write_full).tolist()
-    assert after.write_full.tolist() != held[0]
-    assert after.write_swa.tolist() != held[1]
+    assert (table.slots.tensor.data_ptr(), table.allocator.maps.tensor[SWA].data_ptr()) == pointers
+    assert after.write[PRIMARY].tolist() == table.slots.host[again, 5:8].tolist()
+    assert after.write[SWA].tolist() == table.allocator.translate(SWA, after.write[PRIMARY]).tolist()
+    assert after.write[PRIMARY].tolist() != held[0]
+    assert after.write[SWA].tolist() != held[1]
     # and the earlier plan is what it was when it was made
-    assert (before.write_full.tolist(), before.write_swa.tolist(), before.prefix.swa_pages.tolist()) == held
+    assert (before.write[PRIMARY].tolist(), before.write[SWA].tolist(), before.prefix.tables[SWA].tolist()) == held
 
 
 def test_eviction_is_seen_by_the_next_plan():
@@ -380,9 +393,9 @@ def test_eviction_is_seen_by_the_next_plan():
     table.commit(ints(row), ints(3))
     table.ensure_slots(row, 15 + LOOKAHEAD)  # reuses the evicted SWA slots
     after = chain(table, ints(row))
-    assert set(after.write_swa.tolist()) & set(range(1, 7))
-    assert int(after.prefix.swa_start[0]) > int(before.swa_start[0])
-    assert 0 not in prefix_slots(after, Space.SWA).tolist()
+    assert set(after.write[SWA].tolist()) & set(range(1, 7))
+    assert int(after.prefix.start[SWA][0]) > int(before.start[SWA][0])
+    assert 0 not in prefix_slots(after, SWA).tolist()
 
 
 def test_nothing_of_a_forward_is_kept_on_a_pool():
@@ -395,10 +408,10 @@ def test_nothing_of_a_forward_is_kept_on_a_pool():
     for value, plan in ((20.0, second), (10.0, first)):  # made in one order, written in the other
         k = torch.full((LOOKAHEAD, 1, 1), value)
         for layer in (0, 1):
-            table.write(layer, plan.write_full, plan.write_swa, k, k)
+            table.write(layer, plan.write, k, k)
     for value, plan in ((10.0, first), (20.0, second)):
-        assert view.layer(1).k[plan.write_full].unique().tolist() == [value]
-        assert view.layer(0).k[plan.write_swa].unique().tolist() == [value]
+        assert view.layer(1).k[plan.write[PRIMARY]].unique().tolist() == [value]
+        assert view.layer(0).k[plan.write[SWA]].unique().tolist() == [value]
     assert kv_contents(table).keys() == kept
 
 
@@ -406,43 +419,46 @@ def test_plans_are_immutable():
     table = make()
     row = opened(table, 5)
     plan = chain(table, ints(row))
-    for name in ("write_full", "write_swa", "prefix", "committed_len"):
+    for name in ("write", "prefix", "committed_len"):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(plan, name, None)
     with pytest.raises(AttributeError):
-        plan.prefix.full_pages = plan.write_full
+        plan.prefix.tables = plan.write
+    for values in (plan.write, plan.prefix.tables):
+        with pytest.raises(TypeError):
+            values[PRIMARY] = plan.committed_len
     with pytest.raises((TypeError, AttributeError)):  # slots: no room for anything else
         object.__setattr__(plan, "swa_loc", None)
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_padded_rows_write_to_the_null_slot_in_both_spaces(page_size: int):
+def test_padded_rows_write_to_the_null_slot_in_every_group(page_size: int):
     table = make(page_size)
     row = opened(table, 3)
     prefill = table.chunk(ints(row, table.padding_row), ints(3, 1))
-    assert prefill.write_full.tolist() == [*table.slots.host[row, 3:6].tolist(), 0, 0, 0]
-    assert prefill.write_swa.tolist()[3:] == [0, 0, 0]
-    assert 0 not in prefill.write_swa.tolist()[:3]
+    assert prefill.write[PRIMARY].tolist() == [*table.slots.host[row, 3:6].tolist(), 0, 0, 0]
+    assert prefill.write[SWA].tolist()[3:] == [0, 0, 0]
+    assert 0 not in prefill.write[SWA].tolist()[:3]
     verify = chain(table, ints(table.padding_row, row))
-    assert verify.write_full.tolist()[:3] == verify.write_swa.tolist()[:3] == [0, 0, 0]
-    assert 0 not in verify.write_full.tolist()[3:] + verify.write_swa.tolist()[3:]
+    assert verify.write[PRIMARY].tolist()[:3] == verify.write[SWA].tolist()[:3] == [0, 0, 0]
+    assert 0 not in verify.write[PRIMARY].tolist()[3:] + verify.write[SWA].tolist()[3:]
     before = kv_contents(table)
     k = torch.full((LOOKAHEAD, 1, 1), 99.0)
-    nowhere = FullLoc(verify.write_full[:3]), SwaLoc(verify.write_swa[:3])
+    nowhere = verify.write.map(lambda slots: GroupLoc(slots[:3]))
     for layer in (0, 1):
-        table.write(layer, *nowhere, k, k)
+        table.write(layer, nowhere, k, k)
     for kept in table.store.layers.values():
         kept.k[0] = kept.v[0] = 0.0  # only there
     assert kv_contents(table) == before
 
 
 @pytest.mark.parametrize("page_size", [1, 2])
-def test_padding_behind_a_shorter_chunk_writes_to_the_null_slot_in_both_spaces(page_size: int):
+def test_padding_behind_a_shorter_chunk_writes_to_the_null_slot_in_every_group(page_size: int):
     """A row owns slots for its lookahead, and the padding after its chunk writes to none of them."""
     table = make(page_size)
     longer, shorter = opened(table, 2), opened(table, 2)
     plan = table.chunk(ints(longer, shorter), ints(3, 1))
     slots = table.slots.host
-    assert plan.write_full.tolist() == [*slots[longer, 2:5].tolist(), slots[shorter, 2], 0, 0]
+    assert plan.write[PRIMARY].tolist() == [*slots[longer, 2:5].tolist(), slots[shorter, 2], 0, 0]
     assert slots[shorter, 3:5].all()
-    assert [slot != 0 for slot in plan.write_swa.tolist()] == [True, True, True, True, False, False]
+    assert [slot != 0 for slot in plan.write[SWA].tolist()] == [True, True, True, True, False, False]

@@ -208,7 +208,7 @@ def test_a_failing_step_thaws_the_cache(
             engine.generate(prompt, SamplingParams(max_new_tokens=5))
     assert engine.round.worker.view is None and not engine.table.allocator.frozen
     engine.table.check()
-    assert engine.table.allocator.full.held_pages == 0
+    assert engine.table.allocator.primary.held_pages == 0
     [out] = engine.generate(prompt, SamplingParams(max_new_tokens=5))
     assert out.token_ids == greedy_oracle(target, prompt, 5)
 

@@ -33,7 +33,7 @@ def run(engine, prompts, params=GREEDY):
     """Outputs, after checking that the engine is left whole and empty."""
     outputs = engine.generate(prompts, params)
     engine.table.check()
-    assert engine.scheduler.idle and not engine.table.allocator.full.held_pages
+    assert engine.scheduler.idle and not engine.table.allocator.primary.held_pages
     return outputs
 
 
@@ -151,10 +151,9 @@ FEW_POOLS = [("gemma4-e2b", *case) for case in pairs([1, 2, NEW], [1, 3, 4], LEN
 
 def just_enough(engine, prompt_len, new, factor=1.0):
     """Pool settings: `factor` times the slots that one request of this size may own at a time."""
-    full, swa = slots_needed(engine.table, prompt_len, new)
-    page_size = engine.config.page_size
-    full, swa = (int(factor * slots) // page_size * page_size for slots in (full, swa))
-    return {"full_slots": full, **({"swa_slots": swa} if swa else {})}
+    page_size, needed = engine.config.page_size, slots_needed(engine.table, prompt_len, new)
+    sizes = (int(factor * slots) // page_size * page_size for slots in needed)
+    return dict(zip(("full_slots", "swa_slots"), sizes, strict=False))
 
 
 @pytest.mark.parametrize(

@@ -40,10 +40,10 @@ def test_a_long_output_holds_a_window_of_swa_slots_where_there_is_room_for_more(
     make_target, make_engine, random_prompt
 ) -> None:
     engine = make_engine(make_target("gemma4-e2b"), full_slots=400, swa_slots=400)
-    assert engine.table.retain < 40
+    assert engine.table.retain[1] < 40
     engine.generate(random_prompt(5), SamplingParams(max_new_tokens=80, ignore_eos=True))
     held = engine.stats()
-    assert held.full_slots.peak >= 80 and held.swa_slots.peak <= engine.table.retain + engine.table.lookahead + 4
+    assert held.full_slots.peak >= 80 and held.swa_slots.peak <= engine.table.retain[1] + engine.table.lookahead + 4
 
 
 def test_times_add_up(make_target, make_engine, random_prompt) -> None:
@@ -99,12 +99,12 @@ def test_the_peak_is_of_what_is_held_by_rows() -> None:
     pages = pool.alloc(5)
     pool.keep(pages[:2])
     pool.free(pages)
-    assert PoolUse.from_pool(pool, 4) == PoolUse(0, 20, 8, 32)
+    assert PoolUse.from_pools([pool], 4) == PoolUse(0, 20, 8, 32)
     pool.share(pages[:2])
-    assert PoolUse.from_pool(pool, 4) == PoolUse(8, 20, 0, 32)
+    assert PoolUse.from_pools([pool], 4) == PoolUse(8, 20, 0, 32)
     pool.alloc(6)
-    assert PoolUse.from_pool(pool, 4) == PoolUse(32, 32, 0, 32)
-    assert PoolUse.from_pool(None, 4) == PoolUse(0, 0, 0, 0)
+    assert PoolUse.from_pools([pool], 4) == PoolUse(32, 32, 0, 32)
+    assert PoolUse.from_pools([], 4) == PoolUse(0, 0, 0, 0)
 
 
 def drafts(count: int, engine, prompt: list[int], width: int = 32) -> None:
@@ -195,8 +195,8 @@ def test_thousands_of_tokens_hold_a_window_of_swa_slots(page_size, make_target, 
     [out] = engine.generate(random_prompt(longest), params)
     alone = engine.stats()
     assert len(out.token_ids) == 20 and alone.full_slots.peak >= longest
-    assert 256 < alone.swa_slots.peak <= engine.table.retain + 256 + engine.table.lookahead + 4 * page_size
+    assert 256 < alone.swa_slots.peak <= engine.table.retain[1] + 256 + engine.table.lookahead + 4 * page_size
     engine.generate([random_prompt(longest + n, seed=1 + n) for n in range(3)], params)
     together = engine.stats()
     assert together.full_slots.peak >= 3 * longest
-    assert together.swa_slots.peak <= 3 * (engine.table.retain + 256 + engine.table.lookahead + 4 * page_size)
+    assert together.swa_slots.peak <= 3 * (engine.table.retain[1] + 256 + engine.table.lookahead + 4 * page_size)

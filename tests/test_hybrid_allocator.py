@@ -1,34 +1,27 @@
-"""One allocator over two pools: both or neither, freeing once, eviction of the SWA half, and `check` itself."""
+"""One allocator over several pools: all or none, freeing once, eviction from one of them, and `check` itself."""
 
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
-from kv_rig import FullLoc, HybridAllocator, KVLayout, Space, layer_spec
+from kv_rig import PRIMARY, SWA, HybridAllocator, PrimaryLoc, make_allocator
 
 from specdec.errors import DoubleFreeError, OutOfSlotsError
 
 from snapshots import contents
 
-CPU = torch.device("cpu")
+
+def make(full: int = 4, swa: int = 3, page_size: int = 2) -> HybridAllocator:
+    return make_allocator(full, [4], swa, page_size=page_size)
 
 
-HYBRID = KVLayout((layer_spec(0, 4, head_dim=2), layer_spec(1, None, head_dim=2)))
-FULL_ONLY = KVLayout((layer_spec(0, None, head_dim=2),))
-
-
-def make(full: int = 4, swa: int = 3, page_size: int = 2, layout: KVLayout = HYBRID) -> HybridAllocator:
-    swa_pages = None if layout.window is None else swa
-    return HybridAllocator(full_pages=full, swa_pages=swa_pages, page_size=page_size, device=CPU)
-
-
-def loc(*slots: int) -> FullLoc:
-    return FullLoc(torch.tensor(slots, dtype=torch.int64))
+def loc(*slots: int) -> PrimaryLoc:
+    return PrimaryLoc(torch.tensor(slots, dtype=torch.int64))
 
 
 def mapping(allocator: HybridAllocator) -> list[int]:
-    return allocator.translate(FullLoc(torch.arange(len(allocator.full_to_swa.host)))).tolist()
+    return allocator.translate(SWA, PrimaryLoc(torch.arange(len(allocator.maps.host[SWA])))).tolist()
 
 
 def test_worked_example():
@@ -36,17 +29,17 @@ def test_worked_example():
     a = make(full=4, swa=3, page_size=2)
     assert a.alloc(2).tolist() == [2, 3, 4, 5]
     assert mapping(a) == [0, 0, 2, 3, 4, 5, 0, 0, 0, 0]
-    a.evict(loc(2, 3))
+    a.evict(SWA, loc(2, 3))
     assert mapping(a) == [0, 0, 0, 0, 4, 5, 0, 0, 0, 0]
-    assert (a.full.held_pages, a.swa.held_pages) == (2, 1)
+    assert (a.primary.held_pages, a.pools[SWA].held_pages) == (2, 1)
     assert a.alloc(1).tolist() == [6, 7]  # a full page never used before, the SWA page just evicted
     assert mapping(a) == [0, 0, 0, 0, 4, 5, 2, 3, 0, 0]
     a.check()
     a.free(loc(2, 3, 4, 5))
     assert mapping(a) == [0, 0, 0, 0, 0, 0, 2, 3, 0, 0]
-    assert (a.full.held_pages, a.swa.held_pages) == (1, 1)
+    assert (a.primary.held_pages, a.pools[SWA].held_pages) == (1, 1)
     a.free(loc(6, 7))
-    assert (a.full.free_pages, a.swa.free_pages) == (4, 3)
+    assert (a.primary.free_pages, a.pools[SWA].free_pages) == (4, 3)
     a.check()
 
 
@@ -57,7 +50,7 @@ def test_alloc_takes_from_both_or_neither(full: int, swa: int):
     before = contents(a)
     with pytest.raises(
         OutOfSlotsError,
-        match=rf"3 pages needed; free: {full} of {full} in the full pool, {swa} of {swa} in the SWA pool",
+        match=rf"3 pages needed; free: {full} of {full} in the full pool, {swa} of {swa} in the window 4 pool",
     ):
         a.alloc(3)
     assert contents(a) == before
@@ -71,7 +64,7 @@ def test_eviction_makes_room_in_swa_only():
     first = a.alloc(2)
     with pytest.raises(OutOfSlotsError):
         a.alloc(1)
-    a.evict(first)
+    a.evict(SWA, first)
     assert a.available_pages == 2
     a.alloc(2)
     with pytest.raises(OutOfSlotsError, match="0 of 4 in the full pool"):
@@ -80,19 +73,16 @@ def test_eviction_makes_room_in_swa_only():
 
 
 def test_without_sliding_layers_there_is_one_pool():
-    a = make(full=3, swa=0, layout=FULL_ONLY)
-    assert a.swa is None
-    assert a.num_slots(Space.FULL) == 8  # page 0 and three more
+    a = make_allocator(3, page_size=2)
+    assert a.windowed == ()
+    assert a.num_slots(PRIMARY) == 8  # page 0 and three more
     assert a.available_pages == 3
     slots = a.alloc(3)
-    assert mapping(a) == [0] * 8
-    before = contents(a)
-    a.evict(slots)
-    assert contents(a) == before
+    assert not a.maps.host.any()
     a.check()
     with pytest.raises(OutOfSlotsError) as caught:
         a.alloc(1)
-    assert "SWA" not in str(caught.value)
+    assert "window" not in str(caught.value)
     a.free(slots)
     with pytest.raises(DoubleFreeError):
         a.free(slots)
@@ -104,27 +94,27 @@ def test_nothing_is_allocated_freed_or_evicted_for_nothing():
     before = contents(a)
     assert a.alloc(0).shape == (0,)
     a.free(loc())
-    a.evict(loc())
+    a.evict(SWA, loc())
     assert contents(a) == before
 
 
 def test_translate_keeps_the_shape_and_owns_its_result():
     a = make(page_size=1, full=4, swa=4)
     slots = a.alloc(3)
-    a.evict(slots[:1])
-    translated = a.translate(FullLoc(torch.tensor([[0, 1], [2, 3]])))
+    a.evict(SWA, slots[:1])
+    translated = a.translate(SWA, PrimaryLoc(torch.tensor([[0, 1], [2, 3]])))
     assert translated.tolist() == [[0, 0], [2, 3]]
     a.free(slots)
     assert translated.tolist() == [[0, 0], [2, 3]]  # of the moment it was asked
-    assert a.translate(FullLoc(torch.tensor([[0, 1], [2, 3]]))).tolist() == [[0, 0], [0, 0]]
+    assert a.translate(SWA, PrimaryLoc(torch.tensor([[0, 1], [2, 3]]))).tolist() == [[0, 0], [0, 0]]
 
 
 def test_slots_may_come_in_any_order():
     a = make()
     a.alloc(2)
-    a.evict(loc(5, 4))
+    a.evict(SWA, loc(5, 4))
     a.free(loc(5, 2, 4, 3))
-    assert (a.full.free_pages, a.swa.free_pages) == (4, 3)
+    assert (a.primary.free_pages, a.pools[SWA].free_pages) == (4, 3)
     a.check()
 
 
@@ -157,10 +147,10 @@ def test_wrong_slots_are_refused_and_nothing_changes(operation: str, slots: tupl
     a = make(full=4, swa=4, page_size=2)
     a.alloc(4)
     a.free(loc(4, 5))
-    a.evict(loc(2, 3))
+    a.evict(SWA, loc(2, 3))
     before = contents(a)
     with pytest.raises(DoubleFreeError):
-        getattr(a, operation)(loc(*slots))
+        getattr(a, operation)(*([SWA] if operation == "evict" else []), loc(*slots))
     assert contents(a) == before
     a.check()
 
@@ -169,9 +159,9 @@ def test_freeing_twice_raises():
     """Evicting, too."""
     a = make()
     slots = a.alloc(1)
-    a.evict(slots)
-    with pytest.raises(DoubleFreeError, match=r"SWA pool: pages \[1\] are not all mapped"):
-        a.evict(slots)
+    a.evict(SWA, slots)
+    with pytest.raises(DoubleFreeError, match=r"window 4 pool: pages \[1\] are not all mapped"):
+        a.evict(SWA, slots)
     a.free(slots)
     with pytest.raises(DoubleFreeError, match=r"full pool: pages \[1\] are not held"):
         a.free(slots)
@@ -181,12 +171,12 @@ def test_freeing_twice_raises():
 def test_free_after_evict_gives_the_swa_page_back_once():
     a = make(full=4, swa=2)
     old = a.alloc(1)
-    a.evict(old)
+    a.evict(SWA, old)
     new = a.alloc(1)  # takes over the SWA page of `old`
-    assert a.translate(new).tolist() == [2, 3]
+    assert a.translate(SWA, new).tolist() == [2, 3]
     a.free(old)
-    assert a.translate(new).tolist() == [2, 3]
-    assert (a.full.held_pages, a.swa.held_pages) == (1, 1)
+    assert a.translate(SWA, new).tolist() == [2, 3]
+    assert (a.primary.held_pages, a.pools[SWA].held_pages) == (1, 1)
     a.check()
 
 
@@ -195,55 +185,50 @@ def test_free_after_evict_gives_the_swa_page_back_once():
 
 def put(name: str, index: object, value: int) -> Callable[[HybridAllocator], None]:
     def corrupt(a: HybridAllocator) -> None:
-        array = {"map": a.full_to_swa.host, "full": a.full._held, "swa": a.swa._held}[name]
+        array = {"map": a.maps.host[SWA], "full": a.primary._held, "swa": a.pools[SWA]._held}[name]
         array[index] = value
 
     return corrupt
 
 
 def lose_an_swa_page(a: HybridAllocator) -> None:
-    a._release_swa(np.array([2]))
-    a.swa.alloc(1)
+    a._release_peers(SWA, np.array([2]))
+    a.pools[SWA].alloc(1)
 
 
 def strand_the_full_peer(a: HybridAllocator) -> None:
-    a.full.free(np.array([2]))
+    a.primary.free(np.array([2]))
 
 
 def share_an_swa_page(a: HybridAllocator) -> None:
-    a.full_to_swa[np.array([2, 3])] = a.full_to_swa.host[4:6].copy()
+    a.maps[SWA, np.array([2, 3])] = a.maps.host[SWA][4:6].copy()
 
 
 def point_at_a_free_swa_page(a: HybridAllocator) -> None:
-    a.full_to_swa[np.array([4, 5])] = np.array([6, 7])
-
-
-def map_without_a_pool(a: HybridAllocator) -> None:
-    a.swa = None
+    a.maps[SWA, np.array([4, 5])] = np.array([6, 7])
 
 
 @pytest.mark.parametrize(
     ("corrupt", "message"),
     [
         (put("map", slice(0, 2), 2), "page 0 is mapped"),
-        (put("map", 5, 3), "a page's SWA slots are not one page"),
-        (put("map", 5, 0), "a page's SWA slots are not one page"),
+        (put("map", 5, 3), "window 4: the peer of a page is not one page"),
+        (put("map", 5, 0), "window 4: the peer of a page is not one page"),
         (put("map", 3, 5), "a page is mapped in part"),
-        (share_an_swa_page, "an SWA page has two owners"),
-        (point_at_a_free_swa_page, "a mapped SWA page is free"),
-        (lose_an_swa_page, "an SWA page is held but not mapped"),
-        (strand_the_full_peer, "a free full page is mapped"),
-        (map_without_a_pool, "a mapping without an SWA pool"),
+        (share_an_swa_page, "window 4: a page has two owners"),
+        (point_at_a_free_swa_page, "window 4: a mapped page is free"),
+        (lose_an_swa_page, "window 4: a page is held but not mapped"),
+        (strand_the_full_peer, "window 4: a free page is mapped"),
         (put("full", 0, True), "full: page 0 is held"),
-        (put("swa", 0, True), "SWA: page 0 is held"),
+        (put("swa", 0, True), "window 4: page 0 is held"),
         (put("full", 3, True), "full: a free page is held"),
-        (put("swa", 2, False), r"SWA: held 0 \+ cached 0 \+ free 2 != 3"),
+        (put("swa", 2, False), r"window 4: held 0 \+ cached 0 \+ free 2 != 3"),
     ],
 )
 def test_check_finds(corrupt: Callable[[HybridAllocator], None], message: str):
     a = make(full=4, swa=3, page_size=2)
     a.alloc(2)
-    a.evict(loc(2, 3))
+    a.evict(SWA, loc(2, 3))
     a.check()
     corrupt(a)
     with pytest.raises(AssertionError, match=message):
@@ -251,21 +236,20 @@ def test_check_finds(corrupt: Callable[[HybridAllocator], None], message: str):
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize("layout", [HYBRID, FULL_ONLY], ids=["hybrid", "full-only"])
-def test_conservation_over_a_random_run(page_size: int, layout: KVLayout):
+def test_conservation_over_a_random_run(page_size: int):
     rng = np.random.default_rng(page_size)
-    a, has_swa = make(full=9, swa=6, page_size=page_size, layout=layout), layout.window is not None
+    a = make(full=9, swa=6, page_size=page_size)
     held: dict[int, bool] = {}  # full page -> is it mapped
 
-    def slots_of(pages: list[int]) -> FullLoc:
+    def slots_of(pages: list[int]) -> PrimaryLoc:
         slots = (np.array(pages, dtype=np.int64)[:, None] * page_size + np.arange(page_size)).reshape(-1)
-        return FullLoc(torch.from_numpy(rng.permutation(slots)))
+        return PrimaryLoc(torch.from_numpy(rng.permutation(slots)))
 
     for _ in range(600):
         choice = rng.integers(0, 3)
         if choice == 0:
             count = int(rng.integers(0, 4))
-            room = min(9 - len(held), 6 - sum(held.values())) if has_swa else 9 - len(held)
+            room = min(9 - len(held), 6 - sum(held.values()))
             assert a.available_pages == room
             if count > room:
                 with pytest.raises(OutOfSlotsError):
@@ -280,8 +264,8 @@ def test_conservation_over_a_random_run(page_size: int, layout: KVLayout):
             held = {page: mapped for page, mapped in held.items() if page not in some}
         else:
             some = [page for page, mapped in held.items() if mapped and rng.random() < 0.4]
-            a.evict(slots_of(some))
-            held.update(dict.fromkeys(some, not has_swa))
+            a.evict(SWA, slots_of(some))
+            held.update(dict.fromkeys(some, False))
         a.check()
-        heads = a.full_to_swa.host[::page_size]
-        assert np.flatnonzero(heads).tolist() == sorted(page for page in held if held[page] and has_swa)
+        heads = a.maps.host[SWA][::page_size]
+        assert np.flatnonzero(heads).tolist() == sorted(page for page in held if held[page])

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from kv_rig import HybridAllocator, MirroredArray, PrefixCache, RequestTable, flush, ints
+from kv_rig import SWA, ByGroup, MirroredArray, PrefixCache, RequestTable, flush, ints, make_allocator
 
 from specdec import SamplingParams
 from specdec.errors import DoubleFreeError
@@ -22,15 +22,10 @@ ROWS, MAX_LEN = 6, 40
 PAGE_SIZES = pytest.mark.parametrize("page_size", [1, 3, 4])
 
 
-def make(page_size: int, *, pages: int = 300, swa_pages: int | None = None, window: int | None = 4) -> RequestTable:
+def make(page_size: int, *, pages: int = 300, window_pages: int | None = None, window: int | None = 4) -> RequestTable:
     """`retain` is the window."""
-    allocator = HybridAllocator(
-        full_pages=pages,
-        swa_pages=None if window is None else swa_pages or pages,
-        page_size=page_size,
-        device=torch.device("cpu"),
-    )
-    return RequestTable(allocator, max_requests=ROWS, max_len=MAX_LEN, lookahead=2, window=window, extra_keys=1)
+    allocator = make_allocator(pages, [window] if window else [], window_pages, page_size=page_size)
+    return RequestTable(allocator, max_requests=ROWS, max_len=MAX_LEN, lookahead=2, extra_keys=1)
 
 
 def grow(table: RequestTable, row: int, length: int) -> None:
@@ -43,19 +38,20 @@ def grow(table: RequestTable, row: int, length: int) -> None:
 def state(table: RequestTable, *, ordered: bool = True) -> dict[str, object]:
     """All that the table and its pools hold, the order of free pages too, unless that is no matter."""
     allocator = table.allocator
-    flush([table.slots, table.committed_len, allocator.full_to_swa])  # when it goes is no difference
+    flush([table.slots, table.committed_len, allocator.maps])  # when it goes is no difference
     arrays = table.slots, table.committed_len, table.capacity, table.evicted_len, table._active
-    pools = [copy.copy(pool) for pool in (allocator.full, allocator.swa) if pool is not None]
+    pools = [copy.copy(pool) for pool in allocator.pools]
     for pool in pools:
         pool._stack = pool._stack[: pool.free_pages] if ordered else np.sort(pool._stack[: pool.free_pages])
-    return contents(*arrays, *pools, allocator.full_to_swa)
+    return contents(*arrays, *pools, allocator.maps)
 
 
-def tree(cache: PrefixCache) -> list[tuple[list[int], list[int], int, int]]:
-    """Key, pages, SWA peers kept and number of the parent of each node, the one used longest ago first."""
+def tree(cache: PrefixCache) -> list[tuple[list[int], list[int], list[int], int]]:
+    """Key, pages, peers kept by group and number of the parent of each node, the one used longest ago first."""
     number = {node: i for i, node in enumerate(cache._by_age)}
     return [
-        (node.key.tolist(), node.pages.tolist(), node.num_swa, number.get(node.parent, -1)) for node in cache._by_age
+        (node.key.tolist(), node.pages.tolist(), node.num_peers.tolist(), number.get(node.parent, -1))
+        for node in cache._by_age
     ]
 
 
@@ -96,10 +92,9 @@ class Scene:
                 self.table.evict_unseen(ints(row), slack_pages=self.draw.choice((0, 1)))
 
     def lose_some(self) -> None:
-        """Gives up pages as when the SWA pool runs short."""
-        if self.table.allocator.swa is not None:
-            free = self.table.allocator.swa.free_pages
-            self.cache.release(0, self.draw.randint(0, self.table.allocator.swa.capacity - free))
+        """Gives up pages as when the pool of a windowed group runs short."""
+        for pool in self.table.allocator.pools.values[1:]:
+            self.cache.release(ByGroup((0, self.draw.randint(0, pool.capacity - pool.free_pages))))
 
     def leavers(self) -> list[int]:
         return self.draw.sample(sorted(self.texts), self.draw.randint(1, ROWS))
@@ -116,9 +111,9 @@ def test_rows_closed_at_once_are_rows_closed_one_after_the_other(page_size: int)
         scene = Scene(seed, page_size)
         table, rows = scene.table, scene.leavers()
         one_by_one = copy.deepcopy(table)
-        pool, pages = table.allocator.full, np.concatenate([table.pages(r, int(table.capacity[r])) for r in rows])
+        pool, pages = table.allocator.primary, np.concatenate([table.pages(r, int(table.capacity[r])) for r in rows])
         shared += int((pool.num_holders(pages) > 1).sum())
-        evicted, kept = evicted + int(table.evicted_len[rows].sum()), kept + int(pool.is_kept(pages).sum())
+        evicted, kept = evicted + int(table.evicted_len[:, rows].sum()), kept + int(pool.is_kept(pages).sum())
         table.close_rows(ints(*rows))
         for row in rows:
             one_by_one.close_row(row)
@@ -135,7 +130,7 @@ def test_the_pages_of_the_last_row_are_used_first() -> None:
     grow(table, 0, 3)
     grow(table, 1, 3)
     table.close_rows(ints(0, 1))
-    assert table.allocator.full.alloc(4).tolist() == [1, 2, 4, 3]
+    assert table.allocator.primary.alloc(4).tolist() == [1, 2, 4, 3]
     table.close_rows(ints())
     assert table.active_rows.tolist() == []
 
@@ -153,9 +148,9 @@ def test_rows_name_a_page_once_each() -> None:
     with pytest.raises(DoubleFreeError, match="not held"):
         free(torch.tensor([2, 3, 2, 3, 2, 3]), rows=ints(0, 0, 1, 1, 2, 2))
     assert state(table) == before
-    free(slots, rows=ints(0, 0, 1, 1), evicted=np.array([True, True, False, False]))
-    assert table.allocator.full.free_pages == 300
-    assert table.allocator.swa.num_holders(ints(1)).tolist() == [1]  # that of row 0, which had given it up
+    free(slots, rows=ints(0, 0, 1, 1), evicted=np.array([[False] * 4, [True, True, False, False]]))
+    assert table.allocator.primary.free_pages == 300
+    assert table.allocator.pools[SWA].num_holders(ints(1)).tolist() == [1]  # that of row 0, which had given it up
 
 
 # the prefix cache
@@ -177,9 +172,9 @@ def test_rows_kept_at_once_are_rows_kept_one_after_the_other(page_size: int) -> 
         assert tree(cache) == tree(one_by_one)
         assert state(cache.table) == state(one_by_one.table)
         cache.table.check()
-        after = {tuple(key): num_swa for key, _, num_swa, _ in tree(cache)}
+        after = {tuple(key): num_peers for key, _, num_peers, _ in tree(cache)}
         split += any(tuple(key) not in after and len(key) > min(map(len, after), default=0) for key, *_ in before)
-        revived += any(after.get(tuple(key), 0) > num_swa for key, _, num_swa, _ in before)
+        revived += any(after.get(tuple(key), num_peers)[-1] > num_peers[-1] for key, _, num_peers, _ in before)
     assert split > 5 and revived > 5
 
 
@@ -187,8 +182,8 @@ def test_rows_kept_at_once_are_rows_kept_one_after_the_other(page_size: int) -> 
 def test_what_is_kept_is_claimed_in_one_call(page_size: int, monkeypatch) -> None:
     """But where a node is split: 6 rows with nothing in common take one."""
     table, calls = make(page_size), list[int]()
-    cache, keep = PrefixCache(table), table.allocator.full.keep
-    monkeypatch.setattr(table.allocator.full, "keep", lambda pages: (calls.append(len(pages)), keep(pages)))
+    cache, keep = PrefixCache(table), table.allocator.primary.keep
+    monkeypatch.setattr(table.allocator.primary, "keep", lambda pages: (calls.append(len(pages)), keep(pages)))
     rows = [table.open_row() for _ in range(ROWS)]
     for row in rows:
         grow(table, row, 24)
@@ -203,8 +198,10 @@ def test_what_is_kept_is_claimed_in_one_call(page_size: int, monkeypatch) -> Non
 def test_what_a_short_pool_wants_is_given_up_in_one_call(page_size: int, monkeypatch) -> None:
     """Two and a half of six texts of 24 tokens: the oldest, and of the third its end."""
     table, calls = make(page_size, window=None), list[list[int]]()
-    cache, forget = PrefixCache(table), table.allocator.full.forget
-    monkeypatch.setattr(table.allocator.full, "forget", lambda pages: (calls.append(pages.tolist()), forget(pages))[1])
+    cache, forget = PrefixCache(table), table.allocator.primary.forget
+    monkeypatch.setattr(
+        table.allocator.primary, "forget", lambda pages: (calls.append(pages.tolist()), forget(pages))[1]
+    )
     rows = [table.open_row() for _ in range(ROWS)]
     for row in rows:
         grow(table, row, 24)
@@ -212,10 +209,10 @@ def test_what_a_short_pool_wants_is_given_up_in_one_call(page_size: int, monkeyp
     each = 24 // page_size
     pages = [table.pages(row, each).tolist() for row in rows]
     table.close_rows(ints(*rows))
-    free = table.allocator.full.free_pages
-    cache.release(2 * each + each // 2, 0)
+    free = table.allocator.primary.free_pages
+    cache.release(ByGroup((2 * each + each // 2,)))
     assert calls == [pages[2][each - each // 2 :] + pages[1] + pages[0]]
-    assert table.allocator.full.free_pages - free == 2 * each + each // 2
+    assert table.allocator.primary.free_pages - free == 2 * each + each // 2
     left = [2] * (each - each // 2) * page_size
     assert [key for key, *_ in tree(cache)] == [left, *([row] * 24 for row in (3, 4, 5))]
     table.check()
@@ -325,7 +322,7 @@ def chunks_one_after_the_other(scheduler: Scheduler) -> list[tuple[int, int]]:
 def test_prompt_chunks_get_the_slots_that_one_after_the_other_would(page_size: int) -> None:
     draw, preempted, cut = random.Random(page_size), 0, 0
     for seed in range(150):
-        scheduler = busy(seed, page_size, pages=60 // page_size, swa_pages=60 // page_size)
+        scheduler = busy(seed, page_size, pages=60 // page_size, window_pages=60 // page_size)
         table = scheduler.table
         if scheduler.waiting and len(scheduler.running) < ROWS:
             scheduler.admit_requests()
@@ -340,7 +337,7 @@ def test_prompt_chunks_get_the_slots_that_one_after_the_other_would(page_size: i
         assert seats(scheduler) == seats(twin)
         for mine, theirs in ((table.capacity, twin.table.capacity), (table.evicted_len, twin.table.evicted_len)):
             assert (mine == theirs).all()
-        pool, other = table.allocator.full, twin.table.allocator.full
+        pool, other = table.allocator.primary, twin.table.allocator.primary
         assert (pool.free_pages, pool.held_pages) == (other.free_pages, other.held_pages)
         preempted += sum(request.stats.preemptions for request in scheduler.waiting)
         done = table.committed_len.host[[request.row for request in requests]]

@@ -8,11 +8,13 @@ that evictions have left far from the full ones, pools so short that slots chang
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from kv_rig import FullLoc, KVPlan, Space, SwaLoc
+from kv_rig import PRIMARY, SWA, GroupId, GroupLoc, KVPlan, replaced
+from tape import record
 
 import specdec.attention.plan
 from specdec import DraftTree, Engine, SamplingParams, SpecConfig
@@ -103,7 +105,7 @@ def load(requests, drafter_of, drafts_alone, make_target, make_engine, monkeypat
             held = []
             forward = crowded.target.forward
             crowded.target.forward = lambda *args: held.append(pool.held_pages) or forward(*args)
-            pool = crowded.table.allocator.swa
+            pool = crowded.table.allocator.pools[SWA]
             outputs = crowded.generate([prompt for prompt, _ in requests], PARAMS)
             assert [out.token_ids for out in outputs] == [truth[:NEW] for _, truth in requests]
             both = drafts.keys() & alone.keys()
@@ -149,21 +151,21 @@ def seen(sanitize: bool, *others: type[Exception]) -> Iterator[None]:
 
 def for_kind(kind: str) -> Callable[[KVPlan], bool]:
     if kind == "frozen":
-        return lambda plan: plan.write_full is None
+        return lambda plan: plan.write is None
     return lambda plan: plan.tree is not None and not plan.tree.is_chain
 
 
-def read_own_keys_by_full_slots(kind: str) -> Seed:
-    """The forward's own tokens are read with full slots where the sliding layers have written SWA slots."""
+def read_own_keys_by_full_slots(kind: str, source: GroupId = PRIMARY, to: GroupId = SWA) -> Seed:
+    """The forward's own tokens are read with primary slots where sliding layers wrote those of their group."""
 
     def seed(patch: pytest.MonkeyPatch) -> None:
         right, wanted = VisibleKeys.of, for_kind(kind)
 
-        def wrong(plan: KVPlan, slots: Any, start: Any, space: Space, window: int | None) -> VisibleKeys:
-            keys = right(plan, slots, start, space, window)
-            if space is Space.SWA and wanted(plan):
+        def wrong(plan: KVPlan, slots: Any, start: Any, group: GroupId, window: int | None) -> VisibleKeys:
+            keys = right(plan, slots, start, group, window)
+            if group == to and wanted(plan):
                 own = plan.positions.shape[1]
-                untranslated = plan.write_full.view(plan.positions.shape)
+                untranslated = plan.write[source].view(plan.positions.shape)
                 return VisibleKeys(torch.cat([keys.slots[:, :-own], untranslated], dim=1), keys.bias)
             return keys
 
@@ -172,54 +174,55 @@ def read_own_keys_by_full_slots(kind: str) -> Seed:
     return seed
 
 
-def read_extend_tokens_by_full_slots(patch: pytest.MonkeyPatch) -> None:
+def read_extend_tokens_by_full_slots(patch: pytest.MonkeyPatch, source: GroupId = PRIMARY, to: GroupId = SWA) -> None:
     """In a prefill, where its own tokens lie is not translated."""
     right = specdec.attention.plan.locate_pack
 
     def wrong(table: Any, pack: Pack, longest: int) -> PackTables:
         tables = right(table, pack, longest)
-        if tables.swa is None:
-            return tables
-        columns = tables.swa.begin[:, None] + torch.arange(tables.swa.slots.shape[1])
-        full = table.slots.tensor[pack.rows[:, None], columns.clamp(max=table.slots.tensor.shape[1] - 1)]
-        mixed = torch.where(columns >= pack.start[:, None], full, tables.swa.slots)
-        return tables._replace(swa=tables.swa._replace(slots=mixed))
+        lines = tables.lines[to]
+        columns = lines.begin[:, None] + torch.arange(lines.slots.shape[1])
+        slots = table.slots.tensor[pack.rows[:, None], columns.clamp(max=table.slots.tensor.shape[1] - 1)]
+        slots = table.allocator.translate(source, slots)
+        mixed = torch.where(columns >= pack.start[:, None], slots, lines.slots)
+        return tables._replace(lines=replaced(tables.lines, to, lines._replace(slots=mixed)))
 
     patch.setattr(specdec.attention.plan, "locate_pack", wrong)
 
 
-def write_extend_tokens_by_full_slots(patch: pytest.MonkeyPatch) -> None:
+def write_extend_tokens_by_full_slots(patch: pytest.MonkeyPatch, source: GroupId = PRIMARY, to: GroupId = SWA) -> None:
     """The other way round: written with full slots, read with SWA slots."""
     right = KVPlan.write_slots
 
-    def wrong(plan: KVPlan, space: Space) -> FullLoc | SwaLoc:
-        return right(plan, Space.FULL if plan.pack is not None else space)
+    def wrong(plan: KVPlan, group: GroupId) -> GroupLoc:
+        return right(plan, source if plan.pack is not None and group in (source, to) else group)
 
     patch.setattr(KVPlan, "write_slots", wrong)
 
 
 def derive_the_pool_once(patch: pytest.MonkeyPatch) -> None:
-    """A frozen drafter's backend knows one pool, the full one, and reads sliding layers through its table."""
+    """A frozen drafter's backend knows one pool, the primary one, and reads sliding layers through its table."""
     right = TorchBackend.attention
 
-    def wrong(backend: TorchBackend, plan: KVPlan, space: Space, window: int | None) -> Any:
-        if plan.write_full is None and space is Space.SWA:
+    def wrong(backend: TorchBackend, plan: KVPlan, group: GroupId, window: int | None) -> Any:
+        if plan.write is None and group == SWA:
             assert isinstance(plan.prefix, PageTables)
-            pages, start = plan.prefix.pages(space)
+            pages, start = plan.prefix.pages(group)
             columns = start[:, None] // plan.page_size + torch.arange(pages.shape[1])
-            full = plan.prefix.full_pages
-            tables = plan.prefix._replace(swa_pages=full.gather(1, columns.clamp(max=full.shape[1] - 1)))
+            full = plan.prefix.tables[PRIMARY]
+            stale_pages = full.gather(1, columns.clamp(max=full.shape[1] - 1))
+            tables = plan.prefix._replace(tables=replaced(plan.prefix.tables, group, stale_pages))
             stale = object.__new__(KVPlan)
             for name in KVPlan.__slots__:
                 object.__setattr__(stale, name, getattr(plan, name))
             object.__setattr__(stale, "prefix", tables)
-            return right(backend, stale, space, window)
-        return right(backend, plan, space, window)
+            return right(backend, stale, group, window)
+        return right(backend, plan, group, window)
 
     patch.setattr(TorchBackend, "attention", wrong)
 
 
-def leave_the_draft_untranslated(patch: pytest.MonkeyPatch) -> None:
+def leave_the_draft_untranslated(patch: pytest.MonkeyPatch, source: GroupId = PRIMARY, to: GroupId = SWA) -> None:
     """A tree's part of the SWA table keeps full slots: its nodes are written and read there, into others' keys."""
     right = TorchBackend.locate
 
@@ -227,7 +230,8 @@ def leave_the_draft_untranslated(patch: pytest.MonkeyPatch) -> None:
         backend: TorchBackend, table: Any, rows: Any, committed_len: torch.Tensor, num_queries: int
     ) -> PageTables:
         located = right(backend, table, rows, committed_len, num_queries)
-        return located._replace(write_swa=SwaLoc(located.write_full)) if num_queries == 4 else located
+        untranslated = replaced(located.write, to, located.write[source])
+        return located._replace(write=untranslated) if num_queries == 4 else located
 
     patch.setattr(TorchBackend, "locate", wrong)
 
@@ -251,14 +255,14 @@ def use_a_stale_location(patch: pytest.MonkeyPatch) -> None:
     """The SWA slots of a prefill are kept where the forward after it finds them instead of its own."""
     right, kept = KVPlan.write_slots, []
 
-    def wrong(plan: KVPlan, space: Space) -> FullLoc | SwaLoc:
-        slots = right(plan, space)
-        if plan.pack is None or space is Space.FULL:
+    def wrong(plan: KVPlan, group: GroupId) -> GroupLoc:
+        slots = right(plan, group)
+        if plan.pack is None or group == PRIMARY:
             return slots
         if not any(plan is other for other, _ in kept):
             kept.append((plan, slots))
         stale = kept[-2][1] if len(kept) > 1 else slots
-        return SwaLoc(torch.cat([stale, slots[len(stale) :]])[: len(slots)])
+        return GroupLoc(torch.cat([stale, slots[len(stale) :]])[: len(slots)])
 
     patch.setattr(KVPlan, "write_slots", wrong)
 
@@ -267,11 +271,11 @@ def ignore_the_location(patch: pytest.MonkeyPatch) -> None:
     """The precomputed SWA slots of a prefill are not used: keys go to the slots that come first in the pool."""
     right = KVPlan.write_slots
 
-    def wrong(plan: KVPlan, space: Space) -> FullLoc | SwaLoc:
-        slots = right(plan, space)
-        if plan.pack is None or space is Space.FULL:
+    def wrong(plan: KVPlan, group: GroupId) -> GroupLoc:
+        slots = right(plan, group)
+        if plan.pack is None or group == PRIMARY:
             return slots
-        return SwaLoc(1 + torch.arange(len(slots)) % 90)
+        return GroupLoc(1 + torch.arange(len(slots)) % 90)
 
     patch.setattr(KVPlan, "write_slots", wrong)
 
@@ -279,7 +283,7 @@ def ignore_the_location(patch: pytest.MonkeyPatch) -> None:
 NEARLY = {"drafter": "mtp", "fullest": 0.9, **NEARLY_FULL}
 REPLAYED = {"drafter": "mtp", "spec": TREE, "captured": True}
 LOADS = {
-    "extend": {"drafter": "trees"},  # extend tokens are read in the wrong space under load (SGLang #24395)
+    "extend": {"drafter": "trees"},  # extend tokens are read in the wrong group under load (SGLang #24395)
     "lent-pool": NEARLY,  # the pool of a backend's start is not the one that a drafter is lent (#26966, #27491)
     "replay": REPLAYED,  # a translation is remembered, and outlives its step across a graph replay (#26152)
     "prefill": {"drafter": None},  # a precomputed location of a prefill is stale, or ignored (#24138)
@@ -314,3 +318,38 @@ def test_a_seeded_defect_is_seen(name, sanitize, load) -> None:
     others = [IndexError] if loaded is NEARLY else []  # slots of the larger pool may not be there
     with seen(sanitize, *others):
         load(seed, **loaded, sanitize=sanitize)
+
+
+# the same between two windowed groups: slots of the narrower window in the wider one
+
+
+BETWEEN = {"source": GroupId(1), "to": GroupId(2)}
+
+
+@pytest.mark.parametrize(
+    ("seed", "captured"),
+    [
+        (partial(read_extend_tokens_by_full_slots, **BETWEEN), False),
+        (partial(write_extend_tokens_by_full_slots, **BETWEEN), False),
+        (partial(leave_the_draft_untranslated, **BETWEEN), False),
+        (read_own_keys_by_full_slots("tree", **BETWEEN), False),
+        (keep_the_translation, True),
+        (use_a_stale_location, False),
+        (ignore_the_location, False),
+    ],
+    ids=["read", "write", "untranslated", "own-keys", "outlives", "stale", "ignored"],
+)
+def test_slots_of_another_window_are_named(
+    seed, captured, make_target, make_engine, random_prompt, greedy_oracle, scripted, tree_script, monkeypatch
+) -> None:
+    """Windows of 3 and 8. Of a frozen drafter it is `test_cache_groups.py` that shows it."""
+    monkeypatch.setenv("SPECDEC_SANITIZE", "1")
+    monkeypatch.setattr(specdec.engine, "capture_for", lambda device, setting: record if captured else None)
+    model, prompts = make_target("two_windows"), [random_prompt(length) for length in LENGTHS]
+    drafter = None if captured else scripted(tree_script([prompt + [1] * NEW for prompt in prompts]))
+    engine = make_engine(model, drafter, spec=CHAIN, **LOAD)
+    outputs = engine.generate(prompts, PARAMS)
+    assert [out.token_ids for out in outputs] == [greedy_oracle(model, prompt, NEW) for prompt in prompts]
+    with monkeypatch.context() as patch, seen(True):
+        seed(patch)
+        make_engine(model, drafter, spec=CHAIN, **LOAD).generate(prompts, PARAMS)

@@ -1,10 +1,10 @@
-"""Layouts read from Hugging Face configs: who owns K/V, of what shape, in which space; and what is refused."""
+"""Layouts read from Hugging Face configs: who owns K/V, of what shape, kept for how long; and what is refused."""
 
 from types import SimpleNamespace
 
 import pytest
 import transformers
-from kv_rig import KVLayout, Space, layout_from_config
+from kv_rig import Full, KVLayout, Window, layout_from_config
 
 from specdec.errors import UnsupportedModelError
 
@@ -14,10 +14,11 @@ SMALL |= {"eos_token_id": 1, "pad_token_id": 2}
 GQA = SMALL | {"num_key_value_heads": 2}
 
 
-def rows(layout: KVLayout) -> list[tuple[int, str, int, int, int | None]]:
-    """(owner, space, kv heads, head size, window) per layer; a spec's own number is its place."""
+def rows(layout: KVLayout) -> list[tuple[int, int, int, int | None]]:
+    """(owner, kv heads, head size, window) per layer; a spec's own number is its place."""
     assert [spec.layer for spec in layout.layers] == list(range(len(layout.layers)))
-    return [(s.owner, s.space.value, s.num_kv_heads, s.head_dim, s.window) for s in layout.layers]
+    assert all(spec.v.heads == spec.num_kv_heads and spec.v.dim == spec.head_dim for spec in layout.layers)
+    return [(s.owner, s.num_kv_heads, s.head_dim, s.window) for s in layout.layers]
 
 
 def gemma4_e() -> KVLayout:
@@ -52,7 +53,7 @@ def gemma4_31b() -> KVLayout:
 
 def test_gemma4_e_shares_kv_and_has_two_head_sizes():
     layout = gemma4_e()
-    sliding, full = ("swa", 2, 16, 8), ("full", 2, 32, None)
+    sliding, full = (2, 16, 8), (2, 32, None)
     assert rows(layout) == [
         (0, *sliding),
         (1, *sliding),
@@ -63,18 +64,17 @@ def test_gemma4_e_shares_kv_and_has_two_head_sizes():
         (4, *sliding),
         (3, *full),
     ]
-    assert layout.window == 8
-    assert [spec.layer for spec in layout.owners(Space.SWA)] == [0, 1, 2, 4]
-    assert [spec.layer for spec in layout.owners(Space.FULL)] == [3]
-    assert layout.numbers_per_slot(Space.SWA) == 4 * 2 * 2 * 16  # layers, K and V, heads, size
-    assert layout.numbers_per_slot(Space.FULL) == 1 * 2 * 2 * 32
+    assert layout.widest_window == 8
+    assert [spec.layer for spec in layout.owners] == [0, 1, 2, 3, 4]
+    assert layout.numbers_per_slot(Window(8)) == 4 * 2 * 2 * 16  # layers, K and V, heads, size
+    assert layout.numbers_per_slot(Full()) == 1 * 2 * 2 * 32
 
 
 def test_gemma4_31b_has_its_own_kv_heads_on_full_layers():
     layout = gemma4_31b()
-    assert rows(layout) == [(i, "swa", 4, 16, 8) for i in range(5)] + [(5, "full", 1, 32, None)]
-    assert layout.numbers_per_slot(Space.FULL) == 2 * 32  # K and V share weights but not rows: both are stored
-    assert layout.numbers_per_slot(Space.SWA) == 5 * 2 * 4 * 16
+    assert rows(layout) == [(i, 4, 16, 8) for i in range(5)] + [(5, 1, 32, None)]
+    assert layout.numbers_per_slot(Full()) == 2 * 32  # K and V share weights but not rows: both are stored
+    assert layout.numbers_per_slot(Window(8)) == 5 * 2 * 4 * 16
 
 
 def test_last_owner_is_the_source_of_the_last_layer_of_the_type():
@@ -86,33 +86,33 @@ def test_last_owner_is_the_source_of_the_last_layer_of_the_type():
 
 def test_gemma3_slides_on_five_layers_of_six():
     config = transformers.Gemma3TextConfig(**GQA, num_hidden_layers=7, head_dim=16, sliding_window=8)
-    expected = [(i, "swa", 2, 16, 8) for i in range(5)] + [(5, "full", 2, 16, None), (6, "swa", 2, 16, 8)]
+    expected = [(i, 2, 16, 8) for i in range(5)] + [(5, 2, 16, None), (6, 2, 16, 8)]
     assert rows(layout_from_config(config)) == expected
 
 
 def test_gpt_oss_alternates():
     config = transformers.GptOssConfig(**GQA, num_hidden_layers=3, head_dim=16, sliding_window=8)
-    assert rows(layout_from_config(config)) == [(0, "swa", 2, 16, 8), (1, "full", 2, 16, None), (2, "swa", 2, 16, 8)]
+    assert rows(layout_from_config(config)) == [(0, 2, 16, 8), (1, 2, 16, None), (2, 2, 16, 8)]
 
 
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (transformers.LlamaConfig(**GQA, num_hidden_layers=2), [(i, "full", 2, 16, None) for i in range(2)]),
-        (transformers.LlamaConfig(**SMALL, num_hidden_layers=1), [(0, "full", 4, 16, None)]),
-        (transformers.Qwen3Config(**GQA, num_hidden_layers=1, head_dim=32), [(0, "full", 2, 32, None)]),
-        (transformers.Qwen3Config(**GQA, num_hidden_layers=1, sliding_window=8), [(0, "full", 2, 128, None)]),
+        (transformers.LlamaConfig(**GQA, num_hidden_layers=2), [(i, 2, 16, None) for i in range(2)]),
+        (transformers.LlamaConfig(**SMALL, num_hidden_layers=1), [(0, 4, 16, None)]),
+        (transformers.Qwen3Config(**GQA, num_hidden_layers=1, head_dim=32), [(0, 2, 32, None)]),
+        (transformers.Qwen3Config(**GQA, num_hidden_layers=1, sliding_window=8), [(0, 2, 128, None)]),
         (
             transformers.Qwen3Config(
                 **GQA, num_hidden_layers=2, use_sliding_window=True, sliding_window=8, max_window_layers=1
             ),
-            [(0, "full", 2, 128, None), (1, "swa", 2, 128, 8)],
+            [(0, 2, 128, None), (1, 2, 128, 8)],
         ),
-        (transformers.MistralConfig(**GQA, num_hidden_layers=1, sliding_window=None), [(0, "full", 2, 16, None)]),
+        (transformers.MistralConfig(**GQA, num_hidden_layers=1, sliding_window=None), [(0, 2, 16, None)]),
     ],
     ids=["llama", "llama-mha", "qwen3", "qwen3-window-off", "qwen3-window-on", "mistral-no-window"],
 )
-def test_other_families(config: transformers.PreTrainedConfig, expected: list[tuple[int, str, int, int, int | None]]):
+def test_other_families(config: transformers.PreTrainedConfig, expected: list[tuple[int, int, int, int | None]]):
     assert rows(layout_from_config(config)) == expected
 
 
@@ -120,16 +120,14 @@ def test_a_window_without_layer_types_is_on_every_layer():
     config = transformers.MistralConfig(**GQA, num_hidden_layers=2, sliding_window=8)
     assert getattr(config, "layer_types", None) is None
     layout = layout_from_config(config)
-    assert rows(layout) == [(0, "swa", 2, 16, 8), (1, "swa", 2, 16, 8)]
-    assert layout.numbers_per_slot(Space.FULL) == 0
+    assert rows(layout) == [(0, 2, 16, 8), (1, 2, 16, 8)]
+    assert layout.numbers_per_slot(Full()) == 0
 
 
 def test_no_sliding_layer_means_no_window():
     layout = layout_from_config(transformers.LlamaConfig(**GQA, num_hidden_layers=2))
-    assert layout.window is None
-    assert layout.window is None
-    assert layout.owners(Space.SWA) == ()
-    assert layout.numbers_per_slot(Space.SWA) == 0
+    assert layout.widest_window is None
+    assert layout.numbers_per_slot(Window(8)) == 0
     assert layout.last_owner(SLIDING) is None
 
 
@@ -172,9 +170,9 @@ def test_refused(config: transformers.PreTrainedConfig, message: str):
 
 def test_bidirectional_vision_is_causal_text():
     config = transformers.Gemma4TextConfig(**GQA, num_hidden_layers=2, use_bidirectional_attention="vision")
-    assert [row[1] for row in rows(layout_from_config(config))] == ["swa", "full"]
+    assert [row[-1] for row in rows(layout_from_config(config))] == [config.sliding_window, None]
 
 
 def test_multimodal_config_is_read_through_its_text_part():
     whole = transformers.Gemma3Config(text_config=GQA | {"num_hidden_layers": 1, "head_dim": 16, "sliding_window": 8})
-    assert rows(layout_from_config(whole.get_text_config())) == [(0, "swa", 2, 16, 8)]
+    assert rows(layout_from_config(whole.get_text_config())) == [(0, 2, 16, 8)]

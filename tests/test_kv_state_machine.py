@@ -4,10 +4,11 @@ Each machine opens rows with texts of two tokens, which often begin alike, and a
 writes the K/V of prefill chunks and trees where the plan says, commits, evicts, keeps what is committed, closes, clears
 the cache, and lends the pools to a frozen drafter that then tries everything it may not do. K/V are the number of the
 text so far; a drafter's own are that of the text with one token more. After every step each committed position of a row
-and each page of the cache reads, in both spaces, what its text says, and `table.check()` holds.
+and each page of the cache reads, in every group, what its text says, and `table.check()` holds.
 """
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,15 +16,29 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from kv_rig import DraftTree, FullLoc, KVLayout, KVPlan, KVRig, KVView, Move, PrefixCache, Space, ints, layer_spec
+from kv_rig import (
+    PRIMARY,
+    SWA,
+    DraftTree,
+    GroupId,
+    KVLayout,
+    KVPlan,
+    KVRig,
+    KVView,
+    Move,
+    PrefixCache,
+    PrimaryLoc,
+    ints,
+    layer_spec,
+)
 
 from specdec.errors import FrozenKVError, KVStateError, OutOfSlotsError
 
-from marks import deep_cases, examples, usual
+from marks import examples, usual
 from snapshots import kv_contents
 
-WINDOW, NODES, ROWS, MAX_LEN = 4, 4, 3, 40
-SLIDING_LAYER, FULL_LAYER = 0, 1
+NODES, ROWS, MAX_LEN = 4, 3, 40
+STEP = 0.125  # by which the values of two layers differ
 SEED = st.integers(0, 2**32 - 1)
 
 
@@ -33,15 +48,15 @@ class Worker:
 
 class KVMachine(RuleBasedStateMachine):
     page_size: int
-    window: int | None
+    windows: tuple[int, ...]  # layer n is that of group n
     pairs: bool
 
-    @initialize(full_tokens=st.integers(24, 96), swa_tokens=st.integers(16, 72))
-    def start(self, full_tokens: int, swa_tokens: int) -> None:
+    @initialize(full_tokens=st.integers(24, 96), window_tokens=st.lists(st.integers(16, 72), min_size=4, max_size=4))
+    def start(self, full_tokens: int, window_tokens: list[int]) -> None:
         self.table = KVRig(
-            KVLayout((layer_spec(SLIDING_LAYER, self.window), layer_spec(FULL_LAYER, None))),
-            full_pages=full_tokens // self.page_size,
-            swa_pages=swa_tokens // self.page_size,
+            KVLayout(tuple(layer_spec(layer, window) for layer, window in enumerate((None, *self.windows)))),
+            pages=full_tokens // self.page_size,
+            window_pages=[tokens // self.page_size for tokens in window_tokens[: len(self.windows)]],
             page_size=self.page_size,
             max_requests=ROWS,
             max_len=MAX_LEN,
@@ -96,8 +111,8 @@ class KVMachine(RuleBasedStateMachine):
         """Write values, by request and node, where the plan says, in every layer."""
         assert plan.positions.shape == (len(values), len(values[0]))
         k = torch.tensor(values, dtype=torch.float64).view(-1, 1, 1)
-        for layer in (SLIDING_LAYER, FULL_LAYER):
-            self.table.write(layer, plan.write_full, plan.write_swa, k + 0.5 * layer, -k - 0.5 * layer)
+        for layer in self.table.store.layers:
+            self.table.write(layer, plan.write, k + STEP * layer, -k - STEP * layer)
 
     def observe(self, rows: np.ndarray, start: np.ndarray) -> None:
         """What a drafter with K/V of its own does once tokens are committed: each sees the token after it."""
@@ -110,25 +125,23 @@ class KVMachine(RuleBasedStateMachine):
             self.own.layers[0].k[slots, 0, 0] = torch.tensor(values, dtype=torch.float64)
 
     def read_prefix(self, plan: KVPlan, rows: np.ndarray) -> None:
-        """The plan's page tables lead to the committed values, in SWA from the retained window on."""
+        """The plan's page tables lead to the committed values, in each group from what it retains on."""
         every = self.expected
         for i, row in enumerate(rows.tolist()):
             expected = every[row]
             assert plan.committed_len[i] == len(expected)
-            full_slots = plan.prefix.slots(Space.FULL, plan.page_size)[0][i, : len(expected)]
-            assert self.at(Space.FULL, full_slots) == expected
-            if plan.prefix.swa_pages is not None:
-                start = int(plan.prefix.swa_start[i])
-                assert start <= max(0, len(expected) - WINDOW - 1)  # what a frozen drafter sees
-                swa_slots = plan.prefix.slots(Space.SWA, plan.page_size)[0][i, : len(expected) - start]
-                assert self.at(Space.SWA, swa_slots) == expected[start:]
+            for group, window in enumerate((len(expected), *self.windows)):
+                start = int(plan.prefix.start[group][i])
+                assert start <= max(0, len(expected) - window - 1)  # what a frozen drafter sees
+                slots = plan.prefix.slots(GroupId(group), plan.page_size)[0][i, : len(expected) - start]
+                assert self.at(GroupId(group), slots) == expected[start:]
 
-    def at(self, space: Space, slots: torch.Tensor) -> list[float]:
-        layer = SLIDING_LAYER if self.window is not None and space is Space.SWA else FULL_LAYER
-        kept = self.table.store.layers[layer]
+    def at(self, group: GroupId, slots: torch.Tensor) -> list[float]:
+        kept = self.table.store.layers[group]
+        assert kept.group == group
         values = kept.k[slots, 0, 0]
         torch.testing.assert_close(kept.v[slots, 0, 0], -values, rtol=0, atol=0)
-        return (values - 0.5 * layer).tolist()
+        return (values - STEP * group).tolist()
 
     def verify_once(self, rng: np.random.Generator, rows: np.ndarray) -> None:
         start = self.table.committed_len.host
@@ -209,7 +222,7 @@ class KVMachine(RuleBasedStateMachine):
     @rule()
     def clear(self) -> None:
         self.cache.clear()
-        assert self.allocator.full.cached_pages == self.allocator.full.kept_pages == 0
+        assert self.allocator.primary.cached_pages == self.allocator.primary.kept_pages == 0
 
     @precondition(lambda self: self.texts)
     @rule(seed=SEED, rounds=st.integers(1, 4))
@@ -223,9 +236,9 @@ class KVMachine(RuleBasedStateMachine):
     def evict(self, seed: int) -> None:
         rows = self.some_rows(seed)
         self.table.evict_unseen(rows)
-        for row in rows.tolist() if self.window is not None else []:
-            slack = int(self.table.committed_len.host[row]) - WINDOW - 1 - int(self.table.evicted_len[row])
-            assert slack < 2 * self.page_size  # the SWA pool stays O(window)
+        for group, window in enumerate(self.windows, 1):
+            slack = self.table.committed_len.host[rows] - window - 1 - self.table.evicted_len[group, rows]
+            assert (slack < 2 * self.page_size).all()  # each windowed pool stays O(window)
 
     @precondition(lambda self: self.texts)
     @rule(seed=SEED, kept=st.booleans())
@@ -258,7 +271,7 @@ class KVMachine(RuleBasedStateMachine):
         rows = self.some_rows(seed)
         before = kv_contents(self.table)
         try:
-            with self.table.lend(self.worker, [SLIDING_LAYER, FULL_LAYER]) as view:
+            with self.table.lend(self.worker, list(self.table.store.layers)) as view:
                 assert self.worker.view is view
                 self.read_prefix(self.table.frozen(rows, position_offset=0, window_shift=2), rows)
                 self.attempt_everything(view, rows)
@@ -274,18 +287,19 @@ class KVMachine(RuleBasedStateMachine):
 
     def attempt_everything(self, view: KVView, rows: np.ndarray) -> None:
         a, t, row = self.allocator, self.table, int(rows[0])
-        owned = FullLoc(torch.from_numpy(t.slots.host[row, : self.page_size].copy()))
+        owned = PrimaryLoc(torch.from_numpy(t.slots.host[row, : self.page_size].copy()))
         page = t.slots.host[row, :1] // self.page_size
         k = torch.zeros(self.page_size, 1, 1, dtype=torch.float64)
         forbidden = [
             lambda: a.alloc(1),
             lambda: a.alloc(0),
             lambda: a.free(owned),
-            lambda: a.evict(owned),
-            lambda: a.share(page, 0),
-            lambda: a.keep(page, 0),
+            lambda: a.evict(SWA, owned),
+            lambda: a.share(page, ints(*[0] * len(a.pools))),
+            lambda: a.keep(page),
+            lambda: a.keep_peers(SWA, page),
             lambda: a.forget(page),
-            lambda: a.forget_swa(page),
+            lambda: a.forget_peers(SWA, page),
             lambda: self.cache.insert([row], [self.cache.key(self.texts[row])]),
             lambda: self.cache.clear(),
             lambda: t.move(Move(owned, owned)),
@@ -294,11 +308,8 @@ class KVMachine(RuleBasedStateMachine):
             lambda: t.evict_unseen(rows),
             lambda: t.close_row(row),
             lambda: t.close_rows(rows),
-            lambda: t.write(FULL_LAYER, owned, None, k, k),
-            lambda: t.write(SLIDING_LAYER, owned, a.translate(owned), k, k),
-            lambda: t.write(FULL_LAYER, owned, None, k, k, view),
-            lambda: t.write(SLIDING_LAYER, owned, a.translate(owned), k, k, view),
-            lambda: t.lend(self.worker, [FULL_LAYER]).__enter__(),
+            *(partial(t.write, layer, t.located(owned), k, k, to) for layer in t.store.layers for to in (None, view)),
+            lambda: t.lend(self.worker, [0]).__enter__(),
         ]
         if t.capacity[row] < t.slots.host.shape[1]:
             forbidden.append(lambda: t.ensure_slots(row, int(t.capacity[row]) + 1))
@@ -316,9 +327,8 @@ class KVMachine(RuleBasedStateMachine):
         self.table.check()
         assert self.table.active_rows.tolist() == sorted(self.texts)
         for row, expected in self.expected.items():
-            length, evicted = len(expected), int(self.table.evicted_len[row])
-            slots = FullLoc(torch.from_numpy(self.table.slots.host[row, :length]))
-            self.read(slots, self.texts[row], expected, evicted)
+            slots = PrimaryLoc(torch.from_numpy(self.table.slots.host[row, : len(expected)]))
+            self.read(slots, self.texts[row], expected, self.table.evicted_len[:, row])
 
     @invariant()
     def the_cache_holds_what_its_keys_say(self) -> None:
@@ -330,20 +340,18 @@ class KVMachine(RuleBasedStateMachine):
             text = [*(key >> 32), key[-1] & 1] if self.pairs else key
             slots = (page[:, None] * self.page_size + np.arange(self.page_size)).reshape(-1)
             tokens = [int(token) for token in text]
-            self.read(FullLoc(torch.from_numpy(slots)), tokens, self.of(tokens, len(slots)), None)
+            self.read(PrimaryLoc(torch.from_numpy(slots)), tokens, self.of(tokens, len(slots)), None)
 
-    def read(self, slots: FullLoc, text: list[int], expected: list[float], mapped_from: int | None) -> None:
-        """What lies at `slots`: of an SWA peer that is gone nothing is asked, unless it lies after `mapped_from`."""
-        assert self.at(Space.FULL, slots) == expected
+    def read(self, slots: PrimaryLoc, text: list[int], expected: list[float], mapped_from: np.ndarray | None) -> None:
+        """What lies at `slots`: nothing is asked of a peer that is gone, unless after `mapped_from` [groups]."""
+        assert self.at(PRIMARY, slots) == expected
         if self.pairs:
             assert self.own.layers[0].k[slots, 0, 0].tolist() == self.of(text, len(expected), ahead=1)
-        swa_slots = self.allocator.translate(slots)
-        if self.window is None:
-            assert not swa_slots.any()
-            return
-        assert mapped_from is None or (swa_slots[mapped_from:] != 0).all()
-        there = [i for i, slot in enumerate(swa_slots.tolist()) if slot]
-        assert self.at(Space.SWA, swa_slots[there]) == [expected[i] for i in there]
+        for group in self.allocator.windowed:
+            peers = self.allocator.translate(group, slots)
+            assert mapped_from is None or (peers[mapped_from[group] :] != 0).all()
+            there = [i for i, slot in enumerate(peers.tolist()) if slot]
+            assert self.at(group, peers[there]) == [expected[i] for i in there]
 
 
 def walk_to(parents: np.ndarray, node: int) -> list[int]:
@@ -351,20 +359,19 @@ def walk_to(parents: np.ndarray, node: int) -> list[int]:
     return [*walk_to(parents, int(parents[node])), node] if node else [0]
 
 
-@deep_cases("4-False-4")
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("page_size", "pairs", "window"),
+    ("page_size", "pairs", "windows"),
     usual(
-        itertools.product([1, 4], [False, True], [WINDOW, None]),
-        lambda page_size, pairs, window: (page_size == 4) ^ pairs ^ (window is None),
+        itertools.product([1, 4], [False, True], [(4,), (), (2, 9), (1, 4, 9, 30)]),
+        lambda *case: case in {(1, False, (4,)), (4, True, (2, 9)), (4, False, ()), (1, True, (1, 4, 9, 30))},
     ),
 )
-def test_random_histories(page_size: int, pairs: bool, window: int | None):
-    name = f"KVMachine{page_size}{'Hybrid' if window else 'Full'}{'Pairs' if pairs else ''}"
-    machine = type(name, (KVMachine,), {"page_size": page_size, "window": window, "pairs": pairs})
+def test_random_histories(page_size: int, pairs: bool, windows: tuple[int, ...]):
+    name = f"KVMachine{page_size}Windows{'_'.join(map(str, windows))}{'Pairs' if pairs else ''}"
+    machine = type(name, (KVMachine,), {"page_size": page_size, "windows": windows, "pairs": pairs})
     machine.TestCase.settings = settings(
-        max_examples=examples(12, 60) if window else examples(4, 20),
+        max_examples=examples(8, 40) if windows else examples(4, 20),
         stateful_step_count=50,
         deadline=None,
         derandomize=True,

@@ -261,7 +261,8 @@ def test_under_the_sanitizer(backend, make_target, engine, random_prompt, monkey
 
     def shifted(table: Any, pack: Any, longest: int) -> Any:
         tables = locate_pack(table, pack, longest)
-        return tables._replace(full=tables.full._replace(slots=tables.full.slots.roll(1, 1)))
+        lines = tables.lines.map(lambda lines: lines._replace(slots=lines.slots.roll(1, 1)))
+        return tables._replace(lines=lines)
 
     monkeypatch.setattr("specdec.attention.plan.locate_pack", shifted)
     with pytest.raises(SpecDecError, match="slot"):

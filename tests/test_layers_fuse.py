@@ -14,7 +14,7 @@ from transformers import Gemma4UnifiedTextConfig, Gemma4UnifiedTextModel
 from specdec.attention.bridge import AttentionCall
 from specdec.attention.dense import bias_of, dense_attention
 from specdec.gpu.operations import KERNELS, REFERENCE, Operations
-from specdec.kvcache.index_spaces import FullLoc
+from specdec.kvcache.index_spaces import PrimaryLoc
 from specdec.kvcache.layout import KVLayout, layout_from_config
 from specdec.layers.decoder import FusedDecoder
 from specdec.layers.families import FAMILIES, Unfusable
@@ -49,7 +49,7 @@ class DenseContext:
 
     def __init__(self, layout: KVLayout, num_rows: int, dtype: torch.dtype) -> None:
         self.layout = layout
-        self.slots = FullLoc(torch.arange(num_rows, 0, -1, device=DEVICE))
+        self.slots = PrimaryLoc(torch.arange(num_rows, 0, -1, device=DEVICE))
         self.pools: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for spec in layout.layers:
             if spec.owner == spec.layer:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from specdec.kvcache.index_spaces import FullLoc
+from specdec.kvcache.index_spaces import PrimaryLoc
 from specdec.layers import gemm_large, gemm_medium, gemm_small
 from specdec.layers.activation import reference_activate
 from specdec.layers.gemm_medium import MediumTiles, choose_medium_tiles
@@ -465,7 +465,7 @@ def test_rope_store_is_the_reference(kind: str, splits: int, dim: int, rotated: 
     product = product_of(rows, heads.width, splits, biased=splits > 1)
     table = Rotary(*randn(2, rows, rotated // 2 + 3)[..., : rotated // 2])
     pools = torch.zeros((4, 12, heads.num_kv, dim), device=DEVICE)
-    slots = FullLoc(torch.tensor([[7, 1], [3, 1], [0, 1], [11, 1], [0, 1]], device=DEVICE)[:, 0])  # two padded rows
+    slots = PrimaryLoc(torch.tensor([[7, 1], [3, 1], [0, 1], [11, 1], [0, 1]], device=DEVICE)[:, 0])  # two padded rows
     got = rope_store(product, heads, table, Destination(pools[0], pools[1], slots))
     want = reference_rope_store(product, heads, table, Destination(pools[2], pools[3], slots))
     torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)

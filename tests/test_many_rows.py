@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from kv_rig import HybridAllocator, MirroredArray, PagedAllocator, RequestTable, ints
+from kv_rig import SWA, MirroredArray, PagedAllocator, RequestTable, ints, make_allocator
 
 from specdec import SamplingParams, SpecConfig
 from specdec.errors import DoubleFreeError, KVStateError, OutOfSlotsError
@@ -22,16 +22,11 @@ LOOKAHEAD = 2
 
 
 def make(
-    page_size: int = 1, *, pages: int = 20, swa_pages: int | None = None, window: int | None = 3, rows: int = 3
+    page_size: int = 1, *, pages: int = 20, window_pages: int | None = None, window: int | None = 3, rows: int = 3
 ) -> RequestTable:
     """`retain` is the window, rows are 24 slots wide."""
-    allocator = HybridAllocator(
-        full_pages=pages,
-        swa_pages=None if window is None else swa_pages or pages,
-        page_size=page_size,
-        device=torch.device("cpu"),
-    )
-    table = RequestTable(allocator, max_requests=rows, max_len=22, lookahead=LOOKAHEAD, window=window, extra_keys=1)
+    allocator = make_allocator(pages, [window] if window else [], window_pages, page_size=page_size)
+    table = RequestTable(allocator, max_requests=rows, max_len=22, lookahead=LOOKAHEAD, extra_keys=1)
     for _ in range(rows):
         table.open_row()
     return table
@@ -80,10 +75,10 @@ def test_rows_that_lack_nothing_take_nothing(page_size: int):
     assert contents(table) == before
 
 
-@pytest.mark.parametrize("swa_pages", [None, 3], ids=["full", "swa"])
-def test_when_one_is_short_nobody_takes_anything(swa_pages: int | None):
+@pytest.mark.parametrize("window_pages", [None, 3], ids=["full", "swa"])
+def test_when_one_is_short_nobody_takes_anything(window_pages: int | None):
     """Three pages: for row 0 and for row 1, but not for row 2."""
-    table = make(page_size=4, pages=3 if swa_pages is None else 20, swa_pages=swa_pages)
+    table = make(page_size=4, pages=3 if window_pages is None else 20, window_pages=window_pages)
     table.ensure_slots(1, 4)
     before = contents(table)
     with pytest.raises(OutOfSlotsError, match=r"3 pages needed; free: .*2 of 3"):
@@ -150,26 +145,26 @@ def two_that_begin_alike(page_size: int) -> RequestTable:
 def test_rows_that_share_a_page_evict_it_in_one_step(page_size: int, named: int, freed: int):
     """With pages of 4 row 1 began after the first: the window of its first 8 tokens lies in the second."""
     table = two_that_begin_alike(page_size)
-    swa, shared = table.allocator.swa, table.pages(0, 2)
+    swa, shared = table.allocator.pools[SWA], table.pages(0, 2)
     held = swa.held_pages
     assert table.evict_unseen(ints(0, 1, 2)) == named
     assert held - swa.held_pages == freed
-    assert not table.allocator.is_mapped(shared).any()
+    assert not table.allocator.is_mapped(SWA, shared).any()
     table.check()
     for row in range(3):
         table.close_row(row)
     table.check()
-    assert (swa.held_pages, table.allocator.full.held_pages) == (0, 0)
+    assert (swa.held_pages, table.allocator.primary.held_pages) == (0, 0)
 
 
 def test_a_page_that_another_row_still_sees_stays_mapped():
     table = two_that_begin_alike(1)
     shared = table.pages(0, 2)
     table.evict_unseen(ints(0, 2))
-    assert table.allocator.is_mapped(shared).all()
+    assert table.allocator.is_mapped(SWA, shared).all()
     table.check()
     table.evict_unseen(ints(1, 2))
-    assert not table.allocator.is_mapped(shared).any()
+    assert not table.allocator.is_mapped(SWA, shared).any()
     table.check()
 
 
@@ -191,8 +186,8 @@ def test_evicting_all_rows_is_evicting_one_after_the_other(page_size: int):
             pages = np.arange(81)
             for mine, theirs in (
                 (table.evicted_len, twin.evicted_len),
-                (table.allocator.full_to_swa.host, twin.allocator.full_to_swa.host),
-                (table.allocator.swa.num_holders(pages), twin.allocator.swa.num_holders(pages)),
+                (table.allocator.maps.host[SWA], twin.allocator.maps.host[SWA]),
+                (table.allocator.pools[SWA].num_holders(pages), twin.allocator.pools[SWA].num_holders(pages)),
             ):
                 assert (mine == theirs).all()
             table.check()
@@ -241,13 +236,13 @@ def slots_one_after_the_other(scheduler: Scheduler) -> None:
 def test_only_the_last_makes_room_and_only_when_slack_does_not():
     """Rows of 6 tokens and 14 slots: 2 each are asked for. Of 20 in the SWA pool all are taken until slack is given
     up."""
-    table = make(pages=60, swa_pages=20, window=3)
+    table = make(pages=60, window_pages=20, window=3)
     scheduler = scheduler_of(table, [6, 6, 6])
     grow(table, [6, 6, 6])
     assert [r.number for r in scheduler.next_decode()] == [0, 1, 2]  # each gives up 6 - 3 tokens
-    assert table.evicted_len[:3].tolist() == [3, 3, 3]
+    assert table.evicted_len[SWA, :3].tolist() == [3, 3, 3]
     table.check()
-    table = make(pages=22, swa_pages=60, window=3)
+    table = make(pages=22, window_pages=60, window=3)
     scheduler = scheduler_of(table, [6, 6, 6])
     grow(table, [6, 6, 6])
     assert [r.number for r in scheduler.next_decode()] == [0, 1]
@@ -264,8 +259,8 @@ def test_slots_for_all_preempt_whom_slots_one_after_the_other_would(page_size: i
     for _ in range(300):
         lengths = [draw.randint(1, 20) for _ in range(6)]
         held = sum(-(-length // page_size) for length in lengths)
-        window, swa_pages = draw.choice(((None, None), (3, held + draw.randint(0, 8))))
-        table = make(page_size, pages=held + draw.randint(0, 8), swa_pages=swa_pages, window=window, rows=6)
+        window, window_pages = draw.choice(((None, None), (3, held + draw.randint(0, 8))))
+        table = make(page_size, pages=held + draw.randint(0, 8), window_pages=window_pages, window=window, rows=6)
         grow(table, lengths)
         scheduler = scheduler_of(table, lengths)
         twin = copy.deepcopy(scheduler)

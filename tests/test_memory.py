@@ -89,7 +89,7 @@ def test_an_engine_in_a_small_container_makes_small_pools(root, make_target):
     system(root, "0::/\n")
     group(root / "sys/fs/cgroup", memory__max=12 * MIB, memory__current=8 * MIB)
     engine = Engine.from_pretrained(make_target("llama"), config=EngineConfig(max_batch_size=64))
-    assert sum(engine.cache.bytes_by_space().values()) <= MIB * 1.1
+    assert sum(engine.cache.bytes_by_group().values()) <= MIB * 1.1
 
 
 @pytest.mark.parametrize(("space", "slots"), [("full", 3), ("full", 5), ("swa", 3)])

@@ -149,9 +149,9 @@ def test_an_abort_at_any_moment_frees_everything(when, captured, engine_for, mak
     if when == "first token under way":
         assert bool(request.num_output) is not captured
     had = list(doomed.read().token_ids) if request.num_output else []
-    held = engine.table.allocator.full.held_pages
+    held = engine.table.allocator.primary.held_pages
     doomed.abort()
-    assert doomed.finished and (engine.table.allocator.full.held_pages < held or when == "waiting")
+    assert doomed.finished and (engine.table.allocator.primary.held_pages < held or when == "waiting")
     check(engine)
     last = doomed.read()
     assert last.finish_reason == "abort" and last.token_ids == [] and last.output.token_ids == had

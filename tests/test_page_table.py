@@ -3,12 +3,17 @@
 import numpy as np
 import pytest
 import torch
-from kv_rig import KVRig, layer_spec
+from kv_rig import SWA, KVRig, layer_spec
 
 from specdec.attention.kernels import page_table as page_table_module
-from specdec.attention.kernels.page_table import PageTables, build_page_tables, reference_build_page_tables
+from specdec.attention.kernels.page_table import (
+    PageTables,
+    build_page_tables,
+    reference_build_page_tables,
+    table_widths,
+)
 from specdec.attention.trees.tree import DraftTree
-from specdec.kvcache.index_spaces import Space
+from specdec.kvcache.index_spaces import PRIMARY, ByGroup, GroupId
 from specdec.kvcache.layout import KVLayout
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -25,13 +30,12 @@ def long(values: object) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64, device=DEVICE)
 
 
-def filled(page_size: int, window: int | None, lengths: list[int], lookahead: int) -> tuple[KVRig, np.ndarray]:
+def filled(page_size: int, windows: list[int], lengths: list[int], lookahead: int) -> tuple[KVRig, np.ndarray]:
     """Requests of these lengths, interleaved in the pools and evicted as the engine does, in shuffled rows."""
     pages = sum(-(-(n + lookahead) // page_size) + 1 for n in lengths)
     table = KVRig(
-        KVLayout((layer_spec(0, window), layer_spec(1, None))),
-        full_pages=pages,
-        swa_pages=pages,
+        KVLayout(tuple(layer_spec(layer, window) for layer, window in enumerate((None, *windows)))),
+        pages=pages,
         page_size=page_size,
         max_requests=len(lengths) + 1,
         max_len=max(lengths) + 1,
@@ -51,20 +55,21 @@ def filled(page_size: int, window: int | None, lengths: list[int], lookahead: in
     return table, np.array(rows[::-1])
 
 
-def tables_of(table: KVRig, rows: np.ndarray, num_nodes: int, full_width: int, swa_width: int) -> PageTables:
+def tables_of(table: KVRig, rows: np.ndarray, num_nodes: int, full_width: int) -> PageTables:
     allocator = table.allocator
     arguments = (
-        table.slots.tensor,
-        None if table.retain is None else allocator.full_to_swa.tensor,
+        *(table.slots.tensor, allocator.maps.tensor, table.retain_on_device),
         torch.from_numpy(rows).to(DEVICE),
         torch.from_numpy(table.committed_len.host[rows]).to(DEVICE),
     )
-    options = {"num_nodes": num_nodes, "retain": table.retain, "page_size": allocator.page_size}
-    got = build_page_tables(*arguments, **options, full_width=full_width, swa_width=swa_width)
+    widths = table_widths(table.retain, full_width, allocator.page_size)
+    options = {"num_nodes": num_nodes, "page_size": allocator.page_size, "widths": widths}
     length = np.where(rows == table.padding_row, 0, table.committed_len.host[rows])
-    want = reference_build_page_tables(*arguments, **options, full_width=full_width, swa_width=swa_width)
-    got, want = (held_pages(tables, length, allocator.page_size) for tables in (got, want))
-    same(got, want)
+    builders = build_page_tables, reference_build_page_tables
+    got, want = (held_pages(build(*arguments, **options), length, allocator.page_size) for build in builders)
+    for name, one, other in zip(PageTables._fields, got, want, strict=True):
+        for mine, reference in zip(one, other, strict=True):
+            torch.testing.assert_close(mine, reference, msg=lambda text, name=name: f"{name}: {text}")
     return got
 
 
@@ -72,53 +77,40 @@ def held_pages(tables: PageTables, length: np.ndarray, page_size: int) -> PageTa
     """With 0 past each prefix, where pages are undefined."""
     end = torch.from_numpy(length).to(DEVICE)[:, None]
 
-    def held(pages: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    def held(group: GroupId) -> torch.Tensor:
+        pages, start = tables.pages(group)
         first = start[:, None] + torch.arange(pages.shape[1], device=DEVICE) * page_size
         return torch.where(first < end, pages, 0)
 
-    full = held(tables.full_pages, torch.zeros_like(end[:, 0]))
-    if tables.swa_pages is None or tables.swa_start is None:
-        return tables._replace(full_pages=full)
-    return tables._replace(full_pages=full, swa_pages=held(tables.swa_pages, tables.swa_start))
-
-
-def same(got: tuple[torch.Tensor | None, ...], want: tuple[torch.Tensor | None, ...]) -> None:
-    for name, one, other in zip(type(got)._fields, got, want, strict=True):
-        assert (one is None) == (other is None), name
-        if one is not None:
-            torch.testing.assert_close(one, other, msg=lambda text, name=name: f"{name}: {text}")
+    return tables._replace(tables=ByGroup(tuple(held(group) for group, _ in tables.tables.items())))
 
 
 def test_page_tables_by_eye():
-    """Pages of 2: a request of 5 tokens in pages 3, 1, 4 (and 2 for drafts), SWA pages 6, 5, 7 after an evicted 3."""
+    """Pages of 2: 5 tokens in pages 3, 1, 4 (and 2 for drafts), in the window pages 6, 5, 7 after an evicted 3."""
     slots = long([[6, 7, 2, 3, 8, 9, 4, 5], [9] * 8])
-    full_to_swa = long([0, 0, 12, 13, 14, 15, 0, 0, 10, 11])
+    maps = long([[0] * 10, [0, 0, 12, 13, 14, 15, 0, 0, 10, 11]])
     rows, lengths = long([0, 1]), long([5, 3])  # row 1 is for padding: its slots and length are ignored
-    got = build_page_tables(
-        slots, full_to_swa, rows, lengths, num_nodes=3, retain=2, page_size=2, full_width=4, swa_width=3
-    )
-    assert got.full_pages[0, :3].tolist() == [3, 1, 4]  # the rest is not written: no prefix reaches it
-    assert got.swa_start.tolist() == [2, 0]
-    assert got.swa_pages.tolist() == [[6, 5, 0], [0, 0, 0]]
-    assert got.write_full.tolist() == [[9, 4, 5], [0, 0, 0]]
-    assert got.write_swa.tolist() == [[11, 14, 15], [0, 0, 0]]
+    got = build_page_tables(slots, maps, long([8, 2]), rows, lengths, num_nodes=3, page_size=2, widths=[4, 2])
+    assert got.tables[PRIMARY][0, :3].tolist() == [3, 1, 4]  # the rest is not written: no prefix reaches it
+    assert got.start[SWA].tolist() == [2, 0]
+    assert got.tables[SWA][0].tolist() == [6, 5]
+    assert got.write[PRIMARY].tolist() == [[9, 4, 5], [0, 0, 0]]
+    assert got.write[SWA].tolist() == [[11, 14, 15], [0, 0, 0]]
 
 
-@pytest.mark.parametrize("window", [1, 3, 9, 60])
+@pytest.mark.parametrize("windows", [[], [1], [3], [9], [60], [3, 9], [1, 3, 9, 60]], ids=str)
 @pytest.mark.parametrize("page_size", [1, 3, 4, 16])
-def test_page_tables_are_what_the_plan_computes(page_size: int, window: int):
+def test_page_tables_are_what_the_plan_computes(page_size: int, windows: list[int]):
     num_nodes, lengths = 5, [0, 1, 7, 23, 50]
-    table, rows = filled(page_size, window, lengths, num_nodes)
+    table, rows = filled(page_size, windows, lengths, num_nodes)
     tree = DraftTree.chain(torch.zeros((len(rows), num_nodes), dtype=torch.int64, device=DEVICE))
     plan = table.verify(rows, tree)
     full_width = -(-max(lengths) // page_size)
-    swa_width = 1 + -(-table.retain // page_size)
-    got = tables_of(table, rows, num_nodes, full_width + 3, swa_width)
-    assert torch.equal(got.write_full.reshape(-1), plan.write_full)
-    assert torch.equal(got.write_swa.reshape(-1), plan.write_swa)
-    assert torch.equal(got.swa_start, plan.prefix.swa_start)
-    for space, pages in ((Space.FULL, got.full_pages), (Space.SWA, got.swa_pages)):
-        planned, start = plan.prefix.pages(space)
+    got = tables_of(table, rows, num_nodes, full_width + 3)
+    assert torch.equal(got.start, plan.prefix.start)
+    for group, pages in got.tables.items():
+        assert torch.equal(got.write[group].reshape(-1), plan.write[group])
+        planned, start = plan.prefix.pages(group)
         first = start[:, None] + torch.arange(pages.shape[1], device=DEVICE) * page_size
         held = first < plan.committed_len[:, None]
         width = planned.shape[1]
@@ -127,37 +119,36 @@ def test_page_tables_are_what_the_plan_computes(page_size: int, window: int):
         assert (pages[held] > 0).all()  # nothing in the table was evicted
 
 
-def test_page_tables_without_swa_layers():
-    table, rows = filled(3, None, [4, 11], 2)
-    got = tables_of(table, rows, 2, 5, 7)
-    assert (got.swa_pages, got.swa_start, got.write_swa) == (None, None, None)
-    assert (got.full_pages > 0).sum(dim=1).tolist() == [4, 2]
+def test_page_tables_without_windows():
+    table, rows = filled(3, [], [4, 11], 2)
+    got = tables_of(table, rows, 2, 5)
+    assert len(got.tables) == len(got.start) == len(got.write) == 1
+    assert (got.tables[PRIMARY] > 0).sum(dim=1).tolist() == [4, 2]
 
 
 def test_widths_may_be_anything():
     """No width at all (a step without full layers), more nodes than one program takes, rows that end in the drafts."""
-    table, rows = filled(1, 4, [3, 20], 19)
-    got = tables_of(table, rows, 19, 0, 1)
-    assert got.full_pages.shape == (2, 0) and got.write_full.shape == (2, 19)
-    assert (
-        tables_of(table, rows, 30, 64, 40).write_full[:, -7:].tolist() == [[0] * 7] * 2
-    )  # past the row: the null slot
+    table, rows = filled(1, [4], [3, 20], 19)
+    got = tables_of(table, rows, 19, 0)
+    assert got.tables[PRIMARY].shape == (2, 0) and got.write[PRIMARY].shape == (2, 19)
+    past_the_row = [[0] * 7] * 2  # null slots
+    assert all(slots[:, -7:].tolist() == past_the_row for slots in tables_of(table, rows, 30, 64).write)
 
 
 def test_programs_take_blocks_of_a_long_prefix_in_turn(monkeypatch: pytest.MonkeyPatch):
     """Blocks of 16 pages, 4 programs a row: the third of 150 tokens comes round twice, and no block past its end."""
     monkeypatch.setattr(page_table_module, "BLOCK", 16)
     monkeypatch.setattr(page_table_module, "FEW_PROGRAMS", 0)
-    table, rows = filled(1, 4, [0, 64, 150], 2)
-    got = tables_of(table, rows, 2, 190, 8)
-    assert (got.full_pages > 0).sum(dim=1).tolist() == [150, 64, 0]
+    table, rows = filled(1, [4], [0, 64, 150], 2)
+    got = tables_of(table, rows, 2, 190)
+    assert (got.tables[PRIMARY] > 0).sum(dim=1).tolist() == [150, 64, 0]
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_the_padding_row_is_null_slots(page_size: int):
-    table, rows = filled(page_size, 6, [9, 30], 4)
+    table, rows = filled(page_size, [6], [9, 30], 4)
     table.committed_len[table.padding_row] = 17  # whatever a padded request carries
-    got = tables_of(table, np.append(rows, table.padding_row), 4, 12, 12)
-    for part in got:
+    got = tables_of(table, np.append(rows, table.padding_row), 4, 12)
+    for part in (*got.tables, *got.write, got.start[SWA, :, None]):
         assert not part[-1].any()
         assert part[:2].any()

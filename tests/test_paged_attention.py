@@ -55,6 +55,7 @@ class Case:
         page_size: int = 1,
         heads: tuple[int, int] = (2, 1),
         head_dim: int = 8,
+        v_dim: int | None = None,
         window: int | None = None,
         softcap: float | None = None,
         sinks: bool = False,
@@ -72,7 +73,8 @@ class Case:
         counts = [-(-n // page_size) for n in lengths]
         num_slots = (1 + sum(counts) + 3) * page_size
         free = (torch.randperm(sum(counts) + 2, generator=g) + 1).tolist()
-        pool_k, pool_v = (torch.full((num_slots, hkv, head_dim), float("nan"), dtype=dtype) for _ in range(2))
+        v_dim = v_dim or head_dim
+        pool_k, pool_v = (torch.full((num_slots, hkv, size), float("nan"), dtype=dtype) for size in (head_dim, v_dim))
         pages = torch.zeros(batch, max(counts) + spare_pages, dtype=torch.int64)
         self.keys: list[list[tuple[int, torch.Tensor, torch.Tensor]]] = []
         for b, length in enumerate(lengths):
@@ -82,7 +84,7 @@ class Case:
                 if offset == 0:
                     pages[b, page] = free.pop()
                 slot = int(pages[b, page]) * page_size + offset
-                pool_k[slot], pool_v[slot] = normal(hkv, head_dim), normal(hkv, head_dim)
+                pool_k[slot], pool_v[slot] = normal(hkv, head_dim), normal(hkv, v_dim)
                 keys.append((p, pool_k[slot], pool_v[slot]))
             self.keys.append(keys)
         committed = torch.tensor(lengths)
@@ -94,7 +96,7 @@ class Case:
         self.args: dict[str, Any] = {
             "query": normal(batch, num_rows, hq, head_dim).transpose(1, 2),
             "block_k": normal(batch, num_rows, hkv, head_dim).transpose(1, 2),
-            "block_v": normal(batch, num_rows, hkv, head_dim).transpose(1, 2),
+            "block_v": normal(batch, num_rows, hkv, v_dim).transpose(1, 2),
             "block_positions": positions,
             "ancestors": ancestor_words(tree.ancestors),
             "pool_k": pool_k,
@@ -114,7 +116,7 @@ class Case:
         a, window = self.args, self.args["window"]
         options = {name: a[name] for name in ("scaling", "softcap", "sinks")}
         query = a["query"].transpose(1, 2)
-        out = torch.zeros(query.shape, dtype=torch.float64)
+        out = torch.zeros((*query.shape[:3], a["pool_v"].shape[2]), dtype=torch.float64)
         for b, i in itertools.product(range(query.shape[0]), range(query.shape[1])):
             position = int(a["positions"][b, i])
             seen = list(self.keys[b])
@@ -138,6 +140,14 @@ class Case:
             assert out.is_contiguous()
             assert out.dtype == self.args["query"].dtype
             torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(("head_dim", "v_dim"), [(12, 8), (24, 16), (24, 5)])
+def test_v_may_be_narrower_than_k(head_dim: int, v_dim: int) -> None:
+    """As after multi-head latent attention: the answer has V's width."""
+    sizes = {"heads": (4, 2), "head_dim": head_dim, "v_dim": v_dim, "page_size": 4}
+    Case([40, 3, 0], 5, parents=bushy(5), **sizes).check(tiles=SMALL)
+    Case([40, 3], 5, window=9, sinks=True, softcap=2.0, **sizes).check(tiles=SMALL)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
-from kv_rig import HybridAllocator, PrefixCache, RequestTable
+from kv_rig import SWA, GroupId, HybridAllocator, PrefixCache, RequestTable, make_allocator
 
 from specdec.errors import OutOfSlotsError
 
@@ -34,16 +33,11 @@ class Rig(SimpleNamespace):
         window: int | None = None,
         pairs: bool = False,
         pages: int = 64,
-        swa_pages: int | None = None,
+        window_pages: int | None = None,
         max_len: int = 64,
     ) -> "Rig":
-        allocator = HybridAllocator(
-            full_pages=pages,
-            swa_pages=None if window is None else swa_pages or pages,
-            page_size=page_size,
-            device=torch.device("cpu"),
-        )
-        table = RequestTable(allocator, max_requests=4, max_len=max_len, lookahead=2, window=window)
+        allocator = make_allocator(pages, [window] if window else [], window_pages, page_size=page_size)
+        table = RequestTable(allocator, max_requests=4, max_len=max_len, lookahead=2)
         return cls(allocator=allocator, table=table, cache=PrefixCache(table, pairs=pairs))
 
     def begin(self, text: Sequence[int]) -> tuple[int, int]:
@@ -82,11 +76,11 @@ class Rig(SimpleNamespace):
         """Slots that a request with this prompt would adopt."""
         return len(self.cache.match(self.cache.key(text)[: len(text) - 1])) * self.allocator.page_size
 
-    def lose_swa(self, pages: np.ndarray) -> None:
-        """What happens when the SWA pool runs short."""
-        self.allocator.forget_swa(pages)
+    def lose_peers(self, pages: np.ndarray, group: GroupId = SWA) -> None:
+        """What happens when the pool of a windowed group runs short."""
+        self.allocator.forget_peers(group, pages)
         for node in self.cache._by_age:
-            node.num_swa = self.cache._count_swa(node)
+            node.num_peers = self.cache._count_peers(node.pages)
         self.table.check()
 
     def row_slots(self, row: int) -> list[int]:
@@ -94,7 +88,7 @@ class Rig(SimpleNamespace):
 
     def counts(self) -> tuple[int, int, int]:
         """(free, held, cached) full pages."""
-        pool = self.allocator.full
+        pool = self.allocator.primary
         return pool.free_pages, pool.held_pages, pool.cached_pages
 
 
@@ -172,10 +166,10 @@ def test_what_is_written_behind_a_match_is_the_rows_own():
         rig.table.ensure_slots(row, 31)
     behind = np.concatenate([rig.table.slots.host[row, 28:32] for row in rows])
     assert len(set(behind.tolist())) == 12
-    assert not rig.allocator.full.is_kept(np.unique(behind // 4)).any()
-    swa = rig.allocator.full_to_swa.host[behind]
+    assert not rig.allocator.primary.is_kept(np.unique(behind // 4)).any()
+    swa = rig.allocator.maps.host[SWA][behind]
     assert len(set(swa.tolist())) == 12 and 0 not in swa
-    assert not rig.allocator.swa.is_kept(np.unique(swa // 4)).any()
+    assert not rig.allocator.pools[SWA].is_kept(np.unique(swa // 4)).any()
 
 
 def test_rows_of_one_text_share_it_and_leave_one_by_one():
@@ -205,8 +199,8 @@ def test_a_match_ends_with_a_window_that_is_mapped():
     key = rig.cache.key(text)
     assert [len(rig.cache.match(key[:n])) for n in (5, 17, 21, 22, 23)] == [0, 0, 0, 22, 23]
     row, adopted = rig.begin([*text[:23], 99])
-    assert (adopted, rig.table.evicted_len[row]) == (23, 18)
-    assert (rig.allocator.full.held_pages, rig.allocator.swa.held_pages) == (23, 5)
+    assert (adopted, rig.table.evicted_len[SWA, row]) == (23, 18)
+    assert (rig.allocator.primary.held_pages, rig.allocator.pools[SWA].held_pages) == (23, 5)
 
 
 def test_a_match_that_reaches_to_the_start_needs_all_of_it():
@@ -214,7 +208,7 @@ def test_a_match_that_reaches_to_the_start_needs_all_of_it():
     text = list(range(24))
     rig.serve(text)  # nothing evicted
     assert [rig.found([*text[:n], 99]) for n in (1, 3, 5, 17, 23)] == [1, 3, 5, 17, 23]
-    rig.lose_swa(rig.cache.match(rig.cache.key(text))[[2, 9]])
+    rig.lose_peers(rig.cache.match(rig.cache.key(text))[[2, 9]])
     key = rig.cache.key(text)
     found = [len(rig.cache.match(key[:n])) for n in range(24)]
     #      0  1  2 | 3 .. 7: the window of 5 holds 2 | 8  9 | 10 .. 14: it holds 9 | 15 ...
@@ -235,7 +229,7 @@ def test_what_row_and_cache_have_of_a_window_are_claims_of_their_own():
     text = list(range(12))
     rig.serve(text)
     first, second = rig.begin([*text, 7])[0], rig.begin([*text, 8])[0]
-    swa = rig.allocator.swa
+    swa = rig.allocator.pools[SWA]
     assert (swa.held_pages, swa.cached_pages) == (5, 6)
     for row in (first, second):
         rig.fill(row, 20)
@@ -260,14 +254,14 @@ def test_a_row_that_made_it_again_revives_a_dead_window():
         rig.fill(row, 9)
     rig.keep(first, text)
     rig.close(first)
-    rig.lose_swa(rig.cache.match(rig.cache.key(text)))
+    rig.lose_peers(rig.cache.match(rig.cache.key(text)))
     assert rig.found(text) == 0
     assert rig.counts() == (40 - 18, 9, 9)
     rig.keep(second, text)
     assert rig.found(text) == 9
     assert rig.counts() == (40 - 9, 9, 0)  # exchanged, the old ones are free: nothing was mapped anew
     rig.close(second)
-    assert (rig.allocator.swa.held_pages, rig.allocator.swa.cached_pages) == (0, 9)
+    assert (rig.allocator.pools[SWA].held_pages, rig.allocator.pools[SWA].cached_pages) == (0, 9)
     assert rig.row_slots(rig.begin(text)[0]) == list(range(10, 19))
 
 
@@ -276,12 +270,12 @@ def test_a_row_that_adopted_a_window_revives_it_in_place():
     text = list(range(10))
     rig.serve(text)
     row, _ = rig.begin([*text, 1, 2])
-    rig.lose_swa(rig.cache.match(rig.cache.key(text)))  # the row holds 4 .. 8 on
+    rig.lose_peers(rig.cache.match(rig.cache.key(text)))  # the row holds 4 .. 8 on
     before = rig.counts()
     rig.keep(row, text)
     assert rig.counts() == before
     rig.close(row)
-    assert rig.allocator.swa.cached_pages == 5
+    assert rig.allocator.pools[SWA].cached_pages == 5
     assert rig.found(text) == 9
 
 
@@ -294,10 +288,10 @@ def test_a_half_dead_node_takes_from_a_row_what_that_has():
     row = rig.begin(text)[0]
     rig.fill(row, 9)
     rig.keep(row, text)
-    rig.lose_swa(np.arange(12, 18))  # slots 12 .. 20 are positions 0 .. 8
+    rig.lose_peers(np.arange(12, 18))  # slots 12 .. 20 are positions 0 .. 8
     rig.close(row)
     rig.table.evict_unseen(np.array([other]))
-    assert rig.table.evicted_len[other] == 5
+    assert rig.table.evicted_len[SWA, other] == 5
     rig.keep(other, text)
     assert rig.cache.match(rig.cache.key(text)).tolist() == [12, 13, 14, 15, 16, 6, 18, 19, 20, 10, 11]
 
@@ -367,11 +361,11 @@ def test_a_page_behind_which_a_row_holds_others_is_given_up_when_nothing_else_is
 
 def test_swa_peers_die_first_those_that_no_end_needs_before_the_others():
     """Two texts of 20 in SWA for 40: of each the last five are kept to the end, and the full pages anyway."""
-    rig = Rig.make(window=4, pages=80, swa_pages=40)
+    rig = Rig.make(window=4, pages=80, window_pages=40)
     one, two = list(range(21)), list(range(100, 121))
     rig.serve(one)
     rig.serve(two)
-    swa = rig.allocator.swa
+    swa = rig.allocator.pools[SWA]
     assert (swa.free_pages, swa.cached_pages) == (0, 40)
     row, _ = rig.begin([99] * 60)
     rig.fill(row, 30)
@@ -423,7 +417,7 @@ def test_an_edge_is_as_long_as_it_can_be():
     assert len(rig.cache._by_age) == 1
     rig.serve([*text[:5000], 0, 0])
     assert sorted(len(node.pages) for node in rig.cache._by_age) == [1, 3000, 5000]
-    assert rig.allocator.full.kept_pages == 8001
+    assert rig.allocator.primary.kept_pages == 8001
 
 
 def test_keeping_what_is_kept_changes_nothing():
@@ -452,7 +446,7 @@ def test_reset_forgets_rows_and_cache():
     rig.begin(list(range(24)))
     rig.table.reset()
     rig.table.check()
-    assert rig.counts() == (64, 0, 0) and rig.allocator.full.kept_pages == 0
+    assert rig.counts() == (64, 0, 0) and rig.allocator.primary.kept_pages == 0
     assert rig.serve(list(range(24))) == 0
 
 
@@ -467,17 +461,17 @@ def corrupt(rig: Rig, how: str) -> None:
             [node] = rig.cache._by_age
             node.key, node.pages = node.key[:-1], node.pages[:-1]
         case "one claim too many":
-            rig.allocator.full.share(np.array([1]))
+            rig.allocator.primary.share(np.array([1]))
         case "one swa claim too many":
-            rig.allocator.swa.share(np.array([1]))
-        case "swa miscounted":
-            next(iter(rig.cache._by_age)).num_swa -= 1
+            rig.allocator.pools[SWA].share(np.array([1]))
+        case "peers miscounted":
+            next(iter(rig.cache._by_age)).num_peers[SWA] -= 1
         case "wrong name":
             next(iter(rig.cache._by_age)).key[0] = 77
         case "page of nobody":
             rig.allocator.alloc(1)
         case "forgotten by the pool":
-            rig.allocator.full._kept[1] = False
+            rig.allocator.primary._kept[1] = False
         case _:
             raise AssertionError(how)
 
@@ -486,13 +480,13 @@ def corrupt(rig: Rig, how: str) -> None:
     ("how", "message"),
     [
         ("lost node", "the nodes by age are not those of the tree"),
-        ("lost page", "num_swa|other pages are kept"),
+        ("lost page", "num_peers|other pages are kept"),
         ("one claim too many", "more claims than rows|belongs to no row|the cache's alone"),
-        ("one swa claim too many", "more rows hold the SWA peer|claims on the SWA peer|the cache's alone"),
-        ("swa miscounted", "num_swa"),
+        ("one swa claim too many", "more rows hold the peers of|claims on the peer|the cache's alone"),
+        ("peers miscounted", "num_peers"),
         ("wrong name", "a node is not where its key says"),
         ("page of nobody", "a held page belongs to no row"),
-        ("forgotten by the pool", "held 0|the cache's alone|other pages are kept"),
+        ("forgotten by the pool", "num_peers|held 0|the cache's alone|other pages are kept"),
     ],
 )
 def test_check_finds(how: str, message: str):

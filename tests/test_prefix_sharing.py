@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from kv_rig import PRIMARY, SWA
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.errors import ConfigError
-from specdec.kvcache.index_spaces import Space
 
 from inside import assert_idle, capture_on_tape, prompt_chunks, slots_needed
 from marks import deep, deep_cases, each_value, examples, usual
@@ -114,7 +114,7 @@ def test_kv_of_a_head_behind_a_hit_are_those_of_a_fresh_prompt(page_size, forked
         stream = engine.stream(second, SamplingParams(max_new_tokens=8))
         next(stream)
         slots = torch.from_numpy(engine.table.slots.host[0, :30].copy())
-        kept.append([torch.cat([t[slots] for t in s.tensors(Space.FULL)], dim=-1) for s in engine.cache.stores[1:]])
+        kept.append([torch.cat([t[slots] for t in s.tensors(PRIMARY)], dim=-1) for s in engine.cache.stores[1:]])
         assert (int(engine.scheduler.running[0].stats.cached_tokens) > 0) is (first is prompt)
         stream.close()
     torch.testing.assert_close(kept[0], kept[1], rtol=1e-3, atol=1e-3)
@@ -321,16 +321,16 @@ def test_swa_stays_a_window_a_request_at_long_contexts(page_size, make_target, m
     allocator, forward = engine.table.allocator, engine.target.forward
 
     def watching(*args: Any) -> Any:
-        held.append(allocator.swa.held_pages)
+        held.append(allocator.pools[SWA].held_pages)
         return forward(*args)
 
     engine.target.forward = watching  # type: ignore[method-assign]
     prompt = random_prompt(2000)
     [first] = engine.generate(prompt, SamplingParams(max_new_tokens=4))
     outs = engine.generate([[*prompt, i] for i in range(4)], SamplingParams(max_new_tokens=40))
-    assert max(held) * page_size <= 4 * (64 + engine.table.retain + 4 * page_size + 2 * engine.table.lookahead)
+    assert max(held) * page_size <= 4 * (64 + engine.table.retain[SWA] + 4 * page_size + 2 * engine.table.lookahead)
     assert all(out.stats.cached_tokens >= 2000 - page_size for out in outs)
-    assert allocator.full.cached_pages * page_size < 2000 + 5 * 50
+    assert allocator.primary.cached_pages * page_size < 2000 + 5 * 50
     alone = make_engine(model, "ngram", page_size=page_size, max_model_len=2200, prefix_cache=False)
     assert alone.generate(prompt, SamplingParams(max_new_tokens=4))[0].token_ids == first.token_ids
     assert alone.generate([*prompt, 3], SamplingParams(max_new_tokens=40))[0].token_ids == outs[3].token_ids
@@ -413,7 +413,7 @@ def test_what_cannot_be_seen_is_told(make_target, make_engine, random_prompt, hf
     assert ends(engine, random_prompt(30), 1)[1] == 0
     assert ends(engine, prompt, 1) == ([want], 39)
     engine.clear_prefix_cache()
-    assert engine.table.allocator.full.cached_pages == 0
+    assert engine.table.allocator.primary.cached_pages == 0
     assert_idle(engine)
 
 
@@ -437,7 +437,7 @@ def test_without_it_nothing_is_kept(build, greedy_oracle, random_prompt):
     engine, prompt = build(DRAFTERS["mtp-chain"], prefix_cache=False), random_prompt(40)
     for _ in range(2):
         assert ends(engine, prompt) == (greedy_oracle(engine.target.model, prompt, NEW), 0)
-        assert engine.table.allocator.full.cached_pages == 0
+        assert engine.table.allocator.primary.cached_pages == 0
     engine.clear_prefix_cache()
 
 
@@ -451,4 +451,4 @@ def test_a_closed_engine_keeps_nothing(build, random_prompt):
     engine = build(DRAFTERS["ngram"])
     ends(engine, random_prompt(30))
     engine.close()
-    assert engine.table.allocator.full.cached_pages == 0
+    assert engine.table.allocator.primary.cached_pages == 0

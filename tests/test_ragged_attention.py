@@ -36,17 +36,27 @@ def pack_of(starts: list[int], lengths: list[int], num_places: int, rows: list[i
 class Case:
     """Requests with keys at random slots, and queries for some of their newest tokens. begin: see `Lines`."""
 
-    def __init__(self, starts: list[int], lengths: list[int], spare: int, begin: list[int] | None, seed: int) -> None:
+    def __init__(
+        self,
+        starts: list[int],
+        lengths: list[int],
+        spare: int,
+        begin: list[int] | None,
+        seed: int,
+        v_dim: int = HEAD_DIM,
+    ) -> None:
         noise = torch.Generator().manual_seed(seed)
         self.starts, self.lengths = starts, lengths
         ends = [start + length for start, length in zip(starts, lengths, strict=True)]
         width, first = max(ends) + 3, begin or [0] * len(starts)
         slots = 1 + torch.randperm(len(starts) * width, generator=noise).view(len(starts), width)
-        shape = (len(starts) * width + 1, KV_HEADS, HEAD_DIM)
-        self.k, self.v = (torch.full(shape, torch.nan).to(DEVICE) for _ in "kv")
+        shapes = [(len(starts) * width + 1, KV_HEADS, size) for size in (HEAD_DIM, v_dim)]
+        self.k, self.v = (torch.full(shape, torch.nan).to(DEVICE) for shape in shapes)
         for number, end in enumerate(ends):
             held = slots[number, : end - first[number]].to(DEVICE)
-            self.k[held], self.v[held] = (torch.randn(len(held), *shape[1:], generator=noise).to(DEVICE) for _ in "kv")
+            self.k[held], self.v[held] = (
+                torch.randn(len(held), *shape[1:], generator=noise).to(DEVICE) for shape in shapes
+            )
         self.pack = pack_of(starts, lengths, sum(lengths) + spare)
         self.q = torch.randn(1, HEADS, sum(lengths) + spare, HEAD_DIM, generator=noise).to(DEVICE)
         begins = None if begin is None else torch.tensor(begin, device=DEVICE)
@@ -56,7 +66,7 @@ class Case:
         return self.q, self.k, self.v, self.pack, self.lines
 
     def expected(self, window: int | None, softcap: float | None, sinks: torch.Tensor | None) -> torch.Tensor:
-        out = torch.zeros(1, self.q.shape[2], HEADS, HEAD_DIM, dtype=torch.float64)
+        out = torch.zeros(1, self.q.shape[2], HEADS, self.v.shape[2], dtype=torch.float64)
         place = 0
         for number, (start, length) in enumerate(zip(self.starts, self.lengths, strict=True)):
             first = 0 if self.lines.begin is None else int(self.lines.begin[number])
@@ -95,14 +105,15 @@ def test_numbers_of_tokens_are_few() -> None:
     assert len(token_buckets(MAX_TOKENS)) * 2 <= 40  # with and without the last tokens' head
 
 
+@pytest.mark.parametrize("v_dim", [HEAD_DIM, 20])
 @pytest.mark.parametrize("exact", [False, True], ids=["any-order", "in-order"])
 @pytest.mark.parametrize(
     ("window", "begin", "softcap", "sinks"),
     [(None, None, None, False), (9, None, 3.0, True), (9, [8, 0, 16, 0], None, False), (None, None, 2.0, True)],
     ids=["full", "window-cap-sinks", "window-lines", "full-cap-sinks"],
 )
-def test_the_kernel_against_the_definition(exact, window, begin, softcap, sinks) -> None:
-    case = Case([17, 0, 40, 3], [11, 1, 0, 20], 5, begin, 0)
+def test_the_kernel_against_the_definition(v_dim, exact, window, begin, softcap, sinks) -> None:
+    case = Case([17, 0, 40, 3], [11, 1, 0, 20], 5, begin, 0, v_dim)
     logits = torch.tensor([0.5, -1.0, 2.0, 0.0], device=DEVICE) if sinks else None
     options: dict[str, Any] = {"scaling": 0.3, "window": window, "softcap": softcap, "sinks": logits}
     got = ragged_attention(*case.arguments(), **options, exact=exact, tiles=IN_ORDER if exact else ANY_ORDER)

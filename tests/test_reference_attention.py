@@ -8,14 +8,14 @@ import math
 import numpy as np
 import pytest
 import torch
-from kv_rig import KVRig
+from kv_rig import SWA, KVRig, layer_spec
 
 from specdec.attention.dense import VisibleKeys, known_in_block
 from specdec.attention.kernels.page_table import PageTables
 from specdec.attention.plan import KVPlan
 from specdec.attention.trees.tree import DraftTree
-from specdec.kvcache.index_spaces import FullLoc, Space
-from specdec.kvcache.layout import KVLayout, LayerSpec
+from specdec.kvcache.index_spaces import PRIMARY, ByGroup, GroupId, PrimaryLoc
+from specdec.kvcache.layout import KVLayout, LayerCache
 from specdec.kvcache.table import FROZEN_EXTRA_KEYS
 
 from dense_oracle import attend
@@ -28,10 +28,9 @@ PAGE_SIZES = pytest.mark.parametrize("page_size", [1, 3, 4])
 POISONED = float("nan")
 
 
-def spec(layer: int, window: int | None) -> LayerSpec:
+def layer_of(layer: int, window: int | None) -> LayerCache:
     _, heads, size = HEADS[layer]
-    layer_type = "full_attention" if window is None else "sliding_attention"
-    return LayerSpec(layer=layer, owner=layer, layer_type=layer_type, num_kv_heads=heads, head_dim=size, window=window)
+    return layer_spec(layer, window, head_dim=size, heads=heads)
 
 
 def ints(values: list[int]) -> np.ndarray:
@@ -39,14 +38,14 @@ def ints(values: list[int]) -> np.ndarray:
 
 
 def visible_keys(plan: KVPlan, window: int | None) -> VisibleKeys:
-    """What a layer sees that slides, in SWA space, or does not, in full space."""
-    space = Space.FULL if window is None else Space.SWA
-    return VisibleKeys.of(plan, *prefix_slots(plan, space), space, window)
+    """What a layer sees that slides, or does not."""
+    group = PRIMARY if window is None else SWA
+    return VisibleKeys.of(plan, *prefix_slots(plan, group), group, window)
 
 
-def prefix_slots(plan: KVPlan, space: Space) -> tuple[torch.Tensor, torch.Tensor]:
-    """Slots [B, L] of the prefixes in one space, and the position [B] of the first column."""
-    return plan.prefix.slots(space, plan.page_size)
+def prefix_slots(plan: KVPlan, group: GroupId) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slots [B, L] of the prefixes in one group, and the position [B] of the first column."""
+    return plan.prefix.slots(group, plan.page_size)
 
 
 class Scene:
@@ -57,9 +56,8 @@ class Scene:
         self.generator = torch.Generator().manual_seed(0)
         pages = sum(-(-(length + NODES) // page_size) for length in lengths) + 8
         self.table = KVRig(
-            KVLayout((spec(SLIDING_LAYER, window), spec(FULL_LAYER, None))),
-            full_pages=pages,
-            swa_pages=pages,
+            KVLayout((layer_of(SLIDING_LAYER, window), layer_of(FULL_LAYER, None))),
+            pages=pages,
             page_size=page_size,
             max_requests=len(lengths) + 1,
             max_len=max(lengths) + 12,
@@ -69,10 +67,10 @@ class Scene:
         for kept in self.table.store.layers.values():
             kept.k.fill_(fill)
             kept.v.fill_(fill)
-        # a row opened first and evicted shifts the numbers of the two spaces against each other
+        # a row opened first and evicted shifts the numbers of the two groups against each other
         shift = self.table.open_row()
         self.table.ensure_slots(shift, 5 * page_size)
-        self.table.allocator.evict(FullLoc(torch.from_numpy(self.table.slots.host[shift, : 3 * page_size].copy())))
+        allocator.evict(SWA, PrimaryLoc(torch.from_numpy(self.table.slots.host[shift, : 3 * page_size].copy())))
         self.rows = ints([self.table.open_row() for _ in lengths])
         self.lengths = lengths
         self.k, self.v = {}, {}  # layer -> request -> [S, Hkv, D], kept beside the pools
@@ -81,14 +79,14 @@ class Scene:
             self.v[layer] = [self.random(length, heads, size) for length in lengths]
         for i, (row, length) in enumerate(zip(self.rows.tolist(), lengths, strict=True)):
             self.table.ensure_slots(row, length + NODES)
-            slots = FullLoc(torch.from_numpy(self.table.slots.host[row, :length].copy()))
+            slots = PrimaryLoc(torch.from_numpy(self.table.slots.host[row, :length].copy()))
             for layer in HEADS:
-                self.table.write(layer, slots, allocator.translate(slots), self.k[layer][i], self.v[layer][i])
+                self.table.write(layer, self.table.located(slots), self.k[layer][i], self.v[layer][i])
             self.table.commit(ints([row]), ints([length]))
         if evict:
             self.table.evict_unseen(self.rows)
             if fill:  # what was evicted is not to be read either
-                free = ~np.isin(np.arange(len(allocator.full_to_swa.host)), allocator.full_to_swa.host)
+                free = ~np.isin(np.arange(len(allocator.maps.host[SWA])), allocator.maps.host[SWA])
                 kept = self.table.store.layers[SLIDING_LAYER]
                 for rows in (kept.k, kept.v):
                     rows[torch.from_numpy(np.flatnonzero(free))] = fill
@@ -112,8 +110,8 @@ class Scene:
         block_k, block_v = self.random(batch, rows, heads, size), self.random(batch, rows, heads, size)
         if broken is not None:
             block_k[broken] = block_v[broken] = POISONED
-        if plan.write_full is not None:  # as a layer does: first written, then read back
-            self.table.write(layer, plan.write_full, plan.write_swa, block_k.flatten(0, 1), block_v.flatten(0, 1))
+        if plan.write is not None:  # as a layer does: first written, then read back
+            self.table.write(layer, plan.write, block_k.flatten(0, 1), block_v.flatten(0, 1))
         window = self.window if layer == SLIDING_LAYER else None
         pool_k, pool_v, _ = self.table.view.layer(layer)
         keys = visible_keys(plan, window)
@@ -128,7 +126,7 @@ class Scene:
                 seen = [
                     (self.k[layer][b][p], self.v[layer][b][p]) for p in range(self.lengths[b]) if position - p < window
                 ]
-                if plan.write_full is not None:
+                if plan.write is not None:
                     own = known_in_block(plan)
                     seen += [
                         (block_k[b, j], block_v[b, j])
@@ -208,7 +206,7 @@ def test_frozen_sees_the_window_plus_one_newest_keys(page_size: int):
     plan = scene.table.frozen(scene.rows, position_offset=0, window_shift=FROZEN_EXTRA_KEYS)
     keys = visible_keys(plan, window)
     seen = keys.bias[0, 0, 0] == 0
-    _, start = prefix_slots(plan, Space.SWA)
+    _, start = prefix_slots(plan, SWA)
     assert (start + torch.arange(len(seen)))[seen].tolist() == [15, 16, 17, 18, 19]
     assert (keys.slots[0, seen] != 0).all()
     assert (visible_keys(plan, None).bias[..., :20] == 0).all()
@@ -217,7 +215,7 @@ def test_frozen_sees_the_window_plus_one_newest_keys(page_size: int):
 def test_frozen_queries_do_not_see_each_other_or_the_lookahead():
     scene = Scene([5, 8], page_size=1, window=4)
     plan = scene.table.frozen(scene.rows, position_offset=0, window_shift=2)
-    assert plan.tree is None and plan.write_full is None
+    assert plan.tree is None and plan.write is None
     bias = visible_keys(plan, None).bias
     assert bias.shape == (2, 1, 1, 8)
     assert (bias[:, 0, 0] == 0).sum(-1).tolist() == [5, 8]
@@ -320,16 +318,20 @@ def test_the_swa_table_is_as_wide_as_the_window(page_size: int, evict: bool):
     for length in (2, 20, 200, 2000):
         scene = Scene([length], page_size=page_size, window=window, evict=evict)
         plan = scene.table.verify(scene.rows, tree_of([CHAIN]))
-        slots, start = prefix_slots(plan, Space.SWA)
+        slots, start = prefix_slots(plan, SWA)
         widths[length], start = slots.shape[1], int(start[0])
         assert start % page_size == 0
-        assert max(0, length - scene.table.retain - page_size) < start + 1 <= max(0, length - scene.table.retain) + 1
+        assert (
+            max(0, length - scene.table.retain[SWA] - page_size)
+            < start + 1
+            <= max(0, length - scene.table.retain[SWA]) + 1
+        )
         assert (slots[0, : length - start] != 0).all()
-        slots, start = prefix_slots(plan, Space.FULL)
+        slots, start = prefix_slots(plan, PRIMARY)
         assert length <= slots.shape[1] < length + page_size
         assert start.tolist() == [0]
     assert widths[2] == -(-2 // page_size) * page_size
-    assert max(widths.values()) < scene.table.retain + 2 * page_size
+    assert max(widths.values()) < scene.table.retain[SWA] + 2 * page_size
 
 
 def test_page_tables_of_a_mixed_batch():
@@ -337,11 +339,11 @@ def test_page_tables_of_a_mixed_batch():
     scene = Scene([12, 3, 17], page_size=4, window=6)
     plan = scene.table.verify(scene.rows, tree_of([CHAIN] * 3))
     assert plan.committed_len.tolist() == [12, 3, 17]
-    full, swa = (prefix_slots(plan, space) for space in Space)
+    full, swa = (prefix_slots(plan, group) for group in (PRIMARY, SWA))
     assert full[0].shape == (3, 20)
     assert swa[0].shape == (3, 12)  # 7 retained, in up to 3 pages
     assert swa[1].tolist() == [4, 0, 8]
-    slots, mapping = scene.table.slots.host, scene.table.allocator.full_to_swa.host
+    slots, mapping = scene.table.slots.host, scene.table.allocator.maps.host[SWA]
     for b, (row, length, start) in enumerate(zip(scene.rows.tolist(), [12, 3, 17], [4, 0, 8], strict=True)):
         assert full[0][b, :length].tolist() == slots[row, :length].tolist()
         assert swa[0][b, : length - start].tolist() == mapping[slots[row, start:length]].tolist()
@@ -349,41 +351,41 @@ def test_page_tables_of_a_mixed_batch():
 
 def test_tables_stay_inside_rows_that_are_full():
     """Rows of 16 slots and no lookahead: padded columns of the chunk and of the SWA table would lie past the end."""
-    layout = KVLayout((spec(SLIDING_LAYER, 6), spec(FULL_LAYER, None)))
-    table = KVRig(layout, full_pages=8, swa_pages=8, page_size=4, max_requests=2, max_len=16, lookahead=0)
+    layout = KVLayout((layer_of(SLIDING_LAYER, 6), layer_of(FULL_LAYER, None)))
+    table = KVRig(layout, pages=8, page_size=4, max_requests=2, max_len=16, lookahead=0)
     for row, length in ((0, 12), (1, 15)):
         table.ensure_slots(table.open_row(), 16)
         table.commit(ints([row]), ints([length]))
     rows = ints([0, 1])
     plan = table.chunk(rows, ints([4, 1]))
     slots = table.slots.host
-    assert plan.write_full.tolist() == [*slots[0, 12:].tolist(), slots[1, 15], 0, 0, 0]
+    assert plan.write[PRIMARY].tolist() == [*slots[0, 12:].tolist(), slots[1, 15], 0, 0, 0]
     table.commit(rows, ints([2, 0]))
     plan = table.frozen(rows, position_offset=0, window_shift=2)
-    swa, start = prefix_slots(plan, Space.SWA)
+    swa, start = prefix_slots(plan, SWA)
     assert start.tolist() == [4, 8]  # 14 - 7 and 15 - 7, in whole pages
     assert swa.shape == (2, 12)
-    assert swa[1, :7].tolist() == table.allocator.full_to_swa.host[slots[1, 8:15]].tolist()
+    assert swa[1, :7].tolist() == table.allocator.maps.host[SWA][slots[1, 8:15]].tolist()
 
 
 def test_slots_of_pages_by_hand():
-    empty = FullLoc(torch.empty((2, 0)))
-    tables = PageTables(torch.tensor([[2, 1], [3, 0]]), torch.tensor([[1], [0]]), torch.tensor([0, 4]), empty, None)
-    slots, start = tables.slots(Space.FULL, 2)
+    pages = ByGroup((torch.tensor([[2, 1], [3, 0]]), torch.tensor([[1], [0]])))
+    tables = PageTables(pages, torch.tensor([[0, 0], [0, 4]]), ByGroup(()))
+    slots, start = tables.slots(PRIMARY, 2)
     assert (slots.tolist(), start.tolist()) == ([[4, 5, 2, 3], [6, 7, 0, 1]], [0, 0])
-    slots, start = tables.slots(Space.SWA, 2)
+    slots, start = tables.slots(SWA, 2)
     assert (slots.tolist(), start.tolist()) == ([[2, 3], [0, 1]], [0, 4])
 
 
-def test_without_a_window_there_is_no_swa_table():
-    layout = KVLayout((spec(FULL_LAYER, None), spec(FULL_LAYER, None)))
-    table = KVRig(layout, full_pages=8, swa_pages=0, page_size=1, max_requests=1, max_len=8, lookahead=2)
+def test_without_a_window_there_is_one_table():
+    layout = KVLayout((layer_of(FULL_LAYER, None), layer_of(FULL_LAYER, None)))
+    table = KVRig(layout, pages=8, page_size=1, max_requests=1, max_len=8, lookahead=2)
     table.ensure_slots(table.open_row(), 4)
     for plan in (
         table.chunk(ints([0]), ints([2])),
         table.verify(ints([0]), DraftTree.chain(torch.zeros(1, 2, dtype=torch.int64))),
         table.frozen(ints([0]), position_offset=0, window_shift=0),
     ):
-        assert (plan.write_swa, plan.prefix.swa_pages) == (None, None)
-    with pytest.raises(AssertionError, match="a sliding layer, but the plan has no SWA table"):
-        table.backend.attention(plan, Space.SWA, 4)
+        assert len(plan.prefix.tables) == len(plan.prefix.write) == 1
+    with pytest.raises(IndexError):
+        table.backend.attention(plan, SWA, 4)

@@ -58,7 +58,7 @@ def test_a_tokenizer_that_raises_in_one_request_ends_that_one_alone(scene):
             ask()
     assert [handle.output().token_ids for handle in handles[1:]] == truths[1:]
     engine.table.check()
-    assert engine.scheduler.idle and engine.table.allocator.full.held_pages == 0
+    assert engine.scheduler.idle and engine.table.allocator.primary.held_pages == 0
 
 
 def test_a_tokenizer_that_raises_while_a_handle_is_read_ends_that_request_alone(scene):
@@ -124,7 +124,7 @@ def test_a_grammar_that_raises_in_one_request_ends_that_one_alone(
     assert guided.finish_reason == "error"
     with pytest.raises(RequestFailedError, match=r"the grammar raised .*the library broke"):
         guided.read()
-    assert engine.scheduler.idle and engine.table.allocator.full.held_pages == 0
+    assert engine.scheduler.idle and engine.table.allocator.primary.held_pages == 0
 
 
 @pytest.mark.parametrize("id", [[0], None, "0", 1.0, True], ids=repr)

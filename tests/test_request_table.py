@@ -1,9 +1,9 @@
-"""Rows of slots: what commit, eviction and closing do to the K/V at each position, in both spaces."""
+"""Rows of slots: what commit, eviction and closing do to the K/V at each position, in every group."""
 
 import numpy as np
 import pytest
 import torch
-from kv_rig import FROZEN_EXTRA_KEYS, FullLoc, KVLayout, KVRig, Move, Space, ints, layer_spec
+from kv_rig import FROZEN_EXTRA_KEYS, PRIMARY, SWA, KVLayout, KVRig, Move, PrimaryLoc, ints, layer_spec
 
 from specdec.errors import KVStateError, OutOfSlotsError
 
@@ -19,7 +19,7 @@ def make(
     *,
     window: int | None = 6,
     pages: int = 64,
-    swa_pages: int | None = None,
+    window_pages: int | None = None,
     max_requests: int = 3,
     max_len: int = 40,
     lookahead: int = 5,
@@ -27,8 +27,8 @@ def make(
     """A table over a sliding layer 0 and a full layer 1 (both full without a window)."""
     return KVRig(
         KVLayout((layer_spec(SLIDING_LAYER, window), layer_spec(FULL_LAYER, None))),
-        full_pages=pages,
-        swa_pages=pages if swa_pages is None else swa_pages,
+        pages=pages,
+        window_pages=window_pages,
         page_size=page_size,
         max_requests=max_requests,
         max_len=max_len,
@@ -38,18 +38,17 @@ def make(
 
 def put(table: KVRig, row: int, start: int, values: list[float]) -> None:
     """Write `values` as the K/V (k = value, v = -value) of the slots at positions start..., in every layer."""
-    full = FullLoc(torch.from_numpy(table.slots.host[row, start : start + len(values)].copy()))
-    swa = table.allocator.translate(full) if table.allocator.swa is not None else None
+    slots = table.located(PrimaryLoc(torch.from_numpy(table.slots.host[row, start : start + len(values)].copy())))
     k = torch.tensor(values).view(-1, 1, 1)
     for layer in (SLIDING_LAYER, FULL_LAYER):
-        table.write(layer, full, swa, k + 0.5 * layer, -k - 0.5 * layer)
+        table.write(layer, slots, k + 0.5 * layer, -k - 0.5 * layer)
 
 
 def held(table: KVRig, row: int, start: int, end: int, layer: int) -> list[float]:
     """The values at positions start..end-1 as this layer reads them."""
-    slots = FullLoc(torch.from_numpy(table.slots.host[row, start:end].copy()))
+    slots = PrimaryLoc(torch.from_numpy(table.slots.host[row, start:end].copy()))
     kept = table.store.layers[layer]
-    where = slots if kept.space is Space.FULL else table.allocator.translate(slots)
+    where = table.allocator.translate(kept.group, slots)
     assert (where > 0).all()
     torch.testing.assert_close(kept.v[where], -kept.k[where])
     return (kept.k[where, 0, 0] - 0.5 * layer).tolist()
@@ -110,10 +109,10 @@ def test_ensure_beyond_the_pool_or_the_row_takes_nothing():
 
 
 def test_the_swa_pool_can_be_the_one_that_is_exhausted():
-    table = make(pages=10, swa_pages=4)
+    table = make(pages=10, window_pages=4)
     row = table.open_row()
     before = kv_contents(table)
-    with pytest.raises(OutOfSlotsError, match="4 of 4 in the SWA pool"):
+    with pytest.raises(OutOfSlotsError, match="4 of 4 in the window 6 pool"):
         table.ensure_slots(row, 5)
     assert kv_contents(table) == before
 
@@ -123,9 +122,9 @@ def test_close_gives_everything_back_also_after_eviction(page_size: int):
     table = make(page_size)
     row = opened(table, [float(i) for i in range(30)])
     table.evict_unseen(ints(row))
-    assert table.evicted_len[row] > 0
+    assert table.evicted_len[SWA, row] > 0
     table.close_row(row)
-    assert table.allocator.full.held_pages == table.allocator.swa.held_pages == 0
+    assert table.allocator.primary.held_pages == table.allocator.pools[SWA].held_pages == 0
     assert not table.slots.host.any()
     table.check()
     with pytest.raises(KVStateError, match="row 0 is not open"):
@@ -148,7 +147,7 @@ def test_without_a_window_there_is_nothing_to_evict():
     row = opened(table, [float(i) for i in range(30)])
     before = kv_contents(table)
     table.evict_unseen(ints(row))
-    assert table.retain is None
+    assert table.allocator.windowed == ()
     assert kv_contents(table) == before
     assert held(table, row, 0, 30, FULL_LAYER) == [float(i) for i in range(30)]
     table.check()
@@ -296,31 +295,33 @@ def test_rows_with_less_room_do_not_limit_the_others():
 # moving
 
 
-def test_move_reads_all_before_it_writes_in_both_spaces_of_every_store():
-    rig = make(pages=6, swa_pages=6, max_len=3, lookahead=0)
-    another = rig.add_store(KVLayout.uniform(2, num_kv_heads=2, head_dim=3), torch.float64)  # all of it in full space
+def test_move_reads_all_before_it_writes_in_every_group_of_every_store():
+    rig = make(pages=6, max_len=3, lookahead=0)
+    another = rig.add_store(
+        KVLayout.uniform(2, num_kv_heads=2, head_dim=3), torch.float64
+    )  # all of it in the primary group
     shift, row = rig.open_row(), rig.open_row()
     rig.ensure_slots(shift, 2)
-    rig.allocator.evict(FullLoc(torch.tensor([1, 2])))
-    rig.ensure_slots(row, 3)  # full slots 3, 4, 5 with SWA slots 1, 2, 3: the spaces disagree
-    assert rig.allocator.translate(FullLoc(torch.tensor([3, 4, 5]))).tolist() == [1, 2, 3]
-    stored = [(kept, 3 if kept.space is Space.FULL else 1) for s in (rig.store, another) for kept in s.layers.values()]
+    rig.allocator.evict(SWA, PrimaryLoc(torch.tensor([1, 2])))
+    rig.ensure_slots(row, 3)  # full slots 3, 4, 5 with SWA slots 1, 2, 3: the groups disagree
+    assert rig.allocator.translate(SWA, PrimaryLoc(torch.tensor([3, 4, 5]))).tolist() == [1, 2, 3]
+    stored = [(kept, 3 if kept.group == PRIMARY else 1) for s in (rig.store, another) for kept in s.layers.values()]
     assert len(stored) == 4
     for number, (kept, first) in enumerate(stored):
         kept.k[first : first + 3] = torch.tensor([10.0, 20.0, 30.0])[:, None, None].to(kept.k.dtype) + number
         kept.v[first : first + 3] = -kept.k[first : first + 3]
-    rig.move(Move(FullLoc(torch.tensor([4, 5, 3])), FullLoc(torch.tensor([3, 4, 5]))))  # a rotation
+    rig.move(Move(PrimaryLoc(torch.tensor([4, 5, 3])), PrimaryLoc(torch.tensor([3, 4, 5]))))  # a rotation
     for number, (kept, first) in enumerate(stored):
         assert kept.k[first : first + 3, 0, 0].tolist() == [20.0 + number, 30.0 + number, 10.0 + number]
         torch.testing.assert_close(kept.v, -kept.k)
 
 
 def test_stores_have_room_for_the_null_page_and_every_page():
-    rig = make(page_size=2, pages=4, swa_pages=3)
+    rig = make(page_size=2, pages=4, window_pages=3)
     sliding, full = rig.store.layers[SLIDING_LAYER], rig.store.layers[FULL_LAYER]
-    assert (full.k.shape, full.space) == ((10, 1, 1), Space.FULL)
-    assert (sliding.v.shape, sliding.space) == ((8, 1, 1), Space.SWA)
-    assert rig.bytes_by_space() == {Space.FULL: 4 * 2 * 10, Space.SWA: 4 * 2 * 8}
+    assert (full.k.shape, full.group) == ((10, 1, 1), PRIMARY)
+    assert (sliding.v.shape, sliding.group) == ((8, 1, 1), SWA)
+    assert rig.bytes_by_group() == {"full": 4 * 2 * 10, "window 6": 4 * 2 * 8}
 
 
 # eviction
@@ -329,13 +330,13 @@ def test_stores_have_room_for_the_null_page_and_every_page():
 @PAGE_SIZES
 def test_evict_keeps_the_window_and_one_page_of_slack(page_size: int):
     table = make(page_size)
-    assert table.retain == 6 - 1 + FROZEN_EXTRA_KEYS == 7
+    assert table.retain[SWA] == 6 - 1 + FROZEN_EXTRA_KEYS == 7
     row = opened(table, [float(i) for i in range(30)])
     table.evict_unseen(ints(row))
-    evicted = int(table.evicted_len[row])
+    evicted = int(table.evicted_len[SWA, row])
     assert evicted == {1: 22, 3: 18, 4: 16}[page_size]  # 30 - 7 = 23, rounded down to a page, less a page
-    slots = FullLoc(torch.from_numpy(table.slots.host[row, :30].copy()))
-    assert (table.allocator.translate(slots) == 0).tolist() == [p < evicted for p in range(30)]
+    slots = PrimaryLoc(torch.from_numpy(table.slots.host[row, :30].copy()))
+    assert (table.allocator.translate(SWA, slots) == 0).tolist() == [p < evicted for p in range(30)]
     assert held(table, row, evicted, 30, SLIDING_LAYER) == [float(i) for i in range(evicted, 30)]
     assert held(table, row, 0, 30, FULL_LAYER) == [float(i) for i in range(30)]
     before = kv_contents(table)
@@ -350,7 +351,7 @@ def test_evict_treats_each_row_by_its_own_length(page_size: int):
     rows = [opened(table, [float(i) for i in range(length)]) for length in (30, 4, 14)]
     table.evict_unseen(ints(*rows))
     expected = [max(0, (length - 7) // page_size * page_size - page_size) for length in (30, 4, 14)]
-    assert table.evicted_len[:3].tolist() == expected
+    assert table.evicted_len[SWA, :3].tolist() == expected
     table.check()
 
 
@@ -363,7 +364,7 @@ def test_a_long_request_holds_a_window_of_swa_pages(page_size: int):
     table = make(
         page_size,
         pages=rounds * 5 // page_size,
-        swa_pages=limit,
+        window_pages=limit,
         max_requests=1,
         max_len=rounds * 4,
         lookahead=lookahead,
@@ -374,7 +375,7 @@ def test_a_long_request_holds_a_window_of_swa_pages(page_size: int):
     for i in range(rounds):
         start = int(table.committed_len.host[row])
         table.ensure_slots(row, start + lookahead)  # raises if one SWA page too many is held
-        most = max(most, table.allocator.swa.held_pages)
+        most = max(most, table.allocator.pools[SWA].held_pages)
         path = np.sort(rng.permutation(4)[: rng.integers(0, 4)] + 1)
         table.commit(ints(row), ints(1 + len(path)), np.array([[0, *path]]))
         table.evict_unseen(ints(row))
@@ -384,7 +385,7 @@ def test_a_long_request_holds_a_window_of_swa_pages(page_size: int):
     length = int(table.committed_len.host[row])
     assert length > 2 * rounds
     assert most <= limit
-    assert table.allocator.full.held_pages * page_size >= length
+    assert table.allocator.primary.held_pages * page_size >= length
 
 
 # `check` itself
@@ -405,13 +406,13 @@ def corrupt(table: KVRig, how: str) -> None:
         case "leaked page":
             table.allocator.alloc(1)
         case "freed page":
-            table.allocator.free(FullLoc(torch.from_numpy(table.slots.host[0, 24:28].copy())))
+            table.allocator.free(PrimaryLoc(torch.from_numpy(table.slots.host[0, 24:28].copy())))
         case "evicted too far":
-            table.evicted_len[0] = 14
+            table.evicted_len[SWA, 0] = 14
         case "evicted yet mapped":
-            table.evicted_len[0] += 4
+            table.evicted_len[SWA, 0] += 4
         case "in the window but unmapped":
-            table.allocator.evict(FullLoc(torch.from_numpy(table.slots.host[0, 16:20].copy())))
+            table.allocator.evict(SWA, PrimaryLoc(torch.from_numpy(table.slots.host[0, 16:20].copy())))
         case "padding row with slots":
             table.slots[table.padding_row, 0] = 4
         case "disordered":
@@ -429,14 +430,14 @@ def corrupt(table: KVRig, how: str) -> None:
     [
         ("one page in two rows", "a page is owned by two rows"),
         ("slots behind capacity", "slots past its capacity"),
-        ("longer than capacity", "evicted=8 length=29 capacity=28"),
+        ("longer than capacity", r"evicted=array\(\[0, 8\]\) length=29 capacity=28"),
         ("page 0 in a row", "not whole pages"),
         ("closed but owning", "slots past its capacity|closed but owns"),
         ("leaked page", "a held page belongs to no row"),
         ("freed page", "unmapped|a row owns a free page"),
-        ("evicted too far", "evicted 14, but the window starts at 13"),
+        ("evicted too far", r"evicted \[ 0 14\], but the windows start at \[ 0 13\]"),
         ("evicted yet mapped", "an evicted token is mapped"),
-        ("in the window but unmapped", "a token in the window is unmapped"),
+        ("in the window but unmapped", "a token in the window of group 1 is unmapped"),
         ("padding row with slots", "row=3: slots past its capacity"),
         ("disordered", "not whole pages in order"),
         ("disordered across pages", "not whole pages in order"),
@@ -448,7 +449,7 @@ def test_check_finds(how: str, message: str):
     opened(table, [float(i) for i in range(20)])  # 28 slots, evicted up to 8
     opened(table, [0.0, 1.0])
     table.evict_unseen(ints(0, 1))
-    assert table.evicted_len[:2].tolist() == [8, 0]
+    assert table.evicted_len[SWA, :2].tolist() == [8, 0]
     table.check()
     corrupt(table, how)
     with pytest.raises(AssertionError, match=message):

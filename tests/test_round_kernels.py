@@ -8,13 +8,13 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from kv_rig import make_allocator
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from specdec import DraftTree, Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.trees.forced_tokens import graft
 from specdec.gpu.stage_clock import StageClock
-from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.table import Move, RequestTable, Rows
 from specdec.models.target import TargetModel
@@ -86,10 +86,8 @@ class Scene:
     """Rows of which `lengths` tokens are committed, and what a closing changes there."""
 
     def __init__(self, lengths: list[int], page_size: int = 1, lookahead: int = LOOKAHEAD) -> None:
-        allocator = HybridAllocator(full_pages=600, swa_pages=None, page_size=page_size, device=DEVICE)
-        self.table = RequestTable(
-            allocator, max_requests=len(lengths), max_len=40, lookahead=lookahead, window=None
-        )  # fmt: skip
+        allocator = make_allocator(600, page_size=page_size, device=DEVICE)
+        self.table = RequestTable(allocator, max_requests=len(lengths), max_len=40, lookahead=lookahead)
         self.cache = KVCache(allocator, self.table, TorchBackend())
         self.moved: list[Move] = []
         self.cache.move = self.moved.append  # type: ignore[method-assign]

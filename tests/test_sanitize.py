@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from kv_rig import DraftTree, FullLoc, KVLayout, KVPlan, KVRig, Space, SwaLoc, ints, layer_spec
+from kv_rig import PRIMARY, SWA, DraftTree, GroupId, KVLayout, KVPlan, KVRig, PrimaryLoc, ints, layer_spec, replaced
 
 from specdec import SamplingParams
 from specdec.attention.checked_backend import CheckedBackend, sanitized
@@ -25,8 +25,7 @@ def rig(request, monkeypatch) -> KVRig:
     monkeypatch.setenv("SPECDEC_SANITIZE", "1")
     rig = KVRig(
         KVLayout((layer_spec(SLIDING_LAYER, WINDOW, head_dim=2), layer_spec(FULL_LAYER, None, head_dim=2))),
-        full_pages=PAGES // request.param * 2,
-        swa_pages=PAGES // request.param * 2,
+        pages=PAGES // request.param * 2,
         page_size=request.param,
         max_requests=3,
         max_len=24,
@@ -44,7 +43,7 @@ def opened(rig: KVRig, length: int) -> int:
     plan = rig.chunk(ints(row), ints(length))
     k = torch.ones((length, 1, 2))
     for layer in (SLIDING_LAYER, FULL_LAYER):
-        rig.write(layer, plan.write_full, plan.write_swa, k, k)
+        rig.write(layer, plan.write, k, k)
     rig.commit(ints(row), ints(length))
     return row
 
@@ -54,12 +53,12 @@ def chain(rig: KVRig, *rows: int) -> KVPlan:
     return rig.verify(ints(*rows), DraftTree.chain(torch.zeros((len(rows), NODES), dtype=torch.int64)))
 
 
-def attend(rig: KVRig, plan: KVPlan, space: Space) -> torch.Tensor:
-    layer = FULL_LAYER if space is Space.FULL else SLIDING_LAYER
+def attend(rig: KVRig, plan: KVPlan, group: GroupId) -> torch.Tensor:
+    layer = FULL_LAYER if group is PRIMARY else SLIDING_LAYER
     kept = rig.store.layers[layer]
     k = torch.ones((plan.positions.numel(), 1, 2))
-    call = plan.backend.attention(plan, space, None if space is Space.FULL else WINDOW)
-    plan.backend.store(kept, plan.write_slots(space), k, k)
+    call = plan.backend.attention(plan, group, None if group is PRIMARY else WINDOW)
+    plan.backend.store(kept, plan.write_slots(group), k, k)
     query = torch.ones((len(plan.rows), 1, plan.positions.shape[1], 2))
     return call(query, kept.k, kept.v, scaling=1.0)
 
@@ -76,19 +75,19 @@ def poisoned(rig: KVRig, layer: int) -> list[int]:
 
 def test_all_but_the_sink_is_poison_until_it_is_written(rig) -> None:
     page_size = rig.allocator.page_size
-    everything = list(range(page_size, rig.allocator.num_slots(Space.FULL)))
+    everything = list(range(page_size, rig.allocator.num_slots(PRIMARY)))
     assert poisoned(rig, FULL_LAYER) == everything
     row = opened(rig, 6)
     written = rig.slots.host[row, :6].tolist()
     assert poisoned(rig, FULL_LAYER) == [slot for slot in everything if slot not in written]
 
 
-def test_what_is_freed_is_poisoned_again_in_both_spaces(rig) -> None:
+def test_what_is_freed_is_poisoned_again_in_every_group(rig) -> None:
     row = opened(rig, 13)
     slots = rig.slots.host[row, :13].copy()
-    peers = rig.allocator.full_to_swa.host[slots]
+    peers = rig.allocator.maps.host[SWA][slots]
     rig.evict_unseen(ints(row))
-    gone = int(rig.evicted_len[row])
+    gone = int(rig.evicted_len[SWA, row])
     assert gone > 0
     assert set(peers[:gone].tolist()) <= set(poisoned(rig, SLIDING_LAYER))
     assert not set(peers[gone:].tolist()) & set(poisoned(rig, SLIDING_LAYER))
@@ -112,50 +111,53 @@ def test_a_page_that_others_hold_is_not_poisoned(rig) -> None:
 def test_beginning_again_poisons_everything(rig) -> None:
     opened(rig, 8)
     rig.table.reset()
-    assert len(poisoned(rig, FULL_LAYER)) == rig.allocator.full.capacity * rig.allocator.page_size
+    assert len(poisoned(rig, FULL_LAYER)) == rig.allocator.primary.capacity * rig.allocator.page_size
 
 
 # plans that are right
 
 
-@pytest.mark.parametrize("space", Space)
-def test_right_plans_pass_and_nothing_that_they_read_is_poison(space, rig) -> None:
+@pytest.mark.parametrize("group", [PRIMARY, SWA])
+def test_right_plans_pass_and_nothing_that_they_read_is_poison(group, rig) -> None:
     rows = [opened(rig, length) for length in (1, 13, 6)]
     rig.evict_unseen(ints(*rows))
     plan = chain(rig, *rows, rig.padding_row)
-    assert attend(rig, plan, space)[:3].isfinite().all()
+    assert attend(rig, plan, group)[:3].isfinite().all()
     rig.commit(ints(*rows), ints(2, 1, 3), np.array([[0, 1, 2]] * 3))
     for row in rows:
         rig.ensure_slots(row, int(rig.committed_len.host[row]) + NODES)
-    assert attend(rig, chain(rig, *rows), space).isfinite().all()
+    assert attend(rig, chain(rig, *rows), group).isfinite().all()
 
 
 # plans that are not
 
 
-def full_slots_in_swa_space(plan: KVPlan) -> KVPlan:
-    return dataclasses.replace(plan, write_swa=SwaLoc(plan.write_full))
+def slots_of_the_primary_group(plan: KVPlan) -> KVPlan:
+    return dataclasses.replace(plan, write=replaced(plan.write, SWA, plan.write[PRIMARY]))
 
 
 def slots_of_another_row(plan: KVPlan) -> KVPlan:
     swap = torch.arange(len(plan.rows)).flip(0)
-    return dataclasses.replace(plan, write_swa=SwaLoc(plan.write_swa.view(len(swap), -1)[swap].reshape(-1)))
+    return dataclasses.replace(
+        plan, write=replaced(plan.write, SWA, plan.write[SWA].view(len(swap), -1)[swap].reshape(-1))
+    )
 
 
 def nowhere(plan: KVPlan) -> KVPlan:
-    return dataclasses.replace(plan, write_swa=SwaLoc(torch.zeros_like(plan.write_swa)))
+    return dataclasses.replace(plan, write=replaced(plan.write, SWA, torch.zeros_like(plan.write[SWA])))
 
 
-@pytest.mark.parametrize("change", [full_slots_in_swa_space, slots_of_another_row, nowhere])
+@pytest.mark.parametrize("change", [slots_of_the_primary_group, slots_of_another_row, nowhere])
 def test_a_wrong_write_is_named_before_it_happens(change: Callable[[KVPlan], KVPlan], rig) -> None:
     first = opened(rig, 13)
     rig.evict_unseen(ints(first))
     second = opened(rig, 6)  # in SWA slots that the first had
     plan = chain(rig, first, second)
     before = {layer: kept.k.clone() for layer, kept in rig.store.layers.items()}
-    wanted = r"^row \d, position (13|6): would write to swa slot \d+ \(.*\), where .* has swa slot \d+ \(of row \d\)"
+    slot = r"window 4 slot \d+ "
+    wanted = rf"^row \d, position (13|6): would write to {slot}\(.*\), where .* has {slot}\(of row \d\)"
     with pytest.raises(LocationError, match=wanted):
-        attend(rig, change(plan), Space.SWA)
+        attend(rig, change(plan), SWA)
     for layer, kept in rig.store.layers.items():
         torch.testing.assert_close(kept.k, before[layer], equal_nan=True, rtol=0, atol=0)
 
@@ -165,14 +167,14 @@ def test_a_stale_plan_is_named(rig) -> None:
     plan = chain(rig, row)
     rig.commit(ints(row), ints(1), np.array([[0]]))
     with pytest.raises(LocationError, match=f"^row {row}, position 6: is planned after a prefix of 6 tokens, while 7"):
-        attend(rig, plan, Space.FULL)
+        attend(rig, plan, PRIMARY)
 
 
 def test_tables_of_another_round_are_named(rig) -> None:
     first, second = opened(rig, 6), opened(rig, 6)
     other, plan = chain(rig, second), chain(rig, first)
     with pytest.raises(LocationError, match=rf"^row {first}, position 0: would read full slot \d+ \(of row {second}\)"):
-        attend(rig, dataclasses.replace(plan, prefix=other.prefix), Space.FULL)
+        attend(rig, dataclasses.replace(plan, prefix=other.prefix), PRIMARY)
 
 
 def test_a_table_that_is_too_short_is_named(rig) -> None:
@@ -183,23 +185,23 @@ def test_a_table_that_is_too_short_is_named(rig) -> None:
     located = rig.backend.locate(rig.table, rows, rig.committed_len.tensor[rows.index], NODES)
     plan = dataclasses.replace(rig.verify(ints(row), tree), prefix=located)
     with pytest.raises(LocationError, match=f"^row {row}, position 4: would not see full slot .*does not cover"):
-        attend(rig, plan, Space.FULL)
+        attend(rig, plan, PRIMARY)
 
 
 def test_a_write_to_a_shared_page_is_named(rig) -> None:
     row = opened(rig, 8)
     behind = rig.slots.host[row, 8:9] // rig.allocator.page_size
-    rig.allocator.full.keep(behind)  # which no cache may: its tokens are not final
+    rig.allocator.primary.keep(behind)  # which no cache may: its tokens are not final
     with pytest.raises(LocationError, match=rf"^row {row}, position \d+: would write to full slot .*several owners"):
-        attend(rig, chain(rig, row), Space.FULL)
+        attend(rig, chain(rig, row), PRIMARY)
 
 
 def test_a_read_of_poison_is_named(rig) -> None:
     row = opened(rig, 6)
     plan = chain(rig, row)
-    rig.store.layers[SLIDING_LAYER].k[rig.allocator.full_to_swa.host[rig.slots.host[row, 5]]] = torch.nan
-    with pytest.raises(LocationError, match=f"^row {row}, position 6: attends to a swa slot that holds no key"):
-        attend(rig, plan, Space.SWA)
+    rig.store.layers[SLIDING_LAYER].k[rig.allocator.maps.host[SWA][rig.slots.host[row, 5]]] = torch.nan
+    with pytest.raises(LocationError, match=f"^row {row}, position 6: attends to a window 4 slot that holds no key"):
+        attend(rig, plan, SWA)
 
 
 # a table that is wrong is found before anything is planned
@@ -208,7 +210,7 @@ def test_a_read_of_poison_is_named(rig) -> None:
 def break_table(rig: KVRig, row: int, how: str) -> None:
     match how:
         case "table names a free page":
-            rig.allocator.free(FullLoc(torch.from_numpy(rig.slots.host[row, : rig.allocator.page_size].copy())))
+            rig.allocator.free(PrimaryLoc(torch.from_numpy(rig.slots.host[row, : rig.allocator.page_size].copy())))
         case "table names a slot that is not there":
             rig.slots[row, 2] = 10_000
         case "two rows have one page":
@@ -216,10 +218,10 @@ def break_table(rig: KVRig, row: int, how: str) -> None:
             rig.slots[other, : int(rig.capacity[row])] = rig.slots.host[row, : int(rig.capacity[row])]
             rig.capacity[other] = rig.capacity[row]
         case "a peer is lost":
-            rig.allocator.full_to_swa[rig.slots.host[row, 5]] = 0
+            rig.allocator.maps[SWA, rig.slots.host[row, 5]] = 0
         case "two slots have one peer":
-            mapping = rig.allocator.full_to_swa
-            mapping[rig.slots.host[row, 5]] = int(mapping.host[rig.slots.host[row, 4]])
+            maps, (one, other) = rig.allocator.maps, rig.slots.host[row, 4:6]
+            maps[SWA, other] = int(maps.host[SWA, one])
         case _:
             raise AssertionError(how)
 
@@ -230,8 +232,8 @@ def break_table(rig: KVRig, row: int, how: str) -> None:
         ("table names a free page", r"row 0, position 0: full slot \d+ .* has been freed"),
         ("table names a slot that is not there", r"row 0, position 2: full slot 10000 .* is outside of the pool"),
         ("two rows have one page", r"full slot \d+ \(of row 0 and 1\) is in 2 rows and has 1 owners"),
-        ("a peer is lost", r"row 0, position 5: swa slot 0 \(padding\) is no peer of full slots \d+"),
-        ("two slots have one peer", r"full slots \d+, \d+ have the same peer, swa slot \d+"),
+        ("a peer is lost", r"row 0, position 5: window 4 slot 0 \(padding\) is no peer of full slots \d+"),
+        ("two slots have one peer", r"full slots \d+, \d+ have the same peer, window 4 slot \d+"),
     ],
 )
 def test_a_wrong_table_is_named_before_the_launch(how, message, rig) -> None:
@@ -252,7 +254,7 @@ def test_off_is_off(value, make_target, make_engine, monkeypatch) -> None:
         monkeypatch.setenv("SPECDEC_SANITIZE", value)
     engine = make_engine(make_target("llama"))
     assert engine.cache.sanitizer is None and not isinstance(engine.round.backend, CheckedBackend)
-    assert engine.table.allocator.full.on_free is None
+    assert engine.table.allocator.primary.on_free is None
     assert not any(kept.k.isnan().any() for kept in engine.round.view._store.layers.values())
 
 
@@ -280,7 +282,7 @@ def test_after_a_finding_the_engine_goes_on(
     monkeypatch.setenv("SPECDEC_SANITIZE", "1")
     engine = make_engine(model, "ngram")
     with monkeypatch.context() as patch:
-        patch.setattr(KVPlan, "write_slots", lambda plan, space: plan.write_full * 0 + 1)
+        patch.setattr(KVPlan, "write_slots", lambda plan, group: plan.write[PRIMARY] * 0 + 1)
         with pytest.raises(LocationError):
             engine.generate(prompt, SamplingParams(max_new_tokens=8))
     [out] = engine.generate(prompt, SamplingParams(max_new_tokens=8))

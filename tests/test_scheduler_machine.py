@@ -24,7 +24,7 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from kv_rig import DraftTree, IntArray, KVLayout, KVPlan, KVRig, RequestTable, layer_spec
+from kv_rig import SWA, DraftTree, IntArray, KVLayout, KVPlan, KVRig, RequestTable, layer_spec
 
 from specdec import SamplingParams
 from specdec.errors import CapacityError, KVStateError
@@ -70,8 +70,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         draw = random.Random(seed)
         self.rig = KVRig(
             KVLayout((layer_spec(SLIDING_LAYER, WINDOW), layer_spec(FULL_LAYER, None))),
-            full_pages=full_tokens // self.page_size,
-            swa_pages=swa_tokens // self.page_size,
+            pages=full_tokens // self.page_size,
+            window_pages=swa_tokens // self.page_size,
             page_size=self.page_size,
             max_requests=ROWS,
             max_len=MAX_LEN,
@@ -232,7 +232,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def write(self, plan: KVPlan, values: list[list[float]]) -> None:
         k = torch.tensor(values, dtype=torch.float64).view(-1, 1, 1)
         for layer in (SLIDING_LAYER, FULL_LAYER):
-            self.rig.write(layer, plan.write_full, plan.write_swa, k, -k)
+            self.rig.write(layer, plan.write, k, -k)
 
     def settle(self, request: Request, tokens: list[int]) -> None:
         request.settle(tokens, [], request.stats.copy())
@@ -276,12 +276,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             wanted = [meaning(request.tokens[: p + 1]) for p in range(length)]
             assert self.rig.store.layers[FULL_LAYER].k[slots, 0, 0].tolist() == wanted
             kept = max(0, length - WINDOW)
-            peers = self.rig.allocator.full_to_swa.host[slots[kept:]]
+            peers = self.rig.allocator.maps.host[SWA][slots[kept:]]
             assert self.rig.store.layers[SLIDING_LAYER].k[peers, 0, 0].tolist() == wanted[kept:]
 
     def everything_is_free(self) -> None:
         allocator = self.rig.allocator
-        assert allocator.full.held_pages == 0 and allocator.swa.held_pages == 0
+        assert allocator.primary.held_pages == 0 and allocator.pools[SWA].held_pages == 0
 
     def teardown(self) -> None:
         if not hasattr(self, "table"):
@@ -334,7 +334,7 @@ def test_random_histories_of_the_impatient(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_low_priority_is_not_kept_waiting_by_a_steady_stream(level: int) -> None:
     """There are always more of priority 0 than there are rows, and yet its turn comes when the law says so."""
     layout = KVLayout((layer_spec(SLIDING_LAYER, WINDOW), layer_spec(FULL_LAYER, None)))
-    sizes = {"full_pages": 200, "swa_pages": 200, "page_size": 1, "max_len": MAX_LEN, "lookahead": NODES}
+    sizes = {"pages": 200, "page_size": 1, "max_len": MAX_LEN, "lookahead": NODES}
     table = KVRig(layout, **sizes, max_requests=ROWS).table
     made = Scheduler(table, max_model_len=MAX_LEN, prompt_room=PromptRoom(GROUP, GROUP, CHUNK))
     numbers = itertools.count()

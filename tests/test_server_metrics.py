@@ -99,7 +99,7 @@ def test_every_device_has_its_memory():
     devices = engine.stats().devices
     assert [use.device for use in devices] == ["cpu", "cpu"]
     assert devices[0].kv_bytes == devices[1].kv_bytes > 0
-    assert sum(use.kv_bytes for use in devices) == sum(engine.cache.bytes_by_space().values())
+    assert sum(use.kv_bytes for use in devices) == sum(engine.cache.bytes_by_group().values())
     assert 0 < devices[0].free_bytes < devices[0].total_bytes
     text = asyncio.run(ask())
     samples = [each for family in text_string_to_metric_families(text) for each in family.samples]

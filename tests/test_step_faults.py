@@ -171,7 +171,7 @@ def test_steps_that_always_raise_end_all_their_requests_each_with_the_reason(sce
     assert [str(handle.error) for handle in handles] == [
         "the round failed, and failed again: ZeroDivisionError: division by zero"
     ] * 4
-    assert not engine.step() and engine.table.allocator.full.held_pages == 0
+    assert not engine.step() and engine.table.allocator.primary.held_pages == 0
 
 
 def test_requests_that_arrive_meanwhile_neither_hide_the_culprit_nor_end_for_it(scene):
@@ -331,4 +331,4 @@ def test_over_http_one_request_that_breaks_every_step_is_a_500_and_health_stays_
     for answer in answers:
         error = answer.json()["error"]
         assert answer.status_code == 500 and error["type"] == "server_error" and "no such thing" in error["message"]
-    assert engine.scheduler.idle and engine.table.allocator.full.held_pages == 0
+    assert engine.scheduler.idle and engine.table.allocator.primary.held_pages == 0

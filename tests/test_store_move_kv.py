@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specdec.kvcache.index_spaces import FullLoc
+from specdec.kvcache.index_spaces import PrimaryLoc
 from specdec.kvcache.store import StoreAddresses, move_kv, reference_move_kv, reference_store_kv, store_kv
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -11,8 +11,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.usefixtures("kernels_run", "poison_empty")
 
 
-def slots(*values: int) -> FullLoc:
-    return FullLoc(torch.tensor(values, dtype=torch.int64, device=DEVICE))
+def slots(*values: int) -> PrimaryLoc:
+    return PrimaryLoc(torch.tensor(values, dtype=torch.int64, device=DEVICE))
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -32,7 +32,7 @@ def test_store_by_eye():
 def test_store_is_the_reference(heads: int, dim: int, dtype: torch.dtype):
     torch.manual_seed(heads * 1000 + dim)
     k, v, pool_k, pool_v = (numbers(n, heads, dim, dtype=dtype) for n in (7, 7, 20, 20))
-    where = FullLoc(1 + torch.randperm(19, device=DEVICE)[:7])
+    where = PrimaryLoc(1 + torch.randperm(19, device=DEVICE)[:7])
     want_k, want_v = pool_k.clone(), pool_v.clone()
     reference_store_kv(k, v, where, want_k, want_v)
     store_kv(k, v, where, pool_k, pool_v)
@@ -43,7 +43,7 @@ def test_store_takes_any_strides():
     """K as attention hands it over (heads before tokens), V sliced out of a fused projection, slots in a column."""
     k = numbers(1, 3, 5, 8)[0].transpose(0, 1)
     v = numbers(5, 3, 30)[:, :, 2:17:2]
-    where = FullLoc(torch.tensor([[4, 0], [9, 0], [2, 0], [1, 0], [7, 0]], device=DEVICE)[:, 0])
+    where = PrimaryLoc(torch.tensor([[4, 0], [9, 0], [2, 0], [1, 0], [7, 0]], device=DEVICE)[:, 0])
     pool_k, pool_v = torch.zeros(10, 3, 8, device=DEVICE), torch.zeros(10, 3, 8, device=DEVICE)
     store_kv(k, v, where, pool_k, pool_v)
     torch.testing.assert_close((pool_k[where], pool_v[where]), (k, v), rtol=0, atol=0)

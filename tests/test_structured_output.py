@@ -262,7 +262,7 @@ def test_samples_streams_and_aborts(engine_of, prompts, alone):
     leaving = engine.stream(prompts[2], SamplingParams(max_new_tokens=MOST, json_schema=PERSON))
     next(leaving)
     leaving.close()
-    assert engine.scheduler.idle and engine.table.allocator.full.held_pages == 0
+    assert engine.scheduler.idle and engine.table.allocator.primary.held_pages == 0
     engine.table.check()
 
 

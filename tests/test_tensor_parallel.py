@@ -155,7 +155,7 @@ def test_each_rank_stores_its_own_heads(targets: dict[str, TargetModel]):
     heads = [layer.k.shape[1] for store in engine.cache.stores for layer in store.layers.values()]
     assert heads == [1] * 4 * len(targets["llama"].layout.layers)
     one = engine_of(targets["llama"], 1)
-    assert engine.cache.bytes_by_space() == one.cache.bytes_by_space()
+    assert engine.cache.bytes_by_group() == one.cache.bytes_by_group()
 
 
 @pytest.mark.usefixtures("interpreted")

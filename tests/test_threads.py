@@ -137,4 +137,4 @@ def test_a_stream_dropped_within_a_turn_is_released_when_the_turn_ends(make_targ
         assert len(engine.scheduler.running) == 1
 
     engine._in_turn(step)
-    assert engine.scheduler.idle and engine.table.allocator.full.held_pages == 0
+    assert engine.scheduler.idle and engine.table.allocator.primary.held_pages == 0

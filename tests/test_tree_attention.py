@@ -56,11 +56,18 @@ class Text:
 
     @classmethod
     def random(
-        cls, length: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype = torch.float32, seed: int = 0
+        cls,
+        length: int,
+        heads: tuple[int, int],
+        head_dim: int,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+        v_dim: int | None = None,
     ) -> "Text":
         g = torch.Generator().manual_seed(seed)
         hq, hkv = heads
-        return cls(*(torch.randn(length, h, head_dim, generator=g).to(dtype) for h in (hq, hkv, hkv)))
+        sizes = (hq, head_dim), (hkv, head_dim), (hkv, v_dim or head_dim)
+        return cls(*(torch.randn(length, *size, generator=g).to(dtype) for size in sizes))
 
     def __getitem__(self, rows: Any) -> "Text":
         return Text(self.q[rows], self.k[rows], self.v[rows])
@@ -164,7 +171,8 @@ def lay_out(
 def dense(requests: Sequence[Request], args: dict[str, Any]) -> torch.Tensor:
     """Every row by the definition, over the keys of its path."""
     options = {name: args[name] for name in ("scaling", "softcap", "sinks")}
-    out = torch.zeros(len(requests), *requests[0].block.q.shape, dtype=torch.float64)
+    block = requests[0].block
+    out = torch.zeros(len(requests), *block.q.shape[:2], block.v.shape[2], dtype=torch.float64)
     for b, r in enumerate(requests):
         for i in range(len(r.block) if r.valid is None else r.valid):
             path = []
@@ -228,10 +236,19 @@ def request(
     head_dim: int = 16,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
+    v_dim: int | None = None,
     **fields: Any,
 ) -> Request:
-    text = Text.random(length + num_rows, heads, head_dim, dtype, seed)
+    text = Text.random(length + num_rows, heads, head_dim, dtype, seed, v_dim)
     return Request(text[:length], text[length:], parents, **fields)
+
+
+@pytest.mark.parametrize(("head_dim", "v_dim"), [(12, 8), (24, 16), (24, 5)])
+@pytest.mark.parametrize("window", [None, 9])
+def test_v_may_be_narrower_than_k(head_dim: int, v_dim: int, window: int | None) -> None:
+    sizes = {"heads": (4, 2), "head_dim": head_dim, "v_dim": v_dim}
+    requests = [request(n, 5, [-1, 0, 0, 1, 3], seed=n, **sizes) for n in (40, 3, 0)]
+    check(requests, window=window, page_size=4, softcap=2.0, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]))
 
 
 @deep_cases("17-(64, 1)", "17-(17, 16)")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import triton
+from kv_rig import SWA
 
 from specdec import DraftTree, Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention import dense as reference
@@ -21,7 +22,7 @@ from specdec.attention.trees import growth as tree_build
 from specdec.errors import ConfigError
 from specdec.gpu import triton_device
 from specdec.kvcache import store as kv_store
-from specdec.kvcache.index_spaces import Space
+from specdec.kvcache.index_spaces import PRIMARY
 from specdec.models.target import TargetModel
 
 from marks import deep, deep_cases, examples, slow
@@ -152,21 +153,24 @@ def test_plans_say_the_same_by_page(page_size, make_target):
     }
     for name, make in makers.items():
         slots, pages = (make(engine.round.backend, engine.table, rows) for engine in engines)
-        for field in ("committed_len", "positions", "write_full", "write_swa", "block_len"):
+        for field in ("committed_len", "positions", "block_len"):
             torch.testing.assert_close(getattr(pages, field), getattr(slots, field), rtol=0, atol=0)
+        assert (pages.write is None) == (slots.write is None) == (name == "frozen")
+        for got, want in zip(pages.write or (), slots.write or (), strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=0)
         if name == "chunk":  # tokens past each chunk, and the padding row
-            written = [x.view(4, 5) for x in (pages.write_full, pages.write_swa)]
+            written = [x.view(4, 5) for x in (pages.write[PRIMARY], pages.write[SWA])]
             assert [x[0, 2:].tolist() for x in written] == [[0, 0, 0]] * 2
             assert not written[0][3].any() and not written[1][3].any()
             assert (written[0][1] > 0).all() and (written[1][1] > 0).all()
-        for space in (Space.FULL, Space.SWA):
+        for space in (PRIMARY, SWA):
             want, start = slots.prefix.pages(space)
             got, got_start = pages.prefix.pages(space)
             held = start[:, None] + torch.arange(want.shape[1]) * page_size < slots.committed_len[:, None]
             assert torch.equal(got_start, start)
             real = held & (rows.index != engines[0].table.padding_row)[:, None]  # what lies past a prefix is not read
             assert real.any() and torch.equal(got[:, : held.shape[1]][real], want[real])
-        assert got.shape[1] <= 1 + -(-table.retain // page_size)
+        assert got.shape[1] <= 1 + -(-table.retain[SWA] // page_size)
 
 
 def test_auto_is_torch_on_a_cpu(launches, make_target, random_prompt):

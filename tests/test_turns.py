@@ -163,7 +163,7 @@ def test_a_stream_that_is_collected_while_weights_are_looked_at_deadlocks_nobody
     within(20, look[looks])
     assert not streams
     other.step()
-    assert other.scheduler.idle and other.table.allocator.full.held_pages == 0
+    assert other.scheduler.idle and other.table.allocator.primary.held_pages == 0
 
 
 def test_a_step_that_begins_while_a_request_is_handed_in_is_not_waited_for(

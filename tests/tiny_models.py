@@ -19,6 +19,7 @@ from transformers import (
     Gemma4TextConfig,
     PreTrainedModel,
 )
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 
 from specdec import Engine, EngineConfig, SpecConfig
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
@@ -113,6 +114,16 @@ SHARED_KV = {
 }
 GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
 GRANITE = {"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.22, "logits_scaling": 6.0}
+LATENT = {  # multi-head latent attention, with V narrower than K
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
+ROUTED = {**EXPERTS, "n_routed_experts": 4, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}
 LOW = {"query_pre_attn_scalar": 1}  # so that softcaps and sinks matter
 TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4-e2b": ("Gemma4", {**GEMMA4, **SHARED_KV}),
@@ -158,6 +169,16 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
             "swiglu_limits_shared": [2, 0, 0.5],
         },
     ),
+    # those that only the tests of cache groups build
+    "deepseek_v3": ("DeepseekV3", {**LATENT, **ROUTED, "first_k_dense_replace": 1}),
+    "mimo_v2_flash": (
+        "MiMoV2Flash",
+        {**ROUTED, **SLIDES, "head_dim": 12, "v_head_dim": 8, "layer_types": [FULL, SLIDING, SLIDING]},
+    ),
+    "two_windows": (
+        "Qwen2",
+        {**SLIDES, "num_hidden_layers": 4, "use_sliding_window": True, "max_window_layers": 1},
+    ),
 }
 """Family -> how transformers names its classes, and the fields of its config besides `BASE`."""
 
@@ -168,7 +189,7 @@ def build_target(family: str, **overrides: Any) -> PreTrainedModel:
         return transformers.Gemma4ForConditionalGeneration(multimodal_config(**overrides))
     name, fields = TARGETS[family]
     text = text_fields(fields, overrides)
-    if family in ("qwen2", "qwen2_moe", "ernie4_5_moe"):
+    if name in ("Qwen2", "Qwen2Moe", "Ernie4_5_Moe"):
         del text["head_dim"]
     if family == "step3p7":
         tower = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
@@ -176,7 +197,22 @@ def build_target(family: str, **overrides: Any) -> PreTrainedModel:
         return transformers.Step3p7ForConditionalGeneration(config)
     config = getattr(transformers, f"{name}TextConfig" if name in ("Gemma3", "Gemma4") else f"{name}Config")
     model: PreTrainedModel = getattr(transformers, f"{name}ForCausalLM")(config(**text))
+    if family == "two_windows":
+        narrower = model.model.layers[2].self_attn
+        narrower.__class__, narrower.sliding_window = NarrowerAttention, text["sliding_window"] // 2 - 1
     return model
+
+
+class NarrowerAttention(Qwen2Attention):
+    """Attention through a window of its own, which no config names: of the mask of all layers it takes the part that it
+    sees."""
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+        if isinstance(attention_mask, torch.Tensor):  # [1, 1, T, T], without a cache
+            steps = torch.arange(attention_mask.shape[-1], device=attention_mask.device)
+            unseen = steps[:, None] - steps >= self.sliding_window
+            attention_mask = attention_mask.masked_fill(unseen, torch.finfo(hidden_states.dtype).min)
+        return super().forward(hidden_states, *args, attention_mask=attention_mask, **kwargs)
 
 
 def text_fields(fields: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@
     |0 .. K-1|  |K .. 2K-1| |2K .. 3K-1|     node numbers of a request: a scratch key each, until the draft is done
 
 A drafter with K/V of its own enters a level, writes the keys of its nodes at `destination`, then attends. The prefix is
-its store over [0, S), read through the target's slots, all in full space, and never written. Invariant: a level sees
+its store over [0, S), read through the primary slots, and never written. Invariant: a level sees
 the prefix and its ancestors among the keys written so far, each layer through its own window.
 
 A draft of one forward (`Order.CAUSAL`, `Order.MUTUAL`) is one level of K nodes in a row, at positions S .. S + K - 1:
@@ -20,7 +20,7 @@ import torch
 from specdec.attention.dense import bias_of, dense_attention, newest, visible
 from specdec.attention.kernels.page_table import build_page_tables
 from specdec.attention.kernels.paged_attention import WORD, paged_attention
-from specdec.kvcache.index_spaces import FullLoc, Space
+from specdec.kvcache.index_spaces import PRIMARY, GroupLoc
 from specdec.kvcache.layer_context import ScoreOptions
 from specdec.kvcache.store import KVStore, LayerKV
 from specdec.kvcache.table import RequestTable, Rows
@@ -81,7 +81,7 @@ class DraftBlock(Protocol):
     def enter_level(self, origin: torch.Tensor | None) -> None:
         """The next K nodes, children of the nodes `origin` [B, K] of the level above; None: on level 0, or K is 1."""
 
-    def destination(self, layer: int) -> tuple[LayerKV, FullLoc]:
+    def destination(self, layer: int) -> tuple[LayerKV, GroupLoc]:
         """Tensors [slots, Hkv, D] and slots [B * K] in them: where the K/V of the newest level are to be written."""
 
     def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
@@ -114,7 +114,7 @@ class CopiedDraft:
             cells = torch.arange(own.numel(), device=device).view(batch, -1)
             self._cells[window] = cells[:, own.shape[1] - num_nodes :]
             own = own.flatten()
-            self.kept[layer] = LayerKV(kept.k.index_select(0, own), kept.v.index_select(0, own), Space.FULL)
+            self.kept[layer] = LayerKV(kept.k.index_select(0, own), kept.v.index_select(0, own), PRIMARY)
         self._bias: dict[int | None, torch.Tensor] = {}
 
     def enter_level(self, origin: torch.Tensor | None) -> None:
@@ -129,9 +129,9 @@ class CopiedDraft:
             self.ancestors = self.ancestors | (columns <= (own if self.draft.order is Order.CAUSAL else own.amax()))
         self._bias = {window: bias_of(self._seen(window)) for window in self.prefix}
 
-    def destination(self, layer: int) -> tuple[LayerKV, FullLoc]:
+    def destination(self, layer: int) -> tuple[LayerKV, GroupLoc]:
         cells = self._cells[self.draft.windows[layer]][:, self._newest()]
-        return self.kept[layer], FullLoc(cells.flatten())
+        return self.kept[layer], GroupLoc(cells.flatten())
 
     def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
         bias = self._bias[self.draft.windows[layer]]
@@ -161,17 +161,14 @@ class PagedDraft:
         table, num_nodes = draft.table, draft.num_nodes
         batch, device = len(draft.committed_len), draft.positions.device
         self.page_size = table.allocator.page_size
-        self.pages = build_page_tables(
-            table.slots.tensor,
-            None,
-            draft.rows.index,
-            draft.committed_len,
+        tables = build_page_tables(
+            *(table.slots.tensor, table.allocator.maps.tensor, table.retain_on_device[:1]),
+            *(draft.rows.index, draft.committed_len),
             num_nodes=0,
-            retain=None,
             page_size=self.page_size,
-            full_width=-(-draft.rows.longest // self.page_size),
-            swa_width=0,
-        ).full_pages
+            widths=[-(-draft.rows.longest // self.page_size)],
+        )
+        self.pages = tables.tables[PRIMARY]
         self.key_pos = draft.key_positions()
         nodes = torch.arange(num_nodes, device=device)
         words = torch.arange(-(-num_nodes // WORD), device=device)
@@ -186,8 +183,8 @@ class PagedDraft:
         self.slots = by_level.flatten(1)  # [levels, B * K]
         self.scratch: dict[int, LayerKV] = {}
         for layer, kept in store.layers.items():
-            k, v = kept.k.new_empty((2, batch * num_nodes, *kept.k.shape[1:]))
-            self.scratch[layer] = LayerKV(k, v, Space.FULL)
+            k, v = (pool.new_empty((batch * num_nodes, *pool.shape[1:])) for pool in (kept.k, kept.v))
+            self.scratch[layer] = LayerKV(k, v, PRIMARY)
 
     def enter_level(self, origin: torch.Tensor | None) -> None:
         self.level += 1
@@ -197,8 +194,8 @@ class PagedDraft:
         else:
             self.bits = self.bits.gather(1, origin[:, :, None].expand_as(self.bits)) | own
 
-    def destination(self, layer: int) -> tuple[LayerKV, FullLoc]:
-        return self.scratch[layer], FullLoc(self.slots[self.level])
+    def destination(self, layer: int) -> tuple[LayerKV, GroupLoc]:
+        return self.scratch[layer], GroupLoc(self.slots[self.level])
 
     def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
         kept, draft = self.store.layers[layer], self.draft

@@ -22,19 +22,21 @@ def page_slots(p_page: tl.tensor, o_column: tl.tensor, s_page: tl.tensor, PAGE_S
 
 @triton.jit
 def load_keys(
-    p_pool_k: tl.tensor,  # of one head: [slots, D]
+    p_pool_k: tl.tensor,  # of one head: [slots, D], and of values [slots, DV]
     p_pool_v: tl.tensor,
     b_slot: tl.tensor,  # [BK, 1]
-    o_d: tl.tensor,  # [BD]
+    o_d: tl.tensor,  # [BD], channels of a key
     m_d: tl.tensor,
+    o_v: tl.tensor,  # [BV], channels of a value
+    m_v: tl.tensor,
     s_pk_t: tl.constexpr,
     s_pk_d: tl.tensor,
     s_pv_t: tl.constexpr,
     s_pv_d: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """K and V [BK, BD] at these slots, which all exist."""
+    """K [BK, BD] and V [BK, BV] at these slots, which all exist."""
     b_k = tl.load(p_pool_k + b_slot * s_pk_t + o_d[None, :] * s_pk_d, mask=m_d[None, :], other=0.0)
-    b_v = tl.load(p_pool_v + b_slot * s_pv_t + o_d[None, :] * s_pv_d, mask=m_d[None, :], other=0.0)
+    b_v = tl.load(p_pool_v + b_slot * s_pv_t + o_v[None, :] * s_pv_d, mask=m_v[None, :], other=0.0)
     return b_k, b_v
 
 
@@ -47,11 +49,12 @@ def check_arguments(
     sinks: torch.Tensor | None,
     *lengths: torch.Tensor | None,
 ) -> None:
-    """query [B, Hq, N, D], pools [slots, Hkv, D], pages [B, P], positions [B, N], sinks [Hq]; lengths: [B] each."""
+    """query [B, Hq, N, D], pools [slots, Hkv, D] and [slots, Hkv, DV], pages [B, P], positions [B, N], sinks [Hq];
+    lengths: [B] each."""
     batch, num_heads, num_rows, head_dim = query.shape
     kv_heads = pool_k.shape[1]
     assert num_heads % kv_heads == 0, f"{num_heads} query heads do not group over {kv_heads}"
-    assert pool_k.shape == pool_v.shape and pool_k.shape[2] == head_dim, f"{pool_k.shape=} {pool_v.shape=}"
+    assert pool_k.shape[:2] == pool_v.shape[:2] and pool_k.shape[2] == head_dim, f"{pool_k.shape=} {pool_v.shape=}"
     assert query.dtype == pool_k.dtype == pool_v.dtype, f"{query.dtype=} {pool_k.dtype=} {pool_v.dtype=}"
     assert pages.shape[0] == batch, f"{pages.shape=}, queries {tuple(query.shape)}"
     assert positions.shape == (batch, num_rows), f"{positions.shape=}, queries {tuple(query.shape)}"

@@ -1,4 +1,4 @@
-"""Slots, by position, of the keys that belong to a node and not to its whole request: made once a step and space.
+"""Slots, by position, of the keys that belong to a node and not to its whole request: made once a step and group.
 
 Request b has S committed keys; from base_b = S - S % ALIGN on, keys are a node's own (see `tree_attention.py`):
 
@@ -153,7 +153,7 @@ def own_keys(
     page_size: int,
     max_depth: int | None = None,
 ) -> OwnKeys:
-    """The own keys of N nodes a request, in the space of `pages` and `write`.
+    """The own keys of N nodes a request, in the group of `pages` and `write`.
 
     pages [B, P], start [B] (None: position 0), committed_len [B]: the page table of the committed prefix.
     write [B, N]: the slot of each node, None: the queries bring no keys.

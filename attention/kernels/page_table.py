@@ -1,26 +1,27 @@
-"""Page tables and write locations of one verify step in both index spaces, translated in registers, one launch each.
+"""Page tables and write locations of one verify step in every group, translated in registers, one launch each.
 
-For request b with S = committed_len[b] committed keys, `slot(p) = req_to_slot[rows[b], p]`, page size P:
+For request b with S = committed_len[b] committed keys, `slot(p) = req_to_slot[rows[b], p]`, page size P, and a group g
+that keeps retain[g] committed keys of a row, `peer(g, s) = s` in the primary group, else maps[g, s]:
 
-    full_pages[b, j] = slot(j P) / P                              j P < S
-    swa_start[b]     = floor_page(max(0, S - retain))
-    swa_pages[b, j]  = full_to_swa[slot(swa_start[b] + j P)] / P  swa_start[b] + j P < S
-    write_full[b, n] = slot(S + n),   write_swa[b, n] = full_to_swa[write_full[b, n]]
+    start[g, b]    = floor_page(max(0, S - retain[g]))           0 in the primary group, which keeps a whole row
+    pages[g][b, j] = peer(g, slot(start[g, b] + j P)) / P        start[g, b] + j P < S
+    write[g][b, n] = peer(g, slot(S + n))
 
 Pages past a prefix are not read, and undefined: so a table may be as wide as the longest context there can be, and
-costs what its prefixes are long. `retain` is how many committed keys some query of the step may see on a sliding layer,
-so the SWA part costs O(window). The padding row (the last of req_to_slot) counts as S = 0, and writes go to the null
-slot there. Widths and lengths are run-time values: no shape of a batch compiles anything. Both backends read prefixes
-through such tables.
+costs what its prefixes are long; that of a windowed group is O(window) wide. The grid has an axis for groups, and all
+tables lie in one buffer, so a capture does not depend on how many groups there are. The padding row (the last of
+req_to_slot) counts as S = 0, and writes go to the null slot there. Widths and lengths are run-time values: no shape of
+a batch compiles anything. Both backends read prefixes through such tables.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
+from specdec.gpu.mirrored_array import IntArray
 from specdec.gpu.triton_shim import KEEP, tl, triton
-from specdec.kvcache.index_spaces import NULL_SLOT, FullLoc, Space, SwaLoc
+from specdec.kvcache.index_spaces import NULL_SLOT, PRIMARY, ByGroup, GroupId, GroupLoc
 from specdec.kvcache.table import RequestTable, Rows
 
 BLOCK = 1024
@@ -31,183 +32,186 @@ FEW_PROGRAMS = 512
 MIN_PROGRAMS = 4
 """Lower bound on the programs for the prefix of one row, if it has as many blocks."""
 
+ALIGNED = 16
+"""Numbers to whose multiples the part of a group is rounded up, so that each begins at an aligned address."""
+
 
 class PageTables(NamedTuple):
-    """The `PrefixTables` of one launch: full_pages [B, full_width], swa_pages [B, swa_width], and swa_start [B], the
-    position of swa_pages[:, 0]. The SWA parts are None on a model that has no SWA layer."""
+    """The `PrefixTables` of one launch: page ids [B, width] of each group, start [groups, B], the position of the first
+    column, and the slots [B, N] to write to."""
 
-    full_pages: torch.Tensor
-    swa_pages: torch.Tensor | None
-    swa_start: torch.Tensor | None
-    write_full: FullLoc
-    write_swa: SwaLoc | None
+    tables: ByGroup[torch.Tensor]
+    start: torch.Tensor
+    write: ByGroup[GroupLoc]
 
-    def of(self, space: Space) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def of(self, group: GroupId) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Page ids [B, P], and the position [B] of each first page; None: 0 for all."""
-        if space is Space.FULL:
-            return self.full_pages, None
-        assert self.swa_pages is not None, "a sliding layer, but the plan has no SWA table"
-        return self.swa_pages, self.swa_start
+        return self.tables[group], None if group == PRIMARY else self.start[group]
 
-    def pages(self, space: Space) -> tuple[torch.Tensor, torch.Tensor]:
-        pages, start = self.of(space)
-        return pages, pages.new_zeros(len(pages)) if start is None else start
+    def pages(self, group: GroupId) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.tables[group], self.start[group]
 
-    def slots(self, space: Space, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The slot [B, P * page_size] of every key in one space, and the position [B] of the first column."""
-        pages, start = self.pages(space)
+    def slots(self, group: GroupId, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The slot [B, P * page_size] of every key in one group, and the position [B] of the first column."""
+        pages, start = self.pages(group)
         if page_size == 1:
             return pages, start
         return (pages[:, :, None] * page_size + torch.arange(page_size, device=pages.device)).flatten(1), start
+
+
+def table_widths(retain: IntArray, full_width: int, page_size: int) -> list[int]:
+    """Pages in a row of each group's table, where the longest prefix has `full_width`: no more than a row, or a window,
+    can have. The kernel computes the others from that of the primary group."""
+    kept = [1 + -(-keys // page_size) for keys in retain.tolist()]
+    most = min(full_width, kept[PRIMARY])
+    return [min(most, pages) for pages in kept]
 
 
 def locate_prefixes(
     build: Callable[..., PageTables], table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_queries: int
 ) -> PageTables:
     """`PlanBackend.locate` by `build_page_tables` or its reference."""
-    page_size, retain = table.allocator.page_size, table.retain
-    full_width = -(-rows.longest // page_size)
-    full_to_swa = None if retain is None else table.allocator.full_to_swa.tensor
+    page_size = table.allocator.page_size
     return build(
-        *(table.slots.tensor, full_to_swa, rows.index, committed_len),
+        *(table.slots.tensor, table.allocator.maps.tensor, table.retain_on_device, rows.index, committed_len),
         num_nodes=num_queries,
-        retain=retain,
         page_size=page_size,
-        full_width=full_width,
-        swa_width=0 if retain is None else min(full_width, 1 + -(-retain // page_size)),
+        widths=table_widths(table.retain, -(-rows.longest // page_size), page_size),
     )
 
 
 def reference_build_page_tables(
     req_to_slot: torch.Tensor,
-    full_to_swa: torch.Tensor | None,
+    maps: torch.Tensor,
+    retain: torch.Tensor,
     rows: torch.Tensor,
     committed_len: torch.Tensor,
     *,
     num_nodes: int,
-    retain: int | None,
     page_size: int,
-    full_width: int,
-    swa_width: int,
+    widths: Sequence[int],
 ) -> PageTables:
     num_rows, row_width = req_to_slot.shape
     device = req_to_slot.device
     length = torch.where(rows == num_rows - 1, 0, committed_len)
+    start = (length - retain[:, None]).clamp(min=0) // page_size * page_size  # [groups, B]
 
-    def slots_at(positions: torch.Tensor) -> torch.Tensor:
-        """[B, L] slots of positions [B, L] or [L]; past the row, its last one."""
-        return req_to_slot[rows[:, None], positions.clamp(max=row_width - 1)]
+    def slots_at(positions: torch.Tensor, group: int) -> torch.Tensor:
+        """[B, L] slots of positions [B, L] in a group; past the row, those of its last one."""
+        slots = req_to_slot[rows[:, None], positions.clamp(max=row_width - 1)]
+        return slots if group == PRIMARY else maps[group][slots]
 
-    full_pages = slots_at(torch.arange(full_width, device=device) * page_size) // page_size
     nodes = length[:, None] + torch.arange(num_nodes, device=device)
-    write_full = FullLoc(torch.where(nodes < row_width, slots_at(nodes), NULL_SLOT))
-    if full_to_swa is None or retain is None:
-        return PageTables(full_pages, None, None, write_full, None)
-    start = (length - retain).clamp(min=0) // page_size * page_size
-    swa_slots = slots_at(start[:, None] + torch.arange(swa_width, device=device) * page_size)
-    return PageTables(
-        full_pages, full_to_swa[swa_slots] // page_size, start, write_full, SwaLoc(full_to_swa[write_full])
-    )
+    tables, write = [], []
+    for group, width in enumerate(widths):
+        columns = start[group][:, None] + torch.arange(width, device=device) * page_size
+        tables.append(slots_at(columns, group) // page_size)
+        write.append(GroupLoc(torch.where(nodes < row_width, slots_at(nodes, group), NULL_SLOT)))
+    return PageTables(ByGroup(tuple(tables)), start, ByGroup(tuple(write)))
 
 
-@triton.jit(do_not_specialize=["num_nodes", "retain", "full_width", "swa_width", "full_programs", "swa_blocks"])
+@triton.jit(do_not_specialize=["num_slots", "num_nodes", "full_width", "node_blocks", "s_start", "s_write"])
 def _page_tables_kernel(
     p_req_to_slot: tl.tensor,
-    p_full_to_swa: tl.tensor,
+    p_maps: tl.tensor,
+    p_retain: tl.tensor,
     p_rows: tl.tensor,
     p_committed_len: tl.tensor,
-    p_full_pages: tl.tensor,
-    p_swa_pages: tl.tensor,
-    p_swa_start: tl.tensor,
-    p_write_full: tl.tensor,
-    p_write_swa: tl.tensor,
+    p_pages: tl.tensor,
+    p_start: tl.tensor,
+    p_write: tl.tensor,
     padding_row: tl.tensor,
     row_width: tl.tensor,
+    num_slots: tl.tensor,
     num_nodes: tl.tensor,
-    retain: tl.tensor,
     full_width: tl.tensor,
-    swa_width: tl.tensor,
-    full_programs: tl.tensor,
-    swa_blocks: tl.tensor,
+    node_blocks: tl.tensor,
+    s_start: tl.tensor,
+    s_write: tl.tensor,
     PAGE_SIZE: tl.constexpr,
-    HAS_SWA: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     i_request = tl.program_id(0).to(tl.int64)
     i_block = tl.program_id(1)
+    i_group = tl.program_id(2)
     row = tl.load(p_rows + i_request).to(tl.int64)
     real = row != padding_row
     length = tl.where(real, tl.load(p_committed_len + i_request), 0).to(tl.int64)
     row_end = tl.where(real, row_width, 0).to(tl.int64)
+    start = (tl.maximum(length - tl.load(p_retain + i_group), 0) // PAGE_SIZE) * PAGE_SIZE
     p_req_to_slot += row * row_width
-    start = (tl.maximum(length - retain, 0) // PAGE_SIZE) * PAGE_SIZE
-    if i_block < full_programs:  # the prefix in full space
-        num_pages = tl.minimum(tl.cdiv(tl.minimum(length, row_end), PAGE_SIZE), full_width)
-        for i_page in range(i_block * BLOCK, num_pages, full_programs * BLOCK):
-            o_page = i_page + tl.arange(0, BLOCK).to(tl.int64)
-            slot = tl.load(p_req_to_slot + o_page * PAGE_SIZE, mask=o_page < num_pages, other=0)
-            p_page = p_full_pages + i_request * full_width + o_page
-            tl.store(p_page, slot // PAGE_SIZE, mask=o_page < num_pages, eviction_policy=KEEP)
-    if HAS_SWA:  # noqa: SIM102 - a constexpr: without SWA the body does not compile
-        if (i_block >= full_programs) & (i_block < full_programs + swa_blocks):  # the newest of it in SWA space
-            o_page = (i_block - full_programs).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-            o_pos = start + o_page * PAGE_SIZE
-            m_page = (o_page < swa_width) & (o_pos < tl.minimum(length, row_end))
-            slot = tl.load(p_req_to_slot + o_pos, mask=m_page, other=0)
-            swa_slot = tl.load(p_full_to_swa + slot, mask=m_page, other=0)
-            p_page = p_swa_pages + i_request * swa_width + o_page
-            tl.store(p_page, swa_slot // PAGE_SIZE, mask=o_page < swa_width, eviction_policy=KEEP)
-    if i_block >= full_programs + swa_blocks:  # the draft nodes, in both
-        o_node = (i_block - full_programs - swa_blocks) * BLOCK + tl.arange(0, BLOCK)
+    p_map = p_maps + i_group * num_slots.to(tl.int64)
+    if i_block < node_blocks:  # the draft nodes
+        o_node = i_block * BLOCK + tl.arange(0, BLOCK)
         m_node = o_node < num_nodes
         m_held = m_node & (length + o_node < row_end)
         slot = tl.load(p_req_to_slot + length + o_node, mask=m_held, other=0)
-        tl.store(p_write_full + i_request * num_nodes + o_node, slot, mask=m_node, eviction_policy=KEEP)
-        if HAS_SWA:
-            swa_slot = tl.load(p_full_to_swa + slot, mask=m_held, other=0)
-            tl.store(p_write_swa + i_request * num_nodes + o_node, swa_slot, mask=m_node, eviction_policy=KEEP)
-            tl.store(p_swa_start + i_request, start, eviction_policy=KEEP)
+        if i_group > 0:
+            slot = tl.load(p_map + slot, mask=m_held, other=0)
+        p_node = p_write + i_group * s_write.to(tl.int64) + i_request * num_nodes + o_node
+        tl.store(p_node, slot, mask=m_node, eviction_policy=KEEP)
+        tl.store(p_start + i_group * s_start.to(tl.int64) + i_request, start, eviction_policy=KEEP)
+    else:  # the prefix, as far as the group keeps it
+        for j_group in range(i_group):
+            width = tl.minimum(full_width, 1 + tl.cdiv(tl.load(p_retain + j_group), PAGE_SIZE))
+            p_pages += tl.cdiv(tl.num_programs(0) * width, ALIGNED) * ALIGNED
+        width = tl.minimum(full_width, 1 + tl.cdiv(tl.load(p_retain + i_group), PAGE_SIZE))
+        num_pages = tl.minimum(tl.cdiv(tl.minimum(length, row_end) - start, PAGE_SIZE), width)
+        stride = (tl.num_programs(1) - node_blocks) * BLOCK
+        for i_page in range((i_block - node_blocks) * BLOCK, num_pages, stride):
+            o_page = i_page + tl.arange(0, BLOCK).to(tl.int64)
+            slot = tl.load(p_req_to_slot + start + o_page * PAGE_SIZE, mask=o_page < num_pages, other=0)
+            if i_group > 0:
+                slot = tl.load(p_map + slot, mask=o_page < num_pages, other=0)
+            p_page = p_pages + i_request * width + o_page
+            tl.store(p_page, slot // PAGE_SIZE, mask=o_page < num_pages, eviction_policy=KEEP)
 
 
 def build_page_tables(
     req_to_slot: torch.Tensor,
-    full_to_swa: torch.Tensor | None,
+    maps: torch.Tensor,
+    retain: torch.Tensor,
     rows: torch.Tensor,
     committed_len: torch.Tensor,
     *,
     num_nodes: int,
-    retain: int | None,
     page_size: int,
-    full_width: int,
-    swa_width: int,
+    widths: Sequence[int],
 ) -> PageTables:
-    """Page tables of the committed prefixes and write locations of the N draft nodes after them.
+    """Page tables of the committed prefixes and write locations of the N draft nodes after them, in every group.
 
-    req_to_slot [R, W] int64: full slots by position, the last row is for padding; full_to_swa [slots] int64, None
-    without SWA layers (and then retain is None); rows, committed_len [B] int64; widths in pages. A width too small for
-    a prefix cuts its newest pages off: `swa_width` >= 1 + ceil(retain / page_size) is always enough.
+    req_to_slot [R, W] int64: primary slots by position, the last row is for padding; maps [groups, slots] int64: the
+    peer of each primary slot; retain [groups] int64: W or more in the primary group; rows, committed_len [B] int64;
+    widths: `table_widths` for the longest prefix there may be.
     """
     batch = len(rows)
     num_rows, row_width = req_to_slot.shape
     assert committed_len.shape == rows.shape == (batch,), f"{rows.shape=} {committed_len.shape=}"
     assert req_to_slot.is_contiguous() and rows.is_contiguous() and committed_len.is_contiguous(), "not contiguous"
-    assert (full_to_swa is None) == (retain is None), f"{full_to_swa is None=} {retain=}"
-    full_pages, write_full = (req_to_slot.new_empty((batch, width)) for width in (full_width, num_nodes))
-    swa_pages = swa_start = write_swa = None
-    if full_to_swa is not None:
-        swa_pages, write_swa = (req_to_slot.new_empty((batch, width)) for width in (swa_width, num_nodes))
-        swa_start = req_to_slot.new_empty((batch,))
-    full_programs = min(triton.cdiv(full_width, BLOCK), max(MIN_PROGRAMS, FEW_PROGRAMS // max(batch, 1)))
-    swa_blocks = 0 if swa_pages is None else triton.cdiv(swa_width, BLOCK)
-    node_blocks = max(triton.cdiv(num_nodes, BLOCK), 1)  # one in any case: it says where the SWA part starts
-    _page_tables_kernel[(batch, full_programs + swa_blocks + node_blocks)](
-        *(req_to_slot, full_to_swa, rows, committed_len, full_pages, swa_pages, swa_start, write_full, write_swa),
-        *(num_rows - 1, row_width, num_nodes, retain or 0, full_width, swa_width, full_programs, swa_blocks),
+    assert maps.is_contiguous() and len(retain) == len(widths) <= len(maps), f"{maps.shape=} {retain.shape=} {widths=}"
+    starts = [0]
+    for width in widths:
+        starts.append(starts[-1] + _rounded(batch * width))
+    pages = req_to_slot.new_empty(starts[-1])
+    start = req_to_slot.new_empty((len(widths), _rounded(batch)))
+    write = req_to_slot.new_empty((len(widths), _rounded(batch * num_nodes)))
+    programs = min(triton.cdiv(widths[PRIMARY], BLOCK), max(MIN_PROGRAMS, FEW_PROGRAMS // max(batch, 1)))
+    node_blocks = max(triton.cdiv(num_nodes, BLOCK), 1)  # one in any case: it says where each table starts
+    _page_tables_kernel[(batch, node_blocks + programs, len(widths))](
+        *(req_to_slot, maps, retain, rows, committed_len, pages, start, write),
+        *(num_rows - 1, row_width, maps.shape[1], num_nodes, widths[PRIMARY], node_blocks),
+        *(start.stride(0), write.stride(0)),
         PAGE_SIZE=page_size,
-        HAS_SWA=full_to_swa is not None,
+        ALIGNED=ALIGNED,
         BLOCK=BLOCK,
         num_warps=4,
     )
-    return PageTables(
-        full_pages, swa_pages, swa_start, FullLoc(write_full), None if write_swa is None else SwaLoc(write_swa)
-    )
+    sizes = zip(starts, widths, strict=False)
+    tables = tuple(pages[first : first + batch * width].view(batch, width) for first, width in sizes)
+    slots = tuple(GroupLoc(line[: batch * num_nodes].view(batch, num_nodes)) for line in write)
+    return PageTables(ByGroup(tables), start[:, :batch], ByGroup(slots))
+
+
+def _rounded(count: int) -> int:
+    return -(-count // ALIGNED) * ALIGNED

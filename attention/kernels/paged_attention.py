@@ -94,18 +94,21 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """Attend -> [B, N, Hq, D] in the query's dtype.
+    """Attend -> [B, N, Hq, DV] in the query's dtype.
 
     query: [B, Hq, N, D], any strides.             block_k, block_v: [B, Hkv, M, D], any strides.
     block_positions: [B, M] of the block's keys.   ancestors: [B, N, ceil(M / 64)] int64, bits of the block's keys.
     pool_k, pool_v: [slots, Hkv, D], any strides.  pages: [B, P] page ids of these pools, from position 0 on.
+    Values, of the pool and of the block, may have fewer numbers DV a head.
     committed_len: [B], keys of the prefix.        positions: [B, N] of the queries.
     window: a key is visible if it lies fewer than this many positions back.  softcap: c above.  sinks: [Hq] logits.
     """
     batch, num_heads, num_rows, head_dim = query.shape
     kv_heads, num_pages, num_keys = pool_k.shape[1], pages.shape[1], block_k.shape[2]
     check_arguments(query, pool_k, pool_v, pages, positions, sinks, committed_len)
-    assert block_k.shape == block_v.shape == (batch, kv_heads, num_keys, head_dim), f"{block_k.shape=} {block_v.shape=}"
+    value_dim = pool_v.shape[2]
+    assert block_k.shape == (batch, kv_heads, num_keys, head_dim), f"{block_k.shape=}"
+    assert block_v.shape == (batch, kv_heads, num_keys, value_dim), f"{block_v.shape=}"
     assert block_k.dtype == block_v.dtype == query.dtype, f"{block_k.dtype=} {block_v.dtype=}"
     assert block_positions.shape == (batch, num_keys), f"{block_positions.shape=} {num_keys=}"
     assert ancestors.shape == (batch, num_rows, -(-num_keys // WORD)), f"{ancestors.shape=} {num_keys=}"
@@ -119,7 +122,7 @@ def paged_attention(
     row_tiles = -(-num_rows * group // tiles.block_m)
     num_splits = choose_splits(row_tiles * batch * kv_heads, num_pages * page_size, tiles.waves, query.device)
 
-    out = torch.empty((batch, num_rows, num_heads, head_dim), dtype=query.dtype, device=query.device)
+    out = torch.empty((batch, num_rows, num_heads, value_dim), dtype=query.dtype, device=query.device)
     part, lse = split_results(out, num_splits)
     attend_kernel[(row_tiles, batch * kv_heads, num_splits)](
         *(query, block_k, block_v, pool_k, pool_v, pages, committed_len, positions, block_positions, ancestors),
@@ -130,9 +133,11 @@ def paged_attention(
         KV_HEADS=kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
+        VALUE_DIM=value_dim,
         BLOCK_M=tiles.block_m,
         BLOCK_K=tiles.block_k,
         BLOCK_D=block_d,
+        BLOCK_V=padded_channels(value_dim),
         WORDS=ancestors.shape[2],
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
@@ -152,9 +157,9 @@ def split_results(out: torch.Tensor, num_splits: int) -> tuple[torch.Tensor, tor
 def merge_splits(part: torch.Tensor, lse: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
     """`out`, from what its splits wrote (`split_results`)."""
     if lse is not None:
-        head_dim, block_d = out.shape[-1], padded_channels(out.shape[-1])
-        merge_kernel[(out.numel() // head_dim,)](
-            part, lse, out, len(part), HEAD_DIM=head_dim, BLOCK_D=block_d, num_warps=max(1, block_d // 128)
+        value_dim, block_v = out.shape[-1], padded_channels(out.shape[-1])
+        merge_kernel[(out.numel() // value_dim,)](
+            part, lse, out, len(part), VALUE_DIM=value_dim, BLOCK_V=block_v, num_warps=max(1, block_v // 128)
         )
     return out
 

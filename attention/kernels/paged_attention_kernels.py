@@ -31,7 +31,8 @@ def absorb(
     scaling: tl.tensor,
     softcap: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """One step of the online softmax, base 2: b_q [BM, BD], b_k and b_v [BK, BD], m_seen [BM, BK], [1, BK], or None."""
+    """One step of the online softmax, base 2: b_q [BM, BD], b_k [BK, BD], b_v [BK, BV], m_seen [BM, BK], [1, BK], or
+    None."""
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
     if softcap is None:
         b_s = b_s * (scaling * LOG2E)
@@ -65,7 +66,7 @@ def attend_kernel(
     p_key_pos: tl.tensor,  # [B, M], the positions of the block's keys
     p_ancestors: tl.tensor,  # [B, N, WORDS]
     p_sinks: tl.tensor,  # [Hq] or None
-    p_out: tl.tensor,  # [splits, B, N, Hq, D]
+    p_out: tl.tensor,  # [splits, B, N, Hq, DV]
     p_lse: tl.tensor,  # [splits, B, N, Hq] or None when there is one split
     scaling: tl.tensor,
     softcap: tl.tensor,  # or None
@@ -105,9 +106,11 @@ def attend_kernel(
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     WORDS: tl.constexpr,
 ) -> None:
     i_tile, i_split = tl.program_id(0), tl.program_id(2)
@@ -119,6 +122,8 @@ def attend_kernel(
     o_node, o_head = o_row // GROUP, i_h * GROUP + o_row % GROUP
     o_d = tl.arange(0, BLOCK_D)
     m_d = tl.full([BLOCK_D], True, tl.int1) if HEAD_DIM == BLOCK_D else o_d < HEAD_DIM
+    o_v = tl.arange(0, BLOCK_V)
+    m_v = tl.full([BLOCK_V], True, tl.int1) if VALUE_DIM == BLOCK_V else o_v < VALUE_DIM
     m_row = o_node < num_rows
     b_pos = tl.load(p_positions + i_b * s_pos_b + o_node * s_pos, mask=m_row, other=0).to(tl.int32)  # [BM]
     p_q += i_b * s_q_b + o_head[:, None] * s_q_h + o_node[:, None].to(tl.int64) * s_q_n + o_d[None, :] * s_q_d
@@ -132,7 +137,7 @@ def attend_kernel(
         b_sink = tl.load(p_sinks + o_head, mask=m_row, other=float("-inf")).to(tl.float32) * LOG2E
         b_max = tl.where(i_split == 0, b_sink, b_max)
     b_sum = tl.full([BLOCK_M], 1.0, tl.float32)  # of the sink; scaled away by the first key where there is none
-    b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    b_acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
 
     # the prefix: keys [lo, hi) by position, of which this split takes [begin, end)
     lo = 0
@@ -154,7 +159,7 @@ def attend_kernel(
         m_key = (o_key >= lo) & (o_key < hi)
         o_col = tl.minimum(tl.maximum(o_key, lo), hi - 1)
         b_slot = page_slots(p_page, o_col, s_page, PAGE_SIZE)
-        b_k, b_v = load_keys(p_pool_k, p_pool_v, b_slot, o_d, m_d, s_pk_t, s_pk_d, s_pv_t, s_pv_d)
+        b_k, b_v = load_keys(p_pool_k, p_pool_v, b_slot, o_d, m_d, o_v, m_v, s_pk_t, s_pk_d, s_pv_t, s_pv_d)
         m_seen = m_key[None, :]
         if window is not None:
             m_seen = m_seen & (b_pos[:, None] - o_key[None, :] < window)
@@ -173,11 +178,10 @@ def attend_kernel(
             m_seen = m_seen & (b_pos[:, None] - b_key_pos[None, :] < window)
         m_key = tl.max(m_seen.to(tl.int32), 0) > 0  # a key that no row sees may hold anything
         o_kv = o_key[:, None].to(tl.int64)
-        m_kv = m_key[:, None] & m_d[None, :]
         o_bk = i_b * s_bk_b + i_h * s_bk_h + o_kv * s_bk_n + o_d[None, :] * s_bk_d
-        o_bv = i_b * s_bv_b + i_h * s_bv_h + o_kv * s_bv_n + o_d[None, :] * s_bv_d
-        b_k = tl.load(p_block_k + o_bk, mask=m_kv, other=0.0)
-        b_v = tl.load(p_block_v + o_bv, mask=m_kv, other=0.0)
+        o_bv = i_b * s_bv_b + i_h * s_bv_h + o_kv * s_bv_n + o_v[None, :] * s_bv_d
+        b_k = tl.load(p_block_k + o_bk, mask=m_key[:, None] & m_d[None, :], other=0.0)
+        b_v = tl.load(p_block_v + o_bv, mask=m_key[:, None] & m_v[None, :], other=0.0)
         b_max, b_sum, b_acc = absorb(b_q, b_k, b_v, m_seen, b_max, b_sum, b_acc, scaling, softcap)
 
     b_sum = tl.where(b_sum == 0.0, 1.0, b_sum)  # a row that saw nothing
@@ -190,7 +194,7 @@ def attend_kernel(
         tl.store(p_lse + o_out, b_lse, mask=m_out)
         m_out = m_out & (b_lse > float("-inf"))
     b_out = (b_acc * b_scale[:, None]).to(p_out.dtype.element_ty)
-    tl.store(p_out + o_out[:, None] * HEAD_DIM + o_d[None, :], b_out, mask=m_out[:, None] & m_d[None, :])
+    tl.store(p_out + o_out[:, None] * VALUE_DIM + o_v[None, :], b_out, mask=m_out[:, None] & m_v[None, :])
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -199,22 +203,22 @@ def merge_kernel(
     p_lse: tl.tensor,  # [splits, rows]
     p_out: tl.tensor,  # [rows, D]
     num_splits: tl.tensor,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ) -> None:
     """One program a row: out = sum_s 2^lse_s part_s / sum_s 2^lse_s, 16 splits at a time."""
     i_row = tl.program_id(0).to(tl.int64)
     num_rows = tl.num_programs(0).to(tl.int64)
-    o_d = tl.arange(0, BLOCK_D)
-    m_d = o_d < HEAD_DIM
+    o_v = tl.arange(0, BLOCK_V)
+    m_v = o_v < VALUE_DIM
     b_max, b_sum = float("-inf"), 0.0
-    b_acc = tl.zeros([BLOCK_D], tl.float32)
+    b_acc = tl.zeros([BLOCK_V], tl.float32)
     for i_split in range(0, num_splits, 16):
         o_split = i_split + tl.arange(0, 16)
         o_part = o_split * num_rows + i_row
         b_lse = tl.load(p_lse + o_part, mask=o_split < num_splits, other=float("-inf"))
-        m_part = (o_split < num_splits)[:, None] & m_d[None, :]
-        b_part = tl.load(p_part + o_part[:, None] * HEAD_DIM + o_d[None, :], mask=m_part, other=0.0)
+        m_part = (o_split < num_splits)[:, None] & m_v[None, :]
+        b_part = tl.load(p_part + o_part[:, None] * VALUE_DIM + o_v[None, :], mask=m_part, other=0.0)
         # loaded at the same time as its lse, not after it
         b_part = tl.where((b_lse > float("-inf"))[:, None], b_part, 0.0)
         b_new = tl.maximum(b_max, tl.max(b_lse, 0))
@@ -224,4 +228,4 @@ def merge_kernel(
         b_sum = b_sum * b_decay + tl.sum(b_weight, 0)
         b_max = b_new
     b_out = b_acc / tl.where(b_sum == 0.0, 1.0, b_sum)
-    tl.store(p_out + i_row * HEAD_DIM + o_d, b_out.to(p_out.dtype.element_ty), mask=m_d)
+    tl.store(p_out + i_row * VALUE_DIM + o_v, b_out.to(p_out.dtype.element_ty), mask=m_v)

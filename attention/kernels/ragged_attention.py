@@ -85,7 +85,7 @@ def ragged_attention(
     """Attend -> [1, T, Hq, D] in the query's dtype.
 
     query: [1, Hq, T, D], any strides.      pool_k, pool_v: [slots, Hkv, D], any strides; the pack's K/V are in them.
-    lines: of the space of these pools.     window: a key is visible if it lies fewer than this many positions back.
+    lines: of the group of these pools.     window: a key is visible if it lies fewer than this many positions back.
     softcap: c above.  sinks: [Hq] logits.  exact: in the order in which plain decoding adds keys up.
     shares: devices that have as many heads each: in order, keys are cut as for the heads of all.
     tiles: chosen by `choose_ragged`, given by hand only in tests and when tuning.
@@ -94,11 +94,12 @@ def ragged_attention(
     kv_heads, num_runs, device = pool_k.shape[1], len(pack.rows), query.device
     assert one == 1 and pack.row_of.shape == (num_tokens,), f"{query.shape=} {pack.row_of.shape=}"
     assert num_heads % kv_heads == 0, f"{num_heads} query heads do not group over {kv_heads}"
-    assert pool_k.shape == pool_v.shape and pool_k.shape[2] == head_dim, f"{pool_k.shape=} {pool_v.shape=}"
+    value_dim = pool_v.shape[2]
+    assert pool_k.shape[:2] == pool_v.shape[:2] and pool_k.shape[2] == head_dim, f"{pool_k.shape=} {pool_v.shape=}"
     assert query.dtype == pool_k.dtype == pool_v.dtype, f"{query.dtype=} {pool_k.dtype=} {pool_v.dtype=}"
     assert lines.slots.stride(1) == 1 and lines.line.shape == pack.start.shape == (num_runs,), f"{lines.slots.shape=}"
     assert sinks is None or (sinks.shape == (num_heads,) and sinks.is_contiguous())
-    group, block_d = num_heads // kv_heads, padded_channels(head_dim)
+    group, block_d, block_v = num_heads // kv_heads, padded_channels(head_dim), padded_channels(value_dim)
     if tiles is None:
         tiles = choose_ragged(num_tokens, group, kv_heads * shares, block_d, query.element_size(), device, exact=exact)
     tokens = tiles.block_m // group
@@ -110,11 +111,11 @@ def ragged_attention(
         is_few = window is None and num_tokens <= FEW_TOKENS
         working = -(-num_tokens // tokens) if is_few else num_tiles
         num_splits = choose_splits(working * kv_heads, num_keys, tiles.waves, device)
-    out = torch.empty((1, num_tokens, num_heads, head_dim), dtype=query.dtype, device=device)
+    out = torch.empty((1, num_tokens, num_heads, value_dim), dtype=query.dtype, device=device)
     part, lse = split_results(out, num_splits)
     total = None
     if tiles.split_len and tiles.total_in_memory:
-        total = torch.empty((num_tiles, kv_heads, tiles.block_m, block_d), dtype=torch.float32, device=device)
+        total = torch.empty((num_tiles, kv_heads, tiles.block_m, block_v), dtype=torch.float32, device=device)
     ragged_kernel[(num_tiles, kv_heads, num_splits)](
         *(query, pool_k, pool_v, lines.slots, lines.line, lines.begin, pack.start, pack.cu_len, sinks),
         *(part, lse, total),
@@ -123,10 +124,12 @@ def ragged_attention(
         KV_HEADS=kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
+        VALUE_DIM=value_dim,
         TOKENS=tokens,
         BLOCK_M=tiles.block_m,
         BLOCK_K=tiles.block_k,
         BLOCK_D=block_d,
+        BLOCK_V=block_v,
         BLOCK_R=search_width(num_runs),
         SPLIT_LEN=tiles.split_len,
         GROWS=window is None and lines.begin is None,

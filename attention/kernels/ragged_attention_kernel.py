@@ -38,6 +38,8 @@ def _add_tile(
     softcap: tl.tensor,
     o_d: tl.tensor,
     m_d: tl.tensor,
+    o_v: tl.tensor,
+    m_v: tl.tensor,
     s_pk_t: tl.constexpr,
     s_pk_d: tl.tensor,
     s_pv_t: tl.constexpr,
@@ -52,7 +54,7 @@ def _add_tile(
     if MASKED:
         o_inside = tl.minimum(tl.maximum(o_key, lo), end - 1)
     b_slot = tl.load(p_slots + (o_inside - begin_of_line)).to(tl.int64)[:, None]
-    b_k, b_v = load_keys(p_pool_k, p_pool_v, b_slot, o_d, m_d, s_pk_t, s_pk_d, s_pv_t, s_pv_d)
+    b_k, b_v = load_keys(p_pool_k, p_pool_v, b_slot, o_d, m_d, o_v, m_v, s_pk_t, s_pk_d, s_pv_t, s_pv_d)
     m_seen = None
     if MASKED:
         m_seen = (o_key[None, :] <= b_pos[:, None]) & (o_key[None, :] >= lo)
@@ -86,6 +88,8 @@ def _walk(
     softcap: tl.tensor,
     o_d: tl.tensor,
     m_d: tl.tensor,
+    o_v: tl.tensor,
+    m_v: tl.tensor,
     s_pk_t: tl.constexpr,
     s_pk_d: tl.tensor,
     s_pv_t: tl.constexpr,
@@ -98,12 +102,12 @@ def _walk(
     for i_key in range(begin, tl.minimum(stop, free_end), BLOCK_K):
         b_max, b_sum, b_acc = _add_tile(
             p_pool_k, p_pool_v, p_slots, i_key, lo, end, begin_of_line, b_q, b_pos, window, b_max, b_sum, b_acc,
-            scaling, softcap, o_d, m_d, s_pk_t, s_pk_d, s_pv_t, s_pv_d, BLOCK_K, False, IN_ORDER,
+            scaling, softcap, o_d, m_d, o_v, m_v, s_pk_t, s_pk_d, s_pv_t, s_pv_d, BLOCK_K, False, IN_ORDER,
         )
     for i_key in range(tl.maximum(begin, free_end), stop, BLOCK_K):
         b_max, b_sum, b_acc = _add_tile(
             p_pool_k, p_pool_v, p_slots, i_key, lo, end, begin_of_line, b_q, b_pos, window, b_max, b_sum, b_acc,
-            scaling, softcap, o_d, m_d, s_pk_t, s_pk_d, s_pv_t, s_pv_d, BLOCK_K, True, IN_ORDER,
+            scaling, softcap, o_d, m_d, o_v, m_v, s_pk_t, s_pk_d, s_pv_t, s_pv_d, BLOCK_K, True, IN_ORDER,
         )
     # fmt: on
     return b_max, b_sum, b_acc
@@ -120,9 +124,9 @@ def ragged_kernel(
     p_start: tl.tensor,  # [R]
     p_cu_len: tl.tensor,  # [R + 1]
     p_sinks: tl.tensor,  # [Hq] or None
-    p_out: tl.tensor,  # [splits, T, Hq, D]
+    p_out: tl.tensor,  # [splits, T, Hq, DV]
     p_lse: tl.tensor,  # [splits, T, Hq] or None when there is one split
-    p_total: tl.tensor,  # [tiles, Hkv, BLOCK_M, BLOCK_D] or None: what splits are folded into is kept in registers
+    p_total: tl.tensor,  # [tiles, Hkv, BLOCK_M, BLOCK_V] or None: what splits are folded into is kept in registers
     scaling: tl.tensor,
     softcap: tl.tensor,  # or None
     window: tl.tensor,  # or None
@@ -142,10 +146,12 @@ def ragged_kernel(
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     TOKENS: tl.constexpr,  # of a tile
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     BLOCK_R: tl.constexpr,
     SPLIT_LEN: tl.constexpr,
     GROWS: tl.constexpr,
@@ -190,6 +196,8 @@ def ragged_kernel(
 
     o_d = tl.arange(0, BLOCK_D)
     m_d = tl.full([BLOCK_D], True, tl.int1) if HEAD_DIM == BLOCK_D else o_d < HEAD_DIM
+    o_v = tl.arange(0, BLOCK_V)
+    m_v = tl.full([BLOCK_V], True, tl.int1) if VALUE_DIM == BLOCK_V else o_v < VALUE_DIM
     o_place = (first + o_token).to(tl.int64)
     p_q += o_head[:, None] * s_q_h + o_place[:, None] * s_q_t + o_d[None, :] * s_q_d
     b_q = tl.load(p_q, mask=m_row[:, None] & m_d[None, :], other=0.0)  # [BM, BD]
@@ -201,7 +209,7 @@ def ragged_kernel(
     if GROWS:  # no window
         free_end = tl.where(is_real, (first_pos + 1) // BLOCK_K * BLOCK_K, 0)
     o_out = o_place * (KV_HEADS * GROUP) + o_head
-    m_out = m_row[:, None] & m_d[None, :]
+    m_out = m_row[:, None] & m_v[None, :]
 
     if SPLIT_LEN == 0:
         begin = lo // BLOCK_K * BLOCK_K
@@ -213,11 +221,11 @@ def ragged_kernel(
             b_sink = tl.load(p_sinks + o_head, mask=m_row, other=float("-inf")).to(tl.float32) * LOG2E
             b_max = tl.where(i_split == 0, b_sink, b_max)
         b_sum = tl.full([BLOCK_M], 1.0, tl.float32)  # of the sink; scaled away by the first key where there is none
-        b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        b_acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         # fmt: off
         b_max, b_sum, b_acc = _walk(
             p_pool_k, p_pool_v, p_slots, begin, stop, free_end, lo, end, begin_of_line, b_q, b_pos, window,
-            b_max, b_sum, b_acc, scaling, softcap, o_d, m_d, s_pk_t, s_pk_d, s_pv_t, s_pv_d, BLOCK_K, False,
+            b_max, b_sum, b_acc, scaling, softcap, o_d, m_d, o_v, m_v, s_pk_t, s_pk_d, s_pv_t, s_pv_d, BLOCK_K, False,
         )
         # fmt: on
         b_sum = tl.where(b_sum == 0.0, 1.0, b_sum)
@@ -230,11 +238,11 @@ def ragged_kernel(
     else:
         b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         b_sum = tl.zeros([BLOCK_M], tl.float32)
-        b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        b_acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         if p_total is not None:
             # one address and constant offsets, or the addresses would fill the registers
-            p_total += (i_tile.to(tl.int64) * KV_HEADS + i_h) * (BLOCK_M * BLOCK_D)
-            p_total += o_row[:, None] * BLOCK_D + o_d[None, :]
+            p_total += (i_tile.to(tl.int64) * KV_HEADS + i_h) * (BLOCK_M * BLOCK_V)
+            p_total += o_row[:, None] * BLOCK_V + o_v[None, :]
         first_split = split_of(lo, SPLIT_LEN, GROWS)
         end_split = tl.where(lo < end, split_of(end - 1, SPLIT_LEN, GROWS) + 1, first_split)
         for i_part in range(first_split, end_split):
@@ -242,11 +250,11 @@ def ragged_kernel(
             stop = tl.minimum(split_begin(i_part + 1, SPLIT_LEN, GROWS), end)
             b_part_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
             b_part_sum = tl.zeros([BLOCK_M, 16], tl.float32)
-            b_part = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            b_part = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
             # fmt: off
             b_part_max, b_part_sum, b_part = _walk(
                 p_pool_k, p_pool_v, p_slots, begin, stop, free_end, lo, end, begin_of_line, b_q, b_pos, window,
-                b_part_max, b_part_sum, b_part, scaling, softcap, o_d, m_d, s_pk_t, s_pk_d, s_pv_t, s_pv_d,
+                b_part_max, b_part_sum, b_part, scaling, softcap, o_d, m_d, o_v, m_v, s_pk_t, s_pk_d, s_pv_t, s_pv_d,
                 BLOCK_K, True,
             )
             # fmt: on
@@ -270,4 +278,4 @@ def ragged_kernel(
         b_out = b_acc / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None]
     if not is_real:
         b_out = tl.zeros_like(b_out)
-    tl.store(p_out + o_out[:, None] * HEAD_DIM + o_d[None, :], b_out.to(p_out.dtype.element_ty), mask=m_out)
+    tl.store(p_out + o_out[:, None] * VALUE_DIM + o_v[None, :], b_out.to(p_out.dtype.element_ty), mask=m_out)

@@ -79,10 +79,11 @@ def tree_attention(
     cut: Cut | None = None,
     tiles: RowTiles | None = None,
 ) -> torch.Tensor:
-    """Attend -> [B, N, Hq, D] in the query's dtype.
+    """Attend -> [B, N, Hq, DV] in the query's dtype.
 
-    query: [B, Hq, N, D], any strides.      pool_k, pool_v: [slots, Hkv, D], any strides; the block is stored in them.
-    own: of this step, in the space of these pools.           pages: [B, P] page ids; wide enough for every prefix.
+    query: [B, Hq, N, D], any strides.      pool_k [slots, Hkv, D], pool_v [slots, Hkv, DV]: any strides; the block is
+    stored in them.
+    own: of this step, in the group of these pools.           pages: [B, P] page ids; wide enough for every prefix.
     start: [B], the position of the first key of the table, page-aligned, before every window; None: 0.
     committed_len: [B], keys of the prefix.                   positions: [B, N] of the queries, the root's the smallest.
     block_len: [B], rows of the block that exist (None: all N); the others are 0, and no row sees them.
@@ -91,12 +92,12 @@ def tree_attention(
     cut, tiles: chosen by `choose_cut` and `choose_rows`, given by hand only in tests and when tuning.
     """
     batch, num_heads, num_rows, head_dim = query.shape
-    kv_heads, num_pages = pool_k.shape[1], pages.shape[1]
+    kv_heads, num_pages, value_dim = pool_k.shape[1], pages.shape[1], pool_v.shape[2]
     check_arguments(query, pool_k, pool_v, pages, positions, sinks, start, committed_len, block_len)
     assert own.slots.is_contiguous() and own.slots.shape[0] == batch, f"{own.slots.shape=}"
     assert own.run_end is None or own.run_end.shape == (batch, num_rows) == own.slots.shape[:2], f"{own.slots.shape=}"
 
-    group, block_d = num_heads // kv_heads, padded_channels(head_dim)
+    group, block_d, block_v = num_heads // kv_heads, padded_channels(head_dim), padded_channels(value_dim)
     cut = cut or choose_cut(block_d, query.element_size(), kv_heads * shares)
     assert ALIGN % cut.block_k == 0 == cut.split_len % cut.block_k, f"{cut=} does not divide {ALIGN}"
     grows = window is None and start is None
@@ -111,21 +112,21 @@ def tree_attention(
     programs = row_tiles * batch * kv_heads
     fold = tiles.fold
     if fold is None:
-        part_bytes = num_splits * batch * num_rows * num_heads * head_dim * 4
+        part_bytes = num_splits * batch * num_rows * num_heads * value_dim * 4
         fold = part_bytes > PART_BYTES or (num_rows * group > 256 and programs >= device_limits(query.device)[0])
     parts = 1 if fold else num_splits
     part_shape = (parts, batch, kv_heads, num_rows * group)
-    part = torch.empty((*part_shape, head_dim), dtype=torch.float32, device=query.device)
+    part = torch.empty((*part_shape, value_dim), dtype=torch.float32, device=query.device)
     part_max, part_sum = (torch.empty(part_shape, dtype=torch.float32, device=query.device) for _ in "ms")
-    out = torch.empty((batch, num_rows, num_heads, head_dim), dtype=query.dtype, device=query.device)
+    out = torch.empty((batch, num_rows, num_heads, value_dim), dtype=query.dtype, device=query.device)
     # programs of empty splits exit at once, yet each takes a multiprocessor's time: some take several splits
     split_programs = 1 if fold else min(num_splits, max(16, -(-1024 // programs)))
     shared_options = {
         "HAS_OWN": own.path_len > 0,
         "KV_HEADS": kv_heads,
         "GROUP": group,
-        "HEAD_DIM": head_dim,
-        "BLOCK_D": block_d,
+        "VALUE_DIM": value_dim,
+        "BLOCK_V": block_v,
         "SPLIT_LEN": cut.split_len,
         "GROWS": grows,
         "FOLD": fold,
@@ -136,6 +137,8 @@ def tree_attention(
         *(part, part_max, part_sum, scaling, softcap, window, tile_rows, num_rows, num_pages, *own.slots.shape[1:]),
         *(*query.stride(), *pool_k.stride(), *pool_v.stride(), *pages.stride(), *positions.stride()),
         PAGE_SIZE=page_size,
+        HEAD_DIM=head_dim,
+        BLOCK_D=block_d,
         BLOCK_M=tiles.block_m,
         BLOCK_K=cut.block_k,
         ALIGN=ALIGN,
@@ -149,7 +152,7 @@ def tree_attention(
         *(part, part_max, part_sum, start, committed_len, positions, block_len, sinks, out),
         *(window, num_rows, *positions.stride()),
         UNROLL=min(parts, 8),
-        num_warps=max(1, block_d // 128),
+        num_warps=max(1, block_v // 128),
         **shared_options,
     )
     return out

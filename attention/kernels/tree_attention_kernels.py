@@ -50,11 +50,11 @@ def split_begin(split: tl.tensor, SPLIT_LEN: tl.constexpr, GROWS: tl.constexpr) 
 def absorb_in_order(
     b_q: tl.tensor,  # [BM, BD]
     b_k: tl.tensor,  # [BK, BD]
-    b_v: tl.tensor,
+    b_v: tl.tensor,  # [BK, BV]
     m_seen: tl.tensor,  # [BM, BK], or None: every row sees every key
     b_max: tl.tensor,  # [BM]
     b_sum: tl.tensor,  # [BM, 16], the sum 16 times
-    b_acc: tl.tensor,  # [BM, BD]
+    b_acc: tl.tensor,  # [BM, BV]
     scaling: tl.tensor,
     softcap: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
@@ -93,7 +93,7 @@ def fold_weights(b_max: tl.tensor, b_split_max: tl.tensor) -> tuple[tl.tensor, t
 def attend_kernel(
     p_q: tl.tensor,  # [B, Hq, N, D]
     p_pool_k: tl.tensor,  # [slots, Hkv, D]
-    p_pool_v: tl.tensor,
+    p_pool_v: tl.tensor,  # [slots, Hkv, DV]
     p_pages: tl.tensor,  # [B, P]
     p_start: tl.tensor,  # [B] or None
     p_committed_len: tl.tensor,  # [B]
@@ -101,7 +101,7 @@ def attend_kernel(
     p_own: tl.tensor,  # [B, R, W]
     p_run_end: tl.tensor,  # [B, N] or None: the block is a chain
     p_block_len: tl.tensor,  # [B] or None
-    p_part: tl.tensor,  # [S, B, Hkv, N * G, D]
+    p_part: tl.tensor,  # [S, B, Hkv, N * G, DV]
     p_part_max: tl.tensor,  # [S, B, Hkv, N * G]
     p_part_sum: tl.tensor,
     scaling: tl.tensor,
@@ -131,9 +131,11 @@ def attend_kernel(
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     SPLIT_LEN: tl.constexpr,
     GROWS: tl.constexpr,
     FOLD: tl.constexpr,  # one program takes all splits of its rows and folds them into part[0]
@@ -170,6 +172,8 @@ def attend_kernel(
 
     o_d = tl.arange(0, BLOCK_D)
     m_d = tl.full([BLOCK_D], True, tl.int1) if HEAD_DIM == BLOCK_D else o_d < HEAD_DIM
+    o_v = tl.arange(0, BLOCK_V)
+    m_v = tl.full([BLOCK_V], True, tl.int1) if VALUE_DIM == BLOCK_V else o_v < VALUE_DIM
     wait_for_previous(PDL)  # what a plan holds was complete before its first layer; queries, keys and values are not
     p_q += i_b * s_q_b + o_head[:, None] * s_q_h + o_node[:, None].to(tl.int64) * s_q_n + o_d[None, :] * s_q_d
     b_q = tl.load(p_q, mask=m_row[:, None] & m_d[None, :], other=0.0)  # [BM, BD]
@@ -187,9 +191,9 @@ def attend_kernel(
     o_tile = tl.arange(0, BLOCK_M)
     b_total_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     b_total_sum = tl.zeros([BLOCK_M], tl.float32)
-    b_total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    p_out = p_part + first_row * HEAD_DIM + o_tile[:, None] * HEAD_DIM + o_d[None, :]
-    m_out = m_row[:, None] & m_d[None, :]
+    b_total = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    p_out = p_part + first_row * VALUE_DIM + o_tile[:, None] * VALUE_DIM + o_v[None, :]
+    m_out = m_row[:, None] & m_v[None, :]
 
     for i_split in range(tl.program_id(2), num_splits, tl.num_programs(2)):
         i_part = i_split if FOLD else num_splits - 1 - i_split  # the newest, which has the own keys, first
@@ -197,7 +201,7 @@ def attend_kernel(
         stop = tl.minimum(split_begin(first_split + i_part + 1, SPLIT_LEN, GROWS), end)
         b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         b_sum = tl.zeros([BLOCK_M, 16], tl.float32)
-        b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        b_acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
 
         for i_key in range(begin, tl.minimum(stop, shared_end), BLOCK_K):
             o_key = i_key + tl.arange(0, BLOCK_K)
@@ -210,7 +214,7 @@ def attend_kernel(
                 o_key = tl.maximum(o_key, lo)
             o_column = o_key - start
             b_slot = page_slots(p_page, o_column, s_page, PAGE_SIZE)
-            b_k, b_v = load_keys(p_pool_k, p_pool_v, b_slot, o_d, m_d, s_pk_t, s_pk_d, s_pv_t, s_pv_d)
+            b_k, b_v = load_keys(p_pool_k, p_pool_v, b_slot, o_d, m_d, o_v, m_v, s_pk_t, s_pk_d, s_pv_t, s_pv_d)
             b_max, b_sum, b_acc = absorb_in_order(b_q, b_k, b_v, m_seen, b_max, b_sum, b_acc, scaling, softcap)
 
         # the node's own tiles: one walk over them a run of nodes that lie on one path
@@ -235,7 +239,7 @@ def attend_kernel(
                     m_seen = m_seen & (o_key[None, :] >= start)
                 o_key = tl.minimum(tl.maximum(o_key, lo), newest)
                 b_slot = tl.load(p_slot + (o_key - own_base)).to(tl.int64)[:, None]
-                b_k, b_v = load_keys(p_pool_k, p_pool_v, b_slot, o_d, m_d, s_pk_t, s_pk_d, s_pv_t, s_pv_d)
+                b_k, b_v = load_keys(p_pool_k, p_pool_v, b_slot, o_d, m_d, o_v, m_v, s_pk_t, s_pk_d, s_pv_t, s_pv_d)
                 b_max, b_sum, b_acc = absorb_in_order(b_q, b_k, b_v, m_seen, b_max, b_sum, b_acc, scaling, softcap)
             node = run_end + 1
 
@@ -248,7 +252,7 @@ def attend_kernel(
             i_first = i_part * part_rows
             tl.store(p_part_max + i_first + first_row + o_tile, b_max, mask=m_row, eviction_policy=KEEP)
             tl.store(p_part_sum + i_first + first_row + o_tile, b_sum, mask=m_row, eviction_policy=KEEP)
-            tl.store(p_out + i_first * HEAD_DIM, b_acc, mask=m_out, eviction_policy=KEEP)
+            tl.store(p_out + i_first * VALUE_DIM, b_acc, mask=m_out, eviction_policy=KEEP)
 
     if FOLD:
         m_row = m_row & (o_tile * 0 + num_splits > 0)
@@ -259,7 +263,7 @@ def attend_kernel(
 
 @triton.jit(do_not_specialize=["window", "num_rows", "s_pos_b", "s_pos"])
 def merge_kernel(
-    p_part: tl.tensor,  # [S, B, Hkv, N * G, D]
+    p_part: tl.tensor,  # [S, B, Hkv, N * G, DV]
     p_part_max: tl.tensor,  # [S, B, Hkv, N * G]
     p_part_sum: tl.tensor,
     p_start: tl.tensor,  # [B] or None
@@ -267,7 +271,7 @@ def merge_kernel(
     p_positions: tl.tensor,  # [B, N]
     p_block_len: tl.tensor,  # [B] or None
     p_sinks: tl.tensor,  # [Hq] or None
-    p_out: tl.tensor,  # [B, N, Hq, D]
+    p_out: tl.tensor,  # [B, N, Hq, DV]
     window: tl.tensor,  # or None
     num_rows: tl.tensor,
     s_pos_b: tl.tensor,
@@ -275,8 +279,8 @@ def merge_kernel(
     HAS_OWN: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     SPLIT_LEN: tl.constexpr,
     GROWS: tl.constexpr,
     FOLD: tl.constexpr,
@@ -304,10 +308,10 @@ def merge_kernel(
     num_splits = tl.where(request_lo <= last, num_splits, 0)
     if p_block_len is not None:
         num_splits = tl.where(i_node < tl.load(p_block_len + i_b), num_splits, 0)
-    o_d = tl.arange(0, BLOCK_D)
-    m_d = o_d < HEAD_DIM
+    o_v = tl.arange(0, BLOCK_V)
+    m_v = o_v < VALUE_DIM
     b_max, b_sum = float("-inf"), 0.0
-    b_acc = tl.zeros([BLOCK_D], tl.float32)
+    b_acc = tl.zeros([BLOCK_V], tl.float32)
     wait_for_previous(PDL)
     for i_split in range(0, num_splits, UNROLL):
         for i_next in tl.static_range(UNROLL):
@@ -315,7 +319,7 @@ def merge_kernel(
             o_part = (i_split + i_next) * part_rows + i_row
             b_split_max = tl.load(p_part_max + o_part, mask=m_split, other=float("-inf"))
             b_split_sum = tl.load(p_part_sum + o_part, mask=m_split, other=0.0)
-            b_part = tl.load(p_part + o_part * HEAD_DIM + o_d, mask=o_d < tl.where(m_split, HEAD_DIM, 0), other=0.0)
+            b_part = tl.load(p_part + o_part * VALUE_DIM + o_v, mask=o_v < tl.where(m_split, VALUE_DIM, 0), other=0.0)
             b_part = tl.where(b_split_max > float("-inf"), b_part, 0.0)  # what a row did not see may hold anything
             b_max, b_decay, b_weight = fold_weights(b_max, b_split_max)
             b_sum = tl.fma(b_split_sum, b_weight, b_sum * b_decay)
@@ -327,4 +331,4 @@ def merge_kernel(
         b_acc = b_acc * b_decay
     b_out = b_acc / tl.where(b_sum == 0.0, 1.0, b_sum)
     o_out = (i_b * num_rows + i_node) * (KV_HEADS * GROUP) + i_head
-    tl.store(p_out + o_out * HEAD_DIM + o_d, b_out.to(p_out.dtype.element_ty), mask=m_d, eviction_policy=KEEP)
+    tl.store(p_out + o_out * VALUE_DIM + o_v, b_out.to(p_out.dtype.element_ty), mask=m_v, eviction_policy=KEEP)

@@ -119,7 +119,7 @@ def serve(engine: Engine, asked: Sequence[Asked], seed: int = 0, look: Callable[
     while engine.step():
         pass
     engine.table.check()
-    assert engine.table.allocator.full.held_pages == 0, "slots are held"
+    assert engine.table.allocator.primary.held_pages == 0, "slots are held"
     return [[each.output().token_ids for each in group] for group in handles]
 
 

@@ -88,7 +88,7 @@ def _parity_row(name: str, family: str, head_dim: int, setting: Setting, sizes: 
         engine = tiny_engine(target, setting, cuda_graphs="auto" if graphs else False, **sizes)
         outputs = engine.generate(prompts, params, progress=False)
         engine.table.check()
-        assert engine.table.allocator.full.held_pages == 0, "slots are held"
+        assert engine.table.allocator.primary.held_pages == 0, "slots are held"
         return [out.token_ids for out in outputs], engine
 
     fused, begin = fused_target(family, head_dim), time.perf_counter()
@@ -166,10 +166,10 @@ def _crowd_row(
         made: dict[str, Any] = {"max_model_len": 2 * longest, "cuda_graphs": "auto" if graphs else False}
         roomy = tiny_engine(bound, setting, **{**made, "cuda_graphs": False, "max_batch_size": 1})
         sizes = [slots_needed(roomy.table, len(one.prompt), one.params.max_new_tokens) for one in asked]
-        full, swa = (max(sum(some) // 10, max(some)) for some in zip(*sizes, strict=True))
+        full, *windowed = (max(sum(some) // 10, max(some)) for some in zip(*sizes, strict=True))
         roomy.close()
-        if swa:  # a window each: they bound how many are admitted
-            made["swa_slots"] = 3 * swa
+        if windowed:  # a window each: they bound how many are admitted
+            made["swa_slots"] = 3 * max(windowed)
         rows = max(len(asked) * 16 // 25, 1)
         engine = tiny_engine(bound, setting, max_batch_size=rows, full_slots=full, **made)
         outputs = serve_crowd(engine, asked)

@@ -21,7 +21,7 @@ from specdec.attention.kernels.tree_attention import tree_attention
 from specdec.evaluation.model_shapes import Shrink, find_shape
 from specdec.evaluation.phases.random_weights import make_target
 from specdec.gpu.operations import FAST, KERNELS
-from specdec.kvcache.index_spaces import FullLoc
+from specdec.kvcache.index_spaces import PrimaryLoc
 from specdec.kvcache.layout import layout_from_config
 from specdec.layers.fuse import fuse
 from specdec.layers.linear import linear, vendor_linear
@@ -59,7 +59,7 @@ def rope_call(rows: int, dim: int, num_kv: int, seed: int) -> Call:
     positions = torch.randint(0, 100000, (rows,), device=DEVICE)
     frequencies = 1e4 ** (-torch.arange(0, dim, 2, device=DEVICE) / dim)
     pools = torch.zeros((4, 200, max(1, num_kv), dim), device=DEVICE, dtype=DTYPE)
-    slots = FullLoc(1 + torch.randperm(199, device=DEVICE)[:rows])
+    slots = PrimaryLoc(1 + torch.randperm(199, device=DEVICE)[:rows])
     table = rotary(positions, frequencies, 1.0, DTYPE)
 
     def outcome(store: Callable[..., Any], angles: Callable[..., Any], own: torch.Tensor) -> tuple[Any, ...]:
@@ -110,7 +110,7 @@ class Requests:
         self.committed_len = torch.full((batch,), CONTEXT, device=DEVICE)
         self.start = {None: None, config.sliding_window: self.committed_len - window}
         write = order[:, CONTEXT:].contiguous()
-        self.slots = FullLoc(write.flatten())
+        self.slots = PrimaryLoc(write.flatten())
         self.own = {
             each: own_keys(self.pages[each], self.start[each], self.committed_len, write, page_size=1)
             for each in self.pages

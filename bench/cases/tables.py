@@ -11,7 +11,12 @@ import triton
 from bench.clock import microseconds
 from bench.kernel_calls import Call, Make, check_calls, time_calls
 from bench.report import Row
-from specdec.attention.kernels.page_table import PageTables, build_page_tables, reference_build_page_tables
+from specdec.attention.kernels.page_table import (
+    PageTables,
+    build_page_tables,
+    reference_build_page_tables,
+    table_widths,
+)
 from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.trees.beam import Candidates
 from specdec.attention.trees.growth import Growth, TreeBackend, reference_select_tree, select_tree
@@ -20,7 +25,8 @@ from specdec.attention.trees.walk import tree_fields
 from specdec.attention.triton_backend import TritonBackend
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.cache import KVCache
-from specdec.kvcache.index_spaces import FullLoc, Space
+from specdec.kvcache.index_spaces import ByGroup, GroupId, PrimaryLoc
+from specdec.kvcache.layout import PRIMARY_ONLY
 from specdec.kvcache.store import StoreAddresses, move_kv, reference_move_kv, reference_store_kv, store_kv
 from specdec.kvcache.table import Move, RequestTable, Rows
 from specdec.runtime.rounds.closing import closing, reference_closing
@@ -34,7 +40,7 @@ NODE_COUNTS = (1, 2, 7, 16, 33, 64, 200, 512)
 
 
 def random_slots(context: int, page_size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """req_to_slot [B + 1, W] and full_to_swa [slots] with pages in random order; the last row is for padding."""
+    """req_to_slot [B + 1, W] and maps [2, slots] with pages in random order; the last row is for padding."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     pages = -(-(context + NODES) // page_size)
     offsets = torch.arange(page_size, device=DEVICE)
@@ -44,7 +50,8 @@ def random_slots(context: int, page_size: int, seed: int) -> tuple[torch.Tensor,
     peers = 1 + torch.randperm(BATCH * pages, generator=generator, device=DEVICE)
     mapping = torch.zeros((BATCH * pages + 1, page_size), dtype=torch.int64, device=DEVICE)
     mapping[1:] = peers[:, None] * page_size + offsets
-    return slots, mapping.view(-1)
+    mapping = mapping.view(1, -1)
+    return slots, torch.cat([torch.zeros_like(mapping), mapping])
 
 
 def page_tables(page_sizes: Sequence[int], small: bool) -> Named:
@@ -52,27 +59,29 @@ def page_tables(page_sizes: Sequence[int], small: bool) -> Named:
     rows = torch.tensor([3, 0, BATCH, 1, 7], device=DEVICE)
     cases = [([0, 1, 99, 63, 127], 1, 1), ([16, 15, 0, 17, 4999], 64, 33), ([5000, 4097, 7, 1025, 1026], 16, RETAIN)]
     for page_size in page_sizes:
-        slots = random_slots(5000, page_size, seed=page_size)
+        slots, maps = random_slots(5000, page_size, seed=page_size)
         for lengths, nodes, retain in cases[: 1 if small else None]:
             length = torch.tensor(lengths, device=DEVICE)
             real = length.masked_fill(rows == BATCH, 0)  # the row of padding
 
             def held(tables: PageTables, real: torch.Tensor = real, size: int = page_size) -> PageTables:
-                def pages_of(space: Space) -> torch.Tensor:
-                    pages, start = tables.pages(space)
+                def pages_of(group: GroupId) -> torch.Tensor:
+                    pages, start = tables.pages(group)
                     first = start[:, None] + torch.arange(pages.shape[1], device=DEVICE) * size
                     return torch.where(first < real[:, None], pages, 0)
 
-                return tables._replace(full_pages=pages_of(Space.FULL), swa_pages=pages_of(Space.SWA))
+                return tables._replace(tables=ByGroup(tuple(pages_of(group) for group, _ in tables.tables.items())))
 
-            for full, swa in ((-(-5000 // page_size), 2 + retain), (0, 1), (16, 3000)):
-                sizes = {"num_nodes": nodes, "retain": retain, "page_size": page_size}
-                arguments = partial(partial, **sizes, full_width=full, swa_width=swa)
+            keys = torch.tensor([slots.shape[1], retain])
+            for width in (-(-5000 // page_size), 0, 16):
+                widths = table_widths(keys.numpy(), width, page_size)
+                arguments = partial(partial, num_nodes=nodes, page_size=page_size, widths=widths)
+                inputs = slots, maps, keys.to(DEVICE), rows, length
                 run, reference = (
-                    lambda build=build, a=(*slots, rows, length), bind=arguments, held=held: held(bind(build)(*a))
+                    lambda build=build, a=inputs, bind=arguments, held=held: held(bind(build)(*a))
                     for build in (build_page_tables, reference_build_page_tables)
                 )
-                name = f"page table, pages of {page_size}, {nodes} nodes, widths {full} and {swa}"
+                name = f"page table, pages of {page_size}, {nodes} nodes, widths {widths}"
                 yield name, lambda _, run=run, reference=reference: Call(run, reference)
 
 
@@ -90,7 +99,7 @@ def random_pools(count: int, size: int, heads: int, dim: int, dtype: torch.dtype
 def store_call(rows: int, heads: int, dim: int, dtype: torch.dtype, count: int, size: int, seed: int) -> Call:
     k = torch.randn(1, heads, rows, dim, device=DEVICE).to(dtype)[0].transpose(0, 1)
     v = torch.randn(rows, 2 * heads, dim, device=DEVICE).to(dtype)[:, ::2]
-    slots = FullLoc(1 + torch.randperm(size - 1, device=DEVICE)[:rows])
+    slots = PrimaryLoc(1 + torch.randperm(size - 1, device=DEVICE)[:rows])
     ours = random_pools(2, size, heads, dim, dtype)
     theirs = [pool.clone() for pool in ours]
     return Call(
@@ -104,7 +113,7 @@ def move_call(rows: int, heads: int, dim: int, dtype: torch.dtype, count: int, s
     ours = random_pools(count, size, heads, dim, dtype)
     theirs, addresses = [pool.clone() for pool in ours], StoreAddresses.from_pools(ours)
     window = 1 + torch.randperm(size - 1, device=DEVICE)
-    source, destination = FullLoc(window[3 : 3 + rows]), FullLoc(window[:rows])
+    source, destination = PrimaryLoc(window[3 : 3 + rows]), PrimaryLoc(window[:rows])
 
     def run() -> tuple[torch.Tensor, ...]:
         move_kv(addresses, source, destination)
@@ -187,8 +196,8 @@ def round_call(page_size: int, num_nodes: int, chain: bool, seed: int) -> Call:
     tree = DraftTree.chain(drafted.tokens) if chain else drafted
 
     def outcome(open_round: Callable[..., Any], close_round: Callable[..., Any]) -> tuple[Any, ...]:
-        allocator = HybridAllocator(full_pages=9999, swa_pages=None, page_size=page_size, device=DEVICE)
-        table = RequestTable(allocator, max_requests=BATCH, max_len=600, lookahead=num_nodes, window=None)
+        allocator = HybridAllocator(PRIMARY_ONLY, [9999], page_size=page_size, device=DEVICE)
+        table = RequestTable(allocator, max_requests=BATCH, max_len=600, lookahead=num_nodes)
         cache, moved = KVCache(allocator, table, TorchBackend()), list[Move]()
         cache.move = moved.append  # type: ignore[method-assign]
         for row in range(BATCH - 2):
@@ -242,27 +251,24 @@ def check_rows(page_sizes: Sequence[int], small: bool) -> Iterator[Row]:
 
 
 def times_rows(page_sizes: Sequence[int], contexts: Sequence[int]) -> Iterator[Row]:
-    """Page tables, whole and of the window alone, and the other kernels next to plain torch."""
+    """Page tables, whole and with a prefix of one page, and the other kernels next to plain torch."""
     rows, copies = torch.arange(BATCH, device=DEVICE), 1 if ON_CPU else 8
     for page_size in page_sizes:
         for context in contexts:
             sets = [random_slots(context, page_size, seed) for seed in range(copies)] * 8
-            sizes = {
-                "num_nodes": NODES,
-                "retain": RETAIN,
-                "page_size": page_size,
-                "swa_width": 1 + -(-RETAIN // page_size),
-            }
-            length = torch.full((BATCH,), context, device=DEVICE)
+            keys = torch.tensor([sets[0][0].shape[1], RETAIN])
+            wide = -(-context // page_size)
+            others = keys.to(DEVICE), rows, torch.full((BATCH,), context, device=DEVICE)
             kept: list[Any] = []  # outputs rotate too
 
-            def build(tables: Any, width: int, length: Any = length, sizes: Any = sizes, kept: Any = kept) -> None:
-                kept.append(build_page_tables(*tables, rows, length, **sizes, full_width=width))
+            def build(slots: Any, widths: Any, others: Any = others, size: int = page_size, kept: Any = kept) -> None:
+                kept.append(build_page_tables(*slots, *others, num_nodes=NODES, page_size=size, widths=widths))
 
-            whole, swa = (microseconds(partial(build, width=width), sets) for width in (-(-context // page_size), 0))
+            every = [table_widths(keys.numpy(), width, page_size) for width in (wide, 1)]
+            whole, rest = (microseconds(partial(build, widths=widths), sets) for widths in every)
             found = "" if whole < LIMIT_US else f"slower than {LIMIT_US:.0f} us"
             name = f"page tables, pages of {page_size}, context {context}"
-            yield Row(name, found, f"{whole:.2f} us, {swa:.2f} us without the full table", not found)
+            yield Row(name, found, f"{whole:.2f} us, {rest:.2f} us with a prefix of one page", not found)
     dtype = torch.float32 if ON_CPU else torch.bfloat16
     timed: list[tuple[str, Make]] = [
         ("store_kv, 128 rows of 2 x 256", partial(store_call, 128, 2, 256, dtype, 2, 20000)),

@@ -88,7 +88,7 @@ def diagnose(
         reference=reference,
         findings=(*findings, *named),
         trials=tuple(trials),
-        memory={space.value: size for space, size in engine.cache.bytes_by_space().items()},
+        memory=engine.cache.bytes_by_group(),
         best_shape=examination.best_shape(),
         notes=() if can_be_run(pair.drafter) else (NO_REFERENCE.format(name=pair.drafter.name),),
         seconds=time.perf_counter() - started,

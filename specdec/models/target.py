@@ -28,6 +28,7 @@ from specdec.layers.families import Unfusable
 from specdec.layers.fuse import Weights, fuse, fuse_linear
 from specdec.layers.merge import held_storages
 from specdec.models.batch_invariance import depends_on_others, forward_in_tiles, rows_in_tiles
+from specdec.models.cache_geometry import GeometryContext, measured_layout
 from specdec.models.context_length import ContextLength, context_length
 from specdec.models.paused_forward import PausedForward, collected, walker_of
 from specdec.models.placeholders import Placeholders, find_placeholders
@@ -93,9 +94,9 @@ class TargetModel:
             self.home: torch.device = self.embed.weight.device  # of the user's weights
         self.ranks = ranks
         self.placeholders = Placeholders()
+        proof = self._probe()
         self.windows: Sequence[int | None] = tuple(spec.window for spec in self.layout.layers)
         self.last_storing_layer = max(spec.owner for spec in self.layout.layers)
-        proof = self._probe()
         self.logit_rule: LogitRule = proof.rule
         self.unfused: str | None = "it was made without operations for fused layers"
         watched = self.decoder, self.head
@@ -370,13 +371,17 @@ class TargetModel:
 
     @torch.inference_mode()
     def _probe(self) -> Proof:
-        """Prove that the model can be served, and how its logits follow from its head."""
+        """Measure what each layer keeps, prove that the model can be served, and find how its logits follow from its
+        head."""
         kind = type(self.model).__name__
         texts = probe_texts(self.model.config, self.vocab_size).to(self.home)
         unpaged = f"{kind} does not run through the attention interface of transformers"
 
         try:
             with torch.autocast(self.home.type, enabled=False), refusing(self.name, unpaged):
+                geometry = GeometryContext()
+                self.run(texts[:1], torch.arange(texts.shape[1], device=self.home)[None], geometry)
+                self.layout = measured_layout(self.layout, geometry)
                 return prove(
                     self.name,
                     self.layout,

@@ -4,6 +4,7 @@ Nothing is decided by it.
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -35,7 +36,7 @@ the vocabulary. Prompt lookup where nothing is said twice has fewer too."""
 
 
 class PoolUse(NamedTuple):
-    """KV slots of one space: held by requests now and at most so far, kept by the prefix cache alone, and in all."""
+    """KV slots of pools: held by requests now and at most so far, kept by the prefix cache alone, and in all."""
 
     held: int
     peak: int
@@ -43,10 +44,10 @@ class PoolUse(NamedTuple):
     capacity: int
 
     @classmethod
-    def from_pool(cls, pool: PagedAllocator | None, page_size: int) -> "PoolUse":
-        if pool is None:
-            return NOTHING
-        return cls(*(n * page_size for n in (pool.held_pages, pool.peak_pages, pool.cached_pages, pool.capacity)))
+    def from_pools(cls, pools: Sequence[PagedAllocator], page_size: int) -> "PoolUse":
+        """Sums over these pools."""
+        each = [(pool.held_pages, pool.peak_pages, pool.cached_pages, pool.capacity) for pool in pools]
+        return cls(*(page_size * sum(pages) for pages in zip((0, 0, 0, 0), *each, strict=True)))
 
 
 class DeviceUse(NamedTuple):
@@ -144,8 +145,8 @@ def stats_now(
         drafted_counts=list(totals.drafted_counts),
         waiting=len(scheduler.waiting),
         running=len(scheduler.running),
-        full_slots=PoolUse.from_pool(allocator.full, allocator.page_size),
-        swa_slots=PoolUse.from_pool(allocator.swa, allocator.page_size),
+        full_slots=PoolUse.from_pools([allocator.primary], allocator.page_size),
+        swa_slots=PoolUse.from_pools(allocator.pools.values[1:], allocator.page_size),
         captures=captures,
         drafts=drafts,
         prompt_gap_ms=1e3 * scheduler.prompt_gap.promised(scheduler.prompt_room, scheduler.max_model_len),

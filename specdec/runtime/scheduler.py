@@ -18,7 +18,8 @@ import numpy as np
 from specdec.errors import CapacityError
 from specdec.gpu.buckets import next_power_of_two
 from specdec.gpu.mirrored_array import IntArray
-from specdec.kvcache.table import RequestTable, swa_slots_held
+from specdec.kvcache.index_spaces import PRIMARY
+from specdec.kvcache.table import RequestTable, window_slots_held
 from specdec.runtime.prefixes import Prefixes
 from specdec.runtime.prompt_gap import PromptGap
 from specdec.runtime.prompt_shares import Prompt, PromptRoom, shares
@@ -103,15 +104,16 @@ class Scheduler:
                 advice.append(f"or make the engine with a larger max_model_len{most}")
             raise CapacityError(f"{said}; {', '.join(advice)}")
         allocator = self.table.allocator
-        needed = zip(*(slots_needed(self.table, prompt_len, new) for new in (max_new_tokens, least)), strict=True)
-        pools = ("full", allocator.full), ("swa", allocator.swa)
-        for (need, need_least), (name, pool) in zip(needed, pools, strict=True):
-            if pool is not None and need > pool.capacity * allocator.page_size:
-                said = asked if need_least <= pool.capacity * allocator.page_size else prompt
+        needed, least_needed = (slots_needed(self.table, prompt_len, new) for new in (max_new_tokens, least))
+        for group, pool in allocator.pools.items():
+            need, there = needed[group], pool.capacity * allocator.page_size
+            if need > there:
+                said = asked if least_needed[group] <= there else prompt
+                option = "full_slots" if group == PRIMARY else "swa_slots"
                 raise CapacityError(
-                    f"{said} needs {need} {name} KV slots (with {self.table.lookahead} nodes a verify step and page "
-                    f"size {allocator.page_size}), but the {name} pool has {pool.capacity * allocator.page_size}; "
-                    f"raise {name}_slots or ask for less"
+                    f"{said} needs {need} {pool.name} KV slots (with {self.table.lookahead} nodes a verify step and "
+                    f"page size {allocator.page_size}), but the {pool.name} pool has {there}; raise {option} or ask "
+                    "for less"
                 )
 
     def admit_requests(self) -> list[Request]:
@@ -122,23 +124,21 @@ class Scheduler:
         admitted: list[Request] = []
         if not self.waiting or len(self.running) >= self.max_running:
             return admitted
-        full_due, swa_due = self._pages_to_come(self.running)
-        pools = self.table.allocator
-        full_there, swa_there = pools.full.available_pages, 0 if pools.swa is None else pools.swa.available_pages
+        due = self._pages_to_come(self.running)
+        there = np.array([pool.available_pages for pool in self.table.allocator.pools])
         passes = _Passes()
         put_off = 0
         for request in self.waiting:
             if len(self.running) + put_off >= self.max_running:
                 break
-            if self.running and (full_due > full_there or swa_due > swa_there):
+            if self.running and (due > there).any():
                 break
             passes.count(request)
             if self.prefixes.should_wait_for_prefix(request, rank(request)):
                 put_off += 1  # a row is left for it
                 continue
-            full, swa = self._pages_to_begin(request)
-            full_due, swa_due = full_due + full, swa_due + swa
-            if self.running and (full_due > full_there or swa_due > swa_there):
+            due = due + self._pages_to_begin(request)
+            if self.running and (due > there).any():
                 break  # before anything is adopted: it would be given up again, every step
             request.row = self.table.open_row()
             self.prefixes.adopt_prefix(request, rank(request))
@@ -229,34 +229,33 @@ class Scheduler:
         rows = rows_of(decoding)
         return rows, self.table.committed_len.host[rows] + self.table.lookahead
 
-    def _pages_to_come(self, requests: Sequence[Request]) -> tuple[int, int]:
-        """Pages (full, swa) that requests with a row take until their next round, the first if they have had none."""
+    def _pages_to_come(self, requests: Sequence[Request]) -> IntArray:
+        """Pages [groups] that requests with a row take until their next round, the first if they have had none."""
         table = self.table
         decoding = _in_state(requests, RequestState.DECODE)
-        full_due = int(table.pages_needed(*self._lookahead(decoding)).sum())
-        swa_due = full_due if table.allocator.swa else 0
+        due = np.full_like(table.retain, table.pages_needed(*self._lookahead(decoding)).sum())
         for request in requests:
             if request.state is not RequestState.DECODE:
-                owned, evicted = table.capacity[request.row], table.evicted_len[request.row]
-                full, swa = self._pages_missing(request, int(owned), int(evicted))
-                full_due, swa_due = full_due + full, swa_due + swa
-        return full_due, swa_due
+                owned, evicted = int(table.capacity[request.row]), table.evicted_len[:, request.row]
+                due += self._pages_missing(request, owned, evicted)
+        return due
 
-    def _pages_to_begin(self, request: Request) -> tuple[int, int]:
-        """Pages (full, swa) that a waiting request takes until its first round, cached ones that no row holds too."""
+    def _pages_to_begin(self, request: Request) -> IntArray:
+        """Pages [groups] that a waiting request takes until its first round, cached ones that no row holds too."""
         allocator = self.table.allocator
         pages = self.prefixes.cached_pages(request)
         num_evicted = self.table.num_evicted(len(pages))
-        full, swa = self._pages_missing(request, len(pages) * allocator.page_size, num_evicted * allocator.page_size)
-        full += int(np.count_nonzero(~allocator.full.is_held(pages)))
-        return full, swa + int(np.count_nonzero(allocator.is_idle_in_swa(pages[num_evicted:])))
+        due = self._pages_missing(request, len(pages) * allocator.page_size, num_evicted * allocator.page_size)
+        for group, _ in allocator.pools.items():
+            due[group] += np.count_nonzero(allocator.is_idle(group, pages[num_evicted[group] :]))
+        return due
 
-    def _pages_missing(self, request: Request, owned: int, evicted: int) -> tuple[int, int]:
-        """Pages (full, swa) that it takes until its first round, in which it has two tokens to go or more, beyond
-        `owned` slots, of which the first `evicted` have no SWA peer."""
-        page_size = self.table.allocator.page_size
-        full, swa = slots_needed(self.table, request.prefill_target, 2)
-        return max(0, full - owned) // page_size, max(0, swa - owned + evicted) // page_size
+    def _pages_missing(self, request: Request, owned: int, evicted: IntArray) -> IntArray:
+        """Pages [groups] that it takes until its first round, in which it has two tokens to go or more, beyond `owned`
+        slots, of which the first `evicted` [groups] have no peer."""
+        missing = np.array(slots_needed(self.table, request.prefill_target, 2)) - owned + evicted
+        pages: IntArray = np.maximum(0, missing) // self.table.allocator.page_size
+        return pages
 
     def _prompt_shares(self) -> list[tuple[Request, int]]:
         """Requests that read prompt tokens in this step, if there are pages, and the number of tokens, by rank."""
@@ -311,15 +310,12 @@ def _in_state(requests: Sequence[Request], state: RequestState) -> list[Request]
     return [request for request in requests if request.state is state]
 
 
-def slots_needed(table: RequestTable, prompt_len: int, max_new_tokens: int) -> tuple[int, int]:
-    """Most slots that one request owns at a time, in whole pages: (full, swa).
+def slots_needed(table: RequestTable, prompt_len: int, max_new_tokens: int) -> list[int]:
+    """Most slots that one request owns at a time in each group, in whole pages.
 
     The last verify starts with one token to go or more: committed <= prompt + new - 2, then the lookahead.
     """
     page_size, num_nodes = table.allocator.page_size, table.lookahead
     longest = prompt_len if max_new_tokens < 2 else prompt_len + max_new_tokens - 2 + num_nodes
-    full = -(-longest // page_size) * page_size
-    if table.retain is None:
-        return full, 0
-    held = swa_slots_held(table.retain, num_nodes, page_size)
-    return full, min(full, -(-held // page_size) * page_size)
+    held = [longest] + [window_slots_held(int(keys), num_nodes, page_size) for keys in table.retain[1:]]
+    return [-(-min(longest, slots) // page_size) * page_size for slots in held]

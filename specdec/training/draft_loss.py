@@ -74,7 +74,7 @@ def run_target(
     decoder: Any = target.user_decoder
     entered = [*decoder.layers, decoder.norm]
     hooks = [entered[i].register_forward_pre_hook(keep(i), with_kwargs=True) for i in set(aux_layers)]
-    window = target.layout.window
+    window = target.layout.widest_window
     mask: Any = causal_masks(batch.pos, window or batch.pos.shape[1], target.dtype)
     if getattr(target.config, "layer_types", None) is None:
         mask = mask[FULL_ATTENTION if window is None else SLIDING_ATTENTION]

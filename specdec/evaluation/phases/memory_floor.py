@@ -63,7 +63,7 @@ def step_bytes(target: TargetModel, batch: int, nodes: int, context: int) -> Ste
         else:
             weights += packed
     layers = target.layout.layers
-    keys = sum(min(context, spec.window or context) * 2 * spec.num_kv_heads * spec.head_dim for spec in layers)
+    keys = sum(min(context, spec.window or context) * field.numbers for spec in layers for field in spec.fields)
     return StepBytes(weights, experts, rows, batch * keys * target.dtype.itemsize)
 
 

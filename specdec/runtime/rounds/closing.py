@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from specdec.attention.trees.tree import DraftTree
 from specdec.attention.trees.walk import reference_accept, walk
 from specdec.gpu.triton_shim import tl, triton
-from specdec.kvcache.index_spaces import FullLoc
+from specdec.kvcache.index_spaces import PrimaryLoc
 from specdec.kvcache.table import Move, RequestTable, Rows
 
 
@@ -148,7 +148,7 @@ def closing(
     permutes = not tree.is_chain and table.allocator.page_size == 1
     if not tree.is_chain and not permutes:
         source, destination = (drawn.new_empty((batch * num_nodes,)) for _ in range(2))
-        move = Move(FullLoc(source), FullLoc(destination))
+        move = Move(PrimaryLoc(source), PrimaryLoc(destination))
     _closing_kernel[(batch,)](
         *(*by_node, *by_request, committed_len, slots, tokens, length, bonus, packed),
         *((None, None) if move is None else move),

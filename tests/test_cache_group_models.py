@@ -1,0 +1,102 @@
+"""Models whose layers keep different things, two windows or V narrower than K: their tokens, and their memory."""
+
+import pytest
+import torch
+from kv_rig import layer_spec, make_allocator
+
+from specdec import EngineConfig, SamplingParams, SpecConfig
+from specdec.kvcache.layout import CacheGroups, KVLayout, attention_fields
+from specdec.kvcache.table import RequestTable
+from specdec.models.target import TargetModel
+from specdec.runtime import sizing
+from specdec.runtime.scheduler import slots_needed
+
+from marks import deep
+
+FAMILIES = ["two_windows", "deepseek_v3", "mimo_v2_flash"]
+NEW = 12
+PARAMS = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_the_models_own(
+    family, page_size, make_target, make_engine, greedy_oracle, random_prompt, scripted, tree_script, monkeypatch
+) -> None:
+    """Random trees, pools for little more than one request, and prompts that begin alike, all under the sanitizer."""
+    monkeypatch.setenv("SPECDEC_SANITIZE", "1")
+    model, base = make_target(family), random_prompt(30)
+    prompts = [base, [*base, 5], [*base[:20], 7, 9], random_prompt(41, seed=1), base[:3], [*base, 5]]
+    truths = [list(greedy_oracle(model, prompt, NEW)) for prompt in prompts]
+    drafter = scripted(tree_script([prompt + truth for prompt, truth in zip(prompts, truths, strict=True)]))
+    options = {"spec": SpecConfig(3, 2, 6), "page_size": page_size, "max_batch_size": 3}
+    full, *windowed = slots_needed(make_engine(model, drafter, **options).table, 41, NEW)
+    sizes = {"full_slots": full + 4, **({"swa_slots": 2 * max(windowed)} if windowed else {})}
+    engine = make_engine(model, drafter, **options, **sizes)
+    outputs = engine.generate(prompts, PARAMS)
+    assert [out.token_ids for out in outputs] == truths
+    again = engine.generate([*base, 5, 8], PARAMS)[0]
+    assert again.token_ids == greedy_oracle(model, [*base, 5, 8], NEW) and again.stats.cached_tokens > 0
+    assert engine.stats().preemptions > 0
+    engine.table.check()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_deterministic_answers_do_not_depend_on_company(family, make_target, make_engine, random_prompt) -> None:
+    model, prompts = make_target(family), [random_prompt(n, seed=n) for n in (30, 7, 18)]
+    params = SamplingParams(max_new_tokens=6, ignore_eos=True, logprobs=2)
+    engine = make_engine(model, "ngram", deterministic=True, max_batch_size=3)
+    together = [(out.token_ids, out.logprobs) for out in engine.generate(prompts, params)]
+    lone = make_engine(model, None, deterministic=True, max_batch_size=1, prefill_chunk=5)
+    assert [
+        (out.token_ids, out.logprobs) for out in (lone.generate(prompt, params)[0] for prompt in prompts)
+    ] == together
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
+@pytest.mark.parametrize("family", ["two_windows", deep("deepseek_v3"), "mimo_v2_flash"])
+def test_kernels_read_the_group_of_each_layer(
+    family, make_target, make_engine, greedy_oracle, random_prompt, monkeypatch
+) -> None:
+    """Interpreted, under the sanitizer."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("SPECDEC_SANITIZE", "1")
+    model, prompts = make_target(family), [random_prompt(13), random_prompt(3)]
+    engine = make_engine(model, "ngram", attention="triton", page_size=4, max_batch_size=2, num_steps=2)
+    outputs = engine.generate(prompts, SamplingParams(max_new_tokens=4, ignore_eos=True))
+    assert [out.token_ids for out in outputs] == [greedy_oracle(model, prompt, 4) for prompt in prompts]
+
+
+def test_each_window_takes_the_memory_of_its_own_layers(make_target, monkeypatch) -> None:
+    """Windows of 128 and 4,096: pools by group are those of the formula of docs/memory.md, not of the widest window."""
+    monkeypatch.setattr(sizing, "free_bytes", lambda device: 10**12)
+    target = TargetModel(make_target("llama", max_position_embeddings=16384))
+    target.layout = KVLayout(tuple(layer_spec(i, window) for i, window in enumerate((None, 128, 128, 4096))))
+    config, nodes = EngineConfig(max_batch_size=8, max_model_len=16384), 5
+    cache, _ = sizing.make_cache(target, None, config, nodes, None)
+    cache.add_store(target.stored_layout, torch.float32)
+    room = sizing.PromptRoom.from_settings(config.max_prefill_tokens, config.prefill_chunk, "cpu")
+    in_flight = max(room.idle, 8 * min(room.chunk, sizing.WINDOW_SPARE))
+    need = {
+        f"window {window}": layers * 2 * 4 * (8 * (window - 1 + nodes) + in_flight)
+        for window, layers in ((128, 2), (4096, 1))
+    }
+    kept = cache.bytes_by_group()
+    assert all(need[name] <= kept[name] <= 1.05 * need[name] for name in need), (kept, need)
+
+
+def test_a_narrow_v_is_stored_at_its_own_width(make_target, make_engine) -> None:
+    engine = make_engine(make_target("mimo_v2_flash"), None, full_slots=40, swa_slots=40)
+    full, sliding = engine.cache.bytes_by_group().values()
+    assert (full, sliding) == (41 * 4 * 2 * (12 + 8), 41 * 4 * 2 * 4 * (12 + 8))
+
+
+def test_groups_of_a_model_are_its_windows(make_target) -> None:
+    """What layers call attention with counts: the config of this model names one window, and a layer has another."""
+    layout = TargetModel(make_target("two_windows")).layout
+    assert [layer.window for layer in layout.layers] == [None, 8, 3, 8]
+    allocator = make_allocator(4, CacheGroups.of_layouts([layout]).windows)
+    table = RequestTable(allocator, max_requests=1, max_len=9, lookahead=1)
+    assert table.retain[1:].tolist() == [4, 9]
+    fields = TargetModel(make_target("deepseek_v3")).layout.layers[0].fields
+    assert fields == attention_fields(4, 12, 8)

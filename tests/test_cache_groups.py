@@ -1,0 +1,437 @@
+"""Many groups of layers in one cache: claims, refusals and matches by group, and slots of one group used in another.
+
+That K/V of several groups are those of their texts over random histories is shown by `test_kv_state_machine.py`.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kv_rig import KVRig, layer_spec, make_allocator, replaced
+
+from specdec.attention.checked_backend import sanitized
+from specdec.attention.plan import KVPlan
+from specdec.attention.trees.tree import DraftTree
+from specdec.errors import DoubleFreeError, LocationError, OutOfSlotsError
+from specdec.kvcache.index_spaces import PRIMARY, GroupId, PrimaryLoc
+from specdec.kvcache.layout import CacheField, CacheGroups, Full, KVLayout, Window, attention_fields
+from specdec.kvcache.prefix_cache import PrefixCache
+from specdec.kvcache.store import KVStore
+from specdec.kvcache.table import RequestTable
+
+from marks import examples
+from snapshots import contents
+
+NARROW, WIDE = GroupId(1), GroupId(2)
+NODES = 3
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int64)
+
+
+def table_of(windows: Sequence[int], *, page_size: int = 1, pages: int = 60, rows: int = 4) -> RequestTable:
+    """`retain` is the window; the group numbers follow the windows."""
+    allocator = make_allocator(pages, windows, page_size=page_size)
+    return RequestTable(allocator, max_requests=rows, max_len=90, lookahead=NODES, extra_keys=1)
+
+
+def grown(table: RequestTable, length: int) -> int:
+    """A new row of so many committed tokens."""
+    row = table.open_row()
+    table.ensure_slots(row, length)
+    table.commit_chunk_on_host(ints(row), ints(length))
+    return row
+
+
+def loc(table: RequestTable, row: int, begin: int, end: int) -> PrimaryLoc:
+    return PrimaryLoc(torch.from_numpy(table.slots.host[row, begin:end].copy()))
+
+
+# the groups of layouts
+
+
+def test_groups_are_those_of_all_models_the_primary_first() -> None:
+    layers = [layer_spec(i, window) for i, window in enumerate((64, None, 4, 64))]
+    groups = CacheGroups.of_layouts([KVLayout(tuple(layers)), KVLayout((layer_spec(0, 9),))])
+    assert [group.name for group in groups.groups] == ["full", "window 4", "window 9", "window 64"]
+    assert [groups.group_of(kept) for kept in (Full(), Window(4), Window(64))] == [0, 1, 3]
+    assert (
+        CacheGroups.of_layouts([KVLayout((layer_spec(0, 4),))]).groups[PRIMARY].retention == Full()
+    )  # though no layer is
+    with pytest.raises(AssertionError, match="no group keeps window 5"):
+        groups.group_of(Window(5))
+
+
+@given(
+    windows=st.lists(st.one_of(st.none(), st.integers(1, 64)), min_size=1, max_size=5),
+    page_size=st.sampled_from([1, 4, 16]),
+    sizes=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 9)), min_size=5, max_size=5),
+)
+@settings(max_examples=examples(20, 100), deadline=None, derandomize=True, database=None)
+def test_a_store_holds_what_fields_say_at_the_slots_of_their_group(windows, page_size, sizes) -> None:
+    layers = [
+        dataclasses.replace(layer_spec(i, window), fields=attention_fields(*size))
+        for i, (window, size) in enumerate(zip(windows, sizes, strict=False))
+    ]
+    layout = KVLayout(tuple(layers))
+    given_windows = sorted({window for window in windows if window is not None})
+    allocator = make_allocator(5, given_windows, [2 + n for n in range(len(given_windows))], page_size=page_size)
+    store = KVStore(layout, allocator, torch.float32, torch.device("cpu"), rank=0)
+    for kept, layer in zip(store.layers.values(), layers, strict=True):
+        slots = allocator.num_slots(kept.group)
+        assert allocator.groups.groups[kept.group].retention == layer.retention
+        assert [*kept.k.shape] == [slots, layer.k.heads, layer.k.dim]
+        assert [*kept.v.shape] == [slots, layer.v.heads, layer.v.dim]
+    for group in allocator.groups.groups:
+        held = sum(tensor[0].numel() for tensor in store.tensors(group.id))
+        assert held == layout.numbers_per_slot(group.retention)
+
+
+def test_a_field_has_its_own_size() -> None:
+    assert [field.numbers for field in attention_fields(4, 192, 128)] == [768, 512]
+    assert attention_fields(2, 8) == (CacheField("k", 2, 8), CacheField("v", 2, 8))
+
+
+# claims by group
+
+
+@pytest.mark.parametrize("short", range(4))
+def test_alloc_takes_from_all_pools_or_from_none(short: int) -> None:
+    pages = [5, 5, 5, 5]
+    pages[short] = 2
+    a = make_allocator(pages[0], [2, 4, 8], pages[1:], page_size=4)
+    before = contents(a)
+    names = "full", "window 2", "window 4", "window 8"
+    there = ", ".join(f"{count} of {count} in the {name} pool" for count, name in zip(pages, names, strict=True))
+    with pytest.raises(OutOfSlotsError, match=f"^3 pages needed; free: {there}$"):
+        a.alloc(3)
+    assert contents(a) == before and a.available_pages == 2
+    a.alloc(2)
+    assert [pool.held_pages for pool in a.pools] == [2] * 4 and a.available_pages == 0
+    a.check()
+
+
+def test_a_peer_that_is_released_in_one_group_stays_in_another() -> None:
+    table = table_of([2, 8], page_size=2)
+    a, row = table.allocator, grown(table, 12)
+    pages = table.pages(row, 6)
+    table.evict_unseen(ints(row), slack_pages=0)
+    assert table.evicted_len[:, row].tolist() == [0, 10, 4]
+    assert a.is_mapped(NARROW, pages).tolist() == [False] * 5 + [True]
+    assert a.is_mapped(WIDE, pages).tolist() == [False] * 2 + [True] * 4
+    assert [pool.held_pages for pool in a.pools] == [6, 1, 4]
+    with pytest.raises(DoubleFreeError, match=r"window 2 pool: .* some were evicted before"):
+        a.evict(NARROW, loc(table, row, 8, 10))
+    a.evict(WIDE, loc(table, row, 4, 6))
+    a.check()
+    with pytest.raises(AssertionError, match="in the window of group 2 is unmapped"):
+        table.check()
+
+
+def test_rows_that_share_pages_release_their_claims_by_group() -> None:
+    table = table_of([2, 8])
+    first = grown(table, 12)
+    second = table.open_row()
+    table.adopt_pages(second, table.pages(first, 12))
+    assert table.evicted_len[:, second].tolist() == [0, 10, 4]
+    a, pages = table.allocator, table.pages(first, 12)
+    assert [a.pools[group].num_holders(a._peers(group, pages)).tolist() for group in a.windowed] == [
+        [1] * 10 + [2] * 2,
+        [1] * 4 + [2] * 8,
+    ]
+    table.evict_unseen(ints(first), slack_pages=0)
+    table.check()
+    table.close_row(second)
+    table.check()
+    table.close_row(first)
+    assert [pool.free_pages for pool in a.pools] == [60] * 3
+
+
+@given(
+    windows=st.sets(st.integers(1, 64), max_size=4).map(sorted),
+    page_size=st.sampled_from([1, 4, 16]),
+    pages=st.lists(st.integers(2, 24), min_size=5, max_size=5),
+    seed=st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=examples(30, 300), deadline=None, derandomize=True, database=None)
+def test_random_groups_keep_what_their_windows_need(windows, page_size, pages, seed) -> None:
+    """Growing, eviction, sharing and closing: pools and rows agree, and a refusal names the short pool."""
+    draw = np.random.default_rng(seed)
+    allocator = make_allocator(pages[0], windows, pages[1 : len(windows) + 1], page_size=page_size)
+    table = RequestTable(allocator, max_requests=4, max_len=150, lookahead=NODES)
+    for _ in range(40):
+        rows = draw.permutation(table.active_rows)[: draw.integers(1, 3)]
+        choice = draw.integers(0, 5)
+        if choice == 0 and len(table.active_rows) < 4:
+            fresh = table.open_row()
+            if len(rows) and (whole := int(table.committed_len.host[rows[0]]) // page_size):
+                shared = table.pages(rows[0], whole)
+                evicted = table.num_evicted(whole)
+                if all(allocator.is_mapped(g, shared[evicted[g] :]).all() for g in allocator.windowed):
+                    table.adopt_pages(fresh, shared)
+        elif choice == 1 and len(rows):
+            table.close_rows(rows)
+        elif choice == 2 and len(rows):
+            table.evict_unseen(rows, slack_pages=int(draw.integers(0, 2)))
+        elif len(rows):
+            more = draw.integers(1, 20, len(rows))
+            wanted = table.committed_len.host[rows] + more
+            needed, before = int(table.pages_needed(rows, wanted).sum()), contents(table)
+            short = [pool.name for pool in allocator.pools if pool.available_pages < needed]
+            if wanted.max() > 150 or short:
+                with pytest.raises(OutOfSlotsError) as refusal:
+                    table.ensure_all_slots(rows, wanted)
+                assert wanted.max() > 150 or all(f"in the {name} pool" in str(refusal.value) for name in short)
+                assert contents(table) == before
+            else:
+                table.ensure_all_slots(rows, wanted)
+                table.commit_chunk_on_host(rows, more)
+        table.check()
+        for group, window in enumerate(windows, 1):
+            gone = table.committed_len.host - table.evicted_len[group]
+            assert (gone >= np.minimum(table.committed_len.host, window + 1)).all()
+    table.close_rows(table.active_rows)
+    assert [pool.free_pages for pool in allocator.pools] == pages[: len(windows) + 1]
+
+
+# the prefix cache by group
+
+
+class Texts:
+    """A table with a prefix cache, whose peers can be lost by group."""
+
+    def __init__(self, windows: Sequence[int], *, page_size: int = 1, pages: int = 60) -> None:
+        self.table = table_of(windows, page_size=page_size, pages=pages)
+        self.allocator, self.cache = self.table.allocator, PrefixCache(self.table)
+
+    def keep(self, row: int, text: list[int]) -> None:
+        self.cache.insert([row], [self.cache.key(text)])
+        self.table.check()
+
+    def lose(self, group: GroupId, pages: np.ndarray) -> None:
+        self.allocator.forget_peers(group, pages)
+        for node in self.cache._by_age:
+            node.num_peers = self.cache._count_peers(node.pages)
+        self.table.check()
+
+    def found(self, text: list[int]) -> int:
+        return len(self.cache.match(self.cache.key(text)))
+
+    def longest(self, pages: np.ndarray) -> int:
+        """By the definition: the most of these pages whose last `retain` tokens are mapped in each group."""
+        a, size = self.allocator, self.table.allocator.page_size
+
+        def fits(count: int, group: GroupId) -> bool:
+            seen = range(max(0, count * size - int(self.table.retain[group])), count * size)
+            return all(a.is_mapped(group, pages[[token // size]])[0] for token in seen)
+
+        every = range(len(pages), -1, -1)
+        return next(count for count in every if all(fits(count, group) for group in a.windowed))
+
+
+@pytest.mark.parametrize("lost", [NARROW, WIDE])
+def test_a_match_needs_the_window_of_every_group(lost: GroupId) -> None:
+    """Of 12 tokens position 5 is lost in one group: a match that ends within its window after that is none."""
+    texts, text = Texts([2, 4]), list(range(12))
+    row = grown(texts.table, 12)
+    texts.keep(row, text)
+    texts.table.close_row(row)
+    pages = texts.cache.match(texts.cache.key(text))
+    texts.lose(lost, pages[[5]])
+    window = 2 if lost == NARROW else 4
+    expected = [min(n, 5) if n < 5 + window + 1 else n for n in range(13)]
+    assert [texts.found(text[:n]) for n in range(13)] == expected
+
+
+@given(
+    windows=st.sets(st.integers(1, 20), min_size=1, max_size=4).map(sorted),
+    page_size=st.sampled_from([1, 4]),
+    seed=st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=examples(30, 300), deadline=None, derandomize=True, database=None)
+def test_random_matches_are_the_longest_by_the_definition(windows, page_size, seed) -> None:
+    """Peers are lost here and there in each group; a second row of the same text then revives some of them."""
+    draw = np.random.default_rng(seed)
+    texts, text = Texts(windows, page_size=page_size, pages=80), list(range(32))
+    first, second = (grown(texts.table, 32) for _ in range(2))
+    texts.keep(first, text)
+    texts.table.close_row(first)
+    pages = texts.cache._pages_of(texts.cache._walk(texts.cache.key(text), b""))
+    for group in texts.allocator.windowed:
+        texts.lose(group, pages[draw.random(len(pages)) < draw.choice([0.0, 0.1, 0.5])])
+    for count in range(len(pages) + 1):
+        assert texts.found(text[: count * page_size]) == texts.longest(pages[:count])
+    had = texts.found(text)
+    texts.table.evict_unseen(ints(second), slack_pages=0)
+    texts.keep(second, text)
+    assert texts.found(text) >= had
+    texts.table.close_row(second)
+    texts.table.check()
+    pages = texts.cache._pages_of(texts.cache._walk(texts.cache.key(text), b""))
+    assert texts.found(text) == texts.longest(pages)
+    texts.cache.clear()
+    assert all(pool.free_pages == 80 for pool in texts.allocator.pools)
+
+
+def revived(*, evict: bool) -> tuple[Texts, list[int], np.ndarray, np.ndarray]:
+    """The cache has 9 tokens without peers in the narrow group; a second row of them comes, evicted or not."""
+    texts, text = Texts([2, 5]), list(range(9))
+    first, second = grown(texts.table, 9), grown(texts.table, 9)
+    texts.keep(first, text)
+    texts.table.close_row(first)
+    old, own = texts.cache.match(texts.cache.key(text)), texts.table.pages(second, 9)
+    texts.lose(NARROW, old)
+    if evict:
+        texts.table.evict_unseen(ints(second), slack_pages=0)
+    texts.keep(second, text)
+    texts.table.close_row(second)
+    texts.table.check()
+    return texts, text, old, own
+
+
+def test_a_page_is_exchanged_with_its_peers_in_all_groups() -> None:
+    texts, text, _, own = revived(evict=False)
+    assert texts.cache.match(texts.cache.key(text)).tolist() == own.tolist()
+    assert all(texts.allocator.is_kept(group, own).all() for group in texts.allocator.windowed)
+    assert [pool.kept_pages for pool in texts.allocator.pools] == [9, 9, 9]
+    assert texts.allocator.primary.free_pages == 60 - 9  # the old ones are free
+
+
+def test_pages_whose_peers_a_row_has_given_up_are_not_exchanged() -> None:
+    """The row has given up 7 tokens in the narrow group and 4 in the wide one: the cache keeps its own first 7."""
+    texts, text, old, own = revived(evict=True)
+    assert texts.cache.match(texts.cache.key(text)).tolist() == [*old[:7], *own[7:]]
+    assert texts.allocator.is_kept(WIDE, old[:7]).all()
+    assert [pool.kept_pages for pool in texts.allocator.pools] == [9, 2, 9]
+
+
+def test_an_exchange_that_would_lose_a_peer_is_not_made() -> None:
+    """Positions 4 .. are the row's in the wide group and 7 .. in the narrow one. The cache has lost all of the wide
+    group and has the narrow one: exchanged are only pages whose peers the row has in both."""
+    texts, text = Texts([2, 5]), list(range(9))
+    first, second = grown(texts.table, 9), grown(texts.table, 9)
+    texts.keep(first, text)
+    texts.table.close_row(first)
+    old, own = texts.cache.match(texts.cache.key(text)), texts.table.pages(second, 9)
+    texts.lose(WIDE, old)
+    texts.table.evict_unseen(ints(second), slack_pages=0)
+    texts.keep(second, text)
+    [node] = texts.cache._by_age
+    assert node.pages.tolist() == [*old[:7], *own[7:]]
+    assert [pool.kept_pages for pool in texts.allocator.pools] == [9, 9, 2]
+    texts.table.close_row(second)
+    texts.table.check()
+
+
+@pytest.mark.parametrize("short", [PRIMARY, NARROW, WIDE])
+def test_the_cache_gives_up_what_the_short_pool_needs(short: GroupId) -> None:
+    """Each pool in turn is the one that is full: only its peers, or its pages with theirs, are given up."""
+    pages = [60, 60, 60]
+    pages[short] = 20
+    table = RequestTable(
+        make_allocator(pages[0], [2, 5], pages[1:]), max_requests=4, max_len=90, lookahead=NODES, extra_keys=1
+    )
+    cache, row = PrefixCache(table), grown(table, 16)
+    cache.insert([row], [cache.key(range(16))])
+    table.close_row(row)
+    grown(table, 15)
+    table.check()
+    kept = [pool.kept_pages for pool in table.allocator.pools]
+    assert kept == ([5, 5, 5] if short == PRIMARY else [5 if group == short else 16 for group in range(3)])
+    assert len(cache.match(cache.key(range(16)))) == (5 if short == PRIMARY else 16)
+
+
+# slots of one group used in another, under the sanitizer
+
+
+@pytest.fixture(params=[1, 4], ids=["pages of 1", "pages of 4"])
+def rig(request, monkeypatch) -> KVRig:
+    """A watched cache of three groups whose numbers differ; row 0 was evicted in both windows before row 1 came."""
+    monkeypatch.setenv("SPECDEC_SANITIZE", "1")
+    layout = KVLayout((layer_spec(0, None), layer_spec(1, 4), layer_spec(2, 12)))
+    rig = KVRig(layout, pages=60, page_size=request.param, max_requests=3, max_len=48, lookahead=NODES)
+    rig.backend, _ = sanitized(rig, rig.backend, None)
+    rig.sanitizer.watch(rig.store)
+    wide = rig.allocator.pools[WIDE]
+    wide._stack = wide._stack[::-1].copy()  # its last pages come first, so that no number is one of another group
+    for length in (35, 13):
+        row = rig.open_row()
+        rig.ensure_slots(row, length)
+        plan = rig.chunk(ints(row), ints(length))
+        for layer in rig.store.layers:
+            rig.write(layer, plan.write, torch.ones((length, 1, 1)), torch.ones((length, 1, 1)))
+        rig.commit(ints(row), ints(length))
+        rig.evict_unseen(ints(row))
+        rig.ensure_slots(row, length + NODES)
+    rig.flush()
+    return rig
+
+
+PAIRS = list(itertools.permutations((PRIMARY, NARROW, WIDE), 2))
+
+
+def plan_of(rig: KVRig, kind: str) -> KVPlan:
+    rows = ints(1)
+    if kind == "chunk":
+        return rig.chunk(rows, ints(NODES))
+    if kind == "frozen":
+        return rig.frozen(rows, position_offset=0, window_shift=2)
+    chain = DraftTree.chain(torch.zeros((1, NODES), dtype=torch.int64))
+    parents = torch.tensor([[-1, 0, 0]])
+    return rig.verify(rows, chain if kind == "chain" else DraftTree.from_parents(chain.tokens, parents))
+
+
+def attend(rig: KVRig, plan: KVPlan, group: GroupId) -> torch.Tensor:
+    kept, window = rig.store.layers[group], rig.allocator.groups.groups[group].window
+    call = plan.backend.attention(plan, group, window)
+    if plan.write is not None:
+        k = torch.ones((plan.positions.numel(), 1, 1))
+        plan.backend.store(kept, plan.write_slots(group), k, k)
+    query = torch.ones((len(plan.rows), 1, plan.positions.shape[1], 1))
+    return call(query, kept.k, kept.v, scaling=1.0)
+
+
+@pytest.mark.parametrize("kind", ["chunk", "chain", "tree", "frozen"])
+def test_slots_of_the_right_group_pass(kind: str, rig: KVRig) -> None:
+    for group, _ in rig.allocator.pools.items():
+        assert attend(rig, plan_of(rig, kind), group).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["chunk", "chain", "tree"])
+@pytest.mark.parametrize(("source", "group"), PAIRS)
+def test_slots_of_another_group_are_not_written(kind: str, source: GroupId, group: GroupId, rig: KVRig) -> None:
+    plan = plan_of(rig, kind)
+    wrong = dataclasses.replace(plan, write=replaced(plan.write, group, plan.write[source]))
+    before = [kept.k.clone() for kept in rig.store.layers.values()]
+    name = rig.allocator.pools[group].name
+    with pytest.raises(LocationError, match=rf"^row 1, position 13: would write to {name} slot \d+ "):
+        attend(rig, wrong, group)
+    for kept, old in zip(rig.store.layers.values(), before, strict=True):
+        torch.testing.assert_close(kept.k, old, equal_nan=True, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["chunk", "chain", "frozen"])
+@pytest.mark.parametrize(("source", "group"), PAIRS)
+def test_pages_of_another_group_are_not_read(kind: str, source: GroupId, group: GroupId, rig: KVRig) -> None:
+    plan, page_size = plan_of(rig, kind), rig.allocator.page_size
+    pages, start = plan.prefix.pages(group)
+    positions = (start[:, None] + torch.arange(pages.shape[1]) * page_size).clamp(max=rig.slots.host.shape[1] - 1)
+    of_source = rig.allocator.translate(source, PrimaryLoc(rig.slots.tensor[plan.rows].gather(1, positions)))
+    tables = plan.prefix._replace(tables=replaced(plan.prefix.tables, group, of_source // page_size))
+    name = rig.allocator.pools[group].name
+    with pytest.raises(LocationError, match=rf"^row 1, position \d+: would read {name} slot \d+ "):
+        attend(rig, dataclasses.replace(plan, prefix=tables), group)
+
+
+def test_a_peer_of_another_group_in_the_map_is_named(rig: KVRig) -> None:
+    """The map of one windowed group gets a line of the other."""
+    slot = rig.slots.host[1, rig.allocator.page_size * (12 // rig.allocator.page_size)]
+    rig.allocator.maps[WIDE, slot] = int(rig.allocator.maps.host[NARROW, slot])
+    with pytest.raises(LocationError, match="window 12 slot"):
+        rig.flush()
