@@ -15,7 +15,7 @@ from specdec.attention.bridge import AttentionCall
 from specdec.attention.dense import bias_of, dense_attention
 from specdec.gpu.operations import KERNELS, REFERENCE, Operations
 from specdec.kvcache.index_spaces import PrimaryLoc
-from specdec.kvcache.layout import KVLayout, layout_from_config
+from specdec.kvcache.layout import layout_from_config
 from specdec.layers.decoder import FusedDecoder
 from specdec.layers.families import FAMILIES, Unfusable
 from specdec.layers.fuse import fuse
@@ -33,7 +33,8 @@ DENSE = [
 ]
 MIXED = [
     *("gemma4-moe", "gpt_oss", "qwen3_moe", "mixtral"),
-    *("ernie4_5_moe", "exaone_moe", "glm4_moe", "hy_v3", "mellum", "qwen2_moe", "step3p7"),
+    *("deepseek_v3", "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite", "hy_v3", "mellum", "mimo_v2_flash"),
+    *("qwen2_moe", "step3p7"),
 ]
 ON_KERNELS = [
     "gemma4-moe",
@@ -47,14 +48,17 @@ pytestmark = pytest.mark.usefixtures("kernels_run", "poison_empty")
 class DenseContext:
     """One sequence, causal; K/V are read back from the pools, where a layer stored them at the slots of its rows."""
 
-    def __init__(self, layout: KVLayout, num_rows: int, dtype: torch.dtype) -> None:
+    def __init__(self, decoder: Any, num_rows: int, dtype: torch.dtype) -> None:
+        layout = layout_from_config(decoder.config)  # layers, owners and windows; sizes are those of the products
         self.layout = layout
         self.slots = PrimaryLoc(torch.arange(num_rows, 0, -1, device=DEVICE))
         self.pools: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        for spec in layout.layers:
+        for spec, layer in zip(layout.layers, decoder.layers, strict=True):
             if spec.owner == spec.layer:
-                shape = (2, num_rows + 1, spec.num_kv_heads, spec.head_dim)
-                self.pools[spec.layer] = tuple(torch.zeros(shape, dtype=dtype, device=DEVICE))
+                heads = layer.parts.heads
+                shapes = [(num_rows + 1, heads.num_kv, dim) for dim in (heads.head_dim, heads.v_dim)]
+                k, v = (torch.zeros(shape, dtype=dtype, device=DEVICE) for shape in shapes)
+                self.pools[spec.layer] = k, v
 
     def destination(self, layer: int) -> Destination | None:
         return Destination(*self.pools[layer], self.slots) if layer in self.pools else None
@@ -87,7 +91,7 @@ def text_model(model: Any) -> Any:
 
 
 def run_fused(decoder: nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    context = DenseContext(layout_from_config(decoder.config), ids.shape[1], dtype)
+    context = DenseContext(decoder, ids.shape[1], dtype)
     positions = torch.arange(ids.shape[1], device=DEVICE)[None]
     return decoder(input_ids=ids, position_ids=positions, use_cache=False, specdec_ctx=context).last_hidden_state
 
@@ -132,6 +136,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("llama", {"rope_parameters": LLAMA3 | {"rope_theta": 1e4}}),
     "longrope": ("phi3", {"rope_parameters": LONGROPE | {"rope_theta": 1e4}}),
     "glm biases": ("glm4", {}),
+    "queries without a latent": ("deepseek_v3", {"q_lora_rank": None, "rope_interleave": False}),
+    "latent biases": ("deepseek_v3", {"attention_bias": True}),
 }
 
 

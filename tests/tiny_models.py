@@ -146,6 +146,7 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("Glm", PARTLY),
     "glm4": ("Glm4", {**PARTLY, "attention_bias": True}),
     "glm4_moe": ("Glm4Moe", {**GROUPS, **PARTLY, "n_routed_experts": 12, "use_qk_norm": True, "attention_bias": True}),
+    "glm4_moe_lite": ("Glm4MoeLite", {**LATENT, **GROUPS, **DENSE_FIRST, "n_routed_experts": 8, "v_head_dim": 12}),
     "granite": ("Granite", GRANITE),
     "hy_v3": ("HYV3", {**SPARSE, "num_experts": 6}),
     "mellum": ("Mellum", {**SPARSE, **SLIDES_TWICE, **TWO_ROPES, **DENSE_FIRST, "num_experts": 6}),

@@ -4,6 +4,7 @@ A layer takes the residual stream h and its normed form x, and hands both to the
 computed where the one before ends. Per layer, with [..] where the family has it:
 
     y = x W_qkv                        linear           [q/k norm over all heads]              qk_norm
+                                                        [y = queries, keys, values of latents] expand_latent
     y sum, [q/k/v norm], rotary, store rope_store       a = attention                          the context
     [a = a sigmoid(x W_g) by head      linear, gate_heads]
     o = a W_o                          linear           h, x = h + [f] [norm](o), [norm](h)    norm
@@ -31,6 +32,7 @@ from specdec.gpu.operations import Operations
 from specdec.kvcache.layer_context import Ending, LayerContext, Narrowing
 from specdec.layers.decoder_parts import DecoderParts, LayerParts, MoeParts, SumShare, WideNorms
 from specdec.layers.head_gates import gate_heads
+from specdec.layers.latent import expand_latent
 from specdec.layers.linear import Mlp, gated_linear, linear, linear_parts
 from specdec.layers.moe.dense_and_moe import mlp_and_experts
 from specdec.layers.moe.experts import apply_experts
@@ -114,6 +116,8 @@ class FusedLayer(nn.Module):
         qkv = ops(linear)(normed, parts.qkv, parts.qkv_bias, None if parts.cuts is None else parts.cuts.qkv)
         if parts.wide_norms is not None:
             qkv = yield from self._norm_all_heads(qkv, parts.wide_norms)
+        if parts.latent is not None:
+            qkv = expand_latent(qkv, parts.latent, parts.heads, ops)
         rows = ops(rope_store)(qkv, parts.heads, shared.rotary[parts.kind], context.destination(self.index))
         if isinstance(narrowing, Ending):
             return hidden, normed

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from specdec.layers.latent import LatentParts
 from specdec.layers.linear import Mlp
 from specdec.layers.moe.experts import Experts
 from specdec.layers.moe.routing import Router
@@ -69,7 +70,8 @@ class Cuts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerParts:
-    """One decoder layer, with an MLP, experts or both. `qkv` is a merged weight; `kind` names its rotary table."""
+    """One decoder layer, with an MLP, experts or both. `qkv` is a merged weight, of latents where there is `latent`;
+    `kind` names its rotary table."""
 
     kind: str
     heads: Heads
@@ -77,6 +79,7 @@ class LayerParts:
     scaling: float
     qkv: Weight
     qkv_bias: torch.Tensor | None
+    latent: LatentParts | None = None
     out: Weight
     out_bias: torch.Tensor | None
     input_norm: Gain | None

@@ -16,6 +16,7 @@ from torch import nn
 from specdec.errors import UnsupportedModelError
 from specdec.layers.activation import reference_activate
 from specdec.layers.decoder_parts import DecoderParts, LayerParts, MoeParts, PleParts, WideNorms
+from specdec.layers.latent import LatentParts
 from specdec.layers.linear import Mlp
 from specdec.layers.merge import is_merged, merge
 from specdec.layers.moe.moe_families import experts_of, holds_router, router_of
@@ -141,7 +142,8 @@ class LlamaLike:
         """The description of one layer of a model, or of a head that has layers like a model's."""
         attention = layer.self_attn
         products = _attention_products(attention, merged)
-        heads, wide_norms = self._heads(attention, len(products["qkv"]))
+        latent = self._latent(attention)
+        heads, wide_norms = self._heads(attention, len(products["qkv"])) if latent is None else _latent_heads(attention)
         kinds = isinstance(model.rotary_emb.rope_type, dict)
         norms: dict[str, Any] = {
             f"{place}_norm": None if name is None else self.gain_of(getattr(layer, name))
@@ -157,6 +159,7 @@ class LlamaLike:
             sinks=getattr(attention, "sinks", None),
             softcap=attention.attn_logit_softcapping if self.softcaps else None,
             **products,
+            latent=latent,
             **norms,
             parallel=self.parallel,
             factor=float(getattr(layer, "residual_multiplier", 1.0)),
@@ -169,10 +172,12 @@ class LlamaLike:
     def _heads(self, attention: Any, width: int) -> tuple[Heads, WideNorms | None]:
         """How a product of `width` columns divides, and norms over all heads of its queries and its keys."""
         head_dim = attention.head_dim
-        num_q = attention.o_proj.in_features // head_dim
+        v_dim: int = getattr(attention, "v_head_dim", head_dim)
+        num_q = attention.o_proj.in_features // v_dim
         values_are_keys = getattr(attention, "v_proj", attention) is None
-        num_kv = (width // head_dim - num_q) // (1 if values_are_keys else 2)
+        num_kv = (width - num_q * head_dim) // (head_dim if values_are_keys else head_dim + v_dim)
         heads = Heads(num_q, num_kv, head_dim, values_are_keys=values_are_keys, interleaved=self.interleaved)
+        heads = heads._replace(narrow_v_dim=v_dim, v_scale=float(getattr(attention, "v_scale", 1.0)))
         found = (getattr(attention, name, None) for name in ("q_norm", "k_norm", "v_norm"))
         q_norm, k_norm, v_norm = (None if norm is None else self.gain_of(norm) for norm in found)
         shapes = [gain.weight.shape for gain in (q_norm, k_norm) if gain is not None and gain.weight is not None]
@@ -181,6 +186,19 @@ class LlamaLike:
         if q_norm is not None and k_norm is not None and shapes == [(num_q * head_dim,), (num_kv * head_dim,)]:
             return heads, WideNorms(q_norm, k_norm)
         raise Unfusable(f"its norms of queries and keys have weights {[list(shape) for shape in shapes]}")
+
+    def _latent(self, attention: Any) -> LatentParts | None:
+        if not hasattr(attention, "kv_a_proj_with_mqa"):
+            return None
+        has_q = attention.q_lora_rank is not None
+        return LatentParts(
+            q=weight_of(attention.q_b_proj) if has_q else None,
+            q_norm=self.gain_of(attention.q_a_layernorm) if has_q else None,
+            kv=weight_of(attention.kv_b_proj),
+            kv_norm=self.gain_of(attention.kv_a_layernorm),
+            rotated=attention.qk_rope_head_dim,
+            interleaved=attention.config.rope_interleave,
+        )
 
     def _moe(self, layer: Any) -> MoeParts | None:
         """Experts in the place of the MLP, or next to it."""
@@ -231,6 +249,8 @@ def _attention_products(attention: Any, merged: Groups) -> dict[str, Any]:
     """The weights of a layer's attention, QKV merged; adds what was merged to `merged`."""
     if hasattr(attention, "qkv_proj"):
         projections = [attention.qkv_proj]
+    elif hasattr(attention, "kv_a_proj_with_mqa"):
+        projections = [_first(attention, "q_a_proj", "q_proj"), attention.kv_a_proj_with_mqa]
     else:
         names = ["q_proj"] if getattr(attention, "is_kv_shared_layer", False) else ["q_proj", "k_proj", "v_proj"]
         projections = [p for name in names if (p := getattr(attention, name)) is not None]
@@ -247,6 +267,11 @@ def _attention_products(attention: Any, merged: Groups) -> dict[str, Any]:
         "out": weight_of(attention.o_proj),
         "out_bias": attention.o_proj.bias,
     }
+
+
+def _latent_heads(attention: Any) -> tuple[Heads, None]:
+    heads = Heads(attention.num_heads, attention.num_heads, attention.qk_head_dim, last=True)
+    return heads._replace(narrow_v_dim=attention.v_head_dim), None
 
 
 def _first(module: Any, *names: str) -> Any:
@@ -352,6 +377,7 @@ FAMILIES: dict[str, LlamaLike] = {
     "cohere2.Cohere2Model": LlamaLike(
         gain=CENTRED, norms=ONE_NORM, parallel=True, interleaved=True, rotates=lambda a: a.sliding_window is not None
     ),
+    "deepseek_v3.DeepseekV3Model": LlamaLike(),
     "ernie4_5_moe.Ernie4_5_MoeModel": LlamaLike(interleaved=True, float_rotary=True),
     "exaone_moe.ExaoneMoeModel": LlamaLike(rotates=lambda a: a.sliding_window is None or a.is_sliding),
     "gemma2.Gemma2Model": LlamaLike(gain=PLUS_ONE, norms=GEMMA_NORMS, softcaps=True),
@@ -361,11 +387,13 @@ FAMILIES: dict[str, LlamaLike] = {
     "glm.GlmModel": LlamaLike(interleaved=True),
     "glm4.Glm4Model": LlamaLike(norms=GLM4_NORMS, interleaved=True),
     "glm4_moe.Glm4MoeModel": LlamaLike(),
+    "glm4_moe_lite.Glm4MoeLiteModel": LlamaLike(),
     "gpt_oss.GptOssModel": LlamaLike(gain=FLOAT),
     "granite.GraniteModel": LlamaLike(),
     "hy_v3.HYV3Model": LlamaLike(),
     "llama.LlamaModel": LlamaLike(),
     "mellum.MellumModel": LlamaLike(),
+    "mimo_v2_flash.MiMoV2FlashModel": LlamaLike(),
     "mistral.MistralModel": LlamaLike(),
     "mixtral.MixtralModel": LlamaLike(),
     "olmo2.Olmo2Model": LlamaLike(gain=FLOAT, norms=POST_NORMS),

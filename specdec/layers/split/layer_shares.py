@@ -47,13 +47,11 @@ def layer_share(parts: LayerParts, rank: int, count: int) -> LayerParts:
     """The share of one rank, of weights that `require_shares` has found to divide: views, in pieces (`Stacked`)."""
     heads, mlp, moe = parts.heads, parts.mlp, parts.moe
     own = heads._replace(num_q=heads.num_q // count, num_kv=heads.num_kv // count)
-    kinds = [heads.num_q] + ([heads.num_kv] * (1 if heads.values_are_keys else 2) if heads.num_kv else [])
-    rows = [number * heads.head_dim for number in kinds]
     out = sum_share(parts.out, count, even=True)
     down = None if mlp is None else sum_share(mlp.down, count, even=False)
-    pieces: dict[str, Any] = {"qkv": rows_of(parts.qkv, rows, rank, count)}
+    pieces: dict[str, Any] = {"qkv": rows_of(parts.qkv, heads.sections, rank, count)}
     if parts.qkv_bias is not None:
-        pieces["qkv_bias"] = rows_of(parts.qkv_bias, rows, rank, count)
+        pieces["qkv_bias"] = rows_of(parts.qkv_bias, heads.sections, rank, count)
     pieces["out"] = _share_of_sum(parts.out, out, rank, count)
     if parts.out_bias is not None and out.by_rows:
         pieces["out_bias"] = rows_of(parts.out_bias, [len(parts.out_bias)], rank, count)
@@ -99,6 +97,8 @@ def obstacle(parts: LayerParts, count: int) -> str | None:
     heads = parts.heads
     if parts.moe is not None and len(parts.moe.experts.gate_up) % count:
         return f"has {len(parts.moe.experts.gate_up)} experts, which {count} devices cannot share evenly"
+    if parts.latent is not None:
+        return "keeps keys and values that are made of latents, which devices do not share yet"
     if heads.num_kv % count or heads.num_q % count:
         return f"has {heads.num_q} query and {heads.num_kv} key heads, which {count} devices cannot share evenly"
     sums = {"out": parts.out} if parts.mlp is None else {"out": parts.out, "down": parts.mlp.down}
