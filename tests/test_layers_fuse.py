@@ -17,7 +17,8 @@ from specdec.gpu.operations import KERNELS, REFERENCE, Operations
 from specdec.kvcache.index_spaces import PrimaryLoc
 from specdec.kvcache.layout import layout_from_config
 from specdec.layers.decoder import FusedDecoder
-from specdec.layers.families import FAMILIES, Unfusable
+from specdec.layers.families import FAMILIES
+from specdec.layers.fusable import Unfusable
 from specdec.layers.fuse import fuse
 from specdec.layers.merge import is_merged
 from specdec.layers.rope_store import Destination
@@ -213,6 +214,25 @@ def test_fused_rounds_as_the_module_does(family: str, make_target: Callable[...,
     else:
         assert (fused - exact).norm() <= 1.25 * (rounded - exact).norm()
     assert (rounded - exact).norm() > 1e-3 * exact.norm()
+
+
+@torch.no_grad()
+def test_a_router_in_float32_keeps_its_model_fused(make_target: Callable[..., Any], hf_forward: Callable[..., Any]):
+    """As ERNIE's is loaded, in a model of another dtype."""
+    source = text_model(make_target("ernie4_5_moe", fresh=True)).to(DEVICE).to(torch.bfloat16)
+    for layer in source.layers[1:]:
+        layer.mlp.gate.float()
+    ids = tokens(40)
+    want = hf_forward(source, ids[0].tolist()).last_hidden_state.float()
+    fused = run_fused(fuse(private_copy(source), REFERENCE), ids, torch.bfloat16).float()
+    assert ((fused - want).norm(dim=-1) / want.norm(dim=-1)).median() < 0.03
+
+
+def test_attention_gated_by_channel_is_left_as_it_is(make_target: Callable[..., Any]):
+    source = private_copy(text_model(make_target("step3p7", fresh=True)))
+    source.layers[0].self_attn.gate_per_head = False
+    with pytest.raises(Unfusable, match="gated by channel"):
+        fuse(source, REFERENCE)
 
 
 class FrozenContext:

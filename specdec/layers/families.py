@@ -13,33 +13,22 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from specdec.errors import UnsupportedModelError
 from specdec.layers.activation import reference_activate
 from specdec.layers.decoder_parts import DecoderParts, LayerParts, MoeParts, PleParts, WideNorms
+from specdec.layers.fusable import Unfusable, check_tree
 from specdec.layers.latent import LatentParts
 from specdec.layers.linear import Mlp
 from specdec.layers.merge import is_merged, merge
-from specdec.layers.moe.moe_families import experts_of, holds_router, router_of
+from specdec.layers.moe.moe_families import experts_of, router_of
 from specdec.layers.norm import Gain
-from specdec.layers.packed.packed_experts import PackedExperts, packed_of
-from specdec.layers.packed.packed_linear import PackedLinear, weight_of
-from specdec.layers.packed.packed_tile import runs_in_tiles
+from specdec.layers.packed.packed_linear import weight_of
 from specdec.layers.packed.packed_weight import PackedWeight, Weight
 from specdec.layers.packed.weight_slices import Stacked
 from specdec.layers.per_layer_embedding import EmbeddingParts
 from specdec.layers.rope_store import Heads
-from specdec.modules.module_watch import RECORDING_HOOKS
-from specdec.modules.private_copy import fused_rms_norm
 
 STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
 """Kinds of rotary embedding whose frequencies do not depend on the sequence."""
-
-PLAIN_MODULES = frozenset(
-    {"torch.nn.modules.linear", "torch.nn.modules.container", "torch.nn.modules.sparse", "torch.nn.modules.activation"}
-    | {"torch.nn.modules.dropout", "transformers.activations"}  # private copies do not train: dropout does nothing
-    | {PackedLinear.__module__, PackedExperts.__module__}
-)
-"""Modules that define the classes inside a text model, besides the file of the model itself."""
 
 SCALED_EMBEDDINGS = frozenset(
     {"gemma2.Gemma2TextScaledWordEmbedding", "gemma3.Gemma3TextScaledWordEmbedding"}
@@ -68,10 +57,6 @@ class Groups:
     def are_merged(self) -> bool:
         """Still? A parameter that two groups hold is merged with one of them only."""
         return all(map(is_merged, self._merged))
-
-
-class Unfusable(UnsupportedModelError):
-    """This instance does something that its fused form would not."""
 
 
 class NormNames(NamedTuple):
@@ -124,7 +109,7 @@ class LlamaLike:
 
     def __call__(self, model: Any, *, apart: bool = False) -> DecoderParts:
         """The description of a text model. apart: for `Groups`. Raises Unfusable."""
-        _check_tree(model)
+        check_tree(model)
         merged = Groups(apart=apart)
         layers = tuple(self.layer(layer, model, merged) for layer in model.layers)
         if not merged.are_merged():
@@ -335,41 +320,6 @@ def _rotary(module: Any, kinds: Iterable[str]) -> dict[str, tuple[torch.Tensor, 
         factor = float(getattr(module, f"{prefix}attention_scaling"))
         tables[kind] = frequencies[:0] if kind == UNROTATED else frequencies, factor
     return tables
-
-
-def _check_tree(model: nn.Module) -> None:
-    """Refuse what the family's file does not contain: adapters, quantised layers, hooks; and a mix of dtypes."""
-    allowed = {type(model).__module__, *PLAIN_MODULES}
-    for name, module in model.named_modules():
-        if type(module).__module__ not in allowed:
-            raise Unfusable(f"its module {name} is a {type(module).__module__}.{type(module).__name__}")
-        if not is_untouched(module):
-            raise Unfusable(f"the forward of its module {name} is hooked or replaced")
-        for weight in packed_of(module):
-            if not runs_in_tiles(weight):
-                raise Unfusable(f"its module {name} has {weight.code} weights in groups of {weight.group} columns")
-    for name, param in model.named_parameters():
-        if not is_plain(param):
-            raise Unfusable(f"its parameter {name} is no plain tensor of floats ({type(param.data).__name__})")
-        if param.device.type == "cpu" and param.is_shared():
-            raise Unfusable(f"its parameter {name} is in memory that other processes share")
-    of_routers = {id(param) for module in model.modules() if holds_router(module) for param in module.parameters()}
-    kinds = {(param.dtype, param.device) for param in model.parameters() if id(param) not in of_routers}
-    if len(kinds) > 1:
-        raise Unfusable(f"its parameters are of more than one dtype or device: {sorted(map(str, kinds))}")
-
-
-def is_untouched(module: nn.Module) -> bool:
-    """Does it run the forward of its class, and nothing else but notes that transformers takes for itself?"""
-    forward = vars(module).get("forward")  # the norms of a private copy have one that is the same norm
-    replaced = forward is not None and getattr(forward, "__func__", None) is not fused_rms_norm
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    return not replaced and all(getattr(hook, "__module__", None) == RECORDING_HOOKS for hook in hooks)
-
-
-def is_plain(param: torch.Tensor) -> bool:
-    """A dense floating tensor: not quantised, not sharded."""
-    return type(param.data) is torch.Tensor and param.layout == torch.strided and param.is_floating_point()
 
 
 FAMILIES: dict[str, LlamaLike] = {

@@ -18,7 +18,8 @@ from specdec.gpu.operations import Operations
 from specdec.layers.decoder import FusedDecoder
 from specdec.layers.decoder_parts import DecoderParts
 from specdec.layers.embedding import embed
-from specdec.layers.families import FAMILIES, SCALED_EMBEDDINGS, Unfusable, is_plain, is_untouched
+from specdec.layers.families import FAMILIES, SCALED_EMBEDDINGS
+from specdec.layers.fusable import Unfusable, is_plain, is_untouched
 from specdec.layers.linear import linear
 from specdec.layers.merge import MERGING, Watch
 from specdec.layers.packed.packed_linear import PackedLinear, weight_of
