@@ -88,7 +88,8 @@ def _reference_keep_groups(choice: torch.Tensor, router: Router) -> torch.Tensor
     sums = by_group.topk(2, dim=-1).values.sum(-1)
     kept = sums.sort(dim=-1, descending=True, stable=True).indices[:, : router.kept_groups]
     dropped = torch.ones_like(sums, dtype=torch.bool).scatter_(1, kept, False)
-    return by_group.masked_fill(dropped[..., None], -torch.inf).flatten(1)
+    masked: torch.Tensor = by_group.masked_fill(dropped[..., None], -torch.inf)
+    return masked.flatten(1)
 
 
 @triton.jit
