@@ -65,7 +65,7 @@ class BlocksAttention:
     """Attention of blocks of `size` tokens at places [B, A] of texts at positions [B, T].
 
     keys_values: of the text in a draft layer, k and v [B, Hkv, T, D] after RoPE. causal: rows of a block see those up
-    to their own; otherwise each other.
+    to their own; otherwise each other. anchored: windows count from a block's first row.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class BlocksAttention:
         *,
         size: int,
         causal: bool,
+        anchored: bool,
         keys_values: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
     ) -> None:
         self.windows, self.scaling, self.keys_values = windows, scaling, keys_values
@@ -85,8 +86,9 @@ class BlocksAttention:
         self.distance = distance[places]  # [B, A, T]: of a block's first row to each key
         self.before = same.gather(1, places[:, :, None].expand(-1, -1, length)) & (self.distance > 0)
         self.steps = torch.arange(size, device=places.device)
-        self.apart = self.steps[:, None] - self.steps  # [K, K]
-        self.own = self.apart >= 0 if causal else torch.ones_like(self.apart, dtype=torch.bool)
+        apart = self.steps[:, None] - self.steps  # [K, K]
+        self.own = apart >= 0 if causal else torch.ones_like(apart, dtype=torch.bool)
+        self.ahead = torch.zeros_like(self.steps) if anchored else self.steps
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """q [B, Hq, A * K, D], k and v [B, Hkv, A * K, D] -> [B, A * K, Hq, D]."""
@@ -96,8 +98,8 @@ class BlocksAttention:
         seen = self.before[:, :, None].expand(-1, -1, rows, -1)  # [B, A, K, T]
         own = self.own
         if (window := self.windows[layer]) is not None:
-            seen = seen & (self.distance[:, :, None] + self.steps[:, None] < window)
-            own = own & (self.apart < window)
+            seen = seen & (self.distance[:, :, None] + self.ahead[:, None] < window)
+            own = own & (self.ahead[:, None] - self.steps < window)
         length = old_k.shape[2]
         scores = [
             (q.flatten(2, 3) @ old_k.mT).unflatten(2, (-1, rows)).masked_fill(~seen[:, None], -torch.inf),

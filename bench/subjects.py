@@ -33,7 +33,7 @@ FEW_LAYERS = {"gemma4-e4b": 8, "gemma4-31b": 6, "gemma4-26b-a4b": 4, "gpt-oss-20
 BLOCK_KINDS: dict[str, dict[str, Any]] = {
     "dflash": {},
     "jetspec": {"causal": True},
-    "dspark": {"shifted": True, "owns_vocabulary": True, "successor": "vanilla", "successor_rank": 16},
+    "dspark": {"shifted": True, "owns_embed": True, "successor": "vanilla", "successor_rank": 16},
 }
 
 Answer = tuple[list[int], Any]
@@ -92,6 +92,7 @@ def random_block(target: TargetModel, kind: str, *, layers: int, block: int, see
         block_size=block,
         mask_token=target.vocab_size - 1,
         windows=(None,) * layers,
+        draft_vocab_size=target.vocab_size if "owns_embed" in BLOCK_KINDS[kind] else None,
         **BLOCK_KINDS[kind],
     )
     with target.device:

@@ -15,7 +15,7 @@ from specdec.models.target import TargetModel
 
 DFLASH: dict[str, Any] = {}
 JETSPEC: dict[str, Any] = {"causal": True}
-DSPARK: dict[str, Any] = {"shifted": True, "owns_vocabulary": True, "successor": "vanilla", "successor_rank": 6}
+DSPARK: dict[str, Any] = {"shifted": True, "owns_embed": True, "successor": "vanilla", "successor_rank": 6}
 KINDS: dict[str, dict[str, Any]] = {
     "dflash": DFLASH,
     "jetspec": JETSPEC,
@@ -31,7 +31,8 @@ KINDS: dict[str, dict[str, Any]] = {
         "rope": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1e6},
         "windows": (None, None),
     },
-    "deepspec-dflash": {"shifted": True, "owns_vocabulary": True},
+    "speculators": {"causal": True, "anchored": True, "windows": (4, 4), "draft_vocab_size": 5},
+    "deepspec-dflash": {"shifted": True, "owns_embed": True},
 }
 
 
@@ -48,9 +49,12 @@ def random_head(target: Any, kind: str, *, seed: int = 3, std: float = 0.3, **ch
         "block_size": 6,
         "mask_token": target.vocab_size - 1,
         "windows": (None, 5),
+        "draft_vocab_size": target.vocab_size if "owns_embed" in KINDS[kind] else None,
     }
     torch.manual_seed(seed)
     head = BlockHead(BlockSpec(**fields | KINDS[kind] | changes))
+    if (size := head.spec.draft_vocab_size) not in (None, target.vocab_size):
+        head.target_ids = torch.arange(1, 1 + 2 * size, 2)
     for weight in head.parameters():
         torch.nn.init.normal_(weight, std=std) if weight.dim() > 1 else weight.data.add_(torch.randn(len(weight)) * 0.1)
     return head.place(target.device, target.dtype).eval()

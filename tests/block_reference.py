@@ -1,7 +1,8 @@
 """Block drafting by the definition: dense, in plain torch, from a checkpoint's files alone.
 
-Shares no code with specdec: written from what z-lab's `dflash_generate`, JetSpec's draft head and DeepSpec's evaluator
-do. It keeps no K/V, but reads all target states again each round.
+Shares no code with specdec: written from what z-lab's `dflash_generate`, JetSpec's draft head, DeepSpec's evaluator and
+transformers' `DFlashTokenCandidateGenerator` do, and from the masks that speculators trains with. It keeps no K/V, but
+reads all target states again each round.
 """
 
 import json
@@ -20,14 +21,23 @@ class Checkpoint(NamedTuple):
     @classmethod
     def at(cls, folder: Path) -> "Checkpoint":
         tensors = {key: tensor.double() for key, tensor in load_file(folder / "model.safetensors").items()}
-        return cls(json.loads((folder / "config.json").read_text("utf-8")), tensors)
+        for name, key in (("fc", "encoder.fc"), ("hidden_norm", "encoder.output_norm_enc")):
+            if f"{key}.weight" in tensors:
+                tensors[f"{name}.weight"] = tensors.pop(f"{key}.weight")
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+        return cls({**config.get("transformer_layer_config", {}), **config}, tensors)
 
     def setting(self, key: str, default: Any = None) -> Any:
         return self.config.get("dflash_config", {}).get(key, self.config.get(key, default))
 
     @property
-    def is_dspark(self) -> bool:
-        return "DSpark" in self.config["architectures"][0]
+    def first_row(self) -> int:
+        """The row that drafts the first token."""
+        return int(not self.setting("sample_from_anchor", "DSpark" in self.config["architectures"][0]))
+
+    @property
+    def is_of_speculators(self) -> bool:
+        return "speculators_model_type" in self.config
 
     @property
     def is_gemma4(self) -> bool:
@@ -38,7 +48,8 @@ class Checkpoint(NamedTuple):
         half = dim // 2
         pairs = torch.arange(half, dtype=torch.float64)
         if not self.is_gemma4:
-            return self.config["rope_theta"] ** (-pairs / half)
+            theta = self.config.get("rope_parameters", self.config)["rope_theta"]
+            return torch.as_tensor(theta ** (-pairs / half))
         rope = self.config["rope_parameters"]["full_attention"]
         turning = pairs < rope["partial_rotary_factor"] * half
         return torch.where(turning, rope["rope_theta"] ** (-pairs / half), 0.0)
@@ -83,6 +94,13 @@ def block_states(checkpoint: Checkpoint, states: torch.Tensor, block: torch.Tens
         k = rotate(rms_norm(k, part["self_attn.k_norm.weight"], eps), key_pos, turns)
         v = rms_norm(v, torch.ones(dim, dtype=torch.float64), eps) if gemma else v
         visible = seen & (query_pos[:, None] - key_pos < window)
+        if checkpoint.is_of_speculators:
+            visible = key_pos >= length - window
+            if window < math.inf and not checkpoint.setting("sliding_window_non_causal", False):
+                visible = visible & (key_pos <= query_pos[:, None])
+            visible = visible.expand(rows, -1)
+        if config["model_type"] == "muse_glimmer_assistant":
+            visible = (query_pos[:, None] - key_pos).abs() <= window
         heads = []
         for head in range(q.shape[1]):
             scores = q[:, head] @ k[:, head // group].T / (1.0 if gemma else math.sqrt(dim))
@@ -103,7 +121,7 @@ def block_states(checkpoint: Checkpoint, states: torch.Tensor, block: torch.Tens
 
 
 class Drafted(NamedTuple):
-    """logits [D, V] of each draft, without a successor head's bias; the chain that they give."""
+    """logits [D, draft V] of each draft, without a successor head's bias; the chain that they give."""
 
     logits: torch.Tensor
     tokens: list[int]
@@ -114,8 +132,9 @@ def draft(checkpoint: Checkpoint, model: Any, tokens: list[int]) -> Drafted:
     """What is drafted after `tokens`, of which the last one has no K/V yet."""
     w, size = checkpoint.tensors, checkpoint.setting("block_size")
     seen = model(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
-    ids = checkpoint.setting("target_layer_ids")
-    states = torch.cat([seen[i + 1][0] for i in ids], dim=-1).double()
+    entered = checkpoint.setting("aux_hidden_state_layer_ids")
+    entered = [i + 1 for i in checkpoint.setting("target_layer_ids")] if entered is None else entered
+    states = torch.cat([seen[i][0] for i in entered], dim=-1).double()
     block = torch.tensor([tokens[-1]] + [checkpoint.setting("mask_token_id")] * (size - 1))
     table, lm_head = w.get("embed_tokens.weight"), w.get("lm_head.weight")
     embedded = model.get_input_embeddings()(block).double() if table is None else table[block]
@@ -125,19 +144,19 @@ def draft(checkpoint: Checkpoint, model: Any, tokens: list[int]) -> Drafted:
     logits = out @ (model.lm_head.weight.double() if lm_head is None else lm_head).T
     if cap := checkpoint.setting("final_logit_softcapping"):
         logits = (logits / cap).tanh() * cap
-    if not checkpoint.is_dspark:
-        return Drafted(logits[1:], logits[1:].argmax(-1).tolist())
+    d2t = w.get("d2t", torch.zeros(logits.shape[-1])).long()
     chain, before = [], tokens[-1]
     rank = checkpoint.setting("markov_rank", 0)
     carried = torch.zeros(rank, dtype=torch.float64)
-    for row in range(size):
+    for row in range(checkpoint.first_row, size):
         scores = logits[row]
         if rank:
             bias, carried = _successor(checkpoint, before, out[row], carried)
             scores = scores + bias
-        before = int(scores.argmax())
+        best = int(scores.argmax())
+        before = best + int(d2t[best])
         chain.append(before)
-    return Drafted(logits, chain)
+    return Drafted(logits[checkpoint.first_row :], chain)
 
 
 def _successor(

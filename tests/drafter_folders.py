@@ -79,6 +79,32 @@ def dspark(ids: list[int], layers: int = 5, base: Mapping[str, Any] = DEEPSPEC, 
     return {**base, "target_layer_ids": ids, "mask_token_id": VOCAB - 1, "num_hidden_layers": layers, **more}
 
 
+def speculators(kind: str, entered: list[int], layers: int, block_size: int, **more: Any) -> dict[str, Any]:
+    """Flat: `narrow` puts the keys of layers where they stand."""
+    top = {"architectures": [f"{kind}DraftModel"], "model_type": "speculator_model", "speculators_version": "0.9.0"}
+    top |= {"speculators_model_type": kind.lower(), "speculators_config": {"algorithm": kind.lower()}}
+    top |= {"aux_hidden_state_layer_ids": entered, "mask_token_id": VOCAB - 1, "tie_word_embeddings": False}
+    return {**top, **QWEN3, "block_size": block_size, "num_hidden_layers": layers, "attention_bias": False, **more}
+
+
+SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 5, "use_sliding_window": True}
+BOTH_WAYS = {"sliding_window_non_causal": True, "sample_from_anchor": False}
+MUSE_GLIMMER = {  # saved by transformers
+    "architectures": ["MuseGlimmerAssistantModel"],
+    "model_type": "muse_glimmer_assistant",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "bos_token_id": 200000,
+    "block_size": 6,
+    "mask_token_id": VOCAB - 1,
+    "num_hidden_layers": 2,
+    "target_layer_ids": [0, 5, 10],
+    "layer_types": ["sliding_attention"] * 2,
+    "sliding_window": 5,
+}
+DRAFTED = torch.tensor([0, 2, 3, 6])
+"""Target token of each draft token of heads with a draft vocabulary."""
 IDS_OF_36, IDS_OF_48 = [1, 9, 17, 25, 33], [5, 17, 29, 41, 46]
 PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
     "z-lab/Qwen3-8B-DFlash-b16": (36, dflash(IDS_OF_36, 5, 16)),
@@ -92,6 +118,11 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
     "DSpark, rnn": (12, dspark([1, 3, 10], 2, markov_rank=4, markov_head_type="rnn")),
     "deepseek-ai/dflash_gemma4_12b_block7": (48, dspark(IDS_OF_48, base=GEMMA4, markov_rank=0)),
     "deepseek-ai/dspark_gemma4_12b_block7": (48, dspark(IDS_OF_48, base=GEMMA4, **CONFIDENT)),
+    "meta-models/Muse-Glimmer-30B-assistant": (12, MUSE_GLIMMER),
+    "speculators, dflash": (12, speculators("DFlash", [2, 6, 9], 2, 8, draft_vocab_size=4)),
+    "speculators, dflash, sliding": (12, speculators("DFlash", [0, 6, 11], 2, 8, **SLIDING)),
+    "speculators, dspark": (12, speculators("DSpark", [2, 6, 9], 2, 6, **CONFIDENT, draft_vocab_size=4)),
+    "speculators, dspark, sliding": (12, speculators("DSpark", [2, 6], 2, 6, **CONFIDENT, **SLIDING, **BOTH_WAYS)),
 }
 
 
@@ -103,6 +134,9 @@ def narrow(name: str, folder: Path, seed: int = 0) -> int:
     full = {"layer_types": ["full_attention"] * config["num_hidden_layers"], "sliding_window": None}
     config = full | config | sizes
     given, rank = config.get("dflash_config", config), config.get("markov_rank", 0)
+    entered = config.get("aux_hidden_state_layer_ids") or [i + 1 for i in given["target_layer_ids"]]
+    drafted = config.get("draft_vocab_size")
+    owns = config["architectures"][0] in ("Qwen3DSparkModel", "Gemma4DSparkModel")
     gemma4: dict[str, Any] = {}
     if config["model_type"] == "gemma4_text":  # a global head is twice as wide, and its keys are values
         gemma4 = {"is_gemma4": True, "keys_are_values": True, "hidden_act": "gelu_pytorch_tanh"}
@@ -110,11 +144,12 @@ def narrow(name: str, folder: Path, seed: int = 0) -> int:
     spec = BlockSpec(
         **{key.field: sizes[at] for at, key in LAYER_KEYS.items() if key.field and at in sizes} | gemma4,
         vocab_size=VOCAB,
-        aux_layers=tuple(i + 1 for i in given["target_layer_ids"]),
+        aux_layers=tuple(entered),
         block_size=config["block_size"],
         mask_token=VOCAB - 1,
         windows=(None,) * config["num_hidden_layers"],
-        owns_vocabulary=given is config,
+        owns_embed=owns,
+        draft_vocab_size=drafted or (VOCAB if owns else None),
         successor=config["markov_head_type"] if rank else None,
         successor_rank=rank,
     )
@@ -124,6 +159,18 @@ def narrow(name: str, folder: Path, seed: int = 0) -> int:
         tensor.normal_(std=0.4) if tensor.dim() > 1 else tensor.add_(0.1 * torch.randn_like(tensor))
     if config.get("enable_confidence_head"):
         state |= {"confidence_head.proj.weight": torch.ones(1, 36), "confidence_head.proj.bias": torch.ones(1)}
+    if drafted:
+        state |= {"d2t": DRAFTED - torch.arange(4), "t2d": torch.isin(torch.arange(VOCAB), DRAFTED)}
+    if "speculators_model_type" in config:
+        moved = [key for key in (*LAYER_KEYS, "attention_bias") if key in config and key != "model_type"]
+        layer = {key: config.pop(key) for key in moved} | {"model_type": "qwen3"}
+        config |= {"transformer_layer_config": layer, "draft_vocab_size": drafted or VOCAB}
+        config.pop("num_target_layers")
+    if config["model_type"] == "muse_glimmer_assistant":
+        for key in ("vocab_size", "num_target_layers"):
+            config.pop(key)
+        names = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+        state = {names.get(key, key): tensor for key, tensor in state.items()}
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
     save_file({key: tensor.contiguous() for key, tensor in state.items()}, folder / "model.safetensors")

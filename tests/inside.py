@@ -5,12 +5,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 from tape import record
 
 import specdec.engine
 from specdec import Engine
 from specdec.gpu.operations import REFERENCE
 from specdec.layers.merge import Watch
+from specdec.layers.packed.packed_experts import PackedExperts
+from specdec.layers.packed.packed_linear import PackedLinear
+from specdec.layers.packed.packed_weight import dequantised
 from specdec.models.target import FinalStates, TargetModel
 from specdec.runtime.prefill import Prefill
 from specdec.runtime.prefixes import WORTH_WAITING, Prefixes
@@ -48,6 +52,7 @@ __all__ = [
     "captured_prompts",
     "captured_rounds",
     "commit_chunks_on_host",
+    "packed_values",
     "part_ends",
     "part_shares",
     "prompt_chunks",
@@ -95,3 +100,16 @@ def captured_rounds(engine: Engine) -> dict[Any, Any]:
 def captured_prompts(engine: Engine) -> dict[Any, Any]:
     """Captured forwards over prompts that can be replayed, by shape."""
     return {shape: one for shape, one in engine.steps.prefill.chunks._captured.items() if one is not None}
+
+
+def packed_values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The weights of packed modules, dequantised, by the name of the parameter that they stand for."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, PackedLinear):
+            found[f"{name}.weight"] = dequantised(module.packed, torch.float32)
+        if isinstance(module, PackedExperts):
+            for which in ("gate_up", "down"):
+                each = [dequantised(module.packed(which)[i], torch.float32) for i in range(module.num_experts)]
+                found[f"{name}.{which}_proj"] = torch.stack(each)
+    return found

@@ -26,7 +26,7 @@ from specdec.runtime.draft_policy.round_times import FIRST_GUESS, NEWEST, PLAIN_
 from specdec.runtime.rounds.result import DraftShape
 from specdec.runtime.rounds.round_shapes import NO_DRAFT
 
-from marks import deep_cases, each_value, examples, pairs, usual
+from marks import deep_cases, each_value, examples, pairs
 
 CHAIN, TREE = SpecConfig(4, adaptive=True), SpecConfig(4, 4, 16, adaptive=True)
 LADDER = draft_ladder(CHAIN, captured=True)
@@ -374,11 +374,15 @@ def plain_tokens(params):
         return [out.token_ids for out in plain.generate(prompts(plain), params)]
 
 
+MODELS = ["tiny-gemma4-mtp", "tiny-gemma4-eagle3", "tiny-gemma4"]
+ALONE = ["tiny-gemma4-mtp", "tiny-gemma4-eagle3", "ngram", "suffix"]
+
+
 @deep_cases("tiny-gemma4-mtp-chain-0.0", "suffix-chain-0.0")
 @pytest.mark.parametrize(
     ("drafter", "shape", "temperature"),
     each_value(
-        pairs(["tiny-gemma4-mtp", "tiny-gemma4-eagle3", "ngram", "suffix"], ["chain", "tree"], [0.0, 0.8]),
+        pairs([*ALONE, *(f"{model},suffix" for model in MODELS)], ["chain", "tree"], [0.0, 0.8]),
     ),
 )
 def test_no_token_depends_on_the_choice(drafter, shape, temperature):
@@ -454,62 +458,3 @@ def test_a_fixed_engine_chooses_nothing():
     with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp", spec=spec, config=config) as engine:
         assert engine.steps.choice is None
         assert engine.stats().drafts.shapes == ()
-
-
-class Pattern:
-    """In the place of a choice: so many rounds without drafts between two with the whole one."""
-
-    def __init__(self, engine, plain_rounds):
-        self.shapes = engine.steps.choice.shapes
-        self.turn, self.plain_rounds = 0, plain_rounds
-        engine.steps.choice.choose = self.choose
-
-    def choose(self, *_, **__):
-        self.turn += 1
-        return self.shapes[-1 if self.turn % (self.plain_rounds + 1) == 0 else 0]
-
-
-@deep_cases("tiny-gemma4-16")
-@pytest.mark.parametrize(
-    ("drafter", "plain_rounds"),
-    usual(
-        [*(("tiny-gemma4-eagle3", n) for n in (1, 5, 15, 16, 17, 40)), *(("tiny-gemma4", n) for n in (1, 16, 17))],
-        lambda drafter, n: n in (1, 17) if drafter == "tiny-gemma4-eagle3" else n == 16,
-    ),
-)
-def test_a_drafter_that_caught_up_drafts_as_if_it_had_read_along(drafter, plain_rounds, monkeypatch):
-    config = EngineConfig(max_batch_size=2, max_model_len=200)  # so that rows begin while others have unread tokens
-    params = SamplingParams(max_new_tokens=plain_rounds + 12, ignore_eos=True)
-    outs = []
-    for lags in (True, False):
-        with Engine.from_pretrained("tiny-gemma4", drafter, spec=CHAIN, config=config) as engine:
-            assert engine.round.unread is not None
-            if not lags:
-                engine.round.unread, engine.round.draft_seats = None, engine.round.seats
-            Pattern(engine, plain_rounds)
-            widths = []
-            catch_up = engine.round.catch_up
-            monkeypatch.setattr(
-                engine.round, "catch_up", lambda shape, most, f=catch_up, w=widths: (w.append(most), f(shape, most))[1]
-            )
-            outs.append(engine.generate(prompts(engine), params))
-            assert bool(widths) is lags
-            if lags:  # after each draft and the rounds without one, or where no more is kept
-                assert max(widths) == min(plain_rounds, 16)
-    lagging, reading = outs
-    assert [out.token_ids for out in lagging] == [out.token_ids for out in reading]
-    assert [out.drafted for out in lagging] == [out.drafted for out in reading]
-
-
-def test_the_prefix_cache_keeps_no_page_that_the_drafter_has_not_read():
-    config = EngineConfig(max_batch_size=1, max_model_len=200)
-    params = SamplingParams(max_new_tokens=30, ignore_eos=True)
-    with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-eagle3", spec=CHAIN, config=config) as engine:
-        Pattern(engine, 10**6)
-        [prompt] = prompts(engine)[:1]
-        [out] = engine.generate(prompt, params)
-        assert engine.round.unread.count[0] > 0
-        text = prompt + out.token_ids
-        unread = int(engine.round.unread.count[0])
-        [again] = engine.generate(text, params)
-        assert again.stats.cached_tokens == len(text) - 1 - unread  # the newest token has no K/V at all

@@ -10,6 +10,7 @@ from random_loads import check_tokens, random_config, random_requests
 from specdec import Engine, SpecConfig
 from specdec.draft_models.block.fused_block import FusedBlock
 from specdec.draft_models.language_model import LanguageModelDrafter
+from specdec.draft_models.model_and_lookup import ModelAndLookup
 from specdec.draft_models.suffix import SuffixDrafter
 from specdec.gpu.operations import REFERENCE
 from specdec.models.target import TargetModel
@@ -18,7 +19,7 @@ from marks import deep, deep_cases
 from tiny_models import FAMILIES, random_eagle3
 
 CASES = 100
-DRAFTERS = {"suffix": 2, "language_model": 1, "block": 2, "eagle3": 2}
+DRAFTERS = {"suffix": 2, "language_model": 1, "block": 2, "eagle3": 2, "model and lookup": 1}
 """Cases of each that belong to `make test`; the others are deep."""
 
 
@@ -38,9 +39,10 @@ def block_spec_of(rng):
 def chosen_drafter(name, rng, model, make_target):
     if name == "suffix":
         return SuffixDrafter()
-    if name == "language_model":
+    if name in ("language_model", "model and lookup"):
         other = model if rng.random() < 0.3 else make_target(rng.choice(FAMILIES), seed=rng.randint(0, 2))
-        return LanguageModelDrafter(TargetModel(other), TargetModel(model))
+        drafter = LanguageModelDrafter(TargetModel(other), TargetModel(model))
+        return drafter if name == "language_model" else ModelAndLookup(drafter, SuffixDrafter())
     if name == "eagle3":
         return random_eagle3(model, rng.choice(((None,), (None, 6), (4,))))
     kind, ops = rng.choice(list(KINDS)), rng.choice((None, REFERENCE))
@@ -49,7 +51,7 @@ def chosen_drafter(name, rng, model, make_target):
     return drafter
 
 
-@deep_cases("language_model-0", "block-0")
+@deep_cases("language_model-0", "block-0", "model and lookup-0")
 @pytest.mark.parametrize(
     ("drafter", "seed"),
     [(name, seed) if seed < always else deep(name, seed) for name, always in DRAFTERS.items() for seed in range(CASES)],
@@ -61,10 +63,15 @@ def test_tokens_of_plain_decoding(drafter, seed, make_target, make_engine, rando
     prompts, params = random_requests(rng, random_prompt)
     spec = block_spec_of(rng) if drafter == "block" else spec_of(rng)
     slots = None if seed % 2 else 90 + spec.num_nodes  # few: requests are preempted
-    finished = rng.choice((0, 60, 400)) if drafter == "suffix" else 0
+    finished = rng.choice((0, 60, 400)) if drafter in ("suffix", "model and lookup") else 0
     config = random_config(rng, slots, finished_tokens=finished, deterministic=deterministic)
     alone = [replace(each, speculation=None) for each in params]
     plain = make_engine(model, None, max_model_len=128, deterministic=deterministic)
     want = [out.token_ids for out in plain.generate(prompts, alone)]
     chosen = chosen_drafter(drafter, rng, model, make_target)
-    check_tokens(Engine(TargetModel(model), chosen, spec=spec, config=config), prompts, params, want)
+    if drafter == "model and lookup":  # which draft there is is drawn, too
+        spec = SpecConfig(rng.randint(1, 6), rng.choice((1, 1, 2)), adaptive=True)
+    engine = Engine(TargetModel(model), chosen, spec=spec, config=config)
+    if engine.steps.choice is not None:
+        engine.steps.choice.choose = lambda *_, **__: rng.choice(engine.steps.choice.shapes)
+    check_tokens(engine, prompts, params, want)

@@ -16,6 +16,8 @@ from block_heads import KINDS, random_head, written_block
 from block_reference import Checkpoint, accepted_lengths, draft
 from drafter_folders import PUBLISHED, VOCAB, change_drafter, narrow
 from safetensors.torch import load_file
+from transformers import MuseGlimmerAssistantModel, MuseGlimmerConfig, MuseGlimmerForConditionalGeneration
+from transformers.cache_utils import DFlashCache
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.block.block_checkpoint import read_block, resolve_layer_ids
@@ -27,6 +29,7 @@ from specdec.models.target import TargetModel
 from specdec.training.train_drafter import spread_layers
 
 from marks import deep, deep_cases, examples, slow
+from tiny_models import spread
 
 
 @pytest.fixture
@@ -120,6 +123,38 @@ def test_planted_drafts_are_all_accepted(tmp_path: Path, make_target: Callable[.
     assert accepted_lengths(Checkpoint.at(tmp_path), model, [0, 1, 2], 33)[1] == [8, 8, 8, 8]
 
 
+@pytest.mark.slow
+def test_a_drafter_of_transformers_is_what_its_own_module_computes(
+    tmp_path: Path, random_prompt: Callable[..., list[int]]
+) -> None:
+    """With the target that it is published for, whose embeddings are normed and the block's are not."""
+    text = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 12, "head_dim": 8}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 8, "eos_token_id": None}
+    vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    torch.manual_seed(0)
+    config = MuseGlimmerConfig(text_config=text, vision_config=vision)
+    model = spread(MuseGlimmerForConditionalGeneration(config).eval())
+    narrow("meta-models/Muse-Glimmer-30B-assistant", tmp_path)
+    reference = MuseGlimmerAssistantModel.from_pretrained(tmp_path).eval()
+    prompt, size, answers = random_prompt(11, vocab=VOCAB), reference.config.block_size, []
+    for spec in (SpecConfig(size - 1), SpecConfig(size - 1, topk=3, num_draft_tokens=12), None):
+        rounds = None if spec is None else Rounds(block_drafter(tmp_path, TargetModel(model)))
+        with Engine(TargetModel(model), rounds, spec=spec, config=EngineConfig(max_model_len=96)) as engine:
+            answers.append(engine.generate([prompt], SamplingParams(max_new_tokens=40, ignore_eos=True))[0].token_ids)
+        if rounds is None:
+            continue
+        table, block = model.get_input_embeddings(), torch.tensor([[answers[-1][0]] + [VOCAB - 1] * (size - 1)])
+        with torch.no_grad():
+            seen = model(torch.tensor([prompt]), output_hidden_states=True).hidden_states
+            taps = torch.cat([seen[i + 1] for i in reference.config.target_layer_ids], dim=-1)
+            cache = DFlashCache(config=reference.config)
+            cache.set_previous_accepted_tokens(len(prompt))
+            embeds = torch.nn.functional.embedding(block, table.weight)
+            out = reference(embeds, taps, past_key_values=cache).last_hidden_state
+            torch.testing.assert_close(rounds.logits[0], model.lm_head(out[:, 1:]), atol=1e-5, rtol=1e-5)
+    assert answers[0] == answers[1] == answers[2]
+
+
 @pytest.mark.skipif(not os.environ.get("SPECDEC_DFLASH"), reason="SPECDEC_DFLASH: a checkout of z-lab/dflash")
 @pytest.mark.parametrize("name", ["z-lab/Qwen3-8B-DFlash-b16", "z-lab/gpt-oss-20b-DFlash"])
 def test_first_block_is_that_of_the_reference_code(
@@ -164,6 +199,9 @@ def test_first_block_is_that_of_the_reference_code(
         ({"architectures": ["Qwen3DSparkModel"]}, True, False),
         ({"architectures": ["DFlash2DraftModel"]}, True, False),
         ({"speculators_model_type": "dflash"}, True, False),
+        ({"speculators_model_type": "xpress"}, True, False),
+        ({"speculators_model_type": "peagle"}, False, True),
+        ({"model_type": "muse_glimmer_assistant"}, True, False),
         ({"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 9}, False, True),
         ({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}, False, False),
     ],
@@ -230,7 +268,7 @@ def test_kinds_differ(kind: str, make_target: Callable[..., Any]) -> None:
     """The kinds of the other tests are what they are called."""
     spec = random_head(TargetModel(make_target("qwen3")), kind).spec
     assert (spec.causal, spec.shifted, spec.successor is not None) == (
-        kind == "jetspec",
+        kind in ("jetspec", "speculators"),
         kind.startswith(("dspark", "deepspec")),
         kind.startswith("dspark"),
     )

@@ -32,13 +32,7 @@ SETTINGS = [
 ]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def kernels_run():
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        if DEVICE.type == "cpu":
-            monkeypatch.setenv("TRITON_INTERPRET", "1")
-            assert not isinstance(select_kernel, triton.JITFunction), "TRITON_INTERPRET=1 came too late"
-        yield
+pytestmark = pytest.mark.usefixtures("kernels_run")
 
 
 def batch_of(settings):

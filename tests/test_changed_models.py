@@ -1,7 +1,7 @@
 """A model that changes after its engine was made: the engine answers with what the model is now, or refuses.
 
-What fused layers make of re-pointed weights is in `test_fused_engine.py`, K/V of updated weights in
-`test_prefix_sharing.py`; here are adapters, hooks, replaced modules, and changes that used to leave no trace.
+K/V of updated weights are in `test_prefix_sharing.py`; here are weights, adapters, hooks, replaced modules, and changes
+that used to leave no trace.
 """
 
 import gc
@@ -18,8 +18,8 @@ from specdec import Engine, EngineConfig, SamplingParams
 from specdec.errors import UnsupportedModelError
 from specdec.layers import merge
 
-from inside import TargetModel, Watch, capture_on_tape, captured_rounds
-from marks import each_value
+from inside import TargetModel, Watch, capture_on_tape, captured_prompts, captured_rounds
+from marks import deep, each_value, slow
 
 NEW = 10
 GREEDY = SamplingParams(max_new_tokens=NEW)
@@ -75,82 +75,150 @@ def counted_copies(engine: Engine) -> Iterator[list[int]]:
 
 
 @pytest.fixture
-def adapted(make_target) -> tuple[Any, Adapter]:
-    """A model with two adapters in one of its layers, the first one active."""
-    model = make_target("llama", fresh=True)
+def prepared(make_target) -> Callable[[str], Any]:
+    """prepared(family): a model of its own. "adapted": with two adapters in one of its layers, the first one active;
+    "hooked": with a hook that multiplies by a number of the model's, for now 1."""
+
+    def make(family: str) -> Any:
+        model = make_target("llama" if family in ("adapted", "hooked") else family, fresh=True)
+        if family == "adapted":
+            mlp = model.model.layers[1].mlp
+            mlp.down_proj = adapter = Adapter(mlp.down_proj)
+            adapter.add("first", 1)
+            adapter.add("second", 2)
+            adapter.active = ["first"]
+        if family == "hooked":
+            model.factor = [1.0]
+            model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: out * model.factor[0])
+        return model
+
+    return make
+
+
+def adapter_of(model: Any) -> Adapter:
+    return model.model.layers[1].mlp.down_proj
+
+
+# changes of a model; other: the weights of another
+
+
+def in_place(model: Any, other: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            value.copy_(other[name])
+
+
+def assigned(model: Any, other: dict[str, torch.Tensor]) -> None:
+    model.load_state_dict(other, assign=True)
+    model.tie_weights()
+
+
+def assigned_in_part(model: Any, other: dict[str, torch.Tensor]) -> None:
+    """One weight of a merged group, one of none, and a norm."""
+    names = ["layers.1.self_attn.k_proj.weight", "layers.2.self_attn.o_proj.weight", "layers.0.input_layernorm.weight"]
+    model.load_state_dict({f"model.{name}": other[f"model.{name}"] for name in names}, strict=False, assign=True)
+
+
+def pointed_elsewhere(model: Any, other: dict[str, torch.Tensor]) -> None:
+    for name, param in model.named_parameters():
+        if name.endswith("up_proj.weight"):
+            param.data = other[name].clone()
+
+
+def there_and_back(model: Any, other: dict[str, torch.Tensor]) -> None:
+    model.double()
+    in_place(model, other)
+    model.float()
+
+
+def switch(model: Any, _: Any = None) -> None:
+    adapter_of(model).active = ["second"]
+
+
+def switch_in_place(model: Any, _: Any) -> None:
+    adapter_of(model).active[0] = "second"
+
+
+def disable(model: Any, _: Any = None) -> None:
+    adapter_of(model).active = []
+
+
+def rescale(model: Any, _: Any) -> None:
+    adapter_of(model).scaling["first"] = -2.0
+
+
+def add_another(model: Any, _: Any) -> None:
+    adapter_of(model).add("third", 3)
+    adapter_of(model).active = ["third"]
+
+
+def another_factor(model: Any, _: Any) -> None:
+    model.factor[0] = -1.5
+
+
+def another_module(model: Any, _: Any) -> None:
+    model.model.layers[1].mlp.act_fn = nn.ReLU()
+
+
+def another_forward(model: Any, _: Any) -> None:
     mlp = model.model.layers[1].mlp
-    mlp.down_proj = adapter = Adapter(mlp.down_proj)
-    adapter.add("first", 1)
-    adapter.add("second", 2)
-    adapter.active = ["first"]
-    return model, adapter
+    forward = mlp.forward
+    mlp.forward = lambda x: forward(x) * 2.0
 
 
-def switch(adapter: Adapter) -> None:
-    adapter.active = ["second"]
+def another_epsilon(model: Any, _: Any) -> None:
+    for layer in model.model.layers:
+        layer.input_layernorm.variance_epsilon = 50.0
 
 
-def switch_in_place(adapter: Adapter) -> None:
-    adapter.active[0] = "second"
+WEIGHTS = (in_place, assigned, assigned_in_part, pointed_elsewhere, there_and_back)
+ADAPTERS = (switch, switch_in_place, disable, rescale, add_another)
+CHANGES = [
+    *((change, "qwen2", "fused") for change in WEIGHTS),
+    *((slow if change is assigned_in_part else deep)(change, "gemma4-e2b", "fused") for change in WEIGHTS),
+    *((change, "qwen2", "fused, captured") for change in (assigned, assigned_in_part)),
+    deep(assigned, "qwen2", "captured"),
+    *each_value((change, "adapted", how) for change in ADAPTERS for how in ("", "cleared")),
+    (switch, "adapted", "captured"),
+    *((change, "qwen2", "") for change in (another_module, another_forward)),
+    # what leaves no trace: nobody compares all attributes of all modules in each step, and a hook may do anything
+    *((another_epsilon, "qwen2", how) for how in ("cleared", "fused, cleared")),
+    (another_factor, "hooked", "captured, cleared"),
+]
 
 
-def disable(adapter: Adapter) -> None:
-    adapter.active = []
-
-
-def rescale(adapter: Adapter) -> None:
-    adapter.scaling["first"] = -2.0
-
-
-def add_another(adapter: Adapter) -> None:
-    adapter.add("third", 3)
-    adapter.active = ["third"]
-
-
-@pytest.mark.parametrize(
-    ("change", "cleared"),
-    each_value(
-        (change, cleared)
-        for change in (switch, switch_in_place, disable, rescale, add_another)
-        for cleared in (False, True)
-    ),
-)
-def test_an_adapter_that_is_switched_behind_an_engine_answers(change, cleared, adapted, make_engine):
-    """The old one did, after `clear_prefix_cache` too: the private copy had the attributes of the day it was made."""
-    model, adapter = adapted
-    engine = make_engine(model, "ngram")
+@pytest.mark.parametrize(("change", "family", "how"), CHANGES)
+def test_an_engine_answers_with_what_its_model_is_now(
+    change, family, how, prepared, make_target, make_engine, monkeypatch
+):
+    """A private copy had the attributes of the day it was made, a captured graph the tensors and what a hook did."""
+    capture_on_tape(monkeypatch, "captured" in how)
+    model = prepared(family)
+    other = {} if family in ("adapted", "hooked") else make_target(family, seed=4, fresh=True).state_dict()
+    engine = make_engine(model, None if "captured" in how else "ngram", fused="fused" in how)
     before = truth(model)
-    assert answer(engine) == answer(engine) == before
-    change(adapter)
+    for _ in range(3):
+        assert answer(engine) == before
+    change(model, other)
     after = truth(model)
     assert after != before
-    if cleared:
+    if "cleared" in how:
         engine.clear_prefix_cache()
-    assert answer(engine) == after
+    for _ in range(3):
+        assert answer(engine) == after
+    assert bool("captured" in how) == bool(engine.steps.graphs and captured_rounds(engine))
 
 
-def test_a_running_request_goes_on_with_the_adapter_that_is_active_now(adapted, make_engine):
+def test_a_running_request_goes_on_with_the_adapter_that_is_active_now(prepared, make_engine):
     """What it has made by then are K/V of the other adapter, which are not kept for later requests."""
-    model, adapter = adapted
+    model = prepared("adapted")
     engine = make_engine(model, None)
     stream = engine.stream(PROMPT, GREEDY)
     next(stream)
-    switch(adapter)
+    switch(model)
     list(stream)
     [out] = engine.generate(PROMPT, GREEDY)
     assert (out.token_ids, out.stats.cached_tokens) == (truth(model), 0)
-
-
-def test_captured_rounds_follow_an_adapter(adapted, make_engine, monkeypatch):
-    capture_on_tape(monkeypatch)
-    model, adapter = adapted
-    engine = make_engine(model, None)
-    for name in ("first", "second", "first"):
-        adapter.active = [name]
-        want = truth(model)
-        for _ in range(3):
-            assert answer(engine) == want
-        assert captured_rounds(engine)
 
 
 def test_adapters_of_peft_are_followed(make_target, make_engine):
@@ -202,59 +270,6 @@ def test_hooks_that_are_added_and_removed_are_followed(fused, make_target, make_
     assert (engine.target.unfused is None) == fused
 
 
-def test_a_hook_that_does_something_else_is_followed_after_clearing(make_target, make_engine, monkeypatch):
-    """It leaves no trace. A captured round holds what it did before."""
-    capture_on_tape(monkeypatch)
-    model, factor = make_target("llama", fresh=True), [1.0]
-    model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: out * factor[0])
-    engine = make_engine(model, None)
-    before = truth(model)
-    for _ in range(3):
-        assert answer(engine) == before
-    factor[0] = -1.5
-    engine.clear_prefix_cache()
-    after = truth(model)
-    for _ in range(3):
-        assert answer(engine) == after != before
-
-
-def another_module(model: Any) -> None:
-    model.model.layers[1].mlp.act_fn = nn.ReLU()
-
-
-def another_forward(model: Any) -> None:
-    mlp = model.model.layers[1].mlp
-    forward = mlp.forward
-    mlp.forward = lambda x: forward(x) * 2.0
-
-
-@pytest.mark.parametrize("change", [another_module, another_forward])
-def test_a_module_in_the_place_of_another_is_followed(change, make_target, make_engine):
-    model = make_target("qwen2", fresh=True)
-    engine = make_engine(model, "ngram")
-    before = answer(engine)
-    change(model)
-    after = truth(model)
-    assert answer(engine) == after != before
-
-
-def another_epsilon(model: Any) -> None:
-    for layer in model.model.layers:
-        layer.input_layernorm.variance_epsilon = 50.0
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_an_attribute_is_followed_after_clearing(fused, make_target, make_engine):
-    """Nobody compares all attributes of all modules in each step."""
-    model = make_target("qwen2", fresh=True)
-    engine = make_engine(model, "ngram", fused=fused)
-    before = answer(engine)
-    another_epsilon(model)
-    engine.clear_prefix_cache()
-    after = truth(model)
-    assert answer(engine) == after != before
-
-
 def test_a_change_that_cannot_be_served_is_refused_until_it_is_undone(make_target, make_engine):
     model = make_target("llama", fresh=True)
     engine = make_engine(model, "ngram")
@@ -296,14 +311,28 @@ def test_what_changes_nothing_copies_nothing(make_target, make_engine):
     assert not copies
 
 
-def test_a_copy_is_made_once_for_a_change(adapted, make_engine):
-    model, adapter = adapted
+def test_a_copy_is_made_once_for_a_change(prepared, make_engine):
+    model = prepared("adapted")
     engine, other = make_engine(model, "ngram"), make_engine(model, None)
     with counted_copies(engine) as copies:
         for change in (switch, disable):
-            change(adapter)
+            change(model)
             assert answer(engine) == answer(other) == answer(engine) == truth(model)
     assert len(copies) == 2
+
+
+def test_captured_prompts_see_changed_weights(make_target, make_engine, random_prompt, monkeypatch):
+    """One shape, unlike lengths: what is captured after the change reads what the next prompt is fed into."""
+    capture_on_tape(monkeypatch)
+    model, other = make_target("qwen2", fresh=True), make_target("qwen2", seed=4, fresh=True).state_dict()
+    engine = make_engine(model, None)
+    for change in (None, assigned):
+        if change is not None:
+            change(model, other)
+        for length in (11, 9, 14):
+            prompt = random_prompt(length, seed=length)
+            assert engine.generate(prompt, GREEDY)[0].token_ids == truth(model, prompt)
+    assert captured_prompts(engine)
 
 
 # weights that change without a trace
@@ -384,14 +413,14 @@ def test_a_checkpoint_loaded_in_inference_mode_has_ordinary_weights():
     assert not any(tensor.is_inference() for tensor in engine.drafter.assistant.parameters())
 
 
-def test_a_target_copied_again_is_proved_again(adapted) -> None:
-    model, adapter = adapted
+def test_a_target_copied_again_is_proved_again(prepared) -> None:
+    model = prepared("adapted")
     target = TargetModel(model)
     proofs: list[int] = []
     probe: Callable[..., Any] = TargetModel._probe
     TargetModel._probe = lambda self: proofs.append(1) or probe(self)  # type: ignore[method-assign, func-returns-value]
     try:
-        switch(adapter)
+        switch(model)
         assert (target.weights.generation(), target.weights.generation()) == (1, 1)
     finally:
         TargetModel._probe = probe  # type: ignore[method-assign]

@@ -4,7 +4,7 @@ import json
 
 import httpx
 import pytest
-from reciting import reciting
+from reciting import HARMONY, reciting
 
 from specdec.serving.openai.chat_template import MessageShape
 
@@ -17,17 +17,6 @@ SHOWN = """\
 ADDING = """\
 {%- for m in messages %}{{ '<' + m.role + '>' + m.content }}
 {%- for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}{% endfor %}"""
-# as GPT-OSS': thoughts are `thinking`, a call has a text or a thought before it, and never both
-HARMONY = """\
-{{- tools | tojson if tools else '' }}
-{%- for m in messages %}{% if m.tool_calls %}
-{%- if m.content and m.thinking %}{{ raise_exception('both') }}{% endif %}
-{%- if m.content or m.thinking %}<|start|>assistant<|channel|>analysis<|message|>
-{{- m.content or m.thinking }}<|end|>{% endif %}
-{%- for call in m.tool_calls %}<|start|>assistant to=functions.{{ call.function.name }}<|channel|>commentary json
-{{- '<|message|>' }}{{ call.function.arguments | tojson }}<|call|>{% endfor %}
-{%- else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}
-{%- endfor %}<|start|>assistant"""
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 RESULT = {"role": "tool", "tool_call_id": "c1", "content": "8"}

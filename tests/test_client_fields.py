@@ -5,6 +5,7 @@ import json
 import logging
 
 import httpx
+import jsonschema
 import pytest
 
 from specdec import Engine, SamplingParams
@@ -17,12 +18,13 @@ from served_engine import served
 pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
 QUESTION = "Tom has 3 apples and buys 5 more. How many apples does he have?"
 CHAT = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 12, "temperature": 0}
-TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": "f", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}},
-    }
-]
+ADD = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "unit": {"enum": ["eggs", "pens"]}},
+    "required": ["a", "unit"],
+    "additionalProperties": False,
+}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": ADD}}]
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +59,7 @@ def events(answer):
         {"use_beam_search": False, "length_penalty": 1.0, "early_stopping": False, "skip_special_tokens": True},
         {"add_generation_prompt": True, "continue_final_message": False, "spaces_between_special_tokens": True},
         {"store": True, "metadata": {"a": "b"}, "user": "u", "service_tier": "auto", "safety_identifier": "s"},
+        {"seed": 3, "priority": 0, "prompt_cache_key": "x", "chat_template_kwargs": {"enable_thinking": False}},
         {"reasoning_effort": "low", "verbosity": "low", "prediction": {"type": "content", "content": "It is 8."}},
         {"parallel_tool_calls": False, "min_tokens": 0, "return_token_ids": False, "bad_words": [], "functions": []},
     ],
@@ -145,10 +148,27 @@ def test_the_last_message_is_continued(url, engine):
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}], ids=["any", "named"])
-def test_parallel_tool_calls_false_is_kept_where_a_tool_is_required(url, choice):
-    answer = chat(url, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False, max_tokens=60)
+def test_a_tool_that_must_be_called_is_called_once_whole_and_streamed(url, choice):
+    asked = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 60}
+    answer = chat(url, **asked)
     assert answer.status_code == 200, answer.text
-    assert len(answer.json()["choices"][0]["message"]["tool_calls"]) == 1
+    [whole] = answer.json()["choices"]
+    [call] = whole["message"]["tool_calls"]
+    assert (whole["finish_reason"], whole["message"]["content"]) == ("tool_calls", None)
+    assert (call["type"], call["function"]["name"]) == ("function", "f")
+    jsonschema.validate(json.loads(call["function"]["arguments"]), ADD)
+    choices = [each for chunk in events(chat(url, **asked, stream=True)) for each in chunk["choices"]]
+    parts = [part for each in choices for part in each["delta"].get("tool_calls", ())]
+    assert [part["function"]["name"] for part in parts if "id" in part] == ["f"] and len(parts) > 1
+    assert "".join(part["function"].get("arguments", "") for part in parts) == call["function"]["arguments"]
+    assert choices[-1]["finish_reason"] == "tool_calls"
+
+
+def test_with_tool_choice_none_a_call_is_text(url):
+    written = r'Well\.<tool_call>\{"name": "f", "arguments": \{\}\}</tool_call>'
+    [choice] = chat(url, tools=TOOLS, tool_choice="none", guided_regex=written, max_tokens=60).json()["choices"]
+    assert choice["finish_reason"] == "stop" and "tool_calls" not in choice["message"]
+    assert choice["message"]["content"] == 'Well.<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 
 
 def test_a_required_call_has_no_arguments_that_its_tool_does_not_name(url):
@@ -167,7 +187,9 @@ def test_a_required_tool_needs_no_template_that_knows_tools(url, engine):
         engine.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
         required = chat(url, tools=TOOLS, tool_choice="required", max_tokens=60)
         assert required.json()["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "f"
-        assert chat(url, tools=TOOLS).status_code == 400
+        refused = chat(url, tools=TOOLS)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"] == "this model's chat template knows no tools; leave them out"
     finally:
         engine.tokenizer.chat_template = template
 

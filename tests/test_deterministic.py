@@ -14,7 +14,6 @@ import torch.nn.functional as F
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.backend import choose_backend
-from specdec.attention.bridge import ForwardContext
 from specdec.attention.path_attention import PathAttention
 from specdec.attention.row_tiles import ROWS, pad_rows, row_tiles
 from specdec.draft_models.ngram import NgramDrafter
@@ -348,42 +347,6 @@ def test_alternatives_do_not_depend_on_how_many_a_neighbour_wants():
         some = LogProbs.of(logits, chosen, count)
         assert torch.equal(some.ids, every.ids[..., :count]) and torch.equal(some.values, every.values[..., :count])
     torch.testing.assert_close(every.chosen[0], logits[0].float().log_softmax(-1)[:, 0])
-
-
-@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
-def test_attention_of_some_rows_is_that_of_all(
-    tree, make_target, engine, random_prompt, scripted, tree_script, monkeypatch
-):
-    """Asked for in tiles, in whatever order, each row is as it is among all."""
-    compared = []
-    of = ForwardContext.of.__func__
-
-    def watched(cls: Any, plan: Any, *args: Any) -> Any:
-        context = of(cls, plan, *args)
-        kinds = dict(context.attention)
-        batch, width = plan.positions.shape
-
-        def check(attention: PathAttention) -> Callable[..., torch.Tensor]:
-            def attend(query: torch.Tensor, k: Any, v: Any, *pools: torch.Tensor, **options: Any) -> torch.Tensor:
-                out = attention(query, k, v, *pools, **options)
-                for tile in reversed(list(row_tiles(batch, width))):
-                    part = attention.part(*tile)(query.transpose(1, 2)[tile].transpose(1, 2), k, v, *pools, **options)
-                    assert torch.equal(part, out[tile])
-                    compared.append(tile)
-                return out
-
-            return attend
-
-        context.attention.update({kind: check(attention) for kind, attention in kinds.items()})
-        return context
-
-    model = make_target("gpt_oss")
-    prompt = random_prompt(20)
-    made = engine(model, scripted(tree_script([prompt])) if tree else "ngram", num_steps=37)
-    made.target.in_tiles = False
-    monkeypatch.setattr(ForwardContext, "of", classmethod(watched))
-    made.generate([prompt, random_prompt(9)], SamplingParams(max_new_tokens=4))
-    assert len(compared) > 20
 
 
 def test_under_the_sanitizer(make_target, engine, random_prompt, scripted, tree_script, monkeypatch):

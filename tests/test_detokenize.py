@@ -166,12 +166,6 @@ def test_a_byte_that_spoils_a_run_takes_back_nothing_that_was_handed_out():
     assert deltas == ["the", "", "", "", "", "\ufffd" * 4 + "a"]
 
 
-def test_a_contraction_takes_back_nothing_that_was_handed_out():
-    tokenizer = TOKENIZERS["words-clean"]
-    request, deltas = run(tokenizer, ids_of(tokenizer, "b", "'", "b", "x"), SamplingParams(max_new_tokens=4), [1])
-    assert request.output().text == "".join(deltas) == "b'b x"
-
-
 @pytest.mark.parametrize("rounds", [[1], [2], [9]])
 @pytest.mark.parametrize(
     ("stop", "pieces", "text", "taken"),

@@ -279,6 +279,13 @@ def test_every_key_of_speculators_config_is_known(folder: Path) -> None:
     assert read_drafter("speculators", folder) == replace(SPEC, **said)
 
 
+@pytest.mark.parametrize(("said", "warns"), [({"norm_before_residual": None}, True), ({}, False)])
+def test_an_assumed_residual_of_speculators_is_a_warning(said, warns, tmp_path, caplog) -> None:
+    change_drafter(write_drafter("speculators", tmp_path), said)
+    assert read_drafter("speculators", tmp_path).norm_before_residual is False
+    assert ("no norm_before_residual: it is read as false" in caplog.text) is warns
+
+
 def test_a_head_on_the_final_state(folder) -> None:
     spec = changed(folder, {"eagle_config": {"use_aux_hidden_state": False}, "fc.weight": torch.ones(16, 16)})
     assert spec.aux_layers == () and spec.has_fc and spec.feature_size == 16

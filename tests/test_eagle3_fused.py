@@ -28,14 +28,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB, H = 24, 32
 OPERATIONS = {"torch": REFERENCE, "kernels": KERNELS}
 
-pytestmark = pytest.mark.usefixtures("poison_empty")
-
-
-@pytest.fixture(autouse=True)
-def kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    if DEVICE.type == "cpu":
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
+pytestmark = pytest.mark.usefixtures("kernels_run", "poison_empty", "seeded")
 
 
 def biases(*names: str, layers: int = 1) -> frozenset[str]:

@@ -16,11 +16,7 @@ from marks import deep, deep_cases, slow
 VOCAB, DRAFT_VOCAB = 24, 17
 Windows = tuple[int | None, ...]
 
-
-@pytest.fixture(autouse=True)
-def kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE.type == "cpu":
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
+pytestmark = pytest.mark.usefixtures("kernels_run")
 
 
 def scene(

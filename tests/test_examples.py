@@ -14,7 +14,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 from rich.console import Console
 
 from specdec import Engine, EngineConfig, SamplingParams
@@ -54,14 +53,6 @@ RUNS: dict[str, list[tuple[str, str]]] = {
         ),
     ],
     "gsm8k.py": [("--limit 4", r"(?i)accuracy")],
-}
-# programs that also run on the Triton kernels: few tokens, for a round takes seconds in Triton's interpreter
-ON_TRITON: dict[str, tuple[str, str]] = {
-    "tree_walkthrough.py": (
-        "--attention triton --prompt one --steps 2 --nodes 5 --max-new-tokens 3",
-        r"accepted path \[\d.*\], bonus .*: \d tokens from one target forward",
-    ),
-    "gemma4_mtp.py": ("--prompt one --max-new-tokens 3", r"\d+ tokens, \d+ of them accepted drafts"),
 }
 ELSEWHERE = {
     "ray_serve.py": "test_ray_serve.py runs it, with SPECDEC_RAY=1",
@@ -124,31 +115,6 @@ def test_every_program_runs_and_says_what_it_should(name, run, request):
         code, out, err = run(name, *args.split())
         assert code == 0, err
         assert re.search(pattern, out), out
-
-
-@pytest.fixture
-def by_triton(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Every engine that does not choose runs the Triton kernels, as on a GPU. What engines were made with."""
-    init, chosen = EngineConfig.__init__, set()
-
-    def with_triton(config: EngineConfig, *args: object, **settings: object) -> None:
-        init(config, *args, **{"attention": "triton", **settings})
-        chosen.add(config.attention)
-
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(EngineConfig, "__init__", with_triton)
-    return chosen
-
-
-@pytest.mark.deep
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, and chosen without being told")
-@pytest.mark.parametrize("name", [name if name.startswith("tree") else deep(name) for name in ON_TRITON])
-def test_programs_run_on_the_triton_kernels(name, run, by_triton):
-    args, pattern = ON_TRITON[name]
-    code, out, err = run(name, *args.split())
-    assert code == 0, err
-    assert re.search(pattern, out), out
-    assert by_triton == {"triton"}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -5,6 +5,7 @@ that transformers has; here are the documented ones, and what was once served wr
 """
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -207,39 +208,48 @@ SEQ2SEQ |= {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_st
 COUNTING = ["Bart", "MBart", "PLBart", "Pegasus", "BigBirdPegasus", "Marian", "Blenderbot", "BlenderbotSmall"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", COUNTING)
-def test_models_that_count_positions_themselves_are_refused(name, dtype):
-    """They ignore position_ids, so every row of a packed forward was at the wrong position."""
-    config = getattr(transformers, f"{name}Config")(**SEQ2SEQ)
+def seq2seq(name: str, kind: str) -> PreTrainedModel:
+    return getattr(transformers, f"{name}For{kind}")(getattr(transformers, f"{name}Config")(**SEQ2SEQ))
+
+
+def whisper() -> PreTrainedModel:
+    sizes = {**SEQ2SEQ, "max_target_positions": 64, "max_source_positions": 8, "num_mel_bins": 4}
+    return transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**sizes))
+
+
+def t5_gemma() -> PreTrainedModel:
+    stack = transformers.T5GemmaModuleConfig(**HEADS)
+    config = transformers.T5GemmaConfig(encoder=stack, decoder=copy.deepcopy(stack), vocab_size=VOCAB)
+    return transformers.T5GemmaForConditionalGeneration(config)
+
+
+def rwkv() -> PreTrainedModel:
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "attention_hidden_size": 32}
+    return transformers.RwkvForCausalLM(transformers.RwkvConfig(**sizes))
+
+
+REFUSED = {
+    # they ignore position_ids, so every row of a packed forward was at the wrong position
+    **{f"{name}, causal": (partial(seq2seq, name, "CausalLM"), (name, "position_ids")) for name in COUNTING},
+    **{
+        name: (partial(seq2seq, name, "ConditionalGeneration"), (name, "encoder-decoder"))
+        for name in ("Bart", "MBart", "Pegasus")
+    },
+    "Whisper": (whisper, ("Whisper", "encoder-decoder")),
+    "T5Gemma": (t5_gemma, ("T5Gemma", "encoder-decoder")),
+    "RWKV": (rwkv, ("RwkvForCausalLM", "num_attention_heads")),  # recurrent; no attribute is missed
+}
+HALVED = [(name, torch.bfloat16) for name in REFUSED if "causal" in name]
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*((name, torch.float32) for name in REFUSED), *HALVED], ids=str)
+def test_models_of_other_kinds_are_refused(name, dtype):
+    make, parts = REFUSED[name]
     torch.manual_seed(0)
-    model = spread(getattr(transformers, f"{name}ForCausalLM")(config)).to(dtype)
+    model = spread(make()).to(dtype) if "causal" in name else make()
     with pytest.raises(UnsupportedModelError) as error:
         Engine.from_pretrained(model, config=EngineConfig(max_model_len=32))
-    assert_one_sentence(error, name, "position_ids")
-
-
-@pytest.mark.parametrize("name", ["Bart", "Whisper", "MBart", "Pegasus", "T5Gemma"])
-def test_encoder_decoder_checkpoints_are_refused(name):
-    if name == "T5Gemma":
-        stack = transformers.T5GemmaModuleConfig(**HEADS)
-        config = transformers.T5GemmaConfig(encoder=stack, decoder=copy.deepcopy(stack), vocab_size=VOCAB)
-    elif name == "Whisper":
-        sizes = {**SEQ2SEQ, "max_target_positions": 64, "max_source_positions": 8, "num_mel_bins": 4}
-        config = transformers.WhisperConfig(**sizes)
-    else:
-        config = getattr(transformers, f"{name}Config")(**SEQ2SEQ)
-    model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
-    with pytest.raises(UnsupportedModelError) as error:
-        Engine.from_pretrained(model, config=EngineConfig(max_model_len=32))
-    assert_one_sentence(error, name, "encoder-decoder")
-
-
-def test_a_recurrent_model_is_refused_and_no_attribute_is_missed():
-    config = transformers.RwkvConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32)
-    with pytest.raises(UnsupportedModelError) as error:
-        Engine.from_pretrained(transformers.RwkvForCausalLM(config))
-    assert_one_sentence(error, "RwkvForCausalLM", "num_attention_heads")
+    assert_one_sentence(error, *parts)
 
 
 class Meddler(nn.Module):
@@ -330,6 +340,10 @@ def rope_model(kind):
     return build(transformers.LlamaConfig(**{**HEADS, "max_position_embeddings": LIMIT}, **rope))
 
 
+def wrong(known, n):
+    return [(known[-1] + 1 + i) % VOCAB for i in range(n)], None
+
+
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
 def test_no_batch_and_no_draft_crosses_the_limit_of_rope(kind, make_engine, greedy_oracle, random_prompt, scripted):
     """One request ends at the limit with drafts beyond it; the other must not see frequencies change."""
@@ -337,22 +351,12 @@ def test_no_batch_and_no_draft_crosses_the_limit_of_rope(kind, make_engine, gree
     new = 9
     wanted = [greedy_oracle(model, prompt, new) for prompt in prompts]
 
-    def wrong(known, n):
-        return [(known[-1] + 1 + i) % VOCAB for i in range(n)], None
-
     for drafter in (None, scripted(wrong)):
         engine = make_engine(model, drafter, max_model_len=None, max_batch_size=2, num_steps=7, prefill_chunk=16)
         assert engine.max_model_len == LIMIT
         params = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in (new, 20)]
         outputs = engine.generate(prompts, params)
         assert [out.token_ids[:new] for out in outputs] == wanted
-
-
-@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-def test_sequences_for_which_rope_would_change_are_refused(kind, make_engine):
-    with pytest.raises(ConfigError) as error:
-        make_engine(rope_model(kind), max_model_len=LIMIT + 1)
-    assert_one_sentence(error, f"max_model_len={LIMIT + 1}", f"at most {LIMIT}", kind)
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
@@ -365,9 +369,6 @@ def test_drafts_and_padding_beyond_a_learnt_position_table(
     new = [4, 20, 15]
     wanted = [greedy_oracle(model, prompt, n) for prompt, n in zip(prompts, new, strict=True)]
 
-    def wrong(known, n):
-        return [(known[-1] + 1 + i) % VOCAB for i in range(n)], None
-
     engine = make_engine(
         model, scripted(wrong), max_model_len=None, max_batch_size=3, num_steps=7, prefill_chunk=27, page_size=page_size
     )
@@ -375,35 +376,32 @@ def test_drafts_and_padding_beyond_a_learnt_position_table(
     assert [out.token_ids for out in outputs] == wanted
 
 
-@pytest.mark.parametrize(
-    ("config", "most"),
-    [
-        (opt(max_position_embeddings=64), 64),
-        (transformers.LlamaConfig(**{**HEADS, "max_position_embeddings": 64}), 64),
-        (
-            transformers.LlamaConfig(
-                **{**HEADS, "max_position_embeddings": 64}, rope_parameters={"rope_type": "linear", **STRETCH}
-            ),
-            256,
-        ),
-        (
-            transformers.LlamaConfig(
-                **{**HEADS, "max_position_embeddings": 64},
-                rope_parameters={"rope_type": "yarn", **STRETCH, "original_max_position_embeddings": 32},
-            ),
-            128,
-        ),
-    ],
-    ids=["learnt", "rope", "linear", "yarn"],
-)
-def test_a_max_model_len_above_the_models_own_is_refused(config, most, make_engine):
+def rope_config(kind, **extra):
+    rope = {"rope_parameters": {"rope_type": kind, **STRETCH, **extra}}
+    return transformers.LlamaConfig(**{**HEADS, "max_position_embeddings": 64, **rope})
+
+
+LENGTHS = {
+    "learnt": (lambda: build(opt(max_position_embeddings=64)), 64, 64),
+    "rope": (lambda: build(transformers.LlamaConfig(**{**HEADS, "max_position_embeddings": 64})), 64, 64),
+    "linear": (lambda: build(rope_config("linear")), 64, 256),
+    "yarn": (lambda: build(rope_config("yarn", original_max_position_embeddings=32)), 64, 128),
+    # beyond it rope would change
+    "longrope": (lambda: rope_model("longrope"), LIMIT, LIMIT),
+    "dynamic": (lambda: rope_model("dynamic"), LIMIT, LIMIT),
+}
+
+
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_a_max_model_len_above_the_models_own_is_refused(kind, make_engine):
     """It was cut to the model's limit and nobody was told."""
-    model = build(config)
+    make, default, most = LENGTHS[kind]
+    model = make()
     assert make_engine(model, max_model_len=most).max_model_len == most
-    assert make_engine(model, max_model_len=None, max_batch_size=1).max_model_len == 64
+    assert make_engine(model, max_model_len=None, max_batch_size=1).max_model_len == default
     with pytest.raises(ConfigError) as error:
         make_engine(model, max_model_len=most + 1)
-    assert_one_sentence(error, f"max_model_len={most + 1}", f"at most {most}")
+    assert_one_sentence(error, f"max_model_len={most + 1}", f"at most {most}", kind if most == LIMIT else "")
 
 
 # adapters and quantised weights

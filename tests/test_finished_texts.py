@@ -127,19 +127,6 @@ def test_of_equal_contexts_the_latest_are_nearest():
     assert {many - 1, many - 2, many - finished_texts.NEAREST // 2} <= set(found)
 
 
-def test_the_oldest_texts_leave_first():
-    texts = [([i, i, i, 50 + i], 3, b"") for i in range(4)]
-    store = store_of(*texts, size=11)  # two texts of 4 tokens and an end each
-    assert [bool(looked_up(store, [i])) for i in range(4)] == [False, False, True, True]
-    assert store.num_tokens == 10
-
-
-def test_a_text_longer_than_the_store_is_kept_from_its_end():
-    store = store_of((list(range(100, 200)), 0, b""), size=12)
-    assert store.num_tokens == 12
-    assert looked_up(store, [197])[0] == (1, [198, 199]) and looked_up(store, [150]) == []
-
-
 def test_memory_does_not_grow_with_what_was_answered():
     """All arrays keep their size, and nothing is held of texts, or of salts, that have left."""
     store, rng = FinishedTexts(200, 2, CPU), random.Random(0)
@@ -188,19 +175,6 @@ def test_an_answer_costs_the_upload_of_an_answer(monkeypatch):
         store.flush()  # nothing new
     assert store.num_tokens > 19_000 and len(sent) == 60
     assert max(sent) <= 7 * 2 * 600
-
-
-def test_salts_do_not_meet_even_where_a_number_was_forgotten():
-    store = store_of(([1, 2, 3], 1, b"one"), size=7)
-    store.seat(0, b"one")
-    assert looked_up(store, [1], 0)
-    store.seat(0, b"")
-    assert looked_up(store, [1], 0) == []
-    store.add([1, 2, 4], 1, b"other")  # `one` leaves
-    store.flush()
-    store.seat(1, b"one")
-    store.seat(0, b"other")
-    assert looked_up(store, [1], 1) == [] and looked_up(store, [1], 0) == [(1, [2, 4])]
 
 
 def chain(texts, history, steps=3):

@@ -279,14 +279,27 @@ def test_arguments_that_ask_for_nothing_pass(model):
         ({"stop_strings": "?", "tokenizer": "byte_words"}, ["stop_strings='?'", "vocabulary"]),
         ({"inputs": torch.tensor([[1]])}, ["input_ids", "inputs"]),
         ({"assistant_model": "ngram", "drafter": "ngram"}, ["drafter", "assistant_model"]),
+        # things in wrong places
+        ({"model": "tiny-gemma4"}, ["model='tiny-gemma4'", "Engine"]),
+        ({"model": torch.zeros(2, 3)}, ["shape (2, 3)"]),
+        ({"drafter": ONE, "input_ids": LEFT_OUT}, ["generate(model, drafter, input_ids)"]),
+        ({"input_ids": [[1, 2]]}, ["[[1, 2]]", "tensor"]),
+        ({"input_ids": torch.ones(1, 3)}, ["torch.float32", "integers"]),
+        ({"attention_mask": [[1]]}, ["attention_mask", "[[1]]"]),
+        ({"input_ids": LEFT_OUT}, ["input_ids", "bos_token_id"]),
+        ({"input_ids": torch.tensor([1, 2, 3])}, ["(3,)"]),
+        ({"attention_mask": torch.ones(1, 2)}, ["attention_mask"]),
+        ({"input_ids": torch.tensor([[1, 2]]), "attention_mask": torch.zeros(1, 2)}, ["empty"]),
+        ({"input_ids": torch.tensor([[5] * 4097])}, ["4097 tokens, and the model 4096 positions; shorten"]),
     ],
     ids=lambda value: str(value).partition(" object at ")[0],
 )
 def test_refusals_say_what_to_do(kwargs, parts, model, byte_words):
     if "tokenizer" in kwargs:
         kwargs = {**kwargs, "tokenizer": byte_words}
+    given = {"model": model, "input_ids": ONE, **kwargs}
     with pytest.raises(SpecDecError) as error:
-        specdec.generate(model, **{"input_ids": ONE, **kwargs})
+        specdec.generate(**{name: value for name, value in given.items() if value is not LEFT_OUT})
     one_line(error, *parts)
 
 
@@ -297,32 +310,6 @@ def test_a_generation_setting_in_the_models_config_is_refused_as_in_transformers
     with pytest.raises(SpecDecError) as error:
         specdec.generate(model, None, ONE)
     one_line(error, "repetition_penalty=1.5", "generation_config")
-
-
-@pytest.mark.parametrize(
-    ("args", "parts"),
-    [
-        (("tiny-gemma4", None, torch.tensor([[1]])), ["model='tiny-gemma4'", "Engine"]),
-        ((torch.zeros(2, 3), None, torch.tensor([[1]])), ["shape (2, 3)"]),
-        ((None, torch.tensor([[1]])), ["generate(model, drafter, input_ids)"]),
-        ((None, None, [[1, 2]]), ["[[1, 2]]", "tensor"]),
-        ((None, None, torch.ones(1, 3)), ["torch.float32", "integers"]),
-        ((None, None, torch.tensor([[1]]), [[1]]), ["attention_mask", "[[1]]"]),
-        ((None, None), ["input_ids", "bos_token_id"]),
-        ((None, None, torch.tensor([1, 2, 3])), ["(3,)"]),
-        ((None, None, torch.tensor([[1, 2, 3]]), torch.ones(1, 2)), ["attention_mask"]),
-        ((None, None, torch.tensor([[1, 2]]), torch.zeros(1, 2)), ["empty"]),
-        (
-            (None, None, torch.tensor([[5] * 4097])),
-            ["4097 tokens, and the model 4096 positions; shorten"],
-        ),
-    ],
-    ids=["name", "tensor", "order", "list", "floats", "mask", "nothing", "row", "short mask", "empty", "long"],
-)
-def test_things_in_wrong_places(args, parts, model):
-    with pytest.raises(SpecDecError) as error:
-        specdec.generate(*(args if args[0] is not None else (model, *args[1:])))
-    one_line(error, *parts)
 
 
 # how settings are merged: against transformers

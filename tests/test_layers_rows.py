@@ -15,12 +15,7 @@ from specdec.sampling.softcap import _cheap_tanh, reference_softcap, softcap
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)  # the interpreter cuts off where a GPU rounds
 
-pytestmark = pytest.mark.usefixtures("kernels_run", "poison_empty")
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("kernels_run", "poison_empty", "seeded")
 
 
 def every(dtype: torch.dtype) -> torch.Tensor:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from capturable import capturable
-from samplers import sampler_of
+from samplers import EDITS, sampler_of
 
 from specdec import DraftTree, SamplingParams
 from specdec.attention.trees.forced_tokens import graft, without_blanks
@@ -15,22 +15,7 @@ from specdec.sampling.kernel_sampler import KernelSampler
 from specdec.sampling.reference_sampler import MaskedFirstLevel, Past, ReferenceSampler, output_counts
 from specdec.sampling.sampling_table import SamplingTable, Uses, bias_room, pack_bias, unpack_bias
 
-from marks import deep, deep_cases
-
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SETTINGS = {
-    "bias": {"logit_bias": {3: -100, 5: 2.5, 90: 100 / 16}},
-    "presence": {"presence_penalty": 1.5},
-    "frequency": {"frequency_penalty": 0.7},
-    "wanted again": {"presence_penalty": -0.5, "frequency_penalty": -0.05},
-    "all": {
-        "presence_penalty": 0.4,
-        "frequency_penalty": 0.9,
-        "logit_bias": dict.fromkeys(range(40), -1.25),
-        "repetition_penalty": 1.2,
-    },
-    "sampled": {"temperature": 0.9, "top_k": 30, "frequency_penalty": 0.5, "logit_bias": {7: 3}, "seed": 5},
-}
 
 
 def edited_on_paper(logits, params, prompt, output):
@@ -66,7 +51,7 @@ def test_counts_are_of_the_output_along_each_path():
 @pytest.mark.parametrize("softcap", [None, 20.0])
 def test_edits_are_those_on_paper(kind, with_tree, softcap, kernels_run):
     """Every setting, and a request that asks for nothing, in one batch, on every node; drawn greedily."""
-    params = [SamplingParams(**{**s, "temperature": 0, "seed": None}) for s in [{}, *SETTINGS.values()]]
+    params = [SamplingParams(**{**s, "temperature": 0, "seed": None}) for s in [{}, *EDITS.values()]]
     generator = torch.Generator().manual_seed(3)
     count, vocab = len(params), 96
     history = torch.randint(0, vocab, (count, 9), generator=generator)
@@ -156,7 +141,7 @@ def test_biases_are_packed_and_a_row_forgets_the_last_one():
 
 def test_edits_can_be_captured():
     """No value is read on the host, and nothing is made of host data: bias, penalties, masks, and forced chains."""
-    params = [SamplingParams(**{**SETTINGS["all"], "regex": "a"})]
+    params = [SamplingParams(**{**EDITS["every edit"], "regex": "a"})]
     batch = sampler_of(params, [0])
     tree = DraftTree.from_parents(torch.tensor([[5, 6, 7]]), torch.tensor([[-1, 0, 0]]))
     length, forced = torch.tensor([2]), torch.tensor([[8, 9]])
@@ -176,32 +161,10 @@ def test_nobody_else_pays():
     assert not Uses.of([SamplingParams(logit_bias={})]).edits
 
 
-@deep_cases("all")
-@pytest.mark.parametrize(
-    "setting", ["all", "sampled", *(deep(name) for name in SETTINGS if name not in ("all", "sampled"))]
-)
-def test_same_tokens_with_and_without_speculation(
-    setting, make_target, make_assistant, make_engine, random_prompt, scripted, tree_script
-):
-    """A round of trees in which some ask for edits and others do not; and a lone run is that of a loop on paper."""
-    model = make_target("gemma4-e2b")
-    prompts = [random_prompt(n) for n in (4, 13, 9)]
-    params = [SamplingParams(max_new_tokens=24, **SETTINGS[setting]), SamplingParams(max_new_tokens=24)]
-    params.append(SamplingParams(max_new_tokens=20, **SETTINGS["all" if setting == "bias" else "bias"]))
-    plain = [make_engine(model).generate(p, one)[0].token_ids for p, one in zip(prompts, params, strict=True)]
-    assert plain[0] != make_engine(model).generate(prompts[0], SamplingParams(max_new_tokens=24))[0].token_ids
-    trees = scripted(tree_script([p + out for p, out in zip(prompts, plain, strict=True)]))
-    for drafter in ("ngram", make_assistant(model), trees):
-        engine = make_engine(model, drafter, max_batch_size=2, num_steps=5)
-        outputs = engine.generate(prompts, params)
-        assert [out.token_ids for out in outputs] == plain, f"{drafter=}"
-    assert sum(sum(out.stats.accepted_counts) for out in outputs) > 15  # of the trees: speculation took part
-
-
-@pytest.mark.parametrize("setting", ["bias", "all", "wanted again"])
+@pytest.mark.parametrize("setting", ["bias", "every edit", "wanted again"])
 def test_greedy_is_an_independent_loop(setting, make_target, make_engine, random_prompt, hf_forward):
     model, prompt = make_target("llama"), random_prompt(9)
-    params = SamplingParams(max_new_tokens=20, **SETTINGS[setting])
+    params = SamplingParams(max_new_tokens=20, **EDITS[setting])
     output: list[int] = []
     while len(output) < 20:
         logits = hf_forward(model, [*prompt, *output]).logits[0, -1]

@@ -48,19 +48,17 @@ FAMILIES = ["gemma4", "gpt_oss", "mixtral", "qwen3_moe", "qwen3_moe-raw", "glm4_
 def build(family: str, hidden: int = 40, width: int = 24, num_experts: int = 9, top_k: int = 3) -> Any:
     """(router module, experts module, forward of transformers' eager block) with random weights, float32."""
     torch.manual_seed(len(family))
+<<<<<<< HEAD
     sizes = {"hidden_size": hidden, "num_experts_per_tok": top_k, "experts_implementation": "eager"}
     if family in BLOCKS:
         block = scoring_block(family, hidden, width, num_experts, top_k)
         return block.gate, block.experts, lambda x: block.experts(x, *reversed(theirs(block, x)))
+=======
+    sizes = {"hidden_size": hidden, "experts_implementation": "eager"}
+>>>>>>> main
     if family == "gemma4":
-        config = Gemma4TextConfig(
-            hidden_size=hidden,
-            moe_intermediate_size=width,
-            num_experts=num_experts,
-            top_k_experts=top_k,
-            enable_moe_block=True,
-            experts_implementation="eager",
-        )
+        kinds = {"moe_intermediate_size": width, "num_experts": num_experts, "top_k_experts": top_k}
+        config = Gemma4TextConfig(**sizes, **kinds, enable_moe_block=True)
         router, experts = Gemma4TextRouter(config), Gemma4TextExperts(config)
 
         def forward(x):
@@ -68,25 +66,18 @@ def build(family: str, hidden: int = 40, width: int = 24, num_experts: int = 9, 
             return experts(x, index, weights)
 
     else:
+        sizes["num_experts_per_tok"] = top_k
+        local = {"intermediate_size": width, "num_local_experts": num_experts}
+        qwen = {"moe_intermediate_size": width, "num_experts": num_experts}
         block: Any
         if family == "gpt_oss":
-            block = GptOssMLP(GptOssConfig(**sizes, intermediate_size=width, num_local_experts=num_experts))
-            router = block.router
+            block = GptOssMLP(GptOssConfig(**sizes, **local))
         elif family == "mixtral":
-            block = MixtralSparseMoeBlock(
-                MixtralConfig(**sizes, intermediate_size=width, num_local_experts=num_experts)
-            )
-            router = block.gate
+            block = MixtralSparseMoeBlock(MixtralConfig(**sizes, **local))
         else:
-            block = Qwen3MoeSparseMoeBlock(
-                Qwen3MoeConfig(
-                    **sizes,
-                    moe_intermediate_size=width,
-                    num_experts=num_experts,
-                    norm_topk_prob=not family.endswith("raw"),
-                )
-            )
-            router = block.gate
+            config = Qwen3MoeConfig(**sizes, **qwen, norm_topk_prob=not family.endswith("raw"))
+            block = Qwen3MoeSparseMoeBlock(config)
+        router = block.router if family == "gpt_oss" else block.gate
         experts = block.experts
 
         def forward(x):

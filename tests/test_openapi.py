@@ -255,6 +255,12 @@ def test_allow_names_all_methods_of_a_path(client):
         answer = client.put(path)
         assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
         assert answer.json()["error"]["type"] == "invalid_request_error"
+        assert client.head(path).status_code == (405 if allowed == "POST" else client.get(path).status_code)
+    for path in ("/health", "/version", "/v1/models", "/"):
+        head, get = client.head(path), client.get(path)
+        assert head.status_code == get.status_code == 200 and head.content == b""
+        assert head.headers["content-type"] == get.headers["content-type"]
+    assert client.get("/nothing").json()["error"]["type"] == "not_found_error"
 
 
 def test_no_page_loads_scripts_from_elsewhere(client):
@@ -271,5 +277,6 @@ def test_under_a_root_path_both_paths_lead_to_the_routes_without_a_warning(clien
     for path in ("/llm/v1/models", "/v1/models"):
         assert under.get(path).status_code == 401
         assert under.get(path, headers=KEY).json()["data"][0]["id"] == "a"
+    assert under.get("/llm/health").status_code == 200
     assert under.get("/llm/openapi.json").json()["servers"] == [{"url": "/llm"}]
     assert under.put("/llm/v1/models", headers=KEY).headers["allow"] == "GET, HEAD"

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import reference_weights
 import torch
+from packed_checkpoints import compressed
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from specdec.errors import UnsupportedModelError
 from specdec.layers.packed.packed_weight import dequantised, numbers_of
 from specdec.models.quantised.formats import AWQ, COMPRESSED_INT4, GPTQ_V1, GPTQ_V2, Format, Fp8, Int4, Mxfp4, nibbles
 from specdec.models.quantised.quantization_config import quantization_of
@@ -158,43 +158,6 @@ def test_zeros_of_symmetric_gptq_are_not_kept():
 # configs
 
 
-def compressed(weights: dict, inputs: dict | None = None, **others) -> dict:
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
-    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, **others}
-
-
-INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
-FP8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
-
-
-@pytest.mark.parametrize(
-    ("config", "named"),
-    [
-        (compressed({"num_bits": 8, "type": "int"}, format="int-quantized"), "8 bits, int, int-quantized"),
-        (compressed({"num_bits": 8, "type": "int"}, format="pack-quantized"), "8 bits, int, pack-quantized"),
-        (compressed({"num_bits": 4, "type": "float"}, format="nvfp4-pack-quantized"), "nvfp4-pack-quantized"),
-        (compressed(FP8, {"num_bits": 8, "type": "float", "dynamic": False}), "calibrated scales"),
-        (compressed(INT4, transform_config={"config_groups": {}}), "transforms"),
-        (compressed(FP8, sparsity_config={"format": "sparse-24-bitmask"}), "sparse-24-bitmask"),
-        ({"quant_method": "compressed-tensors"}, "no config_groups"),
-        ({"quant_method": "fp8", "activation_scheme": "static"}, "calibrated scales"),
-        ({"quant_method": "gptq", "bits": 8}, "8 bits"),
-        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin"),
-        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
-        ({"quant_method": "nvfp4"}, "nvfp4"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt"),
-        ({"quant_method": "exl3"}, "exl3"),
-        ({"quant_method": "of tomorrow"}, "of tomorrow"),
-        ({}, "missing"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_what_is_not_read_is_refused_by_name(config, named):
-    with pytest.raises(UnsupportedModelError, match=named) as error:
-        quantization_of(config)
-    assert "compressed-tensors, GPTQ and AWQ" in str(error.value) and "\n" not in str(error.value)
-
-
 @pytest.mark.parametrize("method", ["torchao", "bitsandbytes", "hqq"])
 def test_what_transformers_alone_reads_is_left_to_it(method):
     assert quantization_of({"quant_method": method, "load_in_8bit": True}) is None
@@ -202,4 +165,5 @@ def test_what_transformers_alone_reads_is_left_to_it(method):
 
 def test_activations_rounded_as_they_come_do_not_matter():
     dynamic = {"num_bits": 8, "type": "float", "dynamic": True, "strategy": "token"}
-    assert quantization_of(compressed(FP8, dynamic)).format_of("linear").title == "FP8 by channel"
+    config = compressed({"num_bits": 8, "type": "float", "strategy": "channel"}, "float-quantized", dynamic)
+    assert quantization_of(config).format_of("linear").title == "FP8 by channel"

@@ -32,12 +32,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])
 CODES = ["int4", "int4-zeros", "int4-g16", "int4-g128", "e2m1", "e4m3-row", "e4m3-block"]
 
-pytestmark = pytest.mark.usefixtures("kernels_run", "poison_empty")
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("kernels_run", "poison_empty", "seeded")
 
 
 def random_weight(form: str, *shape: int, dtype: torch.dtype = torch.float32) -> PackedWeight:

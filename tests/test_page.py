@@ -66,6 +66,8 @@ def test_nothing_is_loaded_from_elsewhere_and_only_its_own_script_may_run(server
     for name in ("script-src", "style-src"):
         assert re.fullmatch(r"'sha256-[\w+/]{43}='", policy[name])
     assert " style=" not in answer.text and " onclick=" not in answer.text  # which the policy would block
+    assert "Maximum tokens" in answer.text and 'placeholder="random"' in answer.text  # plain words
+    assert not re.search(r"Most tokens|drawn|counted behind|behind the first", answer.text)
 
 
 @pytest.mark.parametrize(
@@ -322,12 +324,6 @@ def test_a_conversation_is_kept_and_sent(page, answered):
     page.fill("#prompt", "three?")
     answered(["3"])
     assert [each["content"] for each in answered.bodies[2]["messages"]] == ["Be brief.", "three?"]
-
-
-def test_the_page_says_in_plain_words_what_its_fields_are(server):
-    text = httpx.get(f"{server.url}/").text
-    assert "Maximum tokens" in text and 'placeholder="random"' in text
-    assert not re.search(r"Most tokens|drawn|counted behind|behind the first", text)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from typing import Literal
 import openai
 import pytest
 from pydantic import BaseModel, Field
-from reciting import reciting
+from reciting import HARMONY, reciting
 
 MODEL = "tiny-gemma4"
 QUESTION = [{"role": "user", "content": "Where to?"}]
@@ -235,43 +235,6 @@ def test_openai_agents_get_a_call_and_the_text_around_it_in_order(stream, seed, 
 
 # GPT-OSS
 
-HARMONY = """\
-<|start|>system<|message|>Reasoning: {{ reasoning_effort | default("medium") }}
-# Valid channels: analysis, commentary, final.<|end|>
-{%- if messages[0].role in ("system", "developer") %}{% set told = messages[0].content %}{% set turns = messages[1:] %}
-{%- else %}{% set told = "" %}{% set turns = messages %}{% endif %}
-{%- if told or tools %}<|start|>developer<|message|>{{ told }}
-{%- for tool in tools or [] %} namespace functions { {{ tool | tojson }} }{% endfor %}<|end|>{% endif %}
-{%- set last = namespace(name=none) %}
-{%- for message in turns %}
-{%- if message.role == "assistant" %}
-{%- if "content" in message and "<|channel|>" in message.content
-       or "thinking" in message and "<|channel|>" in message.thinking %}{{ raise_exception("channels") }}{% endif %}
-{%- if "tool_calls" in message %}
-{%- set final = namespace(follows=false) %}
-{%- for later in turns[loop.index:] if later.role == "assistant" and "tool_calls" not in later %}
-{%- set final.follows = true %}
-{%- endfor %}
-{%- if message.content and message.thinking %}{{ raise_exception("both content and thinking") }}{% endif %}
-{%- if (message.content or message.thinking) and not final.follows -%}
-<|start|>assistant<|channel|>analysis<|message|>{{ message.content or message.thinking }}<|end|>
-{%- endif %}
-{%- set call = message.tool_calls[0].function %}
-{%- set last.name = call.name -%}
-<|start|>assistant to=functions.{{ call.name }}<|channel|>commentary json<|message|>
-{{- call.arguments | tojson }}<|call|>
-{%- else -%}
-<|start|>assistant<|channel|>final<|message|>{{ message.content }}<|end|>{% set last.name = none %}
-{%- endif %}
-{%- elif message.role == "tool" %}
-{%- if last.name is none %}{{ raise_exception("a tool's answer without a call") }}{% endif -%}
-<|start|>functions.{{ last.name }} to=assistant<|channel|>commentary<|message|>{{ message.content | tojson }}<|end|>
-{%- else -%}
-<|start|>{{ message.role }}<|message|>{{ message.content }}<|end|>
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
-"""A template as strict as GPT-OSS's: thoughts stand before calls that no final message follows, and nowhere else."""
 FINAL = "<|start|>assistant<|channel|>final<|message|>"
 TOLD = [
     '<|channel|>analysis<|message|>First Ulm.<|end|><|start|>assistant<|channel|>commentary to=functions.look_up '

@@ -13,7 +13,7 @@ from specdec.draft_models.eagle3.checkpoint import read_head, write_head
 from specdec.errors import CheckpointError, SpecDecError, UnsupportedModelError
 
 DFLASH, DSPARK = "z-lab/Qwen3-8B-DFlash-b16", "deepseek-ai/dspark_qwen3_8b_block7"
-GEMMA4 = "deepseek-ai/dspark_gemma4_12b_block7"
+GEMMA4, MUSE = "deepseek-ai/dspark_gemma4_12b_block7", "meta-models/Muse-Glimmer-30B-assistant"
 ones = torch.ones
 SLIDING = {"layer_types": ["sliding_attention"]}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -63,7 +63,8 @@ UNSUPPORTED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"dflash_config.conv_kernel_size": 2}, "a DFlash2 drafter"),
         ({"dflash_config.selector_rank": 8}, "a DFlash2 drafter"),
         ({"dflash_config.projector_type": "dspark"}, "projector_type='dspark' .*as SpecForge trains them"),
-        ({"speculators_model_type": "dflash"}, "a dflash drafter in speculators' format"),
+        ({"speculators_model_type": "dflash2"}, "a DFlash2 drafter"),
+        ({"speculators_model_type": "xpress"}, "a xpress drafter in speculators' format; .*eagle3, dflash and dspark"),
         ({"model_type": "laguna"}, "laguna layers .*Qwen3 and Gemma 4"),
         ({"dflash_config.attention_mode": "mla"}, "dflash_config.attention_mode='mla' is not known"),
         ({"logit_scale": 2.0}, "flag logit_scale=2.0 is not known"),
@@ -71,6 +72,25 @@ UNSUPPORTED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"dflash_config.target_layer_ids": [1, 35]}, r"expected layers -1 \(the embeddings\) to 34"),
         ({"hidden_act": "swish9"}, "no activation"),
         ({"markov_rank": 4, "markov_head_type": "lstm"}, "markov_head_type='lstm' .*known are vanilla, gated, rnn"),
+    ],
+    "speculators": [
+        ({"speculators_model_type": "peagle"}, "a peagle drafter in speculators' format; .*eagle3, dflash")
+    ],
+    "speculators, dflash": [
+        ({"aux_hidden_state_layer_ids": [2, 12]}, r"layer_ids=\[2, 12\]; expected layers 0 \(the embeddings\) to 11"),
+        ({"transformer_layer_config.model_type": "gpt_oss"}, "gpt_oss layers"),
+        (
+            {
+                "transformer_layer_config.layer_types": ["sliding_attention", "full_attention"],
+                "transformer_layer_config.sliding_window": 5,
+                "transformer_layer_config.use_sliding_window": True,
+            },
+            "without sliding_window_non_causal: .*alike in all layers",
+        ),
+    ],
+    MUSE: [
+        ({"sliding_window": 4}, "sliding_window=4 with block_size=6; .*windows of block_size - 1 or more"),
+        ({"markov_rank": 4}, "markov_rank=4 is not known"),
     ],
     GEMMA4: [
         ({"enable_moe_block": True}, "enable_moe_block=True; .*Gemma 4's layers with False only"),
@@ -172,6 +192,11 @@ DOES_NOT_FIT: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"norm.weight": None}, "norm.weight is missing"),
         ({"layers.0.attention_conv.weight": ones(2)}, "attention_conv.weight is not known"),
         ({"norm.weight": ones(32, dtype=torch.int32)}, "torch.int32"),
+    ],
+    "speculators, dflash": [
+        ({"aux_hidden_state_layer_ids": None}, "says no aux_hidden_state_layer_ids"),
+        ({"draft_vocab_size": 5}, "draft_vocab_size=5, but the file, by its lm_head.weight, says 4"),
+        ({"d2t": None}, "lm_head has 4 rows, the target 7 tokens, and there is no d2t"),
     ],
     GEMMA4: [({"layers.0.self_attn.q_norm.weight": None}, "q_norm.weight and k_proj.weight are missing")],
 }

@@ -101,11 +101,20 @@ def test_tokens_are_those_of_the_sorted_sampler(kind, cut, poison_empty):
     assert wrong_draws(SETTINGS, logits_of(kind, len(SETTINGS), 1, 150), CUTS[cut]) == {}
 
 
-@pytest.mark.parametrize("vocab", [slow(1), slow(2), 65, slow(257)])
-def test_a_vocabulary_of_any_size(vocab, poison_empty):
+@pytest.mark.parametrize(
+    ("vocab", "dtype"),
+    [
+        *(slow(1, torch.float32), slow(2, torch.float32), (65, torch.float32), slow(257, torch.float32)),
+        *(slow(300, torch.float16), pytest.param(300, torch.bfloat16, marks=pytest.mark.gpu)),
+    ],
+    ids=str,
+)
+def test_a_vocabulary_of_any_size_and_dtype(vocab, dtype, poison_empty):
+    """Rows are a view of a wider buffer. In 16 bits hundreds of logits are equal."""
     torch.manual_seed(vocab)
-    logits = torch.randn(len(SETTINGS[::5]), 2, vocab, device=DEVICE)
-    assert wrong_draws(SETTINGS[::5], logits, CUTS["many tiles"]) == {}
+    settings = SETTINGS[::5]
+    logits = logits_of("random", len(settings), 2, vocab + 30, dtype)[..., 17 : 17 + vocab]
+    assert wrong_draws(settings, logits, CUTS["many tiles"]) == {}
 
 
 def test_ties_at_the_border_of_the_nucleus_keep_the_lowest_ids():
@@ -197,14 +206,6 @@ def test_a_program_may_list_several_tiles(monkeypatch, poison_empty):
     assert torch.equal(got[0], want[0]) and torch.equal(got[1].tokens, want[1].tokens)
 
 
-@pytest.mark.parametrize("dtype", [slow(torch.float16), pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
-def test_half_precision_logits(dtype, poison_empty):
-    """Hundreds of equal logits, as 16 bits have them."""
-    torch.manual_seed(3)
-    logits = logits_of("random", len(SETTINGS[::4]), 1, 300, dtype)
-    assert wrong_draws(SETTINGS[::4], logits, CUTS["many tiles"]) == {}
-
-
 @pytest.mark.parametrize("cut", ["many tiles", slow("overflows")])
 def test_penalty_along_each_nodes_own_path(cut, poison_empty):
     """root 5; 6 and 7 are its children, 8 a child of 6: every node knows the history and its own ancestors."""
@@ -249,13 +250,6 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(poison_empty):
         alone = best_tokens(logits[i : i + 1], positions[i : i + 1], one, 3, cut=CUTS["many tiles"])
         assert torch.equal(alone.tokens[0], together.tokens[i])
         assert torch.equal(alone.scores[0], together.scores[i])
-
-
-def test_rows_of_a_strided_view(poison_empty):
-    """Logits of the nodes of one request, out of a wider buffer."""
-    torch.manual_seed(4)
-    logits = torch.randn(1, 5, 200, device=DEVICE)[:, :, 30:130]
-    assert wrong_draws([{"temperature": 1.0, "top_p": 0.9}], logits) == {}
 
 
 @triton.jit

@@ -6,6 +6,7 @@ SPECDEC_SOAK is how often they come, once by default; a release is given SPECDEC
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import socket
 import time
@@ -71,6 +72,14 @@ def open_work(server: ServerProcess) -> dict[str, float]:
     return {family.name: family.samples[0].value for family in families if family.name in NOTHING_OPEN}
 
 
+def aborted(url: str) -> float:
+    """How many samples /metrics counts as aborted."""
+    families = text_string_to_metric_families(httpx.get(f"{url}/metrics", timeout=30.0).text)
+    [family] = [family for family in families if family.name == "vllm:request_success"]
+    counts = [sample for sample in family.samples if sample.name.endswith("_total")]
+    return sum(sample.value for sample in counts if sample.labels["finished_reason"] == "abort")
+
+
 def settled(read, expected, seconds=20.0):
     """What `read` gives when it is as expected, or else in the end."""
     until = time.monotonic() + seconds
@@ -120,8 +129,10 @@ def test_a_crowd_leaves_no_slot_no_request_and_no_task(engine, hostile):
 @deep_cases("whole")
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
-def test_a_client_that_goes_away_frees_its_slots_within_one_round(engine, monkeypatch, stream):
-    """The round under way when its leaving is seen is the last one with it; the slots it held are free after it."""
+def test_a_client_that_goes_away_frees_its_slots_within_one_round(engine, monkeypatch, caplog, stream):
+    """The round under way when its leaving is seen is the last one with it; the slots it held are free after it. The
+    log and the metrics say that it left."""
+    caplog.set_level(logging.INFO, "specdec.serving")
     rounds, seen = [], {}
     step, abort = engine.step, Streams.abort
 
@@ -163,3 +174,19 @@ def test_a_client_that_goes_away_frees_its_slots_within_one_round(engine, monkey
             assert len(running.samples) == 1
         assert settled(lambda: len(running.samples), 0) == 0
         assert engine.stats().full_slots.held == 0
+        assert settled(lambda: aborted(url), 2.0) == 2.0
+        said = "(client gone)" if stream else " 499 in"
+        assert settled(lambda: sum(said in message for message in caplog.messages), 2) == 2
+
+
+@pytest.mark.parametrize(
+    ("seen", "wrong", "holds"),
+    [
+        ("400 404", [], True),
+        ("503", [], True),
+        ("12 x 200, 1 x 500", [], False),
+        ("200", ["another text"], False),
+    ],
+)
+def test_a_wrong_stream_and_a_fault_of_the_server_do_not_hold(seen, wrong, holds, hostile):
+    assert hostile.Figures("kind", Counter([seen]), 9, wrong, 0.1).holds is holds

@@ -9,7 +9,6 @@ import sys
 from urllib.parse import urlsplit
 
 import httpx
-import jsonschema
 import openai
 import pytest
 from server_process import STOP_SECONDS, ServerProcess, running_server
@@ -21,9 +20,7 @@ from served_engine import until
 
 KEY = "k-123"
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 4}
-WEATHER = {"city": {"type": "string", "maxLength": 5}, "days": {"enum": [1, 2]}}
-WEATHER = {"type": "object", "properties": WEATHER, "required": ["city", "days"], "additionalProperties": False}
-TOOLS = [{"type": "function", "function": {"name": "weather", "description": "ahead", "parameters": WEATHER}}]
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 NONE_WAITS = 'num_requests_waiting{model_name="tiny-gemma4"} 0'
 ENDLESS = CHAT | {"max_tokens": 3000, "ignore_eos": True, "stream": True}
 TEMPLATE = """{{ bos_token }}{% if tools %}{{ tools | tojson }}
@@ -102,12 +99,6 @@ def test_a_client_that_sends_all_before_it_reads_sees_why_it_was_refused(server,
         assert client.recv(100).startswith(b"HTTP/1.1 %d " % status)
 
 
-def test_a_longer_text_than_the_limit_is_refused_with_the_numbers(server):
-    status, code, message = refusal(post(server, CHAT | {"max_tokens": 3499}))
-    assert (status, code) == (400, "context_length_exceeded")
-    assert "max_tokens=3499" in message and "max_model_len=3500" in message
-
-
 def test_no_number_of_tokens_is_named_that_was_not_sent(server):
     """The answer of a prompt that is too long by itself spoke of max_tokens=1, or of the default of completions."""
     unasked = {"messages": [{"role": "user", "content": "7 " * 4000}]}
@@ -166,28 +157,6 @@ def test_the_chat_template_of_the_option_is_used(server):
     assert post(server, CHAT | {"max_tokens": 8}).json()["choices"][0]["message"]["content"] == text
 
 
-def test_a_tool_that_must_be_called_is_called_with_arguments_of_its_schema(server):
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
-    options = {"model": "tiny-gemma4", "messages": CHAT["messages"], "temperature": 0, "max_tokens": 80}
-    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
-        options |= {"tools": TOOLS, "tool_choice": choice}
-        answer = client.chat.completions.create(**options).choices[0]
-        [call] = answer.message.tool_calls
-        assert (call.type, call.function.name, answer.finish_reason) == ("function", "weather", "tool_calls")
-        assert answer.message.content is None
-        jsonschema.validate(json.loads(call.function.arguments), WEATHER)
-        chunks = list(client.chat.completions.create(**options, stream=True))
-        parts = [part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or ()]
-        assert [part.function.name for part in parts if part.function.name] == ["weather"]
-        assert "".join(part.function.arguments for part in parts) == call.function.arguments
-        assert len(parts) > 3 and chunks[-1].choices[0].finish_reason == "tool_calls"
-    sent_back = [*CHAT["messages"], answer.message, {"role": "tool", "tool_call_id": call.id, "content": "rain"}]
-    told = client.chat.completions.create(model="tiny-gemma4", messages=sent_back, max_tokens=2)
-    assert told.usage.prompt_tokens > post(server).json()["usage"]["prompt_tokens"] + 8
-    none = client.chat.completions.create(**options | {"tool_choice": "none", "max_tokens": 4}).choices[0].message
-    assert none.tool_calls is None and none.content == post(server).json()["choices"][0]["message"]["content"]
-
-
 REFUSED = {
     "unknown": ({"foo": 1}, 400, "foo", "foo is no field that this server supports"),
     "unknown-inside": ({"speculation": {"depth": 1}}, 400, "speculation.depth", "is no field"),
@@ -240,15 +209,6 @@ def test_what_is_not_supported_is_refused_in_openais_shape(case, server):
     assert said in error["message"] and "\n" not in error["message"]
 
 
-def test_the_client_raises_its_own_errors(server):
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
-    options = {"model": "tiny-gemma4", "messages": CHAT["messages"]}
-    with pytest.raises(openai.BadRequestError, match="temperature"):
-        client.chat.completions.create(**options, temperature=-1)
-    with pytest.raises(openai.NotFoundError, match="is not served here"):
-        client.chat.completions.create(**options | {"model": "other"}, stream=True)
-
-
 @pytest.mark.parametrize(
     ("body", "said"),
     [
@@ -265,12 +225,6 @@ def test_malformed_bodies_are_refused_in_openais_shape(body, said, server):
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
     answer = httpx.post(f"{server.url}/v1/chat/completions", content=body, headers=headers)
     assert answer.status_code == 400 and said in answer.json()["error"]["message"]
-
-
-def test_paths_and_methods_that_are_not_there(server):
-    assert httpx.get(server.url + "/nothing").json()["error"]["type"] == "not_found_error"
-    assert httpx.get(server.url + "/v1/models", headers={"Authorization": f"Bearer {KEY}"}).status_code == 200
-    assert httpx.post(server.url + "/health").status_code == 405
 
 
 def test_pages_of_other_origins_may_ask_only_if_they_are_named(server):

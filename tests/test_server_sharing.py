@@ -19,8 +19,6 @@ from specdec.serving.server_settings import ServeSettings
 from marks import deep_cases
 
 pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
-SECRET = "My account is 5521-8846-9017 and its PIN is "
-PIN = "4071"
 NEW = 2
 
 
@@ -44,23 +42,6 @@ def cached(response: httpx.Response) -> int:
     assert response.status_code == 200, response.text
     found: int = response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
     return found
-
-
-def figures_of_an_attack(ask: Any, pin: str) -> list[int]:
-    """alice sends her PIN; bob tries every digit in every place after the right ones. -> what he is told."""
-    ask("alice", prompt=SECRET + pin + " .")
-    guesses = [PIN[:place] + digit for place in range(4) for digit in "0123456789"]
-    return [cached(ask("bob", prompt=[*ask.engine.encode(SECRET + guess), 7])) for guess in guesses]
-
-
-@pytest.mark.deep
-def test_the_prompt_of_another_key_cannot_be_read_through_cached_tokens():
-    """A four-digit PIN took 40 requests: one cache for all keys, and a figure that is exact to the token."""
-    seen = []
-    for pin in (PIN, "9386"):
-        with asking() as ask:
-            seen.append(figures_of_an_attack(ask, pin))
-    assert seen[0] == seen[1], "what bob is told depends on alice's PIN"
 
 
 def test_keys_share_no_cached_page_and_the_same_key_does():

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from split_engines import TREE, WIDE, answers, engine_of, three_prompts, use_peers
 
-import specdec.engine
-from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec import SamplingParams, SpecConfig
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, Gemma4MTPWorker
 from specdec.errors import FrozenKVError
 from specdec.gpu.operations import REFERENCE
@@ -19,34 +19,16 @@ from specdec.gpu.ranks import PeerRanks, Ranks
 from specdec.kvcache.frozen import own_view
 from specdec.models.target import TargetModel
 
-from marks import deep_cases, examples
-from tiny_models import FULL, SLIDING, VOCAB, build_target, spread
+from marks import deep_cases
+from tiny_models import FULL, SLIDING, build_target, spread
 
-WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 128}
-WIDE |= {"num_key_value_heads": 4, "num_global_key_value_heads": 2, "global_head_dim": 128}
-TREE = SpecConfig(6, 2, 8, adaptive=False)
-PARAMS = [
-    SamplingParams(max_new_tokens=examples(7, 12), logprobs=VOCAB, temperature=0.9 * (i % 2), seed=i, ignore_eos=True)
-    for i in range(3)
-]
-
-
-def prompts(random_prompt: Callable[..., list[int]]) -> list[list[int]]:
-    return [random_prompt(5, seed=1) * 4, random_prompt(40, seed=2), random_prompt(1, seed=3)]
+GLOBAL = {"num_global_key_value_heads": 2, "global_head_dim": 128}
 
 
 @pytest.fixture(scope="module", params=["gemma4-31b", "gemma4-e2b"])
 def target(request: pytest.FixtureRequest) -> TargetModel:
     torch.manual_seed(0)
-    return TargetModel(spread(build_target(request.param, **WIDE)).eval(), REFERENCE, deterministic=True)
-
-
-@pytest.fixture
-def on_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("kernels are compiled here; see python -m bench two-gpus")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(specdec.engine, "make_ranks", lambda device, count: PeerRanks([device] * count))
+    return TargetModel(spread(build_target(request.param, **WIDE, **GLOBAL)).eval(), REFERENCE, deterministic=True)
 
 
 @pytest.fixture
@@ -62,18 +44,6 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(Gemma4MTPWorker, "propose", noted)
     return seen
-
-
-def engine_of(target: TargetModel, drafter: Any, spec: SpecConfig, count: int, **config: Any) -> Engine:
-    settings = {"max_model_len": 128, "deterministic": True, "fused": True, **config}
-    return Engine(target, drafter, spec=spec, config=EngineConfig(tensor_parallel=count, **settings))
-
-
-def answers(engine: Engine, asked: list[list[int]]) -> list[Any]:
-    with engine:
-        outs = engine.generate(asked, PARAMS)
-        engine.table.check()
-        return [(out.token_ids, out.logprobs) for out in outs]
 
 
 @deep_cases(
@@ -94,12 +64,12 @@ def test_an_assistant_drafts_the_same_and_the_target_has_the_same_bits(
     make_assistant: Callable[..., Any],
     random_prompt: Callable[..., list[int]],
 ):
-    asked = prompts(random_prompt)
+    asked = three_prompts(random_prompt)
     assistant = make_assistant(target.model, ordered=ordered)
     drafter = Gemma4MTPDrafter(assistant, target)
     found = []
     for count in (1, 2):
-        found.append((answers(engine_of(target, drafter, spec, count), asked), list(drafts)))
+        found.append((answers(engine_of(target, count, drafter, spec), asked), list(drafts)))
         drafts.clear()
     (alone, drafts_alone), (split, drafts_split) = found
     assert split == alone
@@ -115,16 +85,16 @@ def test_accepted_paths_move_within_pages_on_every_rank(
     tree_script: Callable[..., Any],
     random_prompt: Callable[..., list[int]],
 ):
-    asked = prompts(random_prompt)
-    alone = answers(engine_of(target, None, TREE, 1, max_batch_size=1), asked)
+    asked = three_prompts(random_prompt)
+    alone = answers(engine_of(target, 1, max_batch_size=1), asked)
     truths = [prompt + tokens for prompt, (tokens, _) in zip(asked, alone, strict=True)]
-    engine = engine_of(target, scripted(tree_script(truths)), TREE, 2, page_size=page_size)
+    engine = engine_of(target, 2, scripted(tree_script(truths)), page_size=page_size)
     assert answers(engine, asked) == alone
     assert engine.stats().acceptance_length > 1.5
 
 
 def test_a_lent_view_reaches_every_rank_and_closes_with_the_block(target: TargetModel):
-    engine = engine_of(target, None, TREE, 2)
+    engine = engine_of(target, 2)
     store = engine.cache.stores[0]
     view = own_view(engine.cache.allocator, store)
     assert [peer.layer(0) for peer in view.peers] == [engine.cache.stores[1].layers[0]]
@@ -151,18 +121,18 @@ def test_what_rank_0_collects_is_as_it_was_in_blocks_of_any_size(monkeypatch: py
         ranks.check()
 
 
-@pytest.mark.usefixtures("on_peers")
-def test_an_assistant_on_peers(make_assistant: Callable[..., Any], drafts: list[Any]):
-    """Exchanges by flags and addresses, in the interpreter; K/V move, too."""
+def test_an_assistant_on_peers(make_assistant: Callable[..., Any], drafts: list[Any], monkeypatch: pytest.MonkeyPatch):
+    """K/V move, too."""
+    use_peers(monkeypatch)
     torch.manual_seed(1)
     layers = {"num_hidden_layers": 2, "layer_types": [SLIDING, FULL]}
-    small = TargetModel(build_target("gemma4-31b", **WIDE, **layers).eval(), REFERENCE)
+    small = TargetModel(build_target("gemma4-31b", **WIDE, **GLOBAL, **layers).eval(), REFERENCE)
     drafter = Gemma4MTPDrafter(make_assistant(small.model), small)
     params = SamplingParams(max_new_tokens=4, ignore_eos=True)
     outs = []
     for count in (1, 2):
         config = {"deterministic": False, "page_size": 4}
-        with engine_of(small, drafter, SpecConfig(2, 2, 4, adaptive=False), count, **config) as engine:
+        with engine_of(small, count, drafter, SpecConfig(2, 2, 4, adaptive=False), **config) as engine:
             outs.append(([out.token_ids for out in engine.generate([[1, 2, 3, 4]], params)], list(drafts)))
             drafts.clear()
     assert outs[0] == outs[1] and outs[0][1]

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from split_engines import WIDE, answers, engine_of, three_prompts, use_peers
 
 import specdec.engine
-from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec import SamplingParams
 from specdec.gpu.operations import REFERENCE
 from specdec.gpu.ranks import PeerRanks, Ranks
 from specdec.layers.moe.experts import Experts, apply_experts, reference_apply_experts
@@ -18,11 +19,9 @@ from specdec.layers.moe.routing import Router, Routing, reference_route, route
 from specdec.layers.split.layer_shares import layer_share
 from specdec.models.target import TargetModel
 
-from marks import deep_cases, examples
+from marks import deep_cases
 from tiny_models import VOCAB, build_target, spread
 
-WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 128}
-WIDE |= {"num_key_value_heads": 4}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3},
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48},  # biases, sinks
@@ -32,11 +31,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": {"moe_intermediate_size": 256},  # groups, and a shared expert whose columns ranks divide
     "step3p7": {"num_sliding_attention_heads": 12, "n_routed_experts": 8},  # gates by head
 }
-TREE = SpecConfig(6, 2, 8, adaptive=False)
-PARAMS = [
-    SamplingParams(max_new_tokens=examples(6, 10), logprobs=VOCAB, temperature=0.9 * (i % 2), seed=i, ignore_eos=True)
-    for i in range(3)
-]
 CPUS = [torch.device("cpu")] * 2
 
 
@@ -59,27 +53,14 @@ class Forgetful(Ranks):
 
 
 @pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels may run on the CPU."""
-    if torch.cuda.is_available():
-        pytest.skip("kernels are compiled here; see python -m bench two-gpus")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+def peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_peers(monkeypatch)
 
 
 def target_of(family: str, **fields: Any) -> TargetModel:
     torch.manual_seed(0)
     model = spread(build_target(family, **{**WIDE, **FAMILIES[family], **fields})).eval()
     return TargetModel(model, REFERENCE, deterministic=True)
-
-
-def engine_of(target: TargetModel, count: int, drafter: Any = None, **config: Any) -> Engine:
-    settings = {"max_model_len": 128, "deterministic": True, "fused": True, **config}
-    return Engine(target, drafter, spec=TREE, config=EngineConfig(tensor_parallel=count, **settings))
-
-
-def answers(engine: Engine, asked: list[list[int]]) -> list[Any]:
-    with engine:
-        return [(out.token_ids, out.logprobs) for out in engine.generate(asked, PARAMS)]
 
 
 @deep_cases("qwen3_moe", "gpt_oss", "mixtral", "glm4_moe", "step3p7")
@@ -93,7 +74,7 @@ def test_ranks_with_experts_have_the_bits_of_one_device(
 ):
     monkeypatch.setattr(specdec.engine, "make_ranks", lambda device, count: Forgetful([device] * count))
     target = target_of(family)
-    asked = [random_prompt(5, seed=1) * 4, random_prompt(40, seed=2), random_prompt(1, seed=3)]
+    asked = three_prompts(random_prompt)
     alone = answers(engine_of(target, 1, max_batch_size=1), asked)
     truths = [prompt + tokens for prompt, (tokens, _) in zip(asked, alone, strict=True)]
     for count in (2, 4):
@@ -130,7 +111,7 @@ def shares(router: Router, experts: Experts) -> list[tuple[Router, Experts]]:
     ]
 
 
-@pytest.mark.usefixtures("interpreted")
+@pytest.mark.usefixtures("peers")
 @pytest.mark.parametrize("rows", [1, 5], ids=["lone", "some"])
 @pytest.mark.parametrize("few", [True, False], ids=["few", "listed"])
 def test_kernels_of_a_share_compute_the_parts_of_its_experts(few: bool, rows: int):
@@ -152,7 +133,7 @@ def test_kernels_of_a_share_compute_the_parts_of_its_experts(few: bool, rows: in
     assert (owned[0] ^ owned[1]).all()
 
 
-@pytest.mark.usefixtures("interpreted")
+@pytest.mark.usefixtures("peers")
 @pytest.mark.parametrize("kind", [Ranks, PeerRanks])
 def test_every_rank_selects_each_part_from_its_owner(kind: type[Ranks]):
     ranks = kind(CPUS)
@@ -174,13 +155,12 @@ def test_every_rank_selects_each_part_from_its_owner(kind: type[Ranks]):
 
 
 @deep_cases("gemma4-moe")
-@pytest.mark.usefixtures("interpreted")
+@pytest.mark.usefixtures("peers")
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma4-moe"])
-def test_an_engine_with_experts_on_peers(family: str, monkeypatch: pytest.MonkeyPatch):
+def test_an_engine_with_experts_on_peers(family: str):
     kinds = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
     target = target_of(family, **kinds, **({"vocab_size_per_layer_input": VOCAB} if "gemma" in family else {}))
     params = SamplingParams(max_new_tokens=3, ignore_eos=True)
-    monkeypatch.setattr(specdec.engine, "make_ranks", lambda device, count: PeerRanks([device] * count))
     outs = []
     for count in (1, 2):
         with engine_of(target, count) as engine:

@@ -19,14 +19,9 @@ from specdec.attention.torch_backend import TorchBackend
 from tiny_models import build_target
 
 HEADS, HEAD_DIM, LENGTH = 8, 256, 300
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-
-@pytest.fixture(autouse=True)
-def _kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not CUDA:
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
+pytestmark = pytest.mark.usefixtures("kernels_run")
 
 
 def text(num_queries: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from packed_checkpoints import FORMS, quantise
+from split_engines import DETERMINISTIC, TREE, WIDE, answers, three_prompts
 
 import specdec.engine
-from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec import Engine, EngineConfig, SamplingParams
 from specdec.errors import ConfigError, UnsupportedModelError
 from specdec.evaluation.transformers_peer import assisted_peer
 from specdec.gpu.ranks import Ranks
@@ -24,11 +25,9 @@ from specdec.layers.packed.weight_slices import Stacked, placed, range_of, rows_
 from specdec.layers.split.split_decoder import SplitDecoder
 from specdec.layers.split.split_head import SplitHead
 
-from marks import deep, examples, is_deep
-from tiny_models import FULL, SLIDING, VOCAB, build_target, random_eagle3, spread
+from marks import deep, is_deep
+from tiny_models import FULL, SLIDING, build_target, random_eagle3, spread
 
-WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 128}
-WIDE |= {"num_key_value_heads": 4}
 NARROW: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 640, "num_attention_heads": 8, "head_dim": 16}
 NARROW |= {"num_key_value_heads": 4}  # one range of K, and three
 GEMMA = {"num_global_key_value_heads": 4, "global_head_dim": 128}
@@ -42,11 +41,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 PACKED = [("llama", "int4-g32"), ("qwen2", "awq"), ("mistral", "fp8-block"), ("gpt_oss", "mxfp4")]
 MORE = [("qwen3", "gptq-zeros"), ("llama", "fp8-channel"), ("qwen3_moe", "gptq-v2"), ("llama", "int4-zeros")]
-TREE = SpecConfig(6, 2, 8, adaptive=False)
-PARAMS = [
-    SamplingParams(max_new_tokens=examples(5, 8), logprobs=VOCAB, temperature=0.9 * (i % 2), seed=i, ignore_eos=True)
-    for i in range(3)
-]
 
 
 class Counted(Ranks):
@@ -93,53 +87,49 @@ def saved(family: str, fields: dict[str, Any], folder: Path) -> Path:
     return folder
 
 
-def engine_of(folder: Path, count: int, drafter: Any = None, **config: Any) -> Engine:
-    settings = {"max_model_len": 128, "deterministic": True, "fused": True, "device": "cpu", **config}
-    return Engine.from_pretrained(folder, drafter, spec=TREE, config=EngineConfig(tensor_parallel=count, **settings))
+def loaded(folder: Path, count: int, drafter: Any = None, **config: Any) -> Engine:
+    settings = EngineConfig(tensor_parallel=count, device="cpu", **{**DETERMINISTIC, **config})
+    return Engine.from_pretrained(folder, drafter, spec=TREE, config=settings)
 
 
-def answers(engine: Engine, random_prompt: Callable[..., list[int]]) -> list[Any]:
-    """Tokens, and the log-probabilities of the whole vocabulary."""
-    asked = [random_prompt(5, seed=1) * 4, random_prompt(40, seed=2), random_prompt(1, seed=3)]
-    with engine:
-        outs = engine.generate(asked, PARAMS)
-        engine.table.check()
-        return [(out.token_ids, out.logprobs) for out in outs]
+@pytest.fixture
+def asked(random_prompt: Callable[..., list[int]]) -> list[list[int]]:
+    return three_prompts(random_prompt)
 
 
 @pytest.mark.filterwarnings("ignore:.*has no tokenizer")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("count", [2, deep(4)])
 def test_a_checkpoint_on_ranks_has_the_bits_of_one_device(
-    case: str, count: int, tmp_path: Path, random_prompt: Callable[..., list[int]]
+    case: str, count: int, tmp_path: Path, asked: list[list[int]]
 ):
     folder = saved(*CASES[case], tmp_path)
-    alone = answers(engine_of(folder, 1, max_batch_size=1), random_prompt)
-    engine = engine_of(folder, count, "ngram", prefill_chunk=16)
+    alone = answers(loaded(folder, 1, max_batch_size=1), asked)
+    engine = loaded(folder, count, "ngram", prefill_chunk=16)
     assert isinstance(engine.target.decoder, SplitDecoder) and isinstance(engine.target.head, SplitHead)
-    assert answers(engine, random_prompt) == alone
+    assert answers(engine, asked) == alone
 
 
 @pytest.mark.parametrize(("family", "form"), [*PACKED, *(deep(*case) for case in MORE)])
 def test_packed_weights_on_ranks_have_the_bits_of_one_device(
-    family: str, form: str, tmp_path: Path, random_prompt: Callable[..., list[int]]
+    family: str, form: str, tmp_path: Path, asked: list[list[int]]
 ):
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "intermediate_size": 64}
     sizes |= {"moe_intermediate_size": 32} if family == "qwen3_moe" else {}
     if family == "gpt_oss" and not is_deep():  # its experts are unpacked row by row
         sizes |= {"num_hidden_layers": 2, "layer_types": [SLIDING, FULL]}
     folder, _ = quantise(saved(family, sizes, tmp_path / "given"), FORMS[form], tmp_path)
-    alone = answers(engine_of(folder, 1, max_batch_size=1), random_prompt)
-    engine = engine_of(folder, 2, "ngram")
+    alone = answers(loaded(folder, 1, max_batch_size=1), asked)
+    engine = loaded(folder, 2, "ngram")
     weights = [share.layers[0].qkv for share in engine.target.decoder.parts]
     assert all(isinstance(weight, PackedWeight) for weight in weights) or family == "gpt_oss"
-    assert answers(engine, random_prompt) == alone
+    assert answers(engine, asked) == alone
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_device_never_holds_more_than_its_share_and_one_tensor(case: str, tmp_path: Path, counted: list[Counted]):
     folder = saved(*CASES[case], tmp_path)
-    engine = engine_of(folder, 2)
+    engine = loaded(folder, 2)
     [ranks] = counted
     model: Any = engine.target.model
     products = [p for name, p in model.named_parameters() if "_proj" in name and "layer_" not in name and p.ndim > 1]
@@ -155,7 +145,7 @@ def test_a_device_never_holds_more_than_its_share_and_one_tensor(case: str, tmp_
 
 def test_a_checkpoint_stays_mapped_and_nothing_is_merged_in_host_memory(tmp_path: Path):
     folder = saved("llama", WIDE, tmp_path)
-    engine = engine_of(folder, 2)
+    engine = loaded(folder, 2)
     model: Any = engine.target.model
     mlp = model.model.layers[0].mlp
     assert not is_merged([mlp.gate_proj.weight, mlp.up_proj.weight])
@@ -165,25 +155,25 @@ def test_a_checkpoint_stays_mapped_and_nothing_is_merged_in_host_memory(tmp_path
         assert any(first <= param.data_ptr() < last for first, last in spans)
 
 
-def test_a_drafter_may_share_a_head_that_ranks_share(tmp_path: Path, random_prompt: Callable[..., list[int]]):
+def test_a_drafter_may_share_a_head_that_ranks_share(tmp_path: Path, asked: list[list[int]]):
     folder = saved("llama", WIDE, tmp_path)
-    alone = answers(engine_of(folder, 1, max_batch_size=1), random_prompt)
-    with engine_of(folder, 2) as engine:
+    alone = answers(loaded(folder, 1, max_batch_size=1), asked)
+    with loaded(folder, 2) as engine:
         target, head = engine.target, random_eagle3(engine.target.model)
     again = Engine(target, head, spec=TREE, config=engine.config)
     assert again.target is target
-    assert answers(again, random_prompt) == alone
+    assert answers(again, asked) == alone
 
 
 def test_a_shared_target_is_for_as_many_devices(tmp_path: Path):
-    with engine_of(saved("llama", WIDE, tmp_path), 2) as engine:
+    with loaded(saved("llama", WIDE, tmp_path), 2) as engine:
         target = engine.target
     with pytest.raises(ConfigError, match="tensor_parallel=1, but the target is shared by 2 devices already"):
         Engine(target, config=EngineConfig(deterministic=True))
 
 
 def test_weights_that_change_after_loading_are_refused(tmp_path: Path):
-    with engine_of(saved("llama", WIDE, tmp_path), 2) as engine:
+    with loaded(saved("llama", WIDE, tmp_path), 2) as engine:
         engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=2))
         model: Any = engine.target.model
         with torch.no_grad():

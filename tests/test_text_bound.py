@@ -96,13 +96,20 @@ def test_characters_are_those_of_texts_and_names_and_one_for_every_other_value()
     assert characters(["x" * 60, "x" * 50, "x" * 7], 50) == 57  # no further than needed
 
 
-def test_roles_and_what_the_server_is_told_do_not_count():
+def test_a_text_may_be_as_long_as_tokens_of_the_longest_text_would_be():
+    """Neither roles nor what the server is told count."""
+
     class Tokenizer:
         def get_vocab(self):
-            return {"a": 0}
+            return {"a": 0, "abc": 1}
+
+    def said(*lengths):
+        return [{"role": "assistant", "content": "x" * length} for length in lengths]
 
     bound = TextBound(Tokenizer(), max_model_len=10)
-    bound.require([{"role": "assistant", "content": "x" * 10}], {"tools": None})
-    with pytest.raises(CapacityError):
-        bound.require([{"role": "assistant", "content": "x" * 10}], {"tools": ["x"]})
+    bound.require("x" * 30)
+    bound.require(said(30), {"tools": None})
+    for text, more in (("x" * 31, {}), (said(16, 16), {}), (said(30), {"tools": ["x"]})):
+        with pytest.raises(CapacityError, match="characters, more than the 30 that max_model_len=10"):
+            bound.require(text, more)
     TextBound(object(), max_model_len=10).require("x" * 1000)  # of a tokenizer whose vocabulary is not known

@@ -32,7 +32,7 @@ ELSEWHERE = {
     "check_eagle3.py": "needs the packages that it compares with",
     "code_lists.py": "test_code_lists.py",
     "distil_shallow_target.py": "made a file of the tests once",
-    "hostile.py": "test_hostile_mix.py",
+    "hostile.py": "test_serve_soak.py",
     "interrupts.py": "test_interrupts.py",
     "mutants.py": "test_mutants.py",
     "pytest_forks.py": "test_mutants.py",

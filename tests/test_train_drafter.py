@@ -537,22 +537,6 @@ def test_two_processes_train_one_head(ranks, checkpoint, prompts, tmp_path) -> N
     assert len({tuple(p) for p in asked}) == 24
 
 
-def test_averaged_halves_are_the_whole_batch(make_target) -> None:
-    """What two processes add up: the mean of the gradients of two halves is that of the batch when they are alike."""
-    target = TargetModel(make_target("llama"))
-    spec = small_spec(aux_layers=(2, 1, 1), draft_vocab_size=96)
-    torch.manual_seed(3)
-    trainable = TrainableEagle3(Eagle3Head(spec), target, None)
-    batch = batch_of(documents([(20, 8), (20, 8)]), 20)
-    gradients = []
-    for rows in ([0, 1], [0], [1]):
-        part = type(batch)(*(x[rows] for x in batch))
-        trainable.module.zero_grad()
-        draft_loss(trainable, part, trainable.target_states(part), 3).backward()
-        gradients.append(torch.cat([p.grad.flatten() for p in trainable.module.parameters()]))
-    torch.testing.assert_close(gradients[0], (gradients[1] + gradients[2]) / 2, atol=1e-6, rtol=1e-4)
-
-
 @pytest.mark.slow
 def test_a_trained_head_is_accepted_and_an_off_by_one_layer_is_not(make_target, greedy_oracle) -> None:
     """Training and engine agree about what position i holds; reading the states one layer early shows."""

@@ -127,14 +127,6 @@ def test_accept_on_the_worked_tree(drawn: list[int], path: list[int], emitted: l
     assert accepted.tokens[0, :length].tolist() == emitted
 
 
-def test_accept_on_a_chain():
-    chain = DraftTree.chain(long([[1, 2, 3], [1, 2, 3], [1, 2, 3]]))
-    accepted = accept(chain, long([[2, 3, 4], [2, 9, 4], [9, 3, 4]]))
-    assert accepted.length.tolist() == [3, 2, 1]
-    assert accepted.path.tolist() == [[0, 1, 2], [0, 1, 0], [0, 0, 0]]
-    assert [row[:n] for row, n in zip(accepted.tokens.tolist(), [3, 2, 1], strict=True)] == [[2, 3, 4], [2, 9], [9]]
-
-
 @st.composite
 def trees(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
     """tokens, parents and drawn tokens of a tree over few tokens, so that long paths are common."""

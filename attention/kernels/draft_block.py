@@ -38,7 +38,7 @@ class Draft(NamedTuple):
     """The shape of a draft: K = `topk` nodes per level and request, on `num_levels` levels at `positions` [levels, B].
 
     windows: one per layer of the drafter, None: full attention. order: of nodes in a row, `positions` [1, B] has the
-    first.
+    first. anchored: windows count from there, for all of them.
     """
 
     table: RequestTable
@@ -47,6 +47,7 @@ class Draft(NamedTuple):
     topk: int
     windows: Sequence[int | None]
     order: Order = Order.LEVELS
+    anchored: bool = False
 
     @property
     def num_levels(self) -> int:
@@ -73,6 +74,12 @@ class Draft(NamedTuple):
         if self.order is Order.LEVELS:
             return first.expand(-1, self.topk)
         return first + torch.arange(self.topk, device=first.device)
+
+    def seen_from(self, level: int) -> torch.Tensor:
+        """[B, K]: where windows of the nodes of a level begin to count."""
+        if self.anchored:
+            return self.committed_len[:, None].expand(-1, self.topk)
+        return self.level_positions(level)
 
 
 class DraftBlock(Protocol):
@@ -147,7 +154,7 @@ class CopiedDraft:
         filled = (self.level + 1) * self.draft.topk
         known = [committed[:, None].expand(-1, self.draft.topk, -1), self.ancestors[:, :, :filled]]
         key_pos = torch.cat([key_pos, self.key_pos[:, :filled]], dim=1)
-        return visible(self.draft.level_positions(self.level), key_pos, torch.cat(known, dim=2), window)
+        return visible(self.draft.seen_from(self.level), key_pos, torch.cat(known, dim=2), window)
 
 
 class PagedDraft:
@@ -206,7 +213,7 @@ class PagedDraft:
         return paged_attention(
             query,
             *(block_k, block_v, self.key_pos[:, :filled], self.bits[:, :, : -(-filled // WORD)]),
-            *(kept.k, kept.v, self.pages, draft.committed_len, draft.level_positions(self.level)),
+            *(kept.k, kept.v, self.pages, draft.committed_len, draft.seen_from(self.level)),
             page_size=self.page_size,
             window=draft.windows[layer],
             **options,

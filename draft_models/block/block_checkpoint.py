@@ -10,11 +10,19 @@ from specdec.draft_models.block.block_head import BlockHead, BlockSpec
 from specdec.draft_models.block.block_layers import KINDS
 from specdec.draft_models.checkpoints.checkpoint_files import State, TargetShape, fill_head, naming_folder, write_folder
 from specdec.draft_models.checkpoints.config_reader import HeadFiles, read_files, read_rope, read_windows
-from specdec.draft_models.checkpoints.drafter_formats import BLOCK_FORMATS, DFLASH_CONFIG, GEMMA4_BLOCK
+from specdec.draft_models.checkpoints.draft_vocabulary import take_target_ids
+from specdec.draft_models.checkpoints.drafter_formats import (
+    BLOCK_FORMATS,
+    DFLASH_CONFIG,
+    GEMMA4_BLOCK,
+    HF_BLOCK,
+    SPECULATORS_BLOCK,
+)
 from specdec.errors import CheckpointError, UnsupportedModelError
 
 GEMMA4_V = "layers.0.self_attn.v_proj.weight"
 CAUSAL_KEYS = ("causal_head", "causal", "is_causal")
+OUTPUT_IDS, ENTERED_IDS = "target_layer_ids", "aux_hidden_state_layer_ids"
 
 
 def read_block(folder: str | Path, target: TargetShape) -> BlockHead:
@@ -25,15 +33,17 @@ def read_block(folder: str | Path, target: TargetShape) -> BlockHead:
     """
     with naming_folder(folder):
         files = read_files(Path(folder), BLOCK_FORMATS)
+        target_ids = take_target_ids(files.state, target)
         spec = _make_spec(files, target)
-        return fill_head(lambda: BlockHead(spec), files.state)
+        head = fill_head(lambda: BlockHead(spec), files.state)
+        head.target_ids = target_ids
+        return head
 
 
 def write_block(folder: str | Path, spec: BlockSpec, state: State, target: TargetShape) -> None:
     """Write a head in DFlash's format, with JetSpec's `causal_head` where blocks are causal."""
-    assert not (spec.is_gemma4 or spec.shifted or spec.owns_vocabulary or spec.successor), (
-        "a head that DFlash's format has no room for"
-    )
+    special = (spec.is_gemma4, spec.shifted, spec.anchored, spec.skips_embed_norm, spec.successor)
+    assert not any((*special, spec.owns_embed, spec.draft_vocab_size)), "a head that DFlash's format has no room for"
     config = {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
@@ -52,23 +62,25 @@ def write_block(folder: str | Path, spec: BlockSpec, state: State, target: Targe
     write_folder(folder, config, state)
 
 
-def resolve_layer_ids(ids: list[Any] | None, target_layers: int) -> tuple[int, ...]:
-    """Boundaries (see `BlockSpec.aux_layers`) from ids that name layers by their output, -1 being the embeddings.
+def resolve_layer_ids(ids: list[Any] | None, target_layers: int, key: str = OUTPUT_IDS) -> tuple[int, ...]:
+    """Boundaries (see `BlockSpec.aux_layers`) from ids that name layers by their output, -1 being the embeddings; those
+    of `ENTERED_IDS` are boundaries.
 
     The last layer's output is refused: transformers norms it, engines do not, and no published drafter says which it
     was trained with.
     """
     if ids is None:
         raise CheckpointError(
-            "config.json says no target_layer_ids, the target layers whose states the drafter reads; every published "
+            f"config.json says no {key}, the target layers whose states the drafter reads; every published "
             "block drafter has them, so take them from where it was published or trained"
         )
-    if not ids or any(type(i) is not int or not -1 <= i < target_layers - 1 for i in ids):
+    first = -1 if key == OUTPUT_IDS else 0
+    if not ids or any(type(i) is not int or not 0 <= i - first < target_layers for i in ids):
         raise UnsupportedModelError(
-            f"target_layer_ids={ids}; expected layers -1 (the embeddings) to {target_layers - 2} of the target's "
+            f"{key}={ids}; expected layers {first} (the embeddings) to {target_layers - 1 + first} of the target's "
             f"{target_layers}"
         )
-    return tuple(i + 1 for i in ids)
+    return tuple(i - first for i in ids)
 
 
 def _make_spec(files: HeadFiles, target: TargetShape) -> BlockSpec:
@@ -76,12 +88,15 @@ def _make_spec(files: HeadFiles, target: TargetShape) -> BlockSpec:
     settings, state = files.settings, files.state
     if not files.num_layers:
         raise CheckpointError("there are no tensors layers.N.*")
+    drafted = len(state["lm_head.weight"]) if "lm_head.weight" in state else None
     said = {
         ("num_target_layers", f"target {target.name}"): target.num_layers,
         ("hidden_size", f"target {target.name}"): target.hidden_size,
+        ("draft_vocab_size", "the file, by its lm_head.weight,"): drafted or target.vocab_size,
     }
     files.require_same(said, target)
-    shifted = any("dspark" in str(name).lower() for name in files.config.get("architectures") or ())
+    names = [files.config.get("speculators_model_type"), *(files.config.get("architectures") or ())]
+    shifted = settings.get("sample_from_anchor", any("dspark" in str(name).lower() for name in names))
     causal = {key: settings[key] for key in CAUSAL_KEYS if key in settings}
     if len(set(causal.values())) > 1:
         raise CheckpointError(f"{causal} contradict each other about whether blocks are causal")
@@ -98,22 +113,44 @@ def _make_spec(files: HeadFiles, target: TargetShape) -> BlockSpec:
         raise CheckpointError(f"vocab_size={vocab}, target {target.name} has {target.vocab_size} tokens")
     if settings["block_size"] < 2 and not shifted:
         raise CheckpointError("block_size=1 drafts nothing; expected 2 or more")
-    layers = _gemma4_layers(files) if files.format is GEMMA4_BLOCK else _qwen3_layers(files)
+    key = ENTERED_IDS if files.format is SPECULATORS_BLOCK else OUTPUT_IDS
     return BlockSpec(
         **files.fields(),
-        **layers,
+        **{"causal": any(causal.values()), **_layers(files)},
         vocab_size=target.vocab_size,
-        aux_layers=resolve_layer_ids(settings.get("target_layer_ids"), target.num_layers),
-        causal=any(causal.values()),
+        aux_layers=resolve_layer_ids(settings.get(key), target.num_layers, key),
         shifted=shifted,
-        owns_vocabulary="embed_tokens.weight" in state,
+        owns_embed="embed_tokens.weight" in state,
+        draft_vocab_size=drafted,
         successor=kind,
         successor_rank=rank,
     )
 
 
-def _qwen3_layers(files: HeadFiles) -> dict[str, Any]:
-    return {"windows": read_windows(files.settings, files.num_layers), "rope": read_rope(files.settings)}
+def _layers(files: HeadFiles) -> dict[str, Any]:
+    """Fields that say what the layers are and what a row sees."""
+    if files.format is GEMMA4_BLOCK:
+        return _gemma4_layers(files)
+    settings, windows = files.settings, read_windows(files.settings, files.num_layers)
+    rope = read_rope(settings, by_layer_type=files.format is SPECULATORS_BLOCK)
+    layers: dict[str, Any] = {"windows": windows, "rope": rope}
+    if files.format is HF_BLOCK:
+        layers["skips_embed_norm"] = True
+        if any(window is not None and window < settings["block_size"] - 1 for window in windows):
+            raise UnsupportedModelError(
+                f"sliding_window={settings['sliding_window']} with block_size={settings['block_size']}; specdec runs "
+                "blocks whose rows all see each other, so windows of block_size - 1 or more"
+            )
+    if files.format is SPECULATORS_BLOCK and any(windows):
+        layers |= {"anchored": True, "causal": not settings.get("sliding_window_non_causal", False)}
+        if layers["causal"] and None in windows:
+            raise UnsupportedModelError(
+                f"layer_types={settings['layer_types']} without sliding_window_non_causal: rows of a block see "
+                "earlier ones in sliding layers and all in full ones; specdec runs blocks that are alike in all layers"
+            )
+    if files.format in (HF_BLOCK, SPECULATORS_BLOCK):  # a key at the window's distance is seen too
+        layers["windows"] = tuple(window and window + 1 for window in windows)
+    return layers
 
 
 def _gemma4_layers(files: HeadFiles) -> dict[str, Any]:

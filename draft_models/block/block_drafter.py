@@ -29,7 +29,7 @@ class BlockDrafter(HeadDrafter[BlockHead, PlainBlock]):
     reads_every_state = False
 
     def __init__(self, head: BlockHead, target: TargetInfo) -> None:
-        super().__init__(head, target, PlainBlock, FusedBlock)
+        super().__init__(head, target, PlainBlock, FusedBlock, head.target_ids)
         self.spec = head.spec
         self.max_steps: int | None = self.spec.num_drafts
 
@@ -67,6 +67,7 @@ class BlockWorker(StoreWorker):
         drawn_pos = pos[1 : levels + 1].t().contiguous()  # [B, levels]
         if drafter.head.markov_head is not None:
             return self._by_successors(batch, states, logits, drawn_pos)
+        logits = drafter.over_vocabulary(logits)
         if batch.topk == 1:
             return DraftTree.chain(torch.cat([batch.root[:, None], batch.sample(logits, drawn_pos)], dim=1))
         tokens, log_probs = batch.best(logits, drawn_pos, batch.topk)  # [B, levels, K]
@@ -78,7 +79,7 @@ class BlockWorker(StoreWorker):
         """start [1, B], S -> states [B, levels, H] of the rows that draft."""
         drafter, spec, backend = self.drafter, self.drafter.spec, self.binding.backend
         rows = spec.rows_for(levels)
-        draft = Draft(self.binding.cache.table, batch.rows, start, rows, spec.windows, spec.order)
+        draft = Draft(self.binding.cache.table, batch.rows, start, rows, spec.windows, spec.order, spec.anchored)
         block = backend.draft_block(self.store, draft)
         block.enter_level(None)
         masks = batch.root.new_full((len(batch.root), rows - 1), spec.mask_token)
@@ -97,7 +98,7 @@ class BlockWorker(StoreWorker):
         before, carried = batch.root[:, None], None  # [B, M], [B, M, r]
         for level in range(logits.shape[1]):
             bias, carried = successors(before, states[:, level], carried)
-            scores = logits[:, level, None] + bias  # [B, M, V]
+            scores = self.drafter.over_vocabulary(logits[:, level, None] + bias)  # [B, M, V]
             node_pos = drawn_pos[:, level, None].expand(-1, scores.shape[1]).contiguous()
             before, origin = growth.add_level(scores, node_pos)  # [B, K]
             carried = None if carried is None else continued(carried, origin)

@@ -12,6 +12,8 @@
     JetSpec    those up to their own     token S + j, j > 0           the target's          -
     DSpark     each other, both ways     token S + j + 1              copies in the file    a successor head's bias
 
+A head may draft some of the target's tokens only, as EAGLE-3 heads do: `lm_head` and the bias have a row for each.
+
 K/V of a position depend on the target's states there and on nothing that is drafted. One forward drafts a whole block.
 A head holds no K/V and knows no requests: `HeadContext` and `TapContext` say where they are.
 """
@@ -42,20 +44,26 @@ class BlockSpec(HeadSpec):
     """What a head computes.
 
     aux_layers: one more each than in `target_layer_ids`. block_size: rows of a block, the last token's included.
-    shifted: row j drafts the token after position S + j, else the one there. owns_vocabulary: it has an embedding table
-    and an lm_head of its own. successor: kind of its successor head, of `successor_rank`, or None. is_gemma4: layers,
-    norms and embedding of Gemma 4's kind; keys_are_values and softcap, of logits, are its too.
+    shifted: row j drafts the token after position S + j, else the one there. anchored: what a window leaves of the
+    committed positions counts from the block's first row, for all its rows. owns_embed: it has an embedding table of
+    its own. skips_embed_norm: of the target's table it takes the rows as they are stored, where the target norms them.
+    draft_vocab_size: rows of its own lm_head, None: the target's. successor: kind of its successor head, of
+    `successor_rank`, or None. is_gemma4: layers, norms and embedding of Gemma 4's kind; keys_are_values and softcap, of
+    logits, are its too.
     """
 
     block_size: int
     mask_token: int
     causal: bool = False
     shifted: bool = False
+    anchored: bool = False
     rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 1000000.0})
     max_position_embeddings: int = 40960
     qk_norm: bool = True
     attention_bias: bool = False
-    owns_vocabulary: bool = False
+    owns_embed: bool = False
+    skips_embed_norm: bool = False
+    draft_vocab_size: int | None = None
     successor: str | None = None
     successor_rank: int = 0
     is_gemma4: bool = False
@@ -90,10 +98,12 @@ class BlockSpec(HeadSpec):
 class BlockHead(HeadModule):
     """The head of a spec, randomly initialised; `read_block` fills one from a checkpoint.
 
-    embed_tokens, lm_head: None when the head shares the target's.
+    embed_tokens, lm_head: None when the head shares the target's. target_ids [draft V]: target token of each draft
+    token, None for the full vocabulary.
     """
 
     spec: BlockSpec
+    target_ids: torch.Tensor | None
 
     def __init__(self, spec: BlockSpec) -> None:
         super().__init__()
@@ -113,14 +123,17 @@ class BlockHead(HeadModule):
         self.hidden_norm, self.norm = norm(hidden, spec.rms_norm_eps), norm(hidden, spec.rms_norm_eps)
         self.layers = nn.ModuleList([layer(spec, i, config) for i in range(spec.num_layers)])
         self.embed_tokens: nn.Embedding | None = None
-        if spec.owns_vocabulary and spec.is_gemma4:
+        if spec.owns_embed and spec.is_gemma4:
             self.embed_tokens = Gemma4TextScaledWordEmbedding(spec.vocab_size, hidden, 0, embed_scale=hidden**0.5)
-        elif spec.owns_vocabulary:
+        elif spec.owns_embed:
             self.embed_tokens = nn.Embedding(spec.vocab_size, hidden)
-        self.lm_head = nn.Linear(hidden, spec.vocab_size, bias=False) if spec.owns_vocabulary else None
+        rows = spec.draft_vocab_size
+        self.lm_head = None if rows is None else nn.Linear(hidden, rows, bias=False)
+        self.register_buffer("target_ids", None, persistent=False)
         self.markov_head: SuccessorHead | None = None
         if spec.successor is not None:
-            self.markov_head = SuccessorHead(spec.successor, spec.vocab_size, hidden, spec.successor_rank)
+            sizes = spec.vocab_size, rows or spec.vocab_size, hidden, spec.successor_rank
+            self.markov_head = SuccessorHead(spec.successor, *sizes)
 
     def taps(self, states: torch.Tensor) -> torch.Tensor:
         """Target states side by side [..., A * H] -> c [..., H], what the keys are made of."""
@@ -160,7 +173,14 @@ def block_states(
         return k, v
 
     attention = BlocksAttention(
-        spec.windows, spec.scaling, pos, places, size=spec.block_size, causal=spec.causal, keys_values=keys_values
+        spec.windows,
+        spec.scaling,
+        pos,
+        places,
+        size=spec.block_size,
+        causal=spec.causal,
+        anchored=spec.anchored,
+        keys_values=keys_values,
     )
     out: torch.Tensor = head(embeds, block_pos.flatten(1), form(attention)).unflatten(1, (-1, spec.block_size))
     return out
@@ -203,8 +223,24 @@ class KeptTaps:
         return self.kept.permute(2, 0, 1, 3, 4).flatten(1)
 
 
+class StoredRows(nn.Module):
+    """The rows of an embedding table, without what its class makes of them."""
+
+    def __init__(self, table: nn.Embedding) -> None:
+        super().__init__()
+        self.table = table
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(tokens, self.table.weight)
+
+
 class PlainBlock(HeadForm):
     """A head run by its own modules. `FusedBlock` is the other form."""
+
+    def __init__(self, head: BlockHead, table: nn.Module, lm_head: nn.Module) -> None:
+        super().__init__(head, table, lm_head)
+        if head.spec.skips_embed_norm and isinstance(table, nn.Embedding) and hasattr(table, "embed_norm"):
+            self.table = StoredRows(table)
 
     def observe(self, states: torch.Tensor, positions: torch.Tensor, context: TapContext) -> None:
         """Store K/V of committed positions [B, N], from states [B, N, A * H] of the target."""

@@ -80,12 +80,12 @@ KINDS = ("vanilla", "gated", "rnn")
 class SuccessorHead(nn.Module):
     """Names of its modules are those of the checkpoints."""
 
-    def __init__(self, kind: str, vocab_size: int, hidden_size: int, rank: int) -> None:
+    def __init__(self, kind: str, vocab_size: int, draft_vocab_size: int, hidden_size: int, rank: int) -> None:
         super().__init__()
         assert kind in KINDS, kind
         self.kind, self.rank = kind, rank
         self.markov_w1 = nn.Embedding(vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
+        self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
         if kind == "gated":
             self.gate_proj = nn.Linear(hidden_size + rank, rank)
         if kind == "rnn":

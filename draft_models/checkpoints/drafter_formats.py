@@ -1,13 +1,19 @@
 """The published formats of drafters' folders, each a table of what its config.json may hold. `config_reader.py` reads.
 
-    format         published by                             recognised by                      keys stand in
-    SPECFORGE      SafeAILab, SpecForge, lmsys, AngelSlim;  an architecture with "eagle3" in   the top level,
-                   NVIDIA ModelOpt                          it, or `draft_vocab_size`          `eagle_config`
-    SPECULATORS    RedHatAI                                 `speculators_model_type` eagle3    the same, and
-                                                                                               `transformer_layer_config`
-    BLOCK          z-lab (DFlash), JetSpec, deepseek-ai     `dflash_config`, an architecture   the top level,
-                   (DSpark for Qwen3)                       with "dflash" or "dspark" in it    `dflash_config`
-    GEMMA4_BLOCK   deepseek-ai (DSpark for Gemma 4)         the same, and its `model_type`     the same
+    format             published by                            recognised by                   keys stand in
+    SPECFORGE          SafeAILab, SpecForge, lmsys, AngelSlim; an architecture with "eagle3",  the top level,
+                       NVIDIA ModelOpt                         or `draft_vocab_size`           EAGLE_CONFIG
+    SPECULATORS        RedHatAI                                `speculators_model_type` eagle3 the same, LAYER_CONFIG
+    BLOCK              z-lab (DFlash), JetSpec, deepseek-ai    `dflash_config`, an architec-   the top level,
+                       (DSpark for Qwen3)                      ture with "dflash" or "dspark"  DFLASH_CONFIG
+    GEMMA4_BLOCK       deepseek-ai (DSpark for Gemma 4)        the same, and `model_type`      the same
+    SPECULATORS_BLOCK  RedHatAI (DFlash, DSpark)               `speculators_model_type`        the top level,
+                                                               dflash or dspark                LAYER_CONFIG
+    HF_BLOCK           transformers                            `model_type`                    the top level
+                                                               muse_glimmer_assistant
+    refused by name    z-lab, RedHatAI (DFlash2)               "dflash2", conv_*, selector_*
+                       RedHatAI (P-EAGLE, xPress)              `speculators_model_type`
+                       SpecForge (DSpark)                      `projector_type`
 
 A format that is new is a table here. What a key means that no table can say, is code of its family's `checkpoint`.
 """
@@ -22,6 +28,7 @@ from specdec.draft_models.checkpoints.config_reader import Config, Format, Key
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 EAGLE_CONFIG, LAYER_CONFIG, DFLASH_CONFIG = "eagle_config", "transformer_layer_config", "dflash_config"
 QWEN3_TYPES, GEMMA4_TYPES = ("qwen3",), ("gemma4_text", "gemma4_unified_text")
+HF_BLOCK_TYPES, SPECULATORS_BLOCK_TYPES = ("muse_glimmer_assistant",), ("dflash", "dspark")
 
 HARMLESS_NAMES = """
 what recognises a format (`Format.matches`), training, precision, serving:
@@ -117,9 +124,10 @@ def is_speculators(config: Config) -> bool:
 
 
 def is_eagle3_config(config: Config) -> bool:
-    """Is this config.json one of an EAGLE-3 head? (A plain Llama with `draft_vocab_size` is: yuhuili's heads.)"""
+    """Is this config.json one of an EAGLE-3 head, or of a kin that is refused by name? (A plain Llama with
+    `draft_vocab_size` is: yuhuili's heads.)"""
     if is_speculators(config):
-        return bool(config["speculators_model_type"] == "eagle3")
+        return config["speculators_model_type"] in ("eagle3", "peagle")
     names = [str(name).lower() for name in config.get("architectures") or ()]
     return any("eagle3" in name for name in names) or config.get("draft_vocab_size") is not None
 
@@ -127,8 +135,21 @@ def is_eagle3_config(config: Config) -> bool:
 def is_block_config(config: Config) -> bool:
     """Is this config.json one of a block drafter, of a family that runs here or of one that is refused by name?"""
     named = [*(config.get("architectures") or ()), config.get("speculators_model_type") or ""]
-    return isinstance(config.get(DFLASH_CONFIG), dict) or any(
-        word in str(name).lower() for name in named for word in ("dflash", "dspark")
+    return (
+        isinstance(config.get(DFLASH_CONFIG), dict)
+        or config.get("model_type") in HF_BLOCK_TYPES
+        or any(word in str(name).lower() for name in named for word in ("dflash", "dspark", "xpress"))
+    )
+
+
+def why_refused_speculator(config: Config) -> str | None:
+    """A sentence about another kind of drafter in speculators' format; None: it is one that runs."""
+    kind = config.get("speculators_model_type")
+    if kind in (None, "eagle3", *SPECULATORS_BLOCK_TYPES):
+        return None
+    return (
+        f"a {kind} drafter in speculators' format; of that format specdec reads eagle3, "
+        f"{' and '.join(SPECULATORS_BLOCK_TYPES)}, so use one of these for the same target"
     )
 
 
@@ -137,16 +158,14 @@ def why_refused_block(config: Config) -> str | None:
     nested = config.get(DFLASH_CONFIG)
     keys = nested if isinstance(nested, Mapping) else {}
     names = ", ".join(map(str, config.get("architectures") or ["?"]))
-    if kind := config.get("speculators_model_type"):
-        return (
-            f"a {kind} drafter in speculators' format; specdec reads block drafters as z-lab, JetSpec and deepseek-ai "
-            "publish them, and EAGLE-3 heads in speculators' format"
-        )
-    if "dflash2" in names.lower() or any(str(key).startswith(("conv_", "selector_")) for key in keys):
+    named = f"{names} {config.get('speculators_model_type')}".lower()
+    if "dflash2" in named or any(str(key).startswith(("conv_", "selector_")) for key in keys):
         return (
             f"a DFlash2 drafter ({names}); specdec does not run its convolution and its candidate selector; use a "
             "DFlash, DSpark or JetSpec drafter of the same target"
         )
+    if reason := why_refused_speculator(config):
+        return reason
     if projector := keys.get("projector_type"):
         return (
             f"a drafter with projector_type={projector!r} ({names}), as SpecForge trains them; its rows draft other "
@@ -178,6 +197,7 @@ SPECULATORS = replace(
     matches=is_speculators,
     keys=EAGLE3_KEYS | {"model_type": Key(places=(LAYER_CONFIG, EAGLE_CONFIG))},  # at the top it says "a speculator"
     harmless=harmless("model_type"),
+    why_refused=why_refused_speculator,
 )
 BLOCK = Format(
     name="block drafters",
@@ -201,5 +221,26 @@ GEMMA4_BLOCK = replace(
     | each(Key(only=(0,)), "hidden_size_per_layer_input"),
     harmless=harmless(*TRAINING, *GEMMA4_SHAPES, "hidden_act"),
 )
+SPECULATORS_BLOCK = replace(
+    BLOCK,
+    matches=is_speculators,
+    places=(LAYER_CONFIG,),
+    layers=(*QWEN3_TYPES, "llama"),  # speculators makes Qwen3's layers from either config
+    keys={name: key for name, key in BLOCK_KEYS.items() if name not in ("target_layer_ids", DFLASH_CONFIG)}
+    | {"aux_hidden_state_layer_ids": Key(LIST), "model_type": Key(places=(LAYER_CONFIG,)), LAYER_CONFIG: Key(OBJECT)}
+    | each(Key(FLAG), "sample_from_anchor", "sliding_window_non_causal")
+    | {"draft_vocab_size": Key(COUNT)},
+    harmless=harmless(*TRAINING, "model_type", "mlp_bias"),
+    tensors=((r"^verifier_(lm_head|norm)\.", None), *BLOCK.tensors),
+)
+HF_BLOCK = replace(
+    BLOCK,
+    name="block drafters of transformers",
+    matches=lambda config: config.get("model_type") in HF_BLOCK_TYPES,
+    places=(),
+    layers=HF_BLOCK_TYPES,
+    keys=LAYER_KEYS | {name: BLOCK_KEYS[name] for name in ("block_size", "mask_token_id", "target_layer_ids")},
+    tensors=((r"^model\.", ""), (r"^encoder\.fc\.", "fc."), (r"^encoder\.output_norm_enc\.", "hidden_norm.")),
+)
 EAGLE3_FORMATS = (SPECULATORS, SPECFORGE)
-BLOCK_FORMATS = (GEMMA4_BLOCK, BLOCK)
+BLOCK_FORMATS = (SPECULATORS_BLOCK, HF_BLOCK, GEMMA4_BLOCK, BLOCK)

@@ -13,6 +13,7 @@ import torch
 
 from specdec.draft_models.checkpoints.checkpoint_files import State, TargetShape, fill_head, naming_folder, write_folder
 from specdec.draft_models.checkpoints.config_reader import Config, HeadFiles, read_files, read_rope, read_windows
+from specdec.draft_models.checkpoints.draft_vocabulary import take_target_ids
 from specdec.draft_models.checkpoints.drafter_formats import AUX_IDS, EAGLE3_FORMATS, EAGLE_CONFIG, is_speculators
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
 from specdec.errors import CheckpointError, UnsupportedModelError
@@ -49,7 +50,7 @@ def read_head(folder: str | Path, target: TargetShape, aux_layers: Sequence[int]
         files = read_files(Path(folder), EAGLE3_FORMATS)
         settings, state = files.settings, files.state
         spec = _make_spec(files, target, aux_layers)
-        target_ids = _target_ids(state.pop("d2t", None), state.pop("t2d", None), spec, target)
+        target_ids = take_target_ids(state, target)
         if not spec.final_norm and settings.get("use_last_layernorm", True):
             state.pop("norm.weight", None)  # SpecForge writes one that its head does not use
         if spec.owns_embed and "embed_tokens.weight" in state:  # a table may be padded beyond the target's vocabulary
@@ -222,33 +223,11 @@ def _make_spec(files: HeadFiles, target: TargetShape, aux_layers: Sequence[int] 
     for key in ("query_pre_attn_scalar", "rotary_dim"):
         if settings.get(key, spec.head_dim) != spec.head_dim:
             raise UnsupportedModelError(f"{key}={settings[key]:g}; supported is head_dim, {spec.head_dim}")
+    if is_speculators(files.config) and "norm_before_residual" not in settings:
+        logger.warning(
+            "an EAGLE-3 head in speculators' format whose config.json has no norm_before_residual: it is read as "
+            "false, as speculators does; vLLM reads true; if acceptance is low, `specdec doctor` tries both"
+        )
     if spec.norm_before_fc and spec.fc_norm:
         raise CheckpointError("norm_before_fc=True and fc_norm=True; a head has one or the other")
     return spec
-
-
-def _target_ids(
-    d2t: torch.Tensor | None, t2d: torch.Tensor | None, spec: Eagle3Spec, target: TargetShape
-) -> torch.Tensor | None:
-    """Target token of each draft token. d2t holds offsets: draft token j is target token j + d2t[j]."""
-    size = spec.draft_vocab_size
-    if d2t is None:
-        if size not in (None, target.vocab_size):
-            raise CheckpointError(
-                f"lm_head has {size} rows, the target {target.vocab_size} tokens, and there is no d2t"
-            )
-        return None
-    if size != len(d2t):
-        raise CheckpointError(f"d2t maps {len(d2t)} draft tokens, lm_head has {size or 'no'} rows")
-    ids = torch.arange(len(d2t)) + d2t.to(torch.int64)
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= target.vocab_size:
-        raise CheckpointError(
-            f"d2t leads to tokens {low}..{high}, target {target.name} has {target.vocab_size}; d2t must hold offsets, "
-            "not ids"
-        )
-    if len(ids.unique()) != len(ids):
-        raise CheckpointError("d2t leads two draft tokens to one target token")
-    if t2d is not None and (int(t2d.sum()) != len(ids) or high >= len(t2d) or not bool(t2d[ids].all())):
-        raise CheckpointError("d2t and t2d disagree about which target tokens are in the draft vocabulary")
-    return ids

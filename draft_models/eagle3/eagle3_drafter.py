@@ -30,11 +30,9 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head, PlainHead]):
     source: str | None = None
 
     def __init__(self, head: Eagle3Head, target_ids: torch.Tensor | None, target: TargetInfo) -> None:
-        super().__init__(head, target, PlainHead, FusedHead)
+        super().__init__(head, target, PlainHead, FusedHead, target_ids)
         self.spec = head.spec
         self.reads_every_state = not self.aux_layers
-        self.vocab_size = target.vocab_size
-        self.target_ids = None if target_ids is None else target_ids.to(target.device)
 
     def bind(self, binding: Binding) -> "Eagle3Worker":
         return Eagle3Worker(self, binding)
@@ -42,13 +40,6 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head, PlainHead]):
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
         """norm(a) [B, M, H] -> [B, M, V] over the target's vocabulary, -inf for tokens outside the draft's."""
         return self.over_vocabulary(self.form.logits(normed))
-
-    def over_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
-        """[B, M, draft V] -> [B, M, V], -inf for tokens outside the draft's vocabulary."""
-        if self.target_ids is None:
-            return logits
-        full = logits.new_full((*logits.shape[:2], self.vocab_size), -torch.inf)
-        return full.index_copy_(2, self.target_ids, logits)
 
 
 class Eagle3Worker(StoreWorker):

@@ -35,13 +35,23 @@ Head = TypeVar("Head", bound=HeadModule)
 
 
 class HeadDrafter(Drafter, Generic[Head, Form]):
-    """A head fitted to a target, with fused layers if the target's are. plain, fused: classes of its two forms."""
+    """A head fitted to a target, with fused layers if the target's are. plain, fused: classes of its two forms.
+    target_ids [draft V]: target token of each draft token, None for the full vocabulary."""
 
     may_lag = True
     weights: Weights
 
-    def __init__(self, head: Head, target: TargetInfo, plain: type[Form], fused: Callable[..., Form]) -> None:
+    def __init__(
+        self,
+        head: Head,
+        target: TargetInfo,
+        plain: type[Form],
+        fused: Callable[..., Form],
+        target_ids: torch.Tensor | None,
+    ) -> None:
         self.head = head
+        self.vocab_size = target.vocab_size
+        self.target_ids = None if target_ids is None else target_ids.to(target.device)
         self.aux_layers: tuple[int, ...] = head.spec.aux_layers
         self.kv_layout: KVLayout | None = head.spec.kv_layout
         self.fit = Fit.of(target)
@@ -52,6 +62,13 @@ class HeadDrafter(Drafter, Generic[Head, Form]):
         self.ops = target.ops or REFERENCE
         if target.ops is not None:
             self.form, self.unfused = proved_form(self.name, own, lambda: fused(*parts, self.weights, self.ops))
+
+    def over_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
+        """[B, M, draft V] -> [B, M, V], -inf for tokens outside the draft's vocabulary."""
+        if self.target_ids is None:
+            return logits
+        full = logits.new_full((*logits.shape[:2], self.vocab_size), -torch.inf)
+        return full.index_copy_(2, self.target_ids, logits)
 
 
 class StoreWorker:

@@ -195,11 +195,11 @@ def block_drafts(drafter: Drafter, text: RecordedText, roots: torch.Tensor, num_
     states = states[:, spec.first_row : spec.first_row + levels]
     logits = form.logits(states)  # [R, levels, V]
     if head.markov_head is None:
-        return list(logits.unbind(1))
+        return list(drafter.over_vocabulary(logits).unbind(1))
     scores, carried = [], None
     for level in range(levels):
         bias, carried = head.markov_head(text.tokens[roots + level][:, None], states[:, level], carried)
-        scores.append(logits[:, level] + bias[:, 0])
+        scores.append(drafter.over_vocabulary(logits[:, level, None] + bias)[:, 0])
     return scores
 
 

@@ -141,7 +141,7 @@ def _head_facts(drafter: Eagle3Drafter) -> dict[str, str]:
 
 def _block_facts(drafter: BlockDrafter) -> dict[str, str]:
     spec = drafter.spec
-    own = ["embedding, lm_head"] if drafter.head.lm_head is not None else []
+    own = [name for name in ("embed_tokens", "lm_head") if getattr(drafter.head, name) is not None]
     return {
         "format": f"block drafter, {spec.num_layers} layer(s), hidden {spec.hidden_size}, blocks of {spec.block_size}, "
         f"{'causal' if spec.causal else 'both ways'}",

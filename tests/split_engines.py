@@ -1,0 +1,49 @@
+"""Engines over several ranks, which on a CPU are one device: what they are asked, and what they answer."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import specdec.engine
+from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.gpu.ranks import PeerRanks
+from specdec.models.target import TargetModel
+
+from marks import examples
+from tiny_models import VOCAB
+
+WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 128}
+WIDE |= {"num_key_value_heads": 4}
+TREE = SpecConfig(6, 2, 8, adaptive=False)
+PARAMS = [
+    SamplingParams(max_new_tokens=examples(6, 10), logprobs=VOCAB, temperature=0.9 * (i % 2), seed=i, ignore_eos=True)
+    for i in range(3)
+]
+DETERMINISTIC: dict[str, Any] = {"max_model_len": 128, "deterministic": True, "fused": True}
+
+
+def three_prompts(random_prompt: Callable[..., list[int]]) -> list[list[int]]:
+    return [random_prompt(5, seed=1) * 4, random_prompt(40, seed=2), random_prompt(1, seed=3)]
+
+
+def engine_of(target: TargetModel, count: int, drafter: Any = None, spec: SpecConfig = TREE, **config: Any) -> Engine:
+    settings = EngineConfig(tensor_parallel=count, **{**DETERMINISTIC, **config})
+    return Engine(target, drafter, spec=spec, config=settings)
+
+
+def answers(engine: Engine, asked: list[list[int]]) -> list[Any]:
+    """Tokens, and the log-probabilities of the whole vocabulary."""
+    with engine:
+        outs = engine.generate(asked, PARAMS)
+        engine.table.check()
+        return [(out.token_ids, out.logprobs) for out in outs]
+
+
+def use_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels run in Triton's interpreter, and engines made from now on exchange by flags and addresses."""
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled here; see python -m bench two-gpus")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(specdec.engine, "make_ranks", lambda device, count: PeerRanks([device] * count))
