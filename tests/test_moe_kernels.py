@@ -48,14 +48,10 @@ FAMILIES = ["gemma4", "gpt_oss", "mixtral", "qwen3_moe", "qwen3_moe-raw", "glm4_
 def build(family: str, hidden: int = 40, width: int = 24, num_experts: int = 9, top_k: int = 3) -> Any:
     """(router module, experts module, forward of transformers' eager block) with random weights, float32."""
     torch.manual_seed(len(family))
-<<<<<<< HEAD
-    sizes = {"hidden_size": hidden, "num_experts_per_tok": top_k, "experts_implementation": "eager"}
     if family in BLOCKS:
-        block = scoring_block(family, hidden, width, num_experts, top_k)
-        return block.gate, block.experts, lambda x: block.experts(x, *reversed(theirs(block, x)))
-=======
+        chosen = scoring_block(family, hidden, width, num_experts, top_k)
+        return chosen.gate, chosen.experts, lambda x: chosen.experts(x, *reversed(theirs(chosen, x)))
     sizes = {"hidden_size": hidden, "experts_implementation": "eager"}
->>>>>>> main
     if family == "gemma4":
         kinds = {"moe_intermediate_size": width, "num_experts": num_experts, "top_k_experts": top_k}
         config = Gemma4TextConfig(**sizes, **kinds, enable_moe_block=True)
