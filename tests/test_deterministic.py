@@ -116,7 +116,7 @@ USUAL = [("gemma4-e2b", BF16), ("gpt_oss", torch.float32), ("gemma4-moe", torch.
     ("family", "dtype"),
     [
         (family, dtype) if (family, dtype) in USUAL else deep(family, dtype)
-        for i, family in enumerate([*FAMILIES, "mixtral"])
+        for i, family in enumerate([*FAMILIES, "mixtral", "glm4_moe", "step3p7"])
         for dtype in ((torch.float32, BF16) if family in ("llama", "gemma4-e2b", "gpt_oss") else (DTYPES[i % 2],))
     ],
     ids=str,

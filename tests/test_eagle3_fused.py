@@ -15,7 +15,7 @@ from specdec.draft_models.heads.fused_form import Echo, proved_form
 from specdec.gpu.operations import KERNELS, REFERENCE, Operations
 from specdec.layers.accepted_path import keep_last, path_rows
 from specdec.layers.embedding import embed_and_norm, reference_embed_and_norm
-from specdec.layers.families import Unfusable
+from specdec.layers.fusable import Unfusable
 from specdec.layers.fuse import Weights
 from specdec.layers.linear import gated_linear
 from specdec.layers.merge import is_merged

@@ -297,6 +297,22 @@ def test_the_picture_is_a_png_whose_axes_end_where_the_figures_can(monkeypatch):
 # runs on the bundled pair
 
 
+@pytest.mark.deep
+def test_greedy_accuracy_is_the_same_and_transcripts_match(whole_pair):
+    settings = {**SMALL, "params": SamplingParams(64), "config": EngineConfig(max_batch_size=7)}
+    report = evaluate_gsm8k(*PAIR, **settings)
+    speculative, plain = report["runs"]["speculative"], report["runs"]["plain"]
+    assert report["comparison"]["equal"] == 7
+    assert report["comparison"]["unequal"] == []
+    assert speculative["strict"] == plain["strict"]
+    assert speculative["strict"]["correct"] >= 4  # of 7, some cut off
+    assert speculative["cut_off"] == plain["cut_off"] > 0
+    assert speculative["acceptance_length"] > 2.5
+    assert plain["acceptance_length"] == 1
+    assert report["settings"]["data"] == "bundled generated problems, held out"
+    assert (report["settings"]["problems"], report["settings"]["dtype"]) == (7, "torch.float32")
+
+
 def test_a_margin_is_that_of_the_bare_model():
     """To the bit that of the same forward, which computes the last logits only. A forward that computes the logits of
     every position is another matrix product and rounds otherwise, by more than 1e-5 in transformers 5.23."""

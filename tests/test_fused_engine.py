@@ -45,7 +45,11 @@ SAMPLED = [
 ]
 FUSABLE = ["gemma4-e2b", "llama", "gpt_oss", "gemma4-moe"]
 SLOW = ["gemma4-31b", "gemma4-multimodal", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral"]
-NEWER = ["cohere", "cohere2", "gemma2", "gemma3", "glm", "glm4", "granite", "olmo2", "phi3", "smollm3"]
+NEWER = [
+    *("cohere", "cohere2", "gemma2", "gemma3", "glm", "glm4", "granite", "olmo2", "phi3", "smollm3"),
+    *("ernie4_5_moe", "exaone_moe", "hy_v3", "glm4_moe", "mellum", "step3p7", "qwen2_moe"),
+    *("deepseek_v3", "glm4_moe_lite", "mimo_v2_flash"),
+]
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here; see make gpu-test")
 DRAFTS = {"chain": SpecConfig(num_steps=3), "tree": SpecConfig(num_steps=3, topk=2, num_draft_tokens=6)}
 

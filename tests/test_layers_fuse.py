@@ -15,12 +15,14 @@ from specdec.attention.bridge import AttentionCall
 from specdec.attention.dense import bias_of, dense_attention
 from specdec.gpu.operations import KERNELS, REFERENCE, Operations
 from specdec.kvcache.index_spaces import PrimaryLoc
-from specdec.kvcache.layout import KVLayout, layout_from_config
+from specdec.kvcache.layout import layout_from_config
 from specdec.layers.decoder import FusedDecoder
-from specdec.layers.families import FAMILIES, Unfusable, family_name
+from specdec.layers.families import FAMILIES
+from specdec.layers.fusable import Unfusable
 from specdec.layers.fuse import fuse
 from specdec.layers.merge import is_merged
 from specdec.layers.rope_store import Destination
+from specdec.modules.family_name import family_name
 from specdec.modules.private_copy import private_copy
 
 from marks import deep, deep_cases, slow
@@ -30,7 +32,11 @@ DENSE = [
     *("gemma4-e2b", "gemma4-31b", "gemma4-multimodal", "gemma3", "gemma2"),
     *("llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "glm", "glm4", "smollm3", "granite", "cohere", "cohere2"),
 ]
-MIXED = ["gemma4-moe", "gpt_oss", "qwen3_moe", "mixtral"]
+MIXED = [
+    *("gemma4-moe", "gpt_oss", "qwen3_moe", "mixtral"),
+    *("deepseek_v3", "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite", "hy_v3", "mellum", "mimo_v2_flash"),
+    *("qwen2_moe", "step3p7"),
+]
 ON_KERNELS = [
     "gemma4-moe",
     "attention biases",
@@ -43,14 +49,17 @@ pytestmark = pytest.mark.usefixtures("kernels_run", "poison_empty")
 class DenseContext:
     """One sequence, causal; K/V are read back from the pools, where a layer stored them at the slots of its rows."""
 
-    def __init__(self, layout: KVLayout, num_rows: int, dtype: torch.dtype) -> None:
+    def __init__(self, decoder: Any, num_rows: int, dtype: torch.dtype) -> None:
+        layout = layout_from_config(decoder.config)  # layers, owners and windows; sizes are those of the products
         self.layout = layout
         self.slots = PrimaryLoc(torch.arange(num_rows, 0, -1, device=DEVICE))
         self.pools: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        for spec in layout.layers:
+        for spec, layer in zip(layout.layers, decoder.layers, strict=True):
             if spec.owner == spec.layer:
-                shape = (2, num_rows + 1, spec.num_kv_heads, spec.head_dim)
-                self.pools[spec.layer] = tuple(torch.zeros(shape, dtype=dtype, device=DEVICE))
+                heads = layer.parts.heads
+                shapes = [(num_rows + 1, heads.num_kv, dim) for dim in (heads.head_dim, heads.v_dim)]
+                k, v = (torch.zeros(shape, dtype=dtype, device=DEVICE) for shape in shapes)
+                self.pools[spec.layer] = k, v
 
     def destination(self, layer: int) -> Destination | None:
         return Destination(*self.pools[layer], self.slots) if layer in self.pools else None
@@ -83,7 +92,7 @@ def text_model(model: Any) -> Any:
 
 
 def run_fused(decoder: nn.Module, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    context = DenseContext(layout_from_config(decoder.config), ids.shape[1], dtype)
+    context = DenseContext(decoder, ids.shape[1], dtype)
     positions = torch.arange(ids.shape[1], device=DEVICE)[None]
     return decoder(input_ids=ids, position_ids=positions, use_cache=False, specdec_ctx=context).last_hidden_state
 
@@ -128,6 +137,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("llama", {"rope_parameters": LLAMA3 | {"rope_theta": 1e4}}),
     "longrope": ("phi3", {"rope_parameters": LONGROPE | {"rope_theta": 1e4}}),
     "glm biases": ("glm4", {}),
+    "queries without a latent": ("deepseek_v3", {"q_lora_rank": None, "rope_interleave": False}),
+    "latent biases": ("deepseek_v3", {"attention_bias": True}),
 }
 
 
@@ -203,6 +214,25 @@ def test_fused_rounds_as_the_module_does(family: str, make_target: Callable[...,
     else:
         assert (fused - exact).norm() <= 1.25 * (rounded - exact).norm()
     assert (rounded - exact).norm() > 1e-3 * exact.norm()
+
+
+@torch.no_grad()
+def test_a_router_in_float32_keeps_its_model_fused(make_target: Callable[..., Any], hf_forward: Callable[..., Any]):
+    """As ERNIE's is loaded, in a model of another dtype."""
+    source = text_model(make_target("ernie4_5_moe", fresh=True)).to(DEVICE).to(torch.bfloat16)
+    for layer in source.layers[1:]:
+        layer.mlp.gate.float()
+    ids = tokens(40)
+    want = hf_forward(source, ids[0].tolist()).last_hidden_state.float()
+    fused = run_fused(fuse(private_copy(source), REFERENCE), ids, torch.bfloat16).float()
+    assert ((fused - want).norm(dim=-1) / want.norm(dim=-1)).median() < 0.03
+
+
+def test_attention_gated_by_channel_is_left_as_it_is(make_target: Callable[..., Any]):
+    source = private_copy(text_model(make_target("step3p7", fresh=True)))
+    source.layers[0].self_attn.gate_per_head = False
+    with pytest.raises(Unfusable, match="gated by channel"):
+        fuse(source, REFERENCE)
 
 
 class FrozenContext:

@@ -13,6 +13,7 @@ from specdec.layers.activation import reference_activate
 from specdec.layers.gemm_medium import MediumTiles, choose_medium_tiles
 from specdec.layers.gemm_medium import gemm_medium as multiply_medium
 from specdec.layers.gemm_small import balanced_rows
+from specdec.layers.head_gates import gate_heads, reference_gate_heads
 from specdec.layers.linear import (
     gated_linear,
     linear,
@@ -100,6 +101,15 @@ def test_linear_is_the_reference(rows: int, n: int, k: int, biased: bool, dtype:
 def test_gated_linear_is_the_reference(rows: int, n: int, k: int, activation: str):
     x, weight = randn(rows, k), randn(n, k) * k**-0.5
     close(gated_linear(x, weight, activation), reference_gated_linear(x, weight, activation))
+
+
+@pytest.mark.parametrize("multiply", [gated_linear, vendor_gated_linear])
+def test_a_limited_gate_is_the_reference(multiply: Callable[..., torch.Tensor]):
+    x, weight = randn(5, 40), randn(66, 40)
+    want = reference_gated_linear(x, weight, "silu", 1.5)
+    torch.testing.assert_close(multiply(x, weight, "silu", 1.5), want, rtol=1e-4, atol=1e-4)
+    assert want.abs().max() <= 1.5**2 < reference_gated_linear(x, weight, "silu").abs().max()
+    assert gated_linear(x[:0], weight, "silu", 1.5).shape == (0, 33)
 
 
 def test_a_gate_of_any_size_is_exact():
@@ -361,8 +371,17 @@ def test_norm_is_the_reference(width: int, splits: int):
         {"post": gains[0]._replace(plus_one=True), "residual": residual, "pre": gains[2]._replace(plus_one=True)},
         {"residual": residual, "pre": gains[0]._replace(centred=True)},
         {"post": gains[0]._replace(centred=True), "factor": 3.0},
+        {"beside": product_of(rows, width, 2), "residual": residual, "pre": gains[0]},
+        {"beside": Product.of(randn(rows, width))},
     ):
         torch.testing.assert_close(norm(product, **options), reference_norm(product, **options), rtol=2e-5, atol=2e-5)
+
+
+def test_what_lies_beside_is_added_to_the_sum_and_rounded_with_it():
+    """In float16 2048 + 1 is 2048, to which the residual's 1 adds nothing either."""
+    two = Product(torch.tensor([[[1024.0]], [[1024.0]]], device=DEVICE), None, torch.float16)
+    one = torch.ones(1, 1, dtype=torch.float16, device=DEVICE)
+    assert norm(two, beside=Product.of(one), residual=one)[0].tolist() == [[2048.0]]
 
 
 def test_norm_rounds_where_transformers_rounds():
@@ -452,6 +471,8 @@ HEADS = {
     "llama": lambda d: Heads(4, 1, d),
     "gemma3": lambda d: Heads(2, 1, d, Gain(randn(d), 1e-6, plus_one=True), Gain(randn(d), 1e-6, plus_one=True)),
     "glm": lambda d: Heads(4, 2, d, interleaved=True),
+    "mimo": lambda d: Heads(4, 2, d, narrow_v_dim=d // 2 - 1, v_scale=0.707),
+    "latent": lambda d: Heads(2, 2, d, last=True, narrow_v_dim=d - 2),
     "qwen3": lambda d: Heads(2, 2, d, Gain(randn(d), 1e-6, True), Gain(randn(d), 1e-6, True)),
 }
 
@@ -464,15 +485,16 @@ def test_rope_store_is_the_reference(kind: str, splits: int, dim: int, rotated: 
     rows, heads = 5, HEADS[kind](dim)
     product = product_of(rows, heads.width, splits, biased=splits > 1)
     table = Rotary(*randn(2, rows, rotated // 2 + 3)[..., : rotated // 2])
-    pools = torch.zeros((4, 12, heads.num_kv, dim), device=DEVICE)
+    pools = [torch.zeros((12, heads.num_kv, size), device=DEVICE) for size in (dim, heads.v_dim, dim, heads.v_dim)]
     slots = PrimaryLoc(torch.tensor([[7, 1], [3, 1], [0, 1], [11, 1], [0, 1]], device=DEVICE)[:, 0])  # two padded rows
     got = rope_store(product, heads, table, Destination(pools[0], pools[1], slots))
     want = reference_rope_store(product, heads, table, Destination(pools[2], pools[3], slots))
     torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
-    torch.testing.assert_close(pools[:2, 1:], pools[2:, 1:], rtol=2e-5, atol=2e-5)
+    for pool, wanted in zip(pools[:2], pools[2:], strict=True):
+        torch.testing.assert_close(pool[1:], wanted[1:], rtol=2e-5, atol=2e-5)
     if heads.num_kv:
         torch.testing.assert_close(pools[0][slots[[0, 1, 3]]], got.k[[0, 1, 3]], rtol=0, atol=0)
-        assert not pools[:2, [1, 2, 4, 5, 6, 8, 9, 10]].any()
+        assert not any(pool[[1, 2, 4, 5, 6, 8, 9, 10]].any() for pool in pools)
     without = rope_store(product, heads, table)
     torch.testing.assert_close(without, got, rtol=0, atol=0)
 
@@ -483,6 +505,29 @@ def test_rope_by_eye():
     rows = torch.tensor([[1.0, 2.0, 3.0, 4.0]], device=DEVICE).expand(2, 4)
     got = rope_store(Product.of(rows.contiguous()), Heads(1, 0, 4), table).q
     assert got[:, 0].tolist() == [[1, 2, 3, 4], [-2, 1, 3, 4]]
+
+
+def test_the_last_channels_turn_and_narrow_values_are_scaled():
+    """One head each; a quarter turn of the last two channels, and values of three numbers, times a half."""
+    table = Rotary(torch.zeros(1, 1, device=DEVICE), torch.ones(1, 1, device=DEVICE))
+    rows = Product.of(torch.tensor([[1.0, 2, 3, 4, 5, 6, 7, 8, 2, 4, 6]], device=DEVICE))
+    heads = Heads(1, 1, 4, last=True, narrow_v_dim=3, v_scale=0.5)
+    for operation in (rope_store, reference_rope_store):
+        q, k, v = (x[0, 0].tolist() for x in operation(rows, heads, table))
+        assert (q, k, v) == ([1, 2, -4, 3], [5, 6, -8, 7], [1, 2, 3])
+
+
+@pytest.mark.parametrize(("heads", "width", "splits"), [(1, 1030, 1), (6, 8, 2), (3, 20, 1)])
+def test_gates_are_those_of_the_reference(heads: int, width: int, splits: int):
+    x, gates = randn(4, heads + 1, width)[:, 1:], product_of(4, heads, splits, biased=splits > 1)
+    torch.testing.assert_close(gate_heads(x, gates), reference_gate_heads(x, gates), rtol=2e-6, atol=2e-6)
+
+
+def test_a_gate_by_eye():
+    """Zero halves a head, a large number keeps it, a very negative one takes it away."""
+    gates = Product.of(torch.tensor([[0.0, 90.0, -90.0]], device=DEVICE))
+    assert gate_heads(torch.ones(1, 3, 2, device=DEVICE), gates).tolist()[0][:2] == [[0.5, 0.5], [1, 1]]
+    assert gate_heads(torch.ones(1, 3, 2, device=DEVICE), gates)[0, 2].max() < 1e-30
 
 
 def test_interleaved_rope_by_eye():

@@ -5,11 +5,24 @@ from typing import Any
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
-from transformers import Gemma4TextConfig, GptOssConfig, MixtralConfig, Qwen3MoeConfig
+from transformers import (
+    Ernie4_5_MoeConfig,
+    Gemma4TextConfig,
+    Glm4MoeConfig,
+    GptOssConfig,
+    HYV3Config,
+    MixtralConfig,
+    Qwen3MoeConfig,
+    Step3p7TextConfig,
+)
+from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeSparseMoeBlock
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts, Gemma4TextRouter
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeMoE
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+from transformers.models.hy_v3.modeling_hy_v3 import HYV3MoE
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+from transformers.models.step3p7.modeling_step3p7 import Step3p7SparseMoeBlock
 
 from specdec.gpu.dependent_launch import TL_DTYPES, pdl_options
 from specdec.gpu.triton_shim import triton
@@ -29,12 +42,15 @@ from marks import deep, deep_cases, slow
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 pytestmark = pytest.mark.usefixtures("kernels_run")
-FAMILIES = ["gemma4", "gpt_oss", "mixtral", "qwen3_moe", "qwen3_moe-raw"]
+FAMILIES = ["gemma4", "gpt_oss", "mixtral", "qwen3_moe", "qwen3_moe-raw", "glm4_moe", "step3p7"]
 
 
 def build(family: str, hidden: int = 40, width: int = 24, num_experts: int = 9, top_k: int = 3) -> Any:
     """(router module, experts module, forward of transformers' eager block) with random weights, float32."""
     torch.manual_seed(len(family))
+    if family in BLOCKS:
+        chosen = scoring_block(family, hidden, width, num_experts, top_k)
+        return chosen.gate, chosen.experts, lambda x: chosen.experts(x, *reversed(theirs(chosen, x)))
     sizes = {"hidden_size": hidden, "experts_implementation": "eager"}
     if family == "gemma4":
         kinds = {"moe_intermediate_size": width, "num_experts": num_experts, "top_k_experts": top_k}
@@ -70,6 +86,42 @@ def build(family: str, hidden: int = 40, width: int = 24, num_experts: int = 9, 
     return router.to(DEVICE), experts.to(DEVICE), forward
 
 
+BLOCKS = ["glm4_moe", "glm4_moe-raw", "hy_v3", "ernie4_5_moe", "step3p7"]
+
+
+def scoring_block(family: str, hidden: int, width: int, num_experts: int, top_k: int) -> Any:
+    """A mixture whose router corrects its choice, with random weights; GLM's are of 3 groups, 2 of them kept."""
+    sizes = {"hidden_size": hidden, "moe_intermediate_size": width, "experts_implementation": "eager"}
+    chosen = {"num_experts_per_tok": top_k}
+    block: Any
+    if family.startswith("glm4_moe"):
+        groups = {"n_routed_experts": num_experts, "n_group": 3, "topk_group": 2, "routed_scaling_factor": 2.5}
+        block = Glm4MoeMoE(Glm4MoeConfig(**sizes, **chosen, **groups, norm_topk_prob=not family.endswith("raw")))
+    elif family == "hy_v3":
+        block = HYV3MoE(HYV3Config(**sizes, **chosen, num_experts=num_experts))
+    elif family == "ernie4_5_moe":
+        block = Ernie4_5_MoeSparseMoeBlock(Ernie4_5_MoeConfig(**sizes, moe_k=top_k, moe_num_experts=num_experts))
+    else:
+        config = Step3p7TextConfig(
+            **sizes, **chosen, n_routed_experts=num_experts, moe_router_scaling_factor=1.5, swiglu_limits=[0.5] * 45
+        )
+        block = Step3p7SparseMoeBlock(config, 3)
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.normal_(std=0.5)
+        for name, tensor in (*block.named_buffers(), *block.named_parameters()):
+            if name.endswith("e_score_correction_bias"):
+                tensor.normal_(std=0.3)
+    return block.eval().to(DEVICE)
+
+
+def theirs(block: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and experts of each row as transformers' mixture has them."""
+    bias = [block.e_score_correction_bias] if isinstance(block, HYV3MoE) else []
+    _, weights, experts = block.gate(x, *bias)
+    return weights * getattr(block, "routed_scaling_factor", 1.0), experts
+
+
 def router_input(x: torch.Tensor, router: Router) -> torch.Tensor:
     return x if router.gain is None else reference_rms_norm(x, router.gain) * router.factor
 
@@ -88,6 +140,8 @@ def reference_apply_experts(*arguments: Any) -> torch.Tensor:
 def test_the_block_is_that_of_transformers(family, num_rows, poison_empty):
     router_module, experts_module, forward = build(family)
     router, experts = router_of(router_module), experts_of(experts_module)
+    if family == "step3p7":
+        router = router._replace(scaling=1.5)  # which the block has
     x = torch.randn(num_rows, 40, device=DEVICE) * 2
     expected = forward(x)
     normed = router_input(x, router)
@@ -101,7 +155,8 @@ def test_the_block_is_that_of_transformers(family, num_rows, poison_empty):
 @deep_cases("gemma4-520-40", "gpt_oss-520-40")
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("family", "hidden", "width"), [("gpt_oss", 40, 24), slow("gemma4", 520, 40), slow("gpt_oss", 520, 40)]
+    ("family", "hidden", "width"),
+    [("gpt_oss", 40, 24), ("glm4_moe", 40, 24), slow("gemma4", 520, 40), slow("gpt_oss", 520, 40)],
 )
 def test_a_row_has_the_same_bits_beside_any_others(family, hidden, width, poison_empty):
     """520 channels are several ranges of the router's."""
@@ -119,6 +174,42 @@ def test_a_row_has_the_same_bits_beside_any_others(family, hidden, width, poison
             assert torch.equal(apply_experts(x[rows], alone, experts, few=few), out[rows])
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("family", BLOCKS)
+def test_scores_choose_and_weigh_as_those_of_transformers(family, poison_empty):
+    """With a correction, groups, and experts that are equals, of which either library may take either."""
+    torch.manual_seed(1)
+    block = scoring_block(family, 40, 24, 12, 4)
+    router = router_of(block.gate, block)
+    router.weight[1::2] = router.weight[::2]
+    router.correction[1::2] = router.correction[::2]
+    x = torch.randn(23, 40, device=DEVICE) * 0.3
+    weights, experts = theirs(block, x)
+    for routing in (reference_route(x, router), route(x, router)):
+        ours, wanted = (
+            torch.zeros(23, 12, device=DEVICE).scatter_(1, index.long(), weight).unflatten(1, (6, 2)).sum(-1)
+            for index, weight in ((routing.experts, routing.weights), (experts, weights))
+        )
+        torch.testing.assert_close(ours, wanted, atol=2e-6, rtol=2e-6)
+    assert torch.equal(route(x, router).experts, reference_route(x, router).experts)
+    by_score = reference_route(x, router._replace(correction=torch.zeros_like(router.correction), groups=1))
+    assert not torch.equal(by_score.experts.sort(-1).values, experts.sort(-1).values.int()), "what chooses matters"
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+def test_a_pick_of_groups_by_eye(normalised, poison_empty):
+    """Logits of 6 experts in 3 groups; the correction chooses, and weighs nothing."""
+    router = Router(torch.eye(6, device=DEVICE), 2, sigmoid=True, groups=3, kept_groups=1, scaling=3.0)
+    router = router._replace(normalised=normalised, correction=torch.tensor([0, 0, 0.5, 0, 0, 0], device=DEVICE))
+    x = torch.tensor([[9.0, -9, 0, 0, 2, 2], [0, 0, -9, -9, 0, 0], [0, 1, 0, 1, 0, 0]], device=DEVICE)
+    experts = [[4, 5], [0, 1], [2, 3]]
+    for routing in (route(x, router), reference_route(x, router)):
+        assert routing.experts.tolist() == experts
+        scores = x.sigmoid().gather(1, routing.experts.long())
+        wanted = 3.0 * (scores / scores.sum(-1, keepdim=True) if normalised else scores)
+        torch.testing.assert_close(routing.weights, wanted)
+
+
 def test_equal_logits_choose_the_lower_expert(poison_empty):
     router = Router(torch.ones(5, 16, device=DEVICE), 3)
     routing = route(torch.randn(2, 16, device=DEVICE), router)
@@ -134,12 +225,16 @@ def pick(logits: torch.Tensor, top_k: int, normalised: bool = True) -> Routing:
         torch.full((num_rows, top_k), -1.0, device=DEVICE),
     )
     pick_kernel[(num_rows,)](
-        *(logits[None], None, None, *routing, num_rows, num_experts, 0, num_experts),
+        *(logits[None], None, None, None, *routing, num_rows, num_experts, 0, num_experts, 0.0, 1.0),
         TOP_K=top_k,
+        SIGMOID=False,
         NORMALISED=normalised,
+        GROUPS=1,
+        KEPT=1,
         SHARED=False,
         DTYPE=TL_DTYPES[logits.dtype],
         SPLITS=1,
+        BLOCK_G=1,
         BLOCK_E=triton.next_power_of_2(num_experts),
         num_warps=1,
         **pdl_options(DEVICE),

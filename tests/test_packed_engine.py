@@ -36,6 +36,7 @@ GREEDY = SamplingParams(max_new_tokens=NEW)
 CPU = torch.device("cpu")
 WIDE = {"intermediate_size": 64}  # packed weights take columns in multiples of 32
 SIZES = {"qwen3_moe": {"moe_intermediate_size": 32}, "gemma4-moe": {**WIDE, "moe_intermediate_size": 32}}
+SIZES |= {"glm4_moe": {**WIDE, "moe_intermediate_size": 32}, "hy_v3": {**WIDE, "moe_intermediate_size": 32}}
 
 PAIRS = [  # family, form: what `make test` runs
     ("llama", "int4-g32"),
@@ -52,6 +53,8 @@ MORE = [  # families and forms that differ in how their tensors are found
     ("gemma4-multimodal", "fp8-channel"),
     ("mixtral", "fp8-tensor"),
     ("qwen3_moe", "fp8-block"),
+    ("glm4_moe", "int4-g32"),
+    ("hy_v3", "fp8-channel"),
     ("llama", "gptq"),
 ]
 DEEP = [

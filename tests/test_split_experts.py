@@ -28,6 +28,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma4-moe": {"num_global_key_value_heads": 4, "global_head_dim": 128, "num_experts": 8, "top_k_experts": 3}
     | {"intermediate_size": 900},  # ranges of 256, the last of 132: ranks have other numbers of columns
     "mixtral": {},
+    "glm4_moe": {"moe_intermediate_size": 256},  # groups, and a shared expert whose columns ranks divide
+    "step3p7": {"num_sliding_attention_heads": 12, "n_routed_experts": 8},  # gates by head
 }
 CPUS = [torch.device("cpu")] * 2
 
@@ -61,7 +63,7 @@ def target_of(family: str, **fields: Any) -> TargetModel:
     return TargetModel(model, REFERENCE, deterministic=True)
 
 
-@deep_cases("qwen3_moe", "gpt_oss", "mixtral")
+@deep_cases("qwen3_moe", "gpt_oss", "mixtral", "glm4_moe", "step3p7")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ranks_with_experts_have_the_bits_of_one_device(
     family: str,

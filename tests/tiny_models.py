@@ -3,6 +3,7 @@
 A plugin of conftest.py. A model is cached for the session, so a test that changes one asks for a fresh one.
 """
 
+import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -88,6 +89,13 @@ SLIDES = {"sliding_window": WINDOW}
 ALTERNATING = {"num_hidden_layers": 4, "layer_types": [SLIDING, FULL] * 2, **SLIDES}
 EXPERTS = {"num_experts_per_tok": 2}
 PARTLY = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+SPARSE = {"num_experts_per_tok": 3, "moe_intermediate_size": 16}
+GROUPS = {**SPARSE, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+DENSE_FIRST = {"mlp_layer_types": ["dense", "sparse", "sparse"]}
+SLIDES_TWICE = {"layer_types": [SLIDING, FULL, SLIDING], **SLIDES}
+BY_KIND = {SLIDING: {"rope_type": "default", "rope_theta": 1e4}, FULL: {"rope_type": "default", "rope_theta": 1e5}}
+TWO_ROPES = {"rope_parameters": BY_KIND}
+PARTLY_BY_KIND = {"rope_parameters": {**BY_KIND, FULL: {**BY_KIND[FULL], "partial_rotary_factor": 0.5}}}
 GEMMA4 = {
     "num_hidden_layers": 4,
     "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
@@ -133,13 +141,35 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     # those that only the tests of fused layers build
     "cohere": ("Cohere", {"logit_scale": 0.25}),
     "cohere2": ("Cohere2", {**SLIDES, "layer_types": [SLIDING, SLIDING, FULL], "logit_scale": 0.25}),
+    "ernie4_5_moe": ("Ernie4_5_Moe", {"moe_k": 3, "moe_num_experts": 7, "moe_intermediate_size": 16}),
+    "exaone_moe": ("ExaoneMoe", {**GROUPS, **SLIDES_TWICE, "num_experts": 8}),
     "glm": ("Glm", PARTLY),
     "glm4": ("Glm4", {**PARTLY, "attention_bias": True}),
+    "glm4_moe": ("Glm4Moe", {**GROUPS, **PARTLY, "n_routed_experts": 12, "use_qk_norm": True, "attention_bias": True}),
+    "glm4_moe_lite": ("Glm4MoeLite", {**LATENT, **GROUPS, **DENSE_FIRST, "n_routed_experts": 8, "v_head_dim": 12}),
     "granite": ("Granite", GRANITE),
+    "hy_v3": ("HYV3", {**SPARSE, "num_experts": 6}),
+    "mellum": ("Mellum", {**SPARSE, **SLIDES_TWICE, **TWO_ROPES, **DENSE_FIRST, "num_experts": 6}),
     "olmo2": ("Olmo2", {}),
     "phi3": ("Phi3", {**PARTLY, **SLIDES}),
+    "qwen2_moe": ("Qwen2Moe", {**SPARSE, "num_experts": 6, "shared_expert_intermediate_size": 24}),
     "smollm3": ("SmolLM3", {"no_rope_layers": [1, 1, 0]}),
     "starcoder2": ("Starcoder2", {}),  # without fused layers
+    "step3p7": (
+        "Step3p7",
+        {
+            **SPARSE,
+            **SLIDES_TWICE,
+            **PARTLY_BY_KIND,
+            **DENSE_FIRST,
+            "n_routed_experts": 6,
+            "share_expert_dim": 24,
+            "num_sliding_attention_heads": 6,
+            "moe_router_scaling_factor": 1.5,
+            "swiglu_limits": [0, 0, 0.5],
+            "swiglu_limits_shared": [2, 0, 0.5],
+        },
+    ),
     # those that only the tests of cache groups build
     "deepseek_v3": ("DeepseekV3", {**LATENT, **ROUTED, "first_k_dense_replace": 1}),
     "mimo_v2_flash": (
@@ -160,8 +190,12 @@ def build_target(family: str, **overrides: Any) -> PreTrainedModel:
         return transformers.Gemma4ForConditionalGeneration(multimodal_config(**overrides))
     name, fields = TARGETS[family]
     text = text_fields(fields, overrides)
-    if name == "Qwen2":
+    if name in ("Qwen2", "Qwen2Moe", "Ernie4_5_Moe"):
         del text["head_dim"]
+    if family == "step3p7":
+        tower = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+        config = transformers.Step3p7Config(text_config=transformers.Step3p7TextConfig(**text), vision_config=tower)
+        return transformers.Step3p7ForConditionalGeneration(config)
     config = getattr(transformers, f"{name}TextConfig" if name in ("Gemma3", "Gemma4") else f"{name}Config")
     model: PreTrainedModel = getattr(transformers, f"{name}ForCausalLM")(config(**text))
     if family == "two_windows":
@@ -183,7 +217,7 @@ class NarrowerAttention(Qwen2Attention):
 
 
 def text_fields(fields: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    text = {**BASE, **fields, **overrides}
+    text = copy.deepcopy({**BASE, **fields, **overrides})  # configs write into what they are given
     if text.get("hidden_size_per_layer_input"):
         text.setdefault("vocab_size_per_layer_input", text["vocab_size"])
     return text
@@ -228,6 +262,9 @@ def spread(model: PreTrainedModel) -> PreTrainedModel:
                 weight.normal_()
             elif "norm" in name:
                 weight.add_(torch.randn_like(weight), alpha=0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.3)
     if model.generation_config is not None:
         model.generation_config.eos_token_id = None
     return model.eval()

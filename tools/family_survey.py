@@ -5,9 +5,9 @@
 
 Builds a tiny random model of every class in transformers' auto mappings for causal language models and for text with
 images, and runs it against its own full eager forward for every token: plain and with random trees, pages of 1 and 4,
-two prompts in a batch, longer than the window. Prints one line a class:
+two prompts in a batch, longer than the window; by fused layers as well, where it has them. Prints one line a class:
 
-    equal      served, and every token is the model's own
+    equal      served, and every token is the model's own; fused, or unfused
     refused    the sentence that a user sees
     WRONG      served, and a token differs: a defect of specdec
     crashed    anything else raised: a defect of specdec
@@ -39,6 +39,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from specdec import DraftTree, Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.base import DraftBatch, StatelessDrafter
 from specdec.errors import SpecDecError
+from specdec.gpu.operations import REFERENCE
 from specdec.models.target import TargetModel
 
 VOCAB, NEW = 96, 10
@@ -237,17 +238,18 @@ def survey(model: PreTrainedModel) -> Result:
         return Result("WRONG", f"served, but does not run on its own: {own_fault}")
     wanted, lead = [tokens for tokens, _ in truths], min(lead for _, lead in truths)
     trees = RandomTrees([p + w for p, w in zip(prompts, wanted, strict=True)])
-    for page_size in (1, 4):
-        for drafter in (None, trees):
-            config = EngineConfig(max_batch_size=2, max_model_len=64, page_size=page_size, prefill_chunk=7)
-            engine = Engine(target, drafter, spec=SpecConfig(num_steps=6, adaptive=False), config=config)
-            outputs = engine.generate(prompts, SamplingParams(max_new_tokens=NEW, ignore_eos=True))
-            found = [output.token_ids for output in outputs]
-            if found != wanted:
-                way = f"pages of {page_size}, {drafter.name if drafter else 'plain'}"
-                return Result("WRONG", f"{way}: {found} for {wanted}, narrowest lead {lead:.1e}")
+    fused = TargetModel(model, REFERENCE)
+    targets = {"unfused": target} | ({} if fused.unfused else {"fused": fused})
+    for (form, one), page_size, drafter in itertools.product(targets.items(), (1, 4), (None, trees)):
+        config = EngineConfig(max_batch_size=2, max_model_len=64, page_size=page_size, prefill_chunk=7)
+        engine = Engine(one, drafter, spec=SpecConfig(num_steps=6, adaptive=False), config=config)
+        outputs = engine.generate(prompts, SamplingParams(max_new_tokens=NEW, ignore_eos=True))
+        found = [output.token_ids for output in outputs]
+        if found != wanted:
+            way = f"{form}, pages of {page_size}, {drafter.name if drafter else 'plain'}"
+            return Result("WRONG", f"{way}: {found} for {wanted}, narrowest lead {lead:.1e}")
     distinct = len({token for tokens in wanted for token in tokens})
-    return Result("equal", f"{distinct} distinct tokens, {target.logit_rule}")
+    return Result("equal", f"{[*targets][-1]}, {distinct} distinct tokens, {target.logit_rule}")
 
 
 def one_line(error: BaseException) -> str:

@@ -18,7 +18,7 @@ from specdec.draft_models.heads.head_spec import HeadContext
 from specdec.gpu.operations import Operations
 from specdec.kvcache.layer_context import Destination
 from specdec.layers.decoder import FusedLayer
-from specdec.layers.families import Unfusable
+from specdec.layers.fusable import Unfusable
 from specdec.layers.fuse import Weights, fuse_linear
 from specdec.layers.linear import linear
 from specdec.layers.norm import norm

@@ -10,7 +10,7 @@ from torch import nn
 
 from specdec.attention.bridge import AttentionCall
 from specdec.draft_models.heads.head_spec import HeadForm
-from specdec.layers.families import Unfusable
+from specdec.layers.fusable import Unfusable
 from specdec.layers.merge import held_storages
 
 logger = logging.getLogger("specdec")

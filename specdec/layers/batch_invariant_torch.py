@@ -131,7 +131,7 @@ def rowwise_linear(
 
 
 def rowwise_mlp_and_experts(fork: Fork, mlp: Mlp, router: Router, experts: Experts) -> tuple[Product, Product]:
-    dense = rowwise_linear(reference_gated_linear(fork.mlp, mlp.gate_up, mlp.activation), mlp.down)
+    dense = rowwise_linear(reference_gated_linear(fork.mlp, mlp.gate_up, mlp.activation, mlp.limit), mlp.down)
     return dense, rowwise_apply_experts(fork.experts, reference_route(fork.router, router), experts)
 
 

@@ -4,12 +4,15 @@ A layer takes the residual stream h and its normed form x, and hands both to the
 computed where the one before ends. Per layer, with [..] where the family has it:
 
     y = x W_qkv                        linear           [q/k norm over all heads]              qk_norm
+                                                        [y = queries, keys, values of latents] expand_latent
     y sum, [q/k/v norm], rotary, store rope_store       a = attention                          the context
+    [a = a sigmoid(x W_g) by head      linear, gate_heads]
     o = a W_o                          linear           h, x = h + [f] [norm](o), [norm](h)    norm
     m = act(x W_gate) (x W_up)         gated_linear     d = m W_down                           linear
                                        x of attention's own norm where the two are parallel (Cohere)
     h = h + [f] [norm](d)              norm
     or the experts' weighted sum:      route, apply_experts
+    or with a shared expert:           mlp_and_experts  d = [sigmoid(x w)] d + experts         [gate_heads], norm
     or both: d = norm(d) + norm(experts)                  fork_norm, mlp_and_experts, join_norm
     [p = W_proj (act(W_gate h) e)      linear, ple      h = h + norm(p)]                       norm, the same launch as
     h, x = [c] h, [norm] of the next layer(h)
@@ -27,107 +30,19 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from specdec.gpu.operations import Operations
 from specdec.kvcache.layer_context import Ending, LayerContext, Narrowing
+from specdec.layers.decoder_parts import DecoderParts, LayerParts, MoeParts, SumShare, WideNorms
+from specdec.layers.head_gates import gate_heads
+from specdec.layers.latent import expand_latent
 from specdec.layers.linear import Mlp, gated_linear, linear, linear_parts
 from specdec.layers.moe.dense_and_moe import mlp_and_experts
-from specdec.layers.moe.experts import Experts, apply_experts
-from specdec.layers.moe.fork_join import fork_norm, join_norm
-from specdec.layers.moe.routing import Router, route
+from specdec.layers.moe.experts import apply_experts
+from specdec.layers.moe.fork_join import Fork, fork_norm, join_norm
+from specdec.layers.moe.routing import route
 from specdec.layers.norm import Gain, norm, qk_norm
 from specdec.layers.packed.packed_weight import Weight
-from specdec.layers.per_layer_embedding import EmbeddingParts, gated_projection, per_layer_inputs
-from specdec.layers.product import Columns, Cut, OwnedParts, Product, finish
-from specdec.layers.rope_store import Attended, Heads, Rotary, rope_store, rotary
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PleParts:
-    """Gemma 4's per-layer embedding in one layer: W_gate [P, H], W_proj [H, P], the norm after them."""
-
-    gate: Weight
-    activation: str
-    projection: Weight
-    norm: Gain
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MoeParts:
-    """Experts in the place of an MLP, or next to one (Gemma 4, `fork_join.py`): then router and experts read norms of
-    the residual stream of their own, and what both add is normed each for itself before the sum."""
-
-    router: Router
-    experts: Experts
-    input_norm: Gain | None = None
-    mlp_norm: Gain | None = None
-    norm: Gain | None = None
-
-
-class SumShare(NamedTuple):
-    """What a rank has of a weight over whose columns a product sums (`layers/split`): whole ranges of K, as `cut`
-    says, whose parts ranks exchange; or rows of it, cut as the whole weight: then ranks exchange x and y."""
-
-    cut: Cut
-    by_rows: bool
-
-
-class WideNorms(NamedTuple):
-    """Norms over all heads of the queries, and of the keys: of one of `num_ranks`, over those of all ranks."""
-
-    q: Gain
-    k: Gain
-    rank: int = 0
-    num_ranks: int = 1
-
-
-class Cuts(NamedTuple):
-    """How the weights of one rank's share of a layer are cut: as in the whole layer. down: None without an MLP."""
-
-    qkv: Cut
-    out: SumShare
-    down: SumShare | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerParts:
-    """One decoder layer, with an MLP, experts or both. `qkv` is a merged weight; `kind` names its rotary table."""
-
-    kind: str
-    heads: Heads
-    wide_norms: WideNorms | None = None
-    scaling: float
-    qkv: Weight
-    qkv_bias: torch.Tensor | None
-    out: Weight
-    out_bias: torch.Tensor | None
-    input_norm: Gain | None
-    attention_norm: Gain | None  # on what attention adds
-    mlp_input_norm: Gain | None
-    mlp: Mlp | None
-    mlp_norm: Gain | None  # on what the MLP adds
-    parallel: bool = False  # the MLP reads what attention reads
-    factor: float = 1.0  # of what each of the two adds
-    sinks: torch.Tensor | None = None
-    softcap: float | None = None  # of attention scores
-    moe: MoeParts | None = None
-    ple: PleParts | None = None
-    scale: torch.Tensor | None = None
-    cuts: Cuts | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderParts:
-    """rotary: kind of layer -> (frequencies, attention factor). factor: of embeddings, after that of their module."""
-
-    layers: tuple[LayerParts, ...]
-    final_norm: Gain
-    rotary: dict[str, tuple[torch.Tensor, float]]
-    factor: float = 1.0
-    embeddings: EmbeddingParts | None = None
-
-    @property
-    def next_norms(self) -> list[Gain | None]:
-        """Norm after each layer, with which the next one begins. After the last it is None: the final norm follows
-        apart."""
-        return [*(layer.input_norm for layer in self.layers[1:]), None]
+from specdec.layers.per_layer_embedding import gated_projection, per_layer_inputs
+from specdec.layers.product import Columns, OwnedParts, Product, finish
+from specdec.layers.rope_store import Attended, Rotary, rope_store, rotary
 
 
 class Shared(NamedTuple):
@@ -146,9 +61,9 @@ def begin(
 ) -> tuple[torch.Tensor, torch.Tensor, Shared]:
     """Embeddings [T, H], positions [T], per-layer embeddings [T, L, P] or None -> the residual stream [T, H] and its
     normed form, which the first layer reads, and what all layers share."""
+    dtype = torch.float32 if parts.float_rotary else embedded.dtype
     tables = {
-        kind: ops(rotary)(positions, frequencies, factor, embedded.dtype)
-        for kind, (frequencies, factor) in parts.rotary.items()
+        kind: ops(rotary)(positions, frequencies, factor, dtype) for kind, (frequencies, factor) in parts.rotary.items()
     }
     hidden, normed = ops(norm)(Product.of(embedded), factor=parts.factor, pre=parts.layers[0].input_norm)
     return hidden, normed, Shared(tables, inputs)
@@ -201,6 +116,8 @@ class FusedLayer(nn.Module):
         qkv = ops(linear)(normed, parts.qkv, parts.qkv_bias, None if parts.cuts is None else parts.cuts.qkv)
         if parts.wide_norms is not None:
             qkv = yield from self._norm_all_heads(qkv, parts.wide_norms)
+        if parts.latent is not None:
+            qkv = expand_latent(qkv, parts.latent, parts.heads, ops)
         rows = ops(rope_store)(qkv, parts.heads, shared.rotary[parts.kind], context.destination(self.index))
         if isinstance(narrowing, Ending):
             return hidden, normed
@@ -213,6 +130,8 @@ class FusedLayer(nn.Module):
         attended = context.attend_rows(
             self.index, *rows, scaling=parts.scaling, softcap=parts.softcap, sinks=parts.sinks
         )
+        if parts.head_gates is not None:
+            attended = ops(gate_heads)(attended, ops(linear)(normed, parts.head_gates))
         out = yield from self._last_sum(attended.flatten(1), parts.out, parts.out_bias, parts.cuts and parts.cuts.out)
         end: dict[str, Any] = {"scale": parts.scale, "pre": self.next_norm}
         if parts.ple is None or layer_inputs is None:
@@ -254,18 +173,21 @@ class FusedLayer(nn.Module):
         end: what else the norm after them does.
         """
         parts, moe, ops = self.parts, self.parts.moe, self.ops
-        if moe is not None and parts.mlp is not None:
+        if moe is not None and moe.input_norm is not None:
             return (yield from self._branches(moe, out, hidden, **end))
         hidden, normed = ops(norm)(
             out, post=parts.attention_norm, residual=hidden, factor=parts.factor, pre=parts.mlp_input_norm
         )
         if parts.parallel:
             normed = x
-        if moe is not None:
+        if moe is not None and parts.mlp is not None:
+            shared, added = yield from self._mlp_and_experts(Fork(hidden, normed, normed, normed), parts.mlp, moe)
+            end["beside"] = shared
+        elif moe is not None:
             added = yield from self._chosen(normed, normed, moe)
         else:
             assert parts.mlp is not None
-            gated = ops(gated_linear)(normed, parts.mlp.gate_up, parts.mlp.activation)
+            gated = ops(gated_linear)(normed, parts.mlp.gate_up, parts.mlp.activation, parts.mlp.limit)
             added = yield from self._last_sum(gated, parts.mlp.down, None, parts.cuts and parts.cuts.down)
         return ops(norm)(added, post=parts.mlp_norm, residual=hidden, factor=parts.factor, **end)
 
@@ -281,15 +203,25 @@ class FusedLayer(nn.Module):
         assert parts.mlp is not None and parts.attention_norm is not None and parts.factor == 1.0
         readers: dict[str, Any] = {"mlp": parts.mlp_input_norm, "experts": moe.input_norm, "router": moe.router.gain}
         fork = ops(fork_norm)(out, post=parts.attention_norm, residual=hidden, **readers, factor=moe.router.factor)
-        if parts.cuts is None:
-            dense, chosen = ops(mlp_and_experts)(fork, parts.mlp, moe.router, moe.experts)
-        else:
-            gated = ops(gated_linear)(fork.mlp, parts.mlp.gate_up, parts.mlp.activation)
-            dense = yield from self._last_sum(gated, parts.mlp.down, None, parts.cuts.down)
-            dense = Product.of(ops(finish)(dense))  # before the exchange after the next may write where it lies
-            chosen = yield from self._chosen(fork.experts, fork.router, moe)
+        dense, chosen = yield from self._mlp_and_experts(fork, parts.mlp, moe)
         gains: dict[str, Any] = {"dense_gain": moe.mlp_norm, "chosen_gain": moe.norm, "post": parts.mlp_norm}
         return ops(join_norm)(dense, chosen, **gains, residual=fork.hidden, **end)
+
+    def _mlp_and_experts(
+        self, fork: Fork, mlp: Mlp, moe: MoeParts
+    ) -> Generator[Exchanged, Product, tuple[Product, Product]]:
+        ops, cuts = self.ops, self.parts.cuts
+        if cuts is None:
+            dense, chosen = ops(mlp_and_experts)(fork, mlp, moe.router, moe.experts)
+        else:
+            gated = ops(gated_linear)(fork.mlp, mlp.gate_up, mlp.activation, mlp.limit)
+            dense = yield from self._last_sum(gated, mlp.down, None, cuts.down)
+            dense = Product.of(ops(finish)(dense))  # before the exchange after the next may write where it lies
+            chosen = yield from self._chosen(fork.experts, fork.router, moe)
+        if moe.shared_gate is not None:
+            whole = ops(finish)(dense)[:, None]  # [T, 1, H]
+            dense = Product.of(ops(gate_heads)(whole, ops(linear)(fork.mlp, moe.shared_gate))[:, 0])
+        return dense, chosen
 
 
 class FusedDecoder(nn.Module):

@@ -13,32 +13,22 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from specdec.errors import UnsupportedModelError
 from specdec.layers.activation import reference_activate
-from specdec.layers.decoder import DecoderParts, LayerParts, MoeParts, PleParts, WideNorms
+from specdec.layers.decoder_parts import DecoderParts, LayerParts, MoeParts, PleParts, WideNorms
+from specdec.layers.fusable import Unfusable, check_tree
+from specdec.layers.latent import LatentParts
 from specdec.layers.linear import Mlp
 from specdec.layers.merge import is_merged, merge
 from specdec.layers.moe.moe_families import experts_of, router_of
 from specdec.layers.norm import Gain
-from specdec.layers.packed.packed_experts import PackedExperts, packed_of
-from specdec.layers.packed.packed_linear import PackedLinear, weight_of
-from specdec.layers.packed.packed_tile import runs_in_tiles
+from specdec.layers.packed.packed_linear import weight_of
 from specdec.layers.packed.packed_weight import PackedWeight, Weight
 from specdec.layers.packed.weight_slices import Stacked
 from specdec.layers.per_layer_embedding import EmbeddingParts
 from specdec.layers.rope_store import Heads
-from specdec.modules.module_watch import RECORDING_HOOKS
-from specdec.modules.private_copy import fused_rms_norm
 
 STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
 """Kinds of rotary embedding whose frequencies do not depend on the sequence."""
-
-PLAIN_MODULES = frozenset(
-    {"torch.nn.modules.linear", "torch.nn.modules.container", "torch.nn.modules.sparse", "torch.nn.modules.activation"}
-    | {"torch.nn.modules.dropout", "transformers.activations"}  # private copies do not train: dropout does nothing
-    | {PackedLinear.__module__, PackedExperts.__module__}
-)
-"""Modules that define the classes inside a text model, besides the file of the model itself."""
 
 SCALED_EMBEDDINGS = frozenset(
     {"gemma2.Gemma2TextScaledWordEmbedding", "gemma3.Gemma3TextScaledWordEmbedding"}
@@ -67,10 +57,6 @@ class Groups:
     def are_merged(self) -> bool:
         """Still? A parameter that two groups hold is merged with one of them only."""
         return all(map(is_merged, self._merged))
-
-
-class Unfusable(UnsupportedModelError):
-    """This instance does something that its fused form would not."""
 
 
 class NormNames(NamedTuple):
@@ -110,7 +96,7 @@ class LlamaLike:
 
     gain: the form of its norms.   norms: where they are.   parallel: the MLP reads what attention reads.
     interleaved: the rotary embedding turns channels 2 j and 2 j + 1.   rotates: whether a layer's attention turns any.
-    softcaps: attention scores are capped at `attn_logit_softcapping`.
+    softcaps: attention scores are capped at `attn_logit_softcapping`.   float_rotary: of `DecoderParts`.
     """
 
     gain: Gain = ROUNDED
@@ -119,10 +105,11 @@ class LlamaLike:
     interleaved: bool = False
     rotates: Callable[[Any], bool] = lambda attention: getattr(attention, "use_rope", True)
     softcaps: bool = False
+    float_rotary: bool = False
 
     def __call__(self, model: Any, *, apart: bool = False) -> DecoderParts:
         """The description of a text model. apart: for `Groups`. Raises Unfusable."""
-        _check_tree(model)
+        check_tree(model)
         merged = Groups(apart=apart)
         layers = tuple(self.layer(layer, model, merged) for layer in model.layers)
         if not merged.are_merged():
@@ -131,6 +118,7 @@ class LlamaLike:
             layers=layers,
             final_norm=self.gain_of(model.norm),
             rotary=_rotary(model.rotary_emb, {layer.kind for layer in layers}),
+            float_rotary=self.float_rotary,
             factor=float(getattr(model, "embedding_multiplier", 1.0)),
             embeddings=self._embeddings(model) if getattr(model, "hidden_size_per_layer_input", 0) else None,
         )
@@ -139,25 +127,28 @@ class LlamaLike:
         """The description of one layer of a model, or of a head that has layers like a model's."""
         attention = layer.self_attn
         products = _attention_products(attention, merged)
-        heads, wide_norms = self._heads(attention, len(products["qkv"]))
+        latent = self._latent(attention)
+        heads, wide_norms = self._heads(attention, len(products["qkv"])) if latent is None else _latent_heads(attention)
         kinds = isinstance(model.rotary_emb.rope_type, dict)
         norms: dict[str, Any] = {
             f"{place}_norm": None if name is None else self.gain_of(getattr(layer, name))
             for place, name in self.norms._asdict().items()
         }
         activation = getattr(model.config, "hidden_activation", None) or model.config.hidden_act
+        mlp = _first(layer.mlp, "shared_experts", "shared_expert") if hasattr(layer.mlp, "experts") else layer.mlp
         return LayerParts(
-            kind=UNROTATED if not self.rotates(attention) else attention.layer_type if kinds else "",
+            kind=UNROTATED if not self.rotates(attention) else _layer_type(attention, model.config) if kinds else "",
             heads=heads,
             wide_norms=wide_norms,
             scaling=attention.scaling,
             sinks=getattr(attention, "sinks", None),
             softcap=attention.attn_logit_softcapping if self.softcaps else None,
             **products,
+            latent=latent,
             **norms,
             parallel=self.parallel,
             factor=float(getattr(layer, "residual_multiplier", 1.0)),
-            mlp=None if hasattr(layer.mlp, "experts") else _mlp(layer.mlp, activation, merged),
+            mlp=None if mlp is None else _mlp(mlp, activation, merged),
             moe=self._moe(layer),
             ple=self._ple(layer, activation) if getattr(layer, "hidden_size_per_layer_input", 0) else None,
             scale=getattr(layer, "layer_scalar", None),
@@ -166,10 +157,12 @@ class LlamaLike:
     def _heads(self, attention: Any, width: int) -> tuple[Heads, WideNorms | None]:
         """How a product of `width` columns divides, and norms over all heads of its queries and its keys."""
         head_dim = attention.head_dim
-        num_q = attention.o_proj.in_features // head_dim
+        v_dim: int = getattr(attention, "v_head_dim", head_dim)
+        num_q = attention.o_proj.in_features // v_dim
         values_are_keys = getattr(attention, "v_proj", attention) is None
-        num_kv = (width // head_dim - num_q) // (1 if values_are_keys else 2)
+        num_kv = (width - num_q * head_dim) // (head_dim if values_are_keys else head_dim + v_dim)
         heads = Heads(num_q, num_kv, head_dim, values_are_keys=values_are_keys, interleaved=self.interleaved)
+        heads = heads._replace(narrow_v_dim=v_dim, v_scale=float(getattr(attention, "v_scale", 1.0)))
         found = (getattr(attention, name, None) for name in ("q_norm", "k_norm", "v_norm"))
         q_norm, k_norm, v_norm = (None if norm is None else self.gain_of(norm) for norm in found)
         shapes = [gain.weight.shape for gain in (q_norm, k_norm) if gain is not None and gain.weight is not None]
@@ -179,19 +172,33 @@ class LlamaLike:
             return heads, WideNorms(q_norm, k_norm)
         raise Unfusable(f"its norms of queries and keys have weights {[list(shape) for shape in shapes]}")
 
+    def _latent(self, attention: Any) -> LatentParts | None:
+        if not hasattr(attention, "kv_a_proj_with_mqa"):
+            return None
+        has_q = attention.q_lora_rank is not None
+        return LatentParts(
+            q=weight_of(attention.q_b_proj) if has_q else None,
+            q_norm=self.gain_of(attention.q_a_layernorm) if has_q else None,
+            kv=weight_of(attention.kv_b_proj),
+            kv_norm=self.gain_of(attention.kv_a_layernorm),
+            rotated=attention.qk_rope_head_dim,
+            interleaved=attention.config.rope_interleave,
+        )
+
     def _moe(self, layer: Any) -> MoeParts | None:
         """Experts in the place of the MLP, or next to it."""
         beside = getattr(layer, "enable_moe_block", False)
         mixture = layer if beside else layer.mlp
         if not hasattr(mixture, "experts"):
             return None
-        router = router_of(mixture.router if hasattr(mixture, "router") else mixture.gate)
+        router = router_of(mixture.router if hasattr(mixture, "router") else mixture.gate, mixture)
         experts = experts_of(mixture.experts)
         if router is None or experts is None:
             kind = type(mixture.experts).__name__
             raise Unfusable(f"its experts ({kind}) compute something else than their class says")
         if not beside:
-            return MoeParts(router=router, experts=experts)
+            gate = getattr(mixture, "shared_expert_gate", None)
+            return MoeParts(router=router, experts=experts, shared_gate=None if gate is None else weight_of(gate))
         return MoeParts(
             router=router,
             experts=experts,
@@ -227,18 +234,38 @@ def _attention_products(attention: Any, merged: Groups) -> dict[str, Any]:
     """The weights of a layer's attention, QKV merged; adds what was merged to `merged`."""
     if hasattr(attention, "qkv_proj"):
         projections = [attention.qkv_proj]
+    elif hasattr(attention, "kv_a_proj_with_mqa"):
+        projections = [_first(attention, "q_a_proj", "q_proj"), attention.kv_a_proj_with_mqa]
     else:
         names = ["q_proj"] if getattr(attention, "is_kv_shared_layer", False) else ["q_proj", "k_proj", "v_proj"]
         projections = [p for name in names if (p := getattr(attention, name)) is not None]
     biases = tuple(p.bias for p in projections if p.bias is not None)
     if len(biases) not in (0, len(projections)):
         raise Unfusable("some of its attention projections have biases and others none")
+    gates = getattr(attention, "g_proj", None)
+    if gates is not None and not attention.gate_per_head:
+        raise Unfusable("what its attention gives is gated by channel")
     return {
+        "head_gates": None if gates is None else weight_of(gates),
         "qkv": _merge(projections, merged),
         "qkv_bias": merged.rows(biases) if biases else None,
         "out": weight_of(attention.o_proj),
         "out_bias": attention.o_proj.bias,
     }
+
+
+def _latent_heads(attention: Any) -> tuple[Heads, None]:
+    heads = Heads(attention.num_heads, attention.num_heads, attention.qk_head_dim, last=True)
+    return heads._replace(narrow_v_dim=attention.v_head_dim), None
+
+
+def _first(module: Any, *names: str) -> Any:
+    return next((found for name in names if (found := getattr(module, name, None)) is not None), None)
+
+
+def _layer_type(attention: Any, config: Any) -> str:
+    named: str = getattr(attention, "layer_type", None) or config.layer_types[attention.layer_idx]
+    return named
 
 
 def _merge(linears: list[Any], merged: Groups) -> Weight:
@@ -264,7 +291,8 @@ def _mlp(mlp: Any, activation: str, merged: Groups) -> Mlp:
         raise Unfusable("its MLP has biases")
     act_fn = mlp.act_fn if hasattr(mlp, "act_fn") else mlp.activation_fn
     named = _activation(act_fn, activation)
-    return Mlp(gate_up=_merge(halves, merged), activation=named, down=weight_of(mlp.down_proj))
+    limit = float(getattr(mlp, "limit", torch.inf))
+    return Mlp(gate_up=_merge(halves, merged), activation=named, down=weight_of(mlp.down_proj), limit=limit)
 
 
 def _activation(act_fn: nn.Module, name: str) -> str:
@@ -294,69 +322,37 @@ def _rotary(module: Any, kinds: Iterable[str]) -> dict[str, tuple[torch.Tensor, 
     return tables
 
 
-def _check_tree(model: nn.Module) -> None:
-    """Refuse what the family's file does not contain: adapters, quantised layers, hooks; and a mix of dtypes."""
-    allowed = {type(model).__module__, *PLAIN_MODULES}
-    for name, module in model.named_modules():
-        if type(module).__module__ not in allowed:
-            raise Unfusable(f"its module {name} is a {type(module).__module__}.{type(module).__name__}")
-        if not is_untouched(module):
-            raise Unfusable(f"the forward of its module {name} is hooked or replaced")
-        for weight in packed_of(module):
-            if not runs_in_tiles(weight):
-                raise Unfusable(f"its module {name} has {weight.code} weights in groups of {weight.group} columns")
-    for name, param in model.named_parameters():
-        if not is_plain(param):
-            raise Unfusable(f"its parameter {name} is no plain tensor of floats ({type(param.data).__name__})")
-        if param.device.type == "cpu" and param.is_shared():
-            raise Unfusable(f"its parameter {name} is in memory that other processes share")
-    kinds = {(param.dtype, param.device) for param in model.parameters()}
-    if len(kinds) > 1:
-        raise Unfusable(f"its parameters are of more than one dtype or device: {sorted(map(str, kinds))}")
-
-
-def is_untouched(module: nn.Module) -> bool:
-    """Does it run the forward of its class, and nothing else but notes that transformers takes for itself?"""
-    forward = vars(module).get("forward")  # the norms of a private copy have one that is the same norm
-    replaced = forward is not None and getattr(forward, "__func__", None) is not fused_rms_norm
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    return not replaced and all(getattr(hook, "__module__", None) == RECORDING_HOOKS for hook in hooks)
-
-
-def is_plain(param: torch.Tensor) -> bool:
-    """A dense floating tensor: not quantised, not sharded."""
-    return type(param.data) is torch.Tensor and param.layout == torch.strided and param.is_floating_point()
-
-
-def family_name(module: nn.Module) -> str:
-    """The exact class of a module of transformers, as the keys of `FAMILIES` have it; "" for any other class."""
-    kind = type(module)
-    folder = kind.__module__.removeprefix("transformers.models.").partition(".")[0]
-    known = kind.__module__ == f"transformers.models.{folder}.modeling_{folder}"
-    return f"{folder}.{kind.__qualname__}" if known else ""
-
-
 FAMILIES: dict[str, LlamaLike] = {
     "cohere.CohereModel": LlamaLike(gain=CENTRED, norms=ONE_NORM, parallel=True, interleaved=True),
     "cohere2.Cohere2Model": LlamaLike(
         gain=CENTRED, norms=ONE_NORM, parallel=True, interleaved=True, rotates=lambda a: a.sliding_window is not None
     ),
+    "deepseek_v3.DeepseekV3Model": LlamaLike(),
+    "ernie4_5_moe.Ernie4_5_MoeModel": LlamaLike(interleaved=True, float_rotary=True),
+    "exaone_moe.ExaoneMoeModel": LlamaLike(rotates=lambda a: a.sliding_window is None or a.is_sliding),
     "gemma2.Gemma2Model": LlamaLike(gain=PLUS_ONE, norms=GEMMA_NORMS, softcaps=True),
     "gemma3.Gemma3TextModel": LlamaLike(gain=PLUS_ONE, norms=GEMMA_NORMS),
     "gemma4.Gemma4TextModel": LlamaLike(gain=FLOAT, norms=GEMMA_NORMS),
     "gemma4_unified.Gemma4UnifiedTextModel": LlamaLike(gain=FLOAT, norms=GEMMA_NORMS),
     "glm.GlmModel": LlamaLike(interleaved=True),
     "glm4.Glm4Model": LlamaLike(norms=GLM4_NORMS, interleaved=True),
+    "glm4_moe.Glm4MoeModel": LlamaLike(),
+    "glm4_moe_lite.Glm4MoeLiteModel": LlamaLike(),
     "gpt_oss.GptOssModel": LlamaLike(gain=FLOAT),
     "granite.GraniteModel": LlamaLike(),
+    "hy_v3.HYV3Model": LlamaLike(),
     "llama.LlamaModel": LlamaLike(),
+    "mellum.MellumModel": LlamaLike(),
+    "mimo_v2_flash.MiMoV2FlashModel": LlamaLike(),
     "mistral.MistralModel": LlamaLike(),
     "mixtral.MixtralModel": LlamaLike(),
     "olmo2.Olmo2Model": LlamaLike(gain=FLOAT, norms=POST_NORMS),
     "phi3.Phi3Model": LlamaLike(),
     "qwen2.Qwen2Model": LlamaLike(),
+    "qwen2_moe.Qwen2MoeModel": LlamaLike(),
     "qwen3.Qwen3Model": LlamaLike(),
     "qwen3_moe.Qwen3MoeModel": LlamaLike(),
     "smollm3.SmolLM3Model": LlamaLike(),
+    "step3p7.Step3p7TextModel": LlamaLike(gain=PLUS_ONE),
 }
 """The one table of what runs fused: text model of transformers -> how it is described to `FusedDecoder`."""

@@ -15,13 +15,16 @@ from torch import nn
 
 from specdec.errors import UnsupportedModelError
 from specdec.gpu.operations import Operations
-from specdec.layers.decoder import DecoderParts, FusedDecoder
+from specdec.layers.decoder import FusedDecoder
+from specdec.layers.decoder_parts import DecoderParts
 from specdec.layers.embedding import embed
-from specdec.layers.families import FAMILIES, SCALED_EMBEDDINGS, Unfusable, family_name, is_plain, is_untouched
+from specdec.layers.families import FAMILIES, SCALED_EMBEDDINGS
+from specdec.layers.fusable import Unfusable, is_plain, is_untouched
 from specdec.layers.linear import linear
 from specdec.layers.merge import MERGING, Watch
 from specdec.layers.packed.packed_linear import PackedLinear, weight_of
 from specdec.layers.product import finish
+from specdec.modules.family_name import family_name
 from specdec.modules.module_watch import ModuleWatch
 from specdec.modules.weights_lock import holds_weights_lock
 

@@ -1,7 +1,8 @@
 r"""The products of a layer, and which kernel multiplies.
 
     y[m, n] = sum_k x[m, k] W[n, k] + bias[n]
-    gated:  y[m, n] = act(g) u    with g and u the products of rows n and N / 2 + n of a merged gate / up weight
+    gated:  y[m, n] = act(g) u    with g and u the products of rows n and N / 2 + n of a merged gate / up weight;
+                                  with a limit min(act(g), limit) clamp(u, -limit, limit), in a launch of its own
 
 In order (`deterministic=True`) the sum over K is cut once per weight (`cut_of`), whatever the number of rows, so a row
 has the same bits next to any number of others; in any order the cut, and the kernel, depend on that number too.
@@ -18,6 +19,7 @@ in order. What descriptors cannot describe (float32, odd strides, devices before
 library's. The library multiplies a packed weight dequantised, into memory that is free again afterwards.
 """
 
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -34,7 +36,7 @@ from specdec.layers.packed.dequantise import dequantise
 from specdec.layers.packed.packed_gemm import packed_gemm
 from specdec.layers.packed.packed_launch import choose_packed_rows, choose_packed_tiles, takes_packed_rows
 from specdec.layers.packed.packed_weight import PackedWeight, Weight, multiply
-from specdec.layers.product import LOW_HEIGHT, MAX_MEDIUM_ROWS, MAX_SMALL_ROWS, Cut, Product, Tiles, cut_of
+from specdec.layers.product import LOW_HEIGHT, MAX_MEDIUM_ROWS, MAX_SMALL_ROWS, Cut, Product, Tiles, cut_of, finish
 
 FEW_PROGRAMS = 256
 """Programs from which on one adds the ranges of K up: their parts would be more bytes than they are worth."""
@@ -44,11 +46,12 @@ VENDOR_ROWS = 64
 
 
 class Mlp(NamedTuple):
-    """gate_up [2 I, H], the gate's rows first; down [H, I]."""
+    """gate_up [2 I, H], the gate's rows first; down [H, I]. limit: of `gated_linear`."""
 
     gate_up: Weight
     activation: str
     down: Weight
+    limit: float = inf
 
 
 def reference_linear(
@@ -62,17 +65,19 @@ def reference_linear_parts(x: torch.Tensor, weight: torch.Tensor, cut: Cut) -> P
     return Product(torch.stack([F.linear(some, columns) for some, columns in ranges]), None, x.dtype)
 
 
-def reference_gated_linear(x: torch.Tensor, weight: Weight, activation: str) -> torch.Tensor:
+def reference_gated_linear(x: torch.Tensor, weight: Weight, activation: str, limit: float = inf) -> torch.Tensor:
     gate, up = multiply(x, weight).float().chunk(2, dim=-1)
-    return (reference_activate(gate, activation) * up).to(x.dtype)
+    return (reference_activate(gate, activation).clamp(max=limit) * up.clamp(-limit, limit)).to(x.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["limit"])
 def _gate_kernel(
     p_merged: tl.tensor,  # [M, 2 I]
     p_out: tl.tensor,  # [M, I]
     width: tl.tensor,
+    limit: tl.tensor,
     ACTIVATION: tl.constexpr,
+    LIMITED: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -83,7 +88,10 @@ def _gate_kernel(
     wait_for_previous(PDL)
     b_gate = tl.load(p_merged + i_row * 2 * width + o, mask=m, other=0.0).to(tl.float32)
     b_up = tl.load(p_merged + i_row * 2 * width + width + o, mask=m, other=0.0).to(tl.float32)
-    b_out = activate(b_gate, ACTIVATION) * b_up
+    b_gate = activate(b_gate, ACTIVATION)
+    if LIMITED:
+        b_gate, b_up = tl.minimum(b_gate, limit), tl.clamp(b_up, -limit, limit)
+    b_out = b_gate * b_up
     tl.store(p_out + i_row * width + o, b_out.to(p_out.dtype.element_ty), mask=m, eviction_policy=KEEP)
 
 
@@ -116,23 +124,31 @@ def vendor_linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = N
     return Product.of(F.linear(x, _whole(weight, x.dtype), bias))
 
 
-def vendor_gated_linear(x: torch.Tensor, weight: Weight, activation: str) -> torch.Tensor:
+def _gate(merged: torch.Tensor, activation: str, limit: float, *, behind_library: bool) -> torch.Tensor:
+    """merged [M, 2 I] -> act(gate) * up [M, I]."""
+    out = merged.new_empty((len(merged), merged.shape[1] // 2))
+    if out.numel():
+        _gate_kernel[(len(out), triton.cdiv(out.shape[1], 1024))](
+            *(merged, out, out.shape[1], limit),
+            ACTIVATION=activation,
+            LIMITED=limit < inf,
+            BLOCK=1024,
+            num_warps=4,
+            **pdl_options(merged.device, behind_library=behind_library),
+        )
+    return out
+
+
+def vendor_gated_linear(x: torch.Tensor, weight: Weight, activation: str, limit: float = inf) -> torch.Tensor:
     """`gated_linear` in any order."""
+    if limit < inf:
+        return _gate(finish(vendor_linear(x, weight)), activation, limit, behind_library=False)
     product = _by_descriptors(x, weight, None, activation, None)
     if product is not None:
         return product.parts[0]
     if len(x) <= VENDOR_ROWS:
         return gated_linear(x, weight, activation)
-    merged = F.linear(x, _whole(weight, x.dtype))
-    out = torch.empty((len(x), len(weight) // 2), dtype=x.dtype, device=x.device)
-    _gate_kernel[(len(x), triton.cdiv(out.shape[1], 1024))](
-        *(merged, out, out.shape[1]),
-        ACTIVATION=activation,
-        BLOCK=1024,
-        num_warps=4,
-        **pdl_options(x.device, behind_library=True),
-    )
-    return out
+    return _gate(F.linear(x, _whole(weight, x.dtype)), activation, limit, behind_library=True)
 
 
 def _whole(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
@@ -159,8 +175,8 @@ def linear(
 ) -> Product:
     """x [M, K], weight [N, K] (rows of both at any stride; packed or not), bias [N] or None -> their product.
 
-    cut: of the larger weight whose rows these are; None: the weight's own. apart: its ranges of K are parts whatever
-    the number of rows. holds: no later kernel starts before x is written.
+    cut: of the larger weight whose rows these are; None: the weight's own. apart: its ranges of K are float32 parts
+    whatever the number of rows, and of ranges. holds: no later kernel starts before x is written.
     """
     cut = cut or cut_of(weight)
     if tiles is None and not apart and not holds:
@@ -174,7 +190,7 @@ def linear(
         few |= len(x) <= MAX_SMALL_ROWS
     split = cut.splits > 1 and (apart or few)
     shape = (cut.splits if split else 1, len(x), len(weight))
-    parts = torch.empty(shape, dtype=torch.float32 if split else x.dtype, device=x.device)
+    parts = torch.empty(shape, dtype=torch.float32 if split or apart else x.dtype, device=x.device)
     gemm_small(x, weight, None if split else bias, parts, None, cut, tiles, split, holds=holds)
     return Product(parts, bias if split else None, x.dtype)
 
@@ -190,9 +206,14 @@ def linear_parts(x: torch.Tensor, weight: torch.Tensor, cut: Cut) -> Product:
 
 
 @op(reference=reference_gated_linear, vendor=vendor_gated_linear)
-def gated_linear(x: torch.Tensor, weight: Weight, activation: str, *, tiles: Tiles | None = None) -> torch.Tensor:
-    """x [M, K], weight [2 I, K] with the gate's rows first -> act(gate) * up [M, I]. One range of K."""
+def gated_linear(
+    x: torch.Tensor, weight: Weight, activation: str, limit: float = inf, *, tiles: Tiles | None = None
+) -> torch.Tensor:
+    """x [M, K], weight [2 I, K] with the gate's rows first -> act(gate) * up [M, I]. One range of K where there is
+    no limit."""
     assert activation in ACTIVATIONS and len(weight) % 2 == 0, f"{activation=} {weight.shape=}"
+    if limit < inf:
+        return _gate(finish(linear(x, weight)), activation, limit, behind_library=False)
     cut = Cut(1, weight.shape[1])
     if tiles is None:
         product = _by_descriptors(x, weight, None, activation, cut)

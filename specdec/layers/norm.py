@@ -1,6 +1,7 @@
 r"""What stands between two products of a decoder layer, in one launch: the last sum, norms, residual, scale.
 
     y = dtype(sum_s parts[s] + bias)           the product before                           [H]
+    y = dtype(y + y')                          and one next to it, likewise a sum; may be absent
     h = (r + f post(y)) c                      each of post, r, f and c may be absent
     x = pre(h)                                 the input of the next product; may be absent
 
@@ -68,9 +69,12 @@ def reference_norm(
     factor: float = 1.0,
     scale: torch.Tensor | None = None,
     pre: Gain | None = None,
+    beside: Product | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> h, x [M, H]; without `pre`, x is h. residual: [M, H]; scale: [1]."""
     hidden = reference_finish(product)
+    if beside is not None:
+        hidden = hidden + reference_finish(beside)
     if post is not None:
         hidden = reference_rms_norm(hidden, post)
     if factor != 1.0:
@@ -129,6 +133,7 @@ def _centred(b_x: tl.tensor, m_h: tl.tensor, num_columns: tl.tensor, CENTRED: tl
 def _norm_kernel(
     p_parts: tl.tensor,  # [S, M, H]
     p_bias: tl.tensor,  # [H] or None
+    p_beside: tl.tensor,  # [S', M, H] or None
     p_post: tl.tensor,  # [H] or None
     p_residual: tl.tensor,  # [M, H] or None
     p_scale: tl.tensor,  # [1] or None
@@ -147,6 +152,7 @@ def _norm_kernel(
     PLUS_ONE: tl.constexpr,  # of both norms, as the next
     CENTRED: tl.constexpr,
     FACTOR: tl.constexpr,
+    BESIDE: tl.constexpr,
     DTYPE: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -165,6 +171,9 @@ def _norm_kernel(
         b_residual = tl.load(p_residual + i_row * s_residual + o_h, mask=m_h, other=0.0).to(tl.float32)
     part_len = num_rows.to(tl.int64) * H  # a multiple of what H is one of: wide loads of every part
     b_h = sum_parts(p_parts, p_bias, i_row * H + o_h, o_h, m_h, part_len, SPLITS, DTYPE)
+    if p_beside is not None:
+        b_beside = sum_parts(p_beside, None, i_row * H + o_h, o_h, m_h, part_len, BESIDE, DTYPE)
+        b_h = (b_h + b_beside).to(DTYPE).to(tl.float32)
     if POST:
         b_h = rms_norm(_centred(b_h, m_h, H, CENTRED), b_post, H, eps_post, POST_ROUNDS, DTYPE)
     if FACTOR != 1.0:
@@ -240,8 +249,10 @@ def norm(
     factor: float = 1.0,
     scale: torch.Tensor | None = None,
     pre: Gain | None = None,
+    beside: Product | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> h, x [M, H]; without `pre`, x is h. residual: [M, H], rows of any stride; factor: f; scale: c [1].
+    """-> h, x [M, H]; without `pre`, x is h. residual: [M, H], rows of any stride; factor: f; scale: c [1]; beside: y',
+    which has no bias.
 
     Where nothing happens before `pre`, h is the product's own value.
     """
@@ -255,14 +266,18 @@ def norm(
     if residual is not None:
         assert residual.shape == (num_rows, width) and residual.stride(1) == 1, f"{residual.shape=} {parts.shape=}"
         assert residual.dtype == dtype, f"{residual.dtype=} {dtype=}"
-    changed = not product.is_value or factor != 1.0 or any(x is not None for x in (post, residual, scale))
+    if beside is not None:
+        assert beside.parts.is_contiguous() and beside.bias is None, f"{beside.parts.stride()=} {beside.bias=}"
+        assert beside.parts.shape[1:] == parts.shape[1:] and beside.dtype == dtype, f"{beside.parts.shape=}"
+    others = (post, residual, scale, beside)
+    changed = not product.is_value or factor != 1.0 or any(x is not None for x in others)
     hidden = parts.new_empty((num_rows, width), dtype=dtype) if changed else parts[0]
     normed = hidden if pre is None else torch.empty_like(hidden)
     if num_rows == 0 or not (changed or pre is not None):
         return hidden, normed
     first, last = post or ABSENT, pre or ABSENT
     _norm_kernel[(num_rows,)](
-        *(parts, bias, first.weight, residual, scale, last.weight),
+        *(parts, bias, None if beside is None else beside.parts, first.weight, residual, scale, last.weight),
         *(hidden if changed else None, None if pre is None else normed),
         *(num_rows, width, first.eps, last.eps, 0 if residual is None else residual.stride(0)),
         POST=post is not None,
@@ -272,6 +287,7 @@ def norm(
         PLUS_ONE=any(gain.plus_one for gain in gains),
         CENTRED=any(gain.centred for gain in gains),
         FACTOR=factor,
+        BESIDE=0 if beside is None else len(beside.parts),
         enable_fp_fusion=False,  # a product that is rounded and then added would be one operation, which rounds once
         **row_options(product, width),
     )

@@ -4,14 +4,15 @@ r"""From the merged QKV product to queries that can attend and keys and values t
     q_h = rope(q_norm(y_q,h)),   k_h = rope(k_norm(y_k,h)),   v_h = v_norm(y_v,h)         each norm may be absent
     rope(z)_a = z_a cos_j - z_b sin_j,   rope(z)_b = z_b cos_j + z_a sin_j
                                          a, b = j, j + R/2, or 2 j, 2 j + 1 (`interleaved`);   j < R/2
+                                         both D - R further on (`last`)
     pool_k[slots[t]] = k[t],   pool_v[slots[t]] = v[t]
 
-y is the product [T, (Hq + 2 Hkv) D]: query heads, key heads, value heads. Layers whose K/V are another layer's have
-query heads only; layers that use their keys as values have no value heads, and v_norm reads the raw keys. Rotation
-covers the first R <= D channels, none where R is 0. Slots are in the space of the pools; padded rows carry slot 0. Keys
-and values are returned as well, for an attention that reads a forward's own rows from there. One program a row and
-head. The frequencies f and the attention factor c are those of a transformers rotary module whose frequencies do not
-depend on the sequence; both halves of a head share them.
+y is the product [T, (Hq + Hkv) D + Hkv DV]: query heads, key heads, value heads, whose values are scaled last. Layers
+whose K/V are another layer's have query heads only; layers that use their keys as values have no value heads, and
+v_norm reads the raw keys. Rotation covers R <= D channels, none where R is 0. Slots are in the space of the
+pools; padded rows carry slot 0. Keys and values are returned as well, for an attention that reads a forward's own rows
+from there. One program a row and head. The frequencies f and the attention factor c are those of a transformers rotary
+module whose frequencies do not depend on the sequence; both halves of a head share them.
 """
 
 from typing import NamedTuple
@@ -38,10 +39,24 @@ class Heads(NamedTuple):
     v_norm: Gain | None = None
     values_are_keys: bool = False
     interleaved: bool = False
+    last: bool = False  # the last channels rotate, not the first
+    narrow_v_dim: int | None = None  # of a value head; None: head_dim
+    v_scale: float = 1.0
+
+    @property
+    def v_dim(self) -> int:
+        return self.head_dim if self.narrow_v_dim is None else self.narrow_v_dim
+
+    @property
+    def sections(self) -> list[int]:
+        """Columns of queries, of keys and of values, as far as the product has them."""
+        keys = [self.num_kv * self.head_dim] if self.num_kv else []
+        values = [] if self.values_are_keys or not self.num_kv else [self.num_kv * self.v_dim]
+        return [self.num_q * self.head_dim, *keys, *values]
 
     @property
     def width(self) -> int:
-        return (self.num_q + self.num_kv * (1 if self.values_are_keys else 2)) * self.head_dim
+        return sum(self.sections)
 
 
 class Rotary(NamedTuple):
@@ -52,7 +67,7 @@ class Rotary(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """q [T, Hq, D]; k, v [T, Hkv, D], None for a layer without."""
+    """q [T, Hq, D]; k [T, Hkv, D], v [T, Hkv, DV], None for a layer without."""
 
     q: torch.Tensor
     k: torch.Tensor | None
@@ -67,23 +82,29 @@ def reference_rotary(positions: torch.Tensor, frequencies: torch.Tensor, factor:
 def reference_rope_store(
     product: Product, heads: Heads, rotary: Rotary, destination: Destination | None = None
 ) -> Attended:
-    rows = reference_finish(product).unflatten(-1, (-1, heads.head_dim))  # [T, heads, D]
-    q, k = rows[:, : heads.num_q], rows[:, heads.num_q : heads.num_q + heads.num_kv]
-    v = k if heads.values_are_keys else rows[:, heads.num_q + heads.num_kv :]
+    value = reference_finish(product)
+    parts = [columns.unflatten(-1, (-1, heads.head_dim)) for columns in value.split(heads.sections, -1)[:2]]
+    q, k = parts if heads.num_kv else (*parts, parts[0][:, :0])  # [T, heads, D]
+    v = k if heads.values_are_keys else value[:, sum(heads.sections[:2]) :].unflatten(-1, (-1, heads.v_dim))
     q, k, v = (
         x if gain is None else reference_rms_norm(x, gain)
         for x, gain in ((q, heads.q_norm), (k, heads.k_norm), (v, heads.v_norm))
     )
-    q, k = (reference_rotate(x, rotary, interleaved=heads.interleaved) for x in (q, k))
+    q, k = (reference_rotate(x, rotary, interleaved=heads.interleaved, last=heads.last) for x in (q, k))
     if not heads.num_kv:
         return Attended(q, None, None)
+    v = v if heads.v_scale == 1.0 else v * heads.v_scale
     if destination is not None:
         reference_store_kv(k, v, destination.slots, destination.pool_k, destination.pool_v)
     return Attended(q, k, v)
 
 
-def reference_rotate(x: torch.Tensor, rotary: Rotary, *, interleaved: bool = False) -> torch.Tensor:
+def reference_rotate(x: torch.Tensor, rotary: Rotary, *, interleaved: bool = False, last: bool = False) -> torch.Tensor:
     """x [T, heads, D]."""
+    if last:
+        num_rotated = 2 * rotary.cos.shape[-1]
+        rolled = reference_rotate(x.roll(num_rotated, -1), rotary, interleaved=interleaved)
+        return rolled.roll(-num_rotated, -1)
     cos, sin = (table.float()[:, None] for table in rotary)  # [T, 1, R / 2]
     half = cos.shape[-1]
     turned, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
@@ -117,10 +138,16 @@ def _rotary_kernel(
 
 @triton.jit
 def _store_head(
-    p_head: tl.tensor, o_a: tl.tensor, o_b: tl.tensor, b_a: tl.tensor, b_b: tl.tensor, mask: tl.tensor
+    p_head: tl.tensor,
+    o_a: tl.tensor,
+    o_b: tl.tensor,
+    b_a: tl.tensor,
+    b_b: tl.tensor,
+    m_a: tl.tensor,
+    m_b: tl.tensor,
 ) -> None:
-    tl.store(p_head + o_a, b_a, mask=mask, eviction_policy=KEEP)
-    tl.store(p_head + o_b, b_b, mask=mask, eviction_policy=KEEP)
+    tl.store(p_head + o_a, b_a, mask=m_a, eviction_policy=KEEP)
+    tl.store(p_head + o_b, b_b, mask=m_b, eviction_policy=KEEP)
 
 
 @triton.jit(do_not_specialize=["part_len", "eps_q", "eps_k", "eps_v"])
@@ -134,7 +161,7 @@ def _rope_store_kernel(
     p_sin: tl.tensor,
     p_slots: tl.tensor,  # [T] or None
     p_pool_k: tl.tensor,  # [slots, Hkv, D] or None
-    p_pool_v: tl.tensor,
+    p_pool_v: tl.tensor,  # [slots, Hkv, DV] or None
     p_q: tl.tensor,  # [T, Hq, D]
     p_k: tl.tensor,  # [T, Hkv, D]
     p_v: tl.tensor,
@@ -149,6 +176,8 @@ def _rope_store_kernel(
     NUM_KV: tl.constexpr,
     WIDTH: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    V_SCALE: tl.constexpr,
     ROTATED: tl.constexpr,
     VALUES_ARE_KEYS: tl.constexpr,
     Q_NORM: tl.constexpr,
@@ -157,6 +186,7 @@ def _rope_store_kernel(
     ROUND_FIRST: tl.constexpr,
     PLUS_ONE: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    LAST: tl.constexpr,
     DTYPE: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -179,6 +209,8 @@ def _rope_store_kernel(
     if REST > 0:
         o_a = tl.where(o < HALF, o_a, HALF + o)
         o_b = tl.where(o < HALF, o_b, HALF + REST + o)
+    if LAST:
+        o_a, o_b = (o_a + HEAD_DIM - ROTATED) % HEAD_DIM, (o_b + HEAD_DIM - ROTATED) % HEAD_DIM
     b_wa, b_wb = tl.full([BLOCK], 1.0, tl.float32), tl.full([BLOCK], 1.0, tl.float32)
     if p_q_norm is not None:
         b_wa *= tl.load(p_q_norm + o_a, mask=m_q, other=1.0).to(tl.float32)
@@ -199,9 +231,13 @@ def _rope_store_kernel(
     o_column = i_h * HEAD_DIM
     if VALUES_ARE_KEYS:
         o_column = tl.where(is_v, i_h - NUM_KV, i_h) * HEAD_DIM
+    m_a, m_b = m, m
+    if V_DIM != HEAD_DIM:
+        o_column = tl.where(is_v, o_column - (i_h - NUM_Q - NUM_KV) * (HEAD_DIM - V_DIM), o_column)
+        m_a, m_b = m & ((o_h < NUM_Q + NUM_KV) | (o_a < V_DIM)), m & ((o_h < NUM_Q + NUM_KV) | (o_b < V_DIM))
     o_row = i_t * WIDTH + o_column
-    b_a = sum_parts(p_parts, p_bias, o_row + o_a, o_column + o_a, m, part_len, SPLITS, DTYPE)
-    b_b = sum_parts(p_parts, p_bias, o_row + o_b, o_column + o_b, m, part_len, SPLITS, DTYPE)
+    b_a = sum_parts(p_parts, p_bias, o_row + o_a, o_column + o_a, m_a, part_len, SPLITS, DTYPE)
+    b_b = sum_parts(p_parts, p_bias, o_row + o_b, o_column + o_b, m_b, part_len, SPLITS, DTYPE)
     if Q_NORM or K_NORM or V_NORM:
         eps = tl.where(is_q, eps_q, tl.where(is_v, eps_v, eps_k))
         b_scale = tl.rsqrt((tl.sum(b_a * b_a, 0) + tl.sum(b_b * b_b, 0)) / HEAD_DIM + eps)
@@ -215,21 +251,23 @@ def _rope_store_kernel(
     b_rb = (b_b * b_cos + b_a * b_sin).to(DTYPE)
 
     if is_q:
-        _store_head(p_q + (i_t * NUM_Q + i_h) * HEAD_DIM, o_a, o_b, b_ra, b_rb, m)
+        _store_head(p_q + (i_t * NUM_Q + i_h) * HEAD_DIM, o_a, o_b, b_ra, b_rb, m, m)
     elif NUM_KV > 0:
         i_kv = (i_h - NUM_Q) % NUM_KV
-        o_new = (i_t * NUM_KV + i_kv) * HEAD_DIM
+        o_new = i_t * NUM_KV + i_kv  # head
         o_pool = o_new  # unused without slots
         if p_slots is not None:
-            o_pool = (tl.load(p_slots + i_t * s_slots).to(tl.int64) * NUM_KV + i_kv) * HEAD_DIM
+            o_pool = tl.load(p_slots + i_t * s_slots).to(tl.int64) * NUM_KV + i_kv
         if is_v:
-            _store_head(p_v + o_new, o_a, o_b, b_ra, b_rb, m)
+            if V_SCALE != 1.0:
+                b_ra, b_rb = (b_a * V_SCALE).to(DTYPE), (b_b * V_SCALE).to(DTYPE)
+            _store_head(p_v + o_new * V_DIM, o_a, o_b, b_ra, b_rb, m_a, m_b)
             if p_slots is not None:
-                _store_head(p_pool_v + o_pool, o_a, o_b, b_ra, b_rb, m)
+                _store_head(p_pool_v + o_pool * V_DIM, o_a, o_b, b_ra, b_rb, m_a, m_b)
         else:
-            _store_head(p_k + o_new, o_a, o_b, b_ra, b_rb, m)
+            _store_head(p_k + o_new * HEAD_DIM, o_a, o_b, b_ra, b_rb, m, m)
             if p_slots is not None:
-                _store_head(p_pool_k + o_pool, o_a, o_b, b_ra, b_rb, m)
+                _store_head(p_pool_k + o_pool * HEAD_DIM, o_a, o_b, b_ra, b_rb, m, m)
 
 
 @op(reference=reference_rotary)
@@ -254,6 +292,8 @@ def rope_store(product: Product, heads: Heads, rotary: Rotary, destination: Dest
     parts, bias, dtype = product
     _, num_rows, width = parts.shape
     rotated = 2 * rotary.cos.shape[1]
+    assert heads.v_dim == heads.head_dim or not (heads.v_norm or heads.values_are_keys), f"{heads=}"
+    assert heads.v_dim <= heads.head_dim, f"{heads=}"
     gains = (heads.q_norm, heads.k_norm, heads.v_norm)
     given = [gain for gain in gains if gain is not None]
     assert parts.is_contiguous() and width == heads.width, f"{parts.shape=} {heads=}"
@@ -263,10 +303,11 @@ def rope_store(product: Product, heads: Heads, rotary: Rotary, destination: Dest
     assert len({gain[2:] for gain in given}) <= 1 and not any(gain.centred for gain in given), f"{gains=}"
     assert not any(gain.plus_one and (gain.weight is None or gain.round_first) for gain in given), f"{gains=}"
     q = parts.new_empty((num_rows, heads.num_q, heads.head_dim), dtype=dtype)
-    k, v = parts.new_empty((2, num_rows, heads.num_kv, heads.head_dim), dtype=dtype)
+    k = parts.new_empty((num_rows, heads.num_kv, heads.head_dim), dtype=dtype)
+    v = parts.new_empty((num_rows, heads.num_kv, heads.v_dim), dtype=dtype)
     pool_k, pool_v, slots = (None, None, None) if destination is None or not heads.num_kv else destination
     if pool_k is not None and pool_v is not None and slots is not None:
-        assert pool_k.shape == pool_v.shape and pool_k.shape[1:] == k.shape[1:], f"{pool_k.shape=} {k.shape=}"
+        assert pool_k.shape[1:] == k.shape[1:] and pool_v.shape[1:] == v.shape[1:], f"{pool_k.shape=} {pool_v.shape=}"
         assert pool_k.is_contiguous() and pool_v.is_contiguous() and slots.shape == (num_rows,), f"{slots.shape=}"
         assert pool_k.dtype == pool_v.dtype == dtype, f"{pool_k.dtype=} {dtype=}"
     attended = Attended(q, k, v) if heads.num_kv else Attended(q, None, None)
@@ -281,6 +322,8 @@ def rope_store(product: Product, heads: Heads, rotary: Rotary, destination: Dest
         NUM_KV=heads.num_kv,
         WIDTH=width,
         HEAD_DIM=heads.head_dim,
+        V_DIM=heads.v_dim,
+        V_SCALE=heads.v_scale,
         ROTATED=rotated,
         VALUES_ARE_KEYS=heads.values_are_keys,
         Q_NORM=heads.q_norm is not None,
@@ -289,6 +332,7 @@ def rope_store(product: Product, heads: Heads, rotary: Rotary, destination: Dest
         ROUND_FIRST=any(gain.round_first for gain in given),
         PLUS_ONE=any(gain.plus_one for gain in given),
         INTERLEAVED=heads.interleaved,
+        LAST=heads.last,
         DTYPE=TL_DTYPES[dtype],
         SPLITS=len(parts),
         BLOCK=triton.next_power_of_2(heads.head_dim // 2),

@@ -18,8 +18,8 @@ from specdec.errors import ConfigError, UnsupportedModelError
 from specdec.gpu.operations import Operations
 from specdec.gpu.ranks import MAX_ROWS, Ranks
 from specdec.kvcache.layout import KVLayout
-from specdec.layers.decoder import DecoderParts
-from specdec.layers.families import Unfusable
+from specdec.layers.decoder_parts import DecoderParts
+from specdec.layers.fusable import Unfusable
 from specdec.layers.fuse import FusedLinear, Weights, described, fuse_embedding, fuse_linear
 from specdec.layers.packed.packed_linear import weight_of
 from specdec.layers.split.layer_shares import most_exchanged, require_shares

@@ -24,7 +24,7 @@ from specdec.kvcache.layer_context import Ending, Narrowing
 from specdec.kvcache.layout import KVLayout, layout_from_config
 from specdec.layers.batch_invariant_torch import rowwise, run_experts_by_row
 from specdec.layers.decoder import FusedDecoder
-from specdec.layers.families import Unfusable
+from specdec.layers.fusable import Unfusable
 from specdec.layers.fuse import Weights, fuse, fuse_linear
 from specdec.layers.merge import held_storages
 from specdec.models.batch_invariance import depends_on_others, forward_in_tiles, rows_in_tiles

@@ -1,6 +1,6 @@
-r"""A dense MLP and a mixture of experts that read one residual stream (Gemma 4): two launches for the products of both.
+r"""A dense MLP and a mixture of experts that read one residual stream: two launches for the products of both.
 
-    fork     the residual stream's three norms (`fork_join.py`)
+    fork     the residual stream's three norms (Gemma 4, `fork_join.py`), or one norm of it (a shared expert)
     route    two launches, of one multiprocessor in five and of a warp a row, which read next to nothing
     1        act(x_mlp W_gate) (x_mlp W_up)  |  the same of every chosen expert
     2        times W_down, in its ranges     |  the same, times the routing weight
@@ -11,6 +11,7 @@ where assignments are many, since a tile that holds all rows would keep programs
 """
 
 from collections.abc import Callable
+from math import inf
 
 import torch
 
@@ -44,7 +45,7 @@ from specdec.layers.product import Cut, Product, cut_of
 
 
 def reference_mlp_and_experts(fork: Fork, mlp: Mlp, router: Router, experts: Experts) -> tuple[Product, Product]:
-    dense = reference_linear(reference_gated_linear(fork.mlp, mlp.gate_up, mlp.activation), mlp.down)
+    dense = reference_linear(reference_gated_linear(fork.mlp, mlp.gate_up, mlp.activation, mlp.limit), mlp.down)
     return dense, reference_apply_experts(fork.experts, reference_route(fork.router, router), experts)
 
 
@@ -151,9 +152,9 @@ def mlp_and_experts(
     assert mlp.gate_up.shape == (2 * width, hidden) and mlp.down.shape == (hidden, width), f"{mlp.gate_up.shape=}"
     pairs = (mlp.gate_up, Cut(1, hidden), experts.gate_up), (mlp.down, cut_of(mlp.down), experts.down)
     alike = all(_tiles_alike(*pair, num_rows, fork.mlp.dtype) for pair in pairs)
-    if num_rows == 0 or not alike or not are_few(num_rows, router.top_k):
+    if num_rows == 0 or not alike or not are_few(num_rows, router.top_k) or mlp.limit < inf:
         routing = route(fork.router, router)
-        dense = linear(gated_linear(fork.mlp, mlp.gate_up, mlp.activation), mlp.down)
+        dense = linear(gated_linear(fork.mlp, mlp.gate_up, mlp.activation, mlp.limit), mlp.down)
         return dense, apply_experts(fork.experts, routing, experts)
     # an early program may write while the router is still read: memory that was not freed since the fork
     gated = torch.empty((num_rows, width), dtype=fork.mlp.dtype, device=fork.mlp.device)

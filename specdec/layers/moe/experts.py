@@ -31,7 +31,7 @@ from specdec.layers.packed.packed_tile import (
 from specdec.layers.packed.packed_weight import PackedWeight, Weight, multiply
 from specdec.layers.product import Product
 
-ACTIVATIONS = ("gelu_tanh", "silu", "swiglu_clamped")
+ACTIVATIONS = ("gelu_tanh", "silu", "silu_clamped", "swiglu_clamped")
 
 FEW_SLOTS = 256
 """Up to this number of assignments every program finds those of its expert itself; more are listed first."""
@@ -46,6 +46,7 @@ class Experts(NamedTuple):
     interleaved: rows 2 i and 2 i + 1 of gate_up are gate and up of i; otherwise all gates come first.
     shared: other ranks have more of them, and the parts of assignments to those, expert -1, are undefined here.
     swiglu_clamped: (clamp(u, -limit, limit) + 1) g sigmoid(alpha g), g the gate, at most `limit`.
+    silu_clamped: min(silu(g), limit) clamp(u, -limit, limit).
     """
 
     gate_up: Weight
@@ -76,6 +77,8 @@ def reference_gate(gate: torch.Tensor, up: torch.Tensor, experts: Experts) -> to
     if experts.activation == "swiglu_clamped":
         gate, up = gate.clamp(max=experts.limit), up.clamp(-experts.limit, experts.limit)
         return (up + 1) * gate * torch.sigmoid(experts.alpha * gate)
+    if experts.activation == "silu_clamped":
+        return reference_activate(gate, "silu").clamp(max=experts.limit) * up.clamp(-experts.limit, experts.limit)
     return reference_activate(gate, experts.activation) * up
 
 
@@ -85,6 +88,8 @@ def _gate(b_gate: tl.tensor, b_up: tl.tensor, alpha: tl.tensor, limit: tl.tensor
         b_gate = tl.minimum(b_gate, limit)
         b_sigmoid = tl.sigmoid(tl.maximum(alpha * b_gate, -80.0))  # e^80 is a float32
         return (tl.clamp(b_up, -limit, limit) + 1.0) * b_gate * b_sigmoid
+    if ACT == "silu_clamped":
+        return tl.minimum(activate(b_gate, "silu"), limit) * tl.clamp(b_up, -limit, limit)
     return activate(b_gate, ACT) * b_up
 
 

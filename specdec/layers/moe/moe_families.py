@@ -1,35 +1,103 @@
 """The routers and experts of transformers' models as `route` and `apply_experts` take them: views, nothing copied.
 
-Experts are stored alike in every family and say how (`is_transposed`, `is_concatenated`, `has_bias`); routers differ.
+A family is a line of `MIXTURES`: how its router makes scores, and how its experts gate. Everything else modules say
+themselves: how experts are stored (`is_transposed`, `is_concatenated`, `has_bias`), how many are chosen, of which
+groups, with which correction, and how their weights are scaled.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from transformers.activations import GELUTanh, SiLUActivation
-from transformers.models.gemma4.modeling_gemma4 import Gemma4TextExperts, Gemma4TextRouter
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTopKRouter
-from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralTopKRouter
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
 from specdec.layers.moe.experts import Experts
 from specdec.layers.moe.routing import Router
 from specdec.layers.norm import Gain
 from specdec.layers.packed.packed_experts import PackedExperts
+from specdec.modules.family_name import family_name
 
-EXPERT_CLASSES = (Gemma4TextExperts, GptOssExperts, MixtralExperts, Qwen3MoeExperts)
+
+class Mixture(NamedTuple):
+    """What no module of a mixture says. sigmoid, float_logits: fields of `Router`. clamped: experts with a finite
+    `limit` clamp both what `act_fn` gives and what it gates."""
+
+    sigmoid: bool = False
+    float_logits: bool = False
+    clamped: bool = False
 
 
-def router_of(module: nn.Module) -> Router | None:
-    """None: not a router of a family known here."""
+DEEPSEEK = Mixture(sigmoid=True, float_logits=True)
+
+MIXTURES = {
+    "deepseek_v3": DEEPSEEK,
+    "ernie4_5_moe": Mixture(float_logits=True),
+    "exaone_moe": DEEPSEEK,
+    "gemma4": Mixture(),
+    "glm4_moe": DEEPSEEK,
+    "glm4_moe_lite": DEEPSEEK,
+    "gpt_oss": Mixture(),
+    "hy_v3": DEEPSEEK,
+    "mellum": Mixture(),
+    "mimo_v2_flash": DEEPSEEK,
+    "mixtral": Mixture(),
+    "qwen2_moe": Mixture(),
+    "qwen3_moe": Mixture(),
+    "step3p7": Mixture(sigmoid=True, clamped=True),
+}
+"""Folder of a family in transformers, which has one class of routers and one of experts -> its mixture."""
+
+ACTIVATIONS = {GELUTanh: "gelu_tanh", nn.SiLU: "silu", SiLUActivation: "silu"}
+
+MIN_SUM = 1e-20
+"""What DeepSeek's routers add to the sum that they divide weights by."""
+
+
+def _mixture_of(module: nn.Module, ending: str) -> Mixture | None:
+    folder, _, kind = family_name(module).partition(".")
+    return MIXTURES.get(folder) if kind.endswith(ending) else None
+
+
+def router_of(module: nn.Module, block: nn.Module | None = None) -> Router | None:
+    """None: not a router of a family known here. block: the module that calls it, which may hold what others hold."""
     m: Any = module
-    if isinstance(module, Gemma4TextRouter):
+    mixture = _mixture_of(module, "Router")
+    if mixture is None:
+        return None
+    if hasattr(m, "per_expert_scale"):
         gain = Gain(m.scale, m.norm.eps, round_first=True)
         options = {"gain": gain, "factor": m.scalar_root_size, "expert_scale": m.per_expert_scale}
         return Router(m.proj.weight, m.config.top_k_experts, **options)
-    if not isinstance(module, GptOssTopKRouter | MixtralTopKRouter | Qwen3MoeTopKRouter):
-        return None
-    return Router(m.weight, m.top_k, getattr(m, "bias", None), normalised=getattr(m, "norm_topk_prob", True))
+    holders = [module, getattr(m, "moe_statics", None), block]
+    correction: torch.Tensor | None = _first(holders, ["e_score_correction_bias"], None)
+    return Router(
+        m.weight,
+        m.top_k,
+        getattr(m, "bias", None),
+        normalised=getattr(m, "norm_topk_prob", True),
+        sigmoid=mixture.sigmoid,
+        float_logits=mixture.float_logits,
+        correction=None if correction is None else correction.view(-1),
+        groups=getattr(m, "num_group", 1),
+        kept_groups=getattr(m, "topk_group", 1),
+        min_sum=getattr(m, "norm_min", MIN_SUM if mixture.sigmoid else 0.0),
+        scaling=_first(holders, ["routed_scaling_factor", "router_scaling_factor"], 1.0),
+    )
+
+
+def _first(holders: list[Any], names: list[str], default: Any) -> Any:
+    found = (getattr(holder, name, None) for holder in holders for name in names)
+    return next((value for value in found if value is not None), default)
+
+
+def holds_router(module: nn.Module) -> bool:
+    """Is this a router of a family known here? Some keep their weight in float32."""
+    return _mixture_of(module, "Router") is not None
+
+
+def holds_experts(module: nn.Module) -> bool:
+    """Are these experts of a family known here, as transformers has them?"""
+    return _mixture_of(module, "Experts") is not None
 
 
 def experts_of(module: nn.Module) -> Experts | None:
@@ -37,22 +105,24 @@ def experts_of(module: nn.Module) -> Experts | None:
     m: Any = module
     if isinstance(module, PackedExperts):
         return module.experts
-    if not isinstance(module, EXPERT_CLASSES):
+    mixture = _mixture_of(module, "Experts")
+    if mixture is None:
         return None
-    if isinstance(module, GptOssExperts):
-        activation = "swiglu_clamped"
-    elif isinstance(m.act_fn, GELUTanh | nn.SiLU | SiLUActivation):
-        activation = "gelu_tanh" if isinstance(m.act_fn, GELUTanh) else "silu"
-    else:
+    limit = getattr(m, "limit", 0.0)
+    activation = ACTIVATIONS.get(type(m.act_fn)) if hasattr(m, "act_fn") else "swiglu_clamped"
+    if mixture.clamped and limit < float("inf"):
+        activation = "silu_clamped" if activation == "silu" else None
+    if activation is None:
         return None
-    gate_up, down = (p.transpose(1, 2) if m.is_transposed else p for p in (m.gate_up_proj, m.down_proj))
+    transposed, has_bias = getattr(m, "is_transposed", False), getattr(m, "has_bias", False)
+    gate_up, down = (p.transpose(1, 2) if transposed else p for p in (m.gate_up_proj, m.down_proj))
     return Experts(
         gate_up,
         down,
         activation,
-        m.gate_up_proj_bias if m.has_bias else None,
-        m.down_proj_bias if m.has_bias else None,
-        interleaved=not m.is_concatenated,
+        m.gate_up_proj_bias if has_bias else None,
+        m.down_proj_bias if has_bias else None,
+        interleaved=not getattr(m, "is_concatenated", True),
         alpha=getattr(m, "alpha", 0.0),
-        limit=getattr(m, "limit", 0.0),
+        limit=limit,
     )

@@ -1,9 +1,12 @@
 r"""Which experts each token goes to: the k that its router prefers, and their weights.
 
     l = W_r x + b_r      x: what the router reads, normed by its own norm where it has one (Gemma 4: `fork_join.py`)
-    w = softmax over the k largest l (`normalised`), or softmax over all l; times expert_scale
+    s = softmax(l) over all experts, or sigmoid(l)
+    c = s + correction   the k largest are chosen: of all experts, or of those groups whose two largest c sum to most
+    w = s, divided by the sum of the chosen s (`normalised`); times scaling, times expert_scale
 
-Two launches. Of equal logits, rounded to the model's dtype as the model rounds them, the lower expert comes first.
+Two launches. Of equal c the lower expert comes first, and the lower group. Logits are float32 (`float_logits`), or
+rounded to the model's dtype as the model rounds them; without a correction a softmax is chosen by its logits.
 """
 
 from typing import NamedTuple
@@ -26,6 +29,8 @@ class Router(NamedTuple):
 
     gain: its input is the residual stream, normed so and times `factor`; None: what the experts read.
     owned: the first of the experts that a rank has, and how many; None: all of them.
+    sigmoid, correction [E] float32, scaling: as above. min_sum: what normalised weights are divided by is no less.
+    groups, kept_groups: experts are `groups` equal groups, one after the other, and are chosen of `kept_groups`.
     """
 
     weight: torch.Tensor
@@ -36,6 +41,13 @@ class Router(NamedTuple):
     expert_scale: torch.Tensor | None = None
     normalised: bool = True
     owned: tuple[int, int] | None = None
+    sigmoid: bool = False
+    float_logits: bool = False
+    correction: torch.Tensor | None = None
+    groups: int = 1
+    kept_groups: int = 1
+    min_sum: float = 0.0
+    scaling: float = 1.0
 
 
 class Routing(NamedTuple):
@@ -49,10 +61,19 @@ class Routing(NamedTuple):
 
 
 def reference_route(x: torch.Tensor, router: Router) -> Routing:
-    logits = F.linear(x, router.weight, router.bias).float()
-    ordered = logits.sort(dim=-1, descending=True, stable=True)
-    experts, best = ordered.indices[:, : router.top_k], ordered.values[:, : router.top_k]
-    weights = best.softmax(-1) if router.normalised else logits.softmax(-1).gather(1, experts)
+    dtype = torch.float32 if router.float_logits else x.dtype
+    logits = F.linear(x.to(dtype), router.weight.to(dtype), router.bias).float()
+    scores = logits.sigmoid() if router.sigmoid else logits.softmax(-1)
+    choice = scores if router.sigmoid else logits
+    if router.correction is not None:
+        choice = scores + router.correction
+    if router.groups > 1:
+        choice = _reference_keep_groups(choice, router)
+    experts = choice.sort(dim=-1, descending=True, stable=True).indices[:, : router.top_k]
+    weights = scores.gather(1, experts)
+    if router.normalised:
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=router.min_sum)
+    weights = weights * router.scaling
     if router.expert_scale is not None:
         weights = weights * router.expert_scale.float()[experts]
     if router.owned is not None:
@@ -61,9 +82,20 @@ def reference_route(x: torch.Tensor, router: Router) -> Routing:
     return Routing(experts.int(), weights)
 
 
+def _reference_keep_groups(choice: torch.Tensor, router: Router) -> torch.Tensor:
+    """choice [T, E] -> the same, -inf in groups that are not kept."""
+    by_group = choice.unflatten(-1, (router.groups, -1))  # [T, groups, E / groups]
+    sums = by_group.topk(2, dim=-1).values.sum(-1)
+    kept = sums.sort(dim=-1, descending=True, stable=True).indices[:, : router.kept_groups]
+    dropped = torch.ones_like(sums, dtype=torch.bool).scatter_(1, kept, False)
+    masked: torch.Tensor = by_group.masked_fill(dropped[..., None], -torch.inf)
+    return masked.flatten(1)
+
+
 @triton.jit
 def _order(b_logit: tl.tensor, o_e: tl.tensor, m_e: tl.tensor, DTYPE: tl.constexpr, BLOCK_E: tl.constexpr) -> tl.tensor:
-    """One integer for logit and expert: larger is better, of equal logits the lower expert; lowest where masked."""
+    """One integer for a number and its expert: larger is better, of equal numbers the lower expert; lowest where
+    masked."""
     BITS: tl.constexpr = DTYPE.primitive_bitwidth
     SHORT: tl.constexpr = tl.int32 if BITS == 32 else tl.int16
     WIDE: tl.constexpr = tl.int64 if BITS == 32 else tl.int32  # of 32 bits, its maximum over a warp is one instruction
@@ -72,10 +104,41 @@ def _order(b_logit: tl.tensor, o_e: tl.tensor, m_e: tl.tensor, DTYPE: tl.constex
     return tl.where(m_e, b_bits * 2**BITS + (BLOCK_E - o_e), -(2 ** (2 * BITS - 1)))
 
 
-@triton.jit(do_not_specialize=["num_rows", "first", "num_owned"])
+@triton.jit
+def _keep_groups(
+    b_choice: tl.tensor,
+    b_order: tl.tensor,
+    GROUPS: tl.constexpr,
+    KEPT: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+) -> tl.tensor:
+    """b_order [BLOCK_E], of float32 numbers in groups of equal length -> the same, NONE in groups that are not kept."""
+    NONE: tl.constexpr = -(2**63)
+    BLOCK: tl.constexpr = BLOCK_E // BLOCK_G
+    b_left = tl.reshape(b_order, (BLOCK_G, BLOCK))
+    b_value = tl.reshape(b_choice, (BLOCK_G, BLOCK))
+    b_sum = tl.zeros([BLOCK_G], tl.float32)
+    for _ in tl.static_range(2):
+        m_best = b_left == tl.max(b_left, 1)[:, None]
+        b_sum += tl.sum(tl.where(m_best, b_value, 0.0), 1)
+        b_left = tl.where(m_best, NONE, b_left)
+    o_g = tl.arange(0, BLOCK_G)
+    b_left = _order(b_sum, o_g, o_g < GROUPS, tl.float32, BLOCK_G)
+    b_kept = tl.zeros([BLOCK_G], tl.int32)
+    for _ in tl.static_range(KEPT):
+        m_best = b_left == tl.max(b_left)
+        b_kept = tl.where(m_best, 1, b_kept)
+        b_left = tl.where(m_best, NONE, b_left)
+    b_kept = tl.reshape(tl.broadcast_to(b_kept[:, None], (BLOCK_G, BLOCK)), (BLOCK_E,))
+    return tl.where(b_kept == 1, b_order, NONE)
+
+
+@triton.jit(do_not_specialize=["num_rows", "first", "num_owned", "min_sum", "scaling"])
 def pick_kernel(
     p_parts: tl.tensor,  # [S, T, E]
     p_bias: tl.tensor,  # [E] or None
+    p_correction: tl.tensor,  # [E] or None
     p_scale: tl.tensor,  # [E] or None
     p_experts: tl.tensor,  # [T, top_k] out
     p_weights: tl.tensor,  # [T, top_k] out
@@ -83,33 +146,60 @@ def pick_kernel(
     num_experts: tl.tensor,
     first: tl.tensor,  # of the experts of this rank
     num_owned: tl.tensor,
+    min_sum: tl.tensor,
+    scaling: tl.tensor,
     TOP_K: tl.constexpr,
+    SIGMOID: tl.constexpr,
     NORMALISED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KEPT: tl.constexpr,  # groups
     SHARED: tl.constexpr,  # there are other ranks
-    DTYPE: tl.constexpr,
+    DTYPE: tl.constexpr,  # of logits
     SPLITS: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    BLOCK_G: tl.constexpr,  # GROUPS, rounded up to a power of 2
+    BLOCK_E: tl.constexpr,  # BLOCK_G times the experts of a group, rounded up likewise
     PDL: tl.constexpr,
 ) -> None:
     trigger_next(PDL)
     i_row = tl.program_id(0).to(tl.int64)
     o_e = tl.arange(0, BLOCK_E)
     m_e = o_e < num_experts
+    if GROUPS > 1:
+        o_in_group = o_e % (BLOCK_E // BLOCK_G)
+        o_e = o_e // (BLOCK_E // BLOCK_G) * (num_experts // GROUPS) + o_in_group
+        m_e = (o_in_group < num_experts // GROUPS) & (o_e < num_experts)
     b_scale = tl.load(p_scale + o_e, mask=m_e, other=0.0).to(tl.float32) if p_scale is not None else 1.0
+    b_correction = tl.load(p_correction + o_e, mask=m_e, other=0.0) if p_correction is not None else 0.0
     wait_for_previous(PDL)
     part_len = num_rows.to(tl.int64) * num_experts
     b_logit = sum_parts(p_parts, p_bias, i_row * num_experts + o_e, o_e, m_e, part_len, SPLITS, DTYPE)
-    b_order = _order(b_logit, o_e, m_e, DTYPE, BLOCK_E)
-    NONE: tl.constexpr = -(2 ** (2 * DTYPE.primitive_bitwidth - 1))
+    b_choice = b_logit
+    if SIGMOID:
+        b_score = tl.sigmoid(tl.maximum(b_logit, -80.0))  # e^80 is a float32
+        b_choice = b_score
+    else:
+        b_logit = tl.where(m_e, b_logit, -INF)
+        b_score = tl.exp(b_logit - tl.max(b_logit))
+        if p_correction is not None or not NORMALISED:
+            b_score = b_score / tl.sum(b_score)
+    if p_correction is not None:
+        b_choice = b_score + b_correction
+    FLOAT: tl.constexpr = SIGMOID or p_correction is not None or GROUPS > 1
+    ORDERED: tl.constexpr = tl.float32 if FLOAT else DTYPE
+    NONE: tl.constexpr = -(2 ** (2 * ORDERED.primitive_bitwidth - 1))
+    b_order = _order(b_choice, o_e, m_e, ORDERED, BLOCK_E)
+    if GROUPS > 1:
+        b_order = _keep_groups(b_choice, b_order, GROUPS, KEPT, BLOCK_G, BLOCK_E)
     b_rank = tl.full([BLOCK_E], TOP_K, tl.int32)
     for i_rank in tl.static_range(TOP_K):
         m_best = b_order == tl.max(b_order)
         b_rank = tl.where(m_best, i_rank, b_rank)
         b_order = tl.where(m_best, NONE, b_order)
     m_picked = b_rank < TOP_K
-    b_logit = tl.where(m_e, b_logit, -INF)
-    b_weight = tl.exp(b_logit - tl.max(b_logit))
-    b_weight = b_weight / tl.sum(tl.where(m_picked, b_weight, 0.0) if NORMALISED else b_weight) * b_scale
+    b_weight = b_score
+    if NORMALISED:
+        b_weight = b_weight / tl.maximum(tl.sum(tl.where(m_picked, b_score, 0.0)), min_sum)
+    b_weight = b_weight * scaling * b_scale
     o_out = i_row * TOP_K + b_rank
     if SHARED:
         o_e = tl.where((o_e >= first) & (o_e < first + num_owned), o_e - first, -1)
@@ -121,22 +211,31 @@ def pick_kernel(
 def route(x: torch.Tensor, router: Router, *, holds: bool = False) -> Routing:
     """x [T, H], normed -> its experts. holds: no later kernel starts before x is written."""
     num_rows, num_experts = len(x), len(router.weight)
-    assert 1 <= router.top_k <= num_experts, f"{router.top_k=} {num_experts=}"
+    in_group = num_experts // router.groups
+    assert 1 <= router.top_k <= router.kept_groups * in_group, f"{router.top_k=} {num_experts=} {router.kept_groups=}"
+    assert router.groups == 1 or num_experts == in_group * router.groups >= 2 * router.groups, f"{router.groups=}"
     experts = torch.empty((num_rows, router.top_k), dtype=torch.int32, device=x.device)
     weights = torch.empty((num_rows, router.top_k), dtype=torch.float32, device=x.device)
     if num_rows == 0:
         return Routing(experts, weights)
+    rows = x.to(router.weight.dtype)  # of routers that keep their weight in float32
     # apart: one program for all numbers of rows, so the same bits
-    logits = linear(x, router.weight, router.bias, apart=True, holds=holds)
+    logits = linear(rows, router.weight, router.bias, apart=True, holds=holds)
+    block_groups = triton.next_power_of_2(router.groups)
     pick_kernel[(num_rows,)](
-        *(logits.parts, logits.bias, router.expert_scale, experts, weights, num_rows, num_experts),
+        *(logits.parts, logits.bias, router.correction, router.expert_scale, experts, weights, num_rows, num_experts),
         *(router.owned or (0, num_experts)),
+        *(router.min_sum, router.scaling),
         TOP_K=router.top_k,
+        SIGMOID=router.sigmoid,
         NORMALISED=router.normalised,
+        GROUPS=router.groups,
+        KEPT=router.kept_groups,
         SHARED=router.owned is not None,
-        DTYPE=TL_DTYPES[x.dtype],
+        DTYPE=tl.float32 if router.float_logits else TL_DTYPES[x.dtype],
         SPLITS=len(logits.parts),
-        BLOCK_E=triton.next_power_of_2(num_experts),
+        BLOCK_G=block_groups,
+        BLOCK_E=block_groups * triton.next_power_of_2(in_group),
         num_warps=1,
         **pdl_options(x.device),
     )

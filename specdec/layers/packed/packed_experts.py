@@ -64,6 +64,9 @@ class PackedExperts(nn.Module):
     def _gate(self, hidden: torch.Tensor) -> torch.Tensor:
         how = self.described
         gate, up = (hidden[..., ::2], hidden[..., 1::2]) if how.interleaved else hidden.chunk(2, dim=-1)
+        if how.activation == "silu_clamped":
+            assert self.act_fn is not None
+            return self.act_fn(gate).clamp(max=how.limit) * up.clamp(-how.limit, how.limit)  # type: ignore[no-any-return]
         if self.act_fn is not None:
             return self.act_fn(gate) * up  # type: ignore[no-any-return]
         gate, up = gate.clamp(max=how.limit), up.clamp(min=-how.limit, max=how.limit)

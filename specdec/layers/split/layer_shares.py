@@ -23,7 +23,7 @@ import torch
 
 from specdec.errors import UnsupportedModelError
 from specdec.gpu.tensor_tree import map_tensors
-from specdec.layers.decoder import Cuts, DecoderParts, LayerParts, SumShare
+from specdec.layers.decoder_parts import Cuts, DecoderParts, LayerParts, SumShare
 from specdec.layers.linear import Mlp
 from specdec.layers.moe.experts import Experts
 from specdec.layers.packed.packed_weight import Weight
@@ -47,19 +47,17 @@ def layer_share(parts: LayerParts, rank: int, count: int) -> LayerParts:
     """The share of one rank, of weights that `require_shares` has found to divide: views, in pieces (`Stacked`)."""
     heads, mlp, moe = parts.heads, parts.mlp, parts.moe
     own = heads._replace(num_q=heads.num_q // count, num_kv=heads.num_kv // count)
-    kinds = [heads.num_q] + ([heads.num_kv] * (1 if heads.values_are_keys else 2) if heads.num_kv else [])
-    rows = [number * heads.head_dim for number in kinds]
     out = sum_share(parts.out, count, even=True)
     down = None if mlp is None else sum_share(mlp.down, count, even=False)
-    pieces: dict[str, Any] = {"qkv": rows_of(parts.qkv, rows, rank, count)}
+    pieces: dict[str, Any] = {"qkv": rows_of(parts.qkv, heads.sections, rank, count)}
     if parts.qkv_bias is not None:
-        pieces["qkv_bias"] = rows_of(parts.qkv_bias, rows, rank, count)
+        pieces["qkv_bias"] = rows_of(parts.qkv_bias, heads.sections, rank, count)
     pieces["out"] = _share_of_sum(parts.out, out, rank, count)
     if parts.out_bias is not None and out.by_rows:
         pieces["out_bias"] = rows_of(parts.out_bias, [len(parts.out_bias)], rank, count)
     if mlp is not None and down is not None:
-        pieces["mlp"] = Mlp(
-            _gate_up(mlp, down, rank, count), mlp.activation, _share_of_sum(mlp.down, down, rank, count)
+        pieces["mlp"] = mlp._replace(
+            gate_up=_gate_up(mlp, down, rank, count), down=_share_of_sum(mlp.down, down, rank, count)
         )
     if moe is not None:
         num_own = len(moe.experts.gate_up) // count
@@ -68,6 +66,8 @@ def layer_share(parts: LayerParts, rank: int, count: int) -> LayerParts:
         pieces["moe"] = replace(moe, router=router, experts=experts._replace(shared=True))
     if parts.wide_norms is not None:
         pieces["wide_norms"] = parts.wide_norms._replace(rank=rank, num_ranks=count)
+    if parts.head_gates is not None:  # of so few rows that the share's cut is the whole's
+        pieces["head_gates"] = rows_of(parts.head_gates, [heads.num_q], rank, count)
     if parts.sinks is not None:
         pieces["sinks"] = parts.sinks.chunk(count)[rank]
     return replace(parts, heads=own, cuts=Cuts(whole_cut(parts.qkv), out, down), **pieces)
@@ -97,6 +97,8 @@ def obstacle(parts: LayerParts, count: int) -> str | None:
     heads = parts.heads
     if parts.moe is not None and len(parts.moe.experts.gate_up) % count:
         return f"has {len(parts.moe.experts.gate_up)} experts, which {count} devices cannot share evenly"
+    if parts.latent is not None:
+        return "keeps keys and values that are made of latents, which devices do not share yet"
     if heads.num_kv % count or heads.num_q % count:
         return f"has {heads.num_q} query and {heads.num_kv} key heads, which {count} devices cannot share evenly"
     sums = {"out": parts.out} if parts.mlp is None else {"out": parts.out, "down": parts.mlp.down}
@@ -164,4 +166,6 @@ def _placed(parts: LayerParts, put: Put) -> LayerParts:
         mlp = mlp._replace(gate_up=placed(mlp.gate_up, put), down=placed(mlp.down, put))
     biases = {"qkv_bias": there.qkv_bias, "out_bias": there.out_bias}
     whole: dict[str, Any] = {name: None if bias is None else placed(bias, put) for name, bias in biases.items()}
+    if there.head_gates is not None:
+        whole["head_gates"] = placed(there.head_gates, put)
     return replace(there, qkv=placed(there.qkv, put), out=placed(there.out, put), mlp=mlp, **whole)

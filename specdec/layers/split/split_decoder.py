@@ -22,7 +22,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from specdec.gpu.operations import Operations
 from specdec.gpu.ranks import Ranks
 from specdec.kvcache.layer_context import LayerContext, SplitContext
-from specdec.layers.decoder import DecoderParts, Exchanged, FusedLayer, Shared, Walk, begin
+from specdec.layers.decoder import Exchanged, FusedLayer, Shared, Walk, begin
+from specdec.layers.decoder_parts import DecoderParts
 from specdec.layers.fuse import StandIn
 from specdec.layers.norm import norm
 from specdec.layers.per_layer_embedding import EmbeddingParts, per_layer_inputs

@@ -23,7 +23,7 @@ from transformers.core_model_loading import (
 )
 
 from specdec.errors import UnsupportedModelError
-from specdec.layers.moe.moe_families import EXPERT_CLASSES
+from specdec.layers.moe.moe_families import MIXTURES, holds_experts
 from specdec.models.quantised.formats import Format, in_words
 from specdec.models.quantised.stored_tensors import StoredTensor
 
@@ -108,7 +108,7 @@ class WeightPlaces:
             return None
         path, _, last = name.rpartition(".")
         module = self.modules[path]
-        if isinstance(module, EXPERT_CLASSES):
+        if holds_experts(module):
             stored_as = one["name"] if one else None
             last = PROJECTIONS.get(stored_as, stored_as) if stored_as else last
             sizes, num_experts = _sizes_of(module)
@@ -120,10 +120,10 @@ class WeightPlaces:
         """Take a quantised weight. Raises UnsupportedModelError where its place cannot hold one."""
         place = weight.place
         if place.shape is None or (place.num_stacked is not None and weight.format.joint != "_"):
-            kind, known = type(self.modules[place.path]).__name__, ", ".join(each.__name__ for each in EXPERT_CLASSES)
+            kind, known = type(self.modules[place.path]).__name__, ", ".join(sorted(MIXTURES))
             raise UnsupportedModelError(
                 f"{weight.stem} is quantised, and it is the {place.last} of a {kind}; quantised weights are read of "
-                f"nn.Linear and of {known}; leave it out when quantising"
+                f"nn.Linear and of the experts of {known}; leave it out when quantising"
             )
         if other := self._tied.get(f"{place.path}.{place.last}"):
             raise UnsupportedModelError(
@@ -158,7 +158,7 @@ class WeightPlaces:
     def require_apart(self) -> None:
         """Raise UnsupportedModelError where experts that are quantised and others that are not have tensors of the same
         names, since one rule stacks either."""
-        plain = [path for path, module in self.modules.items() if isinstance(module, EXPERT_CLASSES)]
+        plain = [path for path, module in self.modules.items() if holds_experts(module)]
         plain = [path for path in plain if path not in self.experts]
         if plain and any("weight" in names for names in self._stacks.values()):
             raise UnsupportedModelError(

@@ -60,7 +60,8 @@ class Acceptance:
     def chance(self) -> FloatArray:
         """[C, D]: two drafts more than were seen count, as the other classes of the source have it, or one half."""
         other = (1 + self._others @ self._right) / (2 + self._others @ self._tried)
-        return (self._right + 2 * other) / (self._tried + 2)
+        chance: FloatArray = (self._right + 2 * other) / (self._tried + 2)
+        return chance
 
     def learn(self, number: int, rows: IntArray, accepted: IntArray, most: IntArray) -> None:
         """Rows [B] accepted so many drafts [B] of the draft of this number, and could accept `most` [B]."""

@@ -1,0 +1,58 @@
+"""What a text model may contain to run fused: classes of its own file and of torch, untouched, over plain tensors."""
+
+import torch
+from torch import nn
+
+from specdec.errors import UnsupportedModelError
+from specdec.layers.moe.moe_families import holds_router
+from specdec.layers.packed.packed_experts import PackedExperts, packed_of
+from specdec.layers.packed.packed_linear import PackedLinear
+from specdec.layers.packed.packed_tile import runs_in_tiles
+from specdec.modules.module_watch import RECORDING_HOOKS
+from specdec.modules.private_copy import fused_rms_norm
+
+PLAIN_MODULES = frozenset(
+    {"torch.nn.modules.linear", "torch.nn.modules.container", "torch.nn.modules.sparse", "torch.nn.modules.activation"}
+    | {"torch.nn.modules.dropout", "transformers.activations"}  # private copies do not train: dropout does nothing
+    | {PackedLinear.__module__, PackedExperts.__module__}
+)
+"""Modules that define the classes inside a text model, besides the file of the model itself."""
+
+
+class Unfusable(UnsupportedModelError):
+    """This instance does something that its fused form would not."""
+
+
+def check_tree(model: nn.Module) -> None:
+    """Refuse what the family's file does not contain: adapters, quantised layers, hooks; and a mix of dtypes."""
+    allowed = {type(model).__module__, *PLAIN_MODULES}
+    for name, module in model.named_modules():
+        if type(module).__module__ not in allowed:
+            raise Unfusable(f"its module {name} is a {type(module).__module__}.{type(module).__name__}")
+        if not is_untouched(module):
+            raise Unfusable(f"the forward of its module {name} is hooked or replaced")
+        for weight in packed_of(module):
+            if not runs_in_tiles(weight):
+                raise Unfusable(f"its module {name} has {weight.code} weights in groups of {weight.group} columns")
+    for name, param in model.named_parameters():
+        if not is_plain(param):
+            raise Unfusable(f"its parameter {name} is no plain tensor of floats ({type(param.data).__name__})")
+        if param.device.type == "cpu" and param.is_shared():
+            raise Unfusable(f"its parameter {name} is in memory that other processes share")
+    of_routers = {id(param) for module in model.modules() if holds_router(module) for param in module.parameters()}
+    kinds = {(param.dtype, param.device) for param in model.parameters() if id(param) not in of_routers}
+    if len(kinds) > 1:
+        raise Unfusable(f"its parameters are of more than one dtype or device: {sorted(map(str, kinds))}")
+
+
+def is_untouched(module: nn.Module) -> bool:
+    """Does it run the forward of its class, and nothing else but notes that transformers takes for itself?"""
+    forward = vars(module).get("forward")  # the norms of a private copy have one that is the same norm
+    replaced = forward is not None and getattr(forward, "__func__", None) is not fused_rms_norm
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return not replaced and all(getattr(hook, "__module__", None) == RECORDING_HOOKS for hook in hooks)
+
+
+def is_plain(param: torch.Tensor) -> bool:
+    """A dense floating tensor: not quantised, not sharded."""
+    return type(param.data) is torch.Tensor and param.layout == torch.strided and param.is_floating_point()

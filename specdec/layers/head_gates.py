@@ -1,0 +1,67 @@
+r"""Gates by head: what attention gives, or a shared expert, times the sigmoid of a product of the layer's input.
+
+    y[t, h, :] = x[t, h, :] sigmoid(g[t, h])           g = dtype(sum_s parts[s] + bias)
+
+Everything is rounded where transformers rounds it. One launch, a program a row and head.
+"""
+
+import torch
+
+from specdec.gpu.dependent_launch import TL_DTYPES, pdl_options, trigger_next, wait_for_previous
+from specdec.gpu.operations import op
+from specdec.gpu.triton_shim import KEEP, tl, triton
+from specdec.layers.product import Product, reference_finish, sum_parts
+
+
+def reference_gate_heads(x: torch.Tensor, gates: Product) -> torch.Tensor:
+    return x * reference_finish(gates).sigmoid()[..., None]
+
+
+@triton.jit
+def _gate_heads_kernel(
+    p_x: tl.tensor,  # [T, H, D]
+    p_parts: tl.tensor,  # [S, T, H]
+    p_bias: tl.tensor,  # [H] or None
+    p_out: tl.tensor,  # [T, H, D]
+    num_rows: tl.tensor,
+    num_heads: tl.tensor,
+    D: tl.tensor,
+    s_row: tl.tensor,
+    s_head: tl.tensor,
+    DTYPE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    trigger_next(PDL)
+    i_row, i_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    o_d = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    m_d = o_d < D
+    o_gate = tl.zeros([1], tl.int32) + i_head
+    part_len = num_rows.to(tl.int64) * num_heads
+    wait_for_previous(PDL)
+    b_gate = sum_parts(p_parts, p_bias, i_row * num_heads + o_gate, o_gate, o_gate >= 0, part_len, SPLITS, DTYPE)
+    b_gate = tl.sigmoid(tl.maximum(b_gate, -80.0)).to(DTYPE).to(tl.float32)  # e^80 is a float32
+    b_x = tl.load(p_x + i_row * s_row + i_head * s_head + o_d, mask=m_d, other=0.0).to(tl.float32)
+    p_out += (i_row * num_heads + i_head) * D + o_d
+    tl.store(p_out, (b_x * b_gate).to(DTYPE), mask=m_d, eviction_policy=KEEP)
+
+
+@op(reference=reference_gate_heads)
+def gate_heads(x: torch.Tensor, gates: Product) -> torch.Tensor:
+    """x [T, H, D], gates [T, H] -> [T, H, D]."""
+    num_rows, num_heads, width = x.shape
+    assert gates.parts.shape[1:] == (num_rows, num_heads) and gates.parts.is_contiguous(), f"{gates.parts.shape=}"
+    assert x.stride(2) == 1 and x.dtype == gates.dtype, f"{x.stride()=} {x.dtype=} {gates.dtype=}"
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out.numel():
+        block = min(1024, triton.next_power_of_2(width))
+        _gate_heads_kernel[(num_rows, num_heads, triton.cdiv(width, block))](
+            *(x, gates.parts, gates.bias, out, num_rows, num_heads, width, x.stride(0), x.stride(1)),
+            DTYPE=TL_DTYPES[x.dtype],
+            SPLITS=len(gates.parts),
+            BLOCK=block,
+            num_warps=1,
+            **pdl_options(x.device),
+        )
+    return out

@@ -1,0 +1,59 @@
+r"""Multi-head latent attention (DeepSeek-V3), expanded: from one narrow product to what other families' QKV product is.
+
+    [c_q | c | r] = x W_down                       latents of queries and of keys and values, and the key's rotary part
+    q_h = n_q(c_q) W_q,   [k_h | v_h] = n(c) W_kv  by head; c_q are the queries themselves where they have no latent
+    q_h, [k_h | r], v_h                            of r, and of the end of q_h, channels 2 j and 2 j + 1 are moved to
+                                                   j and R / 2 + j where the checkpoint has them interleaved
+
+The last step moves numbers and computes nothing: what transformers rotates and keeps.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from specdec.gpu.operations import Operations
+from specdec.layers.linear import linear
+from specdec.layers.norm import Gain, norm
+from specdec.layers.packed.packed_weight import Weight
+from specdec.layers.product import Product, finish
+from specdec.layers.rope_store import Heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentParts:
+    """q [Hq D, C_q] and its norm, None where queries have no latent; kv [Hq (pass + DV), C] and its norm.
+
+    rotated: channels of r, and of a query that rotate. interleaved: they turn in neighbouring pairs.
+    """
+
+    q: Weight | None
+    q_norm: Gain | None
+    kv: Weight
+    kv_norm: Gain
+    rotated: int
+    interleaved: bool
+
+
+def expand_latent(product: Product, parts: LatentParts, heads: Heads, ops: Operations) -> Product:
+    """product [T, C_q + C + rotated] -> [T, heads.width]."""
+    value = ops(finish)(product)
+    kv_width = parts.kv.shape[1]
+    q, kv, rotary = value.split([value.shape[1] - kv_width - parts.rotated, kv_width, parts.rotated], dim=-1)
+    if parts.q is not None:
+        assert parts.q_norm is not None
+        q = _normed_product(q, parts.q_norm, parts.q, ops)
+    kv = _normed_product(kv, parts.kv_norm, parts.kv, ops)
+    kept = heads.head_dim - parts.rotated
+    q_pass, q_rotary = q.unflatten(-1, (heads.num_q, -1)).split([kept, parts.rotated], -1)  # [T, heads, ..]
+    k_pass, v = kv.unflatten(-1, (heads.num_kv, -1)).split([kept, heads.v_dim], -1)
+    k_rotary = rotary[:, None].expand(-1, heads.num_kv, -1)
+    if parts.interleaved:
+        q_rotary, k_rotary = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (q_rotary, k_rotary))
+    rows = (q_pass, q_rotary), (k_pass, k_rotary), (v,)
+    return Product.of(torch.cat([torch.cat(row, -1).flatten(1) for row in rows], -1))
+
+
+def _normed_product(x: torch.Tensor, gain: Gain, weight: Weight, ops: Operations) -> torch.Tensor:
+    normed = ops(norm)(Product.of(x.contiguous()), pre=gain)[1]
+    return ops(finish)(ops(linear)(normed, weight))
