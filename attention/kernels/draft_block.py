@@ -160,7 +160,7 @@ class CopiedDraft:
     def _newest(self) -> slice:
         return slice(self.level * self.draft.topk, (self.level + 1) * self.draft.topk)
 
-    def _seen(self, window: int | None, first_key: int) -> torch.Tensor:
+    def _seen(self, window: int | None, first_key: int = 0) -> torch.Tensor:
         """[B, K, L + nodes]: what the newest level sees of the prefix and of the nodes drafted so far."""
         key_pos, committed = self.prefix[window, first_key]
         filled = (self.level + 1) * self.draft.topk
