@@ -181,8 +181,7 @@ class Drafter(Protocol):
     the output of the last layer, before the final norm). `kv_layout`: K/V of its own, in full space, by the target's
     slots; None: it keeps none. They must depend only on the tokens up to the next one, since the prefix cache shares
     them between requests. `extra_keys`: committed keys on sliding layers that it reads beyond the target's own window.
-    `reread`: tokens at the end of a cached prefix that it observes again, since it keeps results of the newest rows by
-    request; at most `extra_keys`. Their K/V are not stored again.
+    `reread`: tokens at the end of a cached prefix that it observes again, without storing; at most `extra_keys`.
     `reads_every_state`: it reads the final state of every token of a prompt; False: of the prompt's last token at most,
     so that the target may skip its last layers for the others. `fit`: the target that it was fitted to; None: it
     runs with any. `unfused`: why its own modules run although fused layers were requested; None: fused layers run, or

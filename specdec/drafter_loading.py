@@ -92,8 +92,9 @@ def _of_checkpoint(
         found.append(("its MTP modules are", lambda: _own_modules(checkpoint, target)))
     for pair in PAIRS:
         if name and resolve_name(pair.target) == name and _is_found(Checkpoint.of(pair.drafter, here)):
-            load = partial(load_any_drafter, pair.drafter, target, here, tokenizer)
-            found.append((f"drafter {pair.drafter} is", load))
+            found.append(
+                (f"drafter {pair.drafter} is", partial(load_any_drafter, pair.drafter, target, here, tokenizer))
+            )
     for what, load in found:
         try:
             return load()

@@ -180,13 +180,12 @@ class Engine:
         """Load and bind a pair.
 
         target: hub id, folder, bundled name or a loaded model (with peft adapters in place, if it has any). drafter:
-        the same, "mtp" (the modules that the target's checkpoint ships), "suffix", "ngram", "auto" (those modules, else
-        the published drafter that is on disk, else "suffix"), or None ("none"); or two, [drafter, "suffix"] or
-        "NAME,suffix": each round has a draft of the one that is expected to bring more tokens a second. tokenizer: a
-        tokenizer or its name; default: the target's own, None for a loaded module. Other arguments (revision, token,
-        trust_remote_code, quantization_config, ...) go to transformers' `from_pretrained` for the target;
-        `drafter_options` are those of the drafter, which also takes over the target's token, trust_remote_code,
-        cache_dir and local_files_only.
+        the same, "mtp" (modules of the target's checkpoint), "suffix", "ngram", "auto" (those modules, else the
+        published drafter if it is on disk, else "suffix"), or None ("none"); or two, [drafter, "suffix"] or
+        "NAME,suffix": each round has the draft that is expected to bring more tokens a second. tokenizer: one, or its
+        name; default: the target's own, None for a loaded module. Other arguments (revision, token, ...) go to
+        transformers' `from_pretrained` for the target; `drafter_options` are those of the drafter, which also takes
+        over the target's token, trust_remote_code, cache_dir and local_files_only.
         Raises CheckpointError (nothing there, tensors missing), UnsupportedModelError (a target that cannot be served
         exactly, a drafter for another target), ConfigError (bad settings).
         """
