@@ -113,7 +113,7 @@ class Scene:
         if plan.write is not None:  # as a layer does: first written, then read back
             self.table.write(layer, plan.write, block_k.flatten(0, 1), block_v.flatten(0, 1))
         window = self.window if layer == SLIDING_LAYER else None
-        pool_k, pool_v, _ = self.table.view.layer(layer)
+        (pool_k, pool_v), _ = self.table.view.layer(layer)
         keys = visible_keys(plan, window)
         options = {"scaling": SCALING, "softcap": softcap, "sinks": sinks}
         out = keys.attend(query.transpose(1, 2), pool_k, pool_v, **options)
@@ -240,7 +240,7 @@ def test_visible_keys_of_the_worked_tree(page_size: int):
 def test_the_strides_of_the_queries_do_not_matter(softcap: float | None):
     scene = Scene([9], page_size=1, window=4)
     plan = scene.table.verify(scene.rows, tree_of([CHAIN]))
-    pool_k, pool_v, _ = scene.table.view.layer(SLIDING_LAYER)
+    (pool_k, pool_v), _ = scene.table.view.layer(SLIDING_LAYER)
     query = scene.random(1, 4, NODES, 8)  # [B, Hq, N, D]
     turned = query.transpose(1, 2).contiguous().transpose(1, 2)
     assert query.is_contiguous() != turned.is_contiguous()
