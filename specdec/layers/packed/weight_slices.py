@@ -33,13 +33,17 @@ def is_packed(weight: Weight | Stacked) -> bool:
     return isinstance(weight.parts[0] if isinstance(weight, Stacked) else weight, PackedWeight)
 
 
-def rows_of(weight: Weight | Stacked, sections: Sequence[int], rank: int, count: int) -> Stacked:
-    """The rows that one of `count` ranks has of each of these sections, which they divide."""
+def rows_of(weight: Weight | Stacked, sections: Sequence[int], rank: int, count: int, unit: int = 1) -> Stacked:
+    """The rows that one of `count` ranks has of each of these sections, in whole units of rows.
+
+    Ranks divide the units of a section; where there are fewer than ranks, each unit is on several consecutive ranks.
+    """
     pieces: list[Weight] = []
     first = 0
     for section in sections:
-        own = section // count
-        pieces += range_of(weight, slice(first + rank * own, first + (rank + 1) * own))
+        own = max(section // count, unit)
+        begin = first + rank * section // count // unit * unit
+        pieces += range_of(weight, slice(begin, begin + own))
         first += section
     assert first == len(weight), f"{sections=} {weight.shape=}"
     return Stacked(pieces)

@@ -1,6 +1,7 @@
 r"""What one of R ranks has of a decoder: its heads, its columns of the MLP, and everything that is narrow.
 
     W_qkv [q | k | v heads, H]     rows of the rank's heads       its own K/V heads, in pools of its own
+    fewer K/V heads than ranks     rows of one, on several        each K/V head is stored on R / heads ranks
     W_o [H, q heads]               columns of the rank's heads    parts of a sum, by ranges of K
     W_gate, W_up [I, H]            rows                           no sum is shared
     W_down [H, I]                  columns                        parts of a sum
@@ -46,14 +47,14 @@ def share_of(parts: DecoderParts, rank: int, count: int, put: Put) -> DecoderPar
 def layer_share(parts: LayerParts, rank: int, count: int) -> LayerParts:
     """The share of one rank, of weights that `require_shares` has found to divide: views, in pieces (`Stacked`)."""
     heads, mlp, moe = parts.heads, parts.mlp, parts.moe
-    own = heads._replace(num_q=heads.num_q // count, num_kv=heads.num_kv // count)
+    own = heads._replace(num_q=heads.num_q // count, num_kv=-(-heads.num_kv // count))  # one head may be on several
     kinds = [heads.num_q] + ([heads.num_kv] * (1 if heads.values_are_keys else 2) if heads.num_kv else [])
     rows = [number * heads.head_dim for number in kinds]
     out = sum_share(parts.out, count, even=True)
     down = None if mlp is None else sum_share(mlp.down, count, even=False)
-    pieces: dict[str, Any] = {"qkv": rows_of(parts.qkv, rows, rank, count)}
+    pieces: dict[str, Any] = {"qkv": rows_of(parts.qkv, rows, rank, count, heads.head_dim)}
     if parts.qkv_bias is not None:
-        pieces["qkv_bias"] = rows_of(parts.qkv_bias, rows, rank, count)
+        pieces["qkv_bias"] = rows_of(parts.qkv_bias, rows, rank, count, heads.head_dim)
     pieces["out"] = _share_of_sum(parts.out, out, rank, count)
     if parts.out_bias is not None and out.by_rows:
         pieces["out_bias"] = rows_of(parts.out_bias, [len(parts.out_bias)], rank, count)
@@ -67,7 +68,8 @@ def layer_share(parts: LayerParts, rank: int, count: int) -> LayerParts:
         experts: Experts = map_tensors(moe.experts, lambda tensor: tensor.chunk(count)[rank])
         pieces["moe"] = replace(moe, router=router, experts=experts._replace(shared=True))
     if parts.wide_norms is not None:
-        pieces["wide_norms"] = parts.wide_norms._replace(rank=rank, num_ranks=count)
+        kv_shares = min(heads.num_kv, count)
+        pieces["wide_norms"] = parts.wide_norms._replace(rank=rank, num_ranks=count, kv_shares=kv_shares)
     if parts.sinks is not None:
         pieces["sinks"] = parts.sinks.chunk(count)[rank]
     return replace(parts, heads=own, cuts=Cuts(whole_cut(parts.qkv), out, down), **pieces)
@@ -97,8 +99,11 @@ def obstacle(parts: LayerParts, count: int) -> str | None:
     heads = parts.heads
     if parts.moe is not None and len(parts.moe.experts.gate_up) % count:
         return f"has {len(parts.moe.experts.gate_up)} experts, which {count} devices cannot share evenly"
-    if heads.num_kv % count or heads.num_q % count:
-        return f"has {heads.num_q} query and {heads.num_kv} key heads, which {count} devices cannot share evenly"
+    if heads.num_q % count or (heads.num_kv % count and count % heads.num_kv):
+        return (
+            f"has {heads.num_q} query heads and {heads.num_kv} K/V heads; a number of devices must divide the query "
+            "heads, and divide the K/V heads or be a multiple of them; use such a number, or replicas"
+        )
     sums = {"out": parts.out} if parts.mlp is None else {"out": parts.out, "down": parts.mlp.down}
     for name, weight in sums.items():
         rows, columns = weight.shape
@@ -115,7 +120,8 @@ def most_exchanged(parts: DecoderParts, count: int) -> int:
     most = 0
     for layer in parts.layers:
         if layer.wide_norms is not None:
-            most = max(most, layer.qkv.shape[0])
+            heads = layer.heads
+            most = max(most, (heads.num_q + 2 * max(heads.num_kv, count)) * heads.head_dim)
         for weight, even in [(layer.out, True)] + ([(layer.mlp.down, False)] if layer.mlp is not None else []):
             share, (rows, columns) = sum_share(weight, count, even=even), weight.shape
             most = max(most, rows, columns) if share.by_rows else max(most, whole_cut(weight).splits * rows)
