@@ -75,7 +75,7 @@ def test_kernels_read_the_group_of_each_layer(
 def test_an_assistant_reads_the_last_sliding_layer_through_the_window_of_that(
     last, make_assistant, make_engine, greedy_oracle, random_prompt, monkeypatch
 ) -> None:
-    """Of a target with two windows, whichever is last; of another window it is refused. Under the sanitizer."""
+    """A target has two windows, and either is last; an assistant of the other is refused. Under the sanitizer."""
     monkeypatch.setenv("SPECDEC_SANITIZE", "1")
     model, other = build_target("two_windows"), 11 - last
     if last == 3:
