@@ -33,16 +33,16 @@ def is_packed(weight: Weight | Stacked) -> bool:
     return isinstance(weight.parts[0] if isinstance(weight, Stacked) else weight, PackedWeight)
 
 
-def rows_of(weight: Weight | Stacked, sections: Sequence[int], rank: int, count: int, unit: int = 1) -> Stacked:
-    """The rows that one of `count` ranks has of each of these sections, in whole units of rows.
-
-    Ranks divide the units of a section; where there are fewer than ranks, each unit is on several consecutive ranks.
-    """
+def rows_of(
+    weight: Weight | Stacked, sections: Sequence[int], rank: int, count: int, parts: Sequence[int] | None = None
+) -> Stacked:
+    """The rows that one of `count` ranks has of each of these sections, which are divided into this many parts: one a
+    rank, or fewer, each on several consecutive ranks. None: one a rank."""
     pieces: list[Weight] = []
     first = 0
-    for section in sections:
-        own = max(section // count, unit)
-        begin = first + rank * section // count // unit * unit
+    for section, num_parts in zip(sections, parts or [count] * len(sections), strict=True):
+        own = section // num_parts
+        begin = first + rank * num_parts // count * own
         pieces += range_of(weight, slice(begin, begin + own))
         first += section
     assert first == len(weight), f"{sections=} {weight.shape=}"

@@ -50,11 +50,13 @@ def layer_share(parts: LayerParts, rank: int, count: int) -> LayerParts:
     own = heads._replace(num_q=heads.num_q // count, num_kv=-(-heads.num_kv // count))  # one head may be on several
     kinds = [heads.num_q] + ([heads.num_kv] * (1 if heads.values_are_keys else 2) if heads.num_kv else [])
     rows = [number * heads.head_dim for number in kinds]
+    kv_shares = min(heads.num_kv, count)
+    shares = [count] + [kv_shares] * (len(rows) - 1)
     out = sum_share(parts.out, count, even=True)
     down = None if mlp is None else sum_share(mlp.down, count, even=False)
-    pieces: dict[str, Any] = {"qkv": rows_of(parts.qkv, rows, rank, count, heads.head_dim)}
+    pieces: dict[str, Any] = {"qkv": rows_of(parts.qkv, rows, rank, count, shares)}
     if parts.qkv_bias is not None:
-        pieces["qkv_bias"] = rows_of(parts.qkv_bias, rows, rank, count, heads.head_dim)
+        pieces["qkv_bias"] = rows_of(parts.qkv_bias, rows, rank, count, shares)
     pieces["out"] = _share_of_sum(parts.out, out, rank, count)
     if parts.out_bias is not None and out.by_rows:
         pieces["out_bias"] = rows_of(parts.out_bias, [len(parts.out_bias)], rank, count)
@@ -68,7 +70,6 @@ def layer_share(parts: LayerParts, rank: int, count: int) -> LayerParts:
         experts: Experts = map_tensors(moe.experts, lambda tensor: tensor.chunk(count)[rank])
         pieces["moe"] = replace(moe, router=router, experts=experts._replace(shared=True))
     if parts.wide_norms is not None:
-        kv_shares = min(heads.num_kv, count)
         pieces["wide_norms"] = parts.wide_norms._replace(rank=rank, num_ranks=count, kv_shares=kv_shares)
     if parts.sinks is not None:
         pieces["sinks"] = parts.sinks.chunk(count)[rank]
