@@ -45,8 +45,10 @@ class PlanBackend(KVOperations, Protocol):
     def locate(self, table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_queries: int) -> PrefixTables:
         """Tables of the prefixes [0, committed_len [B]) and slots of the `num_queries` positions after each."""
 
-    def attention(self, plan: "KVPlan", group: GroupId, window: int | None) -> Attend:
-        """Attention under `plan` on layers whose K/V live in `group`, through `window` (None: full attention)."""
+    def attention(self, plan: "KVPlan", group: GroupId, window: int | None, shares: int = 1) -> Attend:
+        """Attention under `plan` on layers whose K/V live in `group`, through `window` (None: full attention).
+
+        shares: see `LayerCache`. How keys are cut follows from the heads of all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +62,6 @@ class KVPlan:
     block_len: [B] queries of each run that exist, and the run is causal; None: all of them.
     pack: the runs of which the row consists; then rows and committed_len are by run, [R].
     window_shift: added to the sliding window of every sliding layer (0 except for a frozen drafter's convention).
-    shares: devices that have as many of the heads each. How keys are cut follows from the heads of all.
     """
 
     backend: PlanBackend
@@ -74,7 +75,6 @@ class KVPlan:
     block_len: torch.Tensor | None = None
     pack: Pack | None = None
     window_shift: int = 0
-    shares: int = 1
 
     def write_slots(self, group: GroupId) -> GroupLoc:
         """[B * N] slots of the forward's own tokens in one group."""

@@ -78,13 +78,17 @@ class CacheGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One decoder layer: `owner` is the layer whose fields it reads."""
+    """One decoder layer: `owner` is the layer whose fields it reads.
+
+    shares: parts in which ranks hold its heads, one of which these fields are; 1: they are all of them.
+    """
 
     layer: int
     owner: int
     layer_type: str
     fields: tuple[CacheField, ...]
     retention: Retention
+    shares: int = 1
 
     @property
     def k(self) -> CacheField:
@@ -139,10 +143,12 @@ class KVLayout:
         return self.layers[of_type[-1].owner] if of_type else None
 
     def share(self, count: int) -> "KVLayout":
-        """The layout of one rank, where the heads of every layer are divided among `count` ranks."""
+        """The layout of one of `count` ranks, which divide the heads of every layer. Fewer heads than ranks are
+        repeated: rank r then holds head r * heads // count."""
 
         def divided(spec: LayerCache) -> LayerCache:
-            return replace(spec, fields=tuple(field._replace(heads=field.heads // count) for field in spec.fields))
+            fields = tuple(field._replace(heads=-(-field.heads // count)) for field in spec.fields)
+            return replace(spec, fields=fields, shares=min(spec.num_kv_heads, count))
 
         return KVLayout(tuple(map(divided, self.layers)))
 

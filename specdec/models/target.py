@@ -332,7 +332,7 @@ class TargetModel:
         """Put shares of the decoder and the head on ranks, and prove them. Raises as the class does."""
         decoder, head = self.decoder, self.head
         with refusing(self.name, "its shared layers do not run"), torch.inference_mode():
-            self.decoder, self.head = share_among(self.name, self.layout, decoder, head, ops, ranks)
+            self.decoder, self.head = share_among(self.name, decoder, head, ops, ranks)
             self.embed = self.decoder.get_input_embeddings()
             with torch.autocast(self.device.type, enabled=False):
                 what = difference_on_ranks(proof, self.run, ranks, self.head, head)
