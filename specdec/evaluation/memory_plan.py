@@ -86,7 +86,8 @@ def memory_plan(
     if config.tensor_parallel > 1:
         raise ConfigError(f"tensor_parallel={config.tensor_parallel}: memory is told of one device; leave it out")
     checkpoint = Checkpoint.of(target, target_options)
-    if is_drafter_config(checkpoint.config):
+    described = checkpoint.config
+    if is_drafter_config(described):
         raise ConfigError(f"target={target!r} is a drafter; give the model that it drafts for as the target")
     device = pick_device(None) if config.device is None else torch.device(config.device)
     dtype = pick_dtype(config.dtype, device, checkpoint.hf_config())
@@ -146,17 +147,16 @@ def draft_needs(drafter: str | None, target: ModelOnMeta, options: Mapping[str, 
     if not name or name in WORDS:
         return DraftNeeds()
     checkpoint = Checkpoint.of(name, options)
-    if is_assistant_config(checkpoint.config):
+    described = checkpoint.config
+    if is_assistant_config(described):
         assistant = on_meta(checkpoint, target.dtype)
         fitted = Gemma4MTPDrafter(assistant, target)
         return DraftNeeds(None, fitted.extra_keys, _weight_bytes(checkpoint, assistant))
-    if is_drafter_config(checkpoint.config):
+    if is_drafter_config(described):
         with about(f"drafter {name!r}"):
-            return DraftNeeds(kept_layout(checkpoint.config), 0, _weight_bytes(checkpoint, None))
-    if not continues_text(checkpoint.config):
-        raise UnsupportedModelError(
-            f"drafter {name!r}: model_type {checkpoint.config.get('model_type')!r} is no drafter"
-        )
+            return DraftNeeds(kept_layout(described), 0, _weight_bytes(checkpoint, None))
+    if not continues_text(described):
+        raise UnsupportedModelError(f"drafter {name!r}: model_type {described.get('model_type')!r} is no drafter")
     model = ModelOnMeta(name, on_meta(checkpoint, target.dtype))
     return DraftNeeds(model.layout.kept_in_full(), 0, _weight_bytes(checkpoint, model.model))
 

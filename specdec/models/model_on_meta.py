@@ -26,7 +26,8 @@ def model_on_meta(config: Any, dtype: torch.dtype, **options: Any) -> PreTrained
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=dtype, experts_implementation="batched_mm", **options
         )
-    return model.eval()
+    model.eval()
+    return model
 
 
 class ModelOnMeta:
