@@ -56,9 +56,9 @@ def folder_of(config, path: Path, **changes) -> str:
 )
 def test_groups_are_those_that_an_engine_allocates(drafter, page_size, monkeypatch) -> None:
     monkeypatch.setattr(sizing, "free_bytes", lambda device: 10**12)
-    sizes = ("--batch-size", "2", "--max-model-len", "300", "--page-size", str(page_size))
+    sizes = ("--batch-size", "2", "--max-model-len", "1024", "--page-size", str(page_size))
     report = planned("--drafter", drafter, *sizes)
-    config = EngineConfig(max_batch_size=2, max_model_len=300, page_size=page_size, device="cpu")
+    config = EngineConfig(max_batch_size=2, max_model_len=1024, page_size=page_size, device="cpu")
     with Engine.from_pretrained(TARGET, drafter, config=config) as engine:
         groups = {group["name"]: group["batch_bytes"] for group in report["groups"]}
         assert groups == engine.cache.bytes_by_group() and len(groups) == 2
