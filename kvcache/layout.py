@@ -152,6 +152,10 @@ class KVLayout:
 
         return KVLayout(tuple(map(divided, self.layers)))
 
+    def kept_in_full(self) -> "KVLayout":
+        """The same layers, each of which keeps every token."""
+        return KVLayout(tuple(replace(spec, layer_type=FULL_ATTENTION, retention=Full()) for spec in self.layers))
+
     @classmethod
     def uniform(cls, num_layers: int, num_kv_heads: int, head_dim: int) -> "KVLayout":
         """Layers that all keep K and V of one shape of every token, whatever window they attend through."""

@@ -34,7 +34,8 @@ from specdec.models.paused_forward import PausedForward, collected, walker_of
 from specdec.models.placeholders import Placeholders, find_placeholders
 from specdec.models.probe import LogitRule, Proof, logit_rules, probe_texts, prove, refusing, require_finite
 from specdec.models.shared_weights import SplitWeights, difference_on_ranks, on_ranks, refuse_change, share_among
-from specdec.models.unsupported import require_supported
+from specdec.models.text_decoder import find_decoder
+from specdec.models.unsupported import require_placed, require_supported
 from specdec.modules.module_watch import ModuleWatch
 from specdec.modules.private_copy import private_copy
 from specdec.sampling.softcap import softcap
@@ -80,13 +81,15 @@ class TargetModel:
         with refusing(self.name, f"{type(model).__name__} is not built as a decoder-only causal language model"):
             self.config: Any = model.config.get_text_config()
             require_supported(self.name, model, self.config)
+            require_placed(self.name, model)
             self.vocab_size = int(self.config.vocab_size)  # the user's config may change later
             self.context_length: ContextLength = context_length(self.config)
             head = model.get_output_embeddings()
             if not isinstance(head, nn.Module):
                 raise UnsupportedModelError(f"{self.name} ({type(model).__name__}) has no language-model head")
             self.layout: KVLayout = layout_from_config(self.config)
-            self.user_decoder: nn.Module = self._find_decoder()  # with the user's own attention
+            # with the user's own attention
+            self.user_decoder: nn.Module = find_decoder(self.name, model, len(self.layout.layers))
             original = ModuleWatch(model, self.user_decoder, head)  # before it is copied, so that no change is missed
             self.head: nn.Module = private_copy(head)
             self.decoder: nn.Module = private_copy(self.user_decoder)
@@ -289,22 +292,6 @@ class TargetModel:
         if hidden is None:
             hidden = torch.zeros((1, batch, self.hidden_size), dtype=self.dtype, device=self.device)
         return hidden.view(batch, -1, hidden.shape[-1])
-
-    def _find_decoder(self) -> nn.Module:
-        """The text stack: `get_decoder()`, or what lies inside it in multimodal checkpoints."""
-        decoder: Any = self.model.get_decoder()
-        while getattr(decoder, "layers", None) is None:
-            inner = getattr(decoder, "language_model", None)
-            inner = decoder.get_decoder() if inner is None and hasattr(decoder, "get_decoder") else inner
-            if inner is None or inner is decoder:
-                break
-            decoder = inner
-        if len(getattr(decoder, "layers", None) or ()) != len(self.layout.layers):
-            raise UnsupportedModelError(
-                f"{self.name}: {type(decoder).__name__} is not a stack of {len(self.layout.layers)} decoder layers"
-            )
-        found: nn.Module = decoder
-        return found
 
     def _fuse(self, ops: Operations, proof: Proof) -> str | None:
         """Replace the layers of the decoder and the head's product by fused ones; the reason if they cannot be."""
