@@ -24,7 +24,6 @@ RUNS: dict[str, tuple[list[str], str]] = {
         rf"equal +llama (?s:.*)equal {1 + len(NARROW_V)}, refused 1\n",
     ),
     "round_types.py": ([], r"\d+ types"),
-    "simulate_mixed.py": (["--loads", "1"], r"\| engine \| [\d.]+ \|"),
 }
 ELSEWHERE = {
     "api_reference.py": "test_api_reference.py",
