@@ -48,22 +48,6 @@ def check_rows(families: Sequence[str], head_dim: int, lengths: Sequence[int], n
                 yield attempt(name, _row, name, model, setting, attention, ops, prompts, wanted)
 
 
-def half_rows(lengths: Sequence[int], new: int) -> Iterator[Row]:
-    """bfloat16 with heads of real size: everything runs; where the texts part is for information only."""
-    prompts = prompts_of(lengths, VOCAB, 0)
-    for family, head_dim in (("Gemma4Text", 256), ("GptOss", 64), ("Llama", 128)):
-        model = tiny_target(family, head_dim).to(torch.bfloat16)
-        first: list[int] = []
-        for attention in ("torch", "triton"):
-            outputs, ms = _generate(model, Setting("EAGLE-3", TREE, 16), attention, None, prompts, new)
-            tokens = [token for out in outputs for token in out.token_ids]
-            first = first or tokens
-            same = sum(a == b for a, b in zip(first, tokens, strict=True))
-            name = f"{attention}, {family}, bfloat16, EAGLE-3 tree, heads of {head_dim}"
-            found = f"{same} of {len(tokens)} tokens as with torch"
-            yield Row(name, found, f"{ms:.1f} ms a token", len(tokens) == new * len(prompts))
-
-
 def _generate(
     model: PreTrainedModel, setting: Setting, attention: str, ops: Operations | None, prompts: Any, new: int
 ) -> tuple[Any, float]:

@@ -15,7 +15,7 @@ import torch
 from bench.clock import synchronize
 from bench.report import Row
 from bench.subjects import CHAIN, OPERATIONS, answers, engine_of, mixed_params, pair_of, prompts_of
-from bench.verify import answers_row
+from bench.verify import answers_row, level_row
 from specdec.config import SamplingParams
 from specdec.draft_models.ngram import NgramDrafter
 from specdec.errors import DeviceLostError
@@ -98,16 +98,7 @@ def long_rows(rounds: int) -> Iterator[Row]:
         def work() -> list[list[int]]:
             return [out.token_ids for out in engine.generate(prompts, params, progress=False)]
 
-        first, gauge, begin = work(), Gauge(ranks), time.perf_counter()
-        levels, same = [gauge.held()], True
-        while engine.stats().batches < rounds:
-            same &= work() == first
-            levels.append(gauge.held())
-        half = levels[len(levels) // 2 :]
-        grown = [last - middle for last, middle in zip(half[-1], half[0], strict=True)]
-        found = f"{grown} bytes more in the second half; answers {'as at first' if same else 'CHANGED'}"
-        ok = same and all(more <= 0 for more in grown)
-        yield Row(f"{engine.stats().batches} rounds", found, f"{time.perf_counter() - begin:.0f} s", ok)
+        yield level_row(engine, work, rounds, Gauge(ranks).held)
 
 
 def stalled_rows() -> Iterator[Row]:
