@@ -1,7 +1,4 @@
-"""Exchanges between two GPUs by size, next to a copy and to NCCL, and steps of targets that are split.
-
-Layers are few, and what the published depth takes is computed from two depths.
-"""
+"""Exchanges between two GPUs by size, next to a copy and to NCCL. Steps of split targets: `rounds --devices 2`."""
 
 import json
 import os
@@ -14,21 +11,16 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from bench.device import free_memory  # isort: skip - before triton
 import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
 from bench.clock import synchronize, wall_seconds
 from bench.report import Row
-from bench.subjects import engine_of, pair_of, prompts_of
-from specdec.config import SamplingParams
-from specdec.evaluation.model_shapes import Shrink
 from specdec.gpu import exchange_kernels
 from specdec.gpu import ranks as ranks_module
 from specdec.gpu.cuda_capture import CudaCapture
 from specdec.gpu.ranks import PeerRanks, Ranks, make_ranks
-from specdec.models.target import TargetModel
 
 EXCHANGES = 84
 WIDTH, PARTS = 4096, 2
@@ -36,38 +28,15 @@ EXPERT_WIDTH = 2816
 """Hidden size of Gemma 4 26B-A4B."""
 TOP_K = 8
 """Experts a token of that model."""
-TWO_DEPTHS = {
-    "llama-8b": (4, 8),
-    "gemma4-31b": (6, 12),
-    "gemma4-e4b": (6, 12),
-    "gemma4-26b-a4b": (6, 12),
-    "llama-70b": (3, 6),
-}
-
-
-def not_exchanged(ranks: PeerRanks, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What `PeerRanks.gather` returns, without the exchange: whatever the buffers hold."""
-    shape = (len(ranks) * len(parts[0]), *parts[0].shape[1:])
-    return [buffer[: len(ranks) * parts[0].numel()].view(shape) for buffer in ranks._buffers]
-
-
-def not_selected(ranks: PeerRanks, parts: Sequence[torch.Tensor], _owners: object) -> list[torch.Tensor]:
-    """What `PeerRanks.select` returns, without the exchange."""
-    return [buffer[: parts[0].numel()].view(parts[0].shape) for buffer in ranks._buffers]
-
 
 FORMS: dict[str, list[tuple[Any, dict[str, Any]]]] = {
-    "one GPU": [],
-    "a share": [(PeerRanks, {"gather": not_exchanged, "select": not_selected})],
     "TP=2": [],
     "all tagged": [(exchange_kernels, {"TAGGED": 2**26})],
     "flags": [(exchange_kernels, {"TAGGED": 0})],
     "two launches": [(PeerRanks, {"_halves": lambda _: ("push", "wait")})],
     "plain launches": [(ranks_module, {"pdl_options": lambda _: {"PDL": False}})],
 }
-"""What is timed, all but the first on two GPUs, and what is replaced for that. Of a share nothing is exchanged, so that
-numbers are wrong; those after it differ in their exchanges."""
-BASES = ("one GPU", "a share")
+"""What is timed, and what is replaced for that."""
 
 
 @contextmanager
@@ -171,48 +140,3 @@ def nccl_rows(rows: Sequence[int]) -> Iterator[Row]:
         multiprocessing.spawn(_nccl_process, (tuple(rows), f"{folder}/store", str(found)), nprocs=2)
         for size, us in zip(rows, json.loads(found.read_text("utf-8")), strict=True):
             yield Row(f"NCCL, all-reduce of {size} rows, captured", "", f"{us:.2f} us")
-
-
-def step_ms(target: TargetModel, drafter: Any, devices: int, batch: int) -> float:
-    """A plain step, or a round of 4 drafts, of requests that all decode after 1,024 tokens."""
-    with engine_of(target, drafter, tensor_parallel=devices, max_batch_size=batch) as engine:
-        params = SamplingParams(max_new_tokens=900, ignore_eos=True)
-        handles = engine.submit_many(prompts_of([1024] * batch, target.vocab_size, batch), params)
-        while any(handle.num_output < 10 for handle in handles):
-            engine.step()
-
-        def steps() -> None:
-            for _ in range(16):
-                engine.step()
-
-        return wall_seconds(steps, [torch.device("cuda", rank) for rank in range(devices)], 1) / 16 * 1e3
-
-
-def steps_rows(
-    timed: Sequence[str], batches: Sequence[int], kinds: Sequence[str], forms: Sequence[str]
-) -> Iterator[Row]:
-    """Plain steps ("none") and rounds ("own") of one and of two GPUs at two depths, and what follows for all layers."""
-    every = (*BASES, *forms)
-    for name in timed:
-        few, more = TWO_DEPTHS[name]
-        took: dict[tuple[str, int, str, int], float] = {}
-        for layers in (more, few):
-            pair = pair_of(name, layers, deterministic=True)
-            drafters = {kind: pair.drafter(kind) for kind in kinds}
-            for kind, batch, form in product(kinds, batches, every):
-                with exchanging(form):
-                    ms = step_ms(pair.target, drafters[kind], 1 if form == "one GPU" else 2, batch)
-                took[kind, layers, form, batch] = ms
-                yield Row(f"{name}, {layers} layers, {kind} drafter, batch {batch}, {form}", "", f"{ms:.3f} ms")
-            depth = pair.shape.target(Shrink()).num_hidden_layers
-            del pair, drafters
-            free_memory()
-        for kind, batch in product(kinds, batches):
-            short, long = ({form: took[kind, layers, form, batch] for form in every} for layers in (few, more))
-            layer = {form: (long[form] - short[form]) / (more - few) * 1e3 for form in every}
-            for form in every:
-                half, share = ((layer[form] - less) / 2 for less in (layer["one GPU"] / 2, layer["a share"]))
-                whole = short[form] + layer[form] / 1e3 * (depth - few)
-                found = f"{layer[form]:.1f} us a layer; a sum {half:.1f} us above half, {share:.1f} above a share"
-                name_of = f"{name}, {kind} drafter, batch {batch}, by layers, {form}"
-                yield Row(name_of, found, f"of {depth} layers {whole:.2f} ms")

@@ -43,9 +43,9 @@ BLOCK_CASES: dict[str, tuple[str, SpecConfig | None, float | None]] = {
 """What is timed: the drafter, its draft, and how many plain steps a round may take."""
 
 
-def subject_of(pair: str, drafts: Mapping[str, SpecConfig | None], layers: int) -> Subject:
+def subject_of(pair: str, drafts: Mapping[str, SpecConfig | None], layers: int, devices: int = 1) -> Subject:
     name, _, weights = pair.partition(":")
-    config = EngineConfig(device=DEVICE)
+    config = EngineConfig(device=DEVICE, tensor_parallel=devices, fused=devices > 1 or "auto")
     return random_subject(
         find_shape(name),
         drafts,
@@ -84,6 +84,7 @@ def cells_rows(
     drafts: Sequence[str],
     rounds: int,
     layers: int,
+    devices: int,
     unchecked: bool,
 ) -> Iterator[Row]:
     """A shape that does not fit or run is a row, and the others are measured."""
@@ -94,7 +95,7 @@ def cells_rows(
 
         def rows(pair: str = pair, wanted: Any = wanted) -> Iterator[Row]:
             begin = time.perf_counter()
-            subject = subject_of(pair, wanted, layers)
+            subject = subject_of(pair, wanted, layers, devices)
             yield Row(pair, about(subject), f"made in {time.perf_counter() - begin:.1f} s")
             for context in contexts:
                 for batch in batches:
