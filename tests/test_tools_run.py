@@ -28,7 +28,6 @@ RUNS: dict[str, tuple[list[str], str]] = {
 ELSEWHERE = {
     "api_reference.py": "test_api_reference.py",
     "check_dist.py": "test_packaging.py",
-    "check_eagle3.py": "needs the packages that it compares with",
     "code_lists.py": "test_code_lists.py",
     "distil_shallow_target.py": "made a file of the tests once",
     "hostile.py": "test_serve_soak.py",
