@@ -4,12 +4,8 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import product
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,10 +13,8 @@ from torch import multiprocessing
 
 from bench.clock import synchronize, wall_seconds
 from bench.report import Row
-from specdec.gpu import exchange_kernels
-from specdec.gpu import ranks as ranks_module
 from specdec.gpu.cuda_capture import CudaCapture
-from specdec.gpu.ranks import PeerRanks, Ranks, make_ranks
+from specdec.gpu.ranks import Ranks, make_ranks
 
 EXCHANGES = 84
 WIDTH, PARTS = 4096, 2
@@ -29,45 +23,23 @@ EXPERT_WIDTH = 2816
 TOP_K = 8
 """Experts a token of that model."""
 
-FORMS: dict[str, list[tuple[Any, dict[str, Any]]]] = {
-    "TP=2": [],
-    "all tagged": [(exchange_kernels, {"TAGGED": 2**26})],
-    "flags": [(exchange_kernels, {"TAGGED": 0})],
-    "two launches": [(PeerRanks, {"_halves": lambda _: ("push", "wait")})],
-    "plain launches": [(ranks_module, {"pdl_options": lambda _: {"PDL": False}})],
-}
-"""What is timed, and what is replaced for that."""
 
-
-@contextmanager
-def exchanging(form: str) -> Iterator[None]:
-    """Engines made inside exchange as this form does."""
-    with ExitStack() as patches:
-        for owner, replaced in FORMS[form]:
-            patches.enter_context(mock.patch.multiple(owner, **replaced))
-        yield
-
-
-def exchange_rows(forms: Sequence[str], rows: Sequence[int], expert_rows: Sequence[int]) -> Iterator[Row]:
+def exchange_rows(rows: Sequence[int], expert_rows: Sequence[int]) -> Iterator[Row]:
     """The parts of a row-parallel product, and of experts, of which each rank has about half."""
-    for size, form in product(rows, forms):
-        with exchanging(form):
-            ranks = make_ranks(torch.device("cuda:0"), 2)
-            ranks.reserve(2 * PARTS * size * WIDTH)
-            parts = [torch.randn(PARTS, size, WIDTH, device=device) for device in ranks.devices]
-            want = torch.cat([part.cpu() for part in parts])
-            name = f"{size} rows, {PARTS * size * WIDTH * 4 / 1024:.0f} KiB a rank, {form}"
-            yield from _exchanges(name, ranks, parts, partial(ranks.gather, parts), want)
-    for size, form in product(expert_rows, forms):
-        with exchanging(form):
-            ranks = make_ranks(torch.device("cuda:0"), 2)
-            ranks.reserve(TOP_K * size * EXPERT_WIDTH)
-            parts = [torch.randn(TOP_K, size, EXPERT_WIDTH, device=device) for device in ranks.devices]
-            first = torch.randint(-1, 1, (size, TOP_K), dtype=torch.int32)
-            owners = [own.to(device) for own, device in zip((first, -1 - first), ranks.devices, strict=True)]
-            want = torch.where((first.t() >= 0)[..., None], *(part.cpu() for part in parts))
-            name = f"experts of {size} rows, {TOP_K * size * EXPERT_WIDTH * 4 / 1024:.0f} KiB in all, {form}"
-            yield from _exchanges(name, ranks, parts, partial(ranks.select, parts, owners), want)
+    ranks = make_ranks(torch.device("cuda:0"), 2)
+    ranks.reserve(max(*(2 * PARTS * size * WIDTH for size in rows), *(TOP_K * s * EXPERT_WIDTH for s in expert_rows)))
+    for size in rows:
+        parts = [torch.randn(PARTS, size, WIDTH, device=device) for device in ranks.devices]
+        want = torch.cat([part.cpu() for part in parts])
+        name = f"{size} rows, {PARTS * size * WIDTH * 4 / 1024:.0f} KiB a rank"
+        yield from _exchanges(name, ranks, parts, partial(ranks.gather, parts), want)
+    for size in expert_rows:
+        parts = [torch.randn(TOP_K, size, EXPERT_WIDTH, device=device) for device in ranks.devices]
+        first = torch.randint(-1, 1, (size, TOP_K), dtype=torch.int32)
+        owners = [own.to(device) for own, device in zip((first, -1 - first), ranks.devices, strict=True)]
+        want = torch.where((first.t() >= 0)[..., None], *(part.cpu() for part in parts))
+        name = f"experts of {size} rows, {TOP_K * size * EXPERT_WIDTH * 4 / 1024:.0f} KiB in all"
+        yield from _exchanges(name, ranks, parts, partial(ranks.select, parts, owners), want)
 
 
 def _exchanges(

@@ -17,7 +17,7 @@ import torch
 
 from bench.figures import E4B, readme_rows
 from bench.report import Row
-from bench.subjects import engine_of, prompt_ms, random_block
+from bench.subjects import random_block
 from bench.verify import guarded
 from specdec.config import EngineConfig, SpecConfig
 from specdec.evaluation.model_shapes import ON_REQUEST, find_shape
@@ -113,17 +113,6 @@ def about(subject: Subject) -> str:
     peak = "" if ON_CPU else f", peak {torch.cuda.max_memory_allocated() / 1e9:.1f}"
     fused = "fused" if subject.target.unfused is None else f"not fused: {subject.target.unfused}"
     return f"{stored.bytes / 1e9:.2f} GB{peak}, {stored.words(subject.dtype)}, {fused}"
-
-
-def prompt_rows(shapes: Sequence[str], prompts: Sequence[int], layers: int) -> Iterator[Row]:
-    """A prompt in one chunk."""
-    for pair in shapes:
-        subject = subject_of(pair, {PLAIN: None}, layers)
-        for length in prompts:
-            sizes = {"max_batch_size": 1, "max_model_len": length + 64, "prefill_chunk": length, "prefix_cache": False}
-            with engine_of(subject.target, None, **sizes) as engine:
-                ms = prompt_ms(engine, subject.prompts(1, length)[0])
-            yield Row(f"{pair}, a prompt of {length}", "", f"{ms:.2f} ms")
 
 
 def block_rows(rounds: int, context: int, layers: int) -> Iterator[Row]:
