@@ -29,7 +29,6 @@ from bench.clock import bandwidth_row, best_tiles, copies_of, graph_seconds, tim
 from bench.report import Row
 from bench.verify import DTYPES, attempt, closeness_row, distance, poison
 from specdec.attention.kernels import paged_attention as pa
-from specdec.attention.kernels import paged_attention_kernels
 from specdec.attention.kernels.key_tiles import padded_channels
 from specdec.attention.kernels.ragged_attention import choose_ragged
 from specdec.attention.kernels.tree_attention import RowTiles
@@ -157,12 +156,6 @@ def check_rows(kernel: str, small: bool) -> Iterator[Row]:
 
         title = f"{kernel} attention: {name}"
         yield attempt(title, closeness_row, title, worst)
-    if kernel == "paged" and not ON_CPU:
-        cache = paged_attention_kernels.attend_kernel.device_caches[torch.cuda.current_device()][0]
-        before = len(cache)
-        for length, num_rows, window in itertools.product([5, 16, 1024, 2000], [9, 16], [None, 64]):
-            prepare_paged(case(2, length, num_rows, (8, 2), 256, window=window)).run()
-        yield Row("variants compiled for 16 launches of other lengths", str(len(cache) - before))
 
 
 def calls_of(kernel: str, shape: Shape, copies: int | None = None) -> list[Callable[..., torch.Tensor]]:

@@ -48,24 +48,16 @@ def check_rows(families: Sequence[str], head_dim: int, lengths: Sequence[int], n
                 yield attempt(name, _row, name, model, setting, attention, ops, prompts, wanted)
 
 
-def _generate(
-    model: PreTrainedModel, setting: Setting, attention: str, ops: Operations | None, prompts: Any, new: int
-) -> tuple[Any, float]:
-    """(outputs, milliseconds a token), kernels compiled before."""
-    engine = tiny_engine(TargetModel(model, ops), setting, attention=attention, **SIZES)
-    for _ in range(1 if ON_CPU else 2):
-        begin = time.perf_counter()
-        outputs = engine.generate(prompts, SamplingParams(max_new_tokens=new), progress=False)
-        seconds = time.perf_counter() - begin
-    engine.table.check()
-    return outputs, 1e3 * seconds / sum(len(out.token_ids) for out in outputs)
-
-
 def _row(
     name: str, model: PreTrainedModel, setting: Setting, attention: str, ops: Operations, prompts: Any, wanted: Wanted
 ) -> Row:
     new = len(wanted[0][0])
-    outputs, ms = _generate(model, setting, attention, ops, prompts, new)
+    engine = tiny_engine(TargetModel(model, ops), setting, attention=attention, **SIZES)
+    for _ in range(1 if ON_CPU else 2):  # the first time kernels are compiled
+        begin = time.perf_counter()
+        outputs = engine.generate(prompts, SamplingParams(max_new_tokens=new), progress=False)
+        ms = (time.perf_counter() - begin) * 1e3 / sum(len(out.token_ids) for out in outputs)
+    engine.table.check()
     wrong, ties = _differences([out.token_ids for out in outputs], wanted)
     accepted = sum(sum(out.stats.accepted_counts) for out in outputs)
     found = f"{wrong} of {new * len(prompts)} tokens differ"

@@ -28,7 +28,6 @@ from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.drafter_loading import load_any_drafter
 from specdec.evaluation.contest import Contestant, take_turns
 from specdec.evaluation.gsm8k_report import is_correct, wilson_interval
-from specdec.models.target import TargetModel
 from specdec.text.prompt_files import Problem, read_prompts
 
 RUNS: dict[str, tuple[str, SpecConfig]] = {
@@ -92,19 +91,12 @@ def decode(engine: Engine, batch: int, params: SamplingParams, prompts: Sequence
     return [handle.output().token_ids for handle in handles]
 
 
-def drafter_of(kind: str, name: str, target: TargetModel) -> Any:
-    """A new drafter for the target."""
-    if kind == "none":
-        return None
-    return load_any_drafter(kind if kind in ("ngram", "suffix") else name, target)
-
-
 def engines_of(plain: Engine, drafter: str, runs: Sequence[str], **config: Any) -> dict[str, Engine]:
     """An engine for each way, over the target of `plain`, in order where `deterministic` is among the fields."""
     target, made = plain.target.as_deterministic() if "deterministic" in config else plain.target, {}
     for run in runs:
         kind, spec = RUNS[run]
-        each = drafter_of(kind, drafter, target)
+        each = None if kind == "none" else load_any_drafter(drafter if kind == "own" else kind, target)
         made[run] = Engine(target, each, tokenizer=plain.tokenizer, spec=spec, config=EngineConfig(**config))
     return made
 
