@@ -224,10 +224,8 @@ def warm_jobs(kernel: str, only: Sequence[str], small: bool) -> list[Callable[[]
         for (dtype, _), tiles in itertools.product(DTYPES.values(), checked_tiles(kernel)):
             each = reduced(shape) if small else shape
             jobs.append(lambda each=each, dtype=dtype, tiles=tiles: error_of(kernel, each, dtype, tiles))
-    seen = set()
-    for shape in chosen(TIMED[kernel], only).values():
-        key = tuple(shape.get(part) for part in COMPILED)
-        if key not in seen and not small:
-            seen.add(key)
-            jobs.append(lambda shape=shape: calls_of(kernel, {**shape, "length": min(shape["length"], 1024)}, 1)[0]())
+    if not small:
+        every = {tuple(map(shape.get, COMPILED)): shape for shape in chosen(TIMED[kernel], only).values()}
+        short = [{**shape, "length": min(shape["length"], 1024)} for shape in every.values()]
+        jobs += [lambda shape=shape: calls_of(kernel, shape, 1)[0]() for shape in short]
     return jobs

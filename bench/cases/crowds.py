@@ -79,13 +79,9 @@ def crowd_rows(families: tuple[str, ...], head_dim: int, requests: int, longest:
             for graphs, sanitize in ((True, True),) if ON_CPU else ((True, False), (True, True), (False, True)):
                 name = f"crowd of {requests}, {family}, {setting.words}"
                 name += f"{', captured' if graphs else ''}{', sanitized' if sanitize else ''}"
-                with_sanitizer(sanitize)
+                os.environ[SANITIZE] = str(int(sanitize))
                 yield attempt(name, _crowd_row, name, bound, setting, asked, alone, graphs, longest)
-    with_sanitizer(False)
-
-
-def with_sanitizer(on: bool) -> None:
-    os.environ[SANITIZE] = str(int(on))
+    os.environ[SANITIZE] = "0"
 
 
 def _crowd_row(

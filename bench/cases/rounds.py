@@ -7,10 +7,8 @@ second is shown: before the first, kernels are compiled, and the clock of a GPU 
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 from bench.device import DEVICE, DIVISOR, ON_CPU  # isort: skip - before triton
 import torch
@@ -21,15 +19,11 @@ from bench.subjects import random_block
 from bench.verify import guarded
 from specdec.config import EngineConfig, SpecConfig
 from specdec.evaluation.model_shapes import ON_REQUEST, find_shape
-from specdec.evaluation.phases import phase_run
-from specdec.evaluation.phases.parity import Parity
 from specdec.evaluation.phases.phase_report import Cell
 from specdec.evaluation.phases.phase_run import PLAIN, Plan, Subject, run_phases
 from specdec.evaluation.phases.random_weights import random_subject
 from specdec.models.weight_storage import stored_weights
 
-WIDE_TREES = {"llama-70b": ("tree60",)}
-"""Drafts measured of a shape beyond those that are asked for."""
 BLOCK = 16
 LAST = BLOCK - 1
 """Drafts of a block."""
@@ -56,20 +50,18 @@ def subject_of(pair: str, drafts: Mapping[str, SpecConfig | None], layers: int, 
     )
 
 
-def measured(subject: Subject, draft: str, batch: int, context: int, rounds: int, checked: bool = True) -> Cell:
+def measured(subject: Subject, draft: str, batch: int, context: int, rounds: int) -> Cell:
     """One cell, the second of two."""
     plan = Plan(batches=[batch], contexts=[context], rounds=rounds)
     one = replace(subject, drafts={draft: subject.drafts[draft]})
-    passed = Parity(passed=True, tokens=0, exact=0, worst=0.0, tolerance=0.0)
-    with nullcontext() if checked else mock.patch.object(phase_run, "check_parity", return_value=passed):
-        for _ in range(1 if ON_CPU else 2):
-            [cell] = run_phases(one, plan).cells
+    for _ in range(1 if ON_CPU else 2):
+        [cell] = run_phases(one, plan).cells
     return cell
 
 
 def cell_row(name: str, cell: Cell, note: str = "", *, ok: bool = True) -> Row:
     ms = {stage: f"{spread.median:.2f}" for stage, spread in cell.ms.items()}
-    checked = cell.parity.words if cell.parity and cell.parity.tokens else "not checked"
+    checked = cell.parity.words if cell.parity else ""
     figures: dict[str, object] = {"batch": cell.batch, "context": cell.context, "run": cell.run}
     figures |= {"ms a round": ms.get("round", ""), "floor": f"{cell.floor_ms:.2f}"}
     figures["x floor"] = "" if cell.x_floor is None else f"{cell.x_floor:.2f}"
@@ -85,13 +77,12 @@ def cells_rows(
     rounds: int,
     layers: int,
     devices: int,
-    unchecked: bool,
 ) -> Iterator[Row]:
     """A shape that does not fit or run is a row, and the others are measured."""
     for pair in shapes:
         shape = find_shape(pair.partition(":")[0])
         known = {PLAIN: None, **shape.drafts, **ON_REQUEST}
-        wanted = {name: known[name] for name in (*drafts, *WIDE_TREES.get(shape.name, ()))}
+        wanted = {name: known[name] for name in drafts}
 
         def rows(pair: str = pair, wanted: Any = wanted) -> Iterator[Row]:
             begin = time.perf_counter()
@@ -100,7 +91,7 @@ def cells_rows(
             for context in contexts:
                 for batch in batches:
                     for draft in wanted:
-                        yield cell_row(pair, measured(subject, draft, batch, context, rounds, not unchecked))
+                        yield cell_row(pair, measured(subject, draft, batch, context, rounds))
 
         yield from guarded(pair, rows())
         if not ON_CPU:
