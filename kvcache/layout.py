@@ -153,7 +153,7 @@ class KVLayout:
         return KVLayout(tuple(map(divided, self.layers)))
 
     def kept_in_full(self) -> "KVLayout":
-        """The same layers, each of which keeps every token."""
+        """These layers, each of which keeps every token."""
         return KVLayout(tuple(replace(spec, layer_type=FULL_ATTENTION, retention=Full()) for spec in self.layers))
 
     @classmethod
@@ -163,7 +163,7 @@ class KVLayout:
         return cls(tuple(LayerCache(layer, layer, *shape) for layer in range(num_layers)))
 
     def rounded(self) -> "KVLayout":
-        """The same layers, with fields of 8 bits."""
+        """These layers, with fields of 8 bits."""
 
         def narrowed(spec: LayerCache) -> LayerCache:
             return replace(spec, fields=tuple(field._replace(rounded=True) for field in spec.fields))

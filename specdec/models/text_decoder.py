@@ -1,4 +1,4 @@
-"""Where the text stack of a model is."""
+"""Finds the text stack of a model."""
 
 from typing import Any
 
