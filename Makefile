@@ -41,7 +41,7 @@ test-latest:  ## the tests on the newest versions that a plain install takes, in
 	$(TEST_ENV) $(LATEST)/bin/pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 gpu-test: $(VENV)/.run  ## on a CUDA device: kernels, timings and the engine as one table (ARGS="--out FILE")
-	$(BIN)/python -m bench paged-attention tables greedy graphs crowd $(ARGS)
+	$(BIN)/python -m bench paged-attention tables greedy crowd $(ARGS)
 
 # `make check test` finds the layout among the tests
 check: lint size $(if $(filter test,$(MAKECMDGOALS)),,layout) types  ## lint, format, file sizes, layout, types

@@ -8,6 +8,7 @@ copy of a model names the function (`private_copy.py`), so a user's model is lef
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any, NamedTuple, Protocol, Unpack
 
 import torch
@@ -101,7 +102,7 @@ Window = int | None
 class ForwardContext:
     """One forward: its plan, the view it reads and writes KV through, and each layer's window.
 
-    `attention` maps (group, window) to the attention of layers with them; made here, for this forward.
+    `attention` maps (group, window, shares) to the attention of layers with them; made here, for this forward.
     `states` collects the hidden states [1, B*N, H] entering the layers that it has as keys.
     `peers` are the same forward on the ranks after the first, each with its own heads; none on one device.
     """
@@ -109,7 +110,7 @@ class ForwardContext:
     plan: KVPlan
     view: KVView
     windows: Sequence[Window]
-    attention: dict[tuple[GroupId, Window], Attend]
+    attention: dict[tuple[GroupId, Window, int], Attend]
     states: dict[int, torch.Tensor | None]
     peers: tuple["ForwardContext", ...] = ()
 
@@ -120,7 +121,6 @@ class ForwardContext:
         """`windows[i]` is the sliding window of worker layer i, None on full layers; aux_layers: see `states`."""
         if view.ranks is None:
             return cls._of_rank(plan, view, windows, aux_layers)
-        plan = replace(plan, shares=len(view.ranks))
         context = cls._of_rank(plan, view, windows, aux_layers)
         view.ranks.begin()
         peers = []
@@ -133,7 +133,7 @@ class ForwardContext:
     def _of_rank(
         cls, plan: KVPlan, view: KVView, windows: Sequence[Window], aux_layers: Sequence[int]
     ) -> "ForwardContext":
-        kinds = {(view.layer(layer).group, window) for layer, window in enumerate(windows)}
+        kinds = {(view.layer(layer).group, window, view.shares(layer)) for layer, window in enumerate(windows)}
         attention = {kind: plan.backend.attention(plan, *kind) for kind in kinds}
         return cls(plan, view, windows, attention, dict.fromkeys(aux_layers))
 
@@ -167,7 +167,7 @@ class ForwardContext:
 
     def _attend_own(self, layer: int, q: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
         kept = self.view.layer(layer)
-        attend = self.attention[kept.group, self.windows[layer]]
+        attend = self.attention[kept.group, self.windows[layer], self.view.shares(layer)]
         shape = self.plan.positions.shape  # of a tile there may be more rows than B * N, and the rest is padding
         num_rows, num_queries = q.shape[0], shape.numel()
         query = q[:num_queries].view(*shape, *q.shape[1:]).transpose(1, 2)  # [B, Hq, N, D]
@@ -176,15 +176,18 @@ class ForwardContext:
 
     def _attend_on_ranks(self, layer: int, q: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
         """`attend_rows` for a model on rank 0 that reads K/V which are lent: every rank attends with the queries of the
-        heads that it has, and rank 0 collects [T, Hq, D]."""
+        heads that it has, and rank 0 collects [T, Hq, D]. Ranks with the same K/V head attend with the same queries
+        where there are too few to divide."""
         ranks = self.view.ranks
         assert ranks is not None and options.get("sinks") is None, f"{options.keys()=}"
-        attended = []
+        count, attended = len(ranks), []
+        parts = gcd(q.shape[1], count)
         for rank, (context, sent) in enumerate(zip((self, *self.peers), ranks.send(q), strict=True)):
             with ranks.on(rank):
-                heads = sent.chunk(len(ranks), dim=1)[rank].contiguous()
+                heads = sent.chunk(parts, dim=1)[rank * parts // count].contiguous()
                 attended.append(context._attend_own(layer, heads, **options))
-        return ranks.collect(attended).transpose(0, 1).flatten(1, 2)  # [R, T, Hq / R, D]
+        by_part = ranks.collect(attended)[:: count // parts]  # [parts, T, Hq / parts, D]
+        return by_part.transpose(0, 1).flatten(1, 2)
 
 
 def record_states(layers: Sequence[nn.Module]) -> None:

@@ -45,16 +45,16 @@ class CheckedBackend:
         self.locate, self.expand, self.select_tree = backend.locate, backend.expand, backend.select_tree
         self.store, self.move = backend.store, backend.move
 
-    def attention(self, plan: KVPlan, group: GroupId, window: int | None) -> Attend:
+    def attention(self, plan: KVPlan, group: GroupId, window: int | None, shares: int = 1) -> Attend:
         if plan.pack is not None:
             self._check_pack(plan, plan.pack, group, window)
-            return CheckedAttention(self, self.backend.attention(plan, group, window), plan, group)
+            return CheckedAttention(self, self.backend.attention(plan, group, window, shares), plan, group)
         self._check_lengths(plan)
         slots = self.sanitizer.table.slots.tensor[plan.rows]  # [B, W] of each row, by position
         slots = self.sanitizer.allocator.translate(group, PrimaryLoc(slots))
         self._check_writes(plan, group, slots)
         self._check_reads(plan, group, slots)
-        return CheckedAttention(self, self.backend.attention(plan, group, window), plan, group)
+        return CheckedAttention(self, self.backend.attention(plan, group, window, shares), plan, group)
 
     def draft_block(self, store: KVStore, draft: Draft) -> DraftBlock:
         return CheckedDraft(self.backend.draft_block(store, draft), draft, self.sanitizer)

@@ -45,8 +45,10 @@ class PlanBackend(KVOperations, Protocol):
     def locate(self, table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_queries: int) -> PrefixTables:
         """Tables of the prefixes [0, committed_len [B]) and slots of the `num_queries` positions after each."""
 
-    def attention(self, plan: "KVPlan", group: GroupId, window: int | None) -> Attend:
-        """Attention under `plan` on layers whose K/V live in `group`, through `window` (None: full attention)."""
+    def attention(self, plan: "KVPlan", group: GroupId, window: int | None, shares: int = 1) -> Attend:
+        """Attention under `plan` on layers whose K/V live in `group`, through `window` (None: full attention).
+
+        shares: see `LayerCache`. How keys are cut follows from the heads of all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +63,6 @@ class KVPlan:
     pack: the runs of which the row consists; then rows and committed_len are by run, [R].
     window_shift: added to the sliding window of every sliding layer (0 except for a frozen drafter's convention).
     first_key: keys before this position do not exist, but for a query's own (modules that begin later than the text).
-    shares: devices that have as many of the heads each. How keys are cut follows from the heads of all.
     """
 
     backend: PlanBackend
@@ -76,7 +77,6 @@ class KVPlan:
     pack: Pack | None = None
     window_shift: int = 0
     first_key: int = 0
-    shares: int = 1
 
     def write_slots(self, group: GroupId) -> GroupLoc:
         """[B * N] slots of the forward's own tokens in one group."""

@@ -32,7 +32,7 @@ class TorchBackend:
     def locate(self, table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_queries: int) -> PageTables:
         return locate_prefixes(reference_build_page_tables, table, rows, committed_len, num_queries)
 
-    def attention(self, plan: KVPlan, group: GroupId, window: int | None) -> Attend:
+    def attention(self, plan: KVPlan, group: GroupId, window: int | None, shares: int = 1) -> Attend:
         if plan.pack is not None:
             assert isinstance(plan.prefix, PackTables), f"a pack with {type(plan.prefix).__name__}"
             if self.captured and not self.deterministic:

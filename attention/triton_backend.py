@@ -34,12 +34,12 @@ class TritonBackend:
     def locate(self, table: RequestTable, rows: Rows, committed_len: torch.Tensor, num_queries: int) -> PageTables:
         return locate_prefixes(build_page_tables, table, rows, committed_len, num_queries)
 
-    def attention(self, plan: KVPlan, group: GroupId, window: int | None) -> Attend:
+    def attention(self, plan: KVPlan, group: GroupId, window: int | None, shares: int = 1) -> Attend:
         if plan.pack is not None:
             assert isinstance(plan.prefix, PackTables), f"a pack with {type(plan.prefix).__name__}"
-            return RaggedAttention(plan.pack, plan.prefix.of(group), window, self.deterministic, plan.shares)
+            return RaggedAttention(plan.pack, plan.prefix.of(group), window, self.deterministic, shares)
         assert isinstance(plan.prefix, PageTables), f"no pack with {type(plan.prefix).__name__}"
-        attend = partial(tree_attention, shares=plan.shares)
+        attend = partial(tree_attention, shares=shares)
         return PathAttention.of(attend, own_keys, plan, plan.prefix.of(group), group, window)
 
     def draft_block(self, store: KVStore, draft: Draft) -> DraftBlock:

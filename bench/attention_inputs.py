@@ -1,4 +1,4 @@
-"""Inputs of attention: a committed prefix in shuffled pages, and a block of rows after it; both kernels over them."""
+"""Inputs of attention: a committed prefix in shuffled pages, and a block of rows after it; each kernel over them."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,10 +10,13 @@ from bench.verify import in_float64
 from specdec.attention.deterministic_attention import deterministic_attention
 from specdec.attention.kernels import paged_attention as pa
 from specdec.attention.kernels.own_keys import own_keys, reference_own_keys
+from specdec.attention.kernels.ragged_attention import ragged_attention
 from specdec.attention.kernels.tree_attention import tree_attention
+from specdec.attention.pack import Lines, Pack
 
 Shape = dict[str, Any]
-"""Arguments of `make_inputs`, and: kind of the rows, level of a draft's newest nodes, softcap, sinks."""
+"""Arguments of `make_inputs`, and: kind of the rows, level of a draft's newest nodes, exact, softcap,
+sinks."""
 
 
 class Prepared(NamedTuple):
@@ -133,7 +136,27 @@ def prepare_paged(shape: Shape) -> Prepared:
 
 def prepare_tree(shape: Shape) -> Prepared:
     """`tree_attention` of "tree", "chain", "causal" or "frozen" rows, whose K and V are in the pools already."""
-    shape, extra, [kind, _] = _common(shape, "kind", "level")
+    args, table, reference = _stored(shape)
+    own = own_keys(**table)
+    return Prepared(lambda **options: tree_attention(own=own, **args, **options), reference)
+
+
+def prepare_ragged(shape: Shape) -> Prepared:
+    """`ragged_attention` of one run, in any order of sums, or `exact`."""
+    [exact] = _common(shape, "exact")[2]
+    stored, table, reference = _stored({**shape, "kind": "causal"})
+    pages, start, committed = (stored[name] for name in ("pages", "start", "committed_len"))
+    args = {name: stored[name] for name in stored.keys() - table.keys() - {"positions", "block_len"}}
+    held = pages[:, : int(committed - (0 if start is None else start))]
+    length = torch.full_like(committed, shape["num_rows"])
+    args["pack"] = Pack.of(torch.zeros_like(length), committed, length, shape["num_rows"])
+    args["lines"] = Lines(torch.cat([held, table["write"]], dim=1), torch.zeros_like(length), start)
+    return Prepared(lambda **options: ragged_attention(exact=bool(exact), **args, **options), reference)
+
+
+def _stored(shape: Shape) -> tuple[dict[str, Any], dict[str, Any], Callable[[], torch.Tensor]]:
+    """(arguments of kernels that find all keys in the pools, those of `own_keys`, the reference in float64)."""
+    shape, extra, [kind, *_] = _common(shape, "kind", "level", "exact")
     kind, (batch, num_rows) = kind or "tree", (shape["batch"], shape["num_rows"])
     args = {**make_inputs(**shape, evicted=True), **extra}
     block_k, block_v = args.pop("block_k"), args.pop("block_v")
@@ -156,13 +179,8 @@ def prepare_tree(shape: Shape) -> Prepared:
             rows = block.transpose(1, 2).flatten(0, 1)  # [B * N, Hkv, D]
             args[name] = torch.cat([args[name], rows, rows[:1].expand(spare, -1, -1)])
     table = {name: args[name] for name in ("pages", "start", "committed_len", "page_size")}
-    own = own_keys(**table, write=write, parents=parents)
-
-    def reference() -> torch.Tensor:
-        whole = reference_own_keys(**table, write=write, parents=parents)
-        return deterministic_attention(own=whole, **in_float64(args))
-
-    return Prepared(lambda **options: tree_attention(own=own, **args, **options), reference)
+    table |= {"write": write, "parents": parents}
+    return args, table, lambda: deterministic_attention(own=reference_own_keys(**table), **in_float64(args))
 
 
 def kv_bytes(shape: Shape) -> int:

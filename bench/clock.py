@@ -11,10 +11,9 @@ from typing import Any
 
 from bench.device import DEVICE, ON_CPU  # isort: skip - before triton
 import torch
-import triton
-import triton.language as tl
 
 from bench.report import Row
+from specdec.evaluation.phases.memory_floor import read_bandwidth
 
 COLD_BYTES = 400_000_000
 """Bytes of inputs in turn, together: several times the L2 cache."""
@@ -73,39 +72,19 @@ def synchronize(devices: Sequence[torch.device]) -> None:
             torch.cuda.synchronize(device)
 
 
-@triton.jit
-def read_kernel(p_x: tl.tensor, p_out: tl.tensor, steps: tl.tensor, BLOCK: tl.constexpr) -> None:
-    """Read everything, and write a sum of it."""
-    i = tl.program_id(0).to(tl.int64)
-    b_sum = tl.zeros([BLOCK], tl.float32)
-    for i_step in tl.range(0, steps, num_stages=4):
-        b_sum += tl.load(p_x + (i * steps + i_step) * BLOCK + tl.arange(0, BLOCK))
-    tl.store(p_out + i, tl.sum(b_sum, 0))
-
-
 @cache
-def bandwidth() -> tuple[float, float]:
-    """(read, copy counted both ways), bytes a second, on 4 GiB. Measured once a run; 1 where nothing is timed."""
-    if ON_CPU:
-        return 1.0, 1.0
-    x, y = (torch.randn(1 << 30, device=DEVICE) for _ in range(2))
-    copy = 2 * x.nbytes / graph_seconds([lambda: torch.mul(x, 1.5, out=y)], 8)  # a kernel, not the copy engine
-    rates = [x.nbytes / graph_seconds([x.sum], 8)]
-    for programs in (132 * 8, 1 << 14):
-        steps, out = x.numel() // programs // 2048, torch.empty(programs, device=DEVICE)
-        call = partial(read_kernel[(programs,)], x, out, steps, BLOCK=2048, num_warps=4)
-        rates.append(programs * steps * 2048 * 4 / graph_seconds([call], 8))
-    return max(rates), copy
+def bandwidth() -> float:
+    """Bytes read in a second, measured once a run; 1 where nothing is timed."""
+    return 1.0 if ON_CPU else read_bandwidth(DEVICE)
 
 
 def floor_us(num_bytes: float) -> float:
     """Microseconds that reading these bytes takes at the measured bandwidth."""
-    return num_bytes / bandwidth()[0] * 1e6
+    return num_bytes / bandwidth() * 1e6
 
 
 def bandwidth_row() -> Row:
-    read, copy = bandwidth()
-    return Row("measured bandwidth", "", f"read {read / 1e9:.0f} GB/s, copy {copy / 1e9:.0f} GB/s")
+    return Row("measured bandwidth", "", f"{bandwidth() / 1e9:.0f} GB/s are read")
 
 
 def timed_row(name: str, us: float, num_bytes: float, peer_us: float | None = None, note: str = "") -> Row:

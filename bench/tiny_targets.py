@@ -20,7 +20,6 @@ from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, constructible_assi
 from specdec.draft_models.ngram import NgramDrafter
 from specdec.engine import Engine
 from specdec.models.target import TargetModel
-from specdec.modules.private_copy import text_configs
 
 VOCAB, WINDOW = 24, 16
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -87,6 +86,7 @@ def tiny_target(family: str, head_dim: int) -> PreTrainedModel:
     }
     config = getattr(transformers, f"{family}Config")(**sizes, **FAMILIES[family])
     made: PreTrainedModel = spread(getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config))
+    made.set_attn_implementation("eager")
     return made
 
 
@@ -148,17 +148,9 @@ def greedy(model: PreTrainedModel, prompt: Sequence[int], new: int) -> tuple[lis
     """The tokens of greedy decoding by transformers' eager attention without a cache, and by how much each led."""
     out: list[int] = []
     margins: list[float] = []
-    configs = text_configs(model)
-    before = [config._attn_implementation_internal for config in configs]
-    try:
-        for config in configs:
-            config._attn_implementation_internal = "eager"
-        for _ in range(new):
-            logits = model(torch.tensor([[*prompt, *out]], device=DEVICE), use_cache=False).logits[0, -1]
-            best = logits.float().topk(2)
-            out.append(int(best.indices[0]))
-            margins.append(float(best.values[0] - best.values[1]))
-    finally:
-        for config, name in zip(configs, before, strict=True):
-            config._attn_implementation_internal = name
+    for _ in range(new):
+        logits = model(torch.tensor([[*prompt, *out]], device=DEVICE), use_cache=False).logits[0, -1]
+        best = logits.float().topk(2)
+        out.append(int(best.indices[0]))
+        margins.append(float(best.values[0] - best.values[1]))
     return out, margins

@@ -1,5 +1,6 @@
 """Whether what was computed is right: the distance from a reference, equal bits, equal answers."""
 
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -8,6 +9,7 @@ from bench.device import DEVICE, ON_CPU  # isort: skip - before triton
 import torch
 
 from bench.report import Row
+from specdec.engine import Engine
 from specdec.kvcache.index_spaces import ByGroup
 
 DTYPES = {"bf16": (torch.bfloat16, 1e-2), "fp16": (torch.float16, 2e-3), "fp32": (torch.float32, 2e-6)}
@@ -97,3 +99,19 @@ def answers_row(name: str, found: Sequence[Any], want: Sequence[Any], note: str 
     wrong = [number for number, (a, b) in enumerate(zip(found, want, strict=True)) if a != b]
     text = f"{len(want) - len(wrong)} of {len(want)} equal" + (f"; not {wrong[:10]}" if wrong else "")
     return Row(name, text, note, ok and not wrong)
+
+
+def level_row(
+    engine: Engine, work: Callable[[], Any], rounds: int, held: Callable[[], Sequence[int]], name: str = "memory"
+) -> Row:
+    """`work` until so many rounds ran: it gives what it gave first, and in the second half nothing of `held` grows."""
+    first, begin = work(), time.perf_counter()
+    levels, same = [held()], True
+    while engine.stats().batches < rounds:
+        same &= work() == first
+        levels.append(held())
+    half = levels[len(levels) // 2 :]
+    grown = [last - middle for last, middle in zip(half[-1], half[0], strict=True)]
+    found = f"{grown} more in the second half; answers {'as at first' if same else 'CHANGED'}"
+    seconds = f"{time.perf_counter() - begin:.0f} s"
+    return Row(f"{name} over {engine.stats().batches} rounds", found, seconds, same and max(grown, default=0) <= 0)

@@ -7,7 +7,8 @@ sliding one, the last full one, after kv-sharing), over exactly the committed pr
     y_j = layers(x_j)                                 query position S at every step
     t_{j+1} ~ head(y_j),   h_{j+1} = post_projection(y_j)
 
-The head is dense, or scores only the tokens of the best centroids (`use_ordered_embeddings`).
+Where the target has several windows, the assistant's must be that of the layer it reads, or the pair is refused. The
+head is dense, or scores only the tokens of the best centroids (`use_ordered_embeddings`).
 """
 
 import threading
@@ -267,8 +268,13 @@ def fit_layers(assistant: Any, target: TargetInfo) -> tuple[tuple[int, ...], tup
             f"{owner.layer} ({layer_type}) has {owner.num_kv_heads} kv heads of size {owner.head_dim}",
         )
         window = int(config.sliding_window) if layer_type == SLIDING_ATTENTION else None
-        wider = window is not None and owner.window is not None and window > owner.window
-        require(not wider, f"its sliding window is {window}, but the target keeps only {owner.window} keys")
+        kept = sorted({spec.window for spec in target.layout.layers if spec.window is not None})
+        narrower = len(kept) == 1 and window is not None and window < kept[0]  # worse drafts, as `load_check` says
+        require(
+            window == owner.window or narrower,
+            f"its sliding window is {window}, but target layer {owner.layer}, whose K/V it reads, keeps "
+            f"{owner.window} keys (windows of the target: {kept}); use an assistant of that window",
+        )
         layer_map.append(owner.layer)
         windows.append(window)
     return tuple(layer_map), tuple(windows)

@@ -5,7 +5,6 @@ the target. Invariant: after `observe`, K/V of [0, S) are those of a fresh prefi
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +16,7 @@ from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, PromptObservation, TargetInfo
 from specdec.draft_models.heads.draft_context import DraftContext, DraftGrowth, StoreWorker
 from specdec.kvcache.frozen import KVView
-from specdec.kvcache.layout import FULL_ATTENTION, Full, KVLayout
+from specdec.kvcache.layout import KVLayout
 from specdec.layers.fuse import Weights
 
 
@@ -52,9 +51,8 @@ class LanguageModelDrafter(Drafter):
 
     def __init__(self, model: LanguageModel, target: TargetInfo) -> None:
         self.model = model
-        layers = [replace(spec, layer_type=FULL_ATTENTION, retention=Full()) for spec in model.layout.layers]
-        self.kv_layout: KVLayout | None = KVLayout(tuple(layers))
-        self.owners = [spec.owner for spec in layers]
+        self.kv_layout: KVLayout | None = model.layout.kept_in_full()
+        self.owners = [spec.owner for spec in model.layout.layers]
         self.vocab_size = target.vocab_size
         self.fit = Fit.of(target)
         self.max_positions = model.max_positions

@@ -54,6 +54,10 @@ class KVView:
             raise FrozenKVError(f"layer {index} read through a view whose frozen_kv block has ended")
         return self._store.layers[self.layer_map[index]]
 
+    def shares(self, index: int) -> int:
+        """Parts in which ranks hold the K/V heads of worker layer `index`: see `LayerCache`."""
+        return self._store.layout.layers[self.layer_map[index]].shares
+
     def owns(self, index: int) -> bool:
         """Does worker layer `index` store K/V of its own (False on kv-shared and on lent layers)?"""
         return self.writable and self.layer_map[index] == index

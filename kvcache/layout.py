@@ -78,13 +78,17 @@ class CacheGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One decoder layer: `owner` is the layer whose fields it reads."""
+    """One decoder layer: `owner` is the layer whose fields it reads.
+
+    shares: parts in which ranks hold its heads, one of which these fields are; 1: they are all of them.
+    """
 
     layer: int
     owner: int
     layer_type: str
     fields: tuple[CacheField, ...]
     retention: Retention
+    shares: int = 1
 
     @property
     def k(self) -> CacheField:
@@ -139,12 +143,18 @@ class KVLayout:
         return self.layers[of_type[-1].owner] if of_type else None
 
     def share(self, count: int) -> "KVLayout":
-        """The layout of one rank, where the heads of every layer are divided among `count` ranks."""
+        """The layout of one of `count` ranks, which divide the heads of every layer. Fewer heads than ranks are
+        repeated: rank r then holds head r * heads // count."""
 
         def divided(spec: LayerCache) -> LayerCache:
-            return replace(spec, fields=tuple(field._replace(heads=field.heads // count) for field in spec.fields))
+            fields = tuple(field._replace(heads=-(-field.heads // count)) for field in spec.fields)
+            return replace(spec, fields=fields, shares=min(spec.num_kv_heads, count))
 
         return KVLayout(tuple(map(divided, self.layers)))
+
+    def kept_in_full(self) -> "KVLayout":
+        """These layers, each of which keeps every token."""
+        return KVLayout(tuple(replace(spec, layer_type=FULL_ATTENTION, retention=Full()) for spec in self.layers))
 
     @classmethod
     def uniform(cls, num_layers: int, num_kv_heads: int, head_dim: int) -> "KVLayout":
@@ -153,7 +163,7 @@ class KVLayout:
         return cls(tuple(LayerCache(layer, layer, *shape) for layer in range(num_layers)))
 
     def rounded(self) -> "KVLayout":
-        """The same layers, with fields of 8 bits."""
+        """These layers, with fields of 8 bits."""
 
         def narrowed(spec: LayerCache) -> LayerCache:
             return replace(spec, fields=tuple(field._replace(rounded=True) for field in spec.fields))

@@ -53,7 +53,7 @@ def load_any_drafter(
     if isinstance(drafter, (str, os.PathLike)):
         try:
             checkpoint = Checkpoint.of(drafter, options)
-            if is_drafter_config(checkpoint.config) or not _continues_text(checkpoint.config):
+            if is_drafter_config(checkpoint.config) or not continues_text(checkpoint.config):
                 return load_drafter(checkpoint, target)
             if _is_like(checkpoint.config, target) and _ships_modules(checkpoint, target):
                 return native_mtp_drafter(checkpoint.folder(), target)
@@ -67,7 +67,7 @@ def load_any_drafter(
     module = unwrapped(drafter, "drafter")
     if isinstance(module, PreTrainedModel):
         described = {**module.config.to_dict(), "architectures": [type(module).__name__]}
-        if _continues_text(described) and not is_drafter_config(described):
+        if continues_text(described) and not is_drafter_config(described):
             return _language_model(module, target, None, None)
     if isinstance(module, nn.Module):
         return wrap_drafter(module, target)
@@ -152,7 +152,7 @@ def _model_and_lookup(
     )
 
 
-def _continues_text(config: Mapping[str, Any]) -> bool:
+def continues_text(config: Mapping[str, Any]) -> bool:
     return any(str(name).endswith(LANGUAGE_MODELS) for name in config.get("architectures") or ())
 
 

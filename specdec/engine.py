@@ -63,7 +63,7 @@ from specdec.runtime.rounds.captured_rounds import RoundGraphs, batch_sizes, cap
 from specdec.runtime.rounds.catching_up import CatchUps
 from specdec.runtime.rounds.round import Round
 from specdec.runtime.scheduler import Scheduler, slots_needed
-from specdec.runtime.sizing import make_cache
+from specdec.runtime.sizing import lookahead_nodes, make_cache
 from specdec.runtime.step_faults import StepFaults
 from specdec.runtime.steps import Steps
 from specdec.runtime.thread_modes import with_modes_restored
@@ -121,8 +121,7 @@ class Engine:
             captured=capture is not None,
         )
         require_kv_dtype(config.kv_dtype, backend.name)
-        rounds_ahead = 1 if capture is None else 2  # a captured round is launched before the previous one is settled
-        lookahead = rounds_ahead * (self.spec.num_nodes if drafter is not None else 1)
+        lookahead = lookahead_nodes(self.spec, drafts=drafter is not None, captured=capture is not None)
         self.cache, self.max_model_len = make_cache(target, drafter, self.config, lookahead, backend)
         warn_where_drafts_end(drafter, self.max_model_len)
         self.table = self.cache.table

@@ -5,13 +5,17 @@ import torch
 from kv_rig import layer_spec, make_allocator
 
 from specdec import EngineConfig, SamplingParams, SpecConfig
+from specdec.draft_models.gemma4_mtp import fit_layers
+from specdec.errors import UnsupportedModelError
 from specdec.kvcache.layout import CacheGroups, KVLayout, attention_fields
 from specdec.kvcache.table import RequestTable
 from specdec.models.target import TargetModel
 from specdec.runtime import sizing
 from specdec.runtime.scheduler import slots_needed
+from specdec.training.mtp_training import new_assistant
 
 from marks import deep
+from tiny_models import build_target
 
 FAMILIES = ["two_windows", "deepseek_v3", "mimo_v2_flash"]
 NEW = 12
@@ -65,6 +69,30 @@ def test_kernels_read_the_group_of_each_layer(
     engine = make_engine(model, "ngram", attention="triton", page_size=4, max_batch_size=2, num_steps=2)
     outputs = engine.generate(prompts, SamplingParams(max_new_tokens=4, ignore_eos=True))
     assert [out.token_ids for out in outputs] == [greedy_oracle(model, prompt, 4) for prompt in prompts]
+
+
+@pytest.mark.parametrize("last", [8, 3])
+def test_an_assistant_reads_the_last_sliding_layer_through_the_window_of_that(
+    last, make_assistant, make_engine, greedy_oracle, random_prompt, monkeypatch
+) -> None:
+    """A target has two windows, and either is last; an assistant of the other is refused. Under the sanitizer."""
+    monkeypatch.setenv("SPECDEC_SANITIZE", "1")
+    model, other = build_target("two_windows"), 11 - last
+    if last == 3:
+        narrower, wider = (model.model.layers[i].self_attn for i in (2, 3))
+        narrower.sliding_window = 8
+        wider.__class__, wider.sliding_window = type(narrower), 3
+    target, prompt = TargetModel(model), random_prompt(30)
+    assistant = make_assistant(model, sliding_window=last)
+    assert fit_layers(assistant, target) == ((3, 0), (last, None))
+    engine = make_engine(model, assistant, spec=SpecConfig(3, 2, 6), page_size=4)
+    assert engine.generate(prompt, PARAMS)[0].token_ids == list(greedy_oracle(model, prompt, NEW))
+    assert engine.stats().draft_tokens > 0
+    trained = new_assistant(target, hidden=16, intermediate=16, layers=2, heads=4)
+    assert trained.config.get_text_config().sliding_window == last
+    said = rf"window is {other}, but target layer 3, whose K/V it reads, keeps {last} keys \(windows .*: \[3, 8\]\)"
+    with pytest.raises(UnsupportedModelError, match=said):
+        fit_layers(make_assistant(model, sliding_window=other), target)
 
 
 def test_each_window_takes_the_memory_of_its_own_layers(make_target, monkeypatch) -> None:

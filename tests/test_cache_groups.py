@@ -224,7 +224,7 @@ class Texts:
         return len(self.cache.match(self.cache.key(text)))
 
     def longest(self, pages: np.ndarray) -> int:
-        """By the definition: the most of these pages whose last `retain` tokens are mapped in each group."""
+        """The definition: the most of these pages whose last `retain` tokens are mapped in each group."""
         a, size = self.allocator, self.table.allocator.page_size
 
         def fits(count: int, group: GroupId) -> bool:
@@ -237,7 +237,7 @@ class Texts:
 
 @pytest.mark.parametrize("lost", [NARROW, WIDE])
 def test_a_match_needs_the_window_of_every_group(lost: GroupId) -> None:
-    """Of 12 tokens position 5 is lost in one group: a match that ends within its window after that is none."""
+    """Position 5 of 12 is lost in one group: a match that ends within its window after that is none."""
     texts, text = Texts([2, 4]), list(range(12))
     row = grown(texts.table, 12)
     texts.keep(row, text)

@@ -134,7 +134,7 @@ def taught(draft_seconds, accepted, times=40):
     for _ in range(times + 1):
         choice.choose(row, one * 9, 1, NO_DRAFT)
         choice.account.balance = -9.0
-        choice.learn(choice.shapes[1], 1, 1.0, row, one * accepted, one, 0.0)
+        choice.learn(choice.shapes[1], 1, 1.0 + draft_seconds, row, one * accepted, one, 0.0)
     choice.choose(row, one * 9, 1, NO_DRAFT)
     return choice
 

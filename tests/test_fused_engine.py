@@ -251,7 +251,10 @@ def failing(*args: Any, **kwargs: Any) -> Any:
         ({norm: wrong_norm}, "the queries of layer 0"),
         ({rotary: wrong_rotary}, "the queries of layer 0"),
         ({rotary: shifted_rotary}, "the queries of layer 0"),
-        ({gated_linear: lambda x, w, act: REFERENCE(gated_linear)(x, w, "gelu_tanh")}, "the queries of layer 1"),
+        (
+            {gated_linear: lambda x, w, act, *limit: REFERENCE(gated_linear)(x, w, "gelu_tanh", *limit)},
+            "the queries of layer 1",
+        ),
         ({linear: failing}, "its fused layers do not run (RuntimeError: out of shared memory)"),
     ],
     ids=["norm", "rotary", "shifted", "activation", "failing"],

@@ -218,7 +218,7 @@ def test_fused_rounds_as_the_module_does(family: str, make_target: Callable[...,
 
 @torch.no_grad()
 def test_a_router_in_float32_keeps_its_model_fused(make_target: Callable[..., Any], hf_forward: Callable[..., Any]):
-    """As ERNIE's is loaded, in a model of another dtype."""
+    """ERNIE loads it so, in a model of another dtype."""
     source = text_model(make_target("ernie4_5_moe", fresh=True)).to(DEVICE).to(torch.bfloat16)
     for layer in source.layers[1:]:
         layer.mlp.gate.float()

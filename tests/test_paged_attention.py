@@ -144,7 +144,7 @@ class Case:
 
 @pytest.mark.parametrize(("head_dim", "v_dim"), [(12, 8), (24, 16), (24, 5)])
 def test_v_may_be_narrower_than_k(head_dim: int, v_dim: int) -> None:
-    """As after multi-head latent attention: the answer has V's width."""
+    """The answer has the width of V, as multi-head latent attention needs."""
     sizes = {"heads": (4, 2), "head_dim": head_dim, "v_dim": v_dim, "page_size": 4}
     Case([40, 3, 0], 5, parents=bushy(5), **sizes).check(tiles=SMALL)
     Case([40, 3], 5, window=9, sinks=True, softcap=2.0, **sizes).check(tiles=SMALL)

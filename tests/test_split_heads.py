@@ -68,19 +68,22 @@ def test_a_rank_cuts_the_keys_of_prompts_as_one_device() -> None:
     assert not torch.equal(by_rank(attend, q, k, v, 1), whole)
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_the_plan_of_every_rank_says_how_many_share_the_heads(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("count", "shares"), [(1, 1), (2, 2), (8, 4)])
+def test_attention_of_every_rank_knows_in_how_many_parts_ranks_hold_the_heads(
+    count: int, shares: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four K/V heads on eight ranks are four, each on two of them."""
     seen = []
     attention = TorchBackend.attention
 
-    def noted(backend: TorchBackend, plan: Any, *kind: Any) -> Any:
-        seen.append(plan.shares)
-        return attention(backend, plan, *kind)
+    def noted(backend: TorchBackend, plan: Any, group: Any, window: Any, shares: int) -> Any:
+        seen.append(shares)
+        return attention(backend, plan, group, window, shares)
 
     monkeypatch.setattr(TorchBackend, "attention", noted)
     sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
     config = EngineConfig(fused=True, tensor_parallel=count, max_model_len=64, device="cpu")
     with Engine.from_pretrained(build_target("llama", **sizes), config=config) as engine:
         engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=3))
-    assert set(seen) == {count}
+    assert set(seen) == {shares}
     assert len(seen) % count == 0

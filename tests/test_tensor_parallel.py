@@ -181,14 +181,26 @@ def refusal(model: Any, count: int = 2, drafter: Any = None, **config: Any) -> s
     return str(error.value)
 
 
+SIX_HEADS = {"hidden_size": 96, "num_attention_heads": 6}
+
+
 @pytest.mark.parametrize(
     ("family", "fields", "said"),
     [
         ("qwen3_moe", {**WIDE, "num_experts": 3}, "has 3 experts, which 2 devices cannot share evenly"),
-        ("llama", {**WIDE, "num_key_value_heads": 1}, "cannot divide the 1 K/V heads of layer 0"),
+        (
+            "llama",
+            {**WIDE, **SIX_HEADS, "num_key_value_heads": 3},
+            "layer 0 has 6 query heads and 3 K/V heads; a number",
+        ),
+        (
+            "llama",
+            {**WIDE, "num_attention_heads": 1, "num_key_value_heads": 1},
+            "must divide the query heads, and divide",
+        ),
         ("llama", {**WIDE, "intermediate_size": 642}, "has a down weight of 64 rows and 642 columns, and 2 devices"),
     ],
-    ids=["experts", "heads", "odd"],
+    ids=["experts", "K/V heads", "query heads", "odd"],
 )
 def test_what_cannot_be_shared_is_refused(family: str, fields: dict[str, Any], said: str):
     assert said in refusal(build_target(family, **fields))

@@ -24,12 +24,10 @@ RUNS: dict[str, tuple[list[str], str]] = {
         rf"equal +llama (?s:.*)equal {1 + len(NARROW_V)}, refused 1\n",
     ),
     "round_types.py": ([], r"\d+ types"),
-    "simulate_mixed.py": (["--loads", "1"], r"\| engine \| [\d.]+ \|"),
 }
 ELSEWHERE = {
     "api_reference.py": "test_api_reference.py",
     "check_dist.py": "test_packaging.py",
-    "check_eagle3.py": "needs the packages that it compares with",
     "code_lists.py": "test_code_lists.py",
     "distil_shallow_target.py": "made a file of the tests once",
     "hostile.py": "test_serve_soak.py",

@@ -5,7 +5,7 @@
 
 A timer signal raises an exception in the main thread after a random delay, in the middle of whatever runs there, and
 the exception is kept, as `sys.last_exc` keeps it. Then a prompt is asked whose answer is known. Each scene runs in a
-process of its own, which is given up when it says nothing for a while: a hang; the scene goes on in a new process.
+process of its own, which ends with the stacks of its threads when it says nothing for a while: a hang.
 
     idle       steps, statistics, requests handed in and aborted, with hardly anything to compute
     generate   a batch of two prompts
@@ -14,16 +14,13 @@ process of its own, which is given up when it says nothing for a while: a hang; 
 """
 
 import argparse
-import json
+import faulthandler
 import random
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from queue import Empty, SimpleQueue
-from threading import Thread
-from typing import NamedTuple
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -33,7 +30,7 @@ from specdec.serving.engine_thread import EngineThread, Sample
 
 SCENES = ("idle", "generate", "stream", "serve")
 SILENCE = 120.0  # seconds without a word are a hang
-REPORT = 25  # interrupts between two lines of a child
+REPORT = 25  # interrupts after which a scene shows that it goes on
 PROMPTS = [[2, 105, 7, 31, 9], [2, 44, 3, 88, 61, 12, 9, 140, 33]]
 PARAMS = SamplingParams(max_new_tokens=3, ignore_eos=True)
 LONGER = SamplingParams(max_new_tokens=6, ignore_eos=True)
@@ -41,14 +38,6 @@ LONGER = SamplingParams(max_new_tokens=6, ignore_eos=True)
 
 class Interrupt(BaseException):
     """Stands for KeyboardInterrupt: only Python itself catches it, where it strikes within a finalizer."""
-
-
-class Tally(NamedTuple):
-    """Counts of one scene."""
-
-    interrupts: int
-    hangs: int
-    wrong: int
 
 
 class Timer:
@@ -166,38 +155,20 @@ def interrupt_scene(name: str, count: int, seed: int, say: Callable[[int, int], 
         scene.thread.stop()
 
 
-def watch_scene(name: str, count: int, seed: int, silence: float = SILENCE) -> Tally:
-    """The scene in processes of its own, the next one when one hangs or dies."""
-    interrupts = hangs = wrong = 0
-    while interrupts < count and hangs < 5:
-        given = ["--scene", name, "--count", str(count - interrupts), "--seed", str(seed + hangs)]
-        with subprocess.Popen([sys.executable, __file__, *given], stdout=subprocess.PIPE, text=True) as child:
-            said = _follow(child, silence)
-            child.kill()
-        interrupts, wrong = interrupts + said[0], wrong + said[1]
-        hangs += interrupts < count
-    return Tally(interrupts, hangs, wrong)
+def run_scene(name: str, count: int, seed: int) -> int:
+    """In this process -> exit status."""
+    began, wrong = time.monotonic(), 0
 
+    def say(interrupts: int, answers: int) -> None:
+        nonlocal wrong
+        wrong = answers
+        faulthandler.dump_traceback_later(SILENCE, exit=True)
 
-def _follow(child: "subprocess.Popen[str]", silence: float) -> tuple[int, int]:
-    """What the child said last, when it has ended or says nothing any more."""
-    lines: SimpleQueue[str] = SimpleQueue()
-
-    def read() -> None:
-        assert child.stdout is not None
-        for line in child.stdout:
-            lines.put(line)
-        lines.put("")
-
-    Thread(target=read, daemon=True).start()
-    said = (0, 0)
-    try:
-        while line := lines.get(timeout=silence):
-            interrupts, wrong = json.loads(line)
-            said = interrupts, wrong
-    except Empty:
-        pass
-    return said
+    say(0, 0)
+    interrupt_scene(name, count, seed, say)
+    print(f"{name:10} {count:6} interrupts, {wrong} wrong answers, {time.monotonic() - began:.0f} s", flush=True)
+    faulthandler.cancel_dump_traceback_later()
+    return int(wrong > 0)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -208,17 +179,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--scene", choices=SCENES, help="this one alone, in this process")
     given = parser.parse_args(arguments)
     if given.scene:
-        interrupt_scene(given.scene, given.count, given.seed, lambda *said: print(json.dumps(said), flush=True))
-        return 0
-    print(f"{'scene':10} {'interrupts':>10} {'hangs':>6} {'wrong answers':>14} {'seconds':>8}")
-    failed = False
-    for scene in SCENES:
-        began = time.monotonic()
-        tally = watch_scene(scene, -(-given.count // len(SCENES)), given.seed)
-        seconds = time.monotonic() - began
-        print(f"{scene:10} {tally.interrupts:10} {tally.hangs:6} {tally.wrong:14} {seconds:8.0f}", flush=True)
-        failed = failed or bool(tally.hangs or tally.wrong)
-    return 1 if failed else 0
+        return run_scene(given.scene, given.count, given.seed)
+    each = ["--count", str(-(-given.count // len(SCENES))), "--seed", str(given.seed)]
+    commands = [[sys.executable, __file__, "--scene", scene, *each] for scene in SCENES]
+    return max(int(subprocess.run(command, check=False).returncode != 0) for command in commands)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,13 @@
 """How many types does a round meet? Those of this package that a frame holds between `Engine.step` and its return.
 
-    python tools/round_types.py [--tree] [--every-room]
+    python tools/round_types.py
 
 Steady rounds of the bundled pair on the CPU: two requests that decode, no prompt, no grammar. A type counts when an
 instance of it is an argument, a local variable or a result of any function of specdec/engine.py and specdec/runtime on
-the way; with --every-room also of the rooms below, whose front alone the runtime sees. Modules of torch (layers),
-exceptions and enumerations do not count. Prints the types by the module that defines them, with how many functions hold
-each; docs/life_of_a_request.md says what they are for.
+the way. Modules of torch (layers), exceptions and enumerations do not count. Prints the types by the module that
+defines them, with how many functions hold each; docs/life_of_a_request.md says what they are for.
 """
 
-import argparse
 import enum
 import sys
 from collections import Counter, defaultdict
@@ -32,12 +30,12 @@ def own(value: Any) -> type | None:
     return kind
 
 
-def types_met(engine: Engine, rooms: tuple[str, ...]) -> dict[type, Counter[str]]:
-    """Type -> the functions of these modules that hold an instance, in one step of an engine."""
+def types_met(engine: Engine) -> dict[type, Counter[str]]:
+    """Type -> the functions of `ROOMS` that hold an instance, in one step of an engine."""
     met: dict[type, Counter[str]] = defaultdict(Counter)
 
     def look(frame: FrameType, event: str, result: Any) -> None:
-        if event != "return" or not f"{frame.f_globals.get('__name__', '')}.".startswith(rooms):
+        if event != "return" or not f"{frame.f_globals.get('__name__', '')}.".startswith(ROOMS):
             return
         for value in (*frame.f_locals.values(), result):
             kind = own(value)
@@ -53,18 +51,13 @@ def types_met(engine: Engine, rooms: tuple[str, ...]) -> dict[type, Counter[str]
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--every-room", action="store_true", help="of the whole package, not of engine and runtime")
-    options.add_argument("--tree", action="store_true", help="trees of 16 nodes in place of chains of 4")
-    given = options.parse_args()
-    spec = SpecConfig(4, 4, 16, adaptive=False) if given.tree else SpecConfig(4, adaptive=False)
-    config = EngineConfig(max_batch_size=2, max_model_len=256, device="cpu")
+    spec, config = SpecConfig(4, adaptive=False), EngineConfig(max_batch_size=2, max_model_len=256, device="cpu")
     with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp", spec=spec, config=config) as engine:
         for text in ("Tom has 3 boxes.", "A farm has 7 hens."):
             engine.submit(engine.encode(text), SamplingParams(max_new_tokens=60, ignore_eos=True))
         for _ in range(4):
             engine.step()
-        met = types_met(engine, (f"{PACKAGE}.",) if given.every_room else ROOMS)
+        met = types_met(engine)
     by_module: dict[str, list[type]] = defaultdict(list)
     for kind in met:
         by_module[kind.__module__].append(kind)

@@ -87,7 +87,7 @@ def ragged_attention(
     query: [1, Hq, T, D], any strides.      pool_k, pool_v: [slots, Hkv, D], any strides; the pack's K/V are in them.
     lines: of the group of these pools.     window: a key is visible if it lies fewer than this many positions back.
     softcap: c above.  sinks: [Hq] logits.  exact: in the order in which plain decoding adds keys up.
-    shares: devices that have as many heads each: in order, keys are cut as for the heads of all.
+    shares: ranks hold the heads in this many parts: in order, keys are cut as for the heads of all.
     tiles: chosen by `choose_ragged`, given by hand only in tests and when tuning.
     """
     one, num_heads, num_tokens, head_dim = query.shape

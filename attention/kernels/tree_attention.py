@@ -88,7 +88,7 @@ def tree_attention(
     committed_len: [B], keys of the prefix.                   positions: [B, N] of the queries, the root's the smallest.
     block_len: [B], rows of the block that exist (None: all N); the others are 0, and no row sees them.
     window: a key is visible if it lies fewer than this many positions back.  softcap: c above.  sinks: [Hq] logits.
-    shares: devices that have as many heads each: keys are cut as for the heads of all.
+    shares: ranks hold the heads in this many parts: keys are cut as for the heads of all.
     cut, tiles: chosen by `choose_cut` and `choose_rows`, given by hand only in tests and when tuning.
     """
     batch, num_heads, num_rows, head_dim = query.shape

@@ -1,6 +1,8 @@
 """Attention of drafts and prompts: closeness to float64, times next to the bytes of K and V, and other tilings.
 
-paged: the draft's own K and V as arguments, any order of sums. tree: all in the pools, the same bits in any company.
+paged    the draft's own K and V as arguments, any order of sums
+tree     all in the pools, the same bits in any company; other tilings must have the bits of the chosen one
+ragged   chunks of a prompt, in any order or `exact`, where the same holds
 """
 
 import itertools
@@ -8,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from bench.device import ON_CPU  # isort: skip - before triton
+from bench.device import DEVICE, DTYPE, ON_CPU  # isort: skip - before triton
 import torch
 import triton
 
@@ -19,6 +21,7 @@ from bench.attention_inputs import (
     flops,
     kv_bytes,
     prepare_paged,
+    prepare_ragged,
     prepare_tree,
     reduced,
 )
@@ -26,10 +29,15 @@ from bench.clock import bandwidth_row, best_tiles, copies_of, graph_seconds, tim
 from bench.report import Row
 from bench.verify import DTYPES, attempt, closeness_row, distance, poison
 from specdec.attention.kernels import paged_attention as pa
-from specdec.attention.kernels import paged_attention_kernels
+from specdec.attention.kernels.key_tiles import padded_channels
+from specdec.attention.kernels.ragged_attention import choose_ragged
 from specdec.attention.kernels.tree_attention import RowTiles
 
-KERNELS: dict[str, Callable[[Shape], Prepared]] = {"paged": prepare_paged, "tree": prepare_tree}
+KERNELS: dict[str, Callable[[Shape], Prepared]] = {
+    "paged": prepare_paged,
+    "tree": prepare_tree,
+    "ragged": prepare_ragged,
+}
 MODELS: dict[str, Shape] = {
     "E4B sliding": {"heads": (8, 2), "head_dim": 256, "window": 512},
     "E4B full": {"heads": (8, 2), "head_dim": 512},
@@ -50,6 +58,17 @@ DRAFTS: dict[str, Shape] = {
     "8 nodes": case(3, 1000, 8, (8, 2), 256),
     "nothing committed": case(2, 0, 1, (8, 2), 256),
 }
+
+
+def _prompts(*chunks: tuple[int, int]) -> dict[str, Shape]:
+    """Tokens of one request after a prefix, in order and in any order."""
+    shapes: dict[str, Shape] = {}
+    for (model, geometry), (prefix, tokens), exact in itertools.product(MODELS.items(), chunks, (True, False)):
+        shape = {"batch": 1, "length": prefix, "num_rows": tokens, "kind": "causal", "exact": exact, **geometry}
+        shapes[f"{model}, {tokens} after {prefix}, {'in' if exact else 'any'} order"] = shape
+    return shapes
+
+
 CHECKS: dict[str, dict[str, Shape]] = {
     "paged": {
         **DRAFTS,
@@ -69,8 +88,12 @@ CHECKS: dict[str, dict[str, Shape]] = {
         "nothing": case(2, 0, 1, (8, 2), 256, kind="frozen"),
         "head 112": case(2, 333, 5, (6, 2), 112, ragged=True),
     },
+    "ragged": _prompts((0, 300), (700, 64)),
 }
-CHECKED_TILES: dict[str, tuple[Any, ...]] = {"paged": (None,), "tree": (None, RowTiles(16, 4, 2, None, True))}
+COMPILED = ("window", "heads", "head_dim", "num_rows", "kind", "batch", "exact")
+"""Parts of a shape that a kernel is compiled for."""
+OTHER_TILES = {"tree": (RowTiles(16, 4, 2, None, True),)}
+"""Checked besides the chosen ones."""
 
 
 def _timed_drafts() -> dict[str, Shape]:
@@ -84,6 +107,9 @@ def _timed_drafts() -> dict[str, Shape]:
     for (model, geometry), length in itertools.product(MODELS.items(), (0, 8192)):
         shape = {"batch": 1, "length": length, "num_rows": 2048, "kind": "causal", **geometry}
         shapes[f"{model}, prefill 2k{' on 8k' if length else ''}"] = shape
+    for (model, geometry), batch, length in itertools.product(MODELS.items(), (64, 128, 256), (600, 1600)):
+        shape = {"batch": batch, "length": length, "num_rows": 1, "kind": "chain", **geometry}
+        shapes[f"{model}, batch {batch}, {length}, decode"] = shape
     return shapes
 
 
@@ -101,12 +127,17 @@ TIMED: dict[str, dict[str, Shape]] = {
         "batch 1, 64k": case(1, 65536, 16, (8, 2), 256),
     },
     "tree": _timed_drafts(),
+    "ragged": _prompts((1536, 512), (0, 2048), (30720, 2048), (0, 8192), (8192, 8192), (24576, 8192)),
 }
 
 
 def chosen(shapes: dict[str, Shape], only: Sequence[str]) -> dict[str, Shape]:
     """Those whose name holds one of these words."""
     return {name: shape for name, shape in shapes.items() if not only or any(word in name for word in only)}
+
+
+def checked_tiles(kernel: str) -> tuple[Any, ...]:
+    return None, *OTHER_TILES.get(kernel, ())
 
 
 def error_of(kernel: str, shape: Shape, dtype: torch.dtype, tiles: Any = None) -> float:
@@ -121,26 +152,16 @@ def check_rows(kernel: str, small: bool) -> Iterator[Row]:
         each = reduced(shape) if small else shape
 
         def worst(dtype: torch.dtype, each: Shape = each) -> float:
-            return max(error_of(kernel, each, dtype, tiles) for tiles in CHECKED_TILES[kernel])
+            return max(error_of(kernel, each, dtype, tiles) for tiles in checked_tiles(kernel))
 
         title = f"{kernel} attention: {name}"
         yield attempt(title, closeness_row, title, worst)
-    if kernel == "paged" and not ON_CPU:
-        cache = paged_attention_kernels.attend_kernel.device_caches[torch.cuda.current_device()][0]
-        before = len(cache)
-        for length, num_rows, window in itertools.product([5, 16, 1024, 2000], [9, 16], [None, 64]):
-            prepare_paged(case(2, length, num_rows, (8, 2), 256, window=window)).run()
-        yield Row("variants compiled for 16 launches of other lengths", str(len(cache) - before))
 
 
 def calls_of(kernel: str, shape: Shape, copies: int | None = None) -> list[Callable[..., torch.Tensor]]:
     """Calls on inputs of their own, which together exceed the L2 cache."""
     count = copies_of(kv_bytes(shape)) if copies is None else copies
-    return [KERNELS[kernel]({**shape, "seed": seed, "dtype": _dtype()}).run for seed in range(count)]
-
-
-def _dtype() -> torch.dtype:
-    return torch.float32 if ON_CPU else torch.bfloat16
+    return [KERNELS[kernel]({**shape, "seed": seed, "dtype": DTYPE}).run for seed in range(count)]
 
 
 def times_rows(kernel: str, only: Sequence[str]) -> Iterator[Row]:
@@ -158,12 +179,22 @@ def _time_row(name: str, kernel: str, shape: Shape) -> Row:
 
 def tilings(kernel: str, shape: Shape) -> list[Any]:
     """Tilings worth trying for a timed shape."""
+    group = shape["heads"][0] // shape["heads"][1]
     if kernel == "tree":
-        folds = (False, True) if shape["num_rows"] > 64 else (False,)
+        folds = (False, True) if shape["num_rows"] > 64 or shape["num_rows"] == 1 else (False,)
         warps = {16: (4,), 32: (4,), 64: (8,) if shape["head_dim"] > 256 else (4, 8)}
         tiles = itertools.product((16, 32, 64), (2, 3, 5), folds)
         return [RowTiles(m, w, stages, None, fold) for m, stages, fold in tiles for w in warps[m]]
-    packed = (shape.get("level") or shape["num_rows"]) * shape["heads"][0] // shape["heads"][1]
+    if kernel == "ragged":
+        sizes = shape["num_rows"], group, shape["heads"][1], padded_channels(shape["head_dim"]), DTYPE.itemsize
+        usual = choose_ragged(*sizes, DEVICE, exact=shape["exact"])
+        keys, totals = ((usual.block_k,), (False, True)) if shape["exact"] else ((16, 32, 64), (False,))
+        every = itertools.product((16, 32, 64, 128), keys, (4, 8), (2, 3), totals)
+        return [
+            usual._replace(block_m=m, block_k=k, num_warps=w, num_stages=stages, total_in_memory=total)
+            for m, k, w, stages, total in every
+        ]
+    packed = (shape.get("level") or shape["num_rows"]) * group
     rows = sorted({min(m, max(16, triton.next_power_of_2(packed))) for m in (16, 32, 64, 128)})
     every = itertools.product(rows, (16, 32, 64), (4, 8), (2, 3, 5, 7), (1.0, 2.0))
     return [
@@ -172,37 +203,29 @@ def tilings(kernel: str, shape: Shape) -> list[Any]:
 
 
 def tiles_rows(kernel: str, only: Sequence[str]) -> Iterator[Row]:
-    """Every tiling of some timed shapes; those of `tree` must have the bits of the chosen one."""
+    """Every tiling of some timed shapes."""
     for name, shape in chosen(TIMED[kernel], only).items():
         each = reduced(shape) if ON_CPU else shape
         calls = calls_of(kernel, each)
-        want = calls[0]() if kernel == "tree" else None
+        want = calls[0]() if kernel == "tree" or each.get("exact") else None
 
         def make(tiles: Any, calls: Sequence[Any] = calls) -> list[Callable[[], torch.Tensor]]:
             return [partial(call, tiles=tiles) for call in calls]
 
         found, equal = best_tiles(tilings(kernel, each), make, want)
-        yield Row(f"{kernel} attention: {name}, other tiles", "bits equal" if equal else "other bits", found, equal)
+        same = "" if want is None else "bits equal" if equal else "other bits"
+        yield Row(f"{kernel} attention: {name}, other tiles", same, found, equal)
 
 
 def warm_jobs(kernel: str, only: Sequence[str], small: bool) -> list[Callable[[], Any]]:
     """One call of everything that checks and times launch: several processes compile them."""
     jobs: list[Callable[[], Any]] = []
     for shape in CHECKS[kernel].values():
-        for (dtype, _), tiles in itertools.product(DTYPES.values(), CHECKED_TILES[kernel]):
+        for (dtype, _), tiles in itertools.product(DTYPES.values(), checked_tiles(kernel)):
             each = reduced(shape) if small else shape
             jobs.append(lambda each=each, dtype=dtype, tiles=tiles: error_of(kernel, each, dtype, tiles))
-    seen = set()
-    for shape in chosen(TIMED[kernel], only).values():
-        key = (
-            shape.get("window"),
-            shape["heads"],
-            shape["head_dim"],
-            shape["num_rows"],
-            shape.get("kind"),
-            shape["batch"],
-        )
-        if key not in seen and not small:
-            seen.add(key)
-            jobs.append(lambda shape=shape: calls_of(kernel, {**shape, "length": min(shape["length"], 1024)}, 1)[0]())
+    if not small:
+        every = {tuple(map(shape.get, COMPILED)): shape for shape in chosen(TIMED[kernel], only).values()}
+        short = [{**shape, "length": min(shape["length"], 1024)} for shape in every.values()]
+        jobs += [lambda shape=shape: calls_of(kernel, shape, 1)[0]() for shape in short]
     return jobs

@@ -48,40 +48,16 @@ def check_rows(families: Sequence[str], head_dim: int, lengths: Sequence[int], n
                 yield attempt(name, _row, name, model, setting, attention, ops, prompts, wanted)
 
 
-def half_rows(lengths: Sequence[int], new: int) -> Iterator[Row]:
-    """bfloat16 with heads of real size: everything runs; where the texts part is for information only."""
-    prompts = prompts_of(lengths, VOCAB, 0)
-    for family, head_dim in (("Gemma4Text", 256), ("GptOss", 64), ("Llama", 128)):
-        model = tiny_target(family, head_dim).to(torch.bfloat16)
-        first: list[int] = []
-        for attention in ("torch", "triton"):
-            outputs, ms = _generate(model, Setting("EAGLE-3", TREE, 16), attention, None, prompts, new)
-            tokens = [token for out in outputs for token in out.token_ids]
-            first = first or tokens
-            same = sum(a == b for a, b in zip(first, tokens, strict=True))
-            name = f"{attention}, {family}, bfloat16, EAGLE-3 tree, heads of {head_dim}"
-            found = f"{same} of {len(tokens)} tokens as with torch"
-            yield Row(name, found, f"{ms:.1f} ms a token", len(tokens) == new * len(prompts))
-
-
-def _generate(
-    model: PreTrainedModel, setting: Setting, attention: str, ops: Operations | None, prompts: Any, new: int
-) -> tuple[Any, float]:
-    """(outputs, milliseconds a token), kernels compiled before."""
-    engine = tiny_engine(TargetModel(model, ops), setting, attention=attention, **SIZES)
-    for _ in range(1 if ON_CPU else 2):
-        begin = time.perf_counter()
-        outputs = engine.generate(prompts, SamplingParams(max_new_tokens=new), progress=False)
-        seconds = time.perf_counter() - begin
-    engine.table.check()
-    return outputs, 1e3 * seconds / sum(len(out.token_ids) for out in outputs)
-
-
 def _row(
     name: str, model: PreTrainedModel, setting: Setting, attention: str, ops: Operations, prompts: Any, wanted: Wanted
 ) -> Row:
     new = len(wanted[0][0])
-    outputs, ms = _generate(model, setting, attention, ops, prompts, new)
+    engine = tiny_engine(TargetModel(model, ops), setting, attention=attention, **SIZES)
+    for _ in range(1 if ON_CPU else 2):  # the first time kernels are compiled
+        begin = time.perf_counter()
+        outputs = engine.generate(prompts, SamplingParams(max_new_tokens=new), progress=False)
+        ms = (time.perf_counter() - begin) * 1e3 / sum(len(out.token_ids) for out in outputs)
+    engine.table.check()
     wrong, ties = _differences([out.token_ids for out in outputs], wanted)
     accepted = sum(sum(out.stats.accepted_counts) for out in outputs)
     found = f"{wrong} of {new * len(prompts)} tokens differ"

@@ -2,12 +2,11 @@
 
 Writes a checkpoint of the published layout (int4 of compressed-tensors in groups of 32; GPT-OSS: MXFP4 experts), one
 file a layer, of random words, and loads it as a user does. The peak may be the packed bytes, one layer in bfloat16 and
-2 GB. On a GPU it is what the allocator took; on a CPU, what the process grew by, without files that are mapped.
+2 GB: what the allocator of a GPU took.
 """
 
 import json
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -82,29 +81,6 @@ def write_checkpoint(folder: Path, config: object) -> tuple[int, int]:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors")), largest * 2
 
 
-class Growth:
-    """The most memory of its own, `peak`, that the process got in the block."""
-
-    def __enter__(self) -> "Growth":
-        self.peak, self._before, self._done = 0, self._now(), threading.Event()
-        self._thread = threading.Thread(target=self._look)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _look(self) -> None:
-        while not self._done.wait(0.01):
-            self.peak = max(self.peak, self._now() - self._before)
-
-    @staticmethod
-    def _now() -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith("RssAnon")).split()[1]) * 1024
-
-
 def memory_rows(shapes: Sequence[str], layers: int, folder: str) -> Iterator[Row]:
     """folder: an empty one, for the checkpoints; None: a temporary one."""
     for shape in shapes:
@@ -116,9 +92,8 @@ def _memory_row(shape: str, layers: int, folder: Path) -> Row:
     shrink = Shrink(2 if ON_CPU else layers or None, DIVISOR, multiple=32)
     size, largest = write_checkpoint(folder, find_shape(shape).target(shrink))
     before, began = 0 if ON_CPU else torch.cuda.memory_reserved(), time.perf_counter()
-    with Growth() as growth:
-        model = load_model(str(folder), dtype=torch.bfloat16, device=DEVICE)
-    peak = growth.peak if ON_CPU else torch.cuda.max_memory_reserved() - before
+    model = load_model(str(folder), dtype=torch.bfloat16, device=DEVICE)
+    peak = 0 if ON_CPU else torch.cuda.max_memory_reserved() - before
     seconds = time.perf_counter() - began
     tensors = {tensor.data_ptr(): tensor for tensor in (*model.parameters(), *model.buffers())}  # tied ones once
     packed = sum(tensor.nbytes for tensor in tensors.values())

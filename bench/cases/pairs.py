@@ -6,13 +6,11 @@ Tokens per second count the whole run, prompts included; a round's acceptance le
     equal      share of the outputs that are plain decoding's in the same batch size. In float32 all must be. In 16 bits
                rounding depends on the width of a forward, so close logits may be decided otherwise
     right      GSM8K: the last number of the answer; HumanEval: its program passes (`humaneval.py`); with 95 % intervals
-    random     the pair's EAGLE-3 head with random weights: hardly a draft is right
 
 Ways take turns on `turns` parts of each file, so that a slow moment of a shared machine hits all of them; `plain again`
 is plain decoding a second time, and says what the noise is.
 """
 
-import copy
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -27,12 +25,9 @@ from bench.humaneval import grade, read_problems
 from bench.report import Row
 from bench.verify import answers_row
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.drafter_loading import load_any_drafter
 from specdec.evaluation.contest import Contestant, take_turns
 from specdec.evaluation.gsm8k_report import is_correct, wilson_interval
-from specdec.evaluation.phases.random_weights import randomise
-from specdec.models.target import TargetModel
 from specdec.text.prompt_files import Problem, read_prompts
 
 RUNS: dict[str, tuple[str, SpecConfig]] = {
@@ -44,8 +39,6 @@ RUNS: dict[str, tuple[str, SpecConfig]] = {
     "tree of 16": ("own", SpecConfig(5, 4, 16, adaptive=False)),
     "n-gram": ("ngram", SpecConfig(4)),
     "suffix": ("suffix", SpecConfig(8)),
-    "random, adaptive": ("random", SpecConfig(4)),
-    "random, chain of 4": ("random", SpecConfig(4, adaptive=False)),
 }
 """Drafter and draft of each way; "own" is the pair's."""
 PEERS: tuple[tuple[str, int, dict[str, Any]], ...] = (
@@ -98,25 +91,12 @@ def decode(engine: Engine, batch: int, params: SamplingParams, prompts: Sequence
     return [handle.output().token_ids for handle in handles]
 
 
-def drafter_of(kind: str, name: str, target: TargetModel) -> Any:
-    """A new drafter for the target."""
-    if kind == "none":
-        return None
-    drafter = load_any_drafter(kind if kind in ("ngram", "suffix") else name, target)
-    if kind == "random":
-        assert isinstance(drafter, Eagle3Drafter), "an EAGLE-3 head is expected"
-        head = copy.deepcopy(drafter.head)
-        randomise(head, 1)
-        return Eagle3Drafter(head, drafter.target_ids, target)
-    return drafter
-
-
 def engines_of(plain: Engine, drafter: str, runs: Sequence[str], **config: Any) -> dict[str, Engine]:
     """An engine for each way, over the target of `plain`, in order where `deterministic` is among the fields."""
     target, made = plain.target.as_deterministic() if "deterministic" in config else plain.target, {}
     for run in runs:
         kind, spec = RUNS[run]
-        each = drafter_of(kind, drafter, target)
+        each = None if kind == "none" else load_any_drafter(drafter if kind == "own" else kind, target)
         made[run] = Engine(target, each, tokenizer=plain.tokenizer, spec=spec, config=EngineConfig(**config))
     return made
 

@@ -7,29 +7,23 @@ second is shown: before the first, kernels are compiled, and the clock of a GPU 
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 from bench.device import DEVICE, DIVISOR, ON_CPU  # isort: skip - before triton
 import torch
 
 from bench.figures import E4B, readme_rows
 from bench.report import Row
-from bench.subjects import engine_of, prompt_ms, random_block
+from bench.subjects import random_block
 from bench.verify import guarded
 from specdec.config import EngineConfig, SpecConfig
 from specdec.evaluation.model_shapes import ON_REQUEST, find_shape
-from specdec.evaluation.phases import phase_run
-from specdec.evaluation.phases.parity import Parity
 from specdec.evaluation.phases.phase_report import Cell
 from specdec.evaluation.phases.phase_run import PLAIN, Plan, Subject, run_phases
 from specdec.evaluation.phases.random_weights import random_subject
 from specdec.models.weight_storage import stored_weights
 
-WIDE_TREES = {"llama-70b": ("tree60",)}
-"""Drafts measured of a shape beyond those that are asked for."""
 BLOCK = 16
 LAST = BLOCK - 1
 """Drafts of a block."""
@@ -43,9 +37,9 @@ BLOCK_CASES: dict[str, tuple[str, SpecConfig | None, float | None]] = {
 """What is timed: the drafter, its draft, and how many plain steps a round may take."""
 
 
-def subject_of(pair: str, drafts: Mapping[str, SpecConfig | None], layers: int) -> Subject:
+def subject_of(pair: str, drafts: Mapping[str, SpecConfig | None], layers: int, devices: int = 1) -> Subject:
     name, _, weights = pair.partition(":")
-    config = EngineConfig(device=DEVICE)
+    config = EngineConfig(device=DEVICE, tensor_parallel=devices, fused=devices > 1 or "auto")
     return random_subject(
         find_shape(name),
         drafts,
@@ -56,20 +50,18 @@ def subject_of(pair: str, drafts: Mapping[str, SpecConfig | None], layers: int) 
     )
 
 
-def measured(subject: Subject, draft: str, batch: int, context: int, rounds: int, checked: bool = True) -> Cell:
+def measured(subject: Subject, draft: str, batch: int, context: int, rounds: int) -> Cell:
     """One cell, the second of two."""
     plan = Plan(batches=[batch], contexts=[context], rounds=rounds)
     one = replace(subject, drafts={draft: subject.drafts[draft]})
-    passed = Parity(passed=True, tokens=0, exact=0, worst=0.0, tolerance=0.0)
-    with nullcontext() if checked else mock.patch.object(phase_run, "check_parity", return_value=passed):
-        for _ in range(1 if ON_CPU else 2):
-            [cell] = run_phases(one, plan).cells
+    for _ in range(1 if ON_CPU else 2):
+        [cell] = run_phases(one, plan).cells
     return cell
 
 
 def cell_row(name: str, cell: Cell, note: str = "", *, ok: bool = True) -> Row:
     ms = {stage: f"{spread.median:.2f}" for stage, spread in cell.ms.items()}
-    checked = cell.parity.words if cell.parity and cell.parity.tokens else "not checked"
+    checked = cell.parity.words if cell.parity else ""
     figures: dict[str, object] = {"batch": cell.batch, "context": cell.context, "run": cell.run}
     figures |= {"ms a round": ms.get("round", ""), "floor": f"{cell.floor_ms:.2f}"}
     figures["x floor"] = "" if cell.x_floor is None else f"{cell.x_floor:.2f}"
@@ -84,22 +76,22 @@ def cells_rows(
     drafts: Sequence[str],
     rounds: int,
     layers: int,
-    unchecked: bool,
+    devices: int,
 ) -> Iterator[Row]:
     """A shape that does not fit or run is a row, and the others are measured."""
     for pair in shapes:
         shape = find_shape(pair.partition(":")[0])
         known = {PLAIN: None, **shape.drafts, **ON_REQUEST}
-        wanted = {name: known[name] for name in (*drafts, *WIDE_TREES.get(shape.name, ()))}
+        wanted = {name: known[name] for name in drafts}
 
         def rows(pair: str = pair, wanted: Any = wanted) -> Iterator[Row]:
             begin = time.perf_counter()
-            subject = subject_of(pair, wanted, layers)
+            subject = subject_of(pair, wanted, layers, devices)
             yield Row(pair, about(subject), f"made in {time.perf_counter() - begin:.1f} s")
             for context in contexts:
                 for batch in batches:
                     for draft in wanted:
-                        yield cell_row(pair, measured(subject, draft, batch, context, rounds, not unchecked))
+                        yield cell_row(pair, measured(subject, draft, batch, context, rounds))
 
         yield from guarded(pair, rows())
         if not ON_CPU:
@@ -112,17 +104,6 @@ def about(subject: Subject) -> str:
     peak = "" if ON_CPU else f", peak {torch.cuda.max_memory_allocated() / 1e9:.1f}"
     fused = "fused" if subject.target.unfused is None else f"not fused: {subject.target.unfused}"
     return f"{stored.bytes / 1e9:.2f} GB{peak}, {stored.words(subject.dtype)}, {fused}"
-
-
-def prompt_rows(shapes: Sequence[str], prompts: Sequence[int], layers: int) -> Iterator[Row]:
-    """A prompt in one chunk."""
-    for pair in shapes:
-        subject = subject_of(pair, {PLAIN: None}, layers)
-        for length in prompts:
-            sizes = {"max_batch_size": 1, "max_model_len": length + 64, "prefill_chunk": length, "prefix_cache": False}
-            with engine_of(subject.target, None, **sizes) as engine:
-                ms = prompt_ms(engine, subject.prompts(1, length)[0])
-            yield Row(f"{pair}, a prompt of {length}", "", f"{ms:.2f} ms")
 
 
 def block_rows(rounds: int, context: int, layers: int) -> Iterator[Row]:

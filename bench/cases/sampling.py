@@ -9,7 +9,7 @@ from bench.device import DEVICE, ON_CPU  # isort: skip - before triton
 import numpy as np
 import torch
 
-from bench.clock import bandwidth_row, graph_seconds, kernel_times, timed_row
+from bench.clock import bandwidth_row, graph_seconds, timed_row
 from bench.report import Row
 from specdec import SamplingParams
 from specdec.draft_models.centroid_head import CentroidHead, centroid_best, centroid_sample, reference_centroid_logits
@@ -78,7 +78,7 @@ def check_rows() -> Iterator[Row]:
     yield Row("sampling: 4 best, log-probabilities", f"{error:.1e}", ok=error < 1e-4)
 
 
-def times_rows(rows: Sequence[int], profile: bool) -> Iterator[Row]:
+def times_rows(rows: Sequence[int]) -> Iterator[Row]:
     yield bandwidth_row()
     for (name, setting), kind, count in itertools.product(SETTINGS.items(), KINDS, rows):
         if kind != "zipf" and name != "T .7, top-p .9":
@@ -88,7 +88,6 @@ def times_rows(rows: Sequence[int], profile: bool) -> Iterator[Row]:
         fast, slow = samplers_of([setting] * count)
         ours, peer = partial(sample, logits, positions, fast), partial(slow.sample, logits, positions)
         yield _timed(f"sample: {name}, {kind}, {count} rows", ours, logits.nbytes, peer if count in (8, 40) else None)
-        yield from kernel_rows(ours) if profile and count in (8, 160) else ()
     for count in (8, 40):
         logits, positions = logits_of("zipf", count), torch.arange(count, device=DEVICE)[:, None]
         fast, slow = samplers_of([SETTINGS["T 1"]] * count)
@@ -101,11 +100,6 @@ def times_rows(rows: Sequence[int], profile: bool) -> Iterator[Row]:
 def _timed(name: str, call: Any, num_bytes: float, peer: Any) -> Row:
     us = graph_seconds([call] * 8) * 1e6  # of one call the launch of the graph would be most
     return timed_row(name, us, num_bytes, None if peer is None else graph_seconds([peer] * 4) * 1e6)
-
-
-def kernel_rows(call: Any) -> Iterator[Row]:
-    for kernel, ms in kernel_times(call).items():
-        yield Row(f"    {kernel}", "", f"{ms * 1e3:.1f} us")
 
 
 def centroid_head() -> CentroidHead:

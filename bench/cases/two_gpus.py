@@ -1,30 +1,36 @@
-"""Engines on two devices: a full scene, what a checkpoint takes of each, level memory, a device that stalls.
+"""Engines on two devices: a full scene, what a checkpoint takes of each, level memory, a device that stalls; exchanges.
 
-The bits of two devices are those of the case `bits` with `--devices 2`. On a CPU ranks share it.
+Bits and steps of two devices: the cases `bits` and `rounds` with `--devices 2`. On a CPU ranks share it.
 """
 
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from bench.device import DEVICE, DTYPE, ON_CPU, free_memory  # isort: skip - before triton
 import torch
 
-from bench.clock import synchronize
+from bench.clock import synchronize, wall_seconds
 from bench.report import Row
 from bench.subjects import CHAIN, OPERATIONS, answers, engine_of, mixed_params, pair_of, prompts_of
-from bench.verify import answers_row
+from bench.verify import answers_row, level_row
 from specdec.config import SamplingParams
 from specdec.draft_models.ngram import NgramDrafter
 from specdec.errors import DeviceLostError
+from specdec.gpu.cuda_capture import CudaCapture
 from specdec.gpu.ranks import Ranks, make_ranks
 from specdec.loading import load_target
 from specdec.models.target import TargetModel
 
 LENGTHS = (5, 9) if ON_CPU else (700, 33, 1, 260, 512)
 GB = 1e9
+EXCHANGES = 84
+WIDTH, PARTS = 4096, 2
+EXPERT_WIDTH, TOP_K = 2816, 8
+"""Hidden size of Gemma 4 26B-A4B, and experts a token of it."""
 
 
 def scene_rows(requests: int, at_once: int) -> Iterator[Row]:
@@ -98,16 +104,7 @@ def long_rows(rounds: int) -> Iterator[Row]:
         def work() -> list[list[int]]:
             return [out.token_ids for out in engine.generate(prompts, params, progress=False)]
 
-        first, gauge, begin = work(), Gauge(ranks), time.perf_counter()
-        levels, same = [gauge.held()], True
-        while engine.stats().batches < rounds:
-            same &= work() == first
-            levels.append(gauge.held())
-        half = levels[len(levels) // 2 :]
-        grown = [last - middle for last, middle in zip(half[-1], half[0], strict=True)]
-        found = f"{grown} bytes more in the second half; answers {'as at first' if same else 'CHANGED'}"
-        ok = same and all(more <= 0 for more in grown)
-        yield Row(f"{engine.stats().batches} rounds", found, f"{time.perf_counter() - begin:.0f} s", ok)
+        yield level_row(engine, work, rounds, Gauge(ranks).held)
 
 
 def stalled_rows() -> Iterator[Row]:
@@ -138,3 +135,58 @@ def stalled_rows() -> Iterator[Row]:
         yield Row("closing it", "done", f"{time.perf_counter() - begin:.2f} s")
         [out] = other.generate([prompt], params, progress=False)
         yield Row("another engine", f"{len(out.token_ids)} tokens", ok=len(out.token_ids) == 200)
+
+
+def exchange_rows(rows: Sequence[int], expert_rows: Sequence[int]) -> Iterator[Row]:
+    """The parts of a row-parallel product, and of experts, of which each rank has about half."""
+    ranks = make_ranks(torch.device("cuda:0"), 2)
+    ranks.reserve(max(*(2 * PARTS * size * WIDTH for size in rows), *(TOP_K * s * EXPERT_WIDTH for s in expert_rows)))
+    for size in rows:
+        parts = [torch.randn(PARTS, size, WIDTH, device=device) for device in ranks.devices]
+        want = torch.cat([part.cpu() for part in parts])
+        name = f"{size} rows, {PARTS * size * WIDTH * 4 / 1024:.0f} KiB a rank"
+        yield from _exchanges(name, ranks, parts, partial(ranks.gather, parts), want)
+    for size in expert_rows:
+        parts = [torch.randn(TOP_K, size, EXPERT_WIDTH, device=device) for device in ranks.devices]
+        first = torch.randint(-1, 1, (size, TOP_K), dtype=torch.int32)
+        owners = [own.to(device) for own, device in zip((first, -1 - first), ranks.devices, strict=True)]
+        want = torch.where((first.t() >= 0)[..., None], *(part.cpu() for part in parts))
+        name = f"experts of {size} rows, {TOP_K * size * EXPERT_WIDTH * 4 / 1024:.0f} KiB in all"
+        yield from _exchanges(name, ranks, parts, partial(ranks.select, parts, owners), want)
+
+
+def _exchanges(
+    name: str, ranks: Ranks, parts: Sequence[torch.Tensor], meet: Callable[[], list[torch.Tensor]], want: torch.Tensor
+) -> Iterator[Row]:
+    """Many in a captured graph of each device: whether all devices hold the right bits, and the time of one."""
+    found: list[torch.Tensor] = []
+
+    def exchanged() -> torch.Tensor:
+        ranks.begin()
+        for _ in range(EXCHANGES):
+            found[:] = meet()
+        ranks.end()
+        return parts[0]
+
+    def copied() -> torch.Tensor:
+        for rank, part in enumerate(parts):
+            with ranks.on(rank):
+                for _ in range(EXCHANGES):
+                    part.clone()
+        return parts[0]
+
+    def is_right() -> bool:
+        synchronize(ranks.devices)
+        ranks.check()
+        return all(torch.equal(out.cpu(), want) for out in found)
+
+    exchanged()
+    equal = is_right()
+    yield Row(f"{name}, not captured", "right" if equal else "WRONG", ok=equal)
+    times = []
+    for body in (exchanged, copied):
+        replay, _ = CudaCapture(*ranks.devices)(body)
+        replay()
+        times.append(wall_seconds(replay, ranks.devices) / EXCHANGES * 1e6)
+    equal &= is_right()
+    yield Row(name, "right" if equal else "WRONG", f"{times[0]:.2f} us, a copy alone {times[1]:.2f}", equal)

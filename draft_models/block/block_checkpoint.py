@@ -114,9 +114,10 @@ def _make_spec(files: HeadFiles, target: TargetShape) -> BlockSpec:
     if settings["block_size"] < 2 and not shifted:
         raise CheckpointError("block_size=1 drafts nothing; expected 2 or more")
     key = ENTERED_IDS if files.format is SPECULATORS_BLOCK else OUTPUT_IDS
+    layers = {"causal": any(causal.values()), **_layers(files)}  # corrects settings that are fields
     return BlockSpec(
         **files.fields(),
-        **{"causal": any(causal.values()), **_layers(files)},
+        **layers,
         vocab_size=target.vocab_size,
         aux_layers=resolve_layer_ids(settings.get(key), target.num_layers, key),
         shifted=shifted,

@@ -5,7 +5,7 @@ Nothing heavy is imported here: a body is loaded when its command is run.
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -184,12 +184,31 @@ class ServeOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ListOptions:
+    """All but `json_file` belong to --memory."""
+
+    memory: bool = option(False, "K/V by cache group and weights of the pair, by its config.json alone.", "--memory")
+    pair: PairOptions = field(default_factory=PairOptions)
+    batch_size: int = option(8, "Requests at a time.", min=1)
+    max_model_len: int | None = option(None, "Longest prompt and output in tokens; default: the model's own.", min=1)
+    page_size: int = option(1, "KV slots of a page.", min=1)
     json_file: JsonFile = None
+
+    def require_used(self) -> None:
+        """Raises ConfigError for an option that is given without --memory."""
+        usual = replace(ListOptions(), memory=self.memory, json_file=self.json_file)
+        if not self.memory and self != usual:
+            raise ConfigError("specdec models takes --json alone, or --memory with a pair and its sizes; add --memory")
 
 
 def body(module: str, name: str) -> Callable[[Any], None]:
     """A function of bodies/, loaded when its command is run."""
     return lambda options: load(f"specdec.cli.bodies.{module}", name)(options)
+
+
+def list_models(options: ListOptions) -> None:
+    options.require_used()
+    name = "show_memory" if options.memory else "list_pairs"
+    body(name, name)(options)
 
 
 def train(settings: TrainSettings) -> None:
@@ -236,6 +255,6 @@ MAKE = {
         "The same command goes on where it was stopped. Several GPUs: accelerate launch -m specdec.cli train ...",
         no_args_is_help=True,
     ),
-    "models": command(ListOptions, body("list_pairs", "list_pairs")),
+    "models": command(ListOptions, list_models, "With --memory: the memory that a pair takes, which need not be here."),
 }
 """Makes each command, by its name."""

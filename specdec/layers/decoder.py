@@ -149,10 +149,13 @@ class FusedLayer(nn.Module):
             return self.ops(qk_norm)(qkv, norms.q, norms.k)
         by_rank = yield Columns(self.ops(finish)(qkv))
         widths = [number * heads.head_dim for number in (heads.num_q, heads.num_kv, heads.num_kv)]
+        shares = [count, norms.kv_shares, norms.kv_shares]
         kinds = by_rank.parts[0].unflatten(1, (count, -1)).split(widths, dim=2)  # q, k, v: [T, R, heads]
-        whole = self.ops(qk_norm)(Product.of(torch.cat([kind.flatten(1) for kind in kinds], 1)), norms.q, norms.k)
-        kinds = whole.parts[0].split([width * count for width in widths], dim=1)
-        return Product.of(torch.cat([kind.chunk(count, 1)[norms.rank] for kind in kinds], 1))
+        distinct = [kind[:, :: count // share].flatten(1) for kind, share in zip(kinds, shares, strict=True)]
+        whole = self.ops(qk_norm)(Product.of(torch.cat(distinct, 1)), norms.q, norms.k)
+        kinds = whole.parts[0].split([kind.shape[1] for kind in distinct], dim=1)
+        own = [kind.chunk(share, 1)[norms.rank * share // count] for kind, share in zip(kinds, shares, strict=True)]
+        return Product.of(torch.cat(own, 1))
 
     def _last_sum(
         self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, share: SumShare | None

@@ -52,12 +52,15 @@ class SumShare(NamedTuple):
 
 
 class WideNorms(NamedTuple):
-    """Norms over all heads of the queries, and of the keys: of one of `num_ranks`, over those of all ranks."""
+    """Norms over all heads of the queries, and of the keys: of one of `num_ranks`, over those of all ranks.
+
+    kv_shares: parts in which ranks hold the K/V heads; fewer than ranks where heads are repeated."""
 
     q: Gain
     k: Gain
     rank: int = 0
     num_ranks: int = 1
+    kv_shares: int = 1
 
 
 class Cuts(NamedTuple):

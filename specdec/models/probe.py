@@ -126,11 +126,12 @@ class ProbeContext:
         return self.shares
 
     def unite(self, shares: "Sequence[ProbeContext]") -> None:
-        """Take what the ranks recorded, heads in the order of ranks: see `shared_weights.py`."""
+        """Take what the ranks recorded, heads in the order of ranks, repeated ones once: see `shared_weights.py`."""
         home = self.text.device
-        for layer, rows in shares[0].rows.items():
-            parts = [[share.rows[layer][kind].to(home) for share in shares] for kind in range(len(rows))]
-            q, k, v = (torch.cat(of_kind, dim=1) for of_kind in parts)
+        for layer in shares[0].rows:
+            distinct = shares[:: len(shares) // shares[0].layout.layers[layer].shares]
+            kinds = enumerate((shares, distinct, distinct))
+            q, k, v = (torch.cat([rank.rows[layer][kind].to(home) for rank in ranks], dim=1) for kind, ranks in kinds)
             self.rows[layer] = q, k, v
 
     def attend(self, call: AttentionCall) -> torch.Tensor:

@@ -17,7 +17,6 @@ from torch import nn
 from specdec.errors import ConfigError, UnsupportedModelError
 from specdec.gpu.operations import Operations
 from specdec.gpu.ranks import MAX_ROWS, Ranks
-from specdec.kvcache.layout import KVLayout
 from specdec.layers.decoder_parts import DecoderParts
 from specdec.layers.fusable import Unfusable
 from specdec.layers.fuse import FusedLinear, Weights, described, fuse_embedding, fuse_linear
@@ -66,7 +65,7 @@ def refuse_change(name: str) -> None:
 
 
 def share_among(
-    name: str, layout: KVLayout, decoder: nn.Module, head: nn.Module, ops: Operations | None, ranks: Ranks
+    name: str, decoder: nn.Module, head: nn.Module, ops: Operations | None, ranks: Ranks
 ) -> tuple[SplitDecoder, nn.Module]:
     """A text model and its head as ranks run them, of modules wherever they lie, which stay as they are.
 
@@ -77,7 +76,7 @@ def share_among(
         parts = described(decoder, apart=True)
     except Unfusable as error:
         raise unfused_error(name, str(error), len(ranks)) from error
-    prepare(name, layout, parts, ranks)
+    prepare(name, parts, ranks)
     put = Once(partial(ranks.put, 0))
     source = placed(decoder.get_input_embeddings(), put)  # type: ignore[operator]
     split = SplitDecoder(decoder.config, parts, fuse_embedding(source, ops), ops, ranks)
@@ -93,17 +92,10 @@ def share_head(head: nn.Module, ops: Operations, ranks: Ranks, put: "Once") -> n
     return SplitHead([there, *[weight] * (len(ranks) - 1)], head.bias, ops, ranks)  # type: ignore[arg-type]
 
 
-def prepare(name: str, layout: KVLayout, parts: DecoderParts, ranks: Ranks) -> None:
+def prepare(name: str, parts: DecoderParts, ranks: Ranks) -> None:
     """Raise UnsupportedModelError unless ranks can share these; make room for what they exchange."""
-    count = len(ranks)
-    for spec in layout.layers:
-        if spec.num_kv_heads % count:
-            raise UnsupportedModelError(
-                f"tensor_parallel={count} cannot divide the {spec.num_kv_heads} K/V heads of layer {spec.layer} of "
-                f"{name}; use a number that divides them, or replicas"
-            )
-    require_shares(name, parts, count)
-    needed = MAX_ROWS * most_exchanged(parts, count)
+    require_shares(name, parts, len(ranks))
+    needed = MAX_ROWS * most_exchanged(parts, len(ranks))
     if ranks.room < needed:  # captures hold the addresses of what was reserved before
         ranks.reserve(needed)
 

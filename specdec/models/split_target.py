@@ -20,7 +20,7 @@ def split_target(target: TargetModel, ranks: Ranks) -> TargetModel:
     whole, head = target.decoder, target.head
     if not isinstance(whole, FusedDecoder):
         raise unfused_error(target.name, target.unfused, len(ranks))
-    prepare(target.name, target.layout, whole.parts, ranks)
+    prepare(target.name, whole.parts, ranks)
     split = copy.copy(target)
     split.decoder = SplitDecoder(whole.config, whole.parts, whole.embedding, whole.ops, ranks)
     split.head = share_head(

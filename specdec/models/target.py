@@ -34,7 +34,8 @@ from specdec.models.paused_forward import PausedForward, collected, walker_of
 from specdec.models.placeholders import Placeholders, find_placeholders
 from specdec.models.probe import LogitRule, Proof, logit_rules, probe_texts, prove, refusing, require_finite
 from specdec.models.shared_weights import SplitWeights, difference_on_ranks, on_ranks, refuse_change, share_among
-from specdec.models.unsupported import require_supported
+from specdec.models.text_decoder import find_decoder
+from specdec.models.unsupported import require_placed, require_supported
 from specdec.modules.module_watch import ModuleWatch
 from specdec.modules.private_copy import private_copy
 from specdec.sampling.softcap import softcap
@@ -81,13 +82,15 @@ class TargetModel:
             self.config: Any = model.config.get_text_config()
             self.model_types: tuple[str, str] = self.config.model_type, model.config.model_type
             require_supported(self.name, model, self.config)
+            require_placed(self.name, model)
             self.vocab_size = int(self.config.vocab_size)  # the user's config may change later
             self.context_length: ContextLength = context_length(self.config)
             head = model.get_output_embeddings()
             if not isinstance(head, nn.Module):
                 raise UnsupportedModelError(f"{self.name} ({type(model).__name__}) has no language-model head")
             self.layout: KVLayout = layout_from_config(self.config)
-            self.user_decoder: nn.Module = self._find_decoder()  # with the user's own attention
+            # with the user's own attention
+            self.user_decoder: nn.Module = find_decoder(self.name, model, len(self.layout.layers))
             original = ModuleWatch(model, self.user_decoder, head)  # before it is copied, so that no change is missed
             self.head: nn.Module = private_copy(head)
             self.decoder: nn.Module = private_copy(self.user_decoder)
@@ -291,22 +294,6 @@ class TargetModel:
             hidden = torch.zeros((1, batch, self.hidden_size), dtype=self.dtype, device=self.device)
         return hidden.view(batch, -1, hidden.shape[-1])
 
-    def _find_decoder(self) -> nn.Module:
-        """The text stack: `get_decoder()`, or what lies inside it in multimodal checkpoints."""
-        decoder: Any = self.model.get_decoder()
-        while getattr(decoder, "layers", None) is None:
-            inner = getattr(decoder, "language_model", None)
-            inner = decoder.get_decoder() if inner is None and hasattr(decoder, "get_decoder") else inner
-            if inner is None or inner is decoder:
-                break
-            decoder = inner
-        if len(getattr(decoder, "layers", None) or ()) != len(self.layout.layers):
-            raise UnsupportedModelError(
-                f"{self.name}: {type(decoder).__name__} is not a stack of {len(self.layout.layers)} decoder layers"
-            )
-        found: nn.Module = decoder
-        return found
-
     def _fuse(self, ops: Operations, proof: Proof) -> str | None:
         """Replace the layers of the decoder and the head's product by fused ones; the reason if they cannot be."""
         plain = decoder, head = self.decoder, self.head
@@ -333,7 +320,7 @@ class TargetModel:
         """Put shares of the decoder and the head on ranks, and prove them. Raises as the class does."""
         decoder, head = self.decoder, self.head
         with refusing(self.name, "its shared layers do not run"), torch.inference_mode():
-            self.decoder, self.head = share_among(self.name, self.layout, decoder, head, ops, ranks)
+            self.decoder, self.head = share_among(self.name, decoder, head, ops, ranks)
             self.embed = self.decoder.get_input_embeddings()
             with torch.autocast(self.device.type, enabled=False):
                 what = difference_on_ranks(proof, self.run, ranks, self.head, head)

@@ -19,7 +19,7 @@ DYNAMIC_INT8 = ("torch.ao.nn.quantized", "torch.nn.quantized")
 
 
 def require_supported(name: str, model: PreTrainedModel, config: Any) -> None:
-    """Raise UnsupportedModelError for what the text config and the placement of the model say."""
+    """Raise UnsupportedModelError for what the text config of the model says."""
     if getattr(model.config, "is_encoder_decoder", False) or getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
             f"{name} ({type(model).__name__}) is an encoder-decoder; specdec serves decoder-only models"
@@ -28,6 +28,10 @@ def require_supported(name: str, model: PreTrainedModel, config: Any) -> None:
         value = getattr(config, attribute, None)
         if value not in (None, 1, 1.0, False):
             raise UnsupportedModelError(f"{name} {what} ({attribute}={value}), which specdec does not support")
+
+
+def require_placed(name: str, model: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError for weights that torch quantises dynamically, or that are not on one device."""
     for path, module in model.named_modules():
         if type(module).__module__.startswith(DYNAMIC_INT8):
             raise UnsupportedModelError(

@@ -1,14 +1,20 @@
 """Sizes of the pools: the user's, else enough for a full batch within a share of the memory."""
 
-from specdec.config import EngineConfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from specdec.config import EngineConfig, SpecConfig
 from specdec.draft_models.base import Drafter
 from specdec.errors import CapacityError
 from specdec.gpu.memory import all_bytes, free_bytes
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.cache import KVCache, KVOperations
 from specdec.kvcache.index_spaces import PRIMARY
-from specdec.kvcache.layout import CacheGroups
+from specdec.kvcache.layout import CacheGroups, KVLayout
 from specdec.kvcache.table import RequestTable, window_slots_held
+from specdec.models.context_length import ContextLength
 from specdec.models.target import TargetModel
 from specdec.runtime.prompt_shares import PromptRoom
 
@@ -21,6 +27,82 @@ FALLBACK_MODEL_LEN = 4096
 """For a model that states no limit."""
 
 
+@dataclass(frozen=True, slots=True)
+class CacheNeeds:
+    """Slots and bytes of K/V that an engine's requests need, where memory is no limit. Lists are by cache group.
+
+    slot_bytes: one token in all layers of the group. held: slots of one request while it decodes. slots: a full batch,
+    with prompts that are being read; a windowed group keeps prefixes there when none is.
+    """
+
+    groups: CacheGroups
+    page_size: int
+    batch: int
+    slot_bytes: list[int]
+    held: list[int]
+    slots: list[int]
+
+    @property
+    def batch_bytes(self) -> list[int]:
+        """A full batch, and page 0, which holds nothing."""
+        return [
+            (slots // self.page_size + 1) * self.page_size * size
+            for slots, size in zip(self.slots, self.slot_bytes, strict=True)
+        ]
+
+    @property
+    def request_bytes(self) -> list[int]:
+        """One request of the batch, with its share of the prompts that are being read."""
+        return [slots * size // self.batch for slots, size in zip(self.slots, self.slot_bytes, strict=True)]
+
+
+def cache_needs(
+    layouts: Sequence[KVLayout],
+    dtype: torch.dtype,
+    config: EngineConfig,
+    *,
+    max_len: int,
+    num_nodes: int,
+    extra_keys: int,
+    device_type: str,
+) -> CacheNeeds:
+    """layouts: of the target and of a drafter that keeps K/V. max_len: tokens of each request. num_nodes: see
+    `lookahead_nodes`. extra_keys: of the drafter."""
+    if config.kv_dtype is not None:
+        layouts = [layout.rounded() for layout in layouts]
+    groups, page_size, batch = CacheGroups.of_layouts(layouts), config.page_size, config.max_batch_size
+    slot_bytes = [sum(layout.slot_bytes(group.retention, dtype) for layout in layouts) for group in groups.groups]
+    room = PromptRoom.from_settings(config.max_prefill_tokens, config.prefill_chunk, device_type)
+    full_each = whole_pages(max_len + num_nodes, page_size)
+    held, slots = [full_each], [full_each * batch]
+    for window in groups.windows:
+        keys = window_slots_held(window - 1 + extra_keys, num_nodes, page_size)
+        # what it holds and the slack; besides, chunks in flight
+        each = min(whole_pages(keys + page_size, page_size), full_each)
+        together = max(room.idle, batch * min(room.chunk, WINDOW_SPARE))  # a step reads `idle`; the rest keeps prefixes
+        in_flight = min(batch * min(room.chunk, full_each - each), whole_pages(together, page_size))
+        held.append(whole_pages(keys, page_size))
+        slots.append(each * batch + in_flight)
+    return CacheNeeds(groups, page_size, batch, slot_bytes, held, slots)
+
+
+def whole_pages(slots: int, page_size: int) -> int:
+    return -(-slots // page_size) * page_size
+
+
+def lookahead_nodes(spec: SpecConfig, *, drafts: bool, captured: bool) -> int:
+    """Slots of a request for tokens that are not committed yet. A captured round is launched before the previous one is
+    settled, so there are two of them."""
+    return (2 if captured else 1) * (spec.num_nodes if drafts else 1)
+
+
+def longest_sequence(config: EngineConfig, length: ContextLength, name: str) -> int:
+    """Tokens of the longest sequence that is asked for, or that a model of this `name` allows. Raises ConfigError."""
+    if config.max_model_len is not None:
+        length.require(config.max_model_len, name)
+    return config.max_model_len or length.default or FALLBACK_MODEL_LEN
+
+
 def make_cache(
     target: TargetModel, drafter: Drafter | None, config: EngineConfig, num_nodes: int, operations: KVOperations
 ) -> tuple[KVCache, int]:
@@ -31,38 +113,27 @@ def make_cache(
     page_size, layouts = config.page_size, [target.stored_layout]
     if drafter is not None and drafter.kv_layout is not None:
         layouts.append(drafter.kv_layout)
-    rounded = config.kv_dtype is not None
-    if rounded:
-        layouts = [layout.rounded() for layout in layouts]
-    groups = CacheGroups.of_layouts(layouts)
-    slot_bytes = [sum(each.slot_bytes(group.retention, target.dtype) for each in layouts) for group in groups.groups]
     extra_keys = drafter.extra_keys if drafter is not None else 0
-    if config.max_model_len is not None:
-        target.context_length.require(config.max_model_len, target.name)
-    max_len = config.max_model_len or target.context_length.default or FALLBACK_MODEL_LEN
-
-    def whole_pages(slots: int) -> int:
-        return -(-slots // page_size) * page_size
-
-    batch, full_each = config.max_batch_size, whole_pages(max_len + num_nodes)
-    held = [0] + [  # by one request while it decodes
-        window_slots_held(window - 1 + extra_keys, num_nodes, page_size) for window in groups.windows
-    ]
+    max_len, batch = longest_sequence(config, target.context_length, target.name), config.max_batch_size
+    needs = cache_needs(
+        layouts,
+        target.dtype,
+        config,
+        max_len=max_len,
+        num_nodes=num_nodes,
+        extra_keys=extra_keys,
+        device_type=target.device.type,
+    )
+    groups, slot_bytes, slots = needs.groups, needs.slot_bytes, list(needs.slots)
     share = config.memory_share or MEMORY_SHARE.get(target.device.type, 0.5)
     budget = int(min(map(free_bytes, target.devices)) * share)
     if target.ranks is not None and target.device.type == "cpu":
         budget //= len(target.devices)  # which are one
-    room = PromptRoom.from_settings(config.max_prefill_tokens, config.prefill_chunk, target.device.type)
     most = budget // max(2 * sum(slot_bytes[1:]), 1)  # windowed pools take half of the memory at most
-    slots = [0]
-    for keys in held[1:]:
-        each = min(whole_pages(keys + page_size), full_each)  # what it holds and the slack; besides, chunks in flight
-        together = max(room.idle, batch * min(room.chunk, WINDOW_SPARE))  # a step reads `idle`; the rest keeps prefixes
-        in_flight = min(batch * min(room.chunk, full_each - each), whole_pages(together))
-        slots.append(min(each * batch + in_flight, most) if config.swa_slots is None else config.swa_slots)
-    windowed_bytes = sum(count * size for count, size in zip(slots, slot_bytes, strict=True))
+    slots[1:] = [min(count, most) if config.swa_slots is None else config.swa_slots for count in slots[1:]]
     if config.full_slots is None:
-        slots[PRIMARY] = min(full_each * batch, max(budget - windowed_bytes, 0) // max(slot_bytes[PRIMARY], 1))
+        windowed_bytes = sum(count * size for count, size in zip(slots[1:], slot_bytes[1:], strict=True))
+        slots[PRIMARY] = min(slots[PRIMARY], max(budget - windowed_bytes, 0) // max(slot_bytes[PRIMARY], 1))
     else:
         slots[PRIMARY] = config.full_slots
     if config.max_model_len is None:
@@ -72,10 +143,8 @@ def make_cache(
         raise CapacityError(
             f"KV pools of {pools} slots hold no page of {page_size}; raise full_slots / swa_slots or lower page_size"
         )
-    for group, there, keys in zip(groups.groups, slots, held, strict=True):
-        needed = whole_pages(1 + num_nodes)
-        if group.id != PRIMARY:
-            needed = min(needed, whole_pages(keys))
+    for group, there, held in zip(groups.groups, slots, needs.held, strict=True):
+        needed = min(whole_pages(1 + num_nodes, page_size), held)
         if there // page_size * page_size < needed:
             option = "full_slots" if group.id == PRIMARY else "swa_slots"
             raise CapacityError(
@@ -99,4 +168,4 @@ def make_cache(
         extra_keys=extra_keys,
         reread=getattr(drafter, "reread", 0),
     )
-    return KVCache(allocator, table, operations, rounded=rounded), max_len
+    return KVCache(allocator, table, operations, rounded=config.kv_dtype is not None), max_len

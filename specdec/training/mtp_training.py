@@ -55,7 +55,7 @@ def new_assistant(
         num_global_key_value_heads=full.num_kv_heads,
         head_dim=other.head_dim,
         global_head_dim=full.head_dim,
-        sliding_window=target.layout.widest_window or 512,
+        sliding_window=other.window or 512,
         num_kv_shared_layers=layers,
         attention_k_eq_v=full.num_kv_heads != other.num_kv_heads,  # only then are the global heads counted apart
         hidden_size_per_layer_input=0,

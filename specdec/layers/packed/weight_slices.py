@@ -33,13 +33,17 @@ def is_packed(weight: Weight | Stacked) -> bool:
     return isinstance(weight.parts[0] if isinstance(weight, Stacked) else weight, PackedWeight)
 
 
-def rows_of(weight: Weight | Stacked, sections: Sequence[int], rank: int, count: int) -> Stacked:
-    """The rows that one of `count` ranks has of each of these sections, which they divide."""
+def rows_of(
+    weight: Weight | Stacked, sections: Sequence[int], rank: int, count: int, parts: Sequence[int] | None = None
+) -> Stacked:
+    """The rows that one of `count` ranks has of each of these sections, which are divided into this many parts: one a
+    rank, or fewer, each on several consecutive ranks. None: one a rank."""
     pieces: list[Weight] = []
     first = 0
-    for section in sections:
-        own = section // count
-        pieces += range_of(weight, slice(first + rank * own, first + (rank + 1) * own))
+    for section, num_parts in zip(sections, parts or [count] * len(sections), strict=True):
+        own = section // num_parts
+        begin = first + rank * num_parts // count * own
+        pieces += range_of(weight, slice(begin, begin + own))
         first += section
     assert first == len(weight), f"{sections=} {weight.shape=}"
     return Stacked(pieces)

@@ -1,6 +1,7 @@
 r"""What one of R ranks has of a decoder: its heads, its columns of the MLP, and everything that is narrow.
 
     W_qkv [q | k | v heads, H]     rows of the rank's heads       its own K/V heads, in pools of its own
+    fewer K/V heads than ranks     rows of one, on several        each K/V head is stored on R / heads ranks
     W_o [H, q heads]               columns of the rank's heads    parts of a sum, by ranges of K
     W_gate, W_up [I, H]            rows                           no sum is shared
     W_down [H, I]                  columns                        parts of a sum
@@ -46,12 +47,14 @@ def share_of(parts: DecoderParts, rank: int, count: int, put: Put) -> DecoderPar
 def layer_share(parts: LayerParts, rank: int, count: int) -> LayerParts:
     """The share of one rank, of weights that `require_shares` has found to divide: views, in pieces (`Stacked`)."""
     heads, mlp, moe = parts.heads, parts.mlp, parts.moe
-    own = heads._replace(num_q=heads.num_q // count, num_kv=heads.num_kv // count)
+    own = heads._replace(num_q=heads.num_q // count, num_kv=-(-heads.num_kv // count))  # one head may be on several
+    kv_shares = min(heads.num_kv, count)
+    shares = [count] + [kv_shares] * (len(heads.sections) - 1)
     out = sum_share(parts.out, count, even=True)
     down = None if mlp is None else sum_share(mlp.down, count, even=False)
-    pieces: dict[str, Any] = {"qkv": rows_of(parts.qkv, heads.sections, rank, count)}
+    pieces: dict[str, Any] = {"qkv": rows_of(parts.qkv, heads.sections, rank, count, shares)}
     if parts.qkv_bias is not None:
-        pieces["qkv_bias"] = rows_of(parts.qkv_bias, heads.sections, rank, count)
+        pieces["qkv_bias"] = rows_of(parts.qkv_bias, heads.sections, rank, count, shares)
     pieces["out"] = _share_of_sum(parts.out, out, rank, count)
     if parts.out_bias is not None and out.by_rows:
         pieces["out_bias"] = rows_of(parts.out_bias, [len(parts.out_bias)], rank, count)
@@ -65,7 +68,7 @@ def layer_share(parts: LayerParts, rank: int, count: int) -> LayerParts:
         experts: Experts = map_tensors(moe.experts, lambda tensor: tensor.chunk(count)[rank])
         pieces["moe"] = replace(moe, router=router, experts=experts._replace(shared=True))
     if parts.wide_norms is not None:
-        pieces["wide_norms"] = parts.wide_norms._replace(rank=rank, num_ranks=count)
+        pieces["wide_norms"] = parts.wide_norms._replace(rank=rank, num_ranks=count, kv_shares=kv_shares)
     if parts.head_gates is not None:  # of so few rows that the share's cut is the whole's
         pieces["head_gates"] = rows_of(parts.head_gates, [heads.num_q], rank, count)
     if parts.sinks is not None:
@@ -99,8 +102,11 @@ def obstacle(parts: LayerParts, count: int) -> str | None:
         return f"has {len(parts.moe.experts.gate_up)} experts, which {count} devices cannot share evenly"
     if parts.latent is not None:
         return "keeps keys and values that are made of latents, which devices do not share yet"
-    if heads.num_kv % count or heads.num_q % count:
-        return f"has {heads.num_q} query and {heads.num_kv} key heads, which {count} devices cannot share evenly"
+    if heads.num_q % count or (heads.num_kv % count and count % heads.num_kv):
+        return (
+            f"has {heads.num_q} query heads and {heads.num_kv} K/V heads; a number of devices must divide the query "
+            "heads, and divide the K/V heads or be a multiple of them; use such a number, or replicas"
+        )
     sums = {"out": parts.out} if parts.mlp is None else {"out": parts.out, "down": parts.mlp.down}
     for name, weight in sums.items():
         rows, columns = weight.shape
@@ -117,7 +123,8 @@ def most_exchanged(parts: DecoderParts, count: int) -> int:
     most = 0
     for layer in parts.layers:
         if layer.wide_norms is not None:
-            most = max(most, layer.qkv.shape[0])
+            heads = layer.heads
+            most = max(most, (heads.num_q + 2 * max(heads.num_kv, count)) * heads.head_dim)
         for weight, even in [(layer.out, True)] + ([(layer.mlp.down, False)] if layer.mlp is not None else []):
             share, (rows, columns) = sum_share(weight, count, even=even), weight.shape
             most = max(most, rows, columns) if share.by_rows else max(most, whole_cut(weight).splits * rows)

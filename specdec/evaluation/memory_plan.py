@@ -1,0 +1,184 @@
+"""What a pair keeps in memory, by its config.json alone: K/V by cache group, and weights.
+
+    config.json  ->  models on `meta`  ->  layouts  ->  the slots that `runtime/sizing.py` gives an engine
+
+Weights whose form the config does not tell, quantised ones and those of heads, are the bytes of their files.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from specdec.config import EngineConfig, SpecConfig
+from specdec.draft_models.checkpoints.kept_layout import kept_layout
+from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, is_assistant_config
+from specdec.draft_models.registry import WORDS, building, is_drafter_config
+from specdec.drafter_loading import continues_text
+from specdec.errors import ConfigError, UnsupportedModelError, about, first_line
+from specdec.kvcache.layout import KVLayout
+from specdec.loading import SHARED_OPTIONS, Checkpoint, pick_device, pick_dtype
+from specdec.models.model_on_meta import ModelOnMeta, model_on_meta
+from specdec.models.quantised.packed_quantizer import without_quantization
+from specdec.models.weight_storage import stored_weights
+from specdec.runtime.sizing import CacheNeeds, cache_needs, longest_sequence, lookahead_nodes
+
+
+@dataclass(frozen=True, slots=True)
+class KeptFields:
+    """Layers that keep the same fields, and (heads, size of a head) of each field."""
+
+    layers: int
+    fields: dict[str, tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMemory:
+    """One cache group. Layers that read another layer's K/V keep none. token_bytes: in all its layers; the others: see
+    `CacheNeeds`."""
+
+    name: str
+    kept: list[KeptFields]
+    token_bytes: int
+    request_bytes: int
+    batch_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """weights: bytes by role, None: nothing here tells them. notes: sentences about figures that are not certain."""
+
+    dtype: str
+    device: str
+    batch_size: int
+    max_model_len: int
+    page_size: int
+    groups: list[GroupMemory]
+    weights: dict[str, int | None]
+    notes: list[str]
+
+
+class DraftNeeds(NamedTuple):
+    """What a drafter keeps and reads: see `Drafter.kv_layout` and `Drafter.extra_keys`. weights: bytes, as in
+    `MemoryPlan`."""
+
+    layout: KVLayout | None = None
+    extra_keys: int = 0
+    weights: int | None = 0
+
+
+def memory_plan(
+    target: str,
+    drafter: str | None,
+    *,
+    spec: SpecConfig,
+    config: EngineConfig,
+    drafter_options: Mapping[str, Any],
+    **target_options: Any,
+) -> MemoryPlan:
+    """Arguments are those of `Engine.from_pretrained`; the device need not be here. Reads no weights.
+
+    Raises CheckpointError, ConfigError, UnsupportedModelError.
+    """
+    if config.tensor_parallel > 1:
+        raise ConfigError(f"tensor_parallel={config.tensor_parallel}: memory is told of one device; leave it out")
+    checkpoint = Checkpoint.of(target, target_options)
+    described = checkpoint.config
+    if is_drafter_config(described):
+        raise ConfigError(f"target={target!r} is a drafter; give the model that it drafts for as the target")
+    device = pick_device(None) if config.device is None else torch.device(config.device)
+    dtype = pick_dtype(config.dtype, device, checkpoint.hf_config())
+    model = ModelOnMeta(target, on_meta(checkpoint, dtype))
+    shared = {name: value for name, value in target_options.items() if name in SHARED_OPTIONS}
+    drafts = draft_needs(drafter, model, {**shared, **drafter_options})
+    max_len = longest_sequence(config, model.context_length, target)
+    layouts = [model.layout] if drafts.layout is None else [model.layout, drafts.layout]
+    needs = cache_needs(
+        layouts,
+        dtype,
+        config,
+        max_len=max_len,
+        num_nodes=lookahead_nodes(spec, drafts=drafter is not None, captured=device.type == "cuda"),
+        extra_keys=drafts.extra_keys,
+        device_type=device.type,
+    )
+    weights = {"target": _weight_bytes(checkpoint, model.model), "drafter": drafts.weights}
+    notes = [
+        f"the weights of the {role} are not in its config.json, and no files of it are here"
+        for role, size in weights.items()
+        if size is None
+    ]
+    if model.unmeasured is not None:
+        notes.append(f"K/V are those that the config names, since a forward cannot be measured ({model.unmeasured})")
+    return MemoryPlan(
+        str(dtype).removeprefix("torch."),
+        device.type,
+        config.max_batch_size,
+        max_len,
+        config.page_size,
+        group_memory(layouts, needs),
+        {role: size for role, size in weights.items() if size != 0},
+        notes,
+    )
+
+
+def group_memory(layouts: Sequence[KVLayout], needs: CacheNeeds) -> list[GroupMemory]:
+    """Each group of `needs`, which are those of these layouts."""
+    groups = []
+    figures = zip(needs.slot_bytes, needs.request_bytes, needs.batch_bytes, strict=True)
+    for group, of_group in zip(needs.groups.groups, figures, strict=True):
+        owners = [spec for layout in layouts for spec in layout.owners if spec.retention == group.retention]
+        counts = Counter(spec.fields for spec in owners)
+        kept = [
+            KeptFields(layers, {field.name: (field.heads, field.dim) for field in fields})
+            for fields, layers in counts.items()
+        ]
+        groups.append(GroupMemory(group.name, kept, *of_group))
+    return groups
+
+
+def draft_needs(drafter: str | None, target: ModelOnMeta, options: Mapping[str, Any]) -> DraftNeeds:
+    """drafter: a name, a word of `WORDS`, or both."""
+    name, _, word = (drafter or "").rpartition(",")
+    name = name if word in WORDS else drafter or ""
+    if not name or name in WORDS:
+        return DraftNeeds()
+    checkpoint = Checkpoint.of(name, options)
+    described = checkpoint.config
+    if is_assistant_config(described):
+        assistant = on_meta(checkpoint, target.dtype)
+        fitted = Gemma4MTPDrafter(assistant, target)
+        return DraftNeeds(None, fitted.extra_keys, _weight_bytes(checkpoint, assistant))
+    if is_drafter_config(described):
+        with about(f"drafter {name!r}"):
+            return DraftNeeds(kept_layout(described), 0, _weight_bytes(checkpoint, None))
+    if not continues_text(described):
+        raise UnsupportedModelError(f"drafter {name!r}: model_type {described.get('model_type')!r} is no drafter")
+    model = ModelOnMeta(name, on_meta(checkpoint, target.dtype))
+    return DraftNeeds(model.layout.kept_in_full(), 0, _weight_bytes(checkpoint, model.model))
+
+
+def on_meta(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of a config.json on `meta`, as if none of its weights were quantised."""
+    config = without_quantization(checkpoint.hf_config())
+    options = {name: value for name, value in checkpoint.options.items() if name == "trust_remote_code"}
+    try:
+        with building(checkpoint.config):
+            return model_on_meta(config, dtype, **options)
+    except Exception as error:  # what transformers raises for a config is not one kind
+        reason = first_line(error)
+        raise UnsupportedModelError(
+            f"{checkpoint.name!r} ({config.model_type}) cannot be built on its config: {reason}"
+        ) from error
+
+
+def _weight_bytes(checkpoint: Checkpoint, model: PreTrainedModel | None) -> int | None:
+    """Bytes of the weights of a model on `meta`; of the files where it is not all of them: None or a quantised one."""
+    if model is not None and checkpoint.quantization is None and "quantization_config" not in checkpoint.options:
+        return stored_weights(model).bytes
+    folder = checkpoint.config_file.parent
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin"))
+    return sum(file.stat().st_size for file in files) or None

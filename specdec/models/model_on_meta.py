@@ -1,0 +1,67 @@
+"""A model made of its config alone, on the `meta` device: shapes without numbers. Drafters are fitted to it as to a
+target; it can be measured, and never run for text."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from specdec.errors import first_line
+from specdec.gpu.operations import Operations
+from specdec.kvcache.layout import KVLayout, layout_from_config
+from specdec.models.cache_geometry import GeometryContext, measured_layout
+from specdec.models.context_length import ContextLength, context_length
+from specdec.models.probe import TEXT_LEN, refusing
+from specdec.models.text_decoder import find_decoder
+from specdec.models.unsupported import require_supported
+from specdec.modules.private_copy import private_copy
+
+META = torch.device("meta")
+
+
+def model_on_meta(config: Any, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
+    """options: of transformers' `from_config`. Experts run as one product, whose shapes do not depend on a router."""
+    with META:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, experts_implementation="batched_mm", **options
+        )
+    model.eval()
+    return model
+
+
+class ModelOnMeta:
+    """A target as far as its config goes. Raises UnsupportedModelError where that rules it out.
+
+    layout: of the calls of attention in a forward; of the config if the forward does not run on `meta`, for which
+    `unmeasured` has the reason.
+    """
+
+    def __init__(self, name: str, model: PreTrainedModel) -> None:
+        self.name, self.model = name, model
+        with refusing(name, f"{type(model).__name__} is not built as a decoder-only causal language model"):
+            self.config: Any = model.config.get_text_config()
+            require_supported(name, model, self.config)
+            self.vocab_size = int(self.config.vocab_size)
+            self.hidden_size = int(self.config.hidden_size)
+            self.context_length: ContextLength = context_length(self.config)
+            self.layout: KVLayout = layout_from_config(self.config)
+            self.decoder = private_copy(find_decoder(name, model, len(self.layout.layers)))
+            self.embed: nn.Module = self.decoder.get_input_embeddings()  # type: ignore[operator]
+            self.head: Any = model.get_output_embeddings()
+        self.dtype, self.device = model.dtype, META
+        self.ops: Operations | None = None
+        self.unmeasured: str | None = None
+        try:
+            self.layout = measured_layout(self.layout, self._calls())
+        except Exception as error:  # a forward that reads a number, which `meta` has none of, raises anything
+            self.unmeasured = first_line(error)
+
+    @torch.inference_mode()
+    def _calls(self) -> GeometryContext:
+        """Calls of attention in a forward over one short text."""
+        calls = GeometryContext()
+        tokens = torch.zeros((1, TEXT_LEN), dtype=torch.int64, device=META)
+        places = torch.arange(TEXT_LEN, device=META)[None]
+        self.decoder(input_ids=tokens, position_ids=places, use_cache=False, specdec_ctx=calls)
+        return calls

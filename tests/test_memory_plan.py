@@ -1,0 +1,162 @@
+"""`specdec models --memory`: by its config.json alone, a pair's K/V are those that an engine allocates for it."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from drafter_folders import PUBLISHED, read_drafter, write_drafter
+from typer.testing import CliRunner
+
+from specdec import Engine, EngineConfig
+from specdec.cli.app import app
+from specdec.draft_models.checkpoints.kept_layout import kept_layout
+from specdec.kvcache.layout import layout_from_config
+from specdec.models.cache_geometry import GeometryContext
+from specdec.models.model_on_meta import ModelOnMeta, model_on_meta
+from specdec.models.target import TargetModel
+from specdec.models.weight_storage import stored_weights
+from specdec.runtime import sizing
+
+from marks import deep
+from tiny_models import TARGETS
+
+TARGET = "tiny-gemma4"
+OF_EACH_KIND = ("gemma4-moe", "gpt_oss", "mimo_v2_flash")
+OF_EACH_FORMAT = (
+    *("z-lab/Qwen3-8B-DFlash-b16", "deepseek-ai/dspark_gemma4_12b_block7", "meta-models/Muse-Glimmer-30B-assistant"),
+    "speculators, dspark, sliding",
+)
+pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
+
+
+def run(*words):
+    return CliRunner().invoke(app, ["models", "--device", "cpu", *words])
+
+
+def planned(*words):
+    result = run("--memory", "--json", "-", *words)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def folder_of(config, path: Path, **changes) -> str:
+    """A checkpoint's folder without weights."""
+    config.save_pretrained(path)
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "page_size"),
+    [("none", 4), ("tiny-gemma4-mtp", 1), ("tiny-gemma4-eagle3", 4), (TARGET, 1), deep("ngram", 4)],
+)
+def test_groups_are_those_that_an_engine_allocates(drafter, page_size, monkeypatch) -> None:
+    monkeypatch.setattr(sizing, "free_bytes", lambda device: 10**12)
+    sizes = ("--batch-size", "2", "--max-model-len", "1024", "--page-size", str(page_size))
+    report = planned("--drafter", drafter, *sizes)
+    config = EngineConfig(max_batch_size=2, max_model_len=1024, page_size=page_size, device="cpu")
+    with Engine.from_pretrained(TARGET, drafter, config=config) as engine:
+        groups = {group["name"]: group["batch_bytes"] for group in report["groups"]}
+        assert groups == engine.cache.bytes_by_group() and len(groups) == 2
+        assert report["weights"]["target"] == stored_weights(engine.target.model).bytes
+        assert ("drafter" in report["weights"]) == (drafter not in ("none", "ngram"))
+
+
+@pytest.mark.parametrize(
+    "family", [name if name in OF_EACH_KIND else deep(name) for name in TARGETS if name != "two_windows"]
+)
+def test_layouts_of_a_config_are_those_of_the_served_model(family, make_target) -> None:
+    """But for that of `two_windows`, whose layers the test gave other windows than its config has."""
+    model = make_target(family)
+    described = ModelOnMeta(family, model_on_meta(model.config, torch.float32))
+    assert described.unmeasured is None
+    assert described.layout == TargetModel(model).layout
+    assert all(weight.is_meta for weight in described.model.parameters())
+
+
+@pytest.mark.parametrize(
+    "kind", ["SpecForge", "speculators", *(name if name in OF_EACH_FORMAT else deep(name) for name in PUBLISHED)]
+)
+def test_heads_keep_by_their_config_what_their_tensors_say(kind, tmp_path) -> None:
+    spec = read_drafter(kind, write_drafter(kind, tmp_path))
+    assert kept_layout(json.loads((tmp_path / "config.json").read_text())) == spec.kv_layout
+
+
+def test_a_narrow_v_takes_its_own_width(tmp_path) -> None:
+    """MiMo-V2-Flash at its published size: at most 1.05 of the bytes that unpadded K and V have."""
+    config = transformers.MiMoV2FlashConfig()
+    assert config.v_head_dim < config.head_dim
+    report = planned("--target", folder_of(config, tmp_path), "--dtype", "bf16", "--max-model-len", "4096")
+    unpadded = Counter()
+    for kind, layer in zip(config.layer_types, model_on_meta(config, torch.bfloat16).model.layers, strict=True):
+        unpadded[kind] += 2 * (layer.self_attn.k_proj.out_features + layer.self_attn.v_proj.out_features)
+    for group, kind in zip(report["groups"], ("full_attention", "sliding_attention"), strict=True):
+        assert unpadded[kind] <= group["token_bytes"] <= 1.05 * unpadded[kind]
+    assert report["notes"] == [] and report["weights"]["target"] > 100e9
+
+
+def test_the_table_has_each_group_and_the_weights() -> None:
+    text = run("--memory", "--drafter", "tiny-gemma4-eagle3", "--batch-size", "3").stdout
+    for group in planned("--drafter", "tiny-gemma4-eagle3", "--batch-size", "3")["groups"]:
+        assert group["name"] in text and f"{group['token_bytes']:,}" in text
+        assert f"{group['batch_bytes'] / 1e6:,.2f} MB" in text
+        assert all(f"k {each['fields']['k'][0]} x {each['fields']['k'][1]}" in text for each in group["kept"])
+    assert "3 requests" in text and "weights: target" in text
+
+
+def test_a_forward_that_cannot_be_measured_leaves_the_configs_layout(make_target, tmp_path, monkeypatch) -> None:
+    def attend(self, call):
+        raise RuntimeError("Tensor.item() cannot be called on meta tensors\nand more")
+
+    config = make_target("llama").config
+    monkeypatch.setattr(GeometryContext, "attend", attend)
+    report = planned("--target", folder_of(config, tmp_path))
+    assert report["groups"][0]["kept"][0]["layers"] == len(layout_from_config(config).layers)
+    [note] = report["notes"]
+    assert "K/V are those that the config names" in note and note.endswith(
+        "(Tensor.item() cannot be called on meta tensors)"
+    )
+
+
+def test_weights_that_the_config_does_not_tell_are_those_of_the_files(make_target, tmp_path) -> None:
+    quantised = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    target = folder_of(make_target("llama").config, tmp_path, **quantised)
+    report = planned("--target", target)
+    assert report["weights"] == {"target": None} and "no files of it are here" in report["notes"][0]
+    assert "target unknown" in run("--memory", "--target", target).stdout
+    (tmp_path / "model.safetensors").write_bytes(bytes(1234))
+    assert planned("--target", target)["weights"] == {"target": 1234}
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--batch-size", "2"], "add --memory"),
+        (["--memory", "--target", "./nowhere"], "'./nowhere' is not a folder"),
+        (["--memory", "--drafter", "./nowhere"], "'./nowhere' is not a folder"),
+        (["--memory", "--target", "tiny-gemma4-mtp"], "is a drafter"),
+        (["--memory", "--max-model-len", "9999999"], "max_model_len=9999999"),
+        (["--memory", "--tensor-parallel", "2"], "tensor_parallel=2"),
+        (["--memory", "--device", "nonsense"], "a torch device is expected"),
+        (["--memory", "--num-draft-tokens", "9"], "num_draft_tokens=9"),
+    ],
+)
+def test_mistakes_are_one_sentence(words, says) -> None:
+    result = run(*words)
+    assert result.exit_code == 2 and says in result.stderr
+    assert result.stderr.count("\n") == 1 and result.stdout == ""
+
+
+def test_models_that_are_not_served_are_refused(make_target, tmp_path) -> None:
+    text = make_target("llama").config
+    chunked = run("--memory", "--target", folder_of(text, tmp_path / "a", attention_chunk_size=4))
+    assert chunked.exit_code == 2 and "uses chunked attention" in chunked.stderr
+    unknown = run("--memory", "--target", folder_of(text, tmp_path / "b", model_type="bert"))
+    assert unknown.exit_code == 2 and unknown.stderr.count("\n") == 1
+    encoder = folder_of(transformers.BertConfig(), tmp_path / "c", architectures=["BertModel"])
+    refused = run("--memory", "--drafter", encoder)
+    assert refused.exit_code == 2 and "is no drafter" in refused.stderr
