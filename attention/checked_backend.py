@@ -76,10 +76,11 @@ class CheckedBackend:
 
         if plan.write is not None:
             write, own = plan.write_slots(group), expected(pack.positions)
-            wrong = torch.where(real & inside, (write != own) | (write == NULL_SLOT), write != NULL_SLOT)
+            stored = real & (pack.positions >= table.shared_len.tensor[rows])
+            wrong = torch.where(stored & inside, (write != own) | (write == NULL_SLOT), write != NULL_SLOT)
             note(Fault.WRITE, wrong, pack.positions, write, own)
             owners = self.sanitizer.owners.tensor[plan.write_slots(PRIMARY) // plan.page_size]
-            note(Fault.SHARED, real & (owners > 1), pack.positions, write, own)
+            note(Fault.SHARED, stored & (owners > 1), pack.positions, write, own)
         oldest = torch.zeros_like(pack.positions) if window is None else (pack.positions - window + 1).clamp(min=0)
         for positions in (oldest, pack.positions):
             read, own = lines.at(pack.row_of, positions), expected(positions)

@@ -25,11 +25,15 @@ from specdec.kvcache.layer_context import ScoreOptions
 from specdec.kvcache.rounded import Pool, read_rows
 
 
-def visible(query_pos: torch.Tensor, key_pos: torch.Tensor, known: torch.Tensor, window: int | None) -> torch.Tensor:
+def visible(
+    query_pos: torch.Tensor, key_pos: torch.Tensor, known: torch.Tensor, window: int | None, first_key: int = 0
+) -> torch.Tensor:
     """query_pos [B, N], key_pos [B, L], known [B, L] or [B, N, L] bool -> [B, N, L] bool."""
     seen = known if known.dim() == 3 else known[:, None].expand(-1, query_pos.shape[1], -1)
     if window is not None:
         seen = seen & (query_pos[:, :, None] - key_pos[:, None, :] < window)
+    if first_key:
+        seen = seen & ((key_pos >= first_key)[:, None, :] | (query_pos[:, :, None] == key_pos[:, None, :]))
     return seen
 
 
@@ -118,12 +122,12 @@ class VisibleKeys:
             slots, start = newest(slots, plan.committed_len, window)
         key_pos = start[:, None] + torch.arange(slots.shape[1], device=slots.device)  # [B, L]
         committed = key_pos < plan.committed_len[:, None]
-        seen = visible(plan.positions, key_pos, committed, window)  # [B, N, L]
+        seen = visible(plan.positions, key_pos, committed, window, plan.first_key)  # [B, N, L]
         if plan.write is None:
             slots = torch.where(committed, slots, slots[:, :1])
         else:
             batch, num_queries = plan.positions.shape
-            own = visible(plan.positions, plan.positions, known_in_block(plan), window)
+            own = visible(plan.positions, plan.positions, known_in_block(plan), window, plan.first_key)
             seen = torch.cat([seen, own], dim=-1)
             own_slots = plan.write_slots(group).view(batch, num_queries)
             own_slots = torch.where(own_slots == NULL_SLOT, own_slots[:, :1], own_slots)  # padding

@@ -92,7 +92,8 @@ def locate_pack(table: RequestTable, pack: Pack, longest: int) -> PackTables:
     page_size = allocator.page_size
     numbers = torch.arange(len(pack.rows), device=slots.device)
     every = Lines(slots, pack.rows, None)
-    own = PrimaryLoc(every.at(pack.row_of, pack.positions).masked_fill(~pack.exists, NULL_SLOT))
+    stored = pack.exists & (pack.positions >= table.shared_len.tensor[pack.rows[pack.row_of]])
+    own = PrimaryLoc(every.at(pack.row_of, pack.positions).masked_fill(~stored, NULL_SLOT))
 
     def windowed(group: GroupId) -> Lines:
         retain = int(table.retain[group])

@@ -62,6 +62,7 @@ class KVPlan:
     block_len: [B] queries of each run that exist, and the run is causal; None: all of them.
     pack: the runs of which the row consists; then rows and committed_len are by run, [R].
     window_shift: added to the sliding window of every sliding layer (0 except for a frozen drafter's convention).
+    first_key: keys before this position do not exist, but for a query's own (modules that begin later than the text).
     """
 
     backend: PlanBackend
@@ -75,6 +76,7 @@ class KVPlan:
     block_len: torch.Tensor | None = None
     pack: Pack | None = None
     window_shift: int = 0
+    first_key: int = 0
 
     def write_slots(self, group: GroupId) -> GroupLoc:
         """[B * N] slots of the forward's own tokens in one group."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from specdec.attention.dense import VisibleKeys, bias_of
+from specdec.attention.dense import VisibleKeys, bias_of, visible
 from specdec.attention.deterministic_attention import deterministic_attention
 from specdec.attention.kernels.own_keys import ALIGN, OwnKeys
 from specdec.attention.pack import Lines, Pack
@@ -27,7 +27,9 @@ class RunsAttention:
     runs: Sequence[tuple[slice, Attend]]
 
     @classmethod
-    def of(cls, make: Callable[..., Attend], pack: Pack, lines: Lines, window: int | None) -> "RunsAttention":
+    def of(
+        cls, make: Callable[..., Attend], pack: Pack, lines: Lines, window: int | None, first_key: int = 0
+    ) -> "RunsAttention":
         """make: `dense_run` or `exact_run`."""
         runs, begin = [], 0
         for number in range(len(pack.rows)):
@@ -39,7 +41,7 @@ class RunsAttention:
                 oldest = 0 if window is None else max(0, start - window + 1)
                 keys = torch.arange(oldest, start + length, device=positions.device)
                 slots = lines.at(torch.full_like(keys, number), keys)[None]
-                runs.append((places, make(slots, keys[None], positions[None], window)))
+                runs.append((places, make(slots, keys[None], positions[None], window, first_key)))
         return cls(len(pack.row_of), runs)
 
     def __call__(self, query: torch.Tensor, pool_k: torch.Tensor, pool_v: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -67,6 +69,7 @@ class EveryRun:
     pack: Pack
     lines: Lines
     window: int | None
+    first_key: int = 0
 
     def __call__(self, query: torch.Tensor, pool_k: torch.Tensor, pool_v: torch.Tensor, **options: Any) -> torch.Tensor:
         pack, lines = self.pack, self.lines
@@ -83,20 +86,25 @@ class EveryRun:
             seen = (back >= 0) & (keys == inside)
             if self.window is not None:
                 seen = seen & (back < self.window)
+            if self.first_key:
+                seen = seen & ((keys >= self.first_key) | (back == 0))
             attend = VisibleKeys(lines.at(run, inside)[None], bias_of(seen[None])).attend
             answer = attend(query, pool_k, pool_v, **options)
             out = torch.where(mine[:, None, None], answer, out)
         return out
 
 
-def dense_run(slots: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, window: int | None) -> Attend:
+def dense_run(
+    slots: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, window: int | None, first_key: int = 0
+) -> Attend:
     """Attention of one run, given slots and positions of its keys [1, L], and positions [1, N] of its queries."""
-    back = positions[:, :, None] - keys[:, None]
-    seen = back >= 0
-    return VisibleKeys(slots, bias_of(seen if window is None else seen & (back < window))).attend
+    known = positions[:, :, None] >= keys[:, None]
+    return VisibleKeys(slots, bias_of(visible(positions, keys, known, window, first_key))).attend
 
 
-def exact_run(slots: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, window: int | None) -> Attend:
+def exact_run(
+    slots: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, window: int | None, first_key: int = 0
+) -> Attend:
     """Attention of one run, cut by absolute position as plain decoding is. All keys are found through the table, none
     is apart."""
     end = (keys[:, -1] + 1 + ALIGN - 1) // ALIGN * ALIGN  # so that complete tiles hold all

@@ -36,9 +36,9 @@ class TorchBackend:
         if plan.pack is not None:
             assert isinstance(plan.prefix, PackTables), f"a pack with {type(plan.prefix).__name__}"
             if self.captured and not self.deterministic:
-                return EveryRun(plan.pack, plan.prefix.of(group), window)
+                return EveryRun(plan.pack, plan.prefix.of(group), window, plan.first_key)
             make = exact_run if self.deterministic else dense_run
-            return RunsAttention.of(make, plan.pack, plan.prefix.of(group), window)
+            return RunsAttention.of(make, plan.pack, plan.prefix.of(group), window, plan.first_key)
         assert isinstance(plan.prefix, PageTables), f"no pack with {type(plan.prefix).__name__}"
         if self.deterministic:
             table = plan.prefix.of(group)

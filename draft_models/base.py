@@ -181,12 +181,14 @@ class Drafter(Protocol):
     the output of the last layer, before the final norm). `kv_layout`: K/V of its own, in full space, by the target's
     slots; None: it keeps none. They must depend only on the tokens up to the next one, since the prefix cache shares
     them between requests. `extra_keys`: committed keys on sliding layers that it reads beyond the target's own window.
+    `reread`: tokens at the end of a cached prefix that it observes again, without storing; at most `extra_keys`.
     `reads_every_state`: it reads the final state of every token of a prompt; False: of the prompt's last token at most,
     so that the target may skip its last layers for the others. `fit`: the target that it was fitted to; None: it
     runs with any. `unfused`: why its own modules run although fused layers were requested; None: fused layers run, or
     it has no layers. `weights`: parameters that it reads and that callers may re-point; None: it has none. `may_lag`:
     observing takes a forward, so an engine may show it several rounds without drafts at once; False: it is shown every
-    round. `max_steps`: levels that it can draft at most; None: any number. `max_positions`: it drafts and reads at
+    round. `max_steps`: levels that it can draft at most; None: any number.
+    `default_steps`: levels where none were asked for; None: 4. `max_positions`: it drafts and reads at
     positions below this alone; None: at any. `reads_finished`: it can propose from outputs of finished requests.
     `has_lookup`: a lookup may draft in its place (`model_and_lookup.py`).
     """
@@ -195,12 +197,14 @@ class Drafter(Protocol):
     aux_layers: tuple[int, ...] = ()
     kv_layout: KVLayout | None = None
     extra_keys: int = 0
+    reread: int = 0
     reads_every_state: bool = True
     fit: Fit | None = None
     unfused: str | None = None
     weights: Weights | None = None
     may_lag: bool = False
     max_steps: int | None = None
+    default_steps: int | None = None
     max_positions: int | None = None
     reads_finished: bool = False
     has_lookup: bool = False

@@ -13,8 +13,8 @@ from specdec.draft_models.finished_texts import FinishedTexts
 from specdec.kvcache.frozen import KVView
 
 OF_THE_MODEL = (
-    *("aux_layers", "kv_layout", "extra_keys", "reads_every_state", "fit", "unfused", "weights"),
-    *("may_lag", "max_steps", "max_positions"),
+    *("aux_layers", "kv_layout", "extra_keys", "reread", "reads_every_state", "fit", "unfused", "weights"),
+    *("may_lag", "max_steps", "default_steps", "max_positions"),
 )
 """What the target and the engine ask a drafter for, and a lookup has no need of."""
 

@@ -66,7 +66,7 @@ class KVCache:
         if self.sanitizer is not None:
             self.sanitizer.check()
             more = (*more, self.sanitizer.owners)
-        flush([self.table.slots, self.table.committed_len, self.allocator.maps, *more])
+        flush([self.table.slots, self.table.committed_len, self.table.shared_len, self.allocator.maps, *more])
 
     def move(self, move: Move) -> None:
         """Copy K/V from slot to slot, in all groups of every store."""

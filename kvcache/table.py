@@ -58,6 +58,8 @@ class RequestTable:
     """Rows of primary slots, `max_len` tokens and a lookahead of `lookahead` slots each. The last is for padding: it is
     never opened, and all its slots are null slots. `rows` arguments are int64 arrays of row numbers [B].
 
+    reread: tokens at the end of adopted pages that are read again, as if not committed. shared_len: where each row's
+    own K/V begin, on the host and the device: what is computed again before that is not stored.
     extra_keys: committed keys to keep in every windowed group beyond its window, for a drafter that reads them.
     retain: [groups] committed keys that a row keeps, on the host and the device; all that fit in the primary group.
     evicted_len: [groups, rows].
@@ -71,6 +73,7 @@ class RequestTable:
         max_len: int,
         lookahead: int,
         extra_keys: int = FROZEN_EXTRA_KEYS,
+        reread: int = 0,
     ) -> None:
         self.allocator = allocator
         self.lookahead = lookahead
@@ -79,6 +82,9 @@ class RequestTable:
         width = -(-(max_len + lookahead) // page_size) * page_size
         self.slots = MirroredArray((num_rows, width), allocator.device)
         self.committed_len = MirroredArray((num_rows,), allocator.device)
+        assert reread <= extra_keys, f"{reread=} tokens need as many keys more, {extra_keys=}"
+        self.shared_len = MirroredArray((num_rows,), allocator.device)
+        self.reread = reread
         self.capacity: IntArray = np.zeros(num_rows, dtype=np.int64)
         self.evicted_len: IntArray = np.zeros((len(allocator.pools), num_rows), dtype=np.int64)
         self._active = np.zeros(num_rows, dtype=np.bool_)
@@ -100,6 +106,7 @@ class RequestTable:
         self.allocator.reset()
         self.slots.clear()
         self.committed_len.clear()
+        self.shared_len.clear()
         self.capacity[:] = self.evicted_len[:] = 0
         self._active[:] = False
 
@@ -124,6 +131,7 @@ class RequestTable:
         evicted = owned[1] < self.evicted_len[:, owned[0]]  # [groups, M]
         self.allocator.free(PrimaryLoc(torch.from_numpy(self.slots.host[owned])), rows=owned[0], evicted=evicted)
         self.slots[owned] = 0
+        self.shared_len[rows] = 0
         self.committed_len[rows] = 0
         self.capacity[rows] = self.evicted_len[:, rows] = 0
         self._active[rows] = False
@@ -138,7 +146,8 @@ class RequestTable:
         length, evicted = len(pages) * self.allocator.page_size, self.num_evicted(len(pages))
         self.slots[row, :length] = self.allocator.share(pages, evicted).numpy()
         self.capacity[row], self.evicted_len[:, row] = length, evicted * self.allocator.page_size
-        self.committed_len[row] = length
+        self.committed_len[row] = max(length - self.reread, 0)
+        self.shared_len[row] = length
 
     def num_evicted(self, num_pages: int) -> IntArray:
         """[groups]: how many of the first pages a row that begins with `num_pages` does without."""

@@ -101,6 +101,12 @@ class SpecConfig:
         return self.topk + (num_steps - 1) * self.topk**2 if num_steps else 0
 
 
+class OpenDepth(SpecConfig):
+    """A draft of as many levels as its drafter has by default; `num_steps` where it says none."""
+
+    __slots__ = ()
+
+
 @plain_arguments
 @dataclass(frozen=True, slots=True)
 class EngineConfig:

@@ -1,7 +1,9 @@
 """A drafter from what a user gives: a word, a name, a module, or a drafter already."""
 
+import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,22 +13,30 @@ from transformers import PreTrainedModel
 from specdec.draft_models.base import Drafter
 from specdec.draft_models.language_model import LanguageModelDrafter
 from specdec.draft_models.model_and_lookup import ModelAndLookup
+from specdec.draft_models.native_mtp.mtp_checkpoint import has_modules, native_mtp_drafter
 from specdec.draft_models.registry import WORDS, is_drafter_config, load_drafter, wrap_drafter
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError, shown
 from specdec.loading import Checkpoint, load_tokenizer, unwrapped
+from specdec.models.bundled import resolve_name
+from specdec.models.published import PAIRS
 from specdec.models.target import TargetModel
+
+logger = logging.getLogger(__name__)
 
 LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """How transformers ends the names of classes that continue a text."""
+MTP, AUTO = "mtp", "auto"
+OF_TARGET = (MTP, AUTO)
+"""Words for drafters that depend on the target: what its checkpoint ships, and that or the best of the rest."""
 
 
 @torch.inference_mode(False)  # as `Checkpoint.load`
 def load_any_drafter(
     drafter: Any, target: TargetModel, options: Mapping[str, Any] | None = None, tokenizer: Any | None = None
 ) -> Drafter | None:
-    """A drafter by word (of `WORDS`, or "none"), bundled name, folder or hub id, or from a module; None stays None.
+    """A drafter by word (of `WORDS`, `OF_TARGET`, or "none"), bundled name, folder or hub id, or from a module.
 
-    Two of them, as a pair or as "NAME,WORD": a model, and a lookup that drafts in its place.
+    None stays None. Two of them, as a pair or as "NAME,WORD": a model, and a lookup that drafts in its place.
     tokenizer: the target's, which a language model's own is compared with. Raises CheckpointError, ConfigError, and
     UnsupportedModelError for a drafter that does not fit.
     """
@@ -36,6 +46,8 @@ def load_any_drafter(
         return WORDS[drafter]()
     if isinstance(drafter, str) and drafter.rpartition(",")[2] in WORDS:
         drafter = drafter.rpartition(",")[::2]
+    if isinstance(drafter, str) and drafter in OF_TARGET:
+        return _of_checkpoint(drafter, target, options, tokenizer)
     if isinstance(drafter, (list, tuple)):
         return _model_and_lookup(drafter, target, options, tokenizer)
     if isinstance(drafter, (str, os.PathLike)):
@@ -43,10 +55,12 @@ def load_any_drafter(
             checkpoint = Checkpoint.of(drafter, options)
             if is_drafter_config(checkpoint.config) or not continues_text(checkpoint.config):
                 return load_drafter(checkpoint, target)
+            if _is_like(checkpoint.config, target) and _ships_modules(checkpoint, target):
+                return native_mtp_drafter(checkpoint.folder(), target)
             own = None if tokenizer is None else load_tokenizer(drafter, options)
             return _language_model(checkpoint.load(target.dtype, target.device), target, tokenizer, own)
         except CheckpointError as error:
-            raise CheckpointError(f"{error}; drafters by name: {', '.join(WORDS)}, none") from error
+            raise CheckpointError(f"{error}; drafters by name: {', '.join((*WORDS, *OF_TARGET))}, none") from error
     if callable(getattr(drafter, "bind", None)):
         bound: Drafter = drafter
         return bound
@@ -58,9 +72,68 @@ def load_any_drafter(
     if isinstance(module, nn.Module):
         return wrap_drafter(module, target)
     raise ConfigError(
-        f"drafter is {shown(drafter)}; expected a hub id, a folder, a bundled name, {', '.join(map(repr, WORDS))}, "
-        "'none', a module or None"
+        f"drafter is {shown(drafter)}; expected a hub id, a folder, a bundled name, "
+        f"{', '.join(map(repr, (*WORDS, *OF_TARGET)))}, 'none', a module or None"
     )
+
+
+def _of_checkpoint(
+    word: str, target: TargetModel, options: Mapping[str, Any] | None, tokenizer: Any | None
+) -> Drafter | None:
+    """ "mtp": the modules that the target's checkpoint ships; "auto": those, else the published drafter, if it is on
+    disk, else "suffix". Only "mtp" raises."""
+    name = getattr(target.model.config, "name_or_path", "")
+    checkpoint = None if not name else Checkpoint.of(name, options)
+    if word == MTP:
+        return _own_modules(checkpoint, target)
+    here = {**(options or {}), "local_files_only": True}
+    found: list[tuple[str, Callable[[], Drafter | None]]] = []
+    if checkpoint is not None and _is_found(checkpoint) and _ships_modules(checkpoint, target):
+        found.append(("its MTP modules are", lambda: _own_modules(checkpoint, target)))
+    for pair in PAIRS:
+        if name and resolve_name(pair.target) == name and _is_found(Checkpoint.of(pair.drafter, here)):
+            found.append(
+                (f"drafter {pair.drafter} is", partial(load_any_drafter, pair.drafter, target, here, tokenizer))
+            )
+    for what, load in found:
+        try:
+            return load()
+        except (CheckpointError, ConfigError, UnsupportedModelError) as error:
+            logger.warning("drafter='auto': %s not used: %s", what, error)
+    return WORDS["suffix"]()
+
+
+def _own_modules(checkpoint: Checkpoint | None, target: TargetModel) -> Drafter:
+    if target.ranks is not None:
+        raise ConfigError(f"drafter='mtp' with tensor_parallel={len(target.ranks)}; MTP modules run on one device")
+    if checkpoint is None:
+        raise CheckpointError(
+            f"drafter='mtp': {target.name} was not loaded from a checkpoint; give drafter=DIR of a folder with its "
+            "MTP modules"
+        )
+    try:
+        folder = checkpoint.folder()
+    except CheckpointError as error:
+        raise CheckpointError(f"drafter='mtp': {error}; give drafter=DIR of a folder with the modules") from error
+    return native_mtp_drafter(folder, target)
+
+
+def _is_found(checkpoint: Checkpoint) -> bool:
+    try:
+        return bool(checkpoint.config)
+    except CheckpointError:
+        return False
+
+
+def _is_like(config: Mapping[str, Any], target: TargetModel) -> bool:
+    """Could the model of this config.json be the target's base, or a finetuned one?"""
+    text = config.get("text_config") or config
+    sizes = ("hidden_size", "num_hidden_layers")
+    return all(text.get(name) == getattr(target.config, name, None) for name in sizes)
+
+
+def _ships_modules(checkpoint: Checkpoint, target: TargetModel) -> bool:
+    return has_modules(checkpoint.folder(), len(target.layout.layers))
 
 
 def _model_and_lookup(
@@ -69,6 +142,8 @@ def _model_and_lookup(
     model, lookup = drafters if len(drafters) == 2 else (None, None)
     if isinstance(lookup, str) and lookup in WORDS and not (isinstance(model, str) and model in (*WORDS, "none", "")):
         fitted = load_any_drafter(model, target, options, tokenizer)
+        if model == AUTO and type(fitted) in WORDS.values():
+            return WORDS[lookup]()
         if fitted is not None and not getattr(fitted, "has_lookup", False):
             return ModelAndLookup(fitted, WORDS[lookup]())
     raise ConfigError(

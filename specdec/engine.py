@@ -35,6 +35,7 @@ from specdec.models.target import TargetModel
 from specdec.models.watched_weights import updates_show, watched_weights
 from specdec.progress import progress_bar
 from specdec.runtime.arguments import (
+    fitted_spec,
     require_choice,
     require_depth,
     require_fused,
@@ -101,7 +102,7 @@ class Engine:
         self.target = target = target.as_deterministic() if config.deterministic else target
         self.drafter = drafter
         self.tokenizer = tokenizer
-        self.spec = spec or SpecConfig()
+        self.spec = spec = fitted_spec(spec, drafter)
         require_depth(self.spec, drafter)
         require_reads_finished(config.finished_tokens, drafter)
         require_fused(self.config.fused, target, drafter)
@@ -178,11 +179,12 @@ class Engine:
         """Load and bind a pair.
 
         target: hub id, folder, bundled name or a loaded model (with peft adapters in place, if it has any). drafter:
-        the same, "suffix", "ngram", or None ("none"); or two, [drafter, "suffix"] or "NAME,suffix": each round has a
-        draft of the one that is expected to bring more tokens a second. tokenizer: a tokenizer or its name; default:
-        the target's own, None for a loaded module. Other arguments (revision, token, trust_remote_code,
-        quantization_config, ...) go to transformers' `from_pretrained` for the target; `drafter_options` are those of
-        the drafter, which also takes over the target's token, trust_remote_code, cache_dir and local_files_only.
+        the same, "mtp" (modules of the target's checkpoint), "suffix", "ngram", "auto" (those modules, else the
+        published drafter if it is on disk, else "suffix"), or None ("none"); or two, [drafter, "suffix"] or
+        "NAME,suffix": each round has the draft that is expected to bring more tokens a second. tokenizer: one, or its
+        name; default: the target's own, None for a loaded module. Other arguments (revision, token, ...) go to
+        transformers' `from_pretrained` for the target; `drafter_options` are those of the drafter, which also takes
+        over the target's token, trust_remote_code, cache_dir and local_files_only.
         Raises CheckpointError (nothing there, tensors missing), UnsupportedModelError (a target that cannot be served
         exactly, a drafter for another target), ConfigError (bad settings).
         """
@@ -203,8 +205,9 @@ class Engine:
         with CpuThreads(model, device).limited():  # a load runs forwards too
             bound = TargetModel(model, ops, deterministic=config.deterministic, ranks=ranks)
             fitted = load_any_drafter(drafter, bound, {**shared, **(drafter_options or {})}, tokenizer)
-            require_choice(spec or SpecConfig(), fitted)
-            warn_at_load(bound, fitted, tokenizer, spec or SpecConfig())
+            spec = fitted_spec(spec, fitted)
+            require_choice(spec, fitted)
+            warn_at_load(bound, fitted, tokenizer, spec)
             return cls(bound, fitted, tokenizer=tokenizer, spec=spec, config=config)
 
     @known_keywords

@@ -30,7 +30,7 @@ from specdec.settings.plain_arguments import plain_number
 HONOURED = frozenset(
     {"max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
     | {"eos_token_id", "pad_token_id", "bos_token_id", "stop_strings", "num_assistant_tokens", "num_return_sequences"}
-    | {"return_dict_in_generate"}
+    | {"return_dict_in_generate", "use_mtp"}
 )
 HARMLESS = frozenset(
     # memory and compilation
@@ -154,10 +154,11 @@ class Settings:
             )
         return count
 
-    def spec(self) -> SpecConfig:
+    def spec(self) -> SpecConfig | None:
+        """None: the drafter's default."""
         drafts = self.merged.get("num_assistant_tokens")
         if drafts is None:
-            return SpecConfig()
+            return None
         drafts = _as_int("num_assistant_tokens", drafts)
         if not 1 <= drafts < MAX_TREE_NODES:
             raise ConfigError(f"num_assistant_tokens={drafts}: 1 to {MAX_TREE_NODES - 1} drafts a round are supported")
@@ -184,6 +185,7 @@ def generate(
 
     input_ids (or `inputs`), attention_mask: [B, T] int64, padded on either side; without a mask, padding is inferred as
     transformers infers it. drafter (or `assistant_model`): a module, a name or None. tokenizer: for `stop_strings`.
+    use_mtp=True: the MTP modules of the checkpoint that the model was loaded from, as drafter="mtp".
     streamer: gets the prompt, then every token, of a single row. spec: goes before `num_assistant_tokens`.
     Returns [B, T + new] int64 on the device of `input_ids`: the rows as given, then what was generated, then
     `pad_token_id`; with `return_dict_in_generate` the same as `sequences` of a GenerateDecoderOnlyOutput. With
@@ -195,6 +197,12 @@ def generate(
         raise ConfigError(f"model={shown(model)}: a loaded transformers model is expected; Engine takes names")
     settings = Settings.of(model, generation_config, hf_generate_kwargs)
     drafter = _one_of("drafter", drafter, "assistant_model", assistant_model)
+    if settings["use_mtp"]:
+        if drafter is not None:
+            raise ConfigError(
+                f"use_mtp=True next to drafter={shown(drafter)}; the modules are a drafter: give one of them"
+            )
+        drafter = "mtp"
     if isinstance(drafter, torch.Tensor):
         raise ConfigError("drafter is a tensor; the order is generate(model, drafter, input_ids)")
     ids = _input_ids(model, settings, _one_of("input_ids", input_ids, "inputs", inputs))

@@ -32,6 +32,7 @@ from specdec.draft_models.checkpoints.config_json import read_config_json
 from specdec.draft_models.registry import WORDS, building, is_drafter_config
 from specdec.errors import CheckpointError, ConfigError, SpecDecError, UnsupportedModelError, about, first_line, shown
 from specdec.models.bundled import BUNDLED_NAMES, resolve_name
+from specdec.models.known_types import config_read_as
 from specdec.models.quantised.comparison import require_values_read
 from specdec.models.quantised.packed_quantizer import PackedConfig, without_quantization
 from specdec.models.quantised.quantization_config import Quantization, quantization_of, stored_config
@@ -128,7 +129,7 @@ class Checkpoint:
         """Its config as transformers reads it. Raises CheckpointError in one sentence."""
         _ = self.quantization
         try:
-            return AutoConfig.from_pretrained(self.path, **self.hub_options)
+            return config_read_as(self.config, self.path) or AutoConfig.from_pretrained(self.path, **self.hub_options)
         except Exception as error:  # its checks raise errors of their own, and what they do not check raises anything
             raise CheckpointError(f"the config.json of {self.name!r} cannot be used: {first_line(error)}") from error
 

@@ -279,7 +279,7 @@ def test_a_dataclass_is_spread_into_options_and_gathered_again():
     options = ChatOptions(pair=PairOptions(num_steps=2, load_option=["a=1"]), sampling=SamplingNumbers(), system="s")
     parameters = {each.name: each for each in spread(ChatOptions)}
     assert list(parameters)[:2] == ["target", "drafter"] and list(parameters)[-2:] == ["frequency_penalty", "system"]
-    assert parameters["load_option"].default == [] and parameters["num_steps"].default == 4
+    assert parameters["load_option"].default == [] and parameters["draft_topk"].default == 1
     given = {name: each.default for name, each in parameters.items()}
     assert gathered(ChatOptions, given | {"num_steps": 2, "load_option": ["a=1"], "system": "s"}) == options
 

@@ -236,9 +236,9 @@ def test_a_pair_that_is_none_is_refused(given):
     ("target", "given", "drafter"),
     [
         ("tiny-gemma4", "auto,suffix", "tiny-gemma4-mtp,suffix"),
-        ("other", "auto", None),
+        ("other", "auto", "auto"),
         ("other", "head,ngram", "head,ngram"),
-        ("other", "auto,suffix", "none,suffix"),  # refused where it is loaded
+        ("other", "auto,suffix", "auto,suffix"),
         ("tiny-gemma4", "none", None),
     ],
 )

@@ -35,11 +35,16 @@ class Order(Enum):
     MUTUAL = "mutual"  # a node sees all
 
 
+Sight = tuple[int | None, int]
+"""The window of a layer, and its first key."""
+
+
 class Draft(NamedTuple):
     """The shape of a draft: K = `topk` nodes per level and request, on `num_levels` levels at `positions` [levels, B].
 
     windows: one per layer of the drafter, None: full attention. order: of nodes in a row, `positions` [1, B] has the
-    first. anchored: windows count from there, for all of them.
+    first. anchored: windows count from there, for all of them. first_keys: of each layer, the position before which it
+    has no keys; None: it has all.
     """
 
     table: RequestTable
@@ -49,6 +54,10 @@ class Draft(NamedTuple):
     windows: Sequence[int | None]
     order: Order = Order.LEVELS
     anchored: bool = False
+    first_keys: Sequence[int] | None = None
+
+    def sight(self, layer: int) -> Sight:
+        return self.windows[layer], 0 if self.first_keys is None else self.first_keys[layer]
 
     @property
     def num_levels(self) -> int:
@@ -107,23 +116,23 @@ class CopiedDraft:
         self.ancestors = torch.zeros((batch, topk, num_nodes), dtype=torch.bool, device=device)
         all_slots = draft.table.slots.tensor[draft.rows.index, : max(draft.rows.longest, 1)]
         unseen = all_slots[:, :1]  # a key of its own request: a broken one of another cannot leak through a zero weight
-        self.prefix: dict[int | None, tuple[torch.Tensor, torch.Tensor]] = {}  # position, is it committed: [B, L]
+        self.prefix: dict[Sight, tuple[torch.Tensor, torch.Tensor]] = {}  # position, is it committed: [B, L]
         self.kept: dict[int, LayerKV] = {}  # K and V [B * (L + M), Hkv, D] of each layer that keeps some
-        self._cells: dict[int | None, torch.Tensor] = {}  # of the draft's nodes in those, [B, M]
+        self._cells: dict[Sight, torch.Tensor] = {}  # of the draft's nodes in those, [B, M]
         for layer, kept in store.layers.items():
-            window = draft.windows[layer]
+            sight = window, _ = draft.sight(layer)
             slots, start = all_slots, torch.zeros_like(length)
             if window is not None:
                 slots, start = newest(all_slots, length, window)
             key_pos = start[:, None] + torch.arange(slots.shape[1], device=device)
             committed = key_pos < length[:, None]
-            self.prefix[window] = (key_pos, committed)
+            self.prefix[sight] = (key_pos, committed)
             own = torch.cat([torch.where(committed, slots, unseen), unseen.expand(-1, num_nodes)], dim=1)  # [B, L + M]
             cells = torch.arange(own.numel(), device=device).view(batch, -1)
-            self._cells[window] = cells[:, own.shape[1] - num_nodes :]
+            self._cells[sight] = cells[:, own.shape[1] - num_nodes :]
             own = own.flatten()
             self.kept[layer] = LayerKV(tuple(pool.index_select(0, own) for pool in kept.fields), PRIMARY)
-        self._bias: dict[int | None, torch.Tensor] = {}
+        self._bias: dict[Sight, torch.Tensor] = {}
 
     def enter_level(self, origin: torch.Tensor | None) -> None:
         self.level += 1
@@ -135,14 +144,14 @@ class CopiedDraft:
             self.ancestors = self.ancestors | (own == columns)
         else:
             self.ancestors = self.ancestors | (columns <= (own if self.draft.order is Order.CAUSAL else own.amax()))
-        self._bias = {window: bias_of(self._seen(window)) for window in self.prefix}
+        self._bias = {sight: bias_of(self._seen(*sight)) for sight in self.prefix}
 
     def destination(self, layer: int) -> tuple[LayerKV, GroupLoc]:
-        cells = self._cells[self.draft.windows[layer]][:, self._newest()]
+        cells = self._cells[self.draft.sight(layer)][:, self._newest()]
         return self.kept[layer], GroupLoc(cells.flatten())
 
     def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
-        bias = self._bias[self.draft.windows[layer]]
+        bias = self._bias[self.draft.sight(layer)]
         kept = self.kept[layer]
         both = all_rows(kept.k), all_rows(kept.v)
         k, v = (x.unflatten(0, (len(query), -1))[:, : bias.shape[3]].transpose(1, 2) for x in both)
@@ -151,13 +160,13 @@ class CopiedDraft:
     def _newest(self) -> slice:
         return slice(self.level * self.draft.topk, (self.level + 1) * self.draft.topk)
 
-    def _seen(self, window: int | None) -> torch.Tensor:
+    def _seen(self, window: int | None, first_key: int = 0) -> torch.Tensor:
         """[B, K, L + nodes]: what the newest level sees of the prefix and of the nodes drafted so far."""
-        key_pos, committed = self.prefix[window]
+        key_pos, committed = self.prefix[window, first_key]
         filled = (self.level + 1) * self.draft.topk
         known = [committed[:, None].expand(-1, self.draft.topk, -1), self.ancestors[:, :, :filled]]
         key_pos = torch.cat([key_pos, self.key_pos[:, :filled]], dim=1)
-        return visible(self.draft.seen_from(self.level), key_pos, torch.cat(known, dim=2), window)
+        return visible(self.draft.seen_from(self.level), key_pos, torch.cat(known, dim=2), window, first_key)
 
 
 class PagedDraft:

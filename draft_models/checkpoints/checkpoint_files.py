@@ -44,6 +44,30 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """The file of each tensor of a checkpoint, by its name: nothing else is read. Empty without safetensors."""
+    for index in folder.glob("model.safetensors.index.json"):
+        found = json.loads(index.read_text("utf-8"))["weight_map"]
+        return {name: folder / file for name, file in found.items()}
+    named: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt") as opened:
+                named |= dict.fromkeys(opened.keys(), path)
+        except Exception as error:  # a broken or hostile file can raise anything
+            raise CheckpointError(_unreadable(path, error)) from error
+    return named
+
+
+def stored_tensor(file: Path, name: str) -> torch.Tensor:
+    try:
+        with safe_open(file, "pt") as opened:
+            tensor: torch.Tensor = opened.get_tensor(name)
+            return tensor
+    except Exception as error:  # a broken or hostile file can raise anything
+        raise CheckpointError(_unreadable(file, error)) from error
+
+
 def damaged_file(folder: Path) -> str | None:
     """A sentence about the first file of a checkpoint that is not there, though an index names it, or that is cut off
     or damaged; None: all can be opened."""

@@ -47,10 +47,12 @@ class PairOptions:
     target: str = option("tiny-gemma4", "Hub id, folder or bundled name.")
     drafter: str = option(
         "auto",
-        "Hub id, folder, bundled name, 'suffix', 'ngram' or 'none'; NAME,suffix: each round the one that pays; 'auto' "
-        "is the drafter of a bundled target.",
+        "Hub id, folder, bundled name, 'mtp', 'suffix', 'ngram' or 'none'; NAME,suffix: each round the one that pays; "
+        "'auto': the MTP modules of the target's checkpoint, else its published drafter if it is on disk, else suffix.",
     )
-    num_steps: int = option(4, "Levels of the draft; of a chain, its tokens.", min=1)
+    num_steps: int | None = option(
+        None, "Levels of the draft; of a chain, its tokens; default: 4, of MTP modules what they publish.", min=1
+    )
     draft_topk: int = option(1, "Branches a node of the draft tree; 1: a chain.", min=1)
     num_draft_tokens: int | None = option(
         None, "Verified nodes, the root included; default: 1 + draft-topk * num-steps, of a tree at most 64."

@@ -69,7 +69,7 @@ def evaluate(
     """
     chosen_task = find_task(task)
     target, drafter = pair_names(target, drafter)
-    params, spec, config = params or SamplingParams(), spec or SpecConfig(), config or EngineConfig()
+    params, config = params or SamplingParams(), config or EngineConfig()
     compare = (not chosen_task.graded and drafter is not None) if compare is None else compare
     if compare and drafter is None:
         raise ConfigError("compare without a drafter: there is nothing to compare plain decoding with; give a drafter")
@@ -111,7 +111,7 @@ def evaluate(
     settings: Record = {"task": task, "target": target, "drafter": drafter, "compare": compare}
     settings |= {"data": source, "problems": len(chosen), "sha256": fingerprint(problems, chosen)}
     settings |= {"chat_template": chat, "shots": shots, "instruction": instruction, "versions": VERSIONS}
-    settings |= asdict(params) | asdict(spec) | asdict(config)
+    settings |= asdict(params) | asdict(engine.spec) | asdict(config)
     settings |= {"loading": repr(loading), "drafter_options": repr(dict(drafter_options or {}))}
     settings |= {"dtype": str(engine.target.dtype), "device": engine.target.device.type}
     settings = json.loads(json.dumps(settings))  # as they are read again: tuples become lists

@@ -94,6 +94,9 @@ def run_bench(
     config = replace(config, prefix_cache=False)  # every contestant computes every prompt
     with working(f"loading {target}"):
         engine = Engine.from_pretrained(target, drafter, spec=spec, config=config, **loading)
+    spec = engine.spec
+    if acceptance is not None:
+        _require_pinnable(acceptance, drafter, spec)
     plain = engine if drafter is None else Engine(engine.target, None, tokenizer=engine.tokenizer, config=config)
     contestants = [engine_contestant("specdec, no drafter", plain, params)]
     if drafter is not None:

@@ -80,6 +80,7 @@ class TargetModel:
         self.name = getattr(model.config, "_name_or_path", "") or type(model).__name__
         with refusing(self.name, f"{type(model).__name__} is not built as a decoder-only causal language model"):
             self.config: Any = model.config.get_text_config()
+            self.model_types: tuple[str, str] = self.config.model_type, model.config.model_type
             require_supported(self.name, model, self.config)
             require_placed(self.name, model)
             self.vocab_size = int(self.config.vocab_size)  # the user's config may change later

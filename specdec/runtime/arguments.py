@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence, Sized
 from typing import Any
 
-from specdec.config import SamplingParams, SpecConfig
+from specdec.config import OpenDepth, SamplingParams, SpecConfig
 from specdec.draft_models.base import Fit
 from specdec.errors import ConfigError, UnsupportedModelError, shown
 
@@ -67,6 +67,15 @@ def require_parts(target: Any, drafter: Any, tokenizer: Any) -> None:
             f"drafter {drafter.name} was fitted to a target of other layers, sizes or dtype than {target.name}; "
             "give Engine.from_pretrained its name or module, to fit it to this one"
         )
+
+
+def fitted_spec(spec: SpecConfig | None, drafter: Any) -> SpecConfig:
+    """The draft that was asked for, with the drafter's default where its depth is open; None: nothing was."""
+    spec = OpenDepth() if spec is None else spec
+    if not isinstance(spec, OpenDepth):
+        return spec
+    steps = getattr(drafter, "default_steps", None) or spec.num_steps
+    return SpecConfig(steps, spec.topk, spec.num_draft_tokens, spec.adaptive)
 
 
 def require_depth(spec: SpecConfig, drafter: Any) -> None:

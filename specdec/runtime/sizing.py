@@ -160,5 +160,12 @@ def make_cache(
         )
     pages = [count // page_size for count in slots]
     allocator = HybridAllocator(groups, pages, page_size=page_size, device=target.device)
-    table = RequestTable(allocator, max_requests=batch, max_len=max_len, lookahead=num_nodes, extra_keys=extra_keys)
+    table = RequestTable(
+        allocator,
+        max_requests=batch,
+        max_len=max_len,
+        lookahead=num_nodes,
+        extra_keys=extra_keys,
+        reread=getattr(drafter, "reread", 0),
+    )
     return KVCache(allocator, table, operations, rounded=config.kv_dtype is not None), max_len

@@ -12,7 +12,7 @@ from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
 from specdec.cli.options import PairOptions
-from specdec.config import EngineConfig, SpecConfig
+from specdec.config import EngineConfig, OpenDepth, SpecConfig
 from specdec.engine import Engine
 from specdec.loading import require_device
 from specdec.progress import Interrupted, working
@@ -67,7 +67,8 @@ def engine_config(pair: PairOptions, batch_size: int, **settings: Any) -> Engine
 
 def pair_arguments(pair: PairOptions, config: EngineConfig) -> dict[str, Any]:
     """Arguments of `Engine.from_pretrained`; those of `PairOptions.loading` come next to them."""
-    spec = SpecConfig(pair.num_steps, pair.draft_topk, pair.num_draft_tokens, pair.adaptive)
+    others = pair.draft_topk, pair.num_draft_tokens, pair.adaptive
+    spec = OpenDepth(4, *others) if pair.num_steps is None else SpecConfig(pair.num_steps, *others)
     names = {"target": pair.target, "drafter": drafter_name(pair), "drafter_options": pair.drafter_options()}
     return {**names, "spec": spec, "config": config}
 
@@ -78,8 +79,8 @@ def load_engine(pair: PairOptions, config: EngineConfig) -> Engine:
 
 
 def drafter_name(pair: PairOptions) -> str | None:
-    """'auto' is the bundled target's own drafter, and none for any other target."""
+    """'auto' is the bundled target's own drafter; the engine knows those of other targets."""
     name, comma, lookup = pair.drafter.partition(",")
-    if name == "auto":
-        name = "tiny-gemma4-mtp" if pair.target == "tiny-gemma4" else "none"
+    if name == "auto" and pair.target == "tiny-gemma4":
+        name = "tiny-gemma4-mtp"
     return None if name == "none" and not comma else name + comma + lookup

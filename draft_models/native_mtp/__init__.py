@@ -1,0 +1,1 @@
+"""Native MTP: drafters whose modules lie in the target's own checkpoint."""

@@ -1,0 +1,189 @@
+"""The drafter of a checkpoint's MTP modules: chains and trees over one module, or over several, in one plan.
+
+Published labels give row p of module k the token t_{p+1+k}, so its last k rows depend on drafts. Here rows are labelled
+by their token, in every module alike:
+
+    row (k, q)   token t_{q+1}, at position q and slot q        exists for q >= k
+    state        k = 0: the target's, h_q
+                 form C: the carry of row (k - 1, q - 1)        form T: h_{q-k}, which row (k - 1, q - 1) read
+
+K/V of slot q then depend on tokens up to q + 1 only, as the prefix cache requires. After a commit of m + 1 tokens all
+modules run the same rows; the state of the first one is module k - 1's last row before, which is kept by request. The
+draft at depth l + 1 is drawn from module l (form R: the one module) at the nodes of depth l; the committed row S - 1,
+whose token is the root, is depth 0.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from specdec.attention.bridge import ForwardContext
+from specdec.attention.kernels.draft_block import Draft
+from specdec.attention.trees.tree import DraftTree
+from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, PromptObservation, TargetInfo
+from specdec.draft_models.heads.draft_context import DraftContext, DraftGrowth, StoreWorker, continued
+from specdec.draft_models.heads.head_spec import HeadContext
+from specdec.draft_models.native_mtp.mtp_families import MtpFamily
+from specdec.draft_models.native_mtp.mtp_module import MtpModule
+from specdec.gpu.operations import REFERENCE
+from specdec.kvcache.layout import FULL_ATTENTION, Full, KVLayout, LayerCache
+from specdec.layers.accepted_path import path_rows
+from specdec.layers.fuse import Weights
+
+
+class MtpTarget(TargetInfo, Protocol):
+    """A target with the text model that its modules' blocks are like. model_types: of its text config, and the whole
+    one's."""
+
+    user_decoder: nn.Module
+    model_types: tuple[str, str]
+
+
+class ModuleRows(NamedTuple):
+    """Of some rows of a module [B, N, H]: the state that it read, and its y and z."""
+
+    read: torch.Tensor
+    y: torch.Tensor
+    z: torch.Tensor
+
+
+class NativeMtpDrafter(Drafter):
+    """Modules fitted to a target; `native_mtp_drafter` makes one. source: the folder that they were read from."""
+
+    name = "mtp"
+    may_lag = True
+    source: str | None = None
+
+    def __init__(self, modules: Sequence[MtpModule], family: MtpFamily, target: MtpTarget) -> None:
+        self.modules, self.family = tuple(modules), family
+        self.form = family.form if len(modules) > 1 else "R"
+        self.max_steps = None if self.form == "R" else len(modules)
+        self.default_steps = 3 if self.form == "R" else len(modules)
+        self.extra_keys = self.reread = len(modules) - 1
+        num_layers = len(target.layout.layers)
+        self.aux_layers: tuple[int, ...] = () if family.normed_state else (num_layers,)
+        self.reads_every_state = family.normed_state
+        like = target.layout.layers[family.like]
+        self.windows = (like.window,) * len(modules)
+        shape = FULL_ATTENTION, like.fields, Full()
+        self.kv_layout: KVLayout | None = KVLayout(tuple(LayerCache(k, k, *shape) for k in range(len(modules))))
+        self.embed, self.head = target.embed, target.head
+        self.fit, self.dtype, self.width = Fit.of(target), target.dtype, target.hidden_size
+        self.ops = target.ops or REFERENCE
+        if target.ops is not None:
+            reasons = [module.fuse(self.name, target.ops) for module in modules]
+            self.unfused = next((reason for reason in reasons if reason is not None), None)
+        self.weights: Weights | None = Weights(self.name, *modules)
+
+    def bind(self, binding: Binding) -> "NativeMtpWorker":
+        return NativeMtpWorker(self, binding)
+
+    def run(
+        self, k: int, tokens: torch.Tensor, state: torch.Tensor, positions: torch.Tensor, context: HeadContext
+    ) -> ModuleRows:
+        """Rows of module k: tokens, positions [B, N], state [B, N, H]."""
+        module = self.modules[k]
+        embedded = (self.embed if module.embed is None else module.embed)(tokens)
+        return ModuleRows(state, *module(embedded, state, positions, context, self.family.hidden_first))
+
+    def passed_on(self, out: ModuleRows) -> torch.Tensor:
+        """The state that a row hands to the row after it, of the next module or its own."""
+        if self.form == "T":
+            return out.read
+        return out.z if self.family.normed_carry else out.y
+
+    def logits(self, k: int, out: ModuleRows) -> torch.Tensor:
+        head = self.modules[k].head
+        logits: torch.Tensor = (self.head if head is None else head)(out.z)
+        return logits
+
+
+class NativeMtpWorker(StoreWorker):
+    """Modules in one engine: their K/V, and by row and module what its last committed row read and computed."""
+
+    def __init__(self, drafter: NativeMtpDrafter, binding: Binding) -> None:
+        super().__init__(binding, drafter.kv_layout, drafter.dtype)
+        self.drafter = drafter
+        table = binding.cache.table
+        shape = (len(drafter.modules), 3, table.max_requests + 1, drafter.width)
+        self._last = torch.zeros(shape, dtype=drafter.dtype, device=binding.cache.allocator.device)
+
+    def last(self, k: int, rows: torch.Tensor) -> ModuleRows:
+        """Row S - 1 of module k, of these rows of the request table [B]: [B, 1, H] each."""
+        return ModuleRows(*(kept[rows][:, None] for kept in self._last[k]))
+
+    @torch.inference_mode()
+    def observe(self, seen: Observation) -> None:
+        source = seen.hidden if seen.aux_states is None else seen.aux_states
+        state, tokens = self.drafter.ops(path_rows)(source, seen.tokens, seen.path, seen.length, seen.next_token)
+        rows, last = seen.rows.index, (seen.length - 1).clamp(min=0)
+        first = torch.arange(tokens.shape[1], device=rows.device) == 0
+        before = rows[:, None].expand_as(tokens)
+        self._commit(seen, tokens, state, first.expand_as(tokens), before, rows, (torch.arange(len(rows)), last))
+
+    @torch.inference_mode()
+    def observe_prompts(self, seen: PromptObservation) -> None:
+        source, pack = seen.hidden if seen.aux_states is None else seen.aux_states, seen.pack
+        assert source is not None, "modules read every state of the target"
+        before = pack.rows[pack.row_of][None]
+        first = (pack.positions == pack.start[pack.row_of])[None]
+        self._commit(seen, seen.following[None], source[None], first, before, pack.rows, (0, pack.last))
+
+    def _commit(
+        self,
+        seen: Observation | PromptObservation,
+        tokens: torch.Tensor,
+        state: torch.Tensor,
+        first: torch.Tensor,
+        before: torch.Tensor,
+        rows: torch.Tensor,
+        last: tuple[torch.Tensor | int, torch.Tensor],
+    ) -> None:
+        """Run every module over tokens [B, N] with the target's states [B, N, H].
+
+        first: which are the first of their request, [B, N]; before: the row of the table of each. last: where the last
+        one of each of `rows` [R] is.
+        """
+        drafter, plan, made = self.drafter, self.plan_of(seen), list[ModuleRows]()
+        for k in range(len(drafter.modules)):
+            if k:
+                above = drafter.passed_on(made[-1]).roll(1, dims=1)
+                carried = drafter.passed_on(ModuleRows(*self._last[k - 1]))[before]
+                state = torch.where(first[:, :, None], carried, above)
+                state = state.masked_fill((plan.positions < k)[:, :, None], 0)  # no such row: another request's, or NaN
+            context = ForwardContext.of(replace(plan, first_key=k), self.own_view, drafter.windows)
+            made.append(drafter.run(k, tokens, state, plan.positions, context))
+        for kept, out in zip(self._last, made, strict=True):
+            for part, rows_of in zip(kept, out, strict=True):
+                part[rows] = rows_of[last]
+
+    @torch.inference_mode()
+    def propose(self, batch: DraftBatch) -> DraftTree:
+        """One forward a level of form R; of the others, one for each module that still drafts."""
+        drafter, backend, topk, levels = self.drafter, self.binding.backend, batch.topk, batch.num_steps
+        pos = batch.positions()  # [levels + 1, B], S first
+        count = len(drafter.modules)
+        node_pos = pos[:, :, None].expand(-1, -1, topk).contiguous()  # [levels + 1, B, K]
+        draft = Draft(
+            self.binding.cache.table, batch.rows, pos[: levels - 1], topk, drafter.windows, first_keys=range(count)
+        )
+        block = backend.draft_block(self.store, draft) if levels > 1 else None
+        outs = {k: self.last(k, batch.rows.index) for k in range(count)}
+        growth = DraftGrowth(batch, backend)
+        for level in range(levels):
+            logits = drafter.logits(min(level, count - 1), outs[min(level, count - 1)])
+            beam, origin = growth.add_level(logits, node_pos[level + 1, :, : logits.shape[1]])  # [B, K]
+            if block is None or level + 1 == levels:
+                break
+            block.enter_level(origin if level else None)
+            context = DraftContext(block, backend, topk, range(count))
+            new = {}
+            for k in [0] if drafter.form == "R" else range(level + 1, count):
+                above = outs[k if drafter.form == "R" else k - 1]
+                state = continued(drafter.passed_on(above), origin)
+                new[k] = drafter.run(k, beam, state, node_pos[level], context)
+            outs = new
+        return growth.select()

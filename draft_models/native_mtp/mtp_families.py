@@ -1,0 +1,108 @@
+"""Native MTP modules as models publish them: where their tensors lie, and what no tensor says, a row a family.
+
+A module k reads a token and a state, and has K/V of its own (`mtp_drafter.py` says which token and state):
+
+    x = proj [enorm(embed(token)); hnorm(state)]      y = block(x)      z = norm(y)      logits = head(z)
+
+    form  modules                 state that module k reads                       drafts a round
+    R     one, applied again      the target's; while drafting its own carry      any number
+    C     several, chained        the carry of module k - 1, one row earlier      one a module
+    T     several                 the target's, k rows earlier                    one a module
+
+The carry is z, or y. One module is form R, whatever its family. What tensors do say is read from them: heads, norms and
+embeddings of a module's own.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MtpFamily:
+    """What no tensor says of the modules of some model types.
+
+    form: of several modules. normed_state: the target's state is read after its final norm. normed_carry: the carry is
+    z. hidden_first: the order of the halves that the projection reads. like: the layer of the target that a module's
+    block is like. renamed: names of the block's tensors that are not those of the target's layers.
+    """
+
+    form: str = "C"
+    normed_state: bool = True
+    normed_carry: bool = True
+    hidden_first: bool = False
+    like: int = -1
+    renamed: Mapping[str, str] = field(default_factory=dict)
+
+
+DEEPSEEK = MtpFamily()
+"""transformers 5.17 (`modeling_layers.MtpModel`) and SGLang: the state and the carry after their norms, embedding
+first. The card of DeepSeek-V3 chains its modules."""
+
+FAMILIES: dict[str, MtpFamily] = {
+    **dict.fromkeys(("deepseek_v3", "kimi_k2", "kimi_k25"), DEEPSEEK),
+    **dict.fromkeys(("glm4_moe", "glm4_moe_lite"), DEEPSEEK),
+    "hy_v3": DEEPSEEK,  # tensors as GLM's; its final norm is `final_layernorm`
+    "mellum": DEEPSEEK,  # transformers 5.24 runs it by `MtpModel`
+    "ernie4_5_moe": DEEPSEEK,  # no final norm: the carry is y by itself
+    # vLLM's exaone_moe_mtp: the block is built as layer 0, sliding and with RoPE
+    **dict.fromkeys(("exaone4", "exaone4_5", "exaone_moe"), MtpFamily(like=0)),
+    # XiaomiMiMo's modeling_mimo.py: cat([hidden, embedding])
+    **dict.fromkeys(("mimo", "qwen2"), MtpFamily(hidden_first=True)),
+    # stepfun's publication and vLLM's step3p5_mtp: the state before the final norm, the carry before a module's own;
+    # transformers 5.17 has it otherwise, and shares one head
+    **dict.fromkeys(("step3p5", "step3p7"), MtpFamily(normed_state=False, normed_carry=False)),
+    # SGLang's mimo_v2 MTP: every module reads the target's states; a sliding block with a dense MLP
+    "mimo_v2_flash": MtpFamily(form="T", renamed={"pre_mlp_layernorm": "post_attention_layernorm"}),
+}
+"""By `model_type` of the text config or of the whole one."""
+
+PLACES = (
+    r"layers\.(?P<layer>\d+)\.(?:transformer(?:_block)?\.)?(?P<name>.+)",  # beyond the target's last layer
+    r"mtp_layers\.(?P<module>\d+)\.(?P<name>.+)",
+    r"mtp_block\.(?P<module>\d+)\.(?P<name>.+)",
+    r"(?P<name>mtp_(?:emb_norm|hidden_norm|linear_proj))\.(?P<module>\d+)(?P<end>\..+)",
+    r"mtp\.layers\.(?P<module>\d+)\.(?P<name>.+)",
+    r"mtp\.(?P<name>(?:fc|pre_fc_norm_embedding|pre_fc_norm_hidden|norm)\..+)",  # of the one module
+)
+"""Where a module's tensors lie, after any prefix: `module` is its number, `layer` counts on from the target's."""
+
+PARTS = {
+    "enorm": ("enorm", "token_layernorm", "pre_fc_norm_embedding", "mtp_emb_norm"),
+    "hnorm": ("hnorm", "hidden_layernorm", "pre_fc_norm_hidden", "mtp_hidden_norm"),
+    "proj": ("eh_proj", "input_proj", "fc", "mtp_linear_proj"),
+    "norm": ("shared_head.norm", "final_layernorm", "norm"),
+    "head": ("shared_head.head", "shared_head.output"),
+    "embed": ("embed_tokens",),
+}
+"""Parts of a module by the names that models give them; all else is its block."""
+
+PART_OF = {name: part for part, names in PARTS.items() for name in names}
+REQUIRED = ("enorm", "hnorm", "proj")
+LOOKED_FOR = (
+    "mtp.*, model.mtp.layers.*, model.mtp_layers.*, model.mtp_block.*, and model.layers.* beyond the last layer"
+)
+
+
+def module_tensors(names: Iterable[str], num_layers: int) -> list[dict[str, str]]:
+    """Of each module, its tensors by place, such as "enorm.weight" and "block.mlp.up_proj.weight": names in the file.
+
+    num_layers: layers of the target, after which modules are counted where they are named as layers are.
+    """
+    modules: dict[int, dict[str, str]] = {}
+    for key in names:
+        for place in PLACES:
+            found = re.fullmatch(rf"(?:.+\.)??{place}", key)
+            if found is None or "visual" in key:
+                continue
+            groups = found.groupdict()
+            number = int(groups["layer"]) - num_layers if groups.get("layer") else int(groups.get("module") or 0)
+            if number >= 0 and (place is not PLACES[0] or ".mtp" not in f".{key}"):
+                modules.setdefault(number, {})[_place(groups["name"] + (groups.get("end") or ""))] = key
+                break
+    return [modules[number] for number in sorted(modules)]
+
+
+def _place(name: str) -> str:
+    part, _, kind = name.rpartition(".")
+    return f"{PART_OF[part]}.{kind}" if part in PART_OF else f"block.{name}"

@@ -1,0 +1,183 @@
+"""One MTP module: norms, a projection, and a block that is one decoder layer of the target's own class.
+
+The block runs as a text model of one layer, a copy of the target's around another layer: rotary tables, kinds of layers
+and fused forms are the target's, and nothing is written twice.
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig
+
+from specdec.draft_models.heads.fused_form import Echo, why_unfused
+from specdec.draft_models.heads.head_spec import HeadContext
+from specdec.errors import CheckpointError, first_line
+from specdec.gpu.operations import Operations
+from specdec.layers.decoder import FusedDecoder
+from specdec.layers.fuse import fuse, fuse_linear
+from specdec.modules.private_copy import private_copy
+
+State = Mapping[str, torch.Tensor]
+
+
+class MtpModule(nn.Module):
+    """A module by its tensors, `state` by place (`mtp_families.py`). decoder: the target's text model. like: the layer
+    of it that the block is like. number: of the module, by which it keeps K/V.
+
+    embed, head: its own; None: the target's. Raises CheckpointError for tensors that are not those of such a module.
+    """
+
+    def __init__(self, state: State, decoder: Any, like: int, number: int) -> None:
+        super().__init__()
+        rest = dict(state)
+        weight: torch.Tensor = decoder.norm.weight
+        self.width = width = len(weight)
+
+        def norm(part: str) -> nn.Module:
+            made: nn.Module = copy.deepcopy(decoder.norm)
+            made.weight = _parameter(rest.pop(f"{part}.weight"), weight, (width,), part)
+            return made
+
+        def linear(part: str, inputs: int, outputs: int | None = None) -> nn.Linear:
+            stored = rest.pop(f"{part}.weight")
+            if stored.shape == (inputs, outputs):  # ERNIE-4.5-300B holds the transposed one
+                stored = stored.t()
+            bias = rest.pop(f"{part}.bias", None)
+            made = nn.Linear(inputs, len(stored), bias=bias is not None, device="meta")
+            made.weight = _parameter(stored, weight, (outputs or len(stored), inputs), part)
+            if bias is not None:
+                made.bias = _parameter(bias, weight, (len(stored),), part)
+            return made
+
+        self.enorm, self.hnorm = norm("enorm"), norm("hnorm")
+        self.proj: nn.Module = linear("proj", 2 * width, width)
+        self.norm = norm("norm") if "norm.weight" in rest else nn.Identity()
+        self.head = linear("head", width) if "head.weight" in rest else None
+        self.embed: nn.Module | None = None
+        if "embed.weight" in rest:
+            table = rest.pop("embed.weight")
+            self.embed = nn.Embedding(len(table), table.shape[1], device="meta")
+            self.embed.weight = _parameter(table, weight, tuple(table.shape), "embed")
+        block = {name.removeprefix("block."): tensor for name, tensor in rest.items()}
+        self.layer = filled_layer(block, decoder, like)
+        for part in self.layer.modules():
+            if hasattr(part, "layer_idx"):
+                part.layer_idx = number  # type: ignore[assignment]
+        self.number = number
+        self._source = decoder, like
+        self.block: Any = one_layer_decoder(decoder, like, self.layer, nn.Identity())
+
+    def fuse(self, name: str, ops: Operations) -> str | None:
+        """Run by fused layers if they compute what its own do; else the reason why not."""
+        if isinstance(self.norm, nn.Identity):
+            return "a module without a final norm has no fused form"
+        plain = self.block, self.proj
+
+        def fused() -> torch.Tensor:
+            self.block = fuse(one_layer_decoder(*self._source, self.layer, self.norm), ops)
+            self.proj = fuse_linear(plain[1], ops)
+            self.block.layers[0].index = self.number
+            return self._probed()
+
+        reason = why_unfused(name, self, 1, self._probed, fused)
+        if reason is not None:
+            self.block, self.proj = plain
+        return reason
+
+    def forward(
+        self, embedded: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: HeadContext, first: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """embedded, hidden [B, N, H], positions [B, N] -> y and z [B, N, H]. first: the hidden half is the
+        first."""
+        halves = self.enorm(embedded), self.hnorm(hidden)
+        x = self.proj(torch.cat(halves[::-1] if first else halves, -1)).flatten(0, 1)[None]
+        places = positions.reshape(1, -1)
+        if isinstance(self.block, FusedDecoder):
+            walk = self.block.walk(None, places, context, None, x)
+            walk.advance(1)
+            normed = walk.finish()
+            assert normed is not None
+            return walk.hidden.view_as(hidden), normed.view_as(hidden)
+        out = self.block(inputs_embeds=x, position_ids=places, use_cache=False, specdec_ctx=context)
+        y: torch.Tensor = out.last_hidden_state.view_as(hidden)
+        return y, self.norm(y)
+
+    @torch.inference_mode()
+    def _probed(self) -> torch.Tensor:
+        """y and z of six random rows, [12, H] float32."""
+        weight, random = self.enorm.weight, torch.Generator().manual_seed(0)
+        rows = torch.randn((2, 2, 3, self.width), generator=random).to(weight.device, weight.dtype)  # type: ignore[arg-type]
+        positions = torch.arange(6, device=rows.device).view(2, 3) * 100
+        with torch.autocast(rows.device.type, enabled=False):
+            return torch.cat(self.forward(rows[0], rows[1], positions, Echo(), False)).flatten(0, 1).float()
+
+
+def one_layer_decoder(decoder: Any, like: int, layer: nn.Module, norm: nn.Module) -> nn.Module:
+    """A private copy of a text model with this layer alone, which is like its layer `like`, and this final norm."""
+    single = object.__new__(type(decoder))
+    single.__dict__ = dict(decoder.__dict__)
+    single.config = copy.deepcopy(decoder.config)
+    for name, value in list(vars(single.config).items()):
+        if isinstance(value, (list, tuple)) and len(value) == len(decoder.layers):
+            setattr(single.config, name, [value[like]])
+    single.config.num_hidden_layers = 1
+    single._modules = {**decoder._modules, "layers": nn.ModuleList([layer]), "norm": norm}
+    return private_copy(single)
+
+
+def filled_layer(block: State, decoder: Any, like: int) -> nn.Module:
+    """A layer of the target's class with these tensors, in the types of its layer `like`. Raises CheckpointError unless
+    they are its own."""
+    model = decoder.layers[like]
+    expected = {f"layers.0.{name}": tensor for name, tensor in model.state_dict().items()}
+    with torch.device("meta"):
+        holder = _Holder(decoder.config, type(model)(decoder.config, like % len(decoder.layers)))
+    mapping: Any = get_model_conversion_mapping(decoder, add_legacy=False)
+    try:
+        info, _ = convert_and_load_state_dict_in_model(
+            model=holder,
+            state_dict={f"layers.0.{name}": tensor for name, tensor in block.items()},
+            load_config=LoadStateDictConfig(weight_mapping=mapping),
+        )
+    except RuntimeError as error:
+        raise CheckpointError(f"its block cannot be read: {first_line(error)}") from error
+    faults = [f"{name.removeprefix('layers.0.')} is missing" for name in sorted(info.missing_keys)]
+    faults += [f"{name.removeprefix('layers.0.')} is not known" for name in sorted(info.unexpected_keys)]
+    faults += [
+        f"{name.removeprefix('layers.0.')} is {list(has)}, not {list(says)}"
+        for name, has, says in sorted(info.mismatched_keys)
+    ]
+    if faults:
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        raise CheckpointError(f"its block is no layer like the target's layer {like}: tensor {faults[0]}{more}")
+    layer: nn.Module = holder.layers[0]
+    for name, param in layer.named_parameters():
+        param.data = param.data.to(expected[f"layers.0.{name}"])
+        param.requires_grad_(False)
+    return layer.to(decoder.norm.weight.device).eval()
+
+
+class _Holder(PreTrainedModel):
+    """A layer as transformers loads it."""
+
+    _supports_sdpa = _supports_flash_attn = _supports_flex_attn = True
+
+    def __init__(self, config: Any, layer: nn.Module) -> None:
+        super().__init__(config)
+        self.layers = nn.ModuleList([layer])
+
+    def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
+        """Nothing runs here."""
+        return requested_experts or "eager"
+
+
+def _parameter(stored: torch.Tensor, like: torch.Tensor, shape: tuple[int, ...], part: str) -> nn.Parameter:
+    if tuple(stored.shape) != shape:
+        raise CheckpointError(f"its {part} is {list(stored.shape)}, expected {list(shape)}")
+    return nn.Parameter(stored.to(like.device, like.dtype).contiguous(), requires_grad=False)

@@ -1,0 +1,220 @@
+"""Tiny checkpoints with MTP modules under the names that models publish, and what these modules compute, densely.
+
+A module's block is the layer of a model of one layer, made and saved by transformers; the reference runs that model.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+BASE: dict[str, Any] = {
+    "vocab_size": 6,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "head_dim": 8,
+    "num_key_value_heads": 2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDES = {"sliding_window": 5, "num_hidden_layers": 3, "layer_types": [SLIDING, SLIDING, FULL]}
+EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+EXAONE_MOE = {**SLIDES, **EXPERTS, "num_experts": 4, "mlp_layer_types": ["dense", "sparse", "sparse"]}
+GLM = {**EXPERTS, "num_hidden_layers": 2, "n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1}
+TOKEN, STATE, PROJ, NORM, HEAD, EMBED, BLOCK = "enorm", "hnorm", "proj", "norm", "head", "embed", "block"
+
+
+class Shape(NamedTuple):
+    """A target and its modules. name: how transformers names its classes. single: fields of a model of one layer that
+    is like a module's block. names: where a part of module k lies, by part, of a target of n layers."""
+
+    name: str
+    fields: dict[str, Any]
+    single: dict[str, Any]
+    names: Callable[[str, int, int], str]
+    form: str = "R"
+    count: int = 1
+    normed_state: bool = True
+    normed_carry: bool = True
+    hidden_first: bool = False
+    parts: tuple[str, ...] = (NORM,)
+    model_type: str | None = None
+
+
+def deepseek(part: str, k: int, n: int) -> str:
+    own = {PROJ: "eh_proj", NORM: "shared_head.norm", HEAD: "shared_head.head", EMBED: "embed_tokens", BLOCK: ""}
+    return f"model.layers.{n + k}.{own.get(part, part)}"
+
+
+def step(part: str, k: int, n: int) -> str:
+    own = {PROJ: "eh_proj", NORM: "transformer.shared_head.norm", HEAD: "transformer.shared_head.output"}
+    return f"model.layers.{n + k}.{'transformer.' if part == BLOCK else own.get(part, part)}"
+
+
+def qwen(part: str, k: int, n: int) -> str:
+    own = {TOKEN: "pre_fc_norm_embedding", STATE: "pre_fc_norm_hidden", PROJ: "fc", NORM: "norm"}
+    return f"mtp.layers.{k}." if part == BLOCK else f"mtp.{own[part]}"
+
+
+def mimo(part: str, k: int, n: int) -> str:
+    own = {TOKEN: "token_layernorm", STATE: "hidden_layernorm", PROJ: "input_proj", NORM: "final_layernorm", BLOCK: ""}
+    return f"model.mtp_layers.{k}.{own[part]}"
+
+
+def mimo_v2(part: str, k: int, n: int) -> str:
+    own = {PROJ: "eh_proj", NORM: "final_layernorm", BLOCK: ""}
+    return f"model.mtp.layers.{k}.{own.get(part, part)}"
+
+
+def ernie(part: str, k: int, n: int) -> str:
+    own = {TOKEN: "mtp_emb_norm", STATE: "mtp_hidden_norm", PROJ: "mtp_linear_proj"}
+    return f"model.mtp_block.{k}." if part == BLOCK else f"model.{own[part]}.{k}"
+
+
+def hy(part: str, k: int, n: int) -> str:
+    return f"model.layers.{n + k}.final_layernorm" if part == NORM else deepseek(part, k, n)
+
+
+ONE = {"num_hidden_layers": 1}
+ONE_SLIDING = {**ONE, "layer_types": [SLIDING]}
+ERNIE = {**EXPERTS, "moe_num_experts": 4, "moe_k": 2, "num_hidden_layers": 2, "moe_layer_start_index": 1}
+SPARSE = {"mlp_layer_types": ["sparse"]}
+HY = {**EXPERTS, "num_experts": 4, "num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]}
+MELLUM = {**SLIDES, **EXPERTS, "num_experts": 4, "layer_types": [FULL, SLIDING, SLIDING]}
+MELLUM["mlp_layer_types"] = ["sparse"] * 3
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+DEEPSEEK = {**GLM, **LATENT, "num_key_value_heads": 4, "head_dim": 4, "topk_group": 1}
+BEYOND = {**ONE, "first_k_dense_replace": 0}
+SHAPES: dict[str, Shape] = {
+    "exaone4": Shape("Exaone4", SLIDES, ONE_SLIDING, qwen),
+    "exaone_moe": Shape("ExaoneMoe", EXAONE_MOE, {**ONE_SLIDING, "mlp_layer_types": ["dense"]}, qwen),
+    "glm4_moe": Shape("Glm4Moe", GLM, BEYOND, deepseek, parts=(NORM, HEAD, EMBED)),
+    "glm4_moe-shared": Shape("Glm4Moe", GLM, BEYOND, deepseek),
+    "glm4_moe-3": Shape("Glm4Moe", GLM, BEYOND, deepseek, "C", 3),
+    "deepseek_v3": Shape("DeepseekV3", DEEPSEEK, BEYOND, deepseek),
+    "mimo": Shape("Qwen2", {"num_hidden_layers": 2}, ONE, mimo, hidden_first=True, model_type="mimo"),
+    "ernie": Shape("Ernie4_5_Moe", ERNIE, {**ONE, "moe_layer_start_index": 0}, ernie, parts=()),
+    "hy_v3": Shape("HYV3", HY, {**ONE, **SPARSE}, hy),
+    "mellum": Shape("Mellum", MELLUM, {**ONE_SLIDING, **SPARSE}, qwen),
+    # the forms of Step and MiMo-V2 around other blocks: what says so lies beside the modules
+    "step-form": Shape(
+        "Exaone4", SLIDES, ONE_SLIDING, step, "C", 3, normed_state=False, normed_carry=False, parts=(NORM, HEAD)
+    ),
+    "mimo_v2-form": Shape("Exaone4", SLIDES, ONE_SLIDING, mimo_v2, "T", 3),
+}
+
+
+class Published(NamedTuple):
+    """A written checkpoint, and its modules in the reference's hands: parts, and a text model of one layer."""
+
+    folder: Path
+    shape: Shape
+    model: Any
+    modules: list[tuple[dict[str, torch.Tensor], Any]]
+
+
+def planted(model: Any, seed: int) -> Any:
+    """Random weights under which states before and after a norm differ."""
+    torch.manual_seed(seed)
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1:
+            nn.init.normal_(weight, std=0.3)
+        else:
+            nn.init.uniform_(weight, 0.5, 2.0) if "norm" in name else nn.init.normal_(weight, std=0.1)
+    return model.eval()
+
+
+def publish(name: str, folder: Path, seed: int = 0, **fields: Any) -> Published:
+    shape = SHAPES[name]
+
+    def build(seed: int, **more: Any) -> Any:
+        made = getattr(transformers, f"{shape.name}Config")(**{**BASE, **shape.fields, **fields, **more})
+        made._attn_implementation = "eager"
+        return planted(getattr(transformers, f"{shape.name}ForCausalLM")(made), seed)
+
+    model = build(seed)
+    if shape.model_type:
+        model.config.model_type = shape.model_type
+    model.save_pretrained(folder)
+    tensors, width = load_file(folder / "model.safetensors"), model.config.hidden_size
+    num_layers, modules = len(model.model.layers), []
+    for k in range(shape.count):
+        single = build(seed + 100 + k, **shape.single)
+        single.save_pretrained(folder / "block")
+        block = load_file(folder / "block" / "model.safetensors")
+        parts = {part: torch.rand(width) * 1.5 + 0.5 for part in (TOKEN, STATE, *({NORM} & {*shape.parts}))}
+        parts[PROJ] = torch.randn(width, 2 * width) * 0.2
+        if HEAD in shape.parts:
+            parts[HEAD] = torch.randn(BASE["vocab_size"], width) * 0.5
+        if EMBED in shape.parts:
+            parts[EMBED] = torch.randn(BASE["vocab_size"], width)
+        tensors |= {f"{shape.names(part, k, num_layers)}.weight": tensor for part, tensor in parts.items()}
+        inside, prefix = "model.layers.0.", shape.names(BLOCK, k, num_layers)
+        tensors |= {prefix + key.removeprefix(inside): t for key, t in block.items() if key.startswith(inside)}
+        single.model.norm = nn.Identity()
+        modules.append((parts, single.model))
+    if name.endswith("-form"):
+        like = {"form": shape.form, "normed_state": shape.normed_state, "normed_carry": shape.normed_carry, "like": 0}
+        (folder / "mtp_conventions.json").write_text(json.dumps(like))
+    for path in (folder / "block").iterdir():
+        path.unlink()
+    (folder / "block").rmdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return Published(folder, shape, model, modules)
+
+
+class Reference:
+    """The published forward. text: t_0 .. t_S, of which all but the last are committed; then drafts."""
+
+    def __init__(self, published: Published) -> None:
+        self.shape, self.model, self.modules = published.shape, published.model, published.modules
+
+    @torch.no_grad()
+    def states(self, tokens: Sequence[int]) -> torch.Tensor:
+        """h_p of these tokens [1, T, H]."""
+        decoder = self.model.model
+        seen: list[torch.Tensor] = []
+        hook = decoder.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+        out = decoder(input_ids=torch.tensor([tokens]), use_cache=False).last_hidden_state
+        hook.remove()
+        return out if self.shape.normed_state else seen[0]
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        norm = self.model.model.norm
+        eps = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
+        return weight * x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt()
+
+    def module(self, k: int, tokens: Sequence[int], state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """y and z of rows at positions 0, 1, ..."""
+        parts, block = self.modules[k]
+        table = parts.get(EMBED, self.model.model.embed_tokens.weight)
+        halves = [self._norm(table[torch.tensor([tokens])], parts[TOKEN]), self._norm(state, parts[STATE])]
+        x = torch.cat(halves[::-1] if self.shape.hidden_first else halves, -1) @ parts[PROJ].t()
+        y = block(inputs_embeds=x, use_cache=False).last_hidden_state
+        return y, self._norm(y, parts[NORM]) if NORM in parts else y
+
+    @torch.no_grad()
+    def logits(self, text: Sequence[int], drafts: Sequence[int]) -> torch.Tensor:
+        """[V] of the draft after `drafts`."""
+        h, tokens, shape = self.states(text[:-1]), [*text, *drafts], self.shape
+        if shape.form == "R":
+            for _ in range(len(drafts) + 1):
+                y, z = self.module(0, tokens[1 : 1 + h.shape[1]], h)
+                h = torch.cat([h, (z if shape.normed_carry else y)[:, -1:]], 1)
+            return self._head(0, z)
+        state = h
+        for k in range(len(drafts) + 1):
+            y, z = self.module(k, tokens[1 + k : 1 + k + h.shape[1]], state)
+            state = h if shape.form == "T" else z if shape.normed_carry else y
+        return self._head(len(drafts), z)
+
+    def _head(self, k: int, z: torch.Tensor) -> torch.Tensor:
+        return (z[0, -1] @ self.modules[k][0].get(HEAD, self.model.lm_head.weight).t()).float()
