@@ -43,7 +43,7 @@ class MtpTarget(TargetInfo, Protocol):
 
 
 class ModuleRows(NamedTuple):
-    """Of some rows of a module [B, N, H]: the state that it read, and its y and z."""
+    """Rows of a module [B, N, H]: the state that it read, and its y and z."""
 
     read: torch.Tensor
     y: torch.Tensor

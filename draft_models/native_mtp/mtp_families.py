@@ -55,7 +55,7 @@ FAMILIES: dict[str, MtpFamily] = {
     # SGLang's mimo_v2 MTP: every module reads the target's states; a sliding block with a dense MLP
     "mimo_v2_flash": MtpFamily(form="T", renamed={"pre_mlp_layernorm": "post_attention_layernorm"}),
 }
-"""By `model_type` of the text config or of the whole one."""
+"""Keys are `model_type` of the text config or of the whole one."""
 
 PLACES = (
     r"layers\.(?P<layer>\d+)\.(?:transformer(?:_block)?\.)?(?P<name>.+)",  # beyond the target's last layer
@@ -65,7 +65,7 @@ PLACES = (
     r"mtp\.layers\.(?P<module>\d+)\.(?P<name>.+)",
     r"mtp\.(?P<name>(?:fc|pre_fc_norm_embedding|pre_fc_norm_hidden|norm)\..+)",  # of the one module
 )
-"""Where a module's tensors lie, after any prefix: `module` is its number, `layer` counts on from the target's."""
+"""Places of a module's tensors, after any prefix: `module` is its number, `layer` counts on from the target's."""
 
 PARTS = {
     "enorm": ("enorm", "token_layernorm", "pre_fc_norm_embedding", "mtp_emb_norm"),
@@ -85,7 +85,7 @@ LOOKED_FOR = (
 
 
 def module_tensors(names: Iterable[str], num_layers: int) -> list[dict[str, str]]:
-    """Of each module, its tensors by place, such as "enorm.weight" and "block.mlp.up_proj.weight": names in the file.
+    """Tensors of each module by place, such as "enorm.weight" and "block.mlp.up_proj.weight", as names in the file.
 
     num_layers: layers of the target, after which modules are counted where they are named as layers are.
     """
