@@ -115,7 +115,7 @@ def require_no_leak(make_and_use: Callable[[], Engine]) -> None:
     engine = make_and_use()
     left = [weakref.ref(thing) for thing in (engine, engine.table, engine.round, engine.scheduler)]
     left += [
-        weakref.ref(tensor) for store in engine.cache.stores for layer in store.layers.values() for tensor in layer[:2]
+        weakref.ref(pool) for store in engine.cache.stores for layer in store.layers.values() for pool in layer.fields
     ]
     engine.close()
     gc.collect()

@@ -342,9 +342,8 @@ def test_prompts_send_what_they_need_by_pinned_copies_alone(engine_with, random_
     handle = engine.submit(random_prompt(20), GREEDY)
     while not handle.num_output:
         engine.step()
-    assert callers - {"alloc", "evict", "evict_unseen", "free"} == {
-        "upload"
-    }  # the books of the allocator stay on the host
+    on_the_host = {"alloc", "evict", "evict_unseen", "free", "_least_squares"}  # the allocator's books, and three times
+    assert callers - on_the_host == {"upload"}
 
 
 def test_weights_are_looked_at_once_a_step(engine_with, random_prompt, monkeypatch):

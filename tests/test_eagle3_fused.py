@@ -139,7 +139,7 @@ def test_a_form_that_computes_something_else_is_not_chosen() -> None:
     plain = plain_form(make_head())
     form, reason = proved_form("head", plain, lambda: fuse(plain, REFERENCE))
     assert isinstance(form, FusedHead) and reason is None
-    wrong = REFERENCE.replacing({gated_linear: lambda x, weight, activation: x[:, : len(weight) // 2] * 0})
+    wrong = REFERENCE.replacing({gated_linear: lambda x, weight, activation, *_: x[:, : len(weight) // 2] * 0})
     form, reason = proved_form("head", plain, lambda: fuse(plain, wrong))
     assert form is plain and reason == "its fused layers compute something else than its own"
 

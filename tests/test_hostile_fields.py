@@ -133,7 +133,7 @@ def test_samples_of_one_client_count_each_so_none_takes_every_row_with_one_reque
                 assert len(await served.generate([[1, 2]], many)) == 2
             CLIENT.set("a")
             await served.close(None)
-            assert not served._admission._of
+            assert not served._admission._places_of
         return as_api_error(error.value).status
 
     assert asyncio.run(run()) == 429

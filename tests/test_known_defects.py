@@ -204,7 +204,7 @@ def derive_the_pool_once(patch: pytest.MonkeyPatch) -> None:
     """A frozen drafter's backend knows one pool, the primary one, and reads sliding layers through its table."""
     right = TorchBackend.attention
 
-    def wrong(backend: TorchBackend, plan: KVPlan, group: GroupId, window: int | None) -> Any:
+    def wrong(backend: TorchBackend, plan: KVPlan, group: GroupId, window: int | None, shares: int = 1) -> Any:
         if plan.write is None and group == SWA:
             assert isinstance(plan.prefix, PageTables)
             pages, start = plan.prefix.pages(group)
@@ -216,8 +216,8 @@ def derive_the_pool_once(patch: pytest.MonkeyPatch) -> None:
             for name in KVPlan.__slots__:
                 object.__setattr__(stale, name, getattr(plan, name))
             object.__setattr__(stale, "prefix", tables)
-            return right(backend, stale, group, window)
-        return right(backend, plan, group, window)
+            return right(backend, stale, group, window, shares)
+        return right(backend, plan, group, window, shares)
 
     patch.setattr(TorchBackend, "attention", wrong)
 

@@ -90,7 +90,9 @@ def test_a_narrow_v_takes_its_own_width(tmp_path) -> None:
     """MiMo-V2-Flash at its published size: at most 1.05 of the bytes that unpadded K and V have."""
     config = transformers.MiMoV2FlashConfig()
     assert config.v_head_dim < config.head_dim
-    report = planned("--target", folder_of(config, tmp_path), "--dtype", "bf16", "--max-model-len", "4096")
+    report = planned(
+        "--drafter", "none", "--target", folder_of(config, tmp_path), "--dtype", "bf16", "--max-model-len", "4096"
+    )
     unpadded = Counter()
     for kind, layer in zip(config.layer_types, model_on_meta(config, torch.bfloat16).model.layers, strict=True):
         unpadded[kind] += 2 * (layer.self_attn.k_proj.out_features + layer.self_attn.v_proj.out_features)
@@ -114,7 +116,7 @@ def test_a_forward_that_cannot_be_measured_leaves_the_configs_layout(make_target
 
     config = make_target("llama").config
     monkeypatch.setattr(GeometryContext, "attend", attend)
-    report = planned("--target", folder_of(config, tmp_path))
+    report = planned("--drafter", "none", "--target", folder_of(config, tmp_path))
     assert report["groups"][0]["kept"][0]["layers"] == len(layout_from_config(config).layers)
     [note] = report["notes"]
     assert "K/V are those that the config names" in note and note.endswith(

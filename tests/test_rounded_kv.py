@@ -49,7 +49,7 @@ def test_a_row_depends_on_no_other_row_or_head() -> None:
     assert (pool.read()[:5] - rows).abs().amax(-1).div(rows.abs().amax(-1)).max() <= 1 / 28  # half a step of 448 / 14
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_move_copies_what_is_stored(dtype: torch.dtype) -> None:
     allocator = HybridAllocator(CacheGroups.of_layouts([KVLayout.uniform(1, 2, 8)]), [9], page_size=1, device=CPU)
     store = KVStore(KVLayout.uniform(1, 2, 8).rounded(), allocator, dtype, CPU, rank=0)

@@ -17,7 +17,7 @@ from specdec.config import EngineConfig, SpecConfig
 from specdec.draft_models.checkpoints.kept_layout import kept_layout
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, is_assistant_config
 from specdec.draft_models.registry import WORDS, building, is_drafter_config
-from specdec.drafter_loading import continues_text
+from specdec.drafter_loading import AUTO, MTP, continues_text
 from specdec.errors import ConfigError, UnsupportedModelError, about, first_line
 from specdec.kvcache.layout import KVLayout
 from specdec.loading import SHARED_OPTIONS, Checkpoint, pick_device, pick_dtype
@@ -111,6 +111,8 @@ def memory_plan(
         for role, size in weights.items()
         if size is None
     ]
+    if drafter == AUTO:
+        notes.append("drafter 'auto' counts as one that keeps nothing; name it, and its K/V and weights are counted")
     if model.unmeasured is not None:
         notes.append(f"K/V are those that the config names, since a forward cannot be measured ({model.unmeasured})")
     return MemoryPlan(
@@ -144,7 +146,9 @@ def draft_needs(drafter: str | None, target: ModelOnMeta, options: Mapping[str, 
     """drafter: a name, a word of `WORDS`, or both."""
     name, _, word = (drafter or "").rpartition(",")
     name = name if word in WORDS else drafter or ""
-    if not name or name in WORDS:
+    if name == MTP:
+        raise ConfigError("drafter='mtp': what MTP modules keep is not planned yet; leave the drafter out")
+    if not name or name in WORDS or name == AUTO:
         return DraftNeeds()
     checkpoint = Checkpoint.of(name, options)
     described = checkpoint.config
