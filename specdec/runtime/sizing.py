@@ -166,6 +166,6 @@ def make_cache(
         max_len=max_len,
         lookahead=num_nodes,
         extra_keys=extra_keys,
-        reread=getattr(drafter, "reread", 0),
+        reread=drafter.reread if drafter is not None else 0,
     )
     return KVCache(allocator, table, operations, rounded=config.kv_dtype is not None), max_len
