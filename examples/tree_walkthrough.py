@@ -50,7 +50,7 @@ class Witness(StatelessDrafter):
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.name, self.aux_layers = drafter.name, drafter.aux_layers
-        self.kv_layout, self.extra_keys = drafter.kv_layout, drafter.extra_keys
+        self.kv_layout, self.extra_keys, self.reread = drafter.kv_layout, drafter.extra_keys, drafter.reread
         self.best: Round | None = None
         self._last: Round | None = None
 

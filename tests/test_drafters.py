@@ -90,7 +90,7 @@ class Checked(Drafter):
 
     def __init__(self, drafter, target=None):
         self.inner, self.name, self.aux_layers = drafter, drafter.name, drafter.aux_layers
-        self.kv_layout, self.extra_keys = drafter.kv_layout, drafter.extra_keys
+        self.kv_layout, self.extra_keys, self.reread = drafter.kv_layout, drafter.extra_keys, drafter.reread
         self.view = None
         self.target = target
         self.rounds = 0

@@ -292,7 +292,7 @@ class Spy:
 
     name = "spy"
     view = None
-    extra_keys = 0
+    extra_keys = reread = 0
 
     def __init__(self, inner: Eagle3Drafter, script: Callable[..., Any] | None = None) -> None:
         self.inner, self.script = inner, script
