@@ -4,13 +4,14 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import mtp_checkpoints
 import pytest
 import torch
 import transformers
 from drafter_folders import PUBLISHED, read_drafter, write_drafter
 from typer.testing import CliRunner
 
-from specdec import Engine, EngineConfig
+from specdec import Engine, EngineConfig, SpecConfig
 from specdec.cli.app import app
 from specdec.draft_models.checkpoints.kept_layout import kept_layout
 from specdec.kvcache.layout import layout_from_config
@@ -64,6 +65,28 @@ def test_groups_are_those_that_an_engine_allocates(drafter, page_size, monkeypat
         assert groups == engine.cache.bytes_by_group() and len(groups) == 2
         assert report["weights"]["target"] == stored_weights(engine.target.model).bytes
         assert ("drafter" in report["weights"]) == (drafter not in ("none", "ngram"))
+
+
+@pytest.mark.parametrize("name", ["exaone_moe", deep("glm4_moe-3")])
+def test_mtp_modules_are_planned_as_an_engine_has_them(name, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(sizing, "free_bytes", lambda device: 10**12)
+    count = mtp_checkpoints.SHAPES[name].count
+    folder = str(mtp_checkpoints.publish(name, tmp_path, num_nextn_predict_layers=count).folder)
+    sizes = ("--batch-size", "2", "--max-model-len", "256", "--num-steps", "1")
+    report = planned("--target", folder, "--drafter", "mtp", *sizes)
+    config = EngineConfig(max_batch_size=2, max_model_len=256, device="cpu")
+    with Engine.from_pretrained(folder, "mtp", spec=SpecConfig(1), config=config) as engine:
+        assert {group["name"]: group["batch_bytes"] for group in report["groups"]} == engine.cache.bytes_by_group()
+        both = stored_weights(engine.target.model, *engine.drafter.modules).bytes  # which share the embedding
+        assert report["weights"] == {
+            "target": (own := stored_weights(engine.target.model).bytes),
+            "drafter": both - own,
+        }
+    described = json.loads((tmp_path / "config.json").read_text())
+    stated = {name: value for name, value in described.items() if "mtp" not in name and "nextn" not in name}
+    (tmp_path / "config.json").write_text(json.dumps(stated | {"num_nextn_predict_layers": 0}))
+    refused = run("--memory", "--target", folder, "--drafter", "mtp")
+    assert refused.exit_code == 2 and "names no MTP modules" in refused.stderr
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from specdec.draft_models.checkpoints.checkpoint_files import naming_folder, stored_tensor, tensor_files
-from specdec.draft_models.native_mtp.mtp_drafter import MtpTarget, NativeMtpDrafter
+from specdec.draft_models.native_mtp.mtp_drafter import MtpNames, MtpTarget, NativeMtpDrafter
 from specdec.draft_models.native_mtp.mtp_families import (
     FAMILIES,
     LOOKED_FOR,
@@ -53,7 +53,7 @@ def native_mtp_drafter(folder: Path, target: MtpTarget) -> NativeMtpDrafter:
     return drafter
 
 
-def family_of(target: MtpTarget) -> MtpFamily:
+def family_of(target: MtpNames) -> MtpFamily:
     """The row of the target's model type. Raises UnsupportedModelError for a type that has none."""
     for kind in target.model_types:
         if kind in FAMILIES:

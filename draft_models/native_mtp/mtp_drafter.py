@@ -34,12 +34,23 @@ from specdec.layers.accepted_path import path_rows
 from specdec.layers.fuse import Weights
 
 
-class MtpTarget(TargetInfo, Protocol):
-    """A target with the text model that its modules' blocks are like. model_types: of its text config, and the whole
-    one's."""
+class MtpNames(Protocol):
+    """What tells a target's MTP conventions. model_types: of its text config, and the whole one's."""
+
+    name: str
+    model_types: tuple[str, str]
+
+
+class MtpTarget(MtpNames, TargetInfo, Protocol):
+    """A target with the text model that its modules' blocks are like."""
 
     user_decoder: nn.Module
-    model_types: tuple[str, str]
+
+
+def modules_layout(target: KVLayout, family: MtpFamily, count: int) -> KVLayout:
+    """K/V that so many modules keep for a target with this layout: those of the layer they are like, in full."""
+    shape = FULL_ATTENTION, target.layers[family.like].fields, Full()
+    return KVLayout(tuple(LayerCache(k, k, *shape) for k in range(count)))
 
 
 class ModuleRows(NamedTuple):
@@ -66,10 +77,8 @@ class NativeMtpDrafter(Drafter):
         num_layers = len(target.layout.layers)
         self.aux_layers: tuple[int, ...] = () if family.normed_state else (num_layers,)
         self.reads_every_state = family.normed_state
-        like = target.layout.layers[family.like]
-        self.windows = (like.window,) * len(modules)
-        shape = FULL_ATTENTION, like.fields, Full()
-        self.kv_layout: KVLayout | None = KVLayout(tuple(LayerCache(k, k, *shape) for k in range(len(modules))))
+        self.windows = (target.layout.layers[family.like].window,) * len(modules)
+        self.kv_layout: KVLayout | None = modules_layout(target.layout, family, len(modules))
         self.embed, self.head = target.embed, target.head
         self.fit, self.dtype, self.width = Fit.of(target), target.dtype, target.hidden_size
         self.ops = target.ops or REFERENCE

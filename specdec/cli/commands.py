@@ -200,6 +200,14 @@ class ListOptions:
             raise ConfigError("specdec models takes --json alone, or --memory with a pair and its sizes; add --memory")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecipeOptions:
+    model: Annotated[str | None, typer.Argument(help="A published target, or its short name; none: all of them.")] = (
+        None
+    )
+    json_file: JsonFile = None
+
+
 def body(module: str, name: str) -> Callable[[Any], None]:
     """A function of bodies/, loaded when its command is run."""
     return lambda options: load(f"specdec.cli.bodies.{module}", name)(options)
@@ -255,6 +263,7 @@ MAKE = {
         "The same command goes on where it was stopped. Several GPUs: accelerate launch -m specdec.cli train ...",
         no_args_is_help=True,
     ),
+    "recipe": command(RecipeOptions, body("show_recipe", "show_recipe"), "Nothing is downloaded."),
     "models": command(ListOptions, list_models, "With --memory: the memory that a pair takes, which need not be here."),
 }
 """Makes each command, by its name."""

@@ -16,6 +16,8 @@ from transformers import PreTrainedModel
 from specdec.config import EngineConfig, SpecConfig
 from specdec.draft_models.checkpoints.kept_layout import kept_layout
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, is_assistant_config
+from specdec.draft_models.native_mtp.mtp_checkpoint import family_of
+from specdec.draft_models.native_mtp.mtp_drafter import modules_layout
 from specdec.draft_models.registry import WORDS, building, is_drafter_config
 from specdec.drafter_loading import AUTO, MTP, continues_text
 from specdec.errors import ConfigError, UnsupportedModelError, about, first_line
@@ -95,16 +97,8 @@ def memory_plan(
     shared = {name: value for name, value in target_options.items() if name in SHARED_OPTIONS}
     drafts = draft_needs(drafter, model, {**shared, **drafter_options})
     max_len = longest_sequence(config, model.context_length, target)
-    layouts = [model.layout] if drafts.layout is None else [model.layout, drafts.layout]
-    needs = cache_needs(
-        layouts,
-        dtype,
-        config,
-        max_len=max_len,
-        num_nodes=lookahead_nodes(spec, drafts=drafter is not None, captured=device.type == "cuda"),
-        extra_keys=drafts.extra_keys,
-        device_type=device.type,
-    )
+    nodes = lookahead_nodes(spec, drafts=drafter is not None, captured=device.type == "cuda")
+    needs = pair_needs(model, drafts, config, max_len=max_len, num_nodes=nodes, device_type=device.type)
     weights = {"target": _weight_bytes(checkpoint, model.model), "drafter": drafts.weights}
     notes = [
         f"the weights of the {role} are not in its config.json, and no files of it are here"
@@ -121,9 +115,28 @@ def memory_plan(
         config.max_batch_size,
         max_len,
         config.page_size,
-        group_memory(layouts, needs),
+        group_memory(pair_layouts(model, drafts), needs),
         {role: size for role, size in weights.items() if size != 0},
         notes,
+    )
+
+
+def pair_layouts(model: ModelOnMeta, drafts: DraftNeeds) -> list[KVLayout]:
+    return [model.layout] if drafts.layout is None else [model.layout, drafts.layout]
+
+
+def pair_needs(
+    model: ModelOnMeta, drafts: DraftNeeds, config: EngineConfig, *, max_len: int, num_nodes: int, device_type: str
+) -> CacheNeeds:
+    """K/V that an engine of this pair needs: `cache_needs` of its layouts."""
+    return cache_needs(
+        pair_layouts(model, drafts),
+        model.dtype,
+        config,
+        max_len=max_len,
+        num_nodes=num_nodes,
+        extra_keys=drafts.extra_keys,
+        device_type=device_type,
     )
 
 
@@ -147,7 +160,7 @@ def draft_needs(drafter: str | None, target: ModelOnMeta, options: Mapping[str, 
     name, _, word = (drafter or "").rpartition(",")
     name = name if word in WORDS else drafter or ""
     if name == MTP:
-        raise ConfigError("drafter='mtp': what MTP modules keep is not planned yet; leave the drafter out")
+        return mtp_needs(target, _stated_modules(target))
     if not name or name in WORDS or name == AUTO:
         return DraftNeeds()
     checkpoint = Checkpoint.of(name, options)
@@ -163,6 +176,24 @@ def draft_needs(drafter: str | None, target: ModelOnMeta, options: Mapping[str, 
         raise UnsupportedModelError(f"drafter {name!r}: model_type {described.get('model_type')!r} is no drafter")
     model = ModelOnMeta(name, on_meta(checkpoint, target.dtype))
     return DraftNeeds(model.layout.kept_in_full(), 0, _weight_bytes(checkpoint, model.model))
+
+
+def mtp_needs(target: ModelOnMeta, modules: int) -> DraftNeeds:
+    """MTP modules of the target's own checkpoint: each has a block like a layer of the target, a projection of two
+    states to one, and three norms; heads and embeddings are mostly the target's."""
+    family = family_of(target)
+    layers: Any = target.user_decoder.layers
+    block = stored_weights(layers[family.like]).bytes
+    rest = (2 * target.hidden_size + 3) * target.hidden_size * target.dtype.itemsize
+    return DraftNeeds(modules_layout(target.layout, family, modules), modules - 1, modules * (block + rest))
+
+
+def _stated_modules(target: ModelOnMeta) -> int:
+    """MTP modules that a config names. Raises ConfigError where it names none."""
+    for name in ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_layers", "mtp_num_hidden_layers"):
+        if count := getattr(target.config, name, None):
+            return int(count)
+    raise ConfigError(f"drafter='mtp': the config.json of {target.name} names no MTP modules; leave the drafter out")
 
 
 def on_meta(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:

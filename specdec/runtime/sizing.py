@@ -86,6 +86,20 @@ def cache_needs(
     return CacheNeeds(groups, page_size, batch, slot_bytes, held, slots)
 
 
+def pool_slots(needs: CacheNeeds, config: EngineConfig, budget: int) -> list[int]:
+    """Slots of each group within a budget of bytes: as many as are needed, or those that the user set. Windowed groups
+    take half of it at most, the primary one what they leave."""
+    slots, slot_bytes = list(needs.slots), needs.slot_bytes
+    most = budget // max(2 * sum(slot_bytes[1:]), 1)
+    slots[1:] = [min(count, most) if config.swa_slots is None else config.swa_slots for count in slots[1:]]
+    if config.full_slots is not None:
+        slots[PRIMARY] = config.full_slots
+    else:
+        windowed = sum(count * size for count, size in zip(slots[1:], slot_bytes[1:], strict=True))
+        slots[PRIMARY] = min(slots[PRIMARY], max(budget - windowed, 0) // max(slot_bytes[PRIMARY], 1))
+    return slots
+
+
 def whole_pages(slots: int, page_size: int) -> int:
     return -(-slots // page_size) * page_size
 
@@ -124,18 +138,12 @@ def make_cache(
         extra_keys=extra_keys,
         device_type=target.device.type,
     )
-    groups, slot_bytes, slots = needs.groups, needs.slot_bytes, list(needs.slots)
+    groups, slot_bytes = needs.groups, needs.slot_bytes
     share = config.memory_share or MEMORY_SHARE.get(target.device.type, 0.5)
     budget = int(min(map(free_bytes, target.devices)) * share)
     if target.ranks is not None and target.device.type == "cpu":
         budget //= len(target.devices)  # which are one
-    most = budget // max(2 * sum(slot_bytes[1:]), 1)  # windowed pools take half of the memory at most
-    slots[1:] = [min(count, most) if config.swa_slots is None else config.swa_slots for count in slots[1:]]
-    if config.full_slots is None:
-        windowed_bytes = sum(count * size for count, size in zip(slots[1:], slot_bytes[1:], strict=True))
-        slots[PRIMARY] = min(slots[PRIMARY], max(budget - windowed_bytes, 0) // max(slot_bytes[PRIMARY], 1))
-    else:
-        slots[PRIMARY] = config.full_slots
+    slots = pool_slots(needs, config, budget)
     if config.max_model_len is None:
         max_len = max(min(max_len, slots[PRIMARY] - num_nodes), 1)
     pools = ", ".join(f"{count} {group.name}" for group, count in zip(groups.groups, slots, strict=True))

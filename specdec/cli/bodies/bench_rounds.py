@@ -77,7 +77,7 @@ def shape_subject(name: str, options: BenchOptions) -> Subject:
     shape = find_shape(name)
     return random_subject(
         shape,
-        choose_drafts({PLAIN: None, **shape.drafts}, asked.drafts, ON_REQUEST),
+        choose_drafts({PLAIN: None, **shape.drafts}, asked.drafts, ON_REQUEST if shape.drafts else {}),
         weights=asked.weights,
         layers=asked.layers,
         divisor=asked.shrink,
