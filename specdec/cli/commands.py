@@ -60,10 +60,10 @@ class PhaseOptions:
     contexts: str = phase_option("1k", "Tokens before the first round, each in turn; 1k is 1024.")
     rounds: int = phase_option(50, "Rounds timed in each cell.", min=2)
     drafts: str | None = phase_option(None, "Of plain, chain, tree, chain7, tree60; default: the first three.")
-    acceptance: str | None = phase_option(
+    suppose_acceptance: str | None = phase_option(
         None,
-        "Acceptance lengths that tokens/s suppose (synthetic): default of random weights 2,3; of a pair none, and "
-        "without --phases one, with --fixed-drafts.",
+        "Acceptance lengths for which tokens/s are computed from the measured rounds (synthetic; nothing is forced): "
+        "default of random weights 2,3; of a pair none, and without --phases one, with --fixed-drafts.",
     )
     layers: int | None = phase_option(None, "A shape with fewer layers; its figures say so.")
     shrink: int = phase_option(1, "A shape with all widths divided by this, up to 16.")
