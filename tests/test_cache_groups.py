@@ -18,11 +18,13 @@ from specdec.attention.checked_backend import sanitized
 from specdec.attention.plan import KVPlan
 from specdec.attention.trees.tree import DraftTree
 from specdec.errors import DoubleFreeError, LocationError, OutOfSlotsError
+from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.index_spaces import PRIMARY, GroupId, PrimaryLoc
 from specdec.kvcache.layout import CacheField, CacheGroups, Full, KVLayout, Window, attention_fields
 from specdec.kvcache.prefix_cache import PrefixCache
 from specdec.kvcache.store import KVStore
 from specdec.kvcache.table import RequestTable
+from specdec.runtime.sizing import DraftNeeds
 
 from marks import examples
 from snapshots import contents
@@ -54,6 +56,18 @@ def loc(table: RequestTable, row: int, begin: int, end: int) -> PrimaryLoc:
 
 
 # the groups of layouts
+
+
+def test_keys_beyond_a_window_are_kept_by_group() -> None:
+    """A drafter reads late in its own layers, and beyond the window of the target's."""
+    models = [KVLayout((layer_spec(0, 3), layer_spec(1, 5))), KVLayout((layer_spec(0, 5), layer_spec(1, 7)))]
+    groups = CacheGroups.of_layouts(models)
+    beyond = DraftNeeds(models[1], extra_keys=1, reread=2, late=16).keys_beyond_windows(groups)
+    assert [*beyond][1:] == [2, 16, 16]
+    assert [*DraftNeeds(models[1]).keys_beyond_windows(groups)] == [0] * 4
+    allocator = HybridAllocator(groups, [9] * 4, page_size=1, device=torch.device("cpu"))
+    table = RequestTable(allocator, max_requests=1, max_len=90, lookahead=NODES, extra_keys=beyond, reread=2)
+    assert table.retain.tolist() == [93, 2 + 2, 4 + 16, 6 + 16]
 
 
 def test_groups_are_those_of_all_models_the_primary_first() -> None:

@@ -6,9 +6,9 @@ Weights whose form the config does not tell, quantised ones and those of heads, 
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -19,12 +19,12 @@ from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, is_assistant_confi
 from specdec.draft_models.registry import WORDS, building, is_drafter_config
 from specdec.drafter_loading import AUTO, MTP, continues_text
 from specdec.errors import ConfigError, UnsupportedModelError, about, first_line
-from specdec.kvcache.layout import KVLayout
 from specdec.loading import SHARED_OPTIONS, Checkpoint, pick_device, pick_dtype
 from specdec.models.model_on_meta import ModelOnMeta, model_on_meta
 from specdec.models.quantised.packed_quantizer import without_quantization
 from specdec.models.weight_storage import stored_weights
-from specdec.runtime.sizing import CacheNeeds, cache_needs, longest_sequence, lookahead_nodes
+from specdec.runtime.rounds.unread import KEPT
+from specdec.runtime.sizing import CacheNeeds, DraftNeeds, cache_needs, longest_sequence, lookahead_nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +61,6 @@ class MemoryPlan:
     notes: list[str]
 
 
-class DraftNeeds(NamedTuple):
-    """What a drafter keeps and reads: see `Drafter.kv_layout` and `Drafter.extra_keys`. weights: bytes, as in
-    `MemoryPlan`."""
-
-    layout: KVLayout | None = None
-    extra_keys: int = 0
-    weights: int | None = 0
-
-
 def memory_plan(
     target: str,
     drafter: str | None,
@@ -93,19 +84,18 @@ def memory_plan(
     dtype = pick_dtype(config.dtype, device, checkpoint.hf_config())
     model = ModelOnMeta(target, on_meta(checkpoint, dtype))
     shared = {name: value for name, value in target_options.items() if name in SHARED_OPTIONS}
-    drafts = draft_needs(drafter, model, {**shared, **drafter_options})
+    drafts, draft_weights = draft_needs(drafter, model, spec, {**shared, **drafter_options})
     max_len = longest_sequence(config, model.context_length, target)
-    layouts = [model.layout] if drafts.layout is None else [model.layout, drafts.layout]
     needs = cache_needs(
-        layouts,
+        model.layout,
+        drafts,
         dtype,
         config,
         max_len=max_len,
         num_nodes=lookahead_nodes(spec, drafts=drafter is not None, captured=device.type == "cuda"),
-        extra_keys=drafts.extra_keys,
         device_type=device.type,
     )
-    weights = {"target": _weight_bytes(checkpoint, model.model), "drafter": drafts.weights}
+    weights = {"target": _weight_bytes(checkpoint, model.model), "drafter": draft_weights}
     notes = [
         f"the weights of the {role} are not in its config.json, and no files of it are here"
         for role, size in weights.items()
@@ -121,18 +111,17 @@ def memory_plan(
         config.max_batch_size,
         max_len,
         config.page_size,
-        group_memory(layouts, needs),
+        group_memory(needs),
         {role: size for role, size in weights.items() if size != 0},
         notes,
     )
 
 
-def group_memory(layouts: Sequence[KVLayout], needs: CacheNeeds) -> list[GroupMemory]:
-    """Each group of `needs`, which are those of these layouts."""
+def group_memory(needs: CacheNeeds) -> list[GroupMemory]:
     groups = []
     figures = zip(needs.slot_bytes, needs.request_bytes, needs.batch_bytes, strict=True)
     for group, of_group in zip(needs.groups.groups, figures, strict=True):
-        owners = [spec for layout in layouts for spec in layout.owners if spec.retention == group.retention]
+        owners = [spec for layout in needs.layouts for spec in layout.owners if spec.retention == group.retention]
         counts = Counter(spec.fields for spec in owners)
         kept = [
             KeptFields(layers, {field.name: (field.heads, field.dim) for field in fields})
@@ -142,27 +131,30 @@ def group_memory(layouts: Sequence[KVLayout], needs: CacheNeeds) -> list[GroupMe
     return groups
 
 
-def draft_needs(drafter: str | None, target: ModelOnMeta, options: Mapping[str, Any]) -> DraftNeeds:
-    """drafter: a name, a word of `WORDS`, or both."""
+def draft_needs(
+    drafter: str | None, target: ModelOnMeta, spec: SpecConfig, options: Mapping[str, Any]
+) -> tuple[DraftNeeds, int | None]:
+    """Needs of a drafter, and the bytes of its weights as in `MemoryPlan`. drafter: a name, a word of `WORDS`, or
+    both."""
     name, _, word = (drafter or "").rpartition(",")
     name = name if word in WORDS else drafter or ""
     if name == MTP:
         raise ConfigError("drafter='mtp': what MTP modules keep is not planned yet; leave the drafter out")
     if not name or name in WORDS or name == AUTO:
-        return DraftNeeds()
+        return DraftNeeds(), 0
     checkpoint = Checkpoint.of(name, options)
     described = checkpoint.config
     if is_assistant_config(described):
         assistant = on_meta(checkpoint, target.dtype)
-        fitted = Gemma4MTPDrafter(assistant, target)
-        return DraftNeeds(None, fitted.extra_keys, _weight_bytes(checkpoint, assistant))
+        return DraftNeeds.of(Gemma4MTPDrafter(assistant, target), spec), _weight_bytes(checkpoint, assistant)
+    late = KEPT if spec.adaptive else 0
     if is_drafter_config(described):
         with about(f"drafter {name!r}"):
-            return DraftNeeds(kept_layout(described), 0, _weight_bytes(checkpoint, None))
+            return DraftNeeds(kept_layout(described), late=late), _weight_bytes(checkpoint, None)
     if not continues_text(described):
         raise UnsupportedModelError(f"drafter {name!r}: model_type {described.get('model_type')!r} is no drafter")
     model = ModelOnMeta(name, on_meta(checkpoint, target.dtype))
-    return DraftNeeds(model.layout.kept_in_full(), 0, _weight_bytes(checkpoint, model.model))
+    return DraftNeeds(model.layout.kept_in_full(), late=late), _weight_bytes(checkpoint, model.model)
 
 
 def on_meta(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
