@@ -152,15 +152,17 @@ class KVLayout:
 
         return KVLayout(tuple(map(divided, self.layers)))
 
-    def kept_in_full(self) -> "KVLayout":
-        """These layers, each of which keeps every token."""
-        return KVLayout(tuple(replace(spec, layer_type=FULL_ATTENTION, retention=Full()) for spec in self.layers))
-
     @classmethod
-    def uniform(cls, num_layers: int, num_kv_heads: int, head_dim: int) -> "KVLayout":
-        """Layers that all keep K and V of one shape of every token, whatever window they attend through."""
-        shape = FULL_ATTENTION, attention_fields(num_kv_heads, head_dim), Full()
-        return cls(tuple(LayerCache(layer, layer, *shape) for layer in range(num_layers)))
+    def of_windows(cls, windows: Sequence[int | None], num_kv_heads: int, head_dim: int) -> "KVLayout":
+        """A layer for each of these windows, all with K and V of one shape; None: a full one."""
+        fields = attention_fields(num_kv_heads, head_dim)
+        full, sliding = (FULL_ATTENTION, fields, Full()), (SLIDING_ATTENTION, fields)
+        return cls(
+            tuple(
+                LayerCache(layer, layer, *(full if window is None else (*sliding, Window(window))))
+                for layer, window in enumerate(windows)
+            )
+        )
 
     def rounded(self) -> "KVLayout":
         """These layers, with fields of 8 bits."""

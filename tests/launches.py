@@ -203,7 +203,7 @@ def draft_level(
         numbers(batch, level, kv_heads * group, head_dim, dtype=dtype).transpose(1, 2), block_k, block_v,
         integers(batch, num_nodes), integers(batch, level, -(-num_nodes // 64)),
         *(numbers(9999, kv_heads, head_dim, dtype=dtype) for _ in "kv"),
-        integers(batch, 640), integers(batch), integers(batch, level),
+        integers(batch, 640), integers(batch) if window else None, integers(batch), integers(batch, level),
         page_size=page_size, scaling=0.1, window=window, softcap=cap,
         sinks=numbers(kv_heads * group, dtype=dtype) if sinks else None,
     )  # fmt: skip

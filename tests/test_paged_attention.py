@@ -102,6 +102,7 @@ class Case:
             "pool_k": pool_k,
             "pool_v": pool_v,
             "pages": pages,
+            "start": None,
             "committed_len": committed,
             "positions": positions,
             "page_size": page_size,
@@ -110,6 +111,13 @@ class Case:
             "softcap": softcap,
             "sinks": normal(hq) if sinks else None,
         }
+
+    def evict(self, keys: int) -> None:
+        """Leave whole pages before the newest `keys` of each prefix out of its table, as a windowed group does."""
+        a, page_size = self.args, self.args["page_size"]
+        a["start"] = (a["committed_len"] - keys).clamp(min=0) // page_size * page_size
+        columns = a["start"][:, None] // page_size + torch.arange(1 + -(-keys // page_size))
+        a["pages"] = a["pages"].gather(1, columns.clamp(max=a["pages"].shape[1] - 1))
 
     def dense(self) -> torch.Tensor:
         """Every output by the definition, over the list of keys that it sees."""
@@ -183,7 +191,11 @@ def test_page_sizes_and_groups(page_size: int, heads: tuple[int, int]) -> None:
 @pytest.mark.parametrize("window", [1, 2, 4, 18])
 def test_windows_go_by_depth_and_may_be_smaller_than_the_tree(window: int, page_size: int) -> None:
     parents = [-1, 0, 0, 2, 1, 4, 5, 3]  # depths 0 1 1 2 2 3 4 3
-    Case([40, 3, 0], 8, parents=parents, window=window, page_size=page_size).check(tiles=SMALL)
+    for kept in (None, window - 1, window - 1 + 16):
+        case = Case([40, 3, 0], 8, parents=parents, window=window, page_size=page_size)
+        if kept is not None:
+            case.evict(kept)
+        case.check(tiles=SMALL)
 
 
 @deep_cases("three words-3")

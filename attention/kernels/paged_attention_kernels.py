@@ -61,6 +61,7 @@ def attend_kernel(
     p_pool_k: tl.tensor,  # [slots, Hkv, D]
     p_pool_v: tl.tensor,
     p_pages: tl.tensor,  # [B, P]
+    p_start: tl.tensor,  # [B], or None: 0 for all
     p_committed_len: tl.tensor,  # [B]
     p_positions: tl.tensor,  # [B, N]
     p_key_pos: tl.tensor,  # [B, M], the positions of the block's keys
@@ -140,10 +141,13 @@ def attend_kernel(
     b_acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
 
     # the prefix: keys [lo, hi) by position, of which this split takes [begin, end)
-    lo = 0
+    start = 0
+    if p_start is not None:
+        start = tl.load(p_start + i_b).to(tl.int32)
+    lo = start
     if window is not None:
-        lo = tl.maximum(tl.min(tl.where(m_row, b_pos, NOWHERE), 0) - window + 1, 0)
-    hi = tl.minimum(committed_len, num_pages * PAGE_SIZE)
+        lo = tl.maximum(tl.min(tl.where(m_row, b_pos, NOWHERE), 0) - window + 1, start)
+    hi = tl.minimum(committed_len, start + num_pages * PAGE_SIZE)
     hi = tl.where(lo < hi, hi, 0)
     begin = lo // BLOCK_K * BLOCK_K
     spare = 4 * BLOCK_K  # keys that split 0 takes fewer, since it has the block
@@ -158,7 +162,7 @@ def attend_kernel(
         o_key = i_key + tl.arange(0, BLOCK_K)
         m_key = (o_key >= lo) & (o_key < hi)
         o_col = tl.minimum(tl.maximum(o_key, lo), hi - 1)
-        b_slot = page_slots(p_page, o_col, s_page, PAGE_SIZE)
+        b_slot = page_slots(p_page, o_col - start, s_page, PAGE_SIZE)
         b_k, b_v = load_keys(p_pool_k, p_pool_v, b_slot, o_d, m_d, o_v, m_v, s_pk_t, s_pk_d, s_pv_t, s_pv_d)
         m_seen = m_key[None, :]
         if window is not None:

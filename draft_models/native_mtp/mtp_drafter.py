@@ -29,7 +29,7 @@ from specdec.draft_models.heads.head_spec import HeadContext
 from specdec.draft_models.native_mtp.mtp_families import MtpFamily
 from specdec.draft_models.native_mtp.mtp_module import MtpModule
 from specdec.gpu.operations import REFERENCE
-from specdec.kvcache.layout import FULL_ATTENTION, Full, KVLayout, LayerCache
+from specdec.kvcache.layout import KVLayout
 from specdec.layers.accepted_path import path_rows
 from specdec.layers.fuse import Weights
 
@@ -62,14 +62,13 @@ class NativeMtpDrafter(Drafter):
         self.form = family.form if len(modules) > 1 else "R"
         self.max_steps = None if self.form == "R" else len(modules)
         self.default_steps = 3 if self.form == "R" else len(modules)
-        self.extra_keys = self.reread = len(modules) - 1
+        self.reread = len(modules) - 1
         num_layers = len(target.layout.layers)
         self.aux_layers: tuple[int, ...] = () if family.normed_state else (num_layers,)
         self.reads_every_state = family.normed_state
         like = target.layout.layers[family.like]
         self.windows = (like.window,) * len(modules)
-        shape = FULL_ATTENTION, like.fields, Full()
-        self.kv_layout: KVLayout | None = KVLayout(tuple(LayerCache(k, k, *shape) for k in range(len(modules))))
+        self.kv_layout: KVLayout | None = KVLayout(tuple(replace(like, layer=k, owner=k) for k in range(len(modules))))
         self.embed, self.head = target.embed, target.head
         self.fit, self.dtype, self.width = Fit.of(target), target.dtype, target.hidden_size
         self.ops = target.ops or REFERENCE

@@ -154,7 +154,7 @@ def draft_needs(
     if not continues_text(described):
         raise UnsupportedModelError(f"drafter {name!r}: model_type {described.get('model_type')!r} is no drafter")
     model = ModelOnMeta(name, on_meta(checkpoint, target.dtype))
-    return DraftNeeds(model.layout.kept_in_full(), late=late), _weight_bytes(checkpoint, model.model)
+    return DraftNeeds(model.layout, late=late), _weight_bytes(checkpoint, model.model)
 
 
 def on_meta(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
