@@ -7,7 +7,6 @@ Weights whose form the config does not tell, quantised ones and those of heads, 
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,46 +18,13 @@ from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, is_assistant_confi
 from specdec.draft_models.registry import WORDS, building, is_drafter_config
 from specdec.drafter_loading import AUTO, MTP, continues_text
 from specdec.errors import ConfigError, UnsupportedModelError, about, first_line
+from specdec.kvcache.layout import CacheGroup
 from specdec.loading import SHARED_OPTIONS, Checkpoint, pick_device, pick_dtype
 from specdec.models.model_on_meta import ModelOnMeta, model_on_meta
 from specdec.models.quantised.packed_quantizer import without_quantization
 from specdec.models.weight_storage import stored_weights
 from specdec.runtime.rounds.unread import KEPT
 from specdec.runtime.sizing import CacheNeeds, DraftNeeds, cache_needs, longest_sequence, lookahead_nodes
-
-
-@dataclass(frozen=True, slots=True)
-class KeptFields:
-    """Layers that keep the same fields, and (heads, size of a head) of each field."""
-
-    layers: int
-    fields: dict[str, tuple[int, int]]
-
-
-@dataclass(frozen=True, slots=True)
-class GroupMemory:
-    """One cache group. Layers that read another layer's K/V keep none. token_bytes: in all its layers; the others: see
-    `CacheNeeds`."""
-
-    name: str
-    kept: list[KeptFields]
-    token_bytes: int
-    request_bytes: int
-    batch_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """weights: bytes by role, None: nothing here tells them. notes: sentences about figures that are not certain."""
-
-    dtype: str
-    device: str
-    batch_size: int
-    max_model_len: int
-    page_size: int
-    groups: list[GroupMemory]
-    weights: dict[str, int | None]
-    notes: list[str]
 
 
 def memory_plan(
@@ -69,8 +35,10 @@ def memory_plan(
     config: EngineConfig,
     drafter_options: Mapping[str, Any],
     **target_options: Any,
-) -> MemoryPlan:
-    """Arguments are those of `Engine.from_pretrained`; the device need not be here. Reads no weights.
+) -> dict[str, Any]:
+    """The report, of plain values: see `group_memory` for its groups; weights: bytes by role, None: nothing here tells
+    them; notes: sentences about figures that are not certain. Arguments are those of `Engine.from_pretrained`; the
+    device need not be here. Reads no weights.
 
     Raises CheckpointError, ConfigError, UnsupportedModelError.
     """
@@ -105,37 +73,38 @@ def memory_plan(
         notes.append("drafter 'auto' counts as one that keeps nothing; name it, and its K/V and weights are counted")
     if model.unmeasured is not None:
         notes.append(f"K/V are those that the config names, since a forward cannot be measured ({model.unmeasured})")
-    return MemoryPlan(
-        str(dtype).removeprefix("torch."),
-        device.type,
-        config.max_batch_size,
-        max_len,
-        config.page_size,
-        group_memory(needs),
-        {role: size for role, size in weights.items() if size != 0},
-        notes,
-    )
+    return {
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": device.type,
+        "batch_size": config.max_batch_size,
+        "max_model_len": max_len,
+        "page_size": config.page_size,
+        "groups": [group_memory(needs, group) for group in needs.groups.groups],
+        "weights": {role: size for role, size in weights.items() if size != 0},
+        "notes": notes,
+    }
 
 
-def group_memory(needs: CacheNeeds) -> list[GroupMemory]:
-    groups = []
-    figures = zip(needs.slot_bytes, needs.request_bytes, needs.batch_bytes, strict=True)
-    for group, of_group in zip(needs.groups.groups, figures, strict=True):
-        owners = [spec for layout in needs.layouts for spec in layout.owners if spec.retention == group.retention]
-        counts = Counter(spec.fields for spec in owners)
-        kept = [
-            KeptFields(layers, {field.name: (field.heads, field.dim) for field in fields})
-            for fields, layers in counts.items()
-        ]
-        groups.append(GroupMemory(group.name, kept, *of_group))
-    return groups
+def group_memory(needs: CacheNeeds, group: CacheGroup) -> dict[str, Any]:
+    """One cache group. kept: how many layers keep the same fields, and (heads, size of a head) of each; layers that
+    read another layer's K/V keep none. Bytes of a token are those of all layers; for the others see `CacheNeeds`."""
+    layers = (spec for layout in needs.layouts for spec in layout.owners if spec.retention == group.retention)
+    return {
+        "name": group.name,
+        "kept": [
+            {"layers": count, "fields": {field.name: (field.heads, field.dim) for field in fields}}
+            for fields, count in Counter(spec.fields for spec in layers).items()
+        ],
+        "token_bytes": needs.slot_bytes[group.id],
+        "request_bytes": needs.request_bytes[group.id],
+        "batch_bytes": needs.batch_bytes[group.id],
+    }
 
 
 def draft_needs(
     drafter: str | None, target: ModelOnMeta, spec: SpecConfig, options: Mapping[str, Any]
 ) -> tuple[DraftNeeds, int | None]:
-    """Needs of a drafter, and the bytes of its weights as in `MemoryPlan`. drafter: a name, a word of `WORDS`, or
-    both."""
+    """Needs of a drafter, and the bytes of its weights (None: unknown). drafter: a name, a word of `WORDS`, or both."""
     name, _, word = (drafter or "").rpartition(",")
     name = name if word in WORDS else drafter or ""
     if name == MTP:
