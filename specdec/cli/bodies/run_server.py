@@ -30,6 +30,7 @@ from specdec.serving.logs import set_up
 from specdec.serving.server import address, listen, require_certificate, run_app
 from specdec.serving.server_settings import ServeSettings, sampling_defaults
 from specdec.serving.tracing import send_traces_to
+from specdec.text.text_files import read_text_file
 
 logger = logging.getLogger("specdec.serving")
 
@@ -44,7 +45,9 @@ def run_server(options: ServeOptions) -> None:
     logging.getLogger("specdec").setLevel((pair.log_level or "info").upper())
     keys, named = _keys(options.api_key, options.api_key_file)
     config = engine_config(pair, options.batch_size, **shared_fields(options, EngineConfig))
-    template = None if options.chat_template is None else options.chat_template.read_text("utf-8")
+    file = options.chat_template
+    file = options.chat_template
+    template = None if file is None else read_text_file(file, "the file of --chat-template")
     settings = ServeSettings(
         model_names=options.served_model_name or [pair.target],
         api_keys=keys,
