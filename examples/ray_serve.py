@@ -48,7 +48,10 @@ ROUTED_CHARS = 4_000_000
 """Characters of the newest prompts that this router remembers of each replica."""
 MAX_LOST = 3
 """Replicas that may be lost with a request, before its answer began, until its client is told."""
-SCOPE = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "headers")
+SCOPE = (
+    *("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path"),
+    *("headers", "client", "server"),
+)
 """What an application is told of a request, and another process can be."""
 
 
@@ -237,10 +240,10 @@ def application(options: ReplicaOptions, settings: ServeSettings) -> Any:
     return front.bind(replicas.bind(options.serve, settings), settings.max_body_bytes)
 
 
-def router_config(options: ReplicaOptions) -> dict[str, Any] | None:
-    """Ray's router of the replicas; None: its default, the less busy of two random ones."""
+def router_config(options: ReplicaOptions) -> dict[str, Any]:
+    """Ray's router of the replicas; nothing for its default, the less busy of two random ones."""
     if options.router == "load":
-        return None
+        return {}
     settings = {
         # a replica that has a whole batch more than another gets no more, whatever it has cached
         "imbalanced_threshold": options.serve.batch_size,
