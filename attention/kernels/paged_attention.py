@@ -5,7 +5,7 @@ keys of the draft's nodes so far, its block, at positions r_j, window w:
 
     visible(i, p) = p < S_b                 and q_i - p < w     a committed key; S_b = committed_len[b]
     visible(i, j) = bit j of ancestors[b,i] and q_i - r_j < w   key j of the block, M for the N nodes of the level
-    and in both     p, r_j >= min(f, q_i)                       f = first_key: keys before it do not exist, but q_i's own
+    and in both     p, r_j >= min(f, q_i)                       f = first_key: no key before it exists, but q_i's own
 
     out_i = sum_j e^{x_ij} v_j / (e^{sink} + sum_j e^{x_ij}),   x_ij = cap(scaling * q_i . k_j),  cap(x) = c tanh(x / c)
 

@@ -105,13 +105,13 @@ def _walk(
     # fmt: off
     for i_key in range(begin, tl.minimum(stop, free_end), BLOCK_K):
         b_max, b_sum, b_acc = _add_tile(
-            p_pool_k, p_pool_v, p_slots, i_key, lo, end, begin_of_line, b_q, b_pos, window, first_key, b_max, b_sum, b_acc,
-            scaling, softcap, o_d, m_d, o_v, m_v, s_pk_t, s_pk_d, s_pv_t, s_pv_d, BLOCK_K, False, IN_ORDER,
+            p_pool_k, p_pool_v, p_slots, i_key, lo, end, begin_of_line, b_q, b_pos, window, first_key, b_max, b_sum,
+            b_acc, scaling, softcap, o_d, m_d, o_v, m_v, s_pk_t, s_pk_d, s_pv_t, s_pv_d, BLOCK_K, False, IN_ORDER,
         )
     for i_key in range(tl.maximum(begin, free_end), stop, BLOCK_K):
         b_max, b_sum, b_acc = _add_tile(
-            p_pool_k, p_pool_v, p_slots, i_key, lo, end, begin_of_line, b_q, b_pos, window, first_key, b_max, b_sum, b_acc,
-            scaling, softcap, o_d, m_d, o_v, m_v, s_pk_t, s_pk_d, s_pv_t, s_pv_d, BLOCK_K, True, IN_ORDER,
+            p_pool_k, p_pool_v, p_slots, i_key, lo, end, begin_of_line, b_q, b_pos, window, first_key, b_max, b_sum,
+            b_acc, scaling, softcap, o_d, m_d, o_v, m_v, s_pk_t, s_pk_d, s_pv_t, s_pv_d, BLOCK_K, True, IN_ORDER,
         )
     # fmt: on
     return b_max, b_sum, b_acc
@@ -229,8 +229,9 @@ def ragged_kernel(
         b_acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         # fmt: off
         b_max, b_sum, b_acc = _walk(
-            p_pool_k, p_pool_v, p_slots, begin, stop, free_end, lo, end, begin_of_line, b_q, b_pos, window, first_key,
-            b_max, b_sum, b_acc, scaling, softcap, o_d, m_d, o_v, m_v, s_pk_t, s_pk_d, s_pv_t, s_pv_d, BLOCK_K, False,
+            p_pool_k, p_pool_v, p_slots, begin, stop, free_end, lo, end, begin_of_line, b_q, b_pos, window,
+            first_key, b_max, b_sum, b_acc, scaling, softcap, o_d, m_d, o_v, m_v, s_pk_t, s_pk_d, s_pv_t, s_pv_d,
+            BLOCK_K, False,
         )
         # fmt: on
         b_sum = tl.where(b_sum == 0.0, 1.0, b_sum)
@@ -258,9 +259,9 @@ def ragged_kernel(
             b_part = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
             # fmt: off
             b_part_max, b_part_sum, b_part = _walk(
-                p_pool_k, p_pool_v, p_slots, begin, stop, free_end, lo, end, begin_of_line, b_q, b_pos, window, first_key,
-                b_part_max, b_part_sum, b_part, scaling, softcap, o_d, m_d, o_v, m_v, s_pk_t, s_pk_d, s_pv_t, s_pv_d,
-                BLOCK_K, True,
+                p_pool_k, p_pool_v, p_slots, begin, stop, free_end, lo, end, begin_of_line, b_q, b_pos, window,
+                first_key, b_part_max, b_part_sum, b_part, scaling, softcap, o_d, m_d, o_v, m_v, s_pk_t, s_pk_d,
+                s_pv_t, s_pv_d, BLOCK_K, True,
             )
             # fmt: on
             m_total = b_max > float("-inf")
