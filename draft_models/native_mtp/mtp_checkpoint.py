@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def native_mtp_drafter(folder: Path, target: MtpTarget) -> NativeMtpDrafter:
                 f"no MTP modules there (looked for {LOOKED_FOR}); give drafter=DIR of a checkpoint that has them, such "
                 "as the base of a finetuned or quantised one"
             )
-        family = _stated(folder) or family_of(target)
+        family = _stated(folder) or _by_config(family_of(target), target)
         for number, names in enumerate(modules):
             state = {_renamed(place, family): _read(files[name], name) for place, name in names.items()}
             _require_parts(number, state)
@@ -62,6 +63,15 @@ def family_of(target: MtpTarget) -> MtpFamily:
         f"{target.name} is a {target.model_types[0]}, whose MTP conventions are not known; known are "
         f"{', '.join(sorted(FAMILIES))}"
     )
+
+
+def _by_config(family: MtpFamily, target: MtpTarget) -> MtpFamily:
+    """The row, with a layer of the attention that the target's config says its modules have."""
+    config: Any = target.user_decoder.config
+    kinds = getattr(config, "mtp_layer_types", None)
+    if not kinds or kinds[0] not in config.layer_types:
+        return family
+    return replace(family, like=config.layer_types.index(kinds[0]))
 
 
 def _stated(folder: Path) -> MtpFamily | None:

@@ -5,7 +5,8 @@ and fused forms are the target's, and nothing is written twice.
 """
 
 import copy
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -132,12 +133,20 @@ def one_layer_decoder(decoder: Any, like: int, layer: nn.Module, norm: nn.Module
 
 
 def filled_layer(block: State, decoder: Any, like: int) -> nn.Module:
-    """A layer of the target's class with these tensors, in the types of its layer `like`. Raises CheckpointError unless
-    they are its own."""
-    model = decoder.layers[like]
-    expected = {f"layers.0.{name}": tensor for name, tensor in model.state_dict().items()}
+    """A layer of the target's class with these tensors, in the types of its own layers: its attention is that of layer
+    `like`, its MLP that of the nearest one with experts, or without, as the tensors have it. Raises CheckpointError
+    unless they are its own."""
+    layers = list(decoder.layers)
+    like %= len(layers)
+    routed = [mlp for mlp, layer in enumerate(layers) if _has_experts(layer.state_dict()) == _has_experts(block)]
+    mlp = min(routed, key=lambda number: abs(number - like), default=like)
+    expected = {f"layers.0.{name}": tensor for name, tensor in layers[like].state_dict().items()}
     with torch.device("meta"):
-        holder = _Holder(decoder.config, type(model)(decoder.config, like % len(decoder.layers)))
+        made = type(layers[like])(decoder.config, like)
+        if mlp != like:
+            made.mlp = type(layers[mlp])(decoder.config, mlp).mlp
+            expected |= {f"layers.0.mlp.{name}": tensor for name, tensor in layers[mlp].mlp.state_dict().items()}
+        holder = _Holder(decoder.config, made)
     mapping: Any = get_model_conversion_mapping(decoder, add_legacy=False)
     try:
         info, _ = convert_and_load_state_dict_in_model(
@@ -161,6 +170,10 @@ def filled_layer(block: State, decoder: Any, like: int) -> nn.Module:
         param.data = param.data.to(expected[f"layers.0.{name}"])
         param.requires_grad_(False)
     return layer.to(decoder.norm.weight.device).eval()
+
+
+def _has_experts(names: Iterable[str]) -> bool:
+    return any(re.search(r"(?:^|\.)(?:experts|moe)\.", name) for name in names)
 
 
 class _Holder(PreTrainedModel):
