@@ -13,12 +13,17 @@ from transformers import PreTrainedModel
 from specdec.draft_models.base import Drafter
 from specdec.draft_models.language_model import LanguageModelDrafter
 from specdec.draft_models.model_and_lookup import ModelAndLookup
-from specdec.draft_models.native_mtp.mtp_checkpoint import has_modules, native_mtp_drafter
+from specdec.draft_models.native_mtp.mtp_checkpoint import (
+    has_modules,
+    is_mtp_speculator,
+    native_mtp_drafter,
+)
 from specdec.draft_models.registry import WORDS, is_drafter_config, load_drafter, wrap_drafter
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError, shown
 from specdec.loading import Checkpoint, load_tokenizer, unwrapped
 from specdec.models.bundled import resolve_name
 from specdec.models.published import PAIRS
+from specdec.models.quantised.packed_parts import load_packed
 from specdec.models.target import TargetModel
 
 logger = logging.getLogger(__name__)
@@ -53,10 +58,12 @@ def load_any_drafter(
     if isinstance(drafter, (str, os.PathLike)):
         try:
             checkpoint = Checkpoint.of(drafter, options)
+            if is_mtp_speculator(checkpoint.config):
+                return _modules_of(checkpoint, target)
             if is_drafter_config(checkpoint.config) or not continues_text(checkpoint.config):
                 return load_drafter(checkpoint, target)
             if _is_like(checkpoint.config, target) and _ships_modules(checkpoint, target):
-                return native_mtp_drafter(checkpoint.folder(), target)
+                return _modules_of(checkpoint, target)
             own = None if tokenizer is None else load_tokenizer(drafter, options)
             return _language_model(checkpoint.load(target.dtype, target.device), target, tokenizer, own)
         except CheckpointError as error:
@@ -112,10 +119,16 @@ def _own_modules(checkpoint: Checkpoint | None, target: TargetModel) -> Drafter:
             "MTP modules"
         )
     try:
-        folder = checkpoint.folder()
+        checkpoint.folder()
     except CheckpointError as error:
         raise CheckpointError(f"drafter='mtp': {error}; give drafter=DIR of a folder with the modules") from error
-    return native_mtp_drafter(folder, target)
+    return _modules_of(checkpoint, target)
+
+
+def _modules_of(checkpoint: Checkpoint, target: TargetModel) -> Drafter:
+    promised = checkpoint.promised
+    load = None if promised is None else partial(load_packed, promised, target.dtype)
+    return native_mtp_drafter(checkpoint.folder(), target, load)
 
 
 def _is_found(checkpoint: Checkpoint) -> bool:

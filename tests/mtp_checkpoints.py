@@ -134,6 +134,7 @@ SHAPES: dict[str, Shape] = {
         block_names=(("post_attention_layernorm.weight", "pre_mlp_layernorm.weight"),),
     ),
     "mimo": Shape("Qwen2", {"num_hidden_layers": 2}, ONE, mimo, hidden_first=True, model_type="mimo"),
+    "qwen3-tuned": Shape("Qwen3", {"num_hidden_layers": 2}, ONE, mimo),  # a finetuned module, in a folder of its own
     "ernie": Shape("Ernie4_5_Moe", ERNIE, {**ONE, "moe_layer_start_index": 0}, ernie, parts=()),
     "hy_v3": Shape("HYV3", HY, {**ONE, **SPARSE}, hy),
     "mellum": Shape("Mellum", MELLUM, {**ONE_SLIDING, **SPARSE}, qwen),

@@ -1,6 +1,8 @@
 """Native MTP: every draft is what the published forward gives, and the output is the target's own."""
 
+import json
 import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from mtp_checkpoints import SHAPES, Published, Reference, publish
+from packed_checkpoints import FORMS as STORED
+from packed_checkpoints import quantise, set_config
 from safetensors.torch import load_file, save_file
 from split_engines import use_peers
 from transformers import Exaone4ForCausalLM
@@ -107,7 +111,9 @@ def simulated_rounds(reference: Reference, prompt: list[int], output: list[int],
 
 
 @pytest.mark.parametrize("tree", [deep(False), True])
-@pytest.mark.parametrize("name", [deep(n) if n in OTHERS else n for n in SHAPES if n != "glm4_moe-shared"])
+@pytest.mark.parametrize(
+    "name", [deep(n) if n in OTHERS else n for n in SHAPES if n not in ("glm4_moe-shared", "qwen3-tuned")]
+)
 def test_drafts_are_those_of_the_published_forward(name: str, tree: bool, published: Any) -> None:
     """Texts shorter than the modules are many, a window shorter than the tree, prompts in chunks; the output is
     plain decoding's."""
@@ -259,6 +265,90 @@ def test_which_modules_a_name_means(published: Any, tmp_path: Path) -> None:
         engine_of(tmp_path, "mtp")
 
 
+def test_a_finetuned_module_in_speculators_format(published: Any, tmp_path: Path) -> None:
+    """Its folder has the module alone, at the top level, and a config of its own; the target's family ships none."""
+    made = published("qwen3-tuned")
+    tensors = load_file(made.folder / "model.safetensors")
+    own = {key.removeprefix("model."): tensor for key, tensor in tensors.items() if "mtp_layers" in key}
+    save_file(own, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = {"architectures": ["MTPDraftModel"], "speculators_model_type": "mtp", "num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    engine = engine_of(made, tmp_path, spec=TREE)
+    watched = Watched(engine)
+    engine.generate(texts(1, (2, 9)), PARAMS)
+    assert assert_published(Reference(made), watched.seen) > 30
+    with pytest.raises(UnsupportedModelError, match=r"is a qwen3, whose MTP conventions are not known"):
+        engine_of(made, "mtp")
+
+
+def test_quantised_modules_that_cannot_be_read_are_refused(published: Any, tmp_path: Path) -> None:
+    """Never drafted with as numbers that they are not: scales that are lacking, and modules that were dropped."""
+    made = published("exaone4")
+    folder, _ = quantise(made.folder, STORED["fp8-block"], tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    for dropped, said in (
+        (
+            "mtp.layers.0.mlp.up_proj.weight_scale_inv",
+            r"MTP module 0: the checkpoint lacks .*up_proj\.weight_scale_inv",
+        ),
+        ("mtp.", r"no MTP modules there .*the base of a finetuned or quantised one"),
+    ):
+        left = {key: tensor for key, tensor in tensors.items() if not key.startswith(dropped)}
+        save_file(left, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(CheckpointError, match=said):
+            engine_of(folder, "mtp")
+
+
+@pytest.mark.parametrize("stored", ["packed", "excluded", "bf16"])
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [("exaone4", "fp8-block"), ("glm4_moe-3", "int4-g32"), deep("glm4_moe-3", "fp8-channel"), deep("exaone4", "gptq")],
+)
+def test_modules_of_a_quantised_checkpoint_draft_as_their_values_do(
+    name: str, form: str, stored: str, published: Any, tmp_path: Path
+) -> None:
+    """Packed as the target is, with their projections; named on the config's exclude list; or in 16 bits, and no list
+    says so. Each against the plain checkpoint of the same values."""
+    sizes = {"moe_intermediate_size": 32} if name.startswith("glm") else {}  # int4 is by 32 columns
+    made, modules = published(name, **sizes), r"^mtp\.|layers\.[234]\."
+    quantised, plain = quantise(made.folder, STORED[form], tmp_path, ignore=None if stored == "packed" else modules)
+    files = [folder / "model.safetensors" for folder in (quantised, plain)]
+    packed, values = map(load_file, files)
+    if stored == "packed":
+        for key in [key for key in packed if key.endswith(("fc.weight", "eh_proj.weight"))]:
+            written, meant = STORED[form].write(packed.pop(key).numpy())
+            packed |= {key.removesuffix("weight") + name: tensor for name, tensor in written.items()}
+            values[key] = torch.from_numpy(meant).float()
+        if "config_groups" in (config := STORED[form].config):  # formats by the names of modules in the checkpoint
+            here, others = config["config_groups"]["group_0"], STORED["fp8-channel"].config["config_groups"]["group_0"]
+            groups = {"group_0": {**here, "targets": [r"re:.*\.layers\."]}, "group_1": {**others, "targets": ["re:no"]}}
+            set_config(quantised, quantization_config={**config, "config_groups": groups})
+    elif stored == "excluded":
+        excluded = {
+            "ignore": ["re:.*mtp.*", "re:.*layers.[234].*"],
+            "modules_to_not_convert": ["mtp", "model.layers.2"],
+        }
+        set_config(quantised, quantization_config={**STORED[form].config, **excluded})
+    else:
+        packed |= {key: tensor.bfloat16() for key, tensor in packed.items() if re.search(modules, key)}
+        values |= {key: tensor.bfloat16().float() for key, tensor in values.items() if re.search(modules, key)}
+    for file, tensors in zip(files, (packed, values), strict=True):
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, file, metadata={"format": "pt"})
+    drafts = []
+    for folder in (quantised, plain):
+        engine = engine_of(folder, spec=CHAIN, dtype="float32")
+        watched = Watched(engine)
+        engine.generate(texts(1, (2, 7)), SamplingParams(max_new_tokens=5))
+        drafts.append(watched.seen)
+    assert drafts[0] == drafts[1]
+    kinds = {
+        type(part).__name__
+        for module in engine_of(quantised, dtype="float32").drafter.modules
+        for part in module.modules()
+    }
+    assert ("PackedLinear" in kinds) == (stored == "packed")
+
+
 def test_auto_never_refuses_what_ran_before(
     published: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -291,7 +381,7 @@ FORMS = ("exaone4", "glm4_moe-3", "mimo_v2-form")
 def test_output_is_that_of_plain_decoding_in_random_cases(published: Any) -> None:
     """Family, draft, pages, chunks, rows, pool and sampling at random: a seeded sample, 300 cases in the deep run."""
     rng = random.Random(11)
-    names = [name for name in SHAPES if name != "glm4_moe-shared"] if is_deep() else FORMS
+    names = [name for name in SHAPES if name not in ("glm4_moe-shared", "qwen3-tuned")] if is_deep() else FORMS
     for case in range(300 if is_deep() else len(FORMS)):
         made = published(names[case % len(names)])
         most = 3 if made.shape.form != "R" else 5

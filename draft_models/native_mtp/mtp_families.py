@@ -40,6 +40,10 @@ DEEPSEEK = MtpFamily()
 """transformers 5.17 (`modeling_layers.MtpModel`) and SGLang: the state and the carry after their norms, embedding
 first. The card of DeepSeek-V3 chains its modules."""
 
+SPECULATORS = MtpFamily()
+"""speculators 0.5 (`models/mtp`), for any target: MiMo's names at the top level, the embedding first, the carry after
+`final_layernorm`."""
+
 FAMILIES: dict[str, MtpFamily] = {
     **dict.fromkeys(("deepseek_v3", "kimi_k2", "kimi_k25"), DEEPSEEK),
     **dict.fromkeys(("glm4_moe", "glm4_moe_lite"), DEEPSEEK),
