@@ -368,6 +368,24 @@ def test_auto_never_refuses_what_ran_before(
         engine_of(made, "mtp", **settings)
 
 
+@pytest.mark.parametrize("name", ["glm4_moe-3", deep("mimo")])
+def test_modules_fitted_to_a_whole_target_draft_for_a_split_one(
+    name: str, published: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`Engine(target, drafter)` splits the target's layers; the modules stay on the first device, and draft the same."""
+    use_peers(monkeypatch)
+    drafts = []
+    with engine_of(published(name), spec=CHAIN, fused=True) as whole:
+        for ranks in (1, 2):
+            config = EngineConfig(max_model_len=64, fused=True, tensor_parallel=ranks)
+            spec = SpecConfig(**CHAIN, adaptive=False)
+            with Engine(whole.target, whole.drafter, spec=spec, config=config) as engine:
+                watched = Watched(engine)
+                outputs = engine.generate(texts(1, (2, 7)), SamplingParams(max_new_tokens=5))
+            drafts.append((watched.seen, [out.token_ids for out in outputs]))
+    assert drafts[0] == drafts[1]
+
+
 @pytest.mark.parametrize("topk", [1, 2])
 def test_commands_draft_as_deep_as_the_modules_say(topk: int, published: Any) -> None:
     pair = PairOptions(target=str(published("glm4_moe-3").folder), draft_topk=topk)
