@@ -372,7 +372,7 @@ def test_auto_never_refuses_what_ran_before(
 def test_modules_fitted_to_a_whole_target_draft_for_a_split_one(
     name: str, published: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`Engine(target, drafter)` splits the target's layers; the modules stay on the first device, and draft the same."""
+    """`Engine(target, drafter)` splits the target; the modules stay on the first device, and draft the same."""
     use_peers(monkeypatch)
     drafts = []
     with engine_of(published(name), spec=CHAIN, fused=True) as whole:

@@ -10,7 +10,7 @@ import torch
 
 from specdec.draft_models.checkpoints.checkpoint_files import naming_folder, stored_tensor, tensor_files
 from specdec.draft_models.checkpoints.config_json import read_config_json
-from specdec.draft_models.native_mtp.mtp_drafter import MtpTarget, NativeMtpDrafter
+from specdec.draft_models.native_mtp.mtp_drafter import DescribedTarget, MtpTarget, NativeMtpDrafter
 from specdec.draft_models.native_mtp.mtp_families import (
     FAMILIES,
     LOOKED_FOR,
@@ -45,11 +45,8 @@ def native_mtp_drafter(folder: Path, target: MtpTarget, load_packed: LoadPacked 
         files = tensor_files(folder)
         modules = module_tensors(files, len(target.layout.layers))
         if not modules:
-            raise CheckpointError(
-                f"no MTP modules there (looked for {LOOKED_FOR}); give drafter=DIR of a checkpoint that has them, such "
-                "as the base of a finetuned or quantised one"
-            )
-        family = _stated(folder) or _by_config(_published(folder, target), target)
+            raise no_modules()
+        family = conventions_of(folder, target)
         for number, names in enumerate(modules):
             names = {_renamed(place, family): name for place, name in names.items()}
             state = {place: stored_tensor(files[name], name) for place, name in names.items()}
@@ -70,7 +67,19 @@ def native_mtp_drafter(folder: Path, target: MtpTarget, load_packed: LoadPacked 
     return drafter
 
 
-def family_of(target: MtpTarget) -> MtpFamily:
+def no_modules() -> CheckpointError:
+    return CheckpointError(
+        f"no MTP modules there (looked for {LOOKED_FOR}); give drafter=DIR of a checkpoint that has them, such as the "
+        "base of a finetuned or quantised one"
+    )
+
+
+def conventions_of(folder: Path, target: DescribedTarget) -> MtpFamily:
+    """Those that lie beside the modules, or else those of their publisher. Raises as `native_mtp_drafter`."""
+    return _stated(folder) or _by_config(_published(folder, target), target)
+
+
+def family_of(target: DescribedTarget) -> MtpFamily:
     """The row of the target's model type. Raises UnsupportedModelError for a type that has none."""
     for kind in target.model_types:
         if kind in FAMILIES:
@@ -81,13 +90,13 @@ def family_of(target: MtpTarget) -> MtpFamily:
     )
 
 
-def _published(folder: Path, target: MtpTarget) -> MtpFamily:
+def _published(folder: Path, target: DescribedTarget) -> MtpFamily:
     file = folder / "config.json"
     is_speculator = file.is_file() and is_mtp_speculator(read_config_json(file))
     return SPECULATORS if is_speculator else family_of(target)
 
 
-def _by_config(family: MtpFamily, target: MtpTarget) -> MtpFamily:
+def _by_config(family: MtpFamily, target: DescribedTarget) -> MtpFamily:
     """The row, with a layer of the attention that the target's config says its modules have."""
     config: Any = target.user_decoder.config
     kinds = getattr(config, "mtp_layer_types", None)

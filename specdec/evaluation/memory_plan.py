@@ -8,23 +8,40 @@ Weights whose form the config does not tell, quantised ones and those of heads, 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
 from specdec.config import EngineConfig, SpecConfig
+from specdec.draft_models.checkpoints.checkpoint_files import tensor_files
 from specdec.draft_models.checkpoints.kept_layout import kept_layout
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, is_assistant_config
+from specdec.draft_models.native_mtp.mtp_checkpoint import (
+    conventions_of,
+    has_modules,
+    is_mtp_speculator,
+    no_modules,
+)
+from specdec.draft_models.native_mtp.mtp_drafter import default_steps, kept_by_modules
+from specdec.draft_models.native_mtp.mtp_families import module_tensors
 from specdec.draft_models.registry import WORDS, building, is_drafter_config
-from specdec.drafter_loading import AUTO, MTP, continues_text
+from specdec.drafter_loading import AUTO, MTP, continues_text, is_like, meant_by_auto
 from specdec.errors import ConfigError, UnsupportedModelError, about, first_line
 from specdec.kvcache.layout import KVLayout
 from specdec.loading import SHARED_OPTIONS, Checkpoint, pick_device, pick_dtype
 from specdec.models.model_on_meta import ModelOnMeta, model_on_meta
 from specdec.models.quantised.packed_quantizer import without_quantization
+from specdec.models.quantised.stored_tensors import StoredTensor, stored_tensors
 from specdec.models.weight_storage import stored_weights
+from specdec.runtime.arguments import fitted_spec
 from specdec.runtime.sizing import CacheNeeds, cache_needs, longest_sequence, lookahead_nodes
+
+SUFFIX = "suffix"
+MODULE_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+"""Names by which configs count their MTP modules."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +80,12 @@ class MemoryPlan:
 
 class DraftNeeds(NamedTuple):
     """What a drafter keeps and reads: see `Drafter.kv_layout` and `Drafter.extra_keys`. weights: bytes, as in
-    `MemoryPlan`."""
+    `MemoryPlan`. default_steps: drafts a round, where it says how many."""
 
     layout: KVLayout | None = None
     extra_keys: int = 0
     weights: int | None = 0
+    default_steps: int | None = None
 
 
 def memory_plan(
@@ -93,7 +111,12 @@ def memory_plan(
     dtype = pick_dtype(config.dtype, device, checkpoint.hf_config())
     model = ModelOnMeta(target, on_meta(checkpoint, dtype))
     shared = {name: value for name, value in target_options.items() if name in SHARED_OPTIONS}
-    drafts = draft_needs(drafter, model, {**shared, **drafter_options})
+    options = {**shared, **drafter_options}
+    if drafter == AUTO:
+        local = {**options, "local_files_only": True}
+        drafter = next(meant_by_auto(checkpoint, len(model.layout.layers), local), SUFFIX)
+    drafts = draft_needs(target if drafter == MTP else drafter, model, options, own=drafter == MTP)
+    spec = fitted_spec(spec, drafts)
     max_len = longest_sequence(config, model.context_length, target)
     layouts = [model.layout] if drafts.layout is None else [model.layout, drafts.layout]
     needs = cache_needs(
@@ -111,8 +134,6 @@ def memory_plan(
         for role, size in weights.items()
         if size is None
     ]
-    if drafter == AUTO:
-        notes.append("drafter 'auto' counts as one that keeps nothing; name it, and its K/V and weights are counted")
     if model.unmeasured is not None:
         notes.append(f"K/V are those that the config names, since a forward cannot be measured ({model.unmeasured})")
     return MemoryPlan(
@@ -142,16 +163,21 @@ def group_memory(layouts: Sequence[KVLayout], needs: CacheNeeds) -> list[GroupMe
     return groups
 
 
-def draft_needs(drafter: str | None, target: ModelOnMeta, options: Mapping[str, Any]) -> DraftNeeds:
-    """drafter: a name, a word of `WORDS`, or both."""
+def draft_needs(
+    drafter: str | None, target: ModelOnMeta, options: Mapping[str, Any], *, own: bool = False
+) -> DraftNeeds:
+    """drafter: a name, a word of `WORDS`, or both. own: the MTP modules of the checkpoint of that name."""
     name, _, word = (drafter or "").rpartition(",")
     name = name if word in WORDS else drafter or ""
-    if name == MTP:
-        raise ConfigError("drafter='mtp': what MTP modules keep is not planned yet; leave the drafter out")
-    if not name or name in WORDS or name == AUTO:
+    if not name or name in WORDS:
         return DraftNeeds()
     checkpoint = Checkpoint.of(name, options)
     described = checkpoint.config
+    if own or is_mtp_speculator(described) or is_like(described, target):
+        folder = checkpoint.config_file.parent
+        if own or has_modules(folder, len(target.layout.layers)):
+            with about(f"drafter {MTP if own else name!r}"):
+                return module_needs(folder, target)
     if is_assistant_config(described):
         assistant = on_meta(checkpoint, target.dtype)
         fitted = Gemma4MTPDrafter(assistant, target)
@@ -163,6 +189,29 @@ def draft_needs(drafter: str | None, target: ModelOnMeta, options: Mapping[str, 
         raise UnsupportedModelError(f"drafter {name!r}: model_type {described.get('model_type')!r} is no drafter")
     model = ModelOnMeta(name, on_meta(checkpoint, target.dtype))
     return DraftNeeds(model.layout.kept_in_full(), 0, _weight_bytes(checkpoint, model.model))
+
+
+def module_needs(folder: Path, target: ModelOnMeta) -> DraftNeeds:
+    """MTP modules in a folder, counted by the headers of its files; without files, by the target's config."""
+    files, num_layers = tensor_files(folder), len(target.layout.layers)
+    modules, weights = module_tensors(files, num_layers), None
+    count = len(modules)
+    if not files:
+        config = target.config
+        count = next((int(n) for n in (getattr(config, name, None) for name in MODULE_COUNTS) if n), 0)
+    if not count:
+        raise no_modules()
+    if modules:
+        names = {name for of_module in modules for name in of_module.values()}
+        stored = stored_tensors({str(files[name]) for name in names})
+        weights = sum(_kept_bytes(stored[name], target.dtype) for name in names)
+    layout = kept_by_modules(target.layout, conventions_of(folder, target).like, count)
+    return DraftNeeds(layout, count - 1, weights, default_steps(count))
+
+
+def _kept_bytes(tensor: StoredTensor, dtype: torch.dtype) -> int:
+    plain = tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
+    return prod(tensor.shape) * (dtype if plain else tensor.dtype).itemsize
 
 
 def on_meta(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
