@@ -399,7 +399,12 @@ def test_a_killed_replica_costs_no_client_its_answer(half):
     started = threading.Event()
 
     def client(number: int) -> str:
-        body = {"prompt": f"{PREFIXES[number % 20][:100]} {number}", "max_tokens": 20, "ignore_eos": True, "temperature": 0}
+        body = {
+            "prompt": f"{PREFIXES[number % 20][:100]} {number}",
+            "max_tokens": 20,
+            "ignore_eos": True,
+            "temperature": 0,
+        }
         with httpx.stream(
             "POST", f"{half.url}/v1/completions", json=body | {"stream": number % 2 == 0}, timeout=120
         ) as answer:
