@@ -37,6 +37,14 @@ class RoundedPool:
     def shape(self) -> torch.Size:
         return self.bits.shape
 
+    @property
+    def device(self) -> torch.device:
+        return self.bits.device
+
+    def new_empty(self, shape: tuple[int, ...]) -> "RoundedPool":
+        """[slots, heads, D]."""
+        return RoundedPool(self.bits.new_empty(shape), self.scales.new_empty(shape[:-1]), self.dtype)
+
     def index_select(self, dim: int, slots: torch.Tensor) -> "RoundedPool":
         return RoundedPool(self.bits.index_select(dim, slots), self.scales.index_select(dim, slots), self.dtype)
 
@@ -44,7 +52,7 @@ class RoundedPool:
         """Round rows [T, heads, D] and store them at slots [T]."""
         rows = rows.float()
         largest = rows.abs().amax(-1)
-        scales = torch.where(largest > 0, largest / LARGEST, 1.0)
+        scales = torch.where(largest == 0, 1.0, largest / LARGEST)
         self.bits.index_copy_(dim, slots, (rows / scales[..., None]).to(E4M3).view(torch.uint8))
         self.scales.index_copy_(dim, slots, scales)
 
@@ -64,6 +72,11 @@ def read_rows(pool: Pool, slots: torch.Tensor) -> torch.Tensor:
 
 def all_rows(pool: Pool) -> torch.Tensor:
     return pool.read() if isinstance(pool, RoundedPool) else pool
+
+
+def numbers_and_scales(pool: Pool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What a kernel reads of a pool: [slots, heads, D], and [slots, heads] where they are rounded."""
+    return (pool.bits, pool.scales) if isinstance(pool, RoundedPool) else (pool, None)
 
 
 def tensors_of(pool: Pool) -> tuple[torch.Tensor, ...]:

@@ -22,7 +22,7 @@ from specdec.attention.kernels.page_table import build_page_tables
 from specdec.attention.kernels.paged_attention import WORD, paged_attention
 from specdec.kvcache.index_spaces import PRIMARY, GroupLoc
 from specdec.kvcache.layer_context import ScoreOptions
-from specdec.kvcache.rounded import all_rows
+from specdec.kvcache.rounded import all_rows, numbers_and_scales
 from specdec.kvcache.store import KVStore, LayerKV
 from specdec.kvcache.table import RequestTable, Rows
 
@@ -219,12 +219,14 @@ class PagedDraft:
     def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
         kept, own, draft = self.store.layers[layer], self.scratch[layer], self.draft
         filled = (self.level + 1) * draft.topk
-        block_k, block_v = (x.unflatten(0, (len(query), -1))[:, :filled].transpose(1, 2) for x in (own.k, own.v))
+        (own_k, scales_k), (own_v, scales_v) = map(numbers_and_scales, (own.k, own.v))
+        block_k, block_v = (x.unflatten(0, (len(query), -1))[:, :filled].transpose(1, 2) for x in (own_k, own_v))
         return paged_attention(
             query,
             *(block_k, block_v, self.key_pos[:, :filled], self.bits[:, :, : -(-filled // WORD)]),
             *(kept.k, kept.v, self.pages, draft.committed_len, draft.seen_from(self.level)),
             page_size=self.page_size,
             window=draft.windows[layer],
+            block_scales=(scales_k, scales_v),
             **options,
         )
