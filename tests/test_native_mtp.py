@@ -20,7 +20,7 @@ from specdec.cli.bodies.settings import load_engine
 from specdec.cli.options import PairOptions
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError
 
-from marks import deep, is_deep
+from marks import deep, is_deep, slow
 
 OTHERS = ("exaone_moe", "glm4_moe", "deepseek_v3", "ernie", "hy_v3", "mellum")
 CHAIN, TREE = {"num_steps": 3}, {"num_steps": 3, "topk": 2, "num_draft_tokens": 9}
@@ -116,6 +116,23 @@ def test_drafts_are_those_of_the_published_forward(name: str, tree: bool, publis
     watched = Watched(engine)
     assert [out.token_ids for out in engine.generate(prompts, PARAMS)] == plain
     assert assert_published(Reference(made), watched.seen) > 50
+
+
+@pytest.mark.parametrize(
+    ("settings", "tokens"),
+    [slow({"attention": "triton"}, 4), ({"deterministic": True}, 12)],
+    ids=["kernels", "in order"],
+)
+def test_full_attention_modules_do_not_see_rows_before_their_first(
+    settings: dict[str, Any], tokens: int, published: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows q < k of module k do not exist, for kernels and where keys are added up in order as in plain torch."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    made = published("glm4_moe-3")
+    engine = engine_of(made.folder, spec={**TREE, "num_draft_tokens": 7}, **settings)
+    watched = Watched(engine)
+    engine.generate(texts(1, (1, 5)), SamplingParams(max_new_tokens=tokens))
+    assert assert_published(Reference(made), watched.seen) > 12
 
 
 @pytest.mark.parametrize("name", ["exaone4", "step-form", "mimo_v2-form"])

@@ -219,6 +219,7 @@ class PagedDraft:
     def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
         kept, own, draft = self.store.layers[layer], self.scratch[layer], self.draft
         filled = (self.level + 1) * draft.topk
+        window, first_key = draft.sight(layer)
         (own_k, scales_k), (own_v, scales_v) = map(numbers_and_scales, (own.k, own.v))
         block_k, block_v = (x.unflatten(0, (len(query), -1))[:, :filled].transpose(1, 2) for x in (own_k, own_v))
         return paged_attention(
@@ -226,7 +227,8 @@ class PagedDraft:
             *(block_k, block_v, self.key_pos[:, :filled], self.bits[:, :, : -(-filled // WORD)]),
             *(kept.k, kept.v, self.pages, draft.committed_len, draft.seen_from(self.level)),
             page_size=self.page_size,
-            window=draft.windows[layer],
+            window=window,
+            first_key=first_key,
             block_scales=(scales_k, scales_v),
             **options,
         )

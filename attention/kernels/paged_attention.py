@@ -5,6 +5,7 @@ keys of the draft's nodes so far, its block, at positions r_j, window w:
 
     visible(i, p) = p < S_b                 and q_i - p < w     a committed key; S_b = committed_len[b]
     visible(i, j) = bit j of ancestors[b,i] and q_i - r_j < w   key j of the block, M for the N nodes of the level
+    and in both     p, r_j >= min(f, q_i)                       f = first_key: no key before it exists, but q_i's own
 
     out_i = sum_j e^{x_ij} v_j / (e^{sink} + sum_j e^{x_ij}),   x_ij = cap(scaling * q_i . k_j),  cap(x) = c tanh(x / c)
 
@@ -55,6 +56,7 @@ def reference_paged_attention(
     *,
     page_size: int,
     window: int | None = None,
+    first_key: int = 0,
     **options: Unpack[ScoreOptions],
 ) -> torch.Tensor:
     """Computes the attention by its definition, in float32, or in float64 if the query is. A key that no row sees may
@@ -68,7 +70,7 @@ def reference_paged_attention(
     known = (ancestors[:, :, keys // WORD] >> keys % WORD) & 1 == 1  # [B, N, M]
     committed = (columns < committed_len[:, None])[:, None].expand(-1, known.shape[1], -1)
     key_pos = torch.cat([columns.expand(len(query), -1), block_positions], 1)
-    seen = visible(positions, key_pos, torch.cat([committed, known], 2), window)
+    seen = visible(positions, key_pos, torch.cat([committed, known], 2), window, first_key)
     dtype = torch.promote_types(query.dtype, torch.float32)
     unseen = ~seen.any(1)[:, None, :, None]
     k, v = (x.to(dtype).masked_fill(unseen, 0.0) for x in (k, v))
@@ -91,6 +93,7 @@ def paged_attention(
     page_size: int,
     scaling: float,
     window: int | None = None,
+    first_key: int = 0,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     block_scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
@@ -105,6 +108,7 @@ def paged_attention(
     committed_len: [B], keys of the prefix.        positions: [B, N] of the queries.
     block_scales: [B * M', Hkv] each where pools are rounded: of all rows of what block_k and block_v are views of.
     window: a key is visible if it lies fewer than this many positions back.  softcap: c above.  sinks: [Hq] logits.
+    first_key: f above.
     """
     batch, num_heads, num_rows, head_dim = query.shape
     kv_heads, num_pages, num_keys = pool_k.shape[1], pages.shape[1], block_k.shape[2]
@@ -132,7 +136,7 @@ def paged_attention(
     attend_kernel[(row_tiles, batch * kv_heads, num_splits)](
         *(query, block_k, block_v, numbers_k, numbers_v, *block_scales, scales_k, scales_v),
         *(pages, committed_len, positions, block_positions, ancestors),
-        *(sinks, part, lse, scaling, softcap, window, num_rows, num_keys, num_splits, num_pages),
+        *(sinks, part, lse, scaling, softcap, window, first_key or None, num_rows, num_keys, num_splits, num_pages),
         *(*query.stride(), *block_k.stride(), *block_v.stride(), *numbers_k.stride(), *numbers_v.stride()),
         *(*pages.stride(), *positions.stride(), *block_positions.stride(), *ancestors.stride()),
         PAGE_SIZE=page_size,
