@@ -144,7 +144,9 @@ def prepare_paged(shape: Shape) -> Prepared:
     args |= {name: _rounded(args[name]) for name in ("pool_k", "pool_v")}
     blocks = [_rounded(args[name].transpose(1, 2).flatten(0, 1)) for name in ("block_k", "block_v")]  # [B * M, Hkv, D]
     numbers = [block.bits.unflatten(0, (batch, -1)).transpose(1, 2) for block in blocks]
-    exact = [x.unflatten(0, (batch, -1)).transpose(1, 2) for x in in_float64(dict(zip("kv", blocks))).values()]
+    exact = [
+        x.unflatten(0, (batch, -1)).transpose(1, 2) for x in in_float64(dict(zip("kv", blocks, strict=True))).values()
+    ]
     own = {"block_k": numbers[0], "block_v": numbers[1], "block_scales": tuple(block.scales for block in blocks)}
     return Prepared(
         lambda **options: pa.paged_attention(**args | own, **options),

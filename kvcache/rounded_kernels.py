@@ -1,10 +1,10 @@
 """Kernels of K/V of 8 bits (`rounded.py`): rows are rounded as they are stored, and decoded where they are read.
 
-    store    scale = max |row| / 448,   bits = e4m3(row / scale)      a program a token and head, the bits of `rounded.py`
-    read     bits -> float32, float16 or bfloat16, exactly            `from_e4m3`; the scale is the reader's to apply
+    store    scale = max |row| / 448,   bits = e4m3(row / scale)    a program a token and head; bits as of `rounded.py`
+    read     bits -> float32, float16 or bfloat16, exactly          `from_e4m3`; the reader applies the scale
 
-A reader multiplies a key's scores and a value's weights by their scales, in float32: a multiplication a key, where one
-a number would cost more than half of what 8 bits save. So kernels attend to unrounded products bits * scale.
+A reader multiplies a key's scores and a value's weights by their scales, in float32: a multiplication a key, not a
+number. So kernels attend to unrounded products bits * scale.
 """
 
 import torch
@@ -39,7 +39,7 @@ FOUR_TO_BF16 = tl.constexpr(_FOUR)
 @triton.jit
 def from_e4m3(b_bits: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
     """uint8 -> the numbers, exactly; NaN is not among what a pool holds."""
-    if IN_PTX and DTYPE == tl.bfloat16:
+    if IN_PTX and DTYPE.is_bf16():
         b_x = tl.inline_asm_elementwise(FOUR_TO_BF16, "=r,=r,r", [b_bits], dtype=tl.bfloat16, is_pure=True, pack=4)
     else:
         b_wide = b_bits.to(tl.int32)

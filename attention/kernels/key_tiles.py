@@ -34,7 +34,8 @@ def load_keys(
     s_scale: tl.constexpr,
     DTYPE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """K or V [BK, BD] at these slots, which all exist, and what to multiply by, [1, BK] or [1, 1]: see `rounded_kernels.py`."""
+    """K [BK, BD] at these slots, which all exist, and what to multiply scores by, [1, BK] or [1, 1]: see
+    `rounded_kernels.py`."""
     b_x = tl.load(p_pool + b_slot * s_slot + o_d[None, :] * s_d, mask=m_d[None, :], other=0.0)
     b_scale = tl.full([1, 1], 1.0, tl.float32)
     if p_scale is not None:
@@ -66,7 +67,7 @@ def load_values(
 def decode_values(b_bits: tl.tensor, b_scale: tl.tensor, DTYPE: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """V and what to multiply weights by; b_scale [BK, 1]. Such weights may be too small for float16: there V is
     multiplied."""
-    if DTYPE == tl.float16:
+    if DTYPE.primitive_bitwidth == 16 and not DTYPE.is_bf16():
         b_x, b_weight_scale = (from_e4m3(b_bits, tl.float32) * b_scale).to(DTYPE), tl.full([1, 1], 1.0, tl.float32)
     else:
         b_x, b_weight_scale = from_e4m3(b_bits, DTYPE), tl.trans(b_scale)

@@ -34,8 +34,8 @@ def absorb(
     scaling: tl.tensor,
     softcap: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """One step of the online softmax, base 2: b_q [BM, BD], b_k [BK, BD], b_v [BK, BV], scales [1, BK] or [1, 1], m_seen
-    [BM, BK], [1, BK], or None."""
+    """One step of the online softmax, base 2: b_q [BM, BD], b_k [BK, BD], b_v [BK, BV], scales [1, BK] or [1, 1],
+    m_seen [BM, BK], [1, BK], or None."""
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
     b_s = b_s * b_k_scale
     if softcap is None:
