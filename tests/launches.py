@@ -112,7 +112,7 @@ def exchange(dtype: torch.dtype, num_rows: int) -> None:
 
 
 def pools_of(heads: int, dim: int, dtype: torch.dtype, slots: int = 9999, *, rounded: bool) -> tuple[Pool, Pool]:
-    """Of K and of V."""
+    """Two pools: K and V."""
     if not rounded:
         return numbers(slots, heads, dim, dtype=dtype), numbers(slots, heads, dim, dtype=dtype)
     bits, scales = numbers(slots, heads, dim, dtype=torch.uint8), numbers(slots, heads, dtype=torch.float32)
