@@ -9,6 +9,7 @@ import torch
 import transformers
 from block_heads import written_block
 from drafter_folders import PUBLISHED, read_drafter, write_drafter
+from mtp_checkpoints import publish
 from typer.testing import CliRunner
 
 from specdec import Engine, EngineConfig, SpecConfig
@@ -69,6 +70,35 @@ def test_groups_are_those_that_an_engine_allocates(drafter, page_size, tmp_path,
         assert groups == engine.cache.bytes_by_group() and len(groups) == 2 + windowed
         assert report["weights"]["target"] == stored_weights(engine.target.model).bytes
         assert ("drafter" in report["weights"]) == (drafter not in ("none", "ngram"))
+
+
+@pytest.mark.parametrize(
+    ("name", "drafter"),
+    [("glm4_moe-3", "mtp"), ("exaone4", "auto"), deep("mimo_v2_flash", "mtp"), deep("glm4_moe-shared", "mtp")],
+)
+def test_mtp_modules_are_planned_as_an_engine_keeps_them(name, drafter, tmp_path, monkeypatch) -> None:
+    """With their files, and by the count in the config where there are none: the same K/V, and weights unknown."""
+    monkeypatch.setattr(sizing, "free_bytes", lambda device: 10**12)
+    folder = str(publish(name, tmp_path).folder)
+    words = ("--target", folder, "--batch-size", "2", "--max-model-len", "64")
+    report = planned("--drafter", drafter, *words)
+    config = EngineConfig(max_batch_size=2, max_model_len=64, device="cpu")
+    with Engine.from_pretrained(folder, "mtp", config=config) as engine:
+        assert {group["name"]: group["batch_bytes"] for group in report["groups"]} == engine.cache.bytes_by_group()
+        count = len(engine.drafter.modules)
+        kept = {p.data_ptr(): p.nbytes for module in engine.drafter.modules for p in module.parameters()}
+        for shared in engine.target.model.parameters():
+            kept.pop(shared.data_ptr(), None)
+    assert sum(kept.values()) <= report["weights"]["drafter"] <= 1.01 * sum(kept.values())  # biases of routers
+    (tmp_path / "model.safetensors").unlink()
+    file = tmp_path / "config.json"
+    counted = {"num_nextn_predict_layers": 0, "num_mtp_layers": 0}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **counted}))
+    assert run("--memory", "--drafter", "mtp", *words).exit_code == 2
+    file.write_text(json.dumps({**json.loads(file.read_text()), "num_nextn_predict_layers": count}))
+    unread = planned("--drafter", "mtp", *words)
+    assert unread["groups"] == report["groups"] and unread["weights"]["drafter"] is None
+    assert planned("--drafter", "auto", *words)["weights"].keys() == {"target"}
 
 
 @pytest.mark.parametrize(

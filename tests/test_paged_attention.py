@@ -57,6 +57,7 @@ class Case:
         head_dim: int = 8,
         v_dim: int | None = None,
         window: int | None = None,
+        first_key: int = 0,
         softcap: float | None = None,
         sinks: bool = False,
         dtype: torch.dtype = torch.float32,
@@ -108,6 +109,7 @@ class Case:
             "page_size": page_size,
             "scaling": head_dim**-0.5 * 1.5,
             "window": window,
+            "first_key": first_key,
             "softcap": softcap,
             "sinks": normal(hq) if sinks else None,
         }
@@ -131,6 +133,7 @@ class Case:
             for j in self.sees[b, i].nonzero().flatten().tolist():
                 seen.append((int(a["block_positions"][b, j]), a["block_k"][b, :, j], a["block_v"][b, :, j]))
             seen = [key for key in seen if window is None or position - key[0] < window]
+            seen = [key for key in seen if key[0] in (position, *range(a["first_key"], position))]
             if seen:
                 out[b, i] = attend(query[b, i], *(torch.stack([key[n] for key in seen]) for n in (1, 2)), **options)
         return out
@@ -196,6 +199,12 @@ def test_windows_go_by_depth_and_may_be_smaller_than_the_tree(window: int, page_
         if kept is not None:
             case.evict(kept)
         case.check(tiles=SMALL)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_keys_before_the_first_do_not_exist_but_for_a_querys_own(window: int | None) -> None:
+    parents = [-1, 0, 0, 2, 1, 4, 5, 3]  # depths 0 1 1 2 2 3 4 3
+    Case([40, 3, 0], 8, parents=parents, window=window, first_key=2, page_size=3).check(tiles=SMALL)
 
 
 @deep_cases("three words-3")

@@ -223,6 +223,7 @@ class PagedDraft:
     def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
         kept, own, draft = self.store.layers[layer], self.scratch[layer], self.draft
         filled = (self.level + 1) * draft.topk
+        window, first_key = draft.sight(layer)
         block_k, block_v = (x.unflatten(0, (len(query), -1))[:, :filled].transpose(1, 2) for x in (own.k, own.v))
         pages, start = self.tables.of(kept.group)
         return paged_attention(
@@ -232,7 +233,8 @@ class PagedDraft:
             start,
             *(draft.committed_len, draft.seen_from(self.level)),
             page_size=self.page_size,
-            window=draft.windows[layer],
+            window=window,
+            first_key=first_key,
             **options,
         )
 

@@ -5,6 +5,7 @@ For request b, node i of the level at position q_i, keys of the prefix at positi
 
     visible(i, p) = start[b] <= p < S_b     and q_i - p < w     a committed key; S_b = committed_len[b]
     visible(i, j) = bit j of ancestors[b,i] and q_i - r_j < w   key j of the block, M for the N nodes of the level
+    and in both     p, r_j >= min(f, q_i)                       f = first_key: no key before it exists, but q_i's own
 
     out_i = sum_j e^{x_ij} v_j / (e^{sink} + sum_j e^{x_ij}),   x_ij = cap(scaling * q_i . k_j),  cap(x) = c tanh(x / c)
 
@@ -55,6 +56,7 @@ def reference_paged_attention(
     *,
     page_size: int,
     window: int | None = None,
+    first_key: int = 0,
     **options: Unpack[ScoreOptions],
 ) -> torch.Tensor:
     """Computes the attention by its definition, in float32, or in float64 if the query is. A key that no row sees may
@@ -69,7 +71,7 @@ def reference_paged_attention(
     column_pos = columns.expand(len(query), -1) if start is None else start[:, None] + columns
     committed = (column_pos < committed_len[:, None])[:, None].expand(-1, known.shape[1], -1)
     key_pos = torch.cat([column_pos, block_positions], 1)
-    seen = visible(positions, key_pos, torch.cat([committed, known], 2), window)
+    seen = visible(positions, key_pos, torch.cat([committed, known], 2), window, first_key)
     dtype = torch.promote_types(query.dtype, torch.float32)
     unseen = ~seen.any(1)[:, None, :, None]
     k, v = (x.to(dtype).masked_fill(unseen, 0.0) for x in (k, v))
@@ -93,6 +95,7 @@ def paged_attention(
     page_size: int,
     scaling: float,
     window: int | None = None,
+    first_key: int = 0,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     tiles: Tiles | None = None,
@@ -106,6 +109,7 @@ def paged_attention(
     Values, of the pool and of the block, may have fewer numbers DV a head.
     committed_len: [B], keys of the prefix.        positions: [B, N] of the queries.
     window: a key is visible if it lies fewer than this many positions back.  softcap: c above.  sinks: [Hq] logits.
+    first_key: f above.
     """
     batch, num_heads, num_rows, head_dim = query.shape
     kv_heads, num_pages, num_keys = pool_k.shape[1], pages.shape[1], block_k.shape[2]
@@ -130,7 +134,7 @@ def paged_attention(
     part, lse = split_results(out, num_splits)
     attend_kernel[(row_tiles, batch * kv_heads, num_splits)](
         *(query, block_k, block_v, pool_k, pool_v, pages, start, committed_len, positions, block_positions, ancestors),
-        *(sinks, part, lse, scaling, softcap, window, num_rows, num_keys, num_splits, num_pages),
+        *(sinks, part, lse, scaling, softcap, window, first_key or None, num_rows, num_keys, num_splits, num_pages),
         *(*query.stride(), *block_k.stride(), *block_v.stride(), *pool_k.stride(), *pool_v.stride()),
         *(*pages.stride(), *positions.stride(), *block_positions.stride(), *ancestors.stride()),
         PAGE_SIZE=page_size,

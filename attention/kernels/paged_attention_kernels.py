@@ -50,7 +50,7 @@ def absorb(
 
 @triton.jit(
     do_not_specialize=[
-        *("window", "num_rows", "num_keys", "num_splits", "num_pages"),
+        *("window", "first_key", "num_rows", "num_keys", "num_splits", "num_pages"),
         *("s_page_b", "s_pos_b", "s_pos", "s_key_b", "s_key", "s_anc_b", "s_anc", "s_anc_w"),
     ]
 )
@@ -72,6 +72,7 @@ def attend_kernel(
     scaling: tl.tensor,
     softcap: tl.tensor,  # or None
     window: tl.tensor,  # or None
+    first_key: tl.tensor,  # or None
     num_rows: tl.tensor,
     num_keys: tl.tensor,  # M
     num_splits: tl.tensor,
@@ -167,6 +168,8 @@ def attend_kernel(
         m_seen = m_key[None, :]
         if window is not None:
             m_seen = m_seen & (b_pos[:, None] - o_key[None, :] < window)
+        if first_key is not None:
+            m_seen = m_seen & (o_key[None, :] >= tl.minimum(b_pos, first_key)[:, None])
         b_max, b_sum, b_acc = absorb(b_q, b_k, b_v, m_seen, b_max, b_sum, b_acc, scaling, softcap)
 
     # the block, in split 0
@@ -177,9 +180,12 @@ def attend_kernel(
             b_bits = tl.load(p_ancestors + i_key // 64 * s_anc_w, mask=m_row, other=0)
         m_seen = ((b_bits[:, None] >> (o_key % 64)[None, :]) & 1) != 0
         m_seen = m_seen & m_row[:, None] & m_key[None, :]
-        if window is not None:
+        if window is not None or first_key is not None:
             b_key_pos = tl.load(p_key_pos + i_b * s_key_b + o_key * s_key, mask=m_key, other=0).to(tl.int32)
-            m_seen = m_seen & (b_pos[:, None] - b_key_pos[None, :] < window)
+            if window is not None:
+                m_seen = m_seen & (b_pos[:, None] - b_key_pos[None, :] < window)
+            if first_key is not None:
+                m_seen = m_seen & (b_key_pos[None, :] >= tl.minimum(b_pos, first_key)[:, None])
         m_key = tl.max(m_seen.to(tl.int32), 0) > 0  # a key that no row sees may hold anything
         o_kv = o_key[:, None].to(tl.int64)
         o_bk = i_b * s_bk_b + i_h * s_bk_h + o_kv * s_bk_n + o_d[None, :] * s_bk_d

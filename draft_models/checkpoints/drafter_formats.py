@@ -145,10 +145,10 @@ def is_block_config(config: Config) -> bool:
 def why_refused_speculator(config: Config) -> str | None:
     """A sentence about another kind of drafter in speculators' format; None: it is one that runs."""
     kind = config.get("speculators_model_type")
-    if kind in (None, "eagle3", *SPECULATORS_BLOCK_TYPES):
+    if kind in (None, "eagle3", "mtp", *SPECULATORS_BLOCK_TYPES):
         return None
     return (
-        f"a {kind} drafter in speculators' format; of that format specdec reads eagle3, "
+        f"a {kind} drafter in speculators' format; of that format specdec reads eagle3, mtp, "
         f"{' and '.join(SPECULATORS_BLOCK_TYPES)}, so use one of these for the same target"
     )
 

@@ -7,24 +7,50 @@ Weights whose form the config does not tell, quantised ones and those of heads, 
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
 from specdec.config import EngineConfig, SpecConfig
+from specdec.draft_models.checkpoints.checkpoint_files import tensor_files
 from specdec.draft_models.checkpoints.kept_layout import kept_layout
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, is_assistant_config
+from specdec.draft_models.native_mtp.mtp_checkpoint import (
+    conventions_of,
+    has_modules,
+    is_mtp_speculator,
+    no_modules,
+)
+from specdec.draft_models.native_mtp.mtp_drafter import default_steps, kept_by_modules
+from specdec.draft_models.native_mtp.mtp_families import module_tensors
 from specdec.draft_models.registry import WORDS, building, is_drafter_config
-from specdec.drafter_loading import AUTO, MTP, continues_text
+from specdec.drafter_loading import AUTO, MTP, continues_text, is_like, meant_by_auto
 from specdec.errors import ConfigError, UnsupportedModelError, about, first_line
 from specdec.kvcache.layout import CacheGroup
 from specdec.loading import SHARED_OPTIONS, Checkpoint, pick_device, pick_dtype
 from specdec.models.model_on_meta import ModelOnMeta, model_on_meta
 from specdec.models.quantised.packed_quantizer import without_quantization
+from specdec.models.quantised.stored_tensors import StoredTensor, stored_tensors
 from specdec.models.weight_storage import stored_weights
+from specdec.runtime.arguments import fitted_spec
 from specdec.runtime.rounds.unread import KEPT
 from specdec.runtime.sizing import CacheNeeds, DraftNeeds, cache_needs, longest_sequence, lookahead_nodes
+
+SUFFIX = "suffix"
+MODULE_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+"""Names by which configs count their MTP modules."""
+
+
+class PlannedDrafter(NamedTuple):
+    """A drafter that is not loaded. weights: bytes, None: unknown. default_steps: drafts a round, where it says how
+    many."""
+
+    needs: DraftNeeds = DraftNeeds()
+    weights: int | None = 0
+    default_steps: int | None = None
 
 
 def memory_plan(
@@ -52,25 +78,28 @@ def memory_plan(
     dtype = pick_dtype(config.dtype, device, checkpoint.hf_config())
     model = ModelOnMeta(target, on_meta(checkpoint, dtype))
     shared = {name: value for name, value in target_options.items() if name in SHARED_OPTIONS}
-    drafts, draft_weights = draft_needs(drafter, model, spec, {**shared, **drafter_options})
+    options = {**shared, **drafter_options}
+    if drafter == AUTO:
+        local = {**options, "local_files_only": True}
+        drafter = next(meant_by_auto(checkpoint, len(model.layout.layers), local), SUFFIX)
+    planned = plan_drafter(target if drafter == MTP else drafter, model, spec, options, own=drafter == MTP)
+    spec = fitted_spec(spec, planned)
     max_len = longest_sequence(config, model.context_length, target)
     needs = cache_needs(
         model.layout,
-        drafts,
+        planned.needs,
         dtype,
         config,
         max_len=max_len,
         num_nodes=lookahead_nodes(spec, drafts=drafter is not None, captured=device.type == "cuda"),
         device_type=device.type,
     )
-    weights = {"target": _weight_bytes(checkpoint, model.model), "drafter": draft_weights}
+    weights = {"target": _weight_bytes(checkpoint, model.model), "drafter": planned.weights}
     notes = [
         f"the weights of the {role} are not in its config.json, and no files of it are here"
         for role, size in weights.items()
         if size is None
     ]
-    if drafter == AUTO:
-        notes.append("drafter 'auto' counts as one that keeps nothing; name it, and its K/V and weights are counted")
     if model.unmeasured is not None:
         notes.append(f"K/V are those that the config names, since a forward cannot be measured ({model.unmeasured})")
     return {
@@ -101,29 +130,56 @@ def group_memory(needs: CacheNeeds, group: CacheGroup) -> dict[str, Any]:
     }
 
 
-def draft_needs(
-    drafter: str | None, target: ModelOnMeta, spec: SpecConfig, options: Mapping[str, Any]
-) -> tuple[DraftNeeds, int | None]:
-    """Needs of a drafter, and the bytes of its weights (None: unknown). drafter: a name, a word of `WORDS`, or both."""
+def plan_drafter(
+    drafter: str | None, target: ModelOnMeta, spec: SpecConfig, options: Mapping[str, Any], *, own: bool = False
+) -> PlannedDrafter:
+    """drafter: a name, a word of `WORDS`, or both. own: the MTP modules of the checkpoint of that name."""
     name, _, word = (drafter or "").rpartition(",")
     name = name if word in WORDS else drafter or ""
-    if name == MTP:
-        raise ConfigError("drafter='mtp': what MTP modules keep is not planned yet; leave the drafter out")
-    if not name or name in WORDS or name == AUTO:
-        return DraftNeeds(), 0
-    checkpoint = Checkpoint.of(name, options)
+    if not name or name in WORDS:
+        return PlannedDrafter()
+    checkpoint, late = Checkpoint.of(name, options), KEPT if spec.adaptive else 0
     described = checkpoint.config
+    if own or is_mtp_speculator(described) or is_like(described, target):
+        folder = checkpoint.config_file.parent
+        if own or has_modules(folder, len(target.layout.layers)):
+            with about(f"drafter {MTP if own else name!r}"):
+                return plan_modules(folder, target, late)
     if is_assistant_config(described):
         assistant = on_meta(checkpoint, target.dtype)
-        return DraftNeeds.of(Gemma4MTPDrafter(assistant, target), spec), _weight_bytes(checkpoint, assistant)
-    late = KEPT if spec.adaptive else 0
+        needs = DraftNeeds.of(Gemma4MTPDrafter(assistant, target), spec)
+        return PlannedDrafter(needs, _weight_bytes(checkpoint, assistant))
     if is_drafter_config(described):
         with about(f"drafter {name!r}"):
-            return DraftNeeds(kept_layout(described), late=late), _weight_bytes(checkpoint, None)
+            return PlannedDrafter(DraftNeeds(kept_layout(described), late=late), _weight_bytes(checkpoint, None))
     if not continues_text(described):
         raise UnsupportedModelError(f"drafter {name!r}: model_type {described.get('model_type')!r} is no drafter")
     model = ModelOnMeta(name, on_meta(checkpoint, target.dtype))
-    return DraftNeeds(model.layout, late=late), _weight_bytes(checkpoint, model.model)
+    return PlannedDrafter(DraftNeeds(model.layout, late=late), _weight_bytes(checkpoint, model.model))
+
+
+def plan_modules(folder: Path, target: ModelOnMeta, late: int) -> PlannedDrafter:
+    """MTP modules in a folder, counted by the headers of its files; without files, by the target's config."""
+    files, num_layers = tensor_files(folder), len(target.layout.layers)
+    modules, weights = module_tensors(files, num_layers), None
+    count = len(modules)
+    if not files:
+        config = target.config
+        count = next((int(n) for n in (getattr(config, name, None) for name in MODULE_COUNTS) if n), 0)
+    if not count:
+        raise no_modules()
+    if modules:
+        names = {name for of_module in modules for name in of_module.values()}
+        stored = stored_tensors({str(files[name]) for name in names})
+        weights = sum(_kept_bytes(stored[name], target.dtype) for name in names)
+    layout = kept_by_modules(target.layout, conventions_of(folder, target).like, count)
+    needs = DraftNeeds(layout, reread=count - 1, late=late)
+    return PlannedDrafter(needs, weights, default_steps(count))
+
+
+def _kept_bytes(tensor: StoredTensor, dtype: torch.dtype) -> int:
+    plain = tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
+    return prod(tensor.shape) * (dtype if plain else tensor.dtype).itemsize
 
 
 def on_meta(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
