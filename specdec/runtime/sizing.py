@@ -42,8 +42,12 @@ class DraftNeeds(NamedTuple):
         if drafter is None:
             return cls()
         late = KEPT if reads_late(drafter, spec.adaptive) else 0
-        extra_keys = max(drafter.extra_keys, drafter.reread)  # a row that reads again begins so much earlier
-        return cls(drafter.kv_layout, extra_keys, drafter.reread, late)
+        return cls(drafter.kv_layout, drafter.extra_keys, drafter.reread, late)
+
+    @property
+    def beyond_windows(self) -> int:
+        """Committed keys to keep in every windowed group beyond its window: a row that reads again begins earlier."""
+        return max(self.extra_keys, self.reread)
 
     def late_in(self, groups: CacheGroups) -> ByGroup[int]:
         """`late` by group: a drafter reads late in the groups of its own layers alone."""
@@ -104,7 +108,7 @@ def cache_needs(
     held, slots = [full_each], [full_each * batch]
     late = drafts.late_in(groups)
     for group, window in zip(groups.windowed, groups.windows, strict=True):
-        keys = window_slots_held(window - 1 + drafts.extra_keys + late[group.id], num_nodes, page_size)
+        keys = window_slots_held(window - 1 + drafts.beyond_windows + late[group.id], num_nodes, page_size)
         # what it holds and the slack; besides, chunks in flight
         each = min(whole_pages(keys + page_size, page_size), full_each)
         together = max(room.idle, batch * min(room.chunk, WINDOW_SPARE))  # a step reads `idle`; the rest keeps prefixes
@@ -195,7 +199,7 @@ def make_cache(
         max_requests=batch,
         max_len=max_len,
         lookahead=num_nodes,
-        extra_keys=drafts.extra_keys,
+        extra_keys=drafts.beyond_windows,
         reread=drafts.reread,
         late=needs.late,
     )
