@@ -23,6 +23,7 @@ from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.cli.bodies.settings import load_engine
 from specdec.cli.options import PairOptions
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError
+from specdec.evaluation.transformers_peer import assisted_peer
 
 from marks import deep, is_deep, slow
 
@@ -156,12 +157,12 @@ def test_full_attention_modules_do_not_see_rows_before_their_first(
     assert assert_published(Reference(made), watched.seen) > 12
 
 
-SIMULATED = ("exaone4", "step-form", "mimo_v2-form", "ernie", "mimo", "glm4_moe", "glm4_moe-shared", "glm4_moe-copied")
+SIMULATED = ("exaone4", "step-form", "mimo_v2-form", "ernie", "mimo", "glm4_moe", "glm4_moe-copied")
 
 
-@pytest.mark.parametrize("spec", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize(
-    "name", [deep(name) if name in ("glm4_moe", "glm4_moe-shared") else name for name in SIMULATED]
+    ("name", "spec"),
+    [*((name, TREE) for name in SIMULATED), ("mimo_v2-form", CHAIN), *(deep(name, CHAIN) for name in SIMULATED[:2])],
 )
 def test_rounds_are_as_many_as_a_simulation_has(name: str, spec: dict[str, int], published: Any) -> None:
     """ERNIE's module has no final norm, MiMo-7B's reads the hidden half first, GLM's holds an embedding and a head: its
@@ -220,22 +221,50 @@ def test_a_hit_in_a_row_that_another_request_had(
     assert assert_published(Reference(made), watched.seen) > 50
 
 
+def as_transformers_reads(made: Published, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A target whose modules transformers finds in `folder`: by a literal pattern of layers, and not after Kimi's
+    prefix."""
+    model, tensors = made.loaded(), load_file(made.folder / "model.safetensors")
+    own_names = {key.removeprefix("language_model."): tensor for key, tensor in tensors.items()}
+    save_file(own_names, folder / "model.safetensors", metadata={"format": "pt"})
+    shutil.copy(made.folder / "config.json", folder)
+    model.config.name_or_path = str(folder)
+    config = model.config.get_text_config()
+    config.num_mtp_layers = made.shape.count
+    patterns = [rf"model\.layers\.{config.num_hidden_layers + k}\." for k in range(made.shape.count)]
+    monkeypatch.setattr(model, "_keys_to_ignore_on_load_unexpected", patterns, raising=False)
+    return model
+
+
+@pytest.mark.parametrize("name", ["glm4_moe-3", deep("glm4_moe-shared"), "deepseek_v3", "kimi_k25"])
+def test_beside_transformers_use_mtp(
+    name: str, published: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With as many drafts as it makes: its tokens, in as many forwards of the target."""
+    made = published(name)
+    model, prompts = as_transformers_reads(made, tmp_path, monkeypatch), texts(8, (9, 4))
+    params = SamplingParams(max_new_tokens=12)
+    with Engine.from_pretrained(
+        model, "mtp", spec=SpecConfig(made.shape.count, adaptive=False), config=EngineConfig(max_model_len=64)
+    ) as engine:
+        [peer] = assisted_peer(engine, params, made.shape.count)
+        assert peer.name == "transformers, use_mtp"
+        for prompt in prompts:
+            forwards: list[int] = []
+            hook = model.register_forward_pre_hook(lambda *_, seen=forwards: seen.append(1))
+            [theirs] = peer.run([prompt])
+            hook.remove()
+            ours = engine.generate(prompt, params)[0]
+            assert (ours.token_ids, ours.stats.rounds) == (theirs, len(forwards) - 1)
+
+
 @pytest.mark.parametrize("name", ["glm4_moe-shared", "glm4_moe-3", "deepseek_v3", "kimi_k25"])
 def test_first_drafts_equal_transformers(
     name: str, published: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`MtpModel` of transformers on the same tensors, logits within 1e-5: it finds them by a literal pattern, and not
-    after Kimi's prefix."""
+    """`MtpModel` of transformers on the same tensors, logits within 1e-5."""
     made = published(name)
-    model = made.loaded()
-    tensors = load_file(made.folder / "model.safetensors")
-    own_names = {key.removeprefix("language_model."): tensor for key, tensor in tensors.items()}
-    save_file(own_names, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    model.config.name_or_path = str(tmp_path)
-    text_config, count = model.config.get_text_config(), made.shape.count
-    text_config.num_mtp_layers = count
-    patterns = [rf"model\.layers\.{text_config.num_hidden_layers + k}\." for k in range(count)]
-    monkeypatch.setattr(model, "_keys_to_ignore_on_load_unexpected", patterns, raising=False)
+    model, count = as_transformers_reads(made, tmp_path, monkeypatch), made.shape.count
     mtp = MtpModel.from_pretrained(model).eval()
     text = texts(4, (9,))[0]
     engine = engine_of(made, spec={"num_steps": count})
