@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from kv_rig import rounded_rows
 
 from specdec.attention.kernels.paged_attention import (
     Tiles,
@@ -20,6 +21,7 @@ from dense_oracle import attend
 from marks import deep_cases, quick
 
 CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
 SMALL = Tiles(16, 16, 4, 1, waves=3.0)
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
@@ -103,6 +105,7 @@ class Case:
             "pool_k": pool_k,
             "pool_v": pool_v,
             "pages": pages,
+            "start": None,
             "committed_len": committed,
             "positions": positions,
             "page_size": page_size,
@@ -112,6 +115,13 @@ class Case:
             "softcap": softcap,
             "sinks": normal(hq) if sinks else None,
         }
+
+    def evict(self, keys: int) -> None:
+        """Leave whole pages before the newest `keys` of each prefix out of its table, as a windowed group does."""
+        a, page_size = self.args, self.args["page_size"]
+        a["start"] = (a["committed_len"] - keys).clamp(min=0) // page_size * page_size
+        columns = a["start"][:, None] // page_size + torch.arange(1 + -(-keys // page_size))
+        a["pages"] = a["pages"].gather(1, columns.clamp(max=a["pages"].shape[1] - 1))
 
     def dense(self) -> torch.Tensor:
         """Every output by the definition, over the list of keys that it sees."""
@@ -131,8 +141,7 @@ class Case:
         return out
 
     def run(self, **options: Any) -> torch.Tensor:
-        device = torch.device("cuda" if CUDA else "cpu")
-        moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in self.args.items()}
+        moved = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in self.args.items()}
         return paged_attention(**moved, **options).cpu()
 
     def check(self, **options: Any) -> None:
@@ -186,7 +195,11 @@ def test_page_sizes_and_groups(page_size: int, heads: tuple[int, int]) -> None:
 @pytest.mark.parametrize("window", [1, 2, 4, 18])
 def test_windows_go_by_depth_and_may_be_smaller_than_the_tree(window: int, page_size: int) -> None:
     parents = [-1, 0, 0, 2, 1, 4, 5, 3]  # depths 0 1 1 2 2 3 4 3
-    Case([40, 3, 0], 8, parents=parents, window=window, page_size=page_size).check(tiles=SMALL)
+    for kept in (None, window - 1, window - 1 + 16):
+        case = Case([40, 3, 0], 8, parents=parents, window=window, page_size=page_size)
+        if kept is not None:
+            case.evict(kept)
+        case.check(tiles=SMALL)
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -236,6 +249,25 @@ def test_softcap_and_sinks(extras: dict[str, Any]) -> None:
 @pytest.mark.parametrize("head_dim", [16, 40, 80, 512])
 def test_head_sizes(head_dim: int) -> None:
     Case([18], 2, head_dim=head_dim).check(tiles=SMALL)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_keys_and_values_of_8_bits_are_attended_to_as_they_are_read_back(dtype: torch.dtype) -> None:
+    """Those of the draft too, which are the newest of more rows."""
+    case = Case([35, 4], 5, parents=[-1, 0, 0, 1, 3], dtype=dtype, head_dim=16, v_dim=12, heads=(4, 2), window=30)
+    pools = {name: rounded_rows(case.args[name].to(DEVICE)) for name in ("pool_k", "pool_v")}
+    blocks = [rounded_rows(case.args[name].transpose(1, 2).flatten(0, 1).to(DEVICE)) for name in ("block_k", "block_v")]
+
+    def rows(numbers: torch.Tensor) -> torch.Tensor:
+        return numbers.unflatten(0, (2, 5)).transpose(1, 2)
+
+    plain = dict(zip(("block_k", "block_v"), (rows(block.read()) for block in blocks), strict=True))
+    case.args |= {name: pool.read() for name, pool in pools.items()} | plain
+    want = case.run(tiles=SMALL)
+    own = dict(zip(("block_k", "block_v"), (rows(block.bits) for block in blocks), strict=True))
+    case.args |= pools | own | {"block_scales": tuple(block.scales for block in blocks)}
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-3
+    torch.testing.assert_close(case.run(tiles=SMALL), want, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

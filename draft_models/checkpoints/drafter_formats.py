@@ -232,6 +232,7 @@ SPECULATORS_BLOCK = replace(
     | {"draft_vocab_size": Key(COUNT)},
     harmless=harmless(*TRAINING, "model_type", "mlp_bias"),
     tensors=((r"^verifier_(lm_head|norm)\.", None), *BLOCK.tensors),
+    sees_edge=True,
 )
 HF_BLOCK = replace(
     BLOCK,
@@ -241,6 +242,7 @@ HF_BLOCK = replace(
     layers=HF_BLOCK_TYPES,
     keys=LAYER_KEYS | {name: BLOCK_KEYS[name] for name in ("block_size", "mask_token_id", "target_layer_ids")},
     tensors=((r"^model\.", ""), (r"^encoder\.fc\.", "fc."), (r"^encoder\.output_norm_enc\.", "hidden_norm.")),
+    sees_edge=True,
 )
 EAGLE3_FORMATS = (SPECULATORS, SPECFORGE)
 BLOCK_FORMATS = (SPECULATORS_BLOCK, HF_BLOCK, GEMMA4_BLOCK, BLOCK)

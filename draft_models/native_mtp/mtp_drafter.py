@@ -29,7 +29,7 @@ from specdec.draft_models.heads.head_spec import HeadContext
 from specdec.draft_models.native_mtp.mtp_families import MtpFamily
 from specdec.draft_models.native_mtp.mtp_module import MtpModule
 from specdec.gpu.operations import REFERENCE
-from specdec.kvcache.layout import FULL_ATTENTION, Full, KVLayout, LayerCache
+from specdec.kvcache.layout import KVLayout
 from specdec.layers.accepted_path import path_rows
 from specdec.layers.fuse import Weights
 
@@ -48,9 +48,9 @@ class MtpTarget(DescribedTarget, TargetInfo, Protocol):
 
 
 def kept_by_modules(target: KVLayout, like: int, count: int) -> KVLayout:
-    """The layout of so many modules: each keeps what layer `like` of the target keeps of a token, in full."""
-    shape = FULL_ATTENTION, target.layers[like].fields, Full()
-    return KVLayout(tuple(LayerCache(number, number, *shape) for number in range(count)))
+    """The layout of so many modules: each keeps what layer `like` of the target keeps of a token, and as long."""
+    layer = target.layers[like]
+    return KVLayout(tuple(replace(layer, layer=number, owner=number) for number in range(count)))
 
 
 def default_steps(count: int) -> int:
@@ -78,7 +78,7 @@ class NativeMtpDrafter(Drafter):
         self.form = family.form if len(modules) > 1 else "R"
         self.max_steps = None if self.form == "R" else len(modules)
         self.default_steps = default_steps(len(modules))
-        self.extra_keys = self.reread = len(modules) - 1
+        self.reread = len(modules) - 1
         num_layers = len(target.layout.layers)
         self.aux_layers: tuple[int, ...] = () if family.normed_state else (num_layers,)
         self.reads_every_state = family.normed_state
