@@ -119,7 +119,7 @@ def test_each_window_takes_the_memory_of_its_own_layers(make_target, monkeypatch
     target = TargetModel(make_target("llama", max_position_embeddings=16384))
     target.layout = KVLayout(tuple(layer_spec(i, window) for i, window in enumerate((None, 128, 128, 4096))))
     config, nodes = EngineConfig(max_batch_size=8, max_model_len=16384), 5
-    cache, _ = sizing.make_cache(target, None, config, nodes, None)
+    cache, _ = sizing.make_cache(target, None, SpecConfig(), config, nodes, None)
     cache.add_store(target.stored_layout, torch.float32)
     room = sizing.PromptRoom.from_settings(config.max_prefill_tokens, config.prefill_chunk, "cpu")
     in_flight = max(room.idle, 8 * min(room.chunk, sizing.WINDOW_SPARE))

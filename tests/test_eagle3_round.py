@@ -118,7 +118,7 @@ def test_the_kernels_copy_nothing_of_the_context(model: Any) -> None:
         for length in (20, 100):
             alone = scene(model, backend, (length,), 4, (None, None))
             batch = alone.batch([0], length, *SHAPES["tree"])
-            pools = {pool.untyped_storage().data_ptr() for pool in alone.pools()}
+            pools = {pool.untyped_storage().data_ptr() for pool, _ in alone.pools()}
             with Made() as mode:
                 alone.worker.propose(batch)
             numbers = [t.numel() for at, t in mode.seen.items() if at not in pools]
