@@ -1,4 +1,4 @@
-"""`examples/ray_serve.py`: its parts in this process; four clusters of two replicas, with SPECDEC_RAY=1, in one process."""
+"""`examples/ray_serve.py`: its parts in this process; with SPECDEC_RAY=1 (and no xdist) clusters of two replicas."""
 
 import asyncio
 import contextlib
