@@ -16,7 +16,7 @@ from specdec.evaluation.recipes import CARDS, REQUESTS, TOKENS, command, on_less
 from specdec.models.model_on_meta import ModelOnMeta, model_on_meta
 from specdec.models.published import RECIPES, Pair
 from specdec.runtime import sizing
-from specdec.runtime.sizing import cache_needs, pool_slots
+from specdec.runtime.sizing import DraftNeeds, cache_needs, pool_slots
 
 from marks import deep
 
@@ -82,9 +82,9 @@ def test_pools_are_those_that_an_engine_allocates(free, monkeypatch):
     monkeypatch.setattr(sizing, "free_bytes", lambda device: free)
     config = EngineConfig(max_batch_size=3, max_model_len=512, device="cpu")
     with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-eagle3", config=config) as engine:
-        layouts = [engine.target.layout, engine.drafter.kv_layout]
-        sizes = {"max_len": 512, "num_nodes": engine.spec.num_nodes, "extra_keys": 0, "device_type": "cpu"}
-        needs = cache_needs(layouts, engine.target.dtype, config, **sizes)
+        drafts = DraftNeeds.of(engine.drafter, engine.spec)
+        sizes = {"max_len": 512, "num_nodes": engine.spec.num_nodes, "device_type": "cpu"}
+        needs = cache_needs(engine.target.layout, drafts, engine.target.dtype, config, **sizes)
         slots = pool_slots(needs, config, int(free * 0.25))
         assert engine.cache.bytes_by_group() == {
             group.name: (count + 1) * each

@@ -1,6 +1,6 @@
 """Recipes: what a published pair takes on GPUs of four sizes, and how long its steps take, without its files.
 
-    pair -> its shape on `meta` -> `pair_needs`, `pool_slots`   the pools that an engine allocates
+    pair -> its shape on `meta` -> `cache_needs`, `pool_slots`   the pools that an engine allocates
                                 -> `step_bytes`                 the memory floor of a plain step, as of `specdec bench`
 
 A step's time is its floor times a multiple: what was measured of the pair on that GPU, or else an assumed one.
@@ -9,14 +9,17 @@ A step's time is its floor times a multiple: what was measured of the pair on th
 import shlex
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, cast
 
 import torch
 
 from specdec.config import EngineConfig, SpecConfig
 from specdec.draft_models.eagle3.head import Eagle3Spec
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, is_assistant_config
+from specdec.draft_models.native_mtp.mtp_checkpoint import family_of
+from specdec.draft_models.native_mtp.mtp_drafter import kept_by_modules
 from specdec.errors import ConfigError, shown
-from specdec.evaluation.memory_plan import DraftNeeds, GroupMemory, group_memory, mtp_needs, pair_layouts, pair_needs
+from specdec.evaluation.memory_plan import PlannedDrafter, group_memory
 from specdec.evaluation.model_shapes import SHAPES, Shape, Shrink
 from specdec.evaluation.phases.memory_floor import step_bytes
 from specdec.evaluation.phases.random_weights import FORMS, META, build_model, empty_packed, pack_layers
@@ -24,7 +27,8 @@ from specdec.kvcache.index_spaces import PRIMARY
 from specdec.models.model_on_meta import ModelOnMeta, model_on_meta
 from specdec.models.published import RECIPES, Pair, last_part, nearest_recipe
 from specdec.models.weight_storage import stored_weights
-from specdec.runtime.sizing import MEMORY_SHARE, CacheNeeds, lookahead_nodes, pool_slots
+from specdec.runtime.rounds.unread import KEPT
+from specdec.runtime.sizing import MEMORY_SHARE, CacheNeeds, DraftNeeds, cache_needs, lookahead_nodes, pool_slots
 
 CARDS = (24, 48, 80, 141)
 """Sizes of GPUs, in GB of memory that is free before anything is loaded."""
@@ -75,7 +79,7 @@ class Recipe:
     pair: Pair
     command: str
     weights: dict[str, int]
-    groups: list[GroupMemory]
+    groups: list[dict[str, Any]]
     cards: list[CardMemory]
     steps: list[StepTime]
     on_less: str
@@ -96,20 +100,22 @@ def find_recipe(model: str) -> Pair:
 def recipe(pair: Pair) -> Recipe:
     shape = SHAPES[pair.shape]
     model = ModelOnMeta(pair.target, model_on_meta(shape.target(Shrink()), DTYPE))
-    drafts = shape_needs(shape, model)
+    spec = SpecConfig(pair.num_steps, adaptive=True)
+    planned = plan_drafter(shape, model, spec)
     if pair.form:
         form = FORMS[pair.form]
         pack_layers(model.model, form, partial(empty_packed, form, META))
     config = EngineConfig(max_batch_size=REQUESTS, max_model_len=TOKENS)
-    nodes = lookahead_nodes(SpecConfig(pair.num_steps), drafts=True, captured=True)
-    needs = pair_needs(model, drafts, config, max_len=TOKENS, num_nodes=nodes, device_type="cuda")
-    weights = {"target": stored_weights(model.model).bytes, "drafter": drafts.weights or 0}
+    nodes = lookahead_nodes(spec, drafts=True, captured=True)
+    sizes = {"max_len": TOKENS, "num_nodes": nodes}
+    needs = cache_needs(model.layout, planned.needs, DTYPE, config, **sizes, device_type="cuda")
+    weights = {"target": stored_weights(model.model).bytes, "drafter": planned.weights or 0}
     floor = step_bytes(model, 1, 1, CONTEXT).total
     return Recipe(
         pair,
         command(pair),
         weights,
-        group_memory(pair_layouts(model, drafts), needs),
+        [group_memory(needs, group) for group in needs.groups.groups],
         [card_memory(gigabytes, pair.gpus, needs, config, sum(weights.values())) for gigabytes in CARDS],
         [step_time(pair, gpu, floor) for gpu in READ_BANDWIDTHS],
         on_less(pair),
@@ -129,19 +135,25 @@ def card_memory(gigabytes: int, gpus: int, needs: CacheNeeds, config: EngineConf
     return CardMemory(gigabytes, pools, tokens, min(requests, REQUESTS))
 
 
-def shape_needs(shape: Shape, model: ModelOnMeta) -> DraftNeeds:
-    """K/V and weights of the drafter of a shape whose target is on `meta`."""
+def plan_drafter(shape: Shape, model: ModelOnMeta, spec: SpecConfig) -> PlannedDrafter:
+    """The drafter of a shape whose target is on `meta`. MTP modules have a block like a layer of the target, a
+    projection of two states to one, and three norms; heads and embeddings are mostly the target's."""
     described = shape.drafter(model.config, Shrink())
     if described is None:
-        modules = shape.drafter_fields.get("modules")
-        return DraftNeeds() if modules is None else mtp_needs(model, modules)
+        count = shape.drafter_fields.get("modules", 0)
+        if not count:
+            return PlannedDrafter()
+        like, layers = family_of(model).like, cast(Any, model.user_decoder).layers
+        rest = (2 * model.hidden_size + 3) * model.hidden_size * DTYPE.itemsize
+        needs = DraftNeeds(kept_by_modules(model.layout, like, count), reread=count - 1, late=KEPT)
+        return PlannedDrafter(needs, count * (stored_weights(layers[like]).bytes + rest))
     drafter = build_model(described, META, DTYPE)
     weights = stored_weights(drafter).bytes
     if isinstance(described, Eagle3Spec):
-        return DraftNeeds(described.kv_layout, 0, weights)
+        return PlannedDrafter(DraftNeeds(described.kv_layout, late=KEPT), weights)
     if is_assistant_config(described.to_dict()):
-        return DraftNeeds(None, Gemma4MTPDrafter(drafter, model).extra_keys, weights)
-    return DraftNeeds(ModelOnMeta(shape.name, drafter).layout.kept_in_full(), 0, weights)
+        return PlannedDrafter(DraftNeeds.of(Gemma4MTPDrafter(drafter, model), spec), weights)
+    return PlannedDrafter(DraftNeeds(ModelOnMeta(shape.name, drafter).layout, late=KEPT), weights)
 
 
 def step_time(pair: Pair, gpu: str, floor: int) -> StepTime:
@@ -163,11 +175,14 @@ def command(pair: Pair) -> str:
 def on_less(pair: Pair) -> str:
     """A smaller pair of the family, the nearest in kind and then in size; else how to make this one smaller."""
     smaller = [
-        other for other in RECIPES.values() if family(other) == family(pair) and size(other) < SMALLER * size(pair)
+        other
+        for other in RECIPES.values()
+        if family(other) == family(pair) and gigabytes_of(other) < SMALLER * gigabytes_of(pair)
     ]
     if smaller:
         best = max(
-            smaller, key=lambda other: (other.shape == pair.shape, bool(other.form) == bool(pair.form), size(other))
+            smaller,
+            key=lambda other: (other.shape == pair.shape, bool(other.form) == bool(pair.form), gigabytes_of(other)),
         )
         return f"`specdec recipe {best.name}`: {best.memory} of weights"
     ways = ["fewer or shorter requests (`--batch-size`, `--max-model-len`)"]
@@ -180,7 +195,7 @@ def family(pair: Pair) -> str:
     return str(SHAPES[pair.shape].target_fields["model_type"]).partition("_")[0]
 
 
-def size(pair: Pair) -> float:
+def gigabytes_of(pair: Pair) -> float:
     """Gigabytes of weights, as the pair states them."""
     return float(pair.memory.partition(" ")[0])
 
@@ -193,7 +208,9 @@ def row(found: Recipe) -> tuple[str, ...]:
     """Cells of a table of recipes."""
     pair = found.pair
     weights = " + ".join(f"{count / 1e9:.1f}" for count in found.weights.values() if count)
-    pools = ", ".join(f"{group.name.replace('window ', 'w')} {group.batch_bytes / 1e9:.1f}" for group in found.groups)
+    pools = ", ".join(
+        f"{each['name'].replace('window ', 'w')} {each['batch_bytes'] / 1e9:.1f}" for each in found.groups
+    )
     name = pair.target if pair.gpus == 1 else f"{pair.target} on {pair.gpus}"
     return (name, pair.drafter, weights, pools, *(card.words for card in found.cards), *map(step_words, found.steps))
 

@@ -33,8 +33,10 @@ def lines(found: Recipe) -> Iterator[str]:
     share = "" if found.pair.gpus == 1 else f", which {found.pair.gpus} GPUs share"
     weights = ", ".join(f"{role} {size(count)}" for role, count in found.weights.items() if count)
     yield f"\nweights{share}: {weights}; K/V of {REQUESTS} requests of {TOKENS:,} tokens, and what fits:"
-    rows = [("GPU", *(group.name for group in found.groups), "requests", "tokens")]
-    rows.append(("any", *(size(group.batch_bytes) for group in found.groups), str(REQUESTS), f"{REQUESTS * TOKENS:,}"))
+    rows = [("GPU", *(group["name"] for group in found.groups), "requests", "tokens")]
+    rows.append(
+        ("any", *(size(group["batch_bytes"]) for group in found.groups), str(REQUESTS), f"{REQUESTS * TOKENS:,}")
+    )
     for card in found.cards:
         pools = (size(count) for count in card.pools.values()) if card.pools else ("-" for _ in found.groups)
         rows.append((f"{card.gigabytes} GB", *pools, str(card.requests), f"{card.tokens:,}"))
