@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from specdec.draft_models.base import Drafter
 from specdec.draft_models.language_model import LanguageModelDrafter
 from specdec.draft_models.model_and_lookup import ModelAndLookup
-from specdec.draft_models.native_mtp.mtp_checkpoint import has_modules, native_mtp_drafter
+from specdec.draft_models.native_mtp.mtp_checkpoint import module_count, native_mtp_drafter
 from specdec.draft_models.registry import WORDS, is_drafter_config, load_drafter, wrap_drafter
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError, shown
 from specdec.loading import Checkpoint, load_tokenizer, unwrapped
@@ -133,7 +133,7 @@ def _is_like(config: Mapping[str, Any], target: TargetModel) -> bool:
 
 
 def _ships_modules(checkpoint: Checkpoint, target: TargetModel) -> bool:
-    return has_modules(checkpoint.folder(), len(target.layout.layers))
+    return module_count(checkpoint.folder(), len(target.layout.layers)) > 0
 
 
 def _model_and_lookup(

@@ -12,7 +12,7 @@ from specdec.kvcache.table import RequestTable
 from specdec.models.target import TargetModel
 from specdec.runtime import sizing
 from specdec.runtime.scheduler import slots_needed
-from specdec.training.mtp_training import new_assistant
+from specdec.training.assistant_training import new_assistant
 
 from marks import deep
 from tiny_models import build_target

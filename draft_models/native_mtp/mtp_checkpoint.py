@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
-from specdec.draft_models.checkpoints.checkpoint_files import naming_folder, stored_tensor, tensor_files
+from specdec.draft_models.checkpoints.checkpoint_files import naming_folder, stored_tensor, tensor_files, write_folder
 from specdec.draft_models.native_mtp.mtp_drafter import MtpTarget, NativeMtpDrafter
 from specdec.draft_models.native_mtp.mtp_families import (
     FAMILIES,
@@ -17,20 +19,31 @@ from specdec.draft_models.native_mtp.mtp_families import (
     module_tensors,
 )
 from specdec.draft_models.native_mtp.mtp_module import MtpModule
-from specdec.errors import CheckpointError, UnsupportedModelError, first_line
+from specdec.errors import CheckpointError, UnsupportedModelError, first_line, naming_file
 
 CONVENTIONS = "mtp_conventions.json"
 """A file beside the modules with fields of `MtpFamily`, in the place of the family's row."""
+NAMES = {
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "proj": "fc",
+    "norm": "norm",
+    "layer": "layers.0",
+    "head": "layers.0.shared_head.head",
+    "embed": "layers.0.embed_tokens",
+}
+"""Where the parts of a module that is written here lie, after "mtp."."""
 
 
-def has_modules(folder: Path, num_layers: int) -> bool:
-    """Does this folder hold MTP modules for a target of so many layers?"""
-    return bool(module_tensors(tensor_files(folder), num_layers))
+def module_count(folder: Path, num_layers: int) -> int:
+    """The number of MTP modules that a folder holds for a target of so many layers."""
+    return len(module_tensors(tensor_files(folder), num_layers))
 
 
-def native_mtp_drafter(folder: Path, target: MtpTarget) -> NativeMtpDrafter:
-    """The drafter that the modules in `folder` are, fitted to `target`. Raises CheckpointError where there are none, or
-    where they are damaged or incomplete, and UnsupportedModelError where they cannot run."""
+def native_mtp_drafter(folder: Path, target: MtpTarget, family: MtpFamily | None = None) -> NativeMtpDrafter:
+    """The drafter that the modules in `folder` are, fitted to `target`. family: None: that of CONVENTIONS there, else
+    the target's. Raises CheckpointError where there are none, or where they are damaged or incomplete, and
+    UnsupportedModelError where they cannot run."""
     made = list[MtpModule]()
     with naming_folder(folder):
         files = tensor_files(folder)
@@ -40,7 +53,9 @@ def native_mtp_drafter(folder: Path, target: MtpTarget) -> NativeMtpDrafter:
                 f"no MTP modules there (looked for {LOOKED_FOR}); give drafter=DIR of a checkpoint that has them, such "
                 "as the base of a finetuned or quantised one"
             )
-        family = _stated(folder) or family_of(target)
+        family = family or (
+            stated_family(folder / CONVENTIONS) if (folder / CONVENTIONS).is_file() else family_of(target)
+        )
         for number, names in enumerate(modules):
             state = {_renamed(place, family): _read(files[name], name) for place, name in names.items()}
             _require_parts(number, state)
@@ -64,19 +79,31 @@ def family_of(target: MtpTarget) -> MtpFamily:
     )
 
 
-def _stated(folder: Path) -> MtpFamily | None:
-    """The conventions that lie beside the modules; None: no such file. Raises CheckpointError."""
-    file = folder / CONVENTIONS
-    if not file.is_file():
-        return None
+def stated_family(file: Path) -> MtpFamily:
+    """The conventions that a file states. Raises CheckpointError."""
     try:
-        found = json.loads(file.read_text("utf-8"))
-        family = MtpFamily(**found)
+        family = MtpFamily(**json.loads(file.read_text("utf-8")))
     except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{CONVENTIONS} cannot be read: {first_line(error)}") from error
+        raise CheckpointError(f"{file.name} cannot be read: {first_line(error)}") from error
     if family.form not in ("C", "T"):
-        raise CheckpointError(f"{CONVENTIONS}: form={family.form!r}; the form of several modules is 'C' or 'T'")
+        raise CheckpointError(f"{file.name}: form={family.form!r}; the form of several modules is 'C' or 'T'")
     return family
+
+
+def write_conventions(folder: Path, family: MtpFamily) -> None:
+    """Write CONVENTIONS, where `native_mtp_drafter` reads it. Raises CheckpointError."""
+    with naming_file(folder / CONVENTIONS):
+        (folder / CONVENTIONS).write_text(json.dumps(asdict(family), indent=2) + "\n", "utf-8")
+
+
+def write_module(folder: Path, drafter: NativeMtpDrafter, model: PreTrainedModel) -> None:
+    """Write a drafter of one module under the names of Qwen's, with the config.json of its target and its
+    conventions."""
+    [module] = drafter.modules
+    named = {f"mtp.{NAMES[part]}": weights for part, weights in module.parts().items()}
+    state = {f"{name}.{key}": tensor for name, weights in named.items() for key, tensor in weights.state_dict().items()}
+    write_folder(folder, {**model.config.to_dict(), "architectures": [type(model).__name__]}, state)
+    write_conventions(folder, replace(drafter.family, renamed={}))
 
 
 def _read(file: Path, name: str) -> torch.Tensor:

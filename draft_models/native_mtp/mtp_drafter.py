@@ -13,6 +13,7 @@ draft at depth l + 1 is drawn from module l (form R: the one module) at the node
 whose token is the root, is depth 0.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
@@ -58,18 +59,9 @@ class NativeMtpDrafter(Drafter):
     source: str | None = None
 
     def __init__(self, modules: Sequence[MtpModule], family: MtpFamily, target: MtpTarget) -> None:
-        self.modules, self.family = tuple(modules), family
-        self.form = family.form if len(modules) > 1 else "R"
-        self.max_steps = None if self.form == "R" else len(modules)
-        self.default_steps = 3 if self.form == "R" else len(modules)
+        self.modules, self.target_layers = tuple(modules), target.layout.layers
         self.extra_keys = self.reread = len(modules) - 1
-        num_layers = len(target.layout.layers)
-        self.aux_layers: tuple[int, ...] = () if family.normed_state else (num_layers,)
-        self.reads_every_state = family.normed_state
-        like = target.layout.layers[family.like]
-        self.windows = (like.window,) * len(modules)
-        shape = FULL_ATTENTION, like.fields, Full()
-        self.kv_layout: KVLayout | None = KVLayout(tuple(LayerCache(k, k, *shape) for k in range(len(modules))))
+        self._read_by(family)
         self.embed, self.head = target.embed, target.head
         self.fit, self.dtype, self.width = Fit.of(target), target.dtype, target.hidden_size
         self.ops = target.ops or REFERENCE
@@ -77,6 +69,33 @@ class NativeMtpDrafter(Drafter):
             reasons = [module.fuse(self.name, target.ops) for module in modules]
             self.unfused = next((reason for reason in reasons if reason is not None), None)
         self.weights: Weights | None = Weights(self.name, *modules)
+
+    def _read_by(self, family: MtpFamily) -> None:
+        self.family, count = family, len(self.modules)
+        self.form = family.form if count > 1 else "R"
+        self.max_steps = None if self.form == "R" else count
+        self.default_steps = 3 if self.form == "R" else count
+        self.aux_layers: tuple[int, ...] = () if family.normed_state else (len(self.target_layers),)
+        self.reads_every_state = family.normed_state
+        like = self.target_layers[family.like]
+        self.windows = (like.window,) * count
+        shape = FULL_ATTENTION, like.fields, Full()
+        self.kv_layout: KVLayout | None = KVLayout(tuple(LayerCache(k, k, *shape) for k in range(count)))
+
+    def under(self, family: MtpFamily) -> "NativeMtpDrafter":
+        """The same modules under other conventions, unfused where their blocks are like another layer. Raises
+        CheckpointError where they are not."""
+        changed = copy.copy(self)
+        if family.like != self.family.like:
+            changed.modules = tuple(module.around(family.like) for module in self.modules)
+            changed.weights = Weights(self.name, *changed.modules)
+        changed._read_by(family)
+        return changed
+
+    @property
+    def has_norm(self) -> bool:
+        """Do the modules have norms of their own before the head?"""
+        return not isinstance(self.modules[0].norm, nn.Identity)
 
     def bind(self, binding: Binding) -> "NativeMtpWorker":
         return NativeMtpWorker(self, binding)
@@ -91,7 +110,7 @@ class NativeMtpDrafter(Drafter):
 
     def passed_on(self, out: ModuleRows) -> torch.Tensor:
         """The state that a row hands to the row after it, of the next module or its own."""
-        if self.form == "T":
+        if self.family.form == "T":
             return out.read
         return out.z if self.family.normed_carry else out.y
 

@@ -16,6 +16,7 @@ from specdec.doctor.acceptance import MIN_GAIN
 from specdec.doctor.pair_in_question import PairInQuestion
 from specdec.draft_models.base import Drafter
 from specdec.draft_models.block.block_drafter import BlockDrafter
+from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.load_check import ASSISTANTS, HEADS, LOAD_SIGNS, Sign, Subject
 
 Seen = Callable[[Any, Subject], Sign | None]
@@ -38,7 +39,7 @@ class Cause:
         return isinstance(drafter, self.kinds)
 
 
-BLOCKS, ANY = (BlockDrafter,), (object,)
+BLOCKS, MODULES, ANY = (BlockDrafter,), (NativeMtpDrafter,), (object,)
 
 CAUSES = (
     *(Cause(name=name, kinds=kinds, seen=see) for name, kinds, see in LOAD_SIGNS),
@@ -52,6 +53,9 @@ CAUSES = (
     Cause(name="window", kinds=HEADS, changes=change.windows_of_heads),
     Cause(name="window", kinds=ASSISTANTS, changes=change.windows_of_assistants),
     Cause(name="frozen position", kinds=ASSISTANTS, changes=change.positions),
+    Cause(name="MTP state", kinds=MODULES, changes=change.mtp_states),
+    Cause(name="MTP carry", kinds=MODULES, changes=change.mtp_carries),
+    Cause(name="MTP block", kinds=MODULES, changes=change.mtp_blocks),
     Cause(name="template", kinds=ANY, seen=signs.no_template),
     Cause(name="template", kinds=ANY, changes=change.templates, least=change.MIN_GAIN_OF_PROMPTS),
     Cause(name="thinking mode", kinds=ANY, changes=change.thinking, least=change.MIN_GAIN_OF_PROMPTS),

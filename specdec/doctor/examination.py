@@ -8,7 +8,7 @@ try       each change, after every place of the text   the largest clear gain is
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from specdec.config import SamplingParams
@@ -18,7 +18,10 @@ from specdec.doctor.changes import Change
 from specdec.doctor.dense_drafts import RecordedText, ReferenceCheck, Watched, dense_drafts, has_dense_form, record
 from specdec.doctor.diagnosis import Diagnosis, Finding, Trial
 from specdec.doctor.pair_in_question import PairInQuestion, pair_facts
+from specdec.draft_models.base import Drafter
 from specdec.draft_models.model_and_lookup import model_of
+from specdec.draft_models.native_mtp.conventions import STEPS
+from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.engine import Engine
 from specdec.errors import ConfigError
 from specdec.load_check import Sign, Subject, drafter_path
@@ -90,6 +93,7 @@ def diagnose(
         trials=tuple(trials),
         memory=engine.cache.bytes_by_group(),
         best_shape=examination.best_shape(),
+        conventions=examination.conventions(drafter),
         notes=() if has_dense_form(pair.drafter) else (NO_REFERENCE.format(name=pair.drafter.name),),
         seconds=time.perf_counter() - started,
     )
@@ -102,6 +106,8 @@ class Examination:
         self.params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
         self.pair = pair
         self.num_steps = pair.engine.spec.num_steps
+        if isinstance(pair.drafter, NativeMtpDrafter) and pair.drafter.max_steps is None:
+            self.num_steps = max(self.num_steps, min(STEPS, max_new_tokens - 1))  # where a carry shows
         self.outputs = pair.generate(pair.prompts(), self.params)
         self.as_loaded = Acceptance.of(self.outputs)
         self.texts = self._record(self.outputs) if has_dense_form(pair.drafter) else []
@@ -139,6 +145,13 @@ class Examination:
             return None
         use = self.pair.draft_use(self.pair.prompts()[0], self.params)
         return use.best_chain(1, self.as_loaded.by_depth)
+
+    def conventions(self, loaded: Drafter) -> dict[str, Any] | None:
+        """Those of the MTP modules as they are now, if changes were named; None: they are those of `loaded`."""
+        drafter = self.pair.drafter
+        if not isinstance(drafter, NativeMtpDrafter) or drafter is loaded:
+            return None
+        return asdict(drafter.family)
 
     def name_changes(self, causes: Sequence[Cause], update: Callable[[int], None]) -> tuple[list[Trial], list[Finding]]:
         """All trials; and the causes whose change raises acceptance clearly, the largest gain first, one on another."""
