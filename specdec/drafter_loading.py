@@ -91,7 +91,12 @@ def _of_checkpoint(
     if checkpoint is not None and _is_found(checkpoint) and _ships_modules(checkpoint, target):
         found.append(("its MTP modules are", lambda: _own_modules(checkpoint, target)))
     for pair in PAIRS:
-        if name and resolve_name(pair.target) == name and _is_found(Checkpoint.of(pair.drafter, here)):
+        if (
+            name
+            and pair.drafter != MTP
+            and resolve_name(pair.target) == name
+            and _is_found(Checkpoint.of(pair.drafter, here))
+        ):
             found.append(
                 (f"drafter {pair.drafter} is", partial(load_any_drafter, pair.drafter, target, here, tokenizer))
             )

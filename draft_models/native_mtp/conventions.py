@@ -4,14 +4,14 @@
     carry    after the module's norm, before it, or form T            in the second and third
     block    like the target's layers of one kind, or of another      in all, where its tensors fit both
 
-A convention is clearly better than another if the drafts' expected accepted length, over blocks of BLOCK places, is
-larger by MIN_GAIN of it, and by T_LIMIT standard errors.
+Drafts are compared by the log-probabilities of what the target says, at each depth by itself: a carry shows there long
+before it does in accepted lengths. One convention is clearly better than another if their mean is higher by MIN_GAIN,
+and by T_LIMIT standard errors over the places.
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -22,10 +22,11 @@ from specdec.errors import CheckpointError
 
 STEPS = 3
 """Drafts a place: the first ones that a carry shows in."""
-BLOCK = 16
-"""Places whose mean is one sample: neighbours are not independent."""
 MIN_GAIN = 0.02
-T_LIMIT = 4.0
+"""Nats a draft."""
+T_LIMIT = 2.5
+LIMIT = 2.0
+"""Nats by which a single draft counts at most."""
 ROWS = 64
 """Places whose logits are computed at a time."""
 STATES = {True: "the target's state after its final norm", False: "the target's state before its final norm"}
@@ -62,11 +63,11 @@ def other_blocks(drafter: NativeMtpDrafter) -> Iterator[NativeMtpDrafter]:
 
 
 def all_conventions(drafter: NativeMtpDrafter) -> list[NativeMtpDrafter]:
-    """The modules under all conventions that they may have, the drafter's own first."""
+    """The modules under all conventions that they may have, the drafter's own first, then those nearest to them."""
     found = [drafter]
     for others in (other_states, other_carries, other_blocks):
         found += [other for each in found for other in others(each)]
-    return found
+    return sorted(found, key=lambda other: difference(drafter, other).count("->"))
 
 
 def carry_of(family: MtpFamily) -> tuple[str, bool]:
@@ -87,32 +88,39 @@ def difference(now: NativeMtpDrafter, other: NativeMtpDrafter) -> str:
     return "; ".join(f"{before} -> {after}" for before, after in pairs if before != after)
 
 
-def expected_lengths(
+def likelihoods(
     drafter: NativeMtpDrafter, tokens: torch.Tensor, pos: torch.Tensor, states: torch.Tensor, chosen: torch.Tensor
 ) -> torch.Tensor:
-    """Drafts that are accepted at each place [P], were they drawn: of packed texts at tokens and pos [1, T].
+    """Log-probabilities [P, K] of the target's tokens in drafts 1 to K after each place of packed texts at tokens and
+    pos [1, T].
 
     states [1, T, H]: as the drafter reads them. chosen [T]: what the target says after each token.
     """
     steps = min(STEPS, drafter.max_steps or STEPS)
     places = (pos.roll(-steps, 1) == pos + steps)[0].nonzero()[:, 0]  # with that many tokens after them
-    total = run = torch.zeros(len(places), device=pos.device)
+    found = []
     for step, rows in enumerate(chained_rows(drafter, tokens, states, pos, steps, places)):
-        parts = []
         for first in range(0, len(places), ROWS):
-            logits: Any = drafter.logits(
-                min(step, len(drafter.modules) - 1), type(rows)(*(part[:, first : first + ROWS] for part in rows))
-            )[0]
+            part = type(rows)(*(of_all[:, first : first + ROWS] for of_all in rows))
+            logits = drafter.logits(min(step, len(drafter.modules) - 1), part)[0]
             wanted = chosen[places[first : first + ROWS] + 1 + step]
-            parts.append(logits.float().log_softmax(-1).gather(1, wanted[:, None])[:, 0])
-        run = run + torch.cat(parts)
-        total = total + run.exp()
-    return total
+            found.append(logits.float().log_softmax(-1).gather(1, wanted[:, None])[:, 0])
+    return torch.cat(found).view(steps, -1).T
 
 
-def is_clearly_better(lengths: torch.Tensor, than: torch.Tensor) -> bool:
-    """lengths, than [P] at the same places."""
-    gains = torch.stack([part.mean() for part in (lengths - than).split(BLOCK)])
-    if len(gains) < 2 or not float(gains.mean()) >= MIN_GAIN * (1 + float(than.mean())):
+def expected_length(log_p: torch.Tensor) -> float:
+    """Tokens a round, were drafts drawn: 1, and the probabilities of the first 1, 2, ... tokens [P, K]."""
+    return 1 + float(log_p.cumsum(1).exp().sum(1).mean())
+
+
+def is_worth_more(log_p: torch.Tensor, than: torch.Tensor) -> bool:
+    """Whether conventions further from the drafter's own explain a text better: nearer ones win within MIN_GAIN."""
+    return float(log_p.mean()) >= float(than.mean()) + MIN_GAIN
+
+
+def is_clearly_better(log_p: torch.Tensor, than: torch.Tensor) -> bool:
+    """log_p, than [P, K] at the same places."""
+    gains = (log_p - than).clamp(-LIMIT, LIMIT).mean(1)
+    if len(gains) < 2 or not float(gains.mean()) >= MIN_GAIN:
         return False
     return float(gains.mean()) >= T_LIMIT * float(gains.std()) / math.sqrt(len(gains))

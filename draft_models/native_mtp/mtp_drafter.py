@@ -14,7 +14,7 @@ whose token is the root, is depth 0.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -37,10 +37,11 @@ from specdec.layers.fuse import Weights
 
 class MtpTarget(TargetInfo, Protocol):
     """A target with the text model that its modules' blocks are like. model_types: of its text config, and the whole
-    one's."""
+    one's. logit_rule: from its head's product to its logits."""
 
     user_decoder: nn.Module
     model_types: tuple[str, str]
+    logit_rule: Callable[[torch.Tensor], torch.Tensor]
 
 
 class ModuleRows(NamedTuple):
@@ -62,7 +63,7 @@ class NativeMtpDrafter(Drafter):
         self.modules, self.target_layers = tuple(modules), target.layout.layers
         self.extra_keys = self.reread = len(modules) - 1
         self._read_by(family)
-        self.embed, self.head = target.embed, target.head
+        self.embed, self.head, self.rule = target.embed, target.head, target.logit_rule
         self.fit, self.dtype, self.width = Fit.of(target), target.dtype, target.hidden_size
         self.ops = target.ops or REFERENCE
         if target.ops is not None:
@@ -116,8 +117,7 @@ class NativeMtpDrafter(Drafter):
 
     def logits(self, k: int, out: ModuleRows) -> torch.Tensor:
         head = self.modules[k].head
-        logits: torch.Tensor = (self.head if head is None else head)(out.z)
-        return logits
+        return self.rule((self.head if head is None else head)(out.z))
 
 
 class NativeMtpWorker(StoreWorker):

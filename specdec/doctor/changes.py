@@ -21,7 +21,7 @@ from specdec.draft_models.checkpoints.drafter_formats import AUX_IDS
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.eagle3.head import Eagle3Head
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
-from specdec.draft_models.native_mtp.conventions import difference, other_blocks, other_carries, other_states
+from specdec.draft_models.native_mtp.conventions import all_conventions, difference
 from specdec.draft_models.native_mtp.mtp_checkpoint import CONVENTIONS
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.load_check import changed_assistant
@@ -143,19 +143,12 @@ def windows_of_heads(drafter: Eagle3Drafter, pair: PairInQuestion) -> Iterator[C
     yield _changed(pair, "no sliding window", do, windows=(None,) * spec.num_layers)
 
 
-def _conventions(others: Callable[[NativeMtpDrafter], Iterator[NativeMtpDrafter]]) -> Callable[..., Iterator[Change]]:
-    def changes(drafter: NativeMtpDrafter, pair: PairInQuestion) -> Iterator[Change]:
-        for other in others(drafter):
-            stated = json.dumps(asdict(other.family))
-            what = difference(drafter, other)
-            do = f"write {stated} into {CONVENTIONS} beside the modules (specdec doctor --write-conventions does)"
-            yield Change(what=what, do=do, pair=replace(pair, drafter=other))
-
-    return changes
-
-
-mtp_states, mtp_carries, mtp_blocks = map(_conventions, (other_states, other_carries, other_blocks))
-"""The conventions of MTP modules that no tensor says."""
+def mtp_conventions(drafter: NativeMtpDrafter, pair: PairInQuestion) -> Iterator[Change]:
+    """All that no tensor says, together: one wrong choice can hide another."""
+    for other in all_conventions(drafter)[1:]:
+        stated = json.dumps(asdict(other.family))
+        do = f"write {stated} into {CONVENTIONS} beside the modules (specdec doctor --write-conventions does)"
+        yield Change(what=difference(drafter, other), do=do, pair=replace(pair, drafter=other))
 
 
 def mask_ids(drafter: BlockDrafter, pair: PairInQuestion) -> Iterator[Change]:

@@ -20,7 +20,7 @@ from specdec.doctor.diagnosis import Diagnosis, Finding, Trial
 from specdec.doctor.pair_in_question import PairInQuestion, pair_facts
 from specdec.draft_models.base import Drafter
 from specdec.draft_models.model_and_lookup import model_of
-from specdec.draft_models.native_mtp.conventions import STEPS
+from specdec.draft_models.native_mtp.conventions import STEPS, is_clearly_better, is_worth_more
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.engine import Engine
 from specdec.errors import ConfigError
@@ -87,7 +87,7 @@ def diagnose(
         read=pair_facts(pair),
         prompts=len(questions),
         acceptance=examination.as_loaded,
-        published=published_acceptance(engine.target.name, drafter_path(drafter)),
+        published=published_acceptance(engine.target.name, drafter_path(drafter) or drafter.name),
         reference=reference,
         findings=(*findings, *named),
         trials=tuple(trials),
@@ -184,6 +184,8 @@ class Examination:
                 measured = self._measure(change.pair, change.prompts)
                 compared = Comparison.of(measured, self.measured)
                 clear = compared.is_clear(cause.least)
+                if cause.by_depth and measured.log_p is not None and self.measured.log_p is not None:
+                    clear = is_clearly_better(measured.log_p, self.measured.log_p)
                 trials.append(
                     Trial(
                         cause=cause.name,
@@ -194,7 +196,7 @@ class Examination:
                         named=clear,
                     )
                 )
-                if clear and (best is None or measured.length > best[2].length):
+                if clear and (best is None or _is_better(cause, measured, best)):
                     best = cause, change, measured
         return best
 
@@ -209,6 +211,12 @@ class Examination:
 
     def _record(self, outputs: Sequence[GenerationOutput]) -> list[RecordedText]:
         return [record(self.pair.target, output.prompt_token_ids, output.token_ids) for output in outputs]
+
+
+def _is_better(cause: Cause, measured: Measured, best: tuple[Cause, Change, Measured]) -> bool:
+    if cause.by_depth and best[0] is cause and measured.log_p is not None and best[2].log_p is not None:
+        return is_worth_more(measured.log_p, best[2].log_p)
+    return measured.length > best[2].length
 
 
 def default_questions(engine: Engine) -> list[str | list[int]]:

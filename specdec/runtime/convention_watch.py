@@ -18,8 +18,10 @@ from specdec.draft_models.model_and_lookup import model_of
 from specdec.draft_models.native_mtp.conventions import (
     all_conventions,
     difference,
-    expected_lengths,
+    expected_length,
     is_clearly_better,
+    is_worth_more,
+    likelihoods,
 )
 from specdec.draft_models.native_mtp.mtp_checkpoint import CONVENTIONS
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
@@ -82,19 +84,22 @@ def judge(target: TargetModel, drafter: NativeMtpDrafter, texts: Sequence[list[i
     states = {True: normed, False: raw.view_as(normed)}
     chosen = torch.cat([target.logits(part).argmax(-1) for part in normed[0].split(64)])
     found = [
-        (each, expected_lengths(each, tokens, pos[None], states[each.family.normed_state], chosen))
+        (each, likelihoods(each, tokens, pos[None], states[each.family.normed_state], chosen))
         for each in all_conventions(drafter)
     ]
-    best, lengths = max(found, key=lambda pair: float(pair[1].mean()))
     own = found[0][1]
-    if best is not drafter and is_clearly_better(lengths, own):
+    best, log_p = found[0]
+    for other, theirs in found[1:]:
+        if is_worth_more(theirs, log_p):
+            best, log_p = other, theirs
+    if best is not drafter and is_clearly_better(log_p, own):
         logger.warning(
             "the MTP modules agree better with the target under other conventions (%s): %.2f tokens a round are "
             "expected in place of %.2f, over the first %d tokens of this engine; `specdec doctor --write-conventions` "
             "measures it on prompts of yours, and writes %s beside the modules, here %s",
             difference(drafter, best),
-            1 + float(lengths.mean()),
-            1 + float(own.mean()),
+            expected_length(log_p),
+            expected_length(own),
             tokens.shape[1],
             CONVENTIONS,
             json.dumps(asdict(best.family)),

@@ -15,7 +15,7 @@ from torch import nn
 
 from specdec.draft_models.native_mtp.mtp_chains import chained_rows
 from specdec.draft_models.native_mtp.mtp_checkpoint import native_mtp_drafter, stated_family, write_module
-from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
+from specdec.draft_models.native_mtp.mtp_drafter import ModuleRows, NativeMtpDrafter
 from specdec.draft_models.native_mtp.mtp_families import FAMILIES, MtpFamily
 from specdec.draft_models.native_mtp.mtp_module import MtpModule, empty_layer
 from specdec.errors import ConfigError, UnsupportedModelError
@@ -53,8 +53,7 @@ class TrainableNativeMtp(TrainableDrafter):
             yield out.z
 
     def score(self, states: torch.Tensor) -> torch.Tensor:
-        head: Any = self.target.head if self.module.head is None else self.module.head
-        return self.target.logit_rule(head(states))
+        return self.drafter.logits(0, ModuleRows(states, states, states))
 
     def save(self, folder: Path) -> None:
         write_module(folder, self.drafter, self.target.model)
