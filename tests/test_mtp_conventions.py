@@ -74,7 +74,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Planted:
     outputs = engine.generate(prompts[:48], sampled)
     documents = [(np.array(out.prompt_token_ids + out.token_ids, np.int32), 4) for out in outputs]
     target = TargetModel(engine.target.model.requires_grad_(False))
-    return Planted(folder, prompts[48:], lambda family, at: trained(target, family, documents, 60, 12, at))
+    return Planted(folder, prompts[48:], lambda family, at: trained(target, family, documents, 90, 12, at))
 
 
 @pytest.fixture(scope="module")
@@ -125,13 +125,13 @@ def test_the_kind_of_layer_that_a_block_is_like_is_measured(
     small: Planted, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A sliding block loaded as a full one: named, warned of once 512 tokens are committed, and right once written."""
-    module = small.train(MtpFamily(like=0), tmp_path / "module")
+    module = small.train(MtpFamily(form="T", like=0), tmp_path / "module")
     assert warnings_of(small, module, caplog) == [] and conventions_found(small, module) is None
-    write_conventions(module, MtpFamily(like=-1))
+    write_conventions(module, MtpFamily(form="T", like=-1))
     [said] = warnings_of(small, module, caplog)
     assert "a block of full attention -> a block of sliding attention" in said and "first 512 tokens" in said
     found = conventions_found(small, module)
-    assert found is not None and found["like"] == 1 and found["form"] == "C"
+    assert found is not None and found["like"] == 1 and found["form"] == "T"
     write_conventions(module, MtpFamily(**found))
     assert warnings_of(small, module, caplog) == []
 
@@ -161,7 +161,7 @@ VARIANTS.append(MtpFamily(like=-2))  # a sliding block, as its tensors say
 def test_the_form_that_was_trained_is_named_and_the_right_one_never_warned_of(
     family: MtpFamily, bundled: Planted, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Under all conventions; a module of some hundred steps tells R from T, but a carry or a state only now and then."""
+    """A module of some hundred steps tells R from T, but a carry or a state only now and then."""
     module = bundled.train(family, tmp_path / "module")
     assert warnings_of(bundled, module, caplog) == [] and conventions_found(bundled, module) is None
     others = {} if family.form == "T" else {"form": "T"}

@@ -52,7 +52,7 @@ def other_carries(drafter: NativeMtpDrafter) -> Iterator[NativeMtpDrafter]:
 
 def other_blocks(drafter: NativeMtpDrafter) -> Iterator[NativeMtpDrafter]:
     """The same modules with blocks like the target's layers of another kind, where their tensors fit."""
-    kinds = [spec.layer_type for spec in drafter.target_layers]
+    kinds = [spec.layer_type for spec in drafter.layout.layers]
     for kind in dict.fromkeys(kinds):
         if kind != kinds[drafter.family.like]:
             like = len(kinds) - 1 - kinds[::-1].index(kind)
@@ -78,7 +78,7 @@ def carry_of(family: MtpFamily) -> tuple[str, bool]:
 def described(drafter: NativeMtpDrafter) -> tuple[str, str, str]:
     """State, carry and block in words."""
     family = drafter.family
-    kind = drafter.target_layers[family.like].layer_type.replace("_", " ")
+    kind = drafter.layout.layers[family.like].layer_type.replace("_", " ")
     return STATES[family.normed_state], CARRIES[carry_of(family)], f"a block of {kind}"
 
 

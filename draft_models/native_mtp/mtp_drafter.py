@@ -30,18 +30,35 @@ from specdec.draft_models.heads.head_spec import HeadContext
 from specdec.draft_models.native_mtp.mtp_families import MtpFamily
 from specdec.draft_models.native_mtp.mtp_module import MtpModule
 from specdec.gpu.operations import REFERENCE
-from specdec.kvcache.layout import FULL_ATTENTION, Full, KVLayout, LayerCache
+from specdec.kvcache.layout import KVLayout
 from specdec.layers.accepted_path import path_rows
 from specdec.layers.fuse import Weights
 
 
-class MtpTarget(TargetInfo, Protocol):
+class DescribedTarget(Protocol):
     """A target with the text model that its modules' blocks are like. model_types: of its text config, and the whole
-    one's. logit_rule: from its head's product to its logits."""
+    one's."""
 
+    name: str
     user_decoder: nn.Module
     model_types: tuple[str, str]
+
+
+class MtpTarget(DescribedTarget, TargetInfo, Protocol):
+    """A target that modules are fitted to. logit_rule: from its head's product to its logits."""
+
     logit_rule: Callable[[torch.Tensor], torch.Tensor]
+
+
+def kept_by_modules(target: KVLayout, like: int, count: int) -> KVLayout:
+    """The layout of so many modules: each keeps what layer `like` of the target keeps of a token, and as long."""
+    layer = target.layers[like]
+    return KVLayout(tuple(replace(layer, layer=number, owner=number) for number in range(count)))
+
+
+def default_steps(count: int) -> int:
+    """Drafts a round of so many modules: one each, or 3 of a single one that is applied again."""
+    return count if count > 1 else 3
 
 
 class ModuleRows(NamedTuple):
@@ -60,8 +77,7 @@ class NativeMtpDrafter(Drafter):
     source: str | None = None
 
     def __init__(self, modules: Sequence[MtpModule], family: MtpFamily, target: MtpTarget) -> None:
-        self.modules, self.target_layers = tuple(modules), target.layout.layers
-        self.extra_keys = self.reread = len(modules) - 1
+        self.modules, self.layout = tuple(modules), target.layout
         self._read_by(family)
         self.embed, self.head, self.rule = target.embed, target.head, target.logit_rule
         self.fit, self.dtype, self.width = Fit.of(target), target.dtype, target.hidden_size
@@ -75,13 +91,12 @@ class NativeMtpDrafter(Drafter):
         self.family, count = family, len(self.modules)
         self.form = family.form if count > 1 else "R"
         self.max_steps = None if self.form == "R" else count
-        self.default_steps = 3 if self.form == "R" else count
-        self.aux_layers: tuple[int, ...] = () if family.normed_state else (len(self.target_layers),)
+        self.default_steps = default_steps(count)
+        self.reread = count - 1
+        self.aux_layers: tuple[int, ...] = () if family.normed_state else (len(self.layout.layers),)
         self.reads_every_state = family.normed_state
-        like = self.target_layers[family.like]
-        self.windows = (like.window,) * count
-        shape = FULL_ATTENTION, like.fields, Full()
-        self.kv_layout: KVLayout | None = KVLayout(tuple(LayerCache(k, k, *shape) for k in range(count)))
+        self.windows = (self.layout.layers[family.like].window,) * count
+        self.kv_layout: KVLayout | None = kept_by_modules(self.layout, family.like, count)
 
     def under(self, family: MtpFamily) -> "NativeMtpDrafter":
         """The same modules under other conventions, unfused where their blocks are like another layer. Raises

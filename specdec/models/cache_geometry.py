@@ -42,4 +42,4 @@ def measured_layout(layout: KVLayout, context: GeometryContext) -> KVLayout:
             retention = Window(window)
         return replace(spec, fields=fields, retention=retention)
 
-    return KVLayout(tuple(map(measured, layout.layers)))
+    return layout.map(measured)

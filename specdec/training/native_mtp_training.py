@@ -67,7 +67,7 @@ def trainable_native_mtp(target: TargetModel, start: Path | None, conventions: P
     """
     stated = None if conventions is None else stated_family(conventions)
     if start is not None:
-        drafter = native_mtp_drafter(start, target, stated)
+        drafter = native_mtp_drafter(start, target, family=stated)
         if len(drafter.modules) > 1:
             raise ConfigError(
                 f"{start} holds {len(drafter.modules)} MTP modules; one module, applied again, is trained"

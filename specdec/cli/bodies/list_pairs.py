@@ -10,10 +10,7 @@ from specdec.models.published import PAIRS_BY_TITLE, Pair, pair_table, text_tabl
 
 
 def list_pairs(options: ListOptions) -> None:
-    pairs = {
-        title: [asdict(pair) | {"accepts": _figures(pair)} for pair in listed]
-        for title, listed in PAIRS_BY_TITLE.items()
-    }
+    pairs = {title: list(map(_as_record, listed)) for title, listed in PAIRS_BY_TITLE.items()}
     sizes = {name: {"bytes": size_of(name), "folder": str(BUNDLED_DIR / name)} for name in BUNDLED_NAMES}
     if write_report({"bundled": sizes, "pairs": pairs}, options.json_file):
         rows = [("bundled", "size"), *((name, f"{size_of(name) / 1e6:.1f} MB") for name in BUNDLED_NAMES)]
