@@ -50,9 +50,13 @@ class KVCache:
         ranks: of a model on several devices, one of whose shares has this layout: a store each, and rank 0's is
         returned, which knows the others.
         """
-        layout = layout.rounded() if self.rounded else layout
+        layout = (layout.rounded() if self.rounded else layout).for_rounds(self.table.lookahead)
         devices = (self.allocator.device,) if ranks is None else ranks.devices
-        stores = tuple(KVStore(layout, self.allocator, dtype, device, rank=i) for i, device in enumerate(devices))
+        num_states = self.table.max_requests + 1
+        stores = tuple(
+            KVStore(layout, self.allocator, dtype, device, rank=i, num_states=num_states)
+            for i, device in enumerate(devices)
+        )
         if ranks is not None:
             self.ranks, stores[0].split = ranks, Split(ranks, stores)
         self.stores += stores

@@ -1,8 +1,9 @@
 """What each layer of a model keeps, as data: fields a token, and how long they stay readable. It allocates nothing.
 
     CacheField    k: 4 heads x 192; v: 4 heads x 128
-    Retention     Full(): every token; Window(n): the n newest, the query's own included
-    LayerCache    one layer: its fields and retention, and the layer that owns them
+    Retention     Full(): every token; Window(n): the n newest, the query's own included; Records(): those that a state
+                  may not have taken in yet
+    LayerCache    one layer: its fields and retention, the layer that owns them, and the state of a recurrent one
     CacheGroup    all layers of an engine's models with one retention: they share slots and page tables
 
 Models with other layers are other data: nothing that allocates, pages or evicts names a kind of layer. A layout is read
@@ -11,31 +12,36 @@ from a Hugging Face text config. Invariant: an owner owns itself, and a layer ha
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 
 from specdec.errors import UnsupportedModelError
 from specdec.kvcache.index_spaces import PRIMARY, GroupId
+from specdec.kvcache.recurrent_state import FOLD
 
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
+RECURRENT_TYPES = frozenset({"linear_attention"})
+"""Types of layers that keep a state a request in the place of K/V: see `recurrent_state.py`."""
 
 
 class CacheField(NamedTuple):
-    """What a layer keeps for each token under one name: `heads` x `dim` numbers in the model's dtype.
+    """What a layer keeps for each token under one name: `heads` x `dim` numbers.
 
-    rounded: numbers of 8 bits, with a scale a head beside them: see `rounded.py`.
+    rounded: numbers of 8 bits, with a scale a head beside them: see `rounded.py`. dtype: None: the model's.
     """
 
     name: str
     heads: int
     dim: int
     rounded: bool = False
+    dtype: torch.dtype | None = None
 
     def bytes(self, dtype: torch.dtype) -> int:
         """Bytes of a slot, in a model of this dtype."""
-        return self.heads * (self.dim + 4 if self.rounded else self.dim * dtype.itemsize)
+        return self.heads * (self.dim + 4 if self.rounded else self.dim * (self.dtype or dtype).itemsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +64,16 @@ class Window:
         return f"window {self.keys}"
 
 
-Retention = Full | Window
+@dataclass(frozen=True, slots=True)
+class Records:
+    """The newest tokens stay readable, as long as the state of a recurrent layer may not have taken them in."""
+
+    @property
+    def name(self) -> str:
+        return "records"
+
+
+Retention = Full | Window | Records
 
 
 class CacheGroup(NamedTuple):
@@ -81,6 +96,8 @@ class LayerCache:
     """One decoder layer: `owner` is the layer whose fields it reads.
 
     shares: parts in which ranks hold its heads, one of which these fields are; 1: they are all of them.
+    state: heads, and numbers of a key and of a value in each, of the float32 state that a recurrent layer keeps once a
+    request.
     """
 
     layer: int
@@ -89,6 +106,11 @@ class LayerCache:
     fields: tuple[CacheField, ...]
     retention: Retention
     shares: int = 1
+    state: tuple[int, int, int] | None = None
+
+    @property
+    def recurrent(self) -> bool:
+        return self.layer_type in RECURRENT_TYPES
 
     @property
     def k(self) -> CacheField:
@@ -135,7 +157,22 @@ class KVLayout:
 
     @property
     def max_head_dim(self) -> int:
-        return max(field.dim for spec in self.layers for field in spec.fields)
+        """The widest key or value of any attention layer."""
+        return max((field.dim for spec in self.layers if not spec.recurrent for field in spec.fields), default=1)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of one request."""
+        return sum(4 * prod(spec.state) for spec in self.owners if spec.state is not None)
+
+    def for_rounds(self, lookahead: int) -> "KVLayout":
+        """These layers in an engine whose requests have `lookahead` tokens that are not committed: records are kept
+        until they are folded, and the rounds under way, one round's tokens more than `lookahead`, have read them."""
+
+        def resolved(spec: LayerCache) -> LayerCache:
+            return replace(spec, retention=Window(FOLD + 2 * lookahead)) if spec.retention == Records() else spec
+
+        return KVLayout(tuple(map(resolved, self.layers)))
 
     def last_owner(self, layer_type: str) -> LayerCache | None:
         """The owner that the last layer of this type reads, as a frozen-KV drafter layer of that type does."""
@@ -230,7 +267,7 @@ def layout_from_config(config: Any) -> KVLayout:
     if layer_types is None:
         layer_types = [SLIDING_ATTENTION if window else FULL_ATTENTION] * num_layers
     layer_types = list(layer_types)[:num_layers]
-    supported = (FULL_ATTENTION, SLIDING_ATTENTION)
+    supported = (FULL_ATTENTION, SLIDING_ATTENTION, *sorted(RECURRENT_TYPES))
     unknown = sorted(set(layer_types).difference(supported))
     if unknown:
         raise UnsupportedModelError(
@@ -239,6 +276,9 @@ def layout_from_config(config: Any) -> KVLayout:
     first_shared = num_layers - int(getattr(config, "num_kv_shared_layers", 0) or 0)
     specs: list[LayerCache] = []
     for layer, layer_type in enumerate(layer_types):
+        if layer_type in RECURRENT_TYPES:  # its fields are measured
+            specs.append(LayerCache(layer, layer, layer_type, (), Records()))
+            continue
         owner = layer if layer < first_shared else _owner_of_shared(name, layer, layer_types, first_shared)
         fields = attention_fields(*_kv_geometry(config, owner))
         retention = _retention(name, config, owner) if layer_type == SLIDING_ATTENTION else Full()

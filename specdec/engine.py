@@ -44,6 +44,7 @@ from specdec.runtime.arguments import (
     require_parts,
     require_ranks,
     require_reads_finished,
+    require_recurrent,
     require_type,
     warn_where_drafts_end,
 )
@@ -121,6 +122,7 @@ class Engine:
             captured=capture is not None,
         )
         require_kv_dtype(config.kv_dtype, backend.name)
+        require_recurrent(target, config)
         lookahead = lookahead_nodes(self.spec, drafts=drafter is not None, captured=capture is not None)
         self.cache, self.max_model_len = make_cache(target, drafter, self.config, lookahead, backend)
         warn_where_drafts_end(drafter, self.max_model_len)
@@ -129,7 +131,8 @@ class Engine:
         backend, capture = sanitized(self.cache, backend, capture)
         kept = config.finished_tokens
         self.round = Round(target, drafter, self.cache, backend, lags=self.spec.adaptive, finished_tokens=kept)
-        shared = self.cache if config.prefix_cache and updates_show(target, drafter) else None
+        cached = config.prefix_cache and updates_show(target, drafter) and not target.recurrent
+        shared = self.cache if cached else None
         unread = None if self.round.unread is None else self.round.unread.count
         self.prefixes = Prefixes(shared, self.round.weights_version, unread)
         self.scheduler = Scheduler(

@@ -124,6 +124,16 @@ LATENT = {  # multi-head latent attention, with V narrower than K
     "v_head_dim": 8,
 }
 ROUTED = {**EXPERTS, "n_routed_experts": 4, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}
+RECURRENT = {
+    **PARTLY,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", FULL, "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+SHARED_EXPERT = {**SPARSE, "num_experts": 6, "shared_expert_intermediate_size": 24}
 LOW = {"query_pre_attn_scalar": 1}  # so that softcaps and sinks matter
 TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4-e2b": ("Gemma4", {**GEMMA4, **SHARED_KV}),
@@ -176,6 +186,10 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
         "MiMoV2Flash",
         {**ROUTED, **SLIDES, "head_dim": 12, "v_head_dim": 8, "layer_types": [FULL, SLIDING, SLIDING]},
     ),
+    # those with recurrent layers
+    "qwen3_next": ("Qwen3Next", {**RECURRENT, **SHARED_EXPERT}),
+    "qwen3_5": ("Qwen3_5", RECURRENT),
+    "qwen3_5_moe": ("Qwen3_5Moe", {**RECURRENT, **SHARED_EXPERT}),
     "two_windows": (
         "Qwen2",
         {**SLIDES, "num_hidden_layers": 4, "use_sliding_window": True, "max_window_layers": 1},
@@ -196,7 +210,9 @@ def build_target(family: str, **overrides: Any) -> PreTrainedModel:
         tower = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
         config = transformers.Step3p7Config(text_config=transformers.Step3p7TextConfig(**text), vision_config=tower)
         return transformers.Step3p7ForConditionalGeneration(config)
-    config = getattr(transformers, f"{name}TextConfig" if name in ("Gemma3", "Gemma4") else f"{name}Config")
+    config = getattr(
+        transformers, f"{name}TextConfig" if name in ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe") else f"{name}Config"
+    )
     model: PreTrainedModel = getattr(transformers, f"{name}ForCausalLM")(config(**text))
     if family == "two_windows":
         narrower = model.model.layers[2].self_attn
@@ -260,6 +276,8 @@ def spread(model: PreTrainedModel) -> PreTrainedModel:
                 weight.normal_(std=0.02 if "embed_tokens." in name else 0.45)
             elif name.endswith("sinks"):
                 weight.normal_()
+            elif name.endswith("A_log"):  # a state that remembers hundreds of tokens
+                weight.uniform_(-7.0, -2.0)
             elif "norm" in name:
                 weight.add_(torch.randn_like(weight), alpha=0.1)
         for name, buffer in model.named_buffers():

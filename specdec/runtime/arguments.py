@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence, Sized
 from typing import Any
 
-from specdec.config import OpenDepth, SamplingParams, SpecConfig
+from specdec.config import EngineConfig, OpenDepth, SamplingParams, SpecConfig
 from specdec.draft_models.base import Fit
 from specdec.errors import ConfigError, UnsupportedModelError, shown
 
@@ -135,6 +135,21 @@ def require_kv_dtype(kv_dtype: str | None, backend: str) -> None:
         raise ConfigError(
             f"kv_dtype={kv_dtype!r} runs on the torch backend, and this engine attends by {backend!r}; leave kv_dtype "
             "None, or give attention='torch'"
+        )
+
+
+def require_recurrent(target: Any, config: EngineConfig) -> None:
+    """Raise ConfigError where the settings ask for what a target with recurrent layers cannot have yet."""
+    if not target.recurrent:
+        return
+    if config.kv_dtype is not None:
+        raise ConfigError(
+            f"kv_dtype={config.kv_dtype!r}, and {target.name} has recurrent layers, whose records are not rounded; "
+            "leave it None"
+        )
+    if config.prefix_cache:
+        logger.info(
+            "%s has recurrent layers: prefixes are not cached, every prompt is read from its start", target.name
         )
 
 

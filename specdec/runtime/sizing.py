@@ -70,6 +70,7 @@ def cache_needs(
     `lookahead_nodes`. extra_keys: of the drafter."""
     if config.kv_dtype is not None:
         layouts = [layout.rounded() for layout in layouts]
+    layouts = [layout.for_rounds(num_nodes) for layout in layouts]
     groups, page_size, batch = CacheGroups.of_layouts(layouts), config.page_size, config.max_batch_size
     slot_bytes = [sum(layout.slot_bytes(group.retention, dtype) for layout in layouts) for group in groups.groups]
     room = PromptRoom.from_settings(config.max_prefill_tokens, config.prefill_chunk, device_type)
