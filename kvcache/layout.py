@@ -12,7 +12,6 @@ from a Hugging Face text config. Invariant: an owner owns itself, and a layer ha
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -66,7 +65,12 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """The newest tokens stay readable, as long as the state of a recurrent layer may not have taken them in."""
+    """The newest `keys` tokens stay readable: as long as the state of a recurrent layer may not have taken them in.
+
+    keys: 0 in a model's own layout, since they follow from an engine's rounds. No prefix keeps its records.
+    """
+
+    keys: int = 0
 
     @property
     def name(self) -> str:
@@ -88,7 +92,26 @@ class CacheGroup(NamedTuple):
 
     @property
     def window(self) -> int | None:
-        return self.retention.keys if isinstance(self.retention, Window) else None
+        return None if isinstance(self.retention, Full) else self.retention.keys
+
+    @property
+    def cached(self) -> bool:
+        """Do cached prefixes keep what is in this group?"""
+        return not isinstance(self.retention, Records)
+
+
+class StateShape(NamedTuple):
+    """What a recurrent layer keeps once a request: a matrix of k_dim x v_dim numbers for each of `heads`, float32, and
+    the newest `taps` inputs of a convolution over `channels`, in the model's dtype. heads 0: the inputs alone."""
+
+    heads: int
+    k_dim: int
+    v_dim: int
+    taps: int
+    channels: int
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        return 4 * self.heads * self.k_dim * self.v_dim + self.taps * self.channels * dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +119,7 @@ class LayerCache:
     """One decoder layer: `owner` is the layer whose fields it reads.
 
     shares: parts in which ranks hold its heads, one of which these fields are; 1: they are all of them.
-    state: heads, and numbers of a key and of a value in each, of the float32 state that a recurrent layer keeps once a
-    request.
+    state: of a recurrent layer, what it keeps once a request.
     """
 
     layer: int
@@ -106,7 +128,7 @@ class LayerCache:
     fields: tuple[CacheField, ...]
     retention: Retention
     shares: int = 1
-    state: tuple[int, int, int] | None = None
+    state: StateShape | None = None
 
     @property
     def recurrent(self) -> bool:
@@ -160,17 +182,16 @@ class KVLayout:
         """The widest key or value of any attention layer."""
         return max((field.dim for spec in self.layers if not spec.recurrent for field in spec.fields), default=1)
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the states of one request."""
-        return sum(4 * prod(spec.state) for spec in self.owners if spec.state is not None)
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the states of one request, in a model of this dtype."""
+        return sum(spec.state.bytes(dtype) for spec in self.owners if spec.state is not None)
 
     def for_rounds(self, lookahead: int) -> "KVLayout":
         """These layers in an engine whose requests have `lookahead` tokens that are not committed: records are kept
         until they are folded, and the rounds under way, one round's tokens more than `lookahead`, have read them."""
 
         def resolved(spec: LayerCache) -> LayerCache:
-            return replace(spec, retention=Window(FOLD + 2 * lookahead)) if spec.retention == Records() else spec
+            return replace(spec, retention=Records(FOLD + 2 * lookahead)) if spec.recurrent else spec
 
         return KVLayout(tuple(map(resolved, self.layers)))
 
@@ -215,17 +236,18 @@ class KVLayout:
 
 @dataclass(frozen=True, slots=True)
 class CacheGroups:
-    """The groups of an engine: the primary group, then a group for each window, the narrowest first."""
+    """The groups of an engine: the primary group, then a group for each window, the narrowest first, then records."""
 
     groups: tuple[CacheGroup, ...]
 
     @classmethod
     def of_layouts(cls, layouts: Iterable[KVLayout]) -> "CacheGroups":
         """Groups that the layers of these models need."""
-        windows = sorted(
-            {spec.retention.keys for layout in layouts for spec in layout.layers if isinstance(spec.retention, Window)}
-        )
-        kept: list[Retention] = [Full(), *map(Window, windows)]
+        found = {spec.retention for layout in layouts for spec in layout.layers}
+        windows = sorted(retention.keys for retention in found if isinstance(retention, Window))
+        records = [retention for retention in found if isinstance(retention, Records)]
+        assert len(records) <= 1, f"records of one engine have one window: {records}"
+        kept: list[Retention] = [Full(), *map(Window, windows), *records]
         return cls(tuple(CacheGroup(GroupId(number), retention) for number, retention in enumerate(kept)))
 
     @property

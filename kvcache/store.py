@@ -82,7 +82,7 @@ class KVStore:
     """The fields of all layers of a layout that own theirs, for every slot of an allocator, on this device.
 
     rank: of a model on several devices, whose heads these are. split: all of its stores, known to that of rank 0.
-    num_states: states of each recurrent layer, one for each row of the request table.
+    num_states: of each recurrent layer: one for each row of the request table, and one for each checkpoint.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class KVStore:
                     group = allocator.groups.group_of(spec.retention)
                     slots = allocator.num_slots(group)
                     pools = tuple(empty_pool(field, slots, dtype, device) for field in spec.fields)
-                    state = None if spec.state is None else RecurrentState.zeros(num_states, spec.state, device)
+                    state = None if spec.state is None else RecurrentState.zeros(num_states, spec.state, dtype, device)
                     self.layers[spec.layer] = LayerKV(pools, group, state)
             groups = {layer.group for layer in self.layers.values()}
             self.addresses = {group: StoreAddresses.from_pools(self.tensors(group)) for group in groups}

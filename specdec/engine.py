@@ -35,6 +35,7 @@ from specdec.models.target import TargetModel
 from specdec.models.watched_weights import updates_show, watched_weights
 from specdec.progress import progress_bar
 from specdec.runtime.arguments import (
+    caches_states,
     fitted_spec,
     require_choice,
     require_depth,
@@ -131,7 +132,7 @@ class Engine:
         backend, capture = sanitized(self.cache, backend, capture)
         kept = config.finished_tokens
         self.round = Round(target, drafter, self.cache, backend, lags=self.spec.adaptive, finished_tokens=kept)
-        cached = config.prefix_cache and updates_show(target, drafter) and not target.recurrent
+        cached = config.prefix_cache and updates_show(target, drafter) and caches_states(target, drafter)
         shared = self.cache if cached else None
         unread = None if self.round.unread is None else self.round.unread.count
         self.prefixes = Prefixes(shared, self.round.weights_version, unread)

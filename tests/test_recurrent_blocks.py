@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from kv_rig import KVLayout, LayerCache, Window
+from kv_rig import KVLayout, LayerCache
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule as delta_rule
 
 from specdec import Engine, EngineConfig
 from specdec.attention.recurrence.blocks import Block, NewPlaces, convolved, folded, run_blocks
 from specdec.errors import ConfigError, UnsupportedModelError
-from specdec.kvcache.layout import CacheField, Records
+from specdec.kvcache.layout import CacheField, Records, StateShape
 from specdec.kvcache.recurrent_state import FOLD
 from specdec.models.recurrent_layers import normed, require_one_cpu
 from specdec.models.target import TargetModel
@@ -101,10 +101,11 @@ def test_a_convolution_adds_its_taps() -> None:
 
 def test_records_have_the_window_of_a_block_and_two_rounds() -> None:
     fields = CacheField("inputs", 1, 6), CacheField("u", 2, 4, dtype=torch.float32)
-    layout = KVLayout((LayerCache(0, 0, "linear_attention", fields, Records(), state=(2, 3, 4)),)).for_rounds(5)
-    assert layout.layers[0].retention == Window(FOLD + 10)
-    assert layout.slot_bytes(Window(FOLD + 10), torch.bfloat16) == 6 * 2 + 8 * 4
-    assert layout.state_bytes == 2 * 3 * 4 * 4
+    state = StateShape(2, 3, 4, 3, 6)
+    layout = KVLayout((LayerCache(0, 0, "linear_attention", fields, Records(), state=state),)).for_rounds(5)
+    assert layout.layers[0].retention == Records(FOLD + 10)
+    assert layout.slot_bytes(Records(FOLD + 10), torch.bfloat16) == 6 * 2 + 8 * 4
+    assert layout.state_bytes(torch.bfloat16) == 2 * 3 * 4 * 4 + 3 * 6 * 2
 
 
 # what is refused

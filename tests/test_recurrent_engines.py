@@ -191,8 +191,8 @@ def test_rows_of_padding_change_no_state(make_target, make_engine, prompts, trut
     states = [layer.state for layer in engine.cache.stores[0].layers.values() if layer.state is not None]
     assert len(states) == 3
     for state in states:
-        assert not state.tensor[1:].any() and not state.folded_len[1:].any()
-        assert state.folded_len[0] == (len(prompts[3]) + NEW - 1) // 16 * 16 and state.tensor[0].any()
+        assert not state.matrices[1:5].any() and not state.folded_len[1:5].any()
+        assert state.folded_len[0] == (len(prompts[3]) + NEW - 1) // 16 * 16 and state.matrices[0].any()
 
 
 def test_a_crowd_of_every_kind(make_target, make_engine) -> None:

@@ -71,12 +71,11 @@ class ForwardRows:
     own: Sequence[IntArray] | None
 
     def path(self, row: int, begin: int, end: int) -> IntArray:
-        """Slots of positions `begin` to `end` of the path of a row; NULL_SLOT before position 0."""
+        """Slots of positions `begin` to `end` of the path of a row."""
         request = self.requests[self.request[row]]
-        missing = max(min(0, end) - begin, 0)
-        first, last = begin + missing - request.begin, min(end, request.certain) - request.begin
-        parts = [np.full(missing, NULL_SLOT), request.slots[first : max(first, last)]]
-        assert first >= 0, f"records of position {begin + missing} are gone, which {request} needs"
+        first, last = begin - request.begin, min(end, request.certain) - request.begin
+        assert first >= 0, f"records of position {begin} are gone, which {request} needs"
+        parts = [request.slots[first : max(first, last)]]
         if self.own is not None and end > request.certain:
             parts.append(self.own[row][max(begin - request.certain, 0) : end - request.certain])
         slots = np.concatenate(parts)
@@ -117,10 +116,27 @@ def rows_of_plan(plan: KVPlan, group: GroupId, part: tuple[slice, slice]) -> For
     return ForwardRows(requests, np.flatnonzero(exists), request, position[exists], write[exists], own)
 
 
-def convolution_slots(rows: ForwardRows, taps: int) -> torch.Tensor:
-    """[n, taps]: slots of the newest positions of each row's path, its own last; NULL_SLOT before position 0."""
-    each = [rows.path(row, p + 1 - taps, p + 1) for row, p in enumerate(rows.position.tolist())]
-    return torch.from_numpy(np.stack(each))
+class NewestInputs(NamedTuple):
+    """Places of the newest inputs of each row's path, its own last: [n, taps] each. recorded: at `slots`; the others
+    are in the state of row `states` of the request table, numbered from its end by `back`, 1 the last."""
+
+    slots: torch.Tensor
+    recorded: torch.Tensor
+    states: torch.Tensor
+    back: torch.Tensor
+
+
+def newest_inputs(rows: ForwardRows, folded_len: IntArray, taps: int) -> NewestInputs:
+    """folded_len: by row of the request table, 0 for those that begin anew."""
+    states = np.array([rows.requests[request].row for request in rows.request], dtype=np.int64)
+    positions = rows.position[:, None] + np.arange(1 - taps, 1)  # [n, taps]
+    back = folded_len[states][:, None] - positions
+    slots = np.zeros_like(positions)
+    for row, (first, last) in enumerate(zip(positions[:, 0].tolist(), positions[:, -1].tolist(), strict=True)):
+        begin = max(first, int(folded_len[states[row]]))
+        slots[row, begin - first :] = rows.path(row, begin, last + 1)
+    found = slots, back <= 0, np.broadcast_to(states[:, None], slots.shape), back.clip(min=1)
+    return NewestInputs(*(torch.from_numpy(np.ascontiguousarray(x)) for x in found))
 
 
 @dataclass(slots=True)

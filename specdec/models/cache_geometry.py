@@ -14,7 +14,7 @@ import torch
 
 from specdec.attention.bridge import AttentionCall
 from specdec.kvcache.layer_context import Recurrence
-from specdec.kvcache.layout import CacheField, KVLayout, LayerCache, Window
+from specdec.kvcache.layout import CacheField, KVLayout, LayerCache, StateShape, Window
 
 
 @dataclass(slots=True)
@@ -22,7 +22,7 @@ class GeometryContext:
     """A forward that records what each layer calls attention with, and answers with zeros."""
 
     calls: dict[int, tuple[torch.Size, torch.Size, int | None]] = field(default_factory=dict)  # of K, of V, window
-    channels: dict[int, int] = field(default_factory=dict)  # of a convolution
+    convolutions: dict[int, torch.Size] = field(default_factory=dict)  # channels and taps
     recurrences: dict[int, tuple[torch.Size, torch.Size]] = field(default_factory=dict)  # of k, of v
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
@@ -33,7 +33,7 @@ class GeometryContext:
     def convolve(
         self, layer: int, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        self.channels[layer] = inputs.shape[1]
+        self.convolutions[layer] = weight.shape
         return inputs
 
     def recur(self, layer: int, rows: Recurrence) -> torch.Tensor:
@@ -46,7 +46,7 @@ def measured_layout(layout: KVLayout, context: GeometryContext) -> KVLayout:
     made no call stays as it was."""
 
     def measured(spec: LayerCache) -> LayerCache:
-        if spec.layer in context.channels:
+        if spec.layer in context.convolutions:
             return _recurrent(spec, context)
         if spec.owner not in context.calls:
             return spec
@@ -62,10 +62,11 @@ def measured_layout(layout: KVLayout, context: GeometryContext) -> KVLayout:
 
 def _recurrent(spec: LayerCache, context: GeometryContext) -> LayerCache:
     """A recurrent layer: its records in the order in which `recurrence/forward.py` reads them, and its state."""
-    inputs = CacheField("inputs", 1, context.channels[spec.layer])
+    channels, taps = context.convolutions[spec.layer]
+    inputs = CacheField("inputs", 1, channels)
     if spec.layer not in context.recurrences:
-        return replace(spec, fields=(inputs,))
+        return replace(spec, fields=(inputs,), state=StateShape(0, 0, 0, taps - 1, channels))
     (_, key_heads, k_dim), (_, heads, v_dim) = context.recurrences[spec.layer]
     records = (("k", key_heads, k_dim), ("u", heads, v_dim), ("g", heads, 1))
     fields = inputs, *(CacheField(*record, dtype=torch.float32) for record in records)
-    return replace(spec, fields=fields, state=(heads, k_dim, v_dim))
+    return replace(spec, fields=fields, state=StateShape(heads, k_dim, v_dim, taps - 1, channels))

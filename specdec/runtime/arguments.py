@@ -147,10 +147,19 @@ def require_recurrent(target: Any, config: EngineConfig) -> None:
             f"kv_dtype={config.kv_dtype!r}, and {target.name} has recurrent layers, whose records are not rounded; "
             "leave it None"
         )
-    if config.prefix_cache:
-        logger.info(
-            "%s has recurrent layers: prefixes are not cached, every prompt is read from its start", target.name
-        )
+
+
+def caches_states(target: Any, drafter: Any) -> bool:
+    """Can prefixes be cached? Not where tokens before a copy of a recurrent layer's state would be read again."""
+    if not target.recurrent or drafter is None or not drafter.reread:
+        return True
+    logger.warning(
+        "prefixes are not cached: drafter %s reads the last %d tokens of a prefix again, and %s has recurrent layers",
+        drafter.name,
+        drafter.reread,
+        target.name,
+    )
+    return False
 
 
 def require_ranks(ranks: Sized | None, count: int) -> None:
