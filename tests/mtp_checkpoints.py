@@ -93,6 +93,17 @@ MELLUM["mlp_layer_types"] = ["sparse"] * 3
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
 DEEPSEEK = {**GLM, **LATENT, "num_key_value_heads": 4, "head_dim": 4, "topk_group": 1}
 BEYOND = {**ONE, "first_k_dense_replace": 0}
+RECURRENT = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "linear_attention", FULL],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}
+NEXT = {**RECURRENT, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16}
+ONE_FULL = {**ONE, "layer_types": [FULL]}
 SHAPES: dict[str, Shape] = {
     "exaone4": Shape("Exaone4", SLIDES, ONE_SLIDING, qwen),
     "exaone_moe": Shape("ExaoneMoe", EXAONE_MOE, {**ONE_SLIDING, "mlp_layer_types": ["dense"]}, qwen),
@@ -104,6 +115,9 @@ SHAPES: dict[str, Shape] = {
     "ernie": Shape("Ernie4_5_Moe", ERNIE, {**ONE, "moe_layer_start_index": 0}, ernie, parts=()),
     "hy_v3": Shape("HYV3", HY, {**ONE, **SPARSE}, hy),
     "mellum": Shape("Mellum", MELLUM, {**ONE_SLIDING, **SPARSE}, qwen),
+    "qwen3_5": Shape("Qwen3_5", RECURRENT, ONE_FULL, qwen),
+    "qwen3_5_moe": Shape("Qwen3_5Moe", NEXT, ONE_FULL, qwen),
+    "qwen3_next": Shape("Qwen3Next", NEXT, ONE_FULL, qwen),
     # the forms of Step and MiMo-V2 around other blocks: what says so lies beside the modules
     "step-form": Shape(
         "Exaone4", SLIDES, ONE_SLIDING, step, "C", 3, normed_state=False, normed_carry=False, parts=(NORM, HEAD)
@@ -129,6 +143,8 @@ def planted(model: Any, seed: int) -> Any:
             nn.init.normal_(weight, std=0.3)
         else:
             nn.init.uniform_(weight, 0.5, 2.0) if "norm" in name else nn.init.normal_(weight, std=0.1)
+            if name.endswith("A_log"):
+                nn.init.uniform_(weight, -5.0, -2.0)
     return model.eval()
 
 
@@ -136,7 +152,8 @@ def publish(name: str, folder: Path, seed: int = 0, **fields: Any) -> Published:
     shape = SHAPES[name]
 
     def build(seed: int, **more: Any) -> Any:
-        made = getattr(transformers, f"{shape.name}Config")(**{**BASE, **shape.fields, **fields, **more})
+        text = "Text" if shape.name.startswith("Qwen3_5") else ""
+        made = getattr(transformers, f"{shape.name}{text}Config")(**{**BASE, **shape.fields, **fields, **more})
         made._attn_implementation = "eager"
         return planted(getattr(transformers, f"{shape.name}ForCausalLM")(made), seed)
 
@@ -190,6 +207,8 @@ class Reference:
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         norm = self.model.model.norm
         eps = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
+        if "Qwen3" in type(norm).__name__:  # stored as weight - 1
+            weight = weight + 1
         return weight * x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt()
 
     def module(self, k: int, tokens: Sequence[int], state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
