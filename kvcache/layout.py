@@ -22,8 +22,10 @@ from specdec.kvcache.recurrent_state import FOLD
 
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
-RECURRENT_TYPES = frozenset({"linear_attention"})
+RECURRENT_TYPES = frozenset({"linear_attention", "conv"})
 """Types of layers that keep a state a request in the place of K/V: see `recurrent_state.py`."""
+STATELESS_TYPES = frozenset({"mlp", "moe"})
+"""Types of layers that keep nothing."""
 
 
 class CacheField(NamedTuple):
@@ -290,7 +292,7 @@ def layout_from_config(config: Any) -> KVLayout:
         layer_types = [SLIDING_ATTENTION if window else FULL_ATTENTION] * num_layers
     layer_types = list(layer_types)[:num_layers]
     supported = (FULL_ATTENTION, SLIDING_ATTENTION, *sorted(RECURRENT_TYPES))
-    unknown = sorted(set(layer_types).difference(supported))
+    unknown = sorted(set(layer_types).difference(supported, STATELESS_TYPES))
     if unknown:
         raise UnsupportedModelError(
             f"{name}: layer types {unknown} have no paged KV cache here; supported: {', '.join(supported)}"
@@ -298,8 +300,9 @@ def layout_from_config(config: Any) -> KVLayout:
     first_shared = num_layers - int(getattr(config, "num_kv_shared_layers", 0) or 0)
     specs: list[LayerCache] = []
     for layer, layer_type in enumerate(layer_types):
-        if layer_type in RECURRENT_TYPES:  # its fields are measured
-            specs.append(LayerCache(layer, layer, layer_type, (), Records()))
+        if layer_type in RECURRENT_TYPES or layer_type in STATELESS_TYPES:  # fields are measured, if there are any
+            retention = Records() if layer_type in RECURRENT_TYPES else Full()
+            specs.append(LayerCache(layer, layer, layer_type, (), retention))
             continue
         owner = layer if layer < first_shared else _owner_of_shared(name, layer, layer_types, first_shared)
         fields = attention_fields(*_kv_geometry(config, owner))

@@ -108,7 +108,7 @@ class KVStore:
                     pools = tuple(empty_pool(field, slots, dtype, device) for field in spec.fields)
                     state = None if spec.state is None else RecurrentState.zeros(num_states, spec.state, dtype, device)
                     self.layers[spec.layer] = LayerKV(pools, group, state)
-            groups = {layer.group for layer in self.layers.values()}
+            groups = {layer.group for layer in self.layers.values() if layer.fields}
             self.addresses = {group: StoreAddresses.from_pools(self.tensors(group)) for group in groups}
 
     def tensors(self, group: GroupId) -> tuple[torch.Tensor, ...]:

@@ -13,8 +13,8 @@ from specdec import Engine, SamplingParams, SpecConfig
 from marks import deep, each_value, examples, pairs, slow
 
 NEW = 24
-FAMILIES = [slow("qwen3_5"), deep("qwen3_next"), deep("qwen3_5_moe")]
-NAMES = ["qwen3_5", "qwen3_next", "qwen3_5_moe"]
+NAMES = ["qwen3_5", "qwen3_next", "qwen3_5_moe", "granitemoehybrid", "nemotron_h", "lfm2"]
+FAMILIES = [slow(name) if name in ("qwen3_5", "lfm2") else deep(name) for name in NAMES]
 SPECS = {
     "chain": SpecConfig(3, adaptive=False),
     "tree": SpecConfig(3, 2, 6, adaptive=False),

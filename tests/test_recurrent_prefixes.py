@@ -13,7 +13,7 @@ from specdec.attention.recurrence import paths
 from specdec.kvcache.prefix_cache import PrefixCache
 from specdec.kvcache.recurrent_state import RecurrentState
 
-from marks import deep, examples
+from marks import deep, examples, slow
 
 NEW = 20
 PLAIN = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
@@ -57,7 +57,9 @@ def test_a_long_prompt_leaves_copies_on_its_way(make_target, make_engine, random
     assert hits(engine, prompt, prompt[:70], prompt[:60]) == [0, 64, 32]
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", deep("qwen3_next"), deep("qwen3_5_moe")])
+@pytest.mark.parametrize(
+    "family", ["qwen3_5", slow("lfm2"), *map(deep, ("qwen3_next", "qwen3_5_moe", "granitemoehybrid", "nemotron_h"))]
+)
 def test_bits_do_not_depend_on_a_hit(family, make_target, make_engine, random_prompt, scripted, tree_script) -> None:
     model, options = make_target(family), {"deterministic": True, "prefill_chunk": 24}
     params = SamplingParams(max_new_tokens=NEW, ignore_eos=True, logprobs=2)

@@ -134,6 +134,32 @@ RECURRENT = {
     "linear_value_head_dim": 12,
 }
 SHARED_EXPERT = {**SPARSE, "num_experts": 6, "shared_expert_intermediate_size": 24}
+LINEAR = "linear_attention"
+MAMBA = {
+    "num_hidden_layers": 4,
+    "layer_types": [LINEAR, LINEAR, FULL, LINEAR],
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "shared_intermediate_size": 24,
+}
+NEMOTRON = {
+    "num_hidden_layers": 6,
+    "layer_types": [LINEAR, "mlp", FULL, "moe", LINEAR, "mlp"],
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 8,
+    "conv_kernel": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 24,
+}
+CONVOLVES = {"layer_types": ["conv", "conv", FULL, "conv"], "block_auto_adjust_ff_dim": False}
 LOW = {"query_pre_attn_scalar": 1}  # so that softcaps and sinks matter
 TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4-e2b": ("Gemma4", {**GEMMA4, **SHARED_KV}),
@@ -190,6 +216,9 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("Qwen3Next", {**RECURRENT, **SHARED_EXPERT}),
     "qwen3_5": ("Qwen3_5", RECURRENT),
     "qwen3_5_moe": ("Qwen3_5Moe", {**RECURRENT, **SHARED_EXPERT}),
+    "granitemoehybrid": ("GraniteMoeHybrid", {**GRANITE, **MAMBA, **EXPERTS, "num_local_experts": 4}),
+    "nemotron_h": ("NemotronH", NEMOTRON),
+    "lfm2": ("Lfm2", {**CONVOLVES, "num_hidden_layers": 4, "conv_L_cache": 3}),
     "two_windows": (
         "Qwen2",
         {**SLIDES, "num_hidden_layers": 4, "use_sliding_window": True, "max_window_layers": 1},

@@ -219,7 +219,8 @@ class ProbeContext:
 
     def verify(self, name: str) -> None:
         """Raise UnsupportedModelError unless every layer called, and asked only for what specdec can do."""
-        missing = [spec.layer for spec in self.layout.layers if spec.layer not in {*self.rows, *self.faults}]
+        called = {*self.rows, *self.faults, *self.recurrent.inputs}
+        missing = [spec.layer for spec in self.layout.layers if spec.fields and spec.layer not in called]
         if missing:
             raise UnsupportedModelError(
                 f"{name}: layers {missing} never called the attention interface of transformers, so their K/V cannot "
