@@ -112,8 +112,9 @@ def _common(shape: Shape, *own: str) -> tuple[dict[str, Any], dict[str, Any], li
 def prepare_paged(shape: Shape) -> Prepared:
     """`paged_attention` of the newest `level` nodes of a binary tree of `num_rows`; None: all of them."""
     shape, extra, [level] = _common(shape, "level")
-    args = {**make_inputs(**shape), **extra}
-    del args["start"]
+    args = {**make_inputs(**shape, evicted=True), **extra}
+    if shape.get("window") is None:
+        args["start"] = None
     batch, num_nodes = shape["batch"], shape["num_rows"]
     newest = slice(num_nodes - (level or num_nodes), None)
     parents = binary(num_nodes)

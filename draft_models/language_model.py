@@ -1,7 +1,7 @@
 """A smaller causal language model of the same vocabulary as drafter: it continues the text, the target checks.
 
-It keeps its K/V, of all its layers in full space, as an EAGLE-3 head does (`eagle3_drafter.py`), and reads nothing of
-the target. Invariant: after `observe`, K/V of [0, S) are those of a fresh prefill of the tokens.
+It keeps its K/V as an EAGLE-3 head does (`eagle3_drafter.py`), and reads nothing of the target. Invariant: after
+`observe`, K/V of [0, S) are those of a fresh prefill of the tokens, as far as windows reach.
 """
 
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ class LanguageModelDrafter(Drafter):
                 "model, or 'suffix'"
             )
         self.model = model
-        self.kv_layout: KVLayout | None = model.layout.kept_in_full()
+        self.kv_layout: KVLayout | None = model.layout
         self.owners = [spec.owner for spec in model.layout.layers]
         self.vocab_size = target.vocab_size
         self.fit = Fit.of(target)

@@ -10,7 +10,7 @@ Models with other layers are other data: nothing that allocates, pages or evicts
 from a Hugging Face text config. Invariant: an owner owns itself, and a layer has its owner's fields and retention.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -195,12 +195,16 @@ class KVLayout:
         def resolved(spec: LayerCache) -> LayerCache:
             return replace(spec, retention=Records(FOLD + 2 * lookahead)) if spec.recurrent else spec
 
-        return KVLayout(tuple(map(resolved, self.layers)))
+        return self.map(resolved)
 
     def last_owner(self, layer_type: str) -> LayerCache | None:
         """The owner that the last layer of this type reads, as a frozen-KV drafter layer of that type does."""
         of_type = [spec for spec in self.layers if spec.layer_type == layer_type]
         return self.layers[of_type[-1].owner] if of_type else None
+
+    def map(self, change: Callable[[LayerCache], LayerCache]) -> "KVLayout":
+        """These layers, changed one by one."""
+        return KVLayout(tuple(map(change, self.layers)))
 
     def share(self, count: int) -> "KVLayout":
         """The layout of one of `count` ranks, which divide the heads of every layer. Fewer heads than ranks are
@@ -210,25 +214,18 @@ class KVLayout:
             fields = tuple(field._replace(heads=-(-field.heads // count)) for field in spec.fields)
             return replace(spec, fields=fields, shares=min(spec.num_kv_heads, count))
 
-        return KVLayout(tuple(map(divided, self.layers)))
-
-    def kept_in_full(self) -> "KVLayout":
-        """These layers, each of which keeps every token."""
-        return KVLayout(tuple(replace(spec, layer_type=FULL_ATTENTION, retention=Full()) for spec in self.layers))
-
-    @classmethod
-    def uniform(cls, num_layers: int, num_kv_heads: int, head_dim: int) -> "KVLayout":
-        """Layers that all keep K and V of one shape of every token, whatever window they attend through."""
-        shape = FULL_ATTENTION, attention_fields(num_kv_heads, head_dim), Full()
-        return cls(tuple(LayerCache(layer, layer, *shape) for layer in range(num_layers)))
+        return self.map(divided)
 
     def rounded(self) -> "KVLayout":
         """These layers, with fields of 8 bits."""
+        return self.map(lambda spec: replace(spec, fields=tuple(f._replace(rounded=True) for f in spec.fields)))
 
-        def narrowed(spec: LayerCache) -> LayerCache:
-            return replace(spec, fields=tuple(field._replace(rounded=True) for field in spec.fields))
-
-        return KVLayout(tuple(map(narrowed, self.layers)))
+    @classmethod
+    def of_windows(cls, windows: Sequence[int | None], num_kv_heads: int, head_dim: int) -> "KVLayout":
+        """A layer for each of these windows, all with K and V of one shape; None: a full one."""
+        fields = attention_fields(num_kv_heads, head_dim)
+        kept = [(FULL_ATTENTION, Full()) if n is None else (SLIDING_ATTENTION, Window(n)) for n in windows]
+        return cls(tuple(LayerCache(i, i, kind, fields, retention) for i, (kind, retention) in enumerate(kept)))
 
     def slot_bytes(self, retention: Retention, dtype: torch.dtype) -> int:
         """Bytes of one token in the layers with this retention."""

@@ -24,7 +24,7 @@ import torch
 from specdec.errors import KVStateError, OutOfSlotsError, name_row
 from specdec.gpu.mirrored_array import IntArray, MirroredArray, upload
 from specdec.kvcache.allocator import HybridAllocator
-from specdec.kvcache.index_spaces import NULL_SLOT, PRIMARY, GroupId, PrimaryLoc
+from specdec.kvcache.index_spaces import NULL_SLOT, PRIMARY, ByGroup, GroupId, PrimaryLoc
 
 FROZEN_EXTRA_KEYS = 2
 """Committed keys that a frozen drafter reads beyond a window - 1 of the target: it sees the window + 1 newest."""
@@ -60,7 +60,8 @@ class RequestTable:
 
     reread: tokens at the end of adopted pages that are read again, as if not committed. shared_len: where each row's
     own K/V begin, on the host and the device: what is computed again before that is not stored.
-    extra_keys: committed keys to keep in every windowed group beyond its window, for a drafter that reads them.
+    extra_keys: committed keys to keep beyond a window for a drafter that reads them, in every windowed group or by
+    group.
     retain: [groups] committed keys that a row keeps, on the host and the device; all that fit in the primary group.
     evicted_len: [groups, rows].
     """
@@ -72,7 +73,7 @@ class RequestTable:
         max_requests: int,
         max_len: int,
         lookahead: int,
-        extra_keys: int = FROZEN_EXTRA_KEYS,
+        extra_keys: ByGroup[int] | int = FROZEN_EXTRA_KEYS,
         reread: int = 0,
     ) -> None:
         self.allocator = allocator
@@ -82,15 +83,15 @@ class RequestTable:
         width = -(-(max_len + lookahead) // page_size) * page_size
         self.slots = MirroredArray((num_rows, width), allocator.device)
         self.committed_len = MirroredArray((num_rows,), allocator.device)
-        assert reread <= extra_keys, f"{reread=} tokens need as many keys more, {extra_keys=}"
         self.shared_len = MirroredArray((num_rows,), allocator.device)
         self.reread = reread
         self.capacity: IntArray = np.zeros(num_rows, dtype=np.int64)
         self.evicted_len: IntArray = np.zeros((len(allocator.pools), num_rows), dtype=np.int64)
         self._active = np.zeros(num_rows, dtype=np.bool_)
-        self.extra_keys = extra_keys
-        windows = [group.window for group in allocator.groups.groups]
-        kept = [width if window is None else window - 1 + extra_keys for window in windows]
+        groups = allocator.groups.groups
+        self.extra_keys = ByGroup((extra_keys,) * len(groups)) if isinstance(extra_keys, int) else extra_keys
+        assert reread <= min(self.extra_keys), f"{reread=} tokens need as many keys more, {extra_keys=}"
+        kept = [width if group.window is None else group.window - 1 + self.extra_keys[group.id] for group in groups]
         self.retain: IntArray = np.array(kept, dtype=np.int64)
         self.retain_on_device = upload(self.retain, allocator.device)
 

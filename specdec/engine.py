@@ -125,7 +125,7 @@ class Engine:
         require_kv_dtype(config.kv_dtype, backend.name)
         require_recurrent(target, config)
         lookahead = lookahead_nodes(self.spec, drafts=drafter is not None, captured=capture is not None)
-        self.cache, self.max_model_len = make_cache(target, drafter, self.config, lookahead, backend)
+        self.cache, self.max_model_len = make_cache(target, drafter, spec, self.config, lookahead, backend)
         warn_where_drafts_end(drafter, self.max_model_len)
         self.table = self.cache.table
         memory = capture  # before the sanitizer wraps it

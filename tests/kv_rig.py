@@ -103,7 +103,9 @@ def replaced(values: ByGroup[Any], group: GroupId, value: Any) -> ByGroup[Any]:
 
 
 class KVRig(KVCache):
-    """A cache that answers as its request table too: `rig.ensure_slots(row, 5)` is `rig.table.ensure_slots(row, 5)`."""
+    """A cache that answers as its request table too: `rig.ensure_slots(row, 5)` is `rig.table.ensure_slots(row, 5)`.
+
+    drafts: layers of a drafter that will add a store."""
 
     def __init__(
         self,
@@ -115,12 +117,13 @@ class KVRig(KVCache):
         max_requests: int,
         max_len: int,
         lookahead: int,
-        extra_keys: int = FROZEN_EXTRA_KEYS,
+        extra_keys: ByGroup[int] | int = FROZEN_EXTRA_KEYS,
+        drafts: KVLayout | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         backend: Backend | None = None,
     ) -> None:
-        windows = CacheGroups.of_layouts([layout]).windows
+        windows = CacheGroups.of_layouts([layout] if drafts is None else [layout, drafts]).windows
         allocator = make_allocator(pages, windows, window_pages, page_size=page_size, device=device)
         table = RequestTable(
             allocator, max_requests=max_requests, max_len=max_len, lookahead=lookahead, extra_keys=extra_keys

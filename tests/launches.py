@@ -163,6 +163,7 @@ def attention(
     block: bool = True,
     chunk: bool = False,
     begun: bool = False,
+    first_key: int = 0,
 ) -> None:
     """Chains, trees, runs and frozen queries. begun: the table begins after position 0, as windowed ones do."""
     kv_heads, pages = 2, integers(batch, 640)
@@ -179,7 +180,7 @@ def attention(
     )  # fmt: skip
     tree_attention(
         query, pool_k, pool_v, own, pages, path_start, length, positions,
-        page_size=page_size, scaling=0.1, block_len=held, window=window, softcap=cap, sinks=sink,
+        page_size=page_size, scaling=0.1, block_len=held, window=window, first_key=first_key, softcap=cap, sinks=sink,
     )  # fmt: skip
 
 
@@ -195,6 +196,7 @@ def draft_level(
     window: int | None = None,
     cap: float | None = None,
     sinks: bool = False,
+    first_key: int = 0,
 ) -> None:
     """The newest `level` nodes of a draft of `num_nodes`."""
     kv_heads = 2
@@ -203,8 +205,8 @@ def draft_level(
         numbers(batch, level, kv_heads * group, head_dim, dtype=dtype).transpose(1, 2), block_k, block_v,
         integers(batch, num_nodes), integers(batch, level, -(-num_nodes // 64)),
         *(numbers(9999, kv_heads, head_dim, dtype=dtype) for _ in "kv"),
-        integers(batch, 640), integers(batch), integers(batch, level),
-        page_size=page_size, scaling=0.1, window=window, softcap=cap,
+        integers(batch, 640), integers(batch) if window else None, integers(batch), integers(batch, level),
+        page_size=page_size, scaling=0.1, window=window, first_key=first_key, softcap=cap,
         sinks=numbers(kv_heads * group, dtype=dtype) if sinks else None,
     )  # fmt: skip
 
@@ -218,6 +220,7 @@ def prompts(
     exact: bool,
     window: int | None,
     cap: float | None,
+    first_key: int = 0,
     tiles: RaggedTiles | None = None,
 ) -> None:
     """Runs of eight requests in one row. Of windowed layers the lines begin after position 0."""
@@ -228,6 +231,7 @@ def prompts(
     lines = Lines(integers(8, 4096), integers(8), None if window is None else integers(8))
     sinks = None if cap is None else numbers(2 * group, dtype=dtype)
     options: dict[str, Any] = {"scaling": 0.1, "exact": exact, "window": window, "softcap": cap, "sinks": sinks}
+    options["first_key"] = first_key
     ragged_attention(query, *pools, pack, lines, tiles=tiles, **options)
 
 
@@ -472,12 +476,15 @@ def usual() -> Iterator[Launch]:
     yield launch(attention, FP16, 64, 8, 512, sinks=True, chunk=True, window=128, page_size=16)  # gpt-oss
     yield launch(attention, BF16, 128, 4, 130, tree=True, cap=50.0)
     yield launch(attention, FP32, 80, 1, 5, page_size=16, tree=True, window=64)
+    yield launch(attention, BF16, 128, 8, 4, first_key=2)  # later MTP modules
+    yield launch(draft_level, BF16, 128, 8, 3, 4, 2, first_key=2)
     yield launch(draft_level, BF16, 128, 4, 3, 80, 8, cap=50.0, sinks=True)  # two words of bits
     yield launch(draft_level, FP32, 80, 1, 3, 5, 1, window=64)
     yield launch(draft_level, BF16, 256, 4, 1, 16, 16, page_size=16)
     for exact in (False, True):
         yield launch(prompts, BF16, 512, 4, 16, exact=exact, window=None, cap=None)
         yield launch(prompts, BF16, 256, 4, 2048, exact=exact, window=512, cap=50.0)
+        yield launch(prompts, BF16, 128, 8, 512, exact=exact, window=None, cap=None, first_key=2)
     in_memory = RaggedTiles(64, 32, 8, 2, 256, total_in_memory=True)
     yield launch(prompts, BF16, 512, 4, 2048, exact=True, window=None, cap=None, tiles=in_memory)
     yield launch(products, BF16, 5, "gelu_tanh")

@@ -689,6 +689,18 @@ UNSUPPORTED = {
 }
 
 
+@pytest.mark.parametrize(("attribute", "value"), [("alibi", True), ("attention_chunk_size", 1)])
+def test_a_config_that_asks_for_other_attention_is_refused_by_name(attribute, value, make_target):
+    """`True` equals 1, which passed."""
+    model = make_target("llama", fresh=True)
+    setattr(model.config, attribute, value)
+    with pytest.raises(UnsupportedModelError) as error:
+        Engine.from_pretrained(model, config=SMALL)
+    assert_one_sentence(error, f"({attribute}={value})")
+    setattr(model.config, attribute, False)
+    Engine.from_pretrained(model, config=SMALL)
+
+
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_unsupported_architectures_are_refused_at_construction(name):
     make, part = UNSUPPORTED[name]

@@ -15,6 +15,8 @@ from specdec.evaluation.request_figures import acceptance_figures, pinned_figure
 from specdec.runtime.draft_counts import vllm_figures
 from specdec.runtime.request import RequestStats
 
+from marks import deep
+
 SPEED_ROW = {"question_id": "q" * 32, "category": "coding", "sub_category": "x", "source": "s", "multiturn": True}
 ROWS = {
     "gsm8k": [{"question": "a", "answer": "#### 1"}],
@@ -99,7 +101,7 @@ def bench(*words: str):
 
 
 @pytest.mark.usefixtures("shallow_pair", "bundled_once")
-@pytest.mark.parametrize("draft", [SpecConfig(4, adaptive=False), SpecConfig(2, 2, 5, adaptive=False)], ids=str)
+@pytest.mark.parametrize("draft", [deep(SpecConfig(4, adaptive=False)), SpecConfig(2, 2, 5, adaptive=False)], ids=str)
 def test_a_bench_counts_drafts_as_the_engine_does(draft, tmp_path):
     """Two categories whose prompts take turns in the file: batches are of one, and their figures add up."""
     texts = ["Tom has 3 apples.", "Ann buys 12 pens and sells 5.", "Joe runs 4 km.", "Eva reads 20 pages."]

@@ -1,16 +1,29 @@
 """The configuration of nginx in docs/deployment.md: nginx itself checks it where it is installed, and else crossplane,
-a parser that knows nginx's directives. It streams, and bounds what the server leaves to it."""
+a parser that knows nginx's directives. It streams, and bounds what the server leaves to it. Then the manifest for
+Kubernetes and the board for Grafana in examples/, held against the server's own options, routes and metrics."""
 
+import asyncio
+import json
 import re
 import shutil
 import socket
 import subprocess
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
 from server_process import running_server
+
+from specdec import Engine, SamplingParams
+from specdec.cli.app import load_command
+from specdec.serving.application import create_app
+from specdec.serving.async_engine import AsyncEngine
+from specdec.serving.server import LAST_SECONDS, OVERDUE_SECONDS
+from specdec.serving.server_settings import ServeSettings
 
 from served_engine import until
 
@@ -77,3 +90,85 @@ def test_streams_pass_event_by_event_and_a_slow_head_is_ended(tmp_path):
                     slow.recv(1 << 16)
             finally:
                 proxy.terminate()
+
+
+EXAMPLES = PAGE.parent.parent / "examples"
+OUTSIDE = {"instance", "replica"}
+"""Labels that Prometheus and `examples/ray_serve.py` add."""
+
+
+@pytest.fixture(scope="module")
+def manifest() -> dict[str, Any]:
+    """The objects for Kubernetes, by kind."""
+    objects = list(yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text("utf-8")))
+    assert all(each["apiVersion"] and each["metadata"]["name"] for each in objects)
+    return {each["kind"]: each for each in objects}
+
+
+@pytest.fixture(scope="module")
+def pages(shallow_folder) -> dict[str, httpx.Response]:
+    """Answers of a server that has served one request, by path; those that are 200."""
+
+    async def ask() -> list[httpx.Response]:
+        async with AsyncEngine(engine) as running:
+            app = create_app(running, ServeSettings(["m"]))
+            await running.generate([[5, 6, 7]], SamplingParams(max_new_tokens=8, ignore_eos=True))
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+                return [await client.get(path) for path in ("/live", "/ready", "/metrics")]
+
+    with Engine.from_pretrained(shallow_folder / "tiny-gemma4", shallow_folder / "tiny-gemma4-mtp") as engine:
+        return {each.url.path: each for each in asyncio.run(ask()) if each.status_code == 200}
+
+
+def test_a_manifest_starts_the_server_that_it_probes(manifest, pages):
+    """Its arguments are options of `specdec serve`; ports and paths are those of the server in the image."""
+    template = manifest["Deployment"]["spec"]["template"]
+    [container] = template["spec"]["containers"]
+    entry = re.search(r"^ENTRYPOINT (\[.*\])$", (EXAMPLES.parent / "Dockerfile").read_text("utf-8"), re.MULTILINE)
+    given = load_command("serve").make_context("serve", [*json.loads(entry[1])[2:], *container["args"]]).params
+    assert given["host"] == "0.0.0.0"
+    [port] = container["ports"]
+    assert port["containerPort"] == given["port"]
+    probes = {name: container[name]["httpGet"] for name in ("startupProbe", "readinessProbe", "livenessProbe")}
+    assert all(each["port"] == port["name"] and each["path"] in pages for each in probes.values())
+    assert probes["livenessProbe"]["path"] == "/live" and probes["readinessProbe"]["path"] == "/ready"
+    notes = template["metadata"]["annotations"]
+    assert notes["prometheus.io/path"] == "/metrics" and int(notes["prometheus.io/port"]) == given["port"]
+    assert template["spec"]["terminationGracePeriodSeconds"] > given["stop_seconds"] + LAST_SECONDS + OVERDUE_SECONDS
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == given["tensor_parallel"] == 2
+
+
+def test_the_objects_of_a_manifest_name_each_other(manifest):
+    spec = manifest["Deployment"]["spec"]
+    labels, pod = spec["template"]["metadata"]["labels"], spec["template"]["spec"]
+    assert spec["replicas"] == 2
+    assert spec["selector"]["matchLabels"] == labels == manifest["Service"]["spec"]["selector"]
+    assert manifest["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"] == labels
+    [container] = pod["containers"]
+    assert [each["targetPort"] for each in manifest["Service"]["spec"]["ports"]] == [container["ports"][0]["name"]]
+    [volume], [mount] = pod["volumes"], container["volumeMounts"]
+    assert volume["name"] == mount["name"]
+    assert volume["persistentVolumeClaim"]["claimName"] == manifest["PersistentVolumeClaim"]["metadata"]["name"]
+    dockerfile = (EXAMPLES.parent / "Dockerfile").read_text("utf-8")
+    assert f"HF_HOME={mount['mountPath']}/" in dockerfile
+    assert f"--uid {pod['securityContext']['runAsUser']} " in dockerfile
+
+
+def test_a_board_asks_for_metrics_that_there_are(pages):
+    """Its names and labels are those that /metrics prints; it takes rates only of what grows."""
+    board = json.loads((EXAMPLES / "grafana.json").read_text("utf-8"))
+    families = text_string_to_metric_families(pages["/metrics"].text)
+    labels = {sample.name: sample.labels.keys() | OUTSIDE for each in families for sample in each.samples}
+    [known] = [each["name"] for each in board["templating"]["list"] if each["type"] == "query"]
+    assert len({each["id"] for each in board["panels"]}) == len(board["panels"]) > 10
+    for panel in board["panels"]:
+        assert panel["title"] and panel["description"] and panel["fieldConfig"]["defaults"]["unit"]
+        for target in panel["targets"]:
+            asked = target["expr"]
+            names = re.findall(r"\b(?:vllm|specdec):\w+", asked)
+            assert names and not set(names) - labels.keys(), asked
+            assert all(name.endswith(("_total", "_bucket")) for name in re.findall(r"rate\(([\w:]+)", asked)), asked
+            assert asked.count("(") == asked.count(")") and asked.count(f'{{{known}=~"${known}"}}') == len(names)
+            by = {word for group in re.findall(r"by \(([^)]*)\)", asked) for word in group.split(", ")}
+            shown = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
+            assert by <= set.intersection(*(labels[name] for name in names)) and shown <= by, asked

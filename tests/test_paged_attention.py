@@ -57,6 +57,7 @@ class Case:
         head_dim: int = 8,
         v_dim: int | None = None,
         window: int | None = None,
+        first_key: int = 0,
         softcap: float | None = None,
         sinks: bool = False,
         dtype: torch.dtype = torch.float32,
@@ -102,14 +103,23 @@ class Case:
             "pool_k": pool_k,
             "pool_v": pool_v,
             "pages": pages,
+            "start": None,
             "committed_len": committed,
             "positions": positions,
             "page_size": page_size,
             "scaling": head_dim**-0.5 * 1.5,
             "window": window,
+            "first_key": first_key,
             "softcap": softcap,
             "sinks": normal(hq) if sinks else None,
         }
+
+    def evict(self, keys: int) -> None:
+        """Leave whole pages before the newest `keys` of each prefix out of its table, as a windowed group does."""
+        a, page_size = self.args, self.args["page_size"]
+        a["start"] = (a["committed_len"] - keys).clamp(min=0) // page_size * page_size
+        columns = a["start"][:, None] // page_size + torch.arange(1 + -(-keys // page_size))
+        a["pages"] = a["pages"].gather(1, columns.clamp(max=a["pages"].shape[1] - 1))
 
     def dense(self) -> torch.Tensor:
         """Every output by the definition, over the list of keys that it sees."""
@@ -123,6 +133,7 @@ class Case:
             for j in self.sees[b, i].nonzero().flatten().tolist():
                 seen.append((int(a["block_positions"][b, j]), a["block_k"][b, :, j], a["block_v"][b, :, j]))
             seen = [key for key in seen if window is None or position - key[0] < window]
+            seen = [key for key in seen if key[0] in (position, *range(a["first_key"], position))]
             if seen:
                 out[b, i] = attend(query[b, i], *(torch.stack([key[n] for key in seen]) for n in (1, 2)), **options)
         return out
@@ -183,7 +194,17 @@ def test_page_sizes_and_groups(page_size: int, heads: tuple[int, int]) -> None:
 @pytest.mark.parametrize("window", [1, 2, 4, 18])
 def test_windows_go_by_depth_and_may_be_smaller_than_the_tree(window: int, page_size: int) -> None:
     parents = [-1, 0, 0, 2, 1, 4, 5, 3]  # depths 0 1 1 2 2 3 4 3
-    Case([40, 3, 0], 8, parents=parents, window=window, page_size=page_size).check(tiles=SMALL)
+    for kept in (None, window - 1, window - 1 + 16):
+        case = Case([40, 3, 0], 8, parents=parents, window=window, page_size=page_size)
+        if kept is not None:
+            case.evict(kept)
+        case.check(tiles=SMALL)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_keys_before_the_first_do_not_exist_but_for_a_querys_own(window: int | None) -> None:
+    parents = [-1, 0, 0, 2, 1, 4, 5, 3]  # depths 0 1 1 2 2 3 4 3
+    Case([40, 3, 0], 8, parents=parents, window=window, first_key=2, page_size=3).check(tiles=SMALL)
 
 
 @deep_cases("three words-3")

@@ -51,8 +51,10 @@ def test_a_row_depends_on_no_other_row_or_head() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_move_copies_what_is_stored(dtype: torch.dtype) -> None:
-    allocator = HybridAllocator(CacheGroups.of_layouts([KVLayout.uniform(1, 2, 8)]), [9], page_size=1, device=CPU)
-    store = KVStore(KVLayout.uniform(1, 2, 8).rounded(), allocator, dtype, CPU, rank=0)
+    allocator = HybridAllocator(
+        CacheGroups.of_layouts([KVLayout.of_windows([None], 2, 8)]), [9], page_size=1, device=CPU
+    )
+    store = KVStore(KVLayout.of_windows([None], 2, 8).rounded(), allocator, dtype, CPU, rank=0)
     torch.manual_seed(1)
     k, v = torch.randn(2, 3, 2, 8).to(dtype)
     reference_store_kv(k, v, GroupLoc(torch.tensor([4, 5, 6])), *store.layers[0].fields)
@@ -166,7 +168,7 @@ def two_key_layer(layer: int, heads: int, dim: int, window: int) -> LayerCache:
 
 
 def test_a_layer_may_keep_a_field_of_its_own() -> None:
-    layout = KVLayout((two_key_layer(0, 2, 8, 4), *KVLayout.uniform(2, 1, 4).layers[1:]))
+    layout = KVLayout((two_key_layer(0, 2, 8, 4), *KVLayout.of_windows([None] * 2, 1, 4).layers[1:]))
     groups = CacheGroups.of_layouts([layout])
     allocator = HybridAllocator(groups, [12, 6], page_size=2, device=CPU)
     store = KVStore(layout, allocator, torch.float32, CPU, rank=0)

@@ -110,6 +110,7 @@ def lay_out(
     window: int | None = None,
     evict: bool = False,
     spare_pages: int = 0,
+    first_key: int = 0,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     seed: int = 0,
@@ -163,6 +164,7 @@ def lay_out(
         "scaling": first.block.q.shape[2] ** -0.5 * 1.5,
         "block_len": torch.tensor(valid) if any(r.valid is not None for r in requests) else None,
         "window": window,
+        "first_key": first_key,
         "softcap": softcap,
         "sinks": sinks,
     }
@@ -182,6 +184,7 @@ def dense(requests: Sequence[Request], args: dict[str, Any]) -> torch.Tensor:
                 node = node - 1 if r.parents is None else r.parents[node]
             position = len(r.prefix) + r.depth[i]
             oldest = 0 if args["window"] is None else max(0, position - args["window"] + 1)
+            oldest = max(oldest, min(args["first_key"], position))
             seen = (r.prefix + r.block[path])[oldest:]
             out[b, i] = attend(r.block.q[i], seen.k, seen.v, **options)
     return out
@@ -282,6 +285,15 @@ def test_windows_go_by_depth_and_may_be_smaller_than_the_tree(window: int, page_
     parents = [-1, 0, 0, 2, 1, 4, 5, 3]  # depths 0 1 1 2 2 3 4 3
     requests = [request(n, 8, parents, seed=n) for n in (40, 3, 0)]
     check(requests, window=window, page_size=page_size, evict=evict)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("parents", [[-1, 0, 0, 2, 1, 4, 5, 3], None], ids=["tree", "chain"])
+def test_keys_before_the_first_do_not_exist_but_for_a_querys_own(parents: list[int] | None, window: int | None) -> None:
+    """Among committed tiles, in the tile of the block, and in the block."""
+    requests = [request(n, 8, parents, seed=n) for n in (40, 19, 16, 0)]
+    check(requests, window=window, page_size=4, first_key=18)
+    check([request(n, 8, parents, seed=n) for n in (3, 0)], window=window, first_key=2)
 
 
 @pytest.mark.parametrize("extras", [slow({"softcap": 1.5}), {"softcap": 2.0, "window": 9}, slow({})], ids=str)

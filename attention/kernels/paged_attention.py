@@ -1,10 +1,11 @@
 r"""Attention of a draft in progress: its newest level to the committed prefix and its own ancestors, as one call.
 
-For request b, node i of the level at position q_i, keys of the prefix at position p in page `pages[b, p // page_size]`,
-keys of the draft's nodes so far, its block, at positions r_j, window w:
+For request b, node i of the level at position q_i, keys of the prefix at position p in page
+`pages[b, (p - start[b]) // page_size]`, keys of the draft's nodes so far, its block, at positions r_j, window w:
 
-    visible(i, p) = p < S_b                 and q_i - p < w     a committed key; S_b = committed_len[b]
+    visible(i, p) = start[b] <= p < S_b     and q_i - p < w     a committed key; S_b = committed_len[b]
     visible(i, j) = bit j of ancestors[b,i] and q_i - r_j < w   key j of the block, M for the N nodes of the level
+    and in both     p, r_j >= min(f, q_i)                       f = first_key: no key before it exists, but q_i's own
 
     out_i = sum_j e^{x_ij} v_j / (e^{sink} + sum_j e^{x_ij}),   x_ij = cap(scaling * q_i . k_j),  cap(x) = c tanh(x / c)
 
@@ -49,11 +50,13 @@ def reference_paged_attention(
     pool_k: torch.Tensor,
     pool_v: torch.Tensor,
     pages: torch.Tensor,
+    start: torch.Tensor | None,
     committed_len: torch.Tensor,
     positions: torch.Tensor,
     *,
     page_size: int,
     window: int | None = None,
+    first_key: int = 0,
     **options: Unpack[ScoreOptions],
 ) -> torch.Tensor:
     """Computes the attention by its definition, in float32, or in float64 if the query is. A key that no row sees may
@@ -65,9 +68,10 @@ def reference_paged_attention(
     )  # [B, Hkv, L + M, D]
     keys = torch.arange(block_k.shape[2], device=query.device)
     known = (ancestors[:, :, keys // WORD] >> keys % WORD) & 1 == 1  # [B, N, M]
-    committed = (columns < committed_len[:, None])[:, None].expand(-1, known.shape[1], -1)
-    key_pos = torch.cat([columns.expand(len(query), -1), block_positions], 1)
-    seen = visible(positions, key_pos, torch.cat([committed, known], 2), window)
+    column_pos = columns.expand(len(query), -1) if start is None else start[:, None] + columns
+    committed = (column_pos < committed_len[:, None])[:, None].expand(-1, known.shape[1], -1)
+    key_pos = torch.cat([column_pos, block_positions], 1)
+    seen = visible(positions, key_pos, torch.cat([committed, known], 2), window, first_key)
     dtype = torch.promote_types(query.dtype, torch.float32)
     unseen = ~seen.any(1)[:, None, :, None]
     k, v = (x.to(dtype).masked_fill(unseen, 0.0) for x in (k, v))
@@ -84,12 +88,14 @@ def paged_attention(
     pool_k: torch.Tensor,
     pool_v: torch.Tensor,
     pages: torch.Tensor,
+    start: torch.Tensor | None,
     committed_len: torch.Tensor,
     positions: torch.Tensor,
     *,
     page_size: int,
     scaling: float,
     window: int | None = None,
+    first_key: int = 0,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     tiles: Tiles | None = None,
@@ -98,14 +104,16 @@ def paged_attention(
 
     query: [B, Hq, N, D], any strides.             block_k, block_v: [B, Hkv, M, D], any strides.
     block_positions: [B, M] of the block's keys.   ancestors: [B, N, ceil(M / 64)] int64, bits of the block's keys.
-    pool_k, pool_v: [slots, Hkv, D], any strides.  pages: [B, P] page ids of these pools, from position 0 on.
+    pool_k, pool_v: [slots, Hkv, D], any strides.  pages: [B, P] page ids of these pools, from position `start` [B] on,
+    a multiple of the page size; None: from 0.
     Values, of the pool and of the block, may have fewer numbers DV a head.
     committed_len: [B], keys of the prefix.        positions: [B, N] of the queries.
     window: a key is visible if it lies fewer than this many positions back.  softcap: c above.  sinks: [Hq] logits.
+    first_key: f above.
     """
     batch, num_heads, num_rows, head_dim = query.shape
     kv_heads, num_pages, num_keys = pool_k.shape[1], pages.shape[1], block_k.shape[2]
-    check_arguments(query, pool_k, pool_v, pages, positions, sinks, committed_len)
+    check_arguments(query, pool_k, pool_v, pages, positions, sinks, start, committed_len)
     value_dim = pool_v.shape[2]
     assert block_k.shape == (batch, kv_heads, num_keys, head_dim), f"{block_k.shape=}"
     assert block_v.shape == (batch, kv_heads, num_keys, value_dim), f"{block_v.shape=}"
@@ -125,8 +133,8 @@ def paged_attention(
     out = torch.empty((batch, num_rows, num_heads, value_dim), dtype=query.dtype, device=query.device)
     part, lse = split_results(out, num_splits)
     attend_kernel[(row_tiles, batch * kv_heads, num_splits)](
-        *(query, block_k, block_v, pool_k, pool_v, pages, committed_len, positions, block_positions, ancestors),
-        *(sinks, part, lse, scaling, softcap, window, num_rows, num_keys, num_splits, num_pages),
+        *(query, block_k, block_v, pool_k, pool_v, pages, start, committed_len, positions, block_positions, ancestors),
+        *(sinks, part, lse, scaling, softcap, window, first_key or None, num_rows, num_keys, num_splits, num_pages),
         *(*query.stride(), *block_k.stride(), *block_v.stride(), *pool_k.stride(), *pool_v.stride()),
         *(*pages.stride(), *positions.stride(), *block_positions.stride(), *ancestors.stride()),
         PAGE_SIZE=page_size,

@@ -50,7 +50,7 @@ def absorb(
 
 @triton.jit(
     do_not_specialize=[
-        *("window", "num_rows", "num_keys", "num_splits", "num_pages"),
+        *("window", "first_key", "num_rows", "num_keys", "num_splits", "num_pages"),
         *("s_page_b", "s_pos_b", "s_pos", "s_key_b", "s_key", "s_anc_b", "s_anc", "s_anc_w"),
     ]
 )
@@ -61,6 +61,7 @@ def attend_kernel(
     p_pool_k: tl.tensor,  # [slots, Hkv, D]
     p_pool_v: tl.tensor,
     p_pages: tl.tensor,  # [B, P]
+    p_start: tl.tensor,  # [B], or None: 0 for all
     p_committed_len: tl.tensor,  # [B]
     p_positions: tl.tensor,  # [B, N]
     p_key_pos: tl.tensor,  # [B, M], the positions of the block's keys
@@ -71,6 +72,7 @@ def attend_kernel(
     scaling: tl.tensor,
     softcap: tl.tensor,  # or None
     window: tl.tensor,  # or None
+    first_key: tl.tensor,  # or None
     num_rows: tl.tensor,
     num_keys: tl.tensor,  # M
     num_splits: tl.tensor,
@@ -140,10 +142,13 @@ def attend_kernel(
     b_acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
 
     # the prefix: keys [lo, hi) by position, of which this split takes [begin, end)
-    lo = 0
+    start = 0
+    if p_start is not None:
+        start = tl.load(p_start + i_b).to(tl.int32)
+    lo = start
     if window is not None:
-        lo = tl.maximum(tl.min(tl.where(m_row, b_pos, NOWHERE), 0) - window + 1, 0)
-    hi = tl.minimum(committed_len, num_pages * PAGE_SIZE)
+        lo = tl.maximum(tl.min(tl.where(m_row, b_pos, NOWHERE), 0) - window + 1, start)
+    hi = tl.minimum(committed_len, start + num_pages * PAGE_SIZE)
     hi = tl.where(lo < hi, hi, 0)
     begin = lo // BLOCK_K * BLOCK_K
     spare = 4 * BLOCK_K  # keys that split 0 takes fewer, since it has the block
@@ -158,11 +163,13 @@ def attend_kernel(
         o_key = i_key + tl.arange(0, BLOCK_K)
         m_key = (o_key >= lo) & (o_key < hi)
         o_col = tl.minimum(tl.maximum(o_key, lo), hi - 1)
-        b_slot = page_slots(p_page, o_col, s_page, PAGE_SIZE)
+        b_slot = page_slots(p_page, o_col - start, s_page, PAGE_SIZE)
         b_k, b_v = load_keys(p_pool_k, p_pool_v, b_slot, o_d, m_d, o_v, m_v, s_pk_t, s_pk_d, s_pv_t, s_pv_d)
         m_seen = m_key[None, :]
         if window is not None:
             m_seen = m_seen & (b_pos[:, None] - o_key[None, :] < window)
+        if first_key is not None:
+            m_seen = m_seen & (o_key[None, :] >= tl.minimum(b_pos, first_key)[:, None])
         b_max, b_sum, b_acc = absorb(b_q, b_k, b_v, m_seen, b_max, b_sum, b_acc, scaling, softcap)
 
     # the block, in split 0
@@ -173,9 +180,12 @@ def attend_kernel(
             b_bits = tl.load(p_ancestors + i_key // 64 * s_anc_w, mask=m_row, other=0)
         m_seen = ((b_bits[:, None] >> (o_key % 64)[None, :]) & 1) != 0
         m_seen = m_seen & m_row[:, None] & m_key[None, :]
-        if window is not None:
+        if window is not None or first_key is not None:
             b_key_pos = tl.load(p_key_pos + i_b * s_key_b + o_key * s_key, mask=m_key, other=0).to(tl.int32)
-            m_seen = m_seen & (b_pos[:, None] - b_key_pos[None, :] < window)
+            if window is not None:
+                m_seen = m_seen & (b_pos[:, None] - b_key_pos[None, :] < window)
+            if first_key is not None:
+                m_seen = m_seen & (b_key_pos[None, :] >= tl.minimum(b_pos, first_key)[:, None])
         m_key = tl.max(m_seen.to(tl.int32), 0) > 0  # a key that no row sees may hold anything
         o_kv = o_key[:, None].to(tl.int64)
         o_bk = i_b * s_bk_b + i_h * s_bk_h + o_kv * s_bk_n + o_d[None, :] * s_bk_d

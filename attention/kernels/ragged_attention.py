@@ -2,7 +2,7 @@ r"""Attention of prompts: runs of tokens of many requests in one row (`attention
 
 Token t of run r, at position q, sees the keys of its request that are stored so far, its own and earlier ones:
 
-    visible(t, p) = begin_r <= p <= q   and q - p < window
+    visible(t, p) = begin_r <= p <= q   and q - p < window   and p >= min(first_key, q)
     out_t = sum_p e^{x_tp} v_p / (e^{sink} + sum_p e^{x_tp}),   x_tp = cap(scaling * q_t . k_p),  cap(x) = c tanh(x / c)
 
 All keys are read by position from the pools, where the forward has stored its own: prefix and run are one walk, layers
@@ -61,9 +61,10 @@ class RaggedAttention:
     window: int | None
     exact: bool
     shares: int = 1
+    first_key: int = 0
 
     def __call__(self, query: torch.Tensor, pool_k: torch.Tensor, pool_v: torch.Tensor, **options: Any) -> torch.Tensor:
-        options |= {"window": self.window, "exact": self.exact, "shares": self.shares}
+        options |= {"window": self.window, "exact": self.exact, "shares": self.shares, "first_key": self.first_key}
         return ragged_attention(query, pool_k, pool_v, self.pack, self.lines, **options)
 
 
@@ -77,6 +78,7 @@ def ragged_attention(
     scaling: float,
     exact: bool = False,
     window: int | None = None,
+    first_key: int = 0,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     shares: int = 1,
@@ -86,6 +88,7 @@ def ragged_attention(
 
     query: [1, Hq, T, D], any strides.      pool_k, pool_v: [slots, Hkv, D], any strides; the pack's K/V are in them.
     lines: of the group of these pools.     window: a key is visible if it lies fewer than this many positions back.
+    first_key: keys before this position do not exist, but for a query's own.
     softcap: c above.  sinks: [Hq] logits.  exact: in the order in which plain decoding adds keys up.
     shares: ranks hold the heads in this many parts: in order, keys are cut as for the heads of all.
     tiles: chosen by `choose_ragged`, given by hand only in tests and when tuning.
@@ -119,7 +122,7 @@ def ragged_attention(
     ragged_kernel[(num_tiles, kv_heads, num_splits)](
         *(query, pool_k, pool_v, lines.slots, lines.line, lines.begin, pack.start, pack.cu_len, sinks),
         *(part, lse, total),
-        *(scaling, softcap, window, num_runs, num_tokens, num_splits, lines.slots.stride(0)),
+        *(scaling, softcap, window, first_key or None, num_runs, num_tokens, num_splits, lines.slots.stride(0)),
         *(*query.stride()[1:], *pool_k.stride(), *pool_v.stride()),
         KV_HEADS=kv_heads,
         GROUP=group,

@@ -31,6 +31,7 @@ def _add_tile(
     b_q: tl.tensor,
     b_pos: tl.tensor,
     window: tl.tensor,
+    first_key: tl.tensor,
     b_max: tl.tensor,
     b_sum: tl.tensor,
     b_acc: tl.tensor,
@@ -60,6 +61,8 @@ def _add_tile(
         m_seen = (o_key[None, :] <= b_pos[:, None]) & (o_key[None, :] >= lo)
         if window is not None:
             m_seen = m_seen & (b_pos[:, None] - o_key[None, :] < window)
+        if first_key is not None:
+            m_seen = m_seen & (o_key[None, :] >= tl.minimum(b_pos, first_key)[:, None])
     if IN_ORDER:
         b_max, b_sum, b_acc = absorb_in_order(b_q, b_k, b_v, m_seen, b_max, b_sum, b_acc, scaling, softcap)
     else:
@@ -81,6 +84,7 @@ def _walk(
     b_q: tl.tensor,
     b_pos: tl.tensor,
     window: tl.tensor,
+    first_key: tl.tensor,
     b_max: tl.tensor,
     b_sum: tl.tensor,
     b_acc: tl.tensor,
@@ -101,19 +105,19 @@ def _walk(
     # fmt: off
     for i_key in range(begin, tl.minimum(stop, free_end), BLOCK_K):
         b_max, b_sum, b_acc = _add_tile(
-            p_pool_k, p_pool_v, p_slots, i_key, lo, end, begin_of_line, b_q, b_pos, window, b_max, b_sum, b_acc,
-            scaling, softcap, o_d, m_d, o_v, m_v, s_pk_t, s_pk_d, s_pv_t, s_pv_d, BLOCK_K, False, IN_ORDER,
+            p_pool_k, p_pool_v, p_slots, i_key, lo, end, begin_of_line, b_q, b_pos, window, first_key, b_max, b_sum,
+            b_acc, scaling, softcap, o_d, m_d, o_v, m_v, s_pk_t, s_pk_d, s_pv_t, s_pv_d, BLOCK_K, False, IN_ORDER,
         )
     for i_key in range(tl.maximum(begin, free_end), stop, BLOCK_K):
         b_max, b_sum, b_acc = _add_tile(
-            p_pool_k, p_pool_v, p_slots, i_key, lo, end, begin_of_line, b_q, b_pos, window, b_max, b_sum, b_acc,
-            scaling, softcap, o_d, m_d, o_v, m_v, s_pk_t, s_pk_d, s_pv_t, s_pv_d, BLOCK_K, True, IN_ORDER,
+            p_pool_k, p_pool_v, p_slots, i_key, lo, end, begin_of_line, b_q, b_pos, window, first_key, b_max, b_sum,
+            b_acc, scaling, softcap, o_d, m_d, o_v, m_v, s_pk_t, s_pk_d, s_pv_t, s_pv_d, BLOCK_K, True, IN_ORDER,
         )
     # fmt: on
     return b_max, b_sum, b_acc
 
 
-@triton.jit(do_not_specialize=["window", "num_runs", "num_tokens", "num_splits", "s_line"])
+@triton.jit(do_not_specialize=["window", "first_key", "num_runs", "num_tokens", "num_splits", "s_line"])
 def ragged_kernel(
     p_q: tl.tensor,  # [Hq, T, D]
     p_pool_k: tl.tensor,  # [slots, Hkv, D]
@@ -130,6 +134,7 @@ def ragged_kernel(
     scaling: tl.tensor,
     softcap: tl.tensor,  # or None
     window: tl.tensor,  # or None
+    first_key: tl.tensor,  # or None
     num_runs: tl.tensor,
     num_tokens: tl.tensor,
     num_splits: tl.tensor,
@@ -204,9 +209,9 @@ def ragged_kernel(
     p_slots += line * s_line
     p_pool_k += i_h * s_pk_h
     p_pool_v += i_h * s_pv_h
-    # every row sees every key before the tile's first token, but for a window
+    # every row sees every key before the tile's first token, but for a window and keys that do not exist
     free_end = 0
-    if GROWS:  # no window
+    if GROWS and first_key is None:  # no window
         free_end = tl.where(is_real, (first_pos + 1) // BLOCK_K * BLOCK_K, 0)
     o_out = o_place * (KV_HEADS * GROUP) + o_head
     m_out = m_row[:, None] & m_v[None, :]
@@ -225,7 +230,8 @@ def ragged_kernel(
         # fmt: off
         b_max, b_sum, b_acc = _walk(
             p_pool_k, p_pool_v, p_slots, begin, stop, free_end, lo, end, begin_of_line, b_q, b_pos, window,
-            b_max, b_sum, b_acc, scaling, softcap, o_d, m_d, o_v, m_v, s_pk_t, s_pk_d, s_pv_t, s_pv_d, BLOCK_K, False,
+            first_key, b_max, b_sum, b_acc, scaling, softcap, o_d, m_d, o_v, m_v, s_pk_t, s_pk_d, s_pv_t, s_pv_d,
+            BLOCK_K, False,
         )
         # fmt: on
         b_sum = tl.where(b_sum == 0.0, 1.0, b_sum)
@@ -254,8 +260,8 @@ def ragged_kernel(
             # fmt: off
             b_part_max, b_part_sum, b_part = _walk(
                 p_pool_k, p_pool_v, p_slots, begin, stop, free_end, lo, end, begin_of_line, b_q, b_pos, window,
-                b_part_max, b_part_sum, b_part, scaling, softcap, o_d, m_d, o_v, m_v, s_pk_t, s_pk_d, s_pv_t, s_pv_d,
-                BLOCK_K, True,
+                first_key, b_part_max, b_part_sum, b_part, scaling, softcap, o_d, m_d, o_v, m_v, s_pk_t, s_pk_d,
+                s_pv_t, s_pv_d, BLOCK_K, True,
             )
             # fmt: on
             m_total = b_max > float("-inf")

@@ -4,6 +4,7 @@ Query n of request b sits at position q = S + depth, S = committed_len[b], and s
 
     visible(n, p) = start_b <= p <= q   and q - p < window     p < S: committed; p >= S: the ancestor at depth p - S
                   = start_b <= p < S    and q - p < window     where the queries bring no keys (a frozen drafter)
+    and in both     p >= min(first_key, q)                     keys before it do not exist, but for a query's own
     out_n = sum_p e^{x_np} v_p / (e^{sink} + sum_p e^{x_np}),   x_np = cap(scaling * q_n . k_p),  cap(x) = c tanh(x / c)
 
 The cut is by absolute position, so it is the same in every launch that computes the row:
@@ -73,6 +74,7 @@ def tree_attention(
     scaling: float,
     block_len: torch.Tensor | None = None,
     window: int | None = None,
+    first_key: int = 0,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     shares: int = 1,
@@ -88,6 +90,7 @@ def tree_attention(
     committed_len: [B], keys of the prefix.                   positions: [B, N] of the queries, the root's the smallest.
     block_len: [B], rows of the block that exist (None: all N); the others are 0, and no row sees them.
     window: a key is visible if it lies fewer than this many positions back.  softcap: c above.  sinks: [Hq] logits.
+    first_key: see above.
     shares: ranks hold the heads in this many parts: keys are cut as for the heads of all.
     cut, tiles: chosen by `choose_cut` and `choose_rows`, given by hand only in tests and when tuning.
     """
@@ -134,7 +137,8 @@ def tree_attention(
     }
     attend_kernel[(row_tiles, batch * kv_heads, split_programs)](
         *(query, pool_k, pool_v, pages, start, committed_len, positions, own.slots, own.run_end, block_len),
-        *(part, part_max, part_sum, scaling, softcap, window, tile_rows, num_rows, num_pages, *own.slots.shape[1:]),
+        *(part, part_max, part_sum, scaling, softcap, window, first_key or None),
+        *(tile_rows, num_rows, num_pages, *own.slots.shape[1:]),
         *(*query.stride(), *pool_k.stride(), *pool_v.stride(), *pages.stride(), *positions.stride()),
         PAGE_SIZE=page_size,
         HEAD_DIM=head_dim,

@@ -86,7 +86,7 @@ def fold_weights(b_max: tl.tensor, b_split_max: tl.tensor) -> tuple[tl.tensor, t
 
 @triton.jit(
     do_not_specialize=[
-        *("window", "tile_rows", "num_rows", "num_pages", "own_rows", "own_width"),
+        *("window", "first_key", "tile_rows", "num_rows", "num_pages", "own_rows", "own_width"),
         *("s_page_b", "s_pos_b", "s_pos"),
     ]
 )
@@ -107,6 +107,7 @@ def attend_kernel(
     scaling: tl.tensor,
     softcap: tl.tensor,  # or None
     window: tl.tensor,  # or None
+    first_key: tl.tensor,  # or None
     tile_rows: tl.tensor,  # packed rows a tile, at most BLOCK_M
     num_rows: tl.tensor,
     num_pages: tl.tensor,
@@ -212,6 +213,9 @@ def attend_kernel(
             elif p_start is not None:
                 m_seen = tl.full([BLOCK_M, 1], True, tl.int1) & (o_key[None, :] >= lo)
                 o_key = tl.maximum(o_key, lo)
+            if first_key is not None:
+                m_exists = o_key[None, :] >= tl.minimum(b_pos, first_key)[:, None]
+                m_seen = m_exists if m_seen is None else m_seen & m_exists
             o_column = o_key - start
             b_slot = page_slots(p_page, o_column, s_page, PAGE_SIZE)
             b_k, b_v = load_keys(p_pool_k, p_pool_v, b_slot, o_d, m_d, o_v, m_v, s_pk_t, s_pk_d, s_pv_t, s_pv_d)
@@ -237,6 +241,8 @@ def attend_kernel(
                     m_seen = m_seen & (b_pos[:, None] - o_key[None, :] < window)
                 if p_start is not None:
                     m_seen = m_seen & (o_key[None, :] >= start)
+                if first_key is not None:
+                    m_seen = m_seen & (o_key[None, :] >= tl.minimum(b_pos, first_key)[:, None])
                 o_key = tl.minimum(tl.maximum(o_key, lo), newest)
                 b_slot = tl.load(p_slot + (o_key - own_base)).to(tl.int64)[:, None]
                 b_k, b_v = load_keys(p_pool_k, p_pool_v, b_slot, o_d, m_d, o_v, m_v, s_pk_t, s_pk_d, s_pv_t, s_pv_d)

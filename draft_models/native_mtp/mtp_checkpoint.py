@@ -2,22 +2,25 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from specdec.draft_models.checkpoints.checkpoint_files import naming_folder, stored_tensor, tensor_files
-from specdec.draft_models.native_mtp.mtp_drafter import MtpTarget, NativeMtpDrafter
+from specdec.draft_models.checkpoints.config_json import read_config_json
+from specdec.draft_models.native_mtp.mtp_drafter import DescribedTarget, MtpTarget, NativeMtpDrafter
 from specdec.draft_models.native_mtp.mtp_families import (
     FAMILIES,
     LOOKED_FOR,
     REQUIRED,
+    SPECULATORS,
     MtpFamily,
     module_tensors,
 )
-from specdec.draft_models.native_mtp.mtp_module import MtpModule
-from specdec.errors import CheckpointError, UnsupportedModelError, first_line
+from specdec.draft_models.native_mtp.mtp_module import LoadPacked, MtpModule, is_plain
+from specdec.errors import CheckpointError, UnsupportedModelError, about, first_line
 
 CONVENTIONS = "mtp_conventions.json"
 """A file beside the modules with fields of `MtpFamily`, in the place of the family's row."""
@@ -28,32 +31,55 @@ def has_modules(folder: Path, num_layers: int) -> bool:
     return bool(module_tensors(tensor_files(folder), num_layers))
 
 
-def native_mtp_drafter(folder: Path, target: MtpTarget) -> NativeMtpDrafter:
-    """The drafter that the modules in `folder` are, fitted to `target`. Raises CheckpointError where there are none, or
+def is_mtp_speculator(config: Mapping[str, Any]) -> bool:
+    """Is this config.json one of a finetuned module in speculators' format?"""
+    return config.get("speculators_model_type") == "mtp"
+
+
+def native_mtp_drafter(folder: Path, target: MtpTarget, load_packed: LoadPacked | None = None) -> NativeMtpDrafter:
+    """The drafter that the modules in `folder` are, fitted to `target`. load_packed: reads packed weights as the
+    folder's config.json promises them; None: it promises none. Raises CheckpointError where there are no modules, or
     where they are damaged or incomplete, and UnsupportedModelError where they cannot run."""
     made = list[MtpModule]()
     with naming_folder(folder):
         files = tensor_files(folder)
         modules = module_tensors(files, len(target.layout.layers))
         if not modules:
-            raise CheckpointError(
-                f"no MTP modules there (looked for {LOOKED_FOR}); give drafter=DIR of a checkpoint that has them, such "
-                "as the base of a finetuned or quantised one"
-            )
-        family = _stated(folder) or family_of(target)
+            raise no_modules()
+        family = conventions_of(folder, target)
         for number, names in enumerate(modules):
-            state = {_renamed(place, family): _read(files[name], name) for place, name in names.items()}
+            names = {_renamed(place, family): name for place, name in names.items()}
+            state = {place: stored_tensor(files[name], name) for place, name in names.items()}
+            for place, stored in state.items():
+                if load_packed is None and not is_plain(stored):
+                    raise UnsupportedModelError(
+                        f"its MTP tensor {names[place]} is packed ({stored.dtype}), and no quantization_config that is "
+                        "read next to it says how; give drafter=DIR of the unquantised checkpoint"
+                    )
             _require_parts(number, state)
             for part, own in (("embed", target.embed), ("head", target.head)):
                 if (tensor := state.get(f"{part}.weight")) is not None and _equal(tensor, own):
                     del state[f"{part}.weight"]  # a copy of the target's
-            made.append(MtpModule(state, target.user_decoder, family.like, number))
+            with about(f"its MTP module {number}"):
+                made.append(MtpModule(state, target.user_decoder, family.like, number, names, load_packed))
     drafter = NativeMtpDrafter(made, family, target)
     drafter.source = str(folder)
     return drafter
 
 
-def family_of(target: MtpTarget) -> MtpFamily:
+def no_modules() -> CheckpointError:
+    return CheckpointError(
+        f"no MTP modules there (looked for {LOOKED_FOR}); give drafter=DIR of a checkpoint that has them, such as the "
+        "base of a finetuned or quantised one"
+    )
+
+
+def conventions_of(folder: Path, target: DescribedTarget) -> MtpFamily:
+    """Those that lie beside the modules, or else those of their publisher. Raises as `native_mtp_drafter`."""
+    return _stated(folder) or _by_config(_published(folder, target), target)
+
+
+def family_of(target: DescribedTarget) -> MtpFamily:
     """The row of the target's model type. Raises UnsupportedModelError for a type that has none."""
     for kind in target.model_types:
         if kind in FAMILIES:
@@ -62,6 +88,21 @@ def family_of(target: MtpTarget) -> MtpFamily:
         f"{target.name} is a {target.model_types[0]}, whose MTP conventions are not known; known are "
         f"{', '.join(sorted(FAMILIES))}"
     )
+
+
+def _published(folder: Path, target: DescribedTarget) -> MtpFamily:
+    file = folder / "config.json"
+    is_speculator = file.is_file() and is_mtp_speculator(read_config_json(file))
+    return SPECULATORS if is_speculator else family_of(target)
+
+
+def _by_config(family: MtpFamily, target: DescribedTarget) -> MtpFamily:
+    """The row, with a layer of the attention that the target's config says its modules have."""
+    config: Any = target.user_decoder.config
+    kinds = getattr(config, "mtp_layer_types", None)
+    if not kinds or kinds[0] not in config.layer_types:
+        return family
+    return replace(family, like=config.layer_types.index(kinds[0]))
 
 
 def _stated(folder: Path) -> MtpFamily | None:
@@ -79,18 +120,8 @@ def _stated(folder: Path) -> MtpFamily | None:
     return family
 
 
-def _read(file: Path, name: str) -> torch.Tensor:
-    tensor = stored_tensor(file, name)
-    if not tensor.is_floating_point() or tensor.element_size() < 2:
-        raise UnsupportedModelError(
-            f"its MTP tensor {name} is packed ({tensor.dtype}); MTP modules are read in 16 bits or more, so give "
-            "drafter=DIR of the unquantised checkpoint"
-        )
-    return tensor
-
-
 def _require_parts(number: int, state: Mapping[str, torch.Tensor]) -> None:
-    lacking = [part for part in REQUIRED if f"{part}.weight" not in state]
+    lacking = [part for part in REQUIRED if not any(place.startswith(f"{part}.") for place in state)]
     if lacking:
         raise CheckpointError(f"MTP module {number} lacks {' and '.join(lacking)}; it has {', '.join(sorted(state))}")
 
@@ -102,5 +133,7 @@ def _renamed(place: str, family: MtpFamily) -> str:
 
 
 def _equal(tensor: torch.Tensor, own: Any) -> bool:
-    weight: torch.Tensor = own.weight
-    return tensor.shape == weight.shape and bool(torch.equal(tensor.to(weight), weight))
+    weight: torch.Tensor | None = getattr(own, "weight", None)  # a packed head has none
+    if weight is None or tensor.shape != weight.shape or not is_plain(tensor):
+        return False
+    return bool(torch.equal(tensor.to(weight), weight))

@@ -29,17 +29,33 @@ from specdec.draft_models.heads.head_spec import HeadContext
 from specdec.draft_models.native_mtp.mtp_families import MtpFamily
 from specdec.draft_models.native_mtp.mtp_module import MtpModule
 from specdec.gpu.operations import REFERENCE
-from specdec.kvcache.layout import FULL_ATTENTION, Full, KVLayout, LayerCache
+from specdec.kvcache.layout import KVLayout
 from specdec.layers.accepted_path import path_rows
 from specdec.layers.fuse import Weights
 
 
-class MtpTarget(TargetInfo, Protocol):
+class DescribedTarget(Protocol):
     """A target with the text model that its modules' blocks are like. model_types: of its text config, and the whole
     one's."""
 
+    name: str
     user_decoder: nn.Module
     model_types: tuple[str, str]
+
+
+class MtpTarget(DescribedTarget, TargetInfo, Protocol):
+    """A target that modules are fitted to."""
+
+
+def kept_by_modules(target: KVLayout, like: int, count: int) -> KVLayout:
+    """The layout of so many modules: each keeps what layer `like` of the target keeps of a token, and as long."""
+    layer = target.layers[like]
+    return KVLayout(tuple(replace(layer, layer=number, owner=number) for number in range(count)))
+
+
+def default_steps(count: int) -> int:
+    """Drafts a round of so many modules: one each, or 3 of a single one that is applied again."""
+    return count if count > 1 else 3
 
 
 class ModuleRows(NamedTuple):
@@ -61,15 +77,13 @@ class NativeMtpDrafter(Drafter):
         self.modules, self.family = tuple(modules), family
         self.form = family.form if len(modules) > 1 else "R"
         self.max_steps = None if self.form == "R" else len(modules)
-        self.default_steps = 3 if self.form == "R" else len(modules)
-        self.extra_keys = self.reread = len(modules) - 1
+        self.default_steps = default_steps(len(modules))
+        self.reread = len(modules) - 1
         num_layers = len(target.layout.layers)
         self.aux_layers: tuple[int, ...] = () if family.normed_state else (num_layers,)
         self.reads_every_state = family.normed_state
-        like = target.layout.layers[family.like]
-        self.windows = (like.window,) * len(modules)
-        shape = FULL_ATTENTION, like.fields, Full()
-        self.kv_layout: KVLayout | None = KVLayout(tuple(LayerCache(k, k, *shape) for k in range(len(modules))))
+        self.windows = (target.layout.layers[family.like].window,) * len(modules)
+        self.kv_layout: KVLayout | None = kept_by_modules(target.layout, family.like, len(modules))
         self.embed, self.head = target.embed, target.head
         self.fit, self.dtype, self.width = Fit.of(target), target.dtype, target.hidden_size
         self.ops = target.ops or REFERENCE

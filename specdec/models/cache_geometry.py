@@ -57,7 +57,7 @@ def measured_layout(layout: KVLayout, context: GeometryContext) -> KVLayout:
             retention = Window(window)
         return replace(spec, fields=fields, retention=retention)
 
-    return KVLayout(tuple(map(measured, layout.layers)))
+    return layout.map(measured)
 
 
 def _recurrent(spec: LayerCache, context: GeometryContext) -> LayerCache:

@@ -46,7 +46,9 @@ class ModelOnMeta:
             self.hidden_size = int(self.config.hidden_size)
             self.context_length: ContextLength = context_length(self.config)
             self.layout: KVLayout = layout_from_config(self.config)
-            self.decoder = private_copy(find_decoder(name, model, len(self.layout.layers)))
+            self.user_decoder = find_decoder(name, model, len(self.layout.layers))
+            self.decoder = private_copy(self.user_decoder)
+            self.model_types = self.config.model_type, model.config.model_type
             self.embed: nn.Module = self.decoder.get_input_embeddings()  # type: ignore[operator]
             self.head: Any = model.get_output_embeddings()
         self.dtype, self.device = model.dtype, META

@@ -1,7 +1,7 @@
 """Sizes of the pools: the user's, else enough for a full batch within a share of the memory."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -11,12 +11,13 @@ from specdec.errors import CapacityError
 from specdec.gpu.memory import all_bytes, free_bytes
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.cache import KVCache, KVOperations
-from specdec.kvcache.index_spaces import PRIMARY
+from specdec.kvcache.index_spaces import PRIMARY, ByGroup
 from specdec.kvcache.layout import CacheGroups, KVLayout
 from specdec.kvcache.table import RequestTable, window_slots_held
 from specdec.models.context_length import ContextLength
 from specdec.models.target import TargetModel
 from specdec.runtime.prompt_shares import PromptRoom
+from specdec.runtime.rounds.unread import KEPT, reads_late
 
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.8}
 """Share of the memory that is free once the weights are loaded."""
@@ -27,17 +28,43 @@ FALLBACK_MODEL_LEN = 4096
 """For a model that states no limit."""
 
 
+class DraftNeeds(NamedTuple):
+    """What a drafter needs of the cache: see `Drafter.kv_layout`, `extra_keys` and `reread`. late: how many committed
+    tokens it may not have read yet."""
+
+    layout: KVLayout | None = None
+    extra_keys: int = 0
+    reread: int = 0
+    late: int = 0
+
+    @classmethod
+    def of(cls, drafter: Drafter | None, spec: SpecConfig) -> "DraftNeeds":
+        if drafter is None:
+            return cls()
+        late = KEPT if reads_late(drafter, spec.adaptive) else 0
+        return cls(drafter.kv_layout, drafter.extra_keys, drafter.reread, late)
+
+    def keys_beyond_windows(self, groups: CacheGroups) -> ByGroup[int]:
+        """Committed keys to keep in each group beyond its window. A drafter reads late in its own layers alone."""
+        own = () if self.layout is None else {spec.retention for spec in self.layout.layers}
+        least = max(self.extra_keys, self.reread)
+        return ByGroup(tuple(max(least, self.late if group.retention in own else 0) for group in groups.groups))
+
+
 @dataclass(frozen=True, slots=True)
 class CacheNeeds:
-    """Slots and bytes of K/V that an engine's requests need, where memory is no limit. Lists are by cache group.
+    """Slots and bytes of K/V that an engine's requests need, where memory is no limit. Lists of numbers are by group.
 
-    slot_bytes: one token in all layers of the group. held: slots of one request while it decodes. slots: a full batch,
-    with prompts that are being read; a windowed group keeps prefixes there when none is.
+    layouts: of the target and of a drafter that keeps K/V. extra_keys: see `RequestTable`. slot_bytes: one token in all
+    layers of the group. held: slots of one request while it decodes. slots: a full batch, with prompts that are being
+    read; a windowed group keeps prefixes there when none is.
     """
 
+    layouts: list[KVLayout]
     groups: CacheGroups
     page_size: int
     batch: int
+    extra_keys: ByGroup[int]
     slot_bytes: list[int]
     held: list[int]
     slots: list[int]
@@ -57,17 +84,17 @@ class CacheNeeds:
 
 
 def cache_needs(
-    layouts: Sequence[KVLayout],
+    layout: KVLayout,
+    drafts: DraftNeeds,
     dtype: torch.dtype,
     config: EngineConfig,
     *,
     max_len: int,
     num_nodes: int,
-    extra_keys: int,
     device_type: str,
 ) -> CacheNeeds:
-    """layouts: of the target and of a drafter that keeps K/V. max_len: tokens of each request. num_nodes: see
-    `lookahead_nodes`. extra_keys: of the drafter."""
+    """layout: of the target. max_len: tokens of each request. num_nodes: see `lookahead_nodes`."""
+    layouts = [layout] if drafts.layout is None else [layout, drafts.layout]
     if config.kv_dtype is not None:
         layouts = [layout.rounded() for layout in layouts]
     layouts = [layout.for_rounds(num_nodes) for layout in layouts]
@@ -76,15 +103,16 @@ def cache_needs(
     room = PromptRoom.from_settings(config.max_prefill_tokens, config.prefill_chunk, device_type)
     full_each = whole_pages(max_len + num_nodes, page_size)
     held, slots = [full_each], [full_each * batch]
-    for window in groups.windows:
-        keys = window_slots_held(window - 1 + extra_keys, num_nodes, page_size)
+    extra_keys = drafts.keys_beyond_windows(groups)
+    for group, window in zip(groups.windowed, groups.windows, strict=True):
+        keys = window_slots_held(window - 1 + extra_keys[group.id], num_nodes, page_size)
         # what it holds and the slack; besides, chunks in flight
         each = min(whole_pages(keys + page_size, page_size), full_each)
         together = max(room.idle, batch * min(room.chunk, WINDOW_SPARE))  # a step reads `idle`; the rest keeps prefixes
         in_flight = min(batch * min(room.chunk, full_each - each), whole_pages(together, page_size))
         held.append(whole_pages(keys, page_size))
         slots.append(each * batch + in_flight)
-    return CacheNeeds(groups, page_size, batch, slot_bytes, held, slots)
+    return CacheNeeds(layouts, groups, page_size, batch, extra_keys, slot_bytes, held, slots)
 
 
 def whole_pages(slots: int, page_size: int) -> int:
@@ -105,24 +133,26 @@ def longest_sequence(config: EngineConfig, length: ContextLength, name: str) -> 
 
 
 def make_cache(
-    target: TargetModel, drafter: Drafter | None, config: EngineConfig, num_nodes: int, operations: KVOperations
+    target: TargetModel,
+    drafter: Drafter | None,
+    spec: SpecConfig,
+    config: EngineConfig,
+    num_nodes: int,
+    operations: KVOperations,
 ) -> tuple[KVCache, int]:
     """Slots and request table for one engine, without stores yet, and the longest sequence they serve (tokens).
 
     num_nodes: verify width, the root included.
     """
-    page_size, layouts = config.page_size, [target.stored_layout]
-    if drafter is not None and drafter.kv_layout is not None:
-        layouts.append(drafter.kv_layout)
-    extra_keys = drafter.extra_keys if drafter is not None else 0
+    page_size, drafts = config.page_size, DraftNeeds.of(drafter, spec)
     max_len, batch = longest_sequence(config, target.context_length, target.name), config.max_batch_size
     needs = cache_needs(
-        layouts,
+        target.stored_layout,
+        drafts,
         target.dtype,
         config,
         max_len=max_len,
         num_nodes=num_nodes,
-        extra_keys=extra_keys,
         device_type=target.device.type,
     )
     groups, slot_bytes, slots = needs.groups, needs.slot_bytes, list(needs.slots)
@@ -166,7 +196,7 @@ def make_cache(
         max_requests=batch,
         max_len=max_len,
         lookahead=num_nodes,
-        extra_keys=extra_keys,
-        reread=drafter.reread if drafter is not None else 0,
+        extra_keys=needs.extra_keys,
+        reread=drafts.reread,
     )
     return KVCache(allocator, table, operations, rounded=config.kv_dtype is not None), max_len

@@ -30,6 +30,7 @@ from specdec.serving.logs import set_up
 from specdec.serving.server import address, listen, require_certificate, run_app
 from specdec.serving.server_settings import ServeSettings, sampling_defaults
 from specdec.serving.tracing import send_traces_to
+from specdec.text.text_files import read_text_file
 
 logger = logging.getLogger("specdec.serving")
 
@@ -37,46 +38,61 @@ KEY_VARIABLE = "SPECDEC_API_KEY"
 
 
 def run_server(options: ServeOptions) -> None:
-    pair = options.pair
+    prepare_process(options)
+    settings = serve_settings(options)
+    require_certificate(settings)
+    with listen(options.host, options.port) as bound:
+        _warn_of_open_doors(settings, bound)
+        served, settings = load_served(options, settings)
+        url = address(bound, "http" if settings.ssl_certfile is None else "https")
+        with served.engine:
+            died = run_app(served, settings, bound, lambda: print(f"specdec serve: {url}", flush=True))
+    if died is not None:
+        print(f"specdec: the server ended: {died}", file=sys.stderr)
+        logging.shutdown()
+        raise SystemExit(1)
+
+
+def prepare_process(options: ServeOptions) -> None:
+    """Memory, log and traces of a process that serves."""
     quiet_libraries()
     give_back_when_freed()
     set_up(options.log_format, logging.WARNING)
-    logging.getLogger("specdec").setLevel((pair.log_level or "info").upper())
+    logging.getLogger("specdec").setLevel((options.pair.log_level or "info").upper())
+    if options.otlp_traces_endpoint is not None:
+        send_traces_to(options.otlp_traces_endpoint)
+
+
+def serve_settings(options: ServeOptions) -> ServeSettings:
+    """Settings of the application that need no model. Raises ConfigError."""
     keys, named = _keys(options.api_key, options.api_key_file)
-    config = engine_config(pair, options.batch_size, **shared_fields(options, EngineConfig))
-    template = None if options.chat_template is None else options.chat_template.read_text("utf-8")
-    settings = ServeSettings(
-        model_names=options.served_model_name or [pair.target],
+    return ServeSettings(
+        model_names=options.served_model_name or [options.pair.target],
         api_keys=keys,
         named_keys=named,
         cors_origins=options.cors_origin,
         show_cached_tokens=options.cached_tokens,
         **asdict(options.http),
     )
-    require_certificate(settings)
-    if options.otlp_traces_endpoint is not None:
-        send_traces_to(options.otlp_traces_endpoint)
-    with listen(options.host, options.port) as bound:
-        _warn_of_open_doors(settings, bound)
-        engine = load_engine(pair, config)
-        if engine.tokenizer is None:
-            raise ConfigError(f"{pair.target!r} has no tokenizer, but a server reads and writes text; name one")
-        if template is not None:
-            engine.tokenizer.chat_template = template
-        settings = replace(settings, defaults=sampling_defaults(engine.target.model.generation_config))
-        url = address(bound, "http" if settings.ssl_certfile is None else "https")
-        with engine:
-            served = AsyncEngine(
-                engine,
-                max_waiting=options.max_waiting,
-                intake_seconds=options.timeout_intake,
-                per_client=options.http.client_concurrency,
-            )
-            died = run_app(served, settings, bound, lambda: print(f"specdec serve: {url}", flush=True))
-    if died is not None:
-        print(f"specdec: the server ended: {died}", file=sys.stderr)
-        logging.shutdown()
-        raise SystemExit(1)
+
+
+def load_served(options: ServeOptions, settings: ServeSettings) -> tuple[AsyncEngine, ServeSettings]:
+    """An engine that is served, and the settings with its model's sampling defaults. The caller closes the engine."""
+    config = engine_config(options.pair, options.batch_size, **shared_fields(options, EngineConfig))
+    file = options.chat_template
+    template = None if file is None else read_text_file(file, "the file of --chat-template")
+    engine = load_engine(options.pair, config)
+    if engine.tokenizer is None:
+        raise ConfigError(f"{options.pair.target!r} has no tokenizer, but a server reads and writes text; name one")
+    if template is not None:
+        engine.tokenizer.chat_template = template
+    served = AsyncEngine(
+        engine,
+        max_waiting=options.max_waiting,
+        intake_seconds=options.timeout_intake,
+        per_client=options.http.client_concurrency,
+    )
+    return served, replace(settings, defaults=sampling_defaults(engine.target.model.generation_config))
 
 
 def _keys(given: Sequence[str], file: Path | None) -> tuple[list[str], dict[str, str]]:
