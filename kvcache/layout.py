@@ -103,8 +103,8 @@ class CacheGroup(NamedTuple):
 
 
 class StateShape(NamedTuple):
-    """What a recurrent layer keeps once a request: a matrix of k_dim x v_dim numbers for each of `heads`, float32, and
-    the newest `taps` inputs of a convolution over `channels`, in the model's dtype. heads 0: the inputs alone."""
+    """What a recurrent layer keeps once a request: a matrix of k_dim x v_dim numbers for each of `heads`, float32, the
+    newest `taps` inputs of a convolution over `channels`, in the model's dtype, and a length. heads 0: no matrix."""
 
     heads: int
     k_dim: int
@@ -113,7 +113,7 @@ class StateShape(NamedTuple):
     channels: int
 
     def bytes(self, dtype: torch.dtype) -> int:
-        return 4 * self.heads * self.k_dim * self.v_dim + self.taps * self.channels * dtype.itemsize
+        return 4 * self.heads * self.k_dim * self.v_dim + self.taps * self.channels * dtype.itemsize + 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,8 +298,8 @@ def layout_from_config(config: Any) -> KVLayout:
     specs: list[LayerCache] = []
     for layer, layer_type in enumerate(layer_types):
         if layer_type in RECURRENT_TYPES or layer_type in STATELESS_TYPES:  # fields are measured, if there are any
-            retention = Records() if layer_type in RECURRENT_TYPES else Full()
-            specs.append(LayerCache(layer, layer, layer_type, (), retention))
+            kept: Retention = Records() if layer_type in RECURRENT_TYPES else Full()
+            specs.append(LayerCache(layer, layer, layer_type, (), kept))
             continue
         owner = layer if layer < first_shared else _owner_of_shared(name, layer, layer_types, first_shared)
         fields = attention_fields(*_kv_geometry(config, owner))

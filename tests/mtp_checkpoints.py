@@ -186,7 +186,7 @@ def planted(model: Any, seed: int) -> Any:
 
 
 def _config_class(name: str) -> Any:
-    """Of the text model, where that is a class of its own."""
+    """Returns the class of the text model, where that is one of its own."""
     return getattr(transformers, f"{name}{'Text' if name.startswith('Qwen3_5') else ''}Config")
 
 

@@ -105,7 +105,7 @@ def test_records_have_the_window_of_a_block_and_two_rounds() -> None:
     layout = KVLayout((LayerCache(0, 0, "linear_attention", fields, Records(), state=state),)).for_rounds(5)
     assert layout.layers[0].retention == Records(FOLD + 10)
     assert layout.slot_bytes(Records(FOLD + 10), torch.bfloat16) == 6 * 2 + 8 * 4
-    assert layout.state_bytes(torch.bfloat16) == 2 * 3 * 4 * 4 + 3 * 6 * 2
+    assert layout.state_bytes(torch.bfloat16) == 2 * 3 * 4 * 4 + 3 * 6 * 2 + 8
 
 
 # what is refused

@@ -1,6 +1,7 @@
 """Engines over targets with recurrent layers: tokens are those of the model's own full forward, and keep their bits."""
 
 import itertools
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -65,6 +66,31 @@ def test_tokens_are_those_of_full_forwards(
     engine = make_engine(model, drafter_of(drafter, model, texts), spec=shape, **options)
     assert [out.token_ids for out in engine.generate(prompts, PLAIN)] == expected
     require_empty(engine)
+
+
+def test_random_cases(make_target, make_engine, random_prompt, truths, drafter_of) -> None:
+    """Families x drafters x chains and trees x pages x chunks x hits x preemption."""
+    for seed in range(examples(6, 300)):
+        draw = random.Random(seed)
+        model = make_target(NAMES[seed % len(NAMES)])
+        prompts = [random_prompt(draw.randrange(1, 50), seed=seed + i) for i in range(draw.randrange(1, 4))]
+        prompts += [prompt[: draw.randrange(1, len(prompt) + 1)] for prompt in prompts]
+        expected = [list(truth) for truth in truths(model, prompts, 20)]
+        texts = [prompt + truth for prompt, truth in zip(prompts, expected, strict=True)]
+        drafter = draw.choice(DRAFTERS[1:])
+        spec = draw.choice(list(SPECS.values())) if drafter not in ("ngram", "suffix") else SPECS["chain"]
+        sizes = {
+            "page_size": draw.choice((1, 2, 4, 16)),
+            "prefill_chunk": draw.choice((3, 16, 64)),
+            "max_batch_size": draw.randrange(1, 5),
+            "full_slots": draw.choice((160, 400)),
+            "max_model_len": 96,
+            "prefix_cache": draw.random() < 0.8,
+        }
+        engine = make_engine(model, drafter_of(drafter, model, texts), spec=spec, **sizes)
+        found = engine.generate(prompts, SamplingParams(max_new_tokens=20, ignore_eos=True))
+        assert [out.token_ids for out in found] == expected, (seed, drafter, spec, sizes)
+        require_empty(engine)
 
 
 def scored(engine: Engine, prompts: Any, new: int = NEW, **params: Any) -> list[tuple[list[int], Any]]:

@@ -10,7 +10,7 @@ from specdec.draft_models.base import Drafter
 from specdec.errors import CapacityError
 from specdec.gpu.memory import all_bytes, free_bytes
 from specdec.kvcache.allocator import HybridAllocator
-from specdec.kvcache.cache import KVCache, KVOperations
+from specdec.kvcache.cache import KVCache, KVOperations, num_state_slots
 from specdec.kvcache.index_spaces import PRIMARY, ByGroup
 from specdec.kvcache.layout import CacheGroups, KVLayout
 from specdec.kvcache.table import RequestTable, window_slots_held
@@ -57,7 +57,7 @@ class CacheNeeds:
 
     layouts: of the target and of a drafter that keeps K/V. extra_keys: see `RequestTable`. slot_bytes: one token in all
     layers of the group. held: slots of one request while it decodes. slots: a full batch, with prompts that are being
-    read; a windowed group keeps prefixes there when none is.
+    read; a windowed group keeps prefixes there when none is. state_bytes: states of recurrent layers, of one request.
     """
 
     layouts: list[KVLayout]
@@ -68,6 +68,7 @@ class CacheNeeds:
     slot_bytes: list[int]
     held: list[int]
     slots: list[int]
+    state_bytes: int
 
     @property
     def batch_bytes(self) -> list[int]:
@@ -76,6 +77,11 @@ class CacheNeeds:
             (slots // self.page_size + 1) * self.page_size * size
             for slots, size in zip(self.slots, self.slot_bytes, strict=True)
         ]
+
+    @property
+    def all_state_bytes(self) -> int:
+        """States of a full batch, of padding, and the copies for cached prefixes."""
+        return num_state_slots(self.batch) * self.state_bytes
 
     @property
     def request_bytes(self) -> list[int]:
@@ -112,7 +118,8 @@ def cache_needs(
         in_flight = min(batch * min(room.chunk, full_each - each), whole_pages(together, page_size))
         held.append(whole_pages(keys, page_size))
         slots.append(each * batch + in_flight)
-    return CacheNeeds(layouts, groups, page_size, batch, extra_keys, slot_bytes, held, slots)
+    state_bytes = sum(layout.state_bytes(dtype) for layout in layouts)
+    return CacheNeeds(layouts, groups, page_size, batch, extra_keys, slot_bytes, held, slots, state_bytes)
 
 
 def whole_pages(slots: int, page_size: int) -> int:
@@ -160,6 +167,7 @@ def make_cache(
     budget = int(min(map(free_bytes, target.devices)) * share)
     if target.ranks is not None and target.device.type == "cpu":
         budget //= len(target.devices)  # which are one
+    budget = max(budget - needs.all_state_bytes, 0)
     most = budget // max(2 * sum(slot_bytes[1:]), 1)  # windowed pools take half of the memory at most
     slots[1:] = [min(count, most) if config.swa_slots is None else config.swa_slots for count in slots[1:]]
     if config.full_slots is None:
@@ -183,7 +191,7 @@ def make_cache(
                 f"{num_nodes} nodes a verify step and page size {page_size}; give {needed} or more, or leave it None, "
                 f"which takes a share of the memory that is free ({budget / 1e9:,.2f} GB)"
             )
-    needed = sum(count * size for count, size in zip(slots, slot_bytes, strict=True))
+    needed = sum(count * size for count, size in zip(slots, slot_bytes, strict=True)) + needs.all_state_bytes
     if needed > all_bytes(target.device):
         raise CapacityError(
             f"KV pools of {pools} slots take {needed / 1e9:,.1f} GB, and {target.device} has "
