@@ -4,7 +4,7 @@
     python examples/ray_serve.py --router prefix                      a request goes where its prefix is cached
     python examples/ray_serve.py --replicas 4 --gpus 1 --target DIR --drafter DIR
     python examples/ray_serve.py --tensor-parallel 2 --target DIR     two GPUs a replica, which share it
-    python examples/ray_serve.py --address auto --host 0.0.0.0        on a cluster that runs already
+    python examples/ray_serve.py --replicas 16 --front-ends 4 --address auto --host 0.0.0.0    on a cluster that runs
 
 Takes every option of `specdec serve`, for each replica. Ray starts the replicas, replaces one that fails its health
 check, and chooses one for each request; the header X-Replica of an answer names it.
