@@ -43,7 +43,7 @@ def other_states(drafter: NativeMtpDrafter) -> Iterator[NativeMtpDrafter]:
 
 
 def other_carries(drafter: NativeMtpDrafter) -> Iterator[NativeMtpDrafter]:
-    """Modules with these weights that hand on other states; those of a module without a norm are equal before and after."""
+    """Modules with these weights that hand on other states; without a norm both are equal."""
     family = drafter.family
     for form, normed in CARRIES:
         if (form, normed) != carry_of(family) and (normed or drafter.has_norm):
