@@ -126,7 +126,7 @@ class KVRig(KVCache):
         max_requests: int,
         max_len: int,
         lookahead: int,
-        extra_keys: ByGroup[int] | int = FROZEN_EXTRA_KEYS,
+        extra_keys: int = FROZEN_EXTRA_KEYS,
         drafts: KVLayout | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
