@@ -3,7 +3,8 @@
 It wraps the backend that computes, and changes none of its results. For B rows with S tokens committed:
 
     write[b, n]   the slot of position S + n of the row, in the group asked for; the null slot on padding; of one owner
-    pages[b, j]   the page of position start + j * page_size of the row, as far as that is below S
+    pages[b, j]   the page of position start + j * page_size of the row, as far as that is below S; for a draft in
+                  progress the same of slots
     start, P      cover [0, S) in the primary group, and what some query can see of it in a windowed one
     attention     of a finite query is finite: freed slots, and those never written, hold NaN
 
@@ -57,7 +58,24 @@ class CheckedBackend:
         return CheckedAttention(self, self.backend.attention(plan, group, window, shares), plan, group)
 
     def draft_block(self, store: KVStore, draft: Draft) -> DraftBlock:
-        return CheckedDraft(self.backend.draft_block(store, draft), draft, self.sanitizer)
+        block = self.backend.draft_block(store, draft)
+        for layer, kept in store.layers.items():
+            self._check_draft(draft, kept.group, draft.windows[layer], *block.prefix_slots(layer))
+        return CheckedDraft(block, store, draft, self.sanitizer)
+
+    def _check_draft(
+        self, draft: Draft, group: GroupId, window: int | None, read: torch.Tensor, start: torch.Tensor
+    ) -> None:
+        """read [B, L]: slots of committed keys from position start [B] on."""
+        table, length = self.sanitizer.table, draft.committed_len[:, None]
+        positions = start[:, None] + torch.arange(read.shape[1], device=read.device)
+        slots = table.slots.tensor[draft.rows.index]
+        slots = PrimaryLoc(slots.gather(1, positions.clamp(max=slots.shape[1] - 1)))
+        expected = self.sanitizer.allocator.translate(group, slots)
+        oldest = 0 if window is None else length - window + 1
+        seen = (draft.rows.index != table.padding_row)[:, None] & (positions >= oldest) & (positions < length)
+        wrong = seen & ((read != expected) | (read == NULL_SLOT))
+        self.sanitizer.note(Fault.READ, group, wrong, draft.rows.index, positions, read, expected)
 
     def _check_pack(self, plan: KVPlan, pack: Pack, group: GroupId, window: int | None) -> None:
         """The slot of every place, and of the oldest and the newest key that it sees."""
@@ -173,8 +191,9 @@ class CheckedAttention:
 class CheckedDraft:
     """A draft in progress whose attention must be finite where its queries are."""
 
-    def __init__(self, block: DraftBlock, draft: Draft, sanitizer: Sanitizer) -> None:
+    def __init__(self, block: DraftBlock, store: KVStore, draft: Draft, sanitizer: Sanitizer) -> None:
         self.block = block
+        self.store = store
         self.draft = draft
         self.sanitizer = sanitizer
         self.level = -1
@@ -186,13 +205,16 @@ class CheckedDraft:
     def destination(self, layer: int) -> tuple[LayerKV, GroupLoc]:
         return self.block.destination(layer)
 
+    def prefix_slots(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.block.prefix_slots(layer)
+
     def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
         out = self.block.attend(layer, query, **options)  # [B, K, Hq, D]
         rows = self.draft.rows.index
         broken = _broken(query, out) & (rows != self.sanitizer.table.padding_row)[:, None]
         positions = self.draft.level_positions(self.level)
         null = torch.zeros_like(positions)
-        self.sanitizer.note(Fault.POISON, PRIMARY, broken, rows, positions, null, null)
+        self.sanitizer.note(Fault.POISON, self.store.layers[layer].group, broken, rows, positions, null, null)
         return out
 
 

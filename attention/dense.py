@@ -33,7 +33,7 @@ def visible(
     if window is not None:
         seen = seen & (query_pos[:, :, None] - key_pos[:, None, :] < window)
     if first_key:
-        seen = seen & ((key_pos >= first_key)[:, None, :] | (query_pos[:, :, None] == key_pos[:, None, :]))
+        seen = seen & (key_pos[:, None, :] >= query_pos.clamp(max=first_key)[:, :, None])
     return seen
 
 

@@ -38,6 +38,7 @@ def deterministic_attention(
     scaling: float,
     block_len: torch.Tensor | None = None,
     window: int | None = None,
+    first_key: int = 0,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -51,6 +52,8 @@ def deterministic_attention(
     high = positions if own.path_len else (committed_len - 1)[:, None].expand_as(positions)
     if window is not None:
         low = torch.maximum(low, positions - window + 1)
+    if first_key:
+        low = torch.maximum(low, positions.clamp(max=first_key))
     if block_len is not None:
         high = torch.where(torch.arange(num_rows, device=query.device) < block_len[:, None], high, -1)
     oldest, newest = low.amin(1), high.amax(1)  # [B]

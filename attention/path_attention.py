@@ -38,6 +38,7 @@ class PathAttention:
     block_len: torch.Tensor | None
     page_size: int
     window: int | None
+    first_key: int = 0
 
     @classmethod
     def of(
@@ -59,7 +60,8 @@ class PathAttention:
         own = find_own_keys(pages, start, length, write, parents, page_size=page_size, max_depth=depth)
         if window is not None:
             window += plan.window_shift
-        return cls(function, own, pages, start, length, plan.positions, plan.block_len, page_size, window)
+        rows = plan.positions, plan.block_len
+        return cls(function, own, pages, start, length, *rows, page_size, window, plan.first_key)
 
     def __call__(self, query: torch.Tensor, pool_k: torch.Tensor, pool_v: torch.Tensor, **options: Any) -> torch.Tensor:
         return self.function(
@@ -67,6 +69,7 @@ class PathAttention:
             page_size=self.page_size,
             block_len=self.block_len,
             window=self.window,
+            first_key=self.first_key,
             **options,
         )
 

@@ -87,7 +87,7 @@ class EveryRun:
             if self.window is not None:
                 seen = seen & (back < self.window)
             if self.first_key:
-                seen = seen & ((keys >= self.first_key) | (back == 0))
+                seen = seen & (keys >= pack.positions.clamp(max=self.first_key)[:, None])
             attend = VisibleKeys(lines.at(run, inside)[None], bias_of(seen[None])).attend
             answer = attend(query, pool_k, pool_v, **options)
             out = torch.where(mine[:, None, None], answer, out)
@@ -110,4 +110,4 @@ def exact_run(
     end = (keys[:, -1] + 1 + ALIGN - 1) // ALIGN * ALIGN  # so that complete tiles hold all
     none_apart = OwnKeys(slots.new_zeros((1, 1, ALIGN + 1), dtype=torch.int32), None)
     first = keys[:, 0].clone()
-    return PathAttention(deterministic_attention, none_apart, slots, first, end, positions, None, 1, window)
+    return PathAttention(deterministic_attention, none_apart, slots, first, end, positions, None, 1, window, first_key)

@@ -37,7 +37,8 @@ class TritonBackend:
     def attention(self, plan: KVPlan, group: GroupId, window: int | None, shares: int = 1) -> Attend:
         if plan.pack is not None:
             assert isinstance(plan.prefix, PackTables), f"a pack with {type(plan.prefix).__name__}"
-            return RaggedAttention(plan.pack, plan.prefix.of(group), window, self.deterministic, shares)
+            lines = plan.prefix.of(group)
+            return RaggedAttention(plan.pack, lines, window, self.deterministic, shares, plan.first_key)
         assert isinstance(plan.prefix, PageTables), f"no pack with {type(plan.prefix).__name__}"
         attend = partial(tree_attention, shares=shares)
         return PathAttention.of(attend, own_keys, plan, plan.prefix.of(group), group, window)

@@ -178,10 +178,10 @@ class Drafter(Protocol):
     """One way of drafting. Subclasses inherit the defaults.
 
     `aux_layers`: target states that it reads besides the final one, each named by the layer it enters (`num_layers`:
-    the output of the last layer, before the final norm). `kv_layout`: K/V of its own, in full space, by the target's
-    slots; None: it keeps none. They must depend only on the tokens up to the next one, since the prefix cache shares
-    them between requests. `extra_keys`: committed keys on sliding layers that it reads beyond the target's own window.
-    `reread`: tokens at the end of a cached prefix that it observes again, without storing; at most `extra_keys`.
+    the output of the last layer, before the final norm). `kv_layout`: layers with K/V of its own, at the slots of the
+    target's tokens, each in the group of its window; None: it keeps none. They must depend only on the tokens up to the
+    next one, since the prefix cache shares them between requests. `extra_keys`: committed keys on sliding layers that
+    it reads beyond a window. `reread`: tokens at the end of a cached prefix that it observes again, without storing.
     `reads_every_state`: it reads the final state of every token of a prompt; False: of the prompt's last token at most,
     so that the target may skip its last layers for the others. `fit`: the target that it was fitted to; None: it
     runs with any. `unfused`: why its own modules run although fused layers were requested; None: fused layers run, or

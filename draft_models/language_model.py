@@ -1,7 +1,7 @@
 """A smaller causal language model of the same vocabulary as drafter: it continues the text, the target checks.
 
-It keeps its K/V, of all its layers in full space, as an EAGLE-3 head does (`eagle3_drafter.py`), and reads nothing of
-the target. Invariant: after `observe`, K/V of [0, S) are those of a fresh prefill of the tokens.
+It keeps its K/V as an EAGLE-3 head does (`eagle3_drafter.py`), and reads nothing of the target. Invariant: after
+`observe`, K/V of [0, S) are those of a fresh prefill of the tokens, as far as windows reach.
 """
 
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ from specdec.attention.plan import KVPlan
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, PromptObservation, TargetInfo
 from specdec.draft_models.heads.draft_context import DraftContext, DraftGrowth, StoreWorker
+from specdec.errors import UnsupportedModelError
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layout import KVLayout
 from specdec.layers.fuse import Weights
@@ -50,8 +51,13 @@ class LanguageModelDrafter(Drafter):
     reads_every_state = False
 
     def __init__(self, model: LanguageModel, target: TargetInfo) -> None:
+        if any(spec.recurrent for spec in model.layout.layers):
+            raise UnsupportedModelError(
+                f"drafter {model.name} has recurrent layers, and a drafter's states are not kept yet; take another "
+                "model, or 'suffix'"
+            )
         self.model = model
-        self.kv_layout: KVLayout | None = model.layout.kept_in_full()
+        self.kv_layout: KVLayout | None = model.layout
         self.owners = [spec.owner for spec in model.layout.layers]
         self.vocab_size = target.vocab_size
         self.fit = Fit.of(target)

@@ -24,7 +24,7 @@ import torch
 from specdec.errors import KVStateError, OutOfSlotsError, name_row
 from specdec.gpu.mirrored_array import IntArray, MirroredArray, upload
 from specdec.kvcache.allocator import HybridAllocator
-from specdec.kvcache.index_spaces import NULL_SLOT, PRIMARY, GroupId, PrimaryLoc
+from specdec.kvcache.index_spaces import NULL_SLOT, PRIMARY, ByGroup, GroupId, PrimaryLoc
 
 FROZEN_EXTRA_KEYS = 2
 """Committed keys that a frozen drafter reads beyond a window - 1 of the target: it sees the window + 1 newest."""
@@ -61,7 +61,9 @@ class RequestTable:
     reread: tokens at the end of adopted pages that are read again, as if not committed. shared_len: where each row's
     own K/V begin, on the host and the device: what is computed again before that is not stored.
     extra_keys: committed keys to keep in every windowed group beyond its window, for a drafter that reads them.
-    retain: [groups] committed keys that a row keeps, on the host and the device; all that fit in the primary group.
+    late: how many committed tokens a reader of each group may not have read yet; None: none.
+    retain: [groups] committed keys that a forward may read before its first token, on the host and the device; all that
+    fit in the primary group. Eviction keeps as many before the oldest token that is still to be read.
     evicted_len: [groups, rows].
     """
 
@@ -74,6 +76,7 @@ class RequestTable:
         lookahead: int,
         extra_keys: int = FROZEN_EXTRA_KEYS,
         reread: int = 0,
+        late: ByGroup[int] | None = None,
     ) -> None:
         self.allocator = allocator
         self.lookahead = lookahead
@@ -89,6 +92,7 @@ class RequestTable:
         self.evicted_len: IntArray = np.zeros((len(allocator.pools), num_rows), dtype=np.int64)
         self._active = np.zeros(num_rows, dtype=np.bool_)
         self.extra_keys = extra_keys
+        self.late = allocator.pools.map(lambda pool: 0) if late is None else late
         windows = [group.window for group in allocator.groups.groups]
         kept = [width if window is None else window - 1 + extra_keys for window in windows]
         self.retain: IntArray = np.array(kept, dtype=np.int64)
@@ -139,7 +143,7 @@ class RequestTable:
     def adopt_pages(self, row: int, pages: IntArray) -> None:
         """Begin an empty row with `pages`, which others claim: they hold the K/V of its first tokens, now committed.
 
-        In each windowed group the last `retain` of these tokens must be mapped, or all of them.
+        In each windowed group the last `retain` of these tokens must be mapped, or all of them. No records are adopted.
         """
         self._require_active(np.array([row]))
         assert self.capacity[row] == 0, f"{row=} owns slots already"
@@ -152,7 +156,9 @@ class RequestTable:
     def num_evicted(self, num_pages: int) -> IntArray:
         """[groups]: how many of the first pages a row that begins with `num_pages` does without."""
         page_size = self.allocator.page_size
-        evicted: IntArray = np.maximum(0, num_pages * page_size - self.retain) // page_size
+        cached = np.array([group.cached for group in self.allocator.groups.groups])
+        kept = np.where(cached, self.retain, 0)  # of records none
+        evicted: IntArray = np.maximum(0, num_pages * page_size - kept) // page_size
         return evicted
 
     def pages(self, row: int, num_pages: int) -> IntArray:
@@ -251,7 +257,8 @@ class RequestTable:
         page_size, freed = self.allocator.page_size, 0
         for group in self.allocator.windowed:
             start = self.evicted_len[group, rows]
-            unseen = ((self.committed_len.host[rows] - self.retain[group]) // page_size - slack_pages) * page_size
+            read_len = self.committed_len.host[rows] - self.late[group]
+            unseen = ((read_len - self.retain[group]) // page_size - slack_pages) * page_size
             end = np.maximum(unseen, start)
             if (end == start).all():
                 continue
@@ -282,7 +289,9 @@ class RequestTable:
             pages = by_page[:, 0] // page_size
             assert 0 not in pages, f"{row=}: owns page 0"
             assert len(np.unique(pages)) == len(pages), f"{row=}: owns a page twice"
-            starts = np.maximum(0, length - self.retain)
+            starts = np.maximum(
+                self.num_evicted(self.shared_len.host[row] // page_size) * page_size, length - self.retain
+            )
             assert (evicted <= starts).all(), f"{row=}: evicted {evicted}, but the windows start at {starts}"
             for group, first in enumerate(evicted.tolist()):
                 mapped = self.allocator.peer_slots(GroupId(group), slots[first:capacity]) != 0

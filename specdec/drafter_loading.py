@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,12 +13,17 @@ from transformers import PreTrainedModel
 from specdec.draft_models.base import Drafter
 from specdec.draft_models.language_model import LanguageModelDrafter
 from specdec.draft_models.model_and_lookup import ModelAndLookup
-from specdec.draft_models.native_mtp.mtp_checkpoint import has_modules, native_mtp_drafter
+from specdec.draft_models.native_mtp.mtp_checkpoint import (
+    has_modules,
+    is_mtp_speculator,
+    native_mtp_drafter,
+)
 from specdec.draft_models.registry import WORDS, is_drafter_config, load_drafter, wrap_drafter
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError, shown
 from specdec.loading import Checkpoint, load_tokenizer, unwrapped
 from specdec.models.bundled import resolve_name
 from specdec.models.published import PAIRS
+from specdec.models.quantised.packed_parts import load_packed
 from specdec.models.target import TargetModel
 
 logger = logging.getLogger(__name__)
@@ -53,10 +58,12 @@ def load_any_drafter(
     if isinstance(drafter, (str, os.PathLike)):
         try:
             checkpoint = Checkpoint.of(drafter, options)
+            if is_mtp_speculator(checkpoint.config):
+                return _modules_of(checkpoint, target)
             if is_drafter_config(checkpoint.config) or not continues_text(checkpoint.config):
                 return load_drafter(checkpoint, target)
-            if _is_like(checkpoint.config, target) and _ships_modules(checkpoint, target):
-                return native_mtp_drafter(checkpoint.folder(), target)
+            if is_like(checkpoint.config, target) and has_modules(checkpoint.folder(), len(target.layout.layers)):
+                return _modules_of(checkpoint, target)
             own = None if tokenizer is None else load_tokenizer(drafter, options)
             return _language_model(checkpoint.load(target.dtype, target.device), target, tokenizer, own)
         except CheckpointError as error:
@@ -87,20 +94,29 @@ def _of_checkpoint(
     if word == MTP:
         return _own_modules(checkpoint, target)
     here = {**(options or {}), "local_files_only": True}
-    found: list[tuple[str, Callable[[], Drafter | None]]] = []
-    if checkpoint is not None and _is_found(checkpoint) and _ships_modules(checkpoint, target):
-        found.append(("its MTP modules are", lambda: _own_modules(checkpoint, target)))
-    for pair in PAIRS:
-        if name and resolve_name(pair.target) == name and _is_found(Checkpoint.of(pair.drafter, here)):
-            found.append(
-                (f"drafter {pair.drafter} is", partial(load_any_drafter, pair.drafter, target, here, tokenizer))
-            )
-    for what, load in found:
+    for found in [] if checkpoint is None else meant_by_auto(checkpoint, len(target.layout.layers), here):
         try:
-            return load()
+            if found == MTP:
+                return _own_modules(checkpoint, target)
+            return load_any_drafter(found, target, here, tokenizer)
         except (CheckpointError, ConfigError, UnsupportedModelError) as error:
+            what = "its MTP modules are" if found == MTP else f"drafter {found} is"
             logger.warning("drafter='auto': %s not used: %s", what, error)
     return WORDS["suffix"]()
+
+
+def meant_by_auto(checkpoint: Checkpoint, num_layers: int, here: Mapping[str, Any]) -> Iterator[str]:
+    """Drafters that "auto" tries for a target of so many layers: "mtp", and published names that are on disk. here:
+    options of a checkpoint that is not downloaded."""
+    try:
+        if has_modules(checkpoint.config_file.parent, num_layers):
+            yield MTP
+    except CheckpointError:
+        pass  # not here, or damaged
+    for pair in PAIRS:
+        named = pair.drafter != MTP and resolve_name(pair.target) == checkpoint.path
+        if named and _is_found(Checkpoint.of(pair.drafter, here)):
+            yield pair.drafter
 
 
 def _own_modules(checkpoint: Checkpoint | None, target: TargetModel) -> Drafter:
@@ -112,10 +128,16 @@ def _own_modules(checkpoint: Checkpoint | None, target: TargetModel) -> Drafter:
             "MTP modules"
         )
     try:
-        folder = checkpoint.folder()
+        checkpoint.folder()
     except CheckpointError as error:
         raise CheckpointError(f"drafter='mtp': {error}; give drafter=DIR of a folder with the modules") from error
-    return native_mtp_drafter(folder, target)
+    return _modules_of(checkpoint, target)
+
+
+def _modules_of(checkpoint: Checkpoint, target: TargetModel) -> Drafter:
+    promised = checkpoint.promised
+    load = None if promised is None else partial(load_packed, promised, target.dtype)
+    return native_mtp_drafter(checkpoint.folder(), target, load)
 
 
 def _is_found(checkpoint: Checkpoint) -> bool:
@@ -125,15 +147,11 @@ def _is_found(checkpoint: Checkpoint) -> bool:
         return False
 
 
-def _is_like(config: Mapping[str, Any], target: TargetModel) -> bool:
+def is_like(config: Mapping[str, Any], target: Any) -> bool:
     """Could the model of this config.json be the target's base, or a finetuned one?"""
     text = config.get("text_config") or config
     sizes = ("hidden_size", "num_hidden_layers")
     return all(text.get(name) == getattr(target.config, name, None) for name in sizes)
-
-
-def _ships_modules(checkpoint: Checkpoint, target: TargetModel) -> bool:
-    return has_modules(checkpoint.folder(), len(target.layout.layers))
 
 
 def _model_and_lookup(

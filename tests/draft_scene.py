@@ -17,6 +17,7 @@ from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.triton_backend import TritonBackend
 from specdec.draft_models.base import Binding, DraftBatch, Observation
 from specdec.gpu.operations import KERNELS, REFERENCE, Operations
+from specdec.kvcache.index_spaces import GroupId, PrimaryLoc
 from specdec.kvcache.table import Rows
 from specdec.models.target import TargetModel
 
@@ -61,6 +62,7 @@ class Scene:
             max_requests=len(lengths) + 2,
             max_len=160,
             lookahead=12,
+            drafts=drafter.kv_layout,
             device=DEVICE,
             backend=BACKENDS[backend](),
         )
@@ -71,10 +73,10 @@ class Scene:
         for row, length in zip(self.rows, lengths, strict=True):
             table.ensure_slots(row, length + 12)
             self.rig.commit(np.array([row]), np.array([length]))
-        for pool in self.pools():
+        for pool, group in self.pools():
             pool.fill_(torch.nan)
             for row, length in zip(self.rows, lengths, strict=True):
-                pool[table.slots.tensor[row, :length]] = self._random(int(row), length, *pool.shape[1:])
+                pool[self.slots(group, int(row), length)] = self._random(int(row), length, *pool.shape[1:])
         for state in self.states():
             state.fill_(torch.nan)
             for row in self.rows:
@@ -82,8 +84,17 @@ class Scene:
         self.drawn_from: list[torch.Tensor] = []
         self.rig.flush()
 
-    def pools(self) -> list[torch.Tensor]:
-        return [pool for kept in self.worker.store.layers.values() for pool in (kept.k, kept.v)]
+    def pools(self) -> list[tuple[torch.Tensor, GroupId]]:
+        """The worker's own, and the group of each."""
+        return [(pool, kept.group) for kept in self.worker.store.layers.values() for pool in (kept.k, kept.v)]
+
+    def copies(self) -> list[torch.Tensor]:
+        return [pool.clone() for pool, _ in self.pools()]
+
+    def slots(self, group: GroupId, row: int, length: int) -> torch.Tensor:
+        """Slots of the first `length` tokens of a row in a group."""
+        table = self.rig.table
+        return table.allocator.translate(group, PrimaryLoc(table.slots.tensor[row, :length]))
 
     def states(self) -> list[torch.Tensor]:
         """What an EAGLE-3 worker keeps of each row [rows, H]."""
@@ -141,24 +152,26 @@ class Scene:
         """Propose and observe without any work of the host."""
         batch = self.batch(seats, longest, steps, topk, num_nodes)
         seen = self.observation(batch, seats)
-        before = [pool.clone() for pool in self.pools()]
+        before = self.copies()
         for size in (1 + steps, num_nodes):  # a shape's first round, which makes its constants
             DraftTree.chain(batch.root[:, None].expand(-1, size))
         with capturable():
             tree = self.worker.propose(batch)
         tree.check()
-        torch.testing.assert_close(self.pools(), before, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(self.copies(), before, rtol=0, atol=0, equal_nan=True)
         with capturable():
             self.worker.observe(seen)
-        kept, table = [], self.rig.table
-        written = torch.zeros(len(before[0]), dtype=torch.bool, device=DEVICE)
-        written[: table.allocator.page_size] = True  # the null page
+        kept = []
         real = sorted((seat, i) for i, seat in enumerate(seats) if seat is not None)
         for seat, i in real:
-            slots = table.slots.tensor[self.rows[seat], : self.lengths[seat] + int(seen.length[i])]
-            kept += [pool[slots] for pool in self.pools()]
-            written[slots[self.lengths[seat] :]] = True
-        for pool, old in zip(self.pools(), before, strict=True):
+            length = self.lengths[seat] + int(seen.length[i])
+            kept += [pool[self.slots(group, int(self.rows[seat]), length)] for pool, group in self.pools()]
+        for (pool, group), old in zip(self.pools(), before, strict=True):
+            written = torch.zeros(len(pool), dtype=torch.bool, device=DEVICE)
+            written[: self.rig.table.allocator.page_size] = True  # the null page
+            for seat, i in real:
+                slots = self.slots(group, int(self.rows[seat]), self.lengths[seat] + int(seen.length[i]))
+                written[slots[self.lengths[seat] :]] = True
             torch.testing.assert_close(pool[~written], old[~written], rtol=0, atol=0, equal_nan=True)
         picked = torch.tensor([i for _, i in real], dtype=torch.int64, device=DEVICE)
         tokens, parents = (nodes[picked].tolist() for nodes in (tree.tokens, tree.parents))

@@ -29,6 +29,7 @@ from specdec.kvcache.layout import (
 )
 from specdec.kvcache.page_pool import PagedAllocator
 from specdec.kvcache.prefix_cache import PrefixCache
+from specdec.kvcache.rounded import RoundedPool
 from specdec.kvcache.table import FROZEN_EXTRA_KEYS, Move, RequestTable
 
 __all__ = [
@@ -62,6 +63,7 @@ __all__ = [
     "layout_from_config",
     "make_allocator",
     "replaced",
+    "rounded_rows",
 ]
 
 
@@ -97,13 +99,22 @@ def make_allocator(
     return HybridAllocator(groups, [pages, *each], page_size=page_size, device=torch.device(device))
 
 
+def rounded_rows(rows: torch.Tensor) -> RoundedPool:
+    """rows [slots, Hkv, D] in 8 bits. A row that holds NaN has a scale that is."""
+    pool = RoundedPool.zeros(*rows.shape, rows.dtype, rows.device)
+    pool.index_copy_(0, torch.arange(len(rows), device=rows.device), rows)
+    return pool
+
+
 def replaced(values: ByGroup[Any], group: GroupId, value: Any) -> ByGroup[Any]:
     """`values`, but for that of one group."""
     return ByGroup(tuple(value if other == group else old for other, old in values.items()))
 
 
 class KVRig(KVCache):
-    """A cache that answers as its request table too: `rig.ensure_slots(row, 5)` is `rig.table.ensure_slots(row, 5)`."""
+    """A cache that answers as its request table too: `rig.ensure_slots(row, 5)` is `rig.table.ensure_slots(row, 5)`.
+
+    drafts: layers of a drafter that will add a store."""
 
     def __init__(
         self,
@@ -116,11 +127,12 @@ class KVRig(KVCache):
         max_len: int,
         lookahead: int,
         extra_keys: int = FROZEN_EXTRA_KEYS,
+        drafts: KVLayout | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         backend: Backend | None = None,
     ) -> None:
-        windows = CacheGroups.of_layouts([layout]).windows
+        windows = CacheGroups.of_layouts([layout] if drafts is None else [layout, drafts]).windows
         allocator = make_allocator(pages, windows, window_pages, page_size=page_size, device=device)
         table = RequestTable(
             allocator, max_requests=max_requests, max_len=max_len, lookahead=lookahead, extra_keys=extra_keys

@@ -3,6 +3,7 @@
 A module's block is the layer of a model of one layer, made and saved by transformers; the reference runs that model.
 """
 
+import copy
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import DeepseekV3Config
 
 BASE: dict[str, Any] = {
     "vocab_size": 6,
@@ -34,7 +36,9 @@ TOKEN, STATE, PROJ, NORM, HEAD, EMBED, BLOCK = "enorm", "hnorm", "proj", "norm",
 
 class Shape(NamedTuple):
     """A target and its modules. name: how transformers names its classes. single: fields of a model of one layer that
-    is like a module's block. names: where a part of module k lies, by part, of a target of n layers."""
+    is like a module's block. names: where a part of module k lies, by part, of a target of n layers. copies: its head
+    and embedding are the target's. tower: fields of the vision tower of a model that has one. saved_as: a part of names
+    by `save_pretrained`, and the published one; block_names: the same for a tensor of a block."""
 
     name: str
     fields: dict[str, Any]
@@ -47,11 +51,19 @@ class Shape(NamedTuple):
     hidden_first: bool = False
     parts: tuple[str, ...] = (NORM,)
     model_type: str | None = None
+    copies: bool = False
+    tower: dict[str, Any] | None = None
+    saved_as: tuple[str, str] = ("", "")
+    block_names: tuple[tuple[str, str], ...] = ()
 
 
 def deepseek(part: str, k: int, n: int) -> str:
     own = {PROJ: "eh_proj", NORM: "shared_head.norm", HEAD: "shared_head.head", EMBED: "embed_tokens", BLOCK: ""}
     return f"model.layers.{n + k}.{own.get(part, part)}"
+
+
+def kimi(part: str, k: int, n: int) -> str:
+    return f"language_model.{deepseek(part, k, n)}"
 
 
 def step(part: str, k: int, n: int) -> str:
@@ -93,17 +105,55 @@ MELLUM["mlp_layer_types"] = ["sparse"] * 3
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
 DEEPSEEK = {**GLM, **LATENT, "num_key_value_heads": 4, "head_dim": 4, "topk_group": 1}
 BEYOND = {**ONE, "first_k_dense_replace": 0}
+RECURRENT = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "linear_attention", FULL],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}
+NEXT = {**RECURRENT, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16}
+ONE_FULL = {**ONE, "layer_types": [FULL]}
+DENSE_FIRST = {**SLIDES, "layer_types": [FULL, SLIDING, FULL], "mlp_layer_types": ["dense", "sparse", "sparse"]}
+MIMO_V2 = {**DENSE_FIRST, **EXPERTS, "n_routed_experts": 4, "head_dim": 12, "v_head_dim": 8, "num_key_value_heads": 1}
+STEP = {**DENSE_FIRST, **EXPERTS, "n_routed_experts": 4, "share_expert_dim": 24, "num_sliding_attention_heads": 6}
+STEP |= {"num_nextn_predict_layers": 3, "mtp_layer_types": [SLIDING] * 3, "mtp_mlp_layer_types": ["dense"] * 3}
+STEP["rope_parameters"] = {
+    FULL: {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+    SLIDING: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+}
+SLIDING_DENSE = {**ONE_SLIDING, "mlp_layer_types": ["dense"]}
+TINY = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "patch_size": 4}
 SHAPES: dict[str, Shape] = {
     "exaone4": Shape("Exaone4", SLIDES, ONE_SLIDING, qwen),
     "exaone_moe": Shape("ExaoneMoe", EXAONE_MOE, {**ONE_SLIDING, "mlp_layer_types": ["dense"]}, qwen),
     "glm4_moe": Shape("Glm4Moe", GLM, BEYOND, deepseek, parts=(NORM, HEAD, EMBED)),
     "glm4_moe-shared": Shape("Glm4Moe", GLM, BEYOND, deepseek),
+    "glm4_moe-copied": Shape("Glm4Moe", GLM, BEYOND, deepseek, parts=(NORM, HEAD, EMBED), copies=True),
     "glm4_moe-3": Shape("Glm4Moe", GLM, BEYOND, deepseek, "C", 3),
     "deepseek_v3": Shape("DeepseekV3", DEEPSEEK, BEYOND, deepseek),
+    "kimi_k25": Shape(
+        *("Kimi_K25", DEEPSEEK, BEYOND, kimi),
+        tower={**TINY, "intermediate_size": 16},
+        saved_as=("language_model.model.blocks.", "language_model.model.layers."),
+    ),
+    "step3p7": Shape(
+        "Step3p7", STEP, SLIDING_DENSE, step, "C", 3, False, False, parts=(NORM, HEAD), tower={**TINY, "image_size": 8}
+    ),
+    "mimo_v2_flash": Shape(
+        *("MiMoV2Flash", MIMO_V2, SLIDING_DENSE, mimo_v2, "T", 3),
+        block_names=(("post_attention_layernorm.weight", "pre_mlp_layernorm.weight"),),
+    ),
     "mimo": Shape("Qwen2", {"num_hidden_layers": 2}, ONE, mimo, hidden_first=True, model_type="mimo"),
+    "qwen3-tuned": Shape("Qwen3", {"num_hidden_layers": 2}, ONE, mimo),  # a finetuned module, in a folder of its own
     "ernie": Shape("Ernie4_5_Moe", ERNIE, {**ONE, "moe_layer_start_index": 0}, ernie, parts=()),
     "hy_v3": Shape("HYV3", HY, {**ONE, **SPARSE}, hy),
     "mellum": Shape("Mellum", MELLUM, {**ONE_SLIDING, **SPARSE}, qwen),
+    "qwen3_5": Shape("Qwen3_5", RECURRENT, ONE_FULL, qwen),
+    "qwen3_5_moe": Shape("Qwen3_5Moe", NEXT, ONE_FULL, qwen),
+    "qwen3_next": Shape("Qwen3Next", NEXT, ONE_FULL, qwen),
     # the forms of Step and MiMo-V2 around other blocks: what says so lies beside the modules
     "step-form": Shape(
         "Exaone4", SLIDES, ONE_SLIDING, step, "C", 3, normed_state=False, normed_carry=False, parts=(NORM, HEAD)
@@ -120,6 +170,9 @@ class Published(NamedTuple):
     model: Any
     modules: list[tuple[dict[str, torch.Tensor], Any]]
 
+    def loaded(self) -> Any:
+        return type(self.model).from_pretrained(self.folder, attn_implementation="eager").eval()
+
 
 def planted(model: Any, seed: int) -> Any:
     """Random weights under which states before and after a norm differ."""
@@ -129,23 +182,37 @@ def planted(model: Any, seed: int) -> Any:
             nn.init.normal_(weight, std=0.3)
         else:
             nn.init.uniform_(weight, 0.5, 2.0) if "norm" in name else nn.init.normal_(weight, std=0.1)
+            if name.endswith("A_log"):
+                nn.init.uniform_(weight, -5.0, -2.0)
     return model.eval()
+
+
+def _config_class(name: str) -> Any:
+    """Returns the class of the text model, where that is one of its own."""
+    return getattr(transformers, f"{name}{'Text' if name.startswith('Qwen3_5') else ''}Config")
 
 
 def publish(name: str, folder: Path, seed: int = 0, **fields: Any) -> Published:
     shape = SHAPES[name]
 
     def build(seed: int, **more: Any) -> Any:
-        made = getattr(transformers, f"{shape.name}Config")(**{**BASE, **shape.fields, **fields, **more})
+        text = {**BASE, **shape.fields, **fields, **more}
+        kind, made = "ForCausalLM", _config_class(shape.name)
+        if shape.tower is None:
+            made = made(**text)
+        else:  # its text model is of a type of its own, or DeepSeek's
+            kind, own = "ForConditionalGeneration", getattr(transformers, f"{shape.name}TextConfig", DeepseekV3Config)
+            made = made(text_config=own(**text), vision_config=shape.tower, tie_word_embeddings=False)
         made._attn_implementation = "eager"
-        return planted(getattr(transformers, f"{shape.name}ForCausalLM")(made), seed)
+        return planted(getattr(transformers, shape.name + kind)(made), seed)
 
     model = build(seed)
     if shape.model_type:
         model.config.model_type = shape.model_type
     model.save_pretrained(folder)
-    tensors, width = load_file(folder / "model.safetensors"), model.config.hidden_size
-    num_layers, modules = len(model.model.layers), []
+    tensors = {key.replace(*shape.saved_as): t for key, t in load_file(folder / "model.safetensors").items()}
+    width = BASE["hidden_size"]
+    num_layers, modules = len(model.get_decoder().layers), []
     for k in range(shape.count):
         single = build(seed + 100 + k, **shape.single)
         single.save_pretrained(folder / "block")
@@ -156,11 +223,14 @@ def publish(name: str, folder: Path, seed: int = 0, **fields: Any) -> Published:
             parts[HEAD] = torch.randn(BASE["vocab_size"], width) * 0.5
         if EMBED in shape.parts:
             parts[EMBED] = torch.randn(BASE["vocab_size"], width)
+        if shape.copies:
+            parts[HEAD], parts[EMBED] = model.lm_head.weight.data.clone(), model.model.embed_tokens.weight.data.clone()
         tensors |= {f"{shape.names(part, k, num_layers)}.weight": tensor for part, tensor in parts.items()}
         inside, prefix = "model.layers.0.", shape.names(BLOCK, k, num_layers)
-        tensors |= {prefix + key.removeprefix(inside): t for key, t in block.items() if key.startswith(inside)}
-        single.model.norm = nn.Identity()
-        modules.append((parts, single.model))
+        saved = {key.replace(*shape.saved_as).partition(inside)[2]: t for key, t in block.items()}
+        tensors |= {prefix + dict(shape.block_names).get(key, key): t for key, t in saved.items() if key}
+        single.get_decoder().norm = nn.Identity()
+        modules.append((parts, single.get_decoder()))
     if name.endswith("-form"):
         like = {"form": shape.form, "normed_state": shape.normed_state, "normed_carry": shape.normed_carry, "like": 0}
         (folder / "mtp_conventions.json").write_text(json.dumps(like))
@@ -180,7 +250,7 @@ class Reference:
     @torch.no_grad()
     def states(self, tokens: Sequence[int]) -> torch.Tensor:
         """h_p of these tokens [1, T, H]."""
-        decoder = self.model.model
+        decoder = self.model.get_decoder()
         seen: list[torch.Tensor] = []
         hook = decoder.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
         out = decoder(input_ids=torch.tensor([tokens]), use_cache=False).last_hidden_state
@@ -188,14 +258,15 @@ class Reference:
         return out if self.shape.normed_state else seen[0]
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        norm = self.model.model.norm
-        eps = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
-        return weight * x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt()
+        norm = copy.deepcopy(self.model.get_decoder().norm)
+        norm.weight.data = weight
+        out: torch.Tensor = norm(x)
+        return out
 
     def module(self, k: int, tokens: Sequence[int], state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """y and z of rows at positions 0, 1, ..."""
         parts, block = self.modules[k]
-        table = parts.get(EMBED, self.model.model.embed_tokens.weight)
+        table = parts.get(EMBED, self.model.get_input_embeddings().weight)
         halves = [self._norm(table[torch.tensor([tokens])], parts[TOKEN]), self._norm(state, parts[STATE])]
         x = torch.cat(halves[::-1] if self.shape.hidden_first else halves, -1) @ parts[PROJ].t()
         y = block(inputs_embeds=x, use_cache=False).last_hidden_state

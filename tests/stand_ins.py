@@ -57,37 +57,38 @@ def scripted() -> type[ScriptedDrafter]:
     return ScriptedDrafter
 
 
-@pytest.fixture(scope="session")
-def tree_script() -> Callable[..., Callable[[list[int], int], tuple[list[int], list[int] | None]]]:
-    """tree_script(truths, vocab=96, hit=0.7): a script of random branching trees.
+def random_trees(
+    truths: Sequence[Sequence[int]], vocab: int = VOCAB, hit: float = 0.7
+) -> Callable[[list[int], int], tuple[list[int], list[int] | None]]:
+    """A script of random branching trees: script(tokens, n, depth=None) gives n nodes, none deeper than `depth`.
 
-    script(tokens, n, depth=None) gives n nodes, none deeper than `depth`. `truths` are whole sequences: a draft after
-    a path that follows one of them follows it too with probability `hit`, in a random place among its siblings. A pure
-    function of the tokens, so the same in any batch.
+    `truths` are whole sequences: a draft after a path that follows one of them follows it too with probability `hit`,
+    in a random place among its siblings. A pure function of the tokens, so the same in any batch.
     """
 
-    def make(
-        truths: Sequence[Sequence[int]], vocab: int = VOCAB, hit: float = 0.7
-    ) -> Callable[[list[int], int], tuple[list[int], list[int] | None]]:
-        def script(tokens: list[int], n: int, depth: int | None = None) -> tuple[list[int], list[int] | None]:
-            rng = random.Random(str(tokens))
-            paths = [list(tokens)]  # by node
-            parents: list[int] = []
-            while len(paths) <= n:
-                deepest = len(tokens) + (n if depth is None else depth)
-                newest = [i for i, path in enumerate(paths) if len(path) < deepest][-3:]
-                parent = newest[rng.randrange(len(newest))]
-                above = paths[parent]
-                true = [t[len(above)] for t in truths if len(t) > len(above) and list(t[: len(above)]) == above]
-                token = true[0] if true and rng.random() < hit else rng.randrange(vocab)
-                if [*above, token] not in paths:  # siblings differ
-                    paths.append([*above, token])
-                    parents.append(parent)
-            return [path[-1] for path in paths[1:]], parents
+    def script(tokens: list[int], n: int, depth: int | None = None) -> tuple[list[int], list[int] | None]:
+        rng = random.Random(str(tokens))
+        paths = [list(tokens)]  # by node
+        parents: list[int] = []
+        while len(paths) <= n:
+            deepest = len(tokens) + (n if depth is None else depth)
+            newest = [i for i, path in enumerate(paths) if len(path) < deepest][-3:]
+            parent = newest[rng.randrange(len(newest))]
+            above = paths[parent]
+            true = [t[len(above)] for t in truths if len(t) > len(above) and list(t[: len(above)]) == above]
+            token = true[0] if true and rng.random() < hit else rng.randrange(vocab)
+            if [*above, token] not in paths:  # siblings differ
+                paths.append([*above, token])
+                parents.append(parent)
+        return [path[-1] for path in paths[1:]], parents
 
-        return script
+    return script
 
-    return make
+
+@pytest.fixture(scope="session")
+def tree_script() -> Callable[..., Callable[[list[int], int], tuple[list[int], list[int] | None]]]:
+    """tree_script(truths, vocab=96, hit=0.7): see random_trees."""
+    return random_trees
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from marks import deep, deep_cases
 from tiny_models import FAMILIES, random_eagle3
 
 CASES = 100
-DRAFTERS = {"suffix": 2, "language_model": 1, "block": 2, "eagle3": 2, "model and lookup": 1}
+DRAFTERS = {"suffix": 1, "language_model": 1, "block": 2, "eagle3": 1, "model and lookup": 1}
 """Cases of each that belong to `make test`; the others are deep."""
 
 

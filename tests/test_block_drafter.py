@@ -70,7 +70,7 @@ SHAPES = {"chain": (4, 1, 5), "tree": (4, 3, 9), "short": (2, 2, 4)}
         deep("jetspec", "chain", 1),
         deep("jetspec", "short", 4),
         slow("dspark", "tree", 1),
-        slow("speculators", "chain", 1),
+        deep("speculators", "chain", 1),
         deep("dspark-rnn", "tree", 4),
         deep("dspark-gated", "chain", 4),
     ],

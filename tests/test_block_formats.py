@@ -87,12 +87,12 @@ def test_first_block_and_accepted_lengths_are_those_of_the_definition(
 ) -> None:
     model = narrow_target(narrow(name, tmp_path))
     checkpoint, prompt = Checkpoint.at(tmp_path), random_prompt(11, vocab=VOCAB)
-    want, lengths = accepted_lengths(checkpoint, model, prompt, examples(20, 40))
+    want, lengths = accepted_lengths(checkpoint, model, prompt, examples(12, 40))
     rounds = Rounds(block_drafter(tmp_path, TargetModel(model)))
     spec = SpecConfig(rounds.drafter.spec.num_drafts)
     config = EngineConfig(max_model_len=160, prefill_chunk=4)
     with Engine(TargetModel(model), rounds, spec=spec, config=config) as engine:
-        out = engine.generate([prompt], SamplingParams(max_new_tokens=examples(40, 80), ignore_eos=True))[0]
+        out = engine.generate([prompt], SamplingParams(max_new_tokens=examples(24, 80), ignore_eos=True))[0]
     first = draft(checkpoint, model, [*prompt, out.token_ids[0]])
     torch.testing.assert_close(rounds.logits[0][0].double(), first.logits, atol=2e-5, rtol=2e-5)
     assert out.token_ids[: len(want)] == want
@@ -140,7 +140,9 @@ def test_a_drafter_of_transformers_is_what_its_own_module_computes(
     for spec in (SpecConfig(size - 1), SpecConfig(size - 1, topk=3, num_draft_tokens=12), None):
         rounds = None if spec is None else Rounds(block_drafter(tmp_path, TargetModel(model)))
         with Engine(TargetModel(model), rounds, spec=spec, config=EngineConfig(max_model_len=96)) as engine:
-            answers.append(engine.generate([prompt], SamplingParams(max_new_tokens=40, ignore_eos=True))[0].token_ids)
+            answers.append(
+                engine.generate([prompt], SamplingParams(max_new_tokens=examples(20, 40), ignore_eos=True))[0].token_ids
+            )
         if rounds is None:
             continue
         table, block = model.get_input_embeddings(), torch.tensor([[answers[-1][0]] + [VOCAB - 1] * (size - 1)])

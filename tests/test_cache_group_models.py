@@ -1,8 +1,11 @@
 """Models whose layers keep different things, two windows or V narrower than K: their tokens, and their memory."""
 
+import itertools
+
 import pytest
 import torch
 from kv_rig import layer_spec, make_allocator
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 
 from specdec import EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.gemma4_mtp import fit_layers
@@ -12,9 +15,11 @@ from specdec.kvcache.table import RequestTable
 from specdec.models.target import TargetModel
 from specdec.runtime import sizing
 from specdec.runtime.scheduler import slots_needed
-from specdec.training.mtp_training import new_assistant
+from specdec.training.assistant_training import new_assistant
+from specdec.training.draft_loss import run_target
+from specdec.training.packed_rows import PackedRows
 
-from marks import deep
+from marks import deep, each_value
 from tiny_models import build_target
 
 FAMILIES = ["two_windows", "deepseek_v3", "mimo_v2_flash"]
@@ -22,8 +27,7 @@ NEW = 12
 PARAMS = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
 
 
-@pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "page_size"), each_value(itertools.product(FAMILIES, [1, 4])))
 def test_tokens_are_the_models_own(
     family, page_size, make_target, make_engine, greedy_oracle, random_prompt, scripted, tree_script, monkeypatch
 ) -> None:
@@ -45,7 +49,7 @@ def test_tokens_are_the_models_own(
     engine.table.check()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["two_windows", "deepseek_v3", deep("mimo_v2_flash")])
 def test_deterministic_answers_do_not_depend_on_company(family, make_target, make_engine, random_prompt) -> None:
     model, prompts = make_target(family), [random_prompt(n, seed=n) for n in (30, 7, 18)]
     params = SamplingParams(max_new_tokens=6, ignore_eos=True, logprobs=2)
@@ -58,7 +62,7 @@ def test_deterministic_answers_do_not_depend_on_company(family, make_target, mak
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
-@pytest.mark.parametrize("family", ["two_windows", deep("deepseek_v3"), "mimo_v2_flash"])
+@pytest.mark.parametrize("family", ["two_windows", deep("deepseek_v3"), deep("mimo_v2_flash")])
 def test_kernels_read_the_group_of_each_layer(
     family, make_target, make_engine, greedy_oracle, random_prompt, monkeypatch
 ) -> None:
@@ -95,13 +99,27 @@ def test_an_assistant_reads_the_last_sliding_layer_through_the_window_of_that(
         fit_layers(make_assistant(model, sliding_window=other), target)
 
 
+def test_a_drafter_learns_from_states_of_layers_that_see_their_own_windows(
+    make_target, hf_forward, random_prompt
+) -> None:
+    """Training gave every sliding layer the mask of the widest window. Two documents in one packed row."""
+    model, documents = make_target("two_windows", fresh=True), (random_prompt(20), random_prompt(15, seed=1))
+    target = TargetModel(model)
+    truths = [hf_forward(model, ids, output_hidden_states=True).hidden_states[-1] for ids in documents]
+    model.model.layers[2].self_attn.__class__ = Qwen2Attention  # which sees what the mask says, and no less
+    ids = torch.tensor([[*documents[0], *documents[1]]])
+    pos = torch.cat([torch.arange(len(ids)) for ids in documents])[None]
+    hidden, _, _ = run_target(target, PackedRows(ids, pos, torch.ones_like(ids)))
+    torch.testing.assert_close(hidden, torch.cat(truths, dim=1))
+
+
 def test_each_window_takes_the_memory_of_its_own_layers(make_target, monkeypatch) -> None:
     """Windows of 128 and 4,096: pools by group are those of the formula of docs/memory.md, not of the widest window."""
     monkeypatch.setattr(sizing, "free_bytes", lambda device: 10**12)
     target = TargetModel(make_target("llama", max_position_embeddings=16384))
     target.layout = KVLayout(tuple(layer_spec(i, window) for i, window in enumerate((None, 128, 128, 4096))))
     config, nodes = EngineConfig(max_batch_size=8, max_model_len=16384), 5
-    cache, _ = sizing.make_cache(target, None, config, nodes, None)
+    cache, _ = sizing.make_cache(target, None, SpecConfig(), config, nodes, None)
     cache.add_store(target.stored_layout, torch.float32)
     room = sizing.PromptRoom.from_settings(config.max_prefill_tokens, config.prefill_chunk, "cpu")
     in_flight = max(room.idle, 8 * min(room.chunk, sizing.WINDOW_SPARE))

@@ -18,11 +18,12 @@ from specdec.attention.checked_backend import sanitized
 from specdec.attention.plan import KVPlan
 from specdec.attention.trees.tree import DraftTree
 from specdec.errors import DoubleFreeError, LocationError, OutOfSlotsError
-from specdec.kvcache.index_spaces import PRIMARY, GroupId, PrimaryLoc
+from specdec.kvcache.index_spaces import PRIMARY, ByGroup, GroupId, PrimaryLoc
 from specdec.kvcache.layout import CacheField, CacheGroups, Full, KVLayout, Window, attention_fields
 from specdec.kvcache.prefix_cache import PrefixCache
 from specdec.kvcache.store import KVStore
 from specdec.kvcache.table import RequestTable
+from specdec.runtime.sizing import DraftNeeds
 
 from marks import examples
 from snapshots import contents
@@ -54,6 +55,24 @@ def loc(table: RequestTable, row: int, begin: int, end: int) -> PrimaryLoc:
 
 
 # the groups of layouts
+
+
+def test_a_late_reader_needs_more_keys_in_its_own_groups() -> None:
+    """Eviction keeps 16 keys more there, and a match needs none of them: who adopts pages has read them."""
+    models = [KVLayout((layer_spec(0, 3), layer_spec(1, 5))), KVLayout((layer_spec(0, 5), layer_spec(1, 7)))]
+    groups = CacheGroups.of_layouts(models)
+    assert [*DraftNeeds(models[1], late=16).late_in(groups)][1:] == [0, 16, 16]
+    assert [*DraftNeeds(models[1]).late_in(groups)] == [0] * 4
+    allocator = make_allocator(80, [5, 7])
+    late = DraftNeeds(models[1], late=16).late_in(allocator.groups)
+    table = RequestTable(allocator, max_requests=2, max_len=90, lookahead=NODES, extra_keys=2, late=late)
+    row = grown(table, 60)
+    table.evict_unseen(ints(row), slack_pages=0)
+    assert table.evicted_len[:, row].tolist() == [0, 60 - 6 - 16, 60 - 8 - 16]
+    other = table.open_row()
+    table.adopt_pages(other, table.pages(row, 44))  # the drafter has read no more
+    assert table.evicted_len[:, other].tolist() == [0, 44 - 6, 44 - 8]
+    table.check()
 
 
 def test_groups_are_those_of_all_models_the_primary_first() -> None:
@@ -157,14 +176,17 @@ def test_rows_that_share_pages_release_their_claims_by_group() -> None:
     windows=st.sets(st.integers(1, 64), max_size=4).map(sorted),
     page_size=st.sampled_from([1, 4, 16]),
     pages=st.lists(st.integers(2, 24), min_size=5, max_size=5),
+    beyond=st.lists(st.integers(0, 17), min_size=5, max_size=5),
     seed=st.integers(0, 2**32 - 1),
 )
 @settings(max_examples=examples(30, 300), deadline=None, derandomize=True, database=None)
-def test_random_groups_keep_what_their_windows_need(windows, page_size, pages, seed) -> None:
-    """Growing, eviction, sharing and closing: pools and rows agree, and a refusal names the short pool."""
+def test_random_groups_keep_what_their_windows_need(windows, page_size, pages, beyond, seed) -> None:
+    """Growing, eviction, sharing and closing: pools and rows agree, and a refusal names the short pool. beyond: how
+    late each group is read."""
     draw = np.random.default_rng(seed)
     allocator = make_allocator(pages[0], windows, pages[1 : len(windows) + 1], page_size=page_size)
-    table = RequestTable(allocator, max_requests=4, max_len=150, lookahead=NODES)
+    late = ByGroup(tuple(beyond[: 1 + len(windows)]))
+    table = RequestTable(allocator, max_requests=4, max_len=150, lookahead=NODES, extra_keys=1, late=late)
     for _ in range(40):
         rows = draw.permutation(table.active_rows)[: draw.integers(1, 3)]
         choice = draw.integers(0, 5)
@@ -195,7 +217,11 @@ def test_random_groups_keep_what_their_windows_need(windows, page_size, pages, s
         table.check()
         for group, window in enumerate(windows, 1):
             gone = table.committed_len.host - table.evicted_len[group]
-            assert (gone >= np.minimum(table.committed_len.host, window + 1)).all()
+            adopted = np.where(
+                table.shared_len.host > 0, table.committed_len.host - table.shared_len.host, beyond[group]
+            )
+            late_by = np.minimum(adopted, beyond[group])  # who adopted pages has read them
+            assert (gone >= np.minimum(table.committed_len.host, window + late_by)).all()
     table.close_rows(table.active_rows)
     assert [pool.free_pages for pool in allocator.pools] == pages[: len(windows) + 1]
 
@@ -226,10 +252,11 @@ class Texts:
     def longest(self, pages: np.ndarray) -> int:
         """The definition: the most of these pages whose last `retain` tokens are mapped in each group."""
         a, size = self.allocator, self.table.allocator.page_size
+        mapped = {group: a.is_mapped(group, pages).tolist() for group in a.windowed}
 
         def fits(count: int, group: GroupId) -> bool:
             seen = range(max(0, count * size - int(self.table.retain[group])), count * size)
-            return all(a.is_mapped(group, pages[[token // size]])[0] for token in seen)
+            return all(mapped[group][token // size] for token in seen)
 
         every = range(len(pages), -1, -1)
         return next(count for count in every if all(fits(count, group) for group in a.windowed))
@@ -250,16 +277,16 @@ def test_a_match_needs_the_window_of_every_group(lost: GroupId) -> None:
 
 
 @given(
-    windows=st.sets(st.integers(1, 20), min_size=1, max_size=4).map(sorted),
-    page_size=st.sampled_from([1, 4]),
+    windows=st.sets(st.integers(1, 64), min_size=1, max_size=4).map(sorted),
+    page_size=st.sampled_from([1, 4, 16]),
     seed=st.integers(0, 2**32 - 1),
 )
 @settings(max_examples=examples(30, 300), deadline=None, derandomize=True, database=None)
 def test_random_matches_are_the_longest_by_the_definition(windows, page_size, seed) -> None:
     """Peers are lost here and there in each group; a second row of the same text then revives some of them."""
     draw = np.random.default_rng(seed)
-    texts, text = Texts(windows, page_size=page_size, pages=80), list(range(32))
-    first, second = (grown(texts.table, 32) for _ in range(2))
+    texts, text = Texts(windows, page_size=page_size, pages=180), list(range(80))
+    first, second = (grown(texts.table, 80) for _ in range(2))
     texts.keep(first, text)
     texts.table.close_row(first)
     pages = texts.cache._pages_of(texts.cache._walk(texts.cache.key(text), b""))
@@ -276,7 +303,7 @@ def test_random_matches_are_the_longest_by_the_definition(windows, page_size, se
     pages = texts.cache._pages_of(texts.cache._walk(texts.cache.key(text), b""))
     assert texts.found(text) == texts.longest(pages)
     texts.cache.clear()
-    assert all(pool.free_pages == 80 for pool in texts.allocator.pools)
+    assert all(pool.free_pages == 180 for pool in texts.allocator.pools)
 
 
 def revived(*, evict: bool) -> tuple[Texts, list[int], np.ndarray, np.ndarray]:

@@ -92,7 +92,7 @@ def test_a_request_that_does_not_speculate_has_no_figures_of_drafts(client):
 def test_the_server_says_which_figures_answers_have(switch, fields, engine):
     settings = ServeSettings(model_names=["m"], draft_figures=switch)
     with TestClient(create_app(AsyncEngine(engine), settings)) as client:
-        for path, body in ASKED.values():
+        for path, body in [*ASKED.values()][: None if switch == "all" else 1]:
             last, _ = answered(client, path, body)
             assert {"metrics", "timings"} & last.keys() == fields
     with pytest.raises(ConfigError, match="draft_figures"):

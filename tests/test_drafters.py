@@ -1,6 +1,7 @@
 """Every drafter keeps the rules of the protocol; prompt lookup proposes what its definition says."""
 
 import dataclasses
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,7 +17,7 @@ from specdec.kvcache.frozen import frozen_kv
 from specdec.kvcache.table import FROZEN_EXTRA_KEYS
 from specdec.models.target import TargetModel
 
-from marks import each_value, pairs, slow
+from marks import each_value, pairs
 from stand_ins import history_batch
 from tiny_models import random_eagle3
 
@@ -144,8 +145,9 @@ def test_conformance(name, page_size, temperature, make_target, make_engine, gre
         assert [out.token_ids for out in outputs] == [greedy_oracle(model, p, 12) for p in prompts]
 
 
-@pytest.mark.parametrize("topk", [1, 3])
-@pytest.mark.parametrize("kind", ["eagle3", "dflash", slow("jetspec"), slow("dspark-rnn")])
+@pytest.mark.parametrize(
+    ("kind", "topk"), each_value(itertools.product(["eagle3", "dflash", "jetspec", "dspark-rnn"], [1, 3]))
+)
 def test_conformance_of_heads(kind, topk, make_target, random_prompt):
     """Heads with K/V of their own, on pages of 4: a sliding layer among them, requests that join and leave."""
     model = make_target("gemma4-e2b")

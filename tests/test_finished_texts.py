@@ -202,7 +202,7 @@ def test_before_the_text_is_no_token():
     assert newest_tokens(torch.tensor([[4, 5, 9]]), torch.tensor([2])).tolist() == [[5, 4, *[BEFORE] * (MATCH - 2)]]
 
 
-@pytest.mark.parametrize("spec", [SpecConfig(5), SpecConfig(4, 3, 12)], ids=["chain", "tree"])
+@pytest.mark.parametrize("spec", [SpecConfig(5), deep(SpecConfig(4, 3, 12))], ids=["chain", "tree"])
 def test_a_prompt_that_was_answered_is_drafted_from_its_answer(spec, make_target, make_engine, random_prompt):
     model, prompt = make_target("gemma4-e2b"), random_prompt(12)
     params = SamplingParams(max_new_tokens=NEW, temperature=1.0, seed=3)

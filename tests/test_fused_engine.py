@@ -70,7 +70,10 @@ def generate(make_engine: Callable[..., Engine]) -> Callable[..., list[list[int]
     return run
 
 
-@deep_cases("gemma4-e2b-chain-1", "gemma4-multimodal-chain-1", "mixtral-tree-4")
+@deep_cases(
+    *("gemma4-e2b-chain-1", "gemma4-multimodal-chain-1", "mixtral-tree-4"),
+    *("qwen3-chain-1", "mistral-chain-1", "qwen2-tree-4"),  # llama and gpt_oss have a chain and a tree
+)
 @pytest.mark.parametrize(
     ("family", "shape", "page_size"),
     each_value(
@@ -98,7 +101,7 @@ def test_tokens_are_those_of_unfused_layers(
 
 @pytest.mark.parametrize(
     ("family", "deterministic"),
-    usual(itertools.product(NEWER, [False, True]), lambda family, bitwise: NEWER.index(family) % 2 == bitwise),
+    usual(itertools.product(NEWER, [False, True]), lambda family, bitwise: NEWER.index(family) % 4 == 2 * bitwise),
 )
 def test_newer_families_decode_greedily_as_transformers_does(
     family, deterministic, make_target, make_engine, greedy_oracle, random_prompt

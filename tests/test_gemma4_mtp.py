@@ -17,7 +17,7 @@ from specdec.errors import FrozenKVError, UnsupportedModelError
 from specdec.models.cache_argument import cache_argument
 from specdec.models.target import TargetModel
 
-from marks import each_value, pairs, quick
+from marks import deep_cases, each_value, pairs, quick
 from tiny_models import GEMMA4_FAMILIES, eager
 
 STEPS = 4
@@ -112,6 +112,7 @@ def reference():
     return logits
 
 
+@deep_cases("gemma4-moe-(3, 17, 45)-4-False")
 @pytest.mark.parametrize(
     ("family", "lengths", "page_size", "ordered"),
     each_value(

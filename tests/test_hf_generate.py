@@ -23,7 +23,7 @@ import specdec
 from specdec import EngineConfig, SpecConfig, SpecDecError
 from specdec.errors import CapacityError, ConfigError
 
-from marks import deep, pairs, quick
+from marks import deep, each_value, pairs, usual
 
 PROMPTS = [[5, 9, 31, 7, 22, 9, 31], [11, 3], [8, 8, 8, 40, 2]]
 ONE = torch.tensor(PROMPTS[:1])
@@ -175,7 +175,7 @@ PLACES = ["keyword", "given", "own"]
 
 @pytest.mark.parametrize(
     ("name", "where"),
-    quick(
+    usual(
         [(name, where) for name in REFUSED for where in PLACES],
         lambda name, where: where == PLACES[list(REFUSED).index(name) % 3],
     ),
@@ -321,13 +321,15 @@ OWN = {"max_new_tokens": 5, "eos_token_id": [31, 8], "pad_token_id": 3, "repetit
 @pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
 @pytest.mark.parametrize(
     ("own", "given", "kwargs"),
-    pairs(
-        [{}, OWN, {"max_length": 12}],
-        [
-            *(None, {}, {"repetition_penalty": 2.0}, {"max_new_tokens": 9, "pad_token_id": 1}),
-            *({"max_length": 20}, {"max_length": 11}),
-        ],
-        [{}, {"max_new_tokens": 6}, {"eos_token_id": 40}, {"max_length": 20}],
+    each_value(
+        pairs(
+            [{}, OWN, {"max_length": 12}],
+            [
+                *(None, {}, {"repetition_penalty": 2.0}, {"max_new_tokens": 9, "pad_token_id": 1}),
+                *({"max_length": 20}, {"max_length": 11}),
+            ],
+            [{}, {"max_new_tokens": 6}, {"eos_token_id": 40}, {"max_length": 20}],
+        ),
     ),
     ids=str,
 )
@@ -344,7 +346,11 @@ def test_a_given_config_is_filled_from_the_models_own(own, given, kwargs, model)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "pad", "side"),
-    pairs([None, 40, [40, 77], [0, 40], -1, [-1], 10**6, torch.tensor([40, 77])], [None, 0, 40, 1], ["left", "none"]),
+    each_value(
+        pairs(
+            [None, 40, [40, 77], [0, 40], -1, [-1], 10**6, torch.tensor([40, 77])], [None, 0, 40, 1], ["left", "none"]
+        )
+    ),
     ids=str,
 )
 def test_padding_and_ends_without_a_mask(side, end, pad, model):

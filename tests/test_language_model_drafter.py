@@ -15,7 +15,7 @@ from specdec.draft_models.language_model import LanguageModelDrafter
 from specdec.errors import UnsupportedModelError
 from specdec.models.target import TargetModel
 
-from marks import deep_cases
+from marks import deep, deep_cases
 from tiny_models import FAMILIES, fast_ones
 
 GREEDY = SamplingParams(max_new_tokens=21)
@@ -41,7 +41,7 @@ def test_a_model_that_drafts_for_itself(family, tree, page_size, make_target, gr
         assert out.stats.accepted_per_position[0] == 1.0
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [deep(0.0), 1.0])
 def test_its_own_cache_follows_the_prefix_cache_and_preemption(temperature, make_target, random_prompt):
     """A model that drafts for itself is believed whole for as long as its K/V are those of the text."""
     model = make_target("gpt_oss")
@@ -85,7 +85,7 @@ def positions_asked(drafter, monkeypatch):
     return asked
 
 
-@deep_cases("longrope, tree")
+@deep_cases("longrope, tree", "dynamic, adaptive")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rope", "spec"),

@@ -7,13 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from block_heads import written_block
 from drafter_folders import PUBLISHED, read_drafter, write_drafter
+from mtp_checkpoints import publish
 from typer.testing import CliRunner
 
-from specdec import Engine, EngineConfig
+from specdec import Engine, EngineConfig, SpecConfig
 from specdec.cli.app import app
 from specdec.draft_models.checkpoints.kept_layout import kept_layout
+from specdec.errors import UnsupportedModelError
+from specdec.evaluation.memory_plan import memory_plan
 from specdec.kvcache.layout import layout_from_config
+from specdec.loading import load_model
 from specdec.models.cache_geometry import GeometryContext
 from specdec.models.model_on_meta import ModelOnMeta, model_on_meta
 from specdec.models.target import TargetModel
@@ -50,20 +55,66 @@ def folder_of(config, path: Path, **changes) -> str:
     return str(path)
 
 
+def test_states_of_recurrent_layers_are_counted_apart(tmp_path, make_target, make_engine, monkeypatch) -> None:
+    monkeypatch.setattr(sizing, "free_bytes", lambda device: 10**12)
+    model = make_target("qwen3_5")
+    settings = {"spec": SpecConfig(), "drafter_options": {}}
+    cpu = EngineConfig(max_batch_size=2, max_model_len=128, device="cpu")
+    report = memory_plan(folder_of(model.config, tmp_path), None, config=cpu, **settings)
+    engine = make_engine(model, max_batch_size=2, max_model_len=128, prefill_chunk=None)
+    groups = {group["name"]: group["batch_bytes"] for group in report["groups"]}
+    assert groups == engine.cache.bytes_by_group() and list(groups) == ["full", "records", "states"]
+    assert report["groups"][2]["kept"] == [{"layers": 3, "fields": {"state": (4, 96), "inputs": (3, 80)}}]
+    with pytest.raises(UnsupportedModelError, match="recurrent layers, which run on one CPU"):
+        memory_plan(str(tmp_path), None, config=EngineConfig(device="cuda"), **settings)
+
+
 @pytest.mark.parametrize(
     ("drafter", "page_size"),
-    [("none", 4), ("tiny-gemma4-mtp", 1), ("tiny-gemma4-eagle3", 4), (TARGET, 1), deep("ngram", 4)],
+    [("none", 4), ("tiny-gemma4-mtp", 1), ("tiny-gemma4-eagle3", 4), (TARGET, 1), ("windowed", 1), deep("ngram", 4)],
 )
-def test_groups_are_those_that_an_engine_allocates(drafter, page_size, monkeypatch) -> None:
+def test_groups_are_those_that_an_engine_allocates(drafter, page_size, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(sizing, "free_bytes", lambda device: 10**12)
+    if windowed := drafter == "windowed":  # of a window that the target has not
+        written_block(tmp_path, load_model(TARGET, dtype=torch.float32, device=torch.device("cpu")), windows=(None, 5))
+        drafter = str(tmp_path)
     sizes = ("--batch-size", "2", "--max-model-len", "1024", "--page-size", str(page_size))
     report = planned("--drafter", drafter, *sizes)
     config = EngineConfig(max_batch_size=2, max_model_len=1024, page_size=page_size, device="cpu")
-    with Engine.from_pretrained(TARGET, drafter, config=config) as engine:
+    with Engine.from_pretrained(TARGET, drafter, spec=SpecConfig(adaptive=True), config=config) as engine:
         groups = {group["name"]: group["batch_bytes"] for group in report["groups"]}
-        assert groups == engine.cache.bytes_by_group() and len(groups) == 2
+        assert groups == engine.cache.bytes_by_group() and len(groups) == 2 + windowed
         assert report["weights"]["target"] == stored_weights(engine.target.model).bytes
         assert ("drafter" in report["weights"]) == (drafter not in ("none", "ngram"))
+
+
+@pytest.mark.parametrize(
+    ("name", "drafter"),
+    [("glm4_moe-3", "mtp"), ("exaone4", "auto"), deep("mimo_v2_flash", "mtp"), deep("glm4_moe-shared", "mtp")],
+)
+def test_mtp_modules_are_planned_as_an_engine_keeps_them(name, drafter, tmp_path, monkeypatch) -> None:
+    """With their files, and by the count in the config where there are none: the same K/V, and weights unknown."""
+    monkeypatch.setattr(sizing, "free_bytes", lambda device: 10**12)
+    folder = str(publish(name, tmp_path).folder)
+    words = ("--target", folder, "--batch-size", "2", "--max-model-len", "64")
+    report = planned("--drafter", drafter, *words)
+    config = EngineConfig(max_batch_size=2, max_model_len=64, device="cpu")
+    with Engine.from_pretrained(folder, "mtp", config=config) as engine:
+        assert {group["name"]: group["batch_bytes"] for group in report["groups"]} == engine.cache.bytes_by_group()
+        count = len(engine.drafter.modules)
+        kept = {p.data_ptr(): p.nbytes for module in engine.drafter.modules for p in module.parameters()}
+        for shared in engine.target.model.parameters():
+            kept.pop(shared.data_ptr(), None)
+    assert sum(kept.values()) <= report["weights"]["drafter"] <= 1.01 * sum(kept.values())  # biases of routers
+    (tmp_path / "model.safetensors").unlink()
+    file = tmp_path / "config.json"
+    counted = {"num_nextn_predict_layers": 0, "num_mtp_layers": 0}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **counted}))
+    assert run("--memory", "--drafter", "mtp", *words).exit_code == 2
+    file.write_text(json.dumps({**json.loads(file.read_text()), "num_nextn_predict_layers": count}))
+    unread = planned("--drafter", "mtp", *words)
+    assert unread["groups"] == report["groups"] and unread["weights"]["drafter"] is None
+    assert planned("--drafter", "auto", *words)["weights"].keys() == {"target"}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Native MTP: every draft is what the published forward gives, and the output is the target's own."""
 
+import json
 import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from mtp_checkpoints import SHAPES, Published, Reference, publish
+from packed_checkpoints import FORMS as STORED
+from packed_checkpoints import quantise, set_config
 from safetensors.torch import load_file, save_file
 from split_engines import use_peers
-from transformers import AutoModelForCausalLM, Exaone4ForCausalLM
+from transformers import Exaone4ForCausalLM
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
@@ -19,10 +23,12 @@ from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.cli.bodies.settings import load_engine
 from specdec.cli.options import PairOptions
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError
+from specdec.evaluation.transformers_peer import assisted_peer
 
-from marks import deep, is_deep
+from marks import deep, is_deep, slow
 
-OTHERS = ("exaone_moe", "glm4_moe", "deepseek_v3", "ernie", "hy_v3", "mellum")
+OTHERS = ("exaone_moe", "glm4_moe", "deepseek_v3", "kimi_k25", "ernie", "hy_v3", "mellum", "qwen3_5_moe", "qwen3_next")
+SAME_DRAFTS = ("glm4_moe-shared", "glm4_moe-copied", "qwen3-tuned")
 CHAIN, TREE = {"num_steps": 3}, {"num_steps": 3, "topk": 2, "num_draft_tokens": 9}
 
 
@@ -71,58 +77,104 @@ def texts(seed: int, lengths: tuple[int, ...]) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    made: dict[str, Published] = {}
+    made: dict[tuple[Any, ...], Published] = {}
 
-    def get(name: str) -> Published:
-        if name not in made:
-            made[name] = publish(name, tmp_path_factory.mktemp(name), seed=len(made))
-        return made[name]
+    def get(name: str, **fields: Any) -> Published:
+        case = name, *fields.items()
+        if case not in made:
+            made[case] = publish(name, tmp_path_factory.mktemp(name), seed=list(SHAPES).index(name), **fields)
+        return made[case]
 
     return get
 
 
 def engine_of(source: Any, drafter: Any = "mtp", spec: dict[str, Any] | None = None, **settings: Any) -> Engine:
     shape = None if spec is None else SpecConfig(**spec, adaptive=False)
+    if isinstance(source, Published):
+        source = source.folder if source.shape.tower is None else source.loaded()
     return Engine.from_pretrained(source, drafter, spec=shape, config=EngineConfig(max_model_len=64, **settings))
 
 
 PARAMS = SamplingParams(max_new_tokens=9)
 
 
-def simulated_rounds(reference: Reference, prompt: list[int], output: list[int], num_steps: int) -> int:
-    """Rounds after the first token, each with a chain of the published forward."""
+def published_paths(reference: Reference, text: list[int], spec: dict[str, int]) -> set[tuple[int, ...]]:
+    """The nodes of a draft of the published forward, by the tokens from the root: of `topk` children of each of `topk`
+    nodes a level, those of the best products of probabilities."""
+    topk, beam, found = spec.get("topk", 1), [(0.0, ())], list[tuple[float, tuple[int, ...]]]()
+    for _ in range(spec["num_steps"]):
+        grown = []
+        for score, path in beam:
+            best = reference.logits(text, path).log_softmax(-1).topk(topk)
+            grown += [(score + p, (*path, t)) for p, t in zip(best.values.tolist(), best.indices.tolist(), strict=True)]
+        beam = sorted(grown, reverse=True)[:topk]
+        found += grown
+    count = spec.get("num_draft_tokens", 1 + len(found)) - 1
+    return {path for _, path in sorted(found, reverse=True)[:count]}
+
+
+def simulated_rounds(reference: Reference, prompt: list[int], output: list[int], spec: dict[str, int]) -> int:
+    """Rounds after the first token, each with a draft of the published forward, no deeper than what is left to ask."""
     text, at, rounds = [*prompt, *output], len(prompt) + 1, 0
     while at < len(text):
-        drafts: list[int] = []
-        for _ in range(num_steps):
-            drafts.append(int(reference.logits(text[:at], drafts).argmax()))
-        accepted = 0
-        while accepted < num_steps and at + accepted < len(text) and drafts[accepted] == text[at + accepted]:
+        levels = min(spec["num_steps"], len(text) - at - 1)
+        paths, accepted = published_paths(reference, text[:at], {**spec, "num_steps": levels}), 0
+        while tuple(text[at : at + accepted + 1]) in paths and at + accepted < len(text):
             accepted += 1
         at, rounds = at + accepted + 1, rounds + 1
     return rounds
 
 
 @pytest.mark.parametrize("tree", [deep(False), True])
-@pytest.mark.parametrize("name", [deep(n) if n in OTHERS else n for n in SHAPES if n != "glm4_moe-shared"])
+@pytest.mark.parametrize("name", [deep(n) if n in OTHERS else n for n in SHAPES if n not in SAME_DRAFTS])
 def test_drafts_are_those_of_the_published_forward(name: str, tree: bool, published: Any) -> None:
     """Texts shorter than the modules are many, a window shorter than the tree, prompts in chunks; the output is
     plain decoding's."""
     made = published(name)
     prompts = texts(1, (1, 2, 13))
-    plain = [out.token_ids for out in engine_of(made.folder, None).generate(prompts, PARAMS)]
-    engine = engine_of(made.folder, spec=TREE if tree else CHAIN, prefill_chunk=4)
+    plain = [out.token_ids for out in engine_of(made, None).generate(prompts, PARAMS)]
+    engine = engine_of(made, spec=TREE if tree else CHAIN, prefill_chunk=4)
     assert (engine.drafter.form, len(engine.drafter.modules)) == (made.shape.form, made.shape.count)
     watched = Watched(engine)
     assert [out.token_ids for out in engine.generate(prompts, PARAMS)] == plain
-    assert assert_published(Reference(made), watched.seen) > 50
+    assert assert_published(Reference(made), watched.seen) > 40
 
 
-@pytest.mark.parametrize("name", ["exaone4", "step-form", "mimo_v2-form"])
-def test_rounds_are_as_many_as_a_simulation_has(name: str, published: Any) -> None:
-    made, prompt = published(name), texts(5, (7,))[0]
-    out = engine_of(made.folder, spec=CHAIN).generate([prompt], PARAMS)[0]
-    assert out.stats.rounds == simulated_rounds(Reference(made), prompt, out.token_ids, 3)
+@pytest.mark.parametrize(
+    ("settings", "tokens"),
+    [slow({"attention": "triton"}, 4), ({"deterministic": True}, 12)],
+    ids=["kernels", "in order"],
+)
+def test_full_attention_modules_do_not_see_rows_before_their_first(
+    settings: dict[str, Any], tokens: int, published: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows q < k of module k do not exist, for kernels and where keys are added up in order as in plain torch."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    made = published("glm4_moe-3")
+    engine = engine_of(made, spec={**TREE, "num_draft_tokens": 7}, **settings)
+    watched = Watched(engine)
+    engine.generate(texts(1, (1, 5)), SamplingParams(max_new_tokens=tokens))
+    assert assert_published(Reference(made), watched.seen) > 12
+
+
+SIMULATED = ("exaone4", "step-form", "mimo_v2-form", "ernie", "mimo", "glm4_moe", "glm4_moe-copied")
+
+
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [*((name, TREE) for name in SIMULATED), ("mimo_v2-form", CHAIN), *(deep(name, CHAIN) for name in SIMULATED[:2])],
+)
+def test_rounds_are_as_many_as_a_simulation_has(name: str, spec: dict[str, int], published: Any) -> None:
+    """ERNIE's module has no final norm, MiMo-7B's reads the hidden half first, GLM's holds an embedding and a head: its
+    own, or copies of the target's."""
+    made = published(name)
+    engine = engine_of(made, spec=spec)
+    if name.startswith("glm4_moe"):
+        [module] = engine.drafter.modules
+        assert ((module.embed, module.head) == (None, None)) == (name != "glm4_moe")
+    for prompt in texts(5, (7, 1)):
+        out = engine.generate(prompt, PARAMS)[0]
+        assert out.stats.rounds == simulated_rounds(Reference(made), prompt, out.token_ids, spec)
 
 
 @pytest.mark.parametrize(
@@ -137,9 +189,9 @@ def test_carried_rows_follow_prefix_hits_chunks_and_preemption(
     made = published(name)
     shared = texts(2, (12,))[0]
     prompts = [shared[:k] + rest for k, rest in zip((12, 12, 5, 9), texts(3, (1, 3, 2, 1)), strict=True)]
-    plain = [out.token_ids for out in engine_of(made.folder, None).generate(prompts, PARAMS)]
-    limits = {} if slots is None else {"full_slots": slots}
-    engine = engine_of(made.folder, spec=CHAIN, page_size=page_size, prefill_chunk=chunk, max_batch_size=2, **limits)
+    plain = [out.token_ids for out in engine_of(made, None).generate(prompts, PARAMS)]
+    limits = {"swa_slots": 99} if slots is None else {"full_slots": slots}
+    engine = engine_of(made, spec=CHAIN, page_size=page_size, prefill_chunk=chunk, max_batch_size=2, **limits)
     watched = Watched(engine)
     for _ in range(2):
         outputs = engine.generate(prompts, PARAMS)
@@ -148,18 +200,74 @@ def test_carried_rows_follow_prefix_hits_chunks_and_preemption(
     assert_published(Reference(made), watched.seen)
 
 
-@pytest.mark.parametrize("name", ["glm4_moe-shared", "glm4_moe-3", "deepseek_v3"])
-def test_first_drafts_equal_transformers(name: str, published: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`MtpModel` of transformers on the same file, logits within 1e-5; its tensors are found by a literal pattern."""
-    made = published(name)
-    model = AutoModelForCausalLM.from_pretrained(made.folder, attn_implementation="eager")
-    num_layers, count = model.config.num_hidden_layers, made.shape.count
-    model.config.num_mtp_layers = count
-    patterns = [rf"model\.layers\.{num_layers + k}\." for k in range(count)]
+@pytest.mark.parametrize(("name", "chunk"), [("step-form", 1), deep("mimo_v2_flash", 16), deep("step3p7", 1)])
+def test_a_hit_in_a_row_that_another_request_had(
+    name: str, chunk: int, published: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row, pages of 1, a window of 2: the row's carried states are another text's, and the tokens that are read
+    again lie before the window of those that follow. Chunks of one token begin anew at each."""
+    monkeypatch.setenv("SPECDEC_SANITIZE", "1")
+    made = published(name, sliding_window=2)
+    base, other = texts(7, (8, 11))
+    params = SamplingParams(max_new_tokens=5)
+    engine = engine_of(made, spec=TREE, page_size=1, prefill_chunk=chunk, max_batch_size=1, swa_slots=99)
+    engine.generate([base, other], params)
+    watched, plain = Watched(engine), engine_of(made, None)
+    for prompt in ([*base, 1], base, [*base[:5], 3, 3], [*base, 1, 4]):
+        out = engine.generate(prompt, params)[0]
+        assert out.token_ids == plain.generate(prompt, params)[0].token_ids
+        assert out.stats.cached_tokens >= 5 - engine.drafter.reread
+        engine.generate(other, params)
+    assert assert_published(Reference(made), watched.seen) > 50
+
+
+def as_transformers_reads(made: Published, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A target whose modules transformers finds in `folder`: by a literal pattern of layers, and not after Kimi's
+    prefix."""
+    model, tensors = made.loaded(), load_file(made.folder / "model.safetensors")
+    own_names = {key.removeprefix("language_model."): tensor for key, tensor in tensors.items()}
+    save_file(own_names, folder / "model.safetensors", metadata={"format": "pt"})
+    shutil.copy(made.folder / "config.json", folder)
+    model.config.name_or_path = str(folder)
+    config = model.config.get_text_config()
+    config.num_mtp_layers = made.shape.count
+    patterns = [rf"model\.layers\.{config.num_hidden_layers + k}\." for k in range(made.shape.count)]
     monkeypatch.setattr(model, "_keys_to_ignore_on_load_unexpected", patterns, raising=False)
+    return model
+
+
+@pytest.mark.parametrize("name", ["glm4_moe-3", deep("glm4_moe-shared"), "deepseek_v3", "kimi_k25"])
+def test_beside_transformers_use_mtp(
+    name: str, published: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With as many drafts as it makes: its tokens, in as many forwards of the target."""
+    made = published(name)
+    model, prompts = as_transformers_reads(made, tmp_path, monkeypatch), texts(8, (9, 4))
+    params = SamplingParams(max_new_tokens=12)
+    with Engine.from_pretrained(
+        model, "mtp", spec=SpecConfig(made.shape.count, adaptive=False), config=EngineConfig(max_model_len=64)
+    ) as engine:
+        [peer] = assisted_peer(engine, params, made.shape.count)
+        assert peer.name == "transformers, use_mtp"
+        for prompt in prompts:
+            forwards: list[int] = []
+            hook = model.register_forward_pre_hook(lambda *_, seen=forwards: seen.append(1))
+            [theirs] = peer.run([prompt])
+            hook.remove()
+            ours = engine.generate(prompt, params)[0]
+            assert (ours.token_ids, ours.stats.rounds) == (theirs, len(forwards) - 1)
+
+
+@pytest.mark.parametrize("name", ["glm4_moe-shared", "glm4_moe-3", "deepseek_v3", "kimi_k25"])
+def test_first_drafts_equal_transformers(
+    name: str, published: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`MtpModel` of transformers on the same tensors, logits within 1e-5."""
+    made = published(name)
+    model, count = as_transformers_reads(made, tmp_path, monkeypatch), made.shape.count
     mtp = MtpModel.from_pretrained(model).eval()
     text = texts(4, (9,))[0]
-    engine = engine_of(made.folder, spec={"num_steps": count})
+    engine = engine_of(made, spec={"num_steps": count})
     drawn: list[torch.Tensor] = []
     own = engine.drafter.logits
     monkeypatch.setattr(engine.drafter, "logits", lambda k, out: drawn.append(own(k, out)) or drawn[-1])
@@ -167,7 +275,7 @@ def test_first_drafts_equal_transformers(name: str, published: Any, monkeypatch:
     engine.generate([text], SamplingParams(max_new_tokens=9))
     committed = watched.seen[0][0]
     with torch.no_grad():
-        hidden = model.model(torch.tensor([committed[:-1]]), use_cache=False).last_hidden_state
+        hidden = model.get_decoder()(torch.tensor([committed[:-1]]), use_cache=False).last_hidden_state
         ids, positions = torch.tensor([committed[1:]]), torch.arange(1, len(committed))[None]
         cache = MtpCache(config=model.config.get_mtp_config())
         _, logits, _ = mtp(ids, hidden, torch.ones_like(ids), positions, cache)
@@ -211,6 +319,90 @@ def test_which_modules_a_name_means(published: Any, tmp_path: Path) -> None:
         engine_of(tmp_path, "mtp")
 
 
+def test_a_finetuned_module_in_speculators_format(published: Any, tmp_path: Path) -> None:
+    """Its folder has the module alone, at the top level, and a config of its own; the target's family ships none."""
+    made = published("qwen3-tuned")
+    tensors = load_file(made.folder / "model.safetensors")
+    own = {key.removeprefix("model."): tensor for key, tensor in tensors.items() if "mtp_layers" in key}
+    save_file(own, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = {"architectures": ["MTPDraftModel"], "speculators_model_type": "mtp", "num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    engine = engine_of(made, tmp_path, spec=TREE)
+    watched = Watched(engine)
+    engine.generate(texts(1, (2, 9)), PARAMS)
+    assert assert_published(Reference(made), watched.seen) > 30
+    with pytest.raises(UnsupportedModelError, match=r"is a qwen3, whose MTP conventions are not known"):
+        engine_of(made, "mtp")
+
+
+def test_quantised_modules_that_cannot_be_read_are_refused(published: Any, tmp_path: Path) -> None:
+    """Never drafted with as numbers that they are not: scales that are lacking, and modules that were dropped."""
+    made = published("exaone4")
+    folder, _ = quantise(made.folder, STORED["fp8-block"], tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    for dropped, said in (
+        (
+            "mtp.layers.0.mlp.up_proj.weight_scale_inv",
+            r"MTP module 0: the checkpoint lacks .*up_proj\.weight_scale_inv",
+        ),
+        ("mtp.", r"no MTP modules there .*the base of a finetuned or quantised one"),
+    ):
+        left = {key: tensor for key, tensor in tensors.items() if not key.startswith(dropped)}
+        save_file(left, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(CheckpointError, match=said):
+            engine_of(folder, "mtp")
+
+
+@pytest.mark.parametrize("stored", ["packed", "excluded", "bf16"])
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [("exaone4", "fp8-block"), ("glm4_moe-3", "int4-g32"), deep("glm4_moe-3", "fp8-channel"), deep("exaone4", "gptq")],
+)
+def test_modules_of_a_quantised_checkpoint_draft_as_their_values_do(
+    name: str, form: str, stored: str, published: Any, tmp_path: Path
+) -> None:
+    """Packed as the target is, with their projections; named on the config's exclude list; or in 16 bits, and no list
+    says so. Each against the plain checkpoint of the same values."""
+    sizes = {"moe_intermediate_size": 32} if name.startswith("glm") else {}  # int4 is by 32 columns
+    made, modules = published(name, **sizes), r"^mtp\.|layers\.[234]\."
+    quantised, plain = quantise(made.folder, STORED[form], tmp_path, ignore=None if stored == "packed" else modules)
+    files = [folder / "model.safetensors" for folder in (quantised, plain)]
+    packed, values = map(load_file, files)
+    if stored == "packed":
+        for key in [key for key in packed if key.endswith(("fc.weight", "eh_proj.weight"))]:
+            written, meant = STORED[form].write(packed.pop(key).numpy())
+            packed |= {key.removesuffix("weight") + name: tensor for name, tensor in written.items()}
+            values[key] = torch.from_numpy(meant).float()
+        if "config_groups" in (config := STORED[form].config):  # formats by the names of modules in the checkpoint
+            here, others = config["config_groups"]["group_0"], STORED["fp8-channel"].config["config_groups"]["group_0"]
+            groups = {"group_0": {**here, "targets": [r"re:.*\.layers\."]}, "group_1": {**others, "targets": ["re:no"]}}
+            set_config(quantised, quantization_config={**config, "config_groups": groups})
+    elif stored == "excluded":
+        excluded = {
+            "ignore": ["re:.*mtp.*", "re:.*layers.[234].*"],
+            "modules_to_not_convert": ["mtp", "model.layers.2"],
+        }
+        set_config(quantised, quantization_config={**STORED[form].config, **excluded})
+    else:
+        packed |= {key: tensor.bfloat16() for key, tensor in packed.items() if re.search(modules, key)}
+        values |= {key: tensor.bfloat16().float() for key, tensor in values.items() if re.search(modules, key)}
+    for file, tensors in zip(files, (packed, values), strict=True):
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, file, metadata={"format": "pt"})
+    drafts = []
+    for folder in (quantised, plain):
+        engine = engine_of(folder, spec=CHAIN, dtype="float32")
+        watched = Watched(engine)
+        engine.generate(texts(1, (2, 7)), SamplingParams(max_new_tokens=5))
+        drafts.append(watched.seen)
+    assert drafts[0] == drafts[1]
+    kinds = {
+        type(part).__name__
+        for module in engine_of(quantised, dtype="float32").drafter.modules
+        for part in module.modules()
+    }
+    assert ("PackedLinear" in kinds) == (stored == "packed")
+
+
 def test_auto_never_refuses_what_ran_before(
     published: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -221,13 +413,31 @@ def test_auto_never_refuses_what_ran_before(
     packed = tensors | {"model.mtp_layers.0.input_proj.weight": torch.zeros((32, 64), dtype=torch.int8)}
     save_file(packed, tmp_path / "model.safetensors", metadata={"format": "pt"})
     use_peers(monkeypatch)
-    for folder, ranks in ((tmp_path, 1), (made.folder, 2)):
+    for folder, ranks in ((tmp_path, 1), (made, 2)):
         settings = {"fused": True, "tensor_parallel": 2, "attention": "torch"} if ranks == 2 else {}
         with caplog.at_level("WARNING"), engine_of(folder, "auto", **settings) as engine:
             assert engine.drafter.name == "suffix"
         assert "drafter='auto': its MTP modules are not used: " in caplog.messages[-1]
     with pytest.raises(ConfigError, match=r"drafter='mtp' with tensor_parallel=2; MTP modules run on one device"):
-        engine_of(made.folder, "mtp", **settings)
+        engine_of(made, "mtp", **settings)
+
+
+@pytest.mark.parametrize("name", ["glm4_moe-3", deep("mimo")])
+def test_modules_fitted_to_a_whole_target_draft_for_a_split_one(
+    name: str, published: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`Engine(target, drafter)` splits the target; the modules stay on the first device, and draft the same."""
+    use_peers(monkeypatch)
+    drafts = []
+    with engine_of(published(name), spec=CHAIN, fused=True) as whole:
+        for ranks in (1, 2):
+            config = EngineConfig(max_model_len=64, fused=True, tensor_parallel=ranks)
+            spec = SpecConfig(**CHAIN, adaptive=False)
+            with Engine(whole.target, whole.drafter, spec=spec, config=config) as engine:
+                watched = Watched(engine)
+                outputs = engine.generate(texts(1, (2, 7)), SamplingParams(max_new_tokens=5))
+            drafts.append((watched.seen, [out.token_ids for out in outputs]))
+    assert drafts[0] == drafts[1]
 
 
 @pytest.mark.parametrize("topk", [1, 2])
@@ -243,7 +453,7 @@ FORMS = ("exaone4", "glm4_moe-3", "mimo_v2-form")
 def test_output_is_that_of_plain_decoding_in_random_cases(published: Any) -> None:
     """Family, draft, pages, chunks, rows, pool and sampling at random: a seeded sample, 300 cases in the deep run."""
     rng = random.Random(11)
-    names = [name for name in SHAPES if name != "glm4_moe-shared"] if is_deep() else FORMS
+    names = [name for name in SHAPES if name not in SAME_DRAFTS] if is_deep() else FORMS
     for case in range(300 if is_deep() else len(FORMS)):
         made = published(names[case % len(names)])
         most = 3 if made.shape.form != "R" else 5
@@ -259,7 +469,7 @@ def test_output_is_that_of_plain_decoding_in_random_cases(published: Any) -> Non
         shared = texts(case, (10,))[0]
         prompts = [shared[: rng.choice((0, 5, 10))] + rest for rest in texts(case + 1, (1, 3, 8, 2))]
         drawn = SamplingParams(max_new_tokens=9, temperature=rng.choice((0.0, 0.8)), seed=case)
-        plain = engine_of(made.folder, None, **settings).generate(prompts, drawn)
-        drafted = engine_of(made.folder, spec=spec, **settings).generate([*prompts, *prompts[::-1]], drawn)
+        plain = engine_of(made, None, **settings).generate(prompts, drawn)
+        drafted = engine_of(made, spec=spec, **settings).generate([*prompts, *prompts[::-1]], drawn)
         expected = [out.token_ids for out in (*plain, *plain[::-1])]
         assert [out.token_ids for out in drafted] == expected, (case, made.shape, spec, settings)

@@ -185,6 +185,15 @@ def test_a_file_of_keys_that_is_none_is_refused_without_showing_a_key(text, said
         read_key_file(path)
 
 
+@pytest.mark.parametrize("option", ["--chat-template", "--api-key-file", "--config"])
+def test_a_file_that_is_not_utf_8_is_refused_in_one_sentence(option, tmp_path):
+    path = tmp_path / "latin.toml"
+    path.write_bytes("# für".encode("latin-1"))
+    run = CliRunner().invoke(shell, ["serve", "--target", "/not/there", option, str(path)])
+    assert run.exit_code == 2 and run.stderr.count("\n") == 1
+    assert f"{str(path)!r} cannot be read: it is not UTF-8 text" in run.stderr
+
+
 def test_an_empty_key_in_the_environment_is_refused():
     run = CliRunner().invoke(shell, ["serve", "--target", "/not/there"], env={"SPECDEC_API_KEY": ""})
     assert run.exit_code == 2 and "SPECDEC_API_KEY is set, but empty" in run.stderr

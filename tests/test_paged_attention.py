@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from kv_rig import rounded_rows
 
 from specdec.attention.kernels.paged_attention import (
     Tiles,
@@ -20,6 +21,7 @@ from dense_oracle import attend
 from marks import deep_cases, quick
 
 CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
 SMALL = Tiles(16, 16, 4, 1, waves=3.0)
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
@@ -57,6 +59,7 @@ class Case:
         head_dim: int = 8,
         v_dim: int | None = None,
         window: int | None = None,
+        first_key: int = 0,
         softcap: float | None = None,
         sinks: bool = False,
         dtype: torch.dtype = torch.float32,
@@ -102,14 +105,23 @@ class Case:
             "pool_k": pool_k,
             "pool_v": pool_v,
             "pages": pages,
+            "start": None,
             "committed_len": committed,
             "positions": positions,
             "page_size": page_size,
             "scaling": head_dim**-0.5 * 1.5,
             "window": window,
+            "first_key": first_key,
             "softcap": softcap,
             "sinks": normal(hq) if sinks else None,
         }
+
+    def evict(self, keys: int) -> None:
+        """Leave whole pages before the newest `keys` of each prefix out of its table, as a windowed group does."""
+        a, page_size = self.args, self.args["page_size"]
+        a["start"] = (a["committed_len"] - keys).clamp(min=0) // page_size * page_size
+        columns = a["start"][:, None] // page_size + torch.arange(1 + -(-keys // page_size))
+        a["pages"] = a["pages"].gather(1, columns.clamp(max=a["pages"].shape[1] - 1))
 
     def dense(self) -> torch.Tensor:
         """Every output by the definition, over the list of keys that it sees."""
@@ -123,13 +135,13 @@ class Case:
             for j in self.sees[b, i].nonzero().flatten().tolist():
                 seen.append((int(a["block_positions"][b, j]), a["block_k"][b, :, j], a["block_v"][b, :, j]))
             seen = [key for key in seen if window is None or position - key[0] < window]
+            seen = [key for key in seen if key[0] in (position, *range(a["first_key"], position))]
             if seen:
                 out[b, i] = attend(query[b, i], *(torch.stack([key[n] for key in seen]) for n in (1, 2)), **options)
         return out
 
     def run(self, **options: Any) -> torch.Tensor:
-        device = torch.device("cuda" if CUDA else "cpu")
-        moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in self.args.items()}
+        moved = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in self.args.items()}
         return paged_attention(**moved, **options).cpu()
 
     def check(self, **options: Any) -> None:
@@ -183,7 +195,17 @@ def test_page_sizes_and_groups(page_size: int, heads: tuple[int, int]) -> None:
 @pytest.mark.parametrize("window", [1, 2, 4, 18])
 def test_windows_go_by_depth_and_may_be_smaller_than_the_tree(window: int, page_size: int) -> None:
     parents = [-1, 0, 0, 2, 1, 4, 5, 3]  # depths 0 1 1 2 2 3 4 3
-    Case([40, 3, 0], 8, parents=parents, window=window, page_size=page_size).check(tiles=SMALL)
+    for kept in (None, window - 1, window - 1 + 16):
+        case = Case([40, 3, 0], 8, parents=parents, window=window, page_size=page_size)
+        if kept is not None:
+            case.evict(kept)
+        case.check(tiles=SMALL)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_keys_before_the_first_do_not_exist_but_for_a_querys_own(window: int | None) -> None:
+    parents = [-1, 0, 0, 2, 1, 4, 5, 3]  # depths 0 1 1 2 2 3 4 3
+    Case([40, 3, 0], 8, parents=parents, window=window, first_key=2, page_size=3).check(tiles=SMALL)
 
 
 @deep_cases("three words-3")
@@ -227,6 +249,25 @@ def test_softcap_and_sinks(extras: dict[str, Any]) -> None:
 @pytest.mark.parametrize("head_dim", [16, 40, 80, 512])
 def test_head_sizes(head_dim: int) -> None:
     Case([18], 2, head_dim=head_dim).check(tiles=SMALL)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_keys_and_values_of_8_bits_are_attended_to_as_they_are_read_back(dtype: torch.dtype) -> None:
+    """Those of the draft too, which are the newest of more rows."""
+    case = Case([35, 4], 5, parents=[-1, 0, 0, 1, 3], dtype=dtype, head_dim=16, v_dim=12, heads=(4, 2), window=30)
+    pools = {name: rounded_rows(case.args[name].to(DEVICE)) for name in ("pool_k", "pool_v")}
+    blocks = [rounded_rows(case.args[name].transpose(1, 2).flatten(0, 1).to(DEVICE)) for name in ("block_k", "block_v")]
+
+    def rows(numbers: torch.Tensor) -> torch.Tensor:
+        return numbers.unflatten(0, (2, 5)).transpose(1, 2)
+
+    plain = dict(zip(("block_k", "block_v"), (rows(block.read()) for block in blocks), strict=True))
+    case.args |= {name: pool.read() for name, pool in pools.items()} | plain
+    want = case.run(tiles=SMALL)
+    own = dict(zip(("block_k", "block_v"), (rows(block.bits) for block in blocks), strict=True))
+    case.args |= pools | own | {"block_scales": tuple(block.scales for block in blocks)}
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-3
+    torch.testing.assert_close(case.run(tiles=SMALL), want, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from kv_rig import rounded_rows
 
 from specdec.attention.kernels.own_keys import own_keys
 from specdec.attention.kernels.ragged_attention import RaggedTiles, ragged_attention
@@ -65,13 +66,16 @@ class Case:
     def arguments(self) -> tuple[Any, ...]:
         return self.q, self.k, self.v, self.pack, self.lines
 
-    def expected(self, window: int | None, softcap: float | None, sinks: torch.Tensor | None) -> torch.Tensor:
+    def expected(
+        self, window: int | None, softcap: float | None, sinks: torch.Tensor | None, first_key: int = 0
+    ) -> torch.Tensor:
         out = torch.zeros(1, self.q.shape[2], HEADS, self.v.shape[2], dtype=torch.float64)
         place = 0
         for number, (start, length) in enumerate(zip(self.starts, self.lengths, strict=True)):
             first = 0 if self.lines.begin is None else int(self.lines.begin[number])
             for q in range(start, start + length):
                 seen = [p for p in range(first, q + 1) if window is None or q - p < window]
+                seen = [p for p in seen if p >= first_key or p == q]
                 slots = self.lines.slots[number, torch.tensor(seen) - first].cpu()
                 keys, values = (pool[slots] for pool in (self.k.cpu(), self.v.cpu()))
                 logits = None if sinks is None else sinks.cpu()
@@ -108,24 +112,42 @@ def test_numbers_of_tokens_are_few() -> None:
 @pytest.mark.parametrize("v_dim", [HEAD_DIM, 20])
 @pytest.mark.parametrize("exact", [False, True], ids=["any-order", "in-order"])
 @pytest.mark.parametrize(
-    ("window", "begin", "softcap", "sinks"),
-    [(None, None, None, False), (9, None, 3.0, True), (9, [8, 0, 16, 0], None, False), (None, None, 2.0, True)],
-    ids=["full", "window-cap-sinks", "window-lines", "full-cap-sinks"],
+    ("window", "begin", "softcap", "sinks", "first_key"),
+    [
+        (None, None, None, False, 0),
+        (9, None, 3.0, True, 0),
+        (9, [8, 0, 16, 0], None, False, 0),
+        (None, None, 2.0, True, 0),
+        (None, None, None, False, 7),
+        (9, None, None, True, 7),
+    ],
+    ids=["full", "window-cap-sinks", "window-lines", "full-cap-sinks", "first-key", "window-first-key"],
 )
-def test_the_kernel_against_the_definition(v_dim, exact, window, begin, softcap, sinks) -> None:
+def test_the_kernel_against_the_definition(v_dim, exact, window, begin, softcap, sinks, first_key) -> None:
     case = Case([17, 0, 40, 3], [11, 1, 0, 20], 5, begin, 0, v_dim)
     logits = torch.tensor([0.5, -1.0, 2.0, 0.0], device=DEVICE) if sinks else None
-    options: dict[str, Any] = {"scaling": 0.3, "window": window, "softcap": softcap, "sinks": logits}
+    options: dict[str, Any] = {"scaling": 0.3, "softcap": softcap, "sinks": logits}
+    options |= {"window": window, "first_key": first_key}
     got = ragged_attention(*case.arguments(), **options, exact=exact, tiles=IN_ORDER if exact else ANY_ORDER)
     if exact:
         in_memory = IN_ORDER._replace(total_in_memory=True)
         assert torch.equal(ragged_attention(*case.arguments(), **options, exact=True, tiles=in_memory), got)
-    want = case.expected(window, softcap, logits)
+    want = case.expected(window, softcap, logits, first_key)
     torch.testing.assert_close(got.cpu().double(), want, rtol=2e-5, atol=2e-5)
-    del options["window"]
+    del options["window"], options["first_key"]
     for make in (dense_run, exact_run):
-        plain = RunsAttention.of(make, case.pack, case.lines, window)(case.q, case.k, case.v, **options)
+        plain = RunsAttention.of(make, case.pack, case.lines, window, first_key)(case.q, case.k, case.v, **options)
         torch.testing.assert_close(plain.cpu().double(), want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["any-order", "in-order"])
+def test_keys_and_values_of_8_bits_are_attended_to_as_they_are_read_back(exact: bool) -> None:
+    case = Case([17, 0, 3], [11, 1, 20], 5, None, 0, 20)
+    k, v = rounded_rows(case.k), rounded_rows(case.v)
+    options: dict[str, Any] = {"scaling": 0.3, "exact": exact, "tiles": IN_ORDER if exact else ANY_ORDER}
+    got = ragged_attention(case.q, k, v, case.pack, case.lines, **options)
+    want = ragged_attention(case.q, k.read(), v.read(), case.pack, case.lines, **options)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
 def test_a_short_run_behind_a_long_prefix_is_cut_into_splits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,10 +171,12 @@ def test_what_a_window_hides_is_not_visited() -> None:
 
 
 @pytest.mark.parametrize("total_in_memory", [False, True])
-@pytest.mark.parametrize("window", [None, 9])
-def test_a_token_has_the_bits_of_plain_decoding_in_any_company(window: int | None, total_in_memory: bool) -> None:
+@pytest.mark.parametrize(("window", "first_key"), [(None, 0), (9, 0), (None, 20)])
+def test_a_token_has_the_bits_of_plain_decoding_in_any_company(
+    window: int | None, first_key: int, total_in_memory: bool
+) -> None:
     case = Case([37, 0, 62], [9, 5, 1], 3, None, 3)
-    options: dict[str, Any] = {"scaling": 0.3, "window": window}
+    options: dict[str, Any] = {"scaling": 0.3, "window": window, "first_key": first_key}
     in_order = IN_ORDER._replace(total_in_memory=total_in_memory)
     together = ragged_attention(*case.arguments(), **options, exact=True, tiles=in_order)
     alone = case.pack._replace(
@@ -197,8 +221,11 @@ def test_random_packs_are_as_each_run_alone() -> None:
                 assert torch.equal(some, got[:, first:stop])
 
 
-@pytest.mark.parametrize(("window", "begin"), [(None, None), (9, None), (9, [8, 0, 16, 0])])
-def test_a_capture_reads_no_length(window: int | None, begin: list[int] | None) -> None:
+@pytest.mark.parametrize(
+    ("window", "begin", "first_key"), [(None, None, 0), (9, None, 0), (9, [8, 0, 16, 0], 0), (None, None, 7)]
+)
+def test_a_capture_reads_no_length(window: int | None, begin: list[int] | None, first_key: int) -> None:
     case = Case([17, 0, 40, 3], [11, 1, 0, 20], 5, begin, 0)
-    got = EveryRun(case.pack, case.lines, window)(case.q, case.k, case.v, scaling=0.3)
-    torch.testing.assert_close(got.cpu().double(), case.expected(window, None, None), rtol=2e-5, atol=2e-5)
+    got = EveryRun(case.pack, case.lines, window, first_key)(case.q, case.k, case.v, scaling=0.3)
+    want = case.expected(window, None, None, first_key)
+    torch.testing.assert_close(got.cpu().double(), want, rtol=2e-5, atol=2e-5)

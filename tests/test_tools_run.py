@@ -57,6 +57,17 @@ def test_the_survey_of_families_serves_one(make_target) -> None:
     assert result.verdict == "equal", result
 
 
+def test_pages_have_the_types_of_a_round_that_the_tool_counts() -> None:
+    """A decision said 18 where the tool printed 31, of which a page lacked four."""
+    met = {kind.__name__ for kind in module_of(TOOLS / "round_types.py").types_of_a_round()}
+    docs = TOOLS.parent / "docs"
+    page = (docs / "life_of_a_request.md").read_text("utf-8")
+    [listed] = re.findall(r"## The types on the way\n(.*?)\n## ", page, re.DOTALL)
+    assert set(re.findall(r"`([A-Z]\w+)`", listed)) == met
+    [text] = [path.read_text("utf-8") for path in (docs / "decisions").glob("0047-*")]
+    assert f"prints `{len(met)} types` now" in text and f"| {len(met)} |" in text
+
+
 @pytest.mark.parametrize("name", [deep(name) for name in RUNS])
 def test_a_tool_runs(name, tmp_path) -> None:
     arguments, pattern = RUNS[name]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from kv_rig import rounded_rows
 
 from specdec.attention.deterministic_attention import deterministic_attention
 from specdec.attention.kernels.own_keys import ALIGN, own_keys, reference_own_keys
@@ -110,6 +111,7 @@ def lay_out(
     window: int | None = None,
     evict: bool = False,
     spare_pages: int = 0,
+    first_key: int = 0,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     seed: int = 0,
@@ -163,6 +165,7 @@ def lay_out(
         "scaling": first.block.q.shape[2] ** -0.5 * 1.5,
         "block_len": torch.tensor(valid) if any(r.valid is not None for r in requests) else None,
         "window": window,
+        "first_key": first_key,
         "softcap": softcap,
         "sinks": sinks,
     }
@@ -182,6 +185,7 @@ def dense(requests: Sequence[Request], args: dict[str, Any]) -> torch.Tensor:
                 node = node - 1 if r.parents is None else r.parents[node]
             position = len(r.prefix) + r.depth[i]
             oldest = 0 if args["window"] is None else max(0, position - args["window"] + 1)
+            oldest = max(oldest, min(args["first_key"], position))
             seen = (r.prefix + r.block[path])[oldest:]
             out[b, i] = attend(r.block.q[i], seen.k, seen.v, **options)
     return out
@@ -189,8 +193,7 @@ def dense(requests: Sequence[Request], args: dict[str, Any]) -> torch.Tensor:
 
 def run(args: dict[str, Any], **options: Any) -> torch.Tensor:
     """Attention by the kernels."""
-    device = torch.device("cuda" if CUDA else "cpu")
-    moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in args.items()}
+    moved = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in args.items()}
     write, parents = moved.pop("write"), moved.pop("parents")
     table = (moved["pages"], moved["start"], moved["committed_len"])
     own = own_keys(*table, write, parents, page_size=args["page_size"])
@@ -251,6 +254,15 @@ def test_v_may_be_narrower_than_k(head_dim: int, v_dim: int, window: int | None)
     check(requests, window=window, page_size=4, softcap=2.0, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]))
 
 
+@pytest.mark.parametrize("window", [None, 9])
+def test_keys_and_values_of_8_bits_are_attended_to_as_they_are_read_back(window: int | None) -> None:
+    requests = [request(n, 5, [-1, 0, 0, 1, 3], seed=n, heads=(4, 2), head_dim=24, v_dim=12) for n in (40, 3)]
+    args = lay_out(requests, window=window, page_size=4)
+    rounded = {name: rounded_rows(args[name].to(DEVICE)) for name in ("pool_k", "pool_v")}
+    expected = run(args | {name: pool.read() for name, pool in rounded.items()})
+    torch.testing.assert_close(run(args | rounded), expected, atol=1e-5, rtol=1e-5)
+
+
 @deep_cases("17-(64, 1)", "17-(17, 16)")
 @pytest.mark.parametrize("lengths", [(0, 65), (64, 1), (BLOCK_K - 1, 63), (BLOCK_K + 1, BLOCK_K)], ids=str)
 @pytest.mark.parametrize("num_rows", [1, slow(17)])
@@ -282,6 +294,15 @@ def test_windows_go_by_depth_and_may_be_smaller_than_the_tree(window: int, page_
     parents = [-1, 0, 0, 2, 1, 4, 5, 3]  # depths 0 1 1 2 2 3 4 3
     requests = [request(n, 8, parents, seed=n) for n in (40, 3, 0)]
     check(requests, window=window, page_size=page_size, evict=evict)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("parents", [[-1, 0, 0, 2, 1, 4, 5, 3], None], ids=["tree", "chain"])
+def test_keys_before_the_first_do_not_exist_but_for_a_querys_own(parents: list[int] | None, window: int | None) -> None:
+    """Among committed tiles, in the tile of the block, and in the block."""
+    requests = [request(n, 8, parents, seed=n) for n in (40, 19, 16, 0)]
+    check(requests, window=window, page_size=4, first_key=18)
+    check([request(n, 8, parents, seed=n) for n in (3, 0)], window=window, first_key=2)
 
 
 @pytest.mark.parametrize("extras", [slow({"softcap": 1.5}), {"softcap": 2.0, "window": 9}, slow({})], ids=str)

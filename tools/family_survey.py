@@ -25,6 +25,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -36,11 +37,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.auto_factory import _LazyAutoMapping
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from specdec import DraftTree, Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.draft_models.base import DraftBatch, StatelessDrafter
+from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.errors import SpecDecError
 from specdec.gpu.operations import REFERENCE
 from specdec.models.target import TargetModel
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+from stand_ins import ScriptedDrafter, random_trees
 
 VOCAB, NEW = 96, 10
 MAX_PARAMETERS = 30_000_000
@@ -195,32 +198,6 @@ def own_tokens(model: PreTrainedModel, prompt: list[int], new: int = NEW) -> tup
     return tokens[len(prompt) :], lead
 
 
-class RandomTrees(StatelessDrafter):
-    """A drafter of random trees, about half of whose nodes follow the truth."""
-
-    name = "random trees"
-
-    def __init__(self, truths: list[list[int]]) -> None:
-        self.truths = truths
-
-    def propose(self, batch: DraftBatch) -> DraftTree:
-        tokens, parents = [], []
-        for row, length in zip(batch.history.tolist(), batch.history_len.tolist(), strict=True):
-            rng = random.Random(str(row[:length]))
-            paths, above = [row[:length]], [-1]
-            while len(paths) < batch.num_nodes:
-                parent = rng.randrange(max(0, len(paths) - 3), len(paths))
-                known = paths[parent]
-                true = [t[len(known)] for t in self.truths if len(t) > len(known) and t[: len(known)] == known]
-                path = [*known, true[0] if true and rng.random() < 0.6 else rng.randrange(VOCAB)]
-                if path not in paths:
-                    paths.append(path)
-                    above.append(parent)
-            tokens.append([path[-1] for path in paths])
-            parents.append(above)
-        return DraftTree.from_parents(torch.tensor(tokens), torch.tensor(parents))
-
-
 def survey(model: PreTrainedModel) -> Result:
     """Serve the model every way, or hear why not."""
     rng = random.Random(1)
@@ -237,7 +214,7 @@ def survey(model: PreTrainedModel) -> Result:
     if not truths:
         return Result("WRONG", f"served, but does not run on its own: {own_fault}")
     wanted, lead = [tokens for tokens, _ in truths], min(lead for _, lead in truths)
-    trees = RandomTrees([p + w for p, w in zip(prompts, wanted, strict=True)])
+    trees = ScriptedDrafter(random_trees([p + w for p, w in zip(prompts, wanted, strict=True)], VOCAB))
     fused = TargetModel(model, REFERENCE)
     targets = {"unfused": target} | ({} if fused.unfused else {"fused": fused})
     for (form, one), page_size, drafter in itertools.product(targets.items(), (1, 4), (None, trees)):

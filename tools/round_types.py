@@ -50,14 +50,19 @@ def types_met(engine: Engine) -> dict[type, Counter[str]]:
     return met
 
 
-def main() -> None:
+def types_of_a_round() -> dict[type, Counter[str]]:
+    """Type -> the functions that hold an instance, in a steady round of the bundled pair."""
     spec, config = SpecConfig(4, adaptive=False), EngineConfig(max_batch_size=2, max_model_len=256, device="cpu")
     with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-mtp", spec=spec, config=config) as engine:
         for text in ("Tom has 3 boxes.", "A farm has 7 hens."):
             engine.submit(engine.encode(text), SamplingParams(max_new_tokens=60, ignore_eos=True))
         for _ in range(4):
             engine.step()
-        met = types_met(engine)
+        return types_met(engine)
+
+
+def main() -> None:
+    met = types_of_a_round()
     by_module: dict[str, list[type]] = defaultdict(list)
     for kind in met:
         by_module[kind.__module__].append(kind)

@@ -4,8 +4,8 @@
     |0 .. K-1|  |K .. 2K-1| |2K .. 3K-1|     node numbers of a request: a scratch key each, until the draft is done
 
 A drafter with K/V of its own enters a level, writes the keys of its nodes at `destination`, then attends. The prefix is
-its store over [0, S), read through the primary slots, and never written. Invariant: a level sees
-the prefix and its ancestors among the keys written so far, each layer through its own window.
+its store over [0, S), each layer's read at the slots of its group, and never written. Invariant: a level sees the
+prefix and its ancestors among the keys written so far, each layer through its own window.
 
 A draft of one forward (`Order.CAUSAL`, `Order.MUTUAL`) is one level of K nodes in a row, at positions S .. S + K - 1:
 each sees the nodes up to itself, or all of them, those after it too.
@@ -18,11 +18,11 @@ from typing import NamedTuple, Protocol, Unpack
 import torch
 
 from specdec.attention.dense import bias_of, dense_attention, newest, visible
-from specdec.attention.kernels.page_table import build_page_tables
+from specdec.attention.kernels.page_table import build_page_tables, locate_prefixes
 from specdec.attention.kernels.paged_attention import WORD, paged_attention
-from specdec.kvcache.index_spaces import PRIMARY, GroupLoc
+from specdec.kvcache.index_spaces import PRIMARY, GroupLoc, PrimaryLoc
 from specdec.kvcache.layer_context import ScoreOptions
-from specdec.kvcache.rounded import all_rows
+from specdec.kvcache.rounded import all_rows, numbers_and_scales
 from specdec.kvcache.store import KVStore, LayerKV
 from specdec.kvcache.table import RequestTable, Rows
 
@@ -104,6 +104,9 @@ class DraftBlock(Protocol):
     def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
         """The newest level's queries [B, Hq, K, D] -> [B, K, Hq, D], once its keys are written."""
 
+    def prefix_slots(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slots [B, L] of the committed keys that a layer may read, and the position [B] of the first. For checks."""
+
 
 class CopiedDraft:
     """In plain torch: for each layer a copy of the visible committed keys, followed by room for the draft's keys."""
@@ -115,7 +118,10 @@ class CopiedDraft:
         self.key_pos = draft.key_positions()
         self.ancestors = torch.zeros((batch, topk, num_nodes), dtype=torch.bool, device=device)
         all_slots = draft.table.slots.tensor[draft.rows.index, : max(draft.rows.longest, 1)]
-        unseen = all_slots[:, :1]  # a key of its own request: a broken one of another cannot leak through a zero weight
+        # a key of its own request: a broken one of another cannot leak through a zero weight
+        unseen = all_slots.gather(1, (length - 1).clamp(min=0)[:, None])
+        translate = draft.table.allocator.translate
+        self._slots: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # see `prefix_slots`
         self.prefix: dict[Sight, tuple[torch.Tensor, torch.Tensor]] = {}  # position, is it committed: [B, L]
         self.kept: dict[int, LayerKV] = {}  # K and V [B * (L + M), Hkv, D] of each layer that keeps some
         self._cells: dict[Sight, torch.Tensor] = {}  # of the draft's nodes in those, [B, M]
@@ -128,6 +134,8 @@ class CopiedDraft:
             committed = key_pos < length[:, None]
             self.prefix[sight] = (key_pos, committed)
             own = torch.cat([torch.where(committed, slots, unseen), unseen.expand(-1, num_nodes)], dim=1)  # [B, L + M]
+            own = translate(kept.group, PrimaryLoc(own))
+            self._slots[layer] = own[:, :-num_nodes], start
             cells = torch.arange(own.numel(), device=device).view(batch, -1)
             self._cells[sight] = cells[:, own.shape[1] - num_nodes :]
             own = own.flatten()
@@ -157,6 +165,9 @@ class CopiedDraft:
         k, v = (x.unflatten(0, (len(query), -1))[:, : bias.shape[3]].transpose(1, 2) for x in both)
         return dense_attention(query, k, v, bias, **options)
 
+    def prefix_slots(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._slots[layer]
+
     def _newest(self) -> slice:
         return slice(self.level * self.draft.topk, (self.level + 1) * self.draft.topk)
 
@@ -180,14 +191,7 @@ class PagedDraft:
         table, num_nodes = draft.table, draft.num_nodes
         batch, device = len(draft.committed_len), draft.positions.device
         self.page_size = table.allocator.page_size
-        tables = build_page_tables(
-            *(table.slots.tensor, table.allocator.maps.tensor, table.retain_on_device[:1]),
-            *(draft.rows.index, draft.committed_len),
-            num_nodes=0,
-            page_size=self.page_size,
-            widths=[-(-draft.rows.longest // self.page_size)],
-        )
-        self.pages = tables.tables[PRIMARY]
+        self.tables = locate_prefixes(build_page_tables, table, draft.rows, draft.committed_len, 0)
         self.key_pos = draft.key_positions()
         nodes = torch.arange(num_nodes, device=device)
         words = torch.arange(-(-num_nodes // WORD), device=device)
@@ -219,12 +223,22 @@ class PagedDraft:
     def attend(self, layer: int, query: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
         kept, own, draft = self.store.layers[layer], self.scratch[layer], self.draft
         filled = (self.level + 1) * draft.topk
-        block_k, block_v = (x.unflatten(0, (len(query), -1))[:, :filled].transpose(1, 2) for x in (own.k, own.v))
+        window, first_key = draft.sight(layer)
+        (own_k, scales_k), (own_v, scales_v) = map(numbers_and_scales, (own.k, own.v))
+        block_k, block_v = (x.unflatten(0, (len(query), -1))[:, :filled].transpose(1, 2) for x in (own_k, own_v))
+        pages, start = self.tables.of(kept.group)
         return paged_attention(
             query,
             *(block_k, block_v, self.key_pos[:, :filled], self.bits[:, :, : -(-filled // WORD)]),
-            *(kept.k, kept.v, self.pages, draft.committed_len, draft.seen_from(self.level)),
+            *(kept.k, kept.v, pages),
+            start,
+            *(draft.committed_len, draft.seen_from(self.level)),
             page_size=self.page_size,
-            window=draft.windows[layer],
+            window=window,
+            first_key=first_key,
+            block_scales=(scales_k, scales_v),
             **options,
         )
+
+    def prefix_slots(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.tables.slots(self.store.layers[layer].group, self.page_size)

@@ -1,10 +1,11 @@
 r"""Attention of a draft in progress: its newest level to the committed prefix and its own ancestors, as one call.
 
-For request b, node i of the level at position q_i, keys of the prefix at position p in page `pages[b, p // page_size]`,
-keys of the draft's nodes so far, its block, at positions r_j, window w:
+For request b, node i of the level at position q_i, keys of the prefix at position p in page
+`pages[b, (p - start[b]) // page_size]`, keys of the draft's nodes so far, its block, at positions r_j, window w:
 
-    visible(i, p) = p < S_b                 and q_i - p < w     a committed key; S_b = committed_len[b]
+    visible(i, p) = start[b] <= p < S_b     and q_i - p < w     a committed key; S_b = committed_len[b]
     visible(i, j) = bit j of ancestors[b,i] and q_i - r_j < w   key j of the block, M for the N nodes of the level
+    and in both     p, r_j >= min(f, q_i)                       f = first_key: no key before it exists, but q_i's own
 
     out_i = sum_j e^{x_ij} v_j / (e^{sink} + sum_j e^{x_ij}),   x_ij = cap(scaling * q_i . k_j),  cap(x) = c tanh(x / c)
 
@@ -25,6 +26,7 @@ from specdec.attention.kernels.key_tiles import check_arguments, fits, padded_ch
 from specdec.attention.kernels.paged_attention_kernels import attend_kernel, merge_kernel
 from specdec.gpu.triton_device import device_limits
 from specdec.kvcache.layer_context import ScoreOptions
+from specdec.kvcache.rounded import Pool, numbers_and_scales
 
 WORD = 64
 """Ancestor bits in an int64: bit j % 64 of word j // 64 is key j of the block."""
@@ -49,11 +51,13 @@ def reference_paged_attention(
     pool_k: torch.Tensor,
     pool_v: torch.Tensor,
     pages: torch.Tensor,
+    start: torch.Tensor | None,
     committed_len: torch.Tensor,
     positions: torch.Tensor,
     *,
     page_size: int,
     window: int | None = None,
+    first_key: int = 0,
     **options: Unpack[ScoreOptions],
 ) -> torch.Tensor:
     """Computes the attention by its definition, in float32, or in float64 if the query is. A key that no row sees may
@@ -65,9 +69,10 @@ def reference_paged_attention(
     )  # [B, Hkv, L + M, D]
     keys = torch.arange(block_k.shape[2], device=query.device)
     known = (ancestors[:, :, keys // WORD] >> keys % WORD) & 1 == 1  # [B, N, M]
-    committed = (columns < committed_len[:, None])[:, None].expand(-1, known.shape[1], -1)
-    key_pos = torch.cat([columns.expand(len(query), -1), block_positions], 1)
-    seen = visible(positions, key_pos, torch.cat([committed, known], 2), window)
+    column_pos = columns.expand(len(query), -1) if start is None else start[:, None] + columns
+    committed = (column_pos < committed_len[:, None])[:, None].expand(-1, known.shape[1], -1)
+    key_pos = torch.cat([column_pos, block_positions], 1)
+    seen = visible(positions, key_pos, torch.cat([committed, known], 2), window, first_key)
     dtype = torch.promote_types(query.dtype, torch.float32)
     unseen = ~seen.any(1)[:, None, :, None]
     k, v = (x.to(dtype).masked_fill(unseen, 0.0) for x in (k, v))
@@ -81,35 +86,43 @@ def paged_attention(
     block_v: torch.Tensor,
     block_positions: torch.Tensor,
     ancestors: torch.Tensor,
-    pool_k: torch.Tensor,
-    pool_v: torch.Tensor,
+    pool_k: Pool,
+    pool_v: Pool,
     pages: torch.Tensor,
+    start: torch.Tensor | None,
     committed_len: torch.Tensor,
     positions: torch.Tensor,
     *,
     page_size: int,
     scaling: float,
     window: int | None = None,
+    first_key: int = 0,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    block_scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
     """Attend -> [B, N, Hq, DV] in the query's dtype.
 
     query: [B, Hq, N, D], any strides.             block_k, block_v: [B, Hkv, M, D], any strides.
     block_positions: [B, M] of the block's keys.   ancestors: [B, N, ceil(M / 64)] int64, bits of the block's keys.
-    pool_k, pool_v: [slots, Hkv, D], any strides.  pages: [B, P] page ids of these pools, from position 0 on.
+    pool_k, pool_v: [slots, Hkv, D], any strides.  pages: [B, P] page ids of these pools, from position `start` [B] on,
+    a multiple of the page size; None: from 0.
     Values, of the pool and of the block, may have fewer numbers DV a head.
     committed_len: [B], keys of the prefix.        positions: [B, N] of the queries.
+    block_scales: [B * M', Hkv] each where pools are rounded: of all rows of what block_k and block_v are views of.
     window: a key is visible if it lies fewer than this many positions back.  softcap: c above.  sinks: [Hq] logits.
+    first_key: f above.
     """
     batch, num_heads, num_rows, head_dim = query.shape
     kv_heads, num_pages, num_keys = pool_k.shape[1], pages.shape[1], block_k.shape[2]
-    check_arguments(query, pool_k, pool_v, pages, positions, sinks, committed_len)
+    check_arguments(query, pool_k, pool_v, pages, positions, sinks, start, committed_len)
     value_dim = pool_v.shape[2]
     assert block_k.shape == (batch, kv_heads, num_keys, head_dim), f"{block_k.shape=}"
     assert block_v.shape == (batch, kv_heads, num_keys, value_dim), f"{block_v.shape=}"
-    assert block_k.dtype == block_v.dtype == query.dtype, f"{block_k.dtype=} {block_v.dtype=}"
+    (numbers_k, scales_k), (numbers_v, scales_v) = map(numbers_and_scales, (pool_k, pool_v))
+    assert block_k.dtype == block_v.dtype == numbers_k.dtype, f"{block_k.dtype=} {block_v.dtype=} {numbers_k.dtype=}"
+    assert all((scales is None) == (scales_k is None) for scales in block_scales), f"{block_scales=}"
     assert block_positions.shape == (batch, num_keys), f"{block_positions.shape=} {num_keys=}"
     assert ancestors.shape == (batch, num_rows, -(-num_keys // WORD)), f"{ancestors.shape=} {num_keys=}"
     assert ancestors.dtype == torch.int64, f"{ancestors.dtype=}"
@@ -125,9 +138,10 @@ def paged_attention(
     out = torch.empty((batch, num_rows, num_heads, value_dim), dtype=query.dtype, device=query.device)
     part, lse = split_results(out, num_splits)
     attend_kernel[(row_tiles, batch * kv_heads, num_splits)](
-        *(query, block_k, block_v, pool_k, pool_v, pages, committed_len, positions, block_positions, ancestors),
-        *(sinks, part, lse, scaling, softcap, window, num_rows, num_keys, num_splits, num_pages),
-        *(*query.stride(), *block_k.stride(), *block_v.stride(), *pool_k.stride(), *pool_v.stride()),
+        *(query, block_k, block_v, numbers_k, numbers_v, *block_scales, scales_k, scales_v),
+        *(pages, start, committed_len, positions, block_positions, ancestors),
+        *(sinks, part, lse, scaling, softcap, window, first_key or None, num_rows, num_keys, num_splits, num_pages),
+        *(*query.stride(), *block_k.stride(), *block_v.stride(), *numbers_k.stride(), *numbers_v.stride()),
         *(*pages.stride(), *positions.stride(), *block_positions.stride(), *ancestors.stride()),
         PAGE_SIZE=page_size,
         KV_HEADS=kv_heads,

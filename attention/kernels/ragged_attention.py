@@ -2,7 +2,7 @@ r"""Attention of prompts: runs of tokens of many requests in one row (`attention
 
 Token t of run r, at position q, sees the keys of its request that are stored so far, its own and earlier ones:
 
-    visible(t, p) = begin_r <= p <= q   and q - p < window
+    visible(t, p) = begin_r <= p <= q   and q - p < window   and p >= min(first_key, q)
     out_t = sum_p e^{x_tp} v_p / (e^{sink} + sum_p e^{x_tp}),   x_tp = cap(scaling * q_t . k_p),  cap(x) = c tanh(x / c)
 
 All keys are read by position from the pools, where the forward has stored its own: prefix and run are one walk, layers
@@ -29,6 +29,7 @@ from specdec.attention.kernels.tree_attention import choose_cut
 from specdec.attention.pack import Lines, Pack
 from specdec.gpu.triton_device import device_limits
 from specdec.gpu.triton_shim import triton
+from specdec.kvcache.rounded import Pool, numbers_and_scales
 
 FEW_TOKENS = 256
 """A forward over no more than these is most often a part of one long prompt, read while others decode."""
@@ -61,22 +62,24 @@ class RaggedAttention:
     window: int | None
     exact: bool
     shares: int = 1
+    first_key: int = 0
 
-    def __call__(self, query: torch.Tensor, pool_k: torch.Tensor, pool_v: torch.Tensor, **options: Any) -> torch.Tensor:
-        options |= {"window": self.window, "exact": self.exact, "shares": self.shares}
+    def __call__(self, query: torch.Tensor, pool_k: Pool, pool_v: Pool, **options: Any) -> torch.Tensor:
+        options |= {"window": self.window, "exact": self.exact, "shares": self.shares, "first_key": self.first_key}
         return ragged_attention(query, pool_k, pool_v, self.pack, self.lines, **options)
 
 
 def ragged_attention(
     query: torch.Tensor,
-    pool_k: torch.Tensor,
-    pool_v: torch.Tensor,
+    pool_k: Pool,
+    pool_v: Pool,
     pack: Pack,
     lines: Lines,
     *,
     scaling: float,
     exact: bool = False,
     window: int | None = None,
+    first_key: int = 0,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     shares: int = 1,
@@ -86,6 +89,7 @@ def ragged_attention(
 
     query: [1, Hq, T, D], any strides.      pool_k, pool_v: [slots, Hkv, D], any strides; the pack's K/V are in them.
     lines: of the group of these pools.     window: a key is visible if it lies fewer than this many positions back.
+    first_key: keys before this position do not exist, but for a query's own.
     softcap: c above.  sinks: [Hq] logits.  exact: in the order in which plain decoding adds keys up.
     shares: ranks hold the heads in this many parts: in order, keys are cut as for the heads of all.
     tiles: chosen by `choose_ragged`, given by hand only in tests and when tuning.
@@ -116,11 +120,13 @@ def ragged_attention(
     total = None
     if tiles.split_len and tiles.total_in_memory:
         total = torch.empty((num_tiles, kv_heads, tiles.block_m, block_v), dtype=torch.float32, device=device)
+    (numbers_k, scales_k), (numbers_v, scales_v) = map(numbers_and_scales, (pool_k, pool_v))
     ragged_kernel[(num_tiles, kv_heads, num_splits)](
-        *(query, pool_k, pool_v, lines.slots, lines.line, lines.begin, pack.start, pack.cu_len, sinks),
+        *(query, numbers_k, numbers_v, scales_k, scales_v),
+        *(lines.slots, lines.line, lines.begin, pack.start, pack.cu_len, sinks),
         *(part, lse, total),
-        *(scaling, softcap, window, num_runs, num_tokens, num_splits, lines.slots.stride(0)),
-        *(*query.stride()[1:], *pool_k.stride(), *pool_v.stride()),
+        *(scaling, softcap, window, first_key or None, num_runs, num_tokens, num_splits, lines.slots.stride(0)),
+        *(*query.stride()[1:], *numbers_k.stride(), *numbers_v.stride()),
         KV_HEADS=kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,

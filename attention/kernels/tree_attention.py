@@ -4,6 +4,7 @@ Query n of request b sits at position q = S + depth, S = committed_len[b], and s
 
     visible(n, p) = start_b <= p <= q   and q - p < window     p < S: committed; p >= S: the ancestor at depth p - S
                   = start_b <= p < S    and q - p < window     where the queries bring no keys (a frozen drafter)
+    and in both     p >= min(first_key, q)                     keys before it do not exist, but for a query's own
     out_n = sum_p e^{x_np} v_p / (e^{sink} + sum_p e^{x_np}),   x_np = cap(scaling * q_n . k_p),  cap(x) = c tanh(x / c)
 
 The cut is by absolute position, so it is the same in every launch that computes the row:
@@ -32,6 +33,7 @@ from specdec.attention.kernels.own_keys import ALIGN, OwnKeys
 from specdec.attention.kernels.tree_attention_kernels import MIDDLE_SPLITS, SHORT_SPLITS, attend_kernel, merge_kernel
 from specdec.gpu.dependent_launch import pdl_options
 from specdec.gpu.triton_device import device_limits
+from specdec.kvcache.rounded import Pool, numbers_and_scales
 
 PART_BYTES = 1 << 30
 """Partial results above this are folded by the programs that make them."""
@@ -61,8 +63,8 @@ class RowTiles(NamedTuple):
 
 def tree_attention(
     query: torch.Tensor,
-    pool_k: torch.Tensor,
-    pool_v: torch.Tensor,
+    pool_k: Pool,
+    pool_v: Pool,
     own: OwnKeys,
     pages: torch.Tensor,
     start: torch.Tensor | None,
@@ -73,6 +75,7 @@ def tree_attention(
     scaling: float,
     block_len: torch.Tensor | None = None,
     window: int | None = None,
+    first_key: int = 0,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     shares: int = 1,
@@ -88,6 +91,7 @@ def tree_attention(
     committed_len: [B], keys of the prefix.                   positions: [B, N] of the queries, the root's the smallest.
     block_len: [B], rows of the block that exist (None: all N); the others are 0, and no row sees them.
     window: a key is visible if it lies fewer than this many positions back.  softcap: c above.  sinks: [Hq] logits.
+    first_key: see above.
     shares: ranks hold the heads in this many parts: keys are cut as for the heads of all.
     cut, tiles: chosen by `choose_cut` and `choose_rows`, given by hand only in tests and when tuning.
     """
@@ -132,10 +136,13 @@ def tree_attention(
         "FOLD": fold,
         **pdl_options(query.device),
     }
+    (numbers_k, scales_k), (numbers_v, scales_v) = map(numbers_and_scales, (pool_k, pool_v))
     attend_kernel[(row_tiles, batch * kv_heads, split_programs)](
-        *(query, pool_k, pool_v, pages, start, committed_len, positions, own.slots, own.run_end, block_len),
-        *(part, part_max, part_sum, scaling, softcap, window, tile_rows, num_rows, num_pages, *own.slots.shape[1:]),
-        *(*query.stride(), *pool_k.stride(), *pool_v.stride(), *pages.stride(), *positions.stride()),
+        *(query, numbers_k, numbers_v, scales_k, scales_v),
+        *(pages, start, committed_len, positions, own.slots, own.run_end, block_len),
+        *(part, part_max, part_sum, scaling, softcap, window, first_key or None),
+        *(tile_rows, num_rows, num_pages, *own.slots.shape[1:]),
+        *(*query.stride(), *numbers_k.stride(), *numbers_v.stride(), *pages.stride(), *positions.stride()),
         PAGE_SIZE=page_size,
         HEAD_DIM=head_dim,
         BLOCK_D=block_d,

@@ -132,12 +132,12 @@ def _layers(files: HeadFiles) -> dict[str, Any]:
     """Fields that say what the layers are and what a row sees."""
     if files.format is GEMMA4_BLOCK:
         return _gemma4_layers(files)
-    settings, windows = files.settings, read_windows(files.settings, files.num_layers)
+    settings, windows = files.settings, read_windows(files.format, files.settings, files.num_layers)
     rope = read_rope(settings, by_layer_type=files.format is SPECULATORS_BLOCK)
     layers: dict[str, Any] = {"windows": windows, "rope": rope}
     if files.format is HF_BLOCK:
         layers["skips_embed_norm"] = True
-        if any(window is not None and window < settings["block_size"] - 1 for window in windows):
+        if any(window is not None and window < settings["block_size"] for window in windows):
             raise UnsupportedModelError(
                 f"sliding_window={settings['sliding_window']} with block_size={settings['block_size']}; specdec runs "
                 "blocks whose rows all see each other, so windows of block_size - 1 or more"
@@ -149,8 +149,6 @@ def _layers(files: HeadFiles) -> dict[str, Any]:
                 f"layer_types={settings['layer_types']} without sliding_window_non_causal: rows of a block see "
                 "earlier ones in sliding layers and all in full ones; specdec runs blocks that are alike in all layers"
             )
-    if files.format in (HF_BLOCK, SPECULATORS_BLOCK):  # a key at the window's distance is seen too
-        layers["windows"] = tuple(window and window + 1 for window in windows)
     return layers
 
 

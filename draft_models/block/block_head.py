@@ -35,7 +35,6 @@ from specdec.draft_models.heads.fused_form import Echo
 from specdec.draft_models.heads.head_layers import HeadLayer, llama_config
 from specdec.draft_models.heads.head_spec import HeadContext, HeadForm, HeadModule, HeadSpec, attend_in
 from specdec.kvcache.frozen import KVView
-from specdec.kvcache.index_spaces import PRIMARY
 from specdec.kvcache.layer_context import Destination
 
 
@@ -194,13 +193,13 @@ class TapContext(NamedTuple):
 
     def destination(self, layer: int) -> Destination:
         kept = self.view.writable_layer(layer)
-        return Destination(kept.k, kept.v, self.plan.write_slots(PRIMARY))
+        return Destination(kept.k, kept.v, self.plan.write_slots(kept.group))
 
     def store(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """k, v [B, Hkv, N, D]."""
         kept = self.view.writable_layer(layer)
         k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
-        self.plan.backend.store(kept, self.plan.write_slots(PRIMARY), k, v)
+        self.plan.backend.store(kept, self.plan.write_slots(kept.group), k, v)
 
 
 class KeptTaps:

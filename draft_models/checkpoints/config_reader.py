@@ -65,7 +65,8 @@ class Format:
     those of the top level do. layers: accepted values of `model_type`, the default first; layer_words: the same for
     messages. keys: the table. harmless: further keys that change nothing. tensors: (pattern in a file, its replacement
     in the names of the head's modules), applied in this order; None: the tensor is not read. why_refused: a sentence
-    about a config that matches and is of a family that does not run here, or None.
+    about a config that matches and is of a family that does not run here, or None. sees_edge: a key at the distance of
+    a window is seen too.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Format:
     harmless: re.Pattern[str]
     tensors: tuple[tuple[str, str | None], ...]
     why_refused: Callable[[Config], str | None] = lambda config: None
+    sees_edge: bool = False
 
     def key_at(self, place: str, name: str) -> Key | None:
         """The row of a key that stands in this object of the config."""
@@ -193,9 +195,10 @@ def _entries(config: Config, form: Format) -> Iterable[tuple[str, str, Any]]:
             yield from ((place, name, value) for name, value in part.items())
 
 
-def read_windows(settings: Settings, num_layers: int) -> tuple[int | None, ...]:
-    """Sliding window of each draft layer, by `layer_types`. Without them a `sliding_window` means nothing, as in both
-    reference packages, except to Qwen3's config, where the layers from `max_window_layers` on slide if asked to."""
+def read_windows(form: Format, settings: Settings, num_layers: int) -> tuple[int | None, ...]:
+    """Keys that each draft layer sees through its sliding window, by `layer_types`. Without them a `sliding_window`
+    means nothing, as in both reference packages, except to Qwen3's config, where the layers from `max_window_layers` on
+    slide if asked to."""
     window, kinds = settings.get("sliding_window"), settings.get("layer_types")
     use = settings.get("use_sliding_window", kinds is not None)
     says = f"sliding_window={window} with layer_types={reprlib.repr(kinds)} on {num_layers} layers"
@@ -213,7 +216,7 @@ def read_windows(settings: Settings, num_layers: int) -> tuple[int | None, ...]:
         raise UnsupportedModelError(f"{says}; a sliding layer needs a whole number of 1 or more")
     if not use:
         raise CheckpointError(f"{says}, but use_sliding_window is not true")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return tuple(window + form.sees_edge if kind == "sliding_attention" else None for kind in kinds)
 
 
 def read_rope(settings: Settings, by_layer_type: bool = False) -> dict[str, Any]:

@@ -145,10 +145,10 @@ def is_block_config(config: Config) -> bool:
 def why_refused_speculator(config: Config) -> str | None:
     """A sentence about another kind of drafter in speculators' format; None: it is one that runs."""
     kind = config.get("speculators_model_type")
-    if kind in (None, "eagle3", *SPECULATORS_BLOCK_TYPES):
+    if kind in (None, "eagle3", "mtp", *SPECULATORS_BLOCK_TYPES):
         return None
     return (
-        f"a {kind} drafter in speculators' format; of that format specdec reads eagle3, "
+        f"a {kind} drafter in speculators' format; of that format specdec reads eagle3, mtp, "
         f"{' and '.join(SPECULATORS_BLOCK_TYPES)}, so use one of these for the same target"
     )
 
@@ -232,6 +232,7 @@ SPECULATORS_BLOCK = replace(
     | {"draft_vocab_size": Key(COUNT)},
     harmless=harmless(*TRAINING, "model_type", "mlp_bias"),
     tensors=((r"^verifier_(lm_head|norm)\.", None), *BLOCK.tensors),
+    sees_edge=True,
 )
 HF_BLOCK = replace(
     BLOCK,
@@ -241,6 +242,7 @@ HF_BLOCK = replace(
     layers=HF_BLOCK_TYPES,
     keys=LAYER_KEYS | {name: BLOCK_KEYS[name] for name in ("block_size", "mask_token_id", "target_layer_ids")},
     tensors=((r"^model\.", ""), (r"^encoder\.fc\.", "fc."), (r"^encoder\.output_norm_enc\.", "hidden_norm.")),
+    sees_edge=True,
 )
 EAGLE3_FORMATS = (SPECULATORS, SPECFORGE)
 BLOCK_FORMATS = (SPECULATORS_BLOCK, HF_BLOCK, GEMMA4_BLOCK, BLOCK)

@@ -210,7 +210,7 @@ def _make_spec(files: HeadFiles, target: TargetShape, aux_layers: Sequence[int] 
         target_hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
         aux_layers=ids,
-        windows=read_windows(settings, files.num_layers),
+        windows=read_windows(files.format, settings, files.num_layers),
         draft_vocab_size=head,
         rope=read_rope(settings, by_layer_type=is_speculators(files.config)),
         qk_norm="layers.0.self_attn.q_norm.weight" in state,

@@ -1,8 +1,9 @@
 """The EAGLE-3 drafter: a small transformer over the target's own hidden states, with K/V of its own.
 
-Its K/V are indexed by the target's full slots, so paging, eviction and commit of the request table are its only
-bookkeeping. K/V of committed positions [0, S) are written by `observe`, from true target features; those of a draft, to
-a scratch block that lives for one `propose`. Invariant: after `observe`, K/V of [0, S) are those of a fresh prefill.
+Its K/V are indexed by the slots of the target's tokens, each layer's in the group of its window, so paging, eviction
+and commit of the request table are its only bookkeeping. K/V of committed positions [0, S) are written by `observe`,
+from true target features; those of a draft, to a scratch block that lives for one `propose`. Invariant: after
+`observe`, K/V of [0, S) are those of a fresh prefill, as far as windows reach.
 """
 
 from collections.abc import Sequence

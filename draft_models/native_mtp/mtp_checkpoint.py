@@ -2,58 +2,105 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
-from specdec.draft_models.checkpoints.checkpoint_files import naming_folder, stored_tensor, tensor_files
-from specdec.draft_models.native_mtp.mtp_drafter import MtpTarget, NativeMtpDrafter
+from specdec.draft_models.checkpoints.checkpoint_files import naming_folder, stored_tensor, tensor_files, write_folder
+from specdec.draft_models.checkpoints.config_json import read_config_json
+from specdec.draft_models.native_mtp.mtp_drafter import DescribedTarget, MtpTarget, NativeMtpDrafter
 from specdec.draft_models.native_mtp.mtp_families import (
     FAMILIES,
     LOOKED_FOR,
     REQUIRED,
+    SPECULATORS,
     MtpFamily,
     module_tensors,
 )
-from specdec.draft_models.native_mtp.mtp_module import MtpModule
-from specdec.errors import CheckpointError, UnsupportedModelError, first_line
+from specdec.draft_models.native_mtp.mtp_module import LoadPacked, MtpModule, is_plain
+from specdec.errors import CheckpointError, UnsupportedModelError, about, first_line, naming_file
 
 CONVENTIONS = "mtp_conventions.json"
 """A file beside the modules with fields of `MtpFamily`, in the place of the family's row."""
+NAMES = {
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "proj": "fc",
+    "norm": "norm",
+    "layer": "layers.0",
+    "head": "layers.0.shared_head.head",
+    "embed": "layers.0.embed_tokens",
+}
+"""Where the parts of a module that is written here lie, after "mtp."."""
 
 
 def has_modules(folder: Path, num_layers: int) -> bool:
     """Does this folder hold MTP modules for a target of so many layers?"""
-    return bool(module_tensors(tensor_files(folder), num_layers))
+    return module_count(folder, num_layers) > 0
 
 
-def native_mtp_drafter(folder: Path, target: MtpTarget) -> NativeMtpDrafter:
-    """The drafter that the modules in `folder` are, fitted to `target`. Raises CheckpointError where there are none, or
-    where they are damaged or incomplete, and UnsupportedModelError where they cannot run."""
+def module_count(folder: Path, num_layers: int) -> int:
+    """The number of MTP modules that a folder holds."""
+    return len(module_tensors(tensor_files(folder), num_layers))
+
+
+def is_mtp_speculator(config: Mapping[str, Any]) -> bool:
+    """Is this config.json one of a finetuned module in speculators' format?"""
+    return config.get("speculators_model_type") == "mtp"
+
+
+def native_mtp_drafter(
+    folder: Path, target: MtpTarget, load_packed: LoadPacked | None = None, family: MtpFamily | None = None
+) -> NativeMtpDrafter:
+    """The drafter that the modules in `folder` are, fitted to `target`. load_packed: reads packed weights as the
+    folder's config.json promises them; None: it promises none. family: None: `conventions_of`. Raises CheckpointError
+    where there are no modules, or where they are damaged or incomplete, and UnsupportedModelError where they cannot
+    run."""
     made = list[MtpModule]()
     with naming_folder(folder):
         files = tensor_files(folder)
         modules = module_tensors(files, len(target.layout.layers))
         if not modules:
-            raise CheckpointError(
-                f"no MTP modules there (looked for {LOOKED_FOR}); give drafter=DIR of a checkpoint that has them, such "
-                "as the base of a finetuned or quantised one"
-            )
-        family = _stated(folder) or family_of(target)
+            raise no_modules()
+        family = family or conventions_of(folder, target)
         for number, names in enumerate(modules):
-            state = {_renamed(place, family): _read(files[name], name) for place, name in names.items()}
+            names = {_renamed(place, family): name for place, name in names.items()}
+            state = {place: stored_tensor(files[name], name) for place, name in names.items()}
+            for place, stored in state.items():
+                if load_packed is None and not is_plain(stored):
+                    raise UnsupportedModelError(
+                        f"its MTP tensor {names[place]} is packed ({stored.dtype}), and no quantization_config that is "
+                        "read next to it says how; give drafter=DIR of the unquantised checkpoint"
+                    )
             _require_parts(number, state)
             for part, own in (("embed", target.embed), ("head", target.head)):
                 if (tensor := state.get(f"{part}.weight")) is not None and _equal(tensor, own):
                     del state[f"{part}.weight"]  # a copy of the target's
-            made.append(MtpModule(state, target.user_decoder, family.like, number))
+            with about(f"its MTP module {number}"):
+                made.append(MtpModule(state, target.user_decoder, family.like, number, names, load_packed))
     drafter = NativeMtpDrafter(made, family, target)
     drafter.source = str(folder)
     return drafter
 
 
-def family_of(target: MtpTarget) -> MtpFamily:
+def no_modules() -> CheckpointError:
+    return CheckpointError(
+        f"no MTP modules there (looked for {LOOKED_FOR}); give drafter=DIR of a checkpoint that has them, such as the "
+        "base of a finetuned or quantised one"
+    )
+
+
+def conventions_of(folder: Path, target: DescribedTarget) -> MtpFamily:
+    """Those that lie beside the modules, or else those of their publisher. Raises as `native_mtp_drafter`."""
+    if (folder / CONVENTIONS).is_file():
+        return stated_family(folder / CONVENTIONS)
+    return _by_config(_published(folder, target), target)
+
+
+def family_of(target: DescribedTarget) -> MtpFamily:
     """The row of the target's model type. Raises UnsupportedModelError for a type that has none."""
     for kind in target.model_types:
         if kind in FAMILIES:
@@ -64,33 +111,50 @@ def family_of(target: MtpTarget) -> MtpFamily:
     )
 
 
-def _stated(folder: Path) -> MtpFamily | None:
-    """The conventions that lie beside the modules; None: no such file. Raises CheckpointError."""
-    file = folder / CONVENTIONS
-    if not file.is_file():
-        return None
+def _published(folder: Path, target: DescribedTarget) -> MtpFamily:
+    file = folder / "config.json"
+    is_speculator = file.is_file() and is_mtp_speculator(read_config_json(file))
+    return SPECULATORS if is_speculator else family_of(target)
+
+
+def _by_config(family: MtpFamily, target: DescribedTarget) -> MtpFamily:
+    """The row, with a layer of the attention that the target's config says its modules have."""
+    config: Any = target.user_decoder.config
+    kinds = getattr(config, "mtp_layer_types", None)
+    if not kinds or kinds[0] not in config.layer_types:
+        return family
+    return replace(family, like=config.layer_types.index(kinds[0]))
+
+
+def stated_family(file: Path) -> MtpFamily:
+    """The conventions that a file states. Raises CheckpointError."""
     try:
-        found = json.loads(file.read_text("utf-8"))
-        family = MtpFamily(**found)
+        family = MtpFamily(**json.loads(file.read_text("utf-8")))
     except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{CONVENTIONS} cannot be read: {first_line(error)}") from error
+        raise CheckpointError(f"{file.name} cannot be read: {first_line(error)}") from error
     if family.form not in ("C", "T"):
-        raise CheckpointError(f"{CONVENTIONS}: form={family.form!r}; the form of several modules is 'C' or 'T'")
+        raise CheckpointError(f"{file.name}: form={family.form!r}; the form of several modules is 'C' or 'T'")
     return family
 
 
-def _read(file: Path, name: str) -> torch.Tensor:
-    tensor = stored_tensor(file, name)
-    if not tensor.is_floating_point() or tensor.element_size() < 2:
-        raise UnsupportedModelError(
-            f"its MTP tensor {name} is packed ({tensor.dtype}); MTP modules are read in 16 bits or more, so give "
-            "drafter=DIR of the unquantised checkpoint"
-        )
-    return tensor
+def write_conventions(folder: Path, family: MtpFamily) -> None:
+    """Write CONVENTIONS, where `native_mtp_drafter` reads it. Raises CheckpointError."""
+    with naming_file(folder / CONVENTIONS):
+        (folder / CONVENTIONS).write_text(json.dumps(asdict(family), indent=2) + "\n", "utf-8")
+
+
+def write_module(folder: Path, drafter: NativeMtpDrafter, model: PreTrainedModel) -> None:
+    """Write a drafter of one module under the names of Qwen's, with the config.json of its target and its
+    conventions."""
+    [module] = drafter.modules
+    named = {f"mtp.{NAMES[part]}": weights for part, weights in module.parts().items()}
+    state = {f"{name}.{key}": tensor for name, weights in named.items() for key, tensor in weights.state_dict().items()}
+    write_folder(folder, {**model.config.to_dict(), "architectures": [type(model).__name__]}, state)
+    write_conventions(folder, replace(drafter.family, renamed={}))
 
 
 def _require_parts(number: int, state: Mapping[str, torch.Tensor]) -> None:
-    lacking = [part for part in REQUIRED if f"{part}.weight" not in state]
+    lacking = [part for part in REQUIRED if not any(place.startswith(f"{part}.") for place in state)]
     if lacking:
         raise CheckpointError(f"MTP module {number} lacks {' and '.join(lacking)}; it has {', '.join(sorted(state))}")
 
@@ -102,5 +166,7 @@ def _renamed(place: str, family: MtpFamily) -> str:
 
 
 def _equal(tensor: torch.Tensor, own: Any) -> bool:
-    weight: torch.Tensor = own.weight
-    return tensor.shape == weight.shape and bool(torch.equal(tensor.to(weight), weight))
+    weight: torch.Tensor | None = getattr(own, "weight", None)  # a packed head has none
+    if weight is None or tensor.shape != weight.shape or not is_plain(tensor):
+        return False
+    return bool(torch.equal(tensor.to(weight), weight))

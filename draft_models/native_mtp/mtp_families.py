@@ -23,8 +23,9 @@ class MtpFamily:
     """What no tensor says of the modules of some model types.
 
     form: of several modules. normed_state: the target's state is read after its final norm. normed_carry: the carry is
-    z. hidden_first: the order of the halves that the projection reads. like: the layer of the target that a module's
-    block is like. renamed: names of the block's tensors that are not those of the target's layers.
+    z. hidden_first: the order of the halves that the projection reads. like: the layer of the target whose attention a
+    module's block has, where the target's config has no `mtp_layer_types`; tensors say if its MLP has experts. renamed:
+    names of the block's tensors that are not those of the target's layers.
     """
 
     form: str = "C"
@@ -39,12 +40,18 @@ DEEPSEEK = MtpFamily()
 """transformers 5.17 (`modeling_layers.MtpModel`) and SGLang: the state and the carry after their norms, embedding
 first. The card of DeepSeek-V3 chains its modules."""
 
+SPECULATORS = MtpFamily()
+"""speculators 0.5 (`models/mtp`), for any target: MiMo's names at the top level, the embedding first, the carry after
+`final_layernorm`."""
+
 FAMILIES: dict[str, MtpFamily] = {
     **dict.fromkeys(("deepseek_v3", "kimi_k2", "kimi_k25"), DEEPSEEK),
     **dict.fromkeys(("glm4_moe", "glm4_moe_lite"), DEEPSEEK),
     "hy_v3": DEEPSEEK,  # tensors as GLM's; its final norm is `final_layernorm`
     "mellum": DEEPSEEK,  # transformers 5.24 runs it by `MtpModel`
     "ernie4_5_moe": DEEPSEEK,  # no final norm: the carry is y by itself
+    # vLLM's qwen3_next_mtp and qwen3_5_mtp: the state and the carry after their norms, a block of full attention
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), DEEPSEEK),
     # vLLM's exaone_moe_mtp: the block is built as layer 0, sliding and with RoPE
     **dict.fromkeys(("exaone4", "exaone4_5", "exaone_moe"), MtpFamily(like=0)),
     # XiaomiMiMo's modeling_mimo.py: cat([hidden, embedding])
@@ -53,7 +60,7 @@ FAMILIES: dict[str, MtpFamily] = {
     # transformers 5.17 has it otherwise, and shares one head
     **dict.fromkeys(("step3p5", "step3p7"), MtpFamily(normed_state=False, normed_carry=False)),
     # SGLang's mimo_v2 MTP: every module reads the target's states; a sliding block with a dense MLP
-    "mimo_v2_flash": MtpFamily(form="T", renamed={"pre_mlp_layernorm": "post_attention_layernorm"}),
+    "mimo_v2_flash": MtpFamily(form="T", like=1, renamed={"pre_mlp_layernorm": "post_attention_layernorm"}),
 }
 """Keys are `model_type` of the text config or of the whole one."""
 
@@ -93,7 +100,7 @@ def module_tensors(names: Iterable[str], num_layers: int) -> list[dict[str, str]
     for key in names:
         for place in PLACES:
             found = re.fullmatch(rf"(?:.+\.)??{place}", key)
-            if found is None or "visual" in key:
+            if found is None or re.search("vis(?:ion|ual)|audio", key):
                 continue
             groups = found.groupdict()
             number = int(groups["layer"]) - num_layers if groups.get("layer") else int(groups.get("module") or 0)

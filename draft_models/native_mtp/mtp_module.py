@@ -5,7 +5,8 @@ and fused forms are the target's, and nothing is written twice.
 """
 
 import copy
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,16 +25,32 @@ from specdec.layers.fuse import fuse, fuse_linear
 from specdec.modules.private_copy import private_copy
 
 State = Mapping[str, torch.Tensor]
+LoadPacked = Callable[[PreTrainedModel, State, Mapping[str, str], list[Any]], Any]
+"""Fills a model whose tensors may be packed: (model, tensors by its names, their keys in the checkpoint, conversions)
+-> what transformers says of the load."""
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.element_size() > 1
 
 
 class MtpModule(nn.Module):
     """A module by its tensors, `state` by place (`mtp_families.py`). decoder: the target's text model. like: the layer
     of it that the block is like. number: of the module, by which it keeps K/V.
 
-    embed, head: its own; None: the target's. Raises CheckpointError for tensors that are not those of such a module.
+    keys: of the tensors in the checkpoint; load_packed: for those that are packed. embed, head: its own; None: the
+    target's. Raises CheckpointError for tensors that are not those of such a module.
     """
 
-    def __init__(self, state: State, decoder: Any, like: int, number: int) -> None:
+    def __init__(
+        self,
+        state: State,
+        decoder: Any,
+        like: int,
+        number: int,
+        keys: Mapping[str, str] | None = None,
+        load_packed: LoadPacked | None = None,
+    ) -> None:
         super().__init__()
         rest = dict(state)
         weight: torch.Tensor = decoder.norm.weight
@@ -44,34 +61,39 @@ class MtpModule(nn.Module):
             made.weight = _parameter(rest.pop(f"{part}.weight"), weight, (width,), part)
             return made
 
-        def linear(part: str, inputs: int, outputs: int | None = None) -> nn.Linear:
-            stored = rest.pop(f"{part}.weight")
-            if stored.shape == (inputs, outputs):  # ERNIE-4.5-300B holds the transposed one
-                stored = stored.t()
-            bias = rest.pop(f"{part}.bias", None)
-            made = nn.Linear(inputs, len(stored), bias=bias is not None, device="meta")
-            made.weight = _parameter(stored, weight, (outputs or len(stored), inputs), part)
-            if bias is not None:
-                made.bias = _parameter(bias, weight, (len(stored),), part)
-            return made
-
+        if (proj := rest.get("proj.weight")) is not None and proj.shape == (2 * width, width):
+            rest["proj.weight"] = proj.t().contiguous()  # ERNIE-4.5-300B holds the transposed one
         self.enorm, self.hnorm = norm("enorm"), norm("hnorm")
-        self.proj: nn.Module = linear("proj", 2 * width, width)
         self.norm = norm("norm") if "norm.weight" in rest else nn.Identity()
-        self.head = linear("head", width) if "head.weight" in rest else None
         self.embed: nn.Module | None = None
         if "embed.weight" in rest:
             table = rest.pop("embed.weight")
             self.embed = nn.Embedding(len(table), table.shape[1], device="meta")
             self.embed.weight = _parameter(table, weight, tuple(table.shape), "embed")
-        block = {name.removeprefix("block."): tensor for name, tensor in rest.items()}
-        self.layer = filled_layer(block, decoder, like)
+        filled = filled_parts(rest, decoder, like, keys or {}, load_packed)
+        self.layer, self.proj, self.head = filled.layers[0], filled.proj, filled.head
         for part in self.layer.modules():
             if hasattr(part, "layer_idx"):
-                part.layer_idx = number  # type: ignore[assignment]
+                part.layer_idx = number
         self.number = number
         self._source = decoder, like
         self.block: Any = one_layer_decoder(decoder, like, self.layer, nn.Identity())
+
+    def around(self, like: int) -> "MtpModule":
+        """The same weights around a block like another layer. Raises CheckpointError where it is none."""
+        state = {
+            f"{'block' if name == 'layer' else name}.{key}": tensor
+            for name, part in self.parts().items()
+            for key, tensor in part.state_dict().items()
+        }
+        return MtpModule(state, self._source[0], like, self.number)
+
+    def parts(self) -> dict[str, nn.Module]:
+        """What it has of its own, by name; `block` runs the layer's weights."""
+        names = ("enorm", "hnorm", "proj", "norm", "head", "embed", "layer")
+        found = {name: getattr(self, name) for name in names}
+        found["proj"] = getattr(self.proj, "source", self.proj)  # of a fused product
+        return {name: part for name, part in found.items() if part is not None}
 
     def fuse(self, name: str, ops: Operations) -> str | None:
         """Run by fused layers if they compute what its own do; else the reason why not."""
@@ -118,11 +140,33 @@ class MtpModule(nn.Module):
             return torch.cat(self.forward(rows[0], rows[1], positions, Echo(), False)).flatten(0, 1).float()
 
 
+OF_THE_STACK = ("hidden_size_per_layer_input", "num_kv_shared_layers")
+"""Fields by which the layers of Gemma 3n and 4 read what the whole stack has. A module's block reads nothing of it."""
+
+
+def own_config(decoder: Any) -> Any:
+    """A copy of a text model's config for a layer that stands alone."""
+    config = copy.deepcopy(decoder.config)
+    for name in OF_THE_STACK:
+        if getattr(config, name, 0):
+            setattr(config, name, 0)
+    return config
+
+
+def empty_layer(decoder: Any, like: int) -> Any:
+    """A layer like layer `like` of a text model, without weights."""
+    with torch.device("meta"):
+        return type(decoder.layers[like])(own_config(decoder), like % len(decoder.layers))
+
+
 def one_layer_decoder(decoder: Any, like: int, layer: nn.Module, norm: nn.Module) -> nn.Module:
     """A private copy of a text model with this layer alone, which is like its layer `like`, and this final norm."""
     single = object.__new__(type(decoder))
     single.__dict__ = dict(decoder.__dict__)
-    single.config = copy.deepcopy(decoder.config)
+    single.config = own_config(decoder)
+    for name in OF_THE_STACK:
+        if hasattr(single, name):
+            setattr(single, name, 0)
     for name, value in list(vars(single.config).items()):
         if isinstance(value, (list, tuple)) and len(value) == len(decoder.layers):
             setattr(single.config, name, [value[like]])
@@ -131,20 +175,29 @@ def one_layer_decoder(decoder: Any, like: int, layer: nn.Module, norm: nn.Module
     return private_copy(single)
 
 
-def filled_layer(block: State, decoder: Any, like: int) -> nn.Module:
-    """A layer of the target's class with these tensors, in the types of its layer `like`. Raises CheckpointError unless
-    they are its own."""
-    model = decoder.layers[like]
-    expected = {f"layers.0.{name}": tensor for name, tensor in model.state_dict().items()}
+def filled_parts(state: State, decoder: Any, like: int, keys: Mapping[str, str], load_packed: LoadPacked | None) -> Any:
+    """The projection, the head if it has one, and a layer of the target's class with these tensors, in the types of its
+    own layers: its attention is that of layer `like`, its MLP that of the nearest one with experts, or without, as the
+    tensors have it. Raises CheckpointError unless they are its own."""
+    layers = list(decoder.layers)
+    like %= len(layers)
+    routed = [mlp for mlp, layer in enumerate(layers) if _has_experts(layer.state_dict()) == _has_experts(state)]
+    mlp = min(routed, key=lambda number: abs(number - like), default=like)
+    expected = {f"layers.0.{name}": tensor for name, tensor in layers[like].state_dict().items()}
     with torch.device("meta"):
-        holder = _Holder(decoder.config, type(model)(decoder.config, like % len(decoder.layers)))
+        made = empty_layer(decoder, like)
+        if mlp != like:
+            made.mlp = empty_layer(decoder, mlp).mlp
+            expected |= {f"layers.0.mlp.{name}": tensor for name, tensor in layers[mlp].mlp.state_dict().items()}
+        holder: Any = _Holder(decoder.config, made, state)
     mapping: Any = get_model_conversion_mapping(decoder, add_legacy=False)
+    tensors = {_in_holder(place): tensor for place, tensor in state.items()}
     try:
-        info, _ = convert_and_load_state_dict_in_model(
-            model=holder,
-            state_dict={f"layers.0.{name}": tensor for name, tensor in block.items()},
-            load_config=LoadStateDictConfig(weight_mapping=mapping),
-        )
+        if load_packed is not None and not all(map(is_plain, tensors.values())):
+            info = load_packed(holder, tensors, {_in_holder(place): key for place, key in keys.items()}, mapping)
+        else:
+            config = LoadStateDictConfig(weight_mapping=mapping)
+            info, _ = convert_and_load_state_dict_in_model(model=holder, state_dict=tensors, load_config=config)
     except RuntimeError as error:
         raise CheckpointError(f"its block cannot be read: {first_line(error)}") from error
     faults = [f"{name.removeprefix('layers.0.')} is missing" for name in sorted(info.missing_keys)]
@@ -156,21 +209,37 @@ def filled_layer(block: State, decoder: Any, like: int) -> nn.Module:
     if faults:
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
         raise CheckpointError(f"its block is no layer like the target's layer {like}: tensor {faults[0]}{more}")
-    layer: nn.Module = holder.layers[0]
-    for name, param in layer.named_parameters():
-        param.data = param.data.to(expected[f"layers.0.{name}"])
+    for name, param in holder.named_parameters():
+        param.data = param.data.to(expected.get(name, decoder.norm.weight))
         param.requires_grad_(False)
-    return layer.to(decoder.norm.weight.device).eval()
+    return holder.to(decoder.norm.weight.device).eval()
+
+
+def _in_holder(place: str) -> str:
+    return f"layers.0.{place.removeprefix('block.')}" if place.startswith("block.") else place
+
+
+def _has_experts(names: Iterable[str]) -> bool:
+    return any(re.search(r"(?:^|\.)(?:experts|moe)\.", name) for name in names)
 
 
 class _Holder(PreTrainedModel):
-    """A layer as transformers loads it."""
+    """A layer, a projection and a head as transformers loads them."""
 
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = True
 
-    def __init__(self, config: Any, layer: nn.Module) -> None:
+    def __init__(self, config: Any, layer: nn.Module, state: State) -> None:
         super().__init__(config)
+        self.all_tied_weights_keys: dict[str, str] = {}
+        width = config.hidden_size
         self.layers = nn.ModuleList([layer])
+        self.proj = nn.Linear(2 * width, width, bias="proj.bias" in state)
+        self.head = None
+        if any(place.startswith("head.") for place in state):
+            stored = state.get("head.weight")
+            self.head = nn.Linear(
+                width, config.vocab_size if stored is None else len(stored), bias="head.bias" in state
+            )
 
     def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
         """Nothing runs here."""

@@ -16,6 +16,7 @@ import typer
 
 from specdec.cli.command import shell_errors
 from specdec.errors import ConfigError, shown
+from specdec.text.text_files import read_text_file
 
 PREFIX = "SPECDEC_SERVE"
 SERVICE_LINKS = ("_SERVICE_HOST", "_SERVICE_PORT", "_PORT", "_ADDR", "_PROTO")
@@ -48,11 +49,7 @@ def _entries(path: Path, known: Mapping[str, Any], declared: Mapping[str, Any]) 
 
 
 def _table(path: Path) -> Mapping[str, Any]:
-    try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        said = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise ConfigError(f"the file {str(path)!r} of --config cannot be read: {said}") from None
+    text = read_text_file(path, "the file of --config")
     if path.suffix not in (".toml", ".yaml", ".yml"):
         raise ConfigError(f"the file {str(path)!r} of --config has to be called .toml, .yaml or .yml")
     try:

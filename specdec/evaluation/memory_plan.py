@@ -6,68 +6,52 @@ Weights whose form the config does not tell, quantised ones and those of heads, 
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
 from specdec.config import EngineConfig, SpecConfig
+from specdec.draft_models.checkpoints.checkpoint_files import tensor_files
 from specdec.draft_models.checkpoints.kept_layout import kept_layout
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, is_assistant_config
+from specdec.draft_models.native_mtp.mtp_checkpoint import (
+    conventions_of,
+    has_modules,
+    is_mtp_speculator,
+    no_modules,
+)
+from specdec.draft_models.native_mtp.mtp_drafter import default_steps, kept_by_modules
+from specdec.draft_models.native_mtp.mtp_families import module_tensors
 from specdec.draft_models.registry import WORDS, building, is_drafter_config
-from specdec.drafter_loading import AUTO, MTP, continues_text
+from specdec.drafter_loading import AUTO, MTP, continues_text, is_like, meant_by_auto
 from specdec.errors import ConfigError, UnsupportedModelError, about, first_line
-from specdec.kvcache.layout import KVLayout
+from specdec.kvcache.layout import CacheGroup
 from specdec.loading import SHARED_OPTIONS, Checkpoint, pick_device, pick_dtype
 from specdec.models.model_on_meta import ModelOnMeta, model_on_meta
 from specdec.models.quantised.packed_quantizer import without_quantization
+from specdec.models.quantised.stored_tensors import StoredTensor, stored_tensors
+from specdec.models.recurrent_layers import require_one_cpu
 from specdec.models.weight_storage import stored_weights
-from specdec.runtime.sizing import CacheNeeds, cache_needs, longest_sequence, lookahead_nodes
+from specdec.runtime.arguments import fitted_spec
+from specdec.runtime.rounds.unread import KEPT
+from specdec.runtime.sizing import CacheNeeds, DraftNeeds, cache_needs, longest_sequence, lookahead_nodes
+
+SUFFIX = "suffix"
+MODULE_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+"""Names by which configs count their MTP modules."""
 
 
-@dataclass(frozen=True, slots=True)
-class KeptFields:
-    """Layers that keep the same fields, and (heads, size of a head) of each field."""
+class PlannedDrafter(NamedTuple):
+    """A drafter that is not loaded. weights: bytes, None: unknown. default_steps: drafts a round, where it says how
+    many."""
 
-    layers: int
-    fields: dict[str, tuple[int, int]]
-
-
-@dataclass(frozen=True, slots=True)
-class GroupMemory:
-    """One cache group. Layers that read another layer's K/V keep none. token_bytes: in all its layers; the others: see
-    `CacheNeeds`."""
-
-    name: str
-    kept: list[KeptFields]
-    token_bytes: int
-    request_bytes: int
-    batch_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """weights: bytes by role, None: nothing here tells them. notes: sentences about figures that are not certain."""
-
-    dtype: str
-    device: str
-    batch_size: int
-    max_model_len: int
-    page_size: int
-    groups: list[GroupMemory]
-    weights: dict[str, int | None]
-    notes: list[str]
-
-
-class DraftNeeds(NamedTuple):
-    """What a drafter keeps and reads: see `Drafter.kv_layout` and `Drafter.extra_keys`. weights: bytes, as in
-    `MemoryPlan`."""
-
-    layout: KVLayout | None = None
-    extra_keys: int = 0
+    needs: DraftNeeds = DraftNeeds()
     weights: int | None = 0
+    default_steps: int | None = None
 
 
 def memory_plan(
@@ -78,8 +62,10 @@ def memory_plan(
     config: EngineConfig,
     drafter_options: Mapping[str, Any],
     **target_options: Any,
-) -> MemoryPlan:
-    """Arguments are those of `Engine.from_pretrained`; the device need not be here. Reads no weights.
+) -> dict[str, Any]:
+    """The report, of plain values: see `group_memory` for its groups; weights: bytes by role, None: nothing here tells
+    them; notes: sentences about figures that are not certain. Arguments are those of `Engine.from_pretrained`; the
+    device need not be here. Reads no weights.
 
     Raises CheckpointError, ConfigError, UnsupportedModelError.
     """
@@ -92,77 +78,122 @@ def memory_plan(
     device = pick_device(None) if config.device is None else torch.device(config.device)
     dtype = pick_dtype(config.dtype, device, checkpoint.hf_config())
     model = ModelOnMeta(target, on_meta(checkpoint, dtype))
+    if any(layer.recurrent for layer in model.layout.layers):
+        require_one_cpu(target, device, None)
     shared = {name: value for name, value in target_options.items() if name in SHARED_OPTIONS}
-    drafts = draft_needs(drafter, model, {**shared, **drafter_options})
+    options = {**shared, **drafter_options}
+    if drafter == AUTO:
+        local = {**options, "local_files_only": True}
+        drafter = next(meant_by_auto(checkpoint, len(model.layout.layers), local), SUFFIX)
+    planned = plan_drafter(target if drafter == MTP else drafter, model, spec, options, own=drafter == MTP)
+    spec = fitted_spec(spec, planned)
     max_len = longest_sequence(config, model.context_length, target)
-    layouts = [model.layout] if drafts.layout is None else [model.layout, drafts.layout]
     needs = cache_needs(
-        layouts,
+        model.layout,
+        planned.needs,
         dtype,
         config,
         max_len=max_len,
         num_nodes=lookahead_nodes(spec, drafts=drafter is not None, captured=device.type == "cuda"),
-        extra_keys=drafts.extra_keys,
         device_type=device.type,
     )
-    weights = {"target": _weight_bytes(checkpoint, model.model), "drafter": drafts.weights}
+    weights = {"target": _weight_bytes(checkpoint, model.model), "drafter": planned.weights}
     notes = [
         f"the weights of the {role} are not in its config.json, and no files of it are here"
         for role, size in weights.items()
         if size is None
     ]
-    if drafter == AUTO:
-        notes.append("drafter 'auto' counts as one that keeps nothing; name it, and its K/V and weights are counted")
     if model.unmeasured is not None:
         notes.append(f"K/V are those that the config names, since a forward cannot be measured ({model.unmeasured})")
-    return MemoryPlan(
-        str(dtype).removeprefix("torch."),
-        device.type,
-        config.max_batch_size,
-        max_len,
-        config.page_size,
-        group_memory(layouts, needs),
-        {role: size for role, size in weights.items() if size != 0},
-        notes,
-    )
+    return {
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": device.type,
+        "batch_size": config.max_batch_size,
+        "max_model_len": max_len,
+        "page_size": config.page_size,
+        "groups": [*(group_memory(needs, group) for group in needs.groups.groups), *states_memory(needs)],
+        "weights": {role: size for role, size in weights.items() if size != 0},
+        "notes": notes,
+    }
 
 
-def group_memory(layouts: Sequence[KVLayout], needs: CacheNeeds) -> list[GroupMemory]:
-    """Each group of `needs`, which are those of these layouts."""
-    groups = []
-    figures = zip(needs.slot_bytes, needs.request_bytes, needs.batch_bytes, strict=True)
-    for group, of_group in zip(needs.groups.groups, figures, strict=True):
-        owners = [spec for layout in layouts for spec in layout.owners if spec.retention == group.retention]
-        counts = Counter(spec.fields for spec in owners)
-        kept = [
-            KeptFields(layers, {field.name: (field.heads, field.dim) for field in fields})
-            for fields, layers in counts.items()
-        ]
-        groups.append(GroupMemory(group.name, kept, *of_group))
-    return groups
+def group_memory(needs: CacheNeeds, group: CacheGroup) -> dict[str, Any]:
+    """One cache group. kept: how many layers keep the same fields, and (heads, size of a head) of each; layers that
+    read another layer's K/V keep none. Bytes of a token are those of all layers; for the others see `CacheNeeds`."""
+    layers = (spec for layout in needs.layouts for spec in layout.owners if spec.retention == group.retention)
+    return {
+        "name": group.name,
+        "kept": [
+            {"layers": count, "fields": {field.name: (field.heads, field.dim) for field in fields}}
+            for fields, count in Counter(spec.fields for spec in layers).items()
+        ],
+        "token_bytes": needs.slot_bytes[group.id],
+        "request_bytes": needs.request_bytes[group.id],
+        "batch_bytes": needs.batch_bytes[group.id],
+    }
 
 
-def draft_needs(drafter: str | None, target: ModelOnMeta, options: Mapping[str, Any]) -> DraftNeeds:
-    """drafter: a name, a word of `WORDS`, or both."""
+def states_memory(needs: CacheNeeds) -> list[dict[str, Any]]:
+    """States of recurrent layers, in the form of a group; empty where there are none."""
+    shapes = Counter(spec.state for layout in needs.layouts for spec in layout.owners if spec.state is not None)
+    kept = [
+        {"layers": count, "fields": {"state": (s.heads, s.k_dim * s.v_dim), "inputs": (s.taps, s.channels)}}
+        for s, count in shapes.items()
+    ]
+    sizes = {"token_bytes": 0, "request_bytes": needs.state_bytes, "batch_bytes": needs.all_state_bytes}
+    return [{"name": "states", "kept": kept, **sizes}] if kept else []
+
+
+def plan_drafter(
+    drafter: str | None, target: ModelOnMeta, spec: SpecConfig, options: Mapping[str, Any], *, own: bool = False
+) -> PlannedDrafter:
+    """drafter: a name, a word of `WORDS`, or both. own: the MTP modules of the checkpoint of that name."""
     name, _, word = (drafter or "").rpartition(",")
     name = name if word in WORDS else drafter or ""
-    if name == MTP:
-        raise ConfigError("drafter='mtp': what MTP modules keep is not planned yet; leave the drafter out")
-    if not name or name in WORDS or name == AUTO:
-        return DraftNeeds()
-    checkpoint = Checkpoint.of(name, options)
+    if not name or name in WORDS:
+        return PlannedDrafter()
+    checkpoint, late = Checkpoint.of(name, options), KEPT if spec.adaptive else 0
     described = checkpoint.config
+    if own or is_mtp_speculator(described) or is_like(described, target):
+        folder = checkpoint.config_file.parent
+        if own or has_modules(folder, len(target.layout.layers)):
+            with about(f"drafter {MTP if own else name!r}"):
+                return plan_modules(folder, target, late)
     if is_assistant_config(described):
         assistant = on_meta(checkpoint, target.dtype)
-        fitted = Gemma4MTPDrafter(assistant, target)
-        return DraftNeeds(None, fitted.extra_keys, _weight_bytes(checkpoint, assistant))
+        needs = DraftNeeds.of(Gemma4MTPDrafter(assistant, target), spec)
+        return PlannedDrafter(needs, _weight_bytes(checkpoint, assistant))
     if is_drafter_config(described):
         with about(f"drafter {name!r}"):
-            return DraftNeeds(kept_layout(described), 0, _weight_bytes(checkpoint, None))
+            return PlannedDrafter(DraftNeeds(kept_layout(described), late=late), _weight_bytes(checkpoint, None))
     if not continues_text(described):
         raise UnsupportedModelError(f"drafter {name!r}: model_type {described.get('model_type')!r} is no drafter")
     model = ModelOnMeta(name, on_meta(checkpoint, target.dtype))
-    return DraftNeeds(model.layout.kept_in_full(), 0, _weight_bytes(checkpoint, model.model))
+    return PlannedDrafter(DraftNeeds(model.layout, late=late), _weight_bytes(checkpoint, model.model))
+
+
+def plan_modules(folder: Path, target: ModelOnMeta, late: int) -> PlannedDrafter:
+    """MTP modules in a folder, counted by the headers of its files; without files, by the target's config."""
+    files, num_layers = tensor_files(folder), len(target.layout.layers)
+    modules, weights = module_tensors(files, num_layers), None
+    count = len(modules)
+    if not files:
+        config = target.config
+        count = next((int(n) for n in (getattr(config, name, None) for name in MODULE_COUNTS) if n), 0)
+    if not count:
+        raise no_modules()
+    if modules:
+        names = {name for of_module in modules for name in of_module.values()}
+        stored = stored_tensors({str(files[name]) for name in names})
+        weights = sum(_kept_bytes(stored[name], target.dtype) for name in names)
+    layout = kept_by_modules(target.layout, conventions_of(folder, target).like, count)
+    needs = DraftNeeds(layout, reread=count - 1, late=late)
+    return PlannedDrafter(needs, weights, default_steps(count))
+
+
+def _kept_bytes(tensor: StoredTensor, dtype: torch.dtype) -> int:
+    plain = tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
+    return prod(tensor.shape) * (dtype if plain else tensor.dtype).itemsize
 
 
 def on_meta(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:

@@ -26,7 +26,7 @@ def require_supported(name: str, model: PreTrainedModel, config: Any) -> None:
         )
     for attribute, what in UNSUPPORTED_ATTRIBUTES.items():
         value = getattr(config, attribute, None)
-        if value not in (None, 1, 1.0, False):
+        if value:
             raise UnsupportedModelError(f"{name} {what} ({attribute}={value}), which specdec does not support")
 
 

@@ -1,7 +1,7 @@
 """Sizes of the pools: the user's, else enough for a full batch within a share of the memory."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -10,13 +10,14 @@ from specdec.draft_models.base import Drafter
 from specdec.errors import CapacityError
 from specdec.gpu.memory import all_bytes, free_bytes
 from specdec.kvcache.allocator import HybridAllocator
-from specdec.kvcache.cache import KVCache, KVOperations
-from specdec.kvcache.index_spaces import PRIMARY
+from specdec.kvcache.cache import KVCache, KVOperations, num_state_slots
+from specdec.kvcache.index_spaces import PRIMARY, ByGroup
 from specdec.kvcache.layout import CacheGroups, KVLayout
 from specdec.kvcache.table import RequestTable, window_slots_held
 from specdec.models.context_length import ContextLength
 from specdec.models.target import TargetModel
 from specdec.runtime.prompt_shares import PromptRoom
+from specdec.runtime.rounds.unread import KEPT, reads_late
 
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.8}
 """Share of the memory that is free once the weights are loaded."""
@@ -27,20 +28,51 @@ FALLBACK_MODEL_LEN = 4096
 """For a model that states no limit."""
 
 
+class DraftNeeds(NamedTuple):
+    """What a drafter needs of the cache: see `Drafter.kv_layout`, `extra_keys` and `reread`. late: how many committed
+    tokens it may not have read yet."""
+
+    layout: KVLayout | None = None
+    extra_keys: int = 0
+    reread: int = 0
+    late: int = 0
+
+    @classmethod
+    def of(cls, drafter: Drafter | None, spec: SpecConfig) -> "DraftNeeds":
+        if drafter is None:
+            return cls()
+        late = KEPT if reads_late(drafter, spec.adaptive) else 0
+        return cls(drafter.kv_layout, drafter.extra_keys, drafter.reread, late)
+
+    @property
+    def beyond_windows(self) -> int:
+        """Committed keys to keep in every windowed group beyond its window: a row that reads again begins earlier."""
+        return max(self.extra_keys, self.reread)
+
+    def late_in(self, groups: CacheGroups) -> ByGroup[int]:
+        """`late` by group: a drafter reads late in the groups of its own layers alone."""
+        own = () if self.layout is None else {spec.retention for spec in self.layout.layers}
+        return ByGroup(tuple(self.late if group.retention in own else 0 for group in groups.groups))
+
+
 @dataclass(frozen=True, slots=True)
 class CacheNeeds:
-    """Slots and bytes of K/V that an engine's requests need, where memory is no limit. Lists are by cache group.
+    """Slots and bytes of K/V that an engine's requests need, where memory is no limit. Lists of numbers are by group.
 
-    slot_bytes: one token in all layers of the group. held: slots of one request while it decodes. slots: a full batch,
-    with prompts that are being read; a windowed group keeps prefixes there when none is.
+    layouts: of the target and of a drafter that keeps K/V. late: see `RequestTable`. slot_bytes: one token in all
+    layers of the group. held: slots of one request while it decodes. slots: a full batch, with prompts that are being
+    read; a windowed group keeps prefixes there when none is. state_bytes: states of recurrent layers, of one request.
     """
 
+    layouts: list[KVLayout]
     groups: CacheGroups
     page_size: int
     batch: int
+    late: ByGroup[int]
     slot_bytes: list[int]
     held: list[int]
     slots: list[int]
+    state_bytes: int
 
     @property
     def batch_bytes(self) -> list[int]:
@@ -51,39 +83,61 @@ class CacheNeeds:
         ]
 
     @property
+    def all_state_bytes(self) -> int:
+        """States of a full batch, of padding, and the copies for cached prefixes."""
+        return num_state_slots(self.batch) * self.state_bytes
+
+    @property
     def request_bytes(self) -> list[int]:
         """One request of the batch, with its share of the prompts that are being read."""
         return [slots * size // self.batch for slots, size in zip(self.slots, self.slot_bytes, strict=True)]
 
 
 def cache_needs(
-    layouts: Sequence[KVLayout],
+    layout: KVLayout,
+    drafts: DraftNeeds,
     dtype: torch.dtype,
     config: EngineConfig,
     *,
     max_len: int,
     num_nodes: int,
-    extra_keys: int,
     device_type: str,
 ) -> CacheNeeds:
-    """layouts: of the target and of a drafter that keeps K/V. max_len: tokens of each request. num_nodes: see
-    `lookahead_nodes`. extra_keys: of the drafter."""
+    """layout: of the target. max_len: tokens of each request. num_nodes: see `lookahead_nodes`."""
+    layouts = [layout] if drafts.layout is None else [layout, drafts.layout]
     if config.kv_dtype is not None:
         layouts = [layout.rounded() for layout in layouts]
+    layouts = [layout.for_rounds(num_nodes) for layout in layouts]
     groups, page_size, batch = CacheGroups.of_layouts(layouts), config.page_size, config.max_batch_size
     slot_bytes = [sum(layout.slot_bytes(group.retention, dtype) for layout in layouts) for group in groups.groups]
     room = PromptRoom.from_settings(config.max_prefill_tokens, config.prefill_chunk, device_type)
     full_each = whole_pages(max_len + num_nodes, page_size)
     held, slots = [full_each], [full_each * batch]
-    for window in groups.windows:
-        keys = window_slots_held(window - 1 + extra_keys, num_nodes, page_size)
+    late = drafts.late_in(groups)
+    for group, window in zip(groups.windowed, groups.windows, strict=True):
+        keys = window_slots_held(window - 1 + drafts.beyond_windows + late[group.id], num_nodes, page_size)
         # what it holds and the slack; besides, chunks in flight
         each = min(whole_pages(keys + page_size, page_size), full_each)
         together = max(room.idle, batch * min(room.chunk, WINDOW_SPARE))  # a step reads `idle`; the rest keeps prefixes
         in_flight = min(batch * min(room.chunk, full_each - each), whole_pages(together, page_size))
         held.append(whole_pages(keys, page_size))
         slots.append(each * batch + in_flight)
-    return CacheNeeds(groups, page_size, batch, slot_bytes, held, slots)
+    state_bytes = sum(layout.state_bytes(dtype) for layout in layouts)
+    return CacheNeeds(layouts, groups, page_size, batch, late, slot_bytes, held, slots, state_bytes)
+
+
+def pool_slots(needs: CacheNeeds, config: EngineConfig, budget: int) -> list[int]:
+    """Slots of each group within a budget of bytes: as many as are needed, or those that the user set. Windowed groups
+    take half of it at most, the primary one what they leave."""
+    slots, slot_bytes = list(needs.slots), needs.slot_bytes
+    most = budget // max(2 * sum(slot_bytes[1:]), 1)
+    slots[1:] = [min(count, most) if config.swa_slots is None else config.swa_slots for count in slots[1:]]
+    if config.full_slots is not None:
+        slots[PRIMARY] = config.full_slots
+    else:
+        windowed = sum(count * size for count, size in zip(slots[1:], slot_bytes[1:], strict=True))
+        slots[PRIMARY] = min(slots[PRIMARY], max(budget - windowed, 0) // max(slot_bytes[PRIMARY], 1))
+    return slots
 
 
 def whole_pages(slots: int, page_size: int) -> int:
@@ -104,38 +158,34 @@ def longest_sequence(config: EngineConfig, length: ContextLength, name: str) -> 
 
 
 def make_cache(
-    target: TargetModel, drafter: Drafter | None, config: EngineConfig, num_nodes: int, operations: KVOperations
+    target: TargetModel,
+    drafter: Drafter | None,
+    spec: SpecConfig,
+    config: EngineConfig,
+    num_nodes: int,
+    operations: KVOperations,
 ) -> tuple[KVCache, int]:
     """Slots and request table for one engine, without stores yet, and the longest sequence they serve (tokens).
 
     num_nodes: verify width, the root included.
     """
-    page_size, layouts = config.page_size, [target.stored_layout]
-    if drafter is not None and drafter.kv_layout is not None:
-        layouts.append(drafter.kv_layout)
-    extra_keys = drafter.extra_keys if drafter is not None else 0
+    page_size, drafts = config.page_size, DraftNeeds.of(drafter, spec)
     max_len, batch = longest_sequence(config, target.context_length, target.name), config.max_batch_size
     needs = cache_needs(
-        layouts,
+        target.stored_layout,
+        drafts,
         target.dtype,
         config,
         max_len=max_len,
         num_nodes=num_nodes,
-        extra_keys=extra_keys,
         device_type=target.device.type,
     )
-    groups, slot_bytes, slots = needs.groups, needs.slot_bytes, list(needs.slots)
+    groups, slot_bytes = needs.groups, needs.slot_bytes
     share = config.memory_share or MEMORY_SHARE.get(target.device.type, 0.5)
     budget = int(min(map(free_bytes, target.devices)) * share)
     if target.ranks is not None and target.device.type == "cpu":
         budget //= len(target.devices)  # which are one
-    most = budget // max(2 * sum(slot_bytes[1:]), 1)  # windowed pools take half of the memory at most
-    slots[1:] = [min(count, most) if config.swa_slots is None else config.swa_slots for count in slots[1:]]
-    if config.full_slots is None:
-        windowed_bytes = sum(count * size for count, size in zip(slots[1:], slot_bytes[1:], strict=True))
-        slots[PRIMARY] = min(slots[PRIMARY], max(budget - windowed_bytes, 0) // max(slot_bytes[PRIMARY], 1))
-    else:
-        slots[PRIMARY] = config.full_slots
+    slots = pool_slots(needs, config, max(budget - needs.all_state_bytes, 0))
     if config.max_model_len is None:
         max_len = max(min(max_len, slots[PRIMARY] - num_nodes), 1)
     pools = ", ".join(f"{count} {group.name}" for group, count in zip(groups.groups, slots, strict=True))
@@ -152,7 +202,7 @@ def make_cache(
                 f"{num_nodes} nodes a verify step and page size {page_size}; give {needed} or more, or leave it None, "
                 f"which takes a share of the memory that is free ({budget / 1e9:,.2f} GB)"
             )
-    needed = sum(count * size for count, size in zip(slots, slot_bytes, strict=True))
+    needed = sum(count * size for count, size in zip(slots, slot_bytes, strict=True)) + needs.all_state_bytes
     if needed > all_bytes(target.device):
         raise CapacityError(
             f"KV pools of {pools} slots take {needed / 1e9:,.1f} GB, and {target.device} has "
@@ -165,7 +215,8 @@ def make_cache(
         max_requests=batch,
         max_len=max_len,
         lookahead=num_nodes,
-        extra_keys=extra_keys,
-        reread=drafter.reread if drafter is not None else 0,
+        extra_keys=drafts.beyond_windows,
+        reread=drafts.reread,
+        late=needs.late,
     )
     return KVCache(allocator, table, operations, rounded=config.kv_dtype is not None), max_len

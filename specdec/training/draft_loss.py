@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from specdec.kvcache.layout import FULL_ATTENTION, SLIDING_ATTENTION
 from specdec.models.cache_argument import cache_argument
 from specdec.models.target import TargetModel
-from specdec.training.packed_rows import ANSWER, PackedRows, causal_masks, predicted_rows
+from specdec.training.packed_rows import ANSWER, PackedRows, causal_mask, predicted_rows
 
 STEP_DECAY = 0.8  # weight of a draft step relative to the step before it
 
@@ -37,6 +37,11 @@ class TrainableDrafter(ABC):
     target: TargetModel
     target_ids: torch.Tensor | None = None
     ahead: ClassVar[int]
+
+    @property
+    def trained(self) -> dict[str, nn.Module]:
+        """The parts with weights to learn, by name."""
+        return dict(self.module.named_children())
 
     def target_states(self, batch: PackedRows) -> TargetStates:
         """Run the target over a batch and keep what the drafter reads: of a head, the states that it has taps for."""
@@ -71,13 +76,22 @@ def run_target(
     def keep(layer: int) -> Callable[..., None]:
         return lambda module, args, kwargs: seen.__setitem__(layer, args[0] if args else kwargs["hidden_states"])
 
+    windows = [spec.window for spec in target.layout.layers]
+    masks = {window: causal_mask(batch.pos, window, target.dtype) for window in set(windows)}
+
+    def through(window: int | None) -> Callable[..., tuple[Any, Any]]:
+        return lambda module, args, kwargs: (args, kwargs | {"attention_mask": masks[window]})
+
     decoder: Any = target.user_decoder
     entered = [*decoder.layers, decoder.norm]
     hooks = [entered[i].register_forward_pre_hook(keep(i), with_kwargs=True) for i in set(aux_layers)]
-    window = target.layout.widest_window
-    mask: Any = causal_masks(batch.pos, window or batch.pos.shape[1], target.dtype)
-    if getattr(target.config, "layer_types", None) is None:
-        mask = mask[FULL_ATTENTION if window is None else SLIDING_ATTENTION]
+    hooks += [
+        layer.register_forward_pre_hook(through(window), with_kwargs=True)
+        for layer, window in zip(decoder.layers, windows, strict=True)
+    ]
+    mask: Any = masks[windows[0]]  # each layer is given its own in its place
+    if getattr(target.config, "layer_types", None) is not None:
+        mask = dict.fromkeys((FULL_ATTENTION, SLIDING_ATTENTION), mask)
     cache: Any = DynamicCache() if owners else None  # without a config it drops no key of a sliding layer
     given = {"input_ids": target.placeholders.replaced_in(batch.ids), "position_ids": batch.pos, "attention_mask": mask}
     if cache is not None:

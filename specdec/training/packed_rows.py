@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from specdec.attention.draft_attention import same_document
-from specdec.kvcache.layout import FULL_ATTENTION, SLIDING_ATTENTION
 
 # kind of each token; 0 is padding
 QUESTION = 1
@@ -74,11 +73,11 @@ def predicted_rows(batch: PackedRows, steps: int, ahead: int) -> list[torch.Tens
     ]
 
 
-def causal_masks(pos: torch.Tensor, window: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Additive masks [B, 1, T, T] of packed rows; a sliding layer sees `window` keys including itself."""
+def causal_mask(pos: torch.Tensor, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """Additive mask [B, 1, T, T] of packed rows for a layer that sees `window` keys including itself; None: all."""
     same, distance = same_document(pos)
-    full = same & (distance >= 0)
-    return {FULL_ATTENTION: additive(full, dtype), SLIDING_ATTENTION: additive(full & (distance < window), dtype)}
+    seen = same & (distance >= 0)
+    return additive(seen if window is None else seen & (distance < window), dtype)
 
 
 def additive(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -30,6 +30,7 @@ from specdec.serving.logs import set_up
 from specdec.serving.server import address, listen, require_certificate, run_app
 from specdec.serving.server_settings import ServeSettings, sampling_defaults
 from specdec.serving.tracing import send_traces_to
+from specdec.text.text_files import read_text_file
 
 logger = logging.getLogger("specdec.serving")
 
@@ -78,7 +79,8 @@ def serve_settings(options: ServeOptions) -> ServeSettings:
 def load_served(options: ServeOptions, settings: ServeSettings) -> tuple[AsyncEngine, ServeSettings]:
     """An engine that is served, and the settings with its model's sampling defaults. The caller closes the engine."""
     config = engine_config(options.pair, options.batch_size, **shared_fields(options, EngineConfig))
-    template = None if options.chat_template is None else options.chat_template.read_text("utf-8")
+    file = options.chat_template
+    template = None if file is None else read_text_file(file, "the file of --chat-template")
     engine = load_engine(options.pair, config)
     if engine.tokenizer is None:
         raise ConfigError(f"{options.pair.target!r} has no tokenizer, but a server reads and writes text; name one")

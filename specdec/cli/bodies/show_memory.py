@@ -1,12 +1,12 @@
 """`specdec models --memory`: what a pair keeps, by cache group, and its weights. No weights are read."""
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from typing import Any
 
 from specdec.cli.bodies.settings import pair_arguments, prepare_output, shared_fields
 from specdec.cli.commands import ListOptions
 from specdec.config import EngineConfig
-from specdec.evaluation.memory_plan import KeptFields, MemoryPlan, memory_plan
+from specdec.evaluation.memory_plan import memory_plan
 from specdec.evaluation.output_files import write_report
 from specdec.models.published import text_table
 
@@ -21,26 +21,25 @@ def show_memory(options: ListOptions) -> None:
     )
     arguments = pair_arguments(options.pair, config)
     plan = memory_plan(**arguments, **options.pair.loading())
-    if write_report(
-        {"target": arguments["target"], "drafter": arguments["drafter"], **asdict(plan)}, options.json_file
-    ):
+    if write_report({"target": arguments["target"], "drafter": arguments["drafter"], **plan}, options.json_file):
         print("\n".join(lines(plan)))
 
 
-def lines(plan: MemoryPlan) -> Iterator[str]:
-    yield f"{plan.dtype} on {plan.device}, requests of {plan.max_model_len:,} tokens, pages of {plan.page_size}"
-    rows = [("cache group", "layers", "heads x size", "bytes a token", "a request", f"{plan.batch_size} requests")]
-    for group in plan.groups:
-        figures = f"{group.token_bytes:,}", size(group.request_bytes), size(group.batch_bytes)
-        for kept in group.kept or [KeptFields(0, {})]:
-            fields = ", ".join(f"{name} {heads} x {dim}" for name, (heads, dim) in kept.fields.items())
-            rows.append((group.name, str(kept.layers), fields, *figures))
+def lines(plan: dict[str, Any]) -> Iterator[str]:
+    batch, length = plan["batch_size"], plan["max_model_len"]
+    yield f"{plan['dtype']} on {plan['device']}, requests of {length:,} tokens, pages of {plan['page_size']}"
+    rows = [("cache group", "layers", "heads x size", "bytes a token", "a request", f"{batch} requests")]
+    for group in plan["groups"]:
+        figures = f"{group['token_bytes']:,}", size(group["request_bytes"]), size(group["batch_bytes"])
+        for kept in group["kept"] or [{"layers": 0, "fields": {}}]:
+            fields = ", ".join(f"{name} {heads} x {dim}" for name, (heads, dim) in kept["fields"].items())
+            rows.append((group["name"], str(kept["layers"]), fields, *figures))
             figures = "", "", ""  # those of the group stand once
     yield text_table(rows)
     yield "weights: " + ", ".join(
-        f"{role} {'unknown' if count is None else size(count)}" for role, count in plan.weights.items()
+        f"{role} {'unknown' if count is None else size(count)}" for role, count in plan["weights"].items()
     )
-    yield from plan.notes
+    yield from plan["notes"]
 
 
 def size(count: int) -> str:

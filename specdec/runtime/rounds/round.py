@@ -32,7 +32,7 @@ from specdec.models.watched_weights import watched_weights
 from specdec.runtime.rounds.opening import Opening
 from specdec.runtime.rounds.result import RoundShape
 from specdec.runtime.rounds.result import pack as pack_result
-from specdec.runtime.rounds.unread import KEPT, Unread
+from specdec.runtime.rounds.unread import KEPT, Unread, reads_late
 from specdec.sampling.kernel_sampler import KernelSampler
 from specdec.sampling.log_probs import LogProbs
 from specdec.sampling.reference_sampler import Past, ReferenceSampler
@@ -133,8 +133,7 @@ class Round:
         self.draft_seats = self.seats  # the drafter's: padding in place of rows that have ended for it
         self.unread: Unread | None = None
         self.max_positions: int | None = getattr(drafter, "max_positions", None)
-        lags = lags or self.max_positions is not None  # it reads nothing beyond its last position
-        if drafter is not None and lags and getattr(drafter, "may_lag", False):
+        if reads_late(drafter, lags):
             width = target.hidden_size * max(1, len(self.aux_layers))
             self.unread = Unread(len(self.tokens.host), width, target.dtype, self.device)
             self.draft_seats = MirroredArray((cache.table.max_requests,), self.device)

@@ -3,12 +3,21 @@
 import numpy as np
 import torch
 
+from specdec.draft_models.base import Drafter
 from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.page_pool import BoolArray
 from specdec.runtime.rounds.result import RoundShape
 
 KEPT = 16
 """Tokens of a row whose states are kept: before a round that could make more of them unread, the drafter reads."""
+
+
+def reads_late(drafter: Drafter | None, adaptive: bool) -> bool:
+    """Does the drafter read tokens rounds after they were committed? adaptive: rounds may have no drafts. It reads
+    nothing beyond its last position."""
+    # a drafter that inherits no defaults may be older than these attributes
+    has_end = getattr(drafter, "max_positions", None) is not None
+    return (adaptive or has_end) and getattr(drafter, "may_lag", False)
 
 
 def unread_tokens(shape: RoundShape) -> int:

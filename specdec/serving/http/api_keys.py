@@ -12,6 +12,7 @@ from itertools import count
 from pathlib import Path
 
 from specdec.errors import ConfigError
+from specdec.text.text_files import read_text_file
 
 
 def bearer_token(headers: Mapping[str, str]) -> str:
@@ -29,13 +30,8 @@ def by_name(keys: Sequence[str], named: Mapping[str, str]) -> dict[str, str]:
 
 def read_key_file(path: Path) -> dict[str, str]:
     """Name -> key. Raises ConfigError, with the number of the line, for what is none, given twice, or no file."""
-    try:
-        lines = path.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        said = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise ConfigError(f"the file of API keys {str(path)!r} cannot be read: {said}") from None
     keys: dict[str, str] = {}
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_text_file(path, "the file of API keys").splitlines(), 1):
         place = f"line {number} of {str(path)!r}"
         words = re.sub(r"(^|\s)#.*", "", line).split()
         if not words:

@@ -1,0 +1,63 @@
+"""Packed weights of modules that a model's class does not have, such as MTP modules, by the quantiser that loads it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.core_model_loading import WeightTransform, convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig
+
+from specdec.models.quantised.formats import Format
+from specdec.models.quantised.packed_quantizer import PackedConfig, PackedQuantizer
+from specdec.models.quantised.quantization_config import Quantization
+from specdec.models.quantised.stored_tensors import StoredTensor
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadTensor(StoredTensor):
+    """A tensor that is in memory."""
+
+    tensor: torch.Tensor
+
+    def read(self) -> torch.Tensor:
+        return self.tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Renamed(Quantization):
+    """Promises of modules by other names. stems: the names in the checkpoint, by these."""
+
+    stems: Mapping[str, str] = field(default_factory=dict)
+
+    def format_of(self, *names: str) -> Format:
+        return Quantization.format_of(self, *(self.stems.get(name, name) for name in names))
+
+    def leaves_out(self, *names: str) -> bool:
+        return Quantization.leaves_out(self, *(self.stems.get(name, name) for name in names))
+
+
+def load_packed(
+    promised: Quantization,
+    dtype: torch.dtype,
+    model: PreTrainedModel,
+    tensors: Mapping[str, torch.Tensor],
+    keys: Mapping[str, str],
+    conversions: list[WeightTransform],
+) -> Any:
+    """Fill `model` with tensors by its own names, packed modules in the places of those that are stored packed.
+
+    keys: the names in the checkpoint, by these. Returns what transformers says of the load.
+    """
+    stems = {name.rpartition(".")[0]: key.rpartition(".")[0] for name, key in keys.items()}
+    quantizer = PackedQuantizer(PackedConfig(_Renamed(promised.rules, promised.left_out, stems)))
+    quantizer.preprocess_model(model, dtype, checkpoint_files=())
+    quantizer.stored = {name: _ReadTensor(name, "", tuple(t.shape), t.dtype, t) for name, t in tensors.items()}
+    holder: Any = model
+    holder._weight_conversions = quantizer.update_weight_conversions(conversions)
+    config = LoadStateDictConfig(weight_mapping=holder._weight_conversions, hf_quantizer=quantizer)
+    info, _ = convert_and_load_state_dict_in_model(model=model, state_dict=dict(tensors), load_config=config)
+    if not (info.missing_keys or info.unexpected_keys or info.mismatched_keys):
+        quantizer.postprocess_model(model)
+    return info

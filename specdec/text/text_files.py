@@ -1,0 +1,14 @@
+"""Text that a user's file holds. Knows no format."""
+
+from pathlib import Path
+
+from specdec.errors import ConfigError
+
+
+def read_text_file(path: Path, what: str) -> str:
+    """The file in UTF-8. Raises ConfigError, which calls it `what`, for one that is not, or that cannot be read."""
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        said = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise ConfigError(f"{what} {str(path)!r} cannot be read: {said}") from None
