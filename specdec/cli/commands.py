@@ -144,6 +144,9 @@ class DoctorOptions:
     )
     limit: int = option(8, "Only the first N prompts, at least 4.", min=4)
     max_new_tokens: int = option(48, "Tokens of each answer.", min=8)
+    write_conventions: bool = option(
+        False, "Write what was named of MTP modules into mtp_conventions.json beside them.", "--write-conventions"
+    )
     raw: Raw = False
     json_file: JsonFile = None
 

@@ -14,6 +14,7 @@ from specdec.models.cache_geometry import GeometryContext, measured_layout
 from specdec.models.context_length import ContextLength, context_length
 from specdec.models.known_types import auto_class
 from specdec.models.probe import TEXT_LEN, refusing
+from specdec.models.recurrent_layers import take_apart
 from specdec.models.text_decoder import find_decoder
 from specdec.models.unsupported import require_supported
 from specdec.modules.private_copy import private_copy
@@ -50,6 +51,7 @@ class ModelOnMeta:
             self.layout: KVLayout = layout_from_config(self.config)
             self.user_decoder: nn.Module = find_decoder(name, model, len(self.layout.layers))
             self.decoder = private_copy(self.user_decoder)
+            take_apart(name, self.decoder, self.layout)
             self.embed: nn.Module = self.decoder.get_input_embeddings()  # type: ignore[operator]
             self.head: Any = model.get_output_embeddings()
         self.dtype, self.device = model.dtype, META

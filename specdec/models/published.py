@@ -53,7 +53,12 @@ class Pair:
     @property
     def accepts(self) -> PublishedAcceptance | None:
         """None: no figure is known."""
-        return ACCEPTED.get(self.drafter)
+        return ACCEPTED.get(self.known_by)
+
+    @property
+    def known_by(self) -> str:
+        """The name that figures are published under: the drafter's, or that of a target which brings its own."""
+        return self.target if self.drafter == "mtp" else self.drafter
 
 
 _TABLES = json.loads((BUNDLED_DIR / "published_pairs.json").read_text("utf-8"))
@@ -61,7 +66,7 @@ ACCEPTED = {
     drafter: PublishedAcceptance(**{**figure, "by_depth": tuple(figure.get("by_depth", ()))})
     for drafter, figure in _TABLES["accepted"].items()
 }
-"""Published acceptance by drafter, each of which is in one pair."""
+"""Published acceptance by `Pair.known_by`, each of which is in one pair."""
 _GROUPS = {
     name: (group["title"], tuple(Pair(**pair) for pair in group["pairs"])) for name, group in _TABLES["groups"].items()
 }
@@ -112,7 +117,9 @@ def text_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def pair_table(pairs: Sequence[Pair]) -> str:
-    """The pairs as lines of text under a line of headings."""
-    rows = [("name", "target", "drafter", "steps", "memory")]
-    rows += [(p.name, p.target, p.drafter, str(p.num_steps), f"{p.memory} {p.quantised or p.dtype}") for p in pairs]
+    """The pairs as lines of text under a line of headings. accepted: published tokens a round, of the most."""
+    rows = [("name", "target", "drafter", "steps", "accepted", "memory")]
+    for p in pairs:
+        accepted = "" if p.accepts is None else f"{p.accepts.length:.2f} of {p.accepts.num_steps + 1}"
+        rows.append((p.name, p.target, p.drafter, str(p.num_steps), accepted, f"{p.memory} {p.quantised or p.dtype}"))
     return text_table(rows)
