@@ -4,7 +4,7 @@
     python examples/ray_serve.py --router prefix                      a request goes where its prefix is cached
     python examples/ray_serve.py --replicas 4 --gpus 1 --target DIR --drafter DIR
     python examples/ray_serve.py --tensor-parallel 2 --target DIR     two GPUs a replica, which share it
-    python examples/ray_serve.py --address auto --host 0.0.0.0        on a cluster that runs already
+    python examples/ray_serve.py --replicas 16 --front-ends 4 --address auto --host 0.0.0.0    on a cluster that runs
 
 Takes every option of `specdec serve`, for each replica. Ray starts the replicas, replaces one that fails its health
 check, and chooses one for each request; the header X-Replica of an answer names it.
@@ -34,6 +34,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specdec.cli.bodies.run_server import load_served, prepare_process, serve_settings
 from specdec.cli.command import command
 from specdec.cli.commands import ServeOptions
+from specdec.cli.config_file import PREFIX
 from specdec.errors import ConfigError
 from specdec.serving.application import create_app
 from specdec.serving.http.events import event
@@ -62,6 +63,7 @@ class ReplicaOptions:
     router: Literal["load", "prefix"] = option(
         "load", "load: to the less busy of two random replicas; prefix: where most of its prompt was sent before."
     )
+    front_ends: int = option(1, "Processes that pass requests and answers on.", min=1)
     cpus: float = option(1.0, "Cores of a replica.", min=0)
     gpus: float | None = option(None, "GPUs of a replica; default: those that share the target, or none.", min=0)
     address: str | None = option(None, "A Ray cluster, or 'auto'; default: one of its own on this machine.")
@@ -80,7 +82,7 @@ class Replica:
 
     async def answer(self, *routed_by: Any, scope: Scope, body: bytes) -> AsyncIterator[Message]:
         """The application's messages to the client. Cancelling it ends the request as a client does that leaves."""
-        messages: asyncio.Queue[Message | None] = asyncio.Queue(maxsize=16)
+        messages: asyncio.Queue[Message | None] = asyncio.Queue()
         unread = [body]
 
         async def receive() -> Message:
@@ -92,7 +94,7 @@ class Replica:
             try:
                 await self.app(scope, receive, messages.put)
             finally:
-                await messages.put(None)
+                messages.put_nowait(None)
 
         serving = asyncio.create_task(serve())
         try:
@@ -143,6 +145,8 @@ class FrontEnd:
         more = True
         while more and len(body) <= self.max_body_bytes:  # the replica refuses a longer one
             part = await receive()
+            if part["type"] == "http.disconnect":
+                return
             body += part.get("body", b"")
             more = part.get("more_body", False)
         text = routed_text(body)
@@ -204,7 +208,7 @@ def merged_metrics(figures: Iterable[tuple[str, str]]) -> bytes:
             merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             for sample in family.samples:
                 merged.add_sample(sample.name, sample.labels | {"replica": replica}, sample.value)
-    return generate_latest(SimpleNamespace(collect=families.values))  # type: ignore[arg-type]
+    return generate_latest(SimpleNamespace(collect=families.values))
 
 
 def actor_options(options: ReplicaOptions) -> dict[str, float]:
@@ -234,6 +238,7 @@ def application(options: ReplicaOptions, settings: ServeSettings) -> Any:
     front = serve.deployment(
         serve.ingress()(FrontEnd),
         name="front",
+        num_replicas=options.front_ends,
         max_ongoing_requests=1 << 20,  # replicas bound it
         ray_actor_options={"num_cpus": 0},
     )
@@ -283,4 +288,5 @@ def run_replicas(options: ReplicaOptions) -> None:
 
 
 if __name__ == "__main__":
-    command(ReplicaOptions, run_replicas)("ray_serve.py", "Several replicas of specdec serve under Ray Serve.")()
+    line = "Several replicas of specdec serve, under Ray Serve."
+    command(ReplicaOptions, run_replicas, context_settings={"auto_envvar_prefix": PREFIX})("ray_serve.py", line)()

@@ -40,7 +40,6 @@ from specdec.runtime.arguments import (
     require_choice,
     require_depth,
     require_fused,
-    require_kv_dtype,
     require_one_sample,
     require_parts,
     require_ranks,
@@ -49,6 +48,7 @@ from specdec.runtime.arguments import (
     require_type,
     warn_where_drafts_end,
 )
+from specdec.runtime.convention_watch import ConventionWatch
 from specdec.runtime.cpu_threads import CpuThreads
 from specdec.runtime.draft_policy.draft_ladder import draft_ladder
 from specdec.runtime.engine_stats import EngineStats
@@ -122,7 +122,6 @@ class Engine:
             in_tiles=target.in_tiles,
             captured=capture is not None,
         )
-        require_kv_dtype(config.kv_dtype, backend.name)
         require_recurrent(target, config)
         lookahead = lookahead_nodes(self.spec, drafts=drafter is not None, captured=capture is not None)
         self.cache, self.max_model_len = make_cache(target, drafter, spec, self.config, lookahead, backend)
@@ -159,6 +158,7 @@ class Engine:
         if config.prefill_chunk is None:  # a fixed chunk is read in one forward
             self.scheduler.prompt_gap.division = division_of(self.round, captured=chunks is not None)
         self.steps = Steps(self.scheduler, self.round, self.spec, graphs, chunks, catch_ups)
+        self._watch = ConventionWatch(target, drafter)
         self._faults = StepFaults(self.scheduler)
         self.request_builder = RequestBuilder(target, tokenizer, None if drafter is None else self.spec, self.scheduler)
         self.end_tokens = self.request_builder.end_tokens
@@ -459,8 +459,10 @@ class Engine:
     def _run(self) -> None:
         self.inbox.require_open()
         if not self.scheduler.idle:
-            for request in self.steps.run():
+            ended = self.steps.run()
+            for request in ended:
                 self.inbox.forget(request.number)
+            self._watch.after_step(ended, self.scheduler.running)
             if self.cache.sanitizer is not None:
                 self.cache.sanitizer.verdict()
 

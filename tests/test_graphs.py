@@ -147,7 +147,7 @@ def test_any_load_takes_few_shapes(small_engine) -> None:
     draw = random.Random(0)
     shapes = set()
     for states in (FinalStates.LAST, FinalStates.NONE):
-        for _ in range(examples(500, 2000)):
+        for _ in range(examples(300, 2000)):
             tokens = int(2 ** draw.uniform(0, 12))
             runs = draw.randint(1, min(tokens, 256))
             shape = graphs.bucket(runs, tokens, states)

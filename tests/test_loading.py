@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 from specdec import Engine, EngineConfig, SamplingParams, SpecDecError
 from specdec.errors import CheckpointError, ConfigError
 from specdec.loading import load_model, pick_dtype
-from specdec.models.bundled import BUNDLED_DIR
 
 from marks import slow
 
@@ -23,10 +22,12 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    "family", ["gemma4-multimodal", slow("gemma4-e2b"), "gemma4-moe", "gpt_oss", slow("qwen3"), slow("mistral")]
+    "family",
+    ["gemma4-multimodal", slow("gemma4-e2b"), "gemma4-moe", "gpt_oss", slow("qwen3"), slow("mistral"), "step3p7"],
 )
 def test_a_saved_model_generates_what_it_did(family, make_target, greedy_oracle, random_prompt, tmp_path):
-    """Multimodal Gemma 4 among them, whose text part a careless class would fill with random numbers."""
+    """Multimodal Gemma 4 among them, whose text part a careless class would fill with random numbers, and Step 3.7,
+    which transformers has in no class of causal models."""
     model = make_target(family)
     prompt = random_prompt(17)
     want = greedy_oracle(model, prompt, PARAMS.max_new_tokens)
@@ -181,7 +182,7 @@ def test_half_precision_runs(dtype, make_target, random_prompt, tmp_path):
 
 
 @pytest.mark.slow
-def test_paths_words_and_options_are_understood(tmp_path, monkeypatch):
+def test_paths_words_and_options_are_understood(shallow_folder, monkeypatch):
     """A Path, "none", and loading arguments, which go to transformers for the target and, who asks, for the drafter."""
     seen = []
 
@@ -192,12 +193,12 @@ def test_paths_words_and_options_are_understood(tmp_path, monkeypatch):
     original = AutoModelForCausalLM.from_pretrained
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", classmethod(spied))
     config = EngineConfig(max_model_len=64)
-    folder = BUNDLED_DIR / "tiny-gemma4"
+    folder = shallow_folder / "tiny-gemma4"
     plain = Engine.from_pretrained(folder, "none", tokenizer=folder, config=config)
     assert plain.drafter is None and plain.tokenizer is not None
     Engine.from_pretrained(
         folder,
-        BUNDLED_DIR / "tiny-gemma4-mtp",
+        shallow_folder / "tiny-gemma4-mtp",
         config=config,
         revision="v1",
         token="secret",

@@ -101,14 +101,14 @@ def test_where_nobody_decodes_prompts_of_a_few_steps_are_read_in_one(engine_for,
 def test_prompts_under_way_settle_nothing_but_what_is_due(
     captured, drafter, engine_for, make_target, make_assistant, greedy_oracle, random_prompt
 ):
-    """Sixteen requests join and leave four rows, one prompt token or sixty, some for one token only."""
+    """Requests join and leave four rows, one prompt token or sixty, some for one token only."""
     model = make_target("gemma4-e2b")
     module = (
         {"mtp": make_assistant, "eagle3": random_eagle3}[drafter](model) if drafter in ("mtp", "eagle3") else drafter
     )
     engine = engine_for(captured, module, max_prefill_tokens=12, spec=SpecConfig(3, 1))
     draw = random.Random(4)
-    prompts = [random_prompt(draw.choice([1, 3, 9, 17, 60]), seed=i) for i in range(16)]
+    prompts = [random_prompt(draw.choice([1, 3, 9, 17, 60]), seed=i) for i in range(examples(10, 16))]
     lengths = [draw.choice([1, 2, 7, NEW]) for _ in prompts]
     params = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in lengths]
     outs = engine.generate(prompts, params)

@@ -101,6 +101,7 @@ def test_a_draft_behind_a_hit_is_the_same(name, page_size, build, random_prompt)
     assert seen[0] == seen[1]
 
 
+@deep_cases("False-4", "True-1")
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("forked", [False, True])
 def test_kv_of_a_head_behind_a_hit_are_those_of_a_fresh_prompt(page_size, forked, build, random_prompt):
@@ -353,6 +354,7 @@ def one_of_them_in_place(model: Any, state: dict[str, torch.Tensor]) -> None:
         model.model.layers[0].mlp.down_proj.weight.mul_(-1.5)
 
 
+@deep_cases("False-updated_in_place", "False-one_of_them_in_place", "True-repointed")
 @pytest.mark.parametrize("change", [repointed, updated_in_place, one_of_them_in_place])
 @pytest.mark.parametrize("under_way", [False, True])
 def test_kv_of_weights_that_are_gone_are_not_served(

@@ -57,6 +57,7 @@ def bits(out: GenerationOutput) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.float64)
 
 
+@deep_cases("whole-gemma4-e2b", "chunks-of-5-llama")
 @pytest.mark.parametrize("family", ["gemma4-e2b", "llama"])
 @pytest.mark.parametrize("config", [{}, {"prefill_chunk": 5, "page_size": 4}], ids=["whole", "chunks-of-5"])
 def test_prompt_logprobs_are_those_of_transformers(family, config, make_target, make_engine, random_prompt, hf_forward):
@@ -122,6 +123,7 @@ def test_scores_never_come_with_a_cached_prefix(make_target, make_engine, random
     assert first.token_ids == scored.token_ids == again.token_ids
 
 
+@deep_cases("cache-1", "no-cache-4")
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("prefix_cache", [True, False], ids=["cache", "no-cache"])
 def test_samples_of_one_prompt_are_scored_in_one_forward(

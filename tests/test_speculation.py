@@ -137,6 +137,7 @@ def test_a_plain_round_knows_how_much_the_one_in_front_may_bring(engine_for, ran
     handle.abort()
 
 
+@deep_cases("mtp-captured", "eagle3-eager")
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize("drafter", ["mtp", "eagle3"])
 def test_the_drafters_state_is_that_of_the_tokens(drafter, captured, engine_for, random_prompt):

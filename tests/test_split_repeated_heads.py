@@ -72,7 +72,7 @@ def test_preemption_and_cached_prefixes_too(count: int, gemma: TargetModel, aske
     assert engine.stats().cached_tokens > 0
 
 
-@deep_cases("2-chain-4", "4-chain-4", "2-tree-2", "2-tree-4", "4-chain-2")
+@deep_cases("2-chain-4", "4-chain-4", "2-tree-2", "2-tree-4", "4-chain-2", "4-tree-4")
 @pytest.mark.parametrize("heads", [4, 2])
 @pytest.mark.parametrize("spec", [SpecConfig(3, adaptive=False), TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("count", [2, 4])

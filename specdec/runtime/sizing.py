@@ -44,18 +44,22 @@ class DraftNeeds(NamedTuple):
         late = KEPT if reads_late(drafter, spec.adaptive) else 0
         return cls(drafter.kv_layout, drafter.extra_keys, drafter.reread, late)
 
-    def keys_beyond_windows(self, groups: CacheGroups) -> ByGroup[int]:
-        """Committed keys to keep in each group beyond its window. A drafter reads late in its own layers alone."""
+    @property
+    def beyond_windows(self) -> int:
+        """Committed keys to keep in every windowed group beyond its window: a row that reads again begins earlier."""
+        return max(self.extra_keys, self.reread)
+
+    def late_in(self, groups: CacheGroups) -> ByGroup[int]:
+        """`late` by group: a drafter reads late in the groups of its own layers alone."""
         own = () if self.layout is None else {spec.retention for spec in self.layout.layers}
-        least = max(self.extra_keys, self.reread)
-        return ByGroup(tuple(max(least, self.late if group.retention in own else 0) for group in groups.groups))
+        return ByGroup(tuple(self.late if group.retention in own else 0 for group in groups.groups))
 
 
 @dataclass(frozen=True, slots=True)
 class CacheNeeds:
     """Slots and bytes of K/V that an engine's requests need, where memory is no limit. Lists of numbers are by group.
 
-    layouts: of the target and of a drafter that keeps K/V. extra_keys: see `RequestTable`. slot_bytes: one token in all
+    layouts: of the target and of a drafter that keeps K/V. late: see `RequestTable`. slot_bytes: one token in all
     layers of the group. held: slots of one request while it decodes. slots: a full batch, with prompts that are being
     read; a windowed group keeps prefixes there when none is. state_bytes: states of recurrent layers, of one request.
     """
@@ -64,7 +68,7 @@ class CacheNeeds:
     groups: CacheGroups
     page_size: int
     batch: int
-    extra_keys: ByGroup[int]
+    late: ByGroup[int]
     slot_bytes: list[int]
     held: list[int]
     slots: list[int]
@@ -109,9 +113,9 @@ def cache_needs(
     room = PromptRoom.from_settings(config.max_prefill_tokens, config.prefill_chunk, device_type)
     full_each = whole_pages(max_len + num_nodes, page_size)
     held, slots = [full_each], [full_each * batch]
-    extra_keys = drafts.keys_beyond_windows(groups)
+    late = drafts.late_in(groups)
     for group, window in zip(groups.windowed, groups.windows, strict=True):
-        keys = window_slots_held(window - 1 + extra_keys[group.id], num_nodes, page_size)
+        keys = window_slots_held(window - 1 + drafts.beyond_windows + late[group.id], num_nodes, page_size)
         # what it holds and the slack; besides, chunks in flight
         each = min(whole_pages(keys + page_size, page_size), full_each)
         together = max(room.idle, batch * min(room.chunk, WINDOW_SPARE))  # a step reads `idle`; the rest keeps prefixes
@@ -119,7 +123,21 @@ def cache_needs(
         held.append(whole_pages(keys, page_size))
         slots.append(each * batch + in_flight)
     state_bytes = sum(layout.state_bytes(dtype) for layout in layouts)
-    return CacheNeeds(layouts, groups, page_size, batch, extra_keys, slot_bytes, held, slots, state_bytes)
+    return CacheNeeds(layouts, groups, page_size, batch, late, slot_bytes, held, slots, state_bytes)
+
+
+def pool_slots(needs: CacheNeeds, config: EngineConfig, budget: int) -> list[int]:
+    """Slots of each group within a budget of bytes: as many as are needed, or those that the user set. Windowed groups
+    take half of it at most, the primary one what they leave."""
+    slots, slot_bytes = list(needs.slots), needs.slot_bytes
+    most = budget // max(2 * sum(slot_bytes[1:]), 1)
+    slots[1:] = [min(count, most) if config.swa_slots is None else config.swa_slots for count in slots[1:]]
+    if config.full_slots is not None:
+        slots[PRIMARY] = config.full_slots
+    else:
+        windowed = sum(count * size for count, size in zip(slots[1:], slot_bytes[1:], strict=True))
+        slots[PRIMARY] = min(slots[PRIMARY], max(budget - windowed, 0) // max(slot_bytes[PRIMARY], 1))
+    return slots
 
 
 def whole_pages(slots: int, page_size: int) -> int:
@@ -162,19 +180,12 @@ def make_cache(
         num_nodes=num_nodes,
         device_type=target.device.type,
     )
-    groups, slot_bytes, slots = needs.groups, needs.slot_bytes, list(needs.slots)
+    groups, slot_bytes = needs.groups, needs.slot_bytes
     share = config.memory_share or MEMORY_SHARE.get(target.device.type, 0.5)
     budget = int(min(map(free_bytes, target.devices)) * share)
     if target.ranks is not None and target.device.type == "cpu":
         budget //= len(target.devices)  # which are one
-    budget = max(budget - needs.all_state_bytes, 0)
-    most = budget // max(2 * sum(slot_bytes[1:]), 1)  # windowed pools take half of the memory at most
-    slots[1:] = [min(count, most) if config.swa_slots is None else config.swa_slots for count in slots[1:]]
-    if config.full_slots is None:
-        windowed_bytes = sum(count * size for count, size in zip(slots[1:], slot_bytes[1:], strict=True))
-        slots[PRIMARY] = min(slots[PRIMARY], max(budget - windowed_bytes, 0) // max(slot_bytes[PRIMARY], 1))
-    else:
-        slots[PRIMARY] = config.full_slots
+    slots = pool_slots(needs, config, max(budget - needs.all_state_bytes, 0))
     if config.max_model_len is None:
         max_len = max(min(max_len, slots[PRIMARY] - num_nodes), 1)
     pools = ", ".join(f"{count} {group.name}" for group, count in zip(groups.groups, slots, strict=True))
@@ -204,7 +215,8 @@ def make_cache(
         max_requests=batch,
         max_len=max_len,
         lookahead=num_nodes,
-        extra_keys=needs.extra_keys,
+        extra_keys=drafts.beyond_windows,
         reread=drafts.reread,
+        late=needs.late,
     )
     return KVCache(allocator, table, operations, rounded=config.kv_dtype is not None), max_len
