@@ -669,7 +669,7 @@ UNSUPPORTED = {
     "alibi-falcon": (lambda: FalconConfig(**OLD, num_hidden_layers=2, num_attention_heads=4, alibi=True), "Falcon"),
     "gpt2": (lambda: GPT2Config(**{**OLD, "n_embd": 32}, n_layer=2, n_head=4), "GPT2"),
     "bert": (lambda: BertConfig(**{**BASE, "is_decoder": True}), "Bert"),
-    "mamba": (lambda: MambaConfig(**OLD, num_hidden_layers=2, state_size=4), "mamba"),
+    "mamba": (lambda: MambaConfig(**OLD, num_hidden_layers=2, state_size=4), "MambaMixer"),
     "minimax": (lambda: MiniMaxConfig(**BASE, head_dim=8, num_local_experts=2), "linear_attention"),
     "recurrent-gemma": (
         lambda: RecurrentGemmaConfig(**{**BASE, "num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 8}),

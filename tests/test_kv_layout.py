@@ -148,7 +148,7 @@ def plain(**changes: object) -> SimpleNamespace:
         (
             plain(layer_types=["hyperbolic", "full_attention"]),
             r"made_up: layer types \['hyperbolic'\] have no paged KV cache here; "
-            "supported: full_attention, sliding_attention, linear_attention",
+            "supported: full_attention, sliding_attention, conv, linear_attention",
         ),
         (transformers.Llama4TextConfig(**GQA, num_hidden_layers=4), r"llama4_text: .*'chunked_attention'"),
         (

@@ -139,8 +139,10 @@ def take_apart(name: str, decoder: nn.Module, layout: KVLayout) -> None:
                 found.add(int(module.layer_idx))  # type: ignore[arg-type]
     missing = [spec for spec in layout.layers if spec.recurrent and spec.layer not in found]
     if missing:
+        layer: nn.Module = decoder.layers[missing[0].layer]  # type: ignore[index, assignment]
+        has = ", ".join(type(child).__name__ for child in layer.children() if hasattr(child, "layer_idx"))
         raise UnsupportedModelError(
-            f"{name}: layer {missing[0].layer} is of type {missing[0].layer_type!r}, and its module is none of "
+            f"{name}: layer {missing[0].layer} is of type {missing[0].layer_type!r}, and its module ({has}) is none of "
             f"{', '.join(MIXERS)}, so its state cannot be kept"
         )
 
