@@ -35,6 +35,7 @@ from specdec.models.target import TargetModel
 from specdec.models.watched_weights import updates_show, watched_weights
 from specdec.progress import progress_bar
 from specdec.runtime.arguments import (
+    caches_states,
     fitted_spec,
     require_choice,
     require_depth,
@@ -43,6 +44,7 @@ from specdec.runtime.arguments import (
     require_parts,
     require_ranks,
     require_reads_finished,
+    require_recurrent,
     require_type,
     warn_where_drafts_end,
 )
@@ -120,6 +122,7 @@ class Engine:
             in_tiles=target.in_tiles,
             captured=capture is not None,
         )
+        require_recurrent(target, config)
         lookahead = lookahead_nodes(self.spec, drafts=drafter is not None, captured=capture is not None)
         self.cache, self.max_model_len = make_cache(target, drafter, spec, self.config, lookahead, backend)
         warn_where_drafts_end(drafter, self.max_model_len)
@@ -128,7 +131,8 @@ class Engine:
         backend, capture = sanitized(self.cache, backend, capture)
         kept = config.finished_tokens
         self.round = Round(target, drafter, self.cache, backend, lags=self.spec.adaptive, finished_tokens=kept)
-        shared = self.cache if config.prefix_cache and updates_show(target, drafter) else None
+        cached = config.prefix_cache and updates_show(target, drafter) and caches_states(target, drafter)
+        shared = self.cache if cached else None
         unread = None if self.round.unread is None else self.round.unread.count
         self.prefixes = Prefixes(shared, self.round.weights_version, unread)
         self.scheduler = Scheduler(

@@ -47,7 +47,8 @@ class DescribedTarget(Protocol):
 class MtpTarget(DescribedTarget, TargetInfo, Protocol):
     """A target that modules are fitted to. logit_rule: from its head's product to its logits."""
 
-    logit_rule: Callable[[torch.Tensor], torch.Tensor]
+    @property
+    def logit_rule(self) -> Callable[[torch.Tensor], torch.Tensor]: ...
 
 
 def kept_by_modules(target: KVLayout, like: int, count: int) -> KVLayout:
