@@ -38,12 +38,12 @@ CARRIES = {
 
 
 def other_states(drafter: NativeMtpDrafter) -> Iterator[NativeMtpDrafter]:
-    """The same modules that read the target's other state."""
+    """Yields the same modules reading the target's other state."""
     yield drafter.under(replace(drafter.family, normed_state=not drafter.family.normed_state))
 
 
 def other_carries(drafter: NativeMtpDrafter) -> Iterator[NativeMtpDrafter]:
-    """The same modules that hand on other states; those of a module without a norm are the same before and after."""
+    """Yields the same modules handing on other states; without a norm there is one fewer."""
     family = drafter.family
     for form, normed in CARRIES:
         if (form, normed) != carry_of(family) and (normed or drafter.has_norm):
@@ -51,7 +51,7 @@ def other_carries(drafter: NativeMtpDrafter) -> Iterator[NativeMtpDrafter]:
 
 
 def other_blocks(drafter: NativeMtpDrafter) -> Iterator[NativeMtpDrafter]:
-    """The same modules with blocks like the target's layers of another kind, where their tensors fit."""
+    """Yields the same modules with blocks like the target's layers of another kind, where their tensors fit."""
     kinds = [spec.layer_type for spec in drafter.layout.layers]
     for kind in dict.fromkeys(kinds):
         if kind != kinds[drafter.family.like]:

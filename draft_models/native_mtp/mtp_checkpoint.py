@@ -34,7 +34,7 @@ NAMES = {
     "head": "layers.0.shared_head.head",
     "embed": "layers.0.embed_tokens",
 }
-"""Where the parts of a module that is written here lie, after "mtp."."""
+"""Names of the parts of a module that is written here, after "mtp."."""
 
 
 def has_modules(folder: Path, num_layers: int) -> bool:
