@@ -120,7 +120,7 @@ def test_a_table_has_every_recipe(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("asked", "near"), [("Qwen/Qwen3-14B", "Qwen3-8B"), ("gemma-4-3B-it", "E2B"), ("step-3.5", "Step")]
+    ("asked", "near"), [("Qwen/Qwen3-14B", "Qwen3-8B"), ("gemma-4-e2b", "E2B"), ("step-3.5", "Step")]
 )
 def test_a_model_without_a_recipe_is_told_the_nearest(asked, near):
     result = run(asked)

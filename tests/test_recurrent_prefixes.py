@@ -98,12 +98,12 @@ def test_samples_begin_with_the_state_of_their_prompt(make_target, make_engine, 
 
 
 def test_a_copy_goes_with_its_page_and_the_oldest_for_a_new_one(make_target, make_engine, random_prompt) -> None:
-    engine = make_engine(make_target("qwen3_5"), max_batch_size=1, full_slots=160, max_model_len=100)
+    engine = make_engine(make_target("qwen3_5"), max_batch_size=1, full_slots=100, max_model_len=64)
     prompts = [random_prompt(40, seed=seed) for seed in range(6)]
     for prompt in prompts:
         assert hits(engine, prompt, prompt) == [0, 32]
         engine.table.check()
-    assert len(cache_of(engine).states.pages) <= 3
+    assert len(cache_of(engine).states.pages) <= 2  # of the prompts that the pool still has
     assert hits(engine, prompts[-1], prompts[0]) == [32, 0]
 
 

@@ -38,12 +38,12 @@ CARRIES = {
 
 
 def other_states(drafter: NativeMtpDrafter) -> Iterator[NativeMtpDrafter]:
-    """Yields the same modules reading the target's other state."""
+    """Modules with these weights that read the target's other state."""
     yield drafter.under(replace(drafter.family, normed_state=not drafter.family.normed_state))
 
 
 def other_carries(drafter: NativeMtpDrafter) -> Iterator[NativeMtpDrafter]:
-    """Yields the same modules handing on other states; without a norm there is one fewer."""
+    """Modules with these weights that hand on other states; without a norm both are equal."""
     family = drafter.family
     for form, normed in CARRIES:
         if (form, normed) != carry_of(family) and (normed or drafter.has_norm):
@@ -51,7 +51,7 @@ def other_carries(drafter: NativeMtpDrafter) -> Iterator[NativeMtpDrafter]:
 
 
 def other_blocks(drafter: NativeMtpDrafter) -> Iterator[NativeMtpDrafter]:
-    """Yields the same modules with blocks like the target's layers of another kind, where their tensors fit."""
+    """Modules with these weights and blocks like the target's layers of another kind, where their tensors fit."""
     kinds = [spec.layer_type for spec in drafter.layout.layers]
     for kind in dict.fromkeys(kinds):
         if kind != kinds[drafter.family.like]:

@@ -100,7 +100,7 @@ class NativeMtpDrafter(Drafter):
         self.kv_layout: KVLayout | None = kept_by_modules(self.layout, family.like, count)
 
     def under(self, family: MtpFamily) -> "NativeMtpDrafter":
-        """Returns the same modules under other conventions, unfused where their blocks are like another layer. Raises
+        """A drafter of these modules under other conventions, unfused where their blocks are like another layer. Raises
         CheckpointError where they are not."""
         changed = copy.copy(self)
         if family.like != self.family.like:

@@ -80,7 +80,7 @@ class MtpModule(nn.Module):
         self.block: Any = one_layer_decoder(decoder, like, self.layer, nn.Identity())
 
     def around(self, like: int) -> "MtpModule":
-        """Returns the same weights around a block like another layer. Raises CheckpointError where it is none."""
+        """A module of these weights around a block like another layer. Raises CheckpointError where it is none."""
         state = {
             f"{'block' if name == 'layer' else name}.{key}": tensor
             for name, part in self.parts().items()
