@@ -88,7 +88,7 @@ def published_acceptance(target: str, drafter: str | None) -> PublishedAcceptanc
     if drafter is None:
         return None
     asked = last_part(target), last_part(drafter)
-    return next((pair.accepts for pair in PAIRS if (last_part(pair.target), last_part(pair.drafter)) == asked), None)
+    return next((pair.accepts for pair in _ALL if (last_part(pair.target), last_part(pair.drafter)) == asked), None)
 
 
 def published_steps(drafter: str) -> int | None:
