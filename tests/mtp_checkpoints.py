@@ -3,6 +3,7 @@
 A module's block is the layer of a model of one layer, made and saved by transformers; the reference runs that model.
 """
 
+import copy
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -93,6 +94,14 @@ MELLUM["mlp_layer_types"] = ["sparse"] * 3
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
 DEEPSEEK = {**GLM, **LATENT, "num_key_value_heads": 4, "head_dim": 4, "topk_group": 1}
 BEYOND = {**ONE, "first_k_dense_replace": 0}
+ROUTED = {**EXPERTS, "n_routed_experts": 4, "mlp_layer_types": ["dense", "sparse", "sparse"]}
+DENSE_SLIDING = {**ONE_SLIDING, "mlp_layer_types": ["dense"]}
+BY_KIND = {SLIDING: {"rope_type": "default", "rope_theta": 1e4}, FULL: {"rope_type": "default", "rope_theta": 1e5}}
+STEP = {**SLIDES, **ROUTED, "share_expert_dim": 24, "num_sliding_attention_heads": 6, "rope_parameters": BY_KIND}
+STEP |= {"swiglu_limits": [0, 0.5, 0.5], "swiglu_limits_shared": [0, 0.5, 0.5]}
+STEP_BLOCK = {**DENSE_SLIDING, "swiglu_limits": None, "swiglu_limits_shared": None}
+MIMO_V2 = {**SLIDES, **ROUTED, "head_dim": 12, "v_head_dim": 8, "num_key_value_heads": 1, "rope_parameters": BY_KIND}
+TOWER = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
 SHAPES: dict[str, Shape] = {
     "exaone4": Shape("Exaone4", SLIDES, ONE_SLIDING, qwen),
     "exaone_moe": Shape("ExaoneMoe", EXAONE_MOE, {**ONE_SLIDING, "mlp_layer_types": ["dense"]}, qwen),
@@ -104,6 +113,8 @@ SHAPES: dict[str, Shape] = {
     "ernie": Shape("Ernie4_5_Moe", ERNIE, {**ONE, "moe_layer_start_index": 0}, ernie, parts=()),
     "hy_v3": Shape("HYV3", HY, {**ONE, **SPARSE}, hy),
     "mellum": Shape("Mellum", MELLUM, {**ONE_SLIDING, **SPARSE}, qwen),
+    "step3p7": Shape("Step3p7", STEP, STEP_BLOCK, step, "C", 3, False, False, parts=(NORM, HEAD)),
+    "mimo_v2_flash": Shape("MiMoV2Flash", MIMO_V2, DENSE_SLIDING, mimo_v2, "T", 3),
     # the forms of Step and MiMo-V2 around other blocks: what says so lies beside the modules
     "step-form": Shape(
         "Exaone4", SLIDES, ONE_SLIDING, step, "C", 3, normed_state=False, normed_carry=False, parts=(NORM, HEAD)
@@ -136,7 +147,12 @@ def publish(name: str, folder: Path, seed: int = 0, **fields: Any) -> Published:
     shape = SHAPES[name]
 
     def build(seed: int, **more: Any) -> Any:
-        made = getattr(transformers, f"{shape.name}Config")(**{**BASE, **shape.fields, **fields, **more})
+        text = copy.deepcopy({**BASE, **shape.fields, **fields, **more})  # configs write into what they are given
+        if shape.name == "Step3p7":
+            made = transformers.Step3p7Config(text_config=text, vision_config=TOWER)
+            made._attn_implementation = "eager"
+            return planted(transformers.Step3p7ForConditionalGeneration(made), seed)
+        made = getattr(transformers, f"{shape.name}Config")(**text)
         made._attn_implementation = "eager"
         return planted(getattr(transformers, f"{shape.name}ForCausalLM")(made), seed)
 
@@ -144,8 +160,8 @@ def publish(name: str, folder: Path, seed: int = 0, **fields: Any) -> Published:
     if shape.model_type:
         model.config.model_type = shape.model_type
     model.save_pretrained(folder)
-    tensors, width = load_file(folder / "model.safetensors"), model.config.hidden_size
-    num_layers, modules = len(model.model.layers), []
+    decoder, tensors, modules = model.get_decoder(), load_file(folder / "model.safetensors"), []
+    num_layers, width = len(decoder.layers), decoder.config.hidden_size
     for k in range(shape.count):
         single = build(seed + 100 + k, **shape.single)
         single.save_pretrained(folder / "block")
@@ -159,8 +175,8 @@ def publish(name: str, folder: Path, seed: int = 0, **fields: Any) -> Published:
         tensors |= {f"{shape.names(part, k, num_layers)}.weight": tensor for part, tensor in parts.items()}
         inside, prefix = "model.layers.0.", shape.names(BLOCK, k, num_layers)
         tensors |= {prefix + key.removeprefix(inside): t for key, t in block.items() if key.startswith(inside)}
-        single.model.norm = nn.Identity()
-        modules.append((parts, single.model))
+        single.get_decoder().norm = nn.Identity()
+        modules.append((parts, single.get_decoder()))
     if name.endswith("-form"):
         like = {"form": shape.form, "normed_state": shape.normed_state, "normed_carry": shape.normed_carry, "like": 0}
         (folder / "mtp_conventions.json").write_text(json.dumps(like))
@@ -176,11 +192,12 @@ class Reference:
 
     def __init__(self, published: Published) -> None:
         self.shape, self.model, self.modules = published.shape, published.model, published.modules
+        self.decoder = published.model.get_decoder()
 
     @torch.no_grad()
     def states(self, tokens: Sequence[int]) -> torch.Tensor:
         """h_p of these tokens [1, T, H]."""
-        decoder = self.model.model
+        decoder = self.decoder
         seen: list[torch.Tensor] = []
         hook = decoder.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
         out = decoder(input_ids=torch.tensor([tokens]), use_cache=False).last_hidden_state
@@ -188,14 +205,15 @@ class Reference:
         return out if self.shape.normed_state else seen[0]
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        norm = self.model.model.norm
+        norm = self.decoder.norm
         eps = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
-        return weight * x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt()
+        gain = 1 + weight if self.shape.name == "Step3p7" else weight
+        return gain * x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt()
 
     def module(self, k: int, tokens: Sequence[int], state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """y and z of rows at positions 0, 1, ..."""
         parts, block = self.modules[k]
-        table = parts.get(EMBED, self.model.model.embed_tokens.weight)
+        table = parts.get(EMBED, self.decoder.embed_tokens.weight)
         halves = [self._norm(table[torch.tensor([tokens])], parts[TOKEN]), self._norm(state, parts[STATE])]
         x = torch.cat(halves[::-1] if self.shape.hidden_first else halves, -1) @ parts[PROJ].t()
         y = block(inputs_embeds=x, use_cache=False).last_hidden_state

@@ -40,14 +40,15 @@ def native_mtp_drafter(folder: Path, target: MtpTarget) -> NativeMtpDrafter:
                 f"no MTP modules there (looked for {LOOKED_FOR}); give drafter=DIR of a checkpoint that has them, such "
                 "as the base of a finetuned or quantised one"
             )
-        family = _stated(folder) or family_of(target)
+        kinds = getattr(target.user_decoder.config, "layer_types", None) or ()
+        family = (_stated(folder) or family_of(target)).at_layer(kinds)
         for number, names in enumerate(modules):
             state = {_renamed(place, family): _read(files[name], name) for place, name in names.items()}
             _require_parts(number, state)
             for part, own in (("embed", target.embed), ("head", target.head)):
                 if (tensor := state.get(f"{part}.weight")) is not None and _equal(tensor, own):
                     del state[f"{part}.weight"]  # a copy of the target's
-            made.append(MtpModule(state, target.user_decoder, family.like, number))
+            made.append(MtpModule(state, target.user_decoder, family, number))
     drafter = NativeMtpDrafter(made, family, target)
     drafter.source = str(folder)
     return drafter

@@ -66,6 +66,7 @@ class NativeMtpDrafter(Drafter):
         num_layers = len(target.layout.layers)
         self.aux_layers: tuple[int, ...] = () if family.normed_state else (num_layers,)
         self.reads_every_state = family.normed_state
+        assert isinstance(family.like, int), "a layer of this target"
         like = target.layout.layers[family.like]
         self.windows = (like.window,) * len(modules)
         shape = FULL_ATTENTION, like.fields, Full()

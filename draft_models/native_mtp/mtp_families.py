@@ -14,8 +14,12 @@ embeddings of a module's own.
 """
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from specdec.errors import UnsupportedModelError
+from specdec.kvcache.layout import SLIDING_ATTENTION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,15 +28,26 @@ class MtpFamily:
 
     form: of several modules. normed_state: the target's state is read after its final norm. normed_carry: the carry is
     z. hidden_first: the order of the halves that the projection reads. like: the layer of the target that a module's
-    block is like. renamed: names of the block's tensors that are not those of the target's layers.
+    block is like, or its kind, whose last layer is meant. fields: of the target's config, a value a layer, where the
+    block is not like that layer. renamed: names of the block's tensors that are not those of the target's layers.
     """
 
     form: str = "C"
     normed_state: bool = True
     normed_carry: bool = True
     hidden_first: bool = False
-    like: int = -1
+    like: int | str = -1
+    fields: Mapping[str, Any] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
+
+    def at_layer(self, layer_types: Sequence[str]) -> "MtpFamily":
+        """This row for a target with layers of these kinds, with a number in `like`. Raises UnsupportedModelError where
+        there is no such layer."""
+        if isinstance(self.like, int):
+            return self
+        if self.like not in layer_types:
+            raise UnsupportedModelError(f"its MTP blocks are of kind {self.like!r}, and the target has no such layer")
+        return replace(self, like=max(i for i, kind in enumerate(layer_types) if kind == self.like))
 
 
 DEEPSEEK = MtpFamily()
@@ -43,17 +58,31 @@ FAMILIES: dict[str, MtpFamily] = {
     **dict.fromkeys(("deepseek_v3", "kimi_k2", "kimi_k25"), DEEPSEEK),
     **dict.fromkeys(("glm4_moe", "glm4_moe_lite"), DEEPSEEK),
     "hy_v3": DEEPSEEK,  # tensors as GLM's; its final norm is `final_layernorm`
-    "mellum": DEEPSEEK,  # transformers 5.24 runs it by `MtpModel`
+    # transformers 5.24 runs it by `MtpModel`; the block is sliding, the target's last layer is not
+    "mellum": MtpFamily(like=SLIDING_ATTENTION),
     "ernie4_5_moe": DEEPSEEK,  # no final norm: the carry is y by itself
     # vLLM's exaone_moe_mtp: the block is built as layer 0, sliding and with RoPE
     **dict.fromkeys(("exaone4", "exaone4_5", "exaone_moe"), MtpFamily(like=0)),
     # XiaomiMiMo's modeling_mimo.py: cat([hidden, embedding])
     **dict.fromkeys(("mimo", "qwen2"), MtpFamily(hidden_first=True)),
     # stepfun's publication and vLLM's step3p5_mtp: the state before the final norm, the carry before a module's own;
-    # transformers 5.17 has it otherwise, and shares one head
-    **dict.fromkeys(("step3p5", "step3p7"), MtpFamily(normed_state=False, normed_carry=False)),
+    # transformers 5.17 has it otherwise, and shares one head; its config has the block sliding, dense and not clamped
+    **dict.fromkeys(
+        ("step3p5", "step3p7"),
+        MtpFamily(
+            normed_state=False,
+            normed_carry=False,
+            like=SLIDING_ATTENTION,
+            fields={"mlp_layer_types": "dense", "swiglu_limits": 0, "swiglu_limits_shared": 0},
+        ),
+    ),
     # SGLang's mimo_v2 MTP: every module reads the target's states; a sliding block with a dense MLP
-    "mimo_v2_flash": MtpFamily(form="T", renamed={"pre_mlp_layernorm": "post_attention_layernorm"}),
+    "mimo_v2_flash": MtpFamily(
+        form="T",
+        like=SLIDING_ATTENTION,
+        fields={"mlp_layer_types": "dense"},
+        renamed={"pre_mlp_layernorm": "post_attention_layernorm"},
+    ),
 }
 """Keys are `model_type` of the text config or of the whole one."""
 

@@ -17,23 +17,24 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from specdec.draft_models.heads.fused_form import Echo, why_unfused
 from specdec.draft_models.heads.head_spec import HeadContext
+from specdec.draft_models.native_mtp.mtp_families import MtpFamily
 from specdec.errors import CheckpointError, first_line
 from specdec.gpu.operations import Operations
 from specdec.layers.decoder import FusedDecoder
-from specdec.layers.fuse import fuse, fuse_linear
+from specdec.layers.fuse import FusedNorm, fuse, fuse_linear
 from specdec.modules.private_copy import private_copy
 
 State = Mapping[str, torch.Tensor]
 
 
 class MtpModule(nn.Module):
-    """A module by its tensors, `state` by place (`mtp_families.py`). decoder: the target's text model. like: the layer
-    of it that the block is like. number: of the module, by which it keeps K/V.
+    """A module by its tensors, `state` by place (`mtp_families.py`). decoder: the target's text model. family: says
+    which of its layers the block is like. number: of the module, by which it keeps K/V.
 
     embed, head: its own; None: the target's. Raises CheckpointError for tensors that are not those of such a module.
     """
 
-    def __init__(self, state: State, decoder: Any, like: int, number: int) -> None:
+    def __init__(self, state: State, decoder: Any, family: MtpFamily, number: int) -> None:
         super().__init__()
         rest = dict(state)
         weight: torch.Tensor = decoder.norm.weight
@@ -65,29 +66,30 @@ class MtpModule(nn.Module):
             self.embed = nn.Embedding(len(table), table.shape[1], device="meta")
             self.embed.weight = _parameter(table, weight, tuple(table.shape), "embed")
         block = {name.removeprefix("block."): tensor for name, tensor in rest.items()}
-        self.layer = filled_layer(block, decoder, like)
+        assert isinstance(family.like, int), "a layer of this target"
+        config = with_fields(decoder.config, family.like, family.fields)
+        self.layer = filled_layer(block, decoder, config, family.like)
         for part in self.layer.modules():
             if hasattr(part, "layer_idx"):
                 part.layer_idx = number  # type: ignore[assignment]
         self.number = number
-        self._source = decoder, like
-        self.block: Any = one_layer_decoder(decoder, like, self.layer, nn.Identity())
+        self._source = decoder, config, family.like, self.layer
+        self.block: Any = one_layer_decoder(*self._source, nn.Identity())
 
     def fuse(self, name: str, ops: Operations) -> str | None:
         """Run by fused layers if they compute what its own do; else the reason why not."""
-        if isinstance(self.norm, nn.Identity):
-            return "a module without a final norm has no fused form"
-        plain = self.block, self.proj
+        plain = self.block, self.proj, self.enorm, self.hnorm
 
         def fused() -> torch.Tensor:
-            self.block = fuse(one_layer_decoder(*self._source, self.layer, self.norm), ops)
-            self.proj = fuse_linear(plain[1], ops)
+            self.block = fuse(one_layer_decoder(*self._source, self.norm), ops)
             self.block.layers[0].index = self.number
-            return self._probed()
+            self.proj = fuse_linear(plain[1], ops)
+            self.enorm, self.hnorm = (FusedNorm(norm, self._source[0], ops) for norm in plain[2:])
+            return self.probed()
 
-        reason = why_unfused(name, self, 1, self._probed, fused)
+        reason = why_unfused(name, self, 1, self.probed, fused)
         if reason is not None:
-            self.block, self.proj = plain
+            self.block, self.proj, self.enorm, self.hnorm = plain
         return reason
 
     def forward(
@@ -109,7 +111,7 @@ class MtpModule(nn.Module):
         return y, self.norm(y)
 
     @torch.inference_mode()
-    def _probed(self) -> torch.Tensor:
+    def probed(self) -> torch.Tensor:
         """y and z of six random rows, [12, H] float32."""
         weight, random = self.enorm.weight, torch.Generator().manual_seed(0)
         rows = torch.randn((2, 2, 3, self.width), generator=random).to(weight.device, weight.dtype)  # type: ignore[arg-type]
@@ -118,11 +120,23 @@ class MtpModule(nn.Module):
             return torch.cat(self.forward(rows[0], rows[1], positions, Echo(), False)).flatten(0, 1).float()
 
 
-def one_layer_decoder(decoder: Any, like: int, layer: nn.Module, norm: nn.Module) -> nn.Module:
-    """A private copy of a text model with this layer alone, which is like its layer `like`, and this final norm."""
+def with_fields(config: Any, layer: int, fields: Mapping[str, Any]) -> Any:
+    """A copy of a text model's config in which `layer` has these values, as far as the config has such fields."""
+    changed = copy.deepcopy(config)
+    for name, value in fields.items():
+        if (values := getattr(changed, name, None)) is not None:
+            values = list(values)
+            values[layer] = value
+            setattr(changed, name, values)
+    return changed
+
+
+def one_layer_decoder(decoder: Any, config: Any, like: int, layer: nn.Module, norm: nn.Module) -> nn.Module:
+    """A private copy of a text model with this layer alone, which is like layer `like` of `config`, and this final
+    norm."""
     single = object.__new__(type(decoder))
     single.__dict__ = dict(decoder.__dict__)
-    single.config = copy.deepcopy(decoder.config)
+    single.config = copy.deepcopy(config)
     for name, value in list(vars(single.config).items()):
         if isinstance(value, (list, tuple)) and len(value) == len(decoder.layers):
             setattr(single.config, name, [value[like]])
@@ -131,13 +145,12 @@ def one_layer_decoder(decoder: Any, like: int, layer: nn.Module, norm: nn.Module
     return private_copy(single)
 
 
-def filled_layer(block: State, decoder: Any, like: int) -> nn.Module:
-    """A layer of the target's class with these tensors, in the types of its layer `like`. Raises CheckpointError unless
-    they are its own."""
-    model = decoder.layers[like]
-    expected = {f"layers.0.{name}": tensor for name, tensor in model.state_dict().items()}
+def filled_layer(block: State, decoder: Any, config: Any, like: int) -> nn.Module:
+    """A layer of the target's class with these tensors, in the types of layers that have them: layer `like` of
+    `config`. Raises CheckpointError unless they are its own."""
+    kinds = {name: tensor for layer in decoder.layers for name, tensor in layer.state_dict().items()}
     with torch.device("meta"):
-        holder = _Holder(decoder.config, type(model)(decoder.config, like % len(decoder.layers)))
+        holder = _Holder(config, type(decoder.layers[like])(config, like % len(decoder.layers)))
     mapping: Any = get_model_conversion_mapping(decoder, add_legacy=False)
     try:
         info, _ = convert_and_load_state_dict_in_model(
@@ -158,7 +171,7 @@ def filled_layer(block: State, decoder: Any, like: int) -> nn.Module:
         raise CheckpointError(f"its block is no layer like the target's layer {like}: tensor {faults[0]}{more}")
     layer: nn.Module = holder.layers[0]
     for name, param in layer.named_parameters():
-        param.data = param.data.to(expected[f"layers.0.{name}"])
+        param.data = param.data.to(kinds.get(name.removeprefix("layers.0."), decoder.norm.weight))
         param.requires_grad_(False)
     return layer.to(decoder.norm.weight.device).eval()
 

@@ -5,13 +5,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from specdec.errors import first_line
 from specdec.gpu.operations import Operations
 from specdec.kvcache.layout import KVLayout, layout_from_config
 from specdec.models.cache_geometry import GeometryContext, measured_layout
 from specdec.models.context_length import ContextLength, context_length
+from specdec.models.known_types import auto_class
 from specdec.models.probe import TEXT_LEN, refusing
 from specdec.models.text_decoder import find_decoder
 from specdec.models.unsupported import require_supported
@@ -23,7 +24,7 @@ META = torch.device("meta")
 def model_on_meta(config: Any, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
     """options: of transformers' `from_config`. Experts run as one product, whose shapes do not depend on a router."""
     with META:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        model: PreTrainedModel = auto_class(config).from_config(
             config, dtype=dtype, experts_implementation="batched_mm", **options
         )
     model.eval()
