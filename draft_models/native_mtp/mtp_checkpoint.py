@@ -1,7 +1,7 @@
 """The modules of a checkpoint: its MTP tensors, which transformers drops when it loads a model, and nothing else."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,7 @@ def native_mtp_drafter(folder: Path, target: MtpTarget) -> NativeMtpDrafter:
                 f"no MTP modules there (looked for {LOOKED_FOR}); give drafter=DIR of a checkpoint that has them, such "
                 "as the base of a finetuned or quantised one"
             )
-        kinds = getattr(target.user_decoder.config, "layer_types", None) or ()
-        family = (_stated(folder) or family_of(target)).at_layer(kinds)
+        family = (_stated(folder) or family_of(target.name, target.model_types)).at_layer(target.user_decoder)
         for number, names in enumerate(modules):
             state = {_renamed(place, family): _read(files[name], name) for place, name in names.items()}
             _require_parts(number, state)
@@ -54,14 +53,13 @@ def native_mtp_drafter(folder: Path, target: MtpTarget) -> NativeMtpDrafter:
     return drafter
 
 
-def family_of(target: MtpTarget) -> MtpFamily:
-    """The row of the target's model type. Raises UnsupportedModelError for a type that has none."""
-    for kind in target.model_types:
+def family_of(name: str, model_types: Sequence[str]) -> MtpFamily:
+    """The row of a target of these types. Raises UnsupportedModelError for types that have none."""
+    for kind in model_types:
         if kind in FAMILIES:
             return FAMILIES[kind]
     raise UnsupportedModelError(
-        f"{target.name} is a {target.model_types[0]}, whose MTP conventions are not known; known are "
-        f"{', '.join(sorted(FAMILIES))}"
+        f"{name} is a {model_types[0]}, whose MTP conventions are not known; known are {', '.join(sorted(FAMILIES))}"
     )
 
 

@@ -14,7 +14,7 @@ embeddings of a module's own.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,11 +40,12 @@ class MtpFamily:
     fields: Mapping[str, Any] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
 
-    def at_layer(self, layer_types: Sequence[str]) -> "MtpFamily":
-        """This row for a target with layers of these kinds, with a number in `like`. Raises UnsupportedModelError where
-        there is no such layer."""
+    def at_layer(self, decoder: Any) -> "MtpFamily":
+        """This row with a number in `like`, of a layer of this text model. Raises UnsupportedModelError where it has no
+        such layer."""
         if isinstance(self.like, int):
             return self
+        layer_types = getattr(decoder.config, "layer_types", None) or ()
         if self.like not in layer_types:
             raise UnsupportedModelError(f"its MTP blocks are of kind {self.like!r}, and the target has no such layer")
         return replace(self, like=max(i for i, kind in enumerate(layer_types) if kind == self.like))

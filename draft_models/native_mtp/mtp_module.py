@@ -29,12 +29,15 @@ State = Mapping[str, torch.Tensor]
 
 class MtpModule(nn.Module):
     """A module by its tensors, `state` by place (`mtp_families.py`). decoder: the target's text model. family: says
-    which of its layers the block is like. number: of the module, by which it keeps K/V.
+    which of its layers the block is like. number: of the module, by which it keeps K/V. layer: the block, where it is
+    not in `state`.
 
     embed, head: its own; None: the target's. Raises CheckpointError for tensors that are not those of such a module.
     """
 
-    def __init__(self, state: State, decoder: Any, family: MtpFamily, number: int) -> None:
+    def __init__(
+        self, state: State, decoder: Any, family: MtpFamily, number: int, layer: nn.Module | None = None
+    ) -> None:
         super().__init__()
         rest = dict(state)
         weight: torch.Tensor = decoder.norm.weight
@@ -66,14 +69,13 @@ class MtpModule(nn.Module):
             self.embed = nn.Embedding(len(table), table.shape[1], device="meta")
             self.embed.weight = _parameter(table, weight, tuple(table.shape), "embed")
         block = {name.removeprefix("block."): tensor for name, tensor in rest.items()}
-        assert isinstance(family.like, int), "a layer of this target"
-        config = with_fields(decoder.config, family.like, family.fields)
-        self.layer = filled_layer(block, decoder, config, family.like)
+        config, like = block_like(decoder, family)
+        self.layer = filled_layer(block, decoder, config, like) if layer is None else layer
         for part in self.layer.modules():
             if hasattr(part, "layer_idx"):
                 part.layer_idx = number  # type: ignore[assignment]
         self.number = number
-        self._source = decoder, config, family.like, self.layer
+        self._source = decoder, config, like, self.layer
         self.block: Any = one_layer_decoder(*self._source, nn.Identity())
 
     def fuse(self, name: str, ops: Operations) -> str | None:
@@ -120,15 +122,29 @@ class MtpModule(nn.Module):
             return torch.cat(self.forward(rows[0], rows[1], positions, Echo(), False)).flatten(0, 1).float()
 
 
-def with_fields(config: Any, layer: int, fields: Mapping[str, Any]) -> Any:
-    """A copy of a text model's config in which `layer` has these values, as far as the config has such fields."""
-    changed = copy.deepcopy(config)
-    for name, value in fields.items():
-        if (values := getattr(changed, name, None)) is not None:
+def block_like(decoder: Any, family: MtpFamily) -> tuple[Any, int]:
+    """The config, and the number in it, of the layer that blocks of modules are like: one of the text model's, but for
+    the family's `fields`, as far as the config has them."""
+    assert isinstance(family.like, int), "a layer of this target"
+    config = copy.deepcopy(decoder.config)
+    for name, value in family.fields.items():
+        if (values := getattr(config, name, None)) is not None:
             values = list(values)
-            values[layer] = value
-            setattr(changed, name, values)
-    return changed
+            values[family.like] = value
+            setattr(config, name, values)
+    return config, family.like % len(decoder.layers)
+
+
+def empty_block(decoder: Any, config: Any, like: int) -> nn.Module:
+    """A layer of the text model's class on `meta`, as `block_like` describes it."""
+    with torch.device("meta"):
+        block: nn.Module = type(decoder.layers[like])(config, like)
+    return block
+
+
+def block_kinds(decoder: Any) -> dict[str, torch.Tensor]:
+    """Tensors with the type and the device of a block's, by name: those that layers of the text model have."""
+    return {name: tensor for layer in decoder.layers for name, tensor in layer.state_dict().items()}
 
 
 def one_layer_decoder(decoder: Any, config: Any, like: int, layer: nn.Module, norm: nn.Module) -> nn.Module:
@@ -148,9 +164,8 @@ def one_layer_decoder(decoder: Any, config: Any, like: int, layer: nn.Module, no
 def filled_layer(block: State, decoder: Any, config: Any, like: int) -> nn.Module:
     """A layer of the target's class with these tensors, in the types of layers that have them: layer `like` of
     `config`. Raises CheckpointError unless they are its own."""
-    kinds = {name: tensor for layer in decoder.layers for name, tensor in layer.state_dict().items()}
-    with torch.device("meta"):
-        holder = _Holder(config, type(decoder.layers[like])(config, like % len(decoder.layers)))
+    kinds = block_kinds(decoder)
+    holder = _Holder(config, empty_block(decoder, config, like))
     mapping: Any = get_model_conversion_mapping(decoder, add_legacy=False)
     try:
         info, _ = convert_and_load_state_dict_in_model(

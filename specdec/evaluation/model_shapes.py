@@ -4,8 +4,9 @@ A shape is the text part of a target and the drafter that is published for it, a
 `Shrink` makes it smaller for machines that it does not fit; what is measured then is no figure of the model.
 """
 
+import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
 from typing import Any
@@ -21,7 +22,10 @@ from specdec.models.bundled import BUNDLED_DIR
 
 WIDTHS = frozenset(
     f"{name}_size" for name in ("vocab", "draft_vocab", "hidden", "intermediate", "moe_intermediate")
-) | {"head_dim", "global_head_dim", "sliding_window", "hidden_size_per_layer_input", "vocab_size_per_layer_input"}
+) | (
+    {"head_dim", "global_head_dim", "sliding_window", "hidden_size_per_layer_input", "vocab_size_per_layer_input"}
+    | {"share_expert_dim", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}
+)
 """Fields of a config that `Shrink` divides."""
 MAX_SHRINK = 16
 """Narrower heads and windows are no attention."""
@@ -62,8 +66,18 @@ class Shrink:
 
 
 @dataclass(frozen=True, slots=True)
+class MtpSpec:
+    """MTP modules, whose blocks are like the target's layers. parts: norm, head and embed, as far as modules have
+    them."""
+
+    modules: int
+    parts: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
 class Shape:
-    """A target and its drafter: fields of their configs by `model_type`, "eagle3" being an `Eagle3Spec`."""
+    """A target and its drafter: fields of their configs by `model_type`, "eagle3" being an `Eagle3Spec` and "mtp" an
+    `MtpSpec`."""
 
     name: str
     published: str
@@ -73,27 +87,27 @@ class Shape:
     @property
     def drafts(self) -> dict[str, SpecConfig]:
         """Shapes of the draft that are measured, by name."""
-        is_eagle3 = self.drafter_fields["model_type"] == "eagle3"
-        return {"chain": SpecConfig(4), "tree": SpecConfig(6, 4, 32) if is_eagle3 else SpecConfig(4, 4, 16)}
+        kind = self.drafter_fields["model_type"]
+        if kind == "mtp":  # as deep as three modules draft
+            return {"mtp1": SpecConfig(1), "mtp": SpecConfig(3), "tree": SpecConfig(3, 4, 16)}
+        return {"chain": SpecConfig(4), "tree": SpecConfig(6, 4, 32) if kind == "eagle3" else SpecConfig(4, 4, 16)}
 
     def target(self, shrink: Shrink) -> PreTrainedConfig:
-        """Config of the target. The last of every `sliding_window_pattern` layers, which Gemma 4 has, is a full one."""
-        fields = shrink.fields(**self.target_fields)
-        layers = fields["num_hidden_layers"]
-        fields["num_hidden_layers"] = depth = shrink.depth(layers)
-        if (period := fields.pop("sliding_window_pattern", None)) is not None:
-            kinds = [FULL_ATTENTION if (i + 1) % period == 0 else SLIDING_ATTENTION for i in range(depth)]
-            fields["layer_types"] = [*kinds[:-1], FULL_ATTENTION]
-            # an owner of each kind must be left before those that share
-            shared = min(round(depth * fields["num_kv_shared_layers"] / layers), depth - period)
-            fields["num_kv_shared_layers"] = max(0, shared)
-        config: PreTrainedConfig = AutoConfig.for_model(**fields)
+        """Config of the target, whose text part may be one of several."""
+        fields = dict(self.target_fields)
+        if "text_config" in fields:
+            fields["text_config"] = _text_fields(fields["text_config"], shrink)
+        else:
+            fields = _text_fields(fields, shrink)
+        config: PreTrainedConfig = AutoConfig.for_model(**copy.deepcopy(fields))  # configs write into what they get
         return config
 
-    def drafter(self, target: Any, shrink: Shrink) -> PreTrainedConfig | Eagle3Spec:
+    def drafter(self, target: Any, shrink: Shrink) -> PreTrainedConfig | Eagle3Spec | MtpSpec:
         """target: its config, as `target` makes it or loaded."""
         kind, fields = self.drafter_fields["model_type"], shrink.fields(**self.drafter_fields)
         del fields["model_type"]
+        if kind == "mtp":
+            return MtpSpec(**fields)
         return _eagle3(target, **fields) if kind == "eagle3" else _gemma4_assistant(target, shrink, **fields)
 
 
@@ -101,6 +115,24 @@ def find_shape(name: str) -> Shape:
     """Raises ConfigError with the list where there is none of that name."""
     require_one_of("shape", name, SHAPES)
     return SHAPES[name]
+
+
+def _text_fields(published: Mapping[str, Any], shrink: Shrink) -> dict[str, Any]:
+    """Fields of a text config at another depth. The last of every `sliding_window_pattern` layers of Gemma 4 is a full
+    one; kinds of layers in a `layer_pattern` follow each other again and again."""
+    fields = shrink.fields(**published)
+    layers = fields["num_hidden_layers"]
+    fields["num_hidden_layers"] = depth = shrink.depth(layers)
+    if (pattern := fields.pop("layer_pattern", None)) is not None:
+        fields["layer_types"] = [pattern[i % len(pattern)] for i in range(depth)]
+    if "num_kv_shared_layers" in fields:
+        period = fields.pop("sliding_window_pattern")
+        kinds = [FULL_ATTENTION if (i + 1) % period == 0 else SLIDING_ATTENTION for i in range(depth)]
+        fields["layer_types"] = [*kinds[:-1], FULL_ATTENTION]
+        # an owner of each kind must be left before those that share
+        shared = min(round(depth * fields["num_kv_shared_layers"] / layers), depth - period)
+        fields["num_kv_shared_layers"] = max(0, shared)
+    return fields
 
 
 def _gemma4_assistant(

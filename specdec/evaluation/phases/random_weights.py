@@ -18,15 +18,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from specdec.config import EngineConfig, SpecConfig
 from specdec.draft_models.base import Drafter
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, constructible_assistants
+from specdec.draft_models.native_mtp.mtp_checkpoint import family_of
+from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
+from specdec.draft_models.native_mtp.mtp_families import MtpFamily
+from specdec.draft_models.native_mtp.mtp_module import MtpModule, block_kinds, block_like, empty_block
 from specdec.errors import CapacityError, ConfigError, require_one_of
-from specdec.evaluation.model_shapes import Shape, Shrink
+from specdec.evaluation.model_shapes import MtpSpec, Shape, Shrink
 from specdec.evaluation.phases.phase_run import Subject
 from specdec.gpu.memory import free_bytes
 from specdec.gpu.operations import choose_operations
@@ -35,6 +39,7 @@ from specdec.layers.packed.packed_experts import PackedExperts
 from specdec.layers.packed.packed_linear import PackedLinear
 from specdec.layers.packed.packed_weight import BITS, PackedWeight, numbers_of, pack
 from specdec.loading import pick_device, pick_dtype
+from specdec.models.known_types import auto_class
 from specdec.models.target import TargetModel
 from specdec.models.weight_storage import StoredWeights, stored_weights
 from specdec.progress import working
@@ -180,10 +185,17 @@ def count_weights(
 ) -> Stored:
     """Counted on `meta`, where nothing is allocated. form: of the target's layers; all else is in `dtype`."""
     config = shape.target(shrink)
-    target, drafter = (_model(described, META, dtype) for described in (config, shape.drafter(config, shrink)))
+    target, described = _model(config, META, dtype), shape.drafter(config.get_text_config(), shrink)
+    if isinstance(described, MtpSpec):
+        decoder = target.get_decoder()
+        kinds = decoder.config.model_type, config.model_type
+        drafter = nn.ModuleList(_modules(described, family_of(shape.name, kinds).at_layer(decoder), decoder))
+    else:
+        drafter = _model(described, META, dtype)
     if form is not None:
         pack_layers(target, form, partial(empty_packed, form, META))
-    return Stored(stored_weights(target), stored_weights(drafter))
+    own, both = stored_weights(target), stored_weights(target, drafter)  # MTP modules hold the target's embedding, too
+    return Stored(own, StoredWeights(both.numbers - own.numbers, both.bytes - own.bytes, ""))
 
 
 def require_room(
@@ -220,6 +232,12 @@ def make_target(
 
 def make_drafter(shape: Shape, shrink: Shrink, target: TargetModel, seed: int) -> Drafter:
     described = shape.drafter(target.config, shrink)
+    if isinstance(described, MtpSpec):
+        family = family_of(shape.name, target.model_types).at_layer(target.user_decoder)
+        modules = _modules(described, family, target.user_decoder)
+        for number, module in enumerate(modules):
+            randomise(module, seed + number)
+        return NativeMtpDrafter(modules, family, target)
     model = _model(described, target.device, target.dtype)
     randomise(model, seed)
     if isinstance(described, Eagle3Spec):
@@ -265,7 +283,29 @@ def _model(described: Any, device: torch.device, dtype: torch.dtype) -> Any:
     with device, constructible_assistants():
         if isinstance(described, Eagle3Spec):
             return Eagle3Head(described).place(device, dtype).eval()
-        return AutoModelForCausalLM.from_config(described, dtype=dtype).eval()
+        return auto_class(described).from_config(described, dtype=dtype).eval()
+
+
+def _modules(spec: MtpSpec, family: MtpFamily, decoder: Any) -> list[MtpModule]:
+    """MTP modules of zeros for a text model, on its device."""
+    config, like = block_like(decoder, family)
+    table, weight = decoder.get_input_embeddings().weight, decoder.norm.weight
+    (width,), vocab = weight.shape, len(table)
+    shapes = {"enorm": (width,), "hnorm": (width,), "norm": (width,), "proj": (width, 2 * width)}
+    shapes |= {"head": (vocab, width), "embed": (vocab, width)}
+    kinds, made = block_kinds(decoder), list[MtpModule]()
+    for number in range(spec.modules):
+        block = empty_block(decoder, config, like)
+        for path, module in block.named_modules():
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is not None:
+                        kind = kinds.get(f"{path}.{name}".lstrip("."), weight)
+                        zeros = kind.new_zeros(tensor.shape)
+                        tensors[name] = nn.Parameter(zeros) if isinstance(tensor, nn.Parameter) else zeros  # type: ignore[assignment]
+        state = {f"{part}.weight": weight.new_zeros(shapes[part]) for part in ("enorm", "hnorm", "proj", *spec.parts)}
+        made.append(MtpModule(state, decoder, family, number, block.eval()))
+    return made
 
 
 def random_subject(
