@@ -59,7 +59,10 @@ class PhaseOptions:
     batches: str = phase_option("1,8,32", "Requests at a time, each in turn.")
     contexts: str = phase_option("1k", "Tokens before the first round, each in turn; 1k is 1024.")
     rounds: int = phase_option(50, "Rounds timed in each cell.", min=2)
-    drafts: str | None = phase_option(None, "Of plain, chain, tree, chain7, tree60; default: the first three.")
+    drafts: str | None = phase_option(
+        None,
+        "Of plain, chain, tree, chain7, tree60, of shapes with MTP modules plain, mtp1, mtp, tree; default: all but chain7 and tree60.",
+    )
     acceptance: str | None = phase_option(
         None,
         "Acceptance lengths that tokens/s suppose (synthetic): default of random weights 2,3; of a pair none, and "

@@ -34,6 +34,7 @@ from specdec.evaluation.model_shapes import MtpSpec, Shape, Shrink
 from specdec.evaluation.phases.phase_run import Subject
 from specdec.gpu.memory import free_bytes
 from specdec.gpu.operations import choose_operations
+from specdec.layers.families import FAMILIES
 from specdec.layers.moe.moe_families import experts_of
 from specdec.layers.packed.packed_experts import PackedExperts
 from specdec.layers.packed.packed_linear import PackedLinear
@@ -42,6 +43,7 @@ from specdec.loading import pick_device, pick_dtype
 from specdec.models.known_types import auto_class
 from specdec.models.target import TargetModel
 from specdec.models.weight_storage import StoredWeights, stored_weights
+from specdec.modules.family_name import family_name
 from specdec.progress import working
 from specdec.runtime.sizing import MEMORY_SHARE
 
@@ -255,9 +257,11 @@ def make_drafter(shape: Shape, shrink: Shrink, target: TargetModel, seed: int) -
 def randomise(module: nn.Module, seed: int) -> None:
     """Fill every parameter in place, on its device."""
     layers = getattr(getattr(module, "config", None), "num_hidden_layers", 1)
+    families = [FAMILIES[name] for part in module.modules() if (name := family_name(part)) in FAMILIES]
+    gain = 0.0 if any(family.gain.plus_one for family in families) else 1.0
     for number, (path, weight) in enumerate(module.named_parameters(), start=1):  # a tied head is its embedding
         owner, _, name = path.rpartition(".")
-        mean, std = 1.0, 0.05  # gains of norms, scales of routers
+        mean, std = gain if "norm" in path else 1.0, 0.05  # gains of norms, scales of routers
         if weight.dim() > 1:
             part = module.get_submodule(owner)
             plain = isinstance(part, nn.Embedding) and not hasattr(part, "embed_scale")
