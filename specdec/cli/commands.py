@@ -61,7 +61,7 @@ class PhaseOptions:
     rounds: int = phase_option(50, "Rounds timed in each cell.", min=2)
     drafts: str | None = phase_option(
         None,
-        "Of plain, chain, tree, chain7, tree60, of shapes with MTP modules plain, mtp1, mtp, tree; default: all but chain7 and tree60.",
+        "Of plain, chain, tree, chain7, tree60; for MTP modules mtp1, mtp, tree. Default: not chain7, tree60.",
     )
     acceptance: str | None = phase_option(
         None,
