@@ -1,4 +1,4 @@
-"""Mixtures without a fused form: transformers' own experts, in rounds that a graph can hold, with the tokens of eager."""
+"""Mixtures without a fused form: transformers' own experts, in rounds that a graph can hold, tokens those of eager."""
 
 from typing import Any
 

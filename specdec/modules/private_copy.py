@@ -42,7 +42,7 @@ DECOMPOSED_NORMS = (Gemma4RMSNorm, Gemma4UnifiedRMSNorm)
 
 
 LOOPED_EXPERTS = (Step3p7Experts,)
-"""transformers runs these by a loop over the experts that were chosen, whose number the host reads: no graph holds it."""
+"""transformers runs these by a loop over the chosen experts, whose number the host reads: no graph holds it."""
 
 
 def grouped_experts(
