@@ -47,6 +47,18 @@ def e4b(shape: DraftShape, batch: int) -> float:
     return float(np.interp(batch, list(E4B), by_size)) / 1e3
 
 
+def mixture(alike: float, experts: int = 64, chosen: int = 8) -> Callable[[DraftShape, int], float]:
+    """Seconds of rounds that read experts: each once, whichever rows choose it. alike: part of a draft's rows that
+    choose those of the root."""
+
+    def seconds(shape: DraftShape, batch: int) -> float:
+        rows = batch * (1 + (1 - alike) * (shape.num_nodes - 1))
+        read = experts * (1 - (1 - chosen / experts) ** rows)
+        return (1 + read / 4 + shape.num_steps / 50) / 1e3
+
+    return seconds
+
+
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """seconds: of a round with a draft, by batch. captured: rounds are timed before the first, as on a GPU. catch_up:

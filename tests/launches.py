@@ -33,6 +33,7 @@ from specdec.gpu.exchange_kernels import (
     next_round_kernel,
     pull_kernel,
 )
+from specdec.gpu.operations import KERNELS
 from specdec.gpu.stage_clock import StageClock
 from specdec.kvcache.index_spaces import PrimaryLoc
 from specdec.kvcache.layer_context import Destination
@@ -41,6 +42,8 @@ from specdec.kvcache.store import StoreAddresses, move_kv, store_kv
 from specdec.kvcache.table import RequestTable, Rows
 from specdec.layers.accepted_path import keep_last, path_rows
 from specdec.layers.embedding import embed, embed_and_norm
+from specdec.layers.head_gates import gate_heads
+from specdec.layers.latent import LatentParts, expand_latent
 from specdec.layers.linear import Mlp, gated_linear, linear, linear_parts, vendor_gated_linear, vendor_linear
 from specdec.layers.moe.dense_and_moe import mlp_and_experts
 from specdec.layers.moe.experts import Experts, apply_experts
@@ -398,6 +401,68 @@ def mixture(
         apply_experts(x, routing, Experts(up, down, activation, *biases, interleaved, 1.7, 7.0))
 
 
+def scored_mixture(dtype: torch.dtype, num_rows: int, num_experts: int, groups: int, kept: int, *, form: str) -> None:
+    """GLM, DeepSeek, Step and the like: sigmoids with a correction, of some groups, next to a shared expert; and
+    ERNIE's softmax with one. form: of weights, as `packed` names it, or ""."""
+    hidden, width, top_k = 4096, 1408, 8
+
+    def weight(*shape: int) -> Any:
+        return packed(form, *shape, dtype=dtype) if form else numbers(*shape, dtype=dtype)
+
+    x, correction = numbers(num_rows, hidden, dtype=dtype), numbers(num_experts, dtype=FP32)
+    router = Router(
+        numbers(num_experts, hidden, dtype=dtype), top_k, sigmoid=True, float_logits=True, correction=correction,
+        groups=groups, kept_groups=kept, min_sum=1e-20, scaling=2.5,
+    )  # fmt: skip
+    softmax = router._replace(sigmoid=False, groups=1, kept_groups=1)
+    for other in (router, softmax, router._replace(correction=None, normalised=False)):
+        route(x, other)
+    route(x, router._replace(owned=(num_experts // 2, num_experts // 2)))
+    up, down = weight(num_experts, 2 * width, hidden), weight(num_experts, hidden, width)
+    fork, mlp = Fork(x, x, x, x), Mlp(weight(2 * width, hidden), "silu", weight(hidden, width))
+    dense, chosen = mlp_and_experts(fork, mlp, router, Experts(up, down, "silu"))
+    gain = gain_of(hidden, dtype, round_first=True)
+    norm(chosen, residual=x, pre=gain, beside=dense)
+    apply_experts(x, route(x, router), Experts(up, down, "silu_clamped", limit=7.0))
+    gated_linear(x, mlp.gate_up, "silu", 16.0)
+    norm(
+        chosen,
+        residual=x,
+        pre=gain,
+        beside=Product.of(gate_heads(finish(dense)[:, None], gates(num_rows, 1, dtype))[:, 0]),
+    )
+
+
+def gates(num_rows: int, num_heads: int, dtype: torch.dtype) -> Product:
+    return linear(numbers(num_rows, 4096, dtype=dtype), numbers(num_heads, 4096, dtype=dtype))
+
+
+def gated_heads(dtype: torch.dtype, num_rows: int) -> None:
+    """Step's attention, whose layers have 64 heads or 96."""
+    for num_heads in (64, 96):
+        gate_heads(numbers(num_rows, num_heads, 128, dtype=dtype), gates(num_rows, num_heads, dtype))
+
+
+def latents(dtype: torch.dtype, num_rows: int, *, low_rank: bool) -> None:
+    """GLM-4.7-Flash, and DeepSeek's without a latent of queries; then K and V of unequal sizes, as MiMo-V2 has them."""
+    heads = Heads(20, 20, 256, last=True, narrow_v_dim=256 if low_rank else 128)
+    ranks = (768 if low_rank else heads.num_q * heads.head_dim), 512
+    parts = LatentParts(
+        q=numbers(heads.num_q * heads.head_dim, ranks[0], dtype=dtype) if low_rank else None,
+        q_norm=gain_of(ranks[0], dtype, round_first=True) if low_rank else None,
+        kv=numbers(heads.num_kv * (192 + heads.v_dim), 512, dtype=dtype),
+        kv_norm=gain_of(512, dtype, round_first=True), rotated=64, interleaved=low_rank,
+    )  # fmt: skip
+    cos, sin = rotary(integers(num_rows), numbers(32, dtype=FP32), 1.0, dtype)
+    pools = (numbers(9999, heads.num_kv, dim, dtype=dtype) for dim in (heads.head_dim, heads.v_dim))
+    product = expand_latent(parts_of(3, num_rows, sum(ranks) + 64, dtype), parts, heads, KERNELS)
+    rope_store(product, heads, Rotary(cos, sin), Destination(*pools, PrimaryLoc(integers(num_rows))))
+    narrow = Heads(16, 8, 192, narrow_v_dim=128, v_scale=0.707)
+    pools = (numbers(9999, 8, dim, dtype=dtype) for dim in (192, 128))
+    product = parts_of(3, num_rows, narrow.width, dtype)
+    rope_store(product, narrow, Rotary(cos, sin), Destination(*pools, PrimaryLoc(integers(num_rows))))
+
+
 def beside(dtype: torch.dtype, num_rows: int, width: int) -> None:
     """Gemma 4 26B-A4B, in few experts."""
     hidden, num_experts, top_k = 2816, 16, 8
@@ -537,6 +602,13 @@ def usual() -> Iterator[Launch]:
     yield launch(mixture, BF16, 20, "gelu_tanh", (1000, 1000), normalised=False, bias=False, interleaved=False)
     yield launch(mixture, FP32, 300, "silu", normalised=True, bias=False, interleaved=False)
     yield launch(beside, BF16, 8, 704)
+    yield launch(scored_mixture, BF16, 1, 128, 1, 1, form="int4")
+    yield launch(scored_mixture, BF16, 16, 24, 3, 2, form="")  # groups of 8, padded to 4 groups
+    yield launch(scored_mixture, FP32, 300, 32, 8, 4, form="")
+    yield launch(gated_heads, BF16, 8)
+    yield launch(gated_heads, FP32, 1)
+    yield launch(latents, BF16, 8, low_rank=True)
+    yield launch(latents, FP32, 1, low_rank=False)
     yield launch(sampling, BF16, 30.0, penalised=True)
     yield launch(sampling, FP16, 30.0, best=True)
     yield launch(sampling, FP32, None)

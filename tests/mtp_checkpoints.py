@@ -119,12 +119,14 @@ ONE_FULL = {**ONE, "layer_types": [FULL]}
 DENSE_FIRST = {**SLIDES, "layer_types": [FULL, SLIDING, FULL], "mlp_layer_types": ["dense", "sparse", "sparse"]}
 MIMO_V2 = {**DENSE_FIRST, **EXPERTS, "n_routed_experts": 4, "head_dim": 12, "v_head_dim": 8, "num_key_value_heads": 1}
 STEP = {**DENSE_FIRST, **EXPERTS, "n_routed_experts": 4, "share_expert_dim": 24, "num_sliding_attention_heads": 6}
+STEP |= {"swiglu_limits": [0, 0.5, 0.5], "swiglu_limits_shared": [0, 0.5, 0.5]}
 STEP |= {"num_nextn_predict_layers": 3, "mtp_layer_types": [SLIDING] * 3, "mtp_mlp_layer_types": ["dense"] * 3}
 STEP["rope_parameters"] = {
     FULL: {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
     SLIDING: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
 }
 SLIDING_DENSE = {**ONE_SLIDING, "mlp_layer_types": ["dense"]}
+STEP_BLOCK = {**SLIDING_DENSE, "swiglu_limits": None, "swiglu_limits_shared": None}
 TINY = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "patch_size": 4}
 SHAPES: dict[str, Shape] = {
     "exaone4": Shape("Exaone4", SLIDES, ONE_SLIDING, qwen),
@@ -140,7 +142,7 @@ SHAPES: dict[str, Shape] = {
         saved_as=("language_model.model.blocks.", "language_model.model.layers."),
     ),
     "step3p7": Shape(
-        "Step3p7", STEP, SLIDING_DENSE, step, "C", 3, False, False, parts=(NORM, HEAD), tower={**TINY, "image_size": 8}
+        "Step3p7", STEP, STEP_BLOCK, step, "C", 3, False, False, parts=(NORM, HEAD), tower={**TINY, "image_size": 8}
     ),
     "mimo_v2_flash": Shape(
         *("MiMoV2Flash", MIMO_V2, SLIDING_DENSE, mimo_v2, "T", 3),
@@ -196,7 +198,7 @@ def publish(name: str, folder: Path, seed: int = 0, **fields: Any) -> Published:
     shape = SHAPES[name]
 
     def build(seed: int, **more: Any) -> Any:
-        text = {**BASE, **shape.fields, **fields, **more}
+        text = copy.deepcopy({**BASE, **shape.fields, **fields, **more})  # configs write into what they are given
         kind, made = "ForCausalLM", _config_class(shape.name)
         if shape.tower is None:
             made = made(**text)

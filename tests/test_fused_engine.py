@@ -46,7 +46,7 @@ SAMPLED = [
 FUSABLE = ["gemma4-e2b", "llama", "gpt_oss", "gemma4-moe"]
 SLOW = ["gemma4-31b", "gemma4-multimodal", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral"]
 NEWER = [
-    *("cohere", "cohere2", "gemma2", "gemma3", "glm", "glm4", "granite", "olmo2", "phi3", "smollm3"),
+    *("cohere", "cohere2", "exaone4", "gemma2", "gemma3", "glm", "glm4", "granite", "olmo2", "phi3", "smollm3"),
     *("ernie4_5_moe", "exaone_moe", "hy_v3", "glm4_moe", "mellum", "step3p7", "qwen2_moe"),
     *("deepseek_v3", "glm4_moe_lite", "mimo_v2_flash"),
 ]

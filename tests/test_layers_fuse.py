@@ -31,6 +31,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DENSE = [
     *("gemma4-e2b", "gemma4-31b", "gemma4-multimodal", "gemma3", "gemma2"),
     *("llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "glm", "glm4", "smollm3", "granite", "cohere", "cohere2"),
+    "exaone4",
 ]
 MIXED = [
     *("gemma4-moe", "gpt_oss", "qwen3_moe", "mixtral"),

@@ -24,11 +24,14 @@ from specdec.cli.bodies.settings import load_engine
 from specdec.cli.options import PairOptions
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError
 from specdec.evaluation.transformers_peer import assisted_peer
+from specdec.layers.decoder import FusedDecoder
 
 from marks import deep, is_deep, slow
 
 OTHERS = ("exaone_moe", "glm4_moe", "deepseek_v3", "kimi_k25", "ernie", "hy_v3", "mellum", "qwen3_5_moe", "qwen3_next")
 SAME_DRAFTS = ("glm4_moe-shared", "glm4_moe-copied", "qwen3-tuned")
+UNFUSED = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # their layers have no fused form
+FUSED_FIRST = ("exaone4", "deepseek_v3", "ernie", "step3p7", "mimo_v2_flash")
 CHAIN, TREE = {"num_steps": 3}, {"num_steps": 3, "topk": 2, "num_draft_tokens": 9}
 
 
@@ -138,6 +141,24 @@ def test_drafts_are_those_of_the_published_forward(name: str, tree: bool, publis
     watched = Watched(engine)
     assert [out.token_ids for out in engine.generate(prompts, PARAMS)] == plain
     assert assert_published(Reference(made), watched.seen) > 40
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in FUSED_FIRST else deep(n) for n in SHAPES if n not in (*SAME_DRAFTS, *UNFUSED)]
+)
+def test_fused_modules_draft_what_the_published_forward_gives(name: str, published: Any) -> None:
+    """Every family's block through the table of fused layers: the numbers of its own modules, drafts and output."""
+    made = published(name)
+    plain, engine = (engine_of(made, spec=TREE, fused=fused, attention="torch") for fused in (False, True))
+    assert engine.drafter.unfused is None
+    for own, fused in zip(plain.drafter.modules, engine.drafter.modules, strict=True):
+        assert isinstance(fused.block, FusedDecoder) and not isinstance(own.block, FusedDecoder)
+        torch.testing.assert_close(fused.probed(), own.probed(), atol=1e-5, rtol=1e-4)
+    prompts = texts(1, (2, 13))
+    watched = Watched(engine)
+    expected = engine_of(made, None).generate(prompts, PARAMS)
+    assert [out.token_ids for out in engine.generate(prompts, PARAMS)] == [out.token_ids for out in expected]
+    assert assert_published(Reference(made), watched.seen) > 30
 
 
 @pytest.mark.parametrize(

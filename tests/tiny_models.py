@@ -178,6 +178,7 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("Cohere", {"logit_scale": 0.25}),
     "cohere2": ("Cohere2", {**SLIDES, "layer_types": [SLIDING, SLIDING, FULL], "logit_scale": 0.25}),
     "ernie4_5_moe": ("Ernie4_5_Moe", {"moe_k": 3, "moe_num_experts": 7, "moe_intermediate_size": 16}),
+    "exaone4": ("Exaone4", SLIDES_TWICE),
     "exaone_moe": ("ExaoneMoe", {**GROUPS, **SLIDES_TWICE, "num_experts": 8}),
     "glm": ("Glm", PARTLY),
     "glm4": ("Glm4", {**PARTLY, "attention_bias": True}),

@@ -22,16 +22,19 @@ FUSED_BOUND = 0.03
 
 
 class Echo:
-    """A forward whose attention returns the queries and stores nothing, so that two forms of a drafter compare."""
+    """A forward whose attention returns the queries, as wide as values are, and stores nothing, so that two forms of a
+    drafter compare."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        return call.query.transpose(1, 2)
+        return call.query.transpose(1, 2)[..., : call.value.shape[-1]]
 
     def destination(self, layer: int) -> None:
         return None
 
-    def attend_rows(self, layer: int, q: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
-        return q
+    def attend_rows(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, **options: Any
+    ) -> torch.Tensor:
+        return q if v is None else q[..., : v.shape[-1]]
 
 
 def why_unfused(

@@ -48,7 +48,8 @@ FAMILIES: dict[str, MtpFamily] = {
     **dict.fromkeys(("deepseek_v3", "kimi_k2", "kimi_k25"), DEEPSEEK),
     **dict.fromkeys(("glm4_moe", "glm4_moe_lite"), DEEPSEEK),
     "hy_v3": DEEPSEEK,  # tensors as GLM's; its final norm is `final_layernorm`
-    "mellum": DEEPSEEK,  # transformers 5.24 runs it by `MtpModel`
+    # transformers 5.24 runs it by `MtpModel`: the block slides, as layer 1 does and the last one does not
+    "mellum": MtpFamily(like=1),
     "ernie4_5_moe": DEEPSEEK,  # no final norm: the carry is y by itself
     # vLLM's qwen3_next_mtp and qwen3_5_mtp: the state and the carry after their norms, a block of full attention
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), DEEPSEEK),
@@ -57,8 +58,8 @@ FAMILIES: dict[str, MtpFamily] = {
     # XiaomiMiMo's modeling_mimo.py: cat([hidden, embedding])
     **dict.fromkeys(("mimo", "qwen2"), MtpFamily(hidden_first=True)),
     # stepfun's publication and vLLM's step3p5_mtp: the state before the final norm, the carry before a module's own;
-    # transformers 5.17 has it otherwise, and shares one head
-    **dict.fromkeys(("step3p5", "step3p7"), MtpFamily(normed_state=False, normed_carry=False)),
+    # transformers 5.17 has it otherwise, and shares one head. The block slides, as layer 1 does
+    **dict.fromkeys(("step3p5", "step3p7"), MtpFamily(normed_state=False, normed_carry=False, like=1)),
     # SGLang's mimo_v2 MTP: every module reads the target's states; a sliding block with a dense MLP
     "mimo_v2_flash": MtpFamily(form="T", like=1, renamed={"pre_mlp_layernorm": "post_attention_layernorm"}),
 }

@@ -21,7 +21,7 @@ from specdec.draft_models.heads.head_spec import HeadContext
 from specdec.errors import CheckpointError, first_line
 from specdec.gpu.operations import Operations
 from specdec.layers.decoder import FusedDecoder
-from specdec.layers.fuse import fuse, fuse_linear
+from specdec.layers.fuse import FusedNorm, fuse, fuse_linear
 from specdec.modules.private_copy import private_copy
 
 State = Mapping[str, torch.Tensor]
@@ -92,24 +92,22 @@ class MtpModule(nn.Module):
         """What it has of its own, by name; `block` runs the layer's weights."""
         names = ("enorm", "hnorm", "proj", "norm", "head", "embed", "layer")
         found = {name: getattr(self, name) for name in names}
-        found["proj"] = getattr(self.proj, "source", self.proj)  # of a fused product
-        return {name: part for name, part in found.items() if part is not None}
+        return {name: getattr(part, "source", part) for name, part in found.items() if part is not None}  # if fused
 
     def fuse(self, name: str, ops: Operations) -> str | None:
         """Run by fused layers if they compute what its own do; else the reason why not."""
-        if isinstance(self.norm, nn.Identity):
-            return "a module without a final norm has no fused form"
-        plain = self.block, self.proj
+        plain = self.block, self.proj, self.enorm, self.hnorm
 
         def fused() -> torch.Tensor:
             self.block = fuse(one_layer_decoder(*self._source, self.layer, self.norm), ops)
-            self.proj = fuse_linear(plain[1], ops)
             self.block.layers[0].index = self.number
-            return self._probed()
+            self.proj = fuse_linear(plain[1], ops)
+            self.enorm, self.hnorm = (FusedNorm(norm, self._source[0], ops) for norm in plain[2:])
+            return self.probed()
 
-        reason = why_unfused(name, self, 1, self._probed, fused)
+        reason = why_unfused(name, self, 1, self.probed, fused)
         if reason is not None:
-            self.block, self.proj = plain
+            self.block, self.proj, self.enorm, self.hnorm = plain
         return reason
 
     def forward(
@@ -131,7 +129,7 @@ class MtpModule(nn.Module):
         return y, self.norm(y)
 
     @torch.inference_mode()
-    def _probed(self) -> torch.Tensor:
+    def probed(self) -> torch.Tensor:
         """y and z of six random rows, [12, H] float32."""
         weight, random = self.enorm.weight, torch.Generator().manual_seed(0)
         rows = torch.randn((2, 2, 3, self.width), generator=random).to(weight.device, weight.dtype)  # type: ignore[arg-type]
@@ -153,10 +151,23 @@ def own_config(decoder: Any) -> Any:
     return config
 
 
-def empty_layer(decoder: Any, like: int) -> Any:
-    """A layer like layer `like` of a text model, without weights."""
+def empty_layer(decoder: Any, like: int, mlp: int | None = None) -> Any:
+    """A layer like layer `like` of a text model, without weights. mlp: the layer that its MLP is like; None: that
+    one."""
+    config, count = own_config(decoder), len(decoder.layers)
     with torch.device("meta"):
-        return type(decoder.layers[like])(own_config(decoder), like % len(decoder.layers))
+        made = type(decoder.layers[like])(config, like % count)
+        if mlp is not None and mlp != like % count:
+            made.mlp = type(decoder.layers[mlp])(config, mlp).mlp
+    return made
+
+
+def nearest_mlp(decoder: Any, like: int, routed: bool) -> int:
+    """The layer nearest to layer `like` that has experts, or none; `like` where there is no such layer."""
+    layers = list(decoder.layers)
+    like %= len(layers)
+    alike = [number for number, layer in enumerate(layers) if _has_experts(layer.state_dict()) == routed]
+    return min(alike, key=lambda number: abs(number - like), default=like)
 
 
 def one_layer_decoder(decoder: Any, like: int, layer: nn.Module, norm: nn.Module) -> nn.Module:
@@ -179,17 +190,11 @@ def filled_parts(state: State, decoder: Any, like: int, keys: Mapping[str, str],
     """The projection, the head if it has one, and a layer of the target's class with these tensors, in the types of its
     own layers: its attention is that of layer `like`, its MLP that of the nearest one with experts, or without, as the
     tensors have it. Raises CheckpointError unless they are its own."""
-    layers = list(decoder.layers)
-    like %= len(layers)
-    routed = [mlp for mlp, layer in enumerate(layers) if _has_experts(layer.state_dict()) == _has_experts(state)]
-    mlp = min(routed, key=lambda number: abs(number - like), default=like)
+    layers, mlp = decoder.layers, nearest_mlp(decoder, like, _has_experts(state))
     expected = {f"layers.0.{name}": tensor for name, tensor in layers[like].state_dict().items()}
+    expected |= {f"layers.0.mlp.{name}": tensor for name, tensor in layers[mlp].mlp.state_dict().items()}
     with torch.device("meta"):
-        made = empty_layer(decoder, like)
-        if mlp != like:
-            made.mlp = empty_layer(decoder, mlp).mlp
-            expected |= {f"layers.0.mlp.{name}": tensor for name, tensor in layers[mlp].mlp.state_dict().items()}
-        holder: Any = _Holder(decoder.config, made, state)
+        holder: Any = _Holder(decoder.config, empty_layer(decoder, like, mlp), state)
     mapping: Any = get_model_conversion_mapping(decoder, add_legacy=False)
     tensors = {_in_holder(place): tensor for place, tensor in state.items()}
     try:

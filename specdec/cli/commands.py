@@ -59,7 +59,10 @@ class PhaseOptions:
     batches: str = phase_option("1,8,32", "Requests at a time, each in turn.")
     contexts: str = phase_option("1k", "Tokens before the first round, each in turn; 1k is 1024.")
     rounds: int = phase_option(50, "Rounds timed in each cell.", min=2)
-    drafts: str | None = phase_option(None, "Of plain, chain, tree, chain7, tree60; default: the first three.")
+    drafts: str | None = phase_option(
+        None,
+        "Of plain, chain, tree, chain7, tree60; for MTP modules mtp1, mtp, tree. Default: not chain7, tree60.",
+    )
     suppose_acceptance: str | None = phase_option(
         None,
         "Acceptance lengths for which tokens/s are computed from the measured rounds (synthetic; nothing is forced): "

@@ -5,7 +5,7 @@ A shape is the text part of a target and the drafter that is published for it, a
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
 from typing import Any
@@ -21,7 +21,10 @@ from specdec.models.bundled import BUNDLED_DIR
 
 WIDTHS = frozenset(
     f"{name}_size" for name in ("vocab", "draft_vocab", "hidden", "intermediate", "moe_intermediate")
-) | {"head_dim", "global_head_dim", "sliding_window", "hidden_size_per_layer_input", "vocab_size_per_layer_input"}
+) | (
+    {"head_dim", "global_head_dim", "sliding_window", "hidden_size_per_layer_input", "vocab_size_per_layer_input"}
+    | {"share_expert_dim", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}
+)
 """Fields of a config that `Shrink` divides."""
 MAX_SHRINK = 16
 """Narrower heads and windows are no attention."""
@@ -63,10 +66,21 @@ class Shrink:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """A target and its drafter: fields of their configs by `model_type`; "inside" is that of a whole config.
+class MtpSpec:
+    """MTP modules, whose blocks have the attention of the target's layers. parts: norm, head and embed, as far as
+    modules have them. dense: whether their MLPs are so; None: as the layer's that they are like."""
 
-    Of drafters "eagle3" is an `Eagle3Spec`, "mtp" the target's own `modules`, "suffix" a lookup."""
+    modules: int
+    parts: Sequence[str]
+    dense: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A target and its drafter: fields of their configs by `model_type`; "inside" is that of a whole config, whose
+    encoder has one layer where the shape is made smaller.
+
+    Of drafters "eagle3" is an `Eagle3Spec`, and "mtp" an `MtpSpec`."""
 
     name: str
     published: str
@@ -76,8 +90,7 @@ class Shape:
     @property
     def drafts(self) -> dict[str, SpecConfig]:
         """Shapes of the draft that are measured, by name; none of a drafter that is not made at random."""
-        tree = TREES.get(self.drafter_fields["model_type"])
-        return {} if tree is None else {"chain": SpecConfig(4), "tree": tree}
+        return DRAFTS.get(self.drafter_fields["model_type"], {})
 
     def target(self, shrink: Shrink) -> PreTrainedConfig:
         """Config of the target. The last of every `sliding_window_pattern` layers is full, and the last of all."""
@@ -91,18 +104,21 @@ class Shape:
                 shared = min(round(depth * fields["num_kv_shared_layers"] / layers), depth - period)
                 fields["num_kv_shared_layers"] = max(0, shared)
         config: PreTrainedConfig = AutoConfig.for_model(**fields)
-        return config if whole is None else AutoConfig.for_model(whole, text_config=config.to_dict())
+        if whole is None:
+            return config
+        small: dict[str, Any] = {"vision_config": SMALL_VISION} if shrink.words else {}
+        return AutoConfig.for_model(whole, text_config=config.to_dict(), **small)
 
-    def drafter(self, target: Any, shrink: Shrink) -> PreTrainedConfig | Eagle3Spec | None:
-        """target: its config, as `target` makes it or loaded. None: MTP modules, or one that has no weights."""
+    def drafter(self, target: Any, shrink: Shrink) -> PreTrainedConfig | Eagle3Spec | MtpSpec:
+        """target: its config, as `target` makes it or loaded."""
         fields = shrink.fields(**self.drafter_fields)
         match kind := fields.pop("model_type"):
             case "eagle3":
                 return _eagle3(target, **fields)
             case "gemma4_assistant":
                 return _gemma4_assistant(target, shrink, **fields)
-            case "mtp" | "suffix":
-                return None
+            case "mtp":
+                return MtpSpec(**fields)
         full = [FULL_ATTENTION] * fields["num_hidden_layers"]
         config: PreTrainedConfig = AutoConfig.for_model(kind, layer_types=full, **fields)
         return config
@@ -165,8 +181,13 @@ def _eagle3(target: Any, *, hidden_size: int | None = None, num_heads: int | Non
     )
 
 
-TREES = {"eagle3": SpecConfig(6, 4, 32), "gemma4_assistant": SpecConfig(4, 4, 16)}
-"""The tree that is measured of a drafter, by its kind; others have no random weights."""
+DRAFTS = {
+    "eagle3": {"chain": SpecConfig(4), "tree": SpecConfig(6, 4, 32)},
+    "gemma4_assistant": {"chain": SpecConfig(4), "tree": SpecConfig(4, 4, 16)},
+    "mtp": {"mtp1": SpecConfig(1), "mtp": SpecConfig(3), "tree": SpecConfig(3, 4, 16)},  # as deep as three modules go
+}
+"""Drafts that are measured of a drafter, by its kind; others have no random weights."""
+SMALL_VISION = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
 ON_REQUEST = {"chain7": SpecConfig(7), "tree60": SpecConfig(6, 10, 60)}
 """Drafts of any drafter, measured only when they are named: a chain that verifies 8 nodes, a tree of EAGLE's width."""
 NO_PLE = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}

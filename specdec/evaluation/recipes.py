@@ -9,7 +9,7 @@ A step's time is its floor times a multiple: what was measured of the pair on th
 import shlex
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -20,9 +20,16 @@ from specdec.draft_models.native_mtp.mtp_checkpoint import family_of
 from specdec.draft_models.native_mtp.mtp_drafter import kept_by_modules
 from specdec.errors import ConfigError, shown
 from specdec.evaluation.memory_plan import PlannedDrafter, group_memory
-from specdec.evaluation.model_shapes import SHAPES, Shape, Shrink
+from specdec.evaluation.model_shapes import SHAPES, MtpSpec, Shape, Shrink
 from specdec.evaluation.phases.memory_floor import step_bytes
-from specdec.evaluation.phases.random_weights import FORMS, META, build_model, empty_packed, pack_layers
+from specdec.evaluation.phases.random_weights import (
+    FORMS,
+    META,
+    build_model,
+    count_modules,
+    empty_packed,
+    pack_layers,
+)
 from specdec.kvcache.index_spaces import PRIMARY
 from specdec.models.model_on_meta import ModelOnMeta, model_on_meta
 from specdec.models.published import RECIPES, Pair, last_part, nearest_recipe
@@ -101,7 +108,7 @@ def recipe(pair: Pair) -> Recipe:
     shape = SHAPES[pair.shape]
     model = ModelOnMeta(pair.target, model_on_meta(shape.target(Shrink()), DTYPE))
     spec = SpecConfig(pair.num_steps, adaptive=True)
-    planned = plan_drafter(shape, model, spec)
+    planned = PlannedDrafter() if pair.drafter == "suffix" else plan_drafter(shape, model, spec)
     if pair.form:
         form = FORMS[pair.form]
         pack_layers(model.model, form, partial(empty_packed, form, META))
@@ -136,17 +143,12 @@ def card_memory(gigabytes: int, gpus: int, needs: CacheNeeds, config: EngineConf
 
 
 def plan_drafter(shape: Shape, model: ModelOnMeta, spec: SpecConfig) -> PlannedDrafter:
-    """The drafter of a shape whose target is on `meta`. MTP modules have a block like a layer of the target, a
-    projection of two states to one, and three norms; heads and embeddings are mostly the target's."""
+    """The drafter of a shape whose target is on `meta`."""
     described = shape.drafter(model.config, Shrink())
-    if described is None:
-        count = shape.drafter_fields.get("modules", 0)
-        if not count:
-            return PlannedDrafter()
-        like, layers = family_of(model).like, cast(Any, model.user_decoder).layers
-        rest = (2 * model.hidden_size + 3) * model.hidden_size * DTYPE.itemsize
-        needs = DraftNeeds(kept_by_modules(model.layout, like, count), reread=count - 1, late=KEPT)
-        return PlannedDrafter(needs, count * (stored_weights(layers[like]).bytes + rest))
+    if isinstance(described, MtpSpec):
+        layout = kept_by_modules(model.layout, family_of(model).like, described.modules)
+        needs = DraftNeeds(layout, reread=described.modules - 1, late=KEPT)
+        return PlannedDrafter(needs, count_modules(described, model).bytes)
     drafter = build_model(described, META, DTYPE)
     weights = stored_weights(drafter).bytes
     if isinstance(described, Eagle3Spec):

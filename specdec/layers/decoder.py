@@ -319,5 +319,5 @@ class DecoderWalk:
         """After the last layer: the states after the final norm; see `FusedDecoder.forward`."""
         if isinstance(self.narrowing, Ending):
             return None
-        last: torch.Tensor = self.decoder.ops(norm)(Product.of(self.hidden), pre=self.decoder.parts.final_norm)[1]
+        last = self.decoder.ops(norm)(Product.of(self.hidden), pre=self.decoder.parts.final_norm)[1]
         return last.view(self.shape if self.narrowing is None else (1, *last.shape))

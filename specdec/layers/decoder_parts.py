@@ -104,10 +104,10 @@ class LayerParts:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderParts:
     """rotary: kind of layer -> (frequencies, attention factor), whose tables are float32 (`float_rotary`) or in the
-    model's dtype. factor: of embeddings, after that of their module."""
+    model's dtype. factor: of embeddings, after that of their module. final_norm: None for MTP modules without one."""
 
     layers: tuple[LayerParts, ...]
-    final_norm: Gain
+    final_norm: Gain | None
     rotary: dict[str, tuple[torch.Tensor, float]]
     float_rotary: bool = False
     factor: float = 1.0

@@ -86,6 +86,11 @@ UNROTATED = "unrotated"
 """The kind of layers without a rotary embedding."""
 
 
+def rotates_in_windows(attention: Any) -> bool:
+    """EXAONE's rule: layers with full attention rotate only where no layer slides."""
+    return attention.sliding_window is None or bool(attention.is_sliding)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaLike:
     """Llama's layer (norm, attention, residual, norm, gated MLP or experts, residual), and where a family differs.
@@ -111,25 +116,25 @@ class LlamaLike:
         """The description of a text model. apart: for `Groups`. Raises Unfusable."""
         check_tree(model)
         merged = Groups(apart=apart)
-        layers = tuple(self.layer(layer, model, merged) for layer in model.layers)
+        layers = tuple(self.layer(layer, model, merged, index) for index, layer in enumerate(model.layers))
         if not merged.are_merged():
             raise Unfusable("some of its weights are tied to one another")
         return DecoderParts(
             layers=layers,
-            final_norm=self.gain_of(model.norm),
+            final_norm=None if isinstance(model.norm, nn.Identity) else self.gain_of(model.norm),
             rotary=_rotary(model.rotary_emb, {layer.kind for layer in layers}),
             float_rotary=self.float_rotary,
             factor=float(getattr(model, "embedding_multiplier", 1.0)),
             embeddings=self._embeddings(model) if getattr(model, "hidden_size_per_layer_input", 0) else None,
         )
 
-    def layer(self, layer: Any, model: Any, merged: Groups) -> LayerParts:
-        """The description of one layer of a model, or of a head that has layers like a model's."""
+    def layer(self, layer: Any, model: Any, merged: Groups, index: int = 0) -> LayerParts:
+        """The description of layer `index` of a model, or of a head that has layers like a model's."""
         attention = layer.self_attn
         products = _attention_products(attention, merged)
         latent = self._latent(attention)
         heads, wide_norms = self._heads(attention, len(products["qkv"])) if latent is None else _latent_heads(attention)
-        kinds = isinstance(model.rotary_emb.rope_type, dict)
+        kind = _layer_type(attention, model.config, index) if isinstance(model.rotary_emb.rope_type, dict) else ""
         norms: dict[str, Any] = {
             f"{place}_norm": None if name is None else self.gain_of(getattr(layer, name))
             for place, name in self.norms._asdict().items()
@@ -137,7 +142,7 @@ class LlamaLike:
         activation = getattr(model.config, "hidden_activation", None) or model.config.hidden_act
         mlp = _first(layer.mlp, "shared_experts", "shared_expert") if hasattr(layer.mlp, "experts") else layer.mlp
         return LayerParts(
-            kind=UNROTATED if not self.rotates(attention) else _layer_type(attention, model.config) if kinds else "",
+            kind=kind if self.rotates(attention) else UNROTATED,
             heads=heads,
             wide_norms=wide_norms,
             scaling=attention.scaling,
@@ -263,8 +268,8 @@ def _first(module: Any, *names: str) -> Any:
     return next((found for name in names if (found := getattr(module, name, None)) is not None), None)
 
 
-def _layer_type(attention: Any, config: Any) -> str:
-    named: str = getattr(attention, "layer_type", None) or config.layer_types[attention.layer_idx]
+def _layer_type(attention: Any, config: Any, index: int) -> str:
+    named: str = getattr(attention, "layer_type", None) or config.layer_types[index]
     return named
 
 
@@ -329,7 +334,8 @@ FAMILIES: dict[str, LlamaLike] = {
     ),
     "deepseek_v3.DeepseekV3Model": LlamaLike(),
     "ernie4_5_moe.Ernie4_5_MoeModel": LlamaLike(interleaved=True, float_rotary=True),
-    "exaone_moe.ExaoneMoeModel": LlamaLike(rotates=lambda a: a.sliding_window is None or a.is_sliding),
+    "exaone4.Exaone4Model": LlamaLike(norms=POST_NORMS, rotates=rotates_in_windows),
+    "exaone_moe.ExaoneMoeModel": LlamaLike(rotates=rotates_in_windows),
     "gemma2.Gemma2Model": LlamaLike(gain=PLUS_ONE, norms=GEMMA_NORMS, softcaps=True),
     "gemma3.Gemma3TextModel": LlamaLike(gain=PLUS_ONE, norms=GEMMA_NORMS),
     "gemma4.Gemma4TextModel": LlamaLike(gain=FLOAT, norms=GEMMA_NORMS),

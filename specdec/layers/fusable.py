@@ -9,7 +9,7 @@ from specdec.layers.packed.packed_experts import PackedExperts, packed_of
 from specdec.layers.packed.packed_linear import PackedLinear
 from specdec.layers.packed.packed_tile import runs_in_tiles
 from specdec.modules.module_watch import RECORDING_HOOKS
-from specdec.modules.private_copy import fused_rms_norm
+from specdec.modules.private_copy import OWN_FORWARDS
 
 PLAIN_MODULES = frozenset(
     {"torch.nn.modules.linear", "torch.nn.modules.container", "torch.nn.modules.sparse", "torch.nn.modules.activation"}
@@ -47,8 +47,8 @@ def check_tree(model: nn.Module) -> None:
 
 def is_untouched(module: nn.Module) -> bool:
     """Does it run the forward of its class, and nothing else but notes that transformers takes for itself?"""
-    forward = vars(module).get("forward")  # the norms of a private copy have one that is the same norm
-    replaced = forward is not None and getattr(forward, "__func__", None) is not fused_rms_norm
+    forward = vars(module).get("forward")  # norms and experts of a private copy have one that is the same
+    replaced = forward is not None and getattr(forward, "__func__", None) not in OWN_FORWARDS
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     return not replaced and all(getattr(hook, "__module__", None) == RECORDING_HOOKS for hook in hooks)
 

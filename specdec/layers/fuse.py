@@ -22,8 +22,9 @@ from specdec.layers.families import FAMILIES, SCALED_EMBEDDINGS
 from specdec.layers.fusable import Unfusable, is_plain, is_untouched
 from specdec.layers.linear import linear
 from specdec.layers.merge import MERGING, Watch
+from specdec.layers.norm import norm
 from specdec.layers.packed.packed_linear import PackedLinear, weight_of
-from specdec.layers.product import finish
+from specdec.layers.product import Product, finish
 from specdec.modules.family_name import family_name
 from specdec.modules.module_watch import ModuleWatch
 from specdec.modules.weights_lock import holds_weights_lock
@@ -56,6 +57,19 @@ class FusedLinear(StandIn):
         """x [..., K] -> [..., N]."""
         rows = self.ops(linear)(x.reshape(-1, x.shape[-1]), weight_of(self.source), self.source.bias)
         return self.ops(finish)(rows).view(*x.shape[:-1], -1)
+
+
+class FusedNorm(StandIn):
+    """A norm of the kind that a text model has."""
+
+    def __init__(self, source: nn.Module, model: nn.Module, ops: Operations) -> None:
+        super().__init__(source, ops)
+        self.gain_of = FAMILIES[family_name(model)].gain_of
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., H] -> [..., H]."""
+        rows = Product.of(x.reshape(-1, x.shape[-1]))
+        return self.ops(norm)(rows, pre=self.gain_of(self.source))[1].view_as(x)
 
 
 class FusedEmbedding(StandIn):

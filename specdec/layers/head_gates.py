@@ -17,7 +17,7 @@ def reference_gate_heads(x: torch.Tensor, gates: Product) -> torch.Tensor:
     return x * reference_finish(gates).sigmoid()[..., None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_heads"])  # 1 of either would be a constant
 def _gate_heads_kernel(
     p_x: tl.tensor,  # [T, H, D]
     p_parts: tl.tensor,  # [S, T, H]

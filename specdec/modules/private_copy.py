@@ -16,8 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig
+from transformers.integrations.moe import grouped_mm_experts_forward
 from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 from transformers.models.gemma4_unified.modeling_gemma4_unified import Gemma4UnifiedRMSNorm
+from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
 
 ATTENTION_NAME = "specdec"
 HOOKS = (
@@ -39,6 +41,20 @@ DECOMPOSED_NORMS = (Gemma4RMSNorm, Gemma4UnifiedRMSNorm)
 """transformers writes these out (float, pow, mean, pow, mul, mul, cast), seven times a layer."""
 
 
+LOOPED_EXPERTS = (Step3p7Experts,)
+"""transformers runs these by a loop over the chosen experts, whose number the host reads: no graph holds it."""
+
+
+def grouped_experts(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Their `forward` as transformers runs the experts of other families, by grouped products. It looks for these
+    attributes, which it gives to those itself."""
+    self.has_gate, self.has_bias, self.is_transposed = True, False, False
+    out: torch.Tensor = grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+    return out
+
+
 def fused_rms_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     """Their `forward` as one operator over hidden_states [..., D]: the same arithmetic in the same order, in float32.
 
@@ -47,6 +63,10 @@ def fused_rms_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     weight = self.weight.float() if self.with_scale else None
     normed = F.rms_norm(hidden_states.float(), hidden_states.shape[-1:], weight, self.eps)
     return normed.type_as(hidden_states)
+
+
+OWN_FORWARDS = (fused_rms_norm, grouped_experts)
+"""What computes in a copy what the class's own forward does."""
 
 
 def private_copy(module: nn.Module, attention: str = ATTENTION_NAME) -> nn.Module:
@@ -78,6 +98,8 @@ def private_copy(module: nn.Module, attention: str = ATTENTION_NAME) -> nn.Modul
             state["rope_type"] = "default"
         if isinstance(original, DECOMPOSED_NORMS):
             state["forward"] = MethodType(fused_rms_norm, twin)
+        elif isinstance(original, LOOPED_EXPERTS):
+            state["forward"] = MethodType(grouped_experts, twin)
         state["_modules"] = {name: None if child is None else visit(child) for name, child in original._modules.items()}
         twin.__dict__ = state
         return twin

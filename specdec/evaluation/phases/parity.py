@@ -50,7 +50,7 @@ def output_gaps(model: PreTrainedModel, prompt: Sequence[int], output: Sequence[
     """[len(output)] on the CPU: how far each token is from the best one of its place, in deviations."""
     reference: Any = private_copy(model, "eager")
     ids = torch.tensor([*prompt, *output], device=model.device)
-    chunk = max(16, MAX_SCORES // (len(ids) * int(reference.config.get_text_config().num_attention_heads)))
+    chunk = max(16, MAX_SCORES // (len(ids) * max_heads(reference.config.get_text_config())))
     first = len(prompt) - 1  # the row whose logits chose the first token
     cached = {"use_cache": True, **cache_argument(reference, DynamicCache(config=reference.config.get_text_config()))}
     for start in range(0, first, chunk):
@@ -59,3 +59,10 @@ def output_gaps(model: PreTrainedModel, prompt: Sequence[int], output: Sequence[
     chosen = logits.gather(1, ids[first + 1 :, None])[:, 0]
     gaps: torch.Tensor = (logits.amax(dim=1) - chosen) / logits.std(dim=1)
     return gaps.cpu()
+
+
+def max_heads(config: Any) -> int:
+    """Query heads of the layer that has most of them."""
+    by_layer = getattr(config, "per_layer_config", None)
+    layers = range(config.num_hidden_layers)
+    return max(by_layer[i].num_attention_heads for i in layers) if by_layer else int(config.num_attention_heads)

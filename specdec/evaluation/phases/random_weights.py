@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import floor, gcd, log2
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -25,19 +25,25 @@ from specdec.draft_models.base import Drafter
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, constructible_assistants
+from specdec.draft_models.native_mtp.mtp_checkpoint import family_of
+from specdec.draft_models.native_mtp.mtp_drafter import DescribedTarget, NativeMtpDrafter
+from specdec.draft_models.native_mtp.mtp_module import MtpModule, empty_layer, nearest_mlp
 from specdec.errors import CapacityError, ConfigError, require_one_of
-from specdec.evaluation.model_shapes import Shape, Shrink
+from specdec.evaluation.model_shapes import MtpSpec, Shape, Shrink
 from specdec.evaluation.phases.phase_run import Subject
 from specdec.gpu.memory import free_bytes
 from specdec.gpu.operations import choose_operations
+from specdec.layers.families import FAMILIES
 from specdec.layers.moe.moe_families import experts_of
 from specdec.layers.packed.packed_experts import PackedExperts
 from specdec.layers.packed.packed_linear import PackedLinear
 from specdec.layers.packed.packed_weight import BITS, PackedWeight, numbers_of, pack
 from specdec.loading import pick_device, pick_dtype
 from specdec.models.known_types import auto_class
+from specdec.models.model_on_meta import ModelOnMeta
 from specdec.models.target import TargetModel
 from specdec.models.weight_storage import StoredWeights, stored_weights
+from specdec.modules.family_name import family_name
 from specdec.progress import working
 from specdec.runtime.sizing import MEMORY_SHARE
 
@@ -179,14 +185,23 @@ class Stored(NamedTuple):
 def count_weights(
     shape: Shape, shrink: Shrink, dtype: torch.dtype = torch.bfloat16, form: WeightForm | None = None
 ) -> Stored:
-    """Counted on `meta`, where nothing is allocated. form: of the target's layers; all else is in `dtype`. Of MTP
-    modules nothing is counted: `mtp_needs` in memory_plan.py has them."""
+    """Counted on `meta`, where nothing is allocated. form: of the target's layers; all else is in `dtype`."""
     config = shape.target(shrink)
     target, described = build_model(config, META, dtype), shape.drafter(config.get_text_config(), shrink)
-    drafter = [] if described is None else [build_model(described, META, dtype)]
+    if isinstance(described, MtpSpec):
+        drafter = count_modules(described, ModelOnMeta(shape.name, target))
+    else:
+        drafter = stored_weights(build_model(described, META, dtype))
     if form is not None:
         pack_layers(target, form, partial(empty_packed, form, META))
-    return Stored(stored_weights(target), stored_weights(*drafter))
+    return Stored(stored_weights(target), drafter)
+
+
+def count_modules(spec: MtpSpec, target: ModelOnMeta) -> StoredWeights:
+    """Weights of a target's MTP modules, without the target's embedding and head, which are no second ones."""
+    block, shapes = described_module(spec, target)
+    numbers = stored_weights(block).numbers + sum(shape.numel() for shape in shapes.values())
+    return StoredWeights(spec.modules * numbers, spec.modules * numbers * target.dtype.itemsize, "")
 
 
 def require_room(
@@ -223,6 +238,11 @@ def make_target(
 
 def make_drafter(shape: Shape, shrink: Shrink, target: TargetModel, seed: int) -> Drafter:
     described = shape.drafter(target.config, shrink)
+    if isinstance(described, MtpSpec):
+        modules = made_modules(described, target)
+        for number, module in enumerate(modules):
+            randomise(nn.ModuleDict(module.parts()), seed + number, target.user_decoder)
+        return NativeMtpDrafter(modules, family_of(target), target)
     model = build_model(described, target.device, target.dtype)
     randomise(model, seed)
     if isinstance(described, Eagle3Spec):
@@ -237,12 +257,15 @@ def make_drafter(shape: Shape, shrink: Shrink, target: TargetModel, seed: int) -
 
 
 @torch.no_grad()
-def randomise(module: nn.Module, seed: int) -> None:
-    """Fill every parameter in place, on its device."""
+def randomise(module: nn.Module, seed: int, decoder: nn.Module | None = None) -> None:
+    """Fill every parameter in place, on its device. decoder: the text model that has norms like these; None: it is in
+    the module."""
     layers = getattr(getattr(module, "config", None), "num_hidden_layers", 1)
+    names = [family_name(part) for part in (decoder or module).modules()]
+    gain = 0.0 if any(name in FAMILIES and FAMILIES[name].gain.plus_one for name in names) else 1.0
     for number, (path, weight) in enumerate(module.named_parameters(), start=1):  # a tied head is its embedding
         owner, _, name = path.rpartition(".")
-        mean, std = 1.0, 0.05  # gains of norms, scales of routers
+        mean, std = gain if "norm" in path else 1.0, 0.05  # gains of norms, scales of routers
         if weight.dim() > 1:
             part = module.get_submodule(owner)
             plain = isinstance(part, nn.Embedding) and not hasattr(part, "embed_scale")
@@ -261,6 +284,29 @@ def randomise(module: nn.Module, seed: int) -> None:
             scores.weight.mul_(ROUTER_SCORES / getattr(part, "scalar_root_size", 1.0))
         if hasattr(part, "experts") and hasattr(part, "post_feedforward_layernorm_2"):
             part.post_feedforward_layernorm_2.weight.mul_(MIXTURE_GAIN)
+
+
+def made_modules(spec: MtpSpec, target: DescribedTarget) -> list[MtpModule]:
+    """MTP modules of zeros for a target, on its device."""
+    decoder, like = cast(Any, target.user_decoder), family_of(target).like
+    block, shapes = described_module(spec, target)
+    shapes |= {f"block.{name}": tensor.shape for name, tensor in block.state_dict().items()}
+    zeros = decoder.norm.weight.new_zeros
+    return [
+        MtpModule({place: zeros(shape) for place, shape in shapes.items()}, decoder, like, number)
+        for number in range(spec.modules)
+    ]
+
+
+def described_module(spec: MtpSpec, target: DescribedTarget) -> tuple[nn.Module, dict[str, torch.Size]]:
+    """The block of each module, without weights, and the shapes of its other tensors by place."""
+    decoder, like = cast(Any, target.user_decoder), family_of(target).like
+    mlp = None if spec.dense is None else nearest_mlp(decoder, like, not spec.dense)
+    gain, table = decoder.norm.weight.shape, decoder.get_input_embeddings().weight.shape
+    shapes = dict.fromkeys(("enorm", "hnorm", "norm"), gain) | dict.fromkeys(("head", "embed"), table)
+    shapes["proj"] = torch.Size((*gain, 2 * gain[0]))
+    own = {f"{part}.weight": shapes[part] for part in ("enorm", "hnorm", "proj", *spec.parts)}
+    return empty_layer(decoder, like, mlp), own
 
 
 def build_model(described: Any, device: torch.device, dtype: torch.dtype) -> Any:
