@@ -134,13 +134,10 @@ class CheckedBackend:
         positions = start[:, None] + columns * page_size
         expected = slots.gather(1, positions.clamp(max=slots.shape[1] - 1)) // page_size
         real = self._real(plan)[:, None]
-        retain = int(self.sanitizer.table.retain[group])
-        committed = self.sanitizer.table.committed_len.tensor[plan.rows][:, None]
-        kept = positions + page_size > committed - retain  # a late reader's table begins with evicted ones
-        wrong = real & (positions < length) & ((pages != expected) | (kept & (pages == NULL_SLOT)))
+        wrong = real & (positions < length) & ((pages != expected) | (pages == NULL_SLOT))
         self.sanitizer.note(Fault.READ, group, wrong, plan.rows, positions, pages * page_size, expected * page_size)
 
-        oldest = (length - retain).clamp(min=0)
+        oldest = (length - int(self.sanitizer.table.retain[group])).clamp(min=0)
         begin, end = start[:, None], start[:, None] + pages.shape[1] * page_size
         short = real & ((begin > oldest) | (end < length))
         missing = torch.where(begin > oldest, oldest, end)

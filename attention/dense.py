@@ -122,8 +122,6 @@ class VisibleKeys:
             slots, start = newest(slots, plan.committed_len, window)
         key_pos = start[:, None] + torch.arange(slots.shape[1], device=slots.device)  # [B, L]
         committed = key_pos < plan.committed_len[:, None]
-        if group != PRIMARY:
-            committed &= slots != NULL_SLOT  # evicted, of a run that begins before the newest token
         seen = visible(plan.positions, key_pos, committed, window, plan.first_key)  # [B, N, L]
         if plan.write is None:
             slots = torch.where(committed, slots, slots[:, :1])

@@ -170,7 +170,7 @@ def plan_frozen(
 
     Computed here unless given: committed_len, S [B], and prefix, the backend's tables of it.
     """
-    assert window_shift - position_offset <= min(table.extra_keys), f"eviction keeps too little for {window_shift=}"
+    assert window_shift - position_offset <= table.extra_keys, f"eviction keeps too little for {window_shift=}"
     if committed_len is None:
         committed_len = table.committed_len.tensor[rows.index]
     position = committed_len + position_offset if position_offset else committed_len

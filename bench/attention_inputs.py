@@ -13,10 +13,11 @@ from specdec.attention.kernels.own_keys import own_keys, reference_own_keys
 from specdec.attention.kernels.ragged_attention import ragged_attention
 from specdec.attention.kernels.tree_attention import tree_attention
 from specdec.attention.pack import Lines, Pack
+from specdec.kvcache.rounded import RoundedPool
 
 Shape = dict[str, Any]
-"""Arguments of `make_inputs`, and: kind of the rows, level of a draft's newest nodes, exact, softcap,
-sinks."""
+"""Arguments of `make_inputs`, and: kind of the rows, level of a draft's newest nodes, exact, softcap, sinks, rounded:
+K and V in 8 bits."""
 
 
 class Prepared(NamedTuple):
@@ -109,9 +110,16 @@ def _common(shape: Shape, *own: str) -> tuple[dict[str, Any], dict[str, Any], li
     return shape, extra, fields
 
 
+def _rounded(rows: torch.Tensor) -> RoundedPool:
+    """rows [slots, Hkv, D], NaN where nothing is held."""
+    pool = RoundedPool.zeros(*rows.shape, rows.dtype, rows.device)
+    pool.index_copy_(0, torch.arange(len(rows), device=rows.device), rows)
+    return pool
+
+
 def prepare_paged(shape: Shape) -> Prepared:
     """`paged_attention` of the newest `level` nodes of a binary tree of `num_rows`; None: all of them."""
-    shape, extra, [level] = _common(shape, "level")
+    shape, extra, [level, rounded] = _common(shape, "level", "rounded")
     args = {**make_inputs(**shape, evicted=True), **extra}
     if shape.get("window") is None:
         args["start"] = None
@@ -129,9 +137,21 @@ def prepare_paged(shape: Shape) -> Prepared:
         "positions": positions[:, newest],
         "ancestors": bits[newest].to(DEVICE).repeat(batch, 1, 1),
     }
+    if not rounded:
+        return Prepared(
+            lambda **options: pa.paged_attention(**args, **options),
+            lambda: pa.reference_paged_attention(**in_float64(args)),
+        )
+    args |= {name: _rounded(args[name]) for name in ("pool_k", "pool_v")}
+    blocks = [_rounded(args[name].transpose(1, 2).flatten(0, 1)) for name in ("block_k", "block_v")]  # [B * M, Hkv, D]
+    numbers = [block.bits.unflatten(0, (batch, -1)).transpose(1, 2) for block in blocks]
+    exact = [
+        x.unflatten(0, (batch, -1)).transpose(1, 2) for x in in_float64(dict(zip("kv", blocks, strict=True))).values()
+    ]
+    own = {"block_k": numbers[0], "block_v": numbers[1], "block_scales": tuple(block.scales for block in blocks)}
     return Prepared(
-        lambda **options: pa.paged_attention(**args, **options),
-        lambda: pa.reference_paged_attention(**in_float64(args)),
+        lambda **options: pa.paged_attention(**args | own, **options),
+        lambda: pa.reference_paged_attention(**in_float64(args) | {"block_k": exact[0], "block_v": exact[1]}),
     )
 
 
@@ -157,7 +177,7 @@ def prepare_ragged(shape: Shape) -> Prepared:
 
 def _stored(shape: Shape) -> tuple[dict[str, Any], dict[str, Any], Callable[[], torch.Tensor]]:
     """(arguments of kernels that find all keys in the pools, those of `own_keys`, the reference in float64)."""
-    shape, extra, [kind, *_] = _common(shape, "kind", "level", "exact")
+    shape, extra, [kind, rounded, *_] = _common(shape, "kind", "rounded", "level", "exact")
     kind, (batch, num_rows) = kind or "tree", (shape["batch"], shape["num_rows"])
     args = {**make_inputs(**shape, evicted=True), **extra}
     block_k, block_v = args.pop("block_k"), args.pop("block_v")
@@ -179,16 +199,19 @@ def _stored(shape: Shape) -> tuple[dict[str, Any], dict[str, Any], Callable[[], 
         for name, block in (("pool_k", block_k), ("pool_v", block_v)):
             rows = block.transpose(1, 2).flatten(0, 1)  # [B * N, Hkv, D]
             args[name] = torch.cat([args[name], rows, rows[:1].expand(spare, -1, -1)])
+    if rounded:
+        args |= {name: _rounded(args[name]) for name in ("pool_k", "pool_v")}
     table = {name: args[name] for name in ("pages", "start", "committed_len", "page_size")}
     table |= {"write": write, "parents": parents}
     return args, table, lambda: deterministic_attention(own=reference_own_keys(**table), **in_float64(args))
 
 
 def kv_bytes(shape: Shape) -> int:
-    """Bytes of K and V that some row of the shape can see, each once, in 16 bits."""
+    """Bytes of K and V that some row of the shape can see, each once, in 16 bits, or in 8 with their scales."""
     keys = shape["length"] if shape.get("window") is None else min(shape["length"], shape["window"] - 1)
     keys += 0 if shape.get("kind") == "frozen" else shape["num_rows"]
-    return int(2 * shape["batch"] * keys * shape["heads"][1] * shape["head_dim"] * 2)
+    row = shape["head_dim"] + 4 if shape.get("rounded") else 2 * shape["head_dim"]
+    return int(2 * shape["batch"] * keys * shape["heads"][1] * row)
 
 
 def flops(shape: Shape) -> int:

@@ -34,6 +34,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specdec.cli.bodies.run_server import load_served, prepare_process, serve_settings
 from specdec.cli.command import command
 from specdec.cli.commands import ServeOptions
+from specdec.cli.config_file import PREFIX
 from specdec.errors import ConfigError
 from specdec.serving.application import create_app
 from specdec.serving.http.events import event
@@ -80,7 +81,7 @@ class Replica:
 
     async def answer(self, *routed_by: Any, scope: Scope, body: bytes) -> AsyncIterator[Message]:
         """The application's messages to the client. Cancelling it ends the request as a client does that leaves."""
-        messages: asyncio.Queue[Message | None] = asyncio.Queue(maxsize=16)
+        messages: asyncio.Queue[Message | None] = asyncio.Queue()
         unread = [body]
 
         async def receive() -> Message:
@@ -92,7 +93,7 @@ class Replica:
             try:
                 await self.app(scope, receive, messages.put)
             finally:
-                await messages.put(None)
+                messages.put_nowait(None)
 
         serving = asyncio.create_task(serve())
         try:
@@ -143,6 +144,8 @@ class FrontEnd:
         more = True
         while more and len(body) <= self.max_body_bytes:  # the replica refuses a longer one
             part = await receive()
+            if part["type"] == "http.disconnect":
+                return
             body += part.get("body", b"")
             more = part.get("more_body", False)
         text = routed_text(body)
@@ -204,7 +207,7 @@ def merged_metrics(figures: Iterable[tuple[str, str]]) -> bytes:
             merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             for sample in family.samples:
                 merged.add_sample(sample.name, sample.labels | {"replica": replica}, sample.value)
-    return generate_latest(SimpleNamespace(collect=families.values))  # type: ignore[arg-type]
+    return generate_latest(SimpleNamespace(collect=families.values))
 
 
 def actor_options(options: ReplicaOptions) -> dict[str, float]:
@@ -283,4 +286,5 @@ def run_replicas(options: ReplicaOptions) -> None:
 
 
 if __name__ == "__main__":
-    command(ReplicaOptions, run_replicas)("ray_serve.py", "Several replicas of specdec serve under Ray Serve.")()
+    line = "Several replicas of specdec serve, under Ray Serve."
+    command(ReplicaOptions, run_replicas, context_settings={"auto_envvar_prefix": PREFIX})("ray_serve.py", line)()

@@ -1,7 +1,7 @@
-"""K/V of 8 bits: e4m3 numbers with one float32 scale for each slot and head, in plain torch.
+"""K/V of 8 bits: e4m3 numbers with one float32 scale for each slot and head.
 
     write    scale = max |row| / 448,   bits = e4m3(row / scale)       a row is the D numbers of one head of one token
-    read     e4m3 -> float32, times scale, rounded to the model's dtype
+    read     e4m3 -> float32, times scale, rounded to the model's dtype; kernels do not round: see `rounded_kernels.py`
 
 The scale of a row is made from that row alone, so its bits depend on no other token, chunk or request. A row that is
 moved is copied as it is, and is not rounded again. Invariant: target, frozen drafter and draft in progress all attend
@@ -37,6 +37,14 @@ class RoundedPool:
     def shape(self) -> torch.Size:
         return self.bits.shape
 
+    @property
+    def device(self) -> torch.device:
+        return self.bits.device
+
+    def new_empty(self, shape: tuple[int, ...]) -> "RoundedPool":
+        """[slots, heads, D]."""
+        return RoundedPool(self.bits.new_empty(shape), self.scales.new_empty(shape[:-1]), self.dtype)
+
     def index_select(self, dim: int, slots: torch.Tensor) -> "RoundedPool":
         return RoundedPool(self.bits.index_select(dim, slots), self.scales.index_select(dim, slots), self.dtype)
 
@@ -44,7 +52,7 @@ class RoundedPool:
         """Round rows [T, heads, D] and store them at slots [T]."""
         rows = rows.float()
         largest = rows.abs().amax(-1)
-        scales = torch.where(largest > 0, largest / LARGEST, 1.0)
+        scales = torch.where(largest == 0, 1.0, largest / LARGEST)
         self.bits.index_copy_(dim, slots, (rows / scales[..., None]).to(E4M3).view(torch.uint8))
         self.scales.index_copy_(dim, slots, scales)
 
@@ -64,6 +72,11 @@ def read_rows(pool: Pool, slots: torch.Tensor) -> torch.Tensor:
 
 def all_rows(pool: Pool) -> torch.Tensor:
     return pool.read() if isinstance(pool, RoundedPool) else pool
+
+
+def numbers_and_scales(pool: Pool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What a kernel reads of a pool: [slots, heads, D], and [slots, heads] where they are rounded."""
+    return (pool.bits, pool.scales) if isinstance(pool, RoundedPool) else (pool, None)
 
 
 def tensors_of(pool: Pool) -> tuple[torch.Tensor, ...]:

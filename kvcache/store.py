@@ -21,6 +21,7 @@ from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.index_spaces import GroupId, GroupLoc
 from specdec.kvcache.layout import CacheField, KVLayout
 from specdec.kvcache.rounded import Pool, RoundedPool, tensors_of
+from specdec.kvcache.rounded_kernels import store_rounded
 
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
@@ -156,16 +157,20 @@ def _store_kv_kernel(
     tl.store(p_pool_v + slot * (HEADS * V_DIM) + o_row, b_v, mask=m_v)
 
 
-def store_kv(k: torch.Tensor, v: torch.Tensor, slots: GroupLoc, pool_k: torch.Tensor, pool_v: torch.Tensor) -> None:
+def store_kv(k: torch.Tensor, v: torch.Tensor, slots: GroupLoc, pool_k: Pool, pool_v: Pool) -> None:
     """Store k [T, Hkv, D], v [T, Hkv, DV], of any strides, at slots [T] of the contiguous pools [slots, Hkv, D or
     DV]."""
     num_tokens, num_heads, head_dim = k.shape
     assert v.shape[:2] == k.shape[:2] and slots.shape == (num_tokens,), f"{k.shape=} {v.shape=} {slots.shape=}"
     assert pool_k.shape[1:] == k.shape[1:] and pool_v.shape[1:] == v.shape[1:], f"{pool_k.shape=} {pool_v.shape=}"
-    assert pool_k.is_contiguous() and pool_v.is_contiguous(), "a pool is contiguous"
     assert k.dtype == v.dtype == pool_k.dtype == pool_v.dtype, f"{k.dtype=} {v.dtype=} {pool_k.dtype=}"
     if num_tokens == 0:
         return
+    if isinstance(pool_k, RoundedPool) or isinstance(pool_v, RoundedPool):
+        assert isinstance(pool_k, RoundedPool) and isinstance(pool_v, RoundedPool), "K and V are rounded, or neither"
+        store_rounded(k, v, slots, pool_k, pool_v)
+        return
+    assert pool_k.is_contiguous() and pool_v.is_contiguous(), "a pool is contiguous"
     row_len = num_heads * max(head_dim, v.shape[2])
     block = min(triton.next_power_of_2(row_len), 1024)
     _store_kv_kernel[(num_tokens, triton.cdiv(row_len, block))](

@@ -60,9 +60,10 @@ class RequestTable:
 
     reread: tokens at the end of adopted pages that are read again, as if not committed. shared_len: where each row's
     own K/V begin, on the host and the device: what is computed again before that is not stored.
-    extra_keys: committed keys to keep beyond a window for a drafter that reads them, in every windowed group or by
-    group.
-    retain: [groups] committed keys that a row keeps, on the host and the device; all that fit in the primary group.
+    extra_keys: committed keys to keep in every windowed group beyond its window, for a drafter that reads them.
+    late: how many committed tokens a reader of each group may not have read yet; None: none.
+    retain: [groups] committed keys that a forward may read before its first token, on the host and the device; all that
+    fit in the primary group. Eviction keeps as many before the oldest token that is still to be read.
     evicted_len: [groups, rows].
     """
 
@@ -73,8 +74,9 @@ class RequestTable:
         max_requests: int,
         max_len: int,
         lookahead: int,
-        extra_keys: ByGroup[int] | int = FROZEN_EXTRA_KEYS,
+        extra_keys: int = FROZEN_EXTRA_KEYS,
         reread: int = 0,
+        late: ByGroup[int] | None = None,
     ) -> None:
         self.allocator = allocator
         self.lookahead = lookahead
@@ -83,15 +85,16 @@ class RequestTable:
         width = -(-(max_len + lookahead) // page_size) * page_size
         self.slots = MirroredArray((num_rows, width), allocator.device)
         self.committed_len = MirroredArray((num_rows,), allocator.device)
+        assert reread <= extra_keys, f"{reread=} tokens need as many keys more, {extra_keys=}"
         self.shared_len = MirroredArray((num_rows,), allocator.device)
         self.reread = reread
         self.capacity: IntArray = np.zeros(num_rows, dtype=np.int64)
         self.evicted_len: IntArray = np.zeros((len(allocator.pools), num_rows), dtype=np.int64)
         self._active = np.zeros(num_rows, dtype=np.bool_)
-        groups = allocator.groups.groups
-        self.extra_keys = ByGroup((extra_keys,) * len(groups)) if isinstance(extra_keys, int) else extra_keys
-        assert reread <= min(self.extra_keys), f"{reread=} tokens need as many keys more, {extra_keys=}"
-        kept = [width if group.window is None else group.window - 1 + self.extra_keys[group.id] for group in groups]
+        self.extra_keys = extra_keys
+        self.late = allocator.pools.map(lambda pool: 0) if late is None else late
+        windows = [group.window for group in allocator.groups.groups]
+        kept = [width if window is None else window - 1 + extra_keys for window in windows]
         self.retain: IntArray = np.array(kept, dtype=np.int64)
         self.retain_on_device = upload(self.retain, allocator.device)
 
@@ -252,7 +255,8 @@ class RequestTable:
         page_size, freed = self.allocator.page_size, 0
         for group in self.allocator.windowed:
             start = self.evicted_len[group, rows]
-            unseen = ((self.committed_len.host[rows] - self.retain[group]) // page_size - slack_pages) * page_size
+            read_len = self.committed_len.host[rows] - self.late[group]
+            unseen = ((read_len - self.retain[group]) // page_size - slack_pages) * page_size
             end = np.maximum(unseen, start)
             if (end == start).all():
                 continue

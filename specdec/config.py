@@ -125,7 +125,7 @@ class EngineConfig:
     deterministic: the logits of a token depend on its request alone, to the bit: not on the batch, prompt chunks,
     preemption, drafts or captures. A model that cannot run so is refused.
     kv_dtype: "fp8" keeps K/V in 8 bits (e4m3 with a scale a token and head), the drafter's too: about half the memory,
-    and the tokens are those of plain decoding with such K/V. On the torch backend only. None: the model's dtype.
+    and the tokens are those of plain decoding with such K/V. None: the model's dtype.
     cuda_graphs: captures rounds and short prompts once a shape and replays them. "auto" captures on a GPU where the
     model allows it; True makes a model that does not an error, and needs a GPU.
     max_capture_bytes: memory that captures may take of each device; the least recently used are dropped. None: a tenth

@@ -39,7 +39,6 @@ from specdec.runtime.arguments import (
     require_choice,
     require_depth,
     require_fused,
-    require_kv_dtype,
     require_one_sample,
     require_parts,
     require_ranks,
@@ -120,7 +119,6 @@ class Engine:
             in_tiles=target.in_tiles,
             captured=capture is not None,
         )
-        require_kv_dtype(config.kv_dtype, backend.name)
         lookahead = lookahead_nodes(self.spec, drafts=drafter is not None, captured=capture is not None)
         self.cache, self.max_model_len = make_cache(target, drafter, spec, self.config, lookahead, backend)
         warn_where_drafts_end(drafter, self.max_model_len)

@@ -29,6 +29,7 @@ from specdec.kvcache.layout import (
 )
 from specdec.kvcache.page_pool import PagedAllocator
 from specdec.kvcache.prefix_cache import PrefixCache
+from specdec.kvcache.rounded import RoundedPool
 from specdec.kvcache.table import FROZEN_EXTRA_KEYS, Move, RequestTable
 
 __all__ = [
@@ -62,6 +63,7 @@ __all__ = [
     "layout_from_config",
     "make_allocator",
     "replaced",
+    "rounded_rows",
 ]
 
 
@@ -97,6 +99,13 @@ def make_allocator(
     return HybridAllocator(groups, [pages, *each], page_size=page_size, device=torch.device(device))
 
 
+def rounded_rows(rows: torch.Tensor) -> RoundedPool:
+    """rows [slots, Hkv, D] in 8 bits. A row that holds NaN has a scale that is."""
+    pool = RoundedPool.zeros(*rows.shape, rows.dtype, rows.device)
+    pool.index_copy_(0, torch.arange(len(rows), device=rows.device), rows)
+    return pool
+
+
 def replaced(values: ByGroup[Any], group: GroupId, value: Any) -> ByGroup[Any]:
     """`values`, but for that of one group."""
     return ByGroup(tuple(value if other == group else old for other, old in values.items()))
@@ -117,7 +126,7 @@ class KVRig(KVCache):
         max_requests: int,
         max_len: int,
         lookahead: int,
-        extra_keys: ByGroup[int] | int = FROZEN_EXTRA_KEYS,
+        extra_keys: int = FROZEN_EXTRA_KEYS,
         drafts: KVLayout | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",

@@ -36,6 +36,7 @@ from specdec.gpu.exchange_kernels import (
 from specdec.gpu.stage_clock import StageClock
 from specdec.kvcache.index_spaces import PrimaryLoc
 from specdec.kvcache.layer_context import Destination
+from specdec.kvcache.rounded import Pool, RoundedPool, numbers_and_scales
 from specdec.kvcache.store import StoreAddresses, move_kv, store_kv
 from specdec.kvcache.table import RequestTable, Rows
 from specdec.layers.accepted_path import keep_last, path_rows
@@ -110,6 +111,14 @@ def exchange(dtype: torch.dtype, num_rows: int) -> None:
 # the cache
 
 
+def pools_of(heads: int, dim: int, dtype: torch.dtype, slots: int = 9999, *, rounded: bool) -> tuple[Pool, Pool]:
+    """Two pools: K and V."""
+    if not rounded:
+        return numbers(slots, heads, dim, dtype=dtype), numbers(slots, heads, dim, dtype=dtype)
+    bits, scales = numbers(slots, heads, dim, dtype=torch.uint8), numbers(slots, heads, dtype=torch.float32)
+    return RoundedPool(bits, scales, dtype), RoundedPool(bits, scales, dtype)
+
+
 def cache(dtype: torch.dtype, page_size: int, *, swa: bool) -> None:
     groups = 2 if swa else 1
     arrays = integers(9, 4096), integers(groups, 9999), integers(groups), integers(3), integers(3)
@@ -117,6 +126,7 @@ def cache(dtype: torch.dtype, page_size: int, *, swa: bool) -> None:
     pool = numbers(9999, 2, 256, dtype=dtype)
     merged = numbers(15, 6, 256, dtype=dtype)
     store_kv(merged[:, 2:4], merged[:, 4:], PrimaryLoc(integers(15)), pool, pool)
+    store_kv(merged[:, 2:4], merged[:, 4:], PrimaryLoc(integers(15)), *pools_of(2, 256, dtype, rounded=True))
 
 
 def moves(word: torch.dtype) -> None:
@@ -164,11 +174,12 @@ def attention(
     chunk: bool = False,
     begun: bool = False,
     first_key: int = 0,
+    rounded: bool = False,
 ) -> None:
     """Chains, trees, runs and frozen queries. begun: the table begins after position 0, as windowed ones do."""
     kv_heads, pages = 2, integers(batch, 640)
     query = numbers(batch, num_rows, kv_heads * group, head_dim, dtype=dtype).transpose(1, 2)
-    pool_k, pool_v = (numbers(9999, kv_heads, head_dim, dtype=dtype) for _ in "kv")
+    pool_k, pool_v = pools_of(kv_heads, head_dim, dtype, rounded=rounded)
     positions, length, start = integers(batch, num_rows), integers(batch), integers(batch)
     path_start = start if begun or window is not None else None
     sink = numbers(kv_heads * group, dtype=dtype) if sinks else None
@@ -197,17 +208,19 @@ def draft_level(
     cap: float | None = None,
     sinks: bool = False,
     first_key: int = 0,
+    rounded: bool = False,
 ) -> None:
     """The newest `level` nodes of a draft of `num_nodes`."""
     kv_heads = 2
-    block_k, block_v = (numbers(batch, num_nodes, kv_heads, head_dim, dtype=dtype).transpose(1, 2) for _ in "kv")
+    own = [numbers_and_scales(pool) for pool in pools_of(kv_heads, head_dim, dtype, batch * num_nodes, rounded=rounded)]
+    block_k, block_v = (rows.unflatten(0, (batch, num_nodes)).transpose(1, 2) for rows, _ in own)
     paged_attention(
         numbers(batch, level, kv_heads * group, head_dim, dtype=dtype).transpose(1, 2), block_k, block_v,
         integers(batch, num_nodes), integers(batch, level, -(-num_nodes // 64)),
-        *(numbers(9999, kv_heads, head_dim, dtype=dtype) for _ in "kv"),
+        *pools_of(kv_heads, head_dim, dtype, rounded=rounded),
         integers(batch, 640), integers(batch) if window else None, integers(batch), integers(batch, level),
         page_size=page_size, scaling=0.1, window=window, first_key=first_key, softcap=cap,
-        sinks=numbers(kv_heads * group, dtype=dtype) if sinks else None,
+        sinks=numbers(kv_heads * group, dtype=dtype) if sinks else None, block_scales=(own[0][1], own[1][1]),
     )  # fmt: skip
 
 
@@ -221,11 +234,12 @@ def prompts(
     window: int | None,
     cap: float | None,
     first_key: int = 0,
+    rounded: bool = False,
     tiles: RaggedTiles | None = None,
 ) -> None:
     """Runs of eight requests in one row. Of windowed layers the lines begin after position 0."""
     query = numbers(1, num_tokens, 2 * group, head_dim, dtype=dtype).transpose(1, 2)
-    pools = (numbers(9999, 2, head_dim, dtype=dtype) for _ in "kv")
+    pools = pools_of(2, head_dim, dtype, rounded=rounded)
     places = (integers(num_tokens) for _ in range(3))
     pack = Pack(integers(8), integers(8), integers(8), integers(9), *places)
     lines = Lines(integers(8, 4096), integers(8), None if window is None else integers(8))
@@ -478,6 +492,9 @@ def usual() -> Iterator[Launch]:
     yield launch(attention, FP32, 80, 1, 5, page_size=16, tree=True, window=64)
     yield launch(attention, BF16, 128, 8, 4, first_key=2)  # later MTP modules
     yield launch(draft_level, BF16, 128, 8, 3, 4, 2, first_key=2)
+    yield launch(attention, BF16, 128, 4, 5, tree=True, rounded=True)  # K/V of 8 bits
+    yield launch(attention, FP16, 256, 4, 1, window=512, rounded=True)
+    yield launch(draft_level, BF16, 128, 4, 3, 16, 4, rounded=True)
     yield launch(draft_level, BF16, 128, 4, 3, 80, 8, cap=50.0, sinks=True)  # two words of bits
     yield launch(draft_level, FP32, 80, 1, 3, 5, 1, window=64)
     yield launch(draft_level, BF16, 256, 4, 1, 16, 16, page_size=16)
@@ -485,6 +502,7 @@ def usual() -> Iterator[Launch]:
         yield launch(prompts, BF16, 512, 4, 16, exact=exact, window=None, cap=None)
         yield launch(prompts, BF16, 256, 4, 2048, exact=exact, window=512, cap=50.0)
         yield launch(prompts, BF16, 128, 8, 512, exact=exact, window=None, cap=None, first_key=2)
+        yield launch(prompts, BF16, 128, 4, 512, exact=exact, window=None, cap=None, rounded=True)
     in_memory = RaggedTiles(64, 32, 8, 2, 256, total_in_memory=True)
     yield launch(prompts, BF16, 512, 4, 2048, exact=True, window=None, cap=None, tiles=in_memory)
     yield launch(products, BF16, 5, "gelu_tanh")

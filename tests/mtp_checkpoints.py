@@ -36,9 +36,9 @@ TOKEN, STATE, PROJ, NORM, HEAD, EMBED, BLOCK = "enorm", "hnorm", "proj", "norm",
 
 class Shape(NamedTuple):
     """A target and its modules. name: how transformers names its classes. single: fields of a model of one layer that
-    is like a module's block. names: where a part of module k lies, by part, of a target of n layers. tower: fields of
-    the vision tower of a model that has one. saved_as: a part of names by `save_pretrained`, and the
-    published one; block_names: the same for a tensor of a block."""
+    is like a module's block. names: where a part of module k lies, by part, of a target of n layers. copies: its head
+    and embedding are the target's. tower: fields of the vision tower of a model that has one. saved_as: a part of names
+    by `save_pretrained`, and the published one; block_names: the same for a tensor of a block."""
 
     name: str
     fields: dict[str, Any]
@@ -51,6 +51,7 @@ class Shape(NamedTuple):
     hidden_first: bool = False
     parts: tuple[str, ...] = (NORM,)
     model_type: str | None = None
+    copies: bool = False
     tower: dict[str, Any] | None = None
     saved_as: tuple[str, str] = ("", "")
     block_names: tuple[tuple[str, str], ...] = ()
@@ -119,6 +120,7 @@ SHAPES: dict[str, Shape] = {
     "exaone_moe": Shape("ExaoneMoe", EXAONE_MOE, {**ONE_SLIDING, "mlp_layer_types": ["dense"]}, qwen),
     "glm4_moe": Shape("Glm4Moe", GLM, BEYOND, deepseek, parts=(NORM, HEAD, EMBED)),
     "glm4_moe-shared": Shape("Glm4Moe", GLM, BEYOND, deepseek),
+    "glm4_moe-copied": Shape("Glm4Moe", GLM, BEYOND, deepseek, parts=(NORM, HEAD, EMBED), copies=True),
     "glm4_moe-3": Shape("Glm4Moe", GLM, BEYOND, deepseek, "C", 3),
     "deepseek_v3": Shape("DeepseekV3", DEEPSEEK, BEYOND, deepseek),
     "kimi_k25": Shape(
@@ -200,6 +202,8 @@ def publish(name: str, folder: Path, seed: int = 0, **fields: Any) -> Published:
             parts[HEAD] = torch.randn(BASE["vocab_size"], width) * 0.5
         if EMBED in shape.parts:
             parts[EMBED] = torch.randn(BASE["vocab_size"], width)
+        if shape.copies:
+            parts[HEAD], parts[EMBED] = model.lm_head.weight.data.clone(), model.model.embed_tokens.weight.data.clone()
         tensors |= {f"{shape.names(part, k, num_layers)}.weight": tensor for part, tensor in parts.items()}
         inside, prefix = "model.layers.0.", shape.names(BLOCK, k, num_layers)
         saved = {key.replace(*shape.saved_as).partition(inside)[2]: t for key, t in block.items()}

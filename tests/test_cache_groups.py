@@ -18,7 +18,6 @@ from specdec.attention.checked_backend import sanitized
 from specdec.attention.plan import KVPlan
 from specdec.attention.trees.tree import DraftTree
 from specdec.errors import DoubleFreeError, LocationError, OutOfSlotsError
-from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.index_spaces import PRIMARY, ByGroup, GroupId, PrimaryLoc
 from specdec.kvcache.layout import CacheField, CacheGroups, Full, KVLayout, Window, attention_fields
 from specdec.kvcache.prefix_cache import PrefixCache
@@ -58,16 +57,22 @@ def loc(table: RequestTable, row: int, begin: int, end: int) -> PrimaryLoc:
 # the groups of layouts
 
 
-def test_keys_beyond_a_window_are_kept_by_group() -> None:
-    """A drafter reads late in its own layers, and beyond the window of the target's."""
+def test_a_late_reader_needs_more_keys_in_its_own_groups() -> None:
+    """Eviction keeps 16 keys more there, and a match needs none of them: who adopts pages has read them."""
     models = [KVLayout((layer_spec(0, 3), layer_spec(1, 5))), KVLayout((layer_spec(0, 5), layer_spec(1, 7)))]
     groups = CacheGroups.of_layouts(models)
-    beyond = DraftNeeds(models[1], extra_keys=1, reread=2, late=16).keys_beyond_windows(groups)
-    assert [*beyond][1:] == [2, 16, 16]
-    assert [*DraftNeeds(models[1]).keys_beyond_windows(groups)] == [0] * 4
-    allocator = HybridAllocator(groups, [9] * 4, page_size=1, device=torch.device("cpu"))
-    table = RequestTable(allocator, max_requests=1, max_len=90, lookahead=NODES, extra_keys=beyond, reread=2)
-    assert table.retain.tolist() == [93, 2 + 2, 4 + 16, 6 + 16]
+    assert [*DraftNeeds(models[1], late=16).late_in(groups)][1:] == [0, 16, 16]
+    assert [*DraftNeeds(models[1]).late_in(groups)] == [0] * 4
+    allocator = make_allocator(80, [5, 7])
+    late = DraftNeeds(models[1], late=16).late_in(allocator.groups)
+    table = RequestTable(allocator, max_requests=2, max_len=90, lookahead=NODES, extra_keys=2, late=late)
+    row = grown(table, 60)
+    table.evict_unseen(ints(row), slack_pages=0)
+    assert table.evicted_len[:, row].tolist() == [0, 60 - 6 - 16, 60 - 8 - 16]
+    other = table.open_row()
+    table.adopt_pages(other, table.pages(row, 44))  # the drafter has read no more
+    assert table.evicted_len[:, other].tolist() == [0, 44 - 6, 44 - 8]
+    table.check()
 
 
 def test_groups_are_those_of_all_models_the_primary_first() -> None:
@@ -176,12 +181,12 @@ def test_rows_that_share_pages_release_their_claims_by_group() -> None:
 )
 @settings(max_examples=examples(30, 300), deadline=None, derandomize=True, database=None)
 def test_random_groups_keep_what_their_windows_need(windows, page_size, pages, beyond, seed) -> None:
-    """Growing, eviction, sharing and closing: pools and rows agree, and a refusal names the short pool. beyond: keys
-    kept beyond the window of each group."""
+    """Growing, eviction, sharing and closing: pools and rows agree, and a refusal names the short pool. beyond: how
+    late each group is read."""
     draw = np.random.default_rng(seed)
     allocator = make_allocator(pages[0], windows, pages[1 : len(windows) + 1], page_size=page_size)
-    extra = ByGroup(tuple(beyond[: 1 + len(windows)]))
-    table = RequestTable(allocator, max_requests=4, max_len=150, lookahead=NODES, extra_keys=extra)
+    late = ByGroup(tuple(beyond[: 1 + len(windows)]))
+    table = RequestTable(allocator, max_requests=4, max_len=150, lookahead=NODES, extra_keys=1, late=late)
     for _ in range(40):
         rows = draw.permutation(table.active_rows)[: draw.integers(1, 3)]
         choice = draw.integers(0, 5)
@@ -212,7 +217,11 @@ def test_random_groups_keep_what_their_windows_need(windows, page_size, pages, b
         table.check()
         for group, window in enumerate(windows, 1):
             gone = table.committed_len.host - table.evicted_len[group]
-            assert (gone >= np.minimum(table.committed_len.host, window - 1 + beyond[group])).all()
+            adopted = np.where(
+                table.shared_len.host > 0, table.committed_len.host - table.shared_len.host, beyond[group]
+            )
+            late_by = np.minimum(adopted, beyond[group])  # who adopted pages has read them
+            assert (gone >= np.minimum(table.committed_len.host, window + late_by)).all()
     table.close_rows(table.active_rows)
     assert [pool.free_pages for pool in allocator.pools] == pages[: len(windows) + 1]
 

@@ -23,10 +23,12 @@ from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.cli.bodies.settings import load_engine
 from specdec.cli.options import PairOptions
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError
+from specdec.evaluation.transformers_peer import assisted_peer
 
 from marks import deep, is_deep, slow
 
 OTHERS = ("exaone_moe", "glm4_moe", "deepseek_v3", "kimi_k25", "ernie", "hy_v3", "mellum")
+SAME_DRAFTS = ("glm4_moe-shared", "glm4_moe-copied", "qwen3-tuned")
 CHAIN, TREE = {"num_steps": 3}, {"num_steps": 3, "topk": 2, "num_draft_tokens": 9}
 
 
@@ -96,24 +98,35 @@ def engine_of(source: Any, drafter: Any = "mtp", spec: dict[str, Any] | None = N
 PARAMS = SamplingParams(max_new_tokens=9)
 
 
-def simulated_rounds(reference: Reference, prompt: list[int], output: list[int], num_steps: int) -> int:
-    """Rounds after the first token, each with a chain of the published forward."""
+def published_paths(reference: Reference, text: list[int], spec: dict[str, int]) -> set[tuple[int, ...]]:
+    """The nodes of a draft of the published forward, by the tokens from the root: of `topk` children of each of `topk`
+    nodes a level, those of the best products of probabilities."""
+    topk, beam, found = spec.get("topk", 1), [(0.0, ())], list[tuple[float, tuple[int, ...]]]()
+    for _ in range(spec["num_steps"]):
+        grown = []
+        for score, path in beam:
+            best = reference.logits(text, path).log_softmax(-1).topk(topk)
+            grown += [(score + p, (*path, t)) for p, t in zip(best.values.tolist(), best.indices.tolist(), strict=True)]
+        beam = sorted(grown, reverse=True)[:topk]
+        found += grown
+    count = spec.get("num_draft_tokens", 1 + len(found)) - 1
+    return {path for _, path in sorted(found, reverse=True)[:count]}
+
+
+def simulated_rounds(reference: Reference, prompt: list[int], output: list[int], spec: dict[str, int]) -> int:
+    """Rounds after the first token, each with a draft of the published forward, no deeper than what is left to ask."""
     text, at, rounds = [*prompt, *output], len(prompt) + 1, 0
     while at < len(text):
-        drafts: list[int] = []
-        for _ in range(num_steps):
-            drafts.append(int(reference.logits(text[:at], drafts).argmax()))
-        accepted = 0
-        while accepted < num_steps and at + accepted < len(text) and drafts[accepted] == text[at + accepted]:
+        levels = min(spec["num_steps"], len(text) - at - 1)
+        paths, accepted = published_paths(reference, text[:at], {**spec, "num_steps": levels}), 0
+        while tuple(text[at : at + accepted + 1]) in paths and at + accepted < len(text):
             accepted += 1
         at, rounds = at + accepted + 1, rounds + 1
     return rounds
 
 
 @pytest.mark.parametrize("tree", [deep(False), True])
-@pytest.mark.parametrize(
-    "name", [deep(n) if n in OTHERS else n for n in SHAPES if n not in ("glm4_moe-shared", "qwen3-tuned")]
-)
+@pytest.mark.parametrize("name", [deep(n) if n in OTHERS else n for n in SHAPES if n not in SAME_DRAFTS])
 def test_drafts_are_those_of_the_published_forward(name: str, tree: bool, published: Any) -> None:
     """Texts shorter than the modules are many, a window shorter than the tree, prompts in chunks; the output is
     plain decoding's."""
@@ -144,11 +157,24 @@ def test_full_attention_modules_do_not_see_rows_before_their_first(
     assert assert_published(Reference(made), watched.seen) > 12
 
 
-@pytest.mark.parametrize("name", ["exaone4", "step-form", "mimo_v2-form"])
-def test_rounds_are_as_many_as_a_simulation_has(name: str, published: Any) -> None:
-    made, prompt = published(name), texts(5, (7,))[0]
-    out = engine_of(made, spec=CHAIN).generate([prompt], PARAMS)[0]
-    assert out.stats.rounds == simulated_rounds(Reference(made), prompt, out.token_ids, 3)
+SIMULATED = ("exaone4", "step-form", "mimo_v2-form", "ernie", "mimo", "glm4_moe", "glm4_moe-copied")
+
+
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [*((name, TREE) for name in SIMULATED), ("mimo_v2-form", CHAIN), *(deep(name, CHAIN) for name in SIMULATED[:2])],
+)
+def test_rounds_are_as_many_as_a_simulation_has(name: str, spec: dict[str, int], published: Any) -> None:
+    """ERNIE's module has no final norm, MiMo-7B's reads the hidden half first, GLM's holds an embedding and a head: its
+    own, or copies of the target's."""
+    made = published(name)
+    engine = engine_of(made, spec=spec)
+    if name.startswith("glm4_moe"):
+        [module] = engine.drafter.modules
+        assert ((module.embed, module.head) == (None, None)) == (name != "glm4_moe")
+    for prompt in texts(5, (7, 1)):
+        out = engine.generate(prompt, PARAMS)[0]
+        assert out.stats.rounds == simulated_rounds(Reference(made), prompt, out.token_ids, spec)
 
 
 @pytest.mark.parametrize(
@@ -195,22 +221,50 @@ def test_a_hit_in_a_row_that_another_request_had(
     assert assert_published(Reference(made), watched.seen) > 50
 
 
+def as_transformers_reads(made: Published, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A target whose modules transformers finds in `folder`: by a literal pattern of layers, and not after Kimi's
+    prefix."""
+    model, tensors = made.loaded(), load_file(made.folder / "model.safetensors")
+    own_names = {key.removeprefix("language_model."): tensor for key, tensor in tensors.items()}
+    save_file(own_names, folder / "model.safetensors", metadata={"format": "pt"})
+    shutil.copy(made.folder / "config.json", folder)
+    model.config.name_or_path = str(folder)
+    config = model.config.get_text_config()
+    config.num_mtp_layers = made.shape.count
+    patterns = [rf"model\.layers\.{config.num_hidden_layers + k}\." for k in range(made.shape.count)]
+    monkeypatch.setattr(model, "_keys_to_ignore_on_load_unexpected", patterns, raising=False)
+    return model
+
+
+@pytest.mark.parametrize("name", ["glm4_moe-3", deep("glm4_moe-shared"), "deepseek_v3", "kimi_k25"])
+def test_beside_transformers_use_mtp(
+    name: str, published: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With as many drafts as it makes: its tokens, in as many forwards of the target."""
+    made = published(name)
+    model, prompts = as_transformers_reads(made, tmp_path, monkeypatch), texts(8, (9, 4))
+    params = SamplingParams(max_new_tokens=12)
+    with Engine.from_pretrained(
+        model, "mtp", spec=SpecConfig(made.shape.count, adaptive=False), config=EngineConfig(max_model_len=64)
+    ) as engine:
+        [peer] = assisted_peer(engine, params, made.shape.count)
+        assert peer.name == "transformers, use_mtp"
+        for prompt in prompts:
+            forwards: list[int] = []
+            hook = model.register_forward_pre_hook(lambda *_, seen=forwards: seen.append(1))
+            [theirs] = peer.run([prompt])
+            hook.remove()
+            ours = engine.generate(prompt, params)[0]
+            assert (ours.token_ids, ours.stats.rounds) == (theirs, len(forwards) - 1)
+
+
 @pytest.mark.parametrize("name", ["glm4_moe-shared", "glm4_moe-3", "deepseek_v3", "kimi_k25"])
 def test_first_drafts_equal_transformers(
     name: str, published: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`MtpModel` of transformers on the same tensors, logits within 1e-5: it finds them by a literal pattern, and not
-    after Kimi's prefix."""
+    """`MtpModel` of transformers on the same tensors, logits within 1e-5."""
     made = published(name)
-    model = made.loaded()
-    tensors = load_file(made.folder / "model.safetensors")
-    own_names = {key.removeprefix("language_model."): tensor for key, tensor in tensors.items()}
-    save_file(own_names, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    model.config.name_or_path = str(tmp_path)
-    text_config, count = model.config.get_text_config(), made.shape.count
-    text_config.num_mtp_layers = count
-    patterns = [rf"model\.layers\.{text_config.num_hidden_layers + k}\." for k in range(count)]
-    monkeypatch.setattr(model, "_keys_to_ignore_on_load_unexpected", patterns, raising=False)
+    model, count = as_transformers_reads(made, tmp_path, monkeypatch), made.shape.count
     mtp = MtpModel.from_pretrained(model).eval()
     text = texts(4, (9,))[0]
     engine = engine_of(made, spec={"num_steps": count})
@@ -399,7 +453,7 @@ FORMS = ("exaone4", "glm4_moe-3", "mimo_v2-form")
 def test_output_is_that_of_plain_decoding_in_random_cases(published: Any) -> None:
     """Family, draft, pages, chunks, rows, pool and sampling at random: a seeded sample, 300 cases in the deep run."""
     rng = random.Random(11)
-    names = [name for name in SHAPES if name not in ("glm4_moe-shared", "qwen3-tuned")] if is_deep() else FORMS
+    names = [name for name in SHAPES if name not in SAME_DRAFTS] if is_deep() else FORMS
     for case in range(300 if is_deep() else len(FORMS)):
         made = published(names[case % len(names)])
         most = 3 if made.shape.form != "R" else 5

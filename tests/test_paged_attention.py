@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from kv_rig import rounded_rows
 
 from specdec.attention.kernels.paged_attention import (
     Tiles,
@@ -20,6 +21,7 @@ from dense_oracle import attend
 from marks import deep_cases, quick
 
 CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
 SMALL = Tiles(16, 16, 4, 1, waves=3.0)
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
@@ -139,8 +141,7 @@ class Case:
         return out
 
     def run(self, **options: Any) -> torch.Tensor:
-        device = torch.device("cuda" if CUDA else "cpu")
-        moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in self.args.items()}
+        moved = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in self.args.items()}
         return paged_attention(**moved, **options).cpu()
 
     def check(self, **options: Any) -> None:
@@ -248,6 +249,25 @@ def test_softcap_and_sinks(extras: dict[str, Any]) -> None:
 @pytest.mark.parametrize("head_dim", [16, 40, 80, 512])
 def test_head_sizes(head_dim: int) -> None:
     Case([18], 2, head_dim=head_dim).check(tiles=SMALL)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_keys_and_values_of_8_bits_are_attended_to_as_they_are_read_back(dtype: torch.dtype) -> None:
+    """Those of the draft too, which are the newest of more rows."""
+    case = Case([35, 4], 5, parents=[-1, 0, 0, 1, 3], dtype=dtype, head_dim=16, v_dim=12, heads=(4, 2), window=30)
+    pools = {name: rounded_rows(case.args[name].to(DEVICE)) for name in ("pool_k", "pool_v")}
+    blocks = [rounded_rows(case.args[name].transpose(1, 2).flatten(0, 1).to(DEVICE)) for name in ("block_k", "block_v")]
+
+    def rows(numbers: torch.Tensor) -> torch.Tensor:
+        return numbers.unflatten(0, (2, 5)).transpose(1, 2)
+
+    plain = dict(zip(("block_k", "block_v"), (rows(block.read()) for block in blocks), strict=True))
+    case.args |= {name: pool.read() for name, pool in pools.items()} | plain
+    want = case.run(tiles=SMALL)
+    own = dict(zip(("block_k", "block_v"), (rows(block.bits) for block in blocks), strict=True))
+    case.args |= pools | own | {"block_scales": tuple(block.scales for block in blocks)}
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-3
+    torch.testing.assert_close(case.run(tiles=SMALL), want, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

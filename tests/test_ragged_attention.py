@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from kv_rig import rounded_rows
 
 from specdec.attention.kernels.own_keys import own_keys
 from specdec.attention.kernels.ragged_attention import RaggedTiles, ragged_attention
@@ -137,6 +138,16 @@ def test_the_kernel_against_the_definition(v_dim, exact, window, begin, softcap,
     for make in (dense_run, exact_run):
         plain = RunsAttention.of(make, case.pack, case.lines, window, first_key)(case.q, case.k, case.v, **options)
         torch.testing.assert_close(plain.cpu().double(), want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["any-order", "in-order"])
+def test_keys_and_values_of_8_bits_are_attended_to_as_they_are_read_back(exact: bool) -> None:
+    case = Case([17, 0, 3], [11, 1, 20], 5, None, 0, 20)
+    k, v = rounded_rows(case.k), rounded_rows(case.v)
+    options: dict[str, Any] = {"scaling": 0.3, "exact": exact, "tiles": IN_ORDER if exact else ANY_ORDER}
+    got = ragged_attention(case.q, k, v, case.pack, case.lines, **options)
+    want = ragged_attention(case.q, k.read(), v.read(), case.pack, case.lines, **options)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
 def test_a_short_run_behind_a_long_prefix_is_cut_into_splits(monkeypatch: pytest.MonkeyPatch) -> None:

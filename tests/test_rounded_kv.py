@@ -12,7 +12,7 @@ from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.errors import ConfigError
 from specdec.kvcache.layout import CacheField
 from specdec.kvcache.rounded import RoundedPool, all_rows, read_rows
-from specdec.kvcache.store import KVStore, reference_move_kv, reference_store_kv
+from specdec.kvcache.store import KVStore, reference_move_kv, reference_store_kv, store_kv
 from specdec.models.bundled import HELD_OUT_PROBLEMS
 from specdec.text.prompt_files import read_prompts
 
@@ -21,6 +21,7 @@ from tiny_models import random_eagle3
 
 NEW = 12
 CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def stored(rows: list[list[float]]) -> list[list[float]]:
@@ -112,6 +113,56 @@ def test_drafts_change_no_token(
     tight.table.check()
 
 
+@pytest.mark.usefixtures("kernels_run")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_kernel_stores_the_bits_of_the_reference(dtype: torch.dtype) -> None:
+    """Subnormal numbers, ties, zeros, NaN; strides; K and V of different sizes."""
+    torch.manual_seed(2)
+    k, v = torch.randn(40, 3, 24, device=DEVICE), torch.randn(40, 3, 10, device=DEVICE).to(dtype)
+    k *= torch.logspace(-4, 3, 40, device=DEVICE)[:, None, None] * torch.logspace(-4, 0, 24, device=DEVICE)
+    k[0, 0], v[5] = torch.arange(24) * 448 / 32, 0  # halves between two numbers
+    k[1, 0], k[2, 1, 3] = torch.cat([torch.arange(23) * 2**-10, torch.tensor([448.0])]), torch.nan
+    k, slots = k.to(dtype).transpose(0, 1).contiguous().transpose(0, 1), torch.randperm(50, device=DEVICE)[:40]
+    pools = [[RoundedPool.zeros(50, 3, size, dtype, DEVICE) for size in (24, 10)] for _ in range(2)]
+    store_kv(k, v, GroupLoc(slots), *pools[0])
+    reference_store_kv(k, v, GroupLoc(slots), *pools[1])
+    whole = torch.isfinite(pools[1][0].scales)
+    assert whole.sum() == 50 * 3 - 1
+    for got, want in zip(*pools, strict=True):
+        assert torch.equal(got.scales.nan_to_num(), want.scales.nan_to_num())
+        assert torch.equal(got.bits[whole], want.bits[whole])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
+@pytest.mark.parametrize(
+    ("family", "drafter", "fused"),
+    [
+        ("gemma4-e2b", "mtp", False),
+        deep("two_windows", "trees", False),
+        ("llama", "lm", True),
+        deep("gpt_oss", "eagle3", False),
+    ],
+)
+def test_kernels_give_the_tokens_of_plain_torch(
+    family, drafter, fused, make_target, make_engine, make_assistant, random_prompt, scripted, tree_script, monkeypatch
+) -> None:
+    """Interpreted, fused and not, under the sanitizer: prompts in chunks, trees, a draft's own keys, moves."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("SPECDEC_SANITIZE", "1")
+    model, prompts = make_target(family), [random_prompt(13), random_prompt(3)]
+    params = SamplingParams(max_new_tokens=3, ignore_eos=True)
+    options: dict[str, Any] = {"kv_dtype": "fp8", "page_size": 4, "max_batch_size": 2, "max_model_len": 64}
+    plain = [out.token_ids for out in make_engine(model, **options).generate(prompts, params)]
+    made = {
+        "trees": lambda: scripted(tree_script([p + t for p, t in zip(prompts, plain, strict=True)])),
+        "mtp": lambda: make_assistant(model),
+        "eagle3": lambda: random_eagle3(model),
+        "lm": lambda: model,
+    }[drafter]()
+    engine = make_engine(model, made, spec=SPECS["tree"], attention="triton", fused=fused, prefill_chunk=8, **options)
+    assert [out.token_ids for out in engine.generate(prompts, params)] == plain
+
+
 @pytest.mark.parametrize("family", ["gemma4-e2b", "two_windows"])
 def test_bits_do_not_depend_on_company(family, make_target, make_engine, random_prompt, scripted, tree_script) -> None:
     model, prompts = make_target(family), [random_prompt(n, seed=n) for n in (30, 7, 18)]
@@ -134,14 +185,9 @@ def test_a_pool_takes_what_its_rows_take(make_target, make_engine) -> None:
     assert field._replace(rounded=True).bytes(torch.bfloat16) / field.bytes(torch.bfloat16) < 0.52
 
 
-def test_what_cannot_be_kept_in_8_bits_is_refused(make_target, make_engine, monkeypatch) -> None:
+def test_what_cannot_be_kept_in_8_bits_is_refused() -> None:
     with pytest.raises(ConfigError, match="kv_dtype='int8' is unknown; choose one of fp8"):
         EngineConfig(kv_dtype="int8")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with pytest.raises(
-        ConfigError, match="kv_dtype='fp8' runs on the torch backend, and this engine attends by 'triton'"
-    ):
-        make_engine(make_target("llama"), kv_dtype="fp8", attention="triton")
 
 
 @pytest.mark.parametrize("drafter", [deep("tiny-gemma4-mtp"), deep("tiny-gemma4-eagle3")])

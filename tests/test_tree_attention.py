@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from kv_rig import rounded_rows
 
 from specdec.attention.deterministic_attention import deterministic_attention
 from specdec.attention.kernels.own_keys import ALIGN, own_keys, reference_own_keys
@@ -192,8 +193,7 @@ def dense(requests: Sequence[Request], args: dict[str, Any]) -> torch.Tensor:
 
 def run(args: dict[str, Any], **options: Any) -> torch.Tensor:
     """Attention by the kernels."""
-    device = torch.device("cuda" if CUDA else "cpu")
-    moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in args.items()}
+    moved = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in args.items()}
     write, parents = moved.pop("write"), moved.pop("parents")
     table = (moved["pages"], moved["start"], moved["committed_len"])
     own = own_keys(*table, write, parents, page_size=args["page_size"])
@@ -252,6 +252,15 @@ def test_v_may_be_narrower_than_k(head_dim: int, v_dim: int, window: int | None)
     sizes = {"heads": (4, 2), "head_dim": head_dim, "v_dim": v_dim}
     requests = [request(n, 5, [-1, 0, 0, 1, 3], seed=n, **sizes) for n in (40, 3, 0)]
     check(requests, window=window, page_size=4, softcap=2.0, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]))
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_keys_and_values_of_8_bits_are_attended_to_as_they_are_read_back(window: int | None) -> None:
+    requests = [request(n, 5, [-1, 0, 0, 1, 3], seed=n, heads=(4, 2), head_dim=24, v_dim=12) for n in (40, 3)]
+    args = lay_out(requests, window=window, page_size=4)
+    rounded = {name: rounded_rows(args[name].to(DEVICE)) for name in ("pool_k", "pool_v")}
+    expected = run(args | {name: pool.read() for name, pool in rounded.items()})
+    torch.testing.assert_close(run(args | rounded), expected, atol=1e-5, rtol=1e-5)
 
 
 @deep_cases("17-(64, 1)", "17-(17, 16)")

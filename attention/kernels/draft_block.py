@@ -22,7 +22,7 @@ from specdec.attention.kernels.page_table import build_page_tables, locate_prefi
 from specdec.attention.kernels.paged_attention import WORD, paged_attention
 from specdec.kvcache.index_spaces import PRIMARY, GroupLoc, PrimaryLoc
 from specdec.kvcache.layer_context import ScoreOptions
-from specdec.kvcache.rounded import all_rows
+from specdec.kvcache.rounded import all_rows, numbers_and_scales
 from specdec.kvcache.store import KVStore, LayerKV
 from specdec.kvcache.table import RequestTable, Rows
 
@@ -224,7 +224,8 @@ class PagedDraft:
         kept, own, draft = self.store.layers[layer], self.scratch[layer], self.draft
         filled = (self.level + 1) * draft.topk
         window, first_key = draft.sight(layer)
-        block_k, block_v = (x.unflatten(0, (len(query), -1))[:, :filled].transpose(1, 2) for x in (own.k, own.v))
+        (own_k, scales_k), (own_v, scales_v) = map(numbers_and_scales, (own.k, own.v))
+        block_k, block_v = (x.unflatten(0, (len(query), -1))[:, :filled].transpose(1, 2) for x in (own_k, own_v))
         pages, start = self.tables.of(kept.group)
         return paged_attention(
             query,
@@ -235,6 +236,7 @@ class PagedDraft:
             page_size=self.page_size,
             window=window,
             first_key=first_key,
+            block_scales=(scales_k, scales_v),
             **options,
         )
 

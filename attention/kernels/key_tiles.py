@@ -8,6 +8,8 @@ depend on neither.
 import torch
 
 from specdec.gpu.triton_shim import tl, triton
+from specdec.kvcache.rounded import Pool
+from specdec.kvcache.rounded_kernels import from_e4m3
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NOWHERE = tl.constexpr(1 << 30)  # past all keys, and so far from overflow that what a loop loads ahead is past them too
@@ -22,28 +24,60 @@ def page_slots(p_page: tl.tensor, o_column: tl.tensor, s_page: tl.tensor, PAGE_S
 
 @triton.jit
 def load_keys(
-    p_pool_k: tl.tensor,  # of one head: [slots, D], and of values [slots, DV]
-    p_pool_v: tl.tensor,
+    p_pool: tl.tensor,  # of one head: [slots, D]
+    p_scale: tl.tensor,  # of one head: [slots], or None
     b_slot: tl.tensor,  # [BK, 1]
-    o_d: tl.tensor,  # [BD], channels of a key
+    o_d: tl.tensor,  # [BD]
     m_d: tl.tensor,
-    o_v: tl.tensor,  # [BV], channels of a value
-    m_v: tl.tensor,
-    s_pk_t: tl.constexpr,
-    s_pk_d: tl.tensor,
-    s_pv_t: tl.constexpr,
-    s_pv_d: tl.tensor,
+    s_slot: tl.constexpr,
+    s_d: tl.tensor,
+    s_scale: tl.constexpr,
+    DTYPE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """K [BK, BD] and V [BK, BV] at these slots, which all exist."""
-    b_k = tl.load(p_pool_k + b_slot * s_pk_t + o_d[None, :] * s_pk_d, mask=m_d[None, :], other=0.0)
-    b_v = tl.load(p_pool_v + b_slot * s_pv_t + o_v[None, :] * s_pv_d, mask=m_v[None, :], other=0.0)
-    return b_k, b_v
+    """K [BK, BD] at these slots, which all exist, and what to multiply scores by, [1, BK] or [1, 1]: see
+    `rounded_kernels.py`."""
+    b_x = tl.load(p_pool + b_slot * s_slot + o_d[None, :] * s_d, mask=m_d[None, :], other=0.0)
+    b_scale = tl.full([1, 1], 1.0, tl.float32)
+    if p_scale is not None:
+        b_x, b_scale = from_e4m3(b_x, DTYPE), tl.trans(tl.load(p_scale + b_slot * s_scale))
+    return b_x, b_scale
+
+
+@triton.jit
+def load_values(
+    p_pool: tl.tensor,
+    p_scale: tl.tensor,
+    b_slot: tl.tensor,
+    o_v: tl.tensor,
+    m_v: tl.tensor,
+    s_slot: tl.constexpr,
+    s_v: tl.tensor,
+    s_scale: tl.constexpr,
+    DTYPE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """`load_keys` of V."""
+    b_x = tl.load(p_pool + b_slot * s_slot + o_v[None, :] * s_v, mask=m_v[None, :], other=0.0)
+    b_scale = tl.full([1, 1], 1.0, tl.float32)
+    if p_scale is not None:
+        b_x, b_scale = decode_values(b_x, tl.load(p_scale + b_slot * s_scale), DTYPE)
+    return b_x, b_scale
+
+
+@triton.jit
+def decode_values(b_bits: tl.tensor, b_scale: tl.tensor, DTYPE: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """V and what to multiply weights by; b_scale [BK, 1]. Such weights may be too small for float16: there V is
+    multiplied."""
+    if DTYPE.primitive_bitwidth == 16 and not DTYPE.is_bf16():
+        b_x, b_weight_scale = (from_e4m3(b_bits, tl.float32) * b_scale).to(DTYPE), tl.full([1, 1], 1.0, tl.float32)
+    else:
+        b_x, b_weight_scale = from_e4m3(b_bits, DTYPE), tl.trans(b_scale)
+    return b_x, b_weight_scale
 
 
 def check_arguments(
     query: torch.Tensor,
-    pool_k: torch.Tensor,
-    pool_v: torch.Tensor,
+    pool_k: Pool,
+    pool_v: Pool,
     pages: torch.Tensor,
     positions: torch.Tensor,
     sinks: torch.Tensor | None,

@@ -26,6 +26,7 @@ from specdec.attention.kernels.key_tiles import check_arguments, fits, padded_ch
 from specdec.attention.kernels.paged_attention_kernels import attend_kernel, merge_kernel
 from specdec.gpu.triton_device import device_limits
 from specdec.kvcache.layer_context import ScoreOptions
+from specdec.kvcache.rounded import Pool, numbers_and_scales
 
 WORD = 64
 """Ancestor bits in an int64: bit j % 64 of word j // 64 is key j of the block."""
@@ -85,8 +86,8 @@ def paged_attention(
     block_v: torch.Tensor,
     block_positions: torch.Tensor,
     ancestors: torch.Tensor,
-    pool_k: torch.Tensor,
-    pool_v: torch.Tensor,
+    pool_k: Pool,
+    pool_v: Pool,
     pages: torch.Tensor,
     start: torch.Tensor | None,
     committed_len: torch.Tensor,
@@ -98,6 +99,7 @@ def paged_attention(
     first_key: int = 0,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    block_scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
     """Attend -> [B, N, Hq, DV] in the query's dtype.
@@ -108,6 +110,7 @@ def paged_attention(
     a multiple of the page size; None: from 0.
     Values, of the pool and of the block, may have fewer numbers DV a head.
     committed_len: [B], keys of the prefix.        positions: [B, N] of the queries.
+    block_scales: [B * M', Hkv] each where pools are rounded: of all rows of what block_k and block_v are views of.
     window: a key is visible if it lies fewer than this many positions back.  softcap: c above.  sinks: [Hq] logits.
     first_key: f above.
     """
@@ -117,7 +120,9 @@ def paged_attention(
     value_dim = pool_v.shape[2]
     assert block_k.shape == (batch, kv_heads, num_keys, head_dim), f"{block_k.shape=}"
     assert block_v.shape == (batch, kv_heads, num_keys, value_dim), f"{block_v.shape=}"
-    assert block_k.dtype == block_v.dtype == query.dtype, f"{block_k.dtype=} {block_v.dtype=}"
+    (numbers_k, scales_k), (numbers_v, scales_v) = map(numbers_and_scales, (pool_k, pool_v))
+    assert block_k.dtype == block_v.dtype == numbers_k.dtype, f"{block_k.dtype=} {block_v.dtype=} {numbers_k.dtype=}"
+    assert all((scales is None) == (scales_k is None) for scales in block_scales), f"{block_scales=}"
     assert block_positions.shape == (batch, num_keys), f"{block_positions.shape=} {num_keys=}"
     assert ancestors.shape == (batch, num_rows, -(-num_keys // WORD)), f"{ancestors.shape=} {num_keys=}"
     assert ancestors.dtype == torch.int64, f"{ancestors.dtype=}"
@@ -133,9 +138,10 @@ def paged_attention(
     out = torch.empty((batch, num_rows, num_heads, value_dim), dtype=query.dtype, device=query.device)
     part, lse = split_results(out, num_splits)
     attend_kernel[(row_tiles, batch * kv_heads, num_splits)](
-        *(query, block_k, block_v, pool_k, pool_v, pages, start, committed_len, positions, block_positions, ancestors),
+        *(query, block_k, block_v, numbers_k, numbers_v, *block_scales, scales_k, scales_v),
+        *(pages, start, committed_len, positions, block_positions, ancestors),
         *(sinks, part, lse, scaling, softcap, window, first_key or None, num_rows, num_keys, num_splits, num_pages),
-        *(*query.stride(), *block_k.stride(), *block_v.stride(), *pool_k.stride(), *pool_v.stride()),
+        *(*query.stride(), *block_k.stride(), *block_v.stride(), *numbers_k.stride(), *numbers_v.stride()),
         *(*pages.stride(), *positions.stride(), *block_positions.stride(), *ancestors.stride()),
         PAGE_SIZE=page_size,
         KV_HEADS=kv_heads,

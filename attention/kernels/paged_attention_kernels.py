@@ -13,8 +13,9 @@ sink, so it enters once. A row that saw nothing has lse = -inf: its partial is n
 so no length compiles anything.
 """
 
-from specdec.attention.kernels.key_tiles import LOG2E, NOWHERE, load_keys, page_slots
+from specdec.attention.kernels.key_tiles import LOG2E, NOWHERE, decode_values, load_keys, load_values, page_slots
 from specdec.gpu.triton_shim import tl, triton
+from specdec.kvcache.rounded_kernels import from_e4m3
 
 BLOCK_N = tl.constexpr(16)  # keys of a draft's tile
 
@@ -24,6 +25,8 @@ def absorb(
     b_q: tl.tensor,
     b_k: tl.tensor,
     b_v: tl.tensor,
+    b_k_scale: tl.tensor,
+    b_v_scale: tl.tensor,
     m_seen: tl.tensor,
     b_max: tl.tensor,
     b_sum: tl.tensor,
@@ -31,9 +34,10 @@ def absorb(
     scaling: tl.tensor,
     softcap: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """One step of the online softmax, base 2: b_q [BM, BD], b_k [BK, BD], b_v [BK, BV], m_seen [BM, BK], [1, BK], or
-    None."""
+    """One step of the online softmax, base 2: b_q [BM, BD], b_k [BK, BD], b_v [BK, BV], scales [1, BK] or [1, 1],
+    m_seen [BM, BK], [1, BK], or None."""
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+    b_s = b_s * b_k_scale
     if softcap is None:
         b_s = b_s * (scaling * LOG2E)
     else:
@@ -44,7 +48,7 @@ def absorb(
     b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
     b_p = tl.exp2(b_s - b_shift[:, None])
     b_decay = tl.exp2(b_max - b_shift)
-    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision="ieee")
+    b_acc = tl.dot((b_p * b_v_scale).to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision="ieee")
     return b_new, b_sum * b_decay + tl.sum(b_p, 1), b_acc
 
 
@@ -60,6 +64,10 @@ def attend_kernel(
     p_block_v: tl.tensor,
     p_pool_k: tl.tensor,  # [slots, Hkv, D]
     p_pool_v: tl.tensor,
+    p_block_k_scale: tl.tensor,  # [B * M, Hkv] or None, as all scales then
+    p_block_v_scale: tl.tensor,
+    p_scale_k: tl.tensor,  # [slots, Hkv]
+    p_scale_v: tl.tensor,
     p_pages: tl.tensor,  # [B, P]
     p_start: tl.tensor,  # [B], or None: 0 for all
     p_committed_len: tl.tensor,  # [B]
@@ -159,18 +167,22 @@ def attend_kernel(
     p_page = p_pages + i_b * s_page_b
     p_pool_k += i_h * s_pk_h
     p_pool_v += i_h * s_pv_h
+    if p_scale_k is not None:
+        p_scale_k += i_h
+        p_scale_v += i_h
     for i_key in range(begin, end, BLOCK_K):
         o_key = i_key + tl.arange(0, BLOCK_K)
         m_key = (o_key >= lo) & (o_key < hi)
         o_col = tl.minimum(tl.maximum(o_key, lo), hi - 1)
         b_slot = page_slots(p_page, o_col - start, s_page, PAGE_SIZE)
-        b_k, b_v = load_keys(p_pool_k, p_pool_v, b_slot, o_d, m_d, o_v, m_v, s_pk_t, s_pk_d, s_pv_t, s_pv_d)
+        b_k, b_k_scale = load_keys(p_pool_k, p_scale_k, b_slot, o_d, m_d, s_pk_t, s_pk_d, KV_HEADS, b_q.dtype)
+        b_v, b_v_scale = load_values(p_pool_v, p_scale_v, b_slot, o_v, m_v, s_pv_t, s_pv_d, KV_HEADS, b_q.dtype)
         m_seen = m_key[None, :]
         if window is not None:
             m_seen = m_seen & (b_pos[:, None] - o_key[None, :] < window)
         if first_key is not None:
             m_seen = m_seen & (o_key[None, :] >= tl.minimum(b_pos, first_key)[:, None])
-        b_max, b_sum, b_acc = absorb(b_q, b_k, b_v, m_seen, b_max, b_sum, b_acc, scaling, softcap)
+        b_max, b_sum, b_acc = absorb(b_q, b_k, b_v, b_k_scale, b_v_scale, m_seen, b_max, b_sum, b_acc, scaling, softcap)
 
     # the block, in split 0
     for i_key in tl.range(0, tl.where(i_split == 0, num_keys, 0), BLOCK_N, num_stages=1):
@@ -192,7 +204,14 @@ def attend_kernel(
         o_bv = i_b * s_bv_b + i_h * s_bv_h + o_kv * s_bv_n + o_v[None, :] * s_bv_d
         b_k = tl.load(p_block_k + o_bk, mask=m_key[:, None] & m_d[None, :], other=0.0)
         b_v = tl.load(p_block_v + o_bv, mask=m_key[:, None] & m_v[None, :], other=0.0)
-        b_max, b_sum, b_acc = absorb(b_q, b_k, b_v, m_seen, b_max, b_sum, b_acc, scaling, softcap)
+        b_k_scale, b_v_scale = tl.full([1, 1], 1.0, tl.float32), tl.full([1, 1], 1.0, tl.float32)
+        if p_block_k_scale is not None:
+            o_scale = (i_b * s_bk_b + i_h * s_bk_h + o_kv * s_bk_n) // HEAD_DIM  # rows are contiguous
+            b_k = from_e4m3(b_k, b_q.dtype)
+            b_k_scale = tl.trans(tl.load(p_block_k_scale + o_scale, mask=m_key[:, None], other=0.0))
+            b_v_scale = tl.load(p_block_v_scale + o_scale, mask=m_key[:, None], other=0.0)
+            b_v, b_v_scale = decode_values(b_v, b_v_scale, b_q.dtype)
+        b_max, b_sum, b_acc = absorb(b_q, b_k, b_v, b_k_scale, b_v_scale, m_seen, b_max, b_sum, b_acc, scaling, softcap)
 
     b_sum = tl.where(b_sum == 0.0, 1.0, b_sum)  # a row that saw nothing
     b_scale = tl.where(m_row, 1.0 / b_sum, 0.0)

@@ -29,6 +29,7 @@ from specdec.attention.kernels.tree_attention import choose_cut
 from specdec.attention.pack import Lines, Pack
 from specdec.gpu.triton_device import device_limits
 from specdec.gpu.triton_shim import triton
+from specdec.kvcache.rounded import Pool, numbers_and_scales
 
 FEW_TOKENS = 256
 """A forward over no more than these is most often a part of one long prompt, read while others decode."""
@@ -63,15 +64,15 @@ class RaggedAttention:
     shares: int = 1
     first_key: int = 0
 
-    def __call__(self, query: torch.Tensor, pool_k: torch.Tensor, pool_v: torch.Tensor, **options: Any) -> torch.Tensor:
+    def __call__(self, query: torch.Tensor, pool_k: Pool, pool_v: Pool, **options: Any) -> torch.Tensor:
         options |= {"window": self.window, "exact": self.exact, "shares": self.shares, "first_key": self.first_key}
         return ragged_attention(query, pool_k, pool_v, self.pack, self.lines, **options)
 
 
 def ragged_attention(
     query: torch.Tensor,
-    pool_k: torch.Tensor,
-    pool_v: torch.Tensor,
+    pool_k: Pool,
+    pool_v: Pool,
     pack: Pack,
     lines: Lines,
     *,
@@ -119,11 +120,13 @@ def ragged_attention(
     total = None
     if tiles.split_len and tiles.total_in_memory:
         total = torch.empty((num_tiles, kv_heads, tiles.block_m, block_v), dtype=torch.float32, device=device)
+    (numbers_k, scales_k), (numbers_v, scales_v) = map(numbers_and_scales, (pool_k, pool_v))
     ragged_kernel[(num_tiles, kv_heads, num_splits)](
-        *(query, pool_k, pool_v, lines.slots, lines.line, lines.begin, pack.start, pack.cu_len, sinks),
+        *(query, numbers_k, numbers_v, scales_k, scales_v),
+        *(lines.slots, lines.line, lines.begin, pack.start, pack.cu_len, sinks),
         *(part, lse, total),
         *(scaling, softcap, window, first_key or None, num_runs, num_tokens, num_splits, lines.slots.stride(0)),
-        *(*query.stride()[1:], *pool_k.stride(), *pool_v.stride()),
+        *(*query.stride()[1:], *numbers_k.stride(), *numbers_v.stride()),
         KV_HEADS=kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,

@@ -13,7 +13,7 @@ by `merge_kernel` of `paged_attention`. Else as `tree_attention` does it, operat
 keys at absolute positions, folded in ascending order, so that a row has the bits that plain decoding gives it.
 """
 
-from specdec.attention.kernels.key_tiles import LOG2E, load_keys
+from specdec.attention.kernels.key_tiles import LOG2E, load_keys, load_values
 from specdec.attention.kernels.paged_attention_kernels import absorb
 from specdec.attention.kernels.tree_attention_kernels import absorb_in_order, fold_weights, split_begin, split_of
 from specdec.gpu.triton_shim import tl, triton
@@ -23,6 +23,8 @@ from specdec.gpu.triton_shim import tl, triton
 def _add_tile(
     p_pool_k: tl.tensor,
     p_pool_v: tl.tensor,
+    p_scale_k: tl.tensor,
+    p_scale_v: tl.tensor,
     p_slots: tl.tensor,
     i_key: tl.tensor,
     lo: tl.tensor,
@@ -45,6 +47,7 @@ def _add_tile(
     s_pk_d: tl.tensor,
     s_pv_t: tl.constexpr,
     s_pv_d: tl.tensor,
+    KV_HEADS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     MASKED: tl.constexpr,
     IN_ORDER: tl.constexpr,
@@ -55,7 +58,8 @@ def _add_tile(
     if MASKED:
         o_inside = tl.minimum(tl.maximum(o_key, lo), end - 1)
     b_slot = tl.load(p_slots + (o_inside - begin_of_line)).to(tl.int64)[:, None]
-    b_k, b_v = load_keys(p_pool_k, p_pool_v, b_slot, o_d, m_d, o_v, m_v, s_pk_t, s_pk_d, s_pv_t, s_pv_d)
+    b_k, b_k_scale = load_keys(p_pool_k, p_scale_k, b_slot, o_d, m_d, s_pk_t, s_pk_d, KV_HEADS, b_q.dtype)
+    b_v, b_v_scale = load_values(p_pool_v, p_scale_v, b_slot, o_v, m_v, s_pv_t, s_pv_d, KV_HEADS, b_q.dtype)
     m_seen = None
     if MASKED:
         m_seen = (o_key[None, :] <= b_pos[:, None]) & (o_key[None, :] >= lo)
@@ -64,9 +68,11 @@ def _add_tile(
         if first_key is not None:
             m_seen = m_seen & (o_key[None, :] >= tl.minimum(b_pos, first_key)[:, None])
     if IN_ORDER:
-        b_max, b_sum, b_acc = absorb_in_order(b_q, b_k, b_v, m_seen, b_max, b_sum, b_acc, scaling, softcap)
+        b_max, b_sum, b_acc = absorb_in_order(
+            b_q, b_k, b_v, b_k_scale, b_v_scale, m_seen, b_max, b_sum, b_acc, scaling, softcap
+        )
     else:
-        b_max, b_sum, b_acc = absorb(b_q, b_k, b_v, m_seen, b_max, b_sum, b_acc, scaling, softcap)
+        b_max, b_sum, b_acc = absorb(b_q, b_k, b_v, b_k_scale, b_v_scale, m_seen, b_max, b_sum, b_acc, scaling, softcap)
     return b_max, b_sum, b_acc
 
 
@@ -74,6 +80,8 @@ def _add_tile(
 def _walk(
     p_pool_k: tl.tensor,
     p_pool_v: tl.tensor,
+    p_scale_k: tl.tensor,
+    p_scale_v: tl.tensor,
     p_slots: tl.tensor,
     begin: tl.tensor,
     stop: tl.tensor,
@@ -98,6 +106,7 @@ def _walk(
     s_pk_d: tl.tensor,
     s_pv_t: tl.constexpr,
     s_pv_d: tl.tensor,
+    KV_HEADS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IN_ORDER: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
@@ -105,13 +114,15 @@ def _walk(
     # fmt: off
     for i_key in range(begin, tl.minimum(stop, free_end), BLOCK_K):
         b_max, b_sum, b_acc = _add_tile(
-            p_pool_k, p_pool_v, p_slots, i_key, lo, end, begin_of_line, b_q, b_pos, window, first_key, b_max, b_sum,
-            b_acc, scaling, softcap, o_d, m_d, o_v, m_v, s_pk_t, s_pk_d, s_pv_t, s_pv_d, BLOCK_K, False, IN_ORDER,
+            p_pool_k, p_pool_v, p_scale_k, p_scale_v, p_slots, i_key, lo, end, begin_of_line, b_q, b_pos, window,
+            first_key, b_max, b_sum, b_acc, scaling, softcap, o_d, m_d, o_v, m_v, s_pk_t, s_pk_d, s_pv_t, s_pv_d,
+            KV_HEADS, BLOCK_K, False, IN_ORDER,
         )
     for i_key in range(tl.maximum(begin, free_end), stop, BLOCK_K):
         b_max, b_sum, b_acc = _add_tile(
-            p_pool_k, p_pool_v, p_slots, i_key, lo, end, begin_of_line, b_q, b_pos, window, first_key, b_max, b_sum,
-            b_acc, scaling, softcap, o_d, m_d, o_v, m_v, s_pk_t, s_pk_d, s_pv_t, s_pv_d, BLOCK_K, True, IN_ORDER,
+            p_pool_k, p_pool_v, p_scale_k, p_scale_v, p_slots, i_key, lo, end, begin_of_line, b_q, b_pos, window,
+            first_key, b_max, b_sum, b_acc, scaling, softcap, o_d, m_d, o_v, m_v, s_pk_t, s_pk_d, s_pv_t, s_pv_d,
+            KV_HEADS, BLOCK_K, True, IN_ORDER,
         )
     # fmt: on
     return b_max, b_sum, b_acc
@@ -122,6 +133,8 @@ def ragged_kernel(
     p_q: tl.tensor,  # [Hq, T, D]
     p_pool_k: tl.tensor,  # [slots, Hkv, D]
     p_pool_v: tl.tensor,
+    p_scale_k: tl.tensor,  # [slots, Hkv] or None
+    p_scale_v: tl.tensor,
     p_slots: tl.tensor,  # [L, W]
     p_line: tl.tensor,  # [R]
     p_begin: tl.tensor,  # [R] or None
@@ -209,6 +222,9 @@ def ragged_kernel(
     p_slots += line * s_line
     p_pool_k += i_h * s_pk_h
     p_pool_v += i_h * s_pv_h
+    if p_scale_k is not None:
+        p_scale_k += i_h
+        p_scale_v += i_h
     # every row sees every key before the tile's first token, but for a window and keys that do not exist
     free_end = 0
     if GROWS and first_key is None:  # no window
@@ -229,9 +245,9 @@ def ragged_kernel(
         b_acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         # fmt: off
         b_max, b_sum, b_acc = _walk(
-            p_pool_k, p_pool_v, p_slots, begin, stop, free_end, lo, end, begin_of_line, b_q, b_pos, window,
-            first_key, b_max, b_sum, b_acc, scaling, softcap, o_d, m_d, o_v, m_v, s_pk_t, s_pk_d, s_pv_t, s_pv_d,
-            BLOCK_K, False,
+            p_pool_k, p_pool_v, p_scale_k, p_scale_v, p_slots, begin, stop, free_end, lo, end, begin_of_line, b_q,
+            b_pos, window, first_key, b_max, b_sum, b_acc, scaling, softcap, o_d, m_d, o_v, m_v, s_pk_t, s_pk_d,
+            s_pv_t, s_pv_d, KV_HEADS, BLOCK_K, False,
         )
         # fmt: on
         b_sum = tl.where(b_sum == 0.0, 1.0, b_sum)
@@ -259,9 +275,9 @@ def ragged_kernel(
             b_part = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
             # fmt: off
             b_part_max, b_part_sum, b_part = _walk(
-                p_pool_k, p_pool_v, p_slots, begin, stop, free_end, lo, end, begin_of_line, b_q, b_pos, window,
-                first_key, b_part_max, b_part_sum, b_part, scaling, softcap, o_d, m_d, o_v, m_v, s_pk_t, s_pk_d,
-                s_pv_t, s_pv_d, BLOCK_K, True,
+                p_pool_k, p_pool_v, p_scale_k, p_scale_v, p_slots, begin, stop, free_end, lo, end, begin_of_line, b_q,
+                b_pos, window, first_key, b_part_max, b_part_sum, b_part, scaling, softcap, o_d, m_d, o_v, m_v, s_pk_t,
+                s_pk_d, s_pv_t, s_pv_d, KV_HEADS, BLOCK_K, True,
             )
             # fmt: on
             m_total = b_max > float("-inf")

@@ -33,6 +33,7 @@ from specdec.attention.kernels.own_keys import ALIGN, OwnKeys
 from specdec.attention.kernels.tree_attention_kernels import MIDDLE_SPLITS, SHORT_SPLITS, attend_kernel, merge_kernel
 from specdec.gpu.dependent_launch import pdl_options
 from specdec.gpu.triton_device import device_limits
+from specdec.kvcache.rounded import Pool, numbers_and_scales
 
 PART_BYTES = 1 << 30
 """Partial results above this are folded by the programs that make them."""
@@ -62,8 +63,8 @@ class RowTiles(NamedTuple):
 
 def tree_attention(
     query: torch.Tensor,
-    pool_k: torch.Tensor,
-    pool_v: torch.Tensor,
+    pool_k: Pool,
+    pool_v: Pool,
     own: OwnKeys,
     pages: torch.Tensor,
     start: torch.Tensor | None,
@@ -135,11 +136,13 @@ def tree_attention(
         "FOLD": fold,
         **pdl_options(query.device),
     }
+    (numbers_k, scales_k), (numbers_v, scales_v) = map(numbers_and_scales, (pool_k, pool_v))
     attend_kernel[(row_tiles, batch * kv_heads, split_programs)](
-        *(query, pool_k, pool_v, pages, start, committed_len, positions, own.slots, own.run_end, block_len),
+        *(query, numbers_k, numbers_v, scales_k, scales_v),
+        *(pages, start, committed_len, positions, own.slots, own.run_end, block_len),
         *(part, part_max, part_sum, scaling, softcap, window, first_key or None),
         *(tile_rows, num_rows, num_pages, *own.slots.shape[1:]),
-        *(*query.stride(), *pool_k.stride(), *pool_v.stride(), *pages.stride(), *positions.stride()),
+        *(*query.stride(), *numbers_k.stride(), *numbers_v.stride(), *pages.stride(), *positions.stride()),
         PAGE_SIZE=page_size,
         HEAD_DIM=head_dim,
         BLOCK_D=block_d,

@@ -16,7 +16,7 @@ Under programmatic dependent launch both kernels read the plan (lengths, positio
 kernel before them: plans are written by kernels that let nothing start before they end.
 """
 
-from specdec.attention.kernels.key_tiles import LOG2E, NOWHERE, load_keys, page_slots
+from specdec.attention.kernels.key_tiles import LOG2E, NOWHERE, load_keys, load_values, page_slots
 from specdec.gpu.dependent_launch import trigger_next, wait_for_previous
 from specdec.gpu.triton_shim import KEEP, tl, triton
 
@@ -51,6 +51,8 @@ def absorb_in_order(
     b_q: tl.tensor,  # [BM, BD]
     b_k: tl.tensor,  # [BK, BD]
     b_v: tl.tensor,  # [BK, BV]
+    b_k_scale: tl.tensor,  # [1, BK] or [1, 1]
+    b_v_scale: tl.tensor,
     m_seen: tl.tensor,  # [BM, BK], or None: every row sees every key
     b_max: tl.tensor,  # [BM]
     b_sum: tl.tensor,  # [BM, 16], the sum 16 times
@@ -59,6 +61,7 @@ def absorb_in_order(
     softcap: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     b_x = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+    b_x = b_x * b_k_scale
     if softcap is None:
         factor = scaling * LOG2E
     else:
@@ -68,11 +71,12 @@ def absorb_in_order(
         b_x = tl.where(m_seen, b_x, float("-inf"))
     b_new = tl.maximum(b_max, tl.max(b_x, 1) * factor)
     b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
-    b_p = tl.exp2(tl.fma(b_x, tl.zeros_like(b_x) + factor, tl.zeros_like(b_x) - b_shift[:, None])).to(b_v.dtype)
+    b_p = tl.exp2(tl.fma(b_x, tl.zeros_like(b_x) + factor, tl.zeros_like(b_x) - b_shift[:, None]))
+    b_p, b_weight = b_p.to(b_v.dtype), (b_p * b_v_scale).to(b_v.dtype)
     b_decay = tl.exp2(b_max - b_shift)[:, None]
     b_ones = tl.full([b_v.shape[0], 16], 1.0, b_v.dtype)
     b_sum = tl.dot(b_p, b_ones, b_sum * b_decay, input_precision="ieee")  # tl.sum's order would be the layout's
-    b_acc = tl.dot(b_p, b_v, b_acc * b_decay, input_precision="ieee")
+    b_acc = tl.dot(b_weight, b_v, b_acc * b_decay, input_precision="ieee")
     return b_new, b_sum, b_acc
 
 
@@ -94,6 +98,8 @@ def attend_kernel(
     p_q: tl.tensor,  # [B, Hq, N, D]
     p_pool_k: tl.tensor,  # [slots, Hkv, D]
     p_pool_v: tl.tensor,  # [slots, Hkv, DV]
+    p_scale_k: tl.tensor,  # [slots, Hkv] or None
+    p_scale_v: tl.tensor,
     p_pages: tl.tensor,  # [B, P]
     p_start: tl.tensor,  # [B] or None
     p_committed_len: tl.tensor,  # [B]
@@ -181,6 +187,9 @@ def attend_kernel(
     p_page = p_pages + i_b * s_page_b
     p_pool_k += i_h * s_pk_h
     p_pool_v += i_h * s_pv_h
+    if p_scale_k is not None:
+        p_scale_k += i_h
+        p_scale_v += i_h
     own_begin = committed_len // BLOCK_K * BLOCK_K
     own_base = committed_len // ALIGN * ALIGN
     shared_end = tl.minimum(own_begin, (start + num_pages * PAGE_SIZE) // BLOCK_K * BLOCK_K)
@@ -218,8 +227,11 @@ def attend_kernel(
                 m_seen = m_exists if m_seen is None else m_seen & m_exists
             o_column = o_key - start
             b_slot = page_slots(p_page, o_column, s_page, PAGE_SIZE)
-            b_k, b_v = load_keys(p_pool_k, p_pool_v, b_slot, o_d, m_d, o_v, m_v, s_pk_t, s_pk_d, s_pv_t, s_pv_d)
-            b_max, b_sum, b_acc = absorb_in_order(b_q, b_k, b_v, m_seen, b_max, b_sum, b_acc, scaling, softcap)
+            b_k, b_k_scale = load_keys(p_pool_k, p_scale_k, b_slot, o_d, m_d, s_pk_t, s_pk_d, KV_HEADS, b_q.dtype)
+            b_v, b_v_scale = load_values(p_pool_v, p_scale_v, b_slot, o_v, m_v, s_pv_t, s_pv_d, KV_HEADS, b_q.dtype)
+            b_max, b_sum, b_acc = absorb_in_order(
+                b_q, b_k, b_v, b_k_scale, b_v_scale, m_seen, b_max, b_sum, b_acc, scaling, softcap
+            )
 
         # the node's own tiles: one walk over them a run of nodes that lie on one path
         begin = tl.maximum(begin, own_begin)
@@ -245,8 +257,11 @@ def attend_kernel(
                     m_seen = m_seen & (o_key[None, :] >= tl.minimum(b_pos, first_key)[:, None])
                 o_key = tl.minimum(tl.maximum(o_key, lo), newest)
                 b_slot = tl.load(p_slot + (o_key - own_base)).to(tl.int64)[:, None]
-                b_k, b_v = load_keys(p_pool_k, p_pool_v, b_slot, o_d, m_d, o_v, m_v, s_pk_t, s_pk_d, s_pv_t, s_pv_d)
-                b_max, b_sum, b_acc = absorb_in_order(b_q, b_k, b_v, m_seen, b_max, b_sum, b_acc, scaling, softcap)
+                b_k, b_k_scale = load_keys(p_pool_k, p_scale_k, b_slot, o_d, m_d, s_pk_t, s_pk_d, KV_HEADS, b_q.dtype)
+                b_v, b_v_scale = load_values(p_pool_v, p_scale_v, b_slot, o_v, m_v, s_pv_t, s_pv_d, KV_HEADS, b_q.dtype)
+                b_max, b_sum, b_acc = absorb_in_order(
+                    b_q, b_k, b_v, b_k_scale, b_v_scale, m_seen, b_max, b_sum, b_acc, scaling, softcap
+                )
             node = run_end + 1
 
         b_sum = tl.max(b_sum, 1)

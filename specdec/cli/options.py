@@ -66,7 +66,7 @@ class PairOptions:
         0, "Tokens of outputs of finished requests from which 'suffix' drafts too; 0: a request's own text.", min=0
     )
     dtype: str | None = option(None, "float32, bfloat16 (bf16) or float16; default: float32 on the CPU.")
-    kv_dtype: str | None = option(None, "fp8: K/V in 8 bits (on a CPU); default: the dtype's own.")
+    kv_dtype: str | None = option(None, "fp8: K/V in 8 bits; default: the dtype's own.")
     device: str | None = option(None, "cpu, cuda, cuda:1, ...; default: the first GPU, else the CPU.")
     tensor_parallel: int = option(
         1, "GPUs of this host that share every layer of the target, from the device on.", min=1

@@ -6,6 +6,7 @@ has its own ideas of hooks, is not assisted.
 """
 
 import copy
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from specdec.config import SamplingParams
 from specdec.draft_models.base import Drafter
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
+from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.engine import Engine
 from specdec.evaluation.contest import Contestant, Prompts
 
@@ -29,12 +31,27 @@ def plain_peer(engine: Engine, params: SamplingParams) -> Contestant:
 
 
 def assisted_peer(engine: Engine, params: SamplingParams, num_steps: int) -> list[Contestant]:
-    """The target with the same drafter, if transformers can use it: a Gemma 4 assistant, on the device of a target that
-    was not left in host memory for several devices."""
-    if not isinstance(engine.drafter, Gemma4MTPDrafter) or engine.target.home != engine.target.device:
+    """The target with the same drafter, if transformers can use it: a Gemma 4 assistant, or MTP modules of the target's
+    own checkpoint, of which it reads all at each call and drafts one token each. On the device of a target that was not
+    left in host memory for several devices."""
+    drafter, model = engine.drafter, engine.target.model
+    if engine.target.home != engine.target.device:
         return []
-    run = partial(_generate, engine, params, assistant_model=assistant_of(engine.drafter, num_steps))
+    if isinstance(drafter, NativeMtpDrafter) and drafter.source == model.config.name_or_path and _uses_mtp(model):
+        run = partial(_generate, engine, params, use_mtp=True)
+        return [Contestant("transformers, use_mtp", run, judged=False)]
+    if not isinstance(drafter, Gemma4MTPDrafter):
+        return []
+    run = partial(_generate, engine, params, assistant_model=assistant_of(drafter, num_steps))
     return [Contestant("transformers, assisted", run, judged=False)]
+
+
+def _uses_mtp(model: Any) -> bool:
+    """Does transformers find MTP modules of this model? It knows them by their layers' numbers."""
+    config = model.config.get_text_config()
+    first = f"model.layers.{config.num_hidden_layers}.enorm.weight"
+    patterns = model._keys_to_ignore_on_load_unexpected or ()
+    return bool(getattr(config, "num_mtp_layers", None)) and any(re.search(pattern, first) for pattern in patterns)
 
 
 def assistant_of(drafter: Gemma4MTPDrafter, num_steps: int) -> Any:

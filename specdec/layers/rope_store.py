@@ -23,7 +23,8 @@ from specdec.gpu.dependent_launch import TL_DTYPES, pdl_options, trigger_next, w
 from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, tl, triton
 from specdec.kvcache.layer_context import Destination
-from specdec.kvcache.store import reference_store_kv
+from specdec.kvcache.rounded import RoundedPool
+from specdec.kvcache.store import reference_store_kv, store_kv
 from specdec.layers.norm import ABSENT, Gain, reference_rms_norm
 from specdec.layers.product import Product, reference_finish, sum_parts
 
@@ -305,7 +306,10 @@ def rope_store(product: Product, heads: Heads, rotary: Rotary, destination: Dest
     q = parts.new_empty((num_rows, heads.num_q, heads.head_dim), dtype=dtype)
     k = parts.new_empty((num_rows, heads.num_kv, heads.head_dim), dtype=dtype)
     v = parts.new_empty((num_rows, heads.num_kv, heads.v_dim), dtype=dtype)
-    pool_k, pool_v, slots = (None, None, None) if destination is None or not heads.num_kv else destination
+    if not heads.num_kv:
+        destination = None
+    apart = destination is not None and isinstance(destination.pool_k, RoundedPool)  # rounded by a kernel of its own
+    pool_k, pool_v, slots = (None, None, None) if destination is None or apart else destination
     if pool_k is not None and pool_v is not None and slots is not None:
         assert pool_k.shape[1:] == k.shape[1:] and pool_v.shape[1:] == v.shape[1:], f"{pool_k.shape=} {pool_v.shape=}"
         assert pool_k.is_contiguous() and pool_v.is_contiguous() and slots.shape == (num_rows,), f"{slots.shape=}"
@@ -339,4 +343,6 @@ def rope_store(product: Product, heads: Heads, rotary: Rotary, destination: Dest
         num_warps=1,
         **pdl_options(parts.device),
     )
+    if destination is not None and apart:
+        store_kv(k, v, destination.slots, destination.pool_k, destination.pool_v)
     return attended

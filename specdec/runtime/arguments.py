@@ -129,15 +129,6 @@ def require_fused(fused: str | bool, target: Any, drafter: Any) -> None:
         raise ConfigError(f"fused=False, but {target.name} was made with fused layers; make it without `ops`")
 
 
-def require_kv_dtype(kv_dtype: str | None, backend: str) -> None:
-    """K/V of 8 bits are read and written by plain torch alone."""
-    if kv_dtype is not None and backend != "torch":
-        raise ConfigError(
-            f"kv_dtype={kv_dtype!r} runs on the torch backend, and this engine attends by {backend!r}; leave kv_dtype "
-            "None, or give attention='torch'"
-        )
-
-
 def require_ranks(ranks: Sized | None, count: int) -> None:
     """A target that devices share already is for an engine of as many."""
     if ranks is not None and len(ranks) != count:

@@ -44,18 +44,22 @@ class DraftNeeds(NamedTuple):
         late = KEPT if reads_late(drafter, spec.adaptive) else 0
         return cls(drafter.kv_layout, drafter.extra_keys, drafter.reread, late)
 
-    def keys_beyond_windows(self, groups: CacheGroups) -> ByGroup[int]:
-        """Committed keys to keep in each group beyond its window. A drafter reads late in its own layers alone."""
+    @property
+    def beyond_windows(self) -> int:
+        """Committed keys to keep in every windowed group beyond its window: a row that reads again begins earlier."""
+        return max(self.extra_keys, self.reread)
+
+    def late_in(self, groups: CacheGroups) -> ByGroup[int]:
+        """`late` by group: a drafter reads late in the groups of its own layers alone."""
         own = () if self.layout is None else {spec.retention for spec in self.layout.layers}
-        least = max(self.extra_keys, self.reread)
-        return ByGroup(tuple(max(least, self.late if group.retention in own else 0) for group in groups.groups))
+        return ByGroup(tuple(self.late if group.retention in own else 0 for group in groups.groups))
 
 
 @dataclass(frozen=True, slots=True)
 class CacheNeeds:
     """Slots and bytes of K/V that an engine's requests need, where memory is no limit. Lists of numbers are by group.
 
-    layouts: of the target and of a drafter that keeps K/V. extra_keys: see `RequestTable`. slot_bytes: one token in all
+    layouts: of the target and of a drafter that keeps K/V. late: see `RequestTable`. slot_bytes: one token in all
     layers of the group. held: slots of one request while it decodes. slots: a full batch, with prompts that are being
     read; a windowed group keeps prefixes there when none is.
     """
@@ -64,7 +68,7 @@ class CacheNeeds:
     groups: CacheGroups
     page_size: int
     batch: int
-    extra_keys: ByGroup[int]
+    late: ByGroup[int]
     slot_bytes: list[int]
     held: list[int]
     slots: list[int]
@@ -102,16 +106,16 @@ def cache_needs(
     room = PromptRoom.from_settings(config.max_prefill_tokens, config.prefill_chunk, device_type)
     full_each = whole_pages(max_len + num_nodes, page_size)
     held, slots = [full_each], [full_each * batch]
-    extra_keys = drafts.keys_beyond_windows(groups)
+    late = drafts.late_in(groups)
     for group, window in zip(groups.windowed, groups.windows, strict=True):
-        keys = window_slots_held(window - 1 + extra_keys[group.id], num_nodes, page_size)
+        keys = window_slots_held(window - 1 + drafts.beyond_windows + late[group.id], num_nodes, page_size)
         # what it holds and the slack; besides, chunks in flight
         each = min(whole_pages(keys + page_size, page_size), full_each)
         together = max(room.idle, batch * min(room.chunk, WINDOW_SPARE))  # a step reads `idle`; the rest keeps prefixes
         in_flight = min(batch * min(room.chunk, full_each - each), whole_pages(together, page_size))
         held.append(whole_pages(keys, page_size))
         slots.append(each * batch + in_flight)
-    return CacheNeeds(layouts, groups, page_size, batch, extra_keys, slot_bytes, held, slots)
+    return CacheNeeds(layouts, groups, page_size, batch, late, slot_bytes, held, slots)
 
 
 def whole_pages(slots: int, page_size: int) -> int:
@@ -195,7 +199,8 @@ def make_cache(
         max_requests=batch,
         max_len=max_len,
         lookahead=num_nodes,
-        extra_keys=needs.extra_keys,
+        extra_keys=drafts.beyond_windows,
         reread=drafts.reread,
+        late=needs.late,
     )
     return KVCache(allocator, table, operations, rounded=config.kv_dtype is not None), max_len

@@ -1,0 +1,116 @@
+"""Kernels of K/V of 8 bits (`rounded.py`): rows are rounded as they are stored, and decoded where they are read.
+
+    store    scale = max |row| / 448,   bits = e4m3(row / scale)    a program a token and head; bits as of `rounded.py`
+    read     bits -> float32, float16 or bfloat16, exactly          `from_e4m3`; the reader applies the scale
+
+A reader multiplies a key's scores and a value's weights by their scales, in float32: a multiplication a key, not a
+number. So kernels attend to unrounded products bits * scale.
+"""
+
+import torch
+
+from specdec.gpu.triton_shim import INTERPRETED, tl, triton
+from specdec.kvcache.index_spaces import GroupLoc
+from specdec.kvcache.rounded import LARGEST, RoundedPool
+
+IN_PTX = tl.constexpr(not INTERPRETED)
+FULL_SCALE = tl.constexpr(LARGEST)
+
+# Four numbers of a word, in order: sign and magnitude go where bfloat16 has its sign and the end of its exponent, which
+# is 2^-120 times the number, subnormal ones included. fma, since a multiplication alone needs sm_90.
+_FOUR = """{
+    .reg .b32 a, b, m, z;
+    mov.b32 m, 0x7b807b80;
+    mov.b32 z, 0x80008000;
+    prmt.b32 a, $2, 0, 0x1404;
+    and.b32 b, a, 0x80008000;
+    shr.u32 a, a, 4;
+    lop3.b32 a, a, 0x07f007f0, b, 0xea;
+    fma.rn.bf16x2 $0, a, m, z;
+    prmt.b32 a, $2, 0, 0x3424;
+    and.b32 b, a, 0x80008000;
+    shr.u32 a, a, 4;
+    lop3.b32 a, a, 0x07f007f0, b, 0xea;
+    fma.rn.bf16x2 $1, a, m, z;
+}"""
+FOUR_TO_BF16 = tl.constexpr(_FOUR)
+
+
+@triton.jit
+def from_e4m3(b_bits: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
+    """uint8 -> the numbers, exactly; NaN is not among what a pool holds."""
+    if IN_PTX and DTYPE.is_bf16():
+        b_x = tl.inline_asm_elementwise(FOUR_TO_BF16, "=r,=r,r", [b_bits], dtype=tl.bfloat16, is_pure=True, pack=4)
+    else:
+        b_wide = b_bits.to(tl.int32)
+        b_wide = ((b_wide & 0x80) << 24) | ((b_wide & 0x7F) << 20)
+        b_x = (b_wide.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(DTYPE)  # 2^120
+    return b_x
+
+
+@triton.jit
+def _to_e4m3(b_x: tl.tensor) -> tl.tensor:
+    """float32, at most 448 -> bits of the nearest number, of two as near the even one."""
+    b_bits = b_x.to(tl.int32, bitcast=True)
+    b_magnitude = b_bits & 0x7FFFFFFF
+    # below 2^-6 numbers lie 2^-9 apart, as those of float32 do from 2^14 on
+    b_small = (tl.abs(b_x) + 16384.0).to(tl.int32, bitcast=True) - (141 << 23)
+    b_large = (b_magnitude - (120 << 23) + 0x7FFFF + ((b_magnitude >> 20) & 1)) >> 20
+    return tl.where(b_magnitude < (121 << 23), b_small, b_large) | ((b_bits >> 24) & 0x80)
+
+
+@triton.jit
+def _round_row(
+    p_row: tl.tensor, p_bits: tl.tensor, p_scale: tl.tensor, s_dim: tl.tensor, o_d: tl.tensor, DIM: tl.constexpr
+) -> None:
+    m_d = o_d < DIM
+    b_row = tl.load(p_row + o_d * s_dim, mask=m_d, other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(b_row), 0)
+    largest = tl.where(tl.max((b_row != b_row).to(tl.int32), 0) > 0, float("nan"), largest)
+    scale = tl.where(largest == 0.0, 1.0, tl.div_rn(largest, FULL_SCALE))
+    b_bits = _to_e4m3(tl.div_rn(b_row, tl.zeros_like(b_row) + scale))
+    tl.store(p_bits + o_d, b_bits.to(tl.uint8), mask=m_d)
+    tl.store(p_scale, scale)
+
+
+@triton.jit
+def _store_rounded_kernel(
+    p_k: tl.tensor,  # [T, Hkv, D]
+    p_v: tl.tensor,  # [T, Hkv, DV]
+    p_slots: tl.tensor,  # [T]
+    p_pool_k: tl.tensor,  # [slots, Hkv, D] uint8
+    p_pool_v: tl.tensor,
+    p_scale_k: tl.tensor,  # [slots, Hkv]
+    p_scale_v: tl.tensor,
+    s_k_t: tl.tensor,
+    s_k_h: tl.tensor,
+    s_k_d: tl.tensor,
+    s_v_t: tl.tensor,
+    s_v_h: tl.tensor,
+    s_v_d: tl.tensor,
+    s_slots: tl.tensor,
+    HEADS: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    i_t, i_h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    o_d = tl.arange(0, BLOCK)
+    o_head = tl.load(p_slots + i_t * s_slots).to(tl.int64) * HEADS + i_h
+    _round_row(p_k + i_t * s_k_t + i_h * s_k_h, p_pool_k + o_head * K_DIM, p_scale_k + o_head, s_k_d, o_d, K_DIM)
+    _round_row(p_v + i_t * s_v_t + i_h * s_v_h, p_pool_v + o_head * V_DIM, p_scale_v + o_head, s_v_d, o_d, V_DIM)
+
+
+def store_rounded(k: torch.Tensor, v: torch.Tensor, slots: GroupLoc, pool_k: RoundedPool, pool_v: RoundedPool) -> None:
+    """Store k [T, Hkv, D], v [T, Hkv, DV], of any strides, at slots [T], rounded."""
+    num_tokens, num_heads, head_dim = k.shape
+    assert k.dtype == v.dtype == pool_k.dtype == pool_v.dtype, f"{k.dtype=} {v.dtype=} {pool_k.dtype=}"
+    _store_rounded_kernel[(num_tokens, num_heads)](
+        *(k, v, slots, pool_k.bits, pool_v.bits, pool_k.scales, pool_v.scales),
+        *(*k.stride(), *v.stride(), slots.stride(0)),
+        HEADS=num_heads,
+        K_DIM=head_dim,
+        V_DIM=v.shape[2],
+        BLOCK=triton.next_power_of_2(max(head_dim, v.shape[2])),
+        num_warps=1,
+    )
