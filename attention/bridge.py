@@ -17,10 +17,11 @@ from torch.nn.functional import pad
 from transformers import AttentionInterface
 
 from specdec.attention.plan import Attend, KVPlan
+from specdec.attention.recurrence.forward import RecurrentForward
 from specdec.errors import SpecDecError
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.index_spaces import GroupId
-from specdec.kvcache.layer_context import Destination, LayerContext, ScoreOptions
+from specdec.kvcache.layer_context import Destination, LayerContext, Recurrence, ScoreOptions
 from specdec.modules.private_copy import ATTENTION_NAME
 
 IGNORED_KWARGS = frozenset(
@@ -105,6 +106,7 @@ class ForwardContext:
     `attention` maps (group, window, shares) to the attention of layers with them; made here, for this forward.
     `states` collects the hidden states [1, B*N, H] entering the layers that it has as keys.
     `peers` are the same forward on the ranks after the first, each with its own heads; none on one device.
+    `recurrent` computes the recurrent layers; None: there are none.
     """
 
     plan: KVPlan
@@ -113,6 +115,7 @@ class ForwardContext:
     attention: dict[tuple[GroupId, Window, int], Attend]
     states: dict[int, torch.Tensor | None]
     peers: tuple["ForwardContext", ...] = ()
+    recurrent: RecurrentForward | None = None
 
     @classmethod
     def of(
@@ -133,9 +136,23 @@ class ForwardContext:
     def _of_rank(
         cls, plan: KVPlan, view: KVView, windows: Sequence[Window], aux_layers: Sequence[int]
     ) -> "ForwardContext":
-        kinds = {(view.layer(layer).group, window, view.shares(layer)) for layer, window in enumerate(windows)}
+        attending = [layer for layer in range(len(windows)) if not view.is_recurrent(layer)]
+        kinds = {(view.layer(layer).group, windows[layer], view.shares(layer)) for layer in attending}
         attention = {kind: plan.backend.attention(plan, *kind) for kind in kinds}
-        return cls(plan, view, windows, attention, dict.fromkeys(aux_layers))
+        recurrent = RecurrentForward(plan, view) if len(attending) < len(windows) else None
+        return cls(plan, view, windows, attention, dict.fromkeys(aux_layers), recurrent=recurrent)
+
+    def convolve(
+        self, layer: int, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See `RecurrentContext`."""
+        assert self.recurrent is not None
+        return self.recurrent.convolve(layer, inputs, weight, bias)
+
+    def recur(self, layer: int, rows: Recurrence) -> torch.Tensor:
+        """See `RecurrentContext`."""
+        assert self.recurrent is not None
+        return self.recurrent.recur(layer, rows)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """For a layer of Hugging Face: its K/V are stored here, unless they are another layer's."""

@@ -39,7 +39,15 @@ class ChainAttention:
         same, self.distance = same_document(pos)
         self.seen = same & (self.distance >= 0)  # [B, T, T]
 
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         group = q.shape[1] // k.shape[1]
         ks, vs = self.k[layer], self.v[layer]
         ks.append(k.repeat_interleave(group, 1))  # [B, Hq, T, D]
@@ -52,8 +60,12 @@ class ChainAttention:
             seen = seen & (distance + self.step < window)
             own = range(max(1, self.step - window + 1), self.step + 1)
         q = q * self.scaling
-        scores = [(q @ ks[0].mT).masked_fill_(~seen[:, None], -torch.inf)]
-        scores += [(q * ks[s]).sum(-1, keepdim=True) for s in own]
+        scores = [q @ ks[0].mT, *((q * ks[s]).sum(-1, keepdim=True) for s in own)]
+        if softcap is not None:
+            scores = [softcap * torch.tanh(score / softcap) for score in scores]
+        scores[0] = scores[0].masked_fill(~seen[:, None], -torch.inf)
+        if sinks is not None:
+            scores.append(sinks[:, None, None].to(q.dtype).expand(*q.shape[:3], 1))
         weights = torch.cat(scores, dim=-1).softmax(-1, dtype=torch.float32).to(v.dtype)
         out = weights[..., :length] @ vs[0]
         for column, s in enumerate(own, start=length):

@@ -62,4 +62,5 @@ def tile_context(whole: ForwardContext, tile: Tile) -> ForwardContext:
         attention={kind: part_of(attend, *tile) for kind, attend in whole.attention.items()},
         states=dict.fromkeys(whole.states),
         peers=tuple(tile_context(peer, tile) for peer in whole.peers),
+        recurrent=None if whole.recurrent is None else whole.recurrent.part(*tile),
     )

@@ -15,6 +15,7 @@ from specdec.attention.plan import KVPlan
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, PromptObservation, TargetInfo
 from specdec.draft_models.heads.draft_context import DraftContext, DraftGrowth, StoreWorker
+from specdec.errors import UnsupportedModelError
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layout import KVLayout
 from specdec.layers.fuse import Weights
@@ -50,6 +51,11 @@ class LanguageModelDrafter(Drafter):
     reads_every_state = False
 
     def __init__(self, model: LanguageModel, target: TargetInfo) -> None:
+        if any(spec.recurrent for spec in model.layout.layers):
+            raise UnsupportedModelError(
+                f"drafter {model.name} has recurrent layers, and a drafter's states are not kept yet; take another "
+                "model, or 'suffix'"
+            )
         self.model = model
         self.kv_layout: KVLayout | None = model.layout
         self.owners = [spec.owner for spec in model.layout.layers]

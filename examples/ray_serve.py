@@ -4,7 +4,7 @@
     python examples/ray_serve.py --router prefix                      a request goes where its prefix is cached
     python examples/ray_serve.py --replicas 4 --gpus 1 --target DIR --drafter DIR
     python examples/ray_serve.py --tensor-parallel 2 --target DIR     two GPUs a replica, which share it
-    python examples/ray_serve.py --address auto --host 0.0.0.0        on a cluster that runs already
+    python examples/ray_serve.py --replicas 16 --front-ends 4 --address auto --host 0.0.0.0    on a cluster that runs
 
 Takes every option of `specdec serve`, for each replica. Ray starts the replicas, replaces one that fails its health
 check, and chooses one for each request; the header X-Replica of an answer names it.
@@ -63,6 +63,7 @@ class ReplicaOptions:
     router: Literal["load", "prefix"] = option(
         "load", "load: to the less busy of two random replicas; prefix: where most of its prompt was sent before."
     )
+    front_ends: int = option(1, "Processes that pass requests and answers on.", min=1)
     cpus: float = option(1.0, "Cores of a replica.", min=0)
     gpus: float | None = option(None, "GPUs of a replica; default: those that share the target, or none.", min=0)
     address: str | None = option(None, "A Ray cluster, or 'auto'; default: one of its own on this machine.")
@@ -237,6 +238,7 @@ def application(options: ReplicaOptions, settings: ServeSettings) -> Any:
     front = serve.deployment(
         serve.ingress()(FrontEnd),
         name="front",
+        num_replicas=options.front_ends,
         max_ongoing_requests=1 << 20,  # replicas bound it
         ray_actor_options={"num_cpus": 0},
     )

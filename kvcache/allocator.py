@@ -14,7 +14,7 @@ A page may be held by several rows and kept by the prefix cache, its peers by so
 claim, and a page without claims is free. Pages that only the cache claims are available: alloc reclaims them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -56,8 +56,10 @@ class HybridAllocator:
         self.pools = ByGroup(tuple(pools))
         self.primary = self.pools[PRIMARY]
         self.windowed = tuple(group.id for group in groups.windowed)
+        self.cached_windows = tuple(group.id for group in groups.windowed if group.cached)
         self.maps = MirroredArray((len(pages), (pages[0] + 1) * page_size), device)
         self.cache: PageCache | None = None
+        self.on_forget: Callable[[IntArray], None] | None = None  # called with pages that the cache gives up
         self._frozen_for: list[object] = []  # workers with an open frozen view
 
     def num_slots(self, group: GroupId) -> int:
@@ -163,6 +165,8 @@ class HybridAllocator:
         for group in self.windowed:
             self.forget_peers(group, pages[self.is_kept(group, pages)])
         self.primary.forget(pages)
+        if self.on_forget is not None:
+            self.on_forget(pages)
 
     def forget_peers(self, group: GroupId, pages: IntArray) -> None:
         """The cache gives up the peers of `pages` in one group."""

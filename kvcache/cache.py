@@ -15,9 +15,18 @@ from specdec.gpu.ranks import Ranks
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.index_spaces import ByGroup, GroupId, GroupLoc
 from specdec.kvcache.layout import KVLayout
+from specdec.kvcache.recurrent_state import StateCache
 from specdec.kvcache.sanitize import Sanitizer
 from specdec.kvcache.store import KVStore, LayerKV, Split
 from specdec.kvcache.table import Move, RequestTable
+
+CHECKPOINTS = 3
+"""Copies of states that the prefix cache keeps, for each request of a full batch."""
+
+
+def num_state_slots(max_requests: int) -> int:
+    """States of each recurrent layer: one a request, one of padding, and the copies."""
+    return max_requests + 1 + CHECKPOINTS * max_requests
 
 
 class KVOperations(Protocol):
@@ -44,15 +53,28 @@ class KVCache:
         self.ranks: Ranks | None = None
         self.sanitizer: Sanitizer | None = None
 
+    def state_cache(self) -> StateCache | None:
+        """Copies of the states of all recurrent layers, for the prefix cache; None: there are no such layers."""
+        layers = [kept.state for store in self.stores for kept in store.layers.values() if kept.state is not None]
+        if not layers:
+            return None
+        states = StateCache(layers, self.table.max_requests + 1)
+        self.allocator.on_forget = states.forget
+        return states
+
     def add_store(self, layout: KVLayout, dtype: torch.dtype, ranks: Ranks | None = None) -> KVStore:
         """Make the store of one more model; from now on `move` visits it.
 
         ranks: of a model on several devices, one of whose shares has this layout: a store each, and rank 0's is
         returned, which knows the others.
         """
-        layout = layout.rounded() if self.rounded else layout
+        layout = (layout.rounded() if self.rounded else layout).for_rounds(self.table.lookahead)
         devices = (self.allocator.device,) if ranks is None else ranks.devices
-        stores = tuple(KVStore(layout, self.allocator, dtype, device, rank=i) for i, device in enumerate(devices))
+        num_states = num_state_slots(self.table.max_requests)
+        stores = tuple(
+            KVStore(layout, self.allocator, dtype, device, rank=i, num_states=num_states)
+            for i, device in enumerate(devices)
+        )
         if ranks is not None:
             self.ranks, stores[0].split = ranks, Split(ranks, stores)
         self.stores += stores
@@ -91,11 +113,13 @@ class KVCache:
                     self.operations.move(store, group, source, destination)
 
     def bytes_by_group(self) -> dict[str, int]:
-        """Bytes of all tensors of each group, by its name."""
-        return {
+        """Bytes of all tensors of each group, by its name; of recurrent layers also the "states"."""
+        sizes = {
             group.name: sum(tensor.nbytes for store in self.stores for tensor in store.tensors(group.id))
             for group in self.allocator.groups.groups
         }
+        states = [kept.state for store in self.stores for kept in store.layers.values() if kept.state is not None]
+        return {**sizes, "states": sum(tensor.nbytes for state in states for tensor in state)} if states else sizes
 
     def clear(self) -> None:
         for store in self.stores:

@@ -58,6 +58,10 @@ class KVView:
         """Parts in which ranks hold the K/V heads of worker layer `index`: see `LayerCache`."""
         return self._store.layout.layers[self.layer_map[index]].shares
 
+    def is_recurrent(self, index: int) -> bool:
+        """Does worker layer `index` keep a state and records in the place of K/V?"""
+        return self._store.layout.layers[self.layer_map[index]].recurrent
+
     def owns(self, index: int) -> bool:
         """Does worker layer `index` store K/V of its own (False on kv-shared and on lent layers)?"""
         return self.writable and self.layer_map[index] == index

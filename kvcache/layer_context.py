@@ -4,7 +4,7 @@ Layers know no plan, no pool and no backend. Whatever runs a forward hands them 
 an `Ending` if the last layers run for some of the rows only, or for none.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, Required, TypedDict, Unpack
 
 import torch
@@ -31,6 +31,32 @@ class ScoreOptions(TypedDict, total=False):
 
 OwnRows = torch.Tensor | None
 """K or V [T, Hkv, D] of the rows themselves, stored already; None: another layer's."""
+
+
+class Recurrence(NamedTuple):
+    """What a recurrent layer has made of T rows: q and k [T, HK, DK], v [T, HV, DV], log decays g [T, HV], and beta [T,
+    HV], by which records are corrected; None: they are not. HV is a multiple of HK."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor | None
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Recurrence":
+        return Recurrence(*(None if x is None else function(x) for x in self))  # type: ignore[arg-type]
+
+
+class RecurrentContext(Protocol):
+    """A forward in progress, as recurrent layers see it: each of T rows follows its own path."""
+
+    def convolve(
+        self, layer: int, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """A causal convolution a channel: inputs [T, C], weight [C, K], the newest last -> [T, C]."""
+
+    def recur(self, layer: int, rows: Recurrence) -> torch.Tensor:
+        """-> [T, HV, DV] float32."""
 
 
 class LayerContext(Protocol):

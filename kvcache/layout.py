@@ -1,8 +1,9 @@
 """What each layer of a model keeps, as data: fields a token, and how long they stay readable. It allocates nothing.
 
     CacheField    k: 4 heads x 192; v: 4 heads x 128
-    Retention     Full(): every token; Window(n): the n newest, the query's own included
-    LayerCache    one layer: its fields and retention, and the layer that owns them
+    Retention     Full(): every token; Window(n): the n newest, the query's own included; Records(): those that a state
+                  may not have taken in yet
+    LayerCache    one layer: its fields and retention, the layer that owns them, and the state of a recurrent one
     CacheGroup    all layers of an engine's models with one retention: they share slots and page tables
 
 Models with other layers are other data: nothing that allocates, pages or evicts names a kind of layer. A layout is read
@@ -17,25 +18,31 @@ import torch
 
 from specdec.errors import UnsupportedModelError
 from specdec.kvcache.index_spaces import PRIMARY, GroupId
+from specdec.kvcache.recurrent_state import FOLD
 
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
+RECURRENT_TYPES = frozenset({"linear_attention", "conv"})
+"""Types of layers that keep a state a request in the place of K/V: see `recurrent_state.py`."""
+STATELESS_TYPES = frozenset({"mlp", "moe"})
+"""Types of layers that keep nothing."""
 
 
 class CacheField(NamedTuple):
-    """What a layer keeps for each token under one name: `heads` x `dim` numbers in the model's dtype.
+    """What a layer keeps for each token under one name: `heads` x `dim` numbers.
 
-    rounded: numbers of 8 bits, with a scale a head beside them: see `rounded.py`.
+    rounded: numbers of 8 bits, with a scale a head beside them: see `rounded.py`. dtype: None: the model's.
     """
 
     name: str
     heads: int
     dim: int
     rounded: bool = False
+    dtype: torch.dtype | None = None
 
     def bytes(self, dtype: torch.dtype) -> int:
         """Bytes of a slot, in a model of this dtype."""
-        return self.heads * (self.dim + 4 if self.rounded else self.dim * dtype.itemsize)
+        return self.heads * (self.dim + 4 if self.rounded else self.dim * (self.dtype or dtype).itemsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +65,21 @@ class Window:
         return f"window {self.keys}"
 
 
-Retention = Full | Window
+@dataclass(frozen=True, slots=True)
+class Records:
+    """The newest `keys` tokens stay readable: as long as the state of a recurrent layer may not have taken them in.
+
+    keys: 0 in a model's own layout, since they follow from an engine's rounds. No prefix keeps its records.
+    """
+
+    keys: int = 0
+
+    @property
+    def name(self) -> str:
+        return "records"
+
+
+Retention = Full | Window | Records
 
 
 class CacheGroup(NamedTuple):
@@ -73,7 +94,26 @@ class CacheGroup(NamedTuple):
 
     @property
     def window(self) -> int | None:
-        return self.retention.keys if isinstance(self.retention, Window) else None
+        return None if isinstance(self.retention, Full) else self.retention.keys
+
+    @property
+    def cached(self) -> bool:
+        """Do cached prefixes keep what is in this group?"""
+        return not isinstance(self.retention, Records)
+
+
+class StateShape(NamedTuple):
+    """What a recurrent layer keeps once a request: a matrix of k_dim x v_dim numbers for each of `heads`, float32, the
+    newest `taps` inputs of a convolution over `channels`, in the model's dtype, and a length. heads 0: no matrix."""
+
+    heads: int
+    k_dim: int
+    v_dim: int
+    taps: int
+    channels: int
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        return 4 * self.heads * self.k_dim * self.v_dim + self.taps * self.channels * dtype.itemsize + 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +121,7 @@ class LayerCache:
     """One decoder layer: `owner` is the layer whose fields it reads.
 
     shares: parts in which ranks hold its heads, one of which these fields are; 1: they are all of them.
+    state: of a recurrent layer, what it keeps once a request.
     """
 
     layer: int
@@ -89,6 +130,11 @@ class LayerCache:
     fields: tuple[CacheField, ...]
     retention: Retention
     shares: int = 1
+    state: StateShape | None = None
+
+    @property
+    def recurrent(self) -> bool:
+        return self.layer_type in RECURRENT_TYPES
 
     @property
     def k(self) -> CacheField:
@@ -135,7 +181,21 @@ class KVLayout:
 
     @property
     def max_head_dim(self) -> int:
-        return max(field.dim for spec in self.layers for field in spec.fields)
+        """The widest key or value of any attention layer."""
+        return max((field.dim for spec in self.layers if not spec.recurrent for field in spec.fields), default=1)
+
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the states of one request, in a model of this dtype."""
+        return sum(spec.state.bytes(dtype) for spec in self.owners if spec.state is not None)
+
+    def for_rounds(self, lookahead: int) -> "KVLayout":
+        """These layers in an engine whose requests have `lookahead` tokens that are not committed: records are kept
+        until they are folded, and the rounds under way, one round's tokens more than `lookahead`, have read them."""
+
+        def resolved(spec: LayerCache) -> LayerCache:
+            return replace(spec, retention=Records(FOLD + 2 * lookahead)) if spec.recurrent else spec
+
+        return self.map(resolved)
 
     def last_owner(self, layer_type: str) -> LayerCache | None:
         """The owner that the last layer of this type reads, as a frozen-KV drafter layer of that type does."""
@@ -175,17 +235,18 @@ class KVLayout:
 
 @dataclass(frozen=True, slots=True)
 class CacheGroups:
-    """The groups of an engine: the primary group, then a group for each window, the narrowest first."""
+    """The groups of an engine: the primary group, then a group for each window, the narrowest first, then records."""
 
     groups: tuple[CacheGroup, ...]
 
     @classmethod
     def of_layouts(cls, layouts: Iterable[KVLayout]) -> "CacheGroups":
         """Groups that the layers of these models need."""
-        windows = sorted(
-            {spec.retention.keys for layout in layouts for spec in layout.layers if isinstance(spec.retention, Window)}
-        )
-        kept: list[Retention] = [Full(), *map(Window, windows)]
+        found = {spec.retention for layout in layouts for spec in layout.layers}
+        windows = sorted(retention.keys for retention in found if isinstance(retention, Window))
+        records = [retention for retention in found if isinstance(retention, Records)]
+        assert len(records) <= 1, f"records of one engine have one window: {records}"
+        kept: list[Retention] = [Full(), *map(Window, windows), *records]
         return cls(tuple(CacheGroup(GroupId(number), retention) for number, retention in enumerate(kept)))
 
     @property
@@ -227,8 +288,8 @@ def layout_from_config(config: Any) -> KVLayout:
     if layer_types is None:
         layer_types = [SLIDING_ATTENTION if window else FULL_ATTENTION] * num_layers
     layer_types = list(layer_types)[:num_layers]
-    supported = (FULL_ATTENTION, SLIDING_ATTENTION)
-    unknown = sorted(set(layer_types).difference(supported))
+    supported = (FULL_ATTENTION, SLIDING_ATTENTION, *sorted(RECURRENT_TYPES))
+    unknown = sorted(set(layer_types).difference(supported, STATELESS_TYPES))
     if unknown:
         raise UnsupportedModelError(
             f"{name}: layer types {unknown} have no paged KV cache here; supported: {', '.join(supported)}"
@@ -236,6 +297,10 @@ def layout_from_config(config: Any) -> KVLayout:
     first_shared = num_layers - int(getattr(config, "num_kv_shared_layers", 0) or 0)
     specs: list[LayerCache] = []
     for layer, layer_type in enumerate(layer_types):
+        if layer_type in RECURRENT_TYPES or layer_type in STATELESS_TYPES:  # fields are measured, if there are any
+            kept: Retention = Records() if layer_type in RECURRENT_TYPES else Full()
+            specs.append(LayerCache(layer, layer, layer_type, (), kept))
+            continue
         owner = layer if layer < first_shared else _owner_of_shared(name, layer, layer_types, first_shared)
         fields = attention_fields(*_kv_geometry(config, owner))
         retention = _retention(name, config, owner) if layer_type == SLIDING_ATTENTION else Full()

@@ -18,6 +18,7 @@ import numpy as np
 
 from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.index_spaces import PRIMARY, ByGroup, GroupId
+from specdec.kvcache.recurrent_state import StateCache
 from specdec.kvcache.table import RequestTable
 
 NO_PAGES: IntArray = np.zeros(0, dtype=np.int64)
@@ -43,14 +44,16 @@ class PrefixCache:
 
     pairs: some K/V of a slot depend on the token after it as well (a drafter's own). A run of n tokens then names the
     K/V of its first n - 1 slots only.
+    states: copies of the states of recurrent layers; None: there are no such layers.
     `salt` arguments: texts of different salts share no page, as if their first tokens were different.
     """
 
-    def __init__(self, table: RequestTable, *, pairs: bool = False) -> None:
+    def __init__(self, table: RequestTable, *, pairs: bool = False, states: StateCache | None = None) -> None:
         self.table = table
         self.allocator = table.allocator
         self.page_size = table.allocator.page_size
         self.pairs = pairs
+        self.states = states
         self.allocator.cache = self
         self.reset()
 
@@ -76,6 +79,8 @@ class PrefixCache:
         pages = self._usable(self._pages_of(path))
         if len(pages):
             self.table.adopt_pages(row, pages)
+            if self.states is not None:
+                self.states.restore(row, int(pages[-1]))
             self._touch([node for node, _ in path])
         return len(pages) * self.page_size
 
@@ -89,7 +94,7 @@ class PrefixCache:
     def _insert(self, row: int, key: IntArray, salt: bytes) -> None:
         num_pages = min(len(key), int(self.table.committed_len.host[row])) // self.page_size
         pages = self.table.pages(row, num_pages)
-        evicted = self.table.evicted_len[:, row] // self.page_size  # [groups]
+        evicted = self._evicted(row, num_pages)
         path, end, done = self._walk(key[: num_pages * self.page_size], salt), self._root, 0
         for end, count in path:
             self._revive(end, pages[done : done + count], evicted - done)
@@ -102,6 +107,26 @@ class PrefixCache:
             nodes.append(self._append(end, rest, pages[done:], evicted - done, salt if done == 0 else b""))
         self._touch(nodes)
 
+    def _evicted(self, row: int, num_pages: int) -> IntArray:
+        """[groups]: how many of the first pages of a row have no peer for the cache."""
+        evicted: IntArray = self.table.evicted_len[:, row] // self.page_size
+        for group in self.allocator.groups.windowed:
+            if not group.cached:
+                evicted[group.id] = num_pages
+        return evicted
+
+    def keep_state(self, row: int, key: IntArray, salt: bytes = b"", *, every: int = 1) -> None:
+        """Keep a copy of the row's state, if it is that after whole pages of the tree along this key, all of it
+        certain, and `every` tokens or more after the last one that is kept there."""
+        assert self.states is not None
+        length = self.states.length(row)
+        pages = self._pages_of(self._walk(key[:length], salt))
+        if length == 0 or len(pages) * self.page_size != length:
+            return
+        kept = np.flatnonzero(self.states.has(pages))
+        if length - (int(kept[-1]) + 1 if len(kept) else 0) * self.page_size >= every:
+            self.states.keep(row, int(pages[-1]))
+
     def clear(self) -> None:
         """Release all pages, such as after a change of the weights that made these K/V."""
         self.allocator.require_unfrozen("clear")
@@ -110,6 +135,8 @@ class PrefixCache:
 
     def reset(self) -> None:
         """Forget everything, as the pools have done."""
+        if self.states is not None:
+            self.states.reset()
         self._unclaimed: list[tuple[IntArray, IntArray]] = []  # pages of the tree, and how many are evicted, [groups]
         self._root = self._node(NO_PAGES, NO_PAGES, None)
         self._by_age: dict[_Node, None] = {}  # least recently used first; a node is before its parent
@@ -146,6 +173,9 @@ class PrefixCache:
             counted = self._count_peers(node.pages)
             assert (node.num_peers == counted).all(), f"{node.num_peers=} of {counted}"
         assert self.allocator.primary.is_kept(pages).all(), "a page of the tree is not kept"
+        if self.states is not None:
+            self.states.check()
+            assert set(self.states.pages) <= set(pages.tolist()), "a state ends with a page that the tree has not"
         for group, pool in self.allocator.pools.items():
             kept = sum(int(node.num_peers[group]) for node in found)
             assert kept == pool.kept_pages, f"{pool.name}: the tree keeps {kept} pages, the pool says {pool.kept_pages}"
@@ -169,16 +199,18 @@ class PrefixCache:
 
     def _usable(self, pages: IntArray) -> IntArray:
         """Returns the longest run of these first pages of a text whose last window is mapped as a whole, in every
-        windowed group.
+        windowed group, and at whose end there is a state of recurrent layers, if there are any.
 
         Of pages mapped . . x x x . x, with a window of 2 pages: the first 5.
         """
         number = np.arange(len(pages))
         fits = np.ones(len(pages), dtype=np.bool_)
-        for group in self.allocator.windowed:
+        for group in self.allocator.cached_windows:
             last_dead = np.maximum.accumulate(np.where(self.allocator.is_mapped(group, pages), -1, number))
             retain = int(self.table.retain[group])
             fits &= last_dead < np.maximum((number + 1) * self.page_size - retain, 0) // self.page_size
+        if self.states is not None:
+            fits &= self.states.has(pages)
         ends = np.flatnonzero(fits)
         return pages[: ends[-1] + 1] if len(ends) else pages[:0]
 
@@ -202,7 +234,7 @@ class PrefixCache:
         """Claim all appended pages in one call: a call for each would cost more than the tree."""
         if self._unclaimed:
             self.allocator.keep(np.concatenate([pages for pages, _ in self._unclaimed]))
-            for group in self.allocator.windowed:
+            for group in self.allocator.cached_windows:
                 mapped = [pages[num_evicted[group] :] for pages, num_evicted in self._unclaimed]
                 self.allocator.keep_peers(group, np.concatenate(mapped))
             self._unclaimed = []
@@ -229,12 +261,12 @@ class PrefixCache:
         A page whose peer is gone is exchanged for the row's own: each has its claims, so nothing is mapped anew. Not
         where that would lose the peer in another group.
         """
-        if (node.num_peers == len(node.pages)).all():
+        if all(node.num_peers[group] == len(node.pages) for group in self.allocator.cached_windows):
             return
         self._claim()
         kept = node.pages[: len(pages)]
         gains, loses = np.zeros((2, len(pages)), dtype=np.bool_)
-        for group in self.allocator.windowed:
+        for group in self.allocator.cached_windows:
             dead = ~self.allocator.is_kept(group, kept)
             mapped, own = self.allocator.is_mapped(group, kept), np.arange(len(pages)) >= num_evicted[group]
             self.allocator.keep_peers(group, kept[dead & mapped])
@@ -243,7 +275,7 @@ class PrefixCache:
         exchanged = gains & ~loses
         self.allocator.forget(kept[exchanged])
         self.allocator.keep(pages[exchanged])
-        for group in self.allocator.windowed:
+        for group in self.allocator.cached_windows:
             own = np.arange(len(pages)) >= num_evicted[group]
             self.allocator.keep_peers(group, pages[exchanged & own])
         kept[exchanged] = pages[exchanged]

@@ -20,6 +20,7 @@ from specdec.gpu.triton_shim import tl, triton
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.index_spaces import GroupId, GroupLoc
 from specdec.kvcache.layout import CacheField, KVLayout
+from specdec.kvcache.recurrent_state import RecurrentState
 from specdec.kvcache.rounded import Pool, RoundedPool, tensors_of
 from specdec.kvcache.rounded_kernels import store_rounded
 
@@ -27,10 +28,12 @@ WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 class LayerKV(NamedTuple):
-    """The pools of one layer in the order of its fields, and the group whose slots index them."""
+    """The pools of one layer in the order of its fields, and the group whose slots index them; the states of a
+    recurrent layer, by row of the request table."""
 
     fields: tuple[Pool, ...]
     group: GroupId
+    state: RecurrentState | None = None
 
     @property
     def k(self) -> Any:
@@ -80,10 +83,18 @@ class KVStore:
     """The fields of all layers of a layout that own theirs, for every slot of an allocator, on this device.
 
     rank: of a model on several devices, whose heads these are. split: all of its stores, known to that of rank 0.
+    num_states: of each recurrent layer: one for each row of the request table, and one for each checkpoint.
     """
 
     def __init__(
-        self, layout: KVLayout, allocator: HybridAllocator, dtype: torch.dtype, device: torch.device, *, rank: int
+        self,
+        layout: KVLayout,
+        allocator: HybridAllocator,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        rank: int,
+        num_states: int = 0,
     ) -> None:
         self.layout = layout
         self.dtype = dtype
@@ -96,8 +107,9 @@ class KVStore:
                     group = allocator.groups.group_of(spec.retention)
                     slots = allocator.num_slots(group)
                     pools = tuple(empty_pool(field, slots, dtype, device) for field in spec.fields)
-                    self.layers[spec.layer] = LayerKV(pools, group)
-            groups = {layer.group for layer in self.layers.values()}
+                    state = None if spec.state is None else RecurrentState.zeros(num_states, spec.state, dtype, device)
+                    self.layers[spec.layer] = LayerKV(pools, group, state)
+            groups = {layer.group for layer in self.layers.values() if layer.fields}
             self.addresses = {group: StoreAddresses.from_pools(self.tensors(group)) for group in groups}
 
     def tensors(self, group: GroupId) -> tuple[torch.Tensor, ...]:
@@ -114,7 +126,7 @@ def empty_pool(field: CacheField, slots: int, dtype: torch.dtype, device: torch.
     """Zeros for every slot."""
     if field.rounded:
         return RoundedPool.zeros(slots, field.heads, field.dim, dtype, device)
-    return torch.zeros((slots, field.heads, field.dim), dtype=dtype, device=device)
+    return torch.zeros((slots, field.heads, field.dim), dtype=field.dtype or dtype, device=device)
 
 
 # writing

@@ -143,7 +143,7 @@ class RequestTable:
     def adopt_pages(self, row: int, pages: IntArray) -> None:
         """Begin an empty row with `pages`, which others claim: they hold the K/V of its first tokens, now committed.
 
-        In each windowed group the last `retain` of these tokens must be mapped, or all of them.
+        In each windowed group the last `retain` of these tokens must be mapped, or all of them. No records are adopted.
         """
         self._require_active(np.array([row]))
         assert self.capacity[row] == 0, f"{row=} owns slots already"
@@ -156,7 +156,9 @@ class RequestTable:
     def num_evicted(self, num_pages: int) -> IntArray:
         """[groups]: how many of the first pages a row that begins with `num_pages` does without."""
         page_size = self.allocator.page_size
-        evicted: IntArray = np.maximum(0, num_pages * page_size - self.retain) // page_size
+        cached = np.array([group.cached for group in self.allocator.groups.groups])
+        kept = np.where(cached, self.retain, 0)  # of records none
+        evicted: IntArray = np.maximum(0, num_pages * page_size - kept) // page_size
         return evicted
 
     def pages(self, row: int, num_pages: int) -> IntArray:
@@ -287,7 +289,9 @@ class RequestTable:
             pages = by_page[:, 0] // page_size
             assert 0 not in pages, f"{row=}: owns page 0"
             assert len(np.unique(pages)) == len(pages), f"{row=}: owns a page twice"
-            starts = np.maximum(0, length - self.retain)
+            starts = np.maximum(
+                self.num_evicted(self.shared_len.host[row] // page_size) * page_size, length - self.retain
+            )
             assert (evicted <= starts).all(), f"{row=}: evicted {evicted}, but the windows start at {starts}"
             for group, first in enumerate(evicted.tolist()):
                 mapped = self.allocator.peer_slots(GroupId(group), slots[first:capacity]) != 0

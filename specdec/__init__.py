@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from specdec.runtime.handle import Handle
     from specdec.runtime.request import GenerationOutput, RequestStats
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "DraftTree",
     "Drafter",

@@ -114,7 +114,8 @@ def meant_by_auto(checkpoint: Checkpoint, num_layers: int, here: Mapping[str, An
     except CheckpointError:
         pass  # not here, or damaged
     for pair in PAIRS:
-        if resolve_name(pair.target) == checkpoint.path and _is_found(Checkpoint.of(pair.drafter, here)):
+        named = pair.drafter != MTP and resolve_name(pair.target) == checkpoint.path
+        if named and _is_found(Checkpoint.of(pair.drafter, here)):
             yield pair.drafter
 
 

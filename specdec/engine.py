@@ -35,6 +35,7 @@ from specdec.models.target import TargetModel
 from specdec.models.watched_weights import updates_show, watched_weights
 from specdec.progress import progress_bar
 from specdec.runtime.arguments import (
+    caches_states,
     fitted_spec,
     require_choice,
     require_depth,
@@ -43,9 +44,11 @@ from specdec.runtime.arguments import (
     require_parts,
     require_ranks,
     require_reads_finished,
+    require_recurrent,
     require_type,
     warn_where_drafts_end,
 )
+from specdec.runtime.convention_watch import ConventionWatch
 from specdec.runtime.cpu_threads import CpuThreads
 from specdec.runtime.draft_policy.draft_ladder import draft_ladder
 from specdec.runtime.engine_stats import EngineStats
@@ -119,6 +122,7 @@ class Engine:
             in_tiles=target.in_tiles,
             captured=capture is not None,
         )
+        require_recurrent(target, config)
         lookahead = lookahead_nodes(self.spec, drafts=drafter is not None, captured=capture is not None)
         self.cache, self.max_model_len = make_cache(target, drafter, spec, self.config, lookahead, backend)
         warn_where_drafts_end(drafter, self.max_model_len)
@@ -127,7 +131,8 @@ class Engine:
         backend, capture = sanitized(self.cache, backend, capture)
         kept = config.finished_tokens
         self.round = Round(target, drafter, self.cache, backend, lags=self.spec.adaptive, finished_tokens=kept)
-        shared = self.cache if config.prefix_cache and updates_show(target, drafter) else None
+        cached = config.prefix_cache and updates_show(target, drafter) and caches_states(target, drafter)
+        shared = self.cache if cached else None
         unread = None if self.round.unread is None else self.round.unread.count
         self.prefixes = Prefixes(shared, self.round.weights_version, unread)
         self.scheduler = Scheduler(
@@ -153,6 +158,7 @@ class Engine:
         if config.prefill_chunk is None:  # a fixed chunk is read in one forward
             self.scheduler.prompt_gap.division = division_of(self.round, captured=chunks is not None)
         self.steps = Steps(self.scheduler, self.round, self.spec, graphs, chunks, catch_ups)
+        self._watch = ConventionWatch(target, drafter)
         self._faults = StepFaults(self.scheduler)
         self.request_builder = RequestBuilder(target, tokenizer, None if drafter is None else self.spec, self.scheduler)
         self.end_tokens = self.request_builder.end_tokens
@@ -453,8 +459,10 @@ class Engine:
     def _run(self) -> None:
         self.inbox.require_open()
         if not self.scheduler.idle:
-            for request in self.steps.run():
+            ended = self.steps.run()
+            for request in ended:
                 self.inbox.forget(request.number)
+            self._watch.after_step(ended, self.scheduler.running)
             if self.cache.sanitizer is not None:
                 self.cache.sanitizer.verdict()
 

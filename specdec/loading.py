@@ -22,7 +22,7 @@ import torch
 from huggingface_hub import constants, snapshot_download
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils.hub import cached_file
 
@@ -32,7 +32,7 @@ from specdec.draft_models.checkpoints.config_json import read_config_json
 from specdec.draft_models.registry import WORDS, building, is_drafter_config
 from specdec.errors import CheckpointError, ConfigError, SpecDecError, UnsupportedModelError, about, first_line, shown
 from specdec.models.bundled import BUNDLED_NAMES, resolve_name
-from specdec.models.known_types import config_read_as
+from specdec.models.known_types import auto_class, config_read_as
 from specdec.models.quantised.comparison import require_values_read
 from specdec.models.quantised.packed_quantizer import PackedConfig, without_quantization
 from specdec.models.quantised.quantization_config import Quantization, quantization_of, stored_config
@@ -161,7 +161,7 @@ class Checkpoint:
             if isinstance(asked, dict) and self.quantization is not None:  # only objects override a stored one
                 options["quantization_config"] = AutoQuantizationConfig.from_dict(asked)
             with building(self.config):
-                loaded: Any = AutoModelForCausalLM.from_pretrained(
+                loaded: Any = auto_class(config).from_pretrained(
                     self.path, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **options
                 )
         except MemoryError:

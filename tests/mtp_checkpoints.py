@@ -105,6 +105,17 @@ MELLUM["mlp_layer_types"] = ["sparse"] * 3
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
 DEEPSEEK = {**GLM, **LATENT, "num_key_value_heads": 4, "head_dim": 4, "topk_group": 1}
 BEYOND = {**ONE, "first_k_dense_replace": 0}
+RECURRENT = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "linear_attention", FULL],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}
+NEXT = {**RECURRENT, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16}
+ONE_FULL = {**ONE, "layer_types": [FULL]}
 DENSE_FIRST = {**SLIDES, "layer_types": [FULL, SLIDING, FULL], "mlp_layer_types": ["dense", "sparse", "sparse"]}
 MIMO_V2 = {**DENSE_FIRST, **EXPERTS, "n_routed_experts": 4, "head_dim": 12, "v_head_dim": 8, "num_key_value_heads": 1}
 STEP = {**DENSE_FIRST, **EXPERTS, "n_routed_experts": 4, "share_expert_dim": 24, "num_sliding_attention_heads": 6}
@@ -140,6 +151,9 @@ SHAPES: dict[str, Shape] = {
     "ernie": Shape("Ernie4_5_Moe", ERNIE, {**ONE, "moe_layer_start_index": 0}, ernie, parts=()),
     "hy_v3": Shape("HYV3", HY, {**ONE, **SPARSE}, hy),
     "mellum": Shape("Mellum", MELLUM, {**ONE_SLIDING, **SPARSE}, qwen),
+    "qwen3_5": Shape("Qwen3_5", RECURRENT, ONE_FULL, qwen),
+    "qwen3_5_moe": Shape("Qwen3_5Moe", NEXT, ONE_FULL, qwen),
+    "qwen3_next": Shape("Qwen3Next", NEXT, ONE_FULL, qwen),
     # the forms of Step and MiMo-V2 around other blocks: what says so lies beside the modules
     "step-form": Shape(
         "Exaone4", SLIDES, ONE_SLIDING, step, "C", 3, normed_state=False, normed_carry=False, parts=(NORM, HEAD)
@@ -168,7 +182,14 @@ def planted(model: Any, seed: int) -> Any:
             nn.init.normal_(weight, std=0.3)
         else:
             nn.init.uniform_(weight, 0.5, 2.0) if "norm" in name else nn.init.normal_(weight, std=0.1)
+            if name.endswith("A_log"):
+                nn.init.uniform_(weight, -5.0, -2.0)
     return model.eval()
+
+
+def _config_class(name: str) -> Any:
+    """Returns the class of the text model, where that is one of its own."""
+    return getattr(transformers, f"{name}{'Text' if name.startswith('Qwen3_5') else ''}Config")
 
 
 def publish(name: str, folder: Path, seed: int = 0, **fields: Any) -> Published:
@@ -176,7 +197,7 @@ def publish(name: str, folder: Path, seed: int = 0, **fields: Any) -> Published:
 
     def build(seed: int, **more: Any) -> Any:
         text = {**BASE, **shape.fields, **fields, **more}
-        kind, made = "ForCausalLM", getattr(transformers, f"{shape.name}Config")
+        kind, made = "ForCausalLM", _config_class(shape.name)
         if shape.tower is None:
             made = made(**text)
         else:  # its text model is of a type of its own, or DeepSeek's

@@ -28,7 +28,6 @@ from transformers import (
     MiniMaxConfig,
     MptConfig,
     NemotronConfig,
-    Qwen3NextConfig,
     RecurrentGemmaConfig,
     StableLmConfig,
     T5Config,
@@ -663,11 +662,6 @@ BASE = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
 }  # fmt: skip
-LINEAR = {
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    "layer_types": ["linear_attention", "full_attention"], "head_dim": 8, "num_experts": 4,
-    "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
-}  # fmt: skip
 OLD = {"vocab_size": 96, "hidden_size": 32, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 UNSUPPORTED = {
     "alibi-bloom": (lambda: BloomConfig(**OLD, n_layer=2, n_head=4), "Bloom"),
@@ -675,8 +669,7 @@ UNSUPPORTED = {
     "alibi-falcon": (lambda: FalconConfig(**OLD, num_hidden_layers=2, num_attention_heads=4, alibi=True), "Falcon"),
     "gpt2": (lambda: GPT2Config(**{**OLD, "n_embd": 32}, n_layer=2, n_head=4), "GPT2"),
     "bert": (lambda: BertConfig(**{**BASE, "is_decoder": True}), "Bert"),
-    "mamba": (lambda: MambaConfig(**OLD, num_hidden_layers=2, state_size=4), "mamba"),
-    "qwen3-next": (lambda: Qwen3NextConfig(**BASE, **LINEAR), "linear_attention"),
+    "mamba": (lambda: MambaConfig(**OLD, num_hidden_layers=2, state_size=4), "MambaMixer"),
     "minimax": (lambda: MiniMaxConfig(**BASE, head_dim=8, num_local_experts=2), "linear_attention"),
     "recurrent-gemma": (
         lambda: RecurrentGemmaConfig(**{**BASE, "num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 8}),

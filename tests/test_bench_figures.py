@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from specdec import Engine, SamplingParams, SpecConfig, SpecDecError
 from specdec.cli.app import app
 from specdec.evaluation.data_sets import DATA_SETS, PLACEHOLDER, load_data
-from specdec.evaluation.request_figures import acceptance_figures, pinned_figures, time_figures
+from specdec.evaluation.request_figures import acceptance_figures, supposed_figures, time_figures
 from specdec.runtime.draft_counts import vllm_figures
 from specdec.runtime.request import RequestStats
 
@@ -109,7 +109,16 @@ def test_a_bench_counts_drafts_as_the_engine_does(draft, tmp_path):
     written(tmp_path / "question.jsonl", rows)
     shape = ("--num-steps", str(draft.num_steps), "--draft-topk", str(draft.topk))
     words = ("--data", "spec-bench", "--data-folder", str(tmp_path), "--max-new-tokens", "16", "--fixed-drafts")
-    words = (*words, *shape, "--num-draft-tokens", str(draft.num_nodes), "--acceptance", "2", "--batch-size", "2")
+    words = (
+        *words,
+        *shape,
+        "--num-draft-tokens",
+        str(draft.num_nodes),
+        "--suppose-acceptance",
+        "2",
+        "--batch-size",
+        "2",
+    )
     result = bench(*words, "--json", "-")
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
@@ -129,19 +138,20 @@ def test_a_bench_counts_drafts_as_the_engine_does(draft, tmp_path):
     times = report["times"]["specdec, tiny-gemma4-mtp"]
     assert times["output_tokens"] == stats.output_tokens == sum(len(out.token_ids) for out in outputs)
     assert 0 < times["tpot_ms"]["p50"] <= times["tpot_ms"]["p99"] and times["ttft_ms"]["mean"] > 0
-    assert "synthetic" in report["pinned"] and report["pinned"]["mean_acceptance_length"] == 2
+    assert "synthetic" in report["supposed"] and report["supposed"]["mean_acceptance_length"] == 2
     assert (report["data"], report["template"]) == ("spec-bench, file question.jsonl", "chat template")
     table = bench(*words[:4], "--limit", "1", *words[4:]).stdout
     assert "mean acceptance length" in table and "| a | 1 |" in table and "spec-bench, file question.jsonl" in table
-    assert all("(synthetic)" in line for line in table.splitlines() if "pinned" in line) and "pinned at 2" in table
+    [line] = [line for line in table.splitlines() if "supposed" in line]
+    assert "if the acceptance length were 2 (synthetic: supposed, not measured)" in line
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--acceptance", "2"), "acceptance=2 takes rounds that all have one draft"),
-        (("--acceptance", "6", "--fixed-drafts"), "1 to 5 tokens a round are expected"),
-        (("--acceptance", "2,3", "--fixed-drafts"), "one number is expected"),
+        (("--suppose-acceptance", "2"), "suppose_acceptance=2 takes rounds that all have one draft"),
+        (("--suppose-acceptance", "6", "--fixed-drafts"), "1 to 5 tokens a round are expected"),
+        (("--suppose-acceptance", "2,3", "--fixed-drafts"), "one number is expected"),
         (("--data-folder", "."), "--data-folder is for gsm8k"),
     ],
 )
@@ -169,6 +179,6 @@ def test_figures_of_fixed_requests():
     assert times["tokens_per_second"] == 3 and times["tokens_per_second_per_user"] == 3
     assert times["tpot_ms"]["mean"] == 375 and times["ttft_ms"] == {"mean": 1000, "p50": 1000, "p99": 1490}
     assert time_figures(requests[2:], 1.0)["tpot_ms"] is None
-    pinned = pinned_figures(requests[:2], 3.0, 3.0)  # 6 tokens in 2 rounds of 0.25 s, not in 3
-    assert pinned["tokens_per_second"] == 8 / 2.75 and pinned["tpot_ms"] == pytest.approx(1e3 * 2 / 3 * 2.0 / 6)
-    assert "not measured" in pinned["synthetic"]
+    supposed = supposed_figures(requests[:2], 3.0, 3.0)  # 6 tokens in 2 rounds of 0.25 s, not in 3
+    assert supposed["tokens_per_second"] == 8 / 2.75 and supposed["tpot_ms"] == pytest.approx(1e3 * 2 / 3 * 2.0 / 6)
+    assert "not measured" in supposed["synthetic"]

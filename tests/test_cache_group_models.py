@@ -15,8 +15,8 @@ from specdec.kvcache.table import RequestTable
 from specdec.models.target import TargetModel
 from specdec.runtime import sizing
 from specdec.runtime.scheduler import slots_needed
+from specdec.training.assistant_training import new_assistant
 from specdec.training.draft_loss import run_target
-from specdec.training.mtp_training import new_assistant
 from specdec.training.packed_rows import PackedRows
 
 from marks import deep, each_value

@@ -4,6 +4,7 @@ K/V of updated weights are in `test_prefix_sharing.py`; here are weights, adapte
 that used to leave no trace.
 """
 
+import copy
 import gc
 import logging
 from collections.abc import Callable, Iterator
@@ -426,3 +427,21 @@ def test_a_target_copied_again_is_proved_again(prepared) -> None:
     finally:
         TargetModel._probe = probe  # type: ignore[method-assign]
     assert len(proofs) == 1
+
+
+def test_an_engine_an_adapter_over_shared_weights(prepared):
+    """Copies of the modules around the same tensors: each engine answers by its own adapter, and the base is one."""
+    base = prepared("llama")
+    models = [copy.deepcopy(base, {id(weight): weight for weight in base.parameters()}) for _ in range(2)]
+    for seed, model in enumerate(models):
+        mlp = model.model.layers[1].mlp
+        mlp.down_proj = adapter = Adapter(mlp.down_proj)
+        adapter.add("own", seed)
+        adapter.active = ["own"]
+    config = EngineConfig(max_batch_size=1, max_model_len=64, fused=False)
+    first, second = (answer(Engine.from_pretrained(model, config=config)) for model in models)
+    assert first == truth(models[0]) and second == truth(models[1]) and first != second
+    held = [
+        {weight.data_ptr() for name, weight in model.named_parameters() if "adapters" not in name} for model in models
+    ]
+    assert held[0] == held[1] == {weight.data_ptr() for weight in base.parameters()}

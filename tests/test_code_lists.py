@@ -17,9 +17,9 @@ def tool() -> ModuleType:
 
 
 def test_every_list_in_a_page_is_what_the_code_has(tool):
-    """docs/limits.md named 8 fused families of 19."""
+    """docs/limits.md named 8 fused families of 19. Rows of recipes are test_recipes.py's."""
     texts = {page.relative_to(tool.ROOT).as_posix(): page.read_text("utf-8") for page in tool.pages()}
-    stale = [name for name, text in texts.items() if tool.with_lists(text) != text]
+    stale = [name for name, text in texts.items() if tool.with_lists(text, left_out="recipes") != text]
     assert not stale, f"{', '.join(stale)}: a list is stale; run `make api`"
     where = {found[2]: name for name, text in texts.items() for found in tool.LIST.finditer(text)}
     assert where.keys() == tool.LISTS.keys(), "a list that no page has is not needed"

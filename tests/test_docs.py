@@ -203,7 +203,7 @@ def readers_names() -> dict[str, Any]:
 
 @deep_cases(
     *("docs/choosing.md", "docs/troubleshooting.md", "docs/exactness.md", "docs/structured_output.md"),
-    *("docs/memory.md", "docs/quick_start.md"),
+    "docs/quick_start.md",
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("page", with_blocks("python"))

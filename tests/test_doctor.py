@@ -29,7 +29,7 @@ from specdec.errors import ConfigError
 from specdec.load_check import LOAD_SIGNS, warn_at_load
 from specdec.models import bundled
 from specdec.models.bundled import HELD_OUT_PROBLEMS
-from specdec.models.published import ACCEPTED, BLOCK_PAIRS, PAIRS, published_acceptance
+from specdec.models.published import ACCEPTED, BLOCK_PAIRS, PAIRS_BY_TITLE, published_acceptance
 from specdec.models.quantised.weight_grid import NONE, grid_of
 from specdec.text.prompt_files import read_prompts
 
@@ -279,11 +279,12 @@ def test_grids_are_told_from_ordinary_weights(dtype):
 
 
 def test_published_figures_name_known_pairs_and_their_source():
-    drafters = [pair.drafter for pair in PAIRS]
+    drafters = [pair.known_by for pairs in PAIRS_BY_TITLE.values() for pair in pairs]
     assert all(drafters.count(drafter) == 1 for drafter in ACCEPTED)
     assert all(figure.source and figure.data for figure in ACCEPTED.values())
     assert published_acceptance("google/gemma-4-31B-it", "google/gemma-4-31B-it-assistant").length == 5.37
     assert published_acceptance("some/gemma-4-31b-it", "/models/gemma-4-31B-it-assistant/").length == 5.37
+    assert published_acceptance("XiaomiMiMo/MiMo-7B-RL", "mtp").length == 1.88
     assert published_acceptance("tiny-gemma4", None) is None
 
 

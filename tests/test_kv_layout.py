@@ -146,9 +146,9 @@ def plain(**changes: object) -> SimpleNamespace:
         ),
         (plain(use_bidirectional_attention=True), "use_bidirectional_attention=True"),
         (
-            transformers.Qwen3NextConfig(**GQA, num_hidden_layers=4),
-            r"qwen3_next: layer types \['linear_attention'\] have no paged KV cache here; "
-            "supported: full_attention, sliding_attention",
+            plain(layer_types=["hyperbolic", "full_attention"]),
+            r"made_up: layer types \['hyperbolic'\] have no paged KV cache here; "
+            "supported: full_attention, sliding_attention, conv, linear_attention",
         ),
         (transformers.Llama4TextConfig(**GQA, num_hidden_layers=4), r"llama4_text: .*'chunked_attention'"),
         (
@@ -162,7 +162,7 @@ def plain(**changes: object) -> SimpleNamespace:
         (plain(layer_types=[SLIDING] * 4), "sliding layers need a positive sliding_window, got None"),
         (plain(layer_types=[SLIDING] * 4, sliding_window=0), "sliding layers need a positive sliding_window, got 0"),
     ],
-    ids=["all", "true", "linear", "chunked", "no-source", "all-shared", "no-window", "window-0"],
+    ids=["all", "true", "unknown", "chunked", "no-source", "all-shared", "no-window", "window-0"],
 )
 def test_refused(config: transformers.PreTrainedConfig, message: str):
     with pytest.raises(UnsupportedModelError, match=message):

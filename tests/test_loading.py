@@ -22,10 +22,12 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    "family", ["gemma4-multimodal", slow("gemma4-e2b"), "gemma4-moe", "gpt_oss", slow("qwen3"), slow("mistral")]
+    "family",
+    ["gemma4-multimodal", slow("gemma4-e2b"), "gemma4-moe", "gpt_oss", slow("qwen3"), slow("mistral"), "step3p7"],
 )
 def test_a_saved_model_generates_what_it_did(family, make_target, greedy_oracle, random_prompt, tmp_path):
-    """Multimodal Gemma 4 among them, whose text part a careless class would fill with random numbers."""
+    """Multimodal Gemma 4 among them, whose text part a careless class would fill with random numbers, and Step 3.7,
+    which transformers has in no class of causal models."""
     model = make_target(family)
     prompt = random_prompt(17)
     want = greedy_oracle(model, prompt, PARAMS.max_new_tokens)

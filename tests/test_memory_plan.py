@@ -15,6 +15,8 @@ from typer.testing import CliRunner
 from specdec import Engine, EngineConfig, SpecConfig
 from specdec.cli.app import app
 from specdec.draft_models.checkpoints.kept_layout import kept_layout
+from specdec.errors import UnsupportedModelError
+from specdec.evaluation.memory_plan import memory_plan
 from specdec.kvcache.layout import layout_from_config
 from specdec.loading import load_model
 from specdec.models.cache_geometry import GeometryContext
@@ -51,6 +53,20 @@ def folder_of(config, path: Path, **changes) -> str:
     file = path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     return str(path)
+
+
+def test_states_of_recurrent_layers_are_counted_apart(tmp_path, make_target, make_engine, monkeypatch) -> None:
+    monkeypatch.setattr(sizing, "free_bytes", lambda device: 10**12)
+    model = make_target("qwen3_5")
+    settings = {"spec": SpecConfig(), "drafter_options": {}}
+    cpu = EngineConfig(max_batch_size=2, max_model_len=128, device="cpu")
+    report = memory_plan(folder_of(model.config, tmp_path), None, config=cpu, **settings)
+    engine = make_engine(model, max_batch_size=2, max_model_len=128, prefill_chunk=None)
+    groups = {group["name"]: group["batch_bytes"] for group in report["groups"]}
+    assert groups == engine.cache.bytes_by_group() and list(groups) == ["full", "records", "states"]
+    assert report["groups"][2]["kept"] == [{"layers": 3, "fields": {"state": (4, 96), "inputs": (3, 80)}}]
+    with pytest.raises(UnsupportedModelError, match="recurrent layers, which run on one CPU"):
+        memory_plan(str(tmp_path), None, config=EngineConfig(device="cuda"), **settings)
 
 
 @pytest.mark.parametrize(

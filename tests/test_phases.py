@@ -339,7 +339,10 @@ def test_packed_weights_and_only_the_drafts_that_were_asked_for():
         (("--shape", "llama-8b", "--target", "x"), "--shape makes its own target and drafter"),
         (("--shape", "llama-8b", *SMALL, "--drafts", "chain,bush"), "'bush' is not one of plain, chain, tree"),
         (("--shape", "llama-8b", "--batches", "1,x"), "batches='1,x': positive whole numbers are expected"),
-        (("--shape", "llama-8b", "--acceptance", "0.5"), "acceptance='0.5': numbers from 1 on are expected"),
+        (
+            ("--shape", "llama-8b", "--suppose-acceptance", "0.5"),
+            "suppose_acceptance='0.5': numbers from 1 on are expected",
+        ),
         (("--shape", "llama-8b", *SMALL, "--contexts", "200k"), "context=204800 with 50 rounds after it"),
         (("--shape", "llama-8b", "--weights", "int3"), "weights='int3' is unknown; choose one of bf16, int4-g32"),
         (("--shape", "llama-8b", "--weights", "bf16", "--dtype", "fp16"), "contradict each other; give one of them"),

@@ -197,6 +197,22 @@ def test_a_cancelled_answer_frees_its_request(example, pair):
     asyncio.run(asyncio.wait_for(left(), 60))
 
 
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ({"died": "its thread has ended"}, "its thread has ended"),
+        ({"seconds_in_step": 130.0}, "a step of the engine has not ended for 130 s"),
+        ({"trouble": "the last 3 rounds with requests failed"}, "rounds with requests failed"),
+    ],
+)
+def test_ray_is_told_of_a_replica_that_is_to_be_replaced(state, said, example, pair, monkeypatch):
+    pair[0].check_health()
+    well = {"died": None, "seconds_in_step": 1.0, "trouble": None}
+    monkeypatch.setattr(pair[0], "engine", SimpleNamespace(**well | state))
+    with pytest.raises(RuntimeError, match=said):
+        pair[0].check_health()
+
+
 def test_figures_of_all_replicas_are_one_text_that_names_them(example, pair):
     for each in pair:
         ask(example, Handle(each))

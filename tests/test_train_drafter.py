@@ -28,7 +28,7 @@ from specdec.errors import ConfigError, UnsupportedModelError
 from specdec.models.cache_argument import cache_argument
 from specdec.models.target import TargetModel
 from specdec.progress import Stage
-from specdec.training import mtp_training, output_folder, train_drafter
+from specdec.training import assistant_training, output_folder, train_drafter
 from specdec.training.draft_loss import draft_loss
 from specdec.training.eagle3_training import TrainableEagle3
 from specdec.training.packed_rows import PackedRows, pack_rows, predicted_rows
@@ -143,15 +143,15 @@ class CutContext:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma4-e2b", "gemma2", "gemma3"])
-def test_the_parallel_mtp_forward_is_the_drafters_own_step(family, make_target) -> None:
+def test_the_parallel_assistant_forward_is_the_drafters_own_step(family, make_target) -> None:
     """For targets that no assistant was published for as well: the same heads, RoPE, window and recurrence."""
     target = TargetModel(make_target(family))
     torch.manual_seed(2)
-    model = mtp_training.new_assistant(target, hidden=24, intermediate=40, layers=2, heads=4).float()
+    model = assistant_training.new_assistant(target, hidden=24, intermediate=40, layers=2, heads=4).float()
     for name, weight in model.named_parameters():
         if "norm" not in name:
             weight.data.normal_(0, 0.3)
-    trainable = mtp_training.TrainableMTP(model.eval(), target)
+    trainable = assistant_training.TrainableAssistant(model.eval(), target)
     drafter = Gemma4MTPDrafter(model, target)
     batch = batch_of(documents([(17, 6), (23, 4), (9, 3)]), 40)
     known, steps = trainable.target_states(batch), 3
@@ -177,7 +177,7 @@ def test_the_parallel_mtp_forward_is_the_drafters_own_step(family, make_target) 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3", "gemma4-31b"])
 def test_an_assistant_rotates_queries_as_the_target_rotates_keys(family, make_target) -> None:
     target = TargetModel(make_target(family))
-    model = mtp_training.new_assistant(target, hidden=16, intermediate=16, layers=2, heads=4).float()
+    model = assistant_training.new_assistant(target, hidden=16, intermediate=16, layers=2, heads=4).float()
     x, pos = torch.zeros(1, 40, 32), torch.arange(40)[None]
     for kind in set(model.config.get_text_config().layer_types):
         rotary = target.decoder.rotary_emb
@@ -192,7 +192,7 @@ def test_an_assistant_rotates_queries_as_the_target_rotates_keys(family, make_ta
 def test_targets_that_an_assistant_cannot_read_are_refused(family, reason, make_target) -> None:
     target = TargetModel(make_target(family))
     with pytest.raises(UnsupportedModelError, match=reason):
-        mtp_training.new_assistant(target, hidden=16, intermediate=16, layers=1, heads=4)
+        assistant_training.new_assistant(target, hidden=16, intermediate=16, layers=1, heads=4)
 
 
 def test_predicted_rows_are_those_of_answers() -> None:
@@ -339,7 +339,7 @@ def test_a_stage_estimates_the_time_left_from_what_this_run_did(clock) -> None:
 
 
 @deep_cases("eagle3")
-@pytest.mark.parametrize("kind", ["eagle3", slow("mtp")])
+@pytest.mark.parametrize("kind", ["eagle3", slow("assistant"), "mtp"])
 def test_a_run_leaves_a_drafter_that_loads(kind, checkpoint, prompts, tmp_path, byte_tokenizer, capsys) -> None:
     """The whole script on a random target: answers, vocabulary, training, file, report by the engine. Each stage says
     what is left."""
@@ -359,7 +359,7 @@ def test_a_run_leaves_a_drafter_that_loads(kind, checkpoint, prompts, tmp_path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["eagle3", deep("mtp")])
+@pytest.mark.parametrize("kind", ["eagle3", deep("assistant"), deep("mtp")])
 def test_a_stopped_run_goes_on(kind, checkpoint, prompts, tmp_path) -> None:
     """Stopped among the answers and then in training, it asks for no answer twice and ends with the same number of
     steps; other settings are refused."""

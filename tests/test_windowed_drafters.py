@@ -134,3 +134,23 @@ def test_a_match_needs_the_drafters_window(lost, pair, random_prompt) -> None:
         allocator.cache.release(ByGroup((0, allocator.pools[GroupId(1)].capacity)))
     [out] = engine.generate([random_prompt(40)], PARAMS)
     assert out.stats.cached_tokens == (0 if lost else 39)
+
+
+def test_a_match_ends_where_a_late_reader_has_read(make_target, random_prompt) -> None:
+    """Rounds without drafts leave tokens of an answer unread: another request begins with the pages before them."""
+    model, spec = make_target("llama"), SpecConfig(3, adaptive=True)
+    engine, _ = watched(TargetModel(model), random_eagle3(model, windows=(5, None)), spec, max_batch_size=1)
+    engine.steps.choice.choose = lambda *_, **__: engine.steps.choice.shapes[0]
+    release_rows, read = engine.prefixes.release_rows, []
+
+    def noting(requests: Any) -> None:
+        read.append(int(engine.round.unread.read[0]))
+        release_rows(requests)
+
+    engine.prefixes.release_rows = noting
+    prompt = random_prompt(20)
+    [out] = engine.generate([prompt], SamplingParams(max_new_tokens=60, ignore_eos=True))
+    text = [*prompt, *out.token_ids]
+    assert 40 < read[0] < len(text) - 9
+    [again] = engine.generate([text], SamplingParams(max_new_tokens=2))
+    assert again.stats.cached_tokens == read[0]

@@ -124,6 +124,42 @@ LATENT = {  # multi-head latent attention, with V narrower than K
     "v_head_dim": 8,
 }
 ROUTED = {**EXPERTS, "n_routed_experts": 4, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}
+RECURRENT = {
+    **PARTLY,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", FULL, "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+SHARED_EXPERT = {**SPARSE, "num_experts": 6, "shared_expert_intermediate_size": 24}
+LINEAR = "linear_attention"
+MAMBA = {
+    "num_hidden_layers": 4,
+    "layer_types": [LINEAR, LINEAR, FULL, LINEAR],
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "shared_intermediate_size": 24,
+}
+NEMOTRON = {
+    "num_hidden_layers": 6,
+    "layer_types": [LINEAR, "mlp", FULL, "moe", LINEAR, "mlp"],
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 8,
+    "conv_kernel": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 24,
+}
+CONVOLVES = {"layer_types": ["conv", "conv", FULL, "conv"], "block_auto_adjust_ff_dim": False}
 LOW = {"query_pre_attn_scalar": 1}  # so that softcaps and sinks matter
 TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4-e2b": ("Gemma4", {**GEMMA4, **SHARED_KV}),
@@ -176,6 +212,13 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
         "MiMoV2Flash",
         {**ROUTED, **SLIDES, "head_dim": 12, "v_head_dim": 8, "layer_types": [FULL, SLIDING, SLIDING]},
     ),
+    # those with recurrent layers
+    "qwen3_next": ("Qwen3Next", {**RECURRENT, **SHARED_EXPERT}),
+    "qwen3_5": ("Qwen3_5", RECURRENT),
+    "qwen3_5_moe": ("Qwen3_5Moe", {**RECURRENT, **SHARED_EXPERT}),
+    "granitemoehybrid": ("GraniteMoeHybrid", {**GRANITE, **MAMBA, **EXPERTS, "num_local_experts": 4}),
+    "nemotron_h": ("NemotronH", NEMOTRON),
+    "lfm2": ("Lfm2", {**CONVOLVES, "num_hidden_layers": 4, "conv_L_cache": 3}),
     "two_windows": (
         "Qwen2",
         {**SLIDES, "num_hidden_layers": 4, "use_sliding_window": True, "max_window_layers": 1},
@@ -196,7 +239,9 @@ def build_target(family: str, **overrides: Any) -> PreTrainedModel:
         tower = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
         config = transformers.Step3p7Config(text_config=transformers.Step3p7TextConfig(**text), vision_config=tower)
         return transformers.Step3p7ForConditionalGeneration(config)
-    config = getattr(transformers, f"{name}TextConfig" if name in ("Gemma3", "Gemma4") else f"{name}Config")
+    config = getattr(
+        transformers, f"{name}TextConfig" if name in ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe") else f"{name}Config"
+    )
     model: PreTrainedModel = getattr(transformers, f"{name}ForCausalLM")(config(**text))
     if family == "two_windows":
         narrower = model.model.layers[2].self_attn
@@ -260,6 +305,8 @@ def spread(model: PreTrainedModel) -> PreTrainedModel:
                 weight.normal_(std=0.02 if "embed_tokens." in name else 0.45)
             elif name.endswith("sinks"):
                 weight.normal_()
+            elif name.endswith("A_log"):  # a state that remembers hundreds of tokens
+                weight.uniform_(-7.0, -2.0)
             elif "norm" in name:
                 weight.add_(torch.randn_like(weight), alpha=0.1)
         for name, buffer in model.named_buffers():

@@ -103,7 +103,8 @@ def run_demo(wheel: Path, sdist: Path, root: Path) -> None:
             archive.extractall(home, filter="data")
         [unpacked] = home.glob("specdec_runtime-*/examples")
         (home / "demo.py").write_bytes((unpacked / "demo.py").read_bytes())
-        for command in ((python, "demo.py", "--count", "2"), (python.parent / "specdec", "--help")):
+        specdec = python.parent / "specdec"
+        for command in ((python, "demo.py", "--count", "2"), (specdec, "recipe", "MiMo-7B"), (specdec, "--help")):
             print(f"$ {' '.join(Path(word).name for word in map(str, command))}", flush=True)
             print(run(*command))
 

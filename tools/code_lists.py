@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from specdec.evaluation.model_shapes import SHAPES
+from specdec.evaluation.recipes import HEADS, recipe, row
 from specdec.layers.families import FAMILIES
 from specdec.models.bundled import BUNDLED_NAMES
+from specdec.models.published import RECIPES
 from specdec.serving.tools.reasoning import REASONING
 from specdec.serving.tools.tool_parsers import PARSERS
 
@@ -25,7 +27,14 @@ def code(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
+def recipe_table() -> str:
+    """The rows of `specdec recipe` as Markdown."""
+    rows = [HEADS, ["---"] * len(HEADS), *(row(recipe(pair)) for pair in RECIPES.values())]
+    return "\n" + "\n".join(f"|{'|'.join(cells)}|" for cells in rows) + "\n"
+
+
 LISTS: dict[str, Callable[[], str]] = {
+    "recipes": recipe_table,
     "fused families": lambda: ", ".join(sorted(name.partition(".")[0] for name in FAMILIES)),
     "tool parsers": lambda: code(PARSERS),
     "reasoning parsers": lambda: code(REASONING),
@@ -38,16 +47,19 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def with_lists(text: str) -> str:
-    """The page with its lists as the code has them. Raises KeyError for a list that no table makes."""
-    return LIST.sub(lambda found: f"{found[1]}{LISTS[found[2]]()}{found[4]}", text)
+def with_lists(text: str, left_out: str = "") -> str:
+    """The page with its lists as the code has them, but for one that is left as it is. Raises KeyError for a list that
+    no table makes."""
+    return LIST.sub(
+        lambda found: found[0] if found[2] == left_out else f"{found[1]}{LISTS[found[2]]()}{found[4]}", text
+    )
 
 
 def main() -> None:
     for page in pages():
         text = page.read_text("utf-8")
-        if with_lists(text) != text:
-            page.write_text(with_lists(text), "utf-8")
+        if (new := with_lists(text)) != text:
+            page.write_text(new, "utf-8")
 
 
 if __name__ == "__main__":

@@ -51,24 +51,24 @@ SECONDS = 120
 SIZES = {
     1: "depth first_k_dense_replace max_window_layers n_group num_expert_groups topk_group",
     2: (
-        "index_n_heads linear_num_key_heads moe_k moe_top_k moe_topk num_experts_per_tok "
+        "index_n_heads linear_num_key_heads moe_k n_groups moe_top_k moe_topk num_experts_per_tok "
         "num_key_value_heads num_kv_shared_layers top_k_experts"
     ),
     3: "num_channels",
     4: (
         "decoder_attention_heads decoder_layers encoder_attention_heads encoder_layers index_topk "
-        "linear_num_value_heads mamba_n_heads moe_num_experts n_head n_heads n_layer n_layers "
+        "linear_num_value_heads mamba_n_heads mamba_num_heads moe_num_experts n_head n_heads n_layer n_layers "
         "n_routed_experts num_attention_heads num_experts num_heads num_hidden_layers num_layers "
         "num_local_experts"
     ),
     8: (
         "attention_head_dim attention_window_size d_kv head_dim hidden_size_per_layer_input "
         "linear_key_head_dim linear_value_head_dim local_attention mamba_d_state qk_nope_head_dim "
-        "qk_rope_dim qk_rope_head_dim sliding_window state_size v_head_dim window_size"
+        "qk_rope_dim qk_rope_head_dim sliding_window ssm_state_size state_size v_head_dim window_size"
     ),
     16: (
-        "global_head_dim index_head_dim kv_lora_rank mamba_d_head moe_intermediate_size patch_size "
-        "q_lora_rank shared_expert_intermediate_size"
+        "global_head_dim index_head_dim kv_lora_rank mamba_d_head mamba_head_dim moe_intermediate_size patch_size "
+        "q_lora_rank shared_expert_intermediate_size moe_shared_expert_intermediate_size"
     ),
     32: (
         "d_model dim embed_dim embedding_size hidden_size image_size lru_width n_embd out_hidden_size "

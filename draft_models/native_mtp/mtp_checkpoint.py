@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
-from specdec.draft_models.checkpoints.checkpoint_files import naming_folder, stored_tensor, tensor_files
+from specdec.draft_models.checkpoints.checkpoint_files import naming_folder, stored_tensor, tensor_files, write_folder
 from specdec.draft_models.checkpoints.config_json import read_config_json
 from specdec.draft_models.native_mtp.mtp_drafter import DescribedTarget, MtpTarget, NativeMtpDrafter
 from specdec.draft_models.native_mtp.mtp_families import (
@@ -20,15 +21,30 @@ from specdec.draft_models.native_mtp.mtp_families import (
     module_tensors,
 )
 from specdec.draft_models.native_mtp.mtp_module import LoadPacked, MtpModule, is_plain
-from specdec.errors import CheckpointError, UnsupportedModelError, about, first_line
+from specdec.errors import CheckpointError, UnsupportedModelError, about, first_line, naming_file
 
 CONVENTIONS = "mtp_conventions.json"
 """A file beside the modules with fields of `MtpFamily`, in the place of the family's row."""
+NAMES = {
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "proj": "fc",
+    "norm": "norm",
+    "layer": "layers.0",
+    "head": "layers.0.shared_head.head",
+    "embed": "layers.0.embed_tokens",
+}
+"""Names of the parts of a module that is written here, after "mtp."."""
 
 
 def has_modules(folder: Path, num_layers: int) -> bool:
     """Does this folder hold MTP modules for a target of so many layers?"""
-    return bool(module_tensors(tensor_files(folder), num_layers))
+    return module_count(folder, num_layers) > 0
+
+
+def module_count(folder: Path, num_layers: int) -> int:
+    """The number of MTP modules that a folder holds."""
+    return len(module_tensors(tensor_files(folder), num_layers))
 
 
 def is_mtp_speculator(config: Mapping[str, Any]) -> bool:
@@ -36,17 +52,20 @@ def is_mtp_speculator(config: Mapping[str, Any]) -> bool:
     return config.get("speculators_model_type") == "mtp"
 
 
-def native_mtp_drafter(folder: Path, target: MtpTarget, load_packed: LoadPacked | None = None) -> NativeMtpDrafter:
+def native_mtp_drafter(
+    folder: Path, target: MtpTarget, load_packed: LoadPacked | None = None, family: MtpFamily | None = None
+) -> NativeMtpDrafter:
     """The drafter that the modules in `folder` are, fitted to `target`. load_packed: reads packed weights as the
-    folder's config.json promises them; None: it promises none. Raises CheckpointError where there are no modules, or
-    where they are damaged or incomplete, and UnsupportedModelError where they cannot run."""
+    folder's config.json promises them; None: it promises none. family: None: `conventions_of`. Raises CheckpointError
+    where there are no modules, or where they are damaged or incomplete, and UnsupportedModelError where they cannot
+    run."""
     made = list[MtpModule]()
     with naming_folder(folder):
         files = tensor_files(folder)
         modules = module_tensors(files, len(target.layout.layers))
         if not modules:
             raise no_modules()
-        family = conventions_of(folder, target)
+        family = family or conventions_of(folder, target)
         for number, names in enumerate(modules):
             names = {_renamed(place, family): name for place, name in names.items()}
             state = {place: stored_tensor(files[name], name) for place, name in names.items()}
@@ -76,7 +95,9 @@ def no_modules() -> CheckpointError:
 
 def conventions_of(folder: Path, target: DescribedTarget) -> MtpFamily:
     """Those that lie beside the modules, or else those of their publisher. Raises as `native_mtp_drafter`."""
-    return _stated(folder) or _by_config(_published(folder, target), target)
+    if (folder / CONVENTIONS).is_file():
+        return stated_family(folder / CONVENTIONS)
+    return _by_config(_published(folder, target), target)
 
 
 def family_of(target: DescribedTarget) -> MtpFamily:
@@ -105,19 +126,31 @@ def _by_config(family: MtpFamily, target: DescribedTarget) -> MtpFamily:
     return replace(family, like=config.layer_types.index(kinds[0]))
 
 
-def _stated(folder: Path) -> MtpFamily | None:
-    """The conventions that lie beside the modules; None: no such file. Raises CheckpointError."""
-    file = folder / CONVENTIONS
-    if not file.is_file():
-        return None
+def stated_family(file: Path) -> MtpFamily:
+    """The conventions that a file states. Raises CheckpointError."""
     try:
-        found = json.loads(file.read_text("utf-8"))
-        family = MtpFamily(**found)
+        family = MtpFamily(**json.loads(file.read_text("utf-8")))
     except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{CONVENTIONS} cannot be read: {first_line(error)}") from error
+        raise CheckpointError(f"{file.name} cannot be read: {first_line(error)}") from error
     if family.form not in ("C", "T"):
-        raise CheckpointError(f"{CONVENTIONS}: form={family.form!r}; the form of several modules is 'C' or 'T'")
+        raise CheckpointError(f"{file.name}: form={family.form!r}; the form of several modules is 'C' or 'T'")
     return family
+
+
+def write_conventions(folder: Path, family: MtpFamily) -> None:
+    """Write CONVENTIONS, where `native_mtp_drafter` reads it. Raises CheckpointError."""
+    with naming_file(folder / CONVENTIONS):
+        (folder / CONVENTIONS).write_text(json.dumps(asdict(family), indent=2) + "\n", "utf-8")
+
+
+def write_module(folder: Path, drafter: NativeMtpDrafter, model: PreTrainedModel) -> None:
+    """Write a drafter of one module under the names of Qwen's, with the config.json of its target and its
+    conventions."""
+    [module] = drafter.modules
+    named = {f"mtp.{NAMES[part]}": weights for part, weights in module.parts().items()}
+    state = {f"{name}.{key}": tensor for name, weights in named.items() for key, tensor in weights.state_dict().items()}
+    write_folder(folder, {**model.config.to_dict(), "architectures": [type(model).__name__]}, state)
+    write_conventions(folder, replace(drafter.family, renamed={}))
 
 
 def _require_parts(number: int, state: Mapping[str, torch.Tensor]) -> None:

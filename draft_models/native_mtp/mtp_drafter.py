@@ -13,7 +13,8 @@ draft at depth l + 1 is drawn from module l (form R: the one module) at the node
 whose token is the root, is depth 0.
 """
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -44,7 +45,10 @@ class DescribedTarget(Protocol):
 
 
 class MtpTarget(DescribedTarget, TargetInfo, Protocol):
-    """A target that modules are fitted to."""
+    """A target that modules are fitted to. logit_rule: from its head's product to its logits."""
+
+    @property
+    def logit_rule(self) -> Callable[[torch.Tensor], torch.Tensor]: ...
 
 
 def kept_by_modules(target: KVLayout, like: int, count: int) -> KVLayout:
@@ -74,23 +78,41 @@ class NativeMtpDrafter(Drafter):
     source: str | None = None
 
     def __init__(self, modules: Sequence[MtpModule], family: MtpFamily, target: MtpTarget) -> None:
-        self.modules, self.family = tuple(modules), family
-        self.form = family.form if len(modules) > 1 else "R"
-        self.max_steps = None if self.form == "R" else len(modules)
-        self.default_steps = default_steps(len(modules))
-        self.reread = len(modules) - 1
-        num_layers = len(target.layout.layers)
-        self.aux_layers: tuple[int, ...] = () if family.normed_state else (num_layers,)
-        self.reads_every_state = family.normed_state
-        self.windows = (target.layout.layers[family.like].window,) * len(modules)
-        self.kv_layout: KVLayout | None = kept_by_modules(target.layout, family.like, len(modules))
-        self.embed, self.head = target.embed, target.head
+        self.modules, self.layout = tuple(modules), target.layout
+        self._read_by(family)
+        self.embed, self.head, self.rule = target.embed, target.head, target.logit_rule
         self.fit, self.dtype, self.width = Fit.of(target), target.dtype, target.hidden_size
         self.ops = target.ops or REFERENCE
         if target.ops is not None:
             reasons = [module.fuse(self.name, target.ops) for module in modules]
             self.unfused = next((reason for reason in reasons if reason is not None), None)
         self.weights: Weights | None = Weights(self.name, *modules)
+
+    def _read_by(self, family: MtpFamily) -> None:
+        self.family, count = family, len(self.modules)
+        self.form = family.form if count > 1 else "R"
+        self.max_steps = None if self.form == "R" else count
+        self.default_steps = default_steps(count)
+        self.reread = count - 1
+        self.aux_layers: tuple[int, ...] = () if family.normed_state else (len(self.layout.layers),)
+        self.reads_every_state = family.normed_state
+        self.windows = (self.layout.layers[family.like].window,) * count
+        self.kv_layout: KVLayout | None = kept_by_modules(self.layout, family.like, count)
+
+    def under(self, family: MtpFamily) -> "NativeMtpDrafter":
+        """A drafter of these modules under other conventions, unfused where their blocks are like another layer. Raises
+        CheckpointError where they are not."""
+        changed = copy.copy(self)
+        if family.like != self.family.like:
+            changed.modules = tuple(module.around(family.like) for module in self.modules)
+            changed.weights = Weights(self.name, *changed.modules)
+        changed._read_by(family)
+        return changed
+
+    @property
+    def has_norm(self) -> bool:
+        """Do the modules have norms of their own before the head?"""
+        return not isinstance(self.modules[0].norm, nn.Identity)
 
     def bind(self, binding: Binding) -> "NativeMtpWorker":
         return NativeMtpWorker(self, binding)
@@ -105,14 +127,13 @@ class NativeMtpDrafter(Drafter):
 
     def passed_on(self, out: ModuleRows) -> torch.Tensor:
         """The state that a row hands to the row after it, of the next module or its own."""
-        if self.form == "T":
+        if self.family.form == "T":
             return out.read
         return out.z if self.family.normed_carry else out.y
 
     def logits(self, k: int, out: ModuleRows) -> torch.Tensor:
         head = self.modules[k].head
-        logits: torch.Tensor = (self.head if head is None else head)(out.z)
-        return logits
+        return self.rule((self.head if head is None else head)(out.z))
 
 
 class NativeMtpWorker(StoreWorker):

@@ -50,6 +50,8 @@ FAMILIES: dict[str, MtpFamily] = {
     "hy_v3": DEEPSEEK,  # tensors as GLM's; its final norm is `final_layernorm`
     "mellum": DEEPSEEK,  # transformers 5.24 runs it by `MtpModel`
     "ernie4_5_moe": DEEPSEEK,  # no final norm: the carry is y by itself
+    # vLLM's qwen3_next_mtp and qwen3_5_mtp: the state and the carry after their norms, a block of full attention
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), DEEPSEEK),
     # vLLM's exaone_moe_mtp: the block is built as layer 0, sliding and with RoPE
     **dict.fromkeys(("exaone4", "exaone4_5", "exaone_moe"), MtpFamily(like=0)),
     # XiaomiMiMo's modeling_mimo.py: cat([hidden, embedding])

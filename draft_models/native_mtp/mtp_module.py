@@ -79,6 +79,22 @@ class MtpModule(nn.Module):
         self._source = decoder, like
         self.block: Any = one_layer_decoder(decoder, like, self.layer, nn.Identity())
 
+    def around(self, like: int) -> "MtpModule":
+        """A module of these weights around a block like another layer. Raises CheckpointError where it is none."""
+        state = {
+            f"{'block' if name == 'layer' else name}.{key}": tensor
+            for name, part in self.parts().items()
+            for key, tensor in part.state_dict().items()
+        }
+        return MtpModule(state, self._source[0], like, self.number)
+
+    def parts(self) -> dict[str, nn.Module]:
+        """What it has of its own, by name; `block` runs the layer's weights."""
+        names = ("enorm", "hnorm", "proj", "norm", "head", "embed", "layer")
+        found = {name: getattr(self, name) for name in names}
+        found["proj"] = getattr(self.proj, "source", self.proj)  # of a fused product
+        return {name: part for name, part in found.items() if part is not None}
+
     def fuse(self, name: str, ops: Operations) -> str | None:
         """Run by fused layers if they compute what its own do; else the reason why not."""
         if isinstance(self.norm, nn.Identity):
@@ -124,11 +140,33 @@ class MtpModule(nn.Module):
             return torch.cat(self.forward(rows[0], rows[1], positions, Echo(), False)).flatten(0, 1).float()
 
 
+OF_THE_STACK = ("hidden_size_per_layer_input", "num_kv_shared_layers")
+"""Fields by which the layers of Gemma 3n and 4 read what the whole stack has. A module's block reads nothing of it."""
+
+
+def own_config(decoder: Any) -> Any:
+    """A copy of a text model's config for a layer that stands alone."""
+    config = copy.deepcopy(decoder.config)
+    for name in OF_THE_STACK:
+        if getattr(config, name, 0):
+            setattr(config, name, 0)
+    return config
+
+
+def empty_layer(decoder: Any, like: int) -> Any:
+    """A layer like layer `like` of a text model, without weights."""
+    with torch.device("meta"):
+        return type(decoder.layers[like])(own_config(decoder), like % len(decoder.layers))
+
+
 def one_layer_decoder(decoder: Any, like: int, layer: nn.Module, norm: nn.Module) -> nn.Module:
     """A private copy of a text model with this layer alone, which is like its layer `like`, and this final norm."""
     single = object.__new__(type(decoder))
     single.__dict__ = dict(decoder.__dict__)
-    single.config = copy.deepcopy(decoder.config)
+    single.config = own_config(decoder)
+    for name in OF_THE_STACK:
+        if hasattr(single, name):
+            setattr(single, name, 0)
     for name, value in list(vars(single.config).items()):
         if isinstance(value, (list, tuple)) and len(value) == len(decoder.layers):
             setattr(single.config, name, [value[like]])
@@ -147,9 +185,9 @@ def filled_parts(state: State, decoder: Any, like: int, keys: Mapping[str, str],
     mlp = min(routed, key=lambda number: abs(number - like), default=like)
     expected = {f"layers.0.{name}": tensor for name, tensor in layers[like].state_dict().items()}
     with torch.device("meta"):
-        made = type(layers[like])(decoder.config, like)
+        made = empty_layer(decoder, like)
         if mlp != like:
-            made.mlp = type(layers[mlp])(decoder.config, mlp).mlp
+            made.mlp = empty_layer(decoder, mlp).mlp
             expected |= {f"layers.0.mlp.{name}": tensor for name, tensor in layers[mlp].mlp.state_dict().items()}
         holder: Any = _Holder(decoder.config, made, state)
     mapping: Any = get_model_conversion_mapping(decoder, add_legacy=False)

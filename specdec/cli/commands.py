@@ -60,10 +60,10 @@ class PhaseOptions:
     contexts: str = phase_option("1k", "Tokens before the first round, each in turn; 1k is 1024.")
     rounds: int = phase_option(50, "Rounds timed in each cell.", min=2)
     drafts: str | None = phase_option(None, "Of plain, chain, tree, chain7, tree60; default: the first three.")
-    acceptance: str | None = phase_option(
+    suppose_acceptance: str | None = phase_option(
         None,
-        "Acceptance lengths that tokens/s suppose (synthetic): default of random weights 2,3; of a pair none, and "
-        "without --phases one, with --fixed-drafts.",
+        "Acceptance lengths for which tokens/s are computed from the measured rounds (synthetic; nothing is forced): "
+        "default of random weights 2,3; of a pair none, and without --phases one, with --fixed-drafts.",
     )
     layers: int | None = phase_option(None, "A shape with fewer layers; its figures say so.")
     shrink: int = phase_option(1, "A shape with all widths divided by this, up to 16.")
@@ -144,6 +144,9 @@ class DoctorOptions:
     )
     limit: int = option(8, "Only the first N prompts, at least 4.", min=4)
     max_new_tokens: int = option(48, "Tokens of each answer.", min=8)
+    write_conventions: bool = option(
+        False, "Write what was named of MTP modules into mtp_conventions.json beside them.", "--write-conventions"
+    )
     raw: Raw = False
     json_file: JsonFile = None
 
@@ -198,6 +201,14 @@ class ListOptions:
         usual = replace(ListOptions(), memory=self.memory, json_file=self.json_file)
         if not self.memory and self != usual:
             raise ConfigError("specdec models takes --json alone, or --memory with a pair and its sizes; add --memory")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecipeOptions:
+    model: Annotated[str | None, typer.Argument(help="A published target, or its short name; none: all of them.")] = (
+        None
+    )
+    json_file: JsonFile = None
 
 
 def body(module: str, name: str) -> Callable[[Any], None]:
@@ -255,6 +266,7 @@ MAKE = {
         "The same command goes on where it was stopped. Several GPUs: accelerate launch -m specdec.cli train ...",
         no_args_is_help=True,
     ),
+    "recipe": command(RecipeOptions, body("show_recipe", "show_recipe"), "Nothing is downloaded."),
     "models": command(ListOptions, list_models, "With --memory: the memory that a pair takes, which need not be here."),
 }
 """Makes each command, by its name."""

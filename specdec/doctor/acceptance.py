@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from statistics import mean, stdev
 from typing import NamedTuple
 
+import torch
+
 from specdec.doctor.dense_drafts import Drafts
 from specdec.runtime.request import GenerationOutput, RequestStats
 
@@ -46,10 +48,12 @@ class Acceptance:
 
 
 class Measured(NamedTuple):
-    """Accepted lengths, the bonus included, on each prompt: expected, and greedy."""
+    """Accepted lengths, the bonus included, on each prompt: expected, and greedy. log_p [P, K]: of the text's tokens at
+    all places; None: measured by an engine."""
 
     expected: tuple[float, ...]
     greedy: tuple[float, ...]
+    log_p: torch.Tensor | None = None
 
     @property
     def length(self) -> float:
@@ -60,7 +64,8 @@ class Measured(NamedTuple):
 def measured_densely(drafts: Sequence[Drafts]) -> Measured:
     """One `Drafts` a prompt, each over every place of its answer."""
     expected = tuple(1 + float(each.expected.mean()) for each in drafts)
-    return Measured(expected, tuple(1 + float(each.accepted.float().mean()) for each in drafts))
+    greedy = tuple(1 + float(each.accepted.float().mean()) for each in drafts)
+    return Measured(expected, greedy, torch.cat([each.log_p for each in drafts]))
 
 
 def measured_by_engine(outputs: Sequence[GenerationOutput]) -> Measured:

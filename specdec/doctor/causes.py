@@ -16,6 +16,7 @@ from specdec.doctor.acceptance import MIN_GAIN
 from specdec.doctor.pair_in_question import PairInQuestion
 from specdec.draft_models.base import Drafter
 from specdec.draft_models.block.block_drafter import BlockDrafter
+from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.load_check import ASSISTANTS, HEADS, LOAD_SIGNS, Sign, Subject
 
 Seen = Callable[[Any, Subject], Sign | None]
@@ -26,19 +27,20 @@ Changes = Callable[[Any, PairInQuestion], Iterator[change.Change]]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
     """name: as reports name it. kinds: drafters that it applies to. least: share of the accepted length that a change
-    must gain."""
+    must gain. by_depth: its changes are compared by the log-probabilities at each depth (`conventions.py`)."""
 
     name: str
     kinds: tuple[type, ...]
     seen: Seen | None = None
     changes: Changes | None = None
     least: float = MIN_GAIN
+    by_depth: bool = False
 
     def applies_to(self, drafter: Drafter) -> bool:
         return isinstance(drafter, self.kinds)
 
 
-BLOCKS, ANY = (BlockDrafter,), (object,)
+BLOCKS, MODULES, ANY = (BlockDrafter,), (NativeMtpDrafter,), (object,)
 
 CAUSES = (
     *(Cause(name=name, kinds=kinds, seen=see) for name, kinds, see in LOAD_SIGNS),
@@ -52,6 +54,7 @@ CAUSES = (
     Cause(name="window", kinds=HEADS, changes=change.windows_of_heads),
     Cause(name="window", kinds=ASSISTANTS, changes=change.windows_of_assistants),
     Cause(name="frozen position", kinds=ASSISTANTS, changes=change.positions),
+    Cause(name="MTP conventions", kinds=MODULES, changes=change.mtp_conventions, by_depth=True),
     Cause(name="template", kinds=ANY, seen=signs.no_template),
     Cause(name="template", kinds=ANY, changes=change.templates, least=change.MIN_GAIN_OF_PROMPTS),
     Cause(name="thinking mode", kinds=ANY, changes=change.thinking, least=change.MIN_GAIN_OF_PROMPTS),

@@ -6,9 +6,10 @@ must be larger (MIN_GAIN_OF_PROMPTS).
 """
 
 import copy
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ from specdec.draft_models.checkpoints.drafter_formats import AUX_IDS
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.eagle3.head import Eagle3Head
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
+from specdec.draft_models.native_mtp.conventions import all_conventions, difference
+from specdec.draft_models.native_mtp.mtp_checkpoint import CONVENTIONS
+from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.load_check import changed_assistant
 from specdec.models.target import TargetModel
 
@@ -137,6 +141,14 @@ def windows_of_heads(drafter: Eagle3Drafter, pair: PairInQuestion) -> Iterator[C
         yield _changed(pair, f"sliding_window -> {value}", do, windows=changed)
     do = "write use_sliding_window: false and no layer_types into the head's config.json"
     yield _changed(pair, "no sliding window", do, windows=(None,) * spec.num_layers)
+
+
+def mtp_conventions(drafter: NativeMtpDrafter, pair: PairInQuestion) -> Iterator[Change]:
+    """All that no tensor says, together: one wrong choice can hide another."""
+    for other in all_conventions(drafter)[1:]:
+        stated = json.dumps(asdict(other.family))
+        do = f"write {stated} into {CONVENTIONS} beside the modules (specdec doctor --write-conventions does)"
+        yield Change(what=difference(drafter, other), do=do, pair=replace(pair, drafter=other))
 
 
 def mask_ids(drafter: BlockDrafter, pair: PairInQuestion) -> Iterator[Change]:

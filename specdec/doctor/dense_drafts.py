@@ -28,6 +28,8 @@ from specdec.draft_models.block.block_head import block_states
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.eagle3.head import embed_raw
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
+from specdec.draft_models.native_mtp.mtp_chains import chained_rows
+from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.kvcache.layer_context import ScoreOptions
 from specdec.models.probe import ProbeContext
 from specdec.models.target import TargetModel
@@ -203,7 +205,17 @@ def block_drafts(drafter: Drafter, text: RecordedText, roots: torch.Tensor, num_
     return scores
 
 
+def module_drafts(drafter: Drafter, text: RecordedText, roots: torch.Tensor, num_steps: int) -> list[torch.Tensor]:
+    """`Dense` of MTP modules."""
+    assert isinstance(drafter, NativeMtpDrafter)
+    states, levels = text.aux_states(drafter.aux_layers)[None], min(num_steps, drafter.max_steps or num_steps)
+    rows = chained_rows(drafter, text.tokens[None], states, text.positions[None], levels, roots - 1)
+    last = len(drafter.modules) - 1
+    return [drafter.logits(min(level, last), out)[0] for level, out in enumerate(rows)]
+
+
 DENSE_FORMS: dict[type, Dense] = {
+    NativeMtpDrafter: module_drafts,
     Gemma4MTPDrafter: frozen_drafts,
     Eagle3Drafter: head_drafts,
     BlockDrafter: block_drafts,

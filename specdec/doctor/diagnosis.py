@@ -38,7 +38,8 @@ class Trial:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
     """read: what was read of the pair, in words. acceptance: of the engine's rounds on `prompts` prompts.
-    reference: None where the drafter has no dense form. memory: bytes of K/V by pool. best_shape: of the engine's cost
+    reference: None where the drafter has no dense form. conventions: of MTP modules, where others were named than they
+    were loaded with: fields of `mtp_conventions.json`. memory: bytes of K/V by pool. best_shape: of the engine's cost
     table, None where it has none. seconds: it took."""
 
     read: Mapping[str, str]
@@ -51,6 +52,7 @@ class Diagnosis:
     memory: Mapping[str, int]
     seconds: float
     best_shape: str | None = None
+    conventions: Mapping[str, Any] | None = None
     notes: tuple[str, ...] = field(default=())
 
     @property

@@ -8,7 +8,7 @@ try       each change, after every place of the text   the largest clear gain is
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from specdec.config import SamplingParams
@@ -18,7 +18,10 @@ from specdec.doctor.changes import Change
 from specdec.doctor.dense_drafts import RecordedText, ReferenceCheck, Watched, dense_drafts, has_dense_form, record
 from specdec.doctor.diagnosis import Diagnosis, Finding, Trial
 from specdec.doctor.pair_in_question import PairInQuestion, pair_facts
+from specdec.draft_models.base import Drafter
 from specdec.draft_models.model_and_lookup import model_of
+from specdec.draft_models.native_mtp.conventions import STEPS, is_clearly_better, is_worth_more
+from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.engine import Engine
 from specdec.errors import ConfigError
 from specdec.load_check import Sign, Subject, drafter_path
@@ -84,12 +87,13 @@ def diagnose(
         read=pair_facts(pair),
         prompts=len(questions),
         acceptance=examination.as_loaded,
-        published=published_acceptance(engine.target.name, drafter_path(drafter)),
+        published=published_acceptance(engine.target.name, drafter_path(drafter) or drafter.name),
         reference=reference,
         findings=(*findings, *named),
         trials=tuple(trials),
         memory=engine.cache.bytes_by_group(),
         best_shape=examination.best_shape(),
+        conventions=examination.conventions(drafter),
         notes=() if has_dense_form(pair.drafter) else (NO_REFERENCE.format(name=pair.drafter.name),),
         seconds=time.perf_counter() - started,
     )
@@ -102,6 +106,8 @@ class Examination:
         self.params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
         self.pair = pair
         self.num_steps = pair.engine.spec.num_steps
+        if isinstance(pair.drafter, NativeMtpDrafter) and pair.drafter.max_steps is None:
+            self.num_steps = max(self.num_steps, min(STEPS, max_new_tokens - 1))  # where a carry shows
         self.outputs = pair.generate(pair.prompts(), self.params)
         self.as_loaded = Acceptance.of(self.outputs)
         self.texts = self._record(self.outputs) if has_dense_form(pair.drafter) else []
@@ -140,6 +146,13 @@ class Examination:
         use = self.pair.draft_use(self.pair.prompts()[0], self.params)
         return use.best_chain(1, self.as_loaded.by_depth)
 
+    def conventions(self, loaded: Drafter) -> dict[str, Any] | None:
+        """Those of the MTP modules as they are now, if changes were named; None: they are those of `loaded`."""
+        drafter = self.pair.drafter
+        if not isinstance(drafter, NativeMtpDrafter) or drafter is loaded:
+            return None
+        return asdict(drafter.family)
+
     def name_changes(self, causes: Sequence[Cause], update: Callable[[int], None]) -> tuple[list[Trial], list[Finding]]:
         """All trials; and the causes whose change raises acceptance clearly, the largest gain first, one on another."""
         trials: list[Trial] = []
@@ -171,6 +184,8 @@ class Examination:
                 measured = self._measure(change.pair, change.prompts)
                 compared = Comparison.of(measured, self.measured)
                 clear = compared.is_clear(cause.least)
+                if cause.by_depth and measured.log_p is not None and self.measured.log_p is not None:
+                    clear = is_clearly_better(measured.log_p, self.measured.log_p)
                 trials.append(
                     Trial(
                         cause=cause.name,
@@ -181,7 +196,7 @@ class Examination:
                         named=clear,
                     )
                 )
-                if clear and (best is None or measured.length > best[2].length):
+                if clear and (best is None or _is_better(cause, measured, best)):
                     best = cause, change, measured
         return best
 
@@ -196,6 +211,12 @@ class Examination:
 
     def _record(self, outputs: Sequence[GenerationOutput]) -> list[RecordedText]:
         return [record(self.pair.target, output.prompt_token_ids, output.token_ids) for output in outputs]
+
+
+def _is_better(cause: Cause, measured: Measured, best: tuple[Cause, Change, Measured]) -> bool:
+    if cause.by_depth and best[0] is cause and measured.log_p is not None and best[2].log_p is not None:
+        return is_worth_more(measured.log_p, best[2].log_p)
+    return measured.length > best[2].length
 
 
 def default_questions(engine: Engine) -> list[str | list[int]]:

@@ -13,6 +13,8 @@ from specdec.draft_models.base import Drafter
 from specdec.draft_models.block.block_drafter import BlockDrafter
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
+from specdec.draft_models.native_mtp.conventions import described
+from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.engine import Engine
 from specdec.models.target import TargetModel
 from specdec.runtime.draft_policy.draft_use import DraftUse
@@ -106,6 +108,8 @@ def pair_facts(pair: PairInQuestion) -> dict[str, str]:
         facts |= _block_facts(drafter)
     elif isinstance(drafter, Gemma4MTPDrafter):
         facts |= _assistant_facts(drafter)
+    elif isinstance(drafter, NativeMtpDrafter):
+        facts |= _module_facts(drafter)
     return facts
 
 
@@ -149,6 +153,16 @@ def _block_facts(drafter: BlockDrafter) -> dict[str, str]:
         "MASK": str(spec.mask_token),
         "window": ", ".join(str(window or "none") for window in spec.windows),
         "tensors of its own": ", ".join([*own, *(["successor head"] if spec.successor else [])]) or "none",
+    }
+
+
+def _module_facts(drafter: NativeMtpDrafter) -> dict[str, str]:
+    own = [name for name in ("embed", "head") if name in drafter.modules[0].parts()]
+    return {
+        "format": f"{len(drafter.modules)} MTP module(s), form {drafter.form}, from {drafter.source or 'memory'}",
+        "conventions": "; ".join(described(drafter)),
+        "window": str(drafter.windows[0] or "none"),
+        "tensors of its own": ", ".join(own) or "none",
     }
 
 

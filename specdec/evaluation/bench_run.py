@@ -17,7 +17,7 @@ from specdec.errors import ConfigError
 from specdec.evaluation.conditions import VERSIONS, hardware, pair_names
 from specdec.evaluation.contest import Contestant, engine_contestant, require_parity, take_turns
 from specdec.evaluation.gsm8k_report import final_number, is_correct, table_lines
-from specdec.evaluation.request_figures import acceptance_figures, pinned_figures, summed, time_figures
+from specdec.evaluation.request_figures import acceptance_figures, summed, supposed_figures, time_figures
 from specdec.evaluation.tasks import cut
 from specdec.evaluation.transformers_peer import assisted_peer, plain_peer
 from specdec.loading import require_device
@@ -33,9 +33,9 @@ class BenchReport:
     the engine with the drafter, over all prompts; what it says of drafts has names of its own here. drafts_off: why
     its newest round had no draft. slower: why it was slower than plain decoding, if it was.
 
-    times: `time_figures` by contestant, of engines. speculative_decoding: `acceptance_figures`. pinned:
-    `pinned_figures`. categories: by name, the prompts, the acceptance length and each contestant's tokens/s. data: the
-    prompts' source. template, thinking: how they were put, in words. None: there is no such figure."""
+    times: `time_figures` by contestant, of engines. speculative_decoding: `acceptance_figures`. supposed:
+    `supposed_figures`. categories: by name, the prompts, the acceptance length and each contestant's tokens/s. data:
+    the prompts' source. template, thinking: how they were put, in words. None: there is no such figure."""
 
     target: str
     drafter: str | None
@@ -59,7 +59,7 @@ class BenchReport:
     thinking: str = ""
     times: dict[str, dict[str, Any]] = field(default_factory=dict)
     speculative_decoding: dict[str, Any] | None = None
-    pinned: dict[str, Any] | None = None
+    supposed: dict[str, Any] | None = None
     categories: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
@@ -89,14 +89,14 @@ def run_bench(
         raise ConfigError("prompts is empty; give at least one")
     target, drafter = pair_names(target, drafter)
     if acceptance is not None:
-        _require_pinnable(acceptance, drafter, spec)
+        _require_supposable(acceptance, drafter, spec)
     require_device(config.device)
     config = replace(config, prefix_cache=False)  # every contestant computes every prompt
     with working(f"loading {target}"):
         engine = Engine.from_pretrained(target, drafter, spec=spec, config=config, **loading)
     spec = engine.spec
     if acceptance is not None:
-        _require_pinnable(acceptance, drafter, spec)
+        _require_supposable(acceptance, drafter, spec)
     plain = engine if drafter is None else Engine(engine.target, None, tokenizer=engine.tokenizer, config=config)
     contestants = [engine_contestant("specdec, no drafter", plain, params)]
     if drafter is not None:
@@ -139,7 +139,7 @@ def run_bench(
             thinking="the template's default" if chat and not raw and "enable_thinking" in str(chat) else "none",
             times={one.name: time_figures(_requests(one), one.seconds) for one in contestants if one.requests},
             speculative_decoding=None if drafter is None else acceptance_figures(_requests(contestants[1]), spec.depth),
-            pinned=None if acceptance is None else _pinned(contestants[1], acceptance),
+            supposed=None if acceptance is None else _supposed(contestants[1], acceptance),
             categories=_by_category(contestants, prompts, batches),
         )
 
@@ -155,22 +155,24 @@ def run_bench(
     return report()
 
 
-def _require_pinnable(acceptance: float, drafter: str | None, spec: SpecConfig) -> None:
+def _require_supposable(acceptance: float, drafter: str | None, spec: SpecConfig) -> None:
     """Raises ConfigError where rounds cannot be taken for rounds of this acceptance length."""
     if drafter is None or spec.adaptive:
         raise ConfigError(
-            f"acceptance={acceptance:g} takes rounds that all have one draft; give a drafter and fixed drafts"
+            f"suppose_acceptance={acceptance:g} takes rounds that all have one draft; give a drafter and fixed drafts"
         )
     if not 1 <= acceptance <= 1 + spec.depth:
-        raise ConfigError(f"acceptance={acceptance:g}: 1 to {1 + spec.depth} tokens a round are expected of this draft")
+        raise ConfigError(
+            f"suppose_acceptance={acceptance:g}: 1 to {1 + spec.depth} tokens a round are expected of this draft"
+        )
 
 
 def _requests(contestant: Contestant) -> list[RequestStats]:
     return contestant.requests[: len(contestant.outputs)]
 
 
-def _pinned(contestant: Contestant, acceptance: float) -> dict[str, Any]:
-    return pinned_figures(_requests(contestant), contestant.seconds, acceptance)
+def _supposed(contestant: Contestant, acceptance: float) -> dict[str, Any]:
+    return supposed_figures(_requests(contestant), contestant.seconds, acceptance)
 
 
 def _by_category(
@@ -214,10 +216,11 @@ def markdown_table(report: BenchReport) -> str:
     ]
     if report.drafter is not None and not report.stats.drafted_rounds:
         rows[1]["vs no drafter"] = "no drafts"  # the ratio of two plain runs is noise
-    if report.pinned is not None:
-        speed = report.pinned["tokens_per_second"]
-        name = f"{list(speeds)[1]}, acceptance length pinned at {report.pinned['mean_acceptance_length']:g} (synthetic)"
-        cells = _time_cells(None) | {"TPOT ms (p50, p99)": f"{report.pinned['tpot_ms']:.2f}"}
+    if report.supposed is not None:
+        speed = report.supposed["tokens_per_second"]
+        length = report.supposed["mean_acceptance_length"]
+        name = f"{list(speeds)[1]}, if the acceptance length were {length:g} (synthetic: supposed, not measured)"
+        cells = _time_cells(None) | {"TPOT ms (p50, p99)": f"{report.supposed['tpot_ms']:.2f}"}
         rows.append({"run": name, "tokens/s": f"{speed:.1f}", **cells, "vs no drafter": f"{speed / base:.2f}x"})
     accuracy = "" if report.accuracy is None else f"; accuracy {100 * report.accuracy:.1f} %"
     if accuracy and report.cut_off:  # an answer that was cut off is mostly wrong

@@ -34,6 +34,7 @@ from specdec.loading import SHARED_OPTIONS, Checkpoint, pick_device, pick_dtype
 from specdec.models.model_on_meta import ModelOnMeta, model_on_meta
 from specdec.models.quantised.packed_quantizer import without_quantization
 from specdec.models.quantised.stored_tensors import StoredTensor, stored_tensors
+from specdec.models.recurrent_layers import require_one_cpu
 from specdec.models.weight_storage import stored_weights
 from specdec.runtime.arguments import fitted_spec
 from specdec.runtime.rounds.unread import KEPT
@@ -77,6 +78,8 @@ def memory_plan(
     device = pick_device(None) if config.device is None else torch.device(config.device)
     dtype = pick_dtype(config.dtype, device, checkpoint.hf_config())
     model = ModelOnMeta(target, on_meta(checkpoint, dtype))
+    if any(layer.recurrent for layer in model.layout.layers):
+        require_one_cpu(target, device, None)
     shared = {name: value for name, value in target_options.items() if name in SHARED_OPTIONS}
     options = {**shared, **drafter_options}
     if drafter == AUTO:
@@ -108,7 +111,7 @@ def memory_plan(
         "batch_size": config.max_batch_size,
         "max_model_len": max_len,
         "page_size": config.page_size,
-        "groups": [group_memory(needs, group) for group in needs.groups.groups],
+        "groups": [*(group_memory(needs, group) for group in needs.groups.groups), *states_memory(needs)],
         "weights": {role: size for role, size in weights.items() if size != 0},
         "notes": notes,
     }
@@ -128,6 +131,17 @@ def group_memory(needs: CacheNeeds, group: CacheGroup) -> dict[str, Any]:
         "request_bytes": needs.request_bytes[group.id],
         "batch_bytes": needs.batch_bytes[group.id],
     }
+
+
+def states_memory(needs: CacheNeeds) -> list[dict[str, Any]]:
+    """States of recurrent layers, in the form of a group; empty where there are none."""
+    shapes = Counter(spec.state for layout in needs.layouts for spec in layout.owners if spec.state is not None)
+    kept = [
+        {"layers": count, "fields": {"state": (s.heads, s.k_dim * s.v_dim), "inputs": (s.taps, s.channels)}}
+        for s, count in shapes.items()
+    ]
+    sizes = {"token_bytes": 0, "request_bytes": needs.state_bytes, "batch_bytes": needs.all_state_bytes}
+    return [{"name": "states", "kept": kept, **sizes}] if kept else []
 
 
 def plan_drafter(

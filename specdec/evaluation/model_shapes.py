@@ -57,13 +57,16 @@ class Shrink:
     def fields(self, **published: Any) -> dict[str, Any]:
         """Fields with widths divided and rounded up. Published ones are multiples of 32, so undivided they stay."""
         step = self.multiple
-        rounded = {name: -(-published[name] // (step * self.divisor)) * step for name in WIDTHS & published.keys()}
+        widths = {name: published[name] for name in WIDTHS & published.keys() if published[name] is not None}
+        rounded = {name: -(-width // (step * self.divisor)) * step for name, width in widths.items()}
         return published | rounded
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A target and its drafter: fields of their configs by `model_type`, "eagle3" being an `Eagle3Spec`."""
+    """A target and its drafter: fields of their configs by `model_type`; "inside" is that of a whole config.
+
+    Of drafters "eagle3" is an `Eagle3Spec`, "mtp" the target's own `modules`, "suffix" a lookup."""
 
     name: str
     published: str
@@ -72,29 +75,37 @@ class Shape:
 
     @property
     def drafts(self) -> dict[str, SpecConfig]:
-        """Shapes of the draft that are measured, by name."""
-        is_eagle3 = self.drafter_fields["model_type"] == "eagle3"
-        return {"chain": SpecConfig(4), "tree": SpecConfig(6, 4, 32) if is_eagle3 else SpecConfig(4, 4, 16)}
+        """Shapes of the draft that are measured, by name; none of a drafter that is not made at random."""
+        tree = TREES.get(self.drafter_fields["model_type"])
+        return {} if tree is None else {"chain": SpecConfig(4), "tree": tree}
 
     def target(self, shrink: Shrink) -> PreTrainedConfig:
-        """Config of the target. The last of every `sliding_window_pattern` layers, which Gemma 4 has, is a full one."""
+        """Config of the target. The last of every `sliding_window_pattern` layers is full, and the last of all."""
         fields = shrink.fields(**self.target_fields)
-        layers = fields["num_hidden_layers"]
+        layers, whole = fields["num_hidden_layers"], fields.pop("inside", None)
         fields["num_hidden_layers"] = depth = shrink.depth(layers)
         if (period := fields.pop("sliding_window_pattern", None)) is not None:
             kinds = [FULL_ATTENTION if (i + 1) % period == 0 else SLIDING_ATTENTION for i in range(depth)]
             fields["layer_types"] = [*kinds[:-1], FULL_ATTENTION]
-            # an owner of each kind must be left before those that share
-            shared = min(round(depth * fields["num_kv_shared_layers"] / layers), depth - period)
-            fields["num_kv_shared_layers"] = max(0, shared)
+            if "num_kv_shared_layers" in fields:  # an owner of each kind must be left before those that share
+                shared = min(round(depth * fields["num_kv_shared_layers"] / layers), depth - period)
+                fields["num_kv_shared_layers"] = max(0, shared)
         config: PreTrainedConfig = AutoConfig.for_model(**fields)
-        return config
+        return config if whole is None else AutoConfig.for_model(whole, text_config=config.to_dict())
 
-    def drafter(self, target: Any, shrink: Shrink) -> PreTrainedConfig | Eagle3Spec:
-        """target: its config, as `target` makes it or loaded."""
-        kind, fields = self.drafter_fields["model_type"], shrink.fields(**self.drafter_fields)
-        del fields["model_type"]
-        return _eagle3(target, **fields) if kind == "eagle3" else _gemma4_assistant(target, shrink, **fields)
+    def drafter(self, target: Any, shrink: Shrink) -> PreTrainedConfig | Eagle3Spec | None:
+        """target: its config, as `target` makes it or loaded. None: MTP modules, or one that has no weights."""
+        fields = shrink.fields(**self.drafter_fields)
+        match kind := fields.pop("model_type"):
+            case "eagle3":
+                return _eagle3(target, **fields)
+            case "gemma4_assistant":
+                return _gemma4_assistant(target, shrink, **fields)
+            case "mtp" | "suffix":
+                return None
+        full = [FULL_ATTENTION] * fields["num_hidden_layers"]
+        config: PreTrainedConfig = AutoConfig.for_model(kind, layer_types=full, **fields)
+        return config
 
 
 def find_shape(name: str) -> Shape:
@@ -154,6 +165,8 @@ def _eagle3(target: Any, *, hidden_size: int | None = None, num_heads: int | Non
     )
 
 
+TREES = {"eagle3": SpecConfig(6, 4, 32), "gemma4_assistant": SpecConfig(4, 4, 16)}
+"""The tree that is measured of a drafter, by its kind; others have no random weights."""
 ON_REQUEST = {"chain7": SpecConfig(7), "tree60": SpecConfig(6, 10, 60)}
 """Drafts of any drafter, measured only when they are named: a chain that verifies 8 nodes, a tree of EAGLE's width."""
 NO_PLE = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}

@@ -53,7 +53,7 @@ def acceptance_figures(requests: Sequence[RequestStats], max_drafts: int) -> dic
     }
 
 
-def pinned_figures(requests: Sequence[RequestStats], seconds: float, length: float) -> dict[str, Any]:
+def supposed_figures(requests: Sequence[RequestStats], seconds: float, length: float) -> dict[str, Any]:
     """Synthetic figures: the rounds take as long as they took, and each brings `length` tokens."""
     total = summed(requests)
     rounds = min(seconds, total.draft_seconds + total.verify_seconds + total.other_seconds)
@@ -61,7 +61,7 @@ def pinned_figures(requests: Sequence[RequestStats], seconds: float, length: flo
     took = seconds + rounds * (needed - 1)
     later = sum(one.output_tokens - 1 for one in requests)
     return {
-        "synthetic": f"acceptance length pinned at {length:g}, not measured; rounds take the time that was measured",
+        "synthetic": f"acceptance length supposed to be {length:g}, not measured; rounds take the measured time",
         "mean_acceptance_length": length,
         "tokens_per_second": total.output_tokens / took,
         "tpot_ms": 1e3 * needed * total.decode_seconds / max(1, later),

@@ -1,7 +1,7 @@
 """What each layer keeps, read from its first call of attention: a config says it in too many ways.
 
     config          layer types, owners, a first guess of heads and sizes
-    the calls       K/V heads, their sizes, the width of a window: these count
+    the calls       K/V heads, their sizes, the width of a window: these count; channels and states of a recurrent layer
 
 Multi-head latent attention expands K to 192 and V to 128 numbers a head where `config.head_dim` is 64; a window may
 count the query's own key or not. Whether a layer has a window at all is not taken from its call: some classes apply it
@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from specdec.attention.bridge import AttentionCall
-from specdec.kvcache.layout import CacheField, KVLayout, LayerCache, Window
+from specdec.kvcache.layer_context import Recurrence
+from specdec.kvcache.layout import CacheField, KVLayout, LayerCache, StateShape, Window
 
 
 @dataclass(slots=True)
@@ -21,11 +22,23 @@ class GeometryContext:
     """A forward that records what each layer calls attention with, and answers with zeros."""
 
     calls: dict[int, tuple[torch.Size, torch.Size, int | None]] = field(default_factory=dict)  # of K, of V, window
+    convolutions: dict[int, torch.Size] = field(default_factory=dict)  # channels and taps
+    recurrences: dict[int, tuple[torch.Size, torch.Size]] = field(default_factory=dict)  # of k, of v
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         self.calls.setdefault(call.layer, (call.key.shape, call.value.shape, call.sliding_window))
         query = call.query
         return query.new_zeros((len(query), query.shape[2], query.shape[1], call.value.shape[3]))
+
+    def convolve(
+        self, layer: int, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        self.convolutions[layer] = weight.shape
+        return inputs
+
+    def recur(self, layer: int, rows: Recurrence) -> torch.Tensor:
+        self.recurrences[layer] = rows.k.shape, rows.v.shape
+        return rows.v.float()
 
 
 def measured_layout(layout: KVLayout, context: GeometryContext) -> KVLayout:
@@ -33,6 +46,8 @@ def measured_layout(layout: KVLayout, context: GeometryContext) -> KVLayout:
     made no call stays as it was."""
 
     def measured(spec: LayerCache) -> LayerCache:
+        if spec.layer in context.convolutions:
+            return _recurrent(spec, context)
         if spec.owner not in context.calls:
             return spec
         k, v, window = context.calls[spec.owner]
@@ -43,3 +58,15 @@ def measured_layout(layout: KVLayout, context: GeometryContext) -> KVLayout:
         return replace(spec, fields=fields, retention=retention)
 
     return layout.map(measured)
+
+
+def _recurrent(spec: LayerCache, context: GeometryContext) -> LayerCache:
+    """A recurrent layer: its records in the order in which `recurrence/forward.py` reads them, and its state."""
+    channels, taps = context.convolutions[spec.layer]
+    inputs = CacheField("inputs", 1, channels)
+    if spec.layer not in context.recurrences:
+        return replace(spec, fields=(inputs,), state=StateShape(0, 0, 0, taps - 1, channels))
+    (_, key_heads, k_dim), (_, heads, v_dim) = context.recurrences[spec.layer]
+    records = (("k", key_heads, k_dim), ("u", heads, v_dim), ("g", heads, 1))
+    fields = inputs, *(CacheField(*record, dtype=torch.float32) for record in records)
+    return replace(spec, fields=fields, state=StateShape(heads, k_dim, v_dim, taps - 1, channels))

@@ -1,11 +1,20 @@
-"""Model types that transformers does not know, read as the types whose layers they have, without code of their own."""
+"""How transformers builds the model of a config: by which auto class, and as which type where it knows none."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 READ_AS = {"mimo": "qwen2"}
+"""Model types that transformers does not know, and the types whose layers they have: no code of their own is run."""
+
+
+def auto_class(config: Any) -> Any:
+    """transformers' auto class for a config: that of causal models, or of a model that reads images and is not among
+    them, such as Step 3.7 and EXAONE 4.5."""
+    images = AutoModelForImageTextToText
+    named = type(config) in images._model_mapping and type(config) not in AutoModelForCausalLM._model_mapping
+    return images if named else AutoModelForCausalLM
 
 
 def config_read_as(stored: Mapping[str, Any], path: str) -> Any:

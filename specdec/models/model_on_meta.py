@@ -5,14 +5,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from specdec.errors import first_line
 from specdec.gpu.operations import Operations
 from specdec.kvcache.layout import KVLayout, layout_from_config
 from specdec.models.cache_geometry import GeometryContext, measured_layout
 from specdec.models.context_length import ContextLength, context_length
+from specdec.models.known_types import auto_class
 from specdec.models.probe import TEXT_LEN, refusing
+from specdec.models.recurrent_layers import take_apart
 from specdec.models.text_decoder import find_decoder
 from specdec.models.unsupported import require_supported
 from specdec.modules.private_copy import private_copy
@@ -23,7 +25,7 @@ META = torch.device("meta")
 def model_on_meta(config: Any, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
     """options: of transformers' `from_config`. Experts run as one product, whose shapes do not depend on a router."""
     with META:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        model: PreTrainedModel = auto_class(config).from_config(
             config, dtype=dtype, experts_implementation="batched_mm", **options
         )
     model.eval()
@@ -41,14 +43,15 @@ class ModelOnMeta:
         self.name, self.model = name, model
         with refusing(name, f"{type(model).__name__} is not built as a decoder-only causal language model"):
             self.config: Any = model.config.get_text_config()
+            self.model_types: tuple[str, str] = self.config.model_type, model.config.model_type
             require_supported(name, model, self.config)
             self.vocab_size = int(self.config.vocab_size)
             self.hidden_size = int(self.config.hidden_size)
             self.context_length: ContextLength = context_length(self.config)
             self.layout: KVLayout = layout_from_config(self.config)
-            self.user_decoder = find_decoder(name, model, len(self.layout.layers))
+            self.user_decoder: nn.Module = find_decoder(name, model, len(self.layout.layers))
             self.decoder = private_copy(self.user_decoder)
-            self.model_types = self.config.model_type, model.config.model_type
+            take_apart(name, self.decoder, self.layout)
             self.embed: nn.Module = self.decoder.get_input_embeddings()  # type: ignore[operator]
             self.head: Any = model.get_output_embeddings()
         self.dtype, self.device = model.dtype, META

@@ -19,8 +19,9 @@ from torch import nn
 from specdec.attention.bridge import IGNORED_KWARGS, AttentionCall
 from specdec.attention.dense import bias_of, dense_attention
 from specdec.errors import SpecDecError, UnsupportedModelError
-from specdec.kvcache.layer_context import OwnRows, ScoreOptions
+from specdec.kvcache.layer_context import OwnRows, Recurrence, ScoreOptions
 from specdec.kvcache.layout import KVLayout
+from specdec.models.recurrent_probe import RecurrentProbe, TextPaths
 from specdec.sampling.softcap import reference_softcap
 
 TEXT_LEN = 6
@@ -111,6 +112,7 @@ class ProbeContext:
     past: "ProbeContext | None" = None
     by_row: bool = False
     rows: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=dict)  # q, k, v [T, h, D]
+    recurrent: RecurrentProbe = field(default_factory=RecurrentProbe)
     faults: dict[int, str] = field(default_factory=dict)
     shares: "Sequence[ProbeContext]" = ()  # one a rank, where several run the forward
     peers: "Sequence[ProbeContext]" = ()  # of that of the first rank: the others
@@ -173,6 +175,22 @@ class ProbeContext:
             outs.append(_attended(row.clone(), keys[cells], values[cells], mask.new_ones((1, len(cells))), options))
         return torch.cat(outs)
 
+    def convolve(
+        self, layer: int, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """See `RecurrentContext`."""
+        return self.recurrent.convolve(*self._paths(), layer, inputs, weight, bias)
+
+    def recur(self, layer: int, rows: Recurrence) -> torch.Tensor:
+        """See `RecurrentContext`."""
+        self.rows[layer] = rows.q, rows.k, rows.v
+        return self.recurrent.recur(*self._paths(), layer, rows)
+
+    def _paths(self) -> tuple[list[RecurrentProbe], TextPaths]:
+        seen = self._seen()
+        numbers = [torch.cat([c.text for c in seen]), torch.cat([c.positions for c in seen])]
+        return [context.recurrent for context in seen], TextPaths.of(self.text, self.positions, numbers)
+
     def _seen(self) -> "list[ProbeContext]":
         """The forwards whose K/V these rows see, the earliest first."""
         return [self] if self.past is None else [*self.past._seen(), self]
@@ -201,7 +219,8 @@ class ProbeContext:
 
     def verify(self, name: str) -> None:
         """Raise UnsupportedModelError unless every layer called, and asked only for what specdec can do."""
-        missing = [spec.layer for spec in self.layout.layers if spec.layer not in {*self.rows, *self.faults}]
+        called = {*self.rows, *self.faults, *self.recurrent.inputs}
+        missing = [spec.layer for spec in self.layout.layers if spec.fields and spec.layer not in called]
         if missing:
             raise UnsupportedModelError(
                 f"{name}: layers {missing} never called the attention interface of transformers, so their K/V cannot "

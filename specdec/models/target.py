@@ -33,6 +33,7 @@ from specdec.models.context_length import ContextLength, context_length
 from specdec.models.paused_forward import PausedForward, collected, walker_of
 from specdec.models.placeholders import Placeholders, find_placeholders
 from specdec.models.probe import LogitRule, Proof, logit_rules, probe_texts, prove, refusing, require_finite
+from specdec.models.recurrent_layers import require_one_cpu, take_apart
 from specdec.models.shared_weights import SplitWeights, difference_on_ranks, on_ranks, refuse_change, share_among
 from specdec.models.text_decoder import find_decoder
 from specdec.models.unsupported import require_placed, require_supported
@@ -94,6 +95,9 @@ class TargetModel:
             original = ModuleWatch(model, self.user_decoder, head)  # before it is copied, so that no change is missed
             self.head: nn.Module = private_copy(head)
             self.decoder: nn.Module = private_copy(self.user_decoder)
+            take_apart(self.name, self.decoder, self.layout)
+            if self.recurrent:
+                require_one_cpu(self.name, model.device, ranks)
             self.embed: nn.Module = self.decoder.get_input_embeddings()  # type: ignore[operator]
             self.home: torch.device = self.embed.weight.device  # of the user's weights
         self.ranks = ranks
@@ -109,7 +113,8 @@ class TargetModel:
             self.unfused = None
         elif ops is not None:
             self.unfused = self._fuse(ops, proof)
-        self.walk = walker_of(self.decoder, proof)
+        # a state that has taken a part's tokens in cannot be read again
+        self.walk = None if self.recurrent else walker_of(self.decoder, proof)
         self.in_tiles = deterministic and (self.unfused is not None or ops is not KERNELS)
         if deterministic:
             self._prove_bits()
@@ -152,6 +157,11 @@ class TargetModel:
     def stored_layout(self) -> KVLayout:
         """Layout of the K/V that one device stores."""
         return self.layout if self.ranks is None else self.layout.share(len(self.ranks))
+
+    @property
+    def recurrent(self) -> bool:
+        """Do some layers keep a state a request?"""
+        return any(spec.recurrent for spec in self.layout.layers)
 
     @property
     def hidden_size(self) -> int:

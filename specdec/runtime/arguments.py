@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence, Sized
 from typing import Any
 
-from specdec.config import OpenDepth, SamplingParams, SpecConfig
+from specdec.config import EngineConfig, OpenDepth, SamplingParams, SpecConfig
 from specdec.draft_models.base import Fit
 from specdec.errors import ConfigError, UnsupportedModelError, shown
 
@@ -127,6 +127,30 @@ def require_fused(fused: str | bool, target: Any, drafter: Any) -> None:
             raise ConfigError(f"fused=True, but {part.name} runs unfused: {reason}; use fused='auto'")
     if fused is False and target.unfused is None:
         raise ConfigError(f"fused=False, but {target.name} was made with fused layers; make it without `ops`")
+
+
+def require_recurrent(target: Any, config: EngineConfig) -> None:
+    """Raise ConfigError where the settings ask for what a target with recurrent layers cannot have yet."""
+    if not target.recurrent:
+        return
+    if config.kv_dtype is not None:
+        raise ConfigError(
+            f"kv_dtype={config.kv_dtype!r}, and {target.name} has recurrent layers, whose records are not rounded; "
+            "leave it None"
+        )
+
+
+def caches_states(target: Any, drafter: Any) -> bool:
+    """Can prefixes be cached? Not where tokens before a copy of a recurrent layer's state would be read again."""
+    if not target.recurrent or drafter is None or not drafter.reread:
+        return True
+    logger.warning(
+        "prefixes are not cached: drafter %s reads the last %d tokens of a prefix again, and %s has recurrent layers",
+        drafter.name,
+        drafter.reread,
+        target.name,
+    )
+    return False
 
 
 def require_ranks(ranks: Sized | None, count: int) -> None:

@@ -25,6 +25,9 @@ from specdec.runtime.request import Request, RequestState
 WORTH_WAITING = 16
 """Fewest tokens that a request waits for: computing fewer again adds hardly anything to a step."""
 
+STATE_EVERY = 1024
+"""Tokens from one copy of recurrent layers' states to the next, at least, while a prompt is read; its end has one."""
+
 
 class Prefixes:
     """Prefix-cache policy of one engine.
@@ -42,7 +45,8 @@ class Prefixes:
         self._unread = unread
         self._era = 0  # incremented each time the K/V computed so far became invalid
         if cache is not None:
-            self._cache = PrefixCache(cache.table, pairs=len(cache.stores) > 1)  # a drafter's may follow from the next
+            pairs = len(cache.stores) > 1  # a drafter's may follow from the next
+            self._cache = PrefixCache(cache.table, pairs=pairs, states=cache.state_cache())
             self._made_by = weights_version()
             self._began: IntArray = np.zeros(cache.table.max_requests, dtype=np.int64)  # era by row
             self._in_progress = InProgress(self._cache)
@@ -114,6 +118,10 @@ class Prefixes:
         for request in requests:
             if not self._is_computing(request, request.prefill_target):
                 self._in_progress.discard(request)
+        if self._cache.states is not None:
+            for request in kept:
+                every = STATE_EVERY if self._is_computing(request, request.prefill_target) else 1
+                self._cache.keep_state(request.row, self._whole_key(request), salt_of(request), every=every)
 
     def release_rows(self, requests: Sequence[Request]) -> None:
         """Keep the committed K/V of requests that are about to lose their rows, and stop other requests' waiting."""

@@ -10,7 +10,7 @@ from specdec.draft_models.base import Drafter
 from specdec.errors import CapacityError
 from specdec.gpu.memory import all_bytes, free_bytes
 from specdec.kvcache.allocator import HybridAllocator
-from specdec.kvcache.cache import KVCache, KVOperations
+from specdec.kvcache.cache import KVCache, KVOperations, num_state_slots
 from specdec.kvcache.index_spaces import PRIMARY, ByGroup
 from specdec.kvcache.layout import CacheGroups, KVLayout
 from specdec.kvcache.table import RequestTable, window_slots_held
@@ -61,7 +61,7 @@ class CacheNeeds:
 
     layouts: of the target and of a drafter that keeps K/V. late: see `RequestTable`. slot_bytes: one token in all
     layers of the group. held: slots of one request while it decodes. slots: a full batch, with prompts that are being
-    read; a windowed group keeps prefixes there when none is.
+    read; a windowed group keeps prefixes there when none is. state_bytes: states of recurrent layers, of one request.
     """
 
     layouts: list[KVLayout]
@@ -72,6 +72,7 @@ class CacheNeeds:
     slot_bytes: list[int]
     held: list[int]
     slots: list[int]
+    state_bytes: int
 
     @property
     def batch_bytes(self) -> list[int]:
@@ -80,6 +81,11 @@ class CacheNeeds:
             (slots // self.page_size + 1) * self.page_size * size
             for slots, size in zip(self.slots, self.slot_bytes, strict=True)
         ]
+
+    @property
+    def all_state_bytes(self) -> int:
+        """States of a full batch, of padding, and the copies for cached prefixes."""
+        return num_state_slots(self.batch) * self.state_bytes
 
     @property
     def request_bytes(self) -> list[int]:
@@ -101,6 +107,7 @@ def cache_needs(
     layouts = [layout] if drafts.layout is None else [layout, drafts.layout]
     if config.kv_dtype is not None:
         layouts = [layout.rounded() for layout in layouts]
+    layouts = [layout.for_rounds(num_nodes) for layout in layouts]
     groups, page_size, batch = CacheGroups.of_layouts(layouts), config.page_size, config.max_batch_size
     slot_bytes = [sum(layout.slot_bytes(group.retention, dtype) for layout in layouts) for group in groups.groups]
     room = PromptRoom.from_settings(config.max_prefill_tokens, config.prefill_chunk, device_type)
@@ -115,7 +122,22 @@ def cache_needs(
         in_flight = min(batch * min(room.chunk, full_each - each), whole_pages(together, page_size))
         held.append(whole_pages(keys, page_size))
         slots.append(each * batch + in_flight)
-    return CacheNeeds(layouts, groups, page_size, batch, late, slot_bytes, held, slots)
+    state_bytes = sum(layout.state_bytes(dtype) for layout in layouts)
+    return CacheNeeds(layouts, groups, page_size, batch, late, slot_bytes, held, slots, state_bytes)
+
+
+def pool_slots(needs: CacheNeeds, config: EngineConfig, budget: int) -> list[int]:
+    """Slots of each group within a budget of bytes: as many as are needed, or those that the user set. Windowed groups
+    take half of it at most, the primary one what they leave."""
+    slots, slot_bytes = list(needs.slots), needs.slot_bytes
+    most = budget // max(2 * sum(slot_bytes[1:]), 1)
+    slots[1:] = [min(count, most) if config.swa_slots is None else config.swa_slots for count in slots[1:]]
+    if config.full_slots is not None:
+        slots[PRIMARY] = config.full_slots
+    else:
+        windowed = sum(count * size for count, size in zip(slots[1:], slot_bytes[1:], strict=True))
+        slots[PRIMARY] = min(slots[PRIMARY], max(budget - windowed, 0) // max(slot_bytes[PRIMARY], 1))
+    return slots
 
 
 def whole_pages(slots: int, page_size: int) -> int:
@@ -158,18 +180,12 @@ def make_cache(
         num_nodes=num_nodes,
         device_type=target.device.type,
     )
-    groups, slot_bytes, slots = needs.groups, needs.slot_bytes, list(needs.slots)
+    groups, slot_bytes = needs.groups, needs.slot_bytes
     share = config.memory_share or MEMORY_SHARE.get(target.device.type, 0.5)
     budget = int(min(map(free_bytes, target.devices)) * share)
     if target.ranks is not None and target.device.type == "cpu":
         budget //= len(target.devices)  # which are one
-    most = budget // max(2 * sum(slot_bytes[1:]), 1)  # windowed pools take half of the memory at most
-    slots[1:] = [min(count, most) if config.swa_slots is None else config.swa_slots for count in slots[1:]]
-    if config.full_slots is None:
-        windowed_bytes = sum(count * size for count, size in zip(slots[1:], slot_bytes[1:], strict=True))
-        slots[PRIMARY] = min(slots[PRIMARY], max(budget - windowed_bytes, 0) // max(slot_bytes[PRIMARY], 1))
-    else:
-        slots[PRIMARY] = config.full_slots
+    slots = pool_slots(needs, config, max(budget - needs.all_state_bytes, 0))
     if config.max_model_len is None:
         max_len = max(min(max_len, slots[PRIMARY] - num_nodes), 1)
     pools = ", ".join(f"{count} {group.name}" for group, count in zip(groups.groups, slots, strict=True))
@@ -186,7 +202,7 @@ def make_cache(
                 f"{num_nodes} nodes a verify step and page size {page_size}; give {needed} or more, or leave it None, "
                 f"which takes a share of the memory that is free ({budget / 1e9:,.2f} GB)"
             )
-    needed = sum(count * size for count, size in zip(slots, slot_bytes, strict=True))
+    needed = sum(count * size for count, size in zip(slots, slot_bytes, strict=True)) + needs.all_state_bytes
     if needed > all_bytes(target.device):
         raise CapacityError(
             f"KV pools of {pools} slots take {needed / 1e9:,.1f} GB, and {target.device} has "

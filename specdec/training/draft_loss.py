@@ -38,6 +38,11 @@ class TrainableDrafter(ABC):
     target_ids: torch.Tensor | None = None
     ahead: ClassVar[int]
 
+    @property
+    def trained(self) -> dict[str, nn.Module]:
+        """The parts with weights to learn, by name."""
+        return dict(self.module.named_children())
+
     def target_states(self, batch: PackedRows) -> TargetStates:
         """Run the target over a batch and keep what the drafter reads: of a head, the states that it has taps for."""
         spec: Any = self.module.spec

@@ -1,9 +1,9 @@
-"""Train a drafter for a Hugging Face causal LM: an EAGLE-3 head, a frozen-KV (MTP) drafter, or a block drafter.
+"""Train a drafter for a causal LM: an EAGLE-3 head, an MTP module, a frozen-KV assistant or a block drafter.
 
 Stages: the target answers the prompts, the drafter learns from these answers alone (training-time test), and an engine
 reports its acceptance on prompts kept aside. Each stage is limited by time and leaves its state under OUT/training, so
 that the same command continues where it was stopped (by Ctrl-C too), or only reports. The drafter is saved in a
-published format (SpecForge's EAGLE-3, transformers' Gemma4Assistant, or DFlash).
+published format (SpecForge's EAGLE-3, Qwen's MTP tensors, transformers' Gemma4Assistant, or DFlash).
 """
 
 import json
@@ -20,16 +20,18 @@ from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.block.block_head import BlockSpec
 from specdec.draft_models.eagle3.head import Eagle3Spec
 from specdec.draft_models.heads.head_spec import HeadSpec
+from specdec.draft_models.native_mtp.mtp_checkpoint import module_count
 from specdec.drafter_loading import load_any_drafter
 from specdec.engine import Engine
 from specdec.errors import ConfigError
-from specdec.loading import load_model, load_tokenizer
+from specdec.loading import Checkpoint, load_model, load_tokenizer
 from specdec.models.target import TargetModel
 from specdec.progress import Stage
+from specdec.training.assistant_training import TrainableAssistant, new_assistant
 from specdec.training.block_training import TrainableBlock
 from specdec.training.draft_loss import TrainableDrafter, draft_loss
 from specdec.training.eagle3_training import TrainableEagle3
-from specdec.training.mtp_training import TrainableMTP, new_assistant
+from specdec.training.native_mtp_training import TrainableNativeMtp, trainable_native_mtp
 from specdec.training.output_folder import claim_folder, require_free_folder
 from specdec.training.packed_rows import Document
 from specdec.training.target_answers import (
@@ -51,8 +53,9 @@ SHAPES = {"chain of 4": SpecConfig(4, adaptive=False), "tree, topk 4, 16 nodes":
 
 def train(drafter: TrainableDrafter, batches: TrainingBatches, settings: TrainSettings, stage: Stage) -> dict[str, Any]:
     """Train for --minutes or --steps, whichever ends first; the learning rate follows the one nearer its end."""
-    named = dict(drafter.module.named_children())
-    optimizer = MixedOptimizer(torch.nn.ModuleDict(named), settings.lr, settings.muon_lr, settings.optimizer == "muon")
+    optimizer = MixedOptimizer(
+        torch.nn.ModuleDict(drafter.trained), settings.lr, settings.muon_lr, settings.optimizer == "muon"
+    )
     state_file = settings.out / "training" / "state.pt"
     step, spent, value = 0, 0.0, float("nan")
     if state_file.exists():
@@ -154,6 +157,9 @@ def check_shape(target: TargetModel, settings: TrainSettings) -> None:
     if settings.kind in SPECS:
         SPECS[settings.kind](target, settings)
         return
+    if settings.kind == "mtp":
+        new_module(target, settings)
+        return
     for layer in target.layout.layers:
         _require_groups(_query_heads(target, settings), layer.num_kv_heads, f"the target's {layer.layer_type}")
 
@@ -163,6 +169,8 @@ def new_drafter(target: TargetModel, documents: list[Document], settings: TrainS
         return TrainableEagle3.new(target, documents, eagle3_spec(target, settings), settings.draft_vocab)
     if settings.kind == "block":
         return TrainableBlock.new(target, block_spec(target, settings))
+    if settings.kind == "mtp":
+        return new_module(target, settings)
     hidden = settings.hidden or max(64, target.hidden_size // 2)
     assistant = new_assistant(
         target,
@@ -171,7 +179,16 @@ def new_drafter(target: TargetModel, documents: list[Document], settings: TrainS
         layers=settings.layers or 2,
         heads=_query_heads(target, settings),
     )
-    return TrainableMTP(assistant, target)
+    return TrainableAssistant(assistant, target)
+
+
+def new_module(target: TargetModel, settings: TrainSettings) -> TrainableNativeMtp:
+    """The module that --finetune names, the one that the target's checkpoint ships, or a new one."""
+    start = settings.finetune
+    own = Checkpoint.of(settings.target).folder()
+    if start is None and module_count(own, len(target.layout.layers)) == 1:
+        start = own
+    return trainable_native_mtp(target, start, settings.conventions)
 
 
 def eagle3_spec(target: TargetModel, settings: TrainSettings) -> Eagle3Spec:
@@ -277,7 +294,7 @@ def train_drafter(settings: TrainSettings) -> None:
     documents = read_answers(settings.out / "training", settings.length)
     tokens = sum(len(d) - cut for d, cut in documents)
     drafter = new_drafter(target, documents, settings)
-    parameters = sum(p.numel() for p in drafter.module.parameters())
+    parameters = sum(p.numel() for part in drafter.trained.values() for p in part.parameters())
     sizes = f"{len(documents)} answers, {tokens} tokens; {parameters / 1e6:.2f} million parameters to train"
     state.print(sizes, flush=True)
     result: dict[str, Any] = {"target": settings.target, "kind": settings.kind, "parameters": parameters}

@@ -7,7 +7,7 @@ from typing import Literal
 from specdec.settings.numbers import ABOVE_ZERO, FROM_ONE, FROM_ZERO, require_fields
 from specdec.settings.shell_option import optimiser_option, option, shape_option
 
-Kind = Literal["eagle3", "mtp", "block"]
+Kind = Literal["eagle3", "mtp", "assistant", "block"]
 Dtype = Literal["bfloat16", "float32"]
 
 
@@ -19,7 +19,7 @@ class TrainSettings:
     prompts: list[Path] = option(help="JSONL with 'question', 'prompt', 'turns' or 'messages'; again for each file.")
     out: Path = option(help="The drafter's folder, new, empty or of an earlier run.", file_okay=False)
     overwrite: bool = option(False, "Replace the model or the run that the folder holds.")
-    kind: Kind = option("eagle3", "An EAGLE-3 head, a frozen-KV assistant, or a block drafter.")
+    kind: Kind = option("eagle3", "An EAGLE-3 head, an MTP module, a frozen-KV assistant, or a block drafter.")
     tokenizer: str | None = option(None, "Default: the target's.")
     answers: int = option(4000, "Most answers to collect from the target.", number=FROM_ONE)
     answer_minutes: float = option(10.0, "Most time to spend on them.", number=ABOVE_ZERO)
@@ -38,14 +38,22 @@ class TrainSettings:
     dtype: Dtype = option("bfloat16", "Of the target; the drafter is trained in bfloat16.")
     device: str | None = option(None, "cpu, cuda, ...; default: the GPU, else the CPU.")
     draft_vocab: int = shape_option(8192, "EAGLE-3: most frequent tokens that it can draft.", number=FROM_ONE)
-    hidden: int | None = shape_option(None, "Default: the target's, as block has; mtp: half of it.", number=FROM_ONE)
-    intermediate: int | None = shape_option(None, "Default: 3 times hidden; mtp: 4 times.", number=FROM_ONE)
-    layers: int | None = shape_option(None, "Default: 1; mtp and block: 2.", number=FROM_ONE)
+    hidden: int | None = shape_option(
+        None, "Default: the target's, as block has; assistant: half of it.", number=FROM_ONE
+    )
+    intermediate: int | None = shape_option(None, "Default: 3 times hidden; assistant: 4 times.", number=FROM_ONE)
+    layers: int | None = shape_option(None, "Default: 1; assistant and block: 2.", number=FROM_ONE)
     heads: int | None = shape_option(None, "Query heads; default: the target's.", number=FROM_ONE)
     kv_heads: int | None = shape_option(None, "EAGLE-3 and block; default: the target's.", number=FROM_ONE)
     head_dim: int | None = shape_option(None, "EAGLE-3 and block; default: hidden / heads.", number=FROM_ONE)
     causal: bool = shape_option(False, "Block: rows see those up to themselves only (JetSpec).")
     mask_token: int | None = shape_option(None, "Block: id of MASK; default: the padding token's.")
+    finetune: Path | None = shape_option(
+        None, "MTP: folder of the module to go on from; default: the target's own, else a new one."
+    )
+    conventions: Path | None = shape_option(
+        None, "MTP: JSON as in mtp_conventions.json; default: those of the module or family.", dir_okay=False
+    )
     optimizer: Literal["muon", "adamw"] = optimiser_option("muon")
     lr: float = optimiser_option(1e-3, "Peak rate of AdamW.", number=ABOVE_ZERO)
     muon_lr: float = optimiser_option(1e-2, "Peak rate of Muon.", number=ABOVE_ZERO)

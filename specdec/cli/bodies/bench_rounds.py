@@ -77,12 +77,12 @@ def shape_subject(name: str, options: BenchOptions) -> Subject:
     shape = find_shape(name)
     return random_subject(
         shape,
-        choose_drafts({PLAIN: None, **shape.drafts}, asked.drafts, ON_REQUEST),
+        choose_drafts({PLAIN: None, **shape.drafts}, asked.drafts, ON_REQUEST if shape.drafts else {}),
         weights=asked.weights,
         layers=asked.layers,
         divisor=asked.shrink,
         config=engine_config(pair, batch_size=1),
-        assumed=numbers("acceptance", asked.acceptance or "2,3"),
+        assumed=numbers("suppose_acceptance", asked.suppose_acceptance or "2,3"),
         seed=options.seed,
     )
 
@@ -90,6 +90,7 @@ def shape_subject(name: str, options: BenchOptions) -> Subject:
 def pair_subject(options: BenchOptions) -> Subject:
     """A real pair; a prompt is as much text of the data as its context needs, and a question at its end."""
     pair, asked = options.pair, options.timing
+    supposed = asked.suppose_acceptance
     if asked.layers is not None or asked.shrink != 1 or asked.weights is not None:
         raise ConfigError("--layers, --shrink and --weights are for --shape; a target is measured as it is")
     _, problems = bench_prompts(options)
@@ -106,7 +107,7 @@ def pair_subject(options: BenchOptions) -> Subject:
         drafter=None if engine.drafter is None else model_of(engine.drafter),  # drafts are fixed, so the model's
         drafts=choose_drafts(shapes, asked.drafts),
         prompts=joined_prompts(ids),
-        assumed=() if asked.acceptance is None else numbers("acceptance", asked.acceptance),
+        assumed=() if supposed is None else numbers("suppose_acceptance", supposed),
         dtype=engine.target.dtype,
         tensor_parallel=pair.tensor_parallel,
     )
@@ -186,11 +187,10 @@ def bench_prompts(options: BenchOptions) -> tuple[str, list[Problem]]:
 def bench_pair(options: BenchOptions) -> None:
     prepare_output(options.pair)
     options.timing.require_unused()
-    lengths = [] if options.timing.acceptance is None else numbers("acceptance", options.timing.acceptance)
+    supposed = options.timing.suppose_acceptance
+    lengths = [] if supposed is None else numbers("suppose_acceptance", supposed)
     if len(lengths) > 1:
-        raise ConfigError(
-            f"acceptance={options.timing.acceptance!r}: one number is expected without --phases or --shape"
-        )
+        raise ConfigError(f"suppose_acceptance={supposed!r}: one number is expected without --phases or --shape")
     source, prompts = bench_prompts(options)
     with shown_when_interrupted(lambda report: print(markdown_table(report))):
         report = run_bench(

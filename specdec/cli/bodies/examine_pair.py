@@ -1,11 +1,17 @@
 """`specdec doctor`: a diagnosis as tables or as JSON, and as the exit status."""
 
+from pathlib import Path
+
 import typer
 from rich.table import Table
 
 from specdec.cli.bodies.settings import drafter_name, engine_config, load_engine, prepare_output, table_console
 from specdec.cli.commands import DoctorOptions
 from specdec.doctor import Diagnosis, diagnose
+from specdec.draft_models.model_and_lookup import model_of
+from specdec.draft_models.native_mtp.mtp_checkpoint import write_conventions
+from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
+from specdec.draft_models.native_mtp.mtp_families import MtpFamily
 from specdec.errors import ConfigError
 from specdec.evaluation.output_files import write_report
 from specdec.text.prompt_files import read_prompts
@@ -19,7 +25,13 @@ def examine_pair(options: DoctorOptions) -> None:
     if options.prompts is not None:
         questions = [problem.text for problem in read_prompts(options.prompts, options.limit)]
     with load_engine(options.pair, engine_config(options.pair, batch_size=1)) as engine:
+        drafter = None if engine.drafter is None else model_of(engine.drafter)
+        folder = drafter.source if isinstance(drafter, NativeMtpDrafter) else None
+        if options.write_conventions and folder is None:
+            raise ConfigError("--write-conventions is about MTP modules in a folder; give --drafter mtp or that folder")
         found = diagnose(engine, questions, chat=not options.raw, max_new_tokens=options.max_new_tokens)
+    if options.write_conventions and folder is not None and found.conventions is not None:
+        write_conventions(Path(folder), MtpFamily(**found.conventions))
     if write_report(found.as_json(), options.json_file):
         show(found)
     if not found.healthy:

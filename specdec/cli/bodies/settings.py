@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
@@ -14,8 +15,13 @@ from transformers.utils import logging as transformers_logging
 from specdec.cli.options import PairOptions
 from specdec.config import EngineConfig, OpenDepth, SpecConfig
 from specdec.engine import Engine
+from specdec.errors import CapacityError, UnsupportedModelError
 from specdec.loading import require_device
+from specdec.models.published import nearest_recipe
 from specdec.progress import Interrupted, working
+
+CALLED_LIKE = 0.5
+"""Least likeness of two names for the one to be proposed for the other."""
 
 
 def quiet_libraries() -> None:
@@ -73,8 +79,20 @@ def pair_arguments(pair: PairOptions, config: EngineConfig) -> dict[str, Any]:
     return {**names, "spec": spec, "config": config}
 
 
+@contextmanager
+def naming_recipe(target: str) -> Iterator[None]:
+    """A refusal of a model of the hub, in the block, ends with the recipe of a model that is called like it."""
+    try:
+        yield
+    except (CapacityError, UnsupportedModelError) as error:
+        near = None if "/" not in target or Path(target).exists() else nearest_recipe(target, CALLED_LIKE)
+        if near is None:
+            raise
+        raise type(error)(f"{error}; what runs is `specdec recipe {near.name}`, of {near.target}") from error
+
+
 def load_engine(pair: PairOptions, config: EngineConfig) -> Engine:
-    with working(f"loading {pair.target}"):
+    with working(f"loading {pair.target}"), naming_recipe(pair.target):
         return Engine.from_pretrained(**pair_arguments(pair, config), **pair.loading())
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from specdec.layers.packed.packed_experts import PackedExperts, packed_of
+from specdec.models.model_on_meta import ModelOnMeta
 from specdec.models.target import TargetModel
 
 MIN_READ_BYTES = 256 << 20
@@ -41,7 +42,7 @@ class StepBytes:
         return sum(astuple(self))
 
 
-def step_bytes(target: TargetModel, batch: int, nodes: int, context: int) -> StepBytes:
+def step_bytes(target: TargetModel | ModelOnMeta, batch: int, nodes: int, context: int) -> StepBytes:
     """Bytes of a step of `batch` requests of `nodes` rows each, with `context` committed tokens."""
     weights = experts = rows = 0
     head_module: nn.Module = target.model.get_output_embeddings()  # the user's modules: ours may hold weights merged
@@ -67,7 +68,7 @@ def step_bytes(target: TargetModel, batch: int, nodes: int, context: int) -> Ste
     return StepBytes(weights, experts, rows, batch * kept)
 
 
-def expected_experts(target: TargetModel, experts: int, rows: int) -> float:
+def expected_experts(target: TargetModel | ModelOnMeta, experts: int, rows: int) -> float:
     """Distinct ones among those that rows choose, if each chooses evenly."""
     for name in ("num_experts_per_tok", "top_k_experts"):
         chosen = getattr(target.config, name, None)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from specdec.config import EngineConfig, SpecConfig
 from specdec.draft_models.base import Drafter
@@ -35,6 +35,7 @@ from specdec.layers.packed.packed_experts import PackedExperts
 from specdec.layers.packed.packed_linear import PackedLinear
 from specdec.layers.packed.packed_weight import BITS, PackedWeight, numbers_of, pack
 from specdec.loading import pick_device, pick_dtype
+from specdec.models.known_types import auto_class
 from specdec.models.target import TargetModel
 from specdec.models.weight_storage import StoredWeights, stored_weights
 from specdec.progress import working
@@ -178,12 +179,14 @@ class Stored(NamedTuple):
 def count_weights(
     shape: Shape, shrink: Shrink, dtype: torch.dtype = torch.bfloat16, form: WeightForm | None = None
 ) -> Stored:
-    """Counted on `meta`, where nothing is allocated. form: of the target's layers; all else is in `dtype`."""
+    """Counted on `meta`, where nothing is allocated. form: of the target's layers; all else is in `dtype`. Of MTP
+    modules nothing is counted: `mtp_needs` in memory_plan.py has them."""
     config = shape.target(shrink)
-    target, drafter = (_model(described, META, dtype) for described in (config, shape.drafter(config, shrink)))
+    target, described = build_model(config, META, dtype), shape.drafter(config.get_text_config(), shrink)
+    drafter = [] if described is None else [build_model(described, META, dtype)]
     if form is not None:
         pack_layers(target, form, partial(empty_packed, form, META))
-    return Stored(stored_weights(target), stored_weights(drafter))
+    return Stored(stored_weights(target), stored_weights(*drafter))
 
 
 def require_room(
@@ -209,7 +212,7 @@ def make_target(
     form: WeightForm | None = None,
 ) -> PreTrainedModel:
     config = shape.target(shrink)
-    model: PreTrainedModel = _model(config, device if form is None else META, dtype)
+    model: PreTrainedModel = build_model(config, device if form is None else META, dtype)
     if form is not None:
         pack_layers(model, form, partial(random_packed, form, torch.Generator(device).manual_seed(seed)))
         leave_meta(model, device)
@@ -220,7 +223,7 @@ def make_target(
 
 def make_drafter(shape: Shape, shrink: Shrink, target: TargetModel, seed: int) -> Drafter:
     described = shape.drafter(target.config, shrink)
-    model = _model(described, target.device, target.dtype)
+    model = build_model(described, target.device, target.dtype)
     randomise(model, seed)
     if isinstance(described, Eagle3Spec):
         assert described.draft_vocab_size is not None
@@ -260,12 +263,12 @@ def randomise(module: nn.Module, seed: int) -> None:
             part.post_feedforward_layernorm_2.weight.mul_(MIXTURE_GAIN)
 
 
-def _model(described: Any, device: torch.device, dtype: torch.dtype) -> Any:
+def build_model(described: Any, device: torch.device, dtype: torch.dtype) -> Any:
     """A transformers model of a config, or the head of an `Eagle3Spec`."""
     with device, constructible_assistants():
         if isinstance(described, Eagle3Spec):
             return Eagle3Head(described).place(device, dtype).eval()
-        return AutoModelForCausalLM.from_config(described, dtype=dtype).eval()
+        return auto_class(described).from_config(described, dtype=dtype).eval()
 
 
 def random_subject(

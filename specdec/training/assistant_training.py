@@ -101,7 +101,7 @@ def drafter_masks(pos: torch.Tensor, window: int, dtype: torch.dtype) -> dict[st
     return {FULL: additive(earlier | lone, dtype), SLIDING: additive(earlier & (distance <= window + 1) | lone, dtype)}
 
 
-class TrainableMTP(TrainableDrafter):
+class TrainableAssistant(TrainableDrafter):
     """An assistant and its target. Row S predicts the token after its own, hence one ahead."""
 
     module: Gemma4AssistantForCausalLM

@@ -1,0 +1,106 @@
+r"""Arithmetic of recurrent layers, block by block, in plain torch: a token's bits follow from its path and position.
+
+A block is FOLD positions of one path, from a multiple of FOLD on. S is the state before it, [DK, DV] a head, and G_i
+the sum of the log decays g of its places up to i. Place i has a query q_i, a key k_i, and a record u_i:
+
+    u_i   beta_i (v_i - S'_i k_i),   S'_i k_i = e^{G_i} S^T k_i + sum_{j < i} e^{G_i - G_j} (k_j . k_i) u_j
+          v_i of a layer without beta, whose records are not corrected
+    o_i   e^{G_i} S^T q_i + sum_{j <= i} e^{G_i - G_j} (k_j . q_i) u_j
+    fold  S <- e^{G_end} S + sum_j e^{G_end - G_j} k_j u_j^T
+
+Every product has the shape of a whole block, a place is at its own row of it, and absent places are zeros. So it makes
+no difference whether a place is computed alone or with others, as a prompt, in a chain or in a tree. A convolution adds
+its taps in their order.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from specdec.kvcache.recurrent_state import FOLD
+
+
+class Block(NamedTuple):
+    """X blocks. state [X, HV, DK, DV]; by place, 0 where absent: k [X, FOLD, HK, DK], u [X, FOLD, HV, DV] and
+    g [X, FOLD, HV]. HV is a multiple of HK: a key serves HV / HK heads."""
+
+    state: torch.Tensor
+    k: torch.Tensor
+    u: torch.Tensor
+    g: torch.Tensor
+
+
+class NewPlaces(NamedTuple):
+    """Places [X, R] of the blocks that are to be computed, in the order of the path, and which exist [X, R].
+
+    q [X, R, HK, DK], v [X, R, HV, DV] and beta [X, R, HV]; beta None: records are not corrected.
+    """
+
+    place: torch.Tensor
+    exists: torch.Tensor
+    q: torch.Tensor
+    v: torch.Tensor
+    beta: torch.Tensor | None
+
+
+def convolved(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """inputs [T, K, C] of each token's path, its own last, and weight [C, K] -> [T, C]."""
+    out = inputs[:, 0] * weight[:, 0]
+    for tap in range(1, inputs.shape[1]):
+        out = out + inputs[:, tap] * weight[:, tap]
+    return out if bias is None else out + bias
+
+
+def run_blocks(block: Block, new: NewPlaces) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> outputs [X, R, HV, DV] of the new places, and u [X, FOLD, HV, DV] with their records. k and g have the new
+    places already, what u has there is not read."""
+    count, _, key_heads, _ = block.k.shape
+    heads, v_dim = block.u.shape[2:]
+    blocks = torch.arange(count, device=block.k.device)
+    cells = blocks[:, None], torch.where(new.exists, new.place, FOLD)  # a place more takes what does not exist
+
+    def at_places(rows: torch.Tensor) -> torch.Tensor:
+        """[X, R, Y, Z] -> [X, FOLD, Y, Z], 0 elsewhere."""
+        placed = rows.new_zeros((count, FOLD + 1, *rows.shape[2:]))
+        placed[cells] = rows
+        return placed[:, :FOLD]
+
+    def by_head(x: torch.Tensor) -> torch.Tensor:
+        """[X * HK, FOLD, Y] -> [X * HV, FOLD, Y]."""
+        return x.view(count, key_heads, 1, FOLD, -1).expand(-1, -1, heads // key_heads, -1, -1).flatten(0, 2)
+
+    k, q = (x.transpose(1, 2).flatten(0, 1) for x in (block.k, at_places(new.q)))  # [X * HK, FOLD, DK]
+    state = block.state.flatten(0, 1)  # [X * HV, DK, DV]
+    total = block.g.cumsum(1).transpose(1, 2)  # [X, HV, FOLD]: G
+    from_start = total.exp()[..., None]  # [X, HV, FOLD, 1]
+    causal = torch.ones((FOLD, FOLD), dtype=torch.bool, device=k.device).tril()
+    decay = (total[..., :, None] - total[..., None, :]).masked_fill(~causal, -torch.inf).exp()  # [X, HV, i, j]
+    is_new = at_places(torch.ones_like(new.v[..., :1, :1], dtype=torch.bool))
+    u = block.u.masked_fill(is_new, 0.0).transpose(1, 2).contiguous()  # [X, HV, FOLD, DV]
+    if new.beta is None:
+        u = u + at_places(new.v).transpose(1, 2)
+    else:
+        keys = by_head(torch.bmm(k, k.transpose(1, 2))).view_as(decay) * decay
+        keys = keys.masked_fill(~causal.tril(-1), 0.0)
+        read = torch.bmm(by_head(k), state).view_as(u) * from_start
+        for step in range(new.place.shape[1]):
+            place = blocks, slice(None), new.place[:, step]
+            row = keys[place].reshape(-1, 1, FOLD)  # [X * HV, 1, FOLD]
+            known = read[place] + torch.bmm(row, u.flatten(0, 1)).view(count, heads, v_dim)
+            record = new.beta[:, step, :, None] * (new.v[:, step] - known)
+            u[place] = torch.where(new.exists[:, step, None, None], record, u[place])
+    queries = by_head(torch.bmm(q, k.transpose(1, 2))).view_as(decay) * decay
+    out = torch.bmm(by_head(q), state).view_as(u) * from_start
+    out = out + torch.bmm(queries.flatten(0, 1), u.flatten(0, 1)).view_as(u)
+    return out.transpose(1, 2)[blocks[:, None], new.place], u.transpose(1, 2)
+
+
+def folded(block: Block) -> torch.Tensor:
+    """The states [X, HV, DK, DV] after all places of these blocks."""
+    key_heads, heads = block.k.shape[2], block.u.shape[2]
+    total = block.g.cumsum(1)  # [X, FOLD, HV]
+    weight = (total[:, -1:] - total).exp()[..., None]  # [X, FOLD, HV, 1]
+    u = (block.u * weight).transpose(1, 2).flatten(0, 1)  # [X * HV, FOLD, DV]
+    k = block.k.repeat_interleave(heads // key_heads, dim=2).permute(0, 2, 3, 1).flatten(0, 1)  # [X * HV, DK, FOLD]
+    added = torch.bmm(k.contiguous(), u).view_as(block.state)
+    return block.state * total[:, -1].exp()[..., None, None] + added

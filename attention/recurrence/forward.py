@@ -1,0 +1,145 @@
+"""Recurrent layers of one forward: their convolutions and recurrences over the paths of its rows.
+
+    convolve   stores each row's input at its slot, and reads the newest of its path back
+    recur      stores each row's k and g, then its u, computes its output, and folds what is certain into the states
+
+It runs on a CPU, where lengths are read back. A forward may run in parts, in any order in which a row's ancestors have
+run before it: what is stored and folded by then is what the next part reads.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from specdec.attention.plan import KVPlan
+from specdec.attention.recurrence.blocks import Block, NewPlaces, convolved, folded, run_blocks
+from specdec.attention.recurrence.paths import ForwardRows, NewestInputs, Wave, newest_inputs, rows_of_plan, waves_of
+from specdec.gpu.mirrored_array import IntArray
+from specdec.kvcache.frozen import KVView
+from specdec.kvcache.layer_context import Recurrence
+from specdec.kvcache.recurrent_state import FOLD, RecurrentState
+from specdec.kvcache.rounded import Pool, read_rows
+from specdec.kvcache.store import LayerKV
+
+EVERYTHING = slice(None), slice(None)
+
+
+class _Rows(NamedTuple):
+    """What all layers read of the forward. numbers, write: [n]. begun: rows of the request table that begin anew.
+    folded_len: by row of the request table, when the forward begins."""
+
+    rows: ForwardRows
+    numbers: torch.Tensor
+    write: torch.Tensor
+    begun: torch.Tensor
+    folded_len: IntArray
+
+
+class RecurrentForward:
+    """The rows of a plan, or of a part of it: `part` are columns of requests."""
+
+    def __init__(self, plan: KVPlan, view: KVView, part: tuple[slice, slice] = EVERYTHING) -> None:
+        self._plan = plan
+        self._view = view
+        self._part = part
+        self._rows: _Rows | None = None
+        self._newest: dict[int, NewestInputs] = {}  # by taps
+        self._waves: list[Wave] | None = None
+
+    def part(self, requests: slice, columns: slice) -> "RecurrentForward":
+        return RecurrentForward(self._plan, self._view, (requests, columns))
+
+    def convolve(
+        self, layer: int, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """inputs [T, C], weight [C, K] -> [T, C], 0 on padding."""
+        kept, mine = self._view.writable_layer(layer), self._found(layer)
+        state, pool, taps = kept.state, kept.fields[0], weight.shape[1]
+        assert state is not None
+        state.clear(mine.begun)
+        pool.index_copy_(0, mine.write, inputs[mine.numbers][:, None])
+        if taps not in self._newest:
+            self._newest[taps] = newest_inputs(mine.rows, mine.folded_len, taps)
+        newest = self._newest[taps]
+        before = state.inputs[newest.states, state.inputs.shape[1] - newest.back]
+        path = torch.where(newest.recorded[:, :, None], rows_at(pool, newest.slots)[:, :, 0], before)  # [n, K, C]
+        if not state.matrices.shape[1]:
+            self._fold_inputs(kept, state)
+        return _spread(convolved(path, weight, bias), mine.numbers, len(inputs))
+
+    def _fold_inputs(self, kept: LayerKV, state: RecurrentState) -> None:
+        """Fold what is certain into the states of a layer that is a convolution alone."""
+        for wave in self._all_waves():
+            if len(wave.into):
+                matrices = state.matrices[wave.into]
+                state.fold(wave.into, matrices, last_inputs(kept, wave, state), wave.folded_len)
+
+    def _all_waves(self) -> list[Wave]:
+        assert self._rows is not None
+        if self._waves is None:
+            self._waves = waves_of(self._rows.rows, self._rows.folded_len)
+        return self._waves
+
+    def recur(self, layer: int, rows: Recurrence) -> torch.Tensor:
+        """-> [T, HV, DV] in float32, 0 on padding."""
+        kept, mine = self._view.writable_layer(layer), self._found(layer)
+        state = kept.state
+        assert state is not None
+        new = rows.map(lambda x: x[mine.numbers].float())
+        _, pool_k, pool_u, pool_g = kept.fields
+        pool_k.index_copy_(0, mine.write, new.k)
+        pool_g.index_copy_(0, mine.write, new.g[:, :, None])
+        out = new.v.new_zeros(new.v.shape)
+        before: torch.Tensor | None = None
+        for wave in self._all_waves():
+            base = state.matrices[wave.base] if before is None else before[wave.base]
+            block = _stored(kept, wave, base)
+            if wave.rows.shape[1]:
+                beta = None if new.beta is None else new.beta[wave.rows]
+                places = NewPlaces(wave.place, wave.exists, new.q[wave.rows], new.v[wave.rows], beta)
+                answers, u = run_blocks(block, places)
+                block = block._replace(u=u)
+                done = wave.rows[wave.exists]
+                out[done] = answers[wave.exists]
+                blocks = torch.arange(len(u))[:, None].expand_as(wave.place)[wave.exists]
+                pool_u.index_copy_(0, mine.write[done], u[blocks, wave.place[wave.exists]])
+            if len(wave.folds):
+                before = folded(Block(*(x[wave.folds] for x in block)))
+                if len(wave.into):
+                    inputs = last_inputs(kept, wave, state)
+                    state.fold(wave.into, before[wave.certain], inputs, wave.folded_len)
+        return _spread(out, mine.numbers, len(rows.v))
+
+    def _found(self, layer: int) -> _Rows:
+        """Rows of the forward, whose records all lie at the slots of one group."""
+        if self._rows is None:
+            kept = self._view.layer(layer)
+            assert kept.state is not None
+            found = rows_of_plan(self._plan, kept.group, self._part)
+            numbers, write, begun = (torch.from_numpy(x) for x in (found.numbers, found.write, found.begun))
+            folded_len = kept.state.folded_len.index_fill(0, begun, 0).numpy()
+            self._rows = _Rows(found, numbers, write, begun, folded_len)
+        return self._rows
+
+
+def _stored(kept: LayerKV, wave: Wave, base: torch.Tensor) -> Block:
+    """The blocks of a wave, with what is stored of their records."""
+    absent = ~wave.present[:, :, None, None]
+    k, u, g = (rows_at(pool, wave.slots).masked_fill(absent, 0.0) for pool in kept.fields[1:])
+    return Block(base, k, u, g[..., 0])
+
+
+def last_inputs(kept: LayerKV, wave: Wave, state: RecurrentState) -> torch.Tensor:
+    """Inputs [Z, taps, C] of the last places of the blocks that a wave folds for certain."""
+    slots = wave.slots[wave.folds][wave.certain][:, FOLD - state.inputs.shape[1] :]
+    return rows_at(kept.fields[0], slots)[:, :, 0]
+
+
+def rows_at(pool: Pool, slots: torch.Tensor) -> torch.Tensor:
+    """Rows of a pool at slots [X, Y] -> [X, Y, heads, D]."""
+    return read_rows(pool, slots.flatten()).view(*slots.shape, *pool.shape[1:])
+
+
+def _spread(values: torch.Tensor, numbers: torch.Tensor, count: int) -> torch.Tensor:
+    """values [n, ...] at places `numbers` [n] of [count, ...], 0 elsewhere."""
+    return values.new_zeros((count, *values.shape[1:])).index_copy_(0, numbers, values)

@@ -1,0 +1,215 @@
+"""Which blocks the rows of one forward need, from the states and records of their requests: found once a forward.
+
+    request at S = 37, folded to 32          rows at 37 .. 50 of a chain
+    wave 0    block 32 .. 47: records of 32 .. 36, rows of 37 .. 47, from the request's state
+    wave 1    block 48 .. 63: rows of 48 .. 50, from block 32 .. 47 folded, which is of this path only: rows are drafts
+
+A block is that of the last row of a path within it, so rows of several paths are in several blocks, with the same bits
+in each. Where all tokens of a folded block are certain, the request's state is replaced. Invariant: a row's ancestors
+are rows of this forward, or their records are stored. Lengths are read by the host.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from specdec.attention.kernels.page_table import PageTables
+from specdec.attention.pack import PackTables
+from specdec.attention.plan import KVPlan
+from specdec.gpu.mirrored_array import IntArray
+from specdec.kvcache.index_spaces import NULL_SLOT, GroupId
+from specdec.kvcache.recurrent_state import FOLD
+
+
+class Wave(NamedTuple):
+    """X blocks that wait for none of each other.
+
+    base [X]: row of the request table whose state a block begins with; of later waves, number in `folds` of the wave
+    before. slots [X, FOLD]: slot of each place, present [X, FOLD]. rows [X, R]: the forward's rows at places [X, R],
+    exists [X, R]. folds [Y]: blocks whose state the next wave needs. certain [Z]: those of `folds` that replace the
+    state of rows `into` [Z], which are `folded_len` [Z] long then.
+    """
+
+    base: torch.Tensor
+    slots: torch.Tensor
+    present: torch.Tensor
+    rows: torch.Tensor
+    place: torch.Tensor
+    exists: torch.Tensor
+    folds: torch.Tensor
+    certain: torch.Tensor
+    into: torch.Tensor
+    folded_len: torch.Tensor
+
+
+class RequestPath(NamedTuple):
+    """One request of a forward: its row of the request table, the slots of positions `begin` and later that all rows
+    share, and how many of its tokens are certain."""
+
+    row: int
+    begin: int
+    slots: IntArray
+    certain: int
+
+
+@dataclass(slots=True)
+class ForwardRows:
+    """The rows of a forward, or of a part of it, that exist.
+
+    numbers [n]: among all of the part. request, position, write slot: [n] each. own: of each row, slots of its path
+    from the first uncertain position on; None: all positions are certain.
+    """
+
+    requests: Sequence[RequestPath]
+    numbers: IntArray
+    request: IntArray
+    position: IntArray
+    write: IntArray
+    own: Sequence[IntArray] | None
+
+    def path(self, row: int, begin: int, end: int) -> IntArray:
+        """Slots of positions `begin` to `end` of the path of a row."""
+        request = self.requests[self.request[row]]
+        first, last = begin - request.begin, min(end, request.certain) - request.begin
+        assert first >= 0, f"records of position {begin} are gone, which {request} needs"
+        parts = [request.slots[first : max(first, last)]]
+        if self.own is not None and end > request.certain:
+            parts.append(self.own[row][max(begin - request.certain, 0) : end - request.certain])
+        slots = np.concatenate(parts)
+        assert len(slots) == end - begin, f"{begin=} {end=} {request=}"
+        return slots
+
+    @property
+    def begun(self) -> IntArray:
+        """Rows of the request table whose position 0 is read."""
+        rows = [self.requests[request].row for request in self.request[self.position == 0]]
+        return np.unique(np.array(rows, dtype=np.int64))
+
+
+def rows_of_plan(plan: KVPlan, group: GroupId, part: tuple[slice, slice]) -> ForwardRows:
+    """The rows of these columns of these requests under a plan that writes; rows without a slot are padding."""
+    shape = plan.positions.shape
+    numbers = np.arange(shape.numel()).reshape(shape)[part].reshape(-1)
+    write = _host(plan.write_slots(group))[numbers]
+    exists = write != NULL_SLOT
+    position = _host(plan.positions).reshape(-1)[numbers]
+    rows, start = _host(plan.rows), _host(plan.committed_len)
+    if plan.pack is not None:
+        assert isinstance(plan.prefix, PackTables)
+        lines, length, of_run = plan.prefix.of(group), _host(plan.pack.length), _host(plan.pack.row_of)
+        line = _host(lines.slots[lines.line])
+        begin = np.zeros_like(rows) if lines.begin is None else _host(lines.begin)
+        requests = [RequestPath(*known) for known in zip(rows, begin, line, start + length, strict=True)]
+        return ForwardRows(
+            requests, np.flatnonzero(exists), of_run[numbers][exists], position[exists], write[exists], None
+        )
+    assert isinstance(plan.prefix, PageTables) and plan.tree is not None
+    slots, begin = (_host(x) for x in plan.prefix.slots(group, plan.page_size))
+    requests = [RequestPath(*known) for known in zip(rows, begin, slots, start, strict=True)]
+    request, node = numbers[exists] // shape[1], numbers[exists] % shape[1]
+    ancestors = _host(plan.tree.ancestors)  # in order of depth, since parents come before children
+    all_written = _host(plan.write_slots(group)).reshape(shape)
+    own = [all_written[b][ancestors[b, n]] for b, n in zip(request, node, strict=True)]
+    return ForwardRows(requests, np.flatnonzero(exists), request, position[exists], write[exists], own)
+
+
+class NewestInputs(NamedTuple):
+    """Places of the newest inputs of each row's path, its own last: [n, taps] each. recorded: at `slots`; the others
+    are in the state of row `states` of the request table, numbered from its end by `back`, 1 the last."""
+
+    slots: torch.Tensor
+    recorded: torch.Tensor
+    states: torch.Tensor
+    back: torch.Tensor
+
+
+def newest_inputs(rows: ForwardRows, folded_len: IntArray, taps: int) -> NewestInputs:
+    """folded_len: by row of the request table, 0 for those that begin anew."""
+    states = np.array([rows.requests[request].row for request in rows.request], dtype=np.int64)
+    positions = rows.position[:, None] + np.arange(1 - taps, 1)  # [n, taps]
+    back = folded_len[states][:, None] - positions
+    slots = np.zeros_like(positions)
+    for row, (first, last) in enumerate(zip(positions[:, 0].tolist(), positions[:, -1].tolist(), strict=True)):
+        begin = max(first, int(folded_len[states[row]]))
+        slots[row, begin - first :] = rows.path(row, begin, last + 1)
+    found = slots, back <= 0, np.broadcast_to(states[:, None], slots.shape), back.clip(min=1)
+    return NewestInputs(*(torch.from_numpy(np.ascontiguousarray(x)) for x in found))
+
+
+@dataclass(slots=True)
+class _Block:
+    """One block under construction. base: key of the block before; None: the request's state."""
+
+    request: int
+    begin: int
+    slots: IntArray
+    base: int | None
+    rows: list[tuple[int, int]] = field(default_factory=list)  # (row of the forward, place)
+
+
+def waves_of(rows: ForwardRows, folded_len: IntArray) -> list[Wave]:
+    """folded_len: by row of the request table, 0 for those that begin anew."""
+    levels: list[dict[int, _Block]] = []  # by the slot of a block's last place
+    row_at = {slot: row for row, slot in enumerate(rows.write.tolist())}
+    covered = np.zeros(len(rows.write), dtype=np.bool_)
+
+    def add(row: int, begin: int, end: int) -> int:
+        """The block at positions `begin` to `end` of a row's path -> its key."""
+        request = int(rows.request[row])
+        level, odd = divmod(begin - int(folded_len[rows.requests[request].row]), FOLD)
+        assert level >= 0 and not odd, f"position {begin} of {rows.requests[request]} is folded already"
+        slots = rows.path(row, begin, end)
+        key = int(slots[-1])
+        while len(levels) <= level:
+            levels.append({})
+        if key not in levels[level]:
+            base = None if level == 0 else add(row, begin - FOLD, begin)
+            block = levels[level][key] = _Block(request, begin, slots, base)
+            for place, slot in enumerate(slots.tolist()):
+                if (found := row_at.get(slot)) is not None:
+                    block.rows.append((found, place))
+                    covered[found] = True
+        return key
+
+    for row in reversed(range(len(covered))):
+        if not covered[row]:
+            position = int(rows.position[row])
+            add(row, position // FOLD * FOLD, position + 1)
+    waves: list[Wave] = []
+    fold_of: dict[int, int] = {}  # key of a block -> its number in `folds` of its wave
+    for level, following in zip(levels, [*levels[1:], {}], strict=True):
+        needed = {block.base for block in following.values()}
+        bases = [
+            rows.requests[block.request].row if block.base is None else fold_of[block.base] for block in level.values()
+        ]
+        folds = [number for number, key in enumerate(level) if key in needed]
+        fold_of = {key: i for i, key in enumerate(key for key in level if key in needed)}
+        waves.append(_wave(rows, list(level.values()), bases, folds))
+    return waves
+
+
+def _wave(rows: ForwardRows, blocks: Sequence[_Block], bases: Sequence[int], folds: Sequence[int]) -> Wave:
+    width = max(len(block.rows) for block in blocks)
+    slots = np.zeros((len(blocks), FOLD), dtype=np.int64)
+    present = np.zeros((len(blocks), FOLD), dtype=np.bool_)
+    cells = np.zeros((3, len(blocks), width), dtype=np.int64)  # row, place, exists
+    for number, block in enumerate(blocks):
+        slots[number, : len(block.slots)] = block.slots
+        present[number, : len(block.slots)] = True
+        for i, (row, place) in enumerate(block.rows):
+            cells[:, number, i] = row, place, 1
+    replaced = np.zeros((3, 0), dtype=np.int64)  # number in `folds`, row of the request table, length
+    for i, number in enumerate(folds):
+        request, end = rows.requests[blocks[number].request], blocks[number].begin + FOLD
+        if end <= request.certain:
+            replaced = np.append(replaced, [[i], [request.row], [end]], axis=1)
+    parts = (np.array(bases, dtype=np.int64), slots, present, cells[0], cells[1], cells[2] == 1)
+    tensors = (*parts, np.array(folds, dtype=np.int64), *replaced)
+    return Wave(*(torch.from_numpy(np.ascontiguousarray(part)) for part in tensors))
+
+
+def _host(x: torch.Tensor) -> IntArray:
+    return x.cpu().numpy()

@@ -1,0 +1,129 @@
+"""What recurrent layers keep once a request: a state, and up to which position it has taken tokens in.
+
+    position     0 ........ 32 ........ 48 ..... S
+    state        everything before 32 (`folded_len`)
+    records                 |-- 32 .. S - 1 --|         in a group of their own, at the slots of their tokens
+
+A state takes in FOLD tokens at once, at positions that are multiples of FOLD and of committed tokens only, whatever
+the rounds were: so nothing is to be undone when a draft is rejected, and a token's bits do not depend on its draft.
+It has the newest inputs of the convolution too, so it needs no record of the tokens that it has taken in, and a copy of
+it is all that a cached prefix keeps (`StateCache`).
+
+States lie by row of the request table, copies after them. A forward begins a row anew when it reads position 0.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from specdec.gpu.mirrored_array import IntArray
+
+FOLD = 16
+"""Tokens that a state takes in at once."""
+
+
+class Shape(Protocol):
+    """A `StateShape`."""
+
+    @property
+    def heads(self) -> int: ...
+    @property
+    def k_dim(self) -> int: ...
+    @property
+    def v_dim(self) -> int: ...
+    @property
+    def taps(self) -> int: ...
+    @property
+    def channels(self) -> int: ...
+
+
+class RecurrentState(NamedTuple):
+    """The states of one layer: matrices [slots, heads, DK, DV] float32, inputs [slots, taps, C], the newest last, and
+    folded_len [slots] int64."""
+
+    matrices: torch.Tensor
+    inputs: torch.Tensor
+    folded_len: torch.Tensor
+
+    @classmethod
+    def zeros(cls, num_states: int, shape: Shape, dtype: torch.dtype, device: torch.device) -> "RecurrentState":
+        matrix = (num_states, shape.heads, shape.k_dim, shape.v_dim)
+        return cls(
+            torch.zeros(matrix, dtype=torch.float32, device=device),
+            torch.zeros((num_states, shape.taps, shape.channels), dtype=dtype, device=device),
+            torch.zeros(num_states, dtype=torch.int64, device=device),
+        )
+
+    def clear(self, rows: torch.Tensor) -> None:
+        """Begin rows [B] anew."""
+        for tensor in self:
+            tensor.index_fill_(0, rows, 0)
+
+    def fold(self, rows: torch.Tensor, matrices: torch.Tensor, inputs: torch.Tensor, length: torch.Tensor) -> None:
+        """Put matrices [B, heads, DK, DV] and inputs [B, taps, C], after `length` [B] tokens, in the place of those of
+        rows [B]."""
+        for tensor, new in zip(self, (matrices, inputs, length), strict=True):
+            tensor.index_copy_(0, rows, new)
+
+    def copy(self, source: int, destination: int) -> None:
+        for tensor in self:
+            tensor[destination] = tensor[source]
+
+
+class StateCache:
+    """Copies of states for the prefix cache, each by the primary page with which its tokens end.
+
+    layers: the states of every recurrent layer; copies lie at slots `first` and later. The least recently used one is
+    given up for a new one, and one whose page the cache gives up goes with it.
+    """
+
+    def __init__(self, layers: Sequence[RecurrentState], first: int) -> None:
+        self._layers = layers
+        self._slots = range(first, len(layers[0].folded_len))
+        self.reset()
+
+    def reset(self) -> None:
+        self._free = list(reversed(self._slots))
+        self._slot_of: dict[int, int] = {}  # by page, the least recently used first
+
+    def length(self, row: int) -> int:
+        """Tokens that the state of a row has taken in."""
+        return int(self._layers[0].folded_len[row])
+
+    def has(self, pages: IntArray) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """Mask of `pages` at whose ends there is a copy."""
+        return np.array([page in self._slot_of for page in pages.tolist()], dtype=np.bool_)
+
+    def keep(self, row: int, page: int) -> None:
+        """Copy the state of a row, whose tokens end with a page that the cache has."""
+        if page in self._slot_of or not self._slots:
+            return
+        if not self._free:
+            self.forget(np.array([next(iter(self._slot_of))]))
+        self._slot_of[page] = self._free.pop()
+        for layer in self._layers:
+            layer.copy(row, self._slot_of[page])
+
+    def restore(self, row: int, page: int) -> None:
+        """Begin a row with the copy at the end of a page."""
+        self._slot_of[page] = slot = self._slot_of.pop(page)
+        for layer in self._layers:
+            layer.copy(slot, row)
+
+    def forget(self, pages: IntArray) -> None:
+        """Give up the copies at the ends of these pages, as far as there are any."""
+        for page in pages.tolist():
+            if (slot := self._slot_of.pop(page, None)) is not None:
+                self._free.append(slot)
+
+    @property
+    def pages(self) -> dict[int, int]:
+        """The slot of each copy by its page."""
+        return dict(self._slot_of)
+
+    def check(self) -> None:
+        """Assert that each copy has a slot of its own."""
+        used = [*self._free, *self._slot_of.values()]
+        assert sorted(used) == list(self._slots), f"{used=} of {self._slots}"

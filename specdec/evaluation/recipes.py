@@ -1,0 +1,222 @@
+"""Recipes: what a published pair takes on GPUs of four sizes, and how long its steps take, without its files.
+
+    pair -> its shape on `meta` -> `cache_needs`, `pool_slots`   the pools that an engine allocates
+                                -> `step_bytes`                 the memory floor of a plain step, as of `specdec bench`
+
+A step's time is its floor times a multiple: what was measured of the pair on that GPU, or else an assumed one.
+"""
+
+import shlex
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+
+from specdec.config import EngineConfig, SpecConfig
+from specdec.draft_models.eagle3.head import Eagle3Spec
+from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, is_assistant_config
+from specdec.draft_models.native_mtp.mtp_checkpoint import family_of
+from specdec.draft_models.native_mtp.mtp_drafter import kept_by_modules
+from specdec.errors import ConfigError, shown
+from specdec.evaluation.memory_plan import PlannedDrafter, group_memory
+from specdec.evaluation.model_shapes import SHAPES, Shape, Shrink
+from specdec.evaluation.phases.memory_floor import step_bytes
+from specdec.evaluation.phases.random_weights import FORMS, META, build_model, empty_packed, pack_layers
+from specdec.kvcache.index_spaces import PRIMARY
+from specdec.models.model_on_meta import ModelOnMeta, model_on_meta
+from specdec.models.published import RECIPES, Pair, last_part, nearest_recipe
+from specdec.models.weight_storage import stored_weights
+from specdec.runtime.rounds.unread import KEPT
+from specdec.runtime.sizing import MEMORY_SHARE, CacheNeeds, DraftNeeds, cache_needs, lookahead_nodes, pool_slots
+
+CARDS = (24, 48, 80, 141)
+"""Sizes of GPUs, in GB of memory that is free before anything is loaded."""
+READ_BANDWIDTHS = {"H100": 3.09e12, "H200": 4.30e12}
+"""Bytes a second, measured: docs/results/2026-11-26-h100.md and 2026-11-22-rounds.md."""
+REQUESTS, TOKENS, CONTEXT = 8, 8192, 1024
+"""Requests at a time and tokens of each that memory is told of, and tokens before a step that is timed."""
+MIN_TOKENS = 1024
+"""Fewer are no room for a request."""
+SMALLER = 0.8
+"""A pair is smaller than another if its weights take at most this share."""
+DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class CardMemory:
+    """K/V that an engine allocates on a GPU of so many GB, or on those that share the target. pools: bytes by group;
+    empty: the weights leave no room. tokens: of all requests together. requests: of `TOKENS` tokens, at a time."""
+
+    gigabytes: int
+    pools: dict[str, int]
+    tokens: int
+    requests: int
+
+    @property
+    def words(self) -> str:
+        return str(self.requests or (f"{self.tokens:,} tokens" if self.pools else "-"))
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """A plain step of one request. multiple, expected_ms None: no like of it was ever measured."""
+
+    gpu: str
+    floor_ms: float
+    multiple: float | None
+    measured: bool
+
+    @property
+    def expected_ms(self) -> float | None:
+        return None if self.multiple is None else self.floor_ms * self.multiple
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """weights: bytes by role. groups: K/V of all requests. on_less: what to do on a smaller GPU."""
+
+    pair: Pair
+    command: str
+    weights: dict[str, int]
+    groups: list[dict[str, Any]]
+    cards: list[CardMemory]
+    steps: list[StepTime]
+    on_less: str
+
+
+def find_recipe(model: str) -> Pair:
+    """The pair of a target's name, or of the short one. Raises ConfigError with the nearest recipe."""
+    near = nearest_recipe(model, 0.0)
+    assert near is not None
+    if last_part(model) not in (last_part(near.target), last_part(near.name)):
+        raise ConfigError(
+            f"there is no recipe for {shown(model)}; the nearest is `specdec recipe {near.name}`, of {near.target}, "
+            "and `specdec recipe` lists them all"
+        )
+    return near
+
+
+def recipe(pair: Pair) -> Recipe:
+    shape = SHAPES[pair.shape]
+    model = ModelOnMeta(pair.target, model_on_meta(shape.target(Shrink()), DTYPE))
+    spec = SpecConfig(pair.num_steps, adaptive=True)
+    planned = plan_drafter(shape, model, spec)
+    if pair.form:
+        form = FORMS[pair.form]
+        pack_layers(model.model, form, partial(empty_packed, form, META))
+    config = EngineConfig(max_batch_size=REQUESTS, max_model_len=TOKENS)
+    nodes = lookahead_nodes(spec, drafts=True, captured=True)
+    sizes = {"max_len": TOKENS, "num_nodes": nodes}
+    needs = cache_needs(model.layout, planned.needs, DTYPE, config, **sizes, device_type="cuda")
+    weights = {"target": stored_weights(model.model).bytes, "drafter": planned.weights or 0}
+    floor = step_bytes(model, 1, 1, CONTEXT).total
+    return Recipe(
+        pair,
+        command(pair),
+        weights,
+        [group_memory(needs, group) for group in needs.groups.groups],
+        [card_memory(gigabytes, pair.gpus, needs, config, sum(weights.values())) for gigabytes in CARDS],
+        [step_time(pair, gpu, floor) for gpu in READ_BANDWIDTHS],
+        on_less(pair),
+    )
+
+
+def card_memory(gigabytes: int, gpus: int, needs: CacheNeeds, config: EngineConfig, weights: int) -> CardMemory:
+    """weights: bytes of the pair, which so many GPUs share evenly, as they share the pools."""
+    budget = int((gpus * gigabytes * 1e9 - weights) * MEMORY_SHARE["cuda"])
+    slots = pool_slots(needs, config, max(budget, 0))
+    requests = min(there // held for there, held in zip(slots, needs.held, strict=True))
+    tokens = min(slots[PRIMARY], REQUESTS * TOKENS)
+    if tokens < MIN_TOKENS or any(there < held for there, held in zip(slots[1:], needs.held[1:], strict=True)):
+        return CardMemory(gigabytes, {}, 0, 0)
+    names = [group.name for group in needs.groups.groups]
+    pools = {name: count * size for name, count, size in zip(names, slots, needs.slot_bytes, strict=True)}
+    return CardMemory(gigabytes, pools, tokens, min(requests, REQUESTS))
+
+
+def plan_drafter(shape: Shape, model: ModelOnMeta, spec: SpecConfig) -> PlannedDrafter:
+    """The drafter of a shape whose target is on `meta`. MTP modules have a block like a layer of the target, a
+    projection of two states to one, and three norms; heads and embeddings are mostly the target's."""
+    described = shape.drafter(model.config, Shrink())
+    if described is None:
+        count = shape.drafter_fields.get("modules", 0)
+        if not count:
+            return PlannedDrafter()
+        like, layers = family_of(model).like, cast(Any, model.user_decoder).layers
+        rest = (2 * model.hidden_size + 3) * model.hidden_size * DTYPE.itemsize
+        needs = DraftNeeds(kept_by_modules(model.layout, like, count), reread=count - 1, late=KEPT)
+        return PlannedDrafter(needs, count * (stored_weights(layers[like]).bytes + rest))
+    drafter = build_model(described, META, DTYPE)
+    weights = stored_weights(drafter).bytes
+    if isinstance(described, Eagle3Spec):
+        return PlannedDrafter(DraftNeeds(described.kv_layout, late=KEPT), weights)
+    if is_assistant_config(described.to_dict()):
+        return PlannedDrafter(DraftNeeds.of(Gemma4MTPDrafter(drafter, model), spec), weights)
+    return PlannedDrafter(DraftNeeds(ModelOnMeta(shape.name, drafter).layout, late=KEPT), weights)
+
+
+def step_time(pair: Pair, gpu: str, floor: int) -> StepTime:
+    """floor: bytes that the step reads, on one GPU or on `gpus` that share them."""
+    own = pair.multiples.get(gpu)
+    multiple = own or pair.assumed or next(iter(pair.multiples.values()), None)
+    return StepTime(gpu, 1e3 * floor / pair.gpus / READ_BANDWIDTHS[gpu], multiple, own is not None)
+
+
+def command(pair: Pair) -> str:
+    words = ["specdec", "serve", "--target", pair.target, "--drafter", pair.drafter]
+    if "/" in pair.drafter:
+        words += ["--num-steps", str(pair.num_steps)]
+    if pair.gpus > 1:
+        words += ["--tensor-parallel", str(pair.gpus)]
+    return shlex.join([*words, "--max-model-len", str(TOKENS)])
+
+
+def on_less(pair: Pair) -> str:
+    """A smaller pair of the family, the nearest in kind and then in size; else how to make this one smaller."""
+    smaller = [
+        other
+        for other in RECIPES.values()
+        if family(other) == family(pair) and gigabytes_of(other) < SMALLER * gigabytes_of(pair)
+    ]
+    if smaller:
+        best = max(
+            smaller,
+            key=lambda other: (other.shape == pair.shape, bool(other.form) == bool(pair.form), gigabytes_of(other)),
+        )
+        return f"`specdec recipe {best.name}`: {best.memory} of weights"
+    ways = ["fewer or shorter requests (`--batch-size`, `--max-model-len`)"]
+    if not pair.form:
+        ways.append("a checkpoint in int4 (a third of the weights)")
+    return ", ".join(ways if pair.gpus == 1 else [*ways, f"more GPUs (`--tensor-parallel {2 * pair.gpus}`)"])
+
+
+def family(pair: Pair) -> str:
+    return str(SHAPES[pair.shape].target_fields["model_type"]).partition("_")[0]
+
+
+def gigabytes_of(pair: Pair) -> float:
+    """Gigabytes of weights, as the pair states them."""
+    return float(pair.memory.partition(" ")[0])
+
+
+HEADS = ("model", "drafter", "weights GB", "K/V GB", *(f"{gigabytes} GB" for gigabytes in CARDS), *READ_BANDWIDTHS)
+"""Heads of the columns of `row`."""
+
+
+def row(found: Recipe) -> tuple[str, ...]:
+    """Cells of a table of recipes."""
+    pair = found.pair
+    weights = " + ".join(f"{count / 1e9:.1f}" for count in found.weights.values() if count)
+    pools = ", ".join(
+        f"{each['name'].replace('window ', 'w')} {each['batch_bytes'] / 1e9:.1f}" for each in found.groups
+    )
+    name = pair.target if pair.gpus == 1 else f"{pair.target} on {pair.gpus}"
+    return (name, pair.drafter, weights, pools, *(card.words for card in found.cards), *map(step_words, found.steps))
+
+
+def step_words(step: StepTime) -> str:
+    """The floor, and the time that is expected; ~: by an assumed multiple."""
+    if step.expected_ms is None:
+        return f"{step.floor_ms:.1f}, ?"
+    return f"{step.floor_ms:.1f}, {'' if step.measured else '~'}{step.expected_ms:.1f}"

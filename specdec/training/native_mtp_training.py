@@ -1,0 +1,107 @@
+"""MTP modules of one layer that are applied again (form R), for any target: new ones, and published ones to go on from.
+
+A new module begins as a layer of the target, between its final norm and a projection that adds token and state. Tables
+and heads are the target's, unless a published module has its own. Invariant: the parallel forward is the engine's own
+drafts (`mtp_chains.py`, tests/test_train_native_mtp.py).
+"""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from specdec.draft_models.native_mtp.mtp_chains import chained_rows
+from specdec.draft_models.native_mtp.mtp_checkpoint import native_mtp_drafter, stated_family, write_module
+from specdec.draft_models.native_mtp.mtp_drafter import ModuleRows, NativeMtpDrafter
+from specdec.draft_models.native_mtp.mtp_families import FAMILIES, MtpFamily
+from specdec.draft_models.native_mtp.mtp_module import MtpModule, empty_layer
+from specdec.errors import ConfigError, UnsupportedModelError
+from specdec.models.target import TargetModel
+from specdec.training.draft_loss import TargetStates, TrainableDrafter, run_target
+from specdec.training.packed_rows import PackedRows
+
+
+class TrainableNativeMtp(TrainableDrafter):
+    """A module and its target. Row i reads the token after it and predicts the next one, hence two ahead."""
+
+    module: MtpModule
+    drafter: NativeMtpDrafter
+    ahead = 2
+
+    @classmethod
+    def of(cls, drafter: NativeMtpDrafter, target: TargetModel) -> "TrainableNativeMtp":
+        made = cls(drafter.modules[0], target)
+        made.drafter = drafter
+        for part in made.trained.values():
+            part.requires_grad_(True)
+        return made
+
+    @property
+    def trained(self) -> dict[str, nn.Module]:
+        return {"lm_head" if name == "head" else name: part for name, part in self.module.parts().items()}
+
+    def target_states(self, batch: PackedRows) -> TargetStates:
+        hidden, states, _ = run_target(self.target, batch, aux_layers=self.drafter.aux_layers)
+        return {"hidden": hidden, "states": states[0] if states else hidden}
+
+    def drafts(self, batch: PackedRows, known: TargetStates, steps: int) -> Iterator[torch.Tensor]:
+        states = known["states"].to(self.drafter.dtype)
+        for out in chained_rows(self.drafter, batch.ids, states, batch.pos, steps):
+            yield out.z
+
+    def score(self, states: torch.Tensor) -> torch.Tensor:
+        return self.drafter.logits(0, ModuleRows(states, states, states))
+
+    def save(self, folder: Path) -> None:
+        write_module(folder, self.drafter, self.target.model)
+
+
+def trainable_native_mtp(target: TargetModel, start: Path | None, conventions: Path | None) -> TrainableNativeMtp:
+    """The module in `start`, or a new one. conventions: of a folder; None: of `start`, else of the target's family.
+
+    Raises ConfigError for several modules, and CheckpointError or UnsupportedModelError where the target's layers or
+    the module cannot be used.
+    """
+    stated = None if conventions is None else stated_family(conventions)
+    if start is not None:
+        drafter = native_mtp_drafter(start, target, family=stated)
+        if len(drafter.modules) > 1:
+            raise ConfigError(
+                f"{start} holds {len(drafter.modules)} MTP modules; one module, applied again, is trained"
+            )
+        return TrainableNativeMtp.of(drafter, target)
+    known = (FAMILIES[kind] for kind in target.model_types if kind in FAMILIES)
+    family = stated or next(known, MtpFamily())
+    module = MtpModule(new_state(target, family), target.user_decoder, family.like, 0)
+    return TrainableNativeMtp.of(NativeMtpDrafter([module], family, target), target)
+
+
+def new_state(target: TargetModel, family: MtpFamily) -> dict[str, torch.Tensor]:
+    """Tensors of a new module by place. Raises UnsupportedModelError where the layer that it begins as is packed."""
+    decoder: Any = target.user_decoder
+    owner = target.layout.layers[family.like].owner  # another layer, where K/V are shared
+    sources = [decoder.layers[layer].state_dict() for layer in (owner, family.like)]
+    known = sources[0] | sources[1]
+    gain: torch.Tensor = decoder.norm.weight
+    state = {"enorm.weight": neutral(decoder.norm), "hnorm.weight": neutral(decoder.norm), "norm.weight": gain.clone()}
+    state["proj.weight"] = torch.eye(len(gain), device=gain.device, dtype=gain.dtype).repeat(1, 2)
+    for name, empty in empty_layer(decoder, family.like).state_dict().items():
+        tensor = known.get(name)
+        if tensor is None or tensor.shape != empty.shape or not tensor.is_floating_point():
+            raise UnsupportedModelError(
+                f"{target.name}: a new module begins as layer {family.like}, whose {name} is packed; train on the "
+                "unquantised checkpoint, whose module drafts for this one"
+            )
+        state[f"block.{name}"] = tensor.detach().clone()
+    return state
+
+
+def neutral(norm: nn.Module) -> torch.Tensor:
+    """The weight under which a norm scales nothing: ones, or zeros where it is stored as gain - 1."""
+    probe: Any = copy.deepcopy(norm)
+    weight: torch.Tensor = probe.weight.data
+    offset = bool(probe(torch.ones_like(weight.zero_())).any())
+    return torch.zeros_like(weight) if offset else torch.ones_like(weight)

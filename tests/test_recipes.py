@@ -1,0 +1,160 @@
+"""Recipes: the page's rows are the code's, the pools are an engine's, times are near those measured, commands run."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from specdec import Engine, EngineConfig
+from specdec.cli.app import app, load_command
+from specdec.errors import CapacityError
+from specdec.evaluation.model_shapes import SHAPES, Shrink
+from specdec.evaluation.recipes import CARDS, REQUESTS, TOKENS, command, on_less, recipe, row
+from specdec.models.model_on_meta import ModelOnMeta, model_on_meta
+from specdec.models.published import RECIPES, Pair
+from specdec.runtime import sizing
+from specdec.runtime.sizing import DraftNeeds, cache_needs, pool_slots
+
+from marks import deep
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "recipes.md"
+FAMILIES = ("gemma-4", "Qwen3", "gpt-oss", "Llama", "Mistral", "GLM", "EXAONE", "Mellum2", "Step", "MiMo")
+USUAL = ("Llama-3.1-8B", "gpt-oss-20b", "MiMo-7B", "Step-3.7-Flash")
+EACH = [name if name in USUAL else deep(name) for name in RECIPES]
+MEASURED = {  # milliseconds of a plain step of one request, as docs/results has them
+    ("E4B", "H200"): 3.27,
+    ("E4B", "H100"): 4.19,
+    ("26B-A4B", "H200"): 2.79,
+    ("26B-A4B", "H100"): 3.55,
+    ("31B", "H200"): 15.66,
+    ("Llama-3.1-8B", "H200"): 4.17,
+    ("Llama-3.1-8B", "H100"): 5.80,
+    ("E4B-QAT", "H200"): 2.37,
+    ("31B-QAT", "H200"): 7.85,
+    ("gpt-oss-20b", "H200"): 1.69,
+    ("gpt-oss-120b", "H200"): 2.42,
+}
+
+
+def run(*words: str):
+    return CliRunner().invoke(app, ["recipe", *words])
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_a_row_of_the_page_is_that_of_the_code(name):
+    found = recipe(RECIPES[name])
+    assert f"|{'|'.join(row(found))}|" in PAGE.read_text("utf-8").splitlines(), "it is stale; run `make api`"
+    weights = sum(found.weights.values()) / 1e9
+    assert abs(float(found.pair.memory.partition(" ")[0]) / weights - 1) < 0.3  # published ones have encoders
+    for step in found.steps:
+        if (known := MEASURED.get((name, step.gpu))) is not None:
+            assert step.measured and step.expected_ms == pytest.approx(known, rel=0.1)
+    measured = {step.gpu for step in found.steps if step.measured}
+    assert measured >= {gpu for pair, gpu in MEASURED if pair == name}
+    for card in found.cards:
+        left = found.pair.gpus * card.gigabytes * 1e9 - sum(found.weights.values())
+        assert sum(card.pools.values()) <= max(0.8 * left, 0)
+        assert card.requests * TOKENS <= card.tokens <= REQUESTS * TOKENS
+
+
+def test_the_page_has_every_recipe_and_each_family_of_the_readme():
+    models = re.findall(r"^\|([\w.-]+/[\w.-]+)", PAGE.read_text("utf-8"), re.MULTILINE)
+    assert models == [pair.target for pair in RECIPES.values()]
+    assert [name for name in FAMILIES if not any(name in model for model in models)] == []
+    assert all("/" in pair.drafter or pair.drafter in ("mtp", "suffix") for pair in RECIPES.values())
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_command_is_one_that_serve_takes(name):
+    program, verb, *words = shlex.split(command(RECIPES[name]))
+    assert (program, verb) == ("specdec", "serve")
+    load_command("serve").make_context("serve", [*words]).close()
+    assert words[1] == RECIPES[name].target and words[3] == RECIPES[name].drafter
+
+
+@pytest.mark.usefixtures("shallow_pair", "bundled_once")
+@pytest.mark.parametrize("free", [10**12, 12_000_000, 4_000_000])
+def test_pools_are_those_that_an_engine_allocates(free, monkeypatch):
+    """With room for all, with windows that take half of it, and with less than a request."""
+    monkeypatch.setattr(sizing, "free_bytes", lambda device: free)
+    config = EngineConfig(max_batch_size=3, max_model_len=512, device="cpu")
+    with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-eagle3", config=config) as engine:
+        drafts = DraftNeeds.of(engine.drafter, engine.spec)
+        sizes = {"max_len": 512, "num_nodes": engine.spec.num_nodes, "device_type": "cpu"}
+        needs = cache_needs(engine.target.layout, drafts, engine.target.dtype, config, **sizes)
+        slots = pool_slots(needs, config, int(free * 0.25))
+        assert engine.cache.bytes_by_group() == {
+            group.name: (count + 1) * each
+            for group, count, each in zip(needs.groups.groups, slots, needs.slot_bytes, strict=True)
+        }
+        assert (slots == needs.slots) == (free == 10**12)
+        half = int(free * 0.25) // (2 * needs.slot_bytes[1])
+        assert slots[1] == min(needs.slots[1], half)
+
+
+@pytest.mark.parametrize(("name", "less"), [("31B", "31B-QAT"), ("E4B-QAT", "E2B-QAT"), ("Qwen3-30B-A3B", "Qwen3-8B")])
+def test_less_is_the_same_model_in_fewer_bits_or_the_next_smaller(name, less):
+    assert on_less(RECIPES[name]).startswith(f"`specdec recipe {less}`")
+    assert "--tensor-parallel 8" in on_less(RECIPES["Step-3.7-Flash"]) and "int4" in on_less(RECIPES["MiMo-7B"])
+
+
+def test_the_shell_prints_a_recipe_by_any_of_its_names():
+    report = json.loads(run("llama-3.1-8b", "--json", "-").stdout)
+    assert report["pair"]["target"] == "meta-llama/Llama-3.1-8B-Instruct" and report["weights"]["target"] > 16e9
+    assert [card["gigabytes"] for card in report["cards"]] == list(CARDS)
+    text = run("/models/Llama-3.1-8B-Instruct").stdout
+    assert text.startswith("specdec serve --target meta-llama/Llama-3.1-8B-Instruct --drafter yuhuili/")
+    for step in report["steps"]:
+        assert f"expected {step['expected_ms']:.2f} ms" in text and step["measured"]
+    assert "(measured)" in text and "on less:" in text and f"{report['cards'][0]['tokens']:,}" in text
+
+
+def test_a_table_has_every_recipe(monkeypatch):
+    one = RECIPES["MiMo-7B"]
+    monkeypatch.setattr("specdec.cli.bodies.show_recipe.RECIPES", {one.name: one})
+    assert one.target in run().stdout and "24 GB" in run().stdout
+    assert [each["command"] for each in json.loads(run("--json", "-").stdout)] == [command(one)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "near"), [("Qwen/Qwen3-14B", "Qwen3-8B"), ("gemma-4-e2b", "E2B"), ("step-3.5", "Step")]
+)
+def test_a_model_without_a_recipe_is_told_the_nearest(asked, near):
+    result = run(asked)
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1
+    assert "there is no recipe" in result.stderr and f"specdec recipe {near}" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("target", "hinted"), [("Qwen/Qwen3-14B", True), ("no/such-thing-at-all", False), ("x", False)]
+)
+def test_a_refusal_of_a_model_of_the_hub_names_the_recipe_of_one_that_is_called_like_it(target, hinted, monkeypatch):
+    def refuse(*_, **__):
+        raise CapacityError("too large")
+
+    monkeypatch.setattr(Engine, "from_pretrained", refuse)
+    result = CliRunner().invoke(app, ["generate", "x", "--target", target])
+    assert result.exit_code == 2 and "too large" in result.stderr
+    assert ("; what runs is `specdec recipe Qwen3-8B`, of Qwen/Qwen3-8B" in result.stderr) == hinted
+
+
+@pytest.mark.parametrize("shape", ["glm-4.7-flash", "mellum2-12b-a2.5b", "step-3.7-flash", "mimo-7b"])
+def test_a_shape_whose_drafter_is_not_made_at_random_is_timed_plainly(shape):
+    assert SHAPES[shape].drafts == {} and SHAPES["mistral-small-24b"].drafts.keys() == {"chain", "tree"}
+    words = ["bench", "--shape", shape, "--drafts", "chain", "--layers", "2", "--shrink", "16"]
+    assert "'chain' is not one of plain" in CliRunner().invoke(app, words).stderr
+
+
+def test_layers_of_a_published_mixture_are_measured_as_attention_calls_them():
+    """GLM-4.7-Flash expands its latents: a config alone would say that a key has 64 numbers."""
+    fields = SHAPES["glm-4.7-flash"].target(Shrink(layers=2))
+    [spec, _] = ModelOnMeta("glm", model_on_meta(fields, sizing.torch.bfloat16)).layout.layers
+    assert {field.name: (field.heads, field.dim) for field in spec.fields} == {"k": (20, 256), "v": (20, 256)}
+
+
+def test_a_pair_without_a_shape_is_no_recipe():
+    assert all(isinstance(pair, Pair) and pair.shape in SHAPES for pair in RECIPES.values())
+    assert len({pair.target for pair in RECIPES.values()}) == len(RECIPES)

@@ -1,0 +1,136 @@
+"""Arithmetic of recurrent layers: blocks and folds against transformers' own recurrences; and what they are refused."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from kv_rig import KVLayout, LayerCache
+from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule as delta_rule
+
+from specdec import Engine, EngineConfig
+from specdec.attention.recurrence.blocks import Block, NewPlaces, convolved, folded, run_blocks
+from specdec.errors import ConfigError, UnsupportedModelError
+from specdec.kvcache.layout import CacheField, Records, StateShape
+from specdec.kvcache.recurrent_state import FOLD
+from specdec.models.recurrent_layers import normed, require_one_cpu
+from specdec.models.target import TargetModel
+
+from tiny_models import BASE
+
+HEADS, KEY_HEADS, K_DIM, V_DIM = 4, 2, 8, 12
+
+
+def tokens(count: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    normal = lambda *shape: torch.randn(count, *shape, generator=draw)  # noqa: E731
+    return {
+        "q": normed(normal(KEY_HEADS, K_DIM)) * K_DIM**-0.5,
+        "k": normed(normal(KEY_HEADS, K_DIM)),
+        "v": normal(HEADS, V_DIM),
+        "g": -torch.rand(count, HEADS, generator=draw) * 0.3,
+        "beta": torch.rand(count, HEADS, generator=draw),
+    }
+
+
+def in_block(rows: dict[str, torch.Tensor], begin: int, first: int, last: int, known: Any, state: Any) -> Any:
+    """Places `first` to `last` of the block from position `begin` on; known: u of the places before."""
+
+    def placed(x: torch.Tensor) -> torch.Tensor:
+        out = x.new_zeros((1, FOLD, *x.shape[1:]))
+        out[0, :last] = x[begin : begin + last]
+        return out
+
+    u = torch.zeros(1, FOLD, HEADS, V_DIM) if known is None else known
+    block = Block(state, placed(rows["k"]), u, placed(rows["g"]))
+    place = torch.arange(first, last)[None]
+    new = (rows[name][begin + first : begin + last][None] for name in ("q", "v", "beta"))
+    out, u = run_blocks(block, NewPlaces(place, torch.ones_like(place, dtype=torch.bool), *new))
+    return out[0], u, block._replace(u=u)
+
+
+def run(rows: dict[str, torch.Tensor], cuts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs and the last state of all rows, computed in pieces that end at `cuts`."""
+    state, known, outs, begin = torch.zeros(1, HEADS, K_DIM, V_DIM), None, [], 0
+    for first, last in itertools.pairwise([0, *cuts]):
+        while first < last:
+            end = min(last, begin + FOLD)
+            out, known, block = in_block(rows, begin, first - begin, end - begin, known, state)
+            outs.append(out)
+            first = end
+            if end == begin + FOLD:
+                state, known, begin = folded(block), None, end
+    return torch.cat(outs), state
+
+
+def test_blocks_are_the_recurrence_of_transformers() -> None:
+    rows = tokens(3 * FOLD + 5)
+    repeated = {name: rows[name].repeat_interleave(2, 1) for name in ("q", "k")}
+    exact = [x[None].double() for x in (repeated["q"] * K_DIM**0.5, repeated["k"], rows["v"], rows["g"], rows["beta"])]
+    want, _ = delta_rule(*exact[:3], g=exact[3], beta=exact[4])
+    found, _ = run(rows, [len(rows["q"])])
+    torch.testing.assert_close(found, want[0].float(), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("cuts", [[*range(1, 54)], [7, 8, 30, 53], [16, 32, 48, 53], [1, 52, 53]], ids=str)
+def test_a_token_has_the_same_bits_in_any_piece(cuts: list[int]) -> None:
+    rows = tokens(53)
+    found, whole = run(rows, cuts), run(rows, [53])
+    assert torch.equal(found[0], whole[0]) and torch.equal(found[1], whole[1])
+
+
+def test_a_block_has_the_same_bits_in_company() -> None:
+    rows = [tokens(FOLD, seed) for seed in range(3)]
+    alone = [
+        in_block(one, 0, 5, 11, torch.randn(1, FOLD, HEADS, V_DIM).mul(0.1), torch.ones(1, 4, 8, 12)) for one in rows
+    ]
+    blocks = Block(*(torch.cat(parts) for parts in zip(*(each[2] for each in alone), strict=True)))
+    place = torch.arange(5, 11).expand(3, -1)
+    new = [torch.stack([one[name][5:11] for one in rows]) for name in ("q", "v", "beta")]
+    out, u = run_blocks(blocks, NewPlaces(place, torch.ones_like(place, dtype=torch.bool), *new))
+    assert torch.equal(out, torch.stack([each[0] for each in alone]))
+    assert torch.equal(u, torch.cat([each[1] for each in alone]))
+    assert torch.equal(folded(blocks), torch.cat([folded(each[2]) for each in alone]))
+
+
+def test_a_convolution_adds_its_taps() -> None:
+    inputs, weight, bias = torch.randn(2, 3, 5), torch.randn(5, 3), torch.randn(5)
+    want = torch.einsum("tkc,ck->tc", inputs, weight) + bias
+    torch.testing.assert_close(convolved(inputs, weight, bias), want)
+
+
+def test_records_have_the_window_of_a_block_and_two_rounds() -> None:
+    fields = CacheField("inputs", 1, 6), CacheField("u", 2, 4, dtype=torch.float32)
+    state = StateShape(2, 3, 4, 3, 6)
+    layout = KVLayout((LayerCache(0, 0, "linear_attention", fields, Records(), state=state),)).for_rounds(5)
+    assert layout.layers[0].retention == Records(FOLD + 10)
+    assert layout.slot_bytes(Records(FOLD + 10), torch.bfloat16) == 6 * 2 + 8 * 4
+    assert layout.state_bytes(torch.bfloat16) == 2 * 3 * 4 * 4 + 3 * 6 * 2 + 8
+
+
+# what is refused
+
+
+def test_recurrent_layers_run_on_one_cpu(make_target) -> None:
+    with pytest.raises(UnsupportedModelError, match="recurrent layers, which run on one CPU, and this would be cuda:0"):
+        require_one_cpu("m", torch.device("cuda:0"), None)
+    with pytest.raises(UnsupportedModelError, match="this would be tensor_parallel=2"):
+        Engine.from_pretrained(make_target("qwen3_5"), config=EngineConfig(tensor_parallel=2, device="cpu"))
+
+
+def test_records_of_8_bits_are_refused(make_target, make_engine) -> None:
+    with pytest.raises(ConfigError, match=r"kv_dtype='fp8', and .* has recurrent layers, whose records"):
+        make_engine(make_target("qwen3_5"), kv_dtype="fp8")
+
+
+def test_a_drafter_with_recurrent_layers_is_refused(make_target, make_engine) -> None:
+    with pytest.raises(UnsupportedModelError, match="has recurrent layers, and a drafter's states are not kept yet"):
+        make_engine(make_target("llama"), make_target("qwen3_5"))
+
+
+def test_a_recurrent_layer_of_another_kind_is_refused() -> None:
+    import transformers
+
+    config = transformers.MiniMaxConfig(**{**BASE, "num_local_experts": 2})
+    with pytest.raises(UnsupportedModelError, match=r"layer 1 is of type 'linear_attention', and its module \(Mini"):
+        TargetModel(transformers.MiniMaxForCausalLM(config).eval())

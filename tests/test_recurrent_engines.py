@@ -1,0 +1,243 @@
+"""Engines over targets with recurrent layers: tokens are those of the model's own full forward, and keep their bits."""
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from crowd import each_alone, make_crowd, require_empty, serve_crowd, wrong_requests
+
+from specdec import Engine, SamplingParams, SpecConfig
+
+from marks import deep, each_value, examples, pairs, slow
+
+NEW = 24
+NAMES = ["qwen3_5", "qwen3_next", "qwen3_5_moe", "granitemoehybrid", "nemotron_h", "lfm2"]
+FAMILIES = [slow(name) if name in ("qwen3_5", "lfm2") else deep(name) for name in NAMES]
+SPECS = {
+    "chain": SpecConfig(3, adaptive=False),
+    "tree": SpecConfig(3, 2, 6, adaptive=False),
+    "deep tree": SpecConfig(19, 2, 26, adaptive=False),  # a path crosses one fold or two
+}
+DRAFTERS = [None, "trees", "ngram", "suffix", "lm", "eagle3"]
+PLAIN = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+LENGTHS = (1, 15, 16, 37)
+
+Make = Callable[..., Engine]
+
+
+@pytest.fixture
+def prompts(random_prompt) -> list[list[int]]:
+    return [random_prompt(length, seed=length) for length in LENGTHS]
+
+
+@pytest.fixture
+def truths(greedy_oracle) -> Callable[..., list[Sequence[int]]]:
+    """What greedy decoding gives after these prompts, by full forwards."""
+    return lambda model, prompts, new=NEW: [greedy_oracle(model, prompt, new) for prompt in prompts]
+
+
+@pytest.fixture
+def drafter_of(make_target, scripted, tree_script) -> Callable[..., Any]:
+    from tiny_models import random_eagle3
+
+    def make(name: str | None, model: Any, texts: Sequence[Sequence[int]] = ()) -> Any:
+        if name == "trees":
+            return scripted(tree_script([list(text) for text in texts]))
+        return random_eagle3(model) if name == "eagle3" else make_target("llama") if name == "lm" else name
+
+    return make
+
+
+CASES = pairs(NAMES, DRAFTERS, list(SPECS), [1, 4], [16, 7], [False, True])
+
+
+@pytest.mark.parametrize(("family", "drafter", "spec", "page_size", "chunk", "deterministic"), each_value(CASES))
+def test_tokens_are_those_of_full_forwards(
+    family, drafter, spec, page_size, chunk, deterministic, make_target, make_engine, prompts, truths, drafter_of
+) -> None:
+    model = make_target(family)
+    expected = [list(truth) for truth in truths(model, prompts)]
+    texts = [prompt + truth for prompt, truth in zip(prompts, expected, strict=True)]
+    shape = SPECS["chain"] if drafter in ("ngram", "suffix") else SPECS[spec]
+    options = {"page_size": page_size, "prefill_chunk": chunk, "deterministic": deterministic, "max_batch_size": 3}
+    engine = make_engine(model, drafter_of(drafter, model, texts), spec=shape, **options)
+    assert [out.token_ids for out in engine.generate(prompts, PLAIN)] == expected
+    require_empty(engine)
+
+
+def test_random_cases(make_target, make_engine, random_prompt, truths, drafter_of) -> None:
+    """Families x drafters x chains and trees x pages x chunks x hits x preemption."""
+    for seed in range(examples(6, 300)):
+        draw = random.Random(seed)
+        model = make_target(NAMES[seed % len(NAMES)])
+        prompts = [random_prompt(draw.randrange(1, 50), seed=seed + i) for i in range(draw.randrange(1, 4))]
+        prompts += [prompt[: draw.randrange(1, len(prompt) + 1)] for prompt in prompts]
+        expected = [list(truth) for truth in truths(model, prompts, 20)]
+        texts = [prompt + truth for prompt, truth in zip(prompts, expected, strict=True)]
+        drafter = draw.choice(DRAFTERS[1:])
+        spec = draw.choice(list(SPECS.values())) if drafter not in ("ngram", "suffix") else SPECS["chain"]
+        sizes = {
+            "page_size": draw.choice((1, 2, 4, 16)),
+            "prefill_chunk": draw.choice((3, 16, 64)),
+            "max_batch_size": draw.randrange(1, 5),
+            "full_slots": draw.choice((160, 400)),
+            "max_model_len": 96,
+            "prefix_cache": draw.random() < 0.8,
+        }
+        engine = make_engine(model, drafter_of(drafter, model, texts), spec=spec, **sizes)
+        found = engine.generate(prompts, SamplingParams(max_new_tokens=20, ignore_eos=True))
+        assert [out.token_ids for out in found] == expected, (seed, drafter, spec, sizes)
+        require_empty(engine)
+
+
+def scored(engine: Engine, prompts: Any, new: int = NEW, **params: Any) -> list[tuple[list[int], Any]]:
+    asked = SamplingParams(max_new_tokens=new, ignore_eos=True, logprobs=2, **params)
+    return [(out.token_ids, out.logprobs) for out in engine.generate(prompts, asked)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bits_do_not_depend_on_company_chunks_or_drafts(family, make_target, make_engine, prompts, drafter_of) -> None:
+    model, options = make_target(family), {"deterministic": True, "max_model_len": 128}
+    lone = make_engine(model, max_batch_size=1, prefill_chunk=64, **options)
+    alone = [scored(lone, prompt)[0] for prompt in prompts]
+    texts = [prompt + tokens for prompt, (tokens, _) in zip(prompts, alone, strict=True)]
+    for spec, page_size, chunk in (("tree", 1, 5), ("deep tree", 4, 16), ("chain", 1, 33)):
+        trees = drafter_of("trees", model, texts)
+        crowd = make_engine(
+            model, trees, spec=SPECS[spec], max_batch_size=3, page_size=page_size, prefill_chunk=chunk, **options
+        )
+        assert scored(crowd, prompts) == alone, spec
+
+
+def test_an_answer_has_its_bits_when_it_is_read_as_a_prompt(make_target, make_engine, random_prompt) -> None:
+    """A preempted request reads its own answer again: the same text is cut everywhere between prompt and answer."""
+    engine = make_engine(make_target("qwen3_5"), deterministic=True, prefill_chunk=64, max_batch_size=1)
+    prompt = random_prompt(3)
+    [(tokens, scores)] = scored(engine, prompt, 36)
+    for cut in (1, 12, 13, 14, 28, 29, 30, 35):
+        assert scored(engine, prompt + tokens[:cut], 36 - cut) == [(tokens[cut:], scores[cut:])], cut
+
+
+# what other engines do wrong
+
+
+def test_a_round_without_drafts_between_rounds_with_drafts(
+    make_target, make_engine, prompts, truths, drafter_of
+) -> None:
+    model = make_target("qwen3_5")
+    expected = [list(truth) for truth in truths(model, prompts, 40)]
+    texts = [prompt + truth for prompt, truth in zip(prompts, expected, strict=True)]
+    engine = make_engine(model, drafter_of("trees", model, texts), spec=SPECS["tree"], max_batch_size=4)
+    handles = engine.submit_many(prompts, SamplingParams(max_new_tokens=40, ignore_eos=True))
+    widths = set()
+    for step in itertools.count():
+        engine.round.max_drafts[: len(prompts)] = (3, 0, 0, 3, 1)[step % 5]
+        if not engine.step():
+            break
+        widths.add((3, 0, 0, 3, 1)[step % 5])
+    assert [handle.output().token_ids for handle in handles] == expected and widths == {0, 1, 3}
+    assert any(handle.output().stats.rounds < 39 for handle in handles)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_preempted_requests_begin_anew(page_size, make_target, make_engine, prompts, truths, drafter_of) -> None:
+    model = make_target("qwen3_5")
+    expected = [list(truth) for truth in truths(model, prompts)]
+    texts = [prompt + truth for prompt, truth in zip(prompts, expected, strict=True)]
+    tight = make_engine(
+        model,
+        drafter_of("trees", model, texts),
+        spec=SPECS["tree"],
+        max_batch_size=4,
+        page_size=page_size,
+        full_slots=96,
+        max_model_len=80,
+    )
+    outs = tight.generate(prompts, PLAIN)
+    assert [out.token_ids for out in outs] == expected
+    assert sum(out.stats.preemptions for out in outs) > 0
+    require_empty(tight)
+
+
+def test_an_aborted_request_leaves_no_state(make_target, make_engine, prompts, truths) -> None:
+    model = make_target("qwen3_5")
+    engine = make_engine(model, max_batch_size=1)
+    handle = engine.submit(prompts[3], PLAIN)
+    for _ in range(6):
+        engine.step()
+    handle.abort()
+    assert [out.token_ids for out in engine.generate(prompts, PLAIN)] == [list(t) for t in truths(model, prompts)]
+
+
+def test_samples_of_one_prompt(make_target, make_engine, prompts, drafter_of) -> None:
+    """Each sample has the tokens of its seed, drafted or not."""
+    model = make_target("qwen3_5")
+    params = SamplingParams(max_new_tokens=NEW, ignore_eos=True, temperature=1.0, seed=5, n=3)
+    plain = [out.token_ids for out in make_engine(model, max_batch_size=1).generate(prompts[2], params)]
+    assert len({tuple(tokens) for tokens in plain}) == 3
+    trees = drafter_of("trees", model, [prompts[2] + tokens for tokens in plain])
+    drafted = make_engine(model, trees, spec=SPECS["tree"], max_batch_size=4, page_size=4)
+    assert [out.token_ids for out in drafted.generate(prompts[2], params)] == plain
+
+
+@pytest.mark.parametrize("drafter", [None, "trees"])
+def test_a_request_ends_at_the_maximum_length(
+    drafter, make_target, make_engine, random_prompt, greedy_oracle, drafter_of
+) -> None:
+    """Drafts reach beyond the last position; the tokens before it are right."""
+    model, prompt = make_target("qwen3_5"), random_prompt(20)
+    truth = list(greedy_oracle(model, prompt, 44))
+    trees = drafter_of(drafter, model, [prompt + truth])
+    engine = make_engine(model, trees, spec=SPECS["deep tree"], max_model_len=64, max_batch_size=2)
+    [out] = engine.generate(prompt, SamplingParams(max_new_tokens=44, ignore_eos=True))
+    assert out.token_ids == truth
+
+
+def test_prompt_scores_with_drafts(make_target, make_engine, prompts, hf_forward, drafter_of) -> None:
+    model = make_target("qwen3_5")
+    params = SamplingParams(max_new_tokens=8, ignore_eos=True, prompt_logprobs=1)
+    engine = make_engine(model, drafter_of("trees", model, prompts), spec=SPECS["tree"], prefill_chunk=7)
+    for prompt, out in zip(prompts[1:], engine.generate(prompts[1:], params), strict=True):
+        logits = hf_forward(model, prompt).logits[0].log_softmax(-1)
+        want = [float(logits[i, token]) for i, token in enumerate(prompt[1:])]
+        found = [step.logprob for step in out.prompt_logprobs[1:]]
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(want), atol=1e-4, rtol=0)
+
+
+def test_rows_of_padding_change_no_state(make_target, make_engine, prompts, truths, drafter_of) -> None:
+    """One request in a batch of four seats; the padding row has a state of its own, which stays empty."""
+    model = make_target("qwen3_5")
+    [truth] = truths(model, prompts[3:])
+    trees = drafter_of("trees", model, [prompts[3] + list(truth)])
+    engine = make_engine(model, trees, spec=SPECS["deep tree"], max_batch_size=4)
+    assert engine.generate(prompts[3], PLAIN)[0].token_ids == list(truth)
+    states = [layer.state for layer in engine.cache.stores[0].layers.values() if layer.state is not None]
+    assert len(states) == 3
+    for state in states:
+        assert not state.matrices[1:5].any() and not state.folded_len[1:5].any()
+        assert state.folded_len[0] == (len(prompts[3]) + NEW - 1) // 16 * 16 and state.matrices[0].any()
+
+
+def test_a_crowd_of_every_kind(make_target, make_engine) -> None:
+    crowd = make_crowd(examples(12, 60), 24, 96, seed=3)
+    model, options = make_target("qwen3_5"), {"deterministic": True, "max_model_len": 64}
+    alone = each_alone(make_engine(model, max_batch_size=1, **options), crowd)
+    engine = make_engine(
+        model, "ngram", spec=SpecConfig(3, adaptive=False), max_batch_size=4, full_slots=120, **options
+    )
+    assert wrong_requests(crowd, serve_crowd(engine, crowd), alone) == []
+    require_empty(engine)
+
+
+def test_slots_are_checked(make_target, make_engine, prompts, truths, drafter_of, monkeypatch) -> None:
+    """SPECDEC_SANITIZE=1: freed records are NaN, and no answer is."""
+    monkeypatch.setenv("SPECDEC_SANITIZE", "1")
+    model = make_target("qwen3_5")
+    expected = [list(truth) for truth in truths(model, prompts)]
+    texts = [prompt + truth for prompt, truth in zip(prompts, expected, strict=True)]
+    trees = drafter_of("trees", model, texts)
+    engine = make_engine(model, trees, spec=SPECS["tree"], max_batch_size=3, page_size=4, full_slots=128)
+    assert [out.token_ids for out in engine.generate(prompts, PLAIN)] == expected
