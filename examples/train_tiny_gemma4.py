@@ -37,7 +37,7 @@ from transformers import Gemma4ForCausalLM, PreTrainedTokenizerFast
 from word_problems import generate, heldout, heldout_questions
 
 from specdec.progress import Stage
-from specdec.training.packed_rows import ANSWER, causal_masks
+from specdec.training.packed_rows import ANSWER, causal_mask
 from specdec.training.training_optimizer import MixedOptimizer, schedule
 
 STAGES = ("tokenizer", "target", "report")
@@ -105,10 +105,12 @@ def train_target(run: Run, gsm8k: list[dict[str, str]], seconds: float, stage: S
         batch = to_device(next(source), run.device)
         waited += time.perf_counter() - asked
         labels, weights = next_token_targets(batch, args.question_weight)
+        windows = {"full_attention": None, "sliding_attention": model.config.sliding_window}
+        masks = {kind: causal_mask(batch["pos"], window, torch.bfloat16) for kind, window in windows.items()}
         hidden = model.model(
             input_ids=batch["ids"],
             position_ids=batch["pos"],
-            attention_mask=causal_masks(batch["pos"], model.config.sliding_window, torch.bfloat16),
+            attention_mask=masks,
             use_cache=False,
         ).last_hidden_state
         loss = loss_fn(hidden, model.lm_head.weight, labels, weights, model.config.final_logit_softcapping)

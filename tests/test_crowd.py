@@ -40,10 +40,16 @@ class Crowd:
         """Rows for two thirds of the crowd; slots for a tenth of it, of windows for three: they bound who is let in."""
         roomy = self.make(drafter, spec=spec, page_size=page_size, max_batch_size=1)
         sizes = [slots_needed(roomy.table, len(a.prompt), a.params.max_new_tokens) for a in self.asked]
-        full, swa = (max(sum(some) // 10, max(some)) for some in zip(*sizes, strict=True))
+        full, *windows = (max(sum(some) // 10, max(some)) for some in zip(*sizes, strict=True))
         rows = self.count * 16 // 25
         return self.make(
-            drafter, spec=spec, page_size=page_size, max_batch_size=rows, full_slots=full, swa_slots=3 * swa, **config
+            drafter,
+            spec=spec,
+            page_size=page_size,
+            max_batch_size=rows,
+            full_slots=full,
+            swa_slots=3 * max(windows),
+            **config,
         )
 
 

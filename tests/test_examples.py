@@ -121,7 +121,7 @@ def test_every_program_runs_and_says_what_it_should(name, run, request):
 def test_every_program_has_help_and_usage_lines(name, run):
     code, out, _ = run(name, "--help")
     assert code == 0
-    assert out.startswith("usage:")
+    assert out.lstrip().lower().startswith("usage:")
     assert f"python examples/{name}" in (EXAMPLES / name).read_text("utf-8").split('"""')[1]
 
 

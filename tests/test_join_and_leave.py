@@ -243,7 +243,8 @@ def request_of(number: int, prompt: Sequence[int]) -> Request:
 
 
 def prefixes_of(table: RequestTable, num_stores: int = 1) -> Prefixes:
-    return Prefixes(SimpleNamespace(table=table, stores=[None] * num_stores), lambda: 0)
+    cache = SimpleNamespace(table=table, stores=[None] * num_stores, state_cache=lambda: None)
+    return Prefixes(cache, lambda: 0)
 
 
 def busy(seed: int, page_size: int, **sizes: int) -> Scheduler:

@@ -64,7 +64,9 @@ class KVMachine(RuleBasedStateMachine):
             dtype=torch.float64,  # holds every value written below exactly
         )
         self.allocator = self.table.allocator
-        self.own = self.table.add_store(KVLayout.uniform(1, 1, 1), torch.float64)  # of a drafter that looks ahead
+        self.own = self.table.add_store(
+            KVLayout.of_windows([None], 1, 1), torch.float64
+        )  # of a drafter that looks ahead
         self.cache = PrefixCache(self.table.table, pairs=self.pairs)
         self.worker = Worker()
         self.texts: dict[int, list[int]] = {}  # row -> its tokens; one more than are committed, or the rest of a prompt

@@ -120,11 +120,11 @@ LAGGING += [("chain", rounds, model, "plain") for model, rounds in ALONE]
 
 
 def each_once(shape, others, model, said):
-    """A tree with a language model, long chains of a token that repeats with the head; and of plain rounds, few and
-    more than are kept."""
+    """One of every shape, those that repeat a token with the head, the others with a language model; and of plain
+    rounds, few and more than are kept."""
     if said == "plain":
-        return others in (1, 17) and model == "tiny-gemma4-eagle3"
-    return (shape, model, said) in {("tree", "tiny-gemma4", "text"), ("long", "tiny-gemma4-eagle3", "one token")}
+        return others in (1, 17) if model == "tiny-gemma4-eagle3" else others == 16
+    return others in (2, 5, 9) and (model == "tiny-gemma4-eagle3") == (said == "one token")
 
 
 @pytest.mark.parametrize(("shape", "others", "model", "said"), usual(LAGGING, each_once))

@@ -113,10 +113,10 @@ class Scene:
         if plan.write is not None:  # as a layer does: first written, then read back
             self.table.write(layer, plan.write, block_k.flatten(0, 1), block_v.flatten(0, 1))
         window = self.window if layer == SLIDING_LAYER else None
-        (pool_k, pool_v), _ = self.table.view.layer(layer)
+        kept = self.table.view.layer(layer)
         keys = visible_keys(plan, window)
         options = {"scaling": SCALING, "softcap": softcap, "sinks": sinks}
-        out = keys.attend(query.transpose(1, 2), pool_k, pool_v, **options)
+        out = keys.attend(query.transpose(1, 2), kept.k, kept.v, **options)
         assert (out.shape, out.dtype) == (query.shape, query.dtype)
         window = math.inf if window is None else window + plan.window_shift
         expected = torch.zeros(query.shape, dtype=torch.float64)
@@ -240,12 +240,12 @@ def test_visible_keys_of_the_worked_tree(page_size: int):
 def test_the_strides_of_the_queries_do_not_matter(softcap: float | None):
     scene = Scene([9], page_size=1, window=4)
     plan = scene.table.verify(scene.rows, tree_of([CHAIN]))
-    (pool_k, pool_v), _ = scene.table.view.layer(SLIDING_LAYER)
+    kept = scene.table.view.layer(SLIDING_LAYER)
     query = scene.random(1, 4, NODES, 8)  # [B, Hq, N, D]
     turned = query.transpose(1, 2).contiguous().transpose(1, 2)
     assert query.is_contiguous() != turned.is_contiguous()
     keys = visible_keys(plan, 4)
-    out, expected = (keys.attend(q, pool_k, pool_v, scaling=SCALING, softcap=softcap) for q in (turned, query))
+    out, expected = (keys.attend(q, kept.k, kept.v, scaling=SCALING, softcap=softcap) for q in (turned, query))
     torch.testing.assert_close(out, expected)
 
 

@@ -39,8 +39,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "per-layer embeddings": ("gemma4-e2b", {**WIDE, **GEMMA}),
     "experts": ("gpt_oss", {**NARROW, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48}),
 }
-PACKED = [("llama", "int4-g32"), ("qwen2", "awq"), ("mistral", "fp8-block"), ("gpt_oss", "mxfp4")]
-MORE = [("qwen3", "gptq-zeros"), ("llama", "fp8-channel"), ("qwen3_moe", "gptq-v2"), ("llama", "int4-zeros")]
+PACKED = [("llama", "int4-g32"), ("mistral", "fp8-block"), ("gpt_oss", "mxfp4")]
+MORE = [
+    *(("qwen2", "awq"), ("qwen3", "gptq-zeros"), ("llama", "fp8-channel"), ("qwen3_moe", "gptq-v2")),
+    ("llama", "int4-zeros"),
+]
 
 
 class Counted(Ranks):
