@@ -10,6 +10,11 @@ import torch
 from crowd import each_alone, make_crowd, require_empty, serve_crowd, wrong_requests
 
 from specdec import Engine, SamplingParams, SpecConfig
+from specdec.doctor.dense_drafts import record
+from specdec.errors import UnsupportedModelError
+from specdec.models.target import TargetModel
+from specdec.training.draft_loss import run_target
+from specdec.training.packed_rows import PackedRows
 
 from marks import deep, each_value, examples, pairs, slow
 
@@ -241,3 +246,13 @@ def test_slots_are_checked(make_target, make_engine, prompts, truths, drafter_of
     trees = drafter_of("trees", model, texts)
     engine = make_engine(model, trees, spec=SPECS["tree"], max_batch_size=3, page_size=4, full_slots=128)
     assert [out.token_ids for out in engine.generate(prompts, PLAIN)] == expected
+
+
+def test_what_reads_long_texts_outside_an_engine_refuses(make_target) -> None:
+    """The doctor read 17 tokens as the first 16, and training would run a state on from one document to the next."""
+    target = TargetModel(make_target("qwen3_next"))
+    with pytest.raises(UnsupportedModelError, match="has recurrent layers, and the doctor reads texts without"):
+        record(target, [1], [2])
+    rows = PackedRows(*(torch.zeros((1, 4), dtype=torch.int64) for _ in PackedRows._fields))
+    with pytest.raises(UnsupportedModelError, match="has recurrent layers, and training reads texts without"):
+        run_target(target, rows)

@@ -32,6 +32,7 @@ from specdec.draft_models.native_mtp.mtp_chains import chained_rows
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.kvcache.layer_context import ScoreOptions
 from specdec.models.probe import ProbeContext
+from specdec.models.recurrent_layers import require_attention_only
 from specdec.models.target import TargetModel
 
 
@@ -72,7 +73,8 @@ class RecordedText:
 
 @torch.inference_mode()
 def record(target: TargetModel, prompt: list[int], answer: list[int]) -> RecordedText:
-    """Run prompt and answer through the target once."""
+    """Run prompt and answer through the target once. Raises UnsupportedModelError for one with recurrent layers."""
+    require_attention_only(target, "the doctor")
     tokens = torch.tensor([*prompt, *answer], device=target.device)
     steps = torch.arange(len(tokens), device=target.device)
     states: dict[int, torch.Tensor | None] = dict.fromkeys(range(len(target.layout.layers) + 1))

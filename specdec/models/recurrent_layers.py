@@ -152,6 +152,15 @@ def _context_as_cache(_layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> t
     return args, {**kwargs, "past_key_values": kwargs.get("specdec_ctx")}
 
 
+def require_attention_only(target: Any, what: str) -> None:
+    """Raise UnsupportedModelError for a target with recurrent layers; what: reads long texts outside an engine."""
+    if target.recurrent:
+        raise UnsupportedModelError(
+            f"{target.name} has recurrent layers, and {what} reads texts without their states; it needs a target of "
+            "attention layers alone"
+        )
+
+
 def require_one_cpu(name: str, device: torch.device, ranks: Ranks | None) -> None:
     """Recurrent layers run in plain torch, which reads lengths back. Raises UnsupportedModelError elsewhere."""
     where = f"tensor_parallel={len(ranks)}" if ranks is not None else None if device.type == "cpu" else str(device)

@@ -26,6 +26,7 @@ class TextPaths(NamedTuple):
         """text, positions [T]; seen: those of all rows seen, these included [L]."""
         seen_text, seen_positions = seen
         mine = (text[:, None] == seen_text) & (seen_positions <= positions[:, None])  # [T, L]
+        assert int(mine.sum(1).max()) <= FOLD, "a text of a probe is one block"
         order = torch.where(mine, seen_positions, FOLD).argsort(dim=1, stable=True)[:, :FOLD]
         order = pad(order, (0, FOLD - order.shape[1]))
         return cls(order, torch.arange(FOLD, device=order.device) < mine.sum(1)[:, None])

@@ -41,7 +41,9 @@ class ConventionWatch:
 
     def __init__(self, target: TargetModel, drafter: Drafter | None) -> None:
         model = None if drafter is None else model_of(drafter)
-        self.target, self.drafter = target, model if isinstance(model, NativeMtpDrafter) else None
+        self.target = target
+        # a dense read has no states of recurrent layers
+        self.drafter = model if isinstance(model, NativeMtpDrafter) and not target.recurrent else None
         self.ended: list[list[int]] = []
 
     def after_step(self, ended: Sequence[Request], running: Sequence[Request]) -> None:

@@ -16,6 +16,7 @@ from transformers import DynamicCache
 
 from specdec.kvcache.layout import FULL_ATTENTION, SLIDING_ATTENTION
 from specdec.models.cache_argument import cache_argument
+from specdec.models.recurrent_layers import require_attention_only
 from specdec.models.target import TargetModel
 from specdec.training.packed_rows import ANSWER, PackedRows, causal_mask, predicted_rows
 
@@ -70,7 +71,9 @@ class TrainableDrafter(ABC):
 def run_target(
     target: TargetModel, batch: PackedRows, aux_layers: tuple[int, ...] = (), owners: tuple[int, ...] = ()
 ) -> tuple[torch.Tensor, list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
-    """(hidden [B, T, H], states that enter `aux_layers`, K and V [B, Hkv, T, D] of layers `owners`)."""
+    """(hidden [B, T, H], states that enter `aux_layers`, K and V [B, Hkv, T, D] of layers `owners`). Raises
+    UnsupportedModelError for a target with recurrent layers, whose states would run on from document to document."""
+    require_attention_only(target, "training")
     seen: dict[int, torch.Tensor] = {}
 
     def keep(layer: int) -> Callable[..., None]:
