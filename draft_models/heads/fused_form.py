@@ -26,7 +26,8 @@ class Echo:
     drafter compare."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        return call.query.transpose(1, 2)[..., : call.value.shape[-1]]
+        own = call.key.shape[-1] == call.query.shape[-1]  # else they stand for K/V of another model, which is not read
+        return call.query.transpose(1, 2)[..., : call.value.shape[-1] if own else None]
 
     def destination(self, layer: int) -> None:
         return None
