@@ -16,10 +16,12 @@ import contextlib
 import doctest
 import inspect
 import io
+import logging
 import re
 import runpy
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -201,6 +203,17 @@ def readers_names() -> dict[str, Any]:
     return {"specdec": specdec, "model": model, "assistant": assistant, "input_ids": input_ids, "mask": input_ids > 0}
 
 
+@pytest.fixture
+def levels_of_loggers() -> Iterator[None]:
+    """A page may set levels; other tests get their own back."""
+    loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith("specdec")]
+    levels = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
+
+
+@pytest.mark.usefixtures("levels_of_loggers")
 @deep_cases(
     *("docs/choosing.md", "docs/troubleshooting.md", "docs/exactness.md", "docs/structured_output.md"),
     "docs/quick_start.md",
