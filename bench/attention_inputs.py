@@ -110,13 +110,6 @@ def _common(shape: Shape, *own: str) -> tuple[dict[str, Any], dict[str, Any], li
     return shape, extra, fields
 
 
-def _rounded(rows: torch.Tensor) -> RoundedPool:
-    """rows [slots, Hkv, D], NaN where nothing is held."""
-    pool = RoundedPool.zeros(*rows.shape, rows.dtype, rows.device)
-    pool.index_copy_(0, torch.arange(len(rows), device=rows.device), rows)
-    return pool
-
-
 def prepare_paged(shape: Shape) -> Prepared:
     """`paged_attention` of the newest `level` nodes of a binary tree of `num_rows`; None: all of them."""
     shape, extra, [level, rounded] = _common(shape, "level", "rounded")
@@ -142,8 +135,9 @@ def prepare_paged(shape: Shape) -> Prepared:
             lambda **options: pa.paged_attention(**args, **options),
             lambda: pa.reference_paged_attention(**in_float64(args)),
         )
-    args |= {name: _rounded(args[name]) for name in ("pool_k", "pool_v")}
-    blocks = [_rounded(args[name].transpose(1, 2).flatten(0, 1)) for name in ("block_k", "block_v")]  # [B * M, Hkv, D]
+    args |= {name: RoundedPool.of(args[name]) for name in ("pool_k", "pool_v")}
+    rows = (args[name].transpose(1, 2).flatten(0, 1) for name in ("block_k", "block_v"))  # [B * M, Hkv, D]
+    blocks = [RoundedPool.of(each) for each in rows]
     numbers = [block.bits.unflatten(0, (batch, -1)).transpose(1, 2) for block in blocks]
     exact = [
         x.unflatten(0, (batch, -1)).transpose(1, 2) for x in in_float64(dict(zip("kv", blocks, strict=True))).values()
@@ -200,7 +194,7 @@ def _stored(shape: Shape) -> tuple[dict[str, Any], dict[str, Any], Callable[[], 
             rows = block.transpose(1, 2).flatten(0, 1)  # [B * N, Hkv, D]
             args[name] = torch.cat([args[name], rows, rows[:1].expand(spare, -1, -1)])
     if rounded:
-        args |= {name: _rounded(args[name]) for name in ("pool_k", "pool_v")}
+        args |= {name: RoundedPool.of(args[name]) for name in ("pool_k", "pool_v")}
     table = {name: args[name] for name in ("pages", "start", "committed_len", "page_size")}
     table |= {"write": write, "parents": parents}
     return args, table, lambda: deterministic_attention(own=reference_own_keys(**table), **in_float64(args))

@@ -111,7 +111,7 @@ def answers_row(name: str, found: Sequence[Any], want: Sequence[Any], note: str 
 def level_row(
     engine: Engine, work: Callable[[], Any], rounds: int, held: Callable[[], Sequence[int]], name: str = "memory"
 ) -> Row:
-    """`work` until so many rounds ran: it gives what it gave first, and in the second half nothing of `held` grows."""
+    """`work` until `rounds` ran: it gives what it gave first, and in the second half nothing of `held` grows."""
     first, begin = work(), time.perf_counter()
     levels, same = [held()], True
     while engine.stats().batches < rounds:

@@ -33,6 +33,14 @@ class RoundedPool:
         bits = torch.zeros((slots, heads, dim), dtype=torch.uint8, device=device)
         return cls(bits, torch.zeros((slots, heads), device=device), dtype)
 
+    @classmethod
+    def of(cls, rows: torch.Tensor) -> "RoundedPool":
+        """rows [slots, heads, D], rounded. A row that holds NaN has a scale that is."""
+        slots, heads, dim = rows.shape
+        pool = cls.zeros(slots, heads, dim, rows.dtype, rows.device)
+        pool.index_copy_(0, torch.arange(slots, device=rows.device), rows)
+        return pool
+
     @property
     def shape(self) -> torch.Size:
         return self.bits.shape

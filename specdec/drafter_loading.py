@@ -106,7 +106,7 @@ def _of_checkpoint(
 
 
 def meant_by_auto(checkpoint: Checkpoint, num_layers: int, here: Mapping[str, Any]) -> Iterator[str]:
-    """Drafters that "auto" tries for a target of so many layers: "mtp", and published names that are on disk. here:
+    """Drafters that "auto" tries for a target of `num_layers`: "mtp", and published names that are on disk. here:
     options of a checkpoint that is not downloaded."""
     try:
         if has_modules(checkpoint.config_file.parent, num_layers):

@@ -29,7 +29,6 @@ from specdec.kvcache.layout import (
 )
 from specdec.kvcache.page_pool import PagedAllocator
 from specdec.kvcache.prefix_cache import PrefixCache
-from specdec.kvcache.rounded import RoundedPool
 from specdec.kvcache.table import FROZEN_EXTRA_KEYS, Move, RequestTable
 
 __all__ = [
@@ -63,7 +62,6 @@ __all__ = [
     "layout_from_config",
     "make_allocator",
     "replaced",
-    "rounded_rows",
 ]
 
 
@@ -97,13 +95,6 @@ def make_allocator(
     more = pages if window_pages is None else window_pages
     each = [more] * len(groups.windowed) if isinstance(more, int) else more
     return HybridAllocator(groups, [pages, *each], page_size=page_size, device=torch.device(device))
-
-
-def rounded_rows(rows: torch.Tensor) -> RoundedPool:
-    """rows [slots, Hkv, D] in 8 bits. A row that holds NaN has a scale that is."""
-    pool = RoundedPool.zeros(*rows.shape, rows.dtype, rows.device)
-    pool.index_copy_(0, torch.arange(len(rows), device=rows.device), rows)
-    return pool
 
 
 def replaced(values: ByGroup[Any], group: GroupId, value: Any) -> ByGroup[Any]:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from kv_rig import rounded_rows
 
 from specdec.attention.kernels.paged_attention import (
     Tiles,
@@ -16,6 +15,7 @@ from specdec.attention.kernels.paged_attention import (
     reference_paged_attention,
 )
 from specdec.attention.trees.tree import DraftTree
+from specdec.kvcache.rounded import RoundedPool
 
 from dense_oracle import attend
 from marks import deep_cases, quick
@@ -255,8 +255,10 @@ def test_head_sizes(head_dim: int) -> None:
 def test_keys_and_values_of_8_bits_are_attended_to_as_they_are_read_back(dtype: torch.dtype) -> None:
     """Those of the draft too, which are the newest of more rows."""
     case = Case([35, 4], 5, parents=[-1, 0, 0, 1, 3], dtype=dtype, head_dim=16, v_dim=12, heads=(4, 2), window=30)
-    pools = {name: rounded_rows(case.args[name].to(DEVICE)) for name in ("pool_k", "pool_v")}
-    blocks = [rounded_rows(case.args[name].transpose(1, 2).flatten(0, 1).to(DEVICE)) for name in ("block_k", "block_v")]
+    pools = {name: RoundedPool.of(case.args[name].to(DEVICE)) for name in ("pool_k", "pool_v")}
+    blocks = [
+        RoundedPool.of(case.args[name].transpose(1, 2).flatten(0, 1).to(DEVICE)) for name in ("block_k", "block_v")
+    ]
 
     def rows(numbers: torch.Tensor) -> torch.Tensor:
         return numbers.unflatten(0, (2, 5)).transpose(1, 2)

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from kv_rig import rounded_rows
 
 from specdec.attention.kernels.own_keys import own_keys
 from specdec.attention.kernels.ragged_attention import RaggedTiles, ragged_attention
 from specdec.attention.kernels.tree_attention import Cut, RowTiles, tree_attention
 from specdec.attention.pack import Lines, Pack
 from specdec.attention.runs import EveryRun, RunsAttention, dense_run, exact_run
+from specdec.kvcache.rounded import RoundedPool
 from specdec.runtime.rounds.captured_prompts import MAX_TOKENS, token_buckets
 
 from dense_oracle import attend
@@ -143,7 +143,7 @@ def test_the_kernel_against_the_definition(v_dim, exact, window, begin, softcap,
 @pytest.mark.parametrize("exact", [False, True], ids=["any-order", "in-order"])
 def test_keys_and_values_of_8_bits_are_attended_to_as_they_are_read_back(exact: bool) -> None:
     case = Case([17, 0, 3], [11, 1, 20], 5, None, 0, 20)
-    k, v = rounded_rows(case.k), rounded_rows(case.v)
+    k, v = RoundedPool.of(case.k), RoundedPool.of(case.v)
     options: dict[str, Any] = {"scaling": 0.3, "exact": exact, "tiles": IN_ORDER if exact else ANY_ORDER}
     got = ragged_attention(case.q, k, v, case.pack, case.lines, **options)
     want = ragged_attention(case.q, k.read(), v.read(), case.pack, case.lines, **options)

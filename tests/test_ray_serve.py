@@ -114,7 +114,7 @@ class Handle:
 
 
 class LostAfter:
-    """A replica that is lost once it has sent so many messages of an answer."""
+    """A replica that is lost once it has sent `messages` of an answer."""
 
     def __init__(self, replica: Any, messages: int) -> None:
         self.replica, self.messages = replica, messages

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from kv_rig import rounded_rows
 
 from specdec.attention.deterministic_attention import deterministic_attention
 from specdec.attention.kernels.own_keys import ALIGN, own_keys, reference_own_keys
@@ -22,6 +21,7 @@ from specdec.attention.kernels.tree_attention import (
     fit_rows,
     tree_attention,
 )
+from specdec.kvcache.rounded import RoundedPool
 
 from dense_oracle import attend
 from marks import deep, deep_cases, each_value, quick, slow
@@ -258,7 +258,7 @@ def test_v_may_be_narrower_than_k(head_dim: int, v_dim: int, window: int | None)
 def test_keys_and_values_of_8_bits_are_attended_to_as_they_are_read_back(window: int | None) -> None:
     requests = [request(n, 5, [-1, 0, 0, 1, 3], seed=n, heads=(4, 2), head_dim=24, v_dim=12) for n in (40, 3)]
     args = lay_out(requests, window=window, page_size=4)
-    rounded = {name: rounded_rows(args[name].to(DEVICE)) for name in ("pool_k", "pool_v")}
+    rounded = {name: RoundedPool.of(args[name].to(DEVICE)) for name in ("pool_k", "pool_v")}
     expected = run(args | {name: pool.read() for name, pool in rounded.items()})
     torch.testing.assert_close(run(args | rounded), expected, atol=1e-5, rtol=1e-5)
 

@@ -67,7 +67,7 @@ def load_values(
 def decode_values(b_bits: tl.tensor, b_scale: tl.tensor, DTYPE: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """V and what to multiply weights by; b_scale [BK, 1]. Such weights may be too small for float16: there V is
     multiplied."""
-    if DTYPE.primitive_bitwidth == 16 and not DTYPE.is_bf16():
+    if DTYPE.is_fp16():
         b_x, b_weight_scale = (from_e4m3(b_bits, tl.float32) * b_scale).to(DTYPE), tl.full([1, 1], 1.0, tl.float32)
     else:
         b_x, b_weight_scale = from_e4m3(b_bits, DTYPE), tl.trans(b_scale)

@@ -52,13 +52,13 @@ class MtpTarget(DescribedTarget, TargetInfo, Protocol):
 
 
 def kept_by_modules(target: KVLayout, like: int, count: int) -> KVLayout:
-    """The layout of so many modules: each keeps what layer `like` of the target keeps of a token, and as long."""
+    """The layout of `count` modules: each keeps what layer `like` of the target keeps of a token, and as long."""
     layer = target.layers[like]
     return KVLayout(tuple(replace(layer, layer=number, owner=number) for number in range(count)))
 
 
 def default_steps(count: int) -> int:
-    """Drafts a round of so many modules: one each, or 3 of a single one that is applied again."""
+    """Drafts a round of `count` modules: one each, or 3 of a single one that is applied again."""
     return count if count > 1 else 3
 
 

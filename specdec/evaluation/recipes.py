@@ -52,7 +52,7 @@ DTYPE = torch.bfloat16
 
 @dataclass(frozen=True, slots=True)
 class CardMemory:
-    """K/V that an engine allocates on a GPU of so many GB, or on those that share the target. pools: bytes by group;
+    """K/V that an engine allocates on a GPU of `gigabytes`, or on those that share the target. pools: bytes by group;
     empty: the weights leave no room. tokens: of all requests together. requests: of `TOKENS` tokens, at a time."""
 
     gigabytes: int
@@ -130,7 +130,7 @@ def recipe(pair: Pair) -> Recipe:
 
 
 def card_memory(gigabytes: int, gpus: int, needs: CacheNeeds, config: EngineConfig, weights: int) -> CardMemory:
-    """weights: bytes of the pair, which so many GPUs share evenly, as they share the pools."""
+    """weights: bytes of the pair, which `gpus` GPUs share evenly, as they share the pools."""
     budget = int((gpus * gigabytes * 1e9 - weights) * MEMORY_SHARE["cuda"])
     slots = pool_slots(needs, config, max(budget, 0))
     requests = min(there // held for there, held in zip(slots, needs.held, strict=True))
