@@ -1,0 +1,112 @@
+"""Kernel of prompts: see `block_kernels.py`."""
+
+from specdec.attention.recurrence.block_kernels import (
+    fold_block,
+    load_rows,
+    running_sum,
+    slots_at,
+    solve_records,
+    store_records,
+    weights_of,
+)
+from specdec.gpu.triton_shim import tl, triton
+
+
+@triton.jit
+def run_kernel(
+    p_q: tl.tensor,
+    p_k: tl.tensor,
+    p_v: tl.tensor,
+    p_g: tl.tensor,
+    p_beta: tl.tensor,
+    p_out: tl.tensor,
+    p_state: tl.tensor,
+    p_pool_k: tl.tensor,
+    p_pool_u: tl.tensor,
+    p_pool_g: tl.tensor,
+    p_rows: tl.tensor,
+    p_start: tl.tensor,
+    p_length: tl.tensor,
+    p_cu_len: tl.tensor,
+    p_table: tl.tensor,
+    p_begin: tl.tensor,
+    p_write: tl.tensor,
+    stride_q: tl.tensor,
+    stride_k: tl.tensor,
+    stride_v: tl.tensor,
+    stride_g: tl.tensor,
+    stride_beta: tl.tensor,
+    stride_table: tl.tensor,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    CORRECTED: tl.constexpr,
+    FOLD: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    i_head, i_tile = tl.program_id(0), tl.program_id(1)
+    i_run = tl.program_id(2).to(tl.int64)
+    key_head = i_head // (HEADS // KEY_HEADS)
+    row = tl.load(p_rows + i_run).to(tl.int64)
+    length = tl.load(p_length + i_run).to(tl.int64)
+    if length > 0:
+        start = tl.load(p_start + i_run).to(tl.int64)
+        begin = tl.load(p_begin + i_run)
+        before = tl.load(p_cu_len + i_run).to(tl.int64) - start  # place of position 0
+        first, end = start // FOLD * FOLD, start + length
+        p_table += i_run * stride_table
+        p_q += key_head * K_DIM
+        p_k += key_head * K_DIM
+        p_v += i_head * V_DIM
+        p_g += i_head
+        p_beta += i_head
+        p_out += i_head * V_DIM
+        p_pool_k += key_head * K_DIM
+        p_pool_u += i_head * V_DIM
+        p_pool_g += i_head
+        o_place, o_k = tl.arange(0, FOLD), tl.arange(0, BLOCK_K)
+        o_v = i_tile * BLOCK_V + tl.arange(0, BLOCK_V)
+        m_v = o_v < V_DIM
+        m_state = (o_k < K_DIM)[:, None] & m_v[None, :]
+        cells = p_state + (row * HEADS + i_head) * (K_DIM * V_DIM) + o_k[:, None] * V_DIM + o_v[None, :]
+        known = (o_k < tl.where(first > 0, K_DIM, 0))[:, None] & m_v[None, :]
+        state = tl.load(cells, mask=known, other=0.0)
+        for position in range(first, end, FOLD):
+            positions = position + o_place
+            m_old, m_new = positions < start, (positions >= start) & (positions < end)
+            rows = before + positions
+            slots = slots_at(p_table, begin, positions, m_old, 1)
+            k = load_rows(p_k, rows, stride_k, o_k, m_new, K_DIM)
+            k += load_rows(p_pool_k, slots, KEY_HEADS * K_DIM, o_k, m_old, K_DIM)
+            q = load_rows(p_q, rows, stride_q, o_k, m_new, K_DIM)
+            v = load_rows(p_v, rows, stride_v, o_v, m_new, V_DIM)
+            g = tl.load(p_g + rows * stride_g, mask=m_new, other=0.0).to(tl.float32)
+            g += tl.load(p_pool_g + slots * HEADS, mask=m_old, other=0.0)
+            u = v + load_rows(p_pool_u, slots, HEADS * V_DIM, o_v, m_old, V_DIM)
+            beta = tl.zeros_like(g)
+            if CORRECTED:
+                beta = tl.load(p_beta + rows * stride_beta, mask=m_new, other=0.0).to(tl.float32)
+            total = running_sum(g, o_place, FOLD)
+            decay = tl.exp(total)[:, None]
+            known = decay * tl.dot(k, state, input_precision=PRECISION)
+            out = decay * tl.dot(q, state, input_precision=PRECISION)
+            seen = o_place[:, None] >= o_place[None, :]
+            apart = tl.where(seen, total[:, None] - total[None, :], float("-inf"))
+            by_key, by_query = weights_of(q, k, k, apart, PRECISION)
+            last = tl.minimum(end - position, FOLD)
+            u, out = solve_records(u, v, beta, m_new, known, out, by_key, by_query, last, o_place, CORRECTED)
+            cells_out = p_out + rows[:, None] * (HEADS * V_DIM) + o_v[None, :]
+            tl.store(cells_out, out, mask=m_new[:, None] & m_v[None, :])
+            if position + FOLD <= end:
+                state = fold_block(state, k, u, g, o_place, FOLD, PRECISION)
+            else:  # records of what the state has not taken in
+                slots = tl.load(p_write + rows, mask=m_new, other=0)
+                store_records(
+                    p_pool_k, p_pool_u, p_pool_g, slots, k, u, g, m_new, o_k, o_v, i_head, i_tile,
+                    HEADS, KEY_HEADS, K_DIM, V_DIM,
+                )  # fmt: skip
+        if end // FOLD * FOLD > first:
+            tl.store(cells, state, mask=m_state)
