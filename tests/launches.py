@@ -129,7 +129,7 @@ def recurrent(
     corrected: bool,
     bias: bool = False,
 ) -> None:
-    """The convolution and the recurrence of one layer, of trees and of runs, and the fold before them. heads: of keys, of
+    """The convolution and the recurrence of one layer, of trees and of runs, after a fold. heads: of keys, of
     values, and their sizes; of values 0: a convolution alone."""
     key_heads, num_heads, k_dim, v_dim = heads
     state = RecurrentState.zeros(9, StateShape(num_heads, k_dim, v_dim, 3, channels), dtype, numbers(1).device)
