@@ -103,7 +103,8 @@ def test_engines_on_kernels_have_the_tokens_of_plain_torch(
     prompts = [random_prompt(18), random_prompt(5, seed=1)]
     params = SamplingParams(max_new_tokens=17, ignore_eos=True)
     plain = [out.token_ids for out in make_engine(model).generate(prompts, params)]
-    text = prompts[0] + plain[0]
+    after, short = [*prompts[0], *plain[0], 3], SamplingParams(max_new_tokens=2, ignore_eos=True)
+    [expected] = make_engine(model, prefix_cache=False).generate(after, short)
     monkeypatch.setattr("specdec.runtime.rounds.captured_prompts.MIN_TOKENS", 4)
     monkeypatch.setattr("specdec.engine.capture_for", lambda *_: record if captured else None)
     trees = scripted(tree_script([prompt + tokens for prompt, tokens in zip(prompts, plain, strict=True)]))
@@ -111,9 +112,5 @@ def test_engines_on_kernels_have_the_tokens_of_plain_torch(
     engine = make_engine(model, trees, spec=SpecConfig(3, 2, 6, adaptive=False), **settings)
     assert [out.token_ids for out in engine.generate(prompts, params)] == plain
     assert not captured or engine.stats().captures
-    [again] = engine.generate([*text, 3], SamplingParams(max_new_tokens=2, ignore_eos=True))
-    assert again.stats.cached_tokens == 32
-    [expected] = make_engine(model, prefix_cache=False).generate(
-        [*text, 3], SamplingParams(max_new_tokens=2, ignore_eos=True)
-    )
-    assert again.token_ids == expected.token_ids
+    [again] = engine.generate(after, short)
+    assert again.stats.cached_tokens == 32 and again.token_ids == expected.token_ids

@@ -70,8 +70,8 @@ def fold_kernel(
                     o_v = i_v + tl.arange(0, BLOCK_V)
                     m_state = (o_k < K_DIM)[:, None] & (o_v < V_DIM)[None, :]
                     cells = p_state + o_k[:, None] * V_DIM + o_v[None, :]
-                    known = (o_k < tl.where(first > 0, K_DIM, 0))[:, None] & (o_v < V_DIM)[None, :]
-                    state = tl.load(cells, mask=known, other=0.0)
+                    m_begun = (o_k < tl.where(first > 0, K_DIM, 0))[:, None] & (o_v < V_DIM)[None, :]
+                    state = tl.load(cells, mask=m_begun, other=0.0)
                     for position in range(first, last, FOLD):
                         slots = slots_at(p_table, begin, position + o_place, every, PAGE)
                         k = load_rows(p_k, slots, KEY_HEADS * K_DIM, o_k, every, K_DIM)

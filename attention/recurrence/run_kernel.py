@@ -72,8 +72,8 @@ def run_kernel(
         m_v = o_v < V_DIM
         m_state = (o_k < K_DIM)[:, None] & m_v[None, :]
         cells = p_state + (row * HEADS + i_head) * (K_DIM * V_DIM) + o_k[:, None] * V_DIM + o_v[None, :]
-        known = (o_k < tl.where(first > 0, K_DIM, 0))[:, None] & m_v[None, :]
-        state = tl.load(cells, mask=known, other=0.0)
+        m_begun = (o_k < tl.where(first > 0, K_DIM, 0))[:, None] & m_v[None, :]
+        state = tl.load(cells, mask=m_begun, other=0.0)
         for position in range(first, end, FOLD):
             positions = position + o_place
             m_old, m_new = positions < start, (positions >= start) & (positions < end)
