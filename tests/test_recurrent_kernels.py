@@ -96,12 +96,12 @@ def test_a_copy_has_the_same_bits_whenever_it_is_made() -> None:
 def test_engines_on_kernels_have_the_tokens_of_plain_torch(
     family, captured, make_target, make_engine, random_prompt, scripted, tree_script, monkeypatch
 ) -> None:
-    """Trees with wrong nodes, a request that waits for a row, a hit on the copy that an answer left; a captured engine
-    launches a round before it knows the one before."""
+    """Trees with wrong nodes, and a hit on the copy that an answer left; a captured engine launches a round before it
+    knows the one before."""
     small = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]} if "qwen" in family else {}
     model = make_target(family, **small)
-    prompts = [random_prompt(18), random_prompt(5, seed=1)]
-    params = SamplingParams(max_new_tokens=17, ignore_eos=True)
+    prompts = [random_prompt(18)]
+    params = SamplingParams(max_new_tokens=15, ignore_eos=True)
     plain = [out.token_ids for out in make_engine(model).generate(prompts, params)]
     after, short = [*prompts[0], *plain[0], 3], SamplingParams(max_new_tokens=2, ignore_eos=True)
     [expected] = make_engine(model, prefix_cache=False).generate(after, short)
