@@ -35,6 +35,9 @@ from specdec.kvcache.table import RequestTable, Rows
 CHANNELS = 512
 """Channels of a convolution in one program."""
 
+WARPS = 4
+"""Warps of a program of trees, runs and folds."""
+
 
 @dataclass(frozen=True, slots=True)
 class Slots:
@@ -151,7 +154,7 @@ class RecurrentKernels:
                 **shape,
                 NODES=tree.padded,
                 PAGE=slots.page_size,
-                num_warps=4,
+                num_warps=WARPS,
             )
             return out
         pack = plan.pack
@@ -161,7 +164,7 @@ class RecurrentKernels:
             *(pack.rows, pack.start, pack.length, pack.cu_len, slots.table, slots.begin, write),
             *strides,
             **shape,
-            num_warps=4,
+            num_warps=WARPS,
         )
         return out
 
@@ -209,7 +212,7 @@ def fold_states(
         BLOCK_V=_block(max(shape.v_dim, 1), COLUMNS),
         BLOCK_C=block,
         PRECISION=PRECISION,
-        num_warps=4,
+        num_warps=WARPS,
     )
 
 
