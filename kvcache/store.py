@@ -92,7 +92,8 @@ class RecurrentLayers:
         rows = []
         for kept in layers:
             assert kept.state is not None
-            found = [tensor.data_ptr() for tensor in (*kept.state[:2], *kept.fields)]
+            pools = [tensor for pool in kept.fields for tensor in tensors_of(pool)]
+            found = [tensor.data_ptr() for tensor in (*kept.state[:2], *pools)]
             rows.append(found + [0] * (6 - len(found)))
         sample = layers[0].state
         assert sample is not None
