@@ -84,7 +84,9 @@ def _companies(name: str, devices: int, count: int, kv_dtype: str) -> Iterator[R
 
     def split_engine(drafter: Any = None, spec: SpecConfig = CHAIN, **config: Any) -> Engine:
         most = getattr(drafter, "max_steps", None) or spec.num_steps
-        fitted = replace(spec, num_steps=min(spec.num_steps, most))
+        steps = min(spec.num_steps, most)
+        nodes = None if spec.topk == 1 else min(spec.num_draft_tokens, 1 + spec.topk * (1 + spec.topk * (steps - 1)))
+        fitted = replace(spec, num_steps=steps, num_draft_tokens=nodes)
         return engine_of(pair.target, drafter, fitted, tensor_parallel=devices, kv_dtype=kv_dtype or None, **config)
 
     def in_company(
