@@ -14,15 +14,12 @@ from bench.device import DEVICE, DTYPE, ON_CPU, free_memory  # isort: skip - bef
 import torch
 
 from bench.report import Row
-from bench.subjects import OPERATIONS, engine_of, pair_of, prompts_of
+from bench.subjects import OPERATIONS, engine_of, pair_of, prompts_of, round_ms
 from bench.verify import attempt
 from specdec.config import SamplingParams, SpecConfig
-from specdec.engine import Engine
 from specdec.evaluation.recipes import CONTEXT, REQUESTS, TOKENS, find_recipe, recipe
 
 MEMORY_BOUND, TIME_BOUND = 0.05, 0.1
-NEW = 2 if ON_CPU else 100
-"""Tokens that are timed."""
 
 
 def measured_rows(recipes: Sequence[str], layers: int, context: int) -> Iterator[Row]:
@@ -43,8 +40,9 @@ def _row(name: str, layers: int, context: int) -> Row:
     want = {"weights": sum(said.weights.values())} | {each["name"]: each["batch_bytes"] for each in said.groups}
     with engine_of(pair.target, drafter, spec, max_batch_size=REQUESTS, max_model_len=TOKENS) as engine:
         prompts = prompts_of([context] * REQUESTS, pair.target.vocab_size, 0)
-        engine.generate(prompts, SamplingParams(max_new_tokens=NEW, ignore_eos=True), progress=False)
-        step, drafted = (round_ms(engine, prompts[0], draft) for draft in (False, SpecConfig(found.num_steps)))
+        engine.generate(prompts, SamplingParams(max_new_tokens=4, ignore_eos=True), progress=False)
+        chain = SpecConfig(found.num_steps, adaptive=False)
+        step, drafted = (round_ms(engine, prompts[:1], draft) for draft in (False, chain))
         parts, captures = {"weights": weights} | engine.cache.bytes_by_group(), engine.stats().captures.bytes
         everything = device_bytes() - taken or sum(parts.values())
     figures: dict[str, object] = {"layers": layers or "all"}
@@ -54,9 +52,10 @@ def _row(name: str, layers: int, context: int) -> Row:
     rest = everything - sum(parts.values()) - captures
     figures |= {"captures GB": f"{captures / 1e9:.2f}", "rest GB": f"{rest / 1e9:.2f}"}
     figures["all, to the recipe"] = f"{everything / 1e9:.2f} ({everything / sum(want.values()):.3f})"
-    expected = None if ON_CPU else {each.gpu: each.expected_ms for each in said.steps}.get(gpu_name())
+    known = {each.gpu: each.expected_ms for each in said.steps}
+    expected = None if ON_CPU else next((ms for gpu, ms in known.items() if gpu in torch.cuda.get_device_name()), None)
     figures["step ms"] = f"{step:.2f}" + (f" ({step / expected:.3f} of {expected:.2f})" if expected else "")
-    figures[f"round of {found.num_steps}"] = f"{drafted:.2f} ({drafted / step:.2f} steps)"
+    figures["round ms"] = f"{drafted:.2f}, {found.num_steps} drafts ({drafted / step:.2f} steps)"
     near = all(abs(size / want[part] - 1) <= MEMORY_BOUND for part, size in parts.items())
     timely = not expected or layers > 0 or abs(step / expected - 1) <= TIME_BOUND
     return Row(name, ok=near and timely, figures=figures)
@@ -78,17 +77,3 @@ def tensor_bytes() -> int:
     live = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and each.device.type == "cpu")
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in live}  # views are of one
     return sum(storage.nbytes() for storage in storages.values())
-
-
-def gpu_name() -> str:
-    """As recipes call it: H100."""
-    return torch.cuda.get_device_name().split()[1]
-
-
-def round_ms(engine: Engine, prompt: list[int], draft: SpecConfig | bool) -> float:
-    """Milliseconds from one round of a request to the next: the best of three runs."""
-    params, times = SamplingParams(max_new_tokens=NEW, ignore_eos=True, speculation=draft), []
-    for _ in range(1 if ON_CPU else 3):
-        [out] = engine.generate(prompt, params, progress=False)
-        times.append(1e3 * out.stats.decode_seconds / out.stats.rounds)
-    return min(times)
