@@ -130,19 +130,3 @@ def waiting_row(name: str, work: Callable[[], None]) -> Row:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return Row(f"{name} under set_sync_debug_mode('error')", error or "none waits", ok=not error)
-
-
-def kernel_times(call: Callable[[], object], repeats: int = 5) -> dict[str, float]:
-    """Milliseconds of one call by kernel, under the profiler."""
-    call()
-    activity = torch.profiler.ProfilerActivity.CPU if ON_CPU else torch.profiler.ProfilerActivity.CUDA
-    synchronize([DEVICE])
-    with torch.profiler.profile(activities=[activity]) as profile:
-        for _ in range(repeats):
-            call()
-        synchronize([DEVICE])
-    spent: dict[str, float] = {}
-    for event in profile.key_averages():
-        us = event.self_cpu_time_total if ON_CPU else event.self_device_time_total
-        spent[event.key[:70]] = spent.get(event.key[:70], 0.0) + us / 1e3 / repeats
-    return spent

@@ -142,10 +142,11 @@ def answers(engine: Engine, prompts: Sequence[list[int]], params: Sequence[Sampl
         return read_answers(engine.generate(list(prompts), list(params), progress=False))
 
 
-def round_ms(engine: Engine, prompts: Sequence[list[int]]) -> float:
-    """Milliseconds of the device for a steady round of these requests: the best of three runs."""
+def round_ms(engine: Engine, prompts: Sequence[list[int]], draft: SpecConfig | bool | None = None) -> float:
+    """Milliseconds of the device for a steady round of these requests: the best of three runs. draft: as requests'
+    `speculation`."""
     rounds = []
-    params = SamplingParams(max_new_tokens=2 if ON_CPU else 100, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=2 if ON_CPU else 100, ignore_eos=True, speculation=draft)
     for _ in range(1 if ON_CPU else 3):
         outs = engine.generate(list(prompts), params, progress=False)
         seconds = sum(o.stats.draft_seconds + o.stats.verify_seconds + o.stats.other_seconds for o in outs)
