@@ -10,19 +10,23 @@
     gap      streams while a long prompt arrives: the time between two tokens, against before and against what `stats()`
              says; how much the host's own code slowed down in the longest steps; the same by the device's clock
     kernels  what the time of a prompt goes to, by kernel, in any order -> in order
+    spread   the same prompts again and again: what differs between repeats, and between the fastest and the slowest by
+             kernel
 
 The prefix cache is off, and each prompt is read a few times before it is timed.
 """
 
 import gc
 import statistics
+import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import pairwise
 from typing import Any
 
 from bench.device import ON_CPU  # isort: skip - before triton
+import torch
 import triton
 
 from bench.clock import kernel_times
@@ -31,12 +35,14 @@ from bench.subjects import OPERATIONS, answers, engine_of, first_token_ms, pair_
 from bench.verify import answers_row
 from specdec.config import SamplingParams
 from specdec.engine import Engine
+from specdec.evaluation.phases.timed_rounds import idle_within
 from specdec.models.target import FinalStates, TargetModel
 from specdec.runtime.rounds.round import Round
 
 SHAPE = "gemma4-e4b"
 UNTIMED = 0 if ON_CPU else 3  # forwards
 TIMED = 1 if ON_CPU else 3
+ACTIVITY = torch.profiler.ProfilerActivity.CPU if ON_CPU else torch.profiler.ProfilerActivity.CUDA
 Load = tuple[int, int]
 """Tokens of a prompt, and how many prompts at once."""
 
@@ -280,3 +286,64 @@ def kernels_rows(length: int) -> Iterator[Row]:
     yield Row(f"kernels of a prompt of {length}, in all", f"{loose:.1f} -> {exact:.1f} ms")
     for name, (loose, exact) in sorted(spent.items(), key=lambda item: -sum(item[1]))[:24]:
         yield Row(name, f"{loose:.2f} -> {exact:.2f} ms")
+
+
+def spread_rows(loads: Sequence[str], repeats: int) -> Iterator[Row]:
+    """Half of the repeats as they are, half under the profiler, which says what ran on the device."""
+    target = pair_of(SHAPE, operations=OPERATIONS).target
+    for name, (length, count) in loads_of(loads).items():
+        prompts = prompts_of([length] * count, target.vocab_size, length)
+        with prompt_engine(target, 16, length) as engine:
+            first_tokens(engine, (length, count))
+            watch, yardstick = Watch(engine), Yardstick()
+            profiled: list[tuple[float, dict[str, tuple[float, int]]]] = []
+            for number in range(2 * repeats):
+                known, pauses, asked = watch.uses(), len(watch.pauses), device_allocations()
+                with torch.profiler.profile(activities=[ACTIVITY]) if number >= repeats else nullcontext() as profiler:
+                    last = first_token_ms(engine, prompts)[1]
+                figures: dict[str, object] = {
+                    "ms": f"{last:.1f}",
+                    "of it idle": "",
+                    "host": f"{yardstick.ms() / yardstick.usual:.1f}x",
+                }
+                figures["compiled, captures, without"] = [b - a for a, b in zip(known, watch.uses(), strict=True)]
+                figures["collector, ms"] = f"{sum(watch.pauses[pauses:]):.1f}"
+                figures |= {"memory asked for": device_allocations() - asked, "clock, W, limits": device_state()}
+                if profiler is not None:
+                    spans, kernels = device_spans(profiler)
+                    figures["of it idle"] = f"{idle_within(spans) * 1e3:.1f}"
+                    profiled.append((last, kernels))
+                yield Row(f"{name}, repeat {number}{', profiled' if profiler else ''}", figures=figures)
+            watch.close()
+        fast, slow = (pick(profiled, key=lambda run: run[0])[1] for pick in (min, max))
+        none = 0.0, 0
+        for kernel in sorted({*fast, *slow}, key=lambda k: -abs(slow.get(k, none)[0] - fast.get(k, none)[0]))[:16]:
+            (a, num_a), (b, num_b) = fast.get(kernel, none), slow.get(kernel, none)
+            found = {"fastest, ms": f"{a:.2f}", "slowest": f"{b:.2f}", "calls": f"{num_a}, {num_b}"}
+            yield Row(f"{name}: {kernel[:60]}", figures=found)
+
+
+def device_spans(profiler: Any) -> tuple[list[tuple[float, float]], dict[str, tuple[float, int]]]:
+    """Seconds at which each kernel and copy begins and ends, and by name milliseconds and calls."""
+    spans, kernels = [], dict[str, tuple[float, int]]()
+    for event in profiler.events() or []:
+        if (event.device_type.name == "CPU") == ON_CPU:
+            begin, end = event.time_range.start / 1e6, event.time_range.end / 1e6
+            spans.append((begin, end))
+            ms, calls = kernels.get(event.name, (0.0, 0))
+            kernels[event.name] = ms + (end - begin) * 1e3, calls + 1
+    return spans, kernels
+
+
+def device_allocations() -> int:
+    """Times that torch asked the device for memory, or gave all back to ask again."""
+    stats = {} if ON_CPU else torch.cuda.memory_stats()
+    return int(stats.get("num_device_alloc", 0) + stats.get("num_alloc_retries", 0))
+
+
+def device_state() -> str:
+    """Clock of the multiprocessors, power, and what limits them, as the driver has them now."""
+    command = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw,clocks_event_reasons.active", "--format=csv,noheader"]
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
+    return ""
