@@ -21,7 +21,8 @@ import statistics
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -29,20 +30,18 @@ from bench.device import ON_CPU  # isort: skip - before triton
 import torch
 import triton
 
-from bench.clock import kernel_times
+from bench.clock import profiled
 from bench.report import Row
 from bench.subjects import OPERATIONS, answers, engine_of, first_token_ms, pair_of, prompts_of
 from bench.verify import answers_row
 from specdec.config import SamplingParams
 from specdec.engine import Engine
-from specdec.evaluation.phases.timed_rounds import idle_within
 from specdec.models.target import FinalStates, TargetModel
 from specdec.runtime.rounds.round import Round
 
 SHAPE = "gemma4-e4b"
 UNTIMED = 0 if ON_CPU else 3  # forwards
 TIMED = 1 if ON_CPU else 3
-ACTIVITY = torch.profiler.ProfilerActivity.CPU if ON_CPU else torch.profiler.ProfilerActivity.CUDA
 Load = tuple[int, int]
 """Tokens of a prompt, and how many prompts at once."""
 
@@ -278,9 +277,7 @@ def kernels_rows(length: int) -> Iterator[Row]:
         with prompt_engine(each, 1, length) as engine:
             for _ in range(UNTIMED):
                 first_token_ms(engine, prompts)
-            for name, ms in kernel_times(
-                lambda engine=engine, prompts=prompts: first_token_ms(engine, prompts), 1
-            ).items():
+            for name, (ms, _) in profiled(partial(first_token_ms, engine, prompts))[2].items():
                 spent.setdefault(name, [0.0, 0.0])[mode] = ms
     loose, exact = map(sum, zip(*spent.values(), strict=True))
     yield Row(f"kernels of a prompt of {length}, in all", f"{loose:.1f} -> {exact:.1f} ms")
@@ -296,43 +293,25 @@ def spread_rows(loads: Sequence[str], repeats: int) -> Iterator[Row]:
         with prompt_engine(target, 16, length) as engine:
             first_tokens(engine, (length, count))
             watch, yardstick = Watch(engine), Yardstick()
-            profiled: list[tuple[float, dict[str, tuple[float, int]]]] = []
+            found: list[tuple[float, dict[str, tuple[float, int]]]] = []
+            run = partial(first_token_ms, engine, prompts)
             for number in range(2 * repeats):
                 known, pauses, asked = watch.uses(), len(watch.pauses), device_allocations()
-                with torch.profiler.profile(activities=[ACTIVITY]) if number >= repeats else nullcontext() as profiler:
-                    last = first_token_ms(engine, prompts)[1]
-                figures: dict[str, object] = {
-                    "ms": f"{last:.1f}",
-                    "of it idle": "",
-                    "host": f"{yardstick.ms() / yardstick.usual:.1f}x",
-                }
+                (_, last), idle, kernels = profiled(run) if number >= repeats else (run(), 0.0, {})
+                found += [(last, kernels)] if kernels else []
+                figures: dict[str, object] = {"ms": f"{last:.1f}", "idle": f"{idle:.1f}" if kernels else ""}
+                figures["host"] = f"{yardstick.ms() / yardstick.usual:.1f}x"
                 figures["compiled, captures, without"] = [b - a for a, b in zip(known, watch.uses(), strict=True)]
                 figures["collector, ms"] = f"{sum(watch.pauses[pauses:]):.1f}"
                 figures |= {"memory asked for": device_allocations() - asked, "clock, W, limits": device_state()}
-                if profiler is not None:
-                    spans, kernels = device_spans(profiler)
-                    figures["of it idle"] = f"{idle_within(spans) * 1e3:.1f}"
-                    profiled.append((last, kernels))
-                yield Row(f"{name}, repeat {number}{', profiled' if profiler else ''}", figures=figures)
+                yield Row(f"{name}, repeat {number}{', profiled' if kernels else ''}", figures=figures)
             watch.close()
-        fast, slow = (pick(profiled, key=lambda run: run[0])[1] for pick in (min, max))
+        fast, slow = (pick(found, key=lambda one: one[0])[1] for pick in (min, max))
         none = 0.0, 0
         for kernel in sorted({*fast, *slow}, key=lambda k: -abs(slow.get(k, none)[0] - fast.get(k, none)[0]))[:16]:
             (a, num_a), (b, num_b) = fast.get(kernel, none), slow.get(kernel, none)
-            found = {"fastest, ms": f"{a:.2f}", "slowest": f"{b:.2f}", "calls": f"{num_a}, {num_b}"}
-            yield Row(f"{name}: {kernel[:60]}", figures=found)
-
-
-def device_spans(profiler: Any) -> tuple[list[tuple[float, float]], dict[str, tuple[float, int]]]:
-    """Seconds at which each kernel and copy begins and ends, and by name milliseconds and calls."""
-    spans, kernels = [], dict[str, tuple[float, int]]()
-    for event in profiler.events() or []:
-        if (event.device_type.name == "CPU") == ON_CPU:
-            begin, end = event.time_range.start / 1e6, event.time_range.end / 1e6
-            spans.append((begin, end))
-            ms, calls = kernels.get(event.name, (0.0, 0))
-            kernels[event.name] = ms + (end - begin) * 1e3, calls + 1
-    return spans, kernels
+            cells = {"fastest, ms": f"{a:.2f}", "slowest": f"{b:.2f}", "calls": f"{num_a}, {num_b}"}
+            yield Row(f"{name}: {kernel}", figures=cells)
 
 
 def device_allocations() -> int:
