@@ -338,7 +338,6 @@ class Request:
         kept, longest = start - prompt_len, prompt_len + self.params.max_new_tokens
         del tokens[start:], drafted[kept:], self._logprobs[kept:]  # of a step that was interrupted
         finish_reason, taken, called = "", 0, "grammar"
-        end_tokens, most = self.end_tokens, len(emitted)
         if start >= longest:  # its prompt was to be scored, and no more
             finish_reason, emitted = "length", ()
         try:
@@ -352,11 +351,10 @@ class Request:
                     break
                 taken += 1
                 tokens.append(token)
-                drafted.append(num_forced < taken < most)
+                drafted.append(num_forced < taken < len(emitted))
                 called = "tokenizer"
-                if token in end_tokens or (
-                    stops and reader.find_stop(TokenView(tokens, prompt_len, len(tokens)), stops)
-                ):
+                output: Sequence[int] = TokenView(tokens, prompt_len, len(tokens)) if stops else ()
+                if token in self.end_tokens or (stops and reader.find_stop(output, stops)):
                     finish_reason = "stop"
                     break
                 if len(tokens) >= longest:
