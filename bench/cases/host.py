@@ -35,7 +35,7 @@ from specdec.models.bundled import BUNDLED_DIR
 from specdec.models.target import TargetModel
 from specdec.runtime import steps as steps_module
 from specdec.runtime.launched_step import LaunchedStep
-from specdec.runtime.rounds.decode_round import DECODE_STAGES
+from specdec.runtime.rounds.decode_round import DECODE_STAGES, decode_programs
 from specdec.runtime.rounds.result import RoundShape, empty_result
 from specdec.runtime.rounds.round import Round
 from specdec.runtime.rounds.unread import KEPT
@@ -69,15 +69,15 @@ ENDLESS = {"ignore_eos": True}
 
 def functions_rows(requests: Sequence[int], steps: int, shape: str, shown: int) -> Iterator[Row]:
     on_gpu = not ON_CPU and torch.cuda.is_available()
+    clock, programs = (time.perf_counter, decode_programs) if on_gpu else (time.process_time, stand_in_programs)
     if on_gpu:
+        target = pair_of(shape).target
+    else:
+        torch.set_num_threads(1)
+        target = TargetModel(LlamaForCausalLM(LlamaConfig(**ONE_LAYER)).eval())
+    with patch.object(steps_module, "decode_programs", programs):
         for count in requests:
-            yield from _function_rows(pair_of(shape).target, count, steps, shown, time.perf_counter)
-        return
-    torch.set_num_threads(1)
-    target = TargetModel(LlamaForCausalLM(LlamaConfig(**ONE_LAYER)).eval())
-    with patch.object(steps_module, "decode_programs", stand_in_programs):
-        for count in requests:
-            yield from _function_rows(target, count, steps, shown, time.process_time)
+            yield from _function_rows(target, count, steps, shown, clock)
 
 
 def stand_in_programs(round: Round, shape: RoundShape) -> list[Callable[[], torch.Tensor]]:
