@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from specdec.config import EngineConfig, SpecConfig
-from specdec.draft_models.eagle3.head import Eagle3Spec
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, is_assistant_config
+from specdec.draft_models.heads.head_spec import HeadSpec
 from specdec.draft_models.native_mtp.mtp_checkpoint import family_of
 from specdec.draft_models.native_mtp.mtp_drafter import kept_by_modules
 from specdec.errors import ConfigError, shown
@@ -154,7 +154,7 @@ def plan_drafter(shape: Shape, model: ModelOnMeta, spec: SpecConfig, shrink: Shr
         return PlannedDrafter(needs, count_modules(described, model).bytes)
     drafter = build_model(described, META, model.dtype)
     weights = stored_weights(drafter).bytes
-    if isinstance(described, Eagle3Spec):
+    if isinstance(described, HeadSpec):
         return PlannedDrafter(DraftNeeds(described.kv_layout, late=KEPT), weights)
     if is_assistant_config(described.to_dict()):
         return PlannedDrafter(DraftNeeds.of(Gemma4MTPDrafter(drafter, model), spec), weights)
