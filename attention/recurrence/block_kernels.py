@@ -19,8 +19,11 @@ from specdec.gpu.triton_shim import tl, triton
 PRECISION = "ieee"
 """Of products: float32, exactly rounded steps. "tf32x3" takes three products of tensor cores in its place."""
 
-COLUMNS = 32
+COLUMNS = 16
 """Numbers of a value in one program: the tile of a state is DK x COLUMNS."""
+
+CHUNK = 16
+"""Numbers of a key in one product: what is in registers of a state's tile at a time."""
 
 
 @triton.jit
@@ -55,27 +58,9 @@ def number_of(x: tl.tensor, place: tl.tensor, o_place: tl.tensor) -> tl.tensor:
 def running_sum(g: tl.tensor, o_place: tl.tensor, FOLD: tl.constexpr) -> tl.tensor:
     """g [FOLD] added up in its order."""
     total = tl.zeros_like(g)
-    for place in range(FOLD):
+    for place in tl.static_range(FOLD):
         total += tl.where(o_place >= place, number_of(g, place, o_place), 0.0)
     return total
-
-
-@triton.jit
-def fold_block(
-    state: tl.tensor,
-    k: tl.tensor,
-    u: tl.tensor,
-    g: tl.tensor,
-    o_place: tl.tensor,
-    FOLD: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> tl.tensor:
-    """state [K, V] after the records k [FOLD, K], u [FOLD, V], g [FOLD] of a whole block."""
-    total = running_sum(g, o_place, FOLD)
-    end = number_of(total, FOLD - 1, o_place)
-    weighted = u * tl.exp(end - total)[:, None]
-    added = tl.dot(tl.trans(k), weighted, input_precision=PRECISION)
-    return tl.fma(state, tl.zeros_like(state) + tl.exp(end), added)
 
 
 @triton.jit
@@ -88,14 +73,58 @@ def load_rows(
 
 
 @triton.jit
+def load_chunk(
+    p_tile: tl.tensor, position: tl.tensor, o_k: tl.tensor, m_k: tl.tensor, V_DIM: tl.constexpr
+) -> tl.tensor:
+    """Rows o_k of the tile of a state whose columns p_tile [V] points at: zeros at position 0, where texts begin."""
+    begun = tl.zeros_like(o_k) < position
+    return tl.load(p_tile[None, :] + o_k[:, None] * V_DIM, mask=m_k & begun[:, None], other=0.0)
+
+
+@triton.jit
+def weigh_records(u: tl.tensor, total: tl.tensor, o_place: tl.tensor, FOLD: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """How much records u [FOLD, V] count after their block, and the state before it. total [FOLD]: log decays."""
+    end = number_of(total, FOLD - 1, o_place)
+    return u * tl.exp(end - total)[:, None], tl.exp(end)
+
+
+@triton.jit
+def fold_chunk(
+    state: tl.tensor, decay: tl.tensor, k: tl.tensor, weighted: tl.tensor, PRECISION: tl.constexpr
+) -> tl.tensor:
+    """Rows of a state after a whole block of keys k [FOLD, CHUNK] and records [FOLD, V]: see `weigh_records`."""
+    added = tl.dot(tl.trans(k), weighted, input_precision=PRECISION)
+    return tl.fma(state, tl.zeros_like(state) + decay, added)
+
+
+@triton.jit
 def weights_of(
-    q: tl.tensor, k: tl.tensor, other_k: tl.tensor, apart: tl.tensor, PRECISION: tl.constexpr
+    p_q: tl.tensor,
+    p_k: tl.tensor,
+    rows: tl.tensor,
+    stride_q: tl.tensor,
+    stride_k: tl.tensor,
+    mask: tl.tensor,
+    p_other: tl.tensor,
+    other_rows: tl.tensor,
+    other_stride: tl.tensor,
+    other_mask: tl.tensor,
+    apart: tl.tensor,
+    K_DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """How much records of keys other_k [FOLD, K] count for keys k and queries q [FOLD, K]. apart [FOLD, FOLD]: log
-    decays between them, -inf where they are not seen."""
-    decay, turned = tl.exp(apart), tl.trans(other_k)
-    by_key = decay * tl.dot(k, turned, input_precision=PRECISION)
-    return by_key, decay * tl.dot(q, turned, input_precision=PRECISION)
+    """How much records of other keys count for keys and queries of `rows`. apart [FOLD, FOLD]: log decays between them,
+    -inf where they are not seen."""
+    by_key = tl.zeros_like(apart)
+    by_query = tl.zeros_like(apart)
+    for i_k in range(0, K_DIM, CHUNK):
+        o_k = i_k + tl.arange(0, CHUNK)
+        other = tl.trans(load_rows(p_other, other_rows, other_stride, o_k, other_mask, K_DIM))
+        by_key = tl.dot(load_rows(p_k, rows, stride_k, o_k, mask, K_DIM), other, by_key, input_precision=PRECISION)
+        by_query = tl.dot(load_rows(p_q, rows, stride_q, o_k, mask, K_DIM), other, by_query, input_precision=PRECISION)
+    decay = tl.exp(apart)
+    return decay * by_key, decay * by_query
 
 
 @triton.jit
@@ -150,11 +179,12 @@ def store_records(
     p_u: tl.tensor,
     p_g: tl.tensor,
     slots: tl.tensor,
-    k: tl.tensor,
+    p_new_k: tl.tensor,
+    rows: tl.tensor,
+    stride_k: tl.tensor,
     u: tl.tensor,
     g: tl.tensor,
     stored: tl.tensor,
-    o_k: tl.tensor,
     o_v: tl.tensor,
     i_head: tl.tensor,
     i_tile: tl.tensor,
@@ -162,6 +192,7 @@ def store_records(
     KEY_HEADS: tl.constexpr,
     K_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
 ) -> None:
     """Store records at slots [FOLD]: a tile of u, g by the first tile of each head, k by that of the first head of each
     key."""
@@ -171,5 +202,8 @@ def store_records(
     if i_tile == 0:
         tl.store(p_g + slots * HEADS, g, mask=stored)
         if i_head % (HEADS // KEY_HEADS) == 0:
-            cells_k = p_k + slots[:, None] * (KEY_HEADS * K_DIM) + o_k[None, :]
-            tl.store(cells_k, k, mask=stored[:, None] & (o_k < K_DIM)[None, :])
+            for i_k in range(0, K_DIM, CHUNK):
+                o_k = i_k + tl.arange(0, CHUNK)
+                k = load_rows(p_new_k, rows, stride_k, o_k, stored, K_DIM)
+                cells_k = p_k + slots[:, None] * (KEY_HEADS * K_DIM) + o_k[None, :]
+                tl.store(cells_k, k, mask=stored[:, None] & (o_k < K_DIM)[None, :])

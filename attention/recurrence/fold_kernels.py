@@ -1,6 +1,13 @@
 """Kernels that fold: how far each state is, and states of all layers that take in what is certain by now."""
 
-from specdec.attention.recurrence.block_kernels import fold_block, load_rows, slots_at
+from specdec.attention.recurrence.block_kernels import (
+    fold_chunk,
+    load_chunk,
+    load_rows,
+    running_sum,
+    slots_at,
+    weigh_records,
+)
 from specdec.gpu.triton_shim import tl, triton
 
 
@@ -44,9 +51,9 @@ def fold_kernel(
     CHANNELS: tl.constexpr,
     PAGE: tl.constexpr,
     FOLD: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
     i_request = tl.program_id(1).to(tl.int64)
@@ -64,21 +71,24 @@ def fold_kernel(
                 p_k = tl.load(p_layers + 3).to(p_float.dtype) + i_part // (HEADS // KEY_HEADS) * K_DIM
                 p_u = tl.load(p_layers + 4).to(p_float.dtype) + i_part * V_DIM
                 p_g = tl.load(p_layers + 5).to(p_float.dtype) + i_part
-                o_place, o_k = tl.arange(0, FOLD), tl.arange(0, BLOCK_K)
+                o_place = tl.arange(0, FOLD)
                 every = o_place >= 0
                 for i_v in range(0, V_DIM, BLOCK_V):
                     o_v = i_v + tl.arange(0, BLOCK_V)
-                    m_state = (o_k < K_DIM)[:, None] & (o_v < V_DIM)[None, :]
-                    cells = p_state + o_k[:, None] * V_DIM + o_v[None, :]
-                    m_begun = (o_k < tl.where(first > 0, K_DIM, 0))[:, None] & (o_v < V_DIM)[None, :]
-                    state = tl.load(cells, mask=m_begun, other=0.0)
+                    p_tile = p_state + o_v
                     for position in range(first, last, FOLD):
                         slots = slots_at(p_table, begin, position + o_place, every, PAGE)
-                        k = load_rows(p_k, slots, KEY_HEADS * K_DIM, o_k, every, K_DIM)
                         u = load_rows(p_u, slots, HEADS * V_DIM, o_v, every, V_DIM)
-                        g = tl.load(p_g + slots * HEADS)
-                        state = fold_block(state, k, u, g, o_place, FOLD, PRECISION)
-                    tl.store(cells, state, mask=m_state)
+                        total = running_sum(tl.load(p_g + slots * HEADS), o_place, FOLD)
+                        weighted, kept = weigh_records(u, total, o_place, FOLD)
+                        for i_k in range(0, K_DIM, CHUNK):
+                            o_k = i_k + tl.arange(0, CHUNK)
+                            m_k = (o_k < K_DIM)[:, None] & (o_v < V_DIM)[None, :]
+                            state = load_chunk(p_tile, position, o_k, m_k, V_DIM)
+                            k = load_rows(p_k, slots, KEY_HEADS * K_DIM, o_k, every, K_DIM)
+                            state = fold_chunk(state, kept, k, weighted, PRECISION)
+                            tl.store(p_tile[None, :] + o_k[:, None] * V_DIM, state, mask=m_k)
+                        tl.debug_barrier()  # the next block reads what was stored
         if i_part >= HEADS:
             o_channel = (i_part - HEADS) * BLOCK_C + tl.arange(0, BLOCK_C)
             m_channel = o_channel < CHANNELS

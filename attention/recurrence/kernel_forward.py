@@ -14,7 +14,7 @@ import torch
 from specdec.attention.kernels.page_table import PageTables, build_page_tables, locate_prefixes
 from specdec.attention.pack import PackTables
 from specdec.attention.plan import KVPlan
-from specdec.attention.recurrence.block_kernels import COLUMNS, PRECISION
+from specdec.attention.recurrence.block_kernels import CHUNK, COLUMNS, PRECISION
 from specdec.attention.recurrence.convolution_kernels import (
     run_convolution_kernel,
     run_inputs_kernel,
@@ -35,7 +35,7 @@ from specdec.kvcache.table import RequestTable, Rows
 CHANNELS = 512
 """Channels of a convolution in one program."""
 
-WARPS = 4
+WARPS = 1
 """Warps of a program of trees, runs and folds."""
 
 
@@ -129,8 +129,8 @@ class RecurrentKernels:
         _, pool_k, pool_u, pool_g = kept.fields
         heads, v_dim = v.shape[1:]
         write = plan.write_slots(kept.group)
-        blocks = {"BLOCK_K": max(16, triton.next_power_of_2(k.shape[2])), "BLOCK_V": _block(v_dim, COLUMNS)}
-        tiles = triton.cdiv(v_dim, blocks["BLOCK_V"])
+        block = _block(v_dim, COLUMNS)
+        tiles = triton.cdiv(v_dim, block)
         shape: dict[str, Any] = {
             "HEADS": heads,
             "KEY_HEADS": k.shape[1],
@@ -139,7 +139,8 @@ class RecurrentKernels:
             "CORRECTED": rows.beta is not None,
             "FOLD": FOLD,
             "PRECISION": PRECISION,
-            **blocks,
+            "BLOCK_V": block,
+            "CHUNK": CHUNK,
         }
         strides = [*(x.stride(0) for x in (q, k, v, g, beta)), slots.table.stride(0)]
         if plan.pack is None:
@@ -208,9 +209,9 @@ def fold_states(
         CHANNELS=shape.channels,
         PAGE=slots.page_size,
         FOLD=FOLD,
-        BLOCK_K=max(16, triton.next_power_of_2(max(shape.k_dim, 1))),
         BLOCK_V=_block(max(shape.v_dim, 1), COLUMNS),
         BLOCK_C=block,
+        CHUNK=CHUNK,
         PRECISION=PRECISION,
         num_warps=WARPS,
     )

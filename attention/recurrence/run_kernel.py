@@ -1,13 +1,14 @@
 """Kernel of prompts: see `block_kernels.py`."""
 
 from specdec.attention.recurrence.block_kernels import (
-    fold_block,
+    fold_chunk,
+    load_chunk,
     load_rows,
     running_sum,
     slots_at,
     solve_records,
     store_records,
-    weights_of,
+    weigh_records,
 )
 from specdec.gpu.triton_shim import tl, triton
 
@@ -43,8 +44,8 @@ def run_kernel(
     V_DIM: tl.constexpr,
     CORRECTED: tl.constexpr,
     FOLD: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
     i_head, i_tile = tl.program_id(0), tl.program_id(1)
@@ -67,21 +68,15 @@ def run_kernel(
         p_pool_k += key_head * K_DIM
         p_pool_u += i_head * V_DIM
         p_pool_g += i_head
-        o_place, o_k = tl.arange(0, FOLD), tl.arange(0, BLOCK_K)
+        o_place = tl.arange(0, FOLD)
         o_v = i_tile * BLOCK_V + tl.arange(0, BLOCK_V)
         m_v = o_v < V_DIM
-        m_state = (o_k < K_DIM)[:, None] & m_v[None, :]
-        cells = p_state + (row * HEADS + i_head) * (K_DIM * V_DIM) + o_k[:, None] * V_DIM + o_v[None, :]
-        m_begun = (o_k < tl.where(first > 0, K_DIM, 0))[:, None] & m_v[None, :]
-        state = tl.load(cells, mask=m_begun, other=0.0)
+        p_tile = p_state + (row * HEADS + i_head) * (K_DIM * V_DIM) + o_v
         for position in range(first, end, FOLD):
             positions = position + o_place
             m_old, m_new = positions < start, (positions >= start) & (positions < end)
             rows = before + positions
             slots = slots_at(p_table, begin, positions, m_old, 1)
-            k = load_rows(p_k, rows, stride_k, o_k, m_new, K_DIM)
-            k += load_rows(p_pool_k, slots, KEY_HEADS * K_DIM, o_k, m_old, K_DIM)
-            q = load_rows(p_q, rows, stride_q, o_k, m_new, K_DIM)
             v = load_rows(p_v, rows, stride_v, o_v, m_new, V_DIM)
             g = tl.load(p_g + rows * stride_g, mask=m_new, other=0.0).to(tl.float32)
             g += tl.load(p_pool_g + slots * HEADS, mask=m_old, other=0.0)
@@ -90,23 +85,43 @@ def run_kernel(
             if CORRECTED:
                 beta = tl.load(p_beta + rows * stride_beta, mask=m_new, other=0.0).to(tl.float32)
             total = running_sum(g, o_place, FOLD)
+            known, out = tl.zeros_like(v), tl.zeros_like(v)
+            by_key = tl.zeros((FOLD, FOLD), tl.float32)
+            by_query = tl.zeros((FOLD, FOLD), tl.float32)
+            for i_k in range(0, K_DIM, CHUNK):
+                o_k = i_k + tl.arange(0, CHUNK)
+                m_k = (o_k < K_DIM)[:, None] & m_v[None, :]
+                state = load_chunk(p_tile, position, o_k, m_k, V_DIM)
+                k = load_rows(p_k, rows, stride_k, o_k, m_new, K_DIM)
+                k += load_rows(p_pool_k, slots, KEY_HEADS * K_DIM, o_k, m_old, K_DIM)
+                q = load_rows(p_q, rows, stride_q, o_k, m_new, K_DIM)
+                known = tl.dot(k, state, known, input_precision=PRECISION)
+                out = tl.dot(q, state, out, input_precision=PRECISION)
+                by_key = tl.dot(k, tl.trans(k), by_key, input_precision=PRECISION)
+                by_query = tl.dot(q, tl.trans(k), by_query, input_precision=PRECISION)
             decay = tl.exp(total)[:, None]
-            known = decay * tl.dot(k, state, input_precision=PRECISION)
-            out = decay * tl.dot(q, state, input_precision=PRECISION)
+            known, out = decay * known, decay * out
             seen = o_place[:, None] >= o_place[None, :]
-            apart = tl.where(seen, total[:, None] - total[None, :], float("-inf"))
-            by_key, by_query = weights_of(q, k, k, apart, PRECISION)
+            decay = tl.exp(tl.where(seen, total[:, None] - total[None, :], float("-inf")))
+            by_key, by_query = decay * by_key, decay * by_query
             last = tl.minimum(end - position, FOLD)
             u, out = solve_records(u, v, beta, m_new, known, out, by_key, by_query, last, o_place, CORRECTED)
             cells_out = p_out + rows[:, None] * (HEADS * V_DIM) + o_v[None, :]
             tl.store(cells_out, out, mask=m_new[:, None] & m_v[None, :])
             if position + FOLD <= end:
-                state = fold_block(state, k, u, g, o_place, FOLD, PRECISION)
+                weighted, kept = weigh_records(u, total, o_place, FOLD)
+                for i_k in range(0, K_DIM, CHUNK):
+                    o_k = i_k + tl.arange(0, CHUNK)
+                    m_k = (o_k < K_DIM)[:, None] & m_v[None, :]
+                    state = load_chunk(p_tile, position, o_k, m_k, V_DIM)
+                    k = load_rows(p_k, rows, stride_k, o_k, m_new, K_DIM)
+                    k += load_rows(p_pool_k, slots, KEY_HEADS * K_DIM, o_k, m_old, K_DIM)
+                    state = fold_chunk(state, kept, k, weighted, PRECISION)
+                    tl.store(p_tile[None, :] + o_k[:, None] * V_DIM, state, mask=m_k)
+                tl.debug_barrier()  # the next block reads what was stored
             else:  # records of what the state has not taken in
                 slots = tl.load(p_write + rows, mask=m_new, other=0)
                 store_records(
-                    p_pool_k, p_pool_u, p_pool_g, slots, k, u, g, m_new, o_k, o_v, i_head, i_tile,
-                    HEADS, KEY_HEADS, K_DIM, V_DIM,
+                    p_pool_k, p_pool_u, p_pool_g, slots, p_k, rows, stride_k, u, g, m_new, o_v, i_head, i_tile,
+                    HEADS, KEY_HEADS, K_DIM, V_DIM, CHUNK,
                 )  # fmt: skip
-        if end // FOLD * FOLD > first:
-            tl.store(cells, state, mask=m_state)
