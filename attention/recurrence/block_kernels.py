@@ -19,7 +19,7 @@ from specdec.gpu.triton_shim import tl, triton
 PRECISION = "ieee"
 """Of products: float32, exactly rounded steps. "tf32x3" takes three products of tensor cores in its place."""
 
-COLUMNS = 16
+COLUMNS = 32
 """Numbers of a value in one program: the tile of a state is DK x COLUMNS."""
 
 CHUNK = 16
@@ -55,10 +55,10 @@ def number_of(x: tl.tensor, place: tl.tensor, o_place: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def running_sum(g: tl.tensor, o_place: tl.tensor, FOLD: tl.constexpr) -> tl.tensor:
-    """g [FOLD] added up in its order."""
+def running_sum(g: tl.tensor, count: tl.tensor, o_place: tl.tensor) -> tl.tensor:
+    """g [FOLD], of which only the first `count` are not 0, added up in its order."""
     total = tl.zeros_like(g)
-    for place in tl.static_range(FOLD):
+    for place in range(count):
         total += tl.where(o_place >= place, number_of(g, place, o_place), 0.0)
     return total
 

@@ -79,7 +79,7 @@ def fold_kernel(
                     for position in range(first, last, FOLD):
                         slots = slots_at(p_table, begin, position + o_place, every, PAGE)
                         u = load_rows(p_u, slots, HEADS * V_DIM, o_v, every, V_DIM)
-                        total = running_sum(tl.load(p_g + slots * HEADS), o_place, FOLD)
+                        total = running_sum(tl.load(p_g + slots * HEADS), FOLD, o_place)
                         weighted, kept = weigh_records(u, total, o_place, FOLD)
                         for i_k in range(0, K_DIM, CHUNK):
                             o_k = i_k + tl.arange(0, CHUNK)

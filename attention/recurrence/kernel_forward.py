@@ -35,7 +35,7 @@ from specdec.kvcache.table import RequestTable, Rows
 CHANNELS = 512
 """Channels of a convolution in one program."""
 
-WARPS = 1
+WARPS = 4
 """Warps of a program of trees, runs and folds."""
 
 

@@ -84,7 +84,8 @@ def run_kernel(
             beta = tl.zeros_like(g)
             if CORRECTED:
                 beta = tl.load(p_beta + rows * stride_beta, mask=m_new, other=0.0).to(tl.float32)
-            total = running_sum(g, o_place, FOLD)
+            last = tl.minimum(end - position, FOLD)
+            total = running_sum(g, last, o_place)
             known, out = tl.zeros_like(v), tl.zeros_like(v)
             by_key = tl.zeros((FOLD, FOLD), tl.float32)
             by_query = tl.zeros((FOLD, FOLD), tl.float32)
@@ -104,7 +105,6 @@ def run_kernel(
             seen = o_place[:, None] >= o_place[None, :]
             decay = tl.exp(tl.where(seen, total[:, None] - total[None, :], float("-inf")))
             by_key, by_query = decay * by_key, decay * by_query
-            last = tl.minimum(end - position, FOLD)
             u, out = solve_records(u, v, beta, m_new, known, out, by_key, by_query, last, o_place, CORRECTED)
             cells_out = p_out + rows[:, None] * (HEADS * V_DIM) + o_v[None, :]
             tl.store(cells_out, out, mask=m_new[:, None] & m_v[None, :])

@@ -16,7 +16,7 @@ from specdec.attention.recurrence.block_kernels import (
 from specdec.gpu.triton_shim import tl, triton
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_positions", "stride_tree", "stride_node", "num_nodes"])
 def tree_kernel(
     p_q: tl.tensor,
     p_k: tl.tensor,
@@ -89,7 +89,7 @@ def tree_kernel(
     m_old = first + o_place < start
     old_slots = slots_at(p_table, begin, first + o_place, m_old, PAGE)
     old_g = tl.load(p_pool_g + old_slots * HEADS, mask=m_old, other=0.0)
-    old_total = running_sum(old_g, o_place, FOLD)
+    old_total = running_sum(old_g, start - first, o_place)
     all_positions = tl.load(p_positions + o_node, mask=o_node < num_nodes, other=0)
     # nodes in the last place of a block: their descendants begin with a state of their own
     crossing = (o_node < num_nodes) & (all_positions % FOLD == FOLD - 1)
@@ -135,7 +135,7 @@ def tree_kernel(
                         seen = exists[:, None] & inside[None, :]
                         seen = tl.load(p_above[:, None] + columns[None, :], mask=seen, other=0) != 0
                         own = tl.load(p_g + columns * stride_g, mask=inside, other=0.0).to(tl.float32)
-                        for place in range(FOLD):
+                        for place in range(tl.minimum(num_nodes - i_columns, FOLD)):
                             one = tl.where(seen & (o_place == place)[None, :], own[None, :], 0.0)
                             total += tl.sum(one, axis=1)
                     known, out = tl.zeros_like(v), tl.zeros_like(v)
@@ -155,7 +155,7 @@ def tree_kernel(
                             own += tl.load(p_g + at * stride_g, mask=m_node, other=0.0).to(tl.float32)
                             k = load_rows(p_pool_k, slots, KEY_HEADS * K_DIM, o_k, places < start, K_DIM)
                             k += load_rows(p_k, at, stride_k, o_k, m_node, K_DIM)
-                            weighted, kept = weigh_records(other_u, running_sum(own, o_place, FOLD), o_place, FOLD)
+                            weighted, kept = weigh_records(other_u, running_sum(own, FOLD, o_place), o_place, FOLD)
                             state = fold_chunk(state, kept, k, weighted, PRECISION)
                         k = load_rows(p_k, rows, stride_k, o_k, exists, K_DIM)
                         q = load_rows(p_q, rows, stride_q, o_k, exists, K_DIM)
