@@ -82,7 +82,9 @@ def load_chunk(
 
 
 @triton.jit
-def weigh_records(u: tl.tensor, total: tl.tensor, o_place: tl.tensor, FOLD: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+def weigh_records(
+    u: tl.tensor, total: tl.tensor, o_place: tl.tensor, FOLD: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
     """How much records u [FOLD, V] count after their block, and the state before it. total [FOLD]: log decays."""
     end = number_of(total, FOLD - 1, o_place)
     return u * tl.exp(end - total)[:, None], tl.exp(end)

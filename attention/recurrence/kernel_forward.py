@@ -38,6 +38,9 @@ CHANNELS = 512
 WARPS = 4
 """Warps of a program of trees, runs and folds."""
 
+STAGES = 3
+"""Chunks of a state that a program of those has under way, and in use."""
+
 
 @dataclass(frozen=True, slots=True)
 class Slots:
@@ -156,6 +159,7 @@ class RecurrentKernels:
                 NODES=tree.padded,
                 PAGE=slots.page_size,
                 num_warps=WARPS,
+                num_stages=STAGES,
             )
             return out
         pack = plan.pack
@@ -166,6 +170,7 @@ class RecurrentKernels:
             *strides,
             **shape,
             num_warps=WARPS,
+            num_stages=STAGES,
         )
         return out
 
@@ -214,6 +219,7 @@ def fold_states(
         CHUNK=CHUNK,
         PRECISION=PRECISION,
         num_warps=WARPS,
+        num_stages=STAGES,
     )
 
 
