@@ -30,8 +30,7 @@ from marks import deep, is_deep, slow
 
 OTHERS = ("exaone_moe", "glm4_moe", "deepseek_v3", "kimi_k25", "ernie", "hy_v3", "mellum", "qwen3_5_moe", "qwen3_next")
 SAME_DRAFTS = ("glm4_moe-shared", "glm4_moe-copied", "qwen3-tuned")
-UNFUSED = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # their layers have no fused form
-FUSED_FIRST = ("exaone4", "deepseek_v3", "ernie", "step3p7", "mimo_v2_flash")
+FUSED_FIRST = ("exaone4", "qwen3_5", "deepseek_v3", "ernie", "step3p7", "mimo_v2_flash")
 CHAIN, TREE = {"num_steps": 3}, {"num_steps": 3, "topk": 2, "num_draft_tokens": 9}
 
 
@@ -143,9 +142,7 @@ def test_drafts_are_those_of_the_published_forward(name: str, tree: bool, publis
     assert assert_published(Reference(made), watched.seen) > 40
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in FUSED_FIRST else deep(n) for n in SHAPES if n not in (*SAME_DRAFTS, *UNFUSED)]
-)
+@pytest.mark.parametrize("name", [n if n in FUSED_FIRST else deep(n) for n in SHAPES if n not in SAME_DRAFTS])
 def test_fused_modules_draft_what_the_published_forward_gives(name: str, published: Any) -> None:
     """Every family's block through the table of fused layers: the numbers of its own modules, drafts and output."""
     made = published(name)

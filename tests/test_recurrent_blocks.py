@@ -13,7 +13,8 @@ from specdec.attention.recurrence.blocks import Block, NewPlaces, convolved, fol
 from specdec.errors import ConfigError, UnsupportedModelError
 from specdec.kvcache.layout import CacheField, Records, StateShape
 from specdec.kvcache.recurrent_state import FOLD
-from specdec.models.recurrent_layers import normed, require_one_cpu
+from specdec.layers.gated_delta import unit_length
+from specdec.models.recurrent_layers import require_one_cpu
 from specdec.models.target import TargetModel
 
 from tiny_models import BASE
@@ -25,8 +26,8 @@ def tokens(count: int, seed: int = 0) -> dict[str, torch.Tensor]:
     draw = torch.Generator().manual_seed(seed)
     normal = lambda *shape: torch.randn(count, *shape, generator=draw)  # noqa: E731
     return {
-        "q": normed(normal(KEY_HEADS, K_DIM)) * K_DIM**-0.5,
-        "k": normed(normal(KEY_HEADS, K_DIM)),
+        "q": unit_length(normal(KEY_HEADS, K_DIM)) * K_DIM**-0.5,
+        "k": unit_length(normal(KEY_HEADS, K_DIM)),
         "v": normal(HEADS, V_DIM),
         "g": -torch.rand(count, HEADS, generator=draw) * 0.3,
         "beta": torch.rand(count, HEADS, generator=draw),

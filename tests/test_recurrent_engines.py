@@ -9,9 +9,10 @@ import pytest
 import torch
 from crowd import each_alone, make_crowd, require_empty, serve_crowd, wrong_requests
 
-from specdec import Engine, SamplingParams, SpecConfig
+from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.doctor.dense_drafts import record
 from specdec.errors import UnsupportedModelError
+from specdec.gpu.operations import REFERENCE
 from specdec.models.target import TargetModel
 from specdec.training.draft_loss import run_target
 from specdec.training.packed_rows import PackedRows
@@ -96,6 +97,25 @@ def test_random_cases(make_target, make_engine, random_prompt, truths, drafter_o
         found = engine.generate(prompts, SamplingParams(max_new_tokens=20, ignore_eos=True))
         assert [out.token_ids for out in found] == expected, (seed, drafter, spec, sizes)
         require_empty(engine)
+
+
+@pytest.mark.parametrize("deterministic", [False, deep(True)])
+@pytest.mark.parametrize("family", ["qwen3_5", deep("qwen3_next"), deep("qwen3_5_moe")])
+def test_fused_layers_give_the_tokens_of_full_forwards(
+    family, deterministic, make_target, prompts, truths, drafter_of
+) -> None:
+    """Trees, chunks, hits, a last layer that is recurrent and runs for the last token of a prompt alone."""
+    model = make_target(family)
+    expected = [list(truth) for truth in truths(model, prompts)]
+    texts = [prompt + truth for prompt, truth in zip(prompts, expected, strict=True)]
+    config = EngineConfig(deterministic=deterministic, max_batch_size=3, prefill_chunk=16, page_size=4)
+    engine = Engine(
+        TargetModel(model, REFERENCE), drafter_of("trees", model, texts), spec=SPECS["deep tree"], config=config
+    )
+    assert engine.target.unfused is None and engine.target.narrows_at() == (None if deterministic else 3)
+    for _ in range(2):
+        assert [out.token_ids for out in engine.generate(prompts, PLAIN)] == expected
+    require_empty(engine)
 
 
 def scored(engine: Engine, prompts: Any, new: int = NEW, **params: Any) -> list[tuple[list[int], Any]]:
