@@ -5,6 +5,7 @@
     experts      of a mixture only those that are chosen: E (1 - (1 - k / E) ** rows) of E are expected to be
     kv           keys and values that a request's rows can see, of every layer that attends to them: of a sliding layer
                  its window
+    states       the state of every recurrent layer of a request, read and written; its records are left out
 
 Activations, what a drafter reads and the K/V of the new rows are left out: nothing is faster than the floor.
 """
@@ -36,6 +37,7 @@ class StepBytes:
     experts: int
     rows: int
     kv: int
+    states: int
 
     @property
     def total(self) -> int:
@@ -63,9 +65,9 @@ def step_bytes(target: TargetModel | ModelOnMeta, batch: int, nodes: int, contex
             experts += round(chosen * packed / part.num_experts)
         else:
             weights += packed
-    layers, dtype = target.layout.layers, target.dtype
-    kept = sum(min(context, spec.window or context) * field.bytes(dtype) for spec in layers for field in spec.fields)
-    return StepBytes(weights, experts, rows, batch * kept)
+    dtype, attending = target.dtype, [spec for spec in target.layout.layers if not spec.recurrent]
+    kept = sum(min(context, spec.window or context) * field.bytes(dtype) for spec in attending for field in spec.fields)
+    return StepBytes(weights, experts, rows, batch * kept, 2 * batch * target.layout.state_bytes(dtype))
 
 
 def expected_experts(target: TargetModel | ModelOnMeta, experts: int, rows: int) -> float:
