@@ -9,7 +9,8 @@ r"""Gated DeltaNet between the products of its layer: three launches around the 
     y = norm(o) act(z)                        `gate_norm`, a norm a head
 
 Qwen3-Next stores the rows of W_in by key head (`groups`): the q, k, v, z of each head, then b, a of each. Everything is
-rounded where transformers rounds it.
+rounded where transformers rounds it. Convolution and recurrence let nothing start before they end, so what follows one
+is a plain launch.
 """
 
 from typing import NamedTuple
@@ -236,9 +237,9 @@ def _delta_heads_kernel(
     else:
         m = o < V_DIM
         i_v = i_head - 2 * NUM_K
-        b_x = tl.load(p_x + i_row * s_x + 2 * NUM_K * K_DIM + i_v * V_DIM + o, mask=m, other=0.0).to(tl.float32)
-        b_x = activate(b_x, ACTIVATION).to(DTYPE)
-        tl.store(p_v + (i_row * NUM_V + i_v) * V_DIM + o, b_x, mask=m, eviction_policy=KEEP)
+        b_v = tl.load(p_x + i_row * s_x + 2 * NUM_K * K_DIM + i_v * V_DIM + o, mask=m, other=0.0).to(tl.float32)
+        b_v = activate(b_v, ACTIVATION)
+        tl.store(p_v + (i_row * NUM_V + i_v) * V_DIM + o, b_v.to(DTYPE), mask=m, eviction_policy=KEEP)
 
 
 @triton.jit(do_not_specialize=["eps"])
@@ -324,7 +325,7 @@ def delta_heads(
             DTYPE=TL_DTYPES[convolved.dtype],
             BLOCK=triton.next_power_of_2(max(heads.k_dim, heads.v_dim)),
             num_warps=1,
-            **pdl_options(convolved.device),
+            **pdl_options(convolved.device, behind_library=True),
         )
     return q, k, v
 
@@ -346,6 +347,6 @@ def gate_norm(x: torch.Tensor, z: torch.Tensor, gain: Gain, activation: str) -> 
             DTYPE=TL_DTYPES[z.dtype],
             BLOCK=triton.next_power_of_2(dim),
             num_warps=1,
-            **pdl_options(z.device),
+            **pdl_options(z.device, behind_library=True),
         )
     return out
