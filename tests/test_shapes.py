@@ -9,7 +9,7 @@ from transformers import Gemma4TextConfig, GptOssConfig, LlamaConfig, Qwen3_5Tex
 from specdec.errors import CapacityError, ConfigError
 from specdec.evaluation.model_shapes import SHAPES, Shrink, find_shape
 from specdec.evaluation.phases import random_weights as weights
-from specdec.evaluation.phases.memory_floor import expected_experts, read_bandwidth, step_bytes
+from specdec.evaluation.phases.memory_floor import draft_bytes, expected_experts, read_bandwidth, step_bytes
 from specdec.evaluation.phases.random_weights import (
     COLUMNS,
     FORMS,
@@ -265,6 +265,22 @@ def test_a_recurrent_layer_reads_and_writes_its_state_and_no_keys():
     counted = step_bytes(target_of(config), batch=2, nodes=3, context=100)
     assert counted.kv == 2 * 100 * 2 * 4 * 4  # of the other layer
     assert counted.states == 2 * 2 * (2 * 4 * 4 * 4 + 3 * (4 + 4 + 8) * 4 + 8)  # matrices, inputs, a length
+
+
+@pytest.mark.parametrize(
+    ("name", "forwards"), [("exaone-4.5-33b", {0: 3}), slow("mimo-v2-flash", {0: 1, 1: 2, 2: 3})], ids=str
+)
+def test_drafts_of_modules_read_the_head_each_and_a_module_each_forward(name, forwards):
+    target = TargetModel(make_target(SHAPES[name], SMALL, CPU, torch.float32, 0))
+    drafter = make_drafter(SHAPES[name], SMALL, target, 1)
+    spec, head = target.layout.layers[drafter.family.like], target.model.get_output_embeddings().weight.nbytes
+    kept = min(100, spec.window) * sum(field.bytes(torch.float32) for field in spec.fields)
+    parts = [[part for name, part in module.parts().items() if name != "head"] for module in drafter.modules]
+    own = [sum(weight.nbytes for part in each for weight in part.parameters()) for each in parts]
+    assert draft_bytes(drafter, target, 2, 3, 100) == 3 * head + sum(
+        count * (own[module] + 2 * kept) for module, count in forwards.items()
+    )
+    assert draft_bytes(None, target, 2, 3, 100) == 0
 
 
 def mixture(width, head_dim):

@@ -39,8 +39,8 @@ class Spread:
 class Cell:
     """ms: of the round ("round"), of its stages, and of the host's part; those of a peer are of its step or round.
 
-    floor_ms: of one verify step. idle_ms: of a round, without a kernel. break_even: acceptance length from which a
-    round is ahead of plain decoding. acceptance_length: of the timed rounds. ready_s: from weights in memory to an
+    floor_ms: of one round. idle_ms: of a round, without a kernel. break_even: acceptance length from which a round is
+    ahead of plain decoding. acceptance_length: of the timed rounds. ready_s: from weights in memory to an
     engine whose rounds are captured, whatever it compiled on the way.
     """
 
@@ -165,7 +165,7 @@ def _panel(axes: Any, cells: Sequence[Cell], over: str, at: str) -> None:
         above = [times.p90 - times.median for _, times, _ in points]
         axes.errorbar(places, medians, yerr=[below, above], label=run, color=colour, linestyle=style, marker="o")
         axes.plot(places, [floor for _, _, floor in points], color=colour, linestyle="--", linewidth=1, marker="_")
-    axes.set(title=f"over {over}, {at}", xlabel=over, ylabel="ms a round; dashed: floor of its verify step")
+    axes.set(title=f"over {over}, {at}", xlabel=over, ylabel="ms a round; dashed: its floor")
     axes.set_ylim(bottom=0)
     if cells:
         axes.set_xscale("log", base=2)
