@@ -21,7 +21,8 @@ def reference_gate_heads(x: torch.Tensor, gates: Product) -> torch.Tensor:
 def reference_gate_channels(x: torch.Tensor, product: Product) -> torch.Tensor:
     _, num_heads, width = x.shape
     pairs = reference_finish(product)[:, : 2 * num_heads * width].unflatten(1, (num_heads, 2, width))
-    return x * pairs[:, :, 1].sigmoid()
+    gated: torch.Tensor = x * pairs[:, :, 1].sigmoid()
+    return gated
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_heads"])  # 1 of either would be a constant
