@@ -109,13 +109,14 @@ def test_fused_layers_give_the_tokens_of_full_forwards(
     expected = [list(truth) for truth in truths(model, prompts)]
     texts = [prompt + truth for prompt, truth in zip(prompts, expected, strict=True)]
     config = EngineConfig(deterministic=deterministic, max_batch_size=3, prefill_chunk=16, page_size=4)
-    engine = Engine(
-        TargetModel(model, REFERENCE), drafter_of("trees", model, texts), spec=SPECS["deep tree"], config=config
-    )
-    assert engine.target.unfused is None and engine.target.narrows_at() == (None if deterministic else 3)
-    for _ in range(2):
-        assert [out.token_ids for out in engine.generate(prompts, PLAIN)] == expected
-    require_empty(engine)
+    target = TargetModel(model, REFERENCE)
+    for drafter in ("trees", None):  # which reads all states of a prompt, and none
+        trees = drafter and drafter_of(drafter, model, texts)
+        engine = Engine(target, trees, spec=SPECS["deep tree"], config=config)
+        assert engine.target.unfused is None and engine.target.narrows_at() == (None if deterministic else 3)
+        for _ in range(2):
+            assert [out.token_ids for out in engine.generate(prompts, PLAIN)] == expected
+        require_empty(engine)
 
 
 def scored(engine: Engine, prompts: Any, new: int = NEW, **params: Any) -> list[tuple[list[int], Any]]:
