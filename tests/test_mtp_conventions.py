@@ -165,7 +165,7 @@ def test_a_step_does_one_part_of_the_judgement(small: Planted, monkeypatch: pyte
     done: list[int] = []
 
     def judge(target: TargetModel, drafter: Any, texts: list[convention_watch.Answered]) -> Iterator[None]:
-        assert sum(text.count for text in texts) >= 512 and all(text.first == 4 for text in texts)
+        assert sum(text.answer_len for text in texts) >= 512 and all(text.first == 4 for text in texts)
         for part in range(100):
             done.append(part)
             yield

@@ -88,7 +88,7 @@ class MtpModule(nn.Module):
         made.block = one_layer_decoder(decoder, like, made._numbered(made.layer), nn.Identity())
         return made
 
-    def _numbered(self, layer: nn.Module) -> nn.Module:
+    def _numbered(self, layer: Any) -> Any:
         """A layer that keeps K/V by the module's number."""
         for part in layer.modules():
             if hasattr(part, "layer_idx"):

@@ -53,7 +53,7 @@ class Answered(NamedTuple):
         return cls(request.tokens[cut : request.settled.num_tokens], prompt - cut)
 
     @property
-    def count(self) -> int:
+    def answer_len(self) -> int:
         return len(self.tokens) - self.first
 
 
@@ -76,7 +76,7 @@ class ConventionWatch:
             self._ended += long_enough(ended)
             decoding = [request for request in running if request.state is RequestState.DECODE]
             texts = self._ended + long_enough(decoding)
-            if sum(text.count for text in texts) < WATCHED:
+            if sum(text.answer_len for text in texts) < WATCHED:
                 return
             self._parts = judge(self.target, self.drafter, texts)
         try:
@@ -90,7 +90,7 @@ class ConventionWatch:
 
 def long_enough(requests: Sequence[Request]) -> list[Answered]:
     """Their texts, but for those with short answers."""
-    return [text for text in map(Answered.of, requests) if text.count >= MIN_ANSWER]
+    return [text for text in map(Answered.of, requests) if text.answer_len >= MIN_ANSWER]
 
 
 @torch.inference_mode()
