@@ -23,6 +23,7 @@ import specdec
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.cli.bodies.settings import load_engine
 from specdec.cli.options import PairOptions
+from specdec.draft_models.native_mtp.conventions import accepted, all_conventions
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError
 from specdec.evaluation.transformers_peer import assisted_peer
 from specdec.layers.decoder import FusedDecoder
@@ -407,13 +408,17 @@ def test_modules_of_a_quantised_checkpoint_draft_as_their_values_do(
         values |= {key: tensor.bfloat16().float() for key, tensor in values.items() if re.search(modules, key)}
     for file, tensors in zip(files, (packed, values), strict=True):
         save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, file, metadata={"format": "pt"})
-    drafts = []
+    drafts, measured = [], []
+    tokens, states = torch.tensor(texts(3, (9,))[0]), torch.randn((9, 32), generator=torch.Generator().manual_seed(3))
     for folder in (quantised, plain):
         engine = engine_of(folder, spec=CHAIN, dtype="float32")
         watched = Watched(engine)
         engine.generate(texts(1, (2, 7)), SamplingParams(max_new_tokens=5))
         drafts.append(watched.seen)
+        measured.append([accepted(each, tokens, states, 4) for each in all_conventions(engine.drafter)])
     assert drafts[0] == drafts[1]
+    assert len(measured[1]) == (12 if name == "exaone4" else 6)  # also with blocks like other layers
+    torch.testing.assert_close(*measured)
     kinds = {
         type(part).__name__
         for module in engine_of(quantised, dtype="float32").drafter.modules
