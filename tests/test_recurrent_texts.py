@@ -22,7 +22,7 @@ FAMILIES = ["qwen3_5", "granitemoehybrid", "lfm2", *map(deep, ("qwen3_next", "qw
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
 def test_a_recorded_text_is_the_models_own_forward(family, make_target, random_prompt, hf_forward) -> None:
-    """Of 53 tokens: three folds, and a block that is not whole."""
+    """53 tokens are three folds, and a block that is not whole."""
     model, text = make_target(family), random_prompt(53)
     target = TargetModel(model)
     found = target.logits(record(target, text[:20], text[20:]).hidden[None])[0]
