@@ -142,7 +142,7 @@ def test_a_step_that_fails_begins_all_states_anew(truth, drafted, random_prompt)
     def failing(*args: Any, **kwargs: Any) -> Any:
         out = forward(*args, **kwargs)
         calls.append(1)
-        if len(calls) in (8, 16):
+        if len(calls) == 8:
             raise ValueError("out of luck")
         return out
 
@@ -156,7 +156,7 @@ def test_a_step_that_fails_begins_all_states_anew(truth, drafted, random_prompt)
                 continue
     finally:
         del engine.round.target.forward
-    assert [handle.output().token_ids for handle in handles] == expected and len(calls) > 16
+    assert [handle.output().token_ids for handle in handles] == expected and len(calls) > 8
 
 
 def test_scores_of_a_prompt_after_a_hit(model, drafted, hf_forward, random_prompt) -> None:
