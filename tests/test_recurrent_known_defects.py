@@ -13,7 +13,7 @@ from specdec import Engine, SamplingParams, SpecConfig
 from marks import deep, slow
 from tiny_models import random_eagle3
 
-FAMILIES = [slow("qwen3_5"), slow("granitemoehybrid"), *map(deep, ("qwen3_next", "qwen3_5_moe", "nemotron_h", "lfm2"))]
+FAMILIES = [slow("qwen3_5"), *map(deep, ("granitemoehybrid", "qwen3_next", "qwen3_5_moe", "nemotron_h", "lfm2"))]
 TREE = SpecConfig(3, 2, 6, adaptive=False)
 PLAIN = SamplingParams(max_new_tokens=20, ignore_eos=True)
 
