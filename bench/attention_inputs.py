@@ -138,7 +138,7 @@ def prepare_paged(shape: Shape) -> Prepared:
     args |= {name: RoundedPool.of(args[name]) for name in ("pool_k", "pool_v")}
     rows = (args[name].transpose(1, 2).flatten(0, 1) for name in ("block_k", "block_v"))  # [B * M, Hkv, D]
     blocks = [RoundedPool.of(each) for each in rows]
-    numbers = [block.bits.unflatten(0, (batch, -1)).transpose(1, 2) for block in blocks]
+    numbers = [block.bits.view(torch.int16).unflatten(0, (batch, -1)).transpose(1, 2) for block in blocks]
     exact = [
         x.unflatten(0, (batch, -1)).transpose(1, 2) for x in in_float64(dict(zip("kv", blocks, strict=True))).values()
     ]

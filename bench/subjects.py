@@ -13,14 +13,12 @@ from transformers import PreTrainedModel
 
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.base import Drafter
-from specdec.draft_models.block.block_drafter import BlockDrafter
-from specdec.draft_models.block.block_head import BlockHead, BlockSpec
 from specdec.draft_models.language_model import LanguageModelDrafter
 from specdec.draft_models.ngram import NgramDrafter
 from specdec.draft_models.suffix import SuffixDrafter
 from specdec.engine import Engine
-from specdec.evaluation.model_shapes import Shape, Shrink, find_shape
-from specdec.evaluation.phases.random_weights import UNPACKED, find_form, make_drafter, make_target, randomise
+from specdec.evaluation.model_shapes import BLOCKS, Shape, Shrink, block_spec_of, find_shape
+from specdec.evaluation.phases.random_weights import UNPACKED, drafter_of, find_form, make_drafter, make_target
 from specdec.gpu.operations import FAST, REFERENCE
 from specdec.models.target import TargetModel
 
@@ -38,12 +36,6 @@ FEW_LAYERS = {
 }
 """Layers by shape, enough to have every kind of them; of the other shapes two."""
 
-BLOCK_KINDS: dict[str, dict[str, Any]] = {
-    "dflash": {},
-    "jetspec": {"causal": True},
-    "dspark": {"shifted": True, "owns_embed": True, "successor": "vanilla", "successor_rank": 16},
-}
-
 Answer = tuple[list[int], Any]
 """Token ids and log-probabilities: sums over the vocabulary, so one other bit in any logit shows."""
 
@@ -60,8 +52,9 @@ class Pair:
 
     def drafter(self, kind: str, seed: int = 1) -> Drafter | None:
         """A drafter for the target: "own" is what is published for the shape; None for "none"."""
-        if kind in BLOCK_KINDS:
-            return random_block(self.target, kind, layers=1 if ON_CPU else 2, block=8, seed=seed)
+        if kind in BLOCKS:
+            few = {"layers": 1 if ON_CPU else 2, "block_size": 8}
+            return drafter_of(block_spec_of(self.target.config, kind, **few), self.target, seed)
         if kind == "lm":  # of the same family and other weights
             model = make_target(self.shape, self.shrink, DEVICE, DTYPE, 5)
             return LanguageModelDrafter(TargetModel(model, self.target.ops), self.target)
@@ -83,30 +76,6 @@ def pair_of(
 
 def few_layers(pair: str) -> int:
     return FEW_LAYERS.get(pair.partition(":")[0], 2)
-
-
-def random_block(target: TargetModel, kind: str, *, layers: int, block: int, seed: int) -> BlockDrafter:
-    """A block drafter of random weights with the widths of its target."""
-    config, num_layers = target.config, len(target.layout.layers)
-    taps = [1 + round(i * max(num_layers - 3, 0) / 4) for i in range(5)]
-    spec = BlockSpec(
-        hidden_size=target.hidden_size,
-        vocab_size=target.vocab_size,
-        intermediate_size=config.intermediate_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        aux_layers=tuple(dict.fromkeys(taps)),
-        block_size=block,
-        mask_token=target.vocab_size - 1,
-        windows=(None,) * layers,
-        draft_vocab_size=target.vocab_size if "owns_embed" in BLOCK_KINDS[kind] else None,
-        **BLOCK_KINDS[kind],
-    )
-    with target.device:
-        head = BlockHead(spec).place(target.device, target.dtype).eval()
-    randomise(head, seed)
-    return BlockDrafter(head, target)
 
 
 def engine_of(
@@ -142,10 +111,11 @@ def answers(engine: Engine, prompts: Sequence[list[int]], params: Sequence[Sampl
         return read_answers(engine.generate(list(prompts), list(params), progress=False))
 
 
-def round_ms(engine: Engine, prompts: Sequence[list[int]]) -> float:
-    """Milliseconds of the device for a steady round of these requests: the best of three runs."""
+def round_ms(engine: Engine, prompts: Sequence[list[int]], draft: SpecConfig | bool | None = None) -> float:
+    """Milliseconds of the device for a steady round of these requests: the best of three runs. draft: as requests'
+    `speculation`."""
     rounds = []
-    params = SamplingParams(max_new_tokens=2 if ON_CPU else 100, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=2 if ON_CPU else 100, ignore_eos=True, speculation=draft)
     for _ in range(1 if ON_CPU else 3):
         outs = engine.generate(list(prompts), params, progress=False)
         seconds = sum(o.stats.draft_seconds + o.stats.verify_seconds + o.stats.other_seconds for o in outs)

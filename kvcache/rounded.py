@@ -83,8 +83,9 @@ def all_rows(pool: Pool) -> torch.Tensor:
 
 
 def numbers_and_scales(pool: Pool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What a kernel reads of a pool: [slots, heads, D], and [slots, heads] where they are rounded."""
-    return (pool.bits, pool.scales) if isinstance(pool, RoundedPool) else (pool, None)
+    """What a kernel reads of a pool: [slots, heads, D]; where rows are rounded pairs of numbers [slots, heads, D / 2]
+    int16, and scales [slots, heads]."""
+    return (pool.bits.view(torch.int16), pool.scales) if isinstance(pool, RoundedPool) else (pool, None)
 
 
 def tensors_of(pool: Pool) -> tuple[torch.Tensor, ...]:

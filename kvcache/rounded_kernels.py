@@ -4,7 +4,9 @@
     read     bits -> float32, float16 or bfloat16, exactly          `from_e4m3`; the reader applies the scale
 
 A reader multiplies a key's scores and a value's weights by their scales, in float32: a multiplication a key, not a
-number. So kernels attend to unrounded products bits * scale.
+number. So kernels attend to unrounded products bits * scale. It takes two neighbours of a row at once, as an int16, and
+has a product of even and one of odd numbers: of operands of 8 bits Triton would have tensor cores of small tiles add
+channels in another order than those of large ones, and read V number by number.
 """
 
 import torch
@@ -16,36 +18,37 @@ from specdec.kvcache.rounded import LARGEST, RoundedPool
 IN_PTX = tl.constexpr(not INTERPRETED)
 FULL_SCALE = tl.constexpr(LARGEST)
 
-# Four numbers of a word, in order: sign and magnitude go where bfloat16 has its sign and the end of its exponent, which
-# is 2^-120 times the number, subnormal ones included. fma, since a multiplication alone needs sm_90.
-_FOUR = """{
+# The low or the high number of each of two pairs: sign and magnitude go where bfloat16 has its sign and the end of its
+# exponent, which is 2^-120 times the number, subnormal ones included. fma, since a multiplication alone needs sm_90.
+_TWO = """{
     .reg .b32 a, b, m, z;
     mov.b32 m, 0x7b807b80;
     mov.b32 z, 0x80008000;
-    prmt.b32 a, $2, 0, 0x1404;
-    and.b32 b, a, 0x80008000;
-    shr.u32 a, a, 4;
+    and.b32 b, %s, 0x80008000;
+    %s
     lop3.b32 a, a, 0x07f007f0, b, 0xea;
     fma.rn.bf16x2 $0, a, m, z;
-    prmt.b32 a, $2, 0, 0x3424;
-    and.b32 b, a, 0x80008000;
-    shr.u32 a, a, 4;
-    lop3.b32 a, a, 0x07f007f0, b, 0xea;
-    fma.rn.bf16x2 $1, a, m, z;
 }"""
-FOUR_TO_BF16 = tl.constexpr(_FOUR)
+LOW_TO_BF16 = tl.constexpr(_TWO.replace("and.b32 b, %s", "shl.b32 a, $1, 8;\n    and.b32 b, a") % "shl.b32 a, $1, 4;")
+HIGH_TO_BF16 = tl.constexpr(_TWO % ("$1", "shr.u32 a, $1, 4;"))
 
 
 @triton.jit
-def from_e4m3(b_bits: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
-    """uint8 -> the numbers, exactly; NaN is not among what a pool holds."""
+def from_e4m3(b_pairs: tl.tensor, DTYPE: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """int16, two numbers each -> the even and the odd numbers of a row, exactly; NaN is not among what a pool holds."""
     if IN_PTX and DTYPE.is_bf16():
-        b_x = tl.inline_asm_elementwise(FOUR_TO_BF16, "=r,=r,r", [b_bits], dtype=tl.bfloat16, is_pure=True, pack=4)
+        b_even = tl.inline_asm_elementwise(LOW_TO_BF16, "=r,r", [b_pairs], dtype=tl.bfloat16, is_pure=True, pack=2)
+        b_odd = tl.inline_asm_elementwise(HIGH_TO_BF16, "=r,r", [b_pairs], dtype=tl.bfloat16, is_pure=True, pack=2)
     else:
-        b_wide = b_bits.to(tl.int32)
-        b_wide = ((b_wide & 0x80) << 24) | ((b_wide & 0x7F) << 20)
-        b_x = (b_wide.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(DTYPE)  # 2^120
-    return b_x
+        b_even, b_odd = _widened(b_pairs.to(tl.int32)).to(DTYPE), _widened(b_pairs.to(tl.int32) >> 8).to(DTYPE)
+    return b_even, b_odd
+
+
+@triton.jit
+def _widened(b_bits: tl.tensor) -> tl.tensor:
+    """float32 of e4m3 in the low 8 bits of int32."""
+    b_wide = ((b_bits & 0x80) << 24) | ((b_bits & 0x7F) << 20)
+    return b_wide.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
 
 
 @triton.jit

@@ -1,10 +1,10 @@
 """The bundled pair with a target of 10 layers in the place of its 30, for tests that only show that something runs.
 
 A forward of the bundled target is most of what a command, a page or an endpoint costs in a test, and a third of its
-layers do as well where two ways to decode are compared, or a request is refused. The target of 10, which
-`tools/distil_shallow_target.py` made, writes sentences like the bundled one's and accepts drafts of the bundled
-drafters, but solves nothing. Where answers, acceptance, sizes or states of the bundled models matter, the pair is the
-bundled one. `make test-deep` has that everywhere. A plugin of conftest.py.
+layers do as well where two ways to decode are compared, or a request is refused. The target of 10 (made by
+`git show 3c17b9af:tools/distil_shallow_target.py`) writes sentences like the bundled one's and accepts drafts of the
+bundled drafters, but solves nothing. Where answers, acceptance, sizes or states of the bundled models matter, the pair
+is the bundled one. `make test-deep` has that everywhere. A plugin of conftest.py.
 """
 
 import json

@@ -22,11 +22,12 @@ from transformers.cache_utils import DFlashCache
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.block.block_checkpoint import read_block, resolve_layer_ids
 from specdec.draft_models.block.block_drafter import BlockDrafter, block_drafter
+from specdec.draft_models.block.block_head import spread_layers
 from specdec.draft_models.checkpoints.checkpoint_files import TargetShape
 from specdec.draft_models.checkpoints.drafter_formats import is_block_config, is_eagle3_config
 from specdec.drafter_loading import load_any_drafter
+from specdec.evaluation.model_shapes import SHAPES, Shrink
 from specdec.models.target import TargetModel
-from specdec.training.train_drafter import spread_layers
 
 from marks import deep, deep_cases, examples, slow
 from tiny_models import spread
@@ -232,6 +233,22 @@ def test_reading(name: str, family: str, tmp_path: Path) -> None:
     narrow(name, tmp_path)
     spec = read_block(tmp_path, SHAPE).spec
     assert family == ("dspark" if spec.shifted else "jetspec" if spec.causal else "dflash")
+
+
+@pytest.mark.parametrize(
+    ("shape", "published"),
+    [
+        ("qwen3-8b-dflash", "z-lab/Qwen3-8B-DFlash-b16"),
+        ("qwen3-8b-dspark", "deepseek-ai/dspark_qwen3_8b_block7"),
+    ],
+)
+def test_a_shape_is_what_its_drafter_is_read_as(shape: str, published: str, tmp_path: Path) -> None:
+    """Apart from widths, which `narrow` reduces; the default draft is the whole block."""
+    narrow(published, tmp_path)
+    read, made = read_block(tmp_path, SHAPE).spec, SHAPES[shape].drafter(SHAPES[shape].target(Shrink()), Shrink())
+    same = ("aux_layers", "windows", "block_size", "causal", "shifted", "owns_embed", "successor", "rope", "qk_norm")
+    assert [getattr(made, name) for name in same] == [getattr(read, name) for name in same]
+    assert SHAPES[shape].drafts["block"] == SpecConfig(read.num_drafts)
 
 
 def test_logits_are_capped_as_the_config_says(tmp_path: Path) -> None:

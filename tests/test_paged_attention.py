@@ -266,7 +266,7 @@ def test_keys_and_values_of_8_bits_are_attended_to_as_they_are_read_back(dtype: 
     plain = dict(zip(("block_k", "block_v"), (rows(block.read()) for block in blocks), strict=True))
     case.args |= {name: pool.read() for name, pool in pools.items()} | plain
     want = case.run(tiles=SMALL)
-    own = dict(zip(("block_k", "block_v"), (rows(block.bits) for block in blocks), strict=True))
+    own = dict(zip(("block_k", "block_v"), (rows(block.bits.view(torch.int16)) for block in blocks), strict=True))
     case.args |= pools | own | {"block_scales": tuple(block.scales for block in blocks)}
     tolerance = 1e-5 if dtype == torch.float32 else 2e-3
     torch.testing.assert_close(case.run(tiles=SMALL), want, atol=tolerance, rtol=tolerance)

@@ -321,15 +321,23 @@ def test_a_shape_from_the_shell(tmp_path):
     assert (tmp_path / "o.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_packed_weights_and_only_the_drafts_that_were_asked_for():
-    result = bench("--shape", "gpt-oss-20b", *SMALL, "--weights", "mxfp4", "--drafts", "tree", "--batches", "1",
+@pytest.mark.parametrize(
+    ("shape", "weights", "draft", "published", "form"),
+    [
+        ("gpt-oss-20b", "mxfp4", "tree", "openai/gpt-oss-20b with", "mxfp4, the rest float32"),
+        ("qwen3-8b-dspark", "fp8", "block", "Qwen/Qwen3-8B with deepseek-ai/dspark_", "fp8, the rest float32"),
+    ],
+)
+def test_packed_weights_and_only_the_drafts_that_were_asked_for(shape, weights, draft, published, form):
+    result = bench("--shape", shape, *SMALL, "--weights", weights, "--drafts", draft, "--batches", "1",
                    "--contexts", "16", "--rounds", "2", "--json", "-")  # fmt: skip
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
-    assert record["subject"].startswith("random weights (mxfp4) at the shape of openai/gpt-oss-20b")
-    assert record["weights"] == "mxfp4, the rest float32"
+    assert record["subject"].startswith(f"random weights ({weights}) at the shape of {published}")
+    assert record["weights"] == form
     [cell] = record["cells"]
-    assert cell["run"] == "tree" and cell["parity"]["passed"] and cell["floor_bytes"]["experts"] > 0
+    assert cell["run"] == draft and cell["parity"]["passed"]
+    assert (cell["floor_bytes"]["experts"] > 0) == (shape == "gpt-oss-20b")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """`specdec serve` as a process, asked by the official client: a test per feature."""
 
 import asyncio
+import json
 import re
 
 import httpx
@@ -98,6 +99,22 @@ def test_a_stream_is_the_same_text_and_ends_with_usage(client, engine):
     assert len({chunk.id for chunk in chunks}) == 1 and {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
     plain = list(ask(client, max_tokens=NEW, stream=True))
     assert joined(plain) == out.text and all(chunk.choices and chunk.usage is None for chunk in plain)
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [("chat/completions", {"messages": CHAT}), ("completions", {"prompt": ["Ann", "Ben"], "echo": True})],
+    ids=["chat", "completion"],
+)
+def test_the_first_chunk_comes_with_the_first_token(path, asked, server):
+    """A client that times chunks would take the reading of the prompt for decoding."""
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    body = asked | {"max_tokens": 4, "n": 2, "stream": True, "stream_options": usage}
+    events = httpx.post(f"{server.url}/v1/{path}", json=body, timeout=60).text.split("\n\n")[:-2]
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    first = {chunk["choices"][0]["index"]: chunk for chunk in reversed(chunks[:-1])}
+    assert len(first) == 2 * len(asked.get("prompt", "1"))
+    assert all(chunk["usage"]["completion_tokens"] > 0 for chunk in first.values())
 
 
 def test_the_async_client_and_many_at_once(server, engine):

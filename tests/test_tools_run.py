@@ -29,7 +29,6 @@ ELSEWHERE = {
     "api_reference.py": "test_api_reference.py",
     "check_dist.py": "test_packaging.py",
     "code_lists.py": "test_code_lists.py",
-    "distil_shallow_target.py": "made a file of the tests once",
     "hostile.py": "test_serve_soak.py",
     "interrupts.py": "test_interrupts.py",
     "mutants.py": "test_mutants.py",

@@ -23,24 +23,79 @@ def page_slots(p_page: tl.tensor, o_column: tl.tensor, s_page: tl.tensor, PAGE_S
 
 
 @triton.jit
+def pairs_of(DIM: tl.constexpr, BLOCK: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Offsets and mask of the pairs of a row of DIM numbers in a tile of BLOCK."""
+    o_pair = tl.arange(0, BLOCK // 2)
+    m_pair = tl.full([BLOCK // 2], True, tl.int1) if DIM == BLOCK else o_pair < DIM // 2
+    return o_pair, m_pair
+
+
+@triton.jit
+def parts_of(b_q: tl.tensor, ROUNDED: tl.constexpr) -> tl.tuple:
+    """b_q [BM, BD], or where K is rounded its even and its odd channels [BM, BD / 2]: K and V are such tuples too."""
+    parts = (b_q,)
+    if ROUNDED:
+        parts = tl.split(tl.reshape(b_q, [b_q.shape[0], b_q.shape[1] // 2, 2]))
+    return parts
+
+
+@triton.jit
+def zero_parts(BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, ROUNDED: tl.constexpr) -> tl.tuple:
+    """What products with V are added to: [BM, BV], or two of [BM, BV / 2]."""
+    parts = (tl.zeros([BLOCK_M, BLOCK_V], tl.float32),)
+    if ROUNDED:
+        b_half = tl.zeros([BLOCK_M, BLOCK_V // 2], tl.float32)
+        parts = (b_half, b_half)
+    return parts
+
+
+@triton.jit
+def joined(parts: tl.tuple) -> tl.tensor:
+    """[BM, BV]: `parts_of`, undone."""
+    b_x = parts[0]
+    if len(parts) == 2:
+        b_x = tl.interleave(parts[0], parts[1])
+    return b_x
+
+
+@triton.jit
+def scores_of(b_q: tl.tuple, b_k: tl.tuple) -> tl.tensor:
+    """Products [BM, BK] of queries [BM, BD] and keys [BK, BD]."""
+    b_s = tl.dot(b_q[0], tl.trans(b_k[0]), input_precision="ieee")
+    if len(b_k) == 2:
+        b_s = tl.dot(b_q[1], tl.trans(b_k[1]), b_s, input_precision="ieee")
+    return b_s
+
+
+@triton.jit
+def add_values(b_acc: tl.tuple, b_decay: tl.tensor, b_p: tl.tensor, b_v: tl.tuple) -> tl.tuple:
+    """b_acc [BM, BV] times b_decay [BM, 1], and weights b_p [BM, BK] times values [BK, BV]."""
+    b_first = tl.dot(b_p, b_v[0], b_acc[0] * b_decay, input_precision="ieee")
+    parts = (b_first,)
+    if len(b_v) == 2:
+        parts = (b_first, tl.dot(b_p, b_v[1], b_acc[1] * b_decay, input_precision="ieee"))
+    return parts
+
+
+@triton.jit
 def load_keys(
-    p_pool: tl.tensor,  # of one head: [slots, D]
+    p_pool: tl.tensor,  # of one head: [slots, D], or [slots, D / 2] pairs
     p_scale: tl.tensor,  # of one head: [slots], or None
     b_slot: tl.tensor,  # [BK, 1]
-    o_d: tl.tensor,  # [BD]
+    o_d: tl.tensor,  # [BD], or [BD / 2]
     m_d: tl.tensor,
     s_slot: tl.constexpr,
     s_d: tl.tensor,
     s_scale: tl.constexpr,
     DTYPE: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
+) -> tuple[tl.tuple, tl.tensor]:
     """K [BK, BD] at these slots, which all exist, and what to multiply scores by, [1, BK] or [1, 1]: see
     `rounded_kernels.py`."""
-    b_x = tl.load(p_pool + b_slot * s_slot + o_d[None, :] * s_d, mask=m_d[None, :], other=0.0)
-    b_scale = tl.full([1, 1], 1.0, tl.float32)
+    b_x = tl.load(p_pool + b_slot * s_slot + o_d[None, :] * s_d, mask=m_d[None, :], other=0)
+    parts, b_scale = (b_x,), tl.full([1, 1], 1.0, tl.float32)
     if p_scale is not None:
-        b_x, b_scale = from_e4m3(b_x, DTYPE), tl.trans(tl.load(p_scale + b_slot * s_scale))
-    return b_x, b_scale
+        parts, b_scale = from_e4m3(b_x, DTYPE), tl.trans(tl.load(p_scale + b_slot * s_scale))
+    return parts, b_scale
 
 
 @triton.jit
@@ -54,24 +109,26 @@ def load_values(
     s_v: tl.tensor,
     s_scale: tl.constexpr,
     DTYPE: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
+) -> tuple[tl.tuple, tl.tensor]:
     """`load_keys` of V."""
-    b_x = tl.load(p_pool + b_slot * s_slot + o_v[None, :] * s_v, mask=m_v[None, :], other=0.0)
-    b_scale = tl.full([1, 1], 1.0, tl.float32)
+    b_x = tl.load(p_pool + b_slot * s_slot + o_v[None, :] * s_v, mask=m_v[None, :], other=0)
+    parts, b_scale = (b_x,), tl.full([1, 1], 1.0, tl.float32)
     if p_scale is not None:
-        b_x, b_scale = decode_values(b_x, tl.load(p_scale + b_slot * s_scale), DTYPE)
-    return b_x, b_scale
+        parts, b_scale = decode_values(b_x, tl.load(p_scale + b_slot * s_scale), DTYPE)
+    return parts, b_scale
 
 
 @triton.jit
-def decode_values(b_bits: tl.tensor, b_scale: tl.tensor, DTYPE: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+def decode_values(b_pairs: tl.tensor, b_scale: tl.tensor, DTYPE: tl.constexpr) -> tuple[tl.tuple, tl.tensor]:
     """V and what to multiply weights by; b_scale [BK, 1]. Such weights may be too small for float16: there V is
     multiplied."""
     if DTYPE.is_fp16():
-        b_x, b_weight_scale = (from_e4m3(b_bits, tl.float32) * b_scale).to(DTYPE), tl.full([1, 1], 1.0, tl.float32)
+        b_even, b_odd = from_e4m3(b_pairs, tl.float32)
+        parts = ((b_even * b_scale).to(DTYPE), (b_odd * b_scale).to(DTYPE))
+        b_weight_scale = tl.full([1, 1], 1.0, tl.float32)
     else:
-        b_x, b_weight_scale = from_e4m3(b_bits, DTYPE), tl.trans(b_scale)
-    return b_x, b_weight_scale
+        parts, b_weight_scale = from_e4m3(b_pairs, DTYPE), tl.trans(b_scale)
+    return parts, b_weight_scale
 
 
 def check_arguments(
@@ -97,10 +154,10 @@ def check_arguments(
         assert length is None or (length.shape == (batch,) and length.is_contiguous()), f"{length.shape=}, {batch=}"
 
 
-def padded_channels(head_dim: int) -> int:
-    """Channels of a tile: a power of two."""
+def padded_channels(head_dim: int, *, rounded: bool = False) -> int:
+    """Channels of a tile: a power of two. A product takes 16 at least; where K and V are rounded, every other one."""
     channels: int = triton.next_power_of_2(head_dim)
-    return max(16, channels)
+    return max(32 if rounded else 16, channels)
 
 
 def fits(block_m: int, block_k: int, num_stages: int, block_d: int, item_size: int, shared: int) -> bool:

@@ -118,9 +118,9 @@ def paged_attention(
     kv_heads, num_pages, num_keys = pool_k.shape[1], pages.shape[1], block_k.shape[2]
     check_arguments(query, pool_k, pool_v, pages, positions, sinks, start, committed_len)
     value_dim = pool_v.shape[2]
-    assert block_k.shape == (batch, kv_heads, num_keys, head_dim), f"{block_k.shape=}"
-    assert block_v.shape == (batch, kv_heads, num_keys, value_dim), f"{block_v.shape=}"
     (numbers_k, scales_k), (numbers_v, scales_v) = map(numbers_and_scales, (pool_k, pool_v))
+    assert block_k.shape == (batch, kv_heads, num_keys, numbers_k.shape[2]), f"{block_k.shape=}"
+    assert block_v.shape == (batch, kv_heads, num_keys, numbers_v.shape[2]), f"{block_v.shape=}"
     assert block_k.dtype == block_v.dtype == numbers_k.dtype, f"{block_k.dtype=} {block_v.dtype=} {numbers_k.dtype=}"
     assert all((scales is None) == (scales_k is None) for scales in block_scales), f"{block_scales=}"
     assert block_positions.shape == (batch, num_keys), f"{block_positions.shape=} {num_keys=}"
@@ -128,7 +128,8 @@ def paged_attention(
     assert ancestors.dtype == torch.int64, f"{ancestors.dtype=}"
 
     group = num_heads // kv_heads
-    block_d = padded_channels(head_dim)
+    rounded = scales_k is not None
+    block_d = padded_channels(head_dim, rounded=rounded)
     if tiles is None:
         tiles = choose_tiles(num_rows * group, block_d, query.element_size())
         tiles = fit_tiles(tiles, block_d, query.element_size(), device_limits(query.device)[1])
@@ -151,7 +152,7 @@ def paged_attention(
         BLOCK_M=tiles.block_m,
         BLOCK_K=tiles.block_k,
         BLOCK_D=block_d,
-        BLOCK_V=padded_channels(value_dim),
+        BLOCK_V=padded_channels(value_dim, rounded=rounded),
         WORDS=ancestors.shape[2],
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,

@@ -13,7 +13,20 @@ sink, so it enters once. A row that saw nothing has lse = -inf: its partial is n
 so no length compiles anything.
 """
 
-from specdec.attention.kernels.key_tiles import LOG2E, NOWHERE, decode_values, load_keys, load_values, page_slots
+from specdec.attention.kernels.key_tiles import (
+    LOG2E,
+    NOWHERE,
+    add_values,
+    decode_values,
+    joined,
+    load_keys,
+    load_values,
+    page_slots,
+    pairs_of,
+    parts_of,
+    scores_of,
+    zero_parts,
+)
 from specdec.gpu.triton_shim import tl, triton
 from specdec.kvcache.rounded_kernels import from_e4m3
 
@@ -22,22 +35,21 @@ BLOCK_N = tl.constexpr(16)  # keys of a draft's tile
 
 @triton.jit
 def absorb(
-    b_q: tl.tensor,
-    b_k: tl.tensor,
-    b_v: tl.tensor,
+    b_q: tl.tuple,
+    b_k: tl.tuple,
+    b_v: tl.tuple,
     b_k_scale: tl.tensor,
     b_v_scale: tl.tensor,
     m_seen: tl.tensor,
     b_max: tl.tensor,
     b_sum: tl.tensor,
-    b_acc: tl.tensor,
+    b_acc: tl.tuple,
     scaling: tl.tensor,
     softcap: tl.tensor,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """One step of the online softmax, base 2: b_q [BM, BD], b_k [BK, BD], b_v [BK, BV], scales [1, BK] or [1, 1],
-    m_seen [BM, BK], [1, BK], or None."""
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
-    b_s = b_s * b_k_scale
+) -> tuple[tl.tensor, tl.tensor, tl.tuple]:
+    """One step of the online softmax, base 2: b_q [BM, BD], b_k [BK, BD], b_v [BK, BV] in parts, scales [1, BK] or [1,
+    1], m_seen [BM, BK], [1, BK], or None."""
+    b_s = scores_of(b_q, b_k) * b_k_scale
     if softcap is None:
         b_s = b_s * (scaling * LOG2E)
     else:
@@ -48,7 +60,7 @@ def absorb(
     b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
     b_p = tl.exp2(b_s - b_shift[:, None])
     b_decay = tl.exp2(b_max - b_shift)
-    b_acc = tl.dot((b_p * b_v_scale).to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision="ieee")
+    b_acc = add_values(b_acc, b_decay[:, None], (b_p * b_v_scale).to(b_v[0].dtype), b_v)
     return b_new, b_sum * b_decay + tl.sum(b_p, 1), b_acc
 
 
@@ -137,7 +149,7 @@ def attend_kernel(
     m_row = o_node < num_rows
     b_pos = tl.load(p_positions + i_b * s_pos_b + o_node * s_pos, mask=m_row, other=0).to(tl.int32)  # [BM]
     p_q += i_b * s_q_b + o_head[:, None] * s_q_h + o_node[:, None].to(tl.int64) * s_q_n + o_d[None, :] * s_q_d
-    b_q = tl.load(p_q, mask=m_row[:, None] & m_d[None, :], other=0.0)  # [BM, BD]
+    b_q = parts_of(tl.load(p_q, mask=m_row[:, None] & m_d[None, :], other=0.0), p_scale_k is not None)  # [BM, BD]
 
     p_ancestors += i_b * s_anc_b + o_node * s_anc
     # here and not where it is used: between the loops, ptxas would serialise every wgmma
@@ -147,7 +159,7 @@ def attend_kernel(
         b_sink = tl.load(p_sinks + o_head, mask=m_row, other=float("-inf")).to(tl.float32) * LOG2E
         b_max = tl.where(i_split == 0, b_sink, b_max)
     b_sum = tl.full([BLOCK_M], 1.0, tl.float32)  # of the sink; scaled away by the first key where there is none
-    b_acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    b_acc = zero_parts(BLOCK_M, BLOCK_V, p_scale_k is not None)
 
     # the prefix: keys [lo, hi) by position, of which this split takes [begin, end)
     start = 0
@@ -164,19 +176,22 @@ def attend_kernel(
     begin += i_split * chunk - spare
     end = tl.minimum(begin + chunk, hi)
     begin = tl.maximum(begin, lo // BLOCK_K * BLOCK_K)
+    o_k, m_k, o_x, m_x = o_d, m_d, o_v, m_v  # of what pools hold
     p_page = p_pages + i_b * s_page_b
     p_pool_k += i_h * s_pk_h
     p_pool_v += i_h * s_pv_h
     if p_scale_k is not None:
         p_scale_k += i_h
         p_scale_v += i_h
+        o_k, m_k = pairs_of(HEAD_DIM, BLOCK_D)
+        o_x, m_x = pairs_of(VALUE_DIM, BLOCK_V)
     for i_key in range(begin, end, BLOCK_K):
         o_key = i_key + tl.arange(0, BLOCK_K)
         m_key = (o_key >= lo) & (o_key < hi)
         o_col = tl.minimum(tl.maximum(o_key, lo), hi - 1)
         b_slot = page_slots(p_page, o_col - start, s_page, PAGE_SIZE)
-        b_k, b_k_scale = load_keys(p_pool_k, p_scale_k, b_slot, o_d, m_d, s_pk_t, s_pk_d, KV_HEADS, b_q.dtype)
-        b_v, b_v_scale = load_values(p_pool_v, p_scale_v, b_slot, o_v, m_v, s_pv_t, s_pv_d, KV_HEADS, b_q.dtype)
+        b_k, b_k_scale = load_keys(p_pool_k, p_scale_k, b_slot, o_k, m_k, s_pk_t, s_pk_d, KV_HEADS, b_q[0].dtype)
+        b_v, b_v_scale = load_values(p_pool_v, p_scale_v, b_slot, o_x, m_x, s_pv_t, s_pv_d, KV_HEADS, b_q[0].dtype)
         m_seen = m_key[None, :]
         if window is not None:
             m_seen = m_seen & (b_pos[:, None] - o_key[None, :] < window)
@@ -200,17 +215,18 @@ def attend_kernel(
                 m_seen = m_seen & (b_key_pos[None, :] >= tl.minimum(b_pos, first_key)[:, None])
         m_key = tl.max(m_seen.to(tl.int32), 0) > 0  # a key that no row sees may hold anything
         o_kv = o_key[:, None].to(tl.int64)
-        o_bk = i_b * s_bk_b + i_h * s_bk_h + o_kv * s_bk_n + o_d[None, :] * s_bk_d
-        o_bv = i_b * s_bv_b + i_h * s_bv_h + o_kv * s_bv_n + o_v[None, :] * s_bv_d
-        b_k = tl.load(p_block_k + o_bk, mask=m_key[:, None] & m_d[None, :], other=0.0)
-        b_v = tl.load(p_block_v + o_bv, mask=m_key[:, None] & m_v[None, :], other=0.0)
+        o_bk = i_b * s_bk_b + i_h * s_bk_h + o_kv * s_bk_n + o_k[None, :] * s_bk_d
+        o_bv = i_b * s_bv_b + i_h * s_bv_h + o_kv * s_bv_n + o_x[None, :] * s_bv_d
+        b_own_k = tl.load(p_block_k + o_bk, mask=m_key[:, None] & m_k[None, :], other=0)
+        b_own_v = tl.load(p_block_v + o_bv, mask=m_key[:, None] & m_x[None, :], other=0)
+        b_k, b_v = (b_own_k,), (b_own_v,)
         b_k_scale, b_v_scale = tl.full([1, 1], 1.0, tl.float32), tl.full([1, 1], 1.0, tl.float32)
         if p_block_k_scale is not None:
-            o_scale = (i_b * s_bk_b + i_h * s_bk_h + o_kv * s_bk_n) // HEAD_DIM  # rows are contiguous
-            b_k = from_e4m3(b_k, b_q.dtype)
+            o_scale = (i_b * s_bk_b + i_h * s_bk_h + o_kv * s_bk_n) // (HEAD_DIM // 2)  # rows are contiguous
+            b_k = from_e4m3(b_own_k, b_q[0].dtype)
             b_k_scale = tl.trans(tl.load(p_block_k_scale + o_scale, mask=m_key[:, None], other=0.0))
             b_v_scale = tl.load(p_block_v_scale + o_scale, mask=m_key[:, None], other=0.0)
-            b_v, b_v_scale = decode_values(b_v, b_v_scale, b_q.dtype)
+            b_v, b_v_scale = decode_values(b_own_v, b_v_scale, b_q[0].dtype)
         b_max, b_sum, b_acc = absorb(b_q, b_k, b_v, b_k_scale, b_v_scale, m_seen, b_max, b_sum, b_acc, scaling, softcap)
 
     b_sum = tl.where(b_sum == 0.0, 1.0, b_sum)  # a row that saw nothing
@@ -222,7 +238,7 @@ def attend_kernel(
         b_lse = tl.where(m_row, b_max + tl.log2(b_sum), float("-inf"))
         tl.store(p_lse + o_out, b_lse, mask=m_out)
         m_out = m_out & (b_lse > float("-inf"))
-    b_out = (b_acc * b_scale[:, None]).to(p_out.dtype.element_ty)
+    b_out = (joined(b_acc) * b_scale[:, None]).to(p_out.dtype.element_ty)
     tl.store(p_out + o_out[:, None] * VALUE_DIM + o_v[None, :], b_out, mask=m_out[:, None] & m_v[None, :])
 
 

@@ -29,7 +29,7 @@ from specdec.attention.kernels.tree_attention import choose_cut
 from specdec.attention.pack import Lines, Pack
 from specdec.gpu.triton_device import device_limits
 from specdec.gpu.triton_shim import triton
-from specdec.kvcache.rounded import Pool, numbers_and_scales
+from specdec.kvcache.rounded import Pool, RoundedPool, numbers_and_scales
 
 FEW_TOKENS = 256
 """A forward over no more than these is most often a part of one long prompt, read while others decode."""
@@ -103,7 +103,8 @@ def ragged_attention(
     assert query.dtype == pool_k.dtype == pool_v.dtype, f"{query.dtype=} {pool_k.dtype=} {pool_v.dtype=}"
     assert lines.slots.stride(1) == 1 and lines.line.shape == pack.start.shape == (num_runs,), f"{lines.slots.shape=}"
     assert sinks is None or (sinks.shape == (num_heads,) and sinks.is_contiguous())
-    group, block_d, block_v = num_heads // kv_heads, padded_channels(head_dim), padded_channels(value_dim)
+    group, rounded = num_heads // kv_heads, isinstance(pool_k, RoundedPool)
+    block_d, block_v = (padded_channels(dim, rounded=rounded) for dim in (head_dim, value_dim))
     if tiles is None:
         tiles = choose_ragged(num_tokens, group, kv_heads * shares, block_d, query.element_size(), device, exact=exact)
     tokens = tiles.block_m // group

@@ -13,7 +13,15 @@ by `merge_kernel` of `paged_attention`. Else as `tree_attention` does it, operat
 keys at absolute positions, folded in ascending order, so that a row has the bits that plain decoding gives it.
 """
 
-from specdec.attention.kernels.key_tiles import LOG2E, load_keys, load_values
+from specdec.attention.kernels.key_tiles import (
+    LOG2E,
+    joined,
+    load_keys,
+    load_values,
+    pairs_of,
+    parts_of,
+    zero_parts,
+)
 from specdec.attention.kernels.paged_attention_kernels import absorb
 from specdec.attention.kernels.tree_attention_kernels import absorb_in_order, fold_weights, split_begin, split_of
 from specdec.gpu.triton_shim import tl, triton
@@ -30,13 +38,13 @@ def _add_tile(
     lo: tl.tensor,
     end: tl.tensor,
     begin_of_line: tl.tensor,
-    b_q: tl.tensor,
+    b_q: tl.tuple,
     b_pos: tl.tensor,
     window: tl.tensor,
     first_key: tl.tensor,
     b_max: tl.tensor,
     b_sum: tl.tensor,
-    b_acc: tl.tensor,
+    b_acc: tl.tuple,
     scaling: tl.tensor,
     softcap: tl.tensor,
     o_d: tl.tensor,
@@ -51,15 +59,15 @@ def _add_tile(
     BLOCK_K: tl.constexpr,
     MASKED: tl.constexpr,
     IN_ORDER: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+) -> tuple[tl.tensor, tl.tensor, tl.tuple]:
     """The keys from i_key on. Those outside [lo, end) read the nearest inside, and weigh nothing."""
     o_key = i_key + tl.arange(0, BLOCK_K)
     o_inside = o_key
     if MASKED:
         o_inside = tl.minimum(tl.maximum(o_key, lo), end - 1)
     b_slot = tl.load(p_slots + (o_inside - begin_of_line)).to(tl.int64)[:, None]
-    b_k, b_k_scale = load_keys(p_pool_k, p_scale_k, b_slot, o_d, m_d, s_pk_t, s_pk_d, KV_HEADS, b_q.dtype)
-    b_v, b_v_scale = load_values(p_pool_v, p_scale_v, b_slot, o_v, m_v, s_pv_t, s_pv_d, KV_HEADS, b_q.dtype)
+    b_k, b_k_scale = load_keys(p_pool_k, p_scale_k, b_slot, o_d, m_d, s_pk_t, s_pk_d, KV_HEADS, b_q[0].dtype)
+    b_v, b_v_scale = load_values(p_pool_v, p_scale_v, b_slot, o_v, m_v, s_pv_t, s_pv_d, KV_HEADS, b_q[0].dtype)
     m_seen = None
     if MASKED:
         m_seen = (o_key[None, :] <= b_pos[:, None]) & (o_key[None, :] >= lo)
@@ -89,13 +97,13 @@ def _walk(
     lo: tl.tensor,
     end: tl.tensor,
     begin_of_line: tl.tensor,
-    b_q: tl.tensor,
+    b_q: tl.tuple,
     b_pos: tl.tensor,
     window: tl.tensor,
     first_key: tl.tensor,
     b_max: tl.tensor,
     b_sum: tl.tensor,
-    b_acc: tl.tensor,
+    b_acc: tl.tuple,
     scaling: tl.tensor,
     softcap: tl.tensor,
     o_d: tl.tensor,
@@ -109,7 +117,7 @@ def _walk(
     KV_HEADS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IN_ORDER: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+) -> tuple[tl.tensor, tl.tensor, tl.tuple]:
     """The keys [begin, stop): before free_end every row sees every key."""
     # fmt: off
     for i_key in range(begin, tl.minimum(stop, free_end), BLOCK_K):
@@ -218,13 +226,16 @@ def ragged_kernel(
     m_v = tl.full([BLOCK_V], True, tl.int1) if VALUE_DIM == BLOCK_V else o_v < VALUE_DIM
     o_place = (first + o_token).to(tl.int64)
     p_q += o_head[:, None] * s_q_h + o_place[:, None] * s_q_t + o_d[None, :] * s_q_d
-    b_q = tl.load(p_q, mask=m_row[:, None] & m_d[None, :], other=0.0)  # [BM, BD]
+    b_q = parts_of(tl.load(p_q, mask=m_row[:, None] & m_d[None, :], other=0.0), p_scale_k is not None)  # [BM, BD]
+    o_k, m_k, o_x, m_x = o_d, m_d, o_v, m_v  # of what pools hold
     p_slots += line * s_line
     p_pool_k += i_h * s_pk_h
     p_pool_v += i_h * s_pv_h
     if p_scale_k is not None:
         p_scale_k += i_h
         p_scale_v += i_h
+        o_k, m_k = pairs_of(HEAD_DIM, BLOCK_D)
+        o_x, m_x = pairs_of(VALUE_DIM, BLOCK_V)
     # every row sees every key before the tile's first token, but for a window and keys that do not exist
     free_end = 0
     if GROWS and first_key is None:  # no window
@@ -242,11 +253,11 @@ def ragged_kernel(
             b_sink = tl.load(p_sinks + o_head, mask=m_row, other=float("-inf")).to(tl.float32) * LOG2E
             b_max = tl.where(i_split == 0, b_sink, b_max)
         b_sum = tl.full([BLOCK_M], 1.0, tl.float32)  # of the sink; scaled away by the first key where there is none
-        b_acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+        b_acc = zero_parts(BLOCK_M, BLOCK_V, p_scale_k is not None)
         # fmt: off
         b_max, b_sum, b_acc = _walk(
             p_pool_k, p_pool_v, p_scale_k, p_scale_v, p_slots, begin, stop, free_end, lo, end, begin_of_line, b_q,
-            b_pos, window, first_key, b_max, b_sum, b_acc, scaling, softcap, o_d, m_d, o_v, m_v, s_pk_t, s_pk_d,
+            b_pos, window, first_key, b_max, b_sum, b_acc, scaling, softcap, o_k, m_k, o_x, m_x, s_pk_t, s_pk_d,
             s_pv_t, s_pv_d, KV_HEADS, BLOCK_K, False,
         )
         # fmt: on
@@ -256,7 +267,7 @@ def ragged_kernel(
             b_lse = b_max + tl.log2(b_sum)
             tl.store(p_lse + o_out, b_lse, mask=m_row)
             m_out = m_out & (b_lse > float("-inf"))[:, None]
-        b_out = b_acc * (1.0 / b_sum)[:, None]
+        b_out = joined(b_acc) * (1.0 / b_sum)[:, None]
     else:
         b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         b_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -272,14 +283,15 @@ def ragged_kernel(
             stop = tl.minimum(split_begin(i_part + 1, SPLIT_LEN, GROWS), end)
             b_part_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
             b_part_sum = tl.zeros([BLOCK_M, 16], tl.float32)
-            b_part = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+            b_part = zero_parts(BLOCK_M, BLOCK_V, p_scale_k is not None)
             # fmt: off
             b_part_max, b_part_sum, b_part = _walk(
                 p_pool_k, p_pool_v, p_scale_k, p_scale_v, p_slots, begin, stop, free_end, lo, end, begin_of_line, b_q,
-                b_pos, window, first_key, b_part_max, b_part_sum, b_part, scaling, softcap, o_d, m_d, o_v, m_v, s_pk_t,
+                b_pos, window, first_key, b_part_max, b_part_sum, b_part, scaling, softcap, o_k, m_k, o_x, m_x, s_pk_t,
                 s_pk_d, s_pv_t, s_pv_d, KV_HEADS, BLOCK_K, True,
             )
             # fmt: on
+            b_part = joined(b_part)
             m_total = b_max > float("-inf")
             b_max, b_decay, b_weight = fold_weights(b_max, b_part_max)
             b_sum = tl.fma(tl.max(b_part_sum, 1), b_weight, b_sum * b_decay)

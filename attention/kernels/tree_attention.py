@@ -33,7 +33,7 @@ from specdec.attention.kernels.own_keys import ALIGN, OwnKeys
 from specdec.attention.kernels.tree_attention_kernels import MIDDLE_SPLITS, SHORT_SPLITS, attend_kernel, merge_kernel
 from specdec.gpu.dependent_launch import pdl_options
 from specdec.gpu.triton_device import device_limits
-from specdec.kvcache.rounded import Pool, numbers_and_scales
+from specdec.kvcache.rounded import Pool, RoundedPool, numbers_and_scales
 
 PART_BYTES = 1 << 30
 """Partial results above this are folded by the programs that make them."""
@@ -101,7 +101,8 @@ def tree_attention(
     assert own.slots.is_contiguous() and own.slots.shape[0] == batch, f"{own.slots.shape=}"
     assert own.run_end is None or own.run_end.shape == (batch, num_rows) == own.slots.shape[:2], f"{own.slots.shape=}"
 
-    group, block_d, block_v = num_heads // kv_heads, padded_channels(head_dim), padded_channels(value_dim)
+    group, rounded = num_heads // kv_heads, isinstance(pool_k, RoundedPool)
+    block_d, block_v = (padded_channels(dim, rounded=rounded) for dim in (head_dim, value_dim))
     cut = cut or choose_cut(block_d, query.element_size(), kv_heads * shares)
     assert ALIGN % cut.block_k == 0 == cut.split_len % cut.block_k, f"{cut=} does not divide {ALIGN}"
     grows = window is None and start is None

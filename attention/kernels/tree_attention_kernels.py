@@ -16,7 +16,19 @@ Under programmatic dependent launch both kernels read the plan (lengths, positio
 kernel before them: plans are written by kernels that let nothing start before they end.
 """
 
-from specdec.attention.kernels.key_tiles import LOG2E, NOWHERE, load_keys, load_values, page_slots
+from specdec.attention.kernels.key_tiles import (
+    LOG2E,
+    NOWHERE,
+    add_values,
+    joined,
+    load_keys,
+    load_values,
+    page_slots,
+    pairs_of,
+    parts_of,
+    scores_of,
+    zero_parts,
+)
 from specdec.gpu.dependent_launch import trigger_next, wait_for_previous
 from specdec.gpu.triton_shim import KEEP, tl, triton
 
@@ -48,20 +60,19 @@ def split_begin(split: tl.tensor, SPLIT_LEN: tl.constexpr, GROWS: tl.constexpr) 
 
 @triton.jit
 def absorb_in_order(
-    b_q: tl.tensor,  # [BM, BD]
-    b_k: tl.tensor,  # [BK, BD]
-    b_v: tl.tensor,  # [BK, BV]
+    b_q: tl.tuple,  # [BM, BD] in parts, as K and V: see `parts_of`
+    b_k: tl.tuple,  # [BK, BD]
+    b_v: tl.tuple,  # [BK, BV]
     b_k_scale: tl.tensor,  # [1, BK] or [1, 1]
     b_v_scale: tl.tensor,
     m_seen: tl.tensor,  # [BM, BK], or None: every row sees every key
     b_max: tl.tensor,  # [BM]
     b_sum: tl.tensor,  # [BM, 16], the sum 16 times
-    b_acc: tl.tensor,  # [BM, BV]
+    b_acc: tl.tuple,  # [BM, BV]
     scaling: tl.tensor,
     softcap: tl.tensor,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    b_x = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
-    b_x = b_x * b_k_scale
+) -> tuple[tl.tensor, tl.tensor, tl.tuple]:
+    b_x = scores_of(b_q, b_k) * b_k_scale
     if softcap is None:
         factor = scaling * LOG2E
     else:
@@ -72,11 +83,11 @@ def absorb_in_order(
     b_new = tl.maximum(b_max, tl.max(b_x, 1) * factor)
     b_shift = tl.where(b_new == float("-inf"), 0.0, b_new)
     b_p = tl.exp2(tl.fma(b_x, tl.zeros_like(b_x) + factor, tl.zeros_like(b_x) - b_shift[:, None]))
-    b_p, b_weight = b_p.to(b_v.dtype), (b_p * b_v_scale).to(b_v.dtype)
+    b_p, b_weight = b_p.to(b_v[0].dtype), (b_p * b_v_scale).to(b_v[0].dtype)
     b_decay = tl.exp2(b_max - b_shift)[:, None]
-    b_ones = tl.full([b_v.shape[0], 16], 1.0, b_v.dtype)
+    b_ones = tl.full([b_v[0].shape[0], 16], 1.0, b_v[0].dtype)
     b_sum = tl.dot(b_p, b_ones, b_sum * b_decay, input_precision="ieee")  # tl.sum's order would be the layout's
-    b_acc = tl.dot(b_weight, b_v, b_acc * b_decay, input_precision="ieee")
+    b_acc = add_values(b_acc, b_decay, b_weight, b_v)
     return b_new, b_sum, b_acc
 
 
@@ -183,13 +194,17 @@ def attend_kernel(
     m_v = tl.full([BLOCK_V], True, tl.int1) if VALUE_DIM == BLOCK_V else o_v < VALUE_DIM
     wait_for_previous(PDL)  # what a plan holds was complete before its first layer; queries, keys and values are not
     p_q += i_b * s_q_b + o_head[:, None] * s_q_h + o_node[:, None].to(tl.int64) * s_q_n + o_d[None, :] * s_q_d
-    b_q = tl.load(p_q, mask=m_row[:, None] & m_d[None, :], other=0.0)  # [BM, BD]
+    b_q = parts_of(tl.load(p_q, mask=m_row[:, None] & m_d[None, :], other=0.0), p_scale_k is not None)  # [BM, BD]
+    DTYPE: tl.constexpr = b_q[0].dtype
+    o_k, m_k, o_x, m_x = o_d, m_d, o_v, m_v  # of what pools hold
     p_page = p_pages + i_b * s_page_b
     p_pool_k += i_h * s_pk_h
     p_pool_v += i_h * s_pv_h
     if p_scale_k is not None:
         p_scale_k += i_h
         p_scale_v += i_h
+        o_k, m_k = pairs_of(HEAD_DIM, BLOCK_D)
+        o_x, m_x = pairs_of(VALUE_DIM, BLOCK_V)
     own_begin = committed_len // BLOCK_K * BLOCK_K
     own_base = committed_len // ALIGN * ALIGN
     shared_end = tl.minimum(own_begin, (start + num_pages * PAGE_SIZE) // BLOCK_K * BLOCK_K)
@@ -211,7 +226,7 @@ def attend_kernel(
         stop = tl.minimum(split_begin(first_split + i_part + 1, SPLIT_LEN, GROWS), end)
         b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         b_sum = tl.zeros([BLOCK_M, 16], tl.float32)
-        b_acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+        b_acc = zero_parts(BLOCK_M, BLOCK_V, p_scale_k is not None)
 
         for i_key in range(begin, tl.minimum(stop, shared_end), BLOCK_K):
             o_key = i_key + tl.arange(0, BLOCK_K)
@@ -227,8 +242,8 @@ def attend_kernel(
                 m_seen = m_exists if m_seen is None else m_seen & m_exists
             o_column = o_key - start
             b_slot = page_slots(p_page, o_column, s_page, PAGE_SIZE)
-            b_k, b_k_scale = load_keys(p_pool_k, p_scale_k, b_slot, o_d, m_d, s_pk_t, s_pk_d, KV_HEADS, b_q.dtype)
-            b_v, b_v_scale = load_values(p_pool_v, p_scale_v, b_slot, o_v, m_v, s_pv_t, s_pv_d, KV_HEADS, b_q.dtype)
+            b_k, b_k_scale = load_keys(p_pool_k, p_scale_k, b_slot, o_k, m_k, s_pk_t, s_pk_d, KV_HEADS, DTYPE)
+            b_v, b_v_scale = load_values(p_pool_v, p_scale_v, b_slot, o_x, m_x, s_pv_t, s_pv_d, KV_HEADS, DTYPE)
             b_max, b_sum, b_acc = absorb_in_order(
                 b_q, b_k, b_v, b_k_scale, b_v_scale, m_seen, b_max, b_sum, b_acc, scaling, softcap
             )
@@ -257,23 +272,27 @@ def attend_kernel(
                     m_seen = m_seen & (o_key[None, :] >= tl.minimum(b_pos, first_key)[:, None])
                 o_key = tl.minimum(tl.maximum(o_key, lo), newest)
                 b_slot = tl.load(p_slot + (o_key - own_base)).to(tl.int64)[:, None]
-                b_k, b_k_scale = load_keys(p_pool_k, p_scale_k, b_slot, o_d, m_d, s_pk_t, s_pk_d, KV_HEADS, b_q.dtype)
-                b_v, b_v_scale = load_values(p_pool_v, p_scale_v, b_slot, o_v, m_v, s_pv_t, s_pv_d, KV_HEADS, b_q.dtype)
+                b_k, b_k_scale = load_keys(
+                    p_pool_k, p_scale_k, b_slot, o_k, m_k, s_pk_t, s_pk_d, KV_HEADS, b_q[0].dtype
+                )
+                b_v, b_v_scale = load_values(
+                    p_pool_v, p_scale_v, b_slot, o_x, m_x, s_pv_t, s_pv_d, KV_HEADS, b_q[0].dtype
+                )
                 b_max, b_sum, b_acc = absorb_in_order(
                     b_q, b_k, b_v, b_k_scale, b_v_scale, m_seen, b_max, b_sum, b_acc, scaling, softcap
                 )
             node = run_end + 1
 
-        b_sum = tl.max(b_sum, 1)
+        b_sum, b_part = tl.max(b_sum, 1), joined(b_acc)
         if FOLD:
             b_total_max, b_decay, b_weight = fold_weights(b_total_max, b_max)
             b_total_sum = tl.fma(b_sum, b_weight, b_total_sum * b_decay)
-            b_total = tl.fma(b_acc, tl.zeros_like(b_acc) + b_weight[:, None], b_total * b_decay[:, None])
+            b_total = tl.fma(b_part, tl.zeros_like(b_part) + b_weight[:, None], b_total * b_decay[:, None])
         else:
             i_first = i_part * part_rows
             tl.store(p_part_max + i_first + first_row + o_tile, b_max, mask=m_row, eviction_policy=KEEP)
             tl.store(p_part_sum + i_first + first_row + o_tile, b_sum, mask=m_row, eviction_policy=KEEP)
-            tl.store(p_out + i_first * VALUE_DIM, b_acc, mask=m_out, eviction_policy=KEEP)
+            tl.store(p_out + i_first * VALUE_DIM, b_part, mask=m_out, eviction_policy=KEEP)
 
     if FOLD:
         m_row = m_row & (o_tile * 0 + num_splits > 0)

@@ -1,7 +1,7 @@
-"""On any CPU, by processor time of one thread, so that what else runs counts less.
+"""On any CPU, by processor time of one thread, so that what else runs counts less; `functions` on a GPU, too.
 
-steps   a target of one tiny layer, requests that all decode: a step, of it the round's own operations (on a GPU they
-        would be one launch), and the rest: scheduling, seats, slots, settling of tokens; the least of several passes
+functions  requests that all decode: what a step takes of the host, and which functions take it. On a GPU of captured
+        rounds of a shape, without the wait for the device; on a CPU of rounds that take no time
 gap     steps of streams while parts of a long prompt run. The prompt is not read up to there: what lies in the pool
         stands for its K/V, which changes no time. Forwards from which the engine learns what such a prefix costs are
         not counted
@@ -10,25 +10,34 @@ wrong   a drafter that is never right. Three engines have the same requests and 
         table: the engine's rounds at what its cost table says of them, catching up included
 """
 
+import cProfile
+import pstats
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+from bench.device import ON_CPU  # isort: skip - before triton
 from bench.plants import change_drafts, never_right  # isort: skip - before triton
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from bench.report import Row
-from bench.subjects import prompts_of
+from bench.subjects import pair_of, prompts_of
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.drafter_loading import load_any_drafter
 from specdec.gpu.operations import choose_operations
 from specdec.models.bundled import BUNDLED_DIR
 from specdec.models.target import TargetModel
 from specdec.runtime import steps as steps_module
+from specdec.runtime.launched_step import LaunchedStep
+from specdec.runtime.rounds.decode_round import DECODE_STAGES, decode_programs
+from specdec.runtime.rounds.result import RoundShape, empty_result
+from specdec.runtime.rounds.round import Round
 from specdec.runtime.rounds.unread import KEPT
 from specdec.runtime.settling import commit_chunks_on_host
 
@@ -58,45 +67,73 @@ SMOLLM2 = {
 ENDLESS = {"ignore_eos": True}
 
 
-def steps_rows(requests: Sequence[int], steps: int) -> Iterator[Row]:
-    torch.set_num_threads(1)
-    target = TargetModel(LlamaForCausalLM(LlamaConfig(**ONE_LAYER)).eval())
-    run, in_rounds = steps_module.run_programs, [0.0]
-
-    def timed(*arguments: Any) -> torch.Tensor:
-        begin = time.process_time()
-        out = run(*arguments)
-        in_rounds[0] += time.process_time() - begin
-        return out
-
-    steps_module.run_programs = timed  # type: ignore[assignment]
-    try:
+def functions_rows(requests: Sequence[int], steps: int, shape: str, shown: int) -> Iterator[Row]:
+    on_gpu = not ON_CPU and torch.cuda.is_available()
+    clock, programs = (time.perf_counter, decode_programs) if on_gpu else (time.process_time, stand_in_programs)
+    if on_gpu:
+        target = pair_of(shape).target
+    else:
+        torch.set_num_threads(1)
+        target = TargetModel(LlamaForCausalLM(LlamaConfig(**ONE_LAYER)).eval())
+    with patch.object(steps_module, "decode_programs", programs):
         for count in requests:
-            yield _step_row(target, count, steps, in_rounds)
-    finally:
-        steps_module.run_programs = run
+            yield from _function_rows(target, count, steps, shown, clock)
 
 
-def _step_row(target: TargetModel, count: int, steps: int, in_rounds: list[float]) -> Row:
-    params = SamplingParams(max_new_tokens=900, **ENDLESS)
-    passes = []
-    with Engine(target, None, config=EngineConfig(max_batch_size=count, max_model_len=1024)) as engine:
+def stand_in_programs(round: Round, shape: RoundShape) -> list[Callable[[], torch.Tensor]]:
+    """Programs of a plain round that takes no time: every row gains token 0."""
+
+    def program() -> torch.Tensor:
+        numbers, rows, _ = empty_result(shape, len(DECODE_STAGES) + 1, round.device)
+        numbers.zero_()
+        rows[:, 0] = 1
+        return numbers
+
+    return [program]
+
+
+def _function_rows(
+    target: TargetModel, count: int, steps: int, shown: int, clock: Callable[[], float]
+) -> Iterator[Row]:
+    """Milliseconds a step without the wait for the device, and the functions that take most: their shares are those
+    under the profiler, of the milliseconds without it."""
+    params, waited, on_host = SamplingParams(max_new_tokens=900, **ENDLESS), [0.0], LaunchedStep._on_host
+
+    def timed(step: LaunchedStep, numbers: torch.Tensor) -> Any:
+        begin = clock()
+        array = on_host(step, numbers)
+        waited[0] += clock() - begin
+        return array
+
+    config = EngineConfig(max_batch_size=count, max_model_len=1024, prefix_cache=False)
+    with Engine(target, None, config=config) as engine, cProfile.Profile() as profile:
+        profile.disable()
         handles = engine.submit_many([[3 + number % 100] * 16 for number in range(count)], [params] * count)
-        while any(handle.num_output < 3 for handle in handles):
+        while any(handle.num_output < 8 for handle in handles):
             engine.step()
-        for _ in range(PASSES):
-            in_rounds[0], begin = 0.0, time.process_time()
-            for _ in range(steps):
-                engine.step()
-            spent = time.process_time() - begin
-            passes.append((spent - in_rounds[0], spent))
-    rest, step = (seconds / steps * 1e3 for seconds in min(passes))
-    figures: dict[str, object] = {
-        "step, ms": f"{step:.3f}",
-        "its round": f"{step - rest:.3f}",
-        "the rest": f"{rest:.3f}",
-    }
-    return Row(f"{count} requests", figures=figures)
+        passes = []
+        with patch.object(LaunchedStep, "_on_host", timed):
+            for _ in range(PASSES):
+                waited[0], begin = 0.0, clock()
+                for _ in range(steps):
+                    engine.step()
+                passes.append((clock() - begin - waited[0]) / steps * 1e3)
+        profile.enable()
+        for _ in range(steps):
+            engine.step()
+        profile.disable()
+        for handle in handles:
+            handle.abort()
+    stats: dict[Any, Any] = pstats.Stats(profile).stats  # type: ignore[attr-defined]
+    found = [(own, whole, calls, *place) for place, (_, calls, own, whole, _) in stats.items()]
+    found = sorted((each for each in found if "synchronize" not in each[-1]), reverse=True)
+    scale = min(passes) / sum(own for own, *_ in found)
+    heads = ("ms a step", "with what it calls", "calls a step")
+    yield Row(f"{count} requests", figures=dict(zip(heads, (f"{min(passes):.3f}", "", ""), strict=True)))
+    for own, whole, calls, file, line, name in found[:shown]:
+        cells = f"{own * scale:.4f}", f"{whole * scale:.4f}", f"{calls / steps:g}"
+        where = f"{'/'.join(Path(file).parts[-2:])}:{line} " if line else ""
+        yield Row(f"{where}{name}", figures=dict(zip(heads, cells, strict=True)))
 
 
 class GapRig:

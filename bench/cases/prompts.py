@@ -1,31 +1,35 @@
-"""Prompts at the shape of Gemma 4 E4B, no drafter: skipped layers, order of sums, load, and a prompt next to streams.
+"""Prompts at the shape of Gemma 4 E4B, no drafter: skipped layers, load, and a prompt next to streams.
 
     bits     12 layers, deterministic=True: tokens and log-probabilities of prompts whose last layers ran for every
              token, and for the last one alone, must be equal
     times    milliseconds from `submit` to the first token, every layer for every token -> the last layers for the last
              token; of several prompts: the mean and the last
-    order    the same first tokens with deterministic=True, and how much longer they take
     load     many requests, at most `running` of them at a time: tokens a second, and how many shapes of prompts were
              captured
     gap      streams while a long prompt arrives: the time between two tokens, against before and against what `stats()`
              says; how much the host's own code slowed down in the longest steps; the same by the device's clock
-    kernels  what the time of a prompt goes to, by kernel, in any order -> in order
+    spread   the same prompts again and again: what differs between repeats, and between the fastest and the slowest by
+             kernel
 
-The prefix cache is off, and each prompt is read a few times before it is timed.
+The prefix cache is off, and each prompt is read a few times before it is timed. What `deterministic=True` costs a
+prompt: `bits-cost`.
 """
 
 import gc
 import statistics
+import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 from bench.device import ON_CPU  # isort: skip - before triton
+import torch
 import triton
 
-from bench.clock import kernel_times
+from bench.clock import profiled
 from bench.report import Row
 from bench.subjects import OPERATIONS, answers, engine_of, first_token_ms, pair_of, prompts_of
 from bench.verify import answers_row
@@ -97,17 +101,6 @@ def times_rows(loads: Sequence[str], prefill_chunk: int, max_prefill_tokens: int
             pairs = zip(("mean", "last"), before, now, strict=True)
             found = ", ".join(f"{what} {a:.1f} -> {b:.1f} ms ({b / a - 1:+.0%})" for what, a, b in pairs)
             yield Row(f"first token, prompts of {name}", found)
-
-
-def order_rows(loads: Sequence[str]) -> Iterator[Row]:
-    asked, target = loads_of(loads), pair_of(SHAPE, operations=OPERATIONS).target
-    found = []
-    for each in (target, target.as_deterministic()):
-        with prompt_engine(each, 16, max(length for length, _ in asked.values())) as engine:
-            found.append({name: first_tokens(engine, load)[1] for name, load in asked.items()})
-    for name in asked:
-        usual, exact = (times[name] for times in found)
-        yield Row(f"in order, prompts of {name}", f"{usual:.1f} -> {exact:.1f} ms ({exact / usual:.2f}x)")
 
 
 def load_rows(requests: int, prompt: int, tokens: int, running: Sequence[int]) -> Iterator[Row]:
@@ -264,19 +257,44 @@ def gap_rows(streams: int, prompt: int, tokens: int, arriving: int, steps: int) 
     yield Row(f"{streams} streams, a step", found)
 
 
-def kernels_rows(length: int) -> Iterator[Row]:
+def spread_rows(loads: Sequence[str], repeats: int) -> Iterator[Row]:
+    """Half of the repeats as they are, half under the profiler, which says what ran on the device."""
     target = pair_of(SHAPE, operations=OPERATIONS).target
-    spent: dict[str, list[float]] = {}
-    for mode, each in enumerate((target, target.as_deterministic())):
-        prompts = prompts_of([length], each.vocab_size, length)
-        with prompt_engine(each, 1, length) as engine:
-            for _ in range(UNTIMED):
-                first_token_ms(engine, prompts)
-            for name, ms in kernel_times(
-                lambda engine=engine, prompts=prompts: first_token_ms(engine, prompts), 1
-            ).items():
-                spent.setdefault(name, [0.0, 0.0])[mode] = ms
-    loose, exact = map(sum, zip(*spent.values(), strict=True))
-    yield Row(f"kernels of a prompt of {length}, in all", f"{loose:.1f} -> {exact:.1f} ms")
-    for name, (loose, exact) in sorted(spent.items(), key=lambda item: -sum(item[1]))[:24]:
-        yield Row(name, f"{loose:.2f} -> {exact:.2f} ms")
+    for name, (length, count) in loads_of(loads).items():
+        prompts = prompts_of([length] * count, target.vocab_size, length)
+        with prompt_engine(target, 16, length) as engine:
+            first_tokens(engine, (length, count))
+            watch, yardstick = Watch(engine), Yardstick()
+            found: list[tuple[float, dict[str, tuple[float, int]]]] = []
+            run = partial(first_token_ms, engine, prompts)
+            for number in range(2 * repeats):
+                known, pauses, asked = watch.uses(), len(watch.pauses), device_allocations()
+                (_, last), idle, kernels = profiled(run) if number >= repeats else (run(), 0.0, {})
+                found += [(last, kernels)] if kernels else []
+                figures: dict[str, object] = {"ms": f"{last:.1f}", "idle": f"{idle:.1f}" if kernels else ""}
+                figures["host"] = f"{yardstick.ms() / yardstick.usual:.1f}x"
+                figures["compiled, captures, without"] = [b - a for a, b in zip(known, watch.uses(), strict=True)]
+                figures["collector, ms"] = f"{sum(watch.pauses[pauses:]):.1f}"
+                figures |= {"memory asked for": device_allocations() - asked, "clock, W, limits": device_state()}
+                yield Row(f"{name}, repeat {number}{', profiled' if kernels else ''}", figures=figures)
+            watch.close()
+        fast, slow = (pick(found, key=lambda one: one[0])[1] for pick in (min, max))
+        none = 0.0, 0
+        for kernel in sorted({*fast, *slow}, key=lambda k: -abs(slow.get(k, none)[0] - fast.get(k, none)[0]))[:16]:
+            (a, num_a), (b, num_b) = fast.get(kernel, none), slow.get(kernel, none)
+            cells = {"fastest, ms": f"{a:.2f}", "slowest": f"{b:.2f}", "calls": f"{num_a}, {num_b}"}
+            yield Row(f"{name}: {kernel}", figures=cells)
+
+
+def device_allocations() -> int:
+    """Times that torch asked the device for memory, or gave all back to ask again."""
+    stats = {} if ON_CPU else torch.cuda.memory_stats()
+    return int(stats.get("num_device_alloc", 0) + stats.get("num_alloc_retries", 0))
+
+
+def device_state() -> str:
+    """Clock of the multiprocessors, power, and what limits them, as the driver has them now."""
+    command = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw,clocks_event_reasons.active", "--format=csv,noheader"]
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
+    return ""

@@ -15,13 +15,12 @@ import torch
 
 from bench.figures import E4B, readme_rows
 from bench.report import Row
-from bench.subjects import random_block
 from bench.verify import guarded
 from specdec.config import EngineConfig, SpecConfig
-from specdec.evaluation.model_shapes import ON_REQUEST, find_shape
+from specdec.evaluation.model_shapes import ON_REQUEST, block_spec_of, find_shape
 from specdec.evaluation.phases.phase_report import Cell
 from specdec.evaluation.phases.phase_run import PLAIN, Plan, Subject, run_phases
-from specdec.evaluation.phases.random_weights import random_subject
+from specdec.evaluation.phases.random_weights import drafter_of, random_subject
 from specdec.models.weight_storage import stored_weights
 
 BLOCK = 16
@@ -111,7 +110,8 @@ def block_rows(rounds: int, context: int, layers: int) -> Iterator[Row]:
     at full depth."""
     drafts = {name: spec for name, (_, spec, _) in BLOCK_CASES.items()}
     subject = subject_of("qwen3-8b", drafts, layers)
-    block = random_block(subject.target, "dflash", layers=1 if ON_CPU else 5, block=BLOCK, seed=1)
+    spec = block_spec_of(subject.target.config, "dflash", layers=1 if ON_CPU else 5, block_size=BLOCK)
+    block = drafter_of(spec, subject.target, 1)
     plain = 0.0
     for name, (kind, _, bound) in BLOCK_CASES.items():
         mine = replace(subject, drafter=block) if kind == "block" else subject

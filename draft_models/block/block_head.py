@@ -94,6 +94,13 @@ class BlockSpec(HeadSpec):
         return self.first_row + levels if self.causal else self.block_size
 
 
+def spread_layers(count: int, num_layers: int) -> tuple[int, ...]:
+    """Target states for a block drafter, evenly from layer 1's output to that of layer n - 3, named by the layer that
+    they enter."""
+    last = num_layers - 3
+    return tuple(2 + round(i * (last - 1) / (count - 1)) for i in range(count))
+
+
 class BlockHead(HeadModule):
     """The head of a spec, randomly initialised; `read_block` fills one from a checkpoint.
 

@@ -61,7 +61,8 @@ class PhaseOptions:
     rounds: int = phase_option(50, "Rounds timed in each cell.", min=2)
     drafts: str | None = phase_option(
         None,
-        "Of plain, chain, tree, chain7, tree60; for MTP modules mtp1, mtp, tree. Default: not chain7, tree60.",
+        "Of plain, chain, tree, chain7, tree60; for MTP modules mtp1, mtp, tree; for block drafters block, tree. "
+        "Default: not chain7, tree60.",
     )
     suppose_acceptance: str | None = phase_option(
         None,

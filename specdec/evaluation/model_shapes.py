@@ -13,8 +13,10 @@ from typing import Any
 from transformers import AutoConfig, Gemma4AssistantConfig, Gemma4UnifiedAssistantConfig, PreTrainedConfig
 
 from specdec.config import SpecConfig
+from specdec.draft_models.block.block_head import BlockSpec, spread_layers
 from specdec.draft_models.eagle3.head import Eagle3Spec
 from specdec.draft_models.gemma4_mtp import constructible_assistants
+from specdec.draft_models.heads.head_spec import HeadSpec
 from specdec.errors import ConfigError, require_one_of
 from specdec.kvcache.layout import FULL_ATTENTION, SLIDING_ATTENTION
 from specdec.models.bundled import BUNDLED_DIR
@@ -80,7 +82,7 @@ class Shape:
     """A target and its drafter: fields of their configs by `model_type`; "inside" is that of a whole config, whose
     encoder has one layer where the shape is made smaller.
 
-    Of drafters "eagle3" is an `Eagle3Spec`, and "mtp" an `MtpSpec`."""
+    Of drafters "eagle3" is an `Eagle3Spec`, "mtp" an `MtpSpec`, and each of `BLOCKS` a `BlockSpec`."""
 
     name: str
     published: str
@@ -109,7 +111,7 @@ class Shape:
         small: dict[str, Any] = {"vision_config": SMALL_VISION} if shrink.words else {}
         return AutoConfig.for_model(whole, text_config=config.to_dict(), **small)
 
-    def drafter(self, target: Any, shrink: Shrink) -> PreTrainedConfig | Eagle3Spec | MtpSpec:
+    def drafter(self, target: Any, shrink: Shrink) -> PreTrainedConfig | HeadSpec | MtpSpec:
         """target: its config, as `target` makes it or loaded."""
         fields = shrink.fields(**self.drafter_fields)
         match kind := fields.pop("model_type"):
@@ -119,6 +121,8 @@ class Shape:
                 return _gemma4_assistant(target, shrink, **fields)
             case "mtp":
                 return MtpSpec(**fields)
+            case "dflash" | "dspark":
+                return block_spec_of(target, kind, **fields)
         full = [FULL_ATTENTION] * fields["num_hidden_layers"]
         config: PreTrainedConfig = AutoConfig.for_model(kind, layer_types=full, **fields)
         return config
@@ -181,7 +185,34 @@ def _eagle3(target: Any, *, hidden_size: int | None = None, num_heads: int | Non
     )
 
 
+def block_spec_of(target: Any, kind: str, *, layers: int, block_size: int, **fields: Any) -> BlockSpec:
+    """Layers with the target's widths and heads; MASK is its last token. kind: of `BLOCKS`."""
+    depth, table = target.num_hidden_layers, target.vocab_size
+    taps = spread_layers(5, max(depth, 4))
+    return BlockSpec(
+        hidden_size=target.hidden_size,
+        vocab_size=table,
+        num_heads=target.num_attention_heads,
+        num_kv_heads=target.num_key_value_heads,
+        head_dim=target.head_dim,
+        aux_layers=tuple(dict.fromkeys(min(entered, depth - 1) for entered in taps)),
+        block_size=block_size,
+        mask_token=table - 1,
+        windows=(None,) * layers,
+        draft_vocab_size=table if BLOCKS[kind].get("owns_embed") else None,
+        **{"intermediate_size": target.intermediate_size, **BLOCKS[kind], **fields},
+    )
+
+
+BLOCKS: dict[str, dict[str, Any]] = {
+    "dflash": {},
+    "jetspec": {"causal": True},
+    "dspark": {"shifted": True, "owns_embed": True, "successor": "vanilla", "successor_rank": 256},
+}
+"""How block drafters differ, by kind."""
 DRAFTS = {
+    "dflash": {"block": SpecConfig(15), "tree": SpecConfig(15, 4, 32)},
+    "dspark": {"block": SpecConfig(7), "tree": SpecConfig(7, 4, 32)},
     "eagle3": {"chain": SpecConfig(4), "tree": SpecConfig(6, 4, 32)},
     "gemma4_assistant": {"chain": SpecConfig(4), "tree": SpecConfig(4, 4, 16)},
     "mtp": {"mtp1": SpecConfig(1), "mtp": SpecConfig(3), "tree": SpecConfig(3, 4, 16)},  # as deep as three modules go
@@ -192,7 +223,8 @@ ON_REQUEST = {"chain7": SpecConfig(7), "tree60": SpecConfig(6, 10, 60)}
 """Drafts of any drafter, measured only when they are named: a chain that verifies 8 nodes, a tree of EAGLE's width."""
 NO_PLE = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
 """Fields of a Gemma 4 without per-layer embeddings."""
+_published = json.loads((BUNDLED_DIR / "model_shapes.json").read_text("utf-8"))
 SHAPES = {
-    name: Shape(name, shape["published"], shape["target"], shape["drafter"])
-    for name, shape in json.loads((BUNDLED_DIR / "model_shapes.json").read_text("utf-8")).items()
+    name: Shape(name, shape["published"], _published[shape.get("target_of", name)]["target"], shape["drafter"])
+    for name, shape in _published.items()
 }

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from specdec.config import EngineConfig, SpecConfig
-from specdec.draft_models.eagle3.head import Eagle3Spec
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, is_assistant_config
+from specdec.draft_models.heads.head_spec import HeadSpec
 from specdec.draft_models.native_mtp.mtp_checkpoint import family_of
 from specdec.draft_models.native_mtp.mtp_drafter import kept_by_modules
 from specdec.errors import ConfigError, shown
@@ -48,6 +48,8 @@ MIN_TOKENS = 1024
 SMALLER = 0.8
 """A pair is smaller than another if its weights take at most this share."""
 DTYPE = torch.bfloat16
+WHOLE = Shrink()
+"""The published shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,18 +106,19 @@ def find_recipe(model: str) -> Pair:
     return near
 
 
-def recipe(pair: Pair) -> Recipe:
+def recipe(pair: Pair, shrink: Shrink = WHOLE, dtype: torch.dtype = DTYPE, device_type: str = "cuda") -> Recipe:
+    """Arguments after the pair are for a comparison with an engine that was made smaller, or on a CPU."""
     shape = SHAPES[pair.shape]
-    model = ModelOnMeta(pair.target, model_on_meta(shape.target(Shrink()), DTYPE))
+    model = ModelOnMeta(pair.target, model_on_meta(shape.target(shrink), dtype))
     spec = SpecConfig(pair.num_steps, adaptive=True)
-    planned = PlannedDrafter() if pair.drafter == "suffix" else plan_drafter(shape, model, spec)
+    planned = PlannedDrafter() if pair.drafter == "suffix" else plan_drafter(shape, model, spec, shrink)
     if pair.form:
         form = FORMS[pair.form]
         pack_layers(model.model, form, partial(empty_packed, form, META))
     config = EngineConfig(max_batch_size=REQUESTS, max_model_len=TOKENS)
-    nodes = lookahead_nodes(spec, drafts=True, captured=True)
+    nodes = lookahead_nodes(spec, drafts=True, captured=device_type == "cuda")
     sizes = {"max_len": TOKENS, "num_nodes": nodes}
-    needs = cache_needs(model.layout, planned.needs, DTYPE, config, **sizes, device_type="cuda")
+    needs = cache_needs(model.layout, planned.needs, dtype, config, **sizes, device_type=device_type)
     weights = {"target": stored_weights(model.model).bytes, "drafter": planned.weights or 0}
     floor = step_bytes(model, 1, 1, CONTEXT).total
     return Recipe(
@@ -142,16 +145,16 @@ def card_memory(gigabytes: int, gpus: int, needs: CacheNeeds, config: EngineConf
     return CardMemory(gigabytes, pools, tokens, min(requests, REQUESTS))
 
 
-def plan_drafter(shape: Shape, model: ModelOnMeta, spec: SpecConfig) -> PlannedDrafter:
+def plan_drafter(shape: Shape, model: ModelOnMeta, spec: SpecConfig, shrink: Shrink) -> PlannedDrafter:
     """The drafter of a shape whose target is on `meta`."""
-    described = shape.drafter(model.config, Shrink())
+    described = shape.drafter(model.config, shrink)
     if isinstance(described, MtpSpec):
         layout = kept_by_modules(model.layout, family_of(model).like, described.modules)
         needs = DraftNeeds(layout, reread=described.modules - 1, late=KEPT)
         return PlannedDrafter(needs, count_modules(described, model).bytes)
-    drafter = build_model(described, META, DTYPE)
+    drafter = build_model(described, META, model.dtype)
     weights = stored_weights(drafter).bytes
-    if isinstance(described, Eagle3Spec):
+    if isinstance(described, HeadSpec):
         return PlannedDrafter(DraftNeeds(described.kv_layout, late=KEPT), weights)
     if is_assistant_config(described.to_dict()):
         return PlannedDrafter(DraftNeeds.of(Gemma4MTPDrafter(drafter, model), spec), weights)

@@ -1,6 +1,7 @@
 """Figures by which engines are compared, from the statistics of requests: acceptance, and times of tokens.
 
-TTFT is from when a request was handed in until its first token; TPOT is the time of the tokens after it, for each.
+TTFT is from when a request was handed in until its first token; TPOT is the time of the tokens after it, for each, and
+its mean that of the requests, as of `vllm bench serve` (TPOT) and AIPerf (ITL).
 """
 
 from collections.abc import Sequence

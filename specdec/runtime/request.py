@@ -75,10 +75,9 @@ class RequestStats:
         return [accepted / drafted for accepted, drafted in by_depth if drafted]  # zeros: taken out by `add`, and last
 
     def copy(self) -> "RequestStats":
-        """These figures alone. Every round makes one for every request, so not by `replace`, which takes long."""
-        twin = RequestStats(*_FIGURES(self))
-        twin.accepted_counts, twin.drafted_counts = list(twin.accepted_counts), list(twin.drafted_counts)
-        return twin
+        """These figures alone, as lists are replaced and never changed. Every round makes one for every request, so not
+        by `replace`, which takes long."""
+        return RequestStats(*_FIGURES(self))
 
     def record_round(self, emitted: int, accepted: int, num_drafts: int) -> None:
         """A verify emitted that many tokens, the first `accepted` of them out of drafts `num_drafts` deep."""
@@ -90,9 +89,8 @@ class RequestStats:
         self.drafted_rounds += 1
         self.drafted_round_tokens += emitted
         self.draft_tokens += num_drafts
-        for counts, depth in ((self.accepted_counts, accepted), (self.drafted_counts, num_drafts)):
-            counts += [0] * (num_drafts - len(counts))
-            counts[:depth] = [count + 1 for count in counts[:depth]]
+        self.accepted_counts = _counted(self.accepted_counts, accepted, num_drafts)
+        self.drafted_counts = _counted(self.drafted_counts, num_drafts, num_drafts)
 
     def add(self, other: "RequestStats", sign: int = 1) -> None:
         """Sum another request's figures into this one (`sign=-1` takes them out again)."""
@@ -101,6 +99,12 @@ class RequestStats:
             setattr(self, name, [mine + sign * theirs for mine, theirs in pairs])
         for name in _SUMS:
             setattr(self, name, getattr(self, name) + sign * getattr(other, name))
+
+
+def _counted(counts: list[int], depth: int, most: int) -> list[int]:
+    """Counts with one more down to `depth`, of at least `most` depths."""
+    counts = counts + [0] * (most - len(counts))
+    return [count + 1 for count in counts[:depth]] + counts[depth:]
 
 
 _NAMES = tuple(each.name for each in fields(RequestStats))
@@ -349,7 +353,7 @@ class Request:
                 tokens.append(token)
                 drafted.append(num_forced < taken < len(emitted))
                 called = "tokenizer"
-                output = TokenView(tokens, prompt_len, len(tokens))
+                output: Sequence[int] = TokenView(tokens, prompt_len, len(tokens)) if stops else ()
                 if token in self.end_tokens or (stops and reader.find_stop(output, stops)):
                     finish_reason = "stop"
                     break

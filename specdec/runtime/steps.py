@@ -114,7 +114,7 @@ class Steps:
     def _decode(self, requests: Sequence[Request]) -> list[Request]:
         """Launch a round of the requests that may still get a token from it, then settle what is due."""
         due = self.launches.tokens_due()
-        to_go = [request.to_go - due[request.number] for request in requests]
+        to_go = [request.to_go - due.get(request.number, 0) for request in requests]
         going_on = [request for request, most in zip(requests, to_go, strict=True) if most > 0]
         if going_on:
             self.launch_round(going_on, [most for most in to_go if most > 0])
@@ -175,7 +175,7 @@ class Steps:
         and those of the draft ladder."""
         rows, whole, eager = rows_of(requests), whole_draft(self.spec), self.graphs is None
         sizes = [each.draft_size(most) if eager else whole for each, most in zip(requests, to_go, strict=True)]
-        drafting = self.round.max_drafts.host[rows] > 0  # 0: without drafts, or past the drafter's positions
+        drafting = (self.round.max_drafts.host[rows] > 0).tolist()  # 0: without drafts, or past the drafter's positions
         drafts = [size if drafts else NO_DRAFT for size, drafts in zip(sizes, drafting, strict=True)]
         params = [request.params for request in requests]
         shape = round_shape(self.round, rows, params, drafts, self._unsettled_nodes())

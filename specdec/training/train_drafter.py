@@ -17,7 +17,7 @@ from accelerate import PartialState
 from accelerate.utils import gather
 
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
-from specdec.draft_models.block.block_head import BlockSpec
+from specdec.draft_models.block.block_head import BlockSpec, spread_layers
 from specdec.draft_models.eagle3.head import Eagle3Spec
 from specdec.draft_models.heads.head_spec import HeadSpec
 from specdec.draft_models.native_mtp.mtp_checkpoint import module_count
@@ -225,13 +225,6 @@ def block_spec(target: TargetModel, settings: TrainSettings) -> BlockSpec:
         mask_token=mask,
         causal=settings.causal,
     )
-
-
-def spread_layers(count: int, num_layers: int) -> tuple[int, ...]:
-    """Target states for a block drafter, evenly from layer 1's output to that of layer n - 3, named by the layer that
-    they enter."""
-    last = num_layers - 3
-    return tuple(2 + round(i * (last - 1) / (count - 1)) for i in range(count))
 
 
 SPECS: dict[str, Callable[[TargetModel, TrainSettings], HeadSpec]] = {"eagle3": eagle3_spec, "block": block_spec}

@@ -8,7 +8,9 @@ import inspect
 import json
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
 
 QUESTION = "Tom has 3 apples and buys 5 more. How many apples does he have?"
 NUMBER = {
@@ -19,6 +21,13 @@ NUMBER = {
 }
 
 Check = Callable[[str, str], Any]
+
+
+class Answer(BaseModel):
+    """How many there are."""
+
+    model_config = ConfigDict(extra="forbid")  # or a small model adds fields until it is cut off
+    number: Literal[7, 8]
 
 
 def run(**features: Check) -> None:

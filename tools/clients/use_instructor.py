@@ -1,16 +1,8 @@
 """instructor, in the modes that go through tools and through a schema."""
 
-from typing import Literal
-
 import instructor
 import openai
-from checks import QUESTION, run
-from pydantic import BaseModel, ConfigDict
-
-
-class Answer(BaseModel):
-    model_config = ConfigDict(extra="forbid")  # or a small model adds fields until it is cut off
-    number: Literal[7, 8]
+from checks import QUESTION, Answer, run
 
 
 def ask(url: str, model: str, mode: instructor.Mode) -> None:

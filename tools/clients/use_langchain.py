@@ -2,17 +2,9 @@
 
 from typing import Literal
 
-from checks import QUESTION, run
+from checks import QUESTION, Answer, run
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
-from pydantic import BaseModel, ConfigDict
-
-
-class Answer(BaseModel):
-    """How many there are."""
-
-    model_config = ConfigDict(extra="forbid")  # or a small model adds fields until it is cut off
-    number: Literal[7, 8]
 
 
 @tool

@@ -1,18 +1,8 @@
 """LlamaIndex: llama-index-llms-openai-like."""
 
-from typing import Literal
-
-from checks import QUESTION, run
+from checks import QUESTION, Answer, run
 from llama_index.core.prompts import PromptTemplate
 from llama_index.llms.openai_like import OpenAILike
-from pydantic import BaseModel, ConfigDict
-
-
-class Answer(BaseModel):
-    """How many there are."""
-
-    model_config = ConfigDict(extra="forbid")  # or a small model adds fields until it is cut off
-    number: Literal[7, 8]
 
 
 def model_of(url: str, model: str, **options: object) -> OpenAILike:

@@ -1,15 +1,7 @@
 """The official client: `parse`. The rest of it is in tests/test_server.py and tests/test_responses.py."""
 
-from typing import Literal
-
 import openai
-from checks import QUESTION, run
-from pydantic import BaseModel, ConfigDict
-
-
-class Answer(BaseModel):
-    model_config = ConfigDict(extra="forbid")  # or a small model adds fields until it is cut off
-    number: Literal[7, 8]
+from checks import QUESTION, Answer, run
 
 
 def structured(url: str, model: str) -> None:

@@ -18,13 +18,16 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from specdec.config import EngineConfig, SpecConfig
 from specdec.draft_models.base import Drafter
+from specdec.draft_models.block.block_drafter import BlockDrafter
+from specdec.draft_models.block.block_head import BlockHead, BlockSpec
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, constructible_assistants
+from specdec.draft_models.heads.head_spec import HeadSpec
 from specdec.draft_models.native_mtp.mtp_checkpoint import family_of
 from specdec.draft_models.native_mtp.mtp_drafter import DescribedTarget, NativeMtpDrafter
 from specdec.draft_models.native_mtp.mtp_module import MtpModule, empty_layer, nearest_mlp
@@ -237,7 +240,10 @@ def make_target(
 
 
 def make_drafter(shape: Shape, shrink: Shrink, target: TargetModel, seed: int) -> Drafter:
-    described = shape.drafter(target.config, shrink)
+    return drafter_of(shape.drafter(target.config, shrink), target, seed)
+
+
+def drafter_of(described: PreTrainedConfig | HeadSpec | MtpSpec, target: TargetModel, seed: int) -> Drafter:
     if isinstance(described, MtpSpec):
         modules = made_modules(described, target)
         for number, module in enumerate(modules):
@@ -245,6 +251,8 @@ def make_drafter(shape: Shape, shrink: Shrink, target: TargetModel, seed: int) -
         return NativeMtpDrafter(modules, family_of(target), target)
     model = build_model(described, target.device, target.dtype)
     randomise(model, seed)
+    if isinstance(described, BlockSpec):
+        return BlockDrafter(model, target)
     if isinstance(described, Eagle3Spec):
         assert described.draft_vocab_size is not None
         step = described.vocab_size / described.draft_vocab_size
@@ -310,10 +318,11 @@ def described_module(spec: MtpSpec, target: DescribedTarget) -> tuple[nn.Module,
 
 
 def build_model(described: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """A transformers model of a config, or the head of an `Eagle3Spec`."""
+    """A transformers model of a config, or the head of a spec."""
     with device, constructible_assistants():
-        if isinstance(described, Eagle3Spec):
-            return Eagle3Head(described).place(device, dtype).eval()
+        if isinstance(described, Eagle3Spec | BlockSpec):
+            head = Eagle3Head(described) if isinstance(described, Eagle3Spec) else BlockHead(described)
+            return head.place(device, dtype).eval()
         return auto_class(described).from_config(described, dtype=dtype).eval()
 
 

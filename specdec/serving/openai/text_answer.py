@@ -2,7 +2,8 @@
 
 submit     parameters and prompts -> the streams of the samples, and how replies are read
 whole      one choice for each sample, then usage
-streamed   an opening of each choice, what its deltas add, then usage
+streamed   an opening of each choice, what its deltas add, then usage; the opening is sent with the first delta, as of
+           vLLM's server, since clients take the first chunk for the first token
 """
 
 import asyncio
@@ -117,11 +118,12 @@ class TextAnswer(ABC):
     async def _events(self, streams: Streams, make_reply: MakeReply) -> AsyncIterator[dict[str, Any]]:
         head = self.head | {"object": self.chunk_kind} | ({"usage": None} if self.body.usage.include_usage else {})
         replies = [make_reply() for _ in streams.samples]
-        for index in range(len(replies)):
-            if (opening := self._opening(index)) is not None:
-                yield head | opening | self._so_far(index, streams.stats(index))
         totals_follow, going_on = self.body.usage.include_usage or self.body.show_drafts, len(replies)
+        unopened = set(range(len(replies)))
         async for index, delta in streams:
+            if index in unopened and (opening := self._opening(index)) is not None:
+                yield head | opening | self._so_far(index, streams.stats(index))
+            unopened.discard(index)
             async for chunk in self._grown(index, delta, replies[index], streams):
                 going_on -= any(choice["finish_reason"] is not None for choice in chunk["choices"])
                 last = {} if going_on or totals_follow else self._figures(_all_stats(streams))
