@@ -190,10 +190,13 @@ class KVLayout:
 
     def for_rounds(self, lookahead: int) -> "KVLayout":
         """These layers in an engine whose requests have `lookahead` tokens that are not committed: records are kept
-        until they are folded, and the rounds under way, one round's tokens more than `lookahead`, have read them."""
+        until they are folded, and the rounds under way, one round's tokens more than `lookahead`, have read them.
+
+        A grammar forces up to FOLD tokens in a round, root included, however short the lookahead is."""
+        keys = FOLD + max(2 * lookahead, FOLD)
 
         def resolved(spec: LayerCache) -> LayerCache:
-            return replace(spec, retention=Records(FOLD + 2 * lookahead)) if spec.recurrent else spec
+            return replace(spec, retention=Records(keys)) if spec.recurrent else spec
 
         return self.map(resolved)
 
