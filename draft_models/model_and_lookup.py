@@ -32,10 +32,10 @@ class ModelAndLookup(Drafter):
             setattr(self, name, getattr(model, name, getattr(Drafter, name)))
 
     def bind(self, binding: Binding) -> DraftWorker:
-        return EitherWorker(self.model.bind(binding), self.lookup.bind(binding))
+        return ModelOrLookupWorker(self.model.bind(binding), self.lookup.bind(binding))
 
 
-class EitherWorker(DraftWorker):
+class ModelOrLookupWorker(DraftWorker):
     """Proposes by the one that a batch names. The model's worker has the view, and observes."""
 
     def __init__(self, model: DraftWorker, lookup: DraftWorker) -> None:

@@ -25,14 +25,14 @@ from specdec.config import MAX_PRIORITY, EngineConfig, SamplingParams, SpecConfi
 from specdec.draft_models.base import Drafter
 from specdec.drafter_loading import load_any_drafter
 from specdec.errors import ConfigError, SpecDecError, shown
-from specdec.gpu.captures import CaptureStore, default_budget, most_captures
+from specdec.gpu.captures import CaptureStore, default_budget, max_captures
 from specdec.gpu.operations import choose_operations
 from specdec.gpu.ranks import make_ranks
 from specdec.load_check import warn_at_load
 from specdec.loading import SHARED_OPTIONS, load_target, pick_device, pick_tokenizer
 from specdec.models.split_target import split_target
 from specdec.models.target import TargetModel
-from specdec.models.watched_weights import updates_show, watched_weights
+from specdec.models.watched_weights import updates_are_counted, watched_weights
 from specdec.progress import progress_bar
 from specdec.runtime.arguments import (
     caches_states,
@@ -131,7 +131,7 @@ class Engine:
         backend, capture = sanitized(self.cache, backend, capture)
         kept = config.finished_tokens
         self.round = Round(target, drafter, self.cache, backend, lags=self.spec.adaptive, finished_tokens=kept)
-        cached = config.prefix_cache and updates_show(target, drafter) and caches_states(target, drafter)
+        cached = config.prefix_cache and updates_are_counted(target, drafter) and caches_states(target, drafter)
         shared = self.cache if cached else None
         unread = None if self.round.unread is None else self.round.unread.count
         self.prefixes = Prefixes(shared, self.round.weights_version, unread)
@@ -140,7 +140,7 @@ class Engine:
             max_model_len=self.max_model_len,
             prompt_room=PromptRoom.from_settings(config.max_prefill_tokens, config.prefill_chunk, target.device.type),
             prefixes=self.prefixes,
-            longest=target.context_length.most,
+            longest=target.context_length.max_len,
         )
         graphs = chunks = catch_ups = None
         if capture is not None:
@@ -150,7 +150,7 @@ class Engine:
             ladder = draft_ladder(self.spec, captured=True, lookup=self.round.has_lookup)
             num_drafts = len(ladder) if adaptive else 1
             store = CaptureStore(
-                capture, memory, budget, most_captures(len(batch_sizes(self.table.max_requests)), num_drafts)
+                capture, memory, budget, max_captures(len(batch_sizes(self.table.max_requests)), num_drafts)
             )
             graphs = RoundGraphs(self.round, store, strict=strict)
             chunks = ChunkGraphs(self.round, store, strict=strict)
@@ -461,7 +461,7 @@ class Engine:
         if not self.scheduler.idle:
             ended = self.steps.run()
             for request in ended:
-                self.inbox.forget(request.number)
+                self.inbox.remove_ended(request.number)
             self._watch.after_step(ended, self.scheduler.running)
             if self.cache.sanitizer is not None:
                 self.cache.sanitizer.verdict()

@@ -25,7 +25,7 @@ Capture = Callable[[Program], tuple[Replay, torch.Tensor]]
 """Records a program instead of running it -> (what replays it, the tensor that it returns, written anew each time)."""
 
 MIN_CAPTURES = 60
-"""Lower bound on the captures that an engine may keep, whatever the number of its batch sizes: `most_captures`."""
+"""Lower bound on the captures that an engine may keep, whatever the number of its batch sizes: `max_captures`."""
 
 POOLS = ("rounds", "large rounds", "prompts")
 """Names of pools: rounds that change or report logits need several times the memory, and come and go."""
@@ -84,7 +84,7 @@ def default_budget(*devices: torch.device) -> int | None:
     return int(min(shares))
 
 
-def most_captures(num_sizes: int, num_drafts: int = 1) -> int:
+def max_captures(num_sizes: int, num_drafts: int = 1) -> int:
     """Number of captures that are kept, for rounds of that many batch sizes and kinds of drafts."""
     return max(MIN_CAPTURES, (2 + num_drafts) * num_sizes)
 

@@ -100,7 +100,7 @@ class Handle:
             self._sent, self._read_all = self._sent + len(delta.token_ids), delta.output is not None
             return delta
 
-    def tell(self, news: "deque[int]") -> None:
+    def report_to(self, news: "deque[int]") -> None:
         """Append its id to `news` now, and whenever it gains tokens or ends."""
         self._request.news = news
         news.append(self.id)

@@ -47,7 +47,7 @@ class Prefill:
 
     def drop_lost(self) -> None:
         """Drop a forward whose rows are lost or whose weights have moved: its chunks are read again."""
-        if self.reading is not None and not self.reading.holds(self._round.weights_generation()):
+        if self.reading is not None and not self.reading.is_valid(self._round.weights_generation()):
             self.reading = None
 
     def advance(self, *, streams: bool) -> PromptReading | None:

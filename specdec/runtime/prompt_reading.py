@@ -43,7 +43,7 @@ class PromptReading:
     def is_through(self) -> bool:
         return self.begun == len(self.parts.programs)
 
-    def holds(self, generation: int) -> bool:
+    def is_valid(self, generation: int) -> bool:
         """May it go on? generation: of the weights."""
         epochs = [request.row_epoch for request in self.requests]
         return epochs == self.row_epochs and generation == self.parts.generation

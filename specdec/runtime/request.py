@@ -299,7 +299,7 @@ class Request:
         return len(self.prompt) if self.num_output == 0 else self.settled.num_tokens - 1
 
     @property
-    def most_cached(self) -> int:
+    def max_cached(self) -> int:
         """Upper bound on the tokens whose K/V it may adopt from the prefix cache. The last token's state must be
         computed, and so must the states that its prompt's scores need."""
         if self.scores is None or self.scores.complete:

@@ -101,7 +101,7 @@ class EngineThread:
                 sample.handle.abort()
             raise StoppingError(self.stopped or "this engine is closing; make a new one")
         for sample in samples:
-            sample.handle.tell(self._news)
+            sample.handle.report_to(self._news)
         self._wake.put(None)
 
     def call(self, function: Callable[[], T]) -> "Future[T]":

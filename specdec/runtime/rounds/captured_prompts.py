@@ -93,8 +93,8 @@ class ChunkProgram:
         self._inputs = torch.zeros((2, shape.runs), dtype=torch.int64, device=round.device)
 
     @torch.inference_mode()
-    def feed(self, rows: IntArray, chunk_len: IntArray) -> None:
-        """These chunks are next."""
+    def load_chunks(self, rows: IntArray, chunk_len: IntArray) -> None:
+        """Upload the rows and lengths of the chunks that the next run reads."""
         inputs = np.zeros((2, self._shape.runs), dtype=np.int64)
         inputs[0] = self._round.cache.table.padding_row
         inputs[:, : len(rows)] = rows, chunk_len
@@ -142,20 +142,20 @@ class ChunkGraphs(Captures):
     def read(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> Chunk | None:
         """The target reads the next `chunk_len` [R] tokens of `rows` [R]; None: they are too many to be captured, or
         are scored by a target that makes fewer final states otherwise, which is rare. states: see `Chunk`."""
-        fed = self._fed(rows, chunk_len, states)
-        if fed is None:
+        found = self._program_for(rows, chunk_len, states)
+        if found is None:
             self.store.uncaptured[self.what] += 1
             return None
-        program, shape = fed
+        program, shape = found
         self.run_captured(shape, program.programs)
         return self._read_by(program, shape)
 
     def begin_in_parts(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> PromptParts | None:
         """Prepare the forward of `read` in parts; None: so many tokens are not captured in parts."""
-        fed = self._fed(rows, chunk_len, states, divided=True)
-        if fed is None:
+        found = self._program_for(rows, chunk_len, states, divided=True)
+        if found is None:
             return None
-        program, shape = fed
+        program, shape = found
         captured = self.find_captured(shape, program.programs)
         programs: Sequence[Callable[[], object]] = program.programs
         if captured is not None:
@@ -163,7 +163,7 @@ class ChunkGraphs(Captures):
         shares = part_shares(self.round.target, self.round.aux_layers, states, program.ends)
         return PromptParts(shares, programs, partial(self._read_by, program, shape), self._generation)
 
-    def _fed(
+    def _program_for(
         self, rows: IntArray, chunk_len: IntArray, states: FinalStates, *, divided: bool = False
     ) -> tuple[ChunkProgram, ChunkShape] | None:
         """The program that reads these chunks next, and its shape; None: none is captured of them."""
@@ -174,7 +174,7 @@ class ChunkGraphs(Captures):
         self.round.weights_generation()  # another model may have other layers
         program = self._made.get(shape) or ChunkProgram(self.round, shape, self._results)
         self._made[shape] = program
-        program.feed(rows, chunk_len)
+        program.load_chunks(rows, chunk_len)
         return program, shape
 
     def _read_by(self, program: ChunkProgram, shape: ChunkShape) -> Chunk:

@@ -178,7 +178,7 @@ class Round:
             yield
 
     @contextmanager
-    def one_look(self) -> Iterator[None]:
+    def versions_looked_up_once(self) -> Iterator[None]:
         """Inside, versions of weights are looked up once: a look-up takes the host 0.2 us a tensor."""
         self._versions, self._in_step = None, True
         try:
