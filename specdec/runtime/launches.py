@@ -20,16 +20,16 @@ from specdec.runtime.seating import keep_outputs
 from specdec.runtime.settling import settle_chunks, settle_round
 
 Learn = Callable[[RoundShape, Sequence[Request], RoundResult, int, float], None]
-"""Learns from a settled round of these requests: the output tokens that all of them together gained, 0 in a round
-without drafts, and the seconds since the end of the round before it where rounds follow each other on a device, else
-its own."""
+"""Called with each settled round, its requests and result: the output tokens that they gained together (0 in a round
+without drafts), and its seconds: since the end of the round before if the device ran one after the other, else its
+own."""
 
 
 class Launches:
     """The launches of one engine. `unsettled`: oldest first.
 
-    captured: rounds are, so one launch may be unsettled when the next one is made. learn: called with each settled
-    round. totals: sums over settled rounds and, by the engine, over ended requests.
+    captured: rounds are captured, so one launch may be unsettled when the next one is made. learn: called with each
+    settled round. totals: sums over settled rounds; the engine adds the figures of ended requests.
     """
 
     def __init__(self, scheduler: Scheduler, round: Round, learn: Learn, *, captured: bool) -> None:

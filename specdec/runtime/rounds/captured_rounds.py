@@ -86,7 +86,9 @@ class Captures:
         """Eager runs of a new shape, after the first, before it is captured."""
         return 0
 
-    def run_captured(self, shape: Hashable, programs: Sequence[Program], between: Between = no_host_work) -> torch.Tensor:
+    def run_captured(
+        self, shape: Hashable, programs: Sequence[Program], between: Between = no_host_work
+    ) -> torch.Tensor:
         """Replay the captured programs of this shape, or run these -> the result of the last."""
         captured = self.find_captured(shape, programs)
         if captured is None:

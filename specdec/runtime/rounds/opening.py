@@ -1,12 +1,13 @@
-"""Inputs of a round: numbers of its seated rows, read in one launch before the round changes any of them.
+"""Inputs of a round, read by one launch from the seated rows before the round changes any of them.
 
     row = seats[b]        S = committed_len[row]        root[b] = tokens[row, S], the bonus token of the round before
     most[b]         = 1 + max_drafts[row]      longest path that the request may accept
     level_pos[l, b] = S + l                    position of the tokens on level l of a draft, 0 <= l <= D
-    chain_pos[b, n] = S + n                    of the nodes of a chain, 0 <= n < D;   drawn_pos: of the next tokens
+    chain_pos[b, n] = S + n                    positions of the nodes of a chain, 0 <= n < D
+    drawn_pos[b, n] = S + n + 1                positions of the tokens drawn after them
     params                                     the row's sampling parameters, a vector each (`ParamVectors`)
 
-A lane reads a row. Padding seats read the padding row, which has nothing committed.
+Each lane reads one row. Padding seats read the padding row, which has nothing committed.
 """
 
 from typing import NamedTuple
