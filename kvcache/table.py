@@ -27,14 +27,15 @@ from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.index_spaces import NULL_SLOT, PRIMARY, ByGroup, GroupId, PrimaryLoc
 
 FROZEN_EXTRA_KEYS = 2
-"""Committed keys that a frozen drafter reads beyond a window - 1 of the target: it sees the window + 1 newest."""
+"""Additional committed keys of a window for a frozen drafter: the target reads window - 1 before its own token, the
+drafter the newest window + 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
     """The rows of the request table that take part in a forward: index [B] int64, on the device.
 
-    longest: the host's bound of their committed prefixes; it decides the width of tables, never their contents.
+    longest: the host's upper bound on their committed prefixes. It decides the width of tables, never their contents.
     """
 
     index: torch.Tensor
@@ -42,7 +43,7 @@ class Rows:
 
 
 class Move(NamedTuple):
-    """K/V to copy from slot to slot, [M] each; pairs (0, 0) stand for nothing to do."""
+    """K/V to copy from slot to slot, [M] each; pairs (0, 0) copy nothing."""
 
     source: PrimaryLoc
     destination: PrimaryLoc
@@ -55,16 +56,16 @@ def window_slots_held(retain: int, num_nodes: int, page_size: int) -> int:
 
 
 class RequestTable:
-    """Rows of primary slots, `max_len` tokens and a lookahead of `lookahead` slots each. The last is for padding: it is
-    never opened, and all its slots are null slots. `rows` arguments are int64 arrays of row numbers [B].
+    """Rows of primary slots: each has room for `max_len` tokens and a lookahead of `lookahead` slots. The last row is
+    for padding: it is never opened, and all its slots are null slots. `rows` arguments are row numbers [B], int64.
 
-    reread: tokens at the end of adopted pages that are read again, as if not committed. shared_len: where each row's
-    own K/V begin, on the host and the device: what is computed again before that is not stored.
-    extra_keys: committed keys to keep in every windowed group beyond its window, for a drafter that reads them.
-    late: how many committed tokens a reader of each group may not have read yet; None: none.
-    retain: [groups] committed keys that a forward may read before its first token, on the host and the device; all that
-    fit in the primary group. Eviction keeps as many before the oldest token that is still to be read.
-    evicted_len: [groups, rows].
+    reread: tokens at the end of adopted pages that are read again, as if they were not committed.
+    shared_len: where each row's own K/V begin, on host and device: K/V computed again before that are not stored.
+    extra_keys: committed keys that every windowed group keeps beyond its window, for a drafter that reads them.
+    late: by group, upper bound on the committed tokens that a reader has not read yet; None: 0 for all.
+    retain: [groups] committed keys that a forward may read before its first token (all, in the primary group), on host
+    and device. Eviction keeps as many before the oldest token that is still to be read.
+    evicted_len: [groups, rows] tokens whose peers are freed.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ class StepFaults:
         return None
 
     def end_newest(self, error: Exception, live: Iterable[Request]) -> Request | None:
-        """Note an error that names no row. If it strikes again without progress, end the newest request and return it."""
+        """Note an error that names no row; at the second one without progress, end the newest request -> that one."""
         in_step = [request for request in self._scheduler.running or live if not request.finished]
         again = [request for request in in_step if self._reached(request) <= request.failed_at]
         for request in in_step:
