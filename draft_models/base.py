@@ -178,24 +178,24 @@ class DraftWorker(Protocol):
 class Drafter(Protocol):
     """One way of drafting. Subclasses inherit the defaults.
 
-    * `aux_layers`: target states that it reads besides the final one, each named by the layer it enters (`num_layers`:
+    - `aux_layers`: target states that it reads besides the final one, each named by the layer it enters (`num_layers`:
       the output of the last layer, before the final norm)
-    * `kv_layout`: layers with K/V of its own, at the slots of the target's tokens, each in the group of its window;
+    - `kv_layout`: layers with K/V of its own, at the slots of the target's tokens, each in the group of its window;
       None: it keeps none. They must depend only on the tokens up to the next one, since the prefix cache shares them
-    * `extra_keys`: committed keys on sliding layers that it reads beyond a window
-    * `reread`: tokens at the end of a cached prefix that it observes again, without storing
-    * `reads_every_state`: it reads the final state of every prompt token; False: at most that of the last one, so the
+    - `extra_keys`: committed keys on sliding layers that it reads beyond a window
+    - `reread`: tokens at the end of a cached prefix that it observes again, without storing
+    - `reads_every_state`: it reads the final state of every prompt token; False: at most that of the last one, so the
       target may skip its last layers for the others
-    * `fit`: the target that it was fitted to; None: it runs with any
-    * `unfused`: why its own modules run although fused layers were requested; None: fused layers run, or it has none
-    * `weights`: parameters that it reads and that callers may re-point; None: it has none
-    * `may_lag`: observing takes a forward, so an engine may show it several rounds without drafts at once; False: it is
+    - `fit`: the target that it was fitted to; None: it runs with any
+    - `unfused`: why its own modules run although fused layers were requested; None: fused layers run, or it has none
+    - `weights`: parameters that it reads and that callers may re-point; None: it has none
+    - `may_lag`: observing takes a forward, so an engine may show it several rounds without drafts at once; False: it is
       shown every round
-    * `max_steps`: upper bound on the levels of a draft; None: no bound. `default_steps`: levels if the user sets none;
+    - `max_steps`: upper bound on the levels of a draft; None: no bound. `default_steps`: levels if the user sets none;
       None: 4
-    * `max_positions`: it drafts and reads only at positions below this; None: at any
-    * `reads_finished`: it can propose from outputs of finished requests
-    * `has_lookup`: a lookup may draft in its place (`model_and_lookup.py`)
+    - `max_positions`: it drafts and reads only at positions below this; None: at any
+    - `reads_finished`: it can propose from outputs of finished requests
+    - `has_lookup`: a lookup may draft in its place (`model_and_lookup.py`)
     """
 
     name: str

@@ -57,7 +57,7 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool:
-        """Nothing is wrong: no cause is named, and the worker computes what the reference does."""
+        """No cause is named, the worker computes what the reference does, and drafts are accepted."""
         return not self.findings
 
     def as_json(self) -> dict[str, Any]:
