@@ -66,7 +66,7 @@ class AttentionContext(Protocol):
     """The forward that the attention function delegates to."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """-> [X, T, Hq, D]."""
+        """Compute this call -> [X, T, Hq, D]."""
 
 
 def specdec_attention(

@@ -90,7 +90,10 @@ class PackTables(NamedTuple):
 
 
 def locate_pack(table: RequestTable, pack: Pack, longest: int) -> PackTables:
-    """longest: no run has more tokens. The padding row of the table has null slots throughout."""
+    """Slots that a forward over this pack reads and writes. longest: upper bound on the tokens of a run.
+
+    The padding row of the table has null slots throughout.
+    """
     slots, allocator = table.slots.tensor, table.allocator
     page_size = allocator.page_size
     numbers = torch.arange(len(pack.rows), device=slots.device)

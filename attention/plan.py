@@ -79,7 +79,7 @@ class KVPlan:
     first_key: int = 0
 
     def write_slots(self, group: GroupId) -> GroupLoc:
-        """[B * N] slots of the forward's own tokens in one group."""
+        """Slots of the forward's own tokens in one group, [B * N]."""
         assert self.write is not None, "a plan that writes nothing"
         return self.write[group]
 

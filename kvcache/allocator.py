@@ -1,6 +1,6 @@
 """One allocator over the pools of all groups: the single authority on slots, and the holder of the FROZEN state.
 
-It is the only place that makes a `GroupLoc` from a `PrimaryLoc`. Paging is in lockstep: a primary page has one peer in
+It alone changes the maps from a `PrimaryLoc` to a `GroupLoc`. Paging is in lockstep: a primary page has one peer in
 each windowed group, or none there once it is evicted. Invariants (`check`):
 
     1. free + held + cached = capacity, per pool; the claims on a page are counted exactly (`PagedAllocator`).

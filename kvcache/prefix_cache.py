@@ -345,7 +345,7 @@ class PrefixCache:
             self.allocator.forget_peers(group, np.concatenate(given_up[::-1]))
 
     def _count_peers(self, pages: IntArray) -> IntArray:
-        """[groups]: how many peers of these pages the cache keeps in each pool."""
+        """Number of peers of these pages that the cache keeps in each pool, [groups]."""
         return np.array(
             [np.count_nonzero(self.allocator.is_kept(group, pages)) for group, _ in self.allocator.pools.items()]
         )

@@ -155,7 +155,7 @@ class RequestTable:
         self.shared_len[row] = length
 
     def num_evicted(self, num_pages: int) -> IntArray:
-        """[groups]: how many of the first pages a row that begins with `num_pages` does without."""
+        """Number of first pages without a peer in a row that begins with `num_pages` pages, [groups]."""
         page_size = self.allocator.page_size
         cached = np.array([group.cached for group in self.allocator.groups.groups])
         kept = np.where(cached, self.retain, 0)  # of records none
@@ -332,7 +332,7 @@ def row_cells(rows: IntArray, start: IntArray, end: IntArray) -> tuple[IntArray,
 
 
 def path_order(path: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
-    """[B, N]: which of N nodes comes at each place once the `taken` [B, N] entries of path [B, N] come first.
+    """The node at each place once those of path [B, N], its `taken` [B, N] entries, come first: [B, N].
 
     Nodes off the path keep their order, after it:   path 0 2, of 4 nodes   ->   0 2 1 3
     """

@@ -26,8 +26,11 @@ PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"
 
 @dataclass(frozen=True, slots=True)
 class DataSet:
-    """files: names of its file in a folder, or in the folder's subfolder of its name. hub: the arguments of
-    `datasets.load_dataset` and the split; None: it is not there. note: a limit of what is measured."""
+    """Places of a published data set.
+
+    files: names of its file in a folder, or in a subfolder named like the data set. hub: arguments of
+    `datasets.load_dataset`, and the split; None: it is not on the hub. note: a limit of what is measured.
+    """
 
     files: Sequence[str]
     hub: tuple[tuple[str, ...], str] | None

@@ -81,7 +81,10 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """weights: bytes by role. groups: K/V of all requests. on_less: what to do on a smaller GPU."""
+    """The recipe of one published pair.
+
+    weights: bytes by role. groups: K/V of all requests. on_less: advice for a smaller GPU.
+    """
 
     pair: Pair
     command: str

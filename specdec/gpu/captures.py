@@ -38,7 +38,7 @@ FREE_SHARE = 0.5
 
 
 class CaptureUse(NamedTuple):
-    """What an engine has captured, and what ran without.
+    """Captures of an engine, and runs without a capture.
 
     captured: rounds and prompt forwards that can be replayed now. made, evicted, refused: captures made so far, let go
     for others, and failed, out of memory among them. bytes: of the device that all captures take together, and what
@@ -146,7 +146,7 @@ class CaptureStore:
         self.uncaptured = {"rounds": 0, "prompts": 0}
 
     def join(self, owner: Owner) -> int:
-        """-> the number under which it keeps what it captures."""
+        """Register an owner -> its number, the key of its captures."""
         self._owners.append(owner)
         return len(self._owners) - 1
 

@@ -11,10 +11,11 @@ from specdec.errors import ConfigError
 
 
 class ContextLength(NamedTuple):
-    """default: tokens served if the user sets no length; max_len: the largest allowed (None: any); why: its reason.
+    """How many tokens of a sequence a model can serve.
 
-    end: from this position on none can be computed, or none without regard to the other rows of a forward. None: all
-    can, however far beyond what the model was trained on: a drafter may be asked for them, a target is not.
+    default: tokens served if the user sets no length. max_len: the largest allowed (None: any). why: reason of that
+    limit. end: from this position on none can be computed, or none without regard to the other rows of a forward. None:
+    all can, however far beyond the model's training; a drafter may be asked for them, a target is not.
     """
 
     default: int | None

@@ -193,7 +193,8 @@ class TargetModel:
         return weight.dtype
 
     def narrows_at(self, aux_layers: Sequence[int] = ()) -> int | None:
-        """The layer after whose K/V a forward over prompts may go on with fewer tokens: those whose final states are read.
+        """The layer after whose K/V a forward over prompts may go on with fewer tokens: those whose final states are
+        read.
 
         It stores the last K/V, or is the last of `aux_layers` to be entered if that is later. None: `aux_layers` has
         the output of the last layer, or layers are not fused.

@@ -51,7 +51,10 @@ class PoolUse(NamedTuple):
 
 
 class DeviceUse(NamedTuple):
-    """kv_bytes: of the engine's K/V pools there. free, total: memory of the device; of a CPU, of the machine."""
+    """Memory of one device.
+
+    kv_bytes: bytes of the engine's K/V pools there. free, total: memory of the device; for a CPU, of the machine.
+    """
 
     device: str
     kv_bytes: int

@@ -49,8 +49,10 @@ class PromptRoom(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """`to_go`: unread prompt tokens of a request. level: its priority level; lower levels are read first, whatever
-    their length."""
+    """A prompt that is being read.
+
+    to_go: its unread tokens. level: priority level of its request; lower levels are read first, whatever their length.
+    """
 
     level: int
     to_go: int

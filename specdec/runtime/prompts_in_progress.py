@@ -35,7 +35,10 @@ class Maker(NamedTuple):
 
 @dataclass(slots=True, eq=False, repr=False)
 class _Node:
-    """key: [n * page_size]. makers: those whose prompts have it, by rank."""
+    """A run of whole pages in the tree.
+
+    key: [n * page_size]. makers: requests whose prompts pass through it, by rank.
+    """
 
     key: IntArray
     makers: list[Maker]

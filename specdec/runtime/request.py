@@ -71,7 +71,7 @@ class RequestStats:
 
     @property
     def accepted_per_position(self) -> list[float]:
-        """By depth: the share of the rounds with drafts that deep in which that draft was accepted."""
+        """Share of the rounds with drafts that deep in which that draft was accepted, by depth."""
         by_depth = zip(self.accepted_counts, self.drafted_counts, strict=False)  # older records lack the second
         return [accepted / drafted for accepted, drafted in by_depth if drafted]  # zeros: taken out by `add`, and last
 
@@ -441,7 +441,7 @@ class Request:
 
 
 def rows_of(requests: Sequence[Request]) -> IntArray:
-    """[B]: the rows of these requests."""
+    """Rows of these requests, [B]."""
     return np.array([request.row for request in requests], dtype=np.int64)
 
 

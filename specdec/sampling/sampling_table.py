@@ -34,11 +34,11 @@ class ParamVectors(NamedTuple):
     real: torch.Tensor
 
     def column(self, name: str) -> torch.Tensor:
-        """[B]."""
+        """Values of one parameter, [B]."""
         return self.whole[WHOLE.index(name)] if name in WHOLE else self.real[REAL.index(name)]
 
     def over_logits(self, name: str) -> torch.Tensor:
-        """[B, 1, 1], to go with logits [B, N, V]."""
+        """Values of one parameter as [B, 1, 1], to combine with logits [B, N, V]."""
         return self.column(name)[:, None, None]
 
 

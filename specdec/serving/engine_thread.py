@@ -63,7 +63,7 @@ class Observer(Protocol):
 
 
 class EngineThread:
-    """tell: called with the samples of which there is news, after each step."""
+    """Steps one engine while it has work. tell: called after each step with the samples of which there is news."""
 
     def __init__(self, engine: Engine, tell: Callable[[Sequence[Sample]], None], observers: Sequence[Observer]) -> None:
         self.engine = engine

@@ -8,8 +8,11 @@ from typing import NamedTuple
 
 
 class StopStrings(tuple[str, ...]):
-    """included: the text keeps the stop string that ended it. min_tokens: output tokens within which none counts; one
-    counts as soon as a character of a later token belongs to it."""
+    """Stop strings with their two settings.
+
+    included: the text keeps the stop string that ended it. min_tokens: a stop string counts only if a character of it
+    belongs to a later output token than this many.
+    """
 
     included: bool
     min_tokens: int

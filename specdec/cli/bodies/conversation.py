@@ -81,7 +81,7 @@ class Interrupts:
 
 
 class Turn(NamedTuple):
-    """number: counted from 1 since the conversation began; it stays when earlier turns are dropped."""
+    """One question and its answer. number: counted from 1; it stays when earlier turns are dropped."""
 
     number: int
     asked: str

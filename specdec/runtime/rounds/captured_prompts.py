@@ -80,8 +80,11 @@ class Results:
 
 
 class ChunkProgram:
-    """The forward of one shape: reads `inputs` [2, R], rows and lengths, and leaves `chunk`, at fixed addresses once
-    it is captured. Runs of padding have no tokens. ends: of its parts, each a program; none: it is not divided."""
+    """The forward of one shape. It reads rows and lengths from `inputs` [2, R] and leaves its result in `chunk`, at
+    fixed addresses once it is captured.
+
+    Runs of padding have no tokens. ends: where its parts end, each a program; empty: it is not divided.
+    """
 
     def __init__(self, round: Round, shape: ChunkShape, results: Results) -> None:
         self.chunk: Chunk | None = None
@@ -140,8 +143,11 @@ class ChunkGraphs(Captures):
         return self._results.num_bytes
 
     def read(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> Chunk | None:
-        """The target reads the next `chunk_len` [R] tokens of `rows` [R]; None: they are too many to be captured, or
-        are scored by a target that makes fewer final states otherwise, which is rare. states: see `Chunk`."""
+        """Run the target over the next `chunk_len` [R] tokens of `rows` [R]; None: that is not captured.
+
+        Too many tokens are not, nor chunks that are scored by a target that otherwise makes fewer final states, which
+        is rare. states: see `Chunk`.
+        """
         found = self._program_for(rows, chunk_len, states)
         if found is None:
             self.store.uncaptured[self.what] += 1
@@ -166,7 +172,7 @@ class ChunkGraphs(Captures):
     def _program_for(
         self, rows: IntArray, chunk_len: IntArray, states: FinalStates, *, divided: bool = False
     ) -> tuple[ChunkProgram, ChunkShape] | None:
-        """The program that reads these chunks next, and its shape; None: none is captured of them."""
+        """The program for these chunks, loaded with them, and its shape; None: such chunks are not captured."""
         shape = self.bucket(len(rows), int(chunk_len.sum()), states, divided=divided)
         rare = states is FinalStates.EVERY and self.round.final_states(scored=False, ends=True) is not states
         if shape is None or rare:

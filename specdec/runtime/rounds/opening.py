@@ -22,7 +22,7 @@ LANES = 32
 
 
 class Opening(NamedTuple):
-    """level_pos [D + 1, B], chain_pos and drawn_pos [B, D], root and most [B]: int64."""
+    """Numbers of B seated rows, int64: level_pos [D + 1, B], chain_pos and drawn_pos [B, D], root and most [B]."""
 
     level_pos: torch.Tensor
     chain_pos: torch.Tensor
@@ -33,12 +33,12 @@ class Opening(NamedTuple):
 
     @property
     def committed_len(self) -> torch.Tensor:
-        """[B]: S, before the round commits anything."""
+        """S of each row before the round commits anything, [B]."""
         return self.level_pos[0]
 
     @property
     def history_len(self) -> torch.Tensor:
-        """[B]: S + 1, with the root."""
+        """Tokens of each row, the root included: S + 1, [B]."""
         return self.level_pos[1]
 
     def fits(self, tree: DraftTree) -> bool:
