@@ -76,8 +76,8 @@ class CaptureMemory(Protocol):
 
 
 def default_budget(*devices: torch.device) -> int | None:
-    """What captures may take of each of these devices where the user says nothing: as much as the fullest can give.
-    None: nothing is captured there."""
+    """Default of `EngineConfig.max_capture_bytes` on these devices: as much as the fullest can give. None: nothing is
+    captured there."""
     if devices[0].type != "cuda":
         return None
     shares = [min(MEMORY_SHARE * all_bytes(device), FREE_SHARE * free_bytes(device)) for device in devices]

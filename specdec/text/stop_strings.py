@@ -1,6 +1,6 @@
-"""The stop strings of a request, and how they are applied: a tuple of strings that knows two things more.
+"""The stop strings of a request, and the search for them in a text.
 
-Everything that cuts a text at stop strings takes a sequence of strings; a plain tuple is one with the defaults.
+Functions that cut a text at stop strings take any sequence of strings; a plain tuple has the default settings.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,7 +25,7 @@ class StopStrings(tuple[str, ...]):
 
 
 class Found(NamedTuple):
-    """Characters of a text at which its first stop string begins and ends."""
+    """Where the first stop string of a text begins and ends, in characters."""
 
     begin: int
     end: int
