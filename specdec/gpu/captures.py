@@ -40,12 +40,11 @@ FREE_SHARE = 0.5
 class CaptureUse(NamedTuple):
     """Captures of an engine, and runs without a capture.
 
-    captured: rounds and prompt forwards that can be replayed now. made, evicted, refused: captures made so far, let go
-    for others, and failed, out of memory among them. bytes: of the device that all captures take together, and what
-    they leave their results in (of several devices, on the one that holds most); budget_bytes: at most, of one device;
-    None where nothing is captured. uncaptured_rounds,
-    uncaptured_prompts: rounds and forwards over prompts that were launched kernel by kernel, the first of every shape
-    and prompts that are too long to be captured among them.
+    captured: rounds and prompt forwards that can be replayed now. made, evicted, refused: captures made so far, dropped
+    for others, and failed (for any reason). bytes: device memory of all captures and their results, on the device that
+    holds most. budget_bytes: the most they may take of one device; None: nothing is captured. uncaptured_rounds,
+    uncaptured_prompts: rounds and prompt forwards that were launched kernel by kernel, such as the first of every shape
+    and long prompts.
     """
 
     captured: int = 0
