@@ -27,7 +27,15 @@ from specdec.models.target import TargetModel
 CHAIN, TREE = SpecConfig(4, adaptive=False), SpecConfig(4, 4, 16, adaptive=False)
 OPERATIONS = REFERENCE if ON_CPU else FAST
 """For cases that would take hours in the interpreter."""
-FEW_LAYERS = {"gemma4-e4b": 8, "gemma4-31b": 6, "gemma4-26b-a4b": 4, "gpt-oss-20b": 3, "qwen3-8b": 4}
+FEW_LAYERS = {
+    "gemma4-e4b": 8,
+    "gemma4-31b": 6,
+    "gemma4-26b-a4b": 4,
+    "gpt-oss-20b": 3,
+    "qwen3-8b": 4,
+    "step-3.7-flash": 5,
+    "mimo-v2-flash": 3,
+}
 """Layers by shape, enough to have every kind of them; of the other shapes two."""
 
 BLOCK_KINDS: dict[str, dict[str, Any]] = {

@@ -154,9 +154,9 @@ def error_of(kernel: str, shape: Shape, dtype: torch.dtype, tiles: Any = None) -
     return distance(run(tiles=tiles), reference())
 
 
-def check_rows(kernel: str, small: bool) -> Iterator[Row]:
+def check_rows(kernel: str, only: Sequence[str], small: bool) -> Iterator[Row]:
     """Every case in every dtype and tiling against float64."""
-    for name, shape in CHECKS[kernel].items():
+    for name, shape in chosen(CHECKS[kernel], only).items():
         each = reduced(shape) if small else shape
 
         def worst(dtype: torch.dtype, each: Shape = each) -> float:
@@ -228,7 +228,7 @@ def tiles_rows(kernel: str, only: Sequence[str]) -> Iterator[Row]:
 def warm_jobs(kernel: str, only: Sequence[str], small: bool) -> list[Callable[[], Any]]:
     """One call of everything that checks and times launch: several processes compile them."""
     jobs: list[Callable[[], Any]] = []
-    for shape in CHECKS[kernel].values():
+    for shape in chosen(CHECKS[kernel], only).values():
         for (dtype, _), tiles in itertools.product(DTYPES.values(), checked_tiles(kernel)):
             each = reduced(shape) if small else shape
             jobs.append(lambda each=each, dtype=dtype, tiles=tiles: error_of(kernel, each, dtype, tiles))

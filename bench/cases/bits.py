@@ -54,24 +54,26 @@ BOUNDS = {1: 1.05, 8: 1.05, 32: 1.2}
 PROMPT_BOUND = 1.5
 
 
-def company_rows(shapes: Sequence[str], devices: int, companies: int) -> Iterator[Row]:
+def company_rows(shapes: Sequence[str], devices: int, companies: int, kv_dtype: str) -> Iterator[Row]:
     """Answers of each request alone on one device, and in every company; companies: how many of them."""
     for pair in shapes:
-        yield from _companies(pair, devices, companies)
+        yield from _companies(pair, devices, companies, kv_dtype)
 
 
-def _companies(name: str, devices: int, count: int) -> Iterator[Row]:
+def _companies(name: str, devices: int, count: int, kv_dtype: str) -> Iterator[Row]:
     begin = time.perf_counter()
     layers = few_layers(name)
     pair = pair_of(name, layers, deterministic=True)
     vocab = pair.target.vocab_size
     prompts, crowd = prompts_of(LENGTHS, vocab, 0), prompts_of(CROWD, vocab, 1)
     params = mixed_params(len(prompts), NEW, logprobs=8)
-    want = answers(engine_of(pair.target, max_batch_size=1), prompts, params)
+    want = answers(engine_of(pair.target, max_batch_size=1, kv_dtype=kv_dtype or None), prompts, params)
     hidden = HiddenTruth([prompt + tokens for prompt, (tokens, _) in zip(prompts, want, strict=True)], vocab)
 
+    kept = f"K/V in {kv_dtype}, " if kv_dtype else ""
+
     def row(what: str, find: Callable[[], tuple[Sequence[Answer], str, bool]]) -> Row:
-        title = f"{name}, {layers} layers, {devices} devices: {what}"
+        title = f"{name}, {layers} layers, {kept}{devices} devices: {what}"
 
         def compared() -> Row:
             started = time.perf_counter()
@@ -81,7 +83,11 @@ def _companies(name: str, devices: int, count: int) -> Iterator[Row]:
         return attempt(title, compared)
 
     def split_engine(drafter: Any = None, spec: SpecConfig = CHAIN, **config: Any) -> Engine:
-        return engine_of(pair.target, drafter, spec, tensor_parallel=devices, **config)
+        most = getattr(drafter, "max_steps", None) or spec.num_steps
+        steps = min(spec.num_steps, most)
+        nodes = None if spec.topk == 1 else min(spec.num_draft_tokens, 1 + spec.topk * (1 + spec.topk * (steps - 1)))
+        fitted = replace(spec, num_steps=steps, num_draft_tokens=nodes)
+        return engine_of(pair.target, drafter, fitted, tensor_parallel=devices, kv_dtype=kv_dtype or None, **config)
 
     def in_company(
         kind: str, spec: SpecConfig, config: dict[str, Any], crowded: bool

@@ -154,10 +154,11 @@ class NativeMtpWorker(StoreWorker):
     def observe(self, seen: Observation) -> None:
         source = seen.hidden if seen.aux_states is None else seen.aux_states
         state, tokens = self.drafter.ops(path_rows)(source, seen.tokens, seen.path, seen.length, seen.next_token)
-        rows, last = seen.rows.index, (seen.length - 1).clamp(min=0)
+        rows = seen.rows.index
+        last = torch.arange(len(rows), device=rows.device), (seen.length - 1).clamp(min=0)
         first = torch.arange(tokens.shape[1], device=rows.device) == 0
         before = rows[:, None].expand_as(tokens)
-        self._commit(seen, tokens, state, first.expand_as(tokens), before, rows, (torch.arange(len(rows)), last))
+        self._commit(seen, tokens, state, first.expand_as(tokens), before, rows, last)
 
     @torch.inference_mode()
     def observe_prompts(self, seen: PromptObservation) -> None:
