@@ -62,7 +62,7 @@ class RequestTable:
     reread: tokens at the end of adopted pages that are read again, as if they were not committed.
     shared_len: where each row's own K/V begin, on host and device: K/V computed again before that are not stored.
     extra_keys: committed keys that every windowed group keeps beyond its window, for a drafter that reads them.
-    late: by group, upper bound on the committed tokens that a reader has not read yet; None: 0 for all.
+    max_lag: by group, upper bound on the committed tokens that a reader has not read yet; None: 0 for all.
     retain: [groups] committed keys that a forward may read before its first token (all, in the primary group), on host
     and device. Eviction keeps as many before the oldest token that is still to be read.
     evicted_len: [groups, rows] tokens whose peers are freed.
@@ -77,7 +77,7 @@ class RequestTable:
         lookahead: int,
         extra_keys: int = FROZEN_EXTRA_KEYS,
         reread: int = 0,
-        late: ByGroup[int] | None = None,
+        max_lag: ByGroup[int] | None = None,
     ) -> None:
         self.allocator = allocator
         self.lookahead = lookahead
@@ -93,7 +93,7 @@ class RequestTable:
         self.evicted_len: IntArray = np.zeros((len(allocator.pools), num_rows), dtype=np.int64)
         self._active = np.zeros(num_rows, dtype=np.bool_)
         self.extra_keys = extra_keys
-        self.late = allocator.pools.map(lambda pool: 0) if late is None else late
+        self.max_lag = allocator.pools.map(lambda pool: 0) if max_lag is None else max_lag
         windows = [group.window for group in allocator.groups.groups]
         kept = [width if window is None else window - 1 + extra_keys for window in windows]
         self.retain: IntArray = np.array(kept, dtype=np.int64)
@@ -258,7 +258,7 @@ class RequestTable:
         page_size, freed = self.allocator.page_size, 0
         for group in self.allocator.windowed:
             start = self.evicted_len[group, rows]
-            read_len = self.committed_len.host[rows] - self.late[group]
+            read_len = self.committed_len.host[rows] - self.max_lag[group]
             unseen = ((read_len - self.retain[group]) // page_size - slack_pages) * page_size
             end = np.maximum(unseen, start)
             if (end == start).all():

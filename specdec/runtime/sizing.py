@@ -29,37 +29,37 @@ FALLBACK_MODEL_LEN = 4096
 
 
 class DraftNeeds(NamedTuple):
-    """Requirements of a drafter: see `Drafter.kv_layout`, `extra_keys` and `reread`. late: upper bound on the committed
-    tokens that it has not read yet."""
+    """Requirements of a drafter: see `Drafter.kv_layout`, `extra_keys` and `reread`. max_lag: upper bound on the
+    committed tokens that it has not read yet."""
 
     layout: KVLayout | None = None
     extra_keys: int = 0
     reread: int = 0
-    late: int = 0
+    max_lag: int = 0
 
     @classmethod
     def of(cls, drafter: Drafter | None, spec: SpecConfig) -> "DraftNeeds":
         if drafter is None:
             return cls()
-        late = KEPT if reads_late(drafter, spec.adaptive) else 0
-        return cls(drafter.kv_layout, drafter.extra_keys, drafter.reread, late)
+        max_lag = KEPT if reads_late(drafter, spec.adaptive) else 0
+        return cls(drafter.kv_layout, drafter.extra_keys, drafter.reread, max_lag)
 
     @property
     def beyond_windows(self) -> int:
         """Committed keys to keep in every windowed group beyond its window, also for tokens that are read again."""
         return max(self.extra_keys, self.reread)
 
-    def late_in(self, groups: CacheGroups) -> ByGroup[int]:
-        """`late` for the groups of the drafter's own layers, 0 for all others."""
+    def max_lag_in(self, groups: CacheGroups) -> ByGroup[int]:
+        """`max_lag` for the groups of the drafter's own layers, 0 for all others."""
         own = () if self.layout is None else {spec.retention for spec in self.layout.layers}
-        return ByGroup(tuple(self.late if group.retention in own else 0 for group in groups.groups))
+        return ByGroup(tuple(self.max_lag if group.retention in own else 0 for group in groups.groups))
 
 
 @dataclass(frozen=True, slots=True)
 class CacheNeeds:
     """Slots and bytes of K/V that an engine's requests need if memory is no limit. Lists are by group.
 
-    layouts: those of the target and of a drafter that keeps K/V. late: see `RequestTable`. slot_bytes: bytes of one
+    layouts: those of the target and of a drafter that keeps K/V. max_lag: see `RequestTable`. slot_bytes: bytes of one
     token in all layers of the group. held: slots of one request while it decodes. slots: slots of a full batch with
     prompts being read (cached prefixes use those of a windowed group meanwhile). state_bytes: recurrent states of one
     request.
@@ -69,7 +69,7 @@ class CacheNeeds:
     groups: CacheGroups
     page_size: int
     batch: int
-    late: ByGroup[int]
+    max_lag: ByGroup[int]
     slot_bytes: list[int]
     held: list[int]
     slots: list[int]
@@ -115,9 +115,9 @@ def cache_needs(
     room = PromptRoom.from_settings(config.max_prefill_tokens, config.prefill_chunk, device_type)
     full_each = whole_pages(max_len + num_nodes, page_size)
     held, slots = [full_each], [full_each * batch]
-    late = drafts.late_in(groups)
+    max_lag = drafts.max_lag_in(groups)
     for group, window in zip(groups.windowed, groups.windows, strict=True):
-        keys = window_slots_held(window - 1 + drafts.beyond_windows + late[group.id], num_nodes, page_size)
+        keys = window_slots_held(window - 1 + drafts.beyond_windows + max_lag[group.id], num_nodes, page_size)
         # what it holds and the slack; besides, chunks in flight
         each = min(whole_pages(keys + page_size, page_size), full_each)
         together = max(room.idle, batch * min(room.chunk, WINDOW_SPARE))  # a step reads `idle`; the rest keeps prefixes
@@ -125,7 +125,7 @@ def cache_needs(
         held.append(whole_pages(keys, page_size))
         slots.append(each * batch + in_flight)
     state_bytes = sum(layout.state_bytes(dtype) for layout in layouts)
-    return CacheNeeds(layouts, groups, page_size, batch, late, slot_bytes, held, slots, state_bytes)
+    return CacheNeeds(layouts, groups, page_size, batch, max_lag, slot_bytes, held, slots, state_bytes)
 
 
 def pool_slots(needs: CacheNeeds, config: EngineConfig, budget: int) -> list[int]:
@@ -219,6 +219,6 @@ def make_cache(
         lookahead=num_nodes,
         extra_keys=drafts.beyond_windows,
         reread=drafts.reread,
-        late=needs.late,
+        max_lag=needs.max_lag,
     )
     return KVCache(allocator, table, operations, rounded=config.kv_dtype is not None), max_len
