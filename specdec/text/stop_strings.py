@@ -25,7 +25,7 @@ class StopStrings(tuple[str, ...]):
 
 
 class Found(NamedTuple):
-    """Where the first stop string of a text begins and ends, in characters."""
+    """Beginning and end of a text's first stop string, in characters."""
 
     begin: int
     end: int
