@@ -30,7 +30,7 @@ class GenerateOptions:
     pair: PairOptions
     sampling: SamplingNumbers
     raw: Raw = False
-    show_drafts: bool = option(False, "Colour tokens from accepted drafts.", "--show-drafts")
+    show_drafts: bool = option(False, "Colour tokens from accepted drafts; in a pipe: brackets.", "--show-drafts")
     json_file: JsonFile = None
 
 

@@ -26,8 +26,11 @@ Changes = Callable[[Any, PairInQuestion], Iterator[change.Change]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """name: as reports name it. kinds: drafters that it applies to. least: share of the accepted length that a change
-    must gain. by_token: its changes are compared token by token (`conventions.py`)."""
+    """One reason for low acceptance, and how it is found.
+
+    name: its name in reports. kinds: drafters that it applies to. least: share of the accepted length that a change
+    must gain. by_token: its changes are compared token by token (`conventions.py`).
+    """
 
     name: str
     kinds: tuple[type, ...]

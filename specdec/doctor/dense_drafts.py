@@ -272,8 +272,11 @@ class Watched:
 
 
 class ReferenceCheck(NamedTuple):
-    """difference: of the logits' deviations from their mean, relative to the reference's. bound: what rounding
-    explains. same_token: is the likeliest token the same?"""
+    """Comparison of the worker's logits with the dense reference.
+
+    difference: relative difference of the logits, their means subtracted. bound: the largest that rounding explains.
+    same_token: is the likeliest token the same?
+    """
 
     difference: float
     bound: float

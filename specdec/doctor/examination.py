@@ -40,6 +40,8 @@ MODULE_TOKENS = 96
 """The same for MTP modules, whose conventions differ by one draft in a hundred."""
 MAX_NAMED = 3
 """Changes that are named one on top of another."""
+NEAR_ONE = 1.1
+"""Accepted length below which a drafter is reported even if no change raises it."""
 NO_REFERENCE = "drafters of kind {name} have no dense reference; only prompts were changed"
 
 
@@ -54,7 +56,7 @@ def diagnose(
     """Why the drafter is accepted less than it could be: `findings` names each cause and what to change.
 
     The pair answers the prompts greedily in an engine of its own, then with one setting of the drafter changed at a
-    time; a change that raises acceptance clearly is named. `healthy`: none does.
+    time; a change that raises acceptance clearly is named. `healthy`: none does, and the acceptance length is not 1.
     prompts: at least 4 texts, or lists of token ids, of the kind that the pair is meant for; None: word problems.
     chat: texts are turns of a chat; False: raw text. max_new_tokens: of each answer; None: 48, for MTP modules 96. It
     takes half a minute, and memory for a second K/V cache, so not next to requests. Raises ConfigError for an engine
@@ -87,6 +89,8 @@ def diagnose(
             findings.append(_broken_worker(reference))
         update(2)
         trials, named = examination.name_changes(causes, update)
+    if not findings and not named and examination.texts and examination.as_loaded.length < NEAR_ONE:
+        named = [_untrained(examination.as_loaded.length)]
     return Diagnosis(
         read=pair_facts(pair),
         prompts=len(questions),
@@ -229,6 +233,16 @@ def default_questions(engine: Engine) -> list[str | list[int]]:
     if engine.tokenizer is None:
         raise ConfigError("this engine has no tokenizer; give prompts=[[token ids], ...], 4 or more")
     return [problem.text for problem in read_prompts(HELD_OUT_PROBLEMS, PROMPTS)]
+
+
+def _untrained(length: float) -> Finding:
+    return Finding(
+        cause="training",
+        what=f"the acceptance length is {length:.2f}, where 1 is no gain, and no change that was tried raises it",
+        do="the drafter was trained too little, or for another target: take one made for this target, or train one "
+        "(docs/training.md)",
+        certain=False,
+    )
 
 
 def _broken_worker(reference: ReferenceCheck) -> Finding:

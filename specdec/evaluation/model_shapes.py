@@ -38,8 +38,11 @@ MIN_LAYERS = 2
 
 @dataclass(frozen=True, slots=True)
 class Shrink:
-    """`layers`: of the target, None: all. `divisor`: widths (hidden, heads, vocabulary, window) are divided by it, and
-    rounded up to multiples of `multiple`: grouped products need 8, packed weights 32."""
+    """How a shape is made smaller.
+
+    `layers`: number of layers of the target; None: all. `divisor`: widths (hidden, heads, vocabulary, window) are
+    divided by it, and rounded up to multiples of `multiple`: grouped products need 8, packed weights 32.
+    """
 
     layers: int | None = None
     divisor: int = 1

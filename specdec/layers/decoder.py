@@ -269,7 +269,7 @@ class FusedLayer(nn.Module):
 
 
 class FusedDecoder(nn.Module):
-    """Stands where a Hugging Face text model stood: called with the same keywords, it ignores masks and caches.
+    """Takes the place of a Hugging Face text model. It is called with the same keywords, and ignores masks and caches.
 
     `source` is that module, `embedding` stands for its own; its parameters are those that the layers read. When
     something has re-pointed them, `adopt` takes a new description: a forward never reads both old and new weights.

@@ -108,8 +108,11 @@ class LayerParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderParts:
-    """rotary: kind of layer -> (frequencies, attention factor), whose tables are float32 (`float_rotary`) or in the
-    model's dtype. factor: of embeddings, after that of their module. final_norm: None for MTP modules without one."""
+    """Description of a decoder for its fused form.
+
+    rotary: (frequencies, attention factor) by kind of layer, whose tables are float32 (`float_rotary`) or in the
+    model's dtype. factor: of embeddings, after their module's own. final_norm: None for MTP modules without one.
+    """
 
     layers: tuple[LayerParts, ...]
     final_norm: Gain | None

@@ -37,11 +37,12 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """ms: of the round ("round"), of its stages, and of the host's part; those of a peer are of its step or round.
+    """Figures of one way of decoding at one batch size and context.
 
-    floor_ms: of one round. idle_ms: of a round, without a kernel. break_even: acceptance length from which a round is
-    ahead of plain decoding. acceptance_length: of the timed rounds. ready_s: from weights in memory to an
-    engine whose rounds are captured, whatever it compiled on the way.
+    ms: milliseconds of a round ("round"), of its stages, and of the host's part; for a peer, of its step or round.
+    floor_ms: memory floor of one round. idle_ms: time of a round in which no kernel ran. break_even: acceptance
+    length from which a round is faster than plain decoding. acceptance_length: of the timed rounds. ready_s: from
+    weights in memory to an engine whose rounds are captured, compilation included.
     """
 
     run: str
@@ -71,8 +72,11 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseReport:
-    """subject: the pair, or the shape and what was changed of it. assumed: the acceptance lengths are suppositions.
-    weights: how those of target and drafter are stored."""
+    """All cells of a run, and what was measured.
+
+    subject: the pair, or the shape and its changes. assumed: acceptance lengths are suppositions. weights: how those of
+    target and drafter are stored.
+    """
 
     subject: str
     shrunk: str

@@ -65,7 +65,7 @@ class Plan:
 
     def require(self, subject: Subject) -> None:
         """Raises ConfigError where a cell cannot be: before anything runs."""
-        most = subject.target.context_length.most
+        most = subject.target.context_length.max_len
         deepest = max(spec.num_steps if spec else 0 for spec in subject.drafts.values())
         for context in self.contexts:
             wanted = context + most_new_tokens(self.rounds, deepest)
