@@ -37,7 +37,7 @@ PROMPTS = 8
 NEW_TOKENS = 48
 """Tokens of each answer, by default."""
 MODULE_TOKENS = 96
-"""The same for MTP modules, whose conventions differ by one draft in a hundred."""
+"""Tokens of each answer of a pair with MTP modules, whose conventions differ by one draft in a hundred."""
 MAX_NAMED = 3
 """Changes that are named one on top of another."""
 NEAR_ONE = 1.1
