@@ -45,10 +45,10 @@ def choose_backend(
 ) -> Backend:
     """The backend that `EngineConfig.attention` means; "auto" is Triton on a GPU that can run the kernels.
 
-    head_dim: the largest of all models that keep K/V. in_tiles: forwards run in tiles of rows, as deterministic layers
-    do that are not fused; the kernels attend to whole forwards. captured: forwards may be captured, so nothing may be
-    read back within. Raises ConfigError when it is "triton", and Triton cannot run on `device`, or not with the dtype,
-    that head or tiles.
+    head_dim: the largest head of all models that keep K/V. in_tiles: forwards run in tiles of rows, as deterministic
+    layers without fusion do, which the kernels cannot. captured: forwards may be captured, so the host must not read
+    anything back in them. Raises ConfigError when "triton" was requested and cannot run with this device, dtype, head
+    or tiles.
     """
     obstacle = ""
     if attention == "triton" or (attention == "auto" and device.type == "cuda"):

@@ -56,7 +56,7 @@ class AttentionCall(NamedTuple):
     def answer(
         self, forward: LayerContext, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None
     ) -> torch.Tensor:
-        """[X, T, Hq, D], computed by `attend_rows` of packed rows."""
+        """Attend with packed rows -> [X, T, Hq, D], as transformers expects it."""
         out = forward.attend_rows(self.layer, q, k, v, scaling=self.scaling, softcap=self.softcap, sinks=self.sinks)
         return out.view(len(self.query), -1, *out.shape[1:])
 
@@ -65,7 +65,7 @@ class AttentionContext(Protocol):
     """The forward that the attention function delegates to."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """-> [X, T, Hq, D]."""
+        """Compute this call -> [X, T, Hq, D]."""
 
 
 def specdec_attention(
@@ -102,10 +102,10 @@ Window = int | None
 class ForwardContext:
     """One forward: its plan, the view it reads and writes KV through, and each layer's window.
 
-    `attention` maps (group, window, shares) to the attention of layers with them; made here, for this forward.
-    `states` collects the hidden states [1, B*N, H] entering the layers that it has as keys.
-    `peers` are the same forward on the ranks after the first, each with its own heads; none on one device.
-    `recurrent` computes the recurrent layers; None: there are none.
+    attention: an `Attend` of this forward for each (group, window, shares) that its layers have.
+    states: hidden states [1, B*N, H], by the number of the layer that they enter; filled as the layers run.
+    peers: the same forward on the ranks after the first, each with its own heads; empty on one device.
+    recurrent: computes the recurrent layers; None: there are none.
     """
 
     plan: KVPlan
@@ -154,7 +154,7 @@ class ForwardContext:
         return self.recurrent.recur(layer, rows)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """For a layer of Hugging Face: its K/V are stored here, unless they are another layer's."""
+        """Attention of a layer of Hugging Face. Its K/V are stored first, unless it reads another layer's."""
         q, k, v = call.rows()
         destination = self.destination(call.layer)
         if destination is None:
@@ -191,9 +191,9 @@ class ForwardContext:
         return out if num_rows == num_queries else pad(out, (0, 0, 0, 0, 0, num_rows - num_queries))
 
     def _attend_on_ranks(self, layer: int, q: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
-        """`attend_rows` for a model on rank 0 that reads K/V which are lent: every rank attends with the queries of the
-        heads that it has, and rank 0 collects [T, Hq, D]. Ranks with the same K/V head attend with the same queries
-        where there are too few to divide."""
+        """`attend_rows` of a frozen drafter on rank 0, whose K/V heads lie on all ranks: each rank gets the queries of
+        its heads and attends, and rank 0 collects [T, Hq, D]. Ranks with one K/V head get the same queries if there are
+        too few to divide."""
         ranks = self.view.ranks
         assert ranks is not None and options.get("sinks") is None, f"{options.keys()=}"
         count, attended = len(ranks), []

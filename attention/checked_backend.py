@@ -67,7 +67,7 @@ class CheckedBackend:
     def _check_draft(
         self, draft: Draft, group: GroupId, window: int | None, read: torch.Tensor, start: torch.Tensor
     ) -> None:
-        """read [B, L]: slots of committed keys from position start [B] on."""
+        """Compare `read` [B, L], slots of committed keys from position start [B] on, with the table."""
         table, length = self.sanitizer.table, draft.committed_len[:, None]
         positions = start[:, None] + torch.arange(read.shape[1], device=read.device)
         slots = table.slots.tensor[draft.rows.index]
@@ -148,7 +148,7 @@ class CheckedBackend:
     def check_answer(
         self, query: torch.Tensor, out: torch.Tensor, plan: KVPlan, group: GroupId, part: tuple[slice, slice]
     ) -> None:
-        """query [B, Hq, N, D], out [B, N, Hq, D] of a part of the requests and columns of a plan."""
+        """Check the answers `out` [B, N, Hq, D] to `query` [B, Hq, N, D], a part of a plan's requests and columns."""
         broken, positions = _broken(query, out) & self._own(plan)[part], plan.positions[part]
         null = torch.zeros_like(positions)
         if plan.pack is not None:
@@ -158,11 +158,11 @@ class CheckedBackend:
         self.sanitizer.note(Fault.POISON, group, broken, plan.rows[part[0]], positions, null, null)
 
     def _real(self, plan: KVPlan) -> torch.Tensor:
-        """[B]: no padding."""
+        """Which rows are no padding, [B]."""
         return plan.rows != self.sanitizer.table.padding_row
 
     def _own(self, plan: KVPlan) -> torch.Tensor:
-        """[B, N]: queries that exist."""
+        """Which queries exist, [B, N]."""
         if plan.pack is not None:
             return (plan.pack.exists & (plan.rows[plan.pack.row_of] != self.sanitizer.table.padding_row))[None]
         steps = torch.arange(plan.positions.shape[1], device=plan.positions.device)
@@ -220,5 +220,5 @@ class CheckedDraft:
 
 
 def _broken(query: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """query [B, Hq, N, D], out [B, N, Hq, D] -> [B, N]: finite queries whose answers are not."""
+    """Finite queries [B, Hq, N, D] whose answers [B, N, Hq, D] are not finite: [B, N]."""
     return query.isfinite().all(-1).all(1) & ~out.isfinite().flatten(2).all(-1)

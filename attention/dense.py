@@ -28,7 +28,7 @@ from specdec.kvcache.rounded import Pool, read_rows
 def visible(
     query_pos: torch.Tensor, key_pos: torch.Tensor, known: torch.Tensor, window: int | None, first_key: int = 0
 ) -> torch.Tensor:
-    """query_pos [B, N], key_pos [B, L], known [B, L] or [B, N, L] bool -> [B, N, L] bool."""
+    """Which keys each query sees, [B, N, L]: query_pos [B, N], key_pos [B, L], known [B, L] or [B, N, L] bool."""
     seen = known if known.dim() == 3 else known[:, None].expand(-1, query_pos.shape[1], -1)
     if window is not None:
         seen = seen & (query_pos[:, :, None] - key_pos[:, None, :] < window)
@@ -151,7 +151,7 @@ class VisibleKeys:
 
 
 def known_in_block(plan: KVPlan) -> torch.Tensor:
-    """[B, N, N] bool: which of the forward's own tokens exist for each query, by a tree or in order."""
+    """Which of the forward's own tokens exist for each query, by a tree or in order: [B, N, N] bool."""
     if plan.tree is not None:
         return plan.tree.ancestors
     batch, num_queries = plan.positions.shape

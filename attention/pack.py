@@ -18,9 +18,12 @@ from specdec.kvcache.table import RequestTable
 
 
 class Pack(NamedTuple):
-    """rows: [R] of the request table; start, length: [R], the position of a run's first token, and its tokens.
-    cu_len: [R + 1] tokens before each run. By place in the row, [T]: row_of, the run, of padding the last one;
-    positions, 0 on padding; exists, False on padding. All int64, but for exists."""
+    """R runs in one row of T places; int64 but for `exists`.
+
+    rows [R]: rows of the request table. start, length [R]: position of a run's first token, and its number of tokens.
+    cu_len [R + 1]: tokens before each run. For each place: row_of [T], its run (padding: the last one); positions [T],
+    0 on padding; exists [T], False on padding.
+    """
 
     rows: torch.Tensor
     start: torch.Tensor
@@ -42,11 +45,11 @@ class Pack(NamedTuple):
 
     @property
     def last(self) -> torch.Tensor:
-        """[R]: the place of each run's last token; of an empty run, any place."""
+        """Place of each run's last token, [R]; any place for an empty run."""
         return (self.cu_len[1:] - 1).clamp(min=0)
 
     def last_tokens(self) -> "Pack":
-        """Runs of the last token of each run, alone: T is R. Of an empty run it is padding in a place of its own."""
+        """A pack of the last token of each run alone: T is R. An empty run becomes a place of padding."""
         ahead = (self.length - 1).clamp(min=0)
         places = torch.arange(len(self.rows), device=self.rows.device)
         cu_len = torch.arange(len(self.rows) + 1, device=self.rows.device)
@@ -87,7 +90,10 @@ class PackTables(NamedTuple):
 
 
 def locate_pack(table: RequestTable, pack: Pack, longest: int) -> PackTables:
-    """longest: no run has more tokens. The padding row of the table has null slots throughout."""
+    """Slots that a forward over this pack reads and writes. longest: upper bound on the tokens of a run.
+
+    The padding row of the table has null slots throughout.
+    """
     slots, allocator = table.slots.tensor, table.allocator
     page_size = allocator.page_size
     numbers = torch.arange(len(pack.rows), device=slots.device)

@@ -50,7 +50,8 @@ class PathAttention:
         group: GroupId,
         window: int | None,
     ) -> "PathAttention":
-        """find_own_keys: `own_keys` or its reference; table: the arguments `pages` and `start` of both."""
+        """Attention under a plan. find_own_keys: `own_keys` or its reference. table: the arguments `pages` and `start`
+        of both."""
         pages, start = table
         write = None if plan.write is None else plan.write_slots(group).view(plan.positions.shape)
         tree = plan.tree

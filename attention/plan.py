@@ -32,8 +32,8 @@ that hold the forward's own keys already, *, scaling, softcap, sinks) -> [B, N, 
 
 
 class PrefixTables(Protocol):
-    """A backend's tables of the committed prefixes that a forward reads, which only that backend reads; and the slots
-    [B, N], in each group, that the forward writes: those of the N positions after each prefix."""
+    """Tables of the committed prefixes that a forward reads, in a form that only their own backend knows; and by group
+    the slots [B, N] of the N positions after each prefix, which the forward writes."""
 
     @property
     def write(self) -> ByGroup[GroupLoc]: ...
@@ -57,7 +57,7 @@ class PlanBackend(KVOperations, Protocol):
     def attention(self, plan: "KVPlan", group: GroupId, window: int | None, shares: int = 1) -> Attend:
         """Attention under `plan` on layers whose K/V live in `group`, through `window` (None: full attention).
 
-        shares: see `LayerCache`. How keys are cut follows from the heads of all ranks."""
+        shares: see `LayerCache`. Keys are cut into blocks by the heads of all ranks, so bits do not depend on them."""
 
     def recurrence(self, plan: "KVPlan", view: KVView) -> RecurrentRows:
         """The recurrent layers of a forward under `plan`."""
@@ -65,16 +65,16 @@ class PlanBackend(KVOperations, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVPlan:
-    """B requests, N queries each, packed as one sequence of B * N rows; of a pack, one row of T places.
+    """B requests with N queries each, packed as one sequence of B * N rows; or a pack, one row of T places.
 
-    rows: [B] of the request table.    committed_len: [B] keys in the prefix.    positions: [B, N] of the queries.
-    tree: how the queries see each other, if they bring keys of a tree; else they are causal, or bring none.
-    write: [B * N] where their K/V go, in each group; None when they bring none.
+    rows [B]: rows of the request table.    committed_len [B]: keys of each prefix.    positions [B, N]: the queries'.
+    tree: which queries see each other, if they are nodes of a tree; None: causal, or (write None) without keys.
+    write [B * N]: slots of the queries' own K/V, by group; None: they have no K/V.
     prefix: the backend's tables of the prefixes.
-    block_len: [B] queries of each run that exist, and the run is causal; None: all of them.
-    pack: the runs of which the row consists; then rows and committed_len are by run, [R].
-    window_shift: added to the sliding window of every sliding layer (0 except for a frozen drafter's convention).
-    first_key: keys before this position do not exist, but for a query's own (modules that begin later than the text).
+    block_len [B]: real queries of each causal run, the rest are padding; None: all are real.
+    pack: the runs that the row consists of; rows and committed_len are then by run, [R].
+    window_shift: added to the window of every sliding layer; not 0 only for a frozen drafter's convention.
+    first_key: keys before this position do not exist, except a query's own (modules that begin later than the text).
     """
 
     backend: PlanBackend
@@ -91,7 +91,7 @@ class KVPlan:
     first_key: int = 0
 
     def write_slots(self, group: GroupId) -> GroupLoc:
-        """[B * N] slots of the forward's own tokens in one group."""
+        """Slots of the forward's own tokens in one group, [B * N]."""
         assert self.write is not None, "a plan that writes nothing"
         return self.write[group]
 
@@ -116,7 +116,7 @@ def plan_chunk(
 
 
 def plan_packed(backend: PlanBackend, table: RequestTable, pack: Pack, longest: int | None = None) -> KVPlan:
-    """longest: no run has more tokens; None: as many as the row has places."""
+    """Runs of prompt tokens in one row. longest: upper bound on a run's tokens; None: the places of the row."""
     num_places = len(pack.row_of)
     tables = locate_pack(table, pack, num_places if longest is None else longest)
     return KVPlan(

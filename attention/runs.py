@@ -30,7 +30,7 @@ class RunsAttention:
     def of(
         cls, make: Callable[..., Attend], pack: Pack, lines: Lines, window: int | None, first_key: int = 0
     ) -> "RunsAttention":
-        """make: `dense_run` or `exact_run`."""
+        """Attention over the runs of a pack, one by one. make: `dense_run` or `exact_run`."""
         runs, begin = [], 0
         for number in range(len(pack.rows)):
             length, start = int(pack.length[number]), int(pack.start[number])

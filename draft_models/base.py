@@ -34,8 +34,8 @@ and noise: a drafter that draws through it proposes what the target would draw f
 
 BestOf = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 """(logits [B, K, V], positions [B, K], count C) -> tokens [B, K, C] and their log-probabilities given the noise,
-float32, best first: the first is what `Sample` draws, the runners-up what the target draws where its logits differ a
-little. Trees branch by them."""
+float32, best first. The first is the token that `Sample` draws; trees branch to the others, which the target may draw
+if its logits differ a little."""
 
 
 class TargetInfo(Protocol):
@@ -81,7 +81,7 @@ class DraftBatch:
     history_len: [B], S + 1.
     prefix: the backend's tables of the committed prefixes, if they exist already.
     level_pos: the result of `positions`, if it exists already.
-    by_lookup: of a model and a lookup (`model_and_lookup.py`), the lookup is asked.
+    by_lookup: the lookup drafts, not the model next to it (`model_and_lookup.py`).
     params: sampling parameters that `sample` and `best` use, for operations that draw without a row of the vocabulary;
     None: draw through `sample` and `best`.
     """
@@ -101,7 +101,7 @@ class DraftBatch:
     by_lookup: bool = False
 
     def positions(self) -> torch.Tensor:
-        """[num_steps + 1, B] of the tokens on each level, the root's first."""
+        """Positions of the tokens on each level [num_steps + 1, B], the root's first."""
         if self.level_pos is not None:
             return self.level_pos
         return self.history_len - 1 + torch.arange(self.num_steps + 1, device=self.history_len.device)[:, None]
@@ -130,7 +130,8 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptObservation:
-    """The target's results of a forward over prompts, runs of many requests in one row of T places, as if committed.
+    """The target's results of a forward over prompts: runs of many requests in one row of T places. They count as
+    committed.
 
     pack: rows of the request table, and the places of their tokens; the values in places of padding are undefined.
     tokens: [T] fed to the target; following: [T] the token after each, also after the last of a run. hidden: [T, H]
@@ -147,8 +148,8 @@ class PromptObservation:
 
 
 class Binding(NamedTuple):
-    """Parts of an engine that it gives to the drafters it binds: its KV cache, its backend, the target's K/V, and the
-    number of tokens of finished requests that it keeps for them (0: none)."""
+    """Parts of an engine that a worker is given: KV cache, backend, the target's K/V, and how many tokens of finished
+    requests to keep for drafts (0: none)."""
 
     cache: KVCache
     backend: Backend
@@ -157,7 +158,7 @@ class Binding(NamedTuple):
 
 
 class DraftWorker(Protocol):
-    """A drafter bound to one engine. `view`: KV of other models that it may read now; None: none. One may also have
+    """A drafter bound to one engine. `view`: K/V of other models that it may read now, or None. A worker may also have
     `finished`, a `FinishedTexts`: the engine adds outputs of finished requests to it."""
 
     view: KVView | None
@@ -177,20 +178,24 @@ class DraftWorker(Protocol):
 class Drafter(Protocol):
     """One way of drafting. Subclasses inherit the defaults.
 
-    `aux_layers`: target states that it reads besides the final one, each named by the layer it enters (`num_layers`:
-    the output of the last layer, before the final norm). `kv_layout`: layers with K/V of its own, at the slots of the
-    target's tokens, each in the group of its window; None: it keeps none. They must depend only on the tokens up to the
-    next one, since the prefix cache shares them between requests. `extra_keys`: committed keys on sliding layers that
-    it reads beyond a window. `reread`: tokens at the end of a cached prefix that it observes again, without storing.
-    `reads_every_state`: it reads the final state of every token of a prompt; False: of the prompt's last token at most,
-    so that the target may skip its last layers for the others. `fit`: the target that it was fitted to; None: it
-    runs with any. `unfused`: why its own modules run although fused layers were requested; None: fused layers run, or
-    it has no layers. `weights`: parameters that it reads and that callers may re-point; None: it has none. `may_lag`:
-    observing takes a forward, so an engine may show it several rounds without drafts at once; False: it is shown every
-    round. `max_steps`: levels that it can draft at most; None: any number.
-    `default_steps`: levels where none were asked for; None: 4. `max_positions`: it drafts and reads at
-    positions below this alone; None: at any. `reads_finished`: it can propose from outputs of finished requests.
-    `has_lookup`: a lookup may draft in its place (`model_and_lookup.py`).
+    - `aux_layers`: target states that it reads besides the final one, each named by the layer it enters (`num_layers`:
+      the output of the last layer, before the final norm)
+    - `kv_layout`: layers with K/V of its own, at the slots of the target's tokens, each in the group of its window;
+      None: it keeps none. They must depend only on the tokens up to the next one, since the prefix cache shares them
+    - `extra_keys`: committed keys on sliding layers that it reads beyond a window
+    - `reread`: tokens at the end of a cached prefix that it observes again, without storing
+    - `reads_every_state`: it reads the final state of every prompt token; False: at most that of the last one, so the
+      target may skip its last layers for the others
+    - `fit`: the target that it was fitted to; None: it runs with any
+    - `unfused`: why its own modules run although fused layers were requested; None: fused layers run, or it has none
+    - `weights`: parameters that it reads and that callers may re-point; None: it has none
+    - `may_lag`: observing takes a forward, so an engine may show it several rounds without drafts at once; False: it is
+      shown every round
+    - `max_steps`: upper bound on the levels of a draft; None: no bound. `default_steps`: levels if the user sets none;
+      None: 4
+    - `max_positions`: it drafts and reads only at positions below this; None: at any
+    - `reads_finished`: it can propose from outputs of finished requests
+    - `has_lookup`: a lookup may draft in its place (`model_and_lookup.py`)
     """
 
     name: str

@@ -1,17 +1,15 @@
-r"""Outputs of requests that have finished, and where a context stands in them. At most T tokens, the oldest out first.
+r"""A store of finished requests' outputs, searched by context. It holds T tokens; the oldest texts are dropped first.
 
-    cells     the cat sat | a dog ran |     a ring of T tokens. NOTHING (|) ends each text, and is in free cells
-    place     a cell that holds a token of an output; its context is what comes before it in its text, newest first
-    order     all places, sorted by context: a suffix array, of reversed text. The places whose contexts have most
-              tokens in common with a given one are next to where that would be inserted
+    cells     the cat sat | a dog ran |     a ring of T tokens. NOTHING (|) ends each text and fills free cells
+    place     a cell that holds a token of an output; its context: the tokens before it in its text, newest first
+    order     all places, sorted by context (a suffix array of reversed text). The places that share most tokens with a
+              given context are next to where it would be inserted
 
-The host inserts a text by binary search and drops others. Of that the device is sent the cells that changed and where
-places joined the order, in numbers a few times as many as the tokens of both; it moves the rest of the order itself. It
-searches by comparing with many places at a time, so that captured rounds look up any number of requests in a few
-launches, whatever T is.
+The host inserts a text by binary search and drops old ones. It sends the device the changed cells and where places
+joined the order, a few numbers for each token added or dropped; the device moves the rest of the order itself. To look
+up rows the device compares with many places at a time: a few launches for any number of rows and any T.
 
-Texts and rows have a salt. Only those with the same one meet: a token is stored with the number of its salt, so a token
-of another salt is another token.
+Texts and rows have a salt, and meet only if it is the same: a token is stored with the number of its salt.
 """
 
 import itertools
@@ -25,22 +23,23 @@ import torch
 from specdec.gpu.mirrored_array import IntArray, MirroredArray, upload
 
 MATCH = 16
-"""Longest match that is told from a shorter one, in tokens."""
+"""Upper bound on the length of a match, in tokens: longer ones count as this long."""
 
 NEAREST = 64
-"""Places that are looked at for a row, those next to its context in the order."""
+"""Places next to a row's context in the order that are considered."""
 
 NOTHING = -1
 """Cell after the last token of a stored text, and any free cell."""
 
 BEFORE = -2
-"""Stands for the tokens before the first one of a text that is looked up."""
+"""Token that stands before the beginning of a text."""
 
 SALT_SHIFT = 32
 """Bits of a token; those above hold the number of its salt."""
 
 FAN = 512
-"""Parts that a step of the device's search distinguishes: two steps for 260,000 tokens, three for 100 million."""
+"""Parts into which each step of the device's search divides the order: two steps for 260,000 tokens, three for 100
+million."""
 
 
 class StoredMatches(NamedTuple):
@@ -52,7 +51,7 @@ class StoredMatches(NamedTuple):
     matched: torch.Tensor
 
     def tokens_at(self, level: int) -> torch.Tensor:
-        """[B, P]: the token `level` tokens after the place; NOTHING or any other token where its text has ended."""
+        """The token `level` cells after each place, [B, P]; NOTHING or any other token if its text has ended."""
         found = self.cells[(self.place + level) % len(self.cells)]
         return torch.where(found == NOTHING, NOTHING, found & (1 << SALT_SHIFT) - 1)
 

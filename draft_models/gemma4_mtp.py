@@ -38,12 +38,12 @@ from specdec.modules.private_copy import private_copy
 from specdec.sampling.kernel_sampler import MAX_BEST
 
 QUERY_POSITION_OFFSET = 0
-"""The drafter queries at position S + this, at every step. transformers uses S (the bonus token's own position); SGLang
-and vLLM use S - 1. The model's owner wrote the former."""
+"""Position of the drafter's queries, relative to S, at every step. transformers (by the model's owner) uses S, the
+bonus token's own position; SGLang and vLLM use S - 1."""
 
 WINDOW_SHIFT = 2
-"""Added to the sliding window of the drafter's query at S: it sees `sliding_window + 1` committed keys, the newest.
-transformers masks with |distance| <= window over the keys it is given, whose newest lies at S - 1."""
+"""Added to the drafter's sliding window, so that its query at S sees the `sliding_window + 1` newest committed keys.
+transformers masks with |distance| <= window over keys of which the newest lies at S - 1."""
 
 ASSISTANT_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 """Values of `model_type`."""

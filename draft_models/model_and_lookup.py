@@ -1,8 +1,8 @@
 """A model that drafts, and a lookup (suffixes, n-grams) that drafts in its place where that is expected to pay more.
 
-    engine        chooses for each round, by what both have brought and what rounds with them take
-    model         reads what was committed, whoever drafted, or catches up before its next draft
-    lookup        needs no more than the text that each batch holds
+    engine        chooses one of them for each round, by their accepted tokens and the time of their rounds
+    model         reads the committed tokens of every round, at once or before its next draft
+    lookup        needs only the text that each batch holds
 
 Without a choice (`SpecConfig(adaptive=False)`) all drafts are the model's.
 """
@@ -16,11 +16,11 @@ OF_THE_MODEL = (
     *("aux_layers", "kv_layout", "extra_keys", "reread", "reads_every_state", "fit", "unfused", "weights"),
     *("may_lag", "max_steps", "default_steps", "max_positions"),
 )
-"""What the target and the engine ask a drafter for, and a lookup has no need of."""
+"""Attributes of a drafter that concern its model alone; a lookup has no need of them."""
 
 
 class ModelAndLookup(Drafter):
-    """model: any drafter. lookup: one whose worker learns nothing from what it observes."""
+    """Two drafters in one. model: any drafter. lookup: one whose worker learns nothing from observations."""
 
     has_lookup = True
 
@@ -32,11 +32,11 @@ class ModelAndLookup(Drafter):
             setattr(self, name, getattr(model, name, getattr(Drafter, name)))
 
     def bind(self, binding: Binding) -> DraftWorker:
-        return EitherWorker(self.model.bind(binding), self.lookup.bind(binding))
+        return ModelOrLookupWorker(self.model.bind(binding), self.lookup.bind(binding))
 
 
-class EitherWorker(DraftWorker):
-    """Proposes by the one that a batch names. The model's worker has the view, and observes."""
+class ModelOrLookupWorker(DraftWorker):
+    """Proposes with the worker that a batch names. Only the model's worker has a view and observes."""
 
     def __init__(self, model: DraftWorker, lookup: DraftWorker) -> None:
         self.model, self.lookup = model, lookup
@@ -61,5 +61,5 @@ class EitherWorker(DraftWorker):
 
 
 def model_of(drafter: Drafter) -> Drafter:
-    """What is fitted to the target: the model where a lookup drafts in its place, any other drafter itself."""
+    """The drafter that is fitted to the target: the model of a `ModelAndLookup`, any other drafter itself."""
     return drafter.model if isinstance(drafter, ModelAndLookup) else drafter

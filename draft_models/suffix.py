@@ -2,16 +2,16 @@ r"""Suffix decoding: what followed the newest tokens wherever they stood before,
 
     text        .. the cat sat .. the cat ran .. the cat sat .. the cat
     matches     ends of earlier places where the last tokens of the text stand, m_i tokens of them (at most MATCH)
-    weight      4^(m_i - max m): a longer match outweighs shorter ones, which decide where it says nothing else
-    draft       sat with 2 / 3 of the weight, ran with 1 / 3; below each, what followed there
+    weight      4^(m_i - max m): a longer match outweighs shorter ones, which only break ties
+    draft       sat with 2 / 3 of the weight, ran with 1 / 3; below each, the tokens that followed there
 
-The tree of all continuations of the matches, a node's probability the share of its parent's weight, grows best first as
-those of models do (Oliaro et al., "SuffixDecoding", 2024; there with a suffix tree on the host, here by comparing on
-the device, so that rounds stay captured and nobody waits). A continuation that runs into the end of the text goes on
-with its period, as in prompt lookup.
+The continuations of all matches form a tree, in which a node's probability is its share of its parent's weight. It
+grows best first, as the trees of models do (Oliaro et al., "SuffixDecoding", 2024). Unlike there, matches are found by
+comparing on the device, not by a suffix tree on the host, so rounds stay captured. A continuation that runs into the
+end of the text repeats with its period, as in prompt lookup.
 
-With `EngineConfig.finished_tokens` outputs of finished requests are matched as well (`finished_texts.py`). Their
-matches weigh what equally long ones of the request's own text do, so the longer match decides, and then frequency.
+With `EngineConfig.finished_tokens` outputs of finished requests are matched as well (`finished_texts.py`). Matches of
+one length weigh the same there and in the request's own text.
 """
 
 from typing import NamedTuple
@@ -28,7 +28,7 @@ from specdec.draft_models.finished_texts import BEFORE, MATCH, NOTHING, Finished
 from specdec.kvcache.frozen import KVView
 
 MATCHES = 64
-"""Most matches in a request's own text that are used: the longest ones, and among equally long ones the latest."""
+"""Upper bound on the matches used of a request's own text: the longest ones, and of equally long ones the latest."""
 
 COMPARED = 1 << 23
 """Tokens that are compared at a time, 3 bytes each."""
@@ -50,7 +50,7 @@ class SuffixDrafter(Drafter):
 
 
 class SuffixWorker(DraftWorker):
-    """Has no state but the backend that selects trees, and what finished requests have written."""
+    """Its only state is the backend that selects trees, and the store of finished texts."""
 
     view: KVView | None = None
 
@@ -94,7 +94,7 @@ class OwnMatches(NamedTuple):
     matched: torch.Tensor
 
     def tokens_at(self, level: int) -> torch.Tensor:
-        """[B, P]: of each match, the token that comes `level` tokens after the first one behind it."""
+        """The token `level` places after the first one that follows each match, [B, P]."""
         return self.history.gather(1, self.after + level % self.period)
 
 
@@ -106,7 +106,7 @@ class Matches(NamedTuple):
 
     @property
     def weight(self) -> torch.Tensor:
-        """[B, P] float32, 0: no match."""
+        """Weight of each match, [B, P] float32; 0: no match."""
         matched = self.own.matched
         if self.stored is not None:
             matched = torch.cat([matched, self.stored.matched], dim=1)
@@ -120,8 +120,8 @@ class Matches(NamedTuple):
 
 
 def newest_tokens(history: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
-    """[B, MATCH]: of the first `length` [B] tokens of history [B, L] the newest, the last one first; BEFORE where there
-    are fewer."""
+    """The newest of the first `length` [B] tokens of history [B, L], the last one first: [B, MATCH], BEFORE where
+    there are fewer."""
     positions = length[:, None] - 1 - torch.arange(MATCH, device=history.device)
     return torch.where(positions < 0, BEFORE, history.gather(1, positions.clamp(min=0)))
 

@@ -1,6 +1,6 @@
 """One allocator over the pools of all groups: the single authority on slots, and the holder of the FROZEN state.
 
-It is the only place that makes a `GroupLoc` from a `PrimaryLoc`. Paging is in lockstep: a primary page has one peer in
+It alone changes the maps from a `PrimaryLoc` to a `GroupLoc`. Paging is in lockstep: a primary page has one peer in
 each windowed group, or none there once it is evicted. Invariants (`check`):
 
     1. free + held + cached = capacity, per pool; the claims on a page are counted exactly (`PagedAllocator`).
@@ -28,13 +28,13 @@ from specdec.kvcache.page_pool import BoolArray, PagedAllocator
 
 
 class PageCache(Protocol):
-    """Keeps pages that rows have given back, until they are needed elsewhere (`PrefixCache`)."""
+    """A cache of pages, which outlive the rows that filled them until a pool needs them (`PrefixCache`)."""
 
     def release(self, pages: ByGroup[int]) -> None:
-        """Free this many more pages of each pool, or all that only the cache claims."""
+        """Make this many more pages free in each pool, if the cache alone claims as many."""
 
     def reset(self) -> None:
-        """Forget everything: the pools have."""
+        """Forget all pages, as the pools have done."""
 
     def check(self) -> None:
         """Assert that its claims agree with the pools."""

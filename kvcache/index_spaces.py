@@ -9,8 +9,10 @@ another is the bug class that this project exists to exclude.
     GroupLoc     slots of the pool of one group; of the primary group they are the same numbers
 
 Both are `NewType`s over int64 tensors, so mixing them is a type error under `mypy --strict` and costs nothing at run
-time. Only `HybridAllocator.translate` makes a `GroupLoc`. No type says whether it is that of the right group: values
-by group are a `ByGroup`, indexed with a layer's own `GroupId`, and the sanitizer compares a plan with the table.
+time. A `PrimaryLoc` becomes a `GroupLoc` in `HybridAllocator.translate`, and in the kernel that makes the page tables
+of a forward (`attention/kernels/page_table.py`), which reads the same maps; plans and drafts only reshape theirs. No
+type says whether the group is the right one: values by group are a `ByGroup`, indexed with a layer's own `GroupId`, and
+the sanitizer compares a plan with the table.
 
 Suffixes used everywhere: `row` (row of the request table), `pos` (position in a sequence), `node` (tree node),
 `page`, `slot` (= page * page_size + offset), `layer` / `draft_layer`; `x_to_y` maps x to y; lengths end in `_len`.

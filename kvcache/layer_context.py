@@ -56,7 +56,7 @@ class RecurrentContext(Protocol):
         """A causal convolution a channel: inputs [T, C], weight [C, K], the newest last -> [T, C]."""
 
     def recur(self, layer: int, rows: Recurrence) -> torch.Tensor:
-        """-> [T, HV, DV] float32."""
+        """Run the recurrence over these rows -> [T, HV, DV] float32."""
 
 
 class LayerContext(Protocol):
@@ -69,7 +69,7 @@ class LayerContext(Protocol):
     def attend_rows(
         self, layer: int, q: torch.Tensor, k: OwnRows, v: OwnRows, **options: Unpack[ScoreOptions]
     ) -> torch.Tensor:
-        """q [T, Hq, D] -> [T, Hq, D], contiguous."""
+        """Attend: q [T, Hq, D] -> [T, Hq, D], contiguous."""
 
 
 class SplitContext(LayerContext, Protocol):

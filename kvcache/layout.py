@@ -1,8 +1,8 @@
 """What each layer of a model keeps, as data: fields a token, and how long they stay readable. It allocates nothing.
 
     CacheField    k: 4 heads x 192; v: 4 heads x 128
-    Retention     Full(): every token; Window(n): the n newest, the query's own included; Records(): those that a state
-                  may not have taken in yet
+    Retention     Full(): every token; Window(n): the n newest, the query's own included; Records(): the newest, until a
+                  recurrent state has taken them in
     LayerCache    one layer: its fields and retention, the layer that owns them, and the state of a recurrent one
     CacheGroup    all layers of an engine's models with one retention: they share slots and page tables
 
@@ -31,7 +31,7 @@ STATELESS_TYPES = frozenset({"mlp", "moe"})
 class CacheField(NamedTuple):
     """What a layer keeps for each token under one name: `heads` x `dim` numbers.
 
-    rounded: numbers of 8 bits, with a scale a head beside them: see `rounded.py`. dtype: None: the model's.
+    rounded: 8 bits a number, and one scale a head (`rounded.py`). dtype: None: the model's.
     """
 
     name: str
@@ -67,9 +67,9 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """The newest `keys` tokens stay readable: as long as the state of a recurrent layer may not have taken them in.
+    """The newest `keys` tokens stay readable, until the state of a recurrent layer has taken them in.
 
-    keys: 0 in a model's own layout, since they follow from an engine's rounds. No prefix keeps its records.
+    keys: 0 in a model's own layout, since the number follows from an engine's rounds. Cached prefixes keep no records.
     """
 
     keys: int = 0
@@ -103,8 +103,8 @@ class CacheGroup(NamedTuple):
 
 
 class StateShape(NamedTuple):
-    """What a recurrent layer keeps once a request: a matrix of k_dim x v_dim numbers for each of `heads`, float32, the
-    newest `taps` inputs of a convolution over `channels`, in the model's dtype, and a length. heads 0: no matrix."""
+    """State of a recurrent layer for one request: a float32 matrix [k_dim, v_dim] for each of `heads` (0: no matrix),
+    the newest `taps` inputs of a convolution over `channels` in the model's dtype, and a length."""
 
     heads: int
     k_dim: int
@@ -120,8 +120,8 @@ class StateShape(NamedTuple):
 class LayerCache:
     """One decoder layer: `owner` is the layer whose fields it reads.
 
-    shares: parts in which ranks hold its heads, one of which these fields are; 1: they are all of them.
-    state: of a recurrent layer, what it keeps once a request.
+    shares: number of parts into which ranks divide its heads; `fields` is one of them. 1: all heads are here.
+    state: state of a recurrent layer; None: the layer is not recurrent.
     """
 
     layer: int
@@ -189,11 +189,15 @@ class KVLayout:
         return sum(spec.state.bytes(dtype) for spec in self.owners if spec.state is not None)
 
     def for_rounds(self, lookahead: int) -> "KVLayout":
-        """These layers in an engine whose requests have `lookahead` tokens that are not committed: records are kept
-        until they are folded, and the rounds under way, one round's tokens more than `lookahead`, have read them."""
+        """These layers in an engine whose requests have `lookahead` uncommitted tokens. Records are kept until they are
+        folded and the rounds under way have read them, which are up to one round's tokens more than `lookahead`.
+
+        A grammar forces up to FOLD tokens in a round, root included, however short the lookahead is.
+        """
+        keys = FOLD + max(2 * lookahead, FOLD)
 
         def resolved(spec: LayerCache) -> LayerCache:
-            return replace(spec, retention=Records(FOLD + 2 * lookahead)) if spec.recurrent else spec
+            return replace(spec, retention=Records(keys)) if spec.recurrent else spec
 
         return self.map(resolved)
 

@@ -58,7 +58,7 @@ class PrefixCache:
         self.reset()
 
     def key(self, tokens: Sequence[int]) -> IntArray:
-        """One number a slot, for the tokens that its K/V depend on besides the earlier slots."""
+        """One number for each slot: the token, or pair of tokens, that its K/V depend on besides earlier slots."""
         ids = np.array(tokens, dtype=np.int64)
         return ids[:-1] << 32 | ids[1:] if self.pairs else ids
 
@@ -70,11 +70,11 @@ class PrefixCache:
         return key[: self.page_size].tobytes()
 
     def match(self, key: IntArray, salt: bytes = b"") -> IntArray:
-        """The pages that a row could begin with, as many as there are."""
+        """The longest run of cached pages that a row with this key could begin with."""
         return self._usable(self._pages_of(self._walk(key, salt)))
 
     def adopt(self, row: int, key: IntArray, salt: bytes = b"") -> int:
-        """Begin an empty row with the pages that match; how many slots they are, now committed."""
+        """Begin an empty row with the pages that match -> their number of slots, now committed."""
         path = self._walk(key, salt)
         pages = self._usable(self._pages_of(path))
         if len(pages):
@@ -85,7 +85,7 @@ class PrefixCache:
         return len(pages) * self.page_size
 
     def insert(self, rows: Sequence[int], keys: Sequence[IntArray], salts: Sequence[bytes] | None = None) -> None:
-        """Keep the whole pages of these rows' committed slots, as far as their keys go: [n] each, all of it certain."""
+        """Keep the whole pages of these rows' committed slots, up to the end of their keys [n] of settled tokens."""
         self.allocator.require_unfrozen("insert")
         for row, key, salt in zip(rows, keys, [b""] * len(rows) if salts is None else salts, strict=True):
             self._insert(row, key, salt)
@@ -108,7 +108,7 @@ class PrefixCache:
         self._touch(nodes)
 
     def _evicted(self, row: int, num_pages: int) -> IntArray:
-        """[groups]: how many of the first pages of a row have no peer for the cache."""
+        """Number of first pages of a row whose peer the cache cannot keep, [groups]."""
         evicted: IntArray = self.table.evicted_len[:, row] // self.page_size
         for group in self.allocator.groups.windowed:
             if not group.cached:
@@ -346,7 +346,7 @@ class PrefixCache:
             self.allocator.forget_peers(group, np.concatenate(given_up[::-1]))
 
     def _count_peers(self, pages: IntArray) -> IntArray:
-        """[groups]: how many peers of these pages the cache keeps in each pool."""
+        """Number of peers of these pages that the cache keeps in each pool, [groups]."""
         return np.array(
             [np.count_nonzero(self.allocator.is_kept(group, pages)) for group, _ in self.allocator.pools.items()]
         )

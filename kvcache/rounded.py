@@ -19,7 +19,7 @@ LARGEST = 448.0
 
 @dataclass(frozen=True, slots=True)
 class RoundedPool:
-    """Rows [slots, heads, D] in the place of a tensor of `dtype`: it has the methods of a tensor that pools need.
+    """Rows [slots, heads, D] in 8 bits. It stands for a tensor of `dtype`, with those of its methods that pools use.
 
     bits: [slots, heads, D] uint8, e4m3. scales: [slots, heads] float32.
     """
@@ -35,7 +35,7 @@ class RoundedPool:
 
     @classmethod
     def of(cls, rows: torch.Tensor) -> "RoundedPool":
-        """rows [slots, heads, D], rounded. A row that holds NaN has a scale that is."""
+        """A pool of these rows [slots, heads, D], rounded. The scale of a row with a NaN is NaN."""
         slots, heads, dim = rows.shape
         pool = cls.zeros(slots, heads, dim, rows.dtype, rows.device)
         pool.index_copy_(0, torch.arange(slots, device=rows.device), rows)
@@ -50,7 +50,7 @@ class RoundedPool:
         return self.bits.device
 
     def new_empty(self, shape: tuple[int, ...]) -> "RoundedPool":
-        """[slots, heads, D]."""
+        """An uninitialised pool of this shape [slots, heads, D]."""
         return RoundedPool(self.bits.new_empty(shape), self.scales.new_empty(shape[:-1]), self.dtype)
 
     def index_select(self, dim: int, slots: torch.Tensor) -> "RoundedPool":
@@ -65,7 +65,7 @@ class RoundedPool:
         self.scales.index_copy_(dim, slots, scales)
 
     def read(self) -> torch.Tensor:
-        """[slots, heads, D] in `dtype`."""
+        """All rows [slots, heads, D] in `dtype`."""
         return (self.bits.view(E4M3).float() * self.scales[..., None]).to(self.dtype)
 
 

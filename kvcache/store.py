@@ -37,12 +37,12 @@ class LayerKV(NamedTuple):
 
     @property
     def k(self) -> Any:
-        """[slots, Hkv, D] of an attention layer: a tensor, or what plain torch takes for one (`RoundedPool`)."""
+        """Keys of an attention layer, [slots, Hkv, D]: a tensor, or a `RoundedPool` in its place."""
         return self.fields[0]
 
     @property
     def v(self) -> Any:
-        """[slots, Hkv, DV] of an attention layer."""
+        """Values of an attention layer, [slots, Hkv, DV]."""
         return self.fields[1]
 
 

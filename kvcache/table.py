@@ -27,14 +27,15 @@ from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.index_spaces import NULL_SLOT, PRIMARY, ByGroup, GroupId, PrimaryLoc
 
 FROZEN_EXTRA_KEYS = 2
-"""Committed keys that a frozen drafter reads beyond a window - 1 of the target: it sees the window + 1 newest."""
+"""Additional committed keys of a window for a frozen drafter: the target reads window - 1 before its own token, the
+drafter the newest window + 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
     """The rows of the request table that take part in a forward: index [B] int64, on the device.
 
-    longest: the host's bound of their committed prefixes; it decides the width of tables, never their contents.
+    longest: the host's upper bound on their committed prefixes. It decides the width of tables, never their contents.
     """
 
     index: torch.Tensor
@@ -42,7 +43,7 @@ class Rows:
 
 
 class Move(NamedTuple):
-    """K/V to copy from slot to slot, [M] each; pairs (0, 0) stand for nothing to do."""
+    """K/V to copy from slot to slot, [M] each; pairs (0, 0) copy nothing."""
 
     source: PrimaryLoc
     destination: PrimaryLoc
@@ -55,16 +56,16 @@ def window_slots_held(retain: int, num_nodes: int, page_size: int) -> int:
 
 
 class RequestTable:
-    """Rows of primary slots, `max_len` tokens and a lookahead of `lookahead` slots each. The last is for padding: it is
-    never opened, and all its slots are null slots. `rows` arguments are int64 arrays of row numbers [B].
+    """Rows of primary slots: each has room for `max_len` tokens and a lookahead of `lookahead` slots. The last row is
+    for padding: it is never opened, and all its slots are null slots. `rows` arguments are row numbers [B], int64.
 
-    reread: tokens at the end of adopted pages that are read again, as if not committed. shared_len: where each row's
-    own K/V begin, on the host and the device: what is computed again before that is not stored.
-    extra_keys: committed keys to keep in every windowed group beyond its window, for a drafter that reads them.
-    late: how many committed tokens a reader of each group may not have read yet; None: none.
-    retain: [groups] committed keys that a forward may read before its first token, on the host and the device; all that
-    fit in the primary group. Eviction keeps as many before the oldest token that is still to be read.
-    evicted_len: [groups, rows].
+    reread: tokens at the end of adopted pages that are read again, as if they were not committed.
+    shared_len: where each row's own K/V begin, on host and device: K/V computed again before that are not stored.
+    extra_keys: committed keys that every windowed group keeps beyond its window, for a drafter that reads them.
+    max_lag: by group, upper bound on the committed tokens that a reader has not read yet; None: 0 for all.
+    retain: [groups] committed keys that a forward may read before its first token (all, in the primary group), on host
+    and device. Eviction keeps as many before the oldest token that is still to be read.
+    evicted_len: [groups, rows] tokens whose peers are freed.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class RequestTable:
         lookahead: int,
         extra_keys: int = FROZEN_EXTRA_KEYS,
         reread: int = 0,
-        late: ByGroup[int] | None = None,
+        max_lag: ByGroup[int] | None = None,
     ) -> None:
         self.allocator = allocator
         self.lookahead = lookahead
@@ -92,7 +93,7 @@ class RequestTable:
         self.evicted_len: IntArray = np.zeros((len(allocator.pools), num_rows), dtype=np.int64)
         self._active = np.zeros(num_rows, dtype=np.bool_)
         self.extra_keys = extra_keys
-        self.late = allocator.pools.map(lambda pool: 0) if late is None else late
+        self.max_lag = allocator.pools.map(lambda pool: 0) if max_lag is None else max_lag
         windows = [group.window for group in allocator.groups.groups]
         kept = [width if window is None else window - 1 + extra_keys for window in windows]
         self.retain: IntArray = np.array(kept, dtype=np.int64)
@@ -154,7 +155,7 @@ class RequestTable:
         self.shared_len[row] = length
 
     def num_evicted(self, num_pages: int) -> IntArray:
-        """[groups]: how many of the first pages a row that begins with `num_pages` does without."""
+        """Number of first pages without a peer in a row that begins with `num_pages` pages, [groups]."""
         page_size = self.allocator.page_size
         cached = np.array([group.cached for group in self.allocator.groups.groups])
         kept = np.where(cached, self.retain, 0)  # of records none
@@ -257,7 +258,7 @@ class RequestTable:
         page_size, freed = self.allocator.page_size, 0
         for group in self.allocator.windowed:
             start = self.evicted_len[group, rows]
-            read_len = self.committed_len.host[rows] - self.late[group]
+            read_len = self.committed_len.host[rows] - self.max_lag[group]
             unseen = ((read_len - self.retain[group]) // page_size - slack_pages) * page_size
             end = np.maximum(unseen, start)
             if (end == start).all():
@@ -331,7 +332,7 @@ def row_cells(rows: IntArray, start: IntArray, end: IntArray) -> tuple[IntArray,
 
 
 def path_order(path: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
-    """[B, N]: which of N nodes comes at each place once the `taken` [B, N] entries of path [B, N] come first.
+    """The node at each place once those of path [B, N], its `taken` [B, N] entries, come first: [B, N].
 
     Nodes off the path keep their order, after it:   path 0 2, of 4 nodes   ->   0 2 1 3
     """

@@ -102,7 +102,7 @@ class SpecConfig:
 
 
 class OpenDepth(SpecConfig):
-    """A draft of as many levels as its drafter has by default; `num_steps` where it says none."""
+    """A draft with its drafter's default number of levels, or `num_steps` if the drafter has no default."""
 
     __slots__ = ()
 
@@ -112,12 +112,13 @@ class OpenDepth(SpecConfig):
 class EngineConfig:
     """Sizes and devices.
 
-    max_model_len: longest prompt + output in tokens; None: the model's own limit, as far as memory goes.
+    max_model_len: longest prompt + output in tokens; None: the model's own limit, or less if memory is short.
     full_slots, swa_slots: usable KV slots (tokens) of each pool; None: enough for `max_batch_size` requests of
     `max_model_len`, within memory_share of the memory that is free once the weights are loaded (None: 0.8 of a GPU,
     0.25 on the CPU). dtype: a torch.dtype or its name ("bfloat16", "bf16"); None is
     float32 on the CPU, the checkpoint's elsewhere.
-    prefill_chunk: maximum prompt tokens per step of one request, which are read in one step; None: 2048, on a CPU 512.
+    prefill_chunk: maximum prompt tokens of one request per step; then no chunk is divided among steps. None: 2048, on a
+    CPU 512.
     max_prefill_tokens: maximum prompt tokens per step over all requests, whether or not others decode. None: measured
     times decide (docs/life_of_a_request.md; `EngineStats.prompt_gap_ms`).
     attention: "torch" runs anywhere; "triton" uses the Triton kernels, which need a CUDA device (or, to try them on a
@@ -193,8 +194,8 @@ class SamplingParams(SamplingNumbers):
     parameters and seed, whatever the drafter and the batch; None draws one.
     top_n_sigma: keeps tokens whose logit, before temperature, is at least the best one less n standard deviations of
     the position's finite logits (of the population: divided by their number); 0 or less keeps all.
-    frequency_penalty, presence_penalty: taken from a token's logit each time that the output has it, and once if it has
-    it; the repetition penalty looks at the prompt too. logit_bias: added to the logits of these token ids.
+    frequency_penalty, presence_penalty: subtracted from a token's logit for each occurrence in the output, or once if
+    it occurs; the repetition penalty counts the prompt too. logit_bias: added to the logits of these token ids.
     json_schema (a dict or JSON text), json_object (any object), regex (of the whole text), choice (one of these
     strings): the grammar of the output, one of them a request. The text may end where the grammar does, and nowhere
     else; a text of max_new_tokens is cut.
@@ -203,8 +204,8 @@ class SamplingParams(SamplingNumbers):
     so give one that ends the text, or a length. logprobs: None, or how many alternatives to report per token.
     prompt_logprobs: the same for the prompt's tokens; with it, max_new_tokens=0 scores the prompt and adds nothing.
     n: samples of the prompt; number i is that of the same parameters with n=1 and `seed` + i.
-    speculation: None, as the engine does; False, not at all; or a SpecConfig within the engine's (adaptive=False: that
-    draft in every round, in an adaptive engine too). In a round with deeper drafts the request accepts at most its own
+    speculation: None: as the engine; False: no drafts; or a SpecConfig within the engine's (adaptive=False: that draft
+    in every round, even in an adaptive engine). In a round with deeper drafts the request accepts at most its own
     depth. It changes no token.
     cache_salt: a secret text. Only requests with the same salt (None is one too) share K/V in the prefix cache. It
     changes no token.

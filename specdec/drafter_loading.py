@@ -32,17 +32,17 @@ LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 """How transformers ends the names of classes that continue a text."""
 MTP, AUTO = "mtp", "auto"
 OF_TARGET = (MTP, AUTO)
-"""Words for drafters that depend on the target: what its checkpoint ships, and that or the best of the rest."""
+"""Words for drafters that depend on the target: "mtp", its checkpoint's own modules; "auto", see `_of_checkpoint`."""
 
 
 @torch.inference_mode(False)  # as `Checkpoint.load`
 def load_any_drafter(
     drafter: Any, target: TargetModel, options: Mapping[str, Any] | None = None, tokenizer: Any | None = None
 ) -> Drafter | None:
-    """A drafter by word (of `WORDS`, `OF_TARGET`, or "none"), bundled name, folder or hub id, or from a module.
+    """A drafter from a word (`WORDS`, `OF_TARGET`, "none"), a bundled name, a folder or hub id, or a module.
 
-    None stays None. Two of them, as a pair or as "NAME,WORD": a model, and a lookup that drafts in its place.
-    tokenizer: the target's, which a language model's own is compared with. Raises CheckpointError, ConfigError, and
+    None stays None. A pair, or "NAME,WORD": a model with a lookup next to it. tokenizer: the target's, with which that
+    of a language model is compared. Raises CheckpointError, ConfigError, and
     UnsupportedModelError for a drafter that does not fit.
     """
     if drafter is None or drafter == "none":
@@ -87,8 +87,8 @@ def load_any_drafter(
 def _of_checkpoint(
     word: str, target: TargetModel, options: Mapping[str, Any] | None, tokenizer: Any | None
 ) -> Drafter | None:
-    """ "mtp": the modules that the target's checkpoint ships; "auto": those, else the published drafter, if it is on
-    disk, else "suffix". Only "mtp" raises."""
+    """Drafter for a word of `OF_TARGET`. "mtp": the modules in the target's checkpoint. "auto": those, else the
+    published drafter if it is on disk, else "suffix". Only "mtp" raises."""
     name = getattr(target.model.config, "name_or_path", "")
     checkpoint = None if not name else Checkpoint.of(name, options)
     if word == MTP:

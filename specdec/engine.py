@@ -5,9 +5,9 @@
 
 Calls from several threads take turns, one step each, in order of arrival; `submit` and `abort` never wait for a turn.
 The requests of all threads and of open streams share rounds, whichever thread runs the step.
-A step that is interrupted (an error, Ctrl-C) happened to no request: the next one begins again from their tokens. A
-tokenizer or a grammar that raises ends its own request, with RequestFailedError, and interrupts no step. When a step
-fails twice with no token in between, one request of it ends, not all: see `specdec.runtime.step_faults`.
+A step that is interrupted (an error, Ctrl-C) changes no request: the next step restarts all of them from their tokens.
+A tokenizer or grammar that raises ends its own request alone, with RequestFailedError. When a step fails twice with no
+token in between, one request ends, not all: see `specdec.runtime.step_faults`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,14 +25,14 @@ from specdec.config import MAX_PRIORITY, EngineConfig, SamplingParams, SpecConfi
 from specdec.draft_models.base import Drafter
 from specdec.drafter_loading import load_any_drafter
 from specdec.errors import ConfigError, SpecDecError, shown
-from specdec.gpu.captures import CaptureStore, default_budget, most_captures
+from specdec.gpu.captures import CaptureStore, default_budget, max_captures
 from specdec.gpu.operations import choose_operations
 from specdec.gpu.ranks import make_ranks
 from specdec.load_check import warn_at_load
 from specdec.loading import SHARED_OPTIONS, load_target, pick_device, pick_tokenizer
 from specdec.models.split_target import split_target
 from specdec.models.target import TargetModel
-from specdec.models.watched_weights import updates_show, watched_weights
+from specdec.models.watched_weights import updates_are_counted, watched_weights
 from specdec.progress import progress_bar
 from specdec.runtime.arguments import (
     caches_states,
@@ -131,7 +131,7 @@ class Engine:
         backend, capture = sanitized(self.cache, backend, capture)
         kept = config.finished_tokens
         self.round = Round(target, drafter, self.cache, backend, lags=self.spec.adaptive, finished_tokens=kept)
-        cached = config.prefix_cache and updates_show(target, drafter) and caches_states(target, drafter)
+        cached = config.prefix_cache and updates_are_counted(target, drafter) and caches_states(target, drafter)
         shared = self.cache if cached else None
         unread = None if self.round.unread is None else self.round.unread.count
         self.prefixes = Prefixes(shared, self.round.weights_version, unread)
@@ -140,7 +140,7 @@ class Engine:
             max_model_len=self.max_model_len,
             prompt_room=PromptRoom.from_settings(config.max_prefill_tokens, config.prefill_chunk, target.device.type),
             prefixes=self.prefixes,
-            longest=target.context_length.most,
+            longest=target.context_length.max_len,
         )
         graphs = chunks = catch_ups = None
         if capture is not None:
@@ -150,7 +150,7 @@ class Engine:
             ladder = draft_ladder(self.spec, captured=True, lookup=self.round.has_lookup)
             num_drafts = len(ladder) if adaptive else 1
             store = CaptureStore(
-                capture, memory, budget, most_captures(len(batch_sizes(self.table.max_requests)), num_drafts)
+                capture, memory, budget, max_captures(len(batch_sizes(self.table.max_requests)), num_drafts)
             )
             graphs = RoundGraphs(self.round, store, strict=strict)
             chunks = ChunkGraphs(self.round, store, strict=strict)
@@ -281,26 +281,26 @@ class Engine:
         *,
         priority: int = 0,
     ) -> list[Handle]:
-        """`submit` for many, all checked before any is handed in; handles in the order of `generate`."""
+        """`submit` for many prompts; all are checked before any is submitted. Handles in the order of `generate`."""
         require_int("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
         requests = self._make_requests(prompts, params)
         self.inbox.submit(requests, priority)
         return [Handle(request, self._advance, self.abort) for request in requests]
 
     def step(self) -> bool:
-        """Run one step: a round of all decoding requests, and prompt chunks -> is there anything left to do?
+        """Run one step: a round of all decoding requests, then prompt chunks -> is there anything left to do?
 
-        Raises any error of the step, and the next step restarts all requests from their tokens. An error that names the
-        row of one request (`specdec.errors.name_row`) ends that request instead.
+        Raises any error of the step; the next step then restarts all requests from their tokens. An error that names
+        the row of one request (`specdec.errors.name_row`) ends that request instead.
         """
         self.inbox.require_open()
         self._in_turn(self._run, self._whole_step)
         return not self.inbox.is_idle
 
     def abort(self, id: int) -> None:
-        """End the request of that id as it is, after the step under way; unknown and ended ones are no error.
+        """End a request as it is, after the step under way. An unknown id, or that of an ended request, is no error.
 
-        id: that of a handle. Raises ConfigError for anything but an integer.
+        id: `Handle.id`. Raises ConfigError for anything but an integer.
         """
         if isinstance(id, bool) or not isinstance(id, int):
             raise ConfigError(f"id={shown(id)}: the id of one request is expected, an integer as in Handle.id")
@@ -338,8 +338,7 @@ class Engine:
 
     @property
     def drafts_off(self) -> str:
-        """Why the newest round had no draft, in words; empty where it had one. Unlike `stats().drafts.off` it waits for
-        no step."""
+        """Why the newest round had no draft, in words; empty if it had one. Unlike `stats`, it waits for no step."""
         if self.drafter is None:
             return "there is no drafter"
         return "" if self.steps.choice is None else self.steps.choice.off
@@ -349,7 +348,7 @@ class Engine:
         return {request.number for request in self.scheduler.running}
 
     def most_new_tokens(self, prompt_len: int) -> int:
-        """The largest `max_new_tokens` that fits a prompt of that length; at least 1, which may be too many too."""
+        """The largest `max_new_tokens` that fits a prompt of that length, and at least 1, even if that does not fit."""
         most = self.max_model_len - prompt_len
         slots = self.table.allocator.primary.capacity * self.config.page_size
         if most > 1 and slots_needed(self.table, prompt_len, most)[0] > slots:
@@ -363,7 +362,7 @@ class Engine:
 
     @contextmanager
     def prompts_only(self) -> Iterator[None]:
-        """Inside, steps read prompts and launch no rounds: a request gets its first token, and no more."""
+        """Within the block steps read prompts and launch no rounds: a request gets its first token, and no more."""
         self.scheduler.rounds_held = True
         try:
             yield
@@ -371,8 +370,8 @@ class Engine:
             self.scheduler.rounds_held = False
 
     def clear_prefix_cache(self) -> None:
-        """Drop all cached K/V, and cache none that running requests have computed so far. Call it after changes of the
-        model that leave no trace: docs/troubleshooting.md lists them.
+        """Drop all cached K/V; those that running requests have computed so far will not be cached either. Call it
+        after changes of the model that an engine cannot see: docs/troubleshooting.md lists them.
 
         It also compares every attribute and config of the target's modules with their earlier values, and copies a
         target with hooks or adapters again. Raises UnsupportedModelError if the changed target cannot be served.
@@ -417,7 +416,7 @@ class Engine:
         return self._turns.attempt(lambda: with_modes_restored(lambda: self._whole(lambda: None)))
 
     def _whole_step(self, work: Callable[[], None]) -> None:
-        """`_whole`, of a step: an error ends one request at most, and is not raised where it names that request."""
+        """`_whole` for a step: an error ends at most one request, and is not raised if it names that request."""
         try:
             self._whole(work)
         except Exception as error:
@@ -445,7 +444,7 @@ class Engine:
         self._in_turn(lambda: None if request.finished else self._run(), self._whole_step)
 
     def _close(self) -> None:
-        """In a turn; one that was interrupted is done again by the next call of `close`."""
+        """Close, within a turn. If it is interrupted, the next call of `close` does it again."""
         self.inbox.close()
         self.steps.clear_captures()
         self.cache.clear()
@@ -461,7 +460,7 @@ class Engine:
         if not self.scheduler.idle:
             ended = self.steps.run()
             for request in ended:
-                self.inbox.forget(request.number)
+                self.inbox.remove_ended(request.number)
             self._watch.after_step(ended, self.scheduler.running)
             if self.cache.sanitizer is not None:
                 self.cache.sanitizer.verdict()

@@ -229,7 +229,7 @@ def generate(
         longest = max((len(prompt) for prompt in prompts), default=0) + max(
             (p.max_new_tokens for p in params), default=1
         )
-        most = context_length(model.config.get_text_config()).most or longest  # beyond it the engine refuses the row
+        most = context_length(model.config.get_text_config()).max_len or longest  # beyond it the engine refuses the row
         engine_config = EngineConfig(max_batch_size=min(max(len(prompts), 1), 4096), max_model_len=min(longest, most))
     name = os.fspath(drafter) if isinstance(drafter, os.PathLike) else drafter
     spec = spec or settings.spec()

@@ -36,7 +36,10 @@ class Subject(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sign:
-    """what: is the matter; do: about it, a sentence each. mended: the drafter without it, where it can be made here."""
+    """A fault that shows in a pair's config, weights or names.
+
+    what: the fault. do: advice, a sentence each. mended: the drafter without the fault, if it can be made here.
+    """
 
     what: str
     do: str

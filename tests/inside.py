@@ -11,6 +11,7 @@ from tape import record
 import specdec.engine
 from specdec import Engine
 from specdec.gpu.operations import REFERENCE
+from specdec.kvcache.prefix_cache import PrefixCache
 from specdec.layers.merge import Watch
 from specdec.layers.packed.packed_experts import PackedExperts
 from specdec.layers.packed.packed_linear import PackedLinear
@@ -61,6 +62,13 @@ __all__ = [
     "settle_round",
     "slots_needed",
 ]
+
+
+def state_cache_of(engine: Engine) -> PrefixCache:
+    """The prefix cache of an engine over recurrent layers."""
+    cache = engine.table.allocator.cache
+    assert isinstance(cache, PrefixCache) and cache.states is not None
+    return cache
 
 
 def assert_idle(engine: Engine) -> None:

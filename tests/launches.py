@@ -47,7 +47,8 @@ from specdec.kvcache.store import LayerKV, RecurrentLayers, StoreAddresses, move
 from specdec.kvcache.table import RequestTable, Rows
 from specdec.layers.accepted_path import keep_last, path_rows
 from specdec.layers.embedding import embed, embed_and_norm
-from specdec.layers.head_gates import gate_heads
+from specdec.layers.gated_delta import DeltaHeads, delta_heads, delta_inputs, gate_norm
+from specdec.layers.head_gates import gate_channels, gate_heads
 from specdec.layers.latent import LatentParts, expand_latent
 from specdec.layers.linear import Mlp, gated_linear, linear, linear_parts, vendor_gated_linear, vendor_linear
 from specdec.layers.moe.dense_and_moe import mlp_and_experts
@@ -515,6 +516,23 @@ def gated_heads(dtype: torch.dtype, num_rows: int) -> None:
         gate_heads(numbers(num_rows, num_heads, 128, dtype=dtype), gates(num_rows, num_heads, dtype))
 
 
+def recurrent(dtype: torch.dtype, num_rows: int, num_v: int, *, splits: int, groups: int = 1) -> None:
+    """Qwen3.5's layers, one of which attends, whose gates are its queries' neighbours, and Qwen3-Next's."""
+    heads = DeltaHeads(16, num_v, 128, 128, groups)
+    product = parts_of(splits, num_rows, heads.width + (2 * num_v if groups > 1 else 0), dtype)
+    gates = product if groups > 1 else parts_of(4, num_rows, 2 * num_v, dtype)
+    made = delta_inputs(product, gates, numbers(num_v, dtype=FP32), numbers(num_v, dtype=dtype), heads)
+    delta_heads(made.inputs, heads, "silu")
+    gate_norm(numbers(num_rows, num_v, 128, dtype=FP32), made.z, gain_of(128, dtype, round_first=True), "silu")
+    shaped = gain_of(256, dtype)._replace(plus_one=True)
+    attention = Heads(num_v // 2, 4, 256, shaped, shaped, gated=True)
+    product, pool = parts_of(splits, num_rows, attention.width, dtype), numbers(9999, 4, 256, dtype=dtype)
+    cos, sin = rotary(integers(num_rows), numbers(32, dtype=FP32), 1.0, dtype)
+    destination = Destination(pool, pool, PrimaryLoc(integers(num_rows)))
+    rope_store(product, attention, Rotary(cos, sin), destination)
+    gate_channels(numbers(num_rows, num_v // 2, 256, dtype=dtype), product)
+
+
 def latents(dtype: torch.dtype, num_rows: int, *, low_rank: bool) -> None:
     """GLM-4.7-Flash, and DeepSeek's without a latent of queries; then K and V of unequal sizes, as MiMo-V2 has them."""
     heads = Heads(20, 20, 256, last=True, narrow_v_dim=256 if low_rank else 128)
@@ -684,6 +702,9 @@ def usual() -> Iterator[Launch]:
     yield launch(scored_mixture, FP32, 300, 32, 8, 4, form="")
     yield launch(gated_heads, BF16, 8)
     yield launch(gated_heads, FP32, 1)
+    yield launch(recurrent, BF16, 8, 32, splits=1)
+    yield launch(recurrent, FP16, 1, 48, splits=3)  # of a packed weight
+    yield launch(recurrent, FP32, 1, 32, splits=1, groups=16)
     yield launch(latents, BF16, 8, low_rank=True)
     yield launch(latents, FP32, 1, low_rank=False)
     yield launch(sampling, BF16, 30.0, penalised=True)

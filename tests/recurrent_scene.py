@@ -18,7 +18,7 @@ from specdec.kvcache.frozen import own_view
 from specdec.kvcache.layer_context import Recurrence
 from specdec.kvcache.layout import CacheField, CacheGroups, KVLayout, LayerCache, Records, StateShape
 from specdec.kvcache.recurrent_state import FOLD
-from specdec.models.recurrent_layers import normed
+from specdec.layers.gated_delta import unit_length
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 TAPS, LOOKAHEAD = 3, 40
@@ -58,8 +58,8 @@ class Shape(NamedTuple):
         def made() -> dict[str, torch.Tensor]:
             rows = {
                 "inputs": normal(self.channels),
-                "q": normed(normal(self.key_heads, self.k_dim)),
-                "k": normed(normal(self.key_heads, self.k_dim)),
+                "q": unit_length(normal(self.key_heads, self.k_dim)),
+                "k": unit_length(normal(self.key_heads, self.k_dim)),
                 "v": normal(self.heads, self.v_dim),
                 "g": -torch.rand(count, self.heads, generator=draw) * 0.3,
             }

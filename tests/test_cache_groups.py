@@ -61,11 +61,11 @@ def test_a_late_reader_needs_more_keys_in_its_own_groups() -> None:
     """Eviction keeps 16 keys more there, and a match needs none of them: who adopts pages has read them."""
     models = [KVLayout((layer_spec(0, 3), layer_spec(1, 5))), KVLayout((layer_spec(0, 5), layer_spec(1, 7)))]
     groups = CacheGroups.of_layouts(models)
-    assert [*DraftNeeds(models[1], late=16).late_in(groups)][1:] == [0, 16, 16]
-    assert [*DraftNeeds(models[1]).late_in(groups)] == [0] * 4
+    assert [*DraftNeeds(models[1], max_lag=16).max_lag_in(groups)][1:] == [0, 16, 16]
+    assert [*DraftNeeds(models[1]).max_lag_in(groups)] == [0] * 4
     allocator = make_allocator(80, [5, 7])
-    late = DraftNeeds(models[1], late=16).late_in(allocator.groups)
-    table = RequestTable(allocator, max_requests=2, max_len=90, lookahead=NODES, extra_keys=2, late=late)
+    max_lag = DraftNeeds(models[1], max_lag=16).max_lag_in(allocator.groups)
+    table = RequestTable(allocator, max_requests=2, max_len=90, lookahead=NODES, extra_keys=2, max_lag=max_lag)
     row = grown(table, 60)
     table.evict_unseen(ints(row), slack_pages=0)
     assert table.evicted_len[:, row].tolist() == [0, 60 - 6 - 16, 60 - 8 - 16]
@@ -185,8 +185,8 @@ def test_random_groups_keep_what_their_windows_need(windows, page_size, pages, b
     late each group is read."""
     draw = np.random.default_rng(seed)
     allocator = make_allocator(pages[0], windows, pages[1 : len(windows) + 1], page_size=page_size)
-    late = ByGroup(tuple(beyond[: 1 + len(windows)]))
-    table = RequestTable(allocator, max_requests=4, max_len=150, lookahead=NODES, extra_keys=1, late=late)
+    max_lag = ByGroup(tuple(beyond[: 1 + len(windows)]))
+    table = RequestTable(allocator, max_requests=4, max_len=150, lookahead=NODES, extra_keys=1, max_lag=max_lag)
     for _ in range(40):
         rows = draw.permutation(table.active_rows)[: draw.integers(1, 3)]
         choice = draw.integers(0, 5)

@@ -148,6 +148,10 @@ def test_plain_text_is_the_same_text(options, answer):
     green = "".join(re.findall(r"\x1b\[1;32m([^\x1b]*)", result.stdout))
     assert (0 < len(green) < len(answer["text"])) == bool(options)
     assert "acceptance length" in result.stderr and ("from accepted drafts" in result.stderr) == bool(options)
+    piped = CliRunner().invoke(app, args)
+    marked = "[from accepted drafts]" in piped.stderr and "[" in piped.stdout
+    assert piped.stdout.translate({ord("["): None, ord("]"): None}).strip() == answer["text"].strip()
+    assert marked == bool(options)
 
 
 @pytest.mark.deep

@@ -237,6 +237,20 @@ def test_answers_that_are_no_longer_than_drafts_are_refused(tokens, diagnosed):
         diagnosed(ASSISTANT, max_new_tokens=tokens)
 
 
+@pytest.mark.slow
+def test_a_drafter_that_is_never_right_is_not_called_healthy(export, diagnosed):
+    """All causes are ruled out: "nothing wrong was found" was said of a head that was hardly trained."""
+
+    def untrained(state):
+        generator = torch.Generator().manual_seed(1)
+        made = {name: 0.02 * torch.randn(w.shape, generator=generator) for name, w in state.items() if w.dim() == 2}
+        return state | made
+
+    found = diagnosed(export(HEAD, tensors=untrained), max_new_tokens=8, causes=())
+    assert causes(found) == ["training"] and not found.healthy
+    assert found.acceptance.length < 1.1
+
+
 @pytest.mark.deep
 def test_answers_one_token_longer_than_a_draft_are_looked_at(diagnosed):
     found = diagnosed(ASSISTANT, max_new_tokens=5)

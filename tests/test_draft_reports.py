@@ -36,7 +36,8 @@ def right(make_target, make_engine, random_prompt, greedy_oracle, scripted):
 def in_turn(engine, *depths):
     """Rounds have chains of these depths in turn."""
     turn = iter(range(10**6))
-    engine.steps._what_pays = lambda choice, shape, *_: shape.with_draft(CHAINS[depths[next(turn) % len(depths)]])
+    chosen = lambda choice, shape, *_: shape.with_draft(CHAINS[depths[next(turn) % len(depths)]])  # noqa: E731
+    engine.steps._with_chosen_draft = chosen
 
 
 # by depth

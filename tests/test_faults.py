@@ -253,11 +253,11 @@ def test_a_fault_after_a_request_finished_leaks_no_row(rows, make_target, make_e
     """With one row the engine would be dead."""
     model, prompts = make_target("llama"), [random_prompt(n) for n in (5, 9)]
     engine = make_engine(model, "ngram", max_batch_size=rows)
-    forget = engine.inbox.forget
-    engine.inbox.forget = lambda number: 1 / 0
+    remove_ended = engine.inbox.remove_ended
+    engine.inbox.remove_ended = lambda number: 1 / 0
     with pytest.raises(ZeroDivisionError):
         engine.generate(prompts, SamplingParams(max_new_tokens=4))
-    engine.inbox.forget = forget
+    engine.inbox.remove_ended = remove_ended
     outputs = engine.generate(prompts, SamplingParams(max_new_tokens=4))
     assert [out.token_ids for out in outputs] == [greedy_oracle(model, prompt, 4) for prompt in prompts]
     assert_idle(engine)

@@ -21,7 +21,7 @@ from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.errors import ConfigError, UnsupportedModelError
 from specdec.gpu import operations
 from specdec.gpu.operations import FAST, KERNELS, REFERENCE, choose_operations
-from specdec.layers import families
+from specdec.layers import merged_weights
 from specdec.layers.decoder import FusedDecoder
 from specdec.layers.fuse import FusedLinear
 from specdec.layers.linear import gated_linear, linear
@@ -462,7 +462,7 @@ def test_one_thread_at_a_time_merges(make_target, monkeypatch):
         inside.pop()
         return merge(params)
 
-    monkeypatch.setattr(families, "merge", slow_merge)
+    monkeypatch.setattr(merged_weights, "merge", slow_merge)
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: TargetModel(model, REFERENCE), range(4)))
     assert len(most) == 4 * 6 and set(most) == {1}

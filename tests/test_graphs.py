@@ -169,7 +169,7 @@ def test_rounds_are_captured_before_the_first_request(small_engine) -> None:
 def test_a_round_is_launched_before_the_one_in_front_is_settled(small_engine) -> None:
     engine = small_engine(None)
     stream = engine.stream([5, 9, 11], SamplingParams(max_new_tokens=6, ignore_eos=True))
-    seen = [(len(delta.token_ids), len(engine.steps.launches.under_way)) for delta in stream]
+    seen = [(len(delta.token_ids), len(engine.steps.launches.unsettled)) for delta in stream]
     # the first token is the prompt's; what is sure to end a request is not followed by a round for nothing
     assert seen == [(1, 0), (1, 1), (1, 1), (1, 1), (1, 1), (1, 0)]
     assert engine.table.lookahead == 2
@@ -183,7 +183,7 @@ def test_who_leaves_has_no_part_in_the_rounds_under_way(small_engine) -> None:
     stream = engine.stream(prompts[0], longer)
     for _ in range(4):
         next(stream)
-    assert engine.steps.launches.under_way
+    assert engine.steps.launches.unsettled
     stream.close()
     assert [out.token_ids for out in engine.generate(prompts[1:], params[1:])] == [
         out.token_ids for out in alone.generate(prompts[1:], params[1:])

@@ -10,11 +10,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers import Gemma4UnifiedTextConfig, Gemma4UnifiedTextModel
+from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule as delta_rule
 
 from specdec.attention.bridge import AttentionCall
 from specdec.attention.dense import bias_of, dense_attention
 from specdec.gpu.operations import KERNELS, REFERENCE, Operations
 from specdec.kvcache.index_spaces import PrimaryLoc
+from specdec.kvcache.layer_context import Recurrence
 from specdec.kvcache.layout import layout_from_config
 from specdec.layers.decoder import FusedDecoder
 from specdec.layers.families import FAMILIES
@@ -31,24 +33,26 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DENSE = [
     *("gemma4-e2b", "gemma4-31b", "gemma4-multimodal", "gemma3", "gemma2"),
     *("llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "glm", "glm4", "smollm3", "granite", "cohere", "cohere2"),
-    "exaone4",
+    *("exaone4", "qwen3_5"),
 ]
 MIXED = [
     *("gemma4-moe", "gpt_oss", "qwen3_moe", "mixtral"),
     *("deepseek_v3", "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite", "hy_v3", "mellum", "mimo_v2_flash"),
-    *("qwen2_moe", "step3p7"),
+    *("qwen2_moe", "qwen3_5_moe", "qwen3_next", "step3p7"),
 ]
 ON_KERNELS = [
     "gemma4-moe",
     "attention biases",
     "qwen3",
-]  # besides those of every run: experts, biases, norms of q and k
+    "qwen3_next",
+]  # besides those of every run: experts, biases, norms of q and k, recurrent layers
 
 pytestmark = pytest.mark.usefixtures("kernels_run", "poison_empty")
 
 
 class DenseContext:
-    """One sequence, causal; K/V are read back from the pools, where a layer stored them at the slots of its rows."""
+    """One sequence, causal; K/V are read back from the pools, where a layer stored them at the slots of its rows. Of
+    recurrent layers transformers' own recurrence, token by token."""
 
     def __init__(self, decoder: Any, num_rows: int, dtype: torch.dtype) -> None:
         layout = layout_from_config(decoder.config)  # layers, owners and windows; sizes are those of the products
@@ -56,7 +60,7 @@ class DenseContext:
         self.slots = PrimaryLoc(torch.arange(num_rows, 0, -1, device=DEVICE))
         self.pools: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for spec, layer in zip(layout.layers, decoder.layers, strict=True):
-            if spec.owner == spec.layer:
+            if spec.owner == spec.layer and not spec.recurrent:
                 heads = layer.parts.heads
                 shapes = [(num_rows + 1, heads.num_kv, dim) for dim in (heads.head_dim, heads.v_dim)]
                 k, v = (torch.zeros(shape, dtype=dtype, device=DEVICE) for shape in shapes)
@@ -85,6 +89,18 @@ class DenseContext:
         rows = (x.transpose(0, 1)[None].float() for x in (q, k, v))
         bias = bias_of(seen[None].to(DEVICE))
         return dense_attention(*rows, bias, scaling=scaling, softcap=softcap, sinks=sinks)[0].to(q.dtype)
+
+    def convolve(
+        self, layer: int, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        padded = F.pad(inputs.T, (weight.shape[1] - 1, 0))
+        return F.conv1d(padded, weight[:, None], bias, groups=len(weight)).T.contiguous()
+
+    def recur(self, layer: int, rows: Recurrence) -> torch.Tensor:
+        q, k, v, g, beta = (None if x is None else x[None].float() for x in rows)
+        times = v.shape[2] // k.shape[2]
+        q, k = (x.repeat_interleave(times, 2) for x in (q * q.shape[3] ** 0.5, k))  # which it divides by
+        return delta_rule(q, k, v, g=g, beta=beta)[0][0].contiguous()
 
 
 def text_model(model: Any) -> Any:

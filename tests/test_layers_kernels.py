@@ -13,7 +13,7 @@ from specdec.layers.activation import reference_activate
 from specdec.layers.gemm_medium import MediumTiles, choose_medium_tiles
 from specdec.layers.gemm_medium import gemm_medium as multiply_medium
 from specdec.layers.gemm_small import balanced_rows
-from specdec.layers.head_gates import gate_heads, reference_gate_heads
+from specdec.layers.head_gates import gate_channels, gate_heads, reference_gate_channels, reference_gate_heads
 from specdec.layers.linear import (
     gated_linear,
     linear,
@@ -473,6 +473,9 @@ HEADS = {
     "glm": lambda d: Heads(4, 2, d, interleaved=True),
     "mimo": lambda d: Heads(4, 2, d, narrow_v_dim=d // 2 - 1, v_scale=0.707),
     "latent": lambda d: Heads(2, 2, d, last=True, narrow_v_dim=d - 2),
+    "qwen3.5": lambda d: Heads(
+        2, 1, d, Gain(randn(d), 1e-6, plus_one=True), Gain(randn(d), 1e-6, plus_one=True), gated=True
+    ),
     "qwen3": lambda d: Heads(2, 2, d, Gain(randn(d), 1e-6, True), Gain(randn(d), 1e-6, True)),
 }
 
@@ -521,6 +524,16 @@ def test_the_last_channels_turn_and_narrow_values_are_scaled():
 def test_gates_are_those_of_the_reference(heads: int, width: int, splits: int):
     x, gates = randn(4, heads + 1, width)[:, 1:], product_of(4, heads, splits, biased=splits > 1)
     torch.testing.assert_close(gate_heads(x, gates), reference_gate_heads(x, gates), rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize(("heads", "width", "splits", "biased"), [(1, 33, 1, False), (3, 8, 3, True)])
+def test_gates_by_channel_are_those_of_the_reference(heads: int, width: int, splits: int, biased: bool):
+    """What follows the pairs of queries and gates, keys and values, is not read."""
+    x, product = randn(4, heads, width), product_of(4, 2 * heads * width + 5, splits, biased=biased)
+    found = gate_channels(x, product)
+    torch.testing.assert_close(found, reference_gate_channels(x, product), rtol=2e-6, atol=2e-6)
+    gate = reference_finish(product)[2, 2 * heads * width - 1]
+    torch.testing.assert_close(found[2, -1, -1], x[2, -1, -1] * gate.sigmoid())
 
 
 def test_a_gate_by_eye():

@@ -30,7 +30,7 @@ def engine_for(make_target, make_engine, monkeypatch):
 
 def check(engine: Engine) -> None:
     """Nothing is lost or owned twice; host and device agree where nothing is under way."""
-    (engine.table.allocator if engine.steps.launches.under_way else engine.table).check()
+    (engine.table.allocator if engine.steps.launches.unsettled else engine.table).check()
 
 
 def chunks_of(engine: Engine) -> dict[int, int]:
@@ -126,7 +126,7 @@ def test_chunks_wait_for_no_round_when_rounds_are_captured(engine_for, random_pr
     engine.submit(random_prompt(60), PARAMS)
     for _ in range(6):
         engine.step()
-        [left] = engine.steps.launches.under_way
+        [left] = engine.steps.launches.unsettled
         assert left.drawing == [] and [r.number for r in left.requests] == [1]
     stream.abort()
 

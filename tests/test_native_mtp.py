@@ -23,6 +23,7 @@ import specdec
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.cli.bodies.settings import load_engine
 from specdec.cli.options import PairOptions
+from specdec.draft_models.native_mtp.conventions import accepted, all_conventions
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError
 from specdec.evaluation.transformers_peer import assisted_peer
 from specdec.layers.decoder import FusedDecoder
@@ -31,8 +32,7 @@ from marks import deep, is_deep, slow
 
 OTHERS = ("exaone_moe", "glm4_moe", "deepseek_v3", "kimi_k25", "ernie", "hy_v3", "mellum", "qwen3_5_moe", "qwen3_next")
 SAME_DRAFTS = ("glm4_moe-shared", "glm4_moe-copied", "qwen3-tuned")
-UNFUSED = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # their layers have no fused form
-FUSED_FIRST = ("exaone4", "deepseek_v3", "ernie", "step3p7", "mimo_v2_flash")
+FUSED_FIRST = ("exaone4", "qwen3_5", "deepseek_v3", "ernie", "step3p7", "mimo_v2_flash")
 CHAIN, TREE = {"num_steps": 3}, {"num_steps": 3, "topk": 2, "num_draft_tokens": 9}
 
 
@@ -144,9 +144,7 @@ def test_drafts_are_those_of_the_published_forward(name: str, tree: bool, publis
     assert assert_published(Reference(made), watched.seen) > 40
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in FUSED_FIRST else deep(n) for n in SHAPES if n not in (*SAME_DRAFTS, *UNFUSED)]
-)
+@pytest.mark.parametrize("name", [n if n in FUSED_FIRST else deep(n) for n in SHAPES if n not in SAME_DRAFTS])
 def test_fused_modules_draft_what_the_published_forward_gives(name: str, published: Any) -> None:
     """Every family's block through the table of fused layers: the numbers of its own modules, drafts and output."""
     made = published(name)
@@ -410,13 +408,17 @@ def test_modules_of_a_quantised_checkpoint_draft_as_their_values_do(
         values |= {key: tensor.bfloat16().float() for key, tensor in values.items() if re.search(modules, key)}
     for file, tensors in zip(files, (packed, values), strict=True):
         save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, file, metadata={"format": "pt"})
-    drafts = []
+    drafts, measured = [], []
+    tokens, states = torch.tensor(texts(3, (9,))[0]), torch.randn((9, 32), generator=torch.Generator().manual_seed(3))
     for folder in (quantised, plain):
         engine = engine_of(folder, spec=CHAIN, dtype="float32")
         watched = Watched(engine)
         engine.generate(texts(1, (2, 7)), SamplingParams(max_new_tokens=5))
         drafts.append(watched.seen)
+        measured.append([accepted(each, tokens, states, 4) for each in all_conventions(engine.drafter)])
     assert drafts[0] == drafts[1]
+    assert len(measured[1]) == (12 if name == "exaone4" else 6)  # also with blocks like other layers
+    torch.testing.assert_close(*measured)
     kinds = {
         type(part).__name__
         for module in engine_of(quantised, dtype="float32").drafter.modules

@@ -310,7 +310,7 @@ def test_a_shape_from_the_shell(tmp_path):
         assert cell["parity"]["passed"] and cell["ms"]["round"]["median"] > 0
         assert cell["x_floor"] == cell["ms"]["round"]["median"] / cell["floor_ms"]
         assert (cell["break_even"] is None) == (cell["run"] == "plain")
-        assert set(cell["floor_bytes"]) == {"weights", "experts", "rows", "kv"}
+        assert set(cell["floor_bytes"]) == {"weights", "experts", "rows", "kv", "states", "drafts"}
     plain, chain = record["cells"][:2]
     ratio = chain["ms"]["round"]["median"] / plain["ms"]["round"]["median"]
     assert chain["break_even"] == pytest.approx(ratio)

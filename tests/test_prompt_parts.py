@@ -183,7 +183,7 @@ def test_an_abort_of_all_lets_go_of_what_was_read_at_once(engine_for, random_pro
     late.abort()
     stream.abort()
     gc.collect()
-    assert kept() is None and not engine.steps.launches.under_way
+    assert kept() is None and not engine.steps.launches.unsettled
     assert_idle(engine)
 
 
@@ -390,14 +390,14 @@ def test_parts_are_captured_before_the_first_request(engine_for, random_prompt, 
 def test_a_prefix_is_on_the_device_when_forwards_behind_it_are_timed(engine_for, monkeypatch):
     """A replayed forward reads what is there. Once that was no prefix, and attention over one took no time."""
     monkeypatch.delenv(SETTING, raising=False)  # which knows of no rows without slots, so nothing is warmed up
-    seen, feed = set(), ChunkProgram.feed
+    seen, load_chunks = set(), ChunkProgram.load_chunks
 
     def watched(program, rows, chunk_len):
         lengths = program._round.cache.table.committed_len
         seen.add((int(lengths.host[rows[0]]), int(lengths._tensor[rows[0]])))
-        feed(program, rows, chunk_len)
+        load_chunks(program, rows, chunk_len)
 
-    monkeypatch.setattr(ChunkProgram, "feed", watched)
+    monkeypatch.setattr(ChunkProgram, "load_chunks", watched)
     for module, name in ((prompt_timing, "time_prompts"), (round_timing, "time_rounds")):  # tests do without otherwise
         monkeypatch.setattr(specdec.runtime.warm_up, name, getattr(module, name))
     engine_for(True, max_model_len=300)

@@ -13,10 +13,11 @@ from specdec import Engine, EngineConfig
 from specdec.attention.recurrence.blocks import Block, NewPlaces, convolved, folded, run_blocks
 from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.triton_backend import TritonBackend
+from specdec.config import MAX_FORCED_TOKENS
 from specdec.errors import ConfigError, UnsupportedModelError
 from specdec.kvcache.layout import CacheField, Records, StateShape
 from specdec.kvcache.recurrent_state import FOLD
-from specdec.models.recurrent_layers import normed
+from specdec.layers.gated_delta import unit_length
 from specdec.models.target import TargetModel
 from specdec.runtime.arguments import require_recurrent
 
@@ -29,8 +30,8 @@ def tokens(count: int, seed: int = 0) -> dict[str, torch.Tensor]:
     draw = torch.Generator().manual_seed(seed)
     normal = lambda *shape: torch.randn(count, *shape, generator=draw)  # noqa: E731
     return {
-        "q": normed(normal(KEY_HEADS, K_DIM)) * K_DIM**-0.5,
-        "k": normed(normal(KEY_HEADS, K_DIM)),
+        "q": unit_length(normal(KEY_HEADS, K_DIM)) * K_DIM**-0.5,
+        "k": unit_length(normal(KEY_HEADS, K_DIM)),
         "v": normal(HEADS, V_DIM),
         "g": -torch.rand(count, HEADS, generator=draw) * 0.3,
         "beta": torch.rand(count, HEADS, generator=draw),
@@ -104,11 +105,14 @@ def test_a_convolution_adds_its_taps() -> None:
 
 
 def test_records_have_the_window_of_a_block_and_two_rounds() -> None:
+    """A round commits its nodes, or what a grammar forces."""
     fields = CacheField("inputs", 1, 6), CacheField("u", 2, 4, dtype=torch.float32)
     state = StateShape(2, 3, 4, 3, 6)
-    layout = KVLayout((LayerCache(0, 0, "linear_attention", fields, Records(), state=state),)).for_rounds(5)
-    assert layout.layers[0].retention == Records(FOLD + 10)
-    assert layout.slot_bytes(Records(FOLD + 10), torch.bfloat16) == 6 * 2 + 8 * 4
+    layout = KVLayout((LayerCache(0, 0, "linear_attention", fields, Records(), state=state),))
+    assert layout.for_rounds(1).layers[0].retention == Records(2 * FOLD) and MAX_FORCED_TOKENS < FOLD
+    layout = layout.for_rounds(9)
+    assert layout.layers[0].retention == Records(FOLD + 18)
+    assert layout.slot_bytes(Records(FOLD + 18), torch.bfloat16) == 6 * 2 + 8 * 4
     assert layout.state_bytes(torch.bfloat16) == 2 * 3 * 4 * 4 + 3 * 6 * 2 + 8
 
 

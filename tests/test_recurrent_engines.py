@@ -3,18 +3,16 @@
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from crowd import each_alone, make_crowd, require_empty, serve_crowd, wrong_requests
 
-from specdec import Engine, SamplingParams, SpecConfig
-from specdec.doctor.dense_drafts import record
-from specdec.errors import UnsupportedModelError
+from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.gpu.operations import REFERENCE
 from specdec.models.target import TargetModel
-from specdec.training.draft_loss import run_target
-from specdec.training.packed_rows import PackedRows
 
 from marks import deep, each_value, examples, pairs, slow
 
@@ -39,9 +37,19 @@ def prompts(random_prompt) -> list[list[int]]:
 
 
 @pytest.fixture
-def truths(greedy_oracle) -> Callable[..., list[Sequence[int]]]:
-    """What greedy decoding gives after these prompts, by full forwards."""
-    return lambda model, prompts, new=NEW: [greedy_oracle(model, prompt, new) for prompt in prompts]
+def truths(make_engine, greedy_oracle) -> Callable[..., list[list[int]]]:
+    """What greedy decoding gives after these prompts, by full forwards: one each where a plain engine is right."""
+    plain: dict[int, Engine] = {}
+
+    def found(model: Any, prompts: Sequence[Sequence[int]], new: int = NEW) -> list[list[int]]:
+        if id(model) not in plain:
+            plain[id(model)] = make_engine(model, max_batch_size=8, max_model_len=128, prefix_cache=False)
+        outs = plain[id(model)].generate(prompts, replace(PLAIN, max_new_tokens=new))
+        return [
+            list(greedy_oracle(model, prompt, new, out.token_ids)) for prompt, out in zip(prompts, outs, strict=True)
+        ]
+
+    return found
 
 
 @pytest.fixture
@@ -64,7 +72,7 @@ def test_tokens_are_those_of_full_forwards(
     family, drafter, spec, page_size, chunk, deterministic, make_target, make_engine, prompts, truths, drafter_of
 ) -> None:
     model = make_target(family)
-    expected = [list(truth) for truth in truths(model, prompts)]
+    expected = truths(model, prompts)
     texts = [prompt + truth for prompt, truth in zip(prompts, expected, strict=True)]
     shape = SPECS["chain"] if drafter in ("ngram", "suffix") else SPECS[spec]
     options = {"page_size": page_size, "prefill_chunk": chunk, "deterministic": deterministic, "max_batch_size": 3}
@@ -73,14 +81,15 @@ def test_tokens_are_those_of_full_forwards(
     require_empty(engine)
 
 
-def test_random_cases(make_target, make_engine, random_prompt, truths, drafter_of) -> None:
-    """Families x drafters x chains and trees x pages x chunks x hits x preemption."""
-    for seed in range(examples(6, 300)):
+@pytest.mark.parametrize("part", [0, *map(deep, range(1, 10))])
+def test_random_cases(part, make_target, make_engine, random_prompt, truths, drafter_of) -> None:
+    """300 of families x drafters x chains and trees x pages x chunks x hits x preemption."""
+    for seed in range(30 * part, 30 * part + examples(6, 30)):
         draw = random.Random(seed)
         model = make_target(NAMES[seed % len(NAMES)])
         prompts = [random_prompt(draw.randrange(1, 50), seed=seed + i) for i in range(draw.randrange(1, 4))]
         prompts += [prompt[: draw.randrange(1, len(prompt) + 1)] for prompt in prompts]
-        expected = [list(truth) for truth in truths(model, prompts, 20)]
+        expected = truths(model, prompts, 20)
         texts = [prompt + truth for prompt, truth in zip(prompts, expected, strict=True)]
         drafter = draw.choice(DRAFTERS[1:])
         spec = draw.choice(list(SPECS.values())) if drafter not in ("ngram", "suffix") else SPECS["chain"]
@@ -95,6 +104,26 @@ def test_random_cases(make_target, make_engine, random_prompt, truths, drafter_o
         engine = make_engine(model, drafter_of(drafter, model, texts), spec=spec, **sizes)
         found = engine.generate(prompts, SamplingParams(max_new_tokens=20, ignore_eos=True))
         assert [out.token_ids for out in found] == expected, (seed, drafter, spec, sizes)
+        require_empty(engine)
+
+
+@pytest.mark.parametrize("deterministic", [False, deep(True)])
+@pytest.mark.parametrize("family", ["qwen3_5", deep("qwen3_next"), deep("qwen3_5_moe")])
+def test_fused_layers_give_the_tokens_of_full_forwards(
+    family, deterministic, make_target, prompts, truths, drafter_of
+) -> None:
+    """Trees, chunks, hits, a last layer that is recurrent and runs for the last token of a prompt alone."""
+    model = make_target(family)
+    expected = [list(truth) for truth in truths(model, prompts)]
+    texts = [prompt + truth for prompt, truth in zip(prompts, expected, strict=True)]
+    config = EngineConfig(deterministic=deterministic, max_batch_size=3, prefill_chunk=16, page_size=4)
+    target = TargetModel(model, REFERENCE)
+    for drafter in ("trees", None):  # which reads all states of a prompt, and none
+        trees = drafter and drafter_of(drafter, model, texts)
+        engine = Engine(target, trees, spec=SPECS["deep tree"], config=config)
+        assert engine.target.unfused is None and engine.target.narrows_at() == (None if deterministic else 3)
+        for _ in range(2):
+            assert [out.token_ids for out in engine.generate(prompts, PLAIN)] == expected
         require_empty(engine)
 
 
@@ -133,7 +162,7 @@ def test_a_round_without_drafts_between_rounds_with_drafts(
     make_target, make_engine, prompts, truths, drafter_of
 ) -> None:
     model = make_target("qwen3_5")
-    expected = [list(truth) for truth in truths(model, prompts, 40)]
+    expected = truths(model, prompts, 40)
     texts = [prompt + truth for prompt, truth in zip(prompts, expected, strict=True)]
     engine = make_engine(model, drafter_of("trees", model, texts), spec=SPECS["tree"], max_batch_size=4)
     handles = engine.submit_many(prompts, SamplingParams(max_new_tokens=40, ignore_eos=True))
@@ -150,7 +179,7 @@ def test_a_round_without_drafts_between_rounds_with_drafts(
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_preempted_requests_begin_anew(page_size, make_target, make_engine, prompts, truths, drafter_of) -> None:
     model = make_target("qwen3_5")
-    expected = [list(truth) for truth in truths(model, prompts)]
+    expected = truths(model, prompts)
     texts = [prompt + truth for prompt, truth in zip(prompts, expected, strict=True)]
     tight = make_engine(
         model,
@@ -174,7 +203,7 @@ def test_an_aborted_request_leaves_no_state(make_target, make_engine, prompts, t
     for _ in range(6):
         engine.step()
     handle.abort()
-    assert [out.token_ids for out in engine.generate(prompts, PLAIN)] == [list(t) for t in truths(model, prompts)]
+    assert [out.token_ids for out in engine.generate(prompts, PLAIN)] == truths(model, prompts)
 
 
 def test_samples_of_one_prompt(make_target, make_engine, prompts, drafter_of) -> None:
@@ -216,9 +245,9 @@ def test_rows_of_padding_change_no_state(make_target, make_engine, prompts, trut
     """One request in a batch of four seats; the padding row has a state of its own, which stays empty."""
     model = make_target("qwen3_5")
     [truth] = truths(model, prompts[3:])
-    trees = drafter_of("trees", model, [prompts[3] + list(truth)])
+    trees = drafter_of("trees", model, [prompts[3] + truth])
     engine = make_engine(model, trees, spec=SPECS["deep tree"], max_batch_size=4)
-    assert engine.generate(prompts[3], PLAIN)[0].token_ids == list(truth)
+    assert engine.generate(prompts[3], PLAIN)[0].token_ids == truth
     states = [layer.state for layer in engine.cache.stores[0].layers.values() if layer.state is not None]
     assert len(states) == 3
     for state in states:
@@ -241,18 +270,8 @@ def test_slots_are_checked(make_target, make_engine, prompts, truths, drafter_of
     """SPECDEC_SANITIZE=1: freed records are NaN, and no answer is."""
     monkeypatch.setenv("SPECDEC_SANITIZE", "1")
     model = make_target("qwen3_5")
-    expected = [list(truth) for truth in truths(model, prompts)]
+    expected = truths(model, prompts)
     texts = [prompt + truth for prompt, truth in zip(prompts, expected, strict=True)]
     trees = drafter_of("trees", model, texts)
     engine = make_engine(model, trees, spec=SPECS["tree"], max_batch_size=3, page_size=4, full_slots=128)
     assert [out.token_ids for out in engine.generate(prompts, PLAIN)] == expected
-
-
-def test_what_reads_long_texts_outside_an_engine_refuses(make_target) -> None:
-    """The doctor read 17 tokens as the first 16, and training would run a state on from one document to the next."""
-    target = TargetModel(make_target("qwen3_next"))
-    with pytest.raises(UnsupportedModelError, match="has recurrent layers, and the doctor reads texts without"):
-        record(target, [1], [2])
-    rows = PackedRows(*(torch.zeros((1, 4), dtype=torch.int64) for _ in PackedRows._fields))
-    with pytest.raises(UnsupportedModelError, match="has recurrent layers, and training reads texts without"):
-        run_target(target, rows)

@@ -4,12 +4,12 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import Gemma4TextConfig, GptOssConfig, LlamaConfig
+from transformers import Gemma4TextConfig, GptOssConfig, LlamaConfig, Qwen3_5TextConfig
 
 from specdec.errors import CapacityError, ConfigError
 from specdec.evaluation.model_shapes import SHAPES, Shrink, find_shape
 from specdec.evaluation.phases import random_weights as weights
-from specdec.evaluation.phases.memory_floor import expected_experts, read_bandwidth, step_bytes
+from specdec.evaluation.phases.memory_floor import draft_bytes, expected_experts, read_bandwidth, step_bytes
 from specdec.evaluation.phases.random_weights import (
     COLUMNS,
     FORMS,
@@ -66,6 +66,11 @@ FLOAT32 = {"ernie-21b-a3b": 27 * (64 * 2560 + 64)}
         ("ernie-21b-a3b", 21_825_437_888, 807_577_664),  # "21B"
         ("mimo-v2-flash", 308_778_768_832, 987_820_224),  # "309B"
         ("k-exaone", 236_571_150_336, 528_513_280),  # "236B"
+        ("qwen3.5-4b", 4_205_751_296, 120_599_552),  # "4B"
+        ("qwen3.5-9b", 8_953_803_264, 243_290_624),  # "9B"
+        ("qwen3.5-27b", 26_895_998_464, 424_699_392),  # "27B"
+        ("qwen3.5-35b-a3b", 34_660_610_688, 844_640_768),  # "35B"
+        ("qwen3-next-80b-a3b", 79_674_391_296, 1_650_471_424),  # "80B"
     ],
 )
 def test_shapes_have_the_published_number_of_parameters(name, target, drafter):
@@ -89,7 +94,7 @@ def test_a_step_of_e4b_streams_the_published_bytes():
 @pytest.mark.parametrize(
     ("ask", "says"),
     [
-        (lambda: find_shape("gemma4"), r"'gemma4' is unknown; choose one of gemma4-e2b, .*, k-exaone"),
+        (lambda: find_shape("gemma4"), r"'gemma4' is unknown; choose one of gemma4-e2b, .*, qwen3-next-80b-a3b"),
         (lambda: Shrink(layers=1), "at least 2"),
         (lambda: Shrink(divisor=3), "1, 2, 4, 8 or 16"),
         (lambda: Shrink(divisor=32), "1, 2, 4, 8 or 16"),
@@ -217,6 +222,9 @@ def test_no_room_is_said_with_the_numbers_before_anything_is_made(monkeypatch):
 
 SIZES = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1}
 
+STATE_DIMS = ("linear_key_head_dim", "linear_value_head_dim")
+HYBRID = ["linear_attention", "full_attention"]
+
 
 def llama(**more):
     return LlamaConfig(vocab_size=32, head_dim=4, num_hidden_layers=2, **SIZES, **more)
@@ -251,6 +259,30 @@ def test_sliding_layers_read_their_window_and_per_layer_tables_rows():
     assert counted.kv == 2 * (6 * 2 * 4 + 10 * 2 * 8) * 4
     assert counted.rows == 2 * (2 * 2) * 4  # of [32, layers * 2]; the other table is the head's
     assert step_bytes(target_of(config), batch=2, nodes=1, context=3).kv == 2 * (3 * 2 * 4 + 3 * 2 * 8) * 4
+
+
+def test_a_recurrent_layer_reads_and_writes_its_state_and_no_keys():
+    fields = {"linear_num_key_heads": 1, "linear_num_value_heads": 2} | dict.fromkeys(STATE_DIMS, 4)
+    config = Qwen3_5TextConfig(vocab_size=32, **SIZES, head_dim=4, num_hidden_layers=2, layer_types=HYBRID, **fields)
+    counted = step_bytes(target_of(config), batch=2, nodes=3, context=100)
+    assert counted.kv == 2 * 100 * 2 * 4 * 4  # of the other layer
+    assert counted.states == 2 * 2 * (2 * 4 * 4 * 4 + 3 * (4 + 4 + 8) * 4 + 8)  # matrices, inputs, a length
+
+
+@pytest.mark.parametrize(
+    ("name", "forwards"), [("exaone-4.5-33b", {0: 3}), slow("mimo-v2-flash", {0: 1, 1: 2, 2: 3})], ids=str
+)
+def test_drafts_of_modules_read_the_head_each_and_a_module_each_forward(name, forwards):
+    target = TargetModel(make_target(SHAPES[name], SMALL, CPU, torch.float32, 0))
+    drafter = make_drafter(SHAPES[name], SMALL, target, 1)
+    spec, head = target.layout.layers[drafter.family.like], target.model.get_output_embeddings().weight.nbytes
+    kept = min(100, spec.window) * sum(field.bytes(torch.float32) for field in spec.fields)
+    parts = [[part for name, part in module.parts().items() if name != "head"] for module in drafter.modules]
+    own = [sum(weight.nbytes for part in each for weight in part.parameters()) for each in parts]
+    assert draft_bytes(drafter, target, 2, 3, 100) == 3 * head + sum(
+        count * (own[module] + 2 * kept) for module, count in forwards.items()
+    )
+    assert draft_bytes(None, target, 2, 3, 100) == 0
 
 
 def mixture(width, head_dim):

@@ -129,7 +129,7 @@ def test_a_plain_round_knows_how_much_the_one_in_front_may_bring(engine_for, ran
     engine = engine_for("ngram", captured=True)
     handle = engine.submit(random_prompt(9), asking(False))
     engine.step()
-    while [launched.drawing for launched in engine.steps.launches.under_way] != [None]:
+    while [launched.drawing for launched in engine.steps.launches.unsettled] != [None]:
         engine.step()
     shape = engine.steps.shape_for(engine.scheduler.running, [5])
     committed = int(engine.table.committed_len.host[0])

@@ -1,4 +1,5 @@
-"""Errors say what is wrong in this server's words, never in pydantic's; docstrings begin with a subject or a verb."""
+"""Errors say what is wrong in this server's words, never in pydantic's; docstrings begin with a subject or a verb, and
+those of classes with what the class is."""
 
 import ast
 import re
@@ -53,6 +54,10 @@ NO_BEGINNING = r"\s*(Of|As|By|Where|Likewise|The same)\b"
 """Without a subject and a verb, a sentence has to be read twice."""
 
 
+FIELD = r"`?[a-z_]+`?( \[[^\]]*\])?(, (and )?`?[a-z_]+`?( \[[^\]]*\])?)*:"
+"""A field and a colon: a docstring of a class that begins so never says what the class is."""
+
+
 def begun_wrongly(text: str) -> list[str]:
     """Docstrings of modules, classes, functions and attributes, and any other string that is a statement."""
     if not re.search(rf"[\"']{NO_BEGINNING}", text):
@@ -62,6 +67,11 @@ def begun_wrongly(text: str) -> list[str]:
     return [string for string in strings if re.match(NO_BEGINNING, string)]
 
 
+def classes_begun_with_a_field(text: str) -> list[str]:
+    classes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef))
+    return [node.name for node in classes if re.match(FIELD, ast.get_docstring(node) or "")]
+
+
 @pytest.mark.skipif(not (ROOT / "pyproject.toml").exists(), reason="needs the checkout")
 def test_no_docstring_begins_without_a_subject_or_a_verb():
     seeded = '"""Rows."""\nSIZE = 3\n"""Of rows."""\ndef f():\n    """The same."""\n'
@@ -69,3 +79,11 @@ def test_no_docstring_begins_without_a_subject_or_a_verb():
     texts = [path.read_text("utf-8") for folder in READ_FOLDERS for path in (ROOT / folder).rglob("*.py")]
     assert len(texts) > 300
     assert [string for text in texts for string in begun_wrongly(text)] == []
+
+
+@pytest.mark.skipif(not (ROOT / "pyproject.toml").exists(), reason="needs the checkout")
+def test_no_docstring_of_a_class_begins_with_a_field():
+    seeded = 'class A:\n    """rows [B]: those seated. size: bytes."""\nclass B:\n    """Rows. size: bytes."""\n'
+    assert classes_begun_with_a_field(seeded) == ["A"]
+    texts = [path.read_text("utf-8") for folder in READ_FOLDERS[:-1] for path in (ROOT / folder).rglob("*.py")]
+    assert [name for text in texts for name in classes_begun_with_a_field(text)] == []

@@ -33,7 +33,7 @@ RETURNED = (StreamDelta, TokenLogprob, EngineStats, PoolUse, CaptureUse, DraftUs
 """Not exported, because users receive them from methods and never make one."""
 INTERNAL = {
     *("RequestStats.copy", "RequestStats.record_round", "RequestStats.add", "EngineStats.count", "PoolUse.from_pool"),
-    *("SamplingParams.restricted", "SamplingParams.stop_strings", "SpecConfig.shortened", "Handle.tell"),
+    *("SamplingParams.restricted", "SamplingParams.stop_strings", "SpecConfig.shortened", "Handle.report_to"),
 }
 """Members that the engine and the server call, and no user."""
 WIDTH = 100

@@ -54,11 +54,12 @@ class Edit:
 
 @dataclass(frozen=True)
 class Mutant:
-    """edits: the same defect in each generation of the code; the first that is found is applied.
+    """One seeded defect.
 
-    tests: names of tests expected to fail, `file.py::test_name`, `file.py::test_name[case]` or `file.py -k expression`.
-    since: the commit that brought the code; the mutant is left out before. gone: why the code is no more; where none of
-    the edits is found the mutant is left out.
+    edits: the same defect in each generation of the code; the first that is found is applied. tests: names of tests
+    expected to fail, `file.py::test_name`, `file.py::test_name[case]` or `file.py -k expression`. since: the commit
+    that brought the code; the mutant is left out before. gone: why the code is no more; if none of the edits is found
+    the mutant is left out.
     """
 
     name: str

@@ -51,7 +51,7 @@ FAILURES = (SURVIVED, UNFIT, UNIMPORTABLE, UNDECIDED)
 
 @dataclass
 class Result:
-    """by: the test that failed. named: whether it is one of the mutant's own. note: what else there is to say."""
+    """Outcome of one mutant. by: the test that failed. named: it is one of the mutant's own. note: a remark."""
 
     name: str
     verdict: str

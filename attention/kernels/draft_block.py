@@ -69,24 +69,24 @@ class Draft(NamedTuple):
 
     @property
     def committed_len(self) -> torch.Tensor:
-        """[B] int64: the first node's position is the length of the prefix."""
+        """Length of each prefix, which is the first node's position: [B] int64."""
         return self.positions[0]
 
     def key_positions(self) -> torch.Tensor:
-        """[B, M]: the position of each node."""
+        """Position of each node, [B, M]."""
         if self.order is not Order.LEVELS:
             return self.level_positions(0)
         return self.positions.t()[:, :, None].expand(-1, -1, self.topk).reshape(-1, self.num_nodes)
 
     def level_positions(self, level: int) -> torch.Tensor:
-        """[B, K]: the position of each node of a level."""
+        """Position of each node of a level, [B, K]."""
         first = self.positions[level][:, None]
         if self.order is Order.LEVELS:
             return first.expand(-1, self.topk)
         return first + torch.arange(self.topk, device=first.device)
 
     def seen_from(self, level: int) -> torch.Tensor:
-        """[B, K]: where windows of the nodes of a level begin to count."""
+        """Position from which the windows of a level's nodes count, [B, K]."""
         if self.anchored:
             return self.committed_len[:, None].expand(-1, self.topk)
         return self.level_positions(level)
@@ -172,7 +172,7 @@ class CopiedDraft:
         return slice(self.level * self.draft.topk, (self.level + 1) * self.draft.topk)
 
     def _seen(self, window: int | None, first_key: int = 0) -> torch.Tensor:
-        """[B, K, L + nodes]: what the newest level sees of the prefix and of the nodes drafted so far."""
+        """Which keys of the prefix and of the nodes drafted so far the newest level sees, [B, K, L + nodes]."""
         key_pos, committed = self.prefix[window, first_key]
         filled = (self.level + 1) * self.draft.topk
         known = [committed[:, None].expand(-1, self.draft.topk, -1), self.ancestors[:, :, :filled]]

@@ -42,7 +42,7 @@ def parts_of(b_q: tl.tensor, ROUNDED: tl.constexpr) -> tl.tuple:
 @triton.jit
 def zero_parts(BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, ROUNDED: tl.constexpr) -> tl.tuple:
     """What products with V are added to: [BM, BV], or two of [BM, BV / 2]."""
-    parts = (tl.zeros([BLOCK_M, BLOCK_V], tl.float32),)
+    parts: tl.tuple = (tl.zeros([BLOCK_M, BLOCK_V], tl.float32),)
     if ROUNDED:
         b_half = tl.zeros([BLOCK_M, BLOCK_V // 2], tl.float32)
         parts = (b_half, b_half)
@@ -71,7 +71,7 @@ def scores_of(b_q: tl.tuple, b_k: tl.tuple) -> tl.tensor:
 def add_values(b_acc: tl.tuple, b_decay: tl.tensor, b_p: tl.tensor, b_v: tl.tuple) -> tl.tuple:
     """b_acc [BM, BV] times b_decay [BM, 1], and weights b_p [BM, BK] times values [BK, BV]."""
     b_first = tl.dot(b_p, b_v[0], b_acc[0] * b_decay, input_precision="ieee")
-    parts = (b_first,)
+    parts: tl.tuple = (b_first,)
     if len(b_v) == 2:
         parts = (b_first, tl.dot(b_p, b_v[1], b_acc[1] * b_decay, input_precision="ieee"))
     return parts

@@ -283,16 +283,16 @@ def attend_kernel(
                 )
             node = run_end + 1
 
-        b_sum, b_part = tl.max(b_sum, 1), joined(b_acc)
+        b_sum, b_split = tl.max(b_sum, 1), joined(b_acc)
         if FOLD:
             b_total_max, b_decay, b_weight = fold_weights(b_total_max, b_max)
             b_total_sum = tl.fma(b_sum, b_weight, b_total_sum * b_decay)
-            b_total = tl.fma(b_part, tl.zeros_like(b_part) + b_weight[:, None], b_total * b_decay[:, None])
+            b_total = tl.fma(b_split, tl.zeros_like(b_split) + b_weight[:, None], b_total * b_decay[:, None])
         else:
             i_first = i_part * part_rows
             tl.store(p_part_max + i_first + first_row + o_tile, b_max, mask=m_row, eviction_policy=KEEP)
             tl.store(p_part_sum + i_first + first_row + o_tile, b_sum, mask=m_row, eviction_policy=KEEP)
-            tl.store(p_out + i_first * VALUE_DIM, b_part, mask=m_out, eviction_policy=KEEP)
+            tl.store(p_out + i_first * VALUE_DIM, b_split, mask=m_out, eviction_policy=KEEP)
 
     if FOLD:
         m_row = m_row & (o_tile * 0 + num_splits > 0)

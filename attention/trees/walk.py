@@ -26,10 +26,10 @@ CELLS = 4096
 
 
 class Accepted(NamedTuple):
-    """path [B, N]: accepted nodes in order, root first, then 0s; length [B]: how many.
+    """Accepted paths of B trees, and the tokens that they emit.
 
-    tokens [B, N]: tokens[:, i] is what the target drew after path[:, i]; the first `length` are emitted, the last of
-    them is the bonus.
+    path [B, N]: accepted nodes in order, root first, then 0s. length [B]: how many. tokens [B, N]: tokens[:, i] is the
+    target's token after path[:, i]; the first `length` are emitted, the last of them is the bonus.
     """
 
     path: torch.Tensor

@@ -40,15 +40,14 @@ from specdec.kvcache.layer_context import Destination
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSpec(HeadSpec):
-    """What a head computes.
+    """What a block drafter's head computes, as data.
 
-    aux_layers: one more each than in `target_layer_ids`. block_size: rows of a block, the last token's included.
-    shifted: row j drafts the token after position S + j, else the one there. anchored: what a window leaves of the
-    committed positions counts from the block's first row, for all its rows. owns_embed: it has an embedding table of
-    its own. skips_embed_norm: of the target's table it takes the rows as they are stored, where the target norms them.
-    draft_vocab_size: rows of its own lm_head, None: the target's. successor: kind of its successor head, of
-    `successor_rank`, or None. is_gemma4: layers, norms and embedding of Gemma 4's kind; keys_are_values and softcap, of
-    logits, are its too.
+    aux_layers: each is one more than in `target_layer_ids`. block_size: rows of a block, that of the newest token
+    included. shifted: row j drafts the token at S + j + 1; False: the one at S + j. anchored: windows of all rows count
+    from the block's first row. owns_embed: it has an embedding table of its own. skips_embed_norm: it takes rows of the
+    target's table as they are stored, although the target norms them. draft_vocab_size: rows of its own lm_head; None:
+    it uses the target's. successor: kind of its successor head, of rank `successor_rank`, or None. is_gemma4: layers,
+    norms and embedding are Gemma 4's; keys_are_values and softcap (of logits) belong to them.
     """
 
     block_size: int
@@ -90,7 +89,7 @@ class BlockSpec(HeadSpec):
         return self.block_size - self.first_row
 
     def rows_for(self, levels: int) -> int:
-        """Rows that must run for the first `levels` drafts: all where rows see those after them."""
+        """Rows that must run for the first `levels` drafts: all of them, unless the block is causal."""
         return self.first_row + levels if self.causal else self.block_size
 
 

@@ -30,11 +30,11 @@ from specdec.draft_models.heads.head_spec import HeadContext, HeadForm, HeadModu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle3Spec(HeadSpec):
-    """What a head computes.
+    """What an EAGLE-3 head computes, as data.
 
-    aux_layers: empty: the final state, after the norm. draft_vocab_size None: the target's head and vocabulary.
-    has_fc False: features pass unchanged. biases: names of the linear layers that have one. owns_embed: it has an
-    embedding table of its own.
+    aux_layers: empty: it reads the final state, after the norm. draft_vocab_size: None: it has the target's head and
+    vocabulary. has_fc: False: features pass unchanged. biases: names of the linear layers with a bias. owns_embed: it
+    has an embedding table of its own.
     """
 
     target_hidden_size: int
@@ -58,7 +58,7 @@ class Eagle3Spec(HeadSpec):
 
 
 class FirstLayer(HeadLayer):
-    """Reads the embeddings beside the states."""
+    """The first layer, which reads embeddings next to states."""
 
     def __init__(self, spec: Eagle3Spec, config: LlamaConfig) -> None:
         super().__init__(spec, 0, config, 2 * spec.hidden_size)

@@ -35,8 +35,11 @@ Head = TypeVar("Head", bound=HeadModule)
 
 
 class HeadDrafter(Drafter, Generic[Head, Form]):
-    """A head fitted to a target, with fused layers if the target's are. plain, fused: classes of its two forms.
-    target_ids [draft V]: target token of each draft token, None for the full vocabulary."""
+    """A head fitted to a target; its layers are fused if the target's are.
+
+    plain, fused: classes of its two forms. target_ids [draft V]: target token of each draft token; None: the full
+    vocabulary.
+    """
 
     may_lag = True
     weights: Weights
@@ -64,7 +67,7 @@ class HeadDrafter(Drafter, Generic[Head, Form]):
             self.form, self.unfused = proved_form(self.name, own, lambda: fused(*parts, self.weights, self.ops))
 
     def over_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
-        """[B, M, draft V] -> [B, M, V], -inf for tokens outside the draft's vocabulary."""
+        """Spread logits [B, M, draft V] to [B, M, V], -inf for tokens outside the draft's vocabulary."""
         if self.target_ids is None:
             return logits
         full = logits.new_full((*logits.shape[:2], self.vocab_size), -torch.inf)
@@ -72,7 +75,7 @@ class HeadDrafter(Drafter, Generic[Head, Form]):
 
 
 class StoreWorker:
-    """A drafter in one engine: its K/V, in a store of its own at the target's slots."""
+    """A drafter with K/V of its own in one engine: a store at the slots of the target's tokens."""
 
     def __init__(self, binding: Binding, layout: KVLayout | None, dtype: torch.dtype) -> None:
         assert layout is not None
@@ -82,7 +85,7 @@ class StoreWorker:
         self.own_view = own_view(binding.cache.allocator, self.store)
 
     def plan_of(self, seen: Observation | PromptObservation) -> KVPlan:
-        """For K/V of the tokens that were committed, whatever has been committed since."""
+        """Plan for the K/V of the observed tokens, even if more have been committed since."""
         backend, table = self.binding.backend, self.binding.cache.table
         if isinstance(seen, PromptObservation):
             return plan_packed(backend, table, seen.pack)
@@ -90,7 +93,10 @@ class StoreWorker:
 
 
 class DraftContext:
-    """K nodes a request. New K/V go to the scratch block; owners: of each layer, the layer whose K/V it reads."""
+    """The forward of one draft level, K nodes a request, whose K/V go to the scratch block.
+
+    owners: for each layer the one whose K/V it reads.
+    """
 
     def __init__(self, block: DraftBlock, backend: Backend, topk: int, owners: Sequence[int]) -> None:
         self.block, self.backend, self.topk, self.owners = block, backend, topk, owners
@@ -110,14 +116,16 @@ class DraftContext:
     def attend_rows(
         self, layer: int, q: torch.Tensor, k: OwnRows, v: OwnRows, **options: Unpack[ScoreOptions]
     ) -> torch.Tensor:
-        """q [B * K, Hq, D] -> [B * K, Hq, DV]: k and v are in the block."""
+        """Attend: q [B * K, Hq, D] -> [B * K, Hq, DV]; k and v are in the block already."""
         query = q.unflatten(0, (-1, self.topk)).transpose(1, 2)  # [B, Hq, K, D]
         return self.block.attend(self.owners[layer], query, **options).flatten(0, 1)
 
 
 class DraftGrowth:
-    """The chain or tree of a batch, drawn level by level: K = `batch.topk` nodes each. sample, best: the batch's own
-    unless others are given, which may draw from something else than logits."""
+    """The chain or tree of a batch, drawn level by level with K = `batch.topk` nodes each.
+
+    sample, best: default: the batch's own. Others may draw from something else than logits.
+    """
 
     def __init__(
         self, batch: DraftBatch, backend: Backend, sample: Sample | None = None, best: BestOf | None = None
@@ -128,8 +136,8 @@ class DraftGrowth:
         self.chain = [batch.root[:, None]]
 
     def add_level(self, logits: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """logits [B, M, V] of the M nodes that may go on, positions [B, M] -> tokens of the next level [B, K], and
-        which of the M each continues; None: a chain has one."""
+        """Draw the next level from logits [B, M, V] of the M nodes that may go on, whose tokens stand at positions
+        [B, M] -> its tokens [B, K], and which of the M each continues (None: a chain has one)."""
         if self.batch.topk == 1:
             self.chain.append(self.sample(logits, positions))
             return self.chain[-1], None

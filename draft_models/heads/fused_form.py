@@ -1,4 +1,4 @@
-"""Whether a drafter's fused layers may run: only if they compute what its own modules do, on a few random rows."""
+"""The proof of a drafter's fused layers: on a few random rows they must compute the same as its own modules."""
 
 import logging
 import math
@@ -18,12 +18,12 @@ logger = logging.getLogger("specdec")
 Form = TypeVar("Form", bound=HeadForm)
 
 FUSED_BOUND = 0.03
-"""Largest relative difference of the median row, times the root of the layers: rounding. A wrong layer has about 1."""
+"""Largest relative difference of the median row per square root of the layers. A wrong layer differs by about 1."""
 
 
 class Echo:
-    """A forward whose attention returns the queries, as wide as values are, and stores nothing, so that two forms of a
-    drafter compare."""
+    """A forward context whose attention returns the queries, cut to the width of values, and stores nothing: two forms
+    of a drafter can be compared in it without K/V."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         own = call.key.shape[-1] == call.query.shape[-1]  # else they stand for K/V of another model, which is not read
@@ -45,10 +45,10 @@ def why_unfused(
     plain: Callable[[], torch.Tensor],
     fused: Callable[[], torch.Tensor],
 ) -> str | None:
-    """The reason not to run the fused layers of `module`, logged; None: there is none.
+    """Compare both forms and log why the fused layers of `module` may not run -> the reason; None: they may.
 
-    plain: rows [R, W] float32 as its own modules compute them, called first. fused: puts fused layers in place, which
-    merges weights, and returns the same rows by them.
+    plain: returns rows [R, W] float32 of its own modules; called first. fused: puts fused layers in place, which merges
+    weights, and returns the same rows.
     """
     held = held_storages(module)
     level = logging.WARNING

@@ -9,9 +9,10 @@ from torch import nn
 from specdec.draft_models.heads.head_spec import HeadContext
 from specdec.gpu.operations import Operations
 from specdec.layers.decoder import FusedLayer, Shared
-from specdec.layers.families import FAMILIES, Groups
+from specdec.layers.families import FAMILIES
 from specdec.layers.fuse import Weights
 from specdec.layers.merge import MERGING, merge
+from specdec.layers.merged_weights import Groups
 from specdec.layers.norm import Gain
 from specdec.layers.rope_store import Rotary, rotary
 from specdec.modules.weights_lock import holds_weights_lock

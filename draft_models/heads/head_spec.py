@@ -21,8 +21,11 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSpec:
-    """aux_layers: target states that a head reads, each named by the layer it enters. windows: sliding window of each
-    draft layer, None: full."""
+    """What a head of any kind computes, as data.
+
+    aux_layers: target states that it reads, each named by the layer it enters. windows: sliding window of each draft
+    layer; None: full attention.
+    """
 
     hidden_size: int
     vocab_size: int

@@ -1,17 +1,19 @@
-"""What no tensor of an MTP module says, measured on a text: which conventions its drafts agree best under.
+"""What no tensor of an MTP module says, measured on a text: which conventions most of its drafts are accepted under.
 
     state    after the target's final norm, or before it              shows in the first draft
-    carry    after the module's norm, before it, or form T            in the second and third
+    carry    after the module's norm, before it, or form T            in the second, and more in each that follows
     block    like the target's layers of one kind, or of another      in all, where its tensors fit both
 
-Drafts are compared by the log-probabilities of what the target says, at each depth by itself: a carry shows there long
-before it does in accepted lengths. One convention is clearly better than another if their mean is higher by MIN_GAIN,
-and by T_LIMIT standard errors over the places.
+Each token of a target's answers is one observation: the probability that its drafts give it, which is how often they
+are accepted, mean over the drafts made 1 to STEPS tokens earlier. So no token is in two observations, and none counts
+for more than an accepted draft: log-probabilities of tokens that no draft would hit are large, and outvote the others.
+Conventions are compared token by token; `is_clearly_better` says when a difference is not chance.
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from statistics import NormalDist
 
 import torch
 
@@ -20,13 +22,16 @@ from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.draft_models.native_mtp.mtp_families import MtpFamily
 from specdec.errors import CheckpointError
 
-STEPS = 3
-"""Drafts a place: the first ones that a carry shows in."""
-MIN_GAIN = 0.02
-"""Nats a draft."""
-T_LIMIT = 2.5
-LIMIT = 2.0
-"""Nats by which a single draft counts at most."""
+STEPS = 5
+"""Drafts of a token that are looked at."""
+ALPHA = 0.01
+"""Chance that any other convention is named where all are equally good."""
+NEARER = 2.0
+"""Standard errors by which conventions further from the drafter's own must be better than nearer ones."""
+MIN_TOKENS = 32
+"""Observations that the normal distribution holds for."""
+ROUNDING = 1e-4
+"""Standard deviation of probabilities that differ by rounding alone, at most."""
 ROWS = 64
 """Places whose logits are computed at a time."""
 STATES = {True: "the target's state after its final norm", False: "the target's state before its final norm"}
@@ -88,39 +93,47 @@ def difference(now: NativeMtpDrafter, other: NativeMtpDrafter) -> str:
     return "; ".join(f"{before} -> {after}" for before, after in pairs if before != after)
 
 
-def likelihoods(
-    drafter: NativeMtpDrafter, tokens: torch.Tensor, pos: torch.Tensor, states: torch.Tensor, chosen: torch.Tensor
-) -> torch.Tensor:
-    """Log-probabilities [P, K] of the target's tokens in drafts 1 to K after each place of packed texts at tokens and
-    pos [1, T].
+def accepted(drafter: NativeMtpDrafter, tokens: torch.Tensor, states: torch.Tensor, first: int) -> torch.Tensor:
+    """Observations of tokens [T] of a text from number `first` on, as `by_token` has them.
 
-    states [1, T, H]: as the drafter reads them. chosen [T]: what the target says after each token.
+    states [T, H]: of the target, as the drafter reads them.
     """
     steps = min(STEPS, drafter.max_steps or STEPS)
-    places = (pos.roll(-steps, 1) == pos + steps)[0].nonzero()[:, 0]  # with that many tokens after them
+    pos = torch.arange(len(tokens), device=tokens.device)
+    places = pos[max(0, first - 1 - steps) : -2]
+    rows_of = chained_rows(drafter, tokens[None], states[None], pos[None], steps, places)
     found = []
-    for step, rows in enumerate(chained_rows(drafter, tokens, states, pos, steps, places)):
-        for first in range(0, len(places), ROWS):
-            part = type(rows)(*(of_all[:, first : first + ROWS] for of_all in rows))
+    for step, rows in enumerate(rows_of):
+        drafted = tokens.roll(-2 - step)[places]
+        for begin in range(0, len(places), ROWS):
+            part = type(rows)(*(of_all[:, begin : begin + ROWS] for of_all in rows))
             logits = drafter.logits(min(step, len(drafter.modules) - 1), part)[0]
-            wanted = chosen[places[first : first + ROWS] + 1 + step]
-            found.append(logits.float().log_softmax(-1).gather(1, wanted[:, None])[:, 0])
-    return torch.cat(found).view(steps, -1).T
+            found.append(logits.float().softmax(-1).gather(1, drafted[begin : begin + ROWS, None])[:, 0])
+    return by_token(torch.cat(found).view(steps, -1).T)
 
 
-def expected_length(log_p: torch.Tensor) -> float:
-    """Tokens a round, were drafts drawn: 1, and the probabilities of the first 1, 2, ... tokens [P, K]."""
-    return 1 + float(log_p.cumsum(1).exp().sum(1).mean())
+def by_token(p: torch.Tensor) -> torch.Tensor:
+    """Probabilities [P, K] of the tokens 1 to K after consecutive places -> [P - K + 1] of each token, mean over its
+    drafts from 1 to K tokens earlier."""
+    count, steps = p.shape
+    shifted = [p[steps - 1 - step : max(0, count - step), step] for step in range(steps)]
+    return torch.stack(shifted).mean(0)
 
 
-def is_worth_more(log_p: torch.Tensor, than: torch.Tensor) -> bool:
-    """Whether conventions further from the drafter's own explain a text better: nearer ones win within MIN_GAIN."""
-    return float(log_p.mean()) >= float(than.mean()) + MIN_GAIN
+def standard_errors(now: torch.Tensor, than: torch.Tensor) -> float:
+    """The mean of now - than in its standard errors; both [N], of the same tokens. 0 for too few."""
+    gains = now - than
+    if len(gains) < MIN_TOKENS:
+        return 0.0
+    return float(gains.mean()) * math.sqrt(len(gains)) / max(float(gains.std()), ROUNDING)
 
 
-def is_clearly_better(log_p: torch.Tensor, than: torch.Tensor) -> bool:
-    """log_p, than [P, K] at the same places."""
-    gains = (log_p - than).clamp(-LIMIT, LIMIT).mean(1)
-    if len(gains) < 2 or not float(gains.mean()) >= MIN_GAIN:
-        return False
-    return float(gains.mean()) >= T_LIMIT * float(gains.std()) / math.sqrt(len(gains))
+def is_worth_more(now: torch.Tensor, than: torch.Tensor) -> bool:
+    """Whether conventions further from the drafter's own explain a text better than nearer ones."""
+    return standard_errors(now, than) >= NEARER
+
+
+def is_clearly_better(now: torch.Tensor, own: torch.Tensor, tried: int) -> bool:
+    """Whether one of `tried` other conventions is better than the drafter's own, with an error of ALPHA for all of
+    them."""
+    return standard_errors(now, own) >= NormalDist().inv_cdf(1 - ALPHA / tried)

@@ -72,21 +72,28 @@ class MtpModule(nn.Module):
             self.embed.weight = _parameter(table, weight, tuple(table.shape), "embed")
         filled = filled_parts(rest, decoder, like, keys or {}, load_packed)
         self.layer, self.proj, self.head = filled.layers[0], filled.proj, filled.head
-        for part in self.layer.modules():
-            if hasattr(part, "layer_idx"):
-                part.layer_idx = number
         self.number = number
         self._source = decoder, like
-        self.block: Any = one_layer_decoder(decoder, like, self.layer, nn.Identity())
+        self.block: Any = one_layer_decoder(decoder, like, self._numbered(self.layer), nn.Identity())
 
     def around(self, like: int) -> "MtpModule":
-        """A module of these weights around a block like another layer. Raises CheckpointError where it is none."""
-        state = {
-            f"{'block' if name == 'layer' else name}.{key}": tensor
-            for name, part in self.parts().items()
-            for key, tensor in part.state_dict().items()
-        }
-        return MtpModule(state, self._source[0], like, self.number)
+        """A module of these weights, packed where they are packed, with a block like another layer. Raises
+        CheckpointError where it is none."""
+        decoder, parts = self._source[0], self.parts()
+        made = copy.copy(self)
+        made._modules = dict(self._modules)
+        made._source = decoder, like
+        made.enorm, made.hnorm, made.proj = parts["enorm"], parts["hnorm"], parts["proj"]  # not fused
+        made.layer = layer_like(decoder, like, parts["layer"])
+        made.block = one_layer_decoder(decoder, like, made._numbered(made.layer), nn.Identity())
+        return made
+
+    def _numbered(self, layer: Any) -> Any:
+        """A layer that keeps K/V by the module's number."""
+        for part in layer.modules():
+            if hasattr(part, "layer_idx"):
+                part.layer_idx = self.number
+        return layer
 
     def parts(self) -> dict[str, nn.Module]:
         """What it has of its own, by name; `block` runs the layer's weights."""
@@ -160,6 +167,25 @@ def empty_layer(decoder: Any, like: int, mlp: int | None = None) -> Any:
         if mlp is not None and mlp != like % count:
             made.mlp = type(decoder.layers[mlp])(config, mlp).mlp
     return made
+
+
+def layer_like(decoder: Any, like: int, layer: nn.Module) -> Any:
+    """A layer like layer `like` of a text model, with the weights of `layer`. Raises CheckpointError where they do not
+    fit."""
+    made = empty_layer(decoder, like, nearest_mlp(decoder, like, _has_experts(layer.state_dict())))
+    try:
+        for name, part in layer.named_modules():
+            place = made.get_submodule(name)
+            if isinstance(place, nn.Linear) and (place.in_features, place.out_features) == (
+                getattr(part, "in_features", None),
+                getattr(part, "out_features", None),
+            ):
+                made.set_submodule(name, part)  # it may be packed
+        made.load_state_dict(layer.state_dict(), assign=True)
+    except (AttributeError, RuntimeError) as error:
+        reason = first_line(error)
+        raise CheckpointError(f"its block is no layer like the target's layer {like}: {reason}") from error
+    return made.requires_grad_(False).eval()
 
 
 def nearest_mlp(decoder: Any, like: int, routed: bool) -> int:

@@ -30,7 +30,7 @@ class GenerateOptions:
     pair: PairOptions
     sampling: SamplingNumbers
     raw: Raw = False
-    show_drafts: bool = option(False, "Colour tokens from accepted drafts.", "--show-drafts")
+    show_drafts: bool = option(False, "Colour tokens from accepted drafts; in a pipe: brackets.", "--show-drafts")
     json_file: JsonFile = None
 
 
@@ -147,7 +147,7 @@ class DoctorOptions:
         None, "JSONL with 'question', 'prompt' or 'turns'; default: 8 word problems.", metavar="FILE"
     )
     limit: int = option(8, "Only the first N prompts, at least 4.", min=4)
-    max_new_tokens: int = option(48, "Tokens of each answer.", min=8)
+    max_new_tokens: int | None = option(None, "Tokens of each answer; default: 48, for MTP modules 96.", min=8)
     write_conventions: bool = option(
         False, "Write what was named of MTP modules into mtp_conventions.json beside them.", "--write-conventions"
     )

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from specdec.doctor.dense_drafts import Drafts
+from specdec.draft_models.native_mtp.conventions import by_token
 from specdec.runtime.request import GenerationOutput, RequestStats
 
 MIN_GAIN = 0.01
@@ -48,12 +49,12 @@ class Acceptance:
 
 
 class Measured(NamedTuple):
-    """Accepted lengths, the bonus included, on each prompt: expected, and greedy. log_p [P, K]: of the text's tokens at
-    all places; None: measured by an engine."""
+    """Accepted lengths, the bonus included, on each prompt: expected, and greedy. by_token [N]: probability of each
+    token of the texts, mean over its drafts (`conventions.py`); None: measured by an engine."""
 
     expected: tuple[float, ...]
     greedy: tuple[float, ...]
-    log_p: torch.Tensor | None = None
+    by_token: torch.Tensor | None = None
 
     @property
     def length(self) -> float:
@@ -65,7 +66,7 @@ def measured_densely(drafts: Sequence[Drafts]) -> Measured:
     """One `Drafts` a prompt, each over every place of its answer."""
     expected = tuple(1 + float(each.expected.mean()) for each in drafts)
     greedy = tuple(1 + float(each.accepted.float().mean()) for each in drafts)
-    return Measured(expected, greedy, torch.cat([each.log_p for each in drafts]))
+    return Measured(expected, greedy, torch.cat([by_token(each.log_p.exp()) for each in drafts]))
 
 
 def measured_by_engine(outputs: Sequence[GenerationOutput]) -> Measured:

@@ -26,15 +26,18 @@ Changes = Callable[[Any, PairInQuestion], Iterator[change.Change]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """name: as reports name it. kinds: drafters that it applies to. least: share of the accepted length that a change
-    must gain. by_depth: its changes are compared by the log-probabilities at each depth (`conventions.py`)."""
+    """One reason for low acceptance, and how it is found.
+
+    name: its name in reports. kinds: drafters that it applies to. least: share of the accepted length that a change
+    must gain. by_token: its changes are compared token by token (`conventions.py`).
+    """
 
     name: str
     kinds: tuple[type, ...]
     seen: Seen | None = None
     changes: Changes | None = None
     least: float = MIN_GAIN
-    by_depth: bool = False
+    by_token: bool = False
 
     def applies_to(self, drafter: Drafter) -> bool:
         return isinstance(drafter, self.kinds)
@@ -54,7 +57,7 @@ CAUSES = (
     Cause(name="window", kinds=HEADS, changes=change.windows_of_heads),
     Cause(name="window", kinds=ASSISTANTS, changes=change.windows_of_assistants),
     Cause(name="frozen position", kinds=ASSISTANTS, changes=change.positions),
-    Cause(name="MTP conventions", kinds=MODULES, changes=change.mtp_conventions, by_depth=True),
+    Cause(name="MTP conventions", kinds=MODULES, changes=change.mtp_conventions, by_token=True),
     Cause(name="template", kinds=ANY, seen=signs.no_template),
     Cause(name="template", kinds=ANY, changes=change.templates, least=change.MIN_GAIN_OF_PROMPTS),
     Cause(name="thinking mode", kinds=ANY, changes=change.thinking, least=change.MIN_GAIN_OF_PROMPTS),

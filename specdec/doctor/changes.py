@@ -66,8 +66,11 @@ THINKING = "enable_thinking"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """what: in a few words, "taps 3, 16, 28 -> 2, 15, 27". do: a sentence for the user. pair: as changed. prompts: it
-    changes what is asked, not the drafter."""
+    """A pair with one setting changed.
+
+    what: the change in a few words, "taps 3, 16, 28 -> 2, 15, 27". do: advice to the user, a sentence. pair: the
+    changed pair. prompts: the prompts are changed, not the drafter.
+    """
 
     what: str
     do: str

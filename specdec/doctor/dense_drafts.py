@@ -30,17 +30,25 @@ from specdec.draft_models.eagle3.head import embed_raw
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.draft_models.native_mtp.mtp_chains import chained_rows
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
-from specdec.kvcache.layer_context import ScoreOptions
+from specdec.kvcache.layer_context import Recurrence, ScoreOptions
 from specdec.models.probe import ProbeContext
-from specdec.models.recurrent_layers import require_attention_only
+from specdec.models.recurrent_probe import convolved_text, recurred_text
 from specdec.models.target import TargetModel
 
 
 @dataclass(slots=True)
 class RecordingContext(ProbeContext):
-    """Also the states that enter the layers which `states` has as keys."""
+    """One whole text, and also the states that enter the layers which `states` has as keys."""
 
     states: dict[int, torch.Tensor | None] = field(default_factory=dict)
+
+    def convolve(
+        self, layer: int, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return convolved_text(inputs, weight, bias)
+
+    def recur(self, layer: int, rows: Recurrence) -> torch.Tensor:
+        return recurred_text(rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +81,7 @@ class RecordedText:
 
 @torch.inference_mode()
 def record(target: TargetModel, prompt: list[int], answer: list[int]) -> RecordedText:
-    """Run prompt and answer through the target once. Raises UnsupportedModelError for one with recurrent layers."""
-    require_attention_only(target, "the doctor")
+    """Run prompt and answer through the target once."""
     tokens = torch.tensor([*prompt, *answer], device=target.device)
     steps = torch.arange(len(tokens), device=target.device)
     states: dict[int, torch.Tensor | None] = dict.fromkeys(range(len(target.layout.layers) + 1))
@@ -265,8 +272,11 @@ class Watched:
 
 
 class ReferenceCheck(NamedTuple):
-    """difference: of the logits' deviations from their mean, relative to the reference's. bound: what rounding
-    explains. same_token: is the likeliest token the same?"""
+    """Comparison of the worker's logits with the dense reference.
+
+    difference: relative difference of the logits, their means subtracted. bound: the largest that rounding explains.
+    same_token: is the likeliest token the same?
+    """
 
     difference: float
     bound: float

@@ -37,10 +37,13 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """read: what was read of the pair, in words. acceptance: of the engine's rounds on `prompts` prompts.
-    reference: None where the drafter has no dense form. conventions: of MTP modules, where others were named than they
-    were loaded with: fields of `mtp_conventions.json`. memory: bytes of K/V by pool. best_shape: of the engine's cost
-    table, None where it has none. seconds: it took."""
+    """The doctor's result for one pair.
+
+    read: facts of the pair, in words. acceptance: acceptance in the engine's rounds on `prompts` prompts. reference:
+    None if the drafter has no dense form. conventions: fields of `mtp_conventions.json`, if better ones were found for
+    MTP modules. memory: bytes of K/V by pool. best_shape: best draft in the engine's cost table; None: there is no
+    table. seconds: duration.
+    """
 
     read: Mapping[str, str]
     prompts: int
@@ -57,7 +60,7 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool:
-        """Nothing is wrong: no cause is named, and the worker computes what the reference does."""
+        """No cause is named, the worker computes what the reference does, and drafts are accepted."""
         return not self.findings
 
     def as_json(self) -> dict[str, Any]:

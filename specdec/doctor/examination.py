@@ -36,8 +36,12 @@ PROMPTS = 8
 """Prompts of a diagnosis that is given none."""
 NEW_TOKENS = 48
 """Tokens of each answer, by default."""
+MODULE_TOKENS = 96
+"""Tokens of each answer of a pair with MTP modules, whose conventions differ by one draft in a hundred."""
 MAX_NAMED = 3
 """Changes that are named one on top of another."""
+NEAR_ONE = 1.1
+"""Accepted length below which a drafter is reported even if no change raises it."""
 NO_REFERENCE = "drafters of kind {name} have no dense reference; only prompts were changed"
 
 
@@ -46,17 +50,17 @@ def diagnose(
     prompts: Sequence[str | list[int]] | None = None,
     *,
     chat: bool = True,
-    max_new_tokens: int = NEW_TOKENS,
+    max_new_tokens: int | None = None,
     causes: Sequence[Cause] = CAUSES,
 ) -> Diagnosis:
     """Why the drafter is accepted less than it could be: `findings` names each cause and what to change.
 
     The pair answers the prompts greedily in an engine of its own, then with one setting of the drafter changed at a
-    time; a change that raises acceptance clearly is named. `healthy`: none does.
+    time; a change that raises acceptance clearly is named. `healthy`: none does, and the acceptance length is not 1.
     prompts: at least 4 texts, or lists of token ids, of the kind that the pair is meant for; None: word problems.
-    chat: texts are turns of a chat; False: raw text. It takes half a minute, and memory for a second K/V cache, so not
-    next to requests. Raises ConfigError for an engine without a drafter, fewer prompts, texts without a tokenizer, or
-    answers not longer than the drafts.
+    chat: texts are turns of a chat; False: raw text. max_new_tokens: of each answer; None: 48, for MTP modules 96. It
+    takes half a minute, and memory for a second K/V cache, so not next to requests. Raises ConfigError for an engine
+    without a drafter, fewer prompts, texts without a tokenizer, or answers not longer than the drafts.
     """
     started = time.perf_counter()
     if engine.drafter is None:
@@ -64,6 +68,9 @@ def diagnose(
     questions = list(prompts) if prompts is not None else default_questions(engine)
     if len(questions) < 4:
         raise ConfigError(f"{len(questions)} prompts; 4 or more are needed to tell a gain from chance")
+    drafter = model_of(engine.drafter)
+    if max_new_tokens is None:
+        max_new_tokens = MODULE_TOKENS if isinstance(drafter, NativeMtpDrafter) else NEW_TOKENS
     require_int("max_new_tokens", max_new_tokens, 1, 1 << 30)
     num_steps = engine.spec.num_steps
     if max_new_tokens <= num_steps:  # a token comes before the draft
@@ -71,7 +78,6 @@ def diagnose(
             f"max_new_tokens={max_new_tokens}: drafts of num_steps={num_steps} are looked at in answers of "
             f"{num_steps + 1} tokens or more; give that many, or fewer steps"
         )
-    drafter = model_of(engine.drafter)
     pair = PairInQuestion(engine=engine, drafter=drafter, questions=questions, chat=chat)
     seen = visible_signs(Subject(engine.target, drafter, engine.tokenizer), causes)
     with progress_bar("diagnosing", 2 + len(causes)) as update:
@@ -83,6 +89,8 @@ def diagnose(
             findings.append(_broken_worker(reference))
         update(2)
         trials, named = examination.name_changes(causes, update)
+    if not findings and not named and examination.texts and examination.as_loaded.length < NEAR_ONE:
+        named = [_untrained(examination.as_loaded.length)]
     return Diagnosis(
         read=pair_facts(pair),
         prompts=len(questions),
@@ -180,12 +188,13 @@ class Examination:
             update(2 + number)
             if cause.changes is None or cause.name in done or not cause.applies_to(self.pair.drafter):
                 continue
-            for change in cause.changes(self.pair.drafter, self.pair):
+            changes = list(cause.changes(self.pair.drafter, self.pair))
+            for change in changes:
                 measured = self._measure(change.pair, change.prompts)
                 compared = Comparison.of(measured, self.measured)
                 clear = compared.is_clear(cause.least)
-                if cause.by_depth and measured.log_p is not None and self.measured.log_p is not None:
-                    clear = is_clearly_better(measured.log_p, self.measured.log_p)
+                if cause.by_token and measured.by_token is not None and self.measured.by_token is not None:
+                    clear = is_clearly_better(measured.by_token, self.measured.by_token, len(changes))
                 trials.append(
                     Trial(
                         cause=cause.name,
@@ -214,8 +223,8 @@ class Examination:
 
 
 def _is_better(cause: Cause, measured: Measured, best: tuple[Cause, Change, Measured]) -> bool:
-    if cause.by_depth and best[0] is cause and measured.log_p is not None and best[2].log_p is not None:
-        return is_worth_more(measured.log_p, best[2].log_p)
+    if cause.by_token and best[0] is cause and measured.by_token is not None and best[2].by_token is not None:
+        return is_worth_more(measured.by_token, best[2].by_token)
     return measured.length > best[2].length
 
 
@@ -224,6 +233,16 @@ def default_questions(engine: Engine) -> list[str | list[int]]:
     if engine.tokenizer is None:
         raise ConfigError("this engine has no tokenizer; give prompts=[[token ids], ...], 4 or more")
     return [problem.text for problem in read_prompts(HELD_OUT_PROBLEMS, PROMPTS)]
+
+
+def _untrained(length: float) -> Finding:
+    return Finding(
+        cause="training",
+        what=f"the acceptance length is {length:.2f}, where 1 is no gain, and no change that was tried raises it",
+        do="the drafter was trained too little, or for another target: take one made for this target, or train one "
+        "(docs/training.md)",
+        certain=False,
+    )
 
 
 def _broken_worker(reference: ReferenceCheck) -> Finding:

@@ -76,7 +76,7 @@ def evaluate(
     if limit < 0:
         raise ConfigError(f"limit={limit}: a number of problems, or 0 for all, is expected")
     require_device(config.device)
-    most = context_length(Checkpoint.of(target, loading).hf_config().get_text_config()).most
+    most = context_length(Checkpoint.of(target, loading).hf_config().get_text_config()).max_len
     tokenizer = load_tokenizer(target, loading)
     if tokenizer is None:
         raise ConfigError(f"{target!r} holds no tokenizer, and the problems are text; add the tokenizer's files")

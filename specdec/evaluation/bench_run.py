@@ -29,13 +29,16 @@ from specdec.text.prompt_files import Problem
 
 @dataclass(frozen=True, slots=True)
 class BenchReport:
-    """tokens_per_second: by contestant, in the order they ran. cut_off: outputs that `max_new_tokens` ended. stats: of
-    the engine with the drafter, over all prompts; what it says of drafts has names of its own here. drafts_off: why
-    its newest round had no draft. slower: why it was slower than plain decoding, if it was.
+    """Result of `specdec bench` on prompts; figures that do not exist are None.
 
-    times: `time_figures` by contestant, of engines. speculative_decoding: `acceptance_figures`. supposed:
-    `supposed_figures`. categories: by name, the prompts, the acceptance length and each contestant's tokens/s. data:
-    the prompts' source. template, thinking: how they were put, in words. None: there is no such figure."""
+    tokens_per_second: by contestant, in the order they ran. cut_off: outputs that `max_new_tokens` ended. stats:
+    figures of the engine with the drafter over all prompts; those of drafts have names of their own here. drafts_off:
+    why its newest round had no draft. slower: why it was slower than plain decoding, if it was.
+
+    times: `time_figures` of each engine. speculative_decoding: `acceptance_figures`. supposed: `supposed_figures`.
+    categories: by name, the prompts, the acceptance length and each contestant's tokens/s. data: source of the prompts.
+    template, thinking: how prompts were rendered, in words.
+    """
 
     target: str
     drafter: str | None

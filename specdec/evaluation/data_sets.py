@@ -26,8 +26,11 @@ PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"
 
 @dataclass(frozen=True, slots=True)
 class DataSet:
-    """files: names of its file in a folder, or in the folder's subfolder of its name. hub: the arguments of
-    `datasets.load_dataset` and the split; None: it is not there. note: a limit of what is measured."""
+    """Places of a published data set.
+
+    files: names of its file in a folder, or in a subfolder named like the data set. hub: arguments of
+    `datasets.load_dataset`, and the split; None: it is not on the hub. note: a limit of what is measured.
+    """
 
     files: Sequence[str]
     hub: tuple[tuple[str, ...], str] | None
@@ -100,7 +103,7 @@ def _file_rows(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
 def _from_hub(name: str) -> tuple[str, list[tuple[str, Mapping[str, Any]]]]:
     place = DATA_SETS[name].hub
     if place is None:
-        raise ConfigError(f"data='hub': {name} is not on the hub; give its JSONL file, or a folder with it")
+        raise ConfigError(f"{name} is not on the hub; give its JSONL file, or a folder with it")
     arguments, split = place
     try:
         import datasets
@@ -108,10 +111,11 @@ def _from_hub(name: str) -> tuple[str, list[tuple[str, Mapping[str, Any]]]]:
         rows = list(datasets.load_dataset(*arguments, split=split))
     except ImportError as error:
         needed = "needs the package datasets: pip install 'specdec-runtime[datasets]'"
-        raise ConfigError(f"data='hub' {needed}, or give a JSONL file") from error
+        raise ConfigError(f"{name} from the hub {needed}; or give its JSONL file, or a folder with it") from error
     except Exception as error:  # no network, a broken cache, ...: they have no common base
         raise ConfigError(
-            f"data='hub': {arguments[0]} did not load ({first_line(error)}); give a JSONL file"
+            f"{name} from the hub: {arguments[0]} did not load ({first_line(error)}); give its JSONL file, or a folder "
+            "with it"
         ) from error
     return f"{arguments[0]}, {split} split, from the hub", [(f"row {at}", row) for at, row in enumerate(rows)]
 

@@ -149,27 +149,27 @@ def plan_drafter(
     name = name if word in WORDS else drafter or ""
     if not name or name in WORDS:
         return PlannedDrafter()
-    checkpoint, late = Checkpoint.of(name, options), KEPT if spec.adaptive else 0
+    checkpoint, max_lag = Checkpoint.of(name, options), KEPT if spec.adaptive else 0
     described = checkpoint.config
     if own or is_mtp_speculator(described) or is_like(described, target):
         folder = checkpoint.config_file.parent
         if own or has_modules(folder, len(target.layout.layers)):
             with about(f"drafter {MTP if own else name!r}"):
-                return plan_modules(folder, target, late)
+                return plan_modules(folder, target, max_lag)
     if is_assistant_config(described):
         assistant = on_meta(checkpoint, target.dtype)
         needs = DraftNeeds.of(Gemma4MTPDrafter(assistant, target), spec)
         return PlannedDrafter(needs, _weight_bytes(checkpoint, assistant))
     if is_drafter_config(described):
         with about(f"drafter {name!r}"):
-            return PlannedDrafter(DraftNeeds(kept_layout(described), late=late), _weight_bytes(checkpoint, None))
+            return PlannedDrafter(DraftNeeds(kept_layout(described), max_lag=max_lag), _weight_bytes(checkpoint, None))
     if not continues_text(described):
         raise UnsupportedModelError(f"drafter {name!r}: model_type {described.get('model_type')!r} is no drafter")
     model = ModelOnMeta(name, on_meta(checkpoint, target.dtype))
-    return PlannedDrafter(DraftNeeds(model.layout, late=late), _weight_bytes(checkpoint, model.model))
+    return PlannedDrafter(DraftNeeds(model.layout, max_lag=max_lag), _weight_bytes(checkpoint, model.model))
 
 
-def plan_modules(folder: Path, target: ModelOnMeta, late: int) -> PlannedDrafter:
+def plan_modules(folder: Path, target: ModelOnMeta, max_lag: int) -> PlannedDrafter:
     """MTP modules in a folder, counted by the headers of its files; without files, by the target's config."""
     files, num_layers = tensor_files(folder), len(target.layout.layers)
     modules, weights = module_tensors(files, num_layers), None
@@ -184,7 +184,7 @@ def plan_modules(folder: Path, target: ModelOnMeta, late: int) -> PlannedDrafter
         stored = stored_tensors({str(files[name]) for name in names})
         weights = sum(_kept_bytes(stored[name], target.dtype) for name in names)
     layout = kept_by_modules(target.layout, conventions_of(folder, target).like, count)
-    needs = DraftNeeds(layout, reread=count - 1, late=late)
+    needs = DraftNeeds(layout, reread=count - 1, max_lag=max_lag)
     return PlannedDrafter(needs, weights, default_steps(count))
 
 

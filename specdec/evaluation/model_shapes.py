@@ -26,8 +26,11 @@ WIDTHS = frozenset(
 ) | (
     {"head_dim", "global_head_dim", "sliding_window", "hidden_size_per_layer_input", "vocab_size_per_layer_input"}
     | {"share_expert_dim", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}
+    | {"linear_key_head_dim", "linear_value_head_dim", "shared_expert_intermediate_size"}
 )
 """Fields of a config that `Shrink` divides."""
+PATTERNS = {"sliding_window_pattern": SLIDING_ATTENTION, "recurrent_pattern": "linear_attention"}
+"""Kinds of layers between those with full attention, by the field of a shape that says how far apart these are."""
 MAX_SHRINK = 16
 """Narrower heads and windows are no attention."""
 MIN_LAYERS = 2
@@ -35,8 +38,11 @@ MIN_LAYERS = 2
 
 @dataclass(frozen=True, slots=True)
 class Shrink:
-    """`layers`: of the target, None: all. `divisor`: widths (hidden, heads, vocabulary, window) are divided by it, and
-    rounded up to multiples of `multiple`: grouped products need 8, packed weights 32."""
+    """How a shape is made smaller.
+
+    `layers`: number of layers of the target; None: all. `divisor`: widths (hidden, heads, vocabulary, window) are
+    divided by it, and rounded up to multiples of `multiple`: grouped products need 8, packed weights 32.
+    """
 
     layers: int | None = None
     divisor: int = 1
@@ -95,12 +101,15 @@ class Shape:
         return DRAFTS.get(self.drafter_fields["model_type"], {})
 
     def target(self, shrink: Shrink) -> PreTrainedConfig:
-        """Config of the target. The last of every `sliding_window_pattern` layers is full, and the last of all."""
+        """Config of the target. The last of every `sliding_window_pattern` or `recurrent_pattern` layers attends to
+        everything, and so does the last of all."""
         fields = shrink.fields(**self.target_fields)
         layers, whole = fields["num_hidden_layers"], fields.pop("inside", None)
         fields["num_hidden_layers"] = depth = shrink.depth(layers)
-        if (period := fields.pop("sliding_window_pattern", None)) is not None:
-            kinds = [FULL_ATTENTION if (i + 1) % period == 0 else SLIDING_ATTENTION for i in range(depth)]
+        for pattern, kind in PATTERNS.items():
+            if (period := fields.pop(pattern, None)) is None:
+                continue
+            kinds = [FULL_ATTENTION if (i + 1) % period == 0 else kind for i in range(depth)]
             fields["layer_types"] = [*kinds[:-1], FULL_ATTENTION]
             if "num_kv_shared_layers" in fields:  # an owner of each kind must be left before those that share
                 shared = min(round(depth * fields["num_kv_shared_layers"] / layers), depth - period)

@@ -83,7 +83,10 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """weights: bytes by role. groups: K/V of all requests. on_less: what to do on a smaller GPU."""
+    """The recipe of one published pair.
+
+    weights: bytes by role. groups: K/V of all requests. on_less: advice for a smaller GPU.
+    """
 
     pair: Pair
     command: str
@@ -150,15 +153,15 @@ def plan_drafter(shape: Shape, model: ModelOnMeta, spec: SpecConfig, shrink: Shr
     described = shape.drafter(model.config, shrink)
     if isinstance(described, MtpSpec):
         layout = kept_by_modules(model.layout, family_of(model).like, described.modules)
-        needs = DraftNeeds(layout, reread=described.modules - 1, late=KEPT)
+        needs = DraftNeeds(layout, reread=described.modules - 1, max_lag=KEPT)
         return PlannedDrafter(needs, count_modules(described, model).bytes)
     drafter = build_model(described, META, model.dtype)
     weights = stored_weights(drafter).bytes
     if isinstance(described, HeadSpec):
-        return PlannedDrafter(DraftNeeds(described.kv_layout, late=KEPT), weights)
+        return PlannedDrafter(DraftNeeds(described.kv_layout, max_lag=KEPT), weights)
     if is_assistant_config(described.to_dict()):
         return PlannedDrafter(DraftNeeds.of(Gemma4MTPDrafter(drafter, model), spec), weights)
-    return PlannedDrafter(DraftNeeds(ModelOnMeta(shape.name, drafter).layout, late=KEPT), weights)
+    return PlannedDrafter(DraftNeeds(ModelOnMeta(shape.name, drafter).layout, max_lag=KEPT), weights)
 
 
 def step_time(pair: Pair, gpu: str, floor: int) -> StepTime:

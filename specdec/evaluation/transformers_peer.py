@@ -89,7 +89,7 @@ Run = Callable[[Sequence[Sequence[int]], int], list[float]]
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """rows: that one of its steps verifies, of each request."""
+    """One way of generating with transformers. rows: rows of each request that one of its steps verifies."""
 
     name: str
     run: Run

@@ -25,7 +25,7 @@ Capture = Callable[[Program], tuple[Replay, torch.Tensor]]
 """Records a program instead of running it -> (what replays it, the tensor that it returns, written anew each time)."""
 
 MIN_CAPTURES = 60
-"""Lower bound on the captures that an engine may keep, whatever the number of its batch sizes: `most_captures`."""
+"""Lower bound on the captures that an engine may keep, whatever the number of its batch sizes: `max_captures`."""
 
 POOLS = ("rounds", "large rounds", "prompts")
 """Names of pools: rounds that change or report logits need several times the memory, and come and go."""
@@ -38,14 +38,13 @@ FREE_SHARE = 0.5
 
 
 class CaptureUse(NamedTuple):
-    """What an engine has captured, and what ran without.
+    """Captures of an engine, and runs without a capture.
 
-    captured: rounds and prompt forwards that can be replayed now. made, evicted, refused: captures made so far, let go
-    for others, and failed, out of memory among them. bytes: of the device that all captures take together, and what
-    they leave their results in (of several devices, on the one that holds most); budget_bytes: at most, of one device;
-    None where nothing is captured. uncaptured_rounds,
-    uncaptured_prompts: rounds and forwards over prompts that were launched kernel by kernel, the first of every shape
-    and prompts that are too long to be captured among them.
+    captured: rounds and prompt forwards that can be replayed now. made, evicted, refused: captures made so far, dropped
+    for others, and failed (for any reason). bytes: device memory of all captures and their results, on the device that
+    holds most. budget_bytes: the most they may take of one device; None: nothing is captured. uncaptured_rounds,
+    uncaptured_prompts: rounds and prompt forwards that were launched kernel by kernel, such as the first of every shape
+    and long prompts.
     """
 
     captured: int = 0
@@ -76,15 +75,15 @@ class CaptureMemory(Protocol):
 
 
 def default_budget(*devices: torch.device) -> int | None:
-    """What captures may take of each of these devices where the user says nothing: as much as the fullest can give.
-    None: nothing is captured there."""
+    """Default of `EngineConfig.max_capture_bytes` on these devices: as much as the fullest can give. None: nothing is
+    captured there."""
     if devices[0].type != "cuda":
         return None
     shares = [min(MEMORY_SHARE * all_bytes(device), FREE_SHARE * free_bytes(device)) for device in devices]
     return int(min(shares))
 
 
-def most_captures(num_sizes: int, num_drafts: int = 1) -> int:
+def max_captures(num_sizes: int, num_drafts: int = 1) -> int:
     """Number of captures that are kept, for rounds of that many batch sizes and kinds of drafts."""
     return max(MIN_CAPTURES, (2 + num_drafts) * num_sizes)
 
@@ -146,7 +145,7 @@ class CaptureStore:
         self.uncaptured = {"rounds": 0, "prompts": 0}
 
     def join(self, owner: Owner) -> int:
-        """-> the number under which it keeps what it captures."""
+        """Register an owner -> its number, the key of its captures."""
         self._owners.append(owner)
         return len(self._owners) - 1
 

@@ -7,6 +7,8 @@ computed where the one before ends. Per layer, with [..] where the family has it
                                                         [y = queries, keys, values of latents] expand_latent
     y sum, [q/k/v norm], rotary, store rope_store       a = attention                          the context
     [a = a sigmoid(x W_g) by head      linear, gate_heads]
+    [a = a sigmoid(gates in y)         gate_channels]
+    or of a recurrent layer:           its mixer, in the place of all between y and a
     o = a W_o                          linear           h, x = h + [f] [norm](o), [norm](h)    norm
     m = act(x W_gate) (x W_up)         gated_linear     d = m W_down                           linear
                                        x of attention's own norm where the two are parallel (Cohere)
@@ -22,16 +24,16 @@ The families are descriptions (`LayerParts`) read off the Hugging Face modules; 
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from specdec.gpu.operations import Operations
-from specdec.kvcache.layer_context import Ending, LayerContext, Narrowing
+from specdec.kvcache.layer_context import Ending, LayerContext, Narrowing, RecurrentContext
 from specdec.layers.decoder_parts import DecoderParts, LayerParts, MoeParts, SumShare, WideNorms
-from specdec.layers.head_gates import gate_heads
+from specdec.layers.head_gates import gate_channels, gate_heads
 from specdec.layers.latent import expand_latent
 from specdec.layers.linear import Mlp, gated_linear, linear, linear_parts
 from specdec.layers.moe.dense_and_moe import mlp_and_experts
@@ -42,6 +44,7 @@ from specdec.layers.norm import Gain, norm, qk_norm
 from specdec.layers.packed.packed_weight import Weight
 from specdec.layers.per_layer_embedding import gated_projection, per_layer_inputs
 from specdec.layers.product import Columns, OwnedParts, Product, finish
+from specdec.layers.recurrent_mixer import FusedMixer
 from specdec.layers.rope_store import Attended, Rotary, rope_store, rotary
 
 
@@ -114,25 +117,17 @@ class FusedLayer(nn.Module):
         """Runs `forward` as a generator (`Walk`), so that several ranks can run it with a share of the layer each."""
         parts, ops = self.parts, self.ops
         qkv = ops(linear)(normed, parts.qkv, parts.qkv_bias, None if parts.cuts is None else parts.cuts.qkv)
-        if parts.wide_norms is not None:
-            qkv = yield from self._norm_all_heads(qkv, parts.wide_norms)
-        if parts.latent is not None:
-            qkv = expand_latent(qkv, parts.latent, parts.heads, ops)
-        rows = ops(rope_store)(qkv, parts.heads, shared.rotary[parts.kind], context.destination(self.index))
-        if isinstance(narrowing, Ending):
+        if parts.mixer is None:
+            mixed = yield from self._attend(qkv, normed, shared, context, narrowing)
+        else:
+            mixed = self._mix(parts.mixer, qkv, normed, context, narrowing)
+        if mixed is None:
             return hidden, normed
         layer_inputs = shared.layer_inputs
-        if narrowing is not None:  # the K/V of all rows are stored; only the chosen ones go on
-            chosen, context = narrowing.rows, narrowing.context
-            rows = Attended(rows.q[chosen], None, None)
-            hidden, normed = hidden[chosen], normed[chosen]
-            layer_inputs = None if layer_inputs is None else layer_inputs[chosen]
-        attended = context.attend_rows(
-            self.index, *rows, scaling=parts.scaling, softcap=parts.softcap, sinks=parts.sinks
-        )
-        if parts.head_gates is not None:
-            attended = ops(gate_heads)(attended, ops(linear)(normed, parts.head_gates))
-        out = yield from self._last_sum(attended.flatten(1), parts.out, parts.out_bias, parts.cuts and parts.cuts.out)
+        if isinstance(narrowing, Narrowing):
+            hidden, normed = hidden[narrowing.rows], normed[narrowing.rows]
+            layer_inputs = None if layer_inputs is None else layer_inputs[narrowing.rows]
+        out = yield from self._last_sum(mixed, parts.out, parts.out_bias, parts.cuts and parts.cuts.out)
         end: dict[str, Any] = {"scale": parts.scale, "pre": self.next_norm}
         if parts.ple is None or layer_inputs is None:
             return (yield from self._feed_forward(out, hidden, normed, **end))
@@ -141,6 +136,52 @@ class FusedLayer(nn.Module):
         layer_input = layer_inputs[:, self.index]
         added = ops(gated_projection)(gate, layer_input, parts.ple.projection, parts.ple.activation)
         return ops(norm)(added, post=parts.ple.norm, residual=hidden, **end)
+
+    def _attend(
+        self,
+        qkv: Product,
+        normed: torch.Tensor,
+        shared: Shared,
+        context: LayerContext,
+        narrowing: Narrowing | Ending | None,
+    ) -> Generator[Exchanged, Product, torch.Tensor | None]:
+        """What attention gives for the rows that the forward goes on with [R, Hq D]; None where it ends here."""
+        parts, ops = self.parts, self.ops
+        if parts.wide_norms is not None:
+            qkv = yield from self._norm_all_heads(qkv, parts.wide_norms)
+        if parts.latent is not None:
+            qkv = expand_latent(qkv, parts.latent, parts.heads, ops)
+        rows = ops(rope_store)(qkv, parts.heads, shared.rotary[parts.kind], context.destination(self.index))
+        if isinstance(narrowing, Ending):
+            return None
+        if narrowing is not None:  # the K/V of all rows are stored; only the chosen ones go on
+            chosen, context = narrowing.rows, narrowing.context
+            rows, normed = Attended(rows.q[chosen], None, None), normed[chosen]
+            qkv = qkv._replace(parts=qkv.parts[:, chosen]) if parts.heads.gated else qkv
+        attended = context.attend_rows(
+            self.index, *rows, scaling=parts.scaling, softcap=parts.softcap, sinks=parts.sinks
+        )
+        if parts.head_gates is not None:
+            attended = ops(gate_heads)(attended, ops(linear)(normed, parts.head_gates))
+        if parts.heads.gated:
+            attended = ops(gate_channels)(attended, qkv)
+        return attended.flatten(1)
+
+    def _mix(
+        self,
+        mixer: FusedMixer,
+        product: Product,
+        x: torch.Tensor,
+        context: LayerContext,
+        narrowing: Narrowing | Ending | None,
+    ) -> torch.Tensor | None:
+        """What a recurrent layer gives, as `_attend`: each row changes the state, whichever go on."""
+        rows = mixer.run(product, x, self.index, cast(RecurrentContext, context), self.ops)
+        if isinstance(narrowing, Ending):
+            return None
+        if narrowing is not None:
+            rows = tuple(row[narrowing.rows] for row in rows)
+        return mixer.finish(rows, self.ops)
 
     def _norm_all_heads(self, qkv: Product, norms: WideNorms) -> Generator[Exchanged, Product, Product]:
         """A rank has the heads of all for that, then its own again."""
@@ -228,7 +269,7 @@ class FusedLayer(nn.Module):
 
 
 class FusedDecoder(nn.Module):
-    """Stands where a Hugging Face text model stood: called with the same keywords, it ignores masks and caches.
+    """Takes the place of a Hugging Face text model. It is called with the same keywords, and ignores masks and caches.
 
     `source` is that module, `embedding` stands for its own; its parameters are those that the layers read. When
     something has re-pointed them, `adopt` takes a new description: a forward never reads both old and new weights.

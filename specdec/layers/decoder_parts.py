@@ -16,7 +16,11 @@ from specdec.layers.norm import Gain
 from specdec.layers.packed.packed_weight import Weight
 from specdec.layers.per_layer_embedding import EmbeddingParts
 from specdec.layers.product import Cut
+from specdec.layers.recurrent_mixer import FusedMixer
 from specdec.layers.rope_store import Heads
+
+NO_HEADS = Heads(0, 0, 0)
+"""Heads of a layer without attention."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,17 +78,18 @@ class Cuts(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerParts:
     """One decoder layer, with an MLP, experts or both. `qkv` is a merged weight, of latents where there is `latent`;
-    `kind` names its rotary table."""
+    `kind` names its rotary table. Where there is a `mixer`, that runs between `qkv` and `out`, and not attention."""
 
-    kind: str
-    heads: Heads
+    kind: str = ""
+    heads: Heads = NO_HEADS
     wide_norms: WideNorms | None = None
-    scaling: float
+    scaling: float = 1.0
     qkv: Weight
-    qkv_bias: torch.Tensor | None
+    qkv_bias: torch.Tensor | None = None
     latent: LatentParts | None = None
+    mixer: FusedMixer | None = None
     out: Weight
-    out_bias: torch.Tensor | None
+    out_bias: torch.Tensor | None = None
     input_norm: Gain | None
     attention_norm: Gain | None  # on what attention adds
     mlp_input_norm: Gain | None
@@ -103,8 +108,11 @@ class LayerParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderParts:
-    """rotary: kind of layer -> (frequencies, attention factor), whose tables are float32 (`float_rotary`) or in the
-    model's dtype. factor: of embeddings, after that of their module. final_norm: None for MTP modules without one."""
+    """Description of a decoder for its fused form.
+
+    rotary: (frequencies, attention factor) by kind of layer, whose tables are float32 (`float_rotary`) or in the
+    model's dtype. factor: of embeddings, after their module's own. final_norm: None for MTP modules without one.
+    """
 
     layers: tuple[LayerParts, ...]
     final_norm: Gain | None

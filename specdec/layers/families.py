@@ -5,9 +5,9 @@ A model is described only as it is: whatever the description could not say raise
 model runs as Hugging Face wrote it. Describing a model merges its QKV and gate / up weights in place (`merge.py`).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,13 +18,12 @@ from specdec.layers.decoder_parts import DecoderParts, LayerParts, MoeParts, Ple
 from specdec.layers.fusable import Unfusable, check_tree
 from specdec.layers.latent import LatentParts
 from specdec.layers.linear import Mlp
-from specdec.layers.merge import is_merged, merge
+from specdec.layers.merged_weights import Groups
 from specdec.layers.moe.moe_families import experts_of, router_of
 from specdec.layers.norm import Gain
 from specdec.layers.packed.packed_linear import weight_of
-from specdec.layers.packed.packed_weight import PackedWeight, Weight
-from specdec.layers.packed.weight_slices import Stacked
 from specdec.layers.per_layer_embedding import EmbeddingParts
+from specdec.layers.recurrent_families import described_mixer
 from specdec.layers.rope_store import Heads
 
 STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
@@ -38,25 +37,6 @@ SCALED_EMBEDDINGS = frozenset(
 
 _proved: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # the names of activations that were tried
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-
-
-class Groups:
-    """Parameters that are read together, as they are gathered. apart: they stay where they are, as `Stacked` weights,
-    which only ranks take; otherwise they are merged in place."""
-
-    def __init__(self, *, apart: bool) -> None:
-        self.apart = apart
-        self._merged: list[Sequence[torch.Tensor]] = []
-
-    def rows(self, params: Sequence[torch.Tensor]) -> torch.Tensor:
-        if self.apart:
-            return cast(torch.Tensor, Stacked(params))
-        self._merged.append(params)
-        return merge(params)
-
-    def are_merged(self) -> bool:
-        """Still? A parameter that two groups hold is merged with one of them only."""
-        return all(map(is_merged, self._merged))
 
 
 class NormNames(NamedTuple):
@@ -130,11 +110,12 @@ class LlamaLike:
 
     def layer(self, layer: Any, model: Any, merged: Groups, index: int = 0) -> LayerParts:
         """The description of layer `index` of a model, or of a head that has layers like a model's."""
-        attention = layer.self_attn
-        products = _attention_products(attention, merged)
-        latent = self._latent(attention)
-        heads, wide_norms = self._heads(attention, len(products["qkv"])) if latent is None else _latent_heads(attention)
-        kind = _layer_type(attention, model.config, index) if isinstance(model.rotary_emb.rope_type, dict) else ""
+        attention = _first(layer, "self_attn")
+        mixing = (
+            described_mixer(layer.linear_attn, merged, _known_activation)
+            if attention is None
+            else self._attention(attention, model, merged, index)
+        )
         norms: dict[str, Any] = {
             f"{place}_norm": None if name is None else self.gain_of(getattr(layer, name))
             for place, name in self.norms._asdict().items()
@@ -142,14 +123,7 @@ class LlamaLike:
         activation = getattr(model.config, "hidden_activation", None) or model.config.hidden_act
         mlp = _first(layer.mlp, "shared_experts", "shared_expert") if hasattr(layer.mlp, "experts") else layer.mlp
         return LayerParts(
-            kind=kind if self.rotates(attention) else UNROTATED,
-            heads=heads,
-            wide_norms=wide_norms,
-            scaling=attention.scaling,
-            sinks=getattr(attention, "sinks", None),
-            softcap=attention.attn_logit_softcapping if self.softcaps else None,
-            **products,
-            latent=latent,
+            **mixing,
             **norms,
             parallel=self.parallel,
             factor=float(getattr(layer, "residual_multiplier", 1.0)),
@@ -159,14 +133,33 @@ class LlamaLike:
             scale=getattr(layer, "layer_scalar", None),
         )
 
+    def _attention(self, attention: Any, model: Any, merged: Groups, index: int) -> dict[str, Any]:
+        """The fields of `LayerParts` that are attention's."""
+        products = _attention_products(attention, merged)
+        latent = self._latent(attention)
+        heads, wide_norms = self._heads(attention, len(products["qkv"])) if latent is None else _latent_heads(attention)
+        kind = _layer_type(attention, model.config, index) if isinstance(model.rotary_emb.rope_type, dict) else ""
+        return {
+            "kind": kind if self.rotates(attention) else UNROTATED,
+            "heads": heads,
+            "wide_norms": wide_norms,
+            "scaling": attention.scaling,
+            "sinks": getattr(attention, "sinks", None),
+            "softcap": attention.attn_logit_softcapping if self.softcaps else None,
+            "latent": latent,
+            **products,
+        }
+
     def _heads(self, attention: Any, width: int) -> tuple[Heads, WideNorms | None]:
         """How a product of `width` columns divides, and norms over all heads of its queries and its keys."""
         head_dim = attention.head_dim
         v_dim: int = getattr(attention, "v_head_dim", head_dim)
         num_q = attention.o_proj.in_features // v_dim
         values_are_keys = getattr(attention, "v_proj", attention) is None
-        num_kv = (width - num_q * head_dim) // (head_dim if values_are_keys else head_dim + v_dim)
+        gated = len(weight_of(attention.q_proj)) == 2 * num_q * head_dim if hasattr(attention, "q_proj") else False
+        num_kv = (width - (1 + gated) * num_q * head_dim) // (head_dim if values_are_keys else head_dim + v_dim)
         heads = Heads(num_q, num_kv, head_dim, values_are_keys=values_are_keys, interleaved=self.interleaved)
+        heads = heads._replace(gated=gated)
         heads = heads._replace(narrow_v_dim=v_dim, v_scale=float(getattr(attention, "v_scale", 1.0)))
         found = (getattr(attention, name, None) for name in ("q_norm", "k_norm", "v_norm"))
         q_norm, k_norm, v_norm = (None if norm is None else self.gain_of(norm) for norm in found)
@@ -252,7 +245,7 @@ def _attention_products(attention: Any, merged: Groups) -> dict[str, Any]:
         raise Unfusable("what its attention gives is gated by channel")
     return {
         "head_gates": None if gates is None else weight_of(gates),
-        "qkv": _merge(projections, merged),
+        "qkv": merged.linears(projections),
         "qkv_bias": merged.rows(biases) if biases else None,
         "out": weight_of(attention.o_proj),
         "out_bias": attention.o_proj.bias,
@@ -273,23 +266,6 @@ def _layer_type(attention: Any, config: Any, index: int) -> str:
     return named
 
 
-def _merge(linears: list[Any], merged: Groups) -> Weight:
-    """The weights of some products as one; adds what was merged to `merged`."""
-    weights = [weight_of(linear) for linear in linears]
-    packed = [weight for weight in weights if isinstance(weight, PackedWeight)]
-    if not packed:
-        return merged.rows([linear.weight for linear in linears])
-    kinds = {(weight.code, weight.group, weight.scales.dtype, weight.zeros is None) for weight in packed}
-    if len(packed) < len(weights) or len(kinds) > 1:
-        raise Unfusable("products that run as one are packed in different forms, or only some of them are")
-    if merged.apart:
-        return cast(PackedWeight, Stacked(packed))
-    words = merged.rows([linear.words for linear in linears])
-    scales = merge([linear.scales for linear in linears], dim=-1)
-    zeros = None if packed[0].zeros is None else merge([linear.zeros for linear in linears], dim=-1)
-    return PackedWeight(packed[0].code, words, scales, zeros, packed[0].group)
-
-
 def _mlp(mlp: Any, activation: str, merged: Groups) -> Mlp:
     halves = [mlp.gate_up_proj] if hasattr(mlp, "gate_up_proj") else [mlp.gate_proj, mlp.up_proj]
     if any(linear.bias is not None for linear in (*halves, mlp.down_proj)):
@@ -297,18 +273,24 @@ def _mlp(mlp: Any, activation: str, merged: Groups) -> Mlp:
     act_fn = mlp.act_fn if hasattr(mlp, "act_fn") else mlp.activation_fn
     named = _activation(act_fn, activation)
     limit = float(getattr(mlp, "limit", torch.inf))
-    return Mlp(gate_up=_merge(halves, merged), activation=named, down=weight_of(mlp.down_proj), limit=limit)
+    return Mlp(gate_up=merged.linears(halves), activation=named, down=weight_of(mlp.down_proj), limit=limit)
 
 
 def _activation(act_fn: nn.Module, name: str) -> str:
     """The kernels' name of an activation, if it computes what its name says."""
-    if name not in ACTIVATIONS:
-        raise Unfusable(f"its MLP is gated by {name!r}; known: {sorted(ACTIVATIONS)}")
+    _known_activation(name)
     if _proved.get(act_fn) != name:  # once, since weights may be described again where nothing may be waited for
         x = torch.linspace(-4.0, 4.0, 33)
         if not torch.allclose(act_fn(x), reference_activate(x, ACTIVATIONS[name]), atol=1e-5):
             raise Unfusable(f"its MLP's act_fn ({type(act_fn).__name__}) is not {name!r}, as its config says")
         _proved[act_fn] = name
+    return ACTIVATIONS[name]
+
+
+def _known_activation(name: str) -> str:
+    """The kernels' name of an activation of transformers."""
+    if name not in ACTIVATIONS:
+        raise Unfusable(f"its MLP is gated by {name!r}; known: {sorted(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
 
@@ -357,7 +339,10 @@ FAMILIES: dict[str, LlamaLike] = {
     "qwen2.Qwen2Model": LlamaLike(),
     "qwen2_moe.Qwen2MoeModel": LlamaLike(),
     "qwen3.Qwen3Model": LlamaLike(),
+    "qwen3_5.Qwen3_5TextModel": LlamaLike(gain=PLUS_ONE),
+    "qwen3_5_moe.Qwen3_5MoeTextModel": LlamaLike(gain=PLUS_ONE),
     "qwen3_moe.Qwen3MoeModel": LlamaLike(),
+    "qwen3_next.Qwen3NextModel": LlamaLike(gain=PLUS_ONE),
     "smollm3.SmolLM3Model": LlamaLike(),
     "step3p7.Step3p7TextModel": LlamaLike(gain=PLUS_ONE),
 }

@@ -15,8 +15,12 @@ PLAIN_MODULES = frozenset(
     {"torch.nn.modules.linear", "torch.nn.modules.container", "torch.nn.modules.sparse", "torch.nn.modules.activation"}
     | {"torch.nn.modules.dropout", "transformers.activations"}  # private copies do not train: dropout does nothing
     | {PackedLinear.__module__, PackedExperts.__module__}
+    | {"torch.nn.modules.conv", "specdec.models.recurrent_layers"}  # what stands for recurrent modules reads theirs
 )
 """Modules that define the classes inside a text model, besides the file of the model itself."""
+
+FLOAT_PARAMETERS = (".A_log", ".dt_bias")
+"""Parameters of recurrent layers that may be in float32, whatever the others are."""
 
 
 class Unfusable(UnsupportedModelError):
@@ -40,7 +44,8 @@ def check_tree(model: nn.Module) -> None:
         if param.device.type == "cpu" and param.is_shared():
             raise Unfusable(f"its parameter {name} is in memory that other processes share")
     of_routers = {id(param) for module in model.modules() if holds_router(module) for param in module.parameters()}
-    kinds = {(param.dtype, param.device) for param in model.parameters() if id(param) not in of_routers}
+    own = {id(param) for name, param in model.named_parameters() if name.endswith(FLOAT_PARAMETERS)}
+    kinds = {(param.dtype, param.device) for param in model.parameters() if id(param) not in of_routers | own}
     if len(kinds) > 1:
         raise Unfusable(f"its parameters are of more than one dtype or device: {sorted(map(str, kinds))}")
 

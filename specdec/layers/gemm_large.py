@@ -30,7 +30,10 @@ MIN_WAVES = 4
 
 
 class LargeTiles(NamedTuple):
-    """block_n: rows of the weight of a program, gates and what they gate counted."""
+    """Tile sizes of a product of many rows.
+
+    block_n: rows of the weight for each program; a gate and its value count as two.
+    """
 
     block_m: int
     block_n: int

@@ -1,6 +1,7 @@
-r"""Gates by head: what attention gives, or a shared expert, times the sigmoid of a product of the layer's input.
+r"""Gates: what attention gives, or a shared expert, times the sigmoid of a product of the layer's input.
 
-    y[t, h, :] = x[t, h, :] sigmoid(g[t, h])           g = dtype(sum_s parts[s] + bias)
+    y[t, h, :] = x[t, h, :] sigmoid(g[t, h])           g = dtype(sum_s parts[s] + bias)      `gate_heads`
+    y[t, h, d] = x[t, h, d] sigmoid(g[t, 2 h + 1, d])  g the product, by heads of D columns  `gate_channels`
 
 Everything is rounded where transformers rounds it. One launch, a program a row and head.
 """
@@ -15,6 +16,13 @@ from specdec.layers.product import Product, reference_finish, sum_parts
 
 def reference_gate_heads(x: torch.Tensor, gates: Product) -> torch.Tensor:
     return x * reference_finish(gates).sigmoid()[..., None]
+
+
+def reference_gate_channels(x: torch.Tensor, product: Product) -> torch.Tensor:
+    _, num_heads, width = x.shape
+    pairs = reference_finish(product)[:, : 2 * num_heads * width].unflatten(1, (num_heads, 2, width))
+    gated: torch.Tensor = x * pairs[:, :, 1].sigmoid()
+    return gated
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_heads"])  # 1 of either would be a constant
@@ -45,6 +53,56 @@ def _gate_heads_kernel(
     b_x = tl.load(p_x + i_row * s_row + i_head * s_head + o_d, mask=m_d, other=0.0).to(tl.float32)
     p_out += (i_row * num_heads + i_head) * D + o_d
     tl.store(p_out, (b_x * b_gate).to(DTYPE), mask=m_d, eviction_policy=KEEP)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _gate_channels_kernel(
+    p_x: tl.tensor,  # [T, H, D]
+    p_parts: tl.tensor,  # [S, T, N]
+    p_bias: tl.tensor,  # [N] or None
+    p_out: tl.tensor,  # [T, H, D]
+    num_rows: tl.tensor,
+    num_heads: tl.tensor,
+    N: tl.tensor,
+    D: tl.constexpr,
+    DTYPE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    trigger_next(PDL)
+    i_row, i_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    o_d = tl.arange(0, BLOCK)
+    m_d = o_d < D
+    o_n = (2 * i_head + 1) * D + o_d
+    wait_for_previous(PDL)
+    part_len = num_rows.to(tl.int64) * N
+    b_gate = sum_parts(p_parts, p_bias, i_row * N + o_n, o_n, m_d, part_len, SPLITS, DTYPE)
+    b_gate = tl.sigmoid(tl.maximum(b_gate, -80.0)).to(DTYPE).to(tl.float32)  # e^80 is a float32
+    o_x = (i_row * num_heads + i_head) * D + o_d
+    b_x = tl.load(p_x + o_x, mask=m_d, other=0.0).to(tl.float32)
+    tl.store(p_out + o_x, (b_x * b_gate).to(DTYPE), mask=m_d, eviction_policy=KEEP)
+
+
+@op(reference=reference_gate_channels)
+def gate_channels(x: torch.Tensor, product: Product) -> torch.Tensor:
+    """x [T, H, D] contiguous, product [T, N], which begins with H pairs of a query and a gate of D -> [T, H, D]."""
+    num_rows, num_heads, width = x.shape
+    columns = product.parts.shape[2]
+    assert product.parts.shape[1] == num_rows and columns >= 2 * num_heads * width, f"{product.parts.shape=} {x.shape=}"
+    assert product.parts.is_contiguous() and x.is_contiguous() and x.dtype == product.dtype, f"{x.stride()=} {x.dtype=}"
+    out = torch.empty_like(x)
+    if out.numel():
+        _gate_channels_kernel[(num_rows, num_heads)](
+            *(x, product.parts, product.bias, out, num_rows, num_heads, columns),
+            D=width,
+            DTYPE=TL_DTYPES[x.dtype],
+            SPLITS=len(product.parts),
+            BLOCK=triton.next_power_of_2(width),
+            num_warps=1,
+            **pdl_options(x.device),
+        )
+    return out
 
 
 @op(reference=reference_gate_heads)

@@ -7,7 +7,8 @@ r"""From the merged QKV product to queries that can attend and keys and values t
                                          both D - R further on (`last`)
     pool_k[slots[t]] = k[t],   pool_v[slots[t]] = v[t]
 
-y is the product [T, (Hq + Hkv) D + Hkv DV]: query heads, key heads, value heads, whose values are scaled last. Layers
+y is the product [T, (Hq + Hkv) D + Hkv DV]: query heads, key heads, value heads, whose values are scaled last. Where
+attention is gated by channel, each query head is followed by its gate, which is not read here (`head_gates.py`). Layers
 whose K/V are another layer's have query heads only; layers that use their keys as values have no value heads, and
 v_norm reads the raw keys. Rotation covers R <= D channels, none where R is 0. Slots are in the space of the
 pools; padded rows carry slot 0. Keys and values are returned as well, for an attention that reads a forward's own rows
@@ -43,6 +44,7 @@ class Heads(NamedTuple):
     last: bool = False  # the last channels rotate, not the first
     narrow_v_dim: int | None = None  # of a value head; None: head_dim
     v_scale: float = 1.0
+    gated: bool = False  # each query is followed by a gate of its size
 
     @property
     def v_dim(self) -> int:
@@ -53,7 +55,7 @@ class Heads(NamedTuple):
         """Columns of queries, of keys and of values, as far as the product has them."""
         keys = [self.num_kv * self.head_dim] if self.num_kv else []
         values = [] if self.values_are_keys or not self.num_kv else [self.num_kv * self.v_dim]
-        return [self.num_q * self.head_dim, *keys, *values]
+        return [self.num_q * self.head_dim * (2 if self.gated else 1), *keys, *values]
 
     @property
     def width(self) -> int:
@@ -85,6 +87,7 @@ def reference_rope_store(
 ) -> Attended:
     value = reference_finish(product)
     parts = [columns.unflatten(-1, (-1, heads.head_dim)) for columns in value.split(heads.sections, -1)[:2]]
+    parts[0] = parts[0][:, ::2] if heads.gated else parts[0]
     q, k = parts if heads.num_kv else (*parts, parts[0][:, :0])  # [T, heads, D]
     v = k if heads.values_are_keys else value[:, sum(heads.sections[:2]) :].unflatten(-1, (-1, heads.v_dim))
     q, k, v = (
@@ -188,6 +191,7 @@ def _rope_store_kernel(
     PLUS_ONE: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     LAST: tl.constexpr,
+    GATED: tl.constexpr,
     DTYPE: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -232,6 +236,8 @@ def _rope_store_kernel(
     o_column = i_h * HEAD_DIM
     if VALUES_ARE_KEYS:
         o_column = tl.where(is_v, i_h - NUM_KV, i_h) * HEAD_DIM
+    if GATED:
+        o_column += tl.minimum(i_h, NUM_Q) * HEAD_DIM  # gates of the queries before
     m_a, m_b = m, m
     if V_DIM != HEAD_DIM:
         o_column = tl.where(is_v, o_column - (i_h - NUM_Q - NUM_KV) * (HEAD_DIM - V_DIM), o_column)
@@ -337,6 +343,7 @@ def rope_store(product: Product, heads: Heads, rotary: Rotary, destination: Dest
         PLUS_ONE=any(gain.plus_one for gain in given),
         INTERLEAVED=heads.interleaved,
         LAST=heads.last,
+        GATED=heads.gated,
         DTYPE=TL_DTYPES[dtype],
         SPLITS=len(parts),
         BLOCK=triton.next_power_of_2(heads.head_dim // 2),

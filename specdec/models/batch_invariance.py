@@ -1,9 +1,9 @@
-"""Does a row have the same bits whatever the other rows of a forward are? Proved for every deterministic model.
+"""The proof that the bits of a row do not depend on the other rows of a forward: every deterministic model must pass.
 
-Layers that are not so by themselves run in tiles of a fixed number of rows (`attention/row_tiles.py`).
+Layers that do not have this property run in tiles of a fixed number of rows (`attention/row_tiles.py`).
 
-The 12 rows of two texts run all at once, then in pieces: some rows in turn, one alone, the others in reverse among rows
-of neither text. Queries, keys, values, states and logits must be equal, bit by bit. Attention sees each row by itself.
+The 12 rows of two texts run all at once; then some in turn, one alone, and the rest in reverse order among rows of
+neither text. Queries, keys, values, states and logits must be equal bit by bit. Attention treats each row by itself.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,10 +31,11 @@ def depends_on_others(
     logits: Callable[[torch.Tensor], torch.Tensor],
     in_tiles: bool,
 ) -> str | None:
-    """texts [2, T] of tokens -> what of a row depends on others, as the rest of a sentence; None: nothing does."""
+    """The first part of a row that depends on other rows, as the rest of a sentence; None: none does. texts: [2, T]
+    tokens."""
 
     def record(*forwards: list[Row]) -> dict[str, dict[Row, torch.Tensor]]:
-        """All that is recorded of the rows of these forwards, by name and row."""
+        """Queries, keys, values, states and logits of the rows of these forwards, by name and row."""
         found: dict[str, dict[Row, torch.Tensor]] = {}
         past: ProbeContext | None = None
         for rows in forwards:

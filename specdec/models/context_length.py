@@ -1,6 +1,6 @@
 """Maximum length of a sequence of a model, read from its config.
 
-Invariant: up to `most` tokens, what a position is turned into does not depend on the other rows of a forward, so
+Invariant: up to `max_len` tokens, what a position is turned into does not depend on the other rows of a forward, so
 neither a batch nor a draft can change a request. RoPE of the types `longrope` and `dynamic` switches its frequencies,
 for all rows at once, when the longest position of a forward crosses a limit: below it they are served, above refused.
 """
@@ -11,23 +11,24 @@ from specdec.errors import ConfigError
 
 
 class ContextLength(NamedTuple):
-    """default: tokens served if the user sets no length; most: the largest allowed (None: any); why: its reason.
+    """How many tokens of a sequence a model can serve.
 
-    end: from this position on none can be computed, or none without regard to the other rows of a forward. None: all
-    can, however far beyond what the model was trained on: a drafter may be asked for them, a target is not.
+    default: tokens served if the user sets no length. max_len: the largest allowed (None: any). why: reason of that
+    limit. end: from this position on none can be computed, or none without regard to the other rows of a forward. None:
+    all can, however far beyond the model's training; a drafter may be asked for them, a target is not.
     """
 
     default: int | None
-    most: int | None
+    max_len: int | None
     why: str
     end: int | None
 
     def require(self, max_model_len: int, name: str) -> None:
         """Raise ConfigError when a model of this `name` is not to be run on sequences that long."""
-        if self.most is not None and max_model_len > self.most:
+        if self.max_len is not None and max_model_len > self.max_len:
             raise ConfigError(
-                f"max_model_len={max_model_len}: {name} serves at most {self.most} tokens, {self.why}; "
-                f"set max_model_len to {self.most} or less, or leave it None"
+                f"max_model_len={max_model_len}: {name} serves at most {self.max_len} tokens, {self.why}; "
+                f"set max_model_len to {self.max_len} or less, or leave it None"
             )
 
 

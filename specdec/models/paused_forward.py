@@ -2,11 +2,11 @@
 
     walk = enter(...)  ->  walk.advance(4)  ->  ...  ->  walk.advance(walk.num_layers)  ->  walk.finish()
 
-A fused decoder is a loop of ours, which stops where it likes. A decoder of transformers is called twice, as the loop
-that it is, over stand-ins for its layers: the first time each notes what its layer would be called with, the second
-time the last one returns what the layers, called in between, have made. So embeddings, rotary tables and the final norm
-are the model's own; that the result is, too, is proved when the target is made. Invariant: nothing in a module changes,
-so any number of forwards may be under way.
+A fused decoder is our own loop, which can stop anywhere. A decoder of transformers runs twice, with stand-ins for its
+layers. The first time each stand-in notes the arguments of its layer. Then the real layers are called, a few at a time.
+The second time the last stand-in returns their result. So embeddings, rotary tables and the final norm are the model's
+own, and that the result is too is proved when the target is made. Invariant: no module changes, so any number of
+forwards may be under way.
 """
 
 import copy

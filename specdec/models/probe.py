@@ -1,8 +1,9 @@
 """The proof that a model must pass to be served: paged, packed attention computes what its own forward does.
 
-Two short texts go through the model's own forward, then alone through the attention interface, then mixed: rows in any
-order, in two forwards of which the second reads K/V of the first, next to a row of neither text. Queries, keys, values
-and logits must not change. It knows no pools, plans or requests. Invariant: a failure is refused in one sentence.
+Two short texts run three times: in the model's own forward; each alone through the attention interface; and mixed, with
+rows in any order, in two forwards (the second reads K/V of the first), next to a row of neither text. Queries, keys,
+values and logits must not change. This file knows no pools, plans or requests. Invariant: a model that fails is refused
+in one sentence.
 """
 
 import itertools
@@ -30,17 +31,17 @@ PREFIX_LEN = 3
 """Tokens of each text that are in the first of the two mixed forwards."""
 
 EXACT_BOUND = 1e-3
-"""Largest relative difference of any row where the product of a row does not depend on the other rows: unquantised
-weights of 32 bits or more on a CPU."""
+"""Largest relative difference of any row, for unquantised weights of 32 bits or more on a CPU: there a row's product
+does not depend on the other rows."""
 COARSE_BOUND = 0.03
-"""Largest relative difference of the median row elsewhere, times the square root of the layers, as rounding grows.
-16 bits, TF32 or a quantised product differ by shape, and a router may then choose another expert in a few rows. An
-unsupported architecture differs in nearly all rows, by about 1."""
+"""Largest relative difference of the median row for other weights and devices, per square root of the layers, since
+rounding grows. Products in 16 bits, TF32 or quantised differ by shape, and a router may then choose another expert in a
+few rows. An unsupported architecture differs in nearly all rows, by about 1."""
 COARSE_LOGITS_BOUND = 0.2
 """COARSE_BOUND of logits, for any number of layers."""
 NOISE_TIMES = 2.0
-"""Bound of deep mixtures in 16 bits, in multiples of their noise: how far their own forward differs from itself in a
-batch of another size, where many routers choose other experts for a rounding."""
+"""Bound for deep mixtures in 16 bits, in multiples of their noise: the difference of their own forward from itself in a
+batch of another size, since routers choose other experts after rounding."""
 NOISE_BOUND = 0.5
 """Largest relative difference that noise may excuse."""
 CROWD = 16

@@ -16,8 +16,11 @@ from specdec.models.bundled import BUNDLED_DIR
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedAcceptance:
-    """num_steps: drafts a round. length: tokens a round, with the bonus. by_depth: share of the rounds that accepted
-    drafts 1, 2, ..., where it is known. data, source: what it was measured on, and who says so."""
+    """Acceptance as a publisher states it.
+
+    num_steps: drafts a round. length: tokens a round, with the bonus. by_depth: share of the rounds that accepted
+    drafts 1, 2, ..., if it is known. data, source: the prompts, and the publication.
+    """
 
     num_steps: int
     length: float

@@ -18,6 +18,7 @@ from specdec.errors import UnsupportedModelError
 from specdec.gpu.ranks import Ranks
 from specdec.kvcache.layer_context import Recurrence, RecurrentContext
 from specdec.kvcache.layout import KVLayout
+from specdec.layers.gated_delta import unit_length
 
 
 class Mixer(nn.Module):
@@ -62,7 +63,11 @@ class GatedDeltaNet(Mixer):
         q, k = (y.unflatten(-1, (source.num_k_heads, -1)).float() for y in (q, k))
         g = -source.A_log.float().exp() * F.softplus(a.float() + source.dt_bias)
         rows = Recurrence(
-            normed(q) * source.head_k_dim**-0.5, normed(k), v.unflatten(-1, (source.num_v_heads, -1)), g, b.sigmoid()
+            unit_length(q) * source.head_k_dim**-0.5,
+            unit_length(k),
+            v.unflatten(-1, (source.num_v_heads, -1)),
+            g,
+            b.sigmoid(),
         )
         out = context.recur(source.layer_idx, rows).to(x.dtype)  # [T, HV, DV]
         gated = source.norm(out.flatten(0, 1), z.reshape(-1, source.head_v_dim)).view(len(x), -1)
@@ -107,11 +112,6 @@ class ShortConvolution(Mixer):
         before, after, inputs = self.source.in_proj(x).chunk(3, dim=-1)
         projected: torch.Tensor = self.source.out_proj(after * self.convolved(before * inputs, context))
         return projected
-
-
-def normed(x: torch.Tensor) -> torch.Tensor:
-    """x [T, H, D] of length 1."""
-    return x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + 1e-6)
 
 
 MIXERS: dict[str, Callable[[nn.Module], Mixer]] = {

@@ -1,6 +1,8 @@
-"""Recurrent layers in a probe: what each asks is recorded, and answered row by row, along the rows of its own text.
+"""Recurrent layers outside an engine: of a probe, and of one whole text.
 
-All of a text is in the block of its first FOLD positions, and no state comes before it.
+In a probe, what each layer asks is recorded, and answered row by row, along the rows of its own text. All of a text is
+in the block of its first FOLD positions, and no state comes before it. A whole text is of any length: its rows are in
+order, and its state is folded from block to block.
 """
 
 from collections.abc import Sequence
@@ -10,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from specdec.attention.recurrence.blocks import Block, NewPlaces, convolved, run_blocks
+from specdec.attention.recurrence.blocks import Block, NewPlaces, convolved, folded, run_blocks
 from specdec.kvcache.layer_context import Recurrence
 from specdec.kvcache.recurrent_state import FOLD
 
@@ -70,3 +72,29 @@ class RecurrentProbe:
         state = k.new_zeros((len(k), v.shape[2], k.shape[3], v.shape[3]))
         out, _ = run_blocks(Block(state, k, torch.zeros_like(v), g), NewPlaces(places, paths.exist, q, v, beta))
         return out[torch.arange(len(out)), paths.exist.sum(1) - 1]
+
+
+def convolved_text(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`RecurrentContext.convolve` of the rows of one whole text."""
+    taps = weight.shape[1]
+    path = pad(inputs, (0, 0, taps - 1, 0)).unfold(0, taps, 1).transpose(1, 2)  # [T, K, C]
+    return convolved(path, weight, bias)
+
+
+def recurred_text(rows: Recurrence) -> torch.Tensor:
+    """`RecurrentContext.recur` of the rows of one whole text."""
+    length, heads, v_dim = rows.v.shape
+    state = rows.v.new_zeros((1, heads, rows.k.shape[2], v_dim), dtype=torch.float32)
+    places = torch.arange(FOLD, device=rows.v.device)[None]
+    outs = []
+    for begin in range(0, length, FOLD):
+        count = min(FOLD, length - begin)
+        part = rows.map(lambda x: x.new_zeros((1, FOLD, *x.shape[1:]), dtype=torch.float32))
+        for whole, own in zip(rows, part, strict=True):
+            if whole is not None and own is not None:
+                own[0, :count] = whole[begin : begin + count]
+        block = Block(state, part.k, torch.zeros_like(part.v), part.g)
+        out, u = run_blocks(block, NewPlaces(places, places < count, part.q, part.v, part.beta))
+        state = folded(block._replace(u=u))
+        outs.append(out[0, :count])
+    return torch.cat(outs)

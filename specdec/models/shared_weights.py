@@ -77,13 +77,13 @@ def share_among(
     except Unfusable as error:
         raise unfused_error(name, str(error), len(ranks)) from error
     prepare(name, parts, ranks)
-    put = Once(partial(ranks.put, 0))
+    put = PlacedOnce(partial(ranks.put, 0))
     source = placed(decoder.get_input_embeddings(), put)  # type: ignore[operator]
     split = SplitDecoder(decoder.config, parts, fuse_embedding(source, ops), ops, ranks)
     return split, share_head(head, ops, ranks, put)
 
 
-def share_head(head: nn.Module, ops: Operations, ranks: Ranks, put: "Once") -> nn.Module:
+def share_head(head: nn.Module, ops: Operations, ranks: Ranks, put: "PlacedOnce") -> nn.Module:
     """The head shared by rows; on rank 0 where it is more than a product, or its rows do not divide."""
     if not isinstance(fuse_linear(head, ops), FusedLinear) or not divides_head(weight_of(head), len(ranks)):
         return fuse_linear(placed(head, put), ops)
@@ -107,7 +107,7 @@ def unfused_error(name: str, reason: str | None, count: int) -> ConfigError:
     )
 
 
-class Once:
+class PlacedOnce:
     """Puts each tensor once: those that modules share stay one."""
 
     def __init__(self, put: Callable[..., torch.Tensor]) -> None:

@@ -11,7 +11,7 @@ from specdec.gpu.ranks import Ranks
 from specdec.layers.decoder import FusedDecoder
 from specdec.layers.fuse import FusedLinear
 from specdec.layers.split.split_decoder import SplitDecoder
-from specdec.models.shared_weights import Once, SplitWeights, prepare, share_head, unfused_error
+from specdec.models.shared_weights import PlacedOnce, SplitWeights, prepare, share_head, unfused_error
 from specdec.models.target import TargetModel
 
 
@@ -24,7 +24,7 @@ def split_target(target: TargetModel, ranks: Ranks) -> TargetModel:
     split = copy.copy(target)
     split.decoder = SplitDecoder(whole.config, whole.parts, whole.embedding, whole.ops, ranks)
     split.head = share_head(
-        head.source if isinstance(head, FusedLinear) else head, whole.ops, ranks, Once(partial(ranks.put, 0))
+        head.source if isinstance(head, FusedLinear) else head, whole.ops, ranks, PlacedOnce(partial(ranks.put, 0))
     )
     split.ranks = ranks
     split.weights = SplitWeights(target.weights)  # type: ignore[assignment]

@@ -45,7 +45,7 @@ logger = logging.getLogger("specdec")
 
 
 class FinalStates(Enum):
-    """Whose states after the final norm a forward over prompts makes."""
+    """The tokens of a prompt forward whose states after the final norm are computed."""
 
     EVERY = "of every token"
     LAST = "of the last token of each run"
@@ -57,13 +57,12 @@ class TargetModel:
 
     Raises UnsupportedModelError when the model cannot be run exactly over a paged cache: every layer is probed.
 
-    ops: what fused layers compute with; None: every module runs as Hugging Face wrote it. `unfused` says why they do
-    not run here, None when they do.
-    deterministic: a row has the same bits whatever the other rows of a forward are, also proved at construction.
-    Fused layers on kernels run as they are, all others in tiles of a fixed number of rows (`in_tiles`), under a
-    deterministic backend.
-    ranks: devices that share its layers. The model is proved where it lies, such as in host memory, then each has its
-    share, which is proved next to it. Also raises ConfigError, where layers cannot be shared.
+    ops: operations of fused layers; None: every module runs as Hugging Face wrote it. `unfused`: why fused layers do
+    not run here; None: they run.
+    deterministic: the bits of a row do not depend on the other rows of a forward, which is proved at construction.
+    Fused layers on kernels run as they are; all others run in tiles of a fixed number of rows (`in_tiles`).
+    ranks: devices that share its layers. The model is proved where it lies (such as in host memory), then the shares
+    are proved against it. Raises ConfigError if the layers cannot be shared.
     """
 
     def __init__(
@@ -173,7 +172,7 @@ class TargetModel:
 
     @property
     def max_positions(self) -> int | None:
-        """It computes positions below this; None: any."""
+        """Positions below this can be computed; None: all can."""
         return self.context_length.end
 
     @property
@@ -182,7 +181,7 @@ class TargetModel:
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """In the order of ranks."""
+        """Devices of the model, in the order of ranks."""
         if self.ranks is not None:
             return self.ranks.devices
         weight: torch.Tensor = self.embed.weight  # type: ignore[assignment]
@@ -194,9 +193,12 @@ class TargetModel:
         return weight.dtype
 
     def narrows_at(self, aux_layers: Sequence[int] = ()) -> int | None:
-        """The layer that stores the last K/V, or a later one that is the last of `aux_layers` to be entered: what comes
-        after its K/V need run only for tokens whose final states are read. None: the states that leave the last layer
-        are among those, or layers run as they were written."""
+        """The layer after whose K/V a forward over prompts may go on with fewer tokens: those whose final states are
+        read.
+
+        It stores the last K/V, or is the last of `aux_layers` to be entered if that is later. None: `aux_layers` has
+        the output of the last layer, or layers are not fused.
+        """
         layer = max((self.last_storing_layer, *aux_layers))
         if layer >= len(self.layout.layers) or self.in_tiles or not isinstance(self.decoder, FusedDecoder):
             return None
@@ -212,12 +214,13 @@ class TargetModel:
         *,
         ends: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run tokens [B, N] under `plan` and write their K/V -> states after the final norm [B, N, H], and those that
-        enter `aux_layers` (num_layers: that leave the last) side by side [B, N, A * H]; None: no such layers.
+        """Run tokens [B, N] under `plan` and write their K/V.
 
-        last: of `plan_last`, and `plan` is of that pack of R runs; what comes after the K/V of layer `narrows_at` runs
-        for the last token of each run alone, and the states after the final norm are theirs, [1, R, H].
-        ends: this does not run at all, and the states after the final norm are zeros [B, 1, H].
+        -> states after the final norm [B, N, H], and the states that enter `aux_layers` (num_layers: that leave the
+        last layer) side by side [B, N, A * H], or None.
+        last: the plan of `plan_last` for the pack of `plan`, with R runs. After the K/V of layer `narrows_at` only the
+        last token of each run goes on, and the final states are theirs, [1, R, H].
+        ends: no token goes on after those K/V; the final states are zeros [B, 1, H].
         """
         self.weights.generation()
         context = ForwardContext.of(plan, view, self.windows, aux_layers)
@@ -285,7 +288,7 @@ class TargetModel:
         context: object,
         narrowing: Narrowing | Ending | None = None,
     ) -> torch.Tensor:
-        """tokens, positions [B, N] -> states after the final norm [B, N, H]; if narrowed, of those rows, or zeros."""
+        """tokens, positions [B, N] -> states after the final norm [B, N, H]; with `narrowing` those of fewer rows."""
         ids, places = self._entering(tokens, positions)
         narrowed = {} if narrowing is None else {"narrowing": narrowing}
         out = self.decoder(input_ids=ids, position_ids=places, use_cache=False, specdec_ctx=context, **narrowed)
@@ -299,13 +302,13 @@ class TargetModel:
         return tokens.reshape(1, -1), positions.reshape(1, -1)
 
     def _leaving(self, hidden: torch.Tensor | None, batch: int) -> torch.Tensor:
-        """The decoder's result [B, N, H]; None: it ended, and has none."""
+        """The decoder's result as [B, N, H]; zeros if the forward ended early (None)."""
         if hidden is None:
             hidden = torch.zeros((1, batch, self.hidden_size), dtype=self.dtype, device=self.device)
         return hidden.view(batch, -1, hidden.shape[-1])
 
     def _fuse(self, ops: Operations, proof: Proof) -> str | None:
-        """Replace the layers of the decoder and the head's product by fused ones; the reason if they cannot be."""
+        """Replace the decoder's layers and the head's product by fused ones -> the reason if that is not possible."""
         plain = decoder, head = self.decoder, self.head
         held = held_storages(decoder)  # until the proof is done
         level = logging.WARNING

@@ -14,7 +14,7 @@ def watched_weights(target: Any, drafter: Any) -> list[Weights]:
     return [target.weights] if drafts is None else [target.weights, drafts]
 
 
-def updates_show(target: Any, drafter: Any) -> bool:
+def updates_are_counted(target: Any, drafter: Any) -> bool:
     """Does every update of these weights change `Weights.version`? Warns if not."""
     blind = [weights.name for weights in watched_weights(target, drafter) if not weights.counts_updates()]
     if blind:

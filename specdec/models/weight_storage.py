@@ -11,7 +11,11 @@ from specdec.layers.packed.packed_weight import PackedWeight
 
 
 class StoredWeights(NamedTuple):
-    """numbers: of any bits. form: of the packed ones, with the columns that share a scale; empty: there are none."""
+    """How a model's weights are stored.
+
+    numbers: how many weights. form: form of the packed ones, with the columns that share a scale; empty: there are
+    none.
+    """
 
     numbers: int
     bytes: int

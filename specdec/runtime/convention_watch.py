@@ -1,27 +1,27 @@
 """Watches whether MTP modules run under the conventions that they were trained under, on the first tokens of real work.
 
 What no tensor says comes from a table of families or a file beside the modules, and a wrong entry shows in nothing but
-a low acceptance. Once WATCHED tokens are committed, the target reads them once more, densely, and the modules draft
-after each of them under all conventions; another one that is clearly better is a warning. It never touches a request.
+a low acceptance. Once WATCHED tokens are committed, the target reads their texts once more, densely, and the modules
+draft each of these tokens under all conventions; another one that is clearly better is a warning. A step does a part of
+it, one forward, and the last one before an engine has nothing to do the rest. It never touches a request.
 """
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Unpack
+from typing import NamedTuple, Unpack
 
 import torch
 
 from specdec.draft_models.base import Drafter
 from specdec.draft_models.model_and_lookup import model_of
 from specdec.draft_models.native_mtp.conventions import (
+    accepted,
     all_conventions,
     difference,
-    expected_length,
     is_clearly_better,
     is_worth_more,
-    likelihoods,
 )
 from specdec.draft_models.native_mtp.mtp_checkpoint import CONVENTIONS
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
@@ -33,79 +33,106 @@ from specdec.runtime.request import Request, RequestState
 logger = logging.getLogger("specdec")
 
 WATCHED = 512
-"""Committed tokens, of all requests together."""
+"""Committed tokens of answers, of all requests together. Modules need not have learnt what prompts say."""
+MIN_ANSWER = 8
+"""Tokens of an answer that is worth the reading of its prompt."""
+MAX_CONTEXT = 256
+"""Tokens of a prompt that are read, its last ones."""
+
+
+class Answered(NamedTuple):
+    """Tokens of a prompt and its answer, which begins with number `first`."""
+
+    tokens: list[int]
+    first: int
+
+    @classmethod
+    def of(cls, request: Request) -> "Answered":
+        prompt = len(request.prompt)
+        cut = max(0, prompt - MAX_CONTEXT)
+        return cls(request.tokens[cut : request.settled.num_tokens], prompt - cut)
+
+    @property
+    def answer_len(self) -> int:
+        return len(self.tokens) - self.first
 
 
 class ConventionWatch:
-    """The committed tokens of an engine until there are WATCHED; nothing after that, and for other drafters."""
+    """The answers of an engine until they have WATCHED tokens; nothing after that, and for other drafters."""
 
     def __init__(self, target: TargetModel, drafter: Drafter | None) -> None:
         model = None if drafter is None else model_of(drafter)
         self.target = target
         # a dense read has no states of recurrent layers
         self.drafter = model if isinstance(model, NativeMtpDrafter) and not target.recurrent else None
-        self.ended: list[list[int]] = []
+        self._ended: list[Answered] = []
+        self._parts: Iterator[None] | None = None  # of the judgement that has begun
 
     def after_step(self, ended: Sequence[Request], running: Sequence[Request]) -> None:
-        """Count what is committed after a step; judge it once it is enough."""
+        """Count what is committed after a step; once it is enough, judge a part of it, or all if no request waits."""
         if self.drafter is None:
             return
-        self.ended += [request.tokens for request in ended]
-        decoding = [request for request in running if request.state is RequestState.DECODE]
-        lengths = [len(tokens) for tokens in self.ended] + [request.settled.num_tokens for request in decoding]
-        if sum(lengths) >= WATCHED:
-            texts = cut_to(WATCHED, self.ended + [request.tokens for request in decoding])
-            drafter, self.drafter, self.ended = self.drafter, None, []
-            try:
-                judge(self.target, drafter, texts)
-            except Exception as error:  # such as no memory beside the pools: a warning less
-                logger.info("the conventions of the MTP modules were not measured: %s", error)
+        if self._parts is None:
+            self._ended += long_enough(ended)
+            decoding = [request for request in running if request.state is RequestState.DECODE]
+            texts = self._ended + long_enough(decoding)
+            if sum(text.answer_len for text in texts) < WATCHED:
+                return
+            self._parts = judge(self.target, self.drafter, texts)
+        try:
+            for _ in self._parts:
+                if running:
+                    return
+        except Exception as error:  # such as no memory beside the pools: a warning less
+            logger.info("the conventions of the MTP modules were not measured: %s", error)
+        self.drafter, self._ended, self._parts = None, [], None
 
 
-def cut_to(most: int, texts: Sequence[list[int]]) -> list[list[int]]:
-    """The first `most` tokens of texts."""
-    kept = []
-    for text in texts:
-        kept.append(text[:most])
-        most -= len(kept[-1])
-    return [text for text in kept if text]
+def long_enough(requests: Sequence[Request]) -> list[Answered]:
+    """Their texts, but for those with short answers."""
+    return [text for text in map(Answered.of, requests) if text.answer_len >= MIN_ANSWER]
 
 
 @torch.inference_mode()
-def judge(target: TargetModel, drafter: NativeMtpDrafter, texts: Sequence[list[int]]) -> None:
-    """Warn if the drafts of other conventions agree clearly better with what the target says in these texts."""
-    device = target.device
-    tokens = torch.tensor([token for text in texts for token in text], device=device)[None]
-    pos = torch.tensor([place for text in texts for place in range(len(text))], device=device)
-    number = torch.tensor([i for i, text in enumerate(texts) for _ in text], device=device)
-    context = StateContext(target.layout, number, pos)
-    context.states = {len(target.layout.layers): None}
-    normed = target.run(tokens, pos[None], context)
-    [raw] = context.states.values()
-    assert raw is not None, "the last layer leaves a state"
-    states = {True: normed, False: raw.view_as(normed)}
-    chosen = torch.cat([target.logits(part).argmax(-1) for part in normed[0].split(64)])
-    found = [
-        (each, likelihoods(each, tokens, pos[None], states[each.family.normed_state], chosen))
-        for each in all_conventions(drafter)
-    ]
-    own = found[0][1]
-    best, log_p = found[0]
-    for other, theirs in found[1:]:
-        if is_worth_more(theirs, log_p):
-            best, log_p = other, theirs
-    if best is not drafter and is_clearly_better(log_p, own):
+def judge(target: TargetModel, drafter: NativeMtpDrafter, texts: Sequence[Answered]) -> Iterator[None]:
+    """Warn if other conventions agree clearly better with these texts; yields after each of its forwards."""
+    tried = all_conventions(drafter)
+    found: list[list[torch.Tensor]] = [[] for _ in tried]
+    for text in texts:
+        tokens = torch.tensor(text.tokens, device=target.device)
+        states = target_states(target, tokens)
+        yield
+        for each, observed in zip(tried, found, strict=True):
+            observed.append(accepted(each, tokens, states[each.family.normed_state], text.first))
+            yield
+    own, *others = (torch.cat(observed) for observed in found)
+    best, most = drafter, own
+    for other, theirs in zip(tried[1:], others, strict=True):
+        if is_worth_more(theirs, most):
+            best, most = other, theirs
+    if best is not drafter and is_clearly_better(most, own, len(others)):
         logger.warning(
-            "the MTP modules agree better with the target under other conventions (%s): %.2f tokens a round are "
-            "expected in place of %.2f, over the first %d tokens of this engine; `specdec doctor --write-conventions` "
-            "measures it on prompts of yours, and writes %s beside the modules, here %s",
+            "the MTP modules agree better with the target under other conventions (%s): a draft is accepted with a "
+            "probability of %.2f in place of %.2f, over %d tokens that this engine committed; `specdec doctor "
+            "--write-conventions` measures it on prompts of yours, and writes %s beside the modules, here %s",
             difference(drafter, best),
-            expected_length(log_p),
-            expected_length(own),
-            tokens.shape[1],
+            float(most.mean()),
+            float(own.mean()),
+            len(own),
             CONVENTIONS,
             json.dumps(asdict(best.family)),
         )
+
+
+def target_states(target: TargetModel, tokens: torch.Tensor) -> dict[bool, torch.Tensor]:
+    """States [T, H] of tokens [T] after the final norm (True) and before it (False)."""
+    pos = torch.arange(len(tokens), device=tokens.device)
+    context = StateContext(target.layout, torch.zeros_like(pos), pos)
+    context.states = {len(target.layout.layers): None}
+    normed = target.run(tokens[None], pos[None], context)[0]
+    [raw] = context.states.values()
+    assert raw is not None, "the last layer leaves a state"
+    return {True: normed, False: raw.view_as(normed)}
 
 
 class StateContext(ProbeContext):

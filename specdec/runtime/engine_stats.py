@@ -24,19 +24,19 @@ LOOK_AFTER = 1000
 """Rounds of speculating requests between two checks of the acceptance of their drafts."""
 
 ENOUGH_DRAFTS = 16
-"""Drafts (one a request and round) that a look takes."""
+"""Drafts (one a request and round) that a check needs."""
 
 PATIENCE = 8000
-"""Rounds of the engine after which a look makes do with fewer: under load drafts rest for thousands of rounds of
-requests, which are few of the engine, and are right when they are tried."""
+"""Rounds of the engine after which a check takes place with fewer drafts: under load there may be no drafts for
+thousands of rounds of requests, which are few rounds of the engine."""
 
 FEW_ACCEPTED = 0.02
-"""Share of drafts whose first token is right in a pair that is not broken, at least; by chance it is one in the size of
-the vocabulary. Prompt lookup where nothing is said twice has fewer too."""
+"""Share of drafts with a right first token below which a pair counts as broken. By chance it is one in the size of the
+vocabulary. Prompt lookup in a text without repetitions is below it too."""
 
 
 class PoolUse(NamedTuple):
-    """KV slots of pools: held by requests now and at most so far, kept by the prefix cache alone, and in all."""
+    """KV slots of pools: held by requests now, the most held so far, kept by the prefix cache alone, and all."""
 
     held: int
     peak: int
@@ -51,7 +51,10 @@ class PoolUse(NamedTuple):
 
 
 class DeviceUse(NamedTuple):
-    """kv_bytes: of the engine's K/V pools there. free, total: memory of the device; of a CPU, of the machine."""
+    """Memory of one device.
+
+    kv_bytes: bytes of the engine's K/V pools there. free, total: memory of the device; for a CPU, of the machine.
+    """
 
     device: str
     kv_bytes: int
@@ -76,15 +79,14 @@ NO_CAPTURES = CaptureUse()
 
 @dataclass(slots=True)
 class EngineStats(RequestStats):
-    """`RequestStats` summed over all requests that ended by themselves, and the engine as it is now.
+    """`RequestStats` summed over all requests that ended by themselves, and the present state of the engine.
 
-    finished, aborted: requests that ended; those that failed are among the aborted. waiting, running: those that have
-    not. batches: rounds of the engine, of all that decode together (`rounds` counts one for each of them), and the
-    seconds that they took. Nothing is held in a space that the target does not have. captures:
-    captured rounds and prompts, and eager runs. drafts: which drafts rounds had, and why. prompt_gap_ms:
-    how long a request that decodes waits for its next token at most while one prompt as long as the engine takes is
-    read, by what rounds and prompts take here; each further request that waits for its first token adds half a round.
-    0.0 until that is known. devices: the memory of each that the target runs on, the first one's first.
+    finished, aborted: requests that ended; failed ones count as aborted. waiting, running: requests that have not.
+    batches, batch_seconds: rounds of the engine, each for all decoding requests (`rounds` counts one for each of them),
+    and their time. captures: captured rounds and prompts, and eager runs. drafts: which drafts rounds had, and why.
+    prompt_gap_ms: the longest time between two tokens of a decoding request while one prompt of `max_model_len` tokens
+    is read, from measured times; each further request that waits for its first token adds half a round. 0.0 until that
+    is known. devices: memory of each device of the target, in the order of ranks.
     """
 
     finished: int = 0
@@ -165,15 +167,15 @@ TOO_SELDOM = (
 
 
 class DraftWatch:
-    """Counts drafts of an engine, however seldom they are tried, and warns once where hardly any begins right."""
+    """Counts drafts of an engine, and warns once if hardly any has a right first token."""
 
     def __init__(self) -> None:
         self._batches = self._rounds = self._drafted = self._begun = 0  # since the last look
         self._warned = False
 
     def count(self, rounds: int, drafted: int, begun: int) -> None:
-        """A round of the engine: how many of its requests speculate, how many of them had a draft, and of how many the
-        first draft was accepted."""
+        """Count a round of the engine: requests that speculate, those with a draft, and those whose first draft was
+        accepted."""
         self._batches += rounds > 0
         self._rounds += rounds
         self._drafted += drafted

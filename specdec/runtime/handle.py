@@ -22,10 +22,9 @@ class Handle:
     """One submitted request; `Engine.submit` makes it. Dropping the handle does not abort the request.
 
     An error in a step is raised to the caller that ran the step; the request goes on with the next step, as if that one
-    had not begun. A request whose own tokenizer or grammar raised, or whose row an error in a step names, has ended
-    with the reason "error": `read`, iterating and `output` raise RequestFailedError, here and nowhere else; or
-    RoundFailedError, where steps raised again and this was the newest request in them. An engine that is closed ends it
-    with "abort".
+    had not begun. The request ends with the reason "error" if its own tokenizer or grammar raised, or if an error names
+    its row: `read`, iterating and `output` then raise RequestFailedError, here and nowhere else. If steps raised again
+    and this was their newest request, they raise RoundFailedError. Closing the engine ends it with "abort".
     """
 
     def __init__(self, request: Request, advance: Callable[[Request], None], abort: Callable[[int], None]) -> None:
@@ -100,7 +99,7 @@ class Handle:
             self._sent, self._read_all = self._sent + len(delta.token_ids), delta.output is not None
             return delta
 
-    def tell(self, news: "deque[int]") -> None:
+    def report_to(self, news: "deque[int]") -> None:
         """Append its id to `news` now, and whenever it gains tokens or ends."""
         self._request.news = news
         news.append(self.id)

@@ -4,7 +4,7 @@
     abort     aborted  -- the next turn -->  ended as it is, its row and slots freed, counted
 
 Any thread may submit and abort, the garbage collector within a turn too, and none waits for a turn. `process`,
-`forget`, `restart` and `close` run in a turn; each may be interrupted anywhere and is done again by the next.
+`remove_ended`, `restart` and `close` run in a turn. Each may be interrupted anywhere; the next turn does it again.
 """
 
 import itertools
@@ -92,10 +92,10 @@ class Inbox:
                 aborted.end("abort")
                 self._steps.scheduler.release_requests(aborted)
                 self._steps.drop_lost()
-                self.forget(aborted.number)
+                self.remove_ended(aborted.number)
             self._aborted.popleft()
 
-    def forget(self, number: int) -> None:
+    def remove_ended(self, number: int) -> None:
         """Count a request that has ended, and hold it no longer."""
         request = self.live.pop(number)
         self._steps.launches.totals.count(request)
@@ -104,7 +104,7 @@ class Inbox:
         """After a fault, restart every live request from its settled tokens; nothing else of the turn is kept."""
         for number, request in list(self.live.items()):
             if request.finished:
-                self.forget(number)
+                self.remove_ended(number)
         self._steps.restart(list(self.live.values()))
 
     def close(self) -> None:

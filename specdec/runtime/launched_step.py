@@ -19,11 +19,11 @@ class LaunchedStep:
     """A round or a group of prompt chunks on the device, and the requests that had a row in it.
 
     row_epochs: `row_epoch` of each request at the launch; the result of a request that has lost its row since is
-    ignored. drawing: for prompt chunks, the indices in the batch of the requests that draw their first token; None for
-    a round. packed: the result, of this `shape`, timed by these `stages`, while it is copied to the host. drafts [B]:
-    how deep the drafts are that each request could take at the launch. forced [B]: how many tokens of each request in
-    the result came from its grammar. scores: which log-probabilities of prompt tokens were asked for, and their values.
-    done: the CUDA event of the copy to the host; None where there is nothing to wait for.
+    ignored. drawing: batch indices of the requests whose prompt ends here and that draw their first token; None for a
+    round. packed: the result, on its way to the host; `shape` and `stages` say how to read it. drafts [B]: deepest
+    draft that each request could accept. forced [B]: tokens of each request that its grammar forced. scores: requested
+    log-probabilities of prompt tokens. done: the CUDA event of the copy to the host; None: there is nothing to wait
+    for.
     """
 
     requests: Sequence[Request]
@@ -38,7 +38,7 @@ class LaunchedStep:
     done: torch.cuda.Event | None
 
     def present(self) -> list[int]:
-        """Numbers in the batch of the requests that still have the row."""
+        """Batch indices of the requests that still have their row."""
         epochs = [request.row_epoch for request in self.requests]
         if epochs == self.row_epochs:
             return list(range(len(epochs)))
@@ -50,7 +50,7 @@ class LaunchedStep:
         return [self.requests[i] for i in self.present() if self.drawing is None or i in self.drawing]
 
     def result(self) -> RoundResult:
-        """Result of a round, for all its requests; of chunks, for those that draw. Waits for the device."""
+        """Result of all requests of a round, or of those that draw after prompt chunks. Waits for the device."""
         drawn = self.requests if self.drawing is None else [self.requests[i] for i in self.drawing]
         asked = [request.params.logprobs for request in drawn]
         return unpack(self._on_host(self.packed), self.shape, self.stages, asked, self.drafts, self.forced)

@@ -20,20 +20,20 @@ from specdec.runtime.seating import keep_outputs
 from specdec.runtime.settling import settle_chunks, settle_round
 
 Learn = Callable[[RoundShape, Sequence[Request], RoundResult, int, float], None]
-"""Learns from a settled round of these requests: the output tokens that all of them together gained, 0 in a round
-without drafts, and the seconds since the end of the round before it where rounds follow each other on a device, else
-its own."""
+"""Called with each settled round, its requests and result: the output tokens that they gained together (0 in a round
+without drafts), and its seconds: since the end of the round before if the device ran one after the other, else its
+own."""
 
 
 class Launches:
-    """The launches of one engine. `under_way`: those that are not settled, oldest first.
+    """The launches of one engine. `unsettled`: oldest first.
 
-    captured: rounds are, so one launch may be unsettled when the next one is made. learn: called with each settled
-    round. totals: sums over settled rounds and, by the engine, over ended requests.
+    captured: rounds are captured, so one launch may be unsettled when the next one is made. learn: called with each
+    settled round. totals: sums over settled rounds; the engine adds the figures of ended requests.
     """
 
     def __init__(self, scheduler: Scheduler, round: Round, learn: Learn, *, captured: bool) -> None:
-        self.under_way: deque[LaunchedStep] = deque()
+        self.unsettled: deque[LaunchedStep] = deque()
         self.totals = EngineStats()
         self._scheduler = scheduler
         self._round = round
@@ -45,20 +45,20 @@ class Launches:
 
     @property
     def num_rounds(self) -> int:
-        return sum(launched.drawing is None for launched in self.under_way)
+        return sum(launched.drawing is None for launched in self.unsettled)
 
     def clear(self) -> None:
         """Drop all of them; nothing of them is settled."""
-        self.under_way.clear()
+        self.unsettled.clear()
         self._ended = None
 
     def drop_lost(self) -> None:
         """Drop the oldest launches that no request owns any more."""
-        self.settle_all(left=len(self.under_way))
+        self.settle_all(left=len(self.unsettled))
 
     def tokens_due(self) -> Counter[int]:
         """Tokens that requests are sure to get from unsettled launches, by the number of the request."""
-        return Counter(request.number for launched in self.under_way for request in launched.gaining())
+        return Counter(request.number for launched in self.unsettled for request in launched.gaining())
 
     def settle(self, *, busy: bool) -> list[Request]:
         """Settle launched work, except for the newest launch where rounds are captured -> the requests that ended.
@@ -66,14 +66,14 @@ class Launches:
         busy: the device has a round to run meanwhile. If it has none and a launch brings a token, everything is
         settled: otherwise the device would idle while the token waits for the next step.
         """
-        gaining = not busy and any(launched.gaining() for launched in self.under_way)
+        gaining = not busy and any(launched.gaining() for launched in self.unsettled)
         return self.settle_all(0 if gaining else self._lag)
 
     def settle_all(self, left: int = 0) -> list[Request]:
         """Settle launched work, oldest first, except for the last `left` launches -> the requests that ended."""
         finished: list[Request] = []
-        while self.under_way and (len(self.under_way) > left or not self.under_way[0].present()):
-            launched = self.under_way.popleft()
+        while self.unsettled and (len(self.unsettled) > left or not self.unsettled[0].present()):
+            launched = self.unsettled.popleft()
             present = launched.present()
             if present and launched.drawing is None:
                 self._settle_round(launched, present)

@@ -1,11 +1,11 @@
-"""The prompt side of a step: a group of prompt chunks is read, whole or some of its layers, then drawn from.
+"""The prompt side of a step: the target reads a group of prompt chunks, then first tokens are drawn.
 
-    begin     the scheduler's chunks, in parts if decoding requests would wait too long for the whole forward
-    advance   the parts that fit this step
-    launch    after the last part: draws, scores and the commit, which is known when it is launched
+    begin     takes the scheduler's chunks; divides the forward if decoding requests would wait too long for it
+    advance   runs the parts that fit this step
+    launch    after the last part: draws, scores, and the commit, whose lengths the host knows already
 
-It launches, and settles nothing: `Launches` does. A forward of which some parts have run is kept from step to step, and
-dropped when its rows are lost or weights have moved.
+It settles nothing: `Launches` does. A forward that has run in part is kept from step to step, and dropped when its rows
+are lost or weights have moved.
 """
 
 from collections.abc import Sequence
@@ -47,12 +47,15 @@ class Prefill:
 
     def drop_lost(self) -> None:
         """Drop a forward whose rows are lost or whose weights have moved: its chunks are read again."""
-        if self.reading is not None and not self.reading.holds(self._round.weights_generation()):
+        if self.reading is not None and not self.reading.is_valid(self._round.weights_generation()):
             self.reading = None
 
     def advance(self, *, streams: bool) -> PromptReading | None:
-        """Run this step's part of the prompt chunks, all of it unless other requests decode (`streams`) and would wait
-        -> the chunks that are read, to be launched if they are through; None: there are none."""
+        """Run as much of the forward over prompt chunks as this step has time for, all of it if no request decodes.
+
+        streams: other requests decode. -> the chunks in progress, to be launched if all parts have run; None: there are
+        none.
+        """
         if self.reading is None:
             requests, chunk_len = self._scheduler.next_prefill()
             if not requests:

@@ -69,11 +69,11 @@ class Prefixes:
         if len(key) < WORTH_WAITING:
             return False
         cached: int | None = None
-        scored = request.most_cached < request.prefill_target - 1  # it lacks scores that only its own samples compute
+        scored = request.max_cached < request.prefill_target - 1  # it lacks scores that only its own samples compute
         for common, makers in self._in_progress.sharing(key, salt_of(request)):  # the longest part first
             if cached is None:
                 cached = len(self._cache.match(key, salt_of(request))) * self._cache.page_size
-                cached = min(cached, request.most_cached)
+                cached = min(cached, request.max_cached)
             if common <= cached:
                 return False
             for maker in makers:
@@ -165,8 +165,8 @@ class Prefixes:
         return reading and int(self._cache.table.committed_len.host[request.row]) < length
 
     def _adoptable(self, request: Request) -> IntArray:
-        """Key of the tokens whose K/V it may adopt: see `Request.most_cached`."""
-        return self._key(request)[: request.most_cached]
+        """Key of the tokens whose K/V it may adopt: see `Request.max_cached`."""
+        return self._key(request)[: request.max_cached]
 
     def _whole_key(self, request: Request) -> IntArray:
         """Key of the request's tokens whose K/V every model has made."""

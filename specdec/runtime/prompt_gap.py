@@ -1,11 +1,11 @@
-"""Bound on how long decoding requests wait for prompts: the cost of prompts, and the prompt tokens of a step.
+"""How many prompt tokens a step reads, so that decoding requests wait for them at most for a bounded time.
 
     step      a round of all that decode | prompts: at most GAP_SHARE of a round for each request without a token
     prompts   seconds = forward + token * T + pair * X           T tokens, which see X earlier ones, all together
 
-One long prompt thus makes streams slower by half at most, while a queue of prompts is read in large steps, for
-throughput. Rounds are timed whenever they run; prompts on a GPU when the engine is made, on a CPU whenever they run,
-with the host's work. This file knows no request and reads no clock.
+So one long prompt lengthens each step by half a round at most, and a queue of prompts is read in large steps, for
+throughput. Rounds are timed whenever they run. Prompts are timed when the engine is made (GPU), or whenever they run,
+host work included (CPU). This file knows no request and reads no clock.
 """
 
 from collections.abc import Sequence
@@ -53,7 +53,7 @@ UNITS = np.array([1.0, 1e3, 1e6])  # of a forward, its tokens, its pairs
 
 
 class PromptLoad(NamedTuple):
-    """Work of a forward over prompts. pairs: of a token and an earlier one, as if there were no windows."""
+    """Work of a forward over prompts. pairs: pairs of a token and an earlier one, as if there were no windows."""
 
     tokens: int
     pairs: float
@@ -65,8 +65,10 @@ class PromptLoad(NamedTuple):
 
 
 class Division(NamedTuple):
-    """Parts of a forward over few prompt tokens, which several steps share. most: a forward over more tokens runs
-    whole. least: fewer tokens take as long as this many."""
+    """Parts of a forward over few prompt tokens, which several steps share.
+
+    most: a forward over more tokens is not divided. least: fewer tokens than this take as long as this many.
+    """
 
     shares: Sequence[PartShare]
     most: int
@@ -74,9 +76,10 @@ class Division(NamedTuple):
 
 
 class PromptCost:
-    """Seconds that forwards over prompts take: three numbers, none negative, of least squares of the relative error.
+    """Seconds of a forward over prompts, as three non-negative numbers: least squares of the relative error.
 
-    Either some forwards are timed, or it is learned from all, of which older ones fade.
+    They are fitted to forwards that were timed apart (`time`), else to all forwards of requests (`learn`), old ones
+    with less weight.
     """
 
     def __init__(self) -> None:
@@ -90,13 +93,13 @@ class PromptCost:
         return bool(self._equations.any())
 
     def time(self, load: PromptLoad, seconds: float) -> None:
-        """A forward that was timed with nothing else on the device."""
+        """Fit a forward that was timed with nothing else on the device."""
         self._add(load, seconds)
         if load.pairs <= load.tokens**2:
             self._whole[load.tokens] = seconds
 
     def learn(self, load: PromptLoad, seconds: float) -> None:
-        """A forward over prompts of requests took so long: nothing new where some were timed."""
+        """Fit a forward over prompts of requests; ignored if forwards were timed apart."""
         if self._whole or load.tokens == 0 or seconds <= 0:
             return
         if self.is_known:
@@ -113,7 +116,7 @@ class PromptCost:
         return whole + self._pair * max(0.0, load.pairs - load.tokens**2 / 2)
 
     def parts_of(self, load: PromptLoad) -> tuple[float, float]:
-        """Expected seconds of a forward over this load: of all but attention over prefixes, and of that attention."""
+        """Expected seconds of a forward over this load: without attention over prefixes, and of that attention."""
         whole = self.seconds(load)
         forward = min(whole, self.seconds(PromptLoad(load.tokens, load.tokens**2 / 2)))
         return forward, whole - forward
@@ -146,11 +149,11 @@ class PromptCost:
 
 
 class PromptGap:
-    """Measured seconds of the rounds and prompts of one engine, and the prompt tokens that follow for a step.
+    """Measured seconds of the rounds and prompts of one engine, and the prompt tokens of a step that follow from them.
 
-    round: decaying average of recent rounds, 0.0 before the first. longest_round: the longest that was timed when the
-    engine was made, 0.0 where none was. ending: how much longer a forward takes that ends a prompt, where it alone
-    runs the last layers. division: of forwards over few tokens among steps; None: they run whole.
+    round: decaying average of recent rounds, 0.0 before the first. longest_round: the longest one timed when the engine
+    was made, 0.0 if none was. ending: additional seconds of a forward that ends a prompt, if only such a forward runs
+    the last layers. division: how forwards over few tokens are divided among steps; None: they are not.
     """
 
     def __init__(self) -> None:
@@ -189,8 +192,8 @@ class PromptGap:
         return min(max(room.least, _rounded_to_few_sizes(fitting)), room.busy)
 
     def budget(self, room: PromptRoom, num_waiting: int, load: PromptLoad) -> float | None:
-        """Seconds that a forward over this load may take of a step in which others decode, before the rest of it waits
-        for the next; None: it is read at once."""
+        """Seconds of a step that a divided forward over this load may take while other requests decode; None: the
+        forward is not divided."""
         if room.fixed or self.round == 0.0 or not self.cost.is_known or self.division is None:
             return None
         if load.tokens > self.division.most or self.cost.seconds(load) <= self._budget(GAP_SHARE, num_waiting):

@@ -1,10 +1,11 @@
-"""Prompt chunks whose forward is in progress: the parts that a step runs next to its round, and when it is dropped.
+"""A forward over prompt chunks that several steps share: each step runs its round and some layers of the forward.
 
     step        round | parts 0, 1    round | part 2    round | part 3, first token
     committed                                                     all its tokens, at once
 
-Nothing of it is committed before the last part is launched. It is dropped, and its chunks read again, when one of its
-requests loses its row, whose slots may be another's then, or when weights have moved.
+No token of the forward is committed before its last part is launched. The forward is dropped, and its chunks are read
+again, when one of its requests loses its row (its slots may belong to another request by then), or when weights have
+moved.
 """
 
 import time
@@ -23,8 +24,10 @@ from specdec.runtime.rounds.round import Round
 
 @dataclass(slots=True)
 class PromptReading:
-    """The next `chunk_len` [B] tokens of these requests, after `done` [B]. earlier: nanoseconds of the device that
-    parts before this step took; None: there were none. seconds: of the host."""
+    """The next `chunk_len` [B] tokens of these requests, after `done` [B] earlier ones.
+
+    earlier: device nanoseconds of the parts run in earlier steps; None: there were none. seconds: host time so far.
+    """
 
     requests: Sequence[Request]
     chunk_len: IntArray
@@ -43,20 +46,22 @@ class PromptReading:
     def is_through(self) -> bool:
         return self.begun == len(self.parts.programs)
 
-    def holds(self, generation: int) -> bool:
-        """May it go on? generation: of the weights."""
+    def is_valid(self, generation: int) -> bool:
+        """Do its requests still have their rows, and are the weights still of this generation?"""
         epochs = [request.row_epoch for request in self.requests]
         return epochs == self.row_epochs and generation == self.parts.generation
 
     def add_device_time(self, stamps: torch.Tensor) -> None:
-        """Add what the parts of this step take of the device. stamps [2]: when they begin and end, on the device."""
+        """Add the device time of this step's parts. stamps [2]: their beginning and end on the device's clock."""
         spent = stamps[1] - stamps[0]
         self.earlier = spent if self.earlier is None else self.earlier + spent
 
     @torch.inference_mode()
     def advance(self, gap: PromptGap, budget: float | None, *, waits: bool) -> None:
-        """Run the next part, and more while they are expected to end within `budget` seconds; None: all. waits: the
-        host has waited for each when it returns, so that its clock tells what they took."""
+        """Run the next part, and further ones that are expected to end within `budget` seconds (None: all of them).
+
+        waits: each part is over when its call returns, so that the host's clock measures it.
+        """
         begin, spent = time.perf_counter(), 0.0
         while not self.is_through:
             share = self.parts.shares[self.begun]
@@ -70,8 +75,10 @@ class PromptReading:
 
 
 def division_of(round: Round, *, captured: bool) -> Division | None:
-    """How this round's target divides forwards over prompts, if it does. A GPU takes as long for one token as for 64,
-    and is done with 256 in two or three steps; to a CPU every token is arithmetic."""
+    """How forwards over prompts are divided among steps; None: they are not.
+
+    A GPU takes as long for one token as for 64, and reads 256 in two or three steps; on a CPU each token takes time.
+    """
     if not round.target.can_pause or not (captured or round.device.type == "cpu"):
         return None
     states = round.final_states(scored=False, ends=False)

@@ -16,7 +16,10 @@ from specdec.sampling.log_probs import TokenScores
 
 
 class PromptScores:
-    """alternatives: how many of the likeliest tokens are reported at each place, as far as the vocabulary goes."""
+    """Log-probabilities of one prompt's tokens.
+
+    alternatives: how many of the likeliest tokens are reported at each place, as far as the vocabulary goes.
+    """
 
     def __init__(self, prompt_len: int, alternatives: int) -> None:
         self.prompt_len = prompt_len

@@ -1,11 +1,11 @@
-"""Prompt tokens of a step, and their division among requests.
+"""How the prompt tokens of a step are divided among requests.
 
     in a step    the first by rank: half of the room at least | short prompts that pass it | the others, by rank
 
-Prompts are read by rank, except that a prompt with at most half as many unread tokens as the first one passes it. So a
-short prompt does not wait for a long one: apart from prompts that pass it in turn, it waits for at most twice its own
-tokens. The first keeps half of the room, so that it always advances. This file knows no pages: a prompt without pages
-for its share gets less. `prompt_gap` decides the room while other requests decode.
+Prompts are read by rank, with one exception: a prompt with at most half as many unread tokens as the first one passes
+it. So a short prompt does not wait for a long one. The first keeps half of the room, so that it always advances; a
+prompt that passes it waits for at most twice its own tokens, and for shorter ones. This file knows no pages: a prompt
+without pages for its share gets less. `prompt_gap` decides the room while other requests decode.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,11 @@ MAX_ROOM = 8192
 
 
 class PromptRoom(NamedTuple):
-    """Upper bounds on the prompt tokens of a step: `busy` while other requests decode, `idle` while none does, `chunk`
-    of one request. fixed: `max_prefill_tokens` is set. least: lower bound while other requests decode."""
+    """Upper bounds on the prompt tokens of a step: `busy` while other requests decode, `idle` while none does, and
+    `chunk` for one request.
+
+    fixed: the user set `max_prefill_tokens`. least: lower bound while other requests decode.
+    """
 
     busy: int
     idle: int
@@ -30,23 +33,26 @@ class PromptRoom(NamedTuple):
 
     @classmethod
     def from_settings(cls, max_prefill_tokens: int | None, prefill_chunk: int | None, device_type: str) -> "PromptRoom":
-        """None: the default of the device. A GPU reads thousands of tokens in the time of a few rounds, and a chunk of
-        2,048 in a fifth less time than four of 512. On a CPU time grows with every token, so a step reads about as many
-        as a round of twenty requests verifies."""
+        """Bounds from the user's settings; None: the default of the device.
+
+        A GPU reads thousands of tokens in the time of a few rounds, and a chunk of 2,048 in a fifth less time than four
+        of 512. On a CPU every token takes time, so a step reads about as many as a round of twenty requests verifies.
+        """
         usual = cls(96, 384, 512) if device_type == "cpu" else cls(MAX_ROOM, MAX_ROOM, 2048, least=64)
         if max_prefill_tokens is not None:
             usual = usual._replace(busy=max_prefill_tokens, idle=max_prefill_tokens, fixed=True)
         return usual if prefill_chunk is None else usual._replace(chunk=prefill_chunk)
 
     def idle_tokens(self, to_come: int) -> int:
-        """Prompt tokens of a step while no request decodes. to_come: tokens that all running prompts together have yet
-        to read."""
+        """Prompt tokens of a step while no request decodes. to_come: unread tokens of all running prompts together."""
         return to_come if to_come <= min(IDLE_STEPS * self.busy, max(self.idle, MAX_ROOM)) else self.idle
 
 
 class Prompt(NamedTuple):
-    """Unread prompt tokens of a request, `to_go`. level: of its rank; prompts of lower levels are read first, whatever
-    their length."""
+    """A prompt that is being read.
+
+    to_go: its unread tokens. level: priority level of its request; lower levels are read first, whatever their length.
+    """
 
     level: int
     to_go: int

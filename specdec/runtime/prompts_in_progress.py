@@ -25,7 +25,7 @@ _by_rank = itemgetter(0)
 
 
 class Maker(NamedTuple):
-    """A running request, and the name of its prompt: key [n] (of whole pages, in the tree) and the salt before it."""
+    """A running request whose prompt is being computed. key [n] (cut to whole pages in the tree) and salt name it."""
 
     rank: Rank
     request: Request
@@ -35,7 +35,10 @@ class Maker(NamedTuple):
 
 @dataclass(slots=True, eq=False, repr=False)
 class _Node:
-    """key: [n * page_size]. makers: those whose prompts have it, by rank."""
+    """A run of whole pages in the tree.
+
+    key: [n * page_size]. makers: requests whose prompts pass through it, by rank.
+    """
 
     key: IntArray
     makers: list[Maker]
@@ -43,9 +46,9 @@ class _Node:
 
 
 class InProgress:
-    """The prompts in progress of one engine. cache: how keys are compared.
+    """The prompts in progress of one engine. cache: compares keys.
 
-    version: another number after every change, so that an answer can be kept while it holds.
+    version: changes with every prompt that is added or discarded; an answer is valid as long as it stays the same.
     """
 
     def __init__(self, cache: PrefixCache) -> None:
@@ -104,7 +107,7 @@ class InProgress:
             name = self._cache.first_page(key)
 
     def sharing(self, key: IntArray, salt: bytes) -> Iterator[tuple[int, list[Maker]]]:
-        """(slots, requests): common prefixes with this key, in whole pages, and their requests; longest first."""
+        """Prefixes that this key shares with prompts in progress, longest first: (slots in whole pages, requests)."""
         path: list[tuple[int, list[Maker]]] = []
         name, children, common = salt + self._cache.first_page(key), self._root, 0
         while (node := children.get(name)) is not None and len(key) - common >= self._cache.page_size:

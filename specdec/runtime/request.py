@@ -31,13 +31,14 @@ logger = logging.getLogger(__name__)
 class RequestStats:
     """Figures of one request, or (summed) of many: speculation, cache hits and times.
 
-    `drafted_counts[i]`: rounds that drafted at least i + 1 tokens deep, `accepted_counts[i]`: those of them in which
-    draft i + 1 was emitted; a round that ends the output counts only as deep as what was emitted. `drafted_rounds`:
-    rounds with drafts, `drafted_round_tokens`: what these emitted, the bonus included, `draft_tokens`: how deep they
-    were, summed, `draft_nodes`: nodes verified in them, without roots. `forced_tokens`: those that a grammar left no
-    choice for, in the place of drafts in `forced_rounds`. `cached_tokens`: prompt tokens whose K/V came out of the
-    prefix cache. Seconds are a request's share of its batch's time; but queue and first_token are from when it was
-    handed in until it had a row, and its first token, and decode is from its first token until its newest one.
+    `drafted_rounds`: rounds with drafts. `drafted_round_tokens`: tokens emitted in them, the bonus included.
+    `draft_tokens`: depths of their drafts, summed. `draft_nodes`: nodes verified in them, without roots.
+    `drafted_counts[i]`: rounds with drafts at least i + 1 deep. `accepted_counts[i]`: those of them that emitted draft
+    i + 1. A round that ends the output counts only as deep as it emitted.
+    `forced_tokens`: tokens that a grammar forced, verified in the place of drafts in `forced_rounds`.
+    `cached_tokens`: prompt tokens whose K/V were found in the prefix cache.
+    Seconds are a request's share of its batch's time, with three exceptions: queue, from its submission to its row;
+    first_token, from its submission to its first token; decode, from its first to its newest token.
     """
 
     rounds: int = 0
@@ -64,13 +65,13 @@ class RequestStats:
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens emitted per round that had drafts, the bonus included. Rounds without drafts do not count; if all are
-        without, it is 1, and before the first round 0."""
+        """Tokens emitted per round with drafts, the bonus included. Other rounds do not count: it is 1 if no round had
+        drafts, and 0 before the first round."""
         return self.drafted_round_tokens / self.drafted_rounds if self.drafted_rounds else float(self.rounds > 0)
 
     @property
     def accepted_per_position(self) -> list[float]:
-        """Share of the rounds that drafted so deep in which the draft at each depth was accepted."""
+        """Share of the rounds with drafts that deep in which that draft was accepted, by depth."""
         by_depth = zip(self.accepted_counts, self.drafted_counts, strict=False)  # older records lack the second
         return [accepted / drafted for accepted, drafted in by_depth if drafted]  # zeros: taken out by `add`, and last
 
@@ -80,7 +81,7 @@ class RequestStats:
         return RequestStats(*_FIGURES(self))
 
     def record_round(self, emitted: int, accepted: int, num_drafts: int) -> None:
-        """A verify emitted that many tokens, the first `accepted` of them out of drafts `num_drafts` deep."""
+        """Count a round that emitted these tokens; the first `accepted` of them were drafts, `num_drafts` deep."""
         assert accepted <= num_drafts, f"{accepted=} of {num_drafts=}"
         self.rounds += 1
         self.round_tokens += emitted
@@ -163,7 +164,7 @@ class RequestState(Enum):
 
 
 class Settled(NamedTuple):
-    """How far a request has come, replaced as a whole: a step either happened to it or did not.
+    """How far a request has come. Replaced as a whole, so that a step either happened to it or did not.
 
     num_tokens: prompt and output. reader: the output's text so far, where stop strings are looked for. place: in its
     grammar, None: it has none.
@@ -303,7 +304,7 @@ class Request:
         return len(self.prompt) if self.num_output == 0 else self.settled.num_tokens - 1
 
     @property
-    def most_cached(self) -> int:
+    def max_cached(self) -> int:
         """Upper bound on the tokens whose K/V it may adopt from the prefix cache. The last token's state must be
         computed, and so must the states that its prompt's scores need."""
         if self.scores is None or self.scores.complete:
@@ -444,7 +445,7 @@ class Request:
 
 
 def rows_of(requests: Sequence[Request]) -> IntArray:
-    """[B]: the rows of these requests."""
+    """Rows of these requests, [B]."""
     return np.array([request.row for request in requests], dtype=np.int64)
 
 

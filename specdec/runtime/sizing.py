@@ -1,4 +1,4 @@
-"""Sizes of the pools: the user's, else enough for a full batch within a share of the memory."""
+"""Sizes of the pools: as the user set them, else enough for a full batch within a share of the free memory."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,53 +22,54 @@ from specdec.runtime.rounds.unread import KEPT, reads_late
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.8}
 """Share of the memory that is free once the weights are loaded."""
 WINDOW_SPARE = 512
-"""Slots of a windowed group a request, or a chunk if that is shorter, beyond what it holds while it decodes: for
-chunks in flight, and while there are fewer of those, for what the prefix cache keeps."""
+"""Additional slots a request in a windowed group (at most a chunk), beyond those it holds while it decodes. Chunks in
+flight use them; while there are few of those, cached prefixes do."""
 FALLBACK_MODEL_LEN = 4096
 """For a model that states no limit."""
 
 
 class DraftNeeds(NamedTuple):
-    """What a drafter needs of the cache: see `Drafter.kv_layout`, `extra_keys` and `reread`. late: how many committed
-    tokens it may not have read yet."""
+    """Requirements of a drafter: see `Drafter.kv_layout`, `extra_keys` and `reread`. max_lag: upper bound on the
+    committed tokens that it has not read yet."""
 
     layout: KVLayout | None = None
     extra_keys: int = 0
     reread: int = 0
-    late: int = 0
+    max_lag: int = 0
 
     @classmethod
     def of(cls, drafter: Drafter | None, spec: SpecConfig) -> "DraftNeeds":
         if drafter is None:
             return cls()
-        late = KEPT if reads_late(drafter, spec.adaptive) else 0
-        return cls(drafter.kv_layout, drafter.extra_keys, drafter.reread, late)
+        max_lag = KEPT if reads_late(drafter, spec.adaptive) else 0
+        return cls(drafter.kv_layout, drafter.extra_keys, drafter.reread, max_lag)
 
     @property
     def beyond_windows(self) -> int:
-        """Committed keys to keep in every windowed group beyond its window: a row that reads again begins earlier."""
+        """Committed keys to keep in every windowed group beyond its window, also for tokens that are read again."""
         return max(self.extra_keys, self.reread)
 
-    def late_in(self, groups: CacheGroups) -> ByGroup[int]:
-        """`late` by group: a drafter reads late in the groups of its own layers alone."""
+    def max_lag_in(self, groups: CacheGroups) -> ByGroup[int]:
+        """`max_lag` for the groups of the drafter's own layers, 0 for all others."""
         own = () if self.layout is None else {spec.retention for spec in self.layout.layers}
-        return ByGroup(tuple(self.late if group.retention in own else 0 for group in groups.groups))
+        return ByGroup(tuple(self.max_lag if group.retention in own else 0 for group in groups.groups))
 
 
 @dataclass(frozen=True, slots=True)
 class CacheNeeds:
-    """Slots and bytes of K/V that an engine's requests need, where memory is no limit. Lists of numbers are by group.
+    """Slots and bytes of K/V that an engine's requests need if memory is no limit. Lists are by group.
 
-    layouts: of the target and of a drafter that keeps K/V. late: see `RequestTable`. slot_bytes: one token in all
-    layers of the group. held: slots of one request while it decodes. slots: a full batch, with prompts that are being
-    read; a windowed group keeps prefixes there when none is. state_bytes: states of recurrent layers, of one request.
+    layouts: those of the target and of a drafter that keeps K/V. max_lag: see `RequestTable`. slot_bytes: bytes of one
+    token in all layers of the group. held: slots of one request while it decodes. slots: slots of a full batch with
+    prompts being read (cached prefixes use those of a windowed group meanwhile). state_bytes: recurrent states of one
+    request.
     """
 
     layouts: list[KVLayout]
     groups: CacheGroups
     page_size: int
     batch: int
-    late: ByGroup[int]
+    max_lag: ByGroup[int]
     slot_bytes: list[int]
     held: list[int]
     slots: list[int]
@@ -76,7 +77,7 @@ class CacheNeeds:
 
     @property
     def batch_bytes(self) -> list[int]:
-        """A full batch, and page 0, which holds nothing."""
+        """Bytes of a full batch and of page 0, which holds nothing."""
         return [
             (slots // self.page_size + 1) * self.page_size * size
             for slots, size in zip(self.slots, self.slot_bytes, strict=True)
@@ -84,12 +85,12 @@ class CacheNeeds:
 
     @property
     def all_state_bytes(self) -> int:
-        """States of a full batch, of padding, and the copies for cached prefixes."""
+        """Bytes of the states of a full batch and of padding, and of the copies for cached prefixes."""
         return num_state_slots(self.batch) * self.state_bytes
 
     @property
     def request_bytes(self) -> list[int]:
-        """One request of the batch, with its share of the prompts that are being read."""
+        """Bytes of one request of the batch, with its share of the prompts being read."""
         return [slots * size // self.batch for slots, size in zip(self.slots, self.slot_bytes, strict=True)]
 
 
@@ -103,7 +104,8 @@ def cache_needs(
     num_nodes: int,
     device_type: str,
 ) -> CacheNeeds:
-    """layout: of the target. max_len: tokens of each request. num_nodes: see `lookahead_nodes`."""
+    """Needs of a full batch. layout: the target's. max_len: tokens of each request. num_nodes: see
+    `lookahead_nodes`."""
     layouts = [layout] if drafts.layout is None else [layout, drafts.layout]
     if config.kv_dtype is not None:
         layouts = [layout.rounded() for layout in layouts]
@@ -113,9 +115,9 @@ def cache_needs(
     room = PromptRoom.from_settings(config.max_prefill_tokens, config.prefill_chunk, device_type)
     full_each = whole_pages(max_len + num_nodes, page_size)
     held, slots = [full_each], [full_each * batch]
-    late = drafts.late_in(groups)
+    max_lag = drafts.max_lag_in(groups)
     for group, window in zip(groups.windowed, groups.windows, strict=True):
-        keys = window_slots_held(window - 1 + drafts.beyond_windows + late[group.id], num_nodes, page_size)
+        keys = window_slots_held(window - 1 + drafts.beyond_windows + max_lag[group.id], num_nodes, page_size)
         # what it holds and the slack; besides, chunks in flight
         each = min(whole_pages(keys + page_size, page_size), full_each)
         together = max(room.idle, batch * min(room.chunk, WINDOW_SPARE))  # a step reads `idle`; the rest keeps prefixes
@@ -123,12 +125,12 @@ def cache_needs(
         held.append(whole_pages(keys, page_size))
         slots.append(each * batch + in_flight)
     state_bytes = sum(layout.state_bytes(dtype) for layout in layouts)
-    return CacheNeeds(layouts, groups, page_size, batch, late, slot_bytes, held, slots, state_bytes)
+    return CacheNeeds(layouts, groups, page_size, batch, max_lag, slot_bytes, held, slots, state_bytes)
 
 
 def pool_slots(needs: CacheNeeds, config: EngineConfig, budget: int) -> list[int]:
-    """Slots of each group within a budget of bytes: as many as are needed, or those that the user set. Windowed groups
-    take half of it at most, the primary one what they leave."""
+    """Slots of each group within a budget of bytes: those that are needed, or that the user set. Windowed groups take
+    at most half of the budget, the primary group the rest."""
     slots, slot_bytes = list(needs.slots), needs.slot_bytes
     most = budget // max(2 * sum(slot_bytes[1:]), 1)
     slots[1:] = [min(count, most) if config.swa_slots is None else config.swa_slots for count in slots[1:]]
@@ -145,8 +147,8 @@ def whole_pages(slots: int, page_size: int) -> int:
 
 
 def lookahead_nodes(spec: SpecConfig, *, drafts: bool, captured: bool) -> int:
-    """Slots of a request for tokens that are not committed yet. A captured round is launched before the previous one is
-    settled, so there are two of them."""
+    """Slots of a request for tokens that are not committed yet: those of one round, or of two if rounds are captured,
+    since the next is launched before the previous one is settled."""
     return (2 if captured else 1) * (spec.num_nodes if drafts else 1)
 
 
@@ -217,6 +219,6 @@ def make_cache(
         lookahead=num_nodes,
         extra_keys=drafts.beyond_windows,
         reread=drafts.reread,
-        late=needs.late,
+        max_lag=needs.max_lag,
     )
     return KVCache(allocator, table, operations, rounded=config.kv_dtype is not None), max_len

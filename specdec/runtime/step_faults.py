@@ -1,14 +1,14 @@
 """Which request ends when a step raises an error, so that one request stops no others.
 
     the error names a row      the request of that row ends, at once; the step does not raise
-    any other, once            none ends: all begin again from their tokens
-    again, no further since    the newest of those that were in both ends
+    another error, once        no request ends: all restart from their tokens
+    again, with no progress    the newest request that was in both failed steps ends
 
-After that the others have rows one by one, each once those before it have got further than they had. So if it was not
-the newest, the step raises again with the one that was let in last, which ends, and nothing is computed twice for the
-others.
+From then on requests get rows one by one: the next is admitted when the running ones have got further than at the
+error. If the newest was not the cause, the step raises again when the cause is admitted, and that request ends. Nothing
+is computed twice for the others.
 
-It chooses, and ends requests; the engine takes them out when it begins again. A `KeyboardInterrupt` is no error.
+This file chooses and ends requests; the engine removes them when it restarts. A `KeyboardInterrupt` is no error.
 """
 
 import copy
@@ -43,7 +43,7 @@ class StepFaults:
         return None
 
     def end_newest(self, error: Exception, live: Iterable[Request]) -> Request | None:
-        """Note an error that names none of these requests, and end the newest that it strikes again -> that one."""
+        """Note an error that names no row; at the second one without progress, end the newest request -> that one."""
         in_step = [request for request in self._scheduler.running or live if not request.finished]
         again = [request for request in in_step if self._reached(request) <= request.failed_at]
         for request in in_step:
@@ -58,11 +58,12 @@ class StepFaults:
         return newest
 
     def step_ended(self) -> None:
-        """No error was raised: one more may run, if all that do have got further than when one was."""
+        """After a step without an error: admit one more request once all running ones are further than at their last
+        error."""
         scheduler = self._scheduler
         if scheduler.admits_slowly and all(self._reached(each) > each.failed_at for each in scheduler.running):
             scheduler.max_running += 1
 
     def _reached(self, request: Request) -> int:
-        """Tokens of it that are read, of its prompt too."""
+        """Committed tokens of the request, those of its prompt included."""
         return 0 if request.row < 0 else int(self._scheduler.table.committed_len.host[request.row])

@@ -29,7 +29,7 @@ from specdec.runtime.prefill import Prefill
 from specdec.runtime.request import Request, restricted, rows_of
 from specdec.runtime.rounds.capture_classes import is_large
 from specdec.runtime.rounds.captured_prompts import ChunkGraphs
-from specdec.runtime.rounds.captured_rounds import Between, RoundGraphs, nothing, run_programs
+from specdec.runtime.rounds.captured_rounds import Between, RoundGraphs, no_host_work, run_programs
 from specdec.runtime.rounds.catching_up import CatchUps, end_drafts, read_unread
 from specdec.runtime.rounds.decode_round import DECODE_STAGES, decode_programs
 from specdec.runtime.rounds.result import DraftShape, RoundResult, RoundShape
@@ -42,7 +42,7 @@ from specdec.runtime.seating import load_rows
 class Steps:
     """The steps of one engine: `launches` not settled yet, `prefill` for its prompt side.
 
-    graphs, chunks, catch_ups: None where nothing is captured. `choice`: which draft a round has; None: always the
+    graphs, chunks, catch_ups: None where no_host_work is captured. `choice`: which draft a round has; None: always the
     engine's own.
     """
 
@@ -95,7 +95,7 @@ class Steps:
 
     def run(self) -> list[Request]:
         """Run one step -> the requests that ended in it. Those that end in the round make room for prompts."""
-        with self.round.on_device(), self.round.one_look(), self.threads.limited():
+        with self.round.on_device(), self.round.versions_looked_up_once(), self.threads.limited():
             finished: list[Request] = []
             if restricted(self.scheduler.running):
                 finished += self.launches.settle_all()  # a grammar's mask needs every earlier token
@@ -129,7 +129,7 @@ class Steps:
         if not reading.is_through:
             return self.launches.settle_before_parts()
         begin = time.perf_counter()
-        self.launches.under_way.append(self.prefill.launch(reading))
+        self.launches.unsettled.append(self.prefill.launch(reading))
         finished = self.launches.settle(busy=self.launches.num_rounds > 0)
         if self.graphs is None:
             self.scheduler.prompt_gap.cost.learn(reading.load, reading.seconds + time.perf_counter() - begin)
@@ -159,7 +159,7 @@ class Steps:
         if read_unread(self.round, self.catch_ups, shape, rows, ending) and self.choice is not None:
             spent = time.perf_counter() - begin if self.graphs is None else None
             self.choice.caught_up(shape.batch, shape.draft, spent)
-        between: Between = nothing
+        between: Between = no_host_work
         if masked:
             between = GrammarSteps(self.round, shape, [request.place for request in requests]).between
         if self.graphs is None:
@@ -168,7 +168,7 @@ class Steps:
             packed = self.graphs.run(shape, between)
         ranks = self.round.target.ranks
         launched = launched_now(requests, None, shape, DECODE_STAGES, packed, ranks, drafts=drafts, forced=forced)
-        self.launches.under_way.append(launched)
+        self.launches.unsettled.append(launched)
 
     def shape_for(self, requests: Sequence[Request], to_go: Sequence[int]) -> RoundShape:
         """Shape of the next round of these requests. Captured rounds have few shapes of drafts: the engine's own, none,
@@ -181,13 +181,13 @@ class Steps:
         shape = round_shape(self.round, rows, params, drafts, self._unsettled_nodes())
         if self.choice is None or shape.num_steps == 0:
             return shape
-        return self._what_pays(self.choice, shape, requests, to_go, drafts)
+        return self._with_chosen_draft(self.choice, shape, requests, to_go, drafts)
 
     def _unsettled_nodes(self) -> int:
         """Tokens by which a row may be longer than the host knows."""
         return self.launches.num_rounds * (1 if self.round.worker is None else self.spec.num_nodes)
 
-    def _what_pays(
+    def _with_chosen_draft(
         self,
         choice: DraftChoice,
         shape: RoundShape,
@@ -203,7 +203,7 @@ class Steps:
         rows = rows_of(requests)
         most = np.minimum(self.round.max_drafts.host[rows], np.array(to_go, dtype=np.int64) - 1)
         unread = 0 if self.round.unread is None else self.round.unread.most(rows)
-        unsettled = [launched.shape.draft for launched in self.launches.under_way if launched.drawing is None]
+        unsettled = [launched.shape.draft for launched in self.launches.unsettled if launched.drawing is None]
         draft = choice.choose(rows, most, bucket.batch, largest(fixed), unread=unread, unsettled=unsettled)
         if self.graphs is None and draft.num_steps:  # no deeper than any request can use
             draft = shape.draft._replace(by_lookup=draft.by_lookup)

@@ -23,7 +23,7 @@ WHOLE = ("seed", *(name for name, number in NUMBERS.items() if number.kind is in
 REAL = tuple(name for name, number in NUMBERS.items() if number.kind is float)
 """The other columns, each the bits of a float64."""
 FILTERS = tuple(name for name, number in NUMBERS.items() if number.filters)
-"""Those that remove tokens from the law."""
+"""Parameters that remove tokens from the distribution."""
 DEFAULTS = SamplingParams()
 
 
@@ -34,11 +34,11 @@ class ParamVectors(NamedTuple):
     real: torch.Tensor
 
     def column(self, name: str) -> torch.Tensor:
-        """[B]."""
+        """Values of one parameter, [B]."""
         return self.whole[WHOLE.index(name)] if name in WHOLE else self.real[REAL.index(name)]
 
     def over_logits(self, name: str) -> torch.Tensor:
-        """[B, 1, 1], to go with logits [B, N, V]."""
+        """Values of one parameter as [B, 1, 1], to combine with logits [B, N, V]."""
         return self.column(name)[:, None, None]
 
 
@@ -48,16 +48,16 @@ def index_of(name: str) -> tl.constexpr:
 
 
 def split_cells(cells: torch.Tensor) -> ParamVectors:
-    """cells [B, columns] of a `SamplingTable`, as vectors."""
+    """Split cells [B, columns] of a `SamplingTable` into vectors."""
     by_column = cells.t().contiguous()
     return ParamVectors(by_column[: len(WHOLE)], by_column[len(WHOLE) :].view(torch.float64).float())
 
 
 class Uses(NamedTuple):
-    """Features that at least one request of a batch asks for: all that its rounds need to compute.
+    """Features that at least one request of a batch uses, so that its rounds must compute them.
 
-    filters: names of FILTERS. edits of logits: penalty (for repetition), counts (frequency and presence penalty), bias
-    (room for that many entries a request), masked (by a grammar, or by rules about tokens).
+    filters: names of FILTERS. Edits of logits: penalty: repetition penalty; counts: frequency or presence penalty;
+    bias: room for that many entries a request; masked: a grammar, or rules about tokens.
     """
 
     sampled: bool

@@ -86,7 +86,7 @@ class SeenBits:
         self.bits.index_copy_(0, upload(rows, device), upload(words, device))
 
     def of(self, rows: torch.Tensor) -> torch.Tensor:
-        """[B, ceil(V / 32)], a copy."""
+        """Bits of these rows, [B, ceil(V / 32)], a copy."""
         return self.bits.index_select(0, rows)
 
     def add(self, rows: torch.Tensor, tokens: torch.Tensor, length: torch.Tensor) -> None:
@@ -123,7 +123,7 @@ class MaskBuffer:
         return 0 if self._words is None else self._words.nbytes
 
     def at(self, batch: int, num_nodes: int) -> torch.Tensor:
-        """[B, N, ceil(V / 32)] int32: the tokens allowed after each of N nodes; a view of the one buffer."""
+        """Tokens allowed after each of N nodes, [B, N, ceil(V / 32)] int32: a view of the one buffer."""
         size = batch * num_nodes * self.num_words
         if self._words is None:
             largest = max(self._max_rows * self.max_nodes * self.num_words, size)

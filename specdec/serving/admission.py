@@ -1,10 +1,10 @@
 """How many requests a served engine admits: a bounded queue, which refuses callers or lets them wait.
 
     open requests   | running, at most the engine's rows | waiting, at most `max_waiting` |  refused, or let wait
-    of one client   | at most `per_client`, where that is not 0                           |  refused
+    one client's    | at most `per_client`, unless that is 0                              |  refused
 
-It counts, and knows no engine. Callers wait in the order in which they came, each on its own event loop; any thread
-may give back. Invariant: never more than `most` are out, and of one client never more than `per_client`.
+It counts and knows no engine. Callers wait in order of arrival, each on its own event loop; any thread may give places
+back. Invariant: at most `most` places are taken, and at most `per_client` by one client.
 """
 
 import asyncio
@@ -40,8 +40,8 @@ class Admission:
         self._waiters: deque[Waiter] = deque()
 
     async def take_places(self, count: int, client: str = "", *, wait: bool = False) -> None:
-        """Take `count` places. Raises QueueFullError where fewer are free, or waits until they are;
-        for a client that has too many it always raises."""
+        """Take `count` places. If fewer are free, raises QueueFullError, or waits for them. A client that has too many
+        gets the error in any case."""
         with self._lock:
             free = self._has_room(count, client)
             if not (free or wait):

@@ -45,12 +45,12 @@ INTAKE_SECONDS = 30.0
 class AsyncEngine:
     """Serves an existing engine, or one of its own (`from_pretrained`), to asyncio callers.
 
-    max_waiting: requests that may wait beyond those that the engine runs at a time (`max_batch_size`); more are refused
-    with QueueFullError, or wait with `wait=True`. intake_seconds: within which a prompt must be read, and a grammar
-    compiled. per_client: samples that one client may have open, 0: no limit. observers: told how requests fare.
+    max_waiting: requests that may wait beyond those that run (`max_batch_size`); more are refused with QueueFullError,
+    or wait with `wait=True`. intake_seconds: time limit for reading a prompt or compiling a grammar. per_client:
+    samples that one client may have open; 0: no limit. observers: told of tokens and ends of requests.
 
-    Where rounds raise errors again, and got no further in between, the newest of their requests fails with
-    RoundFailedError, and the others go on. In a fork of its process the engine is refused.
+    If rounds raise errors twice without progress, the newest of their requests fails with RoundFailedError, and the
+    others go on. A fork of the process cannot use the engine.
     """
 
     def __init__(

@@ -1,12 +1,12 @@
-"""The thread that steps an engine: while there is work, and asleep without any.
+"""The thread that steps an engine while there is work, and sleeps while there is none.
 
     callers          watch(samples), call(function)               any thread
     this thread      functions first, then a step, then news      over and over
     observer, tell   requests that gained tokens or ended         on this thread, so neither may wait
 
-A step that raises, also for lack of memory, is tried again; if it raises again, the engine ends one of its requests
-(`specdec.runtime.step_faults`) and goes on with the others. The cost of a step here grows with the requests that gained
-something. A signal in the middle of a call must leave no lock taken (`specdec.runtime.turns`), so there is no
+A step that raises, out of memory included, is tried again; if it raises again, the engine ends one of its requests
+(`specdec.runtime.step_faults`) and goes on with the others. A step costs this thread time for the requests that gained
+tokens, not for all. A signal in the middle of a call must leave no lock taken (`specdec.runtime.turns`), so there is no
 `threading.Condition`.
 """
 
@@ -32,8 +32,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 BROKEN = 3
-"""Requests that failed with their rounds, with no round between that brought a token: the fault is no request's any
-more."""
+"""Requests that failed with their rounds, with no token in between, after which the engine itself counts as broken."""
 
 
 @dataclass(eq=False, slots=True)
@@ -53,7 +52,7 @@ class Sample:
 
 
 class Observer(Protocol):
-    """Is told how requests fare, such as the metrics. Called on the engine's thread: never waits."""
+    """Is told of tokens and ends of requests, such as the metrics. Called on the engine's thread, so it never waits."""
 
     def gained(self, sample: Sample, tokens: int, now: float) -> None:
         """The sample gained `tokens` tokens; `seen` and `last_news` are as they were before."""
@@ -63,7 +62,7 @@ class Observer(Protocol):
 
 
 class EngineThread:
-    """tell: called with the samples of which there is news, after each step."""
+    """Steps one engine while it has work. tell: called after each step with the samples of which there is news."""
 
     def __init__(self, engine: Engine, tell: Callable[[Sequence[Sample]], None], observers: Sequence[Observer]) -> None:
         self.engine = engine
@@ -101,7 +100,7 @@ class EngineThread:
                 sample.handle.abort()
             raise StoppingError(self.stopped or "this engine is closing; make a new one")
         for sample in samples:
-            sample.handle.tell(self._news)
+            sample.handle.report_to(self._news)
         self._wake.put(None)
 
     def call(self, function: Callable[[], T]) -> "Future[T]":

@@ -1,11 +1,12 @@
 """Threads for work that takes long, shared by clients who take turns.
 
 queue       one for each client; the next job is that of the client whose last one began longest ago
-running     at most `threads` jobs, of one client at most one fewer, so that one thread is left for others
-given up    jobs whose client has left, or whose time is over; those that have not begun are dropped, with all they hold
-abandoned   given up after they had begun: no thread can be ended, so they run on. Another job may take the place of
-            one in the pool, on a spare thread, but a client's jobs are at most `threads`, abandoned ones included: a
-            client that leaves and asks again does not get more threads
+running     at most `threads` jobs, at most one fewer of one client, so that a thread is left for others
+given up    jobs whose client has left, or whose time is over; if they have not begun, they are dropped with all they
+            hold
+abandoned   jobs given up after they had begun. No thread can be ended, so they run on, while a spare thread takes the
+            next job. A client has at most `threads` jobs, abandoned ones included: leaving and asking again brings no
+            more threads
 """
 
 import asyncio
@@ -46,9 +47,11 @@ def settle(future: Future[T], function: Callable[[], T]) -> None:
 
 
 class FairPool:
-    """Daemon threads, which never keep a process from ending. One is started for a job that may begin where none rests;
-    it takes others after it, and rests where there is none. spares: threads that take the places of those whose jobs
-    are abandoned; None: as many again."""
+    """Daemon threads, which never keep a process from ending. A thread is started for a job if none is idle; it takes
+    further jobs, and is idle when there are none.
+
+    spares: threads that may replace those with abandoned jobs; None: `threads` more.
+    """
 
     def __init__(self, threads: int, name: str, spares: int | None = None) -> None:
         assert threads > 0

@@ -37,19 +37,20 @@ from specdec.serving.server_settings import ServeSettings
 logger = logging.getLogger("specdec.serving")
 
 LAST_SECONDS = 3.0
-"""Time that streams have for their last event once they were ended."""
+"""Time for the last event of streams that the stop has ended."""
 OVERDUE_SECONDS = 10.0
 """Time after its deadline at which a process that should have ended is ended."""
 SWITCH_SECONDS = 0.0001
-"""After which a thread that wants Python's lock gets it. The engine's thread gives it up at every operation of torch,
-thousands of times a step; with Python's own 5 ms, a loop that is busy with others takes most of the time between."""
+"""Python's switch interval: the longest time until another thread gets the interpreter lock. The engine's thread gives
+the lock up at every operation of torch, thousands of times a step; with Python's own 5 ms, a busy event loop would take
+most of the time in between."""
 TICK_SECONDS = 0.1
 ACCEPTED_AT_ONCE = 16
 """Connections that the loop accepts in one turn; streams go on between two turns."""
 QUEUED = 1024
 """Connections that the system holds for the loop."""
 QUIET_SECONDS = 10.0
-"""Between two lines of the log about connections that cannot be accepted."""
+"""Time between two lines of the log about connections that cannot be accepted."""
 HEAD_BYTES = 1 << 16
 RECEIVED_BYTES = 1 << 16
 """Bytes of one connection that the system holds for the loop, which parses them in one turn: 0.1 s for 64 KiB of chunks

@@ -1,8 +1,8 @@
-"""Token ids to text, as they come: never half a character, never a piece of a stop string, never a word taken back.
+"""Token ids to text while they arrive: no half character, no piece of a stop string, and no text is taken back.
 
-New text is the difference between two decodes that start a few tokens back, and it is handed on only when it is
-settled: no later token can change it. What is streamed, joined, is one decode of the whole output, cut before the first
-stop string.
+New text is the difference between two decodes that start a few tokens back. It is handed on only when it is settled: no
+later token can change it. The streamed pieces, joined, are one decode of the whole output, cut before the first stop
+string.
 
     tokens  0 ........ prefix ....... read ............. seen
             | handed on  | decode context  | not settled yet |
@@ -28,7 +28,7 @@ CLEANED = frozenset(" .?!,'ntmsver")
 
 
 class TokenView(Sequence[int]):
-    """tokens[start:stop] without a copy, as it is now: an output is read piece by piece in linear time."""
+    """A view of tokens[start:stop] without a copy, so that an output is read piece by piece in linear time."""
 
     __slots__ = ("_start", "_stop", "_tokens")
 
@@ -54,7 +54,7 @@ class TokenView(Sequence[int]):
 
 
 class Kinds(NamedTuple):
-    """What has to be known of a tokenizer: ids that decoding skips, ids of single bytes, whether it cleans up spaces.
+    """Properties of a tokenizer: ids that decoding skips, ids of single bytes, and whether it cleans up spaces.
 
     A run of byte tokens is read as a whole: one byte more can turn its characters into U+FFFD.
     """

@@ -1,6 +1,6 @@
-"""The stop strings of a request, and how they are applied: a tuple of strings that knows two things more.
+"""The stop strings of a request, and the search for them in a text.
 
-Everything that cuts a text at stop strings takes a sequence of strings; a plain tuple is one with the defaults.
+Functions that cut a text at stop strings take any sequence of strings; a plain tuple has the default settings.
 """
 
 from collections.abc import Iterable, Sequence
@@ -8,8 +8,11 @@ from typing import NamedTuple
 
 
 class StopStrings(tuple[str, ...]):
-    """included: the text keeps the stop string that ended it. min_tokens: output tokens within which none counts; one
-    counts as soon as a character of a later token belongs to it."""
+    """Stop strings with their two settings.
+
+    included: the text keeps the stop string that ended it. min_tokens: a stop string counts only if a character of it
+    belongs to a later output token than this many.
+    """
 
     included: bool
     min_tokens: int
@@ -22,7 +25,7 @@ class StopStrings(tuple[str, ...]):
 
 
 class Found(NamedTuple):
-    """Characters of a text at which its first stop string begins and ends."""
+    """Beginning and end of a text's first stop string, in characters."""
 
     begin: int
     end: int

@@ -40,8 +40,11 @@ Chat = Sequence[Mapping[str, Any]]
 
 
 class PromptSource(NamedTuple):
-    """prompts: to train on, endless and from each file in turn. num_prompts: how many there are before they repeat.
-    kept: those for the report."""
+    """Prompts of a training run.
+
+    prompts: those to train on, endless, from each file in turn. num_prompts: how many there are before they repeat.
+    kept: those of the report.
+    """
 
     prompts: Iterator[Chat]
     num_prompts: int

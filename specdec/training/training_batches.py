@@ -15,7 +15,7 @@ from specdec.training.train_settings import TrainSettings
 
 
 class TrainingBatches:
-    """count: rows that are learnt from; width: those of one batch, of all processes."""
+    """Batches of packed rows. count: rows to learn from. width: rows of one batch, over all processes."""
 
     def __init__(self, drafter: TrainableDrafter, documents: list[Document], settings: TrainSettings) -> None:
         state = PartialState()

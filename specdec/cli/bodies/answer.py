@@ -20,6 +20,7 @@ from specdec.runtime.request import GenerationOutput, StreamDelta
 from specdec.text.detokenize import DraftColours
 
 DRAFTED_STYLE = "bold green"
+LEGEND = (("from accepted drafts", True),)
 
 
 def answer(options: GenerateOptions) -> None:
@@ -37,19 +38,24 @@ def answer(options: GenerateOptions) -> None:
             out = print_stream(engine, ids, params)
         if not write_report({"prompt": prompt, **as_record(out)}, json_file, indent=None):
             return
+        legend = None
         if options.show_drafts:
-            Console(highlight=False, soft_wrap=True).print(coloured(out, engine.tokenizer))
-        print_summary(out, engine, options.show_drafts)
-
-
-def coloured(out: GenerationOutput, tokenizer: Any) -> Text:
-    """The output's text with accepted drafts in colour."""
-    return in_colour(DraftColours(tokenizer).read(StreamDelta(out.text, out.token_ids, out.drafted, out)))
+            console = Console(highlight=False, soft_wrap=True)
+            mark = in_brackets if console.color_system is None else in_colour
+            pieces = DraftColours(engine.tokenizer).read(StreamDelta(out.text, out.token_ids, out.drafted, out))
+            console.print(mark(pieces))
+            legend = mark(LEGEND)
+        print_summary(out, engine, legend)
 
 
 def in_colour(pieces: Iterable[tuple[str, bool]]) -> Text:
     """Pieces of `DraftColours` as a text for a terminal."""
     return Text.assemble(*((piece, DRAFTED_STYLE if drafted else "") for piece, drafted in pieces))
+
+
+def in_brackets(pieces: Iterable[tuple[str, bool]]) -> Text:
+    """Pieces of `DraftColours` as a text for a pipe or a file: [accepted drafts] stand in brackets."""
+    return Text("".join(f"[{piece}]" if drafted else piece for piece, drafted in pieces))
 
 
 def print_stream(engine: Engine, ids: list[int], params: SamplingParams) -> GenerationOutput:
@@ -65,7 +71,7 @@ def print_stream(engine: Engine, ids: list[int], params: SamplingParams) -> Gene
     return out
 
 
-def print_summary(out: GenerationOutput, engine: Engine, show_drafts: bool) -> None:
+def print_summary(out: GenerationOutput, engine: Engine, legend: Text | None) -> None:
     stats = out.stats
     line = Text(style="dim")
     line.append(f"{len(out.token_ids)} tokens, finished by {out.finish_reason}; {stats.rounds} target forwards")
@@ -75,9 +81,9 @@ def print_summary(out: GenerationOutput, engine: Engine, show_drafts: bool) -> N
         line.append(f", {acceptance_in_words(stats, engine.drafts_off)}")
     if is_quantised(engine.target.model):
         line.append(f"; weights in {weights_in_words(engine.target.model)}")
-    if show_drafts:
+    if legend is not None:
         line.append("; ")
-        line.append("from accepted drafts", style=DRAFTED_STYLE)
+        line.append_text(legend)
     Console(stderr=True, highlight=False, soft_wrap=True).print(line)
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.text import Text
 
-from specdec.cli.bodies.answer import DRAFTED_STYLE, in_colour
+from specdec.cli.bodies.answer import LEGEND, in_colour
 from specdec.cli.bodies.settings import engine_config, load_engine, prepare_output
 from specdec.cli.commands import ChatOptions
 from specdec.config import SamplingParams
@@ -81,7 +81,7 @@ class Interrupts:
 
 
 class Turn(NamedTuple):
-    """number: counted from 1 since the conversation began; it stays when earlier turns are dropped."""
+    """One question and its answer. number: counted from 1; it stays when earlier turns are dropped."""
 
     number: int
     asked: str
@@ -219,8 +219,9 @@ class Session:
             f"{count} tokens, {count / seconds:.1f} tokens/s, the first after {stats.first_token_seconds:.2f} s"
         )
         if self.engine.drafter is not None:
-            line.append(f"; {acceptance_in_words(stats, self.engine.drafts_off)}, " if stats.rounds else "; ")
-            line.append("from accepted drafts", style=DRAFTED_STYLE)
+            line.append(f"; {acceptance_in_words(stats, self.engine.drafts_off)}" if stats.rounds else "")
+            if self.out.color_system is not None:
+                line.append(", " if stats.rounds else "; ").append_text(in_colour(LEGEND))
         if output.finish_reason != "stop":
             line.append(f"; {'interrupted' if output.finish_reason == 'abort' else 'cut at its length'}")
         return line

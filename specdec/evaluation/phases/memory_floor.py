@@ -1,21 +1,25 @@
-"""The memory floor of a step: bytes that one verify step must stream, over the read bandwidth of this machine.
+"""The memory floor of a round: bytes that it must stream, over the read bandwidth of this machine.
 
     weights      every parameter of the target once, packed ones as words and scales; of embedding tables only rows,
                  unless the head is that table
     experts      of a mixture only those that are chosen: E (1 - (1 - k / E) ** rows) of E are expected to be
     kv           keys and values that a request's rows can see, of every layer that attends to them: of a sliding layer
                  its window
+    states       the state of every recurrent layer of a request, read and written; its records are left out
+    drafts       of MTP modules the weights and the K/V of each of their forwards, and the head once a draft
 
-Activations, what a drafter reads and the K/V of the new rows are left out: nothing is faster than the floor.
+Activations, what other drafters read and the K/V of the new rows are left out: nothing is faster than the floor.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 
 import torch
 from torch import nn
 
+from specdec.draft_models.base import Drafter
+from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.layers.packed.packed_experts import PackedExperts, packed_of
 from specdec.models.model_on_meta import ModelOnMeta
 from specdec.models.target import TargetModel
@@ -30,12 +34,14 @@ READS = 10
 
 @dataclass(frozen=True, slots=True)
 class StepBytes:
-    """Bytes that one verify step streams. rows: of embedding tables."""
+    """Bytes that one round streams. rows: of embedding tables. drafts: 0 of a plain step."""
 
     weights: int
     experts: int
     rows: int
     kv: int
+    states: int = 0
+    drafts: int = 0
 
     @property
     def total(self) -> int:
@@ -44,28 +50,53 @@ class StepBytes:
 
 def step_bytes(target: TargetModel | ModelOnMeta, batch: int, nodes: int, context: int) -> StepBytes:
     """Bytes of a step of `batch` requests of `nodes` rows each, with `context` committed tokens."""
-    weights = experts = rows = 0
-    head_module: nn.Module = target.model.get_output_embeddings()  # the user's modules: ours may hold weights merged
-    head = {id(weight) for weight in head_module.parameters()}
-    parts = [*target.user_decoder.modules(), *head_module.modules()]
+    head: nn.Module = target.model.get_output_embeddings()  # the user's modules: ours may hold weights merged
+    weights, experts, rows = weight_bytes([target.user_decoder, head], head, target, batch * nodes)
+    dtype, attending = target.dtype, [spec for spec in target.layout.layers if not spec.recurrent]
+    kept = sum(min(context, spec.window or context) * field.bytes(dtype) for spec in attending for field in spec.fields)
+    return StepBytes(weights, experts, rows, batch * kept, 2 * batch * target.layout.state_bytes(dtype))
+
+
+def weight_bytes(
+    read: Sequence[nn.Module], head: nn.Module, target: TargetModel | ModelOnMeta, rows: int
+) -> tuple[int, int, int]:
+    """Bytes of these modules that `rows` rows stream: of weights, of experts, and of rows of tables."""
+    weights = experts = tables = 0
+    whole = {id(weight) for weight in head.parameters()}
+    parts = [part for module in read for part in module.modules()]
     owners = {weight: part for part in reversed(parts) for weight in part.parameters(recurse=False)}
     for weight, part in owners.items():
-        if isinstance(part, nn.Embedding) and id(weight) not in head:
-            rows += batch * nodes * weight.nbytes // len(weight)
+        if isinstance(part, nn.Embedding) and id(weight) not in whole:
+            tables += rows * weight.nbytes // len(weight)
         elif type(part).__name__.endswith("Experts") and len(weight) == getattr(part, "num_experts", None):
-            experts += round(expected_experts(target, len(weight), batch * nodes) * weight.nbytes / len(weight))
+            experts += round(expected_experts(target, len(weight), rows) * weight.nbytes / len(weight))
         else:
             weights += weight.nbytes
     for part in dict.fromkeys(parts):
         packed = sum(weight.nbytes for weight in packed_of(part))
         if isinstance(part, PackedExperts):
-            chosen = expected_experts(target, part.num_experts, batch * nodes)
-            experts += round(chosen * packed / part.num_experts)
+            experts += round(expected_experts(target, part.num_experts, rows) * packed / part.num_experts)
         else:
             weights += packed
-    layers, dtype = target.layout.layers, target.dtype
-    kept = sum(min(context, spec.window or context) * field.bytes(dtype) for spec in layers for field in spec.fields)
-    return StepBytes(weights, experts, rows, batch * kept)
+    return weights, experts, tables
+
+
+def draft_bytes(drafter: Drafter | None, target: TargetModel, batch: int, steps: int, context: int) -> int:
+    """Bytes of `steps` drafts a request by MTP modules; 0 of other drafters. A module runs once over what was
+    committed, whose last row drafts, and once for each further draft that it or a module after it makes."""
+    if not isinstance(drafter, NativeMtpDrafter):
+        return 0
+    total, count = 0, len(drafter.modules)
+    for number, module in enumerate(drafter.modules):
+        forwards = steps if drafter.form == "R" else 1 + min(number, steps - 1)
+        own = module.parts()
+        head = own.pop("head", target.model.get_output_embeddings())
+        spec = target.layout.layers[drafter.family.like]
+        kept = min(context, spec.window or context) * sum(field.bytes(target.dtype) for field in spec.fields)
+        heads = steps if count == 1 else int(number < steps)
+        total += forwards * (sum(weight_bytes([*own.values()], head, target, batch)) + batch * kept)
+        total += heads * sum(weight_bytes([head], head, target, batch))
+    return total
 
 
 def expected_experts(target: TargetModel | ModelOnMeta, experts: int, rows: int) -> float:

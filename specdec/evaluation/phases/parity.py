@@ -24,7 +24,10 @@ MAX_SCORES = 1 << 28
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """tokens: how many were checked; exact: those that are the reference's best; worst: the largest gap."""
+    """Comparison of an output with the reference.
+
+    tokens: number checked. exact: those that are the reference's best. worst: the largest gap.
+    """
 
     passed: bool
     tokens: int

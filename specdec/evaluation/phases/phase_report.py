@@ -37,11 +37,12 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """ms: of the round ("round"), of its stages, and of the host's part; those of a peer are of its step or round.
+    """Figures of one way of decoding at one batch size and context.
 
-    floor_ms: of one verify step. idle_ms: of a round, without a kernel. break_even: acceptance length from which a
-    round is ahead of plain decoding. acceptance_length: of the timed rounds. ready_s: from weights in memory to an
-    engine whose rounds are captured, whatever it compiled on the way.
+    ms: milliseconds of a round ("round"), of its stages, and of the host's part; for a peer, of its step or round.
+    floor_ms: memory floor of one round. idle_ms: time of a round in which no kernel ran. break_even: acceptance
+    length from which a round is faster than plain decoding. acceptance_length: of the timed rounds. ready_s: from
+    weights in memory to an engine whose rounds are captured, compilation included.
     """
 
     run: str
@@ -71,8 +72,11 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseReport:
-    """subject: the pair, or the shape and what was changed of it. assumed: the acceptance lengths are suppositions.
-    weights: how those of target and drafter are stored."""
+    """All cells of a run, and what was measured.
+
+    subject: the pair, or the shape and its changes. assumed: acceptance lengths are suppositions. weights: how those of
+    target and drafter are stored.
+    """
 
     subject: str
     shrunk: str
@@ -165,7 +169,7 @@ def _panel(axes: Any, cells: Sequence[Cell], over: str, at: str) -> None:
         above = [times.p90 - times.median for _, times, _ in points]
         axes.errorbar(places, medians, yerr=[below, above], label=run, color=colour, linestyle=style, marker="o")
         axes.plot(places, [floor for _, _, floor in points], color=colour, linestyle="--", linewidth=1, marker="_")
-    axes.set(title=f"over {over}, {at}", xlabel=over, ylabel="ms a round; dashed: floor of its verify step")
+    axes.set(title=f"over {over}, {at}", xlabel=over, ylabel="ms a round; dashed: its floor")
     axes.set_ylim(bottom=0)
     if cells:
         axes.set_xscale("log", base=2)

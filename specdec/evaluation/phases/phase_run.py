@@ -16,7 +16,7 @@ from specdec.draft_models.base import Drafter
 from specdec.engine import Engine
 from specdec.errors import CapacityError, ConfigError, first_line
 from specdec.evaluation.conditions import conditions
-from specdec.evaluation.phases.memory_floor import read_bandwidth, step_bytes
+from specdec.evaluation.phases.memory_floor import draft_bytes, read_bandwidth, step_bytes
 from specdec.evaluation.phases.parity import check_parity
 from specdec.evaluation.phases.phase_report import STAGES, Cell, PhaseReport, Spread
 from specdec.evaluation.phases.timed_rounds import Driven, drive, most_new_tokens
@@ -65,7 +65,7 @@ class Plan:
 
     def require(self, subject: Subject) -> None:
         """Raises ConfigError where a cell cannot be: before anything runs."""
-        most = subject.target.context_length.most
+        most = subject.target.context_length.max_len
         deepest = max(spec.num_steps if spec else 0 for spec in subject.drafts.values())
         for context in self.contexts:
             wanted = context + most_new_tokens(self.rounds, deepest)
@@ -118,9 +118,10 @@ def run_phases(subject: Subject, plan: Plan) -> PhaseReport:
     return report()
 
 
-def _empty_cell(subject: Subject, read: float, run: str, rows: int, batch: int, context: int) -> Cell:
-    """A cell that has only its floor. rows: rows of each request that one of its steps verifies."""
-    floor = step_bytes(subject.target, batch, rows, context)
+def _empty_cell(subject: Subject, read: float, run: str, rows: int, batch: int, context: int, steps: int = 0) -> Cell:
+    """A cell that has only its floor. rows: rows of each request that one of its steps verifies. steps: drafts."""
+    drafts = draft_bytes(subject.drafter, subject.target, batch, steps, context) if steps else 0
+    floor = replace(step_bytes(subject.target, batch, rows, context), drafts=drafts)
     return Cell(run=run, batch=batch, context=context, floor_bytes=floor, floor_ms=1e3 * floor.total / read)
 
 
@@ -128,7 +129,7 @@ def _cell(subject: Subject, plan: Plan, read: float, name: str, batch: int, cont
     """One engine's rounds; what goes wrong with the memory of one cell is its note."""
     spec = subject.drafts[name]
     nodes, depth = (1, 0) if spec is None else (spec.num_nodes, spec.num_steps)
-    cell = replace(_empty_cell(subject, read, name, nodes, batch, context), spec=spec)
+    cell = replace(_empty_cell(subject, read, name, nodes, batch, context, depth), spec=spec)
     prompts = subject.prompts(batch, context)
     chosen = sorted({0, batch - 1})  # the tokens of the first and the last request are judged
     failed = ""

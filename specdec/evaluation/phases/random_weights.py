@@ -274,14 +274,18 @@ def randomise(module: nn.Module, seed: int, decoder: nn.Module | None = None) ->
     for number, (path, weight) in enumerate(module.named_parameters(), start=1):  # a tied head is its embedding
         owner, _, name = path.rpartition(".")
         mean, std = gain if "norm" in path else 1.0, 0.05  # gains of norms, scales of routers
+        part = module.get_submodule(owner)
         if weight.dim() > 1:
-            part = module.get_submodule(owner)
             plain = isinstance(part, nn.Embedding) and not hasattr(part, "embed_scale")
             mean, std = 0.0, (2 * layers) ** 0.5 if plain else weight.shape[-1] ** -0.5
         elif name == "sinks":
             mean, std = 0.0, 1.0
         elif name.endswith("bias"):
             mean, std = 0.0, 0.02
+        elif name == "A_log":
+            mean = -2.0  # states that remember some ten tokens
+        elif type(part).__name__.endswith("RMSNormGated"):
+            mean = 1.0  # whatever the other norms of the family are stored as
         weight.normal_(mean, std, generator=torch.Generator(weight.device).manual_seed(seed + number))
     parts: list[Any] = list(module.modules())
     for part in parts:

@@ -85,9 +85,9 @@ class WatchedSteps(Steps):
 
     def launch_round(self, requests: Sequence[Request], to_go: Sequence[int]) -> None:
         super().launch_round(requests, to_go)
-        step = self.launches.under_way.pop()
+        step = self.launches.unsettled.pop()
         inherited = {each.name: getattr(step, each.name) for each in fields(step)}
-        self.launches.under_way.append(_WatchedRound(**inherited, passed=self.passed))
+        self.launches.unsettled.append(_WatchedRound(**inherited, passed=self.passed))
 
 
 def most_new_tokens(rounds: int, depth: int) -> int:

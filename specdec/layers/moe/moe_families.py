@@ -42,7 +42,9 @@ MIXTURES = {
     "mimo_v2_flash": DEEPSEEK,
     "mixtral": Mixture(),
     "qwen2_moe": Mixture(),
+    "qwen3_5_moe": Mixture(),
     "qwen3_moe": Mixture(),
+    "qwen3_next": Mixture(),
     "step3p7": Mixture(sigmoid=True, clamped=True),
 }
 """Folder of a family in transformers, which has one class of routers and one of experts -> its mixture."""

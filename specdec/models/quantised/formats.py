@@ -61,7 +61,7 @@ def one(shape: Sizes, *dtypes: torch.dtype, optional: bool = False) -> Expected:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """columns: K is a multiple."""
+    """One way of storing a quantised weight. columns: number of which K must be a multiple."""
 
     columns: ClassVar[int] = 32
 
@@ -175,8 +175,11 @@ PLAIN_ZERO = 8
 
 @dataclass(frozen=True, slots=True)
 class Int4(Format):
-    """group_size: columns with one scale; None: all. symmetric: zeros are 8. in_any_order: the order of columns must be
-    there, to say that those of a group are consecutive after all."""
+    """Weights of 4 bits.
+
+    group_size: columns with one scale; None: all. symmetric: zeros are 8. in_any_order: the checkpoint must have the
+    order of columns, which shows whether those of a group are consecutive.
+    """
 
     layout: Int4Layout
     group_size: int | None
@@ -264,8 +267,11 @@ BY_CHANNEL: Tile = (1, None)
 
 @dataclass(frozen=True, slots=True)
 class Fp8(Format):
-    """tiles: those that the config allows; the shape of the scales says which. scales: their names, for one thing:
-    either is multiplied by."""
+    """Weights in e4m3.
+
+    tiles: shapes of tiles that the config allows; the shape of the scales decides. scales: possible names of the scale,
+    by which numbers are multiplied.
+    """
 
     tiles: tuple[Tile, ...]
     scales: tuple[str, ...] = ("weight_scale",)

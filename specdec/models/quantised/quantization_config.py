@@ -41,8 +41,11 @@ ANY_MODULE = "Linear"
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """rules: a target and the format of the modules that it names; the first that names a module counts. A target is a
-    name, `re:` and a pattern for its beginning, or ANY_MODULE. left_out: targets that are said not to be quantised."""
+    """A `quantization_config`, as rules.
+
+    rules: targets, and the format of the modules that each names; the first that names a module counts. A target is a
+    name, `re:` and a pattern for its beginning, or ANY_MODULE. left_out: targets that are said not to be quantised.
+    """
 
     rules: tuple[tuple[str, Format], ...]
     left_out: tuple[str, ...] = ()

@@ -9,8 +9,8 @@
     grammar     the mask of a grammar, with edited or scored                        three programs, the host between
 
 Without kernels plain is two classes, greedy and sampled, since torch sorts the vocabulary for top-k and top-p. A row
-that does not use what its class can do has the same token: penalties of 1 and 0, biases and masks of nothing change no
-bit of a logit. More entries of a bias come in steps of eight times as many, more alternatives in powers of two.
+that needs less than its class offers draws the same token: penalties of 1 and 0 and empty biases and masks change no
+bit of a logit. Biases with more entries have classes of 8 times as many, further alternatives powers of two.
 """
 
 from specdec.gpu.buckets import next_power_of_two, step_up
@@ -25,9 +25,9 @@ FEW_ALTERNATIVES = 20
 
 
 def share(uses: Uses, logprobs: int | None, *, on_kernels: bool) -> tuple[Uses, int | None]:
-    """The class of a round in which rows use this, and the alternatives that it reports.
+    """The smallest class that covers these uses and alternatives -> its uses and alternatives.
 
-    Never less than is asked for. on_kernels: rows are drawn by kernels, which sort nothing.
+    on_kernels: rows are drawn by kernels, which sort nothing.
     """
     if not (uses.edits or logprobs is not None):
         if uses.penalty:

@@ -80,8 +80,11 @@ class Results:
 
 
 class ChunkProgram:
-    """The forward of one shape: reads `inputs` [2, R], rows and lengths, and leaves `chunk`, at fixed addresses once
-    it is captured. Runs of padding have no tokens. ends: of its parts, each a program; none: it is not divided."""
+    """The forward of one shape. It reads rows and lengths from `inputs` [2, R] and leaves its result in `chunk`, at
+    fixed addresses once it is captured.
+
+    Runs of padding have no tokens. ends: where its parts end, each a program; empty: it is not divided.
+    """
 
     def __init__(self, round: Round, shape: ChunkShape, results: Results) -> None:
         self.chunk: Chunk | None = None
@@ -93,8 +96,8 @@ class ChunkProgram:
         self._inputs = torch.zeros((2, shape.runs), dtype=torch.int64, device=round.device)
 
     @torch.inference_mode()
-    def feed(self, rows: IntArray, chunk_len: IntArray) -> None:
-        """These chunks are next."""
+    def load_chunks(self, rows: IntArray, chunk_len: IntArray) -> None:
+        """Upload the rows and lengths of the chunks that the next run reads."""
         inputs = np.zeros((2, self._shape.runs), dtype=np.int64)
         inputs[0] = self._round.cache.table.padding_row
         inputs[:, : len(rows)] = rows, chunk_len
@@ -140,22 +143,25 @@ class ChunkGraphs(Captures):
         return self._results.num_bytes
 
     def read(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> Chunk | None:
-        """The target reads the next `chunk_len` [R] tokens of `rows` [R]; None: they are too many to be captured, or
-        are scored by a target that makes fewer final states otherwise, which is rare. states: see `Chunk`."""
-        fed = self._fed(rows, chunk_len, states)
-        if fed is None:
+        """Run the target over the next `chunk_len` [R] tokens of `rows` [R]; None: that is not captured.
+
+        Too many tokens are not, nor chunks that are scored by a target that otherwise makes fewer final states, which
+        is rare. states: see `Chunk`.
+        """
+        found = self._program_for(rows, chunk_len, states)
+        if found is None:
             self.store.uncaptured[self.what] += 1
             return None
-        program, shape = fed
+        program, shape = found
         self.run_captured(shape, program.programs)
         return self._read_by(program, shape)
 
     def begin_in_parts(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> PromptParts | None:
         """Prepare the forward of `read` in parts; None: so many tokens are not captured in parts."""
-        fed = self._fed(rows, chunk_len, states, divided=True)
-        if fed is None:
+        found = self._program_for(rows, chunk_len, states, divided=True)
+        if found is None:
             return None
-        program, shape = fed
+        program, shape = found
         captured = self.find_captured(shape, program.programs)
         programs: Sequence[Callable[[], object]] = program.programs
         if captured is not None:
@@ -163,10 +169,10 @@ class ChunkGraphs(Captures):
         shares = part_shares(self.round.target, self.round.aux_layers, states, program.ends)
         return PromptParts(shares, programs, partial(self._read_by, program, shape), self._generation)
 
-    def _fed(
+    def _program_for(
         self, rows: IntArray, chunk_len: IntArray, states: FinalStates, *, divided: bool = False
     ) -> tuple[ChunkProgram, ChunkShape] | None:
-        """The program that reads these chunks next, and its shape; None: none is captured of them."""
+        """The program for these chunks, loaded with them, and its shape; None: such chunks are not captured."""
         shape = self.bucket(len(rows), int(chunk_len.sum()), states, divided=divided)
         rare = states is FinalStates.EVERY and self.round.final_states(scored=False, ends=True) is not states
         if shape is None or rare:
@@ -174,7 +180,7 @@ class ChunkGraphs(Captures):
         self.round.weights_generation()  # another model may have other layers
         program = self._made.get(shape) or ChunkProgram(self.round, shape, self._results)
         self._made[shape] = program
-        program.feed(rows, chunk_len)
+        program.load_chunks(rows, chunk_len)
         return program, shape
 
     def _read_by(self, program: ChunkProgram, shape: ChunkShape) -> Chunk:

@@ -49,7 +49,7 @@ NEVER = 1 << 62
 """Runs until the next attempt, for a shape that is given up."""
 
 
-def nothing(_number: int, _out: torch.Tensor) -> None:
+def no_host_work(_number: int, _out: torch.Tensor) -> None:
     """The host has nothing to do within the round."""
 
 
@@ -86,7 +86,9 @@ class Captures:
         """Eager runs of a new shape, after the first, before it is captured."""
         return 0
 
-    def run_captured(self, shape: Hashable, programs: Sequence[Program], between: Between = nothing) -> torch.Tensor:
+    def run_captured(
+        self, shape: Hashable, programs: Sequence[Program], between: Between = no_host_work
+    ) -> torch.Tensor:
         """Replay the captured programs of this shape, or run these -> the result of the last."""
         captured = self.find_captured(shape, programs)
         if captured is None:
@@ -195,7 +197,7 @@ class RoundGraphs(Captures):
         assert isinstance(shape, RoundShape)
         return LARGE_PATIENCE if is_large(shape) else 0
 
-    def run(self, shape: RoundShape, between: Between = nothing) -> torch.Tensor:
+    def run(self, shape: RoundShape, between: Between = no_host_work) -> torch.Tensor:
         """One round of the seated rows -> its packed result, which the next round of this shape overwrites."""
         return self.run_captured(shape, decode_programs(self.round, shape), between)
 

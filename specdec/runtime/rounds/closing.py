@@ -1,12 +1,13 @@
 """The end of a round, in one launch: walk the accepted path, commit it, write its tokens and pack the result.
 
-    path, length    `reference_accept`, but no longer than most[b]: later nodes count as not drafted
-    emitted[b, i]   the target's token after path[b, i];   the first `length` count, the last of them is the bonus
-    committed_len   S -> S + length of the row,   tokens[row, S + 1 + i] = emitted[b, i]
-    slots[row]      the path's come first after S (`path_order`), or with larger pages their K/V are to be moved there
+    path, length    as `reference_accept`, cut to most[b]: later nodes count as not drafted
+    emitted[b, i]   the target's token after path[b, i]; the first `length` count, the last of them is the bonus
+    committed_len   S -> S + length;   tokens[row, S + 1 + i] = emitted[b, i]
+    slots[row]      pages of one slot: the path's slots move to S, S + 1, ... (`path_order`), so rejected nodes stay in
+                    the lookahead and are overwritten; larger pages: the K/V to move are returned
     packed[b]       length   path [W]   emitted [D]         zeros where there are no such nodes
 
-One program a request. Seats of padding have a result, but their row does not change.
+One program a request. Padding seats get a result, but their row does not change.
 """
 
 import torch
@@ -127,11 +128,11 @@ def closing(
     width: int,
     depth: int,
 ) -> tuple[torch.Tensor, torch.Tensor, Move | None]:
-    """Accept, commit and append B trees of N nodes after `start` [B], S, of their rows -> length and bonus token, [B],
-    and with larger pages the K/V that are still to be moved.
+    """Accept and commit B trees of N nodes, whose roots are at positions `start` [B] of their rows.
 
-    drawn [B, N]: the token that the target draws after each node. most [B]: at least 1. tokens: by row and position of
-    the request table. packed [B, 1 + W + D]: written, W >= N, and D at least any path's length.
+    drawn [B, N]: the token that the target draws after each node. most [B]: longest path to accept, at least 1.
+    tokens: token ids by row and position, appended to. packed [B, 1 + W + D]: the result, written here; W >= N, and D
+    is at least any path's length. -> length [B], bonus token [B], and with larger pages the K/V still to be moved.
     """
     batch, num_nodes = tree.tokens.shape
     slots, committed_len = table.slots.tensor, table.committed_len.tensor

@@ -43,14 +43,14 @@ def decode_programs(round: Round, shape: RoundShape) -> Sequence[Callable[[], to
 
 
 class DecodeRound:
-    """Tensors that the three parts of a round share. Every seated row gains at least one token."""
+    """One round, and the tensors that its three parts share. Every seated row gains at least one token."""
 
     def __init__(self, round: Round, shape: RoundShape) -> None:
         self.round = round
         self.shape = shape
 
     def run(self) -> torch.Tensor:
-        """-> the packed result"""
+        """Run all three parts -> the packed result."""
         self.draft()
         self.verify()
         return self.accept()

@@ -1,12 +1,13 @@
-"""Inputs of a round: numbers of its seated rows, read in one launch before the round changes any of them.
+"""Inputs of a round, read by one launch from the seated rows before the round changes any of them.
 
     row = seats[b]        S = committed_len[row]        root[b] = tokens[row, S], the bonus token of the round before
     most[b]         = 1 + max_drafts[row]      longest path that the request may accept
     level_pos[l, b] = S + l                    position of the tokens on level l of a draft, 0 <= l <= D
-    chain_pos[b, n] = S + n                    of the nodes of a chain, 0 <= n < D;   drawn_pos: of the next tokens
+    chain_pos[b, n] = S + n                    positions of the nodes of a chain, 0 <= n < D
+    drawn_pos[b, n] = S + n + 1                positions of the tokens drawn after them
     params                                     the row's sampling parameters, a vector each (`ParamVectors`)
 
-A lane reads a row. Padding seats read the padding row, which has nothing committed.
+Each lane reads one row. Padding seats read the padding row, which has nothing committed.
 """
 
 from typing import NamedTuple
@@ -21,7 +22,7 @@ LANES = 32
 
 
 class Opening(NamedTuple):
-    """level_pos [D + 1, B], chain_pos and drawn_pos [B, D], root and most [B]: int64."""
+    """Numbers of B seated rows, int64: level_pos [D + 1, B], chain_pos and drawn_pos [B, D], root and most [B]."""
 
     level_pos: torch.Tensor
     chain_pos: torch.Tensor
@@ -32,12 +33,12 @@ class Opening(NamedTuple):
 
     @property
     def committed_len(self) -> torch.Tensor:
-        """[B]: S, before the round commits anything."""
+        """S of each row before the round commits anything, [B]."""
         return self.level_pos[0]
 
     @property
     def history_len(self) -> torch.Tensor:
-        """[B]: S + 1, with the root."""
+        """Tokens of each row, the root included: S + 1, [B]."""
         return self.level_pos[1]
 
     def fits(self, tree: DraftTree) -> bool:

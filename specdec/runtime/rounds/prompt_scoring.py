@@ -40,7 +40,7 @@ class Scoring(NamedTuple):
     alternatives: int
 
     def cells(self) -> IntArray:
-        """[2, M]: chunk and column of each state, span by span."""
+        """Chunk and column of each state, span by span, [2, M]."""
         numbers = [np.full(span.length, span.number) for span in self.spans]
         columns = [np.arange(span.column, span.column + span.length) for span in self.spans]
         return np.stack([np.concatenate(numbers), np.concatenate(columns)]).astype(np.int64)

@@ -1,10 +1,10 @@
 """The shape of a round, fixed before it runs, and its result: one packed array for the host.
 
-    a row    length   path [N]   tokens [D]   and if any request asks, of each of the D tokens: its log-probability,
-                                              the K highest ones of its place, their token ids
-    B rows, one after another, then the stamps of the round's clock
+    B rows    length   path [N]   tokens [D]   and if any request asks for log-probabilities, for each of the D tokens:
+                                               its own, the K highest at its position, and their token ids
+    then      the stamps of the round's clock
 
-All int64, so that one copy brings it; floats travel as the bits of a float64.
+All of it is int64, so that one copy brings it to the host; floats travel as the bits of a float64.
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ from specdec.sampling.sampling_table import Uses
 
 
 class DraftShape(NamedTuple):
-    """A draft of `num_steps` levels, `topk` branches a node, and `num_nodes` nodes that are verified, with the root.
-    by_lookup: of a model and a lookup, the lookup's."""
+    """A draft of `num_steps` levels and `topk` branches a node; `num_nodes` nodes are verified, the root included.
+    by_lookup: the lookup drafts it, not the model next to it."""
 
     num_steps: int
     topk: int
@@ -31,17 +31,17 @@ class DraftShape(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """Most drafts that a round can accept."""
+        """Upper bound on the drafts that a round can accept."""
         return min(self.num_steps, self.num_nodes - 1)
 
 
 class RoundShape(NamedTuple):
     """Key of a captured round: all parameters of a round that are not data on the device.
 
-    batch: seats, those of padding included. longest: no committed prefix is longer. num_steps, topk, num_nodes: of the
-    draft; the root is a node. uses: of sampling. logprobs: most alternatives that a request asks for, None: none asks.
-    forced: nodes, at least `num_nodes`, if a request has tokens of a grammar in the place of drafts; 0: none has.
-    by_lookup: of the draft.
+    batch: seats, padding included. longest: upper bound on committed prefixes. num_steps, topk, num_nodes, by_lookup:
+    the draft, see `DraftShape`. uses: which sampling parameters any row uses. logprobs: most alternatives that a
+    request asks for; None: no request asks. forced: nodes of the round, at least `num_nodes`, if a grammar forces
+    tokens in the place of drafts; 0: none does.
     """
 
     batch: int
@@ -77,16 +77,16 @@ class RoundShape(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """Most tokens that a request can gain: no path is longer."""
+        """Upper bound on the tokens that a request can gain: no path is longer."""
         return self.forced or min(self.num_nodes, self.num_steps + 1)
 
 
 class RoundResult(NamedTuple):
-    """length [B] of the accepted path [B, N] of nodes; tokens [B, D], the first `length` are emitted.
+    """The accepted path [B, N] of nodes and its length [B]; the first `length` of tokens [B, D] are emitted.
 
-    logprobs: per request, of its D tokens; empty if it did not ask. drafts [B]: depth of the drafts that each row
-    could accept. seconds: by stage. forced [B]: how many of the first tokens the grammar gave. ended: when it ended, in
-    nanoseconds of the device's clock.
+    logprobs: log-probabilities of each request's D tokens; empty if it did not ask. drafts [B]: deepest draft that each
+    row could accept. seconds: time of each stage. forced [B]: leading tokens that the grammar forced. ended: end of the
+    round, in nanoseconds of the device's clock.
     """
 
     length: IntArray

@@ -46,8 +46,9 @@ PREFILL_STAGES = ("prefill",)
 class Chunk(NamedTuple):
     """Prompt tokens that the target has read, and its final states at them.
 
-    pack: the runs of R requests in T places. fed [T]: their tokens, 0 on padding. hidden: final states, by `states` of
-    every token [T, H], of the last token of each run [R, H], or zeros [R, H]. aux_states: [T, A * H].
+    pack: the runs of R requests in T places. fed [T]: their tokens, 0 on padding. states: which final states `hidden`
+    has: those of every token [T, H], of the last token of each run [R, H], or none (zeros [R, H]). aux_states:
+    [T, A * H].
     """
 
     pack: Pack
@@ -60,13 +61,13 @@ class Chunk(NamedTuple):
     def of(
         cls, pack: Pack, fed: torch.Tensor, done: tuple[torch.Tensor, torch.Tensor | None], states: FinalStates
     ) -> "Chunk":
-        """done: the result of the target's forward, hidden and auxiliary states."""
+        """A chunk from the result of the target's forward, hidden and auxiliary states."""
         hidden, aux_states = done
         hidden = hidden[0].expand(len(pack.rows), -1) if states is FinalStates.NONE else hidden[0]
         return cls(pack, fed, hidden, None if aux_states is None else aux_states[0], states)
 
     def last_hidden(self) -> torch.Tensor:
-        """[R, H], zeros where no final states were made."""
+        """Final states at the end of each run [R, H], zeros if none were made."""
         return self.hidden[self.pack.last] if self.states is FinalStates.EVERY else self.hidden
 
 
@@ -93,9 +94,11 @@ def runs_on_kernels(backend: Backend, device: torch.device) -> bool:
 
 
 class Round:
-    """Target and drafter over one KV cache, and the state of both. `tokens`: token ids by row and position. lags: the
-    drafter reads rounds without drafts later (`catching_up.py`), if it can. finished_tokens: tokens of finished
-    requests that the drafter may propose from."""
+    """Target and drafter over one KV cache, and the state of both. `tokens`: token ids by row and position.
+
+    lags: let the drafter read the tokens of rounds without drafts later, if it can (`catching_up.py`). finished_tokens:
+    how many tokens of finished requests the drafter may propose from.
+    """
 
     def __init__(
         self,
@@ -160,11 +163,11 @@ class Round:
         return [*own, *drafting, *self.sampling.arrays, *salts]
 
     def weights_generation(self) -> int:
-        """Another number whenever weights of target or drafter have been re-pointed: see `Weights`."""
+        """Changes whenever weights of target or drafter were re-pointed: see `Weights`."""
         return sum(generation for generation, _ in self.weights_version())
 
     def weights_version(self) -> tuple[tuple[int, object], ...]:
-        """Another value whenever weights have been re-pointed or changed in place: see `Weights.version`."""
+        """Changes whenever weights were re-pointed or updated in place: see `Weights.version`."""
         if self._versions is not None:
             return self._versions
         versions = tuple(weights.version() for weights in self._weights)
@@ -173,13 +176,14 @@ class Round:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Triton launches on the current device, whatever it is; K/V have the model's dtype, whatever autocast says."""
+        """Make this device the current one, on which Triton launches, and turn autocast off: K/V have the model's
+        dtype."""
         with torch.cuda.device_of(self.seats.tensor), torch.autocast(self.device.type, enabled=False):
             yield
 
     @contextmanager
-    def one_look(self) -> Iterator[None]:
-        """Inside, versions of weights are looked up once: a look-up takes the host 0.2 us a tensor."""
+    def versions_looked_up_once(self) -> Iterator[None]:
+        """Look up the versions of weights once within the block: it costs the host 0.2 us a tensor."""
         self._versions, self._in_step = None, True
         try:
             yield
@@ -206,16 +210,21 @@ class Round:
             self.finished.flush()
 
     def final_states(self, *, scored: bool, ends: bool) -> FinalStates:
-        """Final states that chunks need; all of them where fewer would save no layer. scored: the chunks' tokens need
-        log-probabilities. ends: a prompt ends with one of the chunks, so a draw or a draft needs its last state."""
+        """Final states that chunks need; every one if fewer would save no layer.
+
+        scored: the chunks' tokens need log-probabilities. ends: a prompt ends with one of the chunks, so a draw or a
+        draft needs its last state.
+        """
         if scored or self._drafter_reads_every_state or self.target.narrows_at(self.aux_layers) is None:
             return FinalStates.EVERY
         return FinalStates.LAST if ends else FinalStates.NONE
 
     @torch.inference_mode()
     def read(self, rows: torch.Tensor, length: torch.Tensor, num_places: int, states: FinalStates) -> Chunk:
-        """Run the target over the next `length` [R] tokens of rows [R], at most `num_places` together. Makes their K/V
-        and the final states that `states` says, and runs no layer that neither needs."""
+        """Run the target over the next `length` [R] tokens of rows [R], at most `num_places` together.
+
+        Makes their K/V and the final states that `states` names. Layers that neither needs do not run.
+        """
         pack, fed, plan, fewer = self._entering(rows, length, num_places, states)
         done = self.target.forward(fed[None], plan, self.view, self.aux_layers, **fewer)
         return Chunk.of(pack, fed, done, states)
@@ -224,7 +233,7 @@ class Round:
     def begin_reading(
         self, rows: torch.Tensor, length: torch.Tensor, num_places: int, states: FinalStates
     ) -> "PausedChunk":
-        """Begins the forward of `read`, and stops before its first layer. Requires a target that can pause."""
+        """Begin the forward of `read` and stop before its first layer. Requires a target that can pause."""
         pack, fed, plan, fewer = self._entering(rows, length, num_places, states)
         return PausedChunk(pack, fed, self.target.begin(fed[None], plan, self.view, self.aux_layers, **fewer), states)
 
@@ -256,12 +265,13 @@ class Round:
         *,
         begins: int = 0,
     ) -> torch.Tensor:
-        """Draw the first token of the chunks numbered `through` [B], whose prompts end, and show all to the drafter.
+        """Draw the first token after the chunks numbered `through` [B], which end their prompts, and show all chunks to
+        the drafter -> the packed result, as of B rounds of one node.
 
-        longest: tokens of the longest of these prompts. allowed: masks of those whose request has a grammar. earlier:
-        nanoseconds of parts that ran in earlier steps. begins: the first position that was read. -> the packed result
-        of B rounds of one node. The tokens drawn are already in `tokens`, so a round may follow. The host commits the
-        chunks after the launch; the drafter observes them as committed.
+        longest: tokens of the longest of these prompts. allowed: masks of the requests with a grammar. earlier:
+        device nanoseconds of parts that ran in earlier steps. begins: the first position that was read. The drawn
+        tokens are already in `tokens`, so a round may follow. The host commits the chunks after the launch; the drafter
+        observes them as committed.
         """
         pack, last_hidden = chunk.pack, chunk.last_hidden()
         first, scores = pack.rows.new_zeros((0, 1)), None
@@ -308,14 +318,16 @@ class Round:
         self.worker.observe_prompts(seen)
 
     def history(self, rows: Rows) -> torch.Tensor:
-        """[B, L] tokens by position, up to the root after the longest prefix."""
+        """Tokens by position [B, L], up to the root after the longest prefix."""
         return self.tokens.tensor[rows.index, : rows.longest + 1]
 
     def sampler_of(
         self, rows: Rows, history_len: torch.Tensor, shape: RoundShape, opened: Opening | None = None
     ) -> ReferenceSampler:
-        """Sampler of these rows, which have `history_len` [B] tokens, for the parameters that the shape allows. opened:
-        the round's opening, which holds the parameters already; None: they are read here."""
+        """Sampler of these rows, which have `history_len` [B] tokens, for the parameters that the shape allows.
+
+        opened: the round's opening, which has read the parameters already; None: they are read here.
+        """
         prompt_len = self.prompt_len.tensor[rows.index] if shape.uses.counts else None
         seen = self.seen_bits.of(rows.index) if self.seen_bits is not None and shape.uses.penalty else None
         return self.sampler(
@@ -324,8 +336,11 @@ class Round:
         )
 
     def logits(self, hidden: torch.Tensor, logprobs: int | None) -> tuple[torch.Tensor, float | None]:
-        """Logits, and the softcap that is still to be applied, or None. Drawing kernels apply it while they read, and
-        may round differently: not with log-probabilities, and not where bits must not depend on the batch."""
+        """Logits, and the softcap that is still to be applied, or None.
+
+        Drawing kernels apply the softcap while they read, with another rounding. So it is applied here if
+        log-probabilities are reported, or if bits must not depend on the batch.
+        """
         if self.on_kernels and logprobs is None and not self.target.deterministic:
             return self.target.uncapped_logits(hidden)
         return self.target.logits(hidden), None

@@ -1,10 +1,10 @@
-"""How large a round is: enough for every request in it, and no larger.
+"""The smallest shape of a round that is enough for every request in it.
 
-    draft      steps, topk and nodes: the most that any of its requests can use
-    forced     nodes where grammars force tokens: as many as every row has slots for
-    longest    no committed prefix is longer, rounds included that are not settled yet
+    draft      steps, topk and nodes: the largest that any of its requests can use
+    forced     nodes if grammars force tokens: as many as every row has slots for
+    longest    upper bound on committed prefixes, unsettled rounds included
 
-It knows rows and counts, no request.
+This file knows rows and counts, no request.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ NO_DRAFT = DraftShape(0, 1, 1)
 
 
 def whole_draft(spec: SpecConfig) -> DraftShape:
-    """The draft that nothing shortens."""
+    """The draft of these settings before any request shortens it."""
     num_steps, num_nodes = spec.shortened(spec.depth)
     return DraftShape(num_steps, spec.topk, num_nodes)
 
@@ -40,7 +40,8 @@ def round_shape(
     drafts: Sequence[DraftShape],
     unsettled_nodes: int,
 ) -> RoundShape:
-    """drafts: of each request. unsettled_nodes: tokens by which a prefix may be longer than the host knows."""
+    """Shape of a round of these rows, with the draft of each request. unsettled_nodes: tokens by which a prefix may be
+    longer than the host knows."""
     longest = int(round.cache.table.committed_len.host[rows].max(initial=0)) + unsettled_nodes
     asked = round.sampling.uses(params), max_logprobs(params)
     return RoundShape(len(rows), longest, *NO_DRAFT[:3], *asked).with_draft(largest(drafts))

@@ -12,7 +12,7 @@ class Answer(BaseModel):
 
 
 class ErrorDetail(Answer):
-    """param: the field of the body that is at fault. code: of this kind of error, for programs."""
+    """An error, in OpenAI's shape. param: the field of the body that is at fault. code: kind of error, for programs."""
 
     message: str
     type: Literal[

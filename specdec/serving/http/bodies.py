@@ -2,7 +2,7 @@
 
     raw bytes -> shape (depth, containers, values), counted without building anything -> JSON -> model
 
-Small bodies are read where they are; larger ones on one thread of their own, one at a time. A route whose router has
+Small bodies are read on the event loop, larger ones on a thread for bodies, one at a time. A route whose router has
 `route_class=BodyRoute` declares its body as usual: `async def route(body: Model, ...)`. When its client leaves,
 whatever is done for it is cancelled, from the parsing on, and nothing keeps the body.
 """
@@ -53,7 +53,7 @@ class Shape:
 
 
 def shape_of(raw: bytes) -> Iterator[Shape]:
-    """The shape of UTF-8 JSON so far, after each window. Of text that is no JSON, anything."""
+    """The shape of UTF-8 JSON so far, after each window; any numbers for text that is no JSON."""
     shape, inside, escaped, depth = Shape(), False, False, 0
     for at in range(0, len(raw), WINDOW):
         window = raw[at : at + WINDOW]

@@ -1,7 +1,10 @@
 """Answers on their way out: server-sent events, and work that ends when its client goes away.
 
-A client that goes away, streaming or not, cancels what is done for it, and that aborts its requests. A failure after
-the first event is an event of its own, in the shape of an error, for the status has been sent.
+A client that goes away, streaming or not, cancels the task of its request:
+
+    `while_connected`  ->  `Streams.abort`  ->  `EngineThread.abort`  ->  `Inbox.abort`: the next step frees its slots
+
+A failure after the first event is an event of its own, in the shape of an error, since the status has been sent.
 """
 
 import asyncio

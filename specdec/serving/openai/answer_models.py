@@ -124,7 +124,7 @@ class CompletionLogprobs(Answer):
 
 
 class RankedLikelihood(Answer):
-    """rank: 1 for the likeliest; null beyond those asked for."""
+    """Log-probability of a token, with its rank. rank: 1 for the likeliest; null beyond those asked for."""
 
     logprob: float
     rank: int | None

@@ -242,7 +242,7 @@ class ToolCall(Body):
 
 
 class Message(Body):
-    """content: a string or text parts; what is no text is refused with the message's number."""
+    """A message of a chat. content: a string or text parts; other content is refused with the message's number."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Parts | None = None

@@ -18,7 +18,10 @@ PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
 class ResponseBuilder:
-    """response: as it is so far, with its `output`."""
+    """Builds a response and its events from the parts of an answer.
+
+    response: the response so far, with its `output`.
+    """
 
     def __init__(self, response: dict[str, Any]) -> None:
         self.response = response

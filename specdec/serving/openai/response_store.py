@@ -22,7 +22,10 @@ MAX_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """response: as it was answered. inputs: its own items. messages: the whole chat, its answer included."""
+    """A stored response.
+
+    response: the answer that was sent. inputs: its own input items. messages: the whole chat, its answer included.
+    """
 
     response: dict[str, Any]
     inputs: list[dict[str, Any]]

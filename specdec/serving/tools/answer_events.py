@@ -40,7 +40,10 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """whole: its arguments are complete. Otherwise they were cut off, or malformed from some character on."""
+    """The end of a call.
+
+    whole: its arguments are complete; otherwise they were cut off, or malformed from some character on.
+    """
 
     index: int
     whole: bool

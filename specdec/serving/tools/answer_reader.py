@@ -10,7 +10,10 @@ from specdec.text.token_texts import TokenTexts
 
 
 class AnswerReader:
-    """parser: a new one; special tokens of its format are read as the text that they are."""
+    """Reads the deltas of one answer with a parser.
+
+    parser: a new one; special tokens of its format are read as the text that they are.
+    """
 
     def __init__(self, tokenizer: Any, parser: AnswerParser, stops: Sequence[str] = ()) -> None:
         self._parser = parser

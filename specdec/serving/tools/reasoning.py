@@ -14,8 +14,11 @@ from specdec.errors import require_one_of
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """opens, closes: the markers. always: the answer begins within a thought, whether it says so or not. again: there
-    may be thoughts after text, too."""
+    """How a model marks its thoughts.
+
+    opens, closes: the markers. always: the answer begins within a thought, even without the marker. again: there may be
+    further thoughts after text.
+    """
 
     opens: str
     closes: str

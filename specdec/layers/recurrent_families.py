@@ -1,0 +1,57 @@
+"""Recurrent modules of transformers as fused layers take them: a row of `MIXERS` a class.
+
+A module may stand in a decoder that was taken apart (`models/recurrent_layers.py`), which then holds it as `source`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from specdec.layers.fusable import Unfusable
+from specdec.layers.gated_delta import DeltaHeads, DeltaMixer
+from specdec.layers.merged_weights import Groups, are_alike
+from specdec.layers.norm import Gain
+from specdec.layers.packed.packed_linear import weight_of
+from specdec.modules.family_name import family_name
+
+
+def described_mixer(module: Any, merged: Groups, activation_of: Callable[[str], str]) -> dict[str, Any]:
+    """Fields of `LayerParts` of a recurrent layer: its first and its last weight, and what runs between them.
+
+    activation_of: from a name of transformers to the kernels'. Raises Unfusable."""
+    module = getattr(module, "source", module)
+    describe = MIXERS.get(family_name(module).partition(".")[2])
+    if describe is None:
+        raise Unfusable(f"its recurrent layers ({type(module).__name__}) have no fused form")
+    return describe(module, merged, activation_of)
+
+
+def _gated_delta(module: Any, merged: Groups, activation_of: Callable[[str], str]) -> dict[str, Any]:
+    by_head = hasattr(module, "in_proj_qkvz")
+    rows = [module.in_proj_qkvz] if by_head else [module.in_proj_qkv, module.in_proj_z]
+    gates = [module.in_proj_ba] if by_head else [module.in_proj_b, module.in_proj_a]
+    apart = not are_alike([*rows, *gates])  # checkpoints leave b and a in 16 bits
+    groups = module.num_k_heads if by_head else 1
+    return {
+        "qkv": merged.linears(rows if apart else [*rows, *gates]),
+        "out": weight_of(module.out_proj),
+        "mixer": DeltaMixer(
+            heads=DeltaHeads(module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim, groups),
+            conv=module.conv1d.weight[:, 0],
+            conv_bias=module.conv1d.bias,
+            activation=activation_of(module.activation),
+            decay=module.A_log,
+            step_bias=module.dt_bias,
+            norm=Gain(module.norm.weight, module.norm.variance_epsilon, round_first=True),
+            gates=merged.linears(gates) if apart else None,
+        ),
+    }
+
+
+Describe = Callable[[nn.Module, Groups, Callable[[str], str]], dict[str, Any]]
+MIXERS: dict[str, Describe] = {
+    "Qwen3NextGatedDeltaNet": _gated_delta,
+    "Qwen3_5GatedDeltaNet": _gated_delta,
+    "Qwen3_5MoeGatedDeltaNet": _gated_delta,
+}

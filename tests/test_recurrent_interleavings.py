@@ -1,0 +1,188 @@
+"""Random interleavings on targets with recurrent layers: each state that is kept is that of its tokens, computed anew.
+
+A vocabulary of six tokens has random trees of drafts accepted often, without a model that proposes them, and texts that
+share prefixes. What an interleaving leaves is recomputed at its end, in one forward over the whole texts.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from crowd import require_empty
+
+from specdec import Engine, SamplingParams, SpecConfig
+from specdec.attention.recurrence import paths
+from specdec.kvcache.prefix_cache import PrefixCache
+from specdec.kvcache.recurrent_state import FOLD, RecurrentState, StateCache
+
+from inside import state_cache_of
+from marks import deep, is_deep
+
+VOCAB = 6
+FAMILIES = {"qwen3_5": "linear_attention", "granitemoehybrid": "linear_attention", "lfm2": "conv"}
+SEATS, DRAFTS = 4, 5
+LONGEST, NEW = 48, 16  # tokens of a prompt, but for three, and of an answer
+IN_A_ROW = 10  # interleavings of one engine, whose cache goes on from one to the next
+
+Text = list[int]
+
+
+def copies(cache: PrefixCache) -> Iterator[tuple[Text, int]]:
+    """Tokens and slot of every copy."""
+
+    def visit(node: Any, before: Text) -> Iterator[tuple[Text, int]]:
+        text = before + node.key.tolist()
+        for number, page in enumerate(node.pages.tolist()):
+            if page in slots:
+                yield text[: len(before) + (number + 1) * cache.page_size], slots[page]
+        for child in node.children.values():
+            yield from visit(child, text)
+
+    assert cache.states is not None
+    slots = cache.states.pages
+    yield from visit(cache._root, [])
+
+
+def states_of(engine: Engine) -> list[RecurrentState]:
+    return [kept.state for kept in engine.cache.stores[0].layers.values() if kept.state is not None]
+
+
+def interleave(engine: Engine, draw: random.Random, texts: Sequence[Text]) -> list[tuple[Text, Any]]:
+    """Requests that come, hit, are aborted and preempted while drafts go on and off -> prompts and handles."""
+    asked: list[tuple[Text, Any]] = []
+    count = draw.randrange(2, 6)
+    while len(asked) < count or not engine.scheduler.idle:
+        if len(asked) < count and draw.random() < 0.5:
+            done = [prompt + handle.output().token_ids for prompt, handle in asked if handle.finished]
+            base = draw.choice([*texts, *done])[: draw.randrange(1, LONGEST)]
+            prompt = base + [draw.randrange(VOCAB) for _ in range(draw.randrange(3))]
+            params = SamplingParams(max_new_tokens=draw.randrange(1, NEW), ignore_eos=True, logprobs=1)
+            asked.append((prompt, engine.submit(prompt, params, priority=draw.choice((0, 0, -1)))))
+        if asked and draw.random() < 0.04:
+            asked[draw.randrange(len(asked))][1].abort()
+        engine.round.max_drafts[:SEATS] = draw.choice((0, 1, DRAFTS))
+        engine.step()
+    return asked
+
+
+class Recomputed:
+    """What texts leave in an engine that reads them as prompts, all at once."""
+
+    def __init__(self, engine: Engine, exact: bool) -> None:
+        self.engine = engine
+        self.exact = exact
+
+    def same(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        """Bit by bit, or up to what float32 rounds off the largest element."""
+        if self.exact or one.numel() == 0:
+            return torch.equal(one, other)
+        return float((one - other).abs().max()) <= 2e-4 + 1e-5 * float(other.abs().max())
+
+    def wrong(self, engine: Engine, asked: Sequence[tuple[Text, Any]]) -> list[str]:
+        """Requests and copies of `engine` that are not what their tokens give."""
+        answers = [(prompt, handle.output()) for prompt, handle in asked]
+        answers = [(prompt, out) for prompt, out in answers if out.token_ids]
+        kept = list(copies(state_cache_of(engine)))
+        texts = [prompt + out.token_ids for prompt, out in answers] + [[*text, 0] for text, _ in kept]
+        scored = SamplingParams(max_new_tokens=1, ignore_eos=True, prompt_logprobs=1)
+        unscored = SamplingParams(max_new_tokens=1, ignore_eos=True)
+        outs = self.engine.generate(texts, [scored] * len(answers) + [unscored] * len(kept)) if texts else []
+        found = []
+        for (prompt, out), again in zip(answers, outs, strict=False):
+            steps = again.prompt_logprobs[len(prompt) :]
+            lp = torch.tensor([[step.logprob, max(step.top.values())] for step in steps])
+            got = torch.tensor([step.logprob for step in out.logprobs])
+            if not (self.same(lp[:, 0], lp[:, 1]) and self.same(lp[:, 0], got)):
+                found.append(f"an answer after {len(prompt)} tokens")
+        for row, (text, slot) in enumerate(kept, len(answers)):
+            pairs = zip(states_of(engine), states_of(self.engine), strict=True)
+            if not all(self.same(x[slot], y[row]) for one, other in pairs for x, y in zip(one, other, strict=True)):
+                found.append(f"a copy after {len(text)} tokens")
+        return found
+
+
+@pytest.fixture
+def play(make_target, make_engine, scripted, tree_script) -> Callable[..., Counter[str]]:
+    """play(number, count=IN_A_ROW): that many interleavings on one engine -> what happened in them, by name.
+
+    Every tenth engine is deterministic, and equal means bit by bit.
+    """
+    script = tree_script([], VOCAB, hit=0.0)
+    fresh: dict[Any, Recomputed] = {}
+
+    def run(number: int, count: int = IN_A_ROW) -> Counter[str]:
+        draw, seen = random.Random(number), Counter[str]()
+        family, exact = list(FAMILIES)[number % 3], number // 3 % 10 == 0
+        layers = {"num_hidden_layers": 2, "layer_types": [FAMILIES[family], "full_attention"]}
+        model = make_target(family, vocab_size=VOCAB, **layers)
+        options = {"deterministic": exact, "max_model_len": LONGEST + NEW + 4}
+        if (family, exact) not in fresh:
+            whole = {"max_batch_size": 64, "prefill_chunk": 80, "max_prefill_tokens": 8192, "prefix_cache": False}
+            fresh[family, exact] = Recomputed(make_engine(model, **whole, **options), exact)
+        sizes = {"page_size": (1, 4)[number // 30 % 2], "full_slots": draw.choice((80, 100))}
+        sizes |= {"prefill_chunk": draw.choice((11, 32)), "max_batch_size": SEATS}
+        spec = SpecConfig(DRAFTS, 2, 10, adaptive=False)
+        engine = make_engine(model, scripted(script), spec=spec, **sizes, **options)
+        texts = [[draw.randrange(VOCAB) for _ in range(LONGEST)] for _ in range(3)]
+        for _ in range(count):
+            asked = interleave(engine, draw, texts)
+            assert fresh[family, exact].wrong(engine, asked) == [], (number, seen)
+            require_empty(engine)
+            state_cache_of(engine).check()
+            outs = [handle.output() for _, handle in asked]
+            texts = [*texts, *(prompt + out.token_ids for (prompt, _), out in zip(asked, outs, strict=True))][-8:]
+            seen["interleavings"] += 1
+            seen["requests"] += len(outs)
+            seen["aborts"] += sum(out.finish_reason == "abort" for out in outs)
+            seen["hits"] += sum(out.stats.cached_tokens > 0 for out in outs)
+            seen["preemptions"] += sum(out.stats.preemptions for out in outs)
+            seen["copies"] += len(state_cache_of(engine).states.pages)
+            seen["accepted drafts"] += sum(len(out.token_ids) - out.stats.rounds for out in outs)
+        return seen
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [0, *map(deep, range(1, 10))])
+def test_states_equal_recomputation_after_random_interleavings(part, play) -> None:
+    """10,000 of them in depth."""
+    if is_deep():
+        games = [(number, IN_A_ROW) for number in range(100 * part, 100 * part + 100)]
+    else:
+        games = [(2, 3), (3, 4), (64, 4)]  # the first is deterministic
+    seen = sum((play(*game) for game in games), Counter[str]())
+    print(dict(seen))
+    assert all(seen[event] for event in ("aborts", "hits", "preemptions", "copies", "accepted drafts")), seen
+
+
+def _fold_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path that crosses a fold replaces the request's state, whether it is accepted or not."""
+    wave = paths._wave
+
+    def published(rows: Any, blocks: Any, bases: Any, folds: Any) -> Any:
+        known = [request._replace(certain=1 << 30) for request in rows.requests]
+        certain, rows.requests = rows.requests, known
+        try:
+            return wave(rows, blocks, bases, folds)
+        finally:
+            rows.requests = certain
+
+    monkeypatch.setattr(paths, "_wave", published)
+
+
+def _copy_of_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy that is published before the fold that it is said to have."""
+    length = StateCache.length
+    monkeypatch.setattr(StateCache, "length", lambda states, row: length(states, row) + FOLD)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("defect", [_fold_of_drafts, _copy_of_fewer])
+def test_a_seeded_defect_is_seen(defect, play, monkeypatch) -> None:
+    defect(monkeypatch)
+    with pytest.raises(AssertionError, match=r"is folded already|begin=\d+|a copy after|an answer after"):
+        play(3)

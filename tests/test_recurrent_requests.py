@@ -1,0 +1,160 @@
+"""Requests of every kind on targets with recurrent layers: with each drafter, what they are by plain decoding alone."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from block_heads import random_block
+from crowd import require_empty
+from mtp_checkpoints import publish
+
+from specdec import Engine, EngineConfig, GenerationOutput, SamplingParams, SpecConfig
+from specdec.models.target import TargetModel
+
+from marks import deep, slow
+from tiny_models import random_eagle3
+
+VOCAB = 300  # more than byte_tokenizer has
+TREE = SpecConfig(3, 2, 6, adaptive=False)
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 4}, "kind": {"enum": ["x", "long-one"]}},
+    "required": ["name", "kind"],
+    "additionalProperties": False,
+}
+FORCED = {"regex": "[a-f]{3,9}: the end of a long answer", "max_new_tokens": 48}
+ASKED: dict[str, dict[str, Any]] = {
+    "schema": {"json_schema": SCHEMA, "max_new_tokens": 60},
+    "sampled regex": {**FORCED, "temperature": 1.0, "seed": 4},
+    "choice": {"choice": ["yes", "not at all, and for a long time", "not at all"], "max_new_tokens": 40},
+    "samples": {"n": 2, "temperature": 1.0, "seed": 9, "max_new_tokens": 20},
+    "salted": {"cache_salt": "a", "max_new_tokens": 16},
+    "edited": {"repetition_penalty": 1.2, "frequency_penalty": 0.5, "logit_bias": {7: 3.0}, "max_new_tokens": 20},
+    "scored": {"prompt_logprobs": 2, "logprobs": 2, "max_new_tokens": 8},
+    "plain": {"speculation": False, "max_new_tokens": 20},
+}
+LENGTHS = (33, 5, 20, 37, 37, 16, 40, 21)
+FAMILIES = ["qwen3_5", "qwen3_next", "qwen3_5_moe", "granitemoehybrid", "nemotron_h", "lfm2"]
+WITH_MTP = FAMILIES[:3]
+KINDS = ["trees", "eagle3", "block", "ngram", "suffix"]
+
+Outputs = list[GenerationOutput]
+
+
+@pytest.fixture(scope="module")
+def prompts(random_prompt) -> list[list[int]]:
+    """One for each of `ASKED`; the salted one has the prompt of the samples, without its salt."""
+    return [random_prompt(length, seed=length, vocab=256) for length in LENGTHS]
+
+
+@pytest.fixture
+def params() -> list[SamplingParams]:
+    return [SamplingParams(**asked) for asked in ASKED.values()]
+
+
+@pytest.fixture(scope="module")
+def source(make_target, tmp_path_factory) -> Callable[..., Any]:
+    """source(family, mtp): a model, or the folder of one with MTP modules."""
+    folders: dict[str, Any] = {}
+
+    def get(family: str, mtp: bool) -> Any:
+        if not mtp:
+            return make_target(family, vocab_size=VOCAB)
+        if family not in folders:
+            folders[family] = publish(family, tmp_path_factory.mktemp(family), vocab_size=VOCAB).folder
+        return folders[family]
+
+    return get
+
+
+@pytest.fixture
+def engine_for(source, scripted, tree_script, byte_tokenizer) -> Callable[..., Engine]:
+    """engine_for(family, kind, texts=(), mtp=False, **config): mtp: over the model that has MTP modules."""
+
+    def make(family: str, kind: str | None, texts: Any = (), mtp: bool = False, **config: Any) -> Engine:
+        model = source(family, mtp or kind == "mtp")
+        drafter: Any = kind
+        if kind == "trees":
+            drafter = scripted(tree_script([list(text) for text in texts], VOCAB))
+        elif kind in ("eagle3", "block"):
+            drafter = random_eagle3(model) if kind == "eagle3" else random_block(model)
+        spec = SpecConfig(3, adaptive=False) if kind in ("ngram", "suffix", "block") else TREE
+        options = EngineConfig(**{"max_model_len": 160, "prefill_chunk": 16, **config})
+        if hasattr(drafter, "bind"):
+            return Engine(TargetModel(model), drafter, tokenizer=byte_tokenizer, spec=spec, config=options)
+        return Engine.from_pretrained(model, drafter, tokenizer=byte_tokenizer, spec=spec, config=options)
+
+    return make
+
+
+def answers(outs: Outputs) -> list[tuple[list[int], str, str]]:
+    return [(out.token_ids, out.text, out.finish_reason) for out in outs]
+
+
+def prompt_scores(outs: Outputs) -> torch.Tensor:
+    return torch.tensor([step.logprob for out in outs for step in (out.prompt_logprobs or [None])[1:]])
+
+
+CASES = [(family, kind) for family in FAMILIES for kind in KINDS] + [(family, "mtp") for family in WITH_MTP]
+USUAL = {("qwen3_5", "trees"), ("qwen3_next", "mtp"), ("lfm2", "eagle3"), ("granitemoehybrid", "block")}
+
+
+@pytest.mark.parametrize(("family", "kind"), [slow(*c) if c in USUAL else deep(*c) for c in CASES])
+def test_each_request_is_what_it_is_alone(family, kind, engine_for, prompts, params) -> None:
+    """Schemas, choices, samples, salts, penalties and scores, in one batch with a drafter; then again, with hits."""
+    lone = engine_for(family, None, mtp=kind == "mtp", max_batch_size=1, prefix_cache=False)
+    plain = [replace(one, speculation=None) for one in params]
+    alone = lone.generate(prompts, plain)
+    if alone[0].finish_reason == "stop":
+        jsonschema.validate(json.loads(alone[0].text), SCHEMA)
+    assert re.fullmatch(FORCED["regex"], alone[1].text) and alone[2].text in ASKED["choice"]["choice"]
+    owners = [prompt for prompt, one in zip(prompts, params, strict=True) for _ in range(one.n)]
+    texts = [prompt + out.token_ids for prompt, out in zip(owners, alone, strict=True)]
+    engine = engine_for(family, kind, texts, page_size=4, max_batch_size=8, prefill_chunk=7)
+    for hits in (False, True):
+        outs = engine.generate(prompts, params)
+        assert answers(outs) == answers(alone), hits
+        torch.testing.assert_close(prompt_scores(outs), prompt_scores(alone), rtol=0, atol=2e-4)
+        assert any(out.stats.cached_tokens for out in outs) or not hits
+    require_empty(engine)
+
+
+def test_tokens_that_a_grammar_forces_find_their_records(source, make_engine, random_prompt, byte_tokenizer) -> None:
+    """A round without drafts commits 16 tokens then: those before them are in no state yet. The end of the text, which
+    is free, is that after a prompt which ends with what was forced."""
+    engine = make_engine(source("qwen3_5", False), tokenizer=byte_tokenizer, prefill_chunk=64)
+    prompts = [random_prompt(length, seed=length, vocab=256) for length in range(18, 34, 3)]
+    outs = engine.generate(prompts, SamplingParams(regex="x{30}[a-p]{4}", max_new_tokens=34))
+    assert all(out.stats.forced_tokens >= 28 for out in outs)
+    begun = [[*prompt, *byte_tokenizer.encode("x" * 30)] for prompt in prompts]
+    ends = engine.generate(begun, SamplingParams(regex="[a-p]{4}", max_new_tokens=4))
+    assert [out.text for out in outs] == ["x" * 30 + out.text for out in ends]
+
+
+@pytest.mark.parametrize("family", [slow("qwen3_5"), *map(deep, FAMILIES[1:])])
+def test_an_answer_that_was_stopped_within_a_round_goes_on(
+    family, make_target, make_engine, random_prompt, greedy_oracle, scripted, tree_script, pair_tokenizer
+) -> None:
+    """A stop string that ends within the tokens of one: accepted drafts after it are in no state that the cache has."""
+    model, prompt = make_target(family), random_prompt(21)
+    truth = list(greedy_oracle(model, prompt, 40))
+    ask = SamplingParams(max_new_tokens=40, ignore_eos=True)
+    drafter = scripted(tree_script([prompt + truth], hit=0.9))
+    engine = make_engine(model, drafter, spec=SpecConfig(7), tokenizer=pair_tokenizer, page_size=4, max_model_len=96)
+    text, cached = pair_tokenizer.decode(truth), set()
+    for end in (9, 10, 11, 12, 13, 26, 27, 28):
+        stop = text[2 * end - 3 : 2 * end - 1]  # of two tokens, half of each
+        [first] = engine.generate(prompt, replace(ask, stop=(stop,), cache_salt=str(end)))
+        assert first.text == text[: text.index(stop)] and first.finish_reason == "stop"
+        count = len(first.token_ids)
+        assert first.token_ids == truth[:count]
+        more = replace(ask, max_new_tokens=40 - count, cache_salt=str(end))
+        [again] = engine.generate(prompt + first.token_ids, more)
+        assert again.token_ids == truth[count:], end
+        cached.add(again.stats.cached_tokens)
+    assert len(cached) == 2  # stopped before and after a fold
