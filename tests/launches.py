@@ -516,7 +516,7 @@ def gated_heads(dtype: torch.dtype, num_rows: int) -> None:
         gate_heads(numbers(num_rows, num_heads, 128, dtype=dtype), gates(num_rows, num_heads, dtype))
 
 
-def recurrent(dtype: torch.dtype, num_rows: int, num_v: int, *, splits: int, groups: int = 1) -> None:
+def gated_delta(dtype: torch.dtype, num_rows: int, num_v: int, *, splits: int, groups: int = 1) -> None:
     """Qwen3.5's layers, one of which attends, whose gates are its queries' neighbours, and Qwen3-Next's."""
     heads = DeltaHeads(16, num_v, 128, 128, groups)
     product = parts_of(splits, num_rows, heads.width + (2 * num_v if groups > 1 else 0), dtype)
@@ -702,9 +702,9 @@ def usual() -> Iterator[Launch]:
     yield launch(scored_mixture, FP32, 300, 32, 8, 4, form="")
     yield launch(gated_heads, BF16, 8)
     yield launch(gated_heads, FP32, 1)
-    yield launch(recurrent, BF16, 8, 32, splits=1)
-    yield launch(recurrent, FP16, 1, 48, splits=3)  # of a packed weight
-    yield launch(recurrent, FP32, 1, 32, splits=1, groups=16)
+    yield launch(gated_delta, BF16, 8, 32, splits=1)
+    yield launch(gated_delta, FP16, 1, 48, splits=3)  # of a packed weight
+    yield launch(gated_delta, FP32, 1, 32, splits=1, groups=16)
     yield launch(latents, BF16, 8, low_rank=True)
     yield launch(latents, FP32, 1, low_rank=False)
     yield launch(sampling, BF16, 30.0, penalised=True)

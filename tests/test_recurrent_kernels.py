@@ -20,7 +20,7 @@ from marks import deep
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("kernels_run")
 DELTA = Shape(heads=2, key_heads=1, k_dim=8, v_dim=12, channels=24)
-MAMBA = Shape(heads=2, key_heads=2, k_dim=16, v_dim=40, channels=24, corrected=False)  # two tiles of values
+MAMBA = Shape(heads=2, key_heads=2, k_dim=20, v_dim=36, channels=24, corrected=False)  # two tiles, two chunks
 
 
 def require_close(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:

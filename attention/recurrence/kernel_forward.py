@@ -260,4 +260,5 @@ def _by_row(x: torch.Tensor) -> torch.Tensor:
 
 
 def _block(count: int, most: int) -> int:
-    return max(16, min(triton.next_power_of_2(count), most))
+    whole: int = triton.next_power_of_2(count)
+    return max(16, min(whole, most))
