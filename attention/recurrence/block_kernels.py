@@ -3,7 +3,7 @@ r"""Kernels of the recurrence of `blocks.py`: the same sums, place by place, so 
     begin     how far each state is folded already, and will be once this forward has run         one launch a forward
     fold      states of all layers take in what is certain by now, and the convolution's inputs   one launch a forward
     tree      N nodes a request, after at most FOLD - 1 committed records                         one launch a layer
-    run       a run of prompt tokens, block by block, with the state in registers                 one launch a layer
+    run       a run of prompt tokens, block by block, each read from the state and folded into it  one launch a layer
 
 A state begins a forward at the last multiple of FOLD that is certain, whatever it was before. A path of drafts that
 crosses the next one needs a state of its own: it is computed again from the request's, for each node in the last place
@@ -17,7 +17,7 @@ order in which ancestors come first, so the order of nodes is that of places.
 from specdec.gpu.triton_shim import tl, triton
 
 PRECISION = "ieee"
-"""Of products: float32, exactly rounded steps. "tf32x3" takes three products of tensor cores in its place."""
+"""Precision of products: float32 in exactly rounded steps. "tf32x3" takes three products of tensor cores instead."""
 
 COLUMNS = 32
 """Numbers of a value in one program: the tile of a state is DK x COLUMNS."""

@@ -45,7 +45,7 @@ if ON_CPU:
     SHAPES = {name: Shape(2, 1, 16, 12, 24, shape.corrected) for name, shape in SHAPES.items()}
 LENGTH, CUTS = (40, (5, 16, 40)) if ON_CPU else (300, (5, 16, 37, 170, 300))
 ANSWERS = ((3, 1), (20, 18)) if ON_CPU else ((3, 1), (290, 4), (100, 16), (200, 33))
-"""Where an answer begins, and nodes of its trees."""
+"""First token of an answer, and the nodes of its trees."""
 LIMIT = 2e-5
 
 
