@@ -16,8 +16,7 @@ from torch import nn
 from torch.nn.functional import pad
 from transformers import AttentionInterface
 
-from specdec.attention.plan import Attend, KVPlan
-from specdec.attention.recurrence.forward import RecurrentForward
+from specdec.attention.plan import Attend, KVPlan, RecurrentRows
 from specdec.errors import SpecDecError
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.index_spaces import GroupId
@@ -115,7 +114,7 @@ class ForwardContext:
     attention: dict[tuple[GroupId, Window, int], Attend]
     states: dict[int, torch.Tensor | None]
     peers: tuple["ForwardContext", ...] = ()
-    recurrent: RecurrentForward | None = None
+    recurrent: RecurrentRows | None = None
 
     @classmethod
     def of(
@@ -139,7 +138,7 @@ class ForwardContext:
         attending = [layer for layer in range(len(windows)) if not view.is_recurrent(layer)]
         kinds = {(view.layer(layer).group, windows[layer], view.shares(layer)) for layer in attending}
         attention = {kind: plan.backend.attention(plan, *kind) for kind in kinds}
-        recurrent = RecurrentForward(plan, view) if len(attending) < len(windows) else None
+        recurrent = plan.backend.recurrence(plan, view) if len(attending) < len(windows) else None
         return cls(plan, view, windows, attention, dict.fromkeys(aux_layers), recurrent=recurrent)
 
     def convolve(

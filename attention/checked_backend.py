@@ -44,7 +44,8 @@ class CheckedBackend:
         self.sanitizer = sanitizer
         self.name = backend.name
         self.locate, self.expand, self.select_tree = backend.locate, backend.expand, backend.select_tree
-        self.store, self.move = backend.store, backend.move
+        self.store, self.move, self.fold = backend.store, backend.move, backend.fold
+        self.recurrence = backend.recurrence
 
     def attention(self, plan: KVPlan, group: GroupId, window: int | None, shares: int = 1) -> Attend:
         if plan.pack is not None:

@@ -21,7 +21,9 @@ import torch
 from specdec.attention.pack import Pack, locate_pack
 from specdec.attention.trees.tree import DraftTree
 from specdec.kvcache.cache import KVOperations
+from specdec.kvcache.frozen import KVView
 from specdec.kvcache.index_spaces import NULL_SLOT, ByGroup, GroupId, GroupLoc
+from specdec.kvcache.layer_context import RecurrentContext
 from specdec.kvcache.table import RequestTable, Rows
 
 Attend = Callable[..., torch.Tensor]
@@ -39,6 +41,13 @@ class PrefixTables(Protocol):
         """Page ids [B, P] of the prefixes in one group, and the position [B] of each first page. For checks."""
 
 
+class RecurrentRows(RecurrentContext, Protocol):
+    """Recurrent layers of one forward."""
+
+    def part(self, requests: slice, columns: slice) -> "RecurrentRows":
+        """These columns of these requests."""
+
+
 class PlanBackend(KVOperations, Protocol):
     """A backend, as far as plans need it: it makes their tables and computes under them."""
 
@@ -49,6 +58,9 @@ class PlanBackend(KVOperations, Protocol):
         """Attention under `plan` on layers whose K/V live in `group`, through `window` (None: full attention).
 
         shares: see `LayerCache`. Keys are cut into blocks by the heads of all ranks, so bits do not depend on them."""
+
+    def recurrence(self, plan: "KVPlan", view: KVView) -> RecurrentRows:
+        """The recurrent layers of a forward under `plan`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

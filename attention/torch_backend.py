@@ -12,9 +12,11 @@ from specdec.attention.kernels.page_table import PageTables, locate_prefixes, re
 from specdec.attention.pack import PackTables
 from specdec.attention.path_attention import PathAttention
 from specdec.attention.plan import Attend, KVPlan
+from specdec.attention.recurrence.forward import RecurrentForward, fold_committed
 from specdec.attention.runs import EveryRun, RunsAttention, dense_run, exact_run
 from specdec.attention.trees.beam import reference_expand
 from specdec.attention.trees.growth import reference_select_tree
+from specdec.kvcache.frozen import KVView
 from specdec.kvcache.index_spaces import GroupId, GroupLoc
 from specdec.kvcache.store import KVStore, LayerKV, reference_move_kv, reference_store_kv
 from specdec.kvcache.table import RequestTable, Rows
@@ -53,6 +55,12 @@ class TorchBackend:
 
     def move(self, store: KVStore, group: GroupId, source: GroupLoc, destination: GroupLoc) -> None:
         reference_move_kv(store.tensors(group), source, destination)
+
+    def fold(self, table: RequestTable, store: KVStore, row: int, length: int) -> None:
+        fold_committed(table, store, row, length)
+
+    def recurrence(self, plan: KVPlan, view: KVView) -> RecurrentForward:
+        return RecurrentForward(plan, view)
 
     expand = staticmethod(reference_expand)
     select_tree = staticmethod(reference_select_tree)

@@ -13,9 +13,11 @@ from specdec.attention.kernels.tree_attention import tree_attention
 from specdec.attention.pack import PackTables
 from specdec.attention.path_attention import PathAttention
 from specdec.attention.plan import Attend, KVPlan
+from specdec.attention.recurrence.kernel_forward import RecurrentKernels, fold_row
 from specdec.attention.trees.beam import MAX_TOPK, Candidates, Scored, expand, reference_expand
 from specdec.attention.trees.growth import MAX_CANDIDATES, reference_select_tree, select_tree
 from specdec.attention.trees.tree import DraftTree
+from specdec.kvcache.frozen import KVView
 from specdec.kvcache.index_spaces import GroupId, GroupLoc
 from specdec.kvcache.store import KVStore, LayerKV, move_kv, store_kv
 from specdec.kvcache.table import RequestTable, Rows
@@ -53,6 +55,12 @@ class TritonBackend:
         addresses = store.addresses.get(group)
         if addresses is not None:
             move_kv(addresses, source, destination)
+
+    def fold(self, table: RequestTable, store: KVStore, row: int, length: int) -> None:
+        fold_row(table, store, row, length)
+
+    def recurrence(self, plan: KVPlan, view: KVView) -> RecurrentKernels:
+        return RecurrentKernels(plan, view)
 
     def expand(
         self, above: Scored | None, tokens: torch.Tensor, log_probs: torch.Tensor, out: Candidates, first_candidate: int

@@ -37,6 +37,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     **{name: {"num_hidden_layers": 4} for name in ("Cohere", "Glm", "Glm4", "Granite", "Olmo2", "Phi3", "SmolLM3")},
 }
 """Fields of a config by family, as its class is named in transformers."""
+LINEAR = "linear_attention"
+RECURRENT: dict[str, dict[str, Any]] = {
+    "Qwen3_5Text": {
+        "num_hidden_layers": 4,
+        "layer_types": [LINEAR, LINEAR, FULL, LINEAR],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 48,
+    },
+    "Lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", FULL, "conv"]},
+}
+"""Families with recurrent layers."""
 
 
 class Setting(NamedTuple):
@@ -84,7 +97,7 @@ def tiny_target(family: str, head_dim: int) -> PreTrainedModel:
         "pad_token_id": 0,
         **({"global_head_dim": 2 * head_dim} if family == "Gemma4Text" else {}),
     }
-    config = getattr(transformers, f"{family}Config")(**sizes, **FAMILIES[family])
+    config = getattr(transformers, f"{family}Config")(**sizes, **{**FAMILIES, **RECURRENT}[family])
     made: PreTrainedModel = spread(getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config))
     made.set_attn_implementation("eager")
     return made

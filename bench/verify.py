@@ -41,6 +41,15 @@ def attempt(name: str, make: Callable[..., Row], *arguments: Any, **options: Any
         return Row(name, said(error), ok=False)
 
 
+def attempt_all(name: str, rows: Iterator[Row]) -> Iterator[Row]:
+    """The rows, up to one that failed."""
+    try:
+        yield from rows
+    except Exception as error:
+        traceback.print_exc()
+        yield Row(name, said(error), ok=False)
+
+
 def distance(got: torch.Tensor, want: torch.Tensor) -> float:
     """||got - want|| / ||want||; infinite where something is not finite."""
     error = float((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30))

@@ -38,6 +38,10 @@ class KVOperations(Protocol):
     def move(self, store: KVStore, group: GroupId, source: GroupLoc, destination: GroupLoc) -> None:
         """Copy K/V of slots [M] in every layer of the group: all sources are read before anything is written."""
 
+    def fold(self, table: RequestTable, store: KVStore, row: int, length: int) -> None:
+        """Fold the states of a row to its first `length` tokens: a multiple of FOLD, all certain, none evicted that a
+        state has not taken in."""
+
 
 class KVCache:
     """Slots, requests and stores of one engine. rounded: all K/V are kept in 8 bits (`rounded.py`)."""
@@ -58,7 +62,12 @@ class KVCache:
         layers = [kept.state for store in self.stores for kept in store.layers.values() if kept.state is not None]
         if not layers:
             return None
-        states = StateCache(layers, self.table.max_requests + 1)
+
+        def fold(row: int, length: int) -> None:
+            for store in self.stores:
+                self.operations.fold(self.table, store, row, length)
+
+        states = StateCache(layers, self.table.max_requests + 1, fold)
         self.allocator.on_forget = states.forget
         return states
 

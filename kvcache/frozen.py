@@ -20,7 +20,7 @@ from specdec.errors import FrozenKVError, KVStateError
 from specdec.gpu.ranks import Ranks
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.layout import KVLayout
-from specdec.kvcache.store import KVStore, LayerKV
+from specdec.kvcache.store import KVStore, LayerKV, RecurrentLayers
 
 
 class KVView:
@@ -61,6 +61,11 @@ class KVView:
     def is_recurrent(self, index: int) -> bool:
         """Does worker layer `index` keep a state and records in the place of K/V?"""
         return self._store.layout.layers[self.layer_map[index]].recurrent
+
+    @property
+    def recurrent(self) -> tuple[RecurrentLayers, ...]:
+        """All recurrent layers of the store, by shape."""
+        return self._store.recurrent
 
     def owns(self, index: int) -> bool:
         """Does worker layer `index` store K/V of its own (False on kv-shared and on lent layers)?"""

@@ -18,7 +18,7 @@ import numpy as np
 
 from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.index_spaces import PRIMARY, ByGroup, GroupId
-from specdec.kvcache.recurrent_state import StateCache
+from specdec.kvcache.recurrent_state import FOLD, StateCache
 from specdec.kvcache.table import RequestTable
 
 NO_PAGES: IntArray = np.zeros(0, dtype=np.int64)
@@ -116,16 +116,17 @@ class PrefixCache:
         return evicted
 
     def keep_state(self, row: int, key: IntArray, salt: bytes = b"", *, every: int = 1) -> None:
-        """Keep a copy of the row's recurrent state, if it stands at the end of a page of the tree along this key, and
-        at least `every` tokens after the last copy there."""
+        """Keep a copy of the row's state after the last multiple of FOLD of its committed tokens, if those are whole
+        pages of the tree along this key, all of it certain, and `every` tokens or more after the last one that is kept
+        there."""
         assert self.states is not None
-        length = self.states.length(row)
+        length = int(self.table.committed_len.host[row]) // FOLD * FOLD
         pages = self._pages_of(self._walk(key[:length], salt))
         if length == 0 or len(pages) * self.page_size != length:
             return
         kept = np.flatnonzero(self.states.has(pages))
         if length - (int(kept[-1]) + 1 if len(kept) else 0) * self.page_size >= every:
-            self.states.keep(row, int(pages[-1]))
+            self.states.keep(row, length, int(pages[-1]))
 
     def clear(self) -> None:
         """Release all pages, such as after a change of the weights that made these K/V."""

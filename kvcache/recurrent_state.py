@@ -12,7 +12,7 @@ it is all that a cached prefix keeps (`StateCache`).
 States lie by row of the request table, copies after them. A forward begins a row anew when it reads position 0.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -77,10 +77,14 @@ class StateCache:
 
     layers: the states of every recurrent layer; copies lie at slots `first` and later. The least recently used one is
     given up for a new one, and one whose page the cache gives up goes with it.
+    fold(row, length): folds the states of a row to its first `length` tokens. A copy is of the tokens that the host
+    names, in the order of launches: a round under way has folded no token that the host does not know, since what it
+    commits is folded by the next.
     """
 
-    def __init__(self, layers: Sequence[RecurrentState], first: int) -> None:
+    def __init__(self, layers: Sequence[RecurrentState], first: int, fold: Callable[[int, int], None]) -> None:
         self._layers = layers
+        self._fold = fold
         self._slots = range(first, len(layers[0].folded_len))
         self.reset()
 
@@ -88,20 +92,17 @@ class StateCache:
         self._free = list(reversed(self._slots))
         self._slot_of: dict[int, int] = {}  # by page, the least recently used first
 
-    def length(self, row: int) -> int:
-        """Tokens that the state of a row has taken in."""
-        return int(self._layers[0].folded_len[row])
-
     def has(self, pages: IntArray) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         """Mask of `pages` at whose ends there is a copy."""
         return np.array([page in self._slot_of for page in pages.tolist()], dtype=np.bool_)
 
-    def keep(self, row: int, page: int) -> None:
-        """Copy the state of a row, whose tokens end with a page that the cache has."""
+    def keep(self, row: int, length: int, page: int) -> None:
+        """Copy the state of a row after its first `length` tokens, which end with a page that the cache has."""
         if page in self._slot_of or not self._slots:
             return
         if not self._free:
             self.forget(np.array([next(iter(self._slot_of))]))
+        self._fold(row, length)
         self._slot_of[page] = self._free.pop()
         for layer in self._layers:
             layer.copy(row, self._slot_of[page])

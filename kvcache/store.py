@@ -19,7 +19,7 @@ from specdec.gpu.ranks import Ranks
 from specdec.gpu.triton_shim import tl, triton
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.index_spaces import GroupId, GroupLoc
-from specdec.kvcache.layout import CacheField, KVLayout
+from specdec.kvcache.layout import CacheField, KVLayout, StateShape
 from specdec.kvcache.recurrent_state import RecurrentState
 from specdec.kvcache.rounded import Pool, RoundedPool, tensors_of
 from specdec.kvcache.rounded_kernels import store_rounded
@@ -72,6 +72,35 @@ class StoreAddresses:
         return cls(tuple(pools), table.to(pools[0].device), WORDS[size], int(row_len.max()), int(row_len.sum()))
 
 
+@dataclass(frozen=True, slots=True)
+class RecurrentLayers:
+    """Recurrent layers of one shape, for kernels that visit all of them.
+
+    table: [L, 6] int64 on the device, addresses: matrices and inputs of the states, then the pools in their order, 0
+    where there is none. folded_len: of all layers; the kernels keep that of the first. sample: states of the first.
+    """
+
+    table: torch.Tensor
+    folded_len: torch.Tensor
+    shape: StateShape
+    key_heads: int
+    sample: RecurrentState
+    layers: tuple[LayerKV, ...]
+
+    @classmethod
+    def of_layers(cls, shape: StateShape, key_heads: int, layers: Sequence[LayerKV]) -> "RecurrentLayers":
+        rows = []
+        for kept in layers:
+            assert kept.state is not None
+            pools = [tensor for pool in kept.fields for tensor in tensors_of(pool)]
+            found = [tensor.data_ptr() for tensor in (*kept.state[:2], *pools)]
+            rows.append(found + [0] * (6 - len(found)))
+        sample = layers[0].state
+        assert sample is not None
+        table = torch.tensor(rows, dtype=torch.int64, device=sample.inputs.device)
+        return cls(table, sample.folded_len, shape, key_heads, sample, tuple(layers))
+
+
 class Split(NamedTuple):
     """The stores of one model on several ranks, each with the heads of its rank, at the same slots."""
 
@@ -110,6 +139,10 @@ class KVStore:
                     state = None if spec.state is None else RecurrentState.zeros(num_states, spec.state, dtype, device)
                     self.layers[spec.layer] = LayerKV(pools, group, state)
             groups = {layer.group for layer in self.layers.values() if layer.fields}
+            self.recurrent = tuple(
+                RecurrentLayers.of_layers(shape, key_heads, [self.layers[layer] for layer in found])
+                for (shape, key_heads), found in _recurrent_shapes(layout).items()
+            )
             self.addresses = {group: StoreAddresses.from_pools(self.tensors(group)) for group in groups}
 
     def tensors(self, group: GroupId) -> tuple[torch.Tensor, ...]:
@@ -120,6 +153,17 @@ class KVStore:
     def clear(self) -> None:
         self.layers.clear()
         self.addresses.clear()
+        self.recurrent = ()
+
+
+def _recurrent_shapes(layout: KVLayout) -> dict[tuple[StateShape, int], list[int]]:
+    """Recurrent layers by the shape of their states and their heads of keys."""
+    found: dict[tuple[StateShape, int], list[int]] = {}
+    for spec in layout.layers:
+        if spec.state is not None:
+            key_heads = spec.fields[1].heads if spec.state.heads else 1
+            found.setdefault((spec.state, key_heads), []).append(spec.layer)
+    return found
 
 
 def empty_pool(field: CacheField, slots: int, dtype: torch.dtype, device: torch.device) -> Pool:

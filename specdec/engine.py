@@ -122,7 +122,7 @@ class Engine:
             in_tiles=target.in_tiles,
             captured=capture is not None,
         )
-        require_recurrent(target, config)
+        require_recurrent(target, config, backend)
         lookahead = lookahead_nodes(self.spec, drafts=drafter is not None, captured=capture is not None)
         self.cache, self.max_model_len = make_cache(target, drafter, spec, self.config, lookahead, backend)
         warn_where_drafts_end(drafter, self.max_model_len)

@@ -5,17 +5,20 @@ Run by tests/test_kernels_compile.py, on a GPU that is not there. There is a fun
 """
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from kv_rig import make_allocator
 
 from specdec.attention.kernels.own_keys import own_keys
-from specdec.attention.kernels.page_table import build_page_tables
+from specdec.attention.kernels.page_table import PageTables, build_page_tables
 from specdec.attention.kernels.paged_attention import paged_attention
 from specdec.attention.kernels.ragged_attention import RaggedTiles, ragged_attention
 from specdec.attention.kernels.tree_attention import tree_attention
-from specdec.attention.pack import Lines, Pack
+from specdec.attention.pack import Lines, Pack, PackTables
+from specdec.attention.plan import KVPlan
+from specdec.attention.recurrence.kernel_forward import RecurrentKernels
 from specdec.attention.trees.beam import Candidates, expand
 from specdec.attention.trees.growth import select_tree
 from specdec.attention.trees.tree import DraftTree
@@ -35,10 +38,12 @@ from specdec.gpu.exchange_kernels import (
 )
 from specdec.gpu.operations import KERNELS
 from specdec.gpu.stage_clock import StageClock
-from specdec.kvcache.index_spaces import PrimaryLoc
-from specdec.kvcache.layer_context import Destination
+from specdec.kvcache.index_spaces import ByGroup, GroupId, GroupLoc, PrimaryLoc
+from specdec.kvcache.layer_context import Destination, Recurrence
+from specdec.kvcache.layout import StateShape
+from specdec.kvcache.recurrent_state import RecurrentState
 from specdec.kvcache.rounded import Pool, RoundedPool, numbers_and_scales
-from specdec.kvcache.store import StoreAddresses, move_kv, store_kv
+from specdec.kvcache.store import LayerKV, RecurrentLayers, StoreAddresses, move_kv, store_kv
 from specdec.kvcache.table import RequestTable, Rows
 from specdec.layers.accepted_path import keep_last, path_rows
 from specdec.layers.embedding import embed, embed_and_norm
@@ -110,6 +115,73 @@ def exchange(dtype: torch.dtype, num_rows: int) -> None:
         weight = numbers(height, 2 * width, dtype=dtype)
         cut = cut_of(weight).share(2)
         linear_parts(numbers(num_rows, width, dtype=dtype), weight[:, :width], cut)
+
+
+# recurrent layers
+
+
+def recurrent(
+    dtype: torch.dtype,
+    num_nodes: int,
+    page_size: int,
+    heads: tuple[int, int, int, int],
+    channels: int,
+    *,
+    corrected: bool,
+    bias: bool = False,
+) -> None:
+    """The convolution and the recurrence of one layer, of trees and of runs, after a fold. heads: of keys, of
+    values, and their sizes; of values 0: a convolution alone."""
+    key_heads, num_heads, k_dim, v_dim = heads
+    state = RecurrentState.zeros(9, StateShape(num_heads, k_dim, v_dim, 3, channels), dtype, numbers(1).device)
+    records = (
+        numbers(9999, count, dim, dtype=FP32) for count, dim in ((key_heads, k_dim), (num_heads, v_dim), (num_heads, 1))
+    )
+    kept = LayerKV((numbers(9999, 1, channels, dtype=dtype), *records), GroupId(1), state)
+    layers = RecurrentLayers(
+        integers(3, 6), integers(9), StateShape(num_heads, k_dim, v_dim, 3, channels), key_heads, state, (kept,)
+    )
+    view: Any = SimpleNamespace(recurrent=(layers,), writable_layer=lambda layer: kept)
+    batch, rows = 3, 3 * num_nodes
+    write = ByGroup((PrimaryLoc(integers(rows)), GroupLoc(integers(rows))))
+    tree = DraftTree(
+        *(integers(batch, num_nodes) for _ in range(3)), numbers(batch, num_nodes, num_nodes, dtype=torch.bool)
+    )
+    tables = PageTables(
+        ByGroup((integers(batch, 9), integers(batch, 9))), integers(2, batch), write.map(lambda x: x.view(batch, -1))
+    )
+    lines = Lines(integers(batch, 200), integers(batch), integers(batch))
+    runs = Pack(
+        *(integers(batch) for _ in range(3)),
+        integers(batch + 1),
+        integers(rows),
+        integers(rows),
+        numbers(rows, dtype=torch.bool),
+    )
+    shared: dict[str, Any] = {
+        "backend": None,
+        "rows": integers(batch),
+        "committed_len": integers(batch),
+        "write": write,
+    }
+    for plan in (
+        KVPlan(**shared, positions=integers(batch, num_nodes), prefix=tables, page_size=page_size, tree=tree),
+        KVPlan(
+            **shared,
+            positions=integers(1, rows),
+            prefix=PackTables(ByGroup((lines, lines)), write, 1),
+            page_size=1,
+            pack=runs,
+        ),
+    ):
+        forward = RecurrentKernels(plan, view)
+        added = numbers(channels, dtype=dtype) if bias else None
+        forward.convolve(0, numbers(rows, channels, dtype=dtype), numbers(channels, 4, dtype=dtype), added)
+        if num_heads:
+            q, k = (numbers(rows, key_heads, k_dim, dtype=FP32) for _ in range(2))
+            beta = numbers(rows, num_heads, dtype=dtype) if corrected else None
+            v = numbers(rows, num_heads, v_dim, dtype=dtype)
+            forward.recur(0, Recurrence(q, k, v, numbers(rows, num_heads, dtype=FP32), beta))
 
 
 # the cache
@@ -444,7 +516,7 @@ def gated_heads(dtype: torch.dtype, num_rows: int) -> None:
         gate_heads(numbers(num_rows, num_heads, 128, dtype=dtype), gates(num_rows, num_heads, dtype))
 
 
-def recurrent(dtype: torch.dtype, num_rows: int, num_v: int, *, splits: int, groups: int = 1) -> None:
+def gated_delta(dtype: torch.dtype, num_rows: int, num_v: int, *, splits: int, groups: int = 1) -> None:
     """Qwen3.5's layers, one of which attends, whose gates are its queries' neighbours, and Qwen3-Next's."""
     heads = DeltaHeads(16, num_v, 128, 128, groups)
     product = parts_of(splits, num_rows, heads.width + (2 * num_v if groups > 1 else 0), dtype)
@@ -568,6 +640,11 @@ def usual() -> Iterator[Launch]:
     yield launch(moves, torch.int64)
     yield launch(trees, 5)
     yield launch(trees, 64)
+    yield launch(recurrent, BF16, 1, 16, (16, 32, 128, 128), 8192, corrected=True)  # Qwen3.5-4B and 9B
+    yield launch(recurrent, BF16, 24, 1, (16, 32, 128, 128), 8192, corrected=True)
+    yield launch(recurrent, BF16, 4, 1, (8, 128, 128, 64), 10240, corrected=False, bias=True)  # Nemotron-H 8B
+    yield launch(recurrent, FP32, 5, 1, (1, 48, 128, 64), 3328, corrected=False, bias=True)  # Granite 4
+    yield launch(recurrent, FP16, 5, 1, (1, 0, 0, 0), 2048, corrected=False)  # LFM2
     yield launch(attention, BF16, 256, 4, 5, window=512)  # Gemma 4's layers with a window, and its frozen drafter
     yield launch(attention, BF16, 512, 8, 1, begun=True, block=False)
     yield launch(attention, FP16, 64, 8, 512, sinks=True, chunk=True, window=128, page_size=16)  # gpt-oss
@@ -625,9 +702,9 @@ def usual() -> Iterator[Launch]:
     yield launch(scored_mixture, FP32, 300, 32, 8, 4, form="")
     yield launch(gated_heads, BF16, 8)
     yield launch(gated_heads, FP32, 1)
-    yield launch(recurrent, BF16, 8, 32, splits=1)
-    yield launch(recurrent, FP16, 1, 48, splits=3)  # of a packed weight
-    yield launch(recurrent, FP32, 1, 32, splits=1, groups=16)
+    yield launch(gated_delta, BF16, 8, 32, splits=1)
+    yield launch(gated_delta, FP16, 1, 48, splits=3)  # of a packed weight
+    yield launch(gated_delta, FP32, 1, 32, splits=1, groups=16)
     yield launch(latents, BF16, 8, low_rank=True)
     yield launch(latents, FP32, 1, low_rank=False)
     yield launch(sampling, BF16, 30.0, penalised=True)

@@ -1,6 +1,7 @@
 """Arithmetic of recurrent layers: blocks and folds against transformers' own recurrences; and what they are refused."""
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,13 +11,15 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_d
 
 from specdec import Engine, EngineConfig
 from specdec.attention.recurrence.blocks import Block, NewPlaces, convolved, folded, run_blocks
+from specdec.attention.torch_backend import TorchBackend
+from specdec.attention.triton_backend import TritonBackend
 from specdec.config import MAX_FORCED_TOKENS
 from specdec.errors import ConfigError, UnsupportedModelError
 from specdec.kvcache.layout import CacheField, Records, StateShape
 from specdec.kvcache.recurrent_state import FOLD
 from specdec.layers.gated_delta import unit_length
-from specdec.models.recurrent_layers import require_one_cpu
 from specdec.models.target import TargetModel
+from specdec.runtime.arguments import require_recurrent
 
 from tiny_models import BASE
 
@@ -116,11 +119,17 @@ def test_records_have_the_window_of_a_block_and_two_rounds() -> None:
 # what is refused
 
 
-def test_recurrent_layers_run_on_one_cpu(make_target) -> None:
-    with pytest.raises(UnsupportedModelError, match="recurrent layers, which run on one CPU, and this would be cuda:0"):
-        require_one_cpu("m", torch.device("cuda:0"), None)
-    with pytest.raises(UnsupportedModelError, match="this would be tensor_parallel=2"):
+def test_recurrent_layers_run_on_one_device(make_target) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"recurrent layers, .* and this would be tensor_parallel=2"):
         Engine.from_pretrained(make_target("qwen3_5"), config=EngineConfig(tensor_parallel=2, device="cpu"))
+
+
+def test_plain_torch_is_refused_on_a_gpu() -> None:
+    target = SimpleNamespace(recurrent=True, device=torch.device("cuda:0"), name="m")
+    config = EngineConfig(attention="torch")
+    with pytest.raises(ConfigError, match="attention='torch' is plain torch on cuda:0, and m has recurrent layers"):
+        require_recurrent(target, config, TorchBackend())
+    require_recurrent(target, config, TritonBackend())
 
 
 def test_records_of_8_bits_are_refused(make_target, make_engine) -> None:

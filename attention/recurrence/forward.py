@@ -19,7 +19,8 @@ from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layer_context import Recurrence
 from specdec.kvcache.recurrent_state import FOLD, RecurrentState
 from specdec.kvcache.rounded import Pool, read_rows
-from specdec.kvcache.store import LayerKV
+from specdec.kvcache.store import KVStore, LayerKV
+from specdec.kvcache.table import RequestTable
 
 EVERYTHING = slice(None), slice(None)
 
@@ -120,6 +121,23 @@ class RecurrentForward:
             folded_len = kept.state.folded_len.index_fill(0, begun, 0).numpy()
             self._rows = _Rows(found, numbers, write, begun, folded_len)
         return self._rows
+
+
+def fold_committed(table: RequestTable, store: KVStore, row: int, length: int) -> None:
+    """See `KVOperations.fold`."""
+    for kept in store.layers.values():
+        if (state := kept.state) is None:
+            continue
+        rows = torch.tensor([row])
+        for begin in range(int(state.folded_len[row]), length, FOLD):
+            slots = table.allocator.peer_slots(kept.group, table.slots.host[row, begin : begin + FOLD])
+            inputs, *records = (rows_at(pool, torch.from_numpy(slots)[None]) for pool in kept.fields)
+            matrices = state.matrices[rows]
+            if records:
+                k, u, g = records
+                matrices = folded(Block(matrices, k, u, g[..., 0]))
+            newest = inputs[:, FOLD - state.inputs.shape[1] :, 0]
+            state.fold(rows, matrices, newest, torch.tensor([begin + FOLD]))
 
 
 def _stored(kept: LayerKV, wave: Wave, base: torch.Tensor) -> Block:

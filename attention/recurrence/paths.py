@@ -135,7 +135,7 @@ def newest_inputs(rows: ForwardRows, folded_len: IntArray, taps: int) -> NewestI
     for row, (first, last) in enumerate(zip(positions[:, 0].tolist(), positions[:, -1].tolist(), strict=True)):
         begin = max(first, int(folded_len[states[row]]))
         slots[row, begin - first :] = rows.path(row, begin, last + 1)
-    found = slots, back <= 0, np.broadcast_to(states[:, None], slots.shape), back.clip(min=1)
+    found = slots, back <= 0, states[:, None].repeat(taps, axis=1), back.clip(min=1)
     return NewestInputs(*(torch.from_numpy(np.ascontiguousarray(x)) for x in found))
 
 

@@ -58,7 +58,7 @@ def _row(
         outputs = engine.generate(prompts, SamplingParams(max_new_tokens=new), progress=False)
         ms = (time.perf_counter() - begin) * 1e3 / sum(len(out.token_ids) for out in outputs)
     engine.table.check()
-    wrong, ties = _differences([out.token_ids for out in outputs], wanted)
+    wrong, ties = differences([out.token_ids for out in outputs], wanted)
     accepted = sum(sum(out.stats.accepted_counts) for out in outputs)
     found = f"{wrong} of {new * len(prompts)} tokens differ"
     found += f", {ties} after a tie" if ties else ""
@@ -66,7 +66,7 @@ def _row(
     return Row(name, found, f"{ms:.1f} ms a token", not wrong)
 
 
-def _differences(got: Sequence[list[int]], wanted: Wanted) -> tuple[int, int]:
+def differences(got: Sequence[list[int]], wanted: Wanted) -> tuple[int, int]:
     """(tokens that differ, those of them after a token that had won by less than TIE)."""
     wrong = ties = 0
     for mine, (tokens, margins) in zip(got, wanted, strict=True):

@@ -34,7 +34,6 @@ from specdec.loading import SHARED_OPTIONS, Checkpoint, pick_device, pick_dtype
 from specdec.models.model_on_meta import ModelOnMeta, model_on_meta
 from specdec.models.quantised.packed_quantizer import without_quantization
 from specdec.models.quantised.stored_tensors import StoredTensor, stored_tensors
-from specdec.models.recurrent_layers import require_one_cpu
 from specdec.models.weight_storage import stored_weights
 from specdec.runtime.arguments import fitted_spec
 from specdec.runtime.rounds.unread import KEPT
@@ -78,8 +77,6 @@ def memory_plan(
     device = pick_device(None) if config.device is None else torch.device(config.device)
     dtype = pick_dtype(config.dtype, device, checkpoint.hf_config())
     model = ModelOnMeta(target, on_meta(checkpoint, dtype))
-    if any(layer.recurrent for layer in model.layout.layers):
-        require_one_cpu(target, device, None)
     shared = {name: value for name, value in target_options.items() if name in SHARED_OPTIONS}
     options = {**shared, **drafter_options}
     if drafter == AUTO:

@@ -161,11 +161,10 @@ def require_attention_only(target: Any, what: str) -> None:
         )
 
 
-def require_one_cpu(name: str, device: torch.device, ranks: Ranks | None) -> None:
-    """Recurrent layers run in plain torch, which reads lengths back. Raises UnsupportedModelError elsewhere."""
-    where = f"tensor_parallel={len(ranks)}" if ranks is not None else None if device.type == "cpu" else str(device)
-    if where is not None:
+def require_one_device(name: str, ranks: Ranks | None) -> None:
+    """Raise UnsupportedModelError for a target with recurrent layers on several devices."""
+    if ranks is not None:
         raise UnsupportedModelError(
-            f"{name} has recurrent layers, which run on one CPU, and this would be {where}; give device='cpu' and no "
-            "tensor_parallel"
+            f"{name} has recurrent layers, whose states lie on one device, and this would be "
+            f"tensor_parallel={len(ranks)}; leave it out"
         )

@@ -33,7 +33,7 @@ from specdec.models.context_length import ContextLength, context_length
 from specdec.models.paused_forward import PausedForward, collected, walker_of
 from specdec.models.placeholders import Placeholders, find_placeholders
 from specdec.models.probe import LogitRule, Proof, logit_rules, probe_texts, prove, refusing, require_finite
-from specdec.models.recurrent_layers import require_one_cpu, take_apart
+from specdec.models.recurrent_layers import require_one_device, take_apart
 from specdec.models.shared_weights import SplitWeights, difference_on_ranks, on_ranks, refuse_change, share_among
 from specdec.models.text_decoder import find_decoder
 from specdec.models.unsupported import require_placed, require_supported
@@ -96,7 +96,7 @@ class TargetModel:
             self.decoder: nn.Module = private_copy(self.user_decoder)
             take_apart(self.name, self.decoder, self.layout)
             if self.recurrent:
-                require_one_cpu(self.name, model.device, ranks)
+                require_one_device(self.name, ranks)
             self.embed: nn.Module = self.decoder.get_input_embeddings()  # type: ignore[operator]
             self.home: torch.device = self.embed.weight.device  # of the user's weights
         self.ranks = ranks

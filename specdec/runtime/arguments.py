@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence, Sized
 from typing import Any
 
+from specdec.attention.backend import Backend
 from specdec.config import EngineConfig, OpenDepth, SamplingParams, SpecConfig
 from specdec.draft_models.base import Fit
 from specdec.errors import ConfigError, UnsupportedModelError, shown
@@ -129,7 +130,7 @@ def require_fused(fused: str | bool, target: Any, drafter: Any) -> None:
         raise ConfigError(f"fused=False, but {target.name} was made with fused layers; make it without `ops`")
 
 
-def require_recurrent(target: Any, config: EngineConfig) -> None:
+def require_recurrent(target: Any, config: EngineConfig, backend: Backend) -> None:
     """Raise ConfigError where the settings ask for what a target with recurrent layers cannot have yet."""
     if not target.recurrent:
         return
@@ -137,6 +138,11 @@ def require_recurrent(target: Any, config: EngineConfig) -> None:
         raise ConfigError(
             f"kv_dtype={config.kv_dtype!r}, and {target.name} has recurrent layers, whose records are not rounded; "
             "leave it None"
+        )
+    if backend.name == "torch" and target.device.type != "cpu":
+        raise ConfigError(
+            f"attention={config.attention!r} is plain torch on {target.device}, and {target.name} has recurrent "
+            "layers, which run on Triton's kernels there; use attention='triton'"
         )
 
 

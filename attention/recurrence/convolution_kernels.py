@@ -1,0 +1,208 @@
+"""Kernels of the convolutions of recurrent layers: the newest inputs of each row's path, from where they are.
+
+    position    < folded      the request's state, which has the newest inputs before that
+                < start       their slots
+                later         rows of this forward: ancestors, or earlier tokens of the run
+
+A launch reads no slot that it writes. Sums are float32, tap by tap in their order, and rounded once.
+"""
+
+from specdec.attention.recurrence.block_kernels import slots_at
+from specdec.gpu.triton_shim import tl, triton
+
+
+@triton.jit
+def before_forward(
+    p_inputs: tl.tensor,
+    p_pool: tl.tensor,
+    p_table: tl.tensor,
+    begin: tl.tensor,
+    position: tl.tensor,
+    first: tl.tensor,
+    start: tl.tensor,
+    o_channel: tl.tensor,
+    size: tl.tensor,
+    TAPS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    PAGE: tl.constexpr,
+) -> tl.tensor:
+    """Inputs of `size` channels at a position before `start`, else 0; the state is `first` tokens long."""
+    recorded = (position >= first) & (position < start)
+    slot = slots_at(p_table, begin, position, recorded, PAGE)
+    m_recorded = o_channel < tl.where(recorded, size, 0)
+    found = tl.load(p_pool + slot * CHANNELS + o_channel, mask=m_recorded, other=0.0).to(tl.float32)
+    kept = (position >= 0) & (position < first)
+    p_inputs += tl.where(kept, TAPS + position - first, 0) * CHANNELS
+    m_kept = o_channel < tl.where(kept, size, 0)
+    return found + tl.load(p_inputs + o_channel, mask=m_kept, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def tree_convolution_kernel(
+    p_in: tl.tensor,
+    p_weight: tl.tensor,
+    p_bias: tl.tensor,
+    p_out: tl.tensor,
+    p_inputs: tl.tensor,
+    p_pool: tl.tensor,
+    p_rows: tl.tensor,
+    p_start: tl.tensor,
+    p_table: tl.tensor,
+    p_begin: tl.tensor,
+    p_write: tl.tensor,
+    p_positions: tl.tensor,
+    p_ancestors: tl.tensor,
+    stride_in: tl.tensor,
+    stride_table: tl.tensor,
+    stride_positions: tl.tensor,
+    stride_tree: tl.tensor,
+    stride_node: tl.tensor,
+    stride_weight: tl.tensor,
+    stride_tap: tl.tensor,
+    num_nodes: tl.tensor,
+    TAPS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BIAS: tl.constexpr,
+    NODES: tl.constexpr,
+    PAGE: tl.constexpr,
+    FOLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    i_row = tl.program_id(0).to(tl.int64)
+    i_request, node = i_row // num_nodes, i_row % num_nodes
+    o_channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    m_channel = o_channel < CHANNELS
+    row = tl.load(p_rows + i_request).to(tl.int64)
+    start = tl.load(p_start + i_request).to(tl.int64)
+    first = start // FOLD * FOLD
+    begin = tl.load(p_begin + i_request)
+    o_node = tl.arange(0, NODES)
+    m_node = o_node < num_nodes
+    positions = tl.load(p_positions + i_request * stride_positions + o_node, mask=m_node, other=0)
+    above = tl.load(p_ancestors + i_request * stride_tree + node * stride_node + o_node, mask=m_node, other=0) != 0
+    mine = tl.sum(tl.where(o_node == node, positions, 0), axis=0)
+    p_inputs += row * (TAPS * CHANNELS)
+    p_rows_in = p_in + i_request * num_nodes * stride_in + o_channel
+    p_weight += o_channel * stride_weight
+    total = tl.zeros([BLOCK], tl.float32)
+    for tap in range(TAPS + 1):
+        position = mine - TAPS + tap
+        x = before_forward(
+            p_inputs, p_pool, p_table + i_request * stride_table, begin, position, first, start,
+            o_channel, CHANNELS, TAPS, CHANNELS, PAGE,
+        )  # fmt: skip
+        at = tl.sum(tl.where(above & (positions == position), o_node, 0), axis=0)
+        own = o_channel < tl.where(position >= start, CHANNELS, 0)
+        x += tl.load(p_rows_in + at * stride_in, mask=own, other=0.0).to(tl.float32)
+        total = tl.fma(x, tl.load(p_weight + tap * stride_tap, mask=m_channel, other=0.0).to(tl.float32), total)
+    if BIAS:
+        total += tl.load(p_bias + o_channel, mask=m_channel, other=0.0).to(tl.float32)
+    tl.store(p_out + i_row * CHANNELS + o_channel, total.to(p_out.dtype.element_ty), mask=m_channel)
+    slot = tl.load(p_write + i_row)
+    value = tl.load(p_in + i_row * stride_in + o_channel, mask=m_channel, other=0.0)
+    tl.store(p_pool + slot * CHANNELS + o_channel, value, mask=o_channel < tl.where(slot != 0, CHANNELS, 0))
+
+
+@triton.jit
+def run_convolution_kernel(
+    p_in: tl.tensor,
+    p_weight: tl.tensor,
+    p_bias: tl.tensor,
+    p_out: tl.tensor,
+    p_inputs: tl.tensor,
+    p_pool: tl.tensor,
+    p_rows: tl.tensor,
+    p_start: tl.tensor,
+    p_length: tl.tensor,
+    p_run_of: tl.tensor,
+    p_cu_len: tl.tensor,
+    p_table: tl.tensor,
+    p_begin: tl.tensor,
+    p_write: tl.tensor,
+    p_positions: tl.tensor,
+    stride_in: tl.tensor,
+    stride_table: tl.tensor,
+    stride_weight: tl.tensor,
+    stride_tap: tl.tensor,
+    TAPS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BIAS: tl.constexpr,
+    FOLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    i_row = tl.program_id(0).to(tl.int64)
+    i_run = tl.load(p_run_of + i_row).to(tl.int64)
+    o_channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    m_channel = o_channel < CHANNELS
+    row = tl.load(p_rows + i_run).to(tl.int64)
+    real = i_row < tl.load(p_cu_len + i_run + 1)  # the places after the last run are padding
+    size = tl.where(real, CHANNELS, 0)
+    start = tl.load(p_start + i_run).to(tl.int64)
+    first = start // FOLD * FOLD
+    begin = tl.load(p_begin + i_run)
+    mine = tl.load(p_positions + i_row)
+    p_inputs += row * (TAPS * CHANNELS)
+    p_weight += o_channel * stride_weight
+    total = tl.zeros([BLOCK], tl.float32)
+    for tap in range(TAPS + 1):
+        position = mine - TAPS + tap
+        x = before_forward(
+            p_inputs, p_pool, p_table + i_run * stride_table, begin, position, first, start,
+            o_channel, size, TAPS, CHANNELS, 1,
+        )  # fmt: skip
+        own = o_channel < tl.where(position >= start, size, 0)
+        at = tl.where(real & (position >= start), i_row + position - mine, 0)
+        x += tl.load(p_in + at * stride_in + o_channel, mask=own, other=0.0).to(tl.float32)
+        total = tl.fma(x, tl.load(p_weight + tap * stride_tap, mask=m_channel, other=0.0).to(tl.float32), total)
+    if BIAS:
+        total += tl.load(p_bias + o_channel, mask=o_channel < size, other=0.0).to(tl.float32)
+    tl.store(p_out + i_row * CHANNELS + o_channel, total.to(p_out.dtype.element_ty), mask=m_channel)
+    # a record of what the state will not have taken in
+    end = (start + tl.load(p_length + i_run)) // FOLD * FOLD
+    slot = tl.load(p_write + i_row)
+    value = tl.load(p_in + i_row * stride_in + o_channel, mask=m_channel, other=0.0)
+    tl.store(
+        p_pool + slot * CHANNELS + o_channel, value, mask=o_channel < tl.where((slot != 0) & (mine >= end), size, 0)
+    )
+
+
+@triton.jit
+def run_inputs_kernel(
+    p_in: tl.tensor,
+    p_inputs: tl.tensor,
+    p_pool: tl.tensor,
+    p_rows: tl.tensor,
+    p_start: tl.tensor,
+    p_length: tl.tensor,
+    p_cu_len: tl.tensor,
+    p_table: tl.tensor,
+    p_begin: tl.tensor,
+    stride_in: tl.tensor,
+    stride_table: tl.tensor,
+    TAPS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    FOLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Put the newest inputs before the last fold of each run into its state."""
+    i_run = tl.program_id(0).to(tl.int64)
+    o_channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    m_channel = o_channel < CHANNELS
+    row = tl.load(p_rows + i_run).to(tl.int64)
+    start = tl.load(p_start + i_run).to(tl.int64)
+    first = start // FOLD * FOLD
+    end = (start + tl.load(p_length + i_run)) // FOLD * FOLD
+    if end > first:
+        before = tl.load(p_cu_len + i_run).to(tl.int64) - start
+        begin = tl.load(p_begin + i_run)
+        for tap in range(TAPS):
+            position = end - TAPS + tap
+            old = position < start
+            slot = slots_at(p_table + i_run * stride_table, begin, position, old, 1)
+            m_old = o_channel < tl.where(old, CHANNELS, 0)
+            x = tl.load(p_pool + slot * CHANNELS + o_channel, mask=m_old, other=0.0)
+            at = tl.where(old, 0, before + position)
+            m_new = o_channel < tl.where(old, 0, CHANNELS)
+            new = tl.load(p_in + at * stride_in + o_channel, mask=m_new, other=0.0)
+            p_kept = p_inputs + (row * TAPS + tap) * CHANNELS + o_channel
+            tl.store(p_kept, x + new, mask=m_channel)

@@ -1,0 +1,264 @@
+"""Recurrent layers of one forward on kernels, without a length read on the host: `RecurrentForward` on a GPU.
+
+What states take in is decided when the first recurrent layer runs: those of all layers are then folded as far as is
+certain, in one launch, so a layer's own launches find every state at the last certain multiple of FOLD. A run of a
+prompt takes states further, to the last multiple of FOLD of its own tokens.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from specdec.attention.kernels.page_table import PageTables, build_page_tables, locate_prefixes
+from specdec.attention.pack import PackTables
+from specdec.attention.plan import KVPlan
+from specdec.attention.recurrence.block_kernels import CHUNK, COLUMNS, PRECISION
+from specdec.attention.recurrence.convolution_kernels import (
+    run_convolution_kernel,
+    run_inputs_kernel,
+    tree_convolution_kernel,
+)
+from specdec.attention.recurrence.fold_kernels import begin_kernel, fold_kernel
+from specdec.attention.recurrence.run_kernel import run_kernel
+from specdec.attention.recurrence.tree_kernel import tree_kernel
+from specdec.gpu.mirrored_array import upload
+from specdec.gpu.triton_shim import triton
+from specdec.kvcache.frozen import KVView
+from specdec.kvcache.index_spaces import GroupId
+from specdec.kvcache.layer_context import Recurrence
+from specdec.kvcache.recurrent_state import FOLD
+from specdec.kvcache.store import KVStore, LayerKV, RecurrentLayers
+from specdec.kvcache.table import RequestTable, Rows
+
+CHANNELS = 512
+"""Channels of a convolution in one program."""
+
+WARPS = 4
+"""Warps of a program of trees, runs and folds."""
+
+STAGES = 3
+"""Chunks of a state that a program of those has under way, and in use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Slots of the tokens before a forward, in one group: table [B, X] of pages, of slots where page_size is 1. begin
+    [B]: positions of the first columns."""
+
+    table: torch.Tensor
+    begin: torch.Tensor
+    page_size: int
+
+    @classmethod
+    def of_plan(cls, plan: KVPlan, group: GroupId) -> "Slots":
+        if plan.pack is not None:
+            assert isinstance(plan.prefix, PackTables)
+            lines = plan.prefix.of(group)
+            assert lines.begin is not None, "records are in a group with a window, whose lines are by run"
+            return cls(lines.slots, lines.begin, 1)
+        assert isinstance(plan.prefix, PageTables)
+        return cls(*plan.prefix.pages(group), plan.page_size)
+
+
+class RecurrentKernels:
+    """The rows of a plan that writes, of trees or of runs.
+
+    Padding costs time and changes nothing: a tree of the padding row begins a text and has no slots, a run of it has no
+    token.
+    """
+
+    def __init__(self, plan: KVPlan, view: KVView) -> None:
+        self._plan = plan
+        self._view = view
+        self._slots: Slots | None = None
+
+    def part(self, requests: slice, columns: slice) -> "RecurrentKernels":
+        raise AssertionError("kernels run whole forwards")
+
+    def convolve(
+        self, layer: int, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """inputs [T, C], weight [C, K] -> [T, C]."""
+        plan, kept = self._plan, self._view.writable_layer(layer)
+        slots, state = self._begun(kept), kept.state
+        assert state is not None
+        inputs = _by_row(inputs)
+        out = torch.empty(inputs.shape, dtype=inputs.dtype, device=inputs.device)
+        taps, channels = weight.shape[1] - 1, inputs.shape[1]
+        write = plan.write_slots(kept.group)
+        shape = {"TAPS": taps, "CHANNELS": channels, "FOLD": FOLD, "BLOCK": _block(channels, CHANNELS)}
+        blocks = triton.cdiv(channels, shape["BLOCK"])
+        bias_given = weight if bias is None else bias
+        if plan.pack is None:
+            tree = _tree_arguments(plan)
+            tree_convolution_kernel[(len(inputs), blocks)](
+                *(inputs, weight, bias_given, out, state.inputs, kept.fields[0], plan.rows, plan.committed_len),
+                *(slots.table, slots.begin, write, *tree.tensors),
+                *(inputs.stride(0), slots.table.stride(0), *tree.strides, *weight.stride()),
+                tree.num_nodes,
+                **shape,
+                BIAS=bias is not None,
+                NODES=tree.padded,
+                PAGE=slots.page_size,
+                num_warps=4,
+            )
+            return out
+        pack = plan.pack
+        run_convolution_kernel[(len(inputs), blocks)](
+            *(inputs, weight, bias_given, out, state.inputs, kept.fields[0], pack.rows, pack.start, pack.length),
+            *(pack.row_of, pack.cu_len, slots.table, slots.begin, write, pack.positions),
+            *(inputs.stride(0), slots.table.stride(0), *weight.stride()),
+            **shape,
+            BIAS=bias is not None,
+            num_warps=4,
+        )
+        run_inputs_kernel[(len(pack.rows), blocks)](
+            *(inputs, state.inputs, kept.fields[0], pack.rows, pack.start, pack.length, pack.cu_len),
+            *(slots.table, slots.begin, inputs.stride(0), slots.table.stride(0)),
+            **shape,
+            num_warps=4,
+        )
+        return out
+
+    def recur(self, layer: int, rows: Recurrence) -> torch.Tensor:
+        """-> [T, HV, DV] in float32."""
+        plan, kept = self._plan, self._view.writable_layer(layer)
+        slots, state = self._begun(kept), kept.state
+        assert state is not None
+        q, k, v, g = (_by_row(x) for x in rows[:4])
+        beta = g if rows.beta is None else _by_row(rows.beta)
+        _, pool_k, pool_u, pool_g = kept.fields
+        heads, v_dim = v.shape[1:]
+        write = plan.write_slots(kept.group)
+        block = _block(v_dim, COLUMNS)
+        tiles = triton.cdiv(v_dim, block)
+        shape: dict[str, Any] = {
+            "HEADS": heads,
+            "KEY_HEADS": k.shape[1],
+            "K_DIM": k.shape[2],
+            "V_DIM": v_dim,
+            "CORRECTED": rows.beta is not None,
+            "FOLD": FOLD,
+            "PRECISION": PRECISION,
+            "BLOCK_V": block,
+            "CHUNK": CHUNK,
+        }
+        strides = [*(x.stride(0) for x in (q, k, v, g, beta)), slots.table.stride(0)]
+        if plan.pack is None:
+            tree = _tree_arguments(plan)
+            out = torch.empty(v.shape, dtype=torch.float32, device=v.device)
+            many = tree.num_nodes > FOLD
+            totals = torch.empty((len(v) if many else 1, heads, tiles), dtype=torch.float32, device=v.device)
+            tree_kernel[(heads, tiles, len(plan.rows))](
+                *(q, k, v, g, beta, out, state.matrices, pool_k, pool_u, pool_g, totals),
+                *(plan.rows, plan.committed_len, slots.table, slots.begin, write, *tree.tensors),
+                *(*strides, *tree.strides, tree.num_nodes),
+                **shape,
+                NODES=tree.padded,
+                PAGE=slots.page_size,
+                num_warps=WARPS,
+                num_stages=STAGES,
+            )
+            return out
+        pack = plan.pack
+        out = torch.zeros(v.shape, dtype=torch.float32, device=v.device)
+        run_kernel[(heads, tiles, len(pack.rows))](
+            *(q, k, v, g, beta, out, state.matrices, pool_k, pool_u, pool_g),
+            *(pack.rows, pack.start, pack.length, pack.cu_len, slots.table, slots.begin, write),
+            *strides,
+            **shape,
+            num_warps=WARPS,
+            num_stages=STAGES,
+        )
+        return out
+
+    def _begun(self, kept: LayerKV) -> Slots:
+        """Slots before this forward; at its first call, states of all layers are folded."""
+        if self._slots is None:
+            plan = self._plan
+            self._slots = Slots.of_plan(plan, kept.group)
+            length = None if plan.pack is None else plan.pack.length
+            for layers in self._view.recurrent:
+                fold_states(layers, plan.rows, plan.committed_len, self._slots, length)
+        return self._slots
+
+
+def fold_states(
+    layers: RecurrentLayers,
+    rows: torch.Tensor,
+    start: torch.Tensor,
+    slots: Slots,
+    length: torch.Tensor | None = None,
+) -> None:
+    """Fold the states of rows [B] to the last multiples of FOLD of `start` [B] certain tokens. length [B]: runs after
+    them, which take the states further in this forward; a run that begins a text begins its state anew."""
+    since = torch.empty_like(start)
+    begin_kernel[(len(rows),)](
+        *(rows, start, start if length is None else length, layers.folded_len, since),
+        RUNS=length is not None,
+        FOLD=FOLD,
+        num_warps=1,
+    )
+    shape, sample = layers.shape, layers.sample
+    block = _block(shape.channels, CHANNELS)
+    fold_kernel[(len(layers.table), len(rows), shape.heads + triton.cdiv(shape.channels, block))](
+        *(layers.table, rows, start, since, slots.table, slots.begin, sample.matrices, sample.inputs),
+        slots.table.stride(0),
+        HEADS=shape.heads,
+        KEY_HEADS=layers.key_heads,
+        K_DIM=shape.k_dim,
+        V_DIM=shape.v_dim,
+        TAPS=shape.taps,
+        CHANNELS=shape.channels,
+        PAGE=slots.page_size,
+        FOLD=FOLD,
+        BLOCK_V=_block(max(shape.v_dim, 1), COLUMNS),
+        BLOCK_C=block,
+        CHUNK=CHUNK,
+        PRECISION=PRECISION,
+        num_warps=WARPS,
+        num_stages=STAGES,
+    )
+
+
+def fold_row(table: RequestTable, store: KVStore, row: int, length: int) -> None:
+    """See `KVOperations.fold`."""
+    device, page_size = table.allocator.device, table.allocator.page_size
+    rows, start = upload(np.array([[row], [length]], dtype=np.int64), device)
+    prefix = locate_prefixes(build_page_tables, table, Rows(rows, length), start, 0)
+    for layers in store.recurrent:
+        slots = Slots(*prefix.pages(layers.layers[0].group), page_size)
+        fold_states(layers, rows, start, slots)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tree:
+    """What kernels read of the nodes of a plan: positions and ancestors, and their strides."""
+
+    tensors: tuple[torch.Tensor, torch.Tensor]
+    strides: tuple[int, int, int]
+    num_nodes: int
+    padded: int
+
+
+def _tree_arguments(plan: KVPlan) -> _Tree:
+    assert plan.tree is not None, "recurrent layers run over trees or packed runs"
+    positions, ancestors = plan.positions, plan.tree.ancestors
+    num_nodes = positions.shape[1]
+    positions = positions if positions.stride(1) == 1 else positions.contiguous()
+    ancestors = ancestors if ancestors.stride(2) == 1 else ancestors.contiguous()
+    strides = positions.stride(0), ancestors.stride(0), ancestors.stride(1)
+    return _Tree((positions, ancestors), strides, num_nodes, max(FOLD, triton.next_power_of_2(num_nodes)))
+
+
+def _by_row(x: torch.Tensor) -> torch.Tensor:
+    """x [T, ...] with the numbers of a row next to each other."""
+    dense = x[0].is_contiguous() if len(x) else True
+    return x if dense else x.contiguous()
+
+
+def _block(count: int, most: int) -> int:
+    whole: int = triton.next_power_of_2(count)
+    return max(16, min(whole, most))

@@ -1,0 +1,189 @@
+"""One recurrent layer and one short convolution over a cache of their own: what forwards give, and texts that are read
+as prompts and as answers. For tests of kernels, and for `python -m bench recurrent`."""
+
+import random
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from kv_rig import DraftTree, HybridAllocator, RequestTable, ints
+
+from specdec.attention.backend import Backend
+from specdec.attention.pack import Pack
+from specdec.attention.plan import KVPlan, plan_packed, plan_verify
+from specdec.gpu.triton_shim import INTERPRETED
+from specdec.kvcache.cache import KVCache
+from specdec.kvcache.frozen import own_view
+from specdec.kvcache.layer_context import Recurrence
+from specdec.kvcache.layout import CacheField, CacheGroups, KVLayout, LayerCache, Records, StateShape
+from specdec.kvcache.recurrent_state import FOLD
+from specdec.layers.gated_delta import unit_length
+
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+TAPS, LOOKAHEAD = 3, 40
+Rows = list[dict[str, torch.Tensor]]
+"""What both layers make of the rows of a forward."""
+
+
+class Shape(NamedTuple):
+    """Sizes of a layer. corrected: has it beta."""
+
+    heads: int
+    key_heads: int
+    k_dim: int
+    v_dim: int
+    channels: int
+    corrected: bool = True
+
+    def layer(self) -> LayerCache:
+        records = (("k", self.key_heads, self.k_dim), ("u", self.heads, self.v_dim), ("g", self.heads, 1))
+        fields = self.inputs, *(CacheField(*record, dtype=torch.float32) for record in records)
+        state = StateShape(self.heads, self.k_dim, self.v_dim, TAPS, self.channels)
+        return LayerCache(0, 0, "linear_attention", fields, Records(), state=state)
+
+    def convolution(self) -> LayerCache:
+        return LayerCache(1, 1, "conv", (self.inputs,), Records(), state=StateShape(0, 0, 0, TAPS, self.channels))
+
+    @property
+    def inputs(self) -> CacheField:
+        return CacheField("inputs", 1, self.channels)
+
+    def random_rows(self, count: int, seed: int) -> Rows:
+        draw = torch.Generator().manual_seed(seed)
+
+        def normal(*sizes: int) -> torch.Tensor:
+            return torch.randn(count, *sizes, generator=draw)
+
+        def made() -> dict[str, torch.Tensor]:
+            rows = {
+                "inputs": normal(self.channels),
+                "q": unit_length(normal(self.key_heads, self.k_dim)),
+                "k": unit_length(normal(self.key_heads, self.k_dim)),
+                "v": normal(self.heads, self.v_dim),
+                "g": -torch.rand(count, self.heads, generator=draw) * 0.3,
+            }
+            return {**rows, "beta": torch.rand(count, self.heads, generator=draw)} if self.corrected else rows
+
+        return [made(), made()]
+
+
+class Scene:
+    """The two layers on one backend."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        shape: Shape,
+        page_size: int,
+        *,
+        device: torch.device = DEVICE,
+        max_len: int = 200,
+        max_requests: int = 4,
+    ) -> None:
+        self.backend, self.shape, self.device = backend, shape, device
+        layout = KVLayout((shape.layer(), shape.convolution()))
+        groups = CacheGroups.of_layouts([layout.for_rounds(LOOKAHEAD)])
+        pages = max_requests * (max_len + LOOKAHEAD + page_size) // page_size
+        allocator = HybridAllocator(groups, [pages, pages], page_size=page_size, device=device)
+        self.table = RequestTable(
+            allocator, max_requests=max_requests, max_len=max_len, lookahead=LOOKAHEAD, extra_keys=0
+        )
+        self.cache = KVCache(allocator, self.table, backend)
+        self.store = self.cache.add_store(layout, torch.float32)
+        self.view = own_view(allocator, self.store)
+        draw = torch.Generator().manual_seed(5)
+        self.weight = torch.randn(shape.channels, TAPS + 1, generator=draw).to(device)
+        self.bias = torch.randn(shape.channels, generator=draw).to(device)
+
+    def forward(self, plan: KVPlan, rows: Rows) -> list[torch.Tensor]:
+        """-> outputs of both layers [T, ...]."""
+        context, outs = self.backend.recurrence(plan, self.view), []
+        for layer, given in enumerate(rows):
+            x: dict[str, Any] = {name: tensor.to(self.device) for name, tensor in given.items()}
+            outs.append(context.convolve(layer, x["inputs"], self.weight, self.bias if layer else None))
+            if layer == 0:
+                outs.append(context.recur(layer, Recurrence(x["q"], x["k"], x["v"], x["g"], x.get("beta"))))
+        return [out.cpu() for out in outs]
+
+    def read(self, rows: np.ndarray, length: np.ndarray, given: Rows, *, padding: int = 3) -> list[torch.Tensor]:
+        """Read runs of these rows, in a pack with padding, and commit them."""
+        start = self.table.committed_len.host[rows]
+        self.table.ensure_all_slots(rows, start + length + LOOKAHEAD)
+        padded = [np.append(x, y) for x, y in ((rows, self.table.padding_row), (start, 0), (length, 0))]
+        pack = Pack.of(*(torch.from_numpy(x).to(self.device) for x in padded), int(length.sum()) + padding)
+        outs = self.forward(plan_packed(self.backend, self.table, pack), given)
+        self.table.commit_chunk_on_host(rows, length)
+        return [out[: int(length.sum())] for out in outs]
+
+    def verify(self, rows: np.ndarray, parents: Sequence[Sequence[int]], given: Rows) -> list[torch.Tensor]:
+        """Run a tree for each of these rows, and for one of padding."""
+        self.table.ensure_all_slots(rows, self.table.committed_len.host[rows] + LOOKAHEAD)
+        found = torch.tensor(parents).to(self.device)
+        tree = DraftTree.from_parents(torch.zeros_like(found), found)
+        padded = self.table.rows(np.append(rows, self.table.padding_row))
+        outs = self.forward(plan_verify(self.backend, self.table, padded, tree), given)
+        return [out[: len(rows) * tree.num_nodes] for out in outs]
+
+    def commit(self, rows: np.ndarray, length: np.ndarray, path: np.ndarray) -> None:
+        on_device = (torch.from_numpy(x).to(self.device) for x in (length, path))
+        move = self.table.commit_on_device(self.table.rows(rows), *on_device)
+        if move is not None:
+            self.cache.move(move)
+        self.table.commit_on_host(rows, length, path)
+        self.table.evict_unseen(rows)
+
+    def keep(self, row: int) -> list[torch.Tensor]:
+        """The states of a row after its last whole block, as a copy for the prefix cache has them."""
+        length = int(self.table.committed_len.host[row]) // FOLD * FOLD
+        self.backend.fold(self.table, self.store, row, length)
+        states = [kept.state for kept in self.store.layers.values() if kept.state is not None]
+        assert int(states[0].folded_len[row]) == length
+        return [tensor[row].cpu().clone() for state in states for tensor in state[:2]] if length else []
+
+
+def chosen(rows: Rows, index: Sequence[int]) -> Rows:
+    return [{name: x[torch.tensor(index, dtype=torch.int64)] for name, x in one.items()} for one in rows]
+
+
+def joined(*parts: Rows) -> Rows:
+    return [{name: torch.cat([part[i][name] for part in parts]) for name in parts[0][i]} for i in range(2)]
+
+
+def as_prompt(scene: Scene, text: Rows, cuts: Sequence[int]) -> list[torch.Tensor]:
+    """Outputs of a text, read in chunks that end at `cuts`."""
+    row, outs, done = scene.table.open_row(), [], 0
+    for end in cuts:
+        given = joined(chosen(text, range(done, end)), scene.shape.random_rows(3, 9))
+        outs.append(scene.read(ints(row), ints(end - done), given))
+        done = end
+    return [torch.cat(parts) for parts in zip(*outs, strict=True)]
+
+
+def as_answer(scene: Scene, text: Rows, begin: int, num_nodes: int, seed: int) -> list[torch.Tensor]:
+    """Outputs of a text whose tokens from `begin` on are verified in trees of `num_nodes`, among wrong ones, next to
+    another request."""
+    draw, count = random.Random(seed), len(text[0]["g"])
+    outs = [as_prompt(scene, text, [begin])]
+    other = scene.table.open_row()
+    row = other - 1
+    scene.read(ints(other), ints(7), scene.shape.random_rows(10, seed))
+    while begin < count:
+        parents, right = [-1], [0]
+        for node in range(1, num_nodes):
+            goes_on = draw.random() < 0.7 and begin + len(right) < count
+            parents.append(right[-1] if goes_on else draw.randrange(node))
+            if goes_on:
+                right.append(node)
+        index = [num_nodes + i for i in range(3 * num_nodes)]  # of wrong rows
+        for place, node in enumerate(right):
+            index[node] = place
+        own = chosen(text, [min(begin + i, count - 1) for i in range(num_nodes)])
+        given = chosen(joined(own, scene.shape.random_rows(3 * num_nodes, draw.randrange(1000))), index)
+        found = scene.verify(ints(row, other), [parents] * 3, given)
+        kept = draw.randrange(1, len(right) + 1)
+        outs.append([out[torch.tensor(right[:kept])] for out in found])
+        path = np.array([right[:kept] + [0] * (num_nodes - kept)] * 2)
+        scene.commit(ints(row, other), ints(kept, 1), path)
+        begin += kept
+    return [torch.cat(parts) for parts in zip(*outs, strict=True)]

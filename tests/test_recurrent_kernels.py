@@ -1,0 +1,116 @@
+"""Kernels of recurrent layers against plain torch, over random prompts, trees and commits; their bits; engines."""
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from kv_rig import ints
+from recurrent_scene import Scene, Shape, as_answer, as_prompt
+from tape import record
+
+from specdec import SamplingParams, SpecConfig
+from specdec.attention.torch_backend import TorchBackend
+from specdec.attention.triton_backend import TritonBackend
+from specdec.gpu.triton_shim import INTERPRETED
+
+from marks import deep
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.usefixtures("kernels_run")
+DELTA = Shape(heads=2, key_heads=1, k_dim=8, v_dim=12, channels=24)
+MAMBA = Shape(heads=2, key_heads=2, k_dim=20, v_dim=36, channels=24, corrected=False)  # two tiles, two chunks
+
+
+def require_close(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=2e-5)
+
+
+def random_parents(draw: random.Random, num_nodes: int, *, deep: bool) -> list[int]:
+    return [-1, *(max(0, n - draw.choice((1, 1, 2))) if deep else draw.randrange(n) for n in range(1, num_nodes))]
+
+
+def path_to(parents: Sequence[int], node: int) -> list[int]:
+    return [] if node < 0 else [*path_to(parents, parents[node]), node]
+
+
+@pytest.mark.parametrize("seed", [0, *map(deep, range(1, 8))])
+@pytest.mark.parametrize(("shape", "page_size"), [(DELTA, 1), (MAMBA, 4), (DELTA, 16)], ids=["1", "mamba-4", "16"])
+def test_kernels_are_plain_torch(shape, page_size, seed) -> None:
+    """Prompts in chunks, chains and trees that cross a fold, accepted paths that are permuted or moved, copies."""
+    draw = random.Random(seed)
+    oracle, scene = (Scene(backend, shape, page_size) for backend in (TorchBackend(), TritonBackend()))
+    for one in (oracle, scene):
+        assert [one.table.open_row() for _ in range(2)] == [0, 1]
+    rows = np.arange(2)
+    for step, num_nodes in enumerate((0, 0, 1, 18, draw.choice((4, 33)))):
+        if num_nodes == 0:
+            length = ints(*(draw.randrange(1, 29) for _ in rows))
+            given = shape.random_rows(int(length.sum()) + 3, seed * 100 + step)
+            require_close(*(one.read(rows, length, given) for one in (scene, oracle)))
+            continue
+        parents = [random_parents(draw, num_nodes, deep=draw.random() < 0.6) for _ in range(3)]
+        given = shape.random_rows(3 * num_nodes, seed * 100 + step)
+        require_close(*(one.verify(rows, parents, given) for one in (scene, oracle)))
+        paths = [path_to(parents[row], draw.randrange(num_nodes)) for row in rows]
+        length = ints(*(draw.randrange(1, len(path) + 1) for path in paths))
+        padded = np.array([path + [0] * (num_nodes - len(path)) for path in paths])
+        for one in (oracle, scene):
+            one.commit(rows, length, padded)
+        if step % 2:
+            require_close(*(one.keep(0) for one in (scene, oracle)))
+
+
+# bits
+
+
+@pytest.mark.parametrize("shape", [DELTA, MAMBA], ids=["delta", "mamba"])
+def test_a_token_has_the_same_bits_as_prompt_and_as_answer(shape) -> None:
+    text = shape.random_rows(70, 3)
+    whole = as_prompt(Scene(TritonBackend(), shape, 4), text, [70])
+    found = [as_prompt(Scene(TritonBackend(), shape, 4), text, cuts) for cuts in ([5, 16, 37, 70], [33, 34, 70])]
+    for begin, num_nodes in ((3, 1), (20, 5), (33, 18)):
+        found.append(as_answer(Scene(TritonBackend(), shape, 1), text, begin, num_nodes, seed=begin))
+    for other in found:
+        assert all(torch.equal(x, y) for x, y in zip(other, whole, strict=True))
+
+
+def test_a_copy_has_the_same_bits_whenever_it_is_made() -> None:
+    text = DELTA.random_rows(70, 3)
+    scenes = [Scene(TritonBackend(), DELTA, 4) for _ in range(2)]
+    as_prompt(scenes[0], text, [70])
+    as_answer(scenes[1], text, 9, 4, seed=1)
+    copies = [scene.keep(0) for scene in scenes]
+    assert all(torch.equal(x, y) for x, y in zip(*copies, strict=True))
+
+
+# engines
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled here: see python -m bench recurrent")
+@pytest.mark.parametrize(
+    ("family", "captured"), [("qwen3_5", True), deep("qwen3_5", False), deep("lfm2", True), deep("nemotron_h", True)]
+)
+def test_engines_on_kernels_have_the_tokens_of_plain_torch(
+    family, captured, make_target, make_engine, random_prompt, scripted, tree_script, monkeypatch
+) -> None:
+    """Trees with wrong nodes, and a hit on the copy that an answer left; a captured engine launches a round before it
+    knows the one before."""
+    small = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]} if "qwen" in family else {}
+    model = make_target(family, **small)
+    prompts = [random_prompt(18)]
+    params = SamplingParams(max_new_tokens=15, ignore_eos=True)
+    plain = [out.token_ids for out in make_engine(model).generate(prompts, params)]
+    after, short = [*prompts[0], *plain[0], 3], SamplingParams(max_new_tokens=2, ignore_eos=True)
+    [expected] = make_engine(model, prefix_cache=False).generate(after, short)
+    monkeypatch.setattr("specdec.runtime.rounds.captured_prompts.MIN_TOKENS", 4)
+    monkeypatch.setattr("specdec.engine.capture_for", lambda *_: record if captured else None)
+    trees = scripted(tree_script([prompt + tokens for prompt, tokens in zip(prompts, plain, strict=True)]))
+    settings = {"page_size": 4, "max_batch_size": 1, "max_model_len": 64, "attention": "triton", "fused": False}
+    engine = make_engine(model, trees, spec=SpecConfig(3, 2, 6, adaptive=False), **settings)
+    assert [out.token_ids for out in engine.generate(prompts, params)] == plain
+    assert not captured or engine.stats().captures
+    [again] = engine.generate(after, short)
+    assert again.stats.cached_tokens == 32 and again.token_ids == expected.token_ids
