@@ -30,6 +30,7 @@ from specdec.attention.triton_backend import TritonBackend
 from specdec.config import SamplingParams
 from specdec.gpu.operations import choose_operations
 from specdec.kvcache.layer_context import Recurrence
+from specdec.kvcache.recurrent_state import FOLD
 from specdec.models.target import TargetModel
 
 sys.path.insert(0, str(ROOT / "tests"))
@@ -204,7 +205,7 @@ def _engine_row(
 
 
 def _scene(shape: Shape, page_size: int = 4, **sizes: int) -> Scene:
-    return Scene(TritonBackend(), shape, page_size, **{"max_len": LENGTH, **sizes})
+    return Scene(TritonBackend(), shape, page_size, **{"max_len": LENGTH + FOLD, **sizes})
 
 
 def _equal(found: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> bool:
