@@ -14,7 +14,7 @@ from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.cli.bodies.answer import DRAFTED_STYLE, coloured
+from specdec.cli.bodies.answer import DRAFTED_STYLE, in_colour, pieces_of
 from specdec.evaluation.gsm8k_report import is_correct
 from specdec.models.bundled import HELD_OUT_PROBLEMS
 from specdec.runtime.draft_words import why_slower
@@ -55,7 +55,7 @@ def main() -> None:
         identical &= out.token_ids == reference.token_ids
         right = is_correct(out.text, problem.answer or "")
         console.print(f"\n[bold]{problem.text}[/bold]")
-        console.print(coloured(out, speculative.tokenizer))
+        console.print(in_colour(pieces_of(out, speculative.tokenizer)))
         console.print(
             f"[dim]{'correct' if right else 'wrong'}, {out.stats.rounds} target forwards for "
             f"{len(out.token_ids)} tokens[/dim]"

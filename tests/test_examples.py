@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from specdec import Engine, EngineConfig, SamplingParams
-from specdec.cli.bodies.answer import coloured
+from specdec.cli.bodies.answer import in_colour, pieces_of
 from specdec.errors import ConfigError
 from specdec.models.bundled import HELD_OUT_PROBLEMS
 from specdec.training.target_answers import read_prompt_file
@@ -233,7 +233,7 @@ def test_streamed_colours_are_those_of_the_finished_output(module):
         assert len(pieces) > 3
         assert "".join(piece.plain for piece in pieces) == out.text
         streamed = [style for piece in pieces for style in styles(piece)]
-        assert streamed == styles(coloured(out, engine.tokenizer)) and len(set(streamed)) == 2
+        assert streamed == styles(in_colour(pieces_of(out, engine.tokenizer))) and len(set(streamed)) == 2
 
 
 @pytest.mark.parametrize(
