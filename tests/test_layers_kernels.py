@@ -528,8 +528,9 @@ def test_gates_are_those_of_the_reference(heads: int, width: int, splits: int):
 
 @pytest.mark.parametrize(("heads", "width", "splits", "biased"), [(1, 33, 1, False), (3, 8, 3, True)])
 def test_gates_by_channel_are_those_of_the_reference(heads: int, width: int, splits: int, biased: bool):
-    """What follows the pairs of queries and gates, keys and values, is not read."""
-    x, product = randn(4, heads, width), product_of(4, 2 * heads * width + 5, splits, biased=biased)
+    """What follows the pairs of queries and gates, keys and values, is not read. Heads may lie in any order: those of
+    torch's attention, which proves a target's layers, lie before tokens."""
+    x, product = randn(heads, 4, width).transpose(0, 1), product_of(4, 2 * heads * width + 5, splits, biased=biased)
     found = gate_channels(x, product)
     torch.testing.assert_close(found, reference_gate_channels(x, product), rtol=2e-6, atol=2e-6)
     gate = reference_finish(product)[2, 2 * heads * width - 1]

@@ -64,6 +64,8 @@ def _gate_channels_kernel(
     num_rows: tl.tensor,
     num_heads: tl.tensor,
     N: tl.tensor,
+    s_row: tl.tensor,
+    s_head: tl.tensor,
     D: tl.constexpr,
     DTYPE: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -79,22 +81,22 @@ def _gate_channels_kernel(
     part_len = num_rows.to(tl.int64) * N
     b_gate = sum_parts(p_parts, p_bias, i_row * N + o_n, o_n, m_d, part_len, SPLITS, DTYPE)
     b_gate = tl.sigmoid(tl.maximum(b_gate, -80.0)).to(DTYPE).to(tl.float32)  # e^80 is a float32
-    o_x = (i_row * num_heads + i_head) * D + o_d
-    b_x = tl.load(p_x + o_x, mask=m_d, other=0.0).to(tl.float32)
-    tl.store(p_out + o_x, (b_x * b_gate).to(DTYPE), mask=m_d, eviction_policy=KEEP)
+    b_x = tl.load(p_x + i_row * s_row + i_head * s_head + o_d, mask=m_d, other=0.0).to(tl.float32)
+    p_out += (i_row * num_heads + i_head) * D + o_d
+    tl.store(p_out, (b_x * b_gate).to(DTYPE), mask=m_d, eviction_policy=KEEP)
 
 
 @op(reference=reference_gate_channels)
 def gate_channels(x: torch.Tensor, product: Product) -> torch.Tensor:
-    """x [T, H, D] contiguous, product [T, N], which begins with H pairs of a query and a gate of D -> [T, H, D]."""
+    """x [T, H, D], product [T, N], which begins with H pairs of a query and a gate of D -> [T, H, D]."""
     num_rows, num_heads, width = x.shape
     columns = product.parts.shape[2]
     assert product.parts.shape[1] == num_rows and columns >= 2 * num_heads * width, f"{product.parts.shape=} {x.shape=}"
-    assert product.parts.is_contiguous() and x.is_contiguous() and x.dtype == product.dtype, f"{x.stride()=} {x.dtype=}"
-    out = torch.empty_like(x)
+    assert product.parts.is_contiguous() and x.stride(2) == 1 and x.dtype == product.dtype, f"{x.stride()=} {x.dtype=}"
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
         _gate_channels_kernel[(num_rows, num_heads)](
-            *(x, product.parts, product.bias, out, num_rows, num_heads, columns),
+            *(x, product.parts, product.bias, out, num_rows, num_heads, columns, x.stride(0), x.stride(1)),
             D=width,
             DTYPE=TL_DTYPES[x.dtype],
             SPLITS=len(product.parts),
