@@ -1,4 +1,4 @@
-"""Plain steps of one request while each product's next weight is asked for ahead (`specdec/layers/prefetch_launch.py`).
+"""Plain steps of one request while each product's next weight is asked for ahead (`specdec/layers/prefetch.py`).
 
 Prompts are not captured: their forwards end before the head, which joins the second stream."""
 
@@ -11,7 +11,7 @@ import torch
 from bench.report import Row
 from bench.subjects import answers, engine_of, pair_of, prompts_of, round_ms
 from specdec.config import SamplingParams
-from specdec.layers.prefetch_launch import AHEAD
+from specdec.layers.prefetch import AHEAD
 from specdec.runtime.rounds import captured_prompts
 
 

@@ -25,7 +25,7 @@ from specdec.layers.packed.packed_tile import (
     weight_rows,
 )
 from specdec.layers.packed.packed_weight import PackedWeight, Weight
-from specdec.layers.prefetch_launch import AHEAD, PROGRAMS, prefetch_share
+from specdec.layers.prefetch import AHEAD, PROGRAMS, prefetch_share
 from specdec.layers.product import LOW_HEIGHT, MAX_MEDIUM_ROWS, MAX_SMALL_ROWS, Cut, Tiles
 
 HELD_ROWS = 512
