@@ -1,9 +1,6 @@
-"""Plain steps of one request while each product's next weight is asked for ahead (`specdec/layers/prefetch.py`).
-
-Prompts are not captured: their forwards end before the head, which joins the second stream."""
+"""Plain steps of one request while each product's next weight is asked for ahead (`specdec/layers/prefetch.py`)."""
 
 from collections.abc import Iterator, Sequence
-from unittest.mock import patch
 
 from bench.device import DEVICE  # isort: skip - before triton
 import torch
@@ -12,7 +9,6 @@ from bench.report import Row
 from bench.subjects import answers, engine_of, pair_of, prompts_of, round_ms
 from specdec.config import SamplingParams
 from specdec.layers.prefetch import AHEAD
-from specdec.runtime.rounds import captured_prompts
 
 
 def steps_rows(
@@ -27,11 +23,10 @@ def steps_rows(
         runs = [(form, size) for form in forms for size in megabytes]
         for form, size in [("without", 0), *runs, ("without", 0)]:
             AHEAD.most, AHEAD.streams = size << 20, [torch.cuda.Stream(DEVICE)] if form == "stream" else []
-            with patch.object(captured_prompts, "MAX_TOKENS", 0):
-                with engine_of(pair.target, max_batch_size=1, prefix_cache=False) as engine:
-                    ms = round_ms(engine, [prompt])
-                found = answers(engine_of(pair.target, max_batch_size=1, prefix_cache=False), [prompt], [asked])
+            with engine_of(pair.target, max_batch_size=1, prefix_cache=False) as engine:
+                ms = round_ms(engine, [prompt])
+            found = answers(engine_of(pair.target, max_batch_size=1, prefix_cache=False), [prompt], [asked])
             plain, right = plain or ms, right or found
             figures = {"form": form, "MB": size, "ms": f"{ms:.3f}", "of plain": f"{ms / plain:.3f}"}
             yield Row(shape, ok=found == right, figures=figures)
-        AHEAD.__init__()  # it holds weights
+        AHEAD.most, AHEAD.streams = 0, []

@@ -56,13 +56,11 @@ class Ahead:
 
     def after(self, weight: Weight, programs: int) -> tuple[torch.Tensor | None, int]:
         """The weight after this one, as far as is known, and the bytes for each of these programs to ask for."""
-        if not self.most:
-            return None, 0
         words = weight.words if isinstance(weight, PackedWeight) else weight
         self._next[self._last] = words
         self._last = words.data_ptr()
         following = self._next.get(self._last)
-        if following is None or len(words) >= HEAD_ROWS:
+        if not self.most or following is None or len(words) >= HEAD_ROWS:
             return None, 0
         share = min(self.most, following.nbytes) // programs // 16 * 16
         return (following, share) if share else (None, 0)
