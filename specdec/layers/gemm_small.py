@@ -8,8 +8,6 @@ range is one tile of the weight (`HELD`: low weights), its program asks for it w
 It is also the product of any number of rows where tensor descriptors do not work: float32, odd strides, older devices.
 """
 
-from math import prod
-
 import torch
 
 from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
@@ -25,7 +23,6 @@ from specdec.layers.packed.packed_tile import (
     weight_rows,
 )
 from specdec.layers.packed.packed_weight import PackedWeight, Weight
-from specdec.layers.prefetch import AHEAD, PROGRAMS, prefetch_share
 from specdec.layers.product import LOW_HEIGHT, MAX_MEDIUM_ROWS, MAX_SMALL_ROWS, Cut, Tiles
 
 HELD_ROWS = 512
@@ -144,7 +141,7 @@ def _store_tile(
         tl.store(p_out, b_out.to(p_out.dtype.element_ty), mask=m_x & m_out[:, None], eviction_policy=KEEP)
 
 
-@triton.jit(do_not_specialize=["num_rows", "tile_rows", "share"])
+@triton.jit(do_not_specialize=["num_rows", "tile_rows"])
 def gemm_small_kernel(
     row_tile: tl.tensor,  # of this program where another kernel calls; None where launched
     weight_tile: tl.tensor,
@@ -163,8 +160,6 @@ def gemm_small_kernel(
     s_x: tl.tensor,
     s_w: tl.tensor,
     s_scales: tl.tensor,
-    p_next: tl.tensor,  # of `prefetch_share`, and `share`; None: nothing is asked for
-    share: tl.tensor,
     CODE: tl.constexpr,  # and GROUP and FAST: `weight_constants`
     GROUP: tl.constexpr,
     FAST: tl.constexpr,
@@ -236,8 +231,6 @@ def gemm_small_kernel(
             )
             b_sum += b_part
     _store_tile(*(b_sum, p_bias, p_out, o_row, m_x, i_n, i_split, num_rows, tile_rows, N, ACTIVATION, BLOCK_N))
-    if p_next is not None:
-        prefetch_share(p_next, share)
     if START == "early":
         wait_for_previous(PDL)
 
@@ -272,13 +265,9 @@ def gemm_small(
     row_tiles = triton.cdiv(num_rows, tiles.block_m + tiles.tail_m)
     grid = (row_tiles, triton.cdiv(num_columns, tile_rows), cut.splits if split else 1)
     words, scales, zeros, s_w, s_scales = weight_pointers(weight)
-    following, share = AHEAD.after(weight, PROGRAMS if AHEAD.streams else prod(grid))
-    if AHEAD.streams:
-        AHEAD.on_second_stream(weight)
     gemm_small_kernel[grid](
         *(None, None, None, x, words, scales, zeros, bias, out),
         *(num_rows, tile_rows, n, k, cut.split_len, x.stride(0), s_w, s_scales),
-        *((None, 0) if AHEAD.streams else (following, share)),
         **weight_constants(weight, x.dtype),
         SPLIT=split,
         HELD=split and cut.split_len == tiles.block_k,
@@ -295,8 +284,6 @@ def gemm_small(
         maxnreg=tiles.registers,
         **pdl_options(x.device),
     )
-    if following is not None and AHEAD.streams:
-        AHEAD.launch(following, share)
 
 
 def choose_tiles(num_rows: int, n: int, cut: Cut, x: torch.Tensor, *, gated: bool = False) -> Tiles:

@@ -116,8 +116,8 @@ def _both_kernel(
         gemm_small_kernel(
             *(0, program % dense_tiles, program // dense_tiles),
             *(p_dense_x, p_dense_w, p_dense_scales, p_dense_zeros, None, p_dense_out, num_rows, TILE_ROWS, dense_n),
-            *(dense_k, split_len, s_dense_x, s_dense_w, s_dense_scales, None, 0, DENSE_CODE, DENSE_GROUP),
-            *(DENSE_FAST, DENSE_ACT is None, False, DENSE_WHOLE, DENSE_ACT, DENSE_EVEN_K),
+            *(dense_k, split_len, s_dense_x, s_dense_w, s_dense_scales, DENSE_CODE, DENSE_GROUP, DENSE_FAST),
+            *(DENSE_ACT is None, False, DENSE_WHOLE, DENSE_ACT, DENSE_EVEN_K),
             *(BLOCK_N, BLOCK_M, 0, BLOCK_K, START, PDL),
         )
     else:
