@@ -176,8 +176,10 @@ def _fold_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _copy_of_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy that is published before the fold that it is said to have."""
-    length = StateCache.length
-    monkeypatch.setattr(StateCache, "length", lambda states, row: length(states, row) + FOLD)
+    keep = StateCache.keep
+    monkeypatch.setattr(
+        StateCache, "keep", lambda states, row, length, page: keep(states, row, max(length - FOLD, 0), page)
+    )
 
 
 @pytest.mark.slow
