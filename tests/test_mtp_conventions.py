@@ -185,7 +185,7 @@ def test_a_watch_reads_the_end_of_a_prompt_and_no_short_answers() -> None:
     def answered(prompt: int, answer: int) -> Any:
         tokens = list(range(prompt + answer))
         settled = SimpleNamespace(num_tokens=len(tokens))
-        return SimpleNamespace(prompt=tokens[:prompt], tokens=[*tokens, -1], settled=settled)
+        return SimpleNamespace(prompt=tokens[:prompt], tokens=[*tokens, -1], settled=settled, num_output=answer)
 
     assert convention_watch.long_enough([answered(300, 9), answered(4, 8), answered(4, 7)]) == [
         (list(range(300 - 256, 309)), 256),

@@ -62,7 +62,7 @@ def _row(name: str, layers: int, context: int) -> Row:
 
 
 def device_bytes() -> int:
-    """Bytes of the GPU that are taken, whoever took them; 0 on a CPU."""
+    """Bytes of the GPU that all processes use; 0 on a CPU."""
     if ON_CPU:
         return 0
     free, total = torch.cuda.mem_get_info()

@@ -25,6 +25,13 @@ def reference_gate_channels(x: torch.Tensor, product: Product) -> torch.Tensor:
     return gated
 
 
+@triton.jit
+def _store_gated(p_x: tl.tensor, p_out: tl.tensor, b_gate: tl.tensor, m_d: tl.tensor, DTYPE: tl.constexpr) -> None:
+    b_gate = tl.sigmoid(tl.maximum(b_gate, -80.0)).to(DTYPE).to(tl.float32)  # e^80 is a float32
+    b_x = tl.load(p_x, mask=m_d, other=0.0).to(tl.float32)
+    tl.store(p_out, (b_x * b_gate).to(DTYPE), mask=m_d, eviction_policy=KEEP)
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_heads"])  # 1 of either would be a constant
 def _gate_heads_kernel(
     p_x: tl.tensor,  # [T, H, D]
@@ -49,10 +56,9 @@ def _gate_heads_kernel(
     part_len = num_rows.to(tl.int64) * num_heads
     wait_for_previous(PDL)
     b_gate = sum_parts(p_parts, p_bias, i_row * num_heads + o_gate, o_gate, o_gate >= 0, part_len, SPLITS, DTYPE)
-    b_gate = tl.sigmoid(tl.maximum(b_gate, -80.0)).to(DTYPE).to(tl.float32)  # e^80 is a float32
-    b_x = tl.load(p_x + i_row * s_row + i_head * s_head + o_d, mask=m_d, other=0.0).to(tl.float32)
+    p_x += i_row * s_row + i_head * s_head + o_d
     p_out += (i_row * num_heads + i_head) * D + o_d
-    tl.store(p_out, (b_x * b_gate).to(DTYPE), mask=m_d, eviction_policy=KEEP)
+    _store_gated(p_x, p_out, b_gate, m_d, DTYPE)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -80,10 +86,9 @@ def _gate_channels_kernel(
     wait_for_previous(PDL)
     part_len = num_rows.to(tl.int64) * N
     b_gate = sum_parts(p_parts, p_bias, i_row * N + o_n, o_n, m_d, part_len, SPLITS, DTYPE)
-    b_gate = tl.sigmoid(tl.maximum(b_gate, -80.0)).to(DTYPE).to(tl.float32)  # e^80 is a float32
-    b_x = tl.load(p_x + i_row * s_row + i_head * s_head + o_d, mask=m_d, other=0.0).to(tl.float32)
+    p_x += i_row * s_row + i_head * s_head + o_d
     p_out += (i_row * num_heads + i_head) * D + o_d
-    tl.store(p_out, (b_x * b_gate).to(DTYPE), mask=m_d, eviction_policy=KEEP)
+    _store_gated(p_x, p_out, b_gate, m_d, DTYPE)
 
 
 @op(reference=reference_gate_channels)

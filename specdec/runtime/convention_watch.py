@@ -69,16 +69,16 @@ class ConventionWatch:
         self._parts: Iterator[None] | None = None  # of the judgement that has begun
 
     def after_step(self, ended: Sequence[Request], running: Sequence[Request]) -> None:
-        """Count what is committed after a step; once it is enough, judge a part of it, or all if no request waits."""
+        """Count what is committed after a step; once it is enough, judge a part of it, or all if no request runs."""
         if self.drafter is None:
             return
         if self._parts is None:
             self._ended += long_enough(ended)
             decoding = [request for request in running if request.state is RequestState.DECODE]
-            texts = self._ended + long_enough(decoding)
-            if sum(text.answer_len for text in texts) < WATCHED:
+            lengths = [*(text.answer_len for text in self._ended), *map(counted, decoding)]
+            if sum(lengths) < WATCHED:
                 return
-            self._parts = judge(self.target, self.drafter, texts)
+            self._parts = judge(self.target, self.drafter, self._ended + long_enough(decoding))
         try:
             for _ in self._parts:
                 if running:
@@ -88,9 +88,14 @@ class ConventionWatch:
         self.drafter, self._ended, self._parts = None, [], None
 
 
+def counted(request: Request) -> int:
+    """Tokens of its answer; 0 if it is too short. Nothing is copied: this runs for each request in every step."""
+    return request.num_output if request.num_output >= MIN_ANSWER else 0
+
+
 def long_enough(requests: Sequence[Request]) -> list[Answered]:
     """Their texts, but for those with short answers."""
-    return [text for text in map(Answered.of, requests) if text.answer_len >= MIN_ANSWER]
+    return [Answered.of(request) for request in requests if counted(request)]
 
 
 @torch.inference_mode()
