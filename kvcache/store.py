@@ -150,6 +150,12 @@ class KVStore:
         pools = [pool for layer in self.layers.values() if layer.group == group for pool in layer.fields]
         return tuple(tensor for pool in pools for tensor in tensors_of(pool))
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pools, and of the states of recurrent layers."""
+        kept = [part for layer in self.layers.values() for part in (*layer.fields, *(layer.state or ()))]
+        return sum(tensor.nbytes for part in kept for tensor in tensors_of(part))
+
     def clear(self) -> None:
         self.layers.clear()
         self.addresses.clear()
