@@ -339,6 +339,77 @@ def test_which_modules_a_name_means(published: Any, tmp_path: Path) -> None:
         engine_of(tmp_path, "mtp")
 
 
+def with_tensors(made: Published, folder: Path, **tensors: torch.Tensor) -> Path:
+    """The checkpoint with these tensors more, or in the place of its own, a dot as two underscores."""
+    shutil.copy(made.folder / "config.json", folder)
+    named = {name.replace("__", "."): tensor for name, tensor in tensors.items()}
+    save_file(load_file(made.folder / "model.safetensors") | named, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("stated", "said"),
+    [
+        ("{", "cannot be read: Expecting"),
+        ("[]", r"cannot be read: it holds \[\]; an object with some of the fields form, normed_state"),
+        (
+            '{"carry": 1}',
+            r"cannot be read: it holds {'carry': 1}; an object with some of the fields form, normed_state",
+        ),
+        ('{"normed_state": "no"}', "normed_state='no'; a value like True is expected"),
+        ('{"like": 1.0}', "like=1.0; a value like -1 is expected"),
+        ('{"form": "R"}', "form='R'; the form of several modules is 'C' or 'T'"),
+        ('{"like": 3}', "like=3; a layer of the target from 0 to 2 is expected, or -3 to -1"),
+    ],
+)
+def test_conventions_that_cannot_be_are_refused(stated: str, said: str, published: Any, tmp_path: Path) -> None:
+    """A file that a user writes: another layer or type was an IndexError, and "no" was yes."""
+    (with_tensors(published("exaone4"), tmp_path) / "mtp_conventions.json").write_text(stated)
+    with pytest.raises(CheckpointError, match=rf"mtp_conventions\.json:? {said}"):
+        engine_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "shape", "said"),
+    [
+        ("embed_tokens", (6, 16), r"its embed is \[6, 16\], expected \[6, 32\]"),
+        ("embed_tokens", (4, 32), r"its embed is \[4, 32\], expected \[6, 32\]"),
+        ("shared_head__head", (9, 32), r"head\.weight is \[9, 32\], not \[6, 32\]"),
+    ],
+)
+def test_tables_of_other_tokens_are_refused(
+    tensor: str, shape: tuple[int, int], said: str, published: Any, tmp_path: Path
+) -> None:
+    """They once raised in the first round, and a padded head drafted tokens that the target has not."""
+    name = f"mtp__layers__0__{tensor}__weight"
+    with pytest.raises(CheckpointError, match=said):
+        engine_of(with_tensors(published("exaone4"), tmp_path, **{name: torch.randn(shape)}))
+
+
+def test_a_padded_embedding_of_a_modules_own_is_read(published: Any, tmp_path: Path) -> None:
+    table = torch.randn((8, 32), generator=torch.Generator().manual_seed(1))
+    engine = engine_of(with_tensors(published("exaone4"), tmp_path, mtp__layers__0__embed_tokens__weight=table))
+    assert torch.equal(engine.drafter.modules[0].embed.weight, table)
+
+
+@pytest.mark.parametrize("index", ["{", "[]", '{"weight_map": {"lm_head.weight": 3}}'])
+def test_a_damaged_index_of_a_folder_of_modules_is_named(index: str, published: Any, tmp_path: Path) -> None:
+    made = published("exaone4")
+    (with_tensors(made, tmp_path) / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json cannot be read"):
+        engine_of(made, tmp_path)
+
+
+def test_modules_of_a_target_of_one_layer(tmp_path: Path) -> None:
+    """Their block is like the second layer of published targets."""
+    one_layer = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"], "mlp_layer_types": ["sparse"]}
+    made = publish("mellum", tmp_path, **one_layer)
+    engine = engine_of(made, spec=TREE)
+    watched = Watched(engine)
+    engine.generate(texts(1, (2, 9)), PARAMS)
+    assert assert_published(Reference(made), watched.seen) > 10
+
+
 def test_a_finetuned_module_in_speculators_format(published: Any, tmp_path: Path) -> None:
     """Its folder has the module alone, at the top level, and a config of its own; the target's family ships none."""
     made = published("qwen3-tuned")
