@@ -24,6 +24,7 @@ from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.cli.bodies.settings import load_engine
 from specdec.cli.options import PairOptions
 from specdec.draft_models.native_mtp.conventions import accepted, all_conventions
+from specdec.draft_models.native_mtp.mtp_families import module_tensors
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError
 from specdec.evaluation.transformers_peer import assisted_peer
 from specdec.layers.decoder import FusedDecoder
@@ -408,6 +409,19 @@ def test_modules_of_a_target_of_one_layer(tmp_path: Path) -> None:
     watched = Watched(engine)
     engine.generate(texts(1, (2, 9)), PARAMS)
     assert assert_published(Reference(made), watched.seen) > 10
+
+
+def test_layers_of_a_longer_model_are_no_modules(published: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """A target that was loaded with its first layers, and a tower of many: "auto" warned that modules are not used."""
+    made = published("exaone4")
+    names = load_file(made.folder / "model.safetensors").keys()
+    assert [len(module_tensors([*names, "model.tower.layers.40.fc1.weight"], layers)) for layers in (2, 3)] == [1, 1]
+    left = [name for name in names if not name.startswith("mtp.")]
+    assert module_tensors(left, 2) == [] != module_tensors(["mtp.layers.0.mlp.up_proj.weight"], 2)
+    model = Exaone4ForCausalLM.from_pretrained(made.folder, num_hidden_layers=2, layer_types=["full_attention"] * 2)
+    with caplog.at_level("WARNING"):
+        assert engine_of(model, "auto").drafter.name == "mtp"
+    assert "not used" not in caplog.text
 
 
 def test_a_finetuned_module_in_speculators_format(published: Any, tmp_path: Path) -> None:
