@@ -90,7 +90,13 @@ def test_groups_are_those_that_an_engine_allocates(drafter, page_size, tmp_path,
 
 @pytest.mark.parametrize(
     ("name", "drafter"),
-    [("glm4_moe-3", "mtp"), ("exaone4", "auto"), ("exaone4", "mtp,suffix"), deep("mimo_v2_flash", "mtp"), deep("glm4_moe-shared", "mtp")],
+    [
+        ("glm4_moe-3", "mtp"),
+        ("exaone4", "auto"),
+        ("exaone4", "mtp,suffix"),
+        deep("mimo_v2_flash", "mtp"),
+        deep("glm4_moe-shared", "mtp"),
+    ],
 )
 def test_mtp_modules_are_planned_as_an_engine_keeps_them(name, drafter, tmp_path, monkeypatch) -> None:
     """With their files, and by the count in the config where there are none: the same K/V, and weights unknown."""

@@ -28,6 +28,7 @@ from specdec.draft_models.native_mtp.mtp_families import module_tensors
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError
 from specdec.evaluation.transformers_peer import assisted_peer
 from specdec.layers.decoder import FusedDecoder
+from specdec.runtime import arguments
 
 from marks import deep, is_deep, slow
 
@@ -315,6 +316,23 @@ def test_generate_takes_use_mtp_and_reads_the_models_folder(published: Any) -> N
     made_here = Exaone4ForCausalLM(model.config.__class__(**{**model.config.to_dict(), "_name_or_path": ""}))
     with pytest.raises(CheckpointError, match=r"was not loaded from a checkpoint; give drafter=DIR"):
         specdec.generate(made_here, input_ids=ids, use_mtp=True)
+
+
+@pytest.mark.parametrize(("asked", "levels"), [(None, 3), (2, 2), (20, 3)])
+def test_generate_asks_modules_for_at_most_what_they_draft(
+    asked: int | None, levels: int, published: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three modules more drafts were refused, also if the model's own generation_config has such a number."""
+    made = published("glm4_moe-3")
+    model, ids, made_with = made.loaded(), torch.tensor(texts(6, (5,))), list[int]()
+    plain, fitted = specdec.generate(model, input_ids=ids, max_new_tokens=8), arguments.fitted_spec
+    monkeypatch.setattr(
+        "specdec.engine.fitted_spec",
+        lambda spec, drafter: made_with.append((found := fitted(spec, drafter)).num_steps) or found,
+    )
+    model.generation_config.num_assistant_tokens = asked
+    drafted = specdec.generate(model, input_ids=ids, max_new_tokens=8, use_mtp=True)
+    assert {*made_with} == {levels} and torch.equal(drafted, plain)
 
 
 def test_which_modules_a_name_means(published: Any, tmp_path: Path) -> None:
