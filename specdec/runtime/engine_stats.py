@@ -53,8 +53,8 @@ class PoolUse(NamedTuple):
 class DeviceUse(NamedTuple):
     """Memory of one device.
 
-    kv_bytes: bytes of the engine's K/V pools there, with the states of recurrent layers. free, total: memory of the
-    device; for a CPU, of the machine.
+    kv_bytes: bytes of the engine's K/V pools and states there. free, total: memory of the device; for a CPU, of the
+    machine.
     """
 
     device: str
