@@ -65,8 +65,9 @@ class ConventionWatch:
     def __init__(self, target: TargetModel, drafter: Drafter | None) -> None:
         model = None if drafter is None else model_of(drafter)
         self.target = target
-        # a dense read has no states of recurrent layers
-        self.drafter = model if isinstance(model, NativeMtpDrafter) and not target.recurrent else None
+        # a dense read has no states of recurrent layers, and runs on one device
+        dense = not target.recurrent and target.ranks is None
+        self.drafter = model if isinstance(model, NativeMtpDrafter) and dense else None
         self._ended: list[Answered] = []
         self._parts: Iterator[None] | None = None  # of the judgement that has begun
         self._waited = 0
