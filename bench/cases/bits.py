@@ -44,14 +44,14 @@ COMPANY: tuple[tuple[str, str, SpecConfig, dict[str, Any], bool], ...] = (
     ("among 80, chunks of 256", "none", CHAIN, {"max_batch_size": 64, "prefill_chunk": 256}, True),
     ("chunks of 16, pages of 16", "none", CHAIN, {"prefill_chunk": 16, "page_size": 16}, False),
     ("own drafter, tree of 16, among 80", "own", TREE, {"max_batch_size": 32}, True),
+    ("n-gram, among 80", "ngram", CHAIN, {"max_batch_size": 32}, True),
     ("no graphs", "none", CHAIN, UNCAPTURED, False),
     ("own drafter, tree of 200", "own", SpecConfig(6, 8, 200, adaptive=False), {}, False),
     ("accepted trees of 16, pages of 16", "hidden", DEEP, {**UNCAPTURED, "page_size": 16}, False),
     ("accepted trees of 200", "hidden", WIDE, UNCAPTURED, False),
-    ("n-gram, among 80", "ngram", CHAIN, {"max_batch_size": 32}, True),
 )
 """What, drafter, draft, fields of the engine's config, and whether a crowd runs at the same time."""
-EARLY = 5
+EARLY = 7
 """How many of them come before requests that are preempted, cached or read again."""
 BOUNDS = {1: 1.05, 8: 1.05, 32: 1.2}
 """How much longer a round may take with the same bits in any company, by requests."""
