@@ -297,12 +297,12 @@ def spans_kernel(
             total = tl.load(p_total + rows * HEADS, mask=exists, other=0.0)
             decay = tl.exp(total)[None, :]
             u = tl.load(p_v + rows[None, :] * stride_v + o_v[:, None], mask=m_new, other=0.0).to(tl.float32)
+            out = decay * product(state, tl.trans(high_q), tl.trans(low_q), PARTS)
             if CORRECTED:
                 beta = tl.load(p_beta + rows * stride_beta, mask=exists, other=0.0).to(tl.float32)
                 u = beta[None, :] * (u - decay * product(state, tl.trans(high_k), tl.trans(low_k), PARTS))
                 high_a, low_a = load_parts(cells_w + PARTS * part_weights, exists[:, None], part_weights, PARTS)
                 u += product(u, tl.trans(high_a), tl.trans(low_a), PARTS)
-            out = decay * product(state, tl.trans(high_q), tl.trans(low_q), PARTS)
             out += product(u, tl.trans(high_b), tl.trans(low_b), PARTS)
             tl.store(p_out + rows[None, :] * (HEADS * V_DIM) + o_v[:, None], out, mask=m_new)
             taken = tl.minimum(folded - position, SPAN)
