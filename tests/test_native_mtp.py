@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from capturable import capturable
-from mtp_checkpoints import SHAPES, Published, Reference, publish
+from mtp_checkpoints import FULL, SHAPES, SLIDING, Published, Reference, publish
 from packed_checkpoints import FORMS as STORED
 from packed_checkpoints import quantise, set_config
 from safetensors.torch import load_file, save_file
@@ -420,10 +420,16 @@ def test_a_damaged_index_of_a_folder_of_modules_is_named(index: str, published: 
         engine_of(made, tmp_path)
 
 
-def test_modules_of_a_target_of_one_layer(tmp_path: Path) -> None:
-    """Their block is like the second layer of published targets."""
-    one_layer = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"], "mlp_layer_types": ["sparse"]}
-    made = publish("mellum", tmp_path, **one_layer)
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("mellum", {"num_hidden_layers": 1, "layer_types": [SLIDING], "mlp_layer_types": ["sparse"]}),
+        ("qwen3_5", {"num_hidden_layers": 3, "layer_types": ["linear_attention", FULL, "linear_attention"]}),
+    ],
+)
+def test_modules_of_a_target_of_other_layers(name: str, layers: dict[str, Any], tmp_path: Path) -> None:
+    """A published block is like the second layer, which is not there, or the last, which is recurrent here."""
+    made = publish(name, tmp_path, **layers)
     engine = engine_of(made, spec=TREE)
     watched = Watched(engine)
     engine.generate(texts(1, (2, 9)), PARAMS)

@@ -97,14 +97,8 @@ def no_modules() -> CheckpointError:
 def conventions_of(folder: Path, target: DescribedTarget) -> MtpFamily:
     """Those that lie beside the modules, or else those of their publisher. Raises as `native_mtp_drafter`."""
     if (folder / CONVENTIONS).is_file():
-        return stated_family(folder / CONVENTIONS, num_layers_of(target))
+        return stated_family(folder / CONVENTIONS, len(target.layout.layers))
     return by_config(_published(folder, target), target)
-
-
-def num_layers_of(target: DescribedTarget) -> int:
-    """Decoder layers of a target."""
-    decoder: Any = target.user_decoder
-    return len(decoder.layers)
 
 
 def family_of(target: DescribedTarget) -> MtpFamily:
@@ -125,12 +119,16 @@ def _published(folder: Path, target: DescribedTarget) -> MtpFamily:
 
 
 def by_config(family: MtpFamily, target: DescribedTarget) -> MtpFamily:
-    """The row, with a layer of the attention that the target's config says its modules have."""
+    """The row, with a layer of the attention that the target's config says its modules have; else with that of the row,
+    or where it is not there or is recurrent, with the last one that attends."""
     config: Any = target.user_decoder.config
     kinds = getattr(config, "mtp_layer_types", None)
-    if not kinds or kinds[0] not in config.layer_types:
-        return replace(family, like=min(family.like, num_layers_of(target) - 1))
-    return replace(family, like=config.layer_types.index(kinds[0]))
+    if kinds and kinds[0] in config.layer_types:
+        return replace(family, like=config.layer_types.index(kinds[0]))
+    layers = target.layout.layers
+    if family.like < len(layers) and not layers[family.like].recurrent:
+        return family
+    return replace(family, like=max((spec.layer for spec in layers if not spec.recurrent), default=-1))
 
 
 def stated_family(file: Path, num_layers: int) -> MtpFamily:
