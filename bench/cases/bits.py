@@ -101,7 +101,8 @@ def _companies(name: str, devices: int, count: int, kv_dtype: str) -> Iterator[R
         found = answers(engine, [*prompts, *others], [*params, *[QUIET] * len(others)])[: len(prompts)]
         stats = engine.stats()
         note = f"acceptance length {stats.acceptance_length:.2f}, {stats.preemptions} preempted"
-        return found, f"{note}, {stats.captures.made} captured, {stats.captures.refused} refused", True
+        made, refused, uncaptured = stats.captures.made, stats.captures.refused, stats.captures.uncaptured_rounds
+        return found, f"{note}, {made} captured, {refused} refused, {uncaptured} rounds not captured", True
 
     def preempted() -> tuple[Sequence[Answer], str, bool]:
         """Requests that have begun when a crowd of higher rank takes their slots."""
