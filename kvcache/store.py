@@ -45,6 +45,12 @@ class LayerKV(NamedTuple):
         """Values of an attention layer, [slots, Hkv, DV]."""
         return self.fields[1]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pools, and of the states."""
+        pools = (tensor for pool in self.fields for tensor in tensors_of(pool))
+        return sum(tensor.nbytes for tensor in (*pools, *(self.state or ())))
+
 
 @dataclass(frozen=True, slots=True)
 class StoreAddresses:
@@ -149,12 +155,6 @@ class KVStore:
         """All tensors that the slots of one group index."""
         pools = [pool for layer in self.layers.values() if layer.group == group for pool in layer.fields]
         return tuple(tensor for pool in pools for tensor in tensors_of(pool))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all pools, and of the states of recurrent layers."""
-        kept = [part for layer in self.layers.values() for part in (*layer.fields, *(layer.state or ()))]
-        return sum(tensor.nbytes for part in kept for tensor in tensors_of(part))
 
     def clear(self) -> None:
         self.layers.clear()
