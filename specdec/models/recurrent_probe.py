@@ -71,7 +71,8 @@ class RecurrentProbe:
         tiles = []
         for begin in range(0, len(found.q), ROWS):
             tile = slice(begin, begin + ROWS)
-            exist, part = pad_rows(paths.exist[tile]), found.map(lambda x, tile=tile: pad_rows(x[tile]))
+            exist = pad_rows(paths.exist[tile])
+            part = Recurrence(*(None if x is None else pad_rows(x[tile]) for x in found))  # type: ignore[arg-type]
             places = torch.arange(FOLD, device=exist.device).expand_as(exist)
             state = part.k.new_zeros((len(exist), part.v.shape[2], part.k.shape[3], part.v.shape[3]))
             block = Block(state, part.k, torch.zeros_like(part.v), part.g)
