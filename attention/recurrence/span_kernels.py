@@ -45,8 +45,8 @@ SPAN_COLUMNS = 64
 SPAN_WARPS, SPAN_STAGES = 4, 2
 """Warps of a program of `spans_kernel`, and spans that it has under way and in use."""
 
-WEIGHT_WARPS = 4
-"""Warps of a program of `weights_kernel`."""
+WEIGHT_WARPS, WEIGHT_CHUNK = 4, 64
+"""Warps of a program of `weights_kernel`, and numbers of a key that it reads at a time."""
 
 
 @triton.jit
@@ -242,7 +242,6 @@ def spans_kernel(
     SPAN: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    CHUNK: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> None:
     i_head, i_tile = tl.program_id(0), tl.program_id(1)
@@ -312,8 +311,8 @@ def spans_kernel(
                 slots = tl.load(p_write + rows, mask=m_left, other=0)
                 g = tl.load(p_g + rows * stride_g, mask=m_left, other=0.0).to(tl.float32)
                 store_records(
-                    p_pool_k, p_pool_u, p_pool_g, slots, p_k, rows, stride_k, tl.trans(u), g, m_left, o_v, i_head,
-                    i_tile, HEADS, KEY_HEADS, K_DIM, V_DIM, CHUNK,
+                    p_pool_k, p_pool_u, p_pool_g, slots, p_k, rows, stride_k, tl.trans(u), g, m_left, o_k, o_v,
+                    i_head, i_tile, HEADS, KEY_HEADS, K_DIM, V_DIM,
                 )  # fmt: skip
         if folded > first:
             tl.store(p_tile, state, mask=m_tile)
