@@ -194,7 +194,8 @@ class RecurrentKernels:
             )
             return out
         pack = plan.pack
-        out = torch.zeros(v.shape, dtype=torch.float32, device=v.device)
+        make = torch.zeros if self._deterministic else torch.empty
+        out = make(v.shape, dtype=torch.float32, device=v.device)
         given = q, k, v, g, beta, out, state.matrices, pool_k, pool_u, pool_g
         runs = pack.rows, pack.start, pack.length, pack.cu_len, slots.table, slots.begin, write
         if self._deterministic:
@@ -218,7 +219,7 @@ class RecurrentKernels:
             num_warps=WEIGHT_WARPS,
         )
         spans_kernel[(heads, triton.cdiv(v_dim, block), len(pack.rows))](
-            *(*given[1:], *made, *runs, *strides[1:], *of_parts),
+            *(*given[1:], *made, *runs, *strides[1:], *of_parts, len(v)),
             **shape,
             BLOCK_K=_block(k.shape[2], 4096),
             BLOCK_V=block,

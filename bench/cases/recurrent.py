@@ -1,9 +1,9 @@
 """Recurrent layers on kernels: results, bits and times of one layer, and small engines, captured or not.
 
 Floors are bytes: of a verify one state read a request; of a prompt queries, keys and values read and outputs written.
-Forms: how a token is computed in decoding's order, as the precision of products, and if given columns, warps and stages
-of a program ("ieee/32/4/3"); of prompts in the fast mode also "spans" with parts, columns, warps and stages
-("spans/2/64/4/2").
+Forms: how a token is computed in decoding's order, as the precision of products, and if given columns and warps of a
+program ("tf32x3/16/4"); of prompts in the fast mode also "spans" with parts, columns, warps and stages
+("spans/2/32/8/2").
 """
 
 import sys
@@ -69,7 +69,7 @@ def kernels_in(form: str) -> AbstractContextManager[Any]:
         given["SPAN_PARTS"], names = parts, ("SPAN_COLUMNS", "SPAN_WARPS", "SPAN_STAGES")
         numbers = numbers[1:]
     else:
-        given["PRECISION"], names = kind, ("COLUMNS", "WARPS", "STAGES")
+        given["PRECISION"], names = kind, ("COLUMNS", "WARPS")
     return mock.patch.multiple(kernel_forward, **given, **dict(zip(names, numbers, strict=False)))
 
 
