@@ -29,10 +29,10 @@ SPAN = 64
 
 
 class Parts(NamedTuple):
-    """Operands of products: sums of `count` numbers of a type. Of two parts, the product of the smaller ones is left
+    """An operand of products: a sum of `number` numbers of a type. Of two, the product of the smaller ones is left
     out."""
 
-    count: int
+    number: int
     dtype: torch.dtype
 
 
