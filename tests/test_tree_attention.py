@@ -559,7 +559,7 @@ def test_many_heads_have_longer_splits() -> None:
 
 
 def test_two_warps_decode_keys_of_8_bits() -> None:
-    """Where programs are many: a fifth fewer instructions than four warps need. A lone request waits for latency."""
+    """They need a fifth fewer instructions than four, where programs are many; a lone request waits for latency."""
     for rounded, heads, warps in ((True, 64, 2), (False, 64, 4), (True, 8, 4)):
         assert choose_rows(4, heads, 128, 2, is_tree=False, rounded=rounded).num_warps == warps
 
