@@ -107,6 +107,12 @@ class OpenDepth(SpecConfig):
     __slots__ = ()
 
 
+class BoundedDepth(SpecConfig):
+    """A draft of `num_steps` levels, or of as many as its drafter has if it has fewer."""
+
+    __slots__ = ()
+
+
 @plain_arguments
 @dataclass(frozen=True, slots=True)
 class EngineConfig:

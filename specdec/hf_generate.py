@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel, StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from specdec.config import MAX_TREE_NODES, EngineConfig, SamplingParams, SpecConfig
+from specdec.config import MAX_TREE_NODES, BoundedDepth, EngineConfig, SamplingParams, SpecConfig
 from specdec.engine import Engine
 from specdec.errors import ConfigError, shown
 from specdec.loading import pick_tokenizer
@@ -162,7 +162,7 @@ class Settings:
         drafts = _as_int("num_assistant_tokens", drafts)
         if not 1 <= drafts < MAX_TREE_NODES:
             raise ConfigError(f"num_assistant_tokens={drafts}: 1 to {MAX_TREE_NODES - 1} drafts a round are supported")
-        return SpecConfig(num_steps=drafts)
+        return BoundedDepth(num_steps=drafts)  # a drafter may have fewer
 
 
 def generate(

@@ -72,6 +72,7 @@ ASKED_FOR_CUDA = [
         (("generate", "x", "--max-new-tokens", "999999"), "max_model_len"),
         (("generate", "x", "--num-draft-tokens", "9"), "num_draft_tokens=9"),
         (("bench", "--data", "missing.jsonl"), "missing.jsonl"),
+        (("bench", "--data", "gsm8"), "data='gsm8': no such file; a JSONL file is expected, or one of gsm8k, mt-bench"),
         (("eval", "gsm8k", "--data", "missing.jsonl"), "missing.jsonl"),
         (("eval", "gsm8k", "--shots", "9"), "shots=9"),
         (("eval", "gsm8k", "--top-n-sigma", "nan"), "top_n_sigma=nan"),

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from capturable import capturable
-from mtp_checkpoints import SHAPES, Published, Reference, publish
+from mtp_checkpoints import FULL, SHAPES, SLIDING, Published, Reference, publish
 from packed_checkpoints import FORMS as STORED
 from packed_checkpoints import quantise, set_config
 from safetensors.torch import load_file, save_file
@@ -24,10 +23,12 @@ from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.cli.bodies.settings import load_engine
 from specdec.cli.options import PairOptions
 from specdec.draft_models.native_mtp.conventions import accepted, all_conventions
+from specdec.draft_models.native_mtp.mtp_families import module_tensors
 from specdec.draft_models.native_mtp.mtp_module import beside
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError
 from specdec.evaluation.transformers_peer import assisted_peer
 from specdec.layers.decoder import FusedDecoder
+from specdec.runtime import arguments
 
 from marks import deep, is_deep, slow
 
@@ -317,6 +318,23 @@ def test_generate_takes_use_mtp_and_reads_the_models_folder(published: Any) -> N
         specdec.generate(made_here, input_ids=ids, use_mtp=True)
 
 
+@pytest.mark.parametrize(("asked", "levels"), [(None, 3), (2, 2), (20, 3)])
+def test_generate_asks_modules_for_at_most_what_they_draft(
+    asked: int | None, levels: int, published: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three modules more drafts were refused, also if the model's own generation_config has such a number."""
+    made = published("glm4_moe-3")
+    model, ids, made_with = made.loaded(), torch.tensor(texts(6, (5,))), list[int]()
+    plain, fitted = specdec.generate(model, input_ids=ids, max_new_tokens=8), arguments.fitted_spec
+    monkeypatch.setattr(
+        "specdec.engine.fitted_spec",
+        lambda spec, drafter: made_with.append((found := fitted(spec, drafter)).num_steps) or found,
+    )
+    model.generation_config.num_assistant_tokens = asked
+    drafted = specdec.generate(model, input_ids=ids, max_new_tokens=8, use_mtp=True)
+    assert {*made_with} == {levels} and torch.equal(drafted, plain)
+
+
 def test_which_modules_a_name_means(published: Any, tmp_path: Path) -> None:
     """auto: those of the checkpoint, else suffix; a folder: its own; none there: which names were looked for."""
     made = published("exaone4")
@@ -338,6 +356,96 @@ def test_which_modules_a_name_means(published: Any, tmp_path: Path) -> None:
     )
     with pytest.raises(CheckpointError, match=r"tensor mlp\.up_proj\.weight is missing"):
         engine_of(tmp_path, "mtp")
+
+
+def with_tensors(made: Published, folder: Path, **tensors: torch.Tensor) -> Path:
+    """The checkpoint with these tensors more, or in the place of its own, a dot as two underscores."""
+    shutil.copy(made.folder / "config.json", folder)
+    named = {name.replace("__", "."): tensor for name, tensor in tensors.items()}
+    save_file(load_file(made.folder / "model.safetensors") | named, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("stated", "said"),
+    [
+        ("{", "cannot be read: Expecting"),
+        ("[]", r"cannot be read: it holds \[\]; an object with some of the fields form, normed_state"),
+        (
+            '{"carry": 1}',
+            r"cannot be read: it holds {'carry': 1}; an object with some of the fields form, normed_state",
+        ),
+        ('{"normed_state": "no"}', "normed_state='no'; a value like True is expected"),
+        ('{"like": 1.0}', "like=1.0; a value like -1 is expected"),
+        ('{"form": "R"}', "form='R'; the form of several modules is 'C' or 'T'"),
+        ('{"like": 3}', "like=3; a layer of the target from 0 to 2 is expected, or -3 to -1"),
+    ],
+)
+def test_conventions_that_cannot_be_are_refused(stated: str, said: str, published: Any, tmp_path: Path) -> None:
+    """A file that a user writes: another layer or type was an IndexError, and "no" was yes."""
+    (with_tensors(published("exaone4"), tmp_path) / "mtp_conventions.json").write_text(stated)
+    with pytest.raises(CheckpointError, match=rf"mtp_conventions\.json:? {said}"):
+        engine_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "shape", "said"),
+    [
+        ("embed_tokens", (6, 16), r"its embed is \[6, 16\], expected \[6, 32\]"),
+        ("embed_tokens", (4, 32), r"its embed is \[4, 32\], expected \[6, 32\]"),
+        ("shared_head__head", (9, 32), r"head\.weight is \[9, 32\], not \[6, 32\]"),
+    ],
+)
+def test_tables_of_other_tokens_are_refused(
+    tensor: str, shape: tuple[int, int], said: str, published: Any, tmp_path: Path
+) -> None:
+    """They once raised in the first round, and a padded head drafted tokens that the target has not."""
+    name = f"mtp__layers__0__{tensor}__weight"
+    with pytest.raises(CheckpointError, match=said):
+        engine_of(with_tensors(published("exaone4"), tmp_path, **{name: torch.randn(shape)}))
+
+
+def test_a_padded_embedding_of_a_modules_own_is_read(published: Any, tmp_path: Path) -> None:
+    table = torch.randn((8, 32), generator=torch.Generator().manual_seed(1))
+    engine = engine_of(with_tensors(published("exaone4"), tmp_path, mtp__layers__0__embed_tokens__weight=table))
+    assert torch.equal(engine.drafter.modules[0].embed.weight, table)
+
+
+@pytest.mark.parametrize("index", ["{", "[]", '{"weight_map": {"lm_head.weight": 3}}'])
+def test_a_damaged_index_of_a_folder_of_modules_is_named(index: str, published: Any, tmp_path: Path) -> None:
+    made = published("exaone4")
+    (with_tensors(made, tmp_path) / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json cannot be read"):
+        engine_of(made, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("mellum", {"num_hidden_layers": 1, "layer_types": [SLIDING], "mlp_layer_types": ["sparse"]}),
+        ("qwen3_5", {"num_hidden_layers": 3, "layer_types": ["linear_attention", FULL, "linear_attention"]}),
+    ],
+)
+def test_modules_of_a_target_of_other_layers(name: str, layers: dict[str, Any], tmp_path: Path) -> None:
+    """A published block is like the second layer, which is not there, or the last, which is recurrent here."""
+    made = publish(name, tmp_path, **layers)
+    engine = engine_of(made, spec=TREE)
+    watched = Watched(engine)
+    engine.generate(texts(1, (2, 9)), PARAMS)
+    assert assert_published(Reference(made), watched.seen) > 10
+
+
+def test_layers_of_a_longer_model_are_no_modules(published: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """A target that was loaded with its first layers, and a tower of many: "auto" warned that modules are not used."""
+    made = published("exaone4")
+    names = load_file(made.folder / "model.safetensors").keys()
+    assert [len(module_tensors([*names, "model.tower.layers.40.fc1.weight"], layers)) for layers in (2, 3)] == [1, 1]
+    left = [name for name in names if not name.startswith("mtp.")]
+    assert module_tensors(left, 2) == [] != module_tensors(["mtp.layers.0.mlp.up_proj.weight"], 2)
+    model = Exaone4ForCausalLM.from_pretrained(made.folder, num_hidden_layers=2, layer_types=["full_attention"] * 2)
+    with caplog.at_level("WARNING"):
+        assert engine_of(model, "auto").drafter.name == "mtp"
+    assert "not used" not in caplog.text
 
 
 def test_a_finetuned_module_in_speculators_format(published: Any, tmp_path: Path) -> None:
@@ -473,30 +581,6 @@ def test_modules_draft_for_a_target_on_two_devices(
         assert len(engine.target.ranks) == 2
         watch(engine)
     assert drafts[0] == drafts[1] == drafts[2]
-
-
-@pytest.mark.parametrize(("name", "spec"), [("glm4_moe-shared", TREE), ("glm4_moe-3", CHAIN), ("step-form", TREE)])
-def test_a_cuda_graph_can_hold_a_round_of_modules(name: str, spec: dict[str, int], published: Any) -> None:
-    """Rounds of modules once ran uncaptured on GPUs, ten times as long: one index was made on the host."""
-    watched = 0
-    with engine_of(published(name), spec=spec, max_batch_size=2) as engine:
-        prompts = texts(3, (7, 4))
-        engine.generate(prompts, PARAMS, progress=False)  # the first round of a shape makes its constants
-        worker = engine.round.worker
-
-        def watch(method: Any) -> Any:
-            def call(*args: Any) -> Any:
-                nonlocal watched
-                watched += 1
-                with capturable():
-                    return method(*args)
-
-            return call
-
-        for part in ("propose", "observe"):
-            setattr(worker, part, watch(getattr(worker, part)))
-        engine.generate(texts(4, (7, 4)), PARAMS, progress=False)
-    assert watched > 3
 
 
 @pytest.mark.parametrize("topk", [1, 2])

@@ -92,6 +92,15 @@ def test_a_streamed_response_has_openais_events_in_order(client):
     )
 
 
+def test_a_stream_whose_first_tokens_have_no_text_yet_is_answered(client):
+    """They are held back for a stop string, or are a part of a character: the response once ended as failed."""
+    whole = ask(client)
+    held = {"stop": [whole.output_text[:8] + "~"]}
+    events = list(ask(client, stream=True, extra_body=held))
+    assert [event.type for event in events][-1] == f"response.{whole.status}"
+    assert events[-1].response.output_text == whole.output_text
+
+
 def test_the_official_clients_stream_helper_follows_the_events(client):
     with client.responses.stream(model="tiny-gemma4", input=QUESTION, temperature=0, max_output_tokens=200) as stream:
         text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")

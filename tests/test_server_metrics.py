@@ -107,6 +107,13 @@ def test_every_device_has_its_memory():
     assert [(each.labels["rank"], each.value) for each in kept] == [(rank, devices[0].kv_bytes) for rank in "01"]
 
 
+def test_bytes_of_a_device_are_counted_with_kv_of_8_bits(make_target, make_engine):
+    """Their pools once made `stats`, and so /metrics, raise."""
+    engine = make_engine(make_target("llama"), None, max_batch_size=2, kv_dtype="fp8")
+    [use] = engine.stats().devices
+    assert use.kv_bytes == engine.kv_bytes > 0
+
+
 def test_metrics_count_rounds_by_the_draft_that_was_chosen(
     make_target: Any, make_engine: Any, random_prompt: Any
 ) -> None:

@@ -29,24 +29,29 @@ SPAN = 64
 
 
 class Parts(NamedTuple):
-    """Operands of products: sums of `count` numbers of a type. Of two parts, the product of the smaller ones is left
+    """An operand of products: a sum of `number` numbers of a type. Of two, the product of the smaller ones is left
     out."""
 
-    count: int
+    number: int
     dtype: torch.dtype
 
 
 SPAN_PARTS = Parts(1, torch.float32) if INTERPRETED else Parts(2, torch.bfloat16)
 """Two of bf16 are exact to 2^-16; one to 2^-9, as other engines compute. The interpreter has no bf16."""
 
-SPAN_COLUMNS = 64
+SPAN_COLUMNS = 32
 """Numbers of a value in one program of `spans_kernel`."""
 
-SPAN_WARPS, SPAN_STAGES = 4, 2
+SPAN_WARPS, SPAN_STAGES = 8, 2
 """Warps of a program of `spans_kernel`, and spans that it has under way and in use."""
 
-WEIGHT_WARPS = 4
-"""Warps of a program of `weights_kernel`."""
+WEIGHT_WARPS, WEIGHT_CHUNK = 4, 32
+"""Warps of a program of `weights_kernel`, and numbers of a key that it reads at a time."""
+
+
+@triton.jit
+def low_part(x: tl.tensor, high: tl.tensor) -> tl.tensor:
+    return (x - high.to(tl.float32)).to(high.dtype)
 
 
 @triton.jit
@@ -54,15 +59,9 @@ def product(a: tl.tensor, high: tl.tensor, low: tl.tensor, PARTS: tl.constexpr) 
     """a [X, Y] float32, high + low [Y, Z] -> [X, Z]. low is not read where there is one part."""
     high_a = a.to(high.dtype)
     out = tl.dot(high_a, high, input_precision="ieee")
-    if PARTS == 2:
-        out = tl.dot(high_a, low, out)
-        out = tl.dot((a - high_a.to(tl.float32)).to(high.dtype), high, out)
+    if PARTS == 2:  # sums of their own, which do not wait for each other
+        out += tl.dot(high_a, low) + tl.dot(low_part(a, high_a), high)
     return out
-
-
-@triton.jit
-def low_part(x: tl.tensor, high: tl.tensor) -> tl.tensor:
-    return (x - high.to(tl.float32)).to(high.dtype)
 
 
 @triton.jit
@@ -205,7 +204,7 @@ def after_records(
     return state * tl.exp(end) + product(u * weight[None, :], high_k, low_k, PARTS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_places"])
 def spans_kernel(
     p_k: tl.tensor,
     p_v: tl.tensor,
@@ -233,6 +232,7 @@ def spans_kernel(
     stride_table: tl.tensor,
     part_keys: tl.tensor,
     part_weights: tl.tensor,
+    num_places: tl.tensor,
     HEADS: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     K_DIM: tl.constexpr,
@@ -242,13 +242,21 @@ def spans_kernel(
     SPAN: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    CHUNK: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> None:
     i_head, i_tile = tl.program_id(0), tl.program_id(1)
     i_run = tl.program_id(2).to(tl.int64)
     key_head = i_head // (HEADS // KEY_HEADS)
     row = tl.load(p_rows + i_run).to(tl.int64)
+    o, o_v = tl.arange(0, SPAN), i_tile * BLOCK_V + tl.arange(0, BLOCK_V)
+    m_v = o_v < V_DIM
+    p_out += i_head * V_DIM + o_v[:, None]
+    if i_run == tl.num_programs(2) - 1:  # the places after the last run are padding
+        for place in range(tl.load(p_cu_len + i_run + 1).to(tl.int64), num_places, SPAN):
+            padding = place + o
+            m_padding = m_v[:, None] & (padding < num_places)[None, :]
+            nothing = tl.zeros((BLOCK_V, SPAN), tl.float32)
+            tl.store(p_out + padding[None, :] * (HEADS * V_DIM), nothing, mask=m_padding)
     length = tl.load(p_length + i_run).to(tl.int64)
     if length > 0:
         start = tl.load(p_start + i_run).to(tl.int64)
@@ -259,16 +267,14 @@ def spans_kernel(
         p_v += i_head * V_DIM
         p_g += i_head
         p_beta += i_head
-        p_out += i_head * V_DIM
         p_pool_k += key_head * K_DIM
         p_pool_u += i_head * V_DIM
         p_pool_g += i_head
         p_keys += key_head * K_DIM
         p_weights += i_head * SPAN
         p_total += i_head
-        o, o_place, o_k = tl.arange(0, SPAN), tl.arange(0, FOLD), tl.arange(0, BLOCK_K)
-        o_v = i_tile * BLOCK_V + tl.arange(0, BLOCK_V)
-        m_v, m_k = o_v < V_DIM, o_k < K_DIM
+        o_place, o_k = tl.arange(0, FOLD), tl.arange(0, BLOCK_K)
+        m_k = o_k < K_DIM
         # the state at `start`: as it is folded, and the records since
         p_tile = p_state + (row * HEADS + i_head) * (K_DIM * V_DIM) + o_v[:, None] + o_k[None, :] * V_DIM
         m_tile = m_v[:, None] & m_k[None, :]
@@ -304,7 +310,7 @@ def spans_kernel(
                 high_a, low_a = load_parts(cells_w + PARTS * part_weights, exists[:, None], part_weights, PARTS)
                 u += product(u, tl.trans(high_a), tl.trans(low_a), PARTS)
             out += product(u, tl.trans(high_b), tl.trans(low_b), PARTS)
-            tl.store(p_out + rows[None, :] * (HEADS * V_DIM) + o_v[:, None], out, mask=m_new)
+            tl.store(p_out + rows[None, :] * (HEADS * V_DIM), out, mask=m_new)
             taken = tl.minimum(folded - position, SPAN)
             state = after_records(state, high_k, low_k, u, total, taken, o, PARTS)
             if position + SPAN >= end:  # records of what the state has not taken in
@@ -312,8 +318,8 @@ def spans_kernel(
                 slots = tl.load(p_write + rows, mask=m_left, other=0)
                 g = tl.load(p_g + rows * stride_g, mask=m_left, other=0.0).to(tl.float32)
                 store_records(
-                    p_pool_k, p_pool_u, p_pool_g, slots, p_k, rows, stride_k, tl.trans(u), g, m_left, o_v, i_head,
-                    i_tile, HEADS, KEY_HEADS, K_DIM, V_DIM, CHUNK,
+                    p_pool_k, p_pool_u, p_pool_g, slots, p_k, rows, stride_k, tl.trans(u), g, m_left, o_k, o_v,
+                    i_head, i_tile, HEADS, KEY_HEADS, K_DIM, V_DIM,
                 )  # fmt: skip
         if folded > first:
             tl.store(p_tile, state, mask=m_tile)

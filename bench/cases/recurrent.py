@@ -1,9 +1,9 @@
 """Recurrent layers on kernels: results, bits and times of one layer, and small engines, captured or not.
 
 Floors are bytes: of a verify one state read a request; of a prompt queries, keys and values read and outputs written.
-Forms: how a token is computed in decoding's order, as the precision of products, and if given columns, warps and stages
-of a program ("ieee/32/4/3"); of prompts in the fast mode also "spans" with parts, columns, warps and stages
-("spans/2/64/4/2").
+Forms: how a token is computed in decoding's order, as the precision of products, and if given columns and warps of a
+program ("tf32x3/16/4"); of prompts in the fast mode also "spans" with parts, columns, warps and stages
+("spans/2/32/8/2").
 """
 
 import sys
@@ -65,11 +65,11 @@ def kernels_in(form: str) -> AbstractContextManager[Any]:
     kind, *sizes = form.split("/")
     numbers, given = [int(size) for size in sizes], dict[str, Any]()
     if kind == SPANS:
-        parts = SPAN_PARTS if ON_CPU or not numbers else SPAN_PARTS._replace(count=numbers[0])
+        parts = SPAN_PARTS if ON_CPU or not numbers else SPAN_PARTS._replace(number=numbers[0])
         given["SPAN_PARTS"], names = parts, ("SPAN_COLUMNS", "SPAN_WARPS", "SPAN_STAGES")
         numbers = numbers[1:]
     else:
-        given["PRECISION"], names = kind, ("COLUMNS", "WARPS", "STAGES")
+        given["PRECISION"], names = kind, ("COLUMNS", "WARPS")
     return mock.patch.multiple(kernel_forward, **given, **dict(zip(names, numbers, strict=False)))
 
 

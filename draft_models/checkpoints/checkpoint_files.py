@@ -45,10 +45,14 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """The file of each tensor of a checkpoint, by its name: nothing else is read. Empty without safetensors."""
+    """The file of each tensor of a checkpoint, by its name: nothing else is read. Empty without safetensors. Raises
+    CheckpointError."""
     for index in folder.glob("model.safetensors.index.json"):
-        found = json.loads(index.read_text("utf-8"))["weight_map"]
-        return {name: folder / file for name, file in found.items()}
+        try:
+            found = json.loads(index.read_text("utf-8"))["weight_map"]
+            return {name: folder / file for name, file in found.items()}
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise CheckpointError(_unreadable(index, error)) from error
     named: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
@@ -89,6 +93,8 @@ def damaged_file(folder: Path) -> str | None:
 
 
 def _unreadable(file: Path, error: Exception) -> str:
+    if not file.exists():
+        return f"{file.name} is not there, though an index names it; download or copy it again"
     size = file.stat().st_size if file.is_file() else 0
     return (
         f"{file.name} cannot be read ({first_line(error)}); it has {size:,} bytes and is cut off or damaged, so "

@@ -21,7 +21,7 @@ from specdec.draft_models.native_mtp.mtp_families import (
     module_tensors,
 )
 from specdec.draft_models.native_mtp.mtp_module import LoadPacked, MtpModule, beside, is_plain
-from specdec.errors import CheckpointError, UnsupportedModelError, about, first_line, naming_file
+from specdec.errors import CheckpointError, UnsupportedModelError, about, first_line, naming_file, shown
 
 CONVENTIONS = "mtp_conventions.json"
 """A file beside the modules with fields of `MtpFamily`, in the place of the family's row."""
@@ -97,8 +97,8 @@ def no_modules() -> CheckpointError:
 def conventions_of(folder: Path, target: DescribedTarget) -> MtpFamily:
     """Those that lie beside the modules, or else those of their publisher. Raises as `native_mtp_drafter`."""
     if (folder / CONVENTIONS).is_file():
-        return stated_family(folder / CONVENTIONS)
-    return _by_config(_published(folder, target), target)
+        return stated_family(folder / CONVENTIONS, len(target.layout.layers))
+    return by_config(_published(folder, target), target)
 
 
 def family_of(target: DescribedTarget) -> MtpFamily:
@@ -118,23 +118,40 @@ def _published(folder: Path, target: DescribedTarget) -> MtpFamily:
     return SPECULATORS if is_speculator else family_of(target)
 
 
-def _by_config(family: MtpFamily, target: DescribedTarget) -> MtpFamily:
-    """The row, with a layer of the attention that the target's config says its modules have."""
+def by_config(family: MtpFamily, target: DescribedTarget) -> MtpFamily:
+    """The row, with a layer of the attention that the target's config says its modules have; else with that of the row,
+    or where it is not there or is recurrent, with the last one that attends."""
     config: Any = target.user_decoder.config
     kinds = getattr(config, "mtp_layer_types", None)
-    if not kinds or kinds[0] not in config.layer_types:
+    if kinds and kinds[0] in config.layer_types:
+        return replace(family, like=config.layer_types.index(kinds[0]))
+    layers = target.layout.layers
+    if family.like < len(layers) and not layers[family.like].recurrent:
         return family
-    return replace(family, like=config.layer_types.index(kinds[0]))
+    return replace(family, like=max((spec.layer for spec in layers if not spec.recurrent), default=-1))
 
 
-def stated_family(file: Path) -> MtpFamily:
-    """The conventions that a file states. Raises CheckpointError."""
+def stated_family(file: Path, num_layers: int) -> MtpFamily:
+    """The conventions that a file states, for a target of so many layers. Raises CheckpointError."""
     try:
-        family = MtpFamily(**json.loads(file.read_text("utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+        stated = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{file.name} cannot be read: {first_line(error)}") from error
+    known = asdict(MtpFamily())
+    if not isinstance(stated, dict) or not stated.keys() <= known.keys():
+        fields = f"an object with some of the fields {', '.join(known)} is expected"
+        raise CheckpointError(f"{file.name} cannot be read: it holds {shown(stated)}; {fields}")
+    for name, value in stated.items():
+        if type(value) is not type(known[name]):
+            raise CheckpointError(f"{file.name}: {name}={shown(value)}; a value like {known[name]!r} is expected")
+    family = MtpFamily(**stated)
     if family.form not in ("C", "T"):
         raise CheckpointError(f"{file.name}: form={family.form!r}; the form of several modules is 'C' or 'T'")
+    if not -num_layers <= family.like < num_layers:
+        raise CheckpointError(
+            f"{file.name}: like={family.like}; a layer of the target from 0 to {num_layers - 1} is expected, or "
+            f"-{num_layers} to -1, counted from the last"
+        )
     return family
 
 

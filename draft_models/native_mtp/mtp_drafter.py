@@ -42,6 +42,7 @@ class DescribedTarget(Protocol):
     name: str
     user_decoder: nn.Module
     model_types: tuple[str, str]
+    layout: KVLayout
 
 
 class MtpTarget(DescribedTarget, TargetInfo, Protocol):

@@ -108,7 +108,13 @@ def module_tensors(names: Iterable[str], num_layers: int) -> list[dict[str, str]
             if number >= 0 and (place is not PLACES[0] or ".mtp" not in f".{key}"):
                 modules.setdefault(number, {})[_place(groups["name"] + (groups.get("end") or ""))] = key
                 break
-    return [modules[number] for number in sorted(modules)]
+    return [modules[number] for number in sorted(modules) if _is_module(modules[number])]
+
+
+def _is_module(names: Mapping[str, str]) -> bool:
+    """Is it called a module, or has it the norms of one? Else it is a layer of a longer model, or of another tower."""
+    norms = tuple(f"{part}." for part in REQUIRED)
+    return any(place.startswith(norms) or ".mtp" in f".{key}" for place, key in names.items())
 
 
 def _place(name: str) -> str:

@@ -68,8 +68,9 @@ class MtpModule(nn.Module):
         self.embed: nn.Module | None = None
         if "embed.weight" in rest:
             table = rest.pop("embed.weight")
-            self.embed = nn.Embedding(len(table), table.shape[1], device="meta")
-            self.embed.weight = _parameter(table, weight, tuple(table.shape), "embed")
+            shape = max((decoder.config.vocab_size, *table.shape[:1])), width  # it may be padded
+            self.embed = nn.Embedding(*shape, device="meta")
+            self.embed.weight = _parameter(table, weight, shape, "embed")
         filled = filled_parts(rest, decoder, like, keys or {}, load_packed)
         self.layer, self.proj, self.head = filled.layers[0], filled.proj, filled.head
         self.number = number
@@ -281,10 +282,7 @@ class _Holder(PreTrainedModel):
         self.proj = nn.Linear(2 * width, width, bias="proj.bias" in state)
         self.head = None
         if any(place.startswith("head.") for place in state):
-            stored = state.get("head.weight")
-            self.head = nn.Linear(
-                width, config.vocab_size if stored is None else len(stored), bias="head.bias" in state
-            )
+            self.head = nn.Linear(width, config.vocab_size, bias="head.bias" in state)
 
     def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
         """Nothing runs here."""

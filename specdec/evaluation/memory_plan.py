@@ -39,7 +39,6 @@ from specdec.runtime.arguments import fitted_spec
 from specdec.runtime.rounds.unread import KEPT
 from specdec.runtime.sizing import CacheNeeds, DraftNeeds, cache_needs, longest_sequence, lookahead_nodes
 
-SUFFIX = "suffix"
 MODULE_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 """Names by which configs count their MTP modules."""
 
@@ -79,10 +78,11 @@ def memory_plan(
     model = ModelOnMeta(target, on_meta(checkpoint, dtype))
     shared = {name: value for name, value in target_options.items() if name in SHARED_OPTIONS}
     options = {**shared, **drafter_options}
-    if drafter == AUTO:
+    drafting = model_word(drafter)
+    if drafting == AUTO:
         local = {**options, "local_files_only": True}
-        drafter = next(meant_by_auto(checkpoint, len(model.layout.layers), local), SUFFIX)
-    planned = plan_drafter(target if drafter == MTP else drafter, model, spec, options, own=drafter == MTP)
+        drafting = next(meant_by_auto(checkpoint, len(model.layout.layers), local), "")
+    planned = plan_drafter(target if drafting == MTP else drafting, model, spec, options, own=drafting == MTP)
     spec = fitted_spec(spec, planned)
     max_len = longest_sequence(config, model.context_length, target)
     needs = cache_needs(
@@ -133,21 +133,25 @@ def group_memory(needs: CacheNeeds, group: CacheGroup) -> dict[str, Any]:
 def states_memory(needs: CacheNeeds) -> list[dict[str, Any]]:
     """States of recurrent layers, in the form of a group; empty where there are none."""
     shapes = Counter(spec.state for layout in needs.layouts for spec in layout.owners if spec.state is not None)
-    kept = [
-        {"layers": count, "fields": {"state": (s.heads, s.k_dim * s.v_dim), "inputs": (s.taps, s.channels)}}
-        for s, count in shapes.items()
-    ]
+    kept = []
+    for shape, count in shapes.items():
+        matrices = {"state": (shape.heads, shape.k_dim * shape.v_dim)} if shape.heads else {}
+        kept.append({"layers": count, "fields": {**matrices, "inputs": (shape.taps, shape.channels)}})
     sizes = {"token_bytes": 0, "request_bytes": needs.state_bytes, "batch_bytes": needs.all_state_bytes}
     return [{"name": "states", "kept": kept, **sizes}] if kept else []
 
 
-def plan_drafter(
-    drafter: str | None, target: ModelOnMeta, spec: SpecConfig, options: Mapping[str, Any], *, own: bool = False
-) -> PlannedDrafter:
-    """drafter: a name, a word of `WORDS`, or both. own: the MTP modules of the checkpoint of that name."""
+def model_word(drafter: str | None) -> str:
+    """The model of a drafter by name, which may have a lookup next to it; empty: a lookup alone, or none."""
     name, _, word = (drafter or "").rpartition(",")
-    name = name if word in WORDS else drafter or ""
-    if not name or name in WORDS:
+    return name if word in WORDS else drafter or ""
+
+
+def plan_drafter(
+    name: str, target: ModelOnMeta, spec: SpecConfig, options: Mapping[str, Any], *, own: bool = False
+) -> PlannedDrafter:
+    """name: of a model; empty: none. own: the MTP modules of the checkpoint of that name."""
+    if not name:
         return PlannedDrafter()
     checkpoint, max_lag = Checkpoint.of(name, options), KEPT if spec.adaptive else 0
     described = checkpoint.config

@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import pad
 
 from specdec.attention.recurrence.blocks import Block, NewPlaces, convolved, folded, run_blocks
+from specdec.attention.row_tiles import ROWS, pad_rows
 from specdec.kvcache.layer_context import Recurrence
 from specdec.kvcache.recurrent_state import FOLD
 
@@ -60,18 +61,23 @@ class RecurrentProbe:
         path = paths.gather([probe.inputs[layer] for probe in seen])  # [T, FOLD, C]
         path = torch.cat([path.new_zeros((len(path), weight.shape[1], path.shape[2])), path], dim=1)
         taps = paths.exist.sum(1)[:, None] + torch.arange(weight.shape[1], device=path.device)
-        return convolved(path[torch.arange(len(path))[:, None], taps], weight, bias)
+        return convolved(path[torch.arange(len(path), device=path.device)[:, None], taps], weight, bias)
 
     def recur(self, seen: "Sequence[RecurrentProbe]", paths: TextPaths, layer: int, rows: Recurrence) -> torch.Tensor:
-        """See `RecurrentContext`."""
+        """See `RecurrentContext`. Blocks run in tiles: a GPU's library chooses products by how many there are."""
         self.rows[layer] = rows.map(torch.Tensor.float)
         parts = zip(*(probe.rows[layer] for probe in seen), strict=True)
-        q, k, v, g, beta = (None if None in part else paths.gather(part) for part in parts)
-        assert q is not None and k is not None and v is not None and g is not None
-        places = torch.arange(FOLD, device=k.device).expand_as(paths.cells)
-        state = k.new_zeros((len(k), v.shape[2], k.shape[3], v.shape[3]))
-        out, _ = run_blocks(Block(state, k, torch.zeros_like(v), g), NewPlaces(places, paths.exist, q, v, beta))
-        return out[torch.arange(len(out)), paths.exist.sum(1) - 1]
+        found = [None if None in part else paths.gather(part) for part in parts]
+        tiles = []
+        for begin in range(0, len(paths.exist), ROWS):
+            tile = slice(begin, begin + ROWS)
+            exist, q, k, v, g, beta = (None if x is None else pad_rows(x[tile]) for x in (paths.exist, *found))
+            assert exist is not None and q is not None and k is not None and v is not None and g is not None
+            places = torch.arange(FOLD, device=k.device).expand_as(exist)
+            state = k.new_zeros((len(k), v.shape[2], k.shape[3], v.shape[3]))
+            out, _ = run_blocks(Block(state, k, torch.zeros_like(v), g), NewPlaces(places, exist, q, v, beta))
+            tiles.append(out[torch.arange(len(out), device=out.device), exist.sum(1) - 1])
+        return torch.cat(tiles)[: len(paths.exist)]
 
 
 def convolved_text(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

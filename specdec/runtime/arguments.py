@@ -8,7 +8,7 @@ from collections.abc import Sequence, Sized
 from typing import Any
 
 from specdec.attention.backend import Backend
-from specdec.config import EngineConfig, OpenDepth, SamplingParams, SpecConfig
+from specdec.config import BoundedDepth, EngineConfig, OpenDepth, SamplingParams, SpecConfig
 from specdec.draft_models.base import Fit
 from specdec.errors import ConfigError, UnsupportedModelError, shown
 
@@ -71,11 +71,15 @@ def require_parts(target: Any, drafter: Any, tokenizer: Any) -> None:
 
 
 def fitted_spec(spec: SpecConfig | None, drafter: Any) -> SpecConfig:
-    """The draft that was asked for, with the drafter's default where its depth is open; None: nothing was."""
+    """The draft that was asked for, as deep as the drafter has it where its depth is open or bounded; None: nothing
+    was."""
     spec = OpenDepth() if spec is None else spec
-    if not isinstance(spec, OpenDepth):
+    if isinstance(spec, OpenDepth):
+        steps = getattr(drafter, "default_steps", None) or spec.num_steps
+    elif isinstance(spec, BoundedDepth):
+        steps = min(spec.num_steps, getattr(drafter, "max_steps", None) or spec.num_steps)
+    else:
         return spec
-    steps = getattr(drafter, "default_steps", None) or spec.num_steps
     return SpecConfig(steps, spec.topk, spec.num_draft_tokens, spec.adaptive)
 
 

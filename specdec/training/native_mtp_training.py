@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from specdec.draft_models.native_mtp.mtp_chains import chained_rows
-from specdec.draft_models.native_mtp.mtp_checkpoint import native_mtp_drafter, stated_family, write_module
+from specdec.draft_models.native_mtp.mtp_checkpoint import by_config, native_mtp_drafter, stated_family, write_module
 from specdec.draft_models.native_mtp.mtp_drafter import ModuleRows, NativeMtpDrafter
 from specdec.draft_models.native_mtp.mtp_families import FAMILIES, MtpFamily
 from specdec.draft_models.native_mtp.mtp_module import MtpModule, empty_layer
@@ -65,7 +65,7 @@ def trainable_native_mtp(target: TargetModel, start: Path | None, conventions: P
     Raises ConfigError for several modules, and CheckpointError or UnsupportedModelError where the target's layers or
     the module cannot be used.
     """
-    stated = None if conventions is None else stated_family(conventions)
+    stated = None if conventions is None else stated_family(conventions, len(target.layout.layers))
     if start is not None:
         drafter = native_mtp_drafter(start, target, family=stated)
         if len(drafter.modules) > 1:
@@ -74,7 +74,7 @@ def trainable_native_mtp(target: TargetModel, start: Path | None, conventions: P
             )
         return TrainableNativeMtp.of(drafter, target)
     known = (FAMILIES[kind] for kind in target.model_types if kind in FAMILIES)
-    family = stated or next(known, MtpFamily())
+    family = stated or by_config(next(known, MtpFamily()), target)
     module = MtpModule(new_state(target, family), target.user_decoder, family.like, 0)
     return TrainableNativeMtp.of(NativeMtpDrafter([module], family, target), target)
 

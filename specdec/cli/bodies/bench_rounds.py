@@ -181,6 +181,9 @@ def bench_prompts(options: BenchOptions) -> tuple[str, list[Problem]]:
         return f"{options.data}, {source}", [problems[i] for i in chosen]
     if options.data_folder is not None:
         raise ConfigError(f"--data-folder is for {', '.join(DATA_SETS)}, and --data is {options.data!r}; leave it out")
+    if not Path(options.data).exists():
+        known = ", ".join(DATA_SETS)
+        raise ConfigError(f"data={options.data!r}: no such file; a JSONL file is expected, or one of {known}")
     return f"file {Path(options.data).name}", read_prompts(options.data, options.limit)
 
 

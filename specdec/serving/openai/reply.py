@@ -42,8 +42,10 @@ class Reply:
         """Events that this delta adds, in order."""
         self._scores += delta.logprobs or []
         if self._reader is None:
+            if not delta.text:
+                return []  # such as a part of a character
             begins, self._begun = not self._begun, True
-            return [Said(Text("content", delta.text, begins), range(0))] if delta.text else []
+            return [Said(Text("content", delta.text, begins), range(0))]
         said = self._kept(self._reader.read(delta))
         for event, tokens in said:
             if isinstance(event, CallEnd):
