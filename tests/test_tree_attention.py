@@ -17,6 +17,7 @@ from specdec.attention.kernels.tree_attention import (
     Cut,
     RowTiles,
     choose_cut,
+    choose_rows,
     count_splits,
     fit_rows,
     tree_attention,
@@ -555,6 +556,12 @@ def test_many_heads_have_longer_splits() -> None:
     """And nothing else that a launch knows changes the cut."""
     assert [choose_cut(256, 2, heads) for heads in (1, 2, 8, 16)] == [Cut(32, 128)] * 2 + [Cut(32, 256)] * 2
     assert {choose_cut(128, 2, heads) for heads in (1, 8)} == {Cut(64, 256)}
+
+
+def test_two_warps_decode_keys_of_8_bits() -> None:
+    """They need a fifth fewer instructions than four, where programs are many; a lone request waits for latency."""
+    for rounded, heads, warps in ((True, 64, 2), (False, 64, 4), (True, 8, 4)):
+        assert choose_rows(4, heads, 128, 2, is_tree=False, rounded=rounded).num_warps == warps
 
 
 def test_row_tiles_shrink_until_they_fit_the_shared_memory_and_the_cut_does_not() -> None:

@@ -108,8 +108,9 @@ def tree_attention(
     grows = window is None and start is None
     num_splits = count_splits(num_pages * page_size + own.path_len, window, own.path_len, cut, grows=grows)
     if tiles is None:
+        is_tree = own.run_end is not None
         tiles = choose_rows(
-            num_rows * group, batch * kv_heads, block_d, query.element_size(), is_tree=own.run_end is not None
+            *(num_rows * group, batch * kv_heads, block_d, query.element_size()), is_tree=is_tree, rounded=rounded
         )
         tiles = fit_rows(tiles, cut, block_d, query.element_size(), device_limits(query.device)[1])
     tile_rows = tiles.rows or tiles.block_m
@@ -178,12 +179,13 @@ def choose_cut(block_d: int, item_size: int, kv_heads: int) -> Cut:
     return Cut(32 if block_d > 128 else 64, 256)
 
 
-def choose_rows(num_rows: int, heads: int, block_d: int, item_size: int, *, is_tree: bool) -> RowTiles:
+def choose_rows(num_rows: int, heads: int, block_d: int, item_size: int, *, is_tree: bool, rounded: bool) -> RowTiles:
     """Row tiles for `num_rows` packed rows of each of `heads` kv heads, over all requests, as timed on an H200.
 
     Few programs wait for latency: they take small tiles, more stages and, a multiprocessor each, more warps. Many share
     the reading of K and V, and the more of them fit a multiprocessor the better, unless they fold, which takes the
-    registers of a second accumulator.
+    registers of a second accumulator. Keys and values of 8 bits are bound by instructions, of which two warps need a
+    fifth fewer than four.
     """
     if item_size > 2:  # float32 multiplies without tensor cores
         return RowTiles(16, 4 if block_d <= 256 else 8, 2)
@@ -197,6 +199,8 @@ def choose_rows(num_rows: int, heads: int, block_d: int, item_size: int, *, is_t
     if block_d > 128 and (lone or num_rows > 16):
         return RowTiles(16, 8 if lone else 4, 5, rows)
     stages = 5 if block_d <= 128 or heads <= 16 else 3
+    if rounded and block_d <= 128 and not lone:
+        return RowTiles(16, 2, stages, rows)
     return RowTiles(16, 4, stages, rows, max_registers=None if is_tree else 168)
 
 
