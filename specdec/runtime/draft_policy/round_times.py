@@ -1,17 +1,17 @@
-"""Seconds of a round by batch size and draft.
+"""Seconds of a round, by batch size and draft.
 
-    captured      timed[batch][draft], when the engine is made, or the least since then if that is less, + extra[batch]
-                  extra: the least of the newest rounds beyond what was timed, whatever their draft, so that it holds
-                  what context and host add, and no burst makes one draft look worse than another
-                  where the newest rounds show that drafts cost more or less beyond plain ones than was timed: what
-                  they show. Rows of a mixture may route more alike, or less, than those that were timed
-    not captured  the least of the newest rounds with this draft. FIRST_GUESS plain rounds before there are any, and
-                  again after MEMORY rounds without one
+    plain      of a round without a draft
+    beyond     of a draft: what its rounds take more
 
-The least, since whatever else runs on a machine only adds.
+Both are known from the newest rounds, and at first from what was timed when the engine was made, or by a guess. The
+lower third of the newest counts: whatever else runs on a machine only adds. A draft's rounds tell what it takes beyond
+a plain one until that is known, and again after each plain round; else they tell what a plain round takes by now, as
+context and host add the same to every draft. A draft that takes less than a plain round shows that this is not known
+any more. An untried draft may take half of what was timed.
 """
 
-from collections import defaultdict, deque
+from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -19,36 +19,63 @@ from specdec.gpu.buckets import next_power_of_two
 from specdec.runtime.draft_policy.draft_acceptance import MEMORY, FloatArray
 
 NEWEST = 8
-"""Rounds that are kept of a batch size, or of a batch size and a draft."""
+"""Rounds of a draft that are kept, and after which it is known."""
 
-FIRST_GUESS = 1.5
-"""Seconds of a draft that was never timed, in plain rounds."""
+FIRST_GUESS = 0.5
+"""Plain rounds that a draft takes beyond one where nothing was timed."""
 
-PLAIN_AGE = 64
-"""Rounds after which a plain round is timed again where nothing is captured; fewer while few were timed."""
+FRESH = 32
+"""Rounds for which a plain round is compared with, and a draft's times are remembered."""
 
-
-COMPARED = 4 * PLAIN_AGE
-"""Newest rounds in which drafts are compared with plain rounds, where all were timed when the engine was made."""
-
-MIN_PLAIN, MIN_DRAFTED = 2, NEWEST // 2
-"""Rounds without a draft, and with a draft, that such a comparison takes."""
-
-TRUSTED = 1.5
-"""Factor within which a draft's cost beyond a plain round is what was timed."""
-
-STRAYED = 0.05
-"""Difference of a draft's seconds from what was timed, in plain rounds, from which a plain round is compared again."""
+DOUBT = 0.95
+"""Plain rounds that a draft takes at least, or what these take is not known."""
 
 
-class Samples:
-    """Newest seconds of one draft in one batch size: how many there ever were, and the number of the newest round."""
+class SizeTimes:
+    """Times of one batch size. timed: seconds [K] of a round with each draft, the first is none; or nothing."""
 
-    __slots__ = ("count", "newest", "seconds")
+    def __init__(self, num_drafts: int, timed: Sequence[float]) -> None:
+        self._plain = deque(timed[:1], maxlen=NEWEST)
+        self._timed = [each - timed[0] for each in timed]
+        self._beyond: list[deque[float]] = [deque(maxlen=NEWEST) for _ in range(num_drafts)]
+        self._newest = [0] * num_drafts  # the round that had it last
+        self._rounds = 0
+        self._is_doubtful = not timed  # what a plain round takes
 
-    def __init__(self) -> None:
-        self.seconds: deque[float] = deque(maxlen=NEWEST)
-        self.count = self.newest = 0
+    @property
+    def plain_is_due(self) -> bool:
+        """Must the next round have no draft? Soon at first, so that wrong times do not last."""
+        return self._is_doubtful or self._rounds - self._newest[0] > min(FRESH + self._newest[0], MEMORY)
+
+    def seconds(self) -> FloatArray:
+        """[2, K]: of a round with each draft, believed and as little as it may be. 0 before any round."""
+        plain = low(self._plain) if self._plain else 0.0
+        first = self._timed or [0.0, *[FIRST_GUESS * plain] * (len(self._beyond) - 1)]
+        beyond = [max(0.0, low([known, *own])) for known, own in zip(first, self._beyond, strict=True)]
+        believed = plain + np.array(beyond)
+        untried = [not newest or self._rounds - newest > MEMORY for newest in self._newest]
+        return np.array([believed, np.where(untried, np.maximum(plain, believed / 2), believed)])
+
+    def learn(self, number: int, seconds: float) -> None:
+        """A round with the draft of this number took so long."""
+        own, believed = self._beyond[number], self.seconds()[0]
+        is_fresh = self._rounds - self._newest[0] <= FRESH
+        self._rounds += 1
+        self._newest[number] = self._rounds
+        if number == 0:
+            if self._is_doubtful or not is_fresh:
+                self._plain.clear()
+            self._plain.append(seconds)
+            self._is_doubtful = False
+        elif seconds < DOUBT * believed[0]:
+            self._is_doubtful = True
+        elif is_fresh or len(own) < NEWEST:
+            own.append(seconds - believed[0])
+        else:
+            self._plain.append(seconds - (believed[number] - believed[0]))
+        for own, newest in zip(self._beyond, self._newest, strict=True):
+            if self._rounds - newest > FRESH:
+                own.clear()
 
 
 class RoundTimes:
@@ -61,75 +88,17 @@ class RoundTimes:
     def __init__(self, num_drafts: int) -> None:
         self.timed: dict[int, FloatArray] = {}
         self.catching_up: dict[int, float] = {}
-        self._extra: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=NEWEST))
-        self._seen: defaultdict[int, list[Samples]] = defaultdict(lambda: [Samples() for _ in range(num_drafts)])
-        self._rounds = 0
-        self._made: dict[int, FloatArray] = {}
-        self._newest: defaultdict[int, list[deque[tuple[float, int]]]] = defaultdict(
-            lambda: [deque(maxlen=NEWEST) for _ in range(num_drafts)]
-        )
+        self.by_size: dict[int, SizeTimes] = {}
+        self._num_drafts = num_drafts
 
-    def plain_is_due(self, batch: int) -> bool:
-        """Must the next round of this batch have no draft, so that drafts are compared with what none takes now?"""
-        if batch in self.timed:
-            without, *drafted = self._newest[batch]
-            if without and self._rounds - without[-1][1] <= PLAIN_AGE:
-                return False
-            made = self._made.get(batch, self.timed[batch])
-            beyond = [abs(min(kept)[0] - made[number]) for number, kept in enumerate(drafted, 1) if len(kept) == NEWEST]
-            return bool(max(beyond, default=0.0) > STRAYED * made[0])
-        plain = self._seen[next_power_of_two(batch)][0]
-        return not plain.count or self._rounds - plain.newest > min(PLAIN_AGE, NEWEST * plain.count)
+    def of_batch(self, batch: int) -> SizeTimes:
+        """Times of rounds with this many seats."""
+        size = batch if batch in self.timed else next_power_of_two(batch)
+        if size not in self.by_size:
+            self.by_size[size] = SizeTimes(self._num_drafts, list(self.timed.get(size, ())))
+        return self.by_size[size]
 
-    def learn(self, number: int, batch: int, seconds: float) -> None:
-        """A round with the draft of this number took so long."""
-        self._rounds += 1
-        if batch in self.timed:
-            timed = self.timed[batch]
-            self._made.setdefault(batch, timed.copy())
-            self._newest[batch][number].append((seconds, self._rounds))
-            timed[number] = min(timed[number], seconds)
-            self._extra[batch].append(seconds - float(timed[number]))
-            return
-        draft = self._seen[next_power_of_two(batch)][number]
-        draft.seconds.append(seconds)
-        draft.count += 1
-        draft.newest = self._rounds
 
-    def seconds(self, batch: int) -> FloatArray:
-        """[2, K]: of a round with each draft, believed and as little as it may still be. A draft never takes less than
-        none. 0 before any round was timed."""
-        if batch in self.timed:
-            extra = self._extra[batch]
-            taken = self.timed[batch] + (min(extra) if len(extra) == NEWEST else 0.0)
-            taken[0] = taken.min()
-            return np.array([self._compared(batch, taken)] * 2)
-        seen = self._seen[next_power_of_two(batch)]
-        for draft in seen[1:]:
-            if self._rounds - draft.newest > MEMORY:
-                draft.seconds.clear()
-                draft.count = 0
-        plain = min((second for draft in seen for second in draft.seconds), default=0.0)
-        guess = FIRST_GUESS * plain
-        taken = np.array([min(draft.seconds, default=guess) for draft in seen])
-        taken[0] = plain
-        once = np.array([draft.count == 1 for draft in seen])  # may be a burst, so it counts for twice the guess
-        taken[once] = taken[once].clip(max=2 * guess)
-        sure = 1 - 1 / np.sqrt([1 + draft.count for draft in seen])
-        return np.array([taken, plain + sure * (taken - plain)])
-
-    def _compared(self, batch: int, taken: FloatArray) -> FloatArray:
-        """[K]: seconds by what drafts cost beyond plain rounds lately; `taken` where that is what was timed."""
-        lately = [[spent for spent, at in kept if self._rounds - at < COMPARED] for kept in self._newest[batch]]
-        drafted = [number for number, kept in enumerate(lately) if number and len(kept) >= MIN_DRAFTED]
-        if len(lately[0]) < MIN_PLAIN or not drafted:
-            return taken
-        plain, cost = min(lately[0]), self._made[batch] - self._made[batch][0]
-        own = {number: min(lately[number]) - plain for number in drafted}
-        share = sum(own.values()) / max(float(cost[drafted].sum()), 1e-9)
-        if 1 / TRUSTED <= share <= TRUSTED:
-            return taken
-        found: FloatArray = plain + max(share, 0.0) * cost.clip(min=0.0)
-        for number, beyond in own.items():
-            found[number] = plain + max(beyond, 0.0)
-        return found
+def low(seconds: Sequence[float] | deque[float]) -> float:
+    """The lower third of these."""
+    return sorted(seconds)[len(seconds) // 4]
