@@ -5,14 +5,19 @@
               + for a round with its draft: the seconds of plain rounds for the tokens, less its own
               - the seconds in which a drafter reads unread tokens: before its draft all, else half of the share
 
-Sources have equal parts of the first two. A draft is allowed only if the balance of its source covers its full cost,
-together with that of the drafts in flight. So however wrong expectations are, decoding takes longer than plain decoding
-by no more than that, and no source takes the trials of the other. The half of the share that reading leaves lets a
-drafter whose reading takes long still prove useful.
+Sources have equal parts of the first two. Rounds with drafts count by what is believed now of the times of their batch
+size: so no burst is charged for long, and a draft that was timed wrong is charged in full once that is known. A draft
+is allowed only if the balance of its source covers its full cost, together with that of the drafts in flight. So
+however wrong expectations are, decoding takes longer than plain decoding by no more than that, and no source takes the
+trials of the other. The half of the share that reading leaves lets a drafter whose reading takes long prove useful.
 """
+
+from collections import defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 
+from specdec.runtime.draft_policy.draft_acceptance import MEMORY, FloatArray
 from specdec.runtime.rounds.unread import KEPT
 
 SHARE = 0.01
@@ -23,28 +28,36 @@ MAX_SAVED = 16.0
 
 
 class DraftAccount:
-    """Balances [S] of an engine's sources, in seconds. They are empty until a plain round was timed."""
+    """Balances [S] of an engine's sources, in seconds. sources: of each draft, none first, whose does not count."""
 
-    __slots__ = ("_largest", "balance")
+    def __init__(self, sources: Sequence[int]) -> None:
+        is_own = np.array(sources)[:, None] == np.arange(max(sources[1:]) + 1)
+        is_own[0] = False
+        self._is_own = is_own  # [K, S]
+        self._counts: defaultdict[int, FloatArray] = defaultdict(lambda: np.zeros((2, len(sources))))  # rounds, tokens
+        self._gains: dict[int, FloatArray] = {}
+        self._settled = np.zeros(is_own.shape[1])
 
-    def __init__(self, num_sources: int) -> None:
-        self.balance = np.zeros(num_sources)
-        self._largest = 0.0
+    @property
+    def balance(self) -> FloatArray:
+        """[S]: without the first plain round."""
+        total: FloatArray = self._settled + sum(self._gains.values())
+        return total
 
-    def credit_plain(self, plain: float) -> None:
-        """The next round would take `plain` seconds without a draft."""
-        self.balance += max(0.0, plain - self._largest) / len(self.balance)
-        self._largest = max(self._largest, plain)
-
-    def settle(self, source: int | None, spent: float, plain: float, tokens: float) -> None:
-        """A round took `spent` seconds and brought each row `tokens` on average; a plain round, which brings one, would
-        have taken `plain`. source: of its draft, if it had one."""
-        self.balance += SHARE * spent / len(self.balance)
-        if source is not None:
-            self.balance[source] += plain * tokens - spent
-        self.balance = self.balance.clip(max=max(MAX_SAVED * plain, self._largest))
+    def settle(self, size: int, number: int, tokens: float, seconds: FloatArray) -> None:
+        """A round with the draft of this number brought each row `tokens` on average; 0: it does not count. seconds:
+        [K] that each takes."""
+        plain, counts = float(seconds[0]), self._counts[size]
+        if tokens:
+            counts[:, number] += 1, tokens
+        gains = (counts[1] * plain - counts[0] * seconds) @ self._is_own
+        kept = np.minimum(1 - 1 / MEMORY, MAX_SAVED * plain / np.maximum(gains, plain))
+        self._settled += SHARE * seconds[number] / len(gains) + np.minimum(gains, 0) / MEMORY
+        counts *= self._is_own @ kept
+        self._gains[size] = gains * kept
+        self._settled -= (self.balance - MAX_SAVED * plain).clip(min=0)
 
     def charge(self, seconds: float, plain: float, *, due: bool) -> None:
         """The model has read unread tokens. due: not before its own draft, but since no more than KEPT are kept."""
-        share = SHARE * KEPT * plain / len(self.balance)
-        self.balance[0] -= min(seconds, share / 2) if due else seconds
+        share = SHARE * KEPT * plain / len(self._settled)
+        self._settled[0] -= min(seconds, share / 2) if due else seconds

@@ -29,9 +29,11 @@ class DraftChoice:
         self.shapes = shapes
         self.times = RoundTimes(len(shapes))
         self.acceptance = Acceptance(shapes, num_rows)
-        self.account = DraftAccount(len({shape.by_lookup for shape in shapes[1:]}))
         self._by_model = np.array([shape.num_steps > 0 and not shape.by_lookup for shape in shapes])
-        self._source = [int(shape.by_lookup) % len(self.account.balance) for shape in shapes]
+        names = sorted({shape.by_lookup for shape in shapes[1:]})
+        self._source = [0, *(names.index(shape.by_lookup) for shape in shapes[1:])]
+        self.account = DraftAccount(self._source)
+        self._untried = set(self._source[1:])
         self._rounds = [0] * len(shapes), [0] * len(shapes)  # all, and those that were trials
         self._judged = self._begun = 0  # drafts of rows, and those whose first token was accepted
         self._last: tuple[int, Sequence[float], Sequence[float]] = (0, (), ())
@@ -59,7 +61,7 @@ class DraftChoice:
         """
         self.acceptance.fade()
         times = self.times.of_batch(batch)
-        seconds = times.seconds()  # [2, K]
+        seconds = times.seconds  # [2, K]
         plain, cost = float(seconds[0, 0]), seconds[0] - seconds[0, 0]
         if unread:  # read after KEPT tokens anyway
             seconds = seconds + self._by_model * self.times.catching_up.get(batch, 0.0) / KEPT
@@ -71,9 +73,12 @@ class DraftChoice:
             best = chosen = max((k for k in drafts if covers(self.shapes[k], least)), key=rate.__getitem__)
         elif times.plain_is_due and self.shapes[0] not in unsettled:
             best = chosen = 0
+        elif plain and self._untried:  # whatever it takes
+            source = min(self._untried)
+            self._untried.remove(source)
+            best, chosen = 0, next(k for k in drafts if k and self._source[k] == source)
         else:
-            self.account.credit_plain(plain)
-            left = self.account.balance.copy()
+            left = self.account.balance + self.times.longest_plain / len(self.account.balance)
             for shape in unsettled:
                 number = self._number(shape)
                 left[self._source[number]] -= cost[number]
@@ -112,18 +117,13 @@ class DraftChoice:
             self.acceptance.learn(number, rows, accepted, most)
             self._judged += len(rows)
             self._begun += int(np.count_nonzero(accepted))
-        taken = times.seconds()[0].tolist()
-        if number == 0:
-            self.account.settle(None, taken[0], taken[0], 1.0)
-        elif brought:  # a burst is no fault of the draft
-            spent = min(seconds, taken[number] + taken[0])
-            self.account.settle(self._source[number], spent, taken[0], brought)
+        self.account.settle(batch, number, brought if number else 1.0, times.seconds[0])
 
     def caught_up(self, batch: int, draft: DraftShape, seconds: float | None) -> None:
         """The model has read unread tokens before a round with this draft. seconds: None, as long as was timed."""
         if seconds is not None:
             self.times.catching_up[batch] = seconds
-        plain = float(self.times.of_batch(batch).seconds()[0, 0])
+        plain = float(self.times.of_batch(batch).seconds[0, 0])
         due = not draft.num_steps or draft.by_lookup
         self.account.charge(self.times.catching_up.get(batch, 0.0), plain, due=due)
 
@@ -139,7 +139,7 @@ class DraftChoice:
 
     def use(self) -> DraftUse:
         """The use of drafts, as it is now."""
-        milliseconds = {size: (1e3 * times.seconds()[0]).tolist() for size, times in sorted(self.times.by_size.items())}
+        milliseconds = {size: (1e3 * times.seconds[0]).tolist() for size, times in sorted(self.times.by_size.items())}
         rounds, tried = map(list, self._rounds)
         chance = self.acceptance.chance[0].tolist()
         return DraftUse(self.shapes, rounds, tried, milliseconds, chance, self._last, self.off)

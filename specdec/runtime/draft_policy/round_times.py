@@ -1,17 +1,14 @@
 """Seconds of a round, by batch size and draft.
 
-    plain      of a round without a draft
-    beyond     of a draft: what its rounds take more
-
-Both are known from the newest rounds, and at first from what was timed when the engine was made, or by a guess. The
-lower third of the newest counts: whatever else runs on a machine only adds. A draft's rounds tell what it takes beyond
-a plain one until that is known, and again after each plain round; else they tell what a plain round takes by now, as
-context and host add the same to every draft. A draft that takes less than a plain round shows that this is not known
-any more. An untried draft may take half of what was timed.
+The lower quarter of the newest rounds counts, since whatever else runs on a machine only adds. What was timed when the
+engine was made, or a guess, is one more of them. So a round that takes less is believed at once, and one that takes
+more when it has happened three times. No draft takes less than a plain round: one that does shows that something else
+ran when the plain ones were timed, and the next round is plain. A draft that was never tried may take half of what was
+timed.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -19,63 +16,57 @@ from specdec.gpu.buckets import next_power_of_two
 from specdec.runtime.draft_policy.draft_acceptance import MEMORY, FloatArray
 
 NEWEST = 8
-"""Rounds of a draft that are kept, and after which it is known."""
+"""Rounds of a draft that are kept."""
 
-FIRST_GUESS = 0.5
-"""Plain rounds that a draft takes beyond one where nothing was timed."""
+FIRST_GUESS = 1.5
+"""Plain rounds that a draft takes where nothing was timed."""
 
 FRESH = 32
-"""Rounds for which a plain round is compared with, and a draft's times are remembered."""
+"""Rounds after which a plain round is timed again; after more of them, ever more."""
 
 DOUBT = 0.95
 """Plain rounds that a draft takes at least, or what these take is not known."""
 
 
 class SizeTimes:
-    """Times of one batch size. timed: seconds [K] of a round with each draft, the first is none; or nothing."""
+    """Times of one batch size. timed: seconds [K] of a round with each draft, the first is none; or nothing.
+
+    seconds: [2, K] of a round with each draft, believed and as little as it may be. 0 before any round.
+    """
 
     def __init__(self, num_drafts: int, timed: Sequence[float]) -> None:
-        self._plain = deque(timed[:1], maxlen=NEWEST)
-        self._timed = [each - timed[0] for each in timed]
-        self._beyond: list[deque[float]] = [deque(maxlen=NEWEST) for _ in range(num_drafts)]
-        self._newest = [0] * num_drafts  # the round that had it last
+        self._timed = timed
+        self._own: list[deque[float]] = [deque(maxlen=NEWEST) for _ in range(num_drafts)]
+        self._last = [0] * num_drafts  # the round that had it last
         self._rounds = 0
-        self._is_doubtful = not timed  # what a plain round takes
+        self._is_doubtful = not timed or min(timed) < DOUBT * timed[0]  # what a plain round takes
+        self.seconds = self._believed()
 
     @property
     def plain_is_due(self) -> bool:
         """Must the next round have no draft? Soon at first, so that wrong times do not last."""
-        return self._is_doubtful or self._rounds - self._newest[0] > min(FRESH + self._newest[0], MEMORY)
-
-    def seconds(self) -> FloatArray:
-        """[2, K]: of a round with each draft, believed and as little as it may be. 0 before any round."""
-        plain = low(self._plain) if self._plain else 0.0
-        first = self._timed or [0.0, *[FIRST_GUESS * plain] * (len(self._beyond) - 1)]
-        beyond = [max(0.0, low([known, *own])) for known, own in zip(first, self._beyond, strict=True)]
-        believed = plain + np.array(beyond)
-        untried = [not newest or self._rounds - newest > MEMORY for newest in self._newest]
-        return np.array([believed, np.where(untried, np.maximum(plain, believed / 2), believed)])
+        return self._is_doubtful or self._rounds - self._last[0] > min(FRESH + self._last[0], MEMORY)
 
     def learn(self, number: int, seconds: float) -> None:
         """A round with the draft of this number took so long."""
-        own, believed = self._beyond[number], self.seconds()[0]
-        is_fresh = self._rounds - self._newest[0] <= FRESH
         self._rounds += 1
-        self._newest[number] = self._rounds
+        self._last[number] = self._rounds
+        self._own[number].append(seconds)
         if number == 0:
-            if self._is_doubtful or not is_fresh:
-                self._plain.clear()
-            self._plain.append(seconds)
             self._is_doubtful = False
-        elif seconds < DOUBT * believed[0]:
+        elif seconds < DOUBT * self.seconds[0, 0]:
             self._is_doubtful = True
-        elif is_fresh or len(own) < NEWEST:
-            own.append(seconds - believed[0])
-        else:
-            self._plain.append(seconds - (believed[number] - believed[0]))
-        for own, newest in zip(self._beyond, self._newest, strict=True):
-            if self._rounds - newest > FRESH:
+        for own, last in zip(self._own, self._last, strict=True):
+            if self._rounds - last > MEMORY:
                 own.clear()
+        self.seconds = self._believed()
+
+    def _believed(self) -> FloatArray:
+        plain = low([*self._timed[:1], *self._own[0]])
+        timed = self._timed or [plain, *[FIRST_GUESS * plain] * (len(self._own) - 1)]
+        believed = np.array([low([first, *own]) for first, own in zip(timed, self._own, strict=True)]).clip(min=plain)
+        untried = [number > 0 and not own for number, own in enumerate(self._own)]
+        return np.array([believed, np.where(untried, (believed / 2).clip(min=plain), believed)])
 
 
 class RoundTimes:
@@ -91,6 +82,11 @@ class RoundTimes:
         self.by_size: dict[int, SizeTimes] = {}
         self._num_drafts = num_drafts
 
+    @property
+    def longest_plain(self) -> float:
+        """Seconds of a plain round of the largest batch so far."""
+        return max((float(times.seconds[0, 0]) for times in self.by_size.values()), default=0.0)
+
     def of_batch(self, batch: int) -> SizeTimes:
         """Times of rounds with this many seats."""
         size = batch if batch in self.timed else next_power_of_two(batch)
@@ -99,6 +95,7 @@ class RoundTimes:
         return self.by_size[size]
 
 
-def low(seconds: Sequence[float] | deque[float]) -> float:
-    """The lower third of these."""
-    return sorted(seconds)[len(seconds) // 4]
+def low(seconds: Iterable[float]) -> float:
+    """The lower quarter of these, 0 of none."""
+    ordered = sorted(seconds)
+    return ordered[len(ordered) // 4] if ordered else 0.0
