@@ -31,7 +31,7 @@ class DraftAccount:
     """Balances [S] of an engine's sources, in seconds. sources: of each draft, none first, whose does not count."""
 
     def __init__(self, sources: Sequence[int]) -> None:
-        is_own = np.array(sources)[:, None] == np.arange(max(sources[1:]) + 1)
+        is_own = np.array(sources)[:, None] == np.unique(sources[1:])
         is_own[0] = False
         self._is_own = is_own  # [K, S]
         self._counts: defaultdict[int, FloatArray] = defaultdict(lambda: np.zeros((2, len(sources))))  # rounds, tokens
@@ -51,7 +51,7 @@ class DraftAccount:
         if tokens:
             counts[:, number] += 1, tokens
         gains = (counts[1] * plain - counts[0] * seconds) @ self._is_own
-        kept = np.minimum(1 - 1 / MEMORY, MAX_SAVED * plain / np.maximum(gains, plain))
+        kept = np.minimum(1 - 1 / MEMORY, MAX_SAVED * plain / np.maximum(gains, 1e-9))
         self._settled += SHARE * seconds[number] / len(gains) + np.minimum(gains, 0) / MEMORY
         counts *= self._is_own @ kept
         self._gains[size] = gains * kept

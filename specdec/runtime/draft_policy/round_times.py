@@ -51,11 +51,13 @@ class SizeTimes:
         """A round with the draft of this number took so long."""
         self._rounds += 1
         self._last[number] = self._rounds
-        self._own[number].append(seconds)
         if number == 0:
             self._is_doubtful = False
         elif seconds < DOUBT * self.seconds[0, 0]:
             self._is_doubtful = True
+            for own in self._own:
+                own.clear()
+        self._own[number].append(seconds)
         for own, last in zip(self._own, self._last, strict=True):
             if self._rounds - last > MEMORY:
                 own.clear()
