@@ -166,7 +166,7 @@ def test_a_burst_makes_no_timed_draft_look_worse():
     size = timed_size(1.0, 1.5, 2.0)
     for _ in range(2):
         size.learn(2, 9.0)
-    assert size.seconds()[0].tolist() == [1.0, 1.5, 2.0]
+    assert size.seconds[0].tolist() == [1.0, 1.5, 2.0]
 
 
 def test_context_and_host_add_to_every_draft():
@@ -176,21 +176,21 @@ def test_context_and_host_add_to_every_draft():
         size.learn(2, 2.0)
     for _ in range(NEWEST):
         size.learn(2, 2.5)
-    assert size.seconds()[0].tolist() == [1.5, 2.0, 2.5]
+    assert size.seconds[0].tolist() == [1.5, 2.0, 2.5]
     size.learn(0, 1.25)
-    assert size.seconds()[0].tolist() == [1.25, 1.75, 2.25]
+    assert size.seconds[0].tolist() == [1.25, 1.75, 2.25]
 
 
 def test_times_that_were_taken_next_to_other_work_are_corrected():
     """A draft that takes less than a plain round shows that something else ran meanwhile."""
     size = timed_size(5.5, 4.5, 9.0)
-    assert size.seconds()[0].tolist() == [5.5, 5.5, 9.0] and not size.plain_is_due
+    assert size.seconds[0].tolist() == [5.5, 5.5, 9.0] and not size.plain_is_due
     size.learn(1, 4.5)
     assert size.plain_is_due
     size.learn(0, 4.0)
-    assert size.seconds()[0].tolist() == [4.0, 4.0, 7.5] and not size.plain_is_due
+    assert size.seconds[0].tolist() == [4.0, 4.0, 7.5] and not size.plain_is_due
     size.learn(2, 5.0)
-    assert size.seconds()[0].tolist() == [4.0, 4.0, 5.0]
+    assert size.seconds[0].tolist() == [4.0, 4.0, 5.0]
 
 
 @pytest.mark.parametrize(("right", "burst"), [(0.0, (1.3, 1, 1, 1, 1)), (0.8, (1, *[1.2] * 4)), (0.8, (2, 1, 1, 1, 1))])
@@ -220,17 +220,17 @@ def test_a_mixture_is_judged_by_how_its_own_rounds_route(timed, real, right):
 def test_times_are_learned_where_nothing_is_captured():
     times = RoundTimes(2)
     size = times.of_batch(3)
-    assert times.of_batch(4) is size and size.plain_is_due and not size.seconds().any()
+    assert times.of_batch(4) is size and size.plain_is_due and not size.seconds.any()
     size.learn(0, 2.0)
-    assert size.seconds().tolist() == [[2.0, 2.0 + 2.0 * FIRST_GUESS], [2.0, 2.0]] and not size.plain_is_due
+    assert size.seconds.tolist() == [[2.0, 2.0 + 2.0 * FIRST_GUESS], [2.0, 2.0]] and not size.plain_is_due
     size.learn(1, 99.0)  # a burst
-    assert size.seconds().tolist() == [[2.0, 2.0 + 2.0 * FIRST_GUESS]] * 2
+    assert size.seconds.tolist() == [[2.0, 2.0 + 2.0 * FIRST_GUESS]] * 2
     for _ in range(3):
         size.learn(1, 9.0)
-    assert size.seconds().tolist() == [[2.0, 9.0]] * 2
+    assert size.seconds.tolist() == [[2.0, 9.0]] * 2
     for _ in range(3):
         size.learn(1, 1.9)
-    assert size.seconds()[0].tolist() == [2.0, 2.0], "a draft never takes less than none"
+    assert size.seconds[0].tolist() == [2.0, 2.0], "a draft never takes less than none"
 
 
 def test_learned_times_grow_old():
@@ -238,10 +238,10 @@ def test_learned_times_grow_old():
     size.learn(0, 1.0)
     for _ in range(NEWEST):
         size.learn(1, 2.0)
-    assert size.seconds()[0].tolist() == [1.0, 2.0]
+    assert size.seconds[0].tolist() == [1.0, 2.0]
     for _ in range(MEMORY + 1):
         size.learn(0, 1.0)
-    assert size.seconds().tolist() == [[1.0, 1.0 + FIRST_GUESS], [1.0, 1.0]]
+    assert size.seconds.tolist() == [[1.0, 1.0 + FIRST_GUESS], [1.0, 1.0]]
 
 
 def test_plain_rounds_are_timed_again_soon_at_first_and_ever_more_seldom():

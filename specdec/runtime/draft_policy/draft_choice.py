@@ -21,6 +21,9 @@ from specdec.runtime.draft_policy.round_times import RoundTimes
 from specdec.runtime.rounds.result import DraftShape
 from specdec.runtime.rounds.unread import KEPT
 
+EDGE = 1.02
+"""Rate of a draft, to that of none, from which it is better: as far as the times of both are known."""
+
 
 class DraftChoice:
     """Chooses and learns for one engine. shapes: its drafts, the first is none."""
@@ -67,7 +70,9 @@ class DraftChoice:
             seconds = seconds + self._by_model * self.times.catching_up.get(batch, 0.0) / KEPT
         tokens = self.acceptance.tokens(rows, most)  # [2, K]
         self._is_timed = plain > 0
-        rate, hope = (tokens / seconds if plain else tokens).tolist()
+        rates = tokens / seconds if plain else tokens
+        rates[:, 0] *= EDGE
+        rate, hope = rates.tolist()
         drafts = range(len(self.shapes))
         if least.num_nodes > 1:
             best = chosen = max((k for k in drafts if covers(self.shapes[k], least)), key=rate.__getitem__)

@@ -65,10 +65,12 @@ class SizeTimes:
 
     def _believed(self) -> FloatArray:
         plain = low([*self._timed[:1], *self._own[0]])
-        timed = self._timed or [plain, *[FIRST_GUESS * plain] * (len(self._own) - 1)]
-        believed = np.array([low([first, *own]) for first, own in zip(timed, self._own, strict=True)]).clip(min=plain)
-        untried = [number > 0 and not own for number, own in enumerate(self._own)]
-        return np.array([believed, np.where(untried, (believed / 2).clip(min=plain), believed)])
+        first = np.array(self._timed or [plain, *[FIRST_GUESS * plain] * (len(self._own) - 1)])
+        seen = 1 + max(range(len(first) - 1), key=lambda number: len(self._own[number + 1]))
+        first[1:] *= max(1.0, low([first[seen], *self._own[seen]]) / max(first[seen], 1e-9))
+        untried = np.array([number > 0 and not own for number, own in enumerate(self._own)])
+        believed = np.array([low([each, *own]) for each, own in zip(first, self._own, strict=True)])
+        return np.maximum(plain, [believed, np.where(untried, believed / 2, believed)])
 
 
 class RoundTimes:
