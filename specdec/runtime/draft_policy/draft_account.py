@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from specdec.runtime.draft_policy.draft_acceptance import MEMORY, FloatArray
+from specdec.runtime.draft_policy.round_times import SizeTimes
 from specdec.runtime.rounds.unread import KEPT
 
 SHARE = 0.01
@@ -28,36 +29,38 @@ MAX_SAVED = 16.0
 
 
 class DraftAccount:
-    """Balances [S] of an engine's sources, in seconds. sources: of each draft, none first, whose does not count."""
+    """Balances [S] of an engine's sources, in seconds, without the first plain round.
 
-    def __init__(self, sources: Sequence[int]) -> None:
-        is_own = np.array(sources)[:, None] == np.unique(sources[1:])
-        is_own[0] = False
-        self._is_own = is_own  # [K, S]
-        self._counts: defaultdict[int, FloatArray] = defaultdict(lambda: np.zeros((2, len(sources))))  # rounds, tokens
-        self._gains: dict[int, FloatArray] = {}
-        self._settled = np.zeros(is_own.shape[1])
+    source: of each draft [K]; that of none, the first, does not count.
+    """
+
+    def __init__(self, source: Sequence[int]) -> None:
+        self._is_of = np.array(source)[:, None] == np.unique(source[1:])  # [K, S]
+        self._is_of[0] = False
+        self._counts = defaultdict[SizeTimes, FloatArray](lambda: np.zeros((2, len(source))))  # rounds, tokens
+        self._gains: dict[SizeTimes, FloatArray] = {}  # [S] by these, as they were settled last
+        self._settled = np.zeros(self._is_of.shape[1])
 
     @property
     def balance(self) -> FloatArray:
-        """[S]: without the first plain round."""
-        total: FloatArray = self._settled + sum(self._gains.values())
-        return total
+        """[S]"""
+        balance: FloatArray = self._settled + sum(self._gains.values())
+        return balance
 
-    def settle(self, size: int, number: int, tokens: float, seconds: FloatArray) -> None:
-        """A round with the draft of this number brought each row `tokens` on average; 0: it does not count. seconds:
-        [K] that each takes."""
-        plain, counts = float(seconds[0]), self._counts[size]
+    def settle(self, times: SizeTimes, number: int, tokens: float) -> None:
+        """A round with the draft of this number brought each row `tokens` on average; 0: its draft was fixed."""
+        seconds, plain = times.seconds[0], float(times.seconds[0, 0])
+        rounds, brought = counts = self._counts[times]
         if tokens:
             counts[:, number] += 1, tokens
-        gains = (counts[1] * plain - counts[0] * seconds) @ self._is_own
-        kept = np.minimum(1 - 1 / MEMORY, MAX_SAVED * plain / np.maximum(gains, 1e-9))
+        gains = (brought * plain - rounds * seconds) @ self._is_of
         self._settled += SHARE * seconds[number] / len(gains) + np.minimum(gains, 0) / MEMORY
-        counts *= self._is_own @ kept
-        self._gains[size] = gains * kept
+        kept = np.minimum(1 - 1 / MEMORY, MAX_SAVED * plain / np.maximum(gains, 1e-9))
+        counts *= self._is_of @ kept
+        self._gains[times] = kept * gains
         self._settled -= (self.balance - MAX_SAVED * plain).clip(min=0)
 
-    def charge(self, seconds: float, plain: float, *, due: bool) -> None:
+    def charge(self, times: SizeTimes, seconds: float, *, due: bool) -> None:
         """The model has read unread tokens. due: not before its own draft, but since no more than KEPT are kept."""
-        share = SHARE * KEPT * plain / len(self._settled)
+        share = SHARE * KEPT * float(times.seconds[0, 0]) / len(self._settled)
         self._settled[0] -= min(seconds, share / 2) if due else seconds

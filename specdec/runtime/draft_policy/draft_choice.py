@@ -33,10 +33,11 @@ class DraftChoice:
         self.times = RoundTimes(len(shapes))
         self.acceptance = Acceptance(shapes, num_rows)
         self._by_model = np.array([shape.num_steps > 0 and not shape.by_lookup for shape in shapes])
-        names = sorted({shape.by_lookup for shape in shapes[1:]})
-        self._source = [0, *(names.index(shape.by_lookup) for shape in shapes[1:])]
+        self._edge = np.array([1.0, *[EDGE] * (len(shapes) - 1)])
+        sources = sorted({shape.by_lookup for shape in shapes[1:]})
+        self._source = [0, *(sources.index(shape.by_lookup) for shape in shapes[1:])]
+        self._untried = list(range(len(sources)))
         self.account = DraftAccount(self._source)
-        self._untried = set(self._source[1:])
         self._rounds = [0] * len(shapes), [0] * len(shapes)  # all, and those that were trials
         self._judged = self._begun = 0  # drafts of rows, and those whose first token was accepted
         self._last: tuple[int, Sequence[float], Sequence[float]] = (0, (), ())
@@ -64,24 +65,20 @@ class DraftChoice:
         """
         self.acceptance.fade()
         times = self.times.of_batch(batch)
-        seconds = times.seconds  # [2, K]
-        plain, cost = float(seconds[0, 0]), seconds[0] - seconds[0, 0]
+        cost = times.seconds[0] - times.seconds[0, 0]
+        self._is_timed = bool(times.seconds[0, 0])
+        seconds = times.seconds if self._is_timed else np.ones_like(times.seconds)
         if unread:  # read after KEPT tokens anyway
             seconds = seconds + self._by_model * self.times.catching_up.get(batch, 0.0) / KEPT
         tokens = self.acceptance.tokens(rows, most)  # [2, K]
-        self._is_timed = plain > 0
-        rates = tokens / seconds if plain else tokens
-        rates[:, 0] *= EDGE
-        rate, hope = rates.tolist()
+        rate, hope = (tokens / seconds / self._edge).tolist()
         drafts = range(len(self.shapes))
         if least.num_nodes > 1:
             best = chosen = max((k for k in drafts if covers(self.shapes[k], least)), key=rate.__getitem__)
         elif times.plain_is_due and self.shapes[0] not in unsettled:
             best = chosen = 0
-        elif plain and self._untried:  # whatever it takes
-            source = min(self._untried)
-            self._untried.remove(source)
-            best, chosen = 0, next(k for k in drafts if k and self._source[k] == source)
+        elif self._untried:  # the smallest draft of a source, once, whatever it takes
+            best, chosen = 0, self._source.index(self._untried.pop(0), 1)
         else:
             left = self.account.balance + self.times.longest_plain / len(self.account.balance)
             for shape in unsettled:
@@ -122,15 +119,14 @@ class DraftChoice:
             self.acceptance.learn(number, rows, accepted, most)
             self._judged += len(rows)
             self._begun += int(np.count_nonzero(accepted))
-        self.account.settle(batch, number, brought if number else 1.0, times.seconds[0])
+        self.account.settle(times, number, brought if number else 1.0)
 
     def caught_up(self, batch: int, draft: DraftShape, seconds: float | None) -> None:
         """The model has read unread tokens before a round with this draft. seconds: None, as long as was timed."""
         if seconds is not None:
             self.times.catching_up[batch] = seconds
-        plain = float(self.times.of_batch(batch).seconds[0, 0])
         due = not draft.num_steps or draft.by_lookup
-        self.account.charge(self.times.catching_up.get(batch, 0.0), plain, due=due)
+        self.account.charge(self.times.of_batch(batch), self.times.catching_up.get(batch, 0.0), due=due)
 
     @property
     def off(self) -> str:
