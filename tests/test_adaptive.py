@@ -300,6 +300,17 @@ def test_rounds_are_charged_by_what_is_believed_of_them_now():
     assert account.balance == pytest.approx(3 * (2.0 - 3.0), abs=0.2)
 
 
+def test_gains_that_were_too_dear_block_no_draft_later():
+    """Plain rounds seem ten times as long in a burst, and what drafts gain in them too."""
+    account, size = DraftAccount([0, 0]), timed_size(20.0, 30.0)
+    for _ in range(100):
+        account.settle(size, 1, 5.0)
+    size.learn(1, 3.0)
+    size.learn(0, 2.0)
+    account.settle(size, 0, 1.0)
+    assert account.balance > 0
+
+
 def test_no_source_takes_the_trials_of_the_other():
     account = DraftAccount([0, 0, 1])
     account.settle(timed_size(2.0, 9.0, 3.0), 1, 1.0)
@@ -418,7 +429,7 @@ def test_a_draft_in_flight_is_covered_by_the_same_balance():
 def test_one_trial_at_a_time():
     """A draft of which no round is settled may seem better only until one is."""
     choice = DraftChoice(LADDER[:2], 1)
-    choice.times.timed[1] = np.array([1.0, 1.6])
+    choice.times.timed[1] = np.array([1.0, 1.48])
     first = choice.choose(rows(1), np.array([4]), 1, NO_DRAFT)
     assert first == LADDER[1]
     assert choice.choose(rows(1), np.array([4]), 1, NO_DRAFT, unsettled=[first]) == NO_DRAFT

@@ -5,11 +5,12 @@
               + for a round with its draft: the seconds of plain rounds for the tokens, less its own
               - the seconds in which a drafter reads unread tokens: before its draft all, else half of the share
 
-Sources have equal parts of the first two. Rounds with drafts count by what is believed now of the times of their batch
-size: so no burst is charged for long, and a draft that was timed wrong is charged in full once that is known. A draft
-is allowed only if the balance of its source covers its full cost, together with that of the drafts in flight. So
-however wrong expectations are, decoding takes longer than plain decoding by no more than that, and no source takes the
-trials of the other. The half of the share that reading leaves lets a drafter whose reading takes long prove useful.
+Sources have equal parts of the first two. The newest rounds with drafts count by what is believed now of the times of
+their batch size: so a burst is not charged for long, and a draft that was timed too fast is charged in full once that
+is known. A draft is allowed only if the balance of its source covers its full cost, together with that of the drafts in
+flight. So however wrong expectations are, decoding takes longer than plain decoding by no more than that and the first
+trial of each source, and no source takes the trials of the other. The half of the share that reading leaves lets a
+drafter whose reading takes long prove useful.
 """
 
 from collections import defaultdict

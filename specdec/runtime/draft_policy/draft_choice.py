@@ -4,7 +4,7 @@
 
 Both are known by what was settled, a round or two ago, and only as well as a draft was seen. So the draft of the
 highest *hopeful* rate is chosen: it is the best, or it will soon be known better. Its source must have a balance for
-that (`draft_account.py`).
+that (`draft_account.py`), but for the first trial of each.
 
 Any choice is exact: the target draws the same tokens with any draft.
 """
