@@ -2,9 +2,9 @@
 
 The lower quarter of the newest rounds counts, since whatever else runs on a machine only adds. What was timed when the
 engine was made, or a guess, is one more of them. So a round that takes less is believed at once, and one that takes
-more when it has happened three times. No draft takes less than a plain round: one that does shows that something else
-ran when the plain ones were timed, and the next round is plain. A draft that was never tried may take half of what was
-timed.
+more when it has happened three times. What the draft seen most takes beyond what was timed counts for the others too,
+and one that was never tried may take half. No draft takes less than a plain round: one that does shows that something
+else ran when the times were taken. Those that are kept are dropped, and the next round is plain.
 """
 
 from collections import deque
@@ -66,7 +66,8 @@ class SizeTimes:
     def _believed(self) -> FloatArray:
         plain = low([*self._timed[:1], *self._own[0]])
         first = np.array(self._timed or [plain, *[FIRST_GUESS * plain] * (len(self._own) - 1)])
-        seen = 1 + max(range(len(first) - 1), key=lambda number: len(self._own[number + 1]))
+        counts = [len(own) for own in self._own[1:]]
+        seen = 1 + counts.index(max(counts))  # whose times are known best
         first[1:] *= max(1.0, low([first[seen], *self._own[seen]]) / max(first[seen], 1e-9))
         untried = np.array([number > 0 and not own for number, own in enumerate(self._own)])
         believed = np.array([low([each, *own]) for each, own in zip(first, self._own, strict=True)])
