@@ -9,13 +9,13 @@ without `device=`). On a CPU device and host are one, so it goes by what is aske
 GPU copies between the two are refused as well. What Triton's interpreter does in a kernel's place is not looked at.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
-from tape import tensors_in
+from tape import record, tensors_in
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -42,6 +42,12 @@ def capturable() -> Iterator[None]:
         if triton:
             stack.enter_context(_unwatched_interpreter(functions, operators))
         yield
+
+
+def capture(program: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+    """`record` of a program, in an engine's place of a CUDA capture: raises `HostWork` too."""
+    with capturable():
+        return record(program)
 
 
 class _Functions(TorchFunctionMode):

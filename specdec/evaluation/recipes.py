@@ -43,6 +43,8 @@ READ_BANDWIDTHS = {"H100": 3.09e12, "H200": 4.30e12}
 """Bytes a second, measured: docs/results/2026-11-26-h100.md and 2026-11-22-rounds.md."""
 REQUESTS, TOKENS, CONTEXT = 8, 8192, 1024
 """Requests at a time and tokens of each that memory is told of, and tokens before a step that is timed."""
+REST_BYTES = 3 * 10**9
+"""What an engine takes besides: captures, activations, libraries. From 2.6 to 3.5 GB were measured on an H100."""
 MIN_TOKENS = 1024
 """Fewer are no room for a request."""
 SMALLER = 0.8
@@ -85,13 +87,14 @@ class StepTime:
 class Recipe:
     """The recipe of one published pair.
 
-    weights: bytes by role. groups: K/V of all requests. on_less: advice for a smaller GPU.
+    weights: bytes by role. groups: K/V of all requests. rest: bytes of all else. on_less: advice for a smaller GPU.
     """
 
     pair: Pair
     command: str
     weights: dict[str, int]
     groups: list[dict[str, Any]]
+    rest: int
     cards: list[CardMemory]
     steps: list[StepTime]
     on_less: str
@@ -129,6 +132,7 @@ def recipe(pair: Pair, shrink: Shrink = WHOLE, dtype: torch.dtype = DTYPE, devic
         command(pair),
         weights,
         [group_memory(needs, group) for group in needs.groups.groups],
+        REST_BYTES,
         [card_memory(gigabytes, pair.gpus, needs, config, sum(weights.values())) for gigabytes in CARDS],
         [step_time(pair, gpu, floor) for gpu in READ_BANDWIDTHS],
         on_less(pair),

@@ -67,17 +67,17 @@ class RecurrentProbe:
         """See `RecurrentContext`. Blocks run in tiles: a GPU's library chooses products by how many there are."""
         self.rows[layer] = rows.map(torch.Tensor.float)
         parts = zip(*(probe.rows[layer] for probe in seen), strict=True)
-        found = Recurrence(*(None if None in part else paths.gather(part) for part in parts))  # type: ignore[arg-type]
+        found = [None if None in part else paths.gather(part) for part in parts]
         tiles = []
-        for begin in range(0, len(found.q), ROWS):
+        for begin in range(0, len(paths.exist), ROWS):
             tile = slice(begin, begin + ROWS)
-            exist, part = pad_rows(paths.exist[tile]), found.map(lambda x, tile=tile: pad_rows(x[tile]))
-            places = torch.arange(FOLD, device=exist.device).expand_as(exist)
-            state = part.k.new_zeros((len(exist), part.v.shape[2], part.k.shape[3], part.v.shape[3]))
-            block = Block(state, part.k, torch.zeros_like(part.v), part.g)
-            out, _ = run_blocks(block, NewPlaces(places, exist, part.q, part.v, part.beta))
-            tiles.append(out[torch.arange(len(exist), device=out.device), exist.sum(1) - 1])
-        return torch.cat(tiles)[: len(found.q)]
+            exist, q, k, v, g, beta = (None if x is None else pad_rows(x[tile]) for x in (paths.exist, *found))
+            assert exist is not None and q is not None and k is not None and v is not None and g is not None
+            places = torch.arange(FOLD, device=k.device).expand_as(exist)
+            state = k.new_zeros((len(k), v.shape[2], k.shape[3], v.shape[3]))
+            out, _ = run_blocks(Block(state, k, torch.zeros_like(v), g), NewPlaces(places, exist, q, v, beta))
+            tiles.append(out[torch.arange(len(out), device=out.device), exist.sum(1) - 1])
+        return torch.cat(tiles)[: len(paths.exist)]
 
 
 def convolved_text(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

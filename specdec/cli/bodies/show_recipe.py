@@ -41,6 +41,7 @@ def lines(found: Recipe) -> Iterator[str]:
         pools = (size(count) for count in card.pools.values()) if card.pools else ("-" for _ in found.groups)
         rows.append((f"{card.gigabytes} GB", *pools, str(card.requests), f"{card.tokens:,}"))
     yield text_table(rows)
+    yield f"\nbesides: {size(found.rest)} of captures, activations and libraries, on each GPU"
     yield f"\na plain step of one request of {CONTEXT:,} tokens:"
     yield from map(step_line, found.steps)
     yield f"\non less: {found.on_less}"
