@@ -10,11 +10,13 @@ Every policy meets the same coins: whether the draft at a position is right does
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
 from specdec import SpecConfig
+from specdec.runtime.draft_policy.draft_acceptance import FloatArray
 from specdec.runtime.draft_policy.draft_choice import DraftChoice
 from specdec.runtime.draft_policy.draft_ladder import draft_ladder
 from specdec.runtime.rounds.result import DraftShape
@@ -34,6 +36,7 @@ DRAFTING = {1: 0.11, 8: 0.13, 32: 0.2, 128: 0.44}
 """Milliseconds of these for each level that a model drafts; a lookup takes none."""
 
 
+@cache
 def e4b(shape: DraftShape, batch: int) -> float:
     """Seconds: between measured batch sizes and numbers of nodes in proportion, and beyond them."""
     nodes = batch * (shape.num_nodes - 1)
@@ -77,22 +80,31 @@ class Machine:
 @dataclass(frozen=True)
 class Load:
     """Crowds, one after the other, of `batch` requests that begin together. chance: of a request by its number, how
-    often a draft of the model and of the lookup is right."""
+    often a draft of the model and of the lookup is right. tree_gain: a tree's best path is wrong as often as this many
+    chains are all wrong; 1: trees bring no more than chains."""
 
     chance: Callable[[int], tuple[float, float]]
     batch: int = 1
     tokens: int = 255
     crowds: int = 1
     seed: int = 0
+    tree_gain: float = 1.5
+
+    def coins(self) -> FloatArray:
+        """[source, crowd, request, position]: a draft is right where its coin is below its chance."""
+        shape = 2, self.crowds, self.batch, self.tokens + 300
+        return np.random.default_rng(self.seed).random(shape)
 
 
 class Outcome(NamedTuple):
-    """plain_seconds: of plain rounds for the same tokens. reading: seconds in which the model caught up."""
+    """plain_seconds: of plain rounds for the same tokens. reading: seconds in which the model caught up. quiet_seconds:
+    as it would have been without noise."""
 
     seconds: float
     rounds: Counter[DraftShape]
     plain_seconds: float
     reading: float
+    quiet_seconds: float
     choice: DraftChoice | None = None
 
 
@@ -104,13 +116,35 @@ def chances(p: float, lookup: float = 0.0) -> Callable[[int], tuple[float, float
 
 
 def fixed(machine: Machine, load: Load, shape: DraftShape) -> float:
-    """Seconds with the same draft in every round."""
-    return _play(machine, load, lambda *_, **__: shape, lambda *_: None, lambda *_: None, lambda *_: None).seconds
+    """Seconds with the same draft in every round, without noise. All crowds are played at once."""
+    crowds = np.arange(load.crowds * load.batch).reshape(load.crowds, load.batch)
+    p = _accepted_share(
+        load, shape, np.array([[load.chance(int(i))[shape.by_lookup] for i in crowd] for crowd in crowds])
+    )
+    right = load.coins()[int(shape.by_lookup)] < p[..., None]  # [crowd, B, position]
+    ahead = np.lib.stride_tricks.sliding_window_view(right[..., 1:], max(shape.depth, 1), axis=2)
+    moved = 1 + (np.cumprod(ahead, axis=3).sum(axis=3) if shape.depth else np.zeros_like(right, dtype=np.int64))
+    moved = moved.reshape(crowds.size, -1)
+    at, seconds, unread = np.zeros(crowds.size, dtype=np.int64), 0.0, 0
+    lagging = machine.catch_up is not None and (shape.by_lookup or not shape.depth)
+    while (going := (at < load.tokens)).any():
+        sizes = [machine.size(count) for count in going.reshape(crowds.shape).sum(axis=1).tolist() if count]
+        seconds += sum(machine.seconds(shape, size) for size in sizes)
+        if lagging and unread + shape.depth + 1 > KEPT:
+            seconds, unread = seconds + sum(map(machine.catch_up, sizes)), 0
+        unread += shape.depth + 1
+        at[going] += moved[going, at[going]]
+    return seconds
+
+
+def _accepted_share(load: Load, shape: DraftShape, chance: FloatArray) -> FloatArray:
+    """How often a draft of this shape is right, where a chain's is by this chance."""
+    return chance if shape.topk == 1 else 1 - (1 - chance) ** load.tree_gain
 
 
 def adaptive(machine: Machine, load: Load, shapes: Sequence[DraftShape], *, burst: Sequence[float] = (1.0,)) -> Outcome:
     """The policy of a new engine with these drafts. burst: factors on what was timed of each when it was made."""
-    choice = DraftChoice(shapes, load.batch + 1, captured=machine.captured)
+    choice = DraftChoice(shapes, load.batch + 1)
     if machine.captured:
         for size in {machine.size(count + 1) for count in range(load.batch)}:
             choice.times.timed[size] = np.array(burst) * [machine.seconds(shape, size) for shape in shapes]
@@ -127,9 +161,9 @@ def to_best(machine: Machine, load: Load, spec: SpecConfig, *, lookup: bool = Fa
 
 
 def _play(machine: Machine, load: Load, choose: Policy, learn, begin, caught_up) -> Outcome:  # type: ignore[no-untyped-def]
-    coins = np.random.default_rng(load.seed).random((2, load.crowds, load.batch, load.tokens + 300))
+    coins = load.coins()
     rounds, rows = Counter[DraftShape](), np.arange(load.batch)
-    now = plain = read = 0.0
+    now = plain = read = quiet = 0.0
     for crowd in range(load.crowds):
         chance = np.array([load.chance(crowd * load.batch + i) for i in range(load.batch)]).T  # [source, B]
         at, launched, unread = np.zeros(load.batch, dtype=np.int64), [], 0
@@ -145,12 +179,13 @@ def _play(machine: Machine, load: Load, choose: Policy, learn, begin, caught_up)
                 reading = machine.catch_up(size) * machine.noise(now)
                 caught_up(size, shape, None if machine.captured else reading)
                 now, read, unread = now + reading, read + reading, 0
+                quiet += machine.catch_up(size)
             unread += 0 if by_model or not lagging else shape.depth + 1
-            p = chance[int(shape.by_lookup), going]
-            p = p if shape.topk == 1 else 1 - (1 - p) ** 1.5
+            p = _accepted_share(load, shape, chance[int(shape.by_lookup), going])
             drawn = coins[int(shape.by_lookup), crowd][going[:, None], at[going, None] + 1 + np.arange(shape.depth)]
             accepted = np.cumprod(drawn < p[:, None], axis=1).sum(axis=1) if shape.depth else np.zeros_like(going)
             spent = machine.seconds(shape, size) * machine.noise(now)
+            quiet += machine.seconds(shape, size)
             brought = float(np.minimum(accepted + 1, load.tokens - at[going]).mean())
             plain += machine.seconds(NO_DRAFT, size) * brought
             depth = np.full(len(going), shape.depth)
@@ -159,4 +194,4 @@ def _play(machine: Machine, load: Load, choose: Policy, learn, begin, caught_up)
             at[going] += accepted + 1
             while len(launched) > machine.captured:
                 learn(*launched.pop(0))
-    return Outcome(now, rounds, plain, read)
+    return Outcome(now, rounds, plain, read, quiet)

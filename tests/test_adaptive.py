@@ -9,7 +9,8 @@ import inspect
 
 import numpy as np
 import pytest
-from draft_simulation import E4B, Load, Machine, adaptive, chances, e4b, fixed, mixture, to_best
+from draft_rows import CHAIN, ROWS, TREE, measured
+from draft_simulation import Load, Machine, adaptive, chances, fixed, mixture, to_best
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,16 +20,16 @@ from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.runtime import prompt_timing
 from specdec.runtime.draft_policy import round_timing
 from specdec.runtime.draft_policy.draft_acceptance import MEMORY, Acceptance
-from specdec.runtime.draft_policy.draft_account import MAX_SAVED, SHARE, UNCAPTURED, DraftAccount
+from specdec.runtime.draft_policy.draft_account import MAX_SAVED, SHARE, DraftAccount
 from specdec.runtime.draft_policy.draft_choice import DraftChoice
 from specdec.runtime.draft_policy.draft_ladder import draft_ladder
-from specdec.runtime.draft_policy.round_times import FIRST_GUESS, NEWEST, PLAIN_AGE, RoundTimes
+from specdec.runtime.draft_policy.round_times import FIRST_GUESS, FRESH, NEWEST, RoundTimes
 from specdec.runtime.rounds.result import DraftShape
 from specdec.runtime.rounds.round_shapes import NO_DRAFT
+from specdec.runtime.rounds.unread import KEPT
 
-from marks import deep_cases, each_value, examples, is_deep, pairs, usual
+from marks import deep, deep_cases, each_value, examples, is_deep, pairs
 
-CHAIN, TREE = SpecConfig(4, adaptive=True), SpecConfig(4, 4, 16, adaptive=True)
 LADDER = draft_ladder(CHAIN, captured=True)
 BOTH = draft_ladder(CHAIN, captured=True, lookup=True)
 
@@ -155,29 +156,43 @@ def test_hope_is_above_the_expectation_and_fades_with_what_is_seen():
 # times
 
 
+def timed_size(*seconds):
+    times = RoundTimes(len(seconds))
+    times.timed[8] = np.array(seconds)
+    return times.of_batch(8)
+
+
 def test_a_burst_makes_no_timed_draft_look_worse():
-    """The last round of every draft was slow by chance, and what does not run is not corrected."""
-    times = RoundTimes(3)
-    times.timed[8] = np.array([1.0, 1.5, 2.0])
-    for _ in range(NEWEST):
-        times.learn(2, 8, 9.0)
-    assert times.seconds(8)[0].tolist() == [8.0, 8.5, 9.0]  # context or host, of every draft
-    times.learn(0, 8, 1.25)
-    assert times.seconds(8).tolist() == [[1.25, 1.75, 2.25]] * 2
-    for _ in range(NEWEST):
-        times.learn(0, 16, 9.0)
-    assert times.seconds(8)[0].tolist() == [1.25, 1.75, 2.25]
+    size = timed_size(1.0, 1.5, 2.0)
+    for _ in range(2):
+        size.learn(2, 9.0)
+    assert size.seconds[0].tolist() == [1.0, 1.5, 2.0]
+
+
+def test_what_a_draft_takes_beyond_what_was_timed_the_others_take_too():
+    """Context, host, or rows that route less alike than those that were timed. A plain round is timed for itself."""
+    size = timed_size(1.0, 1.5, 2.0)
+    for _ in range(3):
+        size.learn(2, 3.0)
+    assert size.seconds.tolist() == [[1.0, 2.25, 3.0], [1.0, 1.125, 3.0]]
+    size.learn(1, 2.0)
+    for _ in range(3):
+        size.learn(0, 1.25)
+    assert size.seconds.tolist() == [[1.25, 2.0, 3.0]] * 2
 
 
 def test_times_that_were_taken_next_to_other_work_are_corrected():
-    """A round that takes less than what was timed shows that something else ran meanwhile. None takes at most what the
-    fastest draft takes, even before it has run."""
-    times = RoundTimes(3)
-    times.timed[8] = np.array([5.5, 4.5, 9.0])
-    assert times.seconds(8)[0].tolist() == [4.5, 4.5, 9.0]
-    times.learn(0, 8, 4.0)
-    times.learn(2, 8, 5.0)
-    assert times.seconds(8).tolist() == [[4.0, 4.5, 5.0]] * 2
+    """A draft that takes less than a plain round shows that something else ran meanwhile."""
+    size = timed_size(5.5, 4.5, 9.0)
+    assert size.seconds[0].tolist() == [5.5, 5.5, 9.0] and size.plain_is_due
+    size.learn(0, 4.0)
+    assert size.seconds[0].tolist() == [4.0, 4.5, 9.0] and not size.plain_is_due
+    size.learn(2, 5.0)
+    assert size.seconds[0].tolist() == [4.0, 4.5, 5.0] and not size.plain_is_due
+    size.learn(2, 3.0)
+    assert size.plain_is_due
+    size.learn(0, 2.5)
+    assert size.seconds[0].tolist() == [2.5, 4.5, 3.0] and not size.plain_is_due
 
 
 @pytest.mark.parametrize(("right", "burst"), [(0.0, (1.3, 1, 1, 1, 1)), (0.8, (1, *[1.2] * 4)), (0.8, (2, 1, 1, 1, 1))])
@@ -206,62 +221,100 @@ def test_a_mixture_is_judged_by_how_its_own_rounds_route(timed, real, right):
 
 def test_times_are_learned_where_nothing_is_captured():
     times = RoundTimes(2)
-    assert times.plain_is_due(3) and not times.seconds(3).any()
-    times.learn(0, 3, 2.0)
-    believed, hopeful = times.seconds(3).tolist()
-    assert believed == [2.0, 2.0 * FIRST_GUESS] and hopeful == [2.0, 2.0] and not times.plain_is_due(4)
-    times.learn(1, 4, 99.0)  # a burst
-    assert times.seconds(3)[0].tolist() == [2.0, 4.0 * FIRST_GUESS]
-    times.learn(1, 4, 9.0)
-    assert times.seconds(3)[0].tolist() == [2.0, 9.0]
-    times.learn(1, 4, 5.0)
-    believed, hopeful = times.seconds(3).tolist()
-    assert believed == [2.0, 5.0] and 2.0 < hopeful[1] < 5.0
-    times.learn(1, 4, 1.5)
-    assert times.seconds(3)[0].tolist() == [1.5, 1.5], "a draft never takes less than none"
+    size = times.of_batch(3)
+    assert times.of_batch(4) is size and size.plain_is_due and not size.seconds.any()
+    size.learn(0, 2.0)
+    assert size.seconds.tolist() == [[2.0, 2.0 * FIRST_GUESS], [2.0, 2.0]] and not size.plain_is_due
+    size.learn(1, 99.0)  # a burst
+    assert size.seconds.tolist() == [[2.0, 2.0 * FIRST_GUESS]] * 2
+    for _ in range(3):
+        size.learn(1, 9.0)
+    assert size.seconds.tolist() == [[2.0, 9.0]] * 2
+    for _ in range(3):
+        size.learn(1, 1.95)
+    assert size.seconds[0].tolist() == [2.0, 2.0], "a draft never takes less than none"
 
 
 def test_learned_times_grow_old():
-    times = RoundTimes(2)
-    for number in (0, 1):
-        times.learn(number, 1, 1.0 + number)
+    size = RoundTimes(2).of_batch(1)
+    size.learn(0, 1.0)
     for _ in range(NEWEST):
-        times.learn(1, 1, 2.0)
-    assert times.plain_is_due(1)
+        size.learn(1, 2.0)
+    assert size.seconds[0].tolist() == [1.0, 2.0]
     for _ in range(MEMORY + 1):
-        times.learn(0, 1, 1.0)
-    assert times.seconds(1)[0].tolist() == [1.0, FIRST_GUESS]
-    for _ in range(PLAIN_AGE):
-        assert not times.plain_is_due(1)
-        times.learn(1, 1, 2.0)
-    times.learn(1, 1, 2.0)
-    assert times.plain_is_due(1)
+        size.learn(0, 1.0)
+    assert size.seconds.tolist() == [[1.0, FIRST_GUESS], [1.0, 1.0]]
+
+
+def test_plain_rounds_are_timed_again_soon_at_first_and_ever_more_seldom():
+    size, plain = timed_size(1.0, 2.0), []
+    for number in range(4 * MEMORY):
+        if size.plain_is_due:
+            plain.append(number)
+        size.learn(0 if size.plain_is_due else 1, 1.0 if size.plain_is_due else 2.0)
+    gaps = np.diff(plain)
+    assert plain[0] == FRESH + 1 and (np.diff(gaps) >= 0).all() and gaps[-1] == MEMORY + 2
 
 
 # the account
 
 
 def test_the_account_by_hand():
-    """Plain rounds of 2 seconds. One round of credit; a wrong draft that takes 3 takes 1 of it; two drafts right bring
-    three tokens, 6 seconds of plain rounds for 3."""
-    account = DraftAccount()
-    account.credit_plain(2.0)
-    assert account.balance == 2.0
-    account.settle(3.0, 2.0, 1.0)
-    assert account.balance == pytest.approx(1.0 + 0.03)
-    account.settle(3.0, 2.0, 3.0)
-    assert account.balance == pytest.approx(4.0 + 0.06)
+    """Plain rounds of 2 seconds. A wrong draft that takes 3 takes 1; one of which two drafts are right brings three
+    tokens, 6 seconds of plain rounds for 3. Old rounds fade."""
+    account, size = DraftAccount([0, 0]), timed_size(2.0, 3.0)
+    account.settle(size, 1, 1.0)
+    assert account.balance == pytest.approx(-1.0 + 0.03)
+    account.settle(size, 1, 3.0)
+    assert account.balance == pytest.approx(2.0 + 0.06, rel=0.01)
+    account.settle(size, 1, 0)  # a request had fixed it
+    assert account.balance == pytest.approx(2.0 + 0.09, rel=0.01)
     for _ in range(100):
-        account.settle(3.0, 2.0, 5.0)
-    assert account.balance == MAX_SAVED * 2.0
-    account.credit_plain(2.0)  # nothing for what was credited before
-    assert account.balance == MAX_SAVED * 2.0
-    account.charge(100.0, due=True)  # no more than half of the share of what was settled
-    assert account.balance == pytest.approx(MAX_SAVED * 2.0 - 102 * 3.0 * SHARE / 2)
-    account.charge(1.0, due=False)
-    assert account.balance == pytest.approx(MAX_SAVED * 2.0 - 102 * 3.0 * SHARE / 2 - 1.0)
-    account.settle(1.0, 1.0, 1.0)  # fewer requests: what was saved is worth no more rounds of them
+        account.settle(size, 1, 5.0)
+    assert account.balance == pytest.approx(MAX_SAVED * 2.0)
+    account.charge(size, 100.0, due=True)  # no more than half of the share of the rounds since
+    assert account.balance == pytest.approx(MAX_SAVED * 2.0 - KEPT * 2.0 * SHARE / 2)
+    account.charge(size, 1.0, due=False)
+    assert account.balance == pytest.approx(MAX_SAVED * 2.0 - KEPT * 2.0 * SHARE / 2 - 1.0)
+    account.settle(timed_size(1.0, 1.0), 0, 1.0)  # fewer requests: what was saved is worth no more rounds of them
     assert account.balance == MAX_SAVED
+
+
+def test_a_loss_lasts_as_rounds_fade():
+    account, size = DraftAccount([0, 0]), timed_size(2.0, 9.0)
+    account.settle(size, 1, 1.0)
+    for _ in range(200):
+        account.settle(size, 0, 1.0)
+    assert account.balance == pytest.approx(-7.0 + SHARE * (9.0 + 200 * 2.0))
+
+
+def test_rounds_are_charged_by_what_is_believed_of_them_now():
+    """A draft that was timed too fast is charged in full once that is known; a burst is not charged."""
+    account, size = DraftAccount([0, 0]), timed_size(2.0, 3.0)
+    for _ in range(3):
+        size.learn(1, 9.0)
+        account.settle(size, 1, 1.0)
+    assert account.balance == pytest.approx(3 * (2.0 - 9.0), rel=0.02)
+    size.learn(1, 3.0)
+    account.settle(size, 0, 1.0)
+    assert account.balance == pytest.approx(3 * (2.0 - 3.0), abs=0.2)
+
+
+def test_gains_that_were_too_dear_block_no_draft_later():
+    """Plain rounds seem ten times as long in a burst, and what drafts gain in them too."""
+    account, size = DraftAccount([0, 0]), timed_size(20.0, 30.0)
+    for _ in range(100):
+        account.settle(size, 1, 5.0)
+    size.learn(1, 3.0)
+    size.learn(0, 2.0)
+    account.settle(size, 0, 1.0)
+    assert account.balance > 0
+
+
+def test_no_source_takes_the_trials_of_the_other():
+    account = DraftAccount([0, 0, 1])
+    account.settle(timed_size(2.0, 9.0, 3.0), 1, 1.0)
+    assert account.balance.tolist() == pytest.approx([0.045 - 7.0, 0.045])
 
 
 @settings(max_examples=examples(30, 300))
@@ -287,8 +340,7 @@ def test_whatever_comes_drafts_cost_no_more_than_the_account_says(seed, timed):
     outcome = adaptive(machine, load, shapes)
     plain = machine.seconds(NO_DRAFT, 4)
     worst = max(machine.seconds(shape, 4) for shape in shapes) - plain
-    factor = 1 if timed else UNCAPTURED
-    allowed = (1 + factor * SHARE) * outcome.plain_seconds + factor * plain + outcome.reading
+    allowed = (1 + SHARE) * outcome.plain_seconds + plain + outcome.reading
     surprises = 2 if timed else 6  # a first draft of each source, where nothing is timed in each batch size
     assert outcome.seconds <= allowed + surprises * worst + 1e-9
 
@@ -296,33 +348,40 @@ def test_whatever_comes_drafts_cost_no_more_than_the_account_says(seed, timed):
 # the choice as a whole
 
 
-BARS = [
-    *(("chain", batch, right, 0.0) for batch in E4B for right in (0.0, 0.3, 0.45, 0.8)),
-    *(("tree", batch, right, 0.0) for batch in E4B for right in (0.0, 0.3, 0.45, 0.8)),
-    *(("lagging", batch, right, 0.0) for batch in (1, 32) for right in (0.0, 0.45)),
-    *(("lookup", batch, *right) for batch in E4B for right in ((0.0, 0.8), (0.3, 0.45), (0.8, 0.3), (0.8, 0.0))),
-]
+measured_row = functools.cache(lambda name, seed: measured(ROWS[name], seed)[:2])
+USUAL = list(ROWS)[::25]
 
 
-@functools.cache
-def ratios(kind, batch, right, looked_up):
-    machine = Machine(catch_up=(lambda size: 0.1 * e4b(NO_DRAFT, size)) if kind == "lagging" else None)
-    load = Load(chances(right, looked_up), batch=batch, crowds=max(1, 8 // batch), tokens=255)
-    return to_best(machine, load, TREE if kind == "tree" else CHAIN, lookup=kind == "lookup")
+def ratios(names):
+    """[row, 2, seed]: how many times as fast as the best fixed draft, and as plain decoding."""
+    seeds = range(examples(4, 8))
+    return np.array([[measured_row(name, seed) for seed in seeds] for name in names]).swapaxes(1, 2)
 
 
-USUAL = [case for case in BARS if case[1] in (8, 128) or (case[0] == "lagging" and case[1] == 32)]
-
-
-@pytest.mark.parametrize(("kind", "batch", "right", "looked_up"), usual(BARS, lambda *case: case in USUAL))
-def test_no_slower_than_plain_by_two_percent_and_near_the_best_fixed_draft(kind, batch, right, looked_up):
-    best, plain, outcome = ratios(kind, batch, right, looked_up)
-    assert best > 0.95, outcome.rounds
-    assert plain > 0.98 or right > 0, outcome.rounds
+@pytest.mark.parametrize("name", [name if name in USUAL else deep(name) for name in ROWS])
+def test_no_slower_than_plain_by_two_percent_and_near_the_best_fixed_draft(name):
+    best, plain = ratios([name])[0]
+    assert best.mean() > 0.95, best
+    if ROWS[name].never_right:
+        assert plain.min() > (0.98 if ROWS[name].machine.captured else 0.96), plain
 
 
 def test_the_mean_is_near_the_best_fixed_draft():
-    assert np.mean([ratios(*case)[0] for case in (BARS if is_deep() else USUAL)]) > 0.97
+    assert ratios(ROWS if is_deep() else USUAL)[:, 0].mean() > 0.97
+
+
+@pytest.mark.parametrize("batch", [1, 32])
+def test_trees_that_bring_no_more_than_chains_cost_little(batch):
+    """Regression: 0.94 and 0.88 of the best fixed draft at one request, which was a chain of 2."""
+    names = [f"vain tree of 16, {batch} requests, right {right}" for right in (0.45, 0.8)]
+    assert (ratios(names)[:, 0].mean(axis=1) > 0.95).all(), ratios(names)
+
+
+@pytest.mark.parametrize("batch", [8, 32])
+def test_drafts_that_were_all_timed_too_slow_are_tried(batch):
+    """Regression: all drafts were timed at twice what they take, seemed not to pay, and never ran: 0.86 of the best."""
+    best, plain = ratios([f"all drafts timed at 2x, {batch} requests, right 0.3"])[0]
+    assert best.min() > 0.93 and plain.min() > 1.05, (best, plain)
 
 
 @pytest.mark.parametrize("right", [0.0, 0.05, 0.8])
@@ -367,6 +426,16 @@ def test_a_draft_in_flight_is_covered_by_the_same_balance():
     assert choice.choose(rows(1), np.array([4]), 1, NO_DRAFT, unsettled=[first]) == NO_DRAFT
 
 
+def test_one_trial_at_a_time():
+    """A draft of which no round is settled may seem better only until one is."""
+    choice = DraftChoice(LADDER[:2], 1)
+    choice.times.timed[1] = np.array([1.0, 1.48])
+    first = choice.choose(rows(1), np.array([4]), 1, NO_DRAFT)
+    assert first == LADDER[1]
+    assert choice.choose(rows(1), np.array([4]), 1, NO_DRAFT, unsettled=[first]) == NO_DRAFT
+    assert choice.choose(rows(1), np.array([4]), 1, NO_DRAFT) == first
+
+
 def test_catching_up_is_no_cost_of_a_lookup():
     choice = DraftChoice(BOTH, 2)
     choice.times.timed[1] = np.array([1.0, 1.1, 1.2, 1.3, 1.4, 1.2, 1.4])
@@ -374,6 +443,7 @@ def test_catching_up_is_no_cost_of_a_lookup():
     for number in (4, 6):
         for _ in range(40):
             choice.learn(BOTH[number], 1, 1.4, rows(1), np.array([4]), np.array([4]), 5.0)
+    choice.learn(NO_DRAFT, 1, 1.0, rows(1), np.array([0]), np.array([0]), 1.0)
     chosen = [choice.choose(rows(1), np.array([4]), 1, NO_DRAFT, unread=1) for _ in range(20)]
     assert set(chosen[2:]) <= {NO_DRAFT, *BOTH[5:]} and BOTH[6] in chosen
 

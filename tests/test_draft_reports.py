@@ -134,7 +134,7 @@ def taught(draft_seconds, accepted, times=40):
     choice.times.timed[1] = np.array([1.0, 1.0 + draft_seconds])
     for _ in range(times + 1):
         choice.choose(row, one * 9, 1, NO_DRAFT)
-        choice.account.balance = -9.0
+        choice.account.balance[:] = -9.0
         choice.learn(choice.shapes[1], 1, 1.0 + draft_seconds, row, one * accepted, one, 0.0)
     choice.choose(row, one * 9, 1, NO_DRAFT)
     return choice
@@ -146,7 +146,7 @@ def test_the_reason_that_drafts_are_off_says_what_was_tried():
 
 def test_the_reason_that_drafts_are_off_says_what_they_would_bring_and_take():
     off = taught(2.0, 1).use().off
-    assert "a chain of 1 is expected to bring 1.9" in off and "3000.00 ms, no draft 1 in 1000.00 ms" in off
+    assert "a chain of 1 is expected to bring 2.00" in off and "3000.00 ms, no draft 1 in 1000.00 ms" in off
     assert "does not cover" not in off
     assert "does not cover its risk" in taught(0.5, 1).use().off
 

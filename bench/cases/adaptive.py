@@ -103,8 +103,7 @@ def forget(engine: Engine) -> None:
     """The choice is that of a new engine: it knows what was timed when the engine was made, no more."""
     known = engine.steps.choice
     assert known is not None
-    captured = engine.steps.graphs is not None
-    engine.steps.choice = DraftChoice(known.shapes, engine.table.max_requests + 1, captured=captured)
+    engine.steps.choice = DraftChoice(known.shapes, engine.table.max_requests + 1)
     engine.steps.choice.times.timed.update(known.times.timed)
     engine.steps.choice.times.catching_up.update(known.times.catching_up)
 

@@ -67,7 +67,7 @@ class Steps:
         adaptive = spec.adaptive and round.worker is not None
         captured, num_rows = graphs is not None, self.table.max_requests + 1
         shapes = draft_ladder(spec, captured=captured, lookup=round.has_lookup)
-        self.choice = DraftChoice(shapes, num_rows, captured=captured) if adaptive else None
+        self.choice = DraftChoice(shapes, num_rows) if adaptive else None
         round.masks.max_nodes = max(spec.num_nodes, 1 + MAX_FORCED_TOKENS)
 
     def restart(self, requests: Sequence[Request]) -> None:

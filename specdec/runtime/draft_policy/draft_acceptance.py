@@ -1,18 +1,16 @@
-r"""Expected tokens of a draft, learned from the drafts that were accepted.
+"""Expected tokens of a draft, learned from the drafts that were accepted.
 
-    chance[c, i]     that depth i + 1 of a draft of class c is accepted where depth i was, over all requests. Chains are
-                     one class, since a long one begins as a short one does; each tree is its own. The drafts of a
-                     lookup have classes of their own
-    odds             of a row and a source (model, lookup): how much better its drafts do than the engine's, as a factor
-                     on p / (1 - p)
-    tokens           1 + p_1 + p_1 p_2 + ...      p_i: the chance with the row's odds
+    chance    that depth i + 1 of a draft is accepted where depth i was
+                  over all requests, by class: chains are one class, since a long one begins as a short one does; each
+                  tree is its own; those of a lookup have classes of their own
+                  of a request, by source (model, lookup): the engine's chance counts as ROW_WEIGHT drafts
+    tokens    1 + p_1 + p_1 p_2 + ...      p_i: the chance of the request at depth i
 
 A depth counts only where it was reached. Counts fade, so that old ones become uncertain again. State lies by row of the
 request table; a row begins anew with each request.
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -23,16 +21,13 @@ from specdec.runtime.rounds.result import DraftShape
 FloatArray = npt.NDArray[np.float64]
 
 MEMORY = 512
-"""Drafts of a depth that the engine remembers at most, and rounds after which counts have faded to a third."""
+"""Rounds after which the engine's counts have faded to a third."""
 
 ROW_WEIGHT = 4.0
-"""Drafts for which the engine's chances count in a row's odds."""
+"""Drafts for which the engine's chances count in a row's."""
 
 ROW_MEMORY = 64
-"""Drafts of a source that a row remembers at most."""
-
-HOPE = 1.0
-"""Standard errors, about, by which a hopeful chance lies above the expected one."""
+"""Drafts of a source and depth that a row remembers at most."""
 
 
 class Acceptance:
@@ -47,57 +42,44 @@ class Acceptance:
         self._others = same.astype(np.float64) - np.eye(len(found))  # [C, C]
         self._depth_of = np.array([shape.depth for shape in shapes])
         self._levels = np.arange(max(self._depth_of))
-        self._right = np.zeros((len(found), len(self._levels)))  # [C, D]: accepted,
-        self._tried = np.zeros_like(self._right)  # of those whose parent was
-        # [source, 4, R]: accepted and rejected drafts, and how many of each the engine's chances foretold
-        self._row = np.zeros((2, 4, num_rows))
+        self._counts = np.zeros((2, len(found), len(self._levels)))  # [2, C, D]: accepted, and tried
+        self._row_counts = np.zeros((2, 2, num_rows, len(self._levels)))  # [2, source, R, D]
 
     def begin_rows(self, rows: IntArray) -> None:
         """These rows [B] have new requests."""
-        self._row[:, :, rows] = 0
+        self._row_counts[:, :, rows] = 0
 
     @property
     def chance(self) -> FloatArray:
         """[C, D]: two drafts more than were seen count, as the other classes of the source have it, or one half."""
-        other = (1 + self._others @ self._right) / (2 + self._others @ self._tried)
-        chance: FloatArray = (self._right + 2 * other) / (self._tried + 2)
+        (right, tried), (other_right, other_tried) = self._counts, self._others @ self._counts
+        chance: FloatArray = (right + 2 * (1 + other_right) / (2 + other_tried)) / (tried + 2)
         return chance
 
     def learn(self, number: int, rows: IntArray, accepted: IntArray, most: IntArray) -> None:
         """Rows [B] accepted so many drafts [B] of the draft of this number, and could accept `most` [B]."""
         kind, depth = self._class_of[number], self._depth_of[number]
         limit = np.minimum(most, depth)
-        num_right = np.minimum(accepted, limit)  # [B]
-        num_tried = np.minimum(accepted + 1, limit)  # one more was rejected, if there was one
-        foretold = np.array([0.0, *accumulate(self.chance[kind, :depth].tolist())])[num_tried]
-        source = self._source_of[kind]
-        counts = self._row[source][:, rows]  # [4, B]
-        counts += (num_right, num_tried - num_right, foretold, num_tried - foretold)
-        self._row[source][:, rows] = counts * np.where(counts[0] + counts[1] > ROW_MEMORY, 0.5, 1.0)
-        level = self._levels[:depth, None]
-        self._right[kind, :depth] += np.count_nonzero(level < num_right, axis=1)
-        self._tried[kind, :depth] += np.count_nonzero(level < num_tried, axis=1)
+        reached = np.array([np.minimum(accepted, limit), np.minimum(accepted + 1, limit)])  # one more was rejected
+        counts = self._levels < reached[..., None]  # [2, B, D]
+        own = self._row_counts[:, self._source_of[kind], rows] + counts
+        self._row_counts[:, self._source_of[kind], rows] = own * np.where(own[1] > ROW_MEMORY, 0.5, 1.0)
+        self._counts[:, kind] += counts.sum(axis=1)
 
     def fade(self) -> None:
         """A round has gone by."""
-        kept = np.minimum(1 - 1 / MEMORY, MEMORY / np.maximum(self._tried, 1))
-        self._right *= kept
-        self._tried *= kept
+        self._counts *= 1 - 1 / MEMORY
 
     def tokens(self, rows: IntArray, most: IntArray) -> FloatArray:
-        """[2, K]: what each draft is expected to bring, and may be hoped to, the bonus included, where rows [B] accept
-        at most `most` [B]. The mean over rows is the geometric one: hard requests stay longest, and a draft that is
-        good for easy ones alone holds them up."""
-        right, wrong, foretold, foretold_wrong = (self._row[:, :, rows] + ROW_WEIGHT).swapaxes(0, 1)  # [source, B]
-        odds = right * foretold_wrong / (wrong * foretold)
-        doubt = 1 / np.sqrt((1 + right + wrong - 2 * ROW_WEIGHT) * len(rows))  # not all are lucky
-        chance = self.chance
-        high = np.minimum(chance + HOPE * np.sqrt(chance * (1 - chance) / (self._tried + 2)), 1 - 1e-4)
-        both = np.array([chance, high])
-        both_odds = np.array([odds, odds * np.exp(HOPE * doubt)])[:, self._source_of].swapaxes(1, 2)  # [2, B, C]
-        of_row = both_odds[..., None] * (both / (1 - both))[:, None]  # [2, B, C, D]
-        of_row /= 1 + of_row
-        reach = np.cumprod(of_row, axis=3) * (self._levels < most[:, None])[:, None]
-        brought = np.cumsum(np.insert(reach, 0, 1.0, axis=3), axis=3)[:, :, self._class_of, self._depth_of]  # [2, B, K]
-        mean: FloatArray = np.exp(np.log(brought).mean(axis=1))
+        """[2, K]: tokens that each draft is expected to bring, and may be hoped to: one standard error of the engine's
+        chance and of the row's more. The bonus is included, and rows [B] accept at most `most` [B]. The mean over rows
+        is geometric: hard requests stay longest, and a draft that is good for easy ones alone holds them up."""
+        right, tried = self._row_counts[:, self._source_of][:, :, rows]  # [C, B, D]
+        tried = tried + ROW_WEIGHT
+        chance = (right + ROW_WEIGHT * self.chance[:, None]) / tried
+        errors = 1 / np.sqrt(self._counts[1] + 2)[:, None] + 1 / np.sqrt(tried * len(rows))  # not all are lucky
+        high = np.minimum(chance + np.sqrt(chance * (1 - chance)) * errors, 1.0)
+        reach = np.cumprod([chance, high], axis=3) * (self._levels < most[:, None])
+        brought = np.cumsum(np.insert(reach, 0, 1.0, axis=3), axis=3)  # [2, C, B, 1 + D]
+        mean: FloatArray = np.exp(np.log(brought).mean(axis=2))[:, self._class_of, self._depth_of]
         return mean

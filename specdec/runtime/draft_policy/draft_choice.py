@@ -3,9 +3,8 @@
     rate[draft] = tokens[draft] / seconds[draft]
 
 Both are known by what was settled, a round or two ago, and only as well as a draft was seen. So the draft of the
-highest *hopeful* rate is chosen: it is the best, or it will soon be known better. Where none is expected to be best,
-the hopeful source tries its smallest draft. A source that was never tried is tried first. Each choice but these first
-ones must be covered by the account (`draft_account.py`).
+highest *hopeful* rate is chosen: it is the best, or it will soon be known better. Its source must have a balance for
+that (`draft_account.py`), but for the first trial of each.
 
 Any choice is exact: the target draws the same tokens with any draft.
 """
@@ -22,28 +21,28 @@ from specdec.runtime.draft_policy.round_times import RoundTimes
 from specdec.runtime.rounds.result import DraftShape
 from specdec.runtime.rounds.unread import KEPT
 
-EDGE = 0.02
-"""Share by which the rate of a draft must be above that of none: as far as the times of both are known."""
+EDGE = 1.02
+"""Rate of a draft, to that of none, from which it is better: as far as the times of both are known."""
 
 
 class DraftChoice:
     """Chooses and learns for one engine. shapes: its drafts, the first is none."""
 
-    def __init__(self, shapes: Sequence[DraftShape], num_rows: int, *, captured: bool = True) -> None:
+    def __init__(self, shapes: Sequence[DraftShape], num_rows: int) -> None:
         self.shapes = shapes
         self.times = RoundTimes(len(shapes))
         self.acceptance = Acceptance(shapes, num_rows)
-        self.account = DraftAccount(captured=captured)
-        self._numbers = {shape: number for number, shape in enumerate(shapes)}
-        self._by_model = np.array([shape.num_steps > 0 and not shape.by_lookup for shape in shapes], dtype=np.float64)
-        self._untried = {shape.by_lookup for shape in shapes[1:]}
-        self._rounds = [0] * len(shapes), [0] * len(shapes)  # chosen as the best, and tried
-        self._batches: set[int] = set()
+        self._by_model = np.array([shape.num_steps > 0 and not shape.by_lookup for shape in shapes])
+        self._edge = np.array([1.0, *[EDGE] * (len(shapes) - 1)])
+        sources = sorted({shape.by_lookup for shape in shapes[1:]})
+        self._source = [0, *(sources.index(shape.by_lookup) for shape in shapes[1:])]
+        self._untried = list(range(len(sources)))
+        self.account = DraftAccount(self._source)
+        self._rounds = [0] * len(shapes), [0] * len(shapes)  # all, and those that were trials
         self._judged = self._begun = 0  # drafts of rows, and those whose first token was accepted
         self._last: tuple[int, Sequence[float], Sequence[float]] = (0, (), ())
         self._best = 0  # of the newest choice, a trial apart
         self._is_timed = False
-        self._edge = np.array([1.0, *[1 + EDGE] * (len(shapes) - 1)])
 
     def begin(self, rows: IntArray) -> None:
         """These rows have new requests."""
@@ -65,49 +64,41 @@ class DraftChoice:
         tokens of a row that the model has to read before it drafts. unsettled: drafts of the rounds in flight.
         """
         self.acceptance.fade()
-        reading = self._by_model * (self.times.catching_up.get(batch, 0.0) if unread else 0.0)
-        believed = self.times.seconds(batch)  # [2, K]
-        taken, is_timed = believed[0], not self.times.plain_is_due(batch)
+        times = self.times.of_batch(batch)
+        cost = times.seconds[0] - times.seconds[0, 0]
+        self._is_timed = bool(times.seconds[0, 0])
+        seconds = times.seconds if self._is_timed else np.ones_like(times.seconds)
+        if unread:  # read after KEPT tokens anyway
+            seconds = seconds + self._by_model * self.times.catching_up.get(batch, 0.0) / KEPT
         tokens = self.acceptance.tokens(rows, most)  # [2, K]
-        # it is read after KEPT tokens anyway; a round that was never timed takes one
-        seconds = np.where(believed > 0, believed, 1.0) + reading / KEPT
         rate, hope = (tokens / seconds / self._edge).tolist()
-        lost = (taken - taken[0] + reading).tolist()  # if nothing is accepted
-        drafts = range(1, len(self.shapes))
+        drafts = range(len(self.shapes))
         if least.num_nodes > 1:
-            allowed = [number for number in drafts if covers(self.shapes[number], least)]
-            best = chosen = max(allowed, key=rate.__getitem__)
-        elif not is_timed:
+            best = chosen = max((k for k in drafts if covers(self.shapes[k], least)), key=rate.__getitem__)
+        elif times.plain_is_due and self.shapes[0] not in unsettled:
             best = chosen = 0
+        elif self._untried:  # the smallest draft of a source, once, whatever it takes
+            best, chosen = 0, self._source.index(self._untried.pop(0), 1)
         else:
-            self.account.credit_plain(float(taken[0]))
-            balance = self.account.balance - sum(lost[self._numbers.get(shape, 0)] for shape in unsettled)
-            allowed = [0, *(number for number in drafts if lost[number] <= balance)]
-            best = max(allowed, key=rate.__getitem__)
-            chosen = self._trial(best, hope, lost, allowed)
-        self._rounds[int(chosen != best)][chosen] += 1
-        self._batches.add(batch)
+            left = self.account.balance + self.times.longest_plain / len(self.account.balance)
+            for shape in unsettled:
+                number = self._number(shape)
+                left[self._source[number]] -= cost[number]
+            allowed = [k for k in drafts if k == 0 or cost[k] <= left[self._source[k]]]
+            best, chosen = max(allowed, key=rate.__getitem__), max(allowed, key=hope.__getitem__)
+            if self.shapes[chosen] in unsettled:  # it will be known better, and one trial is enough for that
+                chosen = best
+        self._rounds[0][chosen] += 1
+        self._rounds[1][chosen] += chosen != best
         self._last = len(rows), tokens[0].tolist(), (1e3 * seconds[0]).tolist()
-        self._best, self._is_timed = best, is_timed
+        self._best = best
         return self.shapes[chosen]
 
-    def _trial(self, best: int, hope: Sequence[float], lost: Sequence[float], allowed: Sequence[int]) -> int:
-        """The best draft, or one that may be better."""
-        drafts = range(1, len(self.shapes))
-        if self._untried:
-            source = min(self._untried)
-            self._untried.remove(source)
-            return min((number for number in drafts if self.shapes[number].by_lookup == source), key=lost.__getitem__)
-        trial = max(range(len(self.shapes)), key=hope.__getitem__)
-        if best == 0 and trial:  # the source of most hope for what its smallest hopeful draft may lose
-            worth: dict[int, float] = {}
-            for source in (False, True):
-                hopeful = [each for each in drafts if self.shapes[each].by_lookup == source and hope[each] > hope[0]]
-                if hopeful:
-                    smallest = min(hopeful, key=lost.__getitem__)
-                    worth[smallest] = (max(hope[each] for each in hopeful) - hope[0]) / max(lost[smallest], 1e-9)
-            trial = max(worth, key=worth.__getitem__)
-        return trial if trial in allowed else best
+    def _number(self, shape: DraftShape) -> int:
+        """Of this draft; of the smallest that covers it if it was shortened, since no request could use more."""
+        if not shape.num_steps:
+            return 0
+        return next(number for number, each in enumerate(self.shapes) if covers(each, shape))
 
     def learn(
         self,
@@ -121,31 +112,21 @@ class DraftChoice:
     ) -> None:
         """A round with this draft is settled. accepted, most: drafts of each row [B]. brought: tokens that requests
         gained by it, on average; 0: a request had fixed its draft, so that it is no gain or loss of the choice."""
-        number = self._numbers.get(shape) if shape.num_steps else 0
-        if number is None:  # shortened, since no request could use more
-            number, seconds = self._whole_of(shape, batch, seconds)
-        self.times.learn(number, batch, seconds)
+        number, times = self._number(shape), self.times.of_batch(batch)
+        if number == 0 or shape == self.shapes[number]:
+            times.learn(number, seconds)
         if number and len(rows):
             self.acceptance.learn(number, rows, accepted, most)
             self._judged += len(rows)
             self._begun += int(np.count_nonzero(accepted))
-        taken = self.times.seconds(batch)[0].tolist()
-        if number == 0 or brought:
-            self.account.settle(taken[number], taken[0], brought if number else 1.0)
-
-    def _whole_of(self, shape: DraftShape, batch: int, seconds: float) -> tuple[int, float]:
-        """The number of the draft that was shortened to this one, and the seconds of a round with all its nodes."""
-        number = next(number for number, each in enumerate(self.shapes) if covers(each, shape))
-        plain = float(self.times.seconds(batch)[0, 0])
-        longer = (self.shapes[number].num_nodes - 1) / (shape.num_nodes - 1)
-        return number, plain + max(0.0, seconds - plain) * longer
+        self.account.settle(times, number, brought if number else 1.0)
 
     def caught_up(self, batch: int, draft: DraftShape, seconds: float | None) -> None:
         """The model has read unread tokens before a round with this draft. seconds: None, as long as was timed."""
         if seconds is not None:
             self.times.catching_up[batch] = seconds
-        by_model = draft.num_steps > 0 and not draft.by_lookup
-        self.account.charge(self.times.catching_up.get(batch, 0.0), due=not by_model)
+        due = not draft.num_steps or draft.by_lookup
+        self.account.charge(self.times.of_batch(batch), self.times.catching_up.get(batch, 0.0), due=due)
 
     @property
     def off(self) -> str:
@@ -159,11 +140,10 @@ class DraftChoice:
 
     def use(self) -> DraftUse:
         """The use of drafts, as it is now."""
-        milliseconds = {batch: (1e3 * self.times.seconds(batch)[0]).tolist() for batch in sorted(self._batches)}
-        best, tried = self._rounds
-        rounds = [sum(counts) for counts in zip(best, tried, strict=True)]
+        milliseconds = {size: (1e3 * times.seconds[0]).tolist() for size, times in sorted(self.times.by_size.items())}
+        rounds, tried = map(list, self._rounds)
         chance = self.acceptance.chance[0].tolist()
-        return DraftUse(self.shapes, rounds, list(tried), milliseconds, chance, self._last, self.off)
+        return DraftUse(self.shapes, rounds, tried, milliseconds, chance, self._last, self.off)
 
 
 def covers(shape: DraftShape, least: DraftShape) -> bool:
