@@ -29,10 +29,10 @@ SPAN = 64
 
 
 class Parts(NamedTuple):
-    """An operand of products: a sum of `number` numbers of a type. Of two, the product of the smaller ones is left
+    """Operands of products: sums of `count` numbers of a type. Of two parts, the product of the smaller ones is left
     out."""
 
-    number: int
+    count: int
     dtype: torch.dtype
 
 

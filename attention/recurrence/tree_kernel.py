@@ -156,79 +156,74 @@ def tree_kernel(
             node = tl.min(tl.where(crossing, o_node, NODES), axis=0)
             crossing = crossing & (o_node != node)
             level = (tl.load(p_positions + node) + 1 - first) // FOLD
+        above = tl.load(
+            p_ancestors + node * stride_node + o_node, mask=o_node < tl.where(level > 0, num_nodes, 0), other=0
+        )
+        state = load_tile(p_tile, first, o_k, m_v, K_DIM, V_DIM)
+        for i_block in range(level):  # of the path to `node`
+            path_k, path_u, path_g = load_path(
+                p_k, p_g, p_pool_k, p_pool_u, p_pool_g, p_table, p_write, stride_k, stride_g, begin,
+                first + i_block * FOLD + o_place, start, above, all_positions, o_node, o_k, o_v,
+                HEADS, KEY_HEADS, K_DIM, V_DIM, PAGE,
+            )  # fmt: skip
+            state = fold_tile(state, path_k, path_u, path_g, o_place, PRECISION)
+        # what is committed of the block, if it is the first
+        num_old = tl.where(level == 0, start - first, 0)
+        m_old = o_place < num_old
+        old_slots = slots_at(p_table, begin, first + o_place, m_old, PAGE)
+        old_g = as_integer(tl.load(p_pool_g + old_slots * HEADS, mask=m_old, other=0.0))
+        old_total = tl.cumsum(old_g, axis=0)
+        old_u = load_rows(p_pool_u, old_slots, HEADS * V_DIM, o_v, m_old, V_DIM)
         for i_rows in range(0, NODES, FOLD):
             rows = i_rows + o_place
             exists = in_item(p_positions, p_ancestors, stride_node, num_nodes, rows, first, node, level, FOLD)
-            if tl.max(exists.to(tl.int32), axis=0) > 0:
-                above = tl.load(
-                    p_ancestors + node * stride_node + o_node, mask=o_node < tl.where(level > 0, num_nodes, 0), other=0
-                )
-                state = load_tile(p_tile, first, o_k, m_v, K_DIM, V_DIM)
-                for i_block in range(level):  # of the path to `node`
-                    path_k, path_u, path_g = load_path(
-                        p_k, p_g, p_pool_k, p_pool_u, p_pool_g, p_table, p_write, stride_k, stride_g, begin,
-                        first + i_block * FOLD + o_place, start, above, all_positions, o_node, o_k, o_v,
-                        HEADS, KEY_HEADS, K_DIM, V_DIM, PAGE,
-                    )  # fmt: skip
-                    state = fold_tile(state, path_k, path_u, path_g, o_place, PRECISION)
-                # what is committed of the block, if it is the first
-                num_old = tl.where(level == 0, start - first, 0)
-                m_old = o_place < num_old
-                old_slots = slots_at(p_table, begin, first + o_place, m_old, PAGE)
-                old_g = as_integer(tl.load(p_pool_g + old_slots * HEADS, mask=m_old, other=0.0))
-                old_total = tl.cumsum(old_g, axis=0)
-                old_u = load_rows(p_pool_u, old_slots, HEADS * V_DIM, o_v, m_old, V_DIM)
-                v = load_rows(p_v, rows, stride_v, o_v, exists, V_DIM)
-                g = tl.load(p_g + rows * stride_g, mask=exists, other=0.0).to(tl.float32)
-                beta = tl.zeros_like(g)
-                if CORRECTED:
-                    beta = tl.load(p_beta + rows * stride_beta, mask=exists, other=0.0).to(tl.float32)
-                p_above = p_ancestors + rows[:, None] * stride_node
-                seen = tl.load(p_above + rows[None, :], mask=exists[:, None] & exists[None, :], other=0) != 0
-                total = tl.sum(tl.where(seen, as_integer(g)[None, :], 0), axis=1) + tl.sum(old_g, axis=0)
-                if NODES > FOLD:
-                    for i_columns in range(0, i_rows, FOLD):
-                        others = i_columns + o_place
-                        inside = in_item(
-                            p_positions, p_ancestors, stride_node, num_nodes, others, first, node, level, FOLD
-                        )
-                        other = exists[:, None] & inside[None, :]
-                        other = tl.load(p_above + others[None, :], mask=other, other=0) != 0
-                        other_g = tl.load(p_g + others * stride_g, mask=inside, other=0.0).to(tl.float32)
-                        total += tl.sum(tl.where(other, as_integer(other_g)[None, :], 0), axis=1)
-                k = load_keys(p_k, rows, stride_k, o_k, exists, K_DIM)
-                q = load_keys(p_q, rows, stride_q, o_k, exists, K_DIM)
-                known = decay_of(total)[:, None] * product_of(k, state, PRECISION)
-                out = decay_of(total)[:, None] * product_of(q, state, PRECISION)
-                old_k = load_keys(p_pool_k, old_slots, KEY_HEADS * K_DIM, o_k, m_old, K_DIM)
-                m_seen = exists[:, None] & m_old[None, :]
-                by_key, by_query = weights_of(k, q, old_k, total[:, None] - old_total[None, :], m_seen, PRECISION)
-                known, out = add_records(known, out, by_key, by_query, old_u, num_old, o_place)
-                if NODES > FOLD:
-                    for i_columns in range(0, i_rows, FOLD):
-                        others = i_columns + o_place
-                        inside = in_item(
-                            p_positions, p_ancestors, stride_node, num_nodes, others, first, node, level, FOLD
-                        )
-                        other = exists[:, None] & inside[None, :]
-                        other = tl.load(p_above + others[None, :], mask=other, other=0) != 0
-                        other_total = tl.load(p_totals + others * stride_totals, mask=inside, other=0)
-                        other_slots = tl.load(p_write + others, mask=inside, other=0)
-                        other_u = load_rows(p_pool_u, other_slots, HEADS * V_DIM, o_v, inside, V_DIM)
-                        other_k = load_keys(p_k, others, stride_k, o_k, inside, K_DIM)
-                        apart = total[:, None] - other_total[None, :]
-                        by_key, by_query = weights_of(k, q, other_k, apart, other, PRECISION)
-                        known, out = add_records(known, out, by_key, by_query, other_u, FOLD, o_place)
-                by_key, by_query = weights_of(k, q, k, total[:, None] - total[None, :], seen, PRECISION)
-                last = tl.minimum(num_nodes - i_rows, FOLD)
-                u, out = solve_records(v, v, beta, exists, known, out, by_key, by_query, last, o_place, CORRECTED)
-                slots = tl.load(p_write + rows, mask=exists, other=0)
-                store_records(
-                    p_pool_k, p_pool_u, p_pool_g, slots, p_k, rows, stride_k, u, g, exists, o_key, o_v, i_head, i_tile,
-                    HEADS, KEY_HEADS, K_DIM, V_DIM,
-                )  # fmt: skip
-                if NODES > FOLD:
-                    tl.store(p_totals + rows * stride_totals, total, mask=exists)
-                cells_out = p_out + rows[:, None] * (HEADS * V_DIM) + o_v[None, :]
-                tl.store(cells_out, out, mask=exists[:, None] & m_v[None, :])
-                tl.debug_barrier()  # later tiles and items read what was stored
+            v = load_rows(p_v, rows, stride_v, o_v, exists, V_DIM)
+            g = tl.load(p_g + rows * stride_g, mask=exists, other=0.0).to(tl.float32)
+            beta = tl.zeros_like(g)
+            if CORRECTED:
+                beta = tl.load(p_beta + rows * stride_beta, mask=exists, other=0.0).to(tl.float32)
+            p_above = p_ancestors + rows[:, None] * stride_node
+            seen = tl.load(p_above + rows[None, :], mask=exists[:, None] & exists[None, :], other=0) != 0
+            total = tl.sum(tl.where(seen, as_integer(g)[None, :], 0), axis=1) + tl.sum(old_g, axis=0)
+            if NODES > FOLD:
+                for i_columns in range(0, i_rows, FOLD):
+                    others = i_columns + o_place
+                    inside = in_item(p_positions, p_ancestors, stride_node, num_nodes, others, first, node, level, FOLD)
+                    other = exists[:, None] & inside[None, :]
+                    other = tl.load(p_above + others[None, :], mask=other, other=0) != 0
+                    other_g = tl.load(p_g + others * stride_g, mask=inside, other=0.0).to(tl.float32)
+                    total += tl.sum(tl.where(other, as_integer(other_g)[None, :], 0), axis=1)
+            k = load_keys(p_k, rows, stride_k, o_k, exists, K_DIM)
+            q = load_keys(p_q, rows, stride_q, o_k, exists, K_DIM)
+            known = decay_of(total)[:, None] * product_of(k, state, PRECISION)
+            out = decay_of(total)[:, None] * product_of(q, state, PRECISION)
+            old_k = load_keys(p_pool_k, old_slots, KEY_HEADS * K_DIM, o_k, m_old, K_DIM)
+            m_seen = exists[:, None] & m_old[None, :]
+            by_key, by_query = weights_of(k, q, old_k, total[:, None] - old_total[None, :], m_seen, PRECISION)
+            known, out = add_records(known, out, by_key, by_query, old_u, num_old, o_place)
+            if NODES > FOLD:
+                for i_columns in range(0, i_rows, FOLD):
+                    others = i_columns + o_place
+                    inside = in_item(p_positions, p_ancestors, stride_node, num_nodes, others, first, node, level, FOLD)
+                    other = exists[:, None] & inside[None, :]
+                    other = tl.load(p_above + others[None, :], mask=other, other=0) != 0
+                    other_total = tl.load(p_totals + others * stride_totals, mask=inside, other=0)
+                    other_slots = tl.load(p_write + others, mask=inside, other=0)
+                    other_u = load_rows(p_pool_u, other_slots, HEADS * V_DIM, o_v, inside, V_DIM)
+                    other_k = load_keys(p_k, others, stride_k, o_k, inside, K_DIM)
+                    apart = total[:, None] - other_total[None, :]
+                    by_key, by_query = weights_of(k, q, other_k, apart, other, PRECISION)
+                    known, out = add_records(known, out, by_key, by_query, other_u, FOLD, o_place)
+            by_key, by_query = weights_of(k, q, k, total[:, None] - total[None, :], seen, PRECISION)
+            last = tl.minimum(num_nodes - i_rows, FOLD)
+            u, out = solve_records(v, v, beta, exists, known, out, by_key, by_query, last, o_place, CORRECTED)
+            slots = tl.load(p_write + rows, mask=exists, other=0)
+            store_records(
+                p_pool_k, p_pool_u, p_pool_g, slots, p_k, rows, stride_k, u, g, exists, o_key, o_v, i_head, i_tile,
+                HEADS, KEY_HEADS, K_DIM, V_DIM,
+            )  # fmt: skip
+            if NODES > FOLD:
+                tl.store(p_totals + rows * stride_totals, total, mask=exists)
+            cells_out = p_out + rows[:, None] * (HEADS * V_DIM) + o_v[None, :]
+            tl.store(cells_out, out, mask=exists[:, None] & m_v[None, :])
+            tl.debug_barrier()  # later tiles and items read what was stored

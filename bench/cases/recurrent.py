@@ -65,7 +65,7 @@ def kernels_in(form: str) -> AbstractContextManager[Any]:
     kind, *sizes = form.split("/")
     numbers, given = [int(size) for size in sizes], dict[str, Any]()
     if kind == SPANS:
-        parts = SPAN_PARTS if ON_CPU or not numbers else SPAN_PARTS._replace(number=numbers[0])
+        parts = SPAN_PARTS if ON_CPU or not numbers else SPAN_PARTS._replace(count=numbers[0])
         given["SPAN_PARTS"], names = parts, ("SPAN_COLUMNS", "SPAN_WARPS", "SPAN_STAGES")
         numbers = numbers[1:]
     else:
