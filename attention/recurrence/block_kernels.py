@@ -9,22 +9,21 @@ A state begins a forward at the last multiple of FOLD that is certain, whatever 
 crosses the next one needs a state of its own: it is computed again from the request's, for each node in the last place
 of a block (`tree`). Nothing is read on the host.
 
-Bits: k . k, S^T k and S^T q are products of FOLD rows, which do not see each other. Log decays are added up as
-integers, in any order. Records are added in the order of the path, one multiplication and addition each, and those of
-other paths add 0. Nodes are in an order in which ancestors come first, so the order of nodes is that of places.
+Bits: k . k, S^T k and S^T q are products of FOLD rows, which do not see each other. All other sums run over the places
+of a path in their order, one multiplication and addition each, and skip those of others by adding 0. Nodes are in an
+order in which ancestors come first, so the order of nodes is that of places.
 """
 
 from specdec.gpu.triton_shim import tl, triton
 
-PRECISION = "tf32x3"
-"""Precision of products: three of tensor cores, exact to 2^-22. "ieee" rounds each step exactly, and takes longer."""
+PRECISION = "ieee"
+"""Precision of products: float32 in exactly rounded steps. "tf32x3" takes three products of tensor cores instead."""
 
-COLUMNS = 16
-"""Numbers of a value in one program: it has a tile DK x COLUMNS of a state in its registers."""
+COLUMNS = 32
+"""Numbers of a value in one program: the tile of a state is DK x COLUMNS."""
 
-WARPS, PART = 4, 32
-"""Warps of a program, and numbers of a key in one part. A product is a sum of those of parts, of which a warp has its
-own: all of a tile is loaded at once, and the steps after a product wait for no other warp."""
+CHUNK = 16
+"""Numbers of a key in one product: what is in registers of a state's tile at a time."""
 
 
 @triton.jit
@@ -35,18 +34,6 @@ def slots_at(
     column = positions - begin
     page = tl.load(p_table + column // PAGE, mask=mask, other=0)
     return tl.where(mask, page * PAGE + column % PAGE, 0)
-
-
-@triton.jit
-def as_integer(g: tl.tensor) -> tl.tensor:
-    """Log decays in units of 2^-32: e to the least of them is 0."""
-    return (tl.maximum(g, -1e6) * 4294967296.0).to(tl.int64)
-
-
-@triton.jit
-def decay_of(total: tl.tensor) -> tl.tensor:
-    """e to a sum of `as_integer`."""
-    return tl.exp(total.to(tl.float32) * (1.0 / 4294967296.0))
 
 
 @triton.jit
@@ -62,67 +49,84 @@ def row_of(x: tl.tensor, row: tl.tensor, o_place: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def number_of(x: tl.tensor, place: tl.tensor, o_place: tl.tensor) -> tl.tensor:
+    """x [FOLD] -> one of its numbers."""
+    return tl.sum(tl.where(o_place == place, x, 0.0), axis=0)
+
+
+@triton.jit
+def running_sum(g: tl.tensor, count: tl.tensor, o_place: tl.tensor) -> tl.tensor:
+    """g [FOLD], of which only the first `count` are not 0, added up in its order."""
+    total = tl.zeros_like(g)
+    for place in range(count):
+        total += tl.where(o_place >= place, number_of(g, place, o_place), 0.0)
+    return total
+
+
+@triton.jit
 def load_rows(
     p: tl.tensor, rows: tl.tensor, stride: tl.tensor, o: tl.tensor, mask: tl.tensor, size: tl.tensor
 ) -> tl.tensor:
-    """Rows [X] of numbers `o`, as float32; 0 where there is no row or number."""
+    """Rows [FOLD] of numbers `o`, as float32; 0 where there is no row or number."""
     m = mask[:, None] & (o < size)[None, :]
     return tl.load(p + rows[:, None] * stride + o[None, :], mask=m, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def load_keys(
-    p: tl.tensor, rows: tl.tensor, stride: tl.tensor, o_k: tl.tensor, mask: tl.tensor, K_DIM: tl.constexpr
+def load_chunk(
+    p_tile: tl.tensor, position: tl.tensor, o_k: tl.tensor, m_k: tl.tensor, V_DIM: tl.constexpr
 ) -> tl.tensor:
-    """Keys of rows [FOLD] in parts, by numbers o_k [P, K] -> [P, FOLD, K]."""
-    m = mask[None, :, None] & (o_k < K_DIM)[:, None, :]
-    return tl.load(p + rows[None, :, None] * stride + o_k[:, None, :], mask=m, other=0.0).to(tl.float32)
+    """Rows o_k of the tile of a state whose columns p_tile [V] points at: zeros at position 0, where texts begin."""
+    begun = tl.zeros_like(o_k) < position
+    return tl.load(p_tile[None, :] + o_k[:, None] * V_DIM, mask=m_k & begun[:, None], other=0.0)
 
 
 @triton.jit
-def load_tile(
-    p_tile: tl.tensor, position: tl.tensor, o_k: tl.tensor, m_v: tl.tensor, K_DIM: tl.constexpr, V_DIM: tl.constexpr
+def weigh_records(
+    u: tl.tensor, total: tl.tensor, o_place: tl.tensor, FOLD: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """How much records u [FOLD, V] count after their block, and the state before it. total [FOLD]: log decays."""
+    end = number_of(total, FOLD - 1, o_place)
+    return u * tl.exp(end - total)[:, None], tl.exp(end)
+
+
+@triton.jit
+def fold_chunk(
+    state: tl.tensor, decay: tl.tensor, k: tl.tensor, weighted: tl.tensor, PRECISION: tl.constexpr
 ) -> tl.tensor:
-    """The tile [P, K, V] of a state whose columns p_tile [V] points at: zeros at position 0, where texts begin."""
-    begun = (o_k < K_DIM) & (tl.zeros_like(o_k) < position)
-    cells = p_tile[None, None, :] + o_k[:, :, None] * V_DIM
-    return tl.load(cells, mask=begun[:, :, None] & m_v[None, None, :], other=0.0)
-
-
-@triton.jit
-def store_tile(
-    p_tile: tl.tensor, state: tl.tensor, o_k: tl.tensor, m_v: tl.tensor, K_DIM: tl.constexpr, V_DIM: tl.constexpr
-) -> None:
-    cells = p_tile[None, None, :] + o_k[:, :, None] * V_DIM
-    tl.store(cells, state, mask=(o_k < K_DIM)[:, :, None] & m_v[None, None, :])
-
-
-@triton.jit
-def fold_tile(
-    state: tl.tensor, k: tl.tensor, u: tl.tensor, g: tl.tensor, o_place: tl.tensor, PRECISION: tl.constexpr
-) -> tl.tensor:
-    """state [P, K, V] after a whole block of keys k [P, FOLD, K] and records u [FOLD, V]; g [FOLD]: `as_integer`."""
-    after = tl.sum(tl.where(o_place[None, :] > o_place[:, None], g[None, :], 0), axis=1)  # [FOLD]
-    weighted = (u * decay_of(after)[:, None])[None, :, :].broadcast_to(k.shape[0], u.shape[0], u.shape[1])
-    added = tl.dot(tl.permute(k, (0, 2, 1)), weighted, input_precision=PRECISION)
-    return tl.fma(state, tl.zeros_like(state) + decay_of(tl.sum(g, axis=0)), added)
-
-
-@triton.jit
-def product_of(rows: tl.tensor, other: tl.tensor, PRECISION: tl.constexpr) -> tl.tensor:
-    """rows [P, FOLD, K], other [P, K, X] -> [FOLD, X]."""
-    return tl.sum(tl.dot(rows, other, input_precision=PRECISION), axis=0)
+    """Rows of a state after a whole block of keys k [FOLD, CHUNK] and records [FOLD, V]: see `weigh_records`."""
+    added = tl.dot(tl.trans(k), weighted, input_precision=PRECISION)
+    return tl.fma(state, tl.zeros_like(state) + decay, added)
 
 
 @triton.jit
 def weights_of(
-    k: tl.tensor, q: tl.tensor, other: tl.tensor, apart: tl.tensor, seen: tl.tensor, PRECISION: tl.constexpr
+    p_q: tl.tensor,
+    p_k: tl.tensor,
+    rows: tl.tensor,
+    stride_q: tl.tensor,
+    stride_k: tl.tensor,
+    mask: tl.tensor,
+    p_other: tl.tensor,
+    other_rows: tl.tensor,
+    other_stride: tl.tensor,
+    other_mask: tl.tensor,
+    apart: tl.tensor,
+    K_DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """How much records of other keys count for keys k and queries q, all [P, FOLD, K]. apart [FOLD, FOLD]: log decays
-    between them, where they are `seen`."""
-    other = tl.permute(other, (0, 2, 1))
-    decay = tl.where(seen, decay_of(apart), 0.0)
-    return decay * product_of(k, other, PRECISION), decay * product_of(q, other, PRECISION)
+    """How much records of other keys count for keys and queries of `rows`. apart [FOLD, FOLD]: log decays between them,
+    -inf where they are not seen."""
+    by_key = tl.zeros_like(apart)
+    by_query = tl.zeros_like(apart)
+    for i_k in range(0, K_DIM, CHUNK):
+        o_k = i_k + tl.arange(0, CHUNK)
+        other = tl.trans(load_rows(p_other, other_rows, other_stride, o_k, other_mask, K_DIM))
+        by_key = tl.dot(load_rows(p_k, rows, stride_k, o_k, mask, K_DIM), other, by_key, input_precision=PRECISION)
+        by_query = tl.dot(load_rows(p_q, rows, stride_q, o_k, mask, K_DIM), other, by_query, input_precision=PRECISION)
+    decay = tl.exp(apart)
+    return decay * by_key, decay * by_query
 
 
 @triton.jit
@@ -183,7 +187,6 @@ def store_records(
     u: tl.tensor,
     g: tl.tensor,
     stored: tl.tensor,
-    o_k: tl.tensor,
     o_v: tl.tensor,
     i_head: tl.tensor,
     i_tile: tl.tensor,
@@ -191,8 +194,9 @@ def store_records(
     KEY_HEADS: tl.constexpr,
     K_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
 ) -> None:
-    """Store records at slots [X]: a tile of u, g by the first tile of each head, k by that of the first head of each
+    """Store records at slots [FOLD]: a tile of u, g by the first tile of each head, k by that of the first head of each
     key."""
     stored = stored & (slots != 0)
     cells_u = p_u + slots[:, None] * (HEADS * V_DIM) + o_v[None, :]
@@ -200,6 +204,8 @@ def store_records(
     if i_tile == 0:
         tl.store(p_g + slots * HEADS, g, mask=stored)
         if i_head % (HEADS // KEY_HEADS) == 0:
-            k = load_rows(p_new_k, rows, stride_k, o_k, stored, K_DIM)
-            cells_k = p_k + slots[:, None] * (KEY_HEADS * K_DIM) + o_k[None, :]
-            tl.store(cells_k, k, mask=stored[:, None] & (o_k < K_DIM)[None, :])
+            for i_k in range(0, K_DIM, CHUNK):
+                o_k = i_k + tl.arange(0, CHUNK)
+                k = load_rows(p_new_k, rows, stride_k, o_k, stored, K_DIM)
+                cells_k = p_k + slots[:, None] * (KEY_HEADS * K_DIM) + o_k[None, :]
+                tl.store(cells_k, k, mask=stored[:, None] & (o_k < K_DIM)[None, :])

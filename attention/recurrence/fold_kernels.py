@@ -1,13 +1,12 @@
 """Kernels that fold: how far each state is, and states of all layers that take in what is certain by now."""
 
 from specdec.attention.recurrence.block_kernels import (
-    as_integer,
-    fold_tile,
-    load_keys,
+    fold_chunk,
+    load_chunk,
     load_rows,
-    load_tile,
+    running_sum,
     slots_at,
-    store_tile,
+    weigh_records,
 )
 from specdec.gpu.triton_shim import tl, triton
 
@@ -54,13 +53,11 @@ def fold_kernel(
     FOLD: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    PARTS: tl.constexpr,
-    PART: tl.constexpr,
+    CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
     i_request = tl.program_id(1).to(tl.int64)
-    TILES: tl.constexpr = (V_DIM + BLOCK_V - 1) // BLOCK_V
-    i_part = tl.program_id(2)  # a tile of a head, or a block of channels
+    i_part = tl.program_id(2)  # a head, or a block of channels
     first = tl.load(p_from + i_request)
     last = tl.load(p_start + i_request).to(tl.int64) // FOLD * FOLD
     if first < last:
@@ -69,24 +66,31 @@ def fold_kernel(
         p_table += i_request * stride_table
         p_layers += tl.program_id(0) * 6
         if HEADS > 0:  # noqa: SIM102 - a constant: a convolution alone has no heads to divide by
-            if i_part < HEADS * TILES:
-                i_head = i_part // TILES
-                o_place, o_k = tl.arange(0, FOLD), tl.reshape(tl.arange(0, PARTS * PART), (PARTS, PART))
-                o_v = i_part % TILES * BLOCK_V + tl.arange(0, BLOCK_V)
-                every, m_v = o_place >= 0, o_v < V_DIM
-                p_tile = tl.load(p_layers).to(p_float.dtype) + (row * HEADS + i_head) * (K_DIM * V_DIM) + o_v
-                p_k = tl.load(p_layers + 3).to(p_float.dtype) + i_head // (HEADS // KEY_HEADS) * K_DIM
-                p_u = tl.load(p_layers + 4).to(p_float.dtype) + i_head * V_DIM
-                p_g = tl.load(p_layers + 5).to(p_float.dtype) + i_head
-                state = load_tile(p_tile, first, o_k, m_v, K_DIM, V_DIM)
-                for position in range(first, last, FOLD):
-                    slots = slots_at(p_table, begin, position + o_place, every, PAGE)
-                    k = load_keys(p_k, slots, KEY_HEADS * K_DIM, o_k, every, K_DIM)
-                    u = load_rows(p_u, slots, HEADS * V_DIM, o_v, every, V_DIM)
-                    state = fold_tile(state, k, u, as_integer(tl.load(p_g + slots * HEADS)), o_place, PRECISION)
-                store_tile(p_tile, state, o_k, m_v, K_DIM, V_DIM)
-        if i_part >= HEADS * TILES:
-            o_channel = (i_part - HEADS * TILES) * BLOCK_C + tl.arange(0, BLOCK_C)
+            if i_part < HEADS:
+                p_state = tl.load(p_layers).to(p_float.dtype) + (row * HEADS + i_part) * (K_DIM * V_DIM)
+                p_k = tl.load(p_layers + 3).to(p_float.dtype) + i_part // (HEADS // KEY_HEADS) * K_DIM
+                p_u = tl.load(p_layers + 4).to(p_float.dtype) + i_part * V_DIM
+                p_g = tl.load(p_layers + 5).to(p_float.dtype) + i_part
+                o_place = tl.arange(0, FOLD)
+                every = o_place >= 0
+                for i_v in range(0, V_DIM, BLOCK_V):
+                    o_v = i_v + tl.arange(0, BLOCK_V)
+                    p_tile = p_state + o_v
+                    for position in range(first, last, FOLD):
+                        slots = slots_at(p_table, begin, position + o_place, every, PAGE)
+                        u = load_rows(p_u, slots, HEADS * V_DIM, o_v, every, V_DIM)
+                        total = running_sum(tl.load(p_g + slots * HEADS), FOLD, o_place)
+                        weighted, kept = weigh_records(u, total, o_place, FOLD)
+                        for i_k in range(0, K_DIM, CHUNK):
+                            o_k = i_k + tl.arange(0, CHUNK)
+                            m_k = (o_k < K_DIM)[:, None] & (o_v < V_DIM)[None, :]
+                            state = load_chunk(p_tile, position, o_k, m_k, V_DIM)
+                            k = load_rows(p_k, slots, KEY_HEADS * K_DIM, o_k, every, K_DIM)
+                            state = fold_chunk(state, kept, k, weighted, PRECISION)
+                            tl.store(p_tile[None, :] + o_k[:, None] * V_DIM, state, mask=m_k)
+                        tl.debug_barrier()  # the next block reads what was stored
+        if i_part >= HEADS:
+            o_channel = (i_part - HEADS) * BLOCK_C + tl.arange(0, BLOCK_C)
             m_channel = o_channel < CHANNELS
             p_inputs = tl.load(p_layers + 1).to(p_like.dtype) + row * (TAPS * CHANNELS) + o_channel
             p_pool = tl.load(p_layers + 2).to(p_like.dtype) + o_channel

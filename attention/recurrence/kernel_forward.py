@@ -15,7 +15,7 @@ import torch
 from specdec.attention.kernels.page_table import PageTables, build_page_tables, locate_prefixes
 from specdec.attention.pack import Pack, PackTables
 from specdec.attention.plan import KVPlan
-from specdec.attention.recurrence.block_kernels import COLUMNS, PART, PRECISION, WARPS
+from specdec.attention.recurrence.block_kernels import CHUNK, COLUMNS, PRECISION
 from specdec.attention.recurrence.convolution_kernels import (
     run_convolution_kernel,
     run_inputs_kernel,
@@ -49,6 +49,12 @@ CHANNELS = 512
 
 RUN_ROWS, RUN_CHANNELS = 8, 256
 """Tokens and channels of a convolution of runs in one program."""
+
+WARPS = 4
+"""Warps of a program of trees, runs and folds."""
+
+STAGES = 3
+"""Chunks of a state that a program of those has under way, and in use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,14 +181,15 @@ class RecurrentKernels:
             "V_DIM": v_dim,
             "CORRECTED": rows.beta is not None,
             "FOLD": FOLD,
+            "CHUNK": CHUNK,
         }
-        sizes = {"PRECISION": PRECISION, "BLOCK_V": block, "num_warps": WARPS, "num_stages": 1, **_parts(k.shape[2])}
+        sizes = {"PRECISION": PRECISION, "BLOCK_V": block, "num_warps": WARPS, "num_stages": STAGES}
         strides = [*(x.stride(0) for x in (q, k, v, g, beta)), slots.table.stride(0)]
         if plan.pack is None:
             tree = _tree_arguments(plan)
             out = torch.empty(v.shape, dtype=torch.float32, device=v.device)
             many = tree.num_nodes > FOLD
-            totals = torch.empty((len(v) if many else 1, heads, tiles), dtype=torch.int64, device=v.device)
+            totals = torch.empty((len(v) if many else 1, heads, tiles), dtype=torch.float32, device=v.device)
             tree_kernel[(heads, tiles, len(plan.rows))](
                 *(q, k, v, g, beta, out, state.matrices, pool_k, pool_u, pool_g, totals),
                 *(plan.rows, plan.committed_len, slots.table, slots.begin, write, *tree.tensors),
@@ -207,14 +214,14 @@ class RecurrentKernels:
         weights = torch.empty((2, parts, len(v), heads, SPAN), dtype=dtype, device=v.device)
         total = torch.empty((len(v), heads), dtype=torch.float32, device=v.device)
         block = _block(v_dim, SPAN_COLUMNS)
-        shape |= {"SPAN": SPAN, "PARTS": parts}
+        shape |= {"SPAN": SPAN, "PARTS": parts, "CHUNK": _block(k.shape[2], SPAN)}
         made = keys, weights, total
         of_parts = keys.stride(1), weights.stride(1)
         weights_kernel[(heads, len(spans.run_of))](
             *(q, k, g, beta, *made, spans.run_of, spans.position, pack.start, pack.length, pack.cu_len),
             *(x.stride(0) for x in (q, k, g, beta)),
             *of_parts,
-            **{name: size for name, size in shape.items() if name != "V_DIM"},
+            **{name: size for name, size in shape.items() if name not in ("V_DIM", "CHUNK")},
             CHUNK=_block(k.shape[2], WEIGHT_CHUNK),
             num_warps=WEIGHT_WARPS,
         )
@@ -256,9 +263,8 @@ def fold_states(
         num_warps=1,
     )
     shape, sample = layers.shape, layers.sample
-    block, columns = _block(shape.channels, CHANNELS), _block(max(shape.v_dim, 1), COLUMNS)
-    parts = shape.heads * triton.cdiv(shape.v_dim, columns) + triton.cdiv(shape.channels, block)
-    fold_kernel[(len(layers.table), len(rows), parts)](
+    block = _block(shape.channels, CHANNELS)
+    fold_kernel[(len(layers.table), len(rows), shape.heads + triton.cdiv(shape.channels, block))](
         *(layers.table, rows, start, since, slots.table, slots.begin, sample.matrices, sample.inputs),
         slots.table.stride(0),
         HEADS=shape.heads,
@@ -269,12 +275,12 @@ def fold_states(
         CHANNELS=shape.channels,
         PAGE=slots.page_size,
         FOLD=FOLD,
-        BLOCK_V=columns,
+        BLOCK_V=_block(max(shape.v_dim, 1), COLUMNS),
         BLOCK_C=block,
+        CHUNK=CHUNK,
         PRECISION=PRECISION,
         num_warps=WARPS,
-        num_stages=1,
-        **_parts(max(shape.k_dim, 1)),
+        num_stages=STAGES,
     )
 
 
@@ -317,10 +323,3 @@ def _by_row(x: torch.Tensor) -> torch.Tensor:
 def _block(count: int, most: int) -> int:
     whole: int = triton.next_power_of_2(count)
     return max(16, min(whole, most))
-
-
-def _parts(k_dim: int) -> dict[str, int]:
-    """The parts of a key: see `block_kernels.WARPS`."""
-    part = _block(k_dim, PART)
-    whole: int = triton.next_power_of_2(triton.cdiv(k_dim, part))
-    return {"PARTS": whole, "PART": part}

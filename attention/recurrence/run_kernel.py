@@ -1,18 +1,14 @@
-"""Kernel of prompts with the bits of decoding: see `block_kernels.py`."""
+"""Kernel of prompts: see `block_kernels.py`."""
 
 from specdec.attention.recurrence.block_kernels import (
-    as_integer,
-    decay_of,
-    fold_tile,
-    load_keys,
+    fold_chunk,
+    load_chunk,
     load_rows,
-    load_tile,
-    product_of,
+    running_sum,
     slots_at,
     solve_records,
     store_records,
-    store_tile,
-    weights_of,
+    weigh_records,
 )
 from specdec.gpu.triton_shim import tl, triton
 
@@ -49,8 +45,7 @@ def run_kernel(
     CORRECTED: tl.constexpr,
     FOLD: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    PARTS: tl.constexpr,
-    PART: tl.constexpr,
+    CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
     i_head, i_tile = tl.program_id(0), tl.program_id(1)
@@ -73,44 +68,60 @@ def run_kernel(
         p_pool_k += key_head * K_DIM
         p_pool_u += i_head * V_DIM
         p_pool_g += i_head
-        o_place, o_key = tl.arange(0, FOLD), tl.arange(0, PARTS * PART)
-        o_k = tl.reshape(o_key, (PARTS, PART))
+        o_place = tl.arange(0, FOLD)
         o_v = i_tile * BLOCK_V + tl.arange(0, BLOCK_V)
         m_v = o_v < V_DIM
         p_tile = p_state + (row * HEADS + i_head) * (K_DIM * V_DIM) + o_v
-        state = load_tile(p_tile, first, o_k, m_v, K_DIM, V_DIM)
-        seen = o_place[:, None] >= o_place[None, :]
         for position in range(first, end, FOLD):
             positions = position + o_place
             m_old, m_new = positions < start, (positions >= start) & (positions < end)
             rows = before + positions
             slots = slots_at(p_table, begin, positions, m_old, 1)
             v = load_rows(p_v, rows, stride_v, o_v, m_new, V_DIM)
-            u = v + load_rows(p_pool_u, slots, HEADS * V_DIM, o_v, m_old, V_DIM)
             g = tl.load(p_g + rows * stride_g, mask=m_new, other=0.0).to(tl.float32)
             g += tl.load(p_pool_g + slots * HEADS, mask=m_old, other=0.0)
+            u = v + load_rows(p_pool_u, slots, HEADS * V_DIM, o_v, m_old, V_DIM)
             beta = tl.zeros_like(g)
             if CORRECTED:
                 beta = tl.load(p_beta + rows * stride_beta, mask=m_new, other=0.0).to(tl.float32)
-            decays = as_integer(g)
-            total = tl.cumsum(decays, axis=0)
-            k = load_keys(p_k, rows, stride_k, o_k, m_new, K_DIM)
-            k += load_keys(p_pool_k, slots, KEY_HEADS * K_DIM, o_k, m_old, K_DIM)
-            q = load_keys(p_q, rows, stride_q, o_k, m_new, K_DIM)
-            known = decay_of(total)[:, None] * product_of(k, state, PRECISION)
-            out = decay_of(total)[:, None] * product_of(q, state, PRECISION)
-            by_key, by_query = weights_of(k, q, k, total[:, None] - total[None, :], seen, PRECISION)
             last = tl.minimum(end - position, FOLD)
+            total = running_sum(g, last, o_place)
+            known, out = tl.zeros_like(v), tl.zeros_like(v)
+            by_key = tl.zeros((FOLD, FOLD), tl.float32)
+            by_query = tl.zeros((FOLD, FOLD), tl.float32)
+            for i_k in range(0, K_DIM, CHUNK):
+                o_k = i_k + tl.arange(0, CHUNK)
+                m_k = (o_k < K_DIM)[:, None] & m_v[None, :]
+                state = load_chunk(p_tile, position, o_k, m_k, V_DIM)
+                k = load_rows(p_k, rows, stride_k, o_k, m_new, K_DIM)
+                k += load_rows(p_pool_k, slots, KEY_HEADS * K_DIM, o_k, m_old, K_DIM)
+                q = load_rows(p_q, rows, stride_q, o_k, m_new, K_DIM)
+                known = tl.dot(k, state, known, input_precision=PRECISION)
+                out = tl.dot(q, state, out, input_precision=PRECISION)
+                by_key = tl.dot(k, tl.trans(k), by_key, input_precision=PRECISION)
+                by_query = tl.dot(q, tl.trans(k), by_query, input_precision=PRECISION)
+            decay = tl.exp(total)[:, None]
+            known, out = decay * known, decay * out
+            seen = o_place[:, None] >= o_place[None, :]
+            decay = tl.exp(tl.where(seen, total[:, None] - total[None, :], float("-inf")))
+            by_key, by_query = decay * by_key, decay * by_query
             u, out = solve_records(u, v, beta, m_new, known, out, by_key, by_query, last, o_place, CORRECTED)
             cells_out = p_out + rows[:, None] * (HEADS * V_DIM) + o_v[None, :]
             tl.store(cells_out, out, mask=m_new[:, None] & m_v[None, :])
             if position + FOLD <= end:
-                state = fold_tile(state, k, u, decays, o_place, PRECISION)
+                weighted, kept = weigh_records(u, total, o_place, FOLD)
+                for i_k in range(0, K_DIM, CHUNK):
+                    o_k = i_k + tl.arange(0, CHUNK)
+                    m_k = (o_k < K_DIM)[:, None] & m_v[None, :]
+                    state = load_chunk(p_tile, position, o_k, m_k, V_DIM)
+                    k = load_rows(p_k, rows, stride_k, o_k, m_new, K_DIM)
+                    k += load_rows(p_pool_k, slots, KEY_HEADS * K_DIM, o_k, m_old, K_DIM)
+                    state = fold_chunk(state, kept, k, weighted, PRECISION)
+                    tl.store(p_tile[None, :] + o_k[:, None] * V_DIM, state, mask=m_k)
+                tl.debug_barrier()  # the next block reads what was stored
             else:  # records of what the state has not taken in
-                write = tl.load(p_write + rows, mask=m_new, other=0)
+                slots = tl.load(p_write + rows, mask=m_new, other=0)
                 store_records(
-                    p_pool_k, p_pool_u, p_pool_g, write, p_k, rows, stride_k, u, g, m_new, o_key, o_v, i_head, i_tile,
-                    HEADS, KEY_HEADS, K_DIM, V_DIM,
+                    p_pool_k, p_pool_u, p_pool_g, slots, p_k, rows, stride_k, u, g, m_new, o_v, i_head, i_tile,
+                    HEADS, KEY_HEADS, K_DIM, V_DIM, CHUNK,
                 )  # fmt: skip
-        if end // FOLD * FOLD > first:
-            store_tile(p_tile, state, o_k, m_v, K_DIM, V_DIM)

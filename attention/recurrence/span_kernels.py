@@ -242,6 +242,7 @@ def spans_kernel(
     SPAN: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    CHUNK: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> None:
     i_head, i_tile = tl.program_id(0), tl.program_id(1)
@@ -318,8 +319,8 @@ def spans_kernel(
                 slots = tl.load(p_write + rows, mask=m_left, other=0)
                 g = tl.load(p_g + rows * stride_g, mask=m_left, other=0.0).to(tl.float32)
                 store_records(
-                    p_pool_k, p_pool_u, p_pool_g, slots, p_k, rows, stride_k, tl.trans(u), g, m_left, o_k, o_v,
-                    i_head, i_tile, HEADS, KEY_HEADS, K_DIM, V_DIM,
+                    p_pool_k, p_pool_u, p_pool_g, slots, p_k, rows, stride_k, tl.trans(u), g, m_left, o_v, i_head,
+                    i_tile, HEADS, KEY_HEADS, K_DIM, V_DIM, CHUNK,
                 )  # fmt: skip
         if folded > first:
             tl.store(p_tile, state, mask=m_tile)
