@@ -16,12 +16,6 @@ order in which ancestors come first, so the order of nodes is that of places.
 
 from specdec.gpu.triton_shim import tl, triton
 
-PRECISION = "ieee"
-"""Precision of products: float32 in exactly rounded steps. "tf32x3" takes three products of tensor cores instead."""
-
-COLUMNS = 32
-"""Numbers of a value in one program: the tile of a state is DK x COLUMNS."""
-
 CHUNK = 16
 """Numbers of a key in one product: what is in registers of a state's tile at a time."""
 

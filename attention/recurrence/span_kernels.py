@@ -29,10 +29,10 @@ SPAN = 64
 
 
 class Parts(NamedTuple):
-    """Operands of products: sums of `count` numbers of a type. Of two parts, the product of the smaller ones is left
+    """Operands of products: sums of `number` numbers of a type. Of two parts, the product of the smaller ones is left
     out."""
 
-    count: int
+    number: int
     dtype: torch.dtype
 
 

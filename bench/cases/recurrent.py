@@ -1,8 +1,8 @@
 """Recurrent layers on kernels: results, bits and times of one layer, and small engines, captured or not.
 
 Floors are bytes: of a verify one state read a request; of a prompt queries, keys and values read and outputs written.
-Forms: how a token is computed in decoding's order, as the precision of products, and if given columns and warps of a
-program ("tf32x3/16/4"); of prompts in the fast mode also "spans" with parts, columns, warps and stages
+Forms: how a token is computed in decoding's order, as the precision of products, and if given columns, warps and
+stages of a program ("tf32x3/16/1"); of prompts in the fast mode also "spans" with parts, columns, warps and stages
 ("spans/2/32/8/2").
 """
 
@@ -26,7 +26,7 @@ from bench.verify import attempt, attempt_all, bits_row, distance
 from specdec.attention.pack import Pack
 from specdec.attention.plan import KVPlan, plan_packed, plan_verify
 from specdec.attention.recurrence import kernel_forward
-from specdec.attention.recurrence.kernel_forward import RecurrentKernels
+from specdec.attention.recurrence.kernel_forward import FORM, FORM_OF_MANY, Form, RecurrentKernels
 from specdec.attention.recurrence.span_kernels import SPAN_PARTS
 from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.trees.tree import DraftTree
@@ -55,7 +55,7 @@ LIMIT = 2e-5
 """Distance of outputs from plain torch, at most; of prompts in the fast mode too, whose products are of bf16 in two
 parts. Of states from float64 likewise."""
 LIMIT_OF_ONE_PART = 1e-2
-"""Where operands are bf16."""
+"""The same with operands of one part."""
 SPANS = "spans"
 """Form of prompts in the fast mode."""
 
@@ -63,14 +63,14 @@ SPANS = "spans"
 def kernels_in(form: str) -> AbstractContextManager[Any]:
     """form: see above. In Triton's interpreter spans are in one part."""
     kind, *sizes = form.split("/")
-    numbers, given = [int(size) for size in sizes], dict[str, Any]()
+    numbers = [int(size) for size in sizes]
     if kind == SPANS:
-        parts = SPAN_PARTS if ON_CPU or not numbers else SPAN_PARTS._replace(count=numbers[0])
-        given["SPAN_PARTS"], names = parts, ("SPAN_COLUMNS", "SPAN_WARPS", "SPAN_STAGES")
-        numbers = numbers[1:]
-    else:
-        given["PRECISION"], names = kind, ("COLUMNS", "WARPS")
-    return mock.patch.multiple(kernel_forward, **given, **dict(zip(names, numbers, strict=False)))
+        parts = SPAN_PARTS if ON_CPU or not numbers else SPAN_PARTS._replace(number=numbers[0])
+        given = dict(zip(("SPAN_COLUMNS", "SPAN_WARPS", "SPAN_STAGES"), numbers[1:], strict=False))
+        return mock.patch.multiple(kernel_forward, SPAN_PARTS=parts, **given)
+    usual = FORM_OF_MANY if kind == FORM_OF_MANY.precision else FORM
+    given_form = Form(kind, *numbers, *usual[1 + len(numbers) :])  # type: ignore[arg-type]
+    return mock.patch.multiple(kernel_forward, FORM=given_form, FORM_OF_MANY=given_form)
 
 
 def check_rows(shapes: Sequence[str], precisions: Sequence[str]) -> Iterator[Row]:
