@@ -30,7 +30,6 @@ ELSEWHERE = {
     "check_dist.py": "test_packaging.py",
     "code_lists.py": "test_code_lists.py",
     "hostile.py": "test_serve_soak.py",
-    "interrupts.py": "test_interrupts.py",
     "mutants.py": "test_mutants.py",
     "pytest_forks.py": "test_mutants.py",
     "size.py": "test_layout.py",
