@@ -22,8 +22,7 @@ from specdec.gpu.ranks import Ranks
 from specdec.layers.merge import is_merged
 from specdec.layers.packed.packed_weight import PackedWeight, numbers_of
 from specdec.layers.packed.weight_slices import Stacked, placed, range_of, rows_of
-from specdec.layers.split.split_decoder import SplitDecoder
-from specdec.layers.split.split_head import SplitHead
+from specdec.layers.split.split_decoder import SplitDecoder, SplitHead
 
 from marks import deep, is_deep
 from tiny_models import FULL, SLIDING, build_target, random_eagle3, spread

@@ -10,8 +10,7 @@ from specdec.errors import StoppingError
 from specdec.runtime.request import GenerationOutput, StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
 from specdec.serving.tools.answer_events import CallBegin, CallEnd, Said, Text
-from specdec.serving.tools.answer_parser import AnswerParser
-from specdec.serving.tools.answer_reader import AnswerReader
+from specdec.serving.tools.answer_parser import AnswerParser, AnswerReader
 from specdec.text.detokenize import DraftColours
 
 
