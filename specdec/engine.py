@@ -37,9 +37,11 @@ from specdec.progress import progress_bar
 from specdec.runtime.arguments import (
     caches_states,
     fitted_spec,
+    known_keywords,
     require_choice,
     require_depth,
     require_fused,
+    require_loading_arguments,
     require_one_sample,
     require_parts,
     require_ranks,
@@ -54,7 +56,6 @@ from specdec.runtime.draft_policy.draft_ladder import draft_ladder
 from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.handle import Handle
 from specdec.runtime.inbox import Inbox
-from specdec.runtime.keywords import known_keywords, require_loading_arguments
 from specdec.runtime.prefixes import Prefixes
 from specdec.runtime.prompt_reading import division_of
 from specdec.runtime.prompt_shares import PromptRoom

@@ -15,8 +15,7 @@ from specdec.models.context_length import ContextLength, context_length
 from specdec.models.known_types import auto_class
 from specdec.models.probe import TEXT_LEN, refusing
 from specdec.models.recurrent_layers import take_apart
-from specdec.models.text_decoder import find_decoder
-from specdec.models.unsupported import require_supported
+from specdec.models.unsupported import find_decoder, require_supported
 from specdec.modules.private_copy import private_copy
 
 META = torch.device("meta")
