@@ -51,6 +51,7 @@ def test_a_data_set_is_found_in_a_folder_by_its_name(name, tmp_path):
         source, problems = load_data(name, str(data))
         assert source == f"file {file}"
         assert [(problem.turns, problem.category) for problem in problems] == READ[name]
+        assert name != "gsm8k" or problems[0].answer == "#### 1"
 
 
 @pytest.mark.parametrize("name", [name for name, known in DATA_SETS.items() if known.hub])
