@@ -12,7 +12,7 @@ from specdec import Engine, SamplingParams, SpecConfig, SpecDecError
 from specdec.cli.app import app
 from specdec.evaluation.data_sets import DATA_SETS, PLACEHOLDER, load_data
 from specdec.evaluation.request_figures import acceptance_figures, supposed_figures, time_figures
-from specdec.runtime.draft_counts import vllm_figures
+from specdec.runtime.draft_reports import vllm_figures
 from specdec.runtime.request import RequestStats
 
 from marks import deep
