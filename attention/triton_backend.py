@@ -27,7 +27,8 @@ from specdec.kvcache.table import RequestTable, Rows
 class TritonBackend:
     """One launch for tables and write locations, one for each store and tree; attention and moves take two.
 
-    deterministic: the keys of prompts, too, are cut by absolute position, as those of chains and trees always are.
+    deterministic: the keys of prompts, too, are cut by absolute position, as those of chains and trees always are, and
+    recurrent layers read them in decoding's order.
     """
 
     name = "triton"
@@ -60,7 +61,7 @@ class TritonBackend:
         fold_row(table, store, row, length)
 
     def recurrence(self, plan: KVPlan, view: KVView) -> RecurrentKernels:
-        return RecurrentKernels(plan, view)
+        return RecurrentKernels(plan, view, deterministic=self.deterministic)
 
     def expand(
         self, above: Scored | None, tokens: torch.Tensor, log_probs: torch.Tensor, out: Candidates, first_candidate: int

@@ -144,10 +144,12 @@ class HiddenTruth(StatelessDrafter):
             paths = [[past[-1]]]
             above = [-1]
             while len(paths) < batch.num_nodes:
-                at = draw.randrange(len(paths))
+                at = draw.choice([number for number, path in enumerate(paths) if len(path) <= batch.num_steps])
                 depth = len(paths[at]) - 1
-                hidden = paths[at][1:] == true[:depth] and depth < len(true)
-                path = [*paths[at], true[depth] if hidden else draw.randrange(self.vocab)]
+                path = [*paths[at], draw.randrange(self.vocab)]
+                truth = [past[-1], *true[: depth + 1]]
+                if truth[:-1] == paths[at] and truth not in paths:
+                    path = truth
                 if path not in paths:
                     paths.append(path)
                     above.append(at)

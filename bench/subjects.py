@@ -33,6 +33,8 @@ FEW_LAYERS = {
     "qwen3-8b": 4,
     "step-3.7-flash": 5,
     "mimo-v2-flash": 3,
+    "qwen3.5-4b": 4,
+    "qwen3.5-35b-a3b": 4,
 }
 """Layers by shape, enough to have every kind of them; of the other shapes two."""
 

@@ -174,14 +174,15 @@ def recurrent(
             pack=runs,
         ),
     ):
-        forward = RecurrentKernels(plan, view)
         added = numbers(channels, dtype=dtype) if bias else None
-        forward.convolve(0, numbers(rows, channels, dtype=dtype), numbers(channels, 4, dtype=dtype), added)
-        if num_heads:
-            q, k = (numbers(rows, key_heads, k_dim, dtype=FP32) for _ in range(2))
-            beta = numbers(rows, num_heads, dtype=dtype) if corrected else None
-            v = numbers(rows, num_heads, v_dim, dtype=dtype)
-            forward.recur(0, Recurrence(q, k, v, numbers(rows, num_heads, dtype=FP32), beta))
+        for deterministic in (True, False):
+            forward = RecurrentKernels(plan, view, deterministic=deterministic)
+            forward.convolve(0, numbers(rows, channels, dtype=dtype), numbers(channels, 4, dtype=dtype), added)
+            if num_heads:
+                q, k = (numbers(rows, key_heads, k_dim, dtype=FP32) for _ in range(2))
+                beta = numbers(rows, num_heads, dtype=dtype) if corrected else None
+                v = numbers(rows, num_heads, v_dim, dtype=dtype)
+                forward.recur(0, Recurrence(q, k, v, numbers(rows, num_heads, dtype=FP32), beta))
 
 
 # the cache

@@ -49,11 +49,11 @@ class Shape(NamedTuple):
     def inputs(self) -> CacheField:
         return CacheField("inputs", 1, self.channels)
 
-    def random_rows(self, count: int, seed: int) -> Rows:
-        draw = torch.Generator().manual_seed(seed)
+    def random_rows(self, count: int, seed: int, device: torch.device | str = "cpu") -> Rows:
+        draw = torch.Generator(device).manual_seed(seed)
 
         def normal(*sizes: int) -> torch.Tensor:
-            return torch.randn(count, *sizes, generator=draw)
+            return torch.randn(count, *sizes, generator=draw, device=device)
 
         def made() -> dict[str, torch.Tensor]:
             rows = {
@@ -61,9 +61,10 @@ class Shape(NamedTuple):
                 "q": unit_length(normal(self.key_heads, self.k_dim)),
                 "k": unit_length(normal(self.key_heads, self.k_dim)),
                 "v": normal(self.heads, self.v_dim),
-                "g": -torch.rand(count, self.heads, generator=draw) * 0.3,
+                "g": -torch.rand(count, self.heads, generator=draw, device=device) * 0.3,
             }
-            return {**rows, "beta": torch.rand(count, self.heads, generator=draw)} if self.corrected else rows
+            beta = torch.rand(count, self.heads, generator=draw, device=device)
+            return {**rows, "beta": beta} if self.corrected else rows
 
         return [made(), made()]
 
@@ -80,6 +81,7 @@ class Scene:
         device: torch.device = DEVICE,
         max_len: int = 200,
         max_requests: int = 4,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.backend, self.shape, self.device = backend, shape, device
         layout = KVLayout((shape.layer(), shape.convolution()))
@@ -90,17 +92,18 @@ class Scene:
             allocator, max_requests=max_requests, max_len=max_len, lookahead=LOOKAHEAD, extra_keys=0
         )
         self.cache = KVCache(allocator, self.table, backend)
-        self.store = self.cache.add_store(layout, torch.float32)
+        self.store = self.cache.add_store(layout, dtype)
         self.view = own_view(allocator, self.store)
         draw = torch.Generator().manual_seed(5)
-        self.weight = torch.randn(shape.channels, TAPS + 1, generator=draw).to(device)
-        self.bias = torch.randn(shape.channels, generator=draw).to(device)
+        self.weight = torch.randn(shape.channels, TAPS + 1, generator=draw).to(device, dtype)
+        self.bias = torch.randn(shape.channels, generator=draw).to(device, dtype)
 
     def forward(self, plan: KVPlan, rows: Rows) -> list[torch.Tensor]:
         """-> outputs of both layers [T, ...]."""
         context, outs = self.backend.recurrence(plan, self.view), []
         for layer, given in enumerate(rows):
             x: dict[str, Any] = {name: tensor.to(self.device) for name, tensor in given.items()}
+            x["inputs"] = x["inputs"].to(self.weight.dtype)
             outs.append(context.convolve(layer, x["inputs"], self.weight, self.bias if layer else None))
             if layer == 0:
                 outs.append(context.recur(layer, Recurrence(x["q"], x["k"], x["v"], x["g"], x.get("beta"))))
@@ -140,6 +143,25 @@ class Scene:
         states = [kept.state for kept in self.store.layers.values() if kept.state is not None]
         assert int(states[0].folded_len[row]) == length
         return [tensor[row].cpu().clone() for state in states for tensor in state[:2]] if length else []
+
+
+def in_float64(rows: Recurrence) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs [T, HV, DV] of one text, and the state after its last whole block of FOLD, token by token."""
+    q, k, v, g = (x.double() for x in rows[:4])
+    each = v.shape[1] // k.shape[1]
+    q, k = (x.repeat_interleave(each, dim=1)[..., None] for x in (q, k))  # [T, HV, DK, 1]
+    beta = None if rows.beta is None else rows.beta.double()[..., None, None]
+    state = kept = v.new_zeros((*k.shape[1:3], v.shape[2]))
+    outs, decay = [], g.exp()[..., None, None]
+    for i in range(len(v)):
+        state = state * decay[i]
+        u = v[i, :, None]
+        if beta is not None:
+            u = beta[i] * (u - (state * k[i]).sum(1, keepdim=True))
+        state = state + k[i] * u
+        outs.append((state * q[i]).sum(1))
+        kept = state if i % FOLD == FOLD - 1 else kept
+    return torch.stack(outs), kept
 
 
 def chosen(rows: Rows, index: Sequence[int]) -> Rows:

@@ -24,6 +24,7 @@ from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.cli.bodies.settings import load_engine
 from specdec.cli.options import PairOptions
 from specdec.draft_models.native_mtp.conventions import accepted, all_conventions
+from specdec.draft_models.native_mtp.mtp_module import beside
 from specdec.errors import CheckpointError, ConfigError, UnsupportedModelError
 from specdec.evaluation.transformers_peer import assisted_peer
 from specdec.layers.decoder import FusedDecoder
@@ -427,41 +428,51 @@ def test_modules_of_a_quantised_checkpoint_draft_as_their_values_do(
     assert ("PackedLinear" in kinds) == (stored == "packed")
 
 
-def test_auto_never_refuses_what_ran_before(
-    published: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Modules that cannot be used, or several devices: a line in the log, and another drafter."""
+def test_auto_never_refuses_what_ran_before(published: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Modules that cannot be used: a line in the log, and another drafter."""
     made = published("mimo")
     tensors = load_file(made.folder / "model.safetensors")
     shutil.copy(made.folder / "config.json", tmp_path)
     packed = tensors | {"model.mtp_layers.0.input_proj.weight": torch.zeros((32, 64), dtype=torch.int8)}
     save_file(packed, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    use_peers(monkeypatch)
-    for folder, ranks in ((tmp_path, 1), (made, 2)):
-        settings = {"fused": True, "tensor_parallel": 2, "attention": "torch"} if ranks == 2 else {}
-        with caplog.at_level("WARNING"), engine_of(folder, "auto", **settings) as engine:
-            assert engine.drafter.name == "suffix"
-        assert "drafter='auto': its MTP modules are not used: " in caplog.messages[-1]
-    with pytest.raises(ConfigError, match=r"drafter='mtp' with tensor_parallel=2; MTP modules run on one device"):
-        engine_of(made, "mtp", **settings)
+    with caplog.at_level("WARNING"), engine_of(tmp_path, "auto") as engine:
+        assert engine.drafter.name == "suffix"
+    assert "drafter='auto': its MTP modules are not used: " in caplog.messages[-1]
 
 
-@pytest.mark.parametrize("name", ["glm4_moe-3", deep("mimo")])
-def test_modules_fitted_to_a_whole_target_draft_for_a_split_one(
-    name: str, published: Any, monkeypatch: pytest.MonkeyPatch
+def test_only_what_modules_run_of_a_text_model_is_moved_to_their_device(published: Any) -> None:
+    """A target that devices share is loaded into host memory, and its modules run on the first device."""
+    decoder = published("mimo").loaded().get_decoder()
+    made = beside(decoder, torch.device("meta"))
+    there = {name.split(".")[0] for name, part in made.state_dict(keep_vars=True).items() if part.device.type == "meta"}
+    assert there == {"norm"} and made.rotary_emb.inv_freq.device.type == "meta"
+    assert made.layers[0].mlp.up_proj.weight is decoder.layers[0].mlp.up_proj.weight
+    assert decoder.norm.weight.device.type == "cpu" and beside(decoder, torch.device("cpu")) is decoder
+
+
+@pytest.mark.parametrize(("name", "spec"), [("glm4_moe-3", CHAIN), ("glm4_moe-shared", TREE), deep("mimo", TREE)])
+def test_modules_draft_for_a_target_on_two_devices(
+    name: str, spec: dict[str, int], published: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`Engine(target, drafter)` splits the target; the modules stay on the first device, and draft the same."""
+    """They lie on the first device, read with a checkpoint or fitted to a whole target, and draft the same."""
     use_peers(monkeypatch)
+    settings: dict[str, Any] = {"max_model_len": 64, "fused": True}
     drafts = []
-    with engine_of(published(name), spec=CHAIN, fused=True) as whole:
-        for ranks in (1, 2):
-            config = EngineConfig(max_model_len=64, fused=True, tensor_parallel=ranks)
-            spec = SpecConfig(**CHAIN, adaptive=False)
-            with Engine(whole.target, whole.drafter, spec=spec, config=config) as engine:
-                watched = Watched(engine)
-                outputs = engine.generate(texts(1, (2, 7)), SamplingParams(max_new_tokens=5))
-            drafts.append((watched.seen, [out.token_ids for out in outputs]))
-    assert drafts[0] == drafts[1]
+
+    def watch(engine: Engine) -> None:
+        watched = Watched(engine)
+        outputs = engine.generate(texts(1, (2, 7)), SamplingParams(max_new_tokens=5))
+        drafts.append((watched.seen, [out.token_ids for out in outputs]))
+
+    with engine_of(published(name), spec=spec, fused=True) as whole:
+        watch(whole)
+        config = EngineConfig(tensor_parallel=2, **settings)
+        with Engine(whole.target, whole.drafter, spec=SpecConfig(**spec, adaptive=False), config=config) as engine:
+            watch(engine)
+    with engine_of(published(name), spec=spec, fused=True, tensor_parallel=2) as engine:
+        assert len(engine.target.ranks) == 2
+        watch(engine)
+    assert drafts[0] == drafts[1] == drafts[2]
 
 
 @pytest.mark.parametrize(("name", "spec"), [("glm4_moe-shared", TREE), ("glm4_moe-3", CHAIN), ("step-form", TREE)])

@@ -75,7 +75,7 @@ def test_driven_rounds_give_what_generate_gives(make_target, make_assistant, mak
     prompts = [[5, 6, 7, 8], [9, 10, 11, 12, 13]]
     engine = make_engine(model, make_assistant(model), num_steps=2, max_batch_size=2)
     driven = drive(engine, prompts, 5, 2, profiled=True)
-    assert len(driven.rounds) == 5 and driven.idle is None
+    assert len(driven.rounds) == 5 and driven.uncaptured == 0 and driven.idle is None
     lengths = [len(output) for output in driven.outputs]
     fresh = make_engine(model, None, max_batch_size=2)
     for prompt, output, length in zip(prompts, driven.outputs, lengths, strict=True):

@@ -15,6 +15,7 @@ from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.triton_backend import TritonBackend
 from specdec.config import MAX_FORCED_TOKENS
 from specdec.errors import ConfigError, UnsupportedModelError
+from specdec.gpu.operations import REFERENCE
 from specdec.kvcache.layout import CacheField, Records, StateShape
 from specdec.kvcache.recurrent_state import FOLD
 from specdec.layers.gated_delta import unit_length
@@ -119,9 +120,13 @@ def test_records_have_the_window_of_a_block_and_two_rounds() -> None:
 # what is refused
 
 
-def test_recurrent_layers_run_on_one_device(make_target) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"recurrent layers, .* and this would be tensor_parallel=2"):
-        Engine.from_pretrained(make_target("qwen3_5"), config=EngineConfig(tensor_parallel=2, device="cpu"))
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2"])
+def test_recurrent_layers_run_on_one_device(family, make_target) -> None:
+    """A model, and a target that is whole: one was split once, into shares without heads."""
+    model, config = make_target(family), EngineConfig(tensor_parallel=2, device="cpu")
+    for make in (Engine.from_pretrained, lambda made, **options: Engine(TargetModel(made, REFERENCE), **options)):
+        with pytest.raises(UnsupportedModelError, match=r"recurrent layers, .* and this would be tensor_parallel=2"):
+            make(model, config=config)
 
 
 def test_plain_torch_is_refused_on_a_gpu() -> None:

@@ -7,13 +7,16 @@ import numpy as np
 import pytest
 import torch
 from kv_rig import ints
-from recurrent_scene import Scene, Shape, as_answer, as_prompt
+from recurrent_scene import Scene, Shape, as_answer, as_prompt, in_float64
 from tape import record
 
 from specdec import SamplingParams, SpecConfig
+from specdec.attention.pack import Pack
+from specdec.attention.recurrence.kernel_forward import Spans
 from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.triton_backend import TritonBackend
 from specdec.gpu.triton_shim import INTERPRETED
+from specdec.kvcache.layer_context import Recurrence
 
 from marks import deep
 
@@ -37,11 +40,15 @@ def path_to(parents: Sequence[int], node: int) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", [0, *map(deep, range(1, 8))])
-@pytest.mark.parametrize(("shape", "page_size"), [(DELTA, 1), (MAMBA, 4), (DELTA, 16)], ids=["1", "mamba-4", "16"])
-def test_kernels_are_plain_torch(shape, page_size, seed) -> None:
+@pytest.mark.parametrize(
+    ("shape", "page_size", "deterministic"),
+    [(DELTA, 1, True), (MAMBA, 4, True), (DELTA, 16, True), (DELTA, 4, False), (MAMBA, 1, False)],
+    ids=["1", "mamba-4", "16", "fast", "mamba-fast"],
+)
+def test_kernels_are_plain_torch(shape, page_size, deterministic, seed) -> None:
     """Prompts in chunks, chains and trees that cross a fold, accepted paths that are permuted or moved, copies."""
     draw = random.Random(seed)
-    oracle, scene = (Scene(backend, shape, page_size) for backend in (TorchBackend(), TritonBackend()))
+    oracle, scene = (Scene(backend, shape, page_size) for backend in (TorchBackend(), TritonBackend(deterministic)))
     for one in (oracle, scene):
         assert [one.table.open_row() for _ in range(2)] == [0, 1]
     rows = np.arange(2)
@@ -63,23 +70,57 @@ def test_kernels_are_plain_torch(shape, page_size, seed) -> None:
             require_close(*(one.keep(0) for one in (scene, oracle)))
 
 
+@pytest.mark.parametrize("seed", [0, *map(deep, range(1, 12))])
+@pytest.mark.parametrize("corrected", [True, False], ids=["delta", "mamba"])
+def test_prompts_in_spans_are_the_recurrence_in_float64(corrected, seed) -> None:
+    """Lengths, heads and sizes of any kind, decays near 0 and near 1, betas near 0 and 1, keys that repeat; what
+    follows a chunk, and the state, too."""
+    draw = random.Random(seed)
+    key_heads = draw.choice((1, 2))
+    shape = Shape(key_heads * draw.choice((1, 3)), key_heads, draw.choice((8, 20)), draw.choice((12, 66)), 4, corrected)
+    count = draw.randrange(90, 150)
+    text = shape.random_rows(count, seed)
+    layer = text[0]
+    kind = torch.rand(layer["g"].shape, generator=torch.Generator().manual_seed(seed))
+    layer["g"] = torch.where(kind < 0.3, layer["g"] * 1e-5, torch.where(kind < 0.4, layer["g"] * 60, layer["g"]))
+    if corrected:
+        layer["beta"] = torch.where(kind < 0.5, layer["beta"].round(), layer["beta"])
+    layer["k"][30:60] = layer["k"][29]
+    cuts = sorted({draw.randrange(1, count) for _ in range(2)} | {count})
+    scene = Scene(TritonBackend(), shape, 4)
+    _, out, _ = as_prompt(scene, text, cuts)
+    want = in_float64(Recurrence(layer["q"], layer["k"], layer["v"], layer["g"], layer.get("beta")))
+    require_close([out.double(), scene.keep(0)[0].double()], want)
+
+
+def test_spans_are_those_of_their_runs() -> None:
+    """Runs that begin within a block of 16, an empty one, and places of padding."""
+    start, length = torch.tensor([5, 16, 64, 3]), torch.tensor([60, 0, 64, 1])
+    spans = Spans.of_pack(Pack.of(torch.arange(4), start, length, 130))
+    assert spans.run_of.tolist() == [0, 0, 2, 3, 3, 3] and spans.position.tolist() == [0, 64, 64, 0, 64, 128]
+
+
 # bits
+
+
+def exact_scene(shape: Shape, page_size: int) -> Scene:
+    return Scene(TritonBackend(deterministic=True), shape, page_size)
 
 
 @pytest.mark.parametrize("shape", [DELTA, MAMBA], ids=["delta", "mamba"])
 def test_a_token_has_the_same_bits_as_prompt_and_as_answer(shape) -> None:
     text = shape.random_rows(52, 3)
-    whole = as_prompt(Scene(TritonBackend(), shape, 4), text, [52])
-    found = [as_prompt(Scene(TritonBackend(), shape, 4), text, cuts) for cuts in ([5, 16, 37, 52], [33, 34, 52])]
+    whole = as_prompt(exact_scene(shape, 4), text, [52])
+    found = [as_prompt(exact_scene(shape, 4), text, cuts) for cuts in ([5, 16, 37, 52], [33, 34, 52])]
     for begin, num_nodes in ((14, 1), (20, 5), (33, 18)):
-        found.append(as_answer(Scene(TritonBackend(), shape, 1), text, begin, num_nodes, seed=begin))
+        found.append(as_answer(exact_scene(shape, 1), text, begin, num_nodes, seed=begin))
     for other in found:
         assert all(torch.equal(x, y) for x, y in zip(other, whole, strict=True))
 
 
 def test_a_copy_has_the_same_bits_whenever_it_is_made() -> None:
     text = DELTA.random_rows(52, 3)
-    scenes = [Scene(TritonBackend(), DELTA, 4) for _ in range(2)]
+    scenes = [exact_scene(DELTA, 4) for _ in range(2)]
     as_prompt(scenes[0], text, [52])
     as_answer(scenes[1], text, 9, 4, seed=1)
     copies = [scene.keep(0) for scene in scenes]

@@ -157,4 +157,4 @@ def test_an_answer_that_was_stopped_within_a_round_goes_on(
         [again] = engine.generate(prompt + first.token_ids, more)
         assert again.token_ids == truth[count:], end
         cached.add(again.stats.cached_tokens)
-    assert len(cached) == 2  # stopped before and after a fold
+    assert len(cached) > 1  # stopped before and after a fold

@@ -103,7 +103,7 @@ def tree_convolution_kernel(
     tl.store(p_pool + slot * CHANNELS + o_channel, value, mask=o_channel < tl.where(slot != 0, CHANNELS, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def run_convolution_kernel(
     p_in: tl.tensor,
     p_weight: tl.tensor,
@@ -124,46 +124,59 @@ def run_convolution_kernel(
     stride_table: tl.tensor,
     stride_weight: tl.tensor,
     stride_tap: tl.tensor,
+    num_rows: tl.tensor,
     TAPS: tl.constexpr,
     CHANNELS: tl.constexpr,
     BIAS: tl.constexpr,
     FOLD: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    i_row = tl.program_id(0).to(tl.int64)
-    i_run = tl.load(p_run_of + i_row).to(tl.int64)
+    o_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    m_row = o_row < num_rows
     o_channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_channel = o_channel < CHANNELS
-    row = tl.load(p_rows + i_run).to(tl.int64)
-    real = i_row < tl.load(p_cu_len + i_run + 1)  # the places after the last run are padding
-    size = tl.where(real, CHANNELS, 0)
-    start = tl.load(p_start + i_run).to(tl.int64)
-    first = start // FOLD * FOLD
-    begin = tl.load(p_begin + i_run)
-    mine = tl.load(p_positions + i_row)
-    p_inputs += row * (TAPS * CHANNELS)
+    runs = tl.load(p_run_of + o_row, mask=m_row, other=0).to(tl.int64)
+    # the places after the last run are padding
+    real = o_row < tl.load(p_cu_len + runs + 1, mask=m_row, other=0)
+    start = tl.load(p_start + runs, mask=real, other=0).to(tl.int64)
+    mine = tl.load(p_positions + o_row, mask=real, other=0)
     p_weight += o_channel * stride_weight
-    total = tl.zeros([BLOCK], tl.float32)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
     for tap in range(TAPS + 1):
         position = mine - TAPS + tap
-        x = before_forward(
-            p_inputs, p_pool, p_table + i_run * stride_table, begin, position, first, start,
-            o_channel, size, TAPS, CHANNELS, 1,
-        )  # fmt: skip
-        own = o_channel < tl.where(position >= start, size, 0)
-        at = tl.where(real & (position >= start), i_row + position - mine, 0)
-        x += tl.load(p_in + at * stride_in + o_channel, mask=own, other=0.0).to(tl.float32)
-        total = tl.fma(x, tl.load(p_weight + tap * stride_tap, mask=m_channel, other=0.0).to(tl.float32), total)
+        own = real & (position >= start)
+        m_own = own[:, None] & m_channel[None, :]
+        cells = p_in + (o_row + position - mine)[:, None] * stride_in + o_channel[None, :]
+        x = tl.load(cells, mask=m_own, other=0.0).to(tl.float32)
+        if tl.max((real & (position < start)).to(tl.int32), axis=0) > 0:  # few tiles begin a run
+            old = real & (position < start)
+            row = tl.load(p_rows + runs, mask=old, other=0).to(tl.int64)
+            first = start // FOLD * FOLD
+            begin = tl.load(p_begin + runs, mask=old, other=0)
+            recorded = old & (position >= first)
+            slot = tl.load(p_table + runs * stride_table + position - begin, mask=recorded, other=0)
+            m_recorded = recorded[:, None] & m_channel[None, :]
+            cells = p_pool + slot[:, None] * CHANNELS + o_channel[None, :]
+            x += tl.load(cells, mask=m_recorded, other=0.0).to(tl.float32)
+            kept = old & (position >= 0) & (position < first)
+            m_kept = kept[:, None] & m_channel[None, :]
+            cells = p_inputs + (row * TAPS + TAPS + position - first)[:, None] * CHANNELS + o_channel[None, :]
+            x += tl.load(cells, mask=m_kept, other=0.0).to(tl.float32)
+        weight = tl.load(p_weight + tap * stride_tap, mask=m_channel, other=0.0).to(tl.float32)
+        total = tl.fma(x, tl.zeros_like(x) + weight[None, :], total)
     if BIAS:
-        total += tl.load(p_bias + o_channel, mask=o_channel < size, other=0.0).to(tl.float32)
-    tl.store(p_out + i_row * CHANNELS + o_channel, total.to(p_out.dtype.element_ty), mask=m_channel)
-    # a record of what the state will not have taken in
-    end = (start + tl.load(p_length + i_run)) // FOLD * FOLD
-    slot = tl.load(p_write + i_row)
-    value = tl.load(p_in + i_row * stride_in + o_channel, mask=m_channel, other=0.0)
-    tl.store(
-        p_pool + slot * CHANNELS + o_channel, value, mask=o_channel < tl.where((slot != 0) & (mine >= end), size, 0)
-    )
+        bias = tl.load(p_bias + o_channel, mask=m_channel, other=0.0).to(tl.float32)
+        total += tl.where(real[:, None], bias[None, :], 0.0)
+    cells = p_out + o_row[:, None] * CHANNELS + o_channel[None, :]
+    tl.store(cells, total.to(p_out.dtype.element_ty), mask=m_row[:, None] & m_channel[None, :])
+    # records of what the states will not have taken in
+    end = (start + tl.load(p_length + runs, mask=real, other=0)) // FOLD * FOLD
+    if tl.max((real & (mine >= end)).to(tl.int32), axis=0) > 0:
+        slot = tl.load(p_write + o_row, mask=real & (mine >= end), other=0)
+        m_left = (slot != 0)[:, None] & m_channel[None, :]
+        value = tl.load(p_in + o_row[:, None] * stride_in + o_channel[None, :], mask=m_left, other=0.0)
+        tl.store(p_pool + slot[:, None] * CHANNELS + o_channel[None, :], value, mask=m_left)
 
 
 @triton.jit

@@ -2,17 +2,18 @@
 
 What states take in is decided when the first recurrent layer runs: those of all layers are then folded as far as is
 certain, in one launch, so a layer's own launches find every state at the last certain multiple of FOLD. A run of a
-prompt takes states further, to the last multiple of FOLD of its own tokens.
+prompt takes states further, to the last multiple of FOLD of its own tokens: block by block with the bits of decoding,
+or span by span.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from specdec.attention.kernels.page_table import PageTables, build_page_tables, locate_prefixes
-from specdec.attention.pack import PackTables
+from specdec.attention.pack import Pack, PackTables
 from specdec.attention.plan import KVPlan
 from specdec.attention.recurrence.block_kernels import CHUNK, COLUMNS, PRECISION
 from specdec.attention.recurrence.convolution_kernels import (
@@ -22,6 +23,16 @@ from specdec.attention.recurrence.convolution_kernels import (
 )
 from specdec.attention.recurrence.fold_kernels import begin_kernel, fold_kernel
 from specdec.attention.recurrence.run_kernel import run_kernel
+from specdec.attention.recurrence.span_kernels import (
+    SPAN,
+    SPAN_COLUMNS,
+    SPAN_PARTS,
+    SPAN_STAGES,
+    SPAN_WARPS,
+    WEIGHT_WARPS,
+    spans_kernel,
+    weights_kernel,
+)
 from specdec.attention.recurrence.tree_kernel import tree_kernel
 from specdec.gpu.mirrored_array import upload
 from specdec.gpu.triton_shim import triton
@@ -33,7 +44,10 @@ from specdec.kvcache.store import KVStore, LayerKV, RecurrentLayers
 from specdec.kvcache.table import RequestTable, Rows
 
 CHANNELS = 512
-"""Channels of a convolution in one program."""
+"""Channels of a convolution of trees in one program."""
+
+RUN_ROWS, RUN_CHANNELS = 8, 256
+"""Tokens and channels of a convolution of runs in one program."""
 
 WARPS = 4
 """Warps of a program of trees, runs and folds."""
@@ -62,16 +76,39 @@ class Slots:
         return cls(*plan.prefix.pages(group), plan.page_size)
 
 
+class Spans(NamedTuple):
+    """Spans of the runs of a pack: see `span_kernels.py`. X is an upper bound; spans after the last one have no token.
+
+    run_of, position [X]: the run of each, and the position of its first place.
+    """
+
+    run_of: torch.Tensor
+    position: torch.Tensor
+
+    @classmethod
+    def of_pack(cls, pack: Pack) -> "Spans":
+        first = pack.start // FOLD * FOLD
+        counts = ((pack.start + pack.length - first + SPAN - 1) // SPAN).masked_fill(pack.length == 0, 0)
+        cu_spans = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        most = len(pack.rows) + len(pack.row_of) // (SPAN - FOLD + 1)  # a run's first span may have one token
+        numbers = torch.arange(most, device=first.device)
+        run_of = torch.searchsorted(cu_spans[1:], numbers, right=True).clamp(max=len(pack.rows) - 1)
+        return cls(run_of, first[run_of] + (numbers - cu_spans[run_of]) * SPAN)
+
+
 class RecurrentKernels:
     """The rows of a plan that writes, of trees or of runs.
 
+    deterministic: a token of a run has the bits that it has as a node of a tree.
     Padding costs time and changes nothing: a tree of the padding row begins a text and has no slots, a run of it has no
     token.
     """
 
-    def __init__(self, plan: KVPlan, view: KVView) -> None:
+    def __init__(self, plan: KVPlan, view: KVView, *, deterministic: bool = False) -> None:
         self._plan = plan
         self._view = view
+        self._deterministic = deterministic
+        self._spans: Spans | None = None
         self._slots: Slots | None = None
 
     def part(self, requests: slice, columns: slice) -> "RecurrentKernels":
@@ -106,11 +143,13 @@ class RecurrentKernels:
             )
             return out
         pack = plan.pack
-        run_convolution_kernel[(len(inputs), blocks)](
+        tile = {"ROWS": RUN_ROWS, "BLOCK": _block(channels, RUN_CHANNELS)}
+        tiles = triton.cdiv(len(inputs), RUN_ROWS), triton.cdiv(channels, tile["BLOCK"])
+        run_convolution_kernel[tiles](
             *(inputs, weight, bias_given, out, state.inputs, kept.fields[0], pack.rows, pack.start, pack.length),
             *(pack.row_of, pack.cu_len, slots.table, slots.begin, write, pack.positions),
-            *(inputs.stride(0), slots.table.stride(0), *weight.stride()),
-            **shape,
+            *(inputs.stride(0), slots.table.stride(0), *weight.stride(), len(inputs)),
+            **{**shape, **tile},
             BIAS=bias is not None,
             num_warps=4,
         )
@@ -141,10 +180,9 @@ class RecurrentKernels:
             "V_DIM": v_dim,
             "CORRECTED": rows.beta is not None,
             "FOLD": FOLD,
-            "PRECISION": PRECISION,
-            "BLOCK_V": block,
             "CHUNK": CHUNK,
         }
+        sizes = {"PRECISION": PRECISION, "BLOCK_V": block, "num_warps": WARPS, "num_stages": STAGES}
         strides = [*(x.stride(0) for x in (q, k, v, g, beta)), slots.table.stride(0)]
         if plan.pack is None:
             tree = _tree_arguments(plan)
@@ -156,21 +194,41 @@ class RecurrentKernels:
                 *(plan.rows, plan.committed_len, slots.table, slots.begin, write, *tree.tensors),
                 *(*strides, *tree.strides, tree.num_nodes),
                 **shape,
+                **sizes,
                 NODES=tree.padded,
                 PAGE=slots.page_size,
-                num_warps=WARPS,
-                num_stages=STAGES,
             )
             return out
         pack = plan.pack
         out = torch.zeros(v.shape, dtype=torch.float32, device=v.device)
-        run_kernel[(heads, tiles, len(pack.rows))](
-            *(q, k, v, g, beta, out, state.matrices, pool_k, pool_u, pool_g),
-            *(pack.rows, pack.start, pack.length, pack.cu_len, slots.table, slots.begin, write),
-            *strides,
+        given = q, k, v, g, beta, out, state.matrices, pool_k, pool_u, pool_g
+        runs = pack.rows, pack.start, pack.length, pack.cu_len, slots.table, slots.begin, write
+        if self._deterministic:
+            run_kernel[(heads, tiles, len(pack.rows))](*given, *runs, *strides, **shape, **sizes)
+            return out
+        spans = self._spans = self._spans or Spans.of_pack(pack)
+        parts, dtype = SPAN_PARTS
+        keys = torch.empty((2, parts, *k.shape), dtype=dtype, device=v.device)
+        weights = torch.empty((2, parts, len(v), heads, SPAN), dtype=dtype, device=v.device)
+        total = torch.empty((len(v), heads), dtype=torch.float32, device=v.device)
+        block = _block(v_dim, SPAN_COLUMNS)
+        shape |= {"SPAN": SPAN, "PARTS": parts, "CHUNK": _block(k.shape[2], SPAN)}
+        made = keys, weights, total
+        of_parts = keys.stride(1), weights.stride(1)
+        weights_kernel[(heads, len(spans.run_of))](
+            *(q, k, g, beta, *made, spans.run_of, spans.position, pack.start, pack.length, pack.cu_len),
+            *(x.stride(0) for x in (q, k, g, beta)),
+            *of_parts,
+            **{name: size for name, size in shape.items() if name != "V_DIM"},
+            num_warps=WEIGHT_WARPS,
+        )
+        spans_kernel[(heads, triton.cdiv(v_dim, block), len(pack.rows))](
+            *(*given[1:], *made, *runs, *strides[1:], *of_parts),
             **shape,
-            num_warps=WARPS,
-            num_stages=STAGES,
+            BLOCK_K=_block(k.shape[2], 4096),
+            BLOCK_V=block,
+            num_warps=SPAN_WARPS,
+            num_stages=SPAN_STAGES,
         )
         return out
 

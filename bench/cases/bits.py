@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from bench.device import ON_CPU  # isort: skip - before triton
@@ -28,11 +29,12 @@ from specdec.config import SamplingParams, SpecConfig
 from specdec.engine import Engine
 from specdec.models.target import TargetModel
 
-LENGTHS = (5, 9) if ON_CPU else (700, 33, 1, 260, 15, 512, 90, 1100)
-NEW = 2 if ON_CPU else 20
-CROWD = [3 + 11 * i % 300 for i in range(1 if ON_CPU else 72)]
+LENGTHS = (5, 30) if ON_CPU else (700, 33, 1, 260, 15, 512, 90, 1100)
+NEW = 8 if ON_CPU else 20
+CROWD = [3 + 11 * i % 300 for i in range(3 if ON_CPU else 72)]
 QUIET = SamplingParams(max_new_tokens=NEW // 2 + 1, temperature=0.5, seed=3)
-TIGHT = {"full_slots": max(LENGTHS) + 400, "swa_slots": max(LENGTHS) + 400, "max_batch_size": 64}
+ROOM = 20 if ON_CPU else 400
+TIGHT = {"full_slots": max(LENGTHS) + ROOM, "swa_slots": max(LENGTHS) + ROOM, "max_batch_size": 64}
 UNCAPTURED = {"cuda_graphs": False}
 DEEP, WIDE = SpecConfig(15, 2, 16, adaptive=False), SpecConfig(20, 20, 200, adaptive=False)
 COMPANY: tuple[tuple[str, str, SpecConfig, dict[str, Any], bool], ...] = (
@@ -41,14 +43,16 @@ COMPANY: tuple[tuple[str, str, SpecConfig, dict[str, Any], bool], ...] = (
     ("accepted trees of 16", "hidden", DEEP, UNCAPTURED, False),
     ("among 80, chunks of 256", "none", CHAIN, {"max_batch_size": 64, "prefill_chunk": 256}, True),
     ("chunks of 16, pages of 16", "none", CHAIN, {"prefill_chunk": 16, "page_size": 16}, False),
-    ("no graphs", "none", CHAIN, UNCAPTURED, False),
     ("own drafter, tree of 16, among 80", "own", TREE, {"max_batch_size": 32}, True),
+    ("n-gram, among 80", "ngram", CHAIN, {"max_batch_size": 32}, True),
+    ("no graphs", "none", CHAIN, UNCAPTURED, False),
     ("own drafter, tree of 200", "own", SpecConfig(6, 8, 200, adaptive=False), {}, False),
     ("accepted trees of 16, pages of 16", "hidden", DEEP, {**UNCAPTURED, "page_size": 16}, False),
     ("accepted trees of 200", "hidden", WIDE, UNCAPTURED, False),
-    ("n-gram, among 80", "ngram", CHAIN, {"max_batch_size": 32}, True),
 )
 """What, drafter, draft, fields of the engine's config, and whether a crowd runs at the same time."""
+EARLY = 7
+"""How many of them come before requests that are preempted, cached or read again."""
 BOUNDS = {1: 1.05, 8: 1.05, 32: 1.2}
 """How much longer a round may take with the same bits in any company, by requests."""
 PROMPT_BOUND = 1.5
@@ -63,7 +67,7 @@ def company_rows(shapes: Sequence[str], devices: int, companies: int, kv_dtype: 
 def _companies(name: str, devices: int, count: int, kv_dtype: str) -> Iterator[Row]:
     begin = time.perf_counter()
     layers = few_layers(name)
-    pair = pair_of(name, layers, deterministic=True)
+    pair = pair_of(name, layers, deterministic=True, operations=OPERATIONS)
     vocab = pair.target.vocab_size
     prompts, crowd = prompts_of(LENGTHS, vocab, 0), prompts_of(CROWD, vocab, 1)
     params = mixed_params(len(prompts), NEW, logprobs=8)
@@ -97,7 +101,8 @@ def _companies(name: str, devices: int, count: int, kv_dtype: str) -> Iterator[R
         found = answers(engine, [*prompts, *others], [*params, *[QUIET] * len(others)])[: len(prompts)]
         stats = engine.stats()
         note = f"acceptance length {stats.acceptance_length:.2f}, {stats.preemptions} preempted"
-        return found, f"{note}, {stats.captures.made} captured, {stats.captures.refused} refused", True
+        made, refused, uncaptured = stats.captures.made, stats.captures.refused, stats.captures.uncaptured_rounds
+        return found, f"{note}, {made} captured, {refused} refused, {uncaptured} rounds not captured", True
 
     def preempted() -> tuple[Sequence[Answer], str, bool]:
         """Requests that have begun when a crowd of higher rank takes their slots."""
@@ -108,7 +113,7 @@ def _companies(name: str, devices: int, count: int, kv_dtype: str) -> Iterator[R
             engine.submit_many(crowd, SamplingParams(max_new_tokens=8 if ON_CPU else 100, ignore_eos=True))
             outputs = [handle.output() for handle in handles]
         lost = sum(out.stats.preemptions > 0 for out in outputs)
-        return read_answers(outputs), f"{lost} preempted", ON_CPU or lost > 0
+        return read_answers(outputs), f"{lost} preempted", lost > 0
 
     def cached(kind: str, spec: SpecConfig) -> tuple[Sequence[Answer], str, bool]:
         """The second time, with what the prefix cache holds by then."""
@@ -118,12 +123,31 @@ def _companies(name: str, devices: int, count: int, kv_dtype: str) -> Iterator[R
         hits = sum(out.stats.cached_tokens > 0 for out in outputs)
         return read_answers(outputs), f"{hits} found in the prefix cache", hits > 0
 
-    for what, *company in COMPANY[:count]:
-        yield row(what, lambda company=company: in_company(*company))
-    if count > len(COMPANY):
-        yield row("preempted", preempted)
-        yield row("cached", lambda: cached("none", CHAIN))
-        yield row("tree of 16, cached", lambda: cached("own", TREE))
+    def read_again(scored: bool) -> tuple[Sequence[Answer], str, bool]:
+        """Answers that were cut, and are the ends of prompts now. scored: the log-probabilities of these tokens are
+        those of the prompt."""
+        kept = [1 + 7 * number % (NEW - 1) for number in range(len(prompts))]
+        again = [prompt + tokens[:cut] for prompt, (tokens, _), cut in zip(prompts, want, kept, strict=True)]
+        extra = {"prompt_logprobs": 8} if scored else {}
+        rest = [replace(one, max_new_tokens=NEW - cut, **extra) for one, cut in zip(params, kept, strict=True)]
+        with split_engine(pair.drafter("own"), TREE) as engine:
+            engine.generate(prompts, params, progress=False)
+            outputs = engine.generate(again, rest, progress=False)
+        found = []
+        for (tokens, logprobs), out, cut in zip(want, outputs, kept, strict=True):
+            before = out.prompt_logprobs[-cut:] if scored else logprobs[:cut]
+            found.append((tokens[:cut] + out.token_ids, before + out.logprobs))
+        return found, f"{sum(out.stats.cached_tokens for out in outputs)} tokens cached", True
+
+    rows: list[tuple[str, Callable[[], tuple[Sequence[Answer], str, bool]]]] = []
+    rows += [(what, partial(in_company, *company)) for what, *company in COMPANY[:EARLY]]
+    rows += [("preempted", preempted), ("cached", partial(cached, "none", CHAIN))]
+    rows += [("tree of 16, cached", partial(cached, "own", TREE)), ("answers read again", partial(read_again, False))]
+    rows += [("answers scored as prompts", partial(read_again, True))]
+    rows += [(what, partial(in_company, *company)) for what, *company in COMPANY[EARLY:]]
+    for what, find in rows[:count]:
+        yield row(what, find)
+    if count > len(rows):
         engine = engine_of(TargetModel(pair.model, pair.target.ops), max_batch_size=64)
         default = answers(engine, [*prompts, *crowd], [*params, *[QUIET] * len(crowd)])
         same = sum(a == b for a, b in zip(default, want, strict=False))

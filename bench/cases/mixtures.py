@@ -16,7 +16,7 @@ from statistics import mean
 from typing import Any
 from unittest import mock
 
-from bench.device import ON_CPU  # isort: skip - before triton
+from bench.device import ON_CPU, free_memory  # isort: skip - before triton
 import torch
 
 from bench.cases.adaptive import speed_rows
@@ -50,7 +50,7 @@ def floor_rows(shapes: Sequence[str], batches: Sequence[int], context: int, roun
                 yield cell_row(_shown(pair, layers), cell, f"at most {MAX_FLOORS}x its floor", ok=ok)
 
         yield from attempt_all(pair, rows())
-        _free()
+        free_memory()
 
 
 def gain_rows(shape: str, requests: int, context: int, rounds: int, layers: int) -> Iterator[Row]:
@@ -112,7 +112,7 @@ def routing_rows(routed: Sequence[str], requests: int, context: int, layers: int
                     yield _routed(_shown(name, layers), pair, kind, spec, how, prompts)
 
         yield from attempt_all(name, rows())
-        _free()
+        free_memory()
 
 
 def _routed(name: str, pair: Any, kind: str, spec: SpecConfig, how: str, prompts: Sequence[list[int]]) -> Row:
@@ -158,13 +158,8 @@ def unfused_rows(without: Sequence[str], few_layers: int, tokens: int) -> Iterat
             yield answers_row(f"{_shown(name, few_layers)}, without its fused form", found, want, note, ok=ok)
 
         yield from attempt_all(name, rows())
-        _free()
+        free_memory()
 
 
 def _shown(name: str, layers: int) -> str:
     return f"{name}, {layers} layers" if layers else name
-
-
-def _free() -> None:
-    if not ON_CPU:
-        torch.cuda.empty_cache()

@@ -1,6 +1,9 @@
 """Recurrent layers on kernels: results, bits and times of one layer, and small engines, captured or not.
 
 Floors are bytes: of a verify one state read a request; of a prompt queries, keys and values read and outputs written.
+Forms: how a token is computed in decoding's order, as the precision of products, and if given columns, warps and stages
+of a program ("ieee/32/4/3"); of prompts in the fast mode also "spans" with parts, columns, warps and stages
+("spans/2/64/4/2").
 """
 
 import sys
@@ -10,12 +13,12 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from bench.device import DEVICE, ON_CPU, ROOT  # isort: skip - before triton
+from bench.device import DEVICE, DTYPE, ON_CPU, ROOT  # isort: skip - before triton
 import numpy as np
 import torch
 
 from bench.cases.greedy import SIZES, differences
-from bench.clock import copies_of, graph_seconds, timed_row
+from bench.clock import copies_of, graph_seconds, profiled, timed_row
 from bench.report import Row
 from bench.subjects import prompts_of
 from bench.tiny_targets import CHAIN, VOCAB, Setting, greedy, tiny_engine, tiny_target
@@ -24,6 +27,7 @@ from specdec.attention.pack import Pack
 from specdec.attention.plan import KVPlan, plan_packed, plan_verify
 from specdec.attention.recurrence import kernel_forward
 from specdec.attention.recurrence.kernel_forward import RecurrentKernels
+from specdec.attention.recurrence.span_kernels import SPAN_PARTS
 from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.trees.tree import DraftTree
 from specdec.attention.triton_backend import TritonBackend
@@ -34,10 +38,11 @@ from specdec.kvcache.recurrent_state import FOLD
 from specdec.models.target import TargetModel
 
 sys.path.insert(0, str(ROOT / "tests"))
-from recurrent_scene import LOOKAHEAD, Scene, Shape, as_answer, as_prompt
+from recurrent_scene import LOOKAHEAD, Scene, Shape, as_answer, as_prompt, in_float64
 
 SHAPES = {
-    "Qwen3.5-4B": Shape(32, 16, 128, 128, 8192),
+    "Qwen3.5-4B": Shape(32, 16, 128, 128, 8192),  # and 9B
+    "Qwen3.5-27B": Shape(48, 16, 128, 128, 10240),
     "Nemotron-H 8B": Shape(128, 8, 128, 64, 10240, corrected=False),
     "Granite 4": Shape(48, 1, 128, 64, 3328, corrected=False),
 }
@@ -47,13 +52,25 @@ LENGTH, CUTS = (40, (5, 16, 40)) if ON_CPU else (300, (5, 16, 37, 170, 300))
 ANSWERS = ((3, 1), (20, 18)) if ON_CPU else ((3, 1), (290, 4), (100, 16), (200, 33))
 """First token of an answer, and the nodes of its trees."""
 LIMIT = 2e-5
+"""Distance of outputs from plain torch, at most; of prompts in the fast mode too, whose products are of bf16 in two
+parts. Of states from float64 likewise."""
+LIMIT_OF_ONE_PART = 1e-2
+"""Where operands are bf16."""
+SPANS = "spans"
+"""Form of prompts in the fast mode."""
 
 
 def kernels_in(form: str) -> AbstractContextManager[Any]:
-    """form: the precision of products, and if given columns, warps and stages of a program, as in "ieee/32/4/3"."""
-    precision, *sizes = form.split("/")
-    given = dict(zip(("COLUMNS", "WARPS", "STAGES"), map(int, sizes), strict=False))
-    return mock.patch.multiple(kernel_forward, PRECISION=precision, **given)
+    """form: see above. In Triton's interpreter spans are in one part."""
+    kind, *sizes = form.split("/")
+    numbers, given = [int(size) for size in sizes], dict[str, Any]()
+    if kind == SPANS:
+        parts = SPAN_PARTS if ON_CPU or not numbers else SPAN_PARTS._replace(count=numbers[0])
+        given["SPAN_PARTS"], names = parts, ("SPAN_COLUMNS", "SPAN_WARPS", "SPAN_STAGES")
+        numbers = numbers[1:]
+    else:
+        given["PRECISION"], names = kind, ("COLUMNS", "WARPS", "STAGES")
+    return mock.patch.multiple(kernel_forward, **given, **dict(zip(names, numbers, strict=False)))
 
 
 def check_rows(shapes: Sequence[str], precisions: Sequence[str]) -> Iterator[Row]:
@@ -65,15 +82,16 @@ def check_rows(shapes: Sequence[str], precisions: Sequence[str]) -> Iterator[Row
         want = as_prompt(plain, text, [LENGTH])
         prompt = partial(as_prompt, text=text, cuts=CUTS)
         answer = partial(as_answer, text=text, begin=LENGTH - 21, num_nodes=18, seed=1)
-        for precision in precisions:
+        for form in (*precisions, SPANS):
             for what, read in (("prompt", prompt), ("trees of 18", answer)):
-                words = f"{name}, {precision}, {what}"
-                yield attempt(words, _check_row, words, precision, shape, read, want)
+                words = f"{name}, {form}, {what}"
+                yield attempt(words, _check_row, words, form, shape, read, want)
 
 
-def _check_row(name: str, precision: str, shape: Shape, read: Callable[[Scene], Any], want: Any) -> Row:
-    with kernels_in(precision):
-        worst = max(distance(x, y) for x, y in zip(read(_scene(shape)), want, strict=True))
+def _check_row(name: str, form: str, shape: Shape, read: Callable[[Scene], Any], want: Any) -> Row:
+    with kernels_in(form):
+        scene = _scene(shape, deterministic=form != SPANS)
+        worst = max(distance(x, y) for x, y in zip(read(scene), want, strict=True))
     return Row(name, f"{worst:.1e}", ok=worst < LIMIT)
 
 
@@ -100,39 +118,81 @@ def _bits_row(name: str, precision: str, shape: Shape) -> Row:
 
 
 def times_rows(
-    shapes: Sequence[str], forms: Sequence[str], batches: Sequence[int], nodes: Sequence[int], tokens: int
+    shapes: Sequence[str],
+    forms: Sequence[str],
+    batches: Sequence[int],
+    nodes: Sequence[int],
+    tokens: Sequence[int],
+    serial: int,
 ) -> Iterator[Row]:
-    """One layer, with a cold L2. forms: see `kernels_in`."""
+    """One layer, with a cold L2. serial: prompts up to so many tokens also run in decoding's order."""
     for name in shapes:
-        words = f"{name}, a prompt of {tokens}"
-        yield from attempt_all(words, _prompt_times(words, SHAPES[name], forms, tokens))
+        shape = SHAPES[name]
+        [text, _] = shape.random_rows(max(tokens), 2, DEVICE)
+        for count in tokens:
+            words = f"{name}, a prompt of {count}"
+            given = {key: x[:count].to(DTYPE if key in ("inputs", "v", "beta") else x.dtype) for key, x in text.items()}
+            used = [form for form in forms if form.startswith(SPANS) or count <= serial]
+            yield from attempt_all(words, _prompt_times(words, shape, given, used))
         for batch in batches:
             words = f"{name}, batch {batch}"
-            yield from attempt_all(words, _tree_times(words, SHAPES[name], forms, batch, nodes))
+            yield from attempt_all(words, _tree_times(words, shape, forms, batch, nodes))
 
 
-def _prompt_times(name: str, shape: Shape, forms: Sequence[str], tokens: int) -> Iterator[Row]:
-    scene = _scene(shape, 1, max_requests=1, max_len=tokens)
+def _prompt_times(name: str, shape: Shape, given: dict[str, torch.Tensor], forms: Sequence[str]) -> Iterator[Row]:
+    """Each form is compared with float64 before it is timed."""
+    tokens = len(given["g"])
+    rows = Recurrence(given["q"], given["k"], given["v"], given["g"], given.get("beta"))
+    want = in_float64(rows)
+    read = tokens * (8 * shape.key_heads * shape.k_dim + (4 + DTYPE.itemsize) * shape.heads * shape.v_dim)
+    for form in forms:
+        words = f"{name}: recurrence, {form}"
+        yield from attempt_all(words, _prompt_rows(words, shape, rows, form, want, read))
+    scene, plan = _prompt_plan(shape, tokens, deterministic=False)
+    forward = RecurrentKernels(plan, scene.view)
+    us = graph_seconds([lambda: forward.convolve(0, given["inputs"], scene.weight, None)]) * 1e6
+    yield timed_row(f"{name}: convolution", us, 2 * given["inputs"].nbytes)
+
+
+def _prompt_rows(
+    name: str, shape: Shape, rows: Recurrence, form: str, want: tuple[torch.Tensor, torch.Tensor], num_bytes: int
+) -> Iterator[Row]:
+    scene, plan = _prompt_plan(shape, len(rows.g), deterministic=not form.startswith(SPANS))
+    forward = plan.backend.recurrence(plan, scene.view)
+    with kernels_in(form):
+        out = forward.recur(0, rows)
+        state = scene.store.layers[0].state
+        assert state is not None
+        errors = [distance(out, want[0]), distance(state.matrices[plan.rows[0]], want[1])]
+        ok = max(errors) < (LIMIT_OF_ONE_PART if form.startswith(f"{SPANS}/1") else LIMIT)
+        yield Row(name, f"{errors[0]:.1e}, state {errors[1]:.1e}", ok=ok)
+        us = graph_seconds([lambda: forward.recur(0, rows)], 5) * 1e6
+        _, _, kernels = profiled(lambda: forward.recur(0, rows))
+        found = (f"{kernel} {ms * 1e3:.0f}" for kernel, (ms, _) in kernels.items() if kernel.endswith("_kernel"))
+        yield timed_row(name, us, num_bytes, note=", ".join(found))
+
+
+def _prompt_plan(shape: Shape, tokens: int, *, deterministic: bool) -> tuple[Scene, KVPlan]:
+    scene = _scene(shape, 1, deterministic=deterministic, max_requests=1, max_len=tokens, dtype=DTYPE)
     row = scene.table.open_row()
     scene.table.ensure_slots(row, tokens)
     pack = Pack.of(*(torch.tensor([x], device=DEVICE) for x in (row, 0, tokens)), tokens)
-    plan = plan_packed(scene.backend, scene.table, pack)
-    read = 4 * tokens * (2 * shape.key_heads * shape.k_dim + 2 * shape.heads * shape.v_dim)
-    yield from _timed(name, [scene], [plan], forms, tokens, read)
+    return scene, plan_packed(scene.backend, scene.table, pack)
 
 
 def _tree_times(name: str, shape: Shape, forms: Sequence[str], batch: int, nodes: Sequence[int]) -> Iterator[Row]:
     state = 4 * shape.heads * shape.k_dim * shape.v_dim
-    made = [_scene(shape, 1, max_requests=batch) for _ in range(copies_of(batch * state, 24))]
+    made = [_scene(shape, 1, max_requests=batch, dtype=DTYPE) for _ in range(copies_of(batch * state, 24))]
     text = shape.random_rows(40 * batch, 1)
     for scene in made:
         rows = [scene.table.open_row() for _ in range(batch)]
         scene.read(np.array(rows), np.full(batch, 40), text, padding=0)
         scene.table.ensure_all_slots(np.array(rows), np.full(batch, 40 + LOOKAHEAD))
+    used = [form for form in forms if not form.startswith(SPANS)]
     for num_nodes in nodes:
         chain = DraftTree.chain(torch.zeros((batch, num_nodes), dtype=torch.int64, device=DEVICE))
         plans = [plan_verify(scene.backend, scene.table, scene.table.rows(np.arange(batch)), chain) for scene in made]
-        yield from _timed(f"{name}, {num_nodes} nodes", made, plans, forms, batch * num_nodes, batch * state)
+        yield from _timed(f"{name}, {num_nodes} nodes", made, plans, used, batch * num_nodes, batch * state)
 
 
 def _timed(
@@ -140,9 +200,9 @@ def _timed(
 ) -> Iterator[Row]:
     """The recurrence, the convolution, and what precedes the first layer where nothing is folded."""
     [given, _] = made[0].shape.random_rows(count, 2)
-    x: dict[str, Any] = {key: tensor.to(DEVICE) for key, tensor in given.items()}
+    x = {key: y.to(DEVICE, DTYPE if key in ("inputs", "v", "beta") else y.dtype) for key, y in given.items()}
     rows = Recurrence(x["q"], x["k"], x["v"], x["g"], x.get("beta"))
-    inputs, weight, dtype = x["inputs"], made[0].weight, torch.float32
+    inputs, weight = x["inputs"], made[0].weight
     forwards = [RecurrentKernels(plan, scene.view) for plan, scene in zip(plans, made, strict=True)]
     for forward in forwards:
         forward.recur(0, rows)  # folds
@@ -152,17 +212,16 @@ def _timed(
             words, _recurrence_row, words, form, [partial(forward.recur, 0, rows) for forward in forwards], num_bytes
         )
     us = graph_seconds([partial(forward.convolve, 0, inputs, weight, None) for forward in forwards]) * 1e6
-    yield timed_row(f"{name}: convolution", us, 2 * inputs.numel() * dtype.itemsize)
-    if len(plans) > 1:
-        begun = [RecurrentKernels(plan, scene.view) for plan, scene in zip(plans, made, strict=True)]
-        kept = [scene.store.layers[0] for scene in made]
+    yield timed_row(f"{name}: convolution", us, 2 * inputs.nbytes)
+    begun = [RecurrentKernels(plan, scene.view) for plan, scene in zip(plans, made, strict=True)]
+    kept = [scene.store.layers[0] for scene in made]
 
-        def begin(number: int) -> None:
-            begun[number]._slots = None
-            begun[number]._begun(kept[number])
+    def begin(number: int) -> None:
+        begun[number]._slots = None
+        begun[number]._begun(kept[number])
 
-        us = graph_seconds([partial(begin, number) for number in range(len(begun))]) * 1e6
-        yield timed_row(f"{name}: nothing to fold", us, 0)
+    us = graph_seconds([partial(begin, number) for number in range(len(begun))]) * 1e6
+    yield timed_row(f"{name}: nothing to fold", us, 0)
 
 
 def _recurrence_row(name: str, form: str, calls: Sequence[Callable[[], object]], num_bytes: int) -> Row:
@@ -204,8 +263,8 @@ def _engine_row(
     return Row(name, found, ok=not wrong)
 
 
-def _scene(shape: Shape, page_size: int = 4, **sizes: int) -> Scene:
-    return Scene(TritonBackend(), shape, page_size, **{"max_len": LENGTH + FOLD, **sizes})
+def _scene(shape: Shape, page_size: int = 4, *, deterministic: bool = True, **sizes: Any) -> Scene:
+    return Scene(TritonBackend(deterministic), shape, page_size, **{"max_len": LENGTH + FOLD, **sizes})
 
 
 def _equal(found: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from bench.device import DEVICE, DIVISOR, ON_CPU  # isort: skip - before triton
+from bench.device import DEVICE, DIVISOR, ON_CPU, free_memory  # isort: skip - before triton
 import torch
 
 from bench.figures import E4B, readme_rows
@@ -65,6 +65,7 @@ def cell_row(name: str, cell: Cell, note: str = "", *, ok: bool = True) -> Row:
     figures |= {"ms a round": ms.get("round", ""), "floor": f"{cell.floor_ms:.2f}"}
     figures["x floor"] = "" if cell.x_floor is None else f"{cell.x_floor:.2f}"
     figures |= {stage: ms.get(stage, "") for stage in ("draft", "verify", "other")}
+    figures["uncaptured"] = cell.uncaptured
     return Row(name, ok=ok and cell.shown, figures=figures | {"checked": cell.note or checked, "note": note})
 
 
@@ -93,8 +94,7 @@ def cells_rows(
                         yield cell_row(pair, measured(subject, draft, batch, context, rounds))
 
         yield from attempt_all(pair, rows())
-        if not ON_CPU:
-            torch.cuda.empty_cache()
+        free_memory()
 
 
 def about(subject: Subject) -> str:

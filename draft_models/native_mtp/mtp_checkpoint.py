@@ -20,7 +20,7 @@ from specdec.draft_models.native_mtp.mtp_families import (
     MtpFamily,
     module_tensors,
 )
-from specdec.draft_models.native_mtp.mtp_module import LoadPacked, MtpModule, is_plain
+from specdec.draft_models.native_mtp.mtp_module import LoadPacked, MtpModule, beside, is_plain
 from specdec.errors import CheckpointError, UnsupportedModelError, about, first_line, naming_file
 
 CONVENTIONS = "mtp_conventions.json"
@@ -66,6 +66,7 @@ def native_mtp_drafter(
         if not modules:
             raise no_modules()
         family = family or conventions_of(folder, target)
+        decoder = beside(target.user_decoder, target.device)
         for number, names in enumerate(modules):
             names = {_renamed(place, family): name for place, name in names.items()}
             state = {place: stored_tensor(files[name], name) for place, name in names.items()}
@@ -76,11 +77,11 @@ def native_mtp_drafter(
                         "read next to it says how; give drafter=DIR of the unquantised checkpoint"
                     )
             _require_parts(number, state)
-            for part, own in (("embed", target.embed), ("head", target.head)):
+            for part, own in (("embed", target.embed), ("head", target.user_head)):
                 if (tensor := state.get(f"{part}.weight")) is not None and _equal(tensor, own):
                     del state[f"{part}.weight"]  # a copy of the target's
             with about(f"its MTP module {number}"):
-                made.append(MtpModule(state, target.user_decoder, family.like, number, names, load_packed))
+                made.append(MtpModule(state, decoder, family.like, number, names, load_packed))
     drafter = NativeMtpDrafter(made, family, target)
     drafter.source = str(folder)
     return drafter

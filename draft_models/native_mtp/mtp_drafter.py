@@ -45,7 +45,10 @@ class DescribedTarget(Protocol):
 
 
 class MtpTarget(DescribedTarget, TargetInfo, Protocol):
-    """A target that modules are fitted to. logit_rule: from its head's product to its logits."""
+    """A target that modules are fitted to. user_head: its head as the checkpoint has it; `head` may be in parts.
+    logit_rule: from its head's product to its logits."""
+
+    user_head: nn.Module
 
     @property
     def logit_rule(self) -> Callable[[torch.Tensor], torch.Tensor]: ...

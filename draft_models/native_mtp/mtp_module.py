@@ -196,6 +196,20 @@ def nearest_mlp(decoder: Any, like: int, routed: bool) -> int:
     return min(alike, key=lambda number: abs(number - like), default=like)
 
 
+def beside(decoder: Any, device: torch.device) -> Any:
+    """A text model with its norm and its rotary tables on `device`, where modules run. Its layers and embedding stay:
+    of a target that several devices share they may be in host memory."""
+    if decoder.norm.weight.device == device:
+        return decoder
+    made = copy.copy(decoder)
+    made._buffers = {name: None if buffer is None else buffer.to(device) for name, buffer in decoder._buffers.items()}
+    made._modules = {
+        name: part if isinstance(part, (nn.ModuleList, nn.Embedding)) else copy.deepcopy(part).to(device)
+        for name, part in decoder._modules.items()
+    }
+    return made
+
+
 def one_layer_decoder(decoder: Any, like: int, layer: nn.Module, norm: nn.Module) -> nn.Module:
     """A private copy of a text model with this layer alone, which is like its layer `like`, and this final norm."""
     single = object.__new__(type(decoder))

@@ -91,6 +91,7 @@ class TargetModel:
             # with the user's own attention
             self.user_decoder: nn.Module = find_decoder(self.name, model, len(self.layout.layers))
             original = ModuleWatch(model, self.user_decoder, head)  # before it is copied, so that no change is missed
+            self.user_head: nn.Module = head
             self.head: nn.Module = private_copy(head)
             self.decoder: nn.Module = private_copy(self.user_decoder)
             take_apart(self.name, self.decoder, self.layout)

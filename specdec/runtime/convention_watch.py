@@ -2,8 +2,8 @@
 
 What no tensor says comes from a table of families or a file beside the modules, and a wrong entry shows in nothing but
 a low acceptance. Once WATCHED tokens are committed, the target reads their texts once more, densely, and the modules
-draft each of these tokens under all conventions; another one that is clearly better is a warning. A step does a part of
-it, one forward, and the last one before an engine has nothing to do the rest. It never touches a request.
+draft each of these tokens under all conventions; another one that is clearly better is a warning. Every PAUSE steps one
+does a part of it, a forward, and the last one before an engine has nothing to do the rest. It never touches a request.
 """
 
 import json
@@ -34,6 +34,8 @@ logger = logging.getLogger("specdec")
 
 WATCHED = 512
 """Committed tokens of answers, of all requests together. Modules need not have learnt what prompts say."""
+PAUSE = 8
+"""Steps from one forward to the next: a step that has one can take twice as long."""
 MIN_ANSWER = 8
 """Tokens of an answer that is worth the reading of its prompt."""
 MAX_CONTEXT = 256
@@ -63,10 +65,13 @@ class ConventionWatch:
     def __init__(self, target: TargetModel, drafter: Drafter | None) -> None:
         model = None if drafter is None else model_of(drafter)
         self.target = target
-        # a dense read has no states of recurrent layers
-        self.drafter = model if isinstance(model, NativeMtpDrafter) and not target.recurrent else None
+        # a dense read has no states of recurrent layers, and runs on one device
+        dense = not target.recurrent and target.ranks is None
+        self.drafter = model if isinstance(model, NativeMtpDrafter) and dense else None
         self._ended: list[Answered] = []
         self._parts: Iterator[None] | None = None  # of the judgement that has begun
+        self._waited = 0
+        """Steps since its last part."""
 
     def after_step(self, ended: Sequence[Request], running: Sequence[Request]) -> None:
         """Count what is committed after a step; once it is enough, judge a part of it, or all if no request runs."""
@@ -79,6 +84,10 @@ class ConventionWatch:
             if sum(lengths) < WATCHED:
                 return
             self._parts = judge(self.target, self.drafter, self._ended + long_enough(decoding))
+        self._waited += 1
+        if running and self._waited < PAUSE:
+            return
+        self._waited = 0
         try:
             for _ in self._parts:
                 if running:

@@ -40,9 +40,10 @@ class Cell:
     """Figures of one way of decoding at one batch size and context.
 
     ms: milliseconds of a round ("round"), of its stages, and of the host's part; for a peer, of its step or round.
-    floor_ms: memory floor of one round. idle_ms: time of a round in which no kernel ran. break_even: acceptance
-    length from which a round is faster than plain decoding. acceptance_length: of the timed rounds. ready_s: from
-    weights in memory to an engine whose rounds are captured, compilation included.
+    uncaptured: of the timed rounds, those whose kernels were launched one by one. floor_ms: memory floor of one round.
+    idle_ms: time of a round in which no kernel ran. break_even: acceptance length from which a round is faster than
+    plain decoding. acceptance_length: of the timed rounds. ready_s: from weights in memory to an engine whose rounds
+    are captured, compilation included.
     """
 
     run: str
@@ -50,6 +51,7 @@ class Cell:
     context: int
     spec: SpecConfig | None = None
     rounds: int = 0
+    uncaptured: int = 0
     parity: Parity | None = None
     ms: dict[str, Spread] = field(default_factory=dict)
     floor_bytes: StepBytes | None = None

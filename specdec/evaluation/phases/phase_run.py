@@ -192,6 +192,7 @@ def _timed(cell: Cell, driven: Driven, subject: Subject) -> Cell:
     return replace(
         cell,
         rounds=len(rounds),
+        uncaptured=driven.uncaptured,
         ms=ms,
         idle_ms=None if driven.idle is None else 1e3 * driven.idle,
         acceptance_length=emitted,

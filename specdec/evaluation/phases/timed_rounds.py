@@ -48,11 +48,13 @@ class RoundTime(NamedTuple):
 class Driven(NamedTuple):
     """What some rounds took and gave. outputs: tokens of each request, those of warm-up included.
 
-    idle: seconds a round in which no kernel of its own runs; None where that was not measured.
+    uncaptured: of these rounds, those whose kernels were launched one by one. idle: seconds a round in which no kernel
+    of its own runs; None where that was not measured.
     """
 
     rounds: list[RoundTime]
     outputs: list[list[int]]
+    uncaptured: int
     idle: float | None
 
 
@@ -107,8 +109,12 @@ def drive(engine: Engine, prompts: Sequence[Sequence[int]], rounds: int, depth: 
             for stream, output in zip(streams, outputs, strict=True):
                 output += next(stream).token_ids
         leader = streams[0]  # the others' requests are in the same rounds; what they gained is taken at the end
+        while len(watched.passed) < WARM_UP:
+            outputs[0] += _next(leader).token_ids
+        uncaptured = -engine.stats().captures.uncaptured_rounds
         while len(watched.passed) < WARM_UP + 1 + rounds:
             outputs[0] += _next(leader).token_ids
+        uncaptured += engine.stats().captures.uncaptured_rounds
         if profiled and engine.target.device.type == "cuda":
             idle = _gaps_within_rounds(watched.passed, leader, outputs[0])
         for stream, output in zip(streams[1:], outputs[1:], strict=True):
@@ -121,7 +127,7 @@ def drive(engine: Engine, prompts: Sequence[Sequence[int]], rounds: int, depth: 
     times = [round_time(before.at, one, engine.target.device.type == "cpu") for before, one in timed]
     if idle is not None:
         idle += median(time.wall - time.draft - time.verify - time.other for time in times)
-    return Driven(times, outputs, idle)
+    return Driven(times, outputs, uncaptured, idle)
 
 
 def round_time(before: float, one: _Passed, on_cpu: bool) -> RoundTime:
