@@ -210,6 +210,48 @@ def test_pydantic_ai_gets_a_nested_model(stream, kind, reciter):
     assert asyncio.run(run()) == TRIP
 
 
+@needs("litellm")
+@pytest.mark.parametrize("kind", ["openai", "hosted_vllm"])
+def test_litellm_gets_texts_calls_and_models(kind, reciter):
+    import litellm
+
+    server = {"api_base": f"{reciter.url}/v1", "api_key": "none"}
+
+    def ask(said, **options):
+        reciter.answer_next(said)
+        return litellm.completion(f"{kind}/{MODEL}", messages=QUESTION, **server, **options)
+
+    assert ask("By ferry.").choices[0].message.content == "By ferry."
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in ask("By ferry.", stream=True)) == "By ferry."
+    tool = {"type": "function", "function": {"name": "Place", "parameters": Place.model_json_schema()}}
+    [call] = ask(call_of("Place", ULM.model_dump()), tools=[tool], tool_choice="required").choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == ULM.model_dump()
+    made = ask(ULM.model_dump_json(), response_format=Place).choices[0].message.content
+    assert Place.model_validate_json(made) == ULM
+    reciter.answer_next("By ferry.")
+    answer = litellm.responses(input="Where to?", model=f"{kind}/{MODEL}", **server)
+    assert answer.output[-1].content[0].text == "By ferry."
+
+
+@needs("llama_index")
+def test_llama_index_gets_texts_and_models(reciter):
+    from llama_index.core.prompts import PromptTemplate
+    from llama_index.llms.openai_like import OpenAILike
+
+    class Minutes(BaseModel):
+        """How long it takes."""
+
+        number: int
+
+    server = {"api_base": f"{reciter.url}/v1", "api_key": "none", "model": MODEL, "context_window": 3500}
+    chat = OpenAILike(**server, is_chat_model=True, is_function_calling_model=True)
+    reciter.answer_next("By ferry.", "By train.", call_of("Minutes", {"number": 8}), "By bus.")
+    assert chat.complete("Where to?").text == "By ferry."
+    assert "".join(part.delta or "" for part in chat.stream_complete("Where to?")) == "By train."
+    assert chat.structured_predict(Minutes, PromptTemplate("How long?")).number == 8
+    assert OpenAILike(**server, is_chat_model=False).complete("Where to?").text == "By bus."
+
+
 # a call, and text before and after it
 
 
