@@ -71,7 +71,7 @@ from specdec.runtime.step_faults import StepFaults
 from specdec.runtime.steps import Steps
 from specdec.runtime.turns import Turns, with_modes_restored
 from specdec.runtime.warm_up import warm_up
-from specdec.settings.numbers import require_int
+from specdec.settings.declared_fields import require_int
 from specdec.text.prompts import Prompt, as_chat_list, as_token_ids, chat_or_text_ids
 
 T = TypeVar("T")

@@ -29,7 +29,7 @@ from specdec.serving.engine_thread import BROKEN, EngineThread, Observer, Sample
 from specdec.serving.fair_pool import CLIENT, FairPool
 from specdec.serving.streams import Streams, tell_readers
 from specdec.serving.text_bound import TextBound
-from specdec.settings.numbers import require_int, require_number
+from specdec.settings.declared_fields import require_int, require_number
 from specdec.text.prompts import Prompt, as_prompt_list, text_ids
 
 T = TypeVar("T")
