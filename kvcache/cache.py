@@ -15,7 +15,7 @@ from specdec.gpu.ranks import Ranks
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.index_spaces import ByGroup, GroupId, GroupLoc
 from specdec.kvcache.layout import KVLayout
-from specdec.kvcache.recurrent_state import StateCache
+from specdec.kvcache.recurrent_state import FOLD, StateCache
 from specdec.kvcache.sanitize import Sanitizer
 from specdec.kvcache.store import KVStore, LayerKV, Split
 from specdec.kvcache.table import Move, RequestTable
@@ -70,6 +70,13 @@ class KVCache:
         states = StateCache(layers, self.table.max_requests + 1, fold)
         self.allocator.on_forget = states.forget
         return states
+
+    def pad_states(self, length: int) -> None:
+        """The states of the padding row have taken in what is certain of `length` tokens: a forward after these folds
+        none of them, as their slots are null slots, and a window holds a few."""
+        for store in self.stores:
+            for layers in store.recurrent:
+                layers.folded_len[self.table.padding_row] = length // FOLD * FOLD
 
     def add_store(self, layout: KVLayout, dtype: torch.dtype, ranks: Ranks | None = None) -> KVStore:
         """Make the store of one more model; from now on `move` visits it.

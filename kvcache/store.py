@@ -45,6 +45,12 @@ class LayerKV(NamedTuple):
         """Values of an attention layer, [slots, Hkv, DV]."""
         return self.fields[1]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pools, and of the states."""
+        pools = (tensor for pool in self.fields for tensor in tensors_of(pool))
+        return sum(tensor.nbytes for tensor in (*pools, *(self.state or ())))
+
 
 @dataclass(frozen=True, slots=True)
 class StoreAddresses:

@@ -74,7 +74,7 @@ class Tape(TorchDispatchMode):
         """Remember what a storage that the program did not make holds, before it is written."""
         place = tensor.untyped_storage().data_ptr()
         if place not in self._made and place not in self.written:
-            whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
             self.written[place] = (whole, whole.clone())
 
     @staticmethod

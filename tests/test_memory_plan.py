@@ -55,16 +55,27 @@ def folder_of(config, path: Path, **changes) -> str:
     return str(path)
 
 
-def test_states_of_recurrent_layers_are_counted_apart(tmp_path, make_target, make_engine, monkeypatch) -> None:
+RECURRENT = {
+    "qwen3_5": [{"layers": 3, "fields": {"state": (4, 96), "inputs": (3, 80)}}],
+    "nemotron_h": [{"layers": 2, "fields": {"state": (4, 128), "inputs": (3, 96)}}],
+    "lfm2": [{"layers": 3, "fields": {"inputs": (2, 32)}}],
+}
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_states_of_recurrent_layers_are_counted_apart(family, tmp_path, make_target, make_engine, monkeypatch) -> None:
+    """The report, the pools and the statistics of an engine say the same."""
     monkeypatch.setattr(sizing, "free_bytes", lambda device: 10**12)
-    model = make_target("qwen3_5")
+    model = make_target(family)
     settings = {"spec": SpecConfig(), "drafter_options": {}}
     cpu = EngineConfig(max_batch_size=2, max_model_len=128, device="cpu")
     report = memory_plan(folder_of(model.config, tmp_path), None, config=cpu, **settings)
     engine = make_engine(model, max_batch_size=2, max_model_len=128, prefill_chunk=None)
     groups = {group["name"]: group["batch_bytes"] for group in report["groups"]}
     assert groups == engine.cache.bytes_by_group() and list(groups) == ["full", "records", "states"]
-    assert report["groups"][2]["kept"] == [{"layers": 3, "fields": {"state": (4, 96), "inputs": (3, 80)}}]
+    [use] = engine.stats().devices
+    assert use.kv_bytes == sum(groups.values())
+    assert report["groups"][2]["kept"] == RECURRENT[family]
     captured = memory_plan(str(tmp_path), None, config=replace(cpu, device="cuda"), **settings)
     assert captured["groups"][2]["kept"] == report["groups"][2]["kept"]
 

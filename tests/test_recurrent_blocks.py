@@ -11,14 +11,18 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_d
 
 from specdec import Engine, EngineConfig
 from specdec.attention.recurrence.blocks import Block, NewPlaces, convolved, folded, run_blocks
+from specdec.attention.row_tiles import ROWS
 from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.triton_backend import TritonBackend
 from specdec.config import MAX_FORCED_TOKENS
 from specdec.errors import ConfigError, UnsupportedModelError
 from specdec.gpu.operations import REFERENCE
+from specdec.kvcache.layer_context import Recurrence
 from specdec.kvcache.layout import CacheField, Records, StateShape
 from specdec.kvcache.recurrent_state import FOLD
 from specdec.layers.gated_delta import unit_length
+from specdec.models import recurrent_probe
+from specdec.models.probe import ProbeContext
 from specdec.models.target import TargetModel
 from specdec.runtime.arguments import require_recurrent
 
@@ -115,6 +119,24 @@ def test_records_have_the_window_of_a_block_and_two_rounds() -> None:
     assert layout.layers[0].retention == Records(FOLD + 18)
     assert layout.slot_bytes(Records(FOLD + 18), torch.bfloat16) == 6 * 2 + 8 * 4
     assert layout.state_bytes(torch.bfloat16) == 2 * 3 * 4 * 4 + 3 * 6 * 2 + 8
+
+
+def test_a_probe_has_the_same_products_whatever_its_rows(make_target, monkeypatch) -> None:
+    """On a GPU the library chooses a product by its number of blocks, so the proof of bits would find others."""
+    counts, run = [], recurrent_probe.run_blocks
+
+    def counted(block: Block, new: NewPlaces) -> Any:
+        counts.append(len(block.k))
+        return run(block, new)
+
+    monkeypatch.setattr(recurrent_probe, "run_blocks", counted)
+    layout, every = TargetModel(make_target("qwen3_5")).layout, Recurrence(**tokens(40))
+    found = []
+    for count in (40, 5, 1):
+        probe = ProbeContext(layout, torch.arange(count) // 2, torch.arange(count) % 2)
+        found.append(probe.recur(0, every.map(lambda x, count=count: x[:count])))
+        assert torch.equal(found[-1], found[0][:count]) and len(found[-1]) == count
+    assert set(counts) == {ROWS}
 
 
 # what is refused

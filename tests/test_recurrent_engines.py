@@ -13,6 +13,7 @@ from crowd import each_alone, make_crowd, require_empty, serve_crowd, wrong_requ
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.gpu.operations import REFERENCE
 from specdec.models.target import TargetModel
+from specdec.runtime import prompt_timing
 
 from marks import deep, each_value, examples, pairs, slow
 
@@ -253,6 +254,20 @@ def test_rows_of_padding_change_no_state(make_target, make_engine, prompts, trut
     for state in states:
         assert not state.matrices[1:5].any() and not state.folded_len[1:5].any()
         assert state.folded_len[0] == (len(prompts[3]) + NEW - 1) // 16 * 16 and state.matrices[0].any()
+
+
+def test_a_prefix_that_prompts_are_timed_after_is_folded(make_target, make_engine) -> None:
+    """They are timed in the padding row. Its state was at the beginning, so that a GPU folded the prefix from slots
+    that no table has: an illegal memory access."""
+    engine = make_engine(make_target("qwen3_5"), max_model_len=300)
+    round, seen = engine.steps.round, []
+    state = next(kept.state for kept in round.cache.stores[0].layers.values() if kept.state is not None)
+
+    def read(rows: Any, length: Any, states: Any) -> None:
+        seen.append((int(round.cache.table.committed_len.host[rows[0]]), int(state.folded_len[rows[0]])))
+
+    prompt_timing.time_prompts(round, engine.scheduler.prompt_gap, read, 64)
+    assert max(seen) > (100, 100) and all(0 <= prefix - folded < 16 for prefix, folded in seen)
 
 
 def test_a_crowd_of_every_kind(make_target, make_engine) -> None:

@@ -133,10 +133,10 @@ def group_memory(needs: CacheNeeds, group: CacheGroup) -> dict[str, Any]:
 def states_memory(needs: CacheNeeds) -> list[dict[str, Any]]:
     """States of recurrent layers, in the form of a group; empty where there are none."""
     shapes = Counter(spec.state for layout in needs.layouts for spec in layout.owners if spec.state is not None)
-    kept = [
-        {"layers": count, "fields": {"state": (s.heads, s.k_dim * s.v_dim), "inputs": (s.taps, s.channels)}}
-        for s, count in shapes.items()
-    ]
+    kept = []
+    for shape, count in shapes.items():
+        matrices = {"state": (shape.heads, shape.k_dim * shape.v_dim)} if shape.heads else {}
+        kept.append({"layers": count, "fields": {**matrices, "inputs": (shape.taps, shape.channels)}})
     sizes = {"token_bytes": 0, "request_bytes": needs.state_bytes, "batch_bytes": needs.all_state_bytes}
     return [{"name": "states", "kept": kept, **sizes}] if kept else []
 

@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import pad
 
 from specdec.attention.recurrence.blocks import Block, NewPlaces, convolved, folded, run_blocks
+from specdec.attention.row_tiles import ROWS, pad_rows
 from specdec.kvcache.layer_context import Recurrence
 from specdec.kvcache.recurrent_state import FOLD
 
@@ -60,18 +61,23 @@ class RecurrentProbe:
         path = paths.gather([probe.inputs[layer] for probe in seen])  # [T, FOLD, C]
         path = torch.cat([path.new_zeros((len(path), weight.shape[1], path.shape[2])), path], dim=1)
         taps = paths.exist.sum(1)[:, None] + torch.arange(weight.shape[1], device=path.device)
-        return convolved(path[torch.arange(len(path))[:, None], taps], weight, bias)
+        return convolved(path[torch.arange(len(path), device=path.device)[:, None], taps], weight, bias)
 
     def recur(self, seen: "Sequence[RecurrentProbe]", paths: TextPaths, layer: int, rows: Recurrence) -> torch.Tensor:
-        """See `RecurrentContext`."""
+        """See `RecurrentContext`. Blocks run in tiles: a GPU's library chooses products by how many there are."""
         self.rows[layer] = rows.map(torch.Tensor.float)
         parts = zip(*(probe.rows[layer] for probe in seen), strict=True)
-        q, k, v, g, beta = (None if None in part else paths.gather(part) for part in parts)
-        assert q is not None and k is not None and v is not None and g is not None
-        places = torch.arange(FOLD, device=k.device).expand_as(paths.cells)
-        state = k.new_zeros((len(k), v.shape[2], k.shape[3], v.shape[3]))
-        out, _ = run_blocks(Block(state, k, torch.zeros_like(v), g), NewPlaces(places, paths.exist, q, v, beta))
-        return out[torch.arange(len(out)), paths.exist.sum(1) - 1]
+        found = Recurrence(*(None if None in part else paths.gather(part) for part in parts))  # type: ignore[arg-type]
+        tiles = []
+        for begin in range(0, len(found.q), ROWS):
+            tile = slice(begin, begin + ROWS)
+            exist, part = pad_rows(paths.exist[tile]), found.map(lambda x, tile=tile: pad_rows(x[tile]))
+            places = torch.arange(FOLD, device=exist.device).expand_as(exist)
+            state = part.k.new_zeros((len(exist), part.v.shape[2], part.k.shape[3], part.v.shape[3]))
+            block = Block(state, part.k, torch.zeros_like(part.v), part.g)
+            out, _ = run_blocks(block, NewPlaces(places, exist, part.q, part.v, part.beta))
+            tiles.append(out[torch.arange(len(exist), device=out.device), exist.sum(1) - 1])
+        return torch.cat(tiles)[: len(found.q)]
 
 
 def convolved_text(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

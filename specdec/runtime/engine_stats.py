@@ -53,7 +53,7 @@ class PoolUse(NamedTuple):
 class DeviceUse(NamedTuple):
     """Memory of one device.
 
-    kv_bytes: bytes of the engine's K/V pools there. free, total: memory of the device; for a CPU, of the machine.
+    kv_bytes: bytes of the engine's pools and states. free, total: memory of the device; for a CPU, of the machine.
     """
 
     device: str
@@ -66,7 +66,7 @@ def device_use(target: TargetModel, cache: KVCache) -> tuple[DeviceUse, ...]:
     """Memory of each device, in the order of ranks; ranks on a CPU are one device each. Asks a GPU's driver."""
     held = [0] * len(target.devices)
     for store in cache.stores:
-        held[store.rank] += sum(layer.k.nbytes + layer.v.nbytes for layer in store.layers.values())
+        held[store.rank] += sum(layer.nbytes for layer in store.layers.values())
     return tuple(
         DeviceUse(str(device), kv_bytes, free_bytes(device), all_bytes(device))
         for device, kv_bytes in zip(target.devices, held, strict=True)

@@ -36,6 +36,7 @@ def time_prompts(
         length = np.array([min(longest, count - first) for first in range(0, count, longest)], dtype=np.int64)
         rows = np.full_like(length, table.padding_row)
         table.committed_len[table.padding_row] = prefix
+        round.cache.pad_states(prefix)
         round.flush()  # what is replayed reads the device's side as it is
         seconds = []
         for _ in range(4):
