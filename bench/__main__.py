@@ -31,7 +31,7 @@ import torch
 from bench.figures import decode_speed_svg
 from bench.registry import CASES, Case
 from bench.report import Report, Row, table_head, table_row
-from bench.verify import guarded
+from bench.verify import attempt_all
 from specdec.evaluation.conditions import conditions
 
 
@@ -131,7 +131,7 @@ def run_case(case: Case, options: Mapping[str, Any], report: Report, words: Sequ
         else:
             rows = getattr(module, f"{part}_rows")
             with torch.no_grad():
-                report.add(case.name, guarded(f"{case.name}: {part}", rows(**chosen_options(rows, options))))
+                report.add(case.name, attempt_all(f"{case.name}: {part}", rows(**chosen_options(rows, options))))
         free_memory()
 
 

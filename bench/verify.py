@@ -23,15 +23,6 @@ def said(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error)[:300]}"
 
 
-def guarded(name: str, rows: Iterable[Row]) -> Iterator[Row]:
-    """The rows as they come; what raises is a row that failed, and ends them."""
-    try:
-        yield from rows
-    except Exception as error:
-        traceback.print_exc()
-        yield Row(name, said(error), ok=False)
-
-
 def attempt(name: str, make: Callable[..., Row], *arguments: Any, **options: Any) -> Row:
     """The row that `make` returns, or one that failed: the other rows of a case are still of interest."""
     try:
@@ -41,8 +32,8 @@ def attempt(name: str, make: Callable[..., Row], *arguments: Any, **options: Any
         return Row(name, said(error), ok=False)
 
 
-def attempt_all(name: str, rows: Iterator[Row]) -> Iterator[Row]:
-    """The rows, up to one that failed."""
+def attempt_all(name: str, rows: Iterable[Row]) -> Iterator[Row]:
+    """The rows, up to an exception, which becomes a row that failed."""
     try:
         yield from rows
     except Exception as error:

@@ -20,7 +20,7 @@ from specdec.errors import ConfigError
 from specdec.evaluation.contest import first_difference
 from specdec.models.bundled import BUNDLED_NAMES
 from specdec.models.published import Pair, pair_table
-from specdec.runtime.draft_words import acceptance_in_words, depths_in_words, why_slower
+from specdec.runtime.draft_reports import acceptance_in_words, depths_in_words, why_slower
 from specdec.text.detokenize import DraftColours
 
 

@@ -41,7 +41,7 @@ from specdec.serving.http.events import event
 from specdec.serving.http.faults import error_body
 from specdec.serving.http.probes import why_not_alive
 from specdec.serving.server_settings import ServeSettings
-from specdec.settings.shell_option import option
+from specdec.settings.declared_fields import option
 
 PREFIX_ROUTER = "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router.PrefixCacheAffinityRouter"
 """Ray's own, by the name that needs no vLLM: `ray.serve.llm.request_router` exports it, and imports vLLM first."""

@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 import torch
 
 from specdec.errors import ConfigError, require_one_of, shown
-from specdec.settings.numbers import require, require_fields, require_int, require_number
+from specdec.settings.declared_fields import require, require_fields, require_int, require_number
 from specdec.settings.plain_arguments import DTYPE_ALIASES, plain_arguments
 from specdec.settings.sampling_numbers import SamplingNumbers
 from specdec.text.stop_strings import StopStrings

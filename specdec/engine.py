@@ -28,18 +28,20 @@ from specdec.errors import ConfigError, SpecDecError, shown
 from specdec.gpu.captures import CaptureStore, default_budget, max_captures
 from specdec.gpu.operations import choose_operations
 from specdec.gpu.ranks import make_ranks
+from specdec.layers.fuse import updates_are_counted, watched_weights
 from specdec.load_check import warn_at_load
 from specdec.loading import SHARED_OPTIONS, load_target, pick_device, pick_tokenizer
 from specdec.models.split_target import split_target
 from specdec.models.target import TargetModel
-from specdec.models.watched_weights import updates_are_counted, watched_weights
 from specdec.progress import progress_bar
 from specdec.runtime.arguments import (
     caches_states,
     fitted_spec,
+    known_keywords,
     require_choice,
     require_depth,
     require_fused,
+    require_loading_arguments,
     require_one_sample,
     require_parts,
     require_ranks,
@@ -54,7 +56,6 @@ from specdec.runtime.draft_policy.draft_ladder import draft_ladder
 from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.handle import Handle
 from specdec.runtime.inbox import Inbox
-from specdec.runtime.keywords import known_keywords, require_loading_arguments
 from specdec.runtime.prefixes import Prefixes
 from specdec.runtime.prompt_reading import division_of
 from specdec.runtime.prompt_shares import PromptRoom
@@ -68,10 +69,9 @@ from specdec.runtime.scheduler import Scheduler, slots_needed
 from specdec.runtime.sizing import lookahead_nodes, make_cache
 from specdec.runtime.step_faults import StepFaults
 from specdec.runtime.steps import Steps
-from specdec.runtime.thread_modes import with_modes_restored
-from specdec.runtime.turns import Turns
+from specdec.runtime.turns import Turns, with_modes_restored
 from specdec.runtime.warm_up import warm_up
-from specdec.settings.numbers import require_int
+from specdec.settings.declared_fields import require_int
 from specdec.text.prompts import Prompt, as_chat_list, as_token_ids, chat_or_text_ids
 
 T = TypeVar("T")

@@ -24,7 +24,7 @@ from specdec.engine import Engine
 from specdec.errors import ConfigError, shown
 from specdec.loading import pick_tokenizer
 from specdec.models.context_length import context_length
-from specdec.settings.numbers import require
+from specdec.settings.declared_fields import require
 from specdec.settings.plain_arguments import plain_number
 
 HONOURED = frozenset(

@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-PLUGINS = ["shallow_pair", "devices", "tiny_models", "stand_ins"]  # tests/ is on the path: see pyproject.toml
+# tests/ is on the path: see pyproject.toml
+PLUGINS = ["shallow_pair", "devices", "tiny_models", "stand_ins", "split_engines"]
 if os.environ["TRITON_INTERPRET"] == "1":
     PLUGINS[:0] = ["quick_interpreter", "even_dots"]
 ROOT = Path(__file__).resolve().parent.parent

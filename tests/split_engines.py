@@ -1,6 +1,7 @@
-"""Engines over several ranks, which on a CPU are one device: what they are asked, and what they answer."""
+"""Engines over several ranks, which on a CPU are one device: what they are asked, and what they answer. A plugin of
+conftest.py."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ PARAMS = [
 DETERMINISTIC: dict[str, Any] = {"max_model_len": 128, "deterministic": True, "fused": True}
 
 
+@pytest.fixture
 def three_prompts(random_prompt: Callable[..., list[int]]) -> list[list[int]]:
     return [random_prompt(5, seed=1) * 4, random_prompt(40, seed=2), random_prompt(1, seed=3)]
 
@@ -33,17 +35,25 @@ def engine_of(target: TargetModel, count: int, drafter: Any = None, spec: SpecCo
     return Engine(target, drafter, spec=spec, config=settings)
 
 
-def answers(engine: Engine, asked: list[list[int]]) -> list[Any]:
-    """Tokens, and the log-probabilities of the whole vocabulary."""
+def answers(engine: Engine, asked: Sequence[list[int]]) -> list[Any]:
+    """Tokens, and the log-probabilities of the whole vocabulary: another bit of any logit shows."""
     with engine:
-        outs = engine.generate(asked, PARAMS)
+        outs = engine.generate(list(asked), PARAMS[: len(asked)])
         engine.table.check()
         return [(out.token_ids, out.logprobs) for out in outs]
 
 
-def use_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels run in Triton's interpreter, and engines made from now on exchange by flags and addresses."""
+def use_peers(monkeypatch: pytest.MonkeyPatch) -> list[PeerRanks]:
+    """Kernels run in Triton's interpreter, and engines made from now on exchange by flags and addresses. -> their
+    ranks."""
     if torch.cuda.is_available():
         pytest.skip("kernels are compiled here; see python -m bench two-gpus")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(specdec.engine, "make_ranks", lambda device, count: PeerRanks([device] * count))
+    made: list[PeerRanks] = []
+
+    def make(device: torch.device, count: int) -> PeerRanks:
+        made.append(PeerRanks([device] * count))
+        return made[-1]
+
+    monkeypatch.setattr(specdec.engine, "make_ranks", make)
+    return made

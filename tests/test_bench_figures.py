@@ -12,7 +12,7 @@ from specdec import Engine, SamplingParams, SpecConfig, SpecDecError
 from specdec.cli.app import app
 from specdec.evaluation.data_sets import DATA_SETS, PLACEHOLDER, load_data
 from specdec.evaluation.request_figures import acceptance_figures, supposed_figures, time_figures
-from specdec.runtime.draft_counts import vllm_figures
+from specdec.runtime.draft_reports import vllm_figures
 from specdec.runtime.request import RequestStats
 
 from marks import deep
@@ -51,6 +51,7 @@ def test_a_data_set_is_found_in_a_folder_by_its_name(name, tmp_path):
         source, problems = load_data(name, str(data))
         assert source == f"file {file}"
         assert [(problem.turns, problem.category) for problem in problems] == READ[name]
+        assert name != "gsm8k" or problems[0].answer == "#### 1"
 
 
 @pytest.mark.parametrize("name", [name for name, known in DATA_SETS.items() if known.hub])

@@ -9,7 +9,7 @@ from fastapi.testclient import TestClient
 
 from specdec import Engine, EngineConfig
 from specdec.errors import ConfigError
-from specdec.runtime.draft_counts import llama_timings, vllm_figures
+from specdec.runtime.draft_reports import llama_timings, vllm_figures
 from specdec.runtime.request import RequestStats
 from specdec.serving.application import create_app
 from specdec.serving.async_engine import AsyncEngine

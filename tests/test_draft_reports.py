@@ -13,7 +13,7 @@ from specdec.cli.app import app
 from specdec.evaluation.bench_run import BenchReport, markdown_table
 from specdec.runtime.draft_policy.draft_choice import DraftChoice
 from specdec.runtime.draft_policy.draft_ladder import draft_ladder
-from specdec.runtime.draft_words import acceptance_in_words, depths_in_words, why_slower
+from specdec.runtime.draft_reports import acceptance_in_words, depths_in_words, why_slower
 from specdec.runtime.engine_stats import DraftWatch, EngineStats
 from specdec.runtime.request import RequestStats
 from specdec.runtime.rounds.round_shapes import NO_DRAFT

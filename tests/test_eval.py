@@ -110,32 +110,6 @@ def test_shots_and_the_stop_string_follow_the_chat_template(chat_template, shots
 # problems
 
 
-@pytest.mark.parametrize(
-    ("second", "fault"), [("#### 2", None), ("2", r"some\.jsonl: problem 2 has no 'answer'")], ids=["marked", "bare"]
-)
-def test_problems_from_a_file_have_marked_answers(second, fault, tmp_path):
-    path = tmp_path / "some.jsonl"
-    rows = [{"question": "a", "answer": "#### 1"}, {"question": "b", "answer": second}]
-    path.write_text("\n".join(map(json.dumps, rows)))
-    if fault is None:
-        source, problems = load_data("gsm8k", str(path))
-        assert (source, problems) == ("file some.jsonl", [Problem((r["question"],), r["answer"]) for r in rows])
-        return
-    with pytest.raises(SpecDecError, match=fault):
-        load_data("gsm8k", str(path))
-
-
-def test_problems_from_the_hub(monkeypatch):
-    def load(*args, **kwargs):
-        assert (args, kwargs) == (("openai/gsm8k", "main"), {"split": "test"})
-        return ({"question": str(i), "answer": f"#### {i}"} for i in range(3))
-
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load))
-    source, problems = load_data("gsm8k", "hub")
-    assert source == "openai/gsm8k, test split, from the hub"
-    assert [p.text for p in problems] == ["0", "1", "2"]
-
-
 def no_network(*args, **kwargs):
     raise ConnectionError("no route\nto host")
 

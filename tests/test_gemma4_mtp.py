@@ -14,8 +14,8 @@ from specdec import SamplingParams, SpecConfig, SpecDecError
 from specdec.attention.trees.growth import Growth
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, Gemma4MTPWorker, fit_layers
 from specdec.errors import FrozenKVError, UnsupportedModelError
-from specdec.models.cache_argument import cache_argument
 from specdec.models.target import TargetModel
+from specdec.models.transformers_names import cache_argument
 
 from marks import deep_cases, each_value, pairs, quick
 from tiny_models import GEMMA4_FAMILIES, eager

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from specdec import Engine, EngineConfig, SpecConfig
 from specdec.cli.app import app
-from specdec.draft_models.checkpoints.kept_layout import kept_layout
+from specdec.draft_models.checkpoints.drafter_formats import kept_layout
 from specdec.evaluation.memory_plan import memory_plan
 from specdec.kvcache.layout import layout_from_config
 from specdec.loading import load_model

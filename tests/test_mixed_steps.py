@@ -162,40 +162,6 @@ def test_an_abort_at_any_moment_frees_everything(when, captured, engine_for, mak
     assert_idle(engine)
 
 
-@pytest.mark.deep
-@BOTH
-def test_random_arrivals_aborts_and_preemptions(captured, engine_for, make_target, make_assistant, greedy_oracle):
-    """Pools for two of four rows: who is not aborted gets what it would get alone, and no token comes twice."""
-    model = make_target("gemma4-e2b")
-    engine = engine_for(
-        captured, make_assistant(model), page_size=2, full_slots=150, swa_slots=110, max_prefill_tokens=20
-    )
-    draw = random.Random(9)
-    live, ended = [], []
-    for number in range(30):
-        prompt = [draw.randrange(90) for _ in range(draw.choice([1, 4, 11, 40]))]
-        new = draw.choice([1, 5, NEW, 25])
-        handle = engine.submit(prompt, SamplingParams(max_new_tokens=new, ignore_eos=True), priority=draw.randrange(3))
-        live.append((handle, prompt, new, []))
-        for _ in range(draw.randrange(4)):
-            engine.step()
-            check(engine)
-            for each, _, _, got in live:
-                got += [token for delta in iter(each.read, None) for token in delta.token_ids]
-        if number % 5 == 4:
-            live[draw.randrange(len(live))][0].abort()
-    while engine.step():
-        check(engine)
-    for handle, prompt, new, got in live:
-        got += [token for delta in iter(handle.read, None) for token in delta.token_ids]
-        truth = greedy_oracle(model, prompt, new)
-        reason = handle.output().finish_reason
-        assert got == handle.output().token_ids == (truth if reason == "length" else truth[: len(got)])
-        ended.append(reason)
-    assert ended.count("abort") >= 3 and engine.stats().preemptions > 0
-    assert_idle(engine)
-
-
 def test_priority_then_arrival_decides_who_is_admitted(engine_for, random_prompt):
     engine = engine_for(False, max_batch_size=1)
     handles = [engine.submit(random_prompt(5, seed=i), PARAMS, priority=p) for i, p in enumerate((1, 0, 1, 0))]

@@ -1,4 +1,4 @@
-"""Clients that people use, against a model that recites: a nested model as a tool, a call with text after it, harmony.
+"""Clients that people use, against a model that recites: texts, nested models, calls with text around them, harmony.
 
 No extra installs the clients: each test is skipped where its client is missing (docs/clients.md says how to run them).
 """
@@ -113,6 +113,24 @@ def test_instructor_gets_a_nested_model(stream, reciter):
 
 
 @needs("instructor")
+def test_instructor_gets_a_nested_model_by_its_schema(reciter):
+    import instructor
+
+    reciter.answer_next(json.dumps(ARGUMENTS, ensure_ascii=False))
+    with official(reciter) as client:
+        made = instructor.from_openai(client, mode=instructor.Mode.JSON_SCHEMA).chat.completions
+        trip = made.create(response_model=Trip, model=MODEL, messages=QUESTION, max_retries=0)
+    assert trip.model_dump(mode="json") == ARGUMENTS
+
+
+def test_the_official_client_parses_a_model(reciter):
+    reciter.answer_next(json.dumps(ULM.model_dump()))
+    with official(reciter) as client:
+        made = client.chat.completions.parse(model=MODEL, messages=QUESTION, response_format=Place)
+        assert made.choices[0].message.parsed == ULM
+
+
+@needs("instructor")
 def test_instructor_gets_two_models_that_define_the_same_names(reciter):
     import instructor
 
@@ -162,6 +180,15 @@ def test_langchain_streams_a_call_of_a_nested_model(langchain, reciter):
     assert [(call["name"], call["args"]) for call in whole.tool_calls] == [("Trip", ARGUMENTS)]
 
 
+@needs("langchain_openai")
+@pytest.mark.parametrize("responses", [False, True], ids=["chat", "responses"])
+def test_langchain_gets_a_text_whole_and_streamed(responses, langchain, reciter):
+    reciter.answer_next(*["By ferry, at noon."] * 2)
+    model = langchain(responses)
+    whole, streamed = model.invoke("Where to?").text, "".join(chunk.text for chunk in model.stream("Where to?"))
+    assert whole == streamed == "By ferry, at noon."
+
+
 @needs("pydantic_ai")
 @pytest.mark.parametrize("kind", ["OpenAIChatModel", "OpenAIResponsesModel"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -183,10 +210,52 @@ def test_pydantic_ai_gets_a_nested_model(stream, kind, reciter):
     assert asyncio.run(run()) == TRIP
 
 
+@needs("litellm")
+@pytest.mark.parametrize("kind", ["openai", "hosted_vllm"])
+def test_litellm_gets_texts_calls_and_models(kind, reciter):
+    import litellm
+
+    server = {"api_base": f"{reciter.url}/v1", "api_key": "none"}
+
+    def ask(said, **options):
+        reciter.answer_next(said)
+        return litellm.completion(f"{kind}/{MODEL}", messages=QUESTION, **server, **options)
+
+    assert ask("By ferry.").choices[0].message.content == "By ferry."
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in ask("By ferry.", stream=True)) == "By ferry."
+    tool = {"type": "function", "function": {"name": "Place", "parameters": Place.model_json_schema()}}
+    [call] = ask(call_of("Place", ULM.model_dump()), tools=[tool], tool_choice="required").choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == ULM.model_dump()
+    made = ask(ULM.model_dump_json(), response_format=Place).choices[0].message.content
+    assert Place.model_validate_json(made) == ULM
+    reciter.answer_next("By ferry.")
+    answer = litellm.responses(input="Where to?", model=f"{kind}/{MODEL}", **server)
+    assert answer.output[-1].content[0].text == "By ferry."
+
+
+@needs("llama_index")
+def test_llama_index_gets_texts_and_models(reciter):
+    from llama_index.core.prompts import PromptTemplate
+    from llama_index.llms.openai_like import OpenAILike
+
+    class Minutes(BaseModel):
+        """How long it takes."""
+
+        number: int
+
+    server = {"api_base": f"{reciter.url}/v1", "api_key": "none", "model": MODEL, "context_window": 3500}
+    chat = OpenAILike(**server, is_chat_model=True, is_function_calling_model=True)
+    reciter.answer_next("By ferry.", "By train.", call_of("Minutes", {"number": 8}), "By bus.")
+    assert chat.complete("Where to?").text == "By ferry."
+    assert "".join(part.delta or "" for part in chat.stream_complete("Where to?")) == "By train."
+    assert chat.structured_predict(Minutes, PromptTemplate("How long?")).number == 8
+    assert OpenAILike(**server, is_chat_model=False).complete("Where to?").text == "By bus."
+
+
 # a call, and text before and after it
 
 
-async def converse(reciter, turns, stream):
+async def converse(reciter, turns, stream, kind="OpenAIResponsesModel"):
     """(results of openai-agents, turn by turn; what its tool was called with)"""
     import agents
 
@@ -200,7 +269,7 @@ async def converse(reciter, turns, stream):
         return f"{place.city}: 8 degrees"
 
     async with official_async(reciter) as client:
-        model = agents.OpenAIResponsesModel(model=MODEL, openai_client=client)
+        model = getattr(agents, kind)(model=MODEL, openai_client=client)
         agent, results, given = agents.Agent(name="guide", model=model, tools=[look_up]), [], []
         for turn in turns:
             given.append({"role": "user", "content": turn})
@@ -231,6 +300,16 @@ def test_openai_agents_get_a_call_and_the_text_around_it_in_order(stream, seed, 
     assert json.loads(first[1].arguments) == arguments and [item.type for item in second] == ["message"]
     prompt = reciter.prompts[-1]
     assert prompt.index("I look it up.") < prompt.index("89073") < prompt.index("Ulm: 8 degrees")
+
+
+@needs("agents")
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_openai_agents_get_a_call_over_chats(stream, reciter):
+    arguments = {"place": ULM.model_dump(), "kinds": ["train"]}
+    reciter.answer_next(f"<tool_call>{call_of('look_up', arguments)}</tool_call>", "It is 8 degrees.")
+    asked = converse(reciter, ["How warm is Ulm?"], stream, "OpenAIChatCompletionsModel")
+    [result], lookups = asyncio.run(asked)
+    assert result.final_output == "It is 8 degrees." and lookups == [(ULM, [Kind.TRAIN])]
 
 
 # GPT-OSS

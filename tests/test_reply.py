@@ -8,8 +8,7 @@ import pytest
 from specdec.errors import StoppingError
 from specdec.runtime.request import GenerationOutput, RequestStats, StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
-from specdec.serving.openai.chat_message import MessageFold, whole_message
-from specdec.serving.openai.reply import Reply, whole_delta
+from specdec.serving.openai.reply import MessageFold, Reply, whole_delta, whole_message
 from specdec.serving.tools.answer_events import CallEnd, Text
 from specdec.serving.tools.reasoning import REASONING
 from specdec.serving.tools.tool_parsers import PARSERS

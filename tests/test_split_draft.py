@@ -1,34 +1,47 @@
-"""What reads or moves the K/V of a target on several devices: Gemma 4's assistants, and accepted paths within pages.
+"""What reads or moves the K/V of a target on several devices: assistants, and accepted paths within pages. Of as many
+K/V heads as ranks and of fewer, where several ranks store the same head: the bits are those of one device.
 
-An assistant runs on the first device; every rank attends for it with the K/V heads that it has. `PeerRanks` run in
-Triton's interpreter (`test_tensor_parallel.py`).
+An assistant runs on the first device; every rank attends for it with the K/V heads that it has. On a CPU the ranks are
+one device, one after the other; `PeerRanks` run in Triton's interpreter (`test_tensor_parallel.py`).
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from split_engines import TREE, WIDE, answers, engine_of, three_prompts, use_peers
+from split_engines import PARAMS, TREE, WIDE, answers, engine_of, use_peers
 
 from specdec import SamplingParams, SpecConfig
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, Gemma4MTPWorker
+from specdec.draft_models.ngram import NgramDrafter
 from specdec.errors import FrozenKVError
 from specdec.gpu.operations import REFERENCE
 from specdec.gpu.ranks import PeerRanks, Ranks
 from specdec.kvcache.frozen import own_view
+from specdec.kvcache.layout import Full, KVLayout, LayerCache, Window, attention_fields
 from specdec.models.target import TargetModel
 
-from marks import deep_cases
+from marks import deep
 from tiny_models import FULL, SLIDING, build_target, spread
 
 GLOBAL = {"num_global_key_value_heads": 2, "global_head_dim": 128}
+ONE_HEAD = {**WIDE, **GLOBAL, "num_key_value_heads": 1, "num_global_key_value_heads": 1}
+TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma4-31b": ("gemma4-31b", {**WIDE, **GLOBAL}),  # on 4 ranks heads of some layers are divided, others repeated
+    "gemma4-e2b": ("gemma4-e2b", {**WIDE, **GLOBAL}),
+    "one head": ("gemma4-e2b", ONE_HEAD),  # for all, of some layers another layer's
+    "norm over all heads": ("olmo2", {**WIDE, "num_key_value_heads": 2}),
+    "biases": ("qwen2", {**WIDE, "num_key_value_heads": 1}),
+}
 
 
-@pytest.fixture(scope="module", params=["gemma4-31b", "gemma4-e2b"])
-def target(request: pytest.FixtureRequest) -> TargetModel:
+@cache
+def target_of(name: str) -> TargetModel:
+    family, fields = TARGETS[name]
     torch.manual_seed(0)
-    return TargetModel(spread(build_target(request.param, **WIDE, **GLOBAL)).eval(), REFERENCE, deterministic=True)
+    return TargetModel(spread(build_target(family, **fields)).eval(), REFERENCE, deterministic=True)
 
 
 @pytest.fixture
@@ -46,55 +59,84 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
-@deep_cases(
-    "gemma4-31b-chain-dense-head",
-    "gemma4-31b-tree-dense-head",
-    "gemma4-31b-tree-centroids",
-    "gemma4-e2b-chain-dense-head",
-    "gemma4-e2b-chain-centroids",
-    "gemma4-e2b-tree-centroids",
+CHAIN = SpecConfig(3, adaptive=False)
+CENTROIDS, FEW_HEADS = {"ordered": True}, {"num_attention_heads": 2}  # fewer query heads than ranks: they share these
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "spec", "assistant"),
+    [
+        ("gemma4-31b", 2, CHAIN, CENTROIDS),
+        ("gemma4-e2b", 2, TREE, {}),
+        ("one head", 2, CHAIN, FEW_HEADS),
+        ("one head", 4, TREE, FEW_HEADS),
+        *(deep("gemma4-31b", 2, spec, more) for spec, more in ((CHAIN, {}), (TREE, {}), (TREE, CENTROIDS))),
+        *(deep("gemma4-e2b", 2, spec, more) for spec, more in ((CHAIN, {}), (CHAIN, CENTROIDS), (TREE, CENTROIDS))),
+        *(deep("one head", 2, spec, more) for spec, more in ((CHAIN, {}), (TREE, FEW_HEADS), (TREE, {}))),
+        *(deep("one head", 4, spec, more) for spec, more in ((CHAIN, {}), (CHAIN, FEW_HEADS), (TREE, {}))),
+    ],
+    ids=lambda value: ("tree" if value is TREE else "chain") if isinstance(value, SpecConfig) else None,
 )
-@pytest.mark.parametrize("ordered", [False, True], ids=["dense-head", "centroids"])
-@pytest.mark.parametrize("spec", [SpecConfig(3, adaptive=False), TREE], ids=["chain", "tree"])
 def test_an_assistant_drafts_the_same_and_the_target_has_the_same_bits(
-    target: TargetModel,
-    ordered: bool,
+    name: str,
+    count: int,
     spec: SpecConfig,
+    assistant: dict[str, Any],
     drafts: list[Any],
     make_assistant: Callable[..., Any],
-    random_prompt: Callable[..., list[int]],
+    three_prompts: list[list[int]],
 ):
-    asked = three_prompts(random_prompt)
-    assistant = make_assistant(target.model, ordered=ordered)
-    drafter = Gemma4MTPDrafter(assistant, target)
+    target = target_of(name)
+    drafter = Gemma4MTPDrafter(make_assistant(target.model, **assistant), target)
     found = []
-    for count in (1, 2):
-        found.append((answers(engine_of(target, count, drafter, spec), asked), list(drafts)))
+    for ranks in (1, count):
+        found.append((answers(engine_of(target, ranks, drafter, spec), three_prompts), list(drafts)))
         drafts.clear()
-    (alone, drafts_alone), (split, drafts_split) = found
-    assert split == alone
-    assert drafts_split == drafts_alone and len(drafts_alone) > 3
+    assert found[0] == found[1] and len(found[0][1]) > 3
 
 
-@deep_cases("gemma4-31b-16", "gemma4-e2b-4", "gemma4-e2b-16")
-@pytest.mark.parametrize("page_size", [4, 16])
+@pytest.mark.parametrize(
+    ("name", "count", "page_size"),
+    [
+        ("gemma4-31b", 2, 4),
+        ("one head", 4, 4),
+        *((name, 4, 4) for name in ("gemma4-31b", "norm over all heads", "biases")),
+        *(deep(name, 2, 4) for name in ("gemma4-e2b", "one head", "norm over all heads", "biases")),
+        *(deep(name, 2, 16) for name in ("gemma4-31b", "gemma4-e2b")),
+    ],
+)
 def test_accepted_paths_move_within_pages_on_every_rank(
-    target: TargetModel,
+    name: str,
+    count: int,
     page_size: int,
     scripted: Callable[..., Any],
     tree_script: Callable[..., Any],
-    random_prompt: Callable[..., list[int]],
+    three_prompts: list[list[int]],
 ):
-    asked = three_prompts(random_prompt)
-    alone = answers(engine_of(target, 1, max_batch_size=1), asked)
-    truths = [prompt + tokens for prompt, (tokens, _) in zip(asked, alone, strict=True)]
-    engine = engine_of(target, 2, scripted(tree_script(truths)), page_size=page_size)
-    assert answers(engine, asked) == alone
+    target = target_of(name)
+    alone = answers(engine_of(target, 1, max_batch_size=1), three_prompts)
+    truths = [prompt + tokens for prompt, (tokens, _) in zip(three_prompts, alone, strict=True)]
+    engine = engine_of(target, count, scripted(tree_script(truths)), page_size=page_size, prefill_chunk=16)
+    assert answers(engine, three_prompts) == alone
     assert engine.stats().acceptance_length > 1.5
 
 
-def test_a_lent_view_reaches_every_rank_and_closes_with_the_block(target: TargetModel):
-    engine = engine_of(target, 2)
+@pytest.mark.parametrize("count", [2, deep(4)])
+def test_repeated_heads_with_preemption_and_cached_prefixes(count: int, three_prompts: list[list[int]]):
+    target = target_of("one head")
+    alone = answers(engine_of(target, 1, max_batch_size=1), three_prompts)
+    tight = engine_of(target, count, NgramDrafter(), full_slots=60, prefix_cache=False)
+    assert answers(tight, three_prompts) == alone
+    assert tight.stats().preemptions > 0
+
+    engine = engine_of(target, count)
+    engine.generate(three_prompts, PARAMS)
+    assert answers(engine, three_prompts) == alone
+    assert engine.stats().cached_tokens > 0
+
+
+def test_a_lent_view_reaches_every_rank_and_closes_with_the_block():
+    engine = engine_of(target_of("gemma4-31b"), 2)
     store = engine.cache.stores[0]
     view = own_view(engine.cache.allocator, store)
     assert [peer.layer(0) for peer in view.peers] == [engine.cache.stores[1].layers[0]]
@@ -136,3 +178,20 @@ def test_an_assistant_on_peers(make_assistant: Callable[..., Any], drafts: list[
             outs.append(([out.token_ids for out in engine.generate([[1, 2, 3, 4]], params)], list(drafts)))
             drafts.clear()
     assert outs[0] == outs[1] and outs[0][1]
+
+
+def test_each_rank_stores_a_head_and_its_memory_is_counted():
+    one, engine = (engine_of(target_of("one head"), count, full_slots=64, swa_slots=64) for count in (1, 4))
+    assert {layer.k.shape[1] for store in engine.cache.stores for layer in store.layers.values()} == {1}
+    assert engine.cache.bytes_by_group() == {name: 4 * size for name, size in one.cache.bytes_by_group().items()}
+
+
+def test_a_share_says_in_how_many_parts_its_heads_lie():
+    kinds = [(8, Full(), FULL), (2, Window(4), SLIDING), (1, Full(), FULL)]
+    layout = KVLayout(tuple(LayerCache(i, i, kind, attention_fields(n, 4), r) for i, (n, r, kind) in enumerate(kinds)))
+    share = layout.share(4)
+    assert [(spec.num_kv_heads, spec.v.heads, spec.shares) for spec in share.layers] == [
+        (2, 2, 4),
+        (1, 1, 2),
+        (1, 1, 1),
+    ]

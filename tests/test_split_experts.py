@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from split_engines import WIDE, answers, engine_of, three_prompts, use_peers
+from split_engines import WIDE, answers, engine_of, use_peers
 
 import specdec.engine
 from specdec import SamplingParams
@@ -69,17 +69,16 @@ def test_ranks_with_experts_have_the_bits_of_one_device(
     family: str,
     scripted: Callable[..., Any],
     tree_script: Callable[..., Any],
-    random_prompt: Callable[..., list[int]],
+    three_prompts: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(specdec.engine, "make_ranks", lambda device, count: Forgetful([device] * count))
     target = target_of(family)
-    asked = three_prompts(random_prompt)
-    alone = answers(engine_of(target, 1, max_batch_size=1), asked)
-    truths = [prompt + tokens for prompt, (tokens, _) in zip(asked, alone, strict=True)]
+    alone = answers(engine_of(target, 1, max_batch_size=1), three_prompts)
+    truths = [prompt + tokens for prompt, (tokens, _) in zip(three_prompts, alone, strict=True)]
     for count in (2, 4):
         drafter = scripted(tree_script(truths))
-        assert answers(engine_of(target, count, drafter, prefill_chunk=16), asked) == alone
+        assert answers(engine_of(target, count, drafter, prefill_chunk=16), three_prompts) == alone
 
 
 def test_a_rank_has_its_experts_as_views_and_the_whole_router():

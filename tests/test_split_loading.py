@@ -5,14 +5,14 @@ On a CPU the ranks are one device; what is put on a rank is copied there and cou
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from packed_checkpoints import FORMS, quantise
-from split_engines import DETERMINISTIC, TREE, WIDE, answers, three_prompts
+from split_engines import DETERMINISTIC, TREE, WIDE, answers
 
 import specdec.engine
 from specdec import Engine, EngineConfig, SamplingParams
@@ -22,8 +22,7 @@ from specdec.gpu.ranks import Ranks
 from specdec.layers.merge import is_merged
 from specdec.layers.packed.packed_weight import PackedWeight, numbers_of
 from specdec.layers.packed.weight_slices import Stacked, placed, range_of, rows_of
-from specdec.layers.split.split_decoder import SplitDecoder
-from specdec.layers.split.split_head import SplitHead
+from specdec.layers.split.split_decoder import SplitDecoder, SplitHead
 
 from marks import deep, is_deep
 from tiny_models import FULL, SLIDING, build_target, random_eagle3, spread
@@ -95,38 +94,33 @@ def loaded(folder: Path, count: int, drafter: Any = None, **config: Any) -> Engi
     return Engine.from_pretrained(folder, drafter, spec=TREE, config=settings)
 
 
-@pytest.fixture
-def asked(random_prompt: Callable[..., list[int]]) -> list[list[int]]:
-    return three_prompts(random_prompt)
-
-
 @pytest.mark.filterwarnings("ignore:.*has no tokenizer")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("count", [2, deep(4)])
 def test_a_checkpoint_on_ranks_has_the_bits_of_one_device(
-    case: str, count: int, tmp_path: Path, asked: list[list[int]]
+    case: str, count: int, tmp_path: Path, three_prompts: list[list[int]]
 ):
     folder = saved(*CASES[case], tmp_path)
-    alone = answers(loaded(folder, 1, max_batch_size=1), asked)
+    alone = answers(loaded(folder, 1, max_batch_size=1), three_prompts)
     engine = loaded(folder, count, "ngram", prefill_chunk=16)
     assert isinstance(engine.target.decoder, SplitDecoder) and isinstance(engine.target.head, SplitHead)
-    assert answers(engine, asked) == alone
+    assert answers(engine, three_prompts) == alone
 
 
 @pytest.mark.parametrize(("family", "form"), [*PACKED, *(deep(*case) for case in MORE)])
 def test_packed_weights_on_ranks_have_the_bits_of_one_device(
-    family: str, form: str, tmp_path: Path, asked: list[list[int]]
+    family: str, form: str, tmp_path: Path, three_prompts: list[list[int]]
 ):
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "intermediate_size": 64}
     sizes |= {"moe_intermediate_size": 32} if family == "qwen3_moe" else {}
     if family == "gpt_oss" and not is_deep():  # its experts are unpacked row by row
         sizes |= {"num_hidden_layers": 2, "layer_types": [SLIDING, FULL]}
     folder, _ = quantise(saved(family, sizes, tmp_path / "given"), FORMS[form], tmp_path)
-    alone = answers(loaded(folder, 1, max_batch_size=1), asked)
+    alone = answers(loaded(folder, 1, max_batch_size=1), three_prompts)
     engine = loaded(folder, 2, "ngram")
     weights = [share.layers[0].qkv for share in engine.target.decoder.parts]
     assert all(isinstance(weight, PackedWeight) for weight in weights) or family == "gpt_oss"
-    assert answers(engine, asked) == alone
+    assert answers(engine, three_prompts) == alone
 
 
 @pytest.mark.parametrize(
@@ -160,14 +154,14 @@ def test_a_checkpoint_stays_mapped_and_nothing_is_merged_in_host_memory(tmp_path
         assert any(first <= param.data_ptr() < last for first, last in spans)
 
 
-def test_a_drafter_may_share_a_head_that_ranks_share(tmp_path: Path, asked: list[list[int]]):
+def test_a_drafter_may_share_a_head_that_ranks_share(tmp_path: Path, three_prompts: list[list[int]]):
     folder = saved("llama", WIDE, tmp_path)
-    alone = answers(loaded(folder, 1, max_batch_size=1), asked)
+    alone = answers(loaded(folder, 1, max_batch_size=1), three_prompts)
     with loaded(folder, 2) as engine:
         target, head = engine.target, random_eagle3(engine.target.model)
     again = Engine(target, head, spec=TREE, config=engine.config)
     assert again.target is target
-    assert answers(again, asked) == alone
+    assert answers(again, three_prompts) == alone
 
 
 def test_a_shared_target_is_for_as_many_devices(tmp_path: Path):

@@ -4,14 +4,14 @@ On a CPU the ranks are one device, one after the other; `PeerRanks`, which excha
 Triton's interpreter. What two GPUs do is for `python -m bench two-gpus`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from split_engines import PARAMS, TREE, WIDE, answers, engine_of, use_peers
 
-import specdec.engine
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.ngram import NgramDrafter
 from specdec.errors import ConfigError, DeviceLostError, SpecDecError, UnsupportedModelError
@@ -26,11 +26,8 @@ from specdec.layers.split.split_decoder import side_by_side
 
 from inside import REFERENCE, TargetModel
 from marks import deep_cases
-from tiny_models import VOCAB, build_target, random_eagle3
+from tiny_models import build_target, random_eagle3
 
-NEW = 10
-WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 128}
-WIDE |= {"num_key_value_heads": 4}
 FAMILIES: dict[str, dict[str, Any]] = {  # four ranges of K in every sum
     "llama": {},
     "qwen3": {},
@@ -40,16 +37,11 @@ FAMILIES: dict[str, dict[str, Any]] = {  # four ranges of K in every sum
     "olmo2": {},  # norms over the heads of all ranks
 }
 CPUS = [torch.device("cpu")] * 2
-TREE = SpecConfig(6, 2, 8, adaptive=False)
-CHAIN = SpecConfig(3, adaptive=False)
 
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels may run on the CPU."""
-    if torch.cuda.is_available():
-        pytest.skip("kernels are compiled here; see python -m bench two-gpus")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    use_peers(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -62,36 +54,12 @@ def targets() -> dict[str, TargetModel]:
     return found
 
 
-def engine_of(target: TargetModel, count: int, drafter: Any = None, spec: SpecConfig = CHAIN, **config: Any) -> Engine:
-    settings = {"max_model_len": 128, "deterministic": True, "fused": True, **config}
-    return Engine(target, drafter, spec=spec, config=EngineConfig(tensor_parallel=count, **settings))
-
-
-def prompts(random_prompt: Callable[..., list[int]]) -> list[list[int]]:
-    repeated = random_prompt(5, seed=1)
-    return [repeated * 4, random_prompt(40, seed=2), random_prompt(1, seed=3)]
-
-
-PARAMS = [
-    SamplingParams(max_new_tokens=NEW, logprobs=VOCAB, temperature=0.9 * (i % 2), seed=i, ignore_eos=True)
-    for i in range(3)
-]
-
-
-def answers(engine: Engine, asked: Sequence[list[int]]) -> list[Any]:
-    """Tokens, and the log-probabilities of the whole vocabulary: another bit of any logit shows."""
-    with engine:
-        outs = engine.generate(list(asked), PARAMS[: len(asked)])
-        engine.table.check()
-        return [(out.token_ids, out.logprobs) for out in outs]
-
-
 @pytest.fixture
 def want(
-    request: pytest.FixtureRequest, targets: dict[str, TargetModel], random_prompt: Callable[..., list[int]]
+    request: pytest.FixtureRequest, targets: dict[str, TargetModel], three_prompts: list[list[int]]
 ) -> tuple[TargetModel, list[list[int]], list[Any]]:
-    target, asked = targets[request.param], prompts(random_prompt)
-    return target, asked, answers(engine_of(target, 1, max_batch_size=1), asked)
+    target = targets[request.param]
+    return target, three_prompts, answers(engine_of(target, 1, max_batch_size=1), three_prompts)
 
 
 @deep_cases(
@@ -129,11 +97,11 @@ def test_shares_of_fewer_than_16_rows_have_the_bits_of_one_device(intermediate, 
 @pytest.mark.parametrize("want", ["llama"], indirect=True)
 def test_chains_heads_preemption_and_cached_prefixes_too(want: tuple[TargetModel, list[list[int]], list[Any]]):
     target, asked, alone = want
-    assert answers(engine_of(target, 2, NgramDrafter()), asked) == alone
+    assert answers(engine_of(target, 2, NgramDrafter(), SpecConfig(3, adaptive=False)), asked) == alone
     head = random_eagle3(target.model)
     assert answers(engine_of(target, 2, head, TREE, max_batch_size=2), asked) == alone
 
-    tight = engine_of(target, 2, full_slots=56, prefix_cache=False)
+    tight = engine_of(target, 2, full_slots=66, prefix_cache=False)
     assert answers(tight, asked) == alone
     assert tight.stats().preemptions > 0
 
@@ -341,19 +309,6 @@ def test_a_word_that_was_read_is_not_there_when_its_target_comes_again():
     assert EMPTY >> 32 == -1  # the target of a last step, which no round has: see STEPS
 
 
-def peers(monkeypatch: pytest.MonkeyPatch) -> list[PeerRanks]:
-    """Engines from now on have these."""
-    made: list[PeerRanks] = []
-
-    def make(device: torch.device, count: int) -> PeerRanks:
-        made.append(PeerRanks([device] * count))
-        return made[-1]
-
-    monkeypatch.setattr(specdec.engine, "make_ranks", make)
-    return made
-
-
-@pytest.mark.usefixtures("interpreted")
 def test_an_engine_on_peers_answers_as_on_one_device(monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(5)
     target = TargetModel(build_target("llama", **WIDE, num_hidden_layers=1).eval(), REFERENCE)
@@ -361,16 +316,15 @@ def test_an_engine_on_peers_answers_as_on_one_device(monkeypatch: pytest.MonkeyP
     outs = []
     for patch in (False, True):
         if patch:
-            peers(monkeypatch)
+            use_peers(monkeypatch)
         with engine_of(target, 2, deterministic=False) as engine:
             outs.append([out.token_ids for out in engine.generate([[1, 2, 3, 4]], params)])
     assert outs[0] == outs[1]
 
 
-@pytest.mark.usefixtures("interpreted")
 def test_a_rank_that_stops_is_an_error_and_no_hang(monkeypatch: pytest.MonkeyPatch):
     target = TargetModel(build_target("llama", **WIDE, num_hidden_layers=1).eval(), REFERENCE)
-    made = peers(monkeypatch)
+    made = use_peers(monkeypatch)
     with engine_of(target, 2, deterministic=False) as engine:
         [ranks] = made
         ranks.max_polls = 2

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specdec import SamplingParams
-from specdec.runtime.thread_modes import with_modes_restored
+from specdec.runtime.turns import with_modes_restored
 
 PARAMS = SamplingParams(max_new_tokens=3, ignore_eos=True)
 

@@ -26,11 +26,10 @@ RUNS: dict[str, tuple[list[str], str]] = {
     "round_types.py": ([], r"\d+ types"),
 }
 ELSEWHERE = {
-    "api_reference.py": "test_api_reference.py",
+    "api_reference.py": "test_generated_pages.py",
     "check_dist.py": "test_packaging.py",
-    "code_lists.py": "test_code_lists.py",
+    "code_lists.py": "test_generated_pages.py",
     "hostile.py": "test_serve_soak.py",
-    "interrupts.py": "test_interrupts.py",
     "mutants.py": "test_mutants.py",
     "pytest_forks.py": "test_mutants.py",
     "size.py": "test_layout.py",

@@ -25,8 +25,8 @@ from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec, embed_raw
 from specdec.draft_models.gemma4_mtp import WINDOW_SHIFT, Gemma4MTPDrafter
 from specdec.errors import ConfigError, UnsupportedModelError
-from specdec.models.cache_argument import cache_argument
 from specdec.models.target import TargetModel
+from specdec.models.transformers_names import cache_argument
 from specdec.progress import Stage
 from specdec.training import assistant_training, output_folder, train_drafter
 from specdec.training.draft_loss import draft_loss

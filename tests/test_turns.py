@@ -1,20 +1,23 @@
 """Turns cannot be left taken: interrupts, kept exceptions, finalizers, calls within calls; and who waits for whom."""
 
 import gc
+import random
 import signal
 import sys
 import threading
 import time
 
 import pytest
+import torch
 from side_by_side import in_threads
 
 from specdec import SamplingParams
 from specdec.errors import SpecDecError
 from specdec.layers.merge import Watch
 from specdec.runtime.turns import Turns
+from specdec.serving.engine_thread import EngineThread, Sample
 
-from marks import deep_cases
+from marks import deep_cases, examples
 from package_files import name_in_package
 
 NEW = 6
@@ -82,44 +85,94 @@ def test_no_interrupt_leaves_a_turn_taken(interrupts):
         assert turns.attempt(lambda: None), f"taken after {n + 1} interrupts"
 
 
-def test_no_interrupt_of_an_idle_engine_makes_the_next_call_hang(
-    interrupts, make_target, make_engine, greedy_oracle, random_prompt
+class Scene:
+    """`work` is interrupted, `answer` is asked then. longest: seconds until an interrupt."""
+
+    longest, count = 8e-3, examples(20, 200)
+
+    def __init__(self, engine, prompts):
+        self.engine, self.prompts = engine, prompts
+
+    def work(self):
+        self.engine.generate(self.prompts, PARAMS)
+
+    def answer(self):
+        return self.engine.generate(self.prompts[0], PARAMS)[0].token_ids
+
+    def close(self):
+        self.engine.close()
+
+
+class Idle(Scene):
+    """Hardly anything is computed, so most signals come between two instructions of a call."""
+
+    longest, count = 300e-6, 400
+
+    def work(self):
+        self.engine.stats()
+        self.engine.submit(self.prompts[0], PARAMS).abort()
+        self.engine.step()
+
+
+class Stream(Scene):
+    """Streams that are read, left and dropped in turn."""
+
+    def work(self):
+        for left_after in range(4):
+            for number, _ in enumerate(self.engine.stream(self.prompts[1], PARAMS)):
+                if number == left_after:
+                    break
+
+
+class Serve(Scene):
+    """Another thread steps the engine; this one hands in, reads and aborts."""
+
+    def __init__(self, engine, prompts):
+        super().__init__(engine, prompts)
+        self.thread = EngineThread(engine, lambda samples: None, [])
+
+    def work(self):
+        self.read(self.prompts[1])
+        samples = [Sample(self.engine.submit(self.prompts[0], PARAMS), None)]
+        self.thread.watch(samples)
+        self.thread.abort(samples)
+
+    def answer(self):
+        return self.read(self.prompts[0])
+
+    def read(self, prompt):
+        handle = self.engine.submit(prompt, PARAMS)
+        self.thread.watch([Sample(handle, None)])
+        while not handle.finished:
+            time.sleep(1e-4)
+        return [token for delta in iter(handle.read, None) for token in delta.token_ids]
+
+    def close(self):
+        self.thread.stop()
+        super().close()
+
+
+@pytest.mark.parametrize("kind", [Idle, Scene, Stream, Serve], ids=["idle", "generate", "stream", "serve"])
+def test_after_every_interrupt_the_next_answer_is_right(
+    kind, interrupts, make_target, make_engine, greedy_oracle, random_prompt
 ):
-    model, prompt, kept = make_target("llama"), random_prompt(5), []
-    engine = make_engine(model)
-    for n in range(400):
+    model, prompts, kept, answers = make_target("llama"), [random_prompt(5), random_prompt(9)], [], []
+    truth = list(greedy_oracle(model, prompts[0], NEW))
+    scene, draw = kind(make_engine(model, "ngram", max_batch_size=4), prompts), random.Random(1)
+    for n in range(kind.count):
         try:
-            interrupts((1 + n % 97) * 1e-6)
+            interrupts(draw.uniform(1e-6, kind.longest))
             while not interrupts.fired:
-                engine.step()
-                engine.submit(prompt, PARAMS).abort()
+                scene.work()
         except Interrupt as error:
-            kept.append(error)
+            kept = [*kept[-20:], error]
         interrupts(0)
-        within(20, engine.stats)
-    [out] = engine.generate(prompt, PARAMS)
-    assert out.token_ids == greedy_oracle(model, prompt, NEW)
-
-
-@pytest.mark.deep
-def test_interrupts_of_a_generation_leave_the_next_answer_right(
-    interrupts, make_target, make_engine, greedy_oracle, random_prompt
-):
-    model, prompts, kept = make_target("llama"), [random_prompt(5), random_prompt(9)], []
-    truths = [greedy_oracle(model, prompt, NEW) for prompt in prompts]
-    engine = make_engine(model, "ngram", max_batch_size=2)
-    for n in range(100):
-        try:
-            interrupts(1e-4 + (n * 37 % 100) * 2e-4)
-            engine.generate(prompts, PARAMS)
-            list(engine.stream(prompts[0], PARAMS))
-        except Interrupt as error:
-            kept.append(error)
-        interrupts(0)
-        within(20, engine.stats)
-        if n % 5 == 0:
-            assert [out.token_ids for out in engine.generate(prompts, PARAMS)] == truths
-    assert kept
+        assert (torch.is_inference_mode_enabled(), torch.is_grad_enabled()) == (False, True)
+        within(20, scene.engine.stats)
+        if kind is not Idle or n % 20 == 0:
+            within(20, lambda: answers.append(scene.answer()))
+    assert kept and answers == [truth] * len(answers)
+    scene.close()
 
 
 def test_an_exception_that_is_kept_keeps_no_turn(make_target, make_engine, random_prompt, monkeypatch):

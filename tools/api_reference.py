@@ -3,7 +3,7 @@
     python tools/api_reference.py    writes docs/api.md, as `make api` does
 
 Signatures, fields and docstrings are read from the source, so they are the same on every version of Python and torch.
-tests/test_api_reference.py fails while the page is stale.
+tests/test_generated_pages.py fails while the page is stale.
 """
 
 import ast

@@ -4,7 +4,7 @@ A page says where, with the name of the list:
 
     <!-- list: fused families -->...<!-- end of list -->
 
-tests/test_code_lists.py fails while one is stale.
+tests/test_generated_pages.py fails while one is stale.
 """
 
 import re

@@ -325,7 +325,7 @@ async def run(url: str, given: argparse.Namespace) -> list[Figures]:
     client = Client(url, given.seconds)
     texts = [await good_stream(client, seed) for seed in range(given.streams)]
     found = []
-    print(table_head("kind", "its clients saw", "good streams", "wrong", "/health, most", numbers=["good streams"]))
+    print(table_head(("kind", "its clients saw", "good streams", "wrong", "/health, most")))
     for kind in given.only:
         figures = await beside(client, [kind], given.clients, texts)
         found.append(figures)

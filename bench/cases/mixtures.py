@@ -23,7 +23,7 @@ from bench.cases.adaptive import speed_rows
 from bench.cases.rounds import cell_row, measured, subject_of
 from bench.report import Row
 from bench.subjects import OPERATIONS, answers, engine_of, pair_of, prompts_of, round_ms
-from bench.verify import answers_row, guarded
+from bench.verify import answers_row, attempt_all
 from specdec.config import SamplingParams, SpecConfig
 from specdec.evaluation.phases.phase_run import PLAIN
 from specdec.gpu.operations import Operations
@@ -49,7 +49,7 @@ def floor_rows(shapes: Sequence[str], batches: Sequence[int], context: int, roun
                 ok = ON_CPU or layers > 0 or (cell.x_floor is not None and cell.x_floor <= MAX_FLOORS)
                 yield cell_row(_shown(pair, layers), cell, f"at most {MAX_FLOORS}x its floor", ok=ok)
 
-        yield from guarded(pair, rows())
+        yield from attempt_all(pair, rows())
         free_memory()
 
 
@@ -111,7 +111,7 @@ def routing_rows(routed: Sequence[str], requests: int, context: int, layers: int
                 for how, prompts in texts.items():
                     yield _routed(_shown(name, layers), pair, kind, spec, how, prompts)
 
-        yield from guarded(name, rows())
+        yield from attempt_all(name, rows())
         free_memory()
 
 
@@ -157,7 +157,7 @@ def unfused_rows(without: Sequence[str], few_layers: int, tokens: int) -> Iterat
             note = f"{captures.made} captured, {captures.uncaptured_rounds} rounds not captured"
             yield answers_row(f"{_shown(name, few_layers)}, without its fused form", found, want, note, ok=ok)
 
-        yield from guarded(name, rows())
+        yield from attempt_all(name, rows())
         free_memory()
 
 

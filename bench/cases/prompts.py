@@ -8,8 +8,6 @@
              captured
     gap      streams while a long prompt arrives: the time between two tokens, against before and against what `stats()`
              says; how much the host's own code slowed down in the longest steps; the same by the device's clock
-    spread   the same prompts again and again: what differs between repeats, and between the fastest and the slowest by
-             kernel
 
 The prefix cache is off, and each prompt is read a few times before it is timed. What `deterministic=True` costs a
 prompt: `bits-cost`.
@@ -17,19 +15,15 @@ prompt: `bits-cost`.
 
 import gc
 import statistics
-import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
 from bench.device import ON_CPU  # isort: skip - before triton
-import torch
 import triton
 
-from bench.clock import profiled
 from bench.report import Row
 from bench.subjects import OPERATIONS, answers, engine_of, first_token_ms, pair_of, prompts_of
 from bench.verify import answers_row
@@ -255,46 +249,3 @@ def gap_rows(streams: int, prompt: int, tokens: int, arriving: int, steps: int) 
         f"said {said:.1f} ({parts}); the collector at most {max(watch.pauses, default=0):.1f}"
     )
     yield Row(f"{streams} streams, a step", found)
-
-
-def spread_rows(loads: Sequence[str], repeats: int) -> Iterator[Row]:
-    """Half of the repeats as they are, half under the profiler, which says what ran on the device."""
-    target = pair_of(SHAPE, operations=OPERATIONS).target
-    for name, (length, count) in loads_of(loads).items():
-        prompts = prompts_of([length] * count, target.vocab_size, length)
-        with prompt_engine(target, 16, length) as engine:
-            first_tokens(engine, (length, count))
-            watch, yardstick = Watch(engine), Yardstick()
-            found: list[tuple[float, dict[str, tuple[float, int]]]] = []
-            run = partial(first_token_ms, engine, prompts)
-            for number in range(2 * repeats):
-                known, pauses, asked = watch.uses(), len(watch.pauses), device_allocations()
-                (_, last), idle, kernels = profiled(run) if number >= repeats else (run(), 0.0, {})
-                found += [(last, kernels)] if kernels else []
-                figures: dict[str, object] = {"ms": f"{last:.1f}", "idle": f"{idle:.1f}" if kernels else ""}
-                figures["host"] = f"{yardstick.ms() / yardstick.usual:.1f}x"
-                figures["compiled, captures, without"] = [b - a for a, b in zip(known, watch.uses(), strict=True)]
-                figures["collector, ms"] = f"{sum(watch.pauses[pauses:]):.1f}"
-                figures |= {"memory asked for": device_allocations() - asked, "clock, W, limits": device_state()}
-                yield Row(f"{name}, repeat {number}{', profiled' if kernels else ''}", figures=figures)
-            watch.close()
-        fast, slow = (pick(found, key=lambda one: one[0])[1] for pick in (min, max))
-        none = 0.0, 0
-        for kernel in sorted({*fast, *slow}, key=lambda k: -abs(slow.get(k, none)[0] - fast.get(k, none)[0]))[:16]:
-            (a, num_a), (b, num_b) = fast.get(kernel, none), slow.get(kernel, none)
-            cells = {"fastest, ms": f"{a:.2f}", "slowest": f"{b:.2f}", "calls": f"{num_a}, {num_b}"}
-            yield Row(f"{name}: {kernel}", figures=cells)
-
-
-def device_allocations() -> int:
-    """Times that torch asked the device for memory, or gave all back to ask again."""
-    stats = {} if ON_CPU else torch.cuda.memory_stats()
-    return int(stats.get("num_device_alloc", 0) + stats.get("num_alloc_retries", 0))
-
-
-def device_state() -> str:
-    """Clock of the multiprocessors, power, and what limits them, as the driver has them now."""
-    command = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw,clocks_event_reasons.active", "--format=csv,noheader"]
-    with suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
-    return ""

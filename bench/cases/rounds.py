@@ -15,7 +15,7 @@ import torch
 
 from bench.figures import E4B, readme_rows
 from bench.report import Row
-from bench.verify import guarded
+from bench.verify import attempt_all
 from specdec.config import EngineConfig, SpecConfig
 from specdec.evaluation.model_shapes import ON_REQUEST, block_spec_of, find_shape
 from specdec.evaluation.phases.phase_report import Cell
@@ -93,7 +93,7 @@ def cells_rows(
                     for draft in wanted:
                         yield cell_row(pair, measured(subject, draft, batch, context, rounds))
 
-        yield from guarded(pair, rows())
+        yield from attempt_all(pair, rows())
         free_memory()
 
 

@@ -8,9 +8,15 @@ from typing import Any
 
 from specdec.draft_models.block.block_head import BlockHead, BlockSpec
 from specdec.draft_models.block.block_layers import KINDS
-from specdec.draft_models.checkpoints.checkpoint_files import State, TargetShape, fill_head, naming_folder, write_folder
+from specdec.draft_models.checkpoints.checkpoint_files import (
+    State,
+    TargetShape,
+    fill_head,
+    naming_folder,
+    take_target_ids,
+    write_folder,
+)
 from specdec.draft_models.checkpoints.config_reader import HeadFiles, read_files, read_rope, read_windows
-from specdec.draft_models.checkpoints.draft_vocabulary import take_target_ids
 from specdec.draft_models.checkpoints.drafter_formats import (
     BLOCK_FORMATS,
     DFLASH_CONFIG,

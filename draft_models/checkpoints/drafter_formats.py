@@ -16,6 +16,7 @@
                        SpecForge (DSpark)                      `projector_type`
 
 A format that is new is a table here. What a key means that no table can say, is code of its family's `checkpoint`.
+`kept_layout` is the K/V that a head keeps, by its config.json alone.
 """
 
 import re
@@ -23,7 +24,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from specdec.draft_models.checkpoints.config_json import COUNT, FLAG, INDEX, LIST, NUMBER, OBJECT, POSITIVE, TEXT
-from specdec.draft_models.checkpoints.config_reader import Config, Format, Key
+from specdec.draft_models.checkpoints.config_reader import Config, Format, HeadFiles, Key, read_settings, read_windows
+from specdec.kvcache.layout import KVLayout
 
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 EAGLE_CONFIG, LAYER_CONFIG, DFLASH_CONFIG = "eagle_config", "transformer_layer_config", "dflash_config"
@@ -246,3 +248,18 @@ HF_BLOCK = replace(
 )
 EAGLE3_FORMATS = (SPECULATORS, SPECFORGE)
 BLOCK_FORMATS = (SPECULATORS_BLOCK, HF_BLOCK, GEMMA4_BLOCK, BLOCK)
+
+
+def kept_layout(config: Config) -> KVLayout:
+    """K/V of an EAGLE-3 head or a block drafter; where tensors are read too, they count. Raises CheckpointError and
+    UnsupportedModelError, see `read_settings`."""
+    formats = BLOCK_FORMATS if is_block_config(config) else EAGLE3_FORMATS
+    form = next((each for each in formats if each.matches(config)), formats[-1])
+    settings = read_settings(config, form)
+    num_layers = settings.get("num_hidden_layers", 1)
+    windows = (None,) * num_layers if form is GEMMA4_BLOCK else read_windows(form, settings, num_layers)
+    if form is GEMMA4_BLOCK:  # its layers are the full ones of a Gemma 4
+        settings["head_dim"] = config.get("global_head_dim") or settings["head_dim"]
+        settings["num_key_value_heads"] = config.get("num_global_key_value_heads") or settings["num_key_value_heads"]
+    fields = HeadFiles(form, config, settings, {}).fields()
+    return KVLayout.of_windows(windows, fields["num_kv_heads"], fields["head_dim"])

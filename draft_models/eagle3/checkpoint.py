@@ -11,9 +11,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from specdec.draft_models.checkpoints.checkpoint_files import State, TargetShape, fill_head, naming_folder, write_folder
+from specdec.draft_models.checkpoints.checkpoint_files import (
+    State,
+    TargetShape,
+    fill_head,
+    naming_folder,
+    take_target_ids,
+    write_folder,
+)
 from specdec.draft_models.checkpoints.config_reader import Config, HeadFiles, read_files, read_rope, read_windows
-from specdec.draft_models.checkpoints.draft_vocabulary import take_target_ids
 from specdec.draft_models.checkpoints.drafter_formats import AUX_IDS, EAGLE3_FORMATS, EAGLE_CONFIG, is_speculators
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
 from specdec.errors import CheckpointError, UnsupportedModelError

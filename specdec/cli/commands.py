@@ -19,8 +19,8 @@ from specdec.lazy import load
 from specdec.models.bundled import HELD_OUT_PROBLEMS
 from specdec.progress import Interrupted
 from specdec.serving.http_options import HttpOptions
+from specdec.settings.declared_fields import client_option, http_option, operation_option, option, phase_option
 from specdec.settings.sampling_numbers import SamplingNumbers
-from specdec.settings.shell_option import client_option, http_option, operation_option, option, phase_option
 from specdec.training.train_settings import TrainSettings
 
 

@@ -13,7 +13,7 @@ import typer
 from specdec.cli.command import shell_errors
 from specdec.errors import ConfigError, shown
 from specdec.evaluation.output_files import require_writable
-from specdec.settings.shell_option import loading_option, option
+from specdec.settings.declared_fields import loading_option, option
 
 
 def output_file(path: Path | None) -> Path | None:

@@ -6,18 +6,22 @@
 A new kind of drafter adds its rows to `CAUSES` and, for `changes` of its drafter, its dense form to `DENSE_FORMS`.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from specdec.doctor import changes as change
-from specdec.doctor import signs
 from specdec.doctor.acceptance import MIN_GAIN
 from specdec.doctor.pair_in_question import PairInQuestion
 from specdec.draft_models.base import Drafter
 from specdec.draft_models.block.block_drafter import BlockDrafter
+from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
-from specdec.load_check import ASSISTANTS, HEADS, LOAD_SIGNS, Sign, Subject
+from specdec.load_check import ASSISTANTS, HEADS, LOAD_SIGNS, Sign, Subject, module_of
+from specdec.models.published import last_part
 
 Seen = Callable[[Any, Subject], Sign | None]
 Changes = Callable[[Any, PairInQuestion], Iterator[change.Change]]
@@ -43,6 +47,35 @@ class Cause:
         return isinstance(drafter, self.kinds)
 
 
+def norm_of_ones(drafter: Drafter, subject: Subject) -> Sign | None:
+    """A norm that was never loaded has the gains that it was made with."""
+    gains = {
+        name: bool(torch.all(parameter == 1))
+        for name, parameter in module_of(drafter).named_parameters()
+        if parameter.dim() == 1 and "norm" in name and name.endswith("weight")
+    }
+    untrained = [name for name, ones in gains.items() if ones]
+    if not untrained or len(untrained) > len(gains) / 2:
+        return None  # a drafter whose norms have no gains at all
+    return Sign(
+        what=f"all gains of its {', '.join(untrained)} are 1, those of its other norms are not: it was not exported",
+        do=f"export the drafter again with {untrained[0]}",
+    )
+
+
+def no_template(drafter: Drafter, subject: Subject) -> Sign | None:
+    """A target of chats whose tokenizer came without its template."""
+    target, _, tokenizer = subject
+    chats = isinstance(drafter, Gemma4MTPDrafter) or re.search(r"(?i)[-_](it|instruct|chat)\b", last_part(target.name))
+    if tokenizer is None or getattr(tokenizer, "chat_template", None) is not None or not chats:
+        return None
+    return Sign(
+        what=f"the tokenizer of {last_part(target.name)} has no chat template; drafters of chat models learn from "
+        "chats",
+        do="put chat_template.jinja (or chat_template in tokenizer_config.json) of the published target next to it",
+    )
+
+
 BLOCKS, MODULES, ANY = (BlockDrafter,), (NativeMtpDrafter,), (object,)
 
 CAUSES = (
@@ -51,14 +84,14 @@ CAUSES = (
     Cause(name="taps", kinds=BLOCKS, changes=change.taps_of_blocks),
     Cause(name="MASK id", kinds=BLOCKS, changes=change.mask_ids),
     Cause(name="norm", kinds=HEADS, changes=change.norms),
-    Cause(name="norm", kinds=(*HEADS, *ASSISTANTS), seen=signs.norm_of_ones),
+    Cause(name="norm", kinds=(*HEADS, *ASSISTANTS), seen=norm_of_ones),
     Cause(name="rope base", kinds=HEADS, changes=change.rope_bases),
     Cause(name="embedding", kinds=HEADS, changes=change.embeddings),
     Cause(name="window", kinds=HEADS, changes=change.windows_of_heads),
     Cause(name="window", kinds=ASSISTANTS, changes=change.windows_of_assistants),
     Cause(name="frozen position", kinds=ASSISTANTS, changes=change.positions),
     Cause(name="MTP conventions", kinds=MODULES, changes=change.mtp_conventions, by_token=True),
-    Cause(name="template", kinds=ANY, seen=signs.no_template),
+    Cause(name="template", kinds=ANY, seen=no_template),
     Cause(name="template", kinds=ANY, changes=change.templates, least=change.MIN_GAIN_OF_PROMPTS),
     Cause(name="thinking mode", kinds=ANY, changes=change.thinking, least=change.MIN_GAIN_OF_PROMPTS),
 )

@@ -29,7 +29,7 @@ from specdec.models.bundled import HELD_OUT_PROBLEMS
 from specdec.models.published import published_acceptance
 from specdec.progress import progress_bar
 from specdec.runtime.request import GenerationOutput
-from specdec.settings.numbers import require_int
+from specdec.settings.declared_fields import require_int
 from specdec.text.prompt_files import read_prompts
 
 PROMPTS = 8

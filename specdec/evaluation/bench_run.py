@@ -22,7 +22,7 @@ from specdec.evaluation.tasks import cut
 from specdec.evaluation.transformers_peer import assisted_peer, plain_peer
 from specdec.loading import require_device
 from specdec.progress import Interrupted, progress_bar, working
-from specdec.runtime.draft_words import acceptance_in_words, depths_in_words, why_slower
+from specdec.runtime.draft_reports import acceptance_in_words, depths_in_words, why_slower
 from specdec.runtime.request import RequestStats
 from specdec.text.prompt_files import Problem
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from specdec.config import EngineConfig, SpecConfig
 from specdec.draft_models.checkpoints.checkpoint_files import tensor_files
-from specdec.draft_models.checkpoints.kept_layout import kept_layout
+from specdec.draft_models.checkpoints.drafter_formats import kept_layout
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, is_assistant_config
 from specdec.draft_models.native_mtp.mtp_checkpoint import (
     conventions_of,

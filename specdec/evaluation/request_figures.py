@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec.runtime.draft_counts import vllm_figures
+from specdec.runtime.draft_reports import vllm_figures
 from specdec.runtime.request import RequestStats
 
 

@@ -32,7 +32,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from specdec.gpu.operations import Operations
 from specdec.kvcache.layer_context import Ending, LayerContext, Narrowing, RecurrentContext
-from specdec.layers.decoder_parts import DecoderParts, LayerParts, MoeParts, SumShare, WideNorms
+from specdec.layers.decoder_parts import DecoderParts, FusedMixer, LayerParts, MoeParts, SumShare, WideNorms
 from specdec.layers.head_gates import gate_channels, gate_heads
 from specdec.layers.latent import expand_latent
 from specdec.layers.linear import Mlp, gated_linear, linear, linear_parts
@@ -44,7 +44,6 @@ from specdec.layers.norm import Gain, norm, qk_norm
 from specdec.layers.packed.packed_weight import Weight
 from specdec.layers.per_layer_embedding import gated_projection, per_layer_inputs
 from specdec.layers.product import Columns, OwnedParts, Product, finish
-from specdec.layers.recurrent_mixer import FusedMixer
 from specdec.layers.rope_store import Attended, Rotary, rope_store, rotary
 
 

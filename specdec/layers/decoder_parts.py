@@ -4,10 +4,12 @@
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
+from specdec.gpu.operations import Operations
+from specdec.kvcache.layer_context import RecurrentContext
 from specdec.layers.latent import LatentParts
 from specdec.layers.linear import Mlp
 from specdec.layers.moe.experts import Experts
@@ -15,12 +17,23 @@ from specdec.layers.moe.routing import Router
 from specdec.layers.norm import Gain
 from specdec.layers.packed.packed_weight import Weight
 from specdec.layers.per_layer_embedding import EmbeddingParts
-from specdec.layers.product import Cut
-from specdec.layers.recurrent_mixer import FusedMixer
+from specdec.layers.product import Cut, Product
 from specdec.layers.rope_store import Heads
 
 NO_HEADS = Heads(0, 0, 0)
 """Heads of a layer without attention."""
+
+
+class FusedMixer(Protocol):
+    """What a recurrent layer runs in the place of attention, between its first product and its last."""
+
+    def run(
+        self, product: Product, x: torch.Tensor, layer: int, context: RecurrentContext, ops: Operations
+    ) -> tuple[torch.Tensor, ...]:
+        """product [T, N] of x [T, H] by the layer's first weight -> tensors of T rows, which `finish` reads."""
+
+    def finish(self, rows: tuple[torch.Tensor, ...], ops: Operations) -> torch.Tensor:
+        """Some rows of what `run` returns [R, ...] -> what the last product reads [R, K]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

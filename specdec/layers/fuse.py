@@ -6,6 +6,7 @@ The caller's own module: an engine fuses its private copy, never the user's. Cla
 since a subclass may compute something else. Describing one merges weights in place: one thread at a time.
 """
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,8 @@ from specdec.layers.product import Product, finish
 from specdec.modules.family_name import family_name
 from specdec.modules.module_watch import ModuleWatch
 from specdec.modules.weights_lock import holds_weights_lock
+
+logger = logging.getLogger("specdec")
 
 
 def fuse(source: nn.Module, ops: Operations) -> FusedDecoder:
@@ -212,3 +215,21 @@ def described(source: nn.Module, *, apart: bool = False) -> DecoderParts:
     # outside inference mode, where a parameter cannot be given other data
     with MERGING, torch.inference_mode(False), torch.no_grad():
         return describe(source, apart=apart)
+
+
+def watched_weights(target: Any, drafter: Any) -> list[Weights]:
+    """The weights of a target, and of a drafter if it has any."""
+    drafts = getattr(drafter, "weights", None)
+    return [target.weights] if drafts is None else [target.weights, drafts]
+
+
+def updates_are_counted(target: Any, drafter: Any) -> bool:
+    """Does every update of these weights change `Weights.version`? Warns if not."""
+    blind = [weights.name for weights in watched_weights(target, drafter) if not weights.counts_updates()]
+    if blind:
+        logger.warning(
+            "%s: weights that were made under torch.inference_mode() do not count their updates, so no K/V are "
+            "kept for later requests; load the model outside of it, or set prefix_cache=False",
+            " and ".join(blind),
+        )
+    return not blind

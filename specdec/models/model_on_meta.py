@@ -12,11 +12,10 @@ from specdec.gpu.operations import Operations
 from specdec.kvcache.layout import KVLayout, layout_from_config
 from specdec.models.cache_geometry import GeometryContext, measured_layout
 from specdec.models.context_length import ContextLength, context_length
-from specdec.models.known_types import auto_class
 from specdec.models.probe import TEXT_LEN, refusing
 from specdec.models.recurrent_layers import take_apart
-from specdec.models.text_decoder import find_decoder
-from specdec.models.unsupported import require_supported
+from specdec.models.transformers_names import auto_class
+from specdec.models.unsupported import find_decoder, require_supported
 from specdec.modules.private_copy import private_copy
 
 META = torch.device("meta")

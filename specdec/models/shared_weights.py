@@ -22,8 +22,7 @@ from specdec.layers.fusable import Unfusable
 from specdec.layers.fuse import FusedLinear, Weights, described, fuse_embedding, fuse_linear
 from specdec.layers.packed.packed_linear import weight_of
 from specdec.layers.split.layer_shares import most_exchanged, require_shares
-from specdec.layers.split.split_decoder import SplitDecoder
-from specdec.layers.split.split_head import SplitHead, divides_head
+from specdec.layers.split.split_decoder import SplitDecoder, SplitHead, divides_head
 from specdec.models.probe import Proof, Run
 from specdec.modules.private_copy import private_copy
 

@@ -35,8 +35,7 @@ from specdec.models.placeholders import Placeholders, find_placeholders
 from specdec.models.probe import LogitRule, Proof, logit_rules, probe_texts, prove, refusing, require_finite
 from specdec.models.recurrent_layers import require_one_device, take_apart
 from specdec.models.shared_weights import SplitWeights, difference_on_ranks, on_ranks, refuse_change, share_among
-from specdec.models.text_decoder import find_decoder
-from specdec.models.unsupported import require_placed, require_supported
+from specdec.models.unsupported import find_decoder, require_placed, require_supported
 from specdec.modules.module_watch import ModuleWatch
 from specdec.modules.private_copy import private_copy
 from specdec.sampling.softcap import softcap

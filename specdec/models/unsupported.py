@@ -1,7 +1,9 @@
-"""What a config or a placement says that the runtime does not reproduce: refused before anything runs."""
+"""What a config, a placement or a stack of layers says that the runtime does not reproduce: refused before anything
+runs."""
 
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.errors import UnsupportedModelError
@@ -45,3 +47,19 @@ def require_placed(name: str, model: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"{name} is on the meta device, without weights; load it onto a real one")
     if len(devices) > 1 or "meta" in devices:
         raise UnsupportedModelError(f"{name} is spread over {sorted(devices)}; specdec runs on one device")
+
+
+def find_decoder(name: str, model: PreTrainedModel, num_layers: int) -> nn.Module:
+    """The text stack of a model: `get_decoder()`, or what lies inside it in multimodal checkpoints. Raises
+    UnsupportedModelError unless it is a stack of `num_layers` layers."""
+    decoder: Any = model.get_decoder()
+    while getattr(decoder, "layers", None) is None:
+        inner = getattr(decoder, "language_model", None)
+        inner = decoder.get_decoder() if inner is None and hasattr(decoder, "get_decoder") else inner
+        if inner is None or inner is decoder:
+            break
+        decoder = inner
+    if len(getattr(decoder, "layers", None) or ()) != num_layers:
+        raise UnsupportedModelError(f"{name}: {type(decoder).__name__} is not a stack of {num_layers} decoder layers")
+    found: nn.Module = decoder
+    return found

@@ -1,11 +1,16 @@
-"""Checks of the arguments of an engine besides prompts, made before any work.
+"""Checks of the arguments of an engine besides prompts, made before any work; a keyword that a public method does not
+take is told where it belongs, or which one was meant, in the place of a TypeError.
 
 It knows settings and the shape of parts, no model. Every refusal is one sentence that says where the thing belongs.
 """
 
+import difflib
+import functools
+import inspect
 import logging
-from collections.abc import Sequence, Sized
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence, Sized
+from dataclasses import fields
+from typing import Any, TypeVar, cast
 
 from specdec.attention.backend import Backend
 from specdec.config import BoundedDepth, EngineConfig, OpenDepth, SamplingParams, SpecConfig
@@ -175,3 +180,51 @@ def require_ranks(ranks: Sized | None, count: int) -> None:
 def require_type(name: str, value: object, wanted: type) -> None:
     if value is not None and not isinstance(value, wanted):
         raise ConfigError(f"{name} is {shown(value)}; a {wanted.__name__} is expected")
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+SAMPLING = {field.name: "params=SamplingParams({})" for field in fields(SamplingParams)}
+ENGINE = {field.name: "config=EngineConfig({})" for field in fields(EngineConfig) if field.name != "dtype"}
+ENGINE |= {field.name: "spec=SpecConfig({})" for field in fields(SpecConfig)}
+"""Settings, and where they go; transformers knows a dtype as well."""
+CLOSE = 0.8
+"""Least similarity (of 1) at which a keyword is a misspelt setting, where transformers may know it as its own."""
+NEAR = 0.55
+"""Least similarity (of 1) at which a setting is suggested, where only the method may know the keyword."""
+
+
+def known_keywords(function: Function) -> Function:
+    """Decorates a method: a keyword that it does not take raises ConfigError. Of one that passes keywords on, to a chat
+    template, only those that are sampling parameters do."""
+    parameters = inspect.signature(function).parameters
+    passes_on = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    known = [name for name, each in parameters.items() if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)][1:]
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for name in kwargs:
+            if name not in known and (name in SAMPLING or not passes_on):
+                raise _unknown(f"{function.__qualname__.removesuffix('.__init__')} takes no {name}", name, known)
+        return function(*args, **kwargs)
+
+    return cast(Function, checked)
+
+
+def require_loading_arguments(options: Iterable[str], known: Collection[str]) -> None:
+    """Raise ConfigError where one of the arguments for transformers is a setting, or is nearly one of `known`, which
+    `from_pretrained` takes itself, or of a setting. What is like none of them, transformers may know."""
+    for name in options:
+        if name in ENGINE | SAMPLING or difflib.get_close_matches(name, [*known, *ENGINE], cutoff=CLOSE):
+            raise _unknown(f"Engine.from_pretrained takes no {name}", name, known)
+
+
+def _unknown(what: str, name: str, known: Collection[str]) -> ConfigError:
+    places = {**{each: each + "=..." for each in known}, **SAMPLING, **ENGINE}
+    if name in SAMPLING:
+        what += ", which is a sampling parameter"
+    elif name in ENGINE:
+        what += ", which is a setting of the engine"
+    for meant in difflib.get_close_matches(name, places, n=1, cutoff=NEAR):
+        return ConfigError(f"{what}; did you mean {places[meant].format(meant + '=...')}?")
+    return ConfigError(f"{what}; it takes {', '.join(known)}")

@@ -1,4 +1,5 @@
-"""One thread at a time, in the order of arrival; no exception, wherever it strikes, leaves a turn taken.
+"""One thread at a time, in the order of arrival; no exception, wherever it strikes, leaves a turn taken or the modes of
+a thread changed.
 
 A turn is a new lock, held by a `with` statement. There is nothing else to give back:
 
@@ -9,11 +10,19 @@ A turn is a new lock, held by a `with` statement. There is nothing else to give 
 
 CPython (3.11 to 3.13) runs no signal handler between the acquisition of a lock of its own and the block that releases
 it; a lock that wraps another in Python has instructions there (docs/decisions/0011).
+
+Torch's inference and grad mode are the same after a turn as before it. A signal handler that raises within
+`torch.inference_mode()`'s own instructions leaves a guard half open, which lives as long as the traceback and restores
+old modes when it dies. So guards that a turn has left half open are let go when it ends, and then its own guard puts
+back what was there before.
 """
 
 import threading
+import traceback
 from collections.abc import Callable
 from typing import TypeVar
+
+import torch
 
 from specdec.errors import SpecDecError
 
@@ -79,3 +88,25 @@ class Turns:
                 return False
             self._present = mine
             return True
+
+
+def with_modes_restored(work: Callable[[], T]) -> T:
+    """Do this work, and leave the modes of this thread as they were."""
+    grad = torch.is_grad_enabled()
+    saved = torch.inference_mode(torch.is_inference_mode_enabled())
+    try:
+        saved.__enter__()
+        torch.set_grad_enabled(grad)  # which entering has changed
+        return work()
+    except BaseException as error:
+        _close_half_open(error)
+        raise
+    finally:
+        del saved  # no call, so nothing strikes here: its guard restores the modes when it dies
+
+
+def _close_half_open(error: BaseException) -> None:
+    """Let go of what the frames of `__enter__` and `__exit__` hold that this exception has ended."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_name in ("__enter__", "__exit__"):
+            frame.clear()

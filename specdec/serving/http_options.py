@@ -3,8 +3,15 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from specdec.settings.numbers import ABOVE_ZERO, FROM_ZERO, Number
-from specdec.settings.shell_option import client_option, http_option, operation_option, option
+from specdec.settings.declared_fields import (
+    ABOVE_ZERO,
+    FROM_ZERO,
+    Number,
+    client_option,
+    http_option,
+    operation_option,
+    option,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

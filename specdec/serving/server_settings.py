@@ -7,7 +7,7 @@ from specdec.errors import ConfigError, require_one_of, shown
 from specdec.serving.http_options import HttpOptions
 from specdec.serving.tools.reasoning import reasoning_format
 from specdec.serving.tools.tool_parsers import require_parser
-from specdec.settings.numbers import require_fields
+from specdec.settings.declared_fields import require_fields
 from specdec.text.content_tokens import require_handling
 
 DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")

@@ -7,8 +7,7 @@ parameters. This module imports nothing heavy, because `specdec --help` reads it
 
 from dataclasses import KW_ONLY, dataclass, fields
 
-from specdec.settings.numbers import Number
-from specdec.settings.shell_option import option
+from specdec.settings.declared_fields import Number, option
 
 PENALTY_SPAN = (1e-6, 1e6)
 """Repetition penalties outside would take float32 logits to infinity, or infinity times 0 to NaN."""

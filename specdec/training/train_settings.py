@@ -4,8 +4,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from specdec.settings.numbers import ABOVE_ZERO, FROM_ONE, FROM_ZERO, require_fields
-from specdec.settings.shell_option import optimiser_option, option, shape_option
+from specdec.settings.declared_fields import (
+    ABOVE_ZERO,
+    FROM_ONE,
+    FROM_ZERO,
+    optimiser_option,
+    option,
+    require_fields,
+    shape_option,
+)
 
 Kind = Literal["eagle3", "mtp", "assistant", "block"]
 Dtype = Literal["bfloat16", "float32"]

@@ -1,4 +1,4 @@
-// What the JavaScript scripts share; see checks.py.
+// What the JavaScript scripts share.
 export const QUESTION = "Tom has 3 apples and buys 5 more. How many apples does he have?";
 export const NUMBER = {
   type: "object",

@@ -1,12 +1,16 @@
-"""The command `llm`, with the model in its extra-openai-models.yaml."""
+"""The command `llm`, with the model in its extra-openai-models.yaml. Each feature is reported as one line of JSON.
 
+python tools/clients/use_llm.py http://127.0.0.1:8000/v1 tiny-gemma4
+"""
+
+import json
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from checks import QUESTION, run
+QUESTION = "Tom has 3 apples and buys 5 more. How many apples does he have?"
 
 
 def ask(url: str, model: str, *options: str) -> None:
@@ -19,12 +23,11 @@ def ask(url: str, model: str, *options: str) -> None:
         assert done.returncode == 0 and done.stdout.strip(), done.stderr[-300:]
 
 
-def stream(url: str, model: str) -> None:
-    ask(url, model)
-
-
-def chat(url: str, model: str) -> None:
-    ask(url, model, "--no-stream")
-
-
-run(chat=chat, stream=stream)
+url, model = sys.argv[1:3]
+for feature, options in (("stream", []), ("chat", ["--no-stream"])):
+    reason = None
+    try:
+        ask(url, model, *options)
+    except Exception as error:  # whatever a client raises is the result
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+    print(json.dumps({"feature": feature, "works": reason is None, "reason": reason}), flush=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from specdec.models.cache_argument import cache_argument
+from specdec.models.transformers_names import cache_argument
 from specdec.modules.private_copy import private_copy
 
 TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-2}

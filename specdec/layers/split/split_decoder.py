@@ -1,4 +1,4 @@
-"""A fused decoder on several ranks: each goes through its share of a layer, and they meet where a sum is whole again.
+"""A fused decoder and its head on several ranks: each has its share of a layer, and they meet where a sum is whole.
 
     rank 0    embeddings ---> | heads 0..  o_proj parts | norm, MLP columns, down parts | .. -> final norm, head
     rank 1           sent --> | heads ..   o_proj parts | norm, MLP columns, down parts | ..
@@ -25,10 +25,13 @@ from specdec.kvcache.layer_context import LayerContext, SplitContext
 from specdec.layers.decoder import Exchanged, FusedLayer, Shared, Walk, begin
 from specdec.layers.decoder_parts import DecoderParts
 from specdec.layers.fuse import StandIn
+from specdec.layers.linear import linear
 from specdec.layers.norm import norm
+from specdec.layers.packed.packed_weight import Weight
+from specdec.layers.packed.weight_slices import placed, rows_of
 from specdec.layers.per_layer_embedding import EmbeddingParts, per_layer_inputs
 from specdec.layers.product import Columns, OwnedParts, Product, finish
-from specdec.layers.split.layer_shares import embedding_share, share_of
+from specdec.layers.split.layer_shares import PAIR, embedding_share, share_of, whole_cut
 
 State = tuple[torch.Tensor, torch.Tensor, Shared]
 """State of one rank between two layers: the residual stream [T, H], its normed form, what all layers share."""
@@ -183,3 +186,42 @@ class SplitDecoder(nn.Module):
                     every = torch.cat([some[:, :count] for some, count in by_rank], dim=1)
                 whole.append(every.unflatten(1, (-1, len(parts.norm.weight))))  # type: ignore[arg-type]
         return whole
+
+
+def divides_head(weight: Weight, count: int) -> bool:
+    """Whether ranks can have as many rows of this weight each."""
+    return len(weight) % (PAIR * count) == 0
+
+
+class SplitHead(nn.Module):
+    """The head's product on several ranks: each has rows of the weight, and rank 0 gets the logits of all.
+
+        rank r    y_r = x W_r^T     W_r [V / R, H]          every logit is one row's sum, the same as on one device
+        rank 0    y = y_0 | y_1 | ..                        collected; sampling is rank 0's
+
+    It is a forward of its own: x is sent, so that it may be called between any others, and by drafters that share the
+    head. weights: for each rank the whole weight, from wherever it takes its rows.
+    """
+
+    def __init__(self, weights: Sequence[Weight], bias: torch.Tensor | None, ops: Operations, ranks: Ranks) -> None:
+        super().__init__()
+        self.ops, self.ranks, self.cut = ops, ranks, whole_cut(weights[0])
+        count = len(ranks)
+        self.shares: list[tuple[Weight, torch.Tensor | None]] = []
+        with torch.inference_mode(False), torch.no_grad():
+            for rank, weight in enumerate(weights):
+                own = rows_of(weight, [len(weight)], rank, count)
+                own_bias = None if bias is None else bias.detach().chunk(count)[rank]
+                put = partial(ranks.put, rank)
+                self.shares.append((placed(own, put), None if own_bias is None else put([own_bias])))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., K] -> [..., N]."""
+        self.ranks.begin()
+        logits = []
+        for rank, sent in enumerate(self.ranks.send(x.reshape(-1, x.shape[-1]))):
+            with self.ranks.on(rank):
+                weight, bias = self.shares[rank]
+                logits.append(self.ops(finish)(self.ops(linear)(sent, weight, bias, self.cut)))
+        whole = self.ranks.collect(logits).transpose(0, 1)  # [M, R, N / R]
+        return whole.reshape(*x.shape[:-1], -1)

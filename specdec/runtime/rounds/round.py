@@ -26,9 +26,9 @@ from specdec.gpu.stage_clock import StageClock
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.frozen import own_view
 from specdec.kvcache.table import Rows
+from specdec.layers.fuse import watched_weights
 from specdec.models.paused_forward import PausedForward
 from specdec.models.target import FinalStates, TargetModel
-from specdec.models.watched_weights import watched_weights
 from specdec.runtime.rounds.opening import Opening
 from specdec.runtime.rounds.result import RoundShape
 from specdec.runtime.rounds.result import pack as pack_result

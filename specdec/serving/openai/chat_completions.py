@@ -13,11 +13,10 @@ from specdec.sampling.log_probs import TokenLogprob
 from specdec.serving.http.bodies import BodyRoute
 from specdec.serving.http.events import off_loop
 from specdec.serving.openai import answer_models as answers
-from specdec.serving.openai.chat_message import MessageFold, whole_message
 from specdec.serving.openai.chat_template import chat_prompt
 from specdec.serving.openai.logprob_shapes import chat_logprobs
 from specdec.serving.openai.protocol import ChatRequest, refused
-from specdec.serving.openai.reply import MakeReply, Reply, whole_delta
+from specdec.serving.openai.reply import MakeReply, MessageFold, Reply, whole_delta, whole_message
 from specdec.serving.openai.sampling_fields import require_logprobs, sampling_params, shortened
 from specdec.serving.openai.text_answer import TextAnswer
 from specdec.serving.state import ServeState, State

@@ -18,7 +18,7 @@ from specdec.serving.openai import answer_models
 from specdec.serving.openai.protocol import MAX_BIASES, MAX_MESSAGES
 from specdec.serving.openai.sampling_fields import MAX_LOGPROBS
 from specdec.serving.server_settings import ServeSettings
-from specdec.settings.numbers import Number
+from specdec.settings.declared_fields import Number
 from specdec.settings.sampling_numbers import NUMBERS
 
 ERROR = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}

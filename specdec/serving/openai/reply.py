@@ -1,17 +1,19 @@
-"""What one choice says: the deltas of an answer in, its events in order out, each with its tokens.
+"""What one choice says: the deltas of an answer in, its events in order out, each with its tokens; and a chat's message
+out of these events, streamed and whole.
 
 It knows deltas of any number of tokens, and no HTTP. The events of all deltas, joined, are those of the whole answer.
+A message has one text, one thought and a list of calls, so the order of several texts is in the deltas alone. Texts
+that are apart in the answer are a line apart in the message; around a call they are as the model wrote them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from specdec.errors import StoppingError
 from specdec.runtime.request import GenerationOutput, StreamDelta
 from specdec.sampling.log_probs import TokenLogprob
-from specdec.serving.tools.answer_events import CallBegin, CallEnd, Said, Text
-from specdec.serving.tools.answer_parser import AnswerParser
-from specdec.serving.tools.answer_reader import AnswerReader
+from specdec.serving.tools.answer_events import CallArguments, CallBegin, CallEnd, Event, Said, Text
+from specdec.serving.tools.answer_parser import AnswerParser, AnswerReader
 from specdec.text.detokenize import DraftColours
 
 
@@ -91,3 +93,71 @@ MakeReply = Callable[[], Reply]
 def whole_delta(output: GenerationOutput) -> StreamDelta:
     """All that an output says, as one delta."""
     return StreamDelta(output.text, output.token_ids, output.drafted, output, output.logprobs)
+
+
+FIELDS = {"thought": "reasoning_content", "content": "content"}
+Delta = dict[str, Any]
+
+
+class MessageFold:
+    """One message. thoughts: are they shown?"""
+
+    def __init__(self, *, thoughts: bool = True) -> None:
+        self._thoughts = thoughts
+        self._ends: dict[str, str] = {}  # the last character of each field
+        self._after_call = False
+
+    def deltas(self, said: Iterable[Said]) -> list[Delta]:
+        """Deltas as OpenAI's streams have them, with one field each; neighbours of one field are one."""
+        deltas: list[Delta] = []
+        for event, _ in said:
+            delta = self._delta(event)
+            if delta is None:
+                continue
+            if deltas and deltas[-1].keys() == delta.keys():
+                _extend(deltas[-1], delta)
+            else:
+                deltas.append(delta)
+        return deltas
+
+    def _delta(self, event: Event) -> Delta | None:
+        after_call, self._after_call = self._after_call, isinstance(event, CallEnd)
+        match event:
+            case Text():
+                if not event.text or (event.kind == "thought" and not self._thoughts):
+                    return None
+                field, before = FIELDS[event.kind], self._ends.get(event.kind, "")
+                apart = event.begins and before and not (after_call and event.kind == "content")
+                self._ends[event.kind] = event.text[-1]
+                return {field: "\n" * bool(apart and not (before + event.text[0]).isspace()) + event.text}
+            case CallBegin():
+                function = {"name": event.name, "arguments": ""}
+                call = {"index": event.index, "id": event.id, "type": "function", "function": function}
+                return {"tool_calls": [call]}
+            case CallArguments():
+                return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
+        return None
+
+
+def whole_message(deltas: Sequence[Delta]) -> Delta:
+    """All deltas as one: calls as a message has them."""
+    whole: Delta = {}
+    for delta in deltas:
+        _extend(whole, delta)
+    for call in whole.get("tool_calls", ()):
+        del call["index"]
+    return whole
+
+
+def _extend(delta: Delta, more: Delta) -> None:
+    """The parts of each call in one, texts joined."""
+    for field, value in more.items():
+        if isinstance(value, str):
+            delta[field] = delta.get(field, "") + value
+            continue
+        calls = delta.setdefault(field, [])
+        for part in value:
+            if calls and calls[-1]["index"] == part["index"]:
+                calls[-1]["function"]["arguments"] += part["function"]["arguments"]
+            else:
+                calls.append(part)

@@ -1,8 +1,11 @@
-"""How transformers builds the model of a config: by which auto class, and as which type where it knows none."""
+"""What transformers calls things: the auto class of a config, its type where transformers knows none, and the argument
+of a forward for the K/V of earlier tokens (`cache` from 5.24 on, `past_key_values` before)."""
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 READ_AS = {"mimo": "qwen2"}
@@ -28,3 +31,9 @@ def config_read_as(stored: Mapping[str, Any], path: str) -> Any:
     config = AutoConfig.for_model(READ_AS[stored["model_type"]], **own)
     config.name_or_path = path
     return config
+
+
+def cache_argument(module: nn.Module, cache: Any) -> dict[str, Any]:
+    """Keyword arguments by which `module` is given a cache of transformers."""
+    known = inspect.signature(module.forward).parameters
+    return {"cache" if "cache" in known else "past_key_values": cache}

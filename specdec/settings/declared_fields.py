@@ -1,9 +1,11 @@
-"""Numbers with bounds, each declared once, at the field of a dataclass that holds it. Imports nothing heavy."""
+"""What a field of a dataclass may hold, and its option on the command line: each declared once, at the field itself.
+Imports nothing heavy."""
 
 import math
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
+from functools import partial
 from typing import Any
 
 from specdec.errors import ConfigError, shown
@@ -71,3 +73,21 @@ def require(name: str, value: object, fits: bool, expected: str) -> None:
     """Raise ConfigError unless the value fits."""
     if not fits:
         raise ConfigError(f"{name}={shown(value)}: {expected}")
+
+
+def option(default: Any = MISSING, help: str = "", *flags: str, number: Number | None = None, **settings: Any) -> Any:
+    """A field that is an option of the command line. flags: as they are typed, where they are not the field's name;
+    number: bounds, of which the shell checks the least integer itself; settings: typer's. A list is copied."""
+    made: dict[str, Any] = {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
+    if number is not None and number.kind is int:
+        settings["min"] = int(number.low)
+    return field(**made, metadata={"number": number, "option": (flags, {"help": help, **settings})})
+
+
+http_option = partial(option, rich_help_panel="HTTP")
+client_option = partial(option, rich_help_panel="Clients")
+operation_option = partial(option, rich_help_panel="Operation")
+loading_option = partial(option, rich_help_panel="Loading")
+phase_option = partial(option, rich_help_panel="Phases of a round")
+shape_option = partial(option, rich_help_panel="Shape of the drafter")
+optimiser_option = partial(option, rich_help_panel="Optimiser")

@@ -1,4 +1,4 @@
-"""docs/api.md is what tools/api_reference.py makes of the code as it is."""
+"""Pages that are made of the code are as it is: docs/api.md by tools/api_reference.py, lists by tools/code_lists.py."""
 
 from pathlib import Path
 from types import ModuleType
@@ -8,14 +8,19 @@ from script_module import module_of
 
 import specdec
 
-TOOL = Path(__file__).resolve().parent.parent / "tools" / "api_reference.py"
+TOOLS = Path(__file__).resolve().parent.parent / "tools"
 
-pytestmark = pytest.mark.skipif(not TOOL.exists(), reason="needs the checkout")
+pytestmark = pytest.mark.skipif(not TOOLS.exists(), reason="needs the checkout")
 
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    return module_of(TOOL)
+    return module_of(TOOLS / "api_reference.py")
+
+
+@pytest.fixture(scope="module")
+def lists() -> ModuleType:
+    return module_of(TOOLS / "code_lists.py")
 
 
 def test_the_api_reference_matches_the_code(tool):
@@ -53,3 +58,23 @@ def test_a_changed_docstring_makes_the_page_stale(tool, monkeypatch, tmp_path):
     monkeypatch.setattr(tool, "PAGE", stale)
     with pytest.raises(pytest.fail.Exception, match="make api"):
         test_the_api_reference_matches_the_code(tool)
+
+
+def test_every_list_in_a_page_is_what_the_code_has(lists):
+    """docs/limits.md named 8 fused families of 19. Rows of recipes are test_recipes.py's."""
+    texts = {page.relative_to(lists.ROOT).as_posix(): page.read_text("utf-8") for page in lists.pages()}
+    stale = [name for name, text in texts.items() if lists.with_lists(text, left_out="recipes") != text]
+    assert not stale, f"{', '.join(stale)}: a list is stale; run `make api`"
+    where = {found[2]: name for name, text in texts.items() for found in lists.LIST.finditer(text)}
+    assert where.keys() == lists.LISTS.keys(), "a list that no page has is not needed"
+    assert where["fused families"] == "docs/limits.md"
+
+
+def test_a_list_is_rewritten_between_its_marks_alone(lists, monkeypatch):
+    monkeypatch.setattr(lists, "LISTS", {"letters": lambda: "a, b"})
+    page = "<!-- list: letters -->a<!-- end of list --> and <!-- list: letters --><!-- end of list -->, no more.\n"
+    assert lists.with_lists(page).count("<!-- list: letters -->a, b<!-- end of list -->") == 2
+    assert lists.with_lists(lists.with_lists(page)) == lists.with_lists(page)
+    assert lists.with_lists("a, c") == "a, c"
+    with pytest.raises(KeyError, match="digits"):
+        lists.with_lists("<!-- list: digits -->1<!-- end of list -->")

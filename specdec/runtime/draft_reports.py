@@ -1,0 +1,93 @@
+"""Results of drafts as they are reported: in words, the same sentence in the log, the benchmarks, the command line and
+the examples; as counts under the names of other engines, whose clients and benchmarks read them (vLLM's, llama.cpp's).
+
+A round without drafts is no step in these counts. Where a tree is drafted, its depth counts, not its nodes.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from specdec.runtime.request import RequestStats
+
+UNKNOWN = "no round had a choice"
+
+BUSY = 0.9
+"""Share of a core that a process has while it computes on a CPU, at least, if others leave it alone."""
+
+
+def acceptance_in_words(stats: RequestStats, off: str = "") -> str:
+    """The acceptance length of the rounds that drafted, and how many these are where a tenth of all or more did not; or
+    that no drafts were made. off: why there are none now (`Engine.drafts_off`), said where most rounds had none."""
+    if not stats.drafted_rounds:
+        return f"no drafts were made: {off or UNKNOWN}"
+    found = f"acceptance length {stats.acceptance_length:.2f}"
+    if 10 * stats.drafted_rounds < 9 * stats.rounds:
+        found += f" in the {stats.drafted_rounds} of {stats.rounds} rounds that drafted"
+    return found + (f" ({off})" if off and 2 * stats.drafted_rounds < stats.rounds else "")
+
+
+def depths_in_words(accepted: Sequence[float], drafted: Sequence[int]) -> str:
+    """Shares of the rounds that drafted so deep which accepted each draft. drafted: these rounds, by depth."""
+    if len(set(drafted)) <= 1:
+        return ", ".join(f"{share:.2f}" for share in accepted)
+    pairs = zip(accepted, drafted, strict=False)
+    return f"{', '.join(f'{share:.2f} of {count}' for share, count in pairs)} rounds"
+
+
+def why_slower(speed_up: float, stats: RequestStats, *, off: str = "", processor_share: float | None = None) -> str:
+    """Why drafts were slower than plain decoding; empty where they were not.
+
+    stats: of the rounds with drafts. off: why these have none now (`Engine.drafts_off`). processor_share: seconds of a
+    core for each second of the comparison, on a CPU.
+    """
+    if speed_up >= 1 or not stats.rounds:
+        return ""
+    brought = stats.round_tokens / stats.rounds
+    reason = f"a round brought {brought:.2f} tokens and took {brought / speed_up:.2f} times as long as a plain one"
+    if off:
+        reason += f"; drafts are off: {off}"
+    if processor_share is not None and processor_share < BUSY:
+        reason += f"; other programs took the processor: this one had {processor_share:.2f} of a core"
+    return reason
+
+
+def vllm_figures(stats: RequestStats, max_drafts: int) -> dict[str, Any]:
+    """`metrics.speculative_decoding` of vLLM. max_drafts: drafts that a round can accept.
+
+    acceptance_histogram[j]: rounds that accepted j drafts. The mean length is 1 + accepted / rounds, so the bonus token
+    counts in every round, also in the last one of an output that ends within the drafts.
+    """
+    steps, accepted = stats.drafted_rounds, sum(stats.accepted_counts)
+    at_least = [steps, *stats.accepted_counts, *[0] * (max_drafts + 1 - len(stats.accepted_counts))]
+    return {
+        "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
+        "draft_acceptance_rate": accepted / stats.draft_tokens if stats.draft_tokens else 0.0,
+        "acceptance_histogram": [more - fewer for more, fewer in pairwise(at_least)],
+        "num_spec_steps": steps,
+        "num_accepted_draft_tokens": accepted,
+        "num_draft_tokens": stats.draft_tokens,
+        "num_spec_tokens": len(at_least) - 2,
+    }
+
+
+def llama_timings(stats: RequestStats) -> dict[str, Any]:
+    """`timings` of llama.cpp's server. The prompt's time is that until the first token, without the queue."""
+    prompt, predicted = stats.first_token_seconds - stats.queue_seconds, stats.decode_seconds
+    read = stats.prompt_tokens - stats.cached_tokens
+    return {
+        "cache_n": stats.cached_tokens,
+        **_pace("prompt", read, prompt),
+        **_pace("predicted", stats.output_tokens, predicted),
+        "draft_n": stats.draft_tokens,
+        "draft_n_accepted": sum(stats.accepted_counts),
+    }
+
+
+def _pace(name: str, tokens: int, seconds: float) -> dict[str, Any]:
+    return {
+        f"{name}_n": tokens,
+        f"{name}_ms": 1e3 * seconds,
+        f"{name}_per_token_ms": 1e3 * seconds / tokens if tokens else 0.0,
+        f"{name}_per_second": tokens / seconds if seconds else 0.0,
+    }
