@@ -322,7 +322,7 @@ def test_generate_takes_use_mtp_and_reads_the_models_folder(published: Any) -> N
 def test_generate_asks_modules_for_at_most_what_they_draft(
     asked: int | None, levels: int, published: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of three modules more drafts were refused, also if the model's own generation_config has such a number."""
+    """More drafts than modules were refused, also if the model's own generation_config has such a number."""
     made = published("glm4_moe-3")
     model, ids, made_with = made.loaded(), torch.tensor(texts(6, (5,))), list[int]()
     plain, fitted = specdec.generate(model, input_ids=ids, max_new_tokens=8), arguments.fitted_spec

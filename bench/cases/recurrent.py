@@ -55,7 +55,7 @@ LIMIT = 2e-5
 """Distance of outputs from plain torch, at most; of prompts in the fast mode too, whose products are of bf16 in two
 parts. Of states from float64 likewise."""
 LIMIT_OF_ONE_PART = 1e-2
-"""The same with operands of one part."""
+"""Distance of prompts in the fast mode whose operands have one part."""
 SPANS = "spans"
 """Form of prompts in the fast mode."""
 

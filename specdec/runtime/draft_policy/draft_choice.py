@@ -95,7 +95,8 @@ class DraftChoice:
         return self.shapes[chosen]
 
     def _number(self, shape: DraftShape) -> int:
-        """Of this draft; of the smallest that covers it if it was shortened, since no request could use more."""
+        """The place of this draft in `shapes`; a shortened one, of which no request could use more, has that of the
+        smallest that covers it."""
         if not shape.num_steps:
             return 0
         return next(number for number, each in enumerate(self.shapes) if covers(each, shape))
