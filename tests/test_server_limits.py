@@ -1,7 +1,9 @@
 """`specdec serve` as a process: who is let in, how much is taken at a time, how it starts and how it stops."""
 
+import ctypes
 import functools
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -273,6 +275,17 @@ def test_a_second_signal_ends_it_at_once():
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(STOP_SECONDS) == 0  # an hour, if its stream were waited for
         stream.close()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="signals to a thread of another process")
+def test_a_signal_that_another_thread_gets_ends_the_server():
+    """The system chooses the thread. The main one waited for the server's without an end, and saw no such signal."""
+    with running_server() as server:
+        pid = server.process.pid
+        other = max(int(each) for each in os.listdir(f"/proc/{pid}/task"))
+        assert other != pid and ctypes.CDLL(None).tgkill(pid, other, signal.SIGTERM) == 0
+        assert server.process.wait(STOP_SECONDS) == 0
 
 
 # what the command itself says

@@ -120,7 +120,8 @@ def run_app(
     thread = threading.Thread(target=serve, name="specdec-http")
     with _settings_of_process(), _signals(server):
         thread.start()
-        thread.join()  # a signal is handled meanwhile
+        while thread.is_alive():
+            thread.join(1.0)  # signals are handled meanwhile, and after it those that another thread has got
     deadline.cancel()
     return served.result()
 
