@@ -21,19 +21,18 @@ def before_forward(
     first: tl.tensor,
     start: tl.tensor,
     o_channel: tl.tensor,
-    size: tl.tensor,
     TAPS: tl.constexpr,
     CHANNELS: tl.constexpr,
     PAGE: tl.constexpr,
 ) -> tl.tensor:
-    """Inputs of `size` channels at a position before `start`, else 0; the state is `first` tokens long."""
+    """Inputs at a position before `start`, else 0; the state is `first` tokens long."""
     recorded = (position >= first) & (position < start)
     slot = slots_at(p_table, begin, position, recorded, PAGE)
-    m_recorded = o_channel < tl.where(recorded, size, 0)
+    m_recorded = o_channel < tl.where(recorded, CHANNELS, 0)
     found = tl.load(p_pool + slot * CHANNELS + o_channel, mask=m_recorded, other=0.0).to(tl.float32)
     kept = (position >= 0) & (position < first)
     p_inputs += tl.where(kept, TAPS + position - first, 0) * CHANNELS
-    m_kept = o_channel < tl.where(kept, size, 0)
+    m_kept = o_channel < tl.where(kept, CHANNELS, 0)
     return found + tl.load(p_inputs + o_channel, mask=m_kept, other=0.0).to(tl.float32)
 
 
@@ -89,7 +88,7 @@ def tree_convolution_kernel(
         position = mine - TAPS + tap
         x = before_forward(
             p_inputs, p_pool, p_table + i_request * stride_table, begin, position, first, start,
-            o_channel, CHANNELS, TAPS, CHANNELS, PAGE,
+            o_channel, TAPS, CHANNELS, PAGE,
         )  # fmt: skip
         at = tl.sum(tl.where(above & (positions == position), o_node, 0), axis=0)
         own = o_channel < tl.where(position >= start, CHANNELS, 0)
@@ -149,8 +148,8 @@ def run_convolution_kernel(
         m_own = own[:, None] & m_channel[None, :]
         cells = p_in + (o_row + position - mine)[:, None] * stride_in + o_channel[None, :]
         x = tl.load(cells, mask=m_own, other=0.0).to(tl.float32)
-        if tl.max((real & (position < start)).to(tl.int32), axis=0) > 0:  # few tiles begin a run
-            old = real & (position < start)
+        old = real & (position < start)
+        if tl.max(old.to(tl.int32), axis=0) > 0:  # few tiles begin a run
             row = tl.load(p_rows + runs, mask=old, other=0).to(tl.int64)
             first = start // FOLD * FOLD
             begin = tl.load(p_begin + runs, mask=old, other=0)
@@ -172,8 +171,9 @@ def run_convolution_kernel(
     tl.store(cells, total.to(p_out.dtype.element_ty), mask=m_row[:, None] & m_channel[None, :])
     # records of what the states will not have taken in
     end = (start + tl.load(p_length + runs, mask=real, other=0)) // FOLD * FOLD
-    if tl.max((real & (mine >= end)).to(tl.int32), axis=0) > 0:
-        slot = tl.load(p_write + o_row, mask=real & (mine >= end), other=0)
+    left = real & (mine >= end)
+    if tl.max(left.to(tl.int32), axis=0) > 0:
+        slot = tl.load(p_write + o_row, mask=left, other=0)
         m_left = (slot != 0)[:, None] & m_channel[None, :]
         value = tl.load(p_in + o_row[:, None] * stride_in + o_channel[None, :], mask=m_left, other=0.0)
         tl.store(p_pool + slot[:, None] * CHANNELS + o_channel[None, :], value, mask=m_left)

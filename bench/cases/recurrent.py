@@ -125,7 +125,7 @@ def times_rows(
     tokens: Sequence[int],
     serial: int,
 ) -> Iterator[Row]:
-    """One layer, with a cold L2. serial: prompts up to so many tokens also run in decoding's order."""
+    """One layer, with a cold L2. serial: prompts of at most this length also run in decoding's order."""
     for name in shapes:
         shape = SHAPES[name]
         [text, _] = shape.random_rows(max(tokens), 2, DEVICE)

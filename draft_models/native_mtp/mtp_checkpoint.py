@@ -132,7 +132,7 @@ def by_config(family: MtpFamily, target: DescribedTarget) -> MtpFamily:
 
 
 def stated_family(file: Path, num_layers: int) -> MtpFamily:
-    """The conventions that a file states, for a target of so many layers. Raises CheckpointError."""
+    """The conventions that a file states, for a target of `num_layers` layers. Raises CheckpointError."""
     try:
         stated = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError) as error:
