@@ -63,7 +63,6 @@ from specdec.runtime.request import GenerationOutput, Request, StreamDelta
 from specdec.runtime.request_builder import RequestBuilder
 from specdec.runtime.rounds.captured_prompts import ChunkGraphs
 from specdec.runtime.rounds.captured_rounds import RoundGraphs, batch_sizes, capture_for
-from specdec.runtime.rounds.catching_up import CatchUps
 from specdec.runtime.rounds.round import Round
 from specdec.runtime.scheduler import Scheduler, slots_needed
 from specdec.runtime.sizing import lookahead_nodes, make_cache
@@ -142,7 +141,7 @@ class Engine:
             prefixes=self.prefixes,
             longest=target.context_length.max_len,
         )
-        graphs = chunks = catch_ups = None
+        graphs = chunks = None
         if capture is not None:
             strict = config.cuda_graphs is True
             budget = config.max_capture_bytes or default_budget(*target.devices)
@@ -154,10 +153,9 @@ class Engine:
             )
             graphs = RoundGraphs(self.round, store, strict=strict)
             chunks = ChunkGraphs(self.round, store, strict=strict)
-            catch_ups = CatchUps(self.round, store, strict=strict)
         if config.prefill_chunk is None:  # a fixed chunk is read in one forward
             self.scheduler.prompt_gap.division = division_of(self.round, captured=chunks is not None)
-        self.steps = Steps(self.scheduler, self.round, self.spec, graphs, chunks, catch_ups)
+        self.steps = Steps(self.scheduler, self.round, self.spec, graphs, chunks)
         self._watch = ConventionWatch(target, drafter)
         self._faults = StepFaults(self.scheduler)
         self.request_builder = RequestBuilder(target, tokenizer, None if drafter is None else self.spec, self.scheduler)
@@ -341,7 +339,7 @@ class Engine:
         """Why the newest round had no draft, in words; empty if it had one. Unlike `stats`, it waits for no step."""
         if self.drafter is None:
             return "there is no drafter"
-        return "" if self.steps.choice is None else self.steps.choice.off
+        return "" if self.steps.choice is None else self.steps.choice.use().off
 
     def running_ids(self) -> set[int]:
         """Ids (`Handle.id`) of the requests that have a row."""

@@ -19,6 +19,7 @@ from specdec import SpecConfig
 from specdec.runtime.draft_policy.draft_acceptance import FloatArray
 from specdec.runtime.draft_policy.draft_choice import DraftChoice
 from specdec.runtime.draft_policy.draft_ladder import draft_ladder
+from specdec.runtime.draft_policy.round_times import RoundTimes
 from specdec.runtime.rounds.result import DraftShape
 from specdec.runtime.rounds.round_shapes import NO_DRAFT
 from specdec.runtime.rounds.unread import KEPT
@@ -108,9 +109,6 @@ class Outcome(NamedTuple):
     choice: DraftChoice | None = None
 
 
-Policy = Callable[..., DraftShape]
-
-
 def chances(p: float, lookup: float = 0.0) -> Callable[[int], tuple[float, float]]:
     return lambda number: (p, lookup)
 
@@ -147,9 +145,9 @@ def adaptive(machine: Machine, load: Load, shapes: Sequence[DraftShape], *, burs
     choice = DraftChoice(shapes, load.batch + 1)
     if machine.captured:
         for size in {machine.size(count + 1) for count in range(load.batch)}:
-            choice.times.timed[size] = np.array(burst) * [machine.seconds(shape, size) for shape in shapes]
-            choice.times.catching_up[size] = 0.0 if machine.catch_up is None else machine.catch_up(size)
-    return _play(machine, load, choice.choose, choice.learn, choice.begin, choice.caught_up)._replace(choice=choice)
+            timed = np.array(burst) * [machine.seconds(shape, size) for shape in shapes]
+            choice.times[size] = RoundTimes(timed.tolist())
+    return _play(machine, load, choice)._replace(choice=choice)
 
 
 def to_best(machine: Machine, load: Load, spec: SpecConfig, *, lookup: bool = False) -> tuple[float, float, Outcome]:
@@ -160,24 +158,21 @@ def to_best(machine: Machine, load: Load, spec: SpecConfig, *, lookup: bool = Fa
     return min(times) / outcome.seconds, times[0] / outcome.seconds, outcome
 
 
-def _play(machine: Machine, load: Load, choose: Policy, learn, begin, caught_up) -> Outcome:  # type: ignore[no-untyped-def]
+def _play(machine: Machine, load: Load, choice: DraftChoice) -> Outcome:
     coins = load.coins()
     rounds, rows = Counter[DraftShape](), np.arange(load.batch)
     now = plain = read = quiet = 0.0
     for crowd in range(load.crowds):
         chance = np.array([load.chance(crowd * load.batch + i) for i in range(load.batch)]).T  # [source, B]
         at, launched, unread = np.zeros(load.batch, dtype=np.int64), [], 0
-        begin(rows)
+        choice.acceptance.begin_rows(rows)
         while (going := np.flatnonzero(at < load.tokens)).size:
             size, lagging = machine.size(len(going)), machine.catch_up is not None
-            shape = choose(
-                going, load.tokens - at[going] - 1, size, NO_DRAFT,
-                unread=unread, unsettled=[each[0] for each in launched] if machine.captured else [],
-            )  # fmt: skip
-            by_model = shape.num_steps > 0 and not shape.by_lookup
+            unsettled = [each[0] for each in launched] if machine.captured else []
+            shape = choice.choose(going, load.tokens - at[going] - 1, size, NO_DRAFT, unsettled)
+            by_model, reading = shape.num_steps > 0 and not shape.by_lookup, 0.0
             if lagging and unread and (by_model or unread + shape.depth + 1 > KEPT):
                 reading = machine.catch_up(size) * machine.noise(now)
-                caught_up(size, shape, None if machine.captured else reading)
                 now, read, unread = now + reading, read + reading, 0
                 quiet += machine.catch_up(size)
             unread += 0 if by_model or not lagging else shape.depth + 1
@@ -190,8 +185,8 @@ def _play(machine: Machine, load: Load, choose: Policy, learn, begin, caught_up)
             plain += machine.seconds(NO_DRAFT, size) * brought
             depth = np.full(len(going), shape.depth)
             now, rounds[shape] = now + spent, rounds[shape] + 1
-            launched.append((shape, size, spent, going, accepted, depth, brought))
+            launched.append((shape, size, reading + spent, (going, accepted, depth), brought))
             at[going] += accepted + 1
             while len(launched) > machine.captured:
-                learn(*launched.pop(0))
+                choice.learn(*launched.pop(0))
     return Outcome(now, rounds, plain, read, quiet)

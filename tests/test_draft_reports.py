@@ -13,6 +13,7 @@ from specdec.cli.app import app
 from specdec.evaluation.bench_run import BenchReport, markdown_table
 from specdec.runtime.draft_policy.draft_choice import DraftChoice
 from specdec.runtime.draft_policy.draft_ladder import draft_ladder
+from specdec.runtime.draft_policy.round_times import RoundTimes
 from specdec.runtime.draft_reports import acceptance_in_words, depths_in_words, why_slower
 from specdec.runtime.engine_stats import DraftWatch, EngineStats
 from specdec.runtime.request import RequestStats
@@ -131,11 +132,11 @@ def chooser(spec):
 def taught(draft_seconds, accepted, times=40):
     """A choice of one row that has seen rounds without a draft, of a second, and with a chain of 1."""
     choice, row, one = chooser(SpecConfig(1)), np.zeros(1, dtype=np.int64), np.ones(1, dtype=int)
-    choice.times.timed[1] = np.array([1.0, 1.0 + draft_seconds])
+    choice.times[1] = RoundTimes([1.0, 1.0 + draft_seconds])
+    choice.choose(row, one * 9, 1, NO_DRAFT)
     for _ in range(times + 1):
-        choice.choose(row, one * 9, 1, NO_DRAFT)
-        choice.account.balance[:] = -9.0
-        choice.learn(choice.shapes[1], 1, 1.0 + draft_seconds, row, one * accepted, one, 0.0)
+        choice.learn(choice.shapes[1], 1, 1.0 + draft_seconds, (row, one * accepted, one), 0.0)
+    choice.account.settle(choice.times[1], 1, -9.0)  # a loss that covers no further draft
     choice.choose(row, one * 9, 1, NO_DRAFT)
     return choice
 
@@ -153,9 +154,9 @@ def test_the_reason_that_drafts_are_off_says_what_they_would_bring_and_take():
 
 def test_before_any_round_there_is_no_reason():
     choice = chooser(ADAPTIVE)
-    assert choice.off == ""
+    assert choice.use().off == ""
     choice.choose(np.zeros(1, dtype=np.int64), np.full(1, 9), 1, NO_DRAFT)
-    assert choice.off == "the first rounds are timed without"
+    assert choice.use().off == "the first rounds are timed without"
 
 
 def test_an_engine_says_why_without_waiting_for_a_step(right, make_target, make_engine):

@@ -10,8 +10,7 @@ import specdec.runtime.warm_up
 from specdec import Engine, SamplingParams, SpecConfig
 from specdec.kvcache.sanitize import SETTING
 from specdec.models.paused_forward import walker_of
-from specdec.runtime import prompt_timing
-from specdec.runtime.draft_policy import round_timing
+from specdec.runtime import startup_timing
 from specdec.runtime.rounds.captured_prompts import ChunkProgram
 
 from inside import (
@@ -398,7 +397,7 @@ def test_a_prefix_is_on_the_device_when_forwards_behind_it_are_timed(engine_for,
         load_chunks(program, rows, chunk_len)
 
     monkeypatch.setattr(ChunkProgram, "load_chunks", watched)
-    for module, name in ((prompt_timing, "time_prompts"), (round_timing, "time_rounds")):  # tests do without otherwise
-        monkeypatch.setattr(specdec.runtime.warm_up, name, getattr(module, name))
+    for name in ("time_prompts", "time_rounds"):  # tests do without otherwise
+        monkeypatch.setattr(specdec.runtime.warm_up, name, getattr(startup_timing, name))
     engine_for(True, max_model_len=300)
     assert len(seen) > 1 and all(host == device for host, device in seen)

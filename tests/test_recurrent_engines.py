@@ -13,7 +13,7 @@ from crowd import each_alone, make_crowd, require_empty, serve_crowd, wrong_requ
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.gpu.operations import REFERENCE
 from specdec.models.target import TargetModel
-from specdec.runtime import prompt_timing
+from specdec.runtime import startup_timing
 
 from marks import deep, each_value, examples, pairs, slow
 
@@ -266,7 +266,7 @@ def test_a_prefix_that_prompts_are_timed_after_is_folded(make_target, make_engin
     def read(rows: Any, length: Any, states: Any) -> None:
         seen.append((int(round.cache.table.committed_len.host[rows[0]]), int(state.folded_len[rows[0]])))
 
-    prompt_timing.time_prompts(round, engine.scheduler.prompt_gap, read, 64)
+    startup_timing.time_prompts(round, engine.scheduler.prompt_gap, read, 64)
     assert max(seen) > (100, 100) and all(0 <= prefix - folded < 16 for prefix, folded in seen)
 
 

@@ -36,7 +36,7 @@ from specdec.draft_models.suffix import SuffixDrafter
 from specdec.evaluation.model_shapes import find_shape
 from specdec.evaluation.phases.random_weights import random_subject
 from specdec.runtime.draft_policy.draft_choice import DraftChoice
-from specdec.runtime.draft_policy.draft_use import name as shape_name
+from specdec.runtime.draft_policy.round_times import RoundTimes
 
 MIXED = ((1, 6), (4, 16), (32, 64), (128, 256), (64, 96), (16, 40), (2, 8), (96, 144), (8, 24))
 """Requests at once, and how many in all, one phase after the other."""
@@ -104,8 +104,8 @@ def forget(engine: Engine) -> None:
     known = engine.steps.choice
     assert known is not None
     engine.steps.choice = DraftChoice(known.shapes, engine.table.max_requests + 1)
-    engine.steps.choice.times.timed.update(known.times.timed)
-    engine.steps.choice.times.catching_up.update(known.times.catching_up)
+    timed = {size: RoundTimes(times.timed.tolist()) for size, times in known.times.items()}
+    engine.steps.choice.times.update(timed)
 
 
 def choose_always(engine: Engine, choose: Callable[..., Any]) -> Callable[[], None]:
@@ -145,7 +145,7 @@ def compared_row(case: str, right: str, plain: Engine, engine: Engine, measure: 
     adaptive, device, rounds = min(measured)
     first = min(first, measure(plain))
     figures: dict[str, object] = {"right": right, "plain engine": f"{scale * first:.3f}"}
-    figures |= {shape_name(s): f"{scale * t:.3f}" for s, (t, _) in zip(choice.shapes, fixed, strict=True)}
+    figures |= {str(s): f"{scale * t:.3f}" for s, (t, _) in zip(choice.shapes, fixed, strict=True)}
     figures |= {"adaptive": f"{scale * adaptive:.3f}", "to plain": f"{first / adaptive:.3f}"}
     figures["to best"] = f"{min(first, *(seconds for seconds, _ in fixed)) / adaptive:.3f}"
     figures["rounds alone to best"] = f"{min(seconds for _, seconds in fixed) / max(device, 1e-9):.3f}"
@@ -186,9 +186,9 @@ def speed_rows(
         plain = Engine(subject.target, config=sizes)
         engine = Engine(subject.target, change_drafts(drafter, plant.drafts), spec=spec, config=sizes)
         assert engine.steps.choice is not None
-        for size, seconds in sorted(engine.steps.choice.times.timed.items()):
+        for size, times in sorted(engine.steps.choice.times.items()):
             yield Row(
-                f"{size} requests, timed when made", "", ", ".join(f"{1e3 * each:.3f}" for each in seconds) + " ms"
+                f"{size} requests, timed when made", "", ", ".join(f"{1e3 * each:.3f}" for each in times.timed) + " ms"
             )
         for often in right if "steady" in loads else ():
             plant.right.fill_(often)

@@ -38,7 +38,6 @@ from specdec.runtime.launched_step import LaunchedStep
 from specdec.runtime.rounds.decode_round import DECODE_STAGES, decode_programs
 from specdec.runtime.rounds.result import RoundShape, empty_result
 from specdec.runtime.rounds.round import Round
-from specdec.runtime.rounds.unread import KEPT
 from specdec.runtime.settling import commit_chunks_on_host
 
 WIDTH = 32
@@ -234,11 +233,10 @@ def in_turns(engines: Sequence[Engine], prompts: Sequence[Sequence[int]], tokens
 
 
 def by_table(engine: Engine, batch: int) -> float:
-    use, choice = engine.stats().drafts, engine.steps.choice
-    assert choice is not None
+    """Rounds by their believed times, to plain ones; the drafter's reading before plain rounds is not in it."""
+    use = engine.stats().drafts
     took, rounds = np.array(use.milliseconds[batch]), np.array(use.rounds)
-    late = choice.times.catching_up.get(batch, 0.0) * 1e3 * (use.rounds[0] / KEPT + sum(use.rounds[1:]))
-    return float((rounds * took).sum() + late) / float(rounds.sum() * took[0])
+    return float((rounds * took).sum()) / float(rounds.sum() * took[0])
 
 
 def wrong_rows(drafter: str, batches: Sequence[int], tokens: int, repeats: int) -> Iterator[Row]:

@@ -13,7 +13,7 @@ from specdec.gpu.memory import all_bytes, free_bytes
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.page_pool import PagedAllocator
 from specdec.models.target import TargetModel
-from specdec.runtime.draft_policy.draft_use import NO_CHOICE, DraftUse
+from specdec.runtime.draft_policy.draft_use import DraftUse
 from specdec.runtime.request import Request, RequestStats
 from specdec.runtime.rounds.round import Round
 from specdec.runtime.scheduler import Scheduler
@@ -75,6 +75,7 @@ def device_use(target: TargetModel, cache: KVCache) -> tuple[DeviceUse, ...]:
 
 NOTHING = PoolUse(0, 0, 0, 0)
 NO_CAPTURES = CaptureUse()
+NO_CHOICE = DraftUse()
 
 
 @dataclass(slots=True)

@@ -17,11 +17,11 @@ import numpy as np
 
 from specdec.config import MAX_FORCED_TOKENS, SpecConfig
 from specdec.gpu.captures import CaptureUse
+from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.cpu_threads import CpuThreads
 from specdec.runtime.draft_policy.draft_choice import DraftChoice
 from specdec.runtime.draft_policy.draft_ladder import draft_ladder
-from specdec.runtime.draft_policy.draft_use import NO_CHOICE
-from specdec.runtime.engine_stats import EngineStats, stats_now
+from specdec.runtime.engine_stats import NO_CHOICE, EngineStats, stats_now
 from specdec.runtime.grammar_masks import GrammarSteps, forced_counts, load_forced, prepare
 from specdec.runtime.launched_step import launched_now
 from specdec.runtime.launches import Launches
@@ -30,11 +30,10 @@ from specdec.runtime.request import Request, restricted, rows_of
 from specdec.runtime.rounds.capture_classes import is_large
 from specdec.runtime.rounds.captured_prompts import ChunkGraphs
 from specdec.runtime.rounds.captured_rounds import Between, RoundGraphs, no_host_work, run_programs
-from specdec.runtime.rounds.catching_up import CatchUps, end_drafts, read_unread
 from specdec.runtime.rounds.decode_round import DECODE_STAGES, decode_programs
 from specdec.runtime.rounds.result import DraftShape, RoundResult, RoundShape
 from specdec.runtime.rounds.round import Round
-from specdec.runtime.rounds.round_shapes import NO_DRAFT, largest, round_shape, whole_draft, with_forced
+from specdec.runtime.rounds.round_shapes import NO_DRAFT, end_drafts, largest, round_shape, whole_draft, with_forced
 from specdec.runtime.scheduler import Scheduler
 from specdec.runtime.seating import load_rows
 
@@ -42,8 +41,7 @@ from specdec.runtime.seating import load_rows
 class Steps:
     """The steps of one engine: `launches` not settled yet, `prefill` for its prompt side.
 
-    graphs, chunks, catch_ups: None where no_host_work is captured. `choice`: which draft a round has; None: always the
-    engine's own.
+    graphs, chunks: None where nothing is captured. `choice`: which draft a round has; None: always the engine's own.
     """
 
     def __init__(
@@ -53,13 +51,12 @@ class Steps:
         spec: SpecConfig,
         graphs: RoundGraphs | None,
         chunks: ChunkGraphs | None,
-        catch_ups: CatchUps | None,
     ) -> None:
         self.scheduler = scheduler
         self.round = round
         self.spec = spec
         self.graphs = graphs
-        self.catch_ups = catch_ups
+        self._catch_up_seconds = 0.0  # before the newest round, where nothing is captured
         self.table = scheduler.table
         self.threads = CpuThreads(round.target.model, round.device, deterministic=round.target.deterministic)
         self.launches = Launches(scheduler, round, self._learn, captured=graphs is not None)
@@ -83,7 +80,7 @@ class Steps:
         self.launches.drop_lost()
 
     def clear_captures(self) -> None:
-        for captures in (self.graphs, self.prefill.chunks, self.catch_ups):
+        for captures in (self.graphs, self.prefill.chunks):
             if captures is not None:
                 captures.clear()
 
@@ -107,7 +104,7 @@ class Steps:
             if admitted := self.scheduler.admit_requests():
                 load_rows(self.round, admitted)
                 if self.choice is not None:
-                    self.choice.begin(rows_of(admitted))
+                    self.choice.acceptance.begin_rows(rows_of(admitted))
                 finished += self.launches.release_finished(prepare(admitted))
             return finished + self._read_prompts(streams=bool(decoding))
 
@@ -155,10 +152,7 @@ class Steps:
         self.round.flush()
         self.threads.fit(shape.batch * shape.width)
         drafts = self.round.max_drafts.host[rows].clip(max=shape.draft.depth)
-        begin = time.perf_counter()
-        if read_unread(self.round, self.catch_ups, shape, rows, ending) and self.choice is not None:
-            spent = time.perf_counter() - begin if self.graphs is None else None
-            self.choice.caught_up(shape.batch, shape.draft, spent)
+        self._catch_up(shape, rows, ending)
         between: Between = no_host_work
         if masked:
             between = GrammarSteps(self.round, shape, [request.place for request in requests]).between
@@ -169,6 +163,16 @@ class Steps:
         ranks = self.round.target.ranks
         launched = launched_now(requests, None, shape, DECODE_STAGES, packed, ranks, drafts=drafts, forced=forced)
         self.launches.unsettled.append(launched)
+
+    def _catch_up(self, shape: RoundShape, rows: IntArray, ending: IntArray) -> None:
+        """Let the drafter read unread tokens of these rows, if it must before a round of this shape."""
+        begin, unread = time.perf_counter(), self.round.unread
+        if unread is not None and (most := unread.before_round(shape, rows, ending)):
+            if self.graphs is None:
+                self.round.catch_up(shape, most)
+            else:
+                self.graphs.catch_up(shape)
+        self._catch_up_seconds = 0.0 if self.graphs is not None else time.perf_counter() - begin
 
     def shape_for(self, requests: Sequence[Request], to_go: Sequence[int]) -> RoundShape:
         """Shape of the next round of these requests. Captured rounds have few shapes of drafts: the engine's own, none,
@@ -202,9 +206,8 @@ class Steps:
         fixed = [draft for draft, request in zip(drafts, requests, strict=True) if request.has_fixed_draft]
         rows = rows_of(requests)
         most = np.minimum(self.round.max_drafts.host[rows], np.array(to_go, dtype=np.int64) - 1)
-        unread = 0 if self.round.unread is None else self.round.unread.most(rows)
         unsettled = [launched.shape.draft for launched in self.launches.unsettled if launched.drawing is None]
-        draft = choice.choose(rows, most, bucket.batch, largest(fixed), unread=unread, unsettled=unsettled)
+        draft = choice.choose(rows, most, bucket.batch, largest(fixed), unsettled)
         if self.graphs is None and draft.num_steps:  # no deeper than any request can use
             draft = shape.draft._replace(by_lookup=draft.by_lookup)
         return shape.with_draft(draft)
@@ -217,7 +220,7 @@ class Steps:
             return
         rows = rows_of(requests)
         drafting = result.drafts > 0
-        given = rows[drafting], result.length[drafting] - 1, result.drafts[drafting]
+        drafted = rows[drafting], result.length[drafting] - 1, result.drafts[drafting]
         chosen = not any(request.has_fixed_draft for request in requests)
         brought = gained / len(requests) if chosen else 0.0
-        self.choice.learn(shape.draft, shape.batch, seconds, *given, brought)
+        self.choice.learn(shape.draft, shape.batch, seconds + self._catch_up_seconds, drafted, brought)

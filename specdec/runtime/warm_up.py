@@ -11,12 +11,12 @@ Other shapes are captured when they first occur.
 import numpy as np
 
 from specdec.progress import progress_bar
-from specdec.runtime.draft_policy.round_timing import fill_times, time_rounds
-from specdec.runtime.prompt_timing import time_prompts
+from specdec.runtime.draft_policy.round_times import RoundTimes
 from specdec.runtime.rounds.captured_prompts import SIZES_IN_PARTS
 from specdec.runtime.rounds.captured_rounds import RoundGraphs, batch_sizes, table_widths
 from specdec.runtime.rounds.result import RoundShape
 from specdec.runtime.rounds.round_shapes import NO_DRAFT, round_shape, whole_draft
+from specdec.runtime.startup_timing import time_prompts, time_rounds
 from specdec.runtime.steps import Steps
 
 NO_ROWS = np.zeros(0, dtype=np.int64)
@@ -42,14 +42,17 @@ def warm_up(steps: Steps) -> None:
         for width in table_widths(steps.table.slots.host.shape[1] - 1)[1:]:
             for shape in shapes[: len(drafts)]:
                 _run(steps, graphs, shape._replace(longest=width))
-        if steps.catch_ups is not None and round.unread is not None:
+        if round.unread is not None:
             for shape in shapes[:: len(drafts)]:  # one of each batch size
                 for _ in range(2):
-                    steps.catch_ups.run(shape)
+                    graphs.catch_up(shape)
     if round.cache.sanitizer is None:  # which knows of no rows without slots
         with steps.round.on_device():
             if steps.choice is not None:
-                fill_times(steps.choice.times, drafts, graphs, steps.catch_ups, shapes)
+                with progress_bar("timing rounds", len(shapes)) as update:
+                    seconds = np.reshape(time_rounds(graphs, shapes, update), (-1, len(drafts)))[:, ::-1]
+                sizes = [shape.batch for shape in shapes[:: len(drafts)]]
+                steps.choice.times.update(zip(sizes, map(RoundTimes, seconds), strict=True))
             _time_prompts(steps, graphs, shapes[0])
         steps.restart([])
     graphs.store.uncaptured["rounds"] = 0  # no request has asked for any so far

@@ -12,7 +12,6 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, H
 from prometheus_client import generate_latest as as_text
 from prometheus_client.core import Metric
 
-from specdec.runtime.draft_policy.draft_use import name as draft_name
 from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.request import RequestStats
 from specdec.serving.async_engine import AsyncEngine
@@ -118,7 +117,7 @@ class Metrics:
         ):
             by_position = [(label | {"position": str(position)}, count) for position, count in enumerate(by_depth)]
             yield _metric("counter", name, text, by_position)
-        drafts = [label | {"draft": draft_name(shape)} for shape in engine.drafts.shapes]
+        drafts = [label | {"draft": str(shape)} for shape in engine.drafts.shapes]
         for name, text, counts in (
             ("specdec:draft_rounds", "Rounds that had this draft, by choice.", engine.drafts.rounds),
             ("specdec:draft_rounds_tried", "Those of them that were trials.", engine.drafts.tried),

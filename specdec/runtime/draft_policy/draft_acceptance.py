@@ -1,13 +1,11 @@
 """Expected tokens of a draft, learned from the drafts that were accepted.
 
     chance    that depth i + 1 of a draft is accepted where depth i was
-                  over all requests, by class: chains are one class, since a long one begins as a short one does; each
-                  tree is its own; those of a lookup have classes of their own
-                  of a request, by source (model, lookup): the engine's chance counts as ROW_WEIGHT drafts
+                  over all requests, by source (model, lookup) and class: its chains are one, each tree is its own
+                  of a request, by source: the engine's chance counts as ROW_WEIGHT drafts
     tokens    1 + p_1 + p_1 p_2 + ...      p_i: the chance of the request at depth i
 
-A depth counts only where it was reached. Counts fade, so that old ones become uncertain again. State lies by row of the
-request table; a row begins anew with each request.
+A depth counts only where it was reached. Counts fade, so that old ones become uncertain again.
 """
 
 from collections.abc import Sequence
@@ -59,21 +57,17 @@ class Acceptance:
     def learn(self, number: int, rows: IntArray, accepted: IntArray, most: IntArray) -> None:
         """Rows [B] accepted so many drafts [B] of the draft of this number, and could accept `most` [B]."""
         kind, depth = self._class_of[number], self._depth_of[number]
-        limit = np.minimum(most, depth)
-        reached = np.array([np.minimum(accepted, limit), np.minimum(accepted + 1, limit)])  # one more was rejected
+        reached = np.minimum([accepted, accepted + 1], np.minimum(most, depth))  # one more was rejected
         counts = self._levels < reached[..., None]  # [2, B, D]
         own = self._row_counts[:, self._source_of[kind], rows] + counts
         self._row_counts[:, self._source_of[kind], rows] = own * np.where(own[1] > ROW_MEMORY, 0.5, 1.0)
+        self._counts *= 1 - 1 / MEMORY
         self._counts[:, kind] += counts.sum(axis=1)
 
-    def fade(self) -> None:
-        """A round has gone by."""
-        self._counts *= 1 - 1 / MEMORY
-
     def tokens(self, rows: IntArray, most: IntArray) -> FloatArray:
-        """[2, K]: tokens that each draft is expected to bring, and may be hoped to: one standard error of the engine's
-        chance and of the row's more. The bonus is included, and rows [B] accept at most `most` [B]. The mean over rows
-        is geometric: hard requests stay longest, and a draft that is good for easy ones alone holds them up."""
+        """[2, K]: expected tokens of each draft for rows [B], which accept at most `most` [B], the bonus included; and
+        hopeful ones: one standard error of the engine's chance and of the row's more. The mean over rows is geometric:
+        hard requests stay longest, and a draft that is good for easy ones alone holds them up."""
         right, tried = self._row_counts[:, self._source_of][:, :, rows]  # [C, B, D]
         tried = tried + ROW_WEIGHT
         chance = (right + ROW_WEIGHT * self.chance[:, None]) / tried

@@ -4,8 +4,7 @@
     captured, tree of 60     none   chains of 1, 2, trees of 8, 16, 32, 60 nodes
     not captured             none   the whole one
 
-A lookup that drafts in a model's place adds its whole draft, and where rounds are captured a chain of half as many
-levels.
+A lookup next to a model adds its whole draft, and where rounds are captured a chain of half as many levels.
 """
 
 from collections.abc import Sequence
@@ -24,11 +23,10 @@ TREES = (8, 16, 32, 64, 128, 256)
 def draft_ladder(spec: SpecConfig, *, captured: bool, lookup: bool = False) -> Sequence[DraftShape]:
     """No draft first, then the model's, the engine's whole draft last, then those of a lookup."""
     whole = whole_draft(spec)
-    chains = CHAINS if whole.topk == 1 else CHAINS[:2]
-    rungs = [DraftShape(depth, 1, depth + 1) for depth in chains if depth < whole.depth]
-    if whole.topk > 1:
-        rungs += [_tree(spec, nodes) for nodes in TREES if nodes < whole.num_nodes]
     half = max(1, whole.depth // 2)
+    chains, trees = (CHAINS, ()) if whole.topk == 1 else (CHAINS[:2], TREES)
+    rungs = [DraftShape(depth, 1, depth + 1) for depth in chains if depth < whole.depth]
+    rungs += [_tree(spec, nodes) for nodes in trees if nodes < whole.num_nodes]
     looked_up = dict.fromkeys([DraftShape(half, 1, half + 1), whole])
     if not captured:
         rungs, looked_up = [], {whole: None}

@@ -12,10 +12,10 @@ class DraftUse(NamedTuple):
     """Drafts of an engine, and why its newest round had none.
 
     shapes: (levels, branches, nodes with the root, whether it is a lookup's) of each draft there is, the first is none.
-    rounds: that had it; tried: those of them that were trials. milliseconds: of a round with each, by batch size, as
-    far as it was timed or guessed. chance: by depth, of a chain's draft where the one before was accepted. last: of the
-    newest choice, how many rows, and of each draft the tokens and the milliseconds that it was expected to bring and
-    take. off: why that choice was no draft, in words; empty where it was one.
+    rounds: that had it; tried: those that were trials. milliseconds: of a round with each, by batch size, timed or
+    guessed. chance: by depth, of a chain's draft where the one before was accepted. last: of the newest choice, how
+    many rows, and expected tokens and milliseconds of each draft; best: the best one. judged, begun: drafts
+    of rows, and those whose first token was accepted.
     """
 
     shapes: Sequence[DraftShape] = ()
@@ -24,17 +24,37 @@ class DraftUse(NamedTuple):
     milliseconds: Mapping[int, Sequence[float]] = {}
     chance: Sequence[float] = ()
     last: tuple[int, Sequence[float], Sequence[float]] = (0, (), ())
-    off: str = ""
+    best: int = 0
+    judged: int = 0
+    begun: int = 0
 
     @property
     def why(self) -> str:
         """One line: the drafts of the newest choice, with their expected tokens and milliseconds."""
         rows, tokens, milliseconds = self.last
+        table = zip(self.shapes, tokens, milliseconds, strict=False)
         named = [
-            f"{name(shape)} {brought:.2f} tokens in {took:.2f} ms, {brought / took:.2f} a ms"
-            for shape, brought, took in zip(self.shapes, tokens, milliseconds, strict=False)
+            f"{each} {brought:.2f} tokens in {took:.2f} ms, {brought / took:.2f} a ms" for each, brought, took in table
         ]
-        return f"{rows} running: " + "; ".join(named) if named else "no round has had a choice yet"
+        return f"{rows} running: {'; '.join(named) or self.off}" if rows else "no round has had a choice yet"
+
+    @property
+    def off(self) -> str:
+        """Why no draft was best in the newest choice, in words; empty where one was."""
+        rows, tokens, milliseconds = self.last
+        if self.best or not rows:
+            return ""
+        if not tokens:
+            return "the first rounds are timed without"
+        if self.judged > 20 * self.begun:
+            return f"of {self.judged} drafts that were tried {self.begun} began with a token that was accepted"
+        plain, *rates = np.divide(tokens, milliseconds).tolist()
+        best = 1 + rates.index(max(rates))
+        found = (
+            f"{self.shapes[best]} is expected to bring {tokens[best]:.2f} tokens in {milliseconds[best]:.2f} ms, "
+            f"no draft 1 in {milliseconds[0]:.2f} ms, with {rows} running"
+        )
+        return found if max(rates) <= plain else f"{found}, and what earlier drafts gained does not cover its risk"
 
     def best_chain(self, batch: int, accepted: Sequence[float]) -> str:
         """A sentence about the chain (or no draft) that brings most tokens a millisecond to `batch` requests. accepted:
@@ -45,33 +65,5 @@ class DraftUse(NamedTuple):
             for shape, took in zip(self.shapes, self.milliseconds[batch], strict=True)
             if shape.topk == 1 and not shape.by_lookup
         ]
-        plain, (rate, best) = chains[0][0], max(chains)
-        return f"{name(best)}, {rate / plain:.2f} times the tokens a second of none"
-
-
-NO_CHOICE = DraftUse()
-
-
-def why_none(
-    shapes: Sequence[DraftShape], last: tuple[int, Sequence[float], Sequence[float]], judged: int, begun: int
-) -> str:
-    """The reason that no draft was best. last: see `DraftUse`. judged: drafts of rows so far; begun: those whose first
-    token was accepted."""
-    rows, tokens, milliseconds = last
-    if judged > 20 * begun:
-        return f"of {judged} drafts that were tried {begun} began with a token that was accepted"
-    rates = [brought / took for brought, took in zip(tokens, milliseconds, strict=True)]
-    best = max(range(1, len(rates)), key=rates.__getitem__)
-    found = (
-        f"{name(shapes[best])} is expected to bring {tokens[best]:.2f} tokens in {milliseconds[best]:.2f} ms, "
-        f"no draft 1 in {milliseconds[0]:.2f} ms, with {rows} running"
-    )
-    return found if rates[best] <= rates[0] else f"{found}, and what earlier drafts gained does not cover its risk"
-
-
-def name(shape: DraftShape) -> str:
-    """In words."""
-    if shape.num_nodes == 1:
-        return "no draft"
-    drafted = f"a chain of {shape.num_steps}" if shape.topk == 1 else f"a tree of {shape.num_nodes} nodes"
-    return f"{drafted} by lookup" if shape.by_lookup else drafted
+        rate, best = max(chains)
+        return f"{best}, {rate / chains[0][0]:.2f} times the tokens a second of none"

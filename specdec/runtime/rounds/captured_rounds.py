@@ -26,6 +26,7 @@ from specdec.runtime.rounds.capture_classes import is_large, share
 from specdec.runtime.rounds.decode_round import decode_programs
 from specdec.runtime.rounds.result import RoundShape
 from specdec.runtime.rounds.round import Round
+from specdec.runtime.rounds.unread import KEPT
 
 logger = logging.getLogger(__name__)
 
@@ -190,16 +191,18 @@ class RoundGraphs(Captures):
         return most if most <= room else min(next_power_of_two(width), 1 << room.bit_length() - 1)
 
     def pool(self, shape: Hashable) -> str:
-        assert isinstance(shape, RoundShape)
-        return "large rounds" if is_large(shape) else "rounds"
+        return "large rounds" if isinstance(shape, RoundShape) and is_large(shape) else "rounds"
 
     def patience(self, shape: Hashable) -> int:
-        assert isinstance(shape, RoundShape)
-        return LARGE_PATIENCE if is_large(shape) else 0
+        return LARGE_PATIENCE if isinstance(shape, RoundShape) and is_large(shape) else 0
 
     def run(self, shape: RoundShape, between: Between = no_host_work) -> torch.Tensor:
         """One round of the seated rows -> its packed result, which the next round of this shape overwrites."""
         return self.run_captured(shape, decode_programs(self.round, shape), between)
+
+    def catch_up(self, shape: RoundShape) -> None:
+        """The drafter reads unread tokens of the rows seated for a round of this shape."""
+        self.run_captured((shape.batch, shape.longest), [lambda: self.round.catch_up(shape, KEPT)])
 
 
 def run_programs(programs: Sequence[Program], between: Between) -> torch.Tensor:

@@ -34,6 +34,16 @@ class DraftShape(NamedTuple):
         """Upper bound on the drafts that a round can accept."""
         return min(self.num_steps, self.num_nodes - 1)
 
+    def covers(self, other: "DraftShape") -> bool:
+        """Has it all that the other has, from the same drafter?"""
+        return self.by_lookup == other.by_lookup and all(has >= wants for has, wants in zip(self, other, strict=True))
+
+    def __str__(self) -> str:
+        if self.num_nodes == 1:
+            return "no draft"
+        drafted = f"a chain of {self.num_steps}" if self.topk == 1 else f"a tree of {self.num_nodes} nodes"
+        return f"{drafted} by lookup" if self.by_lookup else drafted
+
 
 class RoundShape(NamedTuple):
     """Key of a captured round: all parameters of a round that are not data on the device.

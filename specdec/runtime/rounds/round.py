@@ -96,7 +96,7 @@ def runs_on_kernels(backend: Backend, device: torch.device) -> bool:
 class Round:
     """Target and drafter over one KV cache, and the state of both. `tokens`: token ids by row and position.
 
-    lags: let the drafter read the tokens of rounds without drafts later, if it can (`catching_up.py`). finished_tokens:
+    lags: let the drafter read the tokens of rounds without drafts later, if it can (`unread.py`). finished_tokens:
     how many tokens of finished requests the drafter may propose from.
     """
 
@@ -150,7 +150,7 @@ class Round:
         if self.worker is not None:
             self.worker.view = None
         if self.unread is not None:
-            self.unread.reset()
+            self.unread.begin(slice(None))
         for mirrored in self._mirrored():
             mirrored.clear()
         if self.finished is not None:

@@ -47,6 +47,15 @@ def round_shape(
     return RoundShape(len(rows), longest, *NO_DRAFT[:3], *asked).with_draft(largest(drafts))
 
 
+def end_drafts(round: Round, rows: IntArray, ahead: int) -> IntArray:
+    """End the drafts of rows within `ahead` tokens of the drafter's last position -> those that it ends for now."""
+    if round.max_positions is None:
+        return rows[:0]
+    reached = rows[round.cache.table.committed_len.host[rows] + ahead > round.max_positions]
+    round.max_drafts[reached[round.max_drafts.host[reached] > 0]] = 0
+    return rows[:0] if round.unread is None else reached[~round.unread.ended[reached]]
+
+
 def with_forced(
     shape: RoundShape, round: Round, rows: IntArray, most_forced: int, graphs: RoundGraphs | None
 ) -> RoundShape:

@@ -1,4 +1,11 @@
-"""Tokens that a drafter has not read yet: the target's states at a row's newest tokens, kept by position."""
+"""A drafter with K/V of its own reads what rounds without its drafts commit later, many tokens at once.
+
+    a round without its drafts   keeps the target's states at each token that it commits: states[row, position % KEPT]
+    catching up                  the drafter observes the unread tokens of each row at once, as it does a prompt chunk
+
+All rows of a round catch up together: before the drafter drafts, before any row could have more than KEPT unread
+tokens, and for the last time when a row ends for it.
+"""
 
 import numpy as np
 import torch
@@ -13,10 +20,9 @@ KEPT = 16
 
 
 def reads_late(drafter: Drafter | None, adaptive: bool) -> bool:
-    """Does the drafter read tokens rounds after they were committed? adaptive: rounds may have no drafts. It reads
-    nothing beyond its last position."""
+    """Does the drafter read tokens rounds after they were committed? adaptive: rounds may have no drafts."""
     # a drafter that inherits no defaults may be older than these attributes
-    has_end = getattr(drafter, "max_positions", None) is not None
+    has_end = getattr(drafter, "max_positions", None) is not None  # it reads nothing beyond that
     return (adaptive or has_end) and getattr(drafter, "may_lag", False)
 
 
@@ -27,8 +33,8 @@ def unread_tokens(shape: RoundShape) -> int:
 
 
 class Unread:
-    """Unread tokens of each row of the request table. width: numbers of a state. count: upper bound on the unread
-    tokens, on the host. ended: rows that are longer than the drafter can read, which has read all else of them."""
+    """Unread tokens by row. width: numbers of a state. count: upper bound on them, on the host. ended: rows that are
+    longer than the drafter can read, which has read all else of them."""
 
     def __init__(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.states = torch.zeros((num_rows, KEPT, width), dtype=dtype, device=device)
@@ -36,19 +42,18 @@ class Unread:
         self.count: IntArray = np.zeros(num_rows, dtype=np.int64)
         self.ended: BoolArray = np.zeros(num_rows, dtype=np.bool_)
 
-    def most(self, rows: IntArray) -> int:
-        """Unread tokens of the row that has most of them."""
-        return int(self.count[rows].max(initial=0))
-
-    def grow(self, rows: IntArray, shape: RoundShape) -> None:
-        """A round of this shape is launched over these rows."""
-        self.count[rows[~self.ended[rows]]] += unread_tokens(shape)
-
-    def reset(self) -> None:
-        self.read.zero_()
-        self.begin(slice(None))
-
     def begin(self, rows: IntArray | slice) -> None:
         """These rows have new requests."""
         self.count[rows] = 0
         self.ended[rows] = False
+
+    def before_round(self, shape: RoundShape, rows: IntArray, ending: IntArray) -> int:
+        """A round of this shape is launched over these rows -> the most tokens of a row that the drafter must read
+        before it; 0: it need not read. ending: rows whose drafts end with it (`end_drafts`)."""
+        more, most = unread_tokens(shape), int(self.count[rows].max(initial=0))
+        must_read = most > 0 and (more == 0 or most + more > KEPT or self.count[ending].any())
+        if must_read:
+            self.count[rows] = 0
+        self.ended[ending] = True
+        self.count[rows[~self.ended[rows]]] += more
+        return most if must_read else 0

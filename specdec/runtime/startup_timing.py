@@ -1,24 +1,53 @@
-"""Times an engine's forwards over prompts when it is made, on a GPU.
+"""Times an engine's captured rounds, and its forwards over prompts, when it is made, on a GPU.
 
 The rows belong to no request: their slots are the padding ones, and the caller empties the state afterwards. The
 device's own clock is read, so the host does not count.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
+import torch
 
 from specdec.gpu.mirrored_array import IntArray
 from specdec.models.target import FinalStates
 from specdec.runtime.prompt_gap import PromptGap, PromptLoad
 from specdec.runtime.rounds.captured_prompts import token_buckets
+from specdec.runtime.rounds.captured_rounds import RoundGraphs
+from specdec.runtime.rounds.decode_round import DECODE_STAGES
+from specdec.runtime.rounds.result import RoundShape
 from specdec.runtime.rounds.round import Round
+
+REPEATS = 8
+"""Rounds of a shape that run; the later half of them is timed."""
 
 MAX_FEW_TOKENS = 256
 """Prompt tokens that are read in a step while others decode: all sizes up to it are timed and captured."""
 
 MAX_PREFIX = 16384
 """Tokens of the longest prefix after which a prompt is timed; fewer where `max_model_len` is less."""
+
+
+def time_rounds(graphs: RoundGraphs, shapes: Sequence[RoundShape], done: Callable[[int], None]) -> list[float]:
+    """Median seconds of a round of each of these captured shapes, which are bucketed, over random
+    tokens, since equal ones would choose equal experts. done: is told how many are."""
+    round = graphs.round
+    table, generator = round.cache.table, torch.Generator().manual_seed(0)
+    seconds = []
+    for number, shape in enumerate(shapes, start=1):
+        rows = np.arange(shape.batch, dtype=np.int64)
+        table.committed_len.clear()
+        round.seat(rows)
+        round.max_drafts[rows] = np.full_like(rows, shape.depth)
+        round.flush()
+        tokens = torch.randint(round.target.vocab_size, (shape.batch, 1), generator=generator)
+        round.tokens.tensor[: shape.batch, :1] = tokens.to(round.device)
+        room = (table.slots.host.shape[1] - 1) // shape.depth  # rounds until a row is full, if all drafts are right
+        stamps = [graphs.run(shape)[-len(DECODE_STAGES) - 1 :].clone() for _ in range(min(REPEATS, room))]
+        timed = torch.stack(stamps[len(stamps) // 2 :]).cpu()
+        seconds.append(float((timed[:, -1] - timed[:, 0]).double().median()) / 1e9)
+        done(number)
+    return seconds
 
 
 def time_prompts(
