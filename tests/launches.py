@@ -142,7 +142,7 @@ def recurrent(
         integers(3, 6), integers(9), StateShape(num_heads, k_dim, v_dim, 3, channels), key_heads, state, (kept,)
     )
     view: Any = SimpleNamespace(recurrent=(layers,), writable_layer=lambda layer: kept)
-    batch, rows = 4, 4 * num_nodes  # trees of four requests have a form of their own in the fast mode
+    batch, rows = 4, 4 * num_nodes
     write = ByGroup((PrimaryLoc(integers(rows)), GroupLoc(integers(rows))))
     tree = DraftTree(
         *(integers(batch, num_nodes) for _ in range(3)), numbers(batch, num_nodes, num_nodes, dtype=torch.bool)

@@ -1,18 +1,29 @@
-"""Kernel of small trees in the fast mode: a program has its tile of a state in registers, and takes node after node.
+r"""Kernel of trees in the fast mode: token by token, with a tile of the state in registers.
 
-It reads the state once, and folds nothing: the sums of a node run over all records of its path since the state, those
-of the first block that are committed and then those of its ancestors, in whatever block.
+The gated delta rule (Yang, Kautz, Hatamizadeh 2024) with the state's decay multiplied out, as in `blocks.py`: S is the
+state of the request, read once; j are the tokens of a node's path since then, G sums of their log decays,
 
-    record    0 ......... m - 1          m ......... m + num_nodes - 1
+    u_i = b_i (v_i - e^{G_i} S^T k_i - sum_{j < i} e^{G_i - G_j} (k_j . k_i) u_j)
+    o_i =            e^{G_i} S^T q_i + sum_{j <= i} e^{G_i - G_j} (k_j . q_i) u_j
+
+and u_i = v_i in Mamba-2. Nothing is folded, wherever a path crosses a multiple of FOLD: the j are the committed records
+of the first block, and then ancestors. k_j and u_j are in registers too:
+
+    record    0 ......... m - 1          m ......... m + num_nodes - 1          RECORDS
               committed, m < FOLD        nodes, ancestors first
+
+Under programmatic dependent launch the state and the slots are read before the wait. They are written by folds, earlier
+forwards and the plan, which had ended when the layer's convolution began, a plain launch before this one. A program
+triggers nothing, so what follows is launched plainly.
 """
 
 from specdec.attention.recurrence.block_kernels import load_rows, number_of, slots_at
+from specdec.gpu.dependent_launch import wait_for_previous
 from specdec.gpu.triton_shim import tl, triton
 
 
 @triton.jit(do_not_specialize=["stride_tree", "stride_node", "num_nodes"])
-def small_tree_kernel(
+def fast_tree_kernel(
     p_q: tl.tensor,
     p_k: tl.tensor,
     p_v: tl.tensor,
@@ -48,6 +59,7 @@ def small_tree_kernel(
     RECORDS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     i_head, i_tile = tl.program_id(0), tl.program_id(1)
     i_request = tl.program_id(2).to(tl.int64)
@@ -60,8 +72,7 @@ def small_tree_kernel(
     o_k, o_record = tl.arange(0, BLOCK_K), tl.arange(0, RECORDS)
     o_v = i_tile * BLOCK_V + tl.arange(0, BLOCK_V)
     m_k, m_v = o_k < K_DIM, o_v < V_DIM
-    # a text begins with zeros
-    m_state = (m_k & (tl.zeros_like(o_k) < first))[:, None] & m_v[None, :]
+    m_state = (m_k & (tl.zeros_like(o_k) < first))[:, None] & m_v[None, :]  # a text begins with zeros
     p_state += (row * HEADS + i_head) * (K_DIM * V_DIM)
     state = tl.load(p_state + o_k[:, None] * V_DIM + o_v[None, :], mask=m_state, other=0.0)
     first_row = i_request * num_nodes
@@ -80,12 +91,13 @@ def small_tree_kernel(
     m_old, m_new = o_node < 0, (o_node >= 0) & (o_node < num_nodes)
     slots = slots_at(p_table + i_request * stride_table, begin, first + o_record, m_old, PAGE)
     g = tl.load(p_pool_g + slots * HEADS, mask=m_old, other=0.0)
+    wait_for_previous(PDL)
     g += tl.load(p_g + o_node * stride_g, mask=m_new, other=0.0).to(tl.float32)
     keys = load_rows(p_pool_k, slots, KEY_HEADS * K_DIM, o_k, m_old, K_DIM)
     keys += load_rows(p_k, o_node, stride_k, o_k, m_new, K_DIM)
     u = load_rows(p_pool_u, slots, HEADS * V_DIM, o_v, m_old, V_DIM)
     total = tl.cumsum(tl.where(m_old, g, 0.0), axis=0)
-    for node in range(num_nodes):
+    for node in tl.range(num_nodes, num_stages=2):
         above = tl.load(p_ancestors + node * stride_node + o_node, mask=m_new, other=0) != 0
         path = tl.sum(tl.where(m_old | above, g, 0.0), axis=0)  # log decay since the state
         mine = o_node == node
