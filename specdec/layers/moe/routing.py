@@ -17,11 +17,15 @@ import torch.nn.functional as F
 from specdec.gpu.dependent_launch import TL_DTYPES, pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, tl, triton
+from specdec.layers.gemm_small import MIN_TILE_HEIGHT
 from specdec.layers.linear import linear
 from specdec.layers.norm import Gain
-from specdec.layers.product import sum_parts
+from specdec.layers.product import MAX_SMALL_ROWS, Cut, Tiles, sum_parts
 
 INF = tl.constexpr(float("inf"))
+
+WIDE_RANGE = 256
+"""Columns of a range, which is one tile, of a router that keeps its weight in float32 while x has 2 bytes."""
 
 
 class Router(NamedTuple):
@@ -218,9 +222,13 @@ def route(x: torch.Tensor, router: Router, *, holds: bool = False) -> Routing:
     weights = torch.empty((num_rows, router.top_k), dtype=torch.float32, device=x.device)
     if num_rows == 0:
         return Routing(experts, weights)
-    rows = x.to(router.weight.dtype)  # of routers that keep their weight in float32
+    cut = tiles = None
+    if router.weight.dtype != x.dtype:
+        cut = Cut(triton.cdiv(x.shape[1], WIDE_RANGE), WIDE_RANGE)
+        block_m = min(max(16, triton.next_power_of_2(num_rows)), MAX_SMALL_ROWS)
+        tiles = Tiles(64, block_m, WIDE_RANGE, 4, 1, MIN_TILE_HEIGHT)
     # apart: one program for all numbers of rows, so the same bits
-    logits = linear(rows, router.weight, router.bias, apart=True, holds=holds)
+    logits = linear(x, router.weight, router.bias, cut, tiles=tiles, apart=True, holds=holds)
     block_groups = triton.next_power_of_2(router.groups)
     pick_kernel[(num_rows,)](
         *(logits.parts, logits.bias, router.correction, router.expert_scale, experts, weights, num_rows, num_experts),
