@@ -492,6 +492,7 @@ def scored_mixture(dtype: torch.dtype, num_rows: int, num_experts: int, groups: 
     for other in (router, softmax, router._replace(correction=None, normalised=False)):
         route(x, other)
     route(x, router._replace(owned=(num_experts // 2, num_experts // 2)))
+    route(x, softmax._replace(weight=numbers(num_experts, hidden, dtype=FP32)))
     up, down = weight(num_experts, 2 * width, hidden), weight(num_experts, hidden, width)
     fork, mlp = Fork(x, x, x, x), Mlp(weight(2 * width, hidden), "silu", weight(hidden, width))
     dense, chosen = mlp_and_experts(fork, mlp, router, Experts(up, down, "silu"))
