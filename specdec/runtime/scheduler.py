@@ -225,8 +225,8 @@ class Scheduler:
 
     def _decoding(self) -> list[Request]:
         """Requests that may have another round; one that ends with its first token waits for that to be settled."""
-        decoding = _in_state(self.running, RequestState.DECODE)
-        return [request for request in decoding if request.params.max_new_tokens > 1]
+        decodes = RequestState.DECODE
+        return [each for each in self.running if each.state is decodes and each.params.max_new_tokens > 1]
 
     def _take_chunks(self, chosen: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
         """Allocate slots for the chunks whose requests still run, and return these chunks."""
