@@ -11,6 +11,7 @@ import torch
 from crowd import each_alone, make_crowd, require_empty, serve_crowd, wrong_requests
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.errors import UnsupportedModelError
 from specdec.gpu.operations import REFERENCE
 from specdec.models.target import TargetModel
 from specdec.runtime import prompt_timing
@@ -290,3 +291,19 @@ def test_slots_are_checked(make_target, make_engine, prompts, truths, drafter_of
     trees = drafter_of("trees", model, texts)
     engine = make_engine(model, trees, spec=SPECS["tree"], max_batch_size=3, page_size=4, full_slots=128)
     assert [out.token_ids for out in engine.generate(prompts, PLAIN)] == expected
+
+
+@pytest.mark.parametrize("taps", [2, 17])
+def test_the_narrowest_and_the_widest_convolution(taps, make_target, make_engine, random_prompt, greedy_oracle) -> None:
+    model = make_target("lfm2", num_hidden_layers=2, layer_types=["conv", "full_attention"], conv_L_cache=taps)
+    prompt = random_prompt(30)
+    [out] = make_engine(model, prefill_chunk=7).generate(prompt, PLAIN)
+    assert out.token_ids == greedy_oracle(model, prompt, NEW)
+
+
+@pytest.mark.parametrize(("family", "field"), [("qwen3_5", "linear_conv_kernel_dim"), ("lfm2", "conv_L_cache")])
+@pytest.mark.parametrize("taps", [1, 18])
+def test_a_convolution_whose_inputs_no_state_keeps_is_refused(family, field, taps, make_target) -> None:
+    """It was served until the first token was decoded, or folded, which raised an IndexError or a RuntimeError."""
+    with pytest.raises(UnsupportedModelError, match=rf"layer 0 convolves {taps} tokens; 2 to 17 are supported"):
+        TargetModel(make_target(family, fresh=True, **{field: taps}))
