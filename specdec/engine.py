@@ -350,10 +350,10 @@ class Engine:
     def most_new_tokens(self, prompt_len: int) -> int:
         """The largest `max_new_tokens` that fits a prompt of that length, and at least 1, even if that does not fit."""
         most = self.max_model_len - prompt_len
-        slots = self.table.allocator.primary.capacity * self.config.page_size
-        if most > 1 and slots_needed(self.table, prompt_len, most)[0] > slots:
-            most = slots - prompt_len + 2 - self.table.lookahead
-        return max(most, 1)
+        needed = slots_needed(self.table, prompt_len, most) if most > 1 else []
+        there = [pool.capacity * self.config.page_size for pool in self.table.allocator.pools]
+        short = [slots for need, slots in zip(needed, there, strict=False) if need > slots]
+        return max(min([most, *(slots - prompt_len + 2 - self.table.lookahead for slots in short)]), 1)
 
     @property
     def kv_bytes(self) -> int:
