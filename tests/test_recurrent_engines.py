@@ -11,10 +11,10 @@ import torch
 from crowd import each_alone, make_crowd, require_empty, serve_crowd, wrong_requests
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.errors import UnsupportedModelError
+from specdec.errors import CapacityError, UnsupportedModelError
 from specdec.gpu.operations import REFERENCE
 from specdec.models.target import TargetModel
-from specdec.runtime import prompt_timing
+from specdec.runtime import prompt_timing, sizing
 
 from marks import deep, each_value, examples, pairs, slow
 
@@ -291,6 +291,14 @@ def test_slots_are_checked(make_target, make_engine, prompts, truths, drafter_of
     trees = drafter_of("trees", model, texts)
     engine = make_engine(model, trees, spec=SPECS["tree"], max_batch_size=3, page_size=4, full_slots=128)
     assert [out.token_ids for out in engine.generate(prompts, PLAIN)] == expected
+
+
+def test_states_that_leave_no_memory_are_named(make_target, make_engine, monkeypatch) -> None:
+    """The advice was to raise full_slots and swa_slots, which would have been of no use."""
+    monkeypatch.setattr(sizing, "free_bytes", lambda device: 4_000_000)
+    assert make_engine(make_target("qwen3_5"), max_batch_size=8).max_model_len == 256
+    with pytest.raises(CapacityError, match="max_batch_size=64: states of .*; lower max_batch_size"):
+        make_engine(make_target("qwen3_5"), max_batch_size=64)
 
 
 @pytest.mark.parametrize("taps", [2, 17])
