@@ -23,7 +23,7 @@ from specdec.attention.backend import choose_backend
 from specdec.attention.checked_backend import sanitized
 from specdec.config import MAX_PRIORITY, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.base import Drafter
-from specdec.drafter_loading import load_any_drafter
+from specdec.drafter_loading import load_any_drafter, require_options_used
 from specdec.errors import ConfigError, SpecDecError, shown
 from specdec.gpu.captures import CaptureStore, default_budget, max_captures
 from specdec.gpu.operations import choose_operations
@@ -197,6 +197,8 @@ class Engine:
         config = config or EngineConfig()
         require_type("spec", spec, SpecConfig)
         require_type("config", config, EngineConfig)
+        require_type("drafter_options", drafter_options, Mapping)
+        require_options_used(drafter, drafter_options)
         require_loading_arguments(target_options, LOADED_WITH)
         shared_out = config.tensor_parallel > 1
         model = load_target(
