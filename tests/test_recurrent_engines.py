@@ -297,7 +297,7 @@ def test_states_that_leave_no_memory_are_named(make_target, make_engine, monkeyp
     """The advice was to raise full_slots and swa_slots, which would have been of no use."""
     monkeypatch.setattr(sizing, "free_bytes", lambda device: 4_000_000)
     assert make_engine(make_target("qwen3_5"), max_batch_size=8).max_model_len == 256
-    with pytest.raises(CapacityError, match="max_batch_size=64: states of .*; lower max_batch_size"):
+    with pytest.raises(CapacityError, match=r"max_batch_size=64: states of .*; lower max_batch_size"):
         make_engine(make_target("qwen3_5"), max_batch_size=64)
 
 
