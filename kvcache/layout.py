@@ -180,6 +180,11 @@ class KVLayout:
         return max((spec.window for spec in self.layers if spec.window is not None), default=None)
 
     @property
+    def recurrent(self) -> bool:
+        """Do some layers keep a state a request?"""
+        return any(spec.recurrent for spec in self.layers)
+
+    @property
     def max_head_dim(self) -> int:
         """The widest key or value of any attention layer."""
         return max((field.dim for spec in self.layers if not spec.recurrent for field in spec.fields), default=1)

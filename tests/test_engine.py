@@ -446,6 +446,16 @@ def test_a_pool_of_just_the_slots_of_a_request_serves_it_and_a_smaller_one_refus
         make_engine(model, full_slots=9).generate(prompt, params)
 
 
+@pytest.mark.parametrize("pools", [{"full_slots": 40}, {"swa_slots": 10}, {"full_slots": 40, "page_size": 16}])
+def test_the_most_new_tokens_are_as_many_as_every_pool_holds(pools, make_target, make_engine, random_prompt):
+    """A server asks for them where a client asks for no number. It looked at the primary pool alone."""
+    engine, prompt = make_engine(make_target("gemma4-e2b"), "ngram", **pools), random_prompt(5)
+    most = engine.most_new_tokens(5)
+    assert len(engine.generate(prompt, SamplingParams(max_new_tokens=most))[0].token_ids) == most > 1
+    with pytest.raises(CapacityError):
+        engine.submit(prompt, SamplingParams(max_new_tokens=most + 1))
+
+
 # what it leaves behind
 
 

@@ -37,6 +37,7 @@ CPU = torch.device("cpu")
 WIDE = {"intermediate_size": 64}  # packed weights take columns in multiples of 32
 SIZES = {"qwen3_moe": {"moe_intermediate_size": 32}, "gemma4-moe": {**WIDE, "moe_intermediate_size": 32}}
 SIZES |= {"glm4_moe": {**WIDE, "moe_intermediate_size": 32}, "hy_v3": {**WIDE, "moe_intermediate_size": 32}}
+SIZES["step3p7"] = {**WIDE, "moe_intermediate_size": 32, "share_expert_dim": 32}
 
 PAIRS = [  # family, form: what `make test` runs
     ("llama", "int4-g32"),
@@ -55,6 +56,7 @@ MORE = [  # families and forms that differ in how their tensors are found
     ("qwen3_moe", "fp8-block"),
     ("glm4_moe", "int4-g32"),
     ("hy_v3", "fp8-channel"),
+    ("step3p7", "int4-g32"),
     ("llama", "gptq"),
 ]
 DEEP = [
@@ -80,7 +82,7 @@ def packed_pair(tmp_path_factory):
                 folder = tmp_path_factory.mktemp("packed")
                 model.save_pretrained(folder / "source")
                 packed, plain = quantise(folder / "source", FORMS[form], folder, **options)
-                made[key] = packed, AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+                made[key] = packed, type(model).from_pretrained(plain, dtype=torch.float32)
         return made[key]
 
     return make

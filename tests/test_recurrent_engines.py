@@ -11,9 +11,10 @@ import torch
 from crowd import each_alone, make_crowd, require_empty, serve_crowd, wrong_requests
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.errors import CapacityError, UnsupportedModelError
 from specdec.gpu.operations import REFERENCE
 from specdec.models.target import TargetModel
-from specdec.runtime import prompt_timing
+from specdec.runtime import prompt_timing, sizing
 
 from marks import deep, each_value, examples, pairs, slow
 
@@ -290,3 +291,27 @@ def test_slots_are_checked(make_target, make_engine, prompts, truths, drafter_of
     trees = drafter_of("trees", model, texts)
     engine = make_engine(model, trees, spec=SPECS["tree"], max_batch_size=3, page_size=4, full_slots=128)
     assert [out.token_ids for out in engine.generate(prompts, PLAIN)] == expected
+
+
+def test_states_that_leave_no_memory_are_named(make_target, make_engine, monkeypatch) -> None:
+    """The advice was to raise full_slots and swa_slots, which would have been of no use."""
+    monkeypatch.setattr(sizing, "free_bytes", lambda device: 4_000_000)
+    assert make_engine(make_target("qwen3_5"), max_batch_size=8).max_model_len == 256
+    with pytest.raises(CapacityError, match=r"max_batch_size=64: states of .*; lower max_batch_size"):
+        make_engine(make_target("qwen3_5"), max_batch_size=64)
+
+
+@pytest.mark.parametrize("taps", [2, 17])
+def test_the_narrowest_and_the_widest_convolution(taps, make_target, make_engine, random_prompt, greedy_oracle) -> None:
+    model = make_target("lfm2", num_hidden_layers=2, layer_types=["conv", "full_attention"], conv_L_cache=taps)
+    prompt = random_prompt(30)
+    [out] = make_engine(model, prefill_chunk=7).generate(prompt, PLAIN)
+    assert out.token_ids == greedy_oracle(model, prompt, NEW)
+
+
+@pytest.mark.parametrize(("family", "field"), [("qwen3_5", "linear_conv_kernel_dim"), ("lfm2", "conv_L_cache")])
+@pytest.mark.parametrize("taps", [1, 18])
+def test_a_convolution_whose_inputs_no_state_keeps_is_refused(family, field, taps, make_target) -> None:
+    """It was served until the first token was decoded, or folded, which raised an IndexError or a RuntimeError."""
+    with pytest.raises(UnsupportedModelError, match=rf"layer 0 convolves {taps} tokens; 2 to 17 are supported"):
+        TargetModel(make_target(family, fresh=True, **{field: taps}))

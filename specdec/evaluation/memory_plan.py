@@ -18,6 +18,7 @@ from specdec.config import EngineConfig, SpecConfig
 from specdec.draft_models.checkpoints.checkpoint_files import tensor_files
 from specdec.draft_models.checkpoints.drafter_formats import kept_layout
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, is_assistant_config
+from specdec.draft_models.language_model import require_stateless
 from specdec.draft_models.native_mtp.mtp_checkpoint import (
     conventions_of,
     has_modules,
@@ -35,7 +36,7 @@ from specdec.models.model_on_meta import ModelOnMeta, model_on_meta
 from specdec.models.quantised.packed_quantizer import without_quantization
 from specdec.models.quantised.stored_tensors import StoredTensor, stored_tensors
 from specdec.models.weight_storage import stored_weights
-from specdec.runtime.arguments import fitted_spec
+from specdec.runtime.arguments import fitted_spec, require_kv_dtype
 from specdec.runtime.rounds.unread import KEPT
 from specdec.runtime.sizing import CacheNeeds, DraftNeeds, cache_needs, longest_sequence, lookahead_nodes
 
@@ -76,6 +77,7 @@ def memory_plan(
     device = pick_device(None) if config.device is None else torch.device(config.device)
     dtype = pick_dtype(config.dtype, device, checkpoint.hf_config())
     model = ModelOnMeta(target, on_meta(checkpoint, dtype))
+    require_kv_dtype(model, config)
     shared = {name: value for name, value in target_options.items() if name in SHARED_OPTIONS}
     options = {**shared, **drafter_options}
     drafting = model_word(drafter)
@@ -115,14 +117,15 @@ def memory_plan(
 
 
 def group_memory(needs: CacheNeeds, group: CacheGroup) -> dict[str, Any]:
-    """One cache group. kept: how many layers keep the same fields, and (heads, size of a head) of each; layers that
-    read another layer's K/V keep none. Bytes of a token are those of all layers; for the others see `CacheNeeds`."""
+    """One cache group. kept: how many layers keep the same fields, and (heads, size of a head) of each; a layer without
+    attention keeps none, nor does one that reads another layer's K/V. Bytes of a token are those of all layers; for the
+    others see `CacheNeeds`."""
     layers = (spec for layout in needs.layouts for spec in layout.owners if spec.retention == group.retention)
     return {
         "name": group.name,
         "kept": [
             {"layers": count, "fields": {field.name: (field.heads, field.dim) for field in fields}}
-            for fields, count in Counter(spec.fields for spec in layers).items()
+            for fields, count in Counter(spec.fields for spec in layers if spec.fields).items()
         ],
         "token_bytes": needs.slot_bytes[group.id],
         "request_bytes": needs.request_bytes[group.id],
@@ -170,6 +173,7 @@ def plan_drafter(
     if not continues_text(described):
         raise UnsupportedModelError(f"drafter {name!r}: model_type {described.get('model_type')!r} is no drafter")
     model = ModelOnMeta(name, on_meta(checkpoint, target.dtype))
+    require_stateless(name, model.layout)
     return PlannedDrafter(DraftNeeds(model.layout, max_lag=max_lag), _weight_bytes(checkpoint, model.model))
 
 

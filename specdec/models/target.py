@@ -159,7 +159,7 @@ class TargetModel:
     @property
     def recurrent(self) -> bool:
         """Do some layers keep a state a request?"""
-        return any(spec.recurrent for spec in self.layout.layers)
+        return self.layout.recurrent
 
     @property
     def hidden_size(self) -> int:
