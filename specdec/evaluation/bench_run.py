@@ -17,7 +17,7 @@ from specdec.errors import ConfigError
 from specdec.evaluation.conditions import VERSIONS, hardware, pair_names
 from specdec.evaluation.contest import Contestant, engine_contestant, require_parity, take_turns
 from specdec.evaluation.gsm8k_report import final_number, is_correct, table_lines
-from specdec.evaluation.request_figures import acceptance_figures, summed, supposed_figures, time_figures
+from specdec.evaluation.request_figures import acceptance_figures, supposed_figures, time_figures
 from specdec.evaluation.tasks import cut
 from specdec.evaluation.transformers_peer import assisted_peer, plain_peer
 from specdec.loading import require_device
@@ -197,7 +197,7 @@ def _by_category(
     return {
         name: {
             "prompts": made["prompts"],
-            "acceptance_length": summed(made["requests"]).acceptance_length,
+            "acceptance_length": RequestStats.total(made["requests"]).acceptance_length,
             "tokens_per_second": {each: made["tokens"][each] / made["spent"][each] for each in made["spent"]},
         }
         for name, made in found.items()
