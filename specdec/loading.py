@@ -302,17 +302,9 @@ def pick_tokenizer(asked: Any | None, target: Any, options: Mapping[str, Any]) -
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:
-    """The device given, else the first GPU, else the CPU. Raises ConfigError for one that does not exist."""
+    """The device given, else the first GPU, else the CPU. Raises ConfigError for one that this machine cannot use."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    require_device(device)
-    return torch.device(device)
-
-
-def require_device(device: str | torch.device | None) -> None:
-    """Raise ConfigError where `device` cannot be used on this machine; None asks for nothing."""
-    if device is None:
-        return
     try:
         torch.empty(1, device=device)
     except (AssertionError, RuntimeError, NotImplementedError) as error:  # torch has no common base for them
@@ -322,6 +314,7 @@ def require_device(device: str | torch.device | None) -> None:
             f"device={str(device)!r} cannot be used with torch {torch.__version__} ({reason}){there}; "
             "give 'cpu', or leave it out"
         ) from error
+    return torch.device(device)
 
 
 def pick_dtype(dtype: torch.dtype | None, device: torch.device, config: Any) -> torch.dtype:

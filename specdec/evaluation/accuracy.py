@@ -28,7 +28,7 @@ from specdec.evaluation.data_sets import DATA_SETS, load_data
 from specdec.evaluation.gsm8k_report import SCORES, Report, is_correct, make_report
 from specdec.evaluation.tasks import EXEMPLARS, NEXT_PROBLEM, choose, cut, dialogue_ids, question_text
 from specdec.evaluation.transcripts import Record, open_transcripts, read_transcripts
-from specdec.loading import Checkpoint, load_tokenizer, pick_device, require_device
+from specdec.loading import Checkpoint, load_tokenizer, pick_device
 from specdec.models.context_length import context_length
 from specdec.models.target import TargetModel
 from specdec.progress import Interrupted, progress_bar, working
@@ -77,7 +77,6 @@ def evaluate(
         raise ConfigError("compare without a drafter: there is nothing to compare plain decoding with; give a drafter")
     if limit < 0:
         raise ConfigError(f"limit={limit}: a number of problems, or 0 for all, is expected")
-    require_device(config.device)
     most = context_length(Checkpoint.of(target, loading).hf_config().get_text_config()).max_len
     tokenizer = load_tokenizer(target, loading)
     if tokenizer is None:

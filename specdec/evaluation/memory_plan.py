@@ -31,7 +31,7 @@ from specdec.drafter_loading import AUTO, MTP, continues_text, is_like, meant_by
 from specdec.errors import ConfigError, UnsupportedModelError, about, first_line
 from specdec.kvcache.layout import CacheGroup
 from specdec.loading import SHARED_OPTIONS, Checkpoint, pick_device, pick_dtype
-from specdec.models.model_on_meta import ModelOnMeta, model_on_meta
+from specdec.models.described_model import ModelOnMeta, model_on_meta
 from specdec.models.quantised.packed_quantizer import without_quantization
 from specdec.models.quantised.stored_tensors import StoredTensor, stored_tensors
 from specdec.models.weight_storage import stored_weights

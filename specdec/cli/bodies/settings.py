@@ -16,7 +16,6 @@ from specdec.cli.options import PairOptions
 from specdec.config import EngineConfig, OpenDepth, SpecConfig
 from specdec.engine import Engine
 from specdec.errors import CapacityError, UnsupportedModelError
-from specdec.loading import require_device
 from specdec.models.published import nearest_recipe
 from specdec.progress import Interrupted, working
 
@@ -65,10 +64,8 @@ def shared_fields(options: Any, settings: type[Any]) -> dict[str, Any]:
 
 
 def engine_config(pair: PairOptions, batch_size: int, **settings: Any) -> EngineConfig:
-    """settings: others of the engine. Raises ConfigError where the device is missing."""
-    config = EngineConfig(max_batch_size=batch_size, **shared_fields(pair, EngineConfig), **settings)
-    require_device(config.device)
-    return config
+    """settings: others of the engine."""
+    return EngineConfig(max_batch_size=batch_size, **shared_fields(pair, EngineConfig), **settings)
 
 
 def pair_arguments(pair: PairOptions, config: EngineConfig) -> dict[str, Any]:
