@@ -95,7 +95,7 @@ class RequestStats:
 
     @classmethod
     def total(cls, requests: Iterable["RequestStats"]) -> "RequestStats":
-        """Figures of these requests together."""
+        """The sum of these figures."""
         found = cls()
         for one in requests:
             found.add(one)
