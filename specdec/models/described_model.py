@@ -62,7 +62,7 @@ class DescribedModel:
             self.decoder: nn.Module = private_copy(self.user_decoder)
             take_apart(name, self.decoder, self.layout)
             self.embed: nn.Module = self.decoder.get_input_embeddings()  # type: ignore[operator]
-            self.home: torch.device = self.embed.weight.device  # type: ignore[assignment]  # of the user's weights
+            self.home: torch.device = self.embed.weight.device  # of the user's weights
 
     @property
     def recurrent(self) -> bool:
