@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from specdec.cli.bodies.settings import pair_arguments, prepare_output, quiet_libraries, shared_fields
+from specdec.cli.bodies.settings import engine_config, pair_arguments, prepare_output, quiet_libraries, shared_fields
 from specdec.cli.commands import ListOptions, RecipeOptions
 from specdec.config import EngineConfig
 from specdec.evaluation.memory_plan import memory_plan
@@ -16,14 +16,9 @@ from specdec.models.published import RECIPES, text_table
 
 def show_memory(options: ListOptions) -> None:
     prepare_output(options.pair)
-    config = EngineConfig(
-        max_batch_size=options.batch_size,
-        max_model_len=options.max_model_len,
-        page_size=options.page_size,
-        **shared_fields(options.pair, EngineConfig),
-    )
+    config = engine_config(options.pair, options.batch_size, **shared_fields(options, EngineConfig))
     arguments = pair_arguments(options.pair, config)
-    plan = memory_plan(**arguments, **options.pair.loading())
+    plan = memory_plan(**arguments)
     if write_report({"target": arguments["target"], "drafter": arguments["drafter"], **plan}, options.json_file):
         print("\n".join(memory_lines(plan)))
 

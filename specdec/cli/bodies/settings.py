@@ -69,11 +69,11 @@ def engine_config(pair: PairOptions, batch_size: int, **settings: Any) -> Engine
 
 
 def pair_arguments(pair: PairOptions, config: EngineConfig) -> dict[str, Any]:
-    """Arguments of `Engine.from_pretrained`; those of `PairOptions.loading` come next to them."""
+    """Arguments of `Engine.from_pretrained`."""
     others = pair.draft_topk, pair.num_draft_tokens, pair.adaptive
     spec = OpenDepth(4, *others) if pair.num_steps is None else SpecConfig(pair.num_steps, *others)
     names = {"target": pair.target, "drafter": drafter_name(pair), "drafter_options": pair.drafter_options()}
-    return {**names, "spec": spec, "config": config}
+    return {**names, "spec": spec, "config": config, **pair.loading()}
 
 
 @contextmanager
@@ -90,7 +90,7 @@ def naming_recipe(target: str) -> Iterator[None]:
 
 def load_engine(pair: PairOptions, config: EngineConfig) -> Engine:
     with working(f"loading {pair.target}"), naming_recipe(pair.target):
-        return Engine.from_pretrained(**pair_arguments(pair, config), **pair.loading())
+        return Engine.from_pretrained(**pair_arguments(pair, config))
 
 
 def drafter_name(pair: PairOptions) -> str | None:
