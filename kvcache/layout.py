@@ -18,7 +18,7 @@ import torch
 
 from specdec.errors import UnsupportedModelError
 from specdec.kvcache.index_spaces import PRIMARY, GroupId
-from specdec.kvcache.recurrent_state import FOLD
+from specdec.kvcache.recurrent_state import FOLD, StateShape
 
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
@@ -100,20 +100,6 @@ class CacheGroup(NamedTuple):
     def cached(self) -> bool:
         """Do cached prefixes keep what is in this group?"""
         return not isinstance(self.retention, Records)
-
-
-class StateShape(NamedTuple):
-    """State of a recurrent layer for one request: a float32 matrix [k_dim, v_dim] for each of `heads` (0: no matrix),
-    the newest `taps` inputs of a convolution over `channels` in the model's dtype, and a length."""
-
-    heads: int
-    k_dim: int
-    v_dim: int
-    taps: int
-    channels: int
-
-    def bytes(self, dtype: torch.dtype) -> int:
-        return 4 * self.heads * self.k_dim * self.v_dim + self.taps * self.channels * dtype.itemsize + 8
 
 
 @dataclass(frozen=True, slots=True)

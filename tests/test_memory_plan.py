@@ -20,7 +20,7 @@ from specdec.evaluation.memory_plan import memory_plan
 from specdec.kvcache.layout import layout_from_config
 from specdec.loading import load_model
 from specdec.models.cache_geometry import GeometryContext
-from specdec.models.model_on_meta import ModelOnMeta, model_on_meta
+from specdec.models.described_model import ModelOnMeta, model_on_meta
 from specdec.models.target import TargetModel
 from specdec.models.weight_storage import stored_weights
 from specdec.runtime import sizing

@@ -25,7 +25,7 @@ from specdec.evaluation.phases.random_weights import (
 )
 from specdec.layers.packed.packed_experts import packed_of
 from specdec.layers.packed.packed_weight import dequantised
-from specdec.models.model_on_meta import ModelOnMeta
+from specdec.models.described_model import ModelOnMeta
 from specdec.models.target import TargetModel
 from specdec.models.weight_storage import stored_weights
 

@@ -27,12 +27,12 @@ from specdec.draft_models.native_mtp.mtp_checkpoint import (
 )
 from specdec.draft_models.native_mtp.mtp_drafter import default_steps, kept_by_modules
 from specdec.draft_models.native_mtp.mtp_families import module_tensors
-from specdec.draft_models.registry import WORDS, building, is_drafter_config
+from specdec.draft_models.registry import WORDS, building, is_drafter_config, require_target
 from specdec.drafter_loading import AUTO, MTP, continues_text, is_like, meant_by_auto
 from specdec.errors import ConfigError, UnsupportedModelError, about, first_line
 from specdec.kvcache.layout import CacheGroup
 from specdec.loading import SHARED_OPTIONS, Checkpoint, pick_device, pick_dtype
-from specdec.models.model_on_meta import ModelOnMeta, model_on_meta
+from specdec.models.described_model import ModelOnMeta, model_on_meta
 from specdec.models.quantised.packed_quantizer import without_quantization
 from specdec.models.quantised.stored_tensors import StoredTensor, stored_tensors
 from specdec.models.weight_storage import stored_weights
@@ -71,9 +71,7 @@ def memory_plan(
     if config.tensor_parallel > 1:
         raise ConfigError(f"tensor_parallel={config.tensor_parallel}: memory is told of one device; leave it out")
     checkpoint = Checkpoint.of(target, target_options)
-    described = checkpoint.config
-    if is_drafter_config(described):
-        raise ConfigError(f"target={target!r} is a drafter; give the model that it drafts for as the target")
+    require_target(f"target={target!r}", checkpoint.config)
     device = pick_device(None) if config.device is None else torch.device(config.device)
     dtype = pick_dtype(config.dtype, device, checkpoint.hf_config())
     model = ModelOnMeta(target, on_meta(checkpoint, dtype))
