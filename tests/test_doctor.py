@@ -166,7 +166,7 @@ IMPLIED = (  # each cause, and each kind of drafter that reads it by code of its
 )
 
 
-@deep_cases("window of a head", "norm", "fp8 head", "taps one later")  # the taps of a block are below
+@deep_cases("window of a head", "norm", "fp8 head", "taps one later", "int4 assistant")  # the taps of a block are below
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("drafter", "config", "tensors", "cause"),
@@ -360,6 +360,7 @@ def earlier(engine, tmp_path_factory):
     return folder
 
 
+@pytest.mark.deep
 @pytest.mark.slow
 def test_an_assistant_for_another_frozen_position_is_named(earlier, diagnosed):
     assert causes(diagnosed(earlier)) == ["frozen position"]

@@ -129,6 +129,7 @@ def each_once(shape, others, model, said):
     return others in (2, 5, 9) and model == "tiny-gemma4-eagle3"
 
 
+@deep_cases("chain-17-tiny-gemma4-eagle3-plain")
 @pytest.mark.parametrize(("shape", "others", "model", "said"), usual(LAGGING, each_once))
 def test_a_model_that_caught_up_drafts_as_if_it_had_read_along(shape, others, model, said):
     """`others` rounds between two of the model: by lookup, or plain ones. Of a text of one token all drafts are right.

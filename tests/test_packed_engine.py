@@ -177,6 +177,7 @@ def test_memory_holds_the_packed_weights_alone(packed_pair):
     assert packed == numbers // 2 + numbers // 32 * 2
 
 
+@deep_cases("llama-int4-g32", "qwen3-gptq-zeros", "mistral-fp8-block", "gpt_oss-mxfp4")
 @pytest.mark.parametrize(("family", "form"), [*PAIRS, *(deep(*case) for case in MORE)])
 def test_what_is_loaded_runs_fused(family, form, packed_pair):
     """The reference of fused layers describes the packed modules, and its proof holds."""
@@ -210,6 +211,10 @@ CASES = [
 ]
 
 
+@deep_cases(
+    *("qwen2-awq-chain-1", "gemma3-int4-channel-chain-16", "gemma4-e2b-int4-zeros-tree-16"),
+    "qwen3_moe-gptq-v2-tree-1",
+)
 @pytest.mark.parametrize(("family", "form", "drafts", "page_size"), CASES)
 def test_tokens_are_those_of_the_dequantised_model(
     family, form, drafts, page_size, packed_pair, make_engine, greedy_oracle, random_prompt, scripted, tree_script

@@ -18,6 +18,8 @@ import pytest
 from pydantic import BaseModel, Field
 from reciting import HARMONY, reciting
 
+from marks import deep_cases
+
 MODEL = "tiny-gemma4"
 QUESTION = [{"role": "user", "content": "Where to?"}]
 # what the clients themselves warn about
@@ -284,6 +286,7 @@ async def converse(reciter, turns, stream, kind="OpenAIResponsesModel"):
     return results, lookups
 
 
+@deep_cases("whole-1", "whole-2", "streamed-0")
 @needs("agents")
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
