@@ -138,7 +138,9 @@ class Engine:
         self.scheduler = Scheduler(
             self.table,
             max_model_len=self.max_model_len,
-            prompt_room=PromptRoom.from_settings(config.max_prefill_tokens, config.prefill_chunk, target.device.type),
+            prompt_room=PromptRoom.from_settings(
+                config.max_prefill_tokens, config.prefill_chunk, target.device.type, recurrent=target.recurrent
+            ),
             prefixes=self.prefixes,
             longest=target.context_length.max_len,
         )

@@ -360,6 +360,25 @@ def test_weights_swapped_and_swapped_back_during_a_run_leave_no_kv(drafter, make
     assert (out.token_ids, out.stats.cached_tokens) == (truth(model, text), 0)
 
 
+def test_a_step_looks_at_weights_once(make_target, make_engine, random_prompt, monkeypatch):
+    """A look takes the host longer than all else in a round of one request; updates count only for cached K/V."""
+    capture_on_tape(monkeypatch)
+    engine, looks = make_engine(make_target("llama", fresh=True), None, prefix_cache=True), []
+    for name in ("moved", "versions"):
+        look = getattr(Watch, name)
+        monkeypatch.setattr(Watch, name, lambda self, name=name, look=look: (looks.append(name), look(self))[1])
+    handle = engine.submit(random_prompt(9), SamplingParams(max_new_tokens=9, ignore_eos=True))
+    while handle.num_output < 3:
+        engine.step()
+    looks.clear()
+    for _ in range(4):
+        engine.step()
+    assert looks == ["moved"] * 4
+    while not handle.finished:
+        engine.step()
+    assert "versions" in looks  # it left its K/V
+
+
 def test_memory_that_was_freed_and_is_used_again_is_a_move(monkeypatch):
     """An address says nothing once its tensor is gone: weights that are re-pointed twice may be where they were."""
     monkeypatch.setattr(merge, "_addresses", lambda tensors: [4096] * len(tensors))  # an allocator that likes one place

@@ -293,6 +293,16 @@ def test_a_router_of_many_experts(poison_empty):
     torch.testing.assert_close(route(x, router), reference_route(x, router), atol=2e-6, rtol=2e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("hidden", [70, 600])
+def test_a_router_that_stays_in_float32_multiplies_all_of_its_bits(hidden, dtype, poison_empty):
+    """ERNIE's, next to rows of 2 bytes; 600 columns are three ranges."""
+    torch.manual_seed(0)
+    router = Router(torch.randn(40, hidden, device=DEVICE) * hidden**-0.5, 5, float_logits=True)
+    x = torch.randn(19, hidden, device=DEVICE).to(dtype)
+    torch.testing.assert_close(route(x, router), reference_route(x, router), atol=2e-6, rtol=4e-6)
+
+
 @torch.no_grad()
 def test_tokens_that_all_choose_one_expert(poison_empty):
     """Its list is as long as the batch, those of the others are empty."""

@@ -43,8 +43,8 @@ READ_BANDWIDTHS = {"H100": 3.09e12, "H200": 4.30e12}
 """Bytes a second, measured: docs/results/2026-11-26-h100.md and 2026-11-22-rounds.md."""
 REQUESTS, TOKENS, CONTEXT = 8, 8192, 1024
 """Requests at a time and tokens of each that memory is told of, and tokens before a step that is timed."""
-REST_BYTES = 3 * 10**9
-"""What an engine takes besides: captures, activations, libraries. From 2.6 to 3.5 GB were measured on an H100."""
+REST_BYTES = 24 * 10**8
+"""What an engine takes besides: captures, activations, libraries. From 1.1 to 3.5 GB were measured on an H100."""
 MIN_TOKENS = 1024
 """Fewer are no room for a request."""
 SMALLER = 0.8

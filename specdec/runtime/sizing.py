@@ -112,7 +112,8 @@ def cache_needs(
     layouts = [layout.for_rounds(num_nodes) for layout in layouts]
     groups, page_size, batch = CacheGroups.of_layouts(layouts), config.page_size, config.max_batch_size
     slot_bytes = [sum(layout.slot_bytes(group.retention, dtype) for layout in layouts) for group in groups.groups]
-    room = PromptRoom.from_settings(config.max_prefill_tokens, config.prefill_chunk, device_type)
+    recurrent = any(spec.recurrent for spec in layout.layers)
+    room = PromptRoom.from_settings(config.max_prefill_tokens, config.prefill_chunk, device_type, recurrent=recurrent)
     full_each = whole_pages(max_len + num_nodes, page_size)
     held, slots = [full_each], [full_each * batch]
     max_lag = drafts.max_lag_in(groups)
