@@ -349,7 +349,7 @@ def test_whatever_comes_drafts_cost_no_more_than_the_account_says(seed, timed):
 
 
 measured_row = functools.cache(lambda name, seed: measured(ROWS[name], seed)[:2])
-USUAL = list(ROWS)[::25]
+USUAL = list(ROWS)[::41]
 
 
 def ratios(names):
@@ -358,11 +358,6 @@ def ratios(names):
     return np.array([[measured_row(name, seed) for seed in seeds] for name in names]).swapaxes(1, 2)
 
 
-@deep_cases(
-    *("all drafts timed at 0.5x, 1 requests, right 0.3", "[model; lookup], 1 requests, right 0.45 and 0.45"),
-    *("plain timed at 0.5x, 8 requests, right 0.45", "uncaptured, a burst, 128 requests, right 0.0"),
-    "uncaptured, 128 requests, right 0.45",
-)
 @pytest.mark.parametrize("name", [name if name in USUAL else deep(name) for name in ROWS])
 def test_no_slower_than_plain_by_two_percent_and_near_the_best_fixed_draft(name):
     best, plain = ratios([name])[0]
