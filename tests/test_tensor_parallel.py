@@ -26,13 +26,14 @@ from specdec.layers.split.split_decoder import side_by_side
 
 from inside import REFERENCE, TargetModel
 from marks import deep_cases, usual_cases
-from tiny_models import build_target, random_eagle3
+from tiny_models import TWO_OWNERS, build_target, random_eagle3
 
 FAMILIES: dict[str, dict[str, Any]] = {  # four ranges of K in every sum
     "llama": {},
     "qwen3": {},
     "gemma4-31b": {"num_global_key_value_heads": 4, "global_head_dim": 128},  # keys that are values
-    "gemma4-e2b": {"num_global_key_value_heads": 4, "global_head_dim": 128},  # shared K/V, per-layer embeddings
+    # shared K/V, per-layer embeddings
+    "gemma4-e2b": {"num_global_key_value_heads": 4, "global_head_dim": 128, **TWO_OWNERS},
     "cohere": {},  # the MLP next to attention
     "olmo2": {},  # norms over the heads of all ranks
 }

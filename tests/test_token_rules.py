@@ -151,7 +151,7 @@ def test_min_tokens_beside_a_grammar(engine_of, prompts):
         [only] = engine.generate([prompts[0]], SamplingParams(choice=["yes"], min_tokens=50, **asked))
         assert len(short.text) == 2 and len(long.text) == 12 and only.text == "yes"
         assert {out.finish_reason for out in (short, long, only)} == {"stop"}
-    [schema] = engine.generate([prompts[0]], SamplingParams(json_object=True, min_tokens=3, **asked))
+    [schema] = engine.generate([prompts[5]], SamplingParams(json_object=True, min_tokens=3, **asked))
     json.loads(schema.text)
 
 

@@ -543,7 +543,7 @@ def test_two_processes_train_one_head(ranks, checkpoint, prompts, tmp_path) -> N
 @pytest.mark.slow
 def test_a_trained_head_is_accepted_and_an_off_by_one_layer_is_not(make_target, greedy_oracle) -> None:
     """Training and engine agree about what position i holds; reading the states one layer early shows."""
-    model = make_target("llama")
+    model = make_target("llama", num_hidden_layers=3)
     target = TargetModel(model)
     prompts = [[7 * i % 96, 5, 3 * i % 96, i] for i in range(6)]
     docs = [(np.array(p + greedy_oracle(model, p, 24), np.int32), len(p)) for p in prompts]
