@@ -105,7 +105,7 @@ def test_a_step_runs_a_part_beside_its_round(engine_for, make_target, greedy_ora
     assert_idle(engine)
 
 
-@usual_cases("None-captured", "ngram-eager", "mtp-captured", "eagle3-eager")
+@usual_cases("None-captured", "mtp-captured", "eagle3-eager")
 @BOTH
 @pytest.mark.parametrize("drafter", [None, "ngram", "suffix", "mtp", "eagle3"])
 def test_tokens_are_those_of_each_alone(
