@@ -191,7 +191,7 @@ CHANGES = [
 
 @deep_cases(
     *("assigned-qwen2-fused", "assigned_in_part-qwen2-fused", "switch_in_place-adapted-cleared"),
-    *("another_epsilon-qwen2-cleared", "disable-adapted-"),
+    *("another_epsilon-qwen2-cleared", "disable-adapted-", "rescale-adapted-cleared", "add_another-adapted-"),
 )
 @pytest.mark.parametrize(("change", "family", "how"), CHANGES)
 def test_an_engine_answers_with_what_its_model_is_now(

@@ -445,6 +445,7 @@ def test_nothing_is_named_in_a_healthy_block_pair(block, diagnosed):
     assert {trial.cause for trial in found.trials} >= {"MASK id", "taps"}
 
 
+@deep_cases("taps one later")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "cause", "do"),

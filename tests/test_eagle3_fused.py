@@ -89,7 +89,10 @@ def run(form: PlainHead | FusedHead) -> tuple[HeadOutput, HeadOutput, torch.Tens
         return first, second, form.logits(form.norm(second.state))
 
 
-@deep_cases("one layer-kernels", "normed residual-kernels", "normed states-kernels", "own embeddings-kernels")
+@deep_cases(
+    *("one layer-kernels", "normed residual-kernels", "normed states-kernels", "own embeddings-kernels"),
+    "biases-kernels",
+)
 @pytest.mark.parametrize(
     ("setting", "ops"),
     quick(pairs(list(SETTINGS), list(OPERATIONS)), lambda setting, ops: ops == "torch" or setting == "one layer"),

@@ -153,6 +153,7 @@ def is_fast(name, *_):
 
 @deep_cases(
     *("cohere-tree-4", "glm4-tree-1", "qwen2_5_vl-tree-1", "llava_next-tree-4", "mistral3-tree-1", "smolvlm-tree-4"),
+    *("glm-tree-4", "smollm3-tree-4", "olmo2-tree-4", "cohere2-tree-1"),
 )
 @pytest.mark.parametrize(
     ("name", "way", "page_size"),

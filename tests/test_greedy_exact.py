@@ -68,6 +68,7 @@ def test_the_oracle_believes_no_guess(right, make_target, random_prompt, greedy_
     assert prompt + truth == [*prompt, *want] and truth + prompt == [*want, *prompt]
 
 
+@deep_cases("qwen3-None-1", "qwen2-ngram-4", "gemma4-moe-None-1")
 @pytest.mark.parametrize(
     ("family", "drafter", "page_size"), each_value(quick(pairs(FAMILIES, [None, "ngram"], [1, 4]), is_fast))
 )

@@ -211,8 +211,8 @@ def test_fused_is_the_module_it_replaces(
 
 
 @usual_cases(
-    *("gemma4-e2b", "gemma4-31b", "gemma3", "gemma2", "llama", "phi3", "olmo2", "glm", "granite", "cohere2"),
-    *("exaone4", "qwen3_5", "gemma4-moe", "gpt_oss", "deepseek_v3", "qwen3_next", "step3p7"),
+    *("gemma4-e2b", "gemma2", "llama", "phi3", "granite", "qwen3_5", "gemma4-moe", "gpt_oss", "deepseek_v3"),
+    "step3p7",
 )
 @torch.no_grad()
 @pytest.mark.parametrize("family", [*DENSE, *MIXED])

@@ -89,6 +89,7 @@ def packed_pair(tmp_path_factory):
 # what is loaded
 
 
+@deep_cases("qwen3_moe-fp8-block", "glm4_moe-int4-g32", "hy_v3-fp8-channel", "gemma4-multimodal-fp8-channel")
 @pytest.mark.parametrize(("family", "form"), [*PAIRS, *MORE, *(deep(*case) for case in DEEP)])
 def test_weights_stand_for_those_of_the_plain_model(family, form, packed_pair, random_prompt):
     folder, plain = packed_pair(family, form)

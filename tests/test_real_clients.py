@@ -163,6 +163,7 @@ def langchain(reciter):
         model.root_client.close()
 
 
+@deep_cases("function_calling-responses", "json_schema-chat")
 @needs("langchain_openai")
 @pytest.mark.parametrize("responses", [False, True], ids=["chat", "responses"])
 @pytest.mark.parametrize("method", ["function_calling", "json_schema"])
@@ -191,6 +192,7 @@ def test_langchain_gets_a_text_whole_and_streamed(responses, langchain, reciter)
     assert whole == streamed == "By ferry, at noon."
 
 
+@deep_cases("whole-OpenAIResponsesModel", "streamed-OpenAIChatModel")
 @needs("pydantic_ai")
 @pytest.mark.parametrize("kind", ["OpenAIChatModel", "OpenAIResponsesModel"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])

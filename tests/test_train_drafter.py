@@ -35,7 +35,7 @@ from specdec.training.packed_rows import PackedRows, pack_rows, predicted_rows
 from specdec.training.target_answers import prompt_source, warn_of_repetition
 from specdec.training.train_settings import TrainSettings
 
-from marks import deep, deep_cases, slow
+from marks import deep, deep_cases, slow, usual_cases
 from processes import run as run_python
 from processes import run_ranks
 
@@ -96,7 +96,7 @@ def small_spec(**fields: Any) -> Eagle3Spec:
     return Eagle3Spec(**{**shared, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, **fields})
 
 
-@deep_cases("llama", "mistral")
+@usual_cases("gemma4-e2b")
 @pytest.mark.parametrize("family", ["llama", "gemma4-e2b", "gpt_oss", "mistral"])
 def test_the_parallel_eagle3_forward_is_the_sequential_head(family, make_target) -> None:
     target = TargetModel(make_target(family))

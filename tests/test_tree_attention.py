@@ -25,7 +25,7 @@ from specdec.attention.kernels.tree_attention import (
 from specdec.kvcache.rounded import RoundedPool
 
 from dense_oracle import attend
-from marks import deep, deep_cases, each_value, quick, slow
+from marks import deep, deep_cases, each_value, quick, slow, usual_cases
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -333,7 +333,7 @@ def test_a_query_whose_window_holds_nothing_is_zero(attend_by: Run) -> None:
     assert bool((out[0] != 0).any())
 
 
-@deep_cases("17-None")
+@usual_cases("17-20")
 @pytest.mark.parametrize(("num_rows", "window"), [(17, 20), slow(17, None), slow(35, 20)])
 def test_prefill_chunks_with_padded_rows(num_rows: int, window: int | None) -> None:
     """What padded rows hold is nobody's business: their slots keep NaN."""
