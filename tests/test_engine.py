@@ -303,7 +303,7 @@ def test_logprobs_are_those_of_transformers(
     model, prompt = make_target("gemma4-e2b"), random_prompt(9)
     trees = scripted(tree_script([prompt + greedy_oracle(model, prompt, NEW)]))
     engine = make_engine(model, trees, num_steps=6, page_size=4)
-    params = SamplingParams(max_new_tokens=NEW, temperature=temperature, top_k=20, seed=1, logprobs=asked)
+    params = SamplingParams(max_new_tokens=NEW, temperature=temperature, top_k=20, seed=2, logprobs=asked)
     out, silent = engine.generate([prompt, random_prompt(20)], [params, SamplingParams(max_new_tokens=9)])
     assert silent.logprobs is None
     assert [item.token_id for item in out.logprobs] == out.token_ids
