@@ -91,12 +91,13 @@ def packed_pair(tmp_path_factory):
 # what is loaded
 
 
+@deep_cases("qwen3_moe-fp8-block", "glm4_moe-int4-g32", "hy_v3-fp8-channel", "gemma4-multimodal-fp8-channel")
 @pytest.mark.parametrize(("family", "form"), [*PAIRS, *MORE, *(deep(*case) for case in DEEP)])
 def test_weights_stand_for_those_of_the_plain_model(family, form, packed_pair, random_prompt):
     folder, plain = packed_pair(family, form)
     model = load_model(str(folder), dtype=torch.float32, device=CPU)
     found = packed_values(model)
-    assert len(found) >= 8
+    assert len(found) >= 2 * plain.config.get_text_config().num_hidden_layers
     parameters = dict(plain.named_parameters())
     for name, weight in found.items():
         want = parameters[name]
@@ -179,6 +180,7 @@ def test_memory_holds_the_packed_weights_alone(packed_pair):
     assert packed == numbers // 2 + numbers // 32 * 2
 
 
+@deep_cases("llama-int4-g32", "qwen3-gptq-zeros", "mistral-fp8-block", "gpt_oss-mxfp4")
 @pytest.mark.parametrize(("family", "form"), [*PAIRS, *(deep(*case) for case in MORE)])
 def test_what_is_loaded_runs_fused(family, form, packed_pair):
     """The reference of fused layers describes the packed modules, and its proof holds."""
@@ -212,6 +214,10 @@ CASES = [
 ]
 
 
+@deep_cases(
+    *("qwen2-awq-chain-1", "gemma3-int4-channel-chain-16", "gemma4-e2b-int4-zeros-tree-16"),
+    "qwen3_moe-gptq-v2-tree-1",
+)
 @pytest.mark.parametrize(("family", "form", "drafts", "page_size"), CASES)
 def test_tokens_are_those_of_the_dequantised_model(
     family, form, drafts, page_size, packed_pair, make_engine, greedy_oracle, random_prompt, scripted, tree_script

@@ -16,7 +16,7 @@ from specdec.gpu.operations import REFERENCE
 from specdec.models.target import TargetModel
 from specdec.runtime import prompt_timing, sizing
 
-from marks import deep, each_value, examples, pairs, slow
+from marks import deep, deep_cases, each_value, examples, pairs, slow
 
 NEW = 24
 NAMES = ["qwen3_5", "qwen3_next", "qwen3_5_moe", "granitemoehybrid", "nemotron_h", "lfm2"]
@@ -134,6 +134,7 @@ def scored(engine: Engine, prompts: Any, new: int = NEW, **params: Any) -> list[
     return [(out.token_ids, out.logprobs) for out in engine.generate(prompts, asked)]
 
 
+@deep_cases("lfm2")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bits_do_not_depend_on_company_chunks_or_drafts(family, make_target, make_engine, prompts, drafter_of) -> None:
     model, options = make_target(family), {"deterministic": True, "max_model_len": 128}
@@ -178,6 +179,7 @@ def test_a_round_without_drafts_between_rounds_with_drafts(
     assert any(handle.output().stats.rounds < 39 for handle in handles)
 
 
+@deep_cases("1")
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_preempted_requests_begin_anew(page_size, make_target, make_engine, prompts, truths, drafter_of) -> None:
     model = make_target("qwen3_5")
@@ -219,6 +221,7 @@ def test_samples_of_one_prompt(make_target, make_engine, prompts, drafter_of) ->
     assert [out.token_ids for out in drafted.generate(prompts[2], params)] == plain
 
 
+@deep_cases("None")
 @pytest.mark.parametrize("drafter", [None, "trees"])
 def test_a_request_ends_at_the_maximum_length(
     drafter, make_target, make_engine, random_prompt, greedy_oracle, drafter_of
