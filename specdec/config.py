@@ -123,8 +123,8 @@ class EngineConfig:
     `max_model_len`, within memory_share of the memory that is free once the weights are loaded (None: 0.8 of a GPU,
     0.25 on the CPU). dtype: a torch.dtype or its name ("bfloat16", "bf16"); None is
     float32 on the CPU, the checkpoint's elsewhere.
-    prefill_chunk: maximum prompt tokens of one request per step; then no chunk is divided among steps. None: 2048, on a
-    CPU 512.
+    prefill_chunk: maximum prompt tokens of one request per step; then no chunk is divided among steps. None: 8192 (2048
+    with recurrent layers), on a CPU 512.
     max_prefill_tokens: maximum prompt tokens per step over all requests, whether or not others decode. None: measured
     times decide (docs/life_of_a_request.md; `EngineStats.prompt_gap_ms`).
     attention: "torch" runs anywhere; "triton" uses the Triton kernels, which need a CUDA device (or, to try them on a

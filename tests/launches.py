@@ -40,8 +40,7 @@ from specdec.gpu.operations import KERNELS
 from specdec.gpu.stage_clock import StageClock
 from specdec.kvcache.index_spaces import ByGroup, GroupId, GroupLoc, PrimaryLoc
 from specdec.kvcache.layer_context import Destination, Recurrence
-from specdec.kvcache.layout import StateShape
-from specdec.kvcache.recurrent_state import RecurrentState
+from specdec.kvcache.recurrent_state import RecurrentState, StateShape
 from specdec.kvcache.rounded import Pool, RoundedPool, numbers_and_scales
 from specdec.kvcache.store import LayerKV, RecurrentLayers, StoreAddresses, move_kv, store_kv
 from specdec.kvcache.table import RequestTable, Rows
@@ -142,7 +141,7 @@ def recurrent(
         integers(3, 6), integers(9), StateShape(num_heads, k_dim, v_dim, 3, channels), key_heads, state, (kept,)
     )
     view: Any = SimpleNamespace(recurrent=(layers,), writable_layer=lambda layer: kept)
-    batch, rows = 4, 4 * num_nodes  # trees of four requests have a form of their own in the fast mode
+    batch, rows = 4, 4 * num_nodes
     write = ByGroup((PrimaryLoc(integers(rows)), GroupLoc(integers(rows))))
     tree = DraftTree(
         *(integers(batch, num_nodes) for _ in range(3)), numbers(batch, num_nodes, num_nodes, dtype=torch.bool)
@@ -492,6 +491,7 @@ def scored_mixture(dtype: torch.dtype, num_rows: int, num_experts: int, groups: 
     for other in (router, softmax, router._replace(correction=None, normalised=False)):
         route(x, other)
     route(x, router._replace(owned=(num_experts // 2, num_experts // 2)))
+    route(x, softmax._replace(weight=numbers(num_experts, hidden, dtype=FP32)))
     up, down = weight(num_experts, 2 * width, hidden), weight(num_experts, hidden, width)
     fork, mlp = Fork(x, x, x, x), Mlp(weight(2 * width, hidden), "silu", weight(hidden, width))
     dense, chosen = mlp_and_experts(fork, mlp, router, Experts(up, down, "silu"))

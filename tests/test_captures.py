@@ -7,7 +7,7 @@ import gc
 import logging
 import sys
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ import specdec.engine
 from specdec import Engine, SamplingParams, SpecConfig
 from specdec.config import EngineConfig
 from specdec.errors import ConfigError
-from specdec.gpu.captures import CaptureStore
+from specdec.gpu.captures import SPARE_POOL, CaptureStore, OverBudget
 from specdec.runtime.rounds.captured_prompts import ChunkGraphs
 from specdec.sampling import kernel_sampler, token_bitmaps
 from specdec.sampling.reference_sampler import Past, ReferenceSampler
@@ -63,8 +63,8 @@ class WeighedTape(FailingTape):
         self.most = 0
 
     def __call__(self, program: Any) -> Any:
-        replay, out = record(program)
         self.pools.add(self.pool)
+        replay, out = super().__call__(program)
         held = Held(replay)
         self.alive.append(held.alive)
         return held, out
@@ -204,21 +204,62 @@ def test_a_prompt_captured_twice_for_want_of_room_is_replayed(engine_with, rando
     assert use.evicted == use.made - use.captured > 0 and use.uncaptured_prompts < len(prompts)
 
 
+class Owner:
+    shared_bytes = 0
+
+    def __init__(self) -> None:
+        self.forgotten: list[str] = []
+
+    def forget(self, shape: str) -> None:
+        self.forgotten.append(shape)
+
+
 def test_a_capture_that_was_replayed_outlives_one_that_was_not():
-    class Owner:
-        shared_bytes = 0
-        forgotten: ClassVar[list[str]] = []
-
-        def forget(self, shape: str) -> None:
-            self.forgotten.append(shape)
-
-    store = CaptureStore(lambda program: (lambda: None, program()), None, None, most=2)
-    number = store.join(Owner())
+    store, owner = CaptureStore(lambda program: (lambda: None, program()), None, None, most=2), Owner()
+    number = store.join(owner)
     for shape in "ab":
         store.make(number, shape, "rounds", (), [lambda: torch.zeros(1)])
     store.touch(number, "a")
     store.make(number, "c", "rounds", (), [lambda: torch.zeros(1)])
-    assert Owner.forgotten == ["b"] and store.use()[:3] == (2, 3, 1)
+    assert owner.forgotten == ["b"] and store.use()[:3] == (2, 3, 1)
+
+
+def test_forwards_over_many_tokens_are_captured_if_there_is_memory_to_spare():
+    """They go before all others, and no other goes for them."""
+    tape, owner = WeighedTape(), Owner()
+    store = CaptureStore(tape, tape, 230, most=9)
+    number = store.join(owner)
+
+    def make(shape: str, pool: str) -> None:
+        store.make(number, shape, pool, (), [lambda: torch.zeros(1)])
+
+    make("long", SPARE_POOL)
+    make("round", "rounds")
+    assert (owner.forgotten, store.use().bytes) == ([], 220)
+    make("longer", SPARE_POOL)
+    make("longest", SPARE_POOL)  # 240 bytes: one of its kind goes
+    assert owner.forgotten == ["long"]
+    make("prompt", "prompts")
+    assert owner.forgotten == ["long", "longer", "longest"] and store.use().bytes == 220
+    with pytest.raises(OverBudget, match="max_prefill_tokens"):
+        make("long", SPARE_POOL)
+    assert store.use()[:3] == (2, 5, 3) and store.use().bytes == 220
+    tape.failing = (tape.calls + 1,)
+    with pytest.raises(torch.OutOfMemoryError):
+        make("long", SPARE_POOL)
+    assert store.use()[:3] == (2, 5, 3)
+
+
+def test_a_forward_over_many_tokens_without_room_is_no_error(engine_with, random_prompt, monkeypatch):
+    """Not even where captures are required: it runs as it is."""
+    monkeypatch.setattr("specdec.runtime.rounds.captured_prompts.LONG", 16)
+    monkeypatch.setattr(ChunkGraphs, "shared_bytes", property(lambda self: 0))
+    prompts = [random_prompt(n) for n in (5, 40, 40, 40)]
+    right = [engine_with(None).generate([prompt], GREEDY)[0].token_ids for prompt in prompts]
+    engine = engine_with(WeighedTape(), max_capture_bytes=260, prefix_cache=False, prefill_chunk=64, cuda_graphs=True)
+    assert [engine.generate([prompt], GREEDY)[0].token_ids for prompt in prompts] == right
+    use = engine.stats().captures
+    assert use.refused == 2 and use.evicted == 0 and use.captured > 1 and use.uncaptured_prompts == 4
 
 
 def test_a_capture_that_never_fits_is_refused_and_runs_as_it_is(engine_with, random_prompt, caplog):

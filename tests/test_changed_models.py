@@ -20,7 +20,7 @@ from specdec.errors import UnsupportedModelError
 from specdec.layers import merge
 
 from inside import TargetModel, Watch, capture_on_tape, captured_prompts, captured_rounds
-from marks import deep, each_value
+from marks import deep, deep_cases, each_value
 
 NEW = 10
 GREEDY = SamplingParams(max_new_tokens=NEW)
@@ -189,6 +189,10 @@ CHANGES = [
 ]
 
 
+@deep_cases(
+    *("assigned-qwen2-fused", "assigned_in_part-qwen2-fused", "switch_in_place-adapted-cleared"),
+    *("another_epsilon-qwen2-cleared", "disable-adapted-", "rescale-adapted-cleared", "add_another-adapted-"),
+)
 @pytest.mark.parametrize(("change", "family", "how"), CHANGES)
 def test_an_engine_answers_with_what_its_model_is_now(
     change, family, how, prepared, make_target, make_engine, monkeypatch
@@ -354,6 +358,25 @@ def test_weights_swapped_and_swapped_back_during_a_run_leave_no_kv(drafter, make
     text = [*PROMPT, *made]
     [out] = engine.generate(text, GREEDY)
     assert (out.token_ids, out.stats.cached_tokens) == (truth(model, text), 0)
+
+
+def test_a_step_looks_at_weights_once(make_target, make_engine, random_prompt, monkeypatch):
+    """A look takes the host longer than all else in a round of one request; updates count only for cached K/V."""
+    capture_on_tape(monkeypatch)
+    engine, looks = make_engine(make_target("llama", fresh=True), None, prefix_cache=True), []
+    for name in ("moved", "versions"):
+        look = getattr(Watch, name)
+        monkeypatch.setattr(Watch, name, lambda self, name=name, look=look: (looks.append(name), look(self))[1])
+    handle = engine.submit(random_prompt(9), SamplingParams(max_new_tokens=9, ignore_eos=True))
+    while handle.num_output < 3:
+        engine.step()
+    looks.clear()
+    for _ in range(4):
+        engine.step()
+    assert looks == ["moved"] * 4
+    while not handle.finished:
+        engine.step()
+    assert "versions" in looks  # it left its K/V
 
 
 def test_memory_that_was_freed_and_is_used_again_is_a_move(monkeypatch):

@@ -148,14 +148,18 @@ def test_any_load_takes_few_shapes(small_engine) -> None:
     shapes = set()
     for states in (FinalStates.LAST, FinalStates.NONE):
         for _ in range(examples(300, 2000)):
-            tokens = int(2 ** draw.uniform(0, 12))
+            tokens = int(2 ** draw.uniform(0, 13))
             runs = draw.randint(1, min(tokens, 256))
             shape = graphs.bucket(runs, tokens, states)
             if shape is not None:
                 assert shape.tokens >= tokens and shape.runs >= runs
+                assert shape.tokens <= 1.25 * tokens or tokens <= 2048
                 shapes.add(shape)
-    assert 20 < len(shapes) <= 40
-    assert graphs.bucket(1, 2048, FinalStates.LAST).tokens == 2048 and graphs.bucket(1, 2049, FinalStates.LAST) is None
+    assert 20 < len(shapes) <= 46
+    for tokens, room, pool in ((2048, 2048, "prompts"), (2049, 2560, "long prompts"), (8192, 8192, "long prompts")):
+        shape = graphs.bucket(1, tokens, FinalStates.LAST)
+        assert shape.tokens == room and graphs.pool(shape) == pool
+    assert graphs.bucket(1, 8193, FinalStates.LAST) is None
 
 
 def test_rounds_are_captured_before_the_first_request(small_engine) -> None:
@@ -173,6 +177,23 @@ def test_a_round_is_launched_before_the_one_in_front_is_settled(small_engine) ->
     # the first token is the prompt's; what is sure to end a request is not followed by a round for nothing
     assert seen == [(1, 0), (1, 1), (1, 1), (1, 1), (1, 1), (1, 0)]
     assert engine.table.lookahead == 2
+
+
+@pytest.mark.parametrize("new", [1, 3])
+def test_the_next_prompts_are_launched_before_first_tokens_are_settled(new, small_engine, random_prompt) -> None:
+    """The device would wait for the host between two forwards; after the last one the host waits for the device."""
+    prompts, params = [random_prompt(16, seed=i) for i in range(6)], SamplingParams(max_new_tokens=new, ignore_eos=True)
+    sizes = {"max_batch_size": 6, "max_prefill_tokens": 16, "prefix_cache": False}
+    engine, alone = small_engine(None, **sizes), small_engine(None, on=False, **sizes)
+    handles, seen = engine.submit_many(prompts, [params] * 6), []
+    while any(handle.num_output == 0 for handle in handles):
+        engine.step()
+        seen.append(([handle.num_output > 0 for handle in handles].count(True), len(engine.steps.launches.unsettled)))
+    assert seen[:3] == ([(0, 1), (1, 1), (6, 0)] if new == 1 else [(0, 1), (1, 1), (2, 1)])
+    while engine.step():
+        pass
+    assert [one.output().token_ids for one in handles] == [out.token_ids for out in alone.generate(prompts, params)]
+    engine.table.check()
 
 
 def test_who_leaves_has_no_part_in_the_rounds_under_way(small_engine) -> None:

@@ -61,7 +61,8 @@ def test_a_step_reads_fewer_prompt_tokens_on_a_cpu_unless_it_is_told() -> None:
     assert [room.idle_tokens(300) for room in (cpu, gpu)] == [300, 300]
     for device, least in (("cpu", 16), ("cuda", 64)):
         assert PromptRoom.from_settings(7, 5, device) == PromptRoom(7, 7, 5, fixed=True, least=least)
-    assert (cpu.chunk, gpu.chunk) == (512, 2048)
+    assert (cpu.chunk, gpu.chunk) == (512, 8192)
+    assert PromptRoom.from_settings(None, None, "cuda", recurrent=True).chunk == 2048  # a prefix ends with a chunk
 
 
 def test_an_engine_has_the_room_of_its_device(make_engine, make_target) -> None:

@@ -12,7 +12,6 @@ from tape import record
 
 from specdec import SamplingParams, SpecConfig
 from specdec.attention.pack import Pack
-from specdec.attention.recurrence import kernel_forward
 from specdec.attention.recurrence.kernel_forward import Spans
 from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.triton_backend import TritonBackend
@@ -46,9 +45,8 @@ def path_to(parents: Sequence[int], node: int) -> list[int]:
     [(DELTA, 1, True), (MAMBA, 4, True), (DELTA, 16, True), (DELTA, 4, False), (MAMBA, 1, False)],
     ids=["1", "mamba-4", "16", "fast", "mamba-fast"],
 )
-def test_kernels_are_plain_torch(shape, page_size, deterministic, seed, monkeypatch) -> None:
+def test_kernels_are_plain_torch(shape, page_size, deterministic, seed) -> None:
     """Prompts in chunks, chains and trees that cross a fold, accepted paths that are permuted or moved, copies."""
-    monkeypatch.setattr(kernel_forward, "MANY", 3)  # padding included
     draw = random.Random(seed)
     oracle, scene = (Scene(backend, shape, page_size) for backend in (TorchBackend(), TritonBackend(deterministic)))
     for one in (oracle, scene):

@@ -3,6 +3,7 @@ r"""Kernels of the recurrence of `blocks.py`: the same sums, place by place, so 
     begin     how far each state is folded already, and will be once this forward has run         one launch a forward
     fold      states of all layers take in what is certain by now, and the convolution's inputs   one launch a forward
     tree      N nodes a request, after at most FOLD - 1 committed records                         one launch a layer
+              (in the fast mode up to 49 nodes by `fast_tree_kernel.py`, in another order of sums)
     run       a run of prompt tokens, block by block, each read from the state and folded into it  one launch a layer
 
 A state begins a forward at the last multiple of FOLD that is certain, whatever it was before. A path of drafts that

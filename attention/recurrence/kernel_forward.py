@@ -21,6 +21,7 @@ from specdec.attention.recurrence.convolution_kernels import (
     run_inputs_kernel,
     tree_convolution_kernel,
 )
+from specdec.attention.recurrence.fast_tree_kernel import fast_tree_kernel
 from specdec.attention.recurrence.fold_kernels import begin_kernel, fold_kernel
 from specdec.attention.recurrence.run_kernel import run_kernel
 from specdec.attention.recurrence.span_kernels import (
@@ -35,6 +36,7 @@ from specdec.attention.recurrence.span_kernels import (
     weights_kernel,
 )
 from specdec.attention.recurrence.tree_kernel import tree_kernel
+from specdec.gpu.dependent_launch import pdl_options
 from specdec.gpu.mirrored_array import upload
 from specdec.gpu.triton_shim import triton
 from specdec.kvcache.frozen import KVView
@@ -52,8 +54,8 @@ RUN_ROWS, RUN_CHANNELS = 8, 256
 
 
 class Form(NamedTuple):
-    """How programs of trees, of runs in decoding's order and of folds compute. A program has `columns` numbers of a
-    value; stages: chunks of a state under way, and in use. precision "ieee": float32 in exactly rounded steps;
+    """How programs of trees and of runs in decoding's order, and of folds, compute. A program has `columns` numbers of
+    a value; stages: chunks of a state under way, and in use. precision "ieee": float32 in exactly rounded steps;
     "tf32x3": three products of tensor cores instead."""
 
     precision: str
@@ -69,9 +71,12 @@ class Form(NamedTuple):
 FORM = Form("ieee", 32, 4, 3)
 """The one that has the same bits in any company."""
 
-FORM_OF_MANY, MANY = Form("tf32x3", 16, 1, 3), 4
-"""Form of trees of MANY requests and more in the fast mode. A layer of Qwen3.5-4B takes 55 us for 8 requests and 89 in
-FORM; for one request it takes 29 and 20 in FORM (one H100)."""
+MAX_RECORDS = 64
+"""Committed records and nodes of a request in `fast_tree_kernel`, up to a power of two: 49 nodes. Wider trees run in
+FORM, which takes 16 nodes at once: here the work of each node grows with their number."""
+
+NUMBERS_PER_WARP = 2048
+"""Numbers of keys of records in one warp of `fast_tree_kernel`: more, next to the tile of a state, spill on sm_90."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +187,7 @@ class RecurrentKernels:
     def recur(self, layer: int, rows: Recurrence) -> torch.Tensor:
         """-> [T, HV, DV] in float32."""
         plan, kept = self._plan, self._view.writable_layer(layer)
+        convolved = self._slots is not None  # by a plain launch, before which all folds have ended
         slots, state = self._begun(kept), kept.state
         assert state is not None
         q, k, v, g = (_by_row(x) for x in rows[:4])
@@ -189,8 +195,7 @@ class RecurrentKernels:
         _, pool_k, pool_u, pool_g = kept.fields
         heads, v_dim = v.shape[1:]
         write = plan.write_slots(kept.group)
-        form = FORM_OF_MANY if not self._deterministic and len(plan.rows) >= MANY else FORM
-        block = _block(v_dim, form.columns)
+        block = _block(v_dim, FORM.columns)
         tiles = triton.cdiv(v_dim, block)
         shape: dict[str, Any] = {
             "HEADS": heads,
@@ -201,17 +206,33 @@ class RecurrentKernels:
             "FOLD": FOLD,
             "CHUNK": CHUNK,
         }
-        sizes = {"BLOCK_V": block, **form.options}
+        sizes = {"BLOCK_V": block, **FORM.options}
         strides = [*(x.stride(0) for x in (q, k, v, g, beta)), slots.table.stride(0)]
+        make = torch.zeros if plan.pack is not None and self._deterministic else torch.empty
+        out = make(v.shape, dtype=torch.float32, device=v.device)
+        given = q, k, v, g, beta, out, state.matrices, pool_k, pool_u, pool_g
         if plan.pack is None:
             tree = _tree_arguments(plan)
-            out = torch.empty(v.shape, dtype=torch.float32, device=v.device)
+            requests = plan.rows, plan.committed_len, slots.table, slots.begin, write
+            grid = heads, tiles, len(plan.rows)
+            records = triton.next_power_of_2(FOLD - 1 + tree.num_nodes)
+            if not self._deterministic and records <= MAX_RECORDS:
+                block_k = _block(k.shape[2], 4096)
+                fast_tree_kernel[grid](
+                    *(*given, *requests, tree.tensors[1], *strides, *tree.strides[1:], tree.num_nodes),
+                    **{name: size for name, size in shape.items() if name != "CHUNK"},
+                    PAGE=slots.page_size,
+                    RECORDS=records,
+                    BLOCK_K=block_k,
+                    BLOCK_V=block,
+                    num_warps=max(2, block_k * max(records, 32) // NUMBERS_PER_WARP),
+                    **pdl_options(v.device, behind_library=not convolved),
+                )
+                return out
             many = tree.num_nodes > FOLD
             totals = torch.empty((len(v) if many else 1, heads, tiles), dtype=torch.float32, device=v.device)
-            tree_kernel[(heads, tiles, len(plan.rows))](
-                *(q, k, v, g, beta, out, state.matrices, pool_k, pool_u, pool_g, totals),
-                *(plan.rows, plan.committed_len, slots.table, slots.begin, write, *tree.tensors),
-                *(*strides, *tree.strides, tree.num_nodes),
+            tree_kernel[grid](
+                *(*given, totals, *requests, *tree.tensors, *strides, *tree.strides, tree.num_nodes),
                 **shape,
                 **sizes,
                 NODES=tree.padded,
@@ -219,9 +240,6 @@ class RecurrentKernels:
             )
             return out
         pack = plan.pack
-        make = torch.zeros if self._deterministic else torch.empty
-        out = make(v.shape, dtype=torch.float32, device=v.device)
-        given = q, k, v, g, beta, out, state.matrices, pool_k, pool_u, pool_g
         runs = pack.rows, pack.start, pack.length, pack.cu_len, slots.table, slots.begin, write
         if self._deterministic:
             run_kernel[(heads, tiles, len(pack.rows))](*given, *runs, *strides, **shape, **sizes)

@@ -1,9 +1,9 @@
 """Recurrent layers on kernels: results, bits and times of one layer, and small engines, captured or not.
 
 Floors are bytes: of a verify one state read a request; of a prompt queries, keys and values read and outputs written.
-Forms: how a token is computed in decoding's order, as the precision of products, and if given columns, warps and
-stages of a program ("tf32x3/16/1"); of prompts in the fast mode also "spans" with parts, columns, warps and stages
-("spans/2/32/8/2").
+Forms: how a token is computed under `deterministic=True`, as the precision of products, and if given columns, warps and
+stages of a program ("tf32x3/16/1"); "fast" is the fast mode, if given with parts, columns, warps and stages of prompts
+("fast/2/32/8/2").
 """
 
 import sys
@@ -26,7 +26,7 @@ from bench.verify import attempt, attempt_all, bits_row, distance
 from specdec.attention.pack import Pack
 from specdec.attention.plan import KVPlan, plan_packed, plan_verify
 from specdec.attention.recurrence import kernel_forward
-from specdec.attention.recurrence.kernel_forward import FORM, FORM_OF_MANY, Form, RecurrentKernels
+from specdec.attention.recurrence.kernel_forward import FORM, Form, RecurrentKernels
 from specdec.attention.recurrence.span_kernels import SPAN_PARTS
 from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.trees.tree import DraftTree
@@ -56,41 +56,42 @@ LIMIT = 2e-5
 parts. Of states from float64 likewise."""
 LIMIT_OF_ONE_PART = 1e-2
 """Distance of prompts in the fast mode whose operands have one part."""
-SPANS = "spans"
-"""Form of prompts in the fast mode."""
+FAST = "fast"
+"""Form of the fast mode."""
+TREES = (18,) if ON_CPU else (4, 18)
+"""Nodes of the trees that are compared with plain torch."""
 
 
 def kernels_in(form: str) -> AbstractContextManager[Any]:
-    """form: see above. In Triton's interpreter spans are in one part."""
+    """form: see above. In Triton's interpreter prompts are in one part."""
     kind, *sizes = form.split("/")
     numbers = [int(size) for size in sizes]
-    if kind == SPANS:
+    if kind == FAST:
         parts = SPAN_PARTS if ON_CPU or not numbers else SPAN_PARTS._replace(number=numbers[0])
         given = dict(zip(("SPAN_COLUMNS", "SPAN_WARPS", "SPAN_STAGES"), numbers[1:], strict=False))
         return mock.patch.multiple(kernel_forward, SPAN_PARTS=parts, **given)
-    usual = FORM_OF_MANY if kind == FORM_OF_MANY.precision else FORM
-    given_form = Form(kind, *numbers, *usual[1 + len(numbers) :])  # type: ignore[arg-type]
-    return mock.patch.multiple(kernel_forward, FORM=given_form, FORM_OF_MANY=given_form)
+    return mock.patch.object(kernel_forward, "FORM", Form(kind, *numbers, *FORM[1 + len(numbers) :]))  # type: ignore[arg-type]
 
 
 def check_rows(shapes: Sequence[str], precisions: Sequence[str]) -> Iterator[Row]:
-    """A prompt, and an answer in trees of 18 nodes, next to plain torch in float32 on the host."""
+    """A prompt, and an answer in trees, next to plain torch in float32 on the host."""
     for name in shapes:
         shape = SHAPES[name]
         text = shape.random_rows(LENGTH, 3)
         plain = Scene(TorchBackend(), shape, 4, device=torch.device("cpu"), max_len=LENGTH)
         want = as_prompt(plain, text, [LENGTH])
-        prompt = partial(as_prompt, text=text, cuts=CUTS)
-        answer = partial(as_answer, text=text, begin=LENGTH - 21, num_nodes=18, seed=1)
-        for form in (*precisions, SPANS):
-            for what, read in (("prompt", prompt), ("trees of 18", answer)):
+        reads = {"prompt": partial(as_prompt, text=text, cuts=CUTS)}
+        for nodes in TREES:
+            reads[f"trees of {nodes}"] = partial(as_answer, text=text, begin=LENGTH - 21, num_nodes=nodes, seed=1)
+        for form in (*precisions, FAST):
+            for what, read in reads.items():
                 words = f"{name}, {form}, {what}"
                 yield attempt(words, _check_row, words, form, shape, read, want)
 
 
 def _check_row(name: str, form: str, shape: Shape, read: Callable[[Scene], Any], want: Any) -> Row:
     with kernels_in(form):
-        scene = _scene(shape, deterministic=form != SPANS)
+        scene = _scene(shape, deterministic=form != FAST)
         worst = max(distance(x, y) for x, y in zip(read(scene), want, strict=True))
     return Row(name, f"{worst:.1e}", ok=worst < LIMIT)
 
@@ -132,7 +133,7 @@ def times_rows(
         for count in tokens:
             words = f"{name}, a prompt of {count}"
             given = {key: x[:count].to(DTYPE if key in ("inputs", "v", "beta") else x.dtype) for key, x in text.items()}
-            used = [form for form in forms if form.startswith(SPANS) or count <= serial]
+            used = [form for form in forms if form.startswith(FAST) or count <= serial]
             yield from attempt_all(words, _prompt_times(words, shape, given, used))
         for batch in batches:
             words = f"{name}, batch {batch}"
@@ -157,14 +158,14 @@ def _prompt_times(name: str, shape: Shape, given: dict[str, torch.Tensor], forms
 def _prompt_rows(
     name: str, shape: Shape, rows: Recurrence, form: str, want: tuple[torch.Tensor, torch.Tensor], num_bytes: int
 ) -> Iterator[Row]:
-    scene, plan = _prompt_plan(shape, len(rows.g), deterministic=not form.startswith(SPANS))
+    scene, plan = _prompt_plan(shape, len(rows.g), deterministic=not form.startswith(FAST))
     forward = plan.backend.recurrence(plan, scene.view)
     with kernels_in(form):
         out = forward.recur(0, rows)
         state = scene.store.layers[0].state
         assert state is not None
         errors = [distance(out, want[0]), distance(state.matrices[plan.rows[0]], want[1])]
-        ok = max(errors) < (LIMIT_OF_ONE_PART if form.startswith(f"{SPANS}/1") else LIMIT)
+        ok = max(errors) < (LIMIT_OF_ONE_PART if form.startswith(f"{FAST}/1") else LIMIT)
         yield Row(name, f"{errors[0]:.1e}, state {errors[1]:.1e}", ok=ok)
         us = graph_seconds([lambda: forward.recur(0, rows)], 5) * 1e6
         _, _, kernels = profiled(lambda: forward.recur(0, rows))
@@ -188,11 +189,10 @@ def _tree_times(name: str, shape: Shape, forms: Sequence[str], batch: int, nodes
         rows = [scene.table.open_row() for _ in range(batch)]
         scene.read(np.array(rows), np.full(batch, 40), text, padding=0)
         scene.table.ensure_all_slots(np.array(rows), np.full(batch, 40 + LOOKAHEAD))
-    used = [form for form in forms if not form.startswith(SPANS)]
     for num_nodes in nodes:
         chain = DraftTree.chain(torch.zeros((batch, num_nodes), dtype=torch.int64, device=DEVICE))
         plans = [plan_verify(scene.backend, scene.table, scene.table.rows(np.arange(batch)), chain) for scene in made]
-        yield from _timed(f"{name}, {num_nodes} nodes", made, plans, used, batch * num_nodes, batch * state)
+        yield from _timed(f"{name}, {num_nodes} nodes", made, plans, forms, batch * num_nodes, batch * state)
 
 
 def _timed(
@@ -203,24 +203,31 @@ def _timed(
     x = {key: y.to(DEVICE, DTYPE if key in ("inputs", "v", "beta") else y.dtype) for key, y in given.items()}
     rows = Recurrence(x["q"], x["k"], x["v"], x["g"], x.get("beta"))
     inputs, weight = x["inputs"], made[0].weight
-    forwards = [RecurrentKernels(plan, scene.view) for plan, scene in zip(plans, made, strict=True)]
-    for forward in forwards:
-        forward.recur(0, rows)  # folds
-    for form in forms:
-        words = f"{name}: recurrence, {form}"
-        yield attempt(
-            words, _recurrence_row, words, form, [partial(forward.recur, 0, rows) for forward in forwards], num_bytes
-        )
-    us = graph_seconds([partial(forward.convolve, 0, inputs, weight, None) for forward in forwards]) * 1e6
-    yield timed_row(f"{name}: convolution", us, 2 * inputs.nbytes)
-    begun = [RecurrentKernels(plan, scene.view) for plan, scene in zip(plans, made, strict=True)]
     kept = [scene.store.layers[0] for scene in made]
 
-    def begin(number: int) -> None:
-        begun[number]._slots = None
-        begun[number]._begun(kept[number])
+    def begun(form: str) -> list[RecurrentKernels]:
+        deterministic = not form.startswith(FAST)
+        forwards = [
+            RecurrentKernels(plan, scene.view, deterministic=deterministic)
+            for plan, scene in zip(plans, made, strict=True)
+        ]
+        for forward, layer in zip(forwards, kept, strict=True):
+            forward._begun(layer)
+        return forwards
 
-    us = graph_seconds([partial(begin, number) for number in range(len(begun))]) * 1e6
+    for form in forms:
+        calls = [partial(forward.recur, 0, rows) for forward in begun(form)]
+        words = f"{name}: recurrence, {form}"
+        yield attempt(words, _recurrence_row, words, form, calls, num_bytes)
+    forwards = begun(FAST)
+    us = graph_seconds([partial(forward.convolve, 0, inputs, weight, None) for forward in forwards]) * 1e6
+    yield timed_row(f"{name}: convolution", us, 2 * inputs.nbytes)
+
+    def begin(number: int) -> None:
+        forwards[number]._slots = None
+        forwards[number]._begun(kept[number])
+
+    us = graph_seconds([partial(begin, number) for number in range(len(forwards))]) * 1e6
     yield timed_row(f"{name}: nothing to fold", us, 0)
 
 

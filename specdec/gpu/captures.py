@@ -7,7 +7,7 @@
 
 Captures of one pool share its memory, since they never run at the same time: a pool is as large as the largest needs,
 and is freed with the last of its captures. When the device is out of memory all other captures are evicted, and the
-new one is tried once more.
+new one is tried once more. Captures of SPARE_POOL are evicted before all others, and no other is evicted for them.
 Invariant: `use()` is true at every moment; nothing runs uncaptured without being counted there.
 """
 
@@ -24,10 +24,13 @@ Replay = Callable[[], None]
 Capture = Callable[[Program], tuple[Replay, torch.Tensor]]
 """Records a program instead of running it -> (what replays it, the tensor that it returns, written anew each time)."""
 
-MIN_CAPTURES = 60
+MIN_CAPTURES = 80
 """Lower bound on the captures that an engine may keep, whatever the number of its batch sizes: `max_captures`."""
 
-POOLS = ("rounds", "large rounds", "prompts")
+SPARE_POOL = "long prompts"
+"""Name of the pool of forwards that the device takes long for, so that an uncaptured one costs least."""
+
+POOLS = ("rounds", "large rounds", "prompts", SPARE_POOL)
 """Names of pools: rounds that change or report logits need several times the memory, and come and go."""
 
 MEMORY_SHARE = 0.1
@@ -43,8 +46,7 @@ class CaptureUse(NamedTuple):
     captured: rounds and prompt forwards that can be replayed now. made, evicted, refused: captures made so far, dropped
     for others, and failed (for any reason). bytes: device memory of all captures and their results, on the device that
     holds most. budget_bytes: the most they may take of one device; None: nothing is captured. uncaptured_rounds,
-    uncaptured_prompts: rounds and prompt forwards that were launched kernel by kernel, such as the first of every shape
-    and long prompts.
+    uncaptured_prompts: rounds and prompt forwards that were launched kernel by kernel, such as the first of a shape.
     """
 
     captured: int = 0
@@ -163,11 +165,12 @@ class CaptureStore:
         """Capture these programs; evict the least recently used captures until they fit the budget.
 
         Raises what a program raises. Out of memory is raised only after all other captures were evicted and the capture
-        was tried again. Raises OverBudget when the capture does not fit the budget alone, recorded twice.
+        was tried again (at once for SPARE_POOL). Raises OverBudget when the capture does not fit the budget alone (for
+        SPARE_POOL: next to those of other pools), recorded twice.
         """
         self._record(owner, shape, pool, view_key, programs)
-        while self._over() and len(self._kept) > 1:
-            self._evict(next(iter(self._kept)))
+        while self._over() and (others := self._evictable(pool)):
+            self._evict(others[0])
         if self._over() and self._memory is not None:  # in a pool that has grown for others, perhaps
             self._undo(owner, shape)
             self._record(owner, shape, pool, view_key, programs)
@@ -176,7 +179,7 @@ class CaptureStore:
             self._undo(owner, shape)
             raise OverBudget(
                 f"a capture takes {taken / 1e6:,.1f} MB, and max_capture_bytes is {self._budget:,}; raise that, or "
-                "lower max_batch_size or the number of drafted nodes"
+                "lower max_batch_size, max_prefill_tokens or the number of drafted nodes"
             )
         return self._kept[owner, shape]
 
@@ -194,7 +197,7 @@ class CaptureStore:
         try:
             replays = [self._capture(program) for program in programs]
         except Exception as error:
-            if not is_out_of_memory(error):
+            if not is_out_of_memory(error) or pool == SPARE_POOL:
                 raise
             replays = []
         if not replays:  # not within the handler: the error's frames hold memory
@@ -207,6 +210,14 @@ class CaptureStore:
     def _undo(self, owner: int, shape: Hashable) -> None:
         self._drop(owner, shape)
         self._made -= 1
+
+    def _evictable(self, pool: str) -> list[tuple[int, Hashable]]:
+        """Captures that may go for the newest one, which is of this pool: the first ones first."""
+        *others, _ = self._kept
+        spare = [key for key in others if self._kept[key].pool == SPARE_POOL]
+        if spare or (pool == SPARE_POOL and len(self._kept) <= self._most):
+            return spare
+        return others
 
     def _over(self) -> bool:
         return len(self._kept) > self._most or (self._budget is not None and self._bytes > self._budget)

@@ -254,7 +254,7 @@ def gemm_small(
     (num_rows, k), (n, weight_k) = x.shape, weight.shape
     assert k == weight_k and x.stride(1) == 1, f"{x.shape=} {weight.shape=} {x.stride()=}"
     if not isinstance(weight, PackedWeight):
-        assert x.dtype == weight.dtype and weight.stride(1) == 1, f"{x.dtype=} {weight.dtype=}"
+        assert weight.dtype in (x.dtype, torch.float32) and weight.stride(1) == 1, f"{x.dtype=} {weight.dtype=}"
     assert bias is None or (bias.shape == (n,) and bias.is_contiguous()), f"{bias.shape=} {n=}"
     assert cut.splits == 1 or cut.split_len % tiles.block_k == 0, f"{cut=} {tiles=}"  # a tile lies in one range
     assert tiles.tail_m == 0 or split or cut.splits == 1, f"{cut=} {tiles=}"  # no accumulator of its own for a range

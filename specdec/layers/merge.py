@@ -77,9 +77,8 @@ class Watch:
 
     def moved(self) -> bool:
         """Has any of them moved since the last call, or since the watch began?"""
-        tensors = self._tensors
-        now = self._held()
-        same = len(now) == len(tensors) and all(map(is_, now, tensors)) and self._addresses == _addresses(now)
+        held, now = self._held, self._held_now()
+        same = len(now) == len(held) and all(map(is_, now, held)) and self._addresses == _addresses(self._tensors)
         if same and not any(map(torch.UntypedStorage._expired, self._weak)):
             return False
         self._note()
@@ -95,14 +94,16 @@ class Watch:
         return len(self._counted) == len(self._tensors)
 
     def _note(self) -> None:
-        self._tensors = self._held()
+        self._held = self._held_now()
+        self._tensors = [tensor for tensor in self._held if tensor is not None]
         self._counted = [tensor for tensor in self._tensors if not tensor.is_inference()]
         self._addresses = _addresses(self._tensors)
-        self._storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in self._tensors]
-        self._weak = [storage.cdata for storage in self._storages]
+        storages = (StorageWeakRef(tensor.untyped_storage()) for tensor in self._tensors)
+        self._storages = {storage.cdata: storage for storage in storages}  # some share one
+        self._weak = list(self._storages)
 
-    def _held(self) -> list[torch.Tensor]:
-        return [tensor for tensor in chain.from_iterable(map(dict.values, self._holders)) if tensor is not None]
+    def _held_now(self) -> list[torch.Tensor | None]:
+        return list(chain.from_iterable(map(dict.values, self._holders)))
 
 
 def _addresses(tensors: list[torch.Tensor]) -> list[int]:

@@ -36,14 +36,12 @@ class SplitWeights:
         self._copied = weights.version() if weights.counts_updates() else (weights.generation(), None)
 
     def generation(self) -> int:
-        """See `Weights`. Raises UnsupportedModelError once they are others than those that were copied."""
-        generation = self._weights.generation()
-        if generation != self._copied[0]:
-            refuse_change(self.name)
-        return generation
+        """See `Weights`. Raises what `version` does."""
+        return self.version()[0]
 
     def version(self) -> tuple[int, object]:
-        """See `Weights`. Raises what `generation` does, and for an update in place where those are counted."""
+        """See `Weights`. Raises UnsupportedModelError once they are others than those that were copied, and for an
+        update in place where those are counted."""
         version = self._weights.version()
         if version[0] != self._copied[0] or (self.counts_updates() and version != self._copied):
             refuse_change(self.name)

@@ -63,8 +63,9 @@ class Launches:
     def settle(self, *, busy: bool) -> list[Request]:
         """Settle launched work, except for the newest launch where rounds are captured -> the requests that ended.
 
-        busy: the device has a round to run meanwhile. If it has none and a launch brings a token, everything is
-        settled: otherwise the device would idle while the token waits for the next step.
+        busy: the device has a round to run meanwhile, or this step or the next launches prompt chunks. If not, and a
+        launch brings a token, everything is settled: otherwise the device would idle while the token waits for the next
+        step.
         """
         gaining = not busy and any(launched.gaining() for launched in self.unsettled)
         return self.settle_all(0 if gaining else self._lag)

@@ -168,12 +168,12 @@ class PromptGap:
         self.round = seconds if self.round == 0.0 else ROUND_DECAY * self.round + (1 - ROUND_DECAY) * seconds
 
     def capped(self, room: PromptRoom) -> PromptRoom:
-        """Cap this room to the tokens that can be read within PROMISED_GAP less the longest round: a multiple of 256,
+        """Cap this room to the tokens that can be read within PROMISED_GAP less the longest round: one of few sizes,
         and at least MIN_CAP."""
         if room.fixed:
             return room
-        fitting = self.cost.tokens_within(PROMISED_GAP - self.longest_round, 0, room.chunk) // 256 * 256
-        most = max(MIN_CAP, min(fitting, room.busy))
+        fitting = self.cost.tokens_within(PROMISED_GAP - self.longest_round, 0, room.chunk)
+        most = max(MIN_CAP, min(fitting, 2048) // 256 * 256, _rounded_to_few_sizes(fitting))
         return room._replace(busy=min(most, room.busy), idle=min(most, room.idle))
 
     def tokens(self, room: PromptRoom, num_waiting: int, prefix: int) -> int:
@@ -241,11 +241,10 @@ class PromptGap:
 
 
 def _rounded_to_few_sizes(tokens: int) -> int:
-    """Rounds down to a power of two, from 2,048 on to a multiple of 256: few shapes are captured, and padding takes as
-    long as tokens."""
-    if tokens >= 2048:
-        return tokens // 256 * 256
-    return 1 << tokens.bit_length() - 1 if tokens > 0 else 0
+    """Rounds down to a power of two, from 2,048 on to a quarter of one more: few shapes are captured, and padding takes
+    as long as tokens."""
+    step = 1 << max(0, tokens.bit_length() - (3 if tokens >= 2048 else 1))
+    return tokens // step * step
 
 
 def _counts(load: PromptLoad) -> Numbers:

@@ -17,6 +17,9 @@ IDLE_STEPS = 4
 MAX_ROOM = 8192
 """Upper bound on the prompt tokens of a step: with more, activations take memory and throughput does not rise."""
 
+STATE_CHUNK = 2048
+"""Upper bound on the default chunk of a target with recurrent layers: prefixes are shared up to the end of a chunk."""
+
 
 class PromptRoom(NamedTuple):
     """Upper bounds on the prompt tokens of a step: `busy` while other requests decode, `idle` while none does, and
@@ -32,13 +35,16 @@ class PromptRoom(NamedTuple):
     least: int = 16
 
     @classmethod
-    def from_settings(cls, max_prefill_tokens: int | None, prefill_chunk: int | None, device_type: str) -> "PromptRoom":
-        """Bounds from the user's settings; None: the default of the device.
+    def from_settings(
+        cls, max_prefill_tokens: int | None, prefill_chunk: int | None, device_type: str, *, recurrent: bool = False
+    ) -> "PromptRoom":
+        """Bounds from the user's settings; None: the default of the device. recurrent: the target has such layers.
 
-        A GPU reads thousands of tokens in the time of a few rounds, and a chunk of 2,048 in a fifth less time than four
-        of 512. On a CPU every token takes time, so a step reads about as many as a round of twenty requests verifies.
+        A GPU reads thousands of tokens in the time of a few rounds, and each in less time if a forward has more of
+        them. On a CPU every token takes time, so a step reads about as many as a round of twenty requests verifies.
         """
-        usual = cls(96, 384, 512) if device_type == "cpu" else cls(MAX_ROOM, MAX_ROOM, 2048, least=64)
+        chunk = STATE_CHUNK if recurrent else MAX_ROOM
+        usual = cls(96, 384, 512) if device_type == "cpu" else cls(MAX_ROOM, MAX_ROOM, chunk, least=64)
         if max_prefill_tokens is not None:
             usual = usual._replace(busy=max_prefill_tokens, idle=max_prefill_tokens, fixed=True)
         return usual if prefill_chunk is None else usual._replace(chunk=prefill_chunk)

@@ -65,6 +65,11 @@ class Scheduler:
         return self.max_running < self.table.max_requests
 
     @property
+    def reads_prompts(self) -> bool:
+        """Has a request with a row prompt tokens to be read?"""
+        return any(request.state is RequestState.PREFILL for request in self.running)
+
+    @property
     def num_waiting(self) -> int:
         """Requests that wait for their first token, or after a preemption for the next."""
         return len(_in_state(self.running, RequestState.PREFILL)) + len(self.waiting)
@@ -189,7 +194,7 @@ class Scheduler:
         if self.rounds_held:
             return []
         while True:
-            decoding = _in_state(self.running, RequestState.DECODE)
+            decoding = self._decoding()
             rows, wanted = self._lookahead(decoding)
             if self.table.pages_needed(rows, wanted).sum() <= self.table.allocator.available_pages:
                 break
@@ -217,6 +222,11 @@ class Scheduler:
         for request in leaving:
             request.row, request.state = -1, RequestState.WAITING
             request.row_epoch += 1
+
+    def _decoding(self) -> list[Request]:
+        """Requests that may have another round; one that ends with its first token waits for that to be settled."""
+        decodes = RequestState.DECODE
+        return [each for each in self.running if each.state is decodes and each.params.max_new_tokens > 1]
 
     def _take_chunks(self, chosen: list[tuple[Request, int]]) -> list[tuple[Request, int]]:
         """Allocate slots for the chunks whose requests still run, and return these chunks."""
@@ -267,7 +277,7 @@ class Scheduler:
         done = [int(self.table.committed_len.host[request.row]) for request in reading]
         prompts = [Prompt(rank(r)[0], r.prefill_target - n) for r, n in zip(reading, done, strict=True)]
         to_come = sum(each.to_go for each in prompts)
-        if _in_state(self.running, RequestState.DECODE):
+        if self._decoding():
             room = self.prompt_gap.tokens(self.prompt_room, self.num_waiting, max(done))
         else:
             room = self.prompt_room.idle_tokens(to_come)

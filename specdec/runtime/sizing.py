@@ -112,7 +112,8 @@ def cache_needs(
     layouts = [layout.for_rounds(num_nodes) for layout in layouts]
     groups, page_size, batch = CacheGroups.of_layouts(layouts), config.page_size, config.max_batch_size
     slot_bytes = [sum(layout.slot_bytes(group.retention, dtype) for layout in layouts) for group in groups.groups]
-    room = PromptRoom.from_settings(config.max_prefill_tokens, config.prefill_chunk, device_type)
+    recurrent = any(spec.recurrent for spec in layout.layers)
+    room = PromptRoom.from_settings(config.max_prefill_tokens, config.prefill_chunk, device_type, recurrent=recurrent)
     full_each = whole_pages(max_len + num_nodes, page_size)
     held, slots = [full_each], [full_each * batch]
     max_lag = drafts.max_lag_in(groups)
@@ -191,6 +192,12 @@ def make_cache(
     if config.max_model_len is None:
         max_len = max(min(max_len, slots[PRIMARY] - num_nodes), 1)
     pools = ", ".join(f"{count} {group.name}" for group, count in zip(groups.groups, slots, strict=True))
+    if min(slots) < page_size and 0 < budget <= needs.all_state_bytes:
+        raise CapacityError(
+            f"max_batch_size={batch}: states of recurrent layers, with copies for cached prefixes, take "
+            f"{needs.all_state_bytes / 1e9:,.2f} GB, and {budget / 1e9:,.2f} GB are there for them and for K/V; lower "
+            "max_batch_size, or raise memory_share"
+        )
     if min(slots) < page_size:
         raise CapacityError(
             f"KV pools of {pools} slots hold no page of {page_size}; raise full_slots / swa_slots or lower page_size"

@@ -115,7 +115,7 @@ class Steps:
         going_on = [request for request, most in zip(requests, to_go, strict=True) if most > 0]
         if going_on:
             self.launch_round(going_on, [most for most in to_go if most > 0])
-        return self.launches.settle(busy=bool(going_on))
+        return self.launches.settle(busy=bool(going_on) or self.scheduler.reads_prompts)
 
     def _read_prompts(self, *, streams: bool) -> list[Request]:
         """Read this step's prompt chunks, and launch them once they are through. streams: other requests decode."""
@@ -127,7 +127,7 @@ class Steps:
             return self.launches.settle_before_parts()
         begin = time.perf_counter()
         self.launches.unsettled.append(self.prefill.launch(reading))
-        finished = self.launches.settle(busy=self.launches.num_rounds > 0)
+        finished = self.launches.settle(busy=self.launches.num_rounds > 0 or self.scheduler.reads_prompts)
         if self.graphs is None:
             self.scheduler.prompt_gap.cost.learn(reading.load, reading.seconds + time.perf_counter() - begin)
         return finished

@@ -17,11 +17,17 @@ import torch.nn.functional as F
 from specdec.gpu.dependent_launch import TL_DTYPES, pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, tl, triton
+from specdec.layers.gemm_small import MIN_TILE_HEIGHT
 from specdec.layers.linear import linear
 from specdec.layers.norm import Gain
-from specdec.layers.product import sum_parts
+from specdec.layers.product import MAX_SMALL_ROWS, Cut, Tiles, sum_parts
 
 INF = tl.constexpr(float("inf"))
+NONE = tl.constexpr(-(2**31))
+"""Below what `_order` makes of any number."""
+
+WIDE_RANGE = 256
+"""Columns of a range, which is one tile, of a router that keeps its weight in float32 while x has 2 bytes."""
 
 
 class Router(NamedTuple):
@@ -93,41 +99,54 @@ def _reference_keep_groups(choice: torch.Tensor, router: Router) -> torch.Tensor
 
 
 @triton.jit
-def _order(b_logit: tl.tensor, o_e: tl.tensor, m_e: tl.tensor, DTYPE: tl.constexpr, BLOCK_E: tl.constexpr) -> tl.tensor:
-    """One integer for a number and its expert: larger is better, of equal numbers the lower expert; lowest where
-    masked."""
+def _order(b_value: tl.tensor, o_e: tl.tensor, m_e: tl.tensor, DTYPE: tl.constexpr, BLOCK_E: tl.constexpr) -> tl.tensor:
+    """int32 that compare as numbers do, NONE where masked: a maximum over a warp is then one instruction. Of 2 bytes
+    they hold the expert too, lower ones above."""
     BITS: tl.constexpr = DTYPE.primitive_bitwidth
     SHORT: tl.constexpr = tl.int32 if BITS == 32 else tl.int16
-    WIDE: tl.constexpr = tl.int64 if BITS == 32 else tl.int32  # of 32 bits, its maximum over a warp is one instruction
-    b_bits = tl.where(b_logit == 0.0, 0.0, b_logit).to(DTYPE).to(SHORT, bitcast=True).to(WIDE)  # -0 is 0
+    b_bits = tl.where(b_value == 0.0, 0.0, b_value).to(DTYPE).to(SHORT, bitcast=True).to(tl.int32)  # -0 is 0
     b_bits = tl.where(b_bits < 0, b_bits ^ (2 ** (BITS - 1) - 1), b_bits)  # floats ordered as integers
-    return tl.where(m_e, b_bits * 2**BITS + (BLOCK_E - o_e), -(2 ** (2 * BITS - 1)))
+    if BITS == 32:
+        b_bits = tl.maximum(b_bits, NONE + 1)  # a NaN is no less
+    else:
+        b_bits = b_bits * 2**BITS + (BLOCK_E - o_e)
+    return tl.where(m_e, b_bits, NONE)
+
+
+@triton.jit
+def _best(b_order: tl.tensor, o_e: tl.tensor, axis: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
+    """Marks the best of `_order` along an axis: of equal numbers the lower expert."""
+    m_best = b_order == tl.max(b_order, axis, keep_dims=True)
+    if DTYPE.primitive_bitwidth == 32:
+        m_best &= o_e == tl.min(tl.where(m_best, o_e, 2**31 - 1), axis, keep_dims=True)
+    return m_best
 
 
 @triton.jit
 def _keep_groups(
     b_choice: tl.tensor,
     b_order: tl.tensor,
+    o_e: tl.tensor,
     GROUPS: tl.constexpr,
     KEPT: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ) -> tl.tensor:
     """b_order [BLOCK_E], of float32 numbers in groups of equal length -> the same, NONE in groups that are not kept."""
-    NONE: tl.constexpr = -(2**63)
     BLOCK: tl.constexpr = BLOCK_E // BLOCK_G
     b_left = tl.reshape(b_order, (BLOCK_G, BLOCK))
     b_value = tl.reshape(b_choice, (BLOCK_G, BLOCK))
+    o_left = tl.reshape(o_e, (BLOCK_G, BLOCK))
     b_sum = tl.zeros([BLOCK_G], tl.float32)
     for _ in tl.static_range(2):
-        m_best = b_left == tl.max(b_left, 1)[:, None]
+        m_best = _best(b_left, o_left, 1, tl.float32)
         b_sum += tl.sum(tl.where(m_best, b_value, 0.0), 1)
         b_left = tl.where(m_best, NONE, b_left)
     o_g = tl.arange(0, BLOCK_G)
     b_left = _order(b_sum, o_g, o_g < GROUPS, tl.float32, BLOCK_G)
     b_kept = tl.zeros([BLOCK_G], tl.int32)
     for _ in tl.static_range(KEPT):
-        m_best = b_left == tl.max(b_left)
+        m_best = _best(b_left, o_g, 0, tl.float32)
         b_kept = tl.where(m_best, 1, b_kept)
         b_left = tl.where(m_best, NONE, b_left)
     b_kept = tl.reshape(tl.broadcast_to(b_kept[:, None], (BLOCK_G, BLOCK)), (BLOCK_E,))
@@ -186,13 +205,12 @@ def pick_kernel(
         b_choice = b_score + b_correction
     FLOAT: tl.constexpr = SIGMOID or p_correction is not None or GROUPS > 1
     ORDERED: tl.constexpr = tl.float32 if FLOAT else DTYPE
-    NONE: tl.constexpr = -(2 ** (2 * ORDERED.primitive_bitwidth - 1))
     b_order = _order(b_choice, o_e, m_e, ORDERED, BLOCK_E)
     if GROUPS > 1:
-        b_order = _keep_groups(b_choice, b_order, GROUPS, KEPT, BLOCK_G, BLOCK_E)
+        b_order = _keep_groups(b_choice, b_order, o_e, GROUPS, KEPT, BLOCK_G, BLOCK_E)
     b_rank = tl.full([BLOCK_E], TOP_K, tl.int32)
     for i_rank in tl.static_range(TOP_K):
-        m_best = b_order == tl.max(b_order)
+        m_best = _best(b_order, o_e, 0, ORDERED)
         b_rank = tl.where(m_best, i_rank, b_rank)
         b_order = tl.where(m_best, NONE, b_order)
     m_picked = b_rank < TOP_K
@@ -218,9 +236,13 @@ def route(x: torch.Tensor, router: Router, *, holds: bool = False) -> Routing:
     weights = torch.empty((num_rows, router.top_k), dtype=torch.float32, device=x.device)
     if num_rows == 0:
         return Routing(experts, weights)
-    rows = x.to(router.weight.dtype)  # of routers that keep their weight in float32
+    cut = tiles = None
+    if router.weight.dtype != x.dtype:
+        cut = Cut(triton.cdiv(x.shape[1], WIDE_RANGE), WIDE_RANGE)
+        block_m = min(max(16, triton.next_power_of_2(num_rows)), MAX_SMALL_ROWS)
+        tiles = Tiles(64, block_m, WIDE_RANGE, 4, 1, MIN_TILE_HEIGHT)
     # apart: one program for all numbers of rows, so the same bits
-    logits = linear(rows, router.weight, router.bias, apart=True, holds=holds)
+    logits = linear(x, router.weight, router.bias, cut, tiles=tiles, apart=True, holds=holds)
     block_groups = triton.next_power_of_2(router.groups)
     pick_kernel[(num_rows,)](
         *(logits.parts, logits.bias, router.correction, router.expert_scale, experts, weights, num_rows, num_experts),

@@ -255,6 +255,12 @@ def multiply_tile(
     if CODE == "e4m3" and GROUP > 0:
         b_scale = tl.load(p_scales + i_k // GROUP * s_scales, mask=m_n, other=0.0).to(tl.float32)  # [BN, 1]
         b_sum += _rounded_product(tl.dot(b_w, b_x, input_precision="ieee"), b_scale)
+    elif b_w.dtype != b_x.dtype:  # float32 times 2 bytes: three pieces that are together all of a number
+        b_high = b_w.to(b_x.dtype)
+        b_rest = b_w - b_high.to(tl.float32)
+        b_middle = b_rest.to(b_x.dtype)
+        b_sum = tl.dot((b_rest - b_middle.to(tl.float32)).to(b_x.dtype), b_x, b_sum)
+        b_sum = tl.dot(b_high, b_x, tl.dot(b_middle, b_x, b_sum))
     elif CODE is None:
         b_sum = tl.dot(b_w, b_x, b_sum, input_precision="ieee")
     else:

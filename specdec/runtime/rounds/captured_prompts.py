@@ -1,30 +1,35 @@
 """Captured forwards over packed prompts, padded to few numbers of tokens.
 
 Launching a forward kernel by kernel takes the host as long as the device takes for a thousand tokens (40 ms, 42 layers
-on an H200), whatever its length. So an eager short prompt waits for the host alone, and all decoding requests wait with
-it. The draw and the drafter's observation after the forward are small, and run eagerly.
+on an H200), whatever its length, and twice as long on a host that others share. So an eager short prompt waits for the
+host alone, all decoding requests wait with it, and the time of a long one varies. The draw and the drafter's
+observation after the forward are small, and run eagerly.
 
 A shape is a number of places and a choice of final states; prefixes, and the division of the places among requests, are
-data. So there are at most 36 shapes: 15 whole sizes and three in parts, each with and without final states.
+data. So there are at most 52 shapes: 23 whole sizes and three in parts, each with and without final states.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from specdec.gpu.captures import CaptureStore, Program
+from specdec.gpu.captures import SPARE_POOL, CaptureStore, Program
 from specdec.gpu.mirrored_array import IntArray, upload
 from specdec.models.target import FinalStates
 from specdec.runtime.rounds.captured_rounds import Captures
 from specdec.runtime.rounds.prompt_parts import LAYERS_A_PART, PromptParts, part_ends, part_shares
 from specdec.runtime.rounds.round import Chunk, PausedChunk, Round
 
-MAX_TOKENS = 2048
+MAX_TOKENS = 8192
 """Tokens, padding included, above which chunks are not captured: the memory that captured forwards share grows with
-them, and the device takes as long for so large a forward as the host takes to launch it."""
+them. A step reads no more by itself."""
+
+LONG = 2048
+"""Tokens from which on sizes lie closer, since padding takes as long as tokens; forwards over more are captured only if
+there is memory to spare."""
 
 MIN_TOKENS = 16
 """Few tokens take as long as one, since the weights are read all the same."""
@@ -142,6 +147,10 @@ class ChunkGraphs(Captures):
     def shared_bytes(self) -> int:
         return self._results.num_bytes
 
+    def pool(self, shape: Hashable) -> str:
+        assert isinstance(shape, ChunkShape)
+        return SPARE_POOL if shape.tokens > LONG else self.what
+
     def read(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> Chunk | None:
         """Run the target over the next `chunk_len` [R] tokens of `rows` [R]; None: that is not captured.
 
@@ -201,9 +210,9 @@ class ChunkGraphs(Captures):
 
 
 def token_buckets(most: int) -> list[int]:
-    """16, 24, 32, 48, 64, 96, ..., `most`: powers of two, and half between."""
+    """16, 24, 32, 48, 64, 96, ..., `most`: powers of two, and half between; from LONG on quarters between."""
     sizes, size = [], MIN_TOKENS
     while size <= most:
-        sizes += [size, size * 3 // 2]
+        sizes += [size * quarters // 4 for quarters in ((4, 6) if size < LONG else (4, 5, 6, 7))]
         size *= 2
     return [size for size in sizes if size <= most]

@@ -20,7 +20,15 @@ import torch
 from specdec.config import MAX_FORCED_TOKENS
 from specdec.errors import ConfigError, FrozenKVError, first_line
 from specdec.gpu.buckets import next_power_of_two
-from specdec.gpu.captures import Capture, Captured, CaptureStore, Program, is_out_of_memory
+from specdec.gpu.captures import (
+    SPARE_POOL,
+    Capture,
+    Captured,
+    CaptureStore,
+    OverBudget,
+    Program,
+    is_out_of_memory,
+)
 from specdec.gpu.cuda_capture import CudaCapture
 from specdec.runtime.rounds.capture_classes import is_large, share
 from specdec.runtime.rounds.decode_round import decode_programs
@@ -141,7 +149,8 @@ class Captures:
         try:
             return self.store.make(self._number, shape, self.pool(shape), self.round.view.key, programs)
         except Exception as error:  # of many kinds: whatever the model does that a graph cannot hold
-            if self._strict:
+            lacks_room = is_out_of_memory(error) or isinstance(error, OverBudget)
+            if self._strict and not (lacks_room and self.pool(shape) == SPARE_POOL):
                 raise ConfigError(
                     f"{self.what} cannot be captured in a CUDA graph ({first_line(_root(error))}); "
                     "use cuda_graphs='auto' or False"
