@@ -11,11 +11,10 @@ from specdec.runtime.rounds.result import DraftShape
 class DraftUse(NamedTuple):
     """Drafts of an engine, and why its newest round had none.
 
-    shapes: (levels, branches, nodes with the root, whether it is a lookup's) of each draft there is, the first is none.
-    rounds: that had it; tried: those that were trials. milliseconds: of a round with each, by batch size, timed or
-    guessed. chance: by depth, of a chain's draft where the one before was accepted. last: of the newest choice, how
-    many rows, and expected tokens and milliseconds of each draft; best: the best one. judged, begun: drafts
-    of rows, and those whose first token was accepted.
+    shapes: (levels, branches, nodes with the root, whether it is a lookup's) of each draft, the first is none. rounds:
+    that had it; tried: those that were trials. milliseconds: of a round with each, by batch size, timed or guessed.
+    chance: by depth, of a chain's draft where the one before was accepted. last: of the newest choice, rows, expected
+    tokens and milliseconds of each draft; best: the best one. judged, begun: drafts, those whose first was accepted.
     """
 
     shapes: Sequence[DraftShape] = ()
@@ -40,7 +39,7 @@ class DraftUse(NamedTuple):
 
     @property
     def off(self) -> str:
-        """Why no draft was best in the newest choice, in words; empty where one was."""
+        """Why no draft was best in the newest choice; empty where one was."""
         rows, tokens, milliseconds = self.last
         if self.best or not rows:
             return ""
