@@ -27,8 +27,7 @@ def reads_late(drafter: Drafter | None, adaptive: bool) -> bool:
 
 
 def unread_tokens(shape: RoundShape) -> int:
-    """Most tokens of a row that a round of this shape leaves unread; 0: the drafter reads them in it, since it drafts
-    itself or more might be accepted than are kept."""
+    """Most tokens of a row that a round of this shape leaves unread; 0: the drafter reads them in it."""
     return 0 if shape.drafts_by_model or shape.depth > KEPT else shape.depth
 
 
