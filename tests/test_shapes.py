@@ -23,6 +23,8 @@ from specdec.evaluation.phases.random_weights import (
     randomise,
     require_room,
 )
+from specdec.layers.moe.moe_families import router_of
+from specdec.layers.moe.routing import reference_route
 from specdec.layers.packed.packed_experts import packed_of
 from specdec.layers.packed.packed_weight import dequantised
 from specdec.models.described_model import ModelOnMeta
@@ -301,6 +303,17 @@ def test_of_a_mixture_the_expected_experts_are_read():
     assert step_bytes(target, 1, 2, 10).experts == expert * 7 // 4
     assert step_bytes(target, 1000, 1, 10).experts == 4 * expert
     assert step_bytes(target, 1, 1, 10).weights == step_bytes(target, 1000, 1, 10).weights
+
+
+@pytest.mark.parametrize("name", ["ernie-21b-a3b", "mellum2-12b-a2.5b"])
+def test_rows_of_random_mixtures_choose_as_many_experts_as_a_floor_expects(name):
+    """ERNIE's correction outweighed its scores, so that eight rows read half of what their floor counted."""
+    model = make_target(SHAPES[name], Shrink(layers=2, divisor=4), CPU, torch.float32, 0)
+    router = next(part for part in map(router_of, model.modules()) if part is not None)
+    x = torch.randn(50 * 8, router.weight.shape[1], generator=torch.Generator().manual_seed(0))
+    chosen = reference_route(x, router).experts.view(50, -1)
+    distinct = sum(len(rows.unique()) for rows in chosen) / 50
+    assert distinct > 0.95 * expected_experts(TargetModel(model), len(router.weight), 8)
 
 
 def test_packed_weights_are_read_as_words_and_scales():

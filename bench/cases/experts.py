@@ -175,7 +175,7 @@ def tiles_rows(families: Sequence[str]) -> Iterator[Row]:
     for family, count in itertools.product(families, (1, 8)):
         _, views = layers_of(family, 3)
         xs, _, num_bytes = inputs_of(count, views)
-        for n, warps, stages in itertools.product((64, 128), (4, 8), (3, 4, 6, 8)):
+        for n, warps, stages in itertools.product((64, 128), (4, 8), (3, 4, 5, 6, 8)):
 
             def other(*key: Any, n: int = n, w: int = warps, s: int = stages) -> dict[str, int]:
                 usual = chosen(*key)

@@ -174,6 +174,9 @@ def leave_meta(model: PreTrainedModel, device: torch.device) -> None:
 META = torch.device("meta")
 ROUTER_SCORES = 4.0
 """Factor of a router's random weights."""
+ROUTER_CORRECTION = 1e-3
+"""Spread of what a router adds to scores to choose by: less than the scores of experts differ, so that rows of
+different tokens choose different ones, which a floor expects."""
 MIXTURE_GAIN = 0.5
 """Factor of the norm after the experts of a layer that has a dense MLP, too."""
 
@@ -275,7 +278,9 @@ def randomise(module: nn.Module, seed: int, decoder: nn.Module | None = None) ->
         owner, _, name = path.rpartition(".")
         mean, std = gain if "norm" in path else 1.0, 0.05  # gains of norms, scales of routers
         part = module.get_submodule(owner)
-        if weight.dim() > 1:
+        if name.endswith("correction_bias"):
+            mean, std = 0.0, ROUTER_CORRECTION  # [1, E] in ERNIE
+        elif weight.dim() > 1:
             plain = isinstance(part, nn.Embedding) and not hasattr(part, "embed_scale")
             mean, std = 0.0, (2 * layers) ** 0.5 if plain else weight.shape[-1] ** -0.5
         elif name == "sinks":

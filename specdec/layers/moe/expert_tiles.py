@@ -5,6 +5,7 @@ import torch
 from specdec.gpu.triton_shim import triton
 from specdec.layers.packed.packed_tile import tile_columns
 from specdec.layers.packed.packed_weight import BITS, PackedWeight, Weight
+from specdec.layers.packed.unpack_asm import is_fast
 
 STAGES = {128: 4, 64: 6, 32: 6}
 FEW_STAGES = STAGES | {128: 5}
@@ -26,7 +27,14 @@ def expert_tiles(num_rows: int, weight: Weight, dtype: torch.dtype, expected: in
         stages = (FEW_STAGES if block_m == 16 else STAGES)[block_k] if block_m <= 32 else 3
     tail = _packed_tail(weight, block_k) if isinstance(weight, PackedWeight) and block_m <= 32 else 0
     tiles = {"BLOCK_N": 64, "BLOCK_M": block_m, "BLOCK_K": block_k, "TAIL_K": tail}
+    if (block_m, block_k, stages) == (16, 256, 3) and _fits_128_registers(weight, dtype):
+        tiles["maxnreg"] = 128  # of a thread: four programs fit a multiprocessor, not three
     return tiles | {"num_warps": 4, "num_stages": stages}
+
+
+def _fits_128_registers(weight: Weight, dtype: torch.dtype) -> bool:
+    """Does nothing spill? Of shorter groups, with zeros or unpacked without assembly, a tile takes more."""
+    return isinstance(weight, PackedWeight) and weight.zeros is None and weight.group >= 32 and is_fast(weight, dtype)
 
 
 def _packed_tail(weight: PackedWeight, block_k: int) -> int:
