@@ -1,6 +1,7 @@
 """What transformers calls things: the auto class of a config, its type where transformers knows none, and the argument
 of a forward for the K/V of earlier tokens (`cache` from 5.24 on, `past_key_values` before)."""
 
+import functools
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -35,5 +36,10 @@ def config_read_as(stored: Mapping[str, Any], path: str) -> Any:
 
 def cache_argument(module: nn.Module, cache: Any) -> dict[str, Any]:
     """Keyword arguments by which `module` is given a cache of transformers."""
-    known = inspect.signature(module.forward).parameters
-    return {"cache" if "cache" in known else "past_key_values": cache}
+    return {cache_name(type(module)): cache}
+
+
+@functools.cache
+def cache_name(kind: type[nn.Module]) -> str:
+    """Name of that argument in the forward of a class of module."""
+    return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"
