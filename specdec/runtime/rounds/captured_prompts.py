@@ -136,7 +136,7 @@ class ChunkProgram:
 class ChunkGraphs(Captures):
     """The captured chunks of one engine."""
 
-    what, warning = "prompts", "prompts run without CUDA graphs: %s"
+    what = "prompts"
 
     def __init__(self, round: Round, store: CaptureStore, *, strict: bool) -> None:
         self._results = Results()
@@ -150,6 +150,11 @@ class ChunkGraphs(Captures):
     def pool(self, shape: Hashable) -> str:
         assert isinstance(shape, ChunkShape)
         return SPARE_POOL if shape.tokens > LONG else self.what
+
+    def subject(self, shape: Hashable) -> str:
+        """Forwards over many tokens by their size: what they lack, shorter ones may have."""
+        assert isinstance(shape, ChunkShape)
+        return f"forwards over {shape.tokens:,} prompt tokens run" if shape.tokens > LONG else "prompts run"
 
     def read(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> Chunk | None:
         """Run the target over the next `chunk_len` [R] tokens of `rows` [R]; None: that is not captured.

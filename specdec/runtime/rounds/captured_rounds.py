@@ -66,7 +66,6 @@ class Captures:
     program runs eagerly, is counted (`CaptureStore.use`), and is tried again later."""
 
     what: ClassVar[str]
-    warning: ClassVar[str]
 
     def __init__(self, round: Round, store: CaptureStore, *, strict: bool) -> None:
         self.round = round
@@ -79,7 +78,7 @@ class Captures:
         self._evictions: Counter[Hashable] = Counter()
         self._waits: dict[Hashable, int] = {}  # runs until a capture is tried
         self._generation = round.weights_generation()
-        self._warned = False
+        self._warned: set[str] = set()  # subjects of warnings
 
     @property
     def shared_bytes(self) -> int:
@@ -89,6 +88,10 @@ class Captures:
     def pool(self, shape: Hashable) -> str:
         """The name of the pool that this shape takes its memory from."""
         return self.what
+
+    def subject(self, shape: Hashable) -> str:
+        """The beginning of a warning that this shape could not be captured; each is written once."""
+        return f"{self.what} run"
 
     def patience(self, shape: Hashable) -> int:
         """Eager runs of a new shape, after the first, before it is captured."""
@@ -163,8 +166,10 @@ class Captures:
         tries = self.refusals[shape]
         again = is_out_of_memory(error) or tries < MAX_ATTEMPTS
         self._waits[shape] = min(1 << tries - 1, MAX_BACKOFF_RUNS) if again else NEVER
-        logger.log(logging.DEBUG if self._warned else logging.WARNING, self.warning, first_line(_root(error)))
-        self._warned = True
+        subject = self.subject(shape)
+        level = logging.DEBUG if subject in self._warned else logging.WARNING
+        logger.log(level, "%s without CUDA graphs: %s", subject, first_line(_root(error)))
+        self._warned.add(subject)
 
 
 def _root(error: BaseException) -> BaseException:
@@ -177,7 +182,7 @@ def _root(error: BaseException) -> BaseException:
 class RoundGraphs(Captures):
     """The captured rounds of one engine."""
 
-    what, warning = "rounds", "rounds run without CUDA graphs: %s"
+    what = "rounds"
 
     def bucket(self, shape: RoundShape) -> RoundShape:
         """The captured shape that a round runs under: padded to the next size, with the parameters of its class."""

@@ -8,6 +8,8 @@ So rounds without drafts take what they take without a drafter. All rows of a ro
 drafter drafts, before any row could have more than KEPT unread tokens, and for the last time when a row ends for it.
 """
 
+from collections.abc import Hashable
+
 from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.rounds.captured_rounds import Captures
 from specdec.runtime.rounds.result import RoundShape
@@ -18,7 +20,10 @@ from specdec.runtime.rounds.unread import KEPT, unread_tokens
 class CatchUps(Captures):
     """Catching up, captured as rounds are, by their batch size and longest prefix."""
 
-    what, warning = "rounds", "catching up runs without CUDA graphs: %s"
+    what = "rounds"
+
+    def subject(self, shape: Hashable) -> str:
+        return "catching up runs"
 
     def run(self, shape: RoundShape) -> None:
         self.run_captured((shape.batch, shape.longest), [lambda: self.round.catch_up(shape, KEPT)])

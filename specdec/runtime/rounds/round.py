@@ -143,7 +143,7 @@ class Round:
         self._weights = watched_weights(target, drafter)
         # of the weights in the current step, once they were looked up
         self._generation: int | None = None
-        self._versions: tuple[tuple[int, object], ...] | None = None
+        self._versions: tuple[object, ...] | None = None
         self._in_step = False
 
     def reset(self) -> None:
@@ -171,13 +171,12 @@ class Round:
         self._generation = now if self._in_step else None
         return now
 
-    def weights_version(self) -> tuple[tuple[int, object], ...]:
+    def weights_version(self) -> tuple[object, ...]:
         """Changes whenever weights were re-pointed or updated in place: see `Weights.version`."""
         if self._versions is not None:
             return self._versions
-        versions = tuple(weights.version() for weights in self._weights)
-        if self._in_step:
-            self._versions, self._generation = versions, sum(generation for generation, _ in versions)
+        versions = self.weights_generation(), *(weights.updates() for weights in self._weights)
+        self._versions = versions if self._in_step else None
         return versions
 
     @contextmanager
