@@ -43,6 +43,15 @@ class LanguageModel(TargetInfo, Protocol):
         """States [B, N, H] -> [B, N, V]."""
 
 
+def require_stateless(name: str, layout: KVLayout) -> None:
+    """Raise UnsupportedModelError for a drafter with recurrent layers."""
+    if layout.recurrent:
+        raise UnsupportedModelError(
+            f"drafter {name} has recurrent layers, and a drafter's states are not kept yet; take another model, or "
+            "'suffix'"
+        )
+
+
 class LanguageModelDrafter(Drafter):
     """A language model fitted to a target. Nothing of it depends on the target but the size of the vocabulary."""
 
@@ -51,11 +60,7 @@ class LanguageModelDrafter(Drafter):
     reads_every_state = False
 
     def __init__(self, model: LanguageModel, target: TargetInfo) -> None:
-        if any(spec.recurrent for spec in model.layout.layers):
-            raise UnsupportedModelError(
-                f"drafter {model.name} has recurrent layers, and a drafter's states are not kept yet; take another "
-                "model, or 'suffix'"
-            )
+        require_stateless(model.name, model.layout)
         self.model = model
         self.kv_layout: KVLayout | None = model.layout
         self.owners = [spec.owner for spec in model.layout.layers]

@@ -22,7 +22,7 @@ from specdec.draft_models.gemma4_mtp import (
 )
 from specdec.draft_models.ngram import NgramDrafter
 from specdec.draft_models.suffix import SuffixDrafter
-from specdec.errors import UnsupportedModelError
+from specdec.errors import ConfigError, UnsupportedModelError
 
 
 class DrafterCheckpoint(Protocol):
@@ -89,6 +89,15 @@ def wrap_drafter(module: nn.Module, target: TargetInfo) -> Drafter:
 
 def is_drafter_config(config: Mapping[str, Any]) -> bool:
     return any(family.matches(config) for family in FAMILIES)
+
+
+def require_target(what: str, config: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a drafter's config.json. what: begins the sentence."""
+    if is_drafter_config(config):
+        raise ConfigError(
+            f"{what} is a drafter ({config.get('model_type')}); give the model that it drafts for as the target, and "
+            "this as drafter=..."
+        )
 
 
 def building(config: Mapping[str, Any]) -> AbstractContextManager[None]:

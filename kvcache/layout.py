@@ -18,7 +18,7 @@ import torch
 
 from specdec.errors import UnsupportedModelError
 from specdec.kvcache.index_spaces import PRIMARY, GroupId
-from specdec.kvcache.recurrent_state import FOLD
+from specdec.kvcache.recurrent_state import FOLD, StateShape
 
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
@@ -102,20 +102,6 @@ class CacheGroup(NamedTuple):
         return not isinstance(self.retention, Records)
 
 
-class StateShape(NamedTuple):
-    """State of a recurrent layer for one request: a float32 matrix [k_dim, v_dim] for each of `heads` (0: no matrix),
-    the newest `taps` inputs of a convolution over `channels` in the model's dtype, and a length."""
-
-    heads: int
-    k_dim: int
-    v_dim: int
-    taps: int
-    channels: int
-
-    def bytes(self, dtype: torch.dtype) -> int:
-        return 4 * self.heads * self.k_dim * self.v_dim + self.taps * self.channels * dtype.itemsize + 8
-
-
 @dataclass(frozen=True, slots=True)
 class LayerCache:
     """One decoder layer: `owner` is the layer whose fields it reads.
@@ -178,6 +164,11 @@ class KVLayout:
     @property
     def widest_window(self) -> int | None:
         return max((spec.window for spec in self.layers if spec.window is not None), default=None)
+
+    @property
+    def recurrent(self) -> bool:
+        """Do some layers keep a state a request?"""
+        return any(spec.recurrent for spec in self.layers)
 
     @property
     def max_head_dim(self) -> int:

@@ -13,7 +13,7 @@ States lie by row of the request table, copies after them. A forward begins a ro
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,19 +24,18 @@ FOLD = 16
 """Tokens that a state takes in at once."""
 
 
-class Shape(Protocol):
-    """A `StateShape`."""
+class StateShape(NamedTuple):
+    """State of a recurrent layer for one request: a float32 matrix [k_dim, v_dim] for each of `heads` (0: no matrix),
+    the newest `taps` inputs of a convolution over `channels` in the model's dtype, and a length."""
 
-    @property
-    def heads(self) -> int: ...
-    @property
-    def k_dim(self) -> int: ...
-    @property
-    def v_dim(self) -> int: ...
-    @property
-    def taps(self) -> int: ...
-    @property
-    def channels(self) -> int: ...
+    heads: int
+    k_dim: int
+    v_dim: int
+    taps: int
+    channels: int
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        return 4 * self.heads * self.k_dim * self.v_dim + self.taps * self.channels * dtype.itemsize + 8
 
 
 class RecurrentState(NamedTuple):
@@ -48,7 +47,7 @@ class RecurrentState(NamedTuple):
     folded_len: torch.Tensor
 
     @classmethod
-    def zeros(cls, num_states: int, shape: Shape, dtype: torch.dtype, device: torch.device) -> "RecurrentState":
+    def zeros(cls, num_states: int, shape: StateShape, dtype: torch.dtype, device: torch.device) -> "RecurrentState":
         matrix = (num_states, shape.heads, shape.k_dim, shape.v_dim)
         return cls(
             torch.zeros(matrix, dtype=torch.float32, device=device),

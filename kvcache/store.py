@@ -19,8 +19,8 @@ from specdec.gpu.ranks import Ranks
 from specdec.gpu.triton_shim import tl, triton
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.index_spaces import GroupId, GroupLoc
-from specdec.kvcache.layout import CacheField, KVLayout, StateShape
-from specdec.kvcache.recurrent_state import RecurrentState
+from specdec.kvcache.layout import CacheField, KVLayout
+from specdec.kvcache.recurrent_state import RecurrentState, StateShape
 from specdec.kvcache.rounded import Pool, RoundedPool, tensors_of
 from specdec.kvcache.rounded_kernels import store_rounded
 

@@ -84,6 +84,18 @@ def load_any_drafter(
     )
 
 
+def require_options_used(drafter: Any, options: Mapping[str, Any] | None) -> None:
+    """Raise ConfigError for loading arguments of a drafter that is not loaded."""
+    named = isinstance(drafter, (os.PathLike, list, tuple)) or (
+        isinstance(drafter, str) and drafter not in (*WORDS, "none")
+    )
+    if options and not named:
+        raise ConfigError(
+            f"drafter_options={shown(dict(options))}: they are for drafters that are loaded, and drafter is "
+            f"{shown(drafter)}; leave them out"
+        )
+
+
 def _of_checkpoint(
     word: str, target: TargetModel, options: Mapping[str, Any] | None, tokenizer: Any | None
 ) -> Drafter | None:

@@ -23,7 +23,7 @@ from specdec.attention.backend import choose_backend
 from specdec.attention.checked_backend import sanitized
 from specdec.config import MAX_PRIORITY, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.base import Drafter
-from specdec.drafter_loading import load_any_drafter
+from specdec.drafter_loading import load_any_drafter, require_options_used
 from specdec.errors import ConfigError, SpecDecError, shown
 from specdec.gpu.captures import CaptureStore, default_budget, max_captures
 from specdec.gpu.operations import choose_operations
@@ -197,6 +197,8 @@ class Engine:
         config = config or EngineConfig()
         require_type("spec", spec, SpecConfig)
         require_type("config", config, EngineConfig)
+        require_type("drafter_options", drafter_options, Mapping)
+        require_options_used(drafter, drafter_options)
         require_loading_arguments(target_options, LOADED_WITH)
         shared_out = config.tensor_parallel > 1
         model = load_target(
@@ -352,10 +354,10 @@ class Engine:
     def most_new_tokens(self, prompt_len: int) -> int:
         """The largest `max_new_tokens` that fits a prompt of that length, and at least 1, even if that does not fit."""
         most = self.max_model_len - prompt_len
-        slots = self.table.allocator.primary.capacity * self.config.page_size
-        if most > 1 and slots_needed(self.table, prompt_len, most)[0] > slots:
-            most = slots - prompt_len + 2 - self.table.lookahead
-        return max(most, 1)
+        needed = slots_needed(self.table, prompt_len, most) if most > 1 else []
+        there = [pool.capacity * self.config.page_size for pool in self.table.allocator.pools]
+        short = [slots for need, slots in zip(needed, there, strict=False) if need > slots]
+        return max(min([most, *(slots - prompt_len + 2 - self.table.lookahead for slots in short)]), 1)
 
     @property
     def kv_bytes(self) -> int:

@@ -29,7 +29,7 @@ from transformers.utils.hub import cached_file
 from specdec.draft_models.base import TargetInfo
 from specdec.draft_models.checkpoints.checkpoint_files import damaged_file
 from specdec.draft_models.checkpoints.config_json import read_config_json
-from specdec.draft_models.registry import WORDS, building, is_drafter_config
+from specdec.draft_models.registry import WORDS, building, require_target
 from specdec.errors import CheckpointError, ConfigError, SpecDecError, UnsupportedModelError, about, first_line, shown
 from specdec.models.bundled import BUNDLED_NAMES, resolve_name
 from specdec.models.quantised.comparison import require_values_read
@@ -239,11 +239,7 @@ def load_target(
     """
     if isinstance(target, (str, os.PathLike)):
         checkpoint = Checkpoint.of(target, options)
-        if is_drafter_config(checkpoint.config):
-            raise ConfigError(
-                f"target={checkpoint.name!r} is a drafter ({checkpoint.config.get('model_type')}); give the model that "
-                "it drafts for as the target, and this as drafter=..."
-            )
+        require_target(f"target={checkpoint.name!r}", checkpoint.config)
         asked = checkpoint.options.get("dtype")
         if asked is not None and dtype is not None and as_dtype(asked) != dtype:
             raise ConfigError(
@@ -264,11 +260,7 @@ def load_target(
         raise ConfigError(
             f"target is {shown(target)}; expected a hub id, a folder, a bundled name or a transformers model"
         )
-    if is_drafter_config(model.config.to_dict()):
-        raise ConfigError(
-            f"target is {shown(target)}, a drafter; give the model that it drafts for as the target, and this as "
-            "drafter=..."
-        )
+    require_target(f"target {shown(target)}", model.config.to_dict())
     _require_same("device", None if device is None else torch.device(device).type, model.device.type)
     _require_same("dtype", dtype, model.dtype)
     return model
@@ -310,17 +302,9 @@ def pick_tokenizer(asked: Any | None, target: Any, options: Mapping[str, Any]) -
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:
-    """The device given, else the first GPU, else the CPU. Raises ConfigError for one that does not exist."""
+    """The device given, else the first GPU, else the CPU. Raises ConfigError for one that this machine cannot use."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    require_device(device)
-    return torch.device(device)
-
-
-def require_device(device: str | torch.device | None) -> None:
-    """Raise ConfigError where `device` cannot be used on this machine; None asks for nothing."""
-    if device is None:
-        return
     try:
         torch.empty(1, device=device)
     except (AssertionError, RuntimeError, NotImplementedError) as error:  # torch has no common base for them
@@ -330,6 +314,7 @@ def require_device(device: str | torch.device | None) -> None:
             f"device={str(device)!r} cannot be used with torch {torch.__version__} ({reason}){there}; "
             "give 'cpu', or leave it out"
         ) from error
+    return torch.device(device)
 
 
 def pick_dtype(dtype: torch.dtype | None, device: torch.device, config: Any) -> torch.dtype:

@@ -40,8 +40,7 @@ from specdec.gpu.operations import KERNELS
 from specdec.gpu.stage_clock import StageClock
 from specdec.kvcache.index_spaces import ByGroup, GroupId, GroupLoc, PrimaryLoc
 from specdec.kvcache.layer_context import Destination, Recurrence
-from specdec.kvcache.layout import StateShape
-from specdec.kvcache.recurrent_state import RecurrentState
+from specdec.kvcache.recurrent_state import RecurrentState, StateShape
 from specdec.kvcache.rounded import Pool, RoundedPool, numbers_and_scales
 from specdec.kvcache.store import LayerKV, RecurrentLayers, StoreAddresses, move_kv, store_kv
 from specdec.kvcache.table import RequestTable, Rows

@@ -28,6 +28,11 @@ def deep_cases(*ids: str) -> Any:
     return pytest.mark.deep_cases(*ids)
 
 
+def usual_cases(*ids: str) -> Any:
+    """A decorator: the cases of a parametrized test with other ids run in `make test-deep` only."""
+    return pytest.mark.usual_cases(*ids)
+
+
 def examples(count: int, in_depth: int) -> int:
     """How many examples a property is tried on: `in_depth` of them with `make test-deep`."""
     return in_depth if is_deep() else count
@@ -94,23 +99,23 @@ def pairs(*choices: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 
 def mark_deep_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Each case that `deep_cases` names gets the mark `deep`. An id that no case has any more is an error."""
+    """Each case that `deep_cases` names gets the mark `deep`, and each that `usual_cases` does not. An id that no case
+    has any more is an error."""
     cases: dict[str, set[str]] = {}
-    named: dict[str, set[str]] = {}
+    named: dict[str, tuple[str, set[str]]] = {}
     for item in items:
-        if mark := item.get_closest_marker("deep_cases"):
-            test, _, case = item.nodeid.partition("[")
-            cases.setdefault(test, set()).add(case.removesuffix("]"))
-            named[test] = set(mark.args)
-            if case.removesuffix("]") in mark.args:
-                item.add_marker("deep")
+        for name in ("deep_cases", "usual_cases"):
+            if mark := item.get_closest_marker(name):
+                test, _, case = item.nodeid.partition("[")
+                cases.setdefault(test, set()).add(case.removesuffix("]"))
+                named[test] = name, set(mark.args)
+                if (case.removesuffix("]") in mark.args) == (name == "deep_cases"):
+                    item.add_marker("deep")
     if any("::" in argument for argument in config.args):
         return  # some cases of a test are not there
-    for test, ids in named.items():
+    for test, (name, ids) in named.items():
         if gone := sorted(ids - cases[test]):
-            raise pytest.UsageError(
-                f"{test}: deep_cases names {gone[0]!r}, which is no case of it: give the id it has now"
-            )
+            raise pytest.UsageError(f"{test}: {name} names {gone[0]!r}, which is no case of it: give the id it has now")
 
 
 def leave_out_deep(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -16,8 +16,8 @@ from specdec.gpu.triton_shim import INTERPRETED
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.frozen import own_view
 from specdec.kvcache.layer_context import Recurrence
-from specdec.kvcache.layout import CacheField, CacheGroups, KVLayout, LayerCache, Records, StateShape
-from specdec.kvcache.recurrent_state import FOLD
+from specdec.kvcache.layout import CacheField, CacheGroups, KVLayout, LayerCache, Records
+from specdec.kvcache.recurrent_state import FOLD, StateShape
 from specdec.layers.gated_delta import unit_length
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")

@@ -610,9 +610,9 @@ def shorter(name):
     return lambda folder: change_tensors(folder, lambda tensors: tensors.update({name: tensors[name][:-1].clone()}))
 
 
-def with_four_layers(folder):
+def with_three_layers(folder):
     path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 4}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_hidden_layers": 3}))
 
 
 UP_PROJ = "model.layers.1.mlp.up_proj.weight"
@@ -626,9 +626,9 @@ SPOILED = {
     "no projection": (without(UP_PROJ), [UP_PROJ, "1 tensor"]),
     "no norm": (without("model.norm.weight"), ["model.norm.weight", "1 tensor"]),
     "no head": (without("lm_head.weight"), ["lm_head.weight", "1 tensor"]),
-    "no layer": (without(".layers.2."), ["9 tensors", "model.layers.2."]),
+    "no layer": (without(".layers.1."), ["9 tensors", "model.layers.1."]),
     "a shorter tensor": (shorter(UP_PROJ), []),
-    "a layer too many": (with_four_layers, ["model.layers.3."]),
+    "a layer too many": (with_three_layers, ["model.layers.2."]),
 }
 
 

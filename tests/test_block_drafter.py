@@ -17,7 +17,7 @@ from specdec.draft_models.block.block_drafter import BlockDrafter
 from specdec.errors import ConfigError
 from specdec.models.target import TargetModel
 
-from marks import deep, deep_cases, slow
+from marks import deep, deep_cases, slow, usual_cases
 
 
 def test_more_steps_than_a_block_drafts_are_refused(make_target: Callable[..., Any]) -> None:
@@ -114,6 +114,7 @@ def test_a_literal_tree(make_target: Callable[..., Any]) -> None:
     assert chain.tokens.tolist() == [[3, 0, 1, 2]]
 
 
+@usual_cases("2-0", "9-1", "40-2")
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("num_nodes", [2, 9, 40])
 def test_trees_are_the_best_among_all_paths(seed: int, num_nodes: int, make_target: Callable[..., Any]) -> None:

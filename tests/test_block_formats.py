@@ -79,7 +79,10 @@ OF_A_FORM_THAT_STAYS = {  # another width of block, other layers, or the same he
 }
 
 
-@deep_cases("deepseek-ai/dspark_gemma4_12b_block7", "deepseek-ai/dspark_qwen3_8b_block7", "DFlash, sliding")
+@deep_cases(
+    *("deepseek-ai/dspark_gemma4_12b_block7", "deepseek-ai/dspark_qwen3_8b_block7", "DFlash, sliding"),
+    *("speculators, dflash", "speculators, dspark"),
+)
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else (deep if name in OF_A_FORM_THAT_STAYS else slow)(name) for name in PUBLISHED]
 )
@@ -158,6 +161,7 @@ def test_a_drafter_of_transformers_is_what_its_own_module_computes(
     assert answers[0] == answers[1] == answers[2]
 
 
+@deep_cases("z-lab/gpt-oss-20b-DFlash")
 @pytest.mark.skipif(not os.environ.get("SPECDEC_DFLASH"), reason="SPECDEC_DFLASH: a checkout of z-lab/dflash")
 @pytest.mark.parametrize("name", ["z-lab/Qwen3-8B-DFlash-b16", "z-lab/gpt-oss-20b-DFlash"])
 def test_first_block_is_that_of_the_reference_code(

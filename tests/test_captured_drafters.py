@@ -19,7 +19,7 @@ from specdec.gpu.triton_shim import INTERPRETED
 from specdec.models.target import TargetModel
 
 from inside import captured_rounds
-from marks import usual
+from marks import deep_cases, usual
 from tiny_models import random_eagle3
 
 pytest.importorskip("triton")
@@ -69,6 +69,10 @@ def is_usual(family: str, kind: str, runs: str) -> bool:
     return runs == "torch" or (family, kind) == ("qwen3_5", "none")
 
 
+@deep_cases(
+    *("gemma4-e2b-none-torch", "gemma4-e2b-suffix-torch", "gemma4-e2b-block-torch", "gemma4-e2b-lm-torch"),
+    "glm4_moe-shared-mtp-torch",
+)
 @pytest.mark.parametrize(("family", "kind", "runs"), usual(CASES, is_usual))
 def test_a_cuda_graph_can_hold_a_round(family, kind, runs, made, random_prompt, monkeypatch) -> None:
     """Rounds of MTP modules once ran uncaptured on GPUs, ten times as long: one index was made on the host."""

@@ -17,7 +17,7 @@ from specdec.draft_models.centroid_head import (
 )
 from specdec.gpu.triton_shim import triton
 
-from marks import slow
+from marks import slow, usual_cases
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SETTINGS = [
@@ -88,6 +88,10 @@ def test_odd_sizes(sizes, poison_empty):
     assert centroid_sample(hidden, positions, params, head).tolist() == expected.tolist()
 
 
+@usual_cases(
+    *("1-1-torch.float32", "5-2-torch.float16", "20-20-torch.bfloat16", "300-299-torch.float32"),
+    "2048-32-torch.float16",
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("num_centroids", "top_k"), [(1, 1), (5, 2), (20, 20), (300, 299), (2048, 32)])
 def test_the_best_are_selected_whatever_their_scores(num_centroids, top_k, dtype, poison_empty):

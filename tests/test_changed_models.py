@@ -20,7 +20,7 @@ from specdec.errors import UnsupportedModelError
 from specdec.layers import merge
 
 from inside import TargetModel, Watch, capture_on_tape, captured_prompts, captured_rounds
-from marks import deep, each_value
+from marks import deep, deep_cases, each_value
 
 NEW = 10
 GREEDY = SamplingParams(max_new_tokens=NEW)
@@ -189,6 +189,10 @@ CHANGES = [
 ]
 
 
+@deep_cases(
+    *("assigned-qwen2-fused", "assigned_in_part-qwen2-fused", "switch_in_place-adapted-cleared"),
+    *("another_epsilon-qwen2-cleared", "disable-adapted-", "rescale-adapted-cleared", "add_another-adapted-"),
+)
 @pytest.mark.parametrize(("change", "family", "how"), CHANGES)
 def test_an_engine_answers_with_what_its_model_is_now(
     change, family, how, prepared, make_target, make_engine, monkeypatch

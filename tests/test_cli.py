@@ -26,7 +26,7 @@ from specdec.serving.server_settings import ServeSettings
 from specdec.settings.sampling_numbers import SamplingNumbers
 from specdec.text.prompt_files import read_prompts
 
-from marks import slow
+from marks import deep_cases, slow
 from processes import start
 
 QUESTION = "Tom has 3 apples and buys 5 more. How many apples does he have?"
@@ -129,6 +129,7 @@ def test_bench_reports_speed_acceptance_and_accuracy():
     assert "; accuracy 0.0 %, cut off: 3 of 3; identical" in table
 
 
+@deep_cases("--drafter none")
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [["--drafter", "none"], ["--raw", "--dtype", "bf16"]], ids=" ".join)
 def test_an_answer_without_a_drafter_or_a_template(options, answer):
@@ -140,6 +141,7 @@ def test_an_answer_without_a_drafter_or_a_template(options, answer):
     assert other["stats"]["acceptance_length"] == 1
 
 
+@deep_cases("text")
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--show-drafts"]], ids=["text", "drafts"])
 def test_plain_text_is_the_same_text(options, answer):
@@ -292,6 +294,7 @@ def test_a_dataclass_is_spread_into_options_and_gathered_again():
 # --json FILE means one thing
 
 
+@deep_cases("bench")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "command",

@@ -240,14 +240,14 @@ def test_a_given_target_is_made_deterministic(make_target, random_prompt):
 def test_a_layer_that_looks_at_other_rows(make_target, make_engine):
     """Changes logits by less than anything but a comparison of bits would notice."""
     model = make_target("llama", fresh=True)
-    mlp = model.model.layers[1].mlp
+    mlp = model.model.layers[0].mlp
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         return type(mlp).forward(mlp, x) * (1 + 1e-6 * x.sum().cos())
 
     mlp.forward = forward
     assert not make_engine(model).target.deterministic
-    with pytest.raises(UnsupportedModelError, match=r"the queries of layer 2 of a token depend on the other rows"):
+    with pytest.raises(UnsupportedModelError, match=r"the queries of layer 1 of a token depend on the other rows"):
         make_engine(model, deterministic=True)
 
 

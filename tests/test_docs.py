@@ -36,7 +36,7 @@ from specdec.models import bundled
 from specdec.models.bundled import BUNDLED_DIR
 from specdec.runtime.draft_policy.draft_choice import DraftChoice
 
-from marks import deep, deep_cases, is_deep
+from marks import deep, is_deep, usual_cases
 
 ROOT = Path(__file__).resolve().parent.parent
 AT_THE_ROOT = ("CONTRIBUTING.md", "README.md")
@@ -213,11 +213,10 @@ def levels_of_loggers() -> Iterator[None]:
         logger.setLevel(level)
 
 
-@pytest.mark.usefixtures("levels_of_loggers")
-@deep_cases(
-    *("docs/choosing.md", "docs/troubleshooting.md", "docs/exactness.md", "docs/structured_output.md"),
-    "docs/quick_start.md",
+@usual_cases(
+    *("README.md", "docs/adding.md", "docs/frozen_kv.md", "docs/logging.md", "docs/quantised.md", "docs/serving.md"),
 )
+@pytest.mark.usefixtures("levels_of_loggers")
 @pytest.mark.slow
 @pytest.mark.parametrize("page", with_blocks("python"))
 def test_python_runs_and_prints_what_the_page_says(page, request, tmp_path, monkeypatch):

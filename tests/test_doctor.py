@@ -166,7 +166,7 @@ IMPLIED = (  # each cause, and each kind of drafter that reads it by code of its
 )
 
 
-@deep_cases("window of a head", "norm", "fp8 head", "taps one later")  # the taps of a block are below
+@deep_cases("window of a head", "norm", "fp8 head", "taps one later", "int4 assistant")  # the taps of a block are below
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("drafter", "config", "tensors", "cause"),
@@ -360,6 +360,7 @@ def earlier(engine, tmp_path_factory):
     return folder
 
 
+@pytest.mark.deep
 @pytest.mark.slow
 def test_an_assistant_for_another_frozen_position_is_named(earlier, diagnosed):
     assert causes(diagnosed(earlier)) == ["frozen position"]
@@ -444,6 +445,7 @@ def test_nothing_is_named_in_a_healthy_block_pair(block, diagnosed):
     assert {trial.cause for trial in found.trials} >= {"MASK id", "taps"}
 
 
+@deep_cases("taps one later")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "cause", "do"),

@@ -7,7 +7,7 @@ import pytest
 
 from specdec import SamplingParams, SpecConfig
 
-from marks import each_value, pairs, usual
+from marks import deep_cases, each_value, pairs, usual
 from tiny_models import FAMILIES, GEMMA4_FAMILIES, random_eagle3
 
 SPECS = [SpecConfig(3, 2), SpecConfig(10, 3, 16), SpecConfig(2, 8, 64)]
@@ -37,6 +37,7 @@ def trees_of(make_engine, greedy_oracle, random_prompt):
     return check
 
 
+@deep_cases("gemma4-e2b-3x2-1-False", "gemma4-31b-3x2-16-True")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "spec", "page_size", "ordered"),
@@ -60,6 +61,7 @@ def test_trees_of_200_nodes_equal_the_eager_forward(page_size, make_target, make
     assert trees_of(model, make_assistant(model), spec, page_size, (9, 3), FEW_TOKENS) > 0
 
 
+@deep_cases("gemma4-e2b-3x2-1")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "spec", "page_size"),
@@ -79,6 +81,7 @@ def test_eagle3_trees_equal_the_eager_forward(family, spec, page_size, make_targ
     assert accepted > 0 or spec.topk < 3
 
 
+@deep_cases("gemma4-e2b mtp-3x2-0.7")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("pair", "spec", "temperature"),

@@ -17,7 +17,7 @@ from specdec.kvcache.frozen import frozen_kv
 from specdec.kvcache.table import FROZEN_EXTRA_KEYS
 from specdec.models.target import TargetModel
 
-from marks import each_value, pairs
+from marks import deep_cases, each_value, pairs, usual_cases
 from stand_ins import history_batch
 from tiny_models import random_eagle3
 
@@ -62,6 +62,7 @@ def test_lookup_length_is_a_setting():
     assert lookup(history, max_ngram=2) == lookup(history, max_ngram=5) == [[5, 0, 9, 2]]
 
 
+@usual_cases("2", "5")
 @pytest.mark.parametrize("max_ngram", [1, 2, 3, 5, 8])
 def test_lookup_is_the_same_alone_and_in_a_batch(max_ngram):
     """Also against a slow implementation of the definition, for every length from 1."""
@@ -145,6 +146,7 @@ def test_conformance(name, page_size, temperature, make_target, make_engine, gre
         assert [out.token_ids for out in outputs] == [greedy_oracle(model, p, 12) for p in prompts]
 
 
+@deep_cases("dflash-3", "jetspec-1")
 @pytest.mark.parametrize(
     ("kind", "topk"), each_value(itertools.product(["eagle3", "dflash", "jetspec", "dspark-rnn"], [1, 3]))
 )

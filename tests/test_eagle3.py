@@ -23,9 +23,22 @@ from specdec.kvcache.index_spaces import PRIMARY
 from specdec.models.target import TargetModel
 
 from marks import deep, usual
+from tiny_models import FULL, SLIDING
 
 V = 96
 H = 32
+FOUR_LAYERS = {"gpt_oss": [SLIDING, FULL] * 2, "gemma4-31b": [SLIDING] * 3 + [FULL]}
+
+
+@pytest.fixture
+def make_target(make_target: Callable[..., Any]) -> Callable[..., Any]:
+    """Targets of four layers, or as they are: heads read what enters the last of four."""
+
+    def make(family: str) -> Any:
+        kinds = FOUR_LAYERS.get(family)
+        return make_target(family, **({"num_hidden_layers": 4, "layer_types": kinds} if kinds else {}))
+
+    return make
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ from specdec.layers.merge import is_merged
 from specdec.layers.norm import Gain
 from specdec.layers.product import Product
 
-from marks import deep_cases, pairs, quick
+from marks import deep_cases, pairs, quick, usual_cases
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB, H = 24, 32
@@ -89,6 +89,10 @@ def run(form: PlainHead | FusedHead) -> tuple[HeadOutput, HeadOutput, torch.Tens
         return first, second, form.logits(form.norm(second.state))
 
 
+@deep_cases(
+    *("one layer-kernels", "normed residual-kernels", "normed states-kernels", "own embeddings-kernels"),
+    "biases-kernels",
+)
 @pytest.mark.parametrize(
     ("setting", "ops"),
     quick(pairs(list(SETTINGS), list(OPERATIONS)), lambda setting, ops: ops == "torch" or setting == "one layer"),
@@ -144,6 +148,10 @@ def test_a_form_that_computes_something_else_is_not_chosen() -> None:
     assert form is plain and reason == "its fused layers compute something else than its own"
 
 
+@usual_cases(
+    *("1-whole-torch.float32", "1-split-torch.float16", "24-whole-torch.float16", "24-bias-torch.float16"),
+    *("130-bias-torch.float32", "130-split-torch.float32"),
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("parts", ["whole", "bias", "split"])
 @pytest.mark.parametrize("width", [1, 24, 130])

@@ -14,7 +14,7 @@ from specdec import SamplingParams, SpecDecError
 from specdec.errors import CapacityError, ConfigError
 
 from inside import assert_idle, slots_needed
-from marks import deep, deep_cases, each_value, examples, pairs, slow, usual
+from marks import deep, deep_cases, each_value, examples, pairs, slow, usual, usual_cases
 
 NEW = 16
 
@@ -114,6 +114,7 @@ def test_one_new_token_needs_no_round(make_target, make_engine, greedy_oracle, r
 # streams
 
 
+@usual_cases("False-perfect", "True-ngram")
 @pytest.mark.parametrize("drafter", [None, "ngram", "perfect"])
 @pytest.mark.parametrize("stop", [False, True])
 def test_deltas_add_up_to_the_output(
@@ -135,6 +136,7 @@ def test_deltas_add_up_to_the_output(
     assert_idle(engine)
 
 
+@usual_cases("2", "3", "5", "8", "12")
 @pytest.mark.parametrize("end", range(2, 13))
 def test_no_piece_of_a_stop_string_is_streamed(
     end, make_target, make_engine, greedy_oracle, random_prompt, pair_tokenizer
@@ -214,6 +216,7 @@ def test_streams_and_generate_share_rounds(make_target, make_engine, greedy_orac
 # stop conditions
 
 
+@deep_cases("0-2-None", "4-6-perfect", "5-6-None", "5-8-perfect", "1-12-None", "12-17-perfect", "31-32-None")
 @pytest.mark.parametrize("drafter", [None, "perfect"])
 @pytest.mark.parametrize(("start", "end"), [(0, 2), (4, 6), (5, 6), (5, 8), (1, 12), (12, 17), (31, 32)])
 def test_stop_strings_across_token_borders(
@@ -291,6 +294,7 @@ def test_stop_token_ids_work_with_ignore_eos(make_target, make_engine, greedy_or
 # figures
 
 
+@deep_cases("1-1.0", "5-0.0")
 @pytest.mark.parametrize(("asked", "temperature"), each_value(itertools.product([0, 1, 5, 200], [0.0, 1.0])))
 def test_logprobs_are_those_of_transformers(
     asked, temperature, make_target, make_engine, random_prompt, hf_forward, scripted, tree_script, greedy_oracle
@@ -299,7 +303,7 @@ def test_logprobs_are_those_of_transformers(
     model, prompt = make_target("gemma4-e2b"), random_prompt(9)
     trees = scripted(tree_script([prompt + greedy_oracle(model, prompt, NEW)]))
     engine = make_engine(model, trees, num_steps=6, page_size=4)
-    params = SamplingParams(max_new_tokens=NEW, temperature=temperature, top_k=20, seed=1, logprobs=asked)
+    params = SamplingParams(max_new_tokens=NEW, temperature=temperature, top_k=20, seed=2, logprobs=asked)
     out, silent = engine.generate([prompt, random_prompt(20)], [params, SamplingParams(max_new_tokens=9)])
     assert silent.logprobs is None
     assert [item.token_id for item in out.logprobs] == out.token_ids
@@ -321,7 +325,9 @@ def test_statistics_add_up(make_target, make_engine, greedy_oracle, random_promp
         stats = out.stats
         assert stats.prompt_tokens == len(prompt) and stats.output_tokens == len(out.token_ids) == NEW
         assert stats.round_tokens == NEW - 1  # the first comes from the prefill
-        assert stats.acceptance_length == stats.round_tokens / stats.rounds
+        assert stats.acceptance_length == stats.drafted_round_tokens / stats.drafted_rounds
+        # a round with one token left to ask for drafts nothing, and brings one
+        assert stats.round_tokens - stats.drafted_round_tokens == stats.rounds - stats.drafted_rounds <= 1
         assert sum(stats.accepted_counts) == sum(out.drafted)
         # a round emits its accepted drafts and a bonus; the last one may be cut before the bonus
         assert sum(stats.accepted_counts) - (stats.round_tokens - stats.rounds) in (0, 1)
@@ -336,6 +342,7 @@ def test_statistics_add_up(make_target, make_engine, greedy_oracle, random_promp
     assert engine.stats().rounds > 0  # a copy
 
 
+@usual_cases("2", "5", "9")
 @pytest.mark.parametrize("new", [2, *map(slow, range(3, 11)), 11])
 def test_drafted_flags_are_the_accepted_drafts(new, make_target, make_engine, random_prompt, perfect):
     """Also when the last path is cut by an end token or by max_new_tokens while a neighbour drafts on."""
@@ -446,10 +453,20 @@ def test_a_pool_of_just_the_slots_of_a_request_serves_it_and_a_smaller_one_refus
         make_engine(model, full_slots=9).generate(prompt, params)
 
 
+@pytest.mark.parametrize("pools", [{"full_slots": 40}, {"swa_slots": 10}, {"full_slots": 40, "page_size": 16}])
+def test_the_most_new_tokens_are_as_many_as_every_pool_holds(pools, make_target, make_engine, random_prompt):
+    """A server asks for them where a client asks for no number. It looked at the primary pool alone."""
+    engine, prompt = make_engine(make_target("gemma4-e2b"), "ngram", **pools), random_prompt(5)
+    most = engine.most_new_tokens(5)
+    assert len(engine.generate(prompt, SamplingParams(max_new_tokens=most))[0].token_ids) == most > 1
+    with pytest.raises(CapacityError):
+        engine.submit(prompt, SamplingParams(max_new_tokens=most + 1))
+
+
 # what it leaves behind
 
 
-@deep_cases("eager-gemma4-multimodal", "eager-llama", "eager-gpt_oss", "sdpa-gemma4-e2b")
+@usual_cases("eager-gemma4-e2b", "sdpa-llama")
 @pytest.mark.parametrize("name", ["gemma4-e2b", slow("gemma4-multimodal"), slow("gpt_oss"), "llama"])
 @pytest.mark.parametrize("implementation", [slow("eager"), "sdpa"])
 def test_the_model_is_as_it_was(name, implementation, make_target, make_assistant, make_engine, random_prompt):
@@ -517,6 +534,7 @@ def test_a_closed_engine_says_so(make_target, make_engine, random_prompt):
     assert engine.stats().rounds == 0
 
 
+@deep_cases("llama-32-9")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "page_size", "num_steps"),

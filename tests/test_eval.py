@@ -17,7 +17,7 @@ from specdec.evaluation.accuracy import evaluate, evaluate_gsm8k, find_parting, 
 from specdec.evaluation.contest import Contestant, require_parity
 from specdec.evaluation.data_sets import load_data
 from specdec.evaluation.gsm8k_report import drawn, final_number, make_report, markdown, title
-from specdec.evaluation.tasks import EXEMPLARS, choose, cut, dialogue_ids, find_task, question_text
+from specdec.evaluation.tasks import EXEMPLARS, choose, cut, dialogue_ids, question_text
 from specdec.evaluation.transcripts import open_transcripts, read_transcripts
 from specdec.loading import load_tokenizer
 from specdec.models.bundled import HELD_OUT_PROBLEMS, resolve_name
@@ -488,7 +488,7 @@ def test_what_is_no_transcript_of_these_settings_is_refused(content, says, tmp_p
 
 
 def test_the_eight_categories_of_mt_bench_are_one_group_of_spec_bench(questions):
-    assert {problem.category for problem in find_task("spec-bench").load(str(questions))[1]} == {"mt_bench"}
+    assert {problem.category for problem in load_data("spec-bench", str(questions))[1]} == {"mt_bench"}
 
 
 @pytest.mark.slow

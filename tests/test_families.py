@@ -17,7 +17,7 @@ from specdec import Engine, EngineConfig, SamplingParams
 from specdec.errors import ConfigError, UnsupportedModelError
 from specdec.models.target import TargetModel
 
-from marks import deep, each_value, examples, quick
+from marks import deep, deep_cases, each_value, examples, quick, usual_cases
 
 VOCAB, WINDOW, NEW = 96, 8, 12
 GREEDY = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
@@ -151,6 +151,10 @@ def is_fast(name, *_):
     return list(SERVED).index(name) % 4 == 0
 
 
+@deep_cases(
+    *("cohere-tree-4", "glm4-tree-1", "qwen2_5_vl-tree-1", "llava_next-tree-4", "mistral3-tree-1", "smolvlm-tree-4"),
+    *("glm-tree-4", "smollm3-tree-4", "olmo2-tree-4", "cohere2-tree-1"),
+)
 @pytest.mark.parametrize(
     ("name", "way", "page_size"),
     [
@@ -170,6 +174,11 @@ def test_tokens_are_the_models_own(
     assert len({token for tokens in wanted for token in tokens}) > 4
 
 
+@usual_cases(
+    *("opt-torch.bfloat16", "gpt_neox-serial-torch.float16", "phi3-window-torch.float16", "mixtral-torch.bfloat16"),
+    *("cohere-torch.float16", "nanochat-torch.float16", "olmo2-torch.bfloat16", "afmoe-torch.bfloat16"),
+    "qwen3_vl-torch.bfloat16",
+)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     each_value(
@@ -242,6 +251,10 @@ REFUSED = {
 HALVED = [(name, torch.bfloat16) for name in REFUSED if "causal" in name]
 
 
+@deep_cases(
+    *("MBart, causal-torch.bfloat16", "PLBart, causal-torch.bfloat16", "Pegasus, causal-torch.bfloat16"),
+    *("BigBirdPegasus, causal-torch.bfloat16", "Marian, causal-torch.bfloat16", "Blenderbot, causal-torch.bfloat16"),
+)
 @pytest.mark.parametrize(("name", "dtype"), [*((name, torch.float32) for name in REFUSED), *HALVED], ids=str)
 def test_models_of_other_kinds_are_refused(name, dtype):
     make, parts = REFUSED[name]
@@ -270,6 +283,7 @@ CHANGES = {
 }
 
 
+@usual_cases("fp32-mlp-mix_neighbours", "fp32-norm-look_ahead", "bf16-mlp-by_row", "bf16-norm-mix_neighbours")
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("where", ["mlp", "norm"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

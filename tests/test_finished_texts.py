@@ -15,7 +15,7 @@ from specdec.errors import ConfigError
 from specdec.gpu.mirrored_array import upload
 
 from inside import capture_on_tape
-from marks import deep, examples
+from marks import deep, deep_cases, examples, usual_cases
 from stand_ins import history_batch
 
 CPU = torch.device("cpu")
@@ -86,6 +86,7 @@ def test_a_prompt_is_context_and_no_continuation():
     assert looked_up(store, [3, 4])[0][1] == [5, 6]
 
 
+@usual_cases("0-2", "1-3", "2-512", "3-2", "4-3", "5-512")
 @pytest.mark.parametrize("fan", [2, 3, 512])
 @pytest.mark.parametrize("seed", [*range(6), *(deep(seed) for seed in range(6, 60))])
 def test_against_a_search_through_all_texts(seed, fan, monkeypatch):
@@ -146,6 +147,7 @@ def assert_in_step(store):
     assert int(count) == len(store._order) and order[: len(store._order)].tolist() == store._order.tolist()
 
 
+@deep_cases("3", "4", "5")
 @pytest.mark.parametrize("seed", range(6))
 def test_what_is_sent_piece_by_piece_is_the_whole(seed):
     """Texts that join and leave between two uploads, more than once round the ring, and none at all."""

@@ -26,7 +26,7 @@ from specdec.layers.packed.packed_linear import PackedLinear
 from specdec.layers.product import Product
 from specdec.layers.recurrent_families import described_mixer
 
-from marks import slow
+from marks import slow, usual_cases
 from tiny_models import build_target
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -125,6 +125,10 @@ def packed(linear: torch.nn.Linear) -> PackedLinear:
     return PackedLinear(random_packed(FORMS["int4-g32"], draw, linear.weight.shape))
 
 
+@usual_cases(
+    *("qwen3_5-plain-kernels", "qwen3_5-gates left in 16 bits-reference", "qwen3_next-plain-reference"),
+    *("qwen3_next-packed-kernels", "qwen3_5_moe-packed-reference"),
+)
 @torch.no_grad()
 @pytest.mark.parametrize("ops", [REFERENCE, slow(KERNELS)], ids=["reference", "kernels"])
 @pytest.mark.parametrize("form", ["plain", "packed", "gates left in 16 bits"])

@@ -11,7 +11,7 @@ from specdec import SamplingParams
 from specdec.errors import CapacityError
 from specdec.runtime.scheduler import slots_needed
 
-from marks import deep_cases, each_value, pairs, quick, slow, usual
+from marks import deep_cases, each_value, pairs, quick, slow, usual, usual_cases
 from tiny_models import FAMILIES, FAST_FAMILIES, GEMMA4_FAMILIES
 
 LENGTHS = (1, 5, 13, 40, 60)
@@ -68,6 +68,7 @@ def test_the_oracle_believes_no_guess(right, make_target, random_prompt, greedy_
     assert prompt + truth == [*prompt, *want] and truth + prompt == [*want, *prompt]
 
 
+@deep_cases("qwen3-None-1", "qwen2-ngram-4", "gemma4-moe-None-1")
 @pytest.mark.parametrize(
     ("family", "drafter", "page_size"), each_value(quick(pairs(FAMILIES, [None, "ngram"], [1, 4]), is_fast))
 )
@@ -82,6 +83,7 @@ def test_families(family, drafter, page_size, make_target, make_engine, greedy_o
     assert len({token for out in outputs for token in out.token_ids}) > 20  # it wanders
 
 
+@deep_cases("gemma4-31b-False-4")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "ordered", "page_size"),
@@ -93,6 +95,7 @@ def test_mtp(family, ordered, page_size, make_target, make_assistant, make_engin
     assert tokens(run(engine, prompts)) == [greedy_oracle(model, p, NEW) for p in prompts]
 
 
+@deep_cases("gpt_oss-1", "llama-4")
 @pytest.mark.parametrize(
     ("family", "page_size"),
     usual(each_value((family, size) for i, family in enumerate(FAMILIES) for size in (1, 3 + i % 2)), is_fast),
@@ -107,6 +110,7 @@ def test_random_trees(family, page_size, make_target, make_engine, greedy_oracle
     assert all(out.stats.acceptance_length > 1.2 for out in outputs)
 
 
+@deep_cases("3-gpt_oss-4", "3-mistral-1")
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_steps", "name", "page_size"), each_value(pairs([3, 12], SOME, [1, 4])))
 def test_right_drafts_are_all_accepted(
@@ -124,6 +128,7 @@ def test_right_drafts_are_all_accepted(
         assert out.stats.accepted_per_position == [1.0] * num_steps
 
 
+@deep_cases("gpt_oss-4", "llama-1")
 @pytest.mark.parametrize(
     ("name", "page_size"),
     usual(itertools.product(SOME, [1, 4]), lambda name, size: size == (1, 4)[SOME.index(name) % 2]),
@@ -159,6 +164,10 @@ def just_enough(engine, prompt_len, new, factor=1.0):
     return dict(zip(("full_slots", "swa_slots"), sizes, strict=False))
 
 
+@usual_cases(
+    *("gemma4-e2b-1-1-1", "gemma4-e2b-1-3-5", "gemma4-e2b-2-1-5", "gemma4-e2b-2-4-40", "gemma4-e2b-20-4-60"),
+    *("llama-2-3-60", "mistral-20-1-13"),
+)
 @pytest.mark.parametrize(
     ("name", "new", "page_size", "length"),
     [
@@ -189,6 +198,7 @@ def test_pools_just_large_enough(
     assert out.stats.preemptions == 0
 
 
+@deep_cases("gpt_oss-1-1.5", "mistral-1-1.0")
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "page_size", "factor"), each_value(pairs(SOME, [1, 4], [1.0, 1.5])))
 def test_preemption(name, page_size, factor, make_target, make_engine, greedy_oracle, prompts, scripted, tree_script):
@@ -206,6 +216,7 @@ def test_preemption(name, page_size, factor, make_target, make_engine, greedy_or
     assert engine.stats().preemptions > 0
 
 
+@usual_cases("2")
 @pytest.mark.parametrize("batch", [1, 2, 5])
 def test_more_prompts_than_rows(batch, make_target, make_engine, greedy_oracle, random_prompt):
     model = make_target("gemma4-e2b")

@@ -23,7 +23,7 @@ import specdec
 from specdec import EngineConfig, SpecConfig, SpecDecError
 from specdec.errors import CapacityError, ConfigError
 
-from marks import deep, each_value, pairs, usual
+from marks import deep, deep_cases, each_value, pairs, usual, usual_cases
 
 PROMPTS = [[5, 9, 31, 7, 22, 9, 31], [11, 3], [8, 8, 8, 40, 2]]
 ONE = torch.tensor(PROMPTS[:1])
@@ -56,12 +56,14 @@ BATCH, MASK = padded(PROMPTS, "left")
 GREEDY = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 
+@usual_cases("None-gemma3", "ngram-gemma4-e2b")
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gemma4-e2b"])
 @pytest.mark.parametrize("drafter", [None, "ngram"])
 def test_greedy_batch_equals_transformers_generate(make_target, family, drafter):
     as_transformers(make_target(family), BATCH, drafter, attention_mask=MASK, **GREEDY)
 
 
+@deep_cases("0-inferred", "None-mask", "1-mask")
 @pytest.mark.parametrize("mask", [MASK, None], ids=["mask", "inferred"])
 @pytest.mark.parametrize("pad", [0, None, 1])
 def test_rows_end_at_eos_and_are_padded_like_transformers(pad, mask, model):
@@ -317,6 +319,10 @@ def test_a_generation_setting_in_the_models_config_is_refused_as_in_transformers
 OWN = {"max_new_tokens": 5, "eos_token_id": [31, 8], "pad_token_id": 3, "repetition_penalty": 1.3}
 
 
+@deep_cases(
+    *("{}-None-{}", "{'max_length': 12}-{'max_new_tokens': 9, 'pad_token_id': 1}-{'max_new_tokens': 6}"),
+    "{}-{'max_length': 11}-{}",
+)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
 @pytest.mark.parametrize(
@@ -343,6 +349,7 @@ def test_a_given_config_is_filled_from_the_models_own(own, given, kwargs, model)
     assert (str(kwargs), model.generation_config.to_dict()) == (str(before[0]), before[1])
 
 
+@deep_cases("40-0-left", "[0, 40]-40-none", "-1-None-left")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "pad", "side"),
@@ -429,6 +436,7 @@ def test_filters_at_none_are_off(model):
 # streamers and stop strings
 
 
+@deep_cases("None")
 @pytest.mark.parametrize("drafter", [None, "ngram"])
 def test_a_streamer_sees_what_it_sees_in_transformers(drafter, model, byte_words, capsys):
     want, got = Recorder(), Recorder()
@@ -483,6 +491,7 @@ def byte_words():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<pad>")
 
 
+@deep_cases("1", "3", "5")
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [seed if seed < 6 else deep(seed) for seed in range(16)])
 def test_stop_strings_end_where_transformers_ends(seed, model, byte_words):

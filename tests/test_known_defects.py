@@ -310,6 +310,7 @@ def test_all_tokens_and_drafts_are_right_under_load(name, sanitize, load) -> Non
     load(**LOADS[name], sanitize=sanitize)
 
 
+@deep_cases("write-extend-True", "own-keys-False", "ignored-True")
 @pytest.mark.parametrize(
     ("name", "sanitize"),
     usual(itertools.product(SEEDED, [False, True]), lambda name, sanitize: list(SEEDED).index(name) % 2 == sanitize),
@@ -333,6 +334,7 @@ def sound_engines() -> set[bool]:
     return set()
 
 
+@deep_cases("write", "stale", "ignored")
 @pytest.mark.parametrize(
     ("seed", "captured"),
     [

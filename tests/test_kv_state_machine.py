@@ -34,7 +34,7 @@ from kv_rig import (
 
 from specdec.errors import FrozenKVError, KVStateError, OutOfSlotsError
 
-from marks import examples, usual
+from marks import deep_cases, examples, usual
 from snapshots import kv_contents
 
 NODES, ROWS, MAX_LEN = 4, 3, 40
@@ -361,6 +361,7 @@ def walk_to(parents: np.ndarray, node: int) -> list[int]:
     return [*walk_to(parents, int(parents[node])), node] if node else [0]
 
 
+@deep_cases("1-True-windows7", "4-False-windows9")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("page_size", "pairs", "windows"),

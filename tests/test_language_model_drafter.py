@@ -28,7 +28,7 @@ def engine_of(model, drafter, spec=CHAIN, **config):
     return Engine(target, LanguageModelDrafter(TargetModel(drafter), target), spec=spec, config=settings)
 
 
-@deep_cases("gemma4-e2b-False-1")
+@deep_cases("gemma4-e2b-False-1", "gemma2-False-4")
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "tree", "page_size"), fast_ones(FAMILIES, [False, True], [1, 4]))
 def test_a_model_that_drafts_for_itself(family, tree, page_size, make_target, greedy_oracle, random_prompt):

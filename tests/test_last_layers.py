@@ -22,8 +22,8 @@ from specdec.models.target import FinalStates, TargetModel
 from specdec.runtime.rounds.round import Round
 
 from inside import capture_on_tape
-from marks import deep, deep_cases, each_value, examples, slow
-from tiny_models import FAMILIES, FAST_FAMILIES, FULL, SLIDING, random_eagle3
+from marks import deep, deep_cases, each_value, examples, slow, usual_cases
+from tiny_models import FAMILIES, FAST_FAMILIES, FULL, SLIDING, TWO_OWNERS, random_eagle3
 
 SHARING = ["gemma4-e2b", "gemma4-multimodal"]
 WHOLE, LAYERS = 2, 6  # the third stores the last K/V
@@ -34,6 +34,16 @@ DRAFTERS = [None, "ngram", "suffix", "mtp", "mtp-tree", "eagle3-low", "eagle3-mi
 EAGLE3_LAYERS = {"low": (0, 1, 2), "middle": (0, 2, 3), "all": (0, 1, LAYERS), "final": ()}
 NARROWED = {None: 2, "ngram": 2, "suffix": 2, "mtp": 2, "mtp-tree": 2, "eagle3-low": 2, "eagle3-middle": 3}
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
+
+
+@pytest.fixture
+def make_target(make_target: Callable[..., Any]) -> Callable[..., Any]:
+    """Models of `make_target`, but for a Gemma 4 E2B of six layers."""
+
+    def make(family: str, **overrides: Any) -> Any:
+        return make_target(family, **(overrides or (TWO_OWNERS if family == "gemma4-e2b" else {})))
+
+    return make
 
 
 @pytest.fixture
@@ -126,6 +136,7 @@ def test_layers_that_store_nothing_see_one_row_a_prompt(family, make_target, eng
     assert rows == [[8, 8, 4]] * WHOLE + [[1]] * (LAYERS - WHOLE)
 
 
+@deep_cases("gemma2")
 @pytest.mark.parametrize("family", [family if family in FAST_FAMILIES else deep(family) for family in FAMILIES])
 def test_the_last_layer_of_any_family(family, make_target, engine, random_prompt, greedy_oracle):
     """Its K/V are made of every token, and no more than that but of a prompt's last."""
@@ -137,6 +148,7 @@ def test_the_last_layer_of_any_family(family, make_target, engine, random_prompt
     assert out.token_ids == greedy_oracle(model, prompt, NEW)
 
 
+@deep_cases("ngram", "mtp-tree", "eagle3-middle", "eagle3-all")
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_rows_by_what_a_drafter_reads(drafter, make_target, engine, random_prompt):
     """Taps need the layers up to the last one, a head on final states all layers; the others need the last token."""
@@ -159,6 +171,7 @@ def test_scored_prompts_run_through_every_layer(make_target, engine, random_prom
 # what comes out
 
 
+@usual_cases("gemma4-e2b-None", "gemma4-e2b-mtp-tree", "gemma4-e2b-eagle3-middle", "gemma4-multimodal-eagle3-all")
 @pytest.mark.parametrize(("family", "drafter"), each_value(itertools.product(SHARING, DRAFTERS)))
 def test_tokens_are_those_of_transformers(family, drafter, make_target, engine, random_prompt, greedy_oracle):
     """Past the window, in chunks, prompts of unlike lengths at once, with a token alone in its chunk."""
@@ -205,6 +218,7 @@ def test_a_resumed_request_drafts_from_its_last_state(make_target, engine, rando
     assert seen[0] == seen[1] and len(seen[0]) > 2
 
 
+@usual_cases("0")
 @pytest.mark.parametrize("case", range(examples(4, 60)))
 def test_random_loads(case, make_target, engine, random_prompt, greedy_oracle):
     """Chunks, pages, pools that are too small, prompts that begin alike, scores, every drafter that can skip."""

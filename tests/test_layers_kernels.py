@@ -42,7 +42,7 @@ from specdec.layers.rope_store import (
     rotary,
 )
 
-from marks import deep, deep_cases, slow
+from marks import deep, deep_cases, slow, usual_cases
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16] + (
@@ -83,6 +83,10 @@ def test_linear_by_eye():
     assert finish(linear(x, weight, torch.tensor([10.0, 20.0], device=DEVICE))).tolist() == [[11, 23], [10, 22]]
 
 
+@usual_cases(
+    *("1-64-128-plain-torch.float32", "2-1-1-bias-torch.float16", "5-70-100-bias-torch.float32"),
+    *("17-130-600-plain-torch.float16", "17-130-600-bias-torch.float32", "70-33-1000-bias-torch.float16"),
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize(("rows", "n", "k"), [(1, 64, 128), (2, 1, 1), (5, 70, 100), (17, 130, 600), (70, 33, 1000)])
@@ -96,6 +100,7 @@ def test_linear_is_the_reference(rows: int, n: int, k: int, biased: bool, dtype:
     close(reference_finish(product), reference_finish(reference_linear(x, weight, bias)))
 
 
+@deep_cases("1-2-16-gelu_tanh", "3-64-100-silu", "19-66-300-gelu_tanh", "2-130-128-silu")
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize(("rows", "n", "k"), [(1, 2, 16), (3, 64, 100), (19, 66, 300), (2, 130, 128)])
 def test_gated_linear_is_the_reference(rows: int, n: int, k: int, activation: str):
@@ -248,7 +253,7 @@ def test_a_part_is_its_range_of_columns():
         close(part, x[:, begin : begin + 256] @ weight[:, begin : begin + 256].T)
 
 
-@deep_cases("large-torch.float32")
+@deep_cases("large-torch.float32", "split-torch.float32", "whole-torch.float16")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("n", "k"), [(70, 600), (33, 128), slow(530, 300)], ids=["split", "whole", "large"])
 def test_a_row_has_the_same_bits_beside_any_others(n: int, k: int, dtype: torch.dtype):
@@ -289,6 +294,7 @@ def test_tiles_change_no_bit():
         same_bits(finish(linear(x, weight, tiles=tiles)), want)
 
 
+@deep_cases("16", "32")
 @pytest.mark.parametrize("rows", [1, 16, 17, 32, 40, 70])
 def test_two_tiles_of_rows_in_one_program(rows: int):
     """Groups of 16 and 16 rows here: the second may have none, and there may be more than one pair."""
@@ -352,6 +358,7 @@ def product_of(rows: int, width: int, splits: int, biased: bool = False) -> Prod
     return Product(randn(splits, rows, width), randn(width) if biased else None, torch.float32)
 
 
+@deep_cases("1-3", "63-1", "100-3", "2000-1")
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("width", [1, 63, 100, 2000])
 def test_norm_is_the_reference(width: int, splits: int):
@@ -407,6 +414,7 @@ def gain(width: int, dtype: torch.dtype = torch.float32, round_first: bool = Fal
     return Gain(randn(width, dtype=dtype), float(torch.rand(()) * 0.1), round_first)  # eps that are seen
 
 
+@deep_cases("1-3", "63-1", "100-3", "2000-1")
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("width", [1, 63, 100, 2000])
 def test_fork_norm_is_the_reference(width: int, splits: int):
@@ -417,6 +425,7 @@ def test_fork_norm_is_the_reference(width: int, splits: int):
     torch.testing.assert_close(tuple(got), tuple(want), rtol=2e-5, atol=2e-5)
 
 
+@deep_cases("1-3-8", "63-1-1", "100-3-8", "2000-1-1")
 @pytest.mark.parametrize(("splits", "top_k"), [(1, 1), (3, 8)])
 @pytest.mark.parametrize("width", [1, 63, 100, 2000])
 def test_join_norm_is_the_reference(width: int, splits: int, top_k: int):
@@ -480,6 +489,10 @@ HEADS = {
 }
 
 
+@usual_cases(
+    *("gemma-8-8-3", "gemma-64-16-1", "keys as values-20-12-3", "queries-64-16-1", "llama-8-8-3", "llama-20-12-3"),
+    *("gemma3-8-8-3", "glm-20-12-3", "mimo-64-16-1", "latent-8-8-3", "qwen3.5-20-12-3", "qwen3-64-16-1"),
+)
 @pytest.mark.parametrize(
     ("dim", "rotated", "splits"), [deep(8, 8, 1), slow(8, 8, 3), (20, 12, 3), slow(64, 16, 1), deep(64, 16, 3)]
 )
@@ -574,6 +587,9 @@ def test_rotary_is_the_reference():
 # per-layer embeddings
 
 
+@deep_cases(
+    *("1-8-32-1-torch.float16", "5-20-70-3-torch.float32", "40-16-33-2-torch.float16", "200-20-33-2-torch.float32"),
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("rows", "width", "height", "splits"), [(1, 8, 32, 1), (5, 20, 70, 3), (40, 16, 33, 2), (200, 20, 33, 2)]

@@ -12,6 +12,8 @@ from specdec.layers.embedding import embed, reference_embed
 from specdec.layers.fuse import FusedEmbedding, fuse_embedding
 from specdec.sampling.softcap import _cheap_tanh, reference_softcap, softcap
 
+from marks import deep_cases, usual_cases
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)  # the interpreter cuts off where a GPU rounds
 
@@ -27,6 +29,7 @@ def every(dtype: torch.dtype) -> torch.Tensor:
 # softcap
 
 
+@deep_cases("30.0-torch.bfloat16", "50.0-torch.float16", "1.0-torch.bfloat16")
 @pytest.mark.parametrize("dtype", [torch.float16, ON_GPU], ids=str)
 @pytest.mark.parametrize("cap", [30.0, 50.0, 1.0])
 def test_softcap_has_the_bits_of_torchs_operators(cap: float, dtype: torch.dtype):
@@ -72,6 +75,11 @@ def test_a_cheap_tangent_of_a_bfloat16_rounds_as_the_exact_one_does():
 # embeddings
 
 
+@usual_cases(
+    *("1-3-None-plain-torch.float32", "1-3-None-scaled-torch.bfloat16", "5-512-512-scaled-torch.float16"),
+    *("4-700-5-plain-torch.bfloat16", "4-700-5-scaled-torch.float32", "2-33-1030-plain-torch.float16"),
+    "2-33-1030-scaled-torch.float32",
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, ON_GPU], ids=str)
 @pytest.mark.parametrize("scale", [None, 50.5964], ids=["plain", "scaled"])
 @pytest.mark.parametrize(("rows", "width", "beside"), [(1, 3, None), (5, 512, 512), (4, 700, 5), (2, 33, 1030)])

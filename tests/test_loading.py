@@ -14,13 +14,14 @@ from specdec import Engine, EngineConfig, SamplingParams, SpecDecError
 from specdec.errors import CheckpointError, ConfigError
 from specdec.loading import load_model, pick_dtype
 
-from marks import slow
+from marks import deep_cases, slow
 
 PARAMS = SamplingParams(max_new_tokens=12)
 CONFIG = EngineConfig(max_batch_size=1, max_model_len=64)
 CPU = torch.device("cpu")
 
 
+@deep_cases("gemma4-e2b", "gpt_oss", "mistral")
 @pytest.mark.parametrize(
     "family",
     ["gemma4-multimodal", slow("gemma4-e2b"), "gemma4-moe", "gpt_oss", slow("qwen3"), slow("mistral"), "step3p7"],

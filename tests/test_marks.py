@@ -6,7 +6,18 @@ from unittest import mock
 
 import pytest
 
-from marks import deep, deep_cases, examples, leave_out_deep, mark_deep_cases, pairs, quick, slow, usual
+from marks import (
+    deep,
+    deep_cases,
+    examples,
+    leave_out_deep,
+    mark_deep_cases,
+    pairs,
+    quick,
+    slow,
+    usual,
+    usual_cases,
+)
 
 
 def test_pairs_by_eye():
@@ -69,14 +80,20 @@ def test_named_cases_become_deep_and_one_that_is_gone_is_an_error():
         return [mock.Mock(nodeid=f"tests/test_a.py::x[{case}]") for case in ("1-a", "2-b")]
 
     config = mock.Mock(args=["tests"])
-    for mark, marked in ((deep_cases("2-b"), [0, 1]), (deep_cases("1-a", "2-b"), [1, 1])):
+    for mark, marked in (
+        (deep_cases("2-b"), [0, 1]),
+        (deep_cases("1-a", "2-b"), [1, 1]),
+        (usual_cases("2-b"), [1, 0]),
+        (usual_cases("1-a", "2-b"), [0, 0]),
+    ):
         there = items()
         for item in there:
-            item.get_closest_marker.side_effect = lambda name, mark=mark: mark.mark if name == "deep_cases" else None
+            item.get_closest_marker.side_effect = lambda name, mark=mark: mark.mark if name == mark.name else None
         mark_deep_cases(config, there)
         assert [item.add_marker.call_count for item in there] == marked
-    for item in there:
-        item.get_closest_marker.side_effect = lambda name: deep_cases("2-b", "3-c").mark
-    with pytest.raises(pytest.UsageError, match="names '3-c', which is no case of it"):
-        mark_deep_cases(config, there)
+    for mark in (deep_cases("2-b", "3-c"), usual_cases("2-b", "3-c")):
+        for item in there:
+            item.get_closest_marker.side_effect = lambda name, mark=mark: mark.mark if name == mark.name else None
+        with pytest.raises(pytest.UsageError, match=f"{mark.name} names '3-c', which is no case of it"):
+            mark_deep_cases(config, there)
     mark_deep_cases(mock.Mock(args=["tests/test_a.py::x[1-a]"]), there[:1])  # others are not there

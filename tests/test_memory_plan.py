@@ -20,7 +20,7 @@ from specdec.evaluation.memory_plan import memory_plan
 from specdec.kvcache.layout import layout_from_config
 from specdec.loading import load_model
 from specdec.models.cache_geometry import GeometryContext
-from specdec.models.model_on_meta import ModelOnMeta, model_on_meta
+from specdec.models.described_model import ModelOnMeta, model_on_meta
 from specdec.models.target import TargetModel
 from specdec.models.weight_storage import stored_weights
 from specdec.runtime import sizing
@@ -29,7 +29,7 @@ from marks import deep
 from tiny_models import TARGETS
 
 TARGET = "tiny-gemma4"
-OF_EACH_KIND = ("gemma4-moe", "gpt_oss", "mimo_v2_flash")
+OF_EACH_KIND = ("gemma4-moe", "gpt_oss", "mimo_v2_flash", "step3p7")
 OF_EACH_FORMAT = (
     *("z-lab/Qwen3-8B-DFlash-b16", "deepseek-ai/dspark_gemma4_12b_block7", "meta-models/Muse-Glimmer-30B-assistant"),
     "speculators, dspark, sliding",
@@ -76,6 +76,7 @@ def test_states_of_recurrent_layers_are_counted_apart(family, tmp_path, make_tar
     [use] = engine.stats().devices
     assert use.kv_bytes == sum(groups.values())
     assert report["groups"][2]["kept"] == RECURRENT[family]
+    assert [kept["layers"] for kept in report["groups"][0]["kept"]] == [1]  # no layer that keeps nothing
     captured = memory_plan(str(tmp_path), None, config=replace(cpu, device="cuda"), **settings)
     assert captured["groups"][2]["kept"] == report["groups"][2]["kept"]
 
@@ -225,6 +226,11 @@ def test_models_that_are_not_served_are_refused(make_target, tmp_path) -> None:
     text = make_target("llama").config
     chunked = run("--memory", "--target", folder_of(text, tmp_path / "a", attention_chunk_size=4))
     assert chunked.exit_code == 2 and "uses chunked attention" in chunked.stderr
+    hybrid = folder_of(make_target("lfm2").config, tmp_path / "d", architectures=["Lfm2ForCausalLM"])
+    rounded = run("--memory", "--target", hybrid, "--kv-dtype", "fp8")
+    assert rounded.exit_code == 2 and "has recurrent layers, whose records are not rounded" in rounded.stderr
+    drafting = run("--memory", "--drafter", hybrid)
+    assert drafting.exit_code == 2 and "has recurrent layers, and a drafter's states are not kept" in drafting.stderr
     unknown = run("--memory", "--target", folder_of(text, tmp_path / "b", model_type="bert"))
     assert unknown.exit_code == 2 and unknown.stderr.count("\n") == 1
     encoder = folder_of(transformers.BertConfig(), tmp_path / "c", architectures=["BertModel"])

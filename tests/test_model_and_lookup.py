@@ -15,7 +15,7 @@ from specdec.errors import ConfigError
 from specdec.models.target import TargetModel
 
 from inside import capture_on_tape
-from marks import deep_cases, examples, pairs, usual
+from marks import deep_cases, examples, pairs, usual, usual_cases
 
 CHAIN, TREE = SpecConfig(4, adaptive=True), SpecConfig(3, 3, 12, adaptive=True)
 MODELS = ["tiny-gemma4-mtp", "tiny-gemma4-eagle3", "tiny-gemma4"]
@@ -129,6 +129,7 @@ def each_once(shape, others, model, said):
     return others in (2, 5, 9) and model == "tiny-gemma4-eagle3"
 
 
+@deep_cases("chain-17-tiny-gemma4-eagle3-plain")
 @pytest.mark.parametrize(("shape", "others", "model", "said"), usual(LAGGING, each_once))
 def test_a_model_that_caught_up_drafts_as_if_it_had_read_along(shape, others, model, said):
     """`others` rounds between two of the model: by lookup, or plain ones. Of a text of one token all drafts are right.
@@ -182,7 +183,7 @@ def test_the_prefix_cache_keeps_no_page_that_the_model_has_not_read(drafter, num
         assert len(prompt) - 2 <= again.stats.cached_tokens <= read[0]
 
 
-@deep_cases("tiny-gemma4-mtp-chain", "tiny-gemma4-eagle3-tree")
+@usual_cases("tiny-gemma4-eagle3-chain")
 @pytest.mark.parametrize("spec", [CHAIN, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("model", ["tiny-gemma4-mtp", "tiny-gemma4-eagle3"])
 def test_drafts_are_those_that_each_makes_alone(model, spec):

@@ -37,7 +37,7 @@ from specdec.layers.moe.routing import Router, Routing, list_kernel, pick_kernel
 from specdec.layers.norm import reference_rms_norm
 from specdec.layers.product import finish, reference_finish
 
-from marks import deep, deep_cases, slow
+from marks import deep, deep_cases, slow, usual_cases
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -134,6 +134,10 @@ def reference_apply_experts(*arguments: Any) -> torch.Tensor:
     return reference_finish(moe_experts.reference_apply_experts(*arguments))
 
 
+@usual_cases(
+    *("gemma4-1", "gemma4-19", "gpt_oss-5", "mixtral-1", "qwen3_moe-19", "qwen3_moe-raw-1", "glm4_moe-5"),
+    "step3p7-19",
+)
 @torch.no_grad()
 @pytest.mark.parametrize("num_rows", [slow(1), 5, slow(19)])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -256,6 +260,7 @@ def test_a_pick_by_eye(dtype):
     assert routing.weights[2].tolist() == [1, 0, 0]
 
 
+@usual_cases("1-torch.float32", "37-torch.float16", "128-torch.bfloat16", "300-torch.float32")
 @pytest.mark.parametrize("dtype", PICKED, ids=str)
 @pytest.mark.parametrize("num_experts", [1, 37, 128, 300])
 def test_a_pick_among_many_equals_is_a_stable_sort(num_experts, dtype):
@@ -327,6 +332,7 @@ def test_no_rows():
     assert apply_experts(x, routing, experts).shape == (0, 20)
 
 
+@deep_cases("gemma4-dtype1", "gpt_oss-dtype0")
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("family", [slow("gemma4"), "gpt_oss"])
@@ -379,6 +385,7 @@ def test_an_early_product_writes_to_memory_that_was_free_before_the_router_began
     assert early == [((5, 36), "early"), ((1, 5, 40), "usual")]
 
 
+@deep_cases("40-36-7")
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("hidden", "dense_width", "num_rows"),

@@ -12,7 +12,7 @@ from specdec.draft_models.model_and_lookup import ModelAndLookup
 from specdec.draft_models.ngram import NgramDrafter
 
 from inside import capture_on_tape
-from marks import deep
+from marks import deep, deep_cases
 from tiny_models import random_eagle3
 
 EOS, VOCAB, NEW = 256, 300, 14
@@ -90,6 +90,7 @@ def drafter_of(kind, model, texts):
 KINDS = ["ngram", "model and ngram", "chain of 2", "tree of 4", "other each round"]
 
 
+@deep_cases("chain of 2-False", "other each round-False")
 @pytest.mark.parametrize(
     ("kind", "captured"),
     [*((kind, False) for kind in KINDS), ("ngram", True), deep("model and ngram", True)],

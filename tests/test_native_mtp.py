@@ -30,7 +30,7 @@ from specdec.evaluation.transformers_peer import assisted_peer
 from specdec.layers.decoder import FusedDecoder
 from specdec.runtime import arguments
 
-from marks import deep, is_deep, slow
+from marks import deep, deep_cases, is_deep, slow, usual_cases
 
 OTHERS = ("exaone_moe", "glm4_moe", "deepseek_v3", "kimi_k25", "ernie", "hy_v3", "mellum", "qwen3_5_moe", "qwen3_next")
 SAME_DRAFTS = ("glm4_moe-shared", "glm4_moe-copied", "qwen3-tuned")
@@ -146,6 +146,7 @@ def test_drafts_are_those_of_the_published_forward(name: str, tree: bool, publis
     assert assert_published(Reference(made), watched.seen) > 40
 
 
+@deep_cases("ernie", "mimo_v2_flash")
 @pytest.mark.parametrize("name", [n if n in FUSED_FIRST else deep(n) for n in SHAPES if n not in SAME_DRAFTS])
 def test_fused_modules_draft_what_the_published_forward_gives(name: str, published: Any) -> None:
     """Every family's block through the table of fused layers: the numbers of its own modules, drafts and output."""
@@ -162,6 +163,7 @@ def test_fused_modules_draft_what_the_published_forward_gives(name: str, publish
     assert assert_published(Reference(made), watched.seen) > 30
 
 
+@deep_cases("kernels")
 @pytest.mark.parametrize(
     ("settings", "tokens"),
     [slow({"attention": "triton"}, 4), ({"deterministic": True}, 12)],
@@ -182,6 +184,7 @@ def test_full_attention_modules_do_not_see_rows_before_their_first(
 SIMULATED = ("exaone4", "step-form", "mimo_v2-form", "ernie", "mimo", "glm4_moe", "glm4_moe-copied")
 
 
+@deep_cases("mimo_v2-form-spec7", "step-form-spec1")
 @pytest.mark.parametrize(
     ("name", "spec"),
     [*((name, TREE) for name in SIMULATED), ("mimo_v2-form", CHAIN), *(deep(name, CHAIN) for name in SIMULATED[:2])],
@@ -258,6 +261,7 @@ def as_transformers_reads(made: Published, folder: Path, monkeypatch: pytest.Mon
     return model
 
 
+@deep_cases("deepseek_v3")
 @pytest.mark.parametrize("name", ["glm4_moe-3", deep("glm4_moe-shared"), "deepseek_v3", "kimi_k25"])
 def test_beside_transformers_use_mtp(
     name: str, published: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -280,6 +284,7 @@ def test_beside_transformers_use_mtp(
             assert (ours.token_ids, ours.stats.rounds) == (theirs, len(forwards) - 1)
 
 
+@deep_cases("glm4_moe-3", "kimi_k25")
 @pytest.mark.parametrize("name", ["glm4_moe-shared", "glm4_moe-3", "deepseek_v3", "kimi_k25"])
 def test_first_drafts_equal_transformers(
     name: str, published: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -482,6 +487,9 @@ def test_quantised_modules_that_cannot_be_read_are_refused(published: Any, tmp_p
             engine_of(folder, "mtp")
 
 
+@usual_cases(
+    *("exaone4-fp8-block-packed", "exaone4-fp8-block-bf16", "exaone4-fp8-block-excluded", "glm4_moe-3-int4-g32-packed"),
+)
 @pytest.mark.parametrize("stored", ["packed", "excluded", "bf16"])
 @pytest.mark.parametrize(
     ("name", "form"),
@@ -558,6 +566,7 @@ def test_only_what_modules_run_of_a_text_model_is_moved_to_their_device(publishe
     assert decoder.norm.weight.device.type == "cpu" and beside(decoder, torch.device("cpu")) is decoder
 
 
+@deep_cases("glm4_moe-shared-spec1")
 @pytest.mark.parametrize(("name", "spec"), [("glm4_moe-3", CHAIN), ("glm4_moe-shared", TREE), deep("mimo", TREE)])
 def test_modules_draft_for_a_target_on_two_devices(
     name: str, spec: dict[str, int], published: Any, monkeypatch: pytest.MonkeyPatch

@@ -16,7 +16,7 @@ from reciting import SPECIAL, reciting
 
 from specdec.serving.openai import reply, response_events
 
-from marks import examples
+from marks import examples, usual_cases
 
 NUM_TEXTS = examples(4, 250)
 """An answer of each format."""
@@ -273,6 +273,7 @@ def check(reciter, number, expected, name):
             assert ascii_only == "".join(char for char in text if char.isascii())
 
 
+@usual_cases("qwen", "gemma", "mistral", "harmony")
 def test_the_same_items_arguments_and_scores_streamed_and_whole(recited):
     reciter, texts, name = recited
     with ThreadPoolExecutor(4) as pool:

@@ -37,6 +37,7 @@ CPU = torch.device("cpu")
 WIDE = {"intermediate_size": 64}  # packed weights take columns in multiples of 32
 SIZES = {"qwen3_moe": {"moe_intermediate_size": 32}, "gemma4-moe": {**WIDE, "moe_intermediate_size": 32}}
 SIZES |= {"glm4_moe": {**WIDE, "moe_intermediate_size": 32}, "hy_v3": {**WIDE, "moe_intermediate_size": 32}}
+SIZES["step3p7"] = {**WIDE, "moe_intermediate_size": 32, "share_expert_dim": 32}
 
 PAIRS = [  # family, form: what `make test` runs
     ("llama", "int4-g32"),
@@ -55,6 +56,7 @@ MORE = [  # families and forms that differ in how their tensors are found
     ("qwen3_moe", "fp8-block"),
     ("glm4_moe", "int4-g32"),
     ("hy_v3", "fp8-channel"),
+    ("step3p7", "int4-g32"),
     ("llama", "gptq"),
 ]
 DEEP = [
@@ -80,7 +82,7 @@ def packed_pair(tmp_path_factory):
                 folder = tmp_path_factory.mktemp("packed")
                 model.save_pretrained(folder / "source")
                 packed, plain = quantise(folder / "source", FORMS[form], folder, **options)
-                made[key] = packed, AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+                made[key] = packed, type(model).from_pretrained(plain, dtype=torch.float32)
         return made[key]
 
     return make
@@ -89,12 +91,13 @@ def packed_pair(tmp_path_factory):
 # what is loaded
 
 
+@deep_cases("qwen3_moe-fp8-block", "glm4_moe-int4-g32", "hy_v3-fp8-channel", "gemma4-multimodal-fp8-channel")
 @pytest.mark.parametrize(("family", "form"), [*PAIRS, *MORE, *(deep(*case) for case in DEEP)])
 def test_weights_stand_for_those_of_the_plain_model(family, form, packed_pair, random_prompt):
     folder, plain = packed_pair(family, form)
     model = load_model(str(folder), dtype=torch.float32, device=CPU)
     found = packed_values(model)
-    assert len(found) >= 8
+    assert len(found) >= 2 * plain.config.get_text_config().num_hidden_layers
     parameters = dict(plain.named_parameters())
     for name, weight in found.items():
         want = parameters[name]
@@ -177,6 +180,7 @@ def test_memory_holds_the_packed_weights_alone(packed_pair):
     assert packed == numbers // 2 + numbers // 32 * 2
 
 
+@deep_cases("llama-int4-g32", "qwen3-gptq-zeros", "mistral-fp8-block", "gpt_oss-mxfp4")
 @pytest.mark.parametrize(("family", "form"), [*PAIRS, *(deep(*case) for case in MORE)])
 def test_what_is_loaded_runs_fused(family, form, packed_pair):
     """The reference of fused layers describes the packed modules, and its proof holds."""
@@ -210,6 +214,10 @@ CASES = [
 ]
 
 
+@deep_cases(
+    *("qwen2-awq-chain-1", "gemma3-int4-channel-chain-16", "gemma4-e2b-int4-zeros-tree-16"),
+    "qwen3_moe-gptq-v2-tree-1",
+)
 @pytest.mark.parametrize(("family", "form", "drafts", "page_size"), CASES)
 def test_tokens_are_those_of_the_dequantised_model(
     family, form, drafts, page_size, packed_pair, make_engine, greedy_oracle, random_prompt, scripted, tree_script

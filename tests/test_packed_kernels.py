@@ -28,6 +28,8 @@ from specdec.layers.packed.packed_weight import BITS, PackedWeight, dequantised,
 from specdec.layers.per_layer_embedding import gated_projection, reference_gated_projection
 from specdec.layers.product import Cut, Product, Tiles, cut_of, finish, reference_finish
 
+from marks import deep_cases, usual_cases
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])
 CODES = ["int4", "int4-zeros", "int4-g16", "int4-g128", "e2m1", "e4m3-row", "e4m3-block"]
@@ -100,6 +102,10 @@ def test_coarse_scales_are_repeated():
     assert coarse.with_repeated_scales().group == 64
 
 
+@deep_cases(
+    *("int4-torch.float32", "int4-zeros-torch.float16", "int4-g16-torch.float32", "int4-g128-torch.float16"),
+    *("e2m1-torch.float32", "e4m3-row-torch.float16", "e4m3-block-torch.float32"),
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", CODES)
 def test_linear_over_packed_weights(form: str, dtype: torch.dtype):
@@ -114,6 +120,7 @@ def test_linear_over_packed_weights(form: str, dtype: torch.dtype):
         close(finish(product), reference_finish(reference_linear(x, weight, bias)))
 
 
+@deep_cases("int4", "int4-g128", "e4m3-row")
 @pytest.mark.parametrize("form", CODES)
 def test_gated_linear_over_packed_weights(form: str):
     for rows, n, k in ((3, 128, 128), (17, 66, 256)):
@@ -261,6 +268,7 @@ def test_dequantised_on_the_device(form: str):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
+@usual_cases("int4-zeros", "e2m1", "e4m3-block")
 @pytest.mark.parametrize("form", CODES)
 def test_gated_projection_over_packed_weights(form: str):
     weight = random_weight(form, 70, 128)
@@ -270,6 +278,7 @@ def test_gated_projection_over_packed_weights(form: str):
     close(got, reference_finish(reference_gated_projection(product, inputs, weight, "gelu_tanh")))
 
 
+@deep_cases("few-int4-zeros", "few-int4-g128", "few-e4m3-row", "listed-int4", "listed-int4-g16", "listed-e4m3-block")
 @pytest.mark.parametrize("form", CODES)
 @pytest.mark.parametrize("few", [True, False], ids=["few", "listed"])
 def test_experts_over_packed_weights(form: str, few: bool):
@@ -305,6 +314,7 @@ def test_columns_behind_the_last_tile_of_an_expert(form: str):
         )
 
 
+@usual_cases("None-int4", "e2m1-e4m3-block", "e4m3-row-None")
 @pytest.mark.parametrize("form", [None, "int4", "e4m3-block"], ids=str)
 @pytest.mark.parametrize("of_experts", [None, "e2m1", "e4m3-row"], ids=str)
 def test_an_mlp_next_to_experts_in_any_two_forms(form: str | None, of_experts: str | None):

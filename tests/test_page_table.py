@@ -16,6 +16,8 @@ from specdec.attention.trees.tree import DraftTree
 from specdec.kvcache.index_spaces import PRIMARY, ByGroup, GroupId
 from specdec.kvcache.layout import KVLayout
 
+from marks import usual_cases
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 pytestmark = pytest.mark.usefixtures("kernels_run", "poison_empty")
@@ -98,6 +100,10 @@ def test_page_tables_by_eye():
     assert got.write[SWA].tolist() == [[11, 14, 15], [0, 0, 0]]
 
 
+@usual_cases(
+    *("1-[]", "1-[1, 3, 9, 60]", "3-[9]", "3-[3, 9]", "4-[1]", "4-[60]", "4-[1, 3, 9, 60]", "16-[3]", "16-[60]"),
+    "16-[3, 9]",
+)
 @pytest.mark.parametrize("windows", [[], [1], [3], [9], [60], [3, 9], [1, 3, 9, 60]], ids=str)
 @pytest.mark.parametrize("page_size", [1, 3, 4, 16])
 def test_page_tables_are_what_the_plan_computes(page_size: int, windows: list[int]):

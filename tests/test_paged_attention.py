@@ -18,7 +18,7 @@ from specdec.attention.trees.tree import DraftTree
 from specdec.kvcache.rounded import RoundedPool
 
 from dense_oracle import attend
-from marks import deep_cases, quick
+from marks import deep_cases, quick, usual_cases
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -162,6 +162,7 @@ def test_v_may_be_narrower_than_k(head_dim: int, v_dim: int) -> None:
     Case([40, 3], 5, window=9, sinks=True, softcap=2.0, **sizes).check(tiles=SMALL)
 
 
+@usual_cases("0-3", "1-17", "3-1", "17-3", "63-17", "64-1", "65-3")
 @pytest.mark.parametrize(
     ("length", "num_rows"),
     quick(
@@ -179,6 +180,7 @@ def test_a_tree_of_every_bit() -> None:
     Case([1], 63, parents=chain(63)).check(tiles=SMALL)
 
 
+@usual_cases("(2, 2)-3", "(4, 1)-16", "(8, 1)-1", "(6, 2)-3")
 @pytest.mark.parametrize(
     ("heads", "page_size"),
     quick(
@@ -191,6 +193,7 @@ def test_page_sizes_and_groups(page_size: int, heads: tuple[int, int]) -> None:
     Case([37, 16, 0], 3, parents=[-1, 0, 0], page_size=page_size, heads=heads).check(tiles=SMALL)
 
 
+@deep_cases("1-1", "2-3", "4-1", "18-3")
 @pytest.mark.parametrize("page_size", [1, 3])
 @pytest.mark.parametrize("window", [1, 2, 4, 18])
 def test_windows_go_by_depth_and_may_be_smaller_than_the_tree(window: int, page_size: int) -> None:
@@ -208,7 +211,7 @@ def test_keys_before_the_first_do_not_exist_but_for_a_querys_own(window: int | N
     Case([40, 3, 0], 8, parents=parents, window=window, first_key=2, page_size=3).check(tiles=SMALL)
 
 
-@deep_cases("three words-3")
+@deep_cases("three words-3", "tree-1", "window-3", "chain-1", "one word-3", "two words-1")
 @pytest.mark.parametrize("page_size", [1, 3])
 @pytest.mark.parametrize(
     ("parents", "first", "options"),
@@ -246,6 +249,7 @@ def test_softcap_and_sinks(extras: dict[str, Any]) -> None:
     Case([50, 0, 1], 5, heads=(4, 2), **extras).check(tiles=SMALL)
 
 
+@deep_cases("16", "80")
 @pytest.mark.parametrize("head_dim", [16, 40, 80, 512])
 def test_head_sizes(head_dim: int) -> None:
     Case([18], 2, head_dim=head_dim).check(tiles=SMALL)

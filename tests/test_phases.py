@@ -27,6 +27,8 @@ from specdec.models.target import TargetModel
 from specdec.progress import Interrupted
 from specdec.runtime.rounds.result import RoundResult
 
+from marks import deep_cases
+
 runner = CliRunner()
 SMALL = ("--layers", "2", "--shrink", "16", "--device", "cpu")
 
@@ -321,6 +323,7 @@ def test_a_shape_from_the_shell(tmp_path):
     assert (tmp_path / "o.png").read_bytes().startswith(b"\x89PNG")
 
 
+@deep_cases("qwen3-8b-dspark-fp8-block-Qwen/Qwen3-8B with deepseek-ai/dspark_-fp8, the rest float32")
 @pytest.mark.parametrize(
     ("shape", "weights", "draft", "published", "form"),
     [

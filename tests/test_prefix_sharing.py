@@ -15,7 +15,7 @@ from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.errors import ConfigError
 
 from inside import assert_idle, capture_on_tape, prompt_chunks, slots_needed
-from marks import deep, deep_cases, each_value, examples, usual
+from marks import deep, deep_cases, each_value, examples, usual, usual_cases
 from tiny_models import random_eagle3
 
 NEW = 8
@@ -84,7 +84,7 @@ def test_a_hit_changes_no_token(name, page_size, build, greedy_oracle, random_pr
     assert engine.stats().cached_tokens == pages(39) + pages(33 - look) + pages(47) + pages(20)
 
 
-@deep_cases("eagle3-tree-16")
+@usual_cases("eagle3-chain-1")
 @pytest.mark.parametrize(
     ("name", "page_size"), usual(each_value(itertools.product(DRAFTERS, [1, 16])), lambda name, _: name in UNLIKE)
 )
@@ -121,6 +121,7 @@ def test_kv_of_a_head_behind_a_hit_are_those_of_a_fresh_prompt(page_size, forked
     torch.testing.assert_close(kept[0], kept[1], rtol=1e-3, atol=1e-3)
 
 
+@usual_cases("case1")
 @pytest.mark.parametrize("case", [DRAFTERS["mtp-tree"], DRAFTERS["eagle3-tree"], DRAFTERS["ngram"]])
 def test_samples_of_one_prompt_share_it(case, build, random_prompt):
     prompt = random_prompt(50)
@@ -289,6 +290,7 @@ def test_tiny_pools_change_no_token(name, page_size, build, greedy_oracle, rando
     assert_idle(engine)
 
 
+@usual_cases("case1")
 @pytest.mark.parametrize("case", [DRAFTERS["mtp-chain"], DRAFTERS["eagle3-chain"], DRAFTERS["plain"]])
 def test_a_preempted_request_finds_what_it_had_made(case, build, greedy_oracle, random_prompt):
     """It was preempted for room that somebody else then gave back: its K/V are made again for few tokens or none."""
@@ -354,7 +356,7 @@ def one_of_them_in_place(model: Any, state: dict[str, torch.Tensor]) -> None:
         model.model.layers[0].mlp.down_proj.weight.mul_(-1.5)
 
 
-@deep_cases("False-updated_in_place", "False-one_of_them_in_place", "True-repointed")
+@usual_cases("False-repointed", "True-one_of_them_in_place")
 @pytest.mark.parametrize("change", [repointed, updated_in_place, one_of_them_in_place])
 @pytest.mark.parametrize("under_way", [False, True])
 def test_kv_of_weights_that_are_gone_are_not_served(

@@ -22,7 +22,7 @@ from specdec.runtime.rounds.prompt_scoring import score_chunk
 from specdec.sampling.log_probs import TokenScores
 
 from inside import PromptScores, TargetModel, assert_idle, capture_on_tape, captured_prompts, prompt_chunks
-from marks import deep, deep_cases, examples
+from marks import deep, deep_cases, examples, usual_cases
 from tiny_models import VOCAB, random_eagle3
 
 pytestmark = pytest.mark.usefixtures("shallow_pair", "bundled_once")
@@ -123,7 +123,7 @@ def test_scores_never_come_with_a_cached_prefix(make_target, make_engine, random
     assert first.token_ids == scored.token_ids == again.token_ids
 
 
-@deep_cases("cache-1", "no-cache-4")
+@usual_cases("cache-4")
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("prefix_cache", [True, False], ids=["cache", "no-cache"])
 def test_samples_of_one_prompt_are_scored_in_one_forward(
@@ -172,7 +172,7 @@ DRAFTERS: dict[str, tuple[Any, SpecConfig]] = {
 }
 
 
-@deep_cases("ngram")
+@usual_cases("eagle3")
 @pytest.mark.parametrize("case", DRAFTERS)
 def test_a_drafter_changes_no_score(case, make_target, make_assistant, make_engine, random_prompt, hf_forward):
     drafter, spec = DRAFTERS[case]

@@ -28,8 +28,8 @@ from inside import (
     part_ends,
     part_shares,
 )
-from marks import deep, deep_cases, examples
-from tiny_models import FAMILIES, random_eagle3
+from marks import deep, deep_cases, examples, usual_cases
+from tiny_models import FAMILIES, TWO_OWNERS, random_eagle3
 
 NEW = examples(6, 12)
 BOTH = pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
@@ -105,7 +105,7 @@ def test_a_step_runs_a_part_beside_its_round(engine_for, make_target, greedy_ora
     assert_idle(engine)
 
 
-@deep_cases("eagle3-captured", "mtp-eager", "suffix-eager", "ngram-captured")
+@usual_cases("None-captured", "mtp-captured", "eagle3-eager")
 @BOTH
 @pytest.mark.parametrize("drafter", [None, "ngram", "suffix", "mtp", "eagle3"])
 def test_tokens_are_those_of_each_alone(
@@ -129,6 +129,7 @@ def test_tokens_are_those_of_each_alone(
         assert_idle(engine)
 
 
+@deep_cases("gemma2")
 @pytest.mark.parametrize("family", [deep(f) if f not in ("gemma4-e2b", "gpt_oss", "gemma2") else f for f in FAMILIES])
 def test_every_family_stops_between_layers(family, engine_for, make_target, greedy_oracle, random_prompt):
     model = make_target(family)
@@ -138,6 +139,7 @@ def test_every_family_stops_between_layers(family, engine_for, make_target, gree
     assert stream.output().token_ids == greedy_oracle(model, random_prompt(5), 60)
 
 
+@deep_cases("eager")
 @BOTH
 def test_fused_layers_stop_too(captured, engine_for, make_target, greedy_oracle, random_prompt):
     """Captured, three layers are a program, and those for the last token another; each is replayed by itself."""
@@ -266,6 +268,7 @@ def test_without_streams_the_rest_is_read_at_once(engine_for, random_prompt):
     assert parts_run(engine) is None and late.num_output == 1
 
 
+@deep_cases("eager")
 @BOTH
 def test_scores_of_a_prompt_are_those_of_the_prompt_alone(captured, engine_for, make_target, random_prompt):
     engine = engine_for(captured, model=make_target("llama"), prefix_cache=False)
@@ -299,7 +302,7 @@ def test_who_sets_a_chunk_has_it_read_whole_and_tiles_are_not_divided(make_engin
 
 def test_a_decoder_with_another_loop_is_not_divided(make_target):
     """It calls its second layer twice; stand-ins for layers would be told once too often."""
-    target = TargetModel(make_target("llama"))
+    target = TargetModel(make_target("llama", fresh=True))
     proof = target._probe()
 
     class Twice(type(target.decoder)):
@@ -314,7 +317,7 @@ def test_a_decoder_with_another_loop_is_not_divided(make_target):
 
 def test_where_a_forward_is_divided(make_target):
     """Six layers, of which the second and the last see everything; the third stores the last K/V."""
-    target = TargetModel(make_target("gemma4-e2b"), REFERENCE)
+    target = TargetModel(make_target("gemma4-e2b", **TWO_OWNERS), REFERENCE)
     every, last, none = FinalStates.EVERY, FinalStates.LAST, FinalStates.NONE
     assert target.windows == (8, None, 8, 8, 8, None) and target.narrows_at() == 2
     assert part_ends(target, (), every, 2) == [2, 4, 6]

@@ -19,6 +19,7 @@ from specdec.kvcache.rounded import RoundedPool
 from specdec.runtime.rounds.captured_prompts import MAX_TOKENS, token_buckets
 
 from dense_oracle import attend
+from marks import deep_cases
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -110,6 +111,12 @@ def test_numbers_of_tokens_are_few() -> None:
     assert len(token_buckets(MAX_TOKENS)) * 2 <= 46  # with and without the last tokens' head
 
 
+@deep_cases(
+    *("full-any-order-20", "full-in-order-32", "window-cap-sinks-any-order-32", "window-cap-sinks-in-order-20"),
+    *("window-lines-any-order-20", "window-lines-in-order-32", "full-cap-sinks-any-order-32"),
+    *("full-cap-sinks-in-order-20", "first-key-any-order-20", "first-key-in-order-32"),
+    *("window-first-key-any-order-32", "window-first-key-in-order-20"),
+)
 @pytest.mark.parametrize("v_dim", [HEAD_DIM, 20])
 @pytest.mark.parametrize("exact", [False, True], ids=["any-order", "in-order"])
 @pytest.mark.parametrize(
@@ -171,6 +178,7 @@ def test_what_a_window_hides_is_not_visited() -> None:
         assert got.isfinite().all()
 
 
+@deep_cases("None-0-True", "9-0-False", "None-20-False")
 @pytest.mark.parametrize("total_in_memory", [False, True])
 @pytest.mark.parametrize(("window", "first_key"), [(None, 0), (9, 0), (None, 20)])
 def test_a_token_has_the_bits_of_plain_decoding_in_any_company(

@@ -18,6 +18,8 @@ import pytest
 from pydantic import BaseModel, Field
 from reciting import HARMONY, reciting
 
+from marks import deep_cases
+
 MODEL = "tiny-gemma4"
 QUESTION = [{"role": "user", "content": "Where to?"}]
 # what the clients themselves warn about
@@ -161,6 +163,7 @@ def langchain(reciter):
         model.root_client.close()
 
 
+@deep_cases("function_calling-responses", "json_schema-chat")
 @needs("langchain_openai")
 @pytest.mark.parametrize("responses", [False, True], ids=["chat", "responses"])
 @pytest.mark.parametrize("method", ["function_calling", "json_schema"])
@@ -189,6 +192,7 @@ def test_langchain_gets_a_text_whole_and_streamed(responses, langchain, reciter)
     assert whole == streamed == "By ferry, at noon."
 
 
+@deep_cases("whole-OpenAIResponsesModel", "streamed-OpenAIChatModel")
 @needs("pydantic_ai")
 @pytest.mark.parametrize("kind", ["OpenAIChatModel", "OpenAIResponsesModel"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -284,6 +288,7 @@ async def converse(reciter, turns, stream, kind="OpenAIResponsesModel"):
     return results, lookups
 
 
+@deep_cases("whole-1", "whole-2", "streamed-0")
 @needs("agents")
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])

@@ -13,7 +13,7 @@ from specdec.cli.app import app, load_command
 from specdec.errors import CapacityError
 from specdec.evaluation.model_shapes import SHAPES, Shrink
 from specdec.evaluation.recipes import CARDS, REQUESTS, TOKENS, command, on_less, recipe, row
-from specdec.models.model_on_meta import ModelOnMeta, model_on_meta
+from specdec.models.described_model import ModelOnMeta, model_on_meta
 from specdec.models.published import RECIPES, Pair
 from specdec.runtime import sizing
 from specdec.runtime.sizing import DraftNeeds, cache_needs, pool_slots
@@ -114,7 +114,7 @@ def test_the_shell_prints_a_recipe_by_any_of_its_names():
 
 def test_a_table_has_every_recipe(monkeypatch):
     one = RECIPES["MiMo-7B"]
-    monkeypatch.setattr("specdec.cli.bodies.show_recipe.RECIPES", {one.name: one})
+    monkeypatch.setattr("specdec.cli.bodies.memory_pages.RECIPES", {one.name: one})
     assert one.target in run().stdout and "24 GB" in run().stdout
     assert [each["command"] for each in json.loads(run("--json", "-").stdout)] == [command(one)]
 

@@ -18,8 +18,8 @@ from specdec.config import MAX_FORCED_TOKENS
 from specdec.errors import ConfigError, UnsupportedModelError
 from specdec.gpu.operations import REFERENCE
 from specdec.kvcache.layer_context import Recurrence
-from specdec.kvcache.layout import CacheField, Records, StateShape
-from specdec.kvcache.recurrent_state import FOLD
+from specdec.kvcache.layout import CacheField, Records
+from specdec.kvcache.recurrent_state import FOLD, StateShape
 from specdec.layers.gated_delta import unit_length
 from specdec.models import recurrent_probe
 from specdec.models.probe import ProbeContext

@@ -11,11 +11,12 @@ import torch
 from crowd import each_alone, make_crowd, require_empty, serve_crowd, wrong_requests
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
+from specdec.errors import CapacityError, UnsupportedModelError
 from specdec.gpu.operations import REFERENCE
 from specdec.models.target import TargetModel
-from specdec.runtime import prompt_timing
+from specdec.runtime import prompt_timing, sizing
 
-from marks import deep, each_value, examples, pairs, slow
+from marks import deep, deep_cases, each_value, examples, pairs, slow
 
 NEW = 24
 NAMES = ["qwen3_5", "qwen3_next", "qwen3_5_moe", "granitemoehybrid", "nemotron_h", "lfm2"]
@@ -133,6 +134,7 @@ def scored(engine: Engine, prompts: Any, new: int = NEW, **params: Any) -> list[
     return [(out.token_ids, out.logprobs) for out in engine.generate(prompts, asked)]
 
 
+@deep_cases("lfm2")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bits_do_not_depend_on_company_chunks_or_drafts(family, make_target, make_engine, prompts, drafter_of) -> None:
     model, options = make_target(family), {"deterministic": True, "max_model_len": 128}
@@ -177,6 +179,7 @@ def test_a_round_without_drafts_between_rounds_with_drafts(
     assert any(handle.output().stats.rounds < 39 for handle in handles)
 
 
+@deep_cases("1")
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_preempted_requests_begin_anew(page_size, make_target, make_engine, prompts, truths, drafter_of) -> None:
     model = make_target("qwen3_5")
@@ -218,6 +221,7 @@ def test_samples_of_one_prompt(make_target, make_engine, prompts, drafter_of) ->
     assert [out.token_ids for out in drafted.generate(prompts[2], params)] == plain
 
 
+@deep_cases("None")
 @pytest.mark.parametrize("drafter", [None, "trees"])
 def test_a_request_ends_at_the_maximum_length(
     drafter, make_target, make_engine, random_prompt, greedy_oracle, drafter_of
@@ -290,3 +294,27 @@ def test_slots_are_checked(make_target, make_engine, prompts, truths, drafter_of
     trees = drafter_of("trees", model, texts)
     engine = make_engine(model, trees, spec=SPECS["tree"], max_batch_size=3, page_size=4, full_slots=128)
     assert [out.token_ids for out in engine.generate(prompts, PLAIN)] == expected
+
+
+def test_states_that_leave_no_memory_are_named(make_target, make_engine, monkeypatch) -> None:
+    """The advice was to raise full_slots and swa_slots, which would have been of no use."""
+    monkeypatch.setattr(sizing, "free_bytes", lambda device: 4_000_000)
+    assert make_engine(make_target("qwen3_5"), max_batch_size=8).max_model_len == 256
+    with pytest.raises(CapacityError, match=r"max_batch_size=64: states of .*; lower max_batch_size"):
+        make_engine(make_target("qwen3_5"), max_batch_size=64)
+
+
+@pytest.mark.parametrize("taps", [2, 17])
+def test_the_narrowest_and_the_widest_convolution(taps, make_target, make_engine, random_prompt, greedy_oracle) -> None:
+    model = make_target("lfm2", num_hidden_layers=2, layer_types=["conv", "full_attention"], conv_L_cache=taps)
+    prompt = random_prompt(30)
+    [out] = make_engine(model, prefill_chunk=7).generate(prompt, PLAIN)
+    assert out.token_ids == greedy_oracle(model, prompt, NEW)
+
+
+@pytest.mark.parametrize(("family", "field"), [("qwen3_5", "linear_conv_kernel_dim"), ("lfm2", "conv_L_cache")])
+@pytest.mark.parametrize("taps", [1, 18])
+def test_a_convolution_whose_inputs_no_state_keeps_is_refused(family, field, taps, make_target) -> None:
+    """It was served until the first token was decoded, or folded, which raised an IndexError or a RuntimeError."""
+    with pytest.raises(UnsupportedModelError, match=rf"layer 0 convolves {taps} tokens; 2 to 17 are supported"):
+        TargetModel(make_target(family, fresh=True, **{field: taps}))

@@ -19,7 +19,7 @@ from specdec.kvcache.prefix_cache import PrefixCache
 from specdec.kvcache.recurrent_state import FOLD, RecurrentState, StateCache
 
 from inside import state_cache_of
-from marks import deep, is_deep
+from marks import deep, deep_cases, is_deep
 
 VOCAB = 6
 FAMILIES = {"qwen3_5": "linear_attention", "granitemoehybrid": "linear_attention", "lfm2": "conv"}
@@ -182,6 +182,7 @@ def _copy_of_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@deep_cases("_copy_of_fewer")
 @pytest.mark.slow
 @pytest.mark.parametrize("defect", [_fold_of_drafts, _copy_of_fewer])
 def test_a_seeded_defect_is_seen(defect, play, monkeypatch) -> None:

@@ -16,7 +16,7 @@ from mtp_checkpoints import publish
 from specdec import Engine, EngineConfig, GenerationOutput, SamplingParams, SpecConfig
 from specdec.models.target import TargetModel
 
-from marks import deep, slow
+from marks import deep, deep_cases, slow
 from tiny_models import random_eagle3
 
 VOCAB = 300  # more than byte_tokenizer has
@@ -104,6 +104,7 @@ CASES = [(family, kind) for family in FAMILIES for kind in KINDS] + [(family, "m
 USUAL = {("qwen3_5", "trees"), ("qwen3_next", "mtp"), ("lfm2", "eagle3"), ("granitemoehybrid", "block")}
 
 
+@deep_cases("granitemoehybrid-block", "lfm2-eagle3")
 @pytest.mark.parametrize(("family", "kind"), [slow(*c) if c in USUAL else deep(*c) for c in CASES])
 def test_each_request_is_what_it_is_alone(family, kind, engine_for, prompts, params) -> None:
     """Schemas, choices, samples, salts, penalties and scores, in one batch with a drafter; then again, with hits."""

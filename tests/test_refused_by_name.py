@@ -61,6 +61,16 @@ def test_torch_dtype_of_a_drafter_is_obeyed():
         load("tiny-gemma4", "tiny-gemma4-mtp", drafter_options={"torch_dtype": "bfloat16"})
 
 
+@pytest.mark.parametrize("drafter", [None, "none", "suffix", "module"])
+def test_loading_arguments_of_a_drafter_that_is_not_loaded_are_refused(drafter, make_target):
+    """They were ignored, and what is no mapping raised a TypeError."""
+    model = make_target("llama")
+    with pytest.raises(ConfigError, match=r"drafter_options=.'revision': 'v2'.: they are for drafters that are loaded"):
+        load(model, model if drafter == "module" else drafter, drafter_options={"revision": "v2"})
+    with pytest.raises(ConfigError, match="drafter_options is 5; a Mapping is expected"):
+        load(model, model if drafter == "module" else drafter, drafter_options=5)
+
+
 # no tokenizer, no prompt, no such role
 
 

@@ -169,6 +169,7 @@ def test_a_tree_in_larger_pages_by_eye(kernel: bool, poison_empty: None) -> None
     assert destination == [0, slots[3], slots[4], 0, 0, *[0] * 5]
 
 
+@deep_cases("1-4", "2-1", "5-4", "8-1")
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("num_nodes", [1, 2, 5, 8])
 def test_a_closing_is_that_of_torch(num_nodes: int, page_size: int, poison_empty: None) -> None:
@@ -214,6 +215,7 @@ def test_walks_by_eye(kernel: bool, poison_empty: None) -> None:
     assert [x.tolist() for x in closed] == [[3, 2, 1], [9, 8, 7]]
 
 
+@deep_cases("2", "17", "63")
 @pytest.mark.parametrize("num_nodes", [1, 2, 5, 17, slow(63), slow(64), slow(100)])
 def test_walks_of_any_size_are_those_of_torch(num_nodes: int, poison_empty: None) -> None:
     """Random trees of three tokens, and a chain that is accepted to its end."""

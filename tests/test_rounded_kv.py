@@ -16,7 +16,7 @@ from specdec.kvcache.store import KVStore, reference_move_kv, reference_store_kv
 from specdec.models.bundled import HELD_OUT_PROBLEMS
 from specdec.text.prompt_files import read_prompts
 
-from marks import deep, each_value
+from marks import deep, deep_cases, each_value
 from tiny_models import random_eagle3
 
 NEW = 12
@@ -88,6 +88,10 @@ CASES = [
 assert len(CASES) >= 100
 
 
+@deep_cases(
+    *("gemma3-ngram-chain-1-False", "llama-lm-chain-1-False", "qwen3-trees-tree-4-True"),
+    "two_windows-eagle3-tree-4-True",
+)
 @pytest.mark.parametrize(("family", "drafter", "spec", "page_size", "deterministic"), each_value(CASES))
 def test_drafts_change_no_token(
     family, drafter, spec, page_size, deterministic, make_target, make_engine, make_assistant, random_prompt, scripted,

@@ -22,7 +22,7 @@ from specdec.sampling.sampling_table import ParamVectors, SamplingTable, Uses
 from specdec.sampling.softcap import softcap
 from specdec.sampling.token_bitmaps import mark_seen
 
-from marks import deep, examples, slow
+from marks import deep, deep_cases, examples, slow
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 INF = float("inf")
@@ -101,6 +101,7 @@ def test_tokens_are_those_of_the_sorted_sampler(kind, cut, poison_empty):
     assert wrong_draws(SETTINGS, logits_of(kind, len(SETTINGS), 1, 150), CUTS[cut]) == {}
 
 
+@deep_cases("2-torch.float32", "300-torch.float16")
 @pytest.mark.parametrize(
     ("vocab", "dtype"),
     [

@@ -25,11 +25,11 @@ from specdec.evaluation.phases.random_weights import (
 )
 from specdec.layers.packed.packed_experts import packed_of
 from specdec.layers.packed.packed_weight import dequantised
-from specdec.models.model_on_meta import ModelOnMeta
+from specdec.models.described_model import ModelOnMeta
 from specdec.models.target import TargetModel
 from specdec.models.weight_storage import stored_weights
 
-from marks import deep_cases, slow
+from marks import slow, usual_cases
 
 CPU = torch.device("cpu")
 SMALL = Shrink(layers=4, divisor=16)
@@ -324,7 +324,10 @@ def test_read_bandwidth_is_that_of_some_machine():
     assert 1e8 < read_bandwidth(CPU) < 1e13
 
 
-@deep_cases("gpt-oss-120b", "llama-70b", "gemma4-31b")
+@usual_cases(
+    *("gemma4-e2b", "gemma4-26b-a4b", "llama-8b", "qwen3-8b-dspark", "glm-4.7-flash", "mimo-7b", "mimo-v2-flash"),
+    "qwen3.5-35b-a3b",
+)
 @pytest.mark.parametrize(
     "name",
     [

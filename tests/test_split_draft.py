@@ -23,7 +23,7 @@ from specdec.kvcache.frozen import own_view
 from specdec.kvcache.layout import Full, KVLayout, LayerCache, Window, attention_fields
 from specdec.models.target import TargetModel
 
-from marks import deep
+from marks import deep, deep_cases
 from tiny_models import FULL, SLIDING, build_target, spread
 
 GLOBAL = {"num_global_key_value_heads": 2, "global_head_dim": 128}
@@ -63,6 +63,7 @@ CHAIN = SpecConfig(3, adaptive=False)
 CENTROIDS, FEW_HEADS = {"ordered": True}, {"num_attention_heads": 2}  # fewer query heads than ranks: they share these
 
 
+@deep_cases("gemma4-e2b-2-tree-assistant1", "one head-2-chain-assistant2")
 @pytest.mark.parametrize(
     ("name", "count", "spec", "assistant"),
     [

@@ -26,7 +26,7 @@ def scene(request, make_target, make_engine, greedy_oracle, random_prompt, monke
     """(engine, prompts, what each is continued with)."""
     captured = request.param
     capture_on_tape(monkeypatch, captured)
-    model, prompts = make_target("gemma4-e2b"), [random_prompt(n) for n in LENGTHS]
+    model, prompts = make_target("gemma4-e2b", seed=1), [random_prompt(n) for n in LENGTHS]
     engine = make_engine(model, "ngram", max_batch_size=8)
     return engine, prompts, [greedy_oracle(model, prompt, NEW) for prompt in prompts]
 

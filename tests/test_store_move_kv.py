@@ -6,6 +6,8 @@ import torch
 from specdec.kvcache.index_spaces import PrimaryLoc
 from specdec.kvcache.store import StoreAddresses, move_kv, reference_move_kv, reference_store_kv, store_kv
 
+from marks import usual_cases
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 pytestmark = pytest.mark.usefixtures("kernels_run", "poison_empty")
@@ -27,6 +29,9 @@ def test_store_by_eye():
     assert pool_v[:, 0].tolist() == [[0, 0], [30, 40], [0, 0], [10, 20]]
 
 
+@usual_cases(
+    *("1-1-torch.float32", "3-5-torch.bfloat16", "2-64-torch.float16", "1-127-torch.bfloat16", "3-400-torch.float32"),
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("heads", "dim"), [(1, 1), (3, 5), (2, 64), (1, 127), (3, 400)])
 def test_store_is_the_reference(heads: int, dim: int, dtype: torch.dtype):

@@ -24,7 +24,7 @@ from specdec.sampling.grammars import grammar
 from specdec.sampling.reference_sampler import MaskedFirstLevel
 
 from inside import capture_on_tape, captured_rounds
-from marks import deep, deep_cases, each_value, examples, quick, slow
+from marks import deep, deep_cases, each_value, examples, quick, slow, usual_cases
 
 pytestmark = pytest.mark.usefixtures("bundled_once")
 EOS, VOCAB = 256, 300  # byte_tokenizer, under a head that is wider
@@ -96,7 +96,7 @@ def test_what_comes_out_follows(alone):
     assert EOS not in free.token_ids[:-1]
 
 
-@deep_cases("mtp-1", "eagle3-1")
+@usual_cases("None-4", "tree-4")
 @pytest.mark.parametrize(
     ("kind", "batch"),
     each_value(

@@ -19,7 +19,7 @@ from specdec.sampling.grammars.grammar_bounds import ONE_LINE, is_plain
 from specdec.text.detokenize import Detokenizer
 from specdec.text.stop_strings import StopStrings, cut, find_first
 
-from marks import deep_cases, each_value, quick
+from marks import deep_cases, each_value, quick, usual_cases
 
 EOS, VOCAB = 256, 300  # byte_tokenizer, under a head that is wider
 LETTERS = tuple(range(60, 90))
@@ -70,7 +70,7 @@ def test_min_tokens_and_allowed_token_ids_are_kept(alone):
     assert set(both.token_ids) <= {5, 6, 7, EOS}
 
 
-@deep_cases("eagle3-1", "mtp-1")
+@usual_cases("None-4", "scripted-1")
 @pytest.mark.parametrize(
     ("kind", "batch"),
     each_value(
@@ -151,7 +151,7 @@ def test_min_tokens_beside_a_grammar(engine_of, prompts):
         [only] = engine.generate([prompts[0]], SamplingParams(choice=["yes"], min_tokens=50, **asked))
         assert len(short.text) == 2 and len(long.text) == 12 and only.text == "yes"
         assert {out.finish_reason for out in (short, long, only)} == {"stop"}
-    [schema] = engine.generate([prompts[0]], SamplingParams(json_object=True, min_tokens=3, **asked))
+    [schema] = engine.generate([prompts[5]], SamplingParams(json_object=True, min_tokens=3, **asked))
     json.loads(schema.text)
 
 
@@ -181,6 +181,7 @@ def test_stop_strings_by_hand():
     assert find_first("abcabc", ["bc"], since=3).begin == 4
 
 
+@deep_cases("False-1", "False-2", "True-5")
 @pytest.mark.parametrize("step", [1, 2, 5])
 @pytest.mark.parametrize("included", [False, True])
 def test_stop_strings_kept_and_counted_late_in_a_stream(step, included, byte_tokenizer):

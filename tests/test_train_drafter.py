@@ -35,7 +35,7 @@ from specdec.training.packed_rows import PackedRows, pack_rows, predicted_rows
 from specdec.training.target_answers import prompt_source, warn_of_repetition
 from specdec.training.train_settings import TrainSettings
 
-from marks import deep, deep_cases, slow
+from marks import deep, deep_cases, slow, usual_cases
 from processes import run as run_python
 from processes import run_ranks
 
@@ -96,6 +96,7 @@ def small_spec(**fields: Any) -> Eagle3Spec:
     return Eagle3Spec(**{**shared, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, **fields})
 
 
+@usual_cases("gemma4-e2b")
 @pytest.mark.parametrize("family", ["llama", "gemma4-e2b", "gpt_oss", "mistral"])
 def test_the_parallel_eagle3_forward_is_the_sequential_head(family, make_target) -> None:
     target = TargetModel(make_target(family))
@@ -142,6 +143,7 @@ class CutContext:
         return (weights @ v).transpose(0, 1)[None]  # [1, 1, Hq, D]
 
 
+@deep_cases("gemma4-e2b", "gemma3")
 @pytest.mark.parametrize("family", ["llama", "gemma4-e2b", "gemma2", "gemma3"])
 def test_the_parallel_assistant_forward_is_the_drafters_own_step(family, make_target) -> None:
     """For targets that no assistant was published for as well: the same heads, RoPE, window and recurrence."""
@@ -174,6 +176,7 @@ def test_the_parallel_assistant_forward_is_the_drafters_own_step(family, make_ta
     assert checked == 27
 
 
+@deep_cases("qwen3", "gemma3")
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3", "gemma4-31b"])
 def test_an_assistant_rotates_queries_as_the_target_rotates_keys(family, make_target) -> None:
     target = TargetModel(make_target(family))
@@ -540,7 +543,7 @@ def test_two_processes_train_one_head(ranks, checkpoint, prompts, tmp_path) -> N
 @pytest.mark.slow
 def test_a_trained_head_is_accepted_and_an_off_by_one_layer_is_not(make_target, greedy_oracle) -> None:
     """Training and engine agree about what position i holds; reading the states one layer early shows."""
-    model = make_target("llama")
+    model = make_target("llama", num_hidden_layers=3)
     target = TargetModel(model)
     prompts = [[7 * i % 96, 5, 3 * i % 96, i] for i in range(6)]
     docs = [(np.array(p + greedy_oracle(model, p, 24), np.int32), len(p)) for p in prompts]

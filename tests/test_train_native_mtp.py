@@ -20,7 +20,7 @@ from specdec.training.draft_loss import draft_loss, run_target
 from specdec.training.native_mtp_training import neutral, trainable_native_mtp
 from specdec.training.packed_rows import PackedRows, pack_rows
 
-from marks import deep
+from marks import deep, deep_cases
 
 CARRIES: dict[str, dict[str, Any]] = {
     "normed": {},
@@ -107,6 +107,7 @@ def test_documents_of_a_packed_row_do_not_see_each_other(name: str, tmp_path: Pa
         torch.testing.assert_close(both[0, 11 : 11 + last], alone[0, :last], atol=1e-4, rtol=1e-4)
 
 
+@deep_cases("gemma2")
 @pytest.mark.parametrize("family", ["gemma4-e2b", "gpt_oss", "gemma2", deep("llama"), deep("qwen3"), deep("gemma3")])
 def test_a_new_module_of_any_family_learns(family: str, make_target: Any) -> None:
     """Layers with shared K/V, inputs of their own, softcaps, sinks and experts; nothing of the target is changed."""

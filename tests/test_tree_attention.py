@@ -25,7 +25,7 @@ from specdec.attention.kernels.tree_attention import (
 from specdec.kvcache.rounded import RoundedPool
 
 from dense_oracle import attend
-from marks import deep, deep_cases, each_value, quick, slow
+from marks import deep, deep_cases, each_value, quick, slow, usual_cases
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -247,6 +247,7 @@ def request(
     return Request(text[:length], text[length:], parents, **fields)
 
 
+@deep_cases("None-24-16", "9-12-8", "9-24-5")
 @pytest.mark.parametrize(("head_dim", "v_dim"), [(12, 8), (24, 16), (24, 5)])
 @pytest.mark.parametrize("window", [None, 9])
 def test_v_may_be_narrower_than_k(head_dim: int, v_dim: int, window: int | None) -> None:
@@ -272,6 +273,7 @@ def test_trees_behind_prefixes_of_odd_length(lengths: tuple[int, int], num_rows:
     check(requests, (folded if num_rows == 1 else run, run_plain))
 
 
+@deep_cases("(2, 2)-16", "(4, 1)-4", "(6, 2)-1")
 @pytest.mark.parametrize(
     ("heads", "page_size"),
     [((2, 2), 4), ((4, 1), 1), slow((6, 2), 16), slow((2, 2), 16), slow((4, 1), 4), slow((6, 2), 1)],
@@ -306,6 +308,7 @@ def test_keys_before_the_first_do_not_exist_but_for_a_querys_own(parents: list[i
     check([request(n, 8, parents, seed=n) for n in (3, 0)], window=window, first_key=2)
 
 
+@deep_cases("tree-{'softcap': 1.5}", "chain-{'softcap': 2.0, 'window': 9}", "chain-{}")
 @pytest.mark.parametrize("extras", [slow({"softcap": 1.5}), {"softcap": 2.0, "window": 9}, slow({})], ids=str)
 @pytest.mark.parametrize("parents", [[-1, 0, 1, 1, 0], slow(None)], ids=["tree", "chain"])
 def test_softcap_and_sinks(parents: list[int] | None, extras: dict[str, Any]) -> None:
@@ -313,6 +316,7 @@ def test_softcap_and_sinks(parents: list[int] | None, extras: dict[str, Any]) ->
     check(requests, sinks=torch.linspace(-1, 2, 4), **extras)
 
 
+@deep_cases("1-None", "17-5")
 @pytest.mark.parametrize("window", [slow(None), 5])
 @pytest.mark.parametrize("num_rows", [1, slow(17)])
 def test_frozen_queries_read_the_committed_prefix_only(num_rows: int, window: int | None) -> None:
@@ -329,6 +333,7 @@ def test_a_query_whose_window_holds_nothing_is_zero(attend_by: Run) -> None:
     assert bool((out[0] != 0).any())
 
 
+@usual_cases("17-20")
 @pytest.mark.parametrize(("num_rows", "window"), [(17, 20), slow(17, None), slow(35, 20)])
 def test_prefill_chunks_with_padded_rows(num_rows: int, window: int | None) -> None:
     """What padded rows hold is nobody's business: their slots keep NaN."""
@@ -347,6 +352,7 @@ def test_windows_of_a_chunk_that_begin_in_different_splits() -> None:
     torch.testing.assert_close(out.double(), dense(requests, args), atol=2e-5, rtol=2e-5)
 
 
+@deep_cases("80", "112")
 @pytest.mark.parametrize("head_dim", [40, slow(80), slow(112), 512])
 def test_head_sizes(head_dim: int) -> None:
     check([request(18, 2, [-1, 0], head_dim=head_dim)])

@@ -193,6 +193,7 @@ def level_by_level(root: torch.Tensor, tokens: torch.Tensor, log_probs: torch.Te
     return tuple(torch.cat(part, dim=1) for part in zip(*parts, strict=True))
 
 
+@deep_cases("1-4-False-torch", "4-15-False-triton", "4-15-True-torch", "8-7-False-torch")
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 @pytest.mark.parametrize(
     ("topk", "levels", "ties"), [(1, 4, False), (3, 5, True), (4, 15, False), slow(4, 15, True), slow(8, 7, False)]
@@ -262,7 +263,7 @@ def test_fields_by_eye(poison_empty: None):
     ]
 
 
-@deep_cases("512")
+@deep_cases("512", "2", "17", "200")
 @pytest.mark.parametrize("num_nodes", [1, 2, 3, 17, slow(33), slow(64), slow(65), slow(200), slow(512)])
 def test_fields_are_the_reference(num_nodes: int, poison_empty: None):
     chain = DraftTree.chain(torch.zeros((2, min(num_nodes, 65)), dtype=torch.int64, device=DEVICE))

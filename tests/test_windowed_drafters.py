@@ -113,7 +113,7 @@ def test_a_drafters_window_takes_the_memory_of_a_window(make_target, monkeypatch
     room = sizing.PromptRoom.from_settings(config.max_prefill_tokens, config.prefill_chunk, "cpu")
     need = token * (8 * (64 - 1 + KEPT + spec.num_nodes) + max(room.idle, 8 * min(room.chunk, sizing.WINDOW_SPARE)))
     assert need <= kept["window 64"] <= 1.05 * need
-    assert kept["full"] == (3 + 1) * token * (8 * (length + spec.num_nodes) + 1)
+    assert kept["full"] == (2 + 1) * token * (8 * (length + spec.num_nodes) + 1)
 
 
 def test_a_window_that_the_target_has_is_its_group(make_target) -> None:

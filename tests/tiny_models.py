@@ -86,7 +86,7 @@ BASE: dict[str, Any] = {
     "pad_token_id": 0,
 }
 SLIDES = {"sliding_window": WINDOW}
-ALTERNATING = {"num_hidden_layers": 4, "layer_types": [SLIDING, FULL] * 2, **SLIDES}
+ALTERNATING = {"num_hidden_layers": 2, "layer_types": [SLIDING, FULL], **SLIDES}
 EXPERTS = {"num_experts_per_tok": 2}
 PARTLY = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
 SPARSE = {"num_experts_per_tok": 3, "moe_intermediate_size": 16}
@@ -97,8 +97,8 @@ BY_KIND = {SLIDING: {"rope_type": "default", "rope_theta": 1e4}, FULL: {"rope_ty
 TWO_ROPES = {"rope_parameters": BY_KIND}
 PARTLY_BY_KIND = {"rope_parameters": {**BY_KIND, FULL: {**BY_KIND[FULL], "partial_rotary_factor": 0.5}}}
 GEMMA4 = {
-    "num_hidden_layers": 4,
-    "layer_types": [SLIDING, SLIDING, SLIDING, FULL],
+    "num_hidden_layers": 3,
+    "layer_types": [SLIDING, SLIDING, FULL],
     "global_head_dim": 16,
     "hidden_size_per_layer_input": 0,
     "final_logit_softcapping": 30.0,
@@ -107,10 +107,15 @@ GEMMA4 = {
 K_IS_V = {"num_global_key_value_heads": 1, "attention_k_eq_v": True}
 SHARED_KV = {
     "num_key_value_heads": 1,
+    "num_hidden_layers": 4,
+    "layer_types": [SLIDING, FULL, SLIDING, FULL],
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+}
+TWO_OWNERS = {  # of a kind: sharers read the last
     "num_hidden_layers": 6,
     "layer_types": [SLIDING, FULL, SLIDING, SLIDING, SLIDING, FULL],
     "num_kv_shared_layers": 3,
-    "hidden_size_per_layer_input": 8,
 }
 GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
 GRANITE = {"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.22, "logits_scaling": 6.0}
@@ -168,7 +173,7 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3", {**SLIDES, **LOW, "num_hidden_layers": 4, "layer_types": [SLIDING] * 3 + [FULL]}),
     "gemma2": ("Gemma2", {**ALTERNATING, **LOW, "attn_logit_softcapping": 2.0}),
     "gpt_oss": ("GptOss", {**ALTERNATING, **EXPERTS, "num_local_experts": 4}),
-    "llama": ("Llama", {}),
+    "llama": ("Llama", {"num_hidden_layers": 2}),
     "qwen2": ("Qwen2", {**SLIDES, "use_sliding_window": True, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {}),
     "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 16}),
@@ -275,6 +280,7 @@ def multimodal_config(**overrides: Any) -> transformers.Gemma4Config:
         **BASE,
         **GEMMA4,
         **SHARED_KV,
+        **TWO_OWNERS,
         "vocab_size_per_layer_input": overrides.get("vocab_size", VOCAB),
         **overrides,
     }
@@ -290,7 +296,7 @@ def multimodal_config(**overrides: Any) -> transformers.Gemma4Config:
 
 def few_layers() -> dict[str, Any]:
     """Fields of a gemma4-e2b of 3 layers, of which the last shares K/V: for interpreted kernels in an engine. With
-    `make test-deep` it has all 6."""
+    `make test-deep` it has all 4."""
     few = {"num_hidden_layers": 3, "layer_types": [SLIDING, FULL, FULL], "num_kv_shared_layers": 1}
     return {} if is_deep() else few
 

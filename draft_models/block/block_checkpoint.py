@@ -12,7 +12,6 @@ from specdec.draft_models.checkpoints.checkpoint_files import (
     State,
     TargetShape,
     fill_head,
-    naming_folder,
     take_target_ids,
     write_folder,
 )
@@ -24,7 +23,7 @@ from specdec.draft_models.checkpoints.drafter_formats import (
     HF_BLOCK,
     SPECULATORS_BLOCK,
 )
-from specdec.errors import CheckpointError, UnsupportedModelError
+from specdec.errors import CheckpointError, UnsupportedModelError, about
 
 GEMMA4_V = "layers.0.self_attn.v_proj.weight"
 CAUSAL_KEYS = ("causal_head", "causal", "is_causal")
@@ -37,7 +36,7 @@ def read_block(folder: str | Path, target: TargetShape) -> BlockHead:
     Raises CheckpointError (files missing, tensors that disagree with the config or with the target) and
     UnsupportedModelError (a family, layer or flag that this runtime does not know or cannot honour).
     """
-    with naming_folder(folder):
+    with about(str(folder)):
         files = read_files(Path(folder), BLOCK_FORMATS)
         target_ids = take_target_ids(files.state, target)
         spec = _make_spec(files, target)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from specdec.draft_models.base import TargetInfo
-from specdec.errors import CheckpointError, UnsupportedModelError, first_line, naming_file
+from specdec.errors import CheckpointError, first_line, naming_file
 
 State = Mapping[str, torch.Tensor]
 Head = TypeVar("Head", bound=nn.Module)
@@ -38,10 +38,8 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
         raise CheckpointError("there is no *.safetensors and no pytorch_model*.bin")
     tensors: dict[str, torch.Tensor] = {}
     for file in files:
-        try:
+        with _reading(file):
             tensors |= load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)
-        except Exception as error:  # a broken or hostile file can raise anything
-            raise CheckpointError(_unreadable(file, error)) from error
     return tensors
 
 
@@ -49,48 +47,50 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     """The file of each tensor of a checkpoint, by its name: nothing else is read. Empty without safetensors. Raises
     CheckpointError."""
     for index in folder.glob("model.safetensors.index.json"):
-        try:
-            found = json.loads(index.read_text("utf-8"))["weight_map"]
-            return {name: folder / file for name, file in found.items()}
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise CheckpointError(_unreadable(index, error)) from error
+        return _weight_map(index)
     named: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, "pt") as opened:
-                named |= dict.fromkeys(opened.keys(), path)
-        except Exception as error:  # a broken or hostile file can raise anything
-            raise CheckpointError(_unreadable(path, error)) from error
+        with _reading(path), safe_open(path, "pt") as opened:
+            named |= dict.fromkeys(opened.keys(), path)
     return named
 
 
 def stored_tensor(file: Path, name: str) -> torch.Tensor:
-    try:
-        with safe_open(file, "pt") as opened:
-            tensor: torch.Tensor = opened.get_tensor(name)
-            return tensor
-    except Exception as error:  # a broken or hostile file can raise anything
-        raise CheckpointError(_unreadable(file, error)) from error
+    with _reading(file), safe_open(file, "pt") as opened:
+        tensor: torch.Tensor = opened.get_tensor(name)
+    return tensor
 
 
 def damaged_file(folder: Path) -> str | None:
     """A sentence about the first file of a checkpoint that is not there, though an index names it, or that is cut off
     or damaged; None: all can be opened."""
-    for index in sorted(folder.glob("*.index.json")):
-        try:
-            names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            return _unreadable(index, error)
-        for name in names:
-            if not (folder / name).is_file():
-                return f"the checkpoint lacks {name}, which {index.name} names"
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(file, "pt"):
+    try:
+        for index in sorted(folder.glob("*.index.json")):
+            for file in sorted(set(_weight_map(index).values())):
+                if not file.is_file():
+                    return f"the checkpoint lacks {file.name}, which {index.name} names"
+        for file in sorted(folder.glob("*.safetensors")):
+            with _reading(file), safe_open(file, "pt"):
                 pass
-        except Exception as error:  # a broken or hostile file can raise anything
-            return _unreadable(file, error)
+    except CheckpointError as error:
+        return str(error)
     return None
+
+
+def _weight_map(index: Path) -> dict[str, Path]:
+    """The file of each tensor, as an index says."""
+    with _reading(index):
+        found = json.loads(index.read_text("utf-8"))["weight_map"]
+        return {name: index.parent / file for name, file in found.items()}
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """What a broken or hostile file raises in the block, which can be anything, becomes a sentence about it."""
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(_unreadable(file, error)) from error
 
 
 def _unreadable(file: Path, error: Exception) -> str:
@@ -115,15 +115,6 @@ def write_folder(folder: str | Path, config: Mapping[str, Any], state: State) ->
         save_file(tensors, weights, metadata={"format": "pt"})
     except SafetensorError as error:
         raise CheckpointError(f"{str(weights)!r} cannot be written: {first_line(error)}") from error
-
-
-@contextmanager
-def naming_folder(folder: str | Path) -> Iterator[None]:
-    """What is refused within is refused with the folder's name."""
-    try:
-        yield
-    except (CheckpointError, UnsupportedModelError) as error:
-        raise type(error)(f"{folder}: {error}") from error
 
 
 def fill_head(make: Callable[[], Head], state: State, explain: Callable[[str], str] = lambda fault: "") -> Head:

@@ -15,14 +15,13 @@ from specdec.draft_models.checkpoints.checkpoint_files import (
     State,
     TargetShape,
     fill_head,
-    naming_folder,
     take_target_ids,
     write_folder,
 )
 from specdec.draft_models.checkpoints.config_reader import Config, HeadFiles, read_files, read_rope, read_windows
 from specdec.draft_models.checkpoints.drafter_formats import AUX_IDS, EAGLE3_FORMATS, EAGLE_CONFIG, is_speculators
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec
-from specdec.errors import CheckpointError, UnsupportedModelError
+from specdec.errors import CheckpointError, UnsupportedModelError, about
 
 logger = logging.getLogger("specdec")
 
@@ -52,7 +51,7 @@ def read_head(folder: str | Path, target: TargetShape, aux_layers: Sequence[int]
     Raises CheckpointError (files missing, tensors that disagree with the config or with the target's widths) and
     UnsupportedModelError (a flag that this runtime does not know or cannot honour).
     """
-    with naming_folder(folder):
+    with about(str(folder)):
         files = read_files(Path(folder), EAGLE3_FORMATS)
         settings, state = files.settings, files.state
         spec = _make_spec(files, target, aux_layers)

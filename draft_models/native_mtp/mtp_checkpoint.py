@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from specdec.draft_models.checkpoints.checkpoint_files import naming_folder, stored_tensor, tensor_files, write_folder
+from specdec.draft_models.checkpoints.checkpoint_files import stored_tensor, tensor_files, write_folder
 from specdec.draft_models.checkpoints.config_json import read_config_json
 from specdec.draft_models.native_mtp.mtp_drafter import DescribedTarget, MtpTarget, NativeMtpDrafter
 from specdec.draft_models.native_mtp.mtp_families import (
@@ -60,7 +60,7 @@ def native_mtp_drafter(
     where there are no modules, or where they are damaged or incomplete, and UnsupportedModelError where they cannot
     run."""
     made = list[MtpModule]()
-    with naming_folder(folder):
+    with about(str(folder)):
         files = tensor_files(folder)
         modules = module_tensors(files, len(target.layout.layers))
         if not modules:

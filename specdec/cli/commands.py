@@ -222,8 +222,7 @@ def body(module: str, name: str) -> Callable[[Any], None]:
 
 def list_models(options: ListOptions) -> None:
     options.require_used()
-    name = "show_memory" if options.memory else "list_pairs"
-    body(name, name)(options)
+    (body("memory_pages", "show_memory") if options.memory else body("list_pairs", "list_pairs"))(options)
 
 
 def train(settings: TrainSettings) -> None:
@@ -270,7 +269,7 @@ MAKE = {
         "The same command goes on where it was stopped. Several GPUs: accelerate launch -m specdec.cli train ...",
         no_args_is_help=True,
     ),
-    "recipe": command(RecipeOptions, body("show_recipe", "show_recipe"), "Nothing is downloaded."),
+    "recipe": command(RecipeOptions, body("memory_pages", "show_recipe"), "Nothing is downloaded."),
     "models": command(ListOptions, list_models, "With --memory: the memory that a pair takes, which need not be here."),
 }
 """Makes each command, by its name."""

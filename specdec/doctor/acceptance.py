@@ -42,9 +42,7 @@ class Acceptance:
 
     @classmethod
     def of(cls, outputs: Sequence[GenerationOutput]) -> "Acceptance":
-        total = RequestStats()
-        for output in outputs:
-            total.add(output.stats)
+        total = RequestStats.total(output.stats for output in outputs)
         return cls(tuple(output.stats.acceptance_length for output in outputs), tuple(total.accepted_per_position))
 
 

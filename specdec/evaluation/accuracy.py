@@ -21,13 +21,14 @@ from accelerate.utils import gather_object, parse_flag_from_env
 
 from specdec.config import EngineConfig, SamplingParams, SpecConfig
 from specdec.engine import Engine
-from specdec.errors import CapacityError, ConfigError
+from specdec.errors import CapacityError, ConfigError, require_one_of
 from specdec.evaluation.conditions import VERSIONS, hardware, pair_names
 from specdec.evaluation.contest import first_difference
+from specdec.evaluation.data_sets import DATA_SETS, load_data
 from specdec.evaluation.gsm8k_report import SCORES, Report, is_correct, make_report
-from specdec.evaluation.tasks import EXEMPLARS, NEXT_PROBLEM, Task, choose, cut, dialogue_ids, find_task, question_text
+from specdec.evaluation.tasks import EXEMPLARS, NEXT_PROBLEM, choose, cut, dialogue_ids, question_text
 from specdec.evaluation.transcripts import Record, open_transcripts, read_transcripts
-from specdec.loading import Checkpoint, load_tokenizer, pick_device, require_device
+from specdec.loading import Checkpoint, load_tokenizer, pick_device
 from specdec.models.context_length import context_length
 from specdec.models.target import TargetModel
 from specdec.progress import Interrupted, progress_bar, working
@@ -67,30 +68,30 @@ def evaluate(
     loading, drafter_options: how target and drafter are loaded, as `Engine.from_pretrained` takes them.
     Ctrl-C raises Interrupted with the report of what was finished.
     """
-    chosen_task = find_task(task)
+    require_one_of("task", task, DATA_SETS)
+    data_set = DATA_SETS[task]
     target, drafter = pair_names(target, drafter)
     params, config = params or SamplingParams(), config or EngineConfig()
-    compare = (not chosen_task.graded and drafter is not None) if compare is None else compare
+    compare = (not data_set.graded and drafter is not None) if compare is None else compare
     if compare and drafter is None:
         raise ConfigError("compare without a drafter: there is nothing to compare plain decoding with; give a drafter")
     if limit < 0:
         raise ConfigError(f"limit={limit}: a number of problems, or 0 for all, is expected")
-    require_device(config.device)
     most = context_length(Checkpoint.of(target, loading).hf_config().get_text_config()).max_len
     tokenizer = load_tokenizer(target, loading)
     if tokenizer is None:
         raise ConfigError(f"{target!r} holds no tokenizer, and the problems are text; add the tokenizer's files")
     chat = bool(getattr(tokenizer, "chat_template", None))
-    shots = _shots(chosen_task, shots, chat)
-    if data == "auto" and chosen_task.graded:
+    shots = _shots(task, shots, chat)
+    if data == "auto" and data_set.graded:
         data = "bundled" if target == "tiny-gemma4" else "hub"
-    source, problems = chosen_task.load(str(data))
+    source, problems = load_data(task, str(data))
     chosen = choose(problems, limit or len(problems))
     batches = cut(problems, chosen, config.max_batch_size)
-    bare = chat or not chosen_task.graded  # as the user's own words
+    bare = chat or not data_set.graded  # as the user's own words
     turns = {i: [question_text(turn, bare, shots, instruction) for turn in problems[i].turns] for i in chosen}
     ask = Dialogues(tokenizer, chat, turns)
-    ends = (NEXT_PROBLEM,) if chosen_task.graded and (shots or not chat) else ()
+    ends = (NEXT_PROBLEM,) if data_set.graded and (shots or not chat) else ()
     params = replace(params, seed=params.seed or 0, stop=(*params.stop_strings, *ends))
 
     cpu = pick_device(config.device).type == "cpu" or parse_flag_from_env("ACCELERATE_USE_CPU")
@@ -125,8 +126,8 @@ def evaluate(
         place = f"{hardware(engine.target.device)}, {state.num_processes} process(es)"
         ordered = sorted(records, key=lambda record: (record["index"], record["turn"]))
         finished = settings | {"problems": len({record["index"] for record in ordered})}
-        answers = [problem.answer or "" for problem in problems] if chosen_task.graded else None
-        return make_report(finished, answers, ordered, place, [each.category for each in problems], chosen_task.note)
+        answers = [problem.answer or "" for problem in problems] if data_set.graded else None
+        return make_report(finished, answers, ordered, place, [each.category for each in problems], data_set.note)
 
     with ExitStack() as stack:
         keep = Path(folder or stack.enter_context(TemporaryDirectory()))
@@ -149,7 +150,7 @@ def evaluate(
                     if (record["index"], record["turn"]) not in records:
                         file.append(json.dumps(record) + "\n")
                         records[record["index"], record["turn"]] = record
-                scores = running_scores(records.values(), problems) if chosen_task.graded else None
+                scores = running_scores(records.values(), problems) if data_set.graded else None
                 update(len(records), scores)
         except KeyboardInterrupt as stop:
             done = set().union(*(batch for batch in batches if records.keys() >= ask.keys(batch)))
@@ -253,11 +254,11 @@ def running_scores(records: Collection[Record], problems: Sequence[Problem]) -> 
     return ", ".join(f"{score} {100 * count / len(outputs):.1f} %" for score, count in right.items())
 
 
-def _shots(task: Task, shots: int | None, chat: bool) -> int:
+def _shots(task: str, shots: int | None, chat: bool) -> int:
     if shots is None:
-        return 0 if chat or not task.graded else len(EXEMPLARS)
-    if shots and not task.graded:
-        raise ConfigError(f"shots={shots}: {task.name} has no worked examples; leave it out")
+        return 0 if chat or not DATA_SETS[task].graded else len(EXEMPLARS)
+    if shots and not DATA_SETS[task].graded:
+        raise ConfigError(f"shots={shots}: {task} has no worked examples; leave it out")
     if not 0 <= shots <= len(EXEMPLARS):
         raise ConfigError(f"shots={shots}: there are {len(EXEMPLARS)} worked examples; give 0 to {len(EXEMPLARS)}")
     return shots

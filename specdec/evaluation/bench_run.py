@@ -17,10 +17,9 @@ from specdec.errors import ConfigError
 from specdec.evaluation.conditions import VERSIONS, hardware, pair_names
 from specdec.evaluation.contest import Contestant, engine_contestant, require_parity, take_turns
 from specdec.evaluation.gsm8k_report import final_number, is_correct, table_lines
-from specdec.evaluation.request_figures import acceptance_figures, summed, supposed_figures, time_figures
+from specdec.evaluation.request_figures import acceptance_figures, supposed_figures, time_figures
 from specdec.evaluation.tasks import cut
 from specdec.evaluation.transformers_peer import assisted_peer, plain_peer
-from specdec.loading import require_device
 from specdec.progress import Interrupted, progress_bar, working
 from specdec.runtime.draft_reports import acceptance_in_words, depths_in_words, why_slower
 from specdec.runtime.request import RequestStats
@@ -93,7 +92,6 @@ def run_bench(
     target, drafter = pair_names(target, drafter)
     if acceptance is not None:
         _require_supposable(acceptance, drafter, spec)
-    require_device(config.device)
     config = replace(config, prefix_cache=False)  # every contestant computes every prompt
     with working(f"loading {target}"):
         engine = Engine.from_pretrained(target, drafter, spec=spec, config=config, **loading)
@@ -197,7 +195,7 @@ def _by_category(
     return {
         name: {
             "prompts": made["prompts"],
-            "acceptance_length": summed(made["requests"]).acceptance_length,
+            "acceptance_length": RequestStats.total(made["requests"]).acceptance_length,
             "tokens_per_second": {each: made["tokens"][each] / made["spent"][each] for each in made["spent"]},
         }
         for name, made in found.items()

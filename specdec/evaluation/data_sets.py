@@ -29,18 +29,21 @@ class DataSet:
     """Places of a published data set.
 
     files: names of its file in a folder, or in a subfolder named like the data set. hub: arguments of
-    `datasets.load_dataset`, and the split; None: it is not on the hub. note: a limit of what is measured.
+    `datasets.load_dataset`, and the split; None: it is not on the hub. note: a limit of what is measured. graded: there
+    are reference answers to compare numbers with.
     """
 
     files: Sequence[str]
     hub: tuple[tuple[str, ...], str] | None
     note: str = ""
+    graded: bool = False
 
 
 DATA_SETS = {
     "gsm8k": DataSet(
         ("test.jsonl", "gsm8k_test.jsonl", "test_first660.jsonl"),
         (("openai/gsm8k", "main"), "test"),
+        graded=True,
     ),
     "mt-bench": DataSet(
         ("question.jsonl", "mt_bench.jsonl"),
@@ -81,7 +84,7 @@ def load_data(name: str, data: str) -> tuple[str, list[Problem]]:
     if not problems:
         raise ConfigError(f"data={data!r} holds no prompt of {name}; a line of JSON for each is expected")
     for number, problem in enumerate(problems, start=1):
-        if name == "gsm8k" and final_number(problem.answer or "") is None:
+        if DATA_SETS[name].graded and final_number(problem.answer or "") is None:
             raise ConfigError(f"{source}: problem {number} has no 'answer' with '#### n'; GSM8K's fields are expected")
     return source, problems
 

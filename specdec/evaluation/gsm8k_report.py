@@ -145,9 +145,7 @@ def _figures(records: Sequence[Record], comparable: bool) -> dict[str, Any]:
     timing: dict[str, Any] = {}
     for name in records[0]["runs"]:
         made = [record["runs"][name] for record in records]
-        stats = RequestStats()
-        for one in made:
-            stats.add(RequestStats(**one["stats"]))
+        stats = RequestStats.total(RequestStats(**one["stats"]) for one in made)
         seconds = sum(one["seconds"] for one in made)
         timing[name] = {"seconds": seconds, "tokens_per_second": stats.output_tokens / seconds}
         runs[name] = {

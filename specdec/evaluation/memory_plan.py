@@ -18,6 +18,7 @@ from specdec.config import EngineConfig, SpecConfig
 from specdec.draft_models.checkpoints.checkpoint_files import tensor_files
 from specdec.draft_models.checkpoints.drafter_formats import kept_layout
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, is_assistant_config
+from specdec.draft_models.language_model import require_stateless
 from specdec.draft_models.native_mtp.mtp_checkpoint import (
     conventions_of,
     has_modules,
@@ -26,16 +27,16 @@ from specdec.draft_models.native_mtp.mtp_checkpoint import (
 )
 from specdec.draft_models.native_mtp.mtp_drafter import default_steps, kept_by_modules
 from specdec.draft_models.native_mtp.mtp_families import module_tensors
-from specdec.draft_models.registry import WORDS, building, is_drafter_config
+from specdec.draft_models.registry import WORDS, building, is_drafter_config, require_target
 from specdec.drafter_loading import AUTO, MTP, continues_text, is_like, meant_by_auto
 from specdec.errors import ConfigError, UnsupportedModelError, about, first_line
 from specdec.kvcache.layout import CacheGroup
 from specdec.loading import SHARED_OPTIONS, Checkpoint, pick_device, pick_dtype
-from specdec.models.model_on_meta import ModelOnMeta, model_on_meta
+from specdec.models.described_model import ModelOnMeta, model_on_meta
 from specdec.models.quantised.packed_quantizer import without_quantization
 from specdec.models.quantised.stored_tensors import StoredTensor, stored_tensors
 from specdec.models.weight_storage import stored_weights
-from specdec.runtime.arguments import fitted_spec
+from specdec.runtime.arguments import fitted_spec, require_kv_dtype
 from specdec.runtime.rounds.unread import KEPT
 from specdec.runtime.sizing import CacheNeeds, DraftNeeds, cache_needs, longest_sequence, lookahead_nodes
 
@@ -70,12 +71,11 @@ def memory_plan(
     if config.tensor_parallel > 1:
         raise ConfigError(f"tensor_parallel={config.tensor_parallel}: memory is told of one device; leave it out")
     checkpoint = Checkpoint.of(target, target_options)
-    described = checkpoint.config
-    if is_drafter_config(described):
-        raise ConfigError(f"target={target!r} is a drafter; give the model that it drafts for as the target")
+    require_target(f"target={target!r}", checkpoint.config)
     device = pick_device(None) if config.device is None else torch.device(config.device)
     dtype = pick_dtype(config.dtype, device, checkpoint.hf_config())
     model = ModelOnMeta(target, on_meta(checkpoint, dtype))
+    require_kv_dtype(model, config)
     shared = {name: value for name, value in target_options.items() if name in SHARED_OPTIONS}
     options = {**shared, **drafter_options}
     drafting = model_word(drafter)
@@ -115,14 +115,15 @@ def memory_plan(
 
 
 def group_memory(needs: CacheNeeds, group: CacheGroup) -> dict[str, Any]:
-    """One cache group. kept: how many layers keep the same fields, and (heads, size of a head) of each; layers that
-    read another layer's K/V keep none. Bytes of a token are those of all layers; for the others see `CacheNeeds`."""
+    """One cache group. kept: how many layers keep the same fields, and (heads, size of a head) of each; a layer without
+    attention keeps none, nor does one that reads another layer's K/V. Bytes of a token are those of all layers; for the
+    others see `CacheNeeds`."""
     layers = (spec for layout in needs.layouts for spec in layout.owners if spec.retention == group.retention)
     return {
         "name": group.name,
         "kept": [
             {"layers": count, "fields": {field.name: (field.heads, field.dim) for field in fields}}
-            for fields, count in Counter(spec.fields for spec in layers).items()
+            for fields, count in Counter(spec.fields for spec in layers if spec.fields).items()
         ],
         "token_bytes": needs.slot_bytes[group.id],
         "request_bytes": needs.request_bytes[group.id],
@@ -170,6 +171,7 @@ def plan_drafter(
     if not continues_text(described):
         raise UnsupportedModelError(f"drafter {name!r}: model_type {described.get('model_type')!r} is no drafter")
     model = ModelOnMeta(name, on_meta(checkpoint, target.dtype))
+    require_stateless(name, model.layout)
     return PlannedDrafter(DraftNeeds(model.layout, max_lag=max_lag), _weight_bytes(checkpoint, model.model))
 
 

@@ -31,7 +31,7 @@ from specdec.evaluation.phases.random_weights import (
     pack_layers,
 )
 from specdec.kvcache.index_spaces import PRIMARY
-from specdec.models.model_on_meta import ModelOnMeta, model_on_meta
+from specdec.models.described_model import ModelOnMeta, model_on_meta
 from specdec.models.published import RECIPES, Pair, last_part, nearest_recipe
 from specdec.models.weight_storage import stored_weights
 from specdec.runtime.rounds.unread import KEPT
@@ -77,10 +77,7 @@ class StepTime:
     floor_ms: float
     multiple: float | None
     measured: bool
-
-    @property
-    def expected_ms(self) -> float | None:
-        return None if self.multiple is None else self.floor_ms * self.multiple
+    expected_ms: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +169,8 @@ def step_time(pair: Pair, gpu: str, floor: int) -> StepTime:
     """floor: bytes that the step reads, on one GPU or on `gpus` that share them."""
     own = pair.multiples.get(gpu)
     multiple = own or pair.assumed or next(iter(pair.multiples.values()), None)
-    return StepTime(gpu, 1e3 * floor / pair.gpus / READ_BANDWIDTHS[gpu], multiple, own is not None)
+    floor_ms = 1e3 * floor / pair.gpus / READ_BANDWIDTHS[gpu]
+    return StepTime(gpu, floor_ms, multiple, own is not None, None if multiple is None else floor_ms * multiple)
 
 
 def command(pair: Pair) -> str:

@@ -14,14 +14,6 @@ from specdec.runtime.draft_reports import vllm_figures
 from specdec.runtime.request import RequestStats
 
 
-def summed(requests: Sequence[RequestStats]) -> RequestStats:
-    """Figures of all of them together."""
-    total = RequestStats()
-    for one in requests:
-        total.add(one)
-    return total
-
-
 def time_figures(requests: Sequence[RequestStats], seconds: float) -> dict[str, Any]:
     """Times in milliseconds, over requests; tokens/s of all together and of one user. seconds: all of them took."""
     tpots = [one.decode_seconds / (one.output_tokens - 1) for one in requests if one.output_tokens > 1]
@@ -41,7 +33,7 @@ def acceptance_figures(requests: Sequence[RequestStats], max_drafts: int) -> dic
     that accepted draft 1, 2, ...; conditional_per_position: of those that accepted the draft before it and drafted so
     deep, which is exact where all drafts are of one depth. accepted_per_node: of the nodes verified, without roots.
     """
-    total = summed(requests)
+    total = RequestStats.total(requests)
     lengths = [1 + sum(one.accepted_counts) / one.drafted_rounds for one in requests if one.drafted_rounds]
     shares = total.accepted_per_position
     accepted = sum(total.accepted_counts)
@@ -56,7 +48,7 @@ def acceptance_figures(requests: Sequence[RequestStats], max_drafts: int) -> dic
 
 def supposed_figures(requests: Sequence[RequestStats], seconds: float, length: float) -> dict[str, Any]:
     """Synthetic figures: the rounds take as long as they took, and each brings `length` tokens."""
-    total = summed(requests)
+    total = RequestStats.total(requests)
     rounds = min(seconds, total.draft_seconds + total.verify_seconds + total.other_seconds)
     needed = total.round_tokens / length / total.rounds  # rounds, as a share of those there were
     took = seconds + rounds * (needed - 1)

@@ -7,11 +7,8 @@ turn under a chat template; without one it follows worked examples of our own ma
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from specdec.errors import require_one_of
-from specdec.evaluation.data_sets import DATA_SETS, load_data
 from specdec.models.bundled import BUNDLED_DIR
 from specdec.text.prompt_files import Problem, read_prompts
 from specdec.text.prompts import chat_ids
@@ -28,27 +25,6 @@ def question_text(question: str, chat: bool, shots: int, instruction: str) -> st
         return text
     solved = [f"Question: {problem.text}\nAnswer: {problem.answer}\n\n" for problem in EXEMPLARS[:shots]]
     return f"{''.join(solved)}Question: {text}\nAnswer:"
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """Problems of a data set of the same name. graded: there are reference answers to compare numbers with."""
-
-    name: str
-    graded: bool = False
-    note: str = ""
-
-    def load(self, data: str) -> tuple[str, list[Problem]]:
-        return load_data(self.name, data)
-
-
-TASKS = {name: Task(name, name == "gsm8k", known.note) for name, known in DATA_SETS.items()}
-
-
-def find_task(name: str) -> Task:
-    """The task of a name. Raises ConfigError with the names there are."""
-    require_one_of("task", name, TASKS)
-    return TASKS[name]
 
 
 def choose(problems: list[Problem], count: int) -> list[int]:

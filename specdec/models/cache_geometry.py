@@ -14,7 +14,8 @@ import torch
 
 from specdec.attention.bridge import AttentionCall
 from specdec.kvcache.layer_context import Recurrence
-from specdec.kvcache.layout import CacheField, KVLayout, LayerCache, StateShape, Window
+from specdec.kvcache.layout import CacheField, KVLayout, LayerCache, Window
+from specdec.kvcache.recurrent_state import StateShape
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ from specdec.errors import UnsupportedModelError
 from specdec.gpu.ranks import Ranks
 from specdec.kvcache.layer_context import Recurrence, RecurrentContext
 from specdec.kvcache.layout import KVLayout
+from specdec.kvcache.recurrent_state import FOLD
 from specdec.layers.gated_delta import unit_length
 
 
@@ -46,11 +47,15 @@ class Mixer(nn.Module):
 
     def convolved(self, inputs: torch.Tensor, context: RecurrentContext) -> torch.Tensor:
         """inputs [T, C] -> [T, C] after the convolution and its activation, if it has one."""
-        source = self.source
-        conv = source.conv1d if hasattr(source, "conv1d") else source.conv
+        source, conv = self.source, self.convolution
         out = context.convolve(source.layer_idx, inputs, conv.weight[:, 0], conv.bias)
         activation = getattr(source, "activation", None)
         return out if activation is None else ACT2FN[activation](out)
+
+    @property
+    def convolution(self) -> nn.Conv1d:
+        conv: nn.Conv1d = self.source.conv1d if hasattr(self.source, "conv1d") else self.source.conv
+        return conv
 
 
 class GatedDeltaNet(Mixer):
@@ -128,7 +133,7 @@ MIXERS: dict[str, Callable[[nn.Module], Mixer]] = {
 
 def take_apart(name: str, decoder: nn.Module, layout: KVLayout) -> None:
     """Put mixers in the place of the recurrent modules of a private copy. Raises UnsupportedModelError for a recurrent
-    layer that has none of `MIXERS`."""
+    layer that has none of `MIXERS`, and for a convolution that a state cannot keep."""
     found = set()
     for parent in list(decoder.modules()):
         for key, module in parent._modules.items():
@@ -136,6 +141,12 @@ def take_apart(name: str, decoder: nn.Module, layout: KVLayout) -> None:
                 parent._modules[key] = mixer = make(module)
                 if isinstance(mixer, ShortConvolution):
                     parent.register_forward_pre_hook(_context_as_cache, with_kwargs=True)
+                [taps] = mixer.convolution.kernel_size
+                if not 2 <= taps <= FOLD + 1:
+                    raise UnsupportedModelError(
+                        f"{name}: layer {module.layer_idx} convolves {taps} tokens; 2 to {FOLD + 1} are supported, "
+                        "since a state keeps up to a block of the inputs before a token"
+                    )
                 found.add(int(module.layer_idx))  # type: ignore[arg-type]
     missing = [spec for spec in layout.layers if spec.recurrent and spec.layer not in found]
     if missing:

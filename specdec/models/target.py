@@ -11,7 +11,6 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.attention.bridge import ForwardContext, record_states
@@ -21,7 +20,7 @@ from specdec.gpu.operations import KERNELS, Operations
 from specdec.gpu.ranks import Ranks
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layer_context import Ending, Narrowing
-from specdec.kvcache.layout import KVLayout, layout_from_config
+from specdec.kvcache.layout import KVLayout
 from specdec.layers.batch_invariant_torch import rowwise, run_experts_by_row
 from specdec.layers.decoder import FusedDecoder
 from specdec.layers.fusable import Unfusable
@@ -29,14 +28,12 @@ from specdec.layers.fuse import Weights, fuse, fuse_linear
 from specdec.layers.merge import held_storages
 from specdec.models.batch_invariance import depends_on_others, forward_in_tiles, rows_in_tiles
 from specdec.models.cache_geometry import GeometryContext, measured_layout
-from specdec.models.context_length import ContextLength, context_length
+from specdec.models.described_model import DescribedModel
 from specdec.models.paused_forward import PausedForward, collected, walker_of
 from specdec.models.placeholders import Placeholders, find_placeholders
 from specdec.models.probe import LogitRule, Proof, logit_rules, probe_texts, prove, refusing, require_finite
-from specdec.models.recurrent_layers import require_one_device, take_apart
+from specdec.models.recurrent_layers import require_one_device
 from specdec.models.shared_weights import SplitWeights, difference_on_ranks, on_ranks, refuse_change, share_among
-from specdec.models.unsupported import find_decoder, require_placed, require_supported
-from specdec.modules.module_watch import ModuleWatch
 from specdec.modules.private_copy import private_copy
 from specdec.sampling.softcap import softcap
 
@@ -51,7 +48,7 @@ class FinalStates(Enum):
     NONE = "of no token"
 
 
-class TargetModel:
+class TargetModel(DescribedModel):
     """A causal LM and its geometry.
 
     Raises UnsupportedModelError when the model cannot be run exactly over a paged cache: every layer is probed.
@@ -72,32 +69,12 @@ class TargetModel:
         deterministic: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
-        self.model = model
+        super().__init__(getattr(model.config, "_name_or_path", "") or type(model).__name__, model, placed=True)
         self.given_ops = ops
         self.deterministic = deterministic
         self.ops = ops = rowwise(ops) if deterministic else ops
-        self.name = getattr(model.config, "_name_or_path", "") or type(model).__name__
-        with refusing(self.name, f"{type(model).__name__} is not built as a decoder-only causal language model"):
-            self.config: Any = model.config.get_text_config()
-            self.model_types: tuple[str, str] = self.config.model_type, model.config.model_type
-            require_supported(self.name, model, self.config)
-            require_placed(self.name, model)
-            self.vocab_size = int(self.config.vocab_size)  # the user's config may change later
-            self.context_length: ContextLength = context_length(self.config)
-            head = model.get_output_embeddings()
-            if not isinstance(head, nn.Module):
-                raise UnsupportedModelError(f"{self.name} ({type(model).__name__}) has no language-model head")
-            self.layout: KVLayout = layout_from_config(self.config)
-            self.user_head: nn.Module = head  # these two are the user's, with attention of their own
-            self.user_decoder: nn.Module = find_decoder(self.name, model, len(self.layout.layers))
-            original = ModuleWatch(model, self.user_decoder, head)  # before it is copied, so that no change is missed
-            self.head: nn.Module = private_copy(head)
-            self.decoder: nn.Module = private_copy(self.user_decoder)
-            take_apart(self.name, self.decoder, self.layout)
-            if self.recurrent:
-                require_one_device(self.name, ranks)
-            self.embed: nn.Module = self.decoder.get_input_embeddings()  # type: ignore[operator]
-            self.home: torch.device = self.embed.weight.device  # of the user's weights
+        if self.recurrent:
+            require_one_device(self.name, ranks)
         self.ranks = ranks
         self.placeholders = Placeholders()
         proof = self._probe()
@@ -120,7 +97,7 @@ class TargetModel:
         self.placeholders = find_placeholders(model, self.user_decoder, ordinary.to(self.home)).to(self.device)
         record_states(list(self.decoder.layers))  # type: ignore[arg-type]
         watched = (self.decoder, self.head) if ranks is None else watched
-        self.weights = Weights(self.name, *watched, original=original, copy_again=self._copy_again)
+        self.weights = Weights(self.name, *watched, original=self.original, copy_again=self._copy_again)
         if ranks is not None:
             self.weights = SplitWeights(self.weights)  # type: ignore[assignment]
 
@@ -155,15 +132,6 @@ class TargetModel:
     def stored_layout(self) -> KVLayout:
         """Layout of the K/V that one device stores."""
         return self.layout if self.ranks is None else self.layout.share(len(self.ranks))
-
-    @property
-    def recurrent(self) -> bool:
-        """Do some layers keep a state a request?"""
-        return any(spec.recurrent for spec in self.layout.layers)
-
-    @property
-    def hidden_size(self) -> int:
-        return int(self.config.hidden_size)
 
     @property
     def max_position_embeddings(self) -> int | None:

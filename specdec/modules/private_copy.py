@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig
-from transformers.integrations.moe import grouped_mm_experts_forward
+from transformers.integrations.moe import batched_mm_experts_forward, grouped_mm_experts_forward
 from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 from transformers.models.gemma4_unified.modeling_gemma4_unified import Gemma4UnifiedRMSNorm
 from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
@@ -48,10 +48,11 @@ LOOPED_EXPERTS = (Step3p7Experts,)
 def grouped_experts(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Their `forward` as transformers runs the experts of other families, by grouped products. It looks for these
-    attributes, which it gives to those itself."""
+    """Their `forward` as transformers runs the experts of other families, by grouped products (on `meta`, which has
+    those of bfloat16 alone, by batched ones). It looks for these attributes, which it gives to those itself."""
     self.has_gate, self.has_bias, self.is_transposed = True, False, False
-    out: torch.Tensor = grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+    run = batched_mm_experts_forward if hidden_states.is_meta else grouped_mm_experts_forward
+    out: torch.Tensor = run(self, hidden_states, top_k_index, top_k_weights)
     return out
 
 

@@ -139,15 +139,20 @@ def require_fused(fused: str | bool, target: Any, drafter: Any) -> None:
         raise ConfigError(f"fused=False, but {target.name} was made with fused layers; make it without `ops`")
 
 
-def require_recurrent(target: Any, config: EngineConfig, backend: Backend) -> None:
-    """Raise ConfigError where the settings ask for what a target with recurrent layers cannot have yet."""
-    if not target.recurrent:
-        return
-    if config.kv_dtype is not None:
+def require_kv_dtype(target: Any, config: EngineConfig) -> None:
+    """Raise ConfigError for `kv_dtype` where a layer keeps what is not rounded."""
+    if target.layout.recurrent and config.kv_dtype is not None:
         raise ConfigError(
             f"kv_dtype={config.kv_dtype!r}, and {target.name} has recurrent layers, whose records are not rounded; "
             "leave it None"
         )
+
+
+def require_recurrent(target: Any, config: EngineConfig, backend: Backend) -> None:
+    """Raise ConfigError where the settings ask for what a target with recurrent layers cannot have yet."""
+    if not target.recurrent:
+        return
+    require_kv_dtype(target, config)
     if backend.name == "torch" and target.device.type != "cpu":
         raise ConfigError(
             f"attention={config.attention!r} is plain torch on {target.device}, and {target.name} has recurrent "

@@ -4,7 +4,7 @@ import copy
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import InitVar, dataclass, field, fields
 from enum import Enum
 from itertools import zip_longest
@@ -93,6 +93,14 @@ class RequestStats:
         self.draft_tokens += num_drafts
         self.accepted_counts = _counted(self.accepted_counts, accepted, num_drafts)
         self.drafted_counts = _counted(self.drafted_counts, num_drafts, num_drafts)
+
+    @classmethod
+    def total(cls, requests: Iterable["RequestStats"]) -> "RequestStats":
+        """The sum of these figures."""
+        found = cls()
+        for one in requests:
+            found.add(one)
+        return found
 
     def add(self, other: "RequestStats", sign: int = 1) -> None:
         """Sum another request's figures into this one (`sign=-1` takes them out again)."""

@@ -192,6 +192,12 @@ def make_cache(
     if config.max_model_len is None:
         max_len = max(min(max_len, slots[PRIMARY] - num_nodes), 1)
     pools = ", ".join(f"{count} {group.name}" for group, count in zip(groups.groups, slots, strict=True))
+    if min(slots) < page_size and 0 < budget <= needs.all_state_bytes:
+        raise CapacityError(
+            f"max_batch_size={batch}: states of recurrent layers, with copies for cached prefixes, take "
+            f"{needs.all_state_bytes / 1e9:,.2f} GB, and {budget / 1e9:,.2f} GB are there for them and for K/V; lower "
+            "max_batch_size, or raise memory_share"
+        )
     if min(slots) < page_size:
         raise CapacityError(
             f"KV pools of {pools} slots hold no page of {page_size}; raise full_slots / swa_slots or lower page_size"

@@ -46,7 +46,7 @@ class AsyncEngine:
 
     max_waiting: requests that may wait beyond those that run (`max_batch_size`); more are refused with QueueFullError,
     or wait with `wait=True`. intake_seconds: time limit for reading a prompt or compiling a grammar. per_client:
-    samples that one client may have open; 0: no limit. observers: told of tokens and ends of requests.
+    samples that one client may have open; 0: no limit.
 
     If rounds raise errors twice without progress, the newest of their requests fails with RoundFailedError, and the
     others go on. A fork of the process cannot use the engine.
@@ -59,7 +59,6 @@ class AsyncEngine:
         max_waiting: int = 256,
         intake_seconds: float = INTAKE_SECONDS,
         per_client: int = 0,
-        observers: Sequence[Observer] = (),
     ) -> None:
         require_type("engine", engine, Engine)
         require_int("max_waiting", max_waiting, 0, 1 << 30)
@@ -79,7 +78,7 @@ class AsyncEngine:
         self._closing = False
         self._pid = os.getpid()
         self._admission = Admission(engine.config.max_batch_size, max_waiting, per_client)
-        self._thread = EngineThread(engine, tell_readers, [self._admission, *observers])
+        self._thread = EngineThread(engine, tell_readers, [self._admission])
         self._intake_seconds = intake_seconds
         self._bound = TextBound(engine.tokenizer, engine.max_model_len)
         # apart, so that slow grammars hold up no prompt
@@ -93,12 +92,11 @@ class AsyncEngine:
         drafter: str | PathLike[str] | nn.Module | Drafter | None = None,
         *,
         max_waiting: int = 256,
-        observers: Sequence[Observer] = (),
         **options: Any,
     ) -> "AsyncEngine":
         """`Engine.from_pretrained`, served; `close` closes that engine too. Blocks while it loads."""
         require_int("max_waiting", max_waiting, 0, 1 << 30)
-        served = cls(Engine.from_pretrained(target, drafter, **options), max_waiting=max_waiting, observers=observers)
+        served = cls(Engine.from_pretrained(target, drafter, **options), max_waiting=max_waiting)
         served._owns_engine = True
         return served
 
@@ -211,7 +209,7 @@ class AsyncEngine:
         return await asyncio.wrap_future(self._thread.call(function))
 
     def observe(self, observer: Observer) -> None:
-        """Have one more told how requests fare."""
+        """Tell this observer of tokens and ends of requests from now on."""
         self._thread.observers.append(observer)
 
     async def off_loop(self, function: Callable[[], T]) -> T:

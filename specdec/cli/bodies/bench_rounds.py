@@ -204,7 +204,6 @@ def bench_pair(options: BenchOptions) -> None:
             raw=options.raw,
             peer=options.peer,
             **pair_arguments(options.pair, engine_config(options.pair, options.batch_size)),
-            **options.pair.loading(),
         )
     if write_report(asdict(report), options.json_file, indent=None):
         print(markdown_table(report))
@@ -226,7 +225,6 @@ def evaluate_task(options: EvalOptions) -> None:
             params=SamplingParams(**asdict(options.sampling)),
             folder=options.transcripts,
             **pair_arguments(options.pair, config),
-            **options.pair.loading(),
         )
     if not PartialState().is_main_process:
         return

@@ -16,7 +16,6 @@ from specdec.cli.options import PairOptions
 from specdec.config import EngineConfig, OpenDepth, SpecConfig
 from specdec.engine import Engine
 from specdec.errors import CapacityError, UnsupportedModelError
-from specdec.loading import require_device
 from specdec.models.published import nearest_recipe
 from specdec.progress import Interrupted, working
 
@@ -65,18 +64,16 @@ def shared_fields(options: Any, settings: type[Any]) -> dict[str, Any]:
 
 
 def engine_config(pair: PairOptions, batch_size: int, **settings: Any) -> EngineConfig:
-    """settings: others of the engine. Raises ConfigError where the device is missing."""
-    config = EngineConfig(max_batch_size=batch_size, **shared_fields(pair, EngineConfig), **settings)
-    require_device(config.device)
-    return config
+    """settings: others of the engine."""
+    return EngineConfig(max_batch_size=batch_size, **shared_fields(pair, EngineConfig), **settings)
 
 
 def pair_arguments(pair: PairOptions, config: EngineConfig) -> dict[str, Any]:
-    """Arguments of `Engine.from_pretrained`; those of `PairOptions.loading` come next to them."""
+    """Arguments of `Engine.from_pretrained`."""
     others = pair.draft_topk, pair.num_draft_tokens, pair.adaptive
     spec = OpenDepth(4, *others) if pair.num_steps is None else SpecConfig(pair.num_steps, *others)
     names = {"target": pair.target, "drafter": drafter_name(pair), "drafter_options": pair.drafter_options()}
-    return {**names, "spec": spec, "config": config}
+    return {**names, "spec": spec, "config": config, **pair.loading()}
 
 
 @contextmanager
@@ -93,7 +90,7 @@ def naming_recipe(target: str) -> Iterator[None]:
 
 def load_engine(pair: PairOptions, config: EngineConfig) -> Engine:
     with working(f"loading {pair.target}"), naming_recipe(pair.target):
-        return Engine.from_pretrained(**pair_arguments(pair, config), **pair.loading())
+        return Engine.from_pretrained(**pair_arguments(pair, config))
 
 
 def drafter_name(pair: PairOptions) -> str | None:

@@ -42,7 +42,7 @@ from specdec.layers.packed.packed_experts import PackedExperts
 from specdec.layers.packed.packed_linear import PackedLinear
 from specdec.layers.packed.packed_weight import BITS, PackedWeight, numbers_of, pack
 from specdec.loading import pick_device, pick_dtype
-from specdec.models.model_on_meta import ModelOnMeta
+from specdec.models.described_model import ModelOnMeta
 from specdec.models.target import TargetModel
 from specdec.models.transformers_names import auto_class
 from specdec.models.weight_storage import StoredWeights, stored_weights

@@ -115,7 +115,7 @@ def _order(b_value: tl.tensor, o_e: tl.tensor, m_e: tl.tensor, DTYPE: tl.constex
 
 @triton.jit
 def _best(b_order: tl.tensor, o_e: tl.tensor, axis: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
-    """Where the best of `_order` lie along an axis: of equal numbers the lower expert."""
+    """Marks the best of `_order` along an axis: of equal numbers the lower expert."""
     m_best = b_order == tl.max(b_order, axis, keep_dims=True)
     if DTYPE.primitive_bitwidth == 32:
         m_best &= o_e == tl.min(tl.where(m_best, o_e, 2**31 - 1), axis, keep_dims=True)

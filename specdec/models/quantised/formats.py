@@ -12,12 +12,13 @@ for its weights, one with calibrated scales for them is refused.
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import torch
 
 from specdec.errors import CheckpointError, UnsupportedModelError, about
 from specdec.layers.packed.packed_weight import PackedWeight, pack
+from specdec.models.quantised.stored_tensors import StoredTensor
 
 SCALE_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 INDEX_TYPES = (torch.int32, torch.int64)
@@ -27,15 +28,6 @@ NOT_AS_PROMISED = (
 
 Sizes = tuple[int, ...]
 Tensors = Mapping[str, torch.Tensor]
-
-
-class Described(Protocol):
-    """A tensor, or what a file says of one."""
-
-    @property
-    def shape(self) -> Sizes: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +80,7 @@ class Format:
         return {name: name for name in names}
 
     def compare(
-        self, stem: str, given: Mapping[str, Described], shape: torch.Size, num_experts: int | None = None
+        self, stem: str, given: Mapping[str, StoredTensor], shape: torch.Size, num_experts: int | None = None
     ) -> None:
         """Raise CheckpointError for a tensor that is lacking, UnsupportedModelError for any other difference.
 

@@ -123,7 +123,7 @@ class WeightPlaces:
             kind, known = type(self.modules[place.path]).__name__, ", ".join(sorted(MIXTURES))
             raise UnsupportedModelError(
                 f"{weight.stem} is quantised, and it is the {place.last} of a {kind}; quantised weights are read of "
-                f"nn.Linear and of the experts of {known}; leave it out when quantising"
+                f"nn.Linear and of experts that are stored one by one, of {known}; leave it out when quantising"
             )
         if other := self._tied.get(f"{place.path}.{place.last}"):
             raise UnsupportedModelError(
@@ -185,7 +185,8 @@ def with_and_without(name: str, prefix: str) -> set[str]:
 def _sizes_of(experts: nn.Module) -> tuple[dict[str, torch.Size], int]:
     """The shape [N, K] of each projection of one expert, and their number."""
     module: Any = experts
-    gate_up, down = (p.transpose(1, 2) if module.is_transposed else p for p in (module.gate_up_proj, module.down_proj))
+    transposed = getattr(module, "is_transposed", False)  # Step's say nothing
+    gate_up, down = (p.transpose(1, 2) if transposed else p for p in (module.gate_up_proj, module.down_proj))
     sizes = {"gate_up_proj": gate_up.shape[1:], "down_proj": down.shape[1:]}
     sizes["gate_proj"] = sizes["up_proj"] = torch.Size((gate_up.shape[1] // 2, gate_up.shape[2]))
     return sizes, len(gate_up)

@@ -13,7 +13,6 @@ from collections import Counter
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from specdec.config import MAX_PRIORITY
 from specdec.serving.http.faults import ApiError
 from specdec.serving.http.pacing import OVER_LIMIT, Pace
 from specdec.serving.server_settings import ServeSettings
@@ -101,15 +100,11 @@ def salt_for(client: str, cache_salt: str | None, settings: ServeSettings) -> st
     return hashlib.sha256(b"".join(b"%d:%b" % (len(part), part) for part in parts)).hexdigest()
 
 
-def require_priority(priority: int, settings: ServeSettings) -> int:
-    """Raises ApiError for one that is not allowed here, or out of range. 0 is always allowed."""
+def require_priority(priority: int, settings: ServeSettings) -> None:
+    """Raises ApiError for one that is not allowed here; 0 always is. The engine checks the range."""
     if priority and not settings.allow_priority:
         message = f"priority={priority}: this server treats all requests alike; leave it out, or start the server with "
         raise ApiError(400, message + "--allow-priority", param="priority", code="priority_not_allowed")
-    if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
-        message = f"priority={priority}: an integer from {-MAX_PRIORITY} to {MAX_PRIORITY} is expected"
-        raise ApiError(400, message, param="priority", code="invalid_value")
-    return priority
 
 
 def in_whole_blocks(cached_tokens: int, page_size: int) -> int:

@@ -138,7 +138,7 @@ class TextAnswer(ABC):
 
     def _figures(self, stats: Sequence[RequestStats]) -> dict[str, Any]:
         """Counts of drafts in the fields of vLLM and llama.cpp."""
-        total, wanted = _summed(stats), self.settings.draft_figures
+        total, wanted = RequestStats.total(stats), self.settings.draft_figures
         found: dict[str, Any] = {}
         if wanted != "none" and self.max_drafts:
             found["metrics"] = {"speculative_decoding": vllm_figures(total, self.max_drafts)}
@@ -156,20 +156,13 @@ class TextAnswer(ABC):
     def _speculation(self, stats: Sequence[RequestStats]) -> dict[str, Any]:
         if not self.body.show_drafts:
             return {}
-        total = _summed(stats)
+        total = RequestStats.total(stats)
         figures = {name: getattr(total, name) for name in SpeculationFigures.model_fields if name != "drafts_off"}
         return {"speculation": figures | {"drafts_off": self.state.engine.drafts_off}}
 
 
 def _all_stats(streams: Streams) -> list[RequestStats]:
     return [streams.stats(index) for index in range(len(streams.samples))]
-
-
-def _summed(stats: Sequence[RequestStats]) -> RequestStats:
-    total = RequestStats()
-    for one in stats:
-        total.add(one)
-    return total
 
 
 def usage_of(prompts: Sequence[Sequence[int]], stats: Sequence[RequestStats], state: ServeState) -> dict[str, Any]:

@@ -1,5 +1,6 @@
-"""A model made of its config alone, on the `meta` device: shapes without numbers. Drafters are fitted to it as to a
-target; it can be measured, and never run for text."""
+"""A model as its config and its modules describe it: what is known before weights are read, of a target and of a model
+that is made of its config alone, on the `meta` device (shapes without numbers). Drafters are fitted to the second as to
+a target; it can be measured, and never run for text."""
 
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.errors import first_line
+from specdec.errors import UnsupportedModelError, first_line
 from specdec.gpu.operations import Operations
 from specdec.kvcache.layout import KVLayout, layout_from_config
 from specdec.models.cache_geometry import GeometryContext, measured_layout
@@ -15,7 +16,8 @@ from specdec.models.context_length import ContextLength, context_length
 from specdec.models.probe import TEXT_LEN, refusing
 from specdec.models.recurrent_layers import take_apart
 from specdec.models.transformers_names import auto_class
-from specdec.models.unsupported import find_decoder, require_supported
+from specdec.models.unsupported import find_decoder, require_placed, require_supported
+from specdec.modules.module_watch import ModuleWatch
 from specdec.modules.private_copy import private_copy
 
 META = torch.device("meta")
@@ -31,29 +33,57 @@ def model_on_meta(config: Any, dtype: torch.dtype, **options: Any) -> PreTrained
     return model
 
 
-class ModelOnMeta:
-    """A target as far as its config goes. Raises UnsupportedModelError where that rules it out.
+class DescribedModel:
+    """A causal LM before any forward. Raises UnsupportedModelError where it cannot be served.
+
+    layout: of the config, which a forward may correct. user_decoder, user_head: the user's, with attention of their
+    own; decoder, head: private copies of them. original: tells of changes since these were made.
+    placed: its weights are on a device.
+    """
+
+    def __init__(self, name: str, model: PreTrainedModel, *, placed: bool) -> None:
+        self.name, self.model = name, model
+        with refusing(name, f"{type(model).__name__} is not built as a decoder-only causal language model"):
+            self.config: Any = model.config.get_text_config()
+            self.model_types: tuple[str, str] = self.config.model_type, model.config.model_type
+            require_supported(name, model, self.config)
+            if placed:
+                require_placed(name, model)
+            self.vocab_size = int(self.config.vocab_size)  # the user's config may change later
+            self.context_length: ContextLength = context_length(self.config)
+            head = model.get_output_embeddings()
+            if not isinstance(head, nn.Module):
+                raise UnsupportedModelError(f"{name} ({type(model).__name__}) has no language-model head")
+            self.layout: KVLayout = layout_from_config(self.config)
+            self.user_head: nn.Module = head
+            self.user_decoder: nn.Module = find_decoder(name, model, len(self.layout.layers))
+            self.original = ModuleWatch(model, self.user_decoder, head)  # before a copy, so that no change is missed
+            self.head: nn.Module = private_copy(head)
+            self.decoder: nn.Module = private_copy(self.user_decoder)
+            take_apart(name, self.decoder, self.layout)
+            self.embed: nn.Module = self.decoder.get_input_embeddings()  # type: ignore[operator]
+            self.home: torch.device = self.embed.weight.device  # of the user's weights
+
+    @property
+    def recurrent(self) -> bool:
+        """Do some layers keep a state a request?"""
+        return self.layout.recurrent
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.config.hidden_size)
+
+
+class ModelOnMeta(DescribedModel):
+    """A target as far as its config goes.
 
     layout: of the calls of attention in a forward; of the config if the forward does not run on `meta`, for which
     `unmeasured` has the reason.
     """
 
     def __init__(self, name: str, model: PreTrainedModel) -> None:
-        self.name, self.model = name, model
-        with refusing(name, f"{type(model).__name__} is not built as a decoder-only causal language model"):
-            self.config: Any = model.config.get_text_config()
-            self.model_types: tuple[str, str] = self.config.model_type, model.config.model_type
-            require_supported(name, model, self.config)
-            self.vocab_size = int(self.config.vocab_size)
-            self.hidden_size = int(self.config.hidden_size)
-            self.context_length: ContextLength = context_length(self.config)
-            self.layout: KVLayout = layout_from_config(self.config)
-            self.user_decoder: nn.Module = find_decoder(name, model, len(self.layout.layers))
-            self.decoder = private_copy(self.user_decoder)
-            take_apart(name, self.decoder, self.layout)
-            self.embed: nn.Module = self.decoder.get_input_embeddings()  # type: ignore[operator]
-            self.head: Any = model.get_output_embeddings()
-        self.dtype, self.device = model.dtype, META
+        super().__init__(name, model, placed=False)
+        self.dtype, self.device = model.dtype, self.home
         self.ops: Operations | None = None
         self.unmeasured: str | None = None
         try:
