@@ -22,6 +22,7 @@ MAX_FILE_LINES = 400
 REASONS: dict[str, str] = {
     "specdec/engine.py": "the public class; what it does lies elsewhere already",
     "specdec/runtime/request.py": "a request, and the output and figures that are made of it",
+    "specdec/runtime/rounds/round.py": "target and drafter over one cache, and the state that both share",
 }
 """Longer product files, each with the reason why it is one concept all the same."""
 

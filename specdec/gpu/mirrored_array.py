@@ -95,4 +95,5 @@ def _each_once(cells: IntArray) -> IntArray:
         return ordered[np.diff(ordered, prepend=-1) != 0]
     named = np.zeros(last - first + 1, dtype=np.bool_)
     named[cells - first] = True
-    return np.flatnonzero(named) + first
+    close: IntArray = np.flatnonzero(named) + first
+    return close

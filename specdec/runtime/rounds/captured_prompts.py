@@ -151,10 +151,12 @@ class ChunkGraphs(Captures):
         assert isinstance(shape, ChunkShape)
         return SPARE_POOL if shape.tokens > LONG else self.what
 
-    def subject(self, shape: Hashable) -> str:
+    def warning(self, shape: Hashable) -> str:
         """Forwards over many tokens by their size: what they lack, shorter ones may have."""
         assert isinstance(shape, ChunkShape)
-        return f"forwards over {shape.tokens:,} prompt tokens run" if shape.tokens > LONG else "prompts run"
+        if shape.tokens > LONG:
+            return f"forwards over {shape.tokens:,} prompt tokens run without CUDA graphs: %s"
+        return "prompts run without CUDA graphs: %s"
 
     def read(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> Chunk | None:
         """Run the target over the next `chunk_len` [R] tokens of `rows` [R]; None: that is not captured.

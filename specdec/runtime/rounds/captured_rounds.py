@@ -78,7 +78,7 @@ class Captures:
         self._evictions: Counter[Hashable] = Counter()
         self._waits: dict[Hashable, int] = {}  # runs until a capture is tried
         self._generation = round.weights_generation()
-        self._warned: set[str] = set()  # subjects of warnings
+        self._warned: set[str] = set()
 
     @property
     def shared_bytes(self) -> int:
@@ -89,9 +89,9 @@ class Captures:
         """The name of the pool that this shape takes its memory from."""
         return self.what
 
-    def subject(self, shape: Hashable) -> str:
-        """The beginning of a warning that this shape could not be captured; each is written once."""
-        return f"{self.what} run"
+    def warning(self, shape: Hashable) -> str:
+        """Says, before an error, that this shape could not be captured; each is written once."""
+        raise NotImplementedError
 
     def patience(self, shape: Hashable) -> int:
         """Eager runs of a new shape, after the first, before it is captured."""
@@ -166,10 +166,10 @@ class Captures:
         tries = self.refusals[shape]
         again = is_out_of_memory(error) or tries < MAX_ATTEMPTS
         self._waits[shape] = min(1 << tries - 1, MAX_BACKOFF_RUNS) if again else NEVER
-        subject = self.subject(shape)
-        level = logging.DEBUG if subject in self._warned else logging.WARNING
-        logger.log(level, "%s without CUDA graphs: %s", subject, first_line(_root(error)))
-        self._warned.add(subject)
+        warning = self.warning(shape)
+        level = logging.DEBUG if warning in self._warned else logging.WARNING
+        logger.log(level, warning, first_line(_root(error)))
+        self._warned.add(warning)
 
 
 def _root(error: BaseException) -> BaseException:
@@ -183,6 +183,9 @@ class RoundGraphs(Captures):
     """The captured rounds of one engine."""
 
     what = "rounds"
+
+    def warning(self, shape: Hashable) -> str:
+        return "rounds run without CUDA graphs: %s"
 
     def bucket(self, shape: RoundShape) -> RoundShape:
         """The captured shape that a round runs under: padded to the next size, with the parameters of its class."""

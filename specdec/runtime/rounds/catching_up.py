@@ -22,8 +22,8 @@ class CatchUps(Captures):
 
     what = "rounds"
 
-    def subject(self, shape: Hashable) -> str:
-        return "catching up runs"
+    def warning(self, shape: Hashable) -> str:
+        return "catching up runs without CUDA graphs: %s"
 
     def run(self, shape: RoundShape) -> None:
         self.run_captured((shape.batch, shape.longest), [lambda: self.round.catch_up(shape, KEPT)])

@@ -141,8 +141,7 @@ class Round:
             self.unread = Unread(len(self.tokens.host), width, target.dtype, self.device)
             self.draft_seats = MirroredArray((cache.table.max_requests,), self.device)
         self._weights = watched_weights(target, drafter)
-        # of the weights in the current step, once they were looked up
-        self._generation: int | None = None
+        self._generation: int | None = None  # of the weights in the current step, once they were looked up
         self._versions: tuple[object, ...] | None = None
         self._in_step = False
 
@@ -175,9 +174,9 @@ class Round:
         """Changes whenever weights were re-pointed or updated in place: see `Weights.version`."""
         if self._versions is not None:
             return self._versions
-        versions = self.weights_generation(), *(weights.updates() for weights in self._weights)
-        self._versions = versions if self._in_step else None
-        return versions
+        found = self.weights_generation(), *(weights.updates() for weights in self._weights)
+        self._versions = found if self._in_step else None
+        return found
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
