@@ -92,8 +92,9 @@ def _each_once(cells: IntArray) -> IntArray:
     first, last = int(cells.min()), int(cells.max())
     if last - first >= max(CLOSE, CLOSE_EACH * len(cells)):
         ordered = np.sort(cells)
-        return ordered[np.diff(ordered, prepend=-1) != 0]
+        distinct: IntArray = ordered[np.diff(ordered, prepend=-1) != 0]
+        return distinct
     named = np.zeros(last - first + 1, dtype=np.bool_)
     named[cells - first] = True
-    close: IntArray = np.flatnonzero(named) + first
-    return close
+    distinct = np.flatnonzero(named) + first
+    return distinct
