@@ -93,8 +93,8 @@ def _each_once(cells: IntArray) -> IntArray:
     if last - first >= max(CLOSE, CLOSE_EACH * len(cells)):
         ordered = np.sort(cells)
         distinct: IntArray = ordered[np.diff(ordered, prepend=-1) != 0]
-        return distinct
-    named = np.zeros(last - first + 1, dtype=np.bool_)
-    named[cells - first] = True
-    distinct = np.flatnonzero(named) + first
+    else:
+        named = np.zeros(last - first + 1, dtype=np.bool_)
+        named[cells - first] = True
+        distinct = np.flatnonzero(named) + first
     return distinct
