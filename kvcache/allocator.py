@@ -240,6 +240,8 @@ class HybridAllocator:
     def _pages(self, slots: PrimaryLoc, operation: str) -> tuple[IntArray, IntArray]:
         """Page ids of whole pages, named slot by slot in any order, and where the first slot of each is."""
         ids = slots.cpu().numpy()
+        if self.page_size == 1:
+            return ids, np.arange(len(ids))
         heads = np.flatnonzero(ids % self.page_size == 0)
         pages: IntArray = ids[heads] // self.page_size
         whole = len(ids) == len(pages) * self.page_size and bool((np.sort(self._slots(pages)) == np.sort(ids)).all())

@@ -153,5 +153,8 @@ class PagedAllocator:
 
 
 def _named_twice(pages: IntArray) -> bool:
+    rising = pages[1:] > pages[:-1]
+    if rising.all() or (pages[1:] < pages[:-1]).all():  # as the free ones of a fresh pool, or of a prompt that ended
+        return False
     ordered = np.sort(pages)
     return bool((ordered[1:] == ordered[:-1]).any())

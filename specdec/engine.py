@@ -133,7 +133,7 @@ class Engine:
         cached = config.prefix_cache and updates_are_counted(target, drafter) and caches_states(target, drafter)
         shared = self.cache if cached else None
         unread = None if self.round.unread is None else self.round.unread.count
-        self.prefixes = Prefixes(shared, self.round.weights_version, unread)
+        self.prefixes = Prefixes(shared, self.round.weights.version, unread)
         self.scheduler = Scheduler(
             self.table,
             max_model_len=self.max_model_len,

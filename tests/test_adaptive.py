@@ -161,6 +161,15 @@ def test_a_burst_makes_no_timed_draft_look_worse():
     assert times.seconds[0].tolist() == [1.0, 1.5, 2.0]
 
 
+def test_drafts_that_were_timed_in_a_burst_begin_anew():
+    """All took three times as long, the plain round too; a round with a draft that takes less than it shows that."""
+    times = RoundTimes([3.0, 3.3])
+    for _ in range(8):
+        times.learn(1, 3.3)
+    times.learn(1, 1.1)
+    assert times.seconds[0].tolist() == [1.1, 1.1]
+
+
 def test_what_a_draft_takes_beyond_what_was_timed_the_others_take_too():
     """Context, host, or rows that route less alike than those that were timed. A plain round is timed for itself."""
     times = RoundTimes([1.0, 1.5, 2.0])
@@ -429,10 +438,10 @@ def test_a_draft_in_flight_is_covered_by_the_same_balance():
 
 
 def test_one_trial_at_a_time():
-    """A draft of which no round is settled may seem better only until one is."""
+    """A draft of which no round is settled may seem better only until one is, although the account pays for two."""
     choice = DraftChoice(LADDER[:2], 1)
     choice.times[1] = RoundTimes([1.0, 1.52])
-    settled(choice, 0, 1.0)
+    settled(choice, 0, 1.0, times=60)
     first = choice.choose(rows(1), np.array([4]), 1, NO_DRAFT)
     assert first == LADDER[1]
     assert choice.choose(rows(1), np.array([4]), 1, NO_DRAFT, [first]) == NO_DRAFT

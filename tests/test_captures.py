@@ -250,16 +250,21 @@ def test_forwards_over_many_tokens_are_captured_if_there_is_memory_to_spare():
     assert store.use()[:3] == (2, 5, 3)
 
 
-def test_a_forward_over_many_tokens_without_room_is_no_error(engine_with, random_prompt, monkeypatch):
-    """Not even where captures are required: it runs as it is."""
+def test_a_forward_over_many_tokens_without_room_is_no_error(engine_with, random_prompt, monkeypatch, caplog):
+    """Not even where captures are required: it runs as it is, a warning names its size, and shorter ones are captured
+    after it."""
     monkeypatch.setattr("specdec.runtime.rounds.captured_prompts.LONG", 16)
     monkeypatch.setattr(ChunkGraphs, "shared_bytes", property(lambda self: 0))
-    prompts = [random_prompt(n) for n in (5, 40, 40, 40)]
+    prompts = [random_prompt(n) for n in (5, 40, 40, 40, 12, 12)]
     right = [engine_with(None).generate([prompt], GREEDY)[0].token_ids for prompt in prompts]
     engine = engine_with(WeighedTape(), max_capture_bytes=260, prefix_cache=False, prefill_chunk=64, cuda_graphs=True)
-    assert [engine.generate([prompt], GREEDY)[0].token_ids for prompt in prompts] == right
+    with caplog.at_level(logging.WARNING, "specdec"):
+        assert [engine.generate([prompt], GREEDY)[0].token_ids for prompt in prompts[:4]] == right[:4]
     use = engine.stats().captures
     assert use.refused == 2 and use.evicted == 0 and use.captured > 1 and use.uncaptured_prompts == 4
+    assert [r.message[:55] for r in caplog.records] == ["forwards over 40 prompt tokens run without CUDA graphs:"]
+    assert [engine.generate([prompt], GREEDY)[0].token_ids for prompt in prompts[4:]] == right[4:]
+    assert engine.stats().captures.uncaptured_prompts == 4 and engine.steps.prefill.chunks._captured
 
 
 def test_a_capture_that_never_fits_is_refused_and_runs_as_it_is(engine_with, random_prompt, caplog):

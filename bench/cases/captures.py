@@ -24,7 +24,7 @@ from specdec.config import SamplingParams, SpecConfig
 from specdec.engine import Engine
 from specdec.models.bundled import resolve_name
 
-MAX_CAPTURES = 60
+MAX_CAPTURES = 80
 PARTS = {"name": {"type": "string", "maxLength": 8}, "n": {"type": "integer"}, "on": {"type": "boolean"}}
 SCHEMA = {"type": "object", "properties": PARTS, "required": list(PARTS), "additionalProperties": False}
 HAS_GRAMMARS = importlib.util.find_spec("llguidance") is not None

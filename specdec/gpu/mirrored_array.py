@@ -14,6 +14,9 @@ import torch
 
 IntArray = npt.NDArray[np.int64]
 
+CLOSE, CLOSE_EACH = 1 << 16, 64
+"""Cells lie close together within so many, or so many for each: a mask of them takes a few microseconds."""
+
 
 class MirroredArray:
     """int64 array with a host side (`host`, numpy) and a device side (`tensor`, torch), zero at the start."""
@@ -74,11 +77,24 @@ def flush(arrays: Sequence[MirroredArray]) -> None:
     stale = [array for array in arrays if array._changed]
     if not stale:
         return
-    # each once; by thousands that is twenty times as fast as `np.unique`, which hashes
-    ordered = [np.sort(np.concatenate(array._changed)) for array in stale]
-    cells = [flat[np.diff(flat, prepend=-1) != 0] for flat in ordered]
+    cells = [_each_once(np.concatenate(array._changed)) for array in stale]
     values = [array.host.reshape(-1)[flat] for array, flat in zip(stale, cells, strict=True)]
     packed = upload(np.stack([np.concatenate(cells), np.concatenate(values)]), stale[0]._tensor.device)  # [2, M]
     for array, part in zip(stale, packed.split([len(flat) for flat in cells], dim=1), strict=True):
         array._tensor.view(-1).index_copy_(0, part[0], part[1])
         array._changed = []
+
+
+def _each_once(cells: IntArray) -> IntArray:
+    """Rising numbers of these cells, by a mask where they lie close: thousands take long to sort."""
+    if (cells[1:] > cells[:-1]).all():
+        return cells
+    first, last = int(cells.min()), int(cells.max())
+    if last - first >= max(CLOSE, CLOSE_EACH * len(cells)):
+        ordered = np.sort(cells)
+        distinct: IntArray = ordered[np.diff(ordered, prepend=-1) != 0]
+    else:
+        named = np.zeros(last - first + 1, dtype=np.bool_)
+        named[cells - first] = True
+        distinct = np.flatnonzero(named) + first
+    return distinct

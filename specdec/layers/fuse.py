@@ -153,8 +153,11 @@ class Weights:
     def version(self) -> tuple[int, object]:
         """Another value whenever they were found elsewhere or have been changed in place: see `Watch.versions`. Never
         the same value while they have no version counters."""
-        generation = self.generation()
-        return generation, self._watch.versions() if self._watch.counts_updates() else object()
+        return self.generation(), self.updates()
+
+    def updates(self) -> object:
+        """The second part of `version`, of the weights that `generation` found last."""
+        return self._watch.versions() if self._watch.counts_updates() else object()
 
     def counts_updates(self) -> bool:
         """Does an update in place show? Not of tensors that were made under `torch.inference_mode()`."""

@@ -47,6 +47,10 @@ class SplitWeights:
             refuse_change(self.name)
         return version
 
+    def updates(self) -> object:
+        """See `Weights`. `generation` has raised if there were any that are counted."""
+        return self._copied[1] if self.counts_updates() else object()
+
     def look_closely(self) -> None:
         """See `Weights`. Raises what `version` does."""
         self._weights.look_closely()

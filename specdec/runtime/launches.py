@@ -123,5 +123,5 @@ class Launches:
             self._scheduler.prompt_gap.learn_round(sum(result.seconds.values()))
         if not by_lookup:
             drafted = (result.drafts > 0) & (result.forced == 0)
-            rounds = sum(request.draft is not None for request in requests)
+            rounds = 0 if self._round.worker is None else sum(request.draft is not None for request in requests)
             self._watch.count(rounds, int(drafted.sum()), int((drafted & (result.length > 1)).sum()))

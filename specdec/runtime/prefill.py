@@ -47,7 +47,7 @@ class Prefill:
 
     def drop_lost(self) -> None:
         """Drop a forward whose rows are lost or whose weights have moved: its chunks are read again."""
-        if self.reading is not None and not self.reading.is_valid(self._round.weights_generation()):
+        if self.reading is not None and not self.reading.is_valid(self._round.weights.generation()):
             self.reading = None
 
     def advance(self, *, streams: bool) -> PromptReading | None:
@@ -122,5 +122,5 @@ class Prefill:
         elif divided:
             found = single_layers(self._round, rows, chunk_len, states)
         if found is None:
-            found = whole_chunk(lambda: self.read(rows, chunk_len, states), self._round.weights_generation())
+            found = whole_chunk(lambda: self.read(rows, chunk_len, states), self._round.weights.generation())
         return PromptReading(requests, chunk_len, done, found, row_epochs=epochs)

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import InitVar, dataclass, field, fields
 from enum import Enum
 from itertools import zip_longest
-from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +26,7 @@ from specdec.text.stop_strings import StopStrings
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
+@dataclass
 class RequestStats:
     """Figures of one request, or (summed) of many: speculation, cache hits and times.
 
@@ -77,8 +76,10 @@ class RequestStats:
 
     def copy(self) -> "RequestStats":
         """These figures alone, as lists are replaced and never changed. Every round makes one for every request, so not
-        by `replace`, which takes long."""
-        return RequestStats(*_FIGURES(self))
+        by `replace` nor by its arguments, which take long."""
+        copied = object.__new__(RequestStats)
+        vars(copied).update(vars(self))
+        return copied
 
     def record_round(self, emitted: int, accepted: int, num_drafts: int) -> None:
         """Count a round that emitted these tokens; the first `accepted` of them were drafts, `num_drafts` deep."""
@@ -117,7 +118,6 @@ def _counted(counts: list[int], depth: int, most: int) -> list[int]:
 
 
 _NAMES = tuple(each.name for each in fields(RequestStats))
-_FIGURES = attrgetter(*_NAMES)
 _BY_DEPTH = ("accepted_counts", "drafted_counts")
 _SUMS = tuple(name for name in _NAMES if name not in _BY_DEPTH)
 
@@ -212,6 +212,7 @@ class Request:
     awaited: int = field(default=-1, init=False)  # number of the request that makes a part of its prompt,
     awaited_len: int = field(default=0, init=False)  # the tokens of it that are awaited,
     awaited_version: int = field(default=-1, init=False)  # as of this `InProgress.version`
+    longest: int = field(init=False)  # tokens at its end, if nothing ends it before
     max_drafts: int = field(init=False)  # most that it accepts in a round
     whole_draft: DraftShape = field(init=False)  # that nothing shortens
     stops: StopStrings = field(init=False)  # asked for every round, so made once
@@ -224,6 +225,7 @@ class Request:
 
     def __post_init__(self, begins: Place | None) -> None:
         self._tokens = list(self.prompt)
+        self.longest = len(self.prompt) + self.params.max_new_tokens
         self.max_drafts = 0 if self.draft is None else self.draft.depth
         self.whole_draft = NO_DRAFT if self.draft is None else whole_draft(self.draft)
         self.stops = self.params.stop_strings
@@ -253,7 +255,7 @@ class Request:
 
     @property
     def to_go(self) -> int:
-        return len(self.prompt) + self.params.max_new_tokens - self.settled.num_tokens
+        return self.longest - self.settled.num_tokens
 
     @property
     def drafted(self) -> list[bool]:
@@ -344,7 +346,7 @@ class Request:
         prompt_len, tokens, drafted = len(self.prompt), self._tokens, self._drafted
         stops = self.stops
         reader = copy.copy(before.reader) if stops else before.reader  # the settled reader must not advance yet
-        kept, longest = start - prompt_len, prompt_len + self.params.max_new_tokens
+        kept, longest = start - prompt_len, self.longest
         del tokens[start:], drafted[kept:], self._logprobs[kept:]  # of a step that was interrupted
         finish_reason, taken, called = "", 0, "grammar"
         if start >= longest:  # its prompt was to be scored, and no more

@@ -75,6 +75,6 @@ class RequestBuilder:
         return self._tokenizer
 
     def _require_tokens(self, what: str, tokens: Sequence[int]) -> None:
-        outside = [token for token in tokens if not 0 <= token < self._vocab_size]
-        if outside:
-            raise ConfigError(f"{what} token id {outside[0]}, outside the vocabulary of {self._vocab_size}")
+        if tokens and not (min(tokens) >= 0 and max(tokens) < self._vocab_size):  # without a step of Python for each
+            outside = next(token for token in tokens if not 0 <= token < self._vocab_size)
+            raise ConfigError(f"{what} token id {outside}, outside the vocabulary of {self._vocab_size}")

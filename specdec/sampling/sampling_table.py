@@ -119,7 +119,7 @@ class SamplingTable:
         before, uses = self._last
         if before != list(params):  # the same object is not compared field by field
             uses = Uses.of(params)
-            self._last = list(params), uses
+        self._last = list(params), uses  # these objects, though others were equal
         return uses
 
     def load_biases(self, rows: IntArray, params: Sequence[SamplingParams], uses: Uses) -> None:

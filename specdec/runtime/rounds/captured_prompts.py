@@ -136,7 +136,7 @@ class ChunkProgram:
 class ChunkGraphs(Captures):
     """The captured chunks of one engine."""
 
-    what, warning = "prompts", "prompts run without CUDA graphs: %s"
+    what = "prompts"
 
     def __init__(self, round: Round, store: CaptureStore, *, strict: bool) -> None:
         self._results = Results()
@@ -150,6 +150,13 @@ class ChunkGraphs(Captures):
     def pool(self, shape: Hashable) -> str:
         assert isinstance(shape, ChunkShape)
         return SPARE_POOL if shape.tokens > LONG else self.what
+
+    def warning(self, shape: Hashable) -> str:
+        """Forwards over many tokens by their size: what they lack, shorter ones may have."""
+        assert isinstance(shape, ChunkShape)
+        if shape.tokens > LONG:
+            return f"forwards over {shape.tokens:,} prompt tokens run without CUDA graphs: %s"
+        return "prompts run without CUDA graphs: %s"
 
     def read(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> Chunk | None:
         """Run the target over the next `chunk_len` [R] tokens of `rows` [R]; None: that is not captured.
@@ -186,7 +193,7 @@ class ChunkGraphs(Captures):
         rare = states is FinalStates.EVERY and self.round.final_states(scored=False, ends=True) is not states
         if shape is None or rare:
             return None
-        self.round.weights_generation()  # another model may have other layers
+        self.round.weights.generation()  # another model may have other layers
         program = self._made.get(shape) or ChunkProgram(self.round, shape, self._results)
         self._made[shape] = program
         program.load_chunks(rows, chunk_len)

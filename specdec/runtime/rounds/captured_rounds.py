@@ -67,7 +67,6 @@ class Captures:
     program runs eagerly, is counted (`CaptureStore.use`), and is tried again later."""
 
     what: ClassVar[str]
-    warning: ClassVar[str]
 
     def __init__(self, round: Round, store: CaptureStore, *, strict: bool) -> None:
         self.round = round
@@ -79,8 +78,8 @@ class Captures:
         self._captured: dict[Hashable, Captured | None] = {}  # None: it ran once, or was let go
         self._evictions: Counter[Hashable] = Counter()
         self._waits: dict[Hashable, int] = {}  # runs until a capture is tried
-        self._generation = round.weights_generation()
-        self._warned = False
+        self._generation = round.weights.generation()
+        self._warned: set[str] = set()
 
     @property
     def shared_bytes(self) -> int:
@@ -90,6 +89,10 @@ class Captures:
     def pool(self, shape: Hashable) -> str:
         """The name of the pool that this shape takes its memory from."""
         return self.what
+
+    def warning(self, shape: Hashable) -> str:
+        """Says, before an error, that this shape could not be captured; each is written once."""
+        raise NotImplementedError
 
     def patience(self, shape: Hashable) -> int:
         """Eager runs of a new shape, after the first, before it is captured."""
@@ -110,7 +113,7 @@ class Captures:
 
     def find_captured(self, shape: Hashable, programs: Sequence[Program]) -> Captured | None:
         """The captured programs of this shape, if they may be replayed now; None: run them eagerly."""
-        if self._generation != (now := self.round.weights_generation()):
+        if self._generation != (now := self.round.weights.generation()):
             self._generation = now
             self.clear()
         self.capture_next(shape, programs)
@@ -164,8 +167,10 @@ class Captures:
         tries = self.refusals[shape]
         again = is_out_of_memory(error) or tries < MAX_ATTEMPTS
         self._waits[shape] = min(1 << tries - 1, MAX_BACKOFF_RUNS) if again else NEVER
-        logger.log(logging.DEBUG if self._warned else logging.WARNING, self.warning, first_line(_root(error)))
-        self._warned = True
+        warning = self.warning(shape)
+        level = logging.DEBUG if warning in self._warned else logging.WARNING
+        logger.log(level, warning, first_line(_root(error)))
+        self._warned.add(warning)
 
 
 def _root(error: BaseException) -> BaseException:
@@ -178,7 +183,10 @@ def _root(error: BaseException) -> BaseException:
 class RoundGraphs(Captures):
     """The captured rounds of one engine."""
 
-    what, warning = "rounds", "rounds run without CUDA graphs: %s"
+    what = "rounds"
+
+    def warning(self, shape: Hashable) -> str:
+        return "rounds run without CUDA graphs: %s"
 
     def bucket(self, shape: RoundShape) -> RoundShape:
         """The captured shape that a round runs under: padded to the next size, with the parameters of its class."""

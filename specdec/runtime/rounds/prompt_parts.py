@@ -101,4 +101,4 @@ def single_layers(round: Round, rows: IntArray, chunk_len: IntArray, states: Fin
 
     shares = part_shares(round.target, round.aux_layers, states, ends)
     programs = [partial(part, end) for end in ends]
-    return PromptParts(shares, programs, lambda: paused[0].finish(), round.weights_generation())
+    return PromptParts(shares, programs, lambda: paused[0].finish(), round.weights.generation())

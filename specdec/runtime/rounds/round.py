@@ -26,12 +26,12 @@ from specdec.gpu.stage_clock import StageClock
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.frozen import own_view
 from specdec.kvcache.table import Rows
-from specdec.layers.fuse import watched_weights
 from specdec.models.paused_forward import PausedForward
 from specdec.models.target import FinalStates, TargetModel
 from specdec.runtime.rounds.opening import Opening
 from specdec.runtime.rounds.result import RoundShape
 from specdec.runtime.rounds.result import pack as pack_result
+from specdec.runtime.rounds.round_weights import RoundWeights
 from specdec.runtime.rounds.unread import KEPT, Unread, reads_late
 from specdec.sampling.kernel_sampler import KernelSampler
 from specdec.sampling.log_probs import LogProbs
@@ -140,11 +140,7 @@ class Round:
             width = target.hidden_size * max(1, len(self.aux_layers))
             self.unread = Unread(len(self.tokens.host), width, target.dtype, self.device)
             self.draft_seats = MirroredArray((cache.table.max_requests,), self.device)
-        self._weights = watched_weights(target, drafter)
-        # of the weights in the current step, once they were looked up
-        self._generation: int | None = None
-        self._versions: tuple[tuple[int, object], ...] | None = None
-        self._in_step = False
+        self.weights = RoundWeights(target, drafter)
 
     def reset(self) -> None:
         """Clear the state of all rows after an interrupted step; no worker holds a view after it."""
@@ -163,38 +159,12 @@ class Round:
         drafting = [] if self.draft_seats is self.seats else [self.draft_seats]
         return [*own, *drafting, *self.sampling.arrays, *salts]
 
-    def weights_generation(self) -> int:
-        """Changes whenever weights of target or drafter were re-pointed: see `Weights`."""
-        if self._generation is not None:
-            return self._generation
-        now = sum(weights.generation() for weights in self._weights)
-        self._generation = now if self._in_step else None
-        return now
-
-    def weights_version(self) -> tuple[tuple[int, object], ...]:
-        """Changes whenever weights were re-pointed or updated in place: see `Weights.version`."""
-        if self._versions is not None:
-            return self._versions
-        versions = tuple(weights.version() for weights in self._weights)
-        if self._in_step:
-            self._versions, self._generation = versions, sum(generation for generation, _ in versions)
-        return versions
-
     @contextmanager
     def on_device(self) -> Iterator[None]:
         """Make this device the current one, on which Triton launches, and turn autocast off: K/V have the model's
         dtype."""
         with torch.cuda.device_of(self.seats.tensor), torch.autocast(self.device.type, enabled=False):
             yield
-
-    @contextmanager
-    def versions_looked_up_once(self) -> Iterator[None]:
-        """Look up the versions of weights once within the block: it costs the host 0.3 us a tensor."""
-        self._generation, self._versions, self._in_step = None, None, True
-        try:
-            yield
-        finally:
-            self._generation, self._versions, self._in_step = None, None, False
 
     def seat(self, rows: IntArray) -> None:
         """Seat these rows for the next round; the other seats hold the padding row."""
