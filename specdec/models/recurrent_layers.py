@@ -38,7 +38,7 @@ class Mixer(nn.Module):
         **kwargs: Any,
     ) -> torch.Tensor:
         """[1, T, H] -> [1, T, H]. The context comes in the place of a cache where a layer passes nothing else on."""
-        context = kwargs[cache_name(type(self.source))] if specdec_ctx is None else specdec_ctx
+        context = kwargs[cache_name(self.source)] if specdec_ctx is None else specdec_ctx
         return self.mixed(hidden_states[0], context)[None]
 
     def mixed(self, x: torch.Tensor, context: RecurrentContext) -> torch.Tensor:

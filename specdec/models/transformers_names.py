@@ -3,7 +3,7 @@ of a forward for the K/V of earlier tokens (`cache` from 5.24 on, `past_key_valu
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -36,10 +36,14 @@ def config_read_as(stored: Mapping[str, Any], path: str) -> Any:
 
 def cache_argument(module: nn.Module, cache: Any) -> dict[str, Any]:
     """Keyword arguments by which `module` is given a cache of transformers."""
-    return {cache_name(type(module)): cache}
+    return {cache_name(module): cache}
+
+
+def cache_name(module: nn.Module) -> str:
+    """Name of that argument in the forward of its class."""
+    return _cache_name(type(module).forward)
 
 
 @functools.cache
-def cache_name(kind: type[nn.Module]) -> str:
-    """Name of that argument in the forward of a class of module."""
-    return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"
+def _cache_name(forward: Callable[..., Any]) -> str:
+    return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"

@@ -7,7 +7,7 @@ import inspect
 import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -162,7 +162,7 @@ def chat_ids(
         raise ConfigError(f"the chat template does not take these messages: {reason}") from error
 
 
-def _templated(tokenizer: Any, chat: Sequence[Mapping[str, Any]], *, tokenize: bool, **options: Any) -> Any:
+def _templated(tokenizer: Any, chat: list[dict[str, Any]], *, tokenize: bool, **options: Any) -> Any:
     """Text or token ids of a chat, as transformers' `apply_chat_template` makes them.
 
     From 5.24 on that leaves a content that is None out of its message, where `content is none` is false. A template
@@ -173,8 +173,8 @@ def _templated(tokenizer: Any, chat: Sequence[Mapping[str, Any]], *, tokenize: b
         template = tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
         if asks_for_none(template):
             told = {**tokenizer.special_tokens_map, **options, "chat_template": template}
-            [text], _ = render_jinja_template(conversations=[chat], **told)
-            return text_ids(tokenizer, text, special_tokens=False) if tokenize else text
+            texts, _ = cast(Any, render_jinja_template(conversations=[chat], **told))
+            return text_ids(tokenizer, texts[0], special_tokens=False) if tokenize else texts[0]
     return tokenizer.apply_chat_template(chat, tokenize=tokenize, return_dict=False, **options)
 
 
