@@ -112,8 +112,8 @@ class PagedAllocator:
     def require_claims(self, pages: IntArray, once: IntArray | None = None) -> tuple[IntArray, IntArray]:
         """Raise DoubleFreeError unless each of `pages` is held by as many rows as it is named times.
 
-        once: numbers of claims, in which none may come twice. -> the pages that are named, in the order in which they
-        come first, and how often each is.
+        once: ids of claims, all of which must differ. -> the distinct pages in the order of their first mention, and
+        how often each is named.
         """
         distinct, times = pages, np.ones_like(pages)
         if _named_twice(pages):

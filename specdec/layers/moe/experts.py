@@ -2,8 +2,10 @@ r"""The experts of a mixture: for each token the gated products of those it was 
 
     y = sum_j w_j ( D_{e_j} act(G_{e_j} x, U_{e_j} x) + b )       over the k experts e_j in the order of their rank
 
-Two launches, or three with more than FEW_SLOTS assignments (token, expert). The last sum is left to the reader of the
-result, a `Product` whose parts are float32 and in rank order: a row has the same bits next to any other rows.
+Two launches of `product_kernel`, whether weights are plain or packed (`packed_tile.py` unpacks them in registers). With
+more than FEW_SLOTS assignments (token, expert) or FEW_ROWS rows, `list_kernel` runs first. The last sum is left to the
+reader of the result, a `Product` whose parts are float32 and in rank order: a row has the same bits next to any other
+rows.
 """
 
 from typing import Any, NamedTuple
@@ -37,14 +39,14 @@ FEW_SLOTS = 256
 """Up to this number of assignments every program finds those of its expert itself; more are listed first."""
 
 FEW_ROWS = 64
-"""And up to this number of rows: all must fit the tile of an expert that all of them choose."""
+"""And at most this number of rows: if all of them choose one expert, they must fit its one tile."""
 
 
 class Experts(NamedTuple):
     """gate_up [E, 2 I, H] and down [E, H, I], views at any strides, or packed; biases [E, 2 I] and [E, H].
 
     interleaved: rows 2 i and 2 i + 1 of gate_up are gate and up of i; otherwise all gates come first.
-    shared: other ranks have more of them, and the parts of assignments to those, expert -1, are undefined here.
+    shared: other ranks have further experts. Assignments to those have expert -1, and their parts are undefined here.
     swiglu_clamped: (clamp(u, -limit, limit) + 1) g sigmoid(alpha g), g the gate, at most `limit`.
     silu_clamped: min(silu(g), limit) clamp(u, -limit, limit).
     """

@@ -42,7 +42,7 @@ TOKENS_A_RUN = 8
 """Places of a captured forward for each request that it has room for: its tables are as long."""
 
 MIN_RUNS = 8
-"""Requests that every captured forward has room for."""
+"""Lower bound on the requests that a captured forward has room for."""
 
 
 class ChunkShape(NamedTuple):
@@ -152,7 +152,8 @@ class ChunkGraphs(Captures):
         return SPARE_POOL if shape.tokens > LONG else self.what
 
     def warning(self, shape: Hashable) -> str:
-        """Forwards over many tokens by their size: what they lack, shorter ones may have."""
+        """The text for a forward over many tokens names its size, so that each size warns: shorter ones may be
+        captured."""
         assert isinstance(shape, ChunkShape)
         if shape.tokens > LONG:
             return f"forwards over {shape.tokens:,} prompt tokens run without CUDA graphs: %s"
