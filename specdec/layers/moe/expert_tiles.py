@@ -28,7 +28,7 @@ def expert_tiles(num_rows: int, weight: Weight, dtype: torch.dtype, expected: in
     tail = _packed_tail(weight, block_k) if isinstance(weight, PackedWeight) and block_m <= 32 else 0
     tiles = {"BLOCK_N": 64, "BLOCK_M": block_m, "BLOCK_K": block_k, "TAIL_K": tail}
     if (block_m, block_k, stages) == (16, 256, 3) and _fits_128_registers(weight, dtype):
-        tiles["maxnreg"] = 128  # of a thread: four programs fit a multiprocessor, not three
+        tiles["maxnreg"] = 128  # per thread: then four programs fit a multiprocessor instead of three
     return tiles | {"num_warps": 4, "num_stages": stages}
 
 

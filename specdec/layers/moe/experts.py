@@ -127,7 +127,7 @@ def _multiply(
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    TAIL_K: tl.constexpr,  # columns behind the last tile of BLOCK_K
+    TAIL_K: tl.constexpr,  # columns after the last tile of BLOCK_K
 ) -> None:
     """One tile of an expert's weight times BLOCK_M assignments, and what follows the product."""
     b_row = b_slot // TOP_K
@@ -135,12 +135,12 @@ def _multiply(
     b_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     end = K - TAIL_K
     DTYPE: tl.constexpr = p_x.dtype.element_ty
-    b_bias, b_weight = 0.0, 1.0  # asked for here: behind the loop nothing would hide how long that takes
+    b_bias, b_weight = 0.0, 1.0  # loaded before the loop, which hides the latency
     if p_bias is not None:
         b_bias = tl.load(p_bias + o_bias[:, None], mask=m_n, other=0.0).to(tl.float32)
     if ACT is None:
         b_weight = tl.load(p_weights + b_slot, mask=m_slot, other=0.0)[None, :]
-    if TAIL_K:  # asked for before the others, and multiplied behind them
+    if TAIL_K:  # loaded before the other tiles, multiplied after them
         b_words, b_scales, b_zeros = load_words(
             *(p_w, p_scales, p_zeros, s_scales, end, K, m_n, m_n, True, CODE, GROUP, TAIL_K)
         )

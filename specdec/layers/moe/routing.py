@@ -107,7 +107,7 @@ def _order(b_value: tl.tensor, o_e: tl.tensor, m_e: tl.tensor, DTYPE: tl.constex
     b_bits = tl.where(b_value == 0.0, 0.0, b_value).to(DTYPE).to(SHORT, bitcast=True).to(tl.int32)  # -0 is 0
     b_bits = tl.where(b_bits < 0, b_bits ^ (2 ** (BITS - 1) - 1), b_bits)  # floats ordered as integers
     if BITS == 32:
-        b_bits = tl.maximum(b_bits, NONE + 1)  # a NaN is no less
+        b_bits = tl.maximum(b_bits, NONE + 1)  # a NaN is above NONE, too
     else:
         b_bits = b_bits * 2**BITS + (BLOCK_E - o_e)
     return tl.where(m_e, b_bits, NONE)

@@ -151,7 +151,7 @@ class Captures:
     def _try(self, shape: Hashable, programs: Sequence[Program]) -> Captured | None:
         try:
             return self.store.make(self._number, shape, self.pool(shape), self.round.view.key, programs)
-        except Exception as error:  # of many kinds: whatever the model does that a graph cannot hold
+        except Exception as error:  # any kind: whatever the model does that a graph cannot record
             lacks_room = is_out_of_memory(error) or isinstance(error, OverBudget)
             if self._strict and not (lacks_room and self.pool(shape) == SPARE_POOL):
                 raise ConfigError(
