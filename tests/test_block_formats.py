@@ -28,6 +28,7 @@ from specdec.draft_models.checkpoints.drafter_formats import is_block_config, is
 from specdec.drafter_loading import load_any_drafter
 from specdec.evaluation.model_shapes import SHAPES, Shrink
 from specdec.models.target import TargetModel
+from specdec.models.transformers_names import cache_argument
 
 from marks import deep, deep_cases, examples, slow
 from tiny_models import spread
@@ -156,7 +157,7 @@ def test_a_drafter_of_transformers_is_what_its_own_module_computes(
             cache = DFlashCache(config=reference.config)
             cache.set_previous_accepted_tokens(len(prompt))
             embeds = torch.nn.functional.embedding(block, table.weight)
-            out = reference(embeds, taps, past_key_values=cache).last_hidden_state
+            out = reference(embeds, taps, **cache_argument(reference, cache)).last_hidden_state
             torch.testing.assert_close(rounds.logits[0], model.lm_head(out[:, 1:]), atol=1e-5, rtol=1e-5)
     assert answers[0] == answers[1] == answers[2]
 

@@ -5,6 +5,7 @@ import json
 import httpx
 import pytest
 from reciting import HARMONY, reciting
+from transformers import PreTrainedTokenizerBase
 
 from specdec.serving.openai.chat_template import MessageShape
 
@@ -38,8 +39,16 @@ def prompt_of(template, path, parser="hermes", **body):
         (ADDING, "<user>Hi<assistant>f<tool>8"),
     ],
 )
-def test_a_content_that_is_null_is_none_to_a_template_that_asks(template, expected):
-    """It was "": a template that asks `content is none` wrote no calls. Others add it to text."""
+def test_a_content_that_is_null_is_none_to_a_template_that_asks(template, expected, monkeypatch):
+    """It was "": a template that asks `content is none` wrote no calls. Others add it to text. transformers leaves what
+    is None out of messages from 5.24 on."""
+    usual = PreTrainedTokenizerBase.apply_chat_template
+
+    def newest(tokenizer, chat, **options):
+        said = [{key: value for key, value in message.items() if value is not None} for message in chat]
+        return usual(tokenizer, said, **options)
+
+    monkeypatch.setattr(PreTrainedTokenizerBase, "apply_chat_template", newest)
     messages = [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, RESULT]
     assert prompt_of(template, "chat/completions", messages=messages).startswith(expected)
 

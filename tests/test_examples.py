@@ -9,7 +9,6 @@ import re
 import runpy
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -166,7 +165,7 @@ def test_a_difference_is_an_error(command, run, monkeypatch):
         requests = whole(engine, prompts, params)
         for request in requests:
             if engine.drafter is not None:
-                request.params = replace(request.params, max_new_tokens=10)
+                request.longest = len(request.prompt) + 10
         return requests
 
     monkeypatch.setattr(Engine, "_make_requests", cut_short)

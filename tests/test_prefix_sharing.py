@@ -386,9 +386,9 @@ def test_kv_of_weights_that_are_gone_are_not_served(
 def test_weights_are_looked_at_once_a_step(make_target, make_engine, random_prompt):
     """However many begin in it and keep a chunk: the sum over all versions is a tenth of a millisecond and more."""
     engine = make_engine(make_target("llama"), "ngram", max_batch_size=4, prefill_chunk=8)
-    [weights, *_] = engine.round._weights
-    version, looks = weights.version, list[int]()
-    weights.version = lambda: looks.append(0) or version()
+    [weights, *_] = engine.round.weights._weights
+    updates, looks = weights.updates, list[int]()
+    weights.updates = lambda: looks.append(0) or updates()
     for seed in range(4):
         engine.submit(random_prompt(20, seed=seed), SamplingParams(max_new_tokens=2))
     steps = 1

@@ -20,6 +20,7 @@ from specdec.kvcache.layer_context import Recurrence, RecurrentContext
 from specdec.kvcache.layout import KVLayout
 from specdec.kvcache.recurrent_state import FOLD
 from specdec.layers.gated_delta import unit_length
+from specdec.models.transformers_names import cache_argument, cache_name
 
 
 class Mixer(nn.Module):
@@ -34,11 +35,10 @@ class Mixer(nn.Module):
         hidden_states: torch.Tensor,
         *_args: Any,
         specdec_ctx: RecurrentContext | None = None,
-        past_key_values: Any = None,
-        **_kwargs: Any,
+        **kwargs: Any,
     ) -> torch.Tensor:
         """[1, T, H] -> [1, T, H]. The context comes in the place of a cache where a layer passes nothing else on."""
-        context: RecurrentContext = past_key_values if specdec_ctx is None else specdec_ctx
+        context = kwargs[cache_name(self.source)] if specdec_ctx is None else specdec_ctx
         return self.mixed(hidden_states[0], context)[None]
 
     def mixed(self, x: torch.Tensor, context: RecurrentContext) -> torch.Tensor:
@@ -158,9 +158,9 @@ def take_apart(name: str, decoder: nn.Module, layout: KVLayout) -> None:
         )
 
 
-def _context_as_cache(_layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """A layer with a short convolution hands it no keywords but these."""
-    return args, {**kwargs, "past_key_values": kwargs.get("specdec_ctx")}
+def _context_as_cache(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Before transformers 5.24 a layer hands a short convolution no keyword of ours, but a cache."""
+    return args, {**kwargs, **cache_argument(layer, kwargs.get("specdec_ctx"))}
 
 
 def require_attention_only(target: Any, what: str) -> None:

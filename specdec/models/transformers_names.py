@@ -1,8 +1,9 @@
 """What transformers calls things: the auto class of a config, its type where transformers knows none, and the argument
 of a forward for the K/V of earlier tokens (`cache` from 5.24 on, `past_key_values` before)."""
 
+import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -35,5 +36,14 @@ def config_read_as(stored: Mapping[str, Any], path: str) -> Any:
 
 def cache_argument(module: nn.Module, cache: Any) -> dict[str, Any]:
     """Keyword arguments by which `module` is given a cache of transformers."""
-    known = inspect.signature(module.forward).parameters
-    return {"cache" if "cache" in known else "past_key_values": cache}
+    return {cache_name(module): cache}
+
+
+def cache_name(module: nn.Module) -> str:
+    """Name of that argument in the forward of its class."""
+    return _cache_name(type(module).forward)
+
+
+@functools.cache
+def _cache_name(forward: Callable[..., Any]) -> str:
+    return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"

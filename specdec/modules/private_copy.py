@@ -16,7 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig
-from transformers.integrations.moe import batched_mm_experts_forward, grouped_mm_experts_forward
+from transformers.integrations.moe import (
+    batched_mm_experts_forward,
+    grouped_mm_experts_forward,
+    use_experts_implementation,
+)
 from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 from transformers.models.gemma4_unified.modeling_gemma4_unified import Gemma4UnifiedRMSNorm
 from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
@@ -45,12 +49,23 @@ LOOPED_EXPERTS = (Step3p7Experts,)
 """transformers runs these by a loop over the chosen experts, whose number the host reads: no graph holds it."""
 
 
+@use_experts_implementation
+class _Grouped(nn.Module):
+    """Gets the attributes that the installed transformers gives to experts which it groups itself."""
+
+    def __init__(self, config: None) -> None:
+        super().__init__()
+
+
+OF_GROUPED = {name: value for name, value in vars(_Grouped(None)).items() if name not in {*vars(nn.Module()), "config"}}
+"""What the grouped products look for in experts: how their weights lie, and what else their forward does."""
+
+
 def grouped_experts(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """Their `forward` as transformers runs the experts of other families, by grouped products (on `meta`, which has
-    those of bfloat16 alone, by batched ones). It looks for these attributes, which it gives to those itself."""
-    self.has_gate, self.has_bias, self.is_transposed = True, False, False
+    those of bfloat16 alone, by batched ones)."""
     run = batched_mm_experts_forward if hidden_states.is_meta else grouped_mm_experts_forward
     out: torch.Tensor = run(self, hidden_states, top_k_index, top_k_weights)
     return out
@@ -100,7 +115,7 @@ def private_copy(module: nn.Module, attention: str = ATTENTION_NAME) -> nn.Modul
         if isinstance(original, DECOMPOSED_NORMS):
             state["forward"] = MethodType(fused_rms_norm, twin)
         elif isinstance(original, LOOPED_EXPERTS):
-            state["forward"] = MethodType(grouped_experts, twin)
+            state |= {**OF_GROUPED, "forward": MethodType(grouped_experts, twin)}
         state["_modules"] = {name: None if child is None else visit(child) for name, child in original._modules.items()}
         twin.__dict__ = state
         return twin

@@ -141,7 +141,7 @@ def require_fused(fused: str | bool, target: Any, drafter: Any) -> None:
 
 def require_kv_dtype(target: Any, config: EngineConfig) -> None:
     """Raise ConfigError for `kv_dtype` where a layer keeps what is not rounded."""
-    if target.layout.recurrent and config.kv_dtype is not None:
+    if target.recurrent and config.kv_dtype is not None:
         raise ConfigError(
             f"kv_dtype={config.kv_dtype!r}, and {target.name} has recurrent layers, whose records are not rounded; "
             "leave it None"

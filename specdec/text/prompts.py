@@ -5,12 +5,14 @@ It does not know engines or vocabularies. Every refusal is one sentence that sho
 
 import inspect
 import operator
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from specdec.errors import ConfigError, first_line, shown
 from specdec.text.content_tokens import content_tokens, require_handling
@@ -23,6 +25,7 @@ FIXED_BY_THE_ENGINE = inspect.signature(PreTrainedTokenizerBase.apply_chat_templ
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """Roles that every template may be given; it raises for those that it does not take."""
 A_LIST = 'a list of messages {"role": ..., "content": ...} is expected'
+NONE_CONTENT = re.compile(r"""\bcontent["']?\]? +(is +(not +)?|[=!]= *)[nN]one\b""")
 INSTEAD_OF_CONTENT = ("tool", "function", "reasoning", "thinking")
 """Beginnings of keys that can make a message without content."""
 
@@ -115,6 +118,11 @@ def template_text(template: Any) -> str:
     return "\n".join(map(str, template.values())) if isinstance(template, Mapping) else str(template or "")
 
 
+def asks_for_none(template: str) -> bool:
+    """Whether a chat template asks if a content is none."""
+    return NONE_CONTENT.search(template) is not None
+
+
 def chat_ids(
     tokenizer: Any,
     messages: Iterable[Mapping[str, Any]],
@@ -147,12 +155,27 @@ def chat_ids(
             found = content_tokens(tokenizer, template, len(tokenizer))
             broken, told, marker = found.broken(chat, options)
             if marker:
-                return found.ids(tokenizer.apply_chat_template(broken, tokenize=False, **told, **own), marker)
-        ids = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False, **options, **own)
-        return [int(token) for token in ids]
+                return found.ids(_templated(tokenizer, broken, tokenize=False, **told, **own), marker)
+        return [int(token) for token in _templated(tokenizer, chat, tokenize=True, **options, **own)]
     except Exception as error:  # a template is a program: it can raise anything
         reason = shown(first_line(error))[1:-1]
         raise ConfigError(f"the chat template does not take these messages: {reason}") from error
+
+
+def _templated(tokenizer: Any, chat: list[dict[str, Any]], *, tokenize: bool, **options: Any) -> Any:
+    """Text or token ids of a chat, as transformers' `apply_chat_template` makes them.
+
+    From 5.24 on that leaves a content that is None out of its message, where `content is none` is false. A template
+    that asks for none is given it here.
+    """
+    usual = getattr(type(tokenizer), "apply_chat_template", None) is PreTrainedTokenizerBase.apply_chat_template
+    if usual and any(message.get("content", "") is None for message in chat):
+        template = tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
+        if asks_for_none(template):
+            told = {**tokenizer.special_tokens_map, **options, "chat_template": template}
+            texts, _ = cast(Any, render_jinja_template(conversations=[chat], **told))
+            return text_ids(tokenizer, texts[0], special_tokens=False) if tokenize else texts[0]
+    return tokenizer.apply_chat_template(chat, tokenize=tokenize, return_dict=False, **options)
 
 
 def as_messages(messages: Any) -> list[dict[str, Any]]:

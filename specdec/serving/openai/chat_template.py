@@ -7,13 +7,12 @@ from typing import Any, NamedTuple
 
 from specdec.serving.openai.protocol import ChatRequest, Message, refused
 from specdec.serving.state import ServeState
-from specdec.text.prompts import template_text
+from specdec.text.prompts import asks_for_none, template_text
 
 ROLES = {"developer": "system"}
 """Roles that OpenAI renamed; templates know the old name."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """What templates call the thoughts of an answer that is sent back."""
-NONE_CONTENT = re.compile(r"""\bcontent["']?\]? +(is +(not +)?|[=!]= *)[nN]one\b""")
 NOT_OPTIONS = {
     "chat_template": "a template is a program, and this server runs its own",
     "tools": "tools say it",
@@ -49,7 +48,7 @@ class MessageShape(NamedTuple):
     @classmethod
     def of(cls, template: str) -> "MessageShape":
         fields = (name for name in THOUGHTS if re.search(rf"""\.{name}\b|["']{name}["']""", template))
-        return cls(next(fields, THOUGHTS[0]), NONE_CONTENT.search(template) is not None)
+        return cls(next(fields, THOUGHTS[0]), asks_for_none(template))
 
 
 def _options(body: ChatRequest, text: str) -> dict[str, Any]:
