@@ -81,8 +81,8 @@ class KVCache:
     def add_store(self, layout: KVLayout, dtype: torch.dtype, ranks: Ranks | None = None) -> KVStore:
         """Make the store of one more model; from now on `move` visits it.
 
-        ranks: of a model on several devices, one of whose shares has this layout: a store each, and rank 0's is
-        returned, which knows the others.
+        ranks: devices that share the model; `layout` is the share of one. Each gets a store; rank 0's, which knows the
+        others, is returned.
         """
         layout = (layout.rounded() if self.rounded else layout).for_rounds(self.table.lookahead)
         devices = (self.allocator.device,) if ranks is None else ranks.devices

@@ -6,9 +6,9 @@ A radix tree: an edge is a run of whole pages, and its key the tokens that their
                                             '--[ 9 pages: another ]
 
 The tree claims every page in the primary pool, its peer in a windowed group only while there is room: peers are
-released first. A match ends where a row can go on: in every windowed group its last `retain` tokens, or all of fewer,
-are mapped. When a pool runs short, pages that no row holds are released, the least recently used leaf first. It knows
-no request. Invariant: rows and tree have claims of their own, so a release takes nothing from a row.
+released first. A match ends where a row can continue: in every windowed group its last `retain` tokens, or all if it
+has fewer, are mapped. When a pool runs short, pages that no row holds are released, the least recently used leaf first.
+It knows no request. Invariant: rows and tree have claims of their own, so a release takes nothing from a row.
 """
 
 from collections.abc import Iterator, Sequence

@@ -72,7 +72,7 @@ def load_rows(
 def load_chunk(
     p_tile: tl.tensor, position: tl.tensor, o_k: tl.tensor, m_k: tl.tensor, V_DIM: tl.constexpr
 ) -> tl.tensor:
-    """Rows o_k of the tile of a state whose columns p_tile [V] points at: zeros at position 0, where texts begin."""
+    """Load rows o_k of a state's tile, whose columns p_tile [V] points at; zeros at position 0, where texts begin."""
     begun = tl.zeros_like(o_k) < position
     return tl.load(p_tile[None, :] + o_k[:, None] * V_DIM, mask=m_k & begun[:, None], other=0.0)
 
@@ -158,7 +158,8 @@ def solve_records(
     o_place: tl.tensor,
     CORRECTED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """`add_records` of rows that are `new` in part: their records [FOLD, V] follow from those before -> u, out."""
+    """`add_records` for rows of which some are `new`: their records [FOLD, V] are computed from earlier ones -> u,
+    out."""
     diagonal = o_place[:, None] == o_place[None, :]
     by_key = tl.where(diagonal, 0.0, by_key)
     for place in range(count):

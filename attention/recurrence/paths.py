@@ -4,9 +4,10 @@
     wave 0    block 32 .. 47: records of 32 .. 36, rows of 37 .. 47, from the request's state
     wave 1    block 48 .. 63: rows of 48 .. 50, from block 32 .. 47 folded, which is of this path only: rows are drafts
 
-Each path has blocks of its own: a row that several paths share is computed in a block of each, with the same bits.
-Where all tokens of a folded block are certain, the request's state is replaced. Invariant: a row's ancestors are rows
-of this forward, or their records are stored. Lengths are read by the host.
+Each path has blocks of its own: a row that several paths share is computed in a block of each, with the same bits. A
+token is certain if it is committed or in a prompt chunk of this forward, so all but drafts. If all tokens of a folded
+block are certain, the request's state is replaced. Invariant: a row's ancestors are rows of this forward, or their
+records are stored. Lengths are read by the host.
 """
 
 from collections.abc import Sequence

@@ -103,7 +103,7 @@ class MtpModule(nn.Module):
         return {name: getattr(part, "source", part) for name, part in found.items() if part is not None}  # if fused
 
     def fuse(self, name: str, ops: Operations) -> str | None:
-        """Run by fused layers if they compute what its own do; else the reason why not."""
+        """Run the block by fused layers if they compute the same as its own -> None, or the reason why not."""
         plain = self.block, self.proj, self.enorm, self.hnorm
 
         def fused() -> torch.Tensor:
@@ -199,8 +199,8 @@ def nearest_mlp(decoder: Any, like: int, routed: bool) -> int:
 
 
 def beside(decoder: Any, device: torch.device) -> Any:
-    """A text model with its norm and its rotary tables on `device`, where modules run. Its layers and embedding stay:
-    of a target that several devices share they may be in host memory."""
+    """A text model with its norm and its rotary tables on `device`, where modules run. Its layers and embedding stay
+    where they are, which may be host memory if several devices share the target."""
     if decoder.norm.weight.device == device:
         return decoder
     made = copy.copy(decoder)

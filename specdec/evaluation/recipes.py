@@ -110,7 +110,7 @@ def find_recipe(model: str) -> Pair:
 
 
 def recipe(pair: Pair, shrink: Shrink = WHOLE, dtype: torch.dtype = DTYPE, device_type: str = "cuda") -> Recipe:
-    """Arguments after the pair are for a comparison with an engine that was made smaller, or on a CPU."""
+    """The recipe of a pair. shrink, dtype: for a comparison with an engine of a smaller shape or on a CPU."""
     shape = SHAPES[pair.shape]
     model = ModelOnMeta(pair.target, model_on_meta(shape.target(shrink), dtype))
     spec = SpecConfig(pair.num_steps, adaptive=True)
