@@ -1,4 +1,4 @@
-"""What recurrent layers keep once a request: a state, and up to which position it has taken tokens in.
+"""The state that a recurrent layer keeps for each request, and the position up to which it has taken tokens in.
 
     position     0 ........ 32 ........ 48 ..... S
     state        everything before 32 (`folded_len`)

@@ -329,7 +329,7 @@ def fold_row(table: RequestTable, store: KVStore, row: int, length: int) -> None
 
 @dataclass(frozen=True, slots=True)
 class _Tree:
-    """What kernels read of the nodes of a plan: positions and ancestors, and their strides."""
+    """The nodes of a plan for kernels: positions and ancestors, and their strides."""
 
     tensors: tuple[torch.Tensor, torch.Tensor]
     strides: tuple[int, int, int]

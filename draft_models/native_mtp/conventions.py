@@ -1,4 +1,4 @@
-"""What no tensor of an MTP module says, measured on a text: which conventions most of its drafts are accepted under.
+"""Conventions of an MTP module, which no tensor states, measured on a text: under which are most drafts accepted?
 
     state    after the target's final norm, or before it              shows in the first draft
     carry    after the module's norm, before it, or form T            in the second, and more in each that follows

@@ -97,7 +97,7 @@ class MtpModule(nn.Module):
         return layer
 
     def parts(self) -> dict[str, nn.Module]:
-        """What it has of its own, by name; `block` runs the layer's weights."""
+        """The module's own parts by name; `block` runs the layer's weights."""
         names = ("enorm", "hnorm", "proj", "norm", "head", "embed", "layer")
         found = {name: getattr(self, name) for name in names}
         return {name: getattr(part, "source", part) for name, part in found.items() if part is not None}  # if fused

@@ -338,7 +338,7 @@ def are_few(num_rows: int, top_k: int) -> bool:
 
 
 def list_products(x: torch.Tensor, routing: Routing, experts: Experts, few: bool) -> ExpertProducts:
-    """What is to be launched for x [T, H]; assignments are listed at once, unless they are few."""
+    """Prepare the launches for x [T, H]; the list of assignments is made at once, unless they are few."""
     num_rows, hidden = x.shape
     num_experts, width = len(experts.gate_up), experts.gate_up.shape[1]
     top_k = routing.experts.shape[1]

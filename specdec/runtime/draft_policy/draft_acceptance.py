@@ -56,7 +56,8 @@ class Acceptance:
         return chance
 
     def learn(self, number: int, rows: IntArray, accepted: IntArray, most: IntArray) -> None:
-        """Rows [B] accepted so many drafts [B] of the draft of this number, and could accept `most` [B]."""
+        """Count a round with draft `number`: rows [B] accepted `accepted` [B] of its drafts, and could accept `most`
+        [B]."""
         kind, depth = self._class_of[number], self._depth_of[number]
         reached = np.minimum([accepted, accepted + 1], np.minimum(most, depth))  # one more was rejected
         counts = self._levels < reached[..., None]  # [2, B, D]

@@ -174,7 +174,7 @@ class ChunkGraphs(Captures):
         return self._read_by(program, shape)
 
     def begin_in_parts(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> PromptParts | None:
-        """Prepare the forward of `read` in parts; None: so many tokens are not captured in parts."""
+        """Prepare the forward of `read` in parts; None: this number of tokens is not captured in parts."""
         found = self._program_for(rows, chunk_len, states, divided=True)
         if found is None:
             return None
@@ -209,7 +209,7 @@ class ChunkGraphs(Captures):
     def bucket(
         self, num_runs: int, num_tokens: int, states: FinalStates, *, divided: bool = False
     ) -> ChunkShape | None:
-        """The captured shape for so many tokens, padded to the next size."""
+        """The captured shape for `tokens` tokens, padded to the next size."""
         for tokens in SIZES_IN_PARTS if divided else token_buckets(MAX_TOKENS):
             runs = min(max(MIN_RUNS, tokens // TOKENS_A_RUN), self.round.cache.table.max_requests)
             if num_tokens <= tokens <= MAX_TOKENS and runs >= num_runs:
