@@ -209,7 +209,7 @@ class ChunkGraphs(Captures):
     def bucket(
         self, num_runs: int, num_tokens: int, states: FinalStates, *, divided: bool = False
     ) -> ChunkShape | None:
-        """The captured shape for `tokens` tokens, padded to the next size."""
+        """The captured shape for `num_tokens` tokens, padded to the next size."""
         for tokens in SIZES_IN_PARTS if divided else token_buckets(MAX_TOKENS):
             runs = min(max(MIN_RUNS, tokens // TOKENS_A_RUN), self.round.cache.table.max_requests)
             if num_tokens <= tokens <= MAX_TOKENS and runs >= num_runs:
