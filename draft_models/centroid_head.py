@@ -25,7 +25,7 @@ from specdec.sampling.sampling_table import ParamVectors
 
 LOW_BITS = {torch.float32: 0, torch.float16: 12, torch.bfloat16: 16}
 MAX_CENTROIDS = 1 << 15
-"""What `select_kernel` counts in half an int32."""
+"""Upper bound on centroids: `select_kernel` counts them in half an int32."""
 
 
 class CentroidHead(NamedTuple):

@@ -114,7 +114,8 @@ class HybridAllocator:
         return PrimaryLoc(torch.from_numpy(slots))
 
     def share(self, pages: IntArray, num_evicted: IntArray) -> PrimaryLoc:
-        """One more row holds `pages`, and their peers but for the first `num_evicted` [groups]; their primary slots."""
+        """Add a row's claims on `pages`, and on their peers after the first `num_evicted` [groups] -> their primary
+        slots."""
         self.require_unfrozen("share")
         self.primary.share(pages)
         for group in self.windowed:

@@ -39,8 +39,8 @@ class KVOperations(Protocol):
         """Copy K/V of slots [M] in every layer of the group: all sources are read before anything is written."""
 
     def fold(self, table: RequestTable, store: KVStore, row: int, length: int) -> None:
-        """Fold the states of a row to its first `length` tokens: a multiple of FOLD, all certain, none evicted that a
-        state has not taken in."""
+        """Fold the states of a row up to its first `length` tokens. Requires a multiple of FOLD and committed tokens,
+        whose records are not evicted before the state has taken them in."""
 
 
 class KVCache:
@@ -72,8 +72,8 @@ class KVCache:
         return states
 
     def pad_states(self, length: int) -> None:
-        """The states of the padding row have taken in what is certain of `length` tokens: a forward after these folds
-        none of them, as their slots are null slots, and a window holds a few."""
+        """Declare the padding row's states folded as far as `length` tokens allow. A forward after them then folds none
+        of these tokens, which have no records: their slots are null slots."""
         for store in self.stores:
             for layers in store.recurrent:
                 layers.folded_len[self.table.padding_row] = length // FOLD * FOLD
@@ -81,8 +81,8 @@ class KVCache:
     def add_store(self, layout: KVLayout, dtype: torch.dtype, ranks: Ranks | None = None) -> KVStore:
         """Make the store of one more model; from now on `move` visits it.
 
-        ranks: of a model on several devices, one of whose shares has this layout: a store each, and rank 0's is
-        returned, which knows the others.
+        ranks: devices that share the model; `layout` is the share of one. Each gets a store; rank 0's, which knows the
+        others, is returned.
         """
         layout = (layout.rounded() if self.rounded else layout).for_rounds(self.table.lookahead)
         devices = (self.allocator.device,) if ranks is None else ranks.devices

@@ -1,4 +1,4 @@
-"""Interface between a layer and the forward that it runs in, over T packed rows: the one that layers know of attention.
+"""Interface between a layer and the forward that it runs in, over T packed rows: all that layers know of attention.
 
 Layers know no plan, no pool and no backend. Whatever runs a forward hands them a `LayerContext`, and a `Narrowing` or
 an `Ending` if the last layers run for some of the rows only, or for none.
@@ -34,8 +34,8 @@ OwnRows = torch.Tensor | None
 
 
 class Recurrence(NamedTuple):
-    """What a recurrent layer has made of T rows: q and k [T, HK, DK], v [T, HV, DV], log decays g [T, HV], and beta [T,
-    HV], by which records are corrected; None: they are not. HV is a multiple of HK."""
+    """Inputs of the recurrence for T rows: q and k [T, HK, DK], v [T, HV, DV], log decays g [T, HV], and beta [T, HV],
+    by which records are corrected; None: they are not. HV is a multiple of HK."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -89,6 +89,6 @@ class Narrowing(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """A forward ends once the K/V of `layer` are stored: it is run for no more."""
+    """The forward ends once the K/V of `layer` are stored, since no later result is needed."""
 
     layer: int

@@ -1,4 +1,5 @@
-"""What each layer of a model keeps, as data: fields a token, and how long they stay readable. It allocates nothing.
+"""The cache of each layer of a model, as data: its fields per token, and how long they stay readable. It allocates
+nothing.
 
     CacheField    k: 4 heads x 192; v: 4 heads x 128
     Retention     Full(): every token; Window(n): the n newest, the query's own included; Records(): the newest, until a
@@ -29,7 +30,7 @@ STATELESS_TYPES = frozenset({"mlp", "moe"})
 
 
 class CacheField(NamedTuple):
-    """What a layer keeps for each token under one name: `heads` x `dim` numbers.
+    """Numbers that a layer keeps for each token under one name: `heads` x `dim`.
 
     rounded: 8 bits a number, and one scale a head (`rounded.py`). dtype: None: the model's.
     """

@@ -30,8 +30,8 @@ class PagedAllocator:
     def reset(self) -> None:
         self._stack: IntArray = np.arange(self.capacity, 0, -1, dtype=np.int64)  # free ones first, the top last
         self.free_pages = self.capacity
-        self._held: IntArray = np.zeros(self.capacity + 1, dtype=np.int64)  # how many rows hold each page
-        self._kept = np.zeros(self.capacity + 1, dtype=np.bool_)  # does the cache
+        self._held: IntArray = np.zeros(self.capacity + 1, dtype=np.int64)  # rows that hold each page
+        self._kept = np.zeros(self.capacity + 1, dtype=np.bool_)  # is it claimed by the cache?
         self.cached_pages = 0
         if self.on_free is not None:
             self.on_free(self._stack)
@@ -112,8 +112,8 @@ class PagedAllocator:
     def require_claims(self, pages: IntArray, once: IntArray | None = None) -> tuple[IntArray, IntArray]:
         """Raise DoubleFreeError unless each of `pages` is held by as many rows as it is named times.
 
-        once: numbers of claims, in which none may come twice. -> the pages that are named, in the order in which they
-        come first, and how often each is.
+        once: ids of claims, all of which must differ. -> the distinct pages in the order of their first mention, and
+        how often each is named.
         """
         distinct, times = pages, np.ones_like(pages)
         if _named_twice(pages):

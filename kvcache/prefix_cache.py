@@ -6,9 +6,9 @@ A radix tree: an edge is a run of whole pages, and its key the tokens that their
                                             '--[ 9 pages: another ]
 
 The tree claims every page in the primary pool, its peer in a windowed group only while there is room: peers are
-released first. A match ends where a row can go on: in every windowed group its last `retain` tokens, or all of fewer,
-are mapped. When a pool runs short, pages that no row holds are released, the least recently used leaf first. It knows
-no request. Invariant: rows and tree have claims of their own, so a release takes nothing from a row.
+released first. A match ends where a row can continue: in every windowed group its last `retain` tokens, or all if it
+has fewer, are mapped. When a pool runs short, pages that no row holds are released, the least recently used leaf first.
+It knows no request. Invariant: rows and tree have claims of their own, so a release takes nothing from a row.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ from specdec.kvcache.table import RequestTable
 
 NO_PAGES: IntArray = np.zeros(0, dtype=np.int64)
 BATCH = 64
-"""When a pool runs short a 64th of it is given up at once, so that this is not done again for every page."""
+"""A pool that runs short releases a 64th of its pages at once, so that it does not search for every single page."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -116,9 +116,8 @@ class PrefixCache:
         return evicted
 
     def keep_state(self, row: int, key: IntArray, salt: bytes = b"", *, every: int = 1) -> None:
-        """Keep a copy of the row's state after the last multiple of FOLD of its committed tokens, if those are whole
-        pages of the tree along this key, all of it certain, and `every` tokens or more after the last one that is kept
-        there."""
+        """Copy the row's state at the last multiple of FOLD among its committed tokens. It does so only if the tree has
+        all pages up to there along this key, and the last copy along it is at least `every` tokens earlier."""
         assert self.states is not None
         length = int(self.table.committed_len.host[row]) // FOLD * FOLD
         pages = self._pages_of(self._walk(key[:length], salt))
@@ -259,8 +258,8 @@ class PrefixCache:
         """Claim the peers of a node's first pages again where a row has them: `pages`, with the same K/V, of which the
         first `num_evicted` [groups] have none.
 
-        A page whose peer is gone is exchanged for the row's own: each has its claims, so nothing is mapped anew. Not
-        where that would lose the peer in another group.
+        A page without a peer is replaced by the row's own page, which has one, unless that would lose the peer in
+        another group. Both pages keep their own claims, so no map changes.
         """
         if all(node.num_peers[group] == len(node.pages) for group in self.allocator.cached_windows):
             return

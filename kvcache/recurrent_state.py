@@ -1,4 +1,4 @@
-"""What recurrent layers keep once a request: a state, and up to which position it has taken tokens in.
+"""The state that a recurrent layer keeps for each request, and the position up to which it has taken tokens in.
 
     position     0 ........ 32 ........ 48 ..... S
     state        everything before 32 (`folded_len`)
@@ -74,11 +74,11 @@ class RecurrentState(NamedTuple):
 class StateCache:
     """Copies of states for the prefix cache, each by the primary page with which its tokens end.
 
-    layers: the states of every recurrent layer; copies lie at slots `first` and later. The least recently used one is
-    given up for a new one, and one whose page the cache gives up goes with it.
-    fold(row, length): folds the states of a row to its first `length` tokens. A copy is of the tokens that the host
-    names, in the order of launches: a round under way has folded no token that the host does not know, since what it
-    commits is folded by the next.
+    layers: the states of every recurrent layer; copies lie at slots `first` and later. A new copy replaces the least
+    recently used one, and a copy is dropped together with its page.
+    fold(row, length): folds the states of a row to its first `length` tokens. A copy holds exactly the tokens that the
+    host names, even while a round is in flight: a round never folds the tokens that it commits itself, the next one
+    does.
     """
 
     def __init__(self, layers: Sequence[RecurrentState], first: int, fold: Callable[[int, int], None]) -> None:

@@ -83,11 +83,11 @@ def all_rows(pool: Pool) -> torch.Tensor:
 
 
 def numbers_and_scales(pool: Pool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What a kernel reads of a pool: [slots, heads, D]; where rows are rounded pairs of numbers [slots, heads, D / 2]
-    int16, and scales [slots, heads]."""
+    """The tensors of a pool that kernels read: rows [slots, heads, D]; of a rounded pool pairs of numbers [slots,
+    heads, D / 2] int16, and scales [slots, heads]."""
     return (pool.bits.view(torch.int16), pool.scales) if isinstance(pool, RoundedPool) else (pool, None)
 
 
 def tensors_of(pool: Pool) -> tuple[torch.Tensor, ...]:
-    """What is moved, poisoned and counted of a pool."""
+    """The tensors of a pool that are moved, poisoned and counted."""
     return (pool.bits, pool.scales) if isinstance(pool, RoundedPool) else (pool,)

@@ -4,9 +4,9 @@
     read     bits -> float32, float16 or bfloat16, exactly          `from_e4m3`; the reader applies the scale
 
 A reader multiplies a key's scores and a value's weights by their scales, in float32: a multiplication a key, not a
-number. So kernels attend to unrounded products bits * scale. It takes two neighbours of a row at once, as an int16, and
-has a product of even and one of odd numbers: of operands of 8 bits Triton would have tensor cores of small tiles add
-channels in another order than those of large ones, and read V number by number.
+number. So kernels attend to unrounded products bits * scale. A reader loads two neighbours of a row as one int16, and
+multiplies even and odd numbers in two products. With operands of 8 bits Triton would add channels in another order in
+small tiles than in large ones, and read V number by number.
 """
 
 import torch

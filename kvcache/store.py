@@ -4,9 +4,9 @@
     move_kv    scratch = tensor[source];  tensor[destination] = scratch    every tensor of a group, in two launches
 
 A store owns tensors and nothing else. Every model of an engine that keeps K/V has one, made from its layout, and all of
-them are indexed by the slots of one allocator, each tensor by those of its group. Padding writes to the null slot, as
-often as it likes: which write remains is undefined, and no query reads it. All other destinations are distinct. A move
-reads all sources before it writes, so an accepted path may be moved onto itself in any order.
+them are indexed by the slots of one allocator, each tensor by those of its group. All padding writes to the null slot:
+which write remains is undefined, and no query reads it. All other destinations are distinct. A move reads all sources
+before it writes, so an accepted path may be moved onto itself in any order.
 """
 
 from collections.abc import Sequence

@@ -249,8 +249,9 @@ class RequestTable:
             raise name_row(KVStateError(said), rows[astray][0])
 
     def evict_unseen(self, rows: IntArray, *, slack_pages: int = 1) -> int:
-        """Free the peers of tokens that no future query can see, in each windowed group; returns how many pages that
-        were.
+        """Free the peers of tokens that no future query can see, in each windowed group; returns the number of pages. A
+        round in flight may still read freed pages: the device runs launches in order, so only later ones overwrite them
+        (`runtime/launches.py`).
 
         `slack_pages` pages before the window stay: usually one, none when the pool is short.
         """

@@ -9,5 +9,5 @@ from typing import Any
 
 
 def load(module: str, name: str) -> Any:
-    """What `from module import name` would give."""
+    """The object that `from module import name` would give."""
     return getattr(import_module(module), name)

@@ -1,4 +1,4 @@
-"""What both attention kernels do alike: which arguments they take, how a tile of keys is read, what fits a program.
+"""Parts that both attention kernels share: their arguments, reading a tile of keys, and the limits of a program.
 
 Their online softmaxes differ on purpose. `paged_attention` adds a tile's weights in the order of its layout, and merges
 splits 16 at a time. `tree_attention` adds them by a product and folds splits one after the other, so that a row's bits

@@ -6,9 +6,10 @@ r"""Kernels of the recurrence of `blocks.py`: the same sums, place by place, so 
               (in the fast mode up to 49 nodes by `fast_tree_kernel.py`, in another order of sums)
     run       a run of prompt tokens, block by block, each read from the state and folded into it  one launch a layer
 
-A state begins a forward at the last multiple of FOLD that is certain, whatever it was before. A path of drafts that
-crosses the next one needs a state of its own: it is computed again from the request's, for each node in the last place
-of a block (`tree`). Nothing is read on the host.
+A forward first folds each state to the last multiple of FOLD among committed tokens, however far it was folded before.
+Drafts never enter it, so a rejected draft leaves nothing to undo. A path of drafts that crosses the next multiple needs
+a state of its own, which `tree` computes from the request's for each node in the last place of a block. The host reads
+nothing.
 
 Bits: k . k, S^T k and S^T q are products of FOLD rows, which do not see each other. All other sums run over the places
 of a path in their order, one multiplication and addition each, and skip those of others by adding 0. Nodes are in an
@@ -71,7 +72,7 @@ def load_rows(
 def load_chunk(
     p_tile: tl.tensor, position: tl.tensor, o_k: tl.tensor, m_k: tl.tensor, V_DIM: tl.constexpr
 ) -> tl.tensor:
-    """Rows o_k of the tile of a state whose columns p_tile [V] points at: zeros at position 0, where texts begin."""
+    """Load rows o_k of a state's tile, whose columns p_tile [V] points at; zeros at position 0, where texts begin."""
     begun = tl.zeros_like(o_k) < position
     return tl.load(p_tile[None, :] + o_k[:, None] * V_DIM, mask=m_k & begun[:, None], other=0.0)
 
@@ -80,7 +81,8 @@ def load_chunk(
 def weigh_records(
     u: tl.tensor, total: tl.tensor, o_place: tl.tensor, FOLD: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """How much records u [FOLD, V] count after their block, and the state before it. total [FOLD]: log decays."""
+    """Weigh records u [FOLD, V] and the state before their block by the decay up to its end. total [FOLD]: sums of log
+    decays."""
     end = number_of(total, FOLD - 1, o_place)
     return u * tl.exp(end - total)[:, None], tl.exp(end)
 
@@ -111,8 +113,8 @@ def weights_of(
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """How much records of other keys count for keys and queries of `rows`. apart [FOLD, FOLD]: log decays between them,
-    -inf where they are not seen."""
+    """Weights of earlier records for the keys and the queries of `rows`. apart [FOLD, FOLD]: log decay between two
+    places, -inf where one does not see the other."""
     by_key = tl.zeros_like(apart)
     by_query = tl.zeros_like(apart)
     for i_k in range(0, K_DIM, CHUNK):
@@ -156,7 +158,8 @@ def solve_records(
     o_place: tl.tensor,
     CORRECTED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """`add_records` of rows that are `new` in part: their records [FOLD, V] follow from those before -> u, out."""
+    """`add_records` for rows of which some are `new`: their records [FOLD, V] are computed from earlier ones -> u,
+    out."""
     diagonal = o_place[:, None] == o_place[None, :]
     by_key = tl.where(diagonal, 0.0, by_key)
     for place in range(count):

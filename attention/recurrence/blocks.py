@@ -31,7 +31,7 @@ class Block(NamedTuple):
 
 
 class NewPlaces(NamedTuple):
-    """Places [X, R] of the blocks that are to be computed, in the order of the path, and which exist [X, R].
+    """The places [X, R] to be computed in each block, in the order of the path, and a mask [X, R] of those that exist.
 
     q [X, R, HK, DK], v [X, R, HV, DV] and beta [X, R, HV]; beta None: records are not corrected.
     """
@@ -52,8 +52,8 @@ def convolved(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
 
 
 def run_blocks(block: Block, new: NewPlaces) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> outputs [X, R, HV, DV] of the new places, and u [X, FOLD, HV, DV] with their records. k and g have the new
-    places already, what u has there is not read."""
+    """Compute the new places -> their outputs [X, R, HV, DV], and u [X, FOLD, HV, DV] with their records. `block` must
+    have their k and g already; its u there is ignored."""
     count, _, key_heads, _ = block.k.shape
     heads, v_dim = block.u.shape[2:]
     blocks = torch.arange(count, device=block.k.device)

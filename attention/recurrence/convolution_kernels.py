@@ -1,4 +1,4 @@
-"""Kernels of the convolutions of recurrent layers: the newest inputs of each row's path, from where they are.
+"""Kernels of the convolutions of recurrent layers. The newest inputs of a row's path lie in three places:
 
     position    < folded      the request's state, which has the newest inputs before that
                 < start       their slots
@@ -169,7 +169,7 @@ def run_convolution_kernel(
         total += tl.where(real[:, None], bias[None, :], 0.0)
     cells = p_out + o_row[:, None] * CHANNELS + o_channel[None, :]
     tl.store(cells, total.to(p_out.dtype.element_ty), mask=m_row[:, None] & m_channel[None, :])
-    # records of what the states will not have taken in
+    # records of the tokens that the states will not have taken in
     end = (start + tl.load(p_length + runs, mask=real, other=0)) // FOLD * FOLD
     left = real & (mine >= end)
     if tl.max(left.to(tl.int32), axis=0) > 0:

@@ -12,9 +12,9 @@ of the first block, and then ancestors. k_j and u_j are in registers too:
     record    0 ......... m - 1          m ......... m + num_nodes - 1          RECORDS
               committed, m < FOLD        nodes, ancestors first
 
-Under programmatic dependent launch the state and the slots are read before the wait. They are written by folds, earlier
-forwards and the plan, which had ended when the layer's convolution began, a plain launch before this one. A program
-triggers nothing, so what follows is launched plainly.
+Under programmatic dependent launch this kernel reads the state and the slots before it waits for the previous kernel.
+That is safe: only folds, earlier forwards and the plan write them, and all of these ended before the layer's
+convolution, a plain launch, began. This kernel never triggers the next one, so the next is a plain launch.
 """
 
 from specdec.attention.recurrence.block_kernels import load_rows, number_of, slots_at

@@ -1,4 +1,5 @@
-"""Kernels that fold: how far each state is, and states of all layers that take in what is certain by now."""
+"""Kernels that fold: `begin_kernel` notes how far states are folded, `fold_kernel` folds committed tokens into all
+layers."""
 
 from specdec.attention.recurrence.block_kernels import (
     fold_chunk,

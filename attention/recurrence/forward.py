@@ -26,8 +26,8 @@ EVERYTHING = slice(None), slice(None)
 
 
 class _Rows(NamedTuple):
-    """What all layers read of the forward. numbers, write: [n]. begun: rows of the request table that begin anew.
-    folded_len: by row of the request table, when the forward begins."""
+    """The forward's rows, as all layers read them. numbers, write: [n]. begun: rows of the request table that begin
+    anew. folded_len: by row of the request table, when the forward begins."""
 
     rows: ForwardRows
     numbers: torch.Tensor

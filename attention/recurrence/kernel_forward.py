@@ -1,9 +1,8 @@
 """Recurrent layers of one forward on kernels, without a length read on the host: `RecurrentForward` on a GPU.
 
-What states take in is decided when the first recurrent layer runs: those of all layers are then folded as far as is
-certain, in one launch, so a layer's own launches find every state at the last certain multiple of FOLD. A run of a
-prompt takes states further, to the last multiple of FOLD of its own tokens: block by block with the bits of decoding,
-or span by span.
+When the first recurrent layer runs, one launch folds the states of all layers to the last multiple of FOLD among
+committed tokens, and every layer's own launches start from there. A run of a prompt takes states further, to the last
+multiple of FOLD of its own tokens: block by block with the bits of decoding, or span by span.
 """
 
 from dataclasses import dataclass
@@ -54,9 +53,9 @@ RUN_ROWS, RUN_CHANNELS = 8, 256
 
 
 class Form(NamedTuple):
-    """How programs of trees and of runs in decoding's order, and of folds, compute. A program has `columns` numbers of
-    a value; stages: chunks of a state under way, and in use. precision "ieee": float32 in exactly rounded steps;
-    "tf32x3": three products of tensor cores instead."""
+    """How the kernels of trees, of runs in decoding's order and of folds compute. columns: numbers of a value that one
+    program computes. stages: chunks of a state that are being loaded or used at a time. precision "ieee": float32 in
+    exactly rounded steps; "tf32x3": three products of tensor cores instead."""
 
     precision: str
     columns: int
@@ -69,11 +68,11 @@ class Form(NamedTuple):
 
 
 FORM = Form("ieee", 32, 4, 3)
-"""The one that has the same bits in any company."""
+"""The form with the same bits next to any other rows."""
 
 MAX_RECORDS = 64
-"""Committed records and nodes of a request in `fast_tree_kernel`, up to a power of two: 49 nodes. Wider trees run in
-FORM, which takes 16 nodes at once: here the work of each node grows with their number."""
+"""Upper bound on committed records (at most 15) and nodes of a request in `fast_tree_kernel`, so on 49 nodes. Larger
+trees run in FORM, 16 nodes at once, since in `fast_tree_kernel` the work per node grows with their number."""
 
 NUMBERS_PER_WARP = 2048
 """Numbers of keys of records in one warp of `fast_tree_kernel`: more, next to the tile of a state, spill on sm_90."""
@@ -330,7 +329,7 @@ def fold_row(table: RequestTable, store: KVStore, row: int, length: int) -> None
 
 @dataclass(frozen=True, slots=True)
 class _Tree:
-    """What kernels read of the nodes of a plan: positions and ancestors, and their strides."""
+    """The nodes of a plan for kernels: positions and ancestors, and their strides."""
 
     tensors: tuple[torch.Tensor, torch.Tensor]
     strides: tuple[int, int, int]

@@ -4,9 +4,10 @@
     wave 0    block 32 .. 47: records of 32 .. 36, rows of 37 .. 47, from the request's state
     wave 1    block 48 .. 63: rows of 48 .. 50, from block 32 .. 47 folded, which is of this path only: rows are drafts
 
-A block is that of the last row of a path within it, so rows of several paths are in several blocks, with the same bits
-in each. Where all tokens of a folded block are certain, the request's state is replaced. Invariant: a row's ancestors
-are rows of this forward, or their records are stored. Lengths are read by the host.
+Each path has blocks of its own: a row that several paths share is computed in a block of each, with the same bits. A
+token is certain if it is committed or in a prompt chunk of this forward, so all but drafts. If all tokens of a folded
+block are certain, the request's state is replaced. Invariant: a row's ancestors are rows of this forward, or their
+records are stored. Lengths are read by the host.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from specdec.kvcache.recurrent_state import FOLD
 
 
 class Wave(NamedTuple):
-    """X blocks that wait for none of each other.
+    """X blocks that do not depend on each other.
 
     base [X]: row of the request table whose state a block begins with; of later waves, number in `folds` of the wave
     before. slots [X, FOLD]: slot of each place, present [X, FOLD]. rows [X, R]: the forward's rows at places [X, R],

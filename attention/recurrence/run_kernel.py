@@ -119,7 +119,7 @@ def run_kernel(
                     state = fold_chunk(state, kept, k, weighted, PRECISION)
                     tl.store(p_tile[None, :] + o_k[:, None] * V_DIM, state, mask=m_k)
                 tl.debug_barrier()  # the next block reads what was stored
-            else:  # records of what the state has not taken in
+            else:  # records of the tokens that the state has not taken in
                 slots = tl.load(p_write + rows, mask=m_new, other=0)
                 store_records(
                     p_pool_k, p_pool_u, p_pool_g, slots, p_k, rows, stride_k, u, g, m_new, o_v, i_head, i_tile,

@@ -43,7 +43,7 @@ SPAN_COLUMNS = 32
 """Numbers of a value in one program of `spans_kernel`."""
 
 SPAN_WARPS, SPAN_STAGES = 8, 2
-"""Warps of a program of `spans_kernel`, and spans that it has under way and in use."""
+"""Warps of a program of `spans_kernel`, and spans that it loads or uses at a time."""
 
 WEIGHT_WARPS, WEIGHT_CHUNK = 4, 32
 """Warps of a program of `weights_kernel`, and numbers of a key that it reads at a time."""

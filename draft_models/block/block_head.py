@@ -40,7 +40,7 @@ from specdec.kvcache.layer_context import Destination
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSpec(HeadSpec):
-    """What a block drafter's head computes, as data.
+    """A block drafter's head as data: every choice in its computation.
 
     aux_layers: each is one more than in `target_layer_ids`. block_size: rows of a block, that of the newest token
     included. shifted: row j drafts the token at S + j + 1; False: the one at S + j. anchored: windows of all rows count

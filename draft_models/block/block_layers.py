@@ -20,7 +20,7 @@ FULL = "full_attention"
 
 
 def gemma4_config(spec: Any) -> Gemma4TextConfig:
-    """What Gemma 4's modules must be told of a `BlockSpec`."""
+    """Settings of a `BlockSpec` for Gemma 4's modules."""
     heads: dict[str, Any] = {"head_dim": spec.head_dim, "global_head_dim": spec.head_dim}
     return Gemma4TextConfig(
         vocab_size=spec.vocab_size,

@@ -20,7 +20,7 @@ Head = TypeVar("Head", bound=nn.Module)
 
 
 class TargetShape(NamedTuple):
-    """What a reader must know of the target."""
+    """The target as a reader of drafters needs it."""
 
     name: str
     num_layers: int

@@ -14,7 +14,7 @@ from specdec.errors import CheckpointError, first_line, shown
 
 
 class Kind(NamedTuple):
-    """What a key must hold."""
+    """The kind of value that a key must have."""
 
     words: str
     holds: Callable[[Any], bool]

@@ -30,7 +30,7 @@ from specdec.draft_models.heads.head_spec import HeadContext, HeadForm, HeadModu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eagle3Spec(HeadSpec):
-    """What an EAGLE-3 head computes, as data.
+    """An EAGLE-3 head as data: every choice in its computation.
 
     aux_layers: empty: it reads the final state, after the norm. draft_vocab_size: None: it has the target's head and
     vocabulary. has_fc: False: features pass unchanged. biases: names of the linear layers with a bias. owns_embed: it

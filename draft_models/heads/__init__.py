@@ -1,1 +1,1 @@
-"""What EAGLE-3 heads, block drafters and language models that draft have in common."""
+"""Code that EAGLE-3 heads, block drafters and language models as drafters share."""

@@ -16,7 +16,7 @@ from specdec.draft_models.heads.head_spec import HeadSpec, Rotary
 
 
 def llama_config(spec: HeadSpec) -> LlamaConfig:
-    """What Llama's modules must be told of a head."""
+    """Settings of a head for Llama's modules."""
     return LlamaConfig(
         hidden_size=spec.hidden_size,
         intermediate_size=spec.intermediate_size,

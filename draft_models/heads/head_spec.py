@@ -21,7 +21,7 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSpec:
-    """What a head of any kind computes, as data.
+    """A head of any kind as data: every choice in its computation.
 
     aux_layers: target states that it reads, each named by the layer it enters. windows: sliding window of each draft
     layer; None: full attention.

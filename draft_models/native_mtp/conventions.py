@@ -1,13 +1,13 @@
-"""What no tensor of an MTP module says, measured on a text: which conventions most of its drafts are accepted under.
+"""Conventions of an MTP module, which no tensor states, measured on a text: under which are most drafts accepted?
 
     state    after the target's final norm, or before it              shows in the first draft
     carry    after the module's norm, before it, or form T            in the second, and more in each that follows
     block    like the target's layers of one kind, or of another      in all, where its tensors fit both
 
-Each token of a target's answers is one observation: the probability that its drafts give it, which is how often they
-are accepted, mean over the drafts made 1 to STEPS tokens earlier. So no token is in two observations, and none counts
-for more than an accepted draft: log-probabilities of tokens that no draft would hit are large, and outvote the others.
-Conventions are compared token by token; `is_clearly_better` says when a difference is not chance.
+Each token of a target's answers is one observation: the mean probability that the drafts made 1 to STEPS tokens earlier
+give it, which is how often they would be accepted. So each token counts once, and for at most one accepted draft.
+Log-probabilities would not do: the large ones of tokens that no draft would hit outvote the others. Conventions are
+compared token by token; `is_clearly_better` says when a difference is not chance.
 """
 
 import math
@@ -29,7 +29,7 @@ ALPHA = 0.01
 NEARER = 2.0
 """Standard errors by which conventions further from the drafter's own must be better than nearer ones."""
 MIN_TOKENS = 32
-"""Observations that the normal distribution holds for."""
+"""Fewest observations for which means are treated as normally distributed."""
 ROUNDING = 1e-4
 """Standard deviation of probabilities that differ by rounding alone, at most."""
 ROWS = 64

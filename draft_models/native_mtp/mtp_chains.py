@@ -1,10 +1,10 @@
-"""Drafts of MTP modules after every place of texts, in a few dense forwards: what a module learns, and is measured by.
+"""Drafts of MTP modules after every place of texts, in a few dense forwards, for training and for measurement.
 
     place p, draft j + 1     token t_{p+1+j}, the text's own; predicts t_{p+2+j}
     state                    j = 0: the target's, of row p          j > 0: what row (p, j - 1) hands on
 
 One module (form R) runs again for each draft; the rows of a place see keys of true states up to p, and their own, as in
-the draft block. Of several modules each runs over the whole text: its rows follow from the tokens alone. Nothing is
+the draft block. With several modules, each runs over the whole text: its rows follow from the tokens alone. Nothing is
 paged. Texts may be packed into rows: position 0 begins one.
 """
 

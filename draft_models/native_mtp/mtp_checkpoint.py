@@ -119,8 +119,9 @@ def _published(folder: Path, target: DescribedTarget) -> MtpFamily:
 
 
 def by_config(family: MtpFamily, target: DescribedTarget) -> MtpFamily:
-    """The row, with a layer of the attention that the target's config says its modules have; else with that of the row,
-    or where it is not there or is recurrent, with the last one that attends."""
+    """The row, with `like` set to a layer whose attention is that of the modules: a layer of the type in the config's
+    `mtp_layer_types`; without it the row's own layer; if the target lacks that or it is recurrent, the last layer that
+    attends."""
     config: Any = target.user_decoder.config
     kinds = getattr(config, "mtp_layer_types", None)
     if kinds and kinds[0] in config.layer_types:

@@ -8,9 +8,9 @@ by their token, in every module alike:
                  form C: the carry of row (k - 1, q - 1)        form T: h_{q-k}, which row (k - 1, q - 1) read
 
 K/V of slot q then depend on tokens up to q + 1 only, as the prefix cache requires. After a commit of m + 1 tokens all
-modules run the same rows; the state of the first one is module k - 1's last row before, which is kept by request. The
-draft at depth l + 1 is drawn from module l (form R: the one module) at the nodes of depth l; the committed row S - 1,
-whose token is the root, is depth 0.
+modules run the same rows. The first of these rows needs module k - 1's last row from before the commit, so that is kept
+for each request. The draft at depth l + 1 is drawn from module l (form R: the one module) at the nodes of depth l; the
+committed row S - 1, whose token is the root, is depth 0.
 """
 
 import copy
@@ -104,8 +104,8 @@ class NativeMtpDrafter(Drafter):
         self.kv_layout: KVLayout | None = kept_by_modules(self.layout, family.like, count)
 
     def under(self, family: MtpFamily) -> "NativeMtpDrafter":
-        """A drafter of these modules under other conventions, unfused where their blocks are like another layer. Raises
-        CheckpointError where they are not."""
+        """A drafter of these modules under other conventions. If their blocks are then like another layer, it is
+        unfused, and raises CheckpointError if the tensors do not fit that layer."""
         changed = copy.copy(self)
         if family.like != self.family.like:
             changed.modules = tuple(module.around(family.like) for module in self.modules)
@@ -184,8 +184,8 @@ class NativeMtpWorker(StoreWorker):
     ) -> None:
         """Run every module over tokens [B, N] with the target's states [B, N, H].
 
-        first: which are the first of their request, [B, N]; before: the row of the table of each. last: where the last
-        one of each of `rows` [R] is.
+        first: mask of each request's first token, [B, N]. before: request-table row of each token. last: index of the
+        last token of each of `rows` [R].
         """
         drafter, plan, made = self.drafter, self.plan_of(seen), list[ModuleRows]()
         for k in range(len(drafter.modules)):

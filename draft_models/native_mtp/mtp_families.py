@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtpFamily:
-    """What no tensor says of the modules of some model types.
+    """Conventions of the modules of some model types, which no tensor states.
 
     form: of several modules. normed_state: the target's state is read after its final norm. normed_carry: the carry is
     z. hidden_first: the order of the halves that the projection reads. like: the layer of the target whose attention a

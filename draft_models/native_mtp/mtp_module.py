@@ -97,13 +97,13 @@ class MtpModule(nn.Module):
         return layer
 
     def parts(self) -> dict[str, nn.Module]:
-        """What it has of its own, by name; `block` runs the layer's weights."""
+        """The module's own parts by name; `block` runs the layer's weights."""
         names = ("enorm", "hnorm", "proj", "norm", "head", "embed", "layer")
         found = {name: getattr(self, name) for name in names}
         return {name: getattr(part, "source", part) for name, part in found.items() if part is not None}  # if fused
 
     def fuse(self, name: str, ops: Operations) -> str | None:
-        """Run by fused layers if they compute what its own do; else the reason why not."""
+        """Run the block by fused layers if they compute the same as its own -> None, or the reason why not."""
         plain = self.block, self.proj, self.enorm, self.hnorm
 
         def fused() -> torch.Tensor:
@@ -147,7 +147,8 @@ class MtpModule(nn.Module):
 
 
 OF_THE_STACK = ("hidden_size_per_layer_input", "num_kv_shared_layers")
-"""Fields by which the layers of Gemma 3n and 4 read what the whole stack has. A module's block reads nothing of it."""
+"""Config fields by which layers of Gemma 3n and 4 read tensors of the whole stack, which a module's block does not
+read."""
 
 
 def own_config(decoder: Any) -> Any:
@@ -198,8 +199,8 @@ def nearest_mlp(decoder: Any, like: int, routed: bool) -> int:
 
 
 def beside(decoder: Any, device: torch.device) -> Any:
-    """A text model with its norm and its rotary tables on `device`, where modules run. Its layers and embedding stay:
-    of a target that several devices share they may be in host memory."""
+    """A text model with its norm and its rotary tables on `device`, where modules run. Its layers and embedding stay
+    where they are, which may be host memory if several devices share the target."""
     if decoder.norm.weight.device == device:
         return decoder
     made = copy.copy(decoder)
@@ -228,9 +229,10 @@ def one_layer_decoder(decoder: Any, like: int, layer: nn.Module, norm: nn.Module
 
 
 def filled_parts(state: State, decoder: Any, like: int, keys: Mapping[str, str], load_packed: LoadPacked | None) -> Any:
-    """The projection, the head if it has one, and a layer of the target's class with these tensors, in the types of its
-    own layers: its attention is that of layer `like`, its MLP that of the nearest one with experts, or without, as the
-    tensors have it. Raises CheckpointError unless they are its own."""
+    """Build the projection, the head if there is one, and a layer of the target's class from these tensors, in the
+    dtypes of the target's layers. Attention is like that of layer `like`. The MLP is like that of the nearest layer
+    with experts if the tensors have experts, else of the nearest without. Raises CheckpointError for tensors that do
+    not fit."""
     layers, mlp = decoder.layers, nearest_mlp(decoder, like, _has_experts(state))
     expected = {f"layers.0.{name}": tensor for name, tensor in layers[like].state_dict().items()}
     expected |= {f"layers.0.mlp.{name}": tensor for name, tensor in layers[mlp].mlp.state_dict().items()}

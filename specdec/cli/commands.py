@@ -1,4 +1,4 @@
-"""What the commands take, one dataclass each, and which function of bodies/ does it.
+"""Options of the commands, one dataclass each, and the function of bodies/ that runs each.
 
 Nothing heavy is imported here: a body is loaded when its command is run.
 """

@@ -1,4 +1,4 @@
-"""What a drafter says after every place of a text, in a few dense forwards: its drafts, and how far they are right.
+"""A drafter's drafts after every place of a text, in a few dense forwards, and how far they are right.
 
 The target reads the text once (`record`); what drafters read is all in there, so each of them, changed or not, is tried
 without the target. No pages, plans or kernels are involved: it is the reference for what an engine's worker proposes.

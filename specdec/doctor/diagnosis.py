@@ -1,4 +1,4 @@
-"""What the doctor found, and its forms: plain text for a reader, a dictionary for JSON."""
+"""The doctor's findings, as plain text for a reader and as a dictionary for JSON."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field

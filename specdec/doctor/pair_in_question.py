@@ -1,4 +1,4 @@
-"""What the doctor looks at: a target, a drafter and the prompts, what they say of themselves, and engines of them.
+"""The subject of a diagnosis: a target, a drafter and prompts, their own descriptions, and engines of them.
 
 A change of a pair is another `PairInQuestion`; the target is never changed.
 """

@@ -1,1 +1,1 @@
-"""What stands on the engine and measures it: benchmarks, accuracy, scoring, reports."""
+"""Measurements of an engine: benchmarks, accuracy, scoring, reports."""

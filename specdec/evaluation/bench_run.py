@@ -82,8 +82,9 @@ def run_bench(
     """Run every contestant on every prompt. Raises SpecDecError when an output is not plain decoding's.
 
     params: with a temperature above 0 they need a seed, without which no two outputs would be alike. data: the prompts'
-    source, for the report. acceptance: also the speed if every round brought so many tokens. loading: other arguments
-    of `Engine.from_pretrained`. Ctrl-C raises Interrupted with the report of what all contestants have done.
+    source, for the report. acceptance: tokens that every round is supposed to bring, to report the speed with it as
+    well. loading: other arguments of `Engine.from_pretrained`. Ctrl-C raises Interrupted with the report of what all
+    contestants have done.
     """
     if params.temperature > 0 and params.seed is None:
         raise ConfigError(f"temperature={params.temperature} without a seed: outputs could not be compared; give one")

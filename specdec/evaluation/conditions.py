@@ -1,4 +1,4 @@
-"""What a figure was measured with: the pair by name, the device, and the versions of the libraries below."""
+"""Conditions of a measurement: the pair by name, the device, and the versions of the libraries below."""
 
 import platform
 import subprocess

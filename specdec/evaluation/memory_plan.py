@@ -1,4 +1,4 @@
-"""What a pair keeps in memory, by its config.json alone: K/V by cache group, and weights.
+"""Memory of a pair, from its config.json alone: K/V by cache group, and weights.
 
     config.json  ->  models on `meta`  ->  layouts  ->  the slots that `runtime/sizing.py` gives an engine
 

@@ -1,9 +1,9 @@
-"""Recipes: what a published pair takes on GPUs of four sizes, and how long its steps take, without its files.
+"""Recipes: memory of a published pair on GPUs of four sizes, and the time of its steps, computed without its files.
 
     pair -> its shape on `meta` -> `cache_needs`, `pool_slots`   the pools that an engine allocates
                                 -> `step_bytes`                 the memory floor of a plain step, as of `specdec bench`
 
-A step's time is its floor times a multiple: what was measured of the pair on that GPU, or else an assumed one.
+A step's time is its floor times a multiple, measured for the pair on that GPU or else assumed.
 """
 
 import shlex
@@ -42,11 +42,11 @@ CARDS = (24, 48, 80, 141)
 READ_BANDWIDTHS = {"H100": 3.09e12, "H200": 4.30e12}
 """Bytes a second, measured: docs/results/2026-11-26-h100.md and 2026-11-22-rounds.md."""
 REQUESTS, TOKENS, CONTEXT = 8, 8192, 1024
-"""Requests at a time and tokens of each that memory is told of, and tokens before a step that is timed."""
+"""Requests at a time; tokens of each, for which memory is planned; tokens before the step whose time is stated."""
 REST_BYTES = 24 * 10**8
-"""What an engine takes besides: captures, activations, libraries. From 1.1 to 3.5 GB were measured on an H100."""
+"""Memory besides weights and pools: captures, activations, libraries. Measured on an H100: 1.1 to 3.5 GB."""
 MIN_TOKENS = 1024
-"""Fewer are no room for a request."""
+"""A GPU with room for fewer tokens is listed as too small."""
 SMALLER = 0.8
 """A pair is smaller than another if its weights take at most this share."""
 DTYPE = torch.bfloat16
@@ -71,7 +71,7 @@ class CardMemory:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """A plain step of one request. multiple, expected_ms None: no like of it was ever measured."""
+    """A plain step of one request. multiple and expected_ms are None if no similar model was ever measured."""
 
     gpu: str
     floor_ms: float
@@ -110,7 +110,7 @@ def find_recipe(model: str) -> Pair:
 
 
 def recipe(pair: Pair, shrink: Shrink = WHOLE, dtype: torch.dtype = DTYPE, device_type: str = "cuda") -> Recipe:
-    """Arguments after the pair are for a comparison with an engine that was made smaller, or on a CPU."""
+    """The recipe of a pair. shrink, dtype: for a comparison with an engine of a smaller shape or on a CPU."""
     shape = SHAPES[pair.shape]
     model = ModelOnMeta(pair.target, model_on_meta(shape.target(shrink), dtype))
     spec = SpecConfig(pair.num_steps, adaptive=True)

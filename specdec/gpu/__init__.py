@@ -1,1 +1,1 @@
-"""What every kernel and captured program stands on: the Triton shim, launches, captures, mirrored arrays, memory."""
+"""Foundations of kernels and captured programs: the Triton shim, launches, captures, mirrored arrays, memory."""

@@ -1,4 +1,4 @@
-"""What gates a product: act(g) u. In float32, in kernels as in torch."""
+"""Activations that gate a product, act(g) u, in float32 in kernels as in torch."""
 
 import torch
 import torch.nn.functional as F

@@ -48,7 +48,8 @@ from specdec.layers.rope_store import Attended, Rotary, rope_store, rotary
 
 
 class Shared(NamedTuple):
-    """What a forward makes once for all layers: rotary tables by kind; per-layer embeddings [T, L, P], or None."""
+    """Tensors that a forward makes once for all layers: rotary tables by kind; per-layer embeddings [T, L, P], or
+    None."""
 
     rotary: dict[str, Rotary]
     layer_inputs: torch.Tensor | None
@@ -144,7 +145,7 @@ class FusedLayer(nn.Module):
         context: LayerContext,
         narrowing: Narrowing | Ending | None,
     ) -> Generator[Exchanged, Product, torch.Tensor | None]:
-        """What attention gives for the rows that the forward goes on with [R, Hq D]; None where it ends here."""
+        """Run attention for the rows that the forward goes on with -> [R, Hq D]; None: the forward ends here."""
         parts, ops = self.parts, self.ops
         if parts.wide_norms is not None:
             qkv = yield from self._norm_all_heads(qkv, parts.wide_norms)
@@ -174,7 +175,7 @@ class FusedLayer(nn.Module):
         context: LayerContext,
         narrowing: Narrowing | Ending | None,
     ) -> torch.Tensor | None:
-        """What a recurrent layer gives, as `_attend`: each row changes the state, whichever go on."""
+        """Run a recurrent layer, as `_attend` runs attention: each row changes the state, whichever rows go on."""
         rows = mixer.run(product, x, self.index, cast(RecurrentContext, context), self.ops)
         if isinstance(narrowing, Ending):
             return None

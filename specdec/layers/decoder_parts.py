@@ -1,4 +1,4 @@
-"""What a decoder of fused layers is made of: descriptions read off Hugging Face modules, whose weights they hold.
+"""Parts of a decoder of fused layers: descriptions read off Hugging Face modules, whose weights they hold.
 
 `decoder.py` runs them, `families.py` makes them, `split/layer_shares.py` gives each rank its share.
 """
@@ -25,7 +25,7 @@ NO_HEADS = Heads(0, 0, 0)
 
 
 class FusedMixer(Protocol):
-    """What a recurrent layer runs in the place of attention, between its first product and its last."""
+    """The part of a recurrent layer that replaces attention, between its first product and its last."""
 
     def run(
         self, product: Product, x: torch.Tensor, layer: int, context: RecurrentContext, ops: Operations

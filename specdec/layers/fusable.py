@@ -1,4 +1,5 @@
-"""What a text model may contain to run fused: classes of its own file and of torch, untouched, over plain tensors."""
+"""Parts that a text model may have and run fused: classes of its own file and of torch, untouched, over plain
+tensors."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""What stands in the place of Hugging Face modules that run fused, and of their weights when these change.
+"""Replaces Hugging Face modules by fused ones, and follows their weights when these change.
 
     fuse(text_model, KERNELS) -> a FusedDecoder over the same weights, called with the same keywords
 

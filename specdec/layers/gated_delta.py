@@ -31,7 +31,7 @@ from specdec.layers.product import Product, reference_finish, sum_parts
 COLUMNS = 1024
 """Columns of a program of `delta_inputs`."""
 EPSILON = 1e-6
-"""What transformers adds to the squared length of a query or a key."""
+"""Number that transformers adds to the squared length of a query or a key."""
 
 
 class DeltaHeads(NamedTuple):

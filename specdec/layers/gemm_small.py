@@ -122,7 +122,7 @@ def _store_tile(
     ACTIVATION: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    """What a program has summed, as part `i_split` of the product, or activated."""
+    """Store a program's sum as part `i_split` of the product, or activated."""
     if ACTIVATION is None:
         o_n = i_n * tile_rows + tl.arange(0, BLOCK_N)
         m_n = (tl.arange(0, BLOCK_N) < tile_rows) & (o_n < N)

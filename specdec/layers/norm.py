@@ -1,4 +1,4 @@
-r"""What stands between two products of a decoder layer, in one launch: the last sum, norms, residual, scale.
+r"""The operations between two products of a decoder layer, in one launch: the last sum, norms, residual, scale.
 
     y = dtype(sum_s parts[s] + bias)           the product before                           [H]
     y = dtype(y + y')                          and one next to it, likewise a sum; may be absent
@@ -45,7 +45,7 @@ class Gain(NamedTuple):
 
 
 ABSENT = Gain(None, 0.0)
-"""What a kernel is given in the place of a norm that it does not compute."""
+"""Arguments of a kernel for a norm that it does not compute."""
 
 
 def reference_rms_norm(x: torch.Tensor, gain: Gain) -> torch.Tensor:

@@ -62,7 +62,7 @@ class Product(NamedTuple):
 
     @classmethod
     def of(cls, value: torch.Tensor) -> "Product":
-        """What is already a sum [M, N]."""
+        """The product whose value [M, N] is summed already."""
         return cls(value[None], None, value.dtype)
 
     @property

@@ -1,6 +1,7 @@
 """The proof that the bits of a row do not depend on the other rows of a forward: every deterministic model must pass.
 
-Layers that do not have this property run in tiles of a fixed number of rows (`attention/row_tiles.py`).
+On kernels, `layers/linear.py` cuts sums by the weight alone, and `attention/kernels/tree_attention.py` cuts keys by
+position. Layers that do not have this property run in tiles of a fixed number of rows (`attention/row_tiles.py`).
 
 The 12 rows of two texts run all at once; then some in turn, one alone, and the rest in reverse order among rows of
 neither text. Queries, keys, values, states and logits must be equal bit by bit. Attention treats each row by itself.

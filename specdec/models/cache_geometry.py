@@ -1,4 +1,4 @@
-"""What each layer keeps, read from its first call of attention: a config says it in too many ways.
+"""The K/V that each layer keeps, read from its first call of attention: a config says it in too many ways.
 
     config          layer types, owners, a first guess of heads and sizes
     the calls       K/V heads, their sizes, the width of a window: these count; channels and states of a recurrent layer

@@ -20,7 +20,7 @@ from specdec.modules.private_copy import private_copy
 
 @dataclass(frozen=True, slots=True)
 class Placeholders:
-    """What is embedded for which ids.
+    """Token ids that are embedded in the place of others.
 
     table [V]: the id that is embedded for each; None: each as itself. unread: id -> why no id is embedded in its place.
     """

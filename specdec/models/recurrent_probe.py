@@ -42,7 +42,7 @@ class TextPaths(NamedTuple):
 
 @dataclass(slots=True)
 class RecurrentProbe:
-    """What the recurrent layers of one forward asked, by layer."""
+    """The calls of the recurrent layers of one forward, by layer."""
 
     inputs: dict[int, torch.Tensor] = field(default_factory=dict)
     rows: dict[int, Recurrence] = field(default_factory=dict)

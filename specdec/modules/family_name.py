@@ -1,4 +1,4 @@
-"""What a module of transformers is called in the tables of families."""
+"""Names of transformers' modules in the tables of families."""
 
 from torch import nn
 

@@ -58,7 +58,7 @@ class _Grouped(nn.Module):
 
 
 OF_GROUPED = {name: value for name, value in vars(_Grouped(None)).items() if name not in {*vars(nn.Module()), "config"}}
-"""What the grouped products look for in experts: how their weights lie, and what else their forward does."""
+"""Attributes of experts that the grouped products read: how their weights lie, and what else their forward does."""
 
 
 def grouped_experts(
@@ -82,7 +82,7 @@ def fused_rms_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 
 
 OWN_FORWARDS = (fused_rms_norm, grouped_experts)
-"""What computes in a copy what the class's own forward does."""
+"""Functions that compute in a copy what the class's own forward does."""
 
 
 def private_copy(module: nn.Module, attention: str = ATTENTION_NAME) -> nn.Module:

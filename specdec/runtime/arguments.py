@@ -1,5 +1,5 @@
-"""Checks of the arguments of an engine besides prompts, made before any work; a keyword that a public method does not
-take is told where it belongs, or which one was meant, in the place of a TypeError.
+"""Checks of the arguments of an engine besides prompts, made before any work; an unknown keyword of a public method
+raises an error that says where it belongs or which one was meant, instead of a TypeError.
 
 It knows settings and the shape of parts, no model. Every refusal is one sentence that says where the thing belongs.
 """
@@ -76,8 +76,8 @@ def require_parts(target: Any, drafter: Any, tokenizer: Any) -> None:
 
 
 def fitted_spec(spec: SpecConfig | None, drafter: Any) -> SpecConfig:
-    """The draft that was asked for, as deep as the drafter has it where its depth is open or bounded; None: nothing
-    was."""
+    """The settings `spec` with a depth that fits the drafter: its default where `spec` leaves the depth open, at most
+    its maximum where `spec` gives a bound. spec None: the user gave no settings."""
     spec = OpenDepth() if spec is None else spec
     if isinstance(spec, OpenDepth):
         steps = getattr(drafter, "default_steps", None) or spec.num_steps
@@ -112,7 +112,7 @@ def warn_where_drafts_end(drafter: Any, max_model_len: int) -> None:
 
 
 def require_reads_finished(finished_tokens: int, drafter: Any) -> None:
-    """Raise ConfigError where texts of finished requests are to be kept that no drafter reads."""
+    """Raise ConfigError if the engine would keep texts of finished requests although the drafter does not read them."""
     if finished_tokens and drafter is not None and not getattr(drafter, "reads_finished", False):
         raise ConfigError(
             f"finished_tokens={finished_tokens}, and drafter {drafter.name} proposes nothing of finished requests; "
@@ -174,7 +174,7 @@ def caches_states(target: Any, drafter: Any) -> bool:
 
 
 def require_ranks(ranks: Sized | None, count: int) -> None:
-    """A target that devices share already is for an engine of as many."""
+    """Raise ConfigError for a target that is already shared by another number of devices than `count`."""
     if ranks is not None and len(ranks) != count:
         raise ConfigError(
             f"tensor_parallel={count}, but the target is shared by {len(ranks)} devices already; give the same number, "
@@ -194,14 +194,15 @@ ENGINE = {field.name: "config=EngineConfig({})" for field in fields(EngineConfig
 ENGINE |= {field.name: "spec=SpecConfig({})" for field in fields(SpecConfig)}
 """Settings, and where they go; transformers knows a dtype as well."""
 CLOSE = 0.8
-"""Least similarity (of 1) at which a keyword is a misspelt setting, where transformers may know it as its own."""
+"""Minimum similarity, 0 to 1, at which a keyword counts as a misspelt setting if transformers could know it as its
+own."""
 NEAR = 0.55
-"""Least similarity (of 1) at which a setting is suggested, where only the method may know the keyword."""
+"""Minimum similarity, 0 to 1, at which an error suggests a setting for an unknown keyword."""
 
 
 def known_keywords(function: Function) -> Function:
-    """Decorates a method: a keyword that it does not take raises ConfigError. Of one that passes keywords on, to a chat
-    template, only those that are sampling parameters do."""
+    """Decorates a method: an unknown keyword raises ConfigError. A method that passes its keywords on to a chat
+    template refuses only sampling parameters."""
     parameters = inspect.signature(function).parameters
     passes_on = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     known = [name for name, each in parameters.items() if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)][1:]
@@ -217,8 +218,8 @@ def known_keywords(function: Function) -> Function:
 
 
 def require_loading_arguments(options: Iterable[str], known: Collection[str]) -> None:
-    """Raise ConfigError where one of the arguments for transformers is a setting, or is nearly one of `known`, which
-    `from_pretrained` takes itself, or of a setting. What is like none of them, transformers may know."""
+    """Raise ConfigError if an argument meant for transformers is a setting of ours, or is spelt almost like a setting
+    or like one of `known`, the arguments of `from_pretrained`. All others are left to transformers."""
     for name in options:
         if name in ENGINE | SAMPLING or difflib.get_close_matches(name, [*known, *ENGINE], cutoff=CLOSE):
             raise _unknown(f"Engine.from_pretrained takes no {name}", name, known)

@@ -1,9 +1,10 @@
 """Watches whether MTP modules run under the conventions that they were trained under, on the first tokens of real work.
 
-What no tensor says comes from a table of families or a file beside the modules, and a wrong entry shows in nothing but
-a low acceptance. Once WATCHED tokens are committed, the target reads their texts once more, densely, and the modules
-draft each of these tokens under all conventions; another one that is clearly better is a warning. Every PAUSE steps one
-does a part of it, a forward, and the last one before an engine has nothing to do the rest. It never touches a request.
+Conventions come from a table of families or a file next to the modules, since no tensor states them. A wrong entry has
+one symptom, a low acceptance. Once WATCHED tokens are committed, the target reads their texts once more, densely, and
+the modules draft each of these tokens under all conventions. If another convention is clearly better, a warning says
+so. The work is done one forward every PAUSE steps; if the engine runs out of requests first, its last step does the
+rest. It never touches a request.
 """
 
 import json
@@ -35,7 +36,7 @@ logger = logging.getLogger("specdec")
 WATCHED = 512
 """Committed tokens of answers, of all requests together. Modules need not have learnt what prompts say."""
 PAUSE = 8
-"""Steps from one forward to the next: a step that has one can take twice as long."""
+"""Steps between two forwards of the judgement: a step that includes one can take twice as long."""
 MIN_ANSWER = 8
 """Tokens of an answer that is worth the reading of its prompt."""
 MAX_CONTEXT = 256

@@ -17,8 +17,9 @@ BUSY = 0.9
 
 
 def acceptance_in_words(stats: RequestStats, off: str = "") -> str:
-    """The acceptance length of the rounds that drafted, and how many these are where a tenth of all or more did not; or
-    that no drafts were made. off: why there are none now (`Engine.drafts_off`), said where most rounds had none."""
+    """The acceptance length of rounds with drafts; how many rounds these were, if more than a tenth had no drafts; or
+    that no drafts were made. off: why rounds have no drafts now (`Engine.drafts_off`), included if most rounds had
+    none."""
     if not stats.drafted_rounds:
         return f"no drafts were made: {off or UNKNOWN}"
     found = f"acceptance length {stats.acceptance_length:.2f}"
@@ -28,7 +29,8 @@ def acceptance_in_words(stats: RequestStats, off: str = "") -> str:
 
 
 def depths_in_words(accepted: Sequence[float], drafted: Sequence[int]) -> str:
-    """Shares of the rounds that drafted so deep which accepted each draft. drafted: these rounds, by depth."""
+    """For each depth, the share of rounds that accepted the draft there. drafted: rounds with a draft that deep, by
+    depth."""
     if len(set(drafted)) <= 1:
         return ", ".join(f"{share:.2f}" for share in accepted)
     pairs = zip(accepted, drafted, strict=False)

@@ -27,12 +27,12 @@ ENOUGH_DRAFTS = 16
 """Drafts (one a request and round) that a check needs."""
 
 PATIENCE = 8000
-"""Rounds of the engine after which a check takes place with fewer drafts: under load there may be no drafts for
-thousands of rounds of requests, which are few rounds of the engine."""
+"""Rounds of the engine after which a check takes place with fewer drafts than ENOUGH_DRAFTS. LOOK_AFTER counts a round
+once for each request, so with many requests it passes within a few rounds of the engine."""
 
 FEW_ACCEPTED = 0.02
-"""Share of drafts with a right first token below which a pair counts as broken. By chance it is one in the size of the
-vocabulary. Prompt lookup in a text without repetitions is below it too."""
+"""A pair counts as broken if a smaller share of its drafts has a right first token. A random draft is right once in the
+size of the vocabulary. Prompt lookup in a text without repetitions is below this bound too."""
 
 
 class PoolUse(NamedTuple):

@@ -20,9 +20,9 @@ from specdec.runtime.seating import keep_outputs
 from specdec.runtime.settling import settle_chunks, settle_round
 
 Learn = Callable[[RoundShape, Sequence[Request], RoundResult, int, float], None]
-"""Called with each settled round, its requests and result: the output tokens that they gained together (0 in a round
-without drafts), and its seconds: since the end of the round before if the device ran one after the other, else its
-own."""
+"""Called with each settled round: its shape, requests and result, the output tokens that the requests gained together
+(0 in a round without drafts), and its seconds. These run from the end of the previous round if the device ran the two
+without a pause, else from the round's own beginning."""
 
 
 class Launches:

@@ -49,7 +49,7 @@ MAX_SURPRISE = 2.0
 A device that has really become slower is known after a few forwards."""
 
 Numbers = npt.NDArray[np.float64]
-UNITS = np.array([1.0, 1e3, 1e6])  # of a forward, its tokens, its pairs
+UNITS = np.array([1.0, 1e3, 1e6])  # scale of the three unknowns: per forward, token, pair
 
 
 class PromptLoad(NamedTuple):
@@ -83,10 +83,10 @@ class PromptCost:
     """
 
     def __init__(self) -> None:
-        self._equations = np.zeros((3, 4))  # the normal ones: a square, and its right side
-        self._seconds = np.zeros(3)  # of each unit
+        self._equations = np.zeros((3, 4))  # normal equations: [3, 3] and the right side
+        self._seconds = np.zeros(3)  # solution, per unit
         self._is_fitted = True
-        self._whole: dict[int, float] = {}  # by tokens: of whole prompts that were timed
+        self._whole: dict[int, float] = {}  # seconds of timed whole prompts, by their tokens
 
     @property
     def is_known(self) -> bool:

@@ -3,9 +3,10 @@
     in a step    the first by rank: half of the room at least | short prompts that pass it | the others, by rank
 
 Prompts are read by rank, with one exception: a prompt with at most half as many unread tokens as the first one passes
-it. So a short prompt does not wait for a long one. The first keeps half of the room, so that it always advances; a
-prompt that passes it waits for at most twice its own tokens, and for shorter ones. This file knows no pages: a prompt
-without pages for its share gets less. `prompt_gap` decides the room while other requests decode.
+it. So a short prompt does not wait for a long one. The first prompt keeps half of the room, so it always advances. A
+prompt that passes it therefore waits for at most twice its own tokens, and for prompts shorter than itself. This file
+knows no pages: a prompt without pages for its share gets less. `prompt_gap` decides the room while other requests
+decode.
 """
 
 from collections.abc import Sequence

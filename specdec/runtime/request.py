@@ -198,26 +198,26 @@ class Request:
     detokenizer: Detokenizer
     end_tokens: frozenset[int]
     draft: SpecConfig | None = None  # how it speculates; None: not at all
-    begins: InitVar[Place | None] = None  # in its grammar
-    scores: PromptScores | None = None  # of its prompt, shared by its samples; None: not asked for
-    number: int = -1  # in order of arrival, from the engine
-    priority: int = 0  # lower ones first
-    passed: int = 0  # how often one that came later was admitted while it waited
+    begins: InitVar[Place | None] = None  # its first place in its grammar
+    scores: PromptScores | None = None  # log-probabilities of its prompt, shared by its samples; None: not asked for
+    number: int = -1  # given by the engine in order of arrival
+    priority: int = 0  # lower is served first
+    passed: int = 0  # later requests that were admitted while it waited
     state: RequestState = RequestState.WAITING
     row: int = -1
     row_epoch: int = 0  # incremented when the row is lost; results launched under an older one are ignored
-    failed_at: int = field(default=-1, init=False)  # tokens of it that were read when its last step raised an error
+    failed_at: int = field(default=-1, init=False)  # its committed tokens when a step last raised an error
     handed_in: float = field(default_factory=time.perf_counter)
-    key: IntArray | None = field(default=None, init=False)  # of its tokens in the prefix cache
-    awaited: int = field(default=-1, init=False)  # number of the request that makes a part of its prompt,
-    awaited_len: int = field(default=0, init=False)  # the tokens of it that are awaited,
-    awaited_version: int = field(default=-1, init=False)  # as of this `InProgress.version`
-    longest: int = field(init=False)  # tokens at its end, if nothing ends it before
-    max_drafts: int = field(init=False)  # most that it accepts in a round
-    whole_draft: DraftShape = field(init=False)  # that nothing shortens
-    stops: StopStrings = field(init=False)  # asked for every round, so made once
+    key: IntArray | None = field(default=None, init=False)  # key of its tokens in the prefix cache
+    awaited: int = field(default=-1, init=False)  # number of the request whose prefix it waits for
+    awaited_len: int = field(default=0, init=False)  # length of that prefix
+    awaited_version: int = field(default=-1, init=False)  # `InProgress.version` at which that was found
+    longest: int = field(init=False)  # its length if only max_new_tokens ends it
+    max_drafts: int = field(init=False)  # drafts that it accepts in a round, at most
+    whole_draft: DraftShape = field(init=False)  # its draft before it is shortened near the end
+    stops: StopStrings = field(init=False)  # read every round, so made once
     error: SpecDecError | None = field(default=None, init=False)  # why it ended, if not by itself or an abort
-    news: deque[int] | None = field(default=None, init=False)  # is given its number when it gains tokens or ends
+    news: deque[int] | None = field(default=None, init=False)  # gets its number whenever it gains tokens or ends
     settled: Settled = field(init=False)
     _tokens: list[int] = field(init=False)
     _drafted: list[bool] = field(default_factory=list, init=False)

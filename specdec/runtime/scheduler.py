@@ -32,7 +32,7 @@ PATIENCE = 64
 class Scheduler:
     """Decides which requests run. Each decoding request must own `lookahead` slots after its committed ones.
 
-    longest: tokens that max_model_len may be set to at most; None: any number.
+    longest: upper bound on `max_model_len`, in tokens; None: no bound.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ class Scheduler:
         return rows, self.table.committed_len.host[rows] + self.table.lookahead
 
     def _pages_to_come(self, requests: Sequence[Request]) -> IntArray:
-        """Pages [groups] that requests with a row take until their next round, the first if they have had none."""
+        """Pages [groups] that requests with a row will take up to and including their next round."""
         table = self.table
         decoding = _in_state(requests, RequestState.DECODE)
         due = np.full_like(table.retain, table.pages_needed(*self._lookahead(decoding)).sum())
@@ -253,7 +253,8 @@ class Scheduler:
         return due
 
     def _pages_to_begin(self, request: Request) -> IntArray:
-        """Pages [groups] that a waiting request takes until its first round, cached ones that no row holds too."""
+        """Pages [groups] that a waiting request will take up to its first round, including cached pages that no row
+        holds."""
         allocator = self.table.allocator
         pages = self.prefixes.cached_pages(request)
         num_evicted = self.table.num_evicted(len(pages))
@@ -263,8 +264,8 @@ class Scheduler:
         return due
 
     def _pages_missing(self, request: Request, owned: int, evicted: IntArray) -> IntArray:
-        """Pages [groups] that it takes until its first round, in which it has two tokens to go or more, beyond `owned`
-        slots, of which the first `evicted` [groups] have no peer."""
+        """Pages [groups] that a request needs up to its first round in addition to its `owned` slots. The first
+        `evicted` [groups] of these have no peer. A first round has at least two tokens to go."""
         missing = np.array(slots_needed(self.table, request.prefill_target, 2)) - owned + evicted
         pages: IntArray = np.maximum(0, missing) // self.table.allocator.page_size
         return pages

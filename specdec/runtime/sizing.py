@@ -22,8 +22,8 @@ from specdec.runtime.rounds.unread import KEPT, reads_late
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.8}
 """Share of the memory that is free once the weights are loaded."""
 WINDOW_SPARE = 512
-"""Additional slots a request in a windowed group (at most a chunk), beyond those it holds while it decodes. Chunks in
-flight use them; while there are few of those, cached prefixes do."""
+"""Slots per request in a windowed group, at most a chunk, in addition to those that it holds while it decodes. They are
+for prompt chunks in flight; cached prefixes use those that no chunk needs."""
 FALLBACK_MODEL_LEN = 4096
 """For a model that states no limit."""
 

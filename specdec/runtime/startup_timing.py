@@ -53,10 +53,11 @@ def time_rounds(graphs: RoundGraphs, shapes: Sequence[RoundShape], done: Callabl
 def time_prompts(
     round: Round, gap: PromptGap, read: Callable[[IntArray, IntArray, FinalStates], object], most: int
 ) -> None:
-    """Tell `gap` the seconds of forwards over prompts, the fastest of three each: of few tokens, of a quarter, half and
-    all of `most`, and of few after a long prefix. read: rows [R], their lengths, and whose final states.
+    """Time forwards over prompts for `gap`, and keep the fastest of three runs of each size: few tokens; a quarter,
+    half and all of `most`; few tokens after a long prefix. read: reads rows [R] of these lengths [R], and makes the
+    final states that it is told.
 
-    Forwards over few tokens are captured by that, so that no request waits for it later.
+    The timed runs also capture the forwards over few tokens, so no request waits for a capture later.
     """
     table = round.cache.table
     longest = table.slots.host.shape[1] - 1

@@ -56,7 +56,7 @@ class Steps:
         self.round = round
         self.spec = spec
         self.graphs = graphs
-        self._catch_up_seconds = 0.0  # before the newest round, where nothing is captured
+        self._catch_up_seconds = 0.0  # catch-up before the newest round; 0 where rounds are captured
         self.table = scheduler.table
         self.threads = CpuThreads(round.target.model, round.device, deterministic=round.target.deterministic)
         self.launches = Launches(scheduler, round, self._learn, captured=graphs is not None)

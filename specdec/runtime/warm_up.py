@@ -76,7 +76,7 @@ def _time_prompts(steps: Steps, graphs: RoundGraphs, largest: RoundShape) -> Non
 
 
 def _capture_parts(steps: Steps) -> None:
-    """Forwards that are divided among steps run once, and are captured by that: none is while others wait."""
+    """Run each forward that steps divide once, which captures it, so that none is captured while requests wait."""
     division, chunks = steps.scheduler.prompt_gap.division, steps.prefill.chunks
     if division is None or chunks is None:
         return

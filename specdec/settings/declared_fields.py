@@ -1,5 +1,5 @@
-"""What a field of a dataclass may hold, and its option on the command line: each declared once, at the field itself.
-Imports nothing heavy."""
+"""Allowed values of a dataclass field, and its option on the command line, declared once, at the field itself. Imports
+nothing heavy."""
 
 import math
 import sys
@@ -13,7 +13,7 @@ from specdec.errors import ConfigError, shown
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """What a field may hold: finite numbers of its kind, from low to high; with open_low, not low itself.
+    """Allowed values of a field: finite numbers of its kind, from low to high; with open_low, not low itself.
 
     filters: it removes tokens from the law (its default removes none).
     """

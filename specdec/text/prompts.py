@@ -1,4 +1,4 @@
-"""What a user passes as a prompt or a chat, as token ids or strings. Refuses what it would have to guess about.
+"""Prompts and chats as users pass them, made into token ids or strings. Ambiguous ones are refused.
 
 It does not know engines or vocabularies. Every refusal is one sentence that shows the value, never a printed tensor.
 """

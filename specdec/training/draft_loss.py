@@ -23,7 +23,8 @@ from specdec.training.packed_rows import ANSWER, PackedRows, causal_mask, predic
 STEP_DECAY = 0.8  # weight of a draft step relative to the step before it
 
 TargetStates = dict[str, torch.Tensor]
-"""What a drafter reads of the target over a batch; "hidden" [B, T, H], after the final norm, is always among it."""
+"""The target's states that a drafter reads over a batch; "hidden" [B, T, H], after the final norm, is always among
+them."""
 
 
 @dataclass

@@ -1,1 +1,2 @@
-"""What commands do once their options are read. Heavy imports are allowed here; the files of specdec/cli load these."""
+"""Bodies of the commands, run once their options are read. Heavy imports are allowed here; the files of specdec/cli
+load these."""

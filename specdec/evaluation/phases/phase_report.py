@@ -1,4 +1,4 @@
-"""What a phase benchmark found, as plain values, as a table of them, and drawn.
+"""Results of a phase benchmark: plain values, a table of them, and a plot.
 
 A cell is one way of decoding at one batch and context. Its times are there only when its parity check passed; where
 they are missing, `note` says why. `tokens_per_second` is by acceptance length: that of a trained pair is measured,

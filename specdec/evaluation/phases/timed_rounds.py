@@ -46,7 +46,7 @@ class RoundTime(NamedTuple):
 
 
 class Driven(NamedTuple):
-    """What some rounds took and gave. outputs: tokens of each request, those of warm-up included.
+    """Times and tokens of some rounds. outputs: tokens of each request, those of warm-up included.
 
     uncaptured: of these rounds, those whose kernels were launched one by one. idle: seconds a round in which no kernel
     of its own runs; None where that was not measured.

@@ -5,9 +5,10 @@ r"""A dense MLP and a mixture of experts that read one residual stream: two laun
     1        act(x_mlp W_gate) (x_mlp W_up)  |  the same of every chosen expert
     2        times W_down, in its ranges     |  the same, times the routing weight
 
-Launch 1 starts `early` (`dependent_launch.py`): its dense programs wait for nothing but the fork, and read their weight
-while the router is read and picks. The sums have the bits of `gated_linear`, `linear` and `apply_experts`. These run
-where assignments are many, since a tile that holds all rows would keep programs off a multiprocessor.
+Launch 1 starts `early` (`dependent_launch.py`): its dense programs depend only on the fork, so they read their weights
+while the router still chooses. The sums have the bits of `gated_linear`, `linear` and `apply_experts`. With many
+assignments (not `are_few`) those three run instead, since a tile that holds all rows would leave room for fewer
+programs on a multiprocessor.
 """
 
 from collections.abc import Callable

@@ -13,7 +13,7 @@ FEW_STAGES = STAGES | {128: 5}
 
 
 def expert_tiles(num_rows: int, weight: Weight, dtype: torch.dtype, expected: int | None) -> dict[str, int]:
-    """The tiles of a product over K. expected: rows of an expert, twice their mean, where assignments are listed.
+    """The tiles of a product over K. expected: twice the mean rows of an expert if assignments are listed, else None.
 
     BLOCK_K is part of the bits: a function of the weight alone.
     """
@@ -28,18 +28,19 @@ def expert_tiles(num_rows: int, weight: Weight, dtype: torch.dtype, expected: in
     tail = _packed_tail(weight, block_k) if isinstance(weight, PackedWeight) and block_m <= 32 else 0
     tiles = {"BLOCK_N": 64, "BLOCK_M": block_m, "BLOCK_K": block_k, "TAIL_K": tail}
     if (block_m, block_k, stages) == (16, 256, 3) and _fits_128_registers(weight, dtype):
-        tiles["maxnreg"] = 128  # of a thread: four programs fit a multiprocessor, not three
+        tiles["maxnreg"] = 128  # per thread: then four programs fit a multiprocessor instead of three
     return tiles | {"num_warps": 4, "num_stages": stages}
 
 
 def _fits_128_registers(weight: Weight, dtype: torch.dtype) -> bool:
-    """Does nothing spill? Of shorter groups, with zeros or unpacked without assembly, a tile takes more."""
+    """Does a tile fit without spilling? Shorter groups, zeros, or unpacking without assembly take more registers."""
     return isinstance(weight, PackedWeight) and weight.zeros is None and weight.group >= 32 and is_fast(weight, dtype)
 
 
 def _packed_tail(weight: PackedWeight, block_k: int) -> int:
-    """Columns behind the last whole tile that are a tile of their own: of 4 bits a tile takes as long as it is wide,
-    however few of its columns there are. 0: there are none, or they do not make one."""
+    """Columns after the last whole tile that get a tile of their own. For 4-bit weights a tile's time depends on its
+    full width, so a narrow tile is cheaper than a wide one that is mostly empty. 0: no columns are left, or no tile is
+    that narrow."""
     tail = weight.shape[-1] % block_k
     return tail if BITS[weight.code] == 4 and tail in (64, 128) else 0
 

@@ -2,8 +2,10 @@ r"""The experts of a mixture: for each token the gated products of those it was 
 
     y = sum_j w_j ( D_{e_j} act(G_{e_j} x, U_{e_j} x) + b )       over the k experts e_j in the order of their rank
 
-Two launches, or three with more than FEW_SLOTS assignments (token, expert). The last sum is left to the reader of the
-result, a `Product` whose parts are float32 and in rank order: a row has the same bits next to any other rows.
+Two launches of `product_kernel`, whether weights are plain or packed (`packed_tile.py` unpacks them in registers). With
+more than FEW_SLOTS assignments (token, expert) or FEW_ROWS rows, `list_kernel` runs first. The last sum is left to the
+reader of the result, a `Product` whose parts are float32 and in rank order: a row has the same bits next to any other
+rows.
 """
 
 from typing import Any, NamedTuple
@@ -37,14 +39,14 @@ FEW_SLOTS = 256
 """Up to this number of assignments every program finds those of its expert itself; more are listed first."""
 
 FEW_ROWS = 64
-"""And up to this number of rows: all must fit the tile of an expert that all of them choose."""
+"""And at most this number of rows: if all of them choose one expert, they must fit its one tile."""
 
 
 class Experts(NamedTuple):
     """gate_up [E, 2 I, H] and down [E, H, I], views at any strides, or packed; biases [E, 2 I] and [E, H].
 
     interleaved: rows 2 i and 2 i + 1 of gate_up are gate and up of i; otherwise all gates come first.
-    shared: other ranks have more of them, and the parts of assignments to those, expert -1, are undefined here.
+    shared: other ranks have further experts. Assignments to those have expert -1, and their parts are undefined here.
     swiglu_clamped: (clamp(u, -limit, limit) + 1) g sigmoid(alpha g), g the gate, at most `limit`.
     silu_clamped: min(silu(g), limit) clamp(u, -limit, limit).
     """
@@ -125,7 +127,7 @@ def _multiply(
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    TAIL_K: tl.constexpr,  # columns behind the last tile of BLOCK_K
+    TAIL_K: tl.constexpr,  # columns after the last tile of BLOCK_K
 ) -> None:
     """One tile of an expert's weight times BLOCK_M assignments, and what follows the product."""
     b_row = b_slot // TOP_K
@@ -133,12 +135,12 @@ def _multiply(
     b_acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     end = K - TAIL_K
     DTYPE: tl.constexpr = p_x.dtype.element_ty
-    b_bias, b_weight = 0.0, 1.0  # asked for here: behind the loop nothing would hide how long that takes
+    b_bias, b_weight = 0.0, 1.0  # loaded before the loop, which hides the latency
     if p_bias is not None:
         b_bias = tl.load(p_bias + o_bias[:, None], mask=m_n, other=0.0).to(tl.float32)
     if ACT is None:
         b_weight = tl.load(p_weights + b_slot, mask=m_slot, other=0.0)[None, :]
-    if TAIL_K:  # asked for before the others, and multiplied behind them
+    if TAIL_K:  # loaded before the other tiles, multiplied after them
         b_words, b_scales, b_zeros = load_words(
             *(p_w, p_scales, p_zeros, s_scales, end, K, m_n, m_n, True, CODE, GROUP, TAIL_K)
         )
@@ -336,7 +338,7 @@ def are_few(num_rows: int, top_k: int) -> bool:
 
 
 def list_products(x: torch.Tensor, routing: Routing, experts: Experts, few: bool) -> ExpertProducts:
-    """What is to be launched for x [T, H]; assignments are listed at once, unless they are few."""
+    """Prepare the launches for x [T, H]; the list of assignments is made at once, unless they are few."""
     num_rows, hidden = x.shape
     num_experts, width = len(experts.gate_up), experts.gate_up.shape[1]
     top_k = routing.experts.shape[1]

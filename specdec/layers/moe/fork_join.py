@@ -3,9 +3,9 @@ r"""A layer with an MLP and experts (Gemma 4): the norms where the residual stre
     fork    h = r + post(y);   x_mlp, x_experts, x_router = norm_m(h), norm_e(h), norm_r(h) f
     join    h = (r + post(norm_d(y_mlp) + norm_c(y_experts))) c;   x = pre(h)               c and pre may be absent
 
-y is a product, dtype(sum_s parts[s] + bias), and of the experts these parts are weighted results in rank order. Norms
-are those of `norm.py`, all in float32; the router's, in transformers a product of three, rounds before its weight and
-before the factor f too. One launch each, one program a row: no result depends on the number of rows.
+y is a product, dtype(sum_s parts[s] + bias), and the parts of the experts are their weighted results in rank order.
+Norms are those of `norm.py`, all in float32; the router's, in transformers a product of three, rounds before its weight
+and before the factor f too. One launch each, one program a row: no result depends on the number of rows.
 """
 
 from typing import NamedTuple

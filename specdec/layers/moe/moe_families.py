@@ -19,8 +19,8 @@ from specdec.modules.family_name import family_name
 
 
 class Mixture(NamedTuple):
-    """What no module of a mixture says. sigmoid, float_logits: fields of `Router`. clamped: experts with a finite
-    `limit` clamp both what `act_fn` gives and what it gates."""
+    """Facts about a mixture that none of its modules states. sigmoid, float_logits: fields of `Router`. clamped:
+    experts with a finite `limit` clamp both the output of `act_fn` and the factor that it gates."""
 
     sigmoid: bool = False
     float_logits: bool = False
@@ -52,7 +52,7 @@ MIXTURES = {
 ACTIVATIONS = {GELUTanh: "gelu_tanh", nn.SiLU: "silu", SiLUActivation: "silu"}
 
 MIN_SUM = 1e-20
-"""What DeepSeek's routers add to the sum that they divide weights by."""
+"""Number that DeepSeek's routers add to the sum by which they divide weights."""
 
 
 def _mixture_of(module: nn.Module, ending: str) -> Mixture | None:

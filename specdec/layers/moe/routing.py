@@ -24,7 +24,7 @@ from specdec.layers.product import MAX_SMALL_ROWS, Cut, Tiles, sum_parts
 
 INF = tl.constexpr(float("inf"))
 NONE = tl.constexpr(-(2**31))
-"""Below what `_order` makes of any number."""
+"""Smaller than `_order` of any number."""
 
 WIDE_RANGE = 256
 """Columns of a range, which is one tile, of a router that keeps its weight in float32 while x has 2 bytes."""
@@ -34,8 +34,8 @@ class Router(NamedTuple):
     """weight [E, H], bias [E] or None; expert_scale [E] of weights.
 
     gain: its input is the residual stream, normed so and times `factor`; None: what the experts read.
-    owned: the first of the experts that a rank has, and how many; None: all of them.
-    sigmoid, correction [E] float32, scaling: as above. min_sum: what normalised weights are divided by is no less.
+    owned: first expert of this rank, and its number of experts; None: it has all.
+    sigmoid, correction [E] float32, scaling: as above. min_sum: lower bound on the divisor of normalised weights.
     groups, kept_groups: experts are `groups` equal groups, one after the other, and are chosen of `kept_groups`.
     """
 
@@ -57,7 +57,7 @@ class Router(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """experts [T, k] int32, best first and all of a row different, and their weights [T, k] float32.
+    """Chosen experts [T, k] int32, best first, no expert twice in a row, and their weights [T, k] float32.
 
     Of a router with `owned` experts, they are counted from the first of those; -1: an expert of another rank.
     """
@@ -100,14 +100,14 @@ def _reference_keep_groups(choice: torch.Tensor, router: Router) -> torch.Tensor
 
 @triton.jit
 def _order(b_value: tl.tensor, o_e: tl.tensor, m_e: tl.tensor, DTYPE: tl.constexpr, BLOCK_E: tl.constexpr) -> tl.tensor:
-    """int32 that compare as numbers do, NONE where masked: a maximum over a warp is then one instruction. Of 2 bytes
-    they hold the expert too, lower ones above."""
+    """int32 keys in the order of the numbers, NONE where masked: the maximum over a warp is then one instruction. For
+    numbers of 2 bytes a key includes the expert as well, so that of equal numbers the lower expert is larger."""
     BITS: tl.constexpr = DTYPE.primitive_bitwidth
     SHORT: tl.constexpr = tl.int32 if BITS == 32 else tl.int16
     b_bits = tl.where(b_value == 0.0, 0.0, b_value).to(DTYPE).to(SHORT, bitcast=True).to(tl.int32)  # -0 is 0
     b_bits = tl.where(b_bits < 0, b_bits ^ (2 ** (BITS - 1) - 1), b_bits)  # floats ordered as integers
     if BITS == 32:
-        b_bits = tl.maximum(b_bits, NONE + 1)  # a NaN is no less
+        b_bits = tl.maximum(b_bits, NONE + 1)  # a NaN is above NONE, too
     else:
         b_bits = b_bits * 2**BITS + (BLOCK_E - o_e)
     return tl.where(m_e, b_bits, NONE)

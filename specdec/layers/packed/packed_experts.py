@@ -1,7 +1,8 @@
 """The experts of a mixture over packed weights: what a quantised checkpoint has in the place of a family's own.
 
 Called as transformers calls its experts, and computes what they compute on the dequantised weights: expert after
-expert, each dequantised for as long as it is used. Fused layers read `experts` and never call it.
+expert, each dequantised for as long as it is used. Fused layers read `experts` and never call it: their kernel is that
+of `layers/moe/experts.py`.
 """
 
 import torch

@@ -33,7 +33,8 @@ class Pace(NamedTuple):
     each: float
 
     def of(self, programs: int) -> float:
-        """Microseconds of 128 columns of so many programs of one multiprocessor, in turn where they are too many."""
+        """Microseconds for 128 columns of this number of programs on one multiprocessor, in turn if they do not fit at
+        once."""
         turns, rest = divmod(programs, self.programs)
         return turns * max(self.alone, self.programs * self.each) + (max(self.alone, rest * self.each) if rest else 0.0)
 

@@ -38,6 +38,6 @@ class PackedLinear(nn.Module):
 
 
 def weight_of(linear: nn.Module) -> Weight:
-    """What an `nn.Linear` or a `PackedLinear` multiplies by."""
+    """The weight of an `nn.Linear` or a `PackedLinear`."""
     weight: Weight = linear.packed if isinstance(linear, PackedLinear) else linear.weight  # type: ignore[assignment]
     return weight

@@ -93,7 +93,7 @@ class PackedWeight:
 
 
 Weight = torch.Tensor | PackedWeight
-"""What a product takes: [N, K]."""
+"""A weight [N, K] that products accept."""
 
 
 def pack(numbers: torch.Tensor, code: str) -> torch.Tensor:
@@ -108,7 +108,7 @@ def pack(numbers: torch.Tensor, code: str) -> torch.Tensor:
 
 
 def unpack(words: torch.Tensor, code: str) -> torch.Tensor:
-    """What `pack` packed: uint8 [N, K]."""
+    """Undo `pack` -> uint8 [N, K]."""
     num_rows, num_words = words.shape
     numbers = torch.zeros((num_rows, num_words * 32 // BITS[code]), dtype=torch.uint8, device=words.device)
     blocks = words.view(num_rows, -1, 4)

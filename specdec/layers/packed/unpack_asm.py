@@ -14,7 +14,7 @@ from specdec.gpu.triton_shim import INTERPRETED, tl
 from specdec.layers.packed.packed_weight import BITS, BLOCK, MAGNITUDES, SIGNS, PackedWeight
 
 LARGE = tl.constexpr(2.0**32)
-"""What sums over numbers of 4 bits in bfloat16 are multiplied by."""
+"""Factor for sums over numbers of 4 bits in bfloat16."""
 
 
 def _asm(lines: list[str], registers: str) -> str:

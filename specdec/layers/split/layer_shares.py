@@ -1,4 +1,4 @@
-r"""What one of R ranks has of a decoder: its heads, its columns of the MLP, and everything that is narrow.
+r"""The share of one of R ranks in a decoder: its heads, its columns of the MLP, and everything that is narrow.
 
     W_qkv [q | k | v heads, H]     rows of the rank's heads       its own K/V heads, in pools of its own
     fewer K/V heads than ranks     rows of one, on several        each K/V head is stored on R / heads ranks
@@ -89,7 +89,7 @@ def embedding_share(parts: EmbeddingParts, rank: int, count: int, put: Put) -> t
 
 
 def require_shares(name: str, parts: DecoderParts, count: int) -> None:
-    """Raise UnsupportedModelError where a decoder cannot be shared by so many ranks."""
+    """Raise UnsupportedModelError for a decoder that cannot be shared by this number of ranks."""
     for number, layer in enumerate(parts.layers):
         if reason := obstacle(layer, count):
             raise UnsupportedModelError(f"tensor_parallel={count} cannot split {name}: layer {number} {reason}")

@@ -1,1 +1,1 @@
-"""Which draft a round has: what rounds take, what drafts bring, and an account that bounds what wrong ones lose."""
+"""Which draft a round has: measured times, learned acceptance, a choice, and an account that bounds the loss."""

@@ -49,13 +49,15 @@ class Acceptance:
 
     @property
     def chance(self) -> FloatArray:
-        """[C, D]: two drafts more than were seen count, as the other classes of the source have it, or one half."""
+        """Chances [C, D]. Two imagined drafts are added to those seen. They count as accepted as often as drafts of the
+        other classes of the source, to which one right and one wrong draft are added."""
         (right, tried), (other_right, other_tried) = self._counts, self._others @ self._counts
         chance: FloatArray = (right + 2 * (1 + other_right) / (2 + other_tried)) / (tried + 2)
         return chance
 
     def learn(self, number: int, rows: IntArray, accepted: IntArray, most: IntArray) -> None:
-        """Rows [B] accepted so many drafts [B] of the draft of this number, and could accept `most` [B]."""
+        """Count a round with draft `number`: rows [B] accepted `accepted` [B] of its drafts, and could accept `most`
+        [B]."""
         kind, depth = self._class_of[number], self._depth_of[number]
         reached = np.minimum([accepted, accepted + 1], np.minimum(most, depth))  # one more was rejected
         counts = self._levels < reached[..., None]  # [2, B, D]
@@ -65,9 +67,9 @@ class Acceptance:
         self._counts[:, kind] += counts.sum(axis=1)
 
     def tokens(self, rows: IntArray, most: IntArray) -> FloatArray:
-        """[2, K]: expected tokens of each draft for rows [B], which accept at most `most` [B], the bonus included; and
-        hopeful ones: one standard error of the engine's chance and of the row's more. The mean over rows is geometric:
-        hard requests stay longest, and a draft that is good for easy ones alone holds them up."""
+        """Expected and hopeful tokens [2, K] of each draft for rows [B], which accept at most `most` [B], the bonus
+        included. Hopeful: with chances one standard error higher, the engine's and the row's. The mean over rows is
+        geometric: hard requests stay longest, and a draft that helps only easy ones delays them."""
         right, tried = self._row_counts[:, self._source_of][:, :, rows]  # [C, B, D]
         tried = tried + ROW_WEIGHT
         chance = (right + ROW_WEIGHT * self.chance[:, None]) / tried

@@ -17,10 +17,10 @@ from specdec.runtime.draft_policy.draft_acceptance import MEMORY, FloatArray
 from specdec.runtime.draft_policy.round_times import RoundTimes
 
 SHARE = 0.008
-"""Share of the decoding time that drafts may lose; 1 % with the plain round that they may lose in MEMORY rounds."""
+"""Share of the decoding time that drafts may lose. With the one plain round in MEMORY rounds it makes 1 %."""
 
 MAX_SAVED = 16.0
-"""Upper bound on a balance, in plain rounds: so much may a drafter lose that turns bad."""
+"""Upper bound on a balance, in plain rounds: the most that a good drafter can lose after it turns bad."""
 
 
 class DraftAccount:
@@ -40,7 +40,7 @@ class DraftAccount:
         return balance + longest / len(balance)
 
     def settle(self, times: RoundTimes, number: int, tokens: float) -> None:
-        """A round with the draft of this number brought each row `tokens` on average."""
+        """Enter a round with draft `number` that brought each row `tokens` on average."""
         self._counts[times][:, number] += 1, tokens
         most = MAX_SAVED * float(times.seconds[0, 0]) or np.inf
         kept = np.minimum(1 - 1 / MEMORY, most / np.maximum(self.balance(times), 1e-9))

@@ -1,10 +1,11 @@
-"""Which draft a round has: the one of most tokens a second, none included, as far as may be hoped.
+"""Chooses the draft of each round: the one, or none, with the highest hopeful rate of tokens per second.
 
     rate[draft] = tokens[draft] / seconds[draft]
 
-Both are known only as well as a draft was seen. So the draft of the highest *hopeful* rate is chosen: it is the best,
-or it will soon be known better. Its source must have a balance for that (`draft_account.py`), but for its first trial.
-Any choice is exact: the target draws the same tokens with any draft.
+A draft that has rarely run has an uncertain rate. So its rate is taken at the upper end of what is plausible, the
+*hopeful* rate: the draft chosen is either the best, or its rate is soon known better. After the first trial of a source
+(model or lookup), its account must cover the cost (`draft_account.py`). The choice never changes the output: the target
+draws the same tokens with any draft.
 """
 
 from collections.abc import Sequence
@@ -36,8 +37,9 @@ class DraftChoice:
     def choose(
         self, rows: IntArray, most: IntArray, batch: int, least: DraftShape, unsettled: Sequence[DraftShape] = ()
     ) -> DraftShape:
-        """For a round of these rows [B], which can accept at most `most` [B] drafts each. batch: seats, padding
-        included. least: what some row must have, whatever it costs. unsettled: drafts of the rounds in flight."""
+        """Choose for a round of these rows [B], which can accept at most `most` [B] drafts each. batch: seats, padding
+        included. least: the smallest draft allowed, since some row has fixed its draft. unsettled: drafts of the rounds
+        in flight."""
         times = self.times_of(batch)
         seconds, is_known = times.seconds, bool(times.seconds[0, 0])
         tokens = self.acceptance.tokens(rows, most)  # [2, K]
@@ -63,8 +65,9 @@ class DraftChoice:
         return self.shapes[chosen]
 
     def learn(self, shape: DraftShape, batch: int, seconds: float, drafted: Sequence[IntArray], brought: float) -> None:
-        """A round with this draft is settled. seconds: with catching up before it. drafted: see `Acceptance.learn`.
-        brought: tokens that requests gained, on average; 0: one had fixed its draft, so that it is no loss of ours."""
+        """Learn from a settled round. seconds: including a catch-up before it. drafted: see `Acceptance.learn`.
+        brought: tokens that requests gained, on average; 0: a request had fixed the draft, so the account is not
+        charged."""
         number, times = self._number(shape), self.times_of(batch)
         if shape == self.shapes[number]:
             times.learn(number, seconds)

@@ -11,10 +11,11 @@ from specdec.runtime.rounds.result import DraftShape
 class DraftUse(NamedTuple):
     """Drafts of an engine, and why its newest round had none.
 
-    shapes: (levels, branches, nodes with the root, whether it is a lookup's) of each draft, the first is none. rounds:
-    that had it; tried: those that were trials. milliseconds: of a round with each, by batch size, timed or guessed.
-    chance: by depth, of a chain's draft where the one before was accepted. last: of the newest choice, rows, expected
-    tokens and milliseconds of each draft; best: the best one. judged, begun: drafts, those whose first was accepted.
+    shapes: (levels, branches, nodes with the root, whether a lookup drafts) of each draft; the first is no draft.
+    rounds: number of rounds with each; tried: how many of these were trials. milliseconds: time of a round with each,
+    by batch size, measured or guessed. chance: by depth, acceptance of a chain's draft after the one before was
+    accepted. last: of the newest choice, the number of rows, and the expected tokens and milliseconds of each draft;
+    best: index of the best draft. judged: settled drafts; begun: those whose first token was accepted.
     """
 
     shapes: Sequence[DraftShape] = ()

@@ -1,10 +1,11 @@
 """Seconds of a round with each draft.
 
-The lower quarter of the newest rounds counts, since other work on a machine only adds. What was timed when the engine
-was made, or a guess, is one more of them: less is believed at once, more when it has happened three times. What the
-draft seen most takes beyond what was timed counts for the others too. A draft that has not run in the newest MEMORY
-rounds, none included, may take half: hope tries it. No draft takes less than a plain round: one that does shows that
-something else ran when these were timed, so that they are forgotten.
+The lower quartile of the newest rounds counts, since other work on a machine only adds time. The time measured when the
+engine was made, or a guess, is one more sample: a shorter round is believed at once, a longer one after three. If the
+draft with the most samples takes longer than measured at the start, the measured times of all drafts rise by the same
+factor. A draft, or no draft, that has not run in the newest MEMORY rounds is hoped to take half its time, so that it is
+tried again. No draft can take less time than a plain round. If one does, other work ran while plain rounds were timed,
+and all samples are dropped.
 """
 
 from collections import deque
@@ -15,18 +16,18 @@ import numpy as np
 from specdec.runtime.draft_policy.draft_acceptance import MEMORY, FloatArray
 
 NEWEST = 8
-"""Rounds of a draft that are kept."""
+"""Newest rounds of each draft whose times are kept."""
 
 FIRST_GUESS = 1.5
-"""Plain rounds that a draft takes where nothing was timed."""
+"""In plain rounds: the time assumed for a draft that was never timed."""
 
 DOUBT = 0.95
-"""Plain rounds that a draft takes at least, or what these take is not known."""
+"""In plain rounds: if a round with drafts takes less than this, the time of plain rounds is wrong."""
 
 
 class RoundTimes:
-    """Times of one batch size. timed: seconds [K] with each draft, the first is none, before any round; 0: unknown.
-    seconds: [2, K] believed, and as little as it may be."""
+    """Times of one batch size. timed: seconds [K] with each draft (the first is no draft) as measured at the start; 0:
+    unknown. seconds: the believed times and the hopeful ones, [2, K]."""
 
     def __init__(self, timed: Sequence[float]) -> None:
         self.timed = np.array(timed)
@@ -36,7 +37,7 @@ class RoundTimes:
         self.seconds = self._believed()
 
     def learn(self, number: int, seconds: float) -> None:
-        """A round with the draft of this number took so long."""
+        """Add a round with draft `number` that took this many seconds."""
         self._rounds += 1
         is_doubtful = number > 0 and seconds < DOUBT * self.seconds[0, 0]
         if is_doubtful or not self.timed[0]:
@@ -59,6 +60,6 @@ class RoundTimes:
 
 
 def low(timed: float, own: Sequence[float]) -> float:
-    """The lower quarter of these."""
+    """The lower quartile of `timed` and `own` together."""
     ordered = sorted([timed, *own])
     return ordered[len(ordered) // 4]

@@ -38,7 +38,7 @@ def share(uses: Uses, logprobs: int | None, *, on_kernels: bool) -> tuple[Uses, 
 
 
 def is_large(shape: RoundShape) -> bool:
-    """Does a round change or report logits, or graft tokens of a grammar? Such rounds have fewer sizes."""
+    """Does a round change or report logits, or verify tokens that a grammar forces? Such rounds have fewer sizes."""
     return shape.uses.edits or shape.uses.penalty or shape.logprobs is not None or shape.forced > 0
 
 

@@ -42,7 +42,7 @@ TOKENS_A_RUN = 8
 """Places of a captured forward for each request that it has room for: its tables are as long."""
 
 MIN_RUNS = 8
-"""Requests that every captured forward has room for."""
+"""Lower bound on the requests that a captured forward has room for."""
 
 
 class ChunkShape(NamedTuple):
@@ -152,7 +152,8 @@ class ChunkGraphs(Captures):
         return SPARE_POOL if shape.tokens > LONG else self.what
 
     def warning(self, shape: Hashable) -> str:
-        """Forwards over many tokens by their size: what they lack, shorter ones may have."""
+        """The text for a forward over many tokens names its size, so that each size warns: shorter ones may be
+        captured."""
         assert isinstance(shape, ChunkShape)
         if shape.tokens > LONG:
             return f"forwards over {shape.tokens:,} prompt tokens run without CUDA graphs: %s"
@@ -173,7 +174,7 @@ class ChunkGraphs(Captures):
         return self._read_by(program, shape)
 
     def begin_in_parts(self, rows: IntArray, chunk_len: IntArray, states: FinalStates) -> PromptParts | None:
-        """Prepare the forward of `read` in parts; None: so many tokens are not captured in parts."""
+        """Prepare the forward of `read` in parts; None: this number of tokens is not captured in parts."""
         found = self._program_for(rows, chunk_len, states, divided=True)
         if found is None:
             return None
@@ -208,7 +209,7 @@ class ChunkGraphs(Captures):
     def bucket(
         self, num_runs: int, num_tokens: int, states: FinalStates, *, divided: bool = False
     ) -> ChunkShape | None:
-        """The captured shape for so many tokens, padded to the next size."""
+        """The captured shape for `num_tokens` tokens, padded to the next size."""
         for tokens in SIZES_IN_PARTS if divided else token_buckets(MAX_TOKENS):
             runs = min(max(MIN_RUNS, tokens // TOKENS_A_RUN), self.round.cache.table.max_requests)
             if num_tokens <= tokens <= MAX_TOKENS and runs >= num_runs:

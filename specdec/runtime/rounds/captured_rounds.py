@@ -49,13 +49,13 @@ LARGE_PATIENCE = 4
 rounds."""
 
 MAX_ATTEMPTS = 3
-"""Failed captures of a shape after which it is given up, unless the last one failed for want of memory."""
+"""Failed captures of a shape after which it always runs eagerly, unless the last one failed for lack of memory."""
 
 MAX_BACKOFF_RUNS = 1024
 """Upper bound on the runs of a shape between two attempts to capture it."""
 
 NEVER = 1 << 62
-"""Runs until the next attempt, for a shape that is given up."""
+"""Runs until the next attempt, for a shape that stays eager."""
 
 
 def no_host_work(_number: int, _out: torch.Tensor) -> None:
@@ -151,7 +151,7 @@ class Captures:
     def _try(self, shape: Hashable, programs: Sequence[Program]) -> Captured | None:
         try:
             return self.store.make(self._number, shape, self.pool(shape), self.round.view.key, programs)
-        except Exception as error:  # of many kinds: whatever the model does that a graph cannot hold
+        except Exception as error:  # any kind: whatever the model does that a graph cannot record
             lacks_room = is_out_of_memory(error) or isinstance(error, OverBudget)
             if self._strict and not (lacks_room and self.pool(shape) == SPARE_POOL):
                 raise ConfigError(
@@ -254,8 +254,9 @@ def few_batch_sizes(most: int) -> list[int]:
 
 
 def table_widths(most: int) -> list[int]:
-    """Tokens of a prefix that rounds are captured for: 4096, 32768, 262144, ..., `most`. Few, since kernels stop where
-    a row ends; more than one, since attention has room for as many partial results."""
+    """Tokens of a prefix that rounds are captured for: 4096, 32768, 262144, ..., `most`. There are few widths, since a
+    wide table costs kernels no time: they stop where a row ends. There is more than one, since attention allocates its
+    partial results by the width."""
     widths, width = [], MIN_TABLE_WIDTH
     while width < most:
         widths.append(width)

@@ -114,8 +114,8 @@ def opening(
     cells: torch.Tensor,
     depth: int,
 ) -> Opening:
-    """seats [B] of a table of R rows; by row: committed_len and max_drafts [R], tokens [R, W], cells [R, columns] of a
-    `SamplingTable`; depth: D >= 1, of a chain with its root. All int64."""
+    """Read the opening of seats [B] of a table of R rows. By row: committed_len and max_drafts [R], tokens [R, W],
+    cells [R, columns] of a `SamplingTable`; depth: D >= 1, of a chain with its root. All int64."""
     (batch,), (num_rows, row_width) = seats.shape, tokens.shape
     assert committed_len.shape == max_drafts.shape == cells.shape[:1] == (num_rows,), f"{tokens.shape=} {cells.shape=}"
     given = (seats, committed_len, tokens, max_drafts, cells)

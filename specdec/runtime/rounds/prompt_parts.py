@@ -23,7 +23,7 @@ LAYERS_A_PART = 3
 round."""
 
 LAST_LAYERS_A_PART = 3
-"""A part has this many times more layers where they run for last tokens only."""
+"""A part has this many times as many layers if they run for last tokens only."""
 
 
 class PartShare(NamedTuple):
@@ -57,7 +57,7 @@ def part_ends(target: TargetModel, aux_layers: Sequence[int], states: FinalState
 
 
 def _evenly(begin: int, end: int, most: int) -> list[int]:
-    """Ends of the fewest parts of these layers that have at most `most` layers each."""
+    """Divide these layers into as few parts as possible, each of at most `most` layers -> the ends of the parts."""
     count = -(-(end - begin) // most)
     return [begin + (end - begin) * number // count for number in range(1, count + 1)]
 
@@ -65,8 +65,8 @@ def _evenly(begin: int, end: int, most: int) -> list[int]:
 def part_shares(
     target: TargetModel, aux_layers: Sequence[int], states: FinalStates, ends: Sequence[int]
 ) -> list[PartShare]:
-    """Shares of the parts that end at `ends`: by their layers, and by those that see the whole prefix for every
-    token."""
+    """Shares of the parts that end at `ends`: by number of layers, and for attention by number of layers that see the
+    whole prefix for every token."""
     narrow = target.narrows_at(aux_layers)
     narrowed = states is not FinalStates.EVERY and narrow is not None
     every = narrow + 1 if narrowed and narrow is not None else len(target.layout.layers)

@@ -140,10 +140,10 @@ def unpack(
     drafts: IntArray,
     forced: IntArray,
 ) -> RoundResult:
-    """The result of the first of `shape.batch` rows, as many as `asked` has.
+    """Read the result of the first len(asked) of `shape.batch` rows.
 
-    asked: of each request, how many alternatives a token it wants; None: no log-probabilities. drafts, forced: see
-    RoundResult.
+    asked: for each request, how many alternatives it asks for at each token; None: no log-probabilities. drafts,
+    forced: see RoundResult.
     """
     stamps = packed[len(packed) - len(stages) - 1 :]
     depth, numbers = shape.depth, len(packed) - len(stamps)

@@ -338,7 +338,8 @@ class Round:
         path: torch.Tensor,
     ) -> None:
         """Keep the states [B, N, H] of a round that the drafter does not read: nodes of `path` [B, D], committed from
-        `start` [B] on. States of rejected nodes are kept, too, and overwritten before they are read."""
+        `start` [B] on. States of rejected nodes are stored as well, but later rounds overwrite them before any is
+        read."""
         assert self.unread is not None, "this drafter reads every round"
         states = hidden if aux_states is None else aux_states
         if (depth := path.shape[1]) == 1:
@@ -350,7 +351,7 @@ class Round:
 
     @torch.inference_mode()
     def catch_up(self, shape: RoundShape, most: int) -> torch.Tensor:
-        """Show the drafter the unread tokens of seated rows, at most `most` tokens of each -> their number [B]."""
+        """Let the drafter read the unread tokens of seated rows, at most `most` of each row -> number of tokens [B]."""
         assert self.unread is not None, "this drafter reads every round"
         table, index = self.cache.table, self.draft_seats.tensor[: shape.batch]
         committed = table.committed_len.tensor[index]

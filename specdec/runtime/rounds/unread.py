@@ -1,10 +1,11 @@
-"""A drafter with K/V of its own reads what rounds without its drafts commit later, many tokens at once.
+"""Catch-up tokens: a drafter with K/V of its own skips rounds without its drafts, and reads their tokens later, many at
+once.
 
     a round without its drafts   keeps the target's states at each token that it commits: states[row, position % KEPT]
     catching up                  the drafter observes the unread tokens of each row at once, as it does a prompt chunk
 
-All rows of a round catch up together: before the drafter drafts, before any row could have more than KEPT unread
-tokens, and for the last time when a row ends for it.
+All rows of a round catch up together. They do so before the drafter drafts, before a row could have more than KEPT
+unread tokens, and once more when a row reaches the drafter's last position.
 """
 
 import numpy as np
@@ -16,7 +17,7 @@ from specdec.kvcache.page_pool import BoolArray
 from specdec.runtime.rounds.result import RoundShape
 
 KEPT = 16
-"""Tokens of a row whose states are kept: before a round that could make more of them unread, the drafter reads."""
+"""Tokens of a row whose states are kept. The drafter catches up before a round that could leave more tokens unread."""
 
 
 def reads_late(drafter: Drafter | None, adaptive: bool) -> bool:
@@ -32,8 +33,8 @@ def unread_tokens(shape: RoundShape) -> int:
 
 
 class Unread:
-    """Unread tokens by row. width: numbers of a state. count: upper bound on them, on the host. ended: rows that are
-    longer than the drafter can read, which has read all else of them."""
+    """Unread tokens by row. width: numbers of a state. count: upper bound on the unread tokens of each row, on the
+    host. ended: rows that have grown past the drafter's last position; it has read them up to there."""
 
     def __init__(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.states = torch.zeros((num_rows, KEPT, width), dtype=dtype, device=device)
@@ -47,8 +48,8 @@ class Unread:
         self.ended[rows] = False
 
     def before_round(self, shape: RoundShape, rows: IntArray, ending: IntArray) -> int:
-        """A round of this shape is launched over these rows -> the most tokens of a row that the drafter must read
-        before it; 0: it need not read. ending: rows whose drafts end with it (`end_drafts`)."""
+        """Count a round of this shape over these rows, which is about to be launched -> how many tokens of a row, at
+        most, the drafter must read before it; 0: none. ending: rows whose drafts end with this round (`end_drafts`)."""
         more, most = unread_tokens(shape), int(self.count[rows].max(initial=0))
         must_read = most > 0 and (more == 0 or most + more > KEPT or self.count[ending].any())
         if must_read:

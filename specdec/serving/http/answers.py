@@ -1,4 +1,4 @@
-"""What every route may answer: errors, and how a route declares its refusals."""
+"""Answers that every route may give: errors, and how a route declares its refusals."""
 
 from typing import Any, Literal
 

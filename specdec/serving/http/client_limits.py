@@ -1,4 +1,4 @@
-"""What one client may: how many requests a minute and at a time, whose cached prompts it shares, who is served first.
+"""Limits of one client: requests a minute and at a time, whose cached prompts it shares, who is served first.
 
 A client is an API key, or an address where the server has no keys. Requests are counted before their bodies are read;
 a refusal is 429 with Retry-After. Only POST requests that need the API key count. Invariant: requests with different

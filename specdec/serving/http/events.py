@@ -21,7 +21,7 @@ from specdec.serving.streams import Streams
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 CLIENT_GONE = 499
-"""What the log shows of a request whose client went away; it is not sent."""
+"""Status in the log for a request whose client went away; it is not sent."""
 
 
 class ClientGoneError(Exception):

@@ -29,7 +29,7 @@ from specdec.serving.tracing import Tracing
 
 logger = logging.getLogger("specdec.serving")
 QUIET = ("/health", "/live", "/ready", "/ping", "/metrics")
-"""What machines ask for over and over."""
+"""Paths that machines request over and over."""
 DISCARDED_BYTES = 16 << 20
 """Upper bound on the bytes of a refused request's body that are read before the answer."""
 DISCARD_SECONDS = 1.0

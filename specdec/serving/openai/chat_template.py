@@ -12,13 +12,13 @@ from specdec.text.prompts import asks_for_none, template_text
 ROLES = {"developer": "system"}
 """Roles that OpenAI renamed; templates know the old name."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""What templates call the thoughts of an answer that is sent back."""
+"""Names by which templates know the thoughts of an answer that is sent back."""
 NOT_OPTIONS = {
     "chat_template": "a template is a program, and this server runs its own",
     "tools": "tools say it",
     "special_tokens_in_content": "the server's own setting says it",
 }
-"""What `chat_template_kwargs` may not hold, and why."""
+"""Keys that `chat_template_kwargs` may not have, and why."""
 
 
 async def chat_prompt(body: ChatRequest, state: ServeState, tools: dict[str, Any]) -> list[int]:

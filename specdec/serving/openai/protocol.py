@@ -1,4 +1,4 @@
-"""What requests may say: the bodies of OpenAI's API, vLLM's additions to them, and `speculation`.
+"""Bodies of requests: those of OpenAI's API, vLLM's additions to them, and `speculation`.
 
 Strict: an unknown field, or a value of another type, is refused with its place. A field is here because it has an
 effect, or because nothing it can say has one (`user`). Ranges are checked where the Python API checks them.

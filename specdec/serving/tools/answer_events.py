@@ -1,4 +1,4 @@
-"""What an answer is made of, in the order in which the model wrote it: thoughts, content and tool calls.
+"""Parts of an answer, in the order in which the model wrote them: thoughts, content and tool calls.
 
     Text("thought") ...  Text("content") ...  CallBegin CallArguments ... CallEnd  Text("content") ...
 

@@ -14,7 +14,7 @@ T = TypeVar("T")
 Reading = Generator[None, str, T]  # waits for characters, then returns
 
 END = ""
-"""What is read after the last character."""
+"""Read after the last character."""
 
 NAME = re.compile(r"[\w.:/-]{1,128}")
 

@@ -36,7 +36,7 @@ REASONING: dict[str, ReasoningFormat] = {
     "qwen3": ReasoningFormat("<think>", "</think>"),
     "gemma4": ReasoningFormat("<|channel>thought", "<channel|>", again=True),
 }
-"""What `--reasoning-parser` takes."""
+"""Values of `--reasoning-parser`."""
 
 
 def reasoning_format(name: str) -> ReasoningFormat | None:

@@ -191,7 +191,7 @@ PARSERS: dict[str, type[AnswerParser]] = {
     "hermes": HermesParser,
     "llama": LlamaParser,
 }
-"""What `--tool-parser` takes, in the order in which templates are asked."""
+"""Values of `--tool-parser`, in the order in which templates are asked."""
 
 
 def require_parser(name: str) -> None:
