@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import time
 
 import pytest
 from pydantic import ValidationError
@@ -12,10 +13,12 @@ from specdec.errors import ConfigError, QueueFullError
 from specdec.sampling.grammars.grammar import Place
 from specdec.serving.admission import Admission
 from specdec.serving.async_engine import AsyncEngine
+from specdec.serving.engine_thread import EngineThread
 from specdec.serving.fair_pool import CLIENT
 from specdec.serving.http.faults import as_api_error
 from specdec.serving.openai.protocol import Body, ChatRequest, ResponsesRequest
 from specdec.serving.openai.response_input import SAME_AS_CHAT
+from specdec.serving.streams import tell_readers
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +96,18 @@ def test_a_cancelled_waiter_at_the_head_lets_those_after_it_in_and_new_callers_t
     asyncio.run(run())
 
 
-def test_a_grammar_with_no_way_on_is_a_mistake_of_the_request_and_no_503(engine, monkeypatch):
-    after = Place.after
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_grammar_with_no_way_on_is_a_mistake_of_the_request_and_no_503(is_early, engine, monkeypatch):
+    """Early readers look between the step that ended it and the report of that step: they got a whole answer."""
+    after, report = Place.after, EngineThread._report_news
+
+    def report_late(thread):
+        tell_readers(thread.open)
+        time.sleep(0.03)
+        report(thread)
+
+    if is_early:
+        monkeypatch.setattr(EngineThread, "_report_news", report_late)
     monkeypatch.setattr(Place, "after", lambda place, token: None if token == ord("c") - 33 else after(place, token))
 
     async def run():

@@ -50,6 +50,16 @@ class Sample:
     last_news: float = 0.0
     error: SpecDecError | None = None
 
+    def failure(self) -> SpecDecError | None:
+        """Its error, from the moment that its handle has finished: a reader may look before the step is reported."""
+        if self.error is None and (grammar := self.handle.dead_grammar) is not None:
+            self.error = ConfigError(
+                f"{grammar} cannot be followed any further: after {self.handle.num_output} tokens none may come "
+                "next; change it, or leave it out"
+            )
+        self.error = self.error or self.handle.error
+        return self.error
+
 
 class Observer(Protocol):
     """Is told of tokens and ends of requests, such as the metrics. Called on the engine's thread, so it never waits."""
@@ -190,12 +200,7 @@ class EngineThread:
         now = time.perf_counter()
         news, ended = [], []
         for sample in self._samples_with_news():
-            if sample.error is None and (grammar := sample.handle.dead_grammar) is not None:
-                sample.error = ConfigError(
-                    f"{grammar} cannot be followed any further: after {sample.handle.num_output} tokens none may come "
-                    "next; change it, or leave it out"
-                )
-            finished = sample.handle.finished or sample.error is not None  # before the tokens, which end with it
+            finished = sample.handle.finished or sample.failure() is not None  # before the tokens, which end with it
             tokens = sample.handle.num_output - sample.seen
             if tokens:
                 if sample.seen:  # a round brought them, not a prompt
@@ -205,8 +210,7 @@ class EngineThread:
                 sample.seen, sample.last_news = sample.seen + tokens, now
             if finished:
                 ended.append(sample)
-                sample.error = sample.error or sample.handle.error
-                if sample.error is None and sample.handle.finish_reason != "abort":
+                if sample.failure() is None and sample.handle.finish_reason != "abort":
                     self.failed_rounds = 0
                 elif isinstance(sample.error, RoundFailedError):
                     self.failed_rounds += 1

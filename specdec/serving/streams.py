@@ -54,7 +54,7 @@ class Streams:
         while True:
             self._news.clear()
             finished = all(sample.handle.finished for sample in self.samples)
-            self._raise_failure()  # a failed sample has its error before it counts as finished
+            self._raise_failure()  # after the look at what has finished: see `Sample.failure`
             if finished:
                 return [sample.handle.output() for sample in self.samples]
             await self._news.wait()
@@ -79,7 +79,7 @@ class Streams:
         for index in sorted(self._left):
             sample = self.samples[index]
             delta = sample.handle.read()
-            if sample.error is not None:
+            if sample.failure() is not None:
                 self._left.clear()
                 self._raise_failure()
             if delta is not None:
@@ -89,9 +89,9 @@ class Streams:
 
     def _raise_failure(self) -> None:
         for sample in self.samples:
-            if sample.error is not None:
+            if (failure := sample.failure()) is not None:
                 self.abort()
-                raise sample.error
+                raise failure
 
 
 def tell_readers(samples: Sequence[Sample]) -> None:
