@@ -421,7 +421,7 @@ def test_a_draft_that_a_request_must_have_is_given():
 
 
 def settled(choice, number, seconds, accepted=0, times=1):
-    """Rounds of one request with the draft of this number, which accepted so many tokens of it."""
+    """Settle rounds of one request with draft `number`, of which it accepted `accepted` tokens."""
     shape = choice.shapes[number]
     for _ in range(times):
         drafted = rows(int(number > 0)), np.full(int(number > 0), accepted), np.full(int(number > 0), shape.depth)

@@ -14,8 +14,8 @@ import torch
 
 IntArray = npt.NDArray[np.int64]
 
-CLOSE, CLOSE_EACH = 1 << 16, 64
-"""Cells lie close together within so many, or so many for each: a mask of them takes a few microseconds."""
+MASKED, MASKED_EACH = 1 << 16, 64
+"""A mask finds the changed cells of a range up to this long, or up to this long for each of them, in microseconds."""
 
 
 class MirroredArray:
@@ -90,7 +90,7 @@ def _each_once(cells: IntArray) -> IntArray:
     if (cells[1:] > cells[:-1]).all():
         return cells
     first, last = int(cells.min()), int(cells.max())
-    if last - first >= max(CLOSE, CLOSE_EACH * len(cells)):
+    if last - first >= max(MASKED, MASKED_EACH * len(cells)):
         ordered = np.sort(cells)
         distinct: IntArray = ordered[np.diff(ordered, prepend=-1) != 0]
     else:

@@ -150,13 +150,9 @@ class Weights:
                 self._stale = True
             self._bring_in_step()
 
-    def version(self) -> tuple[int, object]:
-        """Another value whenever they were found elsewhere or have been changed in place: see `Watch.versions`. Never
-        the same value while they have no version counters."""
-        return self.generation(), self.updates()
-
     def updates(self) -> object:
-        """The second part of `version`, of the weights that `generation` found last."""
+        """Another value whenever the weights that `generation` found last have been changed in place: see
+        `Watch.versions`. Never the same value while they have no version counters."""
         return self._watch.versions() if self._watch.counts_updates() else object()
 
     def counts_updates(self) -> bool:
@@ -227,7 +223,7 @@ def watched_weights(target: Any, drafter: Any) -> list[Weights]:
 
 
 def updates_are_counted(target: Any, drafter: Any) -> bool:
-    """Does every update of these weights change `Weights.version`? Warns if not."""
+    """Does every update of these weights change `Weights.updates`? Warns if not."""
     blind = [weights.name for weights in watched_weights(target, drafter) if not weights.counts_updates()]
     if blind:
         logger.warning(

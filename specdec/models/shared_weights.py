@@ -33,28 +33,25 @@ class SplitWeights:
     def __init__(self, weights: Weights) -> None:
         self.name, self.counts_updates = weights.name, weights.counts_updates
         self._weights = weights
-        self._copied = weights.version() if weights.counts_updates() else (weights.generation(), None)
+        self._generation, self._updates = weights.generation(), weights.updates()
 
     def generation(self) -> int:
-        """See `Weights`. Raises what `version` does."""
-        return self.version()[0]
-
-    def version(self) -> tuple[int, object]:
         """See `Weights`. Raises UnsupportedModelError once they are others than those that were copied, and for an
         update in place where those are counted."""
-        version = self._weights.version()
-        if version[0] != self._copied[0] or (self.counts_updates() and version != self._copied):
+        generation = self._weights.generation()
+        updated = self.counts_updates() and self._weights.updates() != self._updates
+        if generation != self._generation or updated:
             refuse_change(self.name)
-        return version
+        return generation
 
     def updates(self) -> object:
         """See `Weights`. `generation` has raised if there were any that are counted."""
-        return self._copied[1] if self.counts_updates() else object()
+        return self._updates if self.counts_updates() else object()
 
     def look_closely(self) -> None:
-        """See `Weights`. Raises what `version` does."""
+        """See `Weights`. Raises what `generation` does."""
         self._weights.look_closely()
-        self.version()
+        self.generation()
 
 
 def refuse_change(name: str) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.prompt_shares import PromptRoom
+from specdec.runtime.rounds.captured_prompts import LONG
 from specdec.runtime.rounds.prompt_parts import PartShare
 
 GAP_SHARE = 0.5
@@ -173,7 +174,7 @@ class PromptGap:
         if room.fixed:
             return room
         fitting = self.cost.tokens_within(PROMISED_GAP - self.longest_round, 0, room.chunk)
-        most = max(MIN_CAP, min(fitting, 2048) // 256 * 256, _rounded_to_few_sizes(fitting))
+        most = max(MIN_CAP, min(fitting, LONG) // 256 * 256, _rounded_to_few_sizes(fitting))
         return room._replace(busy=min(most, room.busy), idle=min(most, room.idle))
 
     def tokens(self, room: PromptRoom, num_waiting: int, prefix: int) -> int:
@@ -241,9 +242,9 @@ class PromptGap:
 
 
 def _rounded_to_few_sizes(tokens: int) -> int:
-    """Rounds down to a power of two, from 2,048 on to a quarter of one more: few shapes are captured, and padding takes
+    """Rounds down to a power of two, from LONG on to a quarter of one more: few shapes are captured, and padding takes
     as long as tokens."""
-    step = 1 << max(0, tokens.bit_length() - (3 if tokens >= 2048 else 1))
+    step = 1 << max(0, tokens.bit_length() - (3 if tokens >= LONG else 1))
     return tokens // step * step
 
 

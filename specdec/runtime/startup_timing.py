@@ -29,8 +29,8 @@ MAX_PREFIX = 16384
 
 
 def time_rounds(graphs: RoundGraphs, shapes: Sequence[RoundShape], done: Callable[[int], None]) -> list[float]:
-    """Median seconds of a round of each of these captured shapes, which are bucketed, over random
-    tokens, since equal ones would choose equal experts. done: is told how many are."""
+    """Median seconds of a round of each of these captured shapes, which are bucketed, over random tokens, since
+    equal ones would choose equal experts. done: is told how many are."""
     round = graphs.round
     table, generator = round.cache.table, torch.Generator().manual_seed(0)
     seconds = []

@@ -111,7 +111,7 @@ class Steps:
     def _decode(self, requests: Sequence[Request]) -> list[Request]:
         """Launch a round of the requests that may still get a token from it, then settle what is due."""
         due = self.launches.tokens_due()
-        to_go = [each.longest - each.settled.num_tokens - due.get(each.number, 0) for each in requests]
+        to_go = [request.to_go - due.get(request.number, 0) for request in requests]
         going_on = [request for request, most in zip(requests, to_go, strict=True) if most > 0]
         if going_on:
             self.launch_round(going_on, [most for most in to_go if most > 0])

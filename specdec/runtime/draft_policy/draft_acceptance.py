@@ -56,8 +56,7 @@ class Acceptance:
         return chance
 
     def learn(self, number: int, rows: IntArray, accepted: IntArray, most: IntArray) -> None:
-        """Count a round with draft `number`: rows [B] accepted `accepted` [B] of its drafts, and could accept `most`
-        [B]."""
+        """Count a round with draft `number`: rows [B] accepted so many drafts [B], and could accept `most` [B]."""
         kind, depth = self._class_of[number], self._depth_of[number]
         reached = np.minimum([accepted, accepted + 1], np.minimum(most, depth))  # one more was rejected
         counts = self._levels < reached[..., None]  # [2, B, D]
@@ -67,9 +66,9 @@ class Acceptance:
         self._counts[:, kind] += counts.sum(axis=1)
 
     def tokens(self, rows: IntArray, most: IntArray) -> FloatArray:
-        """Expected and hopeful tokens [2, K] of each draft for rows [B], which accept at most `most` [B], the bonus
-        included. Hopeful: with chances one standard error higher, the engine's and the row's. The mean over rows is
-        geometric: hard requests stay longest, and a draft that helps only easy ones delays them."""
+        """Expected and hopeful tokens [2, K] of each draft, the bonus included, for rows [B] that accept at most `most`
+        [B]. Hopeful: by chances one standard error higher, the engine's and the row's. The mean over rows is geometric:
+        hard requests stay longest, and a draft that helps only easy ones delays them."""
         right, tried = self._row_counts[:, self._source_of][:, :, rows]  # [C, B, D]
         tried = tried + ROW_WEIGHT
         chance = (right + ROW_WEIGHT * self.chance[:, None]) / tried

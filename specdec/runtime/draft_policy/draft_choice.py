@@ -2,10 +2,9 @@
 
     rate[draft] = tokens[draft] / seconds[draft]
 
-A draft that has rarely run has an uncertain rate. So its rate is taken at the upper end of what is plausible, the
-*hopeful* rate: the draft chosen is either the best, or its rate is soon known better. After the first trial of a source
-(model or lookup), its account must cover the cost (`draft_account.py`). The choice never changes the output: the target
-draws the same tokens with any draft.
+The rate of a draft that has rarely run is uncertain. So the *hopeful* rate counts, the upper end of what is plausible:
+the draft chosen is either the best, or its rate is soon known better. After the first trial of a source (model or
+lookup), its account must cover the cost (`draft_account.py`). The target draws the same tokens with any draft.
 """
 
 from collections.abc import Sequence
@@ -38,8 +37,7 @@ class DraftChoice:
         self, rows: IntArray, most: IntArray, batch: int, least: DraftShape, unsettled: Sequence[DraftShape] = ()
     ) -> DraftShape:
         """Choose for a round of these rows [B], which can accept at most `most` [B] drafts each. batch: seats, padding
-        included. least: the smallest draft allowed, since some row has fixed its draft. unsettled: drafts of the rounds
-        in flight."""
+        included. least: the smallest draft allowed, as a row has fixed it. unsettled: drafts of rounds in flight."""
         times = self.times_of(batch)
         seconds, is_known = times.seconds, bool(times.seconds[0, 0])
         tokens = self.acceptance.tokens(rows, most)  # [2, K]
@@ -66,8 +64,7 @@ class DraftChoice:
 
     def learn(self, shape: DraftShape, batch: int, seconds: float, drafted: Sequence[IntArray], brought: float) -> None:
         """Learn from a settled round. seconds: including a catch-up before it. drafted: see `Acceptance.learn`.
-        brought: tokens that requests gained, on average; 0: a request had fixed the draft, so the account is not
-        charged."""
+        brought: tokens that a request gained on average; 0: one had fixed the draft, and nothing is charged."""
         number, times = self._number(shape), self.times_of(batch)
         if shape == self.shapes[number]:
             times.learn(number, seconds)

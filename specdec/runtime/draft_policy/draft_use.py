@@ -12,10 +12,9 @@ class DraftUse(NamedTuple):
     """Drafts of an engine, and why its newest round had none.
 
     shapes: (levels, branches, nodes with the root, whether a lookup drafts) of each draft; the first is no draft.
-    rounds: number of rounds with each; tried: how many of these were trials. milliseconds: time of a round with each,
-    by batch size, measured or guessed. chance: by depth, acceptance of a chain's draft after the one before was
-    accepted. last: of the newest choice, the number of rows, and the expected tokens and milliseconds of each draft;
-    best: index of the best draft. judged: settled drafts; begun: those whose first token was accepted.
+    rounds: with each; tried: those that were trials. milliseconds: of a round with each, by batch size, measured or
+    guessed. chance: by depth, of a chain's draft if the one before was accepted. last: rows of the newest choice, and
+    tokens and milliseconds expected of each draft; best: the best one. judged: settled drafts; begun: accepted in part.
     """
 
     shapes: Sequence[DraftShape] = ()
@@ -57,8 +56,7 @@ class DraftUse(NamedTuple):
         return found if max(rates) <= plain else f"{found}, and what earlier drafts gained does not cover its risk"
 
     def best_chain(self, batch: int, accepted: Sequence[float]) -> str:
-        """A sentence about the chain (or no draft) that brings most tokens a millisecond to `batch` requests. accepted:
-        shares of the rounds in which drafts 1, 2, ... are accepted."""
+        """The best chain for `batch` requests, in words. accepted: shares of rounds that accept drafts 1, 2, ..."""
         tokens = np.cumsum([1.0, *accepted])
         chains = [
             (tokens[min(shape.num_steps, len(accepted))] / took, shape)

@@ -3,9 +3,8 @@
 The lower quartile of the newest rounds counts, since other work on a machine only adds time. The time measured when the
 engine was made, or a guess, is one more sample: a shorter round is believed at once, a longer one after three. If the
 draft with the most samples takes longer than measured at the start, the measured times of all drafts rise by the same
-factor. A draft, or no draft, that has not run in the newest MEMORY rounds is hoped to take half its time, so that it is
-tried again. No draft can take less time than a plain round. If one does, other work ran while plain rounds were timed,
-and all samples are dropped.
+factor. A draft, or none, that has not run in the newest MEMORY rounds is hoped to take half its time, and so tried
+again. If a draft takes less than a plain round, other work ran while plain rounds were timed: all samples go.
 """
 
 from collections import deque

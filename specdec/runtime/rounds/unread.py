@@ -1,5 +1,4 @@
-"""Catch-up tokens: a drafter with K/V of its own skips rounds without its drafts, and reads their tokens later, many at
-once.
+"""A drafter with K/V of its own skips rounds without its drafts, and reads their tokens later, many at once.
 
     a round without its drafts   keeps the target's states at each token that it commits: states[row, position % KEPT]
     catching up                  the drafter observes the unread tokens of each row at once, as it does a prompt chunk
