@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 LINEAR = re.compile(r"(.*\.layers\..*\.(?:[qkvo]_proj|gate_proj|up_proj|down_proj|w[123]|per_layer\w*))\.weight")
+LATENT = re.compile(r"(.*\.layers\..*\.(?:q|kv)_[ab]_proj(?:_with_mqa)?)\.weight")
 STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 STEP = re.compile(r"(.*)\.moe\.(gate_proj|up_proj|down_proj)\.weight")
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -219,7 +220,7 @@ def quantise(folder: Path, form: Form, out: Path, *, ignore: str | None = None) 
 
 def parts(key: str, tensor: torch.Tensor, form: Form) -> dict[str, list[torch.Tensor]]:
     """Views [N, K] of the weights that the form stores, by what precedes the names of their tensors."""
-    linear, stacked = LINEAR.fullmatch(key), STACKED.fullmatch(key)
+    linear, stacked = LINEAR.fullmatch(key) or LATENT.fullmatch(key), STACKED.fullmatch(key)
     if step := STEP.fullmatch(key):
         return {f"{step[1]}.mlp.experts.{expert}.{step[2]}.": [one] for expert, one in enumerate(tensor)}
     if form.stacks:

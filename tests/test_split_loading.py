@@ -29,19 +29,21 @@ from tiny_models import FULL, SLIDING, build_target, random_eagle3, spread
 
 NARROW: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 640, "num_attention_heads": 8, "head_dim": 16}
 NARROW |= {"num_key_value_heads": 4}  # one range of K, and three
+LATENTS = {"num_key_value_heads": 8, "head_dim": 8, "qk_rope_head_dim": 8, "q_lora_rank": 32, "kv_lora_rank": 32}
 GEMMA = {"num_global_key_value_heads": 4, "global_head_dim": 128}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ranges": ("llama", WIDE),
+    "latents": ("deepseek_v3", {**NARROW, **LATENTS, "q_lora_rank": None, "n_routed_experts": 8}),
     "rows": ("llama", NARROW),
     "rows, biases": ("qwen2", NARROW),
     "merged, tied": ("phi3", {**NARROW, "tie_word_embeddings": True}),
     "per-layer embeddings": ("gemma4-e2b", {**WIDE, **GEMMA}),
     "experts": ("gpt_oss", {**NARROW, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48}),
 }
-PACKED = [("llama", "int4-g32"), ("mistral", "fp8-block"), ("gpt_oss", "mxfp4")]
+PACKED = [("llama", "int4-g32"), ("mistral", "fp8-block"), ("gpt_oss", "mxfp4"), ("deepseek_v3", "fp8-block")]
 MORE = [
     *(("qwen2", "awq"), ("qwen3", "gptq-zeros"), ("llama", "fp8-channel"), ("qwen3_moe", "gptq-v2")),
-    ("llama", "int4-zeros"),
+    *(("llama", "int4-zeros"), ("deepseek_v3", "int4-g32"), ("glm4_moe_lite", "awq")),
 ]
 
 
@@ -115,6 +117,13 @@ def test_packed_weights_on_ranks_have_the_bits_of_one_device(
     sizes |= {"moe_intermediate_size": 32} if family == "qwen3_moe" else {}
     if family == "gpt_oss" and not is_deep():  # its experts are unpacked row by row
         sizes |= {"num_hidden_layers": 2, "layer_types": [SLIDING, FULL]}
+    if family in ("deepseek_v3", "glm4_moe_lite"):
+        sizes |= {
+            **LATENTS,
+            "num_hidden_layers": 2,
+            "moe_intermediate_size": 32,
+            "mlp_layer_types": ["dense", "sparse"],
+        }
     folder, _ = quantise(saved(family, sizes, tmp_path / "given"), FORMS[form], tmp_path)
     alone = answers(loaded(folder, 1, max_batch_size=1), three_prompts)
     engine = loaded(folder, 2, "ngram")

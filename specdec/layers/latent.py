@@ -16,7 +16,7 @@ from specdec.gpu.operations import Operations
 from specdec.layers.linear import linear
 from specdec.layers.norm import Gain, norm
 from specdec.layers.packed.packed_weight import Weight
-from specdec.layers.product import Product, finish
+from specdec.layers.product import Cut, Product, finish
 from specdec.layers.rope_store import Heads
 
 
@@ -24,7 +24,8 @@ from specdec.layers.rope_store import Heads
 class LatentParts:
     """q [Hq D, C_q] and its norm, None where queries have no latent; kv [Hq (pass + DV), C] and its norm.
 
-    rotated: channels of r, and of a query that rotate. interleaved: they turn in neighbouring pairs.
+    rotated: channels of r, and of a query that rotate. interleaved: they turn in neighbouring pairs. q_cut, kv_cut: of
+    the larger weights whose rows these are, on one of several ranks (`layers/split`); None: the weight's own.
     """
 
     q: Weight | None
@@ -33,6 +34,8 @@ class LatentParts:
     kv_norm: Gain
     rotated: int
     interleaved: bool
+    q_cut: Cut | None = None
+    kv_cut: Cut | None = None
 
 
 def expand_latent(product: Product, parts: LatentParts, heads: Heads, ops: Operations) -> Product:
@@ -42,8 +45,8 @@ def expand_latent(product: Product, parts: LatentParts, heads: Heads, ops: Opera
     q, kv, rotary = value.split([value.shape[1] - kv_width - parts.rotated, kv_width, parts.rotated], dim=-1)
     if parts.q is not None:
         assert parts.q_norm is not None
-        q = _normed_product(q, parts.q_norm, parts.q, ops)
-    kv = _normed_product(kv, parts.kv_norm, parts.kv, ops)
+        q = _normed_product(q, parts.q_norm, parts.q, parts.q_cut, ops)
+    kv = _normed_product(kv, parts.kv_norm, parts.kv, parts.kv_cut, ops)
     kept = heads.head_dim - parts.rotated
     q_pass, q_rotary = q.unflatten(-1, (heads.num_q, -1)).split([kept, parts.rotated], -1)  # [T, heads, ..]
     k_pass, v = kv.unflatten(-1, (heads.num_kv, -1)).split([kept, heads.v_dim], -1)
@@ -54,6 +57,6 @@ def expand_latent(product: Product, parts: LatentParts, heads: Heads, ops: Opera
     return Product.of(torch.cat([torch.cat(row, -1).flatten(1) for row in rows], -1))
 
 
-def _normed_product(x: torch.Tensor, gain: Gain, weight: Weight, ops: Operations) -> torch.Tensor:
+def _normed_product(x: torch.Tensor, gain: Gain, weight: Weight, cut: Cut | None, ops: Operations) -> torch.Tensor:
     normed = ops(norm)(Product.of(x.contiguous()), pre=gain)[1]
-    return ops(finish)(ops(linear)(normed, weight))
+    return ops(finish)(ops(linear)(normed, weight, cut=cut))

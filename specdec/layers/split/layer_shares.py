@@ -2,6 +2,7 @@ r"""The share of one of R ranks in a decoder: its heads, its columns of the MLP,
 
     W_qkv [q | k | v heads, H]     rows of the rank's heads       its own K/V heads, in pools of its own
     fewer K/V heads than ranks     rows of one, on several        each K/V head is stored on R / heads ranks
+    W_qkv of latents, W_q, W_kv    rows of the rank's heads where there are heads, of latents all (`layers/latent.py`)
     W_o [H, q heads]               columns of the rank's heads    parts of a sum, by ranges of K
     W_gate, W_up [I, H]            rows                           no sum is shared
     W_down [H, I]                  columns                        parts of a sum
@@ -18,6 +19,7 @@ What cannot be shared is refused, with the reason.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ import torch
 from specdec.errors import UnsupportedModelError
 from specdec.gpu.tensor_tree import map_tensors
 from specdec.layers.decoder_parts import Cuts, DecoderParts, LayerParts, SumShare
+from specdec.layers.latent import LatentParts
 from specdec.layers.linear import Mlp
 from specdec.layers.moe.experts import Experts
 from specdec.layers.packed.packed_weight import Weight
@@ -38,7 +41,8 @@ PAIR = 2
 
 def share_of(parts: DecoderParts, rank: int, count: int, put: Put) -> DecoderParts:
     """The share of one of `count` ranks. A layer at a time: nothing but the share is put anywhere."""
-    layers = tuple(_placed(layer_share(layer, rank, count), put) for layer in parts.layers)
+    place = partial(placed, put=put)
+    layers = tuple(map_tensors(layer_share(layer, rank, count), place, Stacked) for layer in parts.layers)
     narrow = replace(parts, layers=(), embeddings=None)  # these are apart: `embedding_share`
     share: DecoderParts = map_tensors(narrow, lambda tensor: put([tensor]))
     return replace(share, layers=layers)
@@ -49,12 +53,14 @@ def layer_share(parts: LayerParts, rank: int, count: int) -> LayerParts:
     heads, mlp, moe = parts.heads, parts.mlp, parts.moe
     own = heads._replace(num_q=heads.num_q // count, num_kv=-(-heads.num_kv // count))  # one head may be on several
     kv_shares = min(heads.num_kv, count)
-    shares = [count] + [kv_shares] * (len(heads.sections) - 1)
+    sections, shares = _first_rows(parts, count)
     out = sum_share(parts.out, count, even=True)
     down = None if mlp is None else sum_share(mlp.down, count, even=False)
-    pieces: dict[str, Any] = {"qkv": rows_of(parts.qkv, heads.sections, rank, count, shares)}
+    pieces: dict[str, Any] = {"qkv": rows_of(parts.qkv, sections, rank, count, shares)}
     if parts.qkv_bias is not None:
-        pieces["qkv_bias"] = rows_of(parts.qkv_bias, heads.sections, rank, count, shares)
+        pieces["qkv_bias"] = rows_of(parts.qkv_bias, sections, rank, count, shares)
+    if parts.latent is not None:
+        pieces["latent"] = _latent_share(parts.latent, rank, count)
     pieces["out"] = _share_of_sum(parts.out, out, rank, count)
     if parts.out_bias is not None and out.by_rows:
         pieces["out_bias"] = rows_of(parts.out_bias, [len(parts.out_bias)], rank, count)
@@ -74,6 +80,23 @@ def layer_share(parts: LayerParts, rank: int, count: int) -> LayerParts:
     if parts.sinks is not None:
         pieces["sinks"] = parts.sinks.chunk(count)[rank]
     return replace(parts, heads=own, cuts=Cuts(whole_cut(parts.qkv), out, down), **pieces)
+
+
+def _first_rows(parts: LayerParts, count: int) -> tuple[list[int], list[int]]:
+    """Sections of the rows of a layer's first weight, and in how many parts ranks have each; latents are whole."""
+    heads = parts.heads
+    if parts.latent is None:
+        return heads.sections, [count] + [min(heads.num_kv, count)] * (len(heads.sections) - 1)
+    queries = [heads.num_q * heads.head_dim] if parts.latent.q is None else []
+    return [*queries, len(parts.qkv) - sum(queries)], [count] * len(queries) + [1]
+
+
+def _latent_share(latent: LatentParts, rank: int, count: int) -> LatentParts:
+    """What makes queries, keys and values of one rank's heads."""
+    own: dict[str, Any] = {"kv": rows_of(latent.kv, [len(latent.kv)], rank, count), "kv_cut": whole_cut(latent.kv)}
+    if latent.q is not None:
+        own |= {"q": rows_of(latent.q, [len(latent.q)], rank, count), "q_cut": whole_cut(latent.q)}
+    return replace(latent, **own)
 
 
 def embedding_share(parts: EmbeddingParts, rank: int, count: int, put: Put) -> tuple[EmbeddingParts, list[int]]:
@@ -100,8 +123,6 @@ def obstacle(parts: LayerParts, count: int) -> str | None:
     heads = parts.heads
     if parts.moe is not None and len(parts.moe.experts.gate_up) % count:
         return f"has {len(parts.moe.experts.gate_up)} experts, which {count} devices cannot share evenly"
-    if parts.latent is not None:
-        return "keeps keys and values that are made of latents, which devices do not share yet"
     if heads.num_q % count or (heads.num_kv % count and count % heads.num_kv):
         return (
             f"has {heads.num_q} query heads and {heads.num_kv} K/V heads; a number of devices must divide the query "
@@ -163,16 +184,3 @@ def _gate_up(mlp: Mlp, down: SumShare, rank: int, count: int) -> Any:
     own = _own_columns(mlp.down, down, rank, count)
     half = len(mlp.gate_up) // 2
     return Stacked([*range_of(mlp.gate_up, own), *range_of(mlp.gate_up, slice(half + own.start, half + own.stop))])
-
-
-def _placed(parts: LayerParts, put: Put) -> LayerParts:
-    """A share where the rank has it, each weight in one piece."""
-    there: LayerParts = map_tensors(parts, lambda tensor: put([tensor]))
-    mlp = there.mlp
-    if mlp is not None:
-        mlp = mlp._replace(gate_up=placed(mlp.gate_up, put), down=placed(mlp.down, put))
-    biases = {"qkv_bias": there.qkv_bias, "out_bias": there.out_bias}
-    whole: dict[str, Any] = {name: None if bias is None else placed(bias, put) for name, bias in biases.items()}
-    if there.head_gates is not None:
-        whole["head_gates"] = placed(there.head_gates, put)
-    return replace(there, qkv=placed(there.qkv, put), out=placed(there.out, put), mlp=mlp, **whole)
