@@ -95,7 +95,6 @@ def specdec_attention(
 
 
 AttentionInterface.register(ATTENTION_NAME, specdec_attention)
-Window = int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +109,15 @@ class ForwardContext:
 
     plan: KVPlan
     view: KVView
-    windows: Sequence[Window]
-    attention: dict[tuple[GroupId, Window, int], Attend]
+    windows: Sequence[int | None]
+    attention: dict[tuple[GroupId, int | None, int], Attend]
     states: dict[int, torch.Tensor | None]
     peers: tuple["ForwardContext", ...] = ()
     recurrent: RecurrentRows | None = None
 
     @classmethod
     def of(
-        cls, plan: KVPlan, view: KVView, windows: Sequence[Window], aux_layers: Sequence[int] = ()
+        cls, plan: KVPlan, view: KVView, windows: Sequence[int | None], aux_layers: Sequence[int] = ()
     ) -> "ForwardContext":
         """`windows[i]` is the sliding window of worker layer i, None on full layers; aux_layers: see `states`."""
         if view.ranks is None:
@@ -133,7 +132,7 @@ class ForwardContext:
 
     @classmethod
     def _of_rank(
-        cls, plan: KVPlan, view: KVView, windows: Sequence[Window], aux_layers: Sequence[int]
+        cls, plan: KVPlan, view: KVView, windows: Sequence[int | None], aux_layers: Sequence[int]
     ) -> "ForwardContext":
         attending = [layer for layer in range(len(windows)) if not view.is_recurrent(layer)]
         kinds = {(view.layer(layer).group, windows[layer], view.shares(layer)) for layer in attending}

@@ -152,9 +152,9 @@ def main() -> None:
         mask.add_row(str(node), *("T" if seen else "." for seen in row))
     console.print(mask)
 
-    for group in engine.table.allocator.groups.groups:
-        pages, start = (part[0].tolist() for part in plan.prefix.pages(group.id))
-        console.print(f"{group.name}: the nodes' K/V go to slots {plan.write_slots(group.id).tolist()}")
+    for group, kept in engine.table.allocator.groups.items():
+        pages, start = (part[0].tolist() for part in plan.prefix.pages(group))
+        console.print(f"{kept.name}: the nodes' K/V go to slots {plan.write_slots(group).tolist()}")
         console.print(f"    prefix page table: {len(pages)} entries from position {start}: {pages[:6]} ...")
     console.print(
         f"accepted path {list(seen.accepted)}, bonus {text(seen.bonus)!r}: {len(seen.accepted)} tokens from one target "

@@ -23,7 +23,7 @@ import torch
 from specdec.errors import DoubleFreeError, FrozenKVError, OutOfSlotsError
 from specdec.gpu.mirrored_array import IntArray, MirroredArray
 from specdec.kvcache.index_spaces import PRIMARY, ByGroup, GroupId, GroupLoc, PrimaryLoc
-from specdec.kvcache.layout import CacheGroups
+from specdec.kvcache.layout import Retention
 from specdec.kvcache.page_pool import BoolArray, PagedAllocator
 
 
@@ -47,16 +47,18 @@ class HybridAllocator:
     primary group's line is not used: its slots are the primary ones.
     """
 
-    def __init__(self, groups: CacheGroups, pages: Sequence[int], *, page_size: int, device: torch.device) -> None:
-        assert len(pages) == len(groups.groups), f"{pages=} {groups=}"
+    def __init__(
+        self, groups: ByGroup[Retention], pages: Sequence[int], *, page_size: int, device: torch.device
+    ) -> None:
+        assert len(pages) == len(groups), f"{pages=} {groups=}"
         self.groups = groups
         self.page_size = page_size
         self.device = device
-        pools = [PagedAllocator(group.name, count) for group, count in zip(groups.groups, pages, strict=True)]
+        pools = [PagedAllocator(kept.name, count) for kept, count in zip(groups, pages, strict=True)]
         self.pools = ByGroup(tuple(pools))
         self.primary = self.pools[PRIMARY]
-        self.windowed = tuple(group.id for group in groups.windowed)
-        self.cached_windows = tuple(group.id for group in groups.windowed if group.cached)
+        self.windowed = tuple(group for group, _ in groups.items() if group != PRIMARY)
+        self.cached_windows = tuple(group for group in self.windowed if groups[group].cached)
         self.maps = MirroredArray((len(pages), (pages[0] + 1) * page_size), device)
         self.cache: PageCache | None = None
         self.on_forget: Callable[[IntArray], None] | None = None  # called with pages that the cache gives up

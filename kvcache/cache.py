@@ -131,8 +131,8 @@ class KVCache:
     def bytes_by_group(self) -> dict[str, int]:
         """Bytes of all tensors of each group, by its name; of recurrent layers also the "states"."""
         sizes = {
-            group.name: sum(tensor.nbytes for store in self.stores for tensor in store.tensors(group.id))
-            for group in self.allocator.groups.groups
+            kept.name: sum(tensor.nbytes for store in self.stores for tensor in store.tensors(group))
+            for group, kept in self.allocator.groups.items()
         }
         states = [kept.state for store in self.stores for kept in store.layers.values() if kept.state is not None]
         return {**sizes, "states": sum(tensor.nbytes for state in states for tensor in state)} if states else sizes

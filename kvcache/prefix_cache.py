@@ -110,9 +110,9 @@ class PrefixCache:
     def _evicted(self, row: int, num_pages: int) -> IntArray:
         """Number of first pages of a row whose peer the cache cannot keep, [groups]."""
         evicted: IntArray = self.table.evicted_len[:, row] // self.page_size
-        for group in self.allocator.groups.windowed:
-            if not group.cached:
-                evicted[group.id] = num_pages
+        for group, kept in self.allocator.groups.items():
+            if not kept.cached:
+                evicted[group] = num_pages
         return evicted
 
     def keep_state(self, row: int, key: IntArray, salt: bytes = b"", *, every: int = 1) -> None:

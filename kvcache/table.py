@@ -94,7 +94,7 @@ class RequestTable:
         self._active = np.zeros(num_rows, dtype=np.bool_)
         self.extra_keys = extra_keys
         self.max_lag = allocator.pools.map(lambda pool: 0) if max_lag is None else max_lag
-        windows = [group.window for group in allocator.groups.groups]
+        windows = [kept.window for kept in allocator.groups]
         kept = [width if window is None else window - 1 + extra_keys for window in windows]
         self.retain: IntArray = np.array(kept, dtype=np.int64)
         self.retain_on_device = upload(self.retain, allocator.device)
@@ -157,7 +157,7 @@ class RequestTable:
     def num_evicted(self, num_pages: int) -> IntArray:
         """Number of first pages without a peer in a row that begins with `num_pages` pages, [groups]."""
         page_size = self.allocator.page_size
-        cached = np.array([group.cached for group in self.allocator.groups.groups])
+        cached = np.array([kept.cached for kept in self.allocator.groups])
         kept = np.where(cached, self.retain, 0)  # of records none
         evicted: IntArray = np.maximum(0, num_pages * page_size - kept) // page_size
         return evicted

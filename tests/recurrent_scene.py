@@ -16,7 +16,7 @@ from specdec.gpu.triton_shim import INTERPRETED
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.frozen import own_view
 from specdec.kvcache.layer_context import Recurrence
-from specdec.kvcache.layout import CacheField, CacheGroups, KVLayout, LayerCache, Records
+from specdec.kvcache.layout import RECORDS, CacheField, KVLayout, LayerCache, cache_groups
 from specdec.kvcache.recurrent_state import FOLD, StateShape
 from specdec.layers.gated_delta import unit_length
 
@@ -40,10 +40,10 @@ class Shape(NamedTuple):
         records = (("k", self.key_heads, self.k_dim), ("u", self.heads, self.v_dim), ("g", self.heads, 1))
         fields = self.inputs, *(CacheField(*record, dtype=torch.float32) for record in records)
         state = StateShape(self.heads, self.k_dim, self.v_dim, TAPS, self.channels)
-        return LayerCache(0, 0, "linear_attention", fields, Records(), state=state)
+        return LayerCache(0, 0, "linear_attention", fields, RECORDS, state=state)
 
     def convolution(self) -> LayerCache:
-        return LayerCache(1, 1, "conv", (self.inputs,), Records(), state=StateShape(0, 0, 0, TAPS, self.channels))
+        return LayerCache(1, 1, "conv", (self.inputs,), RECORDS, state=StateShape(0, 0, 0, TAPS, self.channels))
 
     @property
     def inputs(self) -> CacheField:
@@ -85,7 +85,7 @@ class Scene:
     ) -> None:
         self.backend, self.shape, self.device = backend, shape, device
         layout = KVLayout((shape.layer(), shape.convolution()))
-        groups = CacheGroups.of_layouts([layout.for_rounds(LOOKAHEAD)])
+        groups = cache_groups([layout.for_rounds(LOOKAHEAD)])
         pages = max_requests * (max_len + LOOKAHEAD + page_size) // page_size
         allocator = HybridAllocator(groups, [pages, pages], page_size=page_size, device=device)
         self.table = RequestTable(

@@ -19,7 +19,7 @@ from specdec.attention.plan import KVPlan
 from specdec.attention.trees.tree import DraftTree
 from specdec.errors import DoubleFreeError, LocationError, OutOfSlotsError
 from specdec.kvcache.index_spaces import PRIMARY, ByGroup, GroupId, PrimaryLoc
-from specdec.kvcache.layout import CacheField, CacheGroups, Full, KVLayout, Window, attention_fields
+from specdec.kvcache.layout import KEEP_ALL, CacheField, KVLayout, Retention, attention_fields, cache_groups
 from specdec.kvcache.prefix_cache import PrefixCache
 from specdec.kvcache.store import KVStore
 from specdec.kvcache.table import RequestTable
@@ -60,7 +60,7 @@ def loc(table: RequestTable, row: int, begin: int, end: int) -> PrimaryLoc:
 def test_a_late_reader_needs_more_keys_in_its_own_groups() -> None:
     """Eviction keeps 16 keys more there, and a match needs none of them: who adopts pages has read them."""
     models = [KVLayout((layer_spec(0, 3), layer_spec(1, 5))), KVLayout((layer_spec(0, 5), layer_spec(1, 7)))]
-    groups = CacheGroups.of_layouts(models)
+    groups = cache_groups(models)
     assert [*DraftNeeds(models[1], max_lag=16).max_lag_in(groups)][1:] == [0, 16, 16]
     assert [*DraftNeeds(models[1]).max_lag_in(groups)] == [0] * 4
     allocator = make_allocator(80, [5, 7])
@@ -77,14 +77,12 @@ def test_a_late_reader_needs_more_keys_in_its_own_groups() -> None:
 
 def test_groups_are_those_of_all_models_the_primary_first() -> None:
     layers = [layer_spec(i, window) for i, window in enumerate((64, None, 4, 64))]
-    groups = CacheGroups.of_layouts([KVLayout(tuple(layers)), KVLayout((layer_spec(0, 9),))])
-    assert [group.name for group in groups.groups] == ["full", "window 4", "window 9", "window 64"]
-    assert [groups.group_of(kept) for kept in (Full(), Window(4), Window(64))] == [0, 1, 3]
-    assert (
-        CacheGroups.of_layouts([KVLayout((layer_spec(0, 4),))]).groups[PRIMARY].retention == Full()
-    )  # though no layer is
-    with pytest.raises(AssertionError, match="no group keeps window 5"):
-        groups.group_of(Window(5))
+    groups = cache_groups([KVLayout(tuple(layers)), KVLayout((layer_spec(0, 9),))])
+    assert [kept.name for kept in groups] == ["full", "window 4", "window 9", "window 64"]
+    assert [groups.group_of(kept) for kept in (KEEP_ALL, Retention(4), Retention(64))] == [0, 1, 3]
+    assert cache_groups([KVLayout((layer_spec(0, 4),))])[PRIMARY] == KEEP_ALL  # though no layer is
+    with pytest.raises(AssertionError, match=r"no group has Retention\(window=5"):
+        groups.group_of(Retention(5))
 
 
 @given(
@@ -104,12 +102,12 @@ def test_a_store_holds_what_fields_say_at_the_slots_of_their_group(windows, page
     store = KVStore(layout, allocator, torch.float32, torch.device("cpu"), rank=0)
     for kept, layer in zip(store.layers.values(), layers, strict=True):
         slots = allocator.num_slots(kept.group)
-        assert allocator.groups.groups[kept.group].retention == layer.retention
+        assert allocator.groups[kept.group] == layer.retention
         assert [*kept.k.shape] == [slots, layer.k.heads, layer.k.dim]
         assert [*kept.v.shape] == [slots, layer.v.heads, layer.v.dim]
-    for group in allocator.groups.groups:
-        held = sum(tensor[0].nbytes for tensor in store.tensors(group.id))
-        assert held == layout.slot_bytes(group.retention, torch.float32)
+    for group, retention in allocator.groups.items():
+        held = sum(tensor[0].nbytes for tensor in store.tensors(group))
+        assert held == layout.slot_bytes(retention, torch.float32)
 
 
 def test_a_field_has_its_own_size() -> None:
@@ -415,7 +413,7 @@ def plan_of(rig: KVRig, kind: str) -> KVPlan:
 
 
 def attend(rig: KVRig, plan: KVPlan, group: GroupId) -> torch.Tensor:
-    kept, window = rig.store.layers[group], rig.allocator.groups.groups[group].window
+    kept, window = rig.store.layers[group], rig.allocator.groups[group].window
     call = plan.backend.attention(plan, group, window)
     if plan.write is not None:
         k = torch.ones((plan.positions.numel(), 1, 1))

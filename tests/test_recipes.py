@@ -87,8 +87,8 @@ def test_pools_are_those_that_an_engine_allocates(free, monkeypatch):
         needs = cache_needs(engine.target.layout, drafts, engine.target.dtype, config, **sizes)
         slots = pool_slots(needs, config, int(free * 0.25))
         assert engine.cache.bytes_by_group() == {
-            group.name: (count + 1) * each
-            for group, count, each in zip(needs.groups.groups, slots, needs.slot_bytes, strict=True)
+            kept.name: (count + 1) * each
+            for kept, count, each in zip(needs.groups, slots, needs.slot_bytes, strict=True)
         }
         assert (slots == needs.slots) == (free == 10**12)
         half = int(free * 0.25) // (2 * needs.slot_bytes[1])

@@ -18,7 +18,7 @@ from specdec.config import MAX_FORCED_TOKENS
 from specdec.errors import ConfigError, UnsupportedModelError
 from specdec.gpu.operations import REFERENCE
 from specdec.kvcache.layer_context import Recurrence
-from specdec.kvcache.layout import CacheField, Records
+from specdec.kvcache.layout import RECORDS, CacheField
 from specdec.kvcache.recurrent_state import FOLD, StateShape
 from specdec.layers.gated_delta import unit_length
 from specdec.models import recurrent_probe
@@ -113,11 +113,11 @@ def test_records_have_the_window_of_a_block_and_two_rounds() -> None:
     """A round commits its nodes, or what a grammar forces."""
     fields = CacheField("inputs", 1, 6), CacheField("u", 2, 4, dtype=torch.float32)
     state = StateShape(2, 3, 4, 3, 6)
-    layout = KVLayout((LayerCache(0, 0, "linear_attention", fields, Records(), state=state),))
-    assert layout.for_rounds(1).layers[0].retention == Records(2 * FOLD) and MAX_FORCED_TOKENS < FOLD
+    layout = KVLayout((LayerCache(0, 0, "linear_attention", fields, RECORDS, state=state),))
+    assert layout.for_rounds(1).layers[0].retention == RECORDS._replace(window=2 * FOLD) and MAX_FORCED_TOKENS < FOLD
     layout = layout.for_rounds(9)
-    assert layout.layers[0].retention == Records(FOLD + 18)
-    assert layout.slot_bytes(Records(FOLD + 18), torch.bfloat16) == 6 * 2 + 8 * 4
+    assert layout.layers[0].retention == RECORDS._replace(window=FOLD + 18)
+    assert layout.slot_bytes(RECORDS._replace(window=FOLD + 18), torch.bfloat16) == 6 * 2 + 8 * 4
     assert layout.state_bytes(torch.bfloat16) == 2 * 3 * 4 * 4 + 3 * 6 * 2 + 8
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from kv_rig import CacheGroups, GroupLoc, HybridAllocator, KVLayout, LayerCache, Window
+from kv_rig import GroupLoc, HybridAllocator, KVLayout, LayerCache, Retention, cache_groups
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.errors import ConfigError
@@ -52,9 +52,7 @@ def test_a_row_depends_on_no_other_row_or_head() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_move_copies_what_is_stored(dtype: torch.dtype) -> None:
-    allocator = HybridAllocator(
-        CacheGroups.of_layouts([KVLayout.of_windows([None], 2, 8)]), [9], page_size=1, device=CPU
-    )
+    allocator = HybridAllocator(cache_groups([KVLayout.of_windows([None], 2, 8)]), [9], page_size=1, device=CPU)
     store = KVStore(KVLayout.of_windows([None], 2, 8).rounded(), allocator, dtype, CPU, rank=0)
     torch.manual_seed(1)
     k, v = torch.randn(2, 3, 2, 8).to(dtype)
@@ -214,17 +212,17 @@ def test_a_drafter_that_reads_rounded_keys_is_accepted_as_often(drafter: str) ->
 
 def two_key_layer(layer: int, heads: int, dim: int, window: int) -> LayerCache:
     fields = CacheField("k", heads, dim), CacheField("v", heads, dim), CacheField("coarse k", heads, dim // 2)
-    return LayerCache(layer, layer, "two keys", fields, Window(window))
+    return LayerCache(layer, layer, "two keys", fields, Retention(window))
 
 
 def test_a_layer_may_keep_a_field_of_its_own() -> None:
     layout = KVLayout((two_key_layer(0, 2, 8, 4), *KVLayout.of_windows([None] * 2, 1, 4).layers[1:]))
-    groups = CacheGroups.of_layouts([layout])
+    groups = cache_groups([layout])
     allocator = HybridAllocator(groups, [12, 6], page_size=2, device=CPU)
     store = KVStore(layout, allocator, torch.float32, CPU, rank=0)
     kept = store.layers[0]
     assert [tuple(pool.shape[1:]) for pool in kept.fields] == [(2, 8), (2, 8), (2, 4)]
-    assert layout.slot_bytes(Window(4), torch.float32) == 2 * (8 + 8 + 4) * 4
+    assert layout.slot_bytes(Retention(4), torch.float32) == 2 * (8 + 8 + 4) * 4
     slots = allocator.translate(kept.group, allocator.alloc(2))
     rows = [torch.randn(len(slots), *pool.shape[1:]) for pool in kept.fields]
     for pool, new in zip(kept.fields, rows, strict=True):

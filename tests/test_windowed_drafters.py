@@ -10,7 +10,7 @@ from mtp_checkpoints import publish
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.language_model import LanguageModelDrafter
 from specdec.kvcache.index_spaces import ByGroup, GroupId
-from specdec.kvcache.layout import FULL_ATTENTION, Full, KVLayout
+from specdec.kvcache.layout import FULL_ATTENTION, KEEP_ALL, KVLayout
 from specdec.models.target import TargetModel
 from specdec.runtime import sizing
 from specdec.runtime.rounds.unread import KEPT
@@ -59,7 +59,7 @@ def watched(target: TargetModel, drafter: Any, spec: SpecConfig, **config: Any) 
 
 
 def kept_in_full(layout: KVLayout) -> KVLayout:
-    layers = (dataclasses.replace(spec, layer_type=FULL_ATTENTION, retention=Full()) for spec in layout.layers)
+    layers = (dataclasses.replace(spec, layer_type=FULL_ATTENTION, retention=KEEP_ALL) for spec in layout.layers)
     return KVLayout(tuple(layers))
 
 
@@ -120,7 +120,7 @@ def test_a_window_that_the_target_has_is_its_group(make_target) -> None:
     model = make_target("gpt_oss")
     for windows, names in (((8, None), ["full", "window 8"]), ((5, 8), ["full", "window 5", "window 8"])):
         with Engine(TargetModel(model), random_eagle3(model, windows)) as engine:
-            assert [group.name for group in engine.table.allocator.groups.groups] == names
+            assert [kept.name for kept in engine.table.allocator.groups] == names
 
 
 @pytest.mark.parametrize("lost", [False, True])

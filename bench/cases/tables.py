@@ -26,7 +26,7 @@ from specdec.attention.triton_backend import TritonBackend
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.index_spaces import ByGroup, GroupId, PrimaryLoc
-from specdec.kvcache.layout import PRIMARY_ONLY
+from specdec.kvcache.layout import cache_groups
 from specdec.kvcache.store import StoreAddresses, move_kv, reference_move_kv, reference_store_kv, store_kv
 from specdec.kvcache.table import Move, RequestTable, Rows
 from specdec.runtime.rounds.closing import closing, reference_closing
@@ -196,7 +196,7 @@ def round_call(page_size: int, num_nodes: int, chain: bool, seed: int) -> Call:
     tree = DraftTree.chain(drafted.tokens) if chain else drafted
 
     def outcome(open_round: Callable[..., Any], close_round: Callable[..., Any]) -> tuple[Any, ...]:
-        allocator = HybridAllocator(PRIMARY_ONLY, [9999], page_size=page_size, device=DEVICE)
+        allocator = HybridAllocator(cache_groups([]), [9999], page_size=page_size, device=DEVICE)
         table = RequestTable(allocator, max_requests=BATCH, max_len=600, lookahead=num_nodes)
         cache, moved = KVCache(allocator, table, TorchBackend()), list[Move]()
         cache.move = moved.append  # type: ignore[method-assign]

@@ -30,7 +30,7 @@ from specdec.draft_models.native_mtp.mtp_families import module_tensors
 from specdec.draft_models.registry import WORDS, building, is_drafter_config, require_target
 from specdec.drafter_loading import AUTO, MTP, continues_text, is_like, meant_by_auto
 from specdec.errors import ConfigError, UnsupportedModelError, about, first_line
-from specdec.kvcache.layout import CacheGroup
+from specdec.kvcache.index_spaces import GroupId
 from specdec.loading import SHARED_OPTIONS, Checkpoint, pick_device, pick_dtype
 from specdec.models.described_model import ModelOnMeta, model_on_meta
 from specdec.models.quantised.packed_quantizer import without_quantization
@@ -108,26 +108,27 @@ def memory_plan(
         "batch_size": config.max_batch_size,
         "max_model_len": max_len,
         "page_size": config.page_size,
-        "groups": [*(group_memory(needs, group) for group in needs.groups.groups), *states_memory(needs)],
+        "groups": [*(group_memory(needs, group) for group, _ in needs.groups.items()), *states_memory(needs)],
         "weights": {role: size for role, size in weights.items() if size != 0},
         "notes": notes,
     }
 
 
-def group_memory(needs: CacheNeeds, group: CacheGroup) -> dict[str, Any]:
+def group_memory(needs: CacheNeeds, group: GroupId) -> dict[str, Any]:
     """One cache group. kept: how many layers keep the same fields, and (heads, size of a head) of each; a layer without
     attention keeps none, nor does one that reads another layer's K/V. Bytes of a token are those of all layers; for the
     others see `CacheNeeds`."""
-    layers = (spec for layout in needs.layouts for spec in layout.owners if spec.retention == group.retention)
+    retention = needs.groups[group]
+    layers = (spec for layout in needs.layouts for spec in layout.owners if spec.retention == retention)
     return {
-        "name": group.name,
+        "name": retention.name,
         "kept": [
             {"layers": count, "fields": {field.name: (field.heads, field.dim) for field in fields}}
             for fields, count in Counter(spec.fields for spec in layers if spec.fields).items()
         ],
-        "token_bytes": needs.slot_bytes[group.id],
-        "request_bytes": needs.request_bytes[group.id],
-        "batch_bytes": needs.batch_bytes[group.id],
+        "token_bytes": needs.slot_bytes[group],
+        "request_bytes": needs.request_bytes[group],
+        "batch_bytes": needs.batch_bytes[group],
     }
 
 

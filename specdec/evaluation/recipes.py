@@ -128,7 +128,7 @@ def recipe(pair: Pair, shrink: Shrink = WHOLE, dtype: torch.dtype = DTYPE, devic
         pair,
         command(pair),
         weights,
-        [group_memory(needs, group) for group in needs.groups.groups],
+        [group_memory(needs, group) for group, _ in needs.groups.items()],
         REST_BYTES,
         [card_memory(gigabytes, pair.gpus, needs, config, sum(weights.values())) for gigabytes in CARDS],
         [step_time(pair, gpu, floor) for gpu in READ_BANDWIDTHS],
@@ -144,7 +144,7 @@ def card_memory(gigabytes: int, gpus: int, needs: CacheNeeds, config: EngineConf
     tokens = min(slots[PRIMARY], REQUESTS * TOKENS)
     if tokens < MIN_TOKENS or any(there < held for there, held in zip(slots[1:], needs.held[1:], strict=True)):
         return CardMemory(gigabytes, {}, 0, 0)
-    names = [group.name for group in needs.groups.groups]
+    names = [kept.name for kept in needs.groups]
     pools = {name: count * size for name, count, size in zip(names, slots, needs.slot_bytes, strict=True)}
     return CardMemory(gigabytes, pools, tokens, min(requests, REQUESTS))
 

@@ -14,7 +14,7 @@ import torch
 
 from specdec.attention.bridge import AttentionCall
 from specdec.kvcache.layer_context import Recurrence
-from specdec.kvcache.layout import CacheField, KVLayout, LayerCache, Window
+from specdec.kvcache.layout import CacheField, KVLayout, LayerCache, Retention
 from specdec.kvcache.recurrent_state import StateShape
 
 
@@ -54,8 +54,8 @@ def measured_layout(layout: KVLayout, context: GeometryContext) -> KVLayout:
         k, v, window = context.calls[spec.owner]
         fields = CacheField("k", k[1], k[3]), CacheField("v", v[1], v[3])
         retention = spec.retention
-        if isinstance(retention, Window) and window is not None:
-            retention = Window(window)
+        if spec.window is not None and window is not None:
+            retention = Retention(window)
         return replace(spec, fields=fields, retention=retention)
 
     return layout.map(measured)

@@ -21,7 +21,7 @@ from specdec.evaluation.phases.parity import check_parity
 from specdec.evaluation.phases.phase_report import STAGES, Cell, PhaseReport, Spread
 from specdec.evaluation.phases.timed_rounds import Driven, drive, most_new_tokens
 from specdec.evaluation.transformers_peer import peers_for
-from specdec.kvcache.layout import Full
+from specdec.kvcache.layout import KEEP_ALL
 from specdec.models.target import TargetModel
 from specdec.models.weight_storage import stored_weights
 from specdec.progress import Interrupted, progress_bar
@@ -171,7 +171,7 @@ def _require_room(engine: Engine, batch: int, max_len: int) -> None:
     """Raises CapacityError where not all of the batch fit at a time: some would wait, and rounds be smaller."""
     there = engine.stats().full_slots.capacity
     if there < batch * max_len:
-        each = engine.target.layout.slot_bytes(Full(), engine.target.dtype)
+        each = engine.target.layout.slot_bytes(KEEP_ALL, engine.target.dtype)
         raise CapacityError(
             f"{batch} requests of {max_len} tokens take {batch * max_len * each / 1e9:.1f} GB of K/V on the full "
             f"layers, and {there * each / 1e9:.1f} GB are left for them"
