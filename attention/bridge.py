@@ -134,8 +134,8 @@ class ForwardContext:
     def _of_rank(
         cls, plan: KVPlan, view: KVView, windows: Sequence[int | None], aux_layers: Sequence[int]
     ) -> "ForwardContext":
-        attending = [layer for layer in range(len(windows)) if not view.is_recurrent(layer)]
-        kinds = {(view.layer(layer).group, windows[layer], view.shares(layer)) for layer in attending}
+        attending = [layer for layer in range(len(windows)) if not view.spec(layer).recurrent]
+        kinds = {(view.layer(layer).group, windows[layer], view.spec(layer).shares) for layer in attending}
         attention = {kind: plan.backend.attention(plan, *kind) for kind in kinds}
         recurrent = plan.backend.recurrence(plan, view) if len(attending) < len(windows) else None
         return cls(plan, view, windows, attention, dict.fromkeys(aux_layers), recurrent=recurrent)
@@ -182,7 +182,7 @@ class ForwardContext:
 
     def _attend_own(self, layer: int, q: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
         kept = self.view.layer(layer)
-        attend = self.attention[kept.group, self.windows[layer], self.view.shares(layer)]
+        attend = self.attention[kept.group, self.windows[layer], self.view.spec(layer).shares]
         shape = self.plan.positions.shape  # of a tile there may be more rows than B * N, and the rest is padding
         num_rows, num_queries = q.shape[0], shape.numel()
         query = q[:num_queries].view(*shape, *q.shape[1:]).transpose(1, 2)  # [B, Hq, N, D]

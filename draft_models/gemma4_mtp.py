@@ -263,9 +263,9 @@ def fit_layers(assistant: Any, target: TargetInfo) -> tuple[tuple[int, ...], tup
         attention = assistant.model.layers[layer].self_attn
         num_heads = attention.q_proj.out_features // attention.head_dim
         require(
-            attention.head_dim == owner.head_dim and num_heads % owner.num_kv_heads == 0,
+            attention.head_dim == owner.k.dim and num_heads % owner.k.heads == 0,
             f"its layer {layer} has {num_heads} query heads of size {attention.head_dim}, target layer "
-            f"{owner.layer} ({layer_type}) has {owner.num_kv_heads} kv heads of size {owner.head_dim}",
+            f"{owner.layer} ({layer_type}) has {owner.k.heads} kv heads of size {owner.k.dim}",
         )
         window = int(config.sliding_window) if layer_type == SLIDING_ATTENTION else None
         kept = sorted({spec.window for spec in target.layout.layers if spec.window is not None})

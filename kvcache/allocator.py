@@ -152,13 +152,8 @@ class HybridAllocator:
             raise DoubleFreeError(f"{name} pool: pages {pages.tolist()} are not all mapped; some were evicted before")
         self._release_peers(group, pages)
 
-    def keep(self, pages: IntArray) -> None:
-        """The cache claims `pages` that rows hold, in the primary pool."""
-        self.require_unfrozen("keep")
-        self.primary.keep(pages)
-
-    def keep_peers(self, group: GroupId, pages: IntArray) -> None:
-        """The cache claims the peers of `pages` in one group, which rows hold."""
+    def keep(self, group: GroupId, pages: IntArray) -> None:
+        """The cache claims `pages` in the primary group, or their peers in another; rows hold them."""
         self.require_unfrozen("keep")
         self.pools[group].keep(self._peers(group, pages))
 

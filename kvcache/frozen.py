@@ -19,7 +19,7 @@ from typing import Protocol
 from specdec.errors import FrozenKVError, KVStateError
 from specdec.gpu.ranks import Ranks
 from specdec.kvcache.allocator import HybridAllocator
-from specdec.kvcache.layout import KVLayout
+from specdec.kvcache.layout import KVLayout, LayerCache
 from specdec.kvcache.store import KVStore, LayerKV, RecurrentLayers
 
 
@@ -54,13 +54,9 @@ class KVView:
             raise FrozenKVError(f"layer {index} read through a view whose frozen_kv block has ended")
         return self._store.layers[self.layer_map[index]]
 
-    def shares(self, index: int) -> int:
-        """Parts in which ranks hold the K/V heads of worker layer `index`: see `LayerCache`."""
-        return self._store.layout.layers[self.layer_map[index]].shares
-
-    def is_recurrent(self, index: int) -> bool:
-        """Does worker layer `index` keep a state and records in the place of K/V?"""
-        return self._store.layout.layers[self.layer_map[index]].recurrent
+    def spec(self, index: int) -> LayerCache:
+        """What worker layer `index` reads, as the store's layout describes it."""
+        return self._store.layout.layers[self.layer_map[index]]
 
     @property
     def recurrent(self) -> tuple[RecurrentLayers, ...]:

@@ -95,15 +95,6 @@ class LayerCache:
         return self.fields[1]
 
     @property
-    def num_kv_heads(self) -> int:
-        return self.k.heads
-
-    @property
-    def head_dim(self) -> int:
-        """Numbers of a key, and of a query, in one head."""
-        return self.k.dim
-
-    @property
     def window(self) -> int | None:
         """The window through which the layer attends; None: it sees every token."""
         return self.retention.window if self.retention.cached else None
@@ -171,7 +162,7 @@ class KVLayout:
 
         def divided(spec: LayerCache) -> LayerCache:
             fields = tuple(field._replace(heads=-(-field.heads // count)) for field in spec.fields)
-            return replace(spec, fields=fields, shares=min(spec.num_kv_heads, count))
+            return replace(spec, fields=fields, shares=min(spec.k.heads, count))
 
         return self.map(divided)
 

@@ -233,10 +233,10 @@ class PrefixCache:
     def _claim(self) -> None:
         """Claim all appended pages in one call: a call for each would cost more than the tree."""
         if self._unclaimed:
-            self.allocator.keep(np.concatenate([pages for pages, _ in self._unclaimed]))
+            self.allocator.keep(PRIMARY, np.concatenate([pages for pages, _ in self._unclaimed]))
             for group in self.allocator.cached_windows:
                 mapped = [pages[num_evicted[group] :] for pages, num_evicted in self._unclaimed]
-                self.allocator.keep_peers(group, np.concatenate(mapped))
+                self.allocator.keep(group, np.concatenate(mapped))
             self._unclaimed = []
 
     def _split(self, node: _Node, count: int) -> _Node:
@@ -269,15 +269,15 @@ class PrefixCache:
         for group in self.allocator.cached_windows:
             dead = ~self.allocator.is_kept(group, kept)
             mapped, own = self.allocator.is_mapped(group, kept), np.arange(len(pages)) >= num_evicted[group]
-            self.allocator.keep_peers(group, kept[dead & mapped])
+            self.allocator.keep(group, kept[dead & mapped])
             gains |= dead & ~mapped & own
             loses |= mapped & ~own
         exchanged = gains & ~loses
         self.allocator.forget(kept[exchanged])
-        self.allocator.keep(pages[exchanged])
+        self.allocator.keep(PRIMARY, pages[exchanged])
         for group in self.allocator.cached_windows:
             own = np.arange(len(pages)) >= num_evicted[group]
-            self.allocator.keep_peers(group, pages[exchanged & own])
+            self.allocator.keep(group, pages[exchanged & own])
         kept[exchanged] = pages[exchanged]
         node.num_peers = self._count_peers(node.pages)
 

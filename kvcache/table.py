@@ -123,13 +123,10 @@ class RequestTable:
         self._active[free[0]] = True
         return int(free[0])
 
-    def close_row(self, row: int) -> None:
-        """Give up everything the row owns."""
-        self.close_rows(np.array([row]))
-
-    def close_rows(self, rows: IntArray) -> None:
+    def close_rows(self, rows: IntArray | int) -> None:
         """Free rows and all their slots; the slots of the last row are allocated first."""
         self.allocator.require_unfrozen("close")
+        rows = np.atleast_1d(rows)
         self._require_active(rows)
         rows = rows[::-1]
         owned = row_cells(rows, np.zeros_like(rows), self.capacity[rows])
@@ -168,16 +165,13 @@ class RequestTable:
         return self.slots.host[row, : num_pages * page_size : page_size] // page_size
 
     def pages_needed(self, rows: IntArray, length: IntArray) -> IntArray:
-        """Pages [B] that `ensure_all_slots(rows, length)` would allocate for each."""
+        """Pages [B] that `ensure_slots(rows, length)` would allocate for each."""
         needed: IntArray = np.maximum(-(-(length - self.capacity[rows]) // self.allocator.page_size), 0)
         return needed
 
-    def ensure_slots(self, row: int, length: int) -> None:
-        """Own at least `length` slots. Raises OutOfSlotsError, with nothing taken, when a pool cannot give them."""
-        self.ensure_all_slots(np.array([row]), np.array([length]))
-
-    def ensure_all_slots(self, rows: IntArray, length: IntArray) -> None:
+    def ensure_slots(self, rows: IntArray | int, length: IntArray | int) -> None:
         """Each of rows owns at least `length` [B] slots, or OutOfSlotsError is raised and nothing is taken."""
+        rows, length = np.atleast_1d(rows), np.atleast_1d(length)
         self._require_active(rows)
         width = self.slots.host.shape[1]
         if (length > width).any():

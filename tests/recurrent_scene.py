@@ -112,7 +112,7 @@ class Scene:
     def read(self, rows: np.ndarray, length: np.ndarray, given: Rows, *, padding: int = 3) -> list[torch.Tensor]:
         """Read runs of these rows, in a pack with padding, and commit them."""
         start = self.table.committed_len.host[rows]
-        self.table.ensure_all_slots(rows, start + length + LOOKAHEAD)
+        self.table.ensure_slots(rows, start + length + LOOKAHEAD)
         padded = [np.append(x, y) for x, y in ((rows, self.table.padding_row), (start, 0), (length, 0))]
         pack = Pack.of(*(torch.from_numpy(x).to(self.device) for x in padded), int(length.sum()) + padding)
         outs = self.forward(plan_packed(self.backend, self.table, pack), given)
@@ -121,7 +121,7 @@ class Scene:
 
     def verify(self, rows: np.ndarray, parents: Sequence[Sequence[int]], given: Rows) -> list[torch.Tensor]:
         """Run a tree for each of these rows, and for one of padding."""
-        self.table.ensure_all_slots(rows, self.table.committed_len.host[rows] + LOOKAHEAD)
+        self.table.ensure_slots(rows, self.table.committed_len.host[rows] + LOOKAHEAD)
         found = torch.tensor(parents).to(self.device)
         tree = DraftTree.from_parents(torch.zeros_like(found), found)
         padded = self.table.rows(np.append(rows, self.table.padding_row))

@@ -164,9 +164,9 @@ def test_rows_that_share_pages_release_their_claims_by_group() -> None:
     ]
     table.evict_unseen(ints(first), slack_pages=0)
     table.check()
-    table.close_row(second)
+    table.close_rows(second)
     table.check()
-    table.close_row(first)
+    table.close_rows(first)
     assert [pool.free_pages for pool in a.pools] == [60] * 3
 
 
@@ -206,11 +206,11 @@ def test_random_groups_keep_what_their_windows_need(windows, page_size, pages, b
             short = [pool.name for pool in allocator.pools if pool.available_pages < needed]
             if wanted.max() > 150 or short:
                 with pytest.raises(OutOfSlotsError) as refusal:
-                    table.ensure_all_slots(rows, wanted)
+                    table.ensure_slots(rows, wanted)
                 assert wanted.max() > 150 or all(f"in the {name} pool" in str(refusal.value) for name in short)
                 assert contents(table) == before
             else:
-                table.ensure_all_slots(rows, wanted)
+                table.ensure_slots(rows, wanted)
                 table.commit_chunk_on_host(rows, more)
         table.check()
         for group, window in enumerate(windows, 1):
@@ -266,7 +266,7 @@ def test_a_match_needs_the_window_of_every_group(lost: GroupId) -> None:
     texts, text = Texts([2, 4]), list(range(12))
     row = grown(texts.table, 12)
     texts.keep(row, text)
-    texts.table.close_row(row)
+    texts.table.close_rows(row)
     pages = texts.cache.match(texts.cache.key(text))
     texts.lose(lost, pages[[5]])
     window = 2 if lost == NARROW else 4
@@ -286,7 +286,7 @@ def test_random_matches_are_the_longest_by_the_definition(windows, page_size, se
     texts, text = Texts(windows, page_size=page_size, pages=180), list(range(80))
     first, second = (grown(texts.table, 80) for _ in range(2))
     texts.keep(first, text)
-    texts.table.close_row(first)
+    texts.table.close_rows(first)
     pages = texts.cache._pages_of(texts.cache._walk(texts.cache.key(text), b""))
     for group in texts.allocator.windowed:
         texts.lose(group, pages[draw.random(len(pages)) < draw.choice([0.0, 0.1, 0.5])])
@@ -296,7 +296,7 @@ def test_random_matches_are_the_longest_by_the_definition(windows, page_size, se
     texts.table.evict_unseen(ints(second), slack_pages=0)
     texts.keep(second, text)
     assert texts.found(text) >= had
-    texts.table.close_row(second)
+    texts.table.close_rows(second)
     texts.table.check()
     pages = texts.cache._pages_of(texts.cache._walk(texts.cache.key(text), b""))
     assert texts.found(text) == texts.longest(pages)
@@ -309,13 +309,13 @@ def revived(*, evict: bool) -> tuple[Texts, list[int], np.ndarray, np.ndarray]:
     texts, text = Texts([2, 5]), list(range(9))
     first, second = grown(texts.table, 9), grown(texts.table, 9)
     texts.keep(first, text)
-    texts.table.close_row(first)
+    texts.table.close_rows(first)
     old, own = texts.cache.match(texts.cache.key(text)), texts.table.pages(second, 9)
     texts.lose(NARROW, old)
     if evict:
         texts.table.evict_unseen(ints(second), slack_pages=0)
     texts.keep(second, text)
-    texts.table.close_row(second)
+    texts.table.close_rows(second)
     texts.table.check()
     return texts, text, old, own
 
@@ -342,7 +342,7 @@ def test_an_exchange_that_would_lose_a_peer_is_not_made() -> None:
     texts, text = Texts([2, 5]), list(range(9))
     first, second = grown(texts.table, 9), grown(texts.table, 9)
     texts.keep(first, text)
-    texts.table.close_row(first)
+    texts.table.close_rows(first)
     old, own = texts.cache.match(texts.cache.key(text)), texts.table.pages(second, 9)
     texts.lose(WIDE, old)
     texts.table.evict_unseen(ints(second), slack_pages=0)
@@ -350,7 +350,7 @@ def test_an_exchange_that_would_lose_a_peer_is_not_made() -> None:
     [node] = texts.cache._by_age
     assert node.pages.tolist() == [*old[:7], *own[7:]]
     assert [pool.kept_pages for pool in texts.allocator.pools] == [9, 9, 2]
-    texts.table.close_row(second)
+    texts.table.close_rows(second)
     texts.table.check()
 
 
@@ -364,7 +364,7 @@ def test_the_cache_gives_up_what_the_short_pool_needs(short: GroupId) -> None:
     )
     cache, row = PrefixCache(table), grown(table, 16)
     cache.insert([row], [cache.key(range(16))])
-    table.close_row(row)
+    table.close_rows(row)
     grown(table, 15)
     table.check()
     kept = [pool.kept_pages for pool in table.allocator.pools]

@@ -116,7 +116,7 @@ def test_rows_closed_at_once_are_rows_closed_one_after_the_other(page_size: int)
         evicted, kept = evicted + int(table.evicted_len[:, rows].sum()), kept + int(pool.is_kept(pages).sum())
         table.close_rows(ints(*rows))
         for row in rows:
-            one_by_one.close_row(row)
+            one_by_one.close_rows(row)
         assert state(table) == state(one_by_one)
         table.check()
     assert min(shared, evicted, kept) > 100

@@ -18,8 +18,8 @@ GQA = SMALL | {"num_key_value_heads": 2}
 def rows(layout: KVLayout) -> list[tuple[int, int, int, int | None]]:
     """(owner, kv heads, head size, window) per layer; a spec's own number is its place."""
     assert [spec.layer for spec in layout.layers] == list(range(len(layout.layers)))
-    assert all(spec.v.heads == spec.num_kv_heads and spec.v.dim == spec.head_dim for spec in layout.layers)
-    return [(s.owner, s.num_kv_heads, s.head_dim, s.window) for s in layout.layers]
+    assert all(spec.v[1:3] == spec.k[1:3] for spec in layout.layers)
+    return [(s.owner, s.k.heads, s.k.dim, s.window) for s in layout.layers]
 
 
 def gemma4_e() -> KVLayout:

@@ -59,7 +59,7 @@ class Rig(SimpleNamespace):
         self.table.check()
 
     def close(self, row: int) -> None:
-        self.table.close_row(row)
+        self.table.close_rows(row)
         self.table.check()
 
     def serve(self, text: Sequence[int], *, evict: bool = False) -> int:

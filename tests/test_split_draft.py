@@ -191,7 +191,7 @@ def test_a_share_says_in_how_many_parts_its_heads_lie():
     kinds = [(8, KEEP_ALL, FULL), (2, Retention(4), SLIDING), (1, KEEP_ALL, FULL)]
     layout = KVLayout(tuple(LayerCache(i, i, kind, attention_fields(n, 4), r) for i, (n, r, kind) in enumerate(kinds)))
     share = layout.share(4)
-    assert [(spec.num_kv_heads, spec.v.heads, spec.shares) for spec in share.layers] == [
+    assert [(spec.k.heads, spec.v.heads, spec.shares) for spec in share.layers] == [
         (2, 2, 4),
         (1, 1, 2),
         (1, 1, 1),

@@ -188,7 +188,7 @@ def _tree_times(name: str, shape: Shape, forms: Sequence[str], batch: int, nodes
     for scene in made:
         rows = [scene.table.open_row() for _ in range(batch)]
         scene.read(np.array(rows), np.full(batch, 40), text, padding=0)
-        scene.table.ensure_all_slots(np.array(rows), np.full(batch, 40 + LOOKAHEAD))
+        scene.table.ensure_slots(np.array(rows), np.full(batch, 40 + LOOKAHEAD))
     for num_nodes in nodes:
         chain = DraftTree.chain(torch.zeros((batch, num_nodes), dtype=torch.int64, device=DEVICE))
         plans = [plan_verify(scene.backend, scene.table, scene.table.rows(np.arange(batch)), chain) for scene in made]

@@ -207,7 +207,7 @@ class ProbeContext:
             return f"has K {tuple(key.shape)} and V {tuple(value.shape)}, but its owner keeps heads x size {kept}"
         if not query.dtype == key.dtype == value.dtype:
             return f"has queries in {query.dtype}, K in {key.dtype} and V in {value.dtype}; one dtype is supported"
-        if query.shape[3] != spec.head_dim or query.shape[1] % spec.num_kv_heads:
+        if query.shape[3] != spec.k.dim or query.shape[1] % spec.k.heads:
             return f"has queries {tuple(query.shape)} that do not group over {kv_shape} keys"
         if not key.shape[2] == value.shape[2] == query.shape[2] or query.shape[0] * query.shape[2] != len(self.text):
             return f"asks for {query.shape[2]} queries and {key.shape[2]} keys for {len(self.text)} tokens"

@@ -199,14 +199,14 @@ class Scheduler:
             if self.table.pages_needed(rows, wanted).sum() <= self.table.allocator.available_pages:
                 break
             self._make_room()
-        self.table.ensure_all_slots(rows, wanted)
+        self.table.ensure_slots(rows, wanted)
         forced = max((len(request.forced) for request in restricted(decoding)), default=0)
         if forced:
             last = self.table.slots.host.shape[1] - 1
             more = np.minimum(self.table.committed_len.host[rows] + next_power_of_two(1 + forced), last)
             for row, wanted in zip(rows[:, None], more[:, None], strict=True):  # for each by itself
                 if self.table.pages_needed(row, wanted).sum() <= self.table.allocator.available_pages:
-                    self.table.ensure_all_slots(row, wanted)
+                    self.table.ensure_slots(row, wanted)
         return decoding
 
     def release_requests(self, *requests: Request) -> None:
@@ -233,7 +233,7 @@ class Scheduler:
         chosen = [(request, chunk) for request, chunk in chosen if request.state is RequestState.PREFILL]
         if chosen:
             rows, chunk_len = np.array([(request.row, chunk) for request, chunk in chosen], dtype=np.int64).T
-            self.table.ensure_all_slots(rows, self.table.committed_len.host[rows] + chunk_len)
+            self.table.ensure_slots(rows, self.table.committed_len.host[rows] + chunk_len)
         return chosen
 
     def _lookahead(self, decoding: Sequence[Request]) -> tuple[IntArray, IntArray]:

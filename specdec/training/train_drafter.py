@@ -161,7 +161,7 @@ def check_shape(target: TargetModel, settings: TrainSettings) -> None:
         new_module(target, settings)
         return
     for layer in target.layout.layers:
-        _require_groups(_query_heads(target, settings), layer.num_kv_heads, f"the target's {layer.layer_type}")
+        _require_groups(_query_heads(target, settings), layer.k.heads, f"the target's {layer.layer_type}")
 
 
 def new_drafter(target: TargetModel, documents: list[Document], settings: TrainSettings) -> TrainableDrafter:
@@ -238,7 +238,7 @@ def _layer_shape(target: TargetModel, settings: TrainSettings, hidden: int, laye
     head_dim = settings.head_dim or hidden // heads
     if head_dim % 2:
         raise ConfigError(f"--head-dim {head_dim} is odd, but RoPE turns pairs of numbers; give an even --head-dim")
-    kv_heads = settings.kv_heads or target.layout.layers[-1].num_kv_heads
+    kv_heads = settings.kv_heads or target.layout.layers[-1].k.heads
     _require_groups(heads, kv_heads, "--kv-heads")
     return {
         "hidden_size": hidden,
