@@ -21,10 +21,11 @@ from specdec.attention.kernels.draft_block import Draft, DraftBlock
 from specdec.attention.pack import Pack, PackTables
 from specdec.attention.path_attention import part_of
 from specdec.attention.plan import Attend, KVPlan
+from specdec.gpu.captures import Capture
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.index_spaces import NULL_SLOT, PRIMARY, GroupId, GroupLoc, PrimaryLoc
 from specdec.kvcache.layer_context import ScoreOptions
-from specdec.kvcache.sanitize import Capture, Fault, Sanitizer, sanitize_requested
+from specdec.kvcache.sanitize import Fault, Sanitizer, sanitize_requested
 from specdec.kvcache.store import KVStore, LayerKV
 
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from specdec.attention.plan import KVPlan
 from specdec.kvcache.index_spaces import NULL_SLOT, PRIMARY, GroupId
 from specdec.kvcache.layer_context import ScoreOptions
-from specdec.kvcache.rounded import Pool, read_rows
+from specdec.kvcache.rounded import FieldPool, read_rows
 
 
 def visible(
@@ -137,8 +137,8 @@ class VisibleKeys:
     def attend(
         self,
         query: torch.Tensor,
-        pool_k: Pool,
-        pool_v: Pool,
+        pool_k: FieldPool,
+        pool_v: FieldPool,
         **options: Unpack[ScoreOptions],
     ) -> torch.Tensor:
         """`Attend` of `plan.py`, from pools [slots, Hkv, D]."""

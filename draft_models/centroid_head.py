@@ -17,7 +17,7 @@ from specdec.gpu.triton_shim import tl, triton
 from specdec.layers.linear import linear
 from specdec.layers.product import finish
 from specdec.sampling.choose_candidate import choose_kernel
-from specdec.sampling.collect_candidates import Candidates
+from specdec.sampling.collect_candidates import Shortlist
 from specdec.sampling.kernel_sampler import MAX_BEST
 from specdec.sampling.log_probs import Best
 from specdec.sampling.reference_sampler import ReferenceSampler
@@ -193,7 +193,7 @@ def _choose(
         **options,
     )
     choose_kernel[(rows,)](
-        *(None, positions.contiguous(), *params, None, None, *Candidates.given(list_id, list_x)),
+        *(None, positions.contiguous(), *params, None, None, *Shortlist.given(list_id, list_x)),
         *(best.tokens, best.scores if scores else None),
         *(0, vocab_size, num_nodes, batch, list_len, list_len, None, None, 0, 0, 0),
         LISTED=True,

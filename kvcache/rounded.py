@@ -69,25 +69,25 @@ class RoundedPool:
         return (self.bits.view(E4M3).float() * self.scales[..., None]).to(self.dtype)
 
 
-Pool = torch.Tensor | RoundedPool
+FieldPool = torch.Tensor | RoundedPool
 """The rows of one field of a layer."""
 
 
-def read_rows(pool: Pool, slots: torch.Tensor) -> torch.Tensor:
+def read_rows(pool: FieldPool, slots: torch.Tensor) -> torch.Tensor:
     """Rows at slots [T] -> [T, heads, D]."""
     return all_rows(pool.index_select(0, slots))
 
 
-def all_rows(pool: Pool) -> torch.Tensor:
+def all_rows(pool: FieldPool) -> torch.Tensor:
     return pool.read() if isinstance(pool, RoundedPool) else pool
 
 
-def numbers_and_scales(pool: Pool) -> tuple[torch.Tensor, torch.Tensor | None]:
+def numbers_and_scales(pool: FieldPool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The tensors of a pool that kernels read: rows [slots, heads, D]; of a rounded pool pairs of numbers [slots,
     heads, D / 2] int16, and scales [slots, heads]."""
     return (pool.bits.view(torch.int16), pool.scales) if isinstance(pool, RoundedPool) else (pool, None)
 
 
-def tensors_of(pool: Pool) -> tuple[torch.Tensor, ...]:
+def tensors_of(pool: FieldPool) -> tuple[torch.Tensor, ...]:
     """The tensors of a pool that are moved, poisoned and counted."""
     return (pool.bits, pool.scales) if isinstance(pool, RoundedPool) else (pool,)

@@ -10,7 +10,7 @@ the host reads the record between rounds (`verdict`). It knows no plan and no re
 """
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from enum import Enum
 from functools import partial
 
@@ -18,14 +18,13 @@ import numpy as np
 import torch
 
 from specdec.errors import LocationError, name_row
+from specdec.gpu.captures import Capture, Program, Replay
 from specdec.gpu.mirrored_array import IntArray, MirroredArray
 from specdec.kvcache.index_spaces import PRIMARY, GroupId
 from specdec.kvcache.store import KVStore
 from specdec.kvcache.table import RequestTable
 
 SETTING = "SPECDEC_SANITIZE"
-Capture = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
-"""Records a program instead of running it, like `Capture` of `specdec.gpu.captures`."""
 BLAME = f"(found by {SETTING}=1; this is a defect of specdec or of a drafter, no user's mistake)"
 
 
@@ -73,7 +72,7 @@ class Sanitizer:
         """Wraps `capture` so that nothing is read back within it: faults stay in the record until `verdict` is
         called."""
 
-        def captured(program: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        def captured(program: Program) -> tuple[Replay, torch.Tensor]:
             self._capturing = True
             try:
                 return capture(program)

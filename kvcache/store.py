@@ -21,7 +21,7 @@ from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.index_spaces import GroupId, GroupLoc
 from specdec.kvcache.layout import CacheField, KVLayout
 from specdec.kvcache.recurrent_state import RecurrentState, StateShape
-from specdec.kvcache.rounded import Pool, RoundedPool, tensors_of
+from specdec.kvcache.rounded import FieldPool, RoundedPool, tensors_of
 from specdec.kvcache.rounded_kernels import store_rounded
 
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
@@ -31,7 +31,7 @@ class LayerKV(NamedTuple):
     """The pools of one layer in the order of its fields, and the group whose slots index them; the states of a
     recurrent layer, by row of the request table."""
 
-    fields: tuple[Pool, ...]
+    fields: tuple[FieldPool, ...]
     group: GroupId
     state: RecurrentState | None = None
 
@@ -172,7 +172,7 @@ def _recurrent_shapes(layout: KVLayout) -> dict[tuple[StateShape, int], list[int
     return found
 
 
-def empty_pool(field: CacheField, slots: int, dtype: torch.dtype, device: torch.device) -> Pool:
+def empty_pool(field: CacheField, slots: int, dtype: torch.dtype, device: torch.device) -> FieldPool:
     """Zeros for every slot."""
     if field.rounded:
         return RoundedPool.zeros(slots, field.heads, field.dim, dtype, device)
@@ -182,7 +182,7 @@ def empty_pool(field: CacheField, slots: int, dtype: torch.dtype, device: torch.
 # writing
 
 
-def reference_store_kv(k: torch.Tensor, v: torch.Tensor, slots: GroupLoc, pool_k: Pool, pool_v: Pool) -> None:
+def reference_store_kv(k: torch.Tensor, v: torch.Tensor, slots: GroupLoc, pool_k: FieldPool, pool_v: FieldPool) -> None:
     """Store k, v [T, Hkv, D] at slots [T] of the pools [slots, Hkv, D]."""
     pool_k.index_copy_(0, slots, k)
     pool_v.index_copy_(0, slots, v)
@@ -219,7 +219,7 @@ def _store_kv_kernel(
     tl.store(p_pool_v + slot * (HEADS * V_DIM) + o_row, b_v, mask=m_v)
 
 
-def store_kv(k: torch.Tensor, v: torch.Tensor, slots: GroupLoc, pool_k: Pool, pool_v: Pool) -> None:
+def store_kv(k: torch.Tensor, v: torch.Tensor, slots: GroupLoc, pool_k: FieldPool, pool_v: FieldPool) -> None:
     """Store k [T, Hkv, D], v [T, Hkv, DV], of any strides, at slots [T] of the contiguous pools [slots, Hkv, D or
     DV]."""
     num_tokens, num_heads, head_dim = k.shape

@@ -41,7 +41,7 @@ from specdec.gpu.stage_clock import StageClock
 from specdec.kvcache.index_spaces import ByGroup, GroupId, GroupLoc, PrimaryLoc
 from specdec.kvcache.layer_context import Destination, Recurrence
 from specdec.kvcache.recurrent_state import RecurrentState, StateShape
-from specdec.kvcache.rounded import Pool, RoundedPool, numbers_and_scales
+from specdec.kvcache.rounded import FieldPool, RoundedPool, numbers_and_scales
 from specdec.kvcache.store import LayerKV, RecurrentLayers, StoreAddresses, move_kv, store_kv
 from specdec.kvcache.table import RequestTable, Rows
 from specdec.layers.accepted_path import keep_last, path_rows
@@ -62,7 +62,7 @@ from specdec.layers.rope_store import Heads, Rotary, rope_store, rotary
 from specdec.runtime.rounds.closing import closing
 from specdec.runtime.rounds.opening import opening
 from specdec.sampling.kernel_sampler import best_tokens, sample
-from specdec.sampling.row_scores import Seen
+from specdec.sampling.row_scores import SeenTokens
 from specdec.sampling.sampling_table import REAL, WHOLE, ParamVectors
 from specdec.sampling.softcap import softcap
 from specdec.sampling.token_bitmaps import mark_seen
@@ -187,7 +187,9 @@ def recurrent(
 # the cache
 
 
-def pools_of(heads: int, dim: int, dtype: torch.dtype, slots: int = 9999, *, rounded: bool) -> tuple[Pool, Pool]:
+def pools_of(
+    heads: int, dim: int, dtype: torch.dtype, slots: int = 9999, *, rounded: bool
+) -> tuple[FieldPool, FieldPool]:
     """Two pools: K and V."""
     if not rounded:
         return numbers(slots, heads, dim, dtype=dtype), numbers(slots, heads, dim, dtype=dtype)
@@ -579,7 +581,7 @@ def sampling(dtype: torch.dtype, cap: float | None, *, penalised: bool = False, 
     logits, positions, params = numbers(batch, nodes, vocab, dtype=dtype), integers(batch, nodes), params_of(batch)
     seen = None
     if penalised:
-        seen = Seen(numbers(batch, vocab // 32, dtype=torch.int32), integers(batch, nodes, nodes))
+        seen = SeenTokens(numbers(batch, vocab // 32, dtype=torch.int32), integers(batch, nodes, nodes))
         mark_seen(seen.bits, integers(batch), integers(batch, 40), integers(batch))
     if best:
         best_tokens(logits[:, :1], positions[:, :1], params, 8)

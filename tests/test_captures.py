@@ -26,7 +26,7 @@ from specdec.sampling import kernel_sampler, token_bitmaps
 from specdec.sampling.reference_sampler import Past, ReferenceSampler
 from specdec.sampling.sampling_table import SamplingTable, Uses
 
-from inside import Watch, captured_rounds
+from inside import StorageWatch, captured_rounds
 from marks import deep_cases
 
 NEW = 10
@@ -396,8 +396,8 @@ def test_weights_are_looked_at_once_a_step(engine_with, random_prompt, monkeypat
     """Steps of replayed rounds and prompts, with the prefix cache."""
     engine = engine_with(record, prefill_chunk=8)
     serve(engine, random_prompt)
-    looks, moved = [], Watch.moved
-    monkeypatch.setattr(Watch, "moved", lambda self: looks.append(0) or moved(self))
+    looks, moved = [], StorageWatch.moved
+    monkeypatch.setattr(StorageWatch, "moved", lambda self: looks.append(0) or moved(self))
     engine.submit(random_prompt(8), GREEDY)
     counts = []
     for i in range(6):

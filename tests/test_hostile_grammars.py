@@ -13,7 +13,7 @@ from specdec import SamplingParams
 from specdec.errors import ConfigError
 from specdec.sampling.grammars import grammar, grammar_trial, grammar_worker
 from specdec.sampling.grammars.grammar import Grammars
-from specdec.sampling.grammars.grammar_bounds import is_plain, require_bounded
+from specdec.sampling.grammars.grammar_bounds import compiles_in_linear_time, require_bounded
 
 from marks import deep_cases
 
@@ -235,7 +235,7 @@ def test_plain_grammars_need_no_worker(byte_tokenizer):
     start(grammars, json_schema={"type": "object", "properties": {"a": {"type": "array", "items": {"enum": [1]}}}})
     assert grammars._library._trial.starts == 0
     for schema in ({"pattern": "a"}, {"$ref": "#"}, {"allOf": []}, {"items": {"format": "date"}}):
-        assert not is_plain("json_schema", json.dumps(schema))
+        assert not compiles_in_linear_time("json_schema", json.dumps(schema))
 
 
 def test_a_grammar_that_no_text_follows_is_refused_at_once(grammars):

@@ -345,7 +345,7 @@ def test_tiles_fit_the_shared_memory(shared_memory: int, monkeypatch: pytest.Mon
     for n, k in ((128, 2816), (256, 2560), (4224, 2816), (2560, 10240), (20480, 2560), (262144, 2560)):
         for cut in (choose_cut(n, k), Cut(1, k)):
             for rows in (1, 8, 17, 33, 64, 65, 160, 192, 500, 2048):
-                tiles = gemm_small.choose_tiles(rows, n, cut, x, gated=cut.splits == 1)
+                tiles = gemm_small.choose_small_tiles(rows, n, cut, x, gated=cut.splits == 1)
                 assert tiles.num_stages >= 1
                 taken = tiles.num_stages * (tiles.block_n + tiles.block_m + tiles.tail_m) * tiles.block_k * 2
                 assert taken <= shared_memory << 10, f"{n=} {k=} {rows=} {tiles=}"

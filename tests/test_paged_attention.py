@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from specdec.attention.kernels.paged_attention import (
-    Tiles,
-    choose_tiles,
+    PagedTiles,
+    choose_paged_tiles,
     fit_tiles,
     paged_attention,
     reference_paged_attention,
@@ -22,7 +22,7 @@ from marks import deep_cases, quick, usual_cases
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
-SMALL = Tiles(16, 16, 4, 1, waves=3.0)
+SMALL = PagedTiles(16, 16, 4, 1, waves=3.0)
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 pytestmark = pytest.mark.usefixtures("kernels_run", "poison_empty")
@@ -298,7 +298,7 @@ def test_more_splits_than_are_merged_at_once(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_tiles_shrink_until_they_fit_the_shared_memory() -> None:
     hopper, ampere, ada = 227 << 10, 163 << 10, 99 << 10  # bytes that one program may use
-    decode, verify = choose_tiles(4, 256, 2), choose_tiles(64, 256, 2)
+    decode, verify = choose_paged_tiles(4, 256, 2), choose_paged_tiles(64, 256, 2)
     assert verify[:4] == (64, 32, 4, 7) == fit_tiles(verify, 256, 2, hopper)[:4]  # (64 + 2 * 32 * 4) * 512 = 160 KiB
     assert fit_tiles(verify, 256, 2, ampere)[:4] == (64, 32, 4, 7)
     assert fit_tiles(verify, 256, 2, ada)[:4] == (64, 32, 4, 3)  # two tiles of K and V instead of four

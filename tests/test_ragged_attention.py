@@ -12,7 +12,7 @@ import torch
 
 from specdec.attention.kernels.own_keys import own_keys
 from specdec.attention.kernels.ragged_attention import RaggedTiles, ragged_attention
-from specdec.attention.kernels.tree_attention import Cut, RowTiles, tree_attention
+from specdec.attention.kernels.tree_attention import KeySplit, RowTiles, tree_attention
 from specdec.attention.pack import Lines, Pack
 from specdec.attention.runs import EveryRun, RunsAttention, dense_run, exact_run
 from specdec.kvcache.rounded import RoundedPool
@@ -24,7 +24,7 @@ from marks import deep_cases
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 ANY_ORDER, IN_ORDER = RaggedTiles(16, 16, 4, 1), RaggedTiles(16, 16, 4, 1, 32)
-CUT = {"cut": Cut(16, 32), "tiles": RowTiles(16, 4, 1)}  # of plain decoding, the same
+CUT = {"cut": KeySplit(16, 32), "tiles": RowTiles(16, 4, 1)}  # of plain decoding, the same
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 32
 
 pytestmark = pytest.mark.usefixtures("kernels_run", "poison_empty")

@@ -12,7 +12,7 @@ from specdec import Engine, EngineConfig
 from specdec.cli.app import app, load_command
 from specdec.errors import CapacityError
 from specdec.evaluation.model_shapes import SHAPES, Shrink
-from specdec.evaluation.recipes import CARDS, REQUESTS, TOKENS, command, on_less, recipe, row
+from specdec.evaluation.recipes import CARDS, REQUESTS, TOKENS, on_less, recipe, row, serve_command
 from specdec.models.described_model import ModelOnMeta, model_on_meta
 from specdec.models.published import RECIPES, Pair
 from specdec.runtime import sizing
@@ -69,7 +69,7 @@ def test_the_page_has_every_recipe_and_each_family_of_the_readme():
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_command_is_one_that_serve_takes(name):
-    program, verb, *words = shlex.split(command(RECIPES[name]))
+    program, verb, *words = shlex.split(serve_command(RECIPES[name]))
     assert (program, verb) == ("specdec", "serve")
     load_command("serve").make_context("serve", [*words]).close()
     assert words[1] == RECIPES[name].target and words[3] == RECIPES[name].drafter
@@ -116,7 +116,7 @@ def test_a_table_has_every_recipe(monkeypatch):
     one = RECIPES["MiMo-7B"]
     monkeypatch.setattr("specdec.cli.bodies.memory_pages.RECIPES", {one.name: one})
     assert one.target in run().stdout and "24 GB" in run().stdout
-    assert [each["command"] for each in json.loads(run("--json", "-").stdout)] == [command(one)]
+    assert [each["command"] for each in json.loads(run("--json", "-").stdout)] == [serve_command(one)]
 
 
 @pytest.mark.parametrize(

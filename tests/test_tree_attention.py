@@ -14,9 +14,9 @@ import torch
 from specdec.attention.deterministic_attention import deterministic_attention
 from specdec.attention.kernels.own_keys import ALIGN, own_keys, reference_own_keys
 from specdec.attention.kernels.tree_attention import (
-    Cut,
+    KeySplit,
     RowTiles,
-    choose_cut,
+    choose_key_split,
     choose_rows,
     count_splits,
     fit_rows,
@@ -30,7 +30,7 @@ from marks import deep, deep_cases, each_value, quick, slow, usual_cases
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 BLOCK_K = 16
-SMALL: dict[str, Any] = {"cut": Cut(BLOCK_K, 2 * BLOCK_K), "tiles": RowTiles(16, 4, 1)}
+SMALL: dict[str, Any] = {"cut": KeySplit(BLOCK_K, 2 * BLOCK_K), "tiles": RowTiles(16, 4, 1)}
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 pytestmark = pytest.mark.usefixtures("kernels_run", "poison_empty")
@@ -348,7 +348,7 @@ def test_windows_of_a_chunk_that_begin_in_different_splits() -> None:
     """40 rows, windows of 20, splits of 16 keys: tiles of rows begin up to two splits after their request."""
     requests = [request(40, 40)]
     args = lay_out(requests, window=20)
-    out = run(args, cut=Cut(16, 16))
+    out = run(args, cut=KeySplit(16, 16))
     torch.testing.assert_close(out.double(), dense(requests, args), atol=2e-5, rtol=2e-5)
 
 
@@ -372,13 +372,13 @@ def test_splits_grow_with_the_position() -> None:
     args = lay_out([request(850, 1), request(300, 1, seed=1)])
     expected = dense([request(850, 1), request(300, 1, seed=1)], args)
     for options in ({}, {"tiles": RowTiles(16, 4, 1, fold=True)}):
-        out = run(args, cut=Cut(16, 16), **options)
+        out = run(args, cut=KeySplit(16, 16), **options)
         torch.testing.assert_close(out.double(), expected, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("grows", [False, True])
 def test_every_position_is_in_the_split_that_begins_before_it(grows: bool) -> None:
-    cut = Cut(16, 16)
+    cut = KeySplit(16, 16)
 
     def split_of(position: int) -> int:
         unit = position // 16
@@ -560,8 +560,10 @@ def test_strides_and_index_dtypes() -> None:
 
 def test_many_heads_have_longer_splits() -> None:
     """And nothing else that a launch knows changes the cut."""
-    assert [choose_cut(256, 2, heads) for heads in (1, 2, 8, 16)] == [Cut(32, 128)] * 2 + [Cut(32, 256)] * 2
-    assert {choose_cut(128, 2, heads) for heads in (1, 8)} == {Cut(64, 256)}
+    assert [choose_key_split(256, 2, heads) for heads in (1, 2, 8, 16)] == [KeySplit(32, 128)] * 2 + [
+        KeySplit(32, 256)
+    ] * 2
+    assert {choose_key_split(128, 2, heads) for heads in (1, 8)} == {KeySplit(64, 256)}
 
 
 def test_two_warps_decode_keys_of_8_bits() -> None:
@@ -572,8 +574,8 @@ def test_two_warps_decode_keys_of_8_bits() -> None:
 
 def test_row_tiles_shrink_until_they_fit_the_shared_memory_and_the_cut_does_not() -> None:
     hopper, ampere, ada = 227 << 10, 163 << 10, 99 << 10  # bytes that one program may use
-    cut = choose_cut(512, 2, 1)
-    assert cut == Cut(32, 256)
+    cut = choose_key_split(512, 2, 1)
+    assert cut == KeySplit(32, 256)
     tiles = RowTiles(32, 8, 5)
     assert fit_rows(tiles, cut, 512, 2, hopper) == tiles  # (32 + 2 * 32 * 3) KiB
     assert fit_rows(tiles, cut, 512, 2, ampere) == RowTiles(32, 8, 3)  # two tiles of K and V instead of three

@@ -8,7 +8,7 @@ depend on neither.
 import torch
 
 from specdec.gpu.triton_shim import tl, triton
-from specdec.kvcache.rounded import Pool
+from specdec.kvcache.rounded import FieldPool
 from specdec.kvcache.rounded_kernels import from_e4m3
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -50,7 +50,7 @@ def zero_parts(BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, ROUNDED: tl.constex
 
 
 @triton.jit
-def joined(parts: tl.tuple) -> tl.tensor:
+def join_parts(parts: tl.tuple) -> tl.tensor:
     """[BM, BV]: `parts_of`, undone."""
     b_x = parts[0]
     if len(parts) == 2:
@@ -133,8 +133,8 @@ def decode_values(b_pairs: tl.tensor, b_scale: tl.tensor, DTYPE: tl.constexpr) -
 
 def check_arguments(
     query: torch.Tensor,
-    pool_k: Pool,
-    pool_v: Pool,
+    pool_k: FieldPool,
+    pool_v: FieldPool,
     pages: torch.Tensor,
     positions: torch.Tensor,
     sinks: torch.Tensor | None,

@@ -18,7 +18,7 @@ from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layer_context import Recurrence
 from specdec.kvcache.recurrent_state import FOLD, RecurrentState
-from specdec.kvcache.rounded import Pool, read_rows
+from specdec.kvcache.rounded import FieldPool, read_rows
 from specdec.kvcache.store import KVStore, LayerKV
 from specdec.kvcache.table import RequestTable
 
@@ -153,7 +153,7 @@ def last_inputs(kept: LayerKV, wave: Wave, state: RecurrentState) -> torch.Tenso
     return rows_at(kept.fields[0], slots)[:, :, 0]
 
 
-def rows_at(pool: Pool, slots: torch.Tensor) -> torch.Tensor:
+def rows_at(pool: FieldPool, slots: torch.Tensor) -> torch.Tensor:
     """Rows of a pool at slots [X, Y] -> [X, Y, heads, D]."""
     return read_rows(pool, slots.flatten()).view(*slots.shape, *pool.shape[1:])
 

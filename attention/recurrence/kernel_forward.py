@@ -52,7 +52,7 @@ RUN_ROWS, RUN_CHANNELS = 8, 256
 """Tokens and channels of a convolution of runs in one program."""
 
 
-class Form(NamedTuple):
+class KernelForm(NamedTuple):
     """How the kernels of trees, of runs in decoding's order and of folds compute. columns: numbers of a value that one
     program computes. stages: chunks of a state that are being loaded or used at a time. precision "ieee": float32 in
     exactly rounded steps; "tf32x3": three products of tensor cores instead."""
@@ -67,7 +67,7 @@ class Form(NamedTuple):
         return {"PRECISION": self.precision, "num_warps": self.warps, "num_stages": self.stages}
 
 
-FORM = Form("ieee", 32, 4, 3)
+FORM = KernelForm("ieee", 32, 4, 3)
 """The form with the same bits next to any other rows."""
 
 MAX_RECORDS = 64

@@ -206,7 +206,9 @@ def tilings(kernel: str, shape: Shape) -> list[Any]:
     rows = sorted({min(m, max(16, triton.next_power_of_2(packed))) for m in (16, 32, 64, 128)})
     every = itertools.product(rows, (16, 32, 64), (4, 8), (2, 3, 5, 7), (1.0, 2.0))
     return [
-        pa.Tiles(*each) for each in every if each[0] >= min(64, packed) and (each[0] * each[1] >= 512 or each[2] == 4)
+        pa.PagedTiles(*each)
+        for each in every
+        if each[0] >= min(64, packed) and (each[0] * each[1] >= 512 or each[2] == 4)
     ]
 
 

@@ -26,7 +26,7 @@ from bench.verify import attempt, attempt_all, bits_row, distance
 from specdec.attention.pack import Pack
 from specdec.attention.plan import KVPlan, plan_packed, plan_verify
 from specdec.attention.recurrence import kernel_forward
-from specdec.attention.recurrence.kernel_forward import FORM, Form, RecurrentKernels
+from specdec.attention.recurrence.kernel_forward import FORM, KernelForm, RecurrentKernels
 from specdec.attention.recurrence.span_kernels import SPAN_PARTS
 from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.trees.tree import DraftTree
@@ -70,7 +70,7 @@ def kernels_in(form: str) -> AbstractContextManager[Any]:
         parts = SPAN_PARTS if ON_CPU or not numbers else SPAN_PARTS._replace(number=numbers[0])
         given = dict(zip(("SPAN_COLUMNS", "SPAN_WARPS", "SPAN_STAGES"), numbers[1:], strict=False))
         return mock.patch.multiple(kernel_forward, SPAN_PARTS=parts, **given)
-    return mock.patch.object(kernel_forward, "FORM", Form(kind, *numbers, *FORM[1 + len(numbers) :]))  # type: ignore[arg-type]
+    return mock.patch.object(kernel_forward, "FORM", KernelForm(kind, *numbers, *FORM[1 + len(numbers) :]))  # type: ignore[arg-type]
 
 
 def check_rows(shapes: Sequence[str], precisions: Sequence[str]) -> Iterator[Row]:

@@ -14,8 +14,8 @@ from bench.report import Row
 from specdec.attention.kernels.page_table import (
     PageTables,
     build_page_tables,
+    group_widths,
     reference_build_page_tables,
-    table_widths,
 )
 from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.trees.beam import Candidates
@@ -74,7 +74,7 @@ def page_tables(page_sizes: Sequence[int], small: bool) -> Named:
 
             keys = torch.tensor([slots.shape[1], retain])
             for width in (-(-5000 // page_size), 0, 16):
-                widths = table_widths(keys.numpy(), width, page_size)
+                widths = group_widths(keys.numpy(), width, page_size)
                 arguments = partial(partial, num_nodes=nodes, page_size=page_size, widths=widths)
                 inputs = slots, maps, keys.to(DEVICE), rows, length
                 run, reference = (
@@ -264,7 +264,7 @@ def times_rows(page_sizes: Sequence[int], contexts: Sequence[int]) -> Iterator[R
             def build(slots: Any, widths: Any, others: Any = others, size: int = page_size, kept: Any = kept) -> None:
                 kept.append(build_page_tables(*slots, *others, num_nodes=NODES, page_size=size, widths=widths))
 
-            every = [table_widths(keys.numpy(), width, page_size) for width in (wide, 1)]
+            every = [group_widths(keys.numpy(), width, page_size) for width in (wide, 1)]
             whole, rest = (microseconds(partial(build, widths=widths), sets) for widths in every)
             found = "" if whole < LIMIT_US else f"slower than {LIMIT_US:.0f} us"
             name = f"page tables, pages of {page_size}, context {context}"

@@ -27,7 +27,7 @@ from torch import nn
 from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm, Gemma4TextScaledWordEmbedding
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
-from specdec.attention.draft_attention import Attend, BlocksAttention
+from specdec.attention.draft_attention import BlocksAttention, DraftAttend
 from specdec.attention.kernels.draft_block import Order
 from specdec.attention.plan import KVPlan
 from specdec.draft_models.block.block_layers import Gemma4BlockLayer, Gemma4Rotary, SuccessorHead, gemma4_config
@@ -145,7 +145,7 @@ class BlockHead(HeadModule):
         normed: torch.Tensor = self.hidden_norm(self.fc(states))
         return normed
 
-    def forward(self, embeds: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def forward(self, embeds: torch.Tensor, positions: torch.Tensor, attend: DraftAttend) -> torch.Tensor:
         """A block's embeddings [B, K, H] at positions [B, K] -> states after the final norm [B, K, H]."""
         rotary = self.rotary_emb(embeds, positions)
         hidden = embeds
@@ -162,7 +162,7 @@ def block_states(
     pos: torch.Tensor,
     states: torch.Tensor,
     places: torch.Tensor,
-    form: Callable[[Attend], Attend] = lambda attend: attend,
+    form: Callable[[DraftAttend], DraftAttend] = lambda attend: attend,
 ) -> torch.Tensor:
     """A block at each of `places` [B, A] of texts [B, T], from the target's states [B, T, L * H] -> [B, A, K, H]."""
     spec, taps = head.spec, head.taps(states)

@@ -20,7 +20,7 @@ from specdec.draft_models.base import (
     Fit,
     Observation,
     PromptObservation,
-    Sample,
+    SampleFunction,
     TargetInfo,
 )
 from specdec.draft_models.heads.fused_form import Form, proved_form
@@ -128,7 +128,7 @@ class DraftGrowth:
     """
 
     def __init__(
-        self, batch: DraftBatch, backend: Backend, sample: Sample | None = None, best: BestOf | None = None
+        self, batch: DraftBatch, backend: Backend, sample: SampleFunction | None = None, best: BestOf | None = None
     ) -> None:
         self.batch = batch
         self.sample, self.best = sample or batch.sample, best or batch.best

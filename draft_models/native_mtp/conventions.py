@@ -80,7 +80,7 @@ def carry_of(family: MtpFamily) -> tuple[str, bool]:
     return ("T", True) if family.form == "T" else (family.form, family.normed_carry)
 
 
-def described(drafter: NativeMtpDrafter) -> tuple[str, str, str]:
+def conventions_in_words(drafter: NativeMtpDrafter) -> tuple[str, str, str]:
     """State, carry and block in words."""
     family = drafter.family
     kind = drafter.layout.layers[family.like].layer_type.replace("_", " ")
@@ -89,7 +89,7 @@ def described(drafter: NativeMtpDrafter) -> tuple[str, str, str]:
 
 def difference(now: NativeMtpDrafter, other: NativeMtpDrafter) -> str:
     """In words, "the carry after the module's norm -> the carry before the module's norm"."""
-    pairs = zip(described(now), described(other), strict=True)
+    pairs = zip(conventions_in_words(now), conventions_in_words(other), strict=True)
     return "; ".join(f"{before} -> {after}" for before, after in pairs if before != after)
 
 

@@ -30,7 +30,7 @@ LoadPacked = Callable[[PreTrainedModel, State, Mapping[str, str], list[Any]], An
 -> what transformers says of the load."""
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
+def is_unquantised(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() and tensor.element_size() > 1
 
 
@@ -241,7 +241,7 @@ def filled_parts(state: State, decoder: Any, like: int, keys: Mapping[str, str],
     mapping: Any = get_model_conversion_mapping(decoder, add_legacy=False)
     tensors = {_in_holder(place): tensor for place, tensor in state.items()}
     try:
-        if load_packed is not None and not all(map(is_plain, tensors.values())):
+        if load_packed is not None and not all(map(is_unquantised, tensors.values())):
             info = load_packed(holder, tensors, {_in_holder(place): key for place, key in keys.items()}, mapping)
         else:
             config = LoadStateDictConfig(weight_mapping=mapping)

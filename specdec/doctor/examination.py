@@ -24,7 +24,7 @@ from specdec.draft_models.native_mtp.conventions import STEPS, is_clearly_better
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.engine import Engine
 from specdec.errors import ConfigError
-from specdec.load_check import Sign, Subject, drafter_path
+from specdec.load_check import CheckedPair, Sign, drafter_path
 from specdec.models.bundled import HELD_OUT_PROBLEMS
 from specdec.models.published import published_acceptance
 from specdec.progress import progress_bar
@@ -79,7 +79,7 @@ def diagnose(
             f"{num_steps + 1} tokens or more; give that many, or fewer steps"
         )
     pair = PairInQuestion(engine=engine, drafter=drafter, questions=questions, chat=chat)
-    seen = visible_signs(Subject(engine.target, drafter, engine.tokenizer), causes)
+    seen = visible_signs(CheckedPair(engine.target, drafter, engine.tokenizer), causes)
     with progress_bar("diagnosing", 2 + len(causes)) as update:
         examination = Examination(pair, max_new_tokens)
         update(1)

@@ -20,7 +20,7 @@ from specdec.draft_models.native_mtp.mtp_checkpoint import family_of
 from specdec.draft_models.native_mtp.mtp_drafter import kept_by_modules
 from specdec.errors import ConfigError, shown
 from specdec.evaluation.memory_plan import PlannedDrafter, group_memory
-from specdec.evaluation.model_shapes import SHAPES, MtpSpec, Shape, Shrink
+from specdec.evaluation.model_shapes import SHAPES, ModelShape, MtpSpec, Shrink
 from specdec.evaluation.phases.memory_floor import step_bytes
 from specdec.evaluation.phases.random_weights import (
     FORMS,
@@ -114,7 +114,7 @@ def recipe(pair: Pair, shrink: Shrink = WHOLE, dtype: torch.dtype = DTYPE, devic
     shape = SHAPES[pair.shape]
     model = ModelOnMeta(pair.target, model_on_meta(shape.target(shrink), dtype))
     spec = SpecConfig(pair.num_steps, adaptive=True)
-    planned = PlannedDrafter() if pair.drafter == "suffix" else plan_drafter(shape, model, spec, shrink)
+    planned = PlannedDrafter() if pair.drafter == "suffix" else plan_shape_drafter(shape, model, spec, shrink)
     if pair.form:
         form = FORMS[pair.form]
         pack_layers(model.model, form, partial(empty_packed, form, META))
@@ -126,7 +126,7 @@ def recipe(pair: Pair, shrink: Shrink = WHOLE, dtype: torch.dtype = DTYPE, devic
     floor = step_bytes(model, 1, 1, CONTEXT).total
     return Recipe(
         pair,
-        command(pair),
+        serve_command(pair),
         weights,
         [group_memory(needs, group) for group, _ in needs.groups.items()],
         REST_BYTES,
@@ -149,7 +149,7 @@ def card_memory(gigabytes: int, gpus: int, needs: CacheNeeds, config: EngineConf
     return CardMemory(gigabytes, pools, tokens, min(requests, REQUESTS))
 
 
-def plan_drafter(shape: Shape, model: ModelOnMeta, spec: SpecConfig, shrink: Shrink) -> PlannedDrafter:
+def plan_shape_drafter(shape: ModelShape, model: ModelOnMeta, spec: SpecConfig, shrink: Shrink) -> PlannedDrafter:
     """The drafter of a shape whose target is on `meta`."""
     described = shape.drafter(model.config, shrink)
     if isinstance(described, MtpSpec):
@@ -173,7 +173,7 @@ def step_time(pair: Pair, gpu: str, floor: int) -> StepTime:
     return StepTime(gpu, floor_ms, multiple, own is not None, None if multiple is None else floor_ms * multiple)
 
 
-def command(pair: Pair) -> str:
+def serve_command(pair: Pair) -> str:
     words = ["specdec", "serve", "--target", pair.target, "--drafter", pair.drafter]
     if "/" in pair.drafter:
         words += ["--num-steps", str(pair.num_steps)]

@@ -22,7 +22,7 @@ from specdec.draft_models.base import Drafter
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.engine import Engine
-from specdec.evaluation.contest import Contestant, Prompts
+from specdec.evaluation.contest import Contestant, TokenPrompts
 
 
 def plain_peer(engine: Engine, params: SamplingParams) -> Contestant:
@@ -62,9 +62,9 @@ def assistant_of(drafter: Gemma4MTPDrafter, num_steps: int) -> Any:
     return assistant
 
 
-def _generate(engine: Engine, params: SamplingParams, prompts: Prompts, **assistance: Any) -> Prompts:
+def _generate(engine: Engine, params: SamplingParams, prompts: TokenPrompts, **assistance: Any) -> TokenPrompts:
     model = engine.target.model
-    outputs: Prompts = []
+    outputs: TokenPrompts = []
     for prompt in prompts:
         ids = torch.tensor([prompt], device=model.device)
         out = model.generate(  # type: ignore[operator]
@@ -83,7 +83,7 @@ def _generate(engine: Engine, params: SamplingParams, prompts: Prompts, **assist
 
 WARM_UP = 4
 
-Run = Callable[[Sequence[Sequence[int]], int], list[float]]
+TimedGenerate = Callable[[Sequence[Sequence[int]], int], list[float]]
 """(prompts, steps) -> seconds of each step."""
 
 
@@ -92,7 +92,7 @@ class Peer:
     """One way of generating with transformers. rows: rows of each request that one of its steps verifies."""
 
     name: str
-    run: Run
+    run: TimedGenerate
     rows: int = 1
 
 

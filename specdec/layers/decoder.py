@@ -59,7 +59,7 @@ class Shared(NamedTuple):
         return Shared(tables, None if self.layer_inputs is None else self.layer_inputs[rows])
 
 
-def begin(
+def embed_inputs(
     parts: DecoderParts, embedded: torch.Tensor, positions: torch.Tensor, inputs: torch.Tensor | None, ops: Operations
 ) -> tuple[torch.Tensor, torch.Tensor, Shared]:
     """Embeddings [T, H], positions [T], per-layer embeddings [T, L, P] or None -> the residual stream [T, H] and its
@@ -322,7 +322,7 @@ class FusedDecoder(nn.Module):
             inputs_embeds = self.embedding(input_ids)
         hidden = inputs_embeds.reshape(-1, inputs_embeds.shape[-1])
         layer_inputs = per_layer_inputs(self.parts.embeddings, hidden, input_ids, self.ops)
-        states = begin(self.parts, hidden, position_ids.reshape(-1), layer_inputs, self.ops)
+        states = embed_inputs(self.parts, hidden, position_ids.reshape(-1), layer_inputs, self.ops)
         return DecoderWalk(self, context, narrowing, inputs_embeds.shape, *states)
 
 

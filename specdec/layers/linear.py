@@ -31,7 +31,7 @@ from specdec.gpu.triton_shim import KEEP, tl, triton
 from specdec.layers.activation import ACTIVATIONS, activate, reference_activate
 from specdec.layers.gemm_large import gemm_large
 from specdec.layers.gemm_medium import can_describe, choose_medium_tiles, gemm_medium
-from specdec.layers.gemm_small import HELD_ROWS, can_hold, choose_tiles, gemm_small
+from specdec.layers.gemm_small import HELD_ROWS, can_hold, choose_small_tiles, gemm_small
 from specdec.layers.packed.dequantise import dequantise
 from specdec.layers.packed.packed_gemm import packed_gemm
 from specdec.layers.packed.packed_launch import choose_packed_rows, choose_packed_tiles, takes_packed_rows
@@ -159,7 +159,7 @@ def tiles_of(num_rows: int, weight: Weight, cut: Cut, x: torch.Tensor, *, gated:
     """Tiles of `gemm_small`."""
     if isinstance(weight, PackedWeight):
         return choose_packed_tiles(num_rows, weight, cut, x.dtype)
-    return choose_tiles(num_rows, len(weight), cut, x, gated=gated)
+    return choose_small_tiles(num_rows, len(weight), cut, x, gated=gated)
 
 
 @op(reference=reference_linear, vendor=vendor_linear)

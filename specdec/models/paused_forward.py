@@ -79,7 +79,7 @@ def walker_of(decoder: nn.Module, proof: Proof) -> Walker | None:
         return None
 
 
-class StandIn(nn.Module):
+class LayerStandIn(nn.Module):
     """Takes the place of a layer, and tells the caller of the decoder about the call."""
 
     def __init__(self, layer: nn.Module) -> None:
@@ -113,7 +113,7 @@ class _Visit:
 def outline_of(decoder: nn.Module) -> nn.Module:
     """Returns a copy of the module whose layers are stand-ins."""
     outline = copy.copy(decoder)
-    layers = nn.ModuleList(StandIn(layer) for layer in cast(nn.ModuleList, decoder.layers))
+    layers = nn.ModuleList(LayerStandIn(layer) for layer in cast(nn.ModuleList, decoder.layers))
     outline.__dict__["_modules"] = {**decoder._modules, "layers": layers}
     return outline
 

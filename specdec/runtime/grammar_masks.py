@@ -11,11 +11,11 @@ from specdec.runtime.launched_step import copy_to_host, event_now
 from specdec.runtime.request import Request, RequestState
 from specdec.runtime.rounds.result import RoundShape
 from specdec.runtime.rounds.round import Round
-from specdec.sampling.grammars.grammar import Place, make_masks, tree_masks
+from specdec.sampling.grammars.grammar import GrammarState, make_masks, tree_masks
 from specdec.sampling.token_bitmaps import RowMasks, write_masks
 
 
-def prepare(requests: Sequence[Request]) -> list[Request]:
+def prepare_masks(requests: Sequence[Request]) -> list[Request]:
     """Compute the next masks and forced tokens of requests with a grammar -> the requests that have one.
 
     A request whose grammar raises ends here, and only that one.
@@ -55,7 +55,7 @@ class GrammarSteps:
     host              trees, their masks ^
     """
 
-    def __init__(self, round: Round, shape: RoundShape, places: Sequence[Place | None]) -> None:
+    def __init__(self, round: Round, shape: RoundShape, places: Sequence[GrammarState | None]) -> None:
         self._masks, self._batch = round.masks, shape.batch
         self._places = places
         roots = root_masks(places)
@@ -76,7 +76,7 @@ class GrammarSteps:
         write_masks(allowed, RowMasks(np.array([i for i, _ in held], dtype=np.int64), found))
 
 
-def root_masks(places: Sequence[Place | None]) -> RowMasks | None:
+def root_masks(places: Sequence[GrammarState | None]) -> RowMasks | None:
     """Tokens that may come next, [M, 1, words], of the M requests that have a place in a grammar; None: none has."""
     held = [(i, place) for i, place in enumerate(places) if place is not None]
     if not held:

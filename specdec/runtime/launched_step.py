@@ -10,7 +10,7 @@ from specdec.gpu.mirrored_array import IntArray
 from specdec.gpu.ranks import Ranks
 from specdec.runtime.request import Request
 from specdec.runtime.rounds.prompt_scoring import Scoring, Span
-from specdec.runtime.rounds.result import RoundResult, RoundShape, unpack
+from specdec.runtime.rounds.result import RoundResult, RoundShape, unpack_round_result
 from specdec.sampling.log_probs import TokenScores
 
 
@@ -53,7 +53,7 @@ class LaunchedStep:
         """Result of all requests of a round, or of those that draw after prompt chunks. Waits for the device."""
         drawn = self.requests if self.drawing is None else [self.requests[i] for i in self.drawing]
         asked = [request.params.logprobs for request in drawn]
-        return unpack(self._on_host(self.packed), self.shape, self.stages, asked, self.drafts, self.forced)
+        return unpack_round_result(self._on_host(self.packed), self.shape, self.stages, asked, self.drafts, self.forced)
 
     def prompt_scores(self) -> list[tuple[Span, TokenScores]]:
         return [] if self.scores is None else self.scores[0].split(self._on_host(self.scores[1]))

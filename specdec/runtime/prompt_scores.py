@@ -15,7 +15,7 @@ from specdec.runtime.rounds.prompt_scoring import Scoring, Span
 from specdec.sampling.log_probs import TokenScores
 
 
-class PromptScores:
+class PromptLogProbs:
     """Log-probabilities of one prompt's tokens.
 
     alternatives: how many of the likeliest tokens are reported at each place, as far as the vocabulary goes.
@@ -49,7 +49,7 @@ class PromptScores:
         return entries + [None] * (self.prompt_len - len(entries))
 
 
-def scoring_of(prompts: Sequence[PromptScores | None], done: IntArray, chunk_len: IntArray) -> Scoring | None:
+def scoring_of(prompts: Sequence[PromptLogProbs | None], done: IntArray, chunk_len: IntArray) -> Scoring | None:
     """Tokens to score in chunks of `chunk_len` [B] tokens after `done` [B] committed ones; None: there are none.
 
     A token is scored by the chunk before it, by the first of its prompt's samples that gets there: what is known, or is

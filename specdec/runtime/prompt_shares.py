@@ -55,7 +55,7 @@ class PromptRoom(NamedTuple):
         return to_come if to_come <= min(IDLE_STEPS * self.busy, max(self.idle, MAX_ROOM)) else self.idle
 
 
-class Prompt(NamedTuple):
+class UnreadPrompt(NamedTuple):
     """A prompt that is being read.
 
     to_go: its unread tokens. level: priority level of its request; lower levels are read first, whatever their length.
@@ -65,7 +65,7 @@ class Prompt(NamedTuple):
     to_go: int
 
 
-def shares(prompts: Sequence[Prompt], room: int, chunk: int) -> list[int]:
+def shares(prompts: Sequence[UnreadPrompt], room: int, chunk: int) -> list[int]:
     """Tokens of each prompt in this step, at most `chunk` of one and `room` of all. prompts: by rank."""
     given = [0] * len(prompts)
     if not prompts:

@@ -14,12 +14,12 @@ from typing import NamedTuple
 import numpy as np
 
 from specdec.config import SamplingParams, SpecConfig
-from specdec.errors import RequestFailedError, SpecDecError, in_words, is_fault
+from specdec.errors import RequestFailedError, SpecDecError, error_summary, is_fault
 from specdec.gpu.mirrored_array import IntArray
-from specdec.runtime.prompt_scores import PromptScores
+from specdec.runtime.prompt_scores import PromptLogProbs
 from specdec.runtime.rounds.result import DraftShape
 from specdec.runtime.rounds.round_shapes import NO_DRAFT, whole_draft
-from specdec.sampling.grammars.grammar import Place
+from specdec.sampling.grammars.grammar import GrammarState
 from specdec.sampling.log_probs import TokenLogprob
 from specdec.text.detokenize import Detokenizer, TokenView
 from specdec.text.stop_strings import StopStrings
@@ -182,7 +182,7 @@ class Settled(NamedTuple):
     finish_reason: str
     stats: RequestStats
     reader: Detokenizer
-    place: Place | None
+    place: GrammarState | None
 
 
 @dataclass(slots=True, eq=False)
@@ -198,8 +198,8 @@ class Request:
     detokenizer: Detokenizer
     end_tokens: frozenset[int]
     draft: SpecConfig | None = None  # how it speculates; None: not at all
-    begins: InitVar[Place | None] = None  # its first place in its grammar
-    scores: PromptScores | None = None  # log-probabilities of its prompt, shared by its samples; None: not asked for
+    begins: InitVar[GrammarState | None] = None  # its first place in its grammar
+    scores: PromptLogProbs | None = None  # log-probabilities of its prompt, shared by its samples; None: not asked for
     number: int = -1  # given by the engine in order of arrival
     priority: int = 0  # lower is served first
     passed: int = 0  # later requests that were admitted while it waited
@@ -223,7 +223,7 @@ class Request:
     _drafted: list[bool] = field(default_factory=list, init=False)
     _logprobs: list[TokenLogprob] = field(default_factory=list, init=False)
 
-    def __post_init__(self, begins: Place | None) -> None:
+    def __post_init__(self, begins: GrammarState | None) -> None:
         self._tokens = list(self.prompt)
         self.longest = len(self.prompt) + self.params.max_new_tokens
         self.max_drafts = 0 if self.draft is None else self.draft.depth
@@ -292,7 +292,7 @@ class Request:
         return DraftShape(num_steps, self.draft.topk, num_nodes)
 
     @property
-    def place(self) -> Place | None:
+    def place(self) -> GrammarState | None:
         """Its state in the grammar and rules, after the newest token; None: every token is allowed."""
         place = self.settled.place
         return None if place is None or place.free else place
@@ -454,7 +454,7 @@ class Request:
         )
 
 
-def rows_of(requests: Sequence[Request]) -> IntArray:
+def table_rows(requests: Sequence[Request]) -> IntArray:
     """Rows of these requests, [B]."""
     return np.array([request.row for request in requests], dtype=np.int64)
 
@@ -467,4 +467,4 @@ def restricted(requests: Sequence[Request]) -> list[Request]:
 
 def _failed(called: str, error: BaseException) -> RequestFailedError:
     """Without the error itself, whose frames hold tensors."""
-    return RequestFailedError(f"the {called} raised an error in this request: {in_words(error)}")
+    return RequestFailedError(f"the {called} raised an error in this request: {error_summary(error)}")

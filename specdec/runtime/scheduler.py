@@ -22,8 +22,8 @@ from specdec.kvcache.index_spaces import PRIMARY
 from specdec.kvcache.table import RequestTable, window_slots_held
 from specdec.runtime.prefixes import Prefixes
 from specdec.runtime.prompt_gap import PromptGap
-from specdec.runtime.prompt_shares import Prompt, PromptRoom, shares
-from specdec.runtime.request import Request, RequestState, restricted, rows_of
+from specdec.runtime.prompt_shares import PromptRoom, UnreadPrompt, shares
+from specdec.runtime.request import Request, RequestState, restricted, table_rows
 
 PATIENCE = 64
 """Admissions past a waiting request for which it rises by a level of priority."""
@@ -218,7 +218,7 @@ class Scheduler:
         if leaving:
             self.running = [request for request in self.running if request not in gone]
             self.prefixes.release_rows(leaving)
-            self.table.close_rows(rows_of(leaving))
+            self.table.close_rows(table_rows(leaving))
         for request in leaving:
             request.row, request.state = -1, RequestState.WAITING
             request.row_epoch += 1
@@ -238,7 +238,7 @@ class Scheduler:
 
     def _lookahead(self, decoding: Sequence[Request]) -> tuple[IntArray, IntArray]:
         """The rows [B] of requests that decode, and the slots [B] that each must own for a round."""
-        rows = rows_of(decoding)
+        rows = table_rows(decoding)
         return rows, self.table.committed_len.host[rows] + self.table.lookahead
 
     def _pages_to_come(self, requests: Sequence[Request]) -> IntArray:
@@ -276,7 +276,7 @@ class Scheduler:
         if not reading:
             return []
         done = [int(self.table.committed_len.host[request.row]) for request in reading]
-        prompts = [Prompt(rank(r)[0], r.prefill_target - n) for r, n in zip(reading, done, strict=True)]
+        prompts = [UnreadPrompt(rank(r)[0], r.prefill_target - n) for r, n in zip(reading, done, strict=True)]
         to_come = sum(each.to_go for each in prompts)
         if self._decoding():
             room = self.prompt_gap.tokens(self.prompt_room, self.num_waiting, max(done))

@@ -22,11 +22,11 @@ from specdec.runtime.cpu_threads import CpuThreads
 from specdec.runtime.draft_policy.draft_choice import DraftChoice
 from specdec.runtime.draft_policy.draft_ladder import draft_ladder
 from specdec.runtime.engine_stats import NO_CHOICE, EngineStats, stats_now
-from specdec.runtime.grammar_masks import GrammarSteps, forced_counts, load_forced, prepare
+from specdec.runtime.grammar_masks import GrammarSteps, forced_counts, load_forced, prepare_masks
 from specdec.runtime.launched_step import launched_now
 from specdec.runtime.launches import Launches
 from specdec.runtime.prefill import Prefill
-from specdec.runtime.request import Request, restricted, rows_of
+from specdec.runtime.request import Request, restricted, table_rows
 from specdec.runtime.rounds.capture_classes import is_large
 from specdec.runtime.rounds.captured_prompts import ChunkGraphs
 from specdec.runtime.rounds.captured_rounds import Between, RoundGraphs, no_host_work, run_programs
@@ -35,7 +35,7 @@ from specdec.runtime.rounds.result import DraftShape, RoundResult, RoundShape
 from specdec.runtime.rounds.round import Round
 from specdec.runtime.rounds.round_shapes import NO_DRAFT, end_drafts, largest, round_shape, whole_draft, with_forced
 from specdec.runtime.scheduler import Scheduler
-from specdec.runtime.seating import load_rows
+from specdec.runtime.seating import load_requests
 
 
 class Steps:
@@ -96,16 +96,16 @@ class Steps:
             finished: list[Request] = []
             if restricted(self.scheduler.running):
                 finished += self.launches.settle_all()  # a grammar's mask needs every earlier token
-                finished += self.launches.release_finished(prepare(self.scheduler.running))
+                finished += self.launches.release_finished(prepare_masks(self.scheduler.running))
             decoding, begin = self.scheduler.next_decode(), time.perf_counter()
             finished += self._decode(decoding)
             if decoding and self.graphs is None:
                 self.scheduler.prompt_gap.learn_round(time.perf_counter() - begin)
             if admitted := self.scheduler.admit_requests():
-                load_rows(self.round, admitted)
+                load_requests(self.round, admitted)
                 if self.choice is not None:
-                    self.choice.acceptance.begin_rows(rows_of(admitted))
-                finished += self.launches.release_finished(prepare(admitted))
+                    self.choice.acceptance.begin_rows(table_rows(admitted))
+                finished += self.launches.release_finished(prepare_masks(admitted))
             return finished + self._read_prompts(streams=bool(decoding))
 
     def _decode(self, requests: Sequence[Request]) -> list[Request]:
@@ -134,7 +134,7 @@ class Steps:
 
     def launch_round(self, requests: Sequence[Request], to_go: Sequence[int]) -> None:
         """Launch one round of these requests. to_go: tokens that each may still get, at least 1."""
-        rows, params = rows_of(requests), [request.params for request in requests]
+        rows, params = table_rows(requests), [request.params for request in requests]
         ending = end_drafts(self.round, rows, self._unsettled_nodes() + 1 + self.spec.depth)
         shape = self.shape_for(requests, to_go)
         masked = len(restricted(requests)) > 0  # a request's rules may have ended before it does
@@ -177,7 +177,7 @@ class Steps:
     def shape_for(self, requests: Sequence[Request], to_go: Sequence[int]) -> RoundShape:
         """Shape of the next round of these requests. Captured rounds have few shapes of drafts: the engine's own, none,
         and those of the draft ladder."""
-        rows, whole, eager = rows_of(requests), whole_draft(self.spec), self.graphs is None
+        rows, whole, eager = table_rows(requests), whole_draft(self.spec), self.graphs is None
         sizes = [each.draft_size(most) if eager else whole for each, most in zip(requests, to_go, strict=True)]
         drafting = (self.round.max_drafts.host[rows] > 0).tolist()  # 0: without drafts, or past the drafter's positions
         drafts = [size if drafts else NO_DRAFT for size, drafts in zip(sizes, drafting, strict=True)]
@@ -204,7 +204,7 @@ class Steps:
         if self.graphs is not None and is_large(bucket):
             return shape
         fixed = [draft for draft, request in zip(drafts, requests, strict=True) if request.has_fixed_draft]
-        rows = rows_of(requests)
+        rows = table_rows(requests)
         most = np.minimum(self.round.max_drafts.host[rows], np.array(to_go, dtype=np.int64) - 1)
         unsettled = [launched.shape.draft for launched in self.launches.unsettled if launched.drawing is None]
         draft = choice.choose(rows, most, bucket.batch, largest(fixed), unsettled)
@@ -218,7 +218,7 @@ class Steps:
         """Update the draft policy from a settled round: see `launches.Learn`."""
         if self.choice is None or shape.forced or (self.graphs is not None and is_large(shape)):
             return
-        rows = rows_of(requests)
+        rows = table_rows(requests)
         drafting = result.drafts > 0
         drafted = rows[drafting], result.length[drafting] - 1, result.drafts[drafting]
         chosen = not any(request.has_fixed_draft for request in requests)

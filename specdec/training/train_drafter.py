@@ -51,7 +51,9 @@ SAVE_EVERY = 60.0  # seconds
 SHAPES = {"chain of 4": SpecConfig(4, adaptive=False), "tree, topk 4, 16 nodes": SpecConfig(4, 4, 16, adaptive=False)}
 
 
-def train(drafter: TrainableDrafter, batches: TrainingBatches, settings: TrainSettings, stage: Stage) -> dict[str, Any]:
+def train_steps(
+    drafter: TrainableDrafter, batches: TrainingBatches, settings: TrainSettings, stage: Stage
+) -> dict[str, Any]:
     """Train for --minutes or --steps, whichever ends first; the learning rate follows the one nearer its end."""
     optimizer = MixedOptimizer(
         torch.nn.ModuleDict(drafter.trained), settings.lr, settings.muon_lr, settings.optimizer == "muon"
@@ -293,7 +295,7 @@ def train_drafter(settings: TrainSettings) -> None:
     result: dict[str, Any] = {"target": settings.target, "kind": settings.kind, "parameters": parameters}
     result |= {"answers": len(documents), "answer_tokens": tokens, "processes": state.num_processes}
     with Stage("training", **shown) as stage:
-        result |= train(drafter, TrainingBatches(drafter, documents, settings), settings, stage)
+        result |= train_steps(drafter, TrainingBatches(drafter, documents, settings), settings, stage)
     if state.is_main_process:
         with Stage("report", **shown) as stage:
             result["held_out"] = measure(target, tokenizer, settings, source.kept[: settings.report_count], stage)

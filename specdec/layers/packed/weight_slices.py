@@ -33,7 +33,7 @@ def is_packed(weight: Weight | Stacked) -> bool:
     return isinstance(weight.parts[0] if isinstance(weight, Stacked) else weight, PackedWeight)
 
 
-def rows_of(
+def rank_rows(
     weight: Weight | Stacked, sections: Sequence[int], rank: int, count: int, parts: Sequence[int] | None = None
 ) -> Stacked:
     """The rows that one of `count` ranks has of each of these sections, which are divided into this many parts: one a
@@ -61,7 +61,7 @@ def range_of(weight: Weight | Stacked, rows: slice) -> list[Weight]:
     return found
 
 
-def placed(weight: Weight | Stacked, put: Put) -> Weight:
+def place_weight(weight: Weight | Stacked, put: Put) -> Weight:
     """The weight in one piece. What is not `Stacked` has been placed."""
     if not isinstance(weight, Stacked):
         return weight

@@ -22,18 +22,18 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from specdec.gpu.operations import Operations
 from specdec.gpu.ranks import Ranks
 from specdec.kvcache.layer_context import LayerContext, SplitContext
-from specdec.layers.decoder import Exchanged, FusedLayer, Shared, Walk, begin
+from specdec.layers.decoder import Exchanged, FusedLayer, Shared, Walk, embed_inputs
 from specdec.layers.decoder_parts import DecoderParts
-from specdec.layers.fuse import StandIn
+from specdec.layers.fuse import FusedModule
 from specdec.layers.linear import linear
 from specdec.layers.norm import norm
 from specdec.layers.packed.packed_weight import Weight
-from specdec.layers.packed.weight_slices import placed, rows_of
+from specdec.layers.packed.weight_slices import place_weight, rank_rows
 from specdec.layers.per_layer_embedding import EmbeddingParts, per_layer_inputs
 from specdec.layers.product import Columns, OwnedParts, Product, finish
 from specdec.layers.split.layer_shares import PAIR, embedding_share, share_of, whole_cut
 
-State = tuple[torch.Tensor, torch.Tensor, Shared]
+LayerState = tuple[torch.Tensor, torch.Tensor, Shared]
 """State of one rank between two layers: the residual stream [T, H], its normed form, what all layers share."""
 
 
@@ -46,8 +46,8 @@ class SplitLayer(nn.Module):
         self.ranks = ranks
 
     def forward(
-        self, hidden: torch.Tensor, *, states: list[State], specdec_ctx: SplitContext
-    ) -> tuple[torch.Tensor, list[State]]:
+        self, hidden: torch.Tensor, *, states: list[LayerState], specdec_ctx: SplitContext
+    ) -> tuple[torch.Tensor, list[LayerState]]:
         """hidden [T, H]: of rank 0, as `states` have it -> the next layer's."""
         contexts: list[LayerContext] = [specdec_ctx, *specdec_ctx.peers]
         walks: list[Walk] = [
@@ -144,7 +144,7 @@ class SplitDecoder(nn.Module):
         self.layers = nn.ModuleList(SplitLayer(shares, ranks) for shares in zip(*by_rank, strict=True))
 
     def get_input_embeddings(self) -> nn.Module:
-        source: nn.Module = self.embedding.source if isinstance(self.embedding, StandIn) else self.embedding
+        source: nn.Module = self.embedding.source if isinstance(self.embedding, FusedModule) else self.embedding
         return source
 
     def forward(
@@ -154,11 +154,11 @@ class SplitDecoder(nn.Module):
         embeds = self.embedding(input_ids)
         hidden = embeds.reshape(-1, embeds.shape[-1])
         sent = self.ranks.send((hidden, position_ids.reshape(-1), input_ids if self.per_layer else None))
-        states: list[State] = []
+        states: list[LayerState] = []
         layer_inputs = self._layer_inputs(sent)
         for rank, (embedded, positions, _) in enumerate(sent):
             with self.ranks.on(rank):
-                states.append(begin(self.parts[rank], embedded, positions, layer_inputs[rank], self.ops))
+                states.append(embed_inputs(self.parts[rank], embedded, positions, layer_inputs[rank], self.ops))
         for layer in self.layers:
             _, states = layer(states[0][0], states=states, specdec_ctx=specdec_ctx)
         self.ranks.end()
@@ -210,10 +210,10 @@ class SplitHead(nn.Module):
         self.shares: list[tuple[Weight, torch.Tensor | None]] = []
         with torch.inference_mode(False), torch.no_grad():
             for rank, weight in enumerate(weights):
-                own = rows_of(weight, [len(weight)], rank, count)
+                own = rank_rows(weight, [len(weight)], rank, count)
                 own_bias = None if bias is None else bias.detach().chunk(count)[rank]
                 put = partial(ranks.put, rank)
-                self.shares.append((placed(own, put), None if own_bias is None else put([own_bias])))
+                self.shares.append((place_weight(own, put), None if own_bias is None else put([own_bias])))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., K] -> [..., N]."""

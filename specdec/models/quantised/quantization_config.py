@@ -20,11 +20,11 @@ from specdec.models.quantised.formats import (
     COMPRESSED_INT4,
     GPTQ_V1,
     GPTQ_V2,
-    Format,
     Fp8,
     Int4,
     Mxfp4,
     Tile,
+    WeightFormat,
 )
 
 ALLOWED = (
@@ -47,14 +47,14 @@ class Quantization:
     name, `re:` and a pattern for its beginning, or ANY_MODULE. left_out: targets that are said not to be quantised.
     """
 
-    rules: tuple[tuple[str, Format], ...]
+    rules: tuple[tuple[str, WeightFormat], ...]
     left_out: tuple[str, ...] = ()
 
     @property
     def joints(self) -> set[str]:
         return {format.joint for _, format in self.rules}
 
-    def format_of(self, *names: str) -> Format:
+    def format_of(self, *names: str) -> WeightFormat:
         """The format of a module that is stored quantised, by its name in the checkpoint and that in the model.
 
         A config with one format promises it for all modules, since names may have changed since it was written.
@@ -204,7 +204,7 @@ def _compressed_tensors(config: Settings) -> Quantization:
     return Quantization(tuple(rules), config.targets("ignore"))
 
 
-def _compressed_format(group: Settings, layout: str) -> Format:
+def _compressed_format(group: Settings, layout: str) -> WeightFormat:
     if group.values.get("weights") is None:
         raise _unread("compressed-tensors without quantised weights")
     weights, inputs = group.part("weights"), group.part("input_activations")
@@ -252,7 +252,7 @@ def _fp8(config: Settings) -> Quantization:
     return _for_all(config, Fp8(tiles, ("weight_scale_inv", "weight_scale")))
 
 
-def _for_all(config: Settings, format: Format) -> Quantization:
+def _for_all(config: Settings, format: WeightFormat) -> Quantization:
     names = [name for key in ("modules_to_not_convert", "ignored_layers") for name in config.targets(key)]
     return Quantization(((ANY_MODULE, format),), tuple(names))
 
@@ -271,7 +271,7 @@ def _gptq(config: Settings) -> Quantization:
     return Quantization((*rules, (ANY_MODULE, _gptq_format(config))), tuple(left_out))
 
 
-def _gptq_format(config: Settings) -> Format:
+def _gptq_format(config: Settings) -> WeightFormat:
     bits, layout = config.number("bits", default=0), config.text("checkpoint_format", "format", default="gptq")
     words = config.text("pack_dtype", default="int32")
     if bits != 4:

@@ -28,7 +28,7 @@ ROW_MEMORY = 64
 """Drafts of a source and depth that a row remembers at most."""
 
 
-class Acceptance:
+class DraftAcceptance:
     """Chances of one engine and its rows. shapes: its drafts, the first is none."""
 
     def __init__(self, shapes: Sequence[DraftShape], num_rows: int) -> None:

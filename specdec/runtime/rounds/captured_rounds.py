@@ -194,12 +194,12 @@ class RoundGraphs(Captures):
         uses, logprobs = share(shape.uses, shape.logprobs, on_kernels=self.round.on_kernels)
         shape = shape._replace(uses=uses, logprobs=logprobs)
         large = is_large(shape)
-        sizes = few_batch_sizes(table.max_requests) if large else batch_sizes(table.max_requests)
+        sizes = few_batch_buckets(table.max_requests) if large else batch_buckets(table.max_requests)
         batch = min(size for size in sizes if size >= shape.batch)
         if shape.uses.masked and shape.num_nodes > MAX_FORCED_TOKENS:  # forced tokens need no nodes of their own
             shape = shape._replace(forced=shape.num_nodes)
         most = table.slots.host.shape[1] - 1  # unsettled rounds count whole, and may seem to go past the end of a row
-        longest = min(width for width in table_widths(most) if width >= min(shape.longest, most))
+        longest = min(width for width in prefix_buckets(most) if width >= min(shape.longest, most))
         return shape._replace(batch=batch, longest=longest)
 
     def forced_width(self, width: int, room: int, num_nodes: int) -> int:
@@ -241,19 +241,19 @@ def capture_for(devices: Sequence[torch.device], setting: str | bool) -> Capture
     return None if setting is False else CudaCapture(*devices)
 
 
-def batch_sizes(most: int) -> list[int]:
+def batch_buckets(most: int) -> list[int]:
     """Numbers of seats that rounds are captured for: 1, 2, 4, 8, then each 8th up to 64, each 32nd after it, `most`."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, most + 32, 32)]
     return [size for size in sizes if size < most] + [most]
 
 
-def few_batch_sizes(most: int) -> list[int]:
+def few_batch_buckets(most: int) -> list[int]:
     """Numbers of seats of large rounds, which change or report logits: 1, 4, 8, 16, 32, ..., `most`."""
     sizes = [1, *(1 << i for i in range(2, most.bit_length()))]
     return [size for size in sizes if size < most] + [most]
 
 
-def table_widths(most: int) -> list[int]:
+def prefix_buckets(most: int) -> list[int]:
     """Tokens of a prefix that rounds are captured for: 4096, 32768, 262144, ..., `most`. There are few widths, since a
     wide table costs kernels no time: they stop where a row ends. There is more than one, since attention allocates its
     partial results by the width."""

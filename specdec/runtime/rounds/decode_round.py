@@ -19,7 +19,7 @@ from specdec.draft_models.base import DraftBatch, Observation
 from specdec.kvcache.table import Rows
 from specdec.runtime.rounds.closing import closing, reference_closing
 from specdec.runtime.rounds.opening import opening, reference_opening
-from specdec.runtime.rounds.result import RoundShape, empty_result, pack
+from specdec.runtime.rounds.result import RoundShape, empty_result, pack_round_result
 from specdec.runtime.rounds.round import Round
 from specdec.runtime.rounds.unread import unread_tokens
 from specdec.sampling.log_probs import LogProbs
@@ -164,4 +164,4 @@ class DecodeRound:
             round.clock.stop(stamps)
             return numbers
         on_path = self.logits.gather(1, path[:, :, None].expand(-1, -1, self.logits.shape[-1]))  # [B, D, V]
-        return pack(packed, LogProbs.of(on_path, tokens, shape.logprobs), round.clock.stop())
+        return pack_round_result(packed, LogProbs.of(on_path, tokens, shape.logprobs), round.clock.stop())

@@ -124,7 +124,7 @@ def empty_result(
     return numbers, numbers[:-num_stamps].view(shape.batch, columns), numbers[-num_stamps:]
 
 
-def pack(rows: torch.Tensor, scores: LogProbs | None, stamps: torch.Tensor) -> torch.Tensor:
+def pack_round_result(rows: torch.Tensor, scores: LogProbs | None, stamps: torch.Tensor) -> torch.Tensor:
     """rows [B, 1 + N + D] of length, path and tokens, stamps [M] -> int64 [B * W + M]."""
     if scores is not None:
         columns = [rows, _bits(scores.chosen), _bits(scores.values.flatten(1)), scores.ids.flatten(1)]
@@ -132,7 +132,7 @@ def pack(rows: torch.Tensor, scores: LogProbs | None, stamps: torch.Tensor) -> t
     return torch.cat([rows.flatten(), stamps])
 
 
-def unpack(
+def unpack_round_result(
     packed: IntArray,
     shape: RoundShape,
     stages: Sequence[str],

@@ -30,7 +30,7 @@ from specdec.models.paused_forward import PausedForward
 from specdec.models.target import FinalStates, TargetModel
 from specdec.runtime.rounds.opening import Opening
 from specdec.runtime.rounds.result import RoundShape
-from specdec.runtime.rounds.result import pack as pack_result
+from specdec.runtime.rounds.result import pack_round_result as pack_result
 from specdec.runtime.rounds.round_weights import RoundWeights
 from specdec.runtime.rounds.unread import KEPT, Unread, reads_late
 from specdec.sampling.kernel_sampler import KernelSampler

@@ -22,7 +22,7 @@ import numpy as np
 
 from specdec.config import MAX_FORCED_TOKENS, SamplingParams
 from specdec.errors import ConfigError, is_fault
-from specdec.sampling.grammars.grammar_bounds import is_plain, require_bounded
+from specdec.sampling.grammars.grammar_bounds import compiles_in_linear_time, require_bounded
 from specdec.sampling.grammars.grammar_trial import GrammarTrial, call_later, with_large_stack
 from specdec.sampling.grammars.mask_bits import Words, only_bit, token_bit
 
@@ -64,7 +64,7 @@ class Grammars:
         self._looking = False  # a timer runs
         self._lock = threading.Lock()  # of what is kept
 
-    def start(self, params: SamplingParams, ends: Collection[int], own_ends: Collection[int]) -> "Place | None":
+    def start(self, params: SamplingParams, ends: Collection[int], own_ends: Collection[int]) -> "GrammarState | None":
         """The first place of a text that follows `params`; None: the text is free.
 
         ends: tokens that end the text; own_ends: those of them that the model ends it with, whatever they look like.
@@ -82,7 +82,7 @@ class Grammars:
         if not special:
             raise ConfigError(f"{name} needs a token that ends the text, and the model names none; give stop_token_ids")
         value = tuple(params.choice) if name == "choice" and params.choice else getattr(params, name)
-        place = Place(self._compile(name, value), self._library, special)
+        place = GrammarState(self._compile(name, value), self._library, special)
         if place.is_dead:
             raise ConfigError(f"{name} cannot be followed (no text does); change it, or leave it out")
         return place
@@ -180,7 +180,7 @@ class Library:
                 grammar = make.grammar_from_json_schema(text, _options(schema))
                 del schema  # ten times its text, and it may wait
             size = BYTES_PER_CHAR * len(text)
-            plain = is_plain(name, value)
+            plain = compiles_in_linear_time(name, value)
             with contextlib.nullcontext() if plain else self._one_at_a_time:
                 if not plain:
                     size = max(size, self._trial.run(grammar))
@@ -199,7 +199,7 @@ class Library:
             bits[token // 32] &= ~token_bit(token)
         return bool(bits.any()) and not twin.is_error()
 
-    def masks(self, places: "Sequence[Place]") -> Words:
+    def masks(self, places: "Sequence[GrammarState]") -> Words:
         """[M, words] of all places, on several threads."""
         bits = np.zeros((len(places), self._width), dtype=np.int32)
         going_on = [(place.matcher, i) for i, place in enumerate(places)]
@@ -215,7 +215,7 @@ class Library:
         return np.ascontiguousarray(bits[:, : self.num_words])
 
 
-class Place:
+class GrammarState:
     """The state of a grammar after some text that it allows.
 
     ends: tokens that end the text, where it may end; over: one of them did. fault: what the library raised for tokens
@@ -247,7 +247,7 @@ class Place:
         return bool(dead)
 
     @property
-    def grammar(self) -> "Place | None":
+    def grammar(self) -> "GrammarState | None":
         """The place whose mask the library makes; None: there is no grammar."""
         return self
 
@@ -260,14 +260,14 @@ class Place:
     def may_end(self) -> bool:
         return not self.over and bool(self.matcher.is_accepting()) and not self.matcher.is_error()
 
-    def after(self, token: int) -> "Place | None":
+    def after(self, token: int) -> "GrammarState | None":
         """The place after one more token; None: the grammar does not allow the token."""
         if token in self.ends:
-            return Place(self.matcher, self.library, self.ends, over=True) if self.may_end else None
+            return GrammarState(self.matcher, self.library, self.ends, over=True) if self.may_end else None
         if self.over:
             return None
         matcher = self.matcher.deep_copy()
-        return Place(matcher, self.library, self.ends) if matcher.consume_token(token) else None
+        return GrammarState(matcher, self.library, self.ends) if matcher.consume_token(token) else None
 
     @property
     def mask(self) -> Words:
@@ -281,7 +281,7 @@ class Place:
         """The next tokens, as long as the grammar allows exactly one."""
         if self._forced is None:
             tokens: list[int] = []
-            place: Place | None = self
+            place: GrammarState | None = self
             while place is not None and not place.over and len(tokens) < MAX_FORCED_TOKENS:
                 only = only_bit(place.mask)
                 if only is None:
@@ -292,7 +292,7 @@ class Place:
         return self._forced
 
 
-def make_masks(places: Sequence[Place | None]) -> None:
+def make_masks(places: Sequence[GrammarState | None]) -> None:
     """Make the masks of these places in one call of the library; `mask` then returns them. A fault of the library makes
     none: `mask` raises it at the place that is at fault."""
     grammars = [place.grammar for place in places if place is not None]
@@ -308,7 +308,7 @@ def make_masks(places: Sequence[Place | None]) -> None:
             raise
 
 
-def tree_masks(trees: Sequence[tuple[Place, Sequence[int], Sequence[int]]]) -> Words:
+def tree_masks(trees: Sequence[tuple[GrammarState, Sequence[int], Sequence[int]]]) -> Words:
     """[T, N, words], masks of every node of T trees, each given by the place after its root, tokens and parents [N].
 
     A node that cannot be reached, because the grammar forbids it or one of its ancestors, has all bits set. What the
@@ -316,11 +316,11 @@ def tree_masks(trees: Sequence[tuple[Place, Sequence[int], Sequence[int]]]) -> W
     """
     num_nodes = max(len(tokens) for _, tokens, _ in trees)
     masks = np.full((len(trees), num_nodes, trees[0][0].num_words), -1, dtype=np.int32)
-    reached: list[tuple[int, int, Place]] = []
+    reached: list[tuple[int, int, GrammarState]] = []
     for number, (root, tokens, parents) in enumerate(trees):
         try:
             masks[number, 0] = root.mask
-            places: list[Place | None] = [root]
+            places: list[GrammarState | None] = [root]
             for node in range(1, len(tokens)):
                 above = places[parents[node]]
                 place = None if above is None or tokens[node] < 0 else above.after(tokens[node])

@@ -68,7 +68,7 @@ def require_bounded(name: str, value: Any) -> None:
             _require_unicode(name, one)
 
 
-def is_plain(name: str, value: Any) -> bool:
+def compiles_in_linear_time(name: str, value: Any) -> bool:
     """Is it certain that compiling it takes time and memory in proportion to its length? value: as it is checked."""
     if name == "json_object":
         return True

@@ -3,7 +3,7 @@
     output token        0 ... min_tokens - 1        min_tokens ...
     may be drawn        allowed, but no end         allowed
 
-A request with such rules has a `RuledPlace`, alone or around a place in its grammar, and its masks are used as those
+A request with such rules has a `RuledState`, alone or around a place in its grammar, and its masks are used as those
 of grammars are, at every node of a tree. Where a grammar can only end, the text ends, even before min_tokens. A place
 that restricts nothing any more is `free`, and its request then costs no more than one without rules.
 """
@@ -14,7 +14,7 @@ import numpy as np
 
 from specdec.config import SamplingParams
 from specdec.errors import ConfigError
-from specdec.sampling.grammars.grammar import Place
+from specdec.sampling.grammars.grammar import GrammarState
 from specdec.sampling.grammars.mask_bits import Words, token_bit, token_bits
 
 
@@ -28,12 +28,12 @@ class Rules(NamedTuple):
     anything: bool
 
 
-class RuledPlace(Place):
+class RuledState(GrammarState):
     """The place after some output. to_go: tokens until the output may end. inner: the place in the grammar, or None."""
 
     __slots__ = ("inner", "rules", "to_go")
 
-    def __init__(self, rules: Rules, to_go: int, inner: Place | None, *, over: bool = False) -> None:
+    def __init__(self, rules: Rules, to_go: int, inner: GrammarState | None, *, over: bool = False) -> None:
         super().__init__(None if inner is None else inner.matcher, None, rules.ends, over=over)
         self.rules = rules
         self.to_go = to_go
@@ -44,7 +44,7 @@ class RuledPlace(Place):
         return self.inner is None and self.rules.anything and self.to_go == 0
 
     @property
-    def grammar(self) -> Place | None:
+    def grammar(self) -> GrammarState | None:
         return self.inner
 
     @property
@@ -63,7 +63,7 @@ class RuledPlace(Place):
     def forced(self) -> tuple[int, ...]:
         return () if self.inner is None else self.inner.forced
 
-    def after(self, token: int) -> Place | None:
+    def after(self, token: int) -> GrammarState | None:
         if self.over:
             return None
         if (self.inner is None or token in self.ends) and not self.mask[token // 32] & token_bit(token):
@@ -71,10 +71,12 @@ class RuledPlace(Place):
         inner = None if self.inner is None else self.inner.after(token)
         if self.inner is not None and (inner is None or (self.rules.anything and self.to_go <= 1)):
             return inner  # forbidden by the grammar, or from here on nothing but the grammar
-        return RuledPlace(self.rules, max(0, self.to_go - 1), inner, over=token in self.ends)
+        return RuledState(self.rules, max(0, self.to_go - 1), inner, over=token in self.ends)
 
 
-def begin(place: Place | None, params: SamplingParams, ends: frozenset[int], vocab_size: int) -> Place | None:
+def first_state(
+    place: GrammarState | None, params: SamplingParams, ends: frozenset[int], vocab_size: int
+) -> GrammarState | None:
     """The first place of an output that follows `params`, given its place in a grammar; None: the output is free.
 
     Raises ConfigError where no token could be drawn.
@@ -92,4 +94,4 @@ def begin(place: Place | None, params: SamplingParams, ends: frozenset[int], voc
             f"allowed_token_ids={list(allowed)[:8]} are all tokens that end the output, and min_tokens={to_go} forbids "
             "those; allow another token, or lower min_tokens"
         )
-    return RuledPlace(Rules(open, closed, ends, allowed is None), to_go, place)
+    return RuledState(Rules(open, closed, ends, allowed is None), to_go, place)
