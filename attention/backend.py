@@ -15,7 +15,7 @@ import torch
 from specdec.attention.kernels.draft_block import Draft, DraftBlock
 from specdec.attention.plan import PlanBackend
 from specdec.attention.torch_backend import TorchBackend
-from specdec.attention.trees.growth import TreeBackend
+from specdec.attention.trees.tree_builder import TreeBackend
 from specdec.attention.triton_backend import TritonBackend
 from specdec.errors import ConfigError
 from specdec.gpu.triton_device import triton_obstacle

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from specdec.attention.plan import KVPlan
 from specdec.kvcache.index_spaces import NULL_SLOT, PRIMARY, GroupId
 from specdec.kvcache.layer_context import ScoreOptions
-from specdec.kvcache.rounded import FieldPool, read_rows
+from specdec.kvcache.fp8_pool import FieldPool, read_rows
 
 
 def visible(

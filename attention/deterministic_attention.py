@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import pad
 
 from specdec.attention.kernels.own_keys import ALIGN, OwnKeys
-from specdec.kvcache.rounded import FieldPool, read_rows
+from specdec.kvcache.fp8_pool import FieldPool, read_rows
 
 BLOCK_K = ALIGN
 ROWS = 16

@@ -15,7 +15,7 @@ from specdec.attention.plan import Attend, KVPlan
 from specdec.attention.recurrence.forward import RecurrentForward, fold_committed
 from specdec.attention.runs import EveryRun, RunsAttention, dense_run, exact_run
 from specdec.attention.trees.beam import reference_expand
-from specdec.attention.trees.growth import reference_select_tree
+from specdec.attention.trees.tree_builder import reference_select_tree
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.index_spaces import GroupId, GroupLoc
 from specdec.kvcache.store import KVStore, LayerKV, reference_move_kv, reference_store_kv

@@ -15,7 +15,7 @@ from specdec.attention.path_attention import PathAttention
 from specdec.attention.plan import Attend, KVPlan
 from specdec.attention.recurrence.kernel_forward import RecurrentKernels, fold_row
 from specdec.attention.trees.beam import MAX_TOPK, Candidates, Scored, expand, reference_expand
-from specdec.attention.trees.growth import MAX_CANDIDATES, reference_select_tree, select_tree
+from specdec.attention.trees.tree_builder import MAX_CANDIDATES, reference_select_tree, select_tree
 from specdec.attention.trees.tree import DraftTree
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.index_spaces import GroupId, GroupLoc

@@ -13,7 +13,7 @@ from specdec.attention.kernels.own_keys import own_keys, reference_own_keys
 from specdec.attention.kernels.ragged_attention import ragged_attention
 from specdec.attention.kernels.tree_attention import tree_attention
 from specdec.attention.pack import Lines, Pack
-from specdec.kvcache.rounded import RoundedPool
+from specdec.kvcache.fp8_pool import RoundedPool
 
 Shape = dict[str, Any]
 """Arguments of `make_inputs`, and: kind of the rows, level of a draft's newest nodes, exact, softcap, sinks, rounded:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from specdec.attention.backend import Backend
 from specdec.attention.trees.beam import LOWEST
-from specdec.attention.trees.growth import Growth
+from specdec.attention.trees.tree_builder import Growth
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, DraftWorker
 from specdec.draft_models.finished_texts import BEFORE, MATCH, NOTHING, FinishedTexts, StoredMatches

@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 from specdec import DraftTree, Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.plan import KVPlan, plan_verify
 from specdec.attention.torch_backend import TorchBackend
-from specdec.attention.trees.growth import Growth
+from specdec.attention.trees.tree_builder import Growth
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Observation, StatelessDrafter
 
 PROMPT = "A snail climbs 5 feet up a wall each day and slips back 2 feet each night. How far is it after 4 days?"

@@ -44,7 +44,7 @@ class KVOperations(Protocol):
 
 
 class KVCache:
-    """Slots, requests and stores of one engine. rounded: all K/V are kept in 8 bits (`rounded.py`)."""
+    """Slots, requests and stores of one engine. rounded: all K/V are kept in 8 bits (`fp8_pool.py`)."""
 
     def __init__(
         self, allocator: HybridAllocator, table: RequestTable, operations: KVOperations, *, rounded: bool = False

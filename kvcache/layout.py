@@ -31,7 +31,7 @@ STATELESS_TYPES = frozenset({"mlp", "moe"})
 class CacheField(NamedTuple):
     """Numbers that a layer keeps for each token under one name: `heads` x `dim`.
 
-    rounded: 8 bits a number, and one scale a head (`rounded.py`). dtype: None: the model's.
+    rounded: 8 bits a number, and one scale a head (`fp8_pool.py`). dtype: None: the model's.
     """
 
     name: str

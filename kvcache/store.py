@@ -21,8 +21,8 @@ from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.index_spaces import GroupId, GroupLoc
 from specdec.kvcache.layout import CacheField, KVLayout
 from specdec.kvcache.recurrent_state import RecurrentState, StateShape
-from specdec.kvcache.rounded import FieldPool, RoundedPool, tensors_of
-from specdec.kvcache.rounded_kernels import store_rounded
+from specdec.kvcache.fp8_pool import FieldPool, RoundedPool, tensors_of
+from specdec.kvcache.fp8_kernels import store_rounded
 
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 

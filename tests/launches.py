@@ -20,7 +20,7 @@ from specdec.attention.pack import Lines, Pack, PackTables
 from specdec.attention.plan import KVPlan
 from specdec.attention.recurrence.kernel_forward import RecurrentKernels
 from specdec.attention.trees.beam import Candidates, expand
-from specdec.attention.trees.growth import select_tree
+from specdec.attention.trees.tree_builder import select_tree
 from specdec.attention.trees.tree import DraftTree
 from specdec.attention.trees.walk import tree_fields
 from specdec.draft_models.centroid_head import CentroidHead, centroid_best, centroid_sample
@@ -41,7 +41,7 @@ from specdec.gpu.stage_clock import StageClock
 from specdec.kvcache.index_spaces import ByGroup, GroupId, GroupLoc, PrimaryLoc
 from specdec.kvcache.layer_context import Destination, Recurrence
 from specdec.kvcache.recurrent_state import RecurrentState, StateShape
-from specdec.kvcache.rounded import FieldPool, RoundedPool, numbers_and_scales
+from specdec.kvcache.fp8_pool import FieldPool, RoundedPool, numbers_and_scales
 from specdec.kvcache.store import LayerKV, RecurrentLayers, StoreAddresses, move_kv, store_kv
 from specdec.kvcache.table import RequestTable, Rows
 from specdec.layers.accepted_path import keep_last, path_rows

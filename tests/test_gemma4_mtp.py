@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache
 
 from specdec import SamplingParams, SpecConfig, SpecDecError
-from specdec.attention.trees.growth import Growth
+from specdec.attention.trees.tree_builder import Growth
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, Gemma4MTPWorker, fit_layers
 from specdec.errors import FrozenKVError, UnsupportedModelError
 from specdec.models.target import TargetModel

@@ -15,7 +15,7 @@ from specdec.attention.kernels.paged_attention import (
     reference_paged_attention,
 )
 from specdec.attention.trees.tree import DraftTree
-from specdec.kvcache.rounded import RoundedPool
+from specdec.kvcache.fp8_pool import RoundedPool
 
 from dense_oracle import attend
 from marks import deep_cases, quick, usual_cases

@@ -15,7 +15,7 @@ from specdec.attention.kernels.ragged_attention import RaggedTiles, ragged_atten
 from specdec.attention.kernels.tree_attention import KeySplit, RowTiles, tree_attention
 from specdec.attention.pack import Lines, Pack
 from specdec.attention.runs import EveryRun, RunsAttention, dense_run, exact_run
-from specdec.kvcache.rounded import RoundedPool
+from specdec.kvcache.fp8_pool import RoundedPool
 from specdec.runtime.rounds.captured_prompts import MAX_TOKENS, token_buckets
 
 from dense_oracle import attend

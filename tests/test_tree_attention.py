@@ -22,7 +22,7 @@ from specdec.attention.kernels.tree_attention import (
     fit_rows,
     tree_attention,
 )
-from specdec.kvcache.rounded import RoundedPool
+from specdec.kvcache.fp8_pool import RoundedPool
 
 from dense_oracle import attend
 from marks import deep, deep_cases, each_value, quick, slow, usual_cases

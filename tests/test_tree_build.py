@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.trees.beam import Candidates
-from specdec.attention.trees.growth import (
+from specdec.attention.trees.tree_builder import (
     Growth,
     TreeBackend,
     reference_select_tree,
@@ -61,7 +61,7 @@ def naive_best_first(scores: list[float], parents: list[int], num_nodes: int) ->
 
 
 def test_select_by_eye():
-    """The example in the docstring of attention/trees/growth.py."""
+    """The example in the docstring of attention/trees/tree_builder.py."""
     grown = select_tree(
         long([9]),
         Candidates(

@@ -22,7 +22,7 @@ from specdec.attention.kernels.page_table import build_page_tables, locate_prefi
 from specdec.attention.kernels.paged_attention import WORD, paged_attention
 from specdec.kvcache.index_spaces import PRIMARY, GroupLoc, PrimaryLoc
 from specdec.kvcache.layer_context import ScoreOptions
-from specdec.kvcache.rounded import all_rows, numbers_and_scales
+from specdec.kvcache.fp8_pool import all_rows, numbers_and_scales
 from specdec.kvcache.store import KVStore, LayerKV
 from specdec.kvcache.table import RequestTable, Rows
 

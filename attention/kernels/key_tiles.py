@@ -8,8 +8,8 @@ depend on neither.
 import torch
 
 from specdec.gpu.triton_shim import tl, triton
-from specdec.kvcache.rounded import FieldPool
-from specdec.kvcache.rounded_kernels import from_e4m3
+from specdec.kvcache.fp8_pool import FieldPool
+from specdec.kvcache.fp8_kernels import from_e4m3
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NOWHERE = tl.constexpr(1 << 30)  # past all keys, and so far from overflow that what a loop loads ahead is past them too
@@ -90,7 +90,7 @@ def load_keys(
     DTYPE: tl.constexpr,
 ) -> tuple[tl.tuple, tl.tensor]:
     """K [BK, BD] at these slots, which all exist, and what to multiply scores by, [1, BK] or [1, 1]: see
-    `rounded_kernels.py`."""
+    `fp8_kernels.py`."""
     b_x = tl.load(p_pool + b_slot * s_slot + o_d[None, :] * s_d, mask=m_d[None, :], other=0)
     parts, b_scale = (b_x,), tl.full([1, 1], 1.0, tl.float32)
     if p_scale is not None:

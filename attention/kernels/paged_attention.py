@@ -26,7 +26,7 @@ from specdec.attention.kernels.key_tiles import check_arguments, fits, padded_ch
 from specdec.attention.kernels.paged_attention_kernels import merge_paged_kernel, paged_attention_kernel
 from specdec.gpu.triton_device import device_limits
 from specdec.kvcache.layer_context import ScoreOptions
-from specdec.kvcache.rounded import FieldPool, numbers_and_scales
+from specdec.kvcache.fp8_pool import FieldPool, numbers_and_scales
 
 WORD = 64
 """Ancestor bits in an int64: bit j % 64 of word j // 64 is key j of the block."""

@@ -28,7 +28,7 @@ from specdec.attention.kernels.key_tiles import (
     zero_parts,
 )
 from specdec.gpu.triton_shim import tl, triton
-from specdec.kvcache.rounded_kernels import from_e4m3
+from specdec.kvcache.fp8_kernels import from_e4m3
 
 BLOCK_N = tl.constexpr(16)  # keys of a draft's tile
 

@@ -29,7 +29,7 @@ from specdec.attention.kernels.tree_attention import choose_key_split
 from specdec.attention.pack import Lines, Pack
 from specdec.gpu.triton_device import device_limits
 from specdec.gpu.triton_shim import triton
-from specdec.kvcache.rounded import FieldPool, RoundedPool, numbers_and_scales
+from specdec.kvcache.fp8_pool import FieldPool, RoundedPool, numbers_and_scales
 
 FEW_TOKENS = 256
 """A forward over no more than these is most often a part of one long prompt, read while others decode."""

@@ -33,7 +33,7 @@ from specdec.attention.kernels.own_keys import ALIGN, OwnKeys
 from specdec.attention.kernels.tree_attention_kernels import MIDDLE_SPLITS, SHORT_SPLITS, attend_kernel, merge_kernel
 from specdec.gpu.dependent_launch import pdl_options
 from specdec.gpu.triton_device import device_limits
-from specdec.kvcache.rounded import FieldPool, RoundedPool, numbers_and_scales
+from specdec.kvcache.fp8_pool import FieldPool, RoundedPool, numbers_and_scales
 
 PART_BYTES = 1 << 30
 """Partial results above this are folded by the programs that make them."""

@@ -18,7 +18,7 @@ from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layer_context import Recurrence
 from specdec.kvcache.recurrent_state import FOLD, RecurrentState
-from specdec.kvcache.rounded import FieldPool, read_rows
+from specdec.kvcache.fp8_pool import FieldPool, read_rows
 from specdec.kvcache.store import KVStore, LayerKV
 from specdec.kvcache.table import RequestTable
 

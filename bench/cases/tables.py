@@ -19,7 +19,7 @@ from specdec.attention.kernels.page_table import (
 )
 from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.trees.beam import Candidates
-from specdec.attention.trees.growth import Growth, TreeBackend, reference_select_tree, select_tree
+from specdec.attention.trees.tree_builder import Growth, TreeBackend, reference_select_tree, select_tree
 from specdec.attention.trees.tree import DraftTree
 from specdec.attention.trees.walk import tree_fields
 from specdec.attention.triton_backend import TritonBackend

@@ -10,7 +10,7 @@ from specdec.attention.backend import Backend
 from specdec.attention.bridge import AttentionCall
 from specdec.attention.kernels.draft_block import DraftBlock
 from specdec.attention.plan import KVPlan, plan_chunk, plan_packed
-from specdec.attention.trees.growth import Growth, num_candidates
+from specdec.attention.trees.tree_builder import Growth, num_candidates
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import (
     BestOf,

@@ -24,7 +24,7 @@ from specdec.gpu.dependent_launch import TL_DTYPES, pdl_options, trigger_next, w
 from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, tl, triton
 from specdec.kvcache.layer_context import Destination
-from specdec.kvcache.rounded import RoundedPool
+from specdec.kvcache.fp8_pool import RoundedPool
 from specdec.kvcache.store import reference_store_kv, store_kv
 from specdec.layers.norm import ABSENT, Gain, reference_rms_norm
 from specdec.layers.product import Product, reference_finish, sum_parts

@@ -1,7 +1,7 @@
 """K/V of 8 bits: e4m3 numbers with one float32 scale for each slot and head.
 
     write    scale = max |row| / 448,   bits = e4m3(row / scale)       a row is the D numbers of one head of one token
-    read     e4m3 -> float32, times scale, rounded to the model's dtype; kernels do not round: see `rounded_kernels.py`
+    read     e4m3 -> float32, times scale, rounded to the model's dtype; kernels do not round: see `fp8_kernels.py`
 
 The scale of a row is made from that row alone, so its bits depend on no other token, chunk or request. A row that is
 moved is copied as it is, and is not rounded again. Invariant: target, frozen drafter and draft in progress all attend

@@ -1,6 +1,6 @@
-"""Kernels of K/V of 8 bits (`rounded.py`): rows are rounded as they are stored, and decoded where they are read.
+"""Kernels of K/V of 8 bits (`fp8_pool.py`): rows are rounded as they are stored, and decoded where they are read.
 
-    store    scale = max |row| / 448,   bits = e4m3(row / scale)    a program a token and head; bits as of `rounded.py`
+    store    scale = max |row| / 448,   bits = e4m3(row / scale)    a program a token and head; bits as of `fp8_pool.py`
     read     bits -> float32, float16 or bfloat16, exactly          `from_e4m3`; the reader applies the scale
 
 A reader multiplies a key's scores and a value's weights by their scales, in float32: a multiplication a key, not a
@@ -13,7 +13,7 @@ import torch
 
 from specdec.gpu.triton_shim import INTERPRETED, tl, triton
 from specdec.kvcache.index_spaces import GroupLoc
-from specdec.kvcache.rounded import LARGEST, RoundedPool
+from specdec.kvcache.fp8_pool import LARGEST, RoundedPool
 
 IN_PTX = tl.constexpr(not INTERPRETED)
 FULL_SCALE = tl.constexpr(LARGEST)

@@ -11,7 +11,7 @@ from kv_rig import GroupLoc, HybridAllocator, KVLayout, LayerCache, Retention, c
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.errors import ConfigError
 from specdec.kvcache.layout import CacheField
-from specdec.kvcache.rounded import RoundedPool, all_rows, read_rows
+from specdec.kvcache.fp8_pool import RoundedPool, all_rows, read_rows
 from specdec.kvcache.store import KVStore, reference_move_kv, reference_store_kv, store_kv
 from specdec.models.bundled import HELD_OUT_PROBLEMS
 from specdec.text.prompt_files import read_prompts
