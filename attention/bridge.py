@@ -116,7 +116,7 @@ class ForwardContext:
     recurrent: RecurrentRows | None = None
 
     @classmethod
-    def of(
+    def from_plan(
         cls, plan: KVPlan, view: KVView, windows: Sequence[int | None], aux_layers: Sequence[int] = ()
     ) -> "ForwardContext":
         """`windows[i]` is the sliding window of worker layer i, None on full layers; aux_layers: see `states`."""

@@ -17,7 +17,7 @@ from typing import Any, Unpack
 import torch
 
 from specdec.attention.backend import Backend
-from specdec.attention.kernels.draft_block import Draft, DraftBlock
+from specdec.attention.kernels.draft_block import DraftBlock, DraftPlan
 from specdec.attention.pack import Pack, PackTables
 from specdec.attention.path_attention import part_of
 from specdec.attention.plan import Attend, KVPlan
@@ -57,11 +57,11 @@ class CheckedBackend:
         self._check_reads(plan, group)
         return CheckedAttention(self, self.backend.attention(plan, group, window, shares), plan, group)
 
-    def draft_block(self, store: KVStore, draft: Draft) -> DraftBlock:
+    def draft_block(self, store: KVStore, draft: DraftPlan) -> DraftBlock:
         block = self.backend.draft_block(store, draft)
         for layer, kept in store.layers.items():
             self._check_draft(draft, kept.group, draft.windows[layer], *block.prefix_slots(layer))
-        return CheckedDraft(block, store, draft, self.sanitizer)
+        return CheckedDraftBlock(block, store, draft, self.sanitizer)
 
     def _slots_at(self, group: GroupId, rows: torch.Tensor, positions: torch.Tensor) -> GroupLoc:
         """Slots in one group that the table has at positions of rows, of one shape; past a row, that of its end."""
@@ -71,7 +71,7 @@ class CheckedBackend:
         )
 
     def _check_draft(
-        self, draft: Draft, group: GroupId, window: int | None, read: torch.Tensor, start: torch.Tensor
+        self, draft: DraftPlan, group: GroupId, window: int | None, read: torch.Tensor, start: torch.Tensor
     ) -> None:
         """Compare `read` [B, L], slots of committed keys from position start [B] on, with the table."""
         rows, length = draft.rows.index[:, None], draft.committed_len[:, None]
@@ -143,7 +143,7 @@ class CheckedBackend:
         lost = self._slots_at(group, rows, missing)
         self.sanitizer.note(Fault.COVER, group, short, plan.rows, missing, lost, lost)
 
-    def check_answer(
+    def check_finite(
         self, query: torch.Tensor, out: torch.Tensor, plan: KVPlan, group: GroupId, part: tuple[slice, slice]
     ) -> None:
         """Check the answers `out` [B, N, Hq, D] to `query` [B, Hq, N, D], a part of a plan's requests and columns."""
@@ -180,17 +180,17 @@ class CheckedAttention:
 
     def __call__(self, query: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         out = self.attend(query, *args, **options)
-        self.checks.check_answer(query, out, self.plan, self.group, self.rows)
+        self.checks.check_finite(query, out, self.plan, self.group, self.rows)
         return out
 
     def part(self, requests: slice, columns: slice) -> "CheckedAttention":
         return replace(self, attend=part_of(self.attend, requests, columns), rows=(requests, columns))
 
 
-class CheckedDraft:
+class CheckedDraftBlock:
     """A draft in progress whose attention must be finite where its queries are."""
 
-    def __init__(self, block: DraftBlock, store: KVStore, draft: Draft, sanitizer: Sanitizer) -> None:
+    def __init__(self, block: DraftBlock, store: KVStore, draft: DraftPlan, sanitizer: Sanitizer) -> None:
         self.block = block
         self.store = store
         self.draft = draft

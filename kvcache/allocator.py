@@ -3,7 +3,7 @@
 It alone changes the maps from a `PrimaryLoc` to a `GroupLoc`. Paging is in lockstep: a primary page has one peer in
 each windowed group, or none there once it is evicted. Invariants (`check`):
 
-    1. free + held + cached = capacity, per pool; the claims on a page are counted exactly (`PagedAllocator`).
+    1. free + held + cached = capacity, per pool; the claims on a page are counted exactly (`PagePool`).
     2. a group's map is 0 where the peer is not claimed; non-zero entries are distinct and never free.
     3. alloc takes from all pools or from none.
     4. free: read maps, free peers, clear maps, free primary; freeing twice raises.
@@ -24,7 +24,7 @@ from specdec.errors import DoubleFreeError, FrozenKVError, OutOfSlotsError
 from specdec.gpu.mirrored_array import IntArray, MirroredArray
 from specdec.kvcache.index_spaces import PRIMARY, ByGroup, GroupId, GroupLoc, PrimaryLoc
 from specdec.kvcache.layout import Retention
-from specdec.kvcache.page_pool import BoolArray, PagedAllocator
+from specdec.kvcache.page_pool import BoolArray, PagePool
 
 
 class PageCache(Protocol):
@@ -54,7 +54,7 @@ class HybridAllocator:
         self.groups = groups
         self.page_size = page_size
         self.device = device
-        pools = [PagedAllocator(kept.name, count) for kept, count in zip(groups, pages, strict=True)]
+        pools = [PagePool(kept.name, count) for kept, count in zip(groups, pages, strict=True)]
         self.pools = ByGroup(tuple(pools))
         self.primary = self.pools[PRIMARY]
         self.windowed = tuple(group for group, _ in groups.items() if group != PRIMARY)
@@ -227,7 +227,7 @@ class HybridAllocator:
         assert (pool.is_held(peers) | pool.is_kept(peers)).all(), f"{name}: a mapped page is free"
         assert len(peers) == pool.capacity - pool.free_pages, f"{name}: a page is held but not mapped"
         assert (self.primary.is_held(pages) | self.primary.is_kept(pages)).all(), f"{name}: a free page is mapped"
-        more = pool.num_holders(peers) > self.primary.num_holders(pages)
+        more = pool.row_refs(peers) > self.primary.row_refs(pages)
         assert not more.any(), f"{name}: more rows hold the peers of pages {pages[more].tolist()} than the pages"
         kept = self.primary.is_kept(pages[pool.is_kept(peers)])
         assert kept.all(), f"{name}: the cache keeps the peer of a page that it does not"

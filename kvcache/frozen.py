@@ -19,7 +19,7 @@ from typing import Protocol
 from specdec.errors import FrozenKVError, KVStateError
 from specdec.gpu.ranks import Ranks
 from specdec.kvcache.allocator import HybridAllocator
-from specdec.kvcache.layout import KVLayout, LayerCache
+from specdec.kvcache.layout import KVLayout, LayerSpec
 from specdec.kvcache.store import KVStore, LayerKV, RecurrentLayers
 
 
@@ -54,7 +54,7 @@ class KVView:
             raise FrozenKVError(f"layer {index} read through a view whose frozen_kv block has ended")
         return self._store.layers[self.layer_map[index]]
 
-    def spec(self, index: int) -> LayerCache:
+    def spec(self, index: int) -> LayerSpec:
         """What worker layer `index` reads, as the store's layout describes it."""
         return self._store.layout.layers[self.layer_map[index]]
 

@@ -31,18 +31,18 @@ STATELESS_TYPES = frozenset({"mlp", "moe"})
 class CacheField(NamedTuple):
     """Numbers that a layer keeps for each token under one name: `heads` x `dim`.
 
-    rounded: 8 bits a number, and one scale a head (`fp8_pool.py`). dtype: None: the model's.
+    fp8: 8 bits a number, and one scale a head (`fp8_pool.py`). dtype: None: the model's.
     """
 
     name: str
     heads: int
     dim: int
-    rounded: bool = False
+    fp8: bool = False
     dtype: torch.dtype | None = None
 
     def bytes(self, dtype: torch.dtype) -> int:
         """Bytes of a slot, in a model of this dtype."""
-        return self.heads * (self.dim + 4 if self.rounded else self.dim * (self.dtype or dtype).itemsize)
+        return self.heads * (self.dim + 4 if self.fp8 else self.dim * (self.dtype or dtype).itemsize)
 
 
 class Retention(NamedTuple):
@@ -67,7 +67,7 @@ RECORDS = Retention(0, cached=False)
 
 
 @dataclass(frozen=True, slots=True)
-class LayerCache:
+class LayerSpec:
     """One decoder layer: `owner` is the layer whose fields it reads.
 
     shares: number of parts into which ranks divide its heads; `fields` is one of them. 1: all heads are here.
@@ -109,15 +109,15 @@ def attention_fields(heads: int, k_dim: int, v_dim: int | None = None) -> tuple[
 class KVLayout:
     """All layers of a model."""
 
-    layers: tuple[LayerCache, ...]
+    layers: tuple[LayerSpec, ...]
 
     @property
-    def owners(self) -> tuple[LayerCache, ...]:
+    def owners(self) -> tuple[LayerSpec, ...]:
         """The layers that store something."""
         return tuple(spec for spec in self.layers if spec.owner == spec.layer)
 
     @property
-    def widest_window(self) -> int | None:
+    def max_window(self) -> int | None:
         return max((spec.window for spec in self.layers if spec.window is not None), default=None)
 
     @property
@@ -142,17 +142,17 @@ class KVLayout:
         """
         keys = FOLD + max(2 * lookahead, FOLD)
 
-        def resolved(spec: LayerCache) -> LayerCache:
+        def resolved(spec: LayerSpec) -> LayerSpec:
             return replace(spec, retention=RECORDS._replace(window=keys)) if spec.recurrent else spec
 
         return self.map(resolved)
 
-    def last_owner(self, layer_type: str) -> LayerCache | None:
+    def last_owner(self, layer_type: str) -> LayerSpec | None:
         """The owner that the last layer of this type reads, as a frozen-KV drafter layer of that type does."""
         of_type = [spec for spec in self.layers if spec.layer_type == layer_type]
         return self.layers[of_type[-1].owner] if of_type else None
 
-    def map(self, change: Callable[[LayerCache], LayerCache]) -> "KVLayout":
+    def map(self, change: Callable[[LayerSpec], LayerSpec]) -> "KVLayout":
         """These layers, changed one by one."""
         return KVLayout(tuple(map(change, self.layers)))
 
@@ -160,22 +160,22 @@ class KVLayout:
         """The layout of one of `count` ranks, which divide the heads of every layer. Fewer heads than ranks are
         repeated: rank r then holds head r * heads // count."""
 
-        def divided(spec: LayerCache) -> LayerCache:
+        def divided(spec: LayerSpec) -> LayerSpec:
             fields = tuple(field._replace(heads=-(-field.heads // count)) for field in spec.fields)
             return replace(spec, fields=fields, shares=min(spec.k.heads, count))
 
         return self.map(divided)
 
-    def rounded(self) -> "KVLayout":
+    def in_fp8(self) -> "KVLayout":
         """These layers, with fields of 8 bits."""
-        return self.map(lambda spec: replace(spec, fields=tuple(f._replace(rounded=True) for f in spec.fields)))
+        return self.map(lambda spec: replace(spec, fields=tuple(f._replace(fp8=True) for f in spec.fields)))
 
     @classmethod
-    def of_windows(cls, windows: Sequence[int | None], num_kv_heads: int, head_dim: int) -> "KVLayout":
+    def from_windows(cls, windows: Sequence[int | None], num_kv_heads: int, head_dim: int) -> "KVLayout":
         """A layer for each of these windows, all with K and V of one shape; None: a full one."""
         fields = attention_fields(num_kv_heads, head_dim)
         kept = [(FULL_ATTENTION if n is None else SLIDING_ATTENTION, Retention(n)) for n in windows]
-        return cls(tuple(LayerCache(i, i, kind, fields, retention) for i, (kind, retention) in enumerate(kept)))
+        return cls(tuple(LayerSpec(i, i, kind, fields, retention) for i, (kind, retention) in enumerate(kept)))
 
     def slot_bytes(self, retention: Retention, dtype: torch.dtype) -> int:
         """Bytes of one token in the layers with this retention."""
@@ -219,16 +219,16 @@ def layout_from_config(config: Any) -> KVLayout:
             f"{name}: layer types {unknown} have no paged KV cache here; supported: {', '.join(supported)}"
         )
     first_shared = num_layers - int(getattr(config, "num_kv_shared_layers", 0) or 0)
-    specs: list[LayerCache] = []
+    specs: list[LayerSpec] = []
     for layer, layer_type in enumerate(layer_types):
         if layer_type in RECURRENT_TYPES or layer_type in STATELESS_TYPES:  # fields are measured, if there are any
             kept = RECORDS if layer_type in RECURRENT_TYPES else KEEP_ALL
-            specs.append(LayerCache(layer, layer, layer_type, (), kept))
+            specs.append(LayerSpec(layer, layer, layer_type, (), kept))
             continue
         owner = layer if layer < first_shared else _owner_of_shared(name, layer, layer_types, first_shared)
         fields = attention_fields(*_kv_geometry(config, owner))
         retention = _retention(name, config, owner) if layer_type == SLIDING_ATTENTION else KEEP_ALL
-        specs.append(LayerCache(layer, owner, layer_type, fields, retention))
+        specs.append(LayerSpec(layer, owner, layer_type, fields, retention))
     return KVLayout(tuple(specs))
 
 

@@ -17,7 +17,7 @@ from specdec.gpu.mirrored_array import IntArray
 BoolArray = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
-class PagedAllocator:
+class PagePool:
     """Pages 1..capacity of one pool."""
 
     def __init__(self, name: str, capacity: int) -> None:
@@ -56,7 +56,7 @@ class PagedAllocator:
     def is_kept(self, pages: IntArray) -> BoolArray:
         return self._kept[pages]
 
-    def num_holders(self, pages: IntArray) -> IntArray:
+    def row_refs(self, pages: IntArray) -> IntArray:
         return self._held[pages]
 
     def owners(self, pages: IntArray) -> IntArray:

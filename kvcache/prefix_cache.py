@@ -115,7 +115,7 @@ class PrefixCache:
                 evicted[group] = num_pages
         return evicted
 
-    def keep_state(self, row: int, key: IntArray, salt: bytes = b"", *, every: int = 1) -> None:
+    def cache_state(self, row: int, key: IntArray, salt: bytes = b"", *, every: int = 1) -> None:
         """Copy the row's state at the last multiple of FOLD among its committed tokens. It does so only if the tree has
         all pages up to there along this key, and the last copy along it is at least `every` tokens earlier."""
         assert self.states is not None

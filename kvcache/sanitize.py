@@ -161,7 +161,7 @@ class Sanitizer:
     def _check_owners(self, count: IntArray) -> None:
         """No primary page is in more rows than it has owners; `owners` follows."""
         full, pages = self.allocator.primary, np.arange(len(count))
-        owners, holders = full.owners(pages), full.num_holders(pages)
+        owners, holders = full.owners(pages), full.row_refs(pages)
         if (count > holders).any():
             page = int((count > holders).argmax())
             slot = self._slot(PRIMARY, page * self.allocator.page_size)

@@ -295,7 +295,7 @@ class RequestTable:
                 holds[group, pages[first // page_size :]] += 1
         in_rows = holds[PRIMARY]
         pages = np.flatnonzero(in_rows)
-        holders = primary.num_holders(pages)
+        holders = primary.row_refs(pages)
         assert (holders > 0).all(), "a row owns a free page"
         assert (in_rows[pages] <= holders).all(), "a page is owned by two rows, with fewer claims"
         assert (in_rows[pages] == holders).all(), "a page has more claims than rows that own it"
@@ -306,7 +306,7 @@ class RequestTable:
             unclaimed = (peers != 0) & (holds[group] == 0) & ~pool.is_kept(peers)
             said = f"{pool.name}: pages {np.flatnonzero(unclaimed).tolist()}: an evicted token is mapped"
             assert not unclaimed.any(), said
-            wrong = (peers != 0) & (pool.num_holders(peers) != holds[group])
+            wrong = (peers != 0) & (pool.row_refs(peers) != holds[group])
             said = f"{pool.name}: pages {np.flatnonzero(wrong).tolist()}: claims on the peer are miscounted"
             assert not wrong.any(), said
 

@@ -57,7 +57,7 @@ def load_any_drafter(
         return _model_and_lookup(drafter, target, options, tokenizer)
     if isinstance(drafter, (str, os.PathLike)):
         try:
-            checkpoint = Checkpoint.of(drafter, options)
+            checkpoint = Checkpoint.from_name(drafter, options)
             if is_mtp_speculator(checkpoint.config):
                 return _modules_of(checkpoint, target)
             if is_drafter_config(checkpoint.config) or not continues_text(checkpoint.config):
@@ -102,7 +102,7 @@ def _of_checkpoint(
     """Drafter for a word of `OF_TARGET`. "mtp": the modules in the target's checkpoint. "auto": those, else the
     published drafter if it is on disk, else "suffix". Only "mtp" raises."""
     name = getattr(target.model.config, "name_or_path", "")
-    checkpoint = None if not name else Checkpoint.of(name, options)
+    checkpoint = None if not name else Checkpoint.from_name(name, options)
     if word == MTP:
         return _own_modules(checkpoint, target)
     here = {**(options or {}), "local_files_only": True}
@@ -127,7 +127,7 @@ def meant_by_auto(checkpoint: Checkpoint, num_layers: int, here: Mapping[str, An
         pass  # not here, or damaged
     for pair in PAIRS:
         named = pair.drafter != MTP and resolve_name(pair.target) == checkpoint.path
-        if named and _is_found(Checkpoint.of(pair.drafter, here)):
+        if named and _is_found(Checkpoint.from_name(pair.drafter, here)):
             yield pair.drafter
 
 

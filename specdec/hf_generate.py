@@ -61,7 +61,7 @@ class GenerationSettings:
     switched_off: frozenset[str]  # keywords passed as None: not even the default then
 
     @classmethod
-    def of(
+    def from_call(
         cls, model: PreTrainedModel, given: GenerationConfig | None, kwargs: Mapping[str, Any]
     ) -> "GenerationSettings":
         """Merge, and refuse what cannot be honoured."""
@@ -197,7 +197,7 @@ def generate(
     anything: object = model
     if not isinstance(anything, nn.Module) or not hasattr(anything, "config"):
         raise ConfigError(f"model={shown(model)}: a loaded transformers model is expected; Engine takes names")
-    settings = GenerationSettings.of(model, generation_config, hf_generate_kwargs)
+    settings = GenerationSettings.from_call(model, generation_config, hf_generate_kwargs)
     drafter = _one_of("drafter", drafter, "assistant_model", assistant_model)
     if settings["use_mtp"]:
         if drafter is not None:

@@ -21,13 +21,13 @@ from specdec.kvcache.layout import (
     KEEP_ALL,
     SLIDING_ATTENTION,
     KVLayout,
-    LayerCache,
+    LayerSpec,
     Retention,
     attention_fields,
     cache_groups,
     layout_from_config,
 )
-from specdec.kvcache.page_pool import PagedAllocator
+from specdec.kvcache.page_pool import PagePool
 from specdec.kvcache.prefix_cache import PrefixCache
 from specdec.kvcache.table import FROZEN_EXTRA_KEYS, Move, RequestTable
 
@@ -45,11 +45,11 @@ __all__ = [
     "KVPlan",
     "KVRig",
     "KVView",
-    "LayerCache",
+    "LayerSpec",
     "MirroredArray",
     "Move",
     "PRIMARY",
-    "PagedAllocator",
+    "PagePool",
     "PrefixCache",
     "PrimaryLoc",
     "RequestTable",
@@ -72,11 +72,11 @@ def ints(*values: int) -> IntArray:
 
 def layer_spec(
     layer: int, window: int | None, owner: int | None = None, head_dim: int = 1, heads: int = 1
-) -> LayerCache:
+) -> LayerSpec:
     """A layer that keeps K and V. window: None: full. owner: its own, unless another's is given."""
     kind, retention = (FULL_ATTENTION if window is None else SLIDING_ATTENTION), Retention(window)
     owner = layer if owner is None else owner
-    return LayerCache(layer, owner, kind, attention_fields(heads, head_dim), retention)
+    return LayerSpec(layer, owner, kind, attention_fields(heads, head_dim), retention)
 
 
 SWA = GroupId(1)

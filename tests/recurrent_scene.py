@@ -16,7 +16,7 @@ from specdec.gpu.triton_shim import INTERPRETED
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.frozen import own_view
 from specdec.kvcache.layer_context import Recurrence
-from specdec.kvcache.layout import RECORDS, CacheField, KVLayout, LayerCache, cache_groups
+from specdec.kvcache.layout import RECORDS, CacheField, KVLayout, LayerSpec, cache_groups
 from specdec.kvcache.recurrent_state import FOLD, StateShape
 from specdec.layers.gated_delta import unit_length
 
@@ -36,14 +36,14 @@ class Shape(NamedTuple):
     channels: int
     corrected: bool = True
 
-    def layer(self) -> LayerCache:
+    def layer(self) -> LayerSpec:
         records = (("k", self.key_heads, self.k_dim), ("u", self.heads, self.v_dim), ("g", self.heads, 1))
         fields = self.inputs, *(CacheField(*record, dtype=torch.float32) for record in records)
         state = StateShape(self.heads, self.k_dim, self.v_dim, TAPS, self.channels)
-        return LayerCache(0, 0, "linear_attention", fields, RECORDS, state=state)
+        return LayerSpec(0, 0, "linear_attention", fields, RECORDS, state=state)
 
-    def convolution(self) -> LayerCache:
-        return LayerCache(1, 1, "conv", (self.inputs,), RECORDS, state=StateShape(0, 0, 0, TAPS, self.channels))
+    def convolution(self) -> LayerSpec:
+        return LayerSpec(1, 1, "conv", (self.inputs,), RECORDS, state=StateShape(0, 0, 0, TAPS, self.channels))
 
     @property
     def inputs(self) -> CacheField:
@@ -114,7 +114,7 @@ class Scene:
         start = self.table.committed_len.host[rows]
         self.table.ensure_slots(rows, start + length + LOOKAHEAD)
         padded = [np.append(x, y) for x, y in ((rows, self.table.padding_row), (start, 0), (length, 0))]
-        pack = Pack.of(*(torch.from_numpy(x).to(self.device) for x in padded), int(length.sum()) + padding)
+        pack = Pack.from_lengths(*(torch.from_numpy(x).to(self.device) for x in padded), int(length.sum()) + padding)
         outs = self.forward(plan_packed(self.backend, self.table, pack), given)
         self.table.commit_chunk_on_host(rows, length)
         return [out[: int(length.sum())] for out in outs]

@@ -158,7 +158,7 @@ def test_rows_that_share_pages_release_their_claims_by_group() -> None:
     table.adopt_pages(second, table.pages(first, 12))
     assert table.evicted_len[:, second].tolist() == [0, 10, 4]
     a, pages = table.allocator, table.pages(first, 12)
-    assert [a.pools[group].num_holders(a._peers(group, pages)).tolist() for group in a.windowed] == [
+    assert [a.pools[group].row_refs(a._peers(group, pages)).tolist() for group in a.windowed] == [
         [1] * 10 + [2] * 2,
         [1] * 4 + [2] * 8,
     ]

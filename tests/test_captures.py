@@ -23,8 +23,8 @@ from specdec.errors import ConfigError
 from specdec.gpu.captures import SPARE_POOL, CaptureStore, OverBudget
 from specdec.runtime.rounds.captured_prompts import ChunkGraphs
 from specdec.sampling import kernel_sampler, token_bitmaps
-from specdec.sampling.reference_sampler import Past, ReferenceSampler
-from specdec.sampling.sampling_table import SamplingTable, Uses
+from specdec.sampling.reference_sampler import EditInputs, ReferenceSampler
+from specdec.sampling.sampling_table import SamplerUses, SamplingTable
 
 from inside import StorageWatch, captured_rounds
 from marks import deep_cases
@@ -308,7 +308,7 @@ def test_a_class_changes_no_token():
     torch.manual_seed(0)
     logits, positions = torch.randn(1, 4, 50) * 3, torch.arange(4)[None]
     history, length = torch.randint(50, (1, 9)), torch.tensor([9])
-    past = Past(length, None, history, torch.tensor([4]))
+    past = EditInputs(length, None, history, torch.tensor([4]))
     classes = set()
     for kind in KINDS:
         params = SamplingParams(**kind)
@@ -326,7 +326,9 @@ def test_a_class_changes_no_token():
                 one = logits[:, node : node + 1], positions[:, node : node + 1], past
                 assert torch.equal(exact.draw(*one), shared.draw(*one)), (kind, uses)
     assert sum(not on_kernels for on_kernels, *_ in classes) <= 7
-    assert share(Uses.of([]), None, on_kernels=True) == share(exact.uses._replace(bias=0), None, on_kernels=True)
+    assert share(SamplerUses.from_params([]), None, on_kernels=True) == share(
+        exact.uses._replace(bias=0), None, on_kernels=True
+    )
 
 
 @pytest.fixture

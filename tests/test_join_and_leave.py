@@ -112,7 +112,7 @@ def test_rows_closed_at_once_are_rows_closed_one_after_the_other(page_size: int)
         table, rows = scene.table, scene.leavers()
         one_by_one = copy.deepcopy(table)
         pool, pages = table.allocator.primary, np.concatenate([table.pages(r, int(table.capacity[r])) for r in rows])
-        shared += int((pool.num_holders(pages) > 1).sum())
+        shared += int((pool.row_refs(pages) > 1).sum())
         evicted, kept = evicted + int(table.evicted_len[:, rows].sum()), kept + int(pool.is_kept(pages).sum())
         table.close_rows(ints(*rows))
         for row in rows:
@@ -150,7 +150,7 @@ def test_rows_name_a_page_once_each() -> None:
     assert state(table) == before
     free(slots, rows=ints(0, 0, 1, 1), evicted=np.array([[False] * 4, [True, True, False, False]]))
     assert table.allocator.primary.free_pages == 300
-    assert table.allocator.pools[SWA].num_holders(ints(1)).tolist() == [1]  # that of row 0, which had given it up
+    assert table.allocator.pools[SWA].row_refs(ints(1)).tolist() == [1]  # that of row 0, which had given it up
 
 
 # the prefix cache

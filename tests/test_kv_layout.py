@@ -65,7 +65,7 @@ def test_gemma4_e_shares_kv_and_has_two_head_sizes():
         (4, *sliding),
         (3, *full),
     ]
-    assert layout.widest_window == 8
+    assert layout.max_window == 8
     assert [spec.layer for spec in layout.owners] == [0, 1, 2, 3, 4]
     assert layout.slot_bytes(Retention(8), torch.float16) == 2 * 4 * 2 * 2 * 16  # layers, K and V, heads, size
     assert layout.slot_bytes(KEEP_ALL, torch.float16) == 2 * 1 * 2 * 2 * 32
@@ -127,7 +127,7 @@ def test_a_window_without_layer_types_is_on_every_layer():
 
 def test_no_sliding_layer_means_no_window():
     layout = layout_from_config(transformers.LlamaConfig(**GQA, num_hidden_layers=2))
-    assert layout.widest_window is None
+    assert layout.max_window is None
     assert layout.slot_bytes(Retention(8), torch.float16) == 0
     assert layout.last_owner(SLIDING) is None
 

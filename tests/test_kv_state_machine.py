@@ -65,7 +65,7 @@ class KVMachine(RuleBasedStateMachine):
         )
         self.allocator = self.table.allocator
         self.own = self.table.add_store(
-            KVLayout.of_windows([None], 1, 1), torch.float64
+            KVLayout.from_windows([None], 1, 1), torch.float64
         )  # of a drafter that looks ahead
         self.cache = PrefixCache(self.table.table, pairs=self.pairs)
         self.worker = Worker()

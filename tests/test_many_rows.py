@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from kv_rig import SWA, MirroredArray, PagedAllocator, RequestTable, ints, make_allocator
+from kv_rig import SWA, MirroredArray, PagePool, RequestTable, ints, make_allocator
 
 from specdec import SamplingParams, SpecConfig
 from specdec.errors import DoubleFreeError, KVStateError, OutOfSlotsError
 from specdec.runtime.launched_step import LaunchedStep
-from specdec.sampling.sampling_table import SamplingTable, Uses
+from specdec.sampling.sampling_table import SamplerUses, SamplingTable
 
 from inside import Detokenizer, PromptRoom, Request, RequestState, RoundResult, Scheduler, restricted, settle_round
 from marks import deep_cases
@@ -104,7 +104,7 @@ def test_a_row_that_is_too_long_or_closed_is_named_and_nobody_takes_anything():
 
 
 def test_a_page_is_free_when_it_was_given_back_as_often_as_it_is_held():
-    pool = PagedAllocator("full", 4)
+    pool = PagePool("full", 4)
     pool.alloc(3)
     pool.share(ints(2, 3))
     pool.keep(ints(3))
@@ -113,7 +113,7 @@ def test_a_page_is_free_when_it_was_given_back_as_often_as_it_is_held():
         pool.free(ints(2, 1, 2, 2))
     assert contents(pool) == before
     assert pool.free(ints(2, 1, 3)).tolist() == [False, True, False]
-    assert pool.num_holders(ints(1, 2, 3)).tolist() == [0, 1, 1]
+    assert pool.row_refs(ints(1, 2, 3)).tolist() == [0, 1, 1]
     pool.share(ints(2, 3))
     assert pool.free(ints(3, 2, 2, 3)).tolist() == [False, True, True, False]  # the cache has page 3
     assert (pool.free_pages, pool.cached_pages, pool.held_pages) == (3, 1, 0)
@@ -187,7 +187,7 @@ def test_evicting_all_rows_is_evicting_one_after_the_other(page_size: int):
             for mine, theirs in (
                 (table.evicted_len, twin.evicted_len),
                 (table.allocator.maps.host[SWA], twin.allocator.maps.host[SWA]),
-                (table.allocator.pools[SWA].num_holders(pages), twin.allocator.pools[SWA].num_holders(pages)),
+                (table.allocator.pools[SWA].row_refs(pages), twin.allocator.pools[SWA].row_refs(pages)),
             ):
                 assert (mine == theirs).all()
             table.check()
@@ -376,7 +376,7 @@ def test_what_a_batch_uses_is_that_of_this_batch():
     equal = SamplingParams(temperature=0.5)
     for batch in ([greedy], [sampled], [equal], [equal, biased], [greedy, biased], [greedy, greedy], [], [biased]):
         for _ in range(2):
-            assert table.uses(batch) == Uses.of(batch)
+            assert table.uses(batch) == SamplerUses.from_params(batch)
     mine = [greedy]
     table.uses(mine)
     mine[0] = sampled

@@ -15,7 +15,7 @@ from specdec.attention.kernels.paged_attention import (
     reference_paged_attention,
 )
 from specdec.attention.trees.tree import DraftTree
-from specdec.kvcache.fp8_pool import RoundedPool
+from specdec.kvcache.fp8_pool import Fp8Pool
 
 from dense_oracle import attend
 from marks import deep_cases, quick, usual_cases
@@ -259,9 +259,9 @@ def test_head_sizes(head_dim: int) -> None:
 def test_keys_and_values_of_8_bits_are_attended_to_as_they_are_read_back(dtype: torch.dtype) -> None:
     """Those of the draft too, which are the newest of more rows."""
     case = Case([35, 4], 5, parents=[-1, 0, 0, 1, 3], dtype=dtype, head_dim=16, v_dim=12, heads=(4, 2), window=30)
-    pools = {name: RoundedPool.of(case.args[name].to(DEVICE)) for name in ("pool_k", "pool_v")}
+    pools = {name: Fp8Pool.from_rows(case.args[name].to(DEVICE)) for name in ("pool_k", "pool_v")}
     blocks = [
-        RoundedPool.of(case.args[name].transpose(1, 2).flatten(0, 1).to(DEVICE)) for name in ("block_k", "block_v")
+        Fp8Pool.from_rows(case.args[name].transpose(1, 2).flatten(0, 1).to(DEVICE)) for name in ("block_k", "block_v")
     ]
 
     def rows(numbers: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from specdec.errors import CapacityError
 from specdec.evaluation.model_shapes import SHAPES, Shrink
 from specdec.evaluation.recipes import CARDS, REQUESTS, TOKENS, on_less, recipe, row, serve_command
 from specdec.models.described_model import ModelOnMeta, model_on_meta
-from specdec.models.published import RECIPES, Pair
+from specdec.models.published import RECIPES, PublishedPair
 from specdec.runtime import sizing
 from specdec.runtime.sizing import DraftNeeds, cache_needs, pool_slots
 
@@ -82,7 +82,7 @@ def test_pools_are_those_that_an_engine_allocates(free, monkeypatch):
     monkeypatch.setattr(sizing, "free_bytes", lambda device: free)
     config = EngineConfig(max_batch_size=3, max_model_len=512, device="cpu")
     with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-eagle3", config=config) as engine:
-        drafts = DraftNeeds.of(engine.drafter, engine.spec)
+        drafts = DraftNeeds.from_drafter(engine.drafter, engine.spec)
         sizes = {"max_len": 512, "num_nodes": engine.spec.num_nodes, "device_type": "cpu"}
         needs = cache_needs(engine.target.layout, drafts, engine.target.dtype, config, **sizes)
         slots = pool_slots(needs, config, int(free * 0.25))
@@ -157,5 +157,5 @@ def test_layers_of_a_published_mixture_are_measured_as_attention_calls_them():
 
 
 def test_a_pair_without_a_shape_is_no_recipe():
-    assert all(isinstance(pair, Pair) and pair.shape in SHAPES for pair in RECIPES.values())
+    assert all(isinstance(pair, PublishedPair) and pair.shape in SHAPES for pair in RECIPES.values())
     assert len({pair.target for pair in RECIPES.values()}) == len(RECIPES)

@@ -297,7 +297,7 @@ def test_rows_with_less_room_do_not_limit_the_others():
 
 def test_move_reads_all_before_it_writes_in_every_group_of_every_store():
     rig = make(pages=6, max_len=3, lookahead=0)
-    another = rig.add_store(KVLayout.of_windows([None, None], 2, 3), torch.float64)  # all of it in the primary group
+    another = rig.add_store(KVLayout.from_windows([None, None], 2, 3), torch.float64)  # all of it in the primary group
     shift, row = rig.open_row(), rig.open_row()
     rig.ensure_slots(shift, 2)
     rig.allocator.evict(SWA, PrimaryLoc(torch.tensor([1, 2])))

@@ -16,9 +16,9 @@ from specdec.sampling.collect_candidates import DEFAULT_CUT, VocabSplit
 from specdec.sampling.grammars.mask_bits import token_bits
 from specdec.sampling.kernel_sampler import KernelSampler, best_tokens, path_tokens, sample
 from specdec.sampling.noise import NOISE_ERROR, exact_noise, gumbel_noise, noise_bound, noise_stream
-from specdec.sampling.reference_sampler import Past, ReferenceSampler, past_tokens
+from specdec.sampling.reference_sampler import EditInputs, ReferenceSampler, past_tokens
 from specdec.sampling.row_scores import SeenTokens
-from specdec.sampling.sampling_table import ParamVectors, SamplingTable, Uses
+from specdec.sampling.sampling_table import ParamVectors, SamplerUses, SamplingTable
 from specdec.sampling.softcap import softcap
 from specdec.sampling.token_bitmaps import mark_seen
 
@@ -239,7 +239,7 @@ def test_penalty_along_each_nodes_own_path(cut, poison_empty):
     positions = torch.arange(12, device=DEVICE).view(3, 4)
     fast, slow = batch_of(params)
     seen = SeenTokens(bits[row], path_tokens(tree.tokens, tree.ancestors))
-    penalised = slow.penalised(logits, past_tokens(Past(length, tree, history), vocab))
+    penalised = slow.penalised(logits, past_tokens(EditInputs(length, tree, history), vocab))
     expected = slow.sample(penalised, positions)
     assert sample(logits, positions, fast, None, seen, cut=CUTS[cut]).tolist() == expected.tolist()
     assert expected.tolist() != slow.sample(logits, positions).tolist()
@@ -288,14 +288,16 @@ def test_what_an_engine_samples_with(with_tree):
     generator = torch.Generator().manual_seed(3)
     history = torch.randint(0, 70, (3, 6), generator=generator).to(DEVICE)
     tree = DraftTree.from_parents(history[:, :4], torch.tensor([[-1, 0, 0, 2]] * 3, device=DEVICE))
-    past = Past(torch.tensor([6, 2, 4], device=DEVICE), tree if with_tree else None, history)
+    past = EditInputs(torch.tensor([6, 2, 4], device=DEVICE), tree if with_tree else None, history)
     logits = (torch.randn(3, 4 if with_tree else 1, 70, generator=generator) * 3).to(DEVICE)
     positions = torch.arange(12, device=DEVICE).view(3, 4)[:, : logits.shape[1]]
     drawn, children = [], []
     for kind in (ReferenceSampler, KernelSampler):
         table = SamplingTable(5, DEVICE)
         table.load(np.array([1, 4, 0]), [(each, 40 + row) for row, each in zip((1, 4, 0), params, strict=True)])
-        batch = kind(*table.at(torch.tensor([1, 4, 0], device=DEVICE), Uses.of(params))).ahead(positions[:, 0], 5, 70)
+        batch = kind(*table.at(torch.tensor([1, 4, 0], device=DEVICE), SamplerUses.from_params(params))).ahead(
+            positions[:, 0], 5, 70
+        )
         drawn.append(batch.draw(logits, positions, past))
         children.append(batch.best(logits, positions, 3))
     assert torch.equal(*drawn)

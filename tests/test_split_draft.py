@@ -20,7 +20,7 @@ from specdec.errors import FrozenKVError
 from specdec.gpu.operations import REFERENCE
 from specdec.gpu.ranks import PeerRanks, Ranks
 from specdec.kvcache.frozen import own_view
-from specdec.kvcache.layout import KEEP_ALL, KVLayout, LayerCache, Retention, attention_fields
+from specdec.kvcache.layout import KEEP_ALL, KVLayout, LayerSpec, Retention, attention_fields
 from specdec.models.target import TargetModel
 
 from marks import deep, deep_cases
@@ -189,7 +189,7 @@ def test_each_rank_stores_a_head_and_its_memory_is_counted():
 
 def test_a_share_says_in_how_many_parts_its_heads_lie():
     kinds = [(8, KEEP_ALL, FULL), (2, Retention(4), SLIDING), (1, KEEP_ALL, FULL)]
-    layout = KVLayout(tuple(LayerCache(i, i, kind, attention_fields(n, 4), r) for i, (n, r, kind) in enumerate(kinds)))
+    layout = KVLayout(tuple(LayerSpec(i, i, kind, attention_fields(n, 4), r) for i, (n, r, kind) in enumerate(kinds)))
     share = layout.share(4)
     assert [(spec.k.heads, spec.v.heads, spec.shares) for spec in share.layers] == [
         (2, 2, 4),

@@ -21,7 +21,7 @@ from specdec.evaluation.transformers_peer import assisted_peer
 from specdec.gpu.ranks import Ranks
 from specdec.layers.merge import is_merged
 from specdec.layers.packed.packed_weight import PackedWeight, numbers_of
-from specdec.layers.packed.weight_slices import Stacked, place_weight, range_of, rank_rows
+from specdec.layers.packed.weight_slices import StackedWeights, place_weight, range_of, rank_rows
 from specdec.layers.split.split_decoder import SplitDecoder, SplitHead
 
 from marks import deep, is_deep
@@ -193,7 +193,7 @@ def test_transformers_assists_no_target_in_host_memory():
 
 def test_rows_of_stacked_weights():
     first, second = torch.arange(8.0).view(4, 2), torch.arange(8.0, 20.0).view(6, 2)
-    stacked = Stacked((first, second))
+    stacked = StackedWeights((first, second))
     assert stacked.shape == (10, 2)
     assert [piece.tolist() for piece in range_of(stacked, slice(3, 6))] == [[[6, 7]], [[8, 9], [10, 11]]]
     own = rank_rows(stacked, [4, 6], 1, 2)

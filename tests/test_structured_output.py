@@ -281,7 +281,7 @@ def test_prefixes_are_shared(engine_of, prompts, alone):
         pytest.param(DecodeRound, "draft", {2, 3, 7}, marks=pytest.mark.slow, id="draft"),
         pytest.param(DecodeRound, "verify", {2, 3, 7}, id="verify"),
         pytest.param(DecodeRound, "accept", {2, 3, 7}, marks=pytest.mark.slow, id="accept"),
-        pytest.param(grammar.Library, "masks", set(range(2, 20, 3)), id="masks"),
+        pytest.param(grammar.GrammarLibrary, "masks", set(range(2, 20, 3)), id="masks"),
     ],
 )
 def test_a_step_that_breaks_happened_to_nobody(owner, part, breaks, engine_of, prompts, params, alone, monkeypatch):

@@ -22,7 +22,7 @@ from specdec.attention.kernels.tree_attention import (
     fit_rows,
     tree_attention,
 )
-from specdec.kvcache.fp8_pool import RoundedPool
+from specdec.kvcache.fp8_pool import Fp8Pool
 
 from dense_oracle import attend
 from marks import deep, deep_cases, each_value, quick, slow, usual_cases
@@ -260,9 +260,9 @@ def test_v_may_be_narrower_than_k(head_dim: int, v_dim: int, window: int | None)
 def test_keys_and_values_of_8_bits_are_attended_to_as_they_are_read_back(window: int | None) -> None:
     requests = [request(n, 5, [-1, 0, 0, 1, 3], seed=n, heads=(4, 2), head_dim=24, v_dim=12) for n in (40, 3)]
     args = lay_out(requests, window=window, page_size=4)
-    rounded = {name: RoundedPool.of(args[name].to(DEVICE)) for name in ("pool_k", "pool_v")}
-    expected = run(args | {name: pool.read() for name, pool in rounded.items()})
-    torch.testing.assert_close(run(args | rounded), expected, atol=1e-5, rtol=1e-5)
+    fp8 = {name: Fp8Pool.from_rows(args[name].to(DEVICE)) for name in ("pool_k", "pool_v")}
+    expected = run(args | {name: pool.read() for name, pool in fp8.items()})
+    torch.testing.assert_close(run(args | fp8), expected, atol=1e-5, rtol=1e-5)
 
 
 @deep_cases("17-(64, 1)", "17-(17, 16)")
@@ -568,8 +568,8 @@ def test_many_heads_have_longer_splits() -> None:
 
 def test_two_warps_decode_keys_of_8_bits() -> None:
     """They need a fifth fewer instructions than four, where programs are many; a lone request waits for latency."""
-    for rounded, heads, warps in ((True, 64, 2), (False, 64, 4), (True, 8, 4)):
-        assert choose_rows(4, heads, 128, 2, is_tree=False, rounded=rounded).num_warps == warps
+    for fp8, heads, warps in ((True, 64, 2), (False, 64, 4), (True, 8, 4)):
+        assert choose_rows(4, heads, 128, 2, is_tree=False, fp8=fp8).num_warps == warps
 
 
 def test_row_tiles_shrink_until_they_fit_the_shared_memory_and_the_cut_does_not() -> None:

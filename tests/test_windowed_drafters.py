@@ -13,7 +13,7 @@ from specdec.kvcache.index_spaces import ByGroup, GroupId
 from specdec.kvcache.layout import FULL_ATTENTION, KEEP_ALL, KVLayout
 from specdec.models.target import TargetModel
 from specdec.runtime import sizing
-from specdec.runtime.rounds.unread import KEPT
+from specdec.runtime.rounds.unread import MAX_UNREAD
 
 from marks import deep
 from tiny_models import random_eagle3
@@ -111,7 +111,9 @@ def test_a_drafters_window_takes_the_memory_of_a_window(make_target, monkeypatch
     assert list(kept) == ["full", "window 64"] and length == 16384
     token = 2 * 2 * 8 * 4  # K and V of one layer
     room = sizing.PromptRoom.from_settings(config.max_prefill_tokens, config.prefill_chunk, "cpu")
-    need = token * (8 * (64 - 1 + KEPT + spec.num_nodes) + max(room.idle, 8 * min(room.chunk, sizing.WINDOW_SPARE)))
+    need = token * (
+        8 * (64 - 1 + MAX_UNREAD + spec.num_nodes) + max(room.idle, 8 * min(room.chunk, sizing.WINDOW_SPARE))
+    )
     assert need <= kept["window 64"] <= 1.05 * need
     assert kept["full"] == (2 + 1) * token * (8 * (length + spec.num_nodes) + 1)
 

@@ -25,8 +25,8 @@ from specdec.attention.dense import bias_of, dense_attention, visible
 from specdec.attention.kernels.key_tiles import check_arguments, fits, padded_channels
 from specdec.attention.kernels.paged_attention_kernels import merge_paged_kernel, paged_attention_kernel
 from specdec.gpu.triton_device import device_limits
-from specdec.kvcache.layer_context import ScoreOptions
 from specdec.kvcache.fp8_pool import FieldPool, numbers_and_scales
+from specdec.kvcache.layer_context import ScoreOptions
 
 WORD = 64
 """Ancestor bits in an int64: bit j % 64 of word j // 64 is key j of the block."""
@@ -110,7 +110,7 @@ def paged_attention(
     a multiple of the page size; None: from 0.
     Values, of the pool and of the block, may have fewer numbers DV a head.
     committed_len: [B], keys of the prefix.        positions: [B, N] of the queries.
-    block_scales: [B * M', Hkv] each where pools are rounded: of all rows of what block_k and block_v are views of.
+    block_scales: [B * M', Hkv] each where pools are fp8: of all rows of what block_k and block_v are views of.
     window: a key is visible if it lies fewer than this many positions back.  softcap: c above.  sinks: [Hq] logits.
     first_key: f above.
     """
@@ -128,8 +128,8 @@ def paged_attention(
     assert ancestors.dtype == torch.int64, f"{ancestors.dtype=}"
 
     group = num_heads // kv_heads
-    rounded = scales_k is not None
-    block_d = padded_channels(head_dim, rounded=rounded)
+    fp8 = scales_k is not None
+    block_d = padded_channels(head_dim, fp8=fp8)
     if tiles is None:
         tiles = choose_paged_tiles(num_rows * group, block_d, query.element_size())
         tiles = fit_tiles(tiles, block_d, query.element_size(), device_limits(query.device)[1])
@@ -152,7 +152,7 @@ def paged_attention(
         BLOCK_M=tiles.block_m,
         BLOCK_K=tiles.block_k,
         BLOCK_D=block_d,
-        BLOCK_V=padded_channels(value_dim, rounded=rounded),
+        BLOCK_V=padded_channels(value_dim, fp8=fp8),
         WORDS=ancestors.shape[2],
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,

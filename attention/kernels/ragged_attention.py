@@ -26,10 +26,10 @@ from specdec.attention.kernels.paged_attention import (
 )
 from specdec.attention.kernels.ragged_attention_kernel import ragged_kernel
 from specdec.attention.kernels.tree_attention import choose_key_split
-from specdec.attention.pack import Lines, Pack
+from specdec.attention.pack import Pack, RunSlots
 from specdec.gpu.triton_device import device_limits
 from specdec.gpu.triton_shim import triton
-from specdec.kvcache.fp8_pool import FieldPool, RoundedPool, numbers_and_scales
+from specdec.kvcache.fp8_pool import FieldPool, Fp8Pool, numbers_and_scales
 
 FEW_TOKENS = 256
 """A forward over no more than these is most often a part of one long prompt, read while others decode."""
@@ -58,7 +58,7 @@ class RaggedAttention:
     """An `Attend` of `plan.py`."""
 
     pack: Pack
-    lines: Lines
+    lines: RunSlots
     window: int | None
     exact: bool
     shares: int = 1
@@ -74,7 +74,7 @@ def ragged_attention(
     pool_k: FieldPool,
     pool_v: FieldPool,
     pack: Pack,
-    lines: Lines,
+    lines: RunSlots,
     *,
     scaling: float,
     exact: bool = False,
@@ -103,8 +103,8 @@ def ragged_attention(
     assert query.dtype == pool_k.dtype == pool_v.dtype, f"{query.dtype=} {pool_k.dtype=} {pool_v.dtype=}"
     assert lines.slots.stride(1) == 1 and lines.line.shape == pack.start.shape == (num_runs,), f"{lines.slots.shape=}"
     assert sinks is None or (sinks.shape == (num_heads,) and sinks.is_contiguous())
-    group, rounded = num_heads // kv_heads, isinstance(pool_k, RoundedPool)
-    block_d, block_v = (padded_channels(dim, rounded=rounded) for dim in (head_dim, value_dim))
+    group, fp8 = num_heads // kv_heads, isinstance(pool_k, Fp8Pool)
+    block_d, block_v = (padded_channels(dim, fp8=fp8) for dim in (head_dim, value_dim))
     if tiles is None:
         tiles = choose_ragged(num_tokens, group, kv_heads * shares, block_d, query.element_size(), device, exact=exact)
     tokens = tiles.block_m // group

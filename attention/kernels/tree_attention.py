@@ -33,7 +33,7 @@ from specdec.attention.kernels.own_keys import ALIGN, OwnKeys
 from specdec.attention.kernels.tree_attention_kernels import MIDDLE_SPLITS, SHORT_SPLITS, attend_kernel, merge_kernel
 from specdec.gpu.dependent_launch import pdl_options
 from specdec.gpu.triton_device import device_limits
-from specdec.kvcache.fp8_pool import FieldPool, RoundedPool, numbers_and_scales
+from specdec.kvcache.fp8_pool import FieldPool, Fp8Pool, numbers_and_scales
 
 PART_BYTES = 1 << 30
 """Partial results above this are folded by the programs that make them."""
@@ -101,8 +101,8 @@ def tree_attention(
     assert own.slots.is_contiguous() and own.slots.shape[0] == batch, f"{own.slots.shape=}"
     assert own.run_end is None or own.run_end.shape == (batch, num_rows) == own.slots.shape[:2], f"{own.slots.shape=}"
 
-    group, rounded = num_heads // kv_heads, isinstance(pool_k, RoundedPool)
-    block_d, block_v = (padded_channels(dim, rounded=rounded) for dim in (head_dim, value_dim))
+    group, fp8 = num_heads // kv_heads, isinstance(pool_k, Fp8Pool)
+    block_d, block_v = (padded_channels(dim, fp8=fp8) for dim in (head_dim, value_dim))
     cut = cut or choose_key_split(block_d, query.element_size(), kv_heads * shares)
     assert ALIGN % cut.block_k == 0 == cut.split_len % cut.block_k, f"{cut=} does not divide {ALIGN}"
     grows = window is None and start is None
@@ -110,7 +110,7 @@ def tree_attention(
     if tiles is None:
         is_tree = own.run_end is not None
         tiles = choose_rows(
-            *(num_rows * group, batch * kv_heads, block_d, query.element_size()), is_tree=is_tree, rounded=rounded
+            *(num_rows * group, batch * kv_heads, block_d, query.element_size()), is_tree=is_tree, fp8=fp8
         )
         tiles = fit_rows(tiles, cut, block_d, query.element_size(), device_limits(query.device)[1])
     tile_rows = tiles.rows or tiles.block_m
@@ -179,7 +179,7 @@ def choose_key_split(block_d: int, item_size: int, kv_heads: int) -> KeySplit:
     return KeySplit(32 if block_d > 128 else 64, 256)
 
 
-def choose_rows(num_rows: int, heads: int, block_d: int, item_size: int, *, is_tree: bool, rounded: bool) -> RowTiles:
+def choose_rows(num_rows: int, heads: int, block_d: int, item_size: int, *, is_tree: bool, fp8: bool) -> RowTiles:
     """Row tiles for `num_rows` packed rows of each of `heads` kv heads, over all requests, as timed on an H200.
 
     Few programs wait for latency: they take small tiles, more stages and, a multiprocessor each, more warps. Many share
@@ -199,7 +199,7 @@ def choose_rows(num_rows: int, heads: int, block_d: int, item_size: int, *, is_t
     if block_d > 128 and (lone or num_rows > 16):
         return RowTiles(16, 8 if lone else 4, 5, rows)
     stages = 5 if block_d <= 128 or heads <= 16 else 3
-    if rounded and block_d <= 128 and not lone:
+    if fp8 and block_d <= 128 and not lone:
         return RowTiles(16, 2, stages, rows)
     return RowTiles(16, 4, stages, rows, max_registers=None if is_tree else 168)
 

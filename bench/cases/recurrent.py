@@ -177,7 +177,7 @@ def _prompt_plan(shape: Shape, tokens: int, *, deterministic: bool) -> tuple[Sce
     scene = _scene(shape, 1, deterministic=deterministic, max_requests=1, max_len=tokens, dtype=DTYPE)
     row = scene.table.open_row()
     scene.table.ensure_slots(row, tokens)
-    pack = Pack.of(*(torch.tensor([x], device=DEVICE) for x in (row, 0, tokens)), tokens)
+    pack = Pack.from_lengths(*(torch.tensor([x], device=DEVICE) for x in (row, 0, tokens)), tokens)
     return scene, plan_packed(scene.backend, scene.table, pack)
 
 

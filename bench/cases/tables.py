@@ -19,15 +19,15 @@ from specdec.attention.kernels.page_table import (
 )
 from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.trees.beam import Candidates
-from specdec.attention.trees.tree_builder import Growth, TreeBackend, reference_select_tree, select_tree
 from specdec.attention.trees.tree import DraftTree
+from specdec.attention.trees.tree_builder import TreeBackend, TreeBuilder, reference_select_tree, select_tree
 from specdec.attention.trees.walk import tree_fields
 from specdec.attention.triton_backend import TritonBackend
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.index_spaces import ByGroup, GroupId, PrimaryLoc
 from specdec.kvcache.layout import cache_groups
-from specdec.kvcache.store import StoreAddresses, move_kv, reference_move_kv, reference_store_kv, store_kv
+from specdec.kvcache.store import PoolAddresses, move_kv, reference_move_kv, reference_store_kv, store_kv
 from specdec.kvcache.table import Move, RequestTable, Rows
 from specdec.runtime.rounds.closing import closing, reference_closing
 from specdec.runtime.rounds.opening import opening, reference_opening
@@ -111,7 +111,7 @@ def store_call(rows: int, heads: int, dim: int, dtype: torch.dtype, count: int, 
 def move_call(rows: int, heads: int, dim: int, dtype: torch.dtype, count: int, size: int, seed: int) -> Call:
     """Rows of several pools, whose old and new places overlap."""
     ours = random_pools(count, size, heads, dim, dtype)
-    theirs, addresses = [pool.clone() for pool in ours], StoreAddresses.from_pools(ours)
+    theirs, addresses = [pool.clone() for pool in ours], PoolAddresses.from_pools(ours)
     window = 1 + torch.randperm(size - 1, device=DEVICE)
     source, destination = PrimaryLoc(window[3 : 3 + rows]), PrimaryLoc(window[:rows])
 
@@ -155,15 +155,15 @@ def expand_call(topk: int, levels: int, together: bool, seed: int) -> Call:
     tokens = torch.arange(topk, device=DEVICE).expand(BATCH, levels, -1).contiguous()
 
     def grown(backend: TreeBackend) -> tuple[torch.Tensor, ...]:
-        growth = Growth(tokens[:, 0, 0].contiguous(), backend, levels)
+        builder = TreeBuilder(tokens[:, 0, 0].contiguous(), backend, levels)
         if together:
-            beam = growth.add_all_levels(tokens, log_probs)
+            beam = builder.add_all_levels(tokens, log_probs)
         else:
             for level in range(levels):
                 width = topk if level else 1
-                beam = growth.add_level(*(x[:, level, None].expand(-1, width, -1) for x in (tokens, log_probs)))
-        assert growth.candidates is not None
-        return (*growth.candidates, *beam)
+                beam = builder.add_level(*(x[:, level, None].expand(-1, width, -1) for x in (tokens, log_probs)))
+        assert builder.candidates is not None
+        return (*builder.candidates, *beam)
 
     return Call(lambda: grown(TritonBackend()), lambda: grown(TorchBackend()))
 

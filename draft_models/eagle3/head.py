@@ -23,7 +23,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from specdec.attention.draft_attention import DraftAttend
-from specdec.draft_models.heads.fused_form import Echo
+from specdec.draft_models.heads.fused_form import EchoContext
 from specdec.draft_models.heads.head_layers import HeadLayer, llama_config
 from specdec.draft_models.heads.head_spec import CosSin, HeadContext, HeadForm, HeadModule, HeadSpec, attend_in
 
@@ -181,7 +181,7 @@ class PlainHead(HeadForm):
         states = torch.randn((2, 3, spec.feature_size), generator=random).to(weight.device, weight.dtype)
         tokens = torch.arange(6, device=weight.device).view(2, 3) % spec.vocab_size
         with torch.autocast(weight.device.type, enabled=False):
-            first = self.extend(tokens, states, tokens * 100, Echo())
-            second = self.step(tokens, first.state, tokens * 100, Echo())
+            first = self.extend(tokens, states, tokens * 100, EchoContext())
+            second = self.step(tokens, first.state, tokens * 100, EchoContext())
             rows = [torch.cat([out.state, self.logits(out.normed)], dim=-1) for out in (first, second)]
         return torch.cat(rows).flatten(0, 1).float()

@@ -47,7 +47,7 @@ class HeadSpec:
 
     @property
     def kv_layout(self) -> KVLayout:
-        return KVLayout.of_windows(self.windows, self.num_kv_heads, self.head_dim)
+        return KVLayout.from_windows(self.windows, self.num_kv_heads, self.head_dim)
 
     @property
     def scaling(self) -> float:

@@ -22,10 +22,10 @@ import torch
 from torch import nn
 
 from specdec.attention.bridge import ForwardContext
-from specdec.attention.kernels.draft_block import Draft
+from specdec.attention.kernels.draft_block import DraftPlan
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, PromptObservation, TargetInfo
-from specdec.draft_models.heads.draft_context import DraftContext, DraftGrowth, StoreWorker, continued
+from specdec.draft_models.heads.draft_context import DraftContext, DraftTreeBuilder, StoreWorker, continued
 from specdec.draft_models.heads.head_spec import HeadContext
 from specdec.draft_models.native_mtp.mtp_families import MtpFamily
 from specdec.draft_models.native_mtp.mtp_module import MtpModule
@@ -129,7 +129,7 @@ class NativeMtpDrafter(Drafter):
         embedded = (self.embed if module.embed is None else module.embed)(tokens)
         return ModuleRows(state, *module(embedded, state, positions, context, self.family.hidden_first))
 
-    def passed_on(self, out: ModuleRows) -> torch.Tensor:
+    def carried_state(self, out: ModuleRows) -> torch.Tensor:
         """The state that a row hands to the row after it, of the next module or its own."""
         if self.family.form == "T":
             return out.read
@@ -190,11 +190,11 @@ class NativeMtpWorker(StoreWorker):
         drafter, plan, made = self.drafter, self.plan_of(seen), list[ModuleRows]()
         for k in range(len(drafter.modules)):
             if k:
-                above = drafter.passed_on(made[-1]).roll(1, dims=1)
-                carried = drafter.passed_on(ModuleRows(*self._last[k - 1]))[before]
+                above = drafter.carried_state(made[-1]).roll(1, dims=1)
+                carried = drafter.carried_state(ModuleRows(*self._last[k - 1]))[before]
                 state = torch.where(first[:, :, None], carried, above)
                 state = state.masked_fill((plan.positions < k)[:, :, None], 0)  # no such row: another request's, or NaN
-            context = ForwardContext.of(replace(plan, first_key=k), self.own_view, drafter.windows)
+            context = ForwardContext.from_plan(replace(plan, first_key=k), self.own_view, drafter.windows)
             made.append(drafter.run(k, tokens, state, plan.positions, context))
         for kept, out in zip(self._last, made, strict=True):
             for part, rows_of in zip(kept, out, strict=True):
@@ -207,15 +207,15 @@ class NativeMtpWorker(StoreWorker):
         pos = batch.positions()  # [levels + 1, B], S first
         count = len(drafter.modules)
         node_pos = pos[:, :, None].expand(-1, -1, topk).contiguous()  # [levels + 1, B, K]
-        draft = Draft(
+        draft = DraftPlan(
             self.binding.cache.table, batch.rows, pos[: levels - 1], topk, drafter.windows, first_keys=range(count)
         )
         block = backend.draft_block(self.store, draft) if levels > 1 else None
         outs = {k: self.last(k, batch.rows.index) for k in range(count)}
-        growth = DraftGrowth(batch, backend)
+        builder = DraftTreeBuilder(batch, backend)
         for level in range(levels):
             logits = drafter.logits(min(level, count - 1), outs[min(level, count - 1)])
-            beam, origin = growth.add_level(logits, node_pos[level + 1, :, : logits.shape[1]])  # [B, K]
+            beam, origin = builder.add_level(logits, node_pos[level + 1, :, : logits.shape[1]])  # [B, K]
             if block is None or level + 1 == levels:
                 break
             block.enter_level(origin if level else None)
@@ -223,7 +223,7 @@ class NativeMtpWorker(StoreWorker):
             new = {}
             for k in [0] if drafter.form == "R" else range(level + 1, count):
                 above = outs[k if drafter.form == "R" else k - 1]
-                state = continued(drafter.passed_on(above), origin)
+                state = continued(drafter.carried_state(above), origin)
                 new[k] = drafter.run(k, beam, state, node_pos[level], context)
             outs = new
-        return growth.select()
+        return builder.select()

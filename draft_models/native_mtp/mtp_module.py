@@ -16,7 +16,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
-from specdec.draft_models.heads.fused_form import Echo, why_unfused
+from specdec.draft_models.heads.fused_form import EchoContext, why_unfused
 from specdec.draft_models.heads.head_spec import HeadContext
 from specdec.errors import CheckpointError, first_line
 from specdec.gpu.operations import Operations
@@ -143,7 +143,7 @@ class MtpModule(nn.Module):
         rows = torch.randn((2, 2, 3, self.width), generator=random).to(weight.device, weight.dtype)  # type: ignore[arg-type]
         positions = torch.arange(6, device=rows.device).view(2, 3) * 100
         with torch.autocast(rows.device.type, enabled=False):
-            return torch.cat(self.forward(rows[0], rows[1], positions, Echo(), False)).flatten(0, 1).float()
+            return torch.cat(self.forward(rows[0], rows[1], positions, EchoContext(), False)).flatten(0, 1).float()
 
 
 OF_THE_STACK = ("hidden_size_per_layer_input", "num_kv_shared_layers")

@@ -96,7 +96,7 @@ def pair_facts(pair: PairInQuestion) -> dict[str, str]:
     target, drafter, spec = pair.target, pair.drafter, pair.engine.spec
     layout = target.layout
     facts = {
-        "target": f"{target.name}, {len(layout.layers)} layers, sliding window {layout.widest_window or 'none'}",
+        "target": f"{target.name}, {len(layout.layers)} layers, sliding window {layout.max_window or 'none'}",
         "dtype": f"{str(target.dtype).removeprefix('torch.')} on {target.device}",
         "draft": f"{spec.num_steps} steps of topk {spec.topk}, {spec.num_nodes} nodes",
         "template": _template(pair),

@@ -77,7 +77,7 @@ def evaluate(
         raise ConfigError("compare without a drafter: there is nothing to compare plain decoding with; give a drafter")
     if limit < 0:
         raise ConfigError(f"limit={limit}: a number of problems, or 0 for all, is expected")
-    most = context_length(Checkpoint.of(target, loading).hf_config().get_text_config()).max_len
+    most = context_length(Checkpoint.from_name(target, loading).hf_config().get_text_config()).max_len
     tokenizer = load_tokenizer(target, loading)
     if tokenizer is None:
         raise ConfigError(f"{target!r} holds no tokenizer, and the problems are text; add the tokenizer's files")

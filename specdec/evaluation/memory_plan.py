@@ -37,7 +37,7 @@ from specdec.models.quantised.packed_quantizer import without_quantization
 from specdec.models.quantised.stored_tensors import StoredTensor, stored_tensors
 from specdec.models.weight_storage import stored_weights
 from specdec.runtime.arguments import fitted_spec, require_kv_dtype
-from specdec.runtime.rounds.unread import KEPT
+from specdec.runtime.rounds.unread import MAX_UNREAD
 from specdec.runtime.sizing import CacheNeeds, DraftNeeds, cache_needs, longest_sequence, lookahead_nodes
 
 MODULE_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
@@ -70,7 +70,7 @@ def memory_plan(
     """
     if config.tensor_parallel > 1:
         raise ConfigError(f"tensor_parallel={config.tensor_parallel}: memory is told of one device; leave it out")
-    checkpoint = Checkpoint.of(target, target_options)
+    checkpoint = Checkpoint.from_name(target, target_options)
     require_target(f"target={target!r}", checkpoint.config)
     device = pick_device(None) if config.device is None else torch.device(config.device)
     dtype = pick_dtype(config.dtype, device, checkpoint.hf_config())
@@ -155,7 +155,7 @@ def plan_drafter(
     """name: of a model; empty: none. own: the MTP modules of the checkpoint of that name."""
     if not name:
         return PlannedDrafter()
-    checkpoint, max_lag = Checkpoint.of(name, options), KEPT if spec.adaptive else 0
+    checkpoint, max_lag = Checkpoint.from_name(name, options), MAX_UNREAD if spec.adaptive else 0
     described = checkpoint.config
     if own or is_mtp_speculator(described) or is_like(described, target):
         folder = checkpoint.config_file.parent
@@ -164,7 +164,7 @@ def plan_drafter(
                 return plan_modules(folder, target, max_lag)
     if is_assistant_config(described):
         assistant = on_meta(checkpoint, target.dtype)
-        needs = DraftNeeds.of(Gemma4MTPDrafter(assistant, target), spec)
+        needs = DraftNeeds.from_drafter(Gemma4MTPDrafter(assistant, target), spec)
         return PlannedDrafter(needs, _weight_bytes(checkpoint, assistant))
     if is_drafter_config(described):
         with about(f"drafter {name!r}"):

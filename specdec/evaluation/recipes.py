@@ -32,9 +32,9 @@ from specdec.evaluation.phases.random_weights import (
 )
 from specdec.kvcache.index_spaces import PRIMARY
 from specdec.models.described_model import ModelOnMeta, model_on_meta
-from specdec.models.published import RECIPES, Pair, last_part, nearest_recipe
+from specdec.models.published import RECIPES, PublishedPair, last_part, nearest_recipe
 from specdec.models.weight_storage import stored_weights
-from specdec.runtime.rounds.unread import KEPT
+from specdec.runtime.rounds.unread import MAX_UNREAD
 from specdec.runtime.sizing import MEMORY_SHARE, CacheNeeds, DraftNeeds, cache_needs, lookahead_nodes, pool_slots
 
 CARDS = (24, 48, 80, 141)
@@ -87,7 +87,7 @@ class Recipe:
     weights: bytes by role. groups: K/V of all requests. rest: bytes of all else. on_less: advice for a smaller GPU.
     """
 
-    pair: Pair
+    pair: PublishedPair
     command: str
     weights: dict[str, int]
     groups: list[dict[str, Any]]
@@ -97,7 +97,7 @@ class Recipe:
     on_less: str
 
 
-def find_recipe(model: str) -> Pair:
+def find_recipe(model: str) -> PublishedPair:
     """The pair of a target's name, or of the short one. Raises ConfigError with the nearest recipe."""
     near = nearest_recipe(model, 0.0)
     assert near is not None
@@ -109,7 +109,9 @@ def find_recipe(model: str) -> Pair:
     return near
 
 
-def recipe(pair: Pair, shrink: Shrink = WHOLE, dtype: torch.dtype = DTYPE, device_type: str = "cuda") -> Recipe:
+def recipe(
+    pair: PublishedPair, shrink: Shrink = WHOLE, dtype: torch.dtype = DTYPE, device_type: str = "cuda"
+) -> Recipe:
     """The recipe of a pair. shrink, dtype: for a comparison with an engine of a smaller shape or on a CPU."""
     shape = SHAPES[pair.shape]
     model = ModelOnMeta(pair.target, model_on_meta(shape.target(shrink), dtype))
@@ -154,18 +156,18 @@ def plan_shape_drafter(shape: ModelShape, model: ModelOnMeta, spec: SpecConfig, 
     described = shape.drafter(model.config, shrink)
     if isinstance(described, MtpSpec):
         layout = kept_by_modules(model.layout, family_of(model).like, described.modules)
-        needs = DraftNeeds(layout, reread=described.modules - 1, max_lag=KEPT)
+        needs = DraftNeeds(layout, reread=described.modules - 1, max_lag=MAX_UNREAD)
         return PlannedDrafter(needs, count_modules(described, model).bytes)
     drafter = build_model(described, META, model.dtype)
     weights = stored_weights(drafter).bytes
     if isinstance(described, HeadSpec):
-        return PlannedDrafter(DraftNeeds(described.kv_layout, max_lag=KEPT), weights)
+        return PlannedDrafter(DraftNeeds(described.kv_layout, max_lag=MAX_UNREAD), weights)
     if is_assistant_config(described.to_dict()):
-        return PlannedDrafter(DraftNeeds.of(Gemma4MTPDrafter(drafter, model), spec), weights)
-    return PlannedDrafter(DraftNeeds(ModelOnMeta(shape.name, drafter).layout, max_lag=KEPT), weights)
+        return PlannedDrafter(DraftNeeds.from_drafter(Gemma4MTPDrafter(drafter, model), spec), weights)
+    return PlannedDrafter(DraftNeeds(ModelOnMeta(shape.name, drafter).layout, max_lag=MAX_UNREAD), weights)
 
 
-def step_time(pair: Pair, gpu: str, floor: int) -> StepTime:
+def step_time(pair: PublishedPair, gpu: str, floor: int) -> StepTime:
     """floor: bytes that the step reads, on one GPU or on `gpus` that share them."""
     own = pair.multiples.get(gpu)
     multiple = own or pair.assumed or next(iter(pair.multiples.values()), None)
@@ -173,7 +175,7 @@ def step_time(pair: Pair, gpu: str, floor: int) -> StepTime:
     return StepTime(gpu, floor_ms, multiple, own is not None, None if multiple is None else floor_ms * multiple)
 
 
-def serve_command(pair: Pair) -> str:
+def serve_command(pair: PublishedPair) -> str:
     words = ["specdec", "serve", "--target", pair.target, "--drafter", pair.drafter]
     if "/" in pair.drafter:
         words += ["--num-steps", str(pair.num_steps)]
@@ -182,7 +184,7 @@ def serve_command(pair: Pair) -> str:
     return shlex.join([*words, "--max-model-len", str(TOKENS)])
 
 
-def on_less(pair: Pair) -> str:
+def on_less(pair: PublishedPair) -> str:
     """A smaller pair of the family, the nearest in kind and then in size; else how to make this one smaller."""
     smaller = [
         other
@@ -201,11 +203,11 @@ def on_less(pair: Pair) -> str:
     return ", ".join(ways if pair.gpus == 1 else [*ways, f"more GPUs (`--tensor-parallel {2 * pair.gpus}`)"])
 
 
-def family(pair: Pair) -> str:
+def family(pair: PublishedPair) -> str:
     return str(SHAPES[pair.shape].target_fields["model_type"]).partition("_")[0]
 
 
-def gigabytes_of(pair: Pair) -> float:
+def gigabytes_of(pair: PublishedPair) -> float:
     """Gigabytes of weights, as the pair states them."""
     return float(pair.memory.partition(" ")[0])
 

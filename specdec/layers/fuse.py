@@ -71,7 +71,7 @@ class FusedNorm(FusedModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., H] -> [..., H]."""
-        rows = Product.of(x.reshape(-1, x.shape[-1]))
+        rows = Product.from_value(x.reshape(-1, x.shape[-1]))
         return self.ops(norm)(rows, pre=self.gain_of(self.source))[1].view_as(x)
 
 

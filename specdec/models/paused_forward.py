@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from specdec.attention.bridge import ForwardContext
-from specdec.kvcache.layer_context import Ending, Narrowing
+from specdec.kvcache.layer_context import EarlyExit, Narrowing
 from specdec.layers.decoder import FusedDecoder
-from specdec.models.probe import Proof
+from specdec.models.probe import ProbeResult
 
 
 class LayerWalk(Protocol):
@@ -34,7 +34,7 @@ class LayerWalk(Protocol):
         """After the last: what the decoder returns as its last hidden state."""
 
 
-Walker = Callable[[torch.Tensor, torch.Tensor, Any, Narrowing | Ending | None], LayerWalk]
+Walker = Callable[[torch.Tensor, torch.Tensor, Any, Narrowing | EarlyExit | None], LayerWalk]
 """Packed ids and positions [1, T], the context of their attention, and where the forward narrows."""
 
 
@@ -54,7 +54,7 @@ def collected(context: ForwardContext, aux_layers: Sequence[int], shape: torch.S
     return torch.cat(states, dim=-1).view(*shape, -1)
 
 
-def walker_of(decoder: nn.Module, proof: Proof) -> Walker | None:
+def walker_of(decoder: nn.Module, proof: ProbeResult) -> Walker | None:
     """How forwards over this decoder stop between layers; None: they cannot, or are not the same then."""
     if isinstance(decoder, FusedDecoder):
         return decoder.walk

@@ -23,7 +23,7 @@ from specdec.layers.fuse import FusedLinear, Weights, describe_decoder, fuse_emb
 from specdec.layers.packed.packed_linear import weight_of
 from specdec.layers.split.layer_shares import most_exchanged, require_shares
 from specdec.layers.split.split_decoder import SplitDecoder, SplitHead, divides_head
-from specdec.models.probe import Proof, Run
+from specdec.models.probe import ProbeResult, Run
 from specdec.modules.private_copy import private_copy
 
 
@@ -146,7 +146,11 @@ def on_ranks(run: Run, ranks: Ranks) -> Run:
 
 
 def difference_on_ranks(
-    proof: Proof, run: Run, ranks: Ranks, head: Callable[..., torch.Tensor], plain_head: Callable[..., torch.Tensor]
+    proof: ProbeResult,
+    run: Run,
+    ranks: Ranks,
+    head: Callable[..., torch.Tensor],
+    plain_head: Callable[..., torch.Tensor],
 ) -> str | None:
     """The difference where ranks run a split decoder and its head, as the rest of a sentence."""
     home, device = proof.states.device, ranks.devices[0]

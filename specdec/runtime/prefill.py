@@ -29,7 +29,7 @@ from specdec.runtime.rounds.round import PREFILL_STAGES, Chunk, Round
 from specdec.runtime.scheduler import Scheduler
 from specdec.runtime.settling import commit_chunks_on_host
 from specdec.sampling.log_probs import max_logprobs
-from specdec.sampling.sampling_table import Uses
+from specdec.sampling.sampling_table import SamplerUses
 
 
 class Prefill:
@@ -83,7 +83,7 @@ class Prefill:
         drawing = [i for i, one in enumerate(requests) if one.num_output == 0 and read_len[i] == one.prefill_target]
         drawn = [requests[i] for i in drawing]
         params = [request.params for request in drawn]
-        shape = RoundShape(len(drawn), 0, 0, 1, 1, Uses.of(params), max_logprobs(params))
+        shape = RoundShape(len(drawn), 0, 0, 1, 1, SamplerUses.from_params(params), max_logprobs(params))
         chosen = np.array(drawing, dtype=np.int64)
         round.sampling.load_biases(rows[chosen], params, shape.uses)
         round.flush()

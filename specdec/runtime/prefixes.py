@@ -19,7 +19,7 @@ import numpy as np
 from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.prefix_cache import NO_PAGES, PrefixCache
-from specdec.runtime.prompts_in_progress import InProgress, Maker, Rank
+from specdec.runtime.prompts_in_progress import PromptReader, PromptsInProgress, Rank
 from specdec.runtime.request import Request, RequestState
 
 WORTH_WAITING = 16
@@ -49,7 +49,7 @@ class Prefixes:
             self._cache = PrefixCache(cache.table, pairs=pairs, states=cache.state_cache())
             self._made_by = weights_version()
             self._began: IntArray = np.zeros(cache.table.max_requests, dtype=np.int64)  # era by row
-            self._in_progress = InProgress(self._cache)
+            self._in_progress = PromptsInProgress(self._cache)
 
     def should_wait_for_prefix(self, request: Request, rank: Rank) -> bool:
         """Is a running request of a lower rank computing a prefix of this request's prompt, which it could then adopt?
@@ -106,7 +106,7 @@ class Prefixes:
         if request.num_output == 0 and request.stats.preemptions == 0:
             request.stats.cached_tokens = adopted
         if len(key) >= WORTH_WAITING:
-            self._in_progress.add(Maker(rank, request, key, salt))
+            self._in_progress.add(PromptReader(rank, request, key, salt))
 
     def keep_committed(self, requests: Sequence[Request]) -> None:
         """Insert the committed K/V of running requests into the cache, for other requests."""
@@ -121,7 +121,7 @@ class Prefixes:
         if self._cache.states is not None:
             for request in kept:
                 every = STATE_EVERY if self._is_computing(request, request.prefill_target) else 1
-                self._cache.keep_state(request.row, self._whole_key(request), salt_of(request), every=every)
+                self._cache.cache_state(request.row, self._whole_key(request), salt_of(request), every=every)
 
     def release_rows(self, requests: Sequence[Request]) -> None:
         """Keep the committed K/V of requests that are about to lose their rows, and stop other requests' waiting."""

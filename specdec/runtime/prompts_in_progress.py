@@ -24,7 +24,7 @@ Rank = tuple[int, int]
 _by_rank = itemgetter(0)
 
 
-class Maker(NamedTuple):
+class PromptReader(NamedTuple):
     """A running request whose prompt is being computed. key [n] (cut to whole pages in the tree) and salt name it."""
 
     rank: Rank
@@ -41,11 +41,11 @@ class _Node:
     """
 
     key: IntArray
-    makers: list[Maker]
+    makers: list[PromptReader]
     children: "dict[bytes, _Node]" = field(default_factory=dict)
 
 
-class InProgress:
+class PromptsInProgress:
     """The prompts in progress of one engine. cache: compares keys.
 
     version: changes with every prompt that is added or discarded; an answer is valid as long as it stays the same.
@@ -58,10 +58,10 @@ class InProgress:
 
     def clear(self) -> None:
         self.version += 1
-        self._makers: dict[int, Maker] = {}  # by number of the request
+        self._makers: dict[int, PromptReader] = {}  # by number of the request
         self._root: dict[bytes, _Node] = {}
 
-    def get(self, number: int) -> Maker | None:
+    def get(self, number: int) -> PromptReader | None:
         """The request of that number, if its prompt is in progress."""
         return self._makers.get(number)
 
@@ -69,7 +69,7 @@ class InProgress:
     def numbers(self) -> set[int]:
         return set(self._makers)
 
-    def add(self, maker: Maker) -> None:
+    def add(self, maker: PromptReader) -> None:
         """Its row has begun to compute its prompt."""
         self.discard(maker.request)
         self.version += 1
@@ -106,9 +106,9 @@ class InProgress:
             key, children = key[len(node.key) :], node.children
             name = self._cache.first_page(key)
 
-    def sharing(self, key: IntArray, salt: bytes) -> Iterator[tuple[int, list[Maker]]]:
+    def sharing(self, key: IntArray, salt: bytes) -> Iterator[tuple[int, list[PromptReader]]]:
         """Prefixes that this key shares with prompts in progress, longest first: (slots in whole pages, requests)."""
-        path: list[tuple[int, list[Maker]]] = []
+        path: list[tuple[int, list[PromptReader]]] = []
         name, children, common = salt + self._cache.first_page(key), self._root, 0
         while (node := children.get(name)) is not None and len(key) - common >= self._cache.page_size:
             shared = self._cache.common_len(node.key, key[common:])

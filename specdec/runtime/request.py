@@ -171,7 +171,7 @@ class RequestState(Enum):
     DECODE = "decode"
 
 
-class Settled(NamedTuple):
+class RequestProgress(NamedTuple):
     """How far a request has come. Replaced as a whole, so that a step either happened to it or did not.
 
     num_tokens: prompt and output. reader: the output's text so far, where stop strings are looked for. place: in its
@@ -218,7 +218,7 @@ class Request:
     stops: StopStrings = field(init=False)  # read every round, so made once
     error: SpecDecError | None = field(default=None, init=False)  # why it ended, if not by itself or an abort
     news: deque[int] | None = field(default=None, init=False)  # gets its number whenever it gains tokens or ends
-    settled: Settled = field(init=False)
+    settled: RequestProgress = field(init=False)
     _tokens: list[int] = field(init=False)
     _drafted: list[bool] = field(default_factory=list, init=False)
     _logprobs: list[TokenLogprob] = field(default_factory=list, init=False)
@@ -230,7 +230,7 @@ class Request:
         self.whole_draft = NO_DRAFT if self.draft is None else whole_draft(self.draft)
         self.stops = self.params.stop_strings
         stats = RequestStats(prompt_tokens=len(self.prompt))
-        self.settled = Settled(len(self.prompt), "", stats, copy.copy(self.detokenizer), begins)
+        self.settled = RequestProgress(len(self.prompt), "", stats, copy.copy(self.detokenizer), begins)
 
     @property
     def finish_reason(self) -> str:
@@ -391,7 +391,7 @@ class Request:
             else:
                 cut = taken < len(emitted)  # its output ends within the accepted drafts: nothing judged those below
                 stats.record_round(taken, min(taken, len(emitted) - 1), taken if cut else num_drafts)
-        self.settled = Settled(start + taken, finish_reason, stats, reader, place)
+        self.settled = RequestProgress(start + taken, finish_reason, stats, reader, place)
         self._tell()
 
     def fail(self, called: str, error: BaseException) -> None:

@@ -17,7 +17,7 @@ from specdec.kvcache.table import RequestTable, window_slots_held
 from specdec.models.context_length import ContextLength
 from specdec.models.target import TargetModel
 from specdec.runtime.prompt_shares import PromptRoom
-from specdec.runtime.rounds.unread import KEPT, reads_late
+from specdec.runtime.rounds.unread import MAX_UNREAD, reads_late
 
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.8}
 """Share of the memory that is free once the weights are loaded."""
@@ -38,10 +38,10 @@ class DraftNeeds(NamedTuple):
     max_lag: int = 0
 
     @classmethod
-    def of(cls, drafter: Drafter | None, spec: SpecConfig) -> "DraftNeeds":
+    def from_drafter(cls, drafter: Drafter | None, spec: SpecConfig) -> "DraftNeeds":
         if drafter is None:
             return cls()
-        max_lag = KEPT if reads_late(drafter, spec.adaptive) else 0
+        max_lag = MAX_UNREAD if reads_late(drafter, spec.adaptive) else 0
         return cls(drafter.kv_layout, drafter.extra_keys, drafter.reread, max_lag)
 
     @property
@@ -108,7 +108,7 @@ def cache_needs(
     `lookahead_nodes`."""
     layouts = [layout] if drafts.layout is None else [layout, drafts.layout]
     if config.kv_dtype is not None:
-        layouts = [layout.rounded() for layout in layouts]
+        layouts = [layout.in_fp8() for layout in layouts]
     layouts = [layout.for_rounds(num_nodes) for layout in layouts]
     groups, page_size, batch = cache_groups(layouts), config.page_size, config.max_batch_size
     slot_bytes = [sum(layout.slot_bytes(kept, dtype) for layout in layouts) for kept in groups]
@@ -174,7 +174,7 @@ def make_cache(
 
     num_nodes: verify width, the root included.
     """
-    page_size, drafts = config.page_size, DraftNeeds.of(drafter, spec)
+    page_size, drafts = config.page_size, DraftNeeds.from_drafter(drafter, spec)
     max_len, batch = longest_sequence(config, target.context_length, target.name), config.max_batch_size
     needs = cache_needs(
         target.stored_layout,
@@ -230,4 +230,4 @@ def make_cache(
         reread=drafts.reread,
         max_lag=needs.max_lag,
     )
-    return KVCache(allocator, table, operations, rounded=config.kv_dtype is not None), max_len
+    return KVCache(allocator, table, operations, fp8=config.kv_dtype is not None), max_len

@@ -92,7 +92,7 @@ class Steps:
 
     def run(self) -> list[Request]:
         """Run one step -> the requests that ended in it. Those that end in the round make room for prompts."""
-        with self.round.on_device(), self.round.weights.looked_up_once(), self.threads.limited():
+        with self.round.on_device(), self.round.weights.cached_lookups(), self.threads.limited():
             finished: list[Request] = []
             if restricted(self.scheduler.running):
                 finished += self.launches.settle_all()  # a grammar's mask needs every earlier token

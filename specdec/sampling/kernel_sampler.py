@@ -14,8 +14,8 @@ from specdec.gpu.dependent_launch import pdl_options
 from specdec.gpu.triton_shim import triton
 from specdec.sampling.choose_candidate import choose_kernel
 from specdec.sampling.collect_candidates import DEFAULT_CUT, VocabSplit, collect
-from specdec.sampling.log_probs import Best
-from specdec.sampling.reference_sampler import Past, ReferenceSampler
+from specdec.sampling.log_probs import TopTokens
+from specdec.sampling.reference_sampler import EditInputs, ReferenceSampler
 from specdec.sampling.row_scores import SeenTokens, reading
 from specdec.sampling.sampling_table import ParamVectors
 from specdec.sampling.token_bitmaps import mark_seen
@@ -35,18 +35,18 @@ class KernelSampler(ReferenceSampler):
         return sample(logits, positions, self.params)
 
     def draw(
-        self, logits: torch.Tensor, positions: torch.Tensor, past: Past, softcap: float | None = None
+        self, logits: torch.Tensor, positions: torch.Tensor, past: EditInputs, softcap: float | None = None
     ) -> torch.Tensor:
         if self.uses.edits:  # more than the kernels do as they read
             return sample(self.edited(logits, past, softcap), positions, self.params)
         seen = _seen(past, logits.shape) if self.uses.penalty else None
         return sample(logits, positions, self.params, softcap, seen)
 
-    def best(self, logits: torch.Tensor, positions: torch.Tensor, count: int) -> Best:
+    def best(self, logits: torch.Tensor, positions: torch.Tensor, count: int) -> TopTokens:
         return best_tokens(logits, positions, self.params, count)
 
 
-def _seen(past: Past, shape: torch.Size) -> SeenTokens:
+def _seen(past: EditInputs, shape: torch.Size) -> SeenTokens:
     """Tokens that logits [B, N, V] have seen: a bit for each token of the histories, and the tokens on each node's own
     path."""
     batch, num_nodes, vocab_size = shape
@@ -87,7 +87,7 @@ def best_tokens(
     k: int,
     *,
     cut: VocabSplit = DEFAULT_CUT,
-) -> Best:
+) -> TopTokens:
     """The k best tokens of log P + g at each node and their log-probabilities, which are those of the sum over all
     tokens; greedy: of the logits. Where the filters leave fewer, the lowest ids that they remove follow, with -inf."""
     return _choose(logits, positions, params, None, None, k, cut, scores=True)
@@ -103,12 +103,12 @@ def _choose(
     cut: VocabSplit,
     *,
     scores: bool,
-) -> Best:
+) -> TopTokens:
     batch, num_nodes, vocab_size = logits.shape
     assert 1 <= k <= min(MAX_BEST, vocab_size), f"{k=} {vocab_size=}"
     assert positions.shape == (batch, num_nodes), f"{positions.shape=}"
     assert all(p.shape[1:] == (batch,) and p.is_contiguous() for p in params), [p.shape for p in params]
-    best = Best.empty((batch, num_nodes), k, logits.device)
+    best = TopTokens.empty((batch, num_nodes), k, logits.device)
     if batch * num_nodes == 0:
         return best
     positions = positions.contiguous()

@@ -187,7 +187,7 @@ def new_drafter(target: TargetModel, documents: list[Document], settings: TrainS
 def new_module(target: TargetModel, settings: TrainSettings) -> TrainableNativeMtp:
     """The module that --finetune names, the one that the target's checkpoint ships, or a new one."""
     start = settings.finetune
-    own = Checkpoint.of(settings.target).folder()
+    own = Checkpoint.from_name(settings.target).folder()
     if start is None and module_count(own, len(target.layout.layers)) == 1:
         start = own
     return trainable_native_mtp(target, start, settings.conventions)

@@ -28,7 +28,7 @@ from specdec.layers.decoder_parts import Cuts, DecoderParts, LayerParts, SumShar
 from specdec.layers.linear import Mlp
 from specdec.layers.moe.experts import Experts
 from specdec.layers.packed.packed_weight import Weight
-from specdec.layers.packed.weight_slices import Put, Stacked, is_packed, place_weight, range_of, rank_rows
+from specdec.layers.packed.weight_slices import Put, StackedWeights, is_packed, place_weight, range_of, rank_rows
 from specdec.layers.per_layer_embedding import EmbeddingParts
 from specdec.layers.product import Cut, choose_cut, choose_packed_cut
 
@@ -45,7 +45,8 @@ def share_of(parts: DecoderParts, rank: int, count: int, put: Put) -> DecoderPar
 
 
 def layer_share(parts: LayerParts, rank: int, count: int) -> LayerParts:
-    """The share of one rank, of weights that `require_shares` has found to divide: views, in pieces (`Stacked`)."""
+    """The share of one rank, of weights that `require_shares` has found to divide: views, in pieces
+    (`StackedWeights`)."""
     heads, mlp, moe = parts.heads, parts.mlp, parts.moe
     own = heads._replace(num_q=heads.num_q // count, num_kv=-(-heads.num_kv // count))  # one head may be on several
     kv_shares = min(heads.num_kv, count)
@@ -140,7 +141,7 @@ def sum_share(weight: Weight, count: int, *, even: bool) -> SumShare:
     return SumShare(cut.share(count), by_rows=False)
 
 
-def whole_cut(weight: Weight | Stacked) -> Cut:
+def whole_cut(weight: Weight | StackedWeights) -> Cut:
     return (choose_packed_cut if is_packed(weight) else choose_cut)(*weight.shape)
 
 
@@ -162,7 +163,9 @@ def _gate_up(mlp: Mlp, down: SumShare, rank: int, count: int) -> Any:
     """Rows of gate and of up for the columns of the down weight that the rank has."""
     own = _own_columns(mlp.down, down, rank, count)
     half = len(mlp.gate_up) // 2
-    return Stacked([*range_of(mlp.gate_up, own), *range_of(mlp.gate_up, slice(half + own.start, half + own.stop))])
+    return StackedWeights(
+        [*range_of(mlp.gate_up, own), *range_of(mlp.gate_up, slice(half + own.start, half + own.stop))]
+    )
 
 
 def _placed(parts: LayerParts, put: Put) -> LayerParts:

@@ -31,7 +31,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ExpectedTensor:
     """A tensor has one of these shapes and one of these types. optional: the format may do without it."""
 
     shapes: tuple[Sizes, ...]
@@ -47,8 +47,8 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def one(shape: Sizes, *dtypes: torch.dtype, optional: bool = False) -> Expected:
-    return Expected((shape,), dtypes, optional)
+def one(shape: Sizes, *dtypes: torch.dtype, optional: bool = False) -> ExpectedTensor:
+    return ExpectedTensor((shape,), dtypes, optional)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class WeightFormat:
         """Its name in messages."""
         raise NotImplementedError
 
-    def tensors(self, num_rows: int, num_columns: int) -> dict[str, Expected]:
+    def tensors(self, num_rows: int, num_columns: int) -> dict[str, ExpectedTensor]:
         """The tensors of a weight [N, K]. Raises UnsupportedModelError where no weight of this shape has the format."""
         raise NotImplementedError
 
@@ -183,7 +183,7 @@ class Int4(WeightFormat):
         groups = f"in groups of {self.group_size}" if self.group_size else "by row"
         return f"{self.layout.title} {groups}, {'symmetric' if self.symmetric else 'with zeros'}"
 
-    def tensors(self, num_rows: int, num_columns: int) -> dict[str, Expected]:
+    def tensors(self, num_rows: int, num_columns: int) -> dict[str, ExpectedTensor]:
         layout = self.layout
         if layout.in_columns and num_rows % 8:
             raise UnsupportedModelError(f"{num_rows} rows, and weights in {self.title} are read in multiples of 8")
@@ -276,7 +276,7 @@ class Fp8(WeightFormat):
     def title(self) -> str:
         return f"FP8 {' or '.join(_tile_in_words(*tile) for tile in self.tiles)}"
 
-    def tensors(self, num_rows: int, num_columns: int) -> dict[str, Expected]:
+    def tensors(self, num_rows: int, num_columns: int) -> dict[str, ExpectedTensor]:
         shapes: list[Sizes] = []
         for rows, columns in self.tiles:
             if rows == 1 and columns is not None:
@@ -287,7 +287,7 @@ class Fp8(WeightFormat):
                 shapes += [(), (1,)] if rows is None else [sizes[:1]]
         return {
             "weight": one((num_rows, num_columns), torch.float8_e4m3fn),
-            self.scales[0]: Expected(tuple(dict.fromkeys(shapes)), SCALE_TYPES),
+            self.scales[0]: ExpectedTensor(tuple(dict.fromkeys(shapes)), SCALE_TYPES),
         }
 
     def canonical(self, names: Iterable[str]) -> dict[str, str]:
@@ -341,7 +341,7 @@ class Mxfp4(WeightFormat):
     def names(self) -> tuple[str, str]:
         return ("blocks", "scales") if self.of_experts else ("weight_packed", "weight_scale")
 
-    def tensors(self, num_rows: int, num_columns: int) -> dict[str, Expected]:
+    def tensors(self, num_rows: int, num_columns: int) -> dict[str, ExpectedTensor]:
         num_groups = num_columns // 32
         pairs = (num_rows, num_groups, 16) if self.of_experts else (num_rows, num_columns // 2)
         return dict(zip(self.names, (one(pairs, torch.uint8), one((num_rows, num_groups), torch.uint8)), strict=True))

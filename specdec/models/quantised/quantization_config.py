@@ -87,14 +87,14 @@ class Settings:
     values: Mapping[str, Any]
 
     @classmethod
-    def of(cls, path: str, values: object) -> "Settings":
+    def from_json(cls, path: str, values: object) -> "Settings":
         if not isinstance(values, Mapping):
             raise CheckpointError(f"{path} is {shown(values)}, expected an object")
         return cls(path, values)
 
     def part(self, name: str) -> "Settings":
         value = self.values.get(name)
-        return Settings.of(f"{self.path}.{name}", {} if value is None else value)
+        return Settings.from_json(f"{self.path}.{name}", {} if value is None else value)
 
     def parts(self, name: str) -> list["Settings"]:
         found = self.part(name)
@@ -164,7 +164,7 @@ def stored_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     for part in (config, *config.values()):
         given = part.get("quantization_config") if isinstance(part, Mapping) else None
         if given is not None:
-            return Settings.of("quantization_config", given).values
+            return Settings.from_json("quantization_config", given).values
     return None
 
 
@@ -173,7 +173,7 @@ def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
 
     Raises UnsupportedModelError for what neither reads, and CheckpointError for what is malformed.
     """
-    settings = Settings.of("quantization_config", config)
+    settings = Settings.from_json("quantization_config", config)
     method = settings.text("quant_method")
     if method in READ:
         return READ[method](settings)
@@ -266,7 +266,7 @@ def _gptq(config: Settings) -> Quantization:
         if sign == "-":
             left_out.append(f"re:{target}")
         else:
-            changed = Settings.of(f"{config.path}.dynamic.{pattern}", changes)
+            changed = Settings.from_json(f"{config.path}.dynamic.{pattern}", changes)
             rules.append((f"re:{target}", _gptq_format(Settings(changed.path, {**config.values, **changed.values}))))
     return Quantization((*rules, (ANY_MODULE, _gptq_format(config))), tuple(left_out))
 

@@ -23,7 +23,7 @@ from specdec.gpu.buckets import next_power_of_two
 from specdec.gpu.captures import (
     SPARE_POOL,
     Capture,
-    Captured,
+    CapturedProgram,
     CaptureStore,
     OverBudget,
     Program,
@@ -34,7 +34,7 @@ from specdec.runtime.rounds.capture_classes import is_large, share
 from specdec.runtime.rounds.decode_round import decode_programs
 from specdec.runtime.rounds.result import RoundShape
 from specdec.runtime.rounds.round import Round
-from specdec.runtime.rounds.unread import KEPT
+from specdec.runtime.rounds.unread import MAX_UNREAD
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class Captures:
         """Failed captures of each shape since the weights moved."""
         self._number = store.join(self)
         self._strict = strict
-        self._captured: dict[Hashable, Captured | None] = {}  # None: it ran once, or was let go
+        self._captured: dict[Hashable, CapturedProgram | None] = {}  # None: it ran once, or was let go
         self._evictions: Counter[Hashable] = Counter()
         self._waits: dict[Hashable, int] = {}  # runs until a capture is tried
         self._generation = round.weights.generation()
@@ -111,7 +111,7 @@ class Captures:
                 between(number, out)
         return out
 
-    def find_captured(self, shape: Hashable, programs: Sequence[Program]) -> Captured | None:
+    def find_captured(self, shape: Hashable, programs: Sequence[Program]) -> CapturedProgram | None:
         """The captured programs of this shape, if they may be replayed now; None: run them eagerly."""
         if self._generation != (now := self.round.weights.generation()):
             self._generation = now
@@ -148,7 +148,7 @@ class Captures:
         self._evictions[shape] += 1
         self._waits[shape] = min((1 << self._evictions[shape] - 1) - 1, MAX_BACKOFF_RUNS)
 
-    def _try(self, shape: Hashable, programs: Sequence[Program]) -> Captured | None:
+    def _try(self, shape: Hashable, programs: Sequence[Program]) -> CapturedProgram | None:
         try:
             return self.store.make(self._number, shape, self.pool(shape), self.round.view.key, programs)
         except Exception as error:  # any kind: whatever the model does that a graph cannot record
@@ -219,7 +219,7 @@ class RoundGraphs(Captures):
 
     def catch_up(self, shape: RoundShape) -> None:
         """The drafter reads unread tokens of the rows seated for a round of this shape."""
-        self.run_captured((shape.batch, shape.longest), [lambda: self.round.catch_up(shape, KEPT)])
+        self.run_captured((shape.batch, shape.longest), [lambda: self.round.catch_up(shape, MAX_UNREAD)])
 
 
 def run_programs(programs: Sequence[Program], between: Between) -> torch.Tensor:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from specdec.attention.plan import plan_verify
-from specdec.attention.trees.forced_tokens import graft, without_blanks
+from specdec.attention.trees.forced_tokens import force_tokens, without_blanks
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import DraftBatch, Observation
 from specdec.kvcache.table import Rows
@@ -99,7 +99,7 @@ class DecodeRound:
         self.max_path = opened.most
         if shape.forced:
             forced = round.forced.tensor[rows.index]
-            tree = graft(tree, forced[:, 1:], forced[:, 0], shape.forced)
+            tree = force_tokens(tree, forced[:, 1:], forced[:, 0], shape.forced)
             self.max_path = torch.maximum(opened.most, 1 + forced[:, 0])
         self.tree = tree
         return torch.stack([tree.tokens, tree.parents]) if shape.uses.masked else tree.tokens
@@ -164,4 +164,4 @@ class DecodeRound:
             round.clock.stop(stamps)
             return numbers
         on_path = self.logits.gather(1, path[:, :, None].expand(-1, -1, self.logits.shape[-1]))  # [B, D, V]
-        return pack_round_result(packed, LogProbs.of(on_path, tokens, shape.logprobs), round.clock.stop())
+        return pack_round_result(packed, LogProbs.from_logits(on_path, tokens, shape.logprobs), round.clock.stop())

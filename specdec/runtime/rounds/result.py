@@ -17,7 +17,7 @@ import torch
 from specdec.gpu.mirrored_array import IntArray
 from specdec.gpu.stage_clock import seconds_by_stage
 from specdec.sampling.log_probs import LogProbs, TokenLogprob
-from specdec.sampling.sampling_table import Uses
+from specdec.sampling.sampling_table import SamplerUses
 
 
 class DraftShape(NamedTuple):
@@ -59,7 +59,7 @@ class RoundShape(NamedTuple):
     num_steps: int
     topk: int
     num_nodes: int
-    uses: Uses
+    uses: SamplerUses
     logprobs: int | None
     forced: int = 0
     by_lookup: bool = False

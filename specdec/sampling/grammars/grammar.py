@@ -40,7 +40,7 @@ BYTES_PER_CHAR = 256
 """Estimated memory of a compiled grammar per character of its source, as a lower bound; 30 to 250 were measured."""
 
 
-class Compiled(NamedTuple):
+class CompiledGrammar(NamedTuple):
     """A grammar at its beginning. bytes: what it takes in memory, estimated."""
 
     matcher: Any
@@ -57,8 +57,8 @@ class Grammars:
     def __init__(self, tokenizer: Any | None, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._library: Library | None = None
-        self._kept: OrderedDict[tuple[str, Any], Compiled] = OrderedDict()  # least recently used first
+        self._library: GrammarLibrary | None = None
+        self._kept: OrderedDict[tuple[str, Any], CompiledGrammar] = OrderedDict()  # least recently used first
         self._used: dict[tuple[str, Any], float] = {}  # when each large one was asked for last
         self._timer = threading.Timer
         self._looking = False  # a timer runs
@@ -76,7 +76,7 @@ class Grammars:
         if self._tokenizer is None:
             raise ConfigError(f"{name} needs a tokenizer; pass tokenizer=...")
         if self._library is None:
-            self._library = Library(self._tokenizer, self._vocab_size)
+            self._library = GrammarLibrary(self._tokenizer, self._vocab_size)
         there = [token for token in ends if 0 <= token < self._vocab_size]
         special = frozenset(token for token in there if token in own_ends or self._library.is_special(token))
         if not special:
@@ -134,7 +134,7 @@ class Grammars:
         call_later(self._timer, LARGE_SECONDS, self, lambda grammars: grammars.forget_idle(time.monotonic()))
 
 
-class Library:
+class GrammarLibrary:
     """llguidance with one tokenizer."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
@@ -160,7 +160,7 @@ class Library:
     def is_special(self, token: int) -> bool:
         return bool(self._tokenizer.is_special_token(token))
 
-    def compile(self, name: str, value: Any) -> tuple[Compiled | None, str]:
+    def compile(self, name: str, value: Any) -> tuple[CompiledGrammar | None, str]:
         """A grammar within `require_bounded`, or None and why it cannot be followed.
 
         One that is not plain is compiled in another process first: see `grammar_trial`. Of these, one is compiled at a
@@ -189,7 +189,7 @@ class Library:
             return None, reason_of(str(error))
         if matcher.is_error():
             return None, reason_of(matcher.get_error())
-        return Compiled(matcher, size), ""
+        return CompiledGrammar(matcher, size), ""
 
     def goes_on(self, matcher: Any) -> bool:
         """May any token of the model come next?"""

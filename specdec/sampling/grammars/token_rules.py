@@ -18,7 +18,7 @@ from specdec.sampling.grammars.grammar import GrammarState
 from specdec.sampling.grammars.mask_bits import Words, token_bit, token_bits
 
 
-class Rules(NamedTuple):
+class TokenRules(NamedTuple):
     """The rules of one request. open, closed [words]: tokens allowed where the output may end, and where it may not;
     anything: every token is in `open`."""
 
@@ -33,7 +33,7 @@ class RuledState(GrammarState):
 
     __slots__ = ("inner", "rules", "to_go")
 
-    def __init__(self, rules: Rules, to_go: int, inner: GrammarState | None, *, over: bool = False) -> None:
+    def __init__(self, rules: TokenRules, to_go: int, inner: GrammarState | None, *, over: bool = False) -> None:
         super().__init__(None if inner is None else inner.matcher, None, rules.ends, over=over)
         self.rules = rules
         self.to_go = to_go
@@ -94,4 +94,4 @@ def first_state(
             f"allowed_token_ids={list(allowed)[:8]} are all tokens that end the output, and min_tokens={to_go} forbids "
             "those; allow another token, or lower min_tokens"
         )
-    return RuledState(Rules(open, closed, ends, allowed is None), to_go, place)
+    return RuledState(TokenRules(open, closed, ends, allowed is None), to_go, place)
