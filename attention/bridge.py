@@ -103,7 +103,7 @@ class ForwardContext:
 
     attention: an `Attend` of this forward for each (group, window, shares) that its layers have.
     states: hidden states [1, B*N, H], by the number of the layer that they enter; filled as the layers run.
-    peers: the same forward on the ranks after the first, each with its own heads; empty on one device.
+    other_ranks: the same forward on the ranks after the first, each with its own heads; empty on one device.
     recurrent: computes the recurrent layers; None: there are none.
     """
 
@@ -112,7 +112,7 @@ class ForwardContext:
     windows: Sequence[int | None]
     attention: dict[tuple[GroupId, int | None, int], Attend]
     states: dict[int, torch.Tensor | None]
-    peers: tuple["ForwardContext", ...] = ()
+    other_ranks: tuple["ForwardContext", ...] = ()
     recurrent: RecurrentRows | None = None
 
     @classmethod
@@ -124,11 +124,11 @@ class ForwardContext:
             return cls._of_rank(plan, view, windows, aux_layers)
         context = cls._of_rank(plan, view, windows, aux_layers)
         view.ranks.begin()
-        peers = []
-        for rank, (own_plan, own) in enumerate(zip(view.ranks.send(plan)[1:], view.peers, strict=True), start=1):
+        other_ranks = []
+        for rank, (own_plan, own) in enumerate(zip(view.ranks.send(plan)[1:], view.other_ranks, strict=True), start=1):
             with view.ranks.on(rank):
-                peers.append(cls._of_rank(own_plan, own, windows, ()))
-        return replace(context, peers=tuple(peers))
+                other_ranks.append(cls._of_rank(own_plan, own, windows, ()))
+        return replace(context, other_ranks=tuple(other_ranks))
 
     @classmethod
     def _of_rank(
@@ -176,7 +176,7 @@ class ForwardContext:
         **options: Unpack[ScoreOptions],
     ) -> torch.Tensor:
         """See `LayerContext`. k and v are read back from the pools."""
-        if self.peers and not self.view.writable:
+        if self.other_ranks and not self.view.writable:
             return self._attend_on_ranks(layer, q, **options)
         return self._attend_own(layer, q, **options)
 
@@ -197,7 +197,7 @@ class ForwardContext:
         assert ranks is not None and options.get("sinks") is None, f"{options.keys()=}"
         count, attended = len(ranks), []
         parts = gcd(q.shape[1], count)
-        for rank, (context, sent) in enumerate(zip((self, *self.peers), ranks.send(q), strict=True)):
+        for rank, (context, sent) in enumerate(zip((self, *self.other_ranks), ranks.send(q), strict=True)):
             with ranks.on(rank):
                 heads = sent.chunk(parts, dim=1)[rank * parts // count].contiguous()
                 attended.append(context._attend_own(layer, heads, **options))

@@ -34,7 +34,7 @@ def sanitized(cache: KVCache, backend: Backend, capture: Capture | None) -> tupl
     if not sanitize_requested():
         return backend, capture
     cache.sanitizer = sanitizer = Sanitizer(cache.table)
-    return CheckedBackend(backend, sanitizer), None if capture is None else sanitizer.blind(capture)
+    return CheckedBackend(backend, sanitizer), None if capture is None else sanitizer.deferring(capture)
 
 
 class CheckedBackend:
@@ -80,7 +80,7 @@ class CheckedBackend:
         oldest = 0 if window is None else length - window + 1
         seen = (rows != self.sanitizer.table.padding_row) & (positions >= oldest) & (positions < length)
         wrong = seen & ((read != expected) | (read == NULL_SLOT))
-        self.sanitizer.note(Fault.READ, group, wrong, draft.rows.index, positions, read, expected)
+        self.sanitizer.record_fault(Fault.READ, group, wrong, draft.rows.index, positions, read, expected)
 
     def _check_pack(self, plan: KVPlan, pack: Pack, group: GroupId, window: int | None) -> None:
         """The slot of every place, and of the oldest and the newest key that it sees."""
@@ -90,7 +90,7 @@ class CheckedBackend:
         inside = pack.positions < table.slots.tensor.shape[1]
 
         def note(fault: Fault, found: torch.Tensor, positions: torch.Tensor, *slots: torch.Tensor) -> None:
-            self.sanitizer.note(fault, group, found[:, None], rows, *(x[:, None] for x in (positions, *slots)))
+            self.sanitizer.record_fault(fault, group, found[:, None], rows, *(x[:, None] for x in (positions, *slots)))
 
         if plan.write is not None:
             write, own = plan.write_slots(group), self._slots_at(group, rows, pack.positions)
@@ -110,7 +110,7 @@ class CheckedBackend:
         wrong = planned > committed if plan.block_len is not None else planned != committed
         wrong &= self._real(plan)
         shown = (planned[:, None], committed[:, None], planned[:, None])
-        self.sanitizer.note(Fault.LENGTH, PRIMARY, wrong[:, None], plan.rows, *shown)
+        self.sanitizer.record_fault(Fault.LENGTH, PRIMARY, wrong[:, None], plan.rows, *shown)
 
     def _check_writes(self, plan: KVPlan, group: GroupId) -> None:
         if plan.write is None:
@@ -122,9 +122,9 @@ class CheckedBackend:
         inside = own & (positions < self.sanitizer.table.slots.tensor.shape[1])
         expected = torch.where(inside, self._slots_at(group, plan.rows[:, None], positions), NULL_SLOT)
         wrong = (write != expected) | (own & (write == NULL_SLOT))
-        self.sanitizer.note(Fault.WRITE, group, wrong, plan.rows, positions, write, expected)
+        self.sanitizer.record_fault(Fault.WRITE, group, wrong, plan.rows, positions, write, expected)
         owners = self.sanitizer.owners.tensor[plan.write_slots(PRIMARY).view_as(write) // plan.page_size]
-        self.sanitizer.note(Fault.SHARED, group, own & (owners > 1), plan.rows, positions, write, expected)
+        self.sanitizer.record_fault(Fault.SHARED, group, own & (owners > 1), plan.rows, positions, write, expected)
 
     def _check_reads(self, plan: KVPlan, group: GroupId) -> None:
         rows, page_size, length = plan.rows[:, None], plan.page_size, plan.committed_len[:, None]
@@ -134,14 +134,16 @@ class CheckedBackend:
         expected = self._slots_at(group, rows, positions) // page_size
         real = self._real(plan)[:, None]
         wrong = real & (positions < length) & ((pages != expected) | (pages == NULL_SLOT))
-        self.sanitizer.note(Fault.READ, group, wrong, plan.rows, positions, pages * page_size, expected * page_size)
+        self.sanitizer.record_fault(
+            Fault.READ, group, wrong, plan.rows, positions, pages * page_size, expected * page_size
+        )
 
         oldest = (length - int(self.sanitizer.table.retain[group])).clamp(min=0)
         begin, end = start[:, None], start[:, None] + pages.shape[1] * page_size
         short = real & ((begin > oldest) | (end < length))
         missing = torch.where(begin > oldest, oldest, end)
         lost = self._slots_at(group, rows, missing)
-        self.sanitizer.note(Fault.COVER, group, short, plan.rows, missing, lost, lost)
+        self.sanitizer.record_fault(Fault.COVER, group, short, plan.rows, missing, lost, lost)
 
     def check_finite(
         self, query: torch.Tensor, out: torch.Tensor, plan: KVPlan, group: GroupId, part: tuple[slice, slice]
@@ -151,9 +153,9 @@ class CheckedBackend:
         null = torch.zeros_like(positions)
         if plan.pack is not None:
             rows = plan.rows[plan.pack.row_of][part[1]]
-            self.sanitizer.note(Fault.POISON, group, broken.t(), rows, positions.t(), null.t(), null.t())
+            self.sanitizer.record_fault(Fault.POISON, group, broken.t(), rows, positions.t(), null.t(), null.t())
             return
-        self.sanitizer.note(Fault.POISON, group, broken, plan.rows[part[0]], positions, null, null)
+        self.sanitizer.record_fault(Fault.POISON, group, broken, plan.rows[part[0]], positions, null, null)
 
     def _real(self, plan: KVPlan) -> torch.Tensor:
         """Which rows are no padding, [B]."""
@@ -213,7 +215,7 @@ class CheckedDraftBlock:
         broken = _broken(query, out) & (rows != self.sanitizer.table.padding_row)[:, None]
         positions = self.draft.level_positions(self.level)
         null = torch.zeros_like(positions)
-        self.sanitizer.note(Fault.POISON, self.store.layers[layer].group, broken, rows, positions, null, null)
+        self.sanitizer.record_fault(Fault.POISON, self.store.layers[layer].group, broken, rows, positions, null, null)
         return out
 
 

@@ -61,6 +61,6 @@ def tile_context(whole: ForwardContext, tile: RowTile) -> ForwardContext:
         plan=replace(plan, positions=plan.positions[tile], write=write),
         attention={kind: part_of(attend, *tile) for kind, attend in whole.attention.items()},
         states=dict.fromkeys(whole.states),
-        peers=tuple(tile_context(peer, tile) for peer in whole.peers),
+        other_ranks=tuple(tile_context(other, tile) for other in whole.other_ranks),
         recurrent=None if whole.recurrent is None else whole.recurrent.part(*tile),
     )

@@ -68,7 +68,7 @@ class KVCache:
                 self.operations.fold(self.table, store, row, length)
 
         states = StateCache(layers, self.table.max_requests + 1, fold)
-        self.allocator.on_forget = states.forget
+        self.allocator.on_uncached = states.drop
         return states
 
     def pad_states(self, length: int) -> None:

@@ -76,7 +76,7 @@ class SplitContext(LayerContext, Protocol):
     """A forward in progress on several ranks: the context of rank 0, and those of the other ranks."""
 
     @property
-    def peers(self) -> Sequence[LayerContext]: ...
+    def other_ranks(self) -> Sequence[LayerContext]: ...
 
 
 class Narrowing(NamedTuple):

@@ -303,7 +303,7 @@ class RequestTable:
         for group in self.allocator.windowed:
             pool = self.allocator.pools[group]
             peers = self.allocator.maps.host[group, ::page_size] // page_size
-            unclaimed = (peers != 0) & (holds[group] == 0) & ~pool.is_kept(peers)
+            unclaimed = (peers != 0) & (holds[group] == 0) & ~pool.is_cached(peers)
             said = f"{pool.name}: pages {np.flatnonzero(unclaimed).tolist()}: an evicted token is mapped"
             assert not unclaimed.any(), said
             wrong = (peers != 0) & (pool.row_refs(peers) != holds[group])

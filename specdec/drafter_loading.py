@@ -2,8 +2,9 @@
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,12 +59,10 @@ def load_any_drafter(
     if isinstance(drafter, (str, os.PathLike)):
         try:
             checkpoint = Checkpoint.from_name(drafter, options)
-            if is_mtp_speculator(checkpoint.config):
+            if drafts_by_modules(checkpoint.config, target, checkpoint.folder):
                 return _modules_of(checkpoint, target)
             if is_drafter_config(checkpoint.config) or not continues_text(checkpoint.config):
                 return load_drafter(checkpoint, target)
-            if is_like(checkpoint.config, target) and has_modules(checkpoint.folder(), len(target.layout.layers)):
-                return _modules_of(checkpoint, target)
             own = None if tokenizer is None else load_tokenizer(drafter, options)
             return _language_model(checkpoint.load(target.dtype, target.device), target, tokenizer, own)
         except CheckpointError as error:
@@ -157,11 +156,19 @@ def _is_found(checkpoint: Checkpoint) -> bool:
         return False
 
 
-def is_like(config: Mapping[str, Any], target: Any) -> bool:
-    """Could the model of this config.json be the target's base, or a finetuned one?"""
+def drafts_by_modules(config: Mapping[str, Any], target: Any, folder: Callable[[], Path]) -> bool:
+    """Do the MTP modules in a checkpoint draft for the target: of an export of modules, of its base or a finetuned one?
+
+    folder: where the checkpoint's files are, asked for only if its config.json could be the target's.
+    """
+    if is_mtp_speculator(config):
+        return True
+    if is_drafter_config(config) or not continues_text(config):
+        return False
     text = config.get("text_config") or config
     sizes = ("hidden_size", "num_hidden_layers")
-    return all(text.get(name) == getattr(target.config, name, None) for name in sizes)
+    is_like_target = all(text.get(name) == getattr(target.config, name, None) for name in sizes)
+    return is_like_target and has_modules(folder(), len(target.layout.layers))
 
 
 def _model_and_lookup(

@@ -465,7 +465,7 @@ class Engine:
                 self.inbox.remove_ended(request.number)
             self._watch.after_step(ended, self.scheduler.running)
             if self.cache.sanitizer is not None:
-                self.cache.sanitizer.verdict()
+                self.cache.sanitizer.raise_fault()
 
     def _deltas(self, request: Request) -> Iterator[StreamDelta]:
         try:

@@ -613,7 +613,7 @@ def open_and_close(batch: int, num_nodes: int, page_size: int, *, chain: bool) -
     parents = integers(batch, num_nodes)
     tree = DraftTree(integers(batch, num_nodes), parents, parents, parents, is_chain=chain)
     closing(
-        tree, integers(batch, num_nodes), opened.most, Rows(seats, 99), opened.committed_len, table, tokens,
+        tree, integers(batch, num_nodes), opened.max_path, Rows(seats, 99), opened.committed_len, table, tokens,
         integers(batch, 1 + 2 * num_nodes), width=num_nodes, depth=num_nodes,
     )  # fmt: skip
 

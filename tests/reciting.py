@@ -176,7 +176,7 @@ class Reciter:
             ids = chosen[id(request.prompt)]
             self._running.setdefault(len(request.prompt), {})[tuple(request.prompt)] = ids
             words = -(-self.engine.target.vocab_size // 32)
-            request.settled = request.settled._replace(place=Recital(ids, words, request.settled.place))
+            request.settled = request.settled._replace(grammar_state=Recital(ids, words, request.settled.grammar_state))
         return requests
 
     def _text_for(self, prompt: str) -> str:

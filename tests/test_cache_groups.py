@@ -239,13 +239,13 @@ class Texts:
         self.table.check()
 
     def lose(self, group: GroupId, pages: np.ndarray) -> None:
-        self.allocator.forget_peers(group, pages)
+        self.allocator.uncache_peers(group, pages)
         for node in self.cache._by_age:
             node.num_peers = self.cache._count_peers(node.pages)
         self.table.check()
 
     def found(self, text: list[int]) -> int:
-        return len(self.cache.match(self.cache.key(text)))
+        return len(self.cache.match_prefix(self.cache.key(text)))
 
     def longest(self, pages: np.ndarray) -> int:
         """The definition: the most of these pages whose last `retain` tokens are mapped in each group."""
@@ -267,7 +267,7 @@ def test_a_match_needs_the_window_of_every_group(lost: GroupId) -> None:
     row = grown(texts.table, 12)
     texts.keep(row, text)
     texts.table.close_rows(row)
-    pages = texts.cache.match(texts.cache.key(text))
+    pages = texts.cache.match_prefix(texts.cache.key(text))
     texts.lose(lost, pages[[5]])
     window = 2 if lost == NARROW else 4
     expected = [min(n, 5) if n < 5 + window + 1 else n for n in range(13)]
@@ -310,7 +310,7 @@ def revived(*, evict: bool) -> tuple[Texts, list[int], np.ndarray, np.ndarray]:
     first, second = grown(texts.table, 9), grown(texts.table, 9)
     texts.keep(first, text)
     texts.table.close_rows(first)
-    old, own = texts.cache.match(texts.cache.key(text)), texts.table.pages(second, 9)
+    old, own = texts.cache.match_prefix(texts.cache.key(text)), texts.table.pages(second, 9)
     texts.lose(NARROW, old)
     if evict:
         texts.table.evict_unseen(ints(second), slack_pages=0)
@@ -322,18 +322,18 @@ def revived(*, evict: bool) -> tuple[Texts, list[int], np.ndarray, np.ndarray]:
 
 def test_a_page_is_exchanged_with_its_peers_in_all_groups() -> None:
     texts, text, _, own = revived(evict=False)
-    assert texts.cache.match(texts.cache.key(text)).tolist() == own.tolist()
-    assert all(texts.allocator.is_kept(group, own).all() for group in texts.allocator.windowed)
-    assert [pool.kept_pages for pool in texts.allocator.pools] == [9, 9, 9]
+    assert texts.cache.match_prefix(texts.cache.key(text)).tolist() == own.tolist()
+    assert all(texts.allocator.is_cached(group, own).all() for group in texts.allocator.windowed)
+    assert [pool.cached_pages for pool in texts.allocator.pools] == [9, 9, 9]
     assert texts.allocator.primary.free_pages == 60 - 9  # the old ones are free
 
 
 def test_pages_whose_peers_a_row_has_given_up_are_not_exchanged() -> None:
     """The row has given up 7 tokens in the narrow group and 4 in the wide one: the cache keeps its own first 7."""
     texts, text, old, own = revived(evict=True)
-    assert texts.cache.match(texts.cache.key(text)).tolist() == [*old[:7], *own[7:]]
-    assert texts.allocator.is_kept(WIDE, old[:7]).all()
-    assert [pool.kept_pages for pool in texts.allocator.pools] == [9, 2, 9]
+    assert texts.cache.match_prefix(texts.cache.key(text)).tolist() == [*old[:7], *own[7:]]
+    assert texts.allocator.is_cached(WIDE, old[:7]).all()
+    assert [pool.cached_pages for pool in texts.allocator.pools] == [9, 2, 9]
 
 
 def test_an_exchange_that_would_lose_a_peer_is_not_made() -> None:
@@ -343,13 +343,13 @@ def test_an_exchange_that_would_lose_a_peer_is_not_made() -> None:
     first, second = grown(texts.table, 9), grown(texts.table, 9)
     texts.keep(first, text)
     texts.table.close_rows(first)
-    old, own = texts.cache.match(texts.cache.key(text)), texts.table.pages(second, 9)
+    old, own = texts.cache.match_prefix(texts.cache.key(text)), texts.table.pages(second, 9)
     texts.lose(WIDE, old)
     texts.table.evict_unseen(ints(second), slack_pages=0)
     texts.keep(second, text)
     [node] = texts.cache._by_age
     assert node.pages.tolist() == [*old[:7], *own[7:]]
-    assert [pool.kept_pages for pool in texts.allocator.pools] == [9, 9, 2]
+    assert [pool.cached_pages for pool in texts.allocator.pools] == [9, 9, 2]
     texts.table.close_rows(second)
     texts.table.check()
 
@@ -367,9 +367,9 @@ def test_the_cache_gives_up_what_the_short_pool_needs(short: GroupId) -> None:
     table.close_rows(row)
     grown(table, 15)
     table.check()
-    kept = [pool.kept_pages for pool in table.allocator.pools]
+    kept = [pool.cached_pages for pool in table.allocator.pools]
     assert kept == ([5, 5, 5] if short == PRIMARY else [5 if group == short else 16 for group in range(3)])
-    assert len(cache.match(cache.key(range(16)))) == (5 if short == PRIMARY else 16)
+    assert len(cache.match_prefix(cache.key(range(16)))) == (5 if short == PRIMARY else 16)
 
 
 # slots of one group used in another, under the sanitizer

@@ -55,14 +55,14 @@ def start(grammars, **params):
     return grammars.start(SamplingParams(**params), {EOS}, {EOS})
 
 
-def walk(place):
+def walk(state):
     """A few tokens of a text, with every mask."""
     for _ in range(STEPS):
-        allowed = [token for token in range(EOS) if place.mask[token // 32] >> token % 32 & 1]
+        allowed = [token for token in range(EOS) if state.mask[token // 32] >> token % 32 & 1]
         if not allowed:
             return
-        place = place.after(allowed[len(allowed) // 2])
-        if place is None:  # the text cannot go on: an error of this request
+        state = state.after(allowed[len(allowed) // 2])
+        if state is None:  # the text cannot go on: an error of this request
             return
 
 

@@ -170,7 +170,7 @@ def read_own_keys_by_full_slots(kind: str, source: GroupId = PRIMARY, to: GroupI
                 return VisibleKeys(torch.cat([keys.slots[:, :-own], untranslated], dim=1), keys.bias)
             return keys
 
-        patch.setattr(VisibleKeys, "of", staticmethod(wrong))
+        patch.setattr(VisibleKeys, "from_plan", staticmethod(wrong))
 
     return seed
 

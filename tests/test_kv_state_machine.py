@@ -190,7 +190,7 @@ class KVMachine(RuleBasedStateMachine):
         assert row not in self.texts
         key = self.cache.key(text)[: len(text) - 1]
         assert len(key) == len(text) - 1
-        whole = len(self.cache.match(key)) * self.page_size
+        whole = len(self.cache.match_prefix(key)) * self.page_size
         taken = self.cache.adopt(row, key)
         assert taken == whole == self.table.committed_len.host[row] < len(text)
         self.hits += taken
@@ -224,7 +224,7 @@ class KVMachine(RuleBasedStateMachine):
     @rule()
     def clear(self) -> None:
         self.cache.clear()
-        assert self.allocator.primary.cached_pages == self.allocator.primary.kept_pages == 0
+        assert self.allocator.primary.evictable_pages == self.allocator.primary.cached_pages == 0
 
     @precondition(lambda self: self.texts)
     @rule(seed=SEED, rounds=st.integers(1, 4))
@@ -298,10 +298,10 @@ class KVMachine(RuleBasedStateMachine):
             lambda: a.free(owned),
             lambda: a.evict(SWA, owned),
             lambda: a.share(page, ints(*[0] * len(a.pools))),
-            lambda: a.keep(PRIMARY, page),
-            lambda: a.keep(SWA, page),
-            lambda: a.forget(page),
-            lambda: a.forget_peers(SWA, page),
+            lambda: a.cache_pages(PRIMARY, page),
+            lambda: a.cache_pages(SWA, page),
+            lambda: a.uncache_pages(page),
+            lambda: a.uncache_peers(SWA, page),
             lambda: self.cache.insert([row], [self.cache.key(self.texts[row])]),
             lambda: self.cache.clear(),
             lambda: t.move(Move(owned, owned)),

@@ -107,7 +107,7 @@ def test_a_page_is_free_when_it_was_given_back_as_often_as_it_is_held():
     pool = PagePool("full", 4)
     pool.alloc(3)
     pool.share(ints(2, 3))
-    pool.keep(ints(3))
+    pool.cache_pages(ints(3))
     before = contents(pool)
     with pytest.raises(DoubleFreeError, match=r"pages \[2, 1, 2, 2\] are not held, or named twice"):
         pool.free(ints(2, 1, 2, 2))
@@ -116,7 +116,7 @@ def test_a_page_is_free_when_it_was_given_back_as_often_as_it_is_held():
     assert pool.row_refs(ints(1, 2, 3)).tolist() == [0, 1, 1]
     pool.share(ints(2, 3))
     assert pool.free(ints(3, 2, 2, 3)).tolist() == [False, True, True, False]  # the cache has page 3
-    assert (pool.free_pages, pool.cached_pages, pool.held_pages) == (3, 1, 0)
+    assert (pool.free_pages, pool.evictable_pages, pool.held_pages) == (3, 1, 0)
     pool.check()
 
 
@@ -339,7 +339,7 @@ def test_a_copied_reader_has_all_and_reads_on_by_itself():
 @pytest.mark.parametrize("draft", [SpecConfig(4), SpecConfig(3, 2, 6), SpecConfig(1), SpecConfig(3, 1, 3)])
 def test_only_the_end_of_an_output_shortens_a_draft(draft):
     request = Request([1], SamplingParams(max_new_tokens=9), 0, Detokenizer(None), frozenset(), draft)
-    sizes = [request.draft_size(to_go) for to_go in range(1, 10)]
+    sizes = [request.draft_size(remaining) for remaining in range(1, 10)]
     assert [(size.num_steps, size.num_nodes) for size in sizes] == [draft.shortened(depth) for depth in range(9)]
     assert {size.topk for size in sizes} == {draft.topk} and request.max_drafts == sizes[-1].depth == draft.depth
 
@@ -347,7 +347,7 @@ def test_only_the_end_of_an_output_shortens_a_draft(draft):
 def test_who_is_restricted_has_rules_that_still_hold():
     requests = [request_of(number) for number in range(4)]
     for request, free in ((requests[1], False), (requests[2], True), (requests[3], False)):
-        request.settled = request.settled._replace(place=SimpleNamespace(free=free))
+        request.settled = request.settled._replace(grammar_state=SimpleNamespace(free=free))
     assert restricted(requests) == [requests[1], requests[3]] and restricted(requests[::2]) == []
 
 

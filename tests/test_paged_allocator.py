@@ -96,7 +96,7 @@ def corrupt(pool: PagePool, how: str) -> None:
         ("free twice", "a page is free twice"),
         ("free and held", "a free page is held"),
         ("page 0 held", "page 0 is held"),
-        ("page lost", r"held 2 \+ cached 0 \+ free 1 != 4"),
+        ("page lost", r"held 2 \+ evictable 0 \+ free 1 != 4"),
     ],
 )
 def test_check_finds(how: str, message: str):

@@ -46,9 +46,9 @@ def test_any_prompts_keep_the_bounds_and_the_first_advances() -> None:
         prompts.sort(key=lambda prompt: prompt.level)
         room, chunk = draw.randint(1, 400), draw.randint(1, 200)
         given = shares(prompts, room, chunk)
-        assert all(0 <= each <= min(chunk, prompt.to_go) for each, prompt in zip(given, prompts, strict=True))
-        assert sum(given) == min(room, sum(min(chunk, prompt.to_go) for prompt in prompts))  # none is left over
-        assert given[0] >= min(chunk, prompts[0].to_go, (room + 1) // 2)
+        assert all(0 <= each <= min(chunk, prompt.remaining) for each, prompt in zip(given, prompts, strict=True))
+        assert sum(given) == min(room, sum(min(chunk, prompt.remaining) for prompt in prompts))  # none is left over
+        assert given[0] >= min(chunk, prompts[0].remaining, (room + 1) // 2)
     assert shares([], 96, 512) == []
 
 

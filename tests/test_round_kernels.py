@@ -55,7 +55,7 @@ def test_an_opening_by_eye(poison_empty: None) -> None:
         opened = function(long([2, 0, 3]), long([1, 9, 4, 0]), text, long([2, 9, 0, 0]), table.cells.tensor, depth=2)
         assert opened.committed_len.tolist() == [4, 1, 0] and opened.history_len.tolist() == [5, 2, 1]
         assert opened.root.tolist() == [34, 11, 0]
-        assert opened.most.tolist() == [1, 3, 1]
+        assert opened.max_path.tolist() == [1, 3, 1]
         assert opened.level_pos.tolist() == [[4, 1, 0], [5, 2, 1], [6, 3, 2]]
         assert opened.chain_pos.tolist() == [[4, 5], [1, 2], [0, 1]]
         assert opened.drawn_pos.tolist() == [[5, 6], [2, 3], [1, 2]]

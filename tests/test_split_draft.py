@@ -140,10 +140,10 @@ def test_a_lent_view_reaches_every_rank_and_closes_with_the_block():
     engine = engine_of(target_of("gemma4-31b"), 2)
     store = engine.cache.stores[0]
     view = own_view(engine.cache.allocator, store)
-    assert [peer.layer(0) for peer in view.peers] == [engine.cache.stores[1].layers[0]]
+    assert [peer.layer(0) for peer in view.other_ranks] == [engine.cache.stores[1].layers[0]]
     view.close()
     with pytest.raises(FrozenKVError, match="whose frozen_kv block has ended"):
-        view.peers[0].layer(0)
+        view.other_ranks[0].layer(0)
 
 
 def test_what_rank_0_collects_is_as_it_was_in_blocks_of_any_size(monkeypatch: pytest.MonkeyPatch):

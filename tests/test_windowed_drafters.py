@@ -133,7 +133,7 @@ def test_a_match_needs_the_drafters_window(lost, pair, random_prompt) -> None:
     engine.generate([random_prompt(40)], PARAMS)
     allocator = engine.table.allocator
     if lost:
-        allocator.cache.release(ByGroup((0, allocator.pools[GroupId(1)].capacity)))
+        allocator.cache.evict(ByGroup((0, allocator.pools[GroupId(1)].capacity)))
     [out] = engine.generate([random_prompt(40)], PARAMS)
     assert out.stats.cached_tokens == (0 if lost else 39)
 

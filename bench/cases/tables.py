@@ -211,7 +211,7 @@ def round_call(page_size: int, num_nodes: int, chain: bool, seed: int) -> Call:
         rows = Rows(seats.where(seats < BATCH - 2, BATCH), 600)
         opened = open_round(rows.index, table.committed_len.tensor, tokens, most, cells, depth=num_nodes)
         packed = tokens.new_empty((BATCH, 1 + 2 * num_nodes))
-        state = tree, target, opened.most, rows, opened.committed_len, table, tokens, packed
+        state = tree, target, opened.max_path, rows, opened.committed_len, table, tokens, packed
         *closed, move = close_round(*state, width=num_nodes, depth=num_nodes)
         if move is not None:
             cache.move(move)

@@ -19,16 +19,11 @@ from specdec.draft_models.checkpoints.checkpoint_files import tensor_files
 from specdec.draft_models.checkpoints.drafter_formats import kept_layout
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, is_assistant_config
 from specdec.draft_models.language_model import require_stateless
-from specdec.draft_models.native_mtp.mtp_checkpoint import (
-    conventions_of,
-    has_modules,
-    is_mtp_speculator,
-    no_modules,
-)
+from specdec.draft_models.native_mtp.mtp_checkpoint import conventions_of, no_modules
 from specdec.draft_models.native_mtp.mtp_drafter import default_steps, kept_by_modules
 from specdec.draft_models.native_mtp.mtp_families import module_tensors
 from specdec.draft_models.registry import WORDS, building, is_drafter_config, require_target
-from specdec.drafter_loading import AUTO, MTP, continues_text, is_like, meant_by_auto
+from specdec.drafter_loading import AUTO, MTP, continues_text, drafts_by_modules, meant_by_auto
 from specdec.errors import ConfigError, UnsupportedModelError, about, first_line
 from specdec.kvcache.index_spaces import GroupId
 from specdec.loading import SHARED_OPTIONS, Checkpoint, pick_device, pick_dtype
@@ -156,12 +151,10 @@ def plan_drafter(
     if not name:
         return PlannedDrafter()
     checkpoint, max_lag = Checkpoint.from_name(name, options), MAX_UNREAD if spec.adaptive else 0
-    described = checkpoint.config
-    if own or is_mtp_speculator(described) or is_like(described, target):
-        folder = checkpoint.config_file.parent
-        if own or has_modules(folder, len(target.layout.layers)):
-            with about(f"drafter {MTP if own else name!r}"):
-                return plan_modules(folder, target, max_lag)
+    described, folder = checkpoint.config, checkpoint.config_file.parent
+    if own or drafts_by_modules(described, target, lambda: folder):
+        with about(f"drafter {MTP if own else name!r}"):
+            return plan_modules(folder, target, max_lag)
     if is_assistant_config(described):
         assistant = on_meta(checkpoint, target.dtype)
         needs = DraftNeeds.from_drafter(Gemma4MTPDrafter(assistant, target), spec)

@@ -97,11 +97,11 @@ class Peer:
 
 
 class Stamps(StoppingCriteria):
-    """Stops after `most` stamps. on_look: each look is one."""
+    """Stops after `count` stamps. on_look: each look is one."""
 
-    def __init__(self, device: torch.device, most: int, *, on_look: bool) -> None:
+    def __init__(self, device: torch.device, count: int, *, on_look: bool) -> None:
         self.at: list[float] = []
-        self.device, self.most, self.on_look = device, most, on_look
+        self.device, self.count, self.on_look = device, count, on_look
 
     def stamp(self, *_: Any) -> None:
         if self.device.type == "cuda":
@@ -111,7 +111,7 @@ class Stamps(StoppingCriteria):
     def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> Any:
         if self.on_look:
             self.stamp()
-        return torch.full(input_ids.shape[:1], len(self.at) >= self.most, device=input_ids.device)
+        return torch.full(input_ids.shape[:1], len(self.at) >= self.count, device=input_ids.device)
 
 
 def peers_for(model: PreTrainedModel, drafter: Drafter | None, num_steps: int | None, batch: int) -> list[Peer]:
@@ -144,12 +144,12 @@ def generate_steps(model: PreTrainedModel, prompts: Sequence[Sequence[int]], cou
             attention_mask=torch.ones_like(ids),
             generation_config=config,
             do_sample=False,
-            max_new_tokens=(stamps.most + 1) * a_step,
+            max_new_tokens=(stamps.count + 1) * a_step,
             stopping_criteria=StoppingCriteriaList([stamps]),
             **options,
         )
     finally:
         if hook is not None:
             hook.remove()
-    at = stamps.at[WARM_UP : stamps.most]
+    at = stamps.at[WARM_UP : stamps.count]
     return [end - start for start, end in pairwise(at)]

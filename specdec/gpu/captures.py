@@ -133,12 +133,12 @@ class CaptureStore:
     capture: one that is no `CaptureMemory` has no known size. budget_bytes: None for no bound.
     """
 
-    def __init__(self, capture: Capture, memory: Capture | None, budget_bytes: int | None, most: int) -> None:
+    def __init__(self, capture: Capture, memory: Capture | None, budget_bytes: int | None, max_captures: int) -> None:
         self._capture = capture
         counted: object = memory
         self._memory = counted if isinstance(counted, CaptureMemory) else None
         self._budget = budget_bytes
-        self._most = most
+        self._max_captures = max_captures
         self._owners: list[CaptureOwner] = []
         self._kept: dict[tuple[int, Hashable], CapturedProgram] = {}  # the least recently used first
         self._made = self._evicted = 0
@@ -215,12 +215,12 @@ class CaptureStore:
         """Captures that may go for the newest one, which is of this pool: the first ones first."""
         *others, _ = self._kept
         spare = [key for key in others if self._kept[key].pool == SPARE_POOL]
-        if spare or (pool == SPARE_POOL and len(self._kept) <= self._most):
+        if spare or (pool == SPARE_POOL and len(self._kept) <= self._max_captures):
             return spare
         return others
 
     def _over(self) -> bool:
-        return len(self._kept) > self._most or (self._budget is not None and self._bytes > self._budget)
+        return len(self._kept) > self._max_captures or (self._budget is not None and self._bytes > self._budget)
 
     def _measure(self) -> None:
         if self._memory is not None:

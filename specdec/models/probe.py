@@ -116,7 +116,7 @@ class ProbeContext:
     recurrent: RecurrentProbe = field(default_factory=RecurrentProbe)
     faults: dict[int, str] = field(default_factory=dict)
     shares: "Sequence[ProbeContext]" = ()  # one a rank, where several run the forward
-    peers: "Sequence[ProbeContext]" = ()  # of that of the first rank: the others
+    other_ranks: "Sequence[ProbeContext]" = ()  # of that of the first rank: the others
 
     def divide(self, devices: Sequence[torch.device]) -> "Sequence[ProbeContext]":
         """See `shared_weights.py`."""

@@ -46,7 +46,7 @@ class PoolUse(NamedTuple):
     @classmethod
     def from_pools(cls, pools: Sequence[PagePool], page_size: int) -> "PoolUse":
         """Sums over these pools."""
-        each = [(pool.held_pages, pool.peak_pages, pool.cached_pages, pool.capacity) for pool in pools]
+        each = [(pool.held_pages, pool.peak_pages, pool.evictable_pages, pool.capacity) for pool in pools]
         return cls(*(page_size * sum(pages) for pages in zip((0, 0, 0, 0), *each, strict=True)))
 
 

@@ -93,7 +93,7 @@ class Prefill:
             cells = upload(scoring.cells(), round.device)
             scores = scoring, copy_to_host(score_chunk(round, chunk, cells, scoring.alternatives))
         longest = int(read_len[chosen].max(initial=0))
-        masks = root_masks([request.place for request in drawn])
+        masks = root_masks([request.grammar_state for request in drawn])
         packed = round.prefill(chunk, chosen, longest, shape, masks, reading.earlier, begins=int(done.min()))
         launched = launched_now(requests, drawing, shape, PREFILL_STAGES, packed, round.target.ranks, scores=scores)
         commit_chunks_on_host(self._scheduler.table, self._scheduler.prefixes, requests, chunk_len)

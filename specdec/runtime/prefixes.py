@@ -60,30 +60,30 @@ class Prefixes:
         if self._cache is None:
             return False
         self._clear_if_weights_changed()
-        maker = self._in_progress.get(request.awaited)
-        if maker is None or maker.rank >= rank or request.awaited_version != self._in_progress.version:
-            maker = None
-        if maker is not None and self._is_computing(maker.request, request.awaited_len):
+        reader = self._in_progress.get(request.awaited)
+        if reader is None or reader.rank >= rank or request.awaited_version != self._in_progress.version:
+            reader = None
+        if reader is not None and self._is_computing(reader.request, request.awaited_len):
             return True
         key = self._key(request)[: request.prefill_target - 1]
         if len(key) < WORTH_WAITING:
             return False
         cached: int | None = None
         scored = request.max_cached < request.prefill_target - 1  # it lacks scores that only its own samples compute
-        for common, makers in self._in_progress.sharing(key, salt_of(request)):  # the longest part first
+        for common, readers in self._in_progress.sharing(key, salt_of(request)):  # the longest part first
             if cached is None:
-                cached = len(self._cache.match(key, salt_of(request))) * self._cache.page_size
+                cached = len(self._cache.match_prefix(key, salt_of(request))) * self._cache.page_size
                 cached = min(cached, request.max_cached)
             if common <= cached:
                 return False
-            for maker in makers:
-                if maker.rank >= rank:
+            for reader in readers:
+                if reader.rank >= rank:
                     break
-                if scored and maker.request.scores is not request.scores:
+                if scored and reader.request.scores is not request.scores:
                     continue
-                worth = common >= cached + WORTH_WAITING or maker.request.number == request.awaited
-                if worth and self._is_computing(maker.request, common):
-                    request.awaited = maker.request.number  # up to the last token of it
+                worth = common >= cached + WORTH_WAITING or reader.request.number == request.awaited
+                if worth and self._is_computing(reader.request, common):
+                    request.awaited = reader.request.number  # up to the last token of it
                     request.awaited_len, request.awaited_version = common, self._in_progress.version
                     return True
         return False
@@ -93,7 +93,7 @@ class Prefixes:
         if self._cache is None:
             return NO_PAGES
         self._clear_if_weights_changed()
-        return self._cache.match(self._adoptable(request), salt_of(request))
+        return self._cache.match_prefix(self._adoptable(request), salt_of(request))
 
     def adopt_prefix(self, request: Request, rank: Rank) -> None:
         """Fill the row of an admitted request with the cached pages of its prompt."""

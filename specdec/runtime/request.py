@@ -182,7 +182,7 @@ class RequestProgress(NamedTuple):
     finish_reason: str
     stats: RequestStats
     reader: Detokenizer
-    place: GrammarState | None
+    grammar_state: GrammarState | None
 
 
 @dataclass(slots=True, eq=False)
@@ -254,7 +254,7 @@ class Request:
         return self.settled.num_tokens - len(self.prompt)
 
     @property
-    def to_go(self) -> int:
+    def remaining(self) -> int:
         return self.longest - self.settled.num_tokens
 
     @property
@@ -284,29 +284,29 @@ class Request:
         """Is its draft the one that it asks for, even where another would pay?"""
         return self.draft is not None and not self.draft.adaptive
 
-    def draft_size(self, to_go: int) -> DraftShape:
-        """A draft that is enough where `to_go` tokens may still come, the bonus token among them."""
-        if self.draft is None or to_go > self.max_drafts:
+    def draft_size(self, remaining: int) -> DraftShape:
+        """A draft that is enough where `remaining` tokens may still come, the bonus token among them."""
+        if self.draft is None or remaining > self.max_drafts:
             return self.whole_draft
-        num_steps, num_nodes = self.draft.shortened(to_go - 1)
+        num_steps, num_nodes = self.draft.shortened(remaining - 1)
         return DraftShape(num_steps, self.draft.topk, num_nodes)
 
     @property
-    def place(self) -> GrammarState | None:
+    def grammar_state(self) -> GrammarState | None:
         """Its state in the grammar and rules, after the newest token; None: every token is allowed."""
-        place = self.settled.place
-        return None if place is None or place.free else place
+        state = self.settled.grammar_state
+        return None if state is None or state.free else state
 
     @property
     def grammar_ended_it(self) -> bool:
         """Was it ended because its grammar allows no token? An aborted one keeps its place in the grammar."""
-        return self.finish_reason == "abort" and self.params.grammar is not None and self.settled.place is None
+        return self.finish_reason == "abort" and self.params.grammar is not None and self.settled.grammar_state is None
 
     @property
     def forced(self) -> tuple[int, ...]:
         """Next tokens that its grammar forces, at most one fewer than it may still get."""
-        place, to_go = self.place, self.to_go
-        return () if place is None or to_go < 2 else place.forced[: to_go - 1]
+        state, remaining = self.grammar_state, self.remaining
+        return () if state is None or remaining < 2 else state.forced[: remaining - 1]
 
     @property
     def prefill_target(self) -> int:
@@ -342,7 +342,7 @@ class Request:
         the token after a prompt; num_forced: number of first tokens that came from the grammar, not from drafts.
         """
         before = self.settled
-        start, place = before.num_tokens, before.place
+        start, state = before.num_tokens, before.grammar_state
         prompt_len, tokens, drafted = len(self.prompt), self._tokens, self._drafted
         stops = self.stops
         reader = copy.copy(before.reader) if stops else before.reader  # the settled reader must not advance yet
@@ -352,11 +352,11 @@ class Request:
         if start >= longest:  # its prompt was to be scored, and no more
             finish_reason, emitted = "length", ()
         try:
-            if place is not None and place.fault is not None:  # in the masks that these tokens were drawn with
-                raise place.fault
+            if state is not None and state.fault is not None:  # in the masks that these tokens were drawn with
+                raise state.fault
             for token in emitted:
                 called = "grammar"
-                if place is not None and (place := place.after(token)) is None:
+                if state is not None and (state := state.after(token)) is None:
                     logger.warning("request %d ends here: its grammar cannot go on with any token", self.number)
                     finish_reason = "abort"
                     break
@@ -391,7 +391,7 @@ class Request:
             else:
                 cut = taken < len(emitted)  # its output ends within the accepted drafts: nothing judged those below
                 stats.record_round(taken, min(taken, len(emitted) - 1), taken if cut else num_drafts)
-        self.settled = RequestProgress(start + taken, finish_reason, stats, reader, place)
+        self.settled = RequestProgress(start + taken, finish_reason, stats, reader, state)
         self._tell()
 
     def fail(self, called: str, error: BaseException) -> None:
@@ -460,9 +460,9 @@ def table_rows(requests: Sequence[Request]) -> IntArray:
 
 
 def restricted(requests: Sequence[Request]) -> list[Request]:
-    """The requests that have a `place`: only some tokens may come next."""
-    with_place = [request for request in requests if request.settled.place is not None]
-    return [request for request in with_place if request.place is not None]
+    """The requests that have a `grammar_state`: only some tokens may come next."""
+    guided = [request for request in requests if request.settled.grammar_state is not None]
+    return [request for request in guided if request.grammar_state is not None]
 
 
 def _failed(called: str, error: BaseException) -> RequestFailedError:

@@ -56,7 +56,7 @@ class RequestBuilder:
             ends = frozenset(one.stop_token_ids) | (frozenset() if one.ignore_eos else self.end_tokens)
             draft = draft_for(one, self._spec)
             place = self._grammars.start(one, ends, self.end_tokens)
-            place = token_rules.first_state(place, one, ends, self._vocab_size)
+            place = token_rules.rules_state(place, one, ends, self._vocab_size)
             seed = secrets.randbits(62) if one.seed is None else one.seed
             scores = None if one.prompt_logprobs is None else PromptLogProbs(len(ids), one.prompt_logprobs)
             for sample in range(one.n):

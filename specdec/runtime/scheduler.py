@@ -277,7 +277,7 @@ class Scheduler:
             return []
         done = [int(self.table.committed_len.host[request.row]) for request in reading]
         prompts = [UnreadPrompt(rank(r)[0], r.prefill_target - n) for r, n in zip(reading, done, strict=True)]
-        to_come = sum(each.to_go for each in prompts)
+        to_come = sum(each.remaining for each in prompts)
         if self._decoding():
             room = self.prompt_gap.tokens(self.prompt_room, self.num_waiting, max(done))
         else:

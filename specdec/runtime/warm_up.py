@@ -81,7 +81,7 @@ def _capture_parts(steps: Steps) -> None:
     if division is None or chunks is None:
         return
     steps.round.flush()
-    longest = min(steps.table.slots.host.shape[1] - 1, division.most)
+    longest = min(steps.table.slots.host.shape[1] - 1, division.max_tokens)
     for states in {steps.round.final_states(scored=False, ends=ends) for ends in (False, True)}:
         for size in SIZES_IN_PARTS:
             rows, length = np.array([steps.table.padding_row]), np.array([min(size, longest)])

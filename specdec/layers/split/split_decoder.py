@@ -49,7 +49,7 @@ class SplitLayer(nn.Module):
         self, hidden: torch.Tensor, *, states: list[LayerState], specdec_ctx: SplitContext
     ) -> tuple[torch.Tensor, list[LayerState]]:
         """hidden [T, H]: of rank 0, as `states` have it -> the next layer's."""
-        contexts: list[LayerContext] = [specdec_ctx, *specdec_ctx.peers]
+        contexts: list[LayerContext] = [specdec_ctx, *specdec_ctx.other_ranks]
         walks: list[Walk] = [
             share.walk(*state, context)  # type: ignore[operator]
             for share, state, context in zip(self.shares, states, contexts, strict=True)

@@ -34,13 +34,14 @@ class DraftChoice:
         self._use = DraftUse(shapes)
 
     def choose(
-        self, rows: IntArray, most: IntArray, batch: int, least: DraftShape, unsettled: Sequence[DraftShape] = ()
+        self, rows: IntArray, max_drafts: IntArray, batch: int, least: DraftShape, unsettled: Sequence[DraftShape] = ()
     ) -> DraftShape:
-        """Choose for a round of these rows [B], which can accept at most `most` [B] drafts each. batch: seats, padding
-        included. least: the smallest draft allowed, as a row has fixed it. unsettled: drafts of rounds in flight."""
+        """Choose for a round of these rows [B], which can accept at most `max_drafts` [B] drafts each. batch: seats,
+        padding included. least: the smallest draft allowed, as a row has fixed it. unsettled: drafts of rounds in
+        flight."""
         times = self.times_of(batch)
         seconds, is_known = times.seconds, bool(times.seconds[0, 0])
-        tokens = self.acceptance.tokens(rows, most)  # [2, K]
+        tokens = self.acceptance.tokens(rows, max_drafts)  # [2, K]
         rate, hope = (tokens / (seconds if is_known else 1.0)).tolist()
         if least.num_nodes > 1:
             allowed = [number for number, shape in enumerate(self.shapes) if shape.covers(least)]

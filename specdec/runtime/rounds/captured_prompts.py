@@ -217,10 +217,10 @@ class ChunkGraphs(Captures):
         return None
 
 
-def token_buckets(most: int) -> list[int]:
-    """16, 24, 32, 48, 64, 96, ..., `most`: powers of two, and half between; from LONG on quarters between."""
+def token_buckets(limit: int) -> list[int]:
+    """16, 24, 32, 48, 64, 96, ..., `limit`: powers of two, and half between; from LONG on quarters between."""
     sizes, size = [], MIN_TOKENS
-    while size <= most:
+    while size <= limit:
         sizes += [size * quarters // 4 for quarters in ((4, 6) if size < LONG else (4, 5, 6, 7))]
         size *= 2
-    return [size for size in sizes if size <= most]
+    return [size for size in sizes if size <= limit]

@@ -241,24 +241,25 @@ def capture_for(devices: Sequence[torch.device], setting: str | bool) -> Capture
     return None if setting is False else CudaCapture(*devices)
 
 
-def batch_buckets(most: int) -> list[int]:
-    """Numbers of seats that rounds are captured for: 1, 2, 4, 8, then each 8th up to 64, each 32nd after it, `most`."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, most + 32, 32)]
-    return [size for size in sizes if size < most] + [most]
+def batch_buckets(limit: int) -> list[int]:
+    """Numbers of seats that rounds are captured for: 1, 2, 4, 8, then each 8th up to 64, each 32nd after it,
+    `limit`."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, limit + 32, 32)]
+    return [size for size in sizes if size < limit] + [limit]
 
 
-def few_batch_buckets(most: int) -> list[int]:
-    """Numbers of seats of large rounds, which change or report logits: 1, 4, 8, 16, 32, ..., `most`."""
-    sizes = [1, *(1 << i for i in range(2, most.bit_length()))]
-    return [size for size in sizes if size < most] + [most]
+def few_batch_buckets(limit: int) -> list[int]:
+    """Numbers of seats of large rounds, which change or report logits: 1, 4, 8, 16, 32, ..., `limit`."""
+    sizes = [1, *(1 << i for i in range(2, limit.bit_length()))]
+    return [size for size in sizes if size < limit] + [limit]
 
 
-def prefix_buckets(most: int) -> list[int]:
-    """Tokens of a prefix that rounds are captured for: 4096, 32768, 262144, ..., `most`. There are few widths, since a
+def prefix_buckets(limit: int) -> list[int]:
+    """Tokens of a prefix that rounds are captured for: 4096, 32768, 262144, ..., `limit`. There are few widths, since a
     wide table costs kernels no time: they stop where a row ends. There is more than one, since attention allocates its
     partial results by the width."""
     widths, width = [], MIN_TABLE_WIDTH
-    while width < most:
+    while width < limit:
         widths.append(width)
         width *= 8
-    return [*widths, most]
+    return [*widths, limit]

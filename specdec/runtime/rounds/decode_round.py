@@ -96,11 +96,11 @@ class DecodeRound:
             assert tree.num_nodes <= shape.num_nodes, f"{tree.num_nodes} nodes drafted, {shape.num_nodes=}"
         else:
             tree = DraftTree.chain(root[:, None])
-        self.max_path = opened.most
+        self.max_path = opened.max_path
         if shape.forced:
             forced = round.forced.tensor[rows.index]
             tree = force_tokens(tree, forced[:, 1:], forced[:, 0], shape.forced)
-            self.max_path = torch.maximum(opened.most, 1 + forced[:, 0])
+            self.max_path = torch.maximum(opened.max_path, 1 + forced[:, 0])
         self.tree = tree
         return torch.stack([tree.tokens, tree.parents]) if shape.uses.masked else tree.tokens
 

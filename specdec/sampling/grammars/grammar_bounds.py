@@ -82,9 +82,11 @@ def compiles_in_linear_time(name: str, value: Any) -> bool:
     return all(depth <= PLAIN_DEPTH and schema.keys() <= PLAIN_KEYS for depth, schema in _schemas(whole))
 
 
-def _require_length(name: str, length: int, most: int) -> None:
-    if length > most:
-        raise ConfigError(f"{name} cannot be followed (it has {length} characters, and {most} are allowed); shorten it")
+def _require_length(name: str, length: int, limit: int) -> None:
+    if length > limit:
+        raise ConfigError(
+            f"{name} cannot be followed (it has {length} characters, and {limit} are allowed); shorten it"
+        )
 
 
 def _require_depth(name: str, depth: int) -> None:

@@ -78,10 +78,10 @@ class ResponseStore:
         with self._lock:
             return self._kept.pop((key, response_id), None) is not None
 
-    def _make_room(self, places: list[tuple[str, str]], most: int, most_bytes: int) -> None:
+    def _make_room(self, places: list[tuple[str, str]], max_count: int, max_bytes: int) -> None:
         """Drop the first of these until that many, and that many bytes, are left."""
         count, left = len(places), sum(len(self._kept[place]) for place in places)
         for place in places:
-            if count <= most and left <= most_bytes:
+            if count <= max_count and left <= max_bytes:
                 return
             count, left = count - 1, left - len(self._kept.pop(place))
