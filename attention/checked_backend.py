@@ -85,7 +85,7 @@ class CheckedBackend:
     def _check_pack(self, plan: KVPlan, pack: Pack, group: GroupId, window: int | None) -> None:
         """The slot of every place, and of the oldest and the newest key that it sees."""
         assert isinstance(plan.prefix, PackTables)
-        table, lines, rows = self.sanitizer.table, plan.prefix.of(group), pack.rows[pack.row_of]
+        table, lines, rows = self.sanitizer.table, plan.prefix.group_table(group), pack.rows[pack.row_of]
         real = pack.exists & (rows != table.padding_row)
         inside = pack.positions < table.slots.tensor.shape[1]
 
@@ -101,7 +101,7 @@ class CheckedBackend:
             note(Fault.SHARED, stored & (owners > 1), pack.positions, write, own)
         oldest = torch.zeros_like(pack.positions) if window is None else (pack.positions - window + 1).clamp(min=0)
         for positions in (oldest, pack.positions):
-            read, own = lines.at(pack.row_of, positions), self._slots_at(group, rows, positions)
+            read, own = lines.slots_at(pack.row_of, positions), self._slots_at(group, rows, positions)
             note(Fault.READ, real & inside & ((read != own) | (read == NULL_SLOT)), positions, read, own)
 
     def _check_lengths(self, plan: KVPlan) -> None:

@@ -65,7 +65,7 @@ class RunSlots(NamedTuple):
     line: torch.Tensor
     begin: torch.Tensor | None
 
-    def at(self, run: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def slots_at(self, run: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Slots of these positions of these runs, both of one shape; a position outside is clamped to the line."""
         column = positions if self.begin is None else positions - self.begin[run]
         return self.slots[self.line[run], column.clamp(0, self.slots.shape[1] - 1)]
@@ -80,7 +80,7 @@ class PackTables(NamedTuple):
     write: ByGroup[GroupLoc]
     page_size: int
 
-    def of(self, group: GroupId) -> RunSlots:
+    def group_table(self, group: GroupId) -> RunSlots:
         return self.lines[group]
 
     def pages(self, group: GroupId) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,7 +99,7 @@ def locate_pack(table: RequestTable, pack: Pack, longest: int) -> PackTables:
     numbers = torch.arange(len(pack.rows), device=slots.device)
     every = RunSlots(slots, pack.rows, None)
     stored = pack.exists & (pack.positions >= table.shared_len.tensor[pack.rows[pack.row_of]])
-    own = PrimaryLoc(every.at(pack.row_of, pack.positions).masked_fill(~stored, NULL_SLOT))
+    own = PrimaryLoc(every.slots_at(pack.row_of, pack.positions).masked_fill(~stored, NULL_SLOT))
 
     def windowed(group: GroupId) -> RunSlots:
         retain = int(table.retain[group])

@@ -40,7 +40,7 @@ class RunsAttention:
                 positions = torch.arange(start, start + length, device=pack.start.device)
                 oldest = 0 if window is None else max(0, start - window + 1)
                 keys = torch.arange(oldest, start + length, device=positions.device)
-                slots = lines.at(torch.full_like(keys, number), keys)[None]
+                slots = lines.slots_at(torch.full_like(keys, number), keys)[None]
                 runs.append((places, make(slots, keys[None], positions[None], window, first_key)))
         return cls(len(pack.row_of), runs)
 
@@ -88,7 +88,7 @@ class MaskedRuns:
                 seen = seen & (back < self.window)
             if self.first_key:
                 seen = seen & (keys >= pack.positions.clamp(max=self.first_key)[:, None])
-            attend = VisibleKeys(lines.at(run, inside)[None], bias_of(seen[None])).attend
+            attend = VisibleKeys(lines.slots_at(run, inside)[None], bias_of(seen[None])).attend
             answer = attend(query, pool_k, pool_v, **options)
             out = torch.where(mine[:, None, None], answer, out)
         return out

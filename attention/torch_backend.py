@@ -38,12 +38,12 @@ class TorchBackend:
         if plan.pack is not None:
             assert isinstance(plan.prefix, PackTables), f"a pack with {type(plan.prefix).__name__}"
             if self.captured and not self.deterministic:
-                return MaskedRuns(plan.pack, plan.prefix.of(group), window, plan.first_key)
+                return MaskedRuns(plan.pack, plan.prefix.group_table(group), window, plan.first_key)
             make = exact_run if self.deterministic else dense_run
-            return RunsAttention.from_pack(make, plan.pack, plan.prefix.of(group), window, plan.first_key)
+            return RunsAttention.from_pack(make, plan.pack, plan.prefix.group_table(group), window, plan.first_key)
         assert isinstance(plan.prefix, PageTables), f"no pack with {type(plan.prefix).__name__}"
         if self.deterministic:
-            table = plan.prefix.of(group)
+            table = plan.prefix.group_table(group)
             return PathAttention.from_plan(deterministic_attention, reference_own_keys, plan, table, group, window)
         return VisibleKeys.from_plan(plan, *plan.prefix.slots(group, plan.page_size), group, window).attend
 

@@ -40,11 +40,11 @@ class TritonBackend:
     def attention(self, plan: KVPlan, group: GroupId, window: int | None, shares: int = 1) -> Attend:
         if plan.pack is not None:
             assert isinstance(plan.prefix, PackTables), f"a pack with {type(plan.prefix).__name__}"
-            lines = plan.prefix.of(group)
+            lines = plan.prefix.group_table(group)
             return RaggedAttention(plan.pack, lines, window, self.deterministic, shares, plan.first_key)
         assert isinstance(plan.prefix, PageTables), f"no pack with {type(plan.prefix).__name__}"
         attend = partial(tree_attention, shares=shares)
-        return PathAttention.from_plan(attend, own_keys, plan, plan.prefix.of(group), group, window)
+        return PathAttention.from_plan(attend, own_keys, plan, plan.prefix.group_table(group), group, window)
 
     def draft_block(self, store: KVStore, draft: DraftPlan) -> DraftBlock:
         return PagedDraftBlock(store, draft)

@@ -39,4 +39,4 @@ def sampler_of(
     table = SamplingTable(len(params), device)
     table.load(rows, list(zip(params, seeds, strict=True)))
     table.load_biases(rows, params, uses)
-    return kind(*table.at(torch.arange(len(params), device=device), uses))
+    return kind(*table.row_params(torch.arange(len(params), device=device), uses))

@@ -321,7 +321,7 @@ def test_a_class_changes_no_token():
             table, rows = SamplingTable(1, logits.device), np.zeros(1, dtype=np.int64)
             table.load(rows, [(params, 5)])
             table.load_biases(rows, [params], uses)
-            shared = ReferenceSampler(*table.at(torch.zeros(1, dtype=torch.int64), uses))
+            shared = ReferenceSampler(*table.row_params(torch.zeros(1, dtype=torch.int64), uses))
             for node in range(4):
                 one = logits[:, node : node + 1], positions[:, node : node + 1], past
                 assert torch.equal(exact.draw(*one), shared.draw(*one)), (kind, uses)

@@ -70,7 +70,7 @@ def test_edits_are_those_on_paper(kind, with_tree, softcap, kernels_run):
     tree_there = DraftTree.from_parents(tokens.to(DEVICE), tree.parents.to(DEVICE))
     past = EditInputs(length.to(DEVICE), tree_there if with_tree else None, history.to(DEVICE), prompt_len.to(DEVICE))
     positions = torch.zeros(logits.shape[:2], dtype=torch.int64, device=DEVICE)
-    drawn = kind(*table.at(rows.to(DEVICE), uses)).draw(logits.to(DEVICE), positions, past, softcap).cpu()
+    drawn = kind(*table.row_params(rows.to(DEVICE), uses)).draw(logits.to(DEVICE), positions, past, softcap).cpu()
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     for b, one in enumerate(params):
@@ -102,13 +102,13 @@ def test_nothing_that_a_grammar_forbids_is_drawn(kind, temperature, kernels_run)
     past = EditInputs(torch.tensor([2], device=DEVICE), None, history, None, allowed)
     positions = torch.arange(4, device=DEVICE)[None]
     assert uses.edits
-    drawn = kind(*table.at(rows, uses)).draw(logits.to(DEVICE), positions, past)[0].tolist()
+    drawn = kind(*table.row_params(rows, uses)).draw(logits.to(DEVICE), positions, past)[0].tolist()
     assert all(token in tokens for token, tokens in zip(drawn, may_follow, strict=True))
-    free = kind(*table.at(rows, uses)).sample(logits.to(DEVICE), positions)[0].tolist()
+    free = kind(*table.row_params(rows, uses)).sample(logits.to(DEVICE), positions)[0].tolist()
     assert drawn[3] == free[3]
     two = torch.full_like(logits[:, 1:2], -torch.inf)
     two[0, 0, [3, 69]] = logits[0, 1, [3, 69]]
-    assert drawn[1] == kind(*table.at(rows, uses)).sample(two.to(DEVICE), positions[:, 1:2])[0, 0]
+    assert drawn[1] == kind(*table.row_params(rows, uses)).sample(two.to(DEVICE), positions[:, 1:2])[0, 0]
 
 
 def test_drafts_behind_the_root_are_masked_and_others_are_not():
@@ -135,7 +135,7 @@ def test_biases_are_packed_and_a_row_forgets_the_last_one():
     uses = SamplerUses.from_params(two)
     for order in (two, two[::-1]):  # the rows are taken by the other one
         table.load_biases(torch.tensor([0, 2]).numpy(), order, uses)
-        edited = ReferenceSampler(*table.at(torch.tensor([0, 2]), uses)).biased(torch.zeros(2, 1, 3))
+        edited = ReferenceSampler(*table.row_params(torch.tensor([0, 2]), uses)).biased(torch.zeros(2, 1, 3))
         assert edited[:, 0].tolist() == [[0.0, 1.0 if one.logit_bias else 0.0, 0.0] for one in order]
 
 

@@ -295,9 +295,9 @@ def test_what_an_engine_samples_with(with_tree):
     for kind in (ReferenceSampler, KernelSampler):
         table = SamplingTable(5, DEVICE)
         table.load(np.array([1, 4, 0]), [(each, 40 + row) for row, each in zip((1, 4, 0), params, strict=True)])
-        batch = kind(*table.at(torch.tensor([1, 4, 0], device=DEVICE), SamplerUses.from_params(params))).ahead(
-            positions[:, 0], 5, 70
-        )
+        batch = kind(
+            *table.row_params(torch.tensor([1, 4, 0], device=DEVICE), SamplerUses.from_params(params))
+        ).with_noise(positions[:, 0], 5, 70)
         drawn.append(batch.draw(logits, positions, past))
         children.append(batch.best(logits, positions, 3))
     assert torch.equal(*drawn)

@@ -219,7 +219,7 @@ def test_noise_on_paper():
 def test_noise_made_ahead_is_that_of_its_positions():
     batch = batch_of(*[SamplingParams(temperature=1.0)] * 2)
     logits, positions = torch.zeros(2, 3, 50), torch.tensor([[7, 9, 8], [0, 1, 3]])
-    ahead = batch.ahead(torch.tensor([7, 0]), 4, 50)
+    ahead = batch.with_noise(torch.tensor([7, 0]), 4, 50)
     assert ahead.sample(logits, positions).tolist() == batch.sample(logits, positions).tolist()
 
 

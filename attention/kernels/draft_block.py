@@ -226,7 +226,7 @@ class PagedDraftBlock:
         window, first_key = draft.sight(layer)
         (own_k, scales_k), (own_v, scales_v) = map(numbers_and_scales, (own.k, own.v))
         block_k, block_v = (x.unflatten(0, (len(query), -1))[:, :filled].transpose(1, 2) for x in (own_k, own_v))
-        pages, start = self.tables.of(kept.group)
+        pages, start = self.tables.group_table(kept.group)
         return paged_attention(
             query,
             *(block_k, block_v, self.key_pos[:, :filled], self.bits[:, :, : -(-filled // WORD)]),

@@ -44,7 +44,7 @@ class PageTables(NamedTuple):
     start: torch.Tensor
     write: ByGroup[GroupLoc]
 
-    def of(self, group: GroupId) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def group_table(self, group: GroupId) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Page ids [B, P], and the position [B] of each first page; None: 0 for all."""
         return self.tables[group], None if group == PRIMARY else self.start[group]
 

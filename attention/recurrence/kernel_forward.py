@@ -91,7 +91,7 @@ class PrefixSlots:
     def of_plan(cls, plan: KVPlan, group: GroupId) -> "PrefixSlots":
         if plan.pack is not None:
             assert isinstance(plan.prefix, PackTables)
-            lines = plan.prefix.of(group)
+            lines = plan.prefix.group_table(group)
             assert lines.begin is not None, "records are in a group with a window, whose lines are by run"
             return cls(lines.slots, lines.begin, 1)
         assert isinstance(plan.prefix, PageTables)

@@ -50,7 +50,7 @@ def samplers_of(settings: Sequence[SamplingParams]) -> tuple[ParamVectors, Refer
     rows = np.arange(len(settings))
     table = SamplingTable(len(settings), DEVICE)
     table.load(rows, [(each, 100 + i) for i, each in enumerate(settings)])
-    slow = ReferenceSampler(*table.at(torch.from_numpy(rows).to(DEVICE), SamplerUses.from_params(settings)))
+    slow = ReferenceSampler(*table.row_params(torch.from_numpy(rows).to(DEVICE), SamplerUses.from_params(settings)))
     return slow.params, slow
 
 

@@ -44,7 +44,7 @@ CARRIES = {
 
 def other_states(drafter: NativeMtpDrafter) -> Iterator[NativeMtpDrafter]:
     """Modules with these weights that read the target's other state."""
-    yield drafter.under(replace(drafter.family, normed_state=not drafter.family.normed_state))
+    yield drafter.with_family(replace(drafter.family, normed_state=not drafter.family.normed_state))
 
 
 def other_carries(drafter: NativeMtpDrafter) -> Iterator[NativeMtpDrafter]:
@@ -52,7 +52,7 @@ def other_carries(drafter: NativeMtpDrafter) -> Iterator[NativeMtpDrafter]:
     family = drafter.family
     for form, normed in CARRIES:
         if (form, normed) != carry_of(family) and (normed or drafter.has_norm):
-            yield drafter.under(replace(family, form=form, normed_carry=normed))
+            yield drafter.with_family(replace(family, form=form, normed_carry=normed))
 
 
 def other_blocks(drafter: NativeMtpDrafter) -> Iterator[NativeMtpDrafter]:
@@ -62,7 +62,7 @@ def other_blocks(drafter: NativeMtpDrafter) -> Iterator[NativeMtpDrafter]:
         if kind != kinds[drafter.family.like]:
             like = len(kinds) - 1 - kinds[::-1].index(kind)
             try:
-                yield drafter.under(replace(drafter.family, like=like))
+                yield drafter.with_family(replace(drafter.family, like=like))
             except CheckpointError:
                 continue  # its tensors say that it is no such layer
 

@@ -83,7 +83,7 @@ class NativeMtpDrafter(Drafter):
 
     def __init__(self, modules: Sequence[MtpModule], family: MtpFamily, target: MtpTarget) -> None:
         self.modules, self.layout = tuple(modules), target.layout
-        self._read_by(family)
+        self._apply_family(family)
         self.embed, self.head, self.rule = target.embed, target.head, target.logit_rule
         self.fit, self.dtype, self.width = Fit.of(target), target.dtype, target.hidden_size
         self.ops = target.ops or REFERENCE
@@ -92,7 +92,7 @@ class NativeMtpDrafter(Drafter):
             self.unfused = next((reason for reason in reasons if reason is not None), None)
         self.weights: Weights | None = Weights(self.name, *modules)
 
-    def _read_by(self, family: MtpFamily) -> None:
+    def _apply_family(self, family: MtpFamily) -> None:
         self.family, count = family, len(self.modules)
         self.form = family.form if count > 1 else "R"
         self.max_steps = None if self.form == "R" else count
@@ -103,14 +103,14 @@ class NativeMtpDrafter(Drafter):
         self.windows = (self.layout.layers[family.like].window,) * count
         self.kv_layout: KVLayout | None = kept_by_modules(self.layout, family.like, count)
 
-    def under(self, family: MtpFamily) -> "NativeMtpDrafter":
+    def with_family(self, family: MtpFamily) -> "NativeMtpDrafter":
         """A drafter of these modules under other conventions. If their blocks are then like another layer, it is
         unfused, and raises CheckpointError if the tensors do not fit that layer."""
         changed = copy.copy(self)
         if family.like != self.family.like:
-            changed.modules = tuple(module.around(family.like) for module in self.modules)
+            changed.modules = tuple(module.like_layer(family.like) for module in self.modules)
             changed.weights = Weights(self.name, *changed.modules)
-        changed._read_by(family)
+        changed._apply_family(family)
         return changed
 
     @property

@@ -77,7 +77,7 @@ class MtpModule(nn.Module):
         self._source = decoder, like
         self.block: Any = one_layer_decoder(decoder, like, self._numbered(self.layer), nn.Identity())
 
-    def around(self, like: int) -> "MtpModule":
+    def like_layer(self, like: int) -> "MtpModule":
         """A module of these weights, packed where they are packed, with a block like another layer. Raises
         CheckpointError where it is none."""
         decoder, parts = self._source[0], self.parts()

@@ -54,7 +54,7 @@ class SharedInputs(NamedTuple):
     rotary: dict[str, Rotary]
     layer_inputs: torch.Tensor | None
 
-    def of(self, rows: torch.Tensor) -> "SharedInputs":
+    def select_rows(self, rows: torch.Tensor) -> "SharedInputs":
         tables = {kind: Rotary(table.cos[rows], table.sin[rows]) for kind, table in self.rotary.items()}
         return SharedInputs(tables, None if self.layer_inputs is None else self.layer_inputs[rows])
 
@@ -353,7 +353,7 @@ class DecoderWalk:
             narrows = {} if narrowing is None or self.done != narrowing.layer else {"narrowing": narrowing}
             self.hidden, self.normed = layer(self.hidden, self.normed, self.shared, specdec_ctx=self.context, **narrows)
             if narrows and isinstance(narrowing, Narrowing):
-                self.shared, self.context = self.shared.of(narrowing.rows), narrowing.context
+                self.shared, self.context = self.shared.select_rows(narrowing.rows), narrowing.context
             self.done += 1
 
     def finish(self) -> torch.Tensor | None:

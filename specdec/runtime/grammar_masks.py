@@ -60,7 +60,7 @@ class GrammarSteps:
         self._states = states
         roots = root_masks(states)
         if roots is not None:
-            write_masks(self._masks.at(self._batch, 1), roots)  # a drafter may use the masks after the roots
+            write_masks(self._masks.view(self._batch, 1), roots)  # a drafter may use the masks after the roots
 
     def between(self, number: int, out: torch.Tensor) -> None:
         """Program 0, the draft, was launched and returned the trees; or program 1, verify, was."""
@@ -72,7 +72,7 @@ class GrammarSteps:
         tokens, parents = self._trees.tolist()
         held = [(i, state) for i, state in enumerate(self._states) if state is not None]
         found = tree_masks([(state, tokens[i], parents[i]) for i, state in held])
-        allowed = self._masks.at(self._batch, found.shape[1])  # a drafter may propose less than it was asked for
+        allowed = self._masks.view(self._batch, found.shape[1])  # a drafter may propose less than it was asked for
         write_masks(allowed, RowMasks(np.array([i for i, _ in held], dtype=np.int64), found))
 
 

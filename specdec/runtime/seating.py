@@ -24,7 +24,7 @@ def load_requests(round: Round, requests: Sequence[Request]) -> None:
     round.max_drafts[rows] = np.array([request.max_drafts for request in requests], dtype=np.int64)
     round.prompt_len[rows] = np.array([len(request.prompt) for request in requests], dtype=np.int64)
     if round.unread is not None:
-        round.unread.begin(rows)
+        round.unread.clear_rows(rows)
     if round.finished is not None:
         for request in requests:
             round.finished.seat(request.row, salt_of(request))

@@ -28,7 +28,7 @@ MAX_BEST = 64
 class KernelSampler(ReferenceSampler):
     """Draws the tokens that `ReferenceSampler` draws, in a few launches; noise is made where it is added."""
 
-    def ahead(self, first: torch.Tensor, count: int, vocab_size: int) -> "KernelSampler":
+    def with_noise(self, first: torch.Tensor, count: int, vocab_size: int) -> "KernelSampler":
         return self
 
     def sample(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

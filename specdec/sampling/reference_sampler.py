@@ -66,8 +66,8 @@ class EditInputs:
 class ReferenceSampler:
     """Draws tokens of B requests with their parameters.
 
-    params, uses, bias: of `SamplingTable.at`. noise: [B, W, V] of positions first [B] and after, made once for all that
-    draws there (`ahead`); None: made as needed. past: the histories of the requests.
+    params, uses, bias: of `SamplingTable.row_params`. noise: [B, W, V] of positions first [B] and after, made once for
+    all that draws there (`with_noise`); None: made as needed. past: the histories of the requests.
     """
 
     params: ParamVectors
@@ -77,7 +77,7 @@ class ReferenceSampler:
     noise: torch.Tensor | None = None
     past: EditInputs | None = None
 
-    def ahead(self, first: torch.Tensor, count: int, vocab_size: int) -> "ReferenceSampler":
+    def with_noise(self, first: torch.Tensor, count: int, vocab_size: int) -> "ReferenceSampler":
         """Returns this sampler with the noise of `count` positions from first [B] on: nodes of a tree and steps of a
         draft share it."""
         if not self.uses.sampled:

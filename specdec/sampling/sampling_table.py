@@ -141,7 +141,7 @@ class SamplingTable:
             if (biases.host[row] != packed).any():
                 biases[row] = packed
 
-    def at(
+    def row_params(
         self, rows: torch.Tensor, uses: SamplerUses, params: ParamVectors | None = None
     ) -> tuple[ParamVectors, SamplerUses, torch.Tensor | None]:
         """What a sampler of rows [B] takes: a copy of their parameters (given, if it exists already),

@@ -32,7 +32,7 @@ class Pace(NamedTuple):
     alone: float
     each: float
 
-    def of(self, programs: int) -> float:
+    def microseconds(self, programs: int) -> float:
         """Microseconds for 128 columns of this number of programs on one multiprocessor, in turn if they do not fit at
         once."""
         turns, rest = divmod(programs, self.programs)
@@ -226,7 +226,7 @@ def _microseconds(num_rows: int, shape: PackedShape, launch: PackedLaunch, multi
     programs = triton.cdiv(num_rows, tiles.block_m + tiles.tail_m) * triton.cdiv(shape.n, tiles.block_n) * parts
     pace, each = PACES[tiles][shape.kind], triton.cdiv(programs, multiprocessors)
     columns = shape.k if parts == 1 else min(cut.split_len, shape.k)
-    computed: float = triton.cdiv(each, pace.programs) * LAUNCH + triton.cdiv(columns, 128) * pace.of(each)
+    computed: float = triton.cdiv(each, pace.programs) * LAUNCH + triton.cdiv(columns, 128) * pace.microseconds(each)
     took = max(computed, shape.nbytes / BANDWIDTH)
     return took if parts == 1 else took + PARTS + parts * num_rows * shape.n * 8 / L2_BANDWIDTH
 

@@ -37,7 +37,7 @@ def decode_programs(round: Round, shape: RoundShape) -> Sequence[Callable[[], to
     """
     if not shape.uses.masked:
         return [lambda: DecodeRound(round, shape).run()]  # drops its tensors when it returns
-    round.masks.at(shape.batch, shape.width)  # allocated before the capture
+    round.masks.view(shape.batch, shape.width)  # allocated before the capture
     decode = DecodeRound(round, shape)
     return [decode.draft, decode.verify, decode.accept]
 
@@ -70,12 +70,12 @@ class DecodeRound:
         self.prefix = round.backend.locate(table, rows, opened.committed_len, shape.width)
         sampler = round.sampler_of(rows, history_len, shape, opened)
         depth = max(shape.num_steps + 1, shape.depth)
-        self.sampler = sampler = sampler.ahead(history_len, depth, round.target.vocab_size)
+        self.sampler = sampler = sampler.with_noise(history_len, depth, round.target.vocab_size)
 
         round.clock.mark("draft")
         draws: ReferenceSampler | MaskedFirstLevel = sampler
         if shape.uses.masked:
-            draws = MaskedFirstLevel(sampler, history_len, round.masks.at(shape.batch, 1)[:, 0])
+            draws = MaskedFirstLevel(sampler, history_len, round.masks.view(shape.batch, 1)[:, 0])
         if round.worker is not None and shape.num_steps > 0:
             batch = DraftBatch(
                 rows=self.read_rows,
@@ -129,7 +129,7 @@ class DecodeRound:
         """Draw, walk down the tree, commit, and let the drafter observe -> the packed result."""
         round, shape, rows, opened, tree = self.round, self.shape, self.rows, self.opened, self.tree
         round.clock.mark("other")
-        allowed = round.masks.at(shape.batch, tree.num_nodes) if shape.uses.masked else None
+        allowed = round.masks.view(shape.batch, tree.num_nodes) if shape.uses.masked else None
         drawn_pos = opened.drawn_pos if opened.fits(tree) else self.plan.positions + 1
         drawn = self.sampler.draw_after(self.fed, allowed, self.logits, drawn_pos, self.softcap)
         numbers, packed, stamps = empty_result(shape, len(DECODE_STAGES) + 1, round.device)

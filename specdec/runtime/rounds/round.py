@@ -147,7 +147,7 @@ class Round:
         if self.worker is not None:
             self.worker.view = None
         if self.unread is not None:
-            self.unread.begin(slice(None))
+            self.unread.clear_rows(slice(None))
         for mirrored in self._mirrored():
             mirrored.clear()
         if self.finished is not None:
@@ -305,9 +305,9 @@ class Round:
         opened: the round's opening, which has read the parameters already; None: they are read here.
         """
         prompt_len = self.prompt_len.tensor[rows.index] if shape.uses.counts else None
-        seen = self.seen_bits.of(rows.index) if self.seen_bits is not None and shape.uses.penalty else None
+        seen = self.seen_bits.select_rows(rows.index) if self.seen_bits is not None and shape.uses.penalty else None
         return self.sampler(
-            *self.sampling.at(rows.index, shape.uses, opened and opened.params),
+            *self.sampling.row_params(rows.index, shape.uses, opened and opened.params),
             past=EditInputs(history_len, None, lambda: self.history(rows), prompt_len, None, seen),
         )
 

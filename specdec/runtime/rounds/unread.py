@@ -41,7 +41,7 @@ class UnreadTokens:
         self.count: IntArray = np.zeros(num_rows, dtype=np.int64)
         self.ended: BoolArray = np.zeros(num_rows, dtype=np.bool_)
 
-    def begin(self, rows: IntArray | slice) -> None:
+    def clear_rows(self, rows: IntArray | slice) -> None:
         """These rows have new requests."""
         self.count[rows] = 0
         self.ended[rows] = False
