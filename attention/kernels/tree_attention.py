@@ -202,7 +202,7 @@ def choose_rows(num_rows: int, heads: int, block_d: int, item_size: int, *, is_t
     stages = 5 if block_d <= 128 or heads <= 16 else 3
     if fp8 and block_d <= 128 and not lone:
         return RowTiles(16, 2, stages, rows)
-    if block_d == 128 and not is_tree and not rounded:
+    if block_d == 128 and not is_tree and not fp8:
         return RowTiles(16, 8 if heads <= 16 else 4, 5 if heads <= 32 else 3)
     return RowTiles(16, 4, stages, rows, max_registers=None if is_tree else 168)
 
