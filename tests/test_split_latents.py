@@ -22,8 +22,8 @@ from specdec.errors import UnsupportedModelError
 from specdec.gpu.operations import KERNELS, REFERENCE
 from specdec.gpu.tensor_tree import map_tensors
 from specdec.layers.latent import LatentParts, expand_latent
-from specdec.layers.norm import Gain
-from specdec.layers.packed.weight_slices import Stacked, placed
+from specdec.layers.norm import Norm
+from specdec.layers.packed.weight_slices import StackedWeights, place_weight
 from specdec.layers.product import Product, choose_cut
 from specdec.layers.rope_store import Heads
 from specdec.layers.split.layer_shares import layer_share
@@ -135,7 +135,7 @@ def test_kernels_of_a_share_make_the_bits_of_the_whole(monkeypatch: pytest.Monke
     torch.manual_seed(0)
     width, rotated = 2560, 16
     heads = Heads(2, 2, 264, last=True, narrow_v_dim=24)
-    gain = Gain(torch.rand(width) + 0.5, 1e-6)
+    gain = Norm(torch.rand(width) + 0.5, 1e-6)
     latent = LatentParts(
         q=torch.randn(2 * 264, width) / 50,
         q_norm=gain,
@@ -146,13 +146,13 @@ def test_kernels_of_a_share_make_the_bits_of_the_whole(monkeypatch: pytest.Monke
     )
     for weight in (latent.q, latent.kv):
         assert weight is not None and choose_cut(*weight.shape) != choose_cut(len(weight) // 2, width)
-    product = Product.of(torch.randn(2, 2 * width + rotated))
+    product = Product.from_value(torch.randn(2, 2 * width + rotated))
     whole = expand_latent(product, latent, heads, KERNELS).parts[0].split(heads.sections, 1)
     layer = target_of("deepseek_v3").decoder.parts.layers[1]
     qkv, out = torch.empty(2 * width + rotated, 64), torch.empty(64, 2 * 24)
     for rank in range(2):
         share = layer_share(replace(layer, heads=heads, latent=latent, qkv=qkv, out=out), rank, 2)
-        own: LatentParts = map_tensors(share.latent, partial(placed, put=joined), Stacked)
+        own: LatentParts = map_tensors(share.latent, partial(place_weight, put=joined), StackedWeights)
         columns = expand_latent(product, own, share.heads, KERNELS).parts[0].split(share.heads.sections, 1)
         for kind, part in zip(whole, columns, strict=True):
             assert part.equal(kind.chunk(2, 1)[rank])
