@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 LINEAR = re.compile(r"(.*\.layers\..*\.(?:[qkvo]_proj|gate_proj|up_proj|down_proj|w[123]|per_layer\w*))\.weight")
-LATENT = re.compile(r"(.*\.layers\..*\.(?:q|kv)_[ab]_proj(?:_with_mqa)?)\.weight")
 STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 STEP = re.compile(r"(.*)\.moe\.(gate_proj|up_proj|down_proj)\.weight")
+LATENT = re.compile(r"(.*\.layers\..*\.(?:q|kv)_[ab]_proj(?:_with_mqa)?)\.weight")
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 

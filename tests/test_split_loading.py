@@ -30,6 +30,7 @@ from tiny_models import FULL, SLIDING, build_target, random_eagle3, spread
 NARROW: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 640, "num_attention_heads": 8, "head_dim": 16}
 NARROW |= {"num_key_value_heads": 4}  # one range of K, and three
 LATENTS = {"num_key_value_heads": 8, "head_dim": 8, "qk_rope_head_dim": 8, "q_lora_rank": 32, "kv_lora_rank": 32}
+LATENT_FORMS = [("deepseek_v3", "fp8-block"), deep("deepseek_v3", "int4-g32"), deep("glm4_moe_lite", "awq")]
 GEMMA = {"num_global_key_value_heads": 4, "global_head_dim": 128}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ranges": ("llama", WIDE),
@@ -40,10 +41,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "per-layer embeddings": ("gemma4-e2b", {**WIDE, **GEMMA}),
     "experts": ("gpt_oss", {**NARROW, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 48}),
 }
-PACKED = [("llama", "int4-g32"), ("mistral", "fp8-block"), ("gpt_oss", "mxfp4"), ("deepseek_v3", "fp8-block")]
+PACKED = [("llama", "int4-g32"), ("mistral", "fp8-block"), ("gpt_oss", "mxfp4")]
 MORE = [
     *(("qwen2", "awq"), ("qwen3", "gptq-zeros"), ("llama", "fp8-channel"), ("qwen3_moe", "gptq-v2")),
-    *(("llama", "int4-zeros"), ("deepseek_v3", "int4-g32"), ("glm4_moe_lite", "awq")),
+    ("llama", "int4-zeros"),
 ]
 
 
@@ -109,7 +110,7 @@ def test_a_checkpoint_on_ranks_has_the_bits_of_one_device(
     assert answers(engine, three_prompts) == alone
 
 
-@pytest.mark.parametrize(("family", "form"), [*PACKED, *(deep(*case) for case in MORE)])
+@pytest.mark.parametrize(("family", "form"), [*PACKED, *LATENT_FORMS, *(deep(*case) for case in MORE)])
 def test_packed_weights_on_ranks_have_the_bits_of_one_device(
     family: str, form: str, tmp_path: Path, three_prompts: list[list[int]]
 ):
