@@ -33,7 +33,7 @@ from specdec.training.native_mtp_training import TrainableNativeMtp, new_state
 from specdec.training.packed_rows import Document, PackedRows, pack_rows
 from specdec.training.training_optimizer import MixedOptimizer, schedule
 
-from marks import is_deep
+from marks import examples, is_deep
 
 SAID = "the MTP modules agree better with the target under other conventions"
 
@@ -87,7 +87,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Planted:
     outputs = engine.generate(prompts[:48], sampled)
     documents = [(np.array(out.prompt_token_ids + out.token_ids, np.int32), 4) for out in outputs]
     target = TargetModel(engine.target.model.requires_grad_(False))
-    return Planted(folder, prompts[48:], trainer(target, documents, 90, 12, 3))
+    return Planted(folder, prompts[48:], trainer(target, documents, examples(60, 90), 12, 3))
 
 
 @pytest.fixture(scope="module")
