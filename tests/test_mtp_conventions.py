@@ -128,7 +128,7 @@ def warnings_of(planted: Planted, module: Path, caplog: pytest.LogCaptureFixture
 def conventions_found(planted: Planted, module: Path) -> dict[str, Any] | None:
     config = EngineConfig(max_batch_size=8, max_model_len=256, dtype="float32")
     with Engine.from_pretrained(planted.folder, module, config=config) as engine:
-        found = diagnose(engine, planted.prompts[-8:])
+        found = diagnose(engine, planted.prompts[-examples(4, 8) :])
         assert (found.conventions is None) == all(each.cause != "MTP conventions" for each in found.findings)
         return None if found.conventions is None else dict(found.conventions)
 

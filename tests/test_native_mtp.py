@@ -31,7 +31,7 @@ from specdec.evaluation.transformers_peer import assisted_peer
 from specdec.layers.decoder import FusedDecoder
 from specdec.runtime import arguments
 
-from marks import deep, deep_cases, is_deep, slow, usual_cases
+from marks import deep, deep_cases, examples, is_deep, slow, usual_cases
 from proved_models import SHARED
 
 OTHERS = ("exaone_moe", "glm4_moe", "deepseek_v3", "kimi_k25", "ernie", "hy_v3", "mellum", "qwen3_5_moe", "qwen3_next")
@@ -144,6 +144,7 @@ def simulated_rounds(reference: Reference, prompt: list[int], output: list[int],
     return rounds
 
 
+@deep_cases("step-form-True", "mimo_v2-form-True")
 @pytest.mark.parametrize("tree", [deep(False), True])
 @pytest.mark.parametrize("name", [deep(n) if n in OTHERS else n for n in SHAPES if n not in SAME_DRAFTS])
 def test_drafts_are_those_of_the_published_forward(name: str, tree: bool, published: Any) -> None:
@@ -251,12 +252,12 @@ def test_a_hit_in_a_row_that_another_request_had(
     engine = engine_of(made, spec=TREE, page_size=1, prefill_chunk=chunk, max_batch_size=1, swa_slots=99)
     engine.generate([base, other], params)
     watched, plain = Watched(engine), engine_of(made, None)
-    for prompt in ([*base, 1], base, [*base[:5], 3, 3], [*base, 1, 4]):
+    for prompt in ([*base, 1], [*base[:5], 3, 3], base, [*base, 1, 4])[: examples(2, 4)]:
         out = engine.generate(prompt, params)[0]
         assert out.token_ids == plain.generate(prompt, params)[0].token_ids
         assert out.stats.cached_tokens >= 5 - engine.drafter.reread
         engine.generate(other, params)
-    assert assert_published(Reference(made), watched.seen) > 50
+    assert assert_published(Reference(made), watched.seen) > examples(30, 50)
 
 
 def as_transformers_reads(made: Published, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -500,9 +501,7 @@ def test_quantised_modules_that_cannot_be_read_are_refused(published: Any, tmp_p
             engine_of(folder, "mtp")
 
 
-@usual_cases(
-    *("exaone4-fp8-block-packed", "exaone4-fp8-block-bf16", "exaone4-fp8-block-excluded", "glm4_moe-3-int4-g32-packed"),
-)
+@usual_cases("exaone4-fp8-block-packed", "exaone4-fp8-block-excluded", "glm4_moe-3-int4-g32-packed")
 @pytest.mark.parametrize("stored", ["packed", "excluded", "bf16"])
 @pytest.mark.parametrize(
     ("name", "form"),
@@ -633,7 +632,7 @@ def test_output_is_that_of_plain_decoding_in_random_cases(published: Any) -> Non
         }
         shared = texts(case, (10,))[0]
         prompts = [shared[: rng.choice((0, 5, 10))] + rest for rest in texts(case + 1, (1, 3, 8, 2))]
-        drawn = SamplingParams(max_new_tokens=9, temperature=rng.choice((0.0, 0.8)), seed=case)
+        drawn = SamplingParams(max_new_tokens=examples(6, 9), temperature=rng.choice((0.0, 0.8)), seed=case)
         plain = engine_of(made, None, **settings).generate(prompts, drawn)
         drafted = engine_of(made, spec=spec, **settings).generate([*prompts, *prompts[::-1]], drawn)
         expected = [out.token_ids for out in (*plain, *plain[::-1])]

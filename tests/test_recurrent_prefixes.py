@@ -7,9 +7,9 @@ import pytest
 from specdec import Engine, SamplingParams, SpecConfig
 
 from inside import state_cache_of
-from marks import deep, deep_cases, slow
+from marks import deep, deep_cases, examples, slow
 
-NEW = 20
+NEW = examples(12, 20)
 PLAIN = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
 TREE = SpecConfig(3, 2, 6, adaptive=False)
 

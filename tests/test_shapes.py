@@ -47,7 +47,16 @@ ROUTERS = {
 """Numbers of routers that stay in float32: ERNIE's, and the others' from transformers 5.24 on."""
 
 
-@deep_cases("step-3.7-flash-198936477696-2427187968", "qwen3-next-80b-a3b-79674391296-1650471424", "k-exaone-236571150336-528513280", "qwen3.5-35b-a3b-34660610688-844640768", "glm-4.7-flash-29943390976-643706112", "qwen3.5-27b-26895998464-424699392", "exaone-4.5-33b-32527504384-536110336", "qwen3.5-9b-8953803264-243290624")
+@deep_cases(
+    "step-3.7-flash-198936477696-2427187968",
+    "qwen3-next-80b-a3b-79674391296-1650471424",
+    "k-exaone-236571150336-528513280",
+    "qwen3.5-35b-a3b-34660610688-844640768",
+    "glm-4.7-flash-29943390976-643706112",
+    "qwen3.5-27b-26895998464-424699392",
+    "exaone-4.5-33b-32527504384-536110336",
+    "qwen3.5-9b-8953803264-243290624",
+)
 @pytest.mark.parametrize(
     ("name", "target", "drafter"),
     [
