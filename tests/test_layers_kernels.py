@@ -128,7 +128,6 @@ def test_a_gate_of_any_size_is_exact():
         close(got[1], -reference_activate(-gates, activation))
 
 
-@deep_cases("400-1100-328")
 @pytest.mark.parametrize(("num_rows", "n", "k"), [(257, 520, 136), slow(400, 1100, 328)])
 def test_many_rows_are_multiplied_in_tiles_of_their_own(num_rows: int, n: int, k: int, monkeypatch: pytest.MonkeyPatch):
     """With ranges of K and without, biased, gated; rows that descriptors cannot describe go the usual way."""

@@ -88,7 +88,6 @@ def logits_of(kind, batch, nodes, vocab, dtype=torch.float32):
     return x.to(DEVICE, dtype)
 
 
-@deep_cases("random-listed")
 @pytest.mark.parametrize(
     ("kind", "cut"),
     [
