@@ -3,9 +3,9 @@
 A forward of the bundled target is most of what a command, a page or an endpoint costs in a test, and a fifth of its
 layers do as well where two ways to decode are compared, or a request is refused. The target of 6 (made by
 `git show 3c17b9af:tools/distil_shallow_target.py` with KEPT = (0, 4, 18, 19, 27, 29) and 240 steps) writes sentences
-like the bundled one's and accepts drafts of the bundled drafters (2.9 and 2.6 tokens a round), but solves nothing. Where
-answers, acceptance, sizes or states of the bundled models matter, the pair is the bundled one. `make test-deep` has
-that everywhere. A plugin of conftest.py.
+like the bundled one's and accepts drafts of the bundled drafters (2.9 and 2.6 tokens a round), but solves nothing.
+Where answers, acceptance, sizes or states of the bundled models matter, the pair is the bundled one. `make test-deep`
+has that everywhere. A plugin of conftest.py.
 """
 
 import json
