@@ -114,8 +114,8 @@ def test_a_token_has_the_same_bits_as_prompt_and_as_answer(shape) -> None:
     text = shape.random_rows(52, 3)
     whole = as_prompt(exact_scene(shape, 4), text, [52])
     found = [as_prompt(exact_scene(shape, 4), text, cuts) for cuts in ([5, 16, 37, 52], [33, 34, 52])]
-    in_depth = (14, 1, 52), (20, 5, 52), (33, 18, 52)
-    for begin, num_nodes, end in in_depth if is_deep() else ((14, 1, 18), (28, 5, 35), (43, 18, 50)):
+    reads = ((28, 5, 35), (14, 1, 18), (43, 18, 50))[: 1 if shape == MAMBA else 3]
+    for begin, num_nodes, end in ((14, 1, 52), (20, 5, 52), (33, 18, 52)) if is_deep() else reads:
         found.append(as_answer(exact_scene(shape, 1), chosen(text, range(end)), begin, num_nodes, seed=begin))
     for other in found:
         assert all(torch.equal(x, y[: len(x)]) for x, y in zip(other, whole, strict=True))
