@@ -1,14 +1,14 @@
-"""The cache of each layer of a model, as data: its fields per token, and how long they stay readable. It allocates
+"""The cache of each layer of a model as data: its fields per token, and how long a token stays readable. It allocates
 nothing.
 
     CacheField    k: 4 heads x 192; v: 4 heads x 128
     Retention     Full(): every token; Window(n): the n newest, the query's own included; Records(): the newest, until a
-                  recurrent state has taken them in
-    LayerCache    one layer: its fields and retention, the layer that owns them, and the state of a recurrent one
+                  recurrent state has folded them
+    LayerCache    one layer: its fields and retention, the layer that owns them, and the state if it is recurrent
     CacheGroup    all layers of an engine's models with one retention: they share slots and page tables
 
-Models with other layers are other data: nothing that allocates, pages or evicts names a kind of layer. A layout is read
-from a Hugging Face text config. Invariant: an owner owns itself, and a layer has its owner's fields and retention.
+Code that allocates, pages or evicts names no kind of layer: a model with other layers has another layout. A layout is
+read from a Hugging Face text config. Invariant: an owner owns itself, and a layer has its owner's fields and retention.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,15 +24,15 @@ from specdec.kvcache.recurrent_state import FOLD, StateShape
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
 RECURRENT_TYPES = frozenset({"linear_attention", "conv"})
-"""Types of layers that keep a state a request in the place of K/V: see `recurrent_state.py`."""
+"""Layer types that keep one state per request instead of K/V: see `recurrent_state.py`."""
 STATELESS_TYPES = frozenset({"mlp", "moe"})
-"""Types of layers that keep nothing."""
+"""Layer types that keep nothing per token or request."""
 
 
 class CacheField(NamedTuple):
-    """Numbers that a layer keeps for each token under one name: `heads` x `dim`.
+    """What a layer stores for each token under one name: `heads` x `dim` numbers.
 
-    rounded: 8 bits a number, and one scale a head (`rounded.py`). dtype: None: the model's.
+    rounded: stored in 8 bits, with one scale per head (`rounded.py`). dtype None: the model's dtype.
     """
 
     name: str
@@ -68,9 +68,10 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """The newest `keys` tokens stay readable, until the state of a recurrent layer has taken them in.
+    """The newest `keys` tokens stay readable, until the state of a recurrent layer has folded them.
 
-    keys: 0 in a model's own layout, since the number follows from an engine's rounds. Cached prefixes keep no records.
+    keys is 0 in a model's own layout; `for_rounds` sets it from the engine's lookahead. Cached prefixes keep no
+    records.
     """
 
     keys: int = 0
@@ -84,7 +85,7 @@ Retention = Full | Window | Records
 
 
 class CacheGroup(NamedTuple):
-    """Layers that share slots: those of one retention, of every model of an engine."""
+    """Layers that share slots: all layers with one retention, of all models of an engine."""
 
     id: GroupId
     retention: Retention
@@ -99,16 +100,16 @@ class CacheGroup(NamedTuple):
 
     @property
     def cached(self) -> bool:
-        """Do cached prefixes keep what is in this group?"""
+        """Does a cached prefix keep its tokens' slots of this group?"""
         return not isinstance(self.retention, Records)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One decoder layer: `owner` is the layer whose fields it reads.
+    """The cache of one decoder layer. `owner` is the layer whose fields it reads.
 
-    shares: number of parts into which ranks divide its heads; `fields` is one of them. 1: all heads are here.
-    state: state of a recurrent layer; None: the layer is not recurrent.
+    shares: number of ranks that divide its heads; `fields` describes one rank's part. 1: all heads are here. state:
+    shape of a recurrent layer's state; None: the layer is not recurrent.
     """
 
     layer: int
@@ -137,7 +138,7 @@ class LayerCache:
 
     @property
     def head_dim(self) -> int:
-        """Numbers of a key, and of a query, in one head."""
+        """Size of a key, and of a query, of one head."""
         return self.k.dim
 
     @property
@@ -147,7 +148,7 @@ class LayerCache:
 
 
 def attention_fields(heads: int, k_dim: int, v_dim: int | None = None) -> tuple[CacheField, ...]:
-    """Fields of an attention layer: K and V of `heads` heads. v_dim None: V has K's size."""
+    """Fields of an attention layer: K and V of `heads` heads. v_dim None: V has the size of K."""
     return CacheField("k", heads, k_dim), CacheField("v", heads, k_dim if v_dim is None else v_dim)
 
 
@@ -168,7 +169,7 @@ class KVLayout:
 
     @property
     def recurrent(self) -> bool:
-        """Do some layers keep a state a request?"""
+        """Does some layer keep a state per request?"""
         return any(spec.recurrent for spec in self.layers)
 
     @property
@@ -181,10 +182,10 @@ class KVLayout:
         return sum(spec.state.bytes(dtype) for spec in self.owners if spec.state is not None)
 
     def for_rounds(self, lookahead: int) -> "KVLayout":
-        """These layers in an engine whose requests have `lookahead` uncommitted tokens. Records are kept until they are
-        folded and the rounds under way have read them, which are up to one round's tokens more than `lookahead`.
+        """This layout in an engine whose requests have `lookahead` uncommitted tokens. A record is kept until it is
+        folded and no round in flight reads it, so up to `lookahead` plus one round's tokens are kept.
 
-        A grammar forces up to FOLD tokens in a round, root included, however short the lookahead is.
+        A grammar may force up to FOLD tokens in a round, root included, even if the lookahead is shorter.
         """
         keys = FOLD + max(2 * lookahead, FOLD)
 
@@ -194,17 +195,18 @@ class KVLayout:
         return self.map(resolved)
 
     def last_owner(self, layer_type: str) -> LayerCache | None:
-        """The owner that the last layer of this type reads, as a frozen-KV drafter layer of that type does."""
+        """The owner that the last layer of this type reads. A frozen-KV drafter layer of this type reads the same
+        owner."""
         of_type = [spec for spec in self.layers if spec.layer_type == layer_type]
         return self.layers[of_type[-1].owner] if of_type else None
 
     def map(self, change: Callable[[LayerCache], LayerCache]) -> "KVLayout":
-        """These layers, changed one by one."""
+        """This layout with `change` applied to each layer."""
         return KVLayout(tuple(map(change, self.layers)))
 
     def share(self, count: int) -> "KVLayout":
-        """The layout of one of `count` ranks, which divide the heads of every layer. Fewer heads than ranks are
-        repeated: rank r then holds head r * heads // count."""
+        """The layout of one of `count` ranks, which divide the heads of every layer. If there are fewer heads than
+        ranks, heads are repeated: rank r holds head r * heads // count."""
 
         def divided(spec: LayerCache) -> LayerCache:
             fields = tuple(field._replace(heads=-(-field.heads // count)) for field in spec.fields)
@@ -213,12 +215,12 @@ class KVLayout:
         return self.map(divided)
 
     def rounded(self) -> "KVLayout":
-        """These layers, with fields of 8 bits."""
+        """This layout with 8-bit fields."""
         return self.map(lambda spec: replace(spec, fields=tuple(f._replace(rounded=True) for f in spec.fields)))
 
     @classmethod
     def of_windows(cls, windows: Sequence[int | None], num_kv_heads: int, head_dim: int) -> "KVLayout":
-        """A layer for each of these windows, all with K and V of one shape; None: a full one."""
+        """One layer for each of these windows, all with K and V of one shape; None: a full-attention layer."""
         fields = attention_fields(num_kv_heads, head_dim)
         kept = [(FULL_ATTENTION, Full()) if n is None else (SLIDING_ATTENTION, Window(n)) for n in windows]
         return cls(tuple(LayerCache(i, i, kind, fields, retention) for i, (kind, retention) in enumerate(kept)))
@@ -231,7 +233,7 @@ class KVLayout:
 
 @dataclass(frozen=True, slots=True)
 class CacheGroups:
-    """The groups of an engine: the primary group, then a group for each window, the narrowest first, then records."""
+    """The groups of an engine: the primary group, then one per window, the narrowest first, then the records."""
 
     groups: tuple[CacheGroup, ...]
 
@@ -268,9 +270,9 @@ def layout_from_config(config: Any) -> KVLayout:
     """Read the layout from a HF text config (`config.get_text_config()` of a multimodal one).
 
     Honours `layer_types`, `sliding_window` (a model without `layer_types` but with a window slides on every layer, as
-    Mistral does), per-layer head sizes and windows (`per_layer_config`), and `num_kv_shared_layers`.
-    Raises UnsupportedModelError for layer types other than full and sliding attention, and for models whose text
-    attention is not causal.
+    Mistral does), per-layer head sizes and windows (`per_layer_config`), and `num_kv_shared_layers`. Raises
+    UnsupportedModelError for layer types other than full and sliding attention, and for a model whose text attention is
+    not causal.
     """
     num_layers, name = int(config.num_hidden_layers), config.model_type
     bidirectional = getattr(config, "use_bidirectional_attention", None)
@@ -293,7 +295,7 @@ def layout_from_config(config: Any) -> KVLayout:
     first_shared = num_layers - int(getattr(config, "num_kv_shared_layers", 0) or 0)
     specs: list[LayerCache] = []
     for layer, layer_type in enumerate(layer_types):
-        if layer_type in RECURRENT_TYPES or layer_type in STATELESS_TYPES:  # fields are measured, if there are any
+        if layer_type in RECURRENT_TYPES or layer_type in STATELESS_TYPES:  # the probe measures their fields
             kept: Retention = Records() if layer_type in RECURRENT_TYPES else Full()
             specs.append(LayerCache(layer, layer, layer_type, (), kept))
             continue
@@ -317,7 +319,7 @@ def _owner_of_shared(name: str, layer: int, layer_types: Sequence[str], first_sh
 
 
 def _layer_config(config: Any, layer: int) -> Any:
-    """The config of one layer; hetero configs forbid reading the global attributes."""
+    """The config of one layer. Configs with `per_layer_config` forbid reading the global attributes."""
     per_layer = getattr(config, "per_layer_config", None)
     return per_layer[layer] if per_layer else config
 
