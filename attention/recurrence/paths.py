@@ -118,7 +118,7 @@ def rows_of_plan(plan: KVPlan, group: GroupId, part: tuple[slice, slice]) -> For
 
 
 class NewestInputs(NamedTuple):
-    """Where the newest inputs of each row's path are, its own last: [n, taps] each. Recorded inputs are at `slots`. The
+    """Places of the newest inputs of each row's path, its own last: [n, taps] each. Recorded inputs are at `slots`. The
     others are in the state of row `states` of the request table; `back` counts from its end (1: the last)."""
 
     slots: torch.Tensor
