@@ -58,7 +58,7 @@ def harmless(*names: str) -> re.Pattern[str]:
 
 
 def each(key: Key, *names: str) -> dict[str, Key]:
-    """The same row for several keys."""
+    """Repeat a row for several keys."""
     return dict.fromkeys(names, key)
 
 

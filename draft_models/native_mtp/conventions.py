@@ -43,12 +43,12 @@ CARRIES = {
 
 
 def other_states(drafter: NativeMtpDrafter) -> Iterator[NativeMtpDrafter]:
-    """The same modules, but reading the target's other state (before or after the final norm)."""
+    """Modules with these weights that read the target's other state (before or after the final norm)."""
     yield drafter.under(replace(drafter.family, normed_state=not drafter.family.normed_state))
 
 
 def other_carries(drafter: NativeMtpDrafter) -> Iterator[NativeMtpDrafter]:
-    """The same modules, but passing on another carry. Without a norm both carries are equal."""
+    """Modules with these weights that pass on another carry. Without a norm both carries are equal."""
     family = drafter.family
     for form, normed in CARRIES:
         if (form, normed) != carry_of(family) and (normed or drafter.has_norm):
@@ -56,7 +56,7 @@ def other_carries(drafter: NativeMtpDrafter) -> Iterator[NativeMtpDrafter]:
 
 
 def other_blocks(drafter: NativeMtpDrafter) -> Iterator[NativeMtpDrafter]:
-    """The same modules, with blocks like the target's layers of another kind, if their tensors fit."""
+    """Modules with these weights and with blocks like the target's layers of another kind, if their tensors fit."""
     kinds = [spec.layer_type for spec in drafter.layout.layers]
     for kind in dict.fromkeys(kinds):
         if kind != kinds[drafter.family.like]:
