@@ -39,7 +39,7 @@ FEW_SLOTS = 256
 """Up to this number of assignments each program finds its expert's assignments itself; more are listed first."""
 
 FEW_ROWS = 64
-"""The same limit for rows: if all rows choose one expert, they must fit its single tile."""
+"""Limit for rows: if all rows choose one expert, they must fit its single tile."""
 
 
 class Experts(NamedTuple):
