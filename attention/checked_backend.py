@@ -106,8 +106,8 @@ class CheckedBackend:
             note(Fault.READ, real & inside & ((read != own) | (read == NULL_SLOT)), positions, read, own)
 
     def _check_lengths(self, plan: KVPlan) -> None:
-        """Check where forwards begin: a run at any committed position, a tree or frozen draft right after the last one.
-        Check where forwards begin: a run at any committed position, a tree or frozen draft right after the last one."""
+        """Check where forwards begin: a run at any committed position, a tree or frozen draft right after the last
+        one."""
         planned, committed = plan.committed_len, self.sanitizer.table.committed_len.tensor[plan.rows]
         wrong = planned > committed if plan.block_len is not None else planned != committed
         wrong &= self._real(plan)

@@ -114,8 +114,8 @@ def _slots(
 
 
 def _tiles(pool: Pool, slots: torch.Tensor, exist: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[X, J, BLOCK_K] slots -> [J, X, Hkv, BLOCK_K, D]; 0 for keys that do not exist, since their slots hold anything.
-    [X, J, BLOCK_K] slots -> [J, X, Hkv, BLOCK_K, D]; 0 for keys that do not exist, since their slots hold anything."""
+    """[X, J, BLOCK_K] slots -> [J, X, Hkv, BLOCK_K, D]; 0 for keys that do not exist, since their slots hold
+    anything."""
     tiles = read_rows(pool, slots.flatten()).view(*slots.shape, *pool.shape[1:]).permute(1, 0, 3, 2, 4)
     tiles = tiles.to(dtype).contiguous()
     return tiles if bool(exist.all()) else tiles.masked_fill(~exist[:, None, None, None], 0.0)
@@ -180,8 +180,8 @@ def _tile_states(
 
 
 def _fold(state: State, sink: torch.Tensor | None) -> torch.Tensor:
-    """Add up the tiles of each row, oldest first, then sink [Hkv, R] -> [B, Hkv, R, D]; 0 for a row that sees nothing.
-    Add up the tiles of each row, oldest first, then sink [Hkv, R] -> [B, Hkv, R, D]; 0 for a row that sees nothing."""
+    """Add up the tiles of each row, oldest first, then sink [Hkv, R] -> [B, Hkv, R, D]; 0 for a row that sees
+    nothing."""
     maximum, sums, accs = state  # scaled in place
     if not len(maximum):
         return accs.sum(0)  # no tiles: zeros

@@ -58,8 +58,8 @@ class Pack(NamedTuple):
 
 
 class Lines(NamedTuple):
-    """Slots of the keys of R runs in one group: key p of run r is at slots[line[r], p - begin[r]]. begin None: all 0.
-    Slots of the keys of R runs in one group: key p of run r is at slots[line[r], p - begin[r]]. begin None: all 0."""
+    """Slots of the keys of R runs in one group: key p of run r is at slots[line[r], p - begin[r]]. begin None: all
+    0."""
 
     slots: torch.Tensor
     line: torch.Tensor

@@ -36,8 +36,8 @@ class LanguageModel(TargetInfo, Protocol):
         """tokens [B, N] -> states after the final norm [B, N, H]; other results are ignored."""
 
     def run(self, tokens: torch.Tensor, positions: torch.Tensor, context: object) -> torch.Tensor:
-        """States after the final norm [B, N, H] of tokens at positions [B, N]. The context decides where K/V are kept.
-        States after the final norm [B, N, H] of tokens at positions [B, N]. The context decides where K/V are kept."""
+        """States after the final norm [B, N, H] of tokens at positions [B, N]. The context decides where K/V are
+        kept."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """States [B, N, H] -> [B, N, V]."""

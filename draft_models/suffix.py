@@ -113,8 +113,8 @@ class Matches(NamedTuple):
         return torch.where(matched > 0, 4.0 ** (matched - matched.amax(1, keepdim=True)), 0.0)
 
     def tokens_at(self, level: int) -> torch.Tensor:
-        """The token `level` places after the first token that follows each place, [B, P]; NOTHING: the text has ended.
-        The token `level` places after the first token that follows each place, [B, P]; NOTHING: the text has ended."""
+        """The token `level` places after the first token that follows each place, [B, P]; NOTHING: the text has
+        ended."""
         own = self.own.tokens_at(level)
         return own if self.stored is None else torch.cat([own, self.stored.tokens_at(level)], dim=1)
 

@@ -80,8 +80,8 @@ class SplitContext(LayerContext, Protocol):
 
 
 class Narrowing(NamedTuple):
-    """The packed rows [R] with which the forward continues once the K/V of `layer` are stored, and their own context.
-    The packed rows [R] with which the forward continues once the K/V of `layer` are stored, and their own context."""
+    """The packed rows [R] with which the forward continues once the K/V of `layer` are stored, and their own
+    context."""
 
     layer: int
     rows: torch.Tensor

@@ -70,8 +70,8 @@ class Sanitizer:
                 tensor[self.allocator.page_size :] = torch.nan
 
     def blind(self, capture: Capture) -> Capture:
-        """Wrap `capture` so that the host reads nothing within it: faults stay in the record until `verdict` is called.
-        Wrap `capture` so that the host reads nothing within it: faults stay in the record until `verdict` is called."""
+        """Wrap `capture` so that the host reads nothing within it: faults stay in the record until `verdict` is
+        called."""
 
         def captured(program: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
             self._capturing = True

@@ -107,8 +107,8 @@ class RequestTable:
         return Rows(upload(rows, self.allocator.device), int(self.committed_len.host[rows].max(initial=0)))
 
     def reset(self) -> None:
-        """Forget every request, whatever the state of the table and its allocator: no row is open and no page is held.
-        Forget every request, whatever the state of the table and its allocator: no row is open and no page is held."""
+        """Forget every request, whatever the state of the table and its allocator: no row is open and no page is
+        held."""
         self.allocator.reset()
         self.slots.clear()
         self.committed_len.clear()
@@ -180,8 +180,8 @@ class RequestTable:
         self.ensure_all_slots(np.array([row]), np.array([length]))
 
     def ensure_all_slots(self, rows: IntArray, length: IntArray) -> None:
-        """Give each row at least `length` [B] slots. If a pool is too short, raises OutOfSlotsError and takes nothing.
-        Give each row at least `length` [B] slots. If a pool is too short, raises OutOfSlotsError and takes nothing."""
+        """Give each row at least `length` [B] slots. If a pool is too short, raises OutOfSlotsError and takes
+        nothing."""
         self._require_active(rows)
         width = self.slots.host.shape[1]
         if (length > width).any():
@@ -210,8 +210,8 @@ class RequestTable:
         return move
 
     def _bring_forward(self, rows: torch.Tensor, length: torch.Tensor, path: torch.Tensor) -> Move | None:
-        """Put the path's slots right after the committed ones; with larger pages, return the K/V to move there instead.
-        Put the path's slots right after the committed ones; with larger pages, return the K/V to move there instead."""
+        """Put the path's slots right after the committed ones; with larger pages, return the K/V to move there
+        instead."""
         columns = torch.arange(path.shape[1], device=path.device)
         taken = columns < length[:, None]  # [B, N]
         cells = rows[:, None], self.committed_len.tensor[rows][:, None] + columns
@@ -237,8 +237,8 @@ class RequestTable:
         self.committed_len.adopt(rows, start + length)
 
     def commit_chunk_on_host(self, rows: IntArray, length: IntArray) -> None:
-        """Commit the next `length` [B] tokens of each row in the order in which they were written: a chunk of a prompt.
-        Commit the next `length` [B] tokens of each row in the order in which they were written: a chunk of a prompt."""
+        """Commit the next `length` [B] tokens of each row in the order in which they were written: a chunk of a
+        prompt."""
         self.require_committable(rows, length, np.zeros((len(rows), 0), dtype=np.int64))
         self.committed_len[rows] = self.committed_len.host[rows] + length
 

@@ -96,8 +96,8 @@ class SpecConfig:
         return steps, min(self.num_nodes, 1 + self._candidates(steps))
 
     def _candidates(self, num_steps: int) -> int:
-        """Nodes that `num_steps` levels propose: topk children of the root, then topk children of topk nodes per level.
-        Nodes that `num_steps` levels propose: topk children of the root, then topk children of topk nodes per level."""
+        """Nodes that `num_steps` levels propose: topk children of the root, then topk children of topk nodes per
+        level."""
         return self.topk + (num_steps - 1) * self.topk**2 if num_steps else 0
 
 

@@ -200,8 +200,8 @@ def _language_model(model: PreTrainedModel, target: TargetModel, tokenizer: Any 
 
 
 def _require_same_tokens(name: str, tokenizer: Any, own: Any) -> None:
-    """Raise unless both have the same tokens. Added tokens of only one are allowed, since the other never writes them.
-    Raise unless both have the same tokens. Added tokens of only one are allowed, since the other never writes them."""
+    """Raise unless both have the same tokens. Added tokens of only one are allowed, since the other never writes
+    them."""
     targets, drafters = tokenizer.get_vocab(), own.get_vocab()
     if targets == drafters:
         return

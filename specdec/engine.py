@@ -281,8 +281,8 @@ class Engine:
         *,
         priority: int = 0,
     ) -> list[Handle]:
-        """`submit` for many prompts. All are checked before any is submitted. Handles are in the order of `generate`.
-        `submit` for many prompts. All are checked before any is submitted. Handles are in the order of `generate`."""
+        """`submit` for many prompts. All are checked before any is submitted. Handles are in the order of
+        `generate`."""
         require_int("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
         requests = self._make_requests(prompts, params)
         self.inbox.submit(requests, priority)

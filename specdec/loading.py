@@ -121,8 +121,8 @@ class Checkpoint:
 
     @property
     def promised(self) -> Quantization | None:
-        """The weights' formats by that config, if specdec reads them as packed weights; None: transformers reads them.
-        The weights' formats by that config, if specdec reads them as packed weights; None: transformers reads them."""
+        """The weights' formats by that config, if specdec reads them as packed weights; None: transformers reads
+        them."""
         stored = self.quantization
         with about(f"{self.name!r} cannot be loaded"):
             return None if stored is None else quantization_of(stored)
@@ -331,8 +331,8 @@ def pick_dtype(dtype: torch.dtype | None, device: torch.device, config: Any) -> 
 
 
 def unwrapped(model: Any, role: str) -> Any:
-    """The base of a peft model, with its adapters in place. Raises ConfigError for compiled models and learned prompts.
-    The base of a peft model, with its adapters in place. Raises ConfigError for compiled models and learned prompts."""
+    """The base of a peft model, with its adapters in place. Raises ConfigError for compiled models and learned
+    prompts."""
     if hasattr(model, "_orig_mod"):
         raise ConfigError(
             f"{role} is a torch.compile'd {type(model._orig_mod).__name__}; give the model itself, {role}._orig_mod"

@@ -1,5 +1,5 @@
-"""Folders of drafters in the published formats, at reduced width and with random weights; tests read and damage them.
-Folders of drafters in the published formats, at reduced width and with random weights; tests read and damage them."""
+"""Folders of drafters in the published formats, at reduced width and with random weights; tests read and damage
+them."""
 
 import json
 from collections.abc import Mapping

@@ -1,5 +1,5 @@
-"""When a client disconnects, its work ends: waiting requests are dropped with their bodies, running ones are counted.
-When a client disconnects, its work ends: waiting requests are dropped with their bodies, running ones are counted."""
+"""When a client disconnects, its work ends: waiting requests are dropped with their bodies, running ones are
+counted."""
 
 import gc
 import json

@@ -1,5 +1,5 @@
-"""Rounds and prompts in one step: which requests wait, for how long, and what happens to requests that leave meanwhile.
-Rounds and prompts in one step: which requests wait, for how long, and what happens to requests that leave meanwhile."""
+"""Rounds and prompts in one step: which requests wait, for how long, and what happens to requests that leave
+meanwhile."""
 
 import random
 

@@ -1,5 +1,5 @@
-"""Counts the cost of reading results, which grows with new tokens, not with all; and of a step for the serving thread.
-Counts the cost of reading results, which grows with new tokens, not with all; and of a step for the serving thread."""
+"""Counts the cost of reading results, which grows with new tokens, not with all; and of a step for the serving
+thread."""
 
 import asyncio
 

@@ -106,8 +106,8 @@ class DraftBlock(Protocol):
         """Attend with the newest level's queries [B, Hq, K, D] -> [B, K, Hq, D]. Its keys must be written before."""
 
     def prefix_slots(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots [B, L] of the committed keys that a layer may read, and the position [B] of the first. Used for checks.
-        Slots [B, L] of the committed keys that a layer may read, and the position [B] of the first. Used for checks."""
+        """Slots [B, L] of the committed keys that a layer may read, and the position [B] of the first. Used for
+        checks."""
 
 
 class CopiedDraft:
@@ -175,8 +175,8 @@ class CopiedDraft:
         return slice(self.level * self.draft.topk, (self.level + 1) * self.draft.topk)
 
     def _seen(self, window: int | None, first_key: int = 0) -> torch.Tensor:
-        """Mask [B, K, L + nodes] of the keys that the newest level sees: of the prefix and of the nodes drafted so far.
-        Mask [B, K, L + nodes] of the keys that the newest level sees: of the prefix and of the nodes drafted so far."""
+        """Mask [B, K, L + nodes] of the keys that the newest level sees: of the prefix and of the nodes drafted so
+        far."""
         key_pos, committed = self.prefix[window, first_key]
         filled = (self.level + 1) * self.draft.topk
         known = [committed[:, None].expand(-1, self.draft.topk, -1), self.ancestors[:, :, :filled]]

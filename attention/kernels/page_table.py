@@ -33,8 +33,8 @@ MIN_PROGRAMS = 4
 """Lower bound on the programs for one row's prefix, unless it has fewer blocks."""
 
 ALIGNED = 16
-"""The size of each group's part is rounded up to a multiple of this, so that every part begins at an aligned address.
-The size of each group's part is rounded up to a multiple of this, so that every part begins at an aligned address."""
+"""The size of each group's part is rounded up to a multiple of this, so that every part begins at an aligned
+address."""
 
 
 class PageTables(NamedTuple):

@@ -208,6 +208,6 @@ def fit_tiles(tiles: Tiles, block_d: int, item_size: int, shared: int) -> Tiles:
 
 
 def choose_splits(programs: int, num_keys: int, waves: float, device: torch.device) -> int:
-    """Number of splits of the prefix that fills the device, from numbers that the host has without a synchronisation.
-    Number of splits of the prefix that fills the device, from numbers that the host has without a synchronisation."""
+    """Number of splits of the prefix that fills the device, from numbers that the host has without a
+    synchronisation."""
     return max(1, min(int(waves * device_limits(device)[0]) // programs, -(-num_keys // 128), 64))

@@ -329,8 +329,8 @@ def merge_kernel(
     UNROLL: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """One program per packed row: folds its splits in ascending order, then the sink. A row that sees nothing gives 0.
-    One program per packed row: folds its splits in ascending order, then the sink. A row that sees nothing gives 0."""
+    """One program per packed row: folds its splits in ascending order, then the sink. A row that sees nothing gives
+    0."""
     trigger_next(PDL)
     i_row = tl.program_id(0).to(tl.int64)
     part_rows = tl.num_programs(0).to(tl.int64)

@@ -27,8 +27,8 @@ CHUNK = 16
 def slots_at(
     p_table: tl.tensor, begin: tl.tensor, positions: tl.tensor, mask: tl.tensor, PAGE: tl.constexpr
 ) -> tl.tensor:
-    """Slots of these positions from one request's table, whose first column is position `begin`; 0 outside the table.
-    Slots of these positions from one request's table, whose first column is position `begin`; 0 outside the table."""
+    """Slots of these positions from one request's table, whose first column is position `begin`; 0 outside the
+    table."""
     column = positions - begin
     page = tl.load(p_table + column // PAGE, mask=mask, other=0)
     return tl.where(mask, page * PAGE + column % PAGE, 0)
@@ -74,8 +74,8 @@ def load_rows(
 def load_chunk(
     p_tile: tl.tensor, position: tl.tensor, o_k: tl.tensor, m_k: tl.tensor, V_DIM: tl.constexpr
 ) -> tl.tensor:
-    """Load rows o_k of a state's tile, whose columns p_tile [V] points at; zeros if the text begins here (position 0).
-    Load rows o_k of a state's tile, whose columns p_tile [V] points at; zeros if the text begins here (position 0)."""
+    """Load rows o_k of a state's tile, whose columns p_tile [V] points at; zeros if the text begins here (position
+    0)."""
     begun = tl.zeros_like(o_k) < position
     return tl.load(p_tile[None, :] + o_k[:, None] * V_DIM, mask=m_k & begun[:, None], other=0.0)
 

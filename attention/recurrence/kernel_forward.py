@@ -75,8 +75,8 @@ MAX_RECORDS = 64
 Larger trees run in FORM, 16 nodes at once, since the work per node of `fast_tree_kernel` grows with their number."""
 
 NUMBERS_PER_WARP = 2048
-"""Key numbers of records per warp of `fast_tree_kernel`. With more, registers spill on sm_90 next to the state's tile.
-Key numbers of records per warp of `fast_tree_kernel`. With more, registers spill on sm_90 next to the state's tile."""
+"""Key numbers of records per warp of `fast_tree_kernel`. With more, registers spill on sm_90 next to the state's
+tile."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,8 +45,8 @@ class Beam(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """A beam, with scores [B, K] and candidate numbers [B, K] of its nodes, from which children's scores are computed.
-    A beam, with scores [B, K] and candidate numbers [B, K] of its nodes, from which children's scores are computed."""
+    """A beam, with scores [B, K] and candidate numbers [B, K] of its nodes, from which children's scores are
+    computed."""
 
     beam: Beam
     scores: torch.Tensor

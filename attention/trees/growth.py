@@ -50,8 +50,8 @@ class Growth:
         self._count = 0
 
     def add_level(self, tokens: torch.Tensor, log_probs: torch.Tensor) -> Beam:
-        """Add the children of the beam: tokens [B, M, K] distinct in K, log_probs [B, M, K]; M = 1 on level 1, then K.
-        Add the children of the beam: tokens [B, M, K] distinct in K, log_probs [B, M, K]; M = 1 on level 1, then K."""
+        """Add the children of the beam: tokens [B, M, K] distinct in K, log_probs [B, M, K]; M = 1 on level 1, then
+        K."""
         return self._add(tokens[:, None], log_probs[:, None])
 
     def add_all_levels(self, tokens: torch.Tensor, log_probs: torch.Tensor) -> Beam:

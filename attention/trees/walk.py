@@ -87,8 +87,8 @@ def walk(
     num_nodes: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Walk one tree -> path [BLOCK], padded with 0s; each node's place on the path [BLOCK], or BLOCK if off it; length.
-    Walk one tree -> path [BLOCK], padded with 0s; each node's place on the path [BLOCK], or BLOCK if off it; length."""
+    """Walk one tree -> path [BLOCK], padded with 0s; each node's place on the path [BLOCK], or BLOCK if off it;
+    length."""
     o_node = tl.arange(0, BLOCK).to(tl.int64)
     m_node = o_node < num_nodes
     b_tokens = tl.load(p_tokens + o_node, mask=m_node, other=0)

@@ -165,8 +165,8 @@ def block_states(
     places: torch.Tensor,
     form: Callable[[Attend], Attend] = lambda attend: attend,
 ) -> torch.Tensor:
-    """Run a block at each of `places` [B, A] of texts [B, T], given the target's states [B, T, L * H] -> [B, A, K, H].
-    Run a block at each of `places` [B, A] of texts [B, T], given the target's states [B, T, L * H] -> [B, A, K, H]."""
+    """Run a block at each of `places` [B, A] of texts [B, T], given the target's states [B, T, L * H] -> [B, A, K,
+    H]."""
     spec, taps = head.spec, head.taps(states)
     rotary = head.rotary_emb(taps, pos)
     steps = torch.arange(spec.block_size, device=places.device)

@@ -118,8 +118,8 @@ GEMMA4_SHAPES = (
     *("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "per_layer_config", "num_kv_shared_layers"),
     *("vocab_size_per_layer_input", "target_text_model_type"),
 )
-"""Keys of a Gemma 4 config that change nothing here: shapes, which come from the tensors, and settings of other layers.
-Keys of a Gemma 4 config that change nothing here: shapes, which come from the tensors, and settings of other layers."""
+"""Keys of a Gemma 4 config that change nothing here: shapes, which come from the tensors, and settings of other
+layers."""
 
 
 def is_speculators(config: Config) -> bool:

@@ -73,8 +73,8 @@ class Eagle3Worker(StoreWorker):
 
     @torch.inference_mode()
     def propose(self, batch: DraftBatch) -> DraftTree:
-        """Draft level by level. Level l needs the states of level l - 1, so num_steps - 1 forwards of topk nodes run.
-        Draft level by level. Level l needs the states of level l - 1, so num_steps - 1 forwards of topk nodes run."""
+        """Draft level by level. Level l needs the states of level l - 1, so num_steps - 1 forwards of topk nodes
+        run."""
         drafter, backend, topk, levels = self.drafter, self.binding.backend, batch.topk, batch.num_steps
         pos = batch.positions()  # [levels + 1, B], S first
         node_pos = pos[:, :, None].expand(-1, -1, topk).contiguous()  # [levels + 1, B, K]

@@ -94,8 +94,8 @@ def no_modules() -> CheckpointError:
 
 
 def conventions_of(folder: Path, target: DescribedTarget) -> MtpFamily:
-    """The conventions in the file next to the modules, else those of their publisher. Raises like `native_mtp_drafter`.
-    The conventions in the file next to the modules, else those of their publisher. Raises like `native_mtp_drafter`."""
+    """The conventions in the file next to the modules, else those of their publisher. Raises like
+    `native_mtp_drafter`."""
     if (folder / CONVENTIONS).is_file():
         return stated_family(folder / CONVENTIONS, len(target.layout.layers))
     return by_config(_published(folder, target), target)

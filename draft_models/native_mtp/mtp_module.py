@@ -160,8 +160,8 @@ def own_config(decoder: Any) -> Any:
 
 
 def empty_layer(decoder: Any, like: int, mlp: int | None = None) -> Any:
-    """A layer like layer `like` of a text model, without weights. mlp: the layer that its MLP copies; None: `like` too.
-    A layer like layer `like` of a text model, without weights. mlp: the layer that its MLP copies; None: `like` too."""
+    """A layer like layer `like` of a text model, without weights. mlp: the layer that its MLP copies; None: `like`
+    too."""
     config, count = own_config(decoder), len(decoder.layers)
     with torch.device("meta"):
         made = type(decoder.layers[like])(config, like % count)

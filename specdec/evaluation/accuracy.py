@@ -195,8 +195,8 @@ class Dialogues:
 
 
 def solve(engines: dict[str, Engine], ask: Dialogues, batch: Collection[int], params: SamplingParams) -> list[Record]:
-    """Solve a batch turn by turn, with all engines in turn, so that a slow moment of the machine affects all of them.
-    Solve a batch turn by turn, with all engines in turn, so that a slow moment of the machine affects all of them."""
+    """Solve a batch turn by turn, with all engines in turn, so that a slow moment of the machine affects all of
+    them."""
     answers: dict[str, dict[int, list[str]]] = {name: {index: [] for index in batch} for name in engines}
     records: list[Record] = []
     for turn in range(max(len(ask.turns[index]) for index in batch)):

@@ -41,8 +41,8 @@ def choose(problems: list[Problem], count: int) -> list[int]:
 
 
 def cut(problems: Sequence[Problem], chosen: Iterable[int], size: int) -> list[tuple[int, ...]]:
-    """The chosen problems in batches of at most `size`, no batch spanning two categories, since times are per category.
-    The chosen problems in batches of at most `size`, no batch spanning two categories, since times are per category."""
+    """The chosen problems in batches of at most `size`, no batch spanning two categories, since times are per
+    category."""
     members: dict[str | None, list[int]] = {}
     for index in chosen:
         members.setdefault(problems[index].category, []).append(index)

@@ -22,8 +22,8 @@ from specdec.gpu.memory import all_bytes, free_bytes
 Program = Callable[[], torch.Tensor]
 Replay = Callable[[], None]
 Capture = Callable[[Program], tuple[Replay, torch.Tensor]]
-"""Records a program instead of running it -> (function that replays it, its result tensor, rewritten by each replay).
-Records a program instead of running it -> (function that replays it, its result tensor, rewritten by each replay)."""
+"""Records a program instead of running it -> (function that replays it, its result tensor, rewritten by each
+replay)."""
 
 MIN_CAPTURES = 80
 """Lower bound on `max_captures`, for any number of batch sizes."""

@@ -42,8 +42,8 @@ def op(*, reference: Callable[..., Any], vendor: Callable[..., Any] | None = Non
 
 
 class Operations:
-    """One way of running every operation. stand_ins: functions that replace operations; `complete`: all are replaced.
-    One way of running every operation. stand_ins: functions that replace operations; `complete`: all are replaced."""
+    """One way of running every operation. stand_ins: functions that replace operations; `complete`: all are
+    replaced."""
 
     def __init__(self, stand_ins: StandIns, *, complete: bool = False) -> None:
         self._stand_ins = stand_ins

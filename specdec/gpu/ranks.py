@@ -218,8 +218,8 @@ class PeerRanks(Ranks):
         offsets: Sequence[int],
         num_whole: int,
     ) -> list[torch.Tensor]:
-        """Every rank pushes its part to an offset in the whole, and waits for the other parts -> [num_whole] on each.
-        Every rank pushes its part to an offset in the whole, and waits for the other parts -> [num_whole] on each."""
+        """Every rank pushes its part to an offset in the whole, and waits for the other parts -> [num_whole] on
+        each."""
         assert num_whole <= self.room, f"{num_whole=} {self.room=}"
         first = self._step % 2 * self.room
         tagged = owners[0] is None and 0 < 2 * num_whole <= len(self._words[0])  # without numbers only flags remain

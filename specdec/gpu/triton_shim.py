@@ -31,5 +31,5 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Do kernels run in Python, on a CPU? TRITON_INTERPRET decides when they are imported."""
 
 KEEP = tl.constexpr("evict_last")
-"""Cache hint for activations: keep them in the L2 cache, while weights and K/V, which are read once, stream through it.
-Cache hint for activations: keep them in the L2 cache, while weights and K/V, which are read once, stream through it."""
+"""Cache hint for activations: keep them in the L2 cache, while weights and K/V, which are read once, stream through
+it."""

@@ -81,8 +81,8 @@ class WideNorms(NamedTuple):
 
 
 class Cuts(NamedTuple):
-    """Cuts of the weights in a rank's share of a layer, equal to those of the whole layer. down: None without an MLP.
-    Cuts of the weights in a rank's share of a layer, equal to those of the whole layer. down: None without an MLP."""
+    """Cuts of the weights in a rank's share of a layer, equal to those of the whole layer. down: None without an
+    MLP."""
 
     qkv: Cut
     out: SumShare

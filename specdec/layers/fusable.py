@@ -29,8 +29,8 @@ class Unfusable(UnsupportedModelError):
 
 
 def check_tree(model: nn.Module) -> None:
-    """Refuse everything that the family's file does not contain (adapters, quantised layers, hooks) and mixed dtypes.
-    Refuse everything that the family's file does not contain (adapters, quantised layers, hooks) and mixed dtypes."""
+    """Refuse everything that the family's file does not contain (adapters, quantised layers, hooks) and mixed
+    dtypes."""
     allowed = {type(model).__module__, *PLAIN_MODULES}
     for name, module in model.named_modules():
         if type(module).__module__ not in allowed:

@@ -35,8 +35,8 @@ EPSILON = 1e-6
 
 
 class DeltaHeads(NamedTuple):
-    """Numbers and sizes of key and value heads. groups: number of groups in which the first weight's rows are stored.
-    Numbers and sizes of key and value heads. groups: number of groups in which the first weight's rows are stored."""
+    """Numbers and sizes of key and value heads. groups: number of groups in which the first weight's rows are
+    stored."""
 
     num_k: int
     num_v: int

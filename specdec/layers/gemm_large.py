@@ -26,8 +26,8 @@ BLOCK_K = 64
 """Columns of a tile."""
 
 MIN_WAVES = 4
-"""A weight with several ranges gets larger tiles from this number of waves on: in the last wave some programs are idle.
-A weight with several ranges gets larger tiles from this number of waves on: in the last wave some programs are idle."""
+"""A weight with several ranges gets larger tiles from this number of waves on: in the last wave some programs are
+idle."""
 
 
 class LargeTiles(NamedTuple):

@@ -85,8 +85,8 @@ def sum_range(
     TAIL_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Sums of products over columns [begin, end) of K, [BN, BM] and [BN, TAIL_M]; without a tail, the first sum twice.
-    Sums of products over columns [begin, end) of K, [BN, BM] and [BN, TAIL_M]; without a tail, the first sum twice."""
+    """Sums of products over columns [begin, end) of K, [BN, BM] and [BN, TAIL_M]; without a tail, the first sum
+    twice."""
     b_sum = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if TAIL_M:
         b_tail = tl.zeros([BLOCK_N, TAIL_M], tl.float32)
@@ -312,8 +312,8 @@ def choose_tiles(num_rows: int, n: int, cut: Cut, x: torch.Tensor, *, gated: boo
 
 
 def tiles_of_some(num_rows: int, n: int, splits: int, wave: int, *, gated: bool) -> Tiles:
-    """Tiles for 65 to 192 rows of x and a weight of n rows, on a device that runs `wave` programs of 128 rows at once.
-    Tiles for 65 to 192 rows of x and a weight of n rows, on a device that runs `wave` programs of 128 rows at once."""
+    """Tiles for 65 to 192 rows of x and a weight of n rows, on a device that runs `wave` programs of 128 rows at
+    once."""
     block_m, tail_m = two_tiles(num_rows)
     weight_tiles = triton.cdiv(n, 128) * splits
     if gated or weight_tiles > MANY_WAVES * wave:

@@ -197,8 +197,8 @@ def linear(
 
 @op(reference=reference_linear_parts)
 def linear_parts(x: torch.Tensor, weight: torch.Tensor, cut: Cut) -> Product:
-    """x [M, K], weight [N, K] with some columns of a larger weight, cut like it -> a float32 part for each range of K.
-    x [M, K], weight [N, K] with some columns of a larger weight, cut like it -> a float32 part for each range of K."""
+    """x [M, K], weight [N, K] with some columns of a larger weight, cut like it -> a float32 part for each range of
+    K."""
     assert cut.splits * cut.split_len >= weight.shape[1] > (cut.splits - 1) * cut.split_len, f"{cut=} {weight.shape=}"
     tiles = tiles_of(len(x), weight, cut, x)
     parts = torch.empty((cut.splits, len(x), len(weight)), dtype=torch.float32, device=x.device)

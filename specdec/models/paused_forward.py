@@ -39,8 +39,8 @@ Walker = Callable[[torch.Tensor, torch.Tensor, Any, Narrowing | Ending | None], 
 
 
 class PausedForward(NamedTuple):
-    """A `TargetModel.forward` in progress. advance: see `LayerWalk`. finish: after the last layer, returns its result.
-    A `TargetModel.forward` in progress. advance: see `LayerWalk`. finish: after the last layer, returns its result."""
+    """A `TargetModel.forward` in progress. advance: see `LayerWalk`. finish: after the last layer, returns its
+    result."""
 
     advance: Callable[[int], None]
     finish: Callable[[], tuple[torch.Tensor, torch.Tensor | None]]

@@ -273,8 +273,8 @@ class TargetModel(DescribedModel):
         return hidden.view(batch, -1, hidden.shape[-1])
 
     def _fuse(self, ops: Operations, proof: Proof) -> str | None:
-        """Replace the decoder's layers and the head's product by fused ones. Returns the reason if that is impossible.
-        Replace the decoder's layers and the head's product by fused ones. Returns the reason if that is impossible."""
+        """Replace the decoder's layers and the head's product by fused ones. Returns the reason if that is
+        impossible."""
         plain = decoder, head = self.decoder, self.head
         held = held_storages(decoder)  # keep until the comparison is done
         level = logging.WARNING

@@ -32,8 +32,8 @@ NOT_COMPARED = frozenset(vars(nn.Module())) | {
     "_attn_implementation_internal",
     "_output_capturing_hooks_installed",
 }
-"""Attributes that are compared in another way, replaced by a private copy, or used by transformers for its own notes.
-Attributes that are compared in another way, replaced by a private copy, or used by transformers for its own notes."""
+"""Attributes that are compared in another way, replaced by a private copy, or used by transformers for its own
+notes."""
 
 PLAIN_VALUES = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 

@@ -59,8 +59,8 @@ class _Grouped(nn.Module):
 
 
 OF_GROUPED = {name: value for name, value in vars(_Grouped(None)).items() if name not in {*vars(nn.Module()), "config"}}
-"""Attributes of experts that the grouped products read: the layout of their weights, and other steps of their forward.
-Attributes of experts that the grouped products read: the layout of their weights, and other steps of their forward."""
+"""Attributes of experts that the grouped products read: the layout of their weights, and other steps of their
+forward."""
 
 
 def grouped_experts(

@@ -101,8 +101,8 @@ class Inbox:
         self._steps.launches.totals.count(request)
 
     def restart(self) -> None:
-        """After a fault, restart every live request from its settled tokens. All other results of the turn are dropped.
-        After a fault, restart every live request from its settled tokens. All other results of the turn are dropped."""
+        """After a fault, restart every live request from its settled tokens. All other results of the turn are
+        dropped."""
         for number, request in list(self.live.items()):
             if request.finished:
                 self.remove_ended(number)

@@ -30,8 +30,8 @@ PROMISED_GAP = 0.25
 needs twice as long for a dozen words; an H200 prefills 8,192 tokens of a 10B model in it."""
 
 PART_SHARE = 0.4
-"""GAP_SHARE for parts of a divided forward. It is smaller, since the step's other work must fit into half a round too.
-GAP_SHARE for parts of a divided forward. It is smaller, since the step's other work must fit into half a round too."""
+"""GAP_SHARE for parts of a divided forward. It is smaller, since the step's other work must fit into half a round
+too."""
 
 MAX_STEPS = 8
 """Most steps among which a forward is divided, by its expected time: prompts that arrive meanwhile wait for its end."""

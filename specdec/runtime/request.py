@@ -81,8 +81,8 @@ class RequestStats:
         return RequestStats(*_FIGURES(self))
 
     def record_round(self, emitted: int, accepted: int, num_drafts: int) -> None:
-        """Count a round with drafts `num_drafts` deep: its emitted tokens, of which the first `accepted` were drafts.
-        Count a round with drafts `num_drafts` deep: its emitted tokens, of which the first `accepted` were drafts."""
+        """Count a round with drafts `num_drafts` deep: its emitted tokens, of which the first `accepted` were
+        drafts."""
         assert accepted <= num_drafts, f"{accepted=} of {num_drafts=}"
         self.rounds += 1
         self.round_tokens += emitted

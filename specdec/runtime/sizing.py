@@ -46,8 +46,8 @@ class DraftNeeds(NamedTuple):
 
     @property
     def beyond_windows(self) -> int:
-        """Committed keys to keep in every windowed group beyond its window, including those for tokens that are reread.
-        Committed keys to keep in every windowed group beyond its window, including those for tokens that are reread."""
+        """Committed keys to keep in every windowed group beyond its window, including those for tokens that are
+        reread."""
         return max(self.extra_keys, self.reread)
 
     def max_lag_in(self, groups: CacheGroups) -> ByGroup[int]:

@@ -67,8 +67,8 @@ class Turns:
                 del self._threads[mine]  # no call, so no exception can be raised here
 
     def attempt(self, work: Callable[[], object]) -> bool:
-        """Do this work in a turn, unless a thread has one or waits for one. Never waits. Returns whether it was done.
-        Do this work in a turn, unless a thread has one or waits for one. Never waits. Returns whether it was done."""
+        """Do this work in a turn, unless a thread has one or waits for one. Never waits. Returns whether it was
+        done."""
         if self._newest.locked():
             return False
         here, mine = threading.get_ident(), threading.Lock()

@@ -180,8 +180,8 @@ def _keep_best(
     sampled: tl.tensor,
     SLOTS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The best of b_best and the entries of b_value, the lower id among equals. Exact, although b_value is approximate.
-    The best of b_best and the entries of b_value, the lower id among equals. Exact, although b_value is approximate."""
+    """The best of b_best and the entries of b_value, the lower id among equals. Exact, although b_value is
+    approximate."""
     o_slot = tl.arange(0, SLOTS)
     slack = tl.where(sampled, NOISE_ERROR, 0.0)
     bound, worst = tl.max(b_value), tl.min(b_best)

@@ -65,8 +65,8 @@ def best_of(log_p: torch.Tensor, count: int) -> Best:
 
 
 class LogProbs(NamedTuple):
-    """Scores of D tokens: of the chosen ones [B, D] float32, and of the `Best` at each place: values and ids [B, D, K].
-    Scores of D tokens: of the chosen ones [B, D] float32, and of the `Best` at each place: values and ids [B, D, K]."""
+    """Scores of D tokens: of the chosen ones [B, D] float32, and of the `Best` at each place: values and ids [B, D,
+    K]."""
 
     chosen: torch.Tensor
     values: torch.Tensor

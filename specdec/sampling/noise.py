@@ -26,8 +26,8 @@ ULP = tl.constexpr(_ULP)
 MINUS_LN2 = tl.constexpr(-0.6931471805599453)
 
 NOISE_ERROR = tl.constexpr(2.0**-13)
-"""Exceeds the error of `noise_bound` plus the rounding of its sum with a score, for every sum that can be the largest.
-Exceeds the error of `noise_bound` plus the rounding of its sum with a score, for every sum that can be the largest."""
+"""Exceeds the error of `noise_bound` plus the rounding of its sum with a score, for every sum that can be the
+largest."""
 
 
 def _int64(value: int) -> int:

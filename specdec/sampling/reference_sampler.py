@@ -129,8 +129,8 @@ class ReferenceSampler:
     # the law
 
     def log_weights(self, logits: torch.Tensor) -> torch.Tensor:
-        """log P up to a constant, [B, N, V] float32, -inf for filtered tokens; rows at temperature 0 are meaningless.
-        log P up to a constant, [B, N, V] float32, -inf for filtered tokens; rows at temperature 0 are meaningless."""
+        """log P up to a constant, [B, N, V] float32, -inf for filtered tokens; rows at temperature 0 are
+        meaningless."""
         temperature = self.params.over_logits("temperature")
         scores = logits.float()
         if "top_n_sigma" in self.uses.filters:

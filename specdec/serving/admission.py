@@ -71,8 +71,8 @@ class Admission:
                 raise self._full()
 
     def give_back(self, count: int, client: str = "") -> None:
-        """Return the places of ended requests. The caller that has waited longest gets them. Any thread may call this.
-        Return the places of ended requests. The caller that has waited longest gets them. Any thread may call this."""
+        """Return the places of ended requests. The caller that has waited longest gets them. Any thread may call
+        this."""
         with self._lock:
             self.out -= count
             self._count_places(client, -count)

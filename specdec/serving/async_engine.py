@@ -187,8 +187,8 @@ class AsyncEngine:
         return await self.off_loop(read)
 
     async def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        """`Engine.encode`, on another thread like `chat_prompt`. special_tokens: include those that the tokenizer adds.
-        `Engine.encode`, on another thread like `chat_prompt`. special_tokens: include those that the tokenizer adds."""
+        """`Engine.encode`, on another thread like `chat_prompt`. special_tokens: include those that the tokenizer
+        adds."""
 
         def read() -> list[int]:
             self._bound.require(text)

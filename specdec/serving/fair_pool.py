@@ -27,8 +27,8 @@ CLIENT: ContextVar[str] = ContextVar("specdec_client", default="")
 
 @dataclass(eq=False, slots=True)
 class Job(Generic[T]):
-    """A call of a function. The function is released when the job begins or is given up. begun: a thread has taken it.
-    A call of a function. The function is released when the job begins or is given up. begun: a thread has taken it."""
+    """A call of a function. The function is released when the job begins or is given up. begun: a thread has taken
+    it."""
 
     function: Callable[[], T] | None
     client: str

@@ -68,8 +68,8 @@ def plain_number(value: Any) -> Any:
 
 
 def as_dtype(value: Any) -> Any:
-    """The dtype that "bf16", "bfloat16" or "torch.bfloat16" names; a value that names no floating dtype is unchanged.
-    The dtype that "bf16", "bfloat16" or "torch.bfloat16" names; a value that names no floating dtype is unchanged."""
+    """The dtype that "bf16", "bfloat16" or "torch.bfloat16" names; a value that names no floating dtype is
+    unchanged."""
     if not isinstance(value, str):
         return value
     name = value.removeprefix("torch.")

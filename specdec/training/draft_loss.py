@@ -46,8 +46,8 @@ class TrainableDrafter(ABC):
         return dict(self.module.named_children())
 
     def target_states(self, batch: PackedRows) -> TargetStates:
-        """Run the target over a batch and keep the states that the drafter reads; for a head, the states at its taps.
-        Run the target over a batch and keep the states that the drafter reads; for a head, the states at its taps."""
+        """Run the target over a batch and keep the states that the drafter reads; for a head, the states at its
+        taps."""
         spec: Any = self.module.spec
         hidden, states, _ = run_target(self.target, batch, aux_layers=spec.aux_layers)
         return {"hidden": hidden, "states": torch.cat(states, dim=-1) if states else hidden}

@@ -74,8 +74,8 @@ def predicted_rows(batch: PackedRows, steps: int, ahead: int) -> list[torch.Tens
 
 
 def causal_mask(pos: torch.Tensor, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """Additive mask [B, 1, T, T] of packed rows for a layer that sees `window` keys, itself included; None: all keys.
-    Additive mask [B, 1, T, T] of packed rows for a layer that sees `window` keys, itself included; None: all keys."""
+    """Additive mask [B, 1, T, T] of packed rows for a layer that sees `window` keys, itself included; None: all
+    keys."""
     same, distance = same_document(pos)
     seen = same & (distance >= 0)
     return additive(seen if window is None else seen & (distance < window), dtype)

@@ -92,8 +92,8 @@ def read_prompt_file(path: Path) -> list[Chat]:
 
 
 def _chat_of(record: dict[str, Any], where: str) -> Chat:
-    """The "messages" of an object, else its question as a message. Raises ConfigError, whose text begins with `where`.
-    The "messages" of an object, else its question as a message. Raises ConfigError, whose text begins with `where`."""
+    """The "messages" of an object, else its question as a message. Raises ConfigError, whose text begins with
+    `where`."""
     given = [key for key in PROMPT_KEYS if record.get(key) is not None]
     if not given:
         keys = f"{', '.join(PROMPT_KEYS)} is expected; keys are {sorted(record)}"

@@ -29,8 +29,8 @@ class TrainingBatches:
         self.kept_bytes = 0
 
     def from_step(self, step: int) -> Iterator[tuple[PackedRows, TargetStates]]:
-        """Endless batches; each process takes its own rows of every batch, in an order that depends only on the step.
-        Endless batches; each process takes its own rows of every batch, in an order that depends only on the step."""
+        """Endless batches; each process takes its own rows of every batch, in an order that depends only on the
+        step."""
         for number in itertools.count(step):
             epoch, at = divmod(number, max(1, self.count // self.width))
             order = torch.randperm(self.count, generator=torch.Generator().manual_seed(self.seed + epoch))

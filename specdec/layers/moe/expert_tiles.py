@@ -33,8 +33,8 @@ def expert_tiles(num_rows: int, weight: Weight, dtype: torch.dtype, expected: in
 
 
 def _fits_128_registers(weight: Weight, dtype: torch.dtype) -> bool:
-    """Does a tile fit 128 registers without spilling? Shorter groups, zeros and unpacking without assembly need more.
-    Does a tile fit 128 registers without spilling? Shorter groups, zeros and unpacking without assembly need more."""
+    """Does a tile fit 128 registers without spilling? Shorter groups, zeros and unpacking without assembly need
+    more."""
     return isinstance(weight, PackedWeight) and weight.zeros is None and weight.group >= 32 and is_fast(weight, dtype)
 
 

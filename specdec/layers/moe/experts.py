@@ -318,8 +318,8 @@ def apply_experts(x: torch.Tensor, routing: Routing, experts: Experts, *, few: b
 
 
 class ExpertLaunch(NamedTuple):
-    """Launch of an experts' product: `tiles` programs for each of `lists` lists (or assignments if there are no lists).
-    Launch of an experts' product: `tiles` programs for each of `lists` lists (or assignments if there are no lists)."""
+    """Launch of an experts' product: `tiles` programs for each of `lists` lists (or assignments if there are no
+    lists)."""
 
     tiles: int
     lists: int

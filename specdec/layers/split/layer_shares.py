@@ -132,8 +132,8 @@ def most_exchanged(parts: DecoderParts, count: int) -> int:
 
 
 def sum_share(weight: Weight, count: int, *, even: bool) -> SumShare:
-    """How ranks divide a weight by the columns over which its product sums. even: all ranks get equally many columns.
-    How ranks divide a weight by the columns over which its product sums. even: all ranks get equally many columns."""
+    """How ranks divide a weight by the columns over which its product sums. even: all ranks get equally many
+    columns."""
     cut, columns = whole_cut(weight), weight.shape[1]
     uneven = columns != cut.splits * cut.split_len and even
     if is_packed(weight) or cut.splits % count or uneven:

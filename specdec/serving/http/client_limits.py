@@ -87,8 +87,8 @@ def _refused(message: str, seconds: float) -> ApiError:
 
 
 MIN_BLOCK = 16
-"""Block size in tokens: cached prompts are reported in whole blocks, so that a prompt cannot be guessed token by token.
-Block size in tokens: cached prompts are reported in whole blocks, so that a prompt cannot be guessed token by token."""
+"""Block size in tokens: cached prompts are reported in whole blocks, so that a prompt cannot be guessed token by
+token."""
 
 
 def salt_for(client: str, cache_salt: str | None, settings: ServeSettings) -> str | None:

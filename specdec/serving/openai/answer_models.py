@@ -236,8 +236,8 @@ class ResponseUsage(Answer):
 
 
 class Response(WithFigures):
-    """A response in OpenAI's shape. `instructions`, `tools`, `tool_choice`, `text` and `metadata` repeat the request's.
-    A response in OpenAI's shape. `instructions`, `tools`, `tool_choice`, `text` and `metadata` repeat the request's."""
+    """A response in OpenAI's shape. `instructions`, `tools`, `tool_choice`, `text` and `metadata` repeat the
+    request's."""
 
     id: str
     object: Literal["response"]

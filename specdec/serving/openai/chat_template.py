@@ -52,8 +52,8 @@ class MessageShape(NamedTuple):
 
 
 def _options(body: ChatRequest, text: str) -> dict[str, Any]:
-    """Template options from a chat's fields. text: the template. It gets efforts and verbosity only if it reads them.
-    Template options from a chat's fields. text: the template. It gets efforts and verbosity only if it reads them."""
+    """Template options from a chat's fields. text: the template. It gets efforts and verbosity only if it reads
+    them."""
     options: dict[str, Any] = {}
     if body.continue_final_message:
         goes_on = "continue_final_message=true goes on with the last message"

@@ -39,8 +39,8 @@ class AnswerParser(CharacterReader):
     def __init__(
         self, tools: Mapping[str, Mapping[str, Any]] | None = None, thoughts: ReasoningFormat | None = None
     ) -> None:
-        """tools: JSON schema of each tool's parameters, by name. thoughts: how thoughts are marked; None: not at all.
-        tools: JSON schema of each tool's parameters, by name. thoughts: how thoughts are marked; None: not at all."""
+        """tools: JSON schema of each tool's parameters, by name. thoughts: how thoughts are marked; None: not at
+        all."""
         super().__init__()
         self.num_calls = 0
         self._tools = tools or {}

@@ -25,8 +25,8 @@ FUNCTIONS = "functions."
 
 
 class HarmonyParser(JsonToolParser):
-    """A message to "functions.NAME", or to a tool of the request, is a call; the channel decides about other messages.
-    A message to "functions.NAME", or to a tool of the request, is a call; the channel decides about other messages."""
+    """A message to "functions.NAME", or to a tool of the request, is a call; the channel decides about other
+    messages."""
 
     special = (START, MESSAGE, *ENDS, *WITHIN_HEADERS)
     signs = ("<|channel|>", FUNCTIONS)
