@@ -1,4 +1,4 @@
-"""A fault anywhere in a step: afterwards it is as if the step had not begun.
+"""After a fault anywhere in a step, the state is as if the step had not begun.
 
 Every call that a step makes inside the package is listed; the step is then run again with an exception at call k, for
 one k after the other: the last call of every function that can change what is kept of a request, and of one function a

@@ -1,4 +1,4 @@
-"""Bodies that mean harm: refused before they are built, off the event loop, in OpenAI's shape, whatever they hold."""
+"""Hostile bodies are refused before they are parsed into objects, off the event loop, with errors in OpenAI's shape."""
 
 import asyncio
 import json

@@ -1,8 +1,8 @@
 """Five defects that engines of this kind have had, each kept out by a check that is known to be able to fail.
 
-Of every defect: the check holds, and with the defect seeded it does not, be it by other tokens or drafts than those of
-the request alone, or by the sanitizer, which names the place. Load is what brings them out: several rows, SWA slots
-that evictions have left far from the full ones, pools so short that slots change hands.
+For every defect, the check passes, and fails once the defect is seeded: tokens or drafts differ from the request alone,
+or the sanitizer names the place. Only load reveals them: several rows, SWA slots that evictions moved far from the full
+ones, and pools so short that slots change owners.
 """
 
 import functools
