@@ -8,8 +8,8 @@ import torch
 
 
 def map_tensors(value: Any, change: Callable[..., Any], *kinds: type) -> Any:
-    """Returns the value with `change` of each of its tensors, and of parts of these `kinds`; a value that holds none is
-    returned itself."""
+    """Returns the value with `change` applied to each of its tensors and to each part of these `kinds`; a value without
+    any is returned itself."""
     if isinstance(value, (torch.Tensor, *kinds)):
         return change(value)
     if is_dataclass(value) and not isinstance(value, type):
