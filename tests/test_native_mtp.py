@@ -581,7 +581,13 @@ def test_only_what_modules_run_of_a_text_model_is_moved_to_their_device(publishe
 @deep_cases("glm4_moe-shared-spec1")
 @pytest.mark.parametrize(
     ("name", "spec"),
-    [("glm4_moe-3", CHAIN), ("glm4_moe-shared", TREE), deep("deepseek_v3", TREE), deep("mimo", TREE)],
+    [
+        ("glm4_moe-3", CHAIN),
+        ("glm4_moe-shared", TREE),
+        deep("deepseek_v3", TREE),
+        deep("kimi_k25", CHAIN),
+        deep("mimo", TREE),
+    ],
 )
 def test_modules_draft_for_a_target_on_two_devices(
     name: str, spec: dict[str, int], published: Any, monkeypatch: pytest.MonkeyPatch
