@@ -11,7 +11,9 @@ from kv_rig import SWA, MirroredArray, PagedAllocator, RequestTable, ints, make_
 
 from specdec import SamplingParams, SpecConfig
 from specdec.errors import DoubleFreeError, KVStateError, OutOfSlotsError
+from specdec.runtime.batch import Batch
 from specdec.runtime.launched_step import LaunchedStep
+from specdec.runtime.round_figures import RoundFigures
 from specdec.sampling.sampling_table import SamplingTable, Uses
 
 from inside import Detokenizer, PromptRoom, Request, RequestState, RoundResult, Scheduler, restricted, settle_round
@@ -295,10 +297,11 @@ def test_a_round_is_settled_for_all():
     requests = [request_of(0, 5), request_of(1, 3, max_new_tokens=3)]
     for request, row in zip(requests, (2, 0), strict=True):
         request.row = row
-        request.settle([1], [], request.stats.copy())
+        request.settle([1])
     before = [request.stats for request in requests]
     round = SimpleNamespace(cache=SimpleNamespace(table=table), tokens=tokens)
-    settle_round(round, requests, result_of([[5, 6, 7], [2, 3, 4]], [1, 3], verify=1.0))
+    rows, result = ints(2, 0), result_of([[5, 6, 7], [2, 3, 4]], [1, 3], verify=1.0)
+    settle_round(round, requests, rows, result, RoundFigures(4).after_round(rows, result))
     assert tokens.host[:3, :9].tolist() == [[0, 0, 0, 0, 2, 3, 4, 0, 0], [0] * 9, [0, 0, 0, 0, 0, 0, 5, 0, 0]]
     assert [request.output_ids for request in requests] == [[1, 5], [1, 2, 3]]
     assert [request.finish_reason for request in requests] == ["", "length"]
@@ -311,17 +314,16 @@ def test_a_round_is_settled_for_all():
 def test_an_interrupted_step_moves_no_reader(monkeypatch):
     """The next step must know nothing of "b", which was not to be: "ac" is no stop string, and "bc" would be."""
     request = request_of(stop="bc")
-    request.settle([0], [], request.stats.copy())
+    request.settle([0])
     settled, before = request.settled, contents(request.settled.reader)
-    stats = request.stats.copy()
-    monkeypatch.setattr(stats.__class__, "record_round", lambda *_: 1 / 0)
+    monkeypatch.setattr("specdec.runtime.request.Settled", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        request.settle([1], [], stats, num_drafts=0)
+        request.settle([1], figures=RoundFigures(1))
     assert request.settled is settled and contents(settled.reader) == before
     monkeypatch.undo()
-    request.settle([2], [], request.stats.copy(), num_drafts=0)
+    request.settle([2])
     assert (request.output_ids, request.finish_reason) == ([0, 2], "")
-    request.settle([1, 2, 3], [], request.stats.copy(), num_drafts=2)
+    request.settle([1, 2, 3])
     assert (request.output_ids, request.finish_reason) == ([0, 2, 1, 2], "stop")
 
 
@@ -353,7 +355,7 @@ def test_who_is_restricted_has_rules_that_still_hold():
 
 def test_present_are_those_that_kept_their_row():
     requests = [request_of(number) for number in range(3)]
-    step = LaunchedStep(requests, [0, 0, 0], None, None, (), torch.zeros(0), ints(0, 0, 0), ints(0, 0, 0), None, None)
+    step = LaunchedStep(Batch(requests), None, None, (), torch.zeros(0), ints(0, 0, 0), ints(0, 0, 0), None, None)
     assert step.present() == [0, 1, 2] and step.gaining() == requests
     requests[1].row_epoch += 1
     assert step.present() == [0, 2] and step.gaining() == requests[::2]

@@ -1,6 +1,5 @@
 """A round or a group of prompt chunks on the device, until its result is on the host and settled."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,6 +7,7 @@ import torch
 
 from specdec.gpu.mirrored_array import IntArray
 from specdec.gpu.ranks import Ranks
+from specdec.runtime.batch import Batch
 from specdec.runtime.request import Request
 from specdec.runtime.rounds.prompt_scoring import Scoring, Span
 from specdec.runtime.rounds.result import RoundResult, RoundShape, unpack
@@ -18,16 +18,14 @@ from specdec.sampling.log_probs import TokenScores
 class LaunchedStep:
     """A round or a group of prompt chunks on the device, and the requests that had a row in it.
 
-    row_epochs: `row_epoch` of each request at the launch; the result of a request that has lost its row since is
-    ignored. drawing: batch indices of the requests whose prompt ends here and that draw their first token; None for a
-    round. packed: the result, on its way to the host; `shape` and `stages` say how to read it. drafts [B]: deepest
-    draft that each request could accept. forced [B]: tokens of each request that its grammar forced. scores: requested
-    log-probabilities of prompt tokens. done: the CUDA event of the copy to the host; None: there is nothing to wait
-    for.
+    batch: the requests; the result of one that has lost its row since the launch is ignored. drawing: batch indices of
+    the requests whose prompt ends here and that draw their first token; None for a round. packed: the result, on its
+    way to the host; `shape` and `stages` say how to read it. drafts [B]: deepest draft that each request could accept.
+    forced [B]: tokens of each request that its grammar forced. scores: requested log-probabilities of prompt tokens.
+    done: the CUDA event of the copy to the host; None: there is nothing to wait for.
     """
 
-    requests: Sequence[Request]
-    row_epochs: list[int]
+    batch: Batch
     drawing: list[int] | None
     shape: RoundShape
     stages: tuple[str, ...]
@@ -37,13 +35,18 @@ class LaunchedStep:
     scores: tuple[Scoring, torch.Tensor] | None
     done: torch.cuda.Event | None
 
+    @property
+    def requests(self) -> list[Request]:
+        return self.batch.requests
+
     def present(self) -> list[int]:
         """Batch indices of the requests that still have their row."""
-        epochs = [request.row_epoch for request in self.requests]
-        if epochs == self.row_epochs:
-            return list(range(len(epochs)))
-        seats = enumerate(zip(self.requests, self.row_epochs, strict=True))
-        return [i for i, (request, epoch) in seats if request.row_epoch == epoch]
+        return self.batch.present()
+
+    @property
+    def is_lost(self) -> bool:
+        """Has no request its row any more?"""
+        return all(each.row_epoch != then for each, then in zip(self.requests, self.batch.epochs, strict=True))
 
     def gaining(self) -> list[Request]:
         """Present requests that are sure to get a token."""
@@ -51,8 +54,9 @@ class LaunchedStep:
 
     def result(self) -> RoundResult:
         """Result of all requests of a round, or of those that draw after prompt chunks. Waits for the device."""
-        drawn = self.requests if self.drawing is None else [self.requests[i] for i in self.drawing]
-        asked = [request.params.logprobs for request in drawn]
+        asked = self.batch.logprobs
+        if self.drawing is not None:
+            asked = [asked[i] for i in self.drawing]
         return unpack(self._on_host(self.packed), self.shape, self.stages, asked, self.drafts, self.forced)
 
     def prompt_scores(self) -> list[tuple[Span, TokenScores]]:
@@ -66,7 +70,7 @@ class LaunchedStep:
 
 
 def launched_now(
-    requests: Sequence[Request],
+    batch: Batch,
     drawing: list[int] | None,
     shape: RoundShape,
     stages: tuple[str, ...],
@@ -78,11 +82,11 @@ def launched_now(
     scores: tuple[Scoring, torch.Tensor] | None = None,
 ) -> LaunchedStep:
     """Begin to copy the result of what was just launched to the host. drafts, forced: None where there are none."""
-    epochs, none = [request.row_epoch for request in requests], np.zeros(shape.batch, dtype=np.int64)
+    none = np.zeros(shape.batch, dtype=np.int64)
     drafts, forced = none if drafts is None else drafts, none if forced is None else forced
     on_host, done = copy_to_host(packed), event_now(packed.device)
     done = done if ranks is None else ranks.guarded(done)
-    return LaunchedStep(requests, epochs, drawing, shape, stages, on_host, drafts, forced, scores, done)
+    return LaunchedStep(batch, drawing, shape, stages, on_host, drafts, forced, scores, done)
 
 
 def copy_to_host(numbers: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ import numpy as np
 
 from specdec.gpu.mirrored_array import IntArray, upload
 from specdec.models.target import FinalStates
+from specdec.runtime.batch import Batch
 from specdec.runtime.cpu_threads import CpuThreads
 from specdec.runtime.grammar_masks import root_masks
 from specdec.runtime.launched_step import LaunchedStep, copy_to_host, launched_now
@@ -95,7 +96,9 @@ class Prefill:
         longest = int(read_len[chosen].max(initial=0))
         masks = root_masks([request.place for request in drawn])
         packed = round.prefill(chunk, chosen, longest, shape, masks, reading.earlier, begins=int(done.min()))
-        launched = launched_now(requests, drawing, shape, PREFILL_STAGES, packed, round.target.ranks, scores=scores)
+        launched = launched_now(
+            Batch(requests), drawing, shape, PREFILL_STAGES, packed, round.target.ranks, scores=scores
+        )
         commit_chunks_on_host(self._scheduler.table, self._scheduler.prefixes, requests, chunk_len)
         return launched
 

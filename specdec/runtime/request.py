@@ -17,6 +17,7 @@ from specdec.config import SamplingParams, SpecConfig
 from specdec.errors import RequestFailedError, SpecDecError, in_words, is_fault
 from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.prompt_scores import PromptScores
+from specdec.runtime.round_figures import SECONDS, RoundFigures
 from specdec.runtime.rounds.result import DraftShape
 from specdec.runtime.rounds.round_shapes import NO_DRAFT, whole_draft
 from specdec.sampling.grammars.grammar import Place
@@ -76,8 +77,7 @@ class RequestStats:
         return [accepted / drafted for accepted, drafted in by_depth if drafted]  # zeros: taken out by `add`, and last
 
     def copy(self) -> "RequestStats":
-        """These figures alone, as lists are replaced and never changed. Every round makes one for every request, so not
-        by `replace`, which takes long."""
+        """These figures alone, as lists are replaced and never changed."""
         return RequestStats(*_FIGURES(self))
 
     def record_round(self, emitted: int, accepted: int, num_drafts: int) -> None:
@@ -174,8 +174,9 @@ class RequestState(Enum):
 class Settled(NamedTuple):
     """How far a request has come. Replaced as a whole, so that a step either happened to it or did not.
 
-    num_tokens: prompt and output. reader: the output's text so far, where stop strings are looked for. place: in its
-    grammar, None: it has none.
+    num_tokens: prompt and output. stats: its figures, without the rounds that `figures` counts in its row; None: no
+    round has been settled since it took the row. reader: the output's text so far, where stop strings are looked for.
+    place: in its grammar, None: it has none.
     """
 
     num_tokens: int
@@ -183,6 +184,8 @@ class Settled(NamedTuple):
     stats: RequestStats
     reader: Detokenizer
     place: Place | None
+    figures: RoundFigures | None = None
+    row: int = -1
 
 
 @dataclass(slots=True, eq=False)
@@ -277,7 +280,14 @@ class Request:
 
     @property
     def stats(self) -> RequestStats:
-        return self.settled.stats
+        """Its figures so far; a copy, once rounds in its present row have been settled."""
+        _, _, stats, _, _, figures, row = self.settled
+        if figures is None:
+            return stats
+        stats = stats.copy()
+        stats.add(RequestStats(**figures.of_row(row)))  # type: ignore[arg-type]
+        stats.decode_seconds = figures.settled_at - self.handed_in - stats.first_token_seconds
+        return stats
 
     @property
     def has_fixed_draft(self) -> bool:
@@ -327,27 +337,33 @@ class Request:
         if self.stats.queue_seconds == 0.0:  # the first time, not after a preemption
             self.stats.queue_seconds = time.perf_counter() - self.handed_in
 
+    def lose_row(self) -> None:
+        """It waits, without a row. Results launched for the row are not its any more."""
+        self.settled = self.settled._replace(stats=self.stats, figures=None)
+        self.row, self.state = -1, RequestState.WAITING
+        self.row_epoch += 1
+
     def settle(
         self,
         emitted: Sequence[int],
-        logprobs: Sequence[TokenLogprob],
-        stats: RequestStats,
-        *,
-        num_drafts: int | None = None,
+        logprobs: Sequence[TokenLogprob] = (),
+        figures: RoundFigures | None = None,
+        num_drafts: int = 0,
         num_forced: int = 0,
     ) -> None:
         """Take emitted tokens until a stop condition; the last one given is no draft.
 
-        stats: its figures so far (a copy, changed here); num_drafts: depth of the drafts that it could accept, None for
-        the token after a prompt; num_forced: number of first tokens that came from the grammar, not from drafts.
+        figures: after this round, for a request that takes all tokens; None: the token comes after a prompt.
+        num_drafts: depth of the drafts that it could accept. num_forced: number of first tokens that came from the
+        grammar, not from drafts.
         """
-        before = self.settled
-        start, place = before.num_tokens, before.place
-        prompt_len, tokens, drafted = len(self.prompt), self._tokens, self._drafted
-        stops = self.stops
-        reader = copy.copy(before.reader) if stops else before.reader  # the settled reader must not advance yet
-        kept, longest = start - prompt_len, self.longest
-        del tokens[start:], drafted[kept:], self._logprobs[kept:]  # of a step that was interrupted
+        start, _, stats, reader, place, _, _ = self.settled
+        tokens, drafted, stops, longest = self._tokens, self._drafted, self.stops, self.longest
+        if len(tokens) > start:  # of a step that was interrupted
+            kept = start - len(self.prompt)
+            del tokens[start:], drafted[kept:], self._logprobs[kept:]
+        if stops:
+            reader = copy.copy(reader)  # the settled reader must not advance yet
         finish_reason, taken, called = "", 0, "grammar"
         if start >= longest:  # its prompt was to be scored, and no more
             finish_reason, emitted = "length", ()
@@ -364,11 +380,10 @@ class Request:
                 tokens.append(token)
                 drafted.append(num_forced < taken < len(emitted))
                 called = "tokenizer"
-                output: Sequence[int] = TokenView(tokens, prompt_len, len(tokens)) if stops else ()
-                if token in self.end_tokens or (stops and reader.find_stop(output, stops)):
+                if token in self.end_tokens or (stops and self._found_stop(reader)):
                     finish_reason = "stop"
                     break
-                if len(tokens) >= longest:
+                if start + taken >= longest:
                     finish_reason = "length"
                     break
         except BaseException as error:
@@ -378,21 +393,34 @@ class Request:
             return
         if logprobs:
             self._logprobs += logprobs[:taken]
-        seconds = time.perf_counter() - self.handed_in
-        if kept == 0:
+        if figures is None or taken < len(emitted):
+            stats, figures = self._stats_after(figures, taken, num_drafts, num_forced), None
+        self.settled = Settled(start + taken, finish_reason, stats, reader, place, figures, self.row)
+        if self.news is not None:
+            self.news.append(self.number)
+
+    def _found_stop(self, reader: Detokenizer) -> bool:
+        return reader.find_stop(TokenView(self._tokens, len(self.prompt), len(self._tokens)), self.stops)
+
+    def _stats_after(self, figures: RoundFigures | None, taken: int, num_drafts: int, num_forced: int) -> RequestStats:
+        """Its figures after it has taken the token after its prompt, or the first tokens of a round and no more."""
+        stats, seconds = self.stats.copy(), time.perf_counter() - self.handed_in
+        if self.num_output == 0:
             stats.first_token_seconds = seconds
         stats.decode_seconds = seconds - stats.first_token_seconds
         stats.output_tokens += taken
-        if num_drafts is not None:
-            if num_forced:
-                stats.record_round(taken, 0, 0)
-                stats.forced_tokens += min(taken, num_forced)
-                stats.forced_rounds += 1
-            else:
-                cut = taken < len(emitted)  # its output ends within the accepted drafts: nothing judged those below
-                stats.record_round(taken, min(taken, len(emitted) - 1), taken if cut else num_drafts)
-        self.settled = Settled(start + taken, finish_reason, stats, reader, place)
-        self._tell()
+        if figures is None:
+            return stats
+        for name, share in zip(SECONDS, figures.shares, strict=True):
+            setattr(stats, name, getattr(stats, name) + share)
+        if num_forced:
+            stats.record_round(taken, 0, 0)
+            stats.forced_tokens += min(taken, num_forced)
+            stats.forced_rounds += 1
+        else:  # its output ends within the accepted drafts: nothing judged those below
+            stats.record_round(taken, taken, taken)
+            stats.draft_nodes += figures.num_drafted if num_drafts else 0
+        return stats
 
     def fail(self, called: str, error: BaseException) -> None:
         """End it after an error in its own "grammar" or "tokenizer", which `called` names."""
@@ -404,9 +432,6 @@ class Request:
         if not self.finished:
             self.error = error
             self.settled = self.settled._replace(finish_reason=finish_reason)
-        self._tell()
-
-    def _tell(self) -> None:
         if self.news is not None:
             self.news.append(self.number)
 

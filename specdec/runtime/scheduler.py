@@ -20,6 +20,7 @@ from specdec.gpu.buckets import next_power_of_two
 from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.index_spaces import PRIMARY
 from specdec.kvcache.table import RequestTable, window_slots_held
+from specdec.runtime.batch import Batches
 from specdec.runtime.prefixes import Prefixes
 from specdec.runtime.prompt_gap import PromptGap
 from specdec.runtime.prompt_shares import Prompt, PromptRoom, shares
@@ -52,6 +53,7 @@ class Scheduler:
         self.prompt_gap = PromptGap()
         self.waiting: list[Request] = []  # sorted by rank
         self.running: list[Request] = []  # sorted by rank
+        self.batches = Batches()
         self.rounds_held = False  # while True, no request decodes
         self.max_running = table.max_requests  # rows given out at a time; fewer after steps have raised errors
 
@@ -88,7 +90,7 @@ class Scheduler:
         self.prefixes.restart()
         self.running = []
         for request in requests:
-            request.state, request.row = RequestState.WAITING, -1
+            request.lose_row()
         self.waiting = sorted(requests, key=rank)
 
     def require_fits(self, prompt_len: int, max_new_tokens: int) -> None:
@@ -194,20 +196,20 @@ class Scheduler:
         if self.rounds_held:
             return []
         while True:
-            decoding = self._decoding()
-            rows, wanted = self._lookahead(decoding)
+            batch = self.batches.of(self._decoding())
+            rows, wanted = batch.rows, self._lookahead(batch.rows)
             if self.table.pages_needed(rows, wanted).sum() <= self.table.allocator.available_pages:
                 break
             self._make_room()
         self.table.ensure_all_slots(rows, wanted)
-        forced = max((len(request.forced) for request in restricted(decoding)), default=0)
+        forced = max((len(request.forced) for request in restricted(batch.ruled)), default=0)
         if forced:
             last = self.table.slots.host.shape[1] - 1
             more = np.minimum(self.table.committed_len.host[rows] + next_power_of_two(1 + forced), last)
             for row, wanted in zip(rows[:, None], more[:, None], strict=True):  # for each by itself
                 if self.table.pages_needed(row, wanted).sum() <= self.table.allocator.available_pages:
                     self.table.ensure_all_slots(row, wanted)
-        return decoding
+        return batch.requests
 
     def release_requests(self, *requests: Request) -> None:
         """Forget requests, running or waiting, and free their rows and slots."""
@@ -220,8 +222,7 @@ class Scheduler:
             self.prefixes.release_rows(leaving)
             self.table.close_rows(rows_of(leaving))
         for request in leaving:
-            request.row, request.state = -1, RequestState.WAITING
-            request.row_epoch += 1
+            request.lose_row()
 
     def _decoding(self) -> list[Request]:
         """Requests that may have another round; one that ends with its first token waits for that to be settled."""
@@ -236,16 +237,16 @@ class Scheduler:
             self.table.ensure_all_slots(rows, self.table.committed_len.host[rows] + chunk_len)
         return chosen
 
-    def _lookahead(self, decoding: Sequence[Request]) -> tuple[IntArray, IntArray]:
-        """The rows [B] of requests that decode, and the slots [B] that each must own for a round."""
-        rows = rows_of(decoding)
-        return rows, self.table.committed_len.host[rows] + self.table.lookahead
+    def _lookahead(self, rows: IntArray) -> IntArray:
+        """The slots [B] that each of these rows must own for a round."""
+        wanted: IntArray = self.table.committed_len.host[rows] + self.table.lookahead
+        return wanted
 
     def _pages_to_come(self, requests: Sequence[Request]) -> IntArray:
         """Pages [groups] that requests with a row will take up to and including their next round."""
         table = self.table
-        decoding = _in_state(requests, RequestState.DECODE)
-        due = np.full_like(table.retain, table.pages_needed(*self._lookahead(decoding)).sum())
+        rows = rows_of(_in_state(requests, RequestState.DECODE))
+        due = np.full_like(table.retain, table.pages_needed(rows, self._lookahead(rows)).sum())
         for request in requests:
             if request.state is not RequestState.DECODE:
                 owned, evicted = int(table.capacity[request.row]), table.evicted_len[:, request.row]

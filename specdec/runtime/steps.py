@@ -18,6 +18,8 @@ import numpy as np
 from specdec.config import MAX_FORCED_TOKENS, SpecConfig
 from specdec.gpu.captures import CaptureUse
 from specdec.gpu.mirrored_array import IntArray
+from specdec.kvcache.page_pool import BoolArray
+from specdec.runtime.batch import Batch
 from specdec.runtime.cpu_threads import CpuThreads
 from specdec.runtime.draft_policy.draft_choice import DraftChoice
 from specdec.runtime.draft_policy.draft_ladder import draft_ladder
@@ -33,7 +35,7 @@ from specdec.runtime.rounds.captured_rounds import Between, RoundGraphs, no_host
 from specdec.runtime.rounds.decode_round import DECODE_STAGES, decode_programs
 from specdec.runtime.rounds.result import DraftShape, RoundResult, RoundShape
 from specdec.runtime.rounds.round import Round
-from specdec.runtime.rounds.round_shapes import NO_DRAFT, end_drafts, largest, round_shape, whole_draft, with_forced
+from specdec.runtime.rounds.round_shapes import end_drafts, largest, round_shape, whole_draft, with_forced
 from specdec.runtime.scheduler import Scheduler
 from specdec.runtime.seating import load_rows
 
@@ -94,7 +96,7 @@ class Steps:
         """Run one step -> the requests that ended in it. Those that end in the round make room for prompts."""
         with self.round.on_device(), self.round.weights.looked_up_once(), self.threads.limited():
             finished: list[Request] = []
-            if restricted(self.scheduler.running):
+            if restricted(self.scheduler.batches.of(self.scheduler.running).ruled):
                 finished += self.launches.settle_all()  # a grammar's mask needs every earlier token
                 finished += self.launches.release_finished(prepare(self.scheduler.running))
             decoding, begin = self.scheduler.next_decode(), time.perf_counter()
@@ -103,6 +105,7 @@ class Steps:
                 self.scheduler.prompt_gap.learn_round(time.perf_counter() - begin)
             if admitted := self.scheduler.admit_requests():
                 load_rows(self.round, admitted)
+                self.launches.figures = self.launches.figures.without(rows_of(admitted))
                 if self.choice is not None:
                     self.choice.acceptance.begin_rows(rows_of(admitted))
                 finished += self.launches.release_finished(prepare(admitted))
@@ -110,11 +113,15 @@ class Steps:
 
     def _decode(self, requests: Sequence[Request]) -> list[Request]:
         """Launch a round of the requests that may still get a token from it, then settle what is due."""
-        due = self.launches.tokens_due()
-        to_go = [request.to_go - due.get(request.number, 0) for request in requests]
-        going_on = [request for request, most in zip(requests, to_go, strict=True) if most > 0]
+        batch = self.scheduler.batches.of(requests)
+        known = self.table.committed_len.host[batch.rows] + 1  # the newest token, drawn at least, has no K/V
+        to_go = (batch.longest - known - self.launches.rounds_due()[batch.rows]).tolist()
+        going_on: Sequence[Request] = batch.requests
+        if to_go and min(to_go) <= 0:
+            going_on = [request for request, most in zip(requests, to_go, strict=True) if most > 0]
+            to_go = [most for most in to_go if most > 0]
         if going_on:
-            self.launch_round(going_on, [most for most in to_go if most > 0])
+            self.launch_round(going_on, to_go)
         return self.launches.settle(busy=bool(going_on) or self.scheduler.reads_prompts)
 
     def _read_prompts(self, *, streams: bool) -> list[Request]:
@@ -134,10 +141,11 @@ class Steps:
 
     def launch_round(self, requests: Sequence[Request], to_go: Sequence[int]) -> None:
         """Launch one round of these requests. to_go: tokens that each may still get, at least 1."""
-        rows, params = rows_of(requests), [request.params for request in requests]
+        batch = self.scheduler.batches.of(requests)
+        rows = batch.rows
         ending = end_drafts(self.round, rows, self._unsettled_nodes() + 1 + self.spec.depth)
         shape = self.shape_for(requests, to_go)
-        masked = len(restricted(requests)) > 0  # a request's rules may have ended before it does
+        masked = len(restricted(batch.ruled)) > 0  # a request's rules may have ended before it does
         shape = shape._replace(uses=shape.uses._replace(masked=masked))
         forced = forced_counts(requests) if masked else np.zeros_like(rows)
         if forced.any():
@@ -146,7 +154,7 @@ class Steps:
         if self.graphs is not None:
             shape = self.graphs.bucket(shape)
         self.round.seat(rows)
-        self.round.sampling.load_biases(rows, params, shape.uses)
+        self.round.sampling.load_biases(rows, batch.params, shape.uses)
         if shape.forced:
             load_forced(self.round, requests, forced)
         self.round.flush()
@@ -161,7 +169,7 @@ class Steps:
         else:
             packed = self.graphs.run(shape, between)
         ranks = self.round.target.ranks
-        launched = launched_now(requests, None, shape, DECODE_STAGES, packed, ranks, drafts=drafts, forced=forced)
+        launched = launched_now(batch, None, shape, DECODE_STAGES, packed, ranks, drafts=drafts, forced=forced)
         self.launches.unsettled.append(launched)
 
     def _catch_up(self, shape: RoundShape, rows: IntArray, ending: IntArray) -> None:
@@ -177,15 +185,20 @@ class Steps:
     def shape_for(self, requests: Sequence[Request], to_go: Sequence[int]) -> RoundShape:
         """Shape of the next round of these requests. Captured rounds have few shapes of drafts: the engine's own, none,
         and those of the draft ladder."""
-        rows, whole, eager = rows_of(requests), whole_draft(self.spec), self.graphs is None
-        sizes = [each.draft_size(most) if eager else whole for each, most in zip(requests, to_go, strict=True)]
-        drafting = (self.round.max_drafts.host[rows] > 0).tolist()  # 0: without drafts, or past the drafter's positions
-        drafts = [size if drafts else NO_DRAFT for size, drafts in zip(sizes, drafting, strict=True)]
-        params = [request.params for request in requests]
-        shape = round_shape(self.round, rows, params, drafts, self._unsettled_nodes())
+        batch = self.scheduler.batches.of(requests)
+        drafting = self.round.max_drafts.host[batch.rows] > 0  # 0: without drafts, or past the drafter's positions
+        drafts = self._drafts(batch, to_go, drafting)
+        shape = round_shape(self.round, batch.rows, batch.params, drafts, self._unsettled_nodes())
         if self.choice is None or shape.num_steps == 0:
             return shape
-        return self._with_chosen_draft(self.choice, shape, requests, to_go, drafts)
+        fixed = largest(self._drafts(batch, to_go, drafting & batch.fixed))
+        return self._with_chosen_draft(self.choice, shape, batch.rows, to_go, fixed)
+
+    def _drafts(self, batch: Batch, to_go: Sequence[int], drafting: BoolArray) -> set[DraftShape]:
+        """Drafts of the requests that are `drafting` [B]."""
+        if self.graphs is not None:
+            return {whole_draft(self.spec)} if drafting.any() else set()
+        return {batch.requests[i].draft_size(to_go[i]) for i in np.flatnonzero(drafting).tolist()}
 
     def _unsettled_nodes(self) -> int:
         """Tokens by which a row may be longer than the host knows."""
@@ -195,19 +208,18 @@ class Steps:
         self,
         choice: DraftChoice,
         shape: RoundShape,
-        requests: Sequence[Request],
+        rows: IntArray,
         to_go: Sequence[int],
-        drafts: Sequence[DraftShape],
+        fixed: DraftShape,
     ) -> RoundShape:
-        """This shape with the draft that `choice` selects. Large captured rounds have one draft only."""
+        """This shape with the draft that `choice` selects. Large captured rounds have one draft only. fixed: the
+        smallest draft that covers those that requests fix."""
         bucket = shape if self.graphs is None else self.graphs.bucket(shape)
         if self.graphs is not None and is_large(bucket):
             return shape
-        fixed = [draft for draft, request in zip(drafts, requests, strict=True) if request.has_fixed_draft]
-        rows = rows_of(requests)
         most = np.minimum(self.round.max_drafts.host[rows], np.array(to_go, dtype=np.int64) - 1)
         unsettled = [launched.shape.draft for launched in self.launches.unsettled if launched.drawing is None]
-        draft = choice.choose(rows, most, bucket.batch, largest(fixed), unsettled)
+        draft = choice.choose(rows, most, bucket.batch, fixed, unsettled)
         if self.graphs is None and draft.num_steps:  # no deeper than any request can use
             draft = shape.draft._replace(by_lookup=draft.by_lookup)
         return shape.with_draft(draft)

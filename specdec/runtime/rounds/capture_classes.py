@@ -17,6 +17,8 @@ from specdec.gpu.buckets import next_power_of_two, step_up
 from specdec.runtime.rounds.result import RoundShape
 from specdec.sampling.sampling_table import SAMPLED, Uses
 
+GREEDY = Uses(sampled=False)
+
 BIAS_ENTRIES = 512
 """Entries of a logit bias in the smallest class of edited rounds."""
 
@@ -32,7 +34,7 @@ def share(uses: Uses, logprobs: int | None, *, on_kernels: bool) -> tuple[Uses, 
     if not (uses.edits or logprobs is not None):
         if uses.penalty:
             return SAMPLED._replace(penalty=True), None
-        return (SAMPLED if on_kernels or uses.sampled else Uses.of([])), None
+        return (SAMPLED if on_kernels or uses.sampled else GREEDY), None
     edited = SAMPLED._replace(penalty=True, counts=True, bias=step_up(uses.bias, BIAS_ENTRIES, 8), masked=uses.masked)
     return edited, None if logprobs is None else _alternatives(logprobs)
 

@@ -1,0 +1,51 @@
+"""Requests of a step, and what stays the same for as long as they keep their rows: read every step, made when the
+requests change."""
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from specdec.gpu.mirrored_array import IntArray
+from specdec.runtime.request import Request, rows_of
+
+KEPT = 3
+"""Newest batches: of all that run, of those that decode, and of those of them that go on."""
+
+
+class Batch:
+    """Requests, with the epochs, rows [B] and parameters that they had. longest [B]: their lengths if only
+    max_new_tokens ends them. ruled: those with a grammar or rules about tokens. fixed [B]: do they fix their draft?"""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.requests = list(requests)
+        self.epochs = [request.row_epoch for request in requests]
+        self.rows: IntArray = rows_of(requests)
+        self.params = [request.params for request in requests]
+        self.logprobs = [each.logprobs for each in self.params]
+        self.longest: IntArray = np.array([request.longest for request in requests], dtype=np.int64)
+        self.ruled = [request for request in requests if request.settled.place is not None]
+        self.fixed = np.array([request.has_fixed_draft for request in requests], dtype=np.bool_)
+        self.num_speculating = sum(request.draft is not None for request in requests)
+
+    def present(self) -> list[int]:
+        """Numbers of the requests that still have their row."""
+        epochs = [request.row_epoch for request in self.requests]
+        if epochs == self.epochs:
+            return list(range(len(epochs)))
+        return [i for i, (now, then) in enumerate(zip(epochs, self.epochs, strict=True)) if now == then]
+
+
+class Batches:
+    """The newest batches, so that a step whose requests are those of the step before makes none."""
+
+    def __init__(self) -> None:
+        self._newest: deque[Batch] = deque(maxlen=KEPT)
+
+    def of(self, requests: Sequence[Request]) -> Batch:
+        """The batch of these requests, each of which has a row."""
+        for batch in self._newest:
+            if requests is batch.requests or (requests == batch.requests and len(batch.present()) == len(requests)):
+                return batch
+        self._newest.append(Batch(requests))
+        return self._newest[-1]
