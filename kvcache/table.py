@@ -30,6 +30,13 @@ FROZEN_EXTRA_KEYS = 2
 """Additional committed keys of a window for a frozen drafter: the target reads window - 1 before its own token, the
 drafter the newest window + 1."""
 
+AHEAD = 16
+"""Slots that a row gets more than it needs, and peers that it keeps longer, while the pools have ample room: so most
+rounds change no slot and no map."""
+
+AMPLE = 4
+"""Ample room: AHEAD slots for every row, that many times, are free in every pool."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:
@@ -141,6 +148,11 @@ class RequestTable:
         self.capacity[rows] = self.evicted_len[:, rows] = 0
         self._active[rows] = False
 
+    @property
+    def has_ample_room(self) -> bool:
+        pages = AMPLE * self.max_requests * (AHEAD // self.allocator.page_size)
+        return all(pool.free_pages >= pages for pool in self.allocator.pools)
+
     def adopt_pages(self, row: int, pages: IntArray) -> None:
         """Begin an empty row with `pages`, which others claim: they hold the K/V of its first tokens, now committed.
 
@@ -175,6 +187,12 @@ class RequestTable:
     def ensure_slots(self, row: int, length: int) -> None:
         """Own at least `length` slots. Raises OutOfSlotsError, with nothing taken, when a pool cannot give them."""
         self.ensure_all_slots(np.array([row]), np.array([length]))
+
+    def ensure_slots_ahead(self, rows: IntArray, length: IntArray) -> None:
+        """`ensure_all_slots`, which also gives these rows AHEAD slots more if any lacks one and there is ample room."""
+        if self.pages_needed(rows, length).any():
+            more = AHEAD if self.has_ample_room else 0
+            self.ensure_all_slots(rows, np.minimum(length + more, max(self.slots.host.shape[1], int(length.max()))))
 
     def ensure_all_slots(self, rows: IntArray, length: IntArray) -> None:
         """Each of rows owns at least `length` [B] slots, or OutOfSlotsError is raised and nothing is taken."""
@@ -248,21 +266,23 @@ class RequestTable:
             said = f"rows {rows.tolist()}: a path names nodes past the slots they own: {path.tolist()}"
             raise name_row(KVStateError(said), rows[astray][0])
 
-    def evict_unseen(self, rows: IntArray, *, slack_pages: int = 1) -> int:
+    def evict_unseen(self, rows: IntArray, *, slack_pages: int = 1, ahead: bool = False) -> int:
         """Free the peers of tokens that no future query can see, in each windowed group; returns the number of pages. A
         round in flight may still read freed pages: the device runs launches in order, so only later ones overwrite them
         (`runtime/launches.py`).
 
-        `slack_pages` pages before the window stay: usually one, none when the pool is short.
+        `slack_pages` pages before the window stay: usually one, none when the pool is short. ahead: with ample room
+        nothing is freed in a group until a row has AHEAD such tokens.
         """
         self.allocator.require_unfrozen("evict")
         page_size, freed = self.allocator.page_size, 0
+        least = AHEAD if ahead and self.has_ample_room else 1
         for group in self.allocator.windowed:
             start = self.evicted_len[group, rows]
             read_len = self.committed_len.host[rows] - self.max_lag[group]
             unseen = ((read_len - self.retain[group]) // page_size - slack_pages) * page_size
             end = np.maximum(unseen, start)
-            if (end == start).all():
+            if (end - start).max(initial=0) < least:
                 continue
             slots = self.slots.host[row_cells(rows, start, end)]  # a page that several rows share is named by each
             self.allocator.evict(group, PrimaryLoc(torch.from_numpy(slots)))

@@ -131,6 +131,7 @@ class Scheduler:
         admitted: list[Request] = []
         if not self.waiting or len(self.running) >= self.max_running:
             return admitted
+        self.table.evict_unseen(self.table.active_rows)
         due = self._pages_to_come(self.running)
         there = np.array([pool.available_pages for pool in self.table.allocator.pools])
         numbers: list[int] = []  # of the admitted requests, sorted
@@ -201,7 +202,7 @@ class Scheduler:
             if self.table.pages_needed(rows, wanted).sum() <= self.table.allocator.available_pages:
                 break
             self._make_room()
-        self.table.ensure_all_slots(rows, wanted)
+        self.table.ensure_slots_ahead(rows, wanted)
         forced = max((len(request.forced) for request in restricted(batch.ruled)), default=0)
         if forced:
             last = self.table.slots.host.shape[1] - 1

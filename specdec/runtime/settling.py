@@ -82,4 +82,4 @@ def settle_round(
             request.settle(emitted, logprobs, figures, *drafts)
         except Exception as error:
             raise name_row(error, request.row)  # noqa: B904 - the same error
-    table.evict_unseen(rows)
+    table.evict_unseen(rows, ahead=True)
