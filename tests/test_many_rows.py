@@ -357,7 +357,7 @@ def test_present_are_those_that_kept_their_row():
     requests = [request_of(number) for number in range(3)]
     step = LaunchedStep(Batch(requests), None, None, (), torch.zeros(0), ints(0, 0, 0), ints(0, 0, 0), None, None)
     assert step.present() == [0, 1, 2] and step.gaining() == requests
-    requests[1].row_epoch += 1
+    requests[1].lose_row()
     assert step.present() == [0, 2] and step.gaining() == requests[::2]
 
 

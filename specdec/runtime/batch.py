@@ -18,6 +18,8 @@ class Batch:
     max_new_tokens ends them. ruled: those with a grammar or rules about tokens. fixed [B]: do they fix their draft?"""
 
     def __init__(self, requests: Sequence[Request]) -> None:
+        self._checked = Request.newest_loss  # as of which all have their rows
+        self._all = list(range(len(requests)))
         self.requests = list(requests)
         self.epochs = [request.row_epoch for request in requests]
         self.rows: IntArray = rows_of(requests)
@@ -30,10 +32,13 @@ class Batch:
 
     def present(self) -> list[int]:
         """Numbers of the requests that still have their row."""
-        epochs = [request.row_epoch for request in self.requests]
-        if epochs == self.epochs:
-            return list(range(len(epochs)))
-        return [i for i, (now, then) in enumerate(zip(epochs, self.epochs, strict=True)) if now == then]
+        newest_loss = Request.newest_loss
+        if self._checked != newest_loss:
+            epochs = [request.row_epoch for request in self.requests]
+            if epochs != self.epochs:
+                return [i for i, (now, then) in enumerate(zip(epochs, self.epochs, strict=True)) if now == then]
+            self._checked = newest_loss
+        return self._all
 
 
 class Batches:

@@ -1,15 +1,15 @@
 """A request on its way through the engine, and its output and figures for the user."""
 
 import copy
+import itertools
 import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import InitVar, dataclass, field, fields
 from enum import Enum
-from itertools import zip_longest
 from operator import attrgetter
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -26,6 +26,8 @@ from specdec.text.detokenize import Detokenizer, TokenView
 from specdec.text.stop_strings import StopStrings
 
 logger = logging.getLogger(__name__)
+
+_LOSSES = itertools.count(1)
 
 
 @dataclass(slots=True)
@@ -104,7 +106,7 @@ class RequestStats:
     def add(self, other: "RequestStats", sign: int = 1) -> None:
         """Sum another request's figures into this one (`sign=-1` takes them out again)."""
         for name in _BY_DEPTH:
-            pairs = zip_longest(getattr(self, name), getattr(other, name), fillvalue=0)
+            pairs = itertools.zip_longest(getattr(self, name), getattr(other, name), fillvalue=0)
             setattr(self, name, [mine + sign * theirs for mine, theirs in pairs])
         for name in _SUMS:
             setattr(self, name, getattr(self, name) + sign * getattr(other, name))
@@ -194,6 +196,8 @@ class Request:
 
     Lists may run ahead of `settled` when a step was interrupted; only the settled part counts.
     """
+
+    newest_loss: ClassVar[int] = 0  # another number whenever a request, of any engine, has lost its row
 
     prompt: list[int]
     params: SamplingParams
@@ -342,6 +346,7 @@ class Request:
         self.settled = self.settled._replace(stats=self.stats, figures=None)
         self.row, self.state = -1, RequestState.WAITING
         self.row_epoch += 1
+        Request.newest_loss = next(_LOSSES)
 
     def settle(
         self,
@@ -358,10 +363,34 @@ class Request:
         grammar, not from drafts.
         """
         start, _, stats, reader, place, _, _ = self.settled
-        tokens, drafted, stops, longest = self._tokens, self._drafted, self.stops, self.longest
+        tokens, drafted, count = self._tokens, self._drafted, len(emitted)
         if len(tokens) > start:  # of a step that was interrupted
             kept = start - len(self.prompt)
             del tokens[start:], drafted[kept:], self._logprobs[kept:]
+        if place is None and not self.stops and start + count < self.longest and self.end_tokens.isdisjoint(emitted):
+            tokens += emitted  # none of them ends it
+            drafted += [False] if count == 1 else [num_forced < taken < count for taken in range(1, count + 1)]
+            finish_reason, taken = "", count
+        else:
+            found = self._take(emitted, num_forced, place, reader)
+            if found is None:
+                return
+            finish_reason, taken, reader, place = found
+        if logprobs:
+            self._logprobs += logprobs[:taken]
+        if figures is None or taken < count:
+            stats, figures = self._stats_after(figures, taken, num_drafts, num_forced), None
+        now = start + taken, finish_reason, stats, reader, place, figures, self.row
+        self.settled = tuple.__new__(Settled, now)  # every round makes one of every request: half the time of Settled()
+        if self.news is not None:
+            self.news.append(self.number)
+
+    def _take(
+        self, emitted: Sequence[int], num_forced: int, place: Place | None, reader: Detokenizer
+    ) -> tuple[str, int, Detokenizer, Place | None] | None:
+        """Append these tokens until a stop condition -> why it ends, the number of tokens taken, and its reader and
+        place after them; None: its own grammar or tokenizer has raised an error."""
+        start, tokens, stops, longest = len(self._tokens), self._tokens, self.stops, self.longest
         if stops:
             reader = copy.copy(reader)  # the settled reader must not advance yet
         finish_reason, taken, called = "", 0, "grammar"
@@ -378,26 +407,20 @@ class Request:
                     break
                 taken += 1
                 tokens.append(token)
-                drafted.append(num_forced < taken < len(emitted))
+                self._drafted.append(num_forced < taken < len(emitted))
                 called = "tokenizer"
                 if token in self.end_tokens or (stops and self._found_stop(reader)):
                     finish_reason = "stop"
                     break
-                if start + taken >= longest:
+                if len(tokens) >= longest:
                     finish_reason = "length"
                     break
         except BaseException as error:
             if not is_fault(error):
                 raise
             self.fail(called, error)
-            return
-        if logprobs:
-            self._logprobs += logprobs[:taken]
-        if figures is None or taken < len(emitted):
-            stats, figures = self._stats_after(figures, taken, num_drafts, num_forced), None
-        self.settled = Settled(start + taken, finish_reason, stats, reader, place, figures, self.row)
-        if self.news is not None:
-            self.news.append(self.number)
+            return None
+        return finish_reason, taken, reader, place
 
     def _found_stop(self, reader: Detokenizer) -> bool:
         return reader.find_stop(TokenView(self._tokens, len(self.prompt), len(self._tokens)), self.stops)

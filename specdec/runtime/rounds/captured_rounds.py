@@ -13,6 +13,7 @@ and to a live cache; a replay under anything else is an error. When weights have
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from functools import cache
 from typing import ClassVar
 
 import torch
@@ -241,19 +242,22 @@ def capture_for(devices: Sequence[torch.device], setting: str | bool) -> Capture
     return None if setting is False else CudaCapture(*devices)
 
 
-def batch_sizes(most: int) -> list[int]:
+@cache
+def batch_sizes(most: int) -> Sequence[int]:
     """Numbers of seats that rounds are captured for: 1, 2, 4, 8, then each 8th up to 64, each 32nd after it, `most`."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, most + 32, 32)]
     return [size for size in sizes if size < most] + [most]
 
 
-def few_batch_sizes(most: int) -> list[int]:
+@cache
+def few_batch_sizes(most: int) -> Sequence[int]:
     """Numbers of seats of large rounds, which change or report logits: 1, 4, 8, 16, 32, ..., `most`."""
     sizes = [1, *(1 << i for i in range(2, most.bit_length()))]
     return [size for size in sizes if size < most] + [most]
 
 
-def table_widths(most: int) -> list[int]:
+@cache
+def table_widths(most: int) -> Sequence[int]:
     """Tokens of a prefix that rounds are captured for: 4096, 32768, 262144, ..., `most`. There are few widths, since a
     wide table costs kernels no time: they stop where a row ends. There is more than one, since attention allocates its
     partial results by the width."""

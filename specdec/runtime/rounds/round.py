@@ -9,7 +9,7 @@ round (`decode_round.py`) is a program over it; the host launches programs and s
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -163,7 +163,12 @@ class Round:
     def on_device(self) -> Iterator[None]:
         """Make this device the current one, on which Triton launches, and turn autocast off: K/V have the model's
         dtype."""
-        with torch.cuda.device_of(self.seats.tensor), torch.autocast(self.device.type, enabled=False):
+        kind = self.device.type
+        unchanged = not torch.is_autocast_enabled(kind)
+        with (
+            torch.cuda.device_of(self.seats.tensor),
+            nullcontext() if unchanged else torch.autocast(kind, enabled=False),
+        ):
             yield
 
     def seat(self, rows: IntArray) -> None:
