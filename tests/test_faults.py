@@ -23,6 +23,7 @@ import specdec.engine
 import specdec.kvcache.table
 import specdec.runtime.engine_stats
 from specdec import Engine, SamplingParams, SpecConfig
+from specdec.runtime.request import Request
 
 from inside import assert_idle, capture_on_tape
 from marks import is_deep
@@ -242,7 +243,7 @@ def test_a_fault_while_tokens_are_appended_doubles_none(scenes, monkeypatch) -> 
         raise Fault
 
     with monkeypatch.context() as broken:
-        broken.setattr("specdec.runtime.request.Settled", interrupted)  # of whom comes first: the stream
+        broken.setattr(Request, "settled", property(Request.settled.__get__, interrupted))  # of the stream, the first
         with pytest.raises(Fault):
             next(scene.other)
     scene.finish()

@@ -11,6 +11,7 @@ from kv_rig import SWA, MirroredArray, PagedAllocator, RequestTable, ints, make_
 
 from specdec import SamplingParams, SpecConfig
 from specdec.errors import DoubleFreeError, KVStateError, OutOfSlotsError
+from specdec.kvcache.table import AHEAD
 from specdec.runtime.batch import Batch
 from specdec.runtime.launched_step import LaunchedStep
 from specdec.runtime.round_figures import RoundFigures
@@ -253,6 +254,27 @@ def test_only_the_last_makes_room_and_only_when_slack_does_not():
     table.check()
 
 
+@pytest.mark.parametrize(("window_pages", "changed"), [(400, 5), (60, 40)])
+def test_most_rounds_change_no_slot_where_there_is_ample_room(window_pages: int, changed: int):
+    """Rows that gain a token each round get slots, and lose peers, every sixteen tokens; where a pool is short, in
+    every round, and none more than it needs."""
+    allocator = make_allocator(400, [3], window_pages)
+    table = RequestTable(allocator, max_requests=2, max_len=80, lookahead=LOOKAHEAD)
+    rows, found = ints(table.open_row(), table.open_row()), []
+    for _ in range(40):
+        before = table.capacity.tolist(), table.evicted_len.tolist()
+        table.ensure_slots_ahead(rows, table.committed_len.host[rows] + LOOKAHEAD)
+        table.commit_chunk_on_host(rows, ints(1, 1))
+        table.evict_unseen(rows, ahead=True)
+        found.append((table.capacity.tolist(), table.evicted_len.tolist()) != before)
+        more = AHEAD if window_pages == 400 else 0
+        assert (table.capacity[rows] - table.committed_len.host[rows] < LOOKAHEAD + more).all()
+        table.check()
+    assert sum(found) == changed
+    table.evict_unseen(rows)
+    assert table.evicted_len[1, rows].tolist() == [40 - 4 - 1] * 2  # a window of 3, 2 keys more, the slack
+
+
 @deep_cases("1")
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_slots_for_all_preempt_whom_slots_one_after_the_other_would(page_size: int):
@@ -316,7 +338,7 @@ def test_an_interrupted_step_moves_no_reader(monkeypatch):
     request = request_of(stop="bc")
     request.settle([0])
     settled, before = request.settled, contents(request.settled.reader)
-    monkeypatch.setattr("specdec.runtime.request.Settled", lambda *_: 1 / 0)
+    monkeypatch.setattr(Request, "settled", property(Request.settled.__get__, lambda *_: 1 / 0))
     with pytest.raises(ZeroDivisionError):
         request.settle([1], figures=RoundFigures(1))
     assert request.settled is settled and contents(settled.reader) == before
