@@ -28,7 +28,6 @@ class Batch:
         self.longest: IntArray = np.array([request.longest for request in requests], dtype=np.int64)
         self.ruled = [request for request in requests if request.settled.place is not None]
         self.fixed = np.array([request.has_fixed_draft for request in requests], dtype=np.bool_)
-        self.num_speculating = sum(request.draft is not None for request in requests)
 
     def present(self) -> list[int]:
         """Numbers of the requests that still have their row."""
@@ -42,7 +41,7 @@ class Batch:
 
 
 class Batches:
-    """The newest batches, so that a step whose requests are those of the step before makes none."""
+    """The newest batches: a step whose requests are those of the step before makes none."""
 
     def __init__(self) -> None:
         self._newest: deque[Batch] = deque(maxlen=KEPT)

@@ -363,34 +363,10 @@ class Request:
         grammar, not from drafts.
         """
         start, _, stats, reader, place, _, _ = self.settled
-        tokens, drafted, count = self._tokens, self._drafted, len(emitted)
+        tokens, drafted, stops, longest = self._tokens, self._drafted, self.stops, self.longest
         if len(tokens) > start:  # of a step that was interrupted
             kept = start - len(self.prompt)
             del tokens[start:], drafted[kept:], self._logprobs[kept:]
-        if place is None and not self.stops and start + count < self.longest and self.end_tokens.isdisjoint(emitted):
-            tokens += emitted  # none of them ends it
-            drafted += [False] if count == 1 else [num_forced < taken < count for taken in range(1, count + 1)]
-            finish_reason, taken = "", count
-        else:
-            found = self._take(emitted, num_forced, place, reader)
-            if found is None:
-                return
-            finish_reason, taken, reader, place = found
-        if logprobs:
-            self._logprobs += logprobs[:taken]
-        if figures is None or taken < count:
-            stats, figures = self._stats_after(figures, taken, num_drafts, num_forced), None
-        now = start + taken, finish_reason, stats, reader, place, figures, self.row
-        self.settled = tuple.__new__(Settled, now)  # every round makes one of every request: half the time of Settled()
-        if self.news is not None:
-            self.news.append(self.number)
-
-    def _take(
-        self, emitted: Sequence[int], num_forced: int, place: Place | None, reader: Detokenizer
-    ) -> tuple[str, int, Detokenizer, Place | None] | None:
-        """Append these tokens until a stop condition -> why it ends, the number of tokens taken, and its reader and
-        place after them; None: its own grammar or tokenizer has raised an error."""
-        start, tokens, stops, longest = len(self._tokens), self._tokens, self.stops, self.longest
         if stops:
             reader = copy.copy(reader)  # the settled reader must not advance yet
         finish_reason, taken, called = "", 0, "grammar"
@@ -407,20 +383,27 @@ class Request:
                     break
                 taken += 1
                 tokens.append(token)
-                self._drafted.append(num_forced < taken < len(emitted))
+                drafted.append(num_forced < taken < len(emitted))
                 called = "tokenizer"
                 if token in self.end_tokens or (stops and self._found_stop(reader)):
                     finish_reason = "stop"
                     break
-                if len(tokens) >= longest:
+                if start + taken >= longest:
                     finish_reason = "length"
                     break
         except BaseException as error:
             if not is_fault(error):
                 raise
             self.fail(called, error)
-            return None
-        return finish_reason, taken, reader, place
+            return
+        if logprobs:
+            self._logprobs += logprobs[:taken]
+        if figures is None or taken < len(emitted):
+            stats, figures = self._stats_after(figures, taken, num_drafts, num_forced), None
+        now = start + taken, finish_reason, stats, reader, place, figures, self.row
+        self.settled = tuple.__new__(Settled, now)  # every round makes one of every request: half the time of Settled()
+        if self.news is not None:
+            self.news.append(self.number)
 
     def _found_stop(self, reader: Detokenizer) -> bool:
         return reader.find_stop(TokenView(self._tokens, len(self.prompt), len(self._tokens)), self.stops)

@@ -12,16 +12,8 @@ import numpy as np
 from specdec.gpu.mirrored_array import IntArray
 from specdec.runtime.rounds.result import RoundResult
 
-COUNTS = (
-    "rounds",
-    "round_tokens",
-    "drafted_rounds",
-    "drafted_round_tokens",
-    "draft_tokens",
-    "draft_nodes",
-    "forced_tokens",
-    "forced_rounds",
-)
+DRAFTED = ("drafted_rounds", "drafted_round_tokens", "draft_tokens", "draft_nodes")
+COUNTS = ("rounds", "round_tokens", *DRAFTED, "forced_tokens", "forced_rounds")
 SECONDS = ("draft_seconds", "verify_seconds", "other_seconds")
 """Seconds of a round, which its requests share."""
 

@@ -88,7 +88,7 @@ class Scheduler:
         """
         self.table.reset()
         self.prefixes.restart()
-        self.running = []
+        self.running, self.batches = [], Batches()
         for request in requests:
             request.lose_row()
         self.waiting = sorted(requests, key=rank)
@@ -224,6 +224,8 @@ class Scheduler:
             self.table.close_rows(rows_of(leaving))
         for request in leaving:
             request.lose_row()
+        if not self.running:
+            self.batches = Batches()  # which hold requests
 
     def _decoding(self) -> list[Request]:
         """Requests that may have another round; one that ends with its first token waits for that to be settled."""
