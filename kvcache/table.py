@@ -3,7 +3,7 @@
 One row, by position:
 
     0            evicted_len          S - retain           S                    S + lookahead      capacity
-    |- peers freed -|-- page slack ------|-- window ----------|-- speculative ------|-- page rounding --|
+    |- peers freed -|-- page slack ------|-- window ----------|-- speculative ------|-- ahead, rounding-|
     |------------------ committed ----------------------------|------------ not committed -------------|
 
 Committed slots hold the K/V of tokens that are final. The slots after them are the request's lookahead: the next
@@ -151,7 +151,7 @@ class RequestTable:
     @property
     def has_ample_room(self) -> bool:
         pages = AMPLE * self.max_requests * (AHEAD // self.allocator.page_size)
-        return all(pool.free_pages >= pages for pool in self.allocator.pools)
+        return min(pool.free_pages for pool in self.allocator.pools) >= pages
 
     def adopt_pages(self, row: int, pages: IntArray) -> None:
         """Begin an empty row with `pages`, which others claim: they hold the K/V of its first tokens, now committed.

@@ -43,11 +43,6 @@ class LaunchedStep:
         """Batch indices of the requests that still have their row."""
         return self.batch.present()
 
-    @property
-    def is_lost(self) -> bool:
-        """Has no request its row any more?"""
-        return all(each.row_epoch != then for each, then in zip(self.requests, self.batch.epochs, strict=True))
-
     def gaining(self) -> list[Request]:
         """Present requests that are sure to get a token."""
         return [self.requests[i] for i in self.present() if self.drawing is None or i in self.drawing]

@@ -83,7 +83,7 @@ class Launches:
     def settle_all(self, left: int = 0) -> list[Request]:
         """Settle launched work, oldest first, except for the last `left` launches -> the requests that ended."""
         finished: list[Request] = []
-        while self.unsettled and (len(self.unsettled) > left or self.unsettled[0].is_lost):
+        while self.unsettled and (len(self.unsettled) > left or not self.unsettled[0].present()):
             launched = self.unsettled.popleft()
             present = launched.present()
             if present and launched.drawing is None:

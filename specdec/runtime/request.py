@@ -227,7 +227,7 @@ class Request:
     news: deque[int] | None = field(default=None, init=False)  # gets its number whenever it gains tokens or ends
     settled: Settled = field(init=False)
     _tokens: list[int] = field(init=False)
-    _drafted: list[bool] = field(default_factory=list, init=False)
+    _drafted: list[bool] = field(default_factory=list, init=False)  # up to the newest token with a draft before it
     _logprobs: list[TokenLogprob] = field(default_factory=list, init=False)
 
     def __post_init__(self, begins: Place | None) -> None:
@@ -267,7 +267,11 @@ class Request:
     @property
     def drafted(self) -> list[bool]:
         """Whether each output token came out of an accepted draft."""
-        return self._drafted[: self.num_output]
+        return self._drafted_in(0, self.num_output)
+
+    def _drafted_in(self, start: int, end: int) -> list[bool]:
+        flags = self._drafted[start:end]
+        return flags + [False] * (end - start - len(flags))
 
     @property
     def logprobs(self) -> list[TokenLogprob] | None:
@@ -363,10 +367,10 @@ class Request:
         grammar, not from drafts.
         """
         start, _, stats, reader, place, _, _ = self.settled
-        tokens, drafted, stops, longest = self._tokens, self._drafted, self.stops, self.longest
+        tokens, stops, longest = self._tokens, self.stops, self.longest
         if len(tokens) > start:  # of a step that was interrupted
             kept = start - len(self.prompt)
-            del tokens[start:], drafted[kept:], self._logprobs[kept:]
+            del tokens[start:], self._drafted[kept:], self._logprobs[kept:]
         if stops:
             reader = copy.copy(reader)  # the settled reader must not advance yet
         finish_reason, taken, called = "", 0, "grammar"
@@ -383,7 +387,6 @@ class Request:
                     break
                 taken += 1
                 tokens.append(token)
-                drafted.append(num_forced < taken < len(emitted))
                 called = "tokenizer"
                 if token in self.end_tokens or (stops and self._found_stop(reader)):
                     finish_reason = "stop"
@@ -396,6 +399,9 @@ class Request:
                 raise
             self.fail(called, error)
             return
+        if len(emitted) > 1:
+            earlier = [False] * (start - len(self.prompt) - len(self._drafted))
+            self._drafted += earlier + [num_forced < i < len(emitted) for i in range(1, taken + 1)]
         if logprobs:
             self._logprobs += logprobs[:taken]
         if figures is None or taken < len(emitted):
@@ -460,7 +466,7 @@ class Request:
         return StreamDelta(
             text,
             self._tokens[new],
-            self._drafted[start : end - first],
+            self._drafted_in(start, end - first),
             self.output(reader) if finished else None,
             None if self.params.logprobs is None else self._logprobs[start : end - first],
         )

@@ -69,7 +69,7 @@ class Scheduler:
     @property
     def reads_prompts(self) -> bool:
         """Has a request with a row prompt tokens to be read?"""
-        return any(request.state is RequestState.PREFILL for request in self.running)
+        return RequestState.PREFILL in [request.state for request in self.running]
 
     @property
     def num_waiting(self) -> int:
