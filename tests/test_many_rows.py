@@ -12,8 +12,8 @@ from kv_rig import SWA, MirroredArray, PagedAllocator, RequestTable, ints, make_
 from specdec import SamplingParams, SpecConfig
 from specdec.errors import DoubleFreeError, KVStateError, OutOfSlotsError
 from specdec.kvcache.table import AHEAD
-from specdec.runtime.batch import Batch
 from specdec.runtime.launched_step import LaunchedStep
+from specdec.runtime.request_batch import Batch
 from specdec.runtime.round_figures import RoundFigures
 from specdec.sampling.sampling_table import SamplingTable, Uses
 

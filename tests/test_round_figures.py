@@ -7,7 +7,7 @@ import pytest
 from kv_rig import ints
 
 from specdec import SamplingParams
-from specdec.runtime.batch import Batches
+from specdec.runtime.request_batch import Batches
 from specdec.runtime.round_figures import RoundFigures
 
 from inside import Detokenizer, Request, RoundResult

@@ -7,8 +7,8 @@ import torch
 
 from specdec.gpu.mirrored_array import IntArray
 from specdec.gpu.ranks import Ranks
-from specdec.runtime.batch import Batch
 from specdec.runtime.request import Request
+from specdec.runtime.request_batch import Batch
 from specdec.runtime.rounds.prompt_scoring import Scoring, Span
 from specdec.runtime.rounds.result import RoundResult, RoundShape, unpack
 from specdec.sampling.log_probs import TokenScores

@@ -14,7 +14,6 @@ import numpy as np
 
 from specdec.gpu.mirrored_array import IntArray, upload
 from specdec.models.target import FinalStates
-from specdec.runtime.batch import Batch
 from specdec.runtime.cpu_threads import CpuThreads
 from specdec.runtime.grammar_masks import root_masks
 from specdec.runtime.launched_step import LaunchedStep, copy_to_host, launched_now
@@ -22,6 +21,7 @@ from specdec.runtime.prompt_gap import PromptLoad
 from specdec.runtime.prompt_reading import PromptReading
 from specdec.runtime.prompt_scores import scoring_of
 from specdec.runtime.request import Request, rows_of
+from specdec.runtime.request_batch import Batch
 from specdec.runtime.rounds.captured_prompts import ChunkGraphs
 from specdec.runtime.rounds.prompt_parts import single_layers, whole_chunk
 from specdec.runtime.rounds.prompt_scoring import score_chunk

@@ -20,11 +20,11 @@ from specdec.gpu.buckets import next_power_of_two
 from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.index_spaces import PRIMARY
 from specdec.kvcache.table import RequestTable, window_slots_held
-from specdec.runtime.batch import Batches
 from specdec.runtime.prefixes import Prefixes
 from specdec.runtime.prompt_gap import PromptGap
 from specdec.runtime.prompt_shares import Prompt, PromptRoom, shares
 from specdec.runtime.request import Request, RequestState, restricted, rows_of
+from specdec.runtime.request_batch import Batches
 
 PATIENCE = 64
 """Admissions past a waiting request for which it rises by a level of priority."""

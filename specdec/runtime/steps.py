@@ -19,7 +19,6 @@ from specdec.config import MAX_FORCED_TOKENS, SpecConfig
 from specdec.gpu.captures import CaptureUse
 from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.page_pool import BoolArray
-from specdec.runtime.batch import Batch
 from specdec.runtime.cpu_threads import CpuThreads
 from specdec.runtime.draft_policy.draft_choice import DraftChoice
 from specdec.runtime.draft_policy.draft_ladder import draft_ladder
@@ -29,6 +28,7 @@ from specdec.runtime.launched_step import launched_now
 from specdec.runtime.launches import Launches
 from specdec.runtime.prefill import Prefill
 from specdec.runtime.request import Request, restricted, rows_of
+from specdec.runtime.request_batch import Batch
 from specdec.runtime.rounds.capture_classes import is_large
 from specdec.runtime.rounds.captured_prompts import ChunkGraphs
 from specdec.runtime.rounds.captured_rounds import Between, RoundGraphs, no_host_work, run_programs
