@@ -176,8 +176,8 @@ class RequestState(Enum):
 class Settled(NamedTuple):
     """How far a request has come. Replaced as a whole, so that a step either happened to it or did not.
 
-    num_tokens: prompt and output. stats: its figures, without the rounds that `figures` counts in its row; None: no
-    round has been settled since it took the row. reader: the output's text so far, where stop strings are looked for.
+    num_tokens: prompt and output. stats: its figures, without the rounds that `figures` counts in `row`; None: no round
+    has been settled since it took the row, or its output ended within one. reader: the output's text so far, where stop strings are looked for.
     place: in its grammar, None: it has none.
     """
 
@@ -348,9 +348,9 @@ class Request:
     def lose_row(self) -> None:
         """It waits, without a row. Results launched for the row are not its any more."""
         self.settled = self.settled._replace(stats=self.stats, figures=None)
+        Request.newest_loss = next(_LOSSES)
         self.row, self.state = -1, RequestState.WAITING
         self.row_epoch += 1
-        Request.newest_loss = next(_LOSSES)
 
     def settle(
         self,

@@ -49,7 +49,8 @@ class Batches:
     def of(self, requests: Sequence[Request]) -> Batch:
         """The batch of these requests, each of which has a row."""
         for batch in self._newest:
-            if requests is batch.requests or (requests == batch.requests and len(batch.present()) == len(requests)):
+            same = requests is batch.requests or requests == batch.requests
+            if same and len(batch.present()) == len(requests):
                 return batch
         self._newest.append(Batch(requests))
         return self._newest[-1]
