@@ -177,8 +177,8 @@ class Settled(NamedTuple):
     """How far a request has come. Replaced as a whole, so that a step either happened to it or did not.
 
     num_tokens: prompt and output. stats: its figures, without the rounds that `figures` counts in `row`; None: no round
-    has been settled since it took the row, or its output ended within one. reader: the output's text so far, where stop strings are looked for.
-    place: in its grammar, None: it has none.
+    has been settled since it took the row, or its output ended within one. reader: the output's text so far, where stop
+    strings are looked for. place: in its grammar, None: it has none.
     """
 
     num_tokens: int
