@@ -13,7 +13,7 @@ from specdec import SamplingParams, SpecConfig
 from specdec.errors import DoubleFreeError, KVStateError, OutOfSlotsError
 from specdec.kvcache.table import AHEAD
 from specdec.runtime.launched_step import LaunchedStep
-from specdec.runtime.request_batch import Batch
+from specdec.runtime.request_batch import RequestBatch
 from specdec.runtime.round_figures import RoundFigures
 from specdec.sampling.sampling_table import SamplingTable, Uses
 
@@ -377,7 +377,9 @@ def test_who_is_restricted_has_rules_that_still_hold():
 
 def test_present_are_those_that_kept_their_row():
     requests = [request_of(number) for number in range(3)]
-    step = LaunchedStep(Batch(requests), None, None, (), torch.zeros(0), ints(0, 0, 0), ints(0, 0, 0), None, None)
+    step = LaunchedStep(
+        RequestBatch(requests), None, None, (), torch.zeros(0), ints(0, 0, 0), ints(0, 0, 0), None, None
+    )
     assert step.present() == [0, 1, 2] and step.gaining() == requests
     requests[1].lose_row()
     assert step.present() == [0, 2] and step.gaining() == requests[::2]

@@ -8,7 +8,7 @@ import torch
 from specdec.gpu.mirrored_array import IntArray
 from specdec.gpu.ranks import Ranks
 from specdec.runtime.request import Request
-from specdec.runtime.request_batch import Batch
+from specdec.runtime.request_batch import RequestBatch
 from specdec.runtime.rounds.prompt_scoring import Scoring, Span
 from specdec.runtime.rounds.result import RoundResult, RoundShape, unpack
 from specdec.sampling.log_probs import TokenScores
@@ -25,7 +25,7 @@ class LaunchedStep:
     done: the CUDA event of the copy to the host; None: there is nothing to wait for.
     """
 
-    batch: Batch
+    batch: RequestBatch
     drawing: list[int] | None
     shape: RoundShape
     stages: tuple[str, ...]
@@ -65,7 +65,7 @@ class LaunchedStep:
 
 
 def launched_now(
-    batch: Batch,
+    batch: RequestBatch,
     drawing: list[int] | None,
     shape: RoundShape,
     stages: tuple[str, ...],

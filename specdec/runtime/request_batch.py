@@ -13,7 +13,7 @@ KEPT = 3
 """Newest batches: of all that run, of those that decode, and of those of them that go on."""
 
 
-class Batch:
+class RequestBatch:
     """Requests, with the epochs, rows [B] and parameters that they had. longest [B]: their lengths if only
     max_new_tokens ends them. ruled: those with a grammar or rules about tokens. fixed [B]: do they fix their draft?"""
 
@@ -44,13 +44,13 @@ class Batches:
     """The newest batches: a step whose requests are those of the step before makes none."""
 
     def __init__(self) -> None:
-        self._newest: deque[Batch] = deque(maxlen=KEPT)
+        self._newest: deque[RequestBatch] = deque(maxlen=KEPT)
 
-    def of(self, requests: Sequence[Request]) -> Batch:
+    def of(self, requests: Sequence[Request]) -> RequestBatch:
         """The batch of these requests, each of which has a row."""
         for batch in self._newest:
             same = requests is batch.requests or requests == batch.requests
             if same and len(batch.present()) == len(requests):
                 return batch
-        self._newest.append(Batch(requests))
+        self._newest.append(RequestBatch(requests))
         return self._newest[-1]

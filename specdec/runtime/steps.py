@@ -28,7 +28,7 @@ from specdec.runtime.launched_step import launched_now
 from specdec.runtime.launches import Launches
 from specdec.runtime.prefill import Prefill
 from specdec.runtime.request import Request, restricted, rows_of
-from specdec.runtime.request_batch import Batch
+from specdec.runtime.request_batch import RequestBatch
 from specdec.runtime.rounds.capture_classes import is_large
 from specdec.runtime.rounds.captured_prompts import ChunkGraphs
 from specdec.runtime.rounds.captured_rounds import Between, RoundGraphs, no_host_work, run_programs
@@ -194,7 +194,7 @@ class Steps:
         fixed = largest(self._drafts(batch, to_go, drafting & batch.fixed))
         return self._with_chosen_draft(self.choice, shape, batch.rows, to_go, fixed)
 
-    def _drafts(self, batch: Batch, to_go: Sequence[int], drafting: BoolArray) -> set[DraftShape]:
+    def _drafts(self, batch: RequestBatch, to_go: Sequence[int], drafting: BoolArray) -> set[DraftShape]:
         """Drafts of the requests that are `drafting` [B]."""
         if self.graphs is not None:
             return {whole_draft(self.spec)} if drafting.any() else set()
