@@ -44,7 +44,7 @@ def prefill(scheduler: Scheduler) -> int:
         commit_chunks_on_host(scheduler.table, scheduler.prefixes, requests, chunk_len)
     for request in requests:
         if request.state is RequestState.DECODE and request.num_output == 0:
-            request.settle([1], [], request.stats.copy())
+            request.settle([1])
     return int(chunk_len.sum())
 
 

@@ -227,7 +227,7 @@ def test_a_key_that_grows_is_that_of_all_tokens(pairs: bool) -> None:
     prefixes = prefixes_of(make(1), num_stores=1 + pairs)
     for emitted in ([], [4], [9], [8, 2, 6]):
         if emitted:
-            request.settle(emitted, [], request.stats.copy())
+            request.settle(emitted)
         for _ in range(2):
             assert prefixes._key(request).tolist() == prefixes._cache.key(request.tokens).tolist()
 
@@ -265,7 +265,7 @@ def busy(seed: int, page_size: int, **sizes: int) -> Scheduler:
             grow(table, request.row, int(table.committed_len.host[request.row]) + length)
             if table.committed_len.host[request.row] == request.prefill_target:
                 request.state = RequestState.DECODE
-                request.settle([draw.randrange(9) for _ in range(draw.randint(1, 3))], [], request.stats.copy())
+                request.settle([draw.randrange(9) for _ in range(draw.randint(1, 3))])
                 grow(table, request.row, request.settled.num_tokens - 1)
         table.evict_unseen(table.active_rows)
     return scheduler
@@ -329,7 +329,7 @@ def test_prompt_chunks_get_the_slots_that_one_after_the_other_would(page_size: i
             scheduler.admit_requests()
         for request in scheduler.running:  # far behind, as when what they had is gone
             request.state = RequestState.PREFILL if draw.random() < 0.7 else request.state
-            request.settle([1] * draw.randint(1, 6), [], request.stats.copy())
+            request.settle([1] * draw.randint(1, 6))
         table.allocator.alloc(draw.randint(0, table.allocator.available_pages))  # of somebody else
         twin = copy.deepcopy(scheduler)
         requests, chunk_len = scheduler.next_prefill()
