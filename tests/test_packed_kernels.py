@@ -131,11 +131,12 @@ def test_gated_linear_over_packed_weights(form: str):
 
 @pytest.mark.parametrize("form", CODES)
 def test_many_rows_over_packed_weights(form: str):
-    """Two tiles of x for one of the weight, ranges of K, a bias, a gate; tiles that nothing divides: the last of x
-    begins within the one before."""
+    """Two tiles of x for one of the weight, ranges of K, a bias, a gate, fine tiles; tiles that nothing divides: the
+    last of x begins within the one before."""
     n, k, tiles = 70, 384, Tiles(64, 16, 128, 4, 2, 64)
     weight, bias = random_weight(form, n, k, dtype=torch.float16), torch.randn(n, device=DEVICE).half()
-    x = torch.randn(40, k, device=DEVICE).half()
+    many = torch.randn(90, k, device=DEVICE).half()
+    x = many[:40]
     want = reference_finish(reference_linear(x, weight, bias))
     whole, cut, with_tail = Cut(1, k), Cut(2, 256), tiles._replace(tail_m=32)
     wide = tiles._replace(block_m=64)  # more rows than x has
@@ -150,6 +151,12 @@ def test_many_rows_over_packed_weights(form: str):
         close(finish(product), want)
     gated = packed_gemm(x, weight, None, "silu", PackedLaunch(with_tail, whole)).parts[0]
     close(gated, reference_gated_linear(x, weight, "silu"))
+    for high in (1, 2):  # of two tiles of the weight; the fine tiles have all rows of the second, or rows 64 to 90
+        launch = PackedLaunch(wide, cut, fine=tiles, high=high)
+        product = packed_gemm(many, weight, bias, None, launch)
+        close(finish(product), reference_finish(reference_linear(many, weight, bias)))
+        gated = packed_gemm(many, weight, None, "silu", launch._replace(cut=whole)).parts[0]
+        close(gated, reference_gated_linear(many, weight, "silu"))
 
 
 @pytest.mark.parametrize(
@@ -165,7 +172,7 @@ def test_many_rows_over_packed_weights(form: str):
         ("e4m3-row", 96, 20480, 2560, (64, 64, 32, 1)),
         ("e4m3-row", 160, 20480, 2560, (64, 128, 32, 1)),
         ("e4m3-row", 192, 20480, 2560, (256, 64, 0, 1)),
-        ("e4m3-row", 256, 20480, 2560, (64, 128, 0, 1)),  # room for three programs, which larger tiles leave not
+        ("e4m3-row", 256, 20480, 2560, (64, 256, 0, 1)),
         ("e4m3-row", 512, 20480, 2560, (64, 256, 0, 1)),
         ("e4m3-row", 320, 28672, 4096, (128, 128, 32, 1)),  # rows in whole tiles of 160
         ("e4m3-row", 512, 6144, 4096, (64, 128, 0, 1)),  # 384 programs in one wave of 396; of 128 x 128, 192 in two
@@ -184,6 +191,26 @@ def test_tiles_of_many_rows_over_packed_weights(
     weight = empty_weight(form, n, k)
     launch = choose_packed_rows(num_rows, weight, DEVICE)
     assert want == (launch and (*launch.tiles[:2], launch.tiles.tail_m, launch.cut.splits))
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "programs"),
+    [  # gate and up of Gemma 4 E4B, 320 tiles: two high ones for each of 132 multiprocessors, the others in fine ones
+        (100, (264, 112)),
+        (128, (264, 112)),
+        (250, (264, 224)),
+        (64, (320, 0)),
+        (512, (640, 0)),
+    ],
+)
+def test_fine_tiles_fill_what_high_ones_leave(
+    num_rows: int, programs: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(packed_launch, "device_limits", lambda device: (132, 227 << 10))
+    launch = choose_packed_rows(num_rows, empty_weight("e4m3-row", 20480, 2560), DEVICE)
+    assert launch is not None
+    fine = launch.fine_programs(num_rows, 20480)
+    assert (launch.programs(num_rows, 20480) - fine, fine) == programs
 
 
 @pytest.mark.parametrize(
@@ -222,7 +249,7 @@ def test_in_order_ranges_are_those_of_the_weight(monkeypatch: pytest.MonkeyPatch
     for form, num_rows, parts in (("int4", 64, 8), ("int4", 2048, 1), ("e4m3-row", 64, 8), ("e4m3-row", 2048, None)):
         weight = empty_weight(form, 2560, 10240)
         launch = choose_packed_rows(num_rows, weight, DEVICE, cut=cut_of(weight))
-        assert launch is None if parts is None else launch is not None and launch[1:] == (cut_of(weight), parts == 1)
+        assert launch is None if parts is None else launch is not None and launch[1:3] == (cut_of(weight), parts == 1)
 
 
 def test_tiles_that_do_not_fit_are_not_chosen(monkeypatch: pytest.MonkeyPatch):

@@ -8,6 +8,7 @@ do not depend on the tile, so in order tiles are chosen alike, and only the rang
 
 from collections.abc import Iterator
 from functools import lru_cache
+from math import ceil
 from typing import NamedTuple, TypeGuard
 
 import torch
@@ -38,6 +39,14 @@ class Pace(NamedTuple):
         turns, rest = divmod(programs, self.programs)
         return turns * max(self.alone, self.programs * self.each) + (max(self.alone, rest * self.each) if rest else 0.0)
 
+    def with_others(self, programs: int, other: "Pace", others: float) -> float:
+        """The same with programs of another tile, as many on average, that begin as soon as there is room."""
+        rest = programs % self.programs
+        beside = min(ceil(others), self.programs - rest) if rest else 0
+        took = self.of(programs - rest) + (max(self.alone, rest * self.each + beside * other.each) if rest else 0.0)
+        left = max(0.0, others - beside)
+        return took + (max(other.alone, left * max(other.each, other.alone / self.programs)) if left else 0.0)
+
 
 PACES: dict[Tiles, dict[str, Pace]] = {
     Tiles(64, 64, 128, 4, 3, 64): {
@@ -62,6 +71,12 @@ PACES: dict[Tiles, dict[str, Pace]] = {
 }
 """Tiles that were the fastest for some of eight weights and 48 to 640 rows, by the form of a weight: what the model
 chooses takes 2 % longer than the fastest of those that were timed, on average, and 15 % at most."""
+
+FINE: dict[Tiles, Tiles] = {
+    Tiles(64, 128, 64, 4, 3, 64): Tiles(64, 64, 128, 4, 3, 64),
+    Tiles(64, 256, 64, 4, 3, 64): Tiles(64, 64, 128, 4, 3, 64),
+}
+"""Tiles of fewer rows of x that a launch has besides, of as many rows of the weight, warps and stages."""
 
 SUMMED = tuple(tiles for tiles in PACES if tiles.block_m == 64 and not tiles.tail_m and tiles.registers is None)
 """Tiles that leave registers for a second sum, to which a program adds that of each range; of 8 bits `gemm_small` is as
@@ -96,6 +111,9 @@ BESIDES = 10 << 10
 
 LAUNCH = 2.0
 """Microseconds to begin and end a program."""
+
+TWO_TILES_TAKE = 1.05
+"""Times the model's for a launch of two tiles: it must be clearly faster to be chosen."""
 
 PARTS = 1.0
 """Microseconds for parts that the next kernel adds up, whatever their size."""
@@ -157,15 +175,45 @@ class Shape(NamedTuple):
 
 
 class PackedLaunch(NamedTuple):
-    """One launch. summed: a program adds up the ranges of K; otherwise they are programs of their own."""
+    """One launch. summed: a program adds up the ranges of K; otherwise they are programs of their own.
+
+    fine: tiles for rows of x after the last whole tile, and for all rows next to tiles of the weight after `high`.
+    """
 
     tiles: Tiles
     cut: Cut
     summed: bool = False
+    fine: Tiles | None = None
+    high: int = 0
 
     @property
     def parts(self) -> int:
         return 1 if self.summed else self.cut.splits
+
+    def row_tiles(self, num_rows: int) -> int:
+        """Tiles of x; the last begins where it ends with the last row, in place of one that would be nearly whole."""
+        each = self.tiles.block_m + self.tiles.tail_m
+        return max(1, _rounded(num_rows) // each) if self.fine else triton.cdiv(num_rows, each)
+
+    def fine_programs(self, num_rows: int, n: int) -> int:
+        """Programs of fine tiles for each range of K of a weight of n rows."""
+        if self.fine is None:
+            return 0
+        rest = max(0, num_rows - self.row_tiles(num_rows) * self.tiles.block_m)
+        low = triton.cdiv(n, self.tiles.block_n) - self.high
+        fine: int = triton.cdiv(rest, self.fine.block_m) * self.high + triton.cdiv(num_rows, self.fine.block_m) * low
+        return fine
+
+    def programs(self, num_rows: int, n: int) -> int:
+        """Programs for each range of K."""
+        high = triton.cdiv(n, self.tiles.block_n) if self.fine is None else self.high
+        return self.row_tiles(num_rows) * high + self.fine_programs(num_rows, n)
+
+
+def _rounded(num_rows: int) -> int:
+    """Rows as the model counts them."""
+    rounded: int = triton.cdiv(num_rows, 32) * 32
+    return rounded
 
 
 def choose_packed_rows(
@@ -178,7 +226,7 @@ def choose_packed_rows(
         return None
     n, k = weight.shape
     shape = Shape(n, k, BITS[weight.code], 0 if weight.has_row_scales else weight.group)
-    return _choose(triton.cdiv(num_rows, 32) * 32, shape, gated, cut, *device_limits(device))
+    return _choose(_rounded(num_rows), shape, gated, cut, *device_limits(device))
 
 
 @lru_cache(maxsize=4096)
@@ -189,21 +237,36 @@ def _choose(
         launch: _microseconds(num_rows, shape, launch, multiprocessors)
         for tiles in PACES
         if tiles.block_m <= num_rows and _fits(tiles, shape, shared)  # rows that are not there take longer than others
-        for launch in _launches(num_rows, shape, tiles, gated, cut)
+        for launch in _launches(num_rows, shape, tiles, gated, cut, multiprocessors)
     }
     if not took or (cut is None and min(took.values()) > _library_microseconds(num_rows, shape)):
         return None
     return min(took, key=lambda launch: took[launch])
 
 
-def _launches(num_rows: int, shape: Shape, tiles: Tiles, gated: bool, cut: Cut | None) -> Iterator[PackedLaunch]:
+def _launches(
+    num_rows: int, shape: Shape, tiles: Tiles, gated: bool, cut: Cut | None, multiprocessors: int
+) -> Iterator[PackedLaunch]:
     cuts = [_equal_ranges(shape.k, ranges) for ranges in ((1,) if gated else RANGES)] if cut is None else [cut]
     for some in cuts:
         few = some.splits * num_rows <= MAX_PART_ROWS and (cut is not None or some.split_len >= MIN_RANGE)
         if some.splits == 1 or few:
             yield PackedLaunch(tiles, some)
+            if tiles in FINE:
+                yield from _mixed(num_rows, shape, PackedLaunch(tiles, some, fine=FINE[tiles]), multiprocessors)
     if cut is not None and cut.splits > 1 and shape.bits == 4 and tiles in SUMMED:
         yield PackedLaunch(tiles, cut, summed=True)
+
+
+def _mixed(num_rows: int, shape: Shape, launch: PackedLaunch, multiprocessors: int) -> Iterator[PackedLaunch]:
+    """As many high tiles as give each multiprocessor 1, 2, .. programs, or all where other rows are left."""
+    row_tiles, weight_tiles = launch.row_tiles(num_rows), triton.cdiv(shape.n, launch.tiles.block_n)
+    if num_rows > row_tiles * launch.tiles.block_m:
+        yield launch._replace(high=weight_tiles)
+    for each in range(1, row_tiles * weight_tiles * launch.parts // multiprocessors + 1):
+        high = each * multiprocessors // (row_tiles * launch.parts)
+        if 0 < high < weight_tiles:
+            yield launch._replace(high=high)
 
 
 def _equal_ranges(k: int, ranges: int) -> Cut:
@@ -223,10 +286,16 @@ def _fits(tiles: Tiles, shape: Shape, shared: int) -> bool:
 
 def _microseconds(num_rows: int, shape: Shape, launch: PackedLaunch, multiprocessors: int) -> float:
     tiles, cut, parts = launch.tiles, launch.cut, launch.parts
-    programs = triton.cdiv(num_rows, tiles.block_m + tiles.tail_m) * triton.cdiv(shape.n, tiles.block_n) * parts
+    fine = launch.fine_programs(num_rows, shape.n) * parts
+    programs = launch.programs(num_rows, shape.n) * parts - fine
     pace, each = PACES[tiles][shape.kind], triton.cdiv(programs, multiprocessors)
     columns = shape.k if parts == 1 else min(cut.split_len, shape.k)
-    computed: float = triton.cdiv(each, pace.programs) * LAUNCH + triton.cdiv(columns, 128) * pace.of(each)
+    if launch.fine is None:
+        for_128 = pace.of(each)
+    else:
+        for_128 = TWO_TILES_TAKE * pace.with_others(each, PACES[launch.fine][shape.kind], fine / multiprocessors)
+    turns = triton.cdiv(each + triton.cdiv(fine, multiprocessors), pace.programs)
+    computed: float = turns * LAUNCH + triton.cdiv(columns, 128) * for_128
     took = max(computed, shape.nbytes / BANDWIDTH)
     return took if parts == 1 else took + PARTS + parts * num_rows * shape.n * 8 / L2_BANDWIDTH
 
