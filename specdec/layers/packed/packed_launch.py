@@ -191,7 +191,7 @@ class PackedLaunch(NamedTuple):
         return 1 if self.summed else self.cut.splits
 
     def row_tiles(self, num_rows: int) -> int:
-        """Tiles of x, of which the last ends with the last row; with fine ones, those that are whole but for 31 rows."""
+        """Tiles of x, the last of which ends with the last row; with fine ones, those that are nearly whole."""
         each = self.tiles.block_m + self.tiles.tail_m
         return max(1, _rounded(num_rows) // each) if self.fine else triton.cdiv(num_rows, each)
 
