@@ -10,8 +10,8 @@ The last tile of rows begins where it ends with the last row, and computes some 
 the end of x is slower (by tiles of 128 rows, 192 rows took 1.5 times as long as 256).
 
 Where programs do not fill the multiprocessors evenly, some tiles of the weight have high tiles of x, and the others
-fine ones: gate and up of Gemma 4 E4B at 128 rows are 320 programs, two or three for each of 132 multiprocessors, or 264
-and 112 of half the rows.
+fine ones: gate and up of Gemma 4 E4B at 256 rows are 320 programs, two or three for each of 132 multiprocessors, or 264
+and 224 of a quarter of the rows.
 
 A sum over a range of K has the bits that `gemm_small` gives it, whatever the tile (`packed_launch.py`): in order,
 ranges are those of `gemm_small`, programs of their own or added up by one.

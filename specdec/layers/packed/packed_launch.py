@@ -16,7 +16,7 @@ import torch
 from specdec.gpu.triton_device import device_limits
 from specdec.gpu.triton_shim import INTERPRETED, triton
 from specdec.layers.gemm_medium import is_described
-from specdec.layers.gemm_small import TWO_TILES
+from specdec.layers.gemm_small import TWO_TILES, can_hold
 from specdec.layers.packed.packed_tile import scale_step, tile_columns
 from specdec.layers.packed.packed_weight import BITS, PackedWeight, Weight
 from specdec.layers.packed.unpack_asm import is_fast
@@ -39,44 +39,41 @@ class Pace(NamedTuple):
         turns, rest = divmod(programs, self.programs)
         return turns * max(self.alone, self.programs * self.each) + (max(self.alone, rest * self.each) if rest else 0.0)
 
-    def with_others(self, programs: int, other: "Pace", others: float) -> float:
-        """The same with programs of another tile, as many on average, that begin as soon as there is room."""
-        rest = programs % self.programs
-        beside = min(ceil(others), self.programs - rest) if rest else 0
-        took = self.of(programs - rest) + (max(self.alone, rest * self.each + beside * other.each) if rest else 0.0)
-        left = max(0.0, others - beside)
-        return took + (max(other.alone, left * max(other.each, other.alone / self.programs)) if left else 0.0)
+    def with_others(self, programs: float, other: "Pace", others: float) -> float:
+        """Microseconds next to programs of another tile, which begin as soon as there is room; numbers on average."""
+        after = max(other.alone, others * max(other.each, other.alone / self.programs))
+        return max(self.of(ceil(programs)), programs * self.each + after)
 
 
 PACES: dict[Tiles, dict[str, Pace]] = {
     Tiles(64, 64, 128, 4, 3, 64): {
-        "4 bits": Pace(3, 0.73, 0.23),
-        "8 bits": Pace(3, 0.72, 0.28),
+        "4 bits": Pace(3, 0.63, 0.25),
+        "8 bits": Pace(3, 0.78, 0.28),
         "8 bits in blocks": Pace(3, 1.00, 0.37),
     },
-    Tiles(64, 64, 128, 4, 4, 64): {"4 bits": Pace(2, 0.43, 0.26), "8 bits": Pace(2, 0.58, 0.27)},
+    Tiles(64, 64, 128, 4, 4, 64): {"4 bits": Pace(2, 0.60, 0.28), "8 bits": Pace(2, 0.60, 0.37)},
     Tiles(64, 64, 64, 4, 4, 64, tail_m=32): {"8 bits": Pace(3, 1.00, 0.44)},
     Tiles(64, 128, 128, 4, 3, 64): {"4 bits": Pace(2, 0.65, 0.44), "8 bits": Pace(2, 0.85, 0.46)},
     Tiles(64, 128, 64, 4, 3, 64): {"8 bits": Pace(3, 1.14, 0.49)},
     Tiles(64, 128, 64, 4, 3, 64, tail_m=32): {"8 bits": Pace(3, 1.40, 0.59)},
-    Tiles(64, 256, 64, 4, 3, 64): {"8 bits": Pace(2, 1.25, 0.80)},
+    Tiles(64, 256, 64, 4, 3, 64): {"8 bits": Pace(2, 1.30, 0.84)},
     Tiles(128, 64, 128, 4, 3, 128, registers=168): {"4 bits": Pace(3, 1.10, 0.45), "8 bits": Pace(2, 0.98, 0.55)},
     Tiles(128, 64, 128, 4, 4, 128): {"4 bits": Pace(2, 0.78, 0.50)},
     Tiles(128, 64, 128, 4, 3, 128, tail_m=32): {"4 bits": Pace(2, 1.19, 0.70), "8 bits": Pace(2, 1.29, 0.76)},
     Tiles(256, 64, 64, 8, 4, 256, registers=128): {"8 bits": Pace(2, 1.43, 1.02)},
-    Tiles(128, 128, 64, 4, 5, 128): {"4 bits": Pace(2, 1.41, 0.83), "8 bits": Pace(2, 1.45, 0.87)},
-    Tiles(128, 128, 64, 8, 3, 128, tail_m=32, registers=128): {"8 bits": Pace(2, 1.74, 1.13)},
+    Tiles(128, 128, 64, 4, 5, 128): {"4 bits": Pace(2, 1.41, 0.83), "8 bits": Pace(2, 1.45, 0.95)},
+    Tiles(128, 128, 64, 8, 3, 128, tail_m=32, registers=128): {"8 bits": Pace(2, 1.74, 1.16)},
     Tiles(128, 128, 128, 4, 3, 128): {"4 bits": Pace(1, 0.92, 0.92)},
     Tiles(128, 128, 128, 8, 3, 128, tail_m=32): {"4 bits": Pace(1, 1.25, 1.19), "8 bits": Pace(1, 1.26, 1.26)},
 }
-"""Tiles that were the fastest for some of eight weights and 48 to 640 rows, by the form of a weight: what the model
-chooses takes 2 % longer than the fastest of those that were timed, on average, and 15 % at most."""
+"""Tiles that were the fastest for some of eight weights and 48 to 640 rows, by the form of a weight: of two runs, what
+the model chooses takes 0.3 % longer than the fastest of those that were timed, on average, and 4 % at most."""
 
-FINE: dict[Tiles, Tiles] = {
-    Tiles(64, 128, 64, 4, 3, 64): Tiles(64, 64, 128, 4, 3, 64),
-    Tiles(64, 256, 64, 4, 3, 64): Tiles(64, 64, 128, 4, 3, 64),
+FINE: dict[Tiles, tuple[Tiles, ...]] = {
+    Tiles(64, 256, 64, 4, 3, 64): (Tiles(64, 64, 128, 4, 3, 64), Tiles(64, 128, 64, 4, 3, 64)),
 }
-"""Tiles of fewer rows of x that a launch has besides, of as many rows of the weight, warps and stages."""
+"""Tiles of fewer rows of x that a launch may have besides, of as many rows of the weight, warps and stages. Next to
+tiles of 64 x 128 they gain 1 % at 128 rows, and lose more where a norm and the down product follow."""
 
 SUMMED = tuple(tiles for tiles in PACES if tiles.block_m == 64 and not tiles.tail_m and tiles.registers is None)
 """Tiles that leave registers for a second sum, to which a program adds that of each range; of 8 bits `gemm_small` is as
@@ -100,7 +97,7 @@ MAX_PART_ROWS = 2048
 BANDWIDTH = 2.8e6
 """Bytes a microsecond of the memory."""
 
-L2_BANDWIDTH = 6e6
+L2_BANDWIDTH = 5e6
 """Bytes a microsecond of the L2 cache."""
 
 ARITHMETIC = 7e8
@@ -109,17 +106,20 @@ ARITHMETIC = 7e8
 BESIDES = 10 << 10
 """Bytes of shared memory for scales, and for what a program stores."""
 
-LAUNCH = 2.0
-"""Microseconds to begin and end a program."""
+TURN = 0.8
+"""Microseconds to begin and end the programs that a multiprocessor runs at once."""
 
-TWO_TILES_TAKE = 1.05
+PROGRAM = 0.4
+"""Microseconds more for each of them."""
+
+TWO_TILES_TAKE = 1.03
 """Times the model's for a launch of two tiles: it must be clearly faster to be chosen."""
 
-PARTS = 1.0
-"""Microseconds for parts that the next kernel adds up, whatever their size."""
+PART = 0.7
+"""Microseconds for each part that the next kernel adds up, whatever its size."""
 
-LIBRARY = 6.0
-"""Microseconds for two launches more."""
+LIBRARY = 9.0
+"""Microseconds for two launches more, and what else a product takes."""
 
 DEEP_RANGE = 2560
 """Columns of a range above which a program of `gemm_small` has four tiles on their way, otherwise three."""
@@ -136,6 +136,8 @@ def choose_packed_tiles(num_rows: int, weight: PackedWeight, cut: Cut, dtype: to
     fixed = tile_columns(weight)
     if dtype == torch.float32:
         return Tiles(64, 16 if num_rows <= 16 else 64, fixed or 64, 4, 3, 64)
+    if can_hold(weight, cut, num_rows, dtype):
+        return Tiles(64, MAX_SMALL_ROWS, cut.split_len, 4, 1, 64)
     if num_rows > 64:
         return Tiles(128, 64 if num_rows <= TWO_TILES else 128, fixed or 64, 8, 3, 128)
     stages = 4 if cut.split_len > DEEP_RANGE else 3
@@ -252,8 +254,9 @@ def _launches(
         few = some.splits * num_rows <= MAX_PART_ROWS and (cut is not None or some.split_len >= MIN_RANGE)
         if some.splits == 1 or few:
             yield PackedLaunch(tiles, some)
-            if tiles in FINE:
-                yield from _mixed(num_rows, shape, PackedLaunch(tiles, some, fine=FINE[tiles]), multiprocessors)
+        if some.splits == 1:
+            for fine in FINE.get(tiles, ()):
+                yield from _mixed(num_rows, shape, PackedLaunch(tiles, some, fine=fine), multiprocessors)
     if cut is not None and cut.splits > 1 and shape.bits == 4 and tiles in SUMMED:
         yield PackedLaunch(tiles, cut, summed=True)
 
@@ -263,8 +266,8 @@ def _mixed(num_rows: int, shape: Shape, launch: PackedLaunch, multiprocessors: i
     row_tiles, weight_tiles = launch.row_tiles(num_rows), triton.cdiv(shape.n, launch.tiles.block_n)
     if num_rows > row_tiles * launch.tiles.block_m:
         yield launch._replace(high=weight_tiles)
-    for each in range(1, row_tiles * weight_tiles * launch.parts // multiprocessors + 1):
-        high = each * multiprocessors // (row_tiles * launch.parts)
+    for each in range(1, row_tiles * weight_tiles // multiprocessors + 1):
+        high = each * multiprocessors // row_tiles
         if 0 < high < weight_tiles:
             yield launch._replace(high=high)
 
@@ -286,18 +289,17 @@ def _fits(tiles: Tiles, shape: Shape, shared: int) -> bool:
 
 def _microseconds(num_rows: int, shape: Shape, launch: PackedLaunch, multiprocessors: int) -> float:
     tiles, cut, parts = launch.tiles, launch.cut, launch.parts
-    fine = launch.fine_programs(num_rows, shape.n) * parts
-    programs = launch.programs(num_rows, shape.n) * parts - fine
-    pace, each = PACES[tiles][shape.kind], triton.cdiv(programs, multiprocessors)
+    pace, each = PACES[tiles][shape.kind], ceil(launch.programs(num_rows, shape.n) * parts / multiprocessors)
     columns = shape.k if parts == 1 else min(cut.split_len, shape.k)
     if launch.fine is None:
         for_128 = pace.of(each)
     else:
-        for_128 = TWO_TILES_TAKE * pace.with_others(each, PACES[launch.fine][shape.kind], fine / multiprocessors)
-    turns = triton.cdiv(each + triton.cdiv(fine, multiprocessors), pace.programs)
-    computed: float = turns * LAUNCH + triton.cdiv(columns, 128) * for_128
-    took = max(computed, shape.nbytes / BANDWIDTH)
-    return took if parts == 1 else took + PARTS + parts * num_rows * shape.n * 8 / L2_BANDWIDTH
+        fine = launch.fine_programs(num_rows, shape.n) / multiprocessors
+        high = launch.programs(num_rows, shape.n) / multiprocessors - fine
+        for_128 = TWO_TILES_TAKE * pace.with_others(high, PACES[launch.fine][shape.kind], fine)
+    begun = triton.cdiv(each, pace.programs) * TURN + each * PROGRAM
+    took: float = max(begun + triton.cdiv(columns, 128) * for_128, shape.nbytes / BANDWIDTH)
+    return took if parts == 1 else took + parts * (PART + num_rows * shape.n * 8 / L2_BANDWIDTH)
 
 
 def _library_microseconds(num_rows: int, shape: Shape) -> float:

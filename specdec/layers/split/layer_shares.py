@@ -30,7 +30,7 @@ from specdec.layers.moe.experts import Experts
 from specdec.layers.packed.packed_weight import Weight
 from specdec.layers.packed.weight_slices import Put, Stacked, is_packed, placed, range_of, rows_of
 from specdec.layers.per_layer_embedding import EmbeddingParts
-from specdec.layers.product import Cut, choose_cut, choose_packed_cut
+from specdec.layers.product import Cut, cut_of
 
 PAIR = 2
 """Ranks exchange columns of 16 bits as numbers of 32."""
@@ -141,7 +141,7 @@ def sum_share(weight: Weight, count: int, *, even: bool) -> SumShare:
 
 
 def whole_cut(weight: Weight | Stacked) -> Cut:
-    return (choose_packed_cut if is_packed(weight) else choose_cut)(*weight.shape)
+    return cut_of(weight.parts[0] if isinstance(weight, Stacked) else weight, weight.shape)
 
 
 def _share_of_sum(weight: Weight, share: SumShare, rank: int, count: int) -> Any:
