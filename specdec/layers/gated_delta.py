@@ -24,7 +24,7 @@ from specdec.gpu.triton_shim import KEEP, tl, triton
 from specdec.kvcache.layer_context import Recurrence, RecurrentContext
 from specdec.layers.activation import activate, reference_activate
 from specdec.layers.linear import linear
-from specdec.layers.norm import Gain, reference_rms_norm, rms_norm
+from specdec.layers.norm import Norm, reference_rms_norm, rms_norm
 from specdec.layers.packed.packed_weight import Weight
 from specdec.layers.product import Product, reference_finish, sum_parts
 
@@ -85,7 +85,7 @@ class DeltaMixer(NamedTuple):
     activation: str
     decay: torch.Tensor
     step_bias: torch.Tensor
-    norm: Gain
+    norm: Norm
     gates: Weight | None
 
     def run(
@@ -128,7 +128,7 @@ def unit_length(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + EPSILON)
 
 
-def reference_gate_norm(x: torch.Tensor, z: torch.Tensor, gain: Gain, activation: str) -> torch.Tensor:
+def reference_gate_norm(x: torch.Tensor, z: torch.Tensor, gain: Norm, activation: str) -> torch.Tensor:
     normed = reference_rms_norm(x.to(z.dtype), gain).flatten(1)
     return (normed * reference_activate(z.float(), activation)).to(z.dtype)
 
@@ -331,7 +331,7 @@ def delta_heads(
 
 
 @op(reference=reference_gate_norm)
-def gate_norm(x: torch.Tensor, z: torch.Tensor, gain: Gain, activation: str) -> torch.Tensor:
+def gate_norm(x: torch.Tensor, z: torch.Tensor, gain: Norm, activation: str) -> torch.Tensor:
     """x [T, HV, DV] float32 and z [T, HV DV] -> [T, HV DV] in z's dtype."""
     num_rows, heads, dim = x.shape
     assert x.is_contiguous() and z.is_contiguous() and z.shape == (num_rows, heads * dim), f"{x.stride()=} {z.shape=}"

@@ -33,16 +33,16 @@ class Pace(NamedTuple):
     alone: float
     each: float
 
-    def of(self, programs: int) -> float:
+    def microseconds(self, programs: int) -> float:
         """Microseconds for 128 columns of this number of programs on one multiprocessor, in turn if they do not fit at
         once."""
         turns, rest = divmod(programs, self.programs)
         return turns * max(self.alone, self.programs * self.each) + (max(self.alone, rest * self.each) if rest else 0.0)
 
-    def with_others(self, programs: float, other: "Pace", others: float) -> float:
+    def microseconds_with_others(self, programs: float, other: "Pace", others: float) -> float:
         """Microseconds next to programs of another tile, which begin as soon as there is room; numbers on average."""
         after = max(other.alone, others * max(other.each, other.alone / self.programs))
-        return max(self.of(ceil(programs)), programs * self.each + after)
+        return max(self.microseconds(ceil(programs)), programs * self.each + after)
 
 
 PACES: dict[Tiles, dict[str, Pace]] = {
@@ -159,7 +159,7 @@ def takes_packed_rows(weight: Weight, x: torch.Tensor) -> TypeGuard[PackedWeight
     return INTERPRETED or is_fast(weight, x.dtype)
 
 
-class Shape(NamedTuple):
+class PackedShape(NamedTuple):
     """A packed weight [n, k]. group: columns with one scale that a tile has, 0: none."""
 
     n: int
@@ -227,13 +227,13 @@ def choose_packed_rows(
     if cut is not None and num_rows > BLOCK_ROWS and tile_columns(weight):
         return None
     n, k = weight.shape
-    shape = Shape(n, k, BITS[weight.code], 0 if weight.has_row_scales else weight.group)
+    shape = PackedShape(n, k, BITS[weight.code], 0 if weight.has_row_scales else weight.group)
     return _choose(_rounded(num_rows), shape, gated, cut, *device_limits(device))
 
 
 @lru_cache(maxsize=4096)
 def _choose(
-    num_rows: int, shape: Shape, gated: bool, cut: Cut | None, multiprocessors: int, shared: int
+    num_rows: int, shape: PackedShape, gated: bool, cut: Cut | None, multiprocessors: int, shared: int
 ) -> PackedLaunch | None:
     took = {
         launch: _microseconds(num_rows, shape, launch, multiprocessors)
@@ -247,7 +247,7 @@ def _choose(
 
 
 def _launches(
-    num_rows: int, shape: Shape, tiles: Tiles, gated: bool, cut: Cut | None, multiprocessors: int
+    num_rows: int, shape: PackedShape, tiles: Tiles, gated: bool, cut: Cut | None, multiprocessors: int
 ) -> Iterator[PackedLaunch]:
     cuts = [_equal_ranges(shape.k, ranges) for ranges in ((1,) if gated else RANGES)] if cut is None else [cut]
     for some in cuts:
@@ -261,7 +261,7 @@ def _launches(
         yield PackedLaunch(tiles, cut, summed=True)
 
 
-def _mixed(num_rows: int, shape: Shape, launch: PackedLaunch, multiprocessors: int) -> Iterator[PackedLaunch]:
+def _mixed(num_rows: int, shape: PackedShape, launch: PackedLaunch, multiprocessors: int) -> Iterator[PackedLaunch]:
     """As many high tiles as give each multiprocessor 1, 2, .. programs, or all where other rows are left."""
     row_tiles, weight_tiles = launch.row_tiles(num_rows), triton.cdiv(shape.n, launch.tiles.block_n)
     if num_rows > row_tiles * launch.tiles.block_m:
@@ -277,7 +277,7 @@ def _equal_ranges(k: int, ranges: int) -> Cut:
     return Cut(triton.cdiv(k, split_len), split_len)
 
 
-def _fits(tiles: Tiles, shape: Shape, shared: int) -> bool:
+def _fits(tiles: Tiles, shape: PackedShape, shared: int) -> bool:
     stage = (2 * (tiles.block_m + tiles.tail_m) + tiles.block_n * shape.bits // 8) * tiles.block_k
     if shape.kind not in PACES[tiles] or tiles.num_stages * stage + BESIDES > shared:
         return False
@@ -287,22 +287,22 @@ def _fits(tiles: Tiles, shape: Shape, shared: int) -> bool:
     return shape.group in (0, tiles.block_k)
 
 
-def _microseconds(num_rows: int, shape: Shape, launch: PackedLaunch, multiprocessors: int) -> float:
+def _microseconds(num_rows: int, shape: PackedShape, launch: PackedLaunch, multiprocessors: int) -> float:
     tiles, cut, parts = launch.tiles, launch.cut, launch.parts
     pace, each = PACES[tiles][shape.kind], ceil(launch.programs(num_rows, shape.n) * parts / multiprocessors)
     columns = shape.k if parts == 1 else min(cut.split_len, shape.k)
     if launch.fine is None:
-        for_128 = pace.of(each)
+        for_128 = pace.microseconds(each)
     else:
         fine = launch.fine_programs(num_rows, shape.n) / multiprocessors
         high = launch.programs(num_rows, shape.n) / multiprocessors - fine
-        for_128 = TWO_TILES_TAKE * pace.with_others(high, PACES[launch.fine][shape.kind], fine)
+        for_128 = TWO_TILES_TAKE * pace.microseconds_with_others(high, PACES[launch.fine][shape.kind], fine)
     begun = triton.cdiv(each, pace.programs) * TURN + each * PROGRAM
     took: float = max(begun + triton.cdiv(columns, 128) * for_128, shape.nbytes / BANDWIDTH)
     return took if parts == 1 else took + parts * (PART + num_rows * shape.n * 8 / L2_BANDWIDTH)
 
 
-def _library_microseconds(num_rows: int, shape: Shape) -> float:
+def _library_microseconds(num_rows: int, shape: PackedShape) -> float:
     """Dequantised into memory, which is read again."""
     whole = 2 * shape.n * shape.k
     return LIBRARY + (shape.nbytes + whole) / BANDWIDTH + max(whole / BANDWIDTH, whole * num_rows / ARITHMETIC)

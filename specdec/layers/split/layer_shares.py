@@ -28,7 +28,7 @@ from specdec.layers.decoder_parts import Cuts, DecoderParts, LayerParts, SumShar
 from specdec.layers.linear import Mlp
 from specdec.layers.moe.experts import Experts
 from specdec.layers.packed.packed_weight import Weight
-from specdec.layers.packed.weight_slices import Put, Stacked, is_packed, placed, range_of, rows_of
+from specdec.layers.packed.weight_slices import Put, StackedWeights, is_packed, place_weight, range_of, rank_rows
 from specdec.layers.per_layer_embedding import EmbeddingParts
 from specdec.layers.product import Cut, cut_of
 
@@ -45,19 +45,20 @@ def share_of(parts: DecoderParts, rank: int, count: int, put: Put) -> DecoderPar
 
 
 def layer_share(parts: LayerParts, rank: int, count: int) -> LayerParts:
-    """The share of one rank, of weights that `require_shares` has found to divide: views, in pieces (`Stacked`)."""
+    """The share of one rank, of weights that `require_shares` has found to divide: views, in pieces
+    (`StackedWeights`)."""
     heads, mlp, moe = parts.heads, parts.mlp, parts.moe
     own = heads._replace(num_q=heads.num_q // count, num_kv=-(-heads.num_kv // count))  # one head may be on several
     kv_shares = min(heads.num_kv, count)
     shares = [count] + [kv_shares] * (len(heads.sections) - 1)
     out = sum_share(parts.out, count, even=True)
     down = None if mlp is None else sum_share(mlp.down, count, even=False)
-    pieces: dict[str, Any] = {"qkv": rows_of(parts.qkv, heads.sections, rank, count, shares)}
+    pieces: dict[str, Any] = {"qkv": rank_rows(parts.qkv, heads.sections, rank, count, shares)}
     if parts.qkv_bias is not None:
-        pieces["qkv_bias"] = rows_of(parts.qkv_bias, heads.sections, rank, count, shares)
+        pieces["qkv_bias"] = rank_rows(parts.qkv_bias, heads.sections, rank, count, shares)
     pieces["out"] = _share_of_sum(parts.out, out, rank, count)
     if parts.out_bias is not None and out.by_rows:
-        pieces["out_bias"] = rows_of(parts.out_bias, [len(parts.out_bias)], rank, count)
+        pieces["out_bias"] = rank_rows(parts.out_bias, [len(parts.out_bias)], rank, count)
     if mlp is not None and down is not None:
         pieces["mlp"] = mlp._replace(
             gate_up=_gate_up(mlp, down, rank, count), down=_share_of_sum(mlp.down, down, rank, count)
@@ -70,7 +71,7 @@ def layer_share(parts: LayerParts, rank: int, count: int) -> LayerParts:
     if parts.wide_norms is not None:
         pieces["wide_norms"] = parts.wide_norms._replace(rank=rank, num_ranks=count, kv_shares=kv_shares)
     if parts.head_gates is not None:  # of so few rows that the share's cut is the whole's
-        pieces["head_gates"] = rows_of(parts.head_gates, [heads.num_q], rank, count)
+        pieces["head_gates"] = rank_rows(parts.head_gates, [heads.num_q], rank, count)
     if parts.sinks is not None:
         pieces["sinks"] = parts.sinks.chunk(count)[rank]
     return replace(parts, heads=own, cuts=Cuts(whole_cut(parts.qkv), out, down), **pieces)
@@ -140,13 +141,13 @@ def sum_share(weight: Weight, count: int, *, even: bool) -> SumShare:
     return SumShare(cut.share(count), by_rows=False)
 
 
-def whole_cut(weight: Weight | Stacked) -> Cut:
-    return cut_of(weight.parts[0] if isinstance(weight, Stacked) else weight, weight.shape)
+def whole_cut(weight: Weight | StackedWeights) -> Cut:
+    return cut_of(weight.parts[0] if isinstance(weight, StackedWeights) else weight, weight.shape)
 
 
 def _share_of_sum(weight: Weight, share: SumShare, rank: int, count: int) -> Any:
     if share.by_rows:
-        return rows_of(weight, [len(weight)], rank, count)
+        return rank_rows(weight, [len(weight)], rank, count)
     assert isinstance(weight, torch.Tensor), "a packed weight is shared by rows"
     return weight[:, _own_columns(weight, share, rank, count)].detach()
 
@@ -162,7 +163,9 @@ def _gate_up(mlp: Mlp, down: SumShare, rank: int, count: int) -> Any:
     """Rows of gate and of up for the columns of the down weight that the rank has."""
     own = _own_columns(mlp.down, down, rank, count)
     half = len(mlp.gate_up) // 2
-    return Stacked([*range_of(mlp.gate_up, own), *range_of(mlp.gate_up, slice(half + own.start, half + own.stop))])
+    return StackedWeights(
+        [*range_of(mlp.gate_up, own), *range_of(mlp.gate_up, slice(half + own.start, half + own.stop))]
+    )
 
 
 def _placed(parts: LayerParts, put: Put) -> LayerParts:
@@ -170,9 +173,9 @@ def _placed(parts: LayerParts, put: Put) -> LayerParts:
     there: LayerParts = map_tensors(parts, lambda tensor: put([tensor]))
     mlp = there.mlp
     if mlp is not None:
-        mlp = mlp._replace(gate_up=placed(mlp.gate_up, put), down=placed(mlp.down, put))
+        mlp = mlp._replace(gate_up=place_weight(mlp.gate_up, put), down=place_weight(mlp.down, put))
     biases = {"qkv_bias": there.qkv_bias, "out_bias": there.out_bias}
-    whole: dict[str, Any] = {name: None if bias is None else placed(bias, put) for name, bias in biases.items()}
+    whole: dict[str, Any] = {name: None if bias is None else place_weight(bias, put) for name, bias in biases.items()}
     if there.head_gates is not None:
-        whole["head_gates"] = placed(there.head_gates, put)
-    return replace(there, qkv=placed(there.qkv, put), out=placed(there.out, put), mlp=mlp, **whole)
+        whole["head_gates"] = place_weight(there.head_gates, put)
+    return replace(there, qkv=place_weight(there.qkv, put), out=place_weight(there.out, put), mlp=mlp, **whole)
