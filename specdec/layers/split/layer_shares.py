@@ -30,7 +30,7 @@ from specdec.layers.moe.experts import Experts
 from specdec.layers.packed.packed_weight import Weight
 from specdec.layers.packed.weight_slices import Put, StackedWeights, is_packed, place_weight, range_of, rank_rows
 from specdec.layers.per_layer_embedding import EmbeddingParts
-from specdec.layers.product import Cut, choose_cut, choose_packed_cut
+from specdec.layers.product import Cut, cut_of
 
 PAIR = 2
 """Ranks exchange 16-bit columns as 32-bit numbers."""
@@ -143,7 +143,7 @@ def sum_share(weight: Weight, count: int, *, even: bool) -> SumShare:
 
 
 def whole_cut(weight: Weight | StackedWeights) -> Cut:
-    return (choose_packed_cut if is_packed(weight) else choose_cut)(*weight.shape)
+    return cut_of(weight.parts[0] if isinstance(weight, StackedWeights) else weight, weight.shape)
 
 
 def _share_of_sum(weight: Weight, share: SumShare, rank: int, count: int) -> Any:
