@@ -39,8 +39,8 @@ class KVOperations(Protocol):
         """Copy K/V of slots [M] in every layer of the group: all sources are read before anything is written."""
 
     def fold(self, table: RequestTable, store: KVStore, row: int, length: int) -> None:
-        """Fold the states of a row up to its first `length` tokens. Requires a multiple of FOLD and committed tokens,
-        whose records are not evicted before the state has taken them in."""
+        """Fold the states of a row, of all ranks of a store, up to its first `length` tokens. Requires a multiple of
+        FOLD and committed tokens, whose records are not evicted before the state has taken them in."""
 
 
 class KVCache:
@@ -65,7 +65,8 @@ class KVCache:
 
         def fold(row: int, length: int) -> None:
             for store in self.stores:
-                self.operations.fold(self.table, store, row, length)
+                if store.rank == 0:
+                    self.operations.fold(self.table, store, row, length)
 
         states = StateCache(layers, self.table.max_requests + 1, fold)
         self.allocator.on_forget = states.forget

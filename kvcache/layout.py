@@ -204,9 +204,14 @@ class KVLayout:
 
     def share(self, count: int) -> "KVLayout":
         """The layout of one of `count` ranks, which divide the heads of every layer. Fewer heads than ranks are
-        repeated: rank r then holds head r * heads // count."""
+        repeated: rank r then holds head r * heads // count. Those of a recurrent layer are never fewer."""
 
         def divided(spec: LayerCache) -> LayerCache:
+            if spec.state is not None:
+                inputs, *records = spec.fields
+                own = (field._replace(heads=field.heads // count) for field in records)
+                fields = inputs._replace(dim=inputs.dim // count), *own
+                return replace(spec, fields=fields, shares=count, state=spec.state.share(count))
             fields = tuple(field._replace(heads=-(-field.heads // count)) for field in spec.fields)
             return replace(spec, fields=fields, shares=min(spec.num_kv_heads, count))
 

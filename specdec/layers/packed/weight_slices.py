@@ -61,10 +61,10 @@ def range_of(weight: Weight | Stacked, rows: slice) -> list[Weight]:
     return found
 
 
-def placed(weight: Weight | Stacked, put: Put) -> Weight:
-    """The weight in one piece. What is not `Stacked` has been placed."""
+def placed(weight: torch.Tensor | Stacked, put: Put) -> Weight:
+    """The weight in one piece."""
     if not isinstance(weight, Stacked):
-        return weight
+        return put([weight])
     packed = [part for part in weight.parts if isinstance(part, PackedWeight)]
     if not packed:
         return put([part for part in weight.parts if isinstance(part, torch.Tensor)])

@@ -18,6 +18,7 @@ What cannot be shared is refused, with the reason.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +39,8 @@ PAIR = 2
 
 def share_of(parts: DecoderParts, rank: int, count: int, put: Put) -> DecoderParts:
     """The share of one of `count` ranks. A layer at a time: nothing but the share is put anywhere."""
-    layers = tuple(_placed(layer_share(layer, rank, count), put) for layer in parts.layers)
+    place = partial(placed, put=put)
+    layers = tuple(map_tensors(layer_share(layer, rank, count), place, Stacked) for layer in parts.layers)
     narrow = replace(parts, layers=(), embeddings=None)  # these are apart: `embedding_share`
     share: DecoderParts = map_tensors(narrow, lambda tensor: put([tensor]))
     return replace(share, layers=layers)
@@ -46,15 +48,10 @@ def share_of(parts: DecoderParts, rank: int, count: int, put: Put) -> DecoderPar
 
 def layer_share(parts: LayerParts, rank: int, count: int) -> LayerParts:
     """The share of one rank, of weights that `require_shares` has found to divide: views, in pieces (`Stacked`)."""
-    heads, mlp, moe = parts.heads, parts.mlp, parts.moe
-    own = heads._replace(num_q=heads.num_q // count, num_kv=-(-heads.num_kv // count))  # one head may be on several
-    kv_shares = min(heads.num_kv, count)
-    shares = [count] + [kv_shares] * (len(heads.sections) - 1)
+    mlp, moe = parts.mlp, parts.moe
     out = sum_share(parts.out, count, even=True)
     down = None if mlp is None else sum_share(mlp.down, count, even=False)
-    pieces: dict[str, Any] = {"qkv": rows_of(parts.qkv, heads.sections, rank, count, shares)}
-    if parts.qkv_bias is not None:
-        pieces["qkv_bias"] = rows_of(parts.qkv_bias, heads.sections, rank, count, shares)
+    pieces = _attention_share(parts, rank, count) if parts.mixer is None else _mixer_share(parts, rank, count)
     pieces["out"] = _share_of_sum(parts.out, out, rank, count)
     if parts.out_bias is not None and out.by_rows:
         pieces["out_bias"] = rows_of(parts.out_bias, [len(parts.out_bias)], rank, count)
@@ -67,13 +64,34 @@ def layer_share(parts: LayerParts, rank: int, count: int) -> LayerParts:
         router = moe.router._replace(owned=(rank * num_own, num_own))
         experts: Experts = map_tensors(moe.experts, lambda tensor: tensor.chunk(count)[rank])
         pieces["moe"] = replace(moe, router=router, experts=experts._replace(shared=True))
+    return replace(parts, cuts=Cuts(whole_cut(parts.qkv), out, down), **pieces)
+
+
+def _attention_share(parts: LayerParts, rank: int, count: int) -> dict[str, Any]:
+    """The fields of `LayerParts` that are attention's, but for its last product."""
+    heads = parts.heads
+    kv_shares = min(heads.num_kv, count)
+    shares = [count] + [kv_shares] * (len(heads.sections) - 1)
+    own = heads._replace(num_q=heads.num_q // count, num_kv=-(-heads.num_kv // count))  # one head may be on several
+    pieces: dict[str, Any] = {"heads": own, "qkv": rows_of(parts.qkv, heads.sections, rank, count, shares)}
+    if parts.qkv_bias is not None:
+        pieces["qkv_bias"] = rows_of(parts.qkv_bias, heads.sections, rank, count, shares)
     if parts.wide_norms is not None:
         pieces["wide_norms"] = parts.wide_norms._replace(rank=rank, num_ranks=count, kv_shares=kv_shares)
     if parts.head_gates is not None:  # of so few rows that the share's cut is the whole's
         pieces["head_gates"] = rows_of(parts.head_gates, [heads.num_q], rank, count)
     if parts.sinks is not None:
         pieces["sinks"] = parts.sinks.chunk(count)[rank]
-    return replace(parts, heads=own, cuts=Cuts(whole_cut(parts.qkv), out, down), **pieces)
+    return pieces
+
+
+def _mixer_share(parts: LayerParts, rank: int, count: int) -> dict[str, Any]:
+    """`_attention_share` of a recurrent layer."""
+    assert parts.mixer is not None
+    return {
+        "qkv": rows_of(parts.qkv, parts.mixer.sections, rank, count),
+        "mixer": parts.mixer.share(rank, count),
+    }
 
 
 def embedding_share(parts: EmbeddingParts, rank: int, count: int, put: Put) -> tuple[EmbeddingParts, list[int]]:
@@ -102,7 +120,10 @@ def obstacle(parts: LayerParts, count: int) -> str | None:
         return f"has {len(parts.moe.experts.gate_up)} experts, which {count} devices cannot share evenly"
     if parts.latent is not None:
         return "keeps keys and values that are made of latents, which devices do not share yet"
-    if heads.num_q % count or (heads.num_kv % count and count % heads.num_kv):
+    if parts.mixer is not None:
+        if reason := parts.mixer.obstacle(count):
+            return reason
+    elif heads.num_q % count or (heads.num_kv % count and count % heads.num_kv):
         return (
             f"has {heads.num_q} query heads and {heads.num_kv} K/V heads; a number of devices must divide the query "
             "heads, and divide the K/V heads or be a multiple of them; use such a number, or replicas"
@@ -163,16 +184,3 @@ def _gate_up(mlp: Mlp, down: SumShare, rank: int, count: int) -> Any:
     own = _own_columns(mlp.down, down, rank, count)
     half = len(mlp.gate_up) // 2
     return Stacked([*range_of(mlp.gate_up, own), *range_of(mlp.gate_up, slice(half + own.start, half + own.stop))])
-
-
-def _placed(parts: LayerParts, put: Put) -> LayerParts:
-    """A share where the rank has it, each weight in one piece."""
-    there: LayerParts = map_tensors(parts, lambda tensor: put([tensor]))
-    mlp = there.mlp
-    if mlp is not None:
-        mlp = mlp._replace(gate_up=placed(mlp.gate_up, put), down=placed(mlp.down, put))
-    biases = {"qkv_bias": there.qkv_bias, "out_bias": there.out_bias}
-    whole: dict[str, Any] = {name: None if bias is None else placed(bias, put) for name, bias in biases.items()}
-    if there.head_gates is not None:
-        whole["head_gates"] = placed(there.head_gates, put)
-    return replace(there, qkv=placed(there.qkv, put), out=placed(there.out, put), mlp=mlp, **whole)
