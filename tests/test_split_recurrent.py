@@ -42,8 +42,8 @@ def target_of(family: str) -> TargetModel:
 
 @pytest.fixture(scope="module")
 def asked(random_prompt: Callable[..., list[int]]) -> list[list[int]]:
-    """Prompts whose answers cross a fold."""
-    return [random_prompt(length, seed=length) for length in (13, 45, 30)]
+    """Prompts whose answers cross a fold. One ends where a state is copied that no token after it has folded."""
+    return [random_prompt(length, seed=length) for length in (13, 49 - PARAMS[1].max_new_tokens, 30)]
 
 
 @pytest.mark.parametrize("count", [2, deep(4)])
@@ -63,7 +63,7 @@ def test_chains_heads_preemption_and_cached_prefixes_too(asked) -> None:
     assert answers(engine_of(target, 2, NgramDrafter(), CHAIN), asked) == alone
     assert answers(engine_of(target, 2, random_eagle3(target.model), TREE, max_batch_size=2), asked) == alone
 
-    tight = engine_of(target, 2, full_slots=66, prefix_cache=False)
+    tight = engine_of(target, 2, full_slots=62, prefix_cache=False)
     assert answers(tight, asked) == alone
     assert tight.stats().preemptions > 0
 
@@ -76,7 +76,7 @@ def test_chains_heads_preemption_and_cached_prefixes_too(asked) -> None:
 @pytest.mark.parametrize("count", [2, deep(4)])
 def test_ranks_divide_states_and_records(count, asked) -> None:
     """Those of all ranks, side by side, are those of one device, and copies for cached prefixes are too."""
-    one, split = (engine_of(target_of("qwen3_5"), n, prefill_chunk=16) for n in (1, count))
+    one, split = (engine_of(target_of("qwen3_5"), n, prefill_chunk=16, max_batch_size=1) for n in (1, count))
     for engine in (one, split):
         engine.generate(asked, PARAMS)
     [whole], shares = one.cache.stores, split.cache.stores
@@ -114,9 +114,9 @@ def test_kernels_of_ranks_have_the_tokens_of_one_device(random_prompt, monkeypat
     """In captured chains, and after a hit, for which the states of every rank are folded and copied."""
     torch.manual_seed(0)
     kinds = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "vocab_size": 96}
-    target = TargetModel(build_target("qwen3_5", **kinds).eval(), REFERENCE)
+    target = TargetModel(spread(build_target("qwen3_5", **kinds)).eval(), REFERENCE)
     asked, params = [random_prompt(18, seed=3)], SamplingParams(max_new_tokens=15, ignore_eos=True)
-    short = SamplingParams(max_new_tokens=2, ignore_eos=True)
+    short = SamplingParams(max_new_tokens=3, ignore_eos=True, logprobs=0)
     settings = {"max_batch_size": 1, "max_model_len": 64, "deterministic": False}
     with engine_of(target, 1, **settings) as engine:
         [plain] = engine.generate(asked, params)
@@ -131,6 +131,8 @@ def test_kernels_of_ranks_have_the_tokens_of_one_device(random_prompt, monkeypat
         assert out.token_ids == plain.token_ids
         [again] = engine.generate(after, short)
         assert again.stats.cached_tokens == 32 and again.token_ids == expected.token_ids
+        scores = [torch.tensor([step.logprob for step in out.logprobs]) for out in (again, expected)]
+        torch.testing.assert_close(*scores, rtol=0, atol=1e-3)
         assert engine.stats().captures.made and not engine.stats().captures.refused
 
 
