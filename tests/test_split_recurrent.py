@@ -47,7 +47,7 @@ def asked(random_prompt: Callable[..., list[int]]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("count", [2, deep(4)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", deep("qwen3_5_moe")])
 def test_ranks_have_the_bits_of_one_device(family, count, asked, scripted, tree_script) -> None:
     """In trees and chunks, and next to others."""
     target = target_of(family)
@@ -115,7 +115,7 @@ def test_kernels_of_ranks_have_the_tokens_of_one_device(random_prompt, monkeypat
     torch.manual_seed(0)
     kinds = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "vocab_size": 96}
     target = TargetModel(spread(build_target("qwen3_5", **kinds)).eval(), REFERENCE)
-    asked, params = [random_prompt(18, seed=3)], SamplingParams(max_new_tokens=15, ignore_eos=True)
+    asked, params = [random_prompt(26, seed=3)], SamplingParams(max_new_tokens=7, ignore_eos=True)
     short = SamplingParams(max_new_tokens=3, ignore_eos=True, logprobs=0)
     settings = {"max_batch_size": 1, "max_model_len": 64, "deterministic": False}
     with engine_of(target, 1, **settings) as engine:

@@ -2,6 +2,7 @@ r"""The share of one of R ranks in a decoder: its heads, its columns of the MLP,
 
     W_qkv [q | k | v heads, H]     rows of the rank's heads       its own K/V heads, in pools of its own
     fewer K/V heads than ranks     rows of one, on several        each K/V head is stored on R / heads ranks
+    recurrent layers               the rank's key heads and value heads, their channels and rows (`FusedMixer.share`)
     W_o [H, q heads]               columns of the rank's heads    parts of a sum, by ranges of K
     W_gate, W_up [I, H]            rows                           no sum is shared
     W_down [H, I]                  columns                        parts of a sum
