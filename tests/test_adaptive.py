@@ -6,6 +6,7 @@ Loads are simulated (`draft_simulation.py`) for what the choice as a whole must 
 import dataclasses
 import functools
 import inspect
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from specdec.runtime.draft_policy.draft_account import MAX_SAVED, SHARE, DraftAc
 from specdec.runtime.draft_policy.draft_choice import DraftChoice
 from specdec.runtime.draft_policy.draft_ladder import draft_ladder
 from specdec.runtime.draft_policy.round_times import FIRST_GUESS, NEWEST, RoundTimes
+from specdec.runtime.rounds.captured_rounds import RoundGraphs
 from specdec.runtime.rounds.result import DraftShape
 from specdec.runtime.rounds.round_shapes import NO_DRAFT
 
@@ -576,9 +578,22 @@ def test_a_captured_engine_has_its_table_when_it_is_made(drafter, monkeypatch):
     monkeypatch.setattr(specdec.runtime.warm_up, "time_rounds", startup_timing.time_rounds)  # conftest.py replaces it
     if drafter == "tiny-gemma4-mtp":
         monkeypatch.setattr(specdec.runtime.warm_up, "time_prompts", startup_timing.time_prompts)
+    begun, run = [], RoundGraphs.run
+
+    def noted(graphs, shape):
+        newest = graphs.round.cache.table.committed_len.tensor[: shape.batch, None]
+        begun.append(tuple(graphs.round.tokens.tensor[: shape.batch].gather(1, newest)[:, 0].tolist()))
+        return run(graphs, shape)
+
     config = EngineConfig(max_batch_size=2, max_model_len=200)
     params = SamplingParams(max_new_tokens=examples(16, 40), ignore_eos=True)
-    with Engine.from_pretrained("tiny-gemma4", drafter, spec=CHAIN, config=config) as engine:
+    with monkeypatch.context() as while_made:
+        while_made.setattr(RoundGraphs, "run", noted)
+        engine = Engine.from_pretrained("tiny-gemma4", drafter, spec=CHAIN, config=config)
+    with engine:
+        random = [tokens for tokens in begun if any(tokens)]  # captures begin with zeros
+        assert all(a != b for a, b in pairwise(random)), "experts are chosen by tokens: each round begins with others"
+        assert len(random) >= 8
         timed = {size: times.seconds for size, times in engine.steps.choice.times.items()}
         assert sorted(timed) == [1, 2] and all((seconds > 0).all() for seconds in timed.values())
         gap = engine.scheduler.prompt_gap

@@ -233,6 +233,9 @@ def test_a_bench_says_by_depth_how_many_rounds_drafted_and_why_it_was_slower():
     text = markdown_table(report)
     assert "acceptance length 3.00 (by position 0.50 of 2, 1.00 of 1, 1.00 of 1, 1.00 of 1 rounds)" in text
     assert "0.50x" in text and "slower, since rounds are long" in text
+    assert "core" not in text and "core" not in markdown_table(dataclasses.replace(report, processor_share=0.97))
+    busy = markdown_table(dataclasses.replace(report, processor_share=0.62))
+    assert "versions; other programs took the processor: this one had 0.62 of a core." in busy
     short = dataclasses.replace(report, stats=RequestStats())
     assert "no drafts were made: no answer was long enough for one" in markdown_table(short)
 

@@ -21,7 +21,7 @@ from specdec.evaluation.request_figures import acceptance_figures, supposed_figu
 from specdec.evaluation.tasks import cut
 from specdec.evaluation.transformers_peer import assisted_peer, plain_peer
 from specdec.progress import Interrupted, progress_bar, working
-from specdec.runtime.draft_reports import acceptance_in_words, depths_in_words, why_slower
+from specdec.runtime.draft_reports import acceptance_in_words, busy_in_words, depths_in_words, why_slower
 from specdec.runtime.request import RequestStats
 from specdec.text.prompt_files import Problem
 
@@ -36,7 +36,8 @@ class BenchReport:
 
     times: `time_figures` of each engine. speculative_decoding: `acceptance_figures`. supposed: `supposed_figures`.
     categories: by name, the prompts, the acceptance length and each contestant's tokens/s. data: source of the prompts.
-    template, thinking: how prompts were rendered, in words.
+    template, thinking: how prompts were rendered, in words. processor_share: seconds of a core that the process had in
+    each second of the measurement; None on a GPU. Below 1, times are longer than on an idle machine.
     """
 
     target: str
@@ -63,6 +64,7 @@ class BenchReport:
     speculative_decoding: dict[str, Any] | None = None
     supposed: dict[str, Any] | None = None
     categories: dict[str, dict[str, Any]] = field(default_factory=dict)
+    processor_share: float | None = None
 
 
 def run_bench(
@@ -143,6 +145,7 @@ def run_bench(
             speculative_decoding=None if drafter is None else acceptance_figures(_requests(contestants[1]), spec.depth),
             supposed=None if acceptance is None else _supposed(contestants[1], acceptance),
             categories=_by_category(contestants, prompts, batches),
+            processor_share=_processor_share(contestants) if engine.target.device.type == "cpu" else None,
         )
 
     chat = getattr(engine.tokenizer, "chat_template", None)
@@ -224,6 +227,7 @@ def markdown_table(report: BenchReport) -> str:
         name = f"{list(speeds)[1]}, if the acceptance length were {length:g} (synthetic: supposed, not measured)"
         cells = _time_cells(None) | {"TPOT ms (p50, p99)": f"{report.supposed['tpot_ms']:.2f}"}
         rows.append({"run": name, "tokens/s": f"{speed:.1f}", **cells, "vs no drafter": f"{speed / base:.2f}x"})
+    busy = busy_in_words(report.processor_share)
     accuracy = "" if report.accuracy is None else f"; accuracy {100 * report.accuracy:.1f} %"
     if accuracy and report.cut_off:  # an answer that was cut off is mostly wrong
         accuracy += f", cut off: {report.cut_off} of {report.prompts}"
@@ -233,7 +237,7 @@ def markdown_table(report: BenchReport) -> str:
         f"{report.target}, {report.prompts} prompts, batch {report.batch_size}, temperature {report.temperature:g}, "
         f"{report.spec.num_steps} steps of topk {report.spec.topk}, {report.spec.num_nodes} nodes: "
         f"{_drafts_in_words(report)}{accuracy}; "
-        f"identical to plain decoding: yes. {report.hardware}, {report.versions}.",
+        f"identical to plain decoding: yes. {report.hardware}, {report.versions}{busy and '; '}{busy}.",
         *_acceptance_lines(report),
         *_category_lines(report),
     ]
@@ -295,13 +299,11 @@ def _drafts_in_words(report: BenchReport) -> str:
 
 
 def _why_slower(engine: Engine, stats: RequestStats, plain: Contestant, drafting: Contestant) -> str:
-    share = (plain.processor_seconds + drafting.processor_seconds) / (plain.seconds + drafting.seconds)
-    return why_slower(
-        drafting.tokens_per_second / plain.tokens_per_second,
-        stats,
-        off=engine.drafts_off,
-        processor_share=share if engine.target.device.type == "cpu" else None,
-    )
+    return why_slower(drafting.tokens_per_second / plain.tokens_per_second, stats, off=engine.drafts_off)
+
+
+def _processor_share(contestants: Sequence[Contestant]) -> float:
+    return sum(one.processor_seconds for one in contestants) / sum(one.seconds for one in contestants)
 
 
 def _cut_off(engine: Engine, plain: Contestant, params: SamplingParams) -> int:

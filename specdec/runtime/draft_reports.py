@@ -49,9 +49,16 @@ def why_slower(speed_up: float, stats: RequestStats, *, off: str = "", processor
     reason = f"a round brought {brought:.2f} tokens and took {brought / speed_up:.2f} times as long as a plain one"
     if off:
         reason += f"; drafts are off: {off}"
-    if processor_share is not None and processor_share < BUSY:
-        reason += f"; other programs took the processor: this one had {processor_share:.2f} of a core"
+    if busy := busy_in_words(processor_share):
+        reason += f"; {busy}"
     return reason
+
+
+def busy_in_words(processor_share: float | None) -> str:
+    """That times are of a busy processor; empty where others left this process alone, or nothing is known of it."""
+    if processor_share is None or processor_share >= BUSY:
+        return ""
+    return f"other programs took the processor: this one had {processor_share:.2f} of a core"
 
 
 def vllm_figures(stats: RequestStats, max_drafts: int) -> dict[str, Any]:

@@ -29,8 +29,11 @@ MAX_PREFIX = 16384
 
 
 def time_rounds(graphs: RoundGraphs, shapes: Sequence[RoundShape], done: Callable[[int], None]) -> list[float]:
-    """Median seconds of a round of each of these captured shapes, which are bucketed, over random tokens, since
-    equal ones would choose equal experts. done: is told how many are."""
+    """Median seconds of a round of each of these captured shapes, which are bucketed. done: is told how many are.
+
+    Each round begins with random tokens, since equal tokens would choose equal experts: rows of short texts may well
+    draw the same token.
+    """
     round = graphs.round
     table, generator = round.cache.table, torch.Generator().manual_seed(0)
     seconds = []
@@ -40,10 +43,13 @@ def time_rounds(graphs: RoundGraphs, shapes: Sequence[RoundShape], done: Callabl
         round.seat(rows)
         round.max_drafts[rows] = np.full_like(rows, shape.depth)
         round.flush()
-        tokens = torch.randint(round.target.vocab_size, (shape.batch, 1), generator=generator)
-        round.tokens.tensor[: shape.batch, :1] = tokens.to(round.device)
         room = (table.slots.host.shape[1] - 1) // shape.depth  # rounds until a row is full, if all drafts are right
-        stamps = [graphs.run(shape)[-len(DECODE_STAGES) - 1 :].clone() for _ in range(min(REPEATS, room))]
+        stamps = []
+        for _ in range(min(REPEATS, room)):
+            tokens = torch.randint(round.target.vocab_size, (shape.batch, 1), generator=generator).to(round.device)
+            newest = table.committed_len.tensor[: shape.batch, None]
+            round.tokens.tensor[: shape.batch].scatter_(1, newest, tokens)
+            stamps.append(graphs.run(shape)[-len(DECODE_STAGES) - 1 :].clone())
         timed = torch.stack(stamps[len(stamps) // 2 :]).cpu()
         seconds.append(float((timed[:, -1] - timed[:, 0]).double().median()) / 1e9)
         done(number)
