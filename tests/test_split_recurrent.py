@@ -73,6 +73,13 @@ def test_chains_heads_preemption_and_cached_prefixes_too(asked) -> None:
     assert engine.stats().cached_tokens == 32 + 16
 
 
+def test_prompts_that_part_after_a_state_share_it(asked) -> None:
+    """On several devices prefixes were kept as for a drafter with K/V of its own: by the token after them, too."""
+    engine, [prompt, *_] = engine_of(target_of("qwen3_5"), 2), asked[1:]
+    hits = [engine.generate([*prompt[:32], token], PARAMS[0])[0].stats.cached_tokens for token in (1, 1, 2)]
+    assert hits == [0, 32, 32]
+
+
 @pytest.mark.parametrize("count", [2, deep(4)])
 def test_ranks_divide_states_and_records(count, asked) -> None:
     """Those of all ranks, side by side, are those of one device, and copies for cached prefixes are too."""
