@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from specdec.config import EngineConfig, SpecConfig
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, is_assistant_config
@@ -20,7 +21,7 @@ from specdec.draft_models.native_mtp.mtp_checkpoint import family_of
 from specdec.draft_models.native_mtp.mtp_drafter import kept_by_modules
 from specdec.errors import ConfigError, shown
 from specdec.evaluation.memory_plan import PlannedDrafter, group_memory
-from specdec.evaluation.model_shapes import SHAPES, MtpSpec, Shape, Shrink
+from specdec.evaluation.model_shapes import SHAPES, MtpSpec, Shrink
 from specdec.evaluation.phases.memory_floor import step_bytes
 from specdec.evaluation.phases.random_weights import (
     FORMS,
@@ -43,8 +44,9 @@ READ_BANDWIDTHS = {"H100": 3.09e12, "H200": 4.30e12}
 """Bytes a second, measured: docs/results/2026-11-26-h100.md and 2026-11-22-rounds.md."""
 REQUESTS, TOKENS, CONTEXT = 8, 8192, 1024
 """Requests at a time; tokens of each, for which memory is planned; tokens before the step whose time is stated."""
-REST_BYTES = 24 * 10**8
-"""Memory besides weights and pools: captures, activations, libraries. Measured on an H100: 1.1 to 3.5 GB."""
+REST_BYTES, HEAD_BYTES = 25 * 10**8, 20 * 10**8
+"""Memory besides weights and pools: captures, activations, libraries; and what a head adds that reads states of several
+layers at every token of a prompt. Measured on an H100: 2.4 to 2.6 GB, and 4.2 to 4.9 GB with an EAGLE-3 head."""
 MIN_TOKENS = 1024
 """A GPU with room for fewer tokens is listed as too small."""
 SMALLER = 0.8
@@ -114,7 +116,8 @@ def recipe(pair: Pair, shrink: Shrink = WHOLE, dtype: torch.dtype = DTYPE, devic
     shape = SHAPES[pair.shape]
     model = ModelOnMeta(pair.target, model_on_meta(shape.target(shrink), dtype))
     spec = SpecConfig(pair.num_steps, adaptive=True)
-    planned = PlannedDrafter() if pair.drafter == "suffix" else plan_drafter(shape, model, spec, shrink)
+    described = None if pair.drafter == "suffix" else shape.drafter(model.config, shrink)
+    planned = PlannedDrafter() if described is None else plan_drafter(described, model, spec)
     if pair.form:
         form = FORMS[pair.form]
         pack_layers(model.model, form, partial(empty_packed, form, META))
@@ -129,7 +132,7 @@ def recipe(pair: Pair, shrink: Shrink = WHOLE, dtype: torch.dtype = DTYPE, devic
         command(pair),
         weights,
         [group_memory(needs, group) for group in needs.groups.groups],
-        REST_BYTES,
+        REST_BYTES + HEAD_BYTES * isinstance(described, HeadSpec),
         [card_memory(gigabytes, pair.gpus, needs, config, sum(weights.values())) for gigabytes in CARDS],
         [step_time(pair, gpu, floor) for gpu in READ_BANDWIDTHS],
         on_less(pair),
@@ -149,9 +152,10 @@ def card_memory(gigabytes: int, gpus: int, needs: CacheNeeds, config: EngineConf
     return CardMemory(gigabytes, pools, tokens, min(requests, REQUESTS))
 
 
-def plan_drafter(shape: Shape, model: ModelOnMeta, spec: SpecConfig, shrink: Shrink) -> PlannedDrafter:
-    """The drafter of a shape whose target is on `meta`."""
-    described = shape.drafter(model.config, shrink)
+def plan_drafter(
+    described: PreTrainedConfig | HeadSpec | MtpSpec, model: ModelOnMeta, spec: SpecConfig
+) -> PlannedDrafter:
+    """The drafter that a shape describes; its target is on `meta`."""
     if isinstance(described, MtpSpec):
         layout = kept_by_modules(model.layout, family_of(model).like, described.modules)
         needs = DraftNeeds(layout, reread=described.modules - 1, max_lag=KEPT)
@@ -162,7 +166,7 @@ def plan_drafter(shape: Shape, model: ModelOnMeta, spec: SpecConfig, shrink: Shr
         return PlannedDrafter(DraftNeeds(described.kv_layout, max_lag=KEPT), weights)
     if is_assistant_config(described.to_dict()):
         return PlannedDrafter(DraftNeeds.of(Gemma4MTPDrafter(drafter, model), spec), weights)
-    return PlannedDrafter(DraftNeeds(ModelOnMeta(shape.name, drafter).layout, max_lag=KEPT), weights)
+    return PlannedDrafter(DraftNeeds(ModelOnMeta(described.model_type, drafter).layout, max_lag=KEPT), weights)
 
 
 def step_time(pair: Pair, gpu: str, floor: int) -> StepTime:
