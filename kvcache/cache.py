@@ -57,6 +57,11 @@ class KVCache:
         self.ranks: Ranks | None = None
         self.sanitizer: Sanitizer | None = None
 
+    @property
+    def models(self) -> list[KVStore]:
+        """A store of each model: of one on several devices that of rank 0."""
+        return [store for store in self.stores if store.rank == 0]
+
     def state_cache(self) -> StateCache | None:
         """Copies of the states of all recurrent layers, for the prefix cache; None: there are no such layers."""
         layers = [kept.state for store in self.stores for kept in store.layers.values() if kept.state is not None]
@@ -64,9 +69,8 @@ class KVCache:
             return None
 
         def fold(row: int, length: int) -> None:
-            for store in self.stores:
-                if store.rank == 0:
-                    self.operations.fold(self.table, store, row, length)
+            for store in self.models:
+                self.operations.fold(self.table, store, row, length)
 
         states = StateCache(layers, self.table.max_requests + 1, fold)
         self.allocator.on_forget = states.forget

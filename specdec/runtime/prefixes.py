@@ -45,8 +45,8 @@ class Prefixes:
         self._unread = unread
         self._era = 0  # incremented each time the K/V computed so far became invalid
         if cache is not None:
-            models = sum(store.rank == 0 for store in cache.stores)  # K/V of a drafter may follow from the next token
-            self._cache = PrefixCache(cache.table, pairs=models > 1, states=cache.state_cache())
+            pairs = len(cache.models) > 1  # a drafter's may follow from the next
+            self._cache = PrefixCache(cache.table, pairs=pairs, states=cache.state_cache())
             self._made_by = weights_version()
             self._began: IntArray = np.zeros(cache.table.max_requests, dtype=np.int64)  # era by row
             self._in_progress = InProgress(self._cache)
