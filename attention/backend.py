@@ -12,10 +12,10 @@ from typing import Protocol
 
 import torch
 
-from specdec.attention.kernels.draft_block import Draft, DraftBlock
+from specdec.attention.kernels.draft_block import DraftBlock, DraftPlan
 from specdec.attention.plan import PlanBackend
 from specdec.attention.torch_backend import TorchBackend
-from specdec.attention.trees.growth import TreeBackend
+from specdec.attention.trees.tree_builder import TreeBackend
 from specdec.attention.triton_backend import TritonBackend
 from specdec.errors import ConfigError
 from specdec.gpu.triton_device import triton_obstacle
@@ -29,7 +29,7 @@ class Backend(PlanBackend, TreeBackend, Protocol):
 
     name: str
 
-    def draft_block(self, store: KVStore, draft: Draft) -> DraftBlock:
+    def draft_block(self, store: KVStore, draft: DraftPlan) -> DraftBlock:
         """The K/V and attention of a draft in progress, by a drafter that keeps its own K/V in `store`."""
 
 

@@ -95,7 +95,6 @@ def specdec_attention(
 
 
 AttentionInterface.register(ATTENTION_NAME, specdec_attention)
-Window = int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,39 +103,39 @@ class ForwardContext:
 
     attention: an `Attend` of this forward for each (group, window, shares) that its layers have.
     states: hidden states [1, B*N, H], by the number of the layer that they enter; filled as the layers run.
-    peers: the same forward on the ranks after the first, each with its own heads; empty on one device.
+    other_ranks: the same forward on the ranks after the first, each with its own heads; empty on one device.
     recurrent: computes the recurrent layers; None: there are none.
     """
 
     plan: KVPlan
     view: KVView
-    windows: Sequence[Window]
-    attention: dict[tuple[GroupId, Window, int], Attend]
+    windows: Sequence[int | None]
+    attention: dict[tuple[GroupId, int | None, int], Attend]
     states: dict[int, torch.Tensor | None]
-    peers: tuple["ForwardContext", ...] = ()
+    other_ranks: tuple["ForwardContext", ...] = ()
     recurrent: RecurrentRows | None = None
 
     @classmethod
-    def of(
-        cls, plan: KVPlan, view: KVView, windows: Sequence[Window], aux_layers: Sequence[int] = ()
+    def from_plan(
+        cls, plan: KVPlan, view: KVView, windows: Sequence[int | None], aux_layers: Sequence[int] = ()
     ) -> "ForwardContext":
         """`windows[i]` is the sliding window of worker layer i, None on full layers; aux_layers: see `states`."""
         if view.ranks is None:
             return cls._of_rank(plan, view, windows, aux_layers)
         context = cls._of_rank(plan, view, windows, aux_layers)
         view.ranks.begin()
-        peers = []
-        for rank, (own_plan, own) in enumerate(zip(view.ranks.send(plan)[1:], view.peers, strict=True), start=1):
+        other_ranks = []
+        for rank, (own_plan, own) in enumerate(zip(view.ranks.send(plan)[1:], view.other_ranks, strict=True), start=1):
             with view.ranks.on(rank):
-                peers.append(cls._of_rank(own_plan, own, windows, ()))
-        return replace(context, peers=tuple(peers))
+                other_ranks.append(cls._of_rank(own_plan, own, windows, ()))
+        return replace(context, other_ranks=tuple(other_ranks))
 
     @classmethod
     def _of_rank(
-        cls, plan: KVPlan, view: KVView, windows: Sequence[Window], aux_layers: Sequence[int]
+        cls, plan: KVPlan, view: KVView, windows: Sequence[int | None], aux_layers: Sequence[int]
     ) -> "ForwardContext":
-        attending = [layer for layer in range(len(windows)) if not view.is_recurrent(layer)]
-        kinds = {(view.layer(layer).group, windows[layer], view.shares(layer)) for layer in attending}
+        attending = [layer for layer in range(len(windows)) if not view.spec(layer).recurrent]
+        kinds = {(view.layer(layer).group, windows[layer], view.spec(layer).shares) for layer in attending}
         attention = {kind: plan.backend.attention(plan, *kind) for kind in kinds}
         recurrent = plan.backend.recurrence(plan, view) if len(attending) < len(windows) else None
         return cls(plan, view, windows, attention, dict.fromkeys(aux_layers), recurrent=recurrent)
@@ -177,13 +176,13 @@ class ForwardContext:
         **options: Unpack[ScoreOptions],
     ) -> torch.Tensor:
         """See `LayerContext`. k and v are read back from the pools."""
-        if self.peers and not self.view.writable:
+        if self.other_ranks and not self.view.writable:
             return self._attend_on_ranks(layer, q, **options)
         return self._attend_own(layer, q, **options)
 
     def _attend_own(self, layer: int, q: torch.Tensor, **options: Unpack[ScoreOptions]) -> torch.Tensor:
         kept = self.view.layer(layer)
-        attend = self.attention[kept.group, self.windows[layer], self.view.shares(layer)]
+        attend = self.attention[kept.group, self.windows[layer], self.view.spec(layer).shares]
         shape = self.plan.positions.shape  # of a tile there may be more rows than B * N, and the rest is padding
         num_rows, num_queries = q.shape[0], shape.numel()
         query = q[:num_queries].view(*shape, *q.shape[1:]).transpose(1, 2)  # [B, Hq, N, D]
@@ -198,7 +197,7 @@ class ForwardContext:
         assert ranks is not None and options.get("sinks") is None, f"{options.keys()=}"
         count, attended = len(ranks), []
         parts = gcd(q.shape[1], count)
-        for rank, (context, sent) in enumerate(zip((self, *self.peers), ranks.send(q), strict=True)):
+        for rank, (context, sent) in enumerate(zip((self, *self.other_ranks), ranks.send(q), strict=True)):
             with ranks.on(rank):
                 heads = sent.chunk(parts, dim=1)[rank * parts // count].contiguous()
                 attended.append(context._attend_own(layer, heads, **options))

@@ -17,14 +17,15 @@ from typing import Any, Unpack
 import torch
 
 from specdec.attention.backend import Backend
-from specdec.attention.kernels.draft_block import Draft, DraftBlock
+from specdec.attention.kernels.draft_block import DraftBlock, DraftPlan
 from specdec.attention.pack import Pack, PackTables
 from specdec.attention.path_attention import part_of
 from specdec.attention.plan import Attend, KVPlan
+from specdec.gpu.captures import Capture
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.index_spaces import NULL_SLOT, PRIMARY, GroupId, GroupLoc, PrimaryLoc
 from specdec.kvcache.layer_context import ScoreOptions
-from specdec.kvcache.sanitize import Capture, Fault, Sanitizer, sanitize_requested
+from specdec.kvcache.sanitize import Fault, Sanitizer, sanitize_requested
 from specdec.kvcache.store import KVStore, LayerKV
 
 
@@ -33,7 +34,7 @@ def sanitized(cache: KVCache, backend: Backend, capture: Capture | None) -> tupl
     if not sanitize_requested():
         return backend, capture
     cache.sanitizer = sanitizer = Sanitizer(cache.table)
-    return CheckedBackend(backend, sanitizer), None if capture is None else sanitizer.blind(capture)
+    return CheckedBackend(backend, sanitizer), None if capture is None else sanitizer.deferring(capture)
 
 
 class CheckedBackend:
@@ -52,49 +53,47 @@ class CheckedBackend:
             self._check_pack(plan, plan.pack, group, window)
             return CheckedAttention(self, self.backend.attention(plan, group, window, shares), plan, group)
         self._check_lengths(plan)
-        slots = self.sanitizer.table.slots.tensor[plan.rows]  # [B, W] of each row, by position
-        slots = self.sanitizer.allocator.translate(group, PrimaryLoc(slots))
-        self._check_writes(plan, group, slots)
-        self._check_reads(plan, group, slots)
+        self._check_writes(plan, group)
+        self._check_reads(plan, group)
         return CheckedAttention(self, self.backend.attention(plan, group, window, shares), plan, group)
 
-    def draft_block(self, store: KVStore, draft: Draft) -> DraftBlock:
+    def draft_block(self, store: KVStore, draft: DraftPlan) -> DraftBlock:
         block = self.backend.draft_block(store, draft)
         for layer, kept in store.layers.items():
             self._check_draft(draft, kept.group, draft.windows[layer], *block.prefix_slots(layer))
-        return CheckedDraft(block, store, draft, self.sanitizer)
+        return CheckedDraftBlock(block, store, draft, self.sanitizer)
+
+    def _slots_at(self, group: GroupId, rows: torch.Tensor, positions: torch.Tensor) -> GroupLoc:
+        """Slots in one group that the table has at positions of rows, of one shape; past a row, that of its end."""
+        slots = self.sanitizer.table.slots.tensor
+        return self.sanitizer.allocator.translate(
+            group, PrimaryLoc(slots[rows, positions.clamp(max=slots.shape[1] - 1)])
+        )
 
     def _check_draft(
-        self, draft: Draft, group: GroupId, window: int | None, read: torch.Tensor, start: torch.Tensor
+        self, draft: DraftPlan, group: GroupId, window: int | None, read: torch.Tensor, start: torch.Tensor
     ) -> None:
         """Compare `read` [B, L], slots of committed keys from position start [B] on, with the table."""
-        table, length = self.sanitizer.table, draft.committed_len[:, None]
+        rows, length = draft.rows.index[:, None], draft.committed_len[:, None]
         positions = start[:, None] + torch.arange(read.shape[1], device=read.device)
-        slots = table.slots.tensor[draft.rows.index]
-        slots = PrimaryLoc(slots.gather(1, positions.clamp(max=slots.shape[1] - 1)))
-        expected = self.sanitizer.allocator.translate(group, slots)
+        expected = self._slots_at(group, rows, positions)
         oldest = 0 if window is None else length - window + 1
-        seen = (draft.rows.index != table.padding_row)[:, None] & (positions >= oldest) & (positions < length)
+        seen = (rows != self.sanitizer.table.padding_row) & (positions >= oldest) & (positions < length)
         wrong = seen & ((read != expected) | (read == NULL_SLOT))
-        self.sanitizer.note(Fault.READ, group, wrong, draft.rows.index, positions, read, expected)
+        self.sanitizer.record_fault(Fault.READ, group, wrong, draft.rows.index, positions, read, expected)
 
     def _check_pack(self, plan: KVPlan, pack: Pack, group: GroupId, window: int | None) -> None:
         """The slot of every place, and of the oldest and the newest key that it sees."""
         assert isinstance(plan.prefix, PackTables)
-        table, lines, rows = self.sanitizer.table, plan.prefix.of(group), pack.rows[pack.row_of]
+        table, lines, rows = self.sanitizer.table, plan.prefix.group_table(group), pack.rows[pack.row_of]
         real = pack.exists & (rows != table.padding_row)
         inside = pack.positions < table.slots.tensor.shape[1]
 
-        def expected(positions: torch.Tensor) -> torch.Tensor:
-            """[T] slots of these positions, one a place."""
-            slots = PrimaryLoc(table.slots.tensor[rows, positions.clamp(max=table.slots.tensor.shape[1] - 1)])
-            return self.sanitizer.allocator.translate(group, slots)
-
         def note(fault: Fault, found: torch.Tensor, positions: torch.Tensor, *slots: torch.Tensor) -> None:
-            self.sanitizer.note(fault, group, found[:, None], rows, *(x[:, None] for x in (positions, *slots)))
+            self.sanitizer.record_fault(fault, group, found[:, None], rows, *(x[:, None] for x in (positions, *slots)))
 
         if plan.write is not None:
-            write, own = plan.write_slots(group), expected(pack.positions)
+            write, own = plan.write_slots(group), self._slots_at(group, rows, pack.positions)
             stored = real & (pack.positions >= table.shared_len.tensor[rows])
             wrong = torch.where(stored & inside, (write != own) | (write == NULL_SLOT), write != NULL_SLOT)
             note(Fault.WRITE, wrong, pack.positions, write, own)
@@ -102,7 +101,7 @@ class CheckedBackend:
             note(Fault.SHARED, stored & (owners > 1), pack.positions, write, own)
         oldest = torch.zeros_like(pack.positions) if window is None else (pack.positions - window + 1).clamp(min=0)
         for positions in (oldest, pack.positions):
-            read, own = lines.at(pack.row_of, positions), expected(positions)
+            read, own = lines.slots_at(pack.row_of, positions), self._slots_at(group, rows, positions)
             note(Fault.READ, real & inside & ((read != own) | (read == NULL_SLOT)), positions, read, own)
 
     def _check_lengths(self, plan: KVPlan) -> None:
@@ -111,41 +110,42 @@ class CheckedBackend:
         wrong = planned > committed if plan.block_len is not None else planned != committed
         wrong &= self._real(plan)
         shown = (planned[:, None], committed[:, None], planned[:, None])
-        self.sanitizer.note(Fault.LENGTH, PRIMARY, wrong[:, None], plan.rows, *shown)
+        self.sanitizer.record_fault(Fault.LENGTH, PRIMARY, wrong[:, None], plan.rows, *shown)
 
-    def _check_writes(self, plan: KVPlan, group: GroupId, slots: torch.Tensor) -> None:
+    def _check_writes(self, plan: KVPlan, group: GroupId) -> None:
         if plan.write is None:
             return
         write = plan.write_slots(group).view(plan.positions.shape)  # [B, N]
         steps = torch.arange(write.shape[1], device=write.device)
         positions = plan.committed_len[:, None] + steps  # node n lies at S + n, whatever its depth
-        inside = positions < slots.shape[1]
-        expected = slots.gather(1, positions.clamp(max=slots.shape[1] - 1))
         own = self._own(plan)
-        expected = torch.where(own & inside, expected, NULL_SLOT)
+        inside = own & (positions < self.sanitizer.table.slots.tensor.shape[1])
+        expected = torch.where(inside, self._slots_at(group, plan.rows[:, None], positions), NULL_SLOT)
         wrong = (write != expected) | (own & (write == NULL_SLOT))
-        self.sanitizer.note(Fault.WRITE, group, wrong, plan.rows, positions, write, expected)
+        self.sanitizer.record_fault(Fault.WRITE, group, wrong, plan.rows, positions, write, expected)
         owners = self.sanitizer.owners.tensor[plan.write_slots(PRIMARY).view_as(write) // plan.page_size]
-        self.sanitizer.note(Fault.SHARED, group, own & (owners > 1), plan.rows, positions, write, expected)
+        self.sanitizer.record_fault(Fault.SHARED, group, own & (owners > 1), plan.rows, positions, write, expected)
 
-    def _check_reads(self, plan: KVPlan, group: GroupId, slots: torch.Tensor) -> None:
-        page_size, length = plan.page_size, plan.committed_len[:, None]
+    def _check_reads(self, plan: KVPlan, group: GroupId) -> None:
+        rows, page_size, length = plan.rows[:, None], plan.page_size, plan.committed_len[:, None]
         pages, start = plan.prefix.pages(group)  # [B, P], [B]
         columns = torch.arange(pages.shape[1], device=pages.device)
         positions = start[:, None] + columns * page_size
-        expected = slots.gather(1, positions.clamp(max=slots.shape[1] - 1)) // page_size
+        expected = self._slots_at(group, rows, positions) // page_size
         real = self._real(plan)[:, None]
         wrong = real & (positions < length) & ((pages != expected) | (pages == NULL_SLOT))
-        self.sanitizer.note(Fault.READ, group, wrong, plan.rows, positions, pages * page_size, expected * page_size)
+        self.sanitizer.record_fault(
+            Fault.READ, group, wrong, plan.rows, positions, pages * page_size, expected * page_size
+        )
 
         oldest = (length - int(self.sanitizer.table.retain[group])).clamp(min=0)
         begin, end = start[:, None], start[:, None] + pages.shape[1] * page_size
         short = real & ((begin > oldest) | (end < length))
         missing = torch.where(begin > oldest, oldest, end)
-        lost = slots.gather(1, missing.clamp(max=slots.shape[1] - 1))
-        self.sanitizer.note(Fault.COVER, group, short, plan.rows, missing, lost, lost)
+        lost = self._slots_at(group, rows, missing)
+        self.sanitizer.record_fault(Fault.COVER, group, short, plan.rows, missing, lost, lost)
 
-    def check_answer(
+    def check_finite(
         self, query: torch.Tensor, out: torch.Tensor, plan: KVPlan, group: GroupId, part: tuple[slice, slice]
     ) -> None:
         """Check the answers `out` [B, N, Hq, D] to `query` [B, Hq, N, D], a part of a plan's requests and columns."""
@@ -153,9 +153,9 @@ class CheckedBackend:
         null = torch.zeros_like(positions)
         if plan.pack is not None:
             rows = plan.rows[plan.pack.row_of][part[1]]
-            self.sanitizer.note(Fault.POISON, group, broken.t(), rows, positions.t(), null.t(), null.t())
+            self.sanitizer.record_fault(Fault.POISON, group, broken.t(), rows, positions.t(), null.t(), null.t())
             return
-        self.sanitizer.note(Fault.POISON, group, broken, plan.rows[part[0]], positions, null, null)
+        self.sanitizer.record_fault(Fault.POISON, group, broken, plan.rows[part[0]], positions, null, null)
 
     def _real(self, plan: KVPlan) -> torch.Tensor:
         """Which rows are no padding, [B]."""
@@ -182,17 +182,17 @@ class CheckedAttention:
 
     def __call__(self, query: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         out = self.attend(query, *args, **options)
-        self.checks.check_answer(query, out, self.plan, self.group, self.rows)
+        self.checks.check_finite(query, out, self.plan, self.group, self.rows)
         return out
 
     def part(self, requests: slice, columns: slice) -> "CheckedAttention":
         return replace(self, attend=part_of(self.attend, requests, columns), rows=(requests, columns))
 
 
-class CheckedDraft:
+class CheckedDraftBlock:
     """A draft in progress whose attention must be finite where its queries are."""
 
-    def __init__(self, block: DraftBlock, store: KVStore, draft: Draft, sanitizer: Sanitizer) -> None:
+    def __init__(self, block: DraftBlock, store: KVStore, draft: DraftPlan, sanitizer: Sanitizer) -> None:
         self.block = block
         self.store = store
         self.draft = draft
@@ -215,7 +215,7 @@ class CheckedDraft:
         broken = _broken(query, out) & (rows != self.sanitizer.table.padding_row)[:, None]
         positions = self.draft.level_positions(self.level)
         null = torch.zeros_like(positions)
-        self.sanitizer.note(Fault.POISON, self.store.layers[layer].group, broken, rows, positions, null, null)
+        self.sanitizer.record_fault(Fault.POISON, self.store.layers[layer].group, broken, rows, positions, null, null)
         return out
 
 

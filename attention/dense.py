@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 
 from specdec.attention.plan import KVPlan
+from specdec.kvcache.fp8_pool import FieldPool, read_rows
 from specdec.kvcache.index_spaces import NULL_SLOT, PRIMARY, GroupId
 from specdec.kvcache.layer_context import ScoreOptions
-from specdec.kvcache.rounded import Pool, read_rows
 
 
 def visible(
@@ -109,7 +109,7 @@ class VisibleKeys:
     bias: torch.Tensor
 
     @classmethod
-    def of(
+    def from_plan(
         cls, plan: KVPlan, slots: torch.Tensor, start: torch.Tensor, group: GroupId, window: int | None
     ) -> "VisibleKeys":
         """The keys that layers of one group, with this window (None: full attention), see under `plan`.
@@ -137,8 +137,8 @@ class VisibleKeys:
     def attend(
         self,
         query: torch.Tensor,
-        pool_k: Pool,
-        pool_v: Pool,
+        pool_k: FieldPool,
+        pool_v: FieldPool,
         **options: Unpack[ScoreOptions],
     ) -> torch.Tensor:
         """`Attend` of `plan.py`, from pools [slots, Hkv, D]."""

@@ -13,21 +13,21 @@ import torch
 from torch.nn.functional import pad
 
 from specdec.attention.kernels.own_keys import ALIGN, OwnKeys
-from specdec.kvcache.rounded import Pool, read_rows
+from specdec.kvcache.fp8_pool import FieldPool, read_rows
 
 BLOCK_K = ALIGN
 ROWS = 16
 
 _SMALLEST = {torch.float32: -87.0, torch.float64: -708.0}  # scores below give subnormal weights
 
-State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+SoftmaxState = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Softmax state of J key tiles: maximum and sum [J, B, Hkv, R], accumulator [J, B, Hkv, R, D]."""
 
 
 def deterministic_attention(
     query: torch.Tensor,
-    pool_k: Pool,
-    pool_v: Pool,
+    pool_k: FieldPool,
+    pool_v: FieldPool,
     own: OwnKeys,
     pages: torch.Tensor,
     start: torch.Tensor | None,
@@ -74,7 +74,7 @@ def deterministic_attention(
     row_low, row_high = (
         _pad_rows(x.repeat_interleave(group, 1), 1, value) for x, value in ((low, 1 << 40), (high, -1))
     )
-    states: list[State] = []
+    states: list[SoftmaxState] = []
     outs: list[torch.Tensor] = []
     for begin in range(0, rows.shape[2], ROWS):
         some = slice(begin, begin + ROWS)
@@ -113,7 +113,7 @@ def _slots(
     return torch.where(pos < own_base[:, None], committed, owned)
 
 
-def _tiles(pool: Pool, slots: torch.Tensor, exist: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _tiles(pool: FieldPool, slots: torch.Tensor, exist: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """[X, J, BLOCK_K] slots -> [J, X, Hkv, BLOCK_K, D]; 0 where a request has no keys, whose slots hold anything."""
     tiles = read_rows(pool, slots.flatten()).view(*slots.shape, *pool.shape[1:]).permute(1, 0, 3, 2, 4)
     tiles = tiles.to(dtype).contiguous()
@@ -122,15 +122,15 @@ def _tiles(pool: Pool, slots: torch.Tensor, exist: torch.Tensor, dtype: torch.dt
 
 def _own_states(
     q: torch.Tensor,
-    pool_k: Pool,
-    pool_v: Pool,
+    pool_k: FieldPool,
+    pool_v: FieldPool,
     own: OwnKeys,
     low: torch.Tensor,
     high: torch.Tensor,
     own_base: torch.Tensor,
     scaling: float,
     softcap: float | None,
-) -> State:
+) -> SoftmaxState:
     """Softmax state of each node's own tiles, for queries q [B, Hkv, N, G, D] -> [J, B, Hkv, N * G, ...]."""
     batch, _, num_nodes, group, _ = q.shape
     num_tiles = max(1, int(((high - own_base[:, None]) // BLOCK_K).amax()) + 1)
@@ -162,7 +162,7 @@ def _tile_states(
     visible: torch.Tensor,
     scaling: float,
     softcap: float | None,
-) -> State:
+) -> SoftmaxState:
     """q [X, Hkv, ROWS, D], keys and values [J, X, Hkv, BLOCK_K, D], visible [J, X, 1, ROWS or 1, BLOCK_K]."""
     shape = keys.shape[:3]
     q, keys, values = q.expand(shape[0], -1, -1, -1, -1).flatten(0, 2), keys.flatten(0, 2), values.flatten(0, 2)
@@ -178,7 +178,7 @@ def _tile_states(
     return maximum, total.unflatten(0, shape), torch.bmm(weights, values).unflatten(0, shape)
 
 
-def _fold(state: State, sink: torch.Tensor | None) -> torch.Tensor:
+def _fold(state: SoftmaxState, sink: torch.Tensor | None) -> torch.Tensor:
     """The tiles of each row added up, oldest first: sink [Hkv, R] -> [B, Hkv, R, D]; 0 for a row that sees nothing."""
     maximum, sums, accs = state  # scaled in place
     if not len(maximum):

@@ -1,15 +1,15 @@
 """Attention of drafts that begin at many places of texts at once: chains of single tokens, and blocks.
 
-Each is the `Attend` of a draft head's own modules: one softmax over the text as far as a place sees it, and the draft's
-own rows. Texts may be packed into rows: position 0 begins one. A drafter learns with it, and the doctor looks with it
-at every place of an answer.
+Each is the `DraftAttend` of a draft head's own modules: one softmax over the text as far as a place sees it, and the
+draft's own rows. Texts may be packed into rows: position 0 begins one. A drafter learns with it, and the doctor looks
+with it at every place of an answer.
 """
 
 from collections.abc import Callable, Sequence
 
 import torch
 
-Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+DraftAttend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(draft layer, q [B, Hq, N, D], k and v [B, Hkv, N, D], all after RoPE) -> [B, N, Hq, D]; scaled by the caller."""
 
 
@@ -20,7 +20,7 @@ def same_document(pos: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return doc[:, :, None] == doc[:, None, :], place[:, None] - place[None, :]
 
 
-def in_float32(attend: Attend) -> Attend:
+def in_float32(attend: DraftAttend) -> DraftAttend:
     """Wraps `attend` so that scores are not rounded, as in kernels: for a reference in 16 bits."""
     return lambda layer, q, k, v: attend(layer, q.float(), k.float(), v.float()).to(q.dtype)
 

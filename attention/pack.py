@@ -34,7 +34,7 @@ class Pack(NamedTuple):
     exists: torch.Tensor
 
     @classmethod
-    def of(cls, rows: torch.Tensor, start: torch.Tensor, length: torch.Tensor, num_tokens: int) -> "Pack":
+    def from_lengths(cls, rows: torch.Tensor, start: torch.Tensor, length: torch.Tensor, num_tokens: int) -> "Pack":
         """Packs runs of `length` [R] tokens, which begin at positions `start` [R], into `num_tokens` places."""
         cu_len = torch.cat([length.new_zeros(1), length.cumsum(0)])
         places = torch.arange(num_tokens, device=length.device)
@@ -57,7 +57,7 @@ class Pack(NamedTuple):
         return Pack(self.rows, positions, torch.ones_like(ahead), cu_len, places, positions, exists)
 
 
-class Lines(NamedTuple):
+class RunSlots(NamedTuple):
     """Slots of the keys of R runs in one group: the slot of the key at position p of run r is slots[line[r], p -
     begin[r]]. begin None: 0 for all."""
 
@@ -65,7 +65,7 @@ class Lines(NamedTuple):
     line: torch.Tensor
     begin: torch.Tensor | None
 
-    def at(self, run: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def slots_at(self, run: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Slots of these positions of these runs, both of one shape; a position outside is clamped to the line."""
         column = positions if self.begin is None else positions - self.begin[run]
         return self.slots[self.line[run], column.clamp(0, self.slots.shape[1] - 1)]
@@ -76,11 +76,11 @@ class PackTables(NamedTuple):
     table's; in a windowed group they are made for the forward, and hold what some token of a run can see: O(window +
     longest run) wide."""
 
-    lines: ByGroup[Lines]
+    lines: ByGroup[RunSlots]
     write: ByGroup[GroupLoc]
     page_size: int
 
-    def of(self, group: GroupId) -> Lines:
+    def group_table(self, group: GroupId) -> RunSlots:
         return self.lines[group]
 
     def pages(self, group: GroupId) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,17 +97,17 @@ def locate_pack(table: RequestTable, pack: Pack, longest: int) -> PackTables:
     slots, allocator = table.slots.tensor, table.allocator
     page_size = allocator.page_size
     numbers = torch.arange(len(pack.rows), device=slots.device)
-    every = Lines(slots, pack.rows, None)
+    every = RunSlots(slots, pack.rows, None)
     stored = pack.exists & (pack.positions >= table.shared_len.tensor[pack.rows[pack.row_of]])
-    own = PrimaryLoc(every.at(pack.row_of, pack.positions).masked_fill(~stored, NULL_SLOT))
+    own = PrimaryLoc(every.slots_at(pack.row_of, pack.positions).masked_fill(~stored, NULL_SLOT))
 
-    def windowed(group: GroupId) -> Lines:
+    def windowed(group: GroupId) -> RunSlots:
         retain = int(table.retain[group])
         begin = (pack.start - retain).clamp(min=0) // page_size * page_size
         width = min(slots.shape[1], retain + page_size - 1 + longest)
         columns = begin[:, None] + torch.arange(width, device=slots.device)
         inside = PrimaryLoc(slots[pack.rows[:, None], columns.clamp(max=slots.shape[1] - 1)])
-        return Lines(allocator.translate(group, inside), numbers, begin)
+        return RunSlots(allocator.translate(group, inside), numbers, begin)
 
     groups = [group for group, _ in allocator.pools.items()]
     lines = tuple(every if group == PRIMARY else windowed(group) for group in groups)

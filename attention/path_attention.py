@@ -41,7 +41,7 @@ class PathAttention:
     first_key: int = 0
 
     @classmethod
-    def of(
+    def from_plan(
         cls,
         function: Callable[..., torch.Tensor],
         find_own_keys: Callable[..., OwnKeys],

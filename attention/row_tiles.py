@@ -24,7 +24,7 @@ from specdec.kvcache.index_spaces import GroupLoc
 ROWS = 16
 
 
-class Tile(NamedTuple):
+class RowTile(NamedTuple):
     """These columns of these requests."""
 
     requests: slice
@@ -35,13 +35,13 @@ class Tile(NamedTuple):
         return pad_rows(packed.unflatten(0, (-1, num_columns))[self].flatten(0, 1))
 
 
-def row_tiles(batch: int, num_columns: int) -> Iterator[Tile]:
+def row_tiles(batch: int, num_columns: int) -> Iterator[RowTile]:
     """The tiles of a forward of `num_columns` rows a request, in the order in which they are to run."""
     for first in range(0, num_columns, ROWS):
         columns = slice(first, min(first + ROWS, num_columns))
         requests = ROWS // (columns.stop - first)
         for request in range(0, batch, requests):
-            yield Tile(slice(request, min(request + requests, batch)), columns)
+            yield RowTile(slice(request, min(request + requests, batch)), columns)
 
 
 def pad_rows(x: torch.Tensor) -> torch.Tensor:
@@ -49,7 +49,7 @@ def pad_rows(x: torch.Tensor) -> torch.Tensor:
     return pad(x, (0, 0) * (x.dim() - 1) + (0, ROWS - len(x)))
 
 
-def tile_context(whole: ForwardContext, tile: Tile) -> ForwardContext:
+def tile_context(whole: ForwardContext, tile: RowTile) -> ForwardContext:
     """A forward of one tile, over ROWS packed rows: its own come first, and what padding writes goes to the null slot.
 
     Attention is part of the whole forward's, so the K/V of ancestors in other tiles are found.
@@ -61,6 +61,6 @@ def tile_context(whole: ForwardContext, tile: Tile) -> ForwardContext:
         plan=replace(plan, positions=plan.positions[tile], write=write),
         attention={kind: part_of(attend, *tile) for kind, attend in whole.attention.items()},
         states=dict.fromkeys(whole.states),
-        peers=tuple(tile_context(peer, tile) for peer in whole.peers),
+        other_ranks=tuple(tile_context(other, tile) for other in whole.other_ranks),
         recurrent=None if whole.recurrent is None else whole.recurrent.part(*tile),
     )

@@ -13,7 +13,7 @@ import torch
 from specdec.attention.dense import VisibleKeys, bias_of, visible
 from specdec.attention.deterministic_attention import deterministic_attention
 from specdec.attention.kernels.own_keys import ALIGN, OwnKeys
-from specdec.attention.pack import Lines, Pack
+from specdec.attention.pack import Pack, RunSlots
 from specdec.attention.path_attention import PathAttention, part_of
 from specdec.attention.plan import Attend
 
@@ -27,8 +27,8 @@ class RunsAttention:
     runs: Sequence[tuple[slice, Attend]]
 
     @classmethod
-    def of(
-        cls, make: Callable[..., Attend], pack: Pack, lines: Lines, window: int | None, first_key: int = 0
+    def from_pack(
+        cls, make: Callable[..., Attend], pack: Pack, lines: RunSlots, window: int | None, first_key: int = 0
     ) -> "RunsAttention":
         """Attention over the runs of a pack, one by one. make: `dense_run` or `exact_run`."""
         runs, begin = [], 0
@@ -40,7 +40,7 @@ class RunsAttention:
                 positions = torch.arange(start, start + length, device=pack.start.device)
                 oldest = 0 if window is None else max(0, start - window + 1)
                 keys = torch.arange(oldest, start + length, device=positions.device)
-                slots = lines.at(torch.full_like(keys, number), keys)[None]
+                slots = lines.slots_at(torch.full_like(keys, number), keys)[None]
                 runs.append((places, make(slots, keys[None], positions[None], window, first_key)))
         return cls(len(pack.row_of), runs)
 
@@ -62,12 +62,12 @@ class RunsAttention:
 
 
 @dataclass(frozen=True, slots=True)
-class EveryRun:
+class MaskedRuns:
     """Computes what `RunsAttention` does without reading a length on the host: every run is attended by all places, and
     the results of other runs' places are dropped. It can be captured, and takes R times as long."""
 
     pack: Pack
-    lines: Lines
+    lines: RunSlots
     window: int | None
     first_key: int = 0
 
@@ -88,7 +88,7 @@ class EveryRun:
                 seen = seen & (back < self.window)
             if self.first_key:
                 seen = seen & (keys >= pack.positions.clamp(max=self.first_key)[:, None])
-            attend = VisibleKeys(lines.at(run, inside)[None], bias_of(seen[None])).attend
+            attend = VisibleKeys(lines.slots_at(run, inside)[None], bias_of(seen[None])).attend
             answer = attend(query, pool_k, pool_v, **options)
             out = torch.where(mine[:, None, None], answer, out)
         return out

@@ -6,16 +6,16 @@ import torch
 
 from specdec.attention.dense import VisibleKeys
 from specdec.attention.deterministic_attention import deterministic_attention
-from specdec.attention.kernels.draft_block import CopiedDraft, Draft, DraftBlock
+from specdec.attention.kernels.draft_block import CopiedDraftBlock, DraftBlock, DraftPlan
 from specdec.attention.kernels.own_keys import reference_own_keys
 from specdec.attention.kernels.page_table import PageTables, locate_prefixes, reference_build_page_tables
 from specdec.attention.pack import PackTables
 from specdec.attention.path_attention import PathAttention
 from specdec.attention.plan import Attend, KVPlan
 from specdec.attention.recurrence.forward import RecurrentForward, fold_committed
-from specdec.attention.runs import EveryRun, RunsAttention, dense_run, exact_run
+from specdec.attention.runs import MaskedRuns, RunsAttention, dense_run, exact_run
 from specdec.attention.trees.beam import reference_expand
-from specdec.attention.trees.growth import reference_select_tree
+from specdec.attention.trees.tree_builder import reference_select_tree
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.index_spaces import GroupId, GroupLoc
 from specdec.kvcache.store import KVStore, LayerKV, reference_move_kv, reference_store_kv
@@ -38,17 +38,17 @@ class TorchBackend:
         if plan.pack is not None:
             assert isinstance(plan.prefix, PackTables), f"a pack with {type(plan.prefix).__name__}"
             if self.captured and not self.deterministic:
-                return EveryRun(plan.pack, plan.prefix.of(group), window, plan.first_key)
+                return MaskedRuns(plan.pack, plan.prefix.group_table(group), window, plan.first_key)
             make = exact_run if self.deterministic else dense_run
-            return RunsAttention.of(make, plan.pack, plan.prefix.of(group), window, plan.first_key)
+            return RunsAttention.from_pack(make, plan.pack, plan.prefix.group_table(group), window, plan.first_key)
         assert isinstance(plan.prefix, PageTables), f"no pack with {type(plan.prefix).__name__}"
         if self.deterministic:
-            table = plan.prefix.of(group)
-            return PathAttention.of(deterministic_attention, reference_own_keys, plan, table, group, window)
-        return VisibleKeys.of(plan, *plan.prefix.slots(group, plan.page_size), group, window).attend
+            table = plan.prefix.group_table(group)
+            return PathAttention.from_plan(deterministic_attention, reference_own_keys, plan, table, group, window)
+        return VisibleKeys.from_plan(plan, *plan.prefix.slots(group, plan.page_size), group, window).attend
 
-    def draft_block(self, store: KVStore, draft: Draft) -> DraftBlock:
-        return CopiedDraft(store, draft)
+    def draft_block(self, store: KVStore, draft: DraftPlan) -> DraftBlock:
+        return CopiedDraftBlock(store, draft)
 
     def store(self, layer: LayerKV, slots: GroupLoc, k: torch.Tensor, v: torch.Tensor) -> None:
         reference_store_kv(k, v, slots, layer.k, layer.v)

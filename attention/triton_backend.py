@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from specdec.attention.kernels.draft_block import Draft, DraftBlock, PagedDraft
+from specdec.attention.kernels.draft_block import DraftBlock, DraftPlan, PagedDraftBlock
 from specdec.attention.kernels.own_keys import own_keys
 from specdec.attention.kernels.page_table import PageTables, build_page_tables, locate_prefixes
 from specdec.attention.kernels.ragged_attention import RaggedAttention
@@ -15,8 +15,8 @@ from specdec.attention.path_attention import PathAttention
 from specdec.attention.plan import Attend, KVPlan
 from specdec.attention.recurrence.kernel_forward import RecurrentKernels, fold_row
 from specdec.attention.trees.beam import MAX_TOPK, Candidates, Scored, expand, reference_expand
-from specdec.attention.trees.growth import MAX_CANDIDATES, reference_select_tree, select_tree
 from specdec.attention.trees.tree import DraftTree
+from specdec.attention.trees.tree_builder import MAX_CANDIDATES, reference_select_tree, select_tree
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.index_spaces import GroupId, GroupLoc
 from specdec.kvcache.store import KVStore, LayerKV, move_kv, store_kv
@@ -40,14 +40,14 @@ class TritonBackend:
     def attention(self, plan: KVPlan, group: GroupId, window: int | None, shares: int = 1) -> Attend:
         if plan.pack is not None:
             assert isinstance(plan.prefix, PackTables), f"a pack with {type(plan.prefix).__name__}"
-            lines = plan.prefix.of(group)
+            lines = plan.prefix.group_table(group)
             return RaggedAttention(plan.pack, lines, window, self.deterministic, shares, plan.first_key)
         assert isinstance(plan.prefix, PageTables), f"no pack with {type(plan.prefix).__name__}"
         attend = partial(tree_attention, shares=shares)
-        return PathAttention.of(attend, own_keys, plan, plan.prefix.of(group), group, window)
+        return PathAttention.from_plan(attend, own_keys, plan, plan.prefix.group_table(group), group, window)
 
-    def draft_block(self, store: KVStore, draft: Draft) -> DraftBlock:
-        return PagedDraft(store, draft)
+    def draft_block(self, store: KVStore, draft: DraftPlan) -> DraftBlock:
+        return PagedDraftBlock(store, draft)
 
     def store(self, layer: LayerKV, slots: GroupLoc, k: torch.Tensor, v: torch.Tensor) -> None:
         store_kv(k, v, slots, layer.k, layer.v)

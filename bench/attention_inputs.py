@@ -12,11 +12,11 @@ from specdec.attention.kernels import paged_attention as pa
 from specdec.attention.kernels.own_keys import own_keys, reference_own_keys
 from specdec.attention.kernels.ragged_attention import ragged_attention
 from specdec.attention.kernels.tree_attention import tree_attention
-from specdec.attention.pack import Lines, Pack
-from specdec.kvcache.rounded import RoundedPool
+from specdec.attention.pack import Pack, RunSlots
+from specdec.kvcache.fp8_pool import Fp8Pool
 
 Shape = dict[str, Any]
-"""Arguments of `make_inputs`, and: kind of the rows, level of a draft's newest nodes, exact, softcap, sinks, rounded:
+"""Arguments of `make_inputs`, and: kind of the rows, level of a draft's newest nodes, exact, softcap, sinks, fp8:
 K and V in 8 bits."""
 
 
@@ -112,7 +112,7 @@ def _common(shape: Shape, *own: str) -> tuple[dict[str, Any], dict[str, Any], li
 
 def prepare_paged(shape: Shape) -> Prepared:
     """`paged_attention` of the newest `level` nodes of a binary tree of `num_rows`; None: all of them."""
-    shape, extra, [level, rounded] = _common(shape, "level", "rounded")
+    shape, extra, [level, fp8] = _common(shape, "level", "fp8")
     args = {**make_inputs(**shape, evicted=True), **extra}
     if shape.get("window") is None:
         args["start"] = None
@@ -130,14 +130,14 @@ def prepare_paged(shape: Shape) -> Prepared:
         "positions": positions[:, newest],
         "ancestors": bits[newest].to(DEVICE).repeat(batch, 1, 1),
     }
-    if not rounded:
+    if not fp8:
         return Prepared(
             lambda **options: pa.paged_attention(**args, **options),
             lambda: pa.reference_paged_attention(**in_float64(args)),
         )
-    args |= {name: RoundedPool.of(args[name]) for name in ("pool_k", "pool_v")}
+    args |= {name: Fp8Pool.from_rows(args[name]) for name in ("pool_k", "pool_v")}
     rows = (args[name].transpose(1, 2).flatten(0, 1) for name in ("block_k", "block_v"))  # [B * M, Hkv, D]
-    blocks = [RoundedPool.of(each) for each in rows]
+    blocks = [Fp8Pool.from_rows(each) for each in rows]
     numbers = [block.bits.view(torch.int16).unflatten(0, (batch, -1)).transpose(1, 2) for block in blocks]
     exact = [
         x.unflatten(0, (batch, -1)).transpose(1, 2) for x in in_float64(dict(zip("kv", blocks, strict=True))).values()
@@ -164,14 +164,14 @@ def prepare_ragged(shape: Shape) -> Prepared:
     args = {name: stored[name] for name in stored.keys() - table.keys() - {"positions", "block_len"}}
     held = pages[:, : int(committed - (0 if start is None else start))]
     length = torch.full_like(committed, shape["num_rows"])
-    args["pack"] = Pack.of(torch.zeros_like(length), committed, length, shape["num_rows"])
-    args["lines"] = Lines(torch.cat([held, table["write"]], dim=1), torch.zeros_like(length), start)
+    args["pack"] = Pack.from_lengths(torch.zeros_like(length), committed, length, shape["num_rows"])
+    args["lines"] = RunSlots(torch.cat([held, table["write"]], dim=1), torch.zeros_like(length), start)
     return Prepared(lambda **options: ragged_attention(exact=bool(exact), **args, **options), reference)
 
 
 def _stored(shape: Shape) -> tuple[dict[str, Any], dict[str, Any], Callable[[], torch.Tensor]]:
     """(arguments of kernels that find all keys in the pools, those of `own_keys`, the reference in float64)."""
-    shape, extra, [kind, rounded, *_] = _common(shape, "kind", "rounded", "level", "exact")
+    shape, extra, [kind, fp8, *_] = _common(shape, "kind", "fp8", "level", "exact")
     kind, (batch, num_rows) = kind or "tree", (shape["batch"], shape["num_rows"])
     args = {**make_inputs(**shape, evicted=True), **extra}
     block_k, block_v = args.pop("block_k"), args.pop("block_v")
@@ -193,8 +193,8 @@ def _stored(shape: Shape) -> tuple[dict[str, Any], dict[str, Any], Callable[[], 
         for name, block in (("pool_k", block_k), ("pool_v", block_v)):
             rows = block.transpose(1, 2).flatten(0, 1)  # [B * N, Hkv, D]
             args[name] = torch.cat([args[name], rows, rows[:1].expand(spare, -1, -1)])
-    if rounded:
-        args |= {name: RoundedPool.of(args[name]) for name in ("pool_k", "pool_v")}
+    if fp8:
+        args |= {name: Fp8Pool.from_rows(args[name]) for name in ("pool_k", "pool_v")}
     table = {name: args[name] for name in ("pages", "start", "committed_len", "page_size")}
     table |= {"write": write, "parents": parents}
     return args, table, lambda: deterministic_attention(own=reference_own_keys(**table), **in_float64(args))
@@ -204,7 +204,7 @@ def kv_bytes(shape: Shape) -> int:
     """Bytes of K and V that some row of the shape can see, each once, in 16 bits, or in 8 with their scales."""
     keys = shape["length"] if shape.get("window") is None else min(shape["length"], shape["window"] - 1)
     keys += 0 if shape.get("kind") == "frozen" else shape["num_rows"]
-    row = shape["head_dim"] + 4 if shape.get("rounded") else 2 * shape["head_dim"]
+    row = shape["head_dim"] + 4 if shape.get("fp8") else 2 * shape["head_dim"]
     return int(2 * shape["batch"] * keys * shape["heads"][1] * row)
 
 

@@ -17,7 +17,7 @@ from specdec.draft_models.language_model import LanguageModelDrafter
 from specdec.draft_models.ngram import NgramDrafter
 from specdec.draft_models.suffix import SuffixDrafter
 from specdec.engine import Engine
-from specdec.evaluation.model_shapes import BLOCKS, Shape, Shrink, block_spec_of, find_shape
+from specdec.evaluation.model_shapes import BLOCKS, ModelShape, Shrink, block_spec_of, find_shape
 from specdec.evaluation.phases.random_weights import UNPACKED, drafter_of, find_form, make_drafter, make_target
 from specdec.gpu.operations import FAST, REFERENCE
 from specdec.models.target import TargetModel
@@ -47,7 +47,7 @@ class Pair:
     """A target of random weights at a published shape."""
 
     name: str
-    shape: Shape
+    shape: ModelShape
     shrink: Shrink
     model: PreTrainedModel
     target: TargetModel

@@ -10,8 +10,8 @@ import torch
 
 from bench.report import Row
 from specdec.engine import Engine
+from specdec.kvcache.fp8_pool import E4M3, Fp8Pool
 from specdec.kvcache.index_spaces import ByGroup
-from specdec.kvcache.rounded import E4M3, RoundedPool
 
 DTYPES = {"bf16": (torch.bfloat16, 1e-2), "fp16": (torch.float16, 2e-3), "fp32": (torch.float32, 2e-6)}
 """Dtypes of kernels, and how far each may be from float64. The interpreter has no bf16."""
@@ -51,7 +51,7 @@ def in_float64(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of a reference: every tensor of numbers in float64, and pools of 8 bits as what kernels attend to."""
 
     def exact(value: Any) -> Any:
-        if isinstance(value, RoundedPool):
+        if isinstance(value, Fp8Pool):
             return value.bits.view(E4M3).double() * value.scales.double()[..., None]
         return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 

@@ -28,14 +28,14 @@ from specdec.kvcache.table import Rows
 from specdec.layers.fuse import Weights
 from specdec.sampling.sampling_table import ParamVectors
 
-Sample = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+SampleFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(logits [B, K, V], positions [B, K] of the tokens being drawn) -> tokens [B, K], with the requests' own parameters
 and noise: a drafter that draws through it proposes what the target would draw from the same logits."""
 
 BestOf = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 """(logits [B, K, V], positions [B, K], count C) -> tokens [B, K, C] and their log-probabilities given the noise,
-float32, best first. The first is the token that `Sample` draws; trees branch to the others, which the target may draw
-if its logits differ a little."""
+float32, best first. The first is the token that `SampleFunction` draws; trees branch to the others, which the target
+may draw if its logits differ a little."""
 
 
 class TargetInfo(Protocol):
@@ -93,7 +93,7 @@ class DraftBatch:
     num_steps: int
     topk: int
     num_nodes: int
-    sample: Sample
+    sample: SampleFunction
     best: BestOf
     params: ParamVectors | None = None
     prefix: PrefixTables | None = None

@@ -17,9 +17,9 @@ from specdec.gpu.triton_shim import tl, triton
 from specdec.layers.linear import linear
 from specdec.layers.product import finish
 from specdec.sampling.choose_candidate import choose_kernel
-from specdec.sampling.collect_candidates import Candidates
+from specdec.sampling.collect_candidates import Shortlist
 from specdec.sampling.kernel_sampler import MAX_BEST
-from specdec.sampling.log_probs import Best
+from specdec.sampling.log_probs import TopTokens
 from specdec.sampling.reference_sampler import ReferenceSampler
 from specdec.sampling.sampling_table import ParamVectors
 
@@ -60,7 +60,7 @@ def reference_centroid_sample(
 
 def reference_centroid_best(
     hidden: torch.Tensor, positions: torch.Tensor, params: ParamVectors, head: CentroidHead, k: int
-) -> Best:
+) -> TopTokens:
     return ReferenceSampler(params).best(reference_centroid_logits(hidden, head), positions, k)
 
 
@@ -147,14 +147,14 @@ def centroid_sample(
 @op(reference=reference_centroid_best)
 def centroid_best(
     hidden: torch.Tensor, positions: torch.Tensor, params: ParamVectors, head: CentroidHead, k: int
-) -> Best:
+) -> TopTokens:
     """The k best tokens of log P + noise behind each row and their log-probabilities: [B, M, k]."""
     return _choose(hidden, positions, params, head, k, scores=True)
 
 
 def _choose(
     hidden: torch.Tensor, positions: torch.Tensor, params: ParamVectors, head: CentroidHead, k: int, *, scores: bool
-) -> Best:
+) -> TopTokens:
     batch, num_nodes, width = hidden.shape
     rows = batch * num_nodes
     num_centroids, cluster = head.ordering.shape
@@ -169,7 +169,7 @@ def _choose(
     )
     assert positions.shape == (batch, num_nodes) and all(p.shape[1:] == (batch,) for p in params), f"{positions.shape=}"
     x = hidden.reshape(rows, width)
-    best = Best.empty((batch, num_nodes), k, x.device)
+    best = TopTokens.empty((batch, num_nodes), k, x.device)
     if rows == 0:
         return best
     opened = torch.empty((rows, head.top_k), dtype=torch.int32, device=x.device)
@@ -193,7 +193,7 @@ def _choose(
         **options,
     )
     choose_kernel[(rows,)](
-        *(None, positions.contiguous(), *params, None, None, *Candidates.given(list_id, list_x)),
+        *(None, positions.contiguous(), *params, None, None, *Shortlist.given(list_id, list_x)),
         *(best.tokens, best.scores if scores else None),
         *(0, vocab_size, num_nodes, batch, list_len, list_len, None, None, 0, 0, 0),
         LISTED=True,

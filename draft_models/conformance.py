@@ -11,7 +11,7 @@ import torch
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import DraftBatch, DraftWorker, Observation, TargetInfo
 from specdec.kvcache.cache import KVCache
-from specdec.kvcache.rounded import all_rows
+from specdec.kvcache.fp8_pool import all_rows
 from specdec.kvcache.store import KVStore
 
 

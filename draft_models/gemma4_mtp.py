@@ -26,8 +26,8 @@ from specdec.attention.plan import plan_frozen
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, PromptObservation, TargetInfo
 from specdec.draft_models.centroid_head import CentroidHead, centroid_best, centroid_sample, reference_centroid_logits
-from specdec.draft_models.heads.draft_context import DraftGrowth, continued
-from specdec.draft_models.heads.fused_form import Echo, why_unfused
+from specdec.draft_models.heads.draft_context import DraftTreeBuilder, continued
+from specdec.draft_models.heads.fused_form import EchoContext, why_unfused
 from specdec.errors import UnsupportedModelError
 from specdec.gpu.operations import REFERENCE, Operations
 from specdec.kvcache.frozen import KVView, frozen_kv
@@ -161,12 +161,12 @@ class Gemma4MTPDrafter(Drafter):
 
     @torch.inference_mode()
     def _probed(self) -> torch.Tensor:
-        """Logits and next states of six tokens under `Echo`: [6, V + Ht] float32."""
+        """Logits and next states of six tokens under `EchoContext`: [6, V + Ht] float32."""
         device = self.model.device
         tokens = torch.arange(6, device=device).view(2, 3)
         hidden = self.embed(tokens + 6)
         with torch.autocast(device.type, enabled=False):
-            out, following = self._run(tokens, hidden, tokens * 100, Echo())
+            out, following = self._run(tokens, hidden, tokens * 100, EchoContext())
             return torch.cat([self.model.lm_head(out), following], dim=-1).flatten(0, 1).float()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -210,15 +210,15 @@ class Gemma4MTPWorker:
     def _propose(self, batch: DraftBatch, hidden: torch.Tensor, view: KVView) -> DraftTree:
         """Every node of a level attends to the same frozen prefix: only tokens, states and scores branch."""
         draws = partial(self.drafter.draw, batch), partial(self.drafter.best, batch)
-        growth = DraftGrowth(batch, self.binding.backend, *draws)
+        builder = DraftTreeBuilder(batch, self.binding.backend, *draws)
         tokens = batch.root[:, None]
         for level, drawn_pos in enumerate(batch.positions()[1:]):  # [B]
             if level == 0 or (level == 1 and batch.topk > 1):  # one query for the root, then topk
                 context = self._context(batch, view, tokens.shape[1])
             out, hidden = self.drafter.step(tokens, hidden, context)
-            tokens, origin = growth.add_level(out, drawn_pos[:, None].expand_as(tokens))
+            tokens, origin = builder.add_level(out, drawn_pos[:, None].expand_as(tokens))
             hidden = continued(hidden, origin)
-        return growth.select()
+        return builder.select()
 
     def _context(self, batch: DraftBatch, view: KVView, num_queries: int) -> ForwardContext:
         """`num_queries` queries per request, all at the same position of the same prefix."""
@@ -232,7 +232,7 @@ class Gemma4MTPWorker:
             committed_len=batch.positions()[0],
             prefix=batch.prefix,
         )
-        return ForwardContext.of(plan, view, self.drafter.windows)
+        return ForwardContext.from_plan(plan, view, self.drafter.windows)
 
 
 def fit_layers(assistant: Any, target: TargetInfo) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
@@ -263,9 +263,9 @@ def fit_layers(assistant: Any, target: TargetInfo) -> tuple[tuple[int, ...], tup
         attention = assistant.model.layers[layer].self_attn
         num_heads = attention.q_proj.out_features // attention.head_dim
         require(
-            attention.head_dim == owner.head_dim and num_heads % owner.num_kv_heads == 0,
+            attention.head_dim == owner.k.dim and num_heads % owner.k.heads == 0,
             f"its layer {layer} has {num_heads} query heads of size {attention.head_dim}, target layer "
-            f"{owner.layer} ({layer_type}) has {owner.num_kv_heads} kv heads of size {owner.head_dim}",
+            f"{owner.layer} ({layer_type}) has {owner.k.heads} kv heads of size {owner.k.dim}",
         )
         window = int(config.sliding_window) if layer_type == SLIDING_ATTENTION else None
         kept = sorted({spec.window for spec in target.layout.layers if spec.window is not None})

@@ -10,11 +10,11 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from specdec.attention.kernels.draft_block import Draft
+from specdec.attention.kernels.draft_block import DraftPlan
 from specdec.attention.plan import KVPlan
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, PromptObservation, TargetInfo
-from specdec.draft_models.heads.draft_context import DraftContext, DraftGrowth, StoreWorker
+from specdec.draft_models.heads.draft_context import DraftContext, DraftTreeBuilder, StoreWorker
 from specdec.errors import UnsupportedModelError
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layout import KVLayout
@@ -104,15 +104,15 @@ class LanguageModelWorker(StoreWorker):
         """A forward a level, of topk nodes a request; on the first all of them are the root."""
         drafter, backend, topk, levels = self.drafter, self.binding.backend, batch.topk, batch.num_steps
         pos = batch.positions()  # [levels + 1, B], S first
-        draft = Draft(self.binding.cache.table, batch.rows, pos[:levels], topk, drafter.model.windows)
+        draft = DraftPlan(self.binding.cache.table, batch.rows, pos[:levels], topk, drafter.model.windows)
         block = backend.draft_block(self.store, draft)
         context = DraftContext(block, backend, topk, drafter.owners)
-        growth = DraftGrowth(batch, backend)
+        builder = DraftTreeBuilder(batch, backend)
         tokens, origin = batch.root[:, None].expand(-1, topk), None
         for level in range(levels):
             block.enter_level(origin)
             node_pos = pos[level][:, None].expand(-1, topk)
             hidden = drafter.model.run(drafter.known_tokens(tokens), node_pos, context)
             logits = drafter.logits(hidden if level else hidden[:, :1])
-            tokens, origin = growth.add_level(logits, pos[level + 1][:, None].expand(-1, logits.shape[1]))  # [B, K]
-        return growth.select()
+            tokens, origin = builder.add_level(logits, pos[level + 1][:, None].expand(-1, logits.shape[1]))  # [B, K]
+        return builder.select()

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 
 from specdec.attention.backend import Backend
 from specdec.attention.trees.beam import LOWEST
-from specdec.attention.trees.growth import Growth
 from specdec.attention.trees.tree import DraftTree
+from specdec.attention.trees.tree_builder import TreeBuilder
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, DraftWorker
 from specdec.draft_models.finished_texts import BEFORE, MATCH, NOTHING, FinishedTexts, StoredMatches
 from specdec.kvcache.frozen import KVView
@@ -60,20 +60,20 @@ class SuffixWorker(DraftWorker):
 
     def propose(self, batch: DraftBatch) -> DraftTree:
         matches = self._matches(batch)
-        growth = Growth(batch.root, self.backend, batch.num_steps)
+        builder = TreeBuilder(batch.root, self.backend, batch.num_steps)
         followed = matches.weight[:, None]  # [B, beam, P]: weights of the matches whose text runs through each node
         chain = [batch.root[:, None]]
         for level in range(batch.num_steps):
             next_token = matches.tokens_at(level)  # [B, P]
             followed = followed * (next_token != NOTHING)[:, None]
             tokens, log_probs = children(next_token, followed, batch.topk)
-            beam = growth.add_level(tokens, log_probs)
+            beam = builder.add_level(tokens, log_probs)
             through = next_token[:, None] == beam.tokens[..., None]
             followed = followed.gather(1, beam.origin[..., None].expand_as(through)) * through
             chain.append(beam.tokens)
         if batch.topk == 1:
             return DraftTree.chain(torch.cat(chain, dim=1))
-        return growth.select(batch.num_nodes)
+        return builder.select(batch.num_nodes)
 
     def _matches(self, batch: DraftBatch) -> "Matches":
         newest = newest_tokens(batch.history, batch.history_len)

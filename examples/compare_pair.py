@@ -1,7 +1,7 @@
 """Streamed answers of a pair, compared with plain decoding: what gemma4_mtp.py and eagle3.py run.
 
-It knows nothing about the kind of drafter: a `Pair` names a target, a drafter and the settings that suit them. A short
-name, a hub id or a folder names the pair; a target that is not in the table needs `--drafter`.
+It knows nothing about the kind of drafter: a `PublishedPair` names a target, a drafter and the settings that suit them.
+A short name, a hub id or a folder names the pair; a target that is not in the table needs `--drafter`.
 """
 
 import argparse
@@ -19,12 +19,12 @@ from specdec.cli.bodies.answer import DRAFTED_STYLE, in_colour
 from specdec.errors import ConfigError
 from specdec.evaluation.contest import first_difference
 from specdec.models.bundled import BUNDLED_NAMES
-from specdec.models.published import Pair, pair_table
+from specdec.models.published import PublishedPair, pair_table
 from specdec.runtime.draft_reports import acceptance_in_words, depths_in_words, why_slower
 from specdec.text.detokenize import DraftColours
 
 
-def find_pair(pairs: Sequence[Pair], model: str, drafter: str | None) -> Pair:
+def find_pair(pairs: Sequence[PublishedPair], model: str, drafter: str | None) -> PublishedPair:
     """The pair meant by a short name, a hub id, or a folder or hub id whose last part is a target's of the table."""
     last = model.rstrip("/").rpartition("/")[2].lower()
     for pair in pairs:
@@ -34,7 +34,7 @@ def find_pair(pairs: Sequence[Pair], model: str, drafter: str | None) -> Pair:
     if drafter is None:
         names = ", ".join(pair.name for pair in pairs)
         raise ConfigError(f"--model {model!r} is not in the table ({names}); name its drafter too, with --drafter")
-    return Pair(model, model, drafter, num_steps=4, dtype="", memory="")
+    return PublishedPair(model, model, drafter, num_steps=4, dtype="", memory="")
 
 
 def answer(
@@ -62,7 +62,7 @@ def chat_prompt(engine: Engine, text: str, system: str | None) -> list[int]:
     return engine.chat_prompt([{"role": "system", "content": system}, {"role": "user", "content": text}])
 
 
-def chat(pair: Pair, args: argparse.Namespace) -> bool:
+def chat(pair: PublishedPair, args: argparse.Namespace) -> bool:
     """Answer every prompt, with `--compare` also without drafts; False when an answer differs."""
     console = Console(highlight=False, soft_wrap=True)
     if pair.target in BUNDLED_NAMES:  # of a large model the bar tells how far its download is
@@ -123,7 +123,7 @@ def chat(pair: Pair, args: argparse.Namespace) -> bool:
     return identical
 
 
-def run(doc: str, pairs: Sequence[Pair], default: Pair, prompt: str) -> None:
+def run(doc: str, pairs: Sequence[PublishedPair], default: PublishedPair, prompt: str) -> None:
     """The command line of both scripts; exit code 1 when a comparison finds a difference, 2 for a mistake."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import Gemma4ForCausalLM, PreTrainedTokenizerFast, StoppingCriteria
 from word_problems import final_answer, generate, heldout_questions, stream
 
-from specdec.training.packed_rows import Document, pack, to_arrays
+from specdec.training.packed_rows import Document, pack_documents, to_arrays
 
 SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", "<turn|>"]
 PAD, EOS, BOS, UNK, TURN, TURN_END = range(6)
@@ -93,7 +93,7 @@ class PackedProblems(IterableDataset):
                 waiting += encode(tokenizer, [next(problems) for _ in range(512)], self.length)
                 if self.gsm8k:
                     waiting += rng.choices(self.gsm8k, k=round(512 * self.share / (1 - self.share)))
-            rows = pack(waiting, self.length)
+            rows = pack_documents(waiting, self.length)
             rng.shuffle(rows)
             # rows beyond the batch wait for the next one, so nothing is lost and no row is half empty
             waiting = [doc for row in rows[self.rows :] for doc in row]

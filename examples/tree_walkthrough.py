@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 from specdec import DraftTree, Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.plan import KVPlan, plan_verify
 from specdec.attention.torch_backend import TorchBackend
-from specdec.attention.trees.growth import Growth
+from specdec.attention.trees.tree_builder import TreeBuilder
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Observation, StatelessDrafter
 
 PROMPT = "A snail climbs 5 feet up a wall each day and slips back 2 feet each night. How far is it after 4 days?"
@@ -83,7 +83,7 @@ class Witness(StatelessDrafter):
 
 def path_log_probs(root: torch.Tensor, levels: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[TokenPath, float]:
     """Replay the growth of the (only) tree from the scores that the drafter branched by."""
-    growth = Growth(root, TorchBackend(), len(levels))
+    growth = TreeBuilder(root, TorchBackend(), len(levels))
     log_prob: dict[TokenPath, float] = {(): 0.0}
     beam: list[TokenPath] = [()]
     for level_tokens, level_scores in levels:
@@ -139,9 +139,7 @@ def main() -> None:
 
     committed = int(plan.committed_len[0])
     console.print(f"[bold]{args.prompt}[/]\n{out.text}\n")
-    console.print(
-        f"A round after S = {committed} committed tokens, sliding window {engine.target.layout.widest_window}:"
-    )
+    console.print(f"A round after S = {committed} committed tokens, sliding window {engine.target.layout.max_window}:")
     console.print(draw_tree(seen, text))
 
     mask = Table(title="row sees column (ancestor or self)", show_header=True)
@@ -152,9 +150,9 @@ def main() -> None:
         mask.add_row(str(node), *("T" if seen else "." for seen in row))
     console.print(mask)
 
-    for group in engine.table.allocator.groups.groups:
-        pages, start = (part[0].tolist() for part in plan.prefix.pages(group.id))
-        console.print(f"{group.name}: the nodes' K/V go to slots {plan.write_slots(group.id).tolist()}")
+    for group, kept in engine.table.allocator.groups.items():
+        pages, start = (part[0].tolist() for part in plan.prefix.pages(group))
+        console.print(f"{kept.name}: the nodes' K/V go to slots {plan.write_slots(group).tolist()}")
         console.print(f"    prefix page table: {len(pages)} entries from position {start}: {pages[:6]} ...")
     console.print(
         f"accepted path {list(seen.accepted)}, bonus {text(seen.bonus)!r}: {len(seen.accepted)} tokens from one target "

@@ -5,7 +5,7 @@ from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.frozen import KVView, frozen_kv, own_view
 from specdec.kvcache.index_spaces import ByGroup, GroupId, GroupLoc, PrimaryLoc
-from specdec.kvcache.layout import CacheGroups, KVLayout, layout_from_config
+from specdec.kvcache.layout import KVLayout, cache_groups, layout_from_config
 from specdec.kvcache.prefix_cache import PrefixCache
 from specdec.kvcache.store import KVStore
 from specdec.kvcache.table import RequestTable, Rows
@@ -14,7 +14,6 @@ assert __name__ == "specdec.kvcache", "import specdec.kvcache, not kvcache"
 
 __all__ = [
     "ByGroup",
-    "CacheGroups",
     "KVLayout",
     "FrozenKVError",
     "GroupId",
@@ -30,6 +29,7 @@ __all__ = [
     "RequestTable",
     "Rows",
     "SpecDecError",
+    "cache_groups",
     "frozen_kv",
     "layout_from_config",
     "own_view",

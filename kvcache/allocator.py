@@ -3,7 +3,7 @@
 It alone changes the maps from a `PrimaryLoc` to a `GroupLoc`. Paging is in lockstep: a primary page has one peer in
 each windowed group, or none there once it is evicted. Invariants (`check`):
 
-    1. free + held + cached = capacity, per pool; the claims on a page are counted exactly (`PagedAllocator`).
+    1. free + held + evictable = capacity, per pool; the claims on a page are counted exactly (`PagePool`).
     2. a group's map is 0 where the peer is not claimed; non-zero entries are distinct and never free.
     3. alloc takes from all pools or from none.
     4. free: read maps, free peers, clear maps, free primary; freeing twice raises.
@@ -23,14 +23,14 @@ import torch
 from specdec.errors import DoubleFreeError, FrozenKVError, OutOfSlotsError
 from specdec.gpu.mirrored_array import IntArray, MirroredArray
 from specdec.kvcache.index_spaces import PRIMARY, ByGroup, GroupId, GroupLoc, PrimaryLoc
-from specdec.kvcache.layout import CacheGroups
-from specdec.kvcache.page_pool import BoolArray, PagedAllocator
+from specdec.kvcache.layout import Retention
+from specdec.kvcache.page_pool import BoolArray, PagePool
 
 
 class PageCache(Protocol):
     """A cache of pages, which outlive the rows that filled them until a pool needs them (`PrefixCache`)."""
 
-    def release(self, pages: ByGroup[int]) -> None:
+    def evict(self, pages: ByGroup[int]) -> None:
         """Make this many more pages free in each pool, if the cache alone claims as many."""
 
     def reset(self) -> None:
@@ -47,19 +47,21 @@ class HybridAllocator:
     primary group's line is not used: its slots are the primary ones.
     """
 
-    def __init__(self, groups: CacheGroups, pages: Sequence[int], *, page_size: int, device: torch.device) -> None:
-        assert len(pages) == len(groups.groups), f"{pages=} {groups=}"
+    def __init__(
+        self, groups: ByGroup[Retention], pages: Sequence[int], *, page_size: int, device: torch.device
+    ) -> None:
+        assert len(pages) == len(groups), f"{pages=} {groups=}"
         self.groups = groups
         self.page_size = page_size
         self.device = device
-        pools = [PagedAllocator(group.name, count) for group, count in zip(groups.groups, pages, strict=True)]
+        pools = [PagePool(kept.name, count) for kept, count in zip(groups, pages, strict=True)]
         self.pools = ByGroup(tuple(pools))
         self.primary = self.pools[PRIMARY]
-        self.windowed = tuple(group.id for group in groups.windowed)
-        self.cached_windows = tuple(group.id for group in groups.windowed if group.cached)
+        self.windowed = tuple(group for group, _ in groups.items() if group != PRIMARY)
+        self.cached_windows = tuple(group for group in self.windowed if groups[group].cached)
         self.maps = MirroredArray((len(pages), (pages[0] + 1) * page_size), device)
         self.cache: PageCache | None = None
-        self.on_forget: Callable[[IntArray], None] | None = None  # called with pages that the cache gives up
+        self.on_uncached: Callable[[IntArray], None] | None = None  # called with pages that the cache gives up
         self._frozen_for: list[object] = []  # workers with an open frozen view
 
     def num_slots(self, group: GroupId) -> int:
@@ -106,7 +108,7 @@ class HybridAllocator:
             raise OutOfSlotsError(f"{num_pages} pages needed; free: {', '.join(there)}")
         short = self.pools.map(lambda pool: max(num_pages - pool.free_pages, 0))
         if self.cache is not None and any(short):
-            self.cache.release(short)
+            self.cache.evict(short)
         slots = self._slots(self.primary.alloc(num_pages))
         if num_pages:
             for group in self.windowed:
@@ -150,43 +152,38 @@ class HybridAllocator:
             raise DoubleFreeError(f"{name} pool: pages {pages.tolist()} are not all mapped; some were evicted before")
         self._release_peers(group, pages)
 
-    def keep(self, pages: IntArray) -> None:
-        """The cache claims `pages` that rows hold, in the primary pool."""
+    def cache_pages(self, group: GroupId, pages: IntArray) -> None:
+        """The cache claims `pages` in the primary group, or their peers in another; rows hold them."""
         self.require_unfrozen("keep")
-        self.primary.keep(pages)
+        self.pools[group].cache_pages(self._peers(group, pages))
 
-    def keep_peers(self, group: GroupId, pages: IntArray) -> None:
-        """The cache claims the peers of `pages` in one group, which rows hold."""
-        self.require_unfrozen("keep")
-        self.pools[group].keep(self._peers(group, pages))
-
-    def forget(self, pages: IntArray) -> None:
+    def uncache_pages(self, pages: IntArray) -> None:
         """Release the cache's claims on `pages` and on their peers, as far as it has them."""
         self.require_unfrozen("forget")
         for group in self.windowed:
-            self.forget_peers(group, pages[self.is_kept(group, pages)])
-        self.primary.forget(pages)
-        if self.on_forget is not None:
-            self.on_forget(pages)
+            self.uncache_peers(group, pages[self.is_cached(group, pages)])
+        self.primary.uncache_pages(pages)
+        if self.on_uncached is not None:
+            self.on_uncached(pages)
 
-    def forget_peers(self, group: GroupId, pages: IntArray) -> None:
+    def uncache_peers(self, group: GroupId, pages: IntArray) -> None:
         """The cache gives up the peers of `pages` in one group."""
         self.require_unfrozen("forget")
-        self._unmap(group, pages[self.pools[group].forget(self._peers(group, pages))])
+        self._unmap(group, pages[self.pools[group].uncache_pages(self._peers(group, pages))])
 
     def is_mapped(self, group: GroupId, pages: IntArray) -> BoolArray:
         """Mask of `pages` that have a peer in a group."""
         mapped: BoolArray = self._peers(group, pages) != 0
         return mapped
 
-    def is_kept(self, group: GroupId, pages: IntArray) -> BoolArray:
+    def is_cached(self, group: GroupId, pages: IntArray) -> BoolArray:
         """Whether the cache claims the peer of each page in a group."""
-        return self.pools[group].is_kept(self._peers(group, pages))
+        return self.pools[group].is_cached(self._peers(group, pages))
 
     def is_idle(self, group: GroupId, pages: IntArray) -> BoolArray:
         """Whether the cache alone claims the peer of each page in a group."""
         peers, pool = self._peers(group, pages), self.pools[group]
-        idle: BoolArray = pool.is_kept(peers) & ~pool.is_held(peers)
+        idle: BoolArray = pool.is_cached(peers) & ~pool.is_held(peers)
         return idle
 
     def translate(self, group: GroupId, slots: PrimaryLoc) -> GroupLoc:
@@ -227,12 +224,12 @@ class HybridAllocator:
         assert (mapping[~mapped] == 0).all(), f"{name}: a page is mapped in part"
         peers, pages = heads[mapped] // self.page_size, np.flatnonzero(mapped)
         assert len(np.unique(peers)) == len(peers), f"{name}: a page has two owners"
-        assert (pool.is_held(peers) | pool.is_kept(peers)).all(), f"{name}: a mapped page is free"
+        assert (pool.is_held(peers) | pool.is_cached(peers)).all(), f"{name}: a mapped page is free"
         assert len(peers) == pool.capacity - pool.free_pages, f"{name}: a page is held but not mapped"
-        assert (self.primary.is_held(pages) | self.primary.is_kept(pages)).all(), f"{name}: a free page is mapped"
-        more = pool.num_holders(peers) > self.primary.num_holders(pages)
+        assert (self.primary.is_held(pages) | self.primary.is_cached(pages)).all(), f"{name}: a free page is mapped"
+        more = pool.row_refs(peers) > self.primary.row_refs(pages)
         assert not more.any(), f"{name}: more rows hold the peers of pages {pages[more].tolist()} than the pages"
-        kept = self.primary.is_kept(pages[pool.is_kept(peers)])
+        kept = self.primary.is_cached(pages[pool.is_cached(peers)])
         assert kept.all(), f"{name}: the cache keeps the peer of a page that it does not"
 
     def _slots(self, pages: IntArray) -> IntArray:

@@ -17,7 +17,7 @@ from specdec.kvcache.index_spaces import ByGroup, GroupId, GroupLoc
 from specdec.kvcache.layout import KVLayout
 from specdec.kvcache.recurrent_state import FOLD, StateCache
 from specdec.kvcache.sanitize import Sanitizer
-from specdec.kvcache.store import KVStore, LayerKV, Split
+from specdec.kvcache.store import KVStore, LayerKV, RankStores
 from specdec.kvcache.table import Move, RequestTable
 
 CHECKPOINTS = 3
@@ -44,15 +44,15 @@ class KVOperations(Protocol):
 
 
 class KVCache:
-    """Slots, requests and stores of one engine. rounded: all K/V are kept in 8 bits (`rounded.py`)."""
+    """Slots, requests and stores of one engine. fp8: all K/V are kept in 8 bits (`fp8_pool.py`)."""
 
     def __init__(
-        self, allocator: HybridAllocator, table: RequestTable, operations: KVOperations, *, rounded: bool = False
+        self, allocator: HybridAllocator, table: RequestTable, operations: KVOperations, *, fp8: bool = False
     ) -> None:
         self.allocator = allocator
         self.table = table
         self.operations = operations
-        self.rounded = rounded
+        self.fp8 = fp8
         self.stores: list[KVStore] = []
         self.ranks: Ranks | None = None
         self.sanitizer: Sanitizer | None = None
@@ -73,7 +73,7 @@ class KVCache:
                 self.operations.fold(self.table, store, row, length)
 
         states = StateCache(layers, self.table.max_requests + 1, fold)
-        self.allocator.on_forget = states.forget
+        self.allocator.on_uncached = states.drop
         return states
 
     def pad_states(self, length: int) -> None:
@@ -89,7 +89,7 @@ class KVCache:
         ranks: devices that share the model; `layout` is the share of one. Each gets a store; rank 0's, which knows the
         others, is returned.
         """
-        layout = (layout.rounded() if self.rounded else layout).for_rounds(self.table.lookahead)
+        layout = (layout.in_fp8() if self.fp8 else layout).for_rounds(self.table.lookahead)
         devices = (self.allocator.device,) if ranks is None else ranks.devices
         num_states = num_state_slots(self.table.max_requests)
         stores = tuple(
@@ -97,7 +97,7 @@ class KVCache:
             for i, device in enumerate(devices)
         )
         if ranks is not None:
-            self.ranks, stores[0].split = ranks, Split(ranks, stores)
+            self.ranks, stores[0].split = ranks, RankStores(ranks, stores)
         self.stores += stores
         if self.sanitizer is not None:
             for store in stores:
@@ -136,8 +136,8 @@ class KVCache:
     def bytes_by_group(self) -> dict[str, int]:
         """Bytes of all tensors of each group, by its name; of recurrent layers also the "states"."""
         sizes = {
-            group.name: sum(tensor.nbytes for store in self.stores for tensor in store.tensors(group.id))
-            for group in self.allocator.groups.groups
+            kept.name: sum(tensor.nbytes for store in self.stores for tensor in store.tensors(group))
+            for group, kept in self.allocator.groups.items()
         }
         states = [kept.state for store in self.stores for kept in store.layers.values() if kept.state is not None]
         return {**sizes, "states": sum(tensor.nbytes for state in states for tensor in state)} if states else sizes

@@ -19,18 +19,18 @@ from typing import Protocol
 from specdec.errors import FrozenKVError, KVStateError
 from specdec.gpu.ranks import Ranks
 from specdec.kvcache.allocator import HybridAllocator
-from specdec.kvcache.layout import KVLayout
+from specdec.kvcache.layout import KVLayout, LayerSpec
 from specdec.kvcache.store import KVStore, LayerKV, RecurrentLayers
 
 
 class KVView:
     """Layer i of a worker -> the K/V it reads. `layer_map[i]` is the layer of the store that owns them.
 
-    ranks, peers: of a store of several devices (`Split`), and the views of its ranks after the first, each with its
-    own heads.
+    ranks, other_ranks: of a store of several devices (`RankStores`), and views of its ranks after the first, each with
+    its own heads.
     """
 
-    __slots__ = ("_allocator", "_open", "_store", "layer_map", "peers", "ranks", "writable")
+    __slots__ = ("_allocator", "_open", "_store", "layer_map", "other_ranks", "ranks", "writable")
 
     def __init__(self, allocator: HybridAllocator, store: KVStore, layer_map: Sequence[int], *, writable: bool) -> None:
         self._allocator = allocator
@@ -41,7 +41,7 @@ class KVView:
         split = store.split
         others = () if split is None else split.stores[1:]
         self.ranks: Ranks | None = None if split is None else split.ranks
-        self.peers = tuple(KVView(allocator, other, layer_map, writable=writable) for other in others)
+        self.other_ranks = tuple(KVView(allocator, other, layer_map, writable=writable) for other in others)
 
     @property
     def key(self) -> tuple[int, tuple[int, ...], bool]:
@@ -54,13 +54,9 @@ class KVView:
             raise FrozenKVError(f"layer {index} read through a view whose frozen_kv block has ended")
         return self._store.layers[self.layer_map[index]]
 
-    def shares(self, index: int) -> int:
-        """Parts in which ranks hold the K/V heads of worker layer `index`: see `LayerCache`."""
-        return self._store.layout.layers[self.layer_map[index]].shares
-
-    def is_recurrent(self, index: int) -> bool:
-        """Does worker layer `index` keep a state and records in the place of K/V?"""
-        return self._store.layout.layers[self.layer_map[index]].recurrent
+    def spec(self, index: int) -> LayerSpec:
+        """What worker layer `index` reads, as the store's layout describes it."""
+        return self._store.layout.layers[self.layer_map[index]]
 
     @property
     def recurrent(self) -> tuple[RecurrentLayers, ...]:
@@ -80,8 +76,8 @@ class KVView:
 
     def close(self) -> None:
         self._open = False
-        for peer in self.peers:
-            peer.close()
+        for view in self.other_ranks:
+            view.close()
 
 
 class KVWorker(Protocol):

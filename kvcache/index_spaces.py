@@ -53,6 +53,11 @@ class ByGroup(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         return iter(self.values)
 
+    def group_of(self, value: object) -> GroupId:
+        """The group that has this value."""
+        assert value in self.values, f"no group has {value}; there are {self.values}"
+        return GroupId(self.values.index(value))
+
     def items(self) -> Iterator[tuple[GroupId, T]]:
         return ((GroupId(number), value) for number, value in enumerate(self.values))
 

@@ -1,7 +1,7 @@
 """Interface between a layer and the forward that it runs in, over T packed rows: all that layers know of attention.
 
 Layers know no plan, no pool and no backend. Whatever runs a forward hands them a `LayerContext`, and a `Narrowing` or
-an `Ending` if the last layers run for some of the rows only, or for none.
+an `EarlyExit` if the last layers run for some of the rows only, or for none.
 """
 
 from collections.abc import Callable, Sequence
@@ -76,7 +76,7 @@ class SplitContext(LayerContext, Protocol):
     """A forward in progress on several ranks: the context of rank 0, and those of the other ranks."""
 
     @property
-    def peers(self) -> Sequence[LayerContext]: ...
+    def other_ranks(self) -> Sequence[LayerContext]: ...
 
 
 class Narrowing(NamedTuple):
@@ -88,7 +88,7 @@ class Narrowing(NamedTuple):
     context: LayerContext
 
 
-class Ending(NamedTuple):
+class EarlyExit(NamedTuple):
     """The forward ends once the K/V of `layer` are stored, since no later result is needed."""
 
     layer: int

@@ -2,10 +2,9 @@
 nothing.
 
     CacheField    k: 4 heads x 192; v: 4 heads x 128
-    Retention     Full(): every token; Window(n): the n newest, the query's own included; Records(): the newest, until a
-                  recurrent state has taken them in
+    Retention     every token; or the n newest of a window; or of records, until a recurrent state has taken them in
     LayerCache    one layer: its fields and retention, the layer that owns them, and the state of a recurrent one
-    CacheGroup    all layers of an engine's models with one retention: they share slots and page tables
+    cache group   all layers of an engine's models with one retention: they share slots and page tables
 
 Models with other layers are other data: nothing that allocates, pages or evicts names a kind of layer. A layout is read
 from a Hugging Face text config. Invariant: an owner owns itself, and a layer has its owner's fields and retention.
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from specdec.errors import UnsupportedModelError
-from specdec.kvcache.index_spaces import PRIMARY, GroupId
+from specdec.kvcache.index_spaces import ByGroup
 from specdec.kvcache.recurrent_state import FOLD, StateShape
 
 FULL_ATTENTION = "full_attention"
@@ -32,79 +31,43 @@ STATELESS_TYPES = frozenset({"mlp", "moe"})
 class CacheField(NamedTuple):
     """Numbers that a layer keeps for each token under one name: `heads` x `dim`.
 
-    rounded: 8 bits a number, and one scale a head (`rounded.py`). dtype: None: the model's.
+    fp8: 8 bits a number, and one scale a head (`fp8_pool.py`). dtype: None: the model's.
     """
 
     name: str
     heads: int
     dim: int
-    rounded: bool = False
+    fp8: bool = False
     dtype: torch.dtype | None = None
 
     def bytes(self, dtype: torch.dtype) -> int:
         """Bytes of a slot, in a model of this dtype."""
-        return self.heads * (self.dim + 4 if self.rounded else self.dim * (self.dtype or dtype).itemsize)
+        return self.heads * (self.dim + 4 if self.fp8 else self.dim * (self.dtype or dtype).itemsize)
 
 
-@dataclass(frozen=True, slots=True)
-class Full:
-    """Every token of a request stays readable."""
+class Retention(NamedTuple):
+    """The newest `window` tokens of a request stay readable, the query's own included; None: all of them.
 
-    @property
-    def name(self) -> str:
-        return "full"
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """The newest `keys` tokens stay readable, the query's own included."""
-
-    keys: int
-
-    @property
-    def name(self) -> str:
-        return f"window {self.keys}"
-
-
-@dataclass(frozen=True, slots=True)
-class Records:
-    """The newest `keys` tokens stay readable, until the state of a recurrent layer has taken them in.
-
-    keys: 0 in a model's own layout, since the number follows from an engine's rounds. Cached prefixes keep no records.
+    cached: cached prefixes keep these fields too. False: records of recurrent layers, which are read until the state
+    has taken them in. Their window is 0 in a model's own layout, since the number follows from an engine's rounds.
     """
 
-    keys: int = 0
+    window: int | None = None
+    cached: bool = True
 
     @property
     def name(self) -> str:
-        return "records"
+        if self.window is None:
+            return "full"
+        return f"window {self.window}" if self.cached else "records"
 
 
-Retention = Full | Window | Records
-
-
-class CacheGroup(NamedTuple):
-    """Layers that share slots: those of one retention, of every model of an engine."""
-
-    id: GroupId
-    retention: Retention
-
-    @property
-    def name(self) -> str:
-        return self.retention.name
-
-    @property
-    def window(self) -> int | None:
-        return None if isinstance(self.retention, Full) else self.retention.keys
-
-    @property
-    def cached(self) -> bool:
-        """Do cached prefixes keep what is in this group?"""
-        return not isinstance(self.retention, Records)
+KEEP_ALL = Retention()
+RECORDS = Retention(0, cached=False)
 
 
 @dataclass(frozen=True, slots=True)
-class LayerCache:
+class LayerSpec:
     """One decoder layer: `owner` is the layer whose fields it reads.
 
     shares: number of parts into which ranks divide its heads; `fields` is one of them. 1: all heads are here.
@@ -132,18 +95,9 @@ class LayerCache:
         return self.fields[1]
 
     @property
-    def num_kv_heads(self) -> int:
-        return self.k.heads
-
-    @property
-    def head_dim(self) -> int:
-        """Numbers of a key, and of a query, in one head."""
-        return self.k.dim
-
-    @property
     def window(self) -> int | None:
         """The window through which the layer attends; None: it sees every token."""
-        return self.retention.keys if isinstance(self.retention, Window) else None
+        return self.retention.window if self.retention.cached else None
 
 
 def attention_fields(heads: int, k_dim: int, v_dim: int | None = None) -> tuple[CacheField, ...]:
@@ -155,15 +109,15 @@ def attention_fields(heads: int, k_dim: int, v_dim: int | None = None) -> tuple[
 class KVLayout:
     """All layers of a model."""
 
-    layers: tuple[LayerCache, ...]
+    layers: tuple[LayerSpec, ...]
 
     @property
-    def owners(self) -> tuple[LayerCache, ...]:
+    def owners(self) -> tuple[LayerSpec, ...]:
         """The layers that store something."""
         return tuple(spec for spec in self.layers if spec.owner == spec.layer)
 
     @property
-    def widest_window(self) -> int | None:
+    def max_window(self) -> int | None:
         return max((spec.window for spec in self.layers if spec.window is not None), default=None)
 
     @property
@@ -188,17 +142,17 @@ class KVLayout:
         """
         keys = FOLD + max(2 * lookahead, FOLD)
 
-        def resolved(spec: LayerCache) -> LayerCache:
-            return replace(spec, retention=Records(keys)) if spec.recurrent else spec
+        def resolved(spec: LayerSpec) -> LayerSpec:
+            return replace(spec, retention=RECORDS._replace(window=keys)) if spec.recurrent else spec
 
         return self.map(resolved)
 
-    def last_owner(self, layer_type: str) -> LayerCache | None:
+    def last_owner(self, layer_type: str) -> LayerSpec | None:
         """The owner that the last layer of this type reads, as a frozen-KV drafter layer of that type does."""
         of_type = [spec for spec in self.layers if spec.layer_type == layer_type]
         return self.layers[of_type[-1].owner] if of_type else None
 
-    def map(self, change: Callable[[LayerCache], LayerCache]) -> "KVLayout":
+    def map(self, change: Callable[[LayerSpec], LayerSpec]) -> "KVLayout":
         """These layers, changed one by one."""
         return KVLayout(tuple(map(change, self.layers)))
 
@@ -206,27 +160,27 @@ class KVLayout:
         """The layout of one of `count` ranks, which divide the heads of every layer. Fewer heads than ranks are
         repeated: rank r then holds head r * heads // count. Those of a recurrent layer are never fewer."""
 
-        def divided(spec: LayerCache) -> LayerCache:
+        def divided(spec: LayerSpec) -> LayerSpec:
             if spec.state is not None:
                 inputs, *records = spec.fields
                 own = (field._replace(heads=field.heads // count) for field in records)
                 fields = inputs._replace(dim=inputs.dim // count), *own
                 return replace(spec, fields=fields, shares=count, state=spec.state.share(count))
             fields = tuple(field._replace(heads=-(-field.heads // count)) for field in spec.fields)
-            return replace(spec, fields=fields, shares=min(spec.num_kv_heads, count))
+            return replace(spec, fields=fields, shares=min(spec.k.heads, count))
 
         return self.map(divided)
 
-    def rounded(self) -> "KVLayout":
+    def in_fp8(self) -> "KVLayout":
         """These layers, with fields of 8 bits."""
-        return self.map(lambda spec: replace(spec, fields=tuple(f._replace(rounded=True) for f in spec.fields)))
+        return self.map(lambda spec: replace(spec, fields=tuple(f._replace(fp8=True) for f in spec.fields)))
 
     @classmethod
-    def of_windows(cls, windows: Sequence[int | None], num_kv_heads: int, head_dim: int) -> "KVLayout":
+    def from_windows(cls, windows: Sequence[int | None], num_kv_heads: int, head_dim: int) -> "KVLayout":
         """A layer for each of these windows, all with K and V of one shape; None: a full one."""
         fields = attention_fields(num_kv_heads, head_dim)
-        kept = [(FULL_ATTENTION, Full()) if n is None else (SLIDING_ATTENTION, Window(n)) for n in windows]
-        return cls(tuple(LayerCache(i, i, kind, fields, retention) for i, (kind, retention) in enumerate(kept)))
+        kept = [(FULL_ATTENTION if n is None else SLIDING_ATTENTION, Retention(n)) for n in windows]
+        return cls(tuple(LayerSpec(i, i, kind, fields, retention) for i, (kind, retention) in enumerate(kept)))
 
     def slot_bytes(self, retention: Retention, dtype: torch.dtype) -> int:
         """Bytes of one token in the layers with this retention."""
@@ -234,39 +188,13 @@ class KVLayout:
         return sum(field.bytes(dtype) for field in kept)
 
 
-@dataclass(frozen=True, slots=True)
-class CacheGroups:
-    """The groups of an engine: the primary group, then a group for each window, the narrowest first, then records."""
-
-    groups: tuple[CacheGroup, ...]
-
-    @classmethod
-    def of_layouts(cls, layouts: Iterable[KVLayout]) -> "CacheGroups":
-        """Groups that the layers of these models need."""
-        found = {spec.retention for layout in layouts for spec in layout.layers}
-        windows = sorted(retention.keys for retention in found if isinstance(retention, Window))
-        records = [retention for retention in found if isinstance(retention, Records)]
-        assert len(records) <= 1, f"records of one engine have one window: {records}"
-        kept: list[Retention] = [Full(), *map(Window, windows), *records]
-        return cls(tuple(CacheGroup(GroupId(number), retention) for number, retention in enumerate(kept)))
-
-    @property
-    def windowed(self) -> tuple[CacheGroup, ...]:
-        return self.groups[1:]
-
-    @property
-    def windows(self) -> tuple[int, ...]:
-        """Window of each windowed group."""
-        return tuple(group.window for group in self.groups if group.window is not None)
-
-    def group_of(self, retention: Retention) -> GroupId:
-        """The group of layers with this retention."""
-        found = next((group.id for group in self.groups if group.retention == retention), None)
-        assert found is not None, f"no group keeps {retention.name}; there are {[g.name for g in self.groups]}"
-        return found
-
-
-PRIMARY_ONLY = CacheGroups((CacheGroup(PRIMARY, Full()),))
+def cache_groups(layouts: Iterable[KVLayout]) -> ByGroup[Retention]:
+    """Groups of these models' layers, which share slots and page tables, by what they retain: the primary group, which
+    keeps every token, then a group for each window, the narrowest first, then records."""
+    found = {KEEP_ALL, *(spec.retention for layout in layouts for spec in layout.layers)}
+    records = [kept for kept in found if not kept.cached]
+    assert len(records) <= 1, f"records of one engine have one window: {records}"
+    return ByGroup(tuple(sorted(found, key=lambda kept: (not kept.cached, kept.window or 0))))
 
 
 def layout_from_config(config: Any) -> KVLayout:
@@ -296,16 +224,16 @@ def layout_from_config(config: Any) -> KVLayout:
             f"{name}: layer types {unknown} have no paged KV cache here; supported: {', '.join(supported)}"
         )
     first_shared = num_layers - int(getattr(config, "num_kv_shared_layers", 0) or 0)
-    specs: list[LayerCache] = []
+    specs: list[LayerSpec] = []
     for layer, layer_type in enumerate(layer_types):
         if layer_type in RECURRENT_TYPES or layer_type in STATELESS_TYPES:  # fields are measured, if there are any
-            kept: Retention = Records() if layer_type in RECURRENT_TYPES else Full()
-            specs.append(LayerCache(layer, layer, layer_type, (), kept))
+            kept = RECORDS if layer_type in RECURRENT_TYPES else KEEP_ALL
+            specs.append(LayerSpec(layer, layer, layer_type, (), kept))
             continue
         owner = layer if layer < first_shared else _owner_of_shared(name, layer, layer_types, first_shared)
         fields = attention_fields(*_kv_geometry(config, owner))
-        retention = _retention(name, config, owner) if layer_type == SLIDING_ATTENTION else Full()
-        specs.append(LayerCache(layer, owner, layer_type, fields, retention))
+        retention = _retention(name, config, owner) if layer_type == SLIDING_ATTENTION else KEEP_ALL
+        specs.append(LayerSpec(layer, owner, layer_type, fields, retention))
     return KVLayout(tuple(specs))
 
 
@@ -327,11 +255,11 @@ def _layer_config(config: Any, layer: int) -> Any:
     return per_layer[layer] if per_layer else config
 
 
-def _retention(name: str, config: Any, layer: int) -> Window:
+def _retention(name: str, config: Any, layer: int) -> Retention:
     window = getattr(_layer_config(config, layer), "sliding_window", None) or getattr(config, "sliding_window", None)
     if not isinstance(window, int) or window < 1:
         raise UnsupportedModelError(f"{name}: sliding layers need a positive sliding_window, got {window!r}")
-    return Window(window)
+    return Retention(window)
 
 
 def _kv_geometry(config: Any, layer: int) -> tuple[int, int]:

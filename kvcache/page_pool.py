@@ -1,10 +1,11 @@
 """Pages of one pool: a stack of the free ones, and the claims on the others. It knows no slots and no other pool.
 
-    free     without a claim                      alloc: held by one row
-    held     by one row or more                   share, free: one row more, one less      keep: by the cache as well
-    cached   by the prefix cache alone            forget: the cache gives it up
+    free        without a claim                   alloc: held by one row
+    held        by one row or more                share, free: one row more, one less
+    cached      by the prefix cache as well       cache_pages, uncache_pages
+    evictable   by the prefix cache alone
 
-Page 0 takes the writes of padding and is never claimed. Invariant: free + held + cached = capacity.
+Page 0 takes the writes of padding and is never claimed. Invariant: free + held + evictable = capacity.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from specdec.gpu.mirrored_array import IntArray
 BoolArray = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
-class PagedAllocator:
+class PagePool:
     """Pages 1..capacity of one pool."""
 
     def __init__(self, name: str, capacity: int) -> None:
@@ -31,37 +32,37 @@ class PagedAllocator:
         self._stack: IntArray = np.arange(self.capacity, 0, -1, dtype=np.int64)  # free ones first, the top last
         self.free_pages = self.capacity
         self._held: IntArray = np.zeros(self.capacity + 1, dtype=np.int64)  # rows that hold each page
-        self._kept = np.zeros(self.capacity + 1, dtype=np.bool_)  # is it claimed by the cache?
-        self.cached_pages = 0
+        self._cached = np.zeros(self.capacity + 1, dtype=np.bool_)  # is it claimed by the cache?
+        self.evictable_pages = 0
         if self.on_free is not None:
             self.on_free(self._stack)
 
     @property
     def held_pages(self) -> int:
-        return self.capacity - self.free_pages - self.cached_pages
+        return self.capacity - self.free_pages - self.evictable_pages
 
     @property
-    def kept_pages(self) -> int:
+    def cached_pages(self) -> int:
         """Pages that the cache claims, held by rows or not."""
-        return int(np.count_nonzero(self._kept))
+        return int(np.count_nonzero(self._cached))
 
     @property
     def available_pages(self) -> int:
         """Pages that no row holds: free, or to be had from the cache."""
-        return self.free_pages + self.cached_pages
+        return self.free_pages + self.evictable_pages
 
     def is_held(self, pages: IntArray) -> BoolArray:
         return self._held[pages] > 0
 
-    def is_kept(self, pages: IntArray) -> BoolArray:
-        return self._kept[pages]
+    def is_cached(self, pages: IntArray) -> BoolArray:
+        return self._cached[pages]
 
-    def num_holders(self, pages: IntArray) -> IntArray:
+    def row_refs(self, pages: IntArray) -> IntArray:
         return self._held[pages]
 
     def owners(self, pages: IntArray) -> IntArray:
         """Claims on each of these pages, of rows and of the cache. With more than one, no row may write there."""
-        return self._held[pages] + self._kept[pages]
+        return self._held[pages] + self._cached[pages]
 
     def alloc(self, count: int) -> IntArray:
         """Take `count` pages, [count] int64. Raises OutOfSlotsError and takes none when fewer are free."""
@@ -76,8 +77,8 @@ class PagedAllocator:
 
     def share(self, pages: IntArray) -> None:
         """One more row holds `pages`, which have a claim already."""
-        self._require(self.is_held(pages) | self._kept[pages], pages, "free")
-        self.cached_pages -= int(np.count_nonzero(self._held[pages] == 0))
+        self._require(self.is_held(pages) | self._cached[pages], pages, "free")
+        self.evictable_pages -= int(np.count_nonzero(self._held[pages] == 0))
         self._held[pages] += 1
         self.peak_pages = max(self.peak_pages, self.held_pages)
 
@@ -88,24 +89,24 @@ class PagedAllocator:
         """
         distinct, times = self.require_claims(pages)
         self._held[distinct] -= times
-        left, kept = self._held[distinct] == 0, self._kept[distinct]
-        self.cached_pages += int(np.count_nonzero(left & kept))
+        left, kept = self._held[distinct] == 0, self._cached[distinct]
+        self.evictable_pages += int(np.count_nonzero(left & kept))
         self._push(distinct[left & ~kept])
-        freed: BoolArray = (self._held[pages] == 0) & ~self._kept[pages]
+        freed: BoolArray = (self._held[pages] == 0) & ~self._cached[pages]
         return freed
 
-    def keep(self, pages: IntArray) -> None:
+    def cache_pages(self, pages: IntArray) -> None:
         """The cache claims `pages`, which rows hold."""
         self.require_claims(pages, once=pages)
-        self._require(~self._kept[pages], pages, "kept already")
-        self._kept[pages] = True
+        self._require(~self._cached[pages], pages, "cached already")
+        self._cached[pages] = True
 
-    def forget(self, pages: IntArray) -> BoolArray:
+    def uncache_pages(self, pages: IntArray) -> BoolArray:
         """The cache gives `pages` up; which of them are free now."""
-        self._require(self._kept[pages], pages, "not kept")
-        self._kept[pages] = False
+        self._require(self._cached[pages], pages, "not cached")
+        self._cached[pages] = False
         left: BoolArray = self._held[pages] == 0
-        self.cached_pages -= int(np.count_nonzero(left))
+        self.evictable_pages -= int(np.count_nonzero(left))
         self._push(pages[left])
         return left
 
@@ -128,18 +129,18 @@ class PagedAllocator:
         return distinct, times
 
     def check(self) -> None:
-        """free + held + cached = capacity, and no page is two of them or twice one."""
+        """free + held + evictable = capacity, and no page is two of them or twice one."""
         free = self._stack[: self.free_pages]
         assert len(np.unique(free)) == len(free), f"{self.name}: a page is free twice"
         assert not self._held[free].any(), f"{self.name}: a free page is held"
-        assert not self._kept[free].any(), f"{self.name}: a free page is kept by the cache"
-        assert not self._held[0] and not self._kept[0], f"{self.name}: page 0 is held"
+        assert not self._cached[free].any(), f"{self.name}: a free page is cached"
+        assert not self._held[0] and not self._cached[0], f"{self.name}: page 0 is held"
         assert (self._held >= 0).all(), f"{self.name}: a page is held by fewer than no rows"
         held = int(np.count_nonzero(self._held))
-        cached, counted = int(np.count_nonzero(self._kept & (self._held == 0))), self.cached_pages
-        assert cached == counted, f"{self.name}: {cached} pages are the cache's alone, {counted} were counted"
-        total = f"{self.name}: held {held} + cached {cached} + free {self.free_pages} != {self.capacity}"
-        assert held + cached + self.free_pages == self.capacity, total
+        evictable, counted = int(np.count_nonzero(self._cached & (self._held == 0))), self.evictable_pages
+        assert evictable == counted, f"{self.name}: {evictable} pages are the cache's alone, {counted} were counted"
+        total = f"{self.name}: held {held} + evictable {evictable} + free {self.free_pages} != {self.capacity}"
+        assert held + evictable + self.free_pages == self.capacity, total
 
     def _push(self, freed: IntArray) -> None:
         self._stack[self.free_pages : self.free_pages + len(freed)] = freed[::-1]

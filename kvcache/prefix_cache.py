@@ -69,7 +69,7 @@ class PrefixCache:
     def first_page(self, key: IntArray) -> bytes:
         return key[: self.page_size].tobytes()
 
-    def match(self, key: IntArray, salt: bytes = b"") -> IntArray:
+    def match_prefix(self, key: IntArray, salt: bytes = b"") -> IntArray:
         """The longest run of cached pages that a row with this key could begin with."""
         return self._usable(self._pages_of(self._walk(key, salt)))
 
@@ -110,12 +110,12 @@ class PrefixCache:
     def _evicted(self, row: int, num_pages: int) -> IntArray:
         """Number of first pages of a row whose peer the cache cannot keep, [groups]."""
         evicted: IntArray = self.table.evicted_len[:, row] // self.page_size
-        for group in self.allocator.groups.windowed:
-            if not group.cached:
-                evicted[group.id] = num_pages
+        for group, kept in self.allocator.groups.items():
+            if not kept.cached:
+                evicted[group] = num_pages
         return evicted
 
-    def keep_state(self, row: int, key: IntArray, salt: bytes = b"", *, every: int = 1) -> None:
+    def cache_state(self, row: int, key: IntArray, salt: bytes = b"", *, every: int = 1) -> None:
         """Copy the row's state at the last multiple of FOLD among its committed tokens. It does so only if the tree has
         all pages up to there along this key, and the last copy along it is at least `every` tokens earlier."""
         assert self.states is not None
@@ -125,13 +125,13 @@ class PrefixCache:
             return
         kept = np.flatnonzero(self.states.has(pages))
         if length - (int(kept[-1]) + 1 if len(kept) else 0) * self.page_size >= every:
-            self.states.keep(row, length, int(pages[-1]))
+            self.states.save(row, length, int(pages[-1]))
 
     def clear(self) -> None:
         """Release all pages, such as after a change of the weights that made these K/V."""
         self.allocator.require_unfrozen("clear")
         given_up = [self._cut(node, 0) for node in list(self._by_age)]
-        self.allocator.forget(np.concatenate([NO_PAGES, *given_up[::-1]]))
+        self.allocator.uncache_pages(np.concatenate([NO_PAGES, *given_up[::-1]]))
 
     def reset(self) -> None:
         """Forget everything, as the pools have done."""
@@ -141,15 +141,15 @@ class PrefixCache:
         self._root = self._node(NO_PAGES, NO_PAGES, None)
         self._by_age: dict[_Node, None] = {}  # least recently used first; a node is before its parent
 
-    def release(self, pages: ByGroup[int]) -> None:
+    def evict(self, pages: ByGroup[int]) -> None:
         """Free this many more pages of each pool, or all that only the cache claims."""
         pools = self.allocator.pools
         least = ByGroup(tuple(pool.free_pages + more for pool, more in zip(pools, pages, strict=True)))
         if pages[PRIMARY]:
-            self._release_primary(least[PRIMARY])
+            self._evict_primary(least[PRIMARY])
         for group in self.allocator.windowed:
             if pools[group].free_pages < least[group]:
-                self._release_peers(group, least[group])
+                self._evict_peers(group, least[group])
 
     def check(self) -> None:
         """Assert that the tree is well-formed, and that its claims agree with the pools."""
@@ -172,13 +172,14 @@ class PrefixCache:
             assert node.parent is self._root or age[node] < age[node.parent], "a parent is older than its child"  # type: ignore[index]
             counted = self._count_peers(node.pages)
             assert (node.num_peers == counted).all(), f"{node.num_peers=} of {counted}"
-        assert self.allocator.primary.is_kept(pages).all(), "a page of the tree is not kept"
+        assert self.allocator.primary.is_cached(pages).all(), "a page of the tree is not kept"
         if self.states is not None:
             self.states.check()
             assert set(self.states.pages) <= set(pages.tolist()), "a state ends with a page that the tree has not"
         for group, pool in self.allocator.pools.items():
             kept = sum(int(node.num_peers[group]) for node in found)
-            assert kept == pool.kept_pages, f"{pool.name}: the tree keeps {kept} pages, the pool says {pool.kept_pages}"
+            said = f"{pool.name}: the tree keeps {kept} pages, the pool says {pool.cached_pages}"
+            assert kept == pool.cached_pages, said
 
     # the tree
 
@@ -233,10 +234,10 @@ class PrefixCache:
     def _claim(self) -> None:
         """Claim all appended pages in one call: a call for each would cost more than the tree."""
         if self._unclaimed:
-            self.allocator.keep(np.concatenate([pages for pages, _ in self._unclaimed]))
+            self.allocator.cache_pages(PRIMARY, np.concatenate([pages for pages, _ in self._unclaimed]))
             for group in self.allocator.cached_windows:
                 mapped = [pages[num_evicted[group] :] for pages, num_evicted in self._unclaimed]
-                self.allocator.keep_peers(group, np.concatenate(mapped))
+                self.allocator.cache_pages(group, np.concatenate(mapped))
             self._unclaimed = []
 
     def _split(self, node: _Node, count: int) -> _Node:
@@ -267,17 +268,17 @@ class PrefixCache:
         kept = node.pages[: len(pages)]
         gains, loses = np.zeros((2, len(pages)), dtype=np.bool_)
         for group in self.allocator.cached_windows:
-            dead = ~self.allocator.is_kept(group, kept)
+            dead = ~self.allocator.is_cached(group, kept)
             mapped, own = self.allocator.is_mapped(group, kept), np.arange(len(pages)) >= num_evicted[group]
-            self.allocator.keep_peers(group, kept[dead & mapped])
+            self.allocator.cache_pages(group, kept[dead & mapped])
             gains |= dead & ~mapped & own
             loses |= mapped & ~own
         exchanged = gains & ~loses
-        self.allocator.forget(kept[exchanged])
-        self.allocator.keep(pages[exchanged])
+        self.allocator.uncache_pages(kept[exchanged])
+        self.allocator.cache_pages(PRIMARY, pages[exchanged])
         for group in self.allocator.cached_windows:
             own = np.arange(len(pages)) >= num_evicted[group]
-            self.allocator.keep_peers(group, pages[exchanged & own])
+            self.allocator.cache_pages(group, pages[exchanged & own])
         kept[exchanged] = pages[exchanged]
         node.num_peers = self._count_peers(node.pages)
 
@@ -313,7 +314,7 @@ class PrefixCache:
             node.num_peers = self._count_peers(node.pages)
         return pages
 
-    def _release_primary(self, least: int) -> None:
+    def _evict_primary(self, least: int) -> None:
         """Free primary pages until `least` are free: of the oldest leaves first those that no row holds."""
         pool = self.allocator.primary
         short, given_up = max(least - pool.free_pages, pool.capacity // BATCH), [NO_PAGES]
@@ -322,13 +323,13 @@ class PrefixCache:
                 break
             given_up.append(self._trim(node, short))
             short -= len(given_up[-1])
-        self.allocator.forget(np.concatenate(given_up[::-1]))  # alloc takes the pages cut off last first
+        self.allocator.uncache_pages(np.concatenate(given_up[::-1]))  # alloc takes the pages cut off last first
         for node in self._leaves():  # the other leaves, before pages that rows hold
             if pool.free_pages >= least:
                 break
-            self.allocator.forget(self._cut(node, 0))
+            self.allocator.uncache_pages(self._cut(node, 0))
 
-    def _release_peers(self, group: GroupId, least: int) -> None:
+    def _evict_peers(self, group: GroupId, least: int) -> None:
         """Free peers in a group until `least` are free, first those that no match at the end of a node needs."""
         pool, retain = self.allocator.pools[group], int(self.table.retain[group])
         batch = max(least, pool.free_pages + pool.capacity // BATCH)
@@ -342,12 +343,12 @@ class PrefixCache:
                     given_up.append(pages[self.allocator.is_idle(group, pages)][:short])
                     node.num_peers[group] -= len(given_up[-1])
                     short -= len(given_up[-1])
-            self.allocator.forget_peers(group, np.concatenate(given_up[::-1]))
+            self.allocator.uncache_peers(group, np.concatenate(given_up[::-1]))
 
     def _count_peers(self, pages: IntArray) -> IntArray:
         """Number of peers of these pages that the cache keeps in each pool, [groups]."""
         return np.array(
-            [np.count_nonzero(self.allocator.is_kept(group, pages)) for group, _ in self.allocator.pools.items()]
+            [np.count_nonzero(self.allocator.is_cached(group, pages)) for group, _ in self.allocator.pools.items()]
         )
 
     def _common_pages(self, key: IntArray, other: IntArray) -> int:

@@ -99,12 +99,12 @@ class StateCache:
         """Mask of `pages` at whose ends there is a copy."""
         return np.array([page in self._slot_of for page in pages.tolist()], dtype=np.bool_)
 
-    def keep(self, row: int, length: int, page: int) -> None:
+    def save(self, row: int, length: int, page: int) -> None:
         """Copy the state of a row after its first `length` tokens, which end with a page that the cache has."""
         if page in self._slot_of or not self._slots:
             return
         if not self._free:
-            self.forget(np.array([next(iter(self._slot_of))]))
+            self.drop(np.array([next(iter(self._slot_of))]))
         self._fold(row, length)
         self._slot_of[page] = self._free.pop()
         for layer in self._layers:
@@ -116,7 +116,7 @@ class StateCache:
         for layer in self._layers:
             layer.copy(slot, row)
 
-    def forget(self, pages: IntArray) -> None:
+    def drop(self, pages: IntArray) -> None:
         """Give up the copies at the ends of these pages, as far as there are any."""
         for page in pages.tolist():
             if (slot := self._slot_of.pop(page, None)) is not None:

@@ -1,16 +1,16 @@
 """`SPECDEC_SANITIZE=1`: slots without an owner hold NaN, and locations are checked before a forward uses them.
 
     before every launch    `check`: slots in the table exist, are held, have peers, and no more owners than they may
-    while planning         `note`: a plan differs from the table (`attention/checked_backend.py` compares the two)
+    while planning         `record_fault`: a plan differs from the table (`attention/checked_backend.py` compares)
     when a page is freed   its K/V become NaN in every store, so that a stale read shows
 
 Page 0, which takes the writes of padding, stays finite: kernels read it where a table is empty. Faults of a plan are
 found by tensor operations alone and written to a record on the device, so captured rounds are checked at every replay;
-the host reads the record between rounds (`verdict`). It knows no plan and no request.
+the host reads the record between rounds (`raise_fault`). It knows no plan and no request.
 """
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from enum import Enum
 from functools import partial
 
@@ -18,14 +18,13 @@ import numpy as np
 import torch
 
 from specdec.errors import LocationError, name_row
+from specdec.gpu.captures import Capture, Program, Replay
 from specdec.gpu.mirrored_array import IntArray, MirroredArray
 from specdec.kvcache.index_spaces import PRIMARY, GroupId
 from specdec.kvcache.store import KVStore
 from specdec.kvcache.table import RequestTable
 
 SETTING = "SPECDEC_SANITIZE"
-Capture = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
-"""Records a program instead of running it, like `Capture` of `specdec.gpu.captures`."""
 BLAME = f"(found by {SETTING}=1; this is a defect of specdec or of a drafter, no user's mistake)"
 
 
@@ -57,7 +56,9 @@ class Sanitizer:
         self.stores: list[KVStore] = []
         pages = self.allocator.primary.capacity + 1
         self.owners = MirroredArray((pages,), self.allocator.device)  # of each primary page, at the last `check`
-        self._record = torch.zeros(5, dtype=torch.int64, device=self.allocator.device)  # the first fault: see `note`
+        self._record = torch.zeros(
+            5, dtype=torch.int64, device=self.allocator.device
+        )  # the first fault: see `record_fault`
         self._capturing = False
         for group, pool in self.allocator.pools.items():
             pool.on_free = partial(self._poison, group)
@@ -69,11 +70,11 @@ class Sanitizer:
             for tensor in floating(store.tensors(group)):
                 tensor[self.allocator.page_size :] = torch.nan
 
-    def blind(self, capture: Capture) -> Capture:
-        """Wraps `capture` so that nothing is read back within it: faults stay in the record until `verdict` is
+    def deferring(self, capture: Capture) -> Capture:
+        """Wraps `capture` so that nothing is read back within it: faults stay in the record until `raise_fault` is
         called."""
 
-        def captured(program: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        def captured(program: Program) -> tuple[Replay, torch.Tensor]:
             self._capturing = True
             try:
                 return capture(program)
@@ -82,7 +83,7 @@ class Sanitizer:
 
         return captured
 
-    def note(
+    def record_fault(
         self,
         fault: Fault,
         group: GroupId,
@@ -103,9 +104,9 @@ class Sanitizer:
         fresh = torch.cat([code, *(value.long() for value in values)])
         self._record.copy_(torch.where(flat.any() & (self._record[0] == 0), fresh, self._record))
         if not self._capturing:
-            self.verdict()
+            self.raise_fault()
 
-    def verdict(self) -> None:
+    def raise_fault(self) -> None:
         """Raise LocationError for the first fault in the record. Waits for the device."""
         code, row, position, slot, expected = self._record.tolist()
         if code == 0:
@@ -162,7 +163,7 @@ class Sanitizer:
     def _check_owners(self, count: IntArray) -> None:
         """No primary page is in more rows than it has owners; `owners` follows."""
         full, pages = self.allocator.primary, np.arange(len(count))
-        owners, holders = full.owners(pages), full.num_holders(pages)
+        owners, holders = full.owners(pages), full.row_refs(pages)
         if (count > holders).any():
             page = int((count > holders).argmax())
             slot = self._slot(PRIMARY, page * self.allocator.page_size)

@@ -18,11 +18,11 @@ import torch
 from specdec.gpu.ranks import Ranks
 from specdec.gpu.triton_shim import tl, triton
 from specdec.kvcache.allocator import HybridAllocator
+from specdec.kvcache.fp8_kernels import store_fp8
+from specdec.kvcache.fp8_pool import FieldPool, Fp8Pool, tensors_of
 from specdec.kvcache.index_spaces import GroupId, GroupLoc
 from specdec.kvcache.layout import CacheField, KVLayout
 from specdec.kvcache.recurrent_state import RecurrentState, StateShape
-from specdec.kvcache.rounded import Pool, RoundedPool, tensors_of
-from specdec.kvcache.rounded_kernels import store_rounded
 
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
@@ -31,13 +31,13 @@ class LayerKV(NamedTuple):
     """The pools of one layer in the order of its fields, and the group whose slots index them; the states of a
     recurrent layer, by row of the request table."""
 
-    fields: tuple[Pool, ...]
+    fields: tuple[FieldPool, ...]
     group: GroupId
     state: RecurrentState | None = None
 
     @property
     def k(self) -> Any:
-        """Keys of an attention layer, [slots, Hkv, D]: a tensor, or a `RoundedPool` in its place."""
+        """Keys of an attention layer, [slots, Hkv, D]: a tensor, or a `Fp8Pool` in its place."""
         return self.fields[0]
 
     @property
@@ -53,7 +53,7 @@ class LayerKV(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class StoreAddresses:
+class PoolAddresses:
     """Addresses of the rows of P tensors, which differ in heads and head size, for `move_kv`. Keeps the tensors alive.
 
     table: [P, 3] int64 on the device: address, words in a row, words before it in a row of the scratch buffer. A word
@@ -67,7 +67,7 @@ class StoreAddresses:
     total: int
 
     @classmethod
-    def from_pools(cls, pools: Sequence[torch.Tensor]) -> "StoreAddresses":
+    def from_pools(cls, pools: Sequence[torch.Tensor]) -> "PoolAddresses":
         """The rows of contiguous pools [slots, Hkv, D] on one device; Hkv, D and dtype may differ."""
         assert pools and all(pool.is_contiguous() for pool in pools), "pools are contiguous"
         row_bytes = [pool[0].numel() * pool.element_size() for pool in pools]
@@ -107,7 +107,7 @@ class RecurrentLayers:
         return cls(table, sample.folded_len, shape, key_heads, sample, tuple(layers))
 
 
-class Split(NamedTuple):
+class RankStores(NamedTuple):
     """The stores of one model on several ranks, each with the heads of its rank, at the same slots."""
 
     ranks: Ranks
@@ -134,7 +134,7 @@ class KVStore:
         self.layout = layout
         self.dtype = dtype
         self.rank = rank
-        self.split: Split | None = None
+        self.split: RankStores | None = None
         self.layers: dict[int, LayerKV] = {}
         with torch.inference_mode(False):  # ordinary tensors, in whatever mode the store is made
             for spec in layout.layers:
@@ -149,7 +149,7 @@ class KVStore:
                 RecurrentLayers.of_layers(shape, key_heads, [self.layers[layer] for layer in found])
                 for (shape, key_heads), found in _recurrent_shapes(layout).items()
             )
-            self.addresses = {group: StoreAddresses.from_pools(self.tensors(group)) for group in groups}
+            self.addresses = {group: PoolAddresses.from_pools(self.tensors(group)) for group in groups}
 
     @property
     def by_rank(self) -> tuple["KVStore", ...]:
@@ -177,17 +177,17 @@ def _recurrent_shapes(layout: KVLayout) -> dict[tuple[StateShape, int], list[int
     return found
 
 
-def empty_pool(field: CacheField, slots: int, dtype: torch.dtype, device: torch.device) -> Pool:
+def empty_pool(field: CacheField, slots: int, dtype: torch.dtype, device: torch.device) -> FieldPool:
     """Zeros for every slot."""
-    if field.rounded:
-        return RoundedPool.zeros(slots, field.heads, field.dim, dtype, device)
+    if field.fp8:
+        return Fp8Pool.zeros(slots, field.heads, field.dim, dtype, device)
     return torch.zeros((slots, field.heads, field.dim), dtype=field.dtype or dtype, device=device)
 
 
 # writing
 
 
-def reference_store_kv(k: torch.Tensor, v: torch.Tensor, slots: GroupLoc, pool_k: Pool, pool_v: Pool) -> None:
+def reference_store_kv(k: torch.Tensor, v: torch.Tensor, slots: GroupLoc, pool_k: FieldPool, pool_v: FieldPool) -> None:
     """Store k, v [T, Hkv, D] at slots [T] of the pools [slots, Hkv, D]."""
     pool_k.index_copy_(0, slots, k)
     pool_v.index_copy_(0, slots, v)
@@ -224,7 +224,7 @@ def _store_kv_kernel(
     tl.store(p_pool_v + slot * (HEADS * V_DIM) + o_row, b_v, mask=m_v)
 
 
-def store_kv(k: torch.Tensor, v: torch.Tensor, slots: GroupLoc, pool_k: Pool, pool_v: Pool) -> None:
+def store_kv(k: torch.Tensor, v: torch.Tensor, slots: GroupLoc, pool_k: FieldPool, pool_v: FieldPool) -> None:
     """Store k [T, Hkv, D], v [T, Hkv, DV], of any strides, at slots [T] of the contiguous pools [slots, Hkv, D or
     DV]."""
     num_tokens, num_heads, head_dim = k.shape
@@ -233,9 +233,9 @@ def store_kv(k: torch.Tensor, v: torch.Tensor, slots: GroupLoc, pool_k: Pool, po
     assert k.dtype == v.dtype == pool_k.dtype == pool_v.dtype, f"{k.dtype=} {v.dtype=} {pool_k.dtype=}"
     if num_tokens == 0:
         return
-    if isinstance(pool_k, RoundedPool) or isinstance(pool_v, RoundedPool):
-        assert isinstance(pool_k, RoundedPool) and isinstance(pool_v, RoundedPool), "K and V are rounded, or neither"
-        store_rounded(k, v, slots, pool_k, pool_v)
+    if isinstance(pool_k, Fp8Pool) or isinstance(pool_v, Fp8Pool):
+        assert isinstance(pool_k, Fp8Pool) and isinstance(pool_v, Fp8Pool), "K and V are fp8, or neither"
+        store_fp8(k, v, slots, pool_k, pool_v)
         return
     assert pool_k.is_contiguous() and pool_v.is_contiguous(), "a pool is contiguous"
     row_len = num_heads * max(head_dim, v.shape[2])
@@ -286,7 +286,7 @@ def _copy_rows_kernel(
         tl.store(p_pool, tl.load(p_scratch, mask=m_word, other=0), mask=m_word)
 
 
-def move_kv(rows: StoreAddresses, source: GroupLoc, destination: GroupLoc) -> None:
+def move_kv(rows: PoolAddresses, source: GroupLoc, destination: GroupLoc) -> None:
     """Copy K/V of slots source [M] of tensors [slots, Hkv, D] to destination [M]."""
     assert source.shape == destination.shape and source.dim() == 1, f"{source.shape=} {destination.shape=}"
     if len(source) == 0:

@@ -94,7 +94,7 @@ class RequestTable:
         self._active = np.zeros(num_rows, dtype=np.bool_)
         self.extra_keys = extra_keys
         self.max_lag = allocator.pools.map(lambda pool: 0) if max_lag is None else max_lag
-        windows = [group.window for group in allocator.groups.groups]
+        windows = [kept.window for kept in allocator.groups]
         kept = [width if window is None else window - 1 + extra_keys for window in windows]
         self.retain: IntArray = np.array(kept, dtype=np.int64)
         self.retain_on_device = upload(self.retain, allocator.device)
@@ -123,13 +123,10 @@ class RequestTable:
         self._active[free[0]] = True
         return int(free[0])
 
-    def close_row(self, row: int) -> None:
-        """Give up everything the row owns."""
-        self.close_rows(np.array([row]))
-
-    def close_rows(self, rows: IntArray) -> None:
+    def close_rows(self, rows: IntArray | int) -> None:
         """Free rows and all their slots; the slots of the last row are allocated first."""
         self.allocator.require_unfrozen("close")
+        rows = np.atleast_1d(rows)
         self._require_active(rows)
         rows = rows[::-1]
         owned = row_cells(rows, np.zeros_like(rows), self.capacity[rows])
@@ -157,7 +154,7 @@ class RequestTable:
     def num_evicted(self, num_pages: int) -> IntArray:
         """Number of first pages without a peer in a row that begins with `num_pages` pages, [groups]."""
         page_size = self.allocator.page_size
-        cached = np.array([group.cached for group in self.allocator.groups.groups])
+        cached = np.array([kept.cached for kept in self.allocator.groups])
         kept = np.where(cached, self.retain, 0)  # of records none
         evicted: IntArray = np.maximum(0, num_pages * page_size - kept) // page_size
         return evicted
@@ -168,16 +165,13 @@ class RequestTable:
         return self.slots.host[row, : num_pages * page_size : page_size] // page_size
 
     def pages_needed(self, rows: IntArray, length: IntArray) -> IntArray:
-        """Pages [B] that `ensure_all_slots(rows, length)` would allocate for each."""
+        """Pages [B] that `ensure_slots(rows, length)` would allocate for each."""
         needed: IntArray = np.maximum(-(-(length - self.capacity[rows]) // self.allocator.page_size), 0)
         return needed
 
-    def ensure_slots(self, row: int, length: int) -> None:
-        """Own at least `length` slots. Raises OutOfSlotsError, with nothing taken, when a pool cannot give them."""
-        self.ensure_all_slots(np.array([row]), np.array([length]))
-
-    def ensure_all_slots(self, rows: IntArray, length: IntArray) -> None:
+    def ensure_slots(self, rows: IntArray | int, length: IntArray | int) -> None:
         """Each of rows owns at least `length` [B] slots, or OutOfSlotsError is raised and nothing is taken."""
+        rows, length = np.atleast_1d(rows), np.atleast_1d(length)
         self._require_active(rows)
         width = self.slots.host.shape[1]
         if (length > width).any():
@@ -301,7 +295,7 @@ class RequestTable:
                 holds[group, pages[first // page_size :]] += 1
         in_rows = holds[PRIMARY]
         pages = np.flatnonzero(in_rows)
-        holders = primary.num_holders(pages)
+        holders = primary.row_refs(pages)
         assert (holders > 0).all(), "a row owns a free page"
         assert (in_rows[pages] <= holders).all(), "a page is owned by two rows, with fewer claims"
         assert (in_rows[pages] == holders).all(), "a page has more claims than rows that own it"
@@ -309,10 +303,10 @@ class RequestTable:
         for group in self.allocator.windowed:
             pool = self.allocator.pools[group]
             peers = self.allocator.maps.host[group, ::page_size] // page_size
-            unclaimed = (peers != 0) & (holds[group] == 0) & ~pool.is_kept(peers)
+            unclaimed = (peers != 0) & (holds[group] == 0) & ~pool.is_cached(peers)
             said = f"{pool.name}: pages {np.flatnonzero(unclaimed).tolist()}: an evicted token is mapped"
             assert not unclaimed.any(), said
-            wrong = (peers != 0) & (pool.num_holders(peers) != holds[group])
+            wrong = (peers != 0) & (pool.row_refs(peers) != holds[group])
             said = f"{pool.name}: pages {np.flatnonzero(wrong).tolist()}: claims on the peer are miscounted"
             assert not wrong.any(), said
 

@@ -2,8 +2,9 @@
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,13 +58,11 @@ def load_any_drafter(
         return _model_and_lookup(drafter, target, options, tokenizer)
     if isinstance(drafter, (str, os.PathLike)):
         try:
-            checkpoint = Checkpoint.of(drafter, options)
-            if is_mtp_speculator(checkpoint.config):
+            checkpoint = Checkpoint.from_name(drafter, options)
+            if drafts_by_modules(checkpoint.config, target, checkpoint.folder):
                 return _modules_of(checkpoint, target)
             if is_drafter_config(checkpoint.config) or not continues_text(checkpoint.config):
                 return load_drafter(checkpoint, target)
-            if is_like(checkpoint.config, target) and has_modules(checkpoint.folder(), len(target.layout.layers)):
-                return _modules_of(checkpoint, target)
             own = None if tokenizer is None else load_tokenizer(drafter, options)
             return _language_model(checkpoint.load(target.dtype, target.device), target, tokenizer, own)
         except CheckpointError as error:
@@ -102,7 +101,7 @@ def _of_checkpoint(
     """Drafter for a word of `OF_TARGET`. "mtp": the modules in the target's checkpoint. "auto": those, else the
     published drafter if it is on disk, else "suffix". Only "mtp" raises."""
     name = getattr(target.model.config, "name_or_path", "")
-    checkpoint = None if not name else Checkpoint.of(name, options)
+    checkpoint = None if not name else Checkpoint.from_name(name, options)
     if word == MTP:
         return _own_modules(checkpoint, target)
     here = {**(options or {}), "local_files_only": True}
@@ -127,7 +126,7 @@ def meant_by_auto(checkpoint: Checkpoint, num_layers: int, here: Mapping[str, An
         pass  # not here, or damaged
     for pair in PAIRS:
         named = pair.drafter != MTP and resolve_name(pair.target) == checkpoint.path
-        if named and _is_found(Checkpoint.of(pair.drafter, here)):
+        if named and _is_found(Checkpoint.from_name(pair.drafter, here)):
             yield pair.drafter
 
 
@@ -157,11 +156,19 @@ def _is_found(checkpoint: Checkpoint) -> bool:
         return False
 
 
-def is_like(config: Mapping[str, Any], target: Any) -> bool:
-    """Could the model of this config.json be the target's base, or a finetuned one?"""
+def drafts_by_modules(config: Mapping[str, Any], target: Any, folder: Callable[[], Path]) -> bool:
+    """Do the MTP modules in a checkpoint draft for the target: of an export of modules, of its base or a finetuned one?
+
+    folder: where the checkpoint's files are, asked for only if its config.json could be the target's.
+    """
+    if is_mtp_speculator(config):
+        return True
+    if is_drafter_config(config) or not continues_text(config):
+        return False
     text = config.get("text_config") or config
     sizes = ("hidden_size", "num_hidden_layers")
-    return all(text.get(name) == getattr(target.config, name, None) for name in sizes)
+    is_like_target = all(text.get(name) == getattr(target.config, name, None) for name in sizes)
+    return is_like_target and has_modules(folder(), len(target.layout.layers))
 
 
 def _model_and_lookup(

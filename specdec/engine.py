@@ -62,7 +62,7 @@ from specdec.runtime.prompt_shares import PromptRoom
 from specdec.runtime.request import GenerationOutput, Request, StreamDelta
 from specdec.runtime.request_builder import RequestBuilder
 from specdec.runtime.rounds.captured_prompts import ChunkGraphs
-from specdec.runtime.rounds.captured_rounds import RoundGraphs, batch_sizes, capture_for
+from specdec.runtime.rounds.captured_rounds import RoundGraphs, batch_buckets, capture_for
 from specdec.runtime.rounds.round import Round
 from specdec.runtime.scheduler import Scheduler, slots_needed
 from specdec.runtime.sizing import lookahead_nodes, make_cache
@@ -151,7 +151,7 @@ class Engine:
             ladder = draft_ladder(self.spec, captured=True, lookup=self.round.has_lookup)
             num_drafts = len(ladder) if adaptive else 1
             store = CaptureStore(
-                capture, memory, budget, max_captures(len(batch_sizes(self.table.max_requests)), num_drafts)
+                capture, memory, budget, max_captures(len(batch_buckets(self.table.max_requests)), num_drafts)
             )
             graphs = RoundGraphs(self.round, store, strict=strict)
             chunks = ChunkGraphs(self.round, store, strict=strict)
@@ -465,7 +465,7 @@ class Engine:
                 self.inbox.remove_ended(request.number)
             self._watch.after_step(ended, self.scheduler.running)
             if self.cache.sanitizer is not None:
-                self.cache.sanitizer.verdict()
+                self.cache.sanitizer.raise_fault()
 
     def _deltas(self, request: Request) -> Iterator[StreamDelta]:
         try:

@@ -161,7 +161,7 @@ def row_named_by(error: BaseException | None) -> int | None:
     return None
 
 
-def in_words(error: BaseException) -> str:
+def error_summary(error: BaseException) -> str:
     """Kind and first sentence of an error; not the error itself, whose frames hold tensors."""
     kind, line = type(error).__name__, first_line(error)
     return kind if line == kind else f"{kind}: {line}"

@@ -53,7 +53,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class GenerationSettings:
     """Generation settings by name: keyword over given config over the model's own over transformers' defaults."""
 
     merged: Mapping[str, Any]  # None: unset, or switched off
@@ -61,7 +61,9 @@ class Settings:
     switched_off: frozenset[str]  # keywords passed as None: not even the default then
 
     @classmethod
-    def of(cls, model: PreTrainedModel, given: GenerationConfig | None, kwargs: Mapping[str, Any]) -> "Settings":
+    def from_call(
+        cls, model: PreTrainedModel, given: GenerationConfig | None, kwargs: Mapping[str, Any]
+    ) -> "GenerationSettings":
         """Merge, and refuse what cannot be honoured."""
         if given is not None and not isinstance(given, GenerationConfig):
             raise ConfigError(f"generation_config={shown(given)}: a transformers GenerationConfig is expected")
@@ -195,7 +197,7 @@ def generate(
     anything: object = model
     if not isinstance(anything, nn.Module) or not hasattr(anything, "config"):
         raise ConfigError(f"model={shown(model)}: a loaded transformers model is expected; Engine takes names")
-    settings = Settings.of(model, generation_config, hf_generate_kwargs)
+    settings = GenerationSettings.from_call(model, generation_config, hf_generate_kwargs)
     drafter = _one_of("drafter", drafter, "assistant_model", assistant_model)
     if settings["use_mtp"]:
         if drafter is not None:
@@ -307,7 +309,7 @@ def _stop_criteria(strings: Any, tokenizer: Any) -> StopStringCriteria | None:
         ) from error
 
 
-def _input_ids(model: PreTrainedModel, settings: Settings, ids: Any) -> torch.Tensor:
+def _input_ids(model: PreTrainedModel, settings: GenerationSettings, ids: Any) -> torch.Tensor:
     if ids is None:
         bos = settings["bos_token_id"]
         if bos is None:
@@ -322,7 +324,7 @@ def _input_ids(model: PreTrainedModel, settings: Settings, ids: Any) -> torch.Te
     return ids
 
 
-def _attention_mask(settings: Settings, ids: torch.Tensor, mask: Any) -> torch.Tensor:
+def _attention_mask(settings: GenerationSettings, ids: torch.Tensor, mask: Any) -> torch.Tensor:
     """The mask given, or that of transformers: where the ids are not padding, if padding can be told from an end."""
     if mask is None:
         pad = settings.pad_id()

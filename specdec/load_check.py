@@ -26,7 +26,7 @@ from specdec.models.target import TargetModel
 logger = logging.getLogger("specdec")
 
 
-class Subject(NamedTuple):
+class CheckedPair(NamedTuple):
     """The pair in which signs are looked for."""
 
     target: TargetModel
@@ -46,7 +46,7 @@ class Sign:
     mended: Callable[[], Drafter] | None = None
 
 
-def rope_of_assistant(drafter: Gemma4MTPDrafter, subject: Subject) -> Sign | None:
+def rope_of_assistant(drafter: Gemma4MTPDrafter, subject: CheckedPair) -> Sign | None:
     """An assistant reads keys that the target has rotated, so its queries must be rotated by the same angles."""
     target = subject.target
     config = drafter.assistant.config.get_text_config()
@@ -67,7 +67,7 @@ def rope_of_assistant(drafter: Gemma4MTPDrafter, subject: Subject) -> Sign | Non
     )
 
 
-def window_of_assistant(drafter: Gemma4MTPDrafter, subject: Subject) -> Sign | None:
+def window_of_assistant(drafter: Gemma4MTPDrafter, subject: CheckedPair) -> Sign | None:
     """An assistant's sliding layers read the target's sliding layers."""
     target = subject.target
     owner = target.layout.last_owner(SLIDING_ATTENTION)
@@ -83,7 +83,7 @@ def window_of_assistant(drafter: Gemma4MTPDrafter, subject: Subject) -> Sign | N
     )
 
 
-def rounded_weights(drafter: Drafter, subject: Subject) -> Sign | None:
+def rounded_weights(drafter: Drafter, subject: CheckedPair) -> Sign | None:
     """Weights that a quantiser has rounded, in a checkpoint of 16 bits."""
     form = rounded_to(module_of(drafter))
     if form is None:
@@ -94,7 +94,7 @@ def rounded_weights(drafter: Drafter, subject: Subject) -> Sign | None:
     )
 
 
-def qat_with_plain(drafter: Gemma4MTPDrafter, subject: Subject) -> Sign | None:
+def qat_with_plain(drafter: Gemma4MTPDrafter, subject: CheckedPair) -> Sign | None:
     """Targets trained for int4 have assistants of their own. Only names as they are published are compared."""
     target, assistant = subject.target.name, str(getattr(drafter.assistant.config, "_name_or_path", "") or "")
     is_qat, drafts_for_qat = (bool(re.search(r"(^|[-_])qat([-_]|$)", last_part(name))) for name in (target, assistant))
@@ -110,7 +110,7 @@ def qat_with_plain(drafter: Gemma4MTPDrafter, subject: Subject) -> Sign | None:
 
 
 HEADS, ASSISTANTS = (Eagle3Drafter,), (Gemma4MTPDrafter,)
-LOAD_SIGNS: tuple[tuple[str, tuple[type, ...], Callable[[Any, Subject], Sign | None]], ...] = (
+LOAD_SIGNS: tuple[tuple[str, tuple[type, ...], Callable[[Any, CheckedPair], Sign | None]], ...] = (
     ("rope base", ASSISTANTS, rope_of_assistant),
     ("window", ASSISTANTS, window_of_assistant),
     ("dtype", (*HEADS, *ASSISTANTS), rounded_weights),
@@ -129,7 +129,7 @@ def warn_at_load(target: TargetModel, drafter: Drafter | None, tokenizer: Any | 
         each = f"a round drafts up to {asked} where that pays" if spec.adaptive else f"every round drafts {asked}"
         said = "num_steps=%d, and %s is published for %d: %s; drafts beyond %d are mostly accepted less"
         logger.warning(said, asked, last_part(path), own, each, own)
-    subject = Subject(target, model_of(drafter), tokenizer)
+    subject = CheckedPair(target, model_of(drafter), tokenizer)
     for name, kinds, see in LOAD_SIGNS:
         if isinstance(subject.drafter, kinds) and (sign := see(subject.drafter, subject)) is not None:
             said = "the drafter will be accepted less than it could be (%s): %s; %s"

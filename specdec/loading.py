@@ -61,7 +61,7 @@ class Checkpoint:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, name: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> "Checkpoint":
+    def from_name(cls, name: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> "Checkpoint":
         return cls(os.fspath(name), _understood(options or {}))
 
     @property
@@ -221,7 +221,7 @@ def load_model(
     name: str | os.PathLike[str], *, dtype: torch.dtype, device: torch.device, **options: Any
 ) -> PreTrainedModel:
     """A target or a drafter by name, with every tensor from the checkpoint. `options` are transformers'."""
-    return Checkpoint.of(name, options).load(dtype, device)
+    return Checkpoint.from_name(name, options).load(dtype, device)
 
 
 def load_target(
@@ -238,7 +238,7 @@ def load_target(
     Raises ConfigError for anything else, in one sentence that prints no model.
     """
     if isinstance(target, (str, os.PathLike)):
-        checkpoint = Checkpoint.of(target, options)
+        checkpoint = Checkpoint.from_name(target, options)
         require_target(f"target={checkpoint.name!r}", checkpoint.config)
         asked = checkpoint.options.get("dtype")
         if asked is not None and dtype is not None and as_dtype(asked) != dtype:
@@ -268,7 +268,7 @@ def load_target(
 
 def load_tokenizer(name: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Any | None:
     """The checkpoint's tokenizer, or None when it ships none (prompts are then token ids)."""
-    checkpoint = Checkpoint.of(name, options)
+    checkpoint = Checkpoint.from_name(name, options)
     if not os.path.isdir(checkpoint.path):
         require_hub(checkpoint.name, checkpoint.hub_options)
     try:

@@ -22,7 +22,7 @@ from specdec.runtime.draft_policy.draft_ladder import draft_ladder
 from specdec.runtime.draft_policy.round_times import RoundTimes
 from specdec.runtime.rounds.result import DraftShape
 from specdec.runtime.rounds.round_shapes import NO_DRAFT
-from specdec.runtime.rounds.unread import KEPT
+from specdec.runtime.rounds.unread import MAX_UNREAD
 
 E4B = {
     1: (4.125, 4.315, 4.429, 4.542, 4.667),
@@ -128,7 +128,7 @@ def fixed(machine: Machine, load: Load, shape: DraftShape) -> float:
     while (going := (at < load.tokens)).any():
         sizes = [machine.size(count) for count in going.reshape(crowds.shape).sum(axis=1).tolist() if count]
         seconds += sum(machine.seconds(shape, size) for size in sizes)
-        if lagging and unread + shape.depth + 1 > KEPT:
+        if lagging and unread + shape.depth + 1 > MAX_UNREAD:
             seconds, unread = seconds + sum(map(machine.catch_up, sizes)), 0
         unread += shape.depth + 1
         at[going] += moved[going, at[going]]
@@ -171,7 +171,7 @@ def _play(machine: Machine, load: Load, choice: DraftChoice) -> Outcome:
             unsettled = [each[0] for each in launched] if machine.captured else []
             shape = choice.choose(going, load.tokens - at[going] - 1, size, NO_DRAFT, unsettled)
             by_model, reading = shape.num_steps > 0 and not shape.by_lookup, 0.0
-            if lagging and unread and (by_model or unread + shape.depth + 1 > KEPT):
+            if lagging and unread and (by_model or unread + shape.depth + 1 > MAX_UNREAD):
                 reading = machine.catch_up(size) * machine.noise(now)
                 now, read, unread = now + reading, read + reading, 0
                 quiet += machine.catch_up(size)

@@ -12,7 +12,7 @@ import specdec.engine
 from specdec import Engine
 from specdec.gpu.operations import REFERENCE
 from specdec.kvcache.prefix_cache import PrefixCache
-from specdec.layers.merge import Watch
+from specdec.layers.merge import StorageWatch
 from specdec.layers.packed.packed_experts import PackedExperts
 from specdec.layers.packed.packed_linear import PackedLinear
 from specdec.layers.packed.packed_weight import dequantised
@@ -20,7 +20,7 @@ from specdec.models.target import FinalStates, TargetModel
 from specdec.runtime.prefill import Prefill
 from specdec.runtime.prefixes import WORTH_WAITING, Prefixes
 from specdec.runtime.prompt_gap import Division, PromptGap, PromptLoad
-from specdec.runtime.prompt_scores import PromptScores
+from specdec.runtime.prompt_scores import PromptLogProbs
 from specdec.runtime.prompt_shares import IDLE_STEPS, PromptRoom
 from specdec.runtime.request import Request, RequestState, restricted
 from specdec.runtime.rounds.prompt_parts import PartShare, part_ends, part_shares
@@ -39,7 +39,7 @@ __all__ = [
     "PromptGap",
     "PromptLoad",
     "PromptRoom",
-    "PromptScores",
+    "PromptLogProbs",
     "REFERENCE",
     "Request",
     "RequestState",
@@ -47,7 +47,7 @@ __all__ = [
     "Scheduler",
     "TargetModel",
     "WORTH_WAITING",
-    "Watch",
+    "StorageWatch",
     "assert_idle",
     "capture_on_tape",
     "captured_prompts",

@@ -18,25 +18,25 @@ from specdec.kvcache.frozen import KVView, KVWorker, frozen_kv, own_view
 from specdec.kvcache.index_spaces import PRIMARY, ByGroup, GroupId, GroupLoc, PrimaryLoc
 from specdec.kvcache.layout import (
     FULL_ATTENTION,
+    KEEP_ALL,
     SLIDING_ATTENTION,
-    CacheGroups,
-    Full,
     KVLayout,
-    LayerCache,
-    Window,
+    LayerSpec,
+    Retention,
     attention_fields,
+    cache_groups,
     layout_from_config,
 )
-from specdec.kvcache.page_pool import PagedAllocator
+from specdec.kvcache.page_pool import PagePool
 from specdec.kvcache.prefix_cache import PrefixCache
 from specdec.kvcache.table import FROZEN_EXTRA_KEYS, Move, RequestTable
 
 __all__ = [
     "ByGroup",
-    "CacheGroups",
+    "cache_groups",
     "DraftTree",
     "FROZEN_EXTRA_KEYS",
-    "Full",
+    "KEEP_ALL",
     "GroupId",
     "GroupLoc",
     "HybridAllocator",
@@ -45,16 +45,16 @@ __all__ = [
     "KVPlan",
     "KVRig",
     "KVView",
-    "LayerCache",
+    "LayerSpec",
     "MirroredArray",
     "Move",
     "PRIMARY",
-    "PagedAllocator",
+    "PagePool",
     "PrefixCache",
     "PrimaryLoc",
     "RequestTable",
     "SWA",
-    "Window",
+    "Retention",
     "attention_fields",
     "flush",
     "ints",
@@ -62,6 +62,7 @@ __all__ = [
     "layout_from_config",
     "make_allocator",
     "replaced",
+    "window_sizes",
 ]
 
 
@@ -71,11 +72,11 @@ def ints(*values: int) -> IntArray:
 
 def layer_spec(
     layer: int, window: int | None, owner: int | None = None, head_dim: int = 1, heads: int = 1
-) -> LayerCache:
+) -> LayerSpec:
     """A layer that keeps K and V. window: None: full. owner: its own, unless another's is given."""
-    kind, retention = (FULL_ATTENTION, Full()) if window is None else (SLIDING_ATTENTION, Window(window))
+    kind, retention = (FULL_ATTENTION if window is None else SLIDING_ATTENTION), Retention(window)
     owner = layer if owner is None else owner
-    return LayerCache(layer, owner, kind, attention_fields(heads, head_dim), retention)
+    return LayerSpec(layer, owner, kind, attention_fields(heads, head_dim), retention)
 
 
 SWA = GroupId(1)
@@ -91,10 +92,15 @@ def make_allocator(
     device: torch.device | str = "cpu",
 ) -> HybridAllocator:
     """Pools of a primary group and of one group a window. window_pages: of each of these, or of all; None: `pages`."""
-    groups = CacheGroups.of_layouts([KVLayout(tuple(layer_spec(i, window) for i, window in enumerate(windows)))])
+    groups = cache_groups([KVLayout(tuple(layer_spec(i, window) for i, window in enumerate(windows)))])
     more = pages if window_pages is None else window_pages
-    each = [more] * len(groups.windowed) if isinstance(more, int) else more
+    each = [more] * (len(groups) - 1) if isinstance(more, int) else more
     return HybridAllocator(groups, [pages, *each], page_size=page_size, device=torch.device(device))
+
+
+def window_sizes(layouts: Sequence[KVLayout]) -> list[int]:
+    """The window of each windowed group of these models."""
+    return [kept.window for kept in cache_groups(layouts) if kept.window is not None]
 
 
 def replaced(values: ByGroup[Any], group: GroupId, value: Any) -> ByGroup[Any]:
@@ -123,7 +129,7 @@ class KVRig(KVCache):
         device: torch.device | str = "cpu",
         backend: Backend | None = None,
     ) -> None:
-        windows = CacheGroups.of_layouts([layout] if drafts is None else [layout, drafts]).windows
+        windows = window_sizes([layout] if drafts is None else [layout, drafts])
         allocator = make_allocator(pages, windows, window_pages, page_size=page_size, device=device)
         table = RequestTable(
             allocator, max_requests=max_requests, max_len=max_len, lookahead=lookahead, extra_keys=extra_keys

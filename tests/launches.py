@@ -16,12 +16,12 @@ from specdec.attention.kernels.page_table import PageTables, build_page_tables
 from specdec.attention.kernels.paged_attention import paged_attention
 from specdec.attention.kernels.ragged_attention import RaggedTiles, ragged_attention
 from specdec.attention.kernels.tree_attention import tree_attention
-from specdec.attention.pack import Lines, Pack, PackTables
+from specdec.attention.pack import Pack, PackTables, RunSlots
 from specdec.attention.plan import KVPlan
 from specdec.attention.recurrence.kernel_forward import RecurrentKernels
 from specdec.attention.trees.beam import Candidates, expand
-from specdec.attention.trees.growth import select_tree
 from specdec.attention.trees.tree import DraftTree
+from specdec.attention.trees.tree_builder import select_tree
 from specdec.attention.trees.walk import tree_fields
 from specdec.draft_models.centroid_head import CentroidHead, centroid_best, centroid_sample
 from specdec.gpu.dependent_launch import pdl_options
@@ -38,11 +38,11 @@ from specdec.gpu.exchange_kernels import (
 )
 from specdec.gpu.operations import KERNELS
 from specdec.gpu.stage_clock import StageClock
+from specdec.kvcache.fp8_pool import FieldPool, Fp8Pool, numbers_and_scales
 from specdec.kvcache.index_spaces import ByGroup, GroupId, GroupLoc, PrimaryLoc
 from specdec.kvcache.layer_context import Destination, Recurrence
 from specdec.kvcache.recurrent_state import RecurrentState, StateShape
-from specdec.kvcache.rounded import Pool, RoundedPool, numbers_and_scales
-from specdec.kvcache.store import LayerKV, RecurrentLayers, StoreAddresses, move_kv, store_kv
+from specdec.kvcache.store import LayerKV, PoolAddresses, RecurrentLayers, move_kv, store_kv
 from specdec.kvcache.table import RequestTable, Rows
 from specdec.layers.accepted_path import keep_last, path_rows
 from specdec.layers.embedding import embed, embed_and_norm
@@ -54,7 +54,7 @@ from specdec.layers.moe.dense_and_moe import mlp_and_experts
 from specdec.layers.moe.experts import Experts, apply_experts
 from specdec.layers.moe.fork_join import Fork, fork_norm, join_norm
 from specdec.layers.moe.routing import Router, Routing, route
-from specdec.layers.norm import Gain, norm, qk_norm
+from specdec.layers.norm import Norm, norm, qk_norm
 from specdec.layers.packed.packed_weight import BITS, PackedWeight
 from specdec.layers.per_layer_embedding import gated_projection, layer_inputs, vendor_gated_projection
 from specdec.layers.product import Product, cut_of, finish
@@ -62,7 +62,7 @@ from specdec.layers.rope_store import Heads, Rotary, rope_store, rotary
 from specdec.runtime.rounds.closing import closing
 from specdec.runtime.rounds.opening import opening
 from specdec.sampling.kernel_sampler import best_tokens, sample
-from specdec.sampling.row_scores import Seen
+from specdec.sampling.row_scores import SeenTokens
 from specdec.sampling.sampling_table import REAL, WHOLE, ParamVectors
 from specdec.sampling.softcap import softcap
 from specdec.sampling.token_bitmaps import mark_seen
@@ -84,8 +84,8 @@ def parts_of(num_parts: int, num_rows: int, width: int, dtype: torch.dtype, *, b
     return Product(numbers(num_parts, num_rows, width, dtype=FP32), added, dtype)
 
 
-def gain_of(width: int, dtype: torch.dtype, *, round_first: bool = False) -> Gain:
-    return Gain(numbers(width, dtype=dtype), 1e-6, round_first)
+def gain_of(width: int, dtype: torch.dtype, *, round_first: bool = False) -> Norm:
+    return Norm(numbers(width, dtype=dtype), 1e-6, round_first)
 
 
 # several devices
@@ -149,7 +149,7 @@ def recurrent(
     tables = PageTables(
         ByGroup((integers(batch, 9), integers(batch, 9))), integers(2, batch), write.map(lambda x: x.view(batch, -1))
     )
-    lines = Lines(integers(batch, 200), integers(batch), integers(batch))
+    lines = RunSlots(integers(batch, 200), integers(batch), integers(batch))
     runs = Pack(
         *(integers(batch) for _ in range(3)),
         integers(batch + 1),
@@ -187,12 +187,12 @@ def recurrent(
 # the cache
 
 
-def pools_of(heads: int, dim: int, dtype: torch.dtype, slots: int = 9999, *, rounded: bool) -> tuple[Pool, Pool]:
+def pools_of(heads: int, dim: int, dtype: torch.dtype, slots: int = 9999, *, fp8: bool) -> tuple[FieldPool, FieldPool]:
     """Two pools: K and V."""
-    if not rounded:
+    if not fp8:
         return numbers(slots, heads, dim, dtype=dtype), numbers(slots, heads, dim, dtype=dtype)
     bits, scales = numbers(slots, heads, dim, dtype=torch.uint8), numbers(slots, heads, dtype=torch.float32)
-    return RoundedPool(bits, scales, dtype), RoundedPool(bits, scales, dtype)
+    return Fp8Pool(bits, scales, dtype), Fp8Pool(bits, scales, dtype)
 
 
 def cache(dtype: torch.dtype, page_size: int, *, swa: bool) -> None:
@@ -202,12 +202,12 @@ def cache(dtype: torch.dtype, page_size: int, *, swa: bool) -> None:
     pool = numbers(9999, 2, 256, dtype=dtype)
     merged = numbers(15, 6, 256, dtype=dtype)
     store_kv(merged[:, 2:4], merged[:, 4:], PrimaryLoc(integers(15)), pool, pool)
-    store_kv(merged[:, 2:4], merged[:, 4:], PrimaryLoc(integers(15)), *pools_of(2, 256, dtype, rounded=True))
+    store_kv(merged[:, 2:4], merged[:, 4:], PrimaryLoc(integers(15)), *pools_of(2, 256, dtype, fp8=True))
 
 
 def moves(word: torch.dtype) -> None:
     move_kv(
-        StoreAddresses((numbers(99, 2, 64),) * 2, integers(2, 3), word, 32, 64),
+        PoolAddresses((numbers(99, 2, 64),) * 2, integers(2, 3), word, 32, 64),
         PrimaryLoc(integers(6)),
         PrimaryLoc(integers(6)),
     )
@@ -250,12 +250,12 @@ def attention(
     chunk: bool = False,
     begun: bool = False,
     first_key: int = 0,
-    rounded: bool = False,
+    fp8: bool = False,
 ) -> None:
     """Chains, trees, runs and frozen queries. begun: the table begins after position 0, as windowed ones do."""
     kv_heads, pages = 2, integers(batch, 640)
     query = numbers(batch, num_rows, kv_heads * group, head_dim, dtype=dtype).transpose(1, 2)
-    pool_k, pool_v = pools_of(kv_heads, head_dim, dtype, rounded=rounded)
+    pool_k, pool_v = pools_of(kv_heads, head_dim, dtype, fp8=fp8)
     positions, length, start = integers(batch, num_rows), integers(batch), integers(batch)
     path_start = start if begun or window is not None else None
     sink = numbers(kv_heads * group, dtype=dtype) if sinks else None
@@ -284,16 +284,16 @@ def draft_level(
     cap: float | None = None,
     sinks: bool = False,
     first_key: int = 0,
-    rounded: bool = False,
+    fp8: bool = False,
 ) -> None:
     """The newest `level` nodes of a draft of `num_nodes`."""
     kv_heads = 2
-    own = [numbers_and_scales(pool) for pool in pools_of(kv_heads, head_dim, dtype, batch * num_nodes, rounded=rounded)]
+    own = [numbers_and_scales(pool) for pool in pools_of(kv_heads, head_dim, dtype, batch * num_nodes, fp8=fp8)]
     block_k, block_v = (rows.unflatten(0, (batch, num_nodes)).transpose(1, 2) for rows, _ in own)
     paged_attention(
         numbers(batch, level, kv_heads * group, head_dim, dtype=dtype).transpose(1, 2), block_k, block_v,
         integers(batch, num_nodes), integers(batch, level, -(-num_nodes // 64)),
-        *pools_of(kv_heads, head_dim, dtype, rounded=rounded),
+        *pools_of(kv_heads, head_dim, dtype, fp8=fp8),
         integers(batch, 640), integers(batch) if window else None, integers(batch), integers(batch, level),
         page_size=page_size, scaling=0.1, window=window, first_key=first_key, softcap=cap,
         sinks=numbers(kv_heads * group, dtype=dtype) if sinks else None, block_scales=(own[0][1], own[1][1]),
@@ -310,15 +310,15 @@ def prompts(
     window: int | None,
     cap: float | None,
     first_key: int = 0,
-    rounded: bool = False,
+    fp8: bool = False,
     tiles: RaggedTiles | None = None,
 ) -> None:
     """Runs of eight requests in one row. Of windowed layers the lines begin after position 0."""
     query = numbers(1, num_tokens, 2 * group, head_dim, dtype=dtype).transpose(1, 2)
-    pools = pools_of(2, head_dim, dtype, rounded=rounded)
+    pools = pools_of(2, head_dim, dtype, fp8=fp8)
     places = (integers(num_tokens) for _ in range(3))
     pack = Pack(integers(8), integers(8), integers(8), integers(9), *places)
-    lines = Lines(integers(8, 4096), integers(8), None if window is None else integers(8))
+    lines = RunSlots(integers(8, 4096), integers(8), None if window is None else integers(8))
     sinks = None if cap is None else numbers(2 * group, dtype=dtype)
     options: dict[str, Any] = {"scaling": 0.1, "exact": exact, "window": window, "softcap": cap, "sinks": sinks}
     options["first_key"] = first_key
@@ -389,14 +389,14 @@ def norms(dtype: torch.dtype, splits: int, *, rounds: bool) -> None:
     rows, width = 5, 2560
     gain, residual = gain_of(width, dtype, round_first=rounds), numbers(rows, width, dtype=dtype)
     part = parts_of(splits, rows, width, dtype, bias=rounds)
-    norm(Product.of(residual), pre=gain)
+    norm(Product.from_value(residual), pre=gain)
     norm(part, residual=residual, pre=gain)
     norm(part, post=gain, residual=residual, scale=numbers(1, dtype=dtype), pre=gain)
     norm(part, post=gain, residual=residual)
     norm(part, residual=residual, factor=0.22, pre=gain)
     qk_norm(part, gain_of(1280, dtype, round_first=rounds), gain_of(640, dtype, round_first=rounds))
     embed_and_norm(integers(rows), numbers(99, width, dtype=dtype), part, gain, gain)
-    embed_and_norm(integers(rows), numbers(99, width, dtype=dtype), Product.of(residual), gain, gain)
+    embed_and_norm(integers(rows), numbers(99, width, dtype=dtype), Product.from_value(residual), gain, gain)
     for other in ({"plus_one": True}, {"centred": True}):
         shaped = gain_of(width, dtype)._replace(**other)
         norm(part, post=shaped, residual=residual, pre=shaped)
@@ -503,7 +503,7 @@ def scored_mixture(dtype: torch.dtype, num_rows: int, num_experts: int, groups: 
         chosen,
         residual=x,
         pre=gain,
-        beside=Product.of(gate_heads(finish(dense)[:, None], gates(num_rows, 1, dtype))[:, 0]),
+        beside=Product.from_value(gate_heads(finish(dense)[:, None], gates(num_rows, 1, dtype))[:, 0]),
     )
 
 
@@ -579,7 +579,7 @@ def sampling(dtype: torch.dtype, cap: float | None, *, penalised: bool = False, 
     logits, positions, params = numbers(batch, nodes, vocab, dtype=dtype), integers(batch, nodes), params_of(batch)
     seen = None
     if penalised:
-        seen = Seen(numbers(batch, vocab // 32, dtype=torch.int32), integers(batch, nodes, nodes))
+        seen = SeenTokens(numbers(batch, vocab // 32, dtype=torch.int32), integers(batch, nodes, nodes))
         mark_seen(seen.bits, integers(batch), integers(batch, 40), integers(batch))
     if best:
         best_tokens(logits[:, :1], positions[:, :1], params, 8)
@@ -613,7 +613,7 @@ def open_and_close(batch: int, num_nodes: int, page_size: int, *, chain: bool) -
     parents = integers(batch, num_nodes)
     tree = DraftTree(integers(batch, num_nodes), parents, parents, parents, is_chain=chain)
     closing(
-        tree, integers(batch, num_nodes), opened.most, Rows(seats, 99), opened.committed_len, table, tokens,
+        tree, integers(batch, num_nodes), opened.max_path, Rows(seats, 99), opened.committed_len, table, tokens,
         integers(batch, 1 + 2 * num_nodes), width=num_nodes, depth=num_nodes,
     )  # fmt: skip
 
@@ -653,9 +653,9 @@ def usual() -> Iterator[Launch]:
     yield launch(attention, FP32, 80, 1, 5, page_size=16, tree=True, window=64)
     yield launch(attention, BF16, 128, 8, 4, first_key=2)  # later MTP modules
     yield launch(draft_level, BF16, 128, 8, 3, 4, 2, first_key=2)
-    yield launch(attention, BF16, 128, 4, 5, tree=True, rounded=True)  # K/V of 8 bits
-    yield launch(attention, FP16, 256, 4, 1, window=512, rounded=True)
-    yield launch(draft_level, BF16, 128, 4, 3, 16, 4, rounded=True)
+    yield launch(attention, BF16, 128, 4, 5, tree=True, fp8=True)  # K/V of 8 bits
+    yield launch(attention, FP16, 256, 4, 1, window=512, fp8=True)
+    yield launch(draft_level, BF16, 128, 4, 3, 16, 4, fp8=True)
     yield launch(draft_level, BF16, 128, 4, 3, 80, 8, cap=50.0, sinks=True)  # two words of bits
     yield launch(draft_level, FP32, 80, 1, 3, 5, 1, window=64)
     yield launch(draft_level, BF16, 256, 4, 1, 16, 16, page_size=16)
@@ -663,7 +663,7 @@ def usual() -> Iterator[Launch]:
         yield launch(prompts, BF16, 512, 4, 16, exact=exact, window=None, cap=None)
         yield launch(prompts, BF16, 256, 4, 2048, exact=exact, window=512, cap=50.0)
         yield launch(prompts, BF16, 128, 8, 512, exact=exact, window=None, cap=None, first_key=2)
-        yield launch(prompts, BF16, 128, 4, 512, exact=exact, window=None, cap=None, rounded=True)
+        yield launch(prompts, BF16, 128, 4, 512, exact=exact, window=None, cap=None, fp8=True)
     in_memory = RaggedTiles(64, 32, 8, 2, 256, total_in_memory=True)
     yield launch(prompts, BF16, 512, 4, 2048, exact=True, window=None, cap=None, tiles=in_memory)
     yield launch(products, BF16, 5, "gelu_tanh")

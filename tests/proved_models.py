@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 import specdec.models.target
 from specdec.gpu.operations import FAST, KERNELS, REFERENCE
 from specdec.layers.batch_invariant_torch import ROWWISE
-from specdec.models.probe import Proof
+from specdec.models.probe import ProbeResult
 from specdec.models.target import TargetModel
 
 SHARED: dict[int, PreTrainedModel] = {}  # the cached models by id: nobody changes them
@@ -63,7 +63,7 @@ def proved_once(prove: Callable[[TargetModel], Any]) -> Callable[[TargetModel], 
 def fused_once(difference: Callable[..., str | None]) -> Callable[..., str | None]:
     known: set[tuple[Any, ...]] = set()
 
-    def found(proof: Proof, run: Any) -> str | None:
+    def found(proof: ProbeResult, run: Any) -> str | None:
         case = with_layers(getattr(run, "__self__", None))
         if id(proof) in REMEMBERED and getattr(run, "__qualname__", "") == "walker_of.<locals>.run":
             case = (id(proof),)  # of the model's own layers, one after the other
@@ -93,5 +93,5 @@ def alone_once(depends: Callable[..., str | None]) -> Callable[..., str | None]:
 
 
 TargetModel._probe = proved_once(TargetModel._probe)  # type: ignore[method-assign]
-Proof.difference = fused_once(Proof.difference)  # type: ignore[method-assign]
+ProbeResult.difference = fused_once(ProbeResult.difference)  # type: ignore[method-assign]
 specdec.models.target.depends_on_others = alone_once(specdec.models.target.depends_on_others)

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 from specdec import Engine, EngineConfig, SpecConfig
 from specdec.errors import ConfigError
 from specdec.runtime.request import Request
-from specdec.sampling.grammars.grammar import Place
+from specdec.sampling.grammars.grammar import GrammarState
 from specdec.sampling.grammars.mask_bits import Words, token_bits
 
 from served_engine import served
@@ -101,17 +101,19 @@ HARMONY = """\
 """A template as strict as GPT-OSS's: thoughts stand before calls that no final message follows, and nowhere else."""
 
 
-class Recital(Place):
+class Recital(GrammarState):
     """The place in a text before token number `at` of it. inner: in the request's own grammar, or None."""
 
     __slots__ = ("at", "ids", "inner", "words")
 
-    def __init__(self, ids: list[int], words: int, inner: Place | None, at: int = 0, *, over: bool = False) -> None:
+    def __init__(
+        self, ids: list[int], words: int, inner: GrammarState | None, at: int = 0, *, over: bool = False
+    ) -> None:
         super().__init__(None if inner is None else inner.matcher, None, frozenset(ids[-1:]), over=over)
         self.ids, self.words, self.inner, self.at = ids, words, inner, at
 
     @property
-    def grammar(self) -> Place | None:
+    def grammar(self) -> GrammarState | None:
         return self.inner
 
     @property
@@ -126,7 +128,7 @@ class Recital(Place):
     def forced(self) -> tuple[int, ...]:
         return ()  # the drafter drafts them
 
-    def after(self, token: int) -> Place | None:
+    def after(self, token: int) -> GrammarState | None:
         if self.over or token != self.ids[self.at]:
             return None
         inner = None if self.inner is None else self.inner.after(token)
@@ -174,7 +176,7 @@ class Reciter:
             ids = chosen[id(request.prompt)]
             self._running.setdefault(len(request.prompt), {})[tuple(request.prompt)] = ids
             words = -(-self.engine.target.vocab_size // 32)
-            request.settled = request.settled._replace(place=Recital(ids, words, request.settled.place))
+            request.settled = request.settled._replace(grammar_state=Recital(ids, words, request.settled.grammar_state))
         return requests
 
     def _text_for(self, prompt: str) -> str:

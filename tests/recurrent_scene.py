@@ -16,7 +16,7 @@ from specdec.gpu.triton_shim import INTERPRETED
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.frozen import own_view
 from specdec.kvcache.layer_context import Recurrence
-from specdec.kvcache.layout import CacheField, CacheGroups, KVLayout, LayerCache, Records
+from specdec.kvcache.layout import RECORDS, CacheField, KVLayout, LayerSpec, cache_groups
 from specdec.kvcache.recurrent_state import FOLD, StateShape
 from specdec.layers.gated_delta import unit_length
 
@@ -36,14 +36,14 @@ class Shape(NamedTuple):
     channels: int
     corrected: bool = True
 
-    def layer(self) -> LayerCache:
+    def layer(self) -> LayerSpec:
         records = (("k", self.key_heads, self.k_dim), ("u", self.heads, self.v_dim), ("g", self.heads, 1))
         fields = self.inputs, *(CacheField(*record, dtype=torch.float32) for record in records)
         state = StateShape(self.heads, self.k_dim, self.v_dim, TAPS, self.channels)
-        return LayerCache(0, 0, "linear_attention", fields, Records(), state=state)
+        return LayerSpec(0, 0, "linear_attention", fields, RECORDS, state=state)
 
-    def convolution(self) -> LayerCache:
-        return LayerCache(1, 1, "conv", (self.inputs,), Records(), state=StateShape(0, 0, 0, TAPS, self.channels))
+    def convolution(self) -> LayerSpec:
+        return LayerSpec(1, 1, "conv", (self.inputs,), RECORDS, state=StateShape(0, 0, 0, TAPS, self.channels))
 
     @property
     def inputs(self) -> CacheField:
@@ -85,7 +85,7 @@ class Scene:
     ) -> None:
         self.backend, self.shape, self.device = backend, shape, device
         layout = KVLayout((shape.layer(), shape.convolution()))
-        groups = CacheGroups.of_layouts([layout.for_rounds(LOOKAHEAD)])
+        groups = cache_groups([layout.for_rounds(LOOKAHEAD)])
         pages = max_requests * (max_len + LOOKAHEAD + page_size) // page_size
         allocator = HybridAllocator(groups, [pages, pages], page_size=page_size, device=device)
         self.table = RequestTable(
@@ -112,16 +112,16 @@ class Scene:
     def read(self, rows: np.ndarray, length: np.ndarray, given: Rows, *, padding: int = 3) -> list[torch.Tensor]:
         """Read runs of these rows, in a pack with padding, and commit them."""
         start = self.table.committed_len.host[rows]
-        self.table.ensure_all_slots(rows, start + length + LOOKAHEAD)
+        self.table.ensure_slots(rows, start + length + LOOKAHEAD)
         padded = [np.append(x, y) for x, y in ((rows, self.table.padding_row), (start, 0), (length, 0))]
-        pack = Pack.of(*(torch.from_numpy(x).to(self.device) for x in padded), int(length.sum()) + padding)
+        pack = Pack.from_lengths(*(torch.from_numpy(x).to(self.device) for x in padded), int(length.sum()) + padding)
         outs = self.forward(plan_packed(self.backend, self.table, pack), given)
         self.table.commit_chunk_on_host(rows, length)
         return [out[: int(length.sum())] for out in outs]
 
     def verify(self, rows: np.ndarray, parents: Sequence[Sequence[int]], given: Rows) -> list[torch.Tensor]:
         """Run a tree for each of these rows, and for one of padding."""
-        self.table.ensure_all_slots(rows, self.table.committed_len.host[rows] + LOOKAHEAD)
+        self.table.ensure_slots(rows, self.table.committed_len.host[rows] + LOOKAHEAD)
         found = torch.tensor(parents).to(self.device)
         tree = DraftTree.from_parents(torch.zeros_like(found), found)
         padded = self.table.rows(np.append(rows, self.table.padding_row))

@@ -19,7 +19,7 @@ import specdec.engine
 import specdec.runtime.warm_up
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.runtime import startup_timing
-from specdec.runtime.draft_policy.draft_acceptance import MEMORY, Acceptance
+from specdec.runtime.draft_policy.draft_acceptance import MEMORY, DraftAcceptance
 from specdec.runtime.draft_policy.draft_account import MAX_SAVED, SHARE, DraftAccount
 from specdec.runtime.draft_policy.draft_choice import DraftChoice
 from specdec.runtime.draft_policy.draft_ladder import draft_ladder
@@ -94,7 +94,7 @@ def tokens_of(acceptance, count, most=4):
 def test_depths_are_counted_where_they_were_reached():
     """A chain of 3: row 0 accepts 1 and row 1 all: depth 1 was right twice, depth 2 once of two, depth 3 once. A row
     that asked for one draft has rejected nothing."""
-    acceptance = Acceptance(LADDER[:4], num_rows=3)
+    acceptance = DraftAcceptance(LADDER[:4], num_rows=3)
     acceptance.learn(3, rows(2), np.array([1, 3]), np.array([3, 3]))
     assert acceptance.chance[0].tolist() == [3 / 4, 2 / 4, 2 / 3]
     learned(acceptance, 3, accepted=1, most=1)
@@ -103,7 +103,7 @@ def test_depths_are_counted_where_they_were_reached():
 
 def test_expected_tokens_by_hand():
     """Chance one half at each depth: 1, 1.5, 1.75 tokens; of a row that accepts one draft at most 1, 1.5, 1.5."""
-    acceptance = Acceptance(LADDER[:3], num_rows=2)
+    acceptance = DraftAcceptance(LADDER[:3], num_rows=2)
     assert tokens_of(acceptance, 1) == pytest.approx([1, 1.5, 1.75])
     assert tokens_of(acceptance, 1, most=1) == pytest.approx([1, 1.5, 1.5])
     mixed = acceptance.tokens(rows(2), np.array([4, 1]))[0]
@@ -111,7 +111,7 @@ def test_expected_tokens_by_hand():
 
 
 def test_rows_differ_by_what_they_accepted_and_begin_anew():
-    acceptance = Acceptance(LADDER, num_rows=2)
+    acceptance = DraftAcceptance(LADDER, num_rows=2)
     for _ in range(30):
         acceptance.learn(4, rows(2), np.array([0, 4]), np.array([4, 4]))
     hard, easy = (acceptance.tokens(np.array([row]), np.array([4]))[0, -1] for row in (0, 1))
@@ -121,7 +121,7 @@ def test_rows_differ_by_what_they_accepted_and_begin_anew():
 
 
 def test_a_source_says_nothing_of_the_other():
-    acceptance = Acceptance(BOTH, num_rows=2)
+    acceptance = DraftAcceptance(BOTH, num_rows=2)
     before = acceptance.tokens(rows(1), np.array([4]))
     learned(acceptance, 6, accepted=4, times=50)
     after = acceptance.tokens(rows(1), np.array([4]))
@@ -134,7 +134,7 @@ def test_a_source_says_nothing_of_the_other():
 def test_an_untried_chain_is_believed_as_trees_of_the_model_are():
     """Regression: a chain of 1 that failed once kept chains of 2 from being tried next to trees that bring no more."""
     tree = draft_ladder(TREE, captured=True)
-    acceptance = Acceptance(tree, num_rows=1)
+    acceptance = DraftAcceptance(tree, num_rows=1)
     learned(acceptance, 1, accepted=0)
     assert acceptance.chance[0].tolist() == [1 / 3, 1 / 2, 1 / 2, 1 / 2]
     learned(acceptance, 3, accepted=2, times=7)  # levels 1 and 2 are right, 3 is not
@@ -142,7 +142,7 @@ def test_an_untried_chain_is_believed_as_trees_of_the_model_are():
 
 
 def test_hope_is_above_the_expectation_and_fades_with_what_is_seen():
-    acceptance = Acceptance(LADDER, num_rows=1)
+    acceptance = DraftAcceptance(LADDER, num_rows=1)
     first = acceptance.tokens(rows(1), np.array([4]))
     learned(acceptance, 4, accepted=0, times=200)
     seen = acceptance.tokens(rows(1), np.array([4]))

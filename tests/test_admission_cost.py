@@ -268,7 +268,7 @@ def same_as_comparing_with_each(scheduler: Scheduler) -> None:
     assert prefixes._cache is not None
     for request in scheduler.waiting:
         key = prefixes._adoptable(request)
-        makers = prefixes._in_progress._makers.values()
+        makers = prefixes._in_progress._readers.values()
         salt = (request.params.cache_salt or "").encode()
         common = [prefixes._cache.common_len(key, maker.key) for maker in makers if maker.salt == salt]
         found = next(iter(prefixes._in_progress.sharing(key, salt)), (0, []))

@@ -12,7 +12,7 @@ from block_heads import random_block, random_head
 from draft_scene import DEVICE, LENGTHS, Scene, assert_same_round, fitted_target
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.attention.kernels.draft_block import CopiedDraft, Draft, Order
+from specdec.attention.kernels.draft_block import CopiedDraftBlock, DraftPlan, NodeOrder
 from specdec.draft_models.block.block_drafter import BlockDrafter
 from specdec.errors import ConfigError
 from specdec.models.target import TargetModel
@@ -139,17 +139,17 @@ def test_trees_are_the_best_among_all_paths(seed: int, num_nodes: int, make_targ
 # what rows of a block see
 
 
-@pytest.mark.parametrize("order", [Order.CAUSAL, Order.MUTUAL])
-def test_rows_see_each_other_both_ways_or_up_to_themselves(order: Order, make_target: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("order", [NodeOrder.CAUSAL, NodeOrder.MUTUAL])
+def test_rows_see_each_other_both_ways_or_up_to_themselves(order: NodeOrder, make_target: Callable[..., Any]) -> None:
     two = scene(make_target("llama"), "dflash", "torch", (3, 2))
     batch = two.batch([0, 1], 3, 3, 1, 4)
-    draft = Draft(two.rig.table, batch.rows, batch.positions()[:1], 3, (None, 2), order)
+    draft = DraftPlan(two.rig.table, batch.rows, batch.positions()[:1], 3, (None, 2), order)
     assert draft.key_positions().tolist() == [[3, 4, 5], [2, 3, 4]]
-    block = CopiedDraft(two.worker.store, draft)
+    block = CopiedDraftBlock(two.worker.store, draft)
     block.enter_level(None)
     T, F = True, False
-    full = [[T, F, F], [T, T, F], [T, T, T]] if order is Order.CAUSAL else [[T, T, T]] * 3
-    windowed = [[T, F, F], [T, T, F], [F, T, T]] if order is Order.CAUSAL else [[T, T, T], [T, T, T], [F, T, T]]
+    full = [[T, F, F], [T, T, F], [T, T, T]] if order is NodeOrder.CAUSAL else [[T, T, T]] * 3
+    windowed = [[T, F, F], [T, T, F], [F, T, T]] if order is NodeOrder.CAUSAL else [[T, T, T], [T, T, T], [F, T, T]]
     assert block._seen(None)[0].tolist() == [[T, T, T, *row] for row in full]
     assert block._seen(None)[1].tolist() == [[T, T, F, *row] for row in full]
     # through a window of 2 the first row sees one committed key, and rows after it see none

@@ -19,7 +19,7 @@ from specdec.attention.plan import KVPlan
 from specdec.attention.trees.tree import DraftTree
 from specdec.errors import DoubleFreeError, LocationError, OutOfSlotsError
 from specdec.kvcache.index_spaces import PRIMARY, ByGroup, GroupId, PrimaryLoc
-from specdec.kvcache.layout import CacheField, CacheGroups, Full, KVLayout, Window, attention_fields
+from specdec.kvcache.layout import KEEP_ALL, CacheField, KVLayout, Retention, attention_fields, cache_groups
 from specdec.kvcache.prefix_cache import PrefixCache
 from specdec.kvcache.store import KVStore
 from specdec.kvcache.table import RequestTable
@@ -60,7 +60,7 @@ def loc(table: RequestTable, row: int, begin: int, end: int) -> PrimaryLoc:
 def test_a_late_reader_needs_more_keys_in_its_own_groups() -> None:
     """Eviction keeps 16 keys more there, and a match needs none of them: who adopts pages has read them."""
     models = [KVLayout((layer_spec(0, 3), layer_spec(1, 5))), KVLayout((layer_spec(0, 5), layer_spec(1, 7)))]
-    groups = CacheGroups.of_layouts(models)
+    groups = cache_groups(models)
     assert [*DraftNeeds(models[1], max_lag=16).max_lag_in(groups)][1:] == [0, 16, 16]
     assert [*DraftNeeds(models[1]).max_lag_in(groups)] == [0] * 4
     allocator = make_allocator(80, [5, 7])
@@ -77,14 +77,12 @@ def test_a_late_reader_needs_more_keys_in_its_own_groups() -> None:
 
 def test_groups_are_those_of_all_models_the_primary_first() -> None:
     layers = [layer_spec(i, window) for i, window in enumerate((64, None, 4, 64))]
-    groups = CacheGroups.of_layouts([KVLayout(tuple(layers)), KVLayout((layer_spec(0, 9),))])
-    assert [group.name for group in groups.groups] == ["full", "window 4", "window 9", "window 64"]
-    assert [groups.group_of(kept) for kept in (Full(), Window(4), Window(64))] == [0, 1, 3]
-    assert (
-        CacheGroups.of_layouts([KVLayout((layer_spec(0, 4),))]).groups[PRIMARY].retention == Full()
-    )  # though no layer is
-    with pytest.raises(AssertionError, match="no group keeps window 5"):
-        groups.group_of(Window(5))
+    groups = cache_groups([KVLayout(tuple(layers)), KVLayout((layer_spec(0, 9),))])
+    assert [kept.name for kept in groups] == ["full", "window 4", "window 9", "window 64"]
+    assert [groups.group_of(kept) for kept in (KEEP_ALL, Retention(4), Retention(64))] == [0, 1, 3]
+    assert cache_groups([KVLayout((layer_spec(0, 4),))])[PRIMARY] == KEEP_ALL  # though no layer is
+    with pytest.raises(AssertionError, match=r"no group has Retention\(window=5"):
+        groups.group_of(Retention(5))
 
 
 @given(
@@ -104,12 +102,12 @@ def test_a_store_holds_what_fields_say_at_the_slots_of_their_group(windows, page
     store = KVStore(layout, allocator, torch.float32, torch.device("cpu"), rank=0)
     for kept, layer in zip(store.layers.values(), layers, strict=True):
         slots = allocator.num_slots(kept.group)
-        assert allocator.groups.groups[kept.group].retention == layer.retention
+        assert allocator.groups[kept.group] == layer.retention
         assert [*kept.k.shape] == [slots, layer.k.heads, layer.k.dim]
         assert [*kept.v.shape] == [slots, layer.v.heads, layer.v.dim]
-    for group in allocator.groups.groups:
-        held = sum(tensor[0].nbytes for tensor in store.tensors(group.id))
-        assert held == layout.slot_bytes(group.retention, torch.float32)
+    for group, retention in allocator.groups.items():
+        held = sum(tensor[0].nbytes for tensor in store.tensors(group))
+        assert held == layout.slot_bytes(retention, torch.float32)
 
 
 def test_a_field_has_its_own_size() -> None:
@@ -160,15 +158,15 @@ def test_rows_that_share_pages_release_their_claims_by_group() -> None:
     table.adopt_pages(second, table.pages(first, 12))
     assert table.evicted_len[:, second].tolist() == [0, 10, 4]
     a, pages = table.allocator, table.pages(first, 12)
-    assert [a.pools[group].num_holders(a._peers(group, pages)).tolist() for group in a.windowed] == [
+    assert [a.pools[group].row_refs(a._peers(group, pages)).tolist() for group in a.windowed] == [
         [1] * 10 + [2] * 2,
         [1] * 4 + [2] * 8,
     ]
     table.evict_unseen(ints(first), slack_pages=0)
     table.check()
-    table.close_row(second)
+    table.close_rows(second)
     table.check()
-    table.close_row(first)
+    table.close_rows(first)
     assert [pool.free_pages for pool in a.pools] == [60] * 3
 
 
@@ -208,11 +206,11 @@ def test_random_groups_keep_what_their_windows_need(windows, page_size, pages, b
             short = [pool.name for pool in allocator.pools if pool.available_pages < needed]
             if wanted.max() > 150 or short:
                 with pytest.raises(OutOfSlotsError) as refusal:
-                    table.ensure_all_slots(rows, wanted)
+                    table.ensure_slots(rows, wanted)
                 assert wanted.max() > 150 or all(f"in the {name} pool" in str(refusal.value) for name in short)
                 assert contents(table) == before
             else:
-                table.ensure_all_slots(rows, wanted)
+                table.ensure_slots(rows, wanted)
                 table.commit_chunk_on_host(rows, more)
         table.check()
         for group, window in enumerate(windows, 1):
@@ -241,13 +239,13 @@ class Texts:
         self.table.check()
 
     def lose(self, group: GroupId, pages: np.ndarray) -> None:
-        self.allocator.forget_peers(group, pages)
+        self.allocator.uncache_peers(group, pages)
         for node in self.cache._by_age:
             node.num_peers = self.cache._count_peers(node.pages)
         self.table.check()
 
     def found(self, text: list[int]) -> int:
-        return len(self.cache.match(self.cache.key(text)))
+        return len(self.cache.match_prefix(self.cache.key(text)))
 
     def longest(self, pages: np.ndarray) -> int:
         """The definition: the most of these pages whose last `retain` tokens are mapped in each group."""
@@ -268,8 +266,8 @@ def test_a_match_needs_the_window_of_every_group(lost: GroupId) -> None:
     texts, text = Texts([2, 4]), list(range(12))
     row = grown(texts.table, 12)
     texts.keep(row, text)
-    texts.table.close_row(row)
-    pages = texts.cache.match(texts.cache.key(text))
+    texts.table.close_rows(row)
+    pages = texts.cache.match_prefix(texts.cache.key(text))
     texts.lose(lost, pages[[5]])
     window = 2 if lost == NARROW else 4
     expected = [min(n, 5) if n < 5 + window + 1 else n for n in range(13)]
@@ -288,7 +286,7 @@ def test_random_matches_are_the_longest_by_the_definition(windows, page_size, se
     texts, text = Texts(windows, page_size=page_size, pages=180), list(range(80))
     first, second = (grown(texts.table, 80) for _ in range(2))
     texts.keep(first, text)
-    texts.table.close_row(first)
+    texts.table.close_rows(first)
     pages = texts.cache._pages_of(texts.cache._walk(texts.cache.key(text), b""))
     for group in texts.allocator.windowed:
         texts.lose(group, pages[draw.random(len(pages)) < draw.choice([0.0, 0.1, 0.5])])
@@ -298,7 +296,7 @@ def test_random_matches_are_the_longest_by_the_definition(windows, page_size, se
     texts.table.evict_unseen(ints(second), slack_pages=0)
     texts.keep(second, text)
     assert texts.found(text) >= had
-    texts.table.close_row(second)
+    texts.table.close_rows(second)
     texts.table.check()
     pages = texts.cache._pages_of(texts.cache._walk(texts.cache.key(text), b""))
     assert texts.found(text) == texts.longest(pages)
@@ -311,31 +309,31 @@ def revived(*, evict: bool) -> tuple[Texts, list[int], np.ndarray, np.ndarray]:
     texts, text = Texts([2, 5]), list(range(9))
     first, second = grown(texts.table, 9), grown(texts.table, 9)
     texts.keep(first, text)
-    texts.table.close_row(first)
-    old, own = texts.cache.match(texts.cache.key(text)), texts.table.pages(second, 9)
+    texts.table.close_rows(first)
+    old, own = texts.cache.match_prefix(texts.cache.key(text)), texts.table.pages(second, 9)
     texts.lose(NARROW, old)
     if evict:
         texts.table.evict_unseen(ints(second), slack_pages=0)
     texts.keep(second, text)
-    texts.table.close_row(second)
+    texts.table.close_rows(second)
     texts.table.check()
     return texts, text, old, own
 
 
 def test_a_page_is_exchanged_with_its_peers_in_all_groups() -> None:
     texts, text, _, own = revived(evict=False)
-    assert texts.cache.match(texts.cache.key(text)).tolist() == own.tolist()
-    assert all(texts.allocator.is_kept(group, own).all() for group in texts.allocator.windowed)
-    assert [pool.kept_pages for pool in texts.allocator.pools] == [9, 9, 9]
+    assert texts.cache.match_prefix(texts.cache.key(text)).tolist() == own.tolist()
+    assert all(texts.allocator.is_cached(group, own).all() for group in texts.allocator.windowed)
+    assert [pool.cached_pages for pool in texts.allocator.pools] == [9, 9, 9]
     assert texts.allocator.primary.free_pages == 60 - 9  # the old ones are free
 
 
 def test_pages_whose_peers_a_row_has_given_up_are_not_exchanged() -> None:
     """The row has given up 7 tokens in the narrow group and 4 in the wide one: the cache keeps its own first 7."""
     texts, text, old, own = revived(evict=True)
-    assert texts.cache.match(texts.cache.key(text)).tolist() == [*old[:7], *own[7:]]
-    assert texts.allocator.is_kept(WIDE, old[:7]).all()
-    assert [pool.kept_pages for pool in texts.allocator.pools] == [9, 2, 9]
+    assert texts.cache.match_prefix(texts.cache.key(text)).tolist() == [*old[:7], *own[7:]]
+    assert texts.allocator.is_cached(WIDE, old[:7]).all()
+    assert [pool.cached_pages for pool in texts.allocator.pools] == [9, 2, 9]
 
 
 def test_an_exchange_that_would_lose_a_peer_is_not_made() -> None:
@@ -344,15 +342,15 @@ def test_an_exchange_that_would_lose_a_peer_is_not_made() -> None:
     texts, text = Texts([2, 5]), list(range(9))
     first, second = grown(texts.table, 9), grown(texts.table, 9)
     texts.keep(first, text)
-    texts.table.close_row(first)
-    old, own = texts.cache.match(texts.cache.key(text)), texts.table.pages(second, 9)
+    texts.table.close_rows(first)
+    old, own = texts.cache.match_prefix(texts.cache.key(text)), texts.table.pages(second, 9)
     texts.lose(WIDE, old)
     texts.table.evict_unseen(ints(second), slack_pages=0)
     texts.keep(second, text)
     [node] = texts.cache._by_age
     assert node.pages.tolist() == [*old[:7], *own[7:]]
-    assert [pool.kept_pages for pool in texts.allocator.pools] == [9, 9, 2]
-    texts.table.close_row(second)
+    assert [pool.cached_pages for pool in texts.allocator.pools] == [9, 9, 2]
+    texts.table.close_rows(second)
     texts.table.check()
 
 
@@ -366,12 +364,12 @@ def test_the_cache_gives_up_what_the_short_pool_needs(short: GroupId) -> None:
     )
     cache, row = PrefixCache(table), grown(table, 16)
     cache.insert([row], [cache.key(range(16))])
-    table.close_row(row)
+    table.close_rows(row)
     grown(table, 15)
     table.check()
-    kept = [pool.kept_pages for pool in table.allocator.pools]
+    kept = [pool.cached_pages for pool in table.allocator.pools]
     assert kept == ([5, 5, 5] if short == PRIMARY else [5 if group == short else 16 for group in range(3)])
-    assert len(cache.match(cache.key(range(16)))) == (5 if short == PRIMARY else 16)
+    assert len(cache.match_prefix(cache.key(range(16)))) == (5 if short == PRIMARY else 16)
 
 
 # slots of one group used in another, under the sanitizer
@@ -415,7 +413,7 @@ def plan_of(rig: KVRig, kind: str) -> KVPlan:
 
 
 def attend(rig: KVRig, plan: KVPlan, group: GroupId) -> torch.Tensor:
-    kept, window = rig.store.layers[group], rig.allocator.groups.groups[group].window
+    kept, window = rig.store.layers[group], rig.allocator.groups[group].window
     call = plan.backend.attention(plan, group, window)
     if plan.write is not None:
         k = torch.ones((plan.positions.numel(), 1, 1))

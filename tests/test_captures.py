@@ -23,10 +23,10 @@ from specdec.errors import ConfigError
 from specdec.gpu.captures import SPARE_POOL, CaptureStore, OverBudget
 from specdec.runtime.rounds.captured_prompts import ChunkGraphs
 from specdec.sampling import kernel_sampler, token_bitmaps
-from specdec.sampling.reference_sampler import Past, ReferenceSampler
-from specdec.sampling.sampling_table import SamplingTable, Uses
+from specdec.sampling.reference_sampler import EditInputs, ReferenceSampler
+from specdec.sampling.sampling_table import SamplerUses, SamplingTable
 
-from inside import Watch, captured_rounds
+from inside import StorageWatch, captured_rounds
 from marks import deep_cases
 
 NEW = 10
@@ -215,7 +215,7 @@ class Owner:
 
 
 def test_a_capture_that_was_replayed_outlives_one_that_was_not():
-    store, owner = CaptureStore(lambda program: (lambda: None, program()), None, None, most=2), Owner()
+    store, owner = CaptureStore(lambda program: (lambda: None, program()), None, None, max_captures=2), Owner()
     number = store.join(owner)
     for shape in "ab":
         store.make(number, shape, "rounds", (), [lambda: torch.zeros(1)])
@@ -227,7 +227,7 @@ def test_a_capture_that_was_replayed_outlives_one_that_was_not():
 def test_forwards_over_many_tokens_are_captured_if_there_is_memory_to_spare():
     """They go before all others, and no other goes for them."""
     tape, owner = WeighedTape(), Owner()
-    store = CaptureStore(tape, tape, 230, most=9)
+    store = CaptureStore(tape, tape, 230, max_captures=9)
     number = store.join(owner)
 
     def make(shape: str, pool: str) -> None:
@@ -308,7 +308,7 @@ def test_a_class_changes_no_token():
     torch.manual_seed(0)
     logits, positions = torch.randn(1, 4, 50) * 3, torch.arange(4)[None]
     history, length = torch.randint(50, (1, 9)), torch.tensor([9])
-    past = Past(length, None, history, torch.tensor([4]))
+    past = EditInputs(length, None, history, torch.tensor([4]))
     classes = set()
     for kind in KINDS:
         params = SamplingParams(**kind)
@@ -321,12 +321,14 @@ def test_a_class_changes_no_token():
             table, rows = SamplingTable(1, logits.device), np.zeros(1, dtype=np.int64)
             table.load(rows, [(params, 5)])
             table.load_biases(rows, [params], uses)
-            shared = ReferenceSampler(*table.at(torch.zeros(1, dtype=torch.int64), uses))
+            shared = ReferenceSampler(*table.row_params(torch.zeros(1, dtype=torch.int64), uses))
             for node in range(4):
                 one = logits[:, node : node + 1], positions[:, node : node + 1], past
                 assert torch.equal(exact.draw(*one), shared.draw(*one)), (kind, uses)
     assert sum(not on_kernels for on_kernels, *_ in classes) <= 7
-    assert share(Uses.of([]), None, on_kernels=True) == share(exact.uses._replace(bias=0), None, on_kernels=True)
+    assert share(SamplerUses.from_params([]), None, on_kernels=True) == share(
+        exact.uses._replace(bias=0), None, on_kernels=True
+    )
 
 
 @pytest.fixture
@@ -396,8 +398,8 @@ def test_weights_are_looked_at_once_a_step(engine_with, random_prompt, monkeypat
     """Steps of replayed rounds and prompts, with the prefix cache."""
     engine = engine_with(record, prefill_chunk=8)
     serve(engine, random_prompt)
-    looks, moved = [], Watch.moved
-    monkeypatch.setattr(Watch, "moved", lambda self: looks.append(0) or moved(self))
+    looks, moved = [], StorageWatch.moved
+    monkeypatch.setattr(StorageWatch, "moved", lambda self: looks.append(0) or moved(self))
     engine.submit(random_prompt(8), GREEDY)
     counts = []
     for i in range(6):

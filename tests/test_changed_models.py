@@ -19,7 +19,7 @@ from specdec import Engine, EngineConfig, SamplingParams
 from specdec.errors import UnsupportedModelError
 from specdec.layers import merge
 
-from inside import TargetModel, Watch, capture_on_tape, captured_prompts, captured_rounds
+from inside import StorageWatch, TargetModel, capture_on_tape, captured_prompts, captured_rounds
 from marks import deep, deep_cases, each_value
 
 NEW = 10
@@ -365,8 +365,8 @@ def test_a_step_looks_at_weights_once(make_target, make_engine, random_prompt, m
     capture_on_tape(monkeypatch)
     engine, looks = make_engine(make_target("llama", fresh=True), None, prefix_cache=True), []
     for name in ("moved", "versions"):
-        look = getattr(Watch, name)
-        monkeypatch.setattr(Watch, name, lambda self, name=name, look=look: (looks.append(name), look(self))[1])
+        look = getattr(StorageWatch, name)
+        monkeypatch.setattr(StorageWatch, name, lambda self, name=name, look=look: (looks.append(name), look(self))[1])
     handle = engine.submit(random_prompt(9), SamplingParams(max_new_tokens=9, ignore_eos=True))
     while handle.num_output < 3:
         engine.step()
@@ -383,7 +383,7 @@ def test_memory_that_was_freed_and_is_used_again_is_a_move(monkeypatch):
     """An address says nothing once its tensor is gone: weights that are re-pointed twice may be where they were."""
     monkeypatch.setattr(merge, "_addresses", lambda tensors: [4096] * len(tensors))  # an allocator that likes one place
     layer = nn.Linear(4, 4, bias=False)
-    watch = Watch(layer)
+    watch = StorageWatch(layer)
     assert not watch.moved()
     layer.weight.data = torch.zeros(4, 4)
     assert watch.moved()
@@ -392,7 +392,7 @@ def test_memory_that_was_freed_and_is_used_again_is_a_move(monkeypatch):
 
 def test_watching_keeps_no_memory_of_weights_that_were_replaced():
     layer = nn.Linear(64, 64, bias=False)
-    watch, storage = Watch(layer), layer.weight.untyped_storage()._weak_ref()
+    watch, storage = StorageWatch(layer), layer.weight.untyped_storage()._weak_ref()
     layer.weight.data = torch.zeros(64, 64)
     gc.collect()
     assert torch.UntypedStorage._expired(storage)

@@ -19,7 +19,7 @@ from specdec.attention.row_tiles import ROWS, pad_rows, row_tiles
 from specdec.draft_models.ngram import NgramDrafter
 from specdec.errors import ConfigError, SpecDecError, UnsupportedModelError
 from specdec.gpu.operations import FAST, KERNELS, REFERENCE
-from specdec.layers.batch_invariant_torch import ROWWISE, ByVectors, rows_alone
+from specdec.layers.batch_invariant_torch import ROWWISE, VectorwiseMode, rows_alone
 from specdec.models.target import TargetModel
 from specdec.sampling.log_probs import LogProbs
 from specdec.sampling.reference_sampler import ReferenceSampler
@@ -309,10 +309,10 @@ def places(compute: Callable[[torch.Tensor], torch.Tensor], width: int, dtype: t
 def test_functions_do_not_depend_on_the_place_of_a_row(name, threads):
     for width in (1, 7, 33, 48, 2560, 4096, 5003):
         for dtype in (torch.float32, BF16):
-            with ByVectors():
+            with VectorwiseMode():
                 assert places(FUNCTIONS[name], width, dtype), f"{width=} {dtype=}"
             x = torch.randn(3, width, generator=torch.Generator().manual_seed(width)).to(dtype)
-            with ByVectors():
+            with VectorwiseMode():
                 found = FUNCTIONS[name](x)
             torch.testing.assert_close(found, FUNCTIONS[name](x), rtol=1.6e-2 if dtype == BF16 else 1e-5, atol=1e-3)
 
@@ -340,11 +340,11 @@ def test_alternatives_do_not_depend_on_how_many_a_neighbour_wants():
     logits = torch.randint(0, 4, (1, 3, 97), generator=torch.Generator().manual_seed(0)).to(BF16)
     logits[..., 5] = -torch.inf
     chosen = torch.zeros((1, 3), dtype=torch.int64)
-    every = LogProbs.of(logits, chosen, 97)
+    every = LogProbs.from_logits(logits, chosen, 97)
     order = logits[0].float().sort(dim=-1, descending=True, stable=True).indices
     assert torch.equal(every.ids[0], order)
     for count in (1, 2, 20, 96):
-        some = LogProbs.of(logits, chosen, count)
+        some = LogProbs.from_logits(logits, chosen, count)
         assert torch.equal(some.ids, every.ids[..., :count]) and torch.equal(some.values, every.values[..., :count])
     torch.testing.assert_close(every.chosen[0], logits[0].float().log_softmax(-1)[:, 0])
 

@@ -278,7 +278,7 @@ def test_a_changed_head_is_the_same_head_where_nothing_changes(engine):
 )
 def test_what_is_clearly_better(expected, greedy, clear):
     before = Measured((2.0,) * 4, (2.0,) * 4)
-    assert Comparison.of(Measured(expected, greedy), before).is_clear() is clear
+    assert Comparison.from_trials(Measured(expected, greedy), before).is_clear() is clear
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -19,7 +19,7 @@ from specdec.runtime.engine_stats import DraftWatch, EngineStats
 from specdec.runtime.request import RequestStats
 from specdec.runtime.rounds.round_shapes import NO_DRAFT
 from specdec.serving.logs import traffic_line
-from specdec.serving.metrics import Metrics, Snapshot
+from specdec.serving.metrics import MetricsCollector, Snapshot
 
 ADAPTIVE = SpecConfig(4, adaptive=True)
 CHAINS = {shape.num_steps: shape for shape in draft_ladder(ADAPTIVE, captured=True)}
@@ -244,7 +244,7 @@ def test_metrics_count_drafts_by_depth(right):
     engine, prompt = right
     in_turn(engine, 1, 4)
     [out] = engine.generate(prompt, SamplingParams(max_new_tokens=20, ignore_eos=True))
-    metrics = Metrics.__new__(Metrics)
+    metrics = MetricsCollector.__new__(MetricsCollector)
     metrics._snapshot, metrics._model_name = Snapshot(engine.stats(), out.stats), "m"
     found = {metric.name: [sample.value for sample in metric.samples] for metric in metrics.collect()}
     assert found["specdec:draft_tokens_per_pos"] == out.stats.drafted_counts

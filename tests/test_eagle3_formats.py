@@ -113,7 +113,7 @@ def test_what_is_written_is_read_again(spec: Eagle3Spec, tmp_path: Path) -> None
     for key, tensor in state.items():
         torch.testing.assert_close(again.head.state_dict()[key], tensor, atol=0, rtol=0)
     assert again.target_ids is None if ids is None else torch.equal(again.target_ids, ids)
-    heads = {(layer.num_kv_heads, layer.head_dim) for layer in spec.kv_layout.layers}
+    heads = {(layer.k.heads, layer.k.dim) for layer in spec.kv_layout.layers}
     assert len(spec.kv_layout.layers) == spec.num_layers and heads == {(spec.num_kv_heads, spec.head_dim)}
 
 

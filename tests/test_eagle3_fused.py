@@ -11,7 +11,7 @@ from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.eagle3.fused_head import FusedHead
 from specdec.draft_models.eagle3.head import Eagle3Head, Eagle3Spec, HeadOutput, PlainHead
-from specdec.draft_models.heads.fused_form import Echo, proved_form
+from specdec.draft_models.heads.fused_form import EchoContext, proved_form
 from specdec.gpu.operations import KERNELS, REFERENCE, Operations
 from specdec.layers.accepted_path import keep_last, path_rows
 from specdec.layers.embedding import embed_and_norm, reference_embed_and_norm
@@ -19,7 +19,7 @@ from specdec.layers.fusable import Unfusable
 from specdec.layers.fuse import Weights
 from specdec.layers.linear import gated_linear
 from specdec.layers.merge import is_merged
-from specdec.layers.norm import Gain
+from specdec.layers.norm import Norm
 from specdec.layers.product import Product
 
 from marks import deep_cases, pairs, quick, usual_cases
@@ -84,8 +84,8 @@ def run(form: PlainHead | FusedHead) -> tuple[HeadOutput, HeadOutput, torch.Tens
     positions = torch.arange(6, device=DEVICE).view(2, 3) * 7
     hidden = torch.randn((2, 1, spec.hidden_size), generator=random).to(DEVICE)
     with capturable():
-        first = form.extend(tokens, states, positions, Echo())
-        second = form.step(tokens[:, :1], hidden.expand(-1, 1, -1), positions[:, :1], Echo())
+        first = form.extend(tokens, states, positions, EchoContext())
+        second = form.step(tokens[:, :1], hidden.expand(-1, 1, -1), positions[:, :1], EchoContext())
         return first, second, form.logits(form.norm(second.state))
 
 
@@ -158,9 +158,9 @@ def test_a_form_that_computes_something_else_is_not_chosen() -> None:
 def test_embed_and_norm_is_the_reference(width: int, parts: str, dtype: torch.dtype) -> None:
     tokens, table = torch.tensor([3, 0, 3, 5], device=DEVICE), torch.randn(6, 2 * width, device=DEVICE).to(dtype)
     one, two, bias = torch.randn(3, width, device=DEVICE).to(dtype)
-    gains = Gain(one, 1e-3, round_first=True), Gain(two, 1.0)
+    gains = Norm(one, 1e-3, round_first=True), Norm(two, 1.0)
     product = {
-        "whole": Product.of(torch.randn(4, width, device=DEVICE).to(dtype)),
+        "whole": Product.from_value(torch.randn(4, width, device=DEVICE).to(dtype)),
         "bias": Product(torch.randn(1, 4, width, device=DEVICE), bias, dtype),
         "split": Product(torch.randn(3, 4, width, device=DEVICE), None, dtype),
     }[parts]
@@ -175,7 +175,7 @@ def test_embed_and_norm_by_eye() -> None:
     """Rows (3, 4) and (0, 2) over their root mean squares, sqrt(12.5) and sqrt(2), times the gains."""
     table = torch.tensor([[9.0, 9.0], [3.0, 4.0]], device=DEVICE)
     product = Product(torch.tensor([[[0.0, 1.5]], [[0.0, 0.5]]], device=DEVICE), None, torch.float32)
-    one, two = (Gain(torch.full((2,), value, device=DEVICE), 0.0) for value in (1.0, 2.0))
+    one, two = (Norm(torch.full((2,), value, device=DEVICE), 0.0) for value in (1.0, 2.0))
     hidden, x = embed_and_norm(torch.tensor([1], device=DEVICE), table, product, one, two)
     assert hidden.tolist() == [[0.0, 2.0]]
     want = [[3 / 12.5**0.5, 4 / 12.5**0.5, 0.0, 2 * 2 / 2**0.5]]

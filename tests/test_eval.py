@@ -16,8 +16,8 @@ from specdec.evaluation import accuracy as evaluation
 from specdec.evaluation.accuracy import evaluate, evaluate_gsm8k, find_parting, problem_seed
 from specdec.evaluation.contest import Contestant, require_parity
 from specdec.evaluation.data_sets import load_data
-from specdec.evaluation.gsm8k_report import drawn, final_number, make_report, markdown, title
-from specdec.evaluation.tasks import EXEMPLARS, choose, cut, dialogue_ids, question_text
+from specdec.evaluation.gsm8k_report import accuracy_title, drawn, final_number, make_report, markdown
+from specdec.evaluation.tasks import EXEMPLARS, batches_of, choose, dialogue_ids, question_text
 from specdec.evaluation.transcripts import open_transcripts, read_transcripts
 from specdec.loading import load_tokenizer
 from specdec.models.bundled import HELD_OUT_PROBLEMS, resolve_name
@@ -179,7 +179,7 @@ def test_the_report_of_fixed_records(fixed_report):
         "plain": {"seconds": 8.0, "tokens_per_second": 5.0},
         "speed_up": 4.0,
     }
-    assert title(fixed_report) == (
+    assert accuracy_title(fixed_report) == (
         "gsm8k, 4 problems: t, drafter d\nspeed-up 4.00x, acceptance length 2.50, 2 of 4 outputs equal"
     )
 
@@ -235,7 +235,7 @@ def test_markdown_says_what_was_found(answers, records, lines):
     assert report["timing"].get("speed_up") == (
         4.0 if (answers, records) in ((ANSWERS, RECORDS), (None, EQUAL)) else None
     )
-    assert ("speed-up" in title(report)) == ("speed_up" in report["timing"])
+    assert ("speed-up" in accuracy_title(report)) == ("speed_up" in report["timing"])
 
 
 def test_categories_and_turns_have_figures_of_their_own():
@@ -364,7 +364,7 @@ def test_a_small_evaluation_has_something_of_every_category():
 
 def test_a_batch_is_of_one_category():
     problems = of_categories("a", "b", "a", "a", "b")
-    assert cut(problems, [0, 1, 2, 3, 4], 2) == [(0, 2), (3,), (1, 4)]
+    assert batches_of(problems, [0, 1, 2, 3, 4], 2) == [(0, 2), (3,), (1, 4)]
 
 
 # dialogues

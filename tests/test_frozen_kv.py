@@ -247,7 +247,7 @@ def forbidden(table: KVRig, row: int) -> dict[str, Callable[[], object]]:
         "commit": lambda: table.commit(rows, ints(1)),
         "commit of a path": lambda: table.commit(rows, ints(2), np.array([[0, 2]])),
         "evict": lambda: table.evict_unseen(rows),
-        "close": lambda: table.close_row(row),
+        "close": lambda: table.close_rows(row),
         "write": lambda: table.write(1, table.located(slots), k, k),
         "sliding write": lambda: table.write(0, table.located(slots), k, k),
     }
@@ -370,8 +370,8 @@ def test_two_forwards_with_the_same_pointers_read_fresh_tables():
     pointers = table.slots.tensor.data_ptr(), table.allocator.maps.tensor[SWA].data_ptr()
     before = chain(table, ints(first))
     held = before.write[PRIMARY].tolist(), before.write[SWA].tolist(), before.prefix.tables[SWA].tolist()
-    table.close_row(second)
-    table.close_row(first)
+    table.close_rows(second)
+    table.close_rows(first)
     opened(table, 2)  # takes the slots that come first now
     again = opened(table, 5)
     after = chain(table, ints(again))

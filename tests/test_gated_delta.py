@@ -21,10 +21,10 @@ from specdec.layers.gated_delta import (
     reference_gate_norm,
 )
 from specdec.layers.linear import linear
-from specdec.layers.merged_weights import Groups
-from specdec.layers.norm import Gain
+from specdec.layers.merged_weights import WeightGroups
+from specdec.layers.norm import Norm
 from specdec.layers.packed.packed_linear import PackedLinear
-from specdec.layers.packed.weight_slices import Stacked, placed, rows_of
+from specdec.layers.packed.weight_slices import StackedWeights, place_weight, rank_rows
 from specdec.layers.product import Product
 from specdec.layers.recurrent_families import described_mixer
 
@@ -53,7 +53,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def product_of(rows: int, width: int, splits: int, dtype: torch.dtype) -> Product:
     if splits == 1:
-        return Product.of(randn(rows, width, dtype=dtype))
+        return Product.from_value(randn(rows, width, dtype=dtype))
     return Product(randn(splits, rows, width), None, dtype)
 
 
@@ -77,7 +77,7 @@ def test_inputs_and_gates_are_the_reference(heads: DeltaHeads, apart: bool, dtyp
 def test_a_small_step_is_exact() -> None:
     """log(1 + e^x) of an x far below 0 is e^x, and no 0 of 1 + e^x rounded."""
     heads = DeltaHeads(1, 2, 1, 1)
-    product = Product.of(torch.tensor([[0.0, 0, 0, 0, 0, 0, 0, 0, -30.0, -17.0]], device=DEVICE))
+    product = Product.from_value(torch.tensor([[0.0, 0, 0, 0, 0, 0, 0, 0, -30.0, -17.0]], device=DEVICE))
     g = delta_inputs(product, product, torch.zeros(2, device=DEVICE), torch.zeros(2, device=DEVICE), heads).g
     torch.testing.assert_close(g, -torch.tensor([[-30.0, -17.0]], device=DEVICE).exp(), rtol=1e-4, atol=0)
 
@@ -95,7 +95,7 @@ def test_heads_are_the_reference(heads: DeltaHeads, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("heads", "dim"), [(4, 12), (1, 64)])
 def test_the_gated_norm_is_the_reference(heads: int, dim: int, dtype: torch.dtype) -> None:
     x, z = 3 * randn(3, heads, dim), randn(3, heads * dim, dtype=dtype)
-    gain = Gain(randn(dim, dtype=dtype), 1e-6, round_first=True)
+    gain = Norm(randn(dim, dtype=dtype), 1e-6, round_first=True)
     close(gate_norm(x, z, gain, "silu"), reference_gate_norm(x, z, gain, "silu"), dtype)
 
 
@@ -143,7 +143,7 @@ def test_a_mixer_is_the_module_it_replaces(family: str, form: str, ops: Operatio
         gates = name in ("in_proj_ba", "in_proj_b", "in_proj_a")
         if form != "plain" and name.startswith("in_proj") and not (gates and form != "packed"):
             setattr(module, name, packed(child))
-    parts = described_mixer(module, Groups(apart=False), lambda name: name)
+    parts = described_mixer(module, WeightGroups(apart=False), lambda name: name)
     x = randn(9, module.hidden_size)
     want = module(x[None])[0]
     rows = parts["mixer"].run(ops(linear)(x, parts["qkv"]), x, 0, OneText(), ops)
@@ -152,8 +152,8 @@ def test_a_mixer_is_the_module_it_replaces(family: str, form: str, ops: Operatio
     close(parts["mixer"].finish(some, ops) @ parts["out"].T, want[[1, 5]])
     by_rank = []
     for rank in range(2):  # which has the heads of one of two devices
-        own = map_tensors(parts["mixer"].share(rank, 2), lambda rows: placed(rows, torch.cat), Stacked)
-        qkv = placed(rows_of(parts["qkv"], parts["mixer"].sections, rank, 2), torch.cat)
+        own = map_tensors(parts["mixer"].share(rank, 2), lambda rows: place_weight(rows, torch.cat), StackedWeights)
+        qkv = place_weight(rank_rows(parts["qkv"], parts["mixer"].sections, rank, 2), torch.cat)
         by_rank.append(own.finish(own.run(ops(linear)(x, qkv), x, 0, OneText(), ops), ops))
     whole = parts["mixer"].finish(rows, ops)
     close(torch.cat(by_rank, dim=1), whole)

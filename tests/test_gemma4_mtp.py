@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache
 
 from specdec import SamplingParams, SpecConfig, SpecDecError
-from specdec.attention.trees.growth import Growth
+from specdec.attention.trees.tree_builder import TreeBuilder
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, Gemma4MTPWorker, fit_layers
 from specdec.errors import FrozenKVError, UnsupportedModelError
 from specdec.models.target import TargetModel
@@ -165,7 +165,7 @@ def test_every_level_of_a_tree_goes_on_from_the_states_of_its_own_path(
     assistant = make_assistant(target)
     assistant.set_attn_implementation("eager")
     levels, origins = [], []  # tokens fed and their logits, [M, V]; whose children the next level's are
-    step, add_level = Gemma4MTPDrafter.step, Growth.add_level
+    step, add_level = Gemma4MTPDrafter.step, TreeBuilder.add_level
 
     def spying_step(self, tokens, hidden, context):
         states, after = step(self, tokens, hidden, context)
@@ -178,7 +178,7 @@ def test_every_level_of_a_tree_goes_on_from_the_states_of_its_own_path(
         return beam
 
     monkeypatch.setattr(Gemma4MTPDrafter, "step", spying_step)
-    monkeypatch.setattr(Growth, "add_level", spying_add_level)
+    monkeypatch.setattr(TreeBuilder, "add_level", spying_add_level)
     make_engine(target, assistant, spec=SpecConfig(3, 2, 7)).generate(prompt, SamplingParams(max_new_tokens=5))
     [root] = levels[0][0]
     paths = [[root]]

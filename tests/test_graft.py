@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specdec import DraftTree
-from specdec.attention.trees.forced_tokens import BLANK, graft, without_blanks
+from specdec.attention.trees.forced_tokens import BLANK, force_tokens, without_blanks
 
 T, F = True, False
 
@@ -18,7 +18,7 @@ def trees() -> DraftTree:
 
 def test_a_chain_where_there_are_forced_tokens_and_the_tree_where_there_are_none():
     forced = torch.tensor([[9, 4, 0, 0], [0, 0, 0, 0]])
-    out = graft(trees(), forced, torch.tensor([2, 0]), 4)
+    out = force_tokens(trees(), forced, torch.tensor([2, 0]), 4)
     assert out.tokens.tolist() == [[5, 9, 4, BLANK], [5, 6, 7, 8]]
     assert out.parents.tolist() == [[-1, 0, 1, 0], [-1, 0, 0, 1]]
     assert out.depth.tolist() == [[0, 1, 2, 1], [0, 1, 1, 2]]
@@ -30,10 +30,10 @@ def test_a_chain_where_there_are_forced_tokens_and_the_tree_where_there_are_none
 def test_more_forced_tokens_than_the_draft_has_nodes():
     """A draft that is the root alone, or a tree, made wider: nodes that are left over hang at the root."""
     forced, length = torch.tensor([[9, 4, 3], [0, 0, 0]]), torch.tensor([3, 0])
-    out = graft(DraftTree.chain(torch.tensor([[5], [6]])), forced, length, 4)
+    out = force_tokens(DraftTree.chain(torch.tensor([[5], [6]])), forced, length, 4)
     assert out.tokens.tolist() == [[5, 9, 4, 3], [6, BLANK, BLANK, BLANK]]
     assert out.parents.tolist() == [[-1, 0, 1, 2], [-1, 0, 0, 0]]
-    out = graft(trees(), torch.zeros(2, 5, dtype=torch.int64), torch.tensor([5, 0]), 6)
+    out = force_tokens(trees(), torch.zeros(2, 5, dtype=torch.int64), torch.tensor([5, 0]), 6)
     assert out.tokens.tolist() == [[5, 0, 0, 0, 0, 0], [5, 6, 7, 8, BLANK, BLANK]]
     assert out.depth.tolist() == [[0, 1, 2, 3, 4, 5], [0, 1, 1, 2, 1, 1]]
 
@@ -44,7 +44,7 @@ def test_what_comes_out_is_a_tree(num_nodes, length):
     """Fields agree with the parents; only blanks are equal siblings, and these are told apart here."""
     own = trees() if num_nodes >= 4 else DraftTree.chain(torch.tensor([[5], [5]]))
     forced, most = torch.arange(20, 30).repeat(2, 1), min(length, num_nodes - 1)
-    out = graft(own, forced, torch.tensor([most, 0]), num_nodes)
+    out = force_tokens(own, forced, torch.tensor([most, 0]), num_nodes)
     blanks = torch.arange(-num_nodes, 0).expand(2, -1)
     DraftTree(
         torch.where(out.tokens == BLANK, blanks, out.tokens), out.parents, out.depth, out.ancestors, num_nodes - 1

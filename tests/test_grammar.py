@@ -9,7 +9,7 @@ from specdec import SamplingParams
 from specdec.config import MAX_FORCED_TOKENS
 from specdec.errors import ConfigError
 from specdec.sampling.grammars import grammar
-from specdec.sampling.grammars.grammar import Grammars, make_masks, tree_masks
+from specdec.sampling.grammars.grammar import Grammars, compute_masks, tree_masks
 
 EOS = 256  # of byte_tokenizer
 WIDE = 300  # a head wider than the tokenizer, and no multiple of 32
@@ -22,13 +22,13 @@ def grammars(byte_tokenizer):
 
 @pytest.fixture(scope="module")
 def start(grammars, byte_tokenizer):
-    """start(text, **params): the place after a text in a grammar, with <eos> for an end."""
+    """start(text, **params): the state after a text in a grammar, with <eos> for an end."""
 
     def make(text="", ends=(EOS,), **params):
-        place = grammars.start(SamplingParams(**params), frozenset(ends), frozenset({EOS}))
+        state = grammars.start(SamplingParams(**params), frozenset(ends), frozenset({EOS}))
         for token in byte_tokenizer.encode(text):
-            place = place.after(token)
-        return place
+            state = state.after(token)
+        return state
 
     return make
 
@@ -54,8 +54,8 @@ def test_what_may_follow_a_text_by_hand(start, allowed):
     asked = ({"choice": ["cat", "can", "row", "rowboat"]}, CHOICE), ({"regex": "[ab]{1,6}"}, REGEX)
     for params, expected in asked:
         for text, may_follow in expected.items():
-            place = start(text, **params)
-            assert (allowed(place.mask), place.may_end) == (may_follow, "$" in may_follow), text
+            state = start(text, **params)
+            assert (allowed(state.mask), state.may_end) == (may_follow, "$" in may_follow), text
 
 
 def test_forced_tokens_end_where_there_is_a_choice(start, byte_tokenizer):
@@ -73,21 +73,21 @@ def test_forced_tokens_end_where_there_is_a_choice(start, byte_tokenizer):
 
 def test_ends_are_allowed_where_the_grammar_may_end_and_nowhere_else(start):
     for text, may_end in (("", False), ("{", False), ('{"a": 1', False), ('{"a": 1}', True)):
-        place = start(text, json_object=True)
-        assert (place.mask[EOS // 32] >> EOS % 32 & 1) == may_end == place.may_end
-        assert (place.after(EOS) is not None) == may_end
+        state = start(text, json_object=True)
+        assert (state.mask[EOS // 32] >> EOS % 32 & 1) == may_end == state.may_end
+        assert (state.after(EOS) is not None) == may_end
     over = start('{"a": 1}', json_object=True).after(EOS)
     assert over.over and not over.may_end and over.after(EOS) is None and over.after(65) is None
 
 
 def test_a_place_never_changes(start, allowed, byte_tokenizer):
-    place = start("r", choice=["row", "rat"])
-    before = allowed(place.mask)
+    state = start("r", choice=["row", "rat"])
+    before = allowed(state.mask)
     o, a, x = (byte_tokenizer.encode(c)[0] for c in "oax")
-    assert allowed(place.after(o).mask) == "w" and allowed(place.after(a).mask) == "t"
-    assert place.after(x) is None
-    place._mask = None
-    assert allowed(place.mask) == before == "ao"
+    assert allowed(state.after(o).mask) == "w" and allowed(state.after(a).mask) == "t"
+    assert state.after(x) is None
+    state._mask = None
+    assert allowed(state.mask) == before == "ao"
 
 
 def test_masks_of_a_tree_are_those_of_its_nodes(start, allowed, byte_tokenizer):
@@ -107,14 +107,14 @@ def test_masks_of_a_tree_are_those_of_its_nodes(start, allowed, byte_tokenizer):
 def test_masks_made_together_are_those_made_alone(start, allowed):
     texts = ["", "[", "[1", '["a"']
     together, alone = ([start(text, json_schema={"type": "array"}) for text in texts] for _ in range(2))
-    make_masks([*together, None, together[0]])
+    compute_masks([*together, None, together[0]])
     assert all((a._mask == b.mask).all() for a, b in zip(together, alone, strict=True))
 
 
 def test_special_tokens_are_never_text(start, allowed):
     """A dot is any character; <eos> is spelled with characters, and is none."""
-    place = start("", regex="(.|\n)*")
-    assert place.mask[EOS // 32] >> EOS % 32 & 1  # the text may end
+    state = start("", regex="(.|\n)*")
+    assert state.mask[EOS // 32] >> EOS % 32 & 1  # the text may end
     assert not start("", regex="(.|\n)+").mask[EOS // 32] >> EOS % 32 & 1
 
 

@@ -13,7 +13,7 @@ from tape import NotCapturable, record
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.ngram import NgramDrafter
 from specdec.errors import ConfigError, FrozenKVError
-from specdec.runtime.rounds.captured_rounds import batch_sizes, table_widths
+from specdec.runtime.rounds.captured_rounds import batch_buckets, prefix_buckets
 
 from inside import FinalStates, assert_idle, capture_on_tape, captured_prompts, captured_rounds
 from marks import deep, deep_cases, examples
@@ -261,13 +261,13 @@ def test_true_needs_a_gpu(make_target, make_engine) -> None:
 
 
 def test_the_sizes_that_rounds_are_captured_for() -> None:
-    assert batch_sizes(1) == [1]
-    assert batch_sizes(6) == [1, 2, 4, 6]
-    assert batch_sizes(20) == [1, 2, 4, 8, 16, 20]
-    assert batch_sizes(100) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 96, 100]
-    assert table_widths(300) == [300]
-    assert table_widths(4096) == [4096]
-    assert table_widths(40_000) == [4096, 32_768, 40_000]
+    assert batch_buckets(1) == [1]
+    assert batch_buckets(6) == [1, 2, 4, 6]
+    assert batch_buckets(20) == [1, 2, 4, 8, 16, 20]
+    assert batch_buckets(100) == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 96, 100]
+    assert prefix_buckets(300) == [300]
+    assert prefix_buckets(4096) == [4096]
+    assert prefix_buckets(40_000) == [4096, 32_768, 40_000]
 
 
 @pytest.mark.parametrize(

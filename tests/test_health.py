@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specdec import SamplingParams
-from specdec.kvcache.page_pool import PagedAllocator
+from specdec.kvcache.page_pool import PagePool
 from specdec.runtime.engine_stats import LOOK_AFTER, PoolUse
 
 from marks import deep, examples
@@ -95,9 +95,9 @@ def test_what_stats_return_is_a_copy(make_target, make_engine, random_prompt) ->
 
 
 def test_the_peak_is_of_what_is_held_by_rows() -> None:
-    pool = PagedAllocator("full", 8)
+    pool = PagePool("full", 8)
     pages = pool.alloc(5)
-    pool.keep(pages[:2])
+    pool.cache_pages(pages[:2])
     pool.free(pages)
     assert PoolUse.from_pools([pool], 4) == PoolUse(0, 20, 8, 32)
     pool.share(pages[:2])

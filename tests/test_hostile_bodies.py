@@ -188,13 +188,13 @@ def test_large_bodies_are_parsed_off_the_loop_and_the_loop_goes_on(server, monke
 
 def test_whole_answers_are_put_together_off_the_loop(server, monkeypatch):
     names = []
-    whole = chat.Chat._whole
+    whole = chat.ChatTextAnswer._whole
 
     def noted(*arguments):
         names.append(threading.current_thread())
         return whole(*arguments)
 
-    monkeypatch.setattr(chat.Chat, "_whole", noted)
+    monkeypatch.setattr(chat.ChatTextAnswer, "_whole", noted)
     answer = post(server, ASKED | {"logprobs": True, "top_logprobs": 20, "max_tokens": 40})
     assert (
         answer.status_code == 200 and len(answer.json()["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 20
@@ -274,7 +274,7 @@ def test_a_fault_of_the_server_is_a_500_with_its_id_in_the_log(server, caplog, m
     def broken(*_):
         raise RuntimeError("on purpose")
 
-    monkeypatch.setattr(chat.Chat, "_params", broken)
+    monkeypatch.setattr(chat.ChatTextAnswer, "_params", broken)
     answer = post(server, ASKED, headers={"X-Request-Id": "mine-500"})
     assert answer.status_code == 500 and answer.headers["x-request-id"] == "mine-500"
     assert answer.json()["error"]["type"] == "server_error" and "on purpose" not in answer.text

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from specdec import SamplingParams
 from specdec.config import MAX_STOP_CHARS, MAX_STOP_TOKENS, MAX_STOPS
 from specdec.errors import ConfigError, QueueFullError
-from specdec.sampling.grammars.grammar import Place
+from specdec.sampling.grammars.grammar import GrammarState
 from specdec.serving.admission import Admission
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.engine_thread import EngineThread
@@ -99,7 +99,7 @@ def test_a_cancelled_waiter_at_the_head_lets_those_after_it_in_and_new_callers_t
 @pytest.mark.parametrize("is_early", [False, True])
 def test_a_grammar_with_no_way_on_is_a_mistake_of_the_request_and_no_503(is_early, engine, monkeypatch):
     """Early readers look between the step that ended it and the report of that step: they got a whole answer."""
-    after, report = Place.after, EngineThread._report_news
+    after, report = GrammarState.after, EngineThread._report_news
 
     def report_late(thread):
         tell_readers(thread.open)
@@ -108,7 +108,9 @@ def test_a_grammar_with_no_way_on_is_a_mistake_of_the_request_and_no_503(is_earl
 
     if is_early:
         monkeypatch.setattr(EngineThread, "_report_news", report_late)
-    monkeypatch.setattr(Place, "after", lambda place, token: None if token == ord("c") - 33 else after(place, token))
+    monkeypatch.setattr(
+        GrammarState, "after", lambda place, token: None if token == ord("c") - 33 else after(place, token)
+    )
 
     async def run():
         async with AsyncEngine(engine) as served:

@@ -13,7 +13,7 @@ from specdec import SamplingParams
 from specdec.errors import ConfigError
 from specdec.sampling.grammars import grammar, grammar_trial, grammar_worker
 from specdec.sampling.grammars.grammar import Grammars
-from specdec.sampling.grammars.grammar_bounds import is_plain, require_bounded
+from specdec.sampling.grammars.grammar_bounds import compiles_in_linear_time, require_bounded
 
 from marks import deep_cases
 
@@ -55,14 +55,14 @@ def start(grammars, **params):
     return grammars.start(SamplingParams(**params), {EOS}, {EOS})
 
 
-def walk(place):
+def walk(state):
     """A few tokens of a text, with every mask."""
     for _ in range(STEPS):
-        allowed = [token for token in range(EOS) if place.mask[token // 32] >> token % 32 & 1]
+        allowed = [token for token in range(EOS) if state.mask[token // 32] >> token % 32 & 1]
         if not allowed:
             return
-        place = place.after(allowed[len(allowed) // 2])
-        if place is None:  # the text cannot go on: an error of this request
+        state = state.after(allowed[len(allowed) // 2])
+        if state is None:  # the text cannot go on: an error of this request
             return
 
 
@@ -235,7 +235,7 @@ def test_plain_grammars_need_no_worker(byte_tokenizer):
     start(grammars, json_schema={"type": "object", "properties": {"a": {"type": "array", "items": {"enum": [1]}}}})
     assert grammars._library._trial.starts == 0
     for schema in ({"pattern": "a"}, {"$ref": "#"}, {"allOf": []}, {"items": {"format": "date"}}):
-        assert not is_plain("json_schema", json.dumps(schema))
+        assert not compiles_in_linear_time("json_schema", json.dumps(schema))
 
 
 def test_a_grammar_that_no_text_follows_is_refused_at_once(grammars):

@@ -222,7 +222,7 @@ def point_at_a_free_swa_page(a: HybridAllocator) -> None:
         (put("full", 0, True), "full: page 0 is held"),
         (put("swa", 0, True), "window 4: page 0 is held"),
         (put("full", 3, True), "full: a free page is held"),
-        (put("swa", 2, False), r"window 4: held 0 \+ cached 0 \+ free 2 != 3"),
+        (put("swa", 2, False), r"window 4: held 0 \+ evictable 0 \+ free 2 != 3"),
     ],
 )
 def test_check_finds(corrupt: Callable[[HybridAllocator], None], message: str):

@@ -94,7 +94,7 @@ class Scene:
     def lose_some(self) -> None:
         """Gives up pages as when the pool of a windowed group runs short."""
         for pool in self.table.allocator.pools.values[1:]:
-            self.cache.release(ByGroup((0, self.draw.randint(0, pool.capacity - pool.free_pages))))
+            self.cache.evict(ByGroup((0, self.draw.randint(0, pool.capacity - pool.free_pages))))
 
     def leavers(self) -> list[int]:
         return self.draw.sample(sorted(self.texts), self.draw.randint(1, ROWS))
@@ -112,11 +112,11 @@ def test_rows_closed_at_once_are_rows_closed_one_after_the_other(page_size: int)
         table, rows = scene.table, scene.leavers()
         one_by_one = copy.deepcopy(table)
         pool, pages = table.allocator.primary, np.concatenate([table.pages(r, int(table.capacity[r])) for r in rows])
-        shared += int((pool.num_holders(pages) > 1).sum())
-        evicted, kept = evicted + int(table.evicted_len[:, rows].sum()), kept + int(pool.is_kept(pages).sum())
+        shared += int((pool.row_refs(pages) > 1).sum())
+        evicted, kept = evicted + int(table.evicted_len[:, rows].sum()), kept + int(pool.is_cached(pages).sum())
         table.close_rows(ints(*rows))
         for row in rows:
-            one_by_one.close_row(row)
+            one_by_one.close_rows(row)
         assert state(table) == state(one_by_one)
         table.check()
     assert min(shared, evicted, kept) > 100
@@ -150,7 +150,7 @@ def test_rows_name_a_page_once_each() -> None:
     assert state(table) == before
     free(slots, rows=ints(0, 0, 1, 1), evicted=np.array([[False] * 4, [True, True, False, False]]))
     assert table.allocator.primary.free_pages == 300
-    assert table.allocator.pools[SWA].num_holders(ints(1)).tolist() == [1]  # that of row 0, which had given it up
+    assert table.allocator.pools[SWA].row_refs(ints(1)).tolist() == [1]  # that of row 0, which had given it up
 
 
 # the prefix cache
@@ -182,8 +182,8 @@ def test_rows_kept_at_once_are_rows_kept_one_after_the_other(page_size: int) -> 
 def test_what_is_kept_is_claimed_in_one_call(page_size: int, monkeypatch) -> None:
     """But where a node is split: 6 rows with nothing in common take one."""
     table, calls = make(page_size), list[int]()
-    cache, keep = PrefixCache(table), table.allocator.primary.keep
-    monkeypatch.setattr(table.allocator.primary, "keep", lambda pages: (calls.append(len(pages)), keep(pages)))
+    cache, keep = PrefixCache(table), table.allocator.primary.cache_pages
+    monkeypatch.setattr(table.allocator.primary, "cache_pages", lambda pages: (calls.append(len(pages)), keep(pages)))
     rows = [table.open_row() for _ in range(ROWS)]
     for row in rows:
         grow(table, row, 24)
@@ -198,9 +198,9 @@ def test_what_is_kept_is_claimed_in_one_call(page_size: int, monkeypatch) -> Non
 def test_what_a_short_pool_wants_is_given_up_in_one_call(page_size: int, monkeypatch) -> None:
     """Two and a half of six texts of 24 tokens: the oldest, and of the third its end."""
     table, calls = make(page_size, window=None), list[list[int]]()
-    cache, forget = PrefixCache(table), table.allocator.primary.forget
+    cache, forget = PrefixCache(table), table.allocator.primary.uncache_pages
     monkeypatch.setattr(
-        table.allocator.primary, "forget", lambda pages: (calls.append(pages.tolist()), forget(pages))[1]
+        table.allocator.primary, "uncache_pages", lambda pages: (calls.append(pages.tolist()), forget(pages))[1]
     )
     rows = [table.open_row() for _ in range(ROWS)]
     for row in rows:
@@ -210,7 +210,7 @@ def test_what_a_short_pool_wants_is_given_up_in_one_call(page_size: int, monkeyp
     pages = [table.pages(row, each).tolist() for row in rows]
     table.close_rows(ints(*rows))
     free = table.allocator.primary.free_pages
-    cache.release(ByGroup((2 * each + each // 2,)))
+    cache.evict(ByGroup((2 * each + each // 2,)))
     assert calls == [pages[2][each - each // 2 :] + pages[1] + pages[0]]
     assert table.allocator.primary.free_pages - free == 2 * each + each // 2
     left = [2] * (each - each // 2) * page_size

@@ -160,7 +160,7 @@ def read_own_keys_by_full_slots(kind: str, source: GroupId = PRIMARY, to: GroupI
     """The forward's own tokens are read with primary slots where sliding layers wrote those of their group."""
 
     def seed(patch: pytest.MonkeyPatch) -> None:
-        right, wanted = VisibleKeys.of, for_kind(kind)
+        right, wanted = VisibleKeys.from_plan, for_kind(kind)
 
         def wrong(plan: KVPlan, slots: Any, start: Any, group: GroupId, window: int | None) -> VisibleKeys:
             keys = right(plan, slots, start, group, window)
@@ -170,7 +170,7 @@ def read_own_keys_by_full_slots(kind: str, source: GroupId = PRIMARY, to: GroupI
                 return VisibleKeys(torch.cat([keys.slots[:, :-own], untranslated], dim=1), keys.bias)
             return keys
 
-        patch.setattr(VisibleKeys, "of", staticmethod(wrong))
+        patch.setattr(VisibleKeys, "from_plan", staticmethod(wrong))
 
     return seed
 

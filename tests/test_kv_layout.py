@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from kv_rig import Full, KVLayout, Window, layout_from_config
+from kv_rig import KEEP_ALL, KVLayout, Retention, layout_from_config
 
 from specdec.errors import UnsupportedModelError
 
@@ -18,8 +18,8 @@ GQA = SMALL | {"num_key_value_heads": 2}
 def rows(layout: KVLayout) -> list[tuple[int, int, int, int | None]]:
     """(owner, kv heads, head size, window) per layer; a spec's own number is its place."""
     assert [spec.layer for spec in layout.layers] == list(range(len(layout.layers)))
-    assert all(spec.v.heads == spec.num_kv_heads and spec.v.dim == spec.head_dim for spec in layout.layers)
-    return [(s.owner, s.num_kv_heads, s.head_dim, s.window) for s in layout.layers]
+    assert all(spec.v[1:3] == spec.k[1:3] for spec in layout.layers)
+    return [(s.owner, s.k.heads, s.k.dim, s.window) for s in layout.layers]
 
 
 def gemma4_e() -> KVLayout:
@@ -65,17 +65,17 @@ def test_gemma4_e_shares_kv_and_has_two_head_sizes():
         (4, *sliding),
         (3, *full),
     ]
-    assert layout.widest_window == 8
+    assert layout.max_window == 8
     assert [spec.layer for spec in layout.owners] == [0, 1, 2, 3, 4]
-    assert layout.slot_bytes(Window(8), torch.float16) == 2 * 4 * 2 * 2 * 16  # layers, K and V, heads, size
-    assert layout.slot_bytes(Full(), torch.float16) == 2 * 1 * 2 * 2 * 32
+    assert layout.slot_bytes(Retention(8), torch.float16) == 2 * 4 * 2 * 2 * 16  # layers, K and V, heads, size
+    assert layout.slot_bytes(KEEP_ALL, torch.float16) == 2 * 1 * 2 * 2 * 32
 
 
 def test_gemma4_31b_has_its_own_kv_heads_on_full_layers():
     layout = gemma4_31b()
     assert rows(layout) == [(i, 4, 16, 8) for i in range(5)] + [(5, 1, 32, None)]
-    assert layout.slot_bytes(Full(), torch.float16) == 2 * 2 * 32  # K and V share weights but not rows: both are stored
-    assert layout.slot_bytes(Window(8), torch.float16) == 2 * 5 * 2 * 4 * 16
+    assert layout.slot_bytes(KEEP_ALL, torch.float16) == 2 * 2 * 32  # K and V share weights, not rows: both are stored
+    assert layout.slot_bytes(Retention(8), torch.float16) == 2 * 5 * 2 * 4 * 16
 
 
 def test_last_owner_is_the_source_of_the_last_layer_of_the_type():
@@ -122,13 +122,13 @@ def test_a_window_without_layer_types_is_on_every_layer():
     assert getattr(config, "layer_types", None) is None
     layout = layout_from_config(config)
     assert rows(layout) == [(0, 2, 16, 8), (1, 2, 16, 8)]
-    assert layout.slot_bytes(Full(), torch.float16) == 0
+    assert layout.slot_bytes(KEEP_ALL, torch.float16) == 0
 
 
 def test_no_sliding_layer_means_no_window():
     layout = layout_from_config(transformers.LlamaConfig(**GQA, num_hidden_layers=2))
-    assert layout.widest_window is None
-    assert layout.slot_bytes(Window(8), torch.float16) == 0
+    assert layout.max_window is None
+    assert layout.slot_bytes(Retention(8), torch.float16) == 0
     assert layout.last_owner(SLIDING) is None
 
 

@@ -65,7 +65,7 @@ class KVMachine(RuleBasedStateMachine):
         )
         self.allocator = self.table.allocator
         self.own = self.table.add_store(
-            KVLayout.of_windows([None], 1, 1), torch.float64
+            KVLayout.from_windows([None], 1, 1), torch.float64
         )  # of a drafter that looks ahead
         self.cache = PrefixCache(self.table.table, pairs=self.pairs)
         self.worker = Worker()
@@ -190,7 +190,7 @@ class KVMachine(RuleBasedStateMachine):
         assert row not in self.texts
         key = self.cache.key(text)[: len(text) - 1]
         assert len(key) == len(text) - 1
-        whole = len(self.cache.match(key)) * self.page_size
+        whole = len(self.cache.match_prefix(key)) * self.page_size
         taken = self.cache.adopt(row, key)
         assert taken == whole == self.table.committed_len.host[row] < len(text)
         self.hits += taken
@@ -224,7 +224,7 @@ class KVMachine(RuleBasedStateMachine):
     @rule()
     def clear(self) -> None:
         self.cache.clear()
-        assert self.allocator.primary.cached_pages == self.allocator.primary.kept_pages == 0
+        assert self.allocator.primary.evictable_pages == self.allocator.primary.cached_pages == 0
 
     @precondition(lambda self: self.texts)
     @rule(seed=SEED, rounds=st.integers(1, 4))
@@ -298,17 +298,17 @@ class KVMachine(RuleBasedStateMachine):
             lambda: a.free(owned),
             lambda: a.evict(SWA, owned),
             lambda: a.share(page, ints(*[0] * len(a.pools))),
-            lambda: a.keep(page),
-            lambda: a.keep_peers(SWA, page),
-            lambda: a.forget(page),
-            lambda: a.forget_peers(SWA, page),
+            lambda: a.cache_pages(PRIMARY, page),
+            lambda: a.cache_pages(SWA, page),
+            lambda: a.uncache_pages(page),
+            lambda: a.uncache_peers(SWA, page),
             lambda: self.cache.insert([row], [self.cache.key(self.texts[row])]),
             lambda: self.cache.clear(),
             lambda: t.move(Move(owned, owned)),
             lambda: t.commit(rows, np.zeros(len(rows), dtype=np.int64)),
             lambda: t.commit(rows, np.ones(len(rows), dtype=np.int64), np.zeros((len(rows), 1), dtype=np.int64)),
             lambda: t.evict_unseen(rows),
-            lambda: t.close_row(row),
+            lambda: t.close_rows(row),
             lambda: t.close_rows(rows),
             *(partial(t.write, layer, t.located(owned), k, k, to) for layer in t.store.layers for to in (None, view)),
             lambda: t.lend(self.worker, [0]).__enter__(),

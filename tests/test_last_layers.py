@@ -17,7 +17,7 @@ from specdec.attention.pack import locate_pack
 from specdec.draft_models.suffix import SuffixDrafter
 from specdec.errors import SpecDecError
 from specdec.gpu.operations import FAST, REFERENCE, Operations
-from specdec.kvcache.layer_context import Ending
+from specdec.kvcache.layer_context import EarlyExit
 from specdec.models.target import FinalStates, TargetModel
 from specdec.runtime.rounds.round import Round
 
@@ -75,7 +75,7 @@ def rows_of_layers(target: TargetModel) -> list[list[int]]:
 
         def before(_: Any, args: Any, kwargs: Any, number: int = number) -> None:
             narrowing = kwargs.get("narrowing")
-            if not isinstance(narrowing, Ending):
+            if not isinstance(narrowing, EarlyExit):
                 seen[number].append(len(args[0] if narrowing is None else narrowing.rows))
 
         layer.register_forward_pre_hook(before, with_kwargs=True)

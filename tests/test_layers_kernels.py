@@ -23,7 +23,7 @@ from specdec.layers.linear import (
     vendor_linear,
 )
 from specdec.layers.moe.fork_join import fork_norm, join_norm, reference_fork_norm, reference_join_norm
-from specdec.layers.norm import Gain, norm, qk_norm, reference_norm, reference_qk_norm
+from specdec.layers.norm import Norm, norm, qk_norm, reference_norm, reference_qk_norm
 from specdec.layers.per_layer_embedding import (
     gated_projection,
     layer_inputs,
@@ -345,7 +345,7 @@ def test_tiles_fit_the_shared_memory(shared_memory: int, monkeypatch: pytest.Mon
     for n, k in ((128, 2816), (256, 2560), (4224, 2816), (2560, 10240), (20480, 2560), (262144, 2560)):
         for cut in (choose_cut(n, k), Cut(1, k)):
             for rows in (1, 8, 17, 33, 64, 65, 160, 192, 500, 2048):
-                tiles = gemm_small.choose_tiles(rows, n, cut, x, gated=cut.splits == 1)
+                tiles = gemm_small.choose_small_tiles(rows, n, cut, x, gated=cut.splits == 1)
                 assert tiles.num_stages >= 1
                 taken = tiles.num_stages * (tiles.block_n + tiles.block_m + tiles.tail_m) * tiles.block_k * 2
                 assert taken <= shared_memory << 10, f"{n=} {k=} {rows=} {tiles=}"
@@ -363,7 +363,7 @@ def product_of(rows: int, width: int, splits: int, biased: bool = False) -> Prod
 @pytest.mark.parametrize("width", [1, 63, 100, 2000])
 def test_norm_is_the_reference(width: int, splits: int):
     rows = 3
-    gains = [Gain(randn(width), 1e-6), Gain(randn(width), 1e-5, round_first=True), Gain(None, 1e-6)]
+    gains = [Norm(randn(width), 1e-6), Norm(randn(width), 1e-5, round_first=True), Norm(None, 1e-6)]
     residual = randn(rows, 2, width)[:, 1]
     product = product_of(rows, width, splits, biased=splits > 1)
     for options in (
@@ -379,7 +379,7 @@ def test_norm_is_the_reference(width: int, splits: int):
         {"residual": residual, "pre": gains[0]._replace(centred=True)},
         {"post": gains[0]._replace(centred=True), "factor": 3.0},
         {"beside": product_of(rows, width, 2), "residual": residual, "pre": gains[0]},
-        {"beside": Product.of(randn(rows, width))},
+        {"beside": Product.from_value(randn(rows, width))},
     ):
         torch.testing.assert_close(norm(product, **options), reference_norm(product, **options), rtol=2e-5, atol=2e-5)
 
@@ -388,30 +388,32 @@ def test_what_lies_beside_is_added_to_the_sum_and_rounded_with_it():
     """In float16 2048 + 1 is 2048, to which the residual's 1 adds nothing either."""
     two = Product(torch.tensor([[[1024.0]], [[1024.0]]], device=DEVICE), None, torch.float16)
     one = torch.ones(1, 1, dtype=torch.float16, device=DEVICE)
-    assert norm(two, beside=Product.of(one), residual=one)[0].tolist() == [[2048.0]]
+    assert norm(two, beside=Product.from_value(one), residual=one)[0].tolist() == [[2048.0]]
 
 
 def test_norm_rounds_where_transformers_rounds():
     x = randn(4, 100, dtype=torch.float16)
     for round_first in (False, True):
-        gain = Gain(randn(100, dtype=torch.float16), 1e-6, round_first)
+        gain = Norm(randn(100, dtype=torch.float16), 1e-6, round_first)
         options = {"post": gain, "residual": randn(4, 100, dtype=torch.float16), "pre": gain}
-        for got, want in zip(norm(Product.of(x), **options), reference_norm(Product.of(x), **options), strict=True):
+        for got, want in zip(
+            norm(Product.from_value(x), **options), reference_norm(Product.from_value(x), **options), strict=True
+        ):
             torch.testing.assert_close(got, want, rtol=4e-3, atol=4e-3)
             assert (got != want).float().mean() <= 0.01  # a number between two roundings, now and then
 
 
 def test_norm_of_a_sum_that_is_done_copies_nothing():
     x = randn(3, 8)
-    hidden, normed = norm(Product.of(x), pre=Gain(None, 1e-6))
+    hidden, normed = norm(Product.from_value(x), pre=Norm(None, 1e-6))
     assert hidden.data_ptr() == x.data_ptr() and normed.data_ptr() != x.data_ptr()
 
 
 # branches
 
 
-def gain(width: int, dtype: torch.dtype = torch.float32, round_first: bool = False) -> Gain:
-    return Gain(randn(width, dtype=dtype), float(torch.rand(()) * 0.1), round_first)  # eps that are seen
+def gain(width: int, dtype: torch.dtype = torch.float32, round_first: bool = False) -> Norm:
+    return Norm(randn(width, dtype=dtype), float(torch.rand(()) * 0.1), round_first)  # eps that are seen
 
 
 @deep_cases("1-3", "63-1", "100-3", "2000-1")
@@ -440,16 +442,16 @@ def test_join_norm_is_the_reference(width: int, splits: int, top_k: int):
 def test_branches_by_eye():
     """The residual stream is [3, 4] after a norm of nothing: rows of mean square 12.5, which each reader norms."""
     ones, twos = torch.ones(2, device=DEVICE), torch.full((2,), 2.0, device=DEVICE)
-    nothing, residual = Product.of(torch.zeros(1, 2, device=DEVICE)), torch.tensor([[3.0, 4.0]], device=DEVICE)
-    readers = {"mlp": Gain(ones, 0.0), "experts": Gain(twos, 0.0), "router": Gain(ones, 12.5, True), "factor": 10.0}
-    fork = fork_norm(nothing, post=Gain(ones, 1.0), residual=residual, **readers)
+    nothing, residual = Product.from_value(torch.zeros(1, 2, device=DEVICE)), torch.tensor([[3.0, 4.0]], device=DEVICE)
+    readers = {"mlp": Norm(ones, 0.0), "experts": Norm(twos, 0.0), "router": Norm(ones, 12.5, True), "factor": 10.0}
+    fork = fork_norm(nothing, post=Norm(ones, 1.0), residual=residual, **readers)
     unit = residual / 12.5**0.5
     for got, want in zip(fork, (residual, unit, 2 * unit, 10 * residual / 5), strict=True):
         close(got, want)
-    minus = Product.of(-7 * residual)  # of any length: what is added is normed; here the two cancel
-    gains = {"dense_gain": Gain(twos, 0.0), "chosen_gain": Gain(twos, 0.0), "post": Gain(ones, 1.0)}
+    minus = Product.from_value(-7 * residual)  # of any length: what is added is normed; here the two cancel
+    gains = {"dense_gain": Norm(twos, 0.0), "chosen_gain": Norm(twos, 0.0), "post": Norm(ones, 1.0)}
     scale = torch.tensor([0.5], device=DEVICE)
-    hidden, normed = join_norm(Product.of(5 * residual), minus, **gains, residual=residual, scale=scale)
+    hidden, normed = join_norm(Product.from_value(5 * residual), minus, **gains, residual=residual, scale=scale)
     close(hidden, residual / 2)
     assert normed is hidden
 
@@ -459,13 +461,14 @@ def test_branches_round_where_transformers_rounds():
     x, y, residual = (randn(4, 100, dtype=half) for _ in range(3))
     readers = {"mlp": gain(100, half), "experts": gain(100, half), "router": gain(100, half, True), "factor": 0.1}
     options = {"post": gain(100, half), "residual": residual, **readers}
-    for got, want in zip(*(f(Product.of(x), **options) for f in (fork_norm, reference_fork_norm)), strict=True):
+    for got, want in zip(*(f(Product.from_value(x), **options) for f in (fork_norm, reference_fork_norm)), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
         assert (got == want).float().mean() > 0.98  # the rest are ties of another order of the mean
     gains = {"dense_gain": gain(100, half), "chosen_gain": gain(100, half), "post": gain(100, half)}
     options = {**gains, "residual": residual, "scale": randn(1, dtype=half), "pre": gain(100, half)}
     for got, want in zip(
-        *(f(Product.of(x), Product.of(y), **options) for f in (join_norm, reference_join_norm)), strict=True
+        *(f(Product.from_value(x), Product.from_value(y), **options) for f in (join_norm, reference_join_norm)),
+        strict=True,
     ):
         torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)
         assert (got == want).float().mean() > 0.95
@@ -474,18 +477,18 @@ def test_branches_round_where_transformers_rounds():
 # rotary and store
 
 HEADS = {
-    "gemma": lambda d: Heads(4, 2, d, Gain(randn(d), 1e-6), Gain(randn(d), 1e-6), Gain(None, 1e-6)),
-    "keys as values": lambda d: Heads(2, 1, d, Gain(randn(d), 1e-6), Gain(randn(d), 1e-6), Gain(None, 1e-6), True),
-    "queries": lambda d: Heads(3, 0, d, Gain(randn(d), 1e-6)),
+    "gemma": lambda d: Heads(4, 2, d, Norm(randn(d), 1e-6), Norm(randn(d), 1e-6), Norm(None, 1e-6)),
+    "keys as values": lambda d: Heads(2, 1, d, Norm(randn(d), 1e-6), Norm(randn(d), 1e-6), Norm(None, 1e-6), True),
+    "queries": lambda d: Heads(3, 0, d, Norm(randn(d), 1e-6)),
     "llama": lambda d: Heads(4, 1, d),
-    "gemma3": lambda d: Heads(2, 1, d, Gain(randn(d), 1e-6, plus_one=True), Gain(randn(d), 1e-6, plus_one=True)),
+    "gemma3": lambda d: Heads(2, 1, d, Norm(randn(d), 1e-6, plus_one=True), Norm(randn(d), 1e-6, plus_one=True)),
     "glm": lambda d: Heads(4, 2, d, interleaved=True),
     "mimo": lambda d: Heads(4, 2, d, narrow_v_dim=d // 2 - 1, v_scale=0.707),
     "latent": lambda d: Heads(2, 2, d, last=True, narrow_v_dim=d - 2),
     "qwen3.5": lambda d: Heads(
-        2, 1, d, Gain(randn(d), 1e-6, plus_one=True), Gain(randn(d), 1e-6, plus_one=True), gated=True
+        2, 1, d, Norm(randn(d), 1e-6, plus_one=True), Norm(randn(d), 1e-6, plus_one=True), gated=True
     ),
-    "qwen3": lambda d: Heads(2, 2, d, Gain(randn(d), 1e-6, True), Gain(randn(d), 1e-6, True)),
+    "qwen3": lambda d: Heads(2, 2, d, Norm(randn(d), 1e-6, True), Norm(randn(d), 1e-6, True)),
 }
 
 
@@ -519,14 +522,14 @@ def test_rope_by_eye():
     """Position 0 turns nothing; a quarter turn sends channel j to j + R / 2; channels past R stay."""
     table = Rotary(torch.tensor([[1.0], [0.0]], device=DEVICE), torch.tensor([[0.0], [1.0]], device=DEVICE))
     rows = torch.tensor([[1.0, 2.0, 3.0, 4.0]], device=DEVICE).expand(2, 4)
-    got = rope_store(Product.of(rows.contiguous()), Heads(1, 0, 4), table).q
+    got = rope_store(Product.from_value(rows.contiguous()), Heads(1, 0, 4), table).q
     assert got[:, 0].tolist() == [[1, 2, 3, 4], [-2, 1, 3, 4]]
 
 
 def test_the_last_channels_turn_and_narrow_values_are_scaled():
     """One head each; a quarter turn of the last two channels, and values of three numbers, times a half."""
     table = Rotary(torch.zeros(1, 1, device=DEVICE), torch.ones(1, 1, device=DEVICE))
-    rows = Product.of(torch.tensor([[1.0, 2, 3, 4, 5, 6, 7, 8, 2, 4, 6]], device=DEVICE))
+    rows = Product.from_value(torch.tensor([[1.0, 2, 3, 4, 5, 6, 7, 8, 2, 4, 6]], device=DEVICE))
     heads = Heads(1, 1, 4, last=True, narrow_v_dim=3, v_scale=0.5)
     for operation in (rope_store, reference_rope_store):
         q, k, v = (x[0, 0].tolist() for x in operation(rows, heads, table))
@@ -552,14 +555,14 @@ def test_gates_by_channel_are_those_of_the_reference(heads: int, width: int, spl
 
 def test_a_gate_by_eye():
     """Zero halves a head, a large number keeps it, a very negative one takes it away."""
-    gates = Product.of(torch.tensor([[0.0, 90.0, -90.0]], device=DEVICE))
+    gates = Product.from_value(torch.tensor([[0.0, 90.0, -90.0]], device=DEVICE))
     assert gate_heads(torch.ones(1, 3, 2, device=DEVICE), gates).tolist()[0][:2] == [[0.5, 0.5], [1, 1]]
     assert gate_heads(torch.ones(1, 3, 2, device=DEVICE), gates)[0, 2].max() < 1e-30
 
 
 def test_interleaved_rope_by_eye():
     """A quarter turn sends channel 2 j to 2 j + 1; channels past R stay. Without channels that turn all stay."""
-    rows = Product.of(torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]], device=DEVICE))
+    rows = Product.from_value(torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]], device=DEVICE))
     table = Rotary(torch.zeros(1, 2, device=DEVICE), torch.ones(1, 2, device=DEVICE))
     assert rope_store(rows, Heads(1, 0, 6, interleaved=True), table).q[0, 0].tolist() == [-2, 1, -4, 3, 5, 6]
     none = rotary(torch.tensor([7], device=DEVICE), torch.empty(0, device=DEVICE), 1.0, torch.float32)
@@ -571,7 +574,7 @@ def test_qk_norm_is_the_reference(widths: tuple[int, int], splits: int):
     q_width, k_width = widths
     product = product_of(3, q_width + 2 * k_width, splits, biased=splits > 1)
     for round_first in (False, True):
-        gains = [Gain(randn(width), eps, round_first) for width, eps in zip(widths, (0.1, 0.2), strict=True)]
+        gains = [Norm(randn(width), eps, round_first) for width, eps in zip(widths, (0.1, 0.2), strict=True)]
         got, want = (finish(f(product, *gains)) for f in (qk_norm, reference_qk_norm))
         torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
 
@@ -629,7 +632,7 @@ def test_layer_inputs_is_the_reference(rows: int, layers: int, width: int, split
     context = product_of(rows, layers * width, splits)
     tokens, table = torch.randint(0, 9, (rows,), device=DEVICE), randn(9, layers * width + 3)[:, : layers * width]
     options = {"context_scale": 0.3, "table_scale": 4.0}
-    gain = Gain(randn(width), 1e-6)
+    gain = Norm(randn(width), 1e-6)
     got = layer_inputs(context, tokens, table, gain, **options)
     assert got.shape == (rows, layers, width)
     close(got, reference_layer_inputs(context, tokens, table, gain, **options))
@@ -647,9 +650,9 @@ def test_nothing_to_do(operation: Callable[..., object]):
         join_norm: (product, product),
         rope_store: (product, Heads(1, 0, 8), Rotary(nobody, nobody)),
         gated_projection: (product, empty[0], randn(4, 8), "silu"),
-        layer_inputs: (product, torch.zeros(0, dtype=torch.int64, device=DEVICE), randn(3, 8), Gain(randn(8), 1e-6)),
+        layer_inputs: (product, torch.zeros(0, dtype=torch.int64, device=DEVICE), randn(3, 8), Norm(randn(8), 1e-6)),
     }[operation]
-    some = Gain(randn(8), 1e-6)
+    some = Norm(randn(8), 1e-6)
     around = {"post": some, "residual": empty[0]}
     options = {
         layer_inputs: {"context_scale": 1.0, "table_scale": 1.0},

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -235,6 +236,23 @@ def test_no_file_name_stands_twice():
     sources = set(product_sources())
     packages = {name for name in sources if any(is_within(other, name) for other in sources - {name})}
     assert {name for name in names if names.count(name) > 1} - {p.rpartition(".")[2] for p in packages} == set()
+
+
+def test_no_public_name_stands_twice():
+    """A class, an alias or a function has a name of its own, so that a search for it ends in one file."""
+    counts = Counter(name for text in product_sources().values() for name in public_names(parsed(text)))
+    assert {name for name, count in counts.items() if count > 1} == {"main"}
+
+
+def public_names(module: ast.Module) -> Iterator[str]:
+    """Classes and functions at the top of a module, and aliases of types: those have small letters too."""
+    for node in module.body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and not node.name.startswith("_"):
+            yield node.name
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            name = node.targets[0].id
+            if name[0].isupper() and not name.isupper():
+                yield name
 
 
 def test_no_import_circle():

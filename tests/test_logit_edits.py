@@ -10,10 +10,10 @@ from capturable import capturable
 from samplers import EDITS, sampler_of
 
 from specdec import DraftTree, SamplingParams
-from specdec.attention.trees.forced_tokens import graft, without_blanks
+from specdec.attention.trees.forced_tokens import force_tokens, without_blanks
 from specdec.sampling.kernel_sampler import KernelSampler
-from specdec.sampling.reference_sampler import MaskedFirstLevel, Past, ReferenceSampler, output_counts
-from specdec.sampling.sampling_table import SamplingTable, Uses, bias_room, pack_bias, unpack_bias
+from specdec.sampling.reference_sampler import EditInputs, MaskedFirstLevel, ReferenceSampler, output_counts
+from specdec.sampling.sampling_table import SamplerUses, SamplingTable, bias_room, pack_bias, unpack_bias
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -35,14 +35,14 @@ def test_counts_are_of_the_output_along_each_path():
     """prompt 4 4, output 5 5 6; the root is the 6; 1 and 2 are children of the root, 3 a child of 1."""
     history, length = torch.tensor([[4, 4, 5, 5, 6, 9]]), torch.tensor([5])  # the 9 is behind the end
     tree = DraftTree.from_parents(torch.tensor([[6, 5, 7, 5]]), torch.tensor([[-1, 0, 0, 1]]))
-    counts = output_counts(Past(length, tree, history, torch.tensor([2])), 10)[0]
+    counts = output_counts(EditInputs(length, tree, history, torch.tensor([2])), 10)[0]
     assert [{v: int(n) for v, n in enumerate(row) if n} for row in counts.tolist()] == [
         {5: 2, 6: 1},
         {5: 3, 6: 1},
         {5: 2, 6: 1, 7: 1},
         {5: 4, 6: 1},
     ]
-    first = output_counts(Past(torch.tensor([2]), None, history, torch.tensor([2])), 10)
+    first = output_counts(EditInputs(torch.tensor([2]), None, history, torch.tensor([2])), 10)
     assert first.shape == (1, 1, 10) and not first.any()  # after the prompt nothing has been said
 
 
@@ -65,12 +65,12 @@ def test_edits_are_those_on_paper(kind, with_tree, softcap, kernels_run):
     rows = torch.arange(count)
     for row, one in zip(rows.tolist(), params, strict=True):
         table.load(np.array([row]), [(one, 7)])
-    uses = Uses.of(params)
+    uses = SamplerUses.from_params(params)
     table.load_biases(rows.numpy(), params, uses)
     tree_there = DraftTree.from_parents(tokens.to(DEVICE), tree.parents.to(DEVICE))
-    past = Past(length.to(DEVICE), tree_there if with_tree else None, history.to(DEVICE), prompt_len.to(DEVICE))
+    past = EditInputs(length.to(DEVICE), tree_there if with_tree else None, history.to(DEVICE), prompt_len.to(DEVICE))
     positions = torch.zeros(logits.shape[:2], dtype=torch.int64, device=DEVICE)
-    drawn = kind(*table.at(rows.to(DEVICE), uses)).draw(logits.to(DEVICE), positions, past, softcap).cpu()
+    drawn = kind(*table.row_params(rows.to(DEVICE), uses)).draw(logits.to(DEVICE), positions, past, softcap).cpu()
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     for b, one in enumerate(params):
@@ -95,20 +95,20 @@ def test_nothing_that_a_grammar_forbids_is_drawn(kind, temperature, kernels_run)
     logits = torch.randn(1, 4, vocab, generator=torch.Generator().manual_seed(1)) * 4
     logits[0, 2, 8] = -torch.inf
     params = [SamplingParams(temperature=temperature, top_p=0.9 if temperature else 1.0, regex="a")]
-    table, uses = SamplingTable(2, DEVICE), Uses.of(params)
+    table, uses = SamplingTable(2, DEVICE), SamplerUses.from_params(params)
     table.load(np.array([0]), [(params[0], 3)])
     rows = torch.tensor([0], device=DEVICE)
     history = torch.zeros(1, 3, dtype=torch.int64, device=DEVICE)
-    past = Past(torch.tensor([2], device=DEVICE), None, history, None, allowed)
+    past = EditInputs(torch.tensor([2], device=DEVICE), None, history, None, allowed)
     positions = torch.arange(4, device=DEVICE)[None]
     assert uses.edits
-    drawn = kind(*table.at(rows, uses)).draw(logits.to(DEVICE), positions, past)[0].tolist()
+    drawn = kind(*table.row_params(rows, uses)).draw(logits.to(DEVICE), positions, past)[0].tolist()
     assert all(token in tokens for token, tokens in zip(drawn, may_follow, strict=True))
-    free = kind(*table.at(rows, uses)).sample(logits.to(DEVICE), positions)[0].tolist()
+    free = kind(*table.row_params(rows, uses)).sample(logits.to(DEVICE), positions)[0].tolist()
     assert drawn[3] == free[3]
     two = torch.full_like(logits[:, 1:2], -torch.inf)
     two[0, 0, [3, 69]] = logits[0, 1, [3, 69]]
-    assert drawn[1] == kind(*table.at(rows, uses)).sample(two.to(DEVICE), positions[:, 1:2])[0, 0]
+    assert drawn[1] == kind(*table.row_params(rows, uses)).sample(two.to(DEVICE), positions[:, 1:2])[0, 0]
 
 
 def test_drafts_behind_the_root_are_masked_and_others_are_not():
@@ -132,10 +132,10 @@ def test_biases_are_packed_and_a_row_forgets_the_last_one():
     assert [bias_room(n) for n in (0, 1, 16, 17, 300, 4096)] == [0, 16, 16, 32, 512, 4096]
     table = SamplingTable(3, torch.device("cpu"))
     two = [SamplingParams(logit_bias={1: 1.0}), SamplingParams()]
-    uses = Uses.of(two)
+    uses = SamplerUses.from_params(two)
     for order in (two, two[::-1]):  # the rows are taken by the other one
         table.load_biases(torch.tensor([0, 2]).numpy(), order, uses)
-        edited = ReferenceSampler(*table.at(torch.tensor([0, 2]), uses)).biased(torch.zeros(2, 1, 3))
+        edited = ReferenceSampler(*table.row_params(torch.tensor([0, 2]), uses)).biased(torch.zeros(2, 1, 3))
         assert edited[:, 0].tolist() == [[0.0, 1.0 if one.logit_bias else 0.0, 0.0] for one in order]
 
 
@@ -146,19 +146,19 @@ def test_edits_can_be_captured():
     tree = DraftTree.from_parents(torch.tensor([[5, 6, 7]]), torch.tensor([[-1, 0, 0]]))
     length, forced = torch.tensor([2]), torch.tensor([[8, 9]])
     allowed = torch.full((1, 3, 3), -1, dtype=torch.int32)
-    past = Past(length, tree, torch.tensor([[5, 5, 9]]), torch.tensor([1]), allowed)
+    past = EditInputs(length, tree, torch.tensor([[5, 5, 9]]), torch.tensor([1]), allowed)
     logits = torch.randn(1, 3, 70)
     with capturable():
         batch.edited(logits, past, 20.0)
-        without_blanks(graft(tree, forced, length, 5))
+        without_blanks(force_tokens(tree, forced, length, 5))
 
 
 def test_nobody_else_pays():
     free = [SamplingParams(), SamplingParams(temperature=1.0, repetition_penalty=1.2)]
-    assert not Uses.of(free).edits
-    assert Uses.of([SamplingParams(presence_penalty=0.1)]).counts
-    assert Uses.of([*free, SamplingParams(logit_bias={1: 0.5})]).bias == 16
-    assert not Uses.of([SamplingParams(logit_bias={})]).edits
+    assert not SamplerUses.from_params(free).edits
+    assert SamplerUses.from_params([SamplingParams(presence_penalty=0.1)]).counts
+    assert SamplerUses.from_params([*free, SamplingParams(logit_bias={1: 0.5})]).bias == 16
+    assert not SamplerUses.from_params([SamplingParams(logit_bias={})]).edits
 
 
 @pytest.mark.parametrize("setting", ["bias", "every edit", "wanted again"])

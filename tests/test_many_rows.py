@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from kv_rig import SWA, MirroredArray, PagedAllocator, RequestTable, ints, make_allocator
+from kv_rig import SWA, MirroredArray, PagePool, RequestTable, ints, make_allocator
 
 from specdec import SamplingParams, SpecConfig
 from specdec.errors import DoubleFreeError, KVStateError, OutOfSlotsError
 from specdec.runtime.launched_step import LaunchedStep
-from specdec.sampling.sampling_table import SamplingTable, Uses
+from specdec.sampling.sampling_table import SamplerUses, SamplingTable
 
 from inside import Detokenizer, PromptRoom, Request, RequestState, RoundResult, Scheduler, restricted, settle_round
 from marks import deep_cases
@@ -35,7 +35,7 @@ def make(
 def grow(table: RequestTable, length: list[int]) -> None:
     """So many more tokens are committed in each row."""
     rows = np.arange(len(length))
-    table.ensure_all_slots(rows, table.committed_len.host[rows] + ints(*length))
+    table.ensure_slots(rows, table.committed_len.host[rows] + ints(*length))
     table.commit_chunk_on_host(rows, ints(*length))
 
 
@@ -49,7 +49,7 @@ def test_every_row_gets_the_pages_that_it_lacks():
     table.ensure_slots(2, 4)
     rows, length = ints(0, 1, 2), ints(5, 4, 9)
     assert table.pages_needed(rows, length).tolist() == [2, 0, 2]
-    table.ensure_all_slots(rows, length)
+    table.ensure_slots(rows, length)
     assert table.slots.host[0, :9].tolist() == [12, 13, 14, 15, 16, 17, 18, 19, 0]
     assert table.slots.host[1, :5].tolist() == [4, 5, 6, 7, 0]
     assert table.slots.host[2, :13].tolist() == [8, 9, 10, 11, 20, 21, 22, 23, 24, 25, 26, 27, 0]
@@ -60,7 +60,7 @@ def test_every_row_gets_the_pages_that_it_lacks():
 
 def test_rows_may_come_in_any_order_and_only_those_named_grow():
     table = make()
-    table.ensure_all_slots(ints(2, 0), ints(1, 2))
+    table.ensure_slots(ints(2, 0), ints(1, 2))
     assert table.slots.host[:3, :3].tolist() == [[2, 3, 0], [0, 0, 0], [1, 0, 0]]
     table.check()
 
@@ -68,10 +68,10 @@ def test_rows_may_come_in_any_order_and_only_those_named_grow():
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_rows_that_lack_nothing_take_nothing(page_size: int):
     table = make(page_size)
-    table.ensure_all_slots(ints(0, 1), ints(4, 8))
+    table.ensure_slots(ints(0, 1), ints(4, 8))
     before = contents(table)
-    table.ensure_all_slots(ints(0, 1), ints(4, 5))
-    table.ensure_all_slots(ints(), ints())
+    table.ensure_slots(ints(0, 1), ints(4, 5))
+    table.ensure_slots(ints(), ints())
     assert contents(table) == before
 
 
@@ -82,21 +82,21 @@ def test_when_one_is_short_nobody_takes_anything(window_pages: int | None):
     table.ensure_slots(1, 4)
     before = contents(table)
     with pytest.raises(OutOfSlotsError, match=r"3 pages needed; free: .*2 of 3"):
-        table.ensure_all_slots(ints(0, 1, 2), ints(1, 4, 5))
+        table.ensure_slots(ints(0, 1, 2), ints(1, 4, 5))
     assert contents(table) == before
-    table.ensure_all_slots(ints(0, 1, 2), ints(1, 4, 4))
+    table.ensure_slots(ints(0, 1, 2), ints(1, 4, 4))
     table.check()
 
 
 def test_a_row_that_is_too_long_or_closed_is_named_and_nobody_takes_anything():
     table = make()
-    table.close_row(1)
+    table.close_rows(1)
     before = contents(table)
     with pytest.raises(OutOfSlotsError, match="row 2: 25 slots needed, a row has 24"):
-        table.ensure_all_slots(ints(0, 2), ints(3, 25))
+        table.ensure_slots(ints(0, 2), ints(3, 25))
     for row in (1, 3, 4, -1):
         with pytest.raises(KVStateError, match=f"row {row} is not open"):
-            table.ensure_all_slots(ints(0, row), ints(3, 3))
+            table.ensure_slots(ints(0, row), ints(3, 3))
     assert contents(table) == before
 
 
@@ -104,19 +104,19 @@ def test_a_row_that_is_too_long_or_closed_is_named_and_nobody_takes_anything():
 
 
 def test_a_page_is_free_when_it_was_given_back_as_often_as_it_is_held():
-    pool = PagedAllocator("full", 4)
+    pool = PagePool("full", 4)
     pool.alloc(3)
     pool.share(ints(2, 3))
-    pool.keep(ints(3))
+    pool.cache_pages(ints(3))
     before = contents(pool)
     with pytest.raises(DoubleFreeError, match=r"pages \[2, 1, 2, 2\] are not held, or named twice"):
         pool.free(ints(2, 1, 2, 2))
     assert contents(pool) == before
     assert pool.free(ints(2, 1, 3)).tolist() == [False, True, False]
-    assert pool.num_holders(ints(1, 2, 3)).tolist() == [0, 1, 1]
+    assert pool.row_refs(ints(1, 2, 3)).tolist() == [0, 1, 1]
     pool.share(ints(2, 3))
     assert pool.free(ints(3, 2, 2, 3)).tolist() == [False, True, True, False]  # the cache has page 3
-    assert (pool.free_pages, pool.cached_pages, pool.held_pages) == (3, 1, 0)
+    assert (pool.free_pages, pool.evictable_pages, pool.held_pages) == (3, 1, 0)
     pool.check()
 
 
@@ -152,7 +152,7 @@ def test_rows_that_share_a_page_evict_it_in_one_step(page_size: int, named: int,
     assert not table.allocator.is_mapped(SWA, shared).any()
     table.check()
     for row in range(3):
-        table.close_row(row)
+        table.close_rows(row)
     table.check()
     assert (swa.held_pages, table.allocator.primary.held_pages) == (0, 0)
 
@@ -187,7 +187,7 @@ def test_evicting_all_rows_is_evicting_one_after_the_other(page_size: int):
             for mine, theirs in (
                 (table.evicted_len, twin.evicted_len),
                 (table.allocator.maps.host[SWA], twin.allocator.maps.host[SWA]),
-                (table.allocator.pools[SWA].num_holders(pages), twin.allocator.pools[SWA].num_holders(pages)),
+                (table.allocator.pools[SWA].row_refs(pages), twin.allocator.pools[SWA].row_refs(pages)),
             ):
                 assert (mine == theirs).all()
             table.check()
@@ -228,7 +228,7 @@ def slots_one_after_the_other(scheduler: Scheduler) -> None:
         while request.state is RequestState.DECODE:
             rows, wanted = ints(request.row), table.committed_len.host[[request.row]] + LOOKAHEAD
             if table.pages_needed(rows, wanted).sum() <= table.allocator.available_pages:
-                table.ensure_all_slots(rows, wanted)
+                table.ensure_slots(rows, wanted)
                 break
             scheduler._make_room()
 
@@ -290,7 +290,7 @@ def test_a_round_is_settled_for_all():
     """Rows 2 and 0 gain one token and three; the last of row 0 would be one too many."""
     table = make(window=None)
     grow(table, [3, 4, 5])
-    table.ensure_all_slots(ints(0, 2), ints(6, 8))
+    table.ensure_slots(ints(0, 2), ints(6, 8))
     tokens = MirroredArray((4, 24), torch.device("cpu"))
     requests = [request_of(0, 5), request_of(1, 3, max_new_tokens=3)]
     for request, row in zip(requests, (2, 0), strict=True):
@@ -339,7 +339,7 @@ def test_a_copied_reader_has_all_and_reads_on_by_itself():
 @pytest.mark.parametrize("draft", [SpecConfig(4), SpecConfig(3, 2, 6), SpecConfig(1), SpecConfig(3, 1, 3)])
 def test_only_the_end_of_an_output_shortens_a_draft(draft):
     request = Request([1], SamplingParams(max_new_tokens=9), 0, Detokenizer(None), frozenset(), draft)
-    sizes = [request.draft_size(to_go) for to_go in range(1, 10)]
+    sizes = [request.draft_size(remaining) for remaining in range(1, 10)]
     assert [(size.num_steps, size.num_nodes) for size in sizes] == [draft.shortened(depth) for depth in range(9)]
     assert {size.topk for size in sizes} == {draft.topk} and request.max_drafts == sizes[-1].depth == draft.depth
 
@@ -347,7 +347,7 @@ def test_only_the_end_of_an_output_shortens_a_draft(draft):
 def test_who_is_restricted_has_rules_that_still_hold():
     requests = [request_of(number) for number in range(4)]
     for request, free in ((requests[1], False), (requests[2], True), (requests[3], False)):
-        request.settled = request.settled._replace(place=SimpleNamespace(free=free))
+        request.settled = request.settled._replace(grammar_state=SimpleNamespace(free=free))
     assert restricted(requests) == [requests[1], requests[3]] and restricted(requests[::2]) == []
 
 
@@ -376,7 +376,7 @@ def test_what_a_batch_uses_is_that_of_this_batch():
     equal = SamplingParams(temperature=0.5)
     for batch in ([greedy], [sampled], [equal], [equal, biased], [greedy, biased], [greedy, greedy], [], [biased]):
         for _ in range(2):
-            assert table.uses(batch) == Uses.of(batch)
+            assert table.uses(batch) == SamplerUses.from_params(batch)
     mine = [greedy]
     table.uses(mine)
     mine[0] = sampled

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from specdec import Engine, EngineConfig, SpecConfig
 from specdec.cli.app import app
 from specdec.draft_models.checkpoints.drafter_formats import kept_layout
+from specdec.drafter_loading import drafts_by_modules
 from specdec.evaluation.memory_plan import memory_plan
 from specdec.kvcache.layout import layout_from_config
 from specdec.loading import load_model
@@ -133,6 +134,17 @@ def test_mtp_modules_are_planned_as_an_engine_keeps_them(name, drafter, tmp_path
     unread = planned("--drafter", "mtp", *words)
     assert unread["groups"] == report["groups"] and unread["weights"]["drafter"] is None
     assert planned("--drafter", "auto", *words)["weights"].keys() == {"target"}
+
+
+def test_a_head_next_to_modules_of_the_targets_size_is_planned_as_it_is_loaded(tmp_path) -> None:
+    """One rule says for both whether a checkpoint drafts by its MTP modules: a head's config.json says that it does
+    not, though its sizes are the target's and its folder has modules."""
+    publish("exaone4", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    target = ModelOnMeta("target", model_on_meta(transformers.AutoConfig.from_pretrained(tmp_path), torch.float32))
+    assert drafts_by_modules(config, target, lambda: tmp_path)
+    head = {**config, "architectures": ["LlamaForCausalLMEagle3", "Exaone4ForCausalLM"]}
+    assert not drafts_by_modules(head, target, lambda: pytest.fail("the folder of a head is not looked into"))
 
 
 @pytest.mark.parametrize(

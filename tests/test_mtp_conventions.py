@@ -167,7 +167,7 @@ def test_every_eighth_step_does_one_part_of_the_judgement(small: Planted, monkey
     it, for 144 steps of 16 requests."""
     done: list[int] = []
 
-    def judge(target: TargetModel, drafter: Any, texts: list[convention_watch.Answered]) -> Iterator[None]:
+    def judge(target: TargetModel, drafter: Any, texts: list[convention_watch.AnsweredText]) -> Iterator[None]:
         assert sum(text.answer_len for text in texts) >= 512 and all(text.first == 4 for text in texts)
         for part in range(100):
             done.append(part)

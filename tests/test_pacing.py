@@ -14,14 +14,14 @@ from specdec.serving.http.pacing import (
     MAX_SECONDS,
     PER_SECOND,
     UNIT_BYTES,
-    Pace,
+    ClientPace,
     Paced,
     is_paced,
 )
 
 
 def test_a_pail_of_refusals_is_answered_at_once_and_then_so_many_a_second() -> None:
-    pace = Pace()
+    pace = ClientPace()
     assert [pace.delay("a", 100.0) for _ in range(BURST)] == [0.0] * BURST
     assert [pace.delay("a", 100.0) for _ in range(3)] == pytest.approx([i / PER_SECOND for i in (1, 2, 3)])
     assert pace.delay("b", 100.0) == 0.0  # another client has a pail of its own
@@ -30,7 +30,7 @@ def test_a_pail_of_refusals_is_answered_at_once_and_then_so_many_a_second() -> N
 
 
 def test_a_refused_body_counts_by_its_bytes_and_none_waits_for_long() -> None:
-    pace, large = Pace(), BURST * UNIT_BYTES
+    pace, large = ClientPace(), BURST * UNIT_BYTES
     assert pace.delay("a", 100.0, 1 + large // UNIT_BYTES) == 0.0  # a mistake in a large body is told at once
     assert pace.delay("a", 100.0, 1 + large // UNIT_BYTES) == MAX_SECONDS
     assert pace.delay("a", 100.0, 1 + large // UNIT_BYTES) == MAX_SECONDS  # and nobody owes more than that
@@ -39,7 +39,7 @@ def test_a_refused_body_counts_by_its_bytes_and_none_waits_for_long() -> None:
 
 def test_clients_of_long_ago_are_forgotten(monkeypatch) -> None:
     monkeypatch.setattr(pacing, "MAX_REMEMBERED", 10)
-    pace = Pace()
+    pace = ClientPace()
     for number in range(100):
         pace.delay(f"client {number}", 100.0 * number)
     assert len(pace._due) <= 10

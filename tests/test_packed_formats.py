@@ -14,7 +14,17 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from specdec.layers.packed.packed_weight import dequantised, numbers_of
-from specdec.models.quantised.formats import AWQ, COMPRESSED_INT4, GPTQ_V1, GPTQ_V2, Format, Fp8, Int4, Mxfp4, nibbles
+from specdec.models.quantised.formats import (
+    AWQ,
+    COMPRESSED_INT4,
+    GPTQ_V1,
+    GPTQ_V2,
+    Fp8,
+    Int4,
+    Mxfp4,
+    WeightFormat,
+    nibbles,
+)
 from specdec.models.quantised.quantization_config import quantization_of
 
 from marks import deep_cases, slow
@@ -27,7 +37,7 @@ def reference_cases() -> dict[str, dict]:
         return {name: json.loads(about) for name, about in sorted(file.metadata().items())}
 
 
-def read_as(format: Format, tensors: dict[str, torch.Tensor], shape: list[int]):
+def read_as(format: WeightFormat, tensors: dict[str, torch.Tensor], shape: list[int]):
     size = torch.Size(shape)
     format.compare("model.linear", tensors, size)
     return format.repack(tensors, size)

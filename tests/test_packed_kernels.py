@@ -24,7 +24,7 @@ from specdec.layers.packed.dequantise import dequantise
 from specdec.layers.packed.packed_gemm import packed_gemm
 from specdec.layers.packed.packed_launch import PackedLaunch, choose_packed_rows
 from specdec.layers.packed.packed_tile import scale_step
-from specdec.layers.packed.packed_weight import BITS, PackedWeight, dequantised, pack, unpack
+from specdec.layers.packed.packed_weight import BITS, PackedWeight, dequantised, pack_words, unpack_words
 from specdec.layers.per_layer_embedding import gated_projection, reference_gated_projection
 from specdec.layers.product import Cut, Product, Tiles, cut_of, finish, reference_finish
 
@@ -52,7 +52,7 @@ def random_weight(form: str, *shape: int, dtype: torch.dtype = torch.float32) ->
         scales = torch.exp2(scales.log2().round())
     scales = scales.to(torch.float32 if code == "e4m3" else dtype)
     zeros = torch.randint(0, 17, scales.shape).to(scales.dtype) if kind == "zeros" else None
-    words = pack(numbers.flatten(0, -2), code).view(*leading, n, -1)
+    words = pack_words(numbers.flatten(0, -2), code).view(*leading, n, -1)
     parts = (None if part is None else part.to(DEVICE) for part in (words, scales, zeros))
     packed = PackedWeight(code, *parts, group)  # type: ignore[arg-type]
     return packed.with_repeated_scales()
@@ -75,20 +75,20 @@ def test_words_by_eye():
     """Word t of a row has columns 2 t and 2 t + 1 in the lowest 4 bits of its halves."""
     numbers = torch.zeros(1, 32, dtype=torch.uint8)
     numbers[0, 2], numbers[0, 3], numbers[0, 10], numbers[0, 18] = 1, 2, 3, 4  # t = 1; b = 1; a = 1
-    assert pack(numbers, "int4")[0].tolist() == [0, 1 | 2 << 16 | 3 << 4 | 4 << 8, 0, 0]
+    assert pack_words(numbers, "int4")[0].tolist() == [0, 1 | 2 << 16 | 3 << 4 | 4 << 8, 0, 0]
 
 
 @pytest.mark.parametrize("code", ["int4", "e2m1", "e4m3"])
 def test_words_are_unpacked(code: str):
     numbers = torch.randint(0, 1 << BITS[code], (5, 96), dtype=torch.uint8)
-    torch.testing.assert_close(unpack(pack(numbers, code), code), numbers)
+    torch.testing.assert_close(unpack_words(pack_words(numbers, code), code), numbers)
 
 
 def test_numbers_by_eye():
     """(q - 8) times a scale of its group of 32 columns."""
     numbers = torch.full((1, 64), 8, dtype=torch.uint8)
     numbers[0, 0], numbers[0, 33] = 11, 0
-    weight = PackedWeight("int4", pack(numbers, "int4"), torch.tensor([[2.0], [0.5]]), None, 32)
+    weight = PackedWeight("int4", pack_words(numbers, "int4"), torch.tensor([[2.0], [0.5]]), None, 32)
     found = dequantised(weight, torch.float32)[0]
     assert found[0] == 6.0 and found[33] == -4.0 and found.count_nonzero() == 2
 

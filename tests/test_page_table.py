@@ -9,8 +9,8 @@ from specdec.attention.kernels import page_table as page_table_module
 from specdec.attention.kernels.page_table import (
     PageTables,
     build_page_tables,
+    group_widths,
     reference_build_page_tables,
-    table_widths,
 )
 from specdec.attention.trees.tree import DraftTree
 from specdec.kvcache.index_spaces import PRIMARY, ByGroup, GroupId
@@ -64,7 +64,7 @@ def tables_of(table: KVRig, rows: np.ndarray, num_nodes: int, full_width: int) -
         torch.from_numpy(rows).to(DEVICE),
         torch.from_numpy(table.committed_len.host[rows]).to(DEVICE),
     )
-    widths = table_widths(table.retain, full_width, allocator.page_size)
+    widths = group_widths(table.retain, full_width, allocator.page_size)
     options = {"num_nodes": num_nodes, "page_size": allocator.page_size, "widths": widths}
     length = np.where(rows == table.padding_row, 0, table.committed_len.host[rows])
     builders = build_page_tables, reference_build_page_tables

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from specdec.errors import DoubleFreeError, OutOfSlotsError
-from specdec.kvcache.page_pool import PagedAllocator
+from specdec.kvcache.page_pool import PagePool
 
 from snapshots import contents
 
@@ -14,7 +14,7 @@ def pages(*numbers: int) -> np.ndarray:
 
 
 def test_pages_start_at_one_and_come_in_order():
-    pool = PagedAllocator("full", 4)
+    pool = PagePool("full", 4)
     taken = pool.alloc(2)
     assert taken.tolist() == [1, 2]
     taken[:] = 9  # an array of the caller's own
@@ -24,7 +24,7 @@ def test_pages_start_at_one_and_come_in_order():
 
 
 def test_the_pages_freed_last_are_reused_first():
-    pool = PagedAllocator("full", 4)
+    pool = PagePool("full", 4)
     pool.alloc(4)
     pool.free(pages(2, 3))
     assert (pool.free_pages, pool.held_pages) == (2, 2)
@@ -34,7 +34,7 @@ def test_the_pages_freed_last_are_reused_first():
 
 
 def test_alloc_of_none_and_free_of_none_change_nothing():
-    pool = PagedAllocator("full", 2)
+    pool = PagePool("full", 2)
     before = contents(pool)
     assert pool.alloc(0).tolist() == []
     pool.free(pages())
@@ -43,7 +43,7 @@ def test_alloc_of_none_and_free_of_none_change_nothing():
 
 @pytest.mark.parametrize(("capacity", "taken", "wanted"), [(0, 0, 1), (4, 2, 3)], ids=["empty", "too many"])
 def test_more_pages_than_are_free_takes_none(capacity: int, taken: int, wanted: int):
-    pool = PagedAllocator("swa", capacity)
+    pool = PagePool("swa", capacity)
     pool.alloc(taken)
     before, free = contents(pool), capacity - taken
     with pytest.raises(OutOfSlotsError, match=f"swa pool: {wanted} pages needed, {free} of {capacity} free"):
@@ -59,7 +59,7 @@ def test_more_pages_than_are_free_takes_none(capacity: int, taken: int, wanted: 
     ids=["free", "one-free", "twice", "sink", "one-sink", "beyond", "negative", "negative-held"],
 )
 def test_wrong_pages_are_refused_and_none_is_freed(wrong: tuple[int, ...]):
-    pool = PagedAllocator("full", 4)
+    pool = PagePool("full", 4)
     pool.alloc(2)
     before = contents(pool)
     with pytest.raises(DoubleFreeError, match=r"full pool: pages .* not held, or named twice"):
@@ -68,7 +68,7 @@ def test_wrong_pages_are_refused_and_none_is_freed(wrong: tuple[int, ...]):
 
 
 def test_freeing_twice_raises():
-    pool = PagedAllocator("full", 4)
+    pool = PagePool("full", 4)
     taken = pool.alloc(2)
     pool.free(taken)
     with pytest.raises(DoubleFreeError, match=r"pages \[1, 2\] are not held"):
@@ -76,7 +76,7 @@ def test_freeing_twice_raises():
     pool.check()
 
 
-def corrupt(pool: PagedAllocator, how: str) -> None:
+def corrupt(pool: PagePool, how: str) -> None:
     match how:
         case "free twice":
             pool._stack[0] = pool._stack[1]
@@ -96,11 +96,11 @@ def corrupt(pool: PagedAllocator, how: str) -> None:
         ("free twice", "a page is free twice"),
         ("free and held", "a free page is held"),
         ("page 0 held", "page 0 is held"),
-        ("page lost", r"held 2 \+ cached 0 \+ free 1 != 4"),
+        ("page lost", r"held 2 \+ evictable 0 \+ free 1 != 4"),
     ],
 )
 def test_check_finds(how: str, message: str):
-    pool = PagedAllocator("full", 4)
+    pool = PagePool("full", 4)
     pool.alloc(2)
     pool.check()
     corrupt(pool, how)
@@ -110,7 +110,7 @@ def test_check_finds(how: str, message: str):
 
 def test_random_run_agrees_with_a_set():
     rng = np.random.default_rng(0)
-    pool, held = PagedAllocator("full", 13), set()
+    pool, held = PagePool("full", 13), set()
     for _ in range(2000):
         if rng.random() < 0.5:
             count = int(rng.integers(0, 6))

@@ -8,21 +8,21 @@ import pytest
 import torch
 
 from specdec.attention.kernels.paged_attention import (
-    Tiles,
-    choose_tiles,
+    PagedTiles,
+    choose_paged_tiles,
     fit_tiles,
     paged_attention,
     reference_paged_attention,
 )
 from specdec.attention.trees.tree import DraftTree
-from specdec.kvcache.rounded import RoundedPool
+from specdec.kvcache.fp8_pool import Fp8Pool
 
 from dense_oracle import attend
 from marks import deep_cases, quick, usual_cases
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
-SMALL = Tiles(16, 16, 4, 1, waves=3.0)
+SMALL = PagedTiles(16, 16, 4, 1, waves=3.0)
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 pytestmark = pytest.mark.usefixtures("kernels_run", "poison_empty")
@@ -259,9 +259,9 @@ def test_head_sizes(head_dim: int) -> None:
 def test_keys_and_values_of_8_bits_are_attended_to_as_they_are_read_back(dtype: torch.dtype) -> None:
     """Those of the draft too, which are the newest of more rows."""
     case = Case([35, 4], 5, parents=[-1, 0, 0, 1, 3], dtype=dtype, head_dim=16, v_dim=12, heads=(4, 2), window=30)
-    pools = {name: RoundedPool.of(case.args[name].to(DEVICE)) for name in ("pool_k", "pool_v")}
+    pools = {name: Fp8Pool.from_rows(case.args[name].to(DEVICE)) for name in ("pool_k", "pool_v")}
     blocks = [
-        RoundedPool.of(case.args[name].transpose(1, 2).flatten(0, 1).to(DEVICE)) for name in ("block_k", "block_v")
+        Fp8Pool.from_rows(case.args[name].transpose(1, 2).flatten(0, 1).to(DEVICE)) for name in ("block_k", "block_v")
     ]
 
     def rows(numbers: torch.Tensor) -> torch.Tensor:
@@ -298,7 +298,7 @@ def test_more_splits_than_are_merged_at_once(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_tiles_shrink_until_they_fit_the_shared_memory() -> None:
     hopper, ampere, ada = 227 << 10, 163 << 10, 99 << 10  # bytes that one program may use
-    decode, verify = choose_tiles(4, 256, 2), choose_tiles(64, 256, 2)
+    decode, verify = choose_paged_tiles(4, 256, 2), choose_paged_tiles(64, 256, 2)
     assert verify[:4] == (64, 32, 4, 7) == fit_tiles(verify, 256, 2, hopper)[:4]  # (64 + 2 * 32 * 4) * 512 = 160 KiB
     assert fit_tiles(verify, 256, 2, ampere)[:4] == (64, 32, 4, 7)
     assert fit_tiles(verify, 256, 2, ada)[:4] == (64, 32, 4, 3)  # two tiles of K and V instead of four

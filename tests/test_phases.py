@@ -20,7 +20,7 @@ from specdec.evaluation.phases import phase_run as run_module
 from specdec.evaluation.phases.memory_floor import StepBytes, read_bandwidth
 from specdec.evaluation.phases.parity import Parity, check_parity, output_gaps
 from specdec.evaluation.phases.phase_report import Cell, PhaseReport, Spread, table
-from specdec.evaluation.phases.phase_run import Plan, Subject, run_phases
+from specdec.evaluation.phases.phase_run import BenchSubject, Plan, run_phases
 from specdec.evaluation.phases.timed_rounds import drive, gaps_between_stamps, idle_within, most_new_tokens, round_time
 from specdec.evaluation.transformers_peer import Peer, peers_for
 from specdec.models.target import TargetModel
@@ -52,7 +52,7 @@ def subject(make_target, make_assistant):
     model = make_target("gemma4-e2b")
     target = TargetModel(model)
     drafter = load_any_drafter(make_assistant(model), target)
-    return Subject(
+    return BenchSubject(
         name="tiny",
         target=target,
         drafter=drafter,
@@ -190,7 +190,7 @@ def test_a_fault_of_the_engine_fails_parity(subject, monkeypatch):
 
 
 def test_a_real_pair_has_its_measured_acceptance(subject):
-    real = Subject(**{item.name: getattr(subject, item.name) for item in fields(subject)} | {"assumed": ()})
+    real = BenchSubject(**{item.name: getattr(subject, item.name) for item in fields(subject)} | {"assumed": ()})
     cell = run_phases(real, plan()).cells[1]
     assert cell.acceptance_length is not None
     per_round = cell.acceptance_length / (cell.ms["round"].median / 1e3)

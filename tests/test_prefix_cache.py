@@ -59,7 +59,7 @@ class Rig(SimpleNamespace):
         self.table.check()
 
     def close(self, row: int) -> None:
-        self.table.close_row(row)
+        self.table.close_rows(row)
         self.table.check()
 
     def serve(self, text: Sequence[int], *, evict: bool = False) -> int:
@@ -74,11 +74,11 @@ class Rig(SimpleNamespace):
 
     def found(self, text: Sequence[int]) -> int:
         """Slots that a request with this prompt would adopt."""
-        return len(self.cache.match(self.cache.key(text)[: len(text) - 1])) * self.allocator.page_size
+        return len(self.cache.match_prefix(self.cache.key(text)[: len(text) - 1])) * self.allocator.page_size
 
     def lose_peers(self, pages: np.ndarray, group: GroupId = SWA) -> None:
         """What happens when the pool of a windowed group runs short."""
-        self.allocator.forget_peers(group, pages)
+        self.allocator.uncache_peers(group, pages)
         for node in self.cache._by_age:
             node.num_peers = self.cache._count_peers(node.pages)
         self.table.check()
@@ -89,7 +89,7 @@ class Rig(SimpleNamespace):
     def counts(self) -> tuple[int, int, int]:
         """(free, held, cached) full pages."""
         pool = self.allocator.primary
-        return pool.free_pages, pool.held_pages, pool.cached_pages
+        return pool.free_pages, pool.held_pages, pool.evictable_pages
 
 
 # adopting
@@ -166,10 +166,10 @@ def test_what_is_written_behind_a_match_is_the_rows_own():
         rig.table.ensure_slots(row, 31)
     behind = np.concatenate([rig.table.slots.host[row, 28:32] for row in rows])
     assert len(set(behind.tolist())) == 12
-    assert not rig.allocator.primary.is_kept(np.unique(behind // 4)).any()
+    assert not rig.allocator.primary.is_cached(np.unique(behind // 4)).any()
     swa = rig.allocator.maps.host[SWA][behind]
     assert len(set(swa.tolist())) == 12 and 0 not in swa
-    assert not rig.allocator.pools[SWA].is_kept(np.unique(swa // 4)).any()
+    assert not rig.allocator.pools[SWA].is_cached(np.unique(swa // 4)).any()
 
 
 def test_rows_of_one_text_share_it_and_leave_one_by_one():
@@ -197,7 +197,7 @@ def test_a_match_ends_with_a_window_that_is_mapped():
     text = list(range(24))
     rig.serve(text, evict=True)
     key = rig.cache.key(text)
-    assert [len(rig.cache.match(key[:n])) for n in (5, 17, 21, 22, 23)] == [0, 0, 0, 22, 23]
+    assert [len(rig.cache.match_prefix(key[:n])) for n in (5, 17, 21, 22, 23)] == [0, 0, 0, 22, 23]
     row, adopted = rig.begin([*text[:23], 99])
     assert (adopted, rig.table.evicted_len[SWA, row]) == (23, 18)
     assert (rig.allocator.primary.held_pages, rig.allocator.pools[SWA].held_pages) == (23, 5)
@@ -208,9 +208,9 @@ def test_a_match_that_reaches_to_the_start_needs_all_of_it():
     text = list(range(24))
     rig.serve(text)  # nothing evicted
     assert [rig.found([*text[:n], 99]) for n in (1, 3, 5, 17, 23)] == [1, 3, 5, 17, 23]
-    rig.lose_peers(rig.cache.match(rig.cache.key(text))[[2, 9]])
+    rig.lose_peers(rig.cache.match_prefix(rig.cache.key(text))[[2, 9]])
     key = rig.cache.key(text)
-    found = [len(rig.cache.match(key[:n])) for n in range(24)]
+    found = [len(rig.cache.match_prefix(key[:n])) for n in range(24)]
     #      0  1  2 | 3 .. 7: the window of 5 holds 2 | 8  9 | 10 .. 14: it holds 9 | 15 ...
     assert found == [0, 1, 2, 2, 2, 2, 2, 2, 8, 9, 9, 9, 9, 9, 9, *range(15, 24)]
 
@@ -230,17 +230,17 @@ def test_what_row_and_cache_have_of_a_window_are_claims_of_their_own():
     rig.serve(text)
     first, second = rig.begin([*text, 7])[0], rig.begin([*text, 8])[0]
     swa = rig.allocator.pools[SWA]
-    assert (swa.held_pages, swa.cached_pages) == (5, 6)
+    assert (swa.held_pages, swa.evictable_pages) == (5, 6)
     for row in (first, second):
         rig.fill(row, 20)
     rig.table.evict_unseen(np.array([first]))  # gives up 6 .. 13: its own two are free, the others are not
     rig.table.check()
-    assert (swa.held_pages, swa.cached_pages) == (5 + 18 - 2 - 1, 6 + 0)
+    assert (swa.held_pages, swa.evictable_pages) == (5 + 18 - 2 - 1, 6 + 0)
     rig.close(second)
-    assert (swa.held_pages, swa.cached_pages) == (6, 11)
+    assert (swa.held_pages, swa.evictable_pages) == (6, 11)
     rig.cache.clear()
     rig.table.check()
-    assert (swa.held_pages, swa.cached_pages, swa.free_pages) == (6, 0, 34)
+    assert (swa.held_pages, swa.evictable_pages, swa.free_pages) == (6, 0, 34)
     rig.close(first)
     assert rig.counts() == (40, 0, 0)
 
@@ -254,14 +254,14 @@ def test_a_row_that_made_it_again_revives_a_dead_window():
         rig.fill(row, 9)
     rig.keep(first, text)
     rig.close(first)
-    rig.lose_peers(rig.cache.match(rig.cache.key(text)))
+    rig.lose_peers(rig.cache.match_prefix(rig.cache.key(text)))
     assert rig.found(text) == 0
     assert rig.counts() == (40 - 18, 9, 9)
     rig.keep(second, text)
     assert rig.found(text) == 9
     assert rig.counts() == (40 - 9, 9, 0)  # exchanged, the old ones are free: nothing was mapped anew
     rig.close(second)
-    assert (rig.allocator.pools[SWA].held_pages, rig.allocator.pools[SWA].cached_pages) == (0, 9)
+    assert (rig.allocator.pools[SWA].held_pages, rig.allocator.pools[SWA].evictable_pages) == (0, 9)
     assert rig.row_slots(rig.begin(text)[0]) == list(range(10, 19))
 
 
@@ -270,12 +270,12 @@ def test_a_row_that_adopted_a_window_revives_it_in_place():
     text = list(range(10))
     rig.serve(text)
     row, _ = rig.begin([*text, 1, 2])
-    rig.lose_peers(rig.cache.match(rig.cache.key(text)))  # the row holds 4 .. 8 on
+    rig.lose_peers(rig.cache.match_prefix(rig.cache.key(text)))  # the row holds 4 .. 8 on
     before = rig.counts()
     rig.keep(row, text)
     assert rig.counts() == before
     rig.close(row)
-    assert rig.allocator.pools[SWA].cached_pages == 5
+    assert rig.allocator.pools[SWA].evictable_pages == 5
     assert rig.found(text) == 9
 
 
@@ -293,7 +293,7 @@ def test_a_half_dead_node_takes_from_a_row_what_that_has():
     rig.table.evict_unseen(np.array([other]))
     assert rig.table.evicted_len[SWA, other] == 5
     rig.keep(other, text)
-    assert rig.cache.match(rig.cache.key(text)).tolist() == [12, 13, 14, 15, 16, 6, 18, 19, 20, 10, 11]
+    assert rig.cache.match_prefix(rig.cache.key(text)).tolist() == [12, 13, 14, 15, 16, 6, 18, 19, 20, 10, 11]
 
 
 # giving up
@@ -366,10 +366,10 @@ def test_swa_peers_die_first_those_that_no_end_needs_before_the_others():
     rig.serve(one)
     rig.serve(two)
     swa = rig.allocator.pools[SWA]
-    assert (swa.free_pages, swa.cached_pages) == (0, 40)
+    assert (swa.free_pages, swa.evictable_pages) == (0, 40)
     row, _ = rig.begin([99] * 60)
     rig.fill(row, 30)
-    assert (swa.held_pages, swa.cached_pages) == (30, 10)
+    assert (swa.held_pages, swa.evictable_pages) == (30, 10)
     assert rig.counts() == (10, 30, 40)
     assert [rig.found(text) for text in (one, two)] == [20, 20]
     rig.fill(row, 35)
@@ -377,7 +377,7 @@ def test_swa_peers_die_first_those_that_no_end_needs_before_the_others():
     assert rig.counts() == (5, 35, 40)
     rig.fill(row, 40)
     assert [rig.found(text) for text in (one, two)] == [0, 0]
-    assert (swa.held_pages, swa.cached_pages) == (40, 0)
+    assert (swa.held_pages, swa.evictable_pages) == (40, 0)
     rig.table.check()
 
 
@@ -417,7 +417,7 @@ def test_an_edge_is_as_long_as_it_can_be():
     assert len(rig.cache._by_age) == 1
     rig.serve([*text[:5000], 0, 0])
     assert sorted(len(node.pages) for node in rig.cache._by_age) == [1, 3000, 5000]
-    assert rig.allocator.primary.kept_pages == 8001
+    assert rig.allocator.primary.cached_pages == 8001
 
 
 def test_keeping_what_is_kept_changes_nothing():
@@ -446,7 +446,7 @@ def test_reset_forgets_rows_and_cache():
     rig.begin(list(range(24)))
     rig.table.reset()
     rig.table.check()
-    assert rig.counts() == (64, 0, 0) and rig.allocator.primary.kept_pages == 0
+    assert rig.counts() == (64, 0, 0) and rig.allocator.primary.cached_pages == 0
     assert rig.serve(list(range(24))) == 0
 
 
@@ -471,7 +471,7 @@ def corrupt(rig: Rig, how: str) -> None:
         case "page of nobody":
             rig.allocator.alloc(1)
         case "forgotten by the pool":
-            rig.allocator.primary._kept[1] = False
+            rig.allocator.primary._cached[1] = False
         case _:
             raise AssertionError(how)
 

@@ -333,7 +333,7 @@ def test_swa_stays_a_window_a_request_at_long_contexts(page_size, make_target, m
     outs = engine.generate([[*prompt, i] for i in range(4)], SamplingParams(max_new_tokens=40))
     assert max(held) * page_size <= 4 * (64 + engine.table.retain[SWA] + 4 * page_size + 2 * engine.table.lookahead)
     assert all(out.stats.cached_tokens >= 2000 - page_size for out in outs)
-    assert allocator.primary.cached_pages * page_size < 2000 + 5 * 50
+    assert allocator.primary.evictable_pages * page_size < 2000 + 5 * 50
     alone = make_engine(model, "ngram", page_size=page_size, max_model_len=2200, prefix_cache=False)
     assert alone.generate(prompt, SamplingParams(max_new_tokens=4))[0].token_ids == first.token_ids
     assert alone.generate([*prompt, 3], SamplingParams(max_new_tokens=40))[0].token_ids == outs[3].token_ids
@@ -417,7 +417,7 @@ def test_what_cannot_be_seen_is_told(make_target, make_engine, random_prompt, hf
     assert ends(engine, random_prompt(30), 1)[1] == 0
     assert ends(engine, prompt, 1) == ([want], 39)
     engine.clear_prefix_cache()
-    assert engine.table.allocator.primary.cached_pages == 0
+    assert engine.table.allocator.primary.evictable_pages == 0
     assert_idle(engine)
 
 
@@ -441,7 +441,7 @@ def test_without_it_nothing_is_kept(build, greedy_oracle, random_prompt):
     engine, prompt = build(DRAFTERS["mtp-chain"], prefix_cache=False), random_prompt(40)
     for _ in range(2):
         assert ends(engine, prompt) == (greedy_oracle(engine.target.model, prompt, NEW), 0)
-        assert engine.table.allocator.primary.cached_pages == 0
+        assert engine.table.allocator.primary.evictable_pages == 0
     engine.clear_prefix_cache()
 
 
@@ -455,4 +455,4 @@ def test_a_closed_engine_keeps_nothing(build, random_prompt):
     engine = build(DRAFTERS["ngram"])
     ends(engine, random_prompt(30))
     engine.close()
-    assert engine.table.allocator.primary.cached_pages == 0
+    assert engine.table.allocator.primary.evictable_pages == 0

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specdec.errors import UnsupportedModelError
-from specdec.models.probe import Closeness, prove
+from specdec.models.probe import Tolerance, prove
 from specdec.models.target import TargetModel
 
 
@@ -16,13 +16,13 @@ def test_a_bound_follows_the_noise_up_to_a_point():
     def noise_of(noise):
         return lambda: asked.append(noise) or noise
 
-    assert Closeness(False, noise_of(0.3)).is_within(0.19, 0.2) and asked == []
-    assert Closeness(False, noise_of(0.3)).is_within(0.45, 0.2)
-    assert not Closeness(False, noise_of(0.1)).is_within(0.45, 0.2)
-    assert not Closeness(False, noise_of(0.9)).is_within(0.55, 0.2)
-    assert not Closeness(False, noise_of(0.9)).is_within(float("nan"), 0.2)
+    assert Tolerance(False, noise_of(0.3)).is_within(0.19, 0.2) and asked == []
+    assert Tolerance(False, noise_of(0.3)).is_within(0.45, 0.2)
+    assert not Tolerance(False, noise_of(0.1)).is_within(0.45, 0.2)
+    assert not Tolerance(False, noise_of(0.9)).is_within(0.55, 0.2)
+    assert not Tolerance(False, noise_of(0.9)).is_within(float("nan"), 0.2)
     asked.clear()
-    assert not Closeness(True, noise_of(0.9)).is_within(0.01, 1e-3) and asked == []
+    assert not Tolerance(True, noise_of(0.9)).is_within(0.01, 1e-3) and asked == []
 
 
 @pytest.mark.parametrize(("in_a_crowd", "served"), [(0.3, False), (0.0, True)])

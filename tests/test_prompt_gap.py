@@ -9,7 +9,7 @@ import pytest
 
 from specdec import SamplingParams
 from specdec.runtime.prompt_gap import GAP_SHARE, MIN_CAP, PROMISED_GAP, PromptCost, PromptGap, PromptLoad
-from specdec.runtime.prompt_shares import Prompt, PromptRoom, shares
+from specdec.runtime.prompt_shares import PromptRoom, UnreadPrompt, shares
 
 from marks import examples
 
@@ -93,11 +93,11 @@ class Simulation:
 
     def read(self, reading: list, decoding: list, waiting: int) -> None:
         done = np.array([request[3] for request in reading])
-        to_go = np.array([request[1] for request in reading]) - done
-        tokens = self.room.idle_tokens(int(to_go.sum()))
+        remaining = np.array([request[1] for request in reading]) - done
+        tokens = self.room.idle_tokens(int(remaining.sum()))
         if decoding:
             tokens = self.gap.tokens(self.room, len(reading) + waiting, int(done.max()))
-        given = np.array(shares([Prompt(0, int(each)) for each in to_go], tokens, self.room.chunk))
+        given = np.array(shares([UnreadPrompt(0, int(each)) for each in remaining], tokens, self.room.chunk))
         assert 0 < given.sum() <= tokens
         load = PromptLoad.from_runs(done, given)
         spent = cpu_seconds(load) if self.on_cpu else gpu_seconds(load)

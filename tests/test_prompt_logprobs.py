@@ -21,7 +21,7 @@ from specdec.errors import CapacityError, ConfigError
 from specdec.runtime.rounds.prompt_scoring import score_chunk
 from specdec.sampling.log_probs import TokenScores
 
-from inside import PromptScores, TargetModel, assert_idle, capture_on_tape, captured_prompts, prompt_chunks
+from inside import PromptLogProbs, TargetModel, assert_idle, capture_on_tape, captured_prompts, prompt_chunks
 from marks import deep, deep_cases, examples, usual_cases
 from tiny_models import VOCAB, random_eagle3
 
@@ -265,14 +265,14 @@ def test_a_fault_in_the_middle_of_a_prompt_loses_no_score(
     engine = make_engine(model, prefill_chunk=8, max_prefill_tokens=8)
     handle = engine.submit(random_prompt(40), SCORE)
     engine.step()
-    take, calls = PromptScores.fill, itertools.count()
+    take, calls = PromptLogProbs.fill, itertools.count()
 
-    def failing(self: PromptScores, first: int, scores: TokenScores) -> None:
+    def failing(self: PromptLogProbs, first: int, scores: TokenScores) -> None:
         if next(calls) in (0, 2):
             raise MemoryError("in the middle")
         take(self, first, scores)
 
-    monkeypatch.setattr(PromptScores, "fill", failing)
+    monkeypatch.setattr(PromptLogProbs, "fill", failing)
     for _ in range(2):
         with pytest.raises(MemoryError):
             handle.output()
@@ -336,7 +336,7 @@ def test_a_text_has_the_same_scores_as_output_and_as_prompt(make_target, make_en
 
 
 def test_scores_are_filled_in_from_the_front():
-    scores = PromptScores(5, 1)
+    scores = PromptLogProbs(5, 1)
 
     def part(*chosen: float) -> TokenScores:
         column = np.array(chosen, dtype=np.float32)
@@ -351,4 +351,4 @@ def test_scores_are_filled_in_from_the_front():
     scores.fill(4, part(-4))
     assert scores.complete and scores.entries()[4] == (-4.0, {7: -4.0})
     with pytest.raises(AssertionError):
-        PromptScores(9, 0).fill(3, part(-1))  # a gap
+        PromptLogProbs(9, 0).fill(3, part(-1))  # a gap

@@ -6,13 +6,13 @@ import random
 import pytest
 
 from specdec import EngineConfig, SamplingParams
-from specdec.runtime.prompt_shares import Prompt, PromptRoom, shares
+from specdec.runtime.prompt_shares import PromptRoom, UnreadPrompt, shares
 
 LONG = 900
 
 
-def same_level(*lengths: int) -> list[Prompt]:
-    return [Prompt(0, length) for length in lengths]
+def same_level(*lengths: int) -> list[UnreadPrompt]:
+    return [UnreadPrompt(0, length) for length in lengths]
 
 
 def test_a_short_prompt_passes_long_ones_in_half_of_a_step() -> None:
@@ -34,21 +34,21 @@ def test_what_the_first_cannot_use_is_for_others() -> None:
 
 
 def test_nobody_passes_a_prompt_of_higher_priority() -> None:
-    assert shares([Prompt(-1, LONG), Prompt(0, 3)], 96, 512) == [96, 0]
-    assert shares([Prompt(-1, 90), Prompt(0, 300), Prompt(0, 3)], 96, 512) == [90, 6, 0]
+    assert shares([UnreadPrompt(-1, LONG), UnreadPrompt(0, 3)], 96, 512) == [96, 0]
+    assert shares([UnreadPrompt(-1, 90), UnreadPrompt(0, 300), UnreadPrompt(0, 3)], 96, 512) == [90, 6, 0]
 
 
 def test_any_prompts_keep_the_bounds_and_the_first_advances() -> None:
     draw = random.Random(0)
     for _ in range(2000):
         lengths = [draw.choice([1, 5, 40, 300]) for _ in range(draw.randint(1, 9))]
-        prompts = [Prompt(draw.randint(0, 1), length) for length in lengths]
+        prompts = [UnreadPrompt(draw.randint(0, 1), length) for length in lengths]
         prompts.sort(key=lambda prompt: prompt.level)
         room, chunk = draw.randint(1, 400), draw.randint(1, 200)
         given = shares(prompts, room, chunk)
-        assert all(0 <= each <= min(chunk, prompt.to_go) for each, prompt in zip(given, prompts, strict=True))
-        assert sum(given) == min(room, sum(min(chunk, prompt.to_go) for prompt in prompts))  # none is left over
-        assert given[0] >= min(chunk, prompts[0].to_go, (room + 1) // 2)
+        assert all(0 <= each <= min(chunk, prompt.remaining) for each, prompt in zip(given, prompts, strict=True))
+        assert sum(given) == min(room, sum(min(chunk, prompt.remaining) for prompt in prompts))  # none is left over
+        assert given[0] >= min(chunk, prompts[0].remaining, (room + 1) // 2)
     assert shares([], 96, 512) == []
 
 

@@ -12,10 +12,10 @@ import torch
 
 from specdec.attention.kernels.own_keys import own_keys
 from specdec.attention.kernels.ragged_attention import RaggedTiles, ragged_attention
-from specdec.attention.kernels.tree_attention import Cut, RowTiles, tree_attention
-from specdec.attention.pack import Lines, Pack
-from specdec.attention.runs import EveryRun, RunsAttention, dense_run, exact_run
-from specdec.kvcache.rounded import RoundedPool
+from specdec.attention.kernels.tree_attention import KeySplit, RowTiles, tree_attention
+from specdec.attention.pack import Pack, RunSlots
+from specdec.attention.runs import MaskedRuns, RunsAttention, dense_run, exact_run
+from specdec.kvcache.fp8_pool import Fp8Pool
 from specdec.runtime.rounds.captured_prompts import MAX_TOKENS, token_buckets
 
 from dense_oracle import attend
@@ -24,7 +24,7 @@ from marks import deep_cases
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 ANY_ORDER, IN_ORDER = RaggedTiles(16, 16, 4, 1), RaggedTiles(16, 16, 4, 1, 32)
-CUT = {"cut": Cut(16, 32), "tiles": RowTiles(16, 4, 1)}  # of plain decoding, the same
+CUT = {"cut": KeySplit(16, 32), "tiles": RowTiles(16, 4, 1)}  # of plain decoding, the same
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 32
 
 pytestmark = pytest.mark.usefixtures("kernels_run", "poison_empty")
@@ -32,11 +32,11 @@ pytestmark = pytest.mark.usefixtures("kernels_run", "poison_empty")
 
 def pack_of(starts: list[int], lengths: list[int], num_places: int, rows: list[int] | None = None) -> Pack:
     numbers = (rows or list(range(len(starts))), starts, lengths)
-    return Pack.of(*(torch.tensor(x, device=DEVICE) for x in numbers), num_places)
+    return Pack.from_lengths(*(torch.tensor(x, device=DEVICE) for x in numbers), num_places)
 
 
 class Case:
-    """Requests with keys at random slots, and queries for some of their newest tokens. begin: see `Lines`."""
+    """Requests with keys at random slots, and queries for some of their newest tokens. begin: see `RunSlots`."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Case:
         self.pack = pack_of(starts, lengths, sum(lengths) + spare)
         self.q = torch.randn(1, HEADS, sum(lengths) + spare, HEAD_DIM, generator=noise).to(DEVICE)
         begins = None if begin is None else torch.tensor(begin, device=DEVICE)
-        self.lines = Lines(slots.to(DEVICE), torch.arange(len(starts), device=DEVICE), begins)
+        self.lines = RunSlots(slots.to(DEVICE), torch.arange(len(starts), device=DEVICE), begins)
 
     def arguments(self) -> tuple[Any, ...]:
         return self.q, self.k, self.v, self.pack, self.lines
@@ -144,14 +144,16 @@ def test_the_kernel_against_the_definition(v_dim, exact, window, begin, softcap,
     torch.testing.assert_close(got.cpu().double(), want, rtol=2e-5, atol=2e-5)
     del options["window"], options["first_key"]
     for make in (dense_run, exact_run):
-        plain = RunsAttention.of(make, case.pack, case.lines, window, first_key)(case.q, case.k, case.v, **options)
+        plain = RunsAttention.from_pack(make, case.pack, case.lines, window, first_key)(
+            case.q, case.k, case.v, **options
+        )
         torch.testing.assert_close(plain.cpu().double(), want, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("exact", [False, True], ids=["any-order", "in-order"])
 def test_keys_and_values_of_8_bits_are_attended_to_as_they_are_read_back(exact: bool) -> None:
     case = Case([17, 0, 3], [11, 1, 20], 5, None, 0, 20)
-    k, v = RoundedPool.of(case.k), RoundedPool.of(case.v)
+    k, v = Fp8Pool.from_rows(case.k), Fp8Pool.from_rows(case.v)
     options: dict[str, Any] = {"scaling": 0.3, "exact": exact, "tiles": IN_ORDER if exact else ANY_ORDER}
     got = ragged_attention(case.q, k, v, case.pack, case.lines, **options)
     want = ragged_attention(case.q, k.read(), v.read(), case.pack, case.lines, **options)
@@ -219,7 +221,7 @@ def test_random_packs_are_as_each_run_alone() -> None:
         window = draw.choice([None, 7, 30])
         want = case.expected(window, None, None)
         for make in (dense_run, exact_run):
-            attend = RunsAttention.of(make, case.pack, case.lines, window)
+            attend = RunsAttention.from_pack(make, case.pack, case.lines, window)
             got = attend(case.q, case.k, case.v, scaling=0.3)
             torch.testing.assert_close(got.cpu().double(), want, rtol=2e-5, atol=2e-5)
             stop = sum(lengths) + 1 if case.q.shape[2] > sum(lengths) else sum(lengths)
@@ -235,6 +237,6 @@ def test_random_packs_are_as_each_run_alone() -> None:
 )
 def test_a_capture_reads_no_length(window: int | None, begin: list[int] | None, first_key: int) -> None:
     case = Case([17, 0, 40, 3], [11, 1, 0, 20], 5, begin, 0)
-    got = EveryRun(case.pack, case.lines, window, first_key)(case.q, case.k, case.v, scaling=0.3)
+    got = MaskedRuns(case.pack, case.lines, window, first_key)(case.q, case.k, case.v, scaling=0.3)
     want = case.expected(window, None, None, first_key)
     torch.testing.assert_close(got.cpu().double(), want, rtol=2e-5, atol=2e-5)

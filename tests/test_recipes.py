@@ -12,9 +12,9 @@ from specdec import Engine, EngineConfig
 from specdec.cli.app import app, load_command
 from specdec.errors import CapacityError
 from specdec.evaluation.model_shapes import SHAPES, Shrink
-from specdec.evaluation.recipes import CARDS, REQUESTS, TOKENS, command, on_less, recipe, row
+from specdec.evaluation.recipes import CARDS, REQUESTS, TOKENS, on_less, recipe, row, serve_command
 from specdec.models.described_model import ModelOnMeta, model_on_meta
-from specdec.models.published import RECIPES, Pair
+from specdec.models.published import RECIPES, PublishedPair
 from specdec.runtime import sizing
 from specdec.runtime.sizing import DraftNeeds, cache_needs, pool_slots
 
@@ -69,7 +69,7 @@ def test_the_page_has_every_recipe_and_each_family_of_the_readme():
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_command_is_one_that_serve_takes(name):
-    program, verb, *words = shlex.split(command(RECIPES[name]))
+    program, verb, *words = shlex.split(serve_command(RECIPES[name]))
     assert (program, verb) == ("specdec", "serve")
     load_command("serve").make_context("serve", [*words]).close()
     assert words[1] == RECIPES[name].target and words[3] == RECIPES[name].drafter
@@ -82,13 +82,13 @@ def test_pools_are_those_that_an_engine_allocates(free, monkeypatch):
     monkeypatch.setattr(sizing, "free_bytes", lambda device: free)
     config = EngineConfig(max_batch_size=3, max_model_len=512, device="cpu")
     with Engine.from_pretrained("tiny-gemma4", "tiny-gemma4-eagle3", config=config) as engine:
-        drafts = DraftNeeds.of(engine.drafter, engine.spec)
+        drafts = DraftNeeds.from_drafter(engine.drafter, engine.spec)
         sizes = {"max_len": 512, "num_nodes": engine.spec.num_nodes, "device_type": "cpu"}
         needs = cache_needs(engine.target.layout, drafts, engine.target.dtype, config, **sizes)
         slots = pool_slots(needs, config, int(free * 0.25))
         assert engine.cache.bytes_by_group() == {
-            group.name: (count + 1) * each
-            for group, count, each in zip(needs.groups.groups, slots, needs.slot_bytes, strict=True)
+            kept.name: (count + 1) * each
+            for kept, count, each in zip(needs.groups, slots, needs.slot_bytes, strict=True)
         }
         assert (slots == needs.slots) == (free == 10**12)
         half = int(free * 0.25) // (2 * needs.slot_bytes[1])
@@ -116,7 +116,7 @@ def test_a_table_has_every_recipe(monkeypatch):
     one = RECIPES["MiMo-7B"]
     monkeypatch.setattr("specdec.cli.bodies.memory_pages.RECIPES", {one.name: one})
     assert one.target in run().stdout and "24 GB" in run().stdout
-    assert [each["command"] for each in json.loads(run("--json", "-").stdout)] == [command(one)]
+    assert [each["command"] for each in json.loads(run("--json", "-").stdout)] == [serve_command(one)]
 
 
 @pytest.mark.parametrize(
@@ -157,5 +157,5 @@ def test_layers_of_a_published_mixture_are_measured_as_attention_calls_them():
 
 
 def test_a_pair_without_a_shape_is_no_recipe():
-    assert all(isinstance(pair, Pair) and pair.shape in SHAPES for pair in RECIPES.values())
+    assert all(isinstance(pair, PublishedPair) and pair.shape in SHAPES for pair in RECIPES.values())
     assert len({pair.target for pair in RECIPES.values()}) == len(RECIPES)

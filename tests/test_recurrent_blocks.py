@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from kv_rig import KVLayout, LayerCache
+from kv_rig import KVLayout, LayerSpec
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule as delta_rule
 
 from specdec import EngineConfig
-from specdec.attention.recurrence.blocks import Block, NewPlaces, convolved, folded, run_blocks
+from specdec.attention.recurrence.blocks import NewPlaces, RecordBlock, convolved, folded, run_blocks
 from specdec.attention.row_tiles import ROWS
 from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.triton_backend import TritonBackend
 from specdec.config import MAX_FORCED_TOKENS
 from specdec.errors import ConfigError, UnsupportedModelError
 from specdec.kvcache.layer_context import Recurrence
-from specdec.kvcache.layout import CacheField, Records
+from specdec.kvcache.layout import RECORDS, CacheField
 from specdec.kvcache.recurrent_state import FOLD, StateShape
 from specdec.layers.gated_delta import unit_length
 from specdec.models import recurrent_probe
@@ -51,7 +51,7 @@ def in_block(rows: dict[str, torch.Tensor], begin: int, first: int, last: int, k
         return out
 
     u = torch.zeros(1, FOLD, HEADS, V_DIM) if known is None else known
-    block = Block(state, placed(rows["k"]), u, placed(rows["g"]))
+    block = RecordBlock(state, placed(rows["k"]), u, placed(rows["g"]))
     place = torch.arange(first, last)[None]
     new = (rows[name][begin + first : begin + last][None] for name in ("q", "v", "beta"))
     out, u = run_blocks(block, NewPlaces(place, torch.ones_like(place, dtype=torch.bool), *new))
@@ -93,7 +93,7 @@ def test_a_block_has_the_same_bits_in_company() -> None:
     alone = [
         in_block(one, 0, 5, 11, torch.randn(1, FOLD, HEADS, V_DIM).mul(0.1), torch.ones(1, 4, 8, 12)) for one in rows
     ]
-    blocks = Block(*(torch.cat(parts) for parts in zip(*(each[2] for each in alone), strict=True)))
+    blocks = RecordBlock(*(torch.cat(parts) for parts in zip(*(each[2] for each in alone), strict=True)))
     place = torch.arange(5, 11).expand(3, -1)
     new = [torch.stack([one[name][5:11] for one in rows]) for name in ("q", "v", "beta")]
     out, u = run_blocks(blocks, NewPlaces(place, torch.ones_like(place, dtype=torch.bool), *new))
@@ -112,11 +112,11 @@ def test_records_have_the_window_of_a_block_and_two_rounds() -> None:
     """A round commits its nodes, or what a grammar forces."""
     fields = CacheField("inputs", 1, 6), CacheField("u", 2, 4, dtype=torch.float32)
     state = StateShape(2, 3, 4, 3, 6)
-    layout = KVLayout((LayerCache(0, 0, "linear_attention", fields, Records(), state=state),))
-    assert layout.for_rounds(1).layers[0].retention == Records(2 * FOLD) and MAX_FORCED_TOKENS < FOLD
+    layout = KVLayout((LayerSpec(0, 0, "linear_attention", fields, RECORDS, state=state),))
+    assert layout.for_rounds(1).layers[0].retention == RECORDS._replace(window=2 * FOLD) and MAX_FORCED_TOKENS < FOLD
     layout = layout.for_rounds(9)
-    assert layout.layers[0].retention == Records(FOLD + 18)
-    assert layout.slot_bytes(Records(FOLD + 18), torch.bfloat16) == 6 * 2 + 8 * 4
+    assert layout.layers[0].retention == RECORDS._replace(window=FOLD + 18)
+    assert layout.slot_bytes(RECORDS._replace(window=FOLD + 18), torch.bfloat16) == 6 * 2 + 8 * 4
     assert layout.state_bytes(torch.bfloat16) == 2 * 3 * 4 * 4 + 3 * 6 * 2 + 8
 
 
@@ -124,7 +124,7 @@ def test_a_probe_has_the_same_products_whatever_its_rows(make_target, monkeypatc
     """On a GPU the library chooses a product by its number of blocks, so the proof of bits would find others."""
     counts, run = [], recurrent_probe.run_blocks
 
-    def counted(block: Block, new: NewPlaces) -> Any:
+    def counted(block: RecordBlock, new: NewPlaces) -> Any:
         counts.append(len(block.k))
         return run(block, new)
 

@@ -197,9 +197,9 @@ def _fold_of_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _copy_of_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy that is published before the fold that it is said to have."""
-    keep = StateCache.keep
+    save = StateCache.save
     monkeypatch.setattr(
-        StateCache, "keep", lambda states, row, length, page: keep(states, row, max(length - FOLD, 0), page)
+        StateCache, "save", lambda states, row, length, page: save(states, row, max(length - FOLD, 0), page)
     )
 
 

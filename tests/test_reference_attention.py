@@ -15,7 +15,7 @@ from specdec.attention.kernels.page_table import PageTables
 from specdec.attention.plan import KVPlan
 from specdec.attention.trees.tree import DraftTree
 from specdec.kvcache.index_spaces import PRIMARY, ByGroup, GroupId, PrimaryLoc
-from specdec.kvcache.layout import KVLayout, LayerCache
+from specdec.kvcache.layout import KVLayout, LayerSpec
 from specdec.kvcache.table import FROZEN_EXTRA_KEYS
 
 from dense_oracle import attend
@@ -28,7 +28,7 @@ PAGE_SIZES = pytest.mark.parametrize("page_size", [1, 3, 4])
 POISONED = float("nan")
 
 
-def layer_of(layer: int, window: int | None) -> LayerCache:
+def layer_of(layer: int, window: int | None) -> LayerSpec:
     _, heads, size = HEADS[layer]
     return layer_spec(layer, window, head_dim=size, heads=heads)
 
@@ -40,7 +40,7 @@ def ints(values: list[int]) -> np.ndarray:
 def visible_keys(plan: KVPlan, window: int | None) -> VisibleKeys:
     """What a layer sees that slides, or does not."""
     group = PRIMARY if window is None else SWA
-    return VisibleKeys.of(plan, *prefix_slots(plan, group), group, window)
+    return VisibleKeys.from_plan(plan, *prefix_slots(plan, group), group, window)
 
 
 def prefix_slots(plan: KVPlan, group: GroupId) -> tuple[torch.Tensor, torch.Tensor]:

@@ -112,10 +112,10 @@ def test_a_grammar_that_raises_in_one_request_ends_that_one_alone(
         return broken
 
     if part == "after":
-        monkeypatch.setattr(grammar.Place, "after", breaking(grammar.Place.after, 4))
+        monkeypatch.setattr(grammar.GrammarState, "after", breaking(grammar.GrammarState.after, 4))
     else:
         first = 1 if part == "start" else 4
-        monkeypatch.setattr(grammar.Library, "masks", breaking(grammar.Library.masks, first))
+        monkeypatch.setattr(grammar.GrammarLibrary, "masks", breaking(grammar.GrammarLibrary.masks, first))
     for tokens, stream in zip(got, streams, strict=True):
         tokens += [token for delta in stream for token in delta.token_ids]
     assert got == truths[1:]

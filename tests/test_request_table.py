@@ -71,7 +71,7 @@ def test_rows_are_taken_in_order_and_reused():
     assert (table.open_row(), table.open_row()) == (0, 1)
     with pytest.raises(KVStateError, match="all 2 rows of the request table are in use"):
         table.open_row()
-    table.close_row(0)
+    table.close_rows(0)
     assert table.active_rows.tolist() == [1]
     assert table.open_row() == 0
     assert table.padding_row == 2
@@ -123,22 +123,22 @@ def test_close_gives_everything_back_also_after_eviction(page_size: int):
     row = opened(table, [float(i) for i in range(30)])
     table.evict_unseen(ints(row))
     assert table.evicted_len[SWA, row] > 0
-    table.close_row(row)
+    table.close_rows(row)
     assert table.allocator.primary.held_pages == table.allocator.pools[SWA].held_pages == 0
     assert not table.slots.host.any()
     table.check()
     with pytest.raises(KVStateError, match="row 0 is not open"):
-        table.close_row(row)
+        table.close_rows(row)
 
 
-@pytest.mark.parametrize("operation", ["close_row", "ensure_slots"])
+@pytest.mark.parametrize("operation", ["close_rows", "ensure_slots"])
 @pytest.mark.parametrize("row", [1, -1, 3, 99], ids=["never-opened", "negative", "padding-row", "beyond"])
 def test_a_row_that_is_not_open_is_refused(operation: str, row: int):
     table = make(max_requests=3)
     table.open_row()
     before = kv_contents(table)
     with pytest.raises(KVStateError, match=f"row {row} is not open"):
-        getattr(table, operation)(*((row,) if operation == "close_row" else (row, 0)))
+        getattr(table, operation)(*((row,) if operation == "close_rows" else (row, 0)))
     assert kv_contents(table) == before
 
 
@@ -297,7 +297,7 @@ def test_rows_with_less_room_do_not_limit_the_others():
 
 def test_move_reads_all_before_it_writes_in_every_group_of_every_store():
     rig = make(pages=6, max_len=3, lookahead=0)
-    another = rig.add_store(KVLayout.of_windows([None, None], 2, 3), torch.float64)  # all of it in the primary group
+    another = rig.add_store(KVLayout.from_windows([None, None], 2, 3), torch.float64)  # all of it in the primary group
     shift, row = rig.open_row(), rig.open_row()
     rig.ensure_slots(shift, 2)
     rig.allocator.evict(SWA, PrimaryLoc(torch.tensor([1, 2])))

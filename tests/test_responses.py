@@ -9,7 +9,7 @@ import pytest
 
 from specdec import Engine
 from specdec.serving.openai import response_store
-from specdec.serving.openai.response_store import ResponseStore, Stored
+from specdec.serving.openai.response_store import ResponseStore, StoredResponse
 
 from served_engine import served
 
@@ -190,8 +190,8 @@ def test_nobody_reads_what_another_key_has_stored(client, url):
             ask(other, previous_response_id=first.id)
 
 
-def stored(name: str, size: int = 10) -> Stored:
-    return Stored({"id": name}, [], [{"role": "user", "content": "x" * size}])
+def stored(name: str, size: int = 10) -> StoredResponse:
+    return StoredResponse({"id": name}, [], [{"role": "user", "content": "x" * size}])
 
 
 def test_what_is_stored_is_bounded_in_number_and_bytes_for_each_key_and_in_all(monkeypatch):
@@ -225,14 +225,14 @@ def test_what_is_stored_takes_no_more_memory_than_it_is_counted_as(monkeypatch):
     try:
         for number in range(20):
             own = json.loads(json.dumps(items))  # as each request brings its own
-            store.put("a", Stored({"id": f"r{number}", "output": own[:5]}, own, own))
+            store.put("a", StoredResponse({"id": f"r{number}", "output": own[:5]}, own, own))
         del own
         assert 5 < len(store) < 20
         taken = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
     assert taken < 1.5 * store.num_bytes
-    assert store.get("a", "r19") == Stored({"id": "r19", "output": items[:5]}, items, items)
+    assert store.get("a", "r19") == StoredResponse({"id": "r19", "output": items[:5]}, items, items)
 
 
 HALF = "a\ud800b"

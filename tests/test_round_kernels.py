@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from specdec import DraftTree, Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.attention.torch_backend import TorchBackend
-from specdec.attention.trees.forced_tokens import graft
+from specdec.attention.trees.forced_tokens import force_tokens
 from specdec.gpu.stage_clock import StageClock
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.table import Move, RequestTable, Rows
@@ -22,7 +22,7 @@ from specdec.runtime.rounds.closing import closing, reference_closing
 from specdec.runtime.rounds.decode_round import DecodeRound
 from specdec.runtime.rounds.opening import opening, reference_opening
 from specdec.runtime.rounds.result import RoundShape, empty_result
-from specdec.sampling.sampling_table import REAL, WHOLE, SamplingTable, Uses
+from specdec.sampling.sampling_table import REAL, WHOLE, SamplerUses, SamplingTable
 
 from marks import deep, deep_cases, examples, slow
 from tiny_models import random_eagle3
@@ -55,7 +55,7 @@ def test_an_opening_by_eye(poison_empty: None) -> None:
         opened = function(long([2, 0, 3]), long([1, 9, 4, 0]), text, long([2, 9, 0, 0]), table.cells.tensor, depth=2)
         assert opened.committed_len.tolist() == [4, 1, 0] and opened.history_len.tolist() == [5, 2, 1]
         assert opened.root.tolist() == [34, 11, 0]
-        assert opened.most.tolist() == [1, 3, 1]
+        assert opened.max_path.tolist() == [1, 3, 1]
         assert opened.level_pos.tolist() == [[4, 1, 0], [5, 2, 1], [6, 3, 2]]
         assert opened.chain_pos.tolist() == [[4, 5], [1, 2], [0, 1]]
         assert opened.drawn_pos.tolist() == [[5, 6], [2, 3], [1, 2]]
@@ -190,7 +190,7 @@ def test_a_closing_is_that_of_torch(num_nodes: int, page_size: int, poison_empty
         width = num_nodes
         if batch == 4:
             width = 8
-            tree = graft(tree, random(3, batch, 15), random(8, batch), width)
+            tree = force_tokens(tree, random(3, batch, 15), random(8, batch), width)
         drawn, most = random(3, batch, width), [1 + n % 4 for n in range(batch)]
         # equal siblings: the walks take another each, so they are told apart
         tree = distinct(tree)
@@ -250,7 +250,7 @@ def distinct(tree: DraftTree) -> DraftTree:
 
 
 def test_the_stamps_of_a_round_lie_behind_its_rows() -> None:
-    shape = RoundShape(2, 9, 2, 1, 3, Uses.of([]), None)
+    shape = RoundShape(2, 9, 2, 1, 3, SamplerUses.from_params([]), None)
     (packed, rows, stamps), clock = empty_result(shape, 3, DEVICE), StageClock(DEVICE)
     packed.fill_(-1)
     rows.copy_(torch.arange(14, device=DEVICE).view(2, 7))

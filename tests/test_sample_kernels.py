@@ -12,13 +12,13 @@ from samplers import sampler_of
 
 from specdec import DraftTree, SamplingParams
 from specdec.gpu.triton_shim import tl, triton
-from specdec.sampling.collect_candidates import DEFAULT_CUT, Cut
+from specdec.sampling.collect_candidates import DEFAULT_CUT, VocabSplit
 from specdec.sampling.grammars.mask_bits import token_bits
 from specdec.sampling.kernel_sampler import KernelSampler, best_tokens, path_tokens, sample
 from specdec.sampling.noise import NOISE_ERROR, exact_noise, gumbel_noise, noise_bound, noise_stream
-from specdec.sampling.reference_sampler import Past, ReferenceSampler, past_tokens
-from specdec.sampling.row_scores import Seen
-from specdec.sampling.sampling_table import ParamVectors, SamplingTable, Uses
+from specdec.sampling.reference_sampler import EditInputs, ReferenceSampler, past_tokens
+from specdec.sampling.row_scores import SeenTokens
+from specdec.sampling.sampling_table import ParamVectors, SamplerUses, SamplingTable
 from specdec.sampling.softcap import softcap
 from specdec.sampling.token_bitmaps import mark_seen
 
@@ -27,9 +27,9 @@ from marks import deep, deep_cases, examples, slow
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 INF = float("inf")
 CUTS = {
-    "listed": Cut(tile=256, group=8, capacity=512, listed=64),
-    "many tiles": Cut(tile=64, group=4, capacity=96, listed=32),
-    "overflows": Cut(tile=64, group=4, capacity=8, listed=8),
+    "listed": VocabSplit(tile=256, group=8, capacity=512, listed=64),
+    "many tiles": VocabSplit(tile=64, group=4, capacity=96, listed=32),
+    "overflows": VocabSplit(tile=64, group=4, capacity=8, listed=8),
 }
 
 
@@ -133,7 +133,7 @@ def test_a_nucleus_is_a_share_of_the_whole_row_and_not_of_its_list(poison_empty)
     logits = torch.randn(1, 1, 200, device=DEVICE)
     fast, slow = batch_of([SamplingParams(temperature=1.0, top_p=0.3)])
     kept = int((slow.log_weights(logits) > -INF).sum())
-    cut = Cut(tile=64, group=16, capacity=150, listed=64)
+    cut = VocabSplit(tile=64, group=16, capacity=150, listed=64)
     best = best_tokens(logits, torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), fast, 60, cut=cut)
     assert 5 < kept < 60 and int((best.scores > -INF).sum()) == kept
 
@@ -166,7 +166,10 @@ def test_the_softcap_rounds_as_the_model_does(poison_empty):
     assert (capped == capped.max()).sum() > 3
     position = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
     fast, _ = batch_of([SamplingParams()])
-    for cut in (DEFAULT_CUT, Cut(tile=8, group=4)):  # the first of the largest lies tiles before the largest logit
+    for cut in (
+        DEFAULT_CUT,
+        VocabSplit(tile=8, group=4),
+    ):  # the first of the largest lies tiles before the largest logit
         assert sample(logits, position, fast, 30.0, cut=cut).tolist() == capped.argmax(-1).tolist()
 
 
@@ -179,8 +182,12 @@ def test_a_penalty_is_of_capped_logits_and_of_a_nodes_own_token_too(dtype, poiso
     fast, _ = batch_of([SamplingParams(repetition_penalty=1.1)])
     had, nothing = (torch.tensor([[word, 0]], dtype=torch.int32, device=DEVICE) for word in (1, 0))  # token 0, or none
     itself, blank = (torch.full((1, 1, 1), token, device=DEVICE) for token in (0, -1))
-    for cut in (DEFAULT_CUT, Cut(tile=8, group=4)):
-        for seen, want in ((Seen(had, blank), 1), (Seen(nothing, itself), 1), (Seen(nothing, blank), 0)):
+    for cut in (DEFAULT_CUT, VocabSplit(tile=8, group=4)):
+        for seen, want in (
+            (SeenTokens(had, blank), 1),
+            (SeenTokens(nothing, itself), 1),
+            (SeenTokens(nothing, blank), 0),
+        ):
             assert sample(logits, position, fast, 30.0, seen, cut=cut).tolist() == [[want]]
 
 
@@ -231,8 +238,8 @@ def test_penalty_along_each_nodes_own_path(cut, poison_empty):
     logits = torch.randn(3, 4, vocab, device=DEVICE) * 2
     positions = torch.arange(12, device=DEVICE).view(3, 4)
     fast, slow = batch_of(params)
-    seen = Seen(bits[row], path_tokens(tree.tokens, tree.ancestors))
-    penalised = slow.penalised(logits, past_tokens(Past(length, tree, history), vocab))
+    seen = SeenTokens(bits[row], path_tokens(tree.tokens, tree.ancestors))
+    penalised = slow.penalised(logits, past_tokens(EditInputs(length, tree, history), vocab))
     expected = slow.sample(penalised, positions)
     assert sample(logits, positions, fast, None, seen, cut=CUTS[cut]).tolist() == expected.tolist()
     assert expected.tolist() != slow.sample(logits, positions).tolist()
@@ -281,14 +288,16 @@ def test_what_an_engine_samples_with(with_tree):
     generator = torch.Generator().manual_seed(3)
     history = torch.randint(0, 70, (3, 6), generator=generator).to(DEVICE)
     tree = DraftTree.from_parents(history[:, :4], torch.tensor([[-1, 0, 0, 2]] * 3, device=DEVICE))
-    past = Past(torch.tensor([6, 2, 4], device=DEVICE), tree if with_tree else None, history)
+    past = EditInputs(torch.tensor([6, 2, 4], device=DEVICE), tree if with_tree else None, history)
     logits = (torch.randn(3, 4 if with_tree else 1, 70, generator=generator) * 3).to(DEVICE)
     positions = torch.arange(12, device=DEVICE).view(3, 4)[:, : logits.shape[1]]
     drawn, children = [], []
     for kind in (ReferenceSampler, KernelSampler):
         table = SamplingTable(5, DEVICE)
         table.load(np.array([1, 4, 0]), [(each, 40 + row) for row, each in zip((1, 4, 0), params, strict=True)])
-        batch = kind(*table.at(torch.tensor([1, 4, 0], device=DEVICE), Uses.of(params))).ahead(positions[:, 0], 5, 70)
+        batch = kind(
+            *table.row_params(torch.tensor([1, 4, 0], device=DEVICE), SamplerUses.from_params(params))
+        ).with_noise(positions[:, 0], 5, 70)
         drawn.append(batch.draw(logits, positions, past))
         children.append(batch.best(logits, positions, 3))
     assert torch.equal(*drawn)

@@ -23,7 +23,7 @@ from transformers import (
 from specdec import DraftTree, SamplingParams
 from specdec.draft_models.base import StatelessDrafter
 from specdec.sampling.noise import gumbel_noise
-from specdec.sampling.reference_sampler import Past, past_tokens
+from specdec.sampling.reference_sampler import EditInputs, past_tokens
 
 from marks import deep_cases, examples, quick, usual
 
@@ -99,7 +99,7 @@ def test_filters_are_those_of_transformers(settings, temperature):
     logits = torch.randn(2, 50, 40) * 3  # [B, K, V]
     history = torch.randint(0, 40, (2, 12))
     sampling = batch_of(params, plain)
-    seen = past_tokens(Past(torch.tensor([12, 5]), None, history), 40)
+    seen = past_tokens(EditInputs(torch.tensor([12, 5]), None, history), 40)
     got = sampling.log_weights(sampling.penalised(logits, seen)).log_softmax(-1)
     for row, one in enumerate((params, plain)):
         known = history[row, : (12, 5)[row]].tolist()
@@ -158,7 +158,7 @@ def test_penalty_counts_the_path_of_each_node():
     """root 5; 1 and 2 are children of the root, 3 a child of 1: each node knows the history and its own ancestors."""
     history, length = torch.tensor([[4, 5, 9, 9]]), torch.tensor([2])  # the 9s are behind the end
     tree = DraftTree.from_parents(torch.tensor([[5, 6, 7, 8]]), torch.tensor([[-1, 0, 0, 1]]))
-    seen = past_tokens(Past(length, tree, history), 10)[0]
+    seen = past_tokens(EditInputs(length, tree, history), 10)[0]
     assert [row.nonzero()[:, 0].tolist() for row in seen] == [[4, 5], [4, 5, 6], [4, 5, 7], [4, 5, 6, 8]]
 
 
@@ -219,7 +219,7 @@ def test_noise_on_paper():
 def test_noise_made_ahead_is_that_of_its_positions():
     batch = batch_of(*[SamplingParams(temperature=1.0)] * 2)
     logits, positions = torch.zeros(2, 3, 50), torch.tensor([[7, 9, 8], [0, 1, 3]])
-    ahead = batch.ahead(torch.tensor([7, 0]), 4, 50)
+    ahead = batch.with_noise(torch.tensor([7, 0]), 4, 50)
     assert ahead.sample(logits, positions).tolist() == batch.sample(logits, positions).tolist()
 
 

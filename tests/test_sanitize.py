@@ -92,7 +92,7 @@ def test_what_is_freed_is_poisoned_again_in_every_group(rig) -> None:
     assert set(peers[:gone].tolist()) <= set(poisoned(rig, SLIDING_LAYER))
     assert not set(peers[gone:].tolist()) & set(poisoned(rig, SLIDING_LAYER))
     assert not set(slots.tolist()) & set(poisoned(rig, FULL_LAYER))
-    rig.close_row(row)
+    rig.close_rows(row)
     assert set(slots.tolist()) <= set(poisoned(rig, FULL_LAYER))
     assert set(peers.tolist()) <= set(poisoned(rig, SLIDING_LAYER))
 
@@ -102,9 +102,9 @@ def test_a_page_that_others_hold_is_not_poisoned(rig) -> None:
     other = rig.open_row()
     rig.table.adopt_pages(other, rig.table.pages(row, 8 // page_size))
     shared = set(rig.slots.host[other, :8].tolist())
-    rig.close_row(row)
+    rig.close_rows(row)
     assert not shared & set(poisoned(rig, FULL_LAYER))
-    rig.close_row(other)
+    rig.close_rows(other)
     assert shared <= set(poisoned(rig, FULL_LAYER))
 
 
@@ -191,7 +191,7 @@ def test_a_table_that_is_too_short_is_named(rig) -> None:
 def test_a_write_to_a_shared_page_is_named(rig) -> None:
     row = opened(rig, 8)
     behind = rig.slots.host[row, 8:9] // rig.allocator.page_size
-    rig.allocator.primary.keep(behind)  # which no cache may: its tokens are not final
+    rig.allocator.primary.cache_pages(behind)  # which no cache may: its tokens are not final
     with pytest.raises(LocationError, match=rf"^row {row}, position \d+: would write to full slot .*several owners"):
         attend(rig, chain(rig, row), PRIMARY)
 

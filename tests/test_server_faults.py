@@ -85,7 +85,7 @@ def breaks(monkeypatch, part, engine):
         only = next(token for token in fails.token_ids[3:] if token not in goes_on.token_ids)
         monkeypatch.setattr(engine.tokenizer, "raises_at", only)
         return LONG | {"prompt": FAILS}
-    broken, calls = grammar.Place.after, [0]
+    broken, calls = grammar.GrammarState.after, [0]
 
     def after(place, token):
         calls[0] += 1
@@ -93,7 +93,7 @@ def breaks(monkeypatch, part, engine):
             raise RuntimeError("the library broke")
         return broken(place, token)
 
-    monkeypatch.setattr(grammar.Place, "after", after)
+    monkeypatch.setattr(grammar.GrammarState, "after", after)
     return GUIDED | {"prompt": FAILS}
 
 

@@ -14,7 +14,7 @@ from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.request import RequestStats
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.logs import traffic_line
-from specdec.serving.metrics import Metrics, Snapshot, figures
+from specdec.serving.metrics import MetricsCollector, Snapshot, figures
 
 from marks import deep_cases
 from tiny_models import build_target
@@ -25,7 +25,7 @@ def figures_after(engine: Engine, prompts: list[list[int]]) -> tuple[dict[str, f
 
     async def ask() -> tuple[bytes, CaptureUse]:
         async with AsyncEngine(engine) as running:
-            metrics = Metrics(running, "m")
+            metrics = MetricsCollector(running, "m")
             await running.generate(prompts, GREEDY)
             await running.generate(prompts, GREEDY)
             return await metrics.text(), (await running.stats()).captures
@@ -94,7 +94,7 @@ def test_every_device_has_its_memory():
 
     async def ask() -> str:
         async with AsyncEngine(engine) as running:
-            return (await Metrics(running, "m").text()).decode()
+            return (await MetricsCollector(running, "m").text()).decode()
 
     devices = engine.stats().devices
     assert [use.device for use in devices] == ["cpu", "cpu"]
@@ -124,7 +124,7 @@ def test_metrics_count_rounds_by_the_draft_that_was_chosen(
 
         async def ask(engine: Engine = engine) -> tuple[bytes, EngineStats]:
             async with AsyncEngine(engine) as running:
-                metrics = Metrics(running, "m")
+                metrics = MetricsCollector(running, "m")
                 await running.generate([random_prompt(n) for n in (5, 9)], GREEDY)
                 return await metrics.text(), await running.stats()
 

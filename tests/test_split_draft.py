@@ -20,7 +20,7 @@ from specdec.errors import FrozenKVError
 from specdec.gpu.operations import REFERENCE
 from specdec.gpu.ranks import PeerRanks, Ranks
 from specdec.kvcache.frozen import own_view
-from specdec.kvcache.layout import Full, KVLayout, LayerCache, Window, attention_fields
+from specdec.kvcache.layout import KEEP_ALL, KVLayout, LayerSpec, Retention, attention_fields
 from specdec.models.target import TargetModel
 
 from marks import deep, deep_cases
@@ -140,10 +140,10 @@ def test_a_lent_view_reaches_every_rank_and_closes_with_the_block():
     engine = engine_of(target_of("gemma4-31b"), 2)
     store = engine.cache.stores[0]
     view = own_view(engine.cache.allocator, store)
-    assert [peer.layer(0) for peer in view.peers] == [engine.cache.stores[1].layers[0]]
+    assert [peer.layer(0) for peer in view.other_ranks] == [engine.cache.stores[1].layers[0]]
     view.close()
     with pytest.raises(FrozenKVError, match="whose frozen_kv block has ended"):
-        view.peers[0].layer(0)
+        view.other_ranks[0].layer(0)
 
 
 def test_what_rank_0_collects_is_as_it_was_in_blocks_of_any_size(monkeypatch: pytest.MonkeyPatch):
@@ -188,10 +188,10 @@ def test_each_rank_stores_a_head_and_its_memory_is_counted():
 
 
 def test_a_share_says_in_how_many_parts_its_heads_lie():
-    kinds = [(8, Full(), FULL), (2, Window(4), SLIDING), (1, Full(), FULL)]
-    layout = KVLayout(tuple(LayerCache(i, i, kind, attention_fields(n, 4), r) for i, (n, r, kind) in enumerate(kinds)))
+    kinds = [(8, KEEP_ALL, FULL), (2, Retention(4), SLIDING), (1, KEEP_ALL, FULL)]
+    layout = KVLayout(tuple(LayerSpec(i, i, kind, attention_fields(n, 4), r) for i, (n, r, kind) in enumerate(kinds)))
     share = layout.share(4)
-    assert [(spec.num_kv_heads, spec.v.heads, spec.shares) for spec in share.layers] == [
+    assert [(spec.k.heads, spec.v.heads, spec.shares) for spec in share.layers] == [
         (2, 2, 4),
         (1, 1, 2),
         (1, 1, 1),

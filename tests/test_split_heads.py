@@ -1,6 +1,6 @@
 """Attention of a rank, which has some of the heads: its keys are cut as on one device, which has all of them.
 
-How many heads there are is part of the cut (`choose_cut`), and so of the bits: eight of 256 channels have longer
+How many heads there are is part of the cut (`choose_key_split`), and so of the bits: eight of 256 channels have longer
 splits than four.
 """
 
@@ -12,8 +12,8 @@ import torch
 from specdec import Engine, EngineConfig, SamplingParams
 from specdec.attention.kernels.own_keys import own_keys
 from specdec.attention.kernels.ragged_attention import ragged_attention
-from specdec.attention.kernels.tree_attention import choose_cut, tree_attention
-from specdec.attention.pack import Lines, Pack
+from specdec.attention.kernels.tree_attention import choose_key_split, tree_attention
+from specdec.attention.pack import Pack, RunSlots
 from specdec.attention.torch_backend import TorchBackend
 
 from tiny_models import build_target
@@ -39,7 +39,7 @@ def by_rank(attend: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shar
 
 
 def test_a_rank_cuts_the_keys_of_chains_as_one_device() -> None:
-    assert choose_cut(HEAD_DIM, 2, HEADS) != choose_cut(HEAD_DIM, 2, HEADS // 2)
+    assert choose_key_split(HEAD_DIM, 2, HEADS) != choose_key_split(HEAD_DIM, 2, HEADS // 2)
     q, k, v = text(1)
     pages = torch.arange(LENGTH - 1, device=DEVICE)[None]
     length = torch.tensor([LENGTH - 1], device=DEVICE)
@@ -57,8 +57,8 @@ def test_a_rank_cuts_the_keys_of_chains_as_one_device() -> None:
 def test_a_rank_cuts_the_keys_of_prompts_as_one_device() -> None:
     q, k, v = text(3)
     numbers = ([0], [LENGTH - 3], [3])
-    pack = Pack.of(*(torch.tensor(x, device=DEVICE) for x in numbers), 3)
-    lines = Lines(torch.arange(LENGTH, device=DEVICE)[None], torch.zeros(1, dtype=torch.int64, device=DEVICE), None)
+    pack = Pack.from_lengths(*(torch.tensor(x, device=DEVICE) for x in numbers), 3)
+    lines = RunSlots(torch.arange(LENGTH, device=DEVICE)[None], torch.zeros(1, dtype=torch.int64, device=DEVICE), None)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shares: int) -> torch.Tensor:
         return ragged_attention(q, k, v, pack, lines, scaling=0.1, exact=True, shares=shares)

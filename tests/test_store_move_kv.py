@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specdec.kvcache.index_spaces import PrimaryLoc
-from specdec.kvcache.store import StoreAddresses, move_kv, reference_move_kv, reference_store_kv, store_kv
+from specdec.kvcache.store import PoolAddresses, move_kv, reference_move_kv, reference_store_kv, store_kv
 
 from marks import usual_cases
 
@@ -68,7 +68,7 @@ def test_padded_rows_share_the_sink():
 def test_move_by_eye():
     """Node path 0, 2, 3 after 4 committed tokens: rows 6 and 7 go to 5 and 6, so 6 is read before it is written."""
     pool = torch.arange(8, dtype=torch.float32, device=DEVICE).view(8, 1, 1)
-    move_kv(StoreAddresses.from_pools([pool]), slots(6, 7), slots(5, 6))
+    move_kv(PoolAddresses.from_pools([pool]), slots(6, 7), slots(5, 6))
     assert pool.flatten().tolist() == [0, 1, 2, 3, 4, 6, 7, 7]
 
 
@@ -88,7 +88,7 @@ def test_moves_that_overlap(source: tuple[int, ...], destination: tuple[int, ...
     pools = [numbers(10, heads, dim) for heads, dim in [(1, 1), (2, 3), (1, 700), (4, 300)]]
     want = [pool.clone() for pool in pools]
     reference_move_kv(want, slots(*source), slots(*destination))
-    move_kv(StoreAddresses.from_pools(pools), slots(*source), slots(*destination))
+    move_kv(PoolAddresses.from_pools(pools), slots(*source), slots(*destination))
     for pool, expected in zip(pools, want, strict=True):
         torch.testing.assert_close(pool, expected, rtol=0, atol=0)
 
@@ -99,7 +99,7 @@ def test_move_copies_bits_of_any_dtype():
     pools = [numbers(6, 1, 3, dtype=torch.bfloat16), numbers(6, 2, 4, dtype=torch.float32)]
     pools[0].view(torch.int16)[2, 0, 1] = 0x7FC1  # a NaN
     want = [pool.view(torch.int16).clone() for pool in pools]
-    rows = StoreAddresses.from_pools(pools)
+    rows = PoolAddresses.from_pools(pools)
     assert (rows.word, rows.longest, rows.total) == (torch.int16, 16, 19)
     for source, destination in ((slots(2, 3), slots(3, 2)), (slots(3, 5), slots(1, 0))):
         move_kv(rows, source, destination)
@@ -109,12 +109,12 @@ def test_move_copies_bits_of_any_dtype():
 
 
 def test_words_are_as_large_as_all_rows_allow():
-    assert StoreAddresses.from_pools([numbers(3, 2, 8), numbers(3, 1, 2)]).word == torch.int64
-    assert StoreAddresses.from_pools([numbers(3, 2, 8), numbers(3, 1, 3)]).word == torch.int32
+    assert PoolAddresses.from_pools([numbers(3, 2, 8), numbers(3, 1, 2)]).word == torch.int64
+    assert PoolAddresses.from_pools([numbers(3, 2, 8), numbers(3, 1, 3)]).word == torch.int32
 
 
 def test_nothing_to_store_and_nothing_to_move():
     pool = torch.ones(2, 1, 2, device=DEVICE)
     store_kv(numbers(0, 1, 2), numbers(0, 1, 2), slots(), pool, pool)
-    move_kv(StoreAddresses.from_pools([pool]), slots(), slots())
+    move_kv(PoolAddresses.from_pools([pool]), slots(), slots())
     assert bool((pool == 1).all())

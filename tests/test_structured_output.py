@@ -281,7 +281,7 @@ def test_prefixes_are_shared(engine_of, prompts, alone):
         pytest.param(DecodeRound, "draft", {2, 3, 7}, marks=pytest.mark.slow, id="draft"),
         pytest.param(DecodeRound, "verify", {2, 3, 7}, id="verify"),
         pytest.param(DecodeRound, "accept", {2, 3, 7}, marks=pytest.mark.slow, id="accept"),
-        pytest.param(grammar.Library, "masks", set(range(2, 20, 3)), id="masks"),
+        pytest.param(grammar.GrammarLibrary, "masks", set(range(2, 20, 3)), id="masks"),
     ],
 )
 def test_a_step_that_breaks_happened_to_nobody(owner, part, breaks, engine_of, prompts, params, alone, monkeypatch):
@@ -307,9 +307,9 @@ def test_a_step_that_breaks_happened_to_nobody(owner, part, breaks, engine_of, p
 
 def test_a_grammar_that_cannot_go_on_ends_its_request_alone(engine_of, prompts, alone, params, monkeypatch, caplog):
     """The library gives up in the middle of a text: that request ends as aborted, with what it had."""
-    whole = grammar.Place.after
+    whole = grammar.GrammarState.after
     monkeypatch.setattr(
-        grammar.Place, "after", lambda self, token: None if token == ord("x") - 33 else whole(self, token)
+        grammar.GrammarState, "after", lambda self, token: None if token == ord("x") - 33 else whole(self, token)
     )
     engine = engine_of("ngram", max_batch_size=4)
     with caplog.at_level("WARNING", "specdec"):

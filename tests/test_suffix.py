@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec import SamplingParams, SpecConfig
 from specdec.attention.torch_backend import TorchBackend
-from specdec.attention.trees.growth import LOWEST
+from specdec.attention.trees.tree_builder import LOWEST
 from specdec.draft_models import suffix
 from specdec.draft_models.finished_texts import BEFORE, MATCH
 from specdec.draft_models.suffix import (

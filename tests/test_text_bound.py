@@ -62,7 +62,7 @@ def engine():
 @pytest.fixture(scope="module")
 def url(engine):
     with served(engine) as (url, running, _):
-        running._bound.most = 1000  # as if the longest token had two characters
+        running._bound.max_characters = 1000  # as if the longest token had two characters
         yield url
 
 
@@ -82,7 +82,7 @@ def test_text_of_every_field_counts_before_a_template_or_a_tokenizer_reads_it(na
 def test_texts_that_are_submitted_as_prompts_count_too(engine):
     async def scene():
         async with AsyncEngine(engine) as served:
-            served._bound.most = 1000
+            served._bound.max_characters = 1000
             with pytest.raises(CapacityError, match="more than the 1000"):
                 await served.generate(["hi", LONG], SamplingParams(max_new_tokens=1))
             assert served.open_requests == 0

@@ -30,19 +30,19 @@ def modes():
 def interrupted(request, monkeypatch):
     """interrupted(n): the n-th inference mode from now on is struck within `__enter__` or `__exit__`, at either end."""
     name, when = request.param.split()
-    real, to_go = getattr(torch.inference_mode, name), [0]
+    real, remaining = getattr(torch.inference_mode, name), [0]
 
     def struck(self, *details):
-        to_go[0] -= 1
-        if to_go[0] == 0 and when == "begun":
+        remaining[0] -= 1
+        if remaining[0] == 0 and when == "begun":
             raise Interrupt
         real(self, *details)
-        if to_go[0] == 0:
+        if remaining[0] == 0:
             raise Interrupt
 
     struck.__code__ = struck.__code__.replace(co_name=name)
     monkeypatch.setattr(torch.inference_mode, name, struck)
-    return lambda number: to_go.__setitem__(0, number)
+    return lambda number: remaining.__setitem__(0, number)
 
 
 @pytest.mark.parametrize("grad", [True, False])

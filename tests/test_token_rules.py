@@ -15,9 +15,9 @@ from specdec import Engine, SamplingParams
 from specdec.errors import ConfigError
 from specdec.sampling.grammars import token_rules
 from specdec.sampling.grammars.grammar import tree_masks
-from specdec.sampling.grammars.grammar_bounds import ONE_LINE, is_plain
+from specdec.sampling.grammars.grammar_bounds import ONE_LINE, compiles_in_linear_time
 from specdec.text.detokenize import Detokenizer
-from specdec.text.stop_strings import StopStrings, cut, find_first
+from specdec.text.stop_strings import StopStrings, cut_at_stop, find_first
 
 from marks import deep_cases, each_value, quick, usual_cases
 
@@ -131,14 +131,14 @@ def test_after_min_tokens_a_request_waits_for_no_masks(engine_of, prompts, monke
 def test_masks_of_a_tree_by_hand():
     """Two tokens to go; the root 1 has the children 2 and the end, 2 has the end: allowed only at the third token."""
     params = SamplingParams(min_tokens=2, max_new_tokens=8)
-    root = token_rules.begin(None, params, frozenset({5}), 40)
+    root = token_rules.rules_state(None, params, frozenset({5}), 40)
     masks = tree_masks([(root, [1, 2, 5, 5, 3], [-1, 0, 0, 1, 1])])[0]
     closed, open = np.array([~(1 << 5), -1], dtype=np.int32), np.array([-1, -1], dtype=np.int32)
     assert masks.tolist() == [each.tolist() for each in (closed, closed, open, open, open)]  # 2 and 3: never reached
-    place = root.after(2).after(3)
-    assert place.free and place.after(5).over
+    state = root.after(2).after(3)
+    assert state.free and state.after(5).over
     assert root.after(5) is None
-    assert token_rules.begin(None, SamplingParams(), frozenset({5}), 40) is None
+    assert token_rules.rules_state(None, SamplingParams(), frozenset({5}), 40) is None
 
 
 def test_min_tokens_beside_a_grammar(engine_of, prompts):
@@ -175,8 +175,8 @@ def test_rules_that_cannot_be_are_refused(asked, said, engine_of):
 
 
 def test_stop_strings_by_hand():
-    assert cut("one END two END", ["END"]) == "one "
-    assert cut("one END two END", StopStrings(["END"], included=True)) == "one END"
+    assert cut_at_stop("one END two END", ["END"]) == "one "
+    assert cut_at_stop("one END two END", StopStrings(["END"], included=True)) == "one END"
     assert find_first("abcabc", ["bc"], since=2).begin == 1  # it ends after character 2
     assert find_first("abcabc", ["bc"], since=3).begin == 4
 
@@ -213,4 +213,4 @@ def test_a_schema_says_itself_how_white_space_is_written(engine_of, prompts, byt
     for kind in (None, "tree"):
         [out] = engine_of(kind).generate([prompts[0]], asked)
         assert out.text in ('{"a": 1}', '{"a": 2}')
-    assert is_plain("json_schema", asked.json_schema)
+    assert compiles_in_linear_time("json_schema", asked.json_schema)

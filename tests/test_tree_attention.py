@@ -14,15 +14,15 @@ import torch
 from specdec.attention.deterministic_attention import deterministic_attention
 from specdec.attention.kernels.own_keys import ALIGN, own_keys, reference_own_keys
 from specdec.attention.kernels.tree_attention import (
-    Cut,
+    KeySplit,
     RowTiles,
-    choose_cut,
+    choose_key_split,
     choose_rows,
     count_splits,
     fit_rows,
     tree_attention,
 )
-from specdec.kvcache.rounded import RoundedPool
+from specdec.kvcache.fp8_pool import Fp8Pool
 
 from dense_oracle import attend
 from marks import deep, deep_cases, each_value, quick, slow, usual_cases
@@ -30,7 +30,7 @@ from marks import deep, deep_cases, each_value, quick, slow, usual_cases
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 BLOCK_K = 16
-SMALL: dict[str, Any] = {"cut": Cut(BLOCK_K, 2 * BLOCK_K), "tiles": RowTiles(16, 4, 1)}
+SMALL: dict[str, Any] = {"cut": KeySplit(BLOCK_K, 2 * BLOCK_K), "tiles": RowTiles(16, 4, 1)}
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 pytestmark = pytest.mark.usefixtures("kernels_run", "poison_empty")
@@ -260,9 +260,9 @@ def test_v_may_be_narrower_than_k(head_dim: int, v_dim: int, window: int | None)
 def test_keys_and_values_of_8_bits_are_attended_to_as_they_are_read_back(window: int | None) -> None:
     requests = [request(n, 5, [-1, 0, 0, 1, 3], seed=n, heads=(4, 2), head_dim=24, v_dim=12) for n in (40, 3)]
     args = lay_out(requests, window=window, page_size=4)
-    rounded = {name: RoundedPool.of(args[name].to(DEVICE)) for name in ("pool_k", "pool_v")}
-    expected = run(args | {name: pool.read() for name, pool in rounded.items()})
-    torch.testing.assert_close(run(args | rounded), expected, atol=1e-5, rtol=1e-5)
+    fp8 = {name: Fp8Pool.from_rows(args[name].to(DEVICE)) for name in ("pool_k", "pool_v")}
+    expected = run(args | {name: pool.read() for name, pool in fp8.items()})
+    torch.testing.assert_close(run(args | fp8), expected, atol=1e-5, rtol=1e-5)
 
 
 @deep_cases("17-(64, 1)", "17-(17, 16)")
@@ -348,7 +348,7 @@ def test_windows_of_a_chunk_that_begin_in_different_splits() -> None:
     """40 rows, windows of 20, splits of 16 keys: tiles of rows begin up to two splits after their request."""
     requests = [request(40, 40)]
     args = lay_out(requests, window=20)
-    out = run(args, cut=Cut(16, 16))
+    out = run(args, cut=KeySplit(16, 16))
     torch.testing.assert_close(out.double(), dense(requests, args), atol=2e-5, rtol=2e-5)
 
 
@@ -372,13 +372,13 @@ def test_splits_grow_with_the_position() -> None:
     args = lay_out([request(850, 1), request(300, 1, seed=1)])
     expected = dense([request(850, 1), request(300, 1, seed=1)], args)
     for options in ({}, {"tiles": RowTiles(16, 4, 1, fold=True)}):
-        out = run(args, cut=Cut(16, 16), **options)
+        out = run(args, cut=KeySplit(16, 16), **options)
         torch.testing.assert_close(out.double(), expected, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("grows", [False, True])
 def test_every_position_is_in_the_split_that_begins_before_it(grows: bool) -> None:
-    cut = Cut(16, 16)
+    cut = KeySplit(16, 16)
 
     def split_of(position: int) -> int:
         unit = position // 16
@@ -560,26 +560,28 @@ def test_strides_and_index_dtypes() -> None:
 
 def test_many_heads_have_longer_splits() -> None:
     """And nothing else that a launch knows changes the cut."""
-    assert [choose_cut(256, 2, heads) for heads in (1, 2, 8, 16)] == [Cut(32, 128)] * 2 + [Cut(32, 256)] * 2
-    assert {choose_cut(128, 2, heads) for heads in (1, 8)} == {Cut(64, 256)}
+    assert [choose_key_split(256, 2, heads) for heads in (1, 2, 8, 16)] == [KeySplit(32, 128)] * 2 + [
+        KeySplit(32, 256)
+    ] * 2
+    assert {choose_key_split(128, 2, heads) for heads in (1, 8)} == {KeySplit(64, 256)}
 
 
 def test_two_warps_decode_keys_of_8_bits() -> None:
     """They need a fifth fewer instructions than four, where programs are many; a lone request waits for latency."""
-    for rounded, heads, warps in ((True, 64, 2), (False, 64, 4), (True, 8, 4)):
-        assert choose_rows(4, heads, 128, 2, is_tree=False, rounded=rounded).num_warps == warps
+    for fp8, heads, warps in ((True, 64, 2), (False, 64, 4), (True, 8, 4)):
+        assert choose_rows(4, heads, 128, 2, is_tree=False, fp8=fp8).num_warps == warps
 
 
 def test_few_programs_over_128_channels_take_eight_warps() -> None:
     """Requests times K/V heads: up to 16 wait for latency; more than 32 share a multiprocessor, so stages are few."""
-    chosen = {heads: choose_rows(4, heads, 128, 2, is_tree=False, rounded=False) for heads in (8, 16, 32, 64)}
+    chosen = {heads: choose_rows(4, heads, 128, 2, is_tree=False, fp8=False) for heads in (8, 16, 32, 64)}
     assert chosen == {8: RowTiles(16, 8, 5), 16: RowTiles(16, 8, 5), 32: RowTiles(16, 4, 5), 64: RowTiles(16, 4, 3)}
 
 
 def test_row_tiles_shrink_until_they_fit_the_shared_memory_and_the_cut_does_not() -> None:
     hopper, ampere, ada = 227 << 10, 163 << 10, 99 << 10  # bytes that one program may use
-    cut = choose_cut(512, 2, 1)
-    assert cut == Cut(32, 256)
+    cut = choose_key_split(512, 2, 1)
+    assert cut == KeySplit(32, 256)
     tiles = RowTiles(32, 8, 5)
     assert fit_rows(tiles, cut, 512, 2, hopper) == tiles  # (32 + 2 * 32 * 3) KiB
     assert fit_rows(tiles, cut, 512, 2, ampere) == RowTiles(32, 8, 3)  # two tiles of K and V instead of three

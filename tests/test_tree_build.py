@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.trees.beam import Candidates
-from specdec.attention.trees.growth import (
-    Growth,
+from specdec.attention.trees.tree import DraftTree
+from specdec.attention.trees.tree_builder import (
     TreeBackend,
+    TreeBuilder,
     reference_select_tree,
     select_tree,
 )
-from specdec.attention.trees.tree import DraftTree
 from specdec.attention.trees.walk import reference_accept, tree_fields
 from specdec.attention.triton_backend import TritonBackend
 
@@ -61,7 +61,7 @@ def naive_best_first(scores: list[float], parents: list[int], num_nodes: int) ->
 
 
 def test_select_by_eye():
-    """The example in the docstring of attention/trees/growth.py."""
+    """The example in the docstring of attention/trees/tree_builder.py."""
     grown = select_tree(
         long([9]),
         Candidates(
@@ -154,7 +154,7 @@ def test_select_is_a_naive_best_first_search(forest: tuple[list[list[float]], li
 def test_growth_keeps_the_best_paths(backend: TreeBackend, topk: int, levels: int, seed: int, ties: bool):
     """Expanding with a table of log-probabilities: beams are the best of their level, scores sum along paths."""
     generator = torch.Generator().manual_seed(seed)
-    growth = Growth(long([3, 4]), backend, levels)
+    builder = TreeBuilder(long([3, 4]), backend, levels)
     path_score = torch.zeros(2, 1)
     for level in range(levels):
         width = 1 if level == 0 else topk
@@ -163,7 +163,7 @@ def test_growth_keeps_the_best_paths(backend: TreeBackend, topk: int, levels: in
             torch.randn(2, width, 50, generator=generator).log_softmax(-1).topk(topk).values if log_p is None else log_p
         )
         tokens = torch.rand(2, width, 50, generator=generator).argsort(-1)[:, :, :topk]
-        beam = growth.add_level(tokens.to(DEVICE), log_p.to(DEVICE))
+        beam = builder.add_level(tokens.to(DEVICE), log_p.to(DEVICE))
         scores = (path_score[:, :, None] + log_p).flatten(1)
         best = scores.sort(dim=1, descending=True, stable=True)
         assert torch.equal(beam.tokens.cpu(), tokens.flatten(1).gather(1, best.indices[:, :topk]))
@@ -171,7 +171,7 @@ def test_growth_keeps_the_best_paths(backend: TreeBackend, topk: int, levels: in
         path_score = best.values[:, :topk]
     most = topk + (levels - 1) * topk * topk
     for num_nodes in {min(most, 2), min(most + 1, 24)}:
-        grown = growth.select(num_nodes)
+        grown = builder.select(num_nodes)
         grown.check()
         assert grown.tokens[:, 0].tolist() == [3, 4]
         assert int(grown.depth.max()) <= levels
@@ -206,17 +206,17 @@ def test_all_levels_at_once_are_those_one_by_one(backend: TreeBackend, topk: int
     if ties:
         marginals = -torch.randint(0, 3, marginals.shape, generator=generator).float()
         marginals[0, 1, -1], marginals[1, 1, 0], marginals[2, 0, -1] = NAN, -INF, 0.5
-    found = Growth(root, backend, levels)
+    found = TreeBuilder(root, backend, levels)
     found.add_all_levels(tokens.to(DEVICE), marginals.to(DEVICE))
-    one_by_one = Growth(root, backend, levels)
+    one_by_one = TreeBuilder(root, backend, levels)
     for level in range(levels):
         width = 1 if level == 0 else topk
         parts = (x[:, level, None].expand(-1, width, -1).to(DEVICE) for x in (tokens, marginals))
         one_by_one.add_level(*parts)
     expected = level_by_level(root.cpu(), tokens, marginals)
-    for growth in (found, one_by_one):
-        assert growth.candidates is not None
-        for ours, theirs in zip(growth.candidates, expected, strict=True):
+    for builder in (found, one_by_one):
+        assert builder.candidates is not None
+        for ours, theirs in zip(builder.candidates, expected, strict=True):
             assert torch.equal(ours.cpu(), theirs)
     num_nodes = min(32, 1 + expected[0].shape[1])
     want = reference_select_tree(
@@ -227,11 +227,11 @@ def test_all_levels_at_once_are_those_one_by_one(backend: TreeBackend, topk: int
 
 
 def test_growth_without_branches_is_a_chain():
-    growth = Growth(long([5]), TorchBackend(), 3)
+    builder = TreeBuilder(long([5]), TorchBackend(), 3)
     for token in (6, 7, 8):
-        beam = growth.add_level(long([[[token]]]), torch.tensor([[[-0.5]]], device=DEVICE))
+        beam = builder.add_level(long([[[token]]]), torch.tensor([[[-0.5]]], device=DEVICE))
         assert beam.tokens.tolist() == [[token]] and beam.origin.tolist() == [[0]]
-    tree, chain = growth.select(4), DraftTree.chain(long([[5, 6, 7, 8]]))
+    tree, chain = builder.select(4), DraftTree.chain(long([[5, 6, 7, 8]]))
     for name in ("tokens", "parents", "depth", "ancestors"):
         torch.testing.assert_close(getattr(tree, name), getattr(chain, name))
 

@@ -18,7 +18,7 @@ from specdec.attention import dense as reference
 from specdec.attention.backend import choose_backend
 from specdec.attention.kernels import page_table, ragged_attention
 from specdec.attention.plan import plan_chunk, plan_frozen, plan_verify
-from specdec.attention.trees import growth as tree_build
+from specdec.attention.trees import tree_builder as tree_build
 from specdec.errors import ConfigError
 from specdec.gpu import triton_device
 from specdec.kvcache import store as kv_store

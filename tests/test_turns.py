@@ -13,9 +13,9 @@ from side_by_side import in_threads
 
 from specdec import SamplingParams
 from specdec.errors import SpecDecError
-from specdec.layers.merge import Watch
+from specdec.layers.merge import StorageWatch
 from specdec.runtime.turns import Turns
-from specdec.serving.engine_thread import EngineThread, Sample
+from specdec.serving.engine_thread import EngineThread, StreamedSample
 
 from marks import deep_cases, examples
 from package_files import name_in_package
@@ -133,7 +133,7 @@ class Serve(Scene):
 
     def work(self):
         self.read(self.prompts[1])
-        samples = [Sample(self.engine.submit(self.prompts[0], PARAMS), None)]
+        samples = [StreamedSample(self.engine.submit(self.prompts[0], PARAMS), None)]
         self.thread.watch(samples)
         self.thread.abort(samples)
 
@@ -142,7 +142,7 @@ class Serve(Scene):
 
     def read(self, prompt):
         handle = self.engine.submit(prompt, PARAMS)
-        self.thread.watch([Sample(handle, None)])
+        self.thread.watch([StreamedSample(handle, None)])
         while not handle.finished:
             time.sleep(1e-4)
         return [token for delta in iter(handle.read, None) for token in delta.token_ids]
@@ -200,7 +200,7 @@ def test_a_stream_that_is_collected_while_weights_are_looked_at_deadlocks_nobody
     other.round.weights = engine.round.weights  # as of two engines over one TargetModel
     streams = [other.stream(random_prompt(5), PARAMS)]
     next(streams[0])
-    moved = Watch.moved
+    moved = StorageWatch.moved
 
     def collected(self):
         if streams:
@@ -208,7 +208,7 @@ def test_a_stream_that_is_collected_while_weights_are_looked_at_deadlocks_nobody
             gc.collect()
         return moved(self)
 
-    monkeypatch.setattr(Watch, "moved", collected)
+    monkeypatch.setattr(StorageWatch, "moved", collected)
     look = {
         "generate": lambda: engine.generate(random_prompt(9), PARAMS),
         "clear_prefix_cache": engine.clear_prefix_cache,

@@ -7,7 +7,7 @@ import torch
 from capturable import capturable
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
-from specdec.draft_models.heads.fused_form import Echo
+from specdec.draft_models.heads.fused_form import EchoContext
 from specdec.draft_models.ngram import NgramDrafter
 from specdec.gpu.operations import REFERENCE
 from specdec.layers.families import FAMILIES
@@ -37,7 +37,7 @@ def test_no_forward_of_a_mixture_reads_the_host(family: str) -> None:
     decoder = private_copy(model_of(family).get_decoder())
     tokens, positions = torch.arange(5)[None] * 7, torch.arange(5)[None]
     with torch.inference_mode(), capturable():
-        decoder(input_ids=tokens, position_ids=positions, use_cache=False, specdec_ctx=Echo())
+        decoder(input_ids=tokens, position_ids=positions, use_cache=False, specdec_ctx=EchoContext())
 
 
 @pytest.mark.parametrize("family", MIXTURES)

@@ -10,10 +10,10 @@ from mtp_checkpoints import publish
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.draft_models.language_model import LanguageModelDrafter
 from specdec.kvcache.index_spaces import ByGroup, GroupId
-from specdec.kvcache.layout import FULL_ATTENTION, Full, KVLayout
+from specdec.kvcache.layout import FULL_ATTENTION, KEEP_ALL, KVLayout
 from specdec.models.target import TargetModel
 from specdec.runtime import sizing
-from specdec.runtime.rounds.unread import KEPT
+from specdec.runtime.rounds.unread import MAX_UNREAD
 
 from marks import deep
 from tiny_models import random_eagle3
@@ -59,7 +59,7 @@ def watched(target: TargetModel, drafter: Any, spec: SpecConfig, **config: Any) 
 
 
 def kept_in_full(layout: KVLayout) -> KVLayout:
-    layers = (dataclasses.replace(spec, layer_type=FULL_ATTENTION, retention=Full()) for spec in layout.layers)
+    layers = (dataclasses.replace(spec, layer_type=FULL_ATTENTION, retention=KEEP_ALL) for spec in layout.layers)
     return KVLayout(tuple(layers))
 
 
@@ -111,7 +111,9 @@ def test_a_drafters_window_takes_the_memory_of_a_window(make_target, monkeypatch
     assert list(kept) == ["full", "window 64"] and length == 16384
     token = 2 * 2 * 8 * 4  # K and V of one layer
     room = sizing.PromptRoom.from_settings(config.max_prefill_tokens, config.prefill_chunk, "cpu")
-    need = token * (8 * (64 - 1 + KEPT + spec.num_nodes) + max(room.idle, 8 * min(room.chunk, sizing.WINDOW_SPARE)))
+    need = token * (
+        8 * (64 - 1 + MAX_UNREAD + spec.num_nodes) + max(room.idle, 8 * min(room.chunk, sizing.WINDOW_SPARE))
+    )
     assert need <= kept["window 64"] <= 1.05 * need
     assert kept["full"] == (2 + 1) * token * (8 * (length + spec.num_nodes) + 1)
 
@@ -120,7 +122,7 @@ def test_a_window_that_the_target_has_is_its_group(make_target) -> None:
     model = make_target("gpt_oss")
     for windows, names in (((8, None), ["full", "window 8"]), ((5, 8), ["full", "window 5", "window 8"])):
         with Engine(TargetModel(model), random_eagle3(model, windows)) as engine:
-            assert [group.name for group in engine.table.allocator.groups.groups] == names
+            assert [kept.name for kept in engine.table.allocator.groups] == names
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -131,7 +133,7 @@ def test_a_match_needs_the_drafters_window(lost, pair, random_prompt) -> None:
     engine.generate([random_prompt(40)], PARAMS)
     allocator = engine.table.allocator
     if lost:
-        allocator.cache.release(ByGroup((0, allocator.pools[GroupId(1)].capacity)))
+        allocator.cache.evict(ByGroup((0, allocator.pools[GroupId(1)].capacity)))
     [out] = engine.generate([random_prompt(40)], PARAMS)
     assert out.stats.cached_tokens == (0 if lost else 39)
 

@@ -7,8 +7,8 @@ A drafter with K/V of its own enters a level, writes the keys of its nodes at `d
 its store over [0, S), each layer's read at the slots of its group, and never written. Invariant: a level sees the
 prefix and its ancestors among the keys written so far, each layer through its own window.
 
-A draft of one forward (`Order.CAUSAL`, `Order.MUTUAL`) is one level of K nodes in a row, at positions S .. S + K - 1:
-each sees the nodes up to itself, or all of them, those after it too.
+A draft of one forward (`NodeOrder.CAUSAL`, `NodeOrder.MUTUAL`) is one level of K nodes in a row, at positions S to
+S + K - 1: each sees the nodes up to itself, or all of them, those after it too.
 """
 
 from collections.abc import Sequence
@@ -20,14 +20,14 @@ import torch
 from specdec.attention.dense import bias_of, dense_attention, newest, visible
 from specdec.attention.kernels.page_table import build_page_tables, locate_prefixes
 from specdec.attention.kernels.paged_attention import WORD, paged_attention
+from specdec.kvcache.fp8_pool import all_rows, numbers_and_scales
 from specdec.kvcache.index_spaces import PRIMARY, GroupLoc, PrimaryLoc
 from specdec.kvcache.layer_context import ScoreOptions
-from specdec.kvcache.rounded import all_rows, numbers_and_scales
 from specdec.kvcache.store import KVStore, LayerKV
 from specdec.kvcache.table import RequestTable, Rows
 
 
-class Order(Enum):
+class NodeOrder(Enum):
     """Layout of a draft's nodes, and which see each other; the last two are of one level, nodes in a row."""
 
     LEVELS = "levels"  # K nodes a position, each sees its ancestors
@@ -39,7 +39,7 @@ Sight = tuple[int | None, int]
 """The window of a layer, and its first key."""
 
 
-class Draft(NamedTuple):
+class DraftPlan(NamedTuple):
     """The shape of a draft: K = `topk` nodes per level and request, on `num_levels` levels at `positions` [levels, B].
 
     windows: one per layer of the drafter, None: full attention. order: of nodes in a row, `positions` [1, B] has the
@@ -52,7 +52,7 @@ class Draft(NamedTuple):
     positions: torch.Tensor
     topk: int
     windows: Sequence[int | None]
-    order: Order = Order.LEVELS
+    order: NodeOrder = NodeOrder.LEVELS
     anchored: bool = False
     first_keys: Sequence[int] | None = None
 
@@ -74,14 +74,14 @@ class Draft(NamedTuple):
 
     def key_positions(self) -> torch.Tensor:
         """Position of each node, [B, M]."""
-        if self.order is not Order.LEVELS:
+        if self.order is not NodeOrder.LEVELS:
             return self.level_positions(0)
         return self.positions.t()[:, :, None].expand(-1, -1, self.topk).reshape(-1, self.num_nodes)
 
     def level_positions(self, level: int) -> torch.Tensor:
         """Position of each node of a level, [B, K]."""
         first = self.positions[level][:, None]
-        if self.order is Order.LEVELS:
+        if self.order is NodeOrder.LEVELS:
             return first.expand(-1, self.topk)
         return first + torch.arange(self.topk, device=first.device)
 
@@ -108,10 +108,10 @@ class DraftBlock(Protocol):
         """Slots [B, L] of the committed keys that a layer may read, and the position [B] of the first. For checks."""
 
 
-class CopiedDraft:
+class CopiedDraftBlock:
     """In plain torch: for each layer a copy of the visible committed keys, followed by room for the draft's keys."""
 
-    def __init__(self, store: KVStore, draft: Draft) -> None:
+    def __init__(self, store: KVStore, draft: DraftPlan) -> None:
         self.draft, self.level = draft, -1
         length, topk, num_nodes = draft.committed_len, draft.topk, draft.num_nodes
         batch, device = len(length), length.device
@@ -148,10 +148,10 @@ class CopiedDraft:
             self.ancestors = self.ancestors.gather(1, origin[:, :, None].expand_as(self.ancestors))
         columns = torch.arange(self.draft.num_nodes, device=self.key_pos.device)
         own = columns[self._newest(), None]
-        if self.draft.order is Order.LEVELS:
+        if self.draft.order is NodeOrder.LEVELS:
             self.ancestors = self.ancestors | (own == columns)
         else:
-            self.ancestors = self.ancestors | (columns <= (own if self.draft.order is Order.CAUSAL else own.amax()))
+            self.ancestors = self.ancestors | (columns <= (own if self.draft.order is NodeOrder.CAUSAL else own.amax()))
         self._bias = {sight: bias_of(self._seen(*sight)) for sight in self.prefix}
 
     def destination(self, layer: int) -> tuple[LayerKV, GroupLoc]:
@@ -180,13 +180,13 @@ class CopiedDraft:
         return visible(self.draft.seen_from(self.level), key_pos, torch.cat(known, dim=2), window, first_key)
 
 
-class PagedDraft:
+class PagedDraftBlock:
     """Attends by the paged kernels, over the store itself: the prefix is not copied, and a level costs what it reads.
 
     The scratch keys, [B * M, Hkv, D] a layer, are the block of `paged_attention`.
     """
 
-    def __init__(self, store: KVStore, draft: Draft) -> None:
+    def __init__(self, store: KVStore, draft: DraftPlan) -> None:
         self.draft, self.level, self.store = draft, -1, store
         table, num_nodes = draft.table, draft.num_nodes
         batch, device = len(draft.committed_len), draft.positions.device
@@ -197,10 +197,10 @@ class PagedDraft:
         words = torch.arange(-(-num_nodes // WORD), device=device)
         bits = (nodes[:, None] // WORD == words).long() << (nodes % WORD)[:, None]  # [M, words]
         # of a node itself; in a row with those before it; of all
-        if draft.order is Order.MUTUAL:
+        if draft.order is NodeOrder.MUTUAL:
             self.bits_of = bits.sum(0, keepdim=True).expand_as(bits)
         else:
-            self.bits_of = bits.cumsum(0) if draft.topk == 1 or draft.order is Order.CAUSAL else bits
+            self.bits_of = bits.cumsum(0) if draft.topk == 1 or draft.order is NodeOrder.CAUSAL else bits
         self.bits = bits[None, : draft.topk].expand(batch, -1, -1)  # [B, K, words] of the newest level
         by_level = nodes.view(-1, 1, draft.topk) + num_nodes * torch.arange(batch, device=device)[:, None]
         self.slots = by_level.flatten(1)  # [levels, B * K]
@@ -226,7 +226,7 @@ class PagedDraft:
         window, first_key = draft.sight(layer)
         (own_k, scales_k), (own_v, scales_v) = map(numbers_and_scales, (own.k, own.v))
         block_k, block_v = (x.unflatten(0, (len(query), -1))[:, :filled].transpose(1, 2) for x in (own_k, own_v))
-        pages, start = self.tables.of(kept.group)
+        pages, start = self.tables.group_table(kept.group)
         return paged_attention(
             query,
             *(block_k, block_v, self.key_pos[:, :filled], self.bits[:, :, : -(-filled // WORD)]),

@@ -8,8 +8,8 @@ depend on neither.
 import torch
 
 from specdec.gpu.triton_shim import tl, triton
-from specdec.kvcache.rounded import Pool
-from specdec.kvcache.rounded_kernels import from_e4m3
+from specdec.kvcache.fp8_kernels import from_e4m3
+from specdec.kvcache.fp8_pool import FieldPool
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NOWHERE = tl.constexpr(1 << 30)  # past all keys, and so far from overflow that what a loop loads ahead is past them too
@@ -32,7 +32,7 @@ def pairs_of(DIM: tl.constexpr, BLOCK: tl.constexpr) -> tuple[tl.tensor, tl.tens
 
 @triton.jit
 def parts_of(b_q: tl.tensor, ROUNDED: tl.constexpr) -> tl.tuple:
-    """b_q [BM, BD], or where K is rounded its even and its odd channels [BM, BD / 2]: K and V are such tuples too."""
+    """b_q [BM, BD], or where K is fp8 its even and its odd channels [BM, BD / 2]: K and V are such tuples too."""
     parts = (b_q,)
     if ROUNDED:
         parts = tl.split(tl.reshape(b_q, [b_q.shape[0], b_q.shape[1] // 2, 2]))
@@ -50,7 +50,7 @@ def zero_parts(BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, ROUNDED: tl.constex
 
 
 @triton.jit
-def joined(parts: tl.tuple) -> tl.tensor:
+def join_parts(parts: tl.tuple) -> tl.tensor:
     """[BM, BV]: `parts_of`, undone."""
     b_x = parts[0]
     if len(parts) == 2:
@@ -90,7 +90,7 @@ def load_keys(
     DTYPE: tl.constexpr,
 ) -> tuple[tl.tuple, tl.tensor]:
     """K [BK, BD] at these slots, which all exist, and what to multiply scores by, [1, BK] or [1, 1]: see
-    `rounded_kernels.py`."""
+    `fp8_kernels.py`."""
     b_x = tl.load(p_pool + b_slot * s_slot + o_d[None, :] * s_d, mask=m_d[None, :], other=0)
     parts, b_scale = (b_x,), tl.full([1, 1], 1.0, tl.float32)
     if p_scale is not None:
@@ -133,8 +133,8 @@ def decode_values(b_pairs: tl.tensor, b_scale: tl.tensor, DTYPE: tl.constexpr) -
 
 def check_arguments(
     query: torch.Tensor,
-    pool_k: Pool,
-    pool_v: Pool,
+    pool_k: FieldPool,
+    pool_v: FieldPool,
     pages: torch.Tensor,
     positions: torch.Tensor,
     sinks: torch.Tensor | None,
@@ -154,10 +154,10 @@ def check_arguments(
         assert length is None or (length.shape == (batch,) and length.is_contiguous()), f"{length.shape=}, {batch=}"
 
 
-def padded_channels(head_dim: int, *, rounded: bool = False) -> int:
-    """Channels of a tile: a power of two. A product takes 16 at least; where K and V are rounded, every other one."""
+def padded_channels(head_dim: int, *, fp8: bool = False) -> int:
+    """Channels of a tile: a power of two. A product takes 16 at least; where K and V are fp8, every other one."""
     channels: int = triton.next_power_of_2(head_dim)
-    return max(32 if rounded else 16, channels)
+    return max(32 if fp8 else 16, channels)
 
 
 def fits(block_m: int, block_k: int, num_stages: int, block_d: int, item_size: int, shared: int) -> bool:

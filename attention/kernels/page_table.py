@@ -44,7 +44,7 @@ class PageTables(NamedTuple):
     start: torch.Tensor
     write: ByGroup[GroupLoc]
 
-    def of(self, group: GroupId) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def group_table(self, group: GroupId) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Page ids [B, P], and the position [B] of each first page; None: 0 for all."""
         return self.tables[group], None if group == PRIMARY else self.start[group]
 
@@ -59,7 +59,7 @@ class PageTables(NamedTuple):
         return (pages[:, :, None] * page_size + torch.arange(page_size, device=pages.device)).flatten(1), start
 
 
-def table_widths(retain: IntArray, full_width: int, page_size: int) -> list[int]:
+def group_widths(retain: IntArray, full_width: int, page_size: int) -> list[int]:
     """Pages in a row of each group's table, where the longest prefix has `full_width`: no more than a row, or a window,
     can have. The kernel computes the others from that of the primary group."""
     kept = [1 + -(-keys // page_size) for keys in retain.tolist()]
@@ -76,7 +76,7 @@ def locate_prefixes(
         *(table.slots.tensor, table.allocator.maps.tensor, table.retain_on_device, rows.index, committed_len),
         num_nodes=num_queries,
         page_size=page_size,
-        widths=table_widths(table.retain, -(-rows.longest // page_size), page_size),
+        widths=group_widths(table.retain, -(-rows.longest // page_size), page_size),
     )
 
 
@@ -183,7 +183,7 @@ def build_page_tables(
 
     req_to_slot [R, W] int64: primary slots by position, the last row is for padding; maps [groups, slots] int64: the
     peer of each primary slot; retain [groups] int64: W or more in the primary group; rows, committed_len [B] int64;
-    widths: `table_widths` for the longest prefix there may be.
+    widths: `group_widths` for the longest prefix there may be.
     """
     batch = len(rows)
     num_rows, row_width = req_to_slot.shape

@@ -23,17 +23,17 @@ import torch
 
 from specdec.attention.dense import bias_of, dense_attention, visible
 from specdec.attention.kernels.key_tiles import check_arguments, fits, padded_channels
-from specdec.attention.kernels.paged_attention_kernels import attend_kernel, merge_kernel
+from specdec.attention.kernels.paged_attention_kernels import merge_paged_kernel, paged_attention_kernel
 from specdec.gpu.triton_device import device_limits
+from specdec.kvcache.fp8_pool import FieldPool, numbers_and_scales
 from specdec.kvcache.layer_context import ScoreOptions
-from specdec.kvcache.rounded import Pool, numbers_and_scales
 
 WORD = 64
 """Ancestor bits in an int64: bit j % 64 of word j // 64 is key j of the block."""
 
 
-class Tiles(NamedTuple):
-    """Cut of the work; chosen by `choose_tiles`, given by hand only in tests and when tuning."""
+class PagedTiles(NamedTuple):
+    """Cut of the work; chosen by `choose_paged_tiles`, given by hand only in tests and when tuning."""
 
     block_m: int
     block_k: int
@@ -86,8 +86,8 @@ def paged_attention(
     block_v: torch.Tensor,
     block_positions: torch.Tensor,
     ancestors: torch.Tensor,
-    pool_k: Pool,
-    pool_v: Pool,
+    pool_k: FieldPool,
+    pool_v: FieldPool,
     pages: torch.Tensor,
     start: torch.Tensor | None,
     committed_len: torch.Tensor,
@@ -100,7 +100,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     block_scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
-    tiles: Tiles | None = None,
+    tiles: PagedTiles | None = None,
 ) -> torch.Tensor:
     """Attend -> [B, N, Hq, DV] in the query's dtype.
 
@@ -110,7 +110,7 @@ def paged_attention(
     a multiple of the page size; None: from 0.
     Values, of the pool and of the block, may have fewer numbers DV a head.
     committed_len: [B], keys of the prefix.        positions: [B, N] of the queries.
-    block_scales: [B * M', Hkv] each where pools are rounded: of all rows of what block_k and block_v are views of.
+    block_scales: [B * M', Hkv] each where pools are fp8: of all rows of what block_k and block_v are views of.
     window: a key is visible if it lies fewer than this many positions back.  softcap: c above.  sinks: [Hq] logits.
     first_key: f above.
     """
@@ -128,17 +128,17 @@ def paged_attention(
     assert ancestors.dtype == torch.int64, f"{ancestors.dtype=}"
 
     group = num_heads // kv_heads
-    rounded = scales_k is not None
-    block_d = padded_channels(head_dim, rounded=rounded)
+    fp8 = scales_k is not None
+    block_d = padded_channels(head_dim, fp8=fp8)
     if tiles is None:
-        tiles = choose_tiles(num_rows * group, block_d, query.element_size())
+        tiles = choose_paged_tiles(num_rows * group, block_d, query.element_size())
         tiles = fit_tiles(tiles, block_d, query.element_size(), device_limits(query.device)[1])
     row_tiles = -(-num_rows * group // tiles.block_m)
     num_splits = choose_splits(row_tiles * batch * kv_heads, num_pages * page_size, tiles.waves, query.device)
 
     out = torch.empty((batch, num_rows, num_heads, value_dim), dtype=query.dtype, device=query.device)
     part, lse = split_results(out, num_splits)
-    attend_kernel[(row_tiles, batch * kv_heads, num_splits)](
+    paged_attention_kernel[(row_tiles, batch * kv_heads, num_splits)](
         *(query, block_k, block_v, numbers_k, numbers_v, *block_scales, scales_k, scales_v),
         *(pages, start, committed_len, positions, block_positions, ancestors),
         *(sinks, part, lse, scaling, softcap, window, first_key or None, num_rows, num_keys, num_splits, num_pages),
@@ -152,7 +152,7 @@ def paged_attention(
         BLOCK_M=tiles.block_m,
         BLOCK_K=tiles.block_k,
         BLOCK_D=block_d,
-        BLOCK_V=padded_channels(value_dim, rounded=rounded),
+        BLOCK_V=padded_channels(value_dim, fp8=fp8),
         WORDS=ancestors.shape[2],
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
@@ -173,30 +173,30 @@ def merge_splits(part: torch.Tensor, lse: torch.Tensor | None, out: torch.Tensor
     """`out`, from what its splits wrote (`split_results`)."""
     if lse is not None:
         value_dim, block_v = out.shape[-1], padded_channels(out.shape[-1])
-        merge_kernel[(out.numel() // value_dim,)](
+        merge_paged_kernel[(out.numel() // value_dim,)](
             part, lse, out, len(part), VALUE_DIM=value_dim, BLOCK_V=block_v, num_warps=max(1, block_v // 128)
         )
     return out
 
 
-def choose_tiles(num_rows: int, block_d: int, item_size: int) -> Tiles:
+def choose_paged_tiles(num_rows: int, block_d: int, item_size: int) -> PagedTiles:
     """Tiles for `num_rows` packed rows of `block_d` channels: the fastest of those timed on an H200.
 
     Decoding waits for memory: tiles of K and V are on their way while one is used. 64 rows keep the tensor cores busier
     than 32, also when half of them are padding. Prefill computes, in the largest tiles that fit.
     """
     if item_size > 2:  # float32 multiplies without tensor cores
-        return Tiles(16, 16, 4 if block_d <= 256 else 8, 2)
+        return PagedTiles(16, 16, 4 if block_d <= 256 else 8, 2)
     if num_rows <= 16:
-        return Tiles(16, min(64, 16384 // block_d), 4, 5, 2.0 if block_d <= 128 else 1.0)
+        return PagedTiles(16, min(64, 16384 // block_d), 4, 5, 2.0 if block_d <= 128 else 1.0)
     if block_d > 256:
-        return Tiles(64, 32, 8, 3, 1.0)
+        return PagedTiles(64, 32, 8, 3, 1.0)
     if num_rows <= 64:
-        return Tiles(64, 64, 4, 5, 2.0) if block_d <= 128 else Tiles(64, 32, 4, 7, 1.0)
-    return Tiles(128, 64, 8, 5 if block_d <= 128 else 3, 1.0) if num_rows > 256 else Tiles(128, 32, 8, 5, 1.0)
+        return PagedTiles(64, 64, 4, 5, 2.0) if block_d <= 128 else PagedTiles(64, 32, 4, 7, 1.0)
+    return PagedTiles(128, 64, 8, 5 if block_d <= 128 else 3, 1.0) if num_rows > 256 else PagedTiles(128, 32, 8, 5, 1.0)
 
 
-def fit_tiles(tiles: Tiles, block_d: int, item_size: int, shared: int) -> Tiles:
+def fit_tiles(tiles: PagedTiles, block_d: int, item_size: int, shared: int) -> PagedTiles:
     """The tiles, with fewer stages, then fewer keys, until they fit `shared` bytes of a multiprocessor's memory."""
     while tiles.block_k > 16:
         if fits(tiles.block_m, tiles.block_k, tiles.num_stages, block_d, item_size, shared):

@@ -18,7 +18,7 @@ from specdec.attention.kernels.key_tiles import (
     NOWHERE,
     add_values,
     decode_values,
-    joined,
+    join_parts,
     load_keys,
     load_values,
     page_slots,
@@ -28,7 +28,7 @@ from specdec.attention.kernels.key_tiles import (
     zero_parts,
 )
 from specdec.gpu.triton_shim import tl, triton
-from specdec.kvcache.rounded_kernels import from_e4m3
+from specdec.kvcache.fp8_kernels import from_e4m3
 
 BLOCK_N = tl.constexpr(16)  # keys of a draft's tile
 
@@ -70,7 +70,7 @@ def absorb(
         *("s_page_b", "s_pos_b", "s_pos", "s_key_b", "s_key", "s_anc_b", "s_anc", "s_anc_w"),
     ]
 )
-def attend_kernel(
+def paged_attention_kernel(
     p_q: tl.tensor,  # [B, Hq, N, D]
     p_block_k: tl.tensor,  # [B, Hkv, M, D]
     p_block_v: tl.tensor,
@@ -238,12 +238,12 @@ def attend_kernel(
         b_lse = tl.where(m_row, b_max + tl.log2(b_sum), float("-inf"))
         tl.store(p_lse + o_out, b_lse, mask=m_out)
         m_out = m_out & (b_lse > float("-inf"))
-    b_out = (joined(b_acc) * b_scale[:, None]).to(p_out.dtype.element_ty)
+    b_out = (join_parts(b_acc) * b_scale[:, None]).to(p_out.dtype.element_ty)
     tl.store(p_out + o_out[:, None] * VALUE_DIM + o_v[None, :], b_out, mask=m_out[:, None] & m_v[None, :])
 
 
 @triton.jit(do_not_specialize=["num_splits"])
-def merge_kernel(
+def merge_paged_kernel(
     p_part: tl.tensor,  # [splits, rows, D]
     p_lse: tl.tensor,  # [splits, rows]
     p_out: tl.tensor,  # [rows, D]

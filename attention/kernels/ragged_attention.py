@@ -18,18 +18,18 @@ import torch
 
 from specdec.attention.kernels.key_tiles import fits, padded_channels
 from specdec.attention.kernels.paged_attention import (
+    choose_paged_tiles,
     choose_splits,
-    choose_tiles,
     fit_tiles,
     merge_splits,
     split_results,
 )
 from specdec.attention.kernels.ragged_attention_kernel import ragged_kernel
-from specdec.attention.kernels.tree_attention import choose_cut
-from specdec.attention.pack import Lines, Pack
+from specdec.attention.kernels.tree_attention import choose_key_split
+from specdec.attention.pack import Pack, RunSlots
 from specdec.gpu.triton_device import device_limits
 from specdec.gpu.triton_shim import triton
-from specdec.kvcache.rounded import Pool, RoundedPool, numbers_and_scales
+from specdec.kvcache.fp8_pool import FieldPool, Fp8Pool, numbers_and_scales
 
 FEW_TOKENS = 256
 """A forward over no more than these is most often a part of one long prompt, read while others decode."""
@@ -58,23 +58,23 @@ class RaggedAttention:
     """An `Attend` of `plan.py`."""
 
     pack: Pack
-    lines: Lines
+    lines: RunSlots
     window: int | None
     exact: bool
     shares: int = 1
     first_key: int = 0
 
-    def __call__(self, query: torch.Tensor, pool_k: Pool, pool_v: Pool, **options: Any) -> torch.Tensor:
+    def __call__(self, query: torch.Tensor, pool_k: FieldPool, pool_v: FieldPool, **options: Any) -> torch.Tensor:
         options |= {"window": self.window, "exact": self.exact, "shares": self.shares, "first_key": self.first_key}
         return ragged_attention(query, pool_k, pool_v, self.pack, self.lines, **options)
 
 
 def ragged_attention(
     query: torch.Tensor,
-    pool_k: Pool,
-    pool_v: Pool,
+    pool_k: FieldPool,
+    pool_v: FieldPool,
     pack: Pack,
-    lines: Lines,
+    lines: RunSlots,
     *,
     scaling: float,
     exact: bool = False,
@@ -103,8 +103,8 @@ def ragged_attention(
     assert query.dtype == pool_k.dtype == pool_v.dtype, f"{query.dtype=} {pool_k.dtype=} {pool_v.dtype=}"
     assert lines.slots.stride(1) == 1 and lines.line.shape == pack.start.shape == (num_runs,), f"{lines.slots.shape=}"
     assert sinks is None or (sinks.shape == (num_heads,) and sinks.is_contiguous())
-    group, rounded = num_heads // kv_heads, isinstance(pool_k, RoundedPool)
-    block_d, block_v = (padded_channels(dim, rounded=rounded) for dim in (head_dim, value_dim))
+    group, fp8 = num_heads // kv_heads, isinstance(pool_k, Fp8Pool)
+    block_d, block_v = (padded_channels(dim, fp8=fp8) for dim in (head_dim, value_dim))
     if tiles is None:
         tiles = choose_ragged(num_tokens, group, kv_heads * shares, block_d, query.element_size(), device, exact=exact)
     tokens = tiles.block_m // group
@@ -169,10 +169,10 @@ def choose_ragged(
     multiprocessors, shared = device_limits(device)
     fewest: int = max(16, triton.next_power_of_2(group))  # a tile has a token at least
     if not exact:
-        any_order = fit_tiles(choose_tiles(num_tokens * group, block_d, item_size), block_d, item_size, shared)
+        any_order = fit_tiles(choose_paged_tiles(num_tokens * group, block_d, item_size), block_d, item_size, shared)
         block_m = max(any_order.block_m, fewest)
         return RaggedTiles(block_m, *any_order[1:4], 0, any_order.waves)
-    cut = choose_cut(block_d, item_size, kv_heads)
+    cut = choose_key_split(block_d, item_size, kv_heads)
     fills = num_tokens * group * kv_heads >= FILLING_ROWS * multiprocessors
     block_m, num_warps, stages, in_memory = 32, 4, 3, False
     if item_size > 2:

@@ -15,7 +15,7 @@ keys at absolute positions, folded in ascending order, so that a row has the bit
 
 from specdec.attention.kernels.key_tiles import (
     LOG2E,
-    joined,
+    join_parts,
     load_keys,
     load_values,
     pairs_of,
@@ -267,7 +267,7 @@ def ragged_kernel(
             b_lse = b_max + tl.log2(b_sum)
             tl.store(p_lse + o_out, b_lse, mask=m_row)
             m_out = m_out & (b_lse > float("-inf"))[:, None]
-        b_out = joined(b_acc) * (1.0 / b_sum)[:, None]
+        b_out = join_parts(b_acc) * (1.0 / b_sum)[:, None]
     else:
         b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
         b_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -291,7 +291,7 @@ def ragged_kernel(
                 s_pk_d, s_pv_t, s_pv_d, KV_HEADS, BLOCK_K, True,
             )
             # fmt: on
-            b_part = joined(b_part)
+            b_part = join_parts(b_part)
             m_total = b_max > float("-inf")
             b_max, b_decay, b_weight = fold_weights(b_max, b_part_max)
             b_sum = tl.fma(tl.max(b_part_sum, 1), b_weight, b_sum * b_decay)

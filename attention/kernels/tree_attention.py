@@ -33,7 +33,7 @@ from specdec.attention.kernels.own_keys import ALIGN, OwnKeys
 from specdec.attention.kernels.tree_attention_kernels import MIDDLE_SPLITS, SHORT_SPLITS, attend_kernel, merge_kernel
 from specdec.gpu.dependent_launch import pdl_options
 from specdec.gpu.triton_device import device_limits
-from specdec.kvcache.rounded import Pool, RoundedPool, numbers_and_scales
+from specdec.kvcache.fp8_pool import FieldPool, Fp8Pool, numbers_and_scales
 
 PART_BYTES = 1 << 30
 """Partial results above this are folded by the programs that make them."""
@@ -43,7 +43,7 @@ MANY_HEADS = 8
 """From this number of heads for K and V on, splits of 256 channels are twice as long."""
 
 
-class Cut(NamedTuple):
+class KeySplit(NamedTuple):
     """Cut of the keys. The bits of a row depend on this and on nothing else that a launch decides."""
 
     block_k: int
@@ -63,8 +63,8 @@ class RowTiles(NamedTuple):
 
 def tree_attention(
     query: torch.Tensor,
-    pool_k: Pool,
-    pool_v: Pool,
+    pool_k: FieldPool,
+    pool_v: FieldPool,
     own: OwnKeys,
     pages: torch.Tensor,
     start: torch.Tensor | None,
@@ -79,7 +79,7 @@ def tree_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     shares: int = 1,
-    cut: Cut | None = None,
+    cut: KeySplit | None = None,
     tiles: RowTiles | None = None,
 ) -> torch.Tensor:
     """Attend -> [B, N, Hq, DV] in the query's dtype.
@@ -93,7 +93,7 @@ def tree_attention(
     window: a key is visible if it lies fewer than this many positions back.  softcap: c above.  sinks: [Hq] logits.
     first_key: see above.
     shares: ranks hold the heads in this many parts: keys are cut as for the heads of all.
-    cut, tiles: chosen by `choose_cut` and `choose_rows`, given by hand only in tests and when tuning.
+    cut, tiles: chosen by `choose_key_split` and `choose_rows`, given by hand only in tests and when tuning.
     """
     batch, num_heads, num_rows, head_dim = query.shape
     kv_heads, num_pages, value_dim = pool_k.shape[1], pages.shape[1], pool_v.shape[2]
@@ -101,16 +101,16 @@ def tree_attention(
     assert own.slots.is_contiguous() and own.slots.shape[0] == batch, f"{own.slots.shape=}"
     assert own.run_end is None or own.run_end.shape == (batch, num_rows) == own.slots.shape[:2], f"{own.slots.shape=}"
 
-    group, rounded = num_heads // kv_heads, isinstance(pool_k, RoundedPool)
-    block_d, block_v = (padded_channels(dim, rounded=rounded) for dim in (head_dim, value_dim))
-    cut = cut or choose_cut(block_d, query.element_size(), kv_heads * shares)
+    group, fp8 = num_heads // kv_heads, isinstance(pool_k, Fp8Pool)
+    block_d, block_v = (padded_channels(dim, fp8=fp8) for dim in (head_dim, value_dim))
+    cut = cut or choose_key_split(block_d, query.element_size(), kv_heads * shares)
     assert ALIGN % cut.block_k == 0 == cut.split_len % cut.block_k, f"{cut=} does not divide {ALIGN}"
     grows = window is None and start is None
     num_splits = count_splits(num_pages * page_size + own.path_len, window, own.path_len, cut, grows=grows)
     if tiles is None:
         is_tree = own.run_end is not None
         tiles = choose_rows(
-            *(num_rows * group, batch * kv_heads, block_d, query.element_size()), is_tree=is_tree, rounded=rounded
+            *(num_rows * group, batch * kv_heads, block_d, query.element_size()), is_tree=is_tree, fp8=fp8
         )
         tiles = fit_rows(tiles, cut, block_d, query.element_size(), device_limits(query.device)[1])
     tile_rows = tiles.rows or tiles.block_m
@@ -167,19 +167,19 @@ def tree_attention(
     return out
 
 
-def choose_cut(block_d: int, item_size: int, kv_heads: int) -> Cut:
+def choose_key_split(block_d: int, item_size: int, kv_heads: int) -> KeySplit:
     """One cut per layer: what keeps a lone request's splits short, and many requests' parts few.
 
     Many heads are programs enough for a lone request, whose splits may be longer.
     """
     if item_size > 2:
-        return Cut(16, 128)
+        return KeySplit(16, 128)
     if block_d == 256 and kv_heads < MANY_HEADS:
-        return Cut(32, 128)
-    return Cut(32 if block_d > 128 else 64, 256)
+        return KeySplit(32, 128)
+    return KeySplit(32 if block_d > 128 else 64, 256)
 
 
-def choose_rows(num_rows: int, heads: int, block_d: int, item_size: int, *, is_tree: bool, rounded: bool) -> RowTiles:
+def choose_rows(num_rows: int, heads: int, block_d: int, item_size: int, *, is_tree: bool, fp8: bool) -> RowTiles:
     """Row tiles for `num_rows` packed rows of each of `heads` kv heads, over all requests, as timed on an H200.
 
     Few programs wait for latency: they take small tiles, more stages and, a multiprocessor each, more warps. Many share
@@ -200,14 +200,14 @@ def choose_rows(num_rows: int, heads: int, block_d: int, item_size: int, *, is_t
     if block_d > 128 and (lone or num_rows > 16):
         return RowTiles(16, 8 if lone else 4, 5, rows)
     stages = 5 if block_d <= 128 or heads <= 16 else 3
-    if rounded and block_d <= 128 and not lone:
+    if fp8 and block_d <= 128 and not lone:
         return RowTiles(16, 2, stages, rows)
-    if block_d == 128 and not is_tree and not rounded:
+    if block_d == 128 and not is_tree and not fp8:
         return RowTiles(16, 8 if heads <= 16 else 4, 5 if heads <= 32 else 3)
     return RowTiles(16, 4, stages, rows, max_registers=None if is_tree else 168)
 
 
-def fit_rows(tiles: RowTiles, cut: Cut, block_d: int, item_size: int, shared: int) -> RowTiles:
+def fit_rows(tiles: RowTiles, cut: KeySplit, block_d: int, item_size: int, shared: int) -> RowTiles:
     """The tiles, with fewer stages, then fewer rows, until they fit `shared` bytes of a multiprocessor's memory."""
     while tiles.block_m > 16 or tiles.num_stages > 3:
         if fits(tiles.block_m, cut.block_k, tiles.num_stages, block_d, item_size, shared):
@@ -217,7 +217,7 @@ def fit_rows(tiles: RowTiles, cut: Cut, block_d: int, item_size: int, shared: in
     return tiles
 
 
-def count_splits(num_keys: int, window: int | None, path_len: int, cut: Cut, *, grows: bool) -> int:
+def count_splits(num_keys: int, window: int | None, path_len: int, cut: KeySplit, *, grows: bool) -> int:
     """Upper bound of the splits of one request."""
     if grows:
         units = -(-num_keys // cut.split_len)

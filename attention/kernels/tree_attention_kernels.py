@@ -20,7 +20,7 @@ from specdec.attention.kernels.key_tiles import (
     LOG2E,
     NOWHERE,
     add_values,
-    joined,
+    join_parts,
     load_keys,
     load_values,
     page_slots,
@@ -283,7 +283,7 @@ def attend_kernel(
                 )
             node = run_end + 1
 
-        b_sum, b_split = tl.max(b_sum, 1), joined(b_acc)
+        b_sum, b_split = tl.max(b_sum, 1), join_parts(b_acc)
         if FOLD:
             b_total_max, b_decay, b_weight = fold_weights(b_total_max, b_max)
             b_total_sum = tl.fma(b_sum, b_weight, b_total_sum * b_decay)

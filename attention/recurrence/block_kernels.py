@@ -60,7 +60,7 @@ def running_sum(g: tl.tensor, count: tl.tensor, o_place: tl.tensor) -> tl.tensor
 
 
 @triton.jit
-def load_rows(
+def load_block(
     p: tl.tensor, rows: tl.tensor, stride: tl.tensor, o: tl.tensor, mask: tl.tensor, size: tl.tensor
 ) -> tl.tensor:
     """Rows [FOLD] of numbers `o`, as float32; 0 where there is no row or number."""
@@ -119,9 +119,9 @@ def weights_of(
     by_query = tl.zeros_like(apart)
     for i_k in range(0, K_DIM, CHUNK):
         o_k = i_k + tl.arange(0, CHUNK)
-        other = tl.trans(load_rows(p_other, other_rows, other_stride, o_k, other_mask, K_DIM))
-        by_key = tl.dot(load_rows(p_k, rows, stride_k, o_k, mask, K_DIM), other, by_key, input_precision=PRECISION)
-        by_query = tl.dot(load_rows(p_q, rows, stride_q, o_k, mask, K_DIM), other, by_query, input_precision=PRECISION)
+        other = tl.trans(load_block(p_other, other_rows, other_stride, o_k, other_mask, K_DIM))
+        by_key = tl.dot(load_block(p_k, rows, stride_k, o_k, mask, K_DIM), other, by_key, input_precision=PRECISION)
+        by_query = tl.dot(load_block(p_q, rows, stride_q, o_k, mask, K_DIM), other, by_query, input_precision=PRECISION)
     decay = tl.exp(apart)
     return decay * by_key, decay * by_query
 
@@ -204,6 +204,6 @@ def store_records(
         if i_head % (HEADS // KEY_HEADS) == 0:
             for i_k in range(0, K_DIM, CHUNK):
                 o_k = i_k + tl.arange(0, CHUNK)
-                k = load_rows(p_new_k, rows, stride_k, o_k, stored, K_DIM)
+                k = load_block(p_new_k, rows, stride_k, o_k, stored, K_DIM)
                 cells_k = p_k + slots[:, None] * (KEY_HEADS * K_DIM) + o_k[None, :]
                 tl.store(cells_k, k, mask=stored[:, None] & (o_k < K_DIM)[None, :])

@@ -20,7 +20,7 @@ import torch
 from specdec.kvcache.recurrent_state import FOLD
 
 
-class Block(NamedTuple):
+class RecordBlock(NamedTuple):
     """X blocks. state [X, HV, DK, DV]; by place, 0 where absent: k [X, FOLD, HK, DK], u [X, FOLD, HV, DV] and
     g [X, FOLD, HV]. HV is a multiple of HK: a key serves HV / HK heads."""
 
@@ -51,7 +51,7 @@ def convolved(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     return out if bias is None else out + bias
 
 
-def run_blocks(block: Block, new: NewPlaces) -> tuple[torch.Tensor, torch.Tensor]:
+def run_blocks(block: RecordBlock, new: NewPlaces) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the new places -> their outputs [X, R, HV, DV], and u [X, FOLD, HV, DV] with their records. `block` must
     have their k and g already; its u there is ignored."""
     count, _, key_heads, _ = block.k.shape
@@ -95,7 +95,7 @@ def run_blocks(block: Block, new: NewPlaces) -> tuple[torch.Tensor, torch.Tensor
     return out.transpose(1, 2)[blocks[:, None], new.place], u.transpose(1, 2)
 
 
-def folded(block: Block) -> torch.Tensor:
+def folded(block: RecordBlock) -> torch.Tensor:
     """The states [X, HV, DK, DV] after all places of these blocks."""
     key_heads, heads = block.k.shape[2], block.u.shape[2]
     total = block.g.cumsum(1)  # [X, FOLD, HV]

@@ -17,7 +17,7 @@ That is safe: only folds, earlier forwards and the plan write them, and all of t
 convolution, a plain launch, began. This kernel never triggers the next one, so the next is a plain launch.
 """
 
-from specdec.attention.recurrence.block_kernels import load_rows, number_of, slots_at
+from specdec.attention.recurrence.block_kernels import load_block, number_of, slots_at
 from specdec.gpu.dependent_launch import wait_for_previous
 from specdec.gpu.triton_shim import tl, triton
 
@@ -93,9 +93,9 @@ def fast_tree_kernel(
     g = tl.load(p_pool_g + slots * HEADS, mask=m_old, other=0.0)
     wait_for_previous(PDL)
     g += tl.load(p_g + o_node * stride_g, mask=m_new, other=0.0).to(tl.float32)
-    keys = load_rows(p_pool_k, slots, KEY_HEADS * K_DIM, o_k, m_old, K_DIM)
-    keys += load_rows(p_k, o_node, stride_k, o_k, m_new, K_DIM)
-    u = load_rows(p_pool_u, slots, HEADS * V_DIM, o_v, m_old, V_DIM)
+    keys = load_block(p_pool_k, slots, KEY_HEADS * K_DIM, o_k, m_old, K_DIM)
+    keys += load_block(p_k, o_node, stride_k, o_k, m_new, K_DIM)
+    u = load_block(p_pool_u, slots, HEADS * V_DIM, o_v, m_old, V_DIM)
     total = tl.cumsum(tl.where(m_old, g, 0.0), axis=0)
     for node in tl.range(num_nodes, num_stages=2):
         above = tl.load(p_ancestors + node * stride_node + o_node, mask=m_new, other=0) != 0

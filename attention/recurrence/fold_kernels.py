@@ -3,8 +3,8 @@ layers."""
 
 from specdec.attention.recurrence.block_kernels import (
     fold_chunk,
+    load_block,
     load_chunk,
-    load_rows,
     running_sum,
     slots_at,
     weigh_records,
@@ -79,14 +79,14 @@ def fold_kernel(
                     p_tile = p_state + o_v
                     for position in range(first, last, FOLD):
                         slots = slots_at(p_table, begin, position + o_place, every, PAGE)
-                        u = load_rows(p_u, slots, HEADS * V_DIM, o_v, every, V_DIM)
+                        u = load_block(p_u, slots, HEADS * V_DIM, o_v, every, V_DIM)
                         total = running_sum(tl.load(p_g + slots * HEADS), FOLD, o_place)
                         weighted, kept = weigh_records(u, total, o_place, FOLD)
                         for i_k in range(0, K_DIM, CHUNK):
                             o_k = i_k + tl.arange(0, CHUNK)
                             m_k = (o_k < K_DIM)[:, None] & (o_v < V_DIM)[None, :]
                             state = load_chunk(p_tile, position, o_k, m_k, V_DIM)
-                            k = load_rows(p_k, slots, KEY_HEADS * K_DIM, o_k, every, K_DIM)
+                            k = load_block(p_k, slots, KEY_HEADS * K_DIM, o_k, every, K_DIM)
                             state = fold_chunk(state, kept, k, weighted, PRECISION)
                             tl.store(p_tile[None, :] + o_k[:, None] * V_DIM, state, mask=m_k)
                         tl.debug_barrier()  # the next block reads what was stored

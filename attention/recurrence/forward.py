@@ -12,13 +12,13 @@ from typing import NamedTuple
 import torch
 
 from specdec.attention.plan import KVPlan
-from specdec.attention.recurrence.blocks import Block, NewPlaces, convolved, folded, run_blocks
+from specdec.attention.recurrence.blocks import NewPlaces, RecordBlock, convolved, folded, run_blocks
 from specdec.attention.recurrence.paths import ForwardRows, NewestInputs, Wave, newest_inputs, rows_of_plan, waves_of
 from specdec.gpu.mirrored_array import IntArray
+from specdec.kvcache.fp8_pool import FieldPool, read_rows
 from specdec.kvcache.frozen import KVView
 from specdec.kvcache.layer_context import Recurrence
 from specdec.kvcache.recurrent_state import FOLD, RecurrentState
-from specdec.kvcache.rounded import Pool, read_rows
 from specdec.kvcache.store import KVStore, LayerKV
 from specdec.kvcache.table import RequestTable
 
@@ -105,7 +105,7 @@ class RecurrentForward:
                 blocks = torch.arange(len(u))[:, None].expand_as(wave.place)[wave.exists]
                 pool_u.index_copy_(0, mine.write[done], u[blocks, wave.place[wave.exists]])
             if len(wave.folds):
-                before = folded(Block(*(x[wave.folds] for x in block)))
+                before = folded(RecordBlock(*(x[wave.folds] for x in block)))
                 if len(wave.into):
                     inputs = last_inputs(kept, wave, state)
                     state.fold(wave.into, before[wave.certain], inputs, wave.folded_len)
@@ -135,16 +135,16 @@ def fold_committed(table: RequestTable, store: KVStore, row: int, length: int) -
             matrices = state.matrices[rows]
             if records:
                 k, u, g = records
-                matrices = folded(Block(matrices, k, u, g[..., 0]))
+                matrices = folded(RecordBlock(matrices, k, u, g[..., 0]))
             newest = inputs[:, FOLD - state.inputs.shape[1] :, 0]
             state.fold(rows, matrices, newest, torch.tensor([begin + FOLD]))
 
 
-def _stored(kept: LayerKV, wave: Wave, base: torch.Tensor) -> Block:
+def _stored(kept: LayerKV, wave: Wave, base: torch.Tensor) -> RecordBlock:
     """The blocks of a wave, with what is stored of their records."""
     absent = ~wave.present[:, :, None, None]
     k, u, g = (rows_at(pool, wave.slots).masked_fill(absent, 0.0) for pool in kept.fields[1:])
-    return Block(base, k, u, g[..., 0])
+    return RecordBlock(base, k, u, g[..., 0])
 
 
 def last_inputs(kept: LayerKV, wave: Wave, state: RecurrentState) -> torch.Tensor:
@@ -153,7 +153,7 @@ def last_inputs(kept: LayerKV, wave: Wave, state: RecurrentState) -> torch.Tenso
     return rows_at(kept.fields[0], slots)[:, :, 0]
 
 
-def rows_at(pool: Pool, slots: torch.Tensor) -> torch.Tensor:
+def rows_at(pool: FieldPool, slots: torch.Tensor) -> torch.Tensor:
     """Rows of a pool at slots [X, Y] -> [X, Y, heads, D]."""
     return read_rows(pool, slots.flatten()).view(*slots.shape, *pool.shape[1:])
 

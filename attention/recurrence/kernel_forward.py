@@ -52,7 +52,7 @@ RUN_ROWS, RUN_CHANNELS = 8, 256
 """Tokens and channels of a convolution of runs in one program."""
 
 
-class Form(NamedTuple):
+class KernelForm(NamedTuple):
     """How the kernels of trees, of runs in decoding's order and of folds compute. columns: numbers of a value that one
     program computes. stages: chunks of a state that are being loaded or used at a time. precision "ieee": float32 in
     exactly rounded steps; "tf32x3": three products of tensor cores instead."""
@@ -67,7 +67,7 @@ class Form(NamedTuple):
         return {"PRECISION": self.precision, "num_warps": self.warps, "num_stages": self.stages}
 
 
-FORM = Form("ieee", 32, 4, 3)
+FORM = KernelForm("ieee", 32, 4, 3)
 """The form with the same bits next to any other rows."""
 
 MAX_RECORDS = 64
@@ -79,7 +79,7 @@ NUMBERS_PER_WARP = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class Slots:
+class PrefixSlots:
     """Slots of the tokens before a forward, in one group: table [B, X] of pages, of slots where page_size is 1. begin
     [B]: positions of the first columns."""
 
@@ -88,10 +88,10 @@ class Slots:
     page_size: int
 
     @classmethod
-    def of_plan(cls, plan: KVPlan, group: GroupId) -> "Slots":
+    def of_plan(cls, plan: KVPlan, group: GroupId) -> "PrefixSlots":
         if plan.pack is not None:
             assert isinstance(plan.prefix, PackTables)
-            lines = plan.prefix.of(group)
+            lines = plan.prefix.group_table(group)
             assert lines.begin is not None, "records are in a group with a window, whose lines are by run"
             return cls(lines.slots, lines.begin, 1)
         assert isinstance(plan.prefix, PageTables)
@@ -131,7 +131,7 @@ class RecurrentKernels:
         self._view = view
         self._deterministic = deterministic
         self._spans: Spans | None = None
-        self._slots: Slots | None = None
+        self._slots: PrefixSlots | None = None
 
     def part(self, requests: slice, columns: slice) -> "RecurrentKernels":
         raise AssertionError("kernels run whole forwards")
@@ -270,11 +270,11 @@ class RecurrentKernels:
         )
         return out
 
-    def _begun(self, kept: LayerKV) -> Slots:
+    def _begun(self, kept: LayerKV) -> PrefixSlots:
         """Slots before this forward; at its first call, states of all layers are folded."""
         if self._slots is None:
             plan = self._plan
-            self._slots = Slots.of_plan(plan, kept.group)
+            self._slots = PrefixSlots.of_plan(plan, kept.group)
             length = None if plan.pack is None else plan.pack.length
             for layers in self._view.recurrent:
                 fold_states(layers, plan.rows, plan.committed_len, self._slots, length)
@@ -285,7 +285,7 @@ def fold_states(
     layers: RecurrentLayers,
     rows: torch.Tensor,
     start: torch.Tensor,
-    slots: Slots,
+    slots: PrefixSlots,
     length: torch.Tensor | None = None,
 ) -> None:
     """Fold the states of rows [B] to the last multiples of FOLD of `start` [B] certain tokens. length [B]: runs after
@@ -324,7 +324,7 @@ def fold_row(table: RequestTable, store: KVStore, row: int, length: int) -> None
     device, page_size = table.allocator.device, table.allocator.page_size
     rows, start = upload(np.array([[row], [length]], dtype=np.int64), device)
     prefix = locate_prefixes(build_page_tables, table, Rows(rows, length), start, 0)
-    slots = Slots(*prefix.pages(store.recurrent[0].layers[0].group), page_size)
+    slots = PrefixSlots(*prefix.pages(store.recurrent[0].layers[0].group), page_size)
     if store.split is None:
         for layers in store.recurrent:
             fold_states(layers, rows, start, slots)

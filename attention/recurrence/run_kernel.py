@@ -2,8 +2,8 @@
 
 from specdec.attention.recurrence.block_kernels import (
     fold_chunk,
+    load_block,
     load_chunk,
-    load_rows,
     running_sum,
     slots_at,
     solve_records,
@@ -77,10 +77,10 @@ def run_kernel(
             m_old, m_new = positions < start, (positions >= start) & (positions < end)
             rows = before + positions
             slots = slots_at(p_table, begin, positions, m_old, 1)
-            v = load_rows(p_v, rows, stride_v, o_v, m_new, V_DIM)
+            v = load_block(p_v, rows, stride_v, o_v, m_new, V_DIM)
             g = tl.load(p_g + rows * stride_g, mask=m_new, other=0.0).to(tl.float32)
             g += tl.load(p_pool_g + slots * HEADS, mask=m_old, other=0.0)
-            u = v + load_rows(p_pool_u, slots, HEADS * V_DIM, o_v, m_old, V_DIM)
+            u = v + load_block(p_pool_u, slots, HEADS * V_DIM, o_v, m_old, V_DIM)
             beta = tl.zeros_like(g)
             if CORRECTED:
                 beta = tl.load(p_beta + rows * stride_beta, mask=m_new, other=0.0).to(tl.float32)
@@ -93,9 +93,9 @@ def run_kernel(
                 o_k = i_k + tl.arange(0, CHUNK)
                 m_k = (o_k < K_DIM)[:, None] & m_v[None, :]
                 state = load_chunk(p_tile, position, o_k, m_k, V_DIM)
-                k = load_rows(p_k, rows, stride_k, o_k, m_new, K_DIM)
-                k += load_rows(p_pool_k, slots, KEY_HEADS * K_DIM, o_k, m_old, K_DIM)
-                q = load_rows(p_q, rows, stride_q, o_k, m_new, K_DIM)
+                k = load_block(p_k, rows, stride_k, o_k, m_new, K_DIM)
+                k += load_block(p_pool_k, slots, KEY_HEADS * K_DIM, o_k, m_old, K_DIM)
+                q = load_block(p_q, rows, stride_q, o_k, m_new, K_DIM)
                 known = tl.dot(k, state, known, input_precision=PRECISION)
                 out = tl.dot(q, state, out, input_precision=PRECISION)
                 by_key = tl.dot(k, tl.trans(k), by_key, input_precision=PRECISION)
@@ -114,8 +114,8 @@ def run_kernel(
                     o_k = i_k + tl.arange(0, CHUNK)
                     m_k = (o_k < K_DIM)[:, None] & m_v[None, :]
                     state = load_chunk(p_tile, position, o_k, m_k, V_DIM)
-                    k = load_rows(p_k, rows, stride_k, o_k, m_new, K_DIM)
-                    k += load_rows(p_pool_k, slots, KEY_HEADS * K_DIM, o_k, m_old, K_DIM)
+                    k = load_block(p_k, rows, stride_k, o_k, m_new, K_DIM)
+                    k += load_block(p_pool_k, slots, KEY_HEADS * K_DIM, o_k, m_old, K_DIM)
                     state = fold_chunk(state, kept, k, weighted, PRECISION)
                     tl.store(p_tile[None, :] + o_k[:, None] * V_DIM, state, mask=m_k)
                 tl.debug_barrier()  # the next block reads what was stored

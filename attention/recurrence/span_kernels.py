@@ -12,7 +12,7 @@ within it, and rows K, Q, V, U of keys, queries, values and records:
     O     e^G Q S + B U
     S     <- e^{G_end} S + sum_j e^{G_end - G_j} k_j u_j^T
 
-Operands of products are sums of one or two numbers of a smaller type (`Parts`). `weights` stores queries, keys,
+Operands of products are sums of one or two numbers of a smaller type (`OperandParts`). `weights` stores queries, keys,
 (I + A)^-1 - I and B so, by token. Records are those of decoding, up to rounding: the last ones of a run, which no state
 takes in, are stored. Sums are in another order than in decoding.
 """
@@ -21,14 +21,14 @@ from typing import NamedTuple
 
 import torch
 
-from specdec.attention.recurrence.block_kernels import load_rows, slots_at, store_records
+from specdec.attention.recurrence.block_kernels import load_block, slots_at, store_records
 from specdec.gpu.triton_shim import INTERPRETED, tl, triton
 
 SPAN = 64
-"""Places of a span, four blocks of FOLD: `inverse_of` divides it so."""
+"""Places of a span, four blocks of FOLD: `triangular_inverse` divides it so."""
 
 
-class Parts(NamedTuple):
+class OperandParts(NamedTuple):
     """Operands of products: sums of `number` numbers of a type. Of two parts, the product of the smaller ones is left
     out."""
 
@@ -36,7 +36,7 @@ class Parts(NamedTuple):
     dtype: torch.dtype
 
 
-SPAN_PARTS = Parts(1, torch.float32) if INTERPRETED else Parts(2, torch.bfloat16)
+SPAN_PARTS = OperandParts(1, torch.float32) if INTERPRETED else OperandParts(2, torch.bfloat16)
 """Two of bf16 are exact to 2^-16; one to 2^-9, as other engines compute. The interpreter has no bf16."""
 
 SPAN_COLUMNS = 32
@@ -71,7 +71,7 @@ def exact_product(a: tl.tensor, b: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def inverse_of(a: tl.tensor, SPAN: tl.constexpr, FOLD: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
+def triangular_inverse(a: tl.tensor, SPAN: tl.constexpr, FOLD: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
     """(I + a)^-1 of a strictly lower triangular [SPAN, SPAN]: four blocks on the diagonal D by substitution, then
     (I + N)^-1 D = (I - N) (I + N^2) D with N = D (a outside the blocks), whose fourth power is 0."""
     BLOCKS: tl.constexpr = SPAN // FOLD
@@ -161,8 +161,8 @@ def weights_kernel(
         for i_k in range(0, K_DIM, CHUNK):
             o_k = i_k + tl.arange(0, CHUNK)
             m_k = exists[:, None] & (o_k < K_DIM)[None, :]
-            k = load_rows(p_k + key_head * K_DIM, rows, stride_k, o_k, exists, K_DIM)
-            q = load_rows(p_q + key_head * K_DIM, rows, stride_q, o_k, exists, K_DIM)
+            k = load_block(p_k + key_head * K_DIM, rows, stride_k, o_k, exists, K_DIM)
+            q = load_block(p_q + key_head * K_DIM, rows, stride_q, o_k, exists, K_DIM)
             high_k = k.to(DTYPE)
             low_k = low_part(k, high_k)
             by_query += product(q, tl.trans(high_k), tl.trans(low_k), PARTS)
@@ -181,7 +181,7 @@ def weights_kernel(
             beta = tl.load(p_beta + rows * stride_beta + i_head, mask=exists, other=0.0).to(tl.float32)
             before = o[:, None] > o[None, :]
             by_key = tl.where(before, beta[:, None] * by_key * decay, 0.0)
-            by_key = tl.where(before, inverse_of(by_key, SPAN, FOLD, DTYPE), 0.0)
+            by_key = tl.where(before, triangular_inverse(by_key, SPAN, FOLD, DTYPE), 0.0)
             cells += PARTS * part_weights
             store_parts(cells, by_key, by_key.to(DTYPE), exists[:, None], part_weights, PARTS)
         tl.store(p_total + rows * HEADS + i_head, total, mask=exists)
@@ -284,8 +284,8 @@ def spans_kernel(
         m_old = first + o_place < start
         old_slots = slots_at(p_table + i_run * stride_table, tl.load(p_begin + i_run), first + o_place, m_old, 1)
         old_total = tl.cumsum(tl.load(p_pool_g + old_slots * HEADS, mask=m_old, other=0.0), axis=0)
-        old_k = load_rows(p_pool_k, old_slots, KEY_HEADS * K_DIM, o_k, m_old, K_DIM)
-        old_u = load_rows(p_pool_u, old_slots, HEADS * V_DIM, o_v, m_old, V_DIM)
+        old_k = load_block(p_pool_k, old_slots, KEY_HEADS * K_DIM, o_k, m_old, K_DIM)
+        old_u = load_block(p_pool_u, old_slots, HEADS * V_DIM, o_v, m_old, V_DIM)
         high_old = old_k.to(p_keys.dtype.element_ty)
         state = after_records(
             state, high_old, low_part(old_k, high_old), tl.trans(old_u), old_total, start - first, o_place, PARTS

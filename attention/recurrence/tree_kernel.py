@@ -3,8 +3,8 @@
 from specdec.attention.recurrence.block_kernels import (
     add_records,
     fold_chunk,
+    load_block,
     load_chunk,
-    load_rows,
     number_of,
     running_sum,
     slots_at,
@@ -115,7 +115,7 @@ def tree_kernel(
                     below = tl.load(p_ancestors + rows * stride_node + node, mask=exists & (rows != node), other=0)
                     exists = exists & (below != 0)
                 if tl.max(exists.to(tl.int32), axis=0) > 0:
-                    v = load_rows(p_v, rows, stride_v, o_v, exists, V_DIM)
+                    v = load_block(p_v, rows, stride_v, o_v, exists, V_DIM)
                     g = tl.load(p_g + rows * stride_g, mask=exists, other=0.0).to(tl.float32)
                     beta = tl.zeros_like(g)
                     if CORRECTED:
@@ -150,15 +150,15 @@ def tree_kernel(
                             at = tl.sum(tl.where(found, o_node[None, :], 0), axis=1)  # [FOLD]
                             slots = slots_at(p_table, begin, places, places < start, PAGE)
                             slots += tl.load(p_write + at, mask=m_node, other=0)
-                            other_u = load_rows(p_pool_u, slots, HEADS * V_DIM, o_v, o_place >= 0, V_DIM)
+                            other_u = load_block(p_pool_u, slots, HEADS * V_DIM, o_v, o_place >= 0, V_DIM)
                             own = tl.load(p_pool_g + slots * HEADS, mask=places < start, other=0.0)
                             own += tl.load(p_g + at * stride_g, mask=m_node, other=0.0).to(tl.float32)
-                            k = load_rows(p_pool_k, slots, KEY_HEADS * K_DIM, o_k, places < start, K_DIM)
-                            k += load_rows(p_k, at, stride_k, o_k, m_node, K_DIM)
+                            k = load_block(p_pool_k, slots, KEY_HEADS * K_DIM, o_k, places < start, K_DIM)
+                            k += load_block(p_k, at, stride_k, o_k, m_node, K_DIM)
                             weighted, kept = weigh_records(other_u, running_sum(own, FOLD, o_place), o_place, FOLD)
                             state = fold_chunk(state, kept, k, weighted, PRECISION)
-                        k = load_rows(p_k, rows, stride_k, o_k, exists, K_DIM)
-                        q = load_rows(p_q, rows, stride_q, o_k, exists, K_DIM)
+                        k = load_block(p_k, rows, stride_k, o_k, exists, K_DIM)
+                        q = load_block(p_q, rows, stride_q, o_k, exists, K_DIM)
                         known = tl.dot(k, state, known, input_precision=PRECISION)
                         out = tl.dot(q, state, out, input_precision=PRECISION)
                     decay = tl.exp(total)[:, None]
@@ -170,7 +170,7 @@ def tree_kernel(
                             p_q, p_k, rows, stride_q, stride_k, exists, p_pool_k, old_slots, KEY_HEADS * K_DIM, m_old,
                             apart, K_DIM, CHUNK, PRECISION,
                         )  # fmt: skip
-                        old_u = load_rows(p_pool_u, old_slots, HEADS * V_DIM, o_v, m_old, V_DIM)
+                        old_u = load_block(p_pool_u, old_slots, HEADS * V_DIM, o_v, m_old, V_DIM)
                         known, out = add_records(known, out, by_key, by_query, old_u, start - first, o_place)
                     if NODES > FOLD:
                         for i_columns in range(0, i_rows, FOLD):
@@ -185,7 +185,7 @@ def tree_kernel(
                             other_total = tl.load(p_totals + columns * stride_totals, mask=inside, other=0.0)
                             apart = tl.where(other != 0, total[:, None] - other_total[None, :], float("-inf"))
                             slots = tl.load(p_write + columns)
-                            other_u = load_rows(p_pool_u, slots, HEADS * V_DIM, o_v, inside, V_DIM)
+                            other_u = load_block(p_pool_u, slots, HEADS * V_DIM, o_v, inside, V_DIM)
                             by_key, by_query = weights_of(
                                 p_q, p_k, rows, stride_q, stride_k, exists, p_k, columns, stride_k, inside,
                                 apart, K_DIM, CHUNK, PRECISION,

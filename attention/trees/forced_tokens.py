@@ -17,7 +17,7 @@ from specdec.attention.trees.tree import DraftTree
 BLANK = -1
 
 
-def graft(tree: DraftTree, forced: torch.Tensor, length: torch.Tensor, num_nodes: int) -> DraftTree:
+def force_tokens(tree: DraftTree, forced: torch.Tensor, length: torch.Tensor, num_nodes: int) -> DraftTree:
     """Trees of `num_nodes` nodes, N: the first `length` [B] of forced [B, F] after the root, where there are any."""
     nodes = torch.arange(num_nodes, device=length.device)
     extra = num_nodes - tree.num_nodes

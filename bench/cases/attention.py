@@ -57,19 +57,19 @@ DRAFTS: dict[str, Shape] = {
     "softcap, sinks": case(2, 300, 7, (8, 8), 64, softcap=20.0, sinks=1),
     "8 nodes": case(3, 1000, 8, (8, 2), 256),
     "nothing committed": case(2, 0, 1, (8, 2), 256),
-    "K/V of 8 bits": case(3, 1000, 5, (8, 2), 256, window=512, rounded=True),
-    "K/V of 8 bits, pages of 16": case(3, 500, 16, (32, 8), 128, page_size=16, softcap=20.0, rounded=True),
+    "K/V of 8 bits": case(3, 1000, 5, (8, 2), 256, window=512, fp8=True),
+    "K/V of 8 bits, pages of 16": case(3, 500, 16, (32, 8), 128, page_size=16, softcap=20.0, fp8=True),
 }
 
 
-def _prompts(*chunks: tuple[int, int], rounded: bool = False) -> dict[str, Shape]:
-    """Tokens of one request after a prefix, in order and in any order. rounded: K/V of 8 bits."""
-    kept = {"rounded": True} if rounded else {}
+def _prompts(*chunks: tuple[int, int], fp8: bool = False) -> dict[str, Shape]:
+    """Tokens of one request after a prefix, in order and in any order. fp8: K/V of 8 bits."""
+    kept = {"fp8": True} if fp8 else {}
     shapes: dict[str, Shape] = {}
     for (model, geometry), (prefix, tokens), exact in itertools.product(MODELS.items(), chunks, (True, False)):
         shape = {"batch": 1, "length": prefix, "num_rows": tokens, "kind": "causal", "exact": exact, **geometry, **kept}
         name = f"{model}, {tokens} after {prefix}, {'in' if exact else 'any'} order"
-        shapes[f"{name}, K/V of 8 bits" if rounded else name] = shape
+        shapes[f"{name}, K/V of 8 bits" if fp8 else name] = shape
     return shapes
 
 
@@ -92,9 +92,9 @@ CHECKS: dict[str, dict[str, Shape]] = {
         "nothing": case(2, 0, 1, (8, 2), 256, kind="frozen"),
         "head 112": case(2, 333, 5, (6, 2), 112, ragged=True),
     },
-    "ragged": _prompts((0, 300), (700, 64)) | _prompts((700, 64), rounded=True),
+    "ragged": _prompts((0, 300), (700, 64)) | _prompts((700, 64), fp8=True),
 }
-COMPILED = ("window", "heads", "head_dim", "num_rows", "kind", "batch", "exact", "rounded")
+COMPILED = ("window", "heads", "head_dim", "num_rows", "kind", "batch", "exact", "fp8")
 """Parts of a shape that a kernel is compiled for."""
 OTHER_TILES = {"tree": (RowTiles(16, 4, 2, None, True),)}
 """Checked besides the chosen ones."""
@@ -111,9 +111,9 @@ def _timed_drafts() -> dict[str, Shape]:
     for (model, geometry), length in itertools.product(MODELS.items(), (0, 8192)):
         shape = {"batch": 1, "length": length, "num_rows": 2048, "kind": "causal", **geometry}
         shapes[f"{model}, prefill 2k{' on 8k' if length else ''}"] = shape
-    for (model, geometry), num_rows, rounded in itertools.product(MODELS.items(), (1, 5), (False, True)):
-        shape = {"batch": 8, "length": 16384, "num_rows": num_rows, "kind": "chain", "rounded": rounded, **geometry}
-        shapes[f"{model}, batch 8, 16k, {num_rows} rows, K/V of {8 if rounded else 16} bits"] = shape
+    for (model, geometry), num_rows, fp8 in itertools.product(MODELS.items(), (1, 5), (False, True)):
+        shape = {"batch": 8, "length": 16384, "num_rows": num_rows, "kind": "chain", "fp8": fp8, **geometry}
+        shapes[f"{model}, batch 8, 16k, {num_rows} rows, K/V of {8 if fp8 else 16} bits"] = shape
     for (model, geometry), batch, length in itertools.product(MODELS.items(), (64, 128, 256), (600, 1600)):
         shape = {"batch": batch, "length": length, "num_rows": 1, "kind": "chain", **geometry}
         shapes[f"{model}, batch {batch}, {length}, decode"] = shape
@@ -135,7 +135,7 @@ TIMED: dict[str, dict[str, Shape]] = {
     },
     "tree": _timed_drafts(),
     "ragged": _prompts((1536, 512), (0, 2048), (30720, 2048), (0, 8192), (8192, 8192), (24576, 8192))
-    | _prompts((8192, 8192), rounded=True),
+    | _prompts((8192, 8192), fp8=True),
 }
 
 
@@ -206,7 +206,9 @@ def tilings(kernel: str, shape: Shape) -> list[Any]:
     rows = sorted({min(m, max(16, triton.next_power_of_2(packed))) for m in (16, 32, 64, 128)})
     every = itertools.product(rows, (16, 32, 64), (4, 8), (2, 3, 5, 7), (1.0, 2.0))
     return [
-        pa.Tiles(*each) for each in every if each[0] >= min(64, packed) and (each[0] * each[1] >= 512 or each[2] == 4)
+        pa.PagedTiles(*each)
+        for each in every
+        if each[0] >= min(64, packed) and (each[0] * each[1] >= 512 or each[2] == 4)
     ]
 
 

@@ -14,7 +14,7 @@ from bench.kernel_calls import Call, Make, check_calls, time_calls
 from bench.report import Row
 from specdec.kvcache.index_spaces import PrimaryLoc
 from specdec.layers.linear import linear
-from specdec.layers.norm import Gain, norm, reference_norm
+from specdec.layers.norm import Norm, norm, reference_norm
 from specdec.layers.per_layer_embedding import gated_projection, reference_gated_projection
 from specdec.layers.rope_store import Destination, Heads, reference_rope_store, reference_rotary, rope_store, rotary
 
@@ -29,7 +29,7 @@ def randn(*shape: int, std: float = 1.0) -> torch.Tensor:
 
 def norm_call(rows: int, parts: str, seed: int) -> Call:
     product = linear(randn(rows, INTERMEDIATE), randn(HIDDEN, INTERMEDIATE, std=INTERMEDIATE**-0.5))
-    gain, hidden, scale = Gain(randn(HIDDEN), 1e-6), randn(rows, HIDDEN), randn(1)
+    gain, hidden, scale = Norm(randn(HIDDEN), 1e-6), randn(rows, HIDDEN), randn(1)
     every = {"pre": gain, "post": gain, "residual": hidden, "scale": scale}
     options: dict[str, Any] = {name: every[name] for name in parts.split()}
     return Call(lambda: norm(product, **options), lambda: reference_norm(product, **options), limit=LIMIT)
@@ -37,7 +37,7 @@ def norm_call(rows: int, parts: str, seed: int) -> Call:
 
 def rope_call(rows: int, dim: int, num_kv: int, seed: int) -> Call:
     """Rotary angles, and queries and keys turned and stored."""
-    gains = Gain(randn(dim), 1e-6), *((Gain(randn(dim), 1e-6), Gain(None, 1e-6)) if num_kv else (None, None))
+    gains = Norm(randn(dim), 1e-6), *((Norm(randn(dim), 1e-6), Norm(None, 1e-6)) if num_kv else (None, None))
     heads = Heads(8, num_kv, dim, *gains)
     qkv = linear(randn(rows, HIDDEN), randn(heads.width, HIDDEN, std=HIDDEN**-0.5))
     positions = torch.randint(0, 100000, (rows,), device=DEVICE)

@@ -26,7 +26,7 @@ from specdec.layers.linear import (
     vendor_gated_linear,
     vendor_linear,
 )
-from specdec.layers.norm import Gain, norm
+from specdec.layers.norm import Norm, norm
 from specdec.layers.packed.dequantise import dequantise
 from specdec.layers.packed.packed_weight import BITS, PackedWeight, dequantised
 from specdec.layers.product import Tiles, choose_cut, cut_of, finish
@@ -172,9 +172,9 @@ def loaded_rows(formats: Sequence[str], shapes: Sequence[str], many: Sequence[in
     """Microseconds, and how many times those of 16 bits."""
     for name in shapes:
         n, k, activation = SHAPES[name]
-        gain = Gain(torch.ones(n, device=DEVICE).to(DTYPE), 1e-6, False)
+        gain = Norm(torch.ones(n, device=DEVICE).to(DTYPE), 1e-6, False)
 
-        def call(x: torch.Tensor, weight: Any, activation: Any = activation, gain: Gain = gain) -> object:
+        def call(x: torch.Tensor, weight: Any, activation: Any = activation, gain: Norm = gain) -> object:
             if activation is not None:
                 return vendor_gated_linear(x, weight, activation)
             return norm(vendor_linear(x, weight), pre=gain)

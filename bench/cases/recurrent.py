@@ -26,7 +26,7 @@ from bench.verify import attempt, attempt_all, bits_row, distance
 from specdec.attention.pack import Pack
 from specdec.attention.plan import KVPlan, plan_packed, plan_verify
 from specdec.attention.recurrence import kernel_forward
-from specdec.attention.recurrence.kernel_forward import FORM, Form, RecurrentKernels
+from specdec.attention.recurrence.kernel_forward import FORM, KernelForm, RecurrentKernels
 from specdec.attention.recurrence.span_kernels import SPAN_PARTS
 from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.trees.tree import DraftTree
@@ -70,7 +70,7 @@ def kernels_in(form: str) -> AbstractContextManager[Any]:
         parts = SPAN_PARTS if ON_CPU or not numbers else SPAN_PARTS._replace(number=numbers[0])
         given = dict(zip(("SPAN_COLUMNS", "SPAN_WARPS", "SPAN_STAGES"), numbers[1:], strict=False))
         return mock.patch.multiple(kernel_forward, SPAN_PARTS=parts, **given)
-    return mock.patch.object(kernel_forward, "FORM", Form(kind, *numbers, *FORM[1 + len(numbers) :]))  # type: ignore[arg-type]
+    return mock.patch.object(kernel_forward, "FORM", KernelForm(kind, *numbers, *FORM[1 + len(numbers) :]))  # type: ignore[arg-type]
 
 
 def check_rows(shapes: Sequence[str], precisions: Sequence[str]) -> Iterator[Row]:
@@ -177,7 +177,7 @@ def _prompt_plan(shape: Shape, tokens: int, *, deterministic: bool) -> tuple[Sce
     scene = _scene(shape, 1, deterministic=deterministic, max_requests=1, max_len=tokens, dtype=DTYPE)
     row = scene.table.open_row()
     scene.table.ensure_slots(row, tokens)
-    pack = Pack.of(*(torch.tensor([x], device=DEVICE) for x in (row, 0, tokens)), tokens)
+    pack = Pack.from_lengths(*(torch.tensor([x], device=DEVICE) for x in (row, 0, tokens)), tokens)
     return scene, plan_packed(scene.backend, scene.table, pack)
 
 
@@ -188,7 +188,7 @@ def _tree_times(name: str, shape: Shape, forms: Sequence[str], batch: int, nodes
     for scene in made:
         rows = [scene.table.open_row() for _ in range(batch)]
         scene.read(np.array(rows), np.full(batch, 40), text, padding=0)
-        scene.table.ensure_all_slots(np.array(rows), np.full(batch, 40 + LOOKAHEAD))
+        scene.table.ensure_slots(np.array(rows), np.full(batch, 40 + LOOKAHEAD))
     for num_nodes in nodes:
         chain = DraftTree.chain(torch.zeros((batch, num_nodes), dtype=torch.int64, device=DEVICE))
         plans = [plan_verify(scene.backend, scene.table, scene.table.rows(np.arange(batch)), chain) for scene in made]

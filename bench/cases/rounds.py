@@ -19,7 +19,7 @@ from bench.verify import attempt_all
 from specdec.config import EngineConfig, SpecConfig
 from specdec.evaluation.model_shapes import ON_REQUEST, block_spec_of, find_shape
 from specdec.evaluation.phases.phase_report import Cell
-from specdec.evaluation.phases.phase_run import PLAIN, Plan, Subject, run_phases
+from specdec.evaluation.phases.phase_run import PLAIN, BenchSubject, Plan, run_phases
 from specdec.evaluation.phases.random_weights import drafter_of, random_subject
 from specdec.models.weight_storage import stored_weights
 
@@ -36,7 +36,7 @@ BLOCK_CASES: dict[str, tuple[str, SpecConfig | None, float | None]] = {
 """What is timed: the drafter, its draft, and how many plain steps a round may take."""
 
 
-def subject_of(pair: str, drafts: Mapping[str, SpecConfig | None], layers: int, devices: int = 1) -> Subject:
+def subject_of(pair: str, drafts: Mapping[str, SpecConfig | None], layers: int, devices: int = 1) -> BenchSubject:
     name, _, weights = pair.partition(":")
     config = EngineConfig(device=DEVICE, tensor_parallel=devices, fused=devices > 1 or "auto")
     return random_subject(
@@ -49,7 +49,7 @@ def subject_of(pair: str, drafts: Mapping[str, SpecConfig | None], layers: int, 
     )
 
 
-def measured(subject: Subject, draft: str, batch: int, context: int, rounds: int) -> Cell:
+def measured(subject: BenchSubject, draft: str, batch: int, context: int, rounds: int) -> Cell:
     """One cell, the second of two."""
     plan = Plan(batches=[batch], contexts=[context], rounds=rounds)
     one = replace(subject, drafts={draft: subject.drafts[draft]})
@@ -97,7 +97,7 @@ def cells_rows(
         free_memory()
 
 
-def about(subject: Subject) -> str:
+def about(subject: BenchSubject) -> str:
     """What the target is in memory, and whether its layers are fused."""
     stored = stored_weights(subject.target.model)
     peak = "" if ON_CPU else f", peak {torch.cuda.max_memory_allocated() / 1e9:.1f}"

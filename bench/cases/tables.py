@@ -14,20 +14,20 @@ from bench.report import Row
 from specdec.attention.kernels.page_table import (
     PageTables,
     build_page_tables,
+    group_widths,
     reference_build_page_tables,
-    table_widths,
 )
 from specdec.attention.torch_backend import TorchBackend
 from specdec.attention.trees.beam import Candidates
-from specdec.attention.trees.growth import Growth, TreeBackend, reference_select_tree, select_tree
 from specdec.attention.trees.tree import DraftTree
+from specdec.attention.trees.tree_builder import TreeBackend, TreeBuilder, reference_select_tree, select_tree
 from specdec.attention.trees.walk import tree_fields
 from specdec.attention.triton_backend import TritonBackend
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.index_spaces import ByGroup, GroupId, PrimaryLoc
-from specdec.kvcache.layout import PRIMARY_ONLY
-from specdec.kvcache.store import StoreAddresses, move_kv, reference_move_kv, reference_store_kv, store_kv
+from specdec.kvcache.layout import cache_groups
+from specdec.kvcache.store import PoolAddresses, move_kv, reference_move_kv, reference_store_kv, store_kv
 from specdec.kvcache.table import Move, RequestTable, Rows
 from specdec.runtime.rounds.closing import closing, reference_closing
 from specdec.runtime.rounds.opening import opening, reference_opening
@@ -74,7 +74,7 @@ def page_tables(page_sizes: Sequence[int], small: bool) -> Named:
 
             keys = torch.tensor([slots.shape[1], retain])
             for width in (-(-5000 // page_size), 0, 16):
-                widths = table_widths(keys.numpy(), width, page_size)
+                widths = group_widths(keys.numpy(), width, page_size)
                 arguments = partial(partial, num_nodes=nodes, page_size=page_size, widths=widths)
                 inputs = slots, maps, keys.to(DEVICE), rows, length
                 run, reference = (
@@ -111,7 +111,7 @@ def store_call(rows: int, heads: int, dim: int, dtype: torch.dtype, count: int, 
 def move_call(rows: int, heads: int, dim: int, dtype: torch.dtype, count: int, size: int, seed: int) -> Call:
     """Rows of several pools, whose old and new places overlap."""
     ours = random_pools(count, size, heads, dim, dtype)
-    theirs, addresses = [pool.clone() for pool in ours], StoreAddresses.from_pools(ours)
+    theirs, addresses = [pool.clone() for pool in ours], PoolAddresses.from_pools(ours)
     window = 1 + torch.randperm(size - 1, device=DEVICE)
     source, destination = PrimaryLoc(window[3 : 3 + rows]), PrimaryLoc(window[:rows])
 
@@ -155,15 +155,15 @@ def expand_call(topk: int, levels: int, together: bool, seed: int) -> Call:
     tokens = torch.arange(topk, device=DEVICE).expand(BATCH, levels, -1).contiguous()
 
     def grown(backend: TreeBackend) -> tuple[torch.Tensor, ...]:
-        growth = Growth(tokens[:, 0, 0].contiguous(), backend, levels)
+        builder = TreeBuilder(tokens[:, 0, 0].contiguous(), backend, levels)
         if together:
-            beam = growth.add_all_levels(tokens, log_probs)
+            beam = builder.add_all_levels(tokens, log_probs)
         else:
             for level in range(levels):
                 width = topk if level else 1
-                beam = growth.add_level(*(x[:, level, None].expand(-1, width, -1) for x in (tokens, log_probs)))
-        assert growth.candidates is not None
-        return (*growth.candidates, *beam)
+                beam = builder.add_level(*(x[:, level, None].expand(-1, width, -1) for x in (tokens, log_probs)))
+        assert builder.candidates is not None
+        return (*builder.candidates, *beam)
 
     return Call(lambda: grown(TritonBackend()), lambda: grown(TorchBackend()))
 
@@ -196,7 +196,7 @@ def round_call(page_size: int, num_nodes: int, chain: bool, seed: int) -> Call:
     tree = DraftTree.chain(drafted.tokens) if chain else drafted
 
     def outcome(open_round: Callable[..., Any], close_round: Callable[..., Any]) -> tuple[Any, ...]:
-        allocator = HybridAllocator(PRIMARY_ONLY, [9999], page_size=page_size, device=DEVICE)
+        allocator = HybridAllocator(cache_groups([]), [9999], page_size=page_size, device=DEVICE)
         table = RequestTable(allocator, max_requests=BATCH, max_len=600, lookahead=num_nodes)
         cache, moved = KVCache(allocator, table, TorchBackend()), list[Move]()
         cache.move = moved.append  # type: ignore[method-assign]
@@ -211,7 +211,7 @@ def round_call(page_size: int, num_nodes: int, chain: bool, seed: int) -> Call:
         rows = Rows(seats.where(seats < BATCH - 2, BATCH), 600)
         opened = open_round(rows.index, table.committed_len.tensor, tokens, most, cells, depth=num_nodes)
         packed = tokens.new_empty((BATCH, 1 + 2 * num_nodes))
-        state = tree, target, opened.most, rows, opened.committed_len, table, tokens, packed
+        state = tree, target, opened.max_path, rows, opened.committed_len, table, tokens, packed
         *closed, move = close_round(*state, width=num_nodes, depth=num_nodes)
         if move is not None:
             cache.move(move)
@@ -264,7 +264,7 @@ def times_rows(page_sizes: Sequence[int], contexts: Sequence[int]) -> Iterator[R
             def build(slots: Any, widths: Any, others: Any = others, size: int = page_size, kept: Any = kept) -> None:
                 kept.append(build_page_tables(*slots, *others, num_nodes=NODES, page_size=size, widths=widths))
 
-            every = [table_widths(keys.numpy(), width, page_size) for width in (wide, 1)]
+            every = [group_widths(keys.numpy(), width, page_size) for width in (wide, 1)]
             whole, rest = (microseconds(partial(build, widths=widths), sets) for widths in every)
             found = "" if whole < LIMIT_US else f"slower than {LIMIT_US:.0f} us"
             name = f"page tables, pages of {page_size}, context {context}"

@@ -11,14 +11,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from specdec.attention.kernels.draft_block import Draft
+from specdec.attention.kernels.draft_block import DraftPlan
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Observation, PromptObservation, TargetInfo
 from specdec.draft_models.block.block_checkpoint import read_block
 from specdec.draft_models.block.block_head import BlockHead, PlainBlock, TapContext
 from specdec.draft_models.block.fused_block import FusedBlock
 from specdec.draft_models.checkpoints.checkpoint_files import TargetShape
-from specdec.draft_models.heads.draft_context import DraftContext, DraftGrowth, HeadDrafter, StoreWorker, continued
+from specdec.draft_models.heads.draft_context import DraftContext, DraftTreeBuilder, HeadDrafter, StoreWorker, continued
 from specdec.layers.accepted_path import path_rows
 
 
@@ -71,15 +71,15 @@ class BlockWorker(StoreWorker):
         if batch.topk == 1:
             return DraftTree.chain(torch.cat([batch.root[:, None], batch.sample(logits, drawn_pos)], dim=1))
         tokens, log_probs = batch.best(logits, drawn_pos, batch.topk)  # [B, levels, K]
-        growth = DraftGrowth(batch, self.binding.backend)
-        growth.tree.add_all_levels(tokens, log_probs)
-        return growth.select()
+        builder = DraftTreeBuilder(batch, self.binding.backend)
+        builder.tree.add_all_levels(tokens, log_probs)
+        return builder.select()
 
     def _run_block(self, batch: DraftBatch, start: torch.Tensor, levels: int) -> torch.Tensor:
         """start [1, B], S -> states [B, levels, H] of the rows that draft."""
         drafter, spec, backend = self.drafter, self.drafter.spec, self.binding.backend
         rows = spec.rows_for(levels)
-        draft = Draft(self.binding.cache.table, batch.rows, start, rows, spec.windows, spec.order, spec.anchored)
+        draft = DraftPlan(self.binding.cache.table, batch.rows, start, rows, spec.windows, spec.order, spec.anchored)
         block = backend.draft_block(self.store, draft)
         block.enter_level(None)
         masks = batch.root.new_full((len(batch.root), rows - 1), spec.mask_token)
@@ -94,15 +94,15 @@ class BlockWorker(StoreWorker):
         """The rows of a block one after another, each node's scores depending on its parent's token."""
         successors = self.drafter.head.markov_head
         assert successors is not None
-        growth = DraftGrowth(batch, self.binding.backend)
+        builder = DraftTreeBuilder(batch, self.binding.backend)
         before, carried = batch.root[:, None], None  # [B, M], [B, M, r]
         for level in range(logits.shape[1]):
             bias, carried = successors(before, states[:, level], carried)
             scores = self.drafter.over_vocabulary(logits[:, level, None] + bias)  # [B, M, V]
             node_pos = drawn_pos[:, level, None].expand(-1, scores.shape[1]).contiguous()
-            before, origin = growth.add_level(scores, node_pos)  # [B, K]
+            before, origin = builder.add_level(scores, node_pos)  # [B, K]
             carried = None if carried is None else continued(carried, origin)
-        return growth.select()
+        return builder.select()
 
 
 def block_drafter(folder: str | Path, target: TargetInfo) -> BlockDrafter:

@@ -27,11 +27,11 @@ from torch import nn
 from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm, Gemma4TextScaledWordEmbedding
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
-from specdec.attention.draft_attention import Attend, BlocksAttention
-from specdec.attention.kernels.draft_block import Order
+from specdec.attention.draft_attention import BlocksAttention, DraftAttend
+from specdec.attention.kernels.draft_block import NodeOrder
 from specdec.attention.plan import KVPlan
 from specdec.draft_models.block.block_layers import Gemma4BlockLayer, Gemma4Rotary, SuccessorHead, gemma4_config
-from specdec.draft_models.heads.fused_form import Echo
+from specdec.draft_models.heads.fused_form import EchoContext
 from specdec.draft_models.heads.head_layers import HeadLayer, llama_config
 from specdec.draft_models.heads.head_spec import HeadContext, HeadForm, HeadModule, HeadSpec, attend_in
 from specdec.kvcache.frozen import KVView
@@ -76,8 +76,8 @@ class BlockSpec(HeadSpec):
         return 1.0 if self.is_gemma4 else float(self.head_dim**-0.5)
 
     @property
-    def order(self) -> Order:
-        return Order.CAUSAL if self.causal else Order.MUTUAL
+    def order(self) -> NodeOrder:
+        return NodeOrder.CAUSAL if self.causal else NodeOrder.MUTUAL
 
     @property
     def first_row(self) -> int:
@@ -145,7 +145,7 @@ class BlockHead(HeadModule):
         normed: torch.Tensor = self.hidden_norm(self.fc(states))
         return normed
 
-    def forward(self, embeds: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def forward(self, embeds: torch.Tensor, positions: torch.Tensor, attend: DraftAttend) -> torch.Tensor:
         """A block's embeddings [B, K, H] at positions [B, K] -> states after the final norm [B, K, H]."""
         rotary = self.rotary_emb(embeds, positions)
         hidden = embeds
@@ -162,7 +162,7 @@ def block_states(
     pos: torch.Tensor,
     states: torch.Tensor,
     places: torch.Tensor,
-    form: Callable[[Attend], Attend] = lambda attend: attend,
+    form: Callable[[DraftAttend], DraftAttend] = lambda attend: attend,
 ) -> torch.Tensor:
     """A block at each of `places` [B, A] of texts [B, T], from the target's states [B, T, L * H] -> [B, A, K, H]."""
     spec, taps = head.spec, head.taps(states)
@@ -276,7 +276,7 @@ class PlainBlock(HeadForm):
         taps: Any = KeptTaps(self, 6)
         with torch.autocast(weight.device.type, enabled=False):
             self.observe(states, tokens * 100, taps)
-            block = self.run(tokens, tokens * 100, Echo())
+            block = self.run(tokens, tokens * 100, EchoContext())
             out = torch.cat([block, self.logits(block)], dim=-1).flatten(0, 1)
         parts = [x.float() for x in (taps.rows(), out)]
         # each part counts alike; a padding token's embedding may be 0, and then so is its row

@@ -12,9 +12,9 @@ from torch import nn
 from transformers import Gemma4TextConfig
 from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm, Gemma4TextMLP, Gemma4TextRotaryEmbedding
 
-from specdec.attention.draft_attention import Attend
+from specdec.attention.draft_attention import DraftAttend
 from specdec.draft_models.heads.head_layers import HeadAttention
-from specdec.draft_models.heads.head_spec import Rotary
+from specdec.draft_models.heads.head_spec import CosSin
 
 FULL = "full_attention"
 
@@ -45,7 +45,7 @@ class Gemma4Rotary(nn.Module):
         super().__init__()
         self.rotary = Gemma4TextRotaryEmbedding(config)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> Rotary:
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> CosSin:
         cos, sin = self.rotary(x, positions, FULL)
         return cos, sin
 
@@ -67,7 +67,7 @@ class Gemma4BlockLayer(nn.Module):
         self.post_feedforward_layernorm = Gemma4RMSNorm(hidden, eps)
         self.register_buffer("layer_scalar", torch.ones(1))
 
-    def forward(self, x: torch.Tensor, rotary: Rotary, attend: Attend) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rotary: CosSin, attend: DraftAttend) -> torch.Tensor:
         y = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), rotary, attend))
         out = y + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(y)))
         scaled: torch.Tensor = out * self.layer_scalar.to(out.dtype)

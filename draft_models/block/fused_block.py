@@ -60,6 +60,6 @@ class FusedBlock(PlainBlock):
         embeds = self.table(tokens).flatten(0, 1)
         angles = self.layers.angles(positions, embeds.dtype)
         first: Any = self.head.layers[0]
-        state, x = self.ops(norm)(Product.of(embeds), pre=LLAMA.gain_of(first.input_layernorm))
+        state, x = self.ops(norm)(Product.from_value(embeds), pre=LLAMA.gain_of(first.input_layernorm))
         _, x = self.layers.run(state, x, angles, context)
         return x.view(*tokens.shape, -1)

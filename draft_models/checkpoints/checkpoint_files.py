@@ -15,8 +15,8 @@ from torch import nn
 from specdec.draft_models.base import TargetInfo
 from specdec.errors import CheckpointError, first_line, naming_file
 
-State = Mapping[str, torch.Tensor]
-Head = TypeVar("Head", bound=nn.Module)
+StateDict = Mapping[str, torch.Tensor]
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
 class TargetShape(NamedTuple):
@@ -103,7 +103,7 @@ def _unreadable(file: Path, error: Exception) -> str:
     )
 
 
-def write_folder(folder: str | Path, config: Mapping[str, Any], state: State) -> None:
+def write_folder(folder: str | Path, config: Mapping[str, Any], state: StateDict) -> None:
     """Write config.json and model.safetensors. Raises CheckpointError where tensors cannot be written."""
     out = Path(folder)
     out.mkdir(parents=True, exist_ok=True)
@@ -117,7 +117,9 @@ def write_folder(folder: str | Path, config: Mapping[str, Any], state: State) ->
         raise CheckpointError(f"{str(weights)!r} cannot be written: {first_line(error)}") from error
 
 
-def fill_head(make: Callable[[], Head], state: State, explain: Callable[[str], str] = lambda fault: "") -> Head:
+def fill_head(
+    make: Callable[[], AnyModule], state: StateDict, explain: Callable[[str], str] = lambda fault: ""
+) -> AnyModule:
     """A head with these tensors. Raises CheckpointError unless they are its own, in its shapes and of floating types of
     16 bits or more. explain: what else is said of the first fault."""
     with torch.device("meta"):

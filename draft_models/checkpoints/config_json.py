@@ -13,24 +13,28 @@ from typing import Any, NamedTuple
 from specdec.errors import CheckpointError, first_line, shown
 
 
-class Kind(NamedTuple):
+class ValueKind(NamedTuple):
     """The kind of value that a key must have."""
 
     words: str
     holds: Callable[[Any], bool]
 
 
-FLAG = Kind("true or false", lambda value: isinstance(value, bool))
-COUNT = Kind("a whole number above 0", lambda value: type(value) is int and value > 0)
-INDEX = Kind("a whole number of 0 or more", lambda value: type(value) is int and value >= 0)
-POSITIVE = Kind("a number above 0", lambda value: type(value) in (int, float) and isfinite(value) and value > 0)
-NUMBER = Kind("a number of 0 or more", lambda value: type(value) in (int, float) and isfinite(value) and value >= 0)
-OBJECT = Kind("an object", lambda value: isinstance(value, dict))
-LIST = Kind("a list", lambda value: isinstance(value, list))
-TEXT = Kind("a string", lambda value: isinstance(value, str))
-ANY = Kind("anything", lambda value: True)
-NAMES = Kind("a list of names", lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value))
-WITHIN: dict[str, Kind] = {
+FLAG = ValueKind("true or false", lambda value: isinstance(value, bool))
+COUNT = ValueKind("a whole number above 0", lambda value: type(value) is int and value > 0)
+INDEX = ValueKind("a whole number of 0 or more", lambda value: type(value) is int and value >= 0)
+POSITIVE = ValueKind("a number above 0", lambda value: type(value) in (int, float) and isfinite(value) and value > 0)
+NUMBER = ValueKind(
+    "a number of 0 or more", lambda value: type(value) in (int, float) and isfinite(value) and value >= 0
+)
+OBJECT = ValueKind("an object", lambda value: isinstance(value, dict))
+LIST = ValueKind("a list", lambda value: isinstance(value, list))
+TEXT = ValueKind("a string", lambda value: isinstance(value, str))
+ANY = ValueKind("anything", lambda value: True)
+NAMES = ValueKind(
+    "a list of names", lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value)
+)
+WITHIN: dict[str, ValueKind] = {
     **dict.fromkeys(("hidden_size", "num_hidden_layers", "vocab_size", "max_position_embeddings"), COUNT),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), COUNT),
     **dict.fromkeys(("intermediate_size",), INDEX),

@@ -16,11 +16,11 @@ import torch
 from transformers.activations import ACT2FN
 
 from specdec.draft_models.checkpoints.checkpoint_files import TargetShape, read_tensors
-from specdec.draft_models.checkpoints.config_json import ANY, NUMBER, POSITIVE, Kind, read_config_json
+from specdec.draft_models.checkpoints.config_json import ANY, NUMBER, POSITIVE, ValueKind, read_config_json
 from specdec.errors import CheckpointError, UnsupportedModelError
 
 Config = Mapping[str, Any]
-Settings = dict[str, Any]
+HeadSettings = dict[str, Any]
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 QWEN3_HEAD_DIM, QWEN3_FULL_LAYERS = 128, 28
@@ -32,7 +32,7 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor",),
 }
-ROPE_KEYS: dict[str, Kind] = {
+ROPE_KEYS: dict[str, ValueKind] = {
     **dict.fromkeys(("attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor"), NUMBER),
     **dict.fromkeys(("low_freq_factor", "mscale", "mscale_all_dim", "original_max_position_embeddings"), NUMBER),
     **dict.fromkeys(("partial_rotary_factor", "rope_theta"), NUMBER),
@@ -49,7 +49,7 @@ class Key(NamedTuple):
     config where it may stand ("": the top level); empty: in any. merged: its value is the same wherever it stands.
     """
 
-    kind: Kind = ANY
+    kind: ValueKind = ANY
     field: str = ""
     only: tuple[Any, ...] = ()
     required: bool = False
@@ -99,7 +99,7 @@ class HeadFiles(NamedTuple):
 
     format: Format
     config: Config
-    settings: Settings
+    settings: HeadSettings
     state: dict[str, torch.Tensor]
 
     @property
@@ -148,7 +148,7 @@ def read_files(folder: Path, formats: Sequence[Format]) -> HeadFiles:
     return HeadFiles(form, config, settings, {name: tensors[key] for key in tensors if (name := form.module_name(key))})
 
 
-def read_settings(config: Config, form: Format) -> Settings:
+def read_settings(config: Config, form: Format) -> HeadSettings:
     """The keys of the table that are set, wherever they stand; defaults of three that every head has.
 
     Raises UnsupportedModelError for layers of another kind, a key that is unknown and a value that is not accepted,
@@ -161,7 +161,7 @@ def read_settings(config: Config, form: Format) -> Settings:
         if name == "model_type" and form.key_at(place, name) and value not in (None, *form.layers):
             made_of = ", ".join(map(str, config.get("architectures") or ["?"]))
             raise UnsupportedModelError(f"{form.name} of {value} layers ({made_of}); specdec runs {form.layer_words}")
-    settings: Settings = {}
+    settings: HeadSettings = {}
     for place, name, value in entries:
         key, where = form.key_at(place, name), f"{place and place + '.'}{name}={reprlib.repr(value)}"
         if value is None or (key is None and form.harmless.search(name)):
@@ -195,7 +195,7 @@ def _entries(config: Config, form: Format) -> Iterable[tuple[str, str, Any]]:
             yield from ((place, name, value) for name, value in part.items())
 
 
-def read_windows(form: Format, settings: Settings, num_layers: int) -> tuple[int | None, ...]:
+def read_windows(form: Format, settings: HeadSettings, num_layers: int) -> tuple[int | None, ...]:
     """Keys that each draft layer sees through its sliding window, by `layer_types`. Without them a `sliding_window`
     means nothing, as in both reference packages, except to Qwen3's config, where the layers from `max_window_layers` on
     slide if asked to."""
@@ -219,7 +219,7 @@ def read_windows(form: Format, settings: Settings, num_layers: int) -> tuple[int
     return tuple(window + form.sees_edge if kind == "sliding_attention" else None for kind in kinds)
 
 
-def read_rope(settings: Settings, by_layer_type: bool = False) -> dict[str, Any]:
+def read_rope(settings: HeadSettings, by_layer_type: bool = False) -> dict[str, Any]:
     """`rope_parameters` of transformers 5, from either spelling; for `rope_theta` the newer one wins. by_layer_type: of
     one for each layer type, a head takes that of sliding layers."""
     newer, older = (_rope_object(settings.get(key)) for key in ("rope_parameters", "rope_scaling"))

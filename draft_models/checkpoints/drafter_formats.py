@@ -262,4 +262,4 @@ def kept_layout(config: Config) -> KVLayout:
         settings["head_dim"] = config.get("global_head_dim") or settings["head_dim"]
         settings["num_key_value_heads"] = config.get("num_global_key_value_heads") or settings["num_key_value_heads"]
     fields = HeadFiles(form, config, settings, {}).fields()
-    return KVLayout.of_windows(windows, fields["num_kv_heads"], fields["head_dim"])
+    return KVLayout.from_windows(windows, fields["num_kv_heads"], fields["head_dim"])

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from specdec.draft_models.checkpoints.checkpoint_files import (
-    State,
+    StateDict,
     TargetShape,
     fill_head,
     take_target_ids,
@@ -73,7 +73,7 @@ def read_head(folder: str | Path, target: TargetShape, aux_layers: Sequence[int]
 
 
 def write_head(
-    folder: str | Path, spec: Eagle3Spec, state: State, target: TargetShape, target_ids: torch.Tensor | None
+    folder: str | Path, spec: Eagle3Spec, state: StateDict, target: TargetShape, target_ids: torch.Tensor | None
 ) -> None:
     """Write a head in the SpecForge format, such that every reader takes the same target states from it."""
     eagle_config: dict[str, Any] = {AUX_IDS: [entered - 1 for entered in spec.aux_layers], "use_aux_hidden_state": True}

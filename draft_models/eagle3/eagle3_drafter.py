@@ -12,14 +12,14 @@ from pathlib import Path
 import torch
 
 from specdec.attention.bridge import ForwardContext
-from specdec.attention.kernels.draft_block import Draft
+from specdec.attention.kernels.draft_block import DraftPlan
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Observation, PromptObservation, TargetInfo
 from specdec.draft_models.checkpoints.checkpoint_files import TargetShape
 from specdec.draft_models.eagle3.checkpoint import read_head
 from specdec.draft_models.eagle3.fused_head import FusedHead
 from specdec.draft_models.eagle3.head import Eagle3Head, HeadOutput, PlainHead
-from specdec.draft_models.heads.draft_context import DraftContext, DraftGrowth, HeadDrafter, StoreWorker, continued
+from specdec.draft_models.heads.draft_context import DraftContext, DraftTreeBuilder, HeadDrafter, StoreWorker, continued
 from specdec.layers.accepted_path import keep_last, path_rows
 
 
@@ -58,7 +58,7 @@ class Eagle3Worker(StoreWorker):
         drafter, source = self.drafter, seen.hidden if seen.aux_states is None else seen.aux_states
         states, next_tokens = drafter.ops(path_rows)(source, seen.tokens, seen.path, seen.length, seen.next_token)
         plan = self.plan_of(seen)
-        context = ForwardContext.of(plan, self.own_view, drafter.spec.windows)
+        context = ForwardContext.from_plan(plan, self.own_view, drafter.spec.windows)
         state = drafter.form.extend(next_tokens, states, plan.positions, context).state  # [B, D, H]
         drafter.ops(keep_last)(self._hidden, seen.rows.index, state, seen.length)
 
@@ -67,7 +67,7 @@ class Eagle3Worker(StoreWorker):
         drafter, source = self.drafter, seen.hidden if seen.aux_states is None else seen.aux_states
         assert source is not None, "a head without taps reads every final state"
         plan = self.plan_of(seen)
-        context = ForwardContext.of(plan, self.own_view, drafter.spec.windows)
+        context = ForwardContext.from_plan(plan, self.own_view, drafter.spec.windows)
         state = drafter.form.extend(seen.following[None], source[None], plan.positions, context).state  # [1, T, H]
         self._hidden[seen.pack.rows] = state[0, seen.pack.last]
 
@@ -77,21 +77,21 @@ class Eagle3Worker(StoreWorker):
         drafter, backend, topk, levels = self.drafter, self.binding.backend, batch.topk, batch.num_steps
         pos = batch.positions()  # [levels + 1, B], S first
         node_pos = pos[:, :, None].expand(-1, -1, topk).contiguous()  # [levels + 1, B, K]
-        draft = Draft(self.binding.cache.table, batch.rows, pos[: levels - 1], topk, drafter.spec.windows)
+        draft = DraftPlan(self.binding.cache.table, batch.rows, pos[: levels - 1], topk, drafter.spec.windows)
         block = backend.draft_block(self.store, draft) if levels > 1 else None
         state = self._hidden[batch.rows.index][:, None]  # [B, 1, H], of position S - 1
         out = HeadOutput(state, drafter.form.norm(state))
-        growth = DraftGrowth(batch, backend)
+        builder = DraftTreeBuilder(batch, backend)
         for level in range(levels):
             logits = drafter.logits(out.normed)
-            beam, origin = growth.add_level(logits, node_pos[level + 1, :, : logits.shape[1]])  # [B, K]
+            beam, origin = builder.add_level(logits, node_pos[level + 1, :, : logits.shape[1]])  # [B, K]
             if block is None or level + 1 == levels:
                 break
             hidden = continued(out.normed if drafter.spec.norm_output else out.state, origin)
             block.enter_level(origin if level else None)
             context = DraftContext(block, backend, topk, range(drafter.spec.num_layers))
             out = drafter.form.step(beam, hidden, node_pos[level], context)
-        return growth.select()
+        return builder.select()
 
 
 def eagle3_drafter(folder: str | Path, target: TargetInfo, aux_layers: Sequence[int] | None = None) -> Eagle3Drafter:

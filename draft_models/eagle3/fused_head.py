@@ -20,7 +20,7 @@ from specdec.gpu.operations import Operations
 from specdec.layers.embedding import embed_and_norm
 from specdec.layers.fuse import Weights, fuse_linear
 from specdec.layers.linear import linear
-from specdec.layers.norm import Gain, norm
+from specdec.layers.norm import Norm, norm
 from specdec.layers.product import Product
 
 
@@ -48,21 +48,21 @@ class FusedHead(PlainHead):
         self, tokens: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, context: HeadContext
     ) -> HeadOutput:
         self.layers.keep_in_step()
-        return self._run(tokens, Product.of(hidden.flatten(0, 1)), positions, context)
+        return self._run(tokens, Product.from_value(hidden.flatten(0, 1)), positions, context)
 
     def norm(self, state: torch.Tensor) -> torch.Tensor:
-        return self.ops(norm)(Product.of(state.flatten(0, -2)), pre=self.final_gain)[1].view_as(state)
+        return self.ops(norm)(Product.from_value(state.flatten(0, -2)), pre=self.final_gain)[1].view_as(state)
 
     def _features(self, states: torch.Tensor) -> Product:
         """g [T, H] of states [T, A * Ht], before its last sum."""
         head, ops = self.head, self.ops
         if self.layers.gain is not None:
             rows = states.view(-1, head.spec.target_hidden_size)  # each state is normed on its own
-            _, normed = ops(norm)(Product.of(rows), pre=Gain(None, head.spec.rms_norm_eps))
+            _, normed = ops(norm)(Product.from_value(rows), pre=Norm(None, head.spec.rms_norm_eps))
             states = self.layers.gain * normed.view_as(states)
         if head.input_norm is not None:
-            _, states = ops(norm)(Product.of(states), pre=LLAMA.gain_of(head.input_norm))
-        return Product.of(states) if head.fc is None else ops(linear)(states, head.fc.weight, head.fc.bias)
+            _, states = ops(norm)(Product.from_value(states), pre=LLAMA.gain_of(head.input_norm))
+        return Product.from_value(states) if head.fc is None else ops(linear)(states, head.fc.weight, head.fc.bias)
 
     def _run(self, tokens: torch.Tensor, hidden: Product, positions: torch.Tensor, context: HeadContext) -> HeadOutput:
         spec = self.head.spec

@@ -10,7 +10,7 @@
     logits of x_{i+2} = lm_head(norm(a_i));   feedback_i = a_i          norm_output: norm(a_i)
 
 Row i holds the feature of position i and the token after it, so K/V of position i exist once token i + 1 is known.
-A head holds no K/V and knows no requests: the caller says where K/V live (`Attend`, `HeadContext`).
+A head holds no K/V and knows no requests: the caller says where K/V live (`DraftAttend`, `HeadContext`).
 """
 
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
-from specdec.attention.draft_attention import Attend
-from specdec.draft_models.heads.fused_form import Echo
+from specdec.attention.draft_attention import DraftAttend
+from specdec.draft_models.heads.fused_form import EchoContext
 from specdec.draft_models.heads.head_layers import HeadLayer, llama_config
-from specdec.draft_models.heads.head_spec import HeadContext, HeadForm, HeadModule, HeadSpec, Rotary, attend_in
+from specdec.draft_models.heads.head_spec import CosSin, HeadContext, HeadForm, HeadModule, HeadSpec, attend_in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class FirstLayer(HeadLayer):
         self.hidden_norm = LlamaRMSNorm(spec.hidden_size, spec.rms_norm_eps)
 
     def run_with_embeddings(
-        self, embeds: torch.Tensor, hidden: torch.Tensor, rotary: Rotary, attend: Attend
+        self, embeds: torch.Tensor, hidden: torch.Tensor, rotary: CosSin, attend: DraftAttend
     ) -> torch.Tensor:
         """embeds and hidden [B, N, H] -> [B, N, H]."""
         normed = self.hidden_norm(hidden)
@@ -110,7 +110,7 @@ class Eagle3Head(HeadModule):
         return states if self.fc is None else self.fc(states)
 
     def forward(
-        self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
+        self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: DraftAttend
     ) -> torch.Tensor:
         """embeds and hidden [B, N, H], positions [B, N] -> a [B, N, H]."""
         rotary = self.rotary_emb(hidden, positions)
@@ -181,7 +181,7 @@ class PlainHead(HeadForm):
         states = torch.randn((2, 3, spec.feature_size), generator=random).to(weight.device, weight.dtype)
         tokens = torch.arange(6, device=weight.device).view(2, 3) % spec.vocab_size
         with torch.autocast(weight.device.type, enabled=False):
-            first = self.extend(tokens, states, tokens * 100, Echo())
-            second = self.step(tokens, first.state, tokens * 100, Echo())
+            first = self.extend(tokens, states, tokens * 100, EchoContext())
+            second = self.step(tokens, first.state, tokens * 100, EchoContext())
             rows = [torch.cat([out.state, self.logits(out.normed)], dim=-1) for out in (first, second)]
         return torch.cat(rows).flatten(0, 1).float()

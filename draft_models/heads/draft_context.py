@@ -10,8 +10,8 @@ from specdec.attention.backend import Backend
 from specdec.attention.bridge import AttentionCall
 from specdec.attention.kernels.draft_block import DraftBlock
 from specdec.attention.plan import KVPlan, plan_chunk, plan_packed
-from specdec.attention.trees.growth import Growth, num_candidates
 from specdec.attention.trees.tree import DraftTree
+from specdec.attention.trees.tree_builder import TreeBuilder, num_candidates
 from specdec.draft_models.base import (
     BestOf,
     Binding,
@@ -20,7 +20,7 @@ from specdec.draft_models.base import (
     Fit,
     Observation,
     PromptObservation,
-    Sample,
+    SampleFunction,
     TargetInfo,
 )
 from specdec.draft_models.heads.fused_form import Form, proved_form
@@ -121,18 +121,18 @@ class DraftContext:
         return self.block.attend(self.owners[layer], query, **options).flatten(0, 1)
 
 
-class DraftGrowth:
+class DraftTreeBuilder:
     """The chain or tree of a batch, drawn level by level with K = `batch.topk` nodes each.
 
     sample, best: default: the batch's own. Others may draw from something else than logits.
     """
 
     def __init__(
-        self, batch: DraftBatch, backend: Backend, sample: Sample | None = None, best: BestOf | None = None
+        self, batch: DraftBatch, backend: Backend, sample: SampleFunction | None = None, best: BestOf | None = None
     ) -> None:
         self.batch = batch
         self.sample, self.best = sample or batch.sample, best or batch.best
-        self.tree = Growth(batch.root, backend, batch.num_steps)
+        self.tree = TreeBuilder(batch.root, backend, batch.num_steps)
         self.chain = [batch.root[:, None]]
 
     def add_level(self, logits: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

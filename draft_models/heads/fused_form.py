@@ -21,7 +21,7 @@ FUSED_BOUND = 0.03
 """Largest relative difference of the median row per square root of the layers. A wrong layer differs by about 1."""
 
 
-class Echo:
+class EchoContext:
     """A forward context whose attention returns the queries, cut to the width of values, and stores nothing: two forms
     of a drafter can be compared in it without K/V."""
 

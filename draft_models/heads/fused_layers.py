@@ -8,12 +8,12 @@ from torch import nn
 
 from specdec.draft_models.heads.head_spec import HeadContext
 from specdec.gpu.operations import Operations
-from specdec.layers.decoder import FusedLayer, Shared
+from specdec.layers.decoder import FusedLayer, SharedInputs
 from specdec.layers.families import FAMILIES
 from specdec.layers.fuse import Weights
 from specdec.layers.merge import MERGING, merge
-from specdec.layers.merged_weights import Groups
-from specdec.layers.norm import Gain
+from specdec.layers.merged_weights import WeightGroups
+from specdec.layers.norm import Norm
 from specdec.layers.rope_store import Rotary, rotary
 from specdec.modules.weights_lock import holds_weights_lock
 
@@ -27,7 +27,7 @@ class FusedLayers:
     """
 
     def __init__(
-        self, head: Any, final: Gain | None, weights: Weights, ops: Operations, beside: Sequence[nn.Module] = ()
+        self, head: Any, final: Norm | None, weights: Weights, ops: Operations, beside: Sequence[nn.Module] = ()
     ) -> None:
         self.head, self.final, self.weights, self.ops, self.beside = head, final, weights, ops, beside
         self._describe()
@@ -45,7 +45,7 @@ class FusedLayers:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The residual stream [T, H] and what the first layer reads -> the last layer's, and `final` of it."""
         for layer in self.layers:
-            state, x = layer(state, x, Shared({"": angles}, None), specdec_ctx=context)
+            state, x = layer(state, x, SharedInputs({"": angles}, None), specdec_ctx=context)
         return state, x
 
     @holds_weights_lock()
@@ -53,7 +53,7 @@ class FusedLayers:
         """Merge the weights and note their addresses, which may have changed."""
         # outside inference mode, where a parameter cannot be given other data
         with MERGING, torch.inference_mode(False), torch.no_grad():
-            parts = [LLAMA.layer(layer, self.head, Groups(apart=False)) for layer in self.head.layers]
+            parts = [LLAMA.layer(layer, self.head, WeightGroups(apart=False)) for layer in self.head.layers]
             self.gain = merge([norm.weight for norm in self.beside]) if self.beside else None  # type: ignore[misc]
         norms = [*(part.input_norm for part in parts[1:]), self.final]
         self.layers = [FusedLayer(i, *each, self.ops) for i, each in enumerate(zip(parts, norms, strict=True))]

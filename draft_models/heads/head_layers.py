@@ -11,8 +11,8 @@ from transformers import LlamaConfig
 from transformers.models.gemma4.modeling_gemma4 import apply_rotary_pos_emb
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from specdec.attention.draft_attention import Attend
-from specdec.draft_models.heads.head_spec import HeadSpec, Rotary
+from specdec.attention.draft_attention import DraftAttend
+from specdec.draft_models.heads.head_spec import CosSin, HeadSpec
 
 
 def llama_config(spec: HeadSpec) -> LlamaConfig:
@@ -55,13 +55,13 @@ class HeadAttention(nn.Module):
         self.q_norm, self.k_norm = (None if norm is None else norm(spec.head_dim, spec.rms_norm_eps) for _ in range(2))
         self.v_norm: nn.Module | None = None
 
-    def keys_values(self, x: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_values(self, x: torch.Tensor, rotary: CosSin) -> tuple[torch.Tensor, torch.Tensor]:
         """x [B, N, width] -> K after RoPE and V, [B, Hkv, N, D]."""
         k = self.k_proj(x)
         v = k if self.v_proj is None else self.v_proj(x)
         return apply_rotary_pos_emb(self._by_head(k, self.k_norm), *rotary), self._by_head(v, self.v_norm)
 
-    def forward(self, x: torch.Tensor, rotary: Rotary, attend: Attend) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rotary: CosSin, attend: DraftAttend) -> torch.Tensor:
         q = apply_rotary_pos_emb(self._by_head(self.q_proj(x), self.q_norm), *rotary)
         out: torch.Tensor = self.o_proj(attend(self.layer, q, *self.keys_values(x, rotary)).flatten(2))
         return out
@@ -83,10 +83,12 @@ class HeadLayer(nn.Module):
         self.input_layernorm = LlamaRMSNorm(hidden, eps)
         self.post_attention_layernorm = LlamaRMSNorm(hidden, eps)
 
-    def forward(self, hidden: torch.Tensor, rotary: Rotary, attend: Attend) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, rotary: CosSin, attend: DraftAttend) -> torch.Tensor:
         return self.add_layer_output(hidden, self.input_layernorm(hidden), rotary, attend)
 
-    def add_layer_output(self, residual: torch.Tensor, x: torch.Tensor, rotary: Rotary, attend: Attend) -> torch.Tensor:
+    def add_layer_output(
+        self, residual: torch.Tensor, x: torch.Tensor, rotary: CosSin, attend: DraftAttend
+    ) -> torch.Tensor:
         """The residual, what attention makes of x, and what the MLP makes of both."""
         y = residual + self.self_attn(x, rotary, attend)
         out: torch.Tensor = y + self.mlp(self.post_attention_layernorm(y))

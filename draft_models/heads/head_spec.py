@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from specdec.attention.bridge import AttentionCall, AttentionContext
-from specdec.attention.draft_attention import Attend
+from specdec.attention.draft_attention import DraftAttend
 from specdec.draft_models.checkpoints.config_reader import LAYER_TYPES
 from specdec.draft_models.checkpoints.drafter_formats import LAYER_KEYS
 from specdec.errors import UnsupportedModelError
 from specdec.kvcache.layer_context import LayerContext
 from specdec.kvcache.layout import KVLayout
 
-Rotary = tuple[torch.Tensor, torch.Tensor]
+CosSin = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class HeadSpec:
 
     @property
     def kv_layout(self) -> KVLayout:
-        return KVLayout.of_windows(self.windows, self.num_kv_heads, self.head_dim)
+        return KVLayout.from_windows(self.windows, self.num_kv_heads, self.head_dim)
 
     @property
     def scaling(self) -> float:
@@ -109,7 +109,7 @@ class HeadForm(ABC):
         """Rows [R, W] float32 that it computes of random ones: what two forms are compared by."""
 
 
-def attend_in(context: HeadContext, scaling: float) -> Attend:
+def attend_in(context: HeadContext, scaling: float) -> DraftAttend:
     """The attention of a forward, as modules of a head call it."""
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

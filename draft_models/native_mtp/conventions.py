@@ -44,7 +44,7 @@ CARRIES = {
 
 def other_states(drafter: NativeMtpDrafter) -> Iterator[NativeMtpDrafter]:
     """Modules with these weights that read the target's other state."""
-    yield drafter.under(replace(drafter.family, normed_state=not drafter.family.normed_state))
+    yield drafter.with_family(replace(drafter.family, normed_state=not drafter.family.normed_state))
 
 
 def other_carries(drafter: NativeMtpDrafter) -> Iterator[NativeMtpDrafter]:
@@ -52,7 +52,7 @@ def other_carries(drafter: NativeMtpDrafter) -> Iterator[NativeMtpDrafter]:
     family = drafter.family
     for form, normed in CARRIES:
         if (form, normed) != carry_of(family) and (normed or drafter.has_norm):
-            yield drafter.under(replace(family, form=form, normed_carry=normed))
+            yield drafter.with_family(replace(family, form=form, normed_carry=normed))
 
 
 def other_blocks(drafter: NativeMtpDrafter) -> Iterator[NativeMtpDrafter]:
@@ -62,7 +62,7 @@ def other_blocks(drafter: NativeMtpDrafter) -> Iterator[NativeMtpDrafter]:
         if kind != kinds[drafter.family.like]:
             like = len(kinds) - 1 - kinds[::-1].index(kind)
             try:
-                yield drafter.under(replace(drafter.family, like=like))
+                yield drafter.with_family(replace(drafter.family, like=like))
             except CheckpointError:
                 continue  # its tensors say that it is no such layer
 
@@ -80,7 +80,7 @@ def carry_of(family: MtpFamily) -> tuple[str, bool]:
     return ("T", True) if family.form == "T" else (family.form, family.normed_carry)
 
 
-def described(drafter: NativeMtpDrafter) -> tuple[str, str, str]:
+def conventions_in_words(drafter: NativeMtpDrafter) -> tuple[str, str, str]:
     """State, carry and block in words."""
     family = drafter.family
     kind = drafter.layout.layers[family.like].layer_type.replace("_", " ")
@@ -89,7 +89,7 @@ def described(drafter: NativeMtpDrafter) -> tuple[str, str, str]:
 
 def difference(now: NativeMtpDrafter, other: NativeMtpDrafter) -> str:
     """In words, "the carry after the module's norm -> the carry before the module's norm"."""
-    pairs = zip(described(now), described(other), strict=True)
+    pairs = zip(conventions_in_words(now), conventions_in_words(other), strict=True)
     return "; ".join(f"{before} -> {after}" for before, after in pairs if before != after)
 
 

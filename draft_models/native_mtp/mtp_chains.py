@@ -73,4 +73,4 @@ def chained_rows(
             context.chains.rows = places
             out = ModuleRows(*(part[:, at] for part in out))
         yield ModuleRows(*(part[:, here] for part in out))
-        states = drafter.passed_on(out)
+        states = drafter.carried_state(out)

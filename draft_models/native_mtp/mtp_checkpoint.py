@@ -20,7 +20,7 @@ from specdec.draft_models.native_mtp.mtp_families import (
     MtpFamily,
     module_tensors,
 )
-from specdec.draft_models.native_mtp.mtp_module import LoadPacked, MtpModule, beside, is_plain
+from specdec.draft_models.native_mtp.mtp_module import LoadPacked, MtpModule, beside, is_unquantised
 from specdec.errors import CheckpointError, UnsupportedModelError, about, first_line, naming_file, shown
 
 CONVENTIONS = "mtp_conventions.json"
@@ -71,7 +71,7 @@ def native_mtp_drafter(
             names = {_renamed(place, family): name for place, name in names.items()}
             state = {place: stored_tensor(files[name], name) for place, name in names.items()}
             for place, stored in state.items():
-                if load_packed is None and not is_plain(stored):
+                if load_packed is None and not is_unquantised(stored):
                     raise UnsupportedModelError(
                         f"its MTP tensor {names[place]} is packed ({stored.dtype}), and no quantization_config that is "
                         "read next to it says how; give drafter=DIR of the unquantised checkpoint"
@@ -186,6 +186,6 @@ def _renamed(place: str, family: MtpFamily) -> str:
 
 def _equal(tensor: torch.Tensor, own: Any) -> bool:
     weight: torch.Tensor | None = getattr(own, "weight", None)  # a packed head has none
-    if weight is None or tensor.shape != weight.shape or not is_plain(tensor):
+    if weight is None or tensor.shape != weight.shape or not is_unquantised(tensor):
         return False
     return bool(torch.equal(tensor.to(weight), weight))

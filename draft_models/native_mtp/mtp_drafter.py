@@ -22,10 +22,10 @@ import torch
 from torch import nn
 
 from specdec.attention.bridge import ForwardContext
-from specdec.attention.kernels.draft_block import Draft
+from specdec.attention.kernels.draft_block import DraftPlan
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import Binding, DraftBatch, Drafter, Fit, Observation, PromptObservation, TargetInfo
-from specdec.draft_models.heads.draft_context import DraftContext, DraftGrowth, StoreWorker, continued
+from specdec.draft_models.heads.draft_context import DraftContext, DraftTreeBuilder, StoreWorker, continued
 from specdec.draft_models.heads.head_spec import HeadContext
 from specdec.draft_models.native_mtp.mtp_families import MtpFamily
 from specdec.draft_models.native_mtp.mtp_module import MtpModule
@@ -83,7 +83,7 @@ class NativeMtpDrafter(Drafter):
 
     def __init__(self, modules: Sequence[MtpModule], family: MtpFamily, target: MtpTarget) -> None:
         self.modules, self.layout = tuple(modules), target.layout
-        self._read_by(family)
+        self._apply_family(family)
         self.embed, self.head, self.rule = target.embed, target.head, target.logit_rule
         self.fit, self.dtype, self.width = Fit.of(target), target.dtype, target.hidden_size
         self.ops = target.ops or REFERENCE
@@ -92,7 +92,7 @@ class NativeMtpDrafter(Drafter):
             self.unfused = next((reason for reason in reasons if reason is not None), None)
         self.weights: Weights | None = Weights(self.name, *modules)
 
-    def _read_by(self, family: MtpFamily) -> None:
+    def _apply_family(self, family: MtpFamily) -> None:
         self.family, count = family, len(self.modules)
         self.form = family.form if count > 1 else "R"
         self.max_steps = None if self.form == "R" else count
@@ -103,14 +103,14 @@ class NativeMtpDrafter(Drafter):
         self.windows = (self.layout.layers[family.like].window,) * count
         self.kv_layout: KVLayout | None = kept_by_modules(self.layout, family.like, count)
 
-    def under(self, family: MtpFamily) -> "NativeMtpDrafter":
+    def with_family(self, family: MtpFamily) -> "NativeMtpDrafter":
         """A drafter of these modules under other conventions. If their blocks are then like another layer, it is
         unfused, and raises CheckpointError if the tensors do not fit that layer."""
         changed = copy.copy(self)
         if family.like != self.family.like:
-            changed.modules = tuple(module.around(family.like) for module in self.modules)
+            changed.modules = tuple(module.like_layer(family.like) for module in self.modules)
             changed.weights = Weights(self.name, *changed.modules)
-        changed._read_by(family)
+        changed._apply_family(family)
         return changed
 
     @property
@@ -129,7 +129,7 @@ class NativeMtpDrafter(Drafter):
         embedded = (self.embed if module.embed is None else module.embed)(tokens)
         return ModuleRows(state, *module(embedded, state, positions, context, self.family.hidden_first))
 
-    def passed_on(self, out: ModuleRows) -> torch.Tensor:
+    def carried_state(self, out: ModuleRows) -> torch.Tensor:
         """The state that a row hands to the row after it, of the next module or its own."""
         if self.family.form == "T":
             return out.read
@@ -190,11 +190,11 @@ class NativeMtpWorker(StoreWorker):
         drafter, plan, made = self.drafter, self.plan_of(seen), list[ModuleRows]()
         for k in range(len(drafter.modules)):
             if k:
-                above = drafter.passed_on(made[-1]).roll(1, dims=1)
-                carried = drafter.passed_on(ModuleRows(*self._last[k - 1]))[before]
+                above = drafter.carried_state(made[-1]).roll(1, dims=1)
+                carried = drafter.carried_state(ModuleRows(*self._last[k - 1]))[before]
                 state = torch.where(first[:, :, None], carried, above)
                 state = state.masked_fill((plan.positions < k)[:, :, None], 0)  # no such row: another request's, or NaN
-            context = ForwardContext.of(replace(plan, first_key=k), self.own_view, drafter.windows)
+            context = ForwardContext.from_plan(replace(plan, first_key=k), self.own_view, drafter.windows)
             made.append(drafter.run(k, tokens, state, plan.positions, context))
         for kept, out in zip(self._last, made, strict=True):
             for part, rows_of in zip(kept, out, strict=True):
@@ -207,15 +207,15 @@ class NativeMtpWorker(StoreWorker):
         pos = batch.positions()  # [levels + 1, B], S first
         count = len(drafter.modules)
         node_pos = pos[:, :, None].expand(-1, -1, topk).contiguous()  # [levels + 1, B, K]
-        draft = Draft(
+        draft = DraftPlan(
             self.binding.cache.table, batch.rows, pos[: levels - 1], topk, drafter.windows, first_keys=range(count)
         )
         block = backend.draft_block(self.store, draft) if levels > 1 else None
         outs = {k: self.last(k, batch.rows.index) for k in range(count)}
-        growth = DraftGrowth(batch, backend)
+        builder = DraftTreeBuilder(batch, backend)
         for level in range(levels):
             logits = drafter.logits(min(level, count - 1), outs[min(level, count - 1)])
-            beam, origin = growth.add_level(logits, node_pos[level + 1, :, : logits.shape[1]])  # [B, K]
+            beam, origin = builder.add_level(logits, node_pos[level + 1, :, : logits.shape[1]])  # [B, K]
             if block is None or level + 1 == levels:
                 break
             block.enter_level(origin if level else None)
@@ -223,7 +223,7 @@ class NativeMtpWorker(StoreWorker):
             new = {}
             for k in [0] if drafter.form == "R" else range(level + 1, count):
                 above = outs[k if drafter.form == "R" else k - 1]
-                state = continued(drafter.passed_on(above), origin)
+                state = continued(drafter.carried_state(above), origin)
                 new[k] = drafter.run(k, beam, state, node_pos[level], context)
             outs = new
-        return growth.select()
+        return builder.select()

@@ -16,7 +16,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
-from specdec.draft_models.heads.fused_form import Echo, why_unfused
+from specdec.draft_models.heads.fused_form import EchoContext, why_unfused
 from specdec.draft_models.heads.head_spec import HeadContext
 from specdec.errors import CheckpointError, first_line
 from specdec.gpu.operations import Operations
@@ -30,7 +30,7 @@ LoadPacked = Callable[[PreTrainedModel, State, Mapping[str, str], list[Any]], An
 -> what transformers says of the load."""
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
+def is_unquantised(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() and tensor.element_size() > 1
 
 
@@ -77,7 +77,7 @@ class MtpModule(nn.Module):
         self._source = decoder, like
         self.block: Any = one_layer_decoder(decoder, like, self._numbered(self.layer), nn.Identity())
 
-    def around(self, like: int) -> "MtpModule":
+    def like_layer(self, like: int) -> "MtpModule":
         """A module of these weights, packed where they are packed, with a block like another layer. Raises
         CheckpointError where it is none."""
         decoder, parts = self._source[0], self.parts()
@@ -143,7 +143,7 @@ class MtpModule(nn.Module):
         rows = torch.randn((2, 2, 3, self.width), generator=random).to(weight.device, weight.dtype)  # type: ignore[arg-type]
         positions = torch.arange(6, device=rows.device).view(2, 3) * 100
         with torch.autocast(rows.device.type, enabled=False):
-            return torch.cat(self.forward(rows[0], rows[1], positions, Echo(), False)).flatten(0, 1).float()
+            return torch.cat(self.forward(rows[0], rows[1], positions, EchoContext(), False)).flatten(0, 1).float()
 
 
 OF_THE_STACK = ("hidden_size_per_layer_input", "num_kv_shared_layers")
@@ -241,7 +241,7 @@ def filled_parts(state: State, decoder: Any, like: int, keys: Mapping[str, str],
     mapping: Any = get_model_conversion_mapping(decoder, add_legacy=False)
     tensors = {_in_holder(place): tensor for place, tensor in state.items()}
     try:
-        if load_packed is not None and not all(map(is_plain, tensors.values())):
+        if load_packed is not None and not all(map(is_unquantised, tensors.values())):
             info = load_packed(holder, tensors, {_in_holder(place): key for place, key in keys.items()}, mapping)
         else:
             config = LoadStateDictConfig(weight_mapping=mapping)

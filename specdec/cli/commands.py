@@ -220,7 +220,7 @@ def body(module: str, name: str) -> Callable[[Any], None]:
     return lambda options: load(f"specdec.cli.bodies.{module}", name)(options)
 
 
-def list_models(options: ListOptions) -> None:
+def show_models(options: ListOptions) -> None:
     options.require_used()
     (body("memory_pages", "show_memory") if options.memory else body("list_pairs", "list_pairs"))(options)
 
@@ -270,6 +270,6 @@ MAKE = {
         no_args_is_help=True,
     ),
     "recipe": command(RecipeOptions, body("memory_pages", "show_recipe"), "Nothing is downloaded."),
-    "models": command(ListOptions, list_models, "With --memory: the memory that a pair takes, which need not be here."),
+    "models": command(ListOptions, show_models, "With --memory: the memory that a pair takes, which need not be here."),
 }
 """Makes each command, by its name."""

@@ -41,7 +41,7 @@ class Acceptance:
         return mean(self.lengths)
 
     @classmethod
-    def of(cls, outputs: Sequence[GenerationOutput]) -> "Acceptance":
+    def from_outputs(cls, outputs: Sequence[GenerationOutput]) -> "Acceptance":
         total = RequestStats.total(output.stats for output in outputs)
         return cls(tuple(output.stats.acceptance_length for output in outputs), tuple(total.accepted_per_position))
 
@@ -69,7 +69,7 @@ def measured_densely(drafts: Sequence[Drafts]) -> Measured:
 
 def measured_by_engine(outputs: Sequence[GenerationOutput]) -> Measured:
     """Lengths from the engine's own rounds, for drafts without probabilities: the greedy length stands for both."""
-    lengths = Acceptance.of(outputs).lengths
+    lengths = Acceptance.from_outputs(outputs).lengths
     return Measured(lengths, lengths)
 
 
@@ -84,7 +84,7 @@ class Comparison(NamedTuple):
     before: float
 
     @classmethod
-    def of(cls, now: Measured, before: Measured) -> "Comparison":
+    def from_trials(cls, now: Measured, before: Measured) -> "Comparison":
         d = [a - b for a, b in zip(now.expected, before.expected, strict=True)]
         greedy = mean(a - b for a, b in zip(now.greedy, before.greedy, strict=True))
         error = max(stdev(d) / len(d) ** 0.5, 1e-9)

@@ -20,10 +20,10 @@ from specdec.draft_models.base import Drafter
 from specdec.draft_models.block.block_drafter import BlockDrafter
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
-from specdec.load_check import ASSISTANTS, HEADS, LOAD_SIGNS, Sign, Subject, module_of
+from specdec.load_check import ASSISTANTS, HEADS, LOAD_SIGNS, CheckedPair, Sign, module_of
 from specdec.models.published import last_part
 
-Seen = Callable[[Any, Subject], Sign | None]
+FindSign = Callable[[Any, CheckedPair], Sign | None]
 Changes = Callable[[Any, PairInQuestion], Iterator[change.Change]]
 """Each is given a drafter of the kind that its cause is about."""
 
@@ -38,7 +38,7 @@ class Cause:
 
     name: str
     kinds: tuple[type, ...]
-    seen: Seen | None = None
+    seen: FindSign | None = None
     changes: Changes | None = None
     least: float = MIN_GAIN
     by_token: bool = False
@@ -47,7 +47,7 @@ class Cause:
         return isinstance(drafter, self.kinds)
 
 
-def norm_of_ones(drafter: Drafter, subject: Subject) -> Sign | None:
+def norm_of_ones(drafter: Drafter, subject: CheckedPair) -> Sign | None:
     """A norm that was never loaded has the gains that it was made with."""
     gains = {
         name: bool(torch.all(parameter == 1))
@@ -63,7 +63,7 @@ def norm_of_ones(drafter: Drafter, subject: Subject) -> Sign | None:
     )
 
 
-def no_template(drafter: Drafter, subject: Subject) -> Sign | None:
+def no_template(drafter: Drafter, subject: CheckedPair) -> Sign | None:
     """A target of chats whose tokenizer came without its template."""
     target, _, tokenizer = subject
     chats = isinstance(drafter, Gemma4MTPDrafter) or re.search(r"(?i)[-_](it|instruct|chat)\b", last_part(target.name))
@@ -97,7 +97,7 @@ CAUSES = (
 )
 
 
-def visible_signs(subject: Subject, causes: Sequence[Cause] = CAUSES) -> Iterator[tuple[Cause, Sign]]:
+def visible_signs(subject: CheckedPair, causes: Sequence[Cause] = CAUSES) -> Iterator[tuple[Cause, Sign]]:
     """Every cause with a sign of it, without generating."""
     for cause in causes:
         if cause.seen is not None and cause.applies_to(subject.drafter):

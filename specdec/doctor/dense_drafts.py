@@ -287,7 +287,7 @@ class ReferenceCheck(NamedTuple):
         return self.difference <= self.bound  # NaN does not hold
 
     @classmethod
-    def of(cls, proposed: torch.Tensor, dense: Drafts, exact: bool) -> "ReferenceCheck":
+    def from_drafts(cls, proposed: torch.Tensor, dense: Drafts, exact: bool) -> "ReferenceCheck":
         """proposed [V]: of the worker, at the root that is the first of `dense`."""
         finite = dense.first_logits.isfinite()
         if not torch.equal(finite, proposed.isfinite()):

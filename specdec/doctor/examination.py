@@ -24,7 +24,7 @@ from specdec.draft_models.native_mtp.conventions import STEPS, is_clearly_better
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.engine import Engine
 from specdec.errors import ConfigError
-from specdec.load_check import Sign, Subject, drafter_path
+from specdec.load_check import CheckedPair, Sign, drafter_path
 from specdec.models.bundled import HELD_OUT_PROBLEMS
 from specdec.models.published import published_acceptance
 from specdec.progress import progress_bar
@@ -79,7 +79,7 @@ def diagnose(
             f"{num_steps + 1} tokens or more; give that many, or fewer steps"
         )
     pair = PairInQuestion(engine=engine, drafter=drafter, questions=questions, chat=chat)
-    seen = visible_signs(Subject(engine.target, drafter, engine.tokenizer), causes)
+    seen = visible_signs(CheckedPair(engine.target, drafter, engine.tokenizer), causes)
     with progress_bar("diagnosing", 2 + len(causes)) as update:
         examination = Examination(pair, max_new_tokens)
         update(1)
@@ -117,7 +117,7 @@ class Examination:
         if isinstance(pair.drafter, NativeMtpDrafter) and pair.drafter.max_steps is None:
             self.num_steps = max(self.num_steps, min(STEPS, max_new_tokens - 1))  # where a carry shows
         self.outputs = pair.generate(pair.prompts(), self.params)
-        self.as_loaded = Acceptance.of(self.outputs)
+        self.as_loaded = Acceptance.from_outputs(self.outputs)
         self.texts = self._record(self.outputs) if has_dense_form(pair.drafter) else []
         self.measured = self._measure(pair)
 
@@ -144,7 +144,7 @@ class Examination:
         if proposed is None:
             return None
         exact = pair.target.device.type == "cpu" and pair.target.dtype.itemsize >= 4
-        return ReferenceCheck.of(proposed, dense_drafts(pair.drafter, text, self.num_steps), exact)
+        return ReferenceCheck.from_drafts(proposed, dense_drafts(pair.drafter, text, self.num_steps), exact)
 
     def best_shape(self) -> str | None:
         """A sentence about the best chain for one request, from the cost of drafts here and the acceptance that was
@@ -191,7 +191,7 @@ class Examination:
             changes = list(cause.changes(self.pair.drafter, self.pair))
             for change in changes:
                 measured = self._measure(change.pair, change.prompts)
-                compared = Comparison.of(measured, self.measured)
+                compared = Comparison.from_trials(measured, self.measured)
                 clear = compared.is_clear(cause.least)
                 if cause.by_token and measured.by_token is not None and self.measured.by_token is not None:
                     clear = is_clearly_better(measured.by_token, self.measured.by_token, len(changes))

@@ -13,7 +13,7 @@ from specdec.draft_models.base import Drafter
 from specdec.draft_models.block.block_drafter import BlockDrafter
 from specdec.draft_models.eagle3.eagle3_drafter import Eagle3Drafter
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
-from specdec.draft_models.native_mtp.conventions import described
+from specdec.draft_models.native_mtp.conventions import conventions_in_words
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.engine import Engine
 from specdec.models.target import TargetModel
@@ -96,7 +96,7 @@ def pair_facts(pair: PairInQuestion) -> dict[str, str]:
     target, drafter, spec = pair.target, pair.drafter, pair.engine.spec
     layout = target.layout
     facts = {
-        "target": f"{target.name}, {len(layout.layers)} layers, sliding window {layout.widest_window or 'none'}",
+        "target": f"{target.name}, {len(layout.layers)} layers, sliding window {layout.max_window or 'none'}",
         "dtype": f"{str(target.dtype).removeprefix('torch.')} on {target.device}",
         "draft": f"{spec.num_steps} steps of topk {spec.topk}, {spec.num_nodes} nodes",
         "template": _template(pair),
@@ -160,7 +160,7 @@ def _module_facts(drafter: NativeMtpDrafter) -> dict[str, str]:
     own = [name for name in ("embed", "head") if name in drafter.modules[0].parts()]
     return {
         "format": f"{len(drafter.modules)} MTP module(s), form {drafter.form}, from {drafter.source or 'memory'}",
-        "conventions": "; ".join(described(drafter)),
+        "conventions": "; ".join(conventions_in_words(drafter)),
         "window": str(drafter.windows[0] or "none"),
         "tensors of its own": ", ".join(own) or "none",
     }

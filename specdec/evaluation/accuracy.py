@@ -26,7 +26,7 @@ from specdec.evaluation.conditions import VERSIONS, hardware, pair_names
 from specdec.evaluation.contest import first_difference
 from specdec.evaluation.data_sets import DATA_SETS, load_data
 from specdec.evaluation.gsm8k_report import SCORES, Report, is_correct, make_report
-from specdec.evaluation.tasks import EXEMPLARS, NEXT_PROBLEM, choose, cut, dialogue_ids, question_text
+from specdec.evaluation.tasks import EXEMPLARS, NEXT_PROBLEM, batches_of, choose, dialogue_ids, question_text
 from specdec.evaluation.transcripts import Record, open_transcripts, read_transcripts
 from specdec.loading import Checkpoint, load_tokenizer, pick_device
 from specdec.models.context_length import context_length
@@ -77,7 +77,7 @@ def evaluate(
         raise ConfigError("compare without a drafter: there is nothing to compare plain decoding with; give a drafter")
     if limit < 0:
         raise ConfigError(f"limit={limit}: a number of problems, or 0 for all, is expected")
-    most = context_length(Checkpoint.of(target, loading).hf_config().get_text_config()).max_len
+    most = context_length(Checkpoint.from_name(target, loading).hf_config().get_text_config()).max_len
     tokenizer = load_tokenizer(target, loading)
     if tokenizer is None:
         raise ConfigError(f"{target!r} holds no tokenizer, and the problems are text; add the tokenizer's files")
@@ -87,7 +87,7 @@ def evaluate(
         data = "bundled" if target == "tiny-gemma4" else "hub"
     source, problems = load_data(task, str(data))
     chosen = choose(problems, limit or len(problems))
-    batches = cut(problems, chosen, config.max_batch_size)
+    batches = batches_of(problems, chosen, config.max_batch_size)
     bare = chat or not data_set.graded  # as the user's own words
     turns = {i: [question_text(turn, bare, shots, instruction) for turn in problems[i].turns] for i in chosen}
     ask = Dialogues(tokenizer, chat, turns)
@@ -119,7 +119,7 @@ def evaluate(
 
     def earlier(fewer: int) -> tuple[str, set[int]]:
         before = choose(problems, fewer)
-        same = set(cut(problems, before, config.max_batch_size)) & set(batches)
+        same = set(batches_of(problems, before, config.max_batch_size)) & set(batches)
         return fingerprint(problems, before), set().union(*same)
 
     def report(records: Collection[Record]) -> Report:

@@ -18,7 +18,7 @@ from specdec.evaluation.conditions import VERSIONS, hardware, pair_names
 from specdec.evaluation.contest import Contestant, engine_contestant, require_parity, take_turns
 from specdec.evaluation.gsm8k_report import final_number, is_correct, table_lines
 from specdec.evaluation.request_figures import acceptance_figures, supposed_figures, time_figures
-from specdec.evaluation.tasks import cut
+from specdec.evaluation.tasks import batches_of
 from specdec.evaluation.transformers_peer import assisted_peer, plain_peer
 from specdec.progress import Interrupted, progress_bar, working
 from specdec.runtime.draft_reports import acceptance_in_words, busy_in_words, depths_in_words, why_slower
@@ -107,7 +107,7 @@ def run_bench(
         contestants.append(engine_contestant(f"specdec, {drafter}", engine, params))
     if peer:
         contestants += [plain_peer(engine, params), *assisted_peer(engine, params, spec.num_steps)]
-    batches = cut(prompts, range(len(prompts)), config.max_batch_size)  # none over two categories
+    batches = batches_of(prompts, range(len(prompts)), config.max_batch_size)  # none over two categories
     prompts = [prompts[i] for batch in batches for i in batch]
     ids = [engine.encode(problem.text) if raw else engine.chat_prompt(problem.text) for problem in prompts]
     with working("warming up"):  # allocations, thread pools, kernels

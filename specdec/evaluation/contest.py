@@ -14,7 +14,7 @@ from specdec.engine import Engine
 from specdec.errors import SpecDecError
 from specdec.runtime.request import RequestStats
 
-Prompts = list[list[int]]
+TokenPrompts = list[list[int]]
 """Token ids of some prompts, or of the outputs to them."""
 
 
@@ -25,12 +25,12 @@ class Contestant:
     group. requests: figures of an engine's requests, in the order of outputs; more where a group was interrupted."""
 
     name: str
-    run: Callable[[Prompts], Prompts]
+    run: Callable[[TokenPrompts], TokenPrompts]
     judged: bool = True
     seconds: float = 0.0
     processor_seconds: float = 0.0
     tokens: int = 0
-    outputs: Prompts = field(default_factory=list)
+    outputs: TokenPrompts = field(default_factory=list)
     laps: list[float] = field(default_factory=list)
     requests: list[RequestStats] = field(default_factory=list)
 
@@ -43,7 +43,7 @@ def engine_contestant(name: str, engine: Engine, params: SamplingParams) -> Cont
     """An engine that generates with `params`."""
     requests: list[RequestStats] = []
 
-    def run(prompts: Prompts) -> Prompts:
+    def run(prompts: TokenPrompts) -> TokenPrompts:
         outputs = engine.generate(prompts, params, progress=False)
         requests.extend(out.stats for out in outputs)
         return [out.token_ids for out in outputs]
@@ -52,14 +52,14 @@ def engine_contestant(name: str, engine: Engine, params: SamplingParams) -> Cont
 
 
 def take_turns(
-    contestants: Sequence[Contestant], groups: Sequence[Prompts], update: Callable[[int], None] = lambda done: None
+    contestants: Sequence[Contestant], groups: Sequence[TokenPrompts], update: Callable[[int], None] = lambda done: None
 ) -> None:
     """Every contestant on every group in turn. A group counts when all have done it: an interruption leaves whole ones.
 
     update: is told how many groups are done.
     """
     for done, group in enumerate(groups, start=1):
-        timed: list[tuple[Prompts, float, float]] = []
+        timed: list[tuple[TokenPrompts, float, float]] = []
         for contestant in contestants:
             start, processor = perf_counter(), process_time()
             outputs = contestant.run(group)

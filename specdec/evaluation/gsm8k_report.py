@@ -308,13 +308,13 @@ def drawn(report: Report) -> bytes:
     panels += [_acceptance_by_category] if report["categories"] and drafted else []
     panels += [_speed] if speeds_may_be_shown(report) else []
     figure = Figure(figsize=(4.2 * max(len(panels), 2), 4.2), layout="constrained")
-    figure.suptitle(title(report))
+    figure.suptitle(accuracy_title(report))
     for axes, draw in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         draw(axes, report)
     return png_of(figure)
 
 
-def title(report: Report) -> str:
+def accuracy_title(report: Report) -> str:
     """Task, pair and what was found, on two lines."""
     settings, first, comparison = report["settings"], _first_run(report), report["comparison"]
     drafter = f"drafter {_short(settings['drafter'])}" if settings.get("drafter") else "no drafter"

@@ -19,25 +19,20 @@ from specdec.draft_models.checkpoints.checkpoint_files import tensor_files
 from specdec.draft_models.checkpoints.drafter_formats import kept_layout
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter, is_assistant_config
 from specdec.draft_models.language_model import require_stateless
-from specdec.draft_models.native_mtp.mtp_checkpoint import (
-    conventions_of,
-    has_modules,
-    is_mtp_speculator,
-    no_modules,
-)
+from specdec.draft_models.native_mtp.mtp_checkpoint import conventions_of, no_modules
 from specdec.draft_models.native_mtp.mtp_drafter import default_steps, kept_by_modules
 from specdec.draft_models.native_mtp.mtp_families import module_tensors
 from specdec.draft_models.registry import WORDS, building, is_drafter_config, require_target
-from specdec.drafter_loading import AUTO, MTP, continues_text, is_like, meant_by_auto
+from specdec.drafter_loading import AUTO, MTP, continues_text, drafts_by_modules, meant_by_auto
 from specdec.errors import ConfigError, UnsupportedModelError, about, first_line
-from specdec.kvcache.layout import CacheGroup
+from specdec.kvcache.index_spaces import GroupId
 from specdec.loading import SHARED_OPTIONS, Checkpoint, pick_device, pick_dtype
 from specdec.models.described_model import ModelOnMeta, model_on_meta
 from specdec.models.quantised.packed_quantizer import without_quantization
 from specdec.models.quantised.stored_tensors import StoredTensor, stored_tensors
 from specdec.models.weight_storage import stored_weights
 from specdec.runtime.arguments import fitted_spec, require_kv_dtype
-from specdec.runtime.rounds.unread import KEPT
+from specdec.runtime.rounds.unread import MAX_UNREAD
 from specdec.runtime.sizing import CacheNeeds, DraftNeeds, cache_needs, longest_sequence, lookahead_nodes
 
 MODULE_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
@@ -70,7 +65,7 @@ def memory_plan(
     """
     if config.tensor_parallel > 1:
         raise ConfigError(f"tensor_parallel={config.tensor_parallel}: memory is told of one device; leave it out")
-    checkpoint = Checkpoint.of(target, target_options)
+    checkpoint = Checkpoint.from_name(target, target_options)
     require_target(f"target={target!r}", checkpoint.config)
     device = pick_device(None) if config.device is None else torch.device(config.device)
     dtype = pick_dtype(config.dtype, device, checkpoint.hf_config())
@@ -108,26 +103,27 @@ def memory_plan(
         "batch_size": config.max_batch_size,
         "max_model_len": max_len,
         "page_size": config.page_size,
-        "groups": [*(group_memory(needs, group) for group in needs.groups.groups), *states_memory(needs)],
+        "groups": [*(group_memory(needs, group) for group, _ in needs.groups.items()), *states_memory(needs)],
         "weights": {role: size for role, size in weights.items() if size != 0},
         "notes": notes,
     }
 
 
-def group_memory(needs: CacheNeeds, group: CacheGroup) -> dict[str, Any]:
+def group_memory(needs: CacheNeeds, group: GroupId) -> dict[str, Any]:
     """One cache group. kept: how many layers keep the same fields, and (heads, size of a head) of each; a layer without
     attention keeps none, nor does one that reads another layer's K/V. Bytes of a token are those of all layers; for the
     others see `CacheNeeds`."""
-    layers = (spec for layout in needs.layouts for spec in layout.owners if spec.retention == group.retention)
+    retention = needs.groups[group]
+    layers = (spec for layout in needs.layouts for spec in layout.owners if spec.retention == retention)
     return {
-        "name": group.name,
+        "name": retention.name,
         "kept": [
             {"layers": count, "fields": {field.name: (field.heads, field.dim) for field in fields}}
             for fields, count in Counter(spec.fields for spec in layers if spec.fields).items()
         ],
-        "token_bytes": needs.slot_bytes[group.id],
-        "request_bytes": needs.request_bytes[group.id],
-        "batch_bytes": needs.batch_bytes[group.id],
+        "token_bytes": needs.slot_bytes[group],
+        "request_bytes": needs.request_bytes[group],
+        "batch_bytes": needs.batch_bytes[group],
     }
 
 
@@ -154,16 +150,14 @@ def plan_drafter(
     """name: of a model; empty: none. own: the MTP modules of the checkpoint of that name."""
     if not name:
         return PlannedDrafter()
-    checkpoint, max_lag = Checkpoint.of(name, options), KEPT if spec.adaptive else 0
-    described = checkpoint.config
-    if own or is_mtp_speculator(described) or is_like(described, target):
-        folder = checkpoint.config_file.parent
-        if own or has_modules(folder, len(target.layout.layers)):
-            with about(f"drafter {MTP if own else name!r}"):
-                return plan_modules(folder, target, max_lag)
+    checkpoint, max_lag = Checkpoint.from_name(name, options), MAX_UNREAD if spec.adaptive else 0
+    described, folder = checkpoint.config, checkpoint.config_file.parent
+    if own or drafts_by_modules(described, target, lambda: folder):
+        with about(f"drafter {MTP if own else name!r}"):
+            return plan_modules(folder, target, max_lag)
     if is_assistant_config(described):
         assistant = on_meta(checkpoint, target.dtype)
-        needs = DraftNeeds.of(Gemma4MTPDrafter(assistant, target), spec)
+        needs = DraftNeeds.from_drafter(Gemma4MTPDrafter(assistant, target), spec)
         return PlannedDrafter(needs, _weight_bytes(checkpoint, assistant))
     if is_drafter_config(described):
         with about(f"drafter {name!r}"):

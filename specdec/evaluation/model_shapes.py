@@ -84,7 +84,7 @@ class MtpSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ModelShape:
     """A target and its drafter: fields of their configs by `model_type`; "inside" is that of a whole config, whose
     encoder has one layer where the shape is made smaller.
 
@@ -137,7 +137,7 @@ class Shape:
         return config
 
 
-def find_shape(name: str) -> Shape:
+def find_shape(name: str) -> ModelShape:
     """Raises ConfigError with the list where there is none of that name."""
     require_one_of("shape", name, SHAPES)
     return SHAPES[name]
@@ -234,6 +234,6 @@ NO_PLE = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
 """Fields of a Gemma 4 without per-layer embeddings."""
 _published = json.loads((BUNDLED_DIR / "model_shapes.json").read_text("utf-8"))
 SHAPES = {
-    name: Shape(name, shape["published"], _published[shape.get("target_of", name)]["target"], shape["drafter"])
+    name: ModelShape(name, shape["published"], _published[shape.get("target_of", name)]["target"], shape["drafter"])
     for name, shape in _published.items()
 }

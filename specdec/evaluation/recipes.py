@@ -33,9 +33,9 @@ from specdec.evaluation.phases.random_weights import (
 )
 from specdec.kvcache.index_spaces import PRIMARY
 from specdec.models.described_model import ModelOnMeta, model_on_meta
-from specdec.models.published import RECIPES, Pair, last_part, nearest_recipe
+from specdec.models.published import RECIPES, PublishedPair, last_part, nearest_recipe
 from specdec.models.weight_storage import stored_weights
-from specdec.runtime.rounds.unread import KEPT
+from specdec.runtime.rounds.unread import MAX_UNREAD
 from specdec.runtime.sizing import MEMORY_SHARE, CacheNeeds, DraftNeeds, cache_needs, lookahead_nodes, pool_slots
 
 CARDS = (24, 48, 80, 141)
@@ -89,7 +89,7 @@ class Recipe:
     weights: bytes by role. groups: K/V of all requests. rest: bytes of all else. on_less: advice for a smaller GPU.
     """
 
-    pair: Pair
+    pair: PublishedPair
     command: str
     weights: dict[str, int]
     groups: list[dict[str, Any]]
@@ -99,7 +99,7 @@ class Recipe:
     on_less: str
 
 
-def find_recipe(model: str) -> Pair:
+def find_recipe(model: str) -> PublishedPair:
     """The pair of a target's name, or of the short one. Raises ConfigError with the nearest recipe."""
     near = nearest_recipe(model, 0.0)
     assert near is not None
@@ -111,13 +111,15 @@ def find_recipe(model: str) -> Pair:
     return near
 
 
-def recipe(pair: Pair, shrink: Shrink = WHOLE, dtype: torch.dtype = DTYPE, device_type: str = "cuda") -> Recipe:
+def recipe(
+    pair: PublishedPair, shrink: Shrink = WHOLE, dtype: torch.dtype = DTYPE, device_type: str = "cuda"
+) -> Recipe:
     """The recipe of a pair. shrink, dtype: for a comparison with an engine of a smaller shape or on a CPU."""
     shape = SHAPES[pair.shape]
     model = ModelOnMeta(pair.target, model_on_meta(shape.target(shrink), dtype))
     spec = SpecConfig(pair.num_steps, adaptive=True)
     described = None if pair.drafter == "suffix" else shape.drafter(model.config, shrink)
-    planned = PlannedDrafter() if described is None else plan_drafter(described, model, spec)
+    planned = PlannedDrafter() if described is None else plan_shape_drafter(described, model, spec)
     if pair.form:
         form = FORMS[pair.form]
         pack_layers(model.model, form, partial(empty_packed, form, META))
@@ -129,9 +131,9 @@ def recipe(pair: Pair, shrink: Shrink = WHOLE, dtype: torch.dtype = DTYPE, devic
     floor = step_bytes(model, 1, 1, CONTEXT).total
     return Recipe(
         pair,
-        command(pair),
+        serve_command(pair),
         weights,
-        [group_memory(needs, group) for group in needs.groups.groups],
+        [group_memory(needs, group) for group, _ in needs.groups.items()],
         REST_BYTES + HEAD_BYTES * isinstance(described, HeadSpec),
         [card_memory(gigabytes, pair.gpus, needs, config, sum(weights.values())) for gigabytes in CARDS],
         [step_time(pair, gpu, floor) for gpu in READ_BANDWIDTHS],
@@ -147,29 +149,29 @@ def card_memory(gigabytes: int, gpus: int, needs: CacheNeeds, config: EngineConf
     tokens = min(slots[PRIMARY], REQUESTS * TOKENS)
     if tokens < MIN_TOKENS or any(there < held for there, held in zip(slots[1:], needs.held[1:], strict=True)):
         return CardMemory(gigabytes, {}, 0, 0)
-    names = [group.name for group in needs.groups.groups]
+    names = [kept.name for kept in needs.groups]
     pools = {name: count * size for name, count, size in zip(names, slots, needs.slot_bytes, strict=True)}
     return CardMemory(gigabytes, pools, tokens, min(requests, REQUESTS))
 
 
-def plan_drafter(
+def plan_shape_drafter(
     described: PreTrainedConfig | HeadSpec | MtpSpec, model: ModelOnMeta, spec: SpecConfig
 ) -> PlannedDrafter:
     """The drafter that a shape describes; its target is on `meta`."""
     if isinstance(described, MtpSpec):
         layout = kept_by_modules(model.layout, family_of(model).like, described.modules)
-        needs = DraftNeeds(layout, reread=described.modules - 1, max_lag=KEPT)
+        needs = DraftNeeds(layout, reread=described.modules - 1, max_lag=MAX_UNREAD)
         return PlannedDrafter(needs, count_modules(described, model).bytes)
     drafter = build_model(described, META, model.dtype)
     weights = stored_weights(drafter).bytes
     if isinstance(described, HeadSpec):
-        return PlannedDrafter(DraftNeeds(described.kv_layout, max_lag=KEPT), weights)
+        return PlannedDrafter(DraftNeeds(described.kv_layout, max_lag=MAX_UNREAD), weights)
     if is_assistant_config(described.to_dict()):
-        return PlannedDrafter(DraftNeeds.of(Gemma4MTPDrafter(drafter, model), spec), weights)
-    return PlannedDrafter(DraftNeeds(ModelOnMeta(described.model_type, drafter).layout, max_lag=KEPT), weights)
+        return PlannedDrafter(DraftNeeds.from_drafter(Gemma4MTPDrafter(drafter, model), spec), weights)
+    return PlannedDrafter(DraftNeeds(ModelOnMeta(described.model_type, drafter).layout, max_lag=MAX_UNREAD), weights)
 
 
-def step_time(pair: Pair, gpu: str, floor: int) -> StepTime:
+def step_time(pair: PublishedPair, gpu: str, floor: int) -> StepTime:
     """floor: bytes that the step reads, on one GPU or on `gpus` that share them."""
     own = pair.multiples.get(gpu)
     multiple = own or pair.assumed or next(iter(pair.multiples.values()), None)
@@ -177,7 +179,7 @@ def step_time(pair: Pair, gpu: str, floor: int) -> StepTime:
     return StepTime(gpu, floor_ms, multiple, own is not None, None if multiple is None else floor_ms * multiple)
 
 
-def command(pair: Pair) -> str:
+def serve_command(pair: PublishedPair) -> str:
     words = ["specdec", "serve", "--target", pair.target, "--drafter", pair.drafter]
     if "/" in pair.drafter:
         words += ["--num-steps", str(pair.num_steps)]
@@ -186,7 +188,7 @@ def command(pair: Pair) -> str:
     return shlex.join([*words, "--max-model-len", str(TOKENS)])
 
 
-def on_less(pair: Pair) -> str:
+def on_less(pair: PublishedPair) -> str:
     """A smaller pair of the family, the nearest in kind and then in size; else how to make this one smaller."""
     smaller = [
         other
@@ -205,11 +207,11 @@ def on_less(pair: Pair) -> str:
     return ", ".join(ways if pair.gpus == 1 else [*ways, f"more GPUs (`--tensor-parallel {2 * pair.gpus}`)"])
 
 
-def family(pair: Pair) -> str:
+def family(pair: PublishedPair) -> str:
     return str(SHAPES[pair.shape].target_fields["model_type"]).partition("_")[0]
 
 
-def gigabytes_of(pair: Pair) -> float:
+def gigabytes_of(pair: PublishedPair) -> float:
     """Gigabytes of weights, as the pair states them."""
     return float(pair.memory.partition(" ")[0])
 

@@ -40,7 +40,7 @@ def choose(problems: list[Problem], count: int) -> list[int]:
     return sorted(index for _, index in sorted(places)[:count])
 
 
-def cut(problems: Sequence[Problem], chosen: Iterable[int], size: int) -> list[tuple[int, ...]]:
+def batches_of(problems: Sequence[Problem], chosen: Iterable[int], size: int) -> list[tuple[int, ...]]:
     """The chosen problems in batches of at most `size`, none over two categories: each category has its own time."""
     members: dict[str | None, list[int]] = {}
     for index in chosen:

@@ -22,7 +22,7 @@ from specdec.draft_models.base import Drafter
 from specdec.draft_models.gemma4_mtp import Gemma4MTPDrafter
 from specdec.draft_models.native_mtp.mtp_drafter import NativeMtpDrafter
 from specdec.engine import Engine
-from specdec.evaluation.contest import Contestant, Prompts
+from specdec.evaluation.contest import Contestant, TokenPrompts
 
 
 def plain_peer(engine: Engine, params: SamplingParams) -> Contestant:
@@ -62,9 +62,9 @@ def assistant_of(drafter: Gemma4MTPDrafter, num_steps: int) -> Any:
     return assistant
 
 
-def _generate(engine: Engine, params: SamplingParams, prompts: Prompts, **assistance: Any) -> Prompts:
+def _generate(engine: Engine, params: SamplingParams, prompts: TokenPrompts, **assistance: Any) -> TokenPrompts:
     model = engine.target.model
-    outputs: Prompts = []
+    outputs: TokenPrompts = []
     for prompt in prompts:
         ids = torch.tensor([prompt], device=model.device)
         out = model.generate(  # type: ignore[operator]
@@ -83,7 +83,7 @@ def _generate(engine: Engine, params: SamplingParams, prompts: Prompts, **assist
 
 WARM_UP = 4
 
-Run = Callable[[Sequence[Sequence[int]], int], list[float]]
+TimedGenerate = Callable[[Sequence[Sequence[int]], int], list[float]]
 """(prompts, steps) -> seconds of each step."""
 
 
@@ -92,16 +92,16 @@ class Peer:
     """One way of generating with transformers. rows: rows of each request that one of its steps verifies."""
 
     name: str
-    run: Run
+    run: TimedGenerate
     rows: int = 1
 
 
 class Stamps(StoppingCriteria):
-    """Stops after `most` stamps. on_look: each look is one."""
+    """Stops after `count` stamps. on_look: each look is one."""
 
-    def __init__(self, device: torch.device, most: int, *, on_look: bool) -> None:
+    def __init__(self, device: torch.device, count: int, *, on_look: bool) -> None:
         self.at: list[float] = []
-        self.device, self.most, self.on_look = device, most, on_look
+        self.device, self.count, self.on_look = device, count, on_look
 
     def stamp(self, *_: Any) -> None:
         if self.device.type == "cuda":
@@ -111,7 +111,7 @@ class Stamps(StoppingCriteria):
     def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> Any:
         if self.on_look:
             self.stamp()
-        return torch.full(input_ids.shape[:1], len(self.at) >= self.most, device=input_ids.device)
+        return torch.full(input_ids.shape[:1], len(self.at) >= self.count, device=input_ids.device)
 
 
 def peers_for(model: PreTrainedModel, drafter: Drafter | None, num_steps: int | None, batch: int) -> list[Peer]:
@@ -144,12 +144,12 @@ def generate_steps(model: PreTrainedModel, prompts: Sequence[Sequence[int]], cou
             attention_mask=torch.ones_like(ids),
             generation_config=config,
             do_sample=False,
-            max_new_tokens=(stamps.most + 1) * a_step,
+            max_new_tokens=(stamps.count + 1) * a_step,
             stopping_criteria=StoppingCriteriaList([stamps]),
             **options,
         )
     finally:
         if hook is not None:
             hook.remove()
-    at = stamps.at[WARM_UP : stamps.most]
+    at = stamps.at[WARM_UP : stamps.count]
     return [end - start for start, end in pairwise(at)]

@@ -102,7 +102,7 @@ class OverBudget(SpecDecError):
     """A capture that does not fit the budget, even alone."""
 
 
-class Captured(NamedTuple):
+class CapturedProgram(NamedTuple):
     """A round or a prompt forward that can be replayed.
 
     programs: what was recorded. replays: one a program, each with the tensor that it writes. view_key: of the K/V view
@@ -116,7 +116,7 @@ class Captured(NamedTuple):
     pool: str
 
 
-class Owner(Protocol):
+class CaptureOwner(Protocol):
     """A place that looks up captures."""
 
     def forget(self, shape: Hashable) -> None:
@@ -133,20 +133,20 @@ class CaptureStore:
     capture: one that is no `CaptureMemory` has no known size. budget_bytes: None for no bound.
     """
 
-    def __init__(self, capture: Capture, memory: Capture | None, budget_bytes: int | None, most: int) -> None:
+    def __init__(self, capture: Capture, memory: Capture | None, budget_bytes: int | None, max_captures: int) -> None:
         self._capture = capture
         counted: object = memory
         self._memory = counted if isinstance(counted, CaptureMemory) else None
         self._budget = budget_bytes
-        self._most = most
-        self._owners: list[Owner] = []
-        self._kept: dict[tuple[int, Hashable], Captured] = {}  # the least recently used first
+        self._max_captures = max_captures
+        self._owners: list[CaptureOwner] = []
+        self._kept: dict[tuple[int, Hashable], CapturedProgram] = {}  # the least recently used first
         self._made = self._evicted = 0
         self._bytes = 0
         self.refused = 0
         self.uncaptured = {"rounds": 0, "prompts": 0}
 
-    def join(self, owner: Owner) -> int:
+    def join(self, owner: CaptureOwner) -> int:
         """Register an owner -> its number, the key of its captures."""
         self._owners.append(owner)
         return len(self._owners) - 1
@@ -161,7 +161,7 @@ class CaptureStore:
 
     def make(
         self, owner: int, shape: Hashable, pool: str, view_key: tuple[object, ...], programs: Sequence[Program]
-    ) -> Captured:
+    ) -> CapturedProgram:
         """Capture these programs; evict the least recently used captures until they fit the budget.
 
         Raises what a program raises. Out of memory is raised only after all other captures were evicted and the capture
@@ -201,9 +201,9 @@ class CaptureStore:
                 raise
             replays = []
         if not replays:  # not within the handler: the error's frames hold memory
-            self._let_go_of_all()
+            self._release_all()
             replays = [self._capture(program) for program in programs]
-        self._kept[owner, shape] = Captured(programs, replays, view_key, pool)
+        self._kept[owner, shape] = CapturedProgram(programs, replays, view_key, pool)
         self._made += 1
         self._measure()
 
@@ -215,12 +215,12 @@ class CaptureStore:
         """Captures that may go for the newest one, which is of this pool: the first ones first."""
         *others, _ = self._kept
         spare = [key for key in others if self._kept[key].pool == SPARE_POOL]
-        if spare or (pool == SPARE_POOL and len(self._kept) <= self._most):
+        if spare or (pool == SPARE_POOL and len(self._kept) <= self._max_captures):
             return spare
         return others
 
     def _over(self) -> bool:
-        return len(self._kept) > self._most or (self._budget is not None and self._bytes > self._budget)
+        return len(self._kept) > self._max_captures or (self._budget is not None and self._bytes > self._budget)
 
     def _measure(self) -> None:
         if self._memory is not None:
@@ -230,7 +230,7 @@ class CaptureStore:
         self._evicted += 1
         self._drop(*key)
 
-    def _let_go_of_all(self) -> None:
+    def _release_all(self) -> None:
         for key in list(self._kept):
             self._evict(key)
         if self._memory is not None:

@@ -21,7 +21,7 @@ _idle_streams: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(
 32 MiB on an H100, until the process ends: a new stream for each engine would add up."""
 
 
-class Pool(NamedTuple):
+class GraphPool(NamedTuple):
     """Memory that graphs share. Torch frees it with the last of them, one that could not be recorded among them, and
     its handle is of no use then."""
 
@@ -34,7 +34,7 @@ class DeviceGraphs:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.pools: dict[str, Pool] = {}
+        self.pools: dict[str, GraphPool] = {}
         self.beside: weakref.WeakKeyDictionary[torch.cuda.CUDAGraph, int] = weakref.WeakKeyDictionary()
         idle = _idle_streams[device]
         self.stream = idle.pop() if idle else torch.cuda.Stream(device)
@@ -44,7 +44,7 @@ class DeviceGraphs:
         """A graph to be recorded, and the bytes that are taken beside torch before it is."""
         with torch.cuda.device(self.device):
             if pool not in self.pools or not self.pools[pool].graphs:
-                self.pools[pool] = Pool(torch.cuda.graph_pool_handle(), weakref.WeakSet())
+                self.pools[pool] = GraphPool(torch.cuda.graph_pool_handle(), weakref.WeakSet())
             self._warm()
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # so that what is missing below is the capture's

@@ -1,11 +1,11 @@
 """Batch-invariant forms of what torch computes: a row has the same bits whatever the other rows of its tile are.
 
     functions   torch computes most elements of a tensor by vectors, and the last ones, and those where a thread's share
-                ends, one by one: exponentials of the two differ in the last bit. `ByVectors` pads and cuts, so that
-                every element is one of a vector
-    products    of a few columns are divided among threads along K: `ByVectors` makes them as wide as those that are
-                not. A column then has the bits that it has in any wider product, so ranks may share its rows
-    experts     see the rows that chose them, so their shapes depend on other rows: `ByRow` runs each row by itself
+                ends, one by one: exponentials of the two differ in the last bit. `VectorwiseMode` pads and cuts, so
+                that every element is one of a vector
+    products    of a few columns are divided among threads along K: `VectorwiseMode` makes them as wide as those that
+                are not. A column then has the bits that it has in any wider product, so ranks may share its rows
+    experts     see the rows that chose them, so their shapes depend on other rows: `RowwiseModule` runs each row alone
 
 Everything else that models do between attentions (products of a fixed shape, sums over a row, sums and products of
 elements) was found to give a row the same bits at any place. `models/batch_invariance.py` asks every model.
@@ -47,7 +47,7 @@ FUNCTIONS: frozenset[Any] = frozenset(
 )
 
 
-class ByVectors(TorchFunctionMode):
+class VectorwiseMode(TorchFunctionMode):
     """In the block, functions of single elements and products of few columns do not depend on an element's place."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -93,7 +93,7 @@ def rows_alone(compute: Callable[..., torch.Tensor], *args: torch.Tensor) -> tor
     return torch.cat(done)
 
 
-class ByRow(nn.Module):
+class RowwiseModule(nn.Module):
     """Stands where a module stood that takes tensors of as many rows as one another: each row runs by itself."""
 
     def __init__(self, source: nn.Module) -> None:
@@ -108,8 +108,8 @@ def run_experts_by_row(model: nn.Module) -> None:
     """In a private copy: mixtures call their `experts` with rows, and what the router made of each."""
     for module in model.modules():
         experts = module._modules.get("experts")
-        if experts is not None and not isinstance(experts, ByRow):
-            module._modules["experts"] = ByRow(experts)
+        if experts is not None and not isinstance(experts, RowwiseModule):
+            module._modules["experts"] = RowwiseModule(experts)
 
 
 def rowwise_apply_experts(x: torch.Tensor, routing: Routing, experts: Experts) -> Product:
@@ -138,7 +138,7 @@ def rowwise_mlp_and_experts(fork: Fork, mlp: Mlp, router: Router, experts: Exper
 ROWWISE = REFERENCE.replacing(
     {apply_experts: rowwise_apply_experts, linear: rowwise_linear, mlp_and_experts: rowwise_mlp_and_experts}
 )
-"""`REFERENCE` in a batch-invariant form, for rows in tiles of a fixed size and under `ByVectors`."""
+"""`REFERENCE` in a batch-invariant form, for rows in tiles of a fixed size and under `VectorwiseMode`."""
 
 
 def rowwise(ops: Operations | None) -> Operations | None:

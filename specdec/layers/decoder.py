@@ -31,7 +31,7 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from specdec.gpu.operations import Operations
-from specdec.kvcache.layer_context import Ending, LayerContext, Narrowing, RecurrentContext
+from specdec.kvcache.layer_context import EarlyExit, LayerContext, Narrowing, RecurrentContext
 from specdec.layers.decoder_parts import DecoderParts, FusedMixer, LayerParts, MoeParts, SumShare, WideNorms
 from specdec.layers.head_gates import gate_channels, gate_heads
 from specdec.layers.latent import expand_latent
@@ -40,39 +40,39 @@ from specdec.layers.moe.dense_and_moe import mlp_and_experts
 from specdec.layers.moe.experts import apply_experts
 from specdec.layers.moe.fork_join import Fork, fork_norm, join_norm
 from specdec.layers.moe.routing import route
-from specdec.layers.norm import Gain, norm, qk_norm
+from specdec.layers.norm import Norm, norm, qk_norm
 from specdec.layers.packed.packed_weight import Weight
 from specdec.layers.per_layer_embedding import gated_projection, per_layer_inputs
-from specdec.layers.product import Columns, OwnedParts, Product, finish
-from specdec.layers.rope_store import Attended, Rotary, rope_store, rotary
+from specdec.layers.product import OwnedParts, Product, RankColumns, finish
+from specdec.layers.rope_store import Rotary, RotatedQKV, rope_store, rotary
 
 
-class Shared(NamedTuple):
+class SharedInputs(NamedTuple):
     """Tensors that a forward makes once for all layers: rotary tables by kind; per-layer embeddings [T, L, P], or
     None."""
 
     rotary: dict[str, Rotary]
     layer_inputs: torch.Tensor | None
 
-    def of(self, rows: torch.Tensor) -> "Shared":
+    def select_rows(self, rows: torch.Tensor) -> "SharedInputs":
         tables = {kind: Rotary(table.cos[rows], table.sin[rows]) for kind, table in self.rotary.items()}
-        return Shared(tables, None if self.layer_inputs is None else self.layer_inputs[rows])
+        return SharedInputs(tables, None if self.layer_inputs is None else self.layer_inputs[rows])
 
 
-def begin(
+def embed_inputs(
     parts: DecoderParts, embedded: torch.Tensor, positions: torch.Tensor, inputs: torch.Tensor | None, ops: Operations
-) -> tuple[torch.Tensor, torch.Tensor, Shared]:
+) -> tuple[torch.Tensor, torch.Tensor, SharedInputs]:
     """Embeddings [T, H], positions [T], per-layer embeddings [T, L, P] or None -> the residual stream [T, H] and its
     normed form, which the first layer reads, and what all layers share."""
     dtype = torch.float32 if parts.float_rotary else embedded.dtype
     tables = {
         kind: ops(rotary)(positions, frequencies, factor, dtype) for kind, (frequencies, factor) in parts.rotary.items()
     }
-    hidden, normed = ops(norm)(Product.of(embedded), factor=parts.factor, pre=parts.layers[0].input_norm)
-    return hidden, normed, Shared(tables, inputs)
+    hidden, normed = ops(norm)(Product.from_value(embedded), factor=parts.factor, pre=parts.layers[0].input_norm)
+    return hidden, normed, SharedInputs(tables, inputs)
 
 
-Exchanged = Product | OwnedParts | Columns
+Exchanged = Product | OwnedParts | RankColumns
 Walk = Generator[Exchanged, Product, tuple[torch.Tensor, torch.Tensor]]
 """A layer on its way: yields each product of which other ranks may have parts, is sent the whole one, and returns the
 next layer's residual stream and its normed form."""
@@ -81,7 +81,7 @@ next layer's residual stream and its normed form."""
 class FusedLayer(nn.Module):
     """One decoder layer; `next_norm` is how the next one begins."""
 
-    def __init__(self, index: int, parts: LayerParts, next_norm: Gain | None, ops: Operations) -> None:
+    def __init__(self, index: int, parts: LayerParts, next_norm: Norm | None, ops: Operations) -> None:
         super().__init__()
         self.index, self.parts, self.next_norm, self.ops = index, parts, next_norm, ops
 
@@ -89,10 +89,10 @@ class FusedLayer(nn.Module):
         self,
         hidden: torch.Tensor,
         normed: torch.Tensor,
-        shared: Shared,
+        shared: SharedInputs,
         *,
         specdec_ctx: LayerContext,
-        narrowing: Narrowing | Ending | None = None,
+        narrowing: Narrowing | EarlyExit | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden, normed [T, H] -> the next layer's, of the rows that the forward goes on with; where it ends here,
         what it was given."""
@@ -110,9 +110,9 @@ class FusedLayer(nn.Module):
         self,
         hidden: torch.Tensor,
         normed: torch.Tensor,
-        shared: Shared,
+        shared: SharedInputs,
         context: LayerContext,
-        narrowing: Narrowing | Ending | None = None,
+        narrowing: Narrowing | EarlyExit | None = None,
     ) -> Walk:
         """Runs `forward` as a generator (`Walk`), so that several ranks can run it with a share of the layer each."""
         parts, ops = self.parts, self.ops
@@ -141,9 +141,9 @@ class FusedLayer(nn.Module):
         self,
         qkv: Product,
         normed: torch.Tensor,
-        shared: Shared,
+        shared: SharedInputs,
         context: LayerContext,
-        narrowing: Narrowing | Ending | None,
+        narrowing: Narrowing | EarlyExit | None,
     ) -> Generator[Exchanged, Product, torch.Tensor | None]:
         """Run attention for the rows that the forward goes on with -> [R, Hq D]; None: the forward ends here."""
         parts, ops = self.parts, self.ops
@@ -152,11 +152,11 @@ class FusedLayer(nn.Module):
         if parts.latent is not None:
             qkv = expand_latent(qkv, parts.latent, parts.heads, ops)
         rows = ops(rope_store)(qkv, parts.heads, shared.rotary[parts.kind], context.destination(self.index))
-        if isinstance(narrowing, Ending):
+        if isinstance(narrowing, EarlyExit):
             return None
         if narrowing is not None:  # the K/V of all rows are stored; only the chosen ones go on
             chosen, context = narrowing.rows, narrowing.context
-            rows, normed = Attended(rows.q[chosen], None, None), normed[chosen]
+            rows, normed = RotatedQKV(rows.q[chosen], None, None), normed[chosen]
             qkv = qkv._replace(parts=qkv.parts[:, chosen]) if parts.heads.gated else qkv
         attended = context.attend_rows(
             self.index, *rows, scaling=parts.scaling, softcap=parts.softcap, sinks=parts.sinks
@@ -173,11 +173,11 @@ class FusedLayer(nn.Module):
         product: Product,
         x: torch.Tensor,
         context: LayerContext,
-        narrowing: Narrowing | Ending | None,
+        narrowing: Narrowing | EarlyExit | None,
     ) -> torch.Tensor | None:
         """Run a recurrent layer, as `_attend` runs attention: each row changes the state, whichever rows go on."""
         rows = mixer.run(product, x, self.index, cast(RecurrentContext, context), self.ops)
-        if isinstance(narrowing, Ending):
+        if isinstance(narrowing, EarlyExit):
             return None
         if narrowing is not None:
             rows = tuple(row[narrowing.rows] for row in rows)
@@ -188,15 +188,15 @@ class FusedLayer(nn.Module):
         heads, count = self.parts.heads, norms.num_ranks
         if count == 1:
             return self.ops(qk_norm)(qkv, norms.q, norms.k)
-        by_rank = yield Columns(self.ops(finish)(qkv))
+        by_rank = yield RankColumns(self.ops(finish)(qkv))
         widths = [number * heads.head_dim for number in (heads.num_q, heads.num_kv, heads.num_kv)]
         shares = [count, norms.kv_shares, norms.kv_shares]
         kinds = by_rank.parts[0].unflatten(1, (count, -1)).split(widths, dim=2)  # q, k, v: [T, R, heads]
         distinct = [kind[:, :: count // share].flatten(1) for kind, share in zip(kinds, shares, strict=True)]
-        whole = self.ops(qk_norm)(Product.of(torch.cat(distinct, 1)), norms.q, norms.k)
+        whole = self.ops(qk_norm)(Product.from_value(torch.cat(distinct, 1)), norms.q, norms.k)
         kinds = whole.parts[0].split([kind.shape[1] for kind in distinct], dim=1)
         own = [kind.chunk(share, 1)[norms.rank * share // count] for kind, share in zip(kinds, shares, strict=True)]
-        return Product.of(torch.cat(own, 1))
+        return Product.from_value(torch.cat(own, 1))
 
     def _last_sum(
         self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, share: SumShare | None
@@ -205,9 +205,9 @@ class FusedLayer(nn.Module):
         if share is None:
             return (yield self.ops(linear)(x, weight, bias))
         if share.by_rows:
-            whole = yield Columns(x)
+            whole = yield RankColumns(x)
             own = self.ops(linear)(whole.parts[0], weight, bias, share.cut)
-            return (yield Columns(self.ops(finish)(own)))
+            return (yield RankColumns(self.ops(finish)(own)))
         assert isinstance(weight, torch.Tensor), "a packed weight is shared by rows"
         return (yield self.ops(linear_parts)(x, weight, share.cut)._replace(bias=bias))
 
@@ -260,11 +260,11 @@ class FusedLayer(nn.Module):
         else:
             gated = ops(gated_linear)(fork.mlp, mlp.gate_up, mlp.activation, mlp.limit)
             dense = yield from self._last_sum(gated, mlp.down, None, cuts.down)
-            dense = Product.of(ops(finish)(dense))  # before the exchange after the next may write where it lies
+            dense = Product.from_value(ops(finish)(dense))  # before the exchange after the next may write where it lies
             chosen = yield from self._chosen(fork.experts, fork.router, moe)
         if moe.shared_gate is not None:
             whole = ops(finish)(dense)[:, None]  # [T, 1, H]
-            dense = Product.of(ops(gate_heads)(whole, ops(linear)(fork.mlp, moe.shared_gate))[:, 0])
+            dense = Product.from_value(ops(gate_heads)(whole, ops(linear)(fork.mlp, moe.shared_gate))[:, 0])
         return dense, chosen
 
 
@@ -300,7 +300,7 @@ class FusedDecoder(nn.Module):
         *,
         position_ids: torch.Tensor,
         specdec_ctx: LayerContext,
-        narrowing: Narrowing | Ending | None = None,
+        narrowing: Narrowing | EarlyExit | None = None,
         **unused: Any,
     ) -> BaseModelOutputWithPast:
         """input_ids or inputs_embeds, and position_ids, of any leading shape that packs to T rows -> states of that
@@ -314,7 +314,7 @@ class FusedDecoder(nn.Module):
         input_ids: torch.Tensor | None,
         position_ids: torch.Tensor,
         context: LayerContext,
-        narrowing: Narrowing | Ending | None = None,
+        narrowing: Narrowing | EarlyExit | None = None,
         inputs_embeds: torch.Tensor | None = None,
     ) -> "DecoderWalk":
         """Begins the forward that `forward` runs, and stops before its first layer."""
@@ -322,7 +322,7 @@ class FusedDecoder(nn.Module):
             inputs_embeds = self.embedding(input_ids)
         hidden = inputs_embeds.reshape(-1, inputs_embeds.shape[-1])
         layer_inputs = per_layer_inputs(self.parts.embeddings, hidden, input_ids, self.ops)
-        states = begin(self.parts, hidden, position_ids.reshape(-1), layer_inputs, self.ops)
+        states = embed_inputs(self.parts, hidden, position_ids.reshape(-1), layer_inputs, self.ops)
         return DecoderWalk(self, context, narrowing, inputs_embeds.shape, *states)
 
 
@@ -333,17 +333,17 @@ class DecoderWalk:
 
     decoder: FusedDecoder
     context: LayerContext
-    narrowing: Narrowing | Ending | None
+    narrowing: Narrowing | EarlyExit | None
     shape: torch.Size
     hidden: torch.Tensor
     normed: torch.Tensor
-    shared: Shared
+    shared: SharedInputs
     done: int = 0
 
     @property
     def num_layers(self) -> int:
         """Layers that run, for some rows at least."""
-        return self.narrowing.layer + 1 if isinstance(self.narrowing, Ending) else len(self.decoder.layers)
+        return self.narrowing.layer + 1 if isinstance(self.narrowing, EarlyExit) else len(self.decoder.layers)
 
     def advance(self, end: int) -> None:
         """Run the layers before number `end` that have not run."""
@@ -353,12 +353,12 @@ class DecoderWalk:
             narrows = {} if narrowing is None or self.done != narrowing.layer else {"narrowing": narrowing}
             self.hidden, self.normed = layer(self.hidden, self.normed, self.shared, specdec_ctx=self.context, **narrows)
             if narrows and isinstance(narrowing, Narrowing):
-                self.shared, self.context = self.shared.of(narrowing.rows), narrowing.context
+                self.shared, self.context = self.shared.select_rows(narrowing.rows), narrowing.context
             self.done += 1
 
     def finish(self) -> torch.Tensor | None:
         """After the last layer: the states after the final norm; see `FusedDecoder.forward`."""
-        if isinstance(self.narrowing, Ending):
+        if isinstance(self.narrowing, EarlyExit):
             return None
-        last = self.decoder.ops(norm)(Product.of(self.hidden), pre=self.decoder.parts.final_norm)[1]
+        last = self.decoder.ops(norm)(Product.from_value(self.hidden), pre=self.decoder.parts.final_norm)[1]
         return last.view(self.shape if self.narrowing is None else (1, *last.shape))

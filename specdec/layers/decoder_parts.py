@@ -14,7 +14,7 @@ from specdec.layers.latent import LatentParts
 from specdec.layers.linear import Mlp
 from specdec.layers.moe.experts import Experts
 from specdec.layers.moe.routing import Router
-from specdec.layers.norm import Gain
+from specdec.layers.norm import Norm
 from specdec.layers.packed.packed_weight import Weight
 from specdec.layers.per_layer_embedding import EmbeddingParts
 from specdec.layers.product import Cut, Product
@@ -43,7 +43,7 @@ class FusedMixer(Protocol):
         """Why `count` ranks cannot divide its heads, as the end of a sentence."""
 
     def share(self, rank: int, count: int) -> "FusedMixer":
-        """The heads of one rank; weights are views, in pieces (`Stacked`)."""
+        """The heads of one rank; weights are views, in pieces (`StackedWeights`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class PleParts:
     gate: Weight
     activation: str
     projection: Weight
-    norm: Gain
+    norm: Norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +65,9 @@ class MoeParts:
     router: Router
     experts: Experts
     shared_gate: Weight | None = None
-    input_norm: Gain | None = None
-    mlp_norm: Gain | None = None
-    norm: Gain | None = None
+    input_norm: Norm | None = None
+    mlp_norm: Norm | None = None
+    norm: Norm | None = None
 
 
 class SumShare(NamedTuple):
@@ -83,8 +83,8 @@ class WideNorms(NamedTuple):
 
     kv_shares: parts in which ranks hold the K/V heads; fewer than ranks where heads are repeated."""
 
-    q: Gain
-    k: Gain
+    q: Norm
+    k: Norm
     rank: int = 0
     num_ranks: int = 1
     kv_shares: int = 1
@@ -113,11 +113,11 @@ class LayerParts:
     mixer: FusedMixer | None = None
     out: Weight
     out_bias: torch.Tensor | None = None
-    input_norm: Gain | None
-    attention_norm: Gain | None  # on what attention adds
-    mlp_input_norm: Gain | None
+    input_norm: Norm | None
+    attention_norm: Norm | None  # on what attention adds
+    mlp_input_norm: Norm | None
     mlp: Mlp | None
-    mlp_norm: Gain | None  # on what the MLP adds
+    mlp_norm: Norm | None  # on what the MLP adds
     parallel: bool = False  # the MLP reads what attention reads
     factor: float = 1.0  # of what each of the two adds
     sinks: torch.Tensor | None = None
@@ -138,14 +138,14 @@ class DecoderParts:
     """
 
     layers: tuple[LayerParts, ...]
-    final_norm: Gain | None
+    final_norm: Norm | None
     rotary: dict[str, tuple[torch.Tensor, float]]
     float_rotary: bool = False
     factor: float = 1.0
     embeddings: EmbeddingParts | None = None
 
     @property
-    def next_norms(self) -> list[Gain | None]:
+    def next_norms(self) -> list[Norm | None]:
         """Norm after each layer, with which the next one begins. After the last it is None: the final norm follows
         apart."""
         return [*(layer.input_norm for layer in self.layers[1:]), None]

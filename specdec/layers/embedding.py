@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from specdec.gpu.dependent_launch import pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, tl, triton
-from specdec.layers.norm import Gain, reference_rms_norm, rms_norm, row_options
+from specdec.layers.norm import Norm, reference_rms_norm, rms_norm, row_options
 from specdec.layers.product import Product, reference_finish, sum_parts
 
 BLOCK = 512
@@ -29,7 +29,7 @@ def reference_embed(
 
 
 def reference_embed_and_norm(
-    tokens: torch.Tensor, table: torch.Tensor, product: Product, token_gain: Gain, state_gain: Gain
+    tokens: torch.Tensor, table: torch.Tensor, product: Product, token_gain: Norm, state_gain: Norm
 ) -> tuple[torch.Tensor, torch.Tensor]:
     hidden = reference_finish(product)
     embedded = reference_rms_norm(F.embedding(tokens, table), token_gain)
@@ -141,7 +141,7 @@ def embed(
 
 @op(reference=reference_embed_and_norm)
 def embed_and_norm(
-    tokens: torch.Tensor, table: torch.Tensor, product: Product, token_gain: Gain, state_gain: Gain
+    tokens: torch.Tensor, table: torch.Tensor, product: Product, token_gain: Norm, state_gain: Norm
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """tokens [T], table [V, H] with rows of any stride, product [T, H] -> h [T, H], x [T, 2H]."""
     parts, bias, dtype = product

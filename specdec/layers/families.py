@@ -18,9 +18,9 @@ from specdec.layers.decoder_parts import DecoderParts, LayerParts, MoeParts, Ple
 from specdec.layers.fusable import Unfusable, check_tree
 from specdec.layers.latent import LatentParts
 from specdec.layers.linear import Mlp
-from specdec.layers.merged_weights import Groups
+from specdec.layers.merged_weights import WeightGroups
 from specdec.layers.moe.moe_families import experts_of, router_of
-from specdec.layers.norm import Gain
+from specdec.layers.norm import Norm
 from specdec.layers.packed.packed_linear import weight_of
 from specdec.layers.per_layer_embedding import EmbeddingParts
 from specdec.layers.recurrent_families import described_mixer
@@ -56,10 +56,10 @@ GEMMA_NORMS = NormNames(
 )
 GLM4_NORMS = NormNames("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 
-ROUNDED = Gain(None, 0.0, round_first=True)
-FLOAT = Gain(None, 0.0)
-PLUS_ONE = Gain(None, 0.0, plus_one=True)
-CENTRED = Gain(None, 0.0, centred=True)
+ROUNDED = Norm(None, 0.0, round_first=True)
+FLOAT = Norm(None, 0.0)
+PLUS_ONE = Norm(None, 0.0, plus_one=True)
+CENTRED = Norm(None, 0.0, centred=True)
 
 
 UNROTATED = "unrotated"
@@ -84,7 +84,7 @@ class LlamaLike:
     softcaps: attention scores are capped at `attn_logit_softcapping`.   float_rotary: of `DecoderParts`.
     """
 
-    gain: Gain = ROUNDED
+    gain: Norm = ROUNDED
     norms: NormNames = PRE_NORMS
     parallel: bool = False
     interleaved: bool = False
@@ -93,9 +93,9 @@ class LlamaLike:
     float_rotary: bool = False
 
     def __call__(self, model: Any, *, apart: bool = False) -> DecoderParts:
-        """The description of a text model. apart: for `Groups`. Raises Unfusable."""
+        """The description of a text model. apart: for `WeightGroups`. Raises Unfusable."""
         check_tree(model)
-        merged = Groups(apart=apart)
+        merged = WeightGroups(apart=apart)
         layers = tuple(self.layer(layer, model, merged, index) for index, layer in enumerate(model.layers))
         if not merged.are_merged():
             raise Unfusable("some of its weights are tied to one another")
@@ -108,7 +108,7 @@ class LlamaLike:
             embeddings=self._embeddings(model) if getattr(model, "hidden_size_per_layer_input", 0) else None,
         )
 
-    def layer(self, layer: Any, model: Any, merged: Groups, index: int = 0) -> LayerParts:
+    def layer(self, layer: Any, model: Any, merged: WeightGroups, index: int = 0) -> LayerParts:
         """The description of layer `index` of a model, or of a head that has layers like a model's."""
         attention = _first(layer, "self_attn")
         mixing = (
@@ -133,7 +133,7 @@ class LlamaLike:
             scale=getattr(layer, "layer_scalar", None),
         )
 
-    def _attention(self, attention: Any, model: Any, merged: Groups, index: int) -> dict[str, Any]:
+    def _attention(self, attention: Any, model: Any, merged: WeightGroups, index: int) -> dict[str, Any]:
         """The fields of `LayerParts` that are attention's."""
         products = _attention_products(attention, merged)
         latent = self._latent(attention)
@@ -223,12 +223,12 @@ class LlamaLike:
             table_scale=float(embedding.embed_scale.to(embedding.weight.dtype)),
         )
 
-    def gain_of(self, norm: Any) -> Gain:
+    def gain_of(self, norm: Any) -> Norm:
         weight = norm.weight if getattr(norm, "with_scale", True) else None
         return self.gain._replace(weight=weight, eps=norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)
 
 
-def _attention_products(attention: Any, merged: Groups) -> dict[str, Any]:
+def _attention_products(attention: Any, merged: WeightGroups) -> dict[str, Any]:
     """The weights of a layer's attention, QKV merged; adds what was merged to `merged`."""
     if hasattr(attention, "qkv_proj"):
         projections = [attention.qkv_proj]
@@ -266,7 +266,7 @@ def _layer_type(attention: Any, config: Any, index: int) -> str:
     return named
 
 
-def _mlp(mlp: Any, activation: str, merged: Groups) -> Mlp:
+def _mlp(mlp: Any, activation: str, merged: WeightGroups) -> Mlp:
     halves = [mlp.gate_up_proj] if hasattr(mlp, "gate_up_proj") else [mlp.gate_proj, mlp.up_proj]
     if any(linear.bias is not None for linear in (*halves, mlp.down_proj)):
         raise Unfusable("its MLP has biases")

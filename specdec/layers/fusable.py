@@ -40,7 +40,7 @@ def check_tree(model: nn.Module) -> None:
             if not runs_in_tiles(weight):
                 raise Unfusable(f"its module {name} has {weight.code} weights in groups of {weight.group} columns")
     for name, param in model.named_parameters():
-        if not is_plain(param):
+        if not is_dense(param):
             raise Unfusable(f"its parameter {name} is no plain tensor of floats ({type(param.data).__name__})")
         if param.device.type == "cpu" and param.is_shared():
             raise Unfusable(f"its parameter {name} is in memory that other processes share")
@@ -59,6 +59,6 @@ def is_untouched(module: nn.Module) -> bool:
     return not replaced and all(getattr(hook, "__module__", None) == RECORDING_HOOKS for hook in hooks)
 
 
-def is_plain(param: torch.Tensor) -> bool:
+def is_dense(param: torch.Tensor) -> bool:
     """A dense floating tensor: not quantised, not sharded."""
     return type(param.data) is torch.Tensor and param.layout == torch.strided and param.is_floating_point()

@@ -20,9 +20,9 @@ from specdec.layers.decoder import FusedDecoder
 from specdec.layers.decoder_parts import DecoderParts
 from specdec.layers.embedding import embed
 from specdec.layers.families import FAMILIES, SCALED_EMBEDDINGS
-from specdec.layers.fusable import Unfusable, is_plain, is_untouched
+from specdec.layers.fusable import Unfusable, is_dense, is_untouched
 from specdec.layers.linear import linear
-from specdec.layers.merge import MERGING, Watch
+from specdec.layers.merge import MERGING, StorageWatch
 from specdec.layers.norm import norm
 from specdec.layers.packed.packed_linear import PackedLinear, weight_of
 from specdec.layers.product import Product, finish
@@ -36,10 +36,10 @@ logger = logging.getLogger("specdec")
 def fuse(source: nn.Module, ops: Operations) -> FusedDecoder:
     """What stands in the place of a text model from now on. Raises Unfusable, with the reason as a clause."""
     embedding = fuse_embedding(source.get_input_embeddings(), ops)  # type: ignore[operator]
-    return FusedDecoder(source, embedding, described(source), ops)
+    return FusedDecoder(source, embedding, describe_decoder(source), ops)
 
 
-class StandIn(nn.Module):
+class FusedModule(nn.Module):
     """Stands where a module stood whose weights it reads, looked up at each call."""
 
     def __init__(self, source: nn.Module, ops: Operations) -> None:
@@ -53,7 +53,7 @@ class StandIn(nn.Module):
         return weight
 
 
-class FusedLinear(StandIn):
+class FusedLinear(FusedModule):
     """An `nn.Linear`, or a `PackedLinear`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,7 @@ class FusedLinear(StandIn):
         return self.ops(finish)(rows).view(*x.shape[:-1], -1)
 
 
-class FusedNorm(StandIn):
+class FusedNorm(FusedModule):
     """A norm of the kind that a text model has."""
 
     def __init__(self, source: nn.Module, model: nn.Module, ops: Operations) -> None:
@@ -71,11 +71,11 @@ class FusedNorm(StandIn):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., H] -> [..., H]."""
-        rows = Product.of(x.reshape(-1, x.shape[-1]))
+        rows = Product.from_value(x.reshape(-1, x.shape[-1]))
         return self.ops(norm)(rows, pre=self.gain_of(self.source))[1].view_as(x)
 
 
-class FusedEmbedding(StandIn):
+class FusedEmbedding(FusedModule):
     """An embedding, scaled or not."""
 
     def forward(self, tokens: torch.Tensor, right: torch.Tensor | None = None) -> torch.Tensor:
@@ -88,7 +88,7 @@ class FusedEmbedding(StandIn):
 def fuse_linear(module: nn.Module, ops: Operations) -> nn.Module:
     """Returns a module with this product, computed by `ops`; the module itself where it is more than a product."""
     plain = (
-        type(module) in (nn.Linear, PackedLinear) and is_untouched(module) and all(map(is_plain, module.parameters()))
+        type(module) in (nn.Linear, PackedLinear) and is_untouched(module) and all(map(is_dense, module.parameters()))
     )
     return FusedLinear(module, ops) if plain else module
 
@@ -99,7 +99,7 @@ def fuse_embedding(module: nn.Module, ops: Operations) -> nn.Module:
     known = type(module) is nn.Embedding or family_name(module) in SCALED_EMBEDDINGS
     if not known or not isinstance(module, nn.Embedding):
         return module
-    plain = is_untouched(module) and is_plain(module.weight) and module.weight.is_contiguous()
+    plain = is_untouched(module) and is_dense(module.weight) and module.weight.is_contiguous()
     return FusedEmbedding(module, ops) if plain and module.max_norm is None else module
 
 
@@ -128,7 +128,7 @@ class Weights:
         self._lock = threading.Lock()
         self._modules = modules
         self._decoders = [m for root in modules for m in root.modules() if isinstance(m, FusedDecoder)]
-        self._watch = Watch(*modules)
+        self._watch = StorageWatch(*modules)
         self._placement, self._sizes = self._where(), self._shapes()
 
     @holds_weights_lock()
@@ -152,7 +152,7 @@ class Weights:
 
     def updates(self) -> object:
         """Another value whenever the weights that `generation` found last have been changed in place: see
-        `Watch.versions`. Never the same value while they have no version counters."""
+        `StorageWatch.versions`. Never the same value while they have no version counters."""
         return self._watch.versions() if self._watch.counts_updates() else object()
 
     def counts_updates(self) -> bool:
@@ -184,7 +184,7 @@ class Weights:
             )
         for decoder in self._decoders:
             try:
-                decoder.adopt(described(decoder.source))
+                decoder.adopt(describe_decoder(decoder.source))
             except Unfusable as reason:
                 raise UnsupportedModelError(
                     f"the weights of {self.name} were replaced by others that its fused layers cannot run ({reason}); "
@@ -204,7 +204,7 @@ def _shown(placement: set[tuple[torch.dtype, torch.device]]) -> str:
 
 
 @holds_weights_lock()
-def described(source: nn.Module, *, apart: bool = False) -> DecoderParts:
+def describe_decoder(source: nn.Module, *, apart: bool = False) -> DecoderParts:
     """A text model as its fused form reads it. apart: nothing is merged, for ranks, which take slices of what there is.
     Raises Unfusable, with the reason as a clause."""
     describe = FAMILIES.get(family_name(source))

@@ -24,9 +24,9 @@ from specdec.gpu.triton_shim import KEEP, tl, triton
 from specdec.kvcache.layer_context import Recurrence, RecurrentContext
 from specdec.layers.activation import activate, reference_activate
 from specdec.layers.linear import linear
-from specdec.layers.norm import Gain, reference_rms_norm, rms_norm
+from specdec.layers.norm import Norm, reference_rms_norm, rms_norm
 from specdec.layers.packed.packed_weight import Weight
-from specdec.layers.packed.weight_slices import rows_of
+from specdec.layers.packed.weight_slices import rank_rows
 from specdec.layers.product import Product, reference_finish, sum_parts
 
 COLUMNS = 1024
@@ -96,7 +96,7 @@ class DeltaMixer(NamedTuple):
     activation: str
     decay: torch.Tensor
     step_bias: torch.Tensor
-    norm: Gain
+    norm: Norm
     gates: Weight | None
 
     def run(
@@ -132,7 +132,7 @@ class DeltaMixer(NamedTuple):
         heads = self.heads
 
         def own(rows: Any, sections: list[int]) -> Any:
-            return None if rows is None else rows_of(rows, sections, rank, count)
+            return None if rows is None else rank_rows(rows, sections, rank, count)
 
         return self._replace(
             heads=heads._replace(
@@ -171,7 +171,7 @@ def unit_length(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + EPSILON)
 
 
-def reference_gate_norm(x: torch.Tensor, z: torch.Tensor, gain: Gain, activation: str) -> torch.Tensor:
+def reference_gate_norm(x: torch.Tensor, z: torch.Tensor, gain: Norm, activation: str) -> torch.Tensor:
     normed = reference_rms_norm(x.to(z.dtype), gain).flatten(1)
     return (normed * reference_activate(z.float(), activation)).to(z.dtype)
 
@@ -374,7 +374,7 @@ def delta_heads(
 
 
 @op(reference=reference_gate_norm)
-def gate_norm(x: torch.Tensor, z: torch.Tensor, gain: Gain, activation: str) -> torch.Tensor:
+def gate_norm(x: torch.Tensor, z: torch.Tensor, gain: Norm, activation: str) -> torch.Tensor:
     """x [T, HV, DV] float32 and z [T, HV DV] -> [T, HV DV] in z's dtype."""
     num_rows, heads, dim = x.shape
     assert x.is_contiguous() and z.is_contiguous() and z.shape == (num_rows, heads * dim), f"{x.stride()=} {z.shape=}"

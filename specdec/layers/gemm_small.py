@@ -45,7 +45,7 @@ TWO_TILES = 192
 
 
 @triton.jit
-def load_rows(
+def load_row_tile(
     x: tl.tensor, place: tl.tensor, i_k: tl.tensor, end: tl.tensor, DESCRIBED: tl.constexpr, BLOCK_K: tl.constexpr
 ) -> tl.tensor:
     """Columns [i_k, i_k + BLOCK_K) of a tile of rows of x, [BK, BM]; 0 from `end` on.
@@ -68,7 +68,7 @@ def sum_range(
     s_scales: tl.tensor,
     m_w: tl.tensor,
     m_n: tl.tensor,
-    x: tl.tensor,  # and `place`: a tile of x as `load_rows` takes it
+    x: tl.tensor,  # and `place`: a tile of x as `load_row_tile` takes it
     place: tl.tensor,
     tail: tl.tensor,  # the same of a second tile, for which the weight's is loaded once
     tail_place: tl.tensor,
@@ -94,10 +94,10 @@ def sum_range(
         b_w = load_tile(
             *(p_w, p_scales, p_zeros, s_scales, i_k, end, m_w, m_n, EVEN_K, CODE, GROUP, FAST, BLOCK_K, DTYPE)
         )
-        b_x = load_rows(x, place, i_k, last, DESCRIBED, BLOCK_K)
+        b_x = load_row_tile(x, place, i_k, last, DESCRIBED, BLOCK_K)
         b_sum = multiply_tile(b_w, b_x, b_sum, p_scales, s_scales, i_k, m_n, CODE, GROUP)
         if TAIL_M:
-            b_next = load_rows(tail, tail_place, i_k, last, DESCRIBED, BLOCK_K)
+            b_next = load_row_tile(tail, tail_place, i_k, last, DESCRIBED, BLOCK_K)
             b_tail = multiply_tile(b_w, b_next, b_tail, p_scales, s_scales, i_k, m_n, CODE, GROUP)
     b_sum = scale_sum(b_sum, p_scales, m_n, CODE, GROUP, FAST, DTYPE)
     if TAIL_M:
@@ -212,7 +212,7 @@ def gemm_small_kernel(
         )
         _store_tile(*(b_tail, p_bias, p_out, o_tail, m_tail, i_n, i_split, num_rows, tile_rows, N, ACTIVATION, BLOCK_N))
     elif HELD:
-        b_x = load_rows(p_row, m_x, begin, end, False, BLOCK_K)
+        b_x = load_row_tile(p_row, m_x, begin, end, False, BLOCK_K)
         b_sum = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         b_sum = multiply_tile(b_w, b_x, b_sum, p_scale, s_scales, begin, m_n, CODE, GROUP)
         b_sum = scale_sum(b_sum, p_scale, m_n, CODE, GROUP, FAST, DTYPE)
@@ -286,7 +286,7 @@ def gemm_small(
     )
 
 
-def choose_tiles(num_rows: int, n: int, cut: Cut, x: torch.Tensor, *, gated: bool = False) -> Tiles:
+def choose_small_tiles(num_rows: int, n: int, cut: Cut, x: torch.Tensor, *, gated: bool = False) -> Tiles:
     """Tiles for `num_rows` rows of x and a weight of n rows."""
     if x.dtype == torch.float32:  # multiplies without tensor cores
         return Tiles(64, 16 if num_rows <= 16 else 64, 32, 4, 3, 64)

@@ -14,7 +14,7 @@ import torch
 
 from specdec.gpu.operations import Operations
 from specdec.layers.linear import linear
-from specdec.layers.norm import Gain, norm
+from specdec.layers.norm import Norm, norm
 from specdec.layers.packed.packed_weight import Weight
 from specdec.layers.product import Product, finish
 from specdec.layers.rope_store import Heads
@@ -28,9 +28,9 @@ class LatentParts:
     """
 
     q: Weight | None
-    q_norm: Gain | None
+    q_norm: Norm | None
     kv: Weight
-    kv_norm: Gain
+    kv_norm: Norm
     rotated: int
     interleaved: bool
 
@@ -51,9 +51,9 @@ def expand_latent(product: Product, parts: LatentParts, heads: Heads, ops: Opera
     if parts.interleaved:
         q_rotary, k_rotary = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (q_rotary, k_rotary))
     rows = (q_pass, q_rotary), (k_pass, k_rotary), (v,)
-    return Product.of(torch.cat([torch.cat(row, -1).flatten(1) for row in rows], -1))
+    return Product.from_value(torch.cat([torch.cat(row, -1).flatten(1) for row in rows], -1))
 
 
-def _normed_product(x: torch.Tensor, gain: Gain, weight: Weight, ops: Operations) -> torch.Tensor:
-    normed = ops(norm)(Product.of(x.contiguous()), pre=gain)[1]
+def _normed_product(x: torch.Tensor, gain: Norm, weight: Weight, ops: Operations) -> torch.Tensor:
+    normed = ops(norm)(Product.from_value(x.contiguous()), pre=gain)[1]
     return ops(finish)(ops(linear)(normed, weight))

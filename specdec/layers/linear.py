@@ -31,7 +31,7 @@ from specdec.gpu.triton_shim import KEEP, tl, triton
 from specdec.layers.activation import ACTIVATIONS, activate, reference_activate
 from specdec.layers.gemm_large import gemm_large
 from specdec.layers.gemm_medium import can_describe, choose_medium_tiles, gemm_medium
-from specdec.layers.gemm_small import HELD_ROWS, can_hold, choose_tiles, gemm_small
+from specdec.layers.gemm_small import HELD_ROWS, can_hold, choose_small_tiles, gemm_small
 from specdec.layers.packed.dequantise import dequantise
 from specdec.layers.packed.packed_gemm import packed_gemm
 from specdec.layers.packed.packed_launch import choose_packed_rows, choose_packed_tiles, takes_packed_rows
@@ -57,7 +57,7 @@ class Mlp(NamedTuple):
 def reference_linear(
     x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, cut: Cut | None = None
 ) -> Product:
-    return Product.of(multiply(x, weight, bias))
+    return Product.from_value(multiply(x, weight, bias))
 
 
 def reference_linear_parts(x: torch.Tensor, weight: torch.Tensor, cut: Cut) -> Product:
@@ -110,7 +110,7 @@ def _by_descriptors(
         tiles = choose_medium_tiles(len(x), weight.shape, x.device, gated=gated)
         return gemm_medium(x, weight, bias, activation, tiles) if tiles else None
     if len(x) > MAX_MEDIUM_ROWS and len(weight) > LOW_HEIGHT:
-        return Product.of(gemm_large(x, weight, bias, activation, cut))
+        return Product.from_value(gemm_large(x, weight, bias, activation, cut))
     return None
 
 
@@ -121,7 +121,7 @@ def vendor_linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = N
         return product
     if len(x) <= VENDOR_ROWS or can_hold(weight, cut or cut_of(weight), len(x), x.dtype):
         return linear(x, weight, bias, cut)
-    return Product.of(F.linear(x, _whole(weight, x.dtype), bias))
+    return Product.from_value(F.linear(x, _whole(weight, x.dtype), bias))
 
 
 def _gate(merged: torch.Tensor, activation: str, limit: float, *, behind_library: bool) -> torch.Tensor:
@@ -159,7 +159,7 @@ def tiles_of(num_rows: int, weight: Weight, cut: Cut, x: torch.Tensor, *, gated:
     """Tiles of `gemm_small`."""
     if isinstance(weight, PackedWeight):
         return choose_packed_tiles(num_rows, weight, cut, x.dtype)
-    return choose_tiles(num_rows, len(weight), cut, x, gated=gated)
+    return choose_small_tiles(num_rows, len(weight), cut, x, gated=gated)
 
 
 @op(reference=reference_linear, vendor=vendor_linear)

@@ -5,7 +5,7 @@
 
 Parameters stay the objects they are: `state_dict()`, checkpoints and in-place updates are as before, and memory holds
 each weight once. What re-points a parameter (`model.to(...)`, `load_state_dict(assign=True)`, `param.data = ...`) ends
-the merge, and makes stale whatever else holds an address: a `Watch` tells.
+the merge, and makes stale whatever else holds an address: a `StorageWatch` tells.
 """
 
 import threading
@@ -61,7 +61,7 @@ def held_storages(module: nn.Module) -> list[torch.Tensor]:
     return [param.detach() for param in module.parameters() if param.device.type == "cpu"]
 
 
-class Watch:
+class StorageWatch:
     """Are the parameters and buffers of some modules the tensors that they were, in the memory that they had?
 
     An update in place moves nothing. A look costs the host about 0.3 us a tensor, and the device nothing. Memory that

@@ -9,12 +9,12 @@ from specdec.layers.fusable import Unfusable
 from specdec.layers.merge import is_merged, merge
 from specdec.layers.packed.packed_linear import weight_of
 from specdec.layers.packed.packed_weight import PackedWeight, Weight
-from specdec.layers.packed.weight_slices import Stacked
+from specdec.layers.packed.weight_slices import StackedWeights
 
 
-class Groups:
-    """Parameters that are read together, as they are gathered. apart: they stay where they are, as `Stacked` weights,
-    which only ranks take; otherwise they are merged in place."""
+class WeightGroups:
+    """Parameters that are read together, as they are gathered. apart: they stay where they are, as `StackedWeights`
+    weights, which only ranks take; otherwise they are merged in place."""
 
     def __init__(self, *, apart: bool) -> None:
         self.apart = apart
@@ -22,7 +22,7 @@ class Groups:
 
     def rows(self, params: Sequence[torch.Tensor]) -> torch.Tensor:
         if self.apart:
-            return cast(torch.Tensor, Stacked(params))
+            return cast(torch.Tensor, StackedWeights(params))
         self._merged.append(params)
         return merge(params)
 
@@ -35,7 +35,7 @@ class Groups:
         if len(packed) < len(weights) or not are_alike(linears):
             raise Unfusable("products that run as one are packed in different forms, or only some of them are")
         if self.apart:
-            return cast(PackedWeight, Stacked(packed))
+            return cast(PackedWeight, StackedWeights(packed))
         words = self.rows([linear.words for linear in linears])
         scales = merge([linear.scales for linear in linears], dim=-1)
         zeros = None if packed[0].zeros is None else merge([linear.zeros for linear in linears], dim=-1)

@@ -29,7 +29,7 @@ from specdec.layers.product import Product, reference_finish, sum_parts
 NUMBERS_A_WARP = 256
 
 
-class Gain(NamedTuple):
+class Norm(NamedTuple):
     """An RMSNorm: weight [H], or None for a norm without one. How it differs from y = z / rms(z) w: see above."""
 
     weight: torch.Tensor | None
@@ -44,11 +44,11 @@ class Gain(NamedTuple):
         return not (self.plus_one or self.centred)
 
 
-ABSENT = Gain(None, 0.0)
+ABSENT = Norm(None, 0.0)
 """Arguments of a kernel for a norm that it does not compute."""
 
 
-def reference_rms_norm(x: torch.Tensor, gain: Gain) -> torch.Tensor:
+def reference_rms_norm(x: torch.Tensor, gain: Norm) -> torch.Tensor:
     """x [..., H] -> [..., H] in x's dtype."""
     wide = x.float()
     if gain.centred:
@@ -64,11 +64,11 @@ def reference_rms_norm(x: torch.Tensor, gain: Gain) -> torch.Tensor:
 def reference_norm(
     product: Product,
     *,
-    post: Gain | None = None,
+    post: Norm | None = None,
     residual: torch.Tensor | None = None,
     factor: float = 1.0,
     scale: torch.Tensor | None = None,
-    pre: Gain | None = None,
+    pre: Norm | None = None,
     beside: Product | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> h, x [M, H]; without `pre`, x is h. residual: [M, H]; scale: [1]."""
@@ -86,11 +86,11 @@ def reference_norm(
     return hidden, hidden if pre is None else reference_rms_norm(hidden, pre)
 
 
-def reference_qk_norm(product: Product, q_gain: Gain, k_gain: Gain) -> Product:
+def reference_qk_norm(product: Product, q_gain: Norm, k_gain: Norm) -> Product:
     assert q_gain.weight is not None and k_gain.weight is not None
     widths = len(q_gain.weight), len(k_gain.weight)
     q, k, v = reference_finish(product).split([*widths, widths[1]], dim=-1)
-    return Product.of(torch.cat([reference_rms_norm(q, q_gain), reference_rms_norm(k, k_gain), v], dim=-1))
+    return Product.from_value(torch.cat([reference_rms_norm(q, q_gain), reference_rms_norm(k, k_gain), v], dim=-1))
 
 
 @triton.jit
@@ -244,11 +244,11 @@ def _row_options(dtype: torch.dtype, splits: int, width: int, device: torch.devi
 def norm(
     product: Product,
     *,
-    post: Gain | None = None,
+    post: Norm | None = None,
     residual: torch.Tensor | None = None,
     factor: float = 1.0,
     scale: torch.Tensor | None = None,
-    pre: Gain | None = None,
+    pre: Norm | None = None,
     beside: Product | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> h, x [M, H]; without `pre`, x is h. residual: [M, H], rows of any stride; factor: f; scale: c [1]; beside: y',
@@ -295,7 +295,7 @@ def norm(
 
 
 @op(reference=reference_qk_norm)
-def qk_norm(product: Product, q_gain: Gain, k_gain: Gain) -> Product:
+def qk_norm(product: Product, q_gain: Norm, k_gain: Norm) -> Product:
     """product [M, Q + 2 K], whose queries have the width Q of q_gain and keys the width K of k_gain -> the same."""
     parts, bias, dtype = product
     _, num_rows, columns = parts.shape
@@ -310,4 +310,4 @@ def qk_norm(product: Product, q_gain: Gain, k_gain: Gain) -> Product:
             ROUND_FIRST=q_gain.round_first,
             **row_options(product, max(q_width, k_width)),
         )
-    return Product.of(out)
+    return Product.from_value(out)

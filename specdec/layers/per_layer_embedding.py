@@ -25,7 +25,7 @@ from specdec.gpu.triton_shim import KEEP, tl, triton
 from specdec.layers.activation import activate, reference_activate
 from specdec.layers.gemm_medium import MediumTiles, can_describe, gemm_medium
 from specdec.layers.linear import linear
-from specdec.layers.norm import Gain, reference_rms_norm, rms_norm
+from specdec.layers.norm import Norm, reference_rms_norm, rms_norm
 from specdec.layers.packed.packed_tile import (
     load_tile,
     multiply_tile,
@@ -55,14 +55,14 @@ class EmbeddingParts:
 
     context: Weight
     table: torch.Tensor
-    norm: Gain
+    norm: Norm
     context_scale: float
     table_scale: float
     columns: slice | None = None
 
 
 def reference_layer_inputs(
-    context: Product, tokens: torch.Tensor, table: torch.Tensor, gain: Gain, *, context_scale: float, table_scale: float
+    context: Product, tokens: torch.Tensor, table: torch.Tensor, gain: Norm, *, context_scale: float, table_scale: float
 ) -> torch.Tensor:
     width = _width(gain)
     normed = reference_rms_norm((reference_finish(context) * context_scale).unflatten(-1, (-1, width)), gain)
@@ -71,7 +71,7 @@ def reference_layer_inputs(
 
 def reference_gated_projection(gate: Product, inputs: torch.Tensor, weight: Weight, activation: str) -> Product:
     gated = reference_activate(reference_finish(gate).float(), activation).to(inputs.dtype)
-    return Product.of(multiply(gated * inputs, weight))
+    return Product.from_value(multiply(gated * inputs, weight))
 
 
 @triton.jit(do_not_specialize=["part_len", "eps", "context_scale", "table_scale"])
@@ -195,7 +195,7 @@ def _gate_inputs_kernel(
 
 @op(reference=reference_layer_inputs)
 def layer_inputs(
-    context: Product, tokens: torch.Tensor, table: torch.Tensor, gain: Gain, *, context_scale: float, table_scale: float
+    context: Product, tokens: torch.Tensor, table: torch.Tensor, gain: Norm, *, context_scale: float, table_scale: float
 ) -> torch.Tensor:
     """e [T, L, P]. context: x W_model [T, L P]; tokens [T]; table: T [V, L P], rows of any
     stride; the gain is over P."""
@@ -268,10 +268,10 @@ def gated_projection(
             num_warps=8,
             **pdl_options(out.device),
         )
-    return Product.of(out)
+    return Product.from_value(out)
 
 
-def _width(gain: Gain) -> int:
+def _width(gain: Norm) -> int:
     assert gain.weight is not None and gain.is_plain, f"{gain}"
     return len(gain.weight)
 

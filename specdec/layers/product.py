@@ -61,7 +61,7 @@ class Product(NamedTuple):
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, value: torch.Tensor) -> "Product":
+    def from_value(cls, value: torch.Tensor) -> "Product":
         """The product whose value [M, N] is summed already."""
         return cls(value[None], None, value.dtype)
 
@@ -92,7 +92,7 @@ class OwnedParts(NamedTuple):
     owners: torch.Tensor
 
 
-class Columns(NamedTuple):
+class RankColumns(NamedTuple):
     """What each rank has of the columns of one value [T, N], in the order of ranks: a whole number of float32 a row."""
 
     own: torch.Tensor

@@ -10,13 +10,13 @@ from torch import nn
 
 from specdec.layers.fusable import Unfusable
 from specdec.layers.gated_delta import DeltaHeads, DeltaMixer
-from specdec.layers.merged_weights import Groups, are_alike
-from specdec.layers.norm import Gain
+from specdec.layers.merged_weights import WeightGroups, are_alike
+from specdec.layers.norm import Norm
 from specdec.layers.packed.packed_linear import weight_of
 from specdec.modules.family_name import family_name
 
 
-def described_mixer(module: Any, merged: Groups, activation_of: Callable[[str], str]) -> dict[str, Any]:
+def described_mixer(module: Any, merged: WeightGroups, activation_of: Callable[[str], str]) -> dict[str, Any]:
     """Fields of `LayerParts` of a recurrent layer: its first and its last weight, and what runs between them.
 
     activation_of: from a name of transformers to the kernels'. Raises Unfusable."""
@@ -27,7 +27,7 @@ def described_mixer(module: Any, merged: Groups, activation_of: Callable[[str], 
     return describe(module, merged, activation_of)
 
 
-def _gated_delta(module: Any, merged: Groups, activation_of: Callable[[str], str]) -> dict[str, Any]:
+def _gated_delta(module: Any, merged: WeightGroups, activation_of: Callable[[str], str]) -> dict[str, Any]:
     by_head = hasattr(module, "in_proj_qkvz")
     rows = [module.in_proj_qkvz] if by_head else [module.in_proj_qkv, module.in_proj_z]
     gates = [module.in_proj_ba] if by_head else [module.in_proj_b, module.in_proj_a]
@@ -43,13 +43,13 @@ def _gated_delta(module: Any, merged: Groups, activation_of: Callable[[str], str
             activation=activation_of(module.activation),
             decay=module.A_log,
             step_bias=module.dt_bias,
-            norm=Gain(module.norm.weight, module.norm.variance_epsilon, round_first=True),
+            norm=Norm(module.norm.weight, module.norm.variance_epsilon, round_first=True),
             gates=merged.linears(gates) if apart else None,
         ),
     }
 
 
-Describe = Callable[[nn.Module, Groups, Callable[[str], str]], dict[str, Any]]
+Describe = Callable[[nn.Module, WeightGroups, Callable[[str], str]], dict[str, Any]]
 MIXERS: dict[str, Describe] = {
     "Qwen3NextGatedDeltaNet": _gated_delta,
     "Qwen3_5GatedDeltaNet": _gated_delta,

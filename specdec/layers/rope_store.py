@@ -23,10 +23,10 @@ import torch
 from specdec.gpu.dependent_launch import TL_DTYPES, pdl_options, trigger_next, wait_for_previous
 from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, tl, triton
+from specdec.kvcache.fp8_pool import Fp8Pool
 from specdec.kvcache.layer_context import Destination
-from specdec.kvcache.rounded import RoundedPool
 from specdec.kvcache.store import reference_store_kv, store_kv
-from specdec.layers.norm import ABSENT, Gain, reference_rms_norm
+from specdec.layers.norm import ABSENT, Norm, reference_rms_norm
 from specdec.layers.product import Product, reference_finish, sum_parts
 
 
@@ -36,9 +36,9 @@ class Heads(NamedTuple):
     num_q: int
     num_kv: int  # 0: this layer has no keys of its own
     head_dim: int
-    q_norm: Gain | None = None
-    k_norm: Gain | None = None
-    v_norm: Gain | None = None
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+    v_norm: Norm | None = None
     values_are_keys: bool = False
     interleaved: bool = False
     last: bool = False  # the last channels rotate, not the first
@@ -69,7 +69,7 @@ class Rotary(NamedTuple):
     sin: torch.Tensor
 
 
-class Attended(NamedTuple):
+class RotatedQKV(NamedTuple):
     """q [T, Hq, D]; k [T, Hkv, D], v [T, Hkv, DV], None for a layer without."""
 
     q: torch.Tensor
@@ -84,7 +84,7 @@ def reference_rotary(positions: torch.Tensor, frequencies: torch.Tensor, factor:
 
 def reference_rope_store(
     product: Product, heads: Heads, rotary: Rotary, destination: Destination | None = None
-) -> Attended:
+) -> RotatedQKV:
     value = reference_finish(product)
     parts = [columns.unflatten(-1, (-1, heads.head_dim)) for columns in value.split(heads.sections, -1)[:2]]
     parts[0] = parts[0][:, ::2] if heads.gated else parts[0]
@@ -96,11 +96,11 @@ def reference_rope_store(
     )
     q, k = (reference_rotate(x, rotary, interleaved=heads.interleaved, last=heads.last) for x in (q, k))
     if not heads.num_kv:
-        return Attended(q, None, None)
+        return RotatedQKV(q, None, None)
     v = v if heads.v_scale == 1.0 else v * heads.v_scale
     if destination is not None:
         reference_store_kv(k, v, destination.slots, destination.pool_k, destination.pool_v)
-    return Attended(q, k, v)
+    return RotatedQKV(q, k, v)
 
 
 def reference_rotate(x: torch.Tensor, rotary: Rotary, *, interleaved: bool = False, last: bool = False) -> torch.Tensor:
@@ -294,7 +294,7 @@ def rotary(positions: torch.Tensor, frequencies: torch.Tensor, factor: float, dt
 
 
 @op(reference=reference_rope_store)
-def rope_store(product: Product, heads: Heads, rotary: Rotary, destination: Destination | None = None) -> Attended:
+def rope_store(product: Product, heads: Heads, rotary: Rotary, destination: Destination | None = None) -> RotatedQKV:
     """Norm, rotate, and store where there is a destination, whose pools are contiguous."""
     parts, bias, dtype = product
     _, num_rows, width = parts.shape
@@ -314,13 +314,13 @@ def rope_store(product: Product, heads: Heads, rotary: Rotary, destination: Dest
     v = parts.new_empty((num_rows, heads.num_kv, heads.v_dim), dtype=dtype)
     if not heads.num_kv:
         destination = None
-    apart = destination is not None and isinstance(destination.pool_k, RoundedPool)  # rounded by a kernel of its own
+    apart = destination is not None and isinstance(destination.pool_k, Fp8Pool)  # rounded by a kernel of its own
     pool_k, pool_v, slots = (None, None, None) if destination is None or apart else destination
     if pool_k is not None and pool_v is not None and slots is not None:
         assert pool_k.shape[1:] == k.shape[1:] and pool_v.shape[1:] == v.shape[1:], f"{pool_k.shape=} {pool_v.shape=}"
         assert pool_k.is_contiguous() and pool_v.is_contiguous() and slots.shape == (num_rows,), f"{slots.shape=}"
         assert pool_k.dtype == pool_v.dtype == dtype, f"{pool_k.dtype=} {dtype=}"
-    attended = Attended(q, k, v) if heads.num_kv else Attended(q, None, None)
+    attended = RotatedQKV(q, k, v) if heads.num_kv else RotatedQKV(q, None, None)
     if num_rows == 0:
         return attended
     q_norm, k_norm, v_norm = (gain or ABSENT for gain in gains)

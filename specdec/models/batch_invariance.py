@@ -15,7 +15,7 @@ import torch
 from specdec.attention.bridge import ForwardContext
 from specdec.attention.row_tiles import ROWS, pad_rows, row_tiles, tile_context
 from specdec.kvcache.layout import KVLayout
-from specdec.layers.batch_invariant_torch import ByVectors
+from specdec.layers.batch_invariant_torch import VectorwiseMode
 from specdec.models.probe import ProbeContext, Run
 
 MANY_ROWS = 80
@@ -100,4 +100,4 @@ def rows_in_tiles(compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tens
 
 
 def _by_vectors(device: torch.device) -> AbstractContextManager[object]:
-    return ByVectors() if device.type == "cpu" else nullcontext()
+    return VectorwiseMode() if device.type == "cpu" else nullcontext()

@@ -14,7 +14,7 @@ import torch
 
 from specdec.attention.bridge import AttentionCall
 from specdec.kvcache.layer_context import Recurrence
-from specdec.kvcache.layout import CacheField, KVLayout, LayerCache, Window
+from specdec.kvcache.layout import CacheField, KVLayout, LayerSpec, Retention
 from specdec.kvcache.recurrent_state import StateShape
 
 
@@ -46,7 +46,7 @@ def measured_layout(layout: KVLayout, context: GeometryContext) -> KVLayout:
     """`layout`, with the heads, sizes and windows of the recorded calls. A layer reads what its owner keeps; one that
     made no call stays as it was."""
 
-    def measured(spec: LayerCache) -> LayerCache:
+    def measured(spec: LayerSpec) -> LayerSpec:
         if spec.layer in context.convolutions:
             return _recurrent(spec, context)
         if spec.owner not in context.calls:
@@ -54,14 +54,14 @@ def measured_layout(layout: KVLayout, context: GeometryContext) -> KVLayout:
         k, v, window = context.calls[spec.owner]
         fields = CacheField("k", k[1], k[3]), CacheField("v", v[1], v[3])
         retention = spec.retention
-        if isinstance(retention, Window) and window is not None:
-            retention = Window(window)
+        if spec.window is not None and window is not None:
+            retention = Retention(window)
         return replace(spec, fields=fields, retention=retention)
 
     return layout.map(measured)
 
 
-def _recurrent(spec: LayerCache, context: GeometryContext) -> LayerCache:
+def _recurrent(spec: LayerSpec, context: GeometryContext) -> LayerSpec:
     """A recurrent layer: its records in the order in which `recurrence/forward.py` reads them, and its state."""
     channels, taps = context.convolutions[spec.layer]
     inputs = CacheField("inputs", 1, channels)

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from specdec.attention.bridge import ForwardContext
-from specdec.kvcache.layer_context import Ending, Narrowing
+from specdec.kvcache.layer_context import EarlyExit, Narrowing
 from specdec.layers.decoder import FusedDecoder
-from specdec.models.probe import Proof
+from specdec.models.probe import ProbeResult
 
 
 class LayerWalk(Protocol):
@@ -34,7 +34,7 @@ class LayerWalk(Protocol):
         """After the last: what the decoder returns as its last hidden state."""
 
 
-Walker = Callable[[torch.Tensor, torch.Tensor, Any, Narrowing | Ending | None], LayerWalk]
+Walker = Callable[[torch.Tensor, torch.Tensor, Any, Narrowing | EarlyExit | None], LayerWalk]
 """Packed ids and positions [1, T], the context of their attention, and where the forward narrows."""
 
 
@@ -54,7 +54,7 @@ def collected(context: ForwardContext, aux_layers: Sequence[int], shape: torch.S
     return torch.cat(states, dim=-1).view(*shape, -1)
 
 
-def walker_of(decoder: nn.Module, proof: Proof) -> Walker | None:
+def walker_of(decoder: nn.Module, proof: ProbeResult) -> Walker | None:
     """How forwards over this decoder stop between layers; None: they cannot, or are not the same then."""
     if isinstance(decoder, FusedDecoder):
         return decoder.walk
@@ -79,7 +79,7 @@ def walker_of(decoder: nn.Module, proof: Proof) -> Walker | None:
         return None
 
 
-class StandIn(nn.Module):
+class LayerStandIn(nn.Module):
     """Takes the place of a layer, and tells the caller of the decoder about the call."""
 
     def __init__(self, layer: nn.Module) -> None:
@@ -113,7 +113,7 @@ class _Visit:
 def outline_of(decoder: nn.Module) -> nn.Module:
     """Returns a copy of the module whose layers are stand-ins."""
     outline = copy.copy(decoder)
-    layers = nn.ModuleList(StandIn(layer) for layer in cast(nn.ModuleList, decoder.layers))
+    layers = nn.ModuleList(LayerStandIn(layer) for layer in cast(nn.ModuleList, decoder.layers))
     outline.__dict__["_modules"] = {**decoder._modules, "layers": layers}
     return outline
 

@@ -44,7 +44,7 @@ class Placeholders:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class ReadTokens:
     """How a forward read its tokens [1, T]. ids: what was embedded, given: the tensors that reached the decoder."""
 
     ids: torch.Tensor | None
@@ -56,7 +56,7 @@ class Read:
         embeds = self.given.get("inputs_embeds")
         return _equal(self.ids, tokens) and (embeds is None or _equal(embeds, self.embedded))
 
-    def same(self, other: "Read") -> bool:
+    def same(self, other: "ReadTokens") -> bool:
         """Whether the decoder gets the same."""
         names = self.given.keys() | other.given.keys()
         return all(_equal(self.given.get(name), other.given.get(name)) for name in names)
@@ -82,7 +82,7 @@ def find_placeholders(model: PreTrainedModel, decoder: nn.Module, ordinary: torc
     def text(token: int) -> torch.Tensor:
         return torch.stack([ordinary, torch.full_like(ordinary, token)])[None]
 
-    def read(token: int) -> Read:
+    def read(token: int) -> ReadTokens:
         who = f"{names.get(token, 'an id')} of {type(model).__name__}"
         with refusing(who, "its forward does not run without what that stands for"):
             return _read(own, inner, text(token))
@@ -139,7 +139,7 @@ def _ids(config: PreTrainedConfig) -> dict[int, str]:
     return {value: key for key, value in vars(config).items() if "token" in key and type(value) is int}
 
 
-def _read(model: Any, decoder: Any, tokens: torch.Tensor) -> Read:
+def _read(model: Any, decoder: Any, tokens: torch.Tensor) -> ReadTokens:
     looked_up: list[tuple[torch.Tensor, torch.Tensor]] = []
     given: dict[str, Any] = {}
 
@@ -163,7 +163,7 @@ def _read(model: Any, decoder: Any, tokens: torch.Tensor) -> Read:
             hook.remove()
     tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
     ids, embedded = looked_up[0] if looked_up else (tensors.get("input_ids"), None)
-    return Read(ids, tensors, embedded)
+    return ReadTokens(ids, tensors, embedded)
 
 
 def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

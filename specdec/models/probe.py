@@ -116,7 +116,7 @@ class ProbeContext:
     recurrent: RecurrentProbe = field(default_factory=RecurrentProbe)
     faults: dict[int, str] = field(default_factory=dict)
     shares: "Sequence[ProbeContext]" = ()  # one a rank, where several run the forward
-    peers: "Sequence[ProbeContext]" = ()  # of that of the first rank: the others
+    other_ranks: "Sequence[ProbeContext]" = ()  # of that of the first rank: the others
 
     def divide(self, devices: Sequence[torch.device]) -> "Sequence[ProbeContext]":
         """See `shared_weights.py`."""
@@ -207,7 +207,7 @@ class ProbeContext:
             return f"has K {tuple(key.shape)} and V {tuple(value.shape)}, but its owner keeps heads x size {kept}"
         if not query.dtype == key.dtype == value.dtype:
             return f"has queries in {query.dtype}, K in {key.dtype} and V in {value.dtype}; one dtype is supported"
-        if query.shape[3] != spec.head_dim or query.shape[1] % spec.num_kv_heads:
+        if query.shape[3] != spec.k.dim or query.shape[1] % spec.k.heads:
             return f"has queries {tuple(query.shape)} that do not group over {kv_shape} keys"
         if not key.shape[2] == value.shape[2] == query.shape[2] or query.shape[0] * query.shape[2] != len(self.text):
             return f"asks for {query.shape[2]} queries and {key.shape[2]} keys for {len(self.text)} tokens"
@@ -242,7 +242,7 @@ def _attended(
 
 
 @dataclass(frozen=True, slots=True)
-class Closeness:
+class Tolerance:
     """Allowed distance of rows [T, ...] from the same rows run alone.
 
     exact: all rows, else the median one. noise: how far the model's own forward is from itself, in a larger batch.
@@ -271,7 +271,7 @@ class Closeness:
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
+class ProbeResult:
     """What a model was found to compute: its rule of logits, and each text run alone, for comparison with other forms.
 
     alone: one context a text, with what every layer asked; states [2 * T, H] after the final norm.
@@ -282,7 +282,7 @@ class Proof:
     rule: LogitRule
     alone: Sequence[ProbeContext]
     states: torch.Tensor
-    closeness: Closeness
+    closeness: Tolerance
 
     def difference(self, run: Run) -> str | None:
         """The difference when the rows of both texts run mixed and in two forwards, as the rest of a sentence."""
@@ -319,7 +319,7 @@ def prove(
     own: Callable[[torch.Tensor], torch.Tensor],
     rules: Sequence[LogitRule],
     exact: bool,
-) -> Proof:
+) -> ProbeResult:
     """The rule by which states and head give the model's own logits; raises UnsupportedModelError when none does.
 
     texts: [2, T] tokens. own: tokens [B, T] -> logits [B, T, V] of the model's own forward. exact: the product of a row
@@ -339,7 +339,7 @@ def prove(
         crowd = own(texts.repeat(CROWD, 1))[: len(texts)]
         return closeness.difference(_centred(crowd.flatten(0, 1)), own_logits)
 
-    closeness = Closeness(exact and states[0].dtype in (torch.float32, torch.float64), noise)
+    closeness = Tolerance(exact and states[0].dtype in (torch.float32, torch.float64), noise)
     raw = head(torch.cat(states))
     errors = [closeness.difference(_centred(rule(raw)), own_logits) for rule in rules]
     best = errors.index(min(errors))
@@ -348,7 +348,7 @@ def prove(
             f"{name}: its logits through the attention interface of transformers differ from those of its own forward "
             f"by {errors[best]:.1%}, so something in it is not plain causal attention, and it cannot be served exactly"
         )
-    proof = Proof(name, texts, rules[best], alone, torch.cat(states), closeness)
+    proof = ProbeResult(name, texts, rules[best], alone, torch.cat(states), closeness)
     what = proof.difference(run)
     if what == "the final states":
         raise UnsupportedModelError(

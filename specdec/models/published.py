@@ -30,7 +30,7 @@ class PublishedAcceptance:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class PublishedPair:
     """A target and its drafter. num_steps: drafts a round. memory: weights of both in `dtype`; `quantised` ones of the
     target as they are stored.
 
@@ -69,9 +69,10 @@ ACCEPTED = {
     drafter: PublishedAcceptance(**{**figure, "by_depth": tuple(figure.get("by_depth", ()))})
     for drafter, figure in _TABLES["accepted"].items()
 }
-"""Published acceptance by `Pair.known_by`, each of which is in one pair."""
+"""Published acceptance by `PublishedPair.known_by`, each of which is in one pair."""
 _GROUPS = {
-    name: (group["title"], tuple(Pair(**pair) for pair in group["pairs"])) for name, group in _TABLES["groups"].items()
+    name: (group["title"], tuple(PublishedPair(**pair) for pair in group["pairs"]))
+    for name, group in _TABLES["groups"].items()
 }
 PAIRS_BY_TITLE = dict(_GROUPS.values())
 _ALL = tuple(pair for pairs in PAIRS_BY_TITLE.values() for pair in pairs)
@@ -100,7 +101,7 @@ def published_steps(drafter: str) -> int | None:
     return max((pair.num_steps for pair in PAIRS if last_part(pair.drafter) == last_part(drafter)), default=None)
 
 
-def nearest_recipe(target: str, cutoff: float) -> Pair | None:
+def nearest_recipe(target: str, cutoff: float) -> PublishedPair | None:
     """The recipe whose name is nearest to a target's. cutoff: 0 takes any, 1 only the same name."""
     named = {last_part(name): pair for pair in RECIPES.values() for name in (pair.name, pair.target)}
     near = get_close_matches(last_part(target), named, n=1, cutoff=cutoff)
@@ -119,7 +120,7 @@ def text_table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def pair_table(pairs: Sequence[Pair]) -> str:
+def pair_table(pairs: Sequence[PublishedPair]) -> str:
     """The pairs as lines of text under a line of headings. accepted: published tokens a round, of the most."""
     rows = [("name", "target", "drafter", "steps", "accepted", "memory")]
     for p in pairs:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from specdec.attention.recurrence.blocks import Block, NewPlaces, convolved, folded, run_blocks
+from specdec.attention.recurrence.blocks import NewPlaces, RecordBlock, convolved, folded, run_blocks
 from specdec.attention.row_tiles import ROWS, pad_rows
 from specdec.kvcache.layer_context import Recurrence
 from specdec.kvcache.recurrent_state import FOLD
@@ -75,7 +75,7 @@ class RecurrentProbe:
             assert exist is not None and q is not None and k is not None and v is not None and g is not None
             places = torch.arange(FOLD, device=k.device).expand_as(exist)
             state = k.new_zeros((len(k), v.shape[2], k.shape[3], v.shape[3]))
-            out, _ = run_blocks(Block(state, k, torch.zeros_like(v), g), NewPlaces(places, exist, q, v, beta))
+            out, _ = run_blocks(RecordBlock(state, k, torch.zeros_like(v), g), NewPlaces(places, exist, q, v, beta))
             tiles.append(out[torch.arange(len(out), device=out.device), exist.sum(1) - 1])
         return torch.cat(tiles)[: len(paths.exist)]
 
@@ -99,7 +99,7 @@ def recurred_text(rows: Recurrence) -> torch.Tensor:
         for whole, own in zip(rows, part, strict=True):
             if whole is not None and own is not None:
                 own[0, :count] = whole[begin : begin + count]
-        block = Block(state, part.k, torch.zeros_like(part.v), part.g)
+        block = RecordBlock(state, part.k, torch.zeros_like(part.v), part.g)
         out, u = run_blocks(block, NewPlaces(places, places < count, part.q, part.v, part.beta))
         state = folded(block._replace(u=u))
         outs.append(out[0, :count])

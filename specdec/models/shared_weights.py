@@ -19,11 +19,11 @@ from specdec.gpu.operations import Operations
 from specdec.gpu.ranks import MAX_ROWS, Ranks
 from specdec.layers.decoder_parts import DecoderParts
 from specdec.layers.fusable import Unfusable
-from specdec.layers.fuse import FusedLinear, Weights, described, fuse_embedding, fuse_linear
+from specdec.layers.fuse import FusedLinear, Weights, describe_decoder, fuse_embedding, fuse_linear
 from specdec.layers.packed.packed_linear import weight_of
 from specdec.layers.split.layer_shares import most_exchanged, require_shares
 from specdec.layers.split.split_decoder import SplitDecoder, SplitHead, divides_head
-from specdec.models.probe import Proof, Run
+from specdec.models.probe import ProbeResult, Run
 from specdec.modules.private_copy import private_copy
 
 
@@ -71,12 +71,12 @@ def share_among(
     if ops is None:
         raise unfused_error(name, "it was made without operations for fused layers", len(ranks))
     try:
-        parts = described(decoder, apart=True)
+        parts = describe_decoder(decoder, apart=True)
     except Unfusable as error:
         raise unfused_error(name, str(error), len(ranks)) from error
-    prepare(name, parts, ranks)
+    prepare_ranks(name, parts, ranks)
     put = PlacedOnce(partial(ranks.put, 0))
-    source = placed(decoder.get_input_embeddings(), put)  # type: ignore[operator]
+    source = place_module(decoder.get_input_embeddings(), put)  # type: ignore[operator]
     split = SplitDecoder(decoder.config, parts, fuse_embedding(source, ops), ops, ranks)
     return split, share_head(head, ops, ranks, put)
 
@@ -84,13 +84,13 @@ def share_among(
 def share_head(head: nn.Module, ops: Operations, ranks: Ranks, put: "PlacedOnce") -> nn.Module:
     """The head shared by rows; on rank 0 where it is more than a product, or its rows do not divide."""
     if not isinstance(fuse_linear(head, ops), FusedLinear) or not divides_head(weight_of(head), len(ranks)):
-        return fuse_linear(placed(head, put), ops)
+        return fuse_linear(place_module(head, put), ops)
     weight = weight_of(head)
     there = put.done.get(id(weight), weight) if isinstance(weight, torch.Tensor) else weight  # tied to the embedding
     return SplitHead([there, *[weight] * (len(ranks) - 1)], head.bias, ops, ranks)  # type: ignore[arg-type]
 
 
-def prepare(name: str, parts: DecoderParts, ranks: Ranks) -> None:
+def prepare_ranks(name: str, parts: DecoderParts, ranks: Ranks) -> None:
     """Raise UnsupportedModelError unless ranks can share these; make room for what they exchange."""
     require_shares(name, parts, len(ranks))
     needed = MAX_ROWS * most_exchanged(parts, len(ranks))
@@ -119,7 +119,7 @@ class PlacedOnce:
 
 
 @torch.inference_mode(False)
-def placed(module: nn.Module, put: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+def place_module(module: nn.Module, put: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
     """A private copy whose weights are what `put` makes of them."""
     twin = private_copy(module)
     for part in twin.modules():
@@ -136,7 +136,7 @@ def on_ranks(run: Run, ranks: Ranks) -> Run:
 
     def divided(tokens: torch.Tensor, positions: torch.Tensor, context: Any) -> torch.Tensor:
         shares = context.divide(ranks.devices)
-        shares[0].peers = shares[1:]
+        shares[0].other_ranks = shares[1:]
         ranks.begin()
         states = run(tokens.to(ranks.devices[0]), positions.to(ranks.devices[0]), shares[0])
         context.unite(shares)
@@ -146,7 +146,11 @@ def on_ranks(run: Run, ranks: Ranks) -> Run:
 
 
 def difference_on_ranks(
-    proof: Proof, run: Run, ranks: Ranks, head: Callable[..., torch.Tensor], plain_head: Callable[..., torch.Tensor]
+    proof: ProbeResult,
+    run: Run,
+    ranks: Ranks,
+    head: Callable[..., torch.Tensor],
+    plain_head: Callable[..., torch.Tensor],
 ) -> str | None:
     """The difference where ranks run a split decoder and its head, as the rest of a sentence."""
     home, device = proof.states.device, ranks.devices[0]

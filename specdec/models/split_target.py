@@ -11,7 +11,7 @@ from specdec.gpu.ranks import Ranks
 from specdec.layers.decoder import FusedDecoder
 from specdec.layers.fuse import FusedLinear
 from specdec.layers.split.split_decoder import SplitDecoder
-from specdec.models.shared_weights import PlacedOnce, SplitWeights, prepare, share_head, unfused_error
+from specdec.models.shared_weights import PlacedOnce, SplitWeights, prepare_ranks, share_head, unfused_error
 from specdec.models.target import TargetModel
 
 
@@ -20,7 +20,7 @@ def split_target(target: TargetModel, ranks: Ranks) -> TargetModel:
     whole, head = target.decoder, target.head
     if not isinstance(whole, FusedDecoder):
         raise unfused_error(target.name, target.unfused, len(ranks))
-    prepare(target.name, whole.parts, ranks)
+    prepare_ranks(target.name, whole.parts, ranks)
     split = copy.copy(target)
     split.decoder = SplitDecoder(whole.config, whole.parts, whole.embedding, whole.ops, ranks)
     split.head = share_head(

@@ -19,7 +19,7 @@ from specdec.errors import SpecDecError, UnsupportedModelError
 from specdec.gpu.operations import KERNELS, Operations
 from specdec.gpu.ranks import Ranks
 from specdec.kvcache.frozen import KVView
-from specdec.kvcache.layer_context import Ending, Narrowing
+from specdec.kvcache.layer_context import EarlyExit, Narrowing
 from specdec.kvcache.layout import KVLayout
 from specdec.layers.batch_invariant_torch import rowwise, run_experts_by_row
 from specdec.layers.decoder import FusedDecoder
@@ -31,7 +31,7 @@ from specdec.models.cache_geometry import GeometryContext, measured_layout
 from specdec.models.described_model import DescribedModel
 from specdec.models.paused_forward import PausedForward, collected, walker_of
 from specdec.models.placeholders import Placeholders, find_placeholders
-from specdec.models.probe import LogitRule, Proof, logit_rules, probe_texts, prove, refusing, require_finite
+from specdec.models.probe import LogitRule, ProbeResult, logit_rules, probe_texts, prove, refusing, require_finite
 from specdec.models.shared_weights import SplitWeights, difference_on_ranks, on_ranks, refuse_change, share_among
 from specdec.modules.private_copy import private_copy
 from specdec.sampling.softcap import softcap
@@ -187,7 +187,7 @@ class TargetModel(DescribedModel):
         ends: no token goes on after those K/V; the final states are zeros [B, 1, H].
         """
         self.weights.generation()
-        context = ForwardContext.of(plan, view, self.windows, aux_layers)
+        context = ForwardContext.from_plan(plan, view, self.windows, aux_layers)
         if self.in_tiles:
             assert last is None and not ends, "tiles are not narrowed"
             return forward_in_tiles(self.run, tokens, context, aux_layers)
@@ -213,7 +213,7 @@ class TargetModel(DescribedModel):
         """The forward that `forward` runs, before its first layer. Requires `can_pause`."""
         assert self.can_pause and self.walk is not None
         self.weights.generation()
-        context = ForwardContext.of(plan, view, self.windows, aux_layers)
+        context = ForwardContext.from_plan(plan, view, self.windows, aux_layers)
         narrowing = self._narrowing(last, plan, view, aux_layers) if ends or last is not None else None
         walk = self.walk(*self._entering(tokens, plan.positions), context, narrowing)
 
@@ -237,20 +237,20 @@ class TargetModel(DescribedModel):
 
     def _narrowing(
         self, last: KVPlan | None, plan: KVPlan, view: KVView, aux_layers: Sequence[int]
-    ) -> Narrowing | Ending:
+    ) -> Narrowing | EarlyExit:
         layer = self.narrows_at(aux_layers)
         assert layer is not None, f"no layer can be skipped: {aux_layers=}"
         if last is None:
-            return Ending(layer)
+            return EarlyExit(layer)
         assert plan.pack is not None, "only the last token of a run goes on alone"
-        return Narrowing(layer, plan.pack.last, ForwardContext.of(last, view, self.windows))
+        return Narrowing(layer, plan.pack.last, ForwardContext.from_plan(last, view, self.windows))
 
     def run(
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
         context: object,
-        narrowing: Narrowing | Ending | None = None,
+        narrowing: Narrowing | EarlyExit | None = None,
     ) -> torch.Tensor:
         """tokens, positions [B, N] -> states after the final norm [B, N, H]; with `narrowing` those of fewer rows."""
         ids, places = self._entering(tokens, positions)
@@ -271,7 +271,7 @@ class TargetModel(DescribedModel):
             hidden = torch.zeros((1, batch, self.hidden_size), dtype=self.dtype, device=self.device)
         return hidden.view(batch, -1, hidden.shape[-1])
 
-    def _fuse(self, ops: Operations, proof: Proof) -> str | None:
+    def _fuse(self, ops: Operations, proof: ProbeResult) -> str | None:
         """Replace the decoder's layers and the head's product by fused ones -> the reason if that is not possible."""
         plain = decoder, head = self.decoder, self.head
         held = held_storages(decoder)  # until the proof is done
@@ -293,7 +293,7 @@ class TargetModel(DescribedModel):
         del held
         return reason
 
-    def _share(self, ops: Operations | None, proof: Proof, ranks: Ranks) -> None:
+    def _share(self, ops: Operations | None, proof: ProbeResult, ranks: Ranks) -> None:
         """Put shares of the decoder and the head on ranks, and prove them. Raises as the class does."""
         decoder, head = self.decoder, self.head
         with refusing(self.name, "its shared layers do not run"), torch.inference_mode():
@@ -335,7 +335,7 @@ class TargetModel(DescribedModel):
             return logits
 
     @torch.inference_mode()
-    def _probe(self) -> Proof:
+    def _probe(self) -> ProbeResult:
         """Measure what each layer keeps, prove that the model can be served, and find how its logits follow from its
         head."""
         kind = type(self.model).__name__

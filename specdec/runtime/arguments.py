@@ -187,7 +187,7 @@ def require_type(name: str, value: object, wanted: type) -> None:
         raise ConfigError(f"{name} is {shown(value)}; a {wanted.__name__} is expected")
 
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 SAMPLING = {field.name: "params=SamplingParams({})" for field in fields(SamplingParams)}
 ENGINE = {field.name: "config=EngineConfig({})" for field in fields(EngineConfig) if field.name != "dtype"}
@@ -200,7 +200,7 @@ NEAR = 0.55
 """Minimum similarity, 0 to 1, at which an error suggests a setting for an unknown keyword."""
 
 
-def known_keywords(function: Function) -> Function:
+def known_keywords(function: AnyFunction) -> AnyFunction:
     """Decorates a method: an unknown keyword raises ConfigError. A method that passes its keywords on to a chat
     template refuses only sampling parameters."""
     parameters = inspect.signature(function).parameters
@@ -214,7 +214,7 @@ def known_keywords(function: Function) -> Function:
                 raise _unknown(f"{function.__qualname__.removesuffix('.__init__')} takes no {name}", name, known)
         return function(*args, **kwargs)
 
-    return cast(Function, checked)
+    return cast(AnyFunction, checked)
 
 
 def require_loading_arguments(options: Iterable[str], known: Collection[str]) -> None:

@@ -43,14 +43,14 @@ MAX_CONTEXT = 256
 """Tokens of a prompt that are read, its last ones."""
 
 
-class Answered(NamedTuple):
+class AnsweredText(NamedTuple):
     """Tokens of a prompt and its answer, which begins with number `first`."""
 
     tokens: list[int]
     first: int
 
     @classmethod
-    def of(cls, request: Request) -> "Answered":
+    def from_request(cls, request: Request) -> "AnsweredText":
         prompt = len(request.prompt)
         cut = max(0, prompt - MAX_CONTEXT)
         return cls(request.tokens[cut : request.settled.num_tokens], prompt - cut)
@@ -69,7 +69,7 @@ class ConventionWatch:
         # a dense read has no states of recurrent layers, and runs on one device
         dense = not target.recurrent and target.ranks is None
         self.drafter = model if isinstance(model, NativeMtpDrafter) and dense else None
-        self._ended: list[Answered] = []
+        self._ended: list[AnsweredText] = []
         self._parts: Iterator[None] | None = None  # of the judgement that has begun
         self._waited = 0
         """Steps since its last part."""
@@ -103,13 +103,13 @@ def counted(request: Request) -> int:
     return request.num_output if request.num_output >= MIN_ANSWER else 0
 
 
-def long_enough(requests: Sequence[Request]) -> list[Answered]:
+def long_enough(requests: Sequence[Request]) -> list[AnsweredText]:
     """Their texts, but for those with short answers."""
-    return [Answered.of(request) for request in requests if counted(request)]
+    return [AnsweredText.from_request(request) for request in requests if counted(request)]
 
 
 @torch.inference_mode()
-def judge(target: TargetModel, drafter: NativeMtpDrafter, texts: Sequence[Answered]) -> Iterator[None]:
+def judge(target: TargetModel, drafter: NativeMtpDrafter, texts: Sequence[AnsweredText]) -> Iterator[None]:
     """Warn if other conventions agree clearly better with these texts; yields after each of its forwards."""
     tried = all_conventions(drafter)
     found: list[list[torch.Tensor]] = [[] for _ in tried]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from specdec.gpu.captures import CaptureUse
 from specdec.gpu.memory import all_bytes, free_bytes
 from specdec.kvcache.cache import KVCache
-from specdec.kvcache.page_pool import PagedAllocator
+from specdec.kvcache.page_pool import PagePool
 from specdec.models.target import TargetModel
 from specdec.runtime.draft_policy.draft_use import DraftUse
 from specdec.runtime.request import Request, RequestStats
@@ -44,9 +44,9 @@ class PoolUse(NamedTuple):
     capacity: int
 
     @classmethod
-    def from_pools(cls, pools: Sequence[PagedAllocator], page_size: int) -> "PoolUse":
+    def from_pools(cls, pools: Sequence[PagePool], page_size: int) -> "PoolUse":
         """Sums over these pools."""
-        each = [(pool.held_pages, pool.peak_pages, pool.cached_pages, pool.capacity) for pool in pools]
+        each = [(pool.held_pages, pool.peak_pages, pool.evictable_pages, pool.capacity) for pool in pools]
         return cls(*(page_size * sum(pages) for pages in zip((0, 0, 0, 0), *each, strict=True)))
 
 

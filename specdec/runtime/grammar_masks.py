@@ -11,23 +11,23 @@ from specdec.runtime.launched_step import copy_to_host, event_now
 from specdec.runtime.request import Request, RequestState
 from specdec.runtime.rounds.result import RoundShape
 from specdec.runtime.rounds.round import Round
-from specdec.sampling.grammars.grammar import Place, make_masks, tree_masks
+from specdec.sampling.grammars.grammar import GrammarState, compute_masks, tree_masks
 from specdec.sampling.token_bitmaps import RowMasks, write_masks
 
 
-def prepare(requests: Sequence[Request]) -> list[Request]:
+def prepare_masks(requests: Sequence[Request]) -> list[Request]:
     """Compute the next masks and forced tokens of requests with a grammar -> the requests that have one.
 
     A request whose grammar raises ends here, and only that one.
     """
-    guided = [request for request in requests if request.place is not None]
+    guided = [request for request in requests if request.grammar_state is not None]
     if not guided:
         return []
-    make_masks([request.place for request in guided])
+    compute_masks([request.grammar_state for request in guided])
     for request in guided:
         try:
-            assert request.place is not None
-            request.place.mask  # noqa: B018 - made once, and kept there
+            assert request.grammar_state is not None
+            request.grammar_state.mask  # noqa: B018 - made once, and kept there
             if request.state is RequestState.DECODE:
                 request.forced  # noqa: B018
         except BaseException as error:
@@ -49,18 +49,18 @@ def load_forced(round: Round, requests: Sequence[Request], counts: IntArray) -> 
 
 
 class GrammarSteps:
-    """Host work within a round in which some of the first rows have a place in a grammar.
+    """Host work within a round in which some of the first rows have a state in a grammar.
 
     device    | draft | verify          | accept
     host              trees, their masks ^
     """
 
-    def __init__(self, round: Round, shape: RoundShape, places: Sequence[Place | None]) -> None:
+    def __init__(self, round: Round, shape: RoundShape, states: Sequence[GrammarState | None]) -> None:
         self._masks, self._batch = round.masks, shape.batch
-        self._places = places
-        roots = root_masks(places)
+        self._states = states
+        roots = root_masks(states)
         if roots is not None:
-            write_masks(self._masks.at(self._batch, 1), roots)  # a drafter may use the masks after the roots
+            write_masks(self._masks.view(self._batch, 1), roots)  # a drafter may use the masks after the roots
 
     def between(self, number: int, out: torch.Tensor) -> None:
         """Program 0, the draft, was launched and returned the trees; or program 1, verify, was."""
@@ -70,17 +70,17 @@ class GrammarSteps:
         if self._done is not None:
             self._done.synchronize()
         tokens, parents = self._trees.tolist()
-        held = [(i, place) for i, place in enumerate(self._places) if place is not None]
-        found = tree_masks([(place, tokens[i], parents[i]) for i, place in held])
-        allowed = self._masks.at(self._batch, found.shape[1])  # a drafter may propose less than it was asked for
+        held = [(i, state) for i, state in enumerate(self._states) if state is not None]
+        found = tree_masks([(state, tokens[i], parents[i]) for i, state in held])
+        allowed = self._masks.view(self._batch, found.shape[1])  # a drafter may propose less than it was asked for
         write_masks(allowed, RowMasks(np.array([i for i, _ in held], dtype=np.int64), found))
 
 
-def root_masks(places: Sequence[Place | None]) -> RowMasks | None:
-    """Tokens that may come next, [M, 1, words], of the M requests that have a place in a grammar; None: none has."""
-    held = [(i, place) for i, place in enumerate(places) if place is not None]
+def root_masks(states: Sequence[GrammarState | None]) -> RowMasks | None:
+    """Tokens that may come next, [M, 1, words], of the M requests that have a state in a grammar; None: none has."""
+    held = [(i, state) for i, state in enumerate(states) if state is not None]
     if not held:
         return None
-    make_masks([place for _, place in held])
+    compute_masks([state for _, state in held])
     rows = np.array([i for i, _ in held], dtype=np.int64)
-    return RowMasks(rows, np.stack([place.mask for _, place in held])[:, None])
+    return RowMasks(rows, np.stack([state.mask for _, state in held])[:, None])

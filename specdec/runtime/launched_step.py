@@ -9,8 +9,8 @@ import torch
 from specdec.gpu.mirrored_array import IntArray
 from specdec.gpu.ranks import Ranks
 from specdec.runtime.request import Request
-from specdec.runtime.rounds.prompt_scoring import Scoring, Span
-from specdec.runtime.rounds.result import RoundResult, RoundShape, unpack
+from specdec.runtime.rounds.prompt_scoring import ChunkScoring, ScoredSpan
+from specdec.runtime.rounds.result import RoundResult, RoundShape, unpack_round_result
 from specdec.sampling.log_probs import TokenScores
 
 
@@ -34,7 +34,7 @@ class LaunchedStep:
     packed: torch.Tensor
     drafts: IntArray
     forced: IntArray
-    scores: tuple[Scoring, torch.Tensor] | None
+    scores: tuple[ChunkScoring, torch.Tensor] | None
     done: torch.cuda.Event | None
 
     def present(self) -> list[int]:
@@ -53,9 +53,9 @@ class LaunchedStep:
         """Result of all requests of a round, or of those that draw after prompt chunks. Waits for the device."""
         drawn = self.requests if self.drawing is None else [self.requests[i] for i in self.drawing]
         asked = [request.params.logprobs for request in drawn]
-        return unpack(self._on_host(self.packed), self.shape, self.stages, asked, self.drafts, self.forced)
+        return unpack_round_result(self._on_host(self.packed), self.shape, self.stages, asked, self.drafts, self.forced)
 
-    def prompt_scores(self) -> list[tuple[Span, TokenScores]]:
+    def prompt_scores(self) -> list[tuple[ScoredSpan, TokenScores]]:
         return [] if self.scores is None else self.scores[0].split(self._on_host(self.scores[1]))
 
     def _on_host(self, numbers: torch.Tensor) -> IntArray:
@@ -75,7 +75,7 @@ def launched_now(
     *,
     drafts: IntArray | None = None,
     forced: IntArray | None = None,
-    scores: tuple[Scoring, torch.Tensor] | None = None,
+    scores: tuple[ChunkScoring, torch.Tensor] | None = None,
 ) -> LaunchedStep:
     """Begin to copy the result of what was just launched to the host. drafts, forced: None where there are none."""
     epochs, none = [request.row_epoch for request in requests], np.zeros(shape.batch, dtype=np.int64)

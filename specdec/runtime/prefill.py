@@ -20,7 +20,7 @@ from specdec.runtime.launched_step import LaunchedStep, copy_to_host, launched_n
 from specdec.runtime.prompt_gap import PromptLoad
 from specdec.runtime.prompt_reading import PromptReading
 from specdec.runtime.prompt_scores import scoring_of
-from specdec.runtime.request import Request, rows_of
+from specdec.runtime.request import Request, table_rows
 from specdec.runtime.rounds.captured_prompts import ChunkGraphs
 from specdec.runtime.rounds.prompt_parts import single_layers, whole_chunk
 from specdec.runtime.rounds.prompt_scoring import score_chunk
@@ -29,7 +29,7 @@ from specdec.runtime.rounds.round import PREFILL_STAGES, Chunk, Round
 from specdec.runtime.scheduler import Scheduler
 from specdec.runtime.settling import commit_chunks_on_host
 from specdec.sampling.log_probs import max_logprobs
-from specdec.sampling.sampling_table import Uses
+from specdec.sampling.sampling_table import SamplerUses
 
 
 class Prefill:
@@ -79,11 +79,11 @@ class Prefill:
         """Launch the draws and the commit after all parts have run: a request whose prompt ends with these chunks draws
         its first token."""
         requests, chunk_len, done, round = reading.requests, reading.chunk_len, reading.done, self._round
-        rows, read_len = rows_of(requests), done + chunk_len
+        rows, read_len = table_rows(requests), done + chunk_len
         drawing = [i for i, one in enumerate(requests) if one.num_output == 0 and read_len[i] == one.prefill_target]
         drawn = [requests[i] for i in drawing]
         params = [request.params for request in drawn]
-        shape = RoundShape(len(drawn), 0, 0, 1, 1, Uses.of(params), max_logprobs(params))
+        shape = RoundShape(len(drawn), 0, 0, 1, 1, SamplerUses.from_params(params), max_logprobs(params))
         chosen = np.array(drawing, dtype=np.int64)
         round.sampling.load_biases(rows[chosen], params, shape.uses)
         round.flush()
@@ -93,7 +93,7 @@ class Prefill:
             cells = upload(scoring.cells(), round.device)
             scores = scoring, copy_to_host(score_chunk(round, chunk, cells, scoring.alternatives))
         longest = int(read_len[chosen].max(initial=0))
-        masks = root_masks([request.place for request in drawn])
+        masks = root_masks([request.grammar_state for request in drawn])
         packed = round.prefill(chunk, chosen, longest, shape, masks, reading.earlier, begins=int(done.min()))
         launched = launched_now(requests, drawing, shape, PREFILL_STAGES, packed, round.target.ranks, scores=scores)
         commit_chunks_on_host(self._scheduler.table, self._scheduler.prefixes, requests, chunk_len)
@@ -109,7 +109,7 @@ class Prefill:
 
     def _begin_reading(self, requests: Sequence[Request], chunk_len: IntArray, *, streams: bool) -> PromptReading:
         """Begin to read `chunk_len` [B] tokens of these prompts, in parts if decoding requests would wait too long."""
-        rows, epochs = rows_of(requests), [request.row_epoch for request in requests]
+        rows, epochs = table_rows(requests), [request.row_epoch for request in requests]
         done = self._scheduler.table.committed_len.host[rows]
         scoring = scoring_of([request.scores for request in requests], done, chunk_len)
         ends = any(done[i] + chunk_len[i] == request.prefill_target for i, request in enumerate(requests))

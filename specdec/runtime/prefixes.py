@@ -19,7 +19,7 @@ import numpy as np
 from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.cache import KVCache
 from specdec.kvcache.prefix_cache import NO_PAGES, PrefixCache
-from specdec.runtime.prompts_in_progress import InProgress, Maker, Rank
+from specdec.runtime.prompts_in_progress import PromptReader, PromptsInProgress, Rank
 from specdec.runtime.request import Request, RequestState
 
 WORTH_WAITING = 16
@@ -49,7 +49,7 @@ class Prefixes:
             self._cache = PrefixCache(cache.table, pairs=pairs, states=cache.state_cache())
             self._made_by = weights_version()
             self._began: IntArray = np.zeros(cache.table.max_requests, dtype=np.int64)  # era by row
-            self._in_progress = InProgress(self._cache)
+            self._in_progress = PromptsInProgress(self._cache)
 
     def should_wait_for_prefix(self, request: Request, rank: Rank) -> bool:
         """Is a running request of a lower rank computing a prefix of this request's prompt, which it could then adopt?
@@ -60,30 +60,30 @@ class Prefixes:
         if self._cache is None:
             return False
         self._clear_if_weights_changed()
-        maker = self._in_progress.get(request.awaited)
-        if maker is None or maker.rank >= rank or request.awaited_version != self._in_progress.version:
-            maker = None
-        if maker is not None and self._is_computing(maker.request, request.awaited_len):
+        reader = self._in_progress.get(request.awaited)
+        if reader is None or reader.rank >= rank or request.awaited_version != self._in_progress.version:
+            reader = None
+        if reader is not None and self._is_computing(reader.request, request.awaited_len):
             return True
         key = self._key(request)[: request.prefill_target - 1]
         if len(key) < WORTH_WAITING:
             return False
         cached: int | None = None
         scored = request.max_cached < request.prefill_target - 1  # it lacks scores that only its own samples compute
-        for common, makers in self._in_progress.sharing(key, salt_of(request)):  # the longest part first
+        for common, readers in self._in_progress.sharing(key, salt_of(request)):  # the longest part first
             if cached is None:
-                cached = len(self._cache.match(key, salt_of(request))) * self._cache.page_size
+                cached = len(self._cache.match_prefix(key, salt_of(request))) * self._cache.page_size
                 cached = min(cached, request.max_cached)
             if common <= cached:
                 return False
-            for maker in makers:
-                if maker.rank >= rank:
+            for reader in readers:
+                if reader.rank >= rank:
                     break
-                if scored and maker.request.scores is not request.scores:
+                if scored and reader.request.scores is not request.scores:
                     continue
-                worth = common >= cached + WORTH_WAITING or maker.request.number == request.awaited
-                if worth and self._is_computing(maker.request, common):
-                    request.awaited = maker.request.number  # up to the last token of it
+                worth = common >= cached + WORTH_WAITING or reader.request.number == request.awaited
+                if worth and self._is_computing(reader.request, common):
+                    request.awaited = reader.request.number  # up to the last token of it
                     request.awaited_len, request.awaited_version = common, self._in_progress.version
                     return True
         return False
@@ -93,7 +93,7 @@ class Prefixes:
         if self._cache is None:
             return NO_PAGES
         self._clear_if_weights_changed()
-        return self._cache.match(self._adoptable(request), salt_of(request))
+        return self._cache.match_prefix(self._adoptable(request), salt_of(request))
 
     def adopt_prefix(self, request: Request, rank: Rank) -> None:
         """Fill the row of an admitted request with the cached pages of its prompt."""
@@ -106,7 +106,7 @@ class Prefixes:
         if request.num_output == 0 and request.stats.preemptions == 0:
             request.stats.cached_tokens = adopted
         if len(key) >= WORTH_WAITING:
-            self._in_progress.add(Maker(rank, request, key, salt))
+            self._in_progress.add(PromptReader(rank, request, key, salt))
 
     def keep_committed(self, requests: Sequence[Request]) -> None:
         """Insert the committed K/V of running requests into the cache, for other requests."""
@@ -121,7 +121,7 @@ class Prefixes:
         if self._cache.states is not None:
             for request in kept:
                 every = STATE_EVERY if self._is_computing(request, request.prefill_target) else 1
-                self._cache.keep_state(request.row, self._whole_key(request), salt_of(request), every=every)
+                self._cache.cache_state(request.row, self._whole_key(request), salt_of(request), every=every)
 
     def release_rows(self, requests: Sequence[Request]) -> None:
         """Keep the committed K/V of requests that are about to lose their rows, and stop other requests' waiting."""

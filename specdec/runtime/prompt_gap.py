@@ -68,12 +68,12 @@ class PromptLoad(NamedTuple):
 class Division(NamedTuple):
     """Parts of a forward over few prompt tokens, which several steps share.
 
-    most: a forward over more tokens is not divided. least: fewer tokens than this take as long as this many.
+    max_tokens: a forward over more is not divided. min_tokens: fewer take as long as this many.
     """
 
     shares: Sequence[PartShare]
-    most: int
-    least: int
+    max_tokens: int
+    min_tokens: int
 
 
 class PromptCost:
@@ -174,7 +174,7 @@ class PromptGap:
         if room.fixed:
             return room
         fitting = self.cost.tokens_within(PROMISED_GAP - self.longest_round, 0, room.chunk)
-        most = max(MIN_CAP, min(fitting, LONG) // 256 * 256, _rounded_to_few_sizes(fitting))
+        most = max(MIN_CAP, min(fitting, LONG) // 256 * 256, _captured_size(fitting))
         return room._replace(busy=min(most, room.busy), idle=min(most, room.idle))
 
     def tokens(self, room: PromptRoom, num_waiting: int, prefix: int) -> int:
@@ -188,16 +188,16 @@ class PromptGap:
         fitting = self.cost.tokens_within(self._budget(GAP_SHARE, num_waiting), prefix, room.chunk)
         if fitting >= room.busy:
             return room.busy
-        if self.division is not None and fitting < self.division.most:
+        if self.division is not None and fitting < self.division.max_tokens:
             return min(self._tokens_in_parts(self.division, num_waiting, prefix), room.busy)
-        return min(max(room.least, _rounded_to_few_sizes(fitting)), room.busy)
+        return min(max(room.least, _captured_size(fitting)), room.busy)
 
     def budget(self, room: PromptRoom, num_waiting: int, load: PromptLoad) -> float | None:
         """Seconds of a step that a divided forward over this load may take while other requests decode; None: the
         forward is not divided."""
         if room.fixed or self.round == 0.0 or not self.cost.is_known or self.division is None:
             return None
-        if load.tokens > self.division.most or self.cost.seconds(load) <= self._budget(GAP_SHARE, num_waiting):
+        if load.tokens > self.division.max_tokens or self.cost.seconds(load) <= self._budget(GAP_SHARE, num_waiting):
             return None
         return self._budget(PART_SHARE, num_waiting)
 
@@ -212,8 +212,8 @@ class PromptGap:
     def _tokens_in_parts(self, division: Division, num_waiting: int, prefix: int) -> int:
         """Most tokens of a divided forward: each part fits a step, and all parts together fit MAX_STEPS."""
         budget = self._budget(PART_SHARE, num_waiting)
-        tokens = division.most
-        while tokens > division.least:
+        tokens = division.max_tokens
+        while tokens > division.min_tokens:
             load = PromptLoad(tokens, tokens * (prefix + tokens / 2))
             parts = [self.part_seconds(load, share) for share in division.shares]
             if max(parts) <= budget and sum(parts) <= MAX_STEPS * budget:
@@ -241,7 +241,7 @@ class PromptGap:
         return max(self.round, self.longest_round) + spent
 
 
-def _rounded_to_few_sizes(tokens: int) -> int:
+def _captured_size(tokens: int) -> int:
     """Rounds down to a power of two, from LONG on to a quarter of one more: few shapes are captured, and padding takes
     as long as tokens."""
     step = 1 << max(0, tokens.bit_length() - (3 if tokens >= LONG else 1))

@@ -11,11 +11,11 @@ Invariant: `known` only grows, and the scores of tokens 1 to `known` - 1 are com
 from collections.abc import Sequence
 
 from specdec.gpu.mirrored_array import IntArray
-from specdec.runtime.rounds.prompt_scoring import Scoring, Span
+from specdec.runtime.rounds.prompt_scoring import ChunkScoring, ScoredSpan
 from specdec.sampling.log_probs import TokenScores
 
 
-class PromptScores:
+class PromptLogProbs:
     """Log-probabilities of one prompt's tokens.
 
     alternatives: how many of the likeliest tokens are reported at each place, as far as the vocabulary goes.
@@ -49,19 +49,19 @@ class PromptScores:
         return entries + [None] * (self.prompt_len - len(entries))
 
 
-def scoring_of(prompts: Sequence[PromptScores | None], done: IntArray, chunk_len: IntArray) -> Scoring | None:
+def scoring_of(prompts: Sequence[PromptLogProbs | None], done: IntArray, chunk_len: IntArray) -> ChunkScoring | None:
     """Tokens to score in chunks of `chunk_len` [B] tokens after `done` [B] committed ones; None: there are none.
 
     A token is scored by the chunk before it, by the first of its prompt's samples that gets there: what is known, or is
     part of an output that a preempted request reads again, is not computed.
     """
-    spans: list[Span] = []
+    spans: list[ScoredSpan] = []
     alternatives = 0
     for number, (scores, start, length) in enumerate(zip(prompts, done.tolist(), chunk_len.tolist(), strict=True)):
         if scores is None:
             continue
         first, end = max(start + 1, scores.known), min(start + length + 1, scores.prompt_len)
         if first < end:
-            spans.append(Span(number, first - start - 1, first, end - first))
+            spans.append(ScoredSpan(number, first - start - 1, first, end - first))
             alternatives = max(alternatives, scores.alternatives)
-    return Scoring(spans, alternatives) if spans else None
+    return ChunkScoring(spans, alternatives) if spans else None

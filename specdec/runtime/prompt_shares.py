@@ -55,29 +55,32 @@ class PromptRoom(NamedTuple):
         return to_come if to_come <= min(IDLE_STEPS * self.busy, max(self.idle, MAX_ROOM)) else self.idle
 
 
-class Prompt(NamedTuple):
+class UnreadPrompt(NamedTuple):
     """A prompt that is being read.
 
-    to_go: its unread tokens. level: priority level of its request; lower levels are read first, whatever their length.
+    remaining: its unread tokens. level: priority level of its request; lower levels are read first, whatever their
+    length.
     """
 
     level: int
-    to_go: int
+    remaining: int
 
 
-def shares(prompts: Sequence[Prompt], room: int, chunk: int) -> list[int]:
+def shares(prompts: Sequence[UnreadPrompt], room: int, chunk: int) -> list[int]:
     """Tokens of each prompt in this step, at most `chunk` of one and `room` of all. prompts: by rank."""
     given = [0] * len(prompts)
     if not prompts:
         return given
     first = prompts[0]
-    kept = min(chunk, first.to_go, -(-room // 2))
-    passing = [i for i, each in enumerate(prompts) if each.level == first.level and 2 * each.to_go <= first.to_go]
-    passing.sort(key=lambda i: prompts[i].to_go)  # equals stay by rank
+    kept = min(chunk, first.remaining, -(-room // 2))
+    passing = [
+        i for i, each in enumerate(prompts) if each.level == first.level and 2 * each.remaining <= first.remaining
+    ]
+    passing.sort(key=lambda i: prompts[i].remaining)  # equals stay by rank
     left = room
     for order, others in ((passing, kept), (range(len(prompts)), 0)):
         for i in order:
-            more = min(chunk - given[i], prompts[i].to_go - given[i], left - others)
+            more = min(chunk - given[i], prompts[i].remaining - given[i], left - others)
             given[i] += more
             left -= more
             if left == others:

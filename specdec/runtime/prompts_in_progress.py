@@ -24,7 +24,7 @@ Rank = tuple[int, int]
 _by_rank = itemgetter(0)
 
 
-class Maker(NamedTuple):
+class PromptReader(NamedTuple):
     """A running request whose prompt is being computed. key [n] (cut to whole pages in the tree) and salt name it."""
 
     rank: Rank
@@ -37,15 +37,15 @@ class Maker(NamedTuple):
 class _Node:
     """A run of whole pages in the tree.
 
-    key: [n * page_size]. makers: requests whose prompts pass through it, by rank.
+    key: [n * page_size]. readers: requests whose prompts pass through it, by rank.
     """
 
     key: IntArray
-    makers: list[Maker]
+    readers: list[PromptReader]
     children: "dict[bytes, _Node]" = field(default_factory=dict)
 
 
-class InProgress:
+class PromptsInProgress:
     """The prompts in progress of one engine. cache: compares keys.
 
     version: changes with every prompt that is added or discarded; an answer is valid as long as it stays the same.
@@ -58,24 +58,24 @@ class InProgress:
 
     def clear(self) -> None:
         self.version += 1
-        self._makers: dict[int, Maker] = {}  # by number of the request
+        self._readers: dict[int, PromptReader] = {}  # by number of the request
         self._root: dict[bytes, _Node] = {}
 
-    def get(self, number: int) -> Maker | None:
+    def get(self, number: int) -> PromptReader | None:
         """The request of that number, if its prompt is in progress."""
-        return self._makers.get(number)
+        return self._readers.get(number)
 
     @property
     def numbers(self) -> set[int]:
-        return set(self._makers)
+        return set(self._readers)
 
-    def add(self, maker: Maker) -> None:
+    def add(self, reader: PromptReader) -> None:
         """Its row has begun to compute its prompt."""
-        self.discard(maker.request)
+        self.discard(reader.request)
         self.version += 1
-        maker = maker._replace(key=maker.key[: len(maker.key) // self._cache.page_size * self._cache.page_size])
-        self._makers[maker.request.number] = maker
-        key, name, children = maker.key, maker.salt + self._cache.first_page(maker.key), self._root
+        reader = reader._replace(key=reader.key[: len(reader.key) // self._cache.page_size * self._cache.page_size])
+        self._readers[reader.request.number] = reader
+        key, name, children = reader.key, reader.salt + self._cache.first_page(reader.key), self._root
         while len(key) >= self._cache.page_size:
             node = children.get(name)
             if node is None:
@@ -83,60 +83,60 @@ class InProgress:
             common = self._cache.common_len(node.key, key)
             if common < len(node.key):
                 children[name] = node = self._split(node, common)
-            insort(node.makers, maker, key=_by_rank)
+            insort(node.readers, reader, key=_by_rank)
             key, children = key[len(node.key) :], node.children
             name = self._cache.first_page(key)
 
     def discard(self, request: Request) -> None:
         """Its prompt is complete, or it lost its row. Unknown requests are no error."""
-        maker = self._makers.pop(request.number, None)
-        if maker is None:
+        reader = self._readers.pop(request.number, None)
+        if reader is None:
             return
         self.version += 1
-        key, name, children = maker.key, maker.salt + self._cache.first_page(maker.key), self._root
+        key, name, children = reader.key, reader.salt + self._cache.first_page(reader.key), self._root
         while len(key) >= self._cache.page_size:
             node = children[name]
-            place = bisect_left(node.makers, maker.rank, key=_by_rank)
-            while node.makers[place] is not maker:
+            place = bisect_left(node.readers, reader.rank, key=_by_rank)
+            while node.readers[place] is not reader:
                 place += 1
-            del node.makers[place]
-            if not node.makers:  # nor does any node below it have one
+            del node.readers[place]
+            if not node.readers:  # nor does any node below it have one
                 del children[name]
                 return
             key, children = key[len(node.key) :], node.children
             name = self._cache.first_page(key)
 
-    def sharing(self, key: IntArray, salt: bytes) -> Iterator[tuple[int, list[Maker]]]:
+    def sharing(self, key: IntArray, salt: bytes) -> Iterator[tuple[int, list[PromptReader]]]:
         """Prefixes that this key shares with prompts in progress, longest first: (slots in whole pages, requests)."""
-        path: list[tuple[int, list[Maker]]] = []
+        path: list[tuple[int, list[PromptReader]]] = []
         name, children, common = salt + self._cache.first_page(key), self._root, 0
         while (node := children.get(name)) is not None and len(key) - common >= self._cache.page_size:
             shared = self._cache.common_len(node.key, key[common:])
             common += shared
-            path.append((common, node.makers))
+            path.append((common, node.readers))
             if shared < len(node.key):
                 break
             name, children = self._cache.first_page(key[common:]), node.children
         return reversed(path)
 
     def check(self) -> None:
-        found: dict[int, list[IntArray]] = {number: [] for number in self._makers}
+        found: dict[int, list[IntArray]] = {number: [] for number in self._readers}
         stack = list(self._root.items())
         while stack:
             name, node = stack.pop()
-            assert node.makers, "a node that no request needs"
+            assert node.readers, "a node that no request needs"
             assert name.endswith(self._cache.first_page(node.key)), "a node is not where its key says"
-            assert node.makers == sorted(node.makers, key=_by_rank), "requests are not in the order of their ranks"
-            for maker in node.makers:
-                found[maker.request.number].append(node.key)
+            assert node.readers == sorted(node.readers, key=_by_rank), "requests are not in the order of their ranks"
+            for reader in node.readers:
+                found[reader.request.number].append(node.key)
             stack += node.children.items()
         for number, parts in found.items():
             parted = np.concatenate([np.zeros(0, dtype=np.int64), *parts])
-            assert parted.tolist() == self._makers[number].key.tolist(), f"request {number} is not along its key"
+            assert parted.tolist() == self._readers[number].key.tolist(), f"request {number} is not along its key"
 
     def _split(self, node: _Node, length: int) -> _Node:
         """Split off the first `length` slots as a node, the parent of the rest."""
-        upper = _Node(node.key[:length], list(node.makers))
+        upper = _Node(node.key[:length], list(node.readers))
         node.key = node.key[length:]
         upper.children[self._cache.first_page(node.key)] = node
         return upper

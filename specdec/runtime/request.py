@@ -14,12 +14,12 @@ from typing import NamedTuple
 import numpy as np
 
 from specdec.config import SamplingParams, SpecConfig
-from specdec.errors import RequestFailedError, SpecDecError, in_words, is_fault
+from specdec.errors import RequestFailedError, SpecDecError, error_summary, is_fault
 from specdec.gpu.mirrored_array import IntArray
-from specdec.runtime.prompt_scores import PromptScores
+from specdec.runtime.prompt_scores import PromptLogProbs
 from specdec.runtime.rounds.result import DraftShape
 from specdec.runtime.rounds.round_shapes import NO_DRAFT, whole_draft
-from specdec.sampling.grammars.grammar import Place
+from specdec.sampling.grammars.grammar import GrammarState
 from specdec.sampling.log_probs import TokenLogprob
 from specdec.text.detokenize import Detokenizer, TokenView
 from specdec.text.stop_strings import StopStrings
@@ -171,7 +171,7 @@ class RequestState(Enum):
     DECODE = "decode"
 
 
-class Settled(NamedTuple):
+class RequestProgress(NamedTuple):
     """How far a request has come. Replaced as a whole, so that a step either happened to it or did not.
 
     num_tokens: prompt and output. reader: the output's text so far, where stop strings are looked for. place: in its
@@ -182,7 +182,7 @@ class Settled(NamedTuple):
     finish_reason: str
     stats: RequestStats
     reader: Detokenizer
-    place: Place | None
+    grammar_state: GrammarState | None
 
 
 @dataclass(slots=True, eq=False)
@@ -198,8 +198,8 @@ class Request:
     detokenizer: Detokenizer
     end_tokens: frozenset[int]
     draft: SpecConfig | None = None  # how it speculates; None: not at all
-    begins: InitVar[Place | None] = None  # its first place in its grammar
-    scores: PromptScores | None = None  # log-probabilities of its prompt, shared by its samples; None: not asked for
+    begins: InitVar[GrammarState | None] = None  # its first place in its grammar
+    scores: PromptLogProbs | None = None  # log-probabilities of its prompt, shared by its samples; None: not asked for
     number: int = -1  # given by the engine in order of arrival
     priority: int = 0  # lower is served first
     passed: int = 0  # later requests that were admitted while it waited
@@ -218,19 +218,19 @@ class Request:
     stops: StopStrings = field(init=False)  # read every round, so made once
     error: SpecDecError | None = field(default=None, init=False)  # why it ended, if not by itself or an abort
     news: deque[int] | None = field(default=None, init=False)  # gets its number whenever it gains tokens or ends
-    settled: Settled = field(init=False)
+    settled: RequestProgress = field(init=False)
     _tokens: list[int] = field(init=False)
     _drafted: list[bool] = field(default_factory=list, init=False)
     _logprobs: list[TokenLogprob] = field(default_factory=list, init=False)
 
-    def __post_init__(self, begins: Place | None) -> None:
+    def __post_init__(self, begins: GrammarState | None) -> None:
         self._tokens = list(self.prompt)
         self.longest = len(self.prompt) + self.params.max_new_tokens
         self.max_drafts = 0 if self.draft is None else self.draft.depth
         self.whole_draft = NO_DRAFT if self.draft is None else whole_draft(self.draft)
         self.stops = self.params.stop_strings
         stats = RequestStats(prompt_tokens=len(self.prompt))
-        self.settled = Settled(len(self.prompt), "", stats, copy.copy(self.detokenizer), begins)
+        self.settled = RequestProgress(len(self.prompt), "", stats, copy.copy(self.detokenizer), begins)
 
     @property
     def finish_reason(self) -> str:
@@ -254,7 +254,7 @@ class Request:
         return self.settled.num_tokens - len(self.prompt)
 
     @property
-    def to_go(self) -> int:
+    def remaining(self) -> int:
         return self.longest - self.settled.num_tokens
 
     @property
@@ -284,29 +284,29 @@ class Request:
         """Is its draft the one that it asks for, even where another would pay?"""
         return self.draft is not None and not self.draft.adaptive
 
-    def draft_size(self, to_go: int) -> DraftShape:
-        """A draft that is enough where `to_go` tokens may still come, the bonus token among them."""
-        if self.draft is None or to_go > self.max_drafts:
+    def draft_size(self, remaining: int) -> DraftShape:
+        """A draft that is enough where `remaining` tokens may still come, the bonus token among them."""
+        if self.draft is None or remaining > self.max_drafts:
             return self.whole_draft
-        num_steps, num_nodes = self.draft.shortened(to_go - 1)
+        num_steps, num_nodes = self.draft.shortened(remaining - 1)
         return DraftShape(num_steps, self.draft.topk, num_nodes)
 
     @property
-    def place(self) -> Place | None:
+    def grammar_state(self) -> GrammarState | None:
         """Its state in the grammar and rules, after the newest token; None: every token is allowed."""
-        place = self.settled.place
-        return None if place is None or place.free else place
+        state = self.settled.grammar_state
+        return None if state is None or state.free else state
 
     @property
     def grammar_ended_it(self) -> bool:
         """Was it ended because its grammar allows no token? An aborted one keeps its place in the grammar."""
-        return self.finish_reason == "abort" and self.params.grammar is not None and self.settled.place is None
+        return self.finish_reason == "abort" and self.params.grammar is not None and self.settled.grammar_state is None
 
     @property
     def forced(self) -> tuple[int, ...]:
         """Next tokens that its grammar forces, at most one fewer than it may still get."""
-        place, to_go = self.place, self.to_go
-        return () if place is None or to_go < 2 else place.forced[: to_go - 1]
+        state, remaining = self.grammar_state, self.remaining
+        return () if state is None or remaining < 2 else state.forced[: remaining - 1]
 
     @property
     def prefill_target(self) -> int:
@@ -342,7 +342,7 @@ class Request:
         the token after a prompt; num_forced: number of first tokens that came from the grammar, not from drafts.
         """
         before = self.settled
-        start, place = before.num_tokens, before.place
+        start, state = before.num_tokens, before.grammar_state
         prompt_len, tokens, drafted = len(self.prompt), self._tokens, self._drafted
         stops = self.stops
         reader = copy.copy(before.reader) if stops else before.reader  # the settled reader must not advance yet
@@ -352,11 +352,11 @@ class Request:
         if start >= longest:  # its prompt was to be scored, and no more
             finish_reason, emitted = "length", ()
         try:
-            if place is not None and place.fault is not None:  # in the masks that these tokens were drawn with
-                raise place.fault
+            if state is not None and state.fault is not None:  # in the masks that these tokens were drawn with
+                raise state.fault
             for token in emitted:
                 called = "grammar"
-                if place is not None and (place := place.after(token)) is None:
+                if state is not None and (state := state.after(token)) is None:
                     logger.warning("request %d ends here: its grammar cannot go on with any token", self.number)
                     finish_reason = "abort"
                     break
@@ -391,7 +391,7 @@ class Request:
             else:
                 cut = taken < len(emitted)  # its output ends within the accepted drafts: nothing judged those below
                 stats.record_round(taken, min(taken, len(emitted) - 1), taken if cut else num_drafts)
-        self.settled = Settled(start + taken, finish_reason, stats, reader, place)
+        self.settled = RequestProgress(start + taken, finish_reason, stats, reader, state)
         self._tell()
 
     def fail(self, called: str, error: BaseException) -> None:
@@ -454,17 +454,17 @@ class Request:
         )
 
 
-def rows_of(requests: Sequence[Request]) -> IntArray:
+def table_rows(requests: Sequence[Request]) -> IntArray:
     """Rows of these requests, [B]."""
     return np.array([request.row for request in requests], dtype=np.int64)
 
 
 def restricted(requests: Sequence[Request]) -> list[Request]:
-    """The requests that have a `place`: only some tokens may come next."""
-    with_place = [request for request in requests if request.settled.place is not None]
-    return [request for request in with_place if request.place is not None]
+    """The requests that have a `grammar_state`: only some tokens may come next."""
+    guided = [request for request in requests if request.settled.grammar_state is not None]
+    return [request for request in guided if request.grammar_state is not None]
 
 
 def _failed(called: str, error: BaseException) -> RequestFailedError:
     """Without the error itself, whose frames hold tensors."""
-    return RequestFailedError(f"the {called} raised an error in this request: {in_words(error)}")
+    return RequestFailedError(f"the {called} raised an error in this request: {error_summary(error)}")

@@ -12,7 +12,7 @@ from specdec.config import SamplingParams, SpecConfig
 from specdec.errors import ConfigError
 from specdec.models.target import TargetModel
 from specdec.runtime.arguments import draft_for, params_for
-from specdec.runtime.prompt_scores import PromptScores
+from specdec.runtime.prompt_scores import PromptLogProbs
 from specdec.runtime.request import Request
 from specdec.runtime.scheduler import Scheduler
 from specdec.sampling.grammars import token_rules
@@ -56,9 +56,9 @@ class RequestBuilder:
             ends = frozenset(one.stop_token_ids) | (frozenset() if one.ignore_eos else self.end_tokens)
             draft = draft_for(one, self._spec)
             place = self._grammars.start(one, ends, self.end_tokens)
-            place = token_rules.begin(place, one, ends, self._vocab_size)
+            place = token_rules.rules_state(place, one, ends, self._vocab_size)
             seed = secrets.randbits(62) if one.seed is None else one.seed
-            scores = None if one.prompt_logprobs is None else PromptScores(len(ids), one.prompt_logprobs)
+            scores = None if one.prompt_logprobs is None else PromptLogProbs(len(ids), one.prompt_logprobs)
             for sample in range(one.n):
                 text = Detokenizer(self._tokenizer)
                 requests.append(Request(ids, one, seed + sample, text, ends, draft, place, scores))

@@ -22,8 +22,8 @@ from specdec.kvcache.index_spaces import PRIMARY
 from specdec.kvcache.table import RequestTable, window_slots_held
 from specdec.runtime.prefixes import Prefixes
 from specdec.runtime.prompt_gap import PromptGap
-from specdec.runtime.prompt_shares import Prompt, PromptRoom, shares
-from specdec.runtime.request import Request, RequestState, restricted, rows_of
+from specdec.runtime.prompt_shares import PromptRoom, UnreadPrompt, shares
+from specdec.runtime.request import Request, RequestState, restricted, table_rows
 
 PATIENCE = 64
 """Admissions past a waiting request for which it rises by a level of priority."""
@@ -199,14 +199,14 @@ class Scheduler:
             if self.table.pages_needed(rows, wanted).sum() <= self.table.allocator.available_pages:
                 break
             self._make_room()
-        self.table.ensure_all_slots(rows, wanted)
+        self.table.ensure_slots(rows, wanted)
         forced = max((len(request.forced) for request in restricted(decoding)), default=0)
         if forced:
             last = self.table.slots.host.shape[1] - 1
             more = np.minimum(self.table.committed_len.host[rows] + next_power_of_two(1 + forced), last)
             for row, wanted in zip(rows[:, None], more[:, None], strict=True):  # for each by itself
                 if self.table.pages_needed(row, wanted).sum() <= self.table.allocator.available_pages:
-                    self.table.ensure_all_slots(row, wanted)
+                    self.table.ensure_slots(row, wanted)
         return decoding
 
     def release_requests(self, *requests: Request) -> None:
@@ -218,7 +218,7 @@ class Scheduler:
         if leaving:
             self.running = [request for request in self.running if request not in gone]
             self.prefixes.release_rows(leaving)
-            self.table.close_rows(rows_of(leaving))
+            self.table.close_rows(table_rows(leaving))
         for request in leaving:
             request.row, request.state = -1, RequestState.WAITING
             request.row_epoch += 1
@@ -233,12 +233,12 @@ class Scheduler:
         chosen = [(request, chunk) for request, chunk in chosen if request.state is RequestState.PREFILL]
         if chosen:
             rows, chunk_len = np.array([(request.row, chunk) for request, chunk in chosen], dtype=np.int64).T
-            self.table.ensure_all_slots(rows, self.table.committed_len.host[rows] + chunk_len)
+            self.table.ensure_slots(rows, self.table.committed_len.host[rows] + chunk_len)
         return chosen
 
     def _lookahead(self, decoding: Sequence[Request]) -> tuple[IntArray, IntArray]:
         """The rows [B] of requests that decode, and the slots [B] that each must own for a round."""
-        rows = rows_of(decoding)
+        rows = table_rows(decoding)
         return rows, self.table.committed_len.host[rows] + self.table.lookahead
 
     def _pages_to_come(self, requests: Sequence[Request]) -> IntArray:
@@ -276,8 +276,8 @@ class Scheduler:
         if not reading:
             return []
         done = [int(self.table.committed_len.host[request.row]) for request in reading]
-        prompts = [Prompt(rank(r)[0], r.prefill_target - n) for r, n in zip(reading, done, strict=True)]
-        to_come = sum(each.to_go for each in prompts)
+        prompts = [UnreadPrompt(rank(r)[0], r.prefill_target - n) for r, n in zip(reading, done, strict=True)]
+        to_come = sum(each.remaining for each in prompts)
         if self._decoding():
             room = self.prompt_gap.tokens(self.prompt_room, self.num_waiting, max(done))
         else:

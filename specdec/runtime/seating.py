@@ -10,13 +10,13 @@ import numpy as np
 
 from specdec.kvcache.table import row_cells
 from specdec.runtime.prefixes import salt_of
-from specdec.runtime.request import Request, rows_of
+from specdec.runtime.request import Request, table_rows
 from specdec.runtime.rounds.round import Round
 
 
-def load_rows(round: Round, requests: Sequence[Request]) -> None:
+def load_requests(round: Round, requests: Sequence[Request]) -> None:
     """These requests have been given their rows: their tokens and parameters go there with the next upload."""
-    rows = rows_of(requests)
+    rows = table_rows(requests)
     length = np.array([request.settled.num_tokens for request in requests], dtype=np.int64)
     tokens = chain.from_iterable(request.tokens for request in requests)
     round.tokens[row_cells(rows, np.zeros_like(rows), length)] = np.fromiter(tokens, dtype=np.int64)
@@ -24,13 +24,13 @@ def load_rows(round: Round, requests: Sequence[Request]) -> None:
     round.max_drafts[rows] = np.array([request.max_drafts for request in requests], dtype=np.int64)
     round.prompt_len[rows] = np.array([len(request.prompt) for request in requests], dtype=np.int64)
     if round.unread is not None:
-        round.unread.begin(rows)
+        round.unread.clear_rows(rows)
     if round.finished is not None:
         for request in requests:
             round.finished.seat(request.row, salt_of(request))
     if round.seen_bits is not None:
         held = [request for request in requests if request.params.repetition_penalty != 1]
-        round.seen_bits.load(rows_of(held), [request.tokens for request in held])
+        round.seen_bits.load(table_rows(held), [request.tokens for request in held])
 
 
 def keep_outputs(round: Round, finished: Sequence[Request]) -> None:

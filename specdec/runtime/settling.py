@@ -15,7 +15,7 @@ from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.table import RequestTable
 from specdec.runtime.launched_step import LaunchedStep
 from specdec.runtime.prefixes import Prefixes
-from specdec.runtime.request import Request, RequestState, rows_of
+from specdec.runtime.request import Request, RequestState, table_rows
 from specdec.runtime.rounds.result import RoundResult
 from specdec.runtime.rounds.round import Round
 
@@ -27,7 +27,7 @@ def commit_chunks_on_host(
 
     A request whose prompt is complete may then be in a round, launched after the chunks.
     """
-    rows = rows_of(requests)
+    rows = table_rows(requests)
     table.commit_chunk_on_host(rows, chunk_len)
     prefixes.keep_committed(requests)  # with all of it in SWA: another prompt may part from it anywhere
     table.evict_unseen(rows)
@@ -58,7 +58,7 @@ def settle_chunks(round: Round, step: LaunchedStep, present: Sequence[int]) -> N
 
 def settle_round(round: Round, requests: Sequence[Request], result: RoundResult) -> None:
     """Give every request its accepted tokens and the bonus token, up to the end of its output."""
-    rows, table = rows_of(requests), round.cache.table
+    rows, table = table_rows(requests), round.cache.table
     start = table.committed_len.host[rows]
     table.commit_on_host(rows, result.length, result.path)
     of_row, step = np.nonzero(np.arange(result.tokens.shape[1]) < result.length[:, None])  # [M] tokens, row by row

@@ -12,12 +12,12 @@ from specdec.gpu.memory import all_bytes, free_bytes
 from specdec.kvcache.allocator import HybridAllocator
 from specdec.kvcache.cache import KVCache, KVOperations, num_state_slots
 from specdec.kvcache.index_spaces import PRIMARY, ByGroup
-from specdec.kvcache.layout import CacheGroups, KVLayout
+from specdec.kvcache.layout import KVLayout, Retention, cache_groups
 from specdec.kvcache.table import RequestTable, window_slots_held
 from specdec.models.context_length import ContextLength
 from specdec.models.target import TargetModel
 from specdec.runtime.prompt_shares import PromptRoom
-from specdec.runtime.rounds.unread import KEPT, reads_late
+from specdec.runtime.rounds.unread import MAX_UNREAD, reads_late
 
 MEMORY_SHARE = {"cpu": 0.25, "cuda": 0.8}
 """Share of the memory that is free once the weights are loaded."""
@@ -38,10 +38,10 @@ class DraftNeeds(NamedTuple):
     max_lag: int = 0
 
     @classmethod
-    def of(cls, drafter: Drafter | None, spec: SpecConfig) -> "DraftNeeds":
+    def from_drafter(cls, drafter: Drafter | None, spec: SpecConfig) -> "DraftNeeds":
         if drafter is None:
             return cls()
-        max_lag = KEPT if reads_late(drafter, spec.adaptive) else 0
+        max_lag = MAX_UNREAD if reads_late(drafter, spec.adaptive) else 0
         return cls(drafter.kv_layout, drafter.extra_keys, drafter.reread, max_lag)
 
     @property
@@ -49,10 +49,10 @@ class DraftNeeds(NamedTuple):
         """Committed keys to keep in every windowed group beyond its window, also for tokens that are read again."""
         return max(self.extra_keys, self.reread)
 
-    def max_lag_in(self, groups: CacheGroups) -> ByGroup[int]:
+    def max_lag_in(self, groups: ByGroup[Retention]) -> ByGroup[int]:
         """`max_lag` for the groups of the drafter's own layers, 0 for all others."""
         own = () if self.layout is None else {spec.retention for spec in self.layout.layers}
-        return ByGroup(tuple(self.max_lag if group.retention in own else 0 for group in groups.groups))
+        return groups.map(lambda kept: self.max_lag if kept in own else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class CacheNeeds:
     """
 
     layouts: list[KVLayout]
-    groups: CacheGroups
+    groups: ByGroup[Retention]
     page_size: int
     batch: int
     max_lag: ByGroup[int]
@@ -108,17 +108,19 @@ def cache_needs(
     `lookahead_nodes`."""
     layouts = [layout] if drafts.layout is None else [layout, drafts.layout]
     if config.kv_dtype is not None:
-        layouts = [layout.rounded() for layout in layouts]
+        layouts = [layout.in_fp8() for layout in layouts]
     layouts = [layout.for_rounds(num_nodes) for layout in layouts]
-    groups, page_size, batch = CacheGroups.of_layouts(layouts), config.page_size, config.max_batch_size
-    slot_bytes = [sum(layout.slot_bytes(group.retention, dtype) for layout in layouts) for group in groups.groups]
+    groups, page_size, batch = cache_groups(layouts), config.page_size, config.max_batch_size
+    slot_bytes = [sum(layout.slot_bytes(kept, dtype) for layout in layouts) for kept in groups]
     recurrent = any(spec.recurrent for spec in layout.layers)
     room = PromptRoom.from_settings(config.max_prefill_tokens, config.prefill_chunk, device_type, recurrent=recurrent)
     full_each = whole_pages(max_len + num_nodes, page_size)
     held, slots = [full_each], [full_each * batch]
     max_lag = drafts.max_lag_in(groups)
-    for group, window in zip(groups.windowed, groups.windows, strict=True):
-        keys = window_slots_held(window - 1 + drafts.beyond_windows + max_lag[group.id], num_nodes, page_size)
+    for group, kept in groups.items():
+        if kept.window is None:
+            continue
+        keys = window_slots_held(kept.window - 1 + drafts.beyond_windows + max_lag[group], num_nodes, page_size)
         # what it holds and the slack; besides, chunks in flight
         each = min(whole_pages(keys + page_size, page_size), full_each)
         together = max(room.idle, batch * min(room.chunk, WINDOW_SPARE))  # a step reads `idle`; the rest keeps prefixes
@@ -172,7 +174,7 @@ def make_cache(
 
     num_nodes: verify width, the root included.
     """
-    page_size, drafts = config.page_size, DraftNeeds.of(drafter, spec)
+    page_size, drafts = config.page_size, DraftNeeds.from_drafter(drafter, spec)
     max_len, batch = longest_sequence(config, target.context_length, target.name), config.max_batch_size
     needs = cache_needs(
         target.stored_layout,
@@ -191,7 +193,7 @@ def make_cache(
     slots = pool_slots(needs, config, max(budget - needs.all_state_bytes, 0))
     if config.max_model_len is None:
         max_len = max(min(max_len, slots[PRIMARY] - num_nodes), 1)
-    pools = ", ".join(f"{count} {group.name}" for group, count in zip(groups.groups, slots, strict=True))
+    pools = ", ".join(f"{count} {kept.name}" for kept, count in zip(groups, slots, strict=True))
     if min(slots) < page_size and 0 < budget <= needs.all_state_bytes:
         raise CapacityError(
             f"max_batch_size={batch}: states of recurrent layers, with copies for cached prefixes, take "
@@ -202,10 +204,10 @@ def make_cache(
         raise CapacityError(
             f"KV pools of {pools} slots hold no page of {page_size}; raise full_slots / swa_slots or lower page_size"
         )
-    for group, there, held in zip(groups.groups, slots, needs.held, strict=True):
+    for (group, _), there, held in zip(groups.items(), slots, needs.held, strict=True):
         needed = min(whole_pages(1 + num_nodes, page_size), held)
         if there // page_size * page_size < needed:
-            option = "full_slots" if group.id == PRIMARY else "swa_slots"
+            option = "full_slots" if group == PRIMARY else "swa_slots"
             raise CapacityError(
                 f"{option}={there} can hold no request: a prompt of one token takes {needed} slots, with "
                 f"{num_nodes} nodes a verify step and page size {page_size}; give {needed} or more, or leave it None, "
@@ -228,4 +230,4 @@ def make_cache(
         reread=drafts.reread,
         max_lag=needs.max_lag,
     )
-    return KVCache(allocator, table, operations, rounded=config.kv_dtype is not None), max_len
+    return KVCache(allocator, table, operations, fp8=config.kv_dtype is not None), max_len

@@ -57,11 +57,11 @@ def time_rounds(graphs: RoundGraphs, shapes: Sequence[RoundShape], done: Callabl
 
 
 def time_prompts(
-    round: Round, gap: PromptGap, read: Callable[[IntArray, IntArray, FinalStates], object], most: int
+    round: Round, gap: PromptGap, read: Callable[[IntArray, IntArray, FinalStates], object], max_tokens: int
 ) -> None:
     """Time forwards over prompts for `gap`, and keep the fastest of three runs of each size: few tokens; a quarter,
-    half and all of `most`; few tokens after a long prefix. read: reads rows [R] of these lengths [R], and makes the
-    final states that it is told.
+    half and all of `max_tokens`; few tokens after a long prefix. read: reads rows [R] of these lengths [R], and makes
+    the final states that it is told.
 
     The timed runs also capture the forwards over few tokens, so no request waits for a capture later.
     """
@@ -87,16 +87,16 @@ def time_prompts(
         return fastest
 
     within, ending = (round.final_states(scored=False, ends=ends) for ends in (False, True))
-    few = [count for count in token_buckets(MAX_FEW_TOKENS) if count <= min(longest, most)]
+    few = [count for count in token_buckets(MAX_FEW_TOKENS) if count <= min(longest, max_tokens)]
     for count in few:
         begin = spent(count, 0, within)
         if ending is not within:
             gap.ending = max(gap.ending, spent(count, 0, ending) - begin)
-    for count in sorted({max(1, most // 4), max(2, most // 2), max(3, most)}):
+    for count in sorted({max(1, max_tokens // 4), max(2, max_tokens // 2), max(3, max_tokens)}):
         spent(count, 0, within)
-    runs = np.full(min(table.max_requests, most), table.padding_row, dtype=np.int64)
+    runs = np.full(min(table.max_requests, max_tokens), table.padding_row, dtype=np.int64)
     for states in {within, ending}:  # many short prompts have kernels of their own, which are compiled here
-        read(runs, np.full_like(runs, min(longest, most // len(runs))), states)
+        read(runs, np.full_like(runs, min(longest, max_tokens // len(runs))), states)
     if few and (prefix := min(longest - few[-1], MAX_PREFIX)) > 0:
         for count in sorted({few[len(few) // 2], few[-1]}):
             spent(count, prefix, within)

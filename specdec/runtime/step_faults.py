@@ -15,7 +15,7 @@ import copy
 import logging
 from collections.abc import Iterable
 
-from specdec.errors import RequestFailedError, RoundFailedError, SpecDecError, in_words, row_named_by
+from specdec.errors import RequestFailedError, RoundFailedError, SpecDecError, error_summary, row_named_by
 from specdec.runtime.request import Request
 from specdec.runtime.scheduler import Scheduler
 
@@ -36,7 +36,7 @@ class StepFaults:
                 logger.warning(
                     "request %d ends here: a step raised an error in its row", request.number, exc_info=error
                 )
-                said = f"a step raised an error in this request alone: {in_words(error)}"
+                said = f"a step raised an error in this request alone: {error_summary(error)}"
                 own = copy.copy(error) if isinstance(error, SpecDecError) else RequestFailedError(said)
                 request.end("error", own)  # without the frames of the step
                 return request
@@ -52,7 +52,7 @@ class StepFaults:
             return None
         newest = max(again, key=lambda request: request.number)
         logger.warning("request %d ends here: its round failed, and failed again", newest.number, exc_info=error)
-        newest.end("error", RoundFailedError(f"the round failed, and failed again: {in_words(error)}"))
+        newest.end("error", RoundFailedError(f"the round failed, and failed again: {error_summary(error)}"))
         if not self._scheduler.admits_slowly:
             self._scheduler.max_running = 1
         return newest

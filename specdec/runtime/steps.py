@@ -22,11 +22,11 @@ from specdec.runtime.cpu_threads import CpuThreads
 from specdec.runtime.draft_policy.draft_choice import DraftChoice
 from specdec.runtime.draft_policy.draft_ladder import draft_ladder
 from specdec.runtime.engine_stats import NO_CHOICE, EngineStats, stats_now
-from specdec.runtime.grammar_masks import GrammarSteps, forced_counts, load_forced, prepare
+from specdec.runtime.grammar_masks import GrammarSteps, forced_counts, load_forced, prepare_masks
 from specdec.runtime.launched_step import launched_now
 from specdec.runtime.launches import Launches
 from specdec.runtime.prefill import Prefill
-from specdec.runtime.request import Request, restricted, rows_of
+from specdec.runtime.request import Request, restricted, table_rows
 from specdec.runtime.rounds.capture_classes import is_large
 from specdec.runtime.rounds.captured_prompts import ChunkGraphs
 from specdec.runtime.rounds.captured_rounds import Between, RoundGraphs, no_host_work, run_programs
@@ -35,7 +35,7 @@ from specdec.runtime.rounds.result import DraftShape, RoundResult, RoundShape
 from specdec.runtime.rounds.round import Round
 from specdec.runtime.rounds.round_shapes import NO_DRAFT, end_drafts, largest, round_shape, whole_draft, with_forced
 from specdec.runtime.scheduler import Scheduler
-from specdec.runtime.seating import load_rows
+from specdec.runtime.seating import load_requests
 
 
 class Steps:
@@ -92,29 +92,29 @@ class Steps:
 
     def run(self) -> list[Request]:
         """Run one step -> the requests that ended in it. Those that end in the round make room for prompts."""
-        with self.round.on_device(), self.round.weights.looked_up_once(), self.threads.limited():
+        with self.round.on_device(), self.round.weights.cached_lookups(), self.threads.limited():
             finished: list[Request] = []
             if restricted(self.scheduler.running):
                 finished += self.launches.settle_all()  # a grammar's mask needs every earlier token
-                finished += self.launches.release_finished(prepare(self.scheduler.running))
+                finished += self.launches.release_finished(prepare_masks(self.scheduler.running))
             decoding, begin = self.scheduler.next_decode(), time.perf_counter()
             finished += self._decode(decoding)
             if decoding and self.graphs is None:
                 self.scheduler.prompt_gap.learn_round(time.perf_counter() - begin)
             if admitted := self.scheduler.admit_requests():
-                load_rows(self.round, admitted)
+                load_requests(self.round, admitted)
                 if self.choice is not None:
-                    self.choice.acceptance.begin_rows(rows_of(admitted))
-                finished += self.launches.release_finished(prepare(admitted))
+                    self.choice.acceptance.begin_rows(table_rows(admitted))
+                finished += self.launches.release_finished(prepare_masks(admitted))
             return finished + self._read_prompts(streams=bool(decoding))
 
     def _decode(self, requests: Sequence[Request]) -> list[Request]:
         """Launch a round of the requests that may still get a token from it, then settle what is due."""
         due = self.launches.tokens_due()
-        to_go = [request.to_go - due.get(request.number, 0) for request in requests]
-        going_on = [request for request, most in zip(requests, to_go, strict=True) if most > 0]
+        remaining = [request.remaining - due.get(request.number, 0) for request in requests]
+        going_on = [request for request, left in zip(requests, remaining, strict=True) if left > 0]
         if going_on:
-            self.launch_round(going_on, [most for most in to_go if most > 0])
+            self.launch_round(going_on, [left for left in remaining if left > 0])
         return self.launches.settle(busy=bool(going_on) or self.scheduler.reads_prompts)
 
     def _read_prompts(self, *, streams: bool) -> list[Request]:
@@ -132,11 +132,11 @@ class Steps:
             self.scheduler.prompt_gap.cost.learn(reading.load, reading.seconds + time.perf_counter() - begin)
         return finished
 
-    def launch_round(self, requests: Sequence[Request], to_go: Sequence[int]) -> None:
-        """Launch one round of these requests. to_go: tokens that each may still get, at least 1."""
-        rows, params = rows_of(requests), [request.params for request in requests]
+    def launch_round(self, requests: Sequence[Request], remaining: Sequence[int]) -> None:
+        """Launch one round of these requests. remaining: tokens that each may still get, at least 1."""
+        rows, params = table_rows(requests), [request.params for request in requests]
         ending = end_drafts(self.round, rows, self._unsettled_nodes() + 1 + self.spec.depth)
-        shape = self.shape_for(requests, to_go)
+        shape = self.shape_for(requests, remaining)
         masked = len(restricted(requests)) > 0  # a request's rules may have ended before it does
         shape = shape._replace(uses=shape.uses._replace(masked=masked))
         forced = forced_counts(requests) if masked else np.zeros_like(rows)
@@ -155,7 +155,7 @@ class Steps:
         self._catch_up(shape, rows, ending)
         between: Between = no_host_work
         if masked:
-            between = GrammarSteps(self.round, shape, [request.place for request in requests]).between
+            between = GrammarSteps(self.round, shape, [request.grammar_state for request in requests]).between
         if self.graphs is None:
             packed = run_programs(decode_programs(self.round, shape), between)
         else:
@@ -167,25 +167,25 @@ class Steps:
     def _catch_up(self, shape: RoundShape, rows: IntArray, ending: IntArray) -> None:
         """Let the drafter read unread tokens of these rows, if it must before a round of this shape."""
         begin, unread = time.perf_counter(), self.round.unread
-        if unread is not None and (most := unread.before_round(shape, rows, ending)):
+        if unread is not None and (num_unread := unread.before_round(shape, rows, ending)):
             if self.graphs is None:
-                self.round.catch_up(shape, most)
+                self.round.catch_up(shape, num_unread)
             else:
                 self.graphs.catch_up(shape)
         self._catch_up_seconds = 0.0 if self.graphs is not None else time.perf_counter() - begin
 
-    def shape_for(self, requests: Sequence[Request], to_go: Sequence[int]) -> RoundShape:
+    def shape_for(self, requests: Sequence[Request], remaining: Sequence[int]) -> RoundShape:
         """Shape of the next round of these requests. Captured rounds have few shapes of drafts: the engine's own, none,
         and those of the draft ladder."""
-        rows, whole, eager = rows_of(requests), whole_draft(self.spec), self.graphs is None
-        sizes = [each.draft_size(most) if eager else whole for each, most in zip(requests, to_go, strict=True)]
+        rows, whole, eager = table_rows(requests), whole_draft(self.spec), self.graphs is None
+        sizes = [each.draft_size(left) if eager else whole for each, left in zip(requests, remaining, strict=True)]
         drafting = (self.round.max_drafts.host[rows] > 0).tolist()  # 0: without drafts, or past the drafter's positions
         drafts = [size if drafts else NO_DRAFT for size, drafts in zip(sizes, drafting, strict=True)]
         params = [request.params for request in requests]
         shape = round_shape(self.round, rows, params, drafts, self._unsettled_nodes())
         if self.choice is None or shape.num_steps == 0:
             return shape
-        return self._with_chosen_draft(self.choice, shape, requests, to_go, drafts)
+        return self._with_chosen_draft(self.choice, shape, requests, remaining, drafts)
 
     def _unsettled_nodes(self) -> int:
         """Tokens by which a row may be longer than the host knows."""
@@ -196,7 +196,7 @@ class Steps:
         choice: DraftChoice,
         shape: RoundShape,
         requests: Sequence[Request],
-        to_go: Sequence[int],
+        remaining: Sequence[int],
         drafts: Sequence[DraftShape],
     ) -> RoundShape:
         """This shape with the draft that `choice` selects. Large captured rounds have one draft only."""
@@ -204,10 +204,10 @@ class Steps:
         if self.graphs is not None and is_large(bucket):
             return shape
         fixed = [draft for draft, request in zip(drafts, requests, strict=True) if request.has_fixed_draft]
-        rows = rows_of(requests)
-        most = np.minimum(self.round.max_drafts.host[rows], np.array(to_go, dtype=np.int64) - 1)
+        rows = table_rows(requests)
+        max_drafts = np.minimum(self.round.max_drafts.host[rows], np.array(remaining, dtype=np.int64) - 1)
         unsettled = [launched.shape.draft for launched in self.launches.unsettled if launched.drawing is None]
-        draft = choice.choose(rows, most, bucket.batch, largest(fixed), unsettled)
+        draft = choice.choose(rows, max_drafts, bucket.batch, largest(fixed), unsettled)
         if self.graphs is None and draft.num_steps:  # no deeper than any request can use
             draft = shape.draft._replace(by_lookup=draft.by_lookup)
         return shape.with_draft(draft)
@@ -218,7 +218,7 @@ class Steps:
         """Update the draft policy from a settled round: see `launches.Learn`."""
         if self.choice is None or shape.forced or (self.graphs is not None and is_large(shape)):
             return
-        rows = rows_of(requests)
+        rows = table_rows(requests)
         drafting = result.drafts > 0
         drafted = rows[drafting], result.length[drafting] - 1, result.drafts[drafting]
         chosen = not any(request.has_fixed_draft for request in requests)

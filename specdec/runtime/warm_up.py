@@ -13,7 +13,7 @@ import numpy as np
 from specdec.progress import progress_bar
 from specdec.runtime.draft_policy.round_times import RoundTimes
 from specdec.runtime.rounds.captured_prompts import SIZES_IN_PARTS
-from specdec.runtime.rounds.captured_rounds import RoundGraphs, batch_sizes, table_widths
+from specdec.runtime.rounds.captured_rounds import RoundGraphs, batch_buckets, prefix_buckets
 from specdec.runtime.rounds.result import RoundShape
 from specdec.runtime.rounds.round_shapes import NO_DRAFT, round_shape, whole_draft
 from specdec.runtime.startup_timing import time_prompts, time_rounds
@@ -31,7 +31,7 @@ def warm_up(steps: Steps) -> None:
     drafts = [own] if steps.choice is None else steps.choice.shapes
     shapes = [
         graphs.bucket(round_shape(round, NO_ROWS, [], [draft], 0)._replace(batch=size))
-        for size in reversed(batch_sizes(steps.table.max_requests))
+        for size in reversed(batch_buckets(steps.table.max_requests))
         for draft in reversed(drafts)
     ]
     with steps.round.on_device(), progress_bar("capturing rounds", len(shapes)) as update:
@@ -39,7 +39,7 @@ def warm_up(steps: Steps) -> None:
             for _ in range(2):  # as it is, then captured
                 _run(steps, graphs, shape)
             update(done)
-        for width in table_widths(steps.table.slots.host.shape[1] - 1)[1:]:
+        for width in prefix_buckets(steps.table.slots.host.shape[1] - 1)[1:]:
             for shape in shapes[: len(drafts)]:
                 _run(steps, graphs, shape._replace(longest=width))
         if round.unread is not None:
@@ -81,7 +81,7 @@ def _capture_parts(steps: Steps) -> None:
     if division is None or chunks is None:
         return
     steps.round.flush()
-    longest = min(steps.table.slots.host.shape[1] - 1, division.most)
+    longest = min(steps.table.slots.host.shape[1] - 1, division.max_tokens)
     for states in {steps.round.final_states(scored=False, ends=ends) for ends in (False, True)}:
         for size in SIZES_IN_PARTS:
             rows, length = np.array([steps.table.padding_row]), np.array([min(size, longest)])

@@ -30,7 +30,7 @@ from specdec.sampling.row_scores import (
     TEMPERATURE,
     TOP_K,
     TOP_P,
-    Seen,
+    SeenTokens,
     load_logits,
     mass_of,
     min_score_of,
@@ -47,7 +47,7 @@ COLLECTORS = 2048
 """Upper bound on programs of `collect_kernel`: those of greedy rows end at once, yet each costs a launch slot."""
 
 
-class Cut(NamedTuple):
+class VocabSplit(NamedTuple):
     """Cut of a row into tiles and groups, and its list of at most `capacity` tokens; changes no result."""
 
     tile: int = 4096
@@ -56,10 +56,10 @@ class Cut(NamedTuple):
     listed: int = 512
 
 
-DEFAULT_CUT = Cut()
+DEFAULT_CUT = VocabSplit()
 
 
-class Candidates(NamedTuple):
+class Shortlist(NamedTuple):
     """Findings of earlier kernels in R rows of logits; `choose_kernel` reads them.
 
     `list_id`, `list_x`: tokens that may win, and their logits. Where `floor` is finite only tokens whose logit reaches
@@ -78,7 +78,7 @@ class Candidates(NamedTuple):
     sums: torch.Tensor | None  # [R, tiles] float32: sum of e^(score - that)
 
     @classmethod
-    def given(cls, list_id: torch.Tensor, list_x: torch.Tensor) -> "Candidates":
+    def given(cls, list_id: torch.Tensor, list_x: torch.Tensor) -> "Shortlist":
         """Rows of which these tokens and logits are all that there is."""
         return cls(None, None, None, None, None, None, list_id, list_x, None, None)
 
@@ -328,12 +328,12 @@ def collect(
     positions: torch.Tensor,
     params: ParamVectors,
     softcap: float | None,
-    seen: Seen | None,
+    seen: SeenTokens | None,
     k: int,
-    cut: Cut,
+    cut: VocabSplit,
     *,
     scores: bool,
-) -> Candidates:
+) -> Shortlist:
     """The candidates for the k best of each row, and with scores for their log-probabilities: see `KernelSampler`."""
     batch, num_nodes, vocab_size = logits.shape
     rows, device = batch * num_nodes, logits.device
@@ -346,7 +346,7 @@ def collect(
         return torch.empty(shape, dtype=dtype, device=device)
 
     group_max, moments = buffer(rows, num_groups), buffer(rows, 3, num_tiles, dtype=torch.float64)
-    found = Candidates(
+    found = Shortlist(
         tile_max=buffer(rows, num_tiles),
         row_max=buffer(rows),
         floor=buffer(rows),

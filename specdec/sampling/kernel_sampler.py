@@ -13,10 +13,10 @@ import torch
 from specdec.gpu.dependent_launch import pdl_options
 from specdec.gpu.triton_shim import triton
 from specdec.sampling.choose_candidate import choose_kernel
-from specdec.sampling.collect_candidates import DEFAULT_CUT, Cut, collect
-from specdec.sampling.log_probs import Best
-from specdec.sampling.reference_sampler import Past, ReferenceSampler
-from specdec.sampling.row_scores import Seen, reading
+from specdec.sampling.collect_candidates import DEFAULT_CUT, VocabSplit, collect
+from specdec.sampling.log_probs import TopTokens
+from specdec.sampling.reference_sampler import EditInputs, ReferenceSampler
+from specdec.sampling.row_scores import SeenTokens, reading
 from specdec.sampling.sampling_table import ParamVectors
 from specdec.sampling.token_bitmaps import mark_seen
 
@@ -28,25 +28,25 @@ MAX_BEST = 64
 class KernelSampler(ReferenceSampler):
     """Draws the tokens that `ReferenceSampler` draws, in a few launches; noise is made where it is added."""
 
-    def ahead(self, first: torch.Tensor, count: int, vocab_size: int) -> "KernelSampler":
+    def with_noise(self, first: torch.Tensor, count: int, vocab_size: int) -> "KernelSampler":
         return self
 
     def sample(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return sample(logits, positions, self.params)
 
     def draw(
-        self, logits: torch.Tensor, positions: torch.Tensor, past: Past, softcap: float | None = None
+        self, logits: torch.Tensor, positions: torch.Tensor, past: EditInputs, softcap: float | None = None
     ) -> torch.Tensor:
         if self.uses.edits:  # more than the kernels do as they read
             return sample(self.edited(logits, past, softcap), positions, self.params)
         seen = _seen(past, logits.shape) if self.uses.penalty else None
         return sample(logits, positions, self.params, softcap, seen)
 
-    def best(self, logits: torch.Tensor, positions: torch.Tensor, count: int) -> Best:
+    def best(self, logits: torch.Tensor, positions: torch.Tensor, count: int) -> TopTokens:
         return best_tokens(logits, positions, self.params, count)
 
 
-def _seen(past: Past, shape: torch.Size) -> Seen:
+def _seen(past: EditInputs, shape: torch.Size) -> SeenTokens:
     """Tokens that logits [B, N, V] have seen: a bit for each token of the histories, and the tokens on each node's own
     path."""
     batch, num_nodes, vocab_size = shape
@@ -55,8 +55,8 @@ def _seen(past: Past, shape: torch.Size) -> Seen:
         bits = torch.zeros((batch, -(-vocab_size // 32)), dtype=torch.int32, device=past.history.device)
         mark_seen(bits, torch.arange(batch, device=bits.device), past.history, past.length)
     if past.tree is None:
-        return Seen(bits, past.length.new_full((batch, num_nodes, 1), -1))
-    return Seen(bits, path_tokens(past.tree.tokens, past.tree.ancestors))
+        return SeenTokens(bits, past.length.new_full((batch, num_nodes, 1), -1))
+    return SeenTokens(bits, path_tokens(past.tree.tokens, past.tree.ancestors))
 
 
 def path_tokens(tokens: torch.Tensor, ancestors: torch.Tensor) -> torch.Tensor:
@@ -69,9 +69,9 @@ def sample(
     positions: torch.Tensor,
     params: ParamVectors,
     softcap: float | None = None,
-    seen: Seen | None = None,
+    seen: SeenTokens | None = None,
     *,
-    cut: Cut = DEFAULT_CUT,
+    cut: VocabSplit = DEFAULT_CUT,
 ) -> torch.Tensor:
     """The token drawn at each node: logits [B, N, V] of any floating dtype, positions [B, N] int64 -> [B, N] int64.
 
@@ -86,8 +86,8 @@ def best_tokens(
     params: ParamVectors,
     k: int,
     *,
-    cut: Cut = DEFAULT_CUT,
-) -> Best:
+    cut: VocabSplit = DEFAULT_CUT,
+) -> TopTokens:
     """The k best tokens of log P + g at each node and their log-probabilities, which are those of the sum over all
     tokens; greedy: of the logits. Where the filters leave fewer, the lowest ids that they remove follow, with -inf."""
     return _choose(logits, positions, params, None, None, k, cut, scores=True)
@@ -98,17 +98,17 @@ def _choose(
     positions: torch.Tensor,
     params: ParamVectors,
     softcap: float | None,
-    seen: Seen | None,
+    seen: SeenTokens | None,
     k: int,
-    cut: Cut,
+    cut: VocabSplit,
     *,
     scores: bool,
-) -> Best:
+) -> TopTokens:
     batch, num_nodes, vocab_size = logits.shape
     assert 1 <= k <= min(MAX_BEST, vocab_size), f"{k=} {vocab_size=}"
     assert positions.shape == (batch, num_nodes), f"{positions.shape=}"
     assert all(p.shape[1:] == (batch,) and p.is_contiguous() for p in params), [p.shape for p in params]
-    best = Best.empty((batch, num_nodes), k, logits.device)
+    best = TopTokens.empty((batch, num_nodes), k, logits.device)
     if batch * num_nodes == 0:
         return best
     positions = positions.contiguous()

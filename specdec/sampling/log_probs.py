@@ -39,7 +39,7 @@ PIECE = 128
 """Rows whose log-probabilities are taken at a time: each needs 24 bytes for every token of the vocabulary."""
 
 
-class Best(NamedTuple):
+class TopTokens(NamedTuple):
     """The K best tokens of each place, [..., K] int64, best first and the lowest id first among equals, and their
     log-probabilities [..., K] float32."""
 
@@ -47,31 +47,32 @@ class Best(NamedTuple):
     scores: torch.Tensor
 
     @classmethod
-    def empty(cls, places: Sequence[int], count: int, device: torch.device) -> "Best":
+    def empty(cls, places: Sequence[int], count: int, device: torch.device) -> "TopTokens":
         shape = (*places, count)
         return cls(
             torch.empty(shape, dtype=torch.int64, device=device), torch.empty(shape, dtype=torch.float32, device=device)
         )
 
 
-def best_of(log_p: torch.Tensor, count: int) -> Best:
+def top_tokens(log_p: torch.Tensor, count: int) -> TopTokens:
     """The `count` highest of log_p [..., V] float32, at most 0 each. The first of them are the same for every count."""
     # of numbers that are at most 0, the bits without a sign rise as the numbers fall
     falling = log_p.abs().contiguous().view(torch.int32).long() << 32
     token = torch.arange(log_p.shape[-1], device=log_p.device)
     tokens = (falling + token).topk(count, dim=-1, largest=False).indices
-    return Best(tokens, log_p.gather(-1, tokens))
+    return TopTokens(tokens, log_p.gather(-1, tokens))
 
 
 class LogProbs(NamedTuple):
-    """Scores of D tokens: chosen [B, D] float32, and the `Best` of each place: values [B, D, K] and ids [B, D, K]."""
+    """Scores of D tokens: chosen [B, D] float32, and the `TopTokens` of each place: values [B, D, K] and ids [B, D,
+    K]."""
 
     chosen: torch.Tensor
     values: torch.Tensor
     ids: torch.Tensor
 
     @classmethod
-    def of(cls, logits: torch.Tensor, tokens: torch.Tensor, count: int) -> "LogProbs":
+    def from_logits(cls, logits: torch.Tensor, tokens: torch.Tensor, count: int) -> "LogProbs":
         """logits [B, D, V] that tokens [B, D] were drawn from, before any parameter."""
         pieces = zip(logits.flatten(0, 1).split(PIECE), tokens.flatten().split(PIECE), strict=True)
         parts = [cls._of_rows(rows, drawn, count) for rows, drawn in pieces]
@@ -85,7 +86,7 @@ class LogProbs(NamedTuple):
         if vocab_size % ALIGN:
             logits = F.pad(logits, (0, -vocab_size % ALIGN), value=-torch.inf)
         log_p = logits.log_softmax(dim=-1)[:, :vocab_size]
-        best = best_of(log_p, min(count, vocab_size))
+        best = top_tokens(log_p, min(count, vocab_size))
         return cls(log_p.gather(1, tokens[:, None])[:, 0], best.scores, best.tokens)
 
 

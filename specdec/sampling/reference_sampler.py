@@ -20,9 +20,9 @@ from typing import NamedTuple, Protocol
 import torch
 
 from specdec.gpu.on_demand import OnDemand
-from specdec.sampling.log_probs import Best, best_of
+from specdec.sampling.log_probs import TopTokens, top_tokens
 from specdec.sampling.noise import gumbel_noise
-from specdec.sampling.sampling_table import SAMPLED, ParamVectors, Uses, unpack_bias
+from specdec.sampling.sampling_table import SAMPLED, ParamVectors, SamplerUses, unpack_bias
 from specdec.sampling.softcap import reference_softcap
 from specdec.sampling.token_bitmaps import unpack_bits
 
@@ -41,7 +41,7 @@ class NodePaths(Protocol):
 
 
 @dataclass(frozen=True)
-class Past:
+class EditInputs:
     """Inputs of the edits of logits [B, N, V].
 
     history [B, L]: the tokens so far, the root included, of which length [B] count; a function that makes it is called
@@ -57,27 +57,27 @@ class Past:
     allowed: torch.Tensor | None = None
     seen: torch.Tensor | None = None
 
-    def before(self, tree: NodePaths | None, allowed: torch.Tensor | None) -> "Past":
+    def before(self, tree: NodePaths | None, allowed: torch.Tensor | None) -> "EditInputs":
         """Returns these histories, with the drafts of `tree` after them and the masks `allowed`."""
-        return Past(self.length, tree, lambda: self.history, self.prompt_len, allowed, self.seen)
+        return EditInputs(self.length, tree, lambda: self.history, self.prompt_len, allowed, self.seen)
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceSampler:
     """Draws tokens of B requests with their parameters.
 
-    params, uses, bias: of `SamplingTable.at`. noise: [B, W, V] of positions first [B] and after, made once for all that
-    draws there (`ahead`); None: made as needed. past: the histories of the requests.
+    params, uses, bias: of `SamplingTable.row_params`. noise: [B, W, V] of positions first [B] and after, made once for
+    all that draws there (`with_noise`); None: made as needed. past: the histories of the requests.
     """
 
     params: ParamVectors
-    uses: Uses = SAMPLED
+    uses: SamplerUses = SAMPLED
     bias: torch.Tensor | None = None
     first: torch.Tensor | None = None
     noise: torch.Tensor | None = None
-    past: Past | None = None
+    past: EditInputs | None = None
 
-    def ahead(self, first: torch.Tensor, count: int, vocab_size: int) -> "ReferenceSampler":
+    def with_noise(self, first: torch.Tensor, count: int, vocab_size: int) -> "ReferenceSampler":
         """Returns this sampler with the noise of `count` positions from first [B] on: nodes of a tree and steps of a
         draft share it."""
         if not self.uses.sampled:
@@ -90,7 +90,7 @@ class ReferenceSampler:
         return (logits if not self.uses.sampled else self._perturbed(logits, positions)).argmax(dim=-1)
 
     def draw(
-        self, logits: torch.Tensor, positions: torch.Tensor, past: Past, softcap: float | None = None
+        self, logits: torch.Tensor, positions: torch.Tensor, past: EditInputs, softcap: float | None = None
     ) -> torch.Tensor:
         """The target's tokens [B, N]: `sample` after `edited`. softcap: one that the logits have not had yet."""
         return self.sample(self.edited(logits, past, softcap), positions)
@@ -103,14 +103,14 @@ class ReferenceSampler:
         positions: torch.Tensor,
         softcap: float | None,
     ) -> torch.Tensor:
-        """`draw` after the requests' own histories and these drafts, under these masks (see `Past`)."""
+        """`draw` after the requests' own histories and these drafts, under these masks (see `EditInputs`)."""
         assert self.past is not None, "a sampler without histories"
         return self.draw(logits, positions, self.past.before(tree, allowed), softcap)
 
-    def best(self, logits: torch.Tensor, positions: torch.Tensor, count: int) -> Best:
+    def best(self, logits: torch.Tensor, positions: torch.Tensor, count: int) -> TopTokens:
         """The `count` best of `log_scores`, a node's children; where the filters leave fewer tokens, the lowest ids
         that they remove follow, with -inf."""
-        return best_of(self.log_scores(logits, positions), count)
+        return top_tokens(self.log_scores(logits, positions), count)
 
     def log_scores(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Log-probabilities [B, N, V] float32 of being drawn, the noise given; their argmax is what `sample` draws."""
@@ -170,7 +170,7 @@ class ReferenceSampler:
 
     # edits of logits
 
-    def edited(self, logits: torch.Tensor, past: Past, softcap: float | None = None) -> torch.Tensor:
+    def edited(self, logits: torch.Tensor, past: EditInputs, softcap: float | None = None) -> torch.Tensor:
         """Logits [B, N, V] with all that comes before temperature."""
         logits = logits if softcap is None else reference_softcap(logits, softcap)
         vocab_size = logits.shape[-1]
@@ -218,7 +218,7 @@ class MaskedFirstLevel(NamedTuple):
     def sample(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self.sampler.sample(self._masked(logits, positions), positions)
 
-    def best(self, logits: torch.Tensor, positions: torch.Tensor, count: int) -> Best:
+    def best(self, logits: torch.Tensor, positions: torch.Tensor, count: int) -> TopTokens:
         return self.sampler.best(self._masked(logits, positions), positions, count)
 
     def _masked(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -233,7 +233,7 @@ def masked(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
     return torch.where(unpack_bits(allowed, logits.shape[-1]), kept, -torch.inf)
 
 
-def output_counts(past: Past, vocab_size: int) -> torch.Tensor:
+def output_counts(past: EditInputs, vocab_size: int) -> torch.Tensor:
     """Counts of each token in the output before each node's continuation: [B, N, V] float32, along its own path."""
     assert past.prompt_len is not None
     columns = torch.arange(past.history.shape[1], device=past.history.device)
@@ -248,7 +248,7 @@ def output_counts(past: Past, vocab_size: int) -> torch.Tensor:
     return counts.repeat(1, num_nodes, 1).scatter_add(2, tokens, drafted.float())
 
 
-def past_tokens(past: Past, vocab_size: int) -> torch.Tensor:
+def past_tokens(past: EditInputs, vocab_size: int) -> torch.Tensor:
     """Tokens that each node's continuation would repeat: [B, N, V] bool, along its own ancestor path."""
     if past.seen is not None:
         return _along_paths(unpack_bits(past.seen, vocab_size), past.tree)

@@ -11,7 +11,7 @@ import torch
 
 from specdec.gpu.triton_shim import tl, triton
 from specdec.sampling.sampling_table import index_of
-from specdec.sampling.softcap import capped, inverse_of
+from specdec.sampling.softcap import capped, inverse_cap
 
 INF = tl.constexpr(float("inf"))
 LARGEST = tl.constexpr(0x7FFFFFFF)
@@ -22,7 +22,7 @@ TEMPERATURE, TOP_P, MIN_P = index_of("temperature"), index_of("top_p"), index_of
 PENALTY = index_of("repetition_penalty")
 
 
-class Seen(NamedTuple):
+class SeenTokens(NamedTuple):
     """Tokens that the repetition penalty is for. bits [B, ceil(V / 32)] int32: bit v % 32 of word v // 32 is set for a
     token v of the request's history; path [B, N, D] int64: tokens on a node's own path, padded with -1."""
 
@@ -30,13 +30,15 @@ class Seen(NamedTuple):
     path: torch.Tensor
 
 
-def reading(logits: torch.Tensor, softcap: float | None, seen: Seen | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def reading(
+    logits: torch.Tensor, softcap: float | None, seen: SeenTokens | None
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """How kernels read logits [B, N, V]: (p_seen, p_path) and (softcap, cap_inverse, s_row, s_seen, path_len)."""
     batch, num_nodes, _ = logits.shape
     assert logits.stride(2) == 1, f"{logits.stride()=}"
     assert num_nodes == 1 or batch == 1 or logits.stride(0) == num_nodes * logits.stride(1), f"{logits.stride()=}"
     s_row = logits.stride(1) if num_nodes > 1 else logits.stride(0)
-    cap = (softcap, None if softcap is None else inverse_of(softcap))
+    cap = (softcap, None if softcap is None else inverse_cap(softcap))
     if seen is None:
         return (None, None), (*cap, s_row, 0, 0)
     assert seen.path.shape[:2] == (batch, num_nodes) and seen.bits.stride(1) == 1, f"{seen.path.shape=}"

@@ -53,7 +53,7 @@ def split_cells(cells: torch.Tensor) -> ParamVectors:
     return ParamVectors(by_column[: len(WHOLE)], by_column[len(WHOLE) :].view(torch.float64).float())
 
 
-class Uses(NamedTuple):
+class SamplerUses(NamedTuple):
     """Features that at least one request of a batch uses, so that its rounds must compute them.
 
     filters: names of FILTERS. Edits of logits: penalty: repetition penalty; counts: frequency or presence penalty;
@@ -73,7 +73,7 @@ class Uses(NamedTuple):
         return self.counts or self.bias > 0 or self.masked
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams]) -> "Uses":
+    def from_params(cls, params: Sequence[SamplingParams]) -> "SamplerUses":
         sampled = [p for p in params if p.temperature > 0]
         return cls(
             sampled=len(sampled) > 0,
@@ -85,7 +85,7 @@ class Uses(NamedTuple):
         )
 
 
-SAMPLED = Uses(sampled=True, filters=frozenset(FILTERS))
+SAMPLED = SamplerUses(sampled=True, filters=frozenset(FILTERS))
 """Every temperature and every filter, with logits as they are."""
 
 
@@ -101,7 +101,10 @@ class SamplingTable:
         self.cells = MirroredArray((num_rows, len(WHOLE) + len(REAL)), device)
         self._biases: dict[int, MirroredArray] = {}  # by room, [rows, room]; never replaced: captured rounds read it
         self._biased: set[tuple[int, int]] = set()  # rooms and rows that have held entries
-        self._last: tuple[list[SamplingParams], Uses] = [], Uses.of([])  # the batch that `uses` was last asked about
+        self._last: tuple[list[SamplingParams], SamplerUses] = (
+            [],
+            SamplerUses.from_params([]),
+        )  # the batch that `uses` was last asked about
 
     @property
     def arrays(self) -> list[MirroredArray]:
@@ -114,15 +117,15 @@ class SamplingTable:
         columns = np.arange(self.cells.host.shape[1])
         self.cells[rows[:, None], columns] = np.concatenate([whole, real.view(np.int64)], axis=1)
 
-    def uses(self, params: Sequence[SamplingParams]) -> Uses:
-        """`Uses.of`, kept for as long as the batch is the same: it looks at every parameter."""
+    def uses(self, params: Sequence[SamplingParams]) -> SamplerUses:
+        """`SamplerUses.from_params`, kept for as long as the batch is the same: it looks at every parameter."""
         before, uses = self._last
         if before != list(params):  # the same object is not compared field by field
-            uses = Uses.of(params)
+            uses = SamplerUses.from_params(params)
         self._last = list(params), uses  # these objects, though others were equal
         return uses
 
-    def load_biases(self, rows: IntArray, params: Sequence[SamplingParams], uses: Uses) -> None:
+    def load_biases(self, rows: IntArray, params: Sequence[SamplingParams], uses: SamplerUses) -> None:
         """The biases of these rows, for a round of these uses."""
         if not uses.bias:
             return
@@ -138,9 +141,9 @@ class SamplingTable:
             if (biases.host[row] != packed).any():
                 biases[row] = packed
 
-    def at(
-        self, rows: torch.Tensor, uses: Uses, params: ParamVectors | None = None
-    ) -> tuple[ParamVectors, Uses, torch.Tensor | None]:
+    def row_params(
+        self, rows: torch.Tensor, uses: SamplerUses, params: ParamVectors | None = None
+    ) -> tuple[ParamVectors, SamplerUses, torch.Tensor | None]:
         """What a sampler of rows [B] takes: a copy of their parameters (given, if it exists already),
         what any of them uses, and their biases [B, K] as `pack_bias` makes them."""
         bias = self._biases[uses.bias].tensor[rows] if uses.bias else None

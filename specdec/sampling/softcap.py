@@ -18,7 +18,7 @@ BLOCK = 2048
 LIBRARY = tl.constexpr(torch.version.cuda is not None and not INTERPRETED)
 
 
-def inverse_of(cap: float) -> float:
+def inverse_cap(cap: float) -> float:
     return float(np.float32(1) / np.float32(cap))
 
 
@@ -83,7 +83,7 @@ def softcap(logits: torch.Tensor, cap: float) -> torch.Tensor:
     assert logits.is_contiguous(), f"{logits.stride()=}"
     if logits.numel():
         _softcap_kernel[(triton.cdiv(logits.numel(), BLOCK),)](
-            *(logits, logits.numel(), cap, inverse_of(cap)),
+            *(logits, logits.numel(), cap, inverse_cap(cap)),
             BLOCK=BLOCK,
             num_warps=4,
             **pdl_options(logits.device),

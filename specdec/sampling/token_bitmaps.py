@@ -85,7 +85,7 @@ class SeenBits:
         device = self.bits.device
         self.bits.index_copy_(0, upload(rows, device), upload(words, device))
 
-    def of(self, rows: torch.Tensor) -> torch.Tensor:
+    def select_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """Bits of these rows, [B, ceil(V / 32)], a copy."""
         return self.bits.index_select(0, rows)
 
@@ -122,7 +122,7 @@ class MaskBuffer:
     def num_bytes(self) -> int:
         return 0 if self._words is None else self._words.nbytes
 
-    def at(self, batch: int, num_nodes: int) -> torch.Tensor:
+    def view(self, batch: int, num_nodes: int) -> torch.Tensor:
         """Tokens allowed after each of N nodes, [B, N, ceil(V / 32)] int32: a view of the one buffer."""
         size = batch * num_nodes * self.num_words
         if self._words is None:

@@ -4,7 +4,7 @@
     one client's    | at most `per_client`, unless that is 0                              |  refused
 
 It counts and knows no engine. Callers wait in order of arrival, each on its own event loop; any thread may give places
-back. Invariant: at most `most` places are taken, and at most `per_client` by one client.
+back. Invariant: at most `max_places` places are taken, and at most `per_client` by one client.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ class Admission:
     """Places for `rows` requests that run and `max_waiting` that wait. per_client: 0, no limit."""
 
     def __init__(self, rows: int, max_waiting: int, per_client: int = 0) -> None:
-        self.most = rows + max_waiting
+        self.max_places = rows + max_waiting
         self._rows = rows
         self._max_waiting = max_waiting
         self._per_client = per_client
@@ -86,7 +86,7 @@ class Admission:
 
     def _admit_waiters(self) -> None:
         """Give free places to the callers that have waited longest. The lock is held."""
-        while self._waiters and self.out + self._waiters[0].count <= self.most:
+        while self._waiters and self.out + self._waiters[0].count <= self.max_places:
             waiter = self._waiters.popleft()
             self.out += waiter.count
             waiter.admitted = True
@@ -108,23 +108,23 @@ class Admission:
         many = f"{count} samples at once are more than the"
         if self._per_client and count > self._per_client:
             raise ConfigError(f"{many} {self._per_client} that one client may have; ask for fewer")
-        if count > self.most:
+        if count > self.max_places:
             raise ConfigError(
-                f"{many} {self.most} that this engine takes in: {self._rows} run at a time and {self._max_waiting} "
-                "wait; ask for fewer, or raise max_batch_size or max_waiting"
+                f"{many} {self.max_places} that this engine takes in: {self._rows} run at a time and "
+                f"{self._max_waiting} wait; ask for fewer, or raise max_batch_size or max_waiting"
             )
         if self._per_client and self._places_of[client] + count > self._per_client:
             more = f"{count} more would make more than the {self._per_client} that one client may have"
             raise QueueFullError(
                 f"{self._places_of[client]} of your samples are open, and {more}; try again when some have ended"
             )
-        return not self._waiters and self.out + count <= self.most
+        return not self._waiters and self.out + count <= self.max_places
 
     def _full(self) -> QueueFullError:
         if self._waiters:
             first = sum(waiter.count for waiter in self._waiters)
             return QueueFullError(
-                f"{self.out} of {self.most} places are taken, and callers that came earlier wait for {first}; "
+                f"{self.out} of {self.max_places} places are taken, and callers that came earlier wait for {first}; "
                 "try again later"
             )
         return QueueFullError(

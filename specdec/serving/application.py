@@ -32,12 +32,12 @@ def create_app(engine: AsyncEngine, settings: ServeSettings) -> FastAPI:
     )
     parser = tool_parser_for(engine.tokenizer, name=settings.tool_parser)
     app.state.serve = ServeState(engine, settings, parser)
-    app.state.metrics = metrics.Metrics(engine, settings.model_names[0])
+    app.state.metrics = metrics.MetricsCollector(engine, settings.model_names[0])
     app.state.responses = ResponseStore()
-    faults.install(app)
+    faults.install_error_handlers(app)
     app.add_exception_handler(ClientGoneError, lambda request, error: Response(status_code=CLIENT_GONE))
-    middleware.install(app, settings)
+    middleware.install_middleware(app, settings)
     for route in (chat, completions, metrics, models, page, probes, responses, token_routes):
         app.include_router(route.router)
-    openapi.install(app, settings)
+    openapi.install_openapi(app, settings)
     return app

@@ -25,7 +25,7 @@ from specdec.runtime.arguments import known_keywords, params_for, require_one_sa
 from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.request import GenerationOutput, StreamDelta
 from specdec.serving.admission import Admission
-from specdec.serving.engine_thread import BROKEN, EngineThread, Observer, Sample
+from specdec.serving.engine_thread import BROKEN, EngineThread, Observer, StreamedSample
 from specdec.serving.fair_pool import CLIENT, FairPool
 from specdec.serving.streams import Streams, tell_readers
 from specdec.serving.text_bound import TextBound
@@ -148,7 +148,7 @@ class AsyncEngine:
                     if isinstance(prompt, str):
                         self._bound.require(prompt)
                 handles = self.engine.submit_many(many, each, priority=priority)
-                streams.add_samples([Sample(handle, streams, client) for handle in handles])
+                streams.add_samples([StreamedSample(handle, streams, client) for handle in handles])
                 self._thread.watch(streams.samples)
             except BaseException:
                 self._admission.give_back(count, client)
@@ -227,7 +227,7 @@ class AsyncEngine:
         return self._admission.out
 
     @property
-    def samples(self) -> list[Sample]:
+    def samples(self) -> list[StreamedSample]:
         """The samples that have not ended."""
         return self._thread.open
 

@@ -24,7 +24,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from specdec.engine import Engine
-from specdec.errors import ConfigError, RoundFailedError, SpecDecError, StoppingError, in_words
+from specdec.errors import ConfigError, RoundFailedError, SpecDecError, StoppingError, error_summary
 from specdec.runtime.handle import Handle
 from specdec.serving.fair_pool import settle
 
@@ -36,7 +36,7 @@ BROKEN = 3
 
 
 @dataclass(eq=False, slots=True)
-class Sample:
+class StreamedSample:
     """One request that this thread looks after. owner: its reader, told when there is news.
 
     client: its API key's name or address. seen: tokens that its owner was told of.
@@ -64,23 +64,25 @@ class Sample:
 class Observer(Protocol):
     """Is told of tokens and ends of requests, such as the metrics. Called on the engine's thread, so it never waits."""
 
-    def gained(self, sample: Sample, tokens: int, now: float) -> None:
+    def gained(self, sample: StreamedSample, tokens: int, now: float) -> None:
         """The sample gained `tokens` tokens; `seen` and `last_news` are as they were before."""
 
-    def ended(self, sample: Sample, now: float) -> None:
+    def ended(self, sample: StreamedSample, now: float) -> None:
         """The sample ended by itself, or was aborted, or failed."""
 
 
 class EngineThread:
     """Steps one engine while it has work. tell: called after each step with the samples of which there is news."""
 
-    def __init__(self, engine: Engine, tell: Callable[[Sequence[Sample]], None], observers: Sequence[Observer]) -> None:
+    def __init__(
+        self, engine: Engine, tell: Callable[[Sequence[StreamedSample]], None], observers: Sequence[Observer]
+    ) -> None:
         self.engine = engine
         self.failed_rounds = 0  # in a row, that a request failed with
         self.step_began: float | None = None  # by time.monotonic; None while there is nothing to do
         self._tell = tell
         self.observers = list(observers)
-        self._open: dict[int, Sample] = {}  # by id
+        self._open: dict[int, StreamedSample] = {}  # by id
         self._news: deque[int] = deque()  # ids of requests that gained tokens or ended, some more than once
         self._calls: deque[Callable[[], object]] = deque()
         self._guard = threading.RLock()  # a finalizer may come back here
@@ -93,12 +95,12 @@ class EngineThread:
         self._thread.start()
 
     @property
-    def open(self) -> list[Sample]:
+    def open(self) -> list[StreamedSample]:
         """The samples that have not ended."""
         with self._guard:
             return list(self._open.values())
 
-    def watch(self, samples: Sequence[Sample]) -> None:
+    def watch(self, samples: Sequence[StreamedSample]) -> None:
         """Look after submitted requests. Raises SpecDecError, and aborts them, when the thread has stopped."""
         with self._guard:
             taken = not (self._stopping or self.stopped)
@@ -130,7 +132,7 @@ class EngineThread:
             work()
         return future
 
-    def abort(self, samples: Sequence[Sample]) -> None:
+    def abort(self, samples: Sequence[StreamedSample]) -> None:
         """End the samples that have not ended, before the next step; does not wait for it."""
         for sample in samples:
             if not sample.handle.finished:
@@ -162,7 +164,7 @@ class EngineThread:
                 self.step_began = None
         except BaseException as error:
             logger.exception("the engine's thread ended")
-            reason = f"the engine's thread ended: {in_words(error)}"
+            reason = f"the engine's thread ended: {error_summary(error)}"
             for sample in self.open:
                 sample.error = RoundFailedError(reason)  # before it is seen to have ended
                 self._news.append(sample.handle.id)
@@ -187,7 +189,7 @@ class EngineThread:
         try:
             more = self.engine.step()
         except Exception as error:
-            logger.warning("a round failed: %s", in_words(error), exc_info=error)
+            logger.warning("a round failed: %s", error_summary(error), exc_info=error)
             more, lacked_memory = bool(self._open), isinstance(error, torch.OutOfMemoryError)
         if lacked_memory:  # the error's frames have released their tensors
             torch.cuda.empty_cache()
@@ -220,7 +222,7 @@ class EngineThread:
         if news:
             self._tell(news)
 
-    def _samples_with_news(self) -> list[Sample]:
+    def _samples_with_news(self) -> list[StreamedSample]:
         """The samples that reported news since the last call, each once, in the order of their first news."""
         told: dict[int, None] = {}
         while self._news:
@@ -228,7 +230,7 @@ class EngineThread:
         with self._guard:
             return [self._open[id] for id in told if id in self._open]
 
-    def _release_ended(self, ended: Sequence[Sample], now: float) -> None:
+    def _release_ended(self, ended: Sequence[StreamedSample], now: float) -> None:
         for sample in ended:
             for observer in self.observers:
                 observer.ended(sample, now)
@@ -254,7 +256,7 @@ class EngineThread:
         self._report_news()
 
 
-def _abort(sample: Sample) -> None:
+def _abort(sample: StreamedSample) -> None:
     try:
         sample.handle.abort()
     except Exception:  # the engine failed to begin again; the request is released when that succeeds

@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from typing import Any, Literal
 
 from specdec.serving.async_engine import AsyncEngine
-from specdec.serving.metrics import Metrics, Snapshot
+from specdec.serving.metrics import MetricsCollector, Snapshot
 from specdec.serving.state import ServeState
 
 LogFormat = Literal["text", "json"]
@@ -142,7 +142,7 @@ def describe(state: ServeState) -> str:
 class Reporter:
     """One line every `seconds` in which tokens were read or made; 0: none. Belongs to an event loop."""
 
-    def __init__(self, engine: AsyncEngine, metrics: Metrics, seconds: float) -> None:
+    def __init__(self, engine: AsyncEngine, metrics: MetricsCollector, seconds: float) -> None:
         self._engine, self._metrics, self._seconds = engine, metrics, seconds
         self._last: Snapshot | None = None
         self._then = time.monotonic()

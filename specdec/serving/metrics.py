@@ -15,7 +15,7 @@ from prometheus_client.core import Metric
 from specdec.runtime.engine_stats import EngineStats
 from specdec.runtime.request import RequestStats
 from specdec.serving.async_engine import AsyncEngine
-from specdec.serving.engine_thread import Sample
+from specdec.serving.engine_thread import StreamedSample
 from specdec.serving.http.answers import refusals
 from specdec.serving.http.client_limits import in_whole_blocks
 
@@ -41,7 +41,7 @@ class Snapshot:
     requests: RequestStats
 
 
-class Metrics:
+class MetricsCollector:
     """Observes an engine's requests, and collects the metrics of `/metrics`."""
 
     def __init__(self, engine: AsyncEngine, model_name: str) -> None:
@@ -65,12 +65,12 @@ class Metrics:
         labels = ("model_name", "finished_reason")
         ended = Counter("vllm:request_success", "Requests that ended.", labels, registry=self.registry)
         self._reasons = {reason: ended.labels(model_name, reason) for reason in REASONS}
-        self._first_at: dict[Sample, float] = {}
+        self._first_at: dict[StreamedSample, float] = {}
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
         engine.observe(self)
 
-    def gained(self, sample: Sample, tokens: int, now: float) -> None:
+    def gained(self, sample: StreamedSample, tokens: int, now: float) -> None:
         """On the engine's thread."""
         if sample.seen:
             self._between.observe(now - sample.last_news)
@@ -78,7 +78,7 @@ class Metrics:
             self._first.observe(now - sample.submitted)
             self._first_at[sample] = now
 
-    def ended(self, sample: Sample, now: float) -> None:
+    def ended(self, sample: StreamedSample, now: float) -> None:
         """On the engine's thread."""
         stats = sample.handle.stats
         self._add_to_sum(self._ended, sample)
@@ -132,7 +132,7 @@ class Metrics:
         stats.waiting = max(stats.waiting, len(samples) - stats.running)  # some wait to be let in
         return Snapshot(stats, total)
 
-    def _add_to_sum(self, total: RequestStats, sample: Sample) -> None:
+    def _add_to_sum(self, total: RequestStats, sample: StreamedSample) -> None:
         """Add a sample to a sum once its prompt has been read, and from then on, so that no sum falls."""
         if sample.handle.num_output:
             stats = sample.handle.stats.copy()
@@ -187,5 +187,5 @@ def _metric(kind: str, name: str, text: str, samples: Iterable[tuple[Mapping[str
 
 @router.get("/metrics", response_class=PlainTextResponse, responses=refusals(500))
 async def read_metrics(request: Request) -> Response:
-    found: Metrics = request.app.state.metrics
+    found: MetricsCollector = request.app.state.metrics
     return Response(await found.text(), media_type=CONTENT_TYPE_LATEST)

@@ -29,7 +29,7 @@ from specdec.errors import ConfigError
 from specdec.serving.application import create_app
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.fair_pool import settle
-from specdec.serving.http.probes import Watch
+from specdec.serving.http.probes import EngineWatch
 from specdec.serving.http.trimming import Trimmer, objects_frozen
 from specdec.serving.logs import Reporter, describe
 from specdec.serving.server_settings import ServeSettings
@@ -165,7 +165,7 @@ async def _serve(
     """Serve until the server is told to end, which starts the deadline."""
     asyncio.get_running_loop().set_exception_handler(FileLimitLog())
     engine, settings = app.state.serve.engine, app.state.serve.settings
-    watch, trimmer = Watch(engine, settings.liveness_seconds), Trimmer()
+    watch, trimmer = EngineWatch(engine, settings.liveness_seconds), Trimmer()
     reporter = Reporter(engine, app.state.metrics, settings.stats_seconds)
     serving = asyncio.create_task(server.serve(sockets=[bound]))
     while not (server.started or serving.done()):

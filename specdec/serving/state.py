@@ -43,4 +43,4 @@ def _state(request: Request) -> ServeState:
     return replace(state, client=bearer_token(request.headers))
 
 
-State = Annotated[ServeState, Depends(_state)]
+StateDep = Annotated[ServeState, Depends(_state)]

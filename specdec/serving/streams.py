@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from specdec.runtime.request import GenerationOutput, RequestStats, StreamDelta
-from specdec.serving.engine_thread import EngineThread, Sample
+from specdec.serving.engine_thread import EngineThread, StreamedSample
 
 
 class Streams:
@@ -20,14 +20,14 @@ class Streams:
 
     def __init__(self, thread: EngineThread) -> None:
         self.loop = asyncio.get_running_loop()
-        self.samples: list[Sample] = []
+        self.samples: list[StreamedSample] = []
         self._thread = thread
         self._news = asyncio.Event()
         self._posted = False  # the loop is about to be told of news
         self._ready: deque[tuple[int, StreamDelta]] = deque()
         self._left: set[int] = set()  # samples whose last delta was not read
 
-    def add_samples(self, samples: Sequence[Sample]) -> None:
+    def add_samples(self, samples: Sequence[StreamedSample]) -> None:
         """These are its samples."""
         self.samples = list(samples)
         self._left = set(range(len(samples)))
@@ -54,7 +54,7 @@ class Streams:
         while True:
             self._news.clear()
             finished = all(sample.handle.finished for sample in self.samples)
-            self._raise_failure()  # after the look at what has finished: see `Sample.failure`
+            self._raise_failure()  # after the look at what has finished: see `StreamedSample.failure`
             if finished:
                 return [sample.handle.output() for sample in self.samples]
             await self._news.wait()
@@ -94,7 +94,7 @@ class Streams:
                 raise failure
 
 
-def tell_readers(samples: Sequence[Sample]) -> None:
+def tell_readers(samples: Sequence[StreamedSample]) -> None:
     """Wake the readers of these, with one call a loop. A loop that is closed reads nothing any more."""
     by_loop: dict[asyncio.AbstractEventLoop, list[Streams]] = {}
     for streams in {sample.owner for sample in samples}:

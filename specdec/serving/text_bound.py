@@ -19,18 +19,18 @@ class TextBound:
     def __init__(self, tokenizer: Any, max_model_len: int) -> None:
         self._max_model_len = max_model_len
         vocabulary: Mapping[str, int] = getattr(tokenizer, "get_vocab", dict)()
-        self.most = max_model_len * max(map(len, vocabulary), default=0) or None  # characters; None: not known
+        self.max_characters = max_model_len * max(map(len, vocabulary), default=0) or None  # None: not known
 
     def require(self, prompt: str | Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None) -> None:
         """Raises CapacityError for a text, or for messages with their template's arguments, that has more characters
         than any number of tokens that fits."""
-        if self.most is None:
+        if self.max_characters is None:
             return
         parts = [prompt] if isinstance(prompt, str) else _values(prompt)
-        count = characters([*parts, *(options or {}).values()], self.most)
-        if count > self.most:
+        count = characters([*parts, *(options or {}).values()], self.max_characters)
+        if count > self.max_characters:
             raise CapacityError(
-                f"this prompt has at least {count} characters, more than the {self.most} that max_model_len="
+                f"this prompt has at least {count} characters, more than the {self.max_characters} that max_model_len="
                 f"{self._max_model_len} tokens can hold; shorten it"
             )
 
@@ -41,11 +41,11 @@ def _values(messages: Any) -> list[Any]:
     return [value for message in found for name, value in message.items() if name not in NOT_COUNTED]
 
 
-def characters(values: Sequence[Any], most: int) -> int:
+def characters(values: Sequence[Any], limit: int) -> int:
     """Characters of these values, as far as they are written at least: texts, names of members, and one for every other
-    value. Stops where there are more than `most`."""
+    value. Stops where there are more than `limit`."""
     count, left = 0, list(values)
-    while left and count <= most:
+    while left and count <= limit:
         value = left.pop()
         if isinstance(value, str):
             count += len(value)

@@ -14,10 +14,10 @@ from specdec.errors import ConfigError, first_line, shown
 
 DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
-Config = TypeVar("Config", bound=type)
+Dataclass = TypeVar("Dataclass", bound=type)
 
 
-def plain_arguments(cls: Config) -> Config:
+def plain_arguments(cls: Dataclass) -> Dataclass:
     """Decorates a frozen dataclass: its arguments become Python's own types before they are checked and stored."""
     init = cls.__init__  # type: ignore[misc]
     signature = inspect.signature(init)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, overload
 from transformers import PreTrainedModel
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from specdec.text.stop_strings import StopStrings, cut, find_first, min_tokens_of
+from specdec.text.stop_strings import StopStrings, cut_at_stop, find_first, min_tokens_of
 
 REPLACEMENT = "\ufffd"
 
@@ -145,7 +145,7 @@ class Detokenizer:
         if self.tokenizer is None or self._final is not None:
             return self._final or ""
         whole = self._decode(output_ids)
-        text = cut(whole, stops, self._since(output_ids, stops))
+        text = cut_at_stop(whole, stops, self._since(output_ids, stops))
         if stops and not self._kinds().special.isdisjoint(output_ids):
             written = self._to_written_stop(output_ids, stops)
             text = written if text == whole else min(text, written, key=len)
@@ -154,7 +154,7 @@ class Detokenizer:
             return text
         # a tokenizer that takes text back in a way not foreseen here: what was handed out stays
         self._update(output_ids, 0)
-        return sent + cut(self._pending + self._shown[self._known_len :], stops)
+        return sent + cut_at_stop(self._pending + self._shown[self._known_len :], stops)
 
     def _since(self, output_ids: Sequence[int], stops: Sequence[str], *, skip_special_tokens: bool = True) -> int:
         """Characters of the output that no stop string may lie in as a whole: see `StopStrings.min_tokens`."""

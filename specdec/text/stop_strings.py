@@ -42,7 +42,7 @@ def find_first(text: str, stops: Sequence[str], since: int = 0) -> Found | None:
     return min((Found(at, at + len(stop)) for at, stop in places if at >= 0), default=None)
 
 
-def cut(text: str, stops: Sequence[str], since: int = 0) -> str:
+def cut_at_stop(text: str, stops: Sequence[str], since: int = 0) -> str:
     """The text up to the first stop string, or with it where they are included."""
     found = find_first(text, stops, since)
     if found is None:

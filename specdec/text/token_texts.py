@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from specdec.text.detokenize import REPLACEMENT, Detokenizer, token_bytes
-from specdec.text.stop_strings import cut
+from specdec.text.stop_strings import cut_at_stop
 
 
 class TokenTexts:
@@ -80,7 +80,7 @@ class TokenTexts:
         text, sent = Detokenizer(self._tokenizer, self._written).final_text(self._ids, self._stops), "".join(self._sent)
         if text.startswith(sent):
             return text[len(sent) :]
-        return cut(self._waiting + self._tail, self._stops)  # a tokenizer that takes text back
+        return cut_at_stop(self._waiting + self._tail, self._stops)  # a tokenizer that takes text back
 
 
 def _common(first: str, second: str) -> int:

@@ -51,13 +51,13 @@ def new_assistant(
         num_hidden_layers=layers,
         layer_types=kinds,
         num_attention_heads=heads,
-        num_key_value_heads=other.num_kv_heads,
-        num_global_key_value_heads=full.num_kv_heads,
-        head_dim=other.head_dim,
-        global_head_dim=full.head_dim,
+        num_key_value_heads=other.k.heads,
+        num_global_key_value_heads=full.k.heads,
+        head_dim=other.k.dim,
+        global_head_dim=full.k.dim,
         sliding_window=other.window or 512,
         num_kv_shared_layers=layers,
-        attention_k_eq_v=full.num_kv_heads != other.num_kv_heads,  # only then are the global heads counted apart
+        attention_k_eq_v=full.k.heads != other.k.heads,  # only then are the global heads counted apart
         hidden_size_per_layer_input=0,
         vocab_size_per_layer_input=0,
         rope_parameters={kind: dict(by_kind[kind]) for kind in {*kinds}},

@@ -32,7 +32,7 @@ MODEL_FILES = (
 def require_free_folder(settings: TrainSettings) -> None:
     """Raises ConfigError unless --out is new, empty, an earlier run's, or may be overwritten. Nothing is changed."""
     out = settings.out
-    if out.is_dir() and out.samefile(Checkpoint.of(settings.target).config_file.parent):
+    if out.is_dir() and out.samefile(Checkpoint.from_name(settings.target).config_file.parent):
         raise ConfigError(f"--out {out} is the target's own folder; give another one, the drafter has its own weights")
     if settings.overwrite or not out.is_dir() or _settings_of_run(out) is not None:
         return

@@ -25,7 +25,7 @@ class PackedRows(NamedTuple):
     kind: torch.Tensor
 
 
-def pack(documents: list[Document], length: int) -> list[list[Document]]:
+def pack_documents(documents: list[Document], length: int) -> list[list[Document]]:
     """First fit, longest first: rows of whole documents."""
     rows: list[list[Document]] = []
     room: list[int] = []
@@ -61,7 +61,7 @@ def to_arrays(
 
 def pack_rows(documents: list[Document], length: int) -> PackedRows:
     """Whole documents packed into rows, on the host."""
-    arrays = to_arrays(pack(documents, length), length)
+    arrays = to_arrays(pack_documents(documents, length), length)
     return PackedRows(*(torch.from_numpy(arrays[name]) for name in PackedRows._fields))
 
 

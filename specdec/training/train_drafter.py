@@ -51,7 +51,9 @@ SAVE_EVERY = 60.0  # seconds
 SHAPES = {"chain of 4": SpecConfig(4, adaptive=False), "tree, topk 4, 16 nodes": SpecConfig(4, 4, 16, adaptive=False)}
 
 
-def train(drafter: TrainableDrafter, batches: TrainingBatches, settings: TrainSettings, stage: Stage) -> dict[str, Any]:
+def train_steps(
+    drafter: TrainableDrafter, batches: TrainingBatches, settings: TrainSettings, stage: Stage
+) -> dict[str, Any]:
     """Train for --minutes or --steps, whichever ends first; the learning rate follows the one nearer its end."""
     optimizer = MixedOptimizer(
         torch.nn.ModuleDict(drafter.trained), settings.lr, settings.muon_lr, settings.optimizer == "muon"
@@ -161,7 +163,7 @@ def check_shape(target: TargetModel, settings: TrainSettings) -> None:
         new_module(target, settings)
         return
     for layer in target.layout.layers:
-        _require_groups(_query_heads(target, settings), layer.num_kv_heads, f"the target's {layer.layer_type}")
+        _require_groups(_query_heads(target, settings), layer.k.heads, f"the target's {layer.layer_type}")
 
 
 def new_drafter(target: TargetModel, documents: list[Document], settings: TrainSettings) -> TrainableDrafter:
@@ -185,7 +187,7 @@ def new_drafter(target: TargetModel, documents: list[Document], settings: TrainS
 def new_module(target: TargetModel, settings: TrainSettings) -> TrainableNativeMtp:
     """The module that --finetune names, the one that the target's checkpoint ships, or a new one."""
     start = settings.finetune
-    own = Checkpoint.of(settings.target).folder()
+    own = Checkpoint.from_name(settings.target).folder()
     if start is None and module_count(own, len(target.layout.layers)) == 1:
         start = own
     return trainable_native_mtp(target, start, settings.conventions)
@@ -238,7 +240,7 @@ def _layer_shape(target: TargetModel, settings: TrainSettings, hidden: int, laye
     head_dim = settings.head_dim or hidden // heads
     if head_dim % 2:
         raise ConfigError(f"--head-dim {head_dim} is odd, but RoPE turns pairs of numbers; give an even --head-dim")
-    kv_heads = settings.kv_heads or target.layout.layers[-1].num_kv_heads
+    kv_heads = settings.kv_heads or target.layout.layers[-1].k.heads
     _require_groups(heads, kv_heads, "--kv-heads")
     return {
         "hidden_size": hidden,
@@ -293,7 +295,7 @@ def train_drafter(settings: TrainSettings) -> None:
     result: dict[str, Any] = {"target": settings.target, "kind": settings.kind, "parameters": parameters}
     result |= {"answers": len(documents), "answer_tokens": tokens, "processes": state.num_processes}
     with Stage("training", **shown) as stage:
-        result |= train(drafter, TrainingBatches(drafter, documents, settings), settings, stage)
+        result |= train_steps(drafter, TrainingBatches(drafter, documents, settings), settings, stage)
     if state.is_main_process:
         with Stage("report", **shown) as stage:
             result["held_out"] = measure(target, tokenizer, settings, source.kept[: settings.report_count], stage)

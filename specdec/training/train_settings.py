@@ -14,7 +14,7 @@ from specdec.settings.declared_fields import (
     shape_option,
 )
 
-Kind = Literal["eagle3", "mtp", "assistant", "block"]
+DrafterKind = Literal["eagle3", "mtp", "assistant", "block"]
 Dtype = Literal["bfloat16", "float32"]
 
 
@@ -26,7 +26,7 @@ class TrainSettings:
     prompts: list[Path] = option(help="JSONL with 'question', 'prompt', 'turns' or 'messages'; again for each file.")
     out: Path = option(help="The drafter's folder, new, empty or of an earlier run.", file_okay=False)
     overwrite: bool = option(False, "Replace the model or the run that the folder holds.")
-    kind: Kind = option("eagle3", "An EAGLE-3 head, an MTP module, a frozen-KV assistant, or a block drafter.")
+    kind: DrafterKind = option("eagle3", "An EAGLE-3 head, an MTP module, a frozen-KV assistant, or a block drafter.")
     tokenizer: str | None = option(None, "Default: the target's.")
     answers: int = option(4000, "Most answers to collect from the target.", number=FROM_ONE)
     answer_minutes: float = option(10.0, "Most time to spend on them.", number=ABOVE_ZERO)

@@ -29,7 +29,7 @@ from specdec.evaluation.gsm8k_report import drawn, markdown, require_matplotlib
 from specdec.evaluation.model_shapes import ON_REQUEST, find_shape
 from specdec.evaluation.output_files import require_distinct, write_report
 from specdec.evaluation.phases.phase_report import PhaseReport, drawn_phases, table
-from specdec.evaluation.phases.phase_run import PLAIN, MakePrompts, Plan, Subject, run_phases
+from specdec.evaluation.phases.phase_run import PLAIN, BenchSubject, MakePrompts, Plan, run_phases
 from specdec.evaluation.phases.random_weights import random_subject
 from specdec.evaluation.tasks import choose
 from specdec.text.prompt_files import Problem, read_prompts
@@ -51,11 +51,11 @@ def bench_rounds(options: BenchOptions) -> None:
         profiled=asked.profile,
         command=shlex.join(["specdec", *sys.argv[1:]]),
     )
-    with shown_when_interrupted(show):
+    with shown_when_interrupted(show_report):
         subject = pair_subject(options) if asked.shape is None else shape_subject(asked.shape, options)
         report = run_phases(subject, plan)
     if write_report(report.as_json(), options.json_file, (asked.plot_file, partial(drawn_phases, report))):
-        show(report)
+        show_report(report)
 
 
 def require_outputs(*files: Path | None) -> None:
@@ -65,11 +65,11 @@ def require_outputs(*files: Path | None) -> None:
         require_matplotlib()
 
 
-def show(report: PhaseReport) -> None:
+def show_report(report: PhaseReport) -> None:
     table_console(220).print(table(report))
 
 
-def shape_subject(name: str, options: BenchOptions) -> Subject:
+def shape_subject(name: str, options: BenchOptions) -> BenchSubject:
     """Random weights on the device; prompts of random tokens."""
     pair, asked = options.pair, options.timing
     if (pair.target, pair.drafter) != ("tiny-gemma4", "auto"):
@@ -87,7 +87,7 @@ def shape_subject(name: str, options: BenchOptions) -> Subject:
     )
 
 
-def pair_subject(options: BenchOptions) -> Subject:
+def pair_subject(options: BenchOptions) -> BenchSubject:
     """A real pair; a prompt is as much text of the data as its context needs, and a question at its end."""
     pair, asked = options.pair, options.timing
     supposed = asked.suppose_acceptance
@@ -101,7 +101,7 @@ def pair_subject(options: BenchOptions) -> Subject:
     shapes: dict[str, SpecConfig | None] = {PLAIN: None}
     if drafter is not None:
         shapes["chain" if spec.topk == 1 else "tree"] = spec
-    return Subject(
+    return BenchSubject(
         name=pair.target if drafter is None else f"{pair.target} with {drafter}",
         target=engine.target,
         drafter=None if engine.drafter is None else model_of(engine.drafter),  # drafts are fixed, so the model's

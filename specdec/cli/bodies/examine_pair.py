@@ -33,12 +33,12 @@ def examine_pair(options: DoctorOptions) -> None:
     if options.write_conventions and folder is not None and found.conventions is not None:
         write_conventions(Path(folder), MtpFamily(**found.conventions))
     if write_report(found.as_json(), options.json_file):
-        show(found)
+        show_diagnosis(found)
     if not found.healthy:
         raise typer.Exit(1)
 
 
-def show(found: Diagnosis) -> None:
+def show_diagnosis(found: Diagnosis) -> None:
     console = table_console(160)
     for table in (facts(found), acceptance(found), trials(found)):
         console.print(table)

@@ -6,7 +6,7 @@ from typing import Any
 from specdec.cli.commands import ListOptions
 from specdec.evaluation.output_files import write_report
 from specdec.models.bundled import BUNDLED_DIR, BUNDLED_NAMES
-from specdec.models.published import PAIRS_BY_TITLE, Pair, pair_table, text_table
+from specdec.models.published import PAIRS_BY_TITLE, PublishedPair, pair_table, text_table
 
 
 def list_pairs(options: ListOptions) -> None:
@@ -18,7 +18,7 @@ def list_pairs(options: ListOptions) -> None:
         print("\n\n".join(tables))
 
 
-def _as_record(pair: Pair) -> dict[str, Any]:
+def _as_record(pair: PublishedPair) -> dict[str, Any]:
     return asdict(pair) | {"accepts": None if pair.accepts is None else asdict(pair.accepts)}
 
 

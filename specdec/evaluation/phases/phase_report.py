@@ -104,7 +104,7 @@ def table(report: PhaseReport) -> Table:
     *heads, last = rows[0]
     if not any(row[NO_KERNEL] for row in rows):
         heads.remove(NO_KERNEL)
-    made = Table(box=box.MARKDOWN, title=title(report), title_justify="left", title_style="")
+    made = Table(box=box.MARKDOWN, title=bench_title(report), title_justify="left", title_style="")
     for head in heads:
         made.add_column(head, justify="left" if head == "run" else "right", no_wrap=True)
     made.add_column(last, overflow="fold")
@@ -113,7 +113,7 @@ def table(report: PhaseReport) -> Table:
     return made
 
 
-def title(report: PhaseReport) -> str:
+def bench_title(report: PhaseReport) -> str:
     """Subject, conditions and machine, in one line."""
     shrunk = f", SHRUNK to {report.shrunk}: no figures of the published model" if report.shrunk else ""
     weights = f"{report.weight_bytes / 1e9:.2f} GB of weights in {report.weights}"
@@ -153,7 +153,7 @@ def drawn_phases(report: PhaseReport) -> bytes:
 
     shown = [cell for cell in report.cells if cell.shown]
     figure = Figure(figsize=(11, 5), layout="constrained")
-    figure.suptitle(title(report).replace("; ", "\n"), fontsize=8)
+    figure.suptitle(bench_title(report).replace("; ", "\n"), fontsize=8)
     for axes, over, fixed in zip(figure.subplots(1, 2), ("batch", "context"), ("context", "batch"), strict=True):
         least = min((getattr(cell, fixed) for cell in shown), default=0)
         _panel(axes, [cell for cell in shown if getattr(cell, fixed) == least], over, f"{fixed} {least}")

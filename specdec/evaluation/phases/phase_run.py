@@ -21,7 +21,7 @@ from specdec.evaluation.phases.parity import check_parity
 from specdec.evaluation.phases.phase_report import STAGES, Cell, PhaseReport, Spread
 from specdec.evaluation.phases.timed_rounds import Driven, drive, most_new_tokens
 from specdec.evaluation.transformers_peer import peers_for
-from specdec.kvcache.layout import Full
+from specdec.kvcache.layout import KEEP_ALL
 from specdec.models.target import TargetModel
 from specdec.models.weight_storage import stored_weights
 from specdec.progress import Interrupted, progress_bar
@@ -33,7 +33,7 @@ MakePrompts = Callable[[int, int], list[list[int]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class BenchSubject:
     """What is measured. drafts: by name; plain decoding has none. assumed: acceptance lengths of random weights.
 
     prepared: seconds of preparing target and drafter once their weights were loaded: fusing, probing, compiling.
@@ -63,7 +63,7 @@ class Plan:
     profiled: bool = False
     command: str = ""
 
-    def require(self, subject: Subject) -> None:
+    def require(self, subject: BenchSubject) -> None:
         """Raises ConfigError where a cell cannot be: before anything runs."""
         most = subject.target.context_length.max_len
         deepest = max(spec.num_steps if spec else 0 for spec in subject.drafts.values())
@@ -76,7 +76,7 @@ class Plan:
                 )
 
 
-def run_phases(subject: Subject, plan: Plan) -> PhaseReport:
+def run_phases(subject: BenchSubject, plan: Plan) -> PhaseReport:
     """Ctrl-C raises Interrupted with the report of the cells that were finished."""
     plan.require(subject)
     target = subject.target
@@ -118,14 +118,16 @@ def run_phases(subject: Subject, plan: Plan) -> PhaseReport:
     return report()
 
 
-def _empty_cell(subject: Subject, read: float, run: str, rows: int, batch: int, context: int, steps: int = 0) -> Cell:
+def _empty_cell(
+    subject: BenchSubject, read: float, run: str, rows: int, batch: int, context: int, steps: int = 0
+) -> Cell:
     """A cell that has only its floor. rows: rows of each request that one of its steps verifies. steps: drafts."""
     drafts = draft_bytes(subject.drafter, subject.target, batch, steps, context) if steps else 0
     floor = replace(step_bytes(subject.target, batch, rows, context), drafts=drafts)
     return Cell(run=run, batch=batch, context=context, floor_bytes=floor, floor_ms=1e3 * floor.total / read)
 
 
-def _cell(subject: Subject, plan: Plan, read: float, name: str, batch: int, context: int) -> Cell:
+def _cell(subject: BenchSubject, plan: Plan, read: float, name: str, batch: int, context: int) -> Cell:
     """One engine's rounds; what goes wrong with the memory of one cell is its note."""
     spec = subject.drafts[name]
     nodes, depth = (1, 0) if spec is None else (spec.num_nodes, spec.num_steps)
@@ -148,7 +150,7 @@ def _cell(subject: Subject, plan: Plan, read: float, name: str, batch: int, cont
 
 
 def _driven(
-    subject: Subject, plan: Plan, spec: SpecConfig | None, prompts: list[list[int]], max_len: int
+    subject: BenchSubject, plan: Plan, spec: SpecConfig | None, prompts: list[list[int]], max_len: int
 ) -> tuple[Driven, float]:
     """The rounds, and the seconds that the engine took to be made."""
     config = EngineConfig(
@@ -171,14 +173,14 @@ def _require_room(engine: Engine, batch: int, max_len: int) -> None:
     """Raises CapacityError where not all of the batch fit at a time: some would wait, and rounds be smaller."""
     there = engine.stats().full_slots.capacity
     if there < batch * max_len:
-        each = engine.target.layout.slot_bytes(Full(), engine.target.dtype)
+        each = engine.target.layout.slot_bytes(KEEP_ALL, engine.target.dtype)
         raise CapacityError(
             f"{batch} requests of {max_len} tokens take {batch * max_len * each / 1e9:.1f} GB of K/V on the full "
             f"layers, and {there * each / 1e9:.1f} GB are left for them"
         )
 
 
-def _timed(cell: Cell, driven: Driven, subject: Subject) -> Cell:
+def _timed(cell: Cell, driven: Driven, subject: BenchSubject) -> Cell:
     rounds, spec = driven.rounds, cell.spec
     ms = {"round": Spread.of([one.wall for one in rounds])}
     for stage in STAGES if spec else STAGES[1:]:  # plain decoding drafts nothing
@@ -200,7 +202,7 @@ def _timed(cell: Cell, driven: Driven, subject: Subject) -> Cell:
     )
 
 
-def _peer_cells(subject: Subject, plan: Plan, read: float, batch: int, context: int) -> Iterator[Cell]:
+def _peer_cells(subject: BenchSubject, plan: Plan, read: float, batch: int, context: int) -> Iterator[Cell]:
     chains = [spec.num_steps for spec in subject.drafts.values() if spec is not None and spec.topk == 1]
     prompts = subject.prompts(batch, context)
     for peer in peers_for(subject.target.model, subject.drafter, chains[0] if chains else None, batch):

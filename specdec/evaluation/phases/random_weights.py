@@ -32,15 +32,15 @@ from specdec.draft_models.native_mtp.mtp_checkpoint import family_of
 from specdec.draft_models.native_mtp.mtp_drafter import DescribedTarget, NativeMtpDrafter
 from specdec.draft_models.native_mtp.mtp_module import MtpModule, empty_layer, nearest_mlp
 from specdec.errors import CapacityError, ConfigError, require_one_of
-from specdec.evaluation.model_shapes import MtpSpec, Shape, Shrink
-from specdec.evaluation.phases.phase_run import Subject
+from specdec.evaluation.model_shapes import ModelShape, MtpSpec, Shrink
+from specdec.evaluation.phases.phase_run import BenchSubject
 from specdec.gpu.memory import free_bytes
 from specdec.gpu.operations import choose_operations
 from specdec.layers.families import FAMILIES
 from specdec.layers.moe.moe_families import experts_of
 from specdec.layers.packed.packed_experts import PackedExperts
 from specdec.layers.packed.packed_linear import PackedLinear
-from specdec.layers.packed.packed_weight import BITS, PackedWeight, numbers_of, pack
+from specdec.layers.packed.packed_weight import BITS, PackedWeight, numbers_of, pack_words
 from specdec.loading import pick_device, pick_dtype
 from specdec.models.described_model import ModelOnMeta
 from specdec.models.target import TargetModel
@@ -125,7 +125,7 @@ def root_mean_square(code: str) -> float:
     """Root mean square of the numbers that random words hold, before their scales."""
     bits, (set_bits, kept_bits) = BITS[code], KEPT_BITS[code]
     every = (torch.arange(256) % (1 << bits)).to(torch.uint8)[None]
-    words = pack(every, code).bitwise_or_(set_bits).bitwise_and_(kept_bits)
+    words = pack_words(every, code).bitwise_or_(set_bits).bitwise_and_(kept_bits)
     numbers = numbers_of(PackedWeight(code, words, torch.ones((1, 1)), None, every.shape[1]))
     return float(numbers.square().mean().sqrt())
 
@@ -181,7 +181,7 @@ MIXTURE_GAIN = 0.5
 """Factor of the norm after the experts of a layer that has a dense MLP, too."""
 
 
-class Stored(NamedTuple):
+class PairWeights(NamedTuple):
     """Weights of the two models of a shape."""
 
     target: StoredWeights
@@ -189,8 +189,8 @@ class Stored(NamedTuple):
 
 
 def count_weights(
-    shape: Shape, shrink: Shrink, dtype: torch.dtype = torch.bfloat16, form: WeightForm | None = None
-) -> Stored:
+    shape: ModelShape, shrink: Shrink, dtype: torch.dtype = torch.bfloat16, form: WeightForm | None = None
+) -> PairWeights:
     """Counted on `meta`, where nothing is allocated. form: of the target's layers; all else is in `dtype`."""
     config = shape.target(shrink)
     target, described = build_model(config, META, dtype), shape.drafter(config.get_text_config(), shrink)
@@ -200,7 +200,7 @@ def count_weights(
         drafter = stored_weights(build_model(described, META, dtype))
     if form is not None:
         pack_layers(target, form, partial(empty_packed, form, META))
-    return Stored(stored_weights(target), drafter)
+    return PairWeights(stored_weights(target), drafter)
 
 
 def count_modules(spec: MtpSpec, target: ModelOnMeta) -> StoredWeights:
@@ -211,7 +211,7 @@ def count_modules(spec: MtpSpec, target: ModelOnMeta) -> StoredWeights:
 
 
 def require_room(
-    shape: Shape, shrink: Shrink, device: torch.device, dtype: torch.dtype, form: WeightForm | None = None
+    shape: ModelShape, shrink: Shrink, device: torch.device, dtype: torch.dtype, form: WeightForm | None = None
 ) -> None:
     """Raises CapacityError with the numbers where the weights leave no room on the device."""
     target, drafter = count_weights(shape, shrink, dtype, form)
@@ -225,7 +225,7 @@ def require_room(
 
 
 def make_target(
-    shape: Shape,
+    shape: ModelShape,
     shrink: Shrink,
     device: torch.device,
     dtype: torch.dtype,
@@ -242,7 +242,7 @@ def make_target(
     return model
 
 
-def make_drafter(shape: Shape, shrink: Shrink, target: TargetModel, seed: int) -> Drafter:
+def make_drafter(shape: ModelShape, shrink: Shrink, target: TargetModel, seed: int) -> Drafter:
     return drafter_of(shape.drafter(target.config, shrink), target, seed)
 
 
@@ -336,7 +336,7 @@ def build_model(described: Any, device: torch.device, dtype: torch.dtype) -> Any
 
 
 def random_subject(
-    shape: Shape,
+    shape: ModelShape,
     drafts: Mapping[str, SpecConfig | None],
     *,
     weights: str | None = None,
@@ -345,7 +345,7 @@ def random_subject(
     config: EngineConfig,
     assumed: Sequence[float] = (),
     seed: int = 0,
-) -> Subject:
+) -> BenchSubject:
     """weights: a name of `FORMS`, "bf16", or None: all in the dtype. layers, divisor: of `Shrink`. config: the device,
     the dtype, and whether layers are fused. Prompts are random tokens.
     """
@@ -370,7 +370,7 @@ def random_subject(
         draw = random.Random(f"{seed} {batch} {context}")
         return [[draw.randrange(target.vocab_size) for _ in range(context)] for _ in range(batch)]
 
-    return Subject(
+    return BenchSubject(
         name=f"random weights{f' ({form.name})' if form else ''} at the shape of {shape.published}"
         + (f", on {config.tensor_parallel} devices" if config.tensor_parallel > 1 else ""),
         shrunk=shrink.words,

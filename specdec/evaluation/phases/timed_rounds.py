@@ -85,8 +85,8 @@ class WatchedSteps(Steps):
         self.__dict__.update(vars(steps))
         self.passed: list[_Passed] = []
 
-    def launch_round(self, requests: Sequence[Request], to_go: Sequence[int]) -> None:
-        super().launch_round(requests, to_go)
+    def launch_round(self, requests: Sequence[Request], remaining: Sequence[int]) -> None:
+        super().launch_round(requests, remaining)
         step = self.launches.unsettled.pop()
         inherited = {each.name: getattr(step, each.name) for each in fields(step)}
         self.launches.unsettled.append(_WatchedRound(**inherited, passed=self.passed))

@@ -15,7 +15,7 @@ import torch
 from specdec.gpu.dependent_launch import trigger_next, wait_for_previous
 from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, tl, triton
-from specdec.layers.norm import ABSENT, Gain, reference_norm, reference_rms_norm, rms_norm, row_options, scale_row
+from specdec.layers.norm import ABSENT, Norm, reference_norm, reference_rms_norm, rms_norm, row_options, scale_row
 from specdec.layers.product import Product, sum_parts
 
 
@@ -29,7 +29,7 @@ class Fork(NamedTuple):
 
 
 def reference_fork_norm(
-    product: Product, *, post: Gain, residual: torch.Tensor, mlp: Gain, experts: Gain, router: Gain, factor: float
+    product: Product, *, post: Norm, residual: torch.Tensor, mlp: Norm, experts: Norm, router: Norm, factor: float
 ) -> Fork:
     hidden, x = reference_norm(product, post=post, residual=residual, pre=mlp)
     return Fork(hidden, x, reference_rms_norm(hidden, experts), reference_rms_norm(hidden, router) * factor)
@@ -39,15 +39,15 @@ def reference_join_norm(
     dense: Product,
     chosen: Product,
     *,
-    dense_gain: Gain,
-    chosen_gain: Gain,
-    post: Gain,
+    dense_gain: Norm,
+    chosen_gain: Norm,
+    post: Norm,
     residual: torch.Tensor,
     scale: torch.Tensor | None = None,
-    pre: Gain | None = None,
+    pre: Norm | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     added = reference_norm(dense, post=dense_gain)[0] + reference_norm(chosen, post=chosen_gain)[0]
-    return reference_norm(Product.of(added), post=post, residual=residual, scale=scale, pre=pre)
+    return reference_norm(Product.from_value(added), post=post, residual=residual, scale=scale, pre=pre)
 
 
 @triton.jit(do_not_specialize=["num_rows", "eps_post", "eps_mlp", "eps_experts", "eps_router", "factor"])
@@ -153,7 +153,7 @@ def _join_norm_kernel(
 
 @op(reference=reference_fork_norm)
 def fork_norm(
-    product: Product, *, post: Gain, residual: torch.Tensor, mlp: Gain, experts: Gain, router: Gain, factor: float
+    product: Product, *, post: Norm, residual: torch.Tensor, mlp: Norm, experts: Norm, router: Norm, factor: float
 ) -> Fork:
     """residual [M, H], rows of any stride."""
     parts, bias, dtype = product
@@ -175,12 +175,12 @@ def join_norm(
     dense: Product,
     chosen: Product,
     *,
-    dense_gain: Gain,
-    chosen_gain: Gain,
-    post: Gain,
+    dense_gain: Norm,
+    chosen_gain: Norm,
+    post: Norm,
     residual: torch.Tensor,
     scale: torch.Tensor | None = None,
-    pre: Gain | None = None,
+    pre: Norm | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """-> h, x [M, H]; without `pre`, x is h. residual: [M, H], rows of any stride; scale: [1]."""
     _, num_rows, width = dense.parts.shape
@@ -201,7 +201,7 @@ def join_norm(
     return hidden, normed
 
 
-def _check(product: Product, residual: torch.Tensor, *gains: Gain) -> None:
+def _check(product: Product, residual: torch.Tensor, *gains: Norm) -> None:
     parts, _, dtype = product
     assert parts.is_contiguous(), f"{parts.stride()=}"
     assert residual.shape == parts.shape[1:] and residual.stride(1) == 1, f"{residual.shape=} {parts.shape=}"

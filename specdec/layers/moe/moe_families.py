@@ -13,12 +13,12 @@ from transformers.activations import GELUTanh, SiLUActivation
 
 from specdec.layers.moe.experts import Experts
 from specdec.layers.moe.routing import Router
-from specdec.layers.norm import Gain
+from specdec.layers.norm import Norm
 from specdec.layers.packed.packed_experts import PackedExperts
 from specdec.modules.family_name import family_name
 
 
-class Mixture(NamedTuple):
+class MoeTraits(NamedTuple):
     """Facts about a mixture that none of its modules states. sigmoid, float_logits: fields of `Router`. clamped:
     experts with a finite `limit` clamp both the output of `act_fn` and the factor that it gates."""
 
@@ -27,25 +27,25 @@ class Mixture(NamedTuple):
     clamped: bool = False
 
 
-DEEPSEEK = Mixture(sigmoid=True, float_logits=True)
+DEEPSEEK = MoeTraits(sigmoid=True, float_logits=True)
 
 MIXTURES = {
     "deepseek_v3": DEEPSEEK,
-    "ernie4_5_moe": Mixture(float_logits=True),
+    "ernie4_5_moe": MoeTraits(float_logits=True),
     "exaone_moe": DEEPSEEK,
-    "gemma4": Mixture(),
+    "gemma4": MoeTraits(),
     "glm4_moe": DEEPSEEK,
     "glm4_moe_lite": DEEPSEEK,
-    "gpt_oss": Mixture(),
+    "gpt_oss": MoeTraits(),
     "hy_v3": DEEPSEEK,
-    "mellum": Mixture(),
+    "mellum": MoeTraits(),
     "mimo_v2_flash": DEEPSEEK,
-    "mixtral": Mixture(),
-    "qwen2_moe": Mixture(),
-    "qwen3_5_moe": Mixture(),
-    "qwen3_moe": Mixture(),
-    "qwen3_next": Mixture(),
-    "step3p7": Mixture(sigmoid=True, clamped=True),
+    "mixtral": MoeTraits(),
+    "qwen2_moe": MoeTraits(),
+    "qwen3_5_moe": MoeTraits(),
+    "qwen3_moe": MoeTraits(),
+    "qwen3_next": MoeTraits(),
+    "step3p7": MoeTraits(sigmoid=True, clamped=True),
 }
 """Folder of a family in transformers, which has one class of routers and one of experts -> its mixture."""
 
@@ -55,7 +55,7 @@ MIN_SUM = 1e-20
 """Number that DeepSeek's routers add to the sum by which they divide weights."""
 
 
-def _mixture_of(module: nn.Module, ending: str) -> Mixture | None:
+def _mixture_of(module: nn.Module, ending: str) -> MoeTraits | None:
     folder, _, kind = family_name(module).partition(".")
     return MIXTURES.get(folder) if kind.endswith(ending) else None
 
@@ -67,7 +67,7 @@ def router_of(module: nn.Module, block: nn.Module | None = None) -> Router | Non
     if mixture is None:
         return None
     if hasattr(m, "per_expert_scale"):
-        gain = Gain(m.scale, m.norm.eps, round_first=True)
+        gain = Norm(m.scale, m.norm.eps, round_first=True)
         options = {"gain": gain, "factor": m.scalar_root_size, "expert_scale": m.per_expert_scale}
         return Router(m.proj.weight, m.config.top_k_experts, **options)
     holders = [module, getattr(m, "moe_statics", None), block]

@@ -19,7 +19,7 @@ from specdec.gpu.operations import op
 from specdec.gpu.triton_shim import KEEP, tl, triton
 from specdec.layers.gemm_small import MIN_TILE_HEIGHT
 from specdec.layers.linear import linear
-from specdec.layers.norm import Gain
+from specdec.layers.norm import Norm
 from specdec.layers.product import MAX_SMALL_ROWS, Cut, Tiles, sum_parts
 
 INF = tl.constexpr(float("inf"))
@@ -42,7 +42,7 @@ class Router(NamedTuple):
     weight: torch.Tensor
     top_k: int
     bias: torch.Tensor | None = None
-    gain: Gain | None = None
+    gain: Norm | None = None
     factor: float = 1.0
     expert_scale: torch.Tensor | None = None
     normalised: bool = True

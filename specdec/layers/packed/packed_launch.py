@@ -32,7 +32,7 @@ class Pace(NamedTuple):
     alone: float
     each: float
 
-    def of(self, programs: int) -> float:
+    def microseconds(self, programs: int) -> float:
         """Microseconds for 128 columns of this number of programs on one multiprocessor, in turn if they do not fit at
         once."""
         turns, rest = divmod(programs, self.programs)
@@ -139,7 +139,7 @@ def takes_packed_rows(weight: Weight, x: torch.Tensor) -> TypeGuard[PackedWeight
     return INTERPRETED or is_fast(weight, x.dtype)
 
 
-class Shape(NamedTuple):
+class PackedShape(NamedTuple):
     """A packed weight [n, k]. group: columns with one scale that a tile has, 0: none."""
 
     n: int
@@ -177,13 +177,13 @@ def choose_packed_rows(
     if cut is not None and num_rows > BLOCK_ROWS and tile_columns(weight):
         return None
     n, k = weight.shape
-    shape = Shape(n, k, BITS[weight.code], 0 if weight.has_row_scales else weight.group)
+    shape = PackedShape(n, k, BITS[weight.code], 0 if weight.has_row_scales else weight.group)
     return _choose(triton.cdiv(num_rows, 32) * 32, shape, gated, cut, *device_limits(device))
 
 
 @lru_cache(maxsize=4096)
 def _choose(
-    num_rows: int, shape: Shape, gated: bool, cut: Cut | None, multiprocessors: int, shared: int
+    num_rows: int, shape: PackedShape, gated: bool, cut: Cut | None, multiprocessors: int, shared: int
 ) -> PackedLaunch | None:
     took = {
         launch: _microseconds(num_rows, shape, launch, multiprocessors)
@@ -196,7 +196,7 @@ def _choose(
     return min(took, key=lambda launch: took[launch])
 
 
-def _launches(num_rows: int, shape: Shape, tiles: Tiles, gated: bool, cut: Cut | None) -> Iterator[PackedLaunch]:
+def _launches(num_rows: int, shape: PackedShape, tiles: Tiles, gated: bool, cut: Cut | None) -> Iterator[PackedLaunch]:
     cuts = [_equal_ranges(shape.k, ranges) for ranges in ((1,) if gated else RANGES)] if cut is None else [cut]
     for some in cuts:
         few = some.splits * num_rows <= MAX_PART_ROWS and (cut is not None or some.split_len >= MIN_RANGE)
@@ -211,7 +211,7 @@ def _equal_ranges(k: int, ranges: int) -> Cut:
     return Cut(triton.cdiv(k, split_len), split_len)
 
 
-def _fits(tiles: Tiles, shape: Shape, shared: int) -> bool:
+def _fits(tiles: Tiles, shape: PackedShape, shared: int) -> bool:
     stage = (2 * (tiles.block_m + tiles.tail_m) + tiles.block_n * shape.bits // 8) * tiles.block_k
     if shape.kind not in PACES[tiles] or tiles.num_stages * stage + BESIDES > shared:
         return False
@@ -221,17 +221,17 @@ def _fits(tiles: Tiles, shape: Shape, shared: int) -> bool:
     return shape.group in (0, tiles.block_k)
 
 
-def _microseconds(num_rows: int, shape: Shape, launch: PackedLaunch, multiprocessors: int) -> float:
+def _microseconds(num_rows: int, shape: PackedShape, launch: PackedLaunch, multiprocessors: int) -> float:
     tiles, cut, parts = launch.tiles, launch.cut, launch.parts
     programs = triton.cdiv(num_rows, tiles.block_m + tiles.tail_m) * triton.cdiv(shape.n, tiles.block_n) * parts
     pace, each = PACES[tiles][shape.kind], triton.cdiv(programs, multiprocessors)
     columns = shape.k if parts == 1 else min(cut.split_len, shape.k)
-    computed: float = triton.cdiv(each, pace.programs) * LAUNCH + triton.cdiv(columns, 128) * pace.of(each)
+    computed: float = triton.cdiv(each, pace.programs) * LAUNCH + triton.cdiv(columns, 128) * pace.microseconds(each)
     took = max(computed, shape.nbytes / BANDWIDTH)
     return took if parts == 1 else took + PARTS + parts * num_rows * shape.n * 8 / L2_BANDWIDTH
 
 
-def _library_microseconds(num_rows: int, shape: Shape) -> float:
+def _library_microseconds(num_rows: int, shape: PackedShape) -> float:
     """Dequantised into memory, which is read again."""
     whole = 2 * shape.n * shape.k
     return LIBRARY + (shape.nbytes + whole) / BANDWIDTH + max(whole / BANDWIDTH, whole * num_rows / ARITHMETIC)

@@ -96,7 +96,7 @@ Weight = torch.Tensor | PackedWeight
 """A weight [N, K] that products accept."""
 
 
-def pack(numbers: torch.Tensor, code: str) -> torch.Tensor:
+def pack_words(numbers: torch.Tensor, code: str) -> torch.Tensor:
     """numbers: uint8 [N, K], each in its lowest bits, K a multiple of `BLOCK` -> words int32 [N, K bits / 32]."""
     num_rows, num_columns = numbers.shape
     block = BLOCK[BITS[code]]
@@ -107,8 +107,8 @@ def pack(numbers: torch.Tensor, code: str) -> torch.Tensor:
     return words.flatten(1)
 
 
-def unpack(words: torch.Tensor, code: str) -> torch.Tensor:
-    """Undo `pack` -> uint8 [N, K]."""
+def unpack_words(words: torch.Tensor, code: str) -> torch.Tensor:
+    """Undo `pack_words` -> uint8 [N, K]."""
     num_rows, num_words = words.shape
     numbers = torch.zeros((num_rows, num_words * 32 // BITS[code]), dtype=torch.uint8, device=words.device)
     blocks = words.view(num_rows, -1, 4)
@@ -138,7 +138,7 @@ def _fields(numbers: torch.Tensor, code: str) -> Iterator[tuple[torch.Tensor, in
 
 def numbers_of(weight: PackedWeight) -> torch.Tensor:
     """float32 [N, K], before their scales."""
-    raw = unpack(weight.words, weight.code)
+    raw = unpack_words(weight.words, weight.code)
     if weight.code == "e4m3":
         return raw.view(torch.float8_e4m3fn).float()
     if weight.code == "e2m1":

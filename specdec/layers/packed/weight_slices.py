@@ -1,8 +1,8 @@
 """Rows and columns of weights, packed or not, that several devices share: views, until they are joined elsewhere.
 
-Stacked     weights [N_0, K], [N_1, K], .. that are read as one [N, K], and still lie apart, as in a checkpoint
-rows_of     a rank's rows of each of some consecutive sections of rows: of the q, k and v heads, of gate and up
-joined      one weight again, in memory of its own where there was more than one piece
+StackedWeights  [N_0, K], [N_1, K], .. that are read as one [N, K], and still lie apart, as in a checkpoint
+rank_rows       a rank's rows of each of some consecutive sections of rows: of the q, k and v heads, of gate and up
+place_weight    one weight again, in memory of its own where there was more than one piece
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ Put = Callable[..., torch.Tensor]
 """put(pieces, dim=0): tensors that follow each other along `dim`, as one, to where a rank has it."""
 
 
-class Stacked:
+class StackedWeights:
     """Weights [N_i, K] of one form, or biases [N_i], whose rows follow each other. `map_tensors` looks into none."""
 
     def __init__(self, parts: Sequence[Weight]) -> None:
@@ -29,13 +29,13 @@ class Stacked:
         return sum(map(len, self.parts))
 
 
-def is_packed(weight: Weight | Stacked) -> bool:
-    return isinstance(weight.parts[0] if isinstance(weight, Stacked) else weight, PackedWeight)
+def is_packed(weight: Weight | StackedWeights) -> bool:
+    return isinstance(weight.parts[0] if isinstance(weight, StackedWeights) else weight, PackedWeight)
 
 
-def rows_of(
-    weight: Weight | Stacked, sections: Sequence[int], rank: int, count: int, parts: Sequence[int] | None = None
-) -> Stacked:
+def rank_rows(
+    weight: Weight | StackedWeights, sections: Sequence[int], rank: int, count: int, parts: Sequence[int] | None = None
+) -> StackedWeights:
     """The rows that one of `count` ranks has of each of these sections, which are divided into this many parts: one a
     rank, or fewer, each on several consecutive ranks. None: one a rank."""
     pieces: list[Weight] = []
@@ -46,14 +46,14 @@ def rows_of(
         pieces += range_of(weight, slice(begin, begin + own))
         first += section
     assert first == len(weight), f"{sections=} {weight.shape=}"
-    return Stacked(pieces)
+    return StackedWeights(pieces)
 
 
-def range_of(weight: Weight | Stacked, rows: slice) -> list[Weight]:
+def range_of(weight: Weight | StackedWeights, rows: slice) -> list[Weight]:
     """These rows, in pieces: a view of each part that has some of them."""
     found: list[Weight] = []
     begin = 0
-    for part in weight.parts if isinstance(weight, Stacked) else (weight,):
+    for part in weight.parts if isinstance(weight, StackedWeights) else (weight,):
         first, last = max(rows.start - begin, 0), min(rows.stop - begin, len(part))
         if first < last:
             found.append(_rows(part, first, last))
@@ -61,9 +61,9 @@ def range_of(weight: Weight | Stacked, rows: slice) -> list[Weight]:
     return found
 
 
-def placed(weight: torch.Tensor | Stacked, put: Put) -> Weight:
+def place_weight(weight: torch.Tensor | StackedWeights, put: Put) -> Weight:
     """The weight in one piece."""
-    if not isinstance(weight, Stacked):
+    if not isinstance(weight, StackedWeights):
         return put([weight])
     packed = [part for part in weight.parts if isinstance(part, PackedWeight)]
     if not packed:

@@ -30,7 +30,7 @@ from specdec.layers.decoder_parts import Cuts, DecoderParts, LayerParts, SumShar
 from specdec.layers.linear import Mlp
 from specdec.layers.moe.experts import Experts
 from specdec.layers.packed.packed_weight import Weight
-from specdec.layers.packed.weight_slices import Put, Stacked, is_packed, placed, range_of, rows_of
+from specdec.layers.packed.weight_slices import Put, StackedWeights, is_packed, place_weight, range_of, rank_rows
 from specdec.layers.per_layer_embedding import EmbeddingParts
 from specdec.layers.product import Cut, choose_cut, choose_packed_cut
 
@@ -40,22 +40,23 @@ PAIR = 2
 
 def share_of(parts: DecoderParts, rank: int, count: int, put: Put) -> DecoderParts:
     """The share of one of `count` ranks. A layer at a time: nothing but the share is put anywhere."""
-    place = partial(placed, put=put)
-    layers = tuple(map_tensors(layer_share(layer, rank, count), place, Stacked) for layer in parts.layers)
+    place = partial(place_weight, put=put)
+    layers = tuple(map_tensors(layer_share(layer, rank, count), place, StackedWeights) for layer in parts.layers)
     narrow = replace(parts, layers=(), embeddings=None)  # these are apart: `embedding_share`
     share: DecoderParts = map_tensors(narrow, lambda tensor: put([tensor]))
     return replace(share, layers=layers)
 
 
 def layer_share(parts: LayerParts, rank: int, count: int) -> LayerParts:
-    """The share of one rank, of weights that `require_shares` has found to divide: views, in pieces (`Stacked`)."""
+    """The share of one rank, of weights that `require_shares` has found to divide: views, in pieces
+    (`StackedWeights`)."""
     mlp, moe = parts.mlp, parts.moe
     out = sum_share(parts.out, count, even=True)
     down = None if mlp is None else sum_share(mlp.down, count, even=False)
     pieces = _attention_share(parts, rank, count) if parts.mixer is None else _mixer_share(parts, rank, count)
     pieces["out"] = _share_of_sum(parts.out, out, rank, count)
     if parts.out_bias is not None and out.by_rows:
-        pieces["out_bias"] = rows_of(parts.out_bias, [len(parts.out_bias)], rank, count)
+        pieces["out_bias"] = rank_rows(parts.out_bias, [len(parts.out_bias)], rank, count)
     if mlp is not None and down is not None:
         pieces["mlp"] = mlp._replace(
             gate_up=_gate_up(mlp, down, rank, count), down=_share_of_sum(mlp.down, down, rank, count)
@@ -74,13 +75,13 @@ def _attention_share(parts: LayerParts, rank: int, count: int) -> dict[str, Any]
     kv_shares = min(heads.num_kv, count)
     shares = [count] + [kv_shares] * (len(heads.sections) - 1)
     own = heads._replace(num_q=heads.num_q // count, num_kv=-(-heads.num_kv // count))  # one head may be on several
-    pieces: dict[str, Any] = {"heads": own, "qkv": rows_of(parts.qkv, heads.sections, rank, count, shares)}
+    pieces: dict[str, Any] = {"heads": own, "qkv": rank_rows(parts.qkv, heads.sections, rank, count, shares)}
     if parts.qkv_bias is not None:
-        pieces["qkv_bias"] = rows_of(parts.qkv_bias, heads.sections, rank, count, shares)
+        pieces["qkv_bias"] = rank_rows(parts.qkv_bias, heads.sections, rank, count, shares)
     if parts.wide_norms is not None:
         pieces["wide_norms"] = parts.wide_norms._replace(rank=rank, num_ranks=count, kv_shares=kv_shares)
     if parts.head_gates is not None:  # of so few rows that the share's cut is the whole's
-        pieces["head_gates"] = rows_of(parts.head_gates, [heads.num_q], rank, count)
+        pieces["head_gates"] = rank_rows(parts.head_gates, [heads.num_q], rank, count)
     if parts.sinks is not None:
         pieces["sinks"] = parts.sinks.chunk(count)[rank]
     return pieces
@@ -90,7 +91,7 @@ def _mixer_share(parts: LayerParts, rank: int, count: int) -> dict[str, Any]:
     """`_attention_share` of a recurrent layer."""
     assert parts.mixer is not None
     return {
-        "qkv": rows_of(parts.qkv, parts.mixer.sections, rank, count),
+        "qkv": rank_rows(parts.qkv, parts.mixer.sections, rank, count),
         "mixer": parts.mixer.share(rank, count),
     }
 
@@ -162,13 +163,13 @@ def sum_share(weight: Weight, count: int, *, even: bool) -> SumShare:
     return SumShare(cut.share(count), by_rows=False)
 
 
-def whole_cut(weight: Weight | Stacked) -> Cut:
+def whole_cut(weight: Weight | StackedWeights) -> Cut:
     return (choose_packed_cut if is_packed(weight) else choose_cut)(*weight.shape)
 
 
 def _share_of_sum(weight: Weight, share: SumShare, rank: int, count: int) -> Any:
     if share.by_rows:
-        return rows_of(weight, [len(weight)], rank, count)
+        return rank_rows(weight, [len(weight)], rank, count)
     assert isinstance(weight, torch.Tensor), "a packed weight is shared by rows"
     return weight[:, _own_columns(weight, share, rank, count)].detach()
 
@@ -184,4 +185,6 @@ def _gate_up(mlp: Mlp, down: SumShare, rank: int, count: int) -> Any:
     """Rows of gate and of up for the columns of the down weight that the rank has."""
     own = _own_columns(mlp.down, down, rank, count)
     half = len(mlp.gate_up) // 2
-    return Stacked([*range_of(mlp.gate_up, own), *range_of(mlp.gate_up, slice(half + own.start, half + own.stop))])
+    return StackedWeights(
+        [*range_of(mlp.gate_up, own), *range_of(mlp.gate_up, slice(half + own.start, half + own.stop))]
+    )

@@ -22,18 +22,18 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from specdec.gpu.operations import Operations
 from specdec.gpu.ranks import Ranks
 from specdec.kvcache.layer_context import LayerContext, SplitContext
-from specdec.layers.decoder import Exchanged, FusedLayer, Shared, Walk, begin
+from specdec.layers.decoder import Exchanged, FusedLayer, SharedInputs, Walk, embed_inputs
 from specdec.layers.decoder_parts import DecoderParts
-from specdec.layers.fuse import StandIn
+from specdec.layers.fuse import FusedModule
 from specdec.layers.linear import linear
 from specdec.layers.norm import norm
 from specdec.layers.packed.packed_weight import Weight
-from specdec.layers.packed.weight_slices import placed, rows_of
+from specdec.layers.packed.weight_slices import place_weight, rank_rows
 from specdec.layers.per_layer_embedding import EmbeddingParts, per_layer_inputs
-from specdec.layers.product import Columns, OwnedParts, Product, finish
+from specdec.layers.product import OwnedParts, Product, RankColumns, finish
 from specdec.layers.split.layer_shares import PAIR, embedding_share, share_of, whole_cut
 
-State = tuple[torch.Tensor, torch.Tensor, Shared]
+LayerState = tuple[torch.Tensor, torch.Tensor, SharedInputs]
 """State of one rank between two layers: the residual stream [T, H], its normed form, what all layers share."""
 
 
@@ -46,10 +46,10 @@ class SplitLayer(nn.Module):
         self.ranks = ranks
 
     def forward(
-        self, hidden: torch.Tensor, *, states: list[State], specdec_ctx: SplitContext
-    ) -> tuple[torch.Tensor, list[State]]:
+        self, hidden: torch.Tensor, *, states: list[LayerState], specdec_ctx: SplitContext
+    ) -> tuple[torch.Tensor, list[LayerState]]:
         """hidden [T, H]: of rank 0, as `states` have it -> the next layer's."""
-        contexts: list[LayerContext] = [specdec_ctx, *specdec_ctx.peers]
+        contexts: list[LayerContext] = [specdec_ctx, *specdec_ctx.other_ranks]
         walks: list[Walk] = [
             share.walk(*state, context)  # type: ignore[operator]
             for share, state, context in zip(self.shares, states, contexts, strict=True)
@@ -79,10 +79,12 @@ def walk_together(walks: Sequence[Walk], ranks: Ranks, ops: Operations) -> list[
 
 def complete(shares: Sequence[Exchanged], ranks: Ranks, ops: Operations) -> list[Product]:
     """What each rank has of one product -> the whole product on each, in blocks of the rows that there is room for."""
-    if isinstance(shares[0], Columns):
-        return side_by_side([share.own for share in shares if isinstance(share, Columns)], ranks)
+    if isinstance(shares[0], RankColumns):
+        return side_by_side([share.own for share in shares if isinstance(share, RankColumns)], ranks)
     products = [
-        share.product if isinstance(share, OwnedParts) else share for share in shares if not isinstance(share, Columns)
+        share.product if isinstance(share, OwnedParts) else share
+        for share in shares
+        if not isinstance(share, RankColumns)
     ]
     owners = [share.owners for share in shares if isinstance(share, OwnedParts)]
     num_parts, num_rows, width = products[0].parts.shape
@@ -99,7 +101,7 @@ def complete(shares: Sequence[Exchanged], ranks: Ranks, ops: Operations) -> list
         for rank, product in enumerate(whole):
             with ranks.on(rank):
                 values[rank].append(ops(finish)(product))
-    return [Product.of(torch.cat(blocks)) for blocks in values]
+    return [Product.from_value(torch.cat(blocks)) for blocks in values]
 
 
 def side_by_side(columns: Sequence[torch.Tensor], ranks: Ranks) -> list[Product]:
@@ -116,7 +118,7 @@ def side_by_side(columns: Sequence[torch.Tensor], ranks: Ranks) -> list[Product]
                 by_rank = whole.view(len(ranks), -1, numbers[0].shape[1])  # [R, T, N / R]
                 block = torch.cat(by_rank.unbind(), dim=1)  # a copy, of one row, too
                 values[rank].append(block.view(columns[0].dtype))
-    return [Product.of(blocks[0] if len(blocks) == 1 else torch.cat(blocks)) for blocks in values]
+    return [Product.from_value(blocks[0] if len(blocks) == 1 else torch.cat(blocks)) for blocks in values]
 
 
 class SplitDecoder(nn.Module):
@@ -144,7 +146,7 @@ class SplitDecoder(nn.Module):
         self.layers = nn.ModuleList(SplitLayer(shares, ranks) for shares in zip(*by_rank, strict=True))
 
     def get_input_embeddings(self) -> nn.Module:
-        source: nn.Module = self.embedding.source if isinstance(self.embedding, StandIn) else self.embedding
+        source: nn.Module = self.embedding.source if isinstance(self.embedding, FusedModule) else self.embedding
         return source
 
     def forward(
@@ -154,15 +156,15 @@ class SplitDecoder(nn.Module):
         embeds = self.embedding(input_ids)
         hidden = embeds.reshape(-1, embeds.shape[-1])
         sent = self.ranks.send((hidden, position_ids.reshape(-1), input_ids if self.per_layer else None))
-        states: list[State] = []
+        states: list[LayerState] = []
         layer_inputs = self._layer_inputs(sent)
         for rank, (embedded, positions, _) in enumerate(sent):
             with self.ranks.on(rank):
-                states.append(begin(self.parts[rank], embedded, positions, layer_inputs[rank], self.ops))
+                states.append(embed_inputs(self.parts[rank], embedded, positions, layer_inputs[rank], self.ops))
         for layer in self.layers:
             _, states = layer(states[0][0], states=states, specdec_ctx=specdec_ctx)
         self.ranks.end()
-        last: Any = self.ops(norm)(Product.of(states[0][0]), pre=self.parts[0].final_norm)[1]
+        last: Any = self.ops(norm)(Product.from_value(states[0][0]), pre=self.parts[0].final_norm)[1]
         return BaseModelOutputWithPast(last_hidden_state=last.view(embeds.shape))
 
     def _layer_inputs(self, sent: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]) -> list[Any]:
@@ -210,10 +212,10 @@ class SplitHead(nn.Module):
         self.shares: list[tuple[Weight, torch.Tensor | None]] = []
         with torch.inference_mode(False), torch.no_grad():
             for rank, weight in enumerate(weights):
-                own = rows_of(weight, [len(weight)], rank, count)
+                own = rank_rows(weight, [len(weight)], rank, count)
                 own_bias = None if bias is None else bias.detach().chunk(count)[rank]
                 put = partial(ranks.put, rank)
-                self.shares.append((placed(own, put), None if own_bias is None else put([own_bias])))
+                self.shares.append((place_weight(own, put), None if own_bias is None else put([own_bias])))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., K] -> [..., N]."""

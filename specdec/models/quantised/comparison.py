@@ -16,13 +16,13 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec.errors import UnsupportedModelError
-from specdec.models.quantised.formats import NOT_AS_PROMISED, in_words
+from specdec.models.quantised.formats import NOT_AS_PROMISED, dtype_name
 from specdec.models.quantised.quantization_config import Quantization
 from specdec.models.quantised.stored_tensors import StoredTensor
 from specdec.models.quantised.weight_places import (
     OF_ONE_EXPERT,
-    Place,
     StoredWeight,
+    WeightPlace,
     WeightPlaces,
     with_and_without,
 )
@@ -65,9 +65,10 @@ def place_quantised(stored: Mapping[str, StoredTensor], promised: Quantization, 
             continue
         if "weight" in tensors and tensors["weight"].dtype in PLAIN_TYPES:
             others = (tensor.key for name, tensor in sorted(tensors.items()) if name != "weight")
+            dtype = dtype_name(tensors["weight"].dtype)
             raise UnsupportedModelError(
-                f"{stem} has a plain weight ({in_words(tensors['weight'].dtype)}), and {', '.join(others)} next to it, "
-                f"which is not read; {NOT_AS_PROMISED}"
+                f"{stem} has a plain weight ({dtype}), and {', '.join(others)} next to it, which is not read; "
+                f"{NOT_AS_PROMISED}"
             )
         format = promised.format_of(stem, place.path)
         if place.shape is not None:
@@ -101,7 +102,7 @@ def _ancestors(stem: str) -> list[str]:
     return [".".join(parts[:number]) for number in range(len(parts) + 1)]
 
 
-def _is_plain(tensors: Mapping[str, StoredTensor], place: Place, places: WeightPlaces) -> bool:
+def _is_plain(tensors: Mapping[str, StoredTensor], place: WeightPlace, places: WeightPlaces) -> bool:
     if place.shape is not None:
         return set(tensors) <= {"weight"} and all(tensor.dtype in PLAIN_TYPES for tensor in tensors.values())
     return not any(_is_left_over(name, tensor, places) for name, tensor in tensors.items())
@@ -132,7 +133,7 @@ def _require_unused(tensors: Mapping[str, StoredTensor], places: WeightPlaces) -
     for name, tensor in tensors.items():
         if _is_left_over(name, tensor, places):
             raise UnsupportedModelError(
-                f"{tensor.key} is not read as {in_words(tensor.dtype)}, and the module that it lies in is; "
+                f"{tensor.key} is not read as {dtype_name(tensor.dtype)}, and the module that it lies in is; "
                 f"{NOT_AS_PROMISED}"
             )
 

@@ -1,9 +1,9 @@
 """The formats of quantised weights that are read: which tensors a weight has in each, and how they become packed ones.
 
-A `Format` holds all that a `quantization_config` promises of a weight (`quantization_config.py` makes it), and says
-from that and from the weight's shape [N, K] alone which tensors there must be, in which shapes and types: `tensors`.
-`compare` holds a checkpoint against it, and nothing is read that was not compared (`comparison.py`). What a shape
-cannot say, `repack` checks: zeros of a symmetric weight, the order of columns, a stored shape.
+A `WeightFormat` holds all that a `quantization_config` promises of a weight (`quantization_config.py` makes it), and
+says from that and from the weight's shape [N, K] alone which tensors there must be, in which shapes and types:
+`tensors`. `compare` holds a checkpoint against it, and nothing is read that was not compared (`comparison.py`). What a
+shape cannot say, `repack` checks: zeros of a symmetric weight, the order of columns, a stored shape.
 
 Activations are never rounded here: a checkpoint whose activations were to be rounded as they come (`dynamic`) is read
 for its weights, one with calibrated scales for them is refused.
@@ -17,7 +17,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from specdec.errors import CheckpointError, UnsupportedModelError, about
-from specdec.layers.packed.packed_weight import PackedWeight, pack
+from specdec.layers.packed.packed_weight import PackedWeight, pack_words
 from specdec.models.quantised.stored_tensors import StoredTensor
 
 SCALE_TYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -31,7 +31,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ExpectedTensor:
     """A tensor has one of these shapes and one of these types. optional: the format may do without it."""
 
     shapes: tuple[Sizes, ...]
@@ -40,19 +40,19 @@ class Expected:
 
     def __str__(self) -> str:
         shapes = " or ".join(str(list(shape)) for shape in self.shapes)
-        return f"{shapes} in {' or '.join(in_words(dtype) for dtype in self.dtypes)}"
+        return f"{shapes} in {' or '.join(dtype_name(dtype) for dtype in self.dtypes)}"
 
 
-def in_words(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def one(shape: Sizes, *dtypes: torch.dtype, optional: bool = False) -> Expected:
-    return Expected((shape,), dtypes, optional)
+def one(shape: Sizes, *dtypes: torch.dtype, optional: bool = False) -> ExpectedTensor:
+    return ExpectedTensor((shape,), dtypes, optional)
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class WeightFormat:
     """One way of storing a quantised weight. columns: number of which K must be a multiple."""
 
     columns: ClassVar[int] = 32
@@ -67,7 +67,7 @@ class Format:
         """Its name in messages."""
         raise NotImplementedError
 
-    def tensors(self, num_rows: int, num_columns: int) -> dict[str, Expected]:
+    def tensors(self, num_rows: int, num_columns: int) -> dict[str, ExpectedTensor]:
         """The tensors of a weight [N, K]. Raises UnsupportedModelError where no weight of this shape has the format."""
         raise NotImplementedError
 
@@ -113,7 +113,7 @@ class Format:
             if tensor.dtype not in wanted.dtypes or tensor.shape not in [(*leading, *one) for one in wanted.shapes]:
                 of_each = "" if num_experts is None else f" for each of {num_experts} experts"
                 raise UnsupportedModelError(
-                    f"{stem}{self.joint}{name} is {list(tensor.shape)} in {in_words(tensor.dtype)}, and a weight "
+                    f"{stem}{self.joint}{name} is {list(tensor.shape)} in {dtype_name(tensor.dtype)}, and a weight "
                     f"{list(shape)} in {self.title} has it as {wanted}{of_each}; {NOT_AS_PROMISED}"
                 )
 
@@ -166,7 +166,7 @@ PLAIN_ZERO = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Int4(Format):
+class Int4(WeightFormat):
     """Weights of 4 bits.
 
     group_size: columns with one scale; None: all. symmetric: zeros are 8. in_any_order: the checkpoint must have the
@@ -183,7 +183,7 @@ class Int4(Format):
         groups = f"in groups of {self.group_size}" if self.group_size else "by row"
         return f"{self.layout.title} {groups}, {'symmetric' if self.symmetric else 'with zeros'}"
 
-    def tensors(self, num_rows: int, num_columns: int) -> dict[str, Expected]:
+    def tensors(self, num_rows: int, num_columns: int) -> dict[str, ExpectedTensor]:
         layout = self.layout
         if layout.in_columns and num_rows % 8:
             raise UnsupportedModelError(f"{num_rows} rows, and weights in {self.title} are read in multiples of 8")
@@ -214,7 +214,9 @@ class Int4(Format):
         if zeros is not None:
             zeros = nibbles(zeros + layout.less * 0x11111111, layout.nibbles)[:, : shape[0]]  # [K / G, N]
             zeros = self._promised(zeros.to(scales.dtype))
-        return PackedWeight("int4", pack(numbers, "int4"), scales.contiguous(), zeros, self.group_size or shape[1])
+        return PackedWeight(
+            "int4", pack_words(numbers, "int4"), scales.contiguous(), zeros, self.group_size or shape[1]
+        )
 
     def require_in_order(self, g_idx: torch.Tensor) -> None:
         """Raise UnsupportedModelError unless the columns of each group are consecutive."""
@@ -258,7 +260,7 @@ BY_CHANNEL: Tile = (1, None)
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8(Format):
+class Fp8(WeightFormat):
     """Weights in e4m3.
 
     tiles: shapes of tiles that the config allows; the shape of the scales decides. scales: possible names of the scale,
@@ -274,7 +276,7 @@ class Fp8(Format):
     def title(self) -> str:
         return f"FP8 {' or '.join(_tile_in_words(*tile) for tile in self.tiles)}"
 
-    def tensors(self, num_rows: int, num_columns: int) -> dict[str, Expected]:
+    def tensors(self, num_rows: int, num_columns: int) -> dict[str, ExpectedTensor]:
         shapes: list[Sizes] = []
         for rows, columns in self.tiles:
             if rows == 1 and columns is not None:
@@ -285,7 +287,7 @@ class Fp8(Format):
                 shapes += [(), (1,)] if rows is None else [sizes[:1]]
         return {
             "weight": one((num_rows, num_columns), torch.float8_e4m3fn),
-            self.scales[0]: Expected(tuple(dict.fromkeys(shapes)), SCALE_TYPES),
+            self.scales[0]: ExpectedTensor(tuple(dict.fromkeys(shapes)), SCALE_TYPES),
         }
 
     def canonical(self, names: Iterable[str]) -> dict[str, str]:
@@ -316,12 +318,12 @@ def _repack_fp8(numbers: torch.Tensor, scales: torch.Tensor, each: tuple[int, in
     of_row = torch.arange(num_rows, device=scales.device) // rows
     of_group = torch.arange(0, num_columns, group, device=scales.device) // columns
     scales = scales.reshape(-1, -(-num_columns // columns))
-    words = pack(numbers.view(torch.uint8), "e4m3")
+    words = pack_words(numbers.view(torch.uint8), "e4m3")
     return PackedWeight("e4m3", words, scales.T[of_group][:, of_row].contiguous(), None, group)
 
 
 @dataclass(frozen=True, slots=True)
-class Mxfp4(Format):
+class Mxfp4(WeightFormat):
     """Two numbers a byte, low first, and scales 2^(s - 127). of_experts: GPT-OSS's tensors of all experts, not those
     of compressed-tensors, a weight each."""
 
@@ -339,7 +341,7 @@ class Mxfp4(Format):
     def names(self) -> tuple[str, str]:
         return ("blocks", "scales") if self.of_experts else ("weight_packed", "weight_scale")
 
-    def tensors(self, num_rows: int, num_columns: int) -> dict[str, Expected]:
+    def tensors(self, num_rows: int, num_columns: int) -> dict[str, ExpectedTensor]:
         num_groups = num_columns // 32
         pairs = (num_rows, num_groups, 16) if self.of_experts else (num_rows, num_columns // 2)
         return dict(zip(self.names, (one(pairs, torch.uint8), one((num_rows, num_groups), torch.uint8)), strict=True))
@@ -351,4 +353,4 @@ class Mxfp4(Format):
         # bfloat16 2^(e - 127): the exponent bits of a float, but for 2^-127, which has none
         bits = torch.where(exponents.T == 0, 1 << 22, exponents.T.int() << 23)
         scales = bits.view(torch.float32).to(torch.bfloat16).contiguous()
-        return PackedWeight("e2m1", pack(numbers, "e2m1"), scales, None, 32)
+        return PackedWeight("e2m1", pack_words(numbers, "e2m1"), scales, None, 32)

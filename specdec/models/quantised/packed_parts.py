@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightTransform, convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
-from specdec.models.quantised.formats import Format
+from specdec.models.quantised.formats import WeightFormat
 from specdec.models.quantised.packed_quantizer import PackedConfig, PackedQuantizer
 from specdec.models.quantised.quantization_config import Quantization
 from specdec.models.quantised.stored_tensors import StoredTensor
@@ -31,7 +31,7 @@ class _Renamed(Quantization):
 
     stems: Mapping[str, str] = field(default_factory=dict)
 
-    def format_of(self, *names: str) -> Format:
+    def format_of(self, *names: str) -> WeightFormat:
         return Quantization.format_of(self, *(self.stems.get(name, name) for name in names))
 
     def leaves_out(self, *names: str) -> bool:

@@ -20,11 +20,11 @@ from specdec.models.quantised.formats import (
     COMPRESSED_INT4,
     GPTQ_V1,
     GPTQ_V2,
-    Format,
     Fp8,
     Int4,
     Mxfp4,
     Tile,
+    WeightFormat,
 )
 
 ALLOWED = (
@@ -47,14 +47,14 @@ class Quantization:
     name, `re:` and a pattern for its beginning, or ANY_MODULE. left_out: targets that are said not to be quantised.
     """
 
-    rules: tuple[tuple[str, Format], ...]
+    rules: tuple[tuple[str, WeightFormat], ...]
     left_out: tuple[str, ...] = ()
 
     @property
     def joints(self) -> set[str]:
         return {format.joint for _, format in self.rules}
 
-    def format_of(self, *names: str) -> Format:
+    def format_of(self, *names: str) -> WeightFormat:
         """The format of a module that is stored quantised, by its name in the checkpoint and that in the model.
 
         A config with one format promises it for all modules, since names may have changed since it was written.
@@ -87,14 +87,14 @@ class Settings:
     values: Mapping[str, Any]
 
     @classmethod
-    def of(cls, path: str, values: object) -> "Settings":
+    def from_json(cls, path: str, values: object) -> "Settings":
         if not isinstance(values, Mapping):
             raise CheckpointError(f"{path} is {shown(values)}, expected an object")
         return cls(path, values)
 
     def part(self, name: str) -> "Settings":
         value = self.values.get(name)
-        return Settings.of(f"{self.path}.{name}", {} if value is None else value)
+        return Settings.from_json(f"{self.path}.{name}", {} if value is None else value)
 
     def parts(self, name: str) -> list["Settings"]:
         found = self.part(name)
@@ -164,7 +164,7 @@ def stored_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     for part in (config, *config.values()):
         given = part.get("quantization_config") if isinstance(part, Mapping) else None
         if given is not None:
-            return Settings.of("quantization_config", given).values
+            return Settings.from_json("quantization_config", given).values
     return None
 
 
@@ -173,7 +173,7 @@ def quantization_of(config: Mapping[str, Any]) -> Quantization | None:
 
     Raises UnsupportedModelError for what neither reads, and CheckpointError for what is malformed.
     """
-    settings = Settings.of("quantization_config", config)
+    settings = Settings.from_json("quantization_config", config)
     method = settings.text("quant_method")
     if method in READ:
         return READ[method](settings)
@@ -204,7 +204,7 @@ def _compressed_tensors(config: Settings) -> Quantization:
     return Quantization(tuple(rules), config.targets("ignore"))
 
 
-def _compressed_format(group: Settings, layout: str) -> Format:
+def _compressed_format(group: Settings, layout: str) -> WeightFormat:
     if group.values.get("weights") is None:
         raise _unread("compressed-tensors without quantised weights")
     weights, inputs = group.part("weights"), group.part("input_activations")
@@ -252,7 +252,7 @@ def _fp8(config: Settings) -> Quantization:
     return _for_all(config, Fp8(tiles, ("weight_scale_inv", "weight_scale")))
 
 
-def _for_all(config: Settings, format: Format) -> Quantization:
+def _for_all(config: Settings, format: WeightFormat) -> Quantization:
     names = [name for key in ("modules_to_not_convert", "ignored_layers") for name in config.targets(key)]
     return Quantization(((ANY_MODULE, format),), tuple(names))
 
@@ -266,12 +266,12 @@ def _gptq(config: Settings) -> Quantization:
         if sign == "-":
             left_out.append(f"re:{target}")
         else:
-            changed = Settings.of(f"{config.path}.dynamic.{pattern}", changes)
+            changed = Settings.from_json(f"{config.path}.dynamic.{pattern}", changes)
             rules.append((f"re:{target}", _gptq_format(Settings(changed.path, {**config.values, **changed.values}))))
     return Quantization((*rules, (ANY_MODULE, _gptq_format(config))), tuple(left_out))
 
 
-def _gptq_format(config: Settings) -> Format:
+def _gptq_format(config: Settings) -> WeightFormat:
     bits, layout = config.number("bits", default=0), config.text("checkpoint_format", "format", default="gptq")
     words = config.text("pack_dtype", default="int32")
     if bits != 4:

@@ -24,7 +24,7 @@ from transformers.core_model_loading import (
 
 from specdec.errors import UnsupportedModelError
 from specdec.layers.moe.moe_families import MIXTURES, holds_experts
-from specdec.models.quantised.formats import Format, in_words
+from specdec.models.quantised.formats import WeightFormat, dtype_name
 from specdec.models.quantised.stored_tensors import StoredTensor
 
 OF_ONE_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.\d+\.(?P<name>gate_proj|up_proj|down_proj|w1|w2|w3)")
@@ -32,7 +32,7 @@ PROJECTIONS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WeightPlace:
     """The parameter `last` of the module at `path`, or a projection of one of its experts.
 
     shape: of the weight [N, K], of one expert; None: packed weights are not read there. num_experts: of the module;
@@ -55,16 +55,16 @@ class StoredWeight:
     """A quantised weight: what precedes the names of its tensors, these by name, and where it belongs."""
 
     stem: str
-    format: Format
+    format: WeightFormat
     tensors: Mapping[str, StoredTensor]
-    place: Place
+    place: WeightPlace
 
     @property
     def types(self) -> dict[str, torch.dtype]:
         return {name: tensor.dtype for name, tensor in self.tensors.items()}
 
     def described(self) -> str:
-        each = (f"{name} in {in_words(dtype)}" for name, dtype in sorted(self.types.items()))
+        each = (f"{name} in {dtype_name(dtype)}" for name, dtype in sorted(self.types.items()))
         return f"{self.format.title} ({', '.join(each)})"
 
 
@@ -97,7 +97,7 @@ class WeightPlaces:
         renamed = self._names(f"{stem}.weight").removesuffix(".weight")
         return any(name in self.modules for name in (stem, *with_and_without(renamed, self._prefix)))
 
-    def find(self, stem: str) -> Place | None:
+    def find(self, stem: str) -> WeightPlace | None:
         """The place of a weight; None: the model has no such weight."""
         one = OF_ONE_EXPERT.fullmatch(stem)
         plain = [stem, f"{stem}.weight"]
@@ -112,9 +112,9 @@ class WeightPlaces:
             stored_as = one["name"] if one else None
             last = PROJECTIONS.get(stored_as, stored_as) if stored_as else last
             sizes, num_experts = _sizes_of(module)
-            return Place(path, last, sizes.get(last), num_experts, stored_as)
+            return WeightPlace(path, last, sizes.get(last), num_experts, stored_as)
         is_linear = type(module) is nn.Linear and last == "weight"
-        return Place(path, last, module.weight.shape if is_linear else None)
+        return WeightPlace(path, last, module.weight.shape if is_linear else None)
 
     def add(self, weight: StoredWeight) -> None:
         """Take a quantised weight. Raises UnsupportedModelError where its place cannot hold one."""

@@ -28,7 +28,7 @@ ROW_MEMORY = 64
 """Drafts of a source and depth that a row remembers at most."""
 
 
-class Acceptance:
+class DraftAcceptance:
     """Chances of one engine and its rows. shapes: its drafts, the first is none."""
 
     def __init__(self, shapes: Sequence[DraftShape], num_rows: int) -> None:
@@ -55,17 +55,18 @@ class Acceptance:
         chance: FloatArray = (right + 2 * (1 + other_right) / (2 + other_tried)) / (tried + 2)
         return chance
 
-    def learn(self, number: int, rows: IntArray, accepted: IntArray, most: IntArray) -> None:
-        """Count a round with draft `number`: rows [B] accepted so many drafts [B], and could accept `most` [B]."""
+    def learn(self, number: int, rows: IntArray, accepted: IntArray, max_drafts: IntArray) -> None:
+        """Count a round with draft `number`: rows [B] accepted so many drafts [B], and could accept `max_drafts`
+        [B]."""
         kind, depth = self._class_of[number], self._depth_of[number]
-        reached = np.minimum([accepted, accepted + 1], np.minimum(most, depth))  # one more was rejected
+        reached = np.minimum([accepted, accepted + 1], np.minimum(max_drafts, depth))  # one more was rejected
         counts = self._levels < reached[..., None]  # [2, B, D]
         own = self._row_counts[:, self._source_of[kind], rows] + counts
         self._row_counts[:, self._source_of[kind], rows] = own * np.where(own[1] > ROW_MEMORY, 0.5, 1.0)
         self._counts *= 1 - 1 / MEMORY
         self._counts[:, kind] += counts.sum(axis=1)
 
-    def tokens(self, rows: IntArray, most: IntArray) -> FloatArray:
+    def tokens(self, rows: IntArray, max_drafts: IntArray) -> FloatArray:
         """Expected and hopeful tokens [2, K] of each draft, the bonus included, for rows [B] that accept at most `most`
         [B]. Hopeful: by chances one standard error higher, the engine's and the row's. The mean over rows is geometric:
         hard requests stay longest, and a draft that helps only easy ones delays them."""
@@ -74,7 +75,7 @@ class Acceptance:
         chance = (right + ROW_WEIGHT * self.chance[:, None]) / tried
         errors = 1 / np.sqrt(self._counts[1] + 2)[:, None] + 1 / np.sqrt(tried * len(rows))  # not all are lucky
         high = np.minimum(chance + np.sqrt(chance * (1 - chance)) * errors, 1.0)
-        reach = np.cumprod([chance, high], axis=3) * (self._levels < most[:, None])
+        reach = np.cumprod([chance, high], axis=3) * (self._levels < max_drafts[:, None])
         brought = np.cumsum(np.insert(reach, 0, 1.0, axis=3), axis=3)  # [2, C, B, 1 + D]
         mean: FloatArray = np.exp(np.log(brought).mean(axis=2))[:, self._class_of, self._depth_of]
         return mean

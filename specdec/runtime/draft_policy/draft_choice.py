@@ -13,7 +13,7 @@ import numpy as np
 
 from specdec.gpu.buckets import next_power_of_two
 from specdec.gpu.mirrored_array import IntArray
-from specdec.runtime.draft_policy.draft_acceptance import Acceptance
+from specdec.runtime.draft_policy.draft_acceptance import DraftAcceptance
 from specdec.runtime.draft_policy.draft_account import DraftAccount
 from specdec.runtime.draft_policy.draft_use import DraftUse
 from specdec.runtime.draft_policy.round_times import RoundTimes
@@ -26,7 +26,7 @@ class DraftChoice:
     def __init__(self, shapes: Sequence[DraftShape], num_rows: int) -> None:
         self.shapes = shapes
         self.times: dict[int, RoundTimes] = {}
-        self.acceptance = Acceptance(shapes, num_rows)
+        self.acceptance = DraftAcceptance(shapes, num_rows)
         self._source = [int(shape.by_lookup) for shape in shapes]
         self._untried = sorted(set(self._source))
         self.account = DraftAccount(self._source)
@@ -34,13 +34,14 @@ class DraftChoice:
         self._use = DraftUse(shapes)
 
     def choose(
-        self, rows: IntArray, most: IntArray, batch: int, least: DraftShape, unsettled: Sequence[DraftShape] = ()
+        self, rows: IntArray, max_drafts: IntArray, batch: int, least: DraftShape, unsettled: Sequence[DraftShape] = ()
     ) -> DraftShape:
-        """Choose for a round of these rows [B], which can accept at most `most` [B] drafts each. batch: seats, padding
-        included. least: the smallest draft allowed, as a row has fixed it. unsettled: drafts of rounds in flight."""
+        """Choose for a round of these rows [B], which can accept at most `max_drafts` [B] drafts each. batch: seats,
+        padding included. least: the smallest draft allowed, as a row has fixed it. unsettled: drafts of rounds in
+        flight."""
         times = self.times_of(batch)
         seconds, is_known = times.seconds, bool(times.seconds[0, 0])
-        tokens = self.acceptance.tokens(rows, most)  # [2, K]
+        tokens = self.acceptance.tokens(rows, max_drafts)  # [2, K]
         rate, hope = (tokens / (seconds if is_known else 1.0)).tolist()
         if least.num_nodes > 1:
             allowed = [number for number, shape in enumerate(self.shapes) if shape.covers(least)]
@@ -63,7 +64,7 @@ class DraftChoice:
         return self.shapes[chosen]
 
     def learn(self, shape: DraftShape, batch: int, seconds: float, drafted: Sequence[IntArray], brought: float) -> None:
-        """Learn from a settled round. seconds: including a catch-up before it. drafted: see `Acceptance.learn`.
+        """Learn from a settled round. seconds: including a catch-up before it. drafted: see `DraftAcceptance.learn`.
         brought: tokens that a request gained on average; 0: one had fixed the draft, and nothing is charged."""
         number, times = self._number(shape), self.times_of(batch)
         if shape == self.shapes[number]:

@@ -15,7 +15,7 @@ bit of a logit. Biases with more entries have classes of 8 times as many, furthe
 
 from specdec.gpu.buckets import next_power_of_two, step_up
 from specdec.runtime.rounds.result import RoundShape
-from specdec.sampling.sampling_table import SAMPLED, Uses
+from specdec.sampling.sampling_table import SAMPLED, SamplerUses
 
 BIAS_ENTRIES = 512
 """Entries of a logit bias in the smallest class of edited rounds."""
@@ -24,7 +24,7 @@ FEW_ALTERNATIVES = 20
 """Alternatives of a token in the smallest class of scored rounds."""
 
 
-def share(uses: Uses, logprobs: int | None, *, on_kernels: bool) -> tuple[Uses, int | None]:
+def share(uses: SamplerUses, logprobs: int | None, *, on_kernels: bool) -> tuple[SamplerUses, int | None]:
     """The smallest class that covers these uses and alternatives -> its uses and alternatives.
 
     on_kernels: rows are drawn by kernels, which sort nothing.
@@ -32,7 +32,7 @@ def share(uses: Uses, logprobs: int | None, *, on_kernels: bool) -> tuple[Uses, 
     if not (uses.edits or logprobs is not None):
         if uses.penalty:
             return SAMPLED._replace(penalty=True), None
-        return (SAMPLED if on_kernels or uses.sampled else Uses.of([])), None
+        return (SAMPLED if on_kernels or uses.sampled else SamplerUses.from_params([])), None
     edited = SAMPLED._replace(penalty=True, counts=True, bias=step_up(uses.bias, BIAS_ENTRIES, 8), masked=uses.masked)
     return edited, None if logprobs is None else _alternatives(logprobs)
 

@@ -55,7 +55,7 @@ class ChunkShape(NamedTuple):
     divided: bool = False
 
 
-class Results:
+class ChunkBuffers:
     """Tensors in which captured forwards leave their results for the drafter and the first draw: one set for all
     shapes, since the results of one forward are read before the next runs."""
 
@@ -91,7 +91,7 @@ class ChunkProgram:
     Runs of padding have no tokens. ends: where its parts end, each a program; empty: it is not divided.
     """
 
-    def __init__(self, round: Round, shape: ChunkShape, results: Results) -> None:
+    def __init__(self, round: Round, shape: ChunkShape, results: ChunkBuffers) -> None:
         self.chunk: Chunk | None = None
         self.ends: list[int] = []
         self._paused: PausedChunk | None = None  # between two parts
@@ -139,7 +139,7 @@ class ChunkGraphs(Captures):
     what = "prompts"
 
     def __init__(self, round: Round, store: CaptureStore, *, strict: bool) -> None:
-        self._results = Results()
+        self._results = ChunkBuffers()
         self._made: dict[ChunkShape, ChunkProgram] = {}  # one a shape: captures read its inputs
         super().__init__(round, store, strict=strict)
 
@@ -217,10 +217,10 @@ class ChunkGraphs(Captures):
         return None
 
 
-def token_buckets(most: int) -> list[int]:
-    """16, 24, 32, 48, 64, 96, ..., `most`: powers of two, and half between; from LONG on quarters between."""
+def token_buckets(limit: int) -> list[int]:
+    """16, 24, 32, 48, 64, 96, ..., `limit`: powers of two, and half between; from LONG on quarters between."""
     sizes, size = [], MIN_TOKENS
-    while size <= most:
+    while size <= limit:
         sizes += [size * quarters // 4 for quarters in ((4, 6) if size < LONG else (4, 5, 6, 7))]
         size *= 2
-    return [size for size in sizes if size <= most]
+    return [size for size in sizes if size <= limit]

@@ -23,7 +23,7 @@ from specdec.gpu.buckets import next_power_of_two
 from specdec.gpu.captures import (
     SPARE_POOL,
     Capture,
-    Captured,
+    CapturedProgram,
     CaptureStore,
     OverBudget,
     Program,
@@ -34,7 +34,7 @@ from specdec.runtime.rounds.capture_classes import is_large, share
 from specdec.runtime.rounds.decode_round import decode_programs
 from specdec.runtime.rounds.result import RoundShape
 from specdec.runtime.rounds.round import Round
-from specdec.runtime.rounds.unread import KEPT
+from specdec.runtime.rounds.unread import MAX_UNREAD
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class Captures:
         """Failed captures of each shape since the weights moved."""
         self._number = store.join(self)
         self._strict = strict
-        self._captured: dict[Hashable, Captured | None] = {}  # None: it ran once, or was let go
+        self._captured: dict[Hashable, CapturedProgram | None] = {}  # None: it ran once, or was let go
         self._evictions: Counter[Hashable] = Counter()
         self._waits: dict[Hashable, int] = {}  # runs until a capture is tried
         self._generation = round.weights.generation()
@@ -111,7 +111,7 @@ class Captures:
                 between(number, out)
         return out
 
-    def find_captured(self, shape: Hashable, programs: Sequence[Program]) -> Captured | None:
+    def find_captured(self, shape: Hashable, programs: Sequence[Program]) -> CapturedProgram | None:
         """The captured programs of this shape, if they may be replayed now; None: run them eagerly."""
         if self._generation != (now := self.round.weights.generation()):
             self._generation = now
@@ -148,7 +148,7 @@ class Captures:
         self._evictions[shape] += 1
         self._waits[shape] = min((1 << self._evictions[shape] - 1) - 1, MAX_BACKOFF_RUNS)
 
-    def _try(self, shape: Hashable, programs: Sequence[Program]) -> Captured | None:
+    def _try(self, shape: Hashable, programs: Sequence[Program]) -> CapturedProgram | None:
         try:
             return self.store.make(self._number, shape, self.pool(shape), self.round.view.key, programs)
         except Exception as error:  # any kind: whatever the model does that a graph cannot record
@@ -194,12 +194,12 @@ class RoundGraphs(Captures):
         uses, logprobs = share(shape.uses, shape.logprobs, on_kernels=self.round.on_kernels)
         shape = shape._replace(uses=uses, logprobs=logprobs)
         large = is_large(shape)
-        sizes = few_batch_sizes(table.max_requests) if large else batch_sizes(table.max_requests)
+        sizes = few_batch_buckets(table.max_requests) if large else batch_buckets(table.max_requests)
         batch = min(size for size in sizes if size >= shape.batch)
         if shape.uses.masked and shape.num_nodes > MAX_FORCED_TOKENS:  # forced tokens need no nodes of their own
             shape = shape._replace(forced=shape.num_nodes)
         most = table.slots.host.shape[1] - 1  # unsettled rounds count whole, and may seem to go past the end of a row
-        longest = min(width for width in table_widths(most) if width >= min(shape.longest, most))
+        longest = min(width for width in prefix_buckets(most) if width >= min(shape.longest, most))
         return shape._replace(batch=batch, longest=longest)
 
     def forced_width(self, width: int, room: int, num_nodes: int) -> int:
@@ -219,7 +219,7 @@ class RoundGraphs(Captures):
 
     def catch_up(self, shape: RoundShape) -> None:
         """The drafter reads unread tokens of the rows seated for a round of this shape."""
-        self.run_captured((shape.batch, shape.longest), [lambda: self.round.catch_up(shape, KEPT)])
+        self.run_captured((shape.batch, shape.longest), [lambda: self.round.catch_up(shape, MAX_UNREAD)])
 
 
 def run_programs(programs: Sequence[Program], between: Between) -> torch.Tensor:
@@ -241,24 +241,25 @@ def capture_for(devices: Sequence[torch.device], setting: str | bool) -> Capture
     return None if setting is False else CudaCapture(*devices)
 
 
-def batch_sizes(most: int) -> list[int]:
-    """Numbers of seats that rounds are captured for: 1, 2, 4, 8, then each 8th up to 64, each 32nd after it, `most`."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, most + 32, 32)]
-    return [size for size in sizes if size < most] + [most]
+def batch_buckets(limit: int) -> list[int]:
+    """Numbers of seats that rounds are captured for: 1, 2, 4, 8, then each 8th up to 64, each 32nd after it,
+    `limit`."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, limit + 32, 32)]
+    return [size for size in sizes if size < limit] + [limit]
 
 
-def few_batch_sizes(most: int) -> list[int]:
-    """Numbers of seats of large rounds, which change or report logits: 1, 4, 8, 16, 32, ..., `most`."""
-    sizes = [1, *(1 << i for i in range(2, most.bit_length()))]
-    return [size for size in sizes if size < most] + [most]
+def few_batch_buckets(limit: int) -> list[int]:
+    """Numbers of seats of large rounds, which change or report logits: 1, 4, 8, 16, 32, ..., `limit`."""
+    sizes = [1, *(1 << i for i in range(2, limit.bit_length()))]
+    return [size for size in sizes if size < limit] + [limit]
 
 
-def table_widths(most: int) -> list[int]:
-    """Tokens of a prefix that rounds are captured for: 4096, 32768, 262144, ..., `most`. There are few widths, since a
+def prefix_buckets(limit: int) -> list[int]:
+    """Tokens of a prefix that rounds are captured for: 4096, 32768, 262144, ..., `limit`. There are few widths, since a
     wide table costs kernels no time: they stop where a row ends. There is more than one, since attention allocates its
     partial results by the width."""
     widths, width = [], MIN_TABLE_WIDTH
-    while width < most:
+    while width < limit:
         widths.append(width)
         width *= 8
-    return [*widths, most]
+    return [*widths, limit]

@@ -1,6 +1,6 @@
 """The end of a round, in one launch: walk the accepted path, commit it, write its tokens and pack the result.
 
-    path, length    as `reference_accept`, cut to most[b]: later nodes count as not drafted
+    path, length    as `reference_accept`, cut to max_path[b]: later nodes count as not drafted
     emitted[b, i]   the target's token after path[b, i]; the first `length` count, the last of them is the bonus
     committed_len   S -> S + length;   tokens[row, S + 1 + i] = emitted[b, i]
     slots[row]      pages of one slot: the path's slots move to S, S + 1, ... (`path_order`), so rejected nodes stay in
@@ -23,7 +23,7 @@ from specdec.kvcache.table import Move, RequestTable, Rows
 def reference_closing(
     tree: DraftTree,
     drawn: torch.Tensor,
-    most: torch.Tensor,
+    max_path: torch.Tensor,
     rows: Rows,
     start: torch.Tensor,
     table: RequestTable,
@@ -33,7 +33,7 @@ def reference_closing(
     depth: int,
 ) -> tuple[torch.Tensor, torch.Tensor, Move | None]:
     path, accepted_len, emitted = reference_accept(tree, drawn)
-    length = torch.minimum(accepted_len, most)
+    length = torch.minimum(accepted_len, max_path)
     move = table.commit_on_device(rows, length, None if tree.is_chain else path)
     if missing := width - tree.num_nodes:
         path, emitted = F.pad(path, (0, missing)), F.pad(emitted, (0, missing))
@@ -57,7 +57,7 @@ def _closing_kernel(
     p_tree_tokens: tl.tensor,  # [B, N]
     p_parents: tl.tensor,  # [B, N]
     p_drawn: tl.tensor,  # [B, N]
-    p_most: tl.tensor,  # [B]
+    p_max_path: tl.tensor,  # [B]
     p_rows: tl.tensor,  # [B]
     p_start: tl.tensor,  # [B]
     p_committed_len: tl.tensor,  # [R]
@@ -84,12 +84,12 @@ def _closing_kernel(
     m_node = o_node < num_nodes
     row = tl.load(p_rows + i_b).to(tl.int64)
     start = tl.load(p_start + i_b).to(tl.int64)
-    most = tl.load(p_most + i_b).to(tl.int64)
+    max_path = tl.load(p_max_path + i_b).to(tl.int64)
     p_drawn += i_b * s_drawn
     path, place, accepted_len = walk(
         p_tree_tokens + i_b * s_tree_tokens, p_parents + i_b * s_parents, p_drawn, num_nodes, BLOCK
     )
-    length = tl.minimum(accepted_len, most)
+    length = tl.minimum(accepted_len, max_path)
     b_emitted = tl.load(p_drawn + path, mask=m_node, other=0).to(tl.int64)
     tl.store(p_length + i_b, length)
     tl.store(p_bonus + i_b, tl.sum(tl.where(o_node == length - 1, b_emitted, 0), axis=0))
@@ -119,7 +119,7 @@ def _closing_kernel(
 def closing(
     tree: DraftTree,
     drawn: torch.Tensor,
-    most: torch.Tensor,
+    max_path: torch.Tensor,
     rows: Rows,
     start: torch.Tensor,
     table: RequestTable,
@@ -130,7 +130,7 @@ def closing(
 ) -> tuple[torch.Tensor, torch.Tensor, Move | None]:
     """Accept and commit B trees of N nodes, whose roots are at positions `start` [B] of their rows.
 
-    drawn [B, N]: the token that the target draws after each node. most [B]: longest path to accept, at least 1.
+    drawn [B, N]: the token that the target draws after each node. max_path [B]: longest path to accept, at least 1.
     tokens: token ids by row and position, appended to. packed [B, 1 + W + D]: the result, written here; W >= N, and D
     is at least any path's length. -> length [B], bonus token [B], and with larger pages the K/V still to be moved.
     """
@@ -140,7 +140,7 @@ def closing(
     by_node = (tree.tokens, tree.parents, drawn)
     assert all(x.shape == (batch, num_nodes) for x in by_node) and width >= num_nodes, f"{drawn.shape=} {width=}"
     assert num_nodes == 1 or all(x.stride(1) == 1 for x in by_node), f"{[x.stride() for x in by_node]}"
-    by_request = (most, rows.index, start)
+    by_request = (max_path, rows.index, start)
     assert all(x.shape == (batch,) and x.is_contiguous() for x in by_request), f"{[x.shape for x in by_request]}"
     assert tokens.shape == slots.shape and tokens.is_contiguous() and slots.is_contiguous(), f"{tokens.shape=}"
     length, bonus = drawn.new_empty((batch,)), drawn.new_empty((batch,))

@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from specdec.attention.plan import plan_verify
-from specdec.attention.trees.forced_tokens import graft, without_blanks
+from specdec.attention.trees.forced_tokens import force_tokens, without_blanks
 from specdec.attention.trees.tree import DraftTree
 from specdec.draft_models.base import DraftBatch, Observation
 from specdec.kvcache.table import Rows
 from specdec.runtime.rounds.closing import closing, reference_closing
 from specdec.runtime.rounds.opening import opening, reference_opening
-from specdec.runtime.rounds.result import RoundShape, empty_result, pack
+from specdec.runtime.rounds.result import RoundShape, empty_result, pack_round_result
 from specdec.runtime.rounds.round import Round
 from specdec.runtime.rounds.unread import unread_tokens
 from specdec.sampling.log_probs import LogProbs
@@ -37,7 +37,7 @@ def decode_programs(round: Round, shape: RoundShape) -> Sequence[Callable[[], to
     """
     if not shape.uses.masked:
         return [lambda: DecodeRound(round, shape).run()]  # drops its tensors when it returns
-    round.masks.at(shape.batch, shape.width)  # allocated before the capture
+    round.masks.view(shape.batch, shape.width)  # allocated before the capture
     decode = DecodeRound(round, shape)
     return [decode.draft, decode.verify, decode.accept]
 
@@ -70,12 +70,12 @@ class DecodeRound:
         self.prefix = round.backend.locate(table, rows, opened.committed_len, shape.width)
         sampler = round.sampler_of(rows, history_len, shape, opened)
         depth = max(shape.num_steps + 1, shape.depth)
-        self.sampler = sampler = sampler.ahead(history_len, depth, round.target.vocab_size)
+        self.sampler = sampler = sampler.with_noise(history_len, depth, round.target.vocab_size)
 
         round.clock.mark("draft")
         draws: ReferenceSampler | MaskedFirstLevel = sampler
         if shape.uses.masked:
-            draws = MaskedFirstLevel(sampler, history_len, round.masks.at(shape.batch, 1)[:, 0])
+            draws = MaskedFirstLevel(sampler, history_len, round.masks.view(shape.batch, 1)[:, 0])
         if round.worker is not None and shape.num_steps > 0:
             batch = DraftBatch(
                 rows=self.read_rows,
@@ -96,11 +96,11 @@ class DecodeRound:
             assert tree.num_nodes <= shape.num_nodes, f"{tree.num_nodes} nodes drafted, {shape.num_nodes=}"
         else:
             tree = DraftTree.chain(root[:, None])
-        self.max_path = opened.most
+        self.max_path = opened.max_path
         if shape.forced:
             forced = round.forced.tensor[rows.index]
-            tree = graft(tree, forced[:, 1:], forced[:, 0], shape.forced)
-            self.max_path = torch.maximum(opened.most, 1 + forced[:, 0])
+            tree = force_tokens(tree, forced[:, 1:], forced[:, 0], shape.forced)
+            self.max_path = torch.maximum(opened.max_path, 1 + forced[:, 0])
         self.tree = tree
         return torch.stack([tree.tokens, tree.parents]) if shape.uses.masked else tree.tokens
 
@@ -129,7 +129,7 @@ class DecodeRound:
         """Draw, walk down the tree, commit, and let the drafter observe -> the packed result."""
         round, shape, rows, opened, tree = self.round, self.shape, self.rows, self.opened, self.tree
         round.clock.mark("other")
-        allowed = round.masks.at(shape.batch, tree.num_nodes) if shape.uses.masked else None
+        allowed = round.masks.view(shape.batch, tree.num_nodes) if shape.uses.masked else None
         drawn_pos = opened.drawn_pos if opened.fits(tree) else self.plan.positions + 1
         drawn = self.sampler.draw_after(self.fed, allowed, self.logits, drawn_pos, self.softcap)
         numbers, packed, stamps = empty_result(shape, len(DECODE_STAGES) + 1, round.device)
@@ -164,4 +164,4 @@ class DecodeRound:
             round.clock.stop(stamps)
             return numbers
         on_path = self.logits.gather(1, path[:, :, None].expand(-1, -1, self.logits.shape[-1]))  # [B, D, V]
-        return pack(packed, LogProbs.of(on_path, tokens, shape.logprobs), round.clock.stop())
+        return pack_round_result(packed, LogProbs.from_logits(on_path, tokens, shape.logprobs), round.clock.stop())

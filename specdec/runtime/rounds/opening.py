@@ -1,7 +1,7 @@
 """Inputs of a round, read by one launch from the seated rows before the round changes any of them.
 
     row = seats[b]        S = committed_len[row]        root[b] = tokens[row, S], the bonus token of the round before
-    most[b]         = 1 + max_drafts[row]      longest path that the request may accept
+    max_path[b]     = 1 + max_drafts[row]      longest path that the request may accept
     level_pos[l, b] = S + l                    position of the tokens on level l of a draft, 0 <= l <= D
     chain_pos[b, n] = S + n                    positions of the nodes of a chain, 0 <= n < D
     drawn_pos[b, n] = S + n + 1                positions of the tokens drawn after them
@@ -22,13 +22,13 @@ LANES = 32
 
 
 class Opening(NamedTuple):
-    """Numbers of B seated rows, int64: level_pos [D + 1, B], chain_pos and drawn_pos [B, D], root and most [B]."""
+    """Numbers of B seated rows, int64: level_pos [D + 1, B], chain_pos and drawn_pos [B, D], root and max_path [B]."""
 
     level_pos: torch.Tensor
     chain_pos: torch.Tensor
     drawn_pos: torch.Tensor
     root: torch.Tensor
-    most: torch.Tensor
+    max_path: torch.Tensor
     params: ParamVectors
 
     @property
@@ -78,7 +78,7 @@ def _opening_kernel(
     p_chain_pos: tl.tensor,  # [B, D]
     p_drawn_pos: tl.tensor,  # [B, D]
     p_root: tl.tensor,  # [B]
-    p_most: tl.tensor,  # [B]
+    p_max_path: tl.tensor,  # [B]
     p_whole: tl.tensor,  # [WHOLE, B]
     p_real: tl.tensor,  # [CELLS - WHOLE, B]
     batch: tl.tensor,
@@ -93,7 +93,7 @@ def _opening_kernel(
     row = tl.load(p_seats + o_b, mask=m_b, other=0).to(tl.int64)
     start = tl.load(p_committed_len + row, mask=m_b, other=0).to(tl.int64)
     tl.store(p_root + o_b, tl.load(p_tokens + row * row_width + start, mask=m_b, other=0), mask=m_b)
-    tl.store(p_most + o_b, 1 + tl.load(p_max_drafts + row, mask=m_b, other=0), mask=m_b)
+    tl.store(p_max_path + o_b, 1 + tl.load(p_max_drafts + row, mask=m_b, other=0), mask=m_b)
     for i in tl.static_range(WHOLE):
         tl.store(p_whole + i * batch + o_b, tl.load(p_cells + row * CELLS + i, mask=m_b, other=0), mask=m_b)
     for i in tl.static_range(CELLS - WHOLE):

@@ -56,9 +56,10 @@ def part_ends(target: TargetModel, aux_layers: Sequence[int], states: FinalState
     return ends
 
 
-def _evenly(begin: int, end: int, most: int) -> list[int]:
-    """Divide these layers into as few parts as possible, each of at most `most` layers -> the ends of the parts."""
-    count = -(-(end - begin) // most)
+def _evenly(begin: int, end: int, max_layers: int) -> list[int]:
+    """Divide these layers into as few parts as possible, each of at most `max_layers` layers -> the ends of the
+    parts."""
+    count = -(-(end - begin) // max_layers)
     return [begin + (end - begin) * number // count for number in range(1, count + 1)]
 
 

@@ -23,7 +23,7 @@ MAX_LOGITS = 1 << 24
 """Logits of one tile: 64 rows of a vocabulary of 262,144. Their reduction takes about 24 bytes of memory for each."""
 
 
-class Span(NamedTuple):
+class ScoredSpan(NamedTuple):
     """Tokens of one chunk to be scored: `length` of them, the first at position `first` of the prompt. number: of the
     chunk in its step; column: of the state in the chunk that predicts the token at `first`."""
 
@@ -33,10 +33,10 @@ class Span(NamedTuple):
     length: int
 
 
-class Scoring(NamedTuple):
+class ChunkScoring(NamedTuple):
     """Tokens of a step's chunks to be scored, M in all. alternatives: K, the most that a request asks for."""
 
-    spans: Sequence[Span]
+    spans: Sequence[ScoredSpan]
     alternatives: int
 
     def cells(self) -> IntArray:
@@ -45,7 +45,7 @@ class Scoring(NamedTuple):
         columns = [np.arange(span.column, span.column + span.length) for span in self.spans]
         return np.stack([np.concatenate(numbers), np.concatenate(columns)]).astype(np.int64)
 
-    def split(self, packed: "np.ndarray[Any, Any]") -> list[tuple[Span, TokenScores]]:
+    def split(self, packed: "np.ndarray[Any, Any]") -> list[tuple[ScoredSpan, TokenScores]]:
         """packed [M, 1 + 2K] int32 of `score_chunk`, on the host -> each span with its scores."""
         alternatives = (packed.shape[1] - 1) // 2
         chosen, values, ids = np.split(np.ascontiguousarray(packed), [1, 1 + alternatives], axis=1)
@@ -60,7 +60,7 @@ def score_chunk(round: Round, chunk: Chunk, cells: torch.Tensor, alternatives: i
     """Log-probabilities, under the unmodified logits, of the M prompt tokens that follow the target's final states, and
     of the K likeliest tokens in the place of each.
 
-    cells [2, M]: of `Scoring`. -> [M, 1 + 2K] int32: the bits of the float32 numbers, then the ids.
+    cells [2, M]: of `ChunkScoring`. -> [M, 1 + 2K] int32: the bits of the float32 numbers, then the ids.
     """
     assert chunk.states is FinalStates.EVERY, f"a chunk is scored from every state: {chunk.states}"
     number, column = cells
@@ -72,7 +72,7 @@ def score_chunk(round: Round, chunk: Chunk, cells: torch.Tensor, alternatives: i
     for first in range(0, len(following), tile):
         some = slice(first, first + tile)
         logits = round.target.logits(hidden[None, some])  # [1, tile, V]
-        found = LogProbs.of(logits, following[None, some], alternatives)
+        found = LogProbs.from_logits(logits, following[None, some], alternatives)
         floats = torch.cat([found.chosen[0, :, None], found.values[0]], dim=1)
         parts.append(torch.cat([floats.contiguous().view(torch.int32), found.ids[0].int()], dim=1))
     return torch.cat(parts)

@@ -17,7 +17,7 @@ import torch
 from specdec.gpu.mirrored_array import IntArray
 from specdec.gpu.stage_clock import seconds_by_stage
 from specdec.sampling.log_probs import LogProbs, TokenLogprob
-from specdec.sampling.sampling_table import Uses
+from specdec.sampling.sampling_table import SamplerUses
 
 
 class DraftShape(NamedTuple):
@@ -59,7 +59,7 @@ class RoundShape(NamedTuple):
     num_steps: int
     topk: int
     num_nodes: int
-    uses: Uses
+    uses: SamplerUses
     logprobs: int | None
     forced: int = 0
     by_lookup: bool = False
@@ -124,7 +124,7 @@ def empty_result(
     return numbers, numbers[:-num_stamps].view(shape.batch, columns), numbers[-num_stamps:]
 
 
-def pack(rows: torch.Tensor, scores: LogProbs | None, stamps: torch.Tensor) -> torch.Tensor:
+def pack_round_result(rows: torch.Tensor, scores: LogProbs | None, stamps: torch.Tensor) -> torch.Tensor:
     """rows [B, 1 + N + D] of length, path and tokens, stamps [M] -> int64 [B * W + M]."""
     if scores is not None:
         columns = [rows, _bits(scores.chosen), _bits(scores.values.flatten(1)), scores.ids.flatten(1)]
@@ -132,7 +132,7 @@ def pack(rows: torch.Tensor, scores: LogProbs | None, stamps: torch.Tensor) -> t
     return torch.cat([rows.flatten(), stamps])
 
 
-def unpack(
+def unpack_round_result(
     packed: IntArray,
     shape: RoundShape,
     stages: Sequence[str],

@@ -30,12 +30,12 @@ from specdec.models.paused_forward import PausedForward
 from specdec.models.target import FinalStates, TargetModel
 from specdec.runtime.rounds.opening import Opening
 from specdec.runtime.rounds.result import RoundShape
-from specdec.runtime.rounds.result import pack as pack_result
+from specdec.runtime.rounds.result import pack_round_result as pack_result
 from specdec.runtime.rounds.round_weights import RoundWeights
-from specdec.runtime.rounds.unread import KEPT, Unread, reads_late
+from specdec.runtime.rounds.unread import MAX_UNREAD, UnreadTokens, reads_late
 from specdec.sampling.kernel_sampler import KernelSampler
 from specdec.sampling.log_probs import LogProbs
-from specdec.sampling.reference_sampler import Past, ReferenceSampler
+from specdec.sampling.reference_sampler import EditInputs, ReferenceSampler
 from specdec.sampling.sampling_table import SamplingTable
 from specdec.sampling.token_bitmaps import MaskBuffer, RowMasks, SeenBits, write_masks
 
@@ -58,7 +58,7 @@ class Chunk(NamedTuple):
     states: FinalStates
 
     @classmethod
-    def of(
+    def from_pack(
         cls, pack: Pack, fed: torch.Tensor, done: tuple[torch.Tensor, torch.Tensor | None], states: FinalStates
     ) -> "Chunk":
         """A chunk from the result of the target's forward, hidden and auxiliary states."""
@@ -85,7 +85,7 @@ class PausedChunk(NamedTuple):
 
     @torch.inference_mode()
     def finish(self) -> Chunk:
-        return Chunk.of(self.pack, self.fed, self.forward.finish(), self.states)
+        return Chunk.from_pack(self.pack, self.fed, self.forward.finish(), self.states)
 
 
 def runs_on_kernels(backend: Backend, device: torch.device) -> bool:
@@ -134,11 +134,11 @@ class Round:
         self.seats = MirroredArray((cache.table.max_requests,), self.device)  # rows of the next round, then padding
         self.clock = StageClock(self.device)
         self.draft_seats = self.seats  # the drafter's: padding in place of rows that have ended for it
-        self.unread: Unread | None = None
+        self.unread: UnreadTokens | None = None
         self.max_positions: int | None = getattr(drafter, "max_positions", None)
         if reads_late(drafter, lags):
             width = target.hidden_size * max(1, len(self.aux_layers))
-            self.unread = Unread(len(self.tokens.host), width, target.dtype, self.device)
+            self.unread = UnreadTokens(len(self.tokens.host), width, target.dtype, self.device)
             self.draft_seats = MirroredArray((cache.table.max_requests,), self.device)
         self.weights = RoundWeights(target, drafter)
 
@@ -147,7 +147,7 @@ class Round:
         if self.worker is not None:
             self.worker.view = None
         if self.unread is not None:
-            self.unread.begin(slice(None))
+            self.unread.clear_rows(slice(None))
         for mirrored in self._mirrored():
             mirrored.clear()
         if self.finished is not None:
@@ -203,7 +203,7 @@ class Round:
         """
         pack, fed, plan, fewer = self._entering(rows, length, num_places, states)
         done = self.target.forward(fed[None], plan, self.view, self.aux_layers, **fewer)
-        return Chunk.of(pack, fed, done, states)
+        return Chunk.from_pack(pack, fed, done, states)
 
     @torch.inference_mode()
     def begin_reading(
@@ -217,7 +217,7 @@ class Round:
         self, rows: torch.Tensor, length: torch.Tensor, num_places: int, states: FinalStates
     ) -> tuple[Pack, torch.Tensor, KVPlan, dict[str, Any]]:
         table = self.cache.table
-        pack = Pack.of(rows, table.committed_len.tensor[rows], length, num_places)
+        pack = Pack.from_lengths(rows, table.committed_len.tensor[rows], length, num_places)
         plan = plan_packed(self.backend, table, pack)
         last_column = self.tokens.tensor.shape[1] - 1
         fed = self.tokens.tensor[rows[pack.row_of], pack.positions.clamp(max=last_column)]  # [T]
@@ -265,7 +265,7 @@ class Round:
             self.tokens.tensor[drawing.index, history_len] = first[:, 0]
             if self.seen_bits is not None and shape.uses.penalty:
                 self.seen_bits.add(drawing.index, first, torch.ones_like(first[:, 0]))
-            scores = None if shape.logprobs is None else LogProbs.of(logits, first, shape.logprobs)
+            scores = None if shape.logprobs is None else LogProbs.from_logits(logits, first, shape.logprobs)
         self._observe_prompts(chunk, last_hidden, begins)
         one_node = torch.cat([torch.ones_like(first), torch.zeros_like(first), first], dim=1)
         stamps = self.clock.stop()
@@ -305,10 +305,10 @@ class Round:
         opened: the round's opening, which has read the parameters already; None: they are read here.
         """
         prompt_len = self.prompt_len.tensor[rows.index] if shape.uses.counts else None
-        seen = self.seen_bits.of(rows.index) if self.seen_bits is not None and shape.uses.penalty else None
+        seen = self.seen_bits.select_rows(rows.index) if self.seen_bits is not None and shape.uses.penalty else None
         return self.sampler(
-            *self.sampling.at(rows.index, shape.uses, opened and opened.params),
-            past=Past(history_len, None, lambda: self.history(rows), prompt_len, None, seen),
+            *self.sampling.row_params(rows.index, shape.uses, opened and opened.params),
+            past=EditInputs(history_len, None, lambda: self.history(rows), prompt_len, None, seen),
         )
 
     def logits(self, hidden: torch.Tensor, logprobs: int | None) -> tuple[torch.Tensor, float | None]:
@@ -343,11 +343,11 @@ class Round:
         assert self.unread is not None, "this drafter reads every round"
         states = hidden if aux_states is None else aux_states
         if (depth := path.shape[1]) == 1:
-            self.unread.states[rows.index, start % KEPT] = states[:, 0]
+            self.unread.states[rows.index, start % MAX_UNREAD] = states[:, 0]
             return
         position = start[:, None] + torch.arange(depth, device=self.device)  # [B, D]
         on_path = states.gather(1, path[:, :, None].expand(-1, -1, states.shape[-1]))
-        self.unread.states[rows.index[:, None], position % KEPT] = on_path
+        self.unread.states[rows.index[:, None], position % MAX_UNREAD] = on_path
 
     @torch.inference_mode()
     def catch_up(self, shape: RoundShape, most: int) -> torch.Tensor:
@@ -361,7 +361,7 @@ class Round:
         start = torch.where(has_unread, start, 0)
         steps = torch.arange(most, device=self.device)
         position = start[:, None] + steps  # [B, most]
-        states = self.unread.states[index[:, None], position % KEPT]
+        states = self.unread.states[index[:, None], position % MAX_UNREAD]
         tokens = self.tokens.tensor[index[:, None], position.clamp(max=self.tokens.tensor.shape[1] - 1)]
         seen = Observation(
             rows=Rows(torch.where(has_unread, index, table.padding_row), shape.longest),  # others keep their state

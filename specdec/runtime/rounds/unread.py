@@ -15,7 +15,7 @@ from specdec.gpu.mirrored_array import IntArray
 from specdec.kvcache.page_pool import BoolArray
 from specdec.runtime.rounds.result import RoundShape
 
-KEPT = 16
+MAX_UNREAD = 16
 """Tokens of a row whose states are kept. The drafter catches up before a round that could leave more tokens unread."""
 
 
@@ -28,20 +28,20 @@ def reads_late(drafter: Drafter | None, adaptive: bool) -> bool:
 
 def unread_tokens(shape: RoundShape) -> int:
     """Most tokens of a row that a round of this shape leaves unread; 0: the drafter reads them in it."""
-    return 0 if shape.drafts_by_model or shape.depth > KEPT else shape.depth
+    return 0 if shape.drafts_by_model or shape.depth > MAX_UNREAD else shape.depth
 
 
-class Unread:
+class UnreadTokens:
     """Unread tokens by row. width: numbers of a state. count: upper bound on the unread tokens of each row, on the
     host. ended: rows that have grown past the drafter's last position; it has read them up to there."""
 
     def __init__(self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.states = torch.zeros((num_rows, KEPT, width), dtype=dtype, device=device)
+        self.states = torch.zeros((num_rows, MAX_UNREAD, width), dtype=dtype, device=device)
         self.read = torch.zeros(num_rows, dtype=torch.int64, device=device)  # tokens, from the first on
         self.count: IntArray = np.zeros(num_rows, dtype=np.int64)
         self.ended: BoolArray = np.zeros(num_rows, dtype=np.bool_)
 
-    def begin(self, rows: IntArray | slice) -> None:
+    def clear_rows(self, rows: IntArray | slice) -> None:
         """These rows have new requests."""
         self.count[rows] = 0
         self.ended[rows] = False
@@ -50,7 +50,7 @@ class Unread:
         """Count a round of this shape over these rows, which is about to be launched -> how many tokens of a row, at
         most, the drafter must read before it; 0: none. ending: rows whose drafts end with this round (`end_drafts`)."""
         more, most = unread_tokens(shape), int(self.count[rows].max(initial=0))
-        must_read = most > 0 and (more == 0 or most + more > KEPT or self.count[ending].any())
+        must_read = most > 0 and (more == 0 or most + more > MAX_UNREAD or self.count[ending].any())
         if must_read:
             self.count[rows] = 0
         self.ended[ending] = True

@@ -1,9 +1,9 @@
-"""Tokens that may follow a text under a grammar: compiled grammars, and places in them.
+"""Tokens that may follow a text under a grammar: compiled grammars, and states in them.
 
-    Grammars    of one engine: the tokenizer in the library's form, and the compiled grammars
-    Place       the state of a grammar after some text. It is immutable: `after(token)` returns another place
+    Grammars        of one engine: the tokenizer in the library's form, and the compiled grammars
+    GrammarState    after some text. It is immutable: `after(token)` returns another
 
-A place belongs to the tokens that led to it, so a step that fails or is repeated never leaves a wrong one.
+A state belongs to the tokens that led to it, so a step that fails or is repeated never leaves a wrong one.
 Bits of a mask are tokens, bit v % 32 of word v // 32. Tokens that end the text are allowed exactly where the grammar
 may end, other special tokens never. The library (llguidance) is an extra, imported when the first grammar is asked for.
 """
@@ -22,7 +22,7 @@ import numpy as np
 
 from specdec.config import MAX_FORCED_TOKENS, SamplingParams
 from specdec.errors import ConfigError, is_fault
-from specdec.sampling.grammars.grammar_bounds import is_plain, require_bounded
+from specdec.sampling.grammars.grammar_bounds import compiles_in_linear_time, require_bounded
 from specdec.sampling.grammars.grammar_trial import GrammarTrial, call_later, with_large_stack
 from specdec.sampling.grammars.mask_bits import Words, only_bit, token_bit
 
@@ -40,7 +40,7 @@ BYTES_PER_CHAR = 256
 """Estimated memory of a compiled grammar per character of its source, as a lower bound; 30 to 250 were measured."""
 
 
-class Compiled(NamedTuple):
+class CompiledGrammar(NamedTuple):
     """A grammar at its beginning. bytes: what it takes in memory, estimated."""
 
     matcher: Any
@@ -57,15 +57,15 @@ class Grammars:
     def __init__(self, tokenizer: Any | None, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._library: Library | None = None
-        self._kept: OrderedDict[tuple[str, Any], Compiled] = OrderedDict()  # least recently used first
+        self._library: GrammarLibrary | None = None
+        self._kept: OrderedDict[tuple[str, Any], CompiledGrammar] = OrderedDict()  # least recently used first
         self._used: dict[tuple[str, Any], float] = {}  # when each large one was asked for last
         self._timer = threading.Timer
         self._looking = False  # a timer runs
         self._lock = threading.Lock()  # of what is kept
 
-    def start(self, params: SamplingParams, ends: Collection[int], own_ends: Collection[int]) -> "Place | None":
-        """The first place of a text that follows `params`; None: the text is free.
+    def start(self, params: SamplingParams, ends: Collection[int], own_ends: Collection[int]) -> "GrammarState | None":
+        """The first state of a text that follows `params`; None: the text is free.
 
         ends: tokens that end the text; own_ends: those of them that the model ends it with, whatever they look like.
         Raises ConfigError for a grammar that cannot be followed, with the library's reason.
@@ -76,16 +76,16 @@ class Grammars:
         if self._tokenizer is None:
             raise ConfigError(f"{name} needs a tokenizer; pass tokenizer=...")
         if self._library is None:
-            self._library = Library(self._tokenizer, self._vocab_size)
+            self._library = GrammarLibrary(self._tokenizer, self._vocab_size)
         there = [token for token in ends if 0 <= token < self._vocab_size]
         special = frozenset(token for token in there if token in own_ends or self._library.is_special(token))
         if not special:
             raise ConfigError(f"{name} needs a token that ends the text, and the model names none; give stop_token_ids")
         value = tuple(params.choice) if name == "choice" and params.choice else getattr(params, name)
-        place = Place(self._compile(name, value), self._library, special)
-        if place.is_dead:
+        state = GrammarState(self._compile(name, value), self._library, special)
+        if state.is_dead:
             raise ConfigError(f"{name} cannot be followed (no text does); change it, or leave it out")
-        return place
+        return state
 
     @property
     def kept_bytes(self) -> int:
@@ -134,7 +134,7 @@ class Grammars:
         call_later(self._timer, LARGE_SECONDS, self, lambda grammars: grammars.forget_idle(time.monotonic()))
 
 
-class Library:
+class GrammarLibrary:
     """llguidance with one tokenizer."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
@@ -160,7 +160,7 @@ class Library:
     def is_special(self, token: int) -> bool:
         return bool(self._tokenizer.is_special_token(token))
 
-    def compile(self, name: str, value: Any) -> tuple[Compiled | None, str]:
+    def compile(self, name: str, value: Any) -> tuple[CompiledGrammar | None, str]:
         """A grammar within `require_bounded`, or None and why it cannot be followed.
 
         One that is not plain is compiled in another process first: see `grammar_trial`. Of these, one is compiled at a
@@ -180,7 +180,7 @@ class Library:
                 grammar = make.grammar_from_json_schema(text, _options(schema))
                 del schema  # ten times its text, and it may wait
             size = BYTES_PER_CHAR * len(text)
-            plain = is_plain(name, value)
+            plain = compiles_in_linear_time(name, value)
             with contextlib.nullcontext() if plain else self._one_at_a_time:
                 if not plain:
                     size = max(size, self._trial.run(grammar))
@@ -189,7 +189,7 @@ class Library:
             return None, reason_of(str(error))
         if matcher.is_error():
             return None, reason_of(matcher.get_error())
-        return Compiled(matcher, size), ""
+        return CompiledGrammar(matcher, size), ""
 
     def goes_on(self, matcher: Any) -> bool:
         """May any token of the model come next?"""
@@ -199,27 +199,27 @@ class Library:
             bits[token // 32] &= ~token_bit(token)
         return bool(bits.any()) and not twin.is_error()
 
-    def masks(self, places: "Sequence[Place]") -> Words:
-        """[M, words] of all places, on several threads."""
-        bits = np.zeros((len(places), self._width), dtype=np.int32)
-        going_on = [(place.matcher, i) for i, place in enumerate(places)]
+    def masks(self, states: "Sequence[GrammarState]") -> Words:
+        """[M, words] of all states, on several threads."""
+        bits = np.zeros((len(states), self._width), dtype=np.int32)
+        going_on = [(state.matcher, i) for i, state in enumerate(states)]
         self._llguidance.numpy.fill_next_token_bitmask_par(self._executor, going_on, bits)
         for end in (*self._tokenizer.eos_tokens, *range(self.vocab_size, min(32 * self._width, 32 * self.num_words))):
             bits[:, end // 32] &= ~token_bit(end)  # the library's own ends, and ids after the model's last token
-        for mask, place in zip(bits, places, strict=True):
-            may_end = place.may_end
-            for end in place.ends:
+        for mask, state in zip(bits, states, strict=True):
+            may_end = state.may_end
+            for end in state.ends:
                 mask[end // 32] = mask[end // 32] | token_bit(end) if may_end else mask[end // 32] & ~token_bit(end)
             if not mask[: self.num_words].any():
                 mask[:] = -1  # some token has to be drawn here, and `after` will refuse it
         return np.ascontiguousarray(bits[:, : self.num_words])
 
 
-class Place:
+class GrammarState:
     """The state of a grammar after some text that it allows.
 
     ends: tokens that end the text, where it may end; over: one of them did. fault: what the library raised for tokens
-    of a round after this place; the tokens that the round draws are then not valid.
+    of a round after this state; the tokens that the round draws are then not valid.
     """
 
     __slots__ = ("_forced", "_mask", "ends", "fault", "library", "matcher", "over")
@@ -247,8 +247,8 @@ class Place:
         return bool(dead)
 
     @property
-    def grammar(self) -> "Place | None":
-        """The place whose mask the library makes; None: there is no grammar."""
+    def grammar(self) -> "GrammarState | None":
+        """The state whose mask the library makes; None: there is no grammar."""
         return self
 
     @property
@@ -260,14 +260,14 @@ class Place:
     def may_end(self) -> bool:
         return not self.over and bool(self.matcher.is_accepting()) and not self.matcher.is_error()
 
-    def after(self, token: int) -> "Place | None":
-        """The place after one more token; None: the grammar does not allow the token."""
+    def after(self, token: int) -> "GrammarState | None":
+        """The state after one more token; None: the grammar does not allow the token."""
         if token in self.ends:
-            return Place(self.matcher, self.library, self.ends, over=True) if self.may_end else None
+            return GrammarState(self.matcher, self.library, self.ends, over=True) if self.may_end else None
         if self.over:
             return None
         matcher = self.matcher.deep_copy()
-        return Place(matcher, self.library, self.ends) if matcher.consume_token(token) else None
+        return GrammarState(matcher, self.library, self.ends) if matcher.consume_token(token) else None
 
     @property
     def mask(self) -> Words:
@@ -281,61 +281,61 @@ class Place:
         """The next tokens, as long as the grammar allows exactly one."""
         if self._forced is None:
             tokens: list[int] = []
-            place: Place | None = self
-            while place is not None and not place.over and len(tokens) < MAX_FORCED_TOKENS:
-                only = only_bit(place.mask)
+            state: GrammarState | None = self
+            while state is not None and not state.over and len(tokens) < MAX_FORCED_TOKENS:
+                only = only_bit(state.mask)
                 if only is None:
                     break
                 tokens.append(only)
-                place = place.after(only)
+                state = state.after(only)
             self._forced = tuple(tokens)
         return self._forced
 
 
-def make_masks(places: Sequence[Place | None]) -> None:
-    """Make the masks of these places in one call of the library; `mask` then returns them. A fault of the library makes
-    none: `mask` raises it at the place that is at fault."""
-    grammars = [place.grammar for place in places if place is not None]
-    missing = {id(place.matcher): place for place in grammars if place is not None and place._mask is None}
+def compute_masks(states: Sequence[GrammarState | None]) -> None:
+    """Make the masks of these states in one call of the library; `mask` then returns them. A fault of the library makes
+    none: `mask` raises it at the state that is at fault."""
+    grammars = [state.grammar for state in states if state is not None]
+    missing = {id(state.matcher): state for state in grammars if state is not None and state._mask is None}
     if not missing:
         return
     chosen = list(missing.values())
     try:
-        for place, mask in zip(chosen, chosen[0].library.masks(chosen), strict=True):
-            place._mask = mask
+        for state, mask in zip(chosen, chosen[0].library.masks(chosen), strict=True):
+            state._mask = mask
     except BaseException as error:
         if not is_fault(error):
             raise
 
 
-def tree_masks(trees: Sequence[tuple[Place, Sequence[int], Sequence[int]]]) -> Words:
-    """[T, N, words], masks of every node of T trees, each given by the place after its root, tokens and parents [N].
+def tree_masks(trees: Sequence[tuple[GrammarState, Sequence[int], Sequence[int]]]) -> Words:
+    """[T, N, words], masks of every node of T trees, each given by the state after its root, tokens and parents [N].
 
     A node that cannot be reached, because the grammar forbids it or one of its ancestors, has all bits set. What the
     library raises for one tree becomes the `fault` of its root, and its bits are all set; other trees are not affected.
     """
     num_nodes = max(len(tokens) for _, tokens, _ in trees)
     masks = np.full((len(trees), num_nodes, trees[0][0].num_words), -1, dtype=np.int32)
-    reached: list[tuple[int, int, Place]] = []
+    reached: list[tuple[int, int, GrammarState]] = []
     for number, (root, tokens, parents) in enumerate(trees):
         try:
             masks[number, 0] = root.mask
-            places: list[Place | None] = [root]
+            states: list[GrammarState | None] = [root]
             for node in range(1, len(tokens)):
-                above = places[parents[node]]
-                place = None if above is None or tokens[node] < 0 else above.after(tokens[node])
-                places.append(place)
-                if place is not None and not place.over:
-                    reached.append((number, node, place))
+                above = states[parents[node]]
+                state = None if above is None or tokens[node] < 0 else above.after(tokens[node])
+                states.append(state)
+                if state is not None and not state.over:
+                    reached.append((number, node, state))
         except BaseException as error:
             if not is_fault(error):
                 raise
             root.fault = error
             reached = [each for each in reached if each[0] != number]
-    make_masks([place for _, _, place in reached])
-    for number, node, place in reached:
+    compute_masks([state for _, _, state in reached])
+    for number, node, state in reached:
         try:
-            masks[number, node] = place.mask
+            masks[number, node] = state.mask
         except BaseException as error:
             if not is_fault(error):
                 raise

@@ -68,7 +68,7 @@ def require_bounded(name: str, value: Any) -> None:
             _require_unicode(name, one)
 
 
-def is_plain(name: str, value: Any) -> bool:
+def compiles_in_linear_time(name: str, value: Any) -> bool:
     """Is it certain that compiling it takes time and memory in proportion to its length? value: as it is checked."""
     if name == "json_object":
         return True
@@ -82,9 +82,11 @@ def is_plain(name: str, value: Any) -> bool:
     return all(depth <= PLAIN_DEPTH and schema.keys() <= PLAIN_KEYS for depth, schema in _schemas(whole))
 
 
-def _require_length(name: str, length: int, most: int) -> None:
-    if length > most:
-        raise ConfigError(f"{name} cannot be followed (it has {length} characters, and {most} are allowed); shorten it")
+def _require_length(name: str, length: int, limit: int) -> None:
+    if length > limit:
+        raise ConfigError(
+            f"{name} cannot be followed (it has {length} characters, and {limit} are allowed); shorten it"
+        )
 
 
 def _require_depth(name: str, depth: int) -> None:

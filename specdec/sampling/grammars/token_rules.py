@@ -3,8 +3,8 @@
     output token        0 ... min_tokens - 1        min_tokens ...
     may be drawn        allowed, but no end         allowed
 
-A request with such rules has a `RuledPlace`, alone or around a place in its grammar, and its masks are used as those
-of grammars are, at every node of a tree. Where a grammar can only end, the text ends, even before min_tokens. A place
+A request with such rules has a `RuledState`, alone or around a state in its grammar, and its masks are used as those
+of grammars are, at every node of a tree. Where a grammar can only end, the text ends, even before min_tokens. A state
 that restricts nothing any more is `free`, and its request then costs no more than one without rules.
 """
 
@@ -14,11 +14,11 @@ import numpy as np
 
 from specdec.config import SamplingParams
 from specdec.errors import ConfigError
-from specdec.sampling.grammars.grammar import Place
+from specdec.sampling.grammars.grammar import GrammarState
 from specdec.sampling.grammars.mask_bits import Words, token_bit, token_bits
 
 
-class Rules(NamedTuple):
+class TokenRules(NamedTuple):
     """The rules of one request. open, closed [words]: tokens allowed where the output may end, and where it may not;
     anything: every token is in `open`."""
 
@@ -28,23 +28,23 @@ class Rules(NamedTuple):
     anything: bool
 
 
-class RuledPlace(Place):
-    """The place after some output. to_go: tokens until the output may end. inner: the place in the grammar, or None."""
+class RuledState(GrammarState):
+    """The state after some output. remaining: tokens until it may end. inner: the state in the grammar, or None."""
 
-    __slots__ = ("inner", "rules", "to_go")
+    __slots__ = ("inner", "remaining", "rules")
 
-    def __init__(self, rules: Rules, to_go: int, inner: Place | None, *, over: bool = False) -> None:
+    def __init__(self, rules: TokenRules, remaining: int, inner: GrammarState | None, *, over: bool = False) -> None:
         super().__init__(None if inner is None else inner.matcher, None, rules.ends, over=over)
         self.rules = rules
-        self.to_go = to_go
+        self.remaining = remaining
         self.inner = inner
 
     @property
     def free(self) -> bool:
-        return self.inner is None and self.rules.anything and self.to_go == 0
+        return self.inner is None and self.rules.anything and self.remaining == 0
 
     @property
-    def grammar(self) -> Place | None:
+    def grammar(self) -> GrammarState | None:
         return self.inner
 
     @property
@@ -53,7 +53,7 @@ class RuledPlace(Place):
 
     @property
     def mask(self) -> Words:
-        own = self.rules.closed if self.to_go else self.rules.open
+        own = self.rules.closed if self.remaining else self.rules.open
         if self.inner is None:
             return own
         both: Words = self.inner.mask & own
@@ -63,33 +63,35 @@ class RuledPlace(Place):
     def forced(self) -> tuple[int, ...]:
         return () if self.inner is None else self.inner.forced
 
-    def after(self, token: int) -> Place | None:
+    def after(self, token: int) -> GrammarState | None:
         if self.over:
             return None
         if (self.inner is None or token in self.ends) and not self.mask[token // 32] & token_bit(token):
             return None
         inner = None if self.inner is None else self.inner.after(token)
-        if self.inner is not None and (inner is None or (self.rules.anything and self.to_go <= 1)):
+        if self.inner is not None and (inner is None or (self.rules.anything and self.remaining <= 1)):
             return inner  # forbidden by the grammar, or from here on nothing but the grammar
-        return RuledPlace(self.rules, max(0, self.to_go - 1), inner, over=token in self.ends)
+        return RuledState(self.rules, max(0, self.remaining - 1), inner, over=token in self.ends)
 
 
-def begin(place: Place | None, params: SamplingParams, ends: frozenset[int], vocab_size: int) -> Place | None:
-    """The first place of an output that follows `params`, given its place in a grammar; None: the output is free.
+def rules_state(
+    state: GrammarState | None, params: SamplingParams, ends: frozenset[int], vocab_size: int
+) -> GrammarState | None:
+    """The first state of an output that follows `params`, given its state in a grammar; None: the output is free.
 
     Raises ConfigError where no token could be drawn.
     """
     allowed = params.allowed_token_ids
-    to_go = params.min_tokens if ends else 0
-    if allowed is None and not to_go:
-        return place
+    remaining = params.min_tokens if ends else 0
+    if allowed is None and not remaining:
+        return state
     num_words = -(-vocab_size // 32)
     open = np.full(num_words, -1, dtype=np.int32) if allowed is None else token_bits(allowed, num_words)
     # a token that ends outputs, as the checkpoint or a request says, may be outside the vocabulary
     closed = open & ~token_bits([token for token in ends if 0 <= token < 32 * num_words], num_words)
-    if to_go and allowed is not None and not closed.any():
+    if remaining and allowed is not None and not closed.any():
         raise ConfigError(
-            f"allowed_token_ids={list(allowed)[:8]} are all tokens that end the output, and min_tokens={to_go} forbids "
-            "those; allow another token, or lower min_tokens"
+            f"allowed_token_ids={list(allowed)[:8]} are all tokens that end the output, and min_tokens={remaining} "
+            "forbids those; allow another token, or lower min_tokens"
         )
-    return RuledPlace(Rules(open, closed, ends, allowed is None), to_go, place)
+    return RuledState(TokenRules(open, closed, ends, allowed is None), remaining, state)

@@ -43,7 +43,7 @@ _parser = FairPool(1, "specdec-bodies", spares=0)
 
 
 @dataclass(slots=True)
-class Shape:
+class JsonCounts:
     """Counts of the JSON text outside of its strings."""
 
     containers: int = 0
@@ -52,9 +52,9 @@ class Shape:
     depth: int = 0
 
 
-def shape_of(raw: bytes) -> Iterator[Shape]:
+def shape_of(raw: bytes) -> Iterator[JsonCounts]:
     """The shape of UTF-8 JSON so far, after each window; any numbers for text that is no JSON."""
-    shape, inside, escaped, depth = Shape(), False, False, 0
+    shape, inside, escaped, depth = JsonCounts(), False, False, 0
     for at in range(0, len(raw), WINDOW):
         window = raw[at : at + WINDOW]
         if escaped:

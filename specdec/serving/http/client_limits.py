@@ -14,7 +14,7 @@ from collections import Counter
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specdec.serving.http.faults import ApiError
-from specdec.serving.http.pacing import OVER_LIMIT, Pace
+from specdec.serving.http.pacing import OVER_LIMIT, ClientPace
 from specdec.serving.server_settings import ServeSettings
 
 logger = logging.getLogger("specdec.serving")
@@ -41,7 +41,7 @@ class ClientLimits:
         self.app = app
         self.at_a_time, self.per_minute = at_a_time, per_minute
         self._open: Counter[str] = Counter()
-        self._minutes = Pace(per_minute / 60, per_minute) if per_minute else None
+        self._minutes = ClientPace(per_minute / 60, per_minute) if per_minute else None
         self._refused: Counter[str] = Counter()  # since the last line of the log
         self._quiet_until = 0.0
 

@@ -158,7 +158,7 @@ def allowed_methods(request: Request) -> list[str]:
     return sorted({*found, "HEAD"} if "GET" in found else found)
 
 
-def install(app: FastAPI) -> None:
+def install_error_handlers(app: FastAPI) -> None:
     """Every exception that leaves a route leaves the server in this shape."""
 
     async def refused(request: Request, error: Exception) -> Response:

@@ -47,7 +47,7 @@ class RootPath:
         await self.app({**scope, "root_path": self.root_path}, receive, send)
 
 
-class Heads:
+class HeadRequests:
     """HEAD is GET wherever there is one; the server sends no body then."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -181,9 +181,9 @@ async def _discard_body(receive: Receive) -> None:
                 more = message.get("more_body", False)
 
 
-def install(app: FastAPI, settings: ServeSettings) -> None:
+def install_middleware(app: FastAPI, settings: ServeSettings) -> None:
     """The last added is the outermost."""
-    app.add_middleware(Heads)
+    app.add_middleware(HeadRequests)
     app.state.body_times = BodyTimes(settings.timeout_body)
     app.add_middleware(BodyTime, times=app.state.body_times)
     per_minute, at_a_time = settings.client_requests_per_minute, settings.client_concurrency

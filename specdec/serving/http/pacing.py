@@ -32,7 +32,7 @@ OVER_LIMIT = "over_limit"
 wait. Other 429s are answered at once, so that a proxy can try another server."""
 
 
-class Pace:
+class ClientPace:
     """What each client got lately, in units of which `burst` are free at once and `per_second` after that. Of more than
     MAX_REMEMBERED clients those are forgotten that have used nothing lately."""
 
@@ -70,8 +70,8 @@ class Paced:
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
-        self.refusals = Pace()
-        self.bodies = Pace(BODY_BYTES_PER_SECOND, BODY_BURST_BYTES)
+        self.refusals = ClientPace()
+        self.bodies = ClientPace(BODY_BYTES_PER_SECOND, BODY_BURST_BYTES)
         self.waiting = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

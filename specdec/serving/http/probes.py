@@ -1,7 +1,7 @@
 """GET /live, /ready, /ping and /health: is this process worth keeping, and should it get requests now.
 
 A server whose engine only fails is not sent requests any more, so it would never show that it is well again, or that it
-is not: `Watch` asks it for a token now and then, and calls it dead when it fails those too.
+is not: `EngineWatch` asks it for a token now and then, and calls it dead when it fails those too.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from specdec.config import SamplingParams
 from specdec.errors import QueueFullError, SpecDecError
 from specdec.serving.async_engine import AsyncEngine
 from specdec.serving.http.answers import REFUSED, Answer
-from specdec.serving.state import State
+from specdec.serving.state import StateDep
 
 logger = logging.getLogger("specdec.serving")
 router = APIRouter()
@@ -37,7 +37,7 @@ AS_SAGEMAKER = "Answers like /ready, under the name that SageMaker asks for."
 
 
 @router.get("/live", **HEALTH)
-async def read_live(state: State) -> Response:
+async def read_live(state: StateDep) -> Response:
     """200 unless the process should be replaced: its engine's thread has ended, or hangs in a step."""
     return _answer(why_not_alive(state.engine, state.settings.liveness_seconds))
 
@@ -45,7 +45,7 @@ async def read_live(state: State) -> Response:
 @router.get("/ping", name="read_ping", description=AS_SAGEMAKER, **HEALTH)
 @router.get("/health", name="read_health", description="Answers like /ready.", **HEALTH)
 @router.get("/ready", **HEALTH)
-async def read_ready(state: State) -> Response:
+async def read_ready(state: StateDep) -> Response:
     """200 while it takes requests; 503 when it stops, hangs, or when rounds fail one after the other."""
     return _answer(why_not_alive(state.engine, state.settings.liveness_seconds) or state.engine.trouble)
 
@@ -66,7 +66,7 @@ def _answer(reason: str | None) -> Response:
     return JSONResponse({"status": "ok"})
 
 
-class Watch:
+class EngineWatch:
     """Looks after the engine of one server, on its event loop. died: why the process must end; None: it need not."""
 
     def __init__(self, engine: AsyncEngine, liveness_seconds: float) -> None:

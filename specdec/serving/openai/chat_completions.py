@@ -19,7 +19,7 @@ from specdec.serving.openai.protocol import ChatRequest, refused
 from specdec.serving.openai.reply import MakeReply, MessageFold, Reply, whole_delta, whole_message
 from specdec.serving.openai.sampling_fields import require_logprobs, sampling_params, shortened
 from specdec.serving.openai.text_answer import TextAnswer
-from specdec.serving.state import ServeState, State
+from specdec.serving.state import ServeState, StateDep
 from specdec.serving.streams import Streams
 from specdec.serving.tools.answer_parser import AnswerParser
 from specdec.serving.tools.reasoning import reasoning_format
@@ -31,11 +31,11 @@ PROMPT_END = 64
 
 
 @router.post("/v1/chat/completions", response_model=answers.ChatCompletion, responses=answers.ASKING | answers.STREAMED)
-async def chat_completions(body: ChatRequest, request: Request, state: State) -> Response:
-    return await Chat(body, state).respond(request)
+async def chat_completions(body: ChatRequest, request: Request, state: StateDep) -> Response:
+    return await ChatTextAnswer(body, state).respond(request)
 
 
-class Chat(TextAnswer):
+class ChatTextAnswer(TextAnswer):
     """One request."""
 
     body: ChatRequest

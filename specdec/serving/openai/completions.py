@@ -14,12 +14,12 @@ from specdec.sampling.log_probs import TokenLogprob
 from specdec.serving.http.bodies import BodyRoute
 from specdec.serving.http.events import off_loop
 from specdec.serving.openai import answer_models as answers
-from specdec.serving.openai.logprob_shapes import Scores, completion_logprobs, echoed_logprobs, joined
+from specdec.serving.openai.logprob_shapes import Scores, completion_logprobs, echoed_logprobs, join_logprobs
 from specdec.serving.openai.protocol import CompletionRequest, refused
 from specdec.serving.openai.reply import MakeReply, Reply, whole_delta
 from specdec.serving.openai.sampling_fields import sampling_params, shortened
 from specdec.serving.openai.text_answer import TextAnswer
-from specdec.serving.state import ServeState, State
+from specdec.serving.state import ServeState, StateDep
 from specdec.serving.streams import Streams
 from specdec.serving.tools.answer_events import Said, Text
 
@@ -29,11 +29,11 @@ MAX_TOKENS = 16
 
 
 @router.post("/v1/completions", response_model=answers.Completion, responses=answers.ASKING | answers.STREAMED)
-async def completions(body: CompletionRequest, request: Request, state: State) -> Response:
-    return await Completion(body, state).respond(request)
+async def completions(body: CompletionRequest, request: Request, state: StateDep) -> Response:
+    return await CompletionTextAnswer(body, state).respond(request)
 
 
-class Completion(TextAnswer):
+class CompletionTextAnswer(TextAnswer):
     """One request."""
 
     body: CompletionRequest
@@ -83,7 +83,7 @@ class Completion(TextAnswer):
         choice = _text(index, echo + _joined(reply.read(delta)), reply.finish_reason(output))
         choice |= self._details(index, delta, reply)
         if self.body.echo and output.logprobs is not None:
-            choice["logprobs"] = joined(self._echoed(index, output.prompt_logprobs or ()), choice["logprobs"])
+            choice["logprobs"] = join_logprobs(self._echoed(index, output.prompt_logprobs or ()), choice["logprobs"])
         return choice | self._prompt_ids(index) | self._prompt_scores(output)
 
     def _opening(self, index: int) -> dict[str, Any] | None:

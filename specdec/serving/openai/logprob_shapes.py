@@ -42,7 +42,7 @@ def echoed_logprobs(tokenizer: Any, ids: Sequence[int], text: str, scores: Score
     return _completion_shape(tokenizer, tokens, scores, text_offsets(tokens, text), count)
 
 
-def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+def join_logprobs(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """Two of the shape of completions, one after the other."""
     return {name: [*first[name], *second[name]] for name in first}
 

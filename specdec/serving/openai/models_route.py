@@ -8,18 +8,18 @@ from specdec import __version__
 from specdec.serving.http.answers import refusals
 from specdec.serving.http.events import JsonResponse
 from specdec.serving.openai.answer_models import ModelCard, ModelList, Version
-from specdec.serving.state import ServeState, State
+from specdec.serving.state import ServeState, StateDep
 
 router = APIRouter()
 
 
 @router.get("/v1/models", response_model=ModelList)
-async def list_models(state: State) -> JsonResponse:
+async def list_models(state: StateDep) -> JsonResponse:
     return JsonResponse({"object": "list", "data": [_card(state, name) for name in state.settings.model_names]})
 
 
 @router.get("/v1/models/{name:path}", response_model=ModelCard, responses=refusals(404))
-async def one_model(name: str, state: State) -> JsonResponse:
+async def one_model(name: str, state: StateDep) -> JsonResponse:
     return JsonResponse(_card(state, state.model_name(name)))
 
 

@@ -63,19 +63,19 @@ PROMPTS = {"anyOf": [*_ONE_PROMPT, {"type": "array", "items": {"anyOf": _ONE_PRO
 """A text, token ids, or a list of these."""
 
 
-def install(app: FastAPI, settings: ServeSettings) -> None:
+def install_openapi(app: FastAPI, settings: ServeSettings) -> None:
     """The application describes itself."""
 
     @functools.cache
     def document() -> dict[str, Any]:
-        return described(app, settings)
+        return openapi_document(app, settings)
 
     @app.get("/openapi.json", include_in_schema=False)
     async def read_document() -> JsonResponse:
         return JsonResponse(document())
 
 
-def described(app: FastAPI, settings: ServeSettings) -> dict[str, Any]:
+def openapi_document(app: FastAPI, settings: ServeSettings) -> dict[str, Any]:
     """The document of an application with these settings."""
     found = get_openapi(title=app.title, version=app.version, routes=app.routes, separate_input_output_schemas=False)
     if settings.root_path:

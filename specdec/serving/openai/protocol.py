@@ -28,7 +28,7 @@ from specdec.text.prompts import Prompt, as_prompt_list
 
 logger = logging.getLogger(__name__)
 
-Prompts = Annotated[list[Prompt], PlainValidator(as_prompt_list)]
+PromptList = Annotated[list[Prompt], PlainValidator(as_prompt_list)]
 """A string, token ids, or a list of these."""
 Strings = Annotated[list[str], Field(fail_fast=True)]
 Nothing = Annotated[list[Any], Field(max_length=0)] | None
@@ -85,7 +85,7 @@ def _tool_name(name: str) -> str:
 
 
 ToolName = Annotated[str, AfterValidator(_tool_name), Field(json_schema_extra={"pattern": f"^{NAME.pattern}$"})]
-Parts = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+ContentParts = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 
 
@@ -245,7 +245,7 @@ class Message(Body):
     """A message of a chat. content: a string or text parts; other content is refused with the message's number."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Parts | None = None
+    content: str | ContentParts | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
@@ -287,7 +287,7 @@ class Prediction(Body):
     """A guess at the answer, for speed: this server drafts by other means."""
 
     type: Literal["content"]
-    content: str | Parts
+    content: str | ContentParts
 
 
 Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), at_most(MAX_MESSAGES)]
@@ -324,7 +324,7 @@ class ChatRequest(SamplingFields):
 
 
 class CompletionRequest(SamplingFields):
-    prompt: Prompts
+    prompt: PromptList
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None
@@ -340,7 +340,7 @@ class TextFormat(Schema):
     name: str | None = None
 
 
-class Text(Body):
+class TextOptions(Body):
     format: TextFormat | None = None
     verbosity: Verbosity | None = None
 
@@ -369,7 +369,7 @@ class ResponsesRequest(RequestFields):
     tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
-    text: Text | None = None
+    text: TextOptions | None = None
     reasoning: Reasoning | None = None
     include: Strings | None = None
     top_logprobs: int | None = None

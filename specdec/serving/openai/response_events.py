@@ -11,7 +11,7 @@ from typing import Any
 from specdec.serving.tools import answer_events
 from specdec.serving.tools.answer_events import CallArguments, CallBegin, CallEnd, Text
 
-Event = dict[str, Any]
+ResponseEvent = dict[str, Any]
 ITEMS = {"thought": "reasoning", "content": "message"}
 PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 """Prefix of an item's id, by the type of the item."""
@@ -29,10 +29,10 @@ class ResponseBuilder:
         self._open: dict[str, Any] = {}  # the item that grows; empty: none
         self._sequence = 0
 
-    def begin(self) -> list[Event]:
+    def begin(self) -> list[ResponseEvent]:
         return [self._whole("response.created"), self._whole("response.in_progress")]
 
-    def add(self, event: answer_events.Event, logprobs: list[Any]) -> list[Event]:
+    def add(self, event: answer_events.Event, logprobs: list[Any]) -> list[ResponseEvent]:
         """Events of the response that follow from an event of the answer. logprobs: of its tokens."""
         match event:
             case Text():
@@ -46,7 +46,7 @@ class ResponseBuilder:
             case CallEnd():
                 return self._close("completed" if event.whole else "incomplete")
 
-    def end(self, status: str, usage: dict[str, Any] | None, **details: Any) -> list[Event]:
+    def end(self, status: str, usage: dict[str, Any] | None, **details: Any) -> list[ResponseEvent]:
         """status: completed, incomplete or failed."""
         events = []
         if not self.output and status != "failed":  # an answer without a word is an empty message
@@ -55,7 +55,7 @@ class ResponseBuilder:
         self.response |= {"status": status, "usage": usage, **details}
         return [*events, self._whole(f"response.{status}")]
 
-    def _text(self, kind: str, said: Text, **details: list[Any]) -> list[Event]:
+    def _text(self, kind: str, said: Text, **details: list[Any]) -> list[ResponseEvent]:
         events = self._begin(kind) if said.begins else []
         [part] = self._open["content"]
         part["text"] += said.text
@@ -65,7 +65,7 @@ class ResponseBuilder:
             return events
         return [*events, self._of_item(f"{part['type']}.delta", content_index=0, delta=said.text, **details)]
 
-    def _begin(self, kind: str, **fields: Any) -> list[Event]:
+    def _begin(self, kind: str, **fields: Any) -> list[ResponseEvent]:
         events = self._close("completed")
         item = {"type": kind, "id": f"{PREFIXES[kind]}_{uuid.uuid4().hex}", "status": "in_progress", **fields}
         parts: list[dict[str, Any]] = []
@@ -83,7 +83,7 @@ class ResponseBuilder:
             events.append(self._of_item("content_part.added", content_index=0, part=_copied(part)))
         return events
 
-    def _close(self, status: str) -> list[Event]:
+    def _close(self, status: str) -> list[ResponseEvent]:
         item, events = self._open, []
         if not item:
             return []
@@ -100,17 +100,17 @@ class ResponseBuilder:
         self._open = {}
         return events
 
-    def _whole(self, kind: str) -> Event:
+    def _whole(self, kind: str) -> ResponseEvent:
         return self._event(kind, response=self.response | {"output": [_copied(item) for item in self.output]})
 
-    def _of_output(self, kind: str) -> Event:
+    def _of_output(self, kind: str) -> ResponseEvent:
         return self._event(f"response.{kind}", output_index=len(self.output) - 1, item=_copied(self._open))
 
-    def _of_item(self, kind: str, **fields: Any) -> Event:
+    def _of_item(self, kind: str, **fields: Any) -> ResponseEvent:
         item_id, output_index = self._open["id"], len(self.output) - 1
         return self._event(f"response.{kind}", item_id=item_id, output_index=output_index, **fields)
 
-    def _event(self, kind: str, **fields: Any) -> Event:
+    def _event(self, kind: str, **fields: Any) -> ResponseEvent:
         event = {"type": kind, "sequence_number": self._sequence, **fields}
         self._sequence += 1
         return event

@@ -21,7 +21,7 @@ MAX_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredResponse:
     """A stored response.
 
     response: the answer that was sent. inputs: its own input items. messages: the whole chat, its answer included.
@@ -37,7 +37,7 @@ class Stored:
         return json.dumps(parts, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
 
     @classmethod
-    def from_bytes(cls, kept: bytes) -> "Stored":
+    def from_bytes(cls, kept: bytes) -> "StoredResponse":
         return cls(*json.loads(kept.decode("utf-8", "surrogatepass")))
 
 
@@ -55,15 +55,15 @@ class ResponseStore:
     def num_bytes(self) -> int:
         return sum(map(len, self._kept.values()))
 
-    def get(self, key: str, response_id: str) -> Stored | None:
+    def get(self, key: str, response_id: str) -> StoredResponse | None:
         with self._lock:
             found = self._kept.get((key, response_id))
             if found is None:
                 return None
             self._kept.move_to_end((key, response_id))
-        return Stored.from_bytes(found)
+        return StoredResponse.from_bytes(found)
 
-    def put(self, key: str, stored: Stored) -> None:
+    def put(self, key: str, stored: StoredResponse) -> None:
         """Keep it, unless it alone is larger than a key may have."""
         kept = stored.to_bytes()
         if len(kept) > min(MAX_KEY_BYTES, MAX_BYTES):
@@ -78,10 +78,10 @@ class ResponseStore:
         with self._lock:
             return self._kept.pop((key, response_id), None) is not None
 
-    def _make_room(self, places: list[tuple[str, str]], most: int, most_bytes: int) -> None:
+    def _make_room(self, places: list[tuple[str, str]], max_count: int, max_bytes: int) -> None:
         """Drop the first of these until that many, and that many bytes, are left."""
         count, left = len(places), sum(len(self._kept[place]) for place in places)
         for place in places:
-            if count <= most and left <= most_bytes:
+            if count <= max_count and left <= max_bytes:
                 return
             count, left = count - 1, left - len(self._kept.pop(place))

@@ -17,15 +17,15 @@ from specdec.serving.http.bodies import BodyRoute
 from specdec.serving.http.events import EventStream, JsonResponse, event, off_loop
 from specdec.serving.http.faults import ApiError, as_api_error
 from specdec.serving.openai import answer_models as answers
-from specdec.serving.openai.chat_completions import Chat
+from specdec.serving.openai.chat_completions import ChatTextAnswer
 from specdec.serving.openai.logprob_shapes import chat_logprobs
-from specdec.serving.openai.protocol import Reasoning, ResponsesRequest, Text, TextFormat
+from specdec.serving.openai.protocol import Reasoning, ResponsesRequest, TextFormat, TextOptions
 from specdec.serving.openai.reply import MakeReply, Reply, whole_delta
 from specdec.serving.openai.response_events import ResponseBuilder
 from specdec.serving.openai.response_input import answer_of, chat_request, messages_of
-from specdec.serving.openai.response_store import ResponseStore, Stored
+from specdec.serving.openai.response_store import ResponseStore, StoredResponse
 from specdec.serving.openai.text_answer import usage_of
-from specdec.serving.state import ServeState, State
+from specdec.serving.state import ServeState, StateDep
 from specdec.serving.streams import Streams
 
 router = APIRouter(route_class=BodyRoute)
@@ -33,7 +33,7 @@ AS_ASKED = ("instructions", "max_output_tokens", "max_tool_calls", "previous_res
 
 
 @router.post("/v1/responses", response_model=answers.Response, responses=answers.ASKING | answers.STREAMED)
-async def create_response(body: ResponsesRequest, request: Request, state: State) -> Response:
+async def create_response(body: ResponsesRequest, request: Request, state: StateDep) -> Response:
     return await ResponseAnswer(body, state, _store(request), _key(request)).respond(request)
 
 
@@ -75,7 +75,7 @@ class NamedEvents(EventStream):
         )
 
 
-class ResponseAnswer(Chat):
+class ResponseAnswer(ChatTextAnswer):
     """One request, whose chat is answered. Raises ApiError where it cannot be served."""
 
     events = NamedEvents
@@ -127,7 +127,7 @@ class ResponseAnswer(Chat):
         )
         if self.asked.store is not False:
             messages = self._messages + answer_of(self._builder.output)
-            self._store.put(self._key, Stored(self._builder.response, self.asked.items, messages))
+            self._store.put(self._key, StoredResponse(self._builder.response, self.asked.items, messages))
         return events
 
     def _grow(self, delta: StreamDelta, reply: Reply) -> list[dict[str, Any]]:
@@ -150,7 +150,7 @@ class ResponseAnswer(Chat):
 
     def _response(self) -> dict[str, Any]:
         body, defaults = self.asked, self.settings.defaults
-        text, reasoning = body.text or Text(), body.reasoning or Reasoning()
+        text, reasoning = body.text or TextOptions(), body.reasoning or Reasoning()
         form = text.format or TextFormat()
         choice = body.tool_choice if isinstance(body.tool_choice, str | None) else body.tool_choice.model_dump()
         tools = [{"parameters": None, "strict": None} | tool.model_dump(exclude_none=True) for tool in body.tools or ()]
@@ -191,7 +191,7 @@ def _key(request: Request) -> str:
     return hashlib.sha256(bearer_token(request.headers).encode()).hexdigest()
 
 
-def _stored(request: Request, response_id: str) -> Stored:
+def _stored(request: Request, response_id: str) -> StoredResponse:
     found = _store(request).get(_key(request), response_id)
     if found is None:
         raise _unknown(response_id)

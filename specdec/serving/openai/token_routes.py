@@ -10,7 +10,7 @@ from specdec.serving.http.events import JsonResponse
 from specdec.serving.openai.answer_models import ASKING, Detokenized, Tokenized
 from specdec.serving.openai.chat_template import chat_prompt
 from specdec.serving.openai.protocol import Body, ChatRequest, Messages, TokenIds, Tools, refused
-from specdec.serving.state import ServeState, State
+from specdec.serving.state import ServeState, StateDep
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -35,7 +35,7 @@ class DetokenizeRequest(Body):
 
 
 @router.post("/tokenize", response_model=Tokenized, responses=ASKING)
-async def tokenize(body: TokenizeRequest, state: State) -> JsonResponse:
+async def tokenize(body: TokenizeRequest, state: StateDep) -> JsonResponse:
     state.model_name(body.model)
     engine, tokenizer = state.engine, state.tokenizer
     if (body.prompt is None) == (body.messages is None):
@@ -51,7 +51,7 @@ async def tokenize(body: TokenizeRequest, state: State) -> JsonResponse:
 
 
 @router.post("/detokenize", response_model=Detokenized, responses=ASKING)
-async def detokenize(body: DetokenizeRequest, state: State) -> JsonResponse:
+async def detokenize(body: DetokenizeRequest, state: StateDep) -> JsonResponse:
     """Special tokens are written out."""
     state.model_name(body.model)
     vocab_size, tokenizer = state.engine.vocab_size, state.tokenizer

@@ -27,7 +27,7 @@ class CutOff(NotACall):
     """The text ended where something was still to come."""
 
 
-def require(holds: object) -> None:
+def require_syntax(holds: object) -> None:
     """Raise NotACall where this does not hold."""
     if not holds:
         raise NotACall
@@ -83,7 +83,7 @@ class CharacterReader:
 
     def _expect(self, text: str) -> Reading[None]:
         for expected in text:
-            require((yield from self._next()) == expected)
+            require_syntax((yield from self._next()) == expected)
 
     def _close(self, *ends: str) -> Reading[None]:
         """One of these strings, after white space, ends the call."""
@@ -91,7 +91,7 @@ class CharacterReader:
         self._held.clear()
         read = yield from self._solid()
         while read not in ends:
-            require(any(end.startswith(read) for end in ends))
+            require_syntax(any(end.startswith(read) for end in ends))
             read += yield from self._next()
         self._held.clear()
 
@@ -112,7 +112,7 @@ class CharacterReader:
         read: list[str] = []
 
         def sink(char: str) -> None:
-            require(fits(char, len(read)))
+            require_syntax(fits(char, len(read)))
             read.append(char)
 
         yield from self._until(end, sink)
@@ -124,5 +124,5 @@ class CharacterReader:
         while NAME.fullmatch(name + (char := (yield from self._next()))):
             name += char
         self._back()
-        require(name)
+        require_syntax(name)
         return name

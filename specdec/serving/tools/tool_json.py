@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from specdec.serving.tools.answer_parser import AnswerParser
-from specdec.serving.tools.character_reader import NAME, NotACall, Reading, require
+from specdec.serving.tools.character_reader import NAME, NotACall, Reading, require_syntax
 from specdec.serving.tools.schema_types import accepted_types
 
 NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
@@ -36,14 +36,14 @@ class JsonToolParser(AnswerParser):
         if (yield from self._solid()) == "{":
             yield from self._json_call(bare)
             return
-        require(self._held[-1] == "[")
+        require_syntax(self._held[-1] == "[")
         char = ","
         while char == ",":
             self._phase = ""
-            require((yield from self._solid()) == "{")
+            require_syntax((yield from self._solid()) == "{")
             yield from self._json_call(bare)
             char = yield from self._solid()
-        require(char == "]")
+        require_syntax(char == "]")
         self._held.clear()
 
     def _json_call(self, bare: bool) -> Reading[None]:
@@ -51,13 +51,13 @@ class JsonToolParser(AnswerParser):
         name = arguments = None
         begun, char = False, (yield from self._solid())
         while char != "}":
-            require(char == '"')
+            require_syntax(char == '"')
             key = yield from self._json_text(most=128)
-            require((yield from self._solid()) == ":")
+            require_syntax((yield from self._solid()) == ":")
             if key in NAME_KEYS and name is None:
-                require((yield from self._solid()) == '"')
+                require_syntax((yield from self._solid()) == '"')
                 name = yield from self._json_text(most=128)
-                require(NAME.fullmatch(name))
+                require_syntax(NAME.fullmatch(name))
             elif key in ARGUMENT_KEYS and arguments is None:
                 begun = name is not None and (yield from self._solid()) == "{"
                 if name is not None:
@@ -67,13 +67,13 @@ class JsonToolParser(AnswerParser):
                 arguments = yield from self._json_arguments(self._arguments if begun else None)
                 self._phase = "closing" if begun else ""
             else:
-                require(key in OTHER_KEYS)
+                require_syntax(key in OTHER_KEYS)
                 yield from self._json_value(_at_most(MAX_OTHER))
             char = yield from self._solid()
             if char == ",":
                 char = yield from self._solid()
             elif char != "}":
-                require(begun)
+                require_syntax(begun)
                 self._back()  # a brace was forgotten
                 break
         if not begun:
@@ -94,7 +94,7 @@ class JsonToolParser(AnswerParser):
         if text.startswith('"'):
             text = json.loads(text)
         value = _loaded(text)
-        require(value is None or isinstance(value, dict))
+        require_syntax(value is None or isinstance(value, dict))
         return "{}" if value is None else text
 
     def _json_text(self, most: int = 1 << 30) -> Reading[str]:
@@ -103,7 +103,7 @@ class JsonToolParser(AnswerParser):
 
         def sink(text: str) -> None:
             read.append(text)
-            require(len(read) <= most + 2)
+            require_syntax(len(read) <= most + 2)
 
         yield from self._json_string(sink)
         text: str = _loaded("".join(read))
@@ -122,10 +122,10 @@ class JsonToolParser(AnswerParser):
             while (yield from self._next()) in NUMBER_CHARACTERS:
                 char += self._held[-1]
             self._back()
-            require(NUMBER.fullmatch(char))
+            require_syntax(NUMBER.fullmatch(char))
             sink(char)
         else:
-            require(char in WORDS)
+            require_syntax(char in WORDS)
             yield from self._expect(WORDS[char][1:])
             sink(WORDS[char])
 
@@ -137,14 +137,14 @@ class JsonToolParser(AnswerParser):
             if opened == "[":
                 self._back()
             else:
-                require(char == '"')
+                require_syntax(char == '"')
                 sink(char)
                 yield from self._json_string(sink)
-                require((yield from self._json_solid(sink)) == ":")
+                require_syntax((yield from self._json_solid(sink)) == ":")
                 sink(":")
             yield from self._json_value(sink, depth)
             char = yield from self._json_solid(sink)
-            require(char in (",", closing))
+            require_syntax(char in (",", closing))
             if char == ",":
                 after = [","]
                 char = yield from self._json_solid(after.append)
@@ -165,7 +165,7 @@ class JsonToolParser(AnswerParser):
                 elif char[1] == "u":
                     for _ in range(4):
                         char += yield from self._next()
-                        require(char[-1] in string.hexdigits)
+                        require_syntax(char[-1] in string.hexdigits)
             sink(json.dumps(char)[1:-1] if char < " " else char)
         sink(char)
 
@@ -181,7 +181,7 @@ def _at_most(count: int) -> Callable[[str], None]:
 
     def sink(text: str) -> None:
         left[0] -= len(text)
-        require(left[0] >= 0)
+        require_syntax(left[0] >= 0)
 
     return sink
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from specdec.errors import require_one_of
 from specdec.serving.tools.answer_parser import AnswerParser
-from specdec.serving.tools.character_reader import Reading, require
+from specdec.serving.tools.character_reader import Reading, require_syntax
 from specdec.serving.tools.harmony import HarmonyParser
 from specdec.serving.tools.qwen_coder import TaggedCallParser
 from specdec.serving.tools.schema_types import NO_TYPE
@@ -46,7 +46,7 @@ class LlamaParser(JsonToolParser):
         if (yield from self._next()) == "<":
             yield from self._expect("|python_tag|>")
         else:
-            require(begins)
+            require_syntax(begins)
             self._back()
         if (yield from self._solid()) != ";" or not self.num_calls:
             self._back()
@@ -73,7 +73,7 @@ class MistralParser(JsonToolParser):
         if self._held[-1] == "A":
             yield from self._expect("RGS]")
             yield from self._solid()
-        require(self._held[-1] == "{")
+        require_syntax(self._held[-1] == "{")
         self._back()
         self._begin_call(name)
         yield from self._json_value(self._arguments)
@@ -106,7 +106,7 @@ class GemmaParser(JsonToolParser):
         elif char in "{[" and depth < MAX_DEPTH:
             yield from self._members("}" if char == "{" else "]", depth + 1)
         else:
-            require(char not in "{}[],:")
+            require_syntax(char not in "{}[],:")
             while (yield from self._next()) not in ",}]\n":
                 char += self._held[-1]
             self._back()
@@ -121,7 +121,7 @@ class GemmaParser(JsonToolParser):
                 yield from self._key()
             yield from self._value(depth)
             char = yield from self._solid()
-            require(char in (",", closing))
+            require_syntax(char in (",", closing))
             if char == "," and (char := (yield from self._solid())) != closing:  # else it was one too many
                 self._back()
                 self._arguments(", ")
@@ -138,10 +138,10 @@ class GemmaParser(JsonToolParser):
             key = ""
             while (char := (yield from self._next())) not in ':{}[],"':
                 key += char
-            require(key.strip() and char == ":")
+            require_syntax(key.strip() and char == ":")
             self._arguments(quoted(key.strip()) + ": ")
             return
-        require(self._held[-1:] == [":"])
+        require_syntax(self._held[-1:] == [":"])
         self._arguments(": ")
 
     def _text(self) -> Reading[None]:

@@ -40,7 +40,7 @@ class TreeBackend(Protocol):
         """The best tree of `num_nodes` nodes among the candidates."""
 
 
-class Growth:
+class TreeBuilder:
     """Collects the candidates of B trees, level by level, and selects the trees. `root`: [B] int64 tokens."""
 
     def __init__(self, root: torch.Tensor, backend: TreeBackend, num_levels: int) -> None:

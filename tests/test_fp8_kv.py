@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from kv_rig import CacheGroups, GroupLoc, HybridAllocator, KVLayout, LayerCache, Window
+from kv_rig import GroupLoc, HybridAllocator, KVLayout, LayerSpec, Retention, cache_groups
 
 from specdec import Engine, EngineConfig, SamplingParams, SpecConfig
 from specdec.errors import ConfigError
+from specdec.kvcache.fp8_pool import Fp8Pool, all_rows, read_rows
 from specdec.kvcache.layout import CacheField
-from specdec.kvcache.rounded import RoundedPool, all_rows, read_rows
 from specdec.kvcache.store import KVStore, reference_move_kv, reference_store_kv, store_kv
 from specdec.models.bundled import HELD_OUT_PROBLEMS
 from specdec.text.prompt_files import read_prompts
@@ -26,7 +26,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 def stored(rows: list[list[float]]) -> list[list[float]]:
     """Rows of one head, as they are read back."""
-    pool = RoundedPool.zeros(len(rows) + 1, 1, len(rows[0]), torch.float32, CPU)
+    pool = Fp8Pool.zeros(len(rows) + 1, 1, len(rows[0]), torch.float32, CPU)
     slots = torch.arange(1, len(rows) + 1)
     pool.index_copy_(0, slots, torch.tensor(rows)[:, None])
     return read_rows(pool, slots)[:, 0].tolist()
@@ -43,7 +43,7 @@ def test_a_row_is_rounded_by_its_own_largest_number() -> None:
 def test_a_row_depends_on_no_other_row_or_head() -> None:
     torch.manual_seed(0)
     rows = torch.randn(5, 3, 16) * torch.tensor([1e-3, 1.0, 1e3, 5.0, 0.1])[:, None, None]
-    pool = RoundedPool.zeros(8, 3, 16, torch.float32, CPU)
+    pool = Fp8Pool.zeros(8, 3, 16, torch.float32, CPU)
     pool.index_copy_(0, torch.arange(5), rows)
     for i, head in itertools.product(range(5), range(3)):
         assert pool.read()[i, head].tolist() == stored([rows[i, head].tolist()])[0]
@@ -52,10 +52,8 @@ def test_a_row_depends_on_no_other_row_or_head() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_move_copies_what_is_stored(dtype: torch.dtype) -> None:
-    allocator = HybridAllocator(
-        CacheGroups.of_layouts([KVLayout.of_windows([None], 2, 8)]), [9], page_size=1, device=CPU
-    )
-    store = KVStore(KVLayout.of_windows([None], 2, 8).rounded(), allocator, dtype, CPU, rank=0)
+    allocator = HybridAllocator(cache_groups([KVLayout.from_windows([None], 2, 8)]), [9], page_size=1, device=CPU)
+    store = KVStore(KVLayout.from_windows([None], 2, 8).in_fp8(), allocator, dtype, CPU, rank=0)
     torch.manual_seed(1)
     k, v = torch.randn(2, 3, 2, 8).to(dtype)
     reference_store_kv(k, v, GroupLoc(torch.tensor([4, 5, 6])), *store.layers[0].fields)
@@ -127,7 +125,7 @@ def test_a_kernel_stores_the_bits_of_the_reference(dtype: torch.dtype) -> None:
     k[0, 0], v[5] = torch.arange(24) * 448 / 32, 0  # halves between two numbers
     k[1, 0], k[2, 1, 3] = torch.cat([torch.arange(23) * 2**-10, torch.tensor([448.0])]), torch.nan
     k, slots = k.to(dtype).transpose(0, 1).contiguous().transpose(0, 1), torch.randperm(50, device=DEVICE)[:40]
-    pools = [[RoundedPool.zeros(50, 3, size, dtype, DEVICE) for size in (24, 10)] for _ in range(2)]
+    pools = [[Fp8Pool.zeros(50, 3, size, dtype, DEVICE) for size in (24, 10)] for _ in range(2)]
     store_kv(k, v, GroupLoc(slots), *pools[0])
     reference_store_kv(k, v, GroupLoc(slots), *pools[1])
     whole = torch.isfinite(pools[1][0].scales)
@@ -186,7 +184,7 @@ def test_a_pool_takes_what_its_rows_take(make_target, make_engine) -> None:
     narrow, wide = (make_engine(make_target("llama"), kv_dtype=kv, **sizes).cache for kv in ("fp8", None))
     assert narrow.bytes_by_group()["full"] * 32 == wide.bytes_by_group()["full"] * 12
     field = CacheField("k", 8, 128)
-    assert field._replace(rounded=True).bytes(torch.bfloat16) / field.bytes(torch.bfloat16) < 0.52
+    assert field._replace(fp8=True).bytes(torch.bfloat16) / field.bytes(torch.bfloat16) < 0.52
 
 
 def test_what_cannot_be_kept_in_8_bits_is_refused() -> None:
@@ -212,19 +210,19 @@ def test_a_drafter_that_reads_rounded_keys_is_accepted_as_often(drafter: str) ->
 # another kind of layer, with a second K of half the width: allocated, moved, watched and counted as all are
 
 
-def two_key_layer(layer: int, heads: int, dim: int, window: int) -> LayerCache:
+def two_key_layer(layer: int, heads: int, dim: int, window: int) -> LayerSpec:
     fields = CacheField("k", heads, dim), CacheField("v", heads, dim), CacheField("coarse k", heads, dim // 2)
-    return LayerCache(layer, layer, "two keys", fields, Window(window))
+    return LayerSpec(layer, layer, "two keys", fields, Retention(window))
 
 
 def test_a_layer_may_keep_a_field_of_its_own() -> None:
-    layout = KVLayout((two_key_layer(0, 2, 8, 4), *KVLayout.of_windows([None] * 2, 1, 4).layers[1:]))
-    groups = CacheGroups.of_layouts([layout])
+    layout = KVLayout((two_key_layer(0, 2, 8, 4), *KVLayout.from_windows([None] * 2, 1, 4).layers[1:]))
+    groups = cache_groups([layout])
     allocator = HybridAllocator(groups, [12, 6], page_size=2, device=CPU)
     store = KVStore(layout, allocator, torch.float32, CPU, rank=0)
     kept = store.layers[0]
     assert [tuple(pool.shape[1:]) for pool in kept.fields] == [(2, 8), (2, 8), (2, 4)]
-    assert layout.slot_bytes(Window(4), torch.float32) == 2 * (8 + 8 + 4) * 4
+    assert layout.slot_bytes(Retention(4), torch.float32) == 2 * (8 + 8 + 4) * 4
     slots = allocator.translate(kept.group, allocator.alloc(2))
     rows = [torch.randn(len(slots), *pool.shape[1:]) for pool in kept.fields]
     for pool, new in zip(kept.fields, rows, strict=True):

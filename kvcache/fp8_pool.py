@@ -1,7 +1,7 @@
 """K/V of 8 bits: e4m3 numbers with one float32 scale for each slot and head.
 
     write    scale = max |row| / 448,   bits = e4m3(row / scale)       a row is the D numbers of one head of one token
-    read     e4m3 -> float32, times scale, rounded to the model's dtype; kernels do not round: see `rounded_kernels.py`
+    read     e4m3 -> float32, times scale, rounded to the model's dtype; kernels do not round: see `fp8_kernels.py`
 
 The scale of a row is made from that row alone, so its bits depend on no other token, chunk or request. A row that is
 moved is copied as it is, and is not rounded again. Invariant: target, frozen drafter and draft in progress all attend
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 
 E4M3 = torch.float8_e4m3fn
-LARGEST = 448.0
+E4M3_MAX = 448.0
 """Largest finite number of e4m3."""
 
 
 @dataclass(frozen=True, slots=True)
-class RoundedPool:
+class Fp8Pool:
     """Rows [slots, heads, D] in 8 bits. It stands for a tensor of `dtype`, with those of its methods that pools use.
 
     bits: [slots, heads, D] uint8, e4m3. scales: [slots, heads] float32.
@@ -29,12 +29,12 @@ class RoundedPool:
     dtype: torch.dtype
 
     @classmethod
-    def zeros(cls, slots: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> "RoundedPool":
+    def zeros(cls, slots: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device) -> "Fp8Pool":
         bits = torch.zeros((slots, heads, dim), dtype=torch.uint8, device=device)
         return cls(bits, torch.zeros((slots, heads), device=device), dtype)
 
     @classmethod
-    def of(cls, rows: torch.Tensor) -> "RoundedPool":
+    def from_rows(cls, rows: torch.Tensor) -> "Fp8Pool":
         """A pool of these rows [slots, heads, D], rounded. The scale of a row with a NaN is NaN."""
         slots, heads, dim = rows.shape
         pool = cls.zeros(slots, heads, dim, rows.dtype, rows.device)
@@ -49,18 +49,18 @@ class RoundedPool:
     def device(self) -> torch.device:
         return self.bits.device
 
-    def new_empty(self, shape: tuple[int, ...]) -> "RoundedPool":
+    def new_empty(self, shape: tuple[int, ...]) -> "Fp8Pool":
         """An uninitialised pool of this shape [slots, heads, D]."""
-        return RoundedPool(self.bits.new_empty(shape), self.scales.new_empty(shape[:-1]), self.dtype)
+        return Fp8Pool(self.bits.new_empty(shape), self.scales.new_empty(shape[:-1]), self.dtype)
 
-    def index_select(self, dim: int, slots: torch.Tensor) -> "RoundedPool":
-        return RoundedPool(self.bits.index_select(dim, slots), self.scales.index_select(dim, slots), self.dtype)
+    def index_select(self, dim: int, slots: torch.Tensor) -> "Fp8Pool":
+        return Fp8Pool(self.bits.index_select(dim, slots), self.scales.index_select(dim, slots), self.dtype)
 
     def index_copy_(self, dim: int, slots: torch.Tensor, rows: torch.Tensor) -> None:
         """Round rows [T, heads, D] and store them at slots [T]."""
         rows = rows.float()
         largest = rows.abs().amax(-1)
-        scales = torch.where(largest == 0, 1.0, largest / LARGEST)
+        scales = torch.where(largest == 0, 1.0, largest / E4M3_MAX)
         self.bits.index_copy_(dim, slots, (rows / scales[..., None]).to(E4M3).view(torch.uint8))
         self.scales.index_copy_(dim, slots, scales)
 
@@ -69,25 +69,25 @@ class RoundedPool:
         return (self.bits.view(E4M3).float() * self.scales[..., None]).to(self.dtype)
 
 
-Pool = torch.Tensor | RoundedPool
+FieldPool = torch.Tensor | Fp8Pool
 """The rows of one field of a layer."""
 
 
-def read_rows(pool: Pool, slots: torch.Tensor) -> torch.Tensor:
+def read_rows(pool: FieldPool, slots: torch.Tensor) -> torch.Tensor:
     """Rows at slots [T] -> [T, heads, D]."""
     return all_rows(pool.index_select(0, slots))
 
 
-def all_rows(pool: Pool) -> torch.Tensor:
-    return pool.read() if isinstance(pool, RoundedPool) else pool
+def all_rows(pool: FieldPool) -> torch.Tensor:
+    return pool.read() if isinstance(pool, Fp8Pool) else pool
 
 
-def numbers_and_scales(pool: Pool) -> tuple[torch.Tensor, torch.Tensor | None]:
+def numbers_and_scales(pool: FieldPool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The tensors of a pool that kernels read: rows [slots, heads, D]; of a rounded pool pairs of numbers [slots,
     heads, D / 2] int16, and scales [slots, heads]."""
-    return (pool.bits.view(torch.int16), pool.scales) if isinstance(pool, RoundedPool) else (pool, None)
+    return (pool.bits.view(torch.int16), pool.scales) if isinstance(pool, Fp8Pool) else (pool, None)
 
 
-def tensors_of(pool: Pool) -> tuple[torch.Tensor, ...]:
+def tensors_of(pool: FieldPool) -> tuple[torch.Tensor, ...]:
     """The tensors of a pool that are moved, poisoned and counted."""
-    return (pool.bits, pool.scales) if isinstance(pool, RoundedPool) else (pool,)
+    return (pool.bits, pool.scales) if isinstance(pool, Fp8Pool) else (pool,)

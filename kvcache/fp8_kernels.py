@@ -1,6 +1,6 @@
-"""Kernels of K/V of 8 bits (`rounded.py`): rows are rounded as they are stored, and decoded where they are read.
+"""Kernels of K/V of 8 bits (`fp8_pool.py`): rows are rounded as they are stored, and decoded where they are read.
 
-    store    scale = max |row| / 448,   bits = e4m3(row / scale)    a program a token and head; bits as of `rounded.py`
+    store    scale = max |row| / 448,   bits = e4m3(row / scale)    a program a token and head; bits as of `fp8_pool.py`
     read     bits -> float32, float16 or bfloat16, exactly          `from_e4m3`; the reader applies the scale
 
 A reader multiplies a key's scores and a value's weights by their scales, in float32: a multiplication a key, not a
@@ -12,11 +12,11 @@ small tiles than in large ones, and read V number by number.
 import torch
 
 from specdec.gpu.triton_shim import INTERPRETED, tl, triton
+from specdec.kvcache.fp8_pool import E4M3_MAX, Fp8Pool
 from specdec.kvcache.index_spaces import GroupLoc
-from specdec.kvcache.rounded import LARGEST, RoundedPool
 
 IN_PTX = tl.constexpr(not INTERPRETED)
-FULL_SCALE = tl.constexpr(LARGEST)
+FULL_SCALE = tl.constexpr(E4M3_MAX)
 
 # The low or the high number of each of two pairs: sign and magnitude go where bfloat16 has its sign and the end of its
 # exponent, which is 2^-120 times the number, subnormal ones included. fma, since a multiplication alone needs sm_90.
@@ -77,7 +77,7 @@ def _round_row(
 
 
 @triton.jit
-def _store_rounded_kernel(
+def _store_fp8_kernel(
     p_k: tl.tensor,  # [T, Hkv, D]
     p_v: tl.tensor,  # [T, Hkv, DV]
     p_slots: tl.tensor,  # [T]
@@ -104,11 +104,11 @@ def _store_rounded_kernel(
     _round_row(p_v + i_t * s_v_t + i_h * s_v_h, p_pool_v + o_head * V_DIM, p_scale_v + o_head, s_v_d, o_d, V_DIM)
 
 
-def store_rounded(k: torch.Tensor, v: torch.Tensor, slots: GroupLoc, pool_k: RoundedPool, pool_v: RoundedPool) -> None:
+def store_fp8(k: torch.Tensor, v: torch.Tensor, slots: GroupLoc, pool_k: Fp8Pool, pool_v: Fp8Pool) -> None:
     """Store k [T, Hkv, D], v [T, Hkv, DV], of any strides, at slots [T], rounded."""
     num_tokens, num_heads, head_dim = k.shape
     assert k.dtype == v.dtype == pool_k.dtype == pool_v.dtype, f"{k.dtype=} {v.dtype=} {pool_k.dtype=}"
-    _store_rounded_kernel[(num_tokens, num_heads)](
+    _store_fp8_kernel[(num_tokens, num_heads)](
         *(k, v, slots, pool_k.bits, pool_v.bits, pool_k.scales, pool_v.scales),
         *(*k.stride(), *v.stride(), slots.stride(0)),
         HEADS=num_heads,
