@@ -224,7 +224,7 @@ def test_what_a_short_pool_wants_is_given_up_in_one_call(page_size: int, monkeyp
 @pytest.mark.parametrize("pairs", [False, True])
 def test_a_key_that_grows_is_that_of_all_tokens(pairs: bool) -> None:
     request = request_of(0, [3, 5, 7])
-    prefixes = prefixes_of(make(1), num_stores=1 + pairs)
+    prefixes = prefixes_of(make(1), num_models=1 + pairs)
     for emitted in ([], [4], [9], [8, 2, 6]):
         if emitted:
             request.settle(emitted)
@@ -242,8 +242,8 @@ def request_of(number: int, prompt: Sequence[int]) -> Request:
     return request
 
 
-def prefixes_of(table: RequestTable, num_stores: int = 1) -> Prefixes:
-    cache = SimpleNamespace(table=table, stores=[None] * num_stores, state_cache=lambda: None)
+def prefixes_of(table: RequestTable, num_models: int = 1) -> Prefixes:
+    cache = SimpleNamespace(table=table, models=[None] * num_models, state_cache=lambda: None)
     return Prefixes(cache, lambda: 0)
 
 
