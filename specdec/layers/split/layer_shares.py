@@ -3,6 +3,7 @@ r"""The share of one of R ranks in a decoder: its heads, its columns of the MLP,
     W_qkv [q | k | v heads, H]     rows of the rank's heads       its own K/V heads, in its own pools
     fewer K/V heads than ranks     rows of one head               each K/V head is stored on R / heads ranks
     W_q, W_kv of latents           rows of the rank's heads       latents are whole on every rank (`layers/latent.py`)
+    recurrent layers               the rank's key heads and value heads, their channels and rows (`FusedMixer.share`)
     W_o [H, q heads]               columns of the rank's heads    parts of a sum, by ranges of K
     W_gate, W_up [I, H]            rows                           no sum is divided
     W_down [H, I]                  columns                        parts of a sum
@@ -33,7 +34,7 @@ from specdec.layers.moe.experts import Experts
 from specdec.layers.packed.packed_weight import Weight
 from specdec.layers.packed.weight_slices import Put, StackedWeights, is_packed, place_weight, range_of, rank_rows
 from specdec.layers.per_layer_embedding import EmbeddingParts
-from specdec.layers.product import Cut, choose_cut, choose_packed_cut
+from specdec.layers.product import Cut, cut_of
 
 PAIR = 2
 """Ranks exchange 16-bit columns as 32-bit numbers."""
@@ -51,17 +52,10 @@ def share_of(parts: DecoderParts, rank: int, count: int, put: Put) -> DecoderPar
 def layer_share(parts: LayerParts, rank: int, count: int) -> LayerParts:
     """The share of one rank, as views in pieces (`StackedWeights`). `require_shares` has checked that the weights
     divide."""
-    heads, mlp, moe = parts.heads, parts.mlp, parts.moe
-    own = heads._replace(num_q=heads.num_q // count, num_kv=-(-heads.num_kv // count))  # ranks may share one head
-    kv_shares = min(heads.num_kv, count)
-    sections, shares = _first_rows(parts, count)
+    mlp, moe = parts.mlp, parts.moe
     out = sum_share(parts.out, count, even=True)
     down = None if mlp is None else sum_share(mlp.down, count, even=False)
-    pieces: dict[str, Any] = {"qkv": rank_rows(parts.qkv, sections, rank, count, shares)}
-    if parts.qkv_bias is not None:
-        pieces["qkv_bias"] = rank_rows(parts.qkv_bias, sections, rank, count, shares)
-    if parts.latent is not None:
-        pieces["latent"] = _latent_share(parts.latent, rank, count)
+    pieces = _attention_share(parts, rank, count) if parts.mixer is None else _mixer_share(parts, rank, count)
     pieces["out"] = _share_of_sum(parts.out, out, rank, count)
     if parts.out_bias is not None and out.by_rows:
         pieces["out_bias"] = rank_rows(parts.out_bias, [len(parts.out_bias)], rank, count)
@@ -74,13 +68,36 @@ def layer_share(parts: LayerParts, rank: int, count: int) -> LayerParts:
         router = moe.router._replace(owned=(rank * num_own, num_own))
         experts: Experts = map_tensors(moe.experts, lambda tensor: tensor.chunk(count)[rank])
         pieces["moe"] = replace(moe, router=router, experts=experts._replace(shared=True))
+    return replace(parts, cuts=Cuts(whole_cut(parts.qkv), out, down), **pieces)
+
+
+def _attention_share(parts: LayerParts, rank: int, count: int) -> dict[str, Any]:
+    """The fields of `LayerParts` that are attention's, but for its last product."""
+    heads = parts.heads
+    kv_shares = min(heads.num_kv, count)
+    sections, shares = _first_rows(parts, count)
+    own = heads._replace(num_q=heads.num_q // count, num_kv=-(-heads.num_kv // count))  # one head may be on several
+    pieces: dict[str, Any] = {"heads": own, "qkv": rank_rows(parts.qkv, sections, rank, count, shares)}
+    if parts.qkv_bias is not None:
+        pieces["qkv_bias"] = rank_rows(parts.qkv_bias, sections, rank, count, shares)
+    if parts.latent is not None:
+        pieces["latent"] = _latent_share(parts.latent, rank, count)
     if parts.wide_norms is not None:
         pieces["wide_norms"] = parts.wide_norms._replace(rank=rank, num_ranks=count, kv_shares=kv_shares)
     if parts.head_gates is not None:  # it has so few rows that the share's cut equals the whole's
         pieces["head_gates"] = rank_rows(parts.head_gates, [heads.num_q], rank, count)
     if parts.sinks is not None:
         pieces["sinks"] = parts.sinks.chunk(count)[rank]
-    return replace(parts, heads=own, cuts=Cuts(whole_cut(parts.qkv), out, down), **pieces)
+    return pieces
+
+
+def _mixer_share(parts: LayerParts, rank: int, count: int) -> dict[str, Any]:
+    """`_attention_share` of a recurrent layer."""
+    assert parts.mixer is not None
+    return {
+        "qkv": rank_rows(parts.qkv, parts.mixer.sections, rank, count),
+        "mixer": parts.mixer.share(rank, count),
+    }
 
 
 def _first_rows(parts: LayerParts, count: int) -> tuple[list[int], list[int]]:
@@ -124,7 +141,10 @@ def obstacle(parts: LayerParts, count: int) -> str | None:
     heads = parts.heads
     if parts.moe is not None and len(parts.moe.experts.gate_up) % count:
         return f"has {len(parts.moe.experts.gate_up)} experts, which {count} devices cannot share evenly"
-    if heads.num_q % count or (heads.num_kv % count and count % heads.num_kv):
+    if parts.mixer is not None:
+        if reason := parts.mixer.obstacle(count):
+            return reason
+    elif heads.num_q % count or (heads.num_kv % count and count % heads.num_kv):
         return (
             f"has {heads.num_q} query heads and {heads.num_kv} K/V heads; a number of devices must divide the query "
             "heads, and divide the K/V heads or be a multiple of them; use such a number, or replicas"
@@ -164,7 +184,7 @@ def sum_share(weight: Weight, count: int, *, even: bool) -> SumShare:
 
 
 def whole_cut(weight: Weight | StackedWeights) -> Cut:
-    return (choose_packed_cut if is_packed(weight) else choose_cut)(*weight.shape)
+    return cut_of(weight.parts[0] if isinstance(weight, StackedWeights) else weight, weight.shape)
 
 
 def _share_of_sum(weight: Weight, share: SumShare, rank: int, count: int) -> Any:
